@@ -1,0 +1,47 @@
+# `make demo` and `make test` set themselves up: they need Python 3.11 or newer and make.
+
+PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
+	$(shell $(name) -c 'import sys; print("$(name)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PROMPT ?= The three most important things to know about the Moon are
+
+.PHONY: demo test lint bench-cpu clean
+
+# Writes an answer of the default model to the terminal; the first run fetches the model.
+demo: $(VENV)/.demo
+	@$(BIN)/tiercel generate "$(PROMPT)" --max-tokens 96 --temperature 0
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Measures generation with the default model on this machine's CPU.
+bench-cpu: $(VENV)/.demo
+	$(BIN)/python -m benchmarks.e2e_generate --device cpu
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+$(VENV)/.python:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer: python3 is older or missing. Install one, or run make PYTHON=/path/to/python." >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# With a GPU (nvidia-smi answers) the CUDA extra comes too.
+$(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "Installing Tiercel into $(VENV); the first time takes a few minutes." >&2
+	@if nvidia-smi -L >/dev/null 2>&1; then extra='[cuda]'; else extra=''; fi; \
+		$(PIP_INSTALL) -e ".$$extra"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "Installing Tiercel and its development tools into $(VENV); the first time takes a few minutes." >&2
+	@$(PIP_INSTALL) -e ".[dev]"
+	@touch $@

@@ -1,0 +1,45 @@
+"""Chooses interpreter or GPU once, before any kernel module is imported; shared fixtures."""
+
+import os
+from pathlib import Path
+
+IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IN_WORKER:  # the workers share the cores; child processes inherit this too
+    os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("TIERCEL_MODEL", None)  # a developer's own model must not replace the default one
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:  # Triton reads this when a kernel is decorated, so it must be set before imports
+    os.environ["TRITON_INTERPRET"] = "1"
+if IN_WORKER:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, visibly, what this machine cannot run."""
+    for item in items:
+        need = 2 if item.get_closest_marker("multigpu") else int("gpu" in item.keywords)
+        if need > torch.cuda.device_count():
+            item.add_marker(pytest.mark.skip(reason=f"needs {need} GPU(s)"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The device on which kernels run here; on a CPU they run in Triton's interpreter."""
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The default model's file, fetched into the user's cache the first time."""
+    from tiercel.loader.hub import resolve
+
+    return resolve("smollm2", offline=False, report=None)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

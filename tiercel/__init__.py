@@ -1,0 +1,56 @@
+"""Tiercel runs quantised language models.
+
+The public names are resolved on first use, so that `import tiercel` and the command line's help
+load no PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tiercel.errors import (
+        ArgumentError,
+        ContextLengthError,
+        InternalError,
+        InvalidRequestError,
+        ModelFormatError,
+        ModelNotFoundError,
+        OutOfMemoryError,
+        TiercelError,
+        UnsupportedModelError,
+    )
+    from tiercel.llm import LLM
+    from tiercel.params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "ArgumentError",
+    "ContextLengthError",
+    "InternalError",
+    "InvalidRequestError",
+    "ModelFormatError",
+    "ModelNotFoundError",
+    "OutOfMemoryError",
+    "SamplingParams",
+    "TiercelError",
+    "UnsupportedModelError",
+    "__version__",
+]
+
+_MODULES = {"LLM": "tiercel.llm", "SamplingParams": "tiercel.params"}
+
+
+def __getattr__(name: str) -> object:
+    """Import the module that defines a public name (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module 'tiercel' has no attribute {name!r}")
+    module = importlib.import_module(_MODULES.get(name, "tiercel.errors"))
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,51 @@
+"""One step of the engine as tensors: the only argument of a model's forward.
+
+R requests with `query_len >= 1` new tokens each lie end to end in T token places: prefill chunks and decode
+steps are the same varlen batch. Keys and values are found through `block_tables`, whose rows are the
+engine's request rows; a batch names its rows in `rows`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """R requests, T new tokens, G cache groups, S rows, L rows of logits. All tensors on one device.
+
+    Attributes:
+        input_ids: (T,) int32.
+        positions: (T,) int32, what rotary embedding sees.
+        cu_seqlens_q: (R + 1,) int32, first token place of each request.
+        seq_lens: (R,) int32, context including this step.
+        rows: (R,) int32, the engine row of each request.
+        logits_rows: (L,) int32, token places whose logits are wanted.
+        slot_mapping: (G, T) int64, cache slot of each new token; -1 writes nothing.
+        block_tables: (G, S, max_blocks) int32, read through `rows`; 0 is the null block.
+        query_lens: host tuple, new tokens of each request.
+        context_lens: host tuple, `seq_lens` as the host knows them (an upper bound when steps overlap).
+        num_tokens: T.
+        num_reqs: R.
+        max_query_len: bound of `query_lens`.
+        max_seq_len: bound of `seq_lens`.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    cu_seqlens_q: Tensor
+    seq_lens: Tensor
+    rows: Tensor
+    logits_rows: Tensor
+    slot_mapping: Tensor
+    block_tables: Tensor
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    num_tokens: int
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int

@@ -1,0 +1,427 @@
+"""Messages to prompt ids: check them, render the model's template, keep users' text plain.
+
+A template is a program from a model file. It runs in a child process (`template_worker.py`) that
+can be killed; what it raises or overruns costs one request.
+
+A user's text must not become a control token. Before rendering, each control token inside a message
+is replaced by a sentinel of random digits, so that every control token in the rendered text was
+written by the template. The text is cut there, sentinels become text again, and each part is
+encoded plainly. The last characters of a string that could begin a control token are replaced too:
+two strings that the template puts side by side cannot form one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from tiercel.errors import InternalError, InvalidRequestError, ModelFormatError
+from tiercel.template_client import TemplateWorker, WorkerLostError
+from tiercel.text import Tokenizer
+
+MAX_SOURCE_CHARS: Final = 1 << 20
+RENDER_SECONDS: Final = 2.0
+CPU_SECONDS: Final = 3  # for a child whose parent was killed: nobody else would end it
+MAX_MESSAGES: Final = 2048
+MAX_DEPTH: Final = 64
+MIN_OUTPUT_CHARS: Final = 1 << 20
+MAX_OUTPUT_CHARS: Final = 64 << 20
+OUTPUT_PER_INPUT: Final = 4
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+RESERVED_NAMES: Final = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "self",
+        "bos_token",
+        "eos_token",
+        "raise_exception",
+        "strftime_now",
+    }
+)
+_NO_TEMPLATE: Final = "this model has no chat template, so it cannot take messages."
+
+Message = Mapping[str, object]
+
+
+class ChatTemplate:
+    """A model's chat template.
+
+    Args:
+        source: Jinja, as Hugging Face writes it.
+        bos_token: text of BOS, or "".
+        eos_token: text of EOS, or "".
+        worker: the process to render in; None: one of its own.
+        name: what messages call the file that the template is from.
+
+    Raises:
+        ModelFormatError: the source is longer than `MAX_SOURCE_CHARS`.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        bos_token: str = "",
+        eos_token: str = "",
+        *,
+        worker: TemplateWorker | None = None,
+        name: str = "chat template",
+    ) -> None:
+        if len(source) > MAX_SOURCE_CHARS:
+            raise ModelFormatError(
+                f"{name}: the chat template has {len(source)} characters; the limit is"
+                f" {MAX_SOURCE_CHARS}."
+            )
+        self.source = source
+        self._globals = {"bos_token": bos_token, "eos_token": eos_token}
+        self._worker = worker if worker is not None else TemplateWorker()
+        self._name = name
+
+    @staticmethod
+    def from_tokenizer(
+        tokenizer: Tokenizer, *, worker: TemplateWorker | None = None, name: str = "chat template"
+    ) -> ChatTemplate | None:
+        """The template that came with a tokenizer, or None.
+
+        Raises:
+            ModelFormatError: the source is too long.
+        """
+        if tokenizer.chat_template is None:
+            return None
+        bos, eos = (
+            "" if i is None else tokenizer.token_text(i)
+            for i in (tokenizer.bos_id, tokenizer.eos_id)
+        )
+        return ChatTemplate(tokenizer.chat_template, bos, eos, worker=worker, name=name)
+
+    def check(self) -> None:
+        """Compile, as when a model is loaded.
+
+        Raises:
+            ModelFormatError: a syntax error, with its line; or compiling takes too long.
+        """
+        try:
+            self._ask(None, MIN_OUTPUT_CHARS)
+        except InvalidRequestError as error:
+            raise ModelFormatError(f"{self._name}: {error}") from None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, object] | None = None,
+    ) -> str:
+        """Render to text.
+
+        Args:
+            messages: as the template expects them; see `check_messages`.
+            tools: tool descriptions, or None.
+            add_generation_prompt: whether the text ends where the assistant's answer begins.
+            template_kwargs: further variables; `RESERVED_NAMES` are refused.
+
+        Raises:
+            InvalidRequestError: the template refused the messages, failed, or overran its limits
+                (code "chat_template_error"); or an argument is no JSON or a reserved name.
+            ModelFormatError: a syntax error in the template, with its line.
+
+        Source: the variables and filters of docs/source/en/chat_templating.md in
+        github.com/huggingface/transformers.
+        """
+        extra = dict(template_kwargs or {})
+        reserved = sorted(RESERVED_NAMES & extra.keys())
+        if reserved:
+            raise InvalidRequestError(
+                f"chat_template_kwargs holds {reserved[0]!r}, which Tiercel sets itself.",
+                param="chat_template_kwargs",
+            )
+        context = {
+            **extra,
+            **self._globals,
+            "messages": list(messages),
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        num_chars = OUTPUT_PER_INPUT * (_json_size(context) + len(self.source))
+        return self._ask(context, min(MAX_OUTPUT_CHARS, MIN_OUTPUT_CHARS + num_chars))
+
+    def close(self) -> None:
+        """End the child process; a later call starts a new one."""
+        self._worker.close()
+
+    def _ask(self, context: Mapping[str, object] | None, max_chars: int) -> str:
+        request = {
+            "source": self.source,
+            "context": context,
+            "max_chars": max_chars,
+            "cpu_seconds": CPU_SECONDS,
+        }
+        try:
+            answer = self._worker.request(request, RENDER_SECONDS)
+        except WorkerLostError as error:
+            spent = f"{RENDER_SECONDS:g} s" if error.is_timeout else "the memory or time it may use"
+            raise _template_error(f"the chat template took more than {spent}.") from None
+        kind, message = answer.get("error"), str(answer.get("message"))
+        if kind == "syntax":
+            raise ModelFormatError(
+                f"{self._name}: the chat template has a syntax error in line {answer.get('line')}:"
+                f" {message}"
+            )
+        if kind == "raised":
+            raise _template_error(message)
+        if kind is not None:
+            raise _template_error(f"the chat template failed: {message}")
+        text = answer.get("text")
+        if not isinstance(text, str):
+            raise InternalError("the chat template process gave no text.")
+        return text
+
+
+def _template_error(message: str) -> InvalidRequestError:
+    error = InvalidRequestError(message, param="messages")
+    error.code = "chat_template_error"
+    return error
+
+
+def _json_size(context: Mapping[str, object]) -> int:
+    try:
+        return len(json.dumps(context))
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidRequestError(
+            "the messages, tools or chat_template_kwargs hold what is no JSON.", param="messages"
+        ) from None
+
+
+def check_messages(messages: object) -> list[dict[str, object]]:
+    """Check chat messages and bring their content to strings.
+
+    Args:
+        messages: a list of objects with `role` and `content`. Content is a string or a list of text
+            parts, which are joined by newlines; an assistant with `tool_calls` may have none. Other
+            fields stay as they are.
+
+    Returns:
+        New messages; the argument is not changed.
+
+    Raises:
+        InvalidRequestError: naming the message and field.
+    """
+    if not isinstance(messages, list | tuple):
+        raise _field_error("messages", "must be a list of messages")
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise _field_error(
+            "messages", f"holds {len(messages)} messages; 1 to {MAX_MESSAGES} is right"
+        )
+    return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _field_error(param: str, rule: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param} {rule}.", param=param)
+
+
+def _check_message(message: object, param: str) -> dict[str, object]:
+    if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
+        raise _field_error(param, "must be an object with role and content")
+    role = message.get("role")
+    if role not in ROLES:
+        shown = repr(role[:40]) if isinstance(role, str) else f"a {type(role).__name__}"
+        raise _field_error(f"{param}.role", f"is {shown}; it must be one of {', '.join(ROLES)}")
+    checked = dict(message)
+    content = message.get("content")
+    if content is None and role == "assistant" and message.get("tool_calls"):
+        checked["content"] = ""
+    elif isinstance(content, list | tuple):
+        checked["content"] = "\n".join(
+            _part_text(part, f"{param}.content[{i}]") for i, part in enumerate(content)
+        )
+    elif not isinstance(content, str):
+        found = "is missing" if content is None else f"is a {type(content).__name__}"
+        raise _field_error(
+            f"{param}.content", f"{found}; it must be a string or a list of text parts"
+        )
+    return checked
+
+
+def _part_text(part: object, param: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or kind != "text":
+        shown = repr(kind[:40]) if isinstance(kind, str) else "none"
+        raise _field_error(param, f"has the type {shown}; this model takes text parts only")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise _field_error(f"{param}.text", "must be a string")
+    return text
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    messages: object,
+    *,
+    tools: Sequence[Message] | None = None,
+    add_generation_prompt: bool = True,
+    template_kwargs: Mapping[str, object] | None = None,
+) -> list[int]:
+    """Turn messages into prompt ids; no string in them becomes a control token.
+
+    Args:
+        tokenizer: of the model.
+        template: of the model; None is refused.
+        messages: see `check_messages`.
+        tools: see `ChatTemplate.render`.
+        add_generation_prompt: see `ChatTemplate.render`.
+        template_kwargs: see `ChatTemplate.render`.
+
+    Returns:
+        Ids, with one BOS where the model wants it, whether the template writes it or not.
+
+    Raises:
+        InvalidRequestError: a wrong message, no template, or the template failed.
+        ModelFormatError: a syntax error in the template.
+    """
+    if template is None:
+        error = _template_error(_NO_TEMPLATE)
+        error.hint = "Send a raw prompt instead: generate, or /v1/completions."
+        raise error
+    checked = check_messages(messages)
+    finder = _ControlFinder(tokenizer.control_tokens)
+    shield = _Shield(finder)
+    rendered = template.render(
+        [_mapped(message, shield.cover) for message in checked],
+        tools=None if tools is None else [_mapped(tool, shield.cover) for tool in tools],
+        add_generation_prompt=add_generation_prompt,
+        template_kwargs=_mapped(template_kwargs or {}, shield.cover),
+    )
+    return tokenizer.with_bos(_encode_parts(tokenizer, finder, rendered, shield))
+
+
+def _encode_parts(
+    tokenizer: Tokenizer, finder: _ControlFinder, rendered: str, shield: _Shield
+) -> list[int]:
+    ids: list[int] = []
+    position = 0
+    trims_left = False
+    for start, end in [*finder.find_all(rendered), (len(rendered), len(rendered))]:
+        text = shield.uncover(rendered[position:start])
+        control_id = tokenizer.control_tokens.get(rendered[start:end])
+        takes_before, takes_after = tokenizer.trimming.get(
+            -1 if control_id is None else control_id, (False, False)
+        )
+        text = text.lstrip() if trims_left else text
+        text = text.rstrip() if takes_before else text
+        if text:
+            ids += tokenizer.encode_inner(text) if position else tokenizer.encode(text)
+        if control_id is not None:
+            ids.append(control_id)
+        position, trims_left = end, takes_after
+    return ids
+
+
+class _ControlFinder:
+    """Finds control tokens in text, the longest at each place."""
+
+    def __init__(self, control_tokens: Mapping[str, int]) -> None:
+        self._tokens = frozenset(token for token in control_tokens if token)
+        lengths: dict[str, set[int]] = {}
+        for token in self._tokens:
+            lengths.setdefault(token[0], set()).add(len(token))
+        self._lengths = {char: sorted(found, reverse=True) for char, found in lengths.items()}
+        self._longest = max(map(len, self._tokens), default=0)
+        starts = "".join(re.escape(char) for char in lengths)
+        self._start = re.compile(f"[{starts}]") if starts else re.compile(r"(?!)")
+
+    def find_all(self, text: str) -> Iterator[tuple[int, int]]:
+        """(start, end) of each, from left to right."""
+        position = 0
+        while found := self._start.search(text, position):
+            start = position = found.start()
+            for length in self._lengths[text[start]]:
+                if text[start : start + length] in self._tokens:
+                    position = start + length
+                    yield start, position
+                    break
+            else:
+                position += 1
+
+    def find_open_end(self, text: str) -> tuple[int, int] | None:
+        """(start, end) of the last characters, whitespace aside, that could begin a control token."""
+        end = len(text.rstrip())
+        for found in self._start.finditer(text, max(0, end - self._longest), end):
+            tail = text[found.start() : end]
+            if any(token.startswith(tail) for token in self._tokens):
+                return found.start(), end
+        return None
+
+
+class _Shield:
+    """Replaces control tokens by sentinels, and sentinels by the text they stand for.
+
+    A sentinel is digits only, so changes of case, JSON and trimming in a template leave it
+        alone: 40 random
+    ones, which no user can guess, and the number of the text.
+    """
+
+    def __init__(self, finder: _ControlFinder) -> None:
+        self._finder = finder
+        self._key = "".join(secrets.choice("0123456789") for _ in range(40))
+        self._texts: list[str] = []
+        self._numbers: dict[str, str] = {}
+        self._pattern = re.compile(self._key + r"(\d{6})")
+
+    def cover(self, text: str) -> str:
+        """The text with a sentinel for each control token and for an open end."""
+        pieces = []
+        position = 0
+        for start, end in self._finder.find_all(text):
+            pieces += [text[position:start], self._sentinel(text[start:end])]
+            position = end
+        rest = text[position:]
+        open_end = self._finder.find_open_end(rest)
+        if open_end is not None:
+            start, end = open_end
+            rest = rest[:start] + self._sentinel(rest[start:end]) + rest[end:]
+        return "".join([*pieces, rest])
+
+    def uncover(self, text: str) -> str:
+        """The text with every sentinel resolved."""
+        if not self._texts:
+            return text
+        return self._pattern.sub(self._resolve, text)
+
+    def _resolve(self, found: re.Match[str]) -> str:
+        number = int(found[1])  # a template may have changed the digits
+        return self._texts[number] if number < len(self._texts) else found[0]
+
+    def _sentinel(self, text: str) -> str:
+        if text not in self._numbers:
+            self._numbers[text] = f"{self._key}{len(self._texts):06}"
+            self._texts.append(text)
+        return self._numbers[text]
+
+
+def _mapped(value: Mapping[str, object], change: Callable[[str], str]) -> dict[str, object]:
+    """The JSON object with every string in it, keys too, changed."""
+    return {change(key): _map_strings(item, change, MAX_DEPTH) for key, item in value.items()}
+
+
+def _map_strings(value: object, change: Callable[[str], str], depth: int) -> object:
+    if depth == 0:
+        raise InvalidRequestError(
+            f"the messages are nested deeper than {MAX_DEPTH}.", param="messages"
+        )
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {
+            change(key) if isinstance(key, str) else key: _map_strings(item, change, depth - 1)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_map_strings(item, change, depth - 1) for item in value]
+    return value

@@ -1,0 +1,174 @@
+"""`tiercel doctor`: what this machine offers and what is installed, for people and bug reports."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json as json_module
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
+
+import tiercel
+from tiercel import env
+from tiercel.cli.options import CommonOptions
+from tiercel.cli.terminal import one_line, write
+from tiercel.loader import fetch, hub
+
+_GROUP = Group("Report", sort_key=1)
+_NVIDIA_SMI_TIMEOUT_S = 20.0
+_PACKAGES = ("torch", "triton", "numpy", "tokenizers", "jinja2", "msgspec")
+_CPU_FLAGS = ("avx2", "f16c", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd")
+
+
+def doctor(
+    *,
+    json: Annotated[bool, Parameter(group=_GROUP, help="Write one JSON object.")] = False,
+    common: CommonOptions = CommonOptions(),  # noqa: B008, ARG001 - every command takes them
+) -> int:
+    """Report GPU, driver, PyTorch, memory, cache folder and versions.
+
+    Examples:
+      tiercel doctor
+      tiercel doctor --json
+    """
+    report = {
+        "tiercel": tiercel.__version__,
+        "system": _system(),
+        "packages": {name: _version_of(name) for name in _PACKAGES},
+        "torch": _torch(),
+        "driver": _driver(),
+        "cache": _cache(),
+    }
+    if json:
+        write(json_module.dumps(report, indent=2) + "\n")
+    else:
+        write(f"tiercel {report['tiercel']}\n")
+        for title in ("system", "packages", "torch", "driver", "cache"):
+            write(f"\n{title}\n")
+            for key, value in report[title].items():  # type: ignore[attr-defined]
+                write(f"  {key:<20} {_text(value)}\n")
+    return 1 if "error" in report["torch"] else 0
+
+
+def _system() -> dict[str, Any]:
+    pages = {"memory_bytes": "SC_PHYS_PAGES", "memory_free_bytes": "SC_AVPHYS_PAGES"}
+    memory: dict[str, int | None] = dict.fromkeys(pages)
+    if hasattr(os, "sysconf"):
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        for key, name in pages.items():
+            if name in os.sysconf_names:
+                memory[key] = os.sysconf(name) * page_bytes
+    affinity = getattr(os, "sched_getaffinity", None)
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "cpus": len(affinity(0)) if affinity is not None else os.cpu_count(),
+        "cpu_features": _cpu_features(),
+        **memory,
+    }
+
+
+def _cpu_features() -> list[str]:
+    """The instruction sets that PyTorch's kernels make use of, as Linux names them."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    lines = (line for line in text.splitlines() if line.lower().startswith(("flags", "features")))
+    flags = set(next(lines, "").split())
+    return [flag for flag in _CPU_FLAGS if flag in flags]
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch() -> dict[str, Any]:
+    """PyTorch as it really loads, and the GPUs that it sees."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library that torch needs is missing
+        return {"error": one_line(f"PyTorch does not load: {error}")}
+    facts: dict[str, Any] = {
+        "version": torch.__version__,
+        "cuda_build": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "gpus": [],
+    }
+    for index in range(torch.cuda.device_count()):
+        try:
+            free, total = torch.cuda.mem_get_info(index)
+        except RuntimeError as error:
+            facts["gpus"].append({"index": index, "error": one_line(str(error))})
+            continue
+        major, minor = torch.cuda.get_device_capability(index)
+        facts["gpus"].append(
+            {
+                "index": index,
+                "name": torch.cuda.get_device_name(index),
+                "capability": f"{major}.{minor}",
+                "memory_free_bytes": free,
+                "memory_bytes": total,
+            }
+        )
+    return facts
+
+
+def _driver() -> dict[str, Any]:
+    """What nvidia-smi says, which works where PyTorch has no CUDA."""
+    path = shutil.which("nvidia-smi")
+    if path is None:
+        return {"nvidia_smi": None}
+    try:
+        result = subprocess.run(
+            [path, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=_NVIDIA_SMI_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"nvidia_smi": path, "error": one_line(str(error))}
+    return {"nvidia_smi": path, "gpus": [one_line(line) for line in result.stdout.splitlines()]}
+
+
+def _cache() -> dict[str, Any]:
+    folder = env.cache_dir().absolute()
+    existing = next((p for p in (folder, *folder.parents) if p.exists()), folder)
+    models = {
+        entry.name: fetch.is_present(folder / "models" / entry.file_name, entry)
+        for entry in hub.CATALOGUE
+    }
+    return {
+        "folder": str(folder),
+        "exists": folder.is_dir(),
+        "writable": os.access(existing, os.W_OK),
+        "free_bytes": shutil.disk_usage(existing).free if existing.exists() else None,
+        "models": [name for name, is_here in models.items() if is_here],
+        "is_offline": env.is_offline(),
+    }
+
+
+def _text(value: Any) -> str:
+    if value is None or value == []:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(_text(entry) for entry in value)
+    if isinstance(value, dict):
+        return " ".join(f"{key}={_text(entry)}" for key, entry in value.items())
+    if isinstance(value, int) and value > 1_000_000:
+        return f"{value / 1e9:.1f} GB"
+    return one_line(str(value))

@@ -1,0 +1,205 @@
+"""`tiercel generate`: continue a prompt; the text goes to standard output as it comes."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from tiercel.cli.loading import loaded, make_params
+from tiercel.cli.options import CommonOptions, EngineOptions, ModelName, SamplingOptions
+from tiercel.cli.terminal import UsageError, note, write
+
+if TYPE_CHECKING:
+    from tiercel.llm import LLM, CompletionOutput, RequestOutput
+    from tiercel.params import SamplingParams
+
+DEFAULT_MAX_TOKENS = 256
+MAX_PROMPT_BYTES = 256 << 20
+
+_GROUP = Group("Prompt and output", sort_key=1)
+
+
+def generate(
+    prompt: Annotated[
+        str | None,
+        Parameter(group=_GROUP, help="Text to continue; - or nothing: standard input."),
+    ] = None,
+    /,
+    *,
+    file: Annotated[Path | None, Parameter(group=_GROUP, help="Read the prompt from it.")] = None,
+    chat: Annotated[
+        bool, Parameter(group=_GROUP, help="Send the prompt as a chat message.")
+    ] = False,
+    n: Annotated[int, Parameter(group=_GROUP, help="Number of answers.")] = 1,
+    stop: Annotated[
+        tuple[str, ...], Parameter(group=_GROUP, help="End at this text; repeatable.")
+    ] = (),
+    echo: Annotated[bool, Parameter(group=_GROUP, help="Write the prompt first.")] = False,
+    logprobs: Annotated[
+        int | None, Parameter(group=_GROUP, help="Show this many likely tokens at each place.")
+    ] = None,
+    json: Annotated[
+        bool, Parameter(group=_GROUP, help="Write one JSON object at the end.")
+    ] = False,
+    special_in_prompt: Annotated[
+        bool,
+        Parameter(
+            group=_GROUP,
+            name="--special-in-prompt",
+            negative="--no-special-in-prompt",
+            help="--no-special-in-prompt: take <|...|> as plain text.",
+        ),
+    ] = True,
+    model: ModelName = None,
+    engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
+    sampling: SamplingOptions = SamplingOptions(),  # noqa: B008 - frozen
+    common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
+) -> int:
+    """Continue a text (at most 256 tokens unless --max-tokens says otherwise).
+
+    Examples:
+      tiercel generate "The capital of France is" --max-tokens 8 --temperature 0
+      tiercel generate --file notes.txt -m model.gguf --chat --json
+    """
+    text = read_prompt(prompt, file)
+    params = make_params(sampling, max_tokens=DEFAULT_MAX_TOKENS, n=n, stop=stop, logprobs=logprobs)
+    with loaded(model, engine, sampling, common) as llm:
+        started_s = time.perf_counter()
+        if n == 1 and not json and logprobs is None:
+            num_tokens = _stream(_deltas(llm, text, params, chat, special_in_prompt), text, echo)
+        else:
+            output = _complete(llm, text, params, chat, special_in_prompt)
+            num_tokens = sum(len(answer.token_ids) for answer in output.outputs)
+            if json:
+                write(json_module.dumps(_as_json(llm, output, text, echo)) + "\n")
+            else:
+                _write_answers(llm, output, text if echo else "")
+        if common.verbose:
+            seconds = time.perf_counter() - started_s
+            note(f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.1f} tokens/s)")
+    return 0
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from the argument, the file or standard input; one final newline is dropped.
+
+    Raises:
+        UsageError: none or two were given, or it is no UTF-8 text.
+    """
+    if prompt not in (None, "-") and file is not None:
+        raise UsageError("prompt: given twice, as an argument and by --file.", hint="Give one.")
+    if prompt is not None and prompt != "-":
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"prompt: character {error.start} is not valid UTF-8.", hint="Write it in UTF-8."
+            ) from error
+        return prompt
+    if file is not None and str(file) != "-":
+        with file.open("rb") as stream:
+            data, name = stream.read(MAX_PROMPT_BYTES + 1), str(file)
+    elif sys.stdin.isatty():
+        raise UsageError(
+            "prompt: none was given.", hint="Write it as an argument, pipe it in, or use --file."
+        )
+    else:
+        data, name = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1), "standard input"
+    if len(data) > MAX_PROMPT_BYTES:
+        raise UsageError(f"{name}: the prompt is over {MAX_PROMPT_BYTES} bytes.", hint="Cut it.")
+    try:
+        return data.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{name}: byte {error.start} is not valid UTF-8.", hint="Give the prompt in UTF-8."
+        ) from error
+
+
+def _deltas(
+    llm: LLM, text: str, params: SamplingParams, is_chat: bool, parse_special: bool
+) -> Iterator[Any]:
+    if is_chat:
+        return llm.stream_chat([{"role": "user", "content": text}], params)
+    return llm.stream(text, params, parse_special=parse_special)
+
+
+def _stream(deltas: Iterator[Any], text: str, is_echo: bool) -> int:
+    """Write the pieces as they come; returns the number of tokens."""
+    num_tokens = 0
+    last = text if is_echo else ""
+    if is_echo:
+        write(text)
+    for delta in deltas:
+        num_tokens += len(delta.token_ids)
+        if delta.text:
+            write(delta.text)
+            last = delta.text
+    if sys.stdout.isatty() and not last.endswith("\n"):
+        write("\n")  # the shell's next line; a pipe or file gets the exact text
+    return num_tokens
+
+
+def _complete(
+    llm: LLM, text: str, params: SamplingParams, is_chat: bool, parse_special: bool
+) -> RequestOutput:
+    if is_chat:
+        return llm.chat([{"role": "user", "content": text}], params)[0]
+    if parse_special:
+        return llm.generate([text], params)[0]
+    ids = llm.encode(text, parse_special=False, add_special_tokens=True)
+    return llm.generate([{"prompt_token_ids": ids}], params)[0]
+
+
+def _write_answers(llm: LLM, output: RequestOutput, prefix: str) -> None:
+    for answer in output.outputs:
+        if len(output.outputs) > 1:
+            write(f"--- answer {answer.index + 1}\n")
+        write(f"{prefix}{answer.text}".removesuffix("\n") + "\n")
+        for row in _logprob_rows(llm, answer):
+            others = "  ".join(f"{o['token']!r} {o['logprob']:.3f}" for o in row["top"])
+            write(f"  {row['token']!r:<20} {row['logprob']:8.3f}   {others}\n")
+
+
+def _logprob_rows(llm: LLM, answer: CompletionOutput) -> list[dict[str, Any]]:
+    """Per token: its text, id and log-probability, and the most likely ones."""
+    rows = []
+    for token_id, entries in zip(answer.token_ids, answer.logprobs or (), strict=False):
+        top = [
+            {"id": other, "token": llm.decode([other]), "logprob": entry.logprob}
+            for other, entry in sorted(entries.items(), key=lambda item: -item[1].logprob)
+        ]
+        chosen = next(entry for entry in top if entry["id"] == token_id)
+        rows.append({**chosen, "top": top})
+    return rows
+
+
+def _as_json(llm: LLM, output: RequestOutput, text: str, is_echo: bool) -> dict[str, Any]:
+    answers = [
+        {
+            "index": answer.index,
+            "text": text + answer.text if is_echo else answer.text,
+            "token_ids": list(answer.token_ids),
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+            "logprobs": None if answer.logprobs is None else _logprob_rows(llm, answer),
+        }
+        for answer in output.outputs
+    ]
+    num_prompt = len(output.prompt_token_ids)
+    num_completion = sum(len(answer["token_ids"]) for answer in answers)
+    return {
+        "prompt": text,
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "answers": answers,
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+        },
+    }

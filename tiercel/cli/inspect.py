@@ -1,0 +1,245 @@
+"""`tiercel inspect`: what a model file holds and what it would take to run it; no weights are loaded.
+
+Free of PyTorch. The reader is the one that loading uses: what this refuses, nothing loads.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import numpy as np
+from cyclopts import Group, Parameter
+
+from tiercel.cli.options import CommonOptions, ModelName
+from tiercel.cli.terminal import ProgressReporter, one_line, say, write
+from tiercel.loader.gguf import GGUFFile
+from tiercel.loader.hub import resolve
+from tiercel.models.source import ModelSource, open_source
+
+_GROUP = Group("Inspection", sort_key=1)
+_MAX_SHOWN = 60  # characters of one metadata value
+_KV_BYTES = 2  # keys and values are kept in 16 bits each
+_LABEL_WIDTH = 22
+
+
+def inspect_model(
+    model: ModelName = None,
+    *,
+    tensors: Annotated[bool, Parameter(group=_GROUP, help="List every tensor.")] = False,
+    tokenizer: Annotated[bool, Parameter(group=_GROUP, help="Show the tokenizer.")] = False,
+    template: Annotated[bool, Parameter(group=_GROUP, help="Print the chat template.")] = False,
+    verify: Annotated[
+        bool, Parameter(group=_GROUP, help="Read all weights; refuse NaN and infinity.")
+    ] = False,
+    json: Annotated[bool, Parameter(group=_GROUP, help="Write one JSON object.")] = False,
+    offline: Annotated[bool, Parameter(group=_GROUP, help="Never download.")] = False,
+    common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
+) -> int:
+    """Show a model's header, sizes and memory plan; checks the whole file but the weights.
+
+    Examples:
+      tiercel inspect model.gguf
+      tiercel inspect model.gguf --verify --json
+    """
+    with ProgressReporter(is_quiet=common.quiet) as report:
+        path = resolve(model, offline=offline, report=report)
+        source = open_source(path)
+        problems = _verify(source, report) if verify else []
+    facts = describe(source)
+    if tokenizer:
+        facts["tokenizer"] = _tokenizer_facts(source)
+    if tensors:
+        facts["tensors"] = _tensor_rows(source)
+    if template:
+        facts["chat_template"] = source.chat_template
+    if verify:
+        facts["verified"] = not problems
+        facts["problems"] = problems
+    if json:
+        write(json_module.dumps(facts, indent=2) + "\n")
+    else:
+        _print_facts(facts)
+    for problem in problems:
+        say("error", f"{source.path.name}: {problem}", "Fetch or convert the model again.")
+    return 1 if problems else 0
+
+
+def describe(source: ModelSource) -> dict[str, Any]:
+    """The facts that need only the header, as plain JSON values."""
+    config = source.config
+    used = [source.tensors[name] for name in source.names.values()]
+    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * _KV_BYTES
+    weight_bytes = sum(tensor.nbytes for tensor in used)
+    return {
+        "file": {
+            "path": str(source.path),
+            "format": _format_name(source),
+            "size_bytes": source.files.size_bytes,
+            "num_tensors": len(source.tensors),
+            "notes": list(getattr(source.files, "notes", ())),
+        },
+        "general": _general(source.metadata),
+        "config": _config_facts(source),
+        "weights": _quantisation_mix(source),
+        "memory": {
+            "weight_bytes": weight_bytes,
+            "kv_bytes_per_1000_tokens": 1000 * kv_bytes,
+            "kv_bytes_full_context": config.max_position * kv_bytes,
+            "total_bytes_full_context": weight_bytes + config.max_position * kv_bytes,
+        },
+        "runs": {
+            "architecture": config.arch,
+            "is_supported": True,
+            "devices": ["cpu", "cuda"],
+            "has_chat_template": source.chat_template is not None,
+        },
+    }
+
+
+def _format_name(source: ModelSource) -> str:
+    if isinstance(source.files, GGUFFile):
+        return f"GGUF version {source.files.version}"
+    return "safetensors folder"
+
+
+def _general(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Name, author, licence and the like: scalars that say what the file is."""
+    general = {
+        key.removeprefix("general."): value
+        for key, value in metadata.items()
+        if key.startswith("general.") and isinstance(value, str | int | float | bool)
+    }
+    for key in ("architectures", "model_type", "transformers_version"):
+        value = metadata.get(key)
+        if isinstance(value, str) or (isinstance(value, list) and len(str(value)) < _MAX_SHOWN):
+            general[key] = value
+    return general
+
+
+def _config_facts(source: ModelSource) -> dict[str, Any]:
+    facts = asdict(source.config)
+    kinds = source.config.layer_types
+    facts["layer_types"] = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    return {
+        key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+        for key, value in facts.items()
+        if value is not None
+    }
+
+
+def _quantisation_mix(source: ModelSource) -> list[dict[str, Any]]:
+    """Tensors, weights and bytes of each storage type, the largest first."""
+    mix: dict[str, dict[str, Any]] = {}
+    for tensor in source.tensors.values():
+        row = mix.setdefault(
+            tensor.qtype.name, {"type": tensor.qtype.name, "tensors": 0, "weights": 0, "bytes": 0}
+        )
+        out_features, in_features = tensor.shape
+        row["tensors"] += 1
+        row["weights"] += out_features * in_features
+        row["bytes"] += tensor.nbytes
+    return sorted(mix.values(), key=lambda row: -row["bytes"])
+
+
+def _tensor_rows(source: ModelSource) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": tensor.name,
+            "type": tensor.qtype.name,
+            "shape": list(reversed(tensor.dims)),
+            "bytes": tensor.nbytes,
+            "offset": tensor.offset,
+        }
+        for tensor in source.tensors.values()
+    ]
+
+
+def _tokenizer_facts(source: ModelSource) -> dict[str, Any]:
+    tokenizer = source.tokenizer()
+
+    def name(token_id: int | None) -> str | None:
+        return None if token_id is None else f"{tokenizer.token_text(token_id)} ({token_id})"
+
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "control_tokens": len(tokenizer.control_tokens),
+        "bos": name(tokenizer.bos_id),
+        "eos": name(tokenizer.eos_id),
+        "pad": name(tokenizer.pad_id),
+        "stop": [name(token_id) for token_id in tokenizer.stop_ids],
+        "adds_bos": tokenizer.add_bos,
+        "adds_eos": tokenizer.add_eos,
+    }
+
+
+def _verify(source: ModelSource, report: ProgressReporter) -> list[str]:
+    total = sum(tensor.nbytes for tensor in source.tensors.values())
+    found = source.verify(lambda done: report("Reading all weights", done, total))
+    return [str(problem) for problem in found]
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    """Write the facts as aligned lines."""
+    file, memory = facts["file"], facts["memory"]
+    _print_row("file", file["path"])
+    _print_row("format", f"{file['format']}, {_size(file['size_bytes'])}")
+    for text in file["notes"]:
+        _print_row("note", text)
+    _print_section("General", facts["general"])
+    _print_section("Hyperparameters", facts["config"])
+    write("\nWeights\n")
+    for row in facts["weights"]:
+        share = f"{row['tensors']:>5} tensors {row['weights'] / 1e6:>10.1f} M weights"
+        _print_row(row["type"], f"{share} {_size(row['bytes']):>10}")
+    write("\nMemory\n")
+    _print_row("weights", _size(memory["weight_bytes"]))
+    _print_row("per 1000 tokens", _size(memory["kv_bytes_per_1000_tokens"]))
+    context = facts["config"]["max_position"]
+    _print_row(f"all {context} tokens", f"{_size(memory['total_bytes_full_context'])} with weights")
+    runs = facts["runs"]
+    write("\nRuns\n")
+    template = "generate and chat" if runs["has_chat_template"] else "generate (no chat template)"
+    _print_row(runs["architecture"], f"supported: {template}, on CPU or CUDA")
+    if "tokenizer" in facts:
+        _print_section("Tokenizer", facts["tokenizer"])
+    if "tensors" in facts:
+        write("\nTensors\n")
+        for row in facts["tensors"]:
+            shape = " x ".join(str(size) for size in row["shape"])
+            write(f"  {_short(row['name']):<40} {row['type']:<6} {shape:<18} {row['offset']}\n")
+    if "chat_template" in facts:
+        write(f"\nChat template\n{facts['chat_template'] or '(none)'}\n")
+    if facts.get("verified"):
+        write("\nEvery weight was read: no NaN, no infinity.\n")
+
+
+def _print_section(title: str, values: Mapping[str, Any]) -> None:
+    if not values:
+        return
+    write(f"\n{title}\n")
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            value = ", ".join(f"{k} {v}" for k, v in value.items())
+        _print_row(key, value)
+
+
+def _print_row(label: str, value: Any) -> None:
+    write(f"  {_short(label):<{_LABEL_WIDTH}} {_short(value)}\n")
+
+
+def _short(value: Any) -> str:
+    """One printable line; a file's own text is cut."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    text = one_line(str(value))
+    return text if len(text) <= 2 * _MAX_SHOWN else text[: 2 * _MAX_SHOWN] + "..."
+
+
+def _size(num_bytes: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes} bytes"

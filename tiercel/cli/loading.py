@@ -1,0 +1,76 @@
+"""From the options to a loaded model: find the file, check it, and only then import PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tiercel.cli.options import CommonOptions, EngineOptions, SamplingOptions
+from tiercel.cli.terminal import ProgressReporter
+from tiercel.loader.hub import resolve
+from tiercel.models.source import open_source
+
+if TYPE_CHECKING:
+    from tiercel.llm import LLM
+    from tiercel.params import SamplingParams
+
+
+@contextlib.contextmanager
+def loaded(
+    model: str | None, engine: EngineOptions, sampling: SamplingOptions, common: CommonOptions
+) -> Iterator[LLM]:
+    """Load the model for the length of the block.
+
+    Raises:
+        TiercelError: it is not found, not sound, not supported, or does not fit.
+    """
+    with ProgressReporter(is_quiet=common.quiet) as report:
+        path = resolve(model, offline=engine.offline, report=report)
+        open_source(path)  # a hostile or unsupported file ends here, before PyTorch is imported
+        report("Loading PyTorch")
+        from tiercel.llm import LLM
+
+        llm = LLM(
+            path,
+            device=engine.device,
+            dtype=engine.dtype,
+            max_model_len=engine.max_model_len,
+            gpu_memory_utilization=engine.gpu_memory_utilization,
+            seed=sampling.seed,
+            offline=engine.offline,
+            progress=report,
+        )
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+def make_params(
+    sampling: SamplingOptions,
+    *,
+    max_tokens: int | None,
+    n: int = 1,
+    stop: tuple[str, ...] = (),
+    logprobs: int | None = None,
+) -> SamplingParams:
+    """The sampling parameters that the options ask for, validated.
+
+    Raises:
+        ArgumentError: a value is out of range.
+    """
+    from tiercel.params import SamplingParams
+
+    return SamplingParams(
+        n=n,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        stop=stop,
+        max_tokens=sampling.max_tokens if sampling.max_tokens is not None else max_tokens,
+        logprobs=logprobs,
+        repetition_penalty=sampling.repeat_penalty,
+    )

@@ -1,0 +1,192 @@
+"""The command line: finds the command, runs it, and turns every end into a line and a status.
+
+Nothing here or in the command modules imports PyTorch at the top, so help and wrong use are instant.
+Status: 0 done, 1 failed, 2 wrong use, 130 Ctrl-C, 141 the reader closed the pipe, 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import inspect
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.config import Dict, Env
+
+import tiercel
+from tiercel.cli.chat import chat
+from tiercel.cli.doctor import doctor
+from tiercel.cli.generate import generate
+from tiercel.cli.help import CompactFormatter
+from tiercel.cli.inspect import inspect_model
+from tiercel.cli.options import CommonOptions
+from tiercel.cli.settings import read_config
+from tiercel.cli.terminal import (
+    UsageError,
+    exit_on_sigterm,
+    mend_standard_streams,
+    note,
+    say,
+    show_log,
+    silence_stdout,
+)
+from tiercel.errors import TiercelError
+
+_ENVIRONMENT = Env("TIERCEL_", command=False)
+_CUDA_LINE = re.compile(r"^cuda\b[^=]*= *'([^']+)'", re.MULTILINE)
+
+_HELP = """Run language models from GGUF files and model folders.
+
+Examples:
+  tiercel generate "The capital of France is" --max-tokens 8
+  tiercel chat model.gguf --system "Answer in one sentence."
+
+Each command explains itself: tiercel COMMAND --help. Version: tiercel --version.
+"""
+
+
+def main() -> NoReturn:
+    """Run the command line of this process and exit."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line.
+
+    Returns:
+        The exit status.
+    """
+    mend_standard_streams()
+    exit_on_sigterm()
+    common = CommonOptions()
+    try:
+        command, bound = _parse(arguments)
+        common = next((v for v in bound.arguments.values() if isinstance(v, CommonOptions)), common)
+        _set_up_messages(common)
+        status = command(*bound.args, **bound.kwargs)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        silence_stdout()
+        return 141
+    except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            note("")  # the shell's prompt starts a line of its own
+        return 130
+    except Exception as error:  # noqa: BLE001 - the last line: nothing may end in a traceback
+        return _report(error, is_verbose=common.verbose)
+    return status if isinstance(status, int) else 0
+
+
+def make_app() -> App:
+    """The commands as cyclopts knows them."""
+    from rich.console import Console
+
+    # With NO_COLOR rich keeps bold: no colour system at all keeps plain text plain.
+    is_plain = Console().no_color or not sys.stdout.isatty()
+    app = App(
+        name="tiercel",
+        help=_HELP,
+        version=_version,
+        help_formatter=CompactFormatter(),
+        default_parameter=Parameter(negative="", show_env_var=False),
+        config=_ENVIRONMENT,
+        console=Console(color_system=None if is_plain else "auto", highlight=False),
+        help_format="plaintext",
+        version_format="plaintext",
+        result_action="return_value",
+        exit_on_error=False,
+        print_error=False,
+    )
+    app.command(generate)
+    app.command(chat)
+    app.command(inspect_model, name="inspect")
+    app.command(doctor)
+    app.register_install_completion_command(
+        add_to_startup=False, help="Install tab completion for bash, zsh or fish."
+    )
+    return app
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:
+    """Bind the arguments; a configuration file that they name is read and they are bound again."""
+    app = make_app()
+    command, bound, _ = app.parse_args(arguments)
+    common = next((v for v in bound.arguments.values() if isinstance(v, CommonOptions)), None)
+    if common is None or common.config is None:
+        return command, bound
+    names = {name: _option_names(app, name) for name in ("generate", "chat", "inspect", "doctor")}
+    values = read_config(common.config, names)
+    name = "inspect" if command is inspect_model else command.__name__
+    source = Dict(values[name], use_commands_as_keys=False, source=str(common.config))
+    app.config = (_ENVIRONMENT, source)
+    command, bound, _ = app.parse_args(arguments)
+    return command, bound
+
+
+def _option_names(app: App, command: str) -> frozenset[str]:
+    arguments = app[command].assemble_argument_collection()
+    names = {name[2:] for argument in arguments for name in argument.names if name[:2] == "--"}
+    return frozenset(names - {"config"})
+
+
+def _set_up_messages(common: CommonOptions) -> None:
+    show_log(is_verbose=common.verbose, is_quiet=common.quiet)
+    if not common.verbose:
+        warnings.simplefilter("ignore")  # other libraries talk to programmers
+
+
+def _report(error: Exception, *, is_verbose: bool) -> int:
+    """Say what went wrong in one line; returns the exit status."""
+    if is_verbose:
+        with contextlib.suppress(OSError, ValueError):
+            traceback.print_exception(error)
+    hint = getattr(error, "hint", "")
+    if isinstance(error, UsageError):
+        say("error", str(error), hint)
+        return 2
+    if isinstance(error, CycloptsError):
+        chain = " ".join(["tiercel", *(error.command_chain or ())])
+        text = str(error)
+        text = text if text.endswith((".", "?")) else f"{text}."
+        say("error", f"{chain}: {text[:1].lower()}{text[1:]}", f"See {chain} --help.")
+        return 2
+    if isinstance(error, TiercelError):
+        say("error", str(error), hint)
+    elif isinstance(error, MemoryError):
+        say("error", "out of memory: this machine has too little.", "Use a smaller model.")
+    elif isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else "input or output: "
+        say("error", f"{where}{error.strerror or error}.", "Check the path and the disk.")
+        if error.filename is None:
+            silence_stdout()  # a full disk behind standard output fails again at exit
+    else:
+        say(
+            "error",
+            f"internal error: {type(error).__name__}: {error!s:.300}",
+            "Run the command with --verbose for the traceback.",
+        )
+    return 1
+
+
+def _version() -> str:
+    lines = [f"tiercel {tiercel.__version__}"]
+    try:
+        torch = importlib.metadata.distribution("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return f"{lines[0]}\ntorch not installed"
+    lines.append(f"torch {torch.version}")
+    cuda = None
+    with contextlib.suppress(OSError):  # read as text: importing PyTorch takes seconds
+        cuda = _CUDA_LINE.search(torch.locate_file("torch/version.py").read_text())  # type: ignore[attr-defined]
+    lines.append(f"CUDA {cuda.group(1)}" if cuda else "CUDA none (CPU build of torch)")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

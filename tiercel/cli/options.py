@@ -1,0 +1,85 @@
+"""The options that several commands share, as dataclasses that cyclopts spreads into flags.
+
+Importing this loads no PyTorch: a wrong command line ends before anything heavy starts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Group, Parameter
+
+MODEL_GROUP = Group("Model", sort_key=2)
+SAMPLING_GROUP = Group("Sampling", sort_key=3)
+COMMON_GROUP = Group("Common", sort_key=4)
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+
+
+def check_device(_type: object, value: str) -> None:
+    """Refuse what cannot be the name of a device; whether it exists is found later."""
+    if not _DEVICE.fullmatch(value):
+        raise ValueError(f"{value!r} is no device; use auto, cpu, cuda or cuda:N")
+
+
+ModelName = Annotated[
+    str | None,
+    Parameter(
+        name=("--model", "-m"),
+        group=MODEL_GROUP,
+        help="GGUF file, model folder or catalogue name; left out, the default model.",
+        show_default=False,
+    ),
+]
+
+
+@Parameter(name="*", group=COMMON_GROUP)
+@dataclass(frozen=True, slots=True)
+class CommonOptions:
+    """What every command takes."""
+
+    config: Annotated[Path | None, Parameter(help="TOML file of options; flags win over it.")] = (
+        None
+    )
+    verbose: Annotated[
+        bool, Parameter(name=("--verbose", "-v"), negative="", help="Say more; show tracebacks.")
+    ] = False
+    quiet: Annotated[
+        bool, Parameter(name=("--quiet", "-q"), negative="", help="Only results and errors.")
+    ] = False
+
+
+@Parameter(name="*", group=MODEL_GROUP)
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a model is loaded."""
+
+    device: Annotated[str, Parameter(validator=check_device, help="auto, cpu, cuda or cuda:N.")] = (
+        "auto"
+    )
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        Parameter(help="Type of activations.", show_choices=True),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None, Parameter(help="Context in tokens.", show_default=False)
+    ] = None
+    gpu_memory_utilization: Annotated[float, Parameter(help="Share of GPU memory to use.")] = 0.9
+    offline: Annotated[bool, Parameter(negative="", help="Never download.")] = False
+
+
+@Parameter(name="*", group=SAMPLING_GROUP)
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How tokens are chosen."""
+
+    max_tokens: Annotated[int | None, Parameter(help="Longest answer.", show_default=False)] = None
+    temperature: Annotated[float, Parameter(help="0 is greedy.")] = 0.7
+    top_p: Annotated[float, Parameter(help="Nucleus sampling; 1 is off.")] = 0.95
+    top_k: Annotated[int, Parameter(help="Most likely tokens to keep; 0 keeps all.")] = 0
+    min_p: Annotated[float, Parameter(help="Least share of the best probability.")] = 0.0
+    repeat_penalty: Annotated[float, Parameter(help="Above 1 avoids repetition.")] = 1.0
+    seed: Annotated[int, Parameter(help="Same seed, same answer.")] = 0

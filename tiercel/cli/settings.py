@@ -1,0 +1,82 @@
+"""Where options come from besides the command line: `TIERCEL_<OPTION>`, then a TOML file.
+
+In the file a top-level key is an option of any command; a table named like a command holds options
+of that command alone and wins over the top level.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tiercel.cli.terminal import UsageError
+
+MAX_CONFIG_BYTES = 1 << 20
+
+
+def read_config(path: Path, options: Mapping[str, frozenset[str]]) -> dict[str, dict[str, Any]]:
+    """Read a configuration file.
+
+    Args:
+        path: the TOML file.
+        options: the option names of each command.
+
+    Returns:
+        The values for each command, by option name.
+
+    Raises:
+        UsageError: the file cannot be read, or holds a key that is no option.
+    """
+    values = _load(path)
+    everything = frozenset().union(*options.values())
+    result: dict[str, dict[str, Any]] = {command: {} for command in options}
+    for raw, value in values.items():
+        key = raw.replace("_", "-")
+        if isinstance(value, dict):
+            continue
+        if key not in everything:
+            raise _unknown(path, raw, everything)
+        for command, known in options.items():
+            if key in known:
+                result[command][key] = value
+    for command, table in values.items():
+        if not isinstance(table, dict):
+            continue
+        if command not in options:
+            raise _unknown(path, command, options)
+        for raw, value in table.items():
+            key = raw.replace("_", "-")
+            if key not in options[command]:
+                raise _unknown(path, f"{command}.{raw}", options[command])
+            result[command][key] = value
+    return result
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise UsageError(
+                f"{path}: the configuration file is over {MAX_CONFIG_BYTES} bytes.",
+                hint="Give a TOML file of options.",
+            )
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"{path}: the configuration file cannot be read: {error.strerror}.",
+            hint="Give a TOML file of options.",
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(
+            f"{path}: the configuration file is not TOML: {error!s:.120}.",
+            hint="Write one option per line, for instance: temperature = 0.5",
+        ) from error
+
+
+def _unknown(path: Path, key: str, known: Mapping[str, Any] | frozenset[str]) -> UsageError:
+    import difflib
+
+    nearest = difflib.get_close_matches(key.rsplit(".", 1)[-1].replace("_", "-"), known, n=1)
+    suggestion = f"Did you mean {nearest[0]}?" if nearest else "See tiercel COMMAND --help."
+    return UsageError(f"{path}: {key!r:.80} is no option of the command line.", hint=suggestion)

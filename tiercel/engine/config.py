@@ -1,0 +1,91 @@
+"""What the engine was asked to be, and what it resolved that to."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from tiercel.errors import ArgumentError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Resolved settings.
+
+    Attributes:
+        device: ``cpu`` or ``cuda:i``.
+        dtype: of products, of the cache.
+        max_model_len: tokens of one sequence, prompt and answer.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: new tokens of one step.
+        block_size: tokens of a cache block.
+        gpu_memory_utilization: share of the device's memory that may be used, (0, 1].
+        seed: of requests without one.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    gpu_memory_utilization: float
+    seed: int
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that `auto`, `cpu`, `cuda` or `cuda:i` means here.
+
+    Raises:
+        ArgumentError: the text is none of these, or there is no such GPU.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not _DEVICE.fullmatch(name):
+        raise ArgumentError(f"device={name!r} is unknown.", hint="Use auto, cpu, cuda or cuda:INDEX.")
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ArgumentError(
+            f"device={name!r}: no usable NVIDIA GPU was found.",
+            hint="Use --device cpu; `tiercel doctor` shows what is missing.",
+        )
+    index = int(name[5:] or 0)
+    if index >= torch.cuda.device_count():
+        raise ArgumentError(
+            f"device={name!r}: this machine has {torch.cuda.device_count()} GPU(s).",
+            hint=f"Use cuda:0 to cuda:{torch.cuda.device_count() - 1}.",
+        )
+    return torch.device("cuda", index)
+
+
+def resolve_dtype(name: str, device: torch.device, file_format: str) -> torch.dtype:
+    """The dtype of products and cache.
+
+    ``auto`` on a GPU: float16 for GGUF files (their weights lie in its range and it keeps 3 more bits),
+    bfloat16 for Hugging Face folders. On a CPU: bfloat16 where the processor multiplies it natively,
+    which also lets quantised weights stay packed; else float32.
+
+    Raises:
+        ArgumentError: an unknown name, or float16 on a CPU, which has no fast products for it.
+    """
+    if name == "auto":
+        if device.type == "cuda":
+            return torch.float16 if file_format == "gguf" else torch.bfloat16
+        return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
+    if name not in DTYPES:
+        raise ArgumentError(f"dtype={name!r} is unknown.", hint=f"Use auto or one of {', '.join(DTYPES)}.")
+    if name == "float16" and device.type == "cpu":
+        raise ArgumentError("dtype='float16' does not run on a CPU.", hint="Use bfloat16 or float32.")
+    return DTYPES[name]
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )

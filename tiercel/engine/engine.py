@@ -1,0 +1,154 @@
+"""The loop: admit, schedule, launch, collect, emit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tiercel.cache.allocator import BlockAllocator
+from tiercel.cache.pool import CachePool
+from tiercel.engine.config import EngineConfig
+from tiercel.engine.memory import available_bytes, cache_blocks, check_weights_fit
+from tiercel.engine.request import Request, Status
+from tiercel.engine.runner import ModelRunner
+from tiercel.engine.sampler import Sampled, Sampler
+from tiercel.engine.scheduler import Scheduler, SchedulerOutput
+from tiercel.errors import OutOfMemoryError
+from tiercel.models import registry
+from tiercel.models.source import ModelSource
+from tiercel.models.weights import WeightReader
+from tiercel.text import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """What one step did for one request: its new tokens; the request knows whether it finished."""
+
+    request: Request
+    new_token_ids: tuple[int, ...]
+
+
+class Engine:
+    """Runs requests together over one model and one cache."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, config: EngineConfig) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.config = config
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_work
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            OutOfMemoryError: it could never fit the cache.
+        """
+        allocator = self.scheduler.allocator
+        limit = (allocator.num_blocks - 1) * self.config.block_size
+        needed = len(request.prompt_token_ids) + request.max_tokens
+        if needed > limit:
+            raise OutOfMemoryError(
+                f"prompt and answer need {needed} tokens of cache but it holds {limit}.",
+                hint="Lower max_tokens or shorten the prompt.",
+            )
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request in any state; nothing happens if it has finished."""
+        self.scheduler.finish(request, "abort")
+
+    def step(self) -> list[RequestUpdate]:
+        """Run one step and return what it did."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return []
+        return self._commit(plan, self.runner.collect(self.runner.launch(plan)))
+
+    def _commit(self, plan: SchedulerOutput, sampled: Sampled) -> list[RequestUpdate]:
+        for row in plan.scheduled:
+            row.request.num_computed = row.start + row.num_query
+        requests = [row.request for row in plan.scheduled if row.samples]
+        updates = []
+        results = zip(requests, sampled.token_ids, sampled.problems, sampled.logprobs, strict=True)
+        for request, token_id, problem, logprobs in results:
+            if problem is not None:
+                self.scheduler.finish(request, "error", problem)
+                updates.append(RequestUpdate(request, ()))
+                continue
+            if request.max_tokens == 0:  # only its prompt was asked for
+                self.scheduler.finish(request, "length")
+                updates.append(RequestUpdate(request, ()))
+                continue
+            request.output_token_ids.append(token_id)
+            if logprobs is not None:
+                request.logprobs.append(logprobs)
+            if token_id in request.stop_ids:
+                self.scheduler.finish(request, "stop", token_id)
+            elif len(request.output_token_ids) >= request.max_tokens:
+                self.scheduler.finish(request, "length")
+            updates.append(RequestUpdate(request, (token_id,)))
+        return updates
+
+    def stop(self, request: Request, stop_reason: str) -> None:
+        """End a request whose text reached a stop string."""
+        if request.status is Status.FINISHED:
+            # Its last token also ended it; the string decides, because the text is cut there.
+            request.finish_reason, request.stop_reason = "stop", stop_reason
+            return
+        self.scheduler.finish(request, "stop", stop_reason)
+
+
+def dense_weight_bytes(source: ModelSource, dtype: torch.dtype) -> int:
+    """An upper bound of what the weights take on a device: dense in `dtype`, plus the stored embedding."""
+    matrices = sum(info.shape[0] * info.shape[1] for info in source.tensors.values())
+    return matrices * dtype.itemsize
+
+
+def build_engine(
+    source: ModelSource,
+    config: EngineConfig,
+    tokenizer: Tokenizer,
+    progress: Callable[[int, int], None] | None = None,
+) -> Engine:
+    """Load a model and make room for its cache.
+
+    Raises:
+        OutOfMemoryError: weights or cache do not fit; the message says what was needed and what to lower.
+    """
+    device = config.device
+    if device.type == "cpu":
+        # Quantised weights mostly stay packed on a CPU: the file's own size is the honest bound there.
+        needed = sum(info.nbytes for info in source.tensors.values())
+    else:
+        needed = dense_weight_bytes(source, config.dtype)
+    check_weights_fit(needed, device, config.gpu_memory_utilization)
+    try:
+        model = registry.model_class(source.family)(
+            source.config, WeightReader(source, device, progress), config.dtype, config.max_model_len
+        )
+        specs = model.cache_specs()
+        num_blocks = cache_blocks(
+            bytes_per_block=sum(spec.bytes_per_block(config.block_size) for spec in specs),
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            available=available_bytes(device, config.gpu_memory_utilization),
+        )
+        pool = CachePool(specs, num_blocks, config.block_size, device)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"{device} ran out of memory while loading: {str(error).splitlines()[0]}",
+            hint="Use a smaller model, or lower max_model_len.",
+        ) from error
+    banned = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, source.config.vocab_size)]
+    sampler = Sampler(banned, device, lambda word: [tokenizer.encode(word), tokenizer.encode(" " + word)])
+    scheduler = Scheduler(
+        BlockAllocator(num_blocks), config.block_size, config.max_num_seqs, config.max_num_batched_tokens
+    )
+    return Engine(scheduler, ModelRunner(model, pool, sampler, config), config)

@@ -1,0 +1,52 @@
+"""The only reader of the environment: what each variable means, and an error for a value it cannot hold."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+from tiercel.errors import ArgumentError
+
+_BOOLEANS = {"0": False, "1": True}
+
+
+def read_flag(name: str, *, default: bool) -> bool:
+    """Read a switch.
+
+    Args:
+        name: the variable, for instance ``TIERCEL_OFFLINE``.
+        default: the value when it is unset or empty.
+
+    Raises:
+        ArgumentError: the value is neither 0 nor 1.
+    """
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    if text not in _BOOLEANS:
+        raise ArgumentError(f"{name}={text!r} cannot be read.", hint="Use 0 or 1.")
+    return _BOOLEANS[text]
+
+
+def is_offline() -> bool:
+    """Whether ``TIERCEL_OFFLINE`` forbids every download."""
+    return read_flag("TIERCEL_OFFLINE", default=False)
+
+
+def default_model_path() -> Path | None:
+    """The path in ``TIERCEL_MODEL``, or None when it is unset."""
+    text = os.environ.get("TIERCEL_MODEL", "")
+    return Path(text) if text else None
+
+
+def cache_dir() -> Path:
+    """``TIERCEL_CACHE``, else the user's cache folder of this platform; it may not exist yet."""
+    text = os.environ.get("TIERCEL_CACHE", "")
+    return Path(text) if text else Path(platformdirs.user_cache_dir("tiercel", appauthor=False))
+
+
+def child_environment() -> dict[str, str]:
+    """The environment that a child process (pip) inherits."""
+    return dict(os.environ)

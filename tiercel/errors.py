@@ -1,0 +1,84 @@
+"""Every error that Tiercel raises on purpose.
+
+A message says what was wrong with the value; `hint` says what would be right. Only `cli/` and `serve/`
+turn an error into text for people, so nothing here prints. All classes pickle and carry the HTTP code
+that the server answers with.
+"""
+
+from __future__ import annotations
+
+
+class TiercelError(Exception):
+    """Root of the tree.
+
+    Attributes:
+        http_status: the status a server answers with.
+        code: the stable, machine-readable name of the error.
+        hint: one sentence that says what would be right; may be empty.
+    """
+
+    http_status = 500
+    code = "internal_error"
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class InvalidRequestError(TiercelError):
+    """A request that cannot be answered as asked; `param` names the field."""
+
+    http_status = 400
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, hint: str = "", param: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt, or prompt and answer, do not fit the context."""
+
+    code = "context_length_exceeded"
+
+
+class ArgumentError(TiercelError, ValueError):
+    """A wrong argument of an op, of the Python API, or of an environment variable."""
+
+    http_status = 400
+    code = "invalid_argument"
+
+
+class ModelNotFoundError(TiercelError):
+    """No model of that name or path, or it could not be fetched."""
+
+    http_status = 404
+    code = "model_not_found"
+
+
+class ModelFormatError(TiercelError):
+    """A model file that breaks its format: the message names field, value and rule."""
+
+    http_status = 400
+    code = "invalid_model"
+
+
+class UnsupportedModelError(TiercelError):
+    """A sound file that holds what Tiercel does not run."""
+
+    http_status = 400
+    code = "unsupported_model"
+
+
+class OutOfMemoryError(TiercelError):
+    """Something does not fit into memory: the message says what was needed and what to lower."""
+
+    http_status = 500
+    code = "out_of_memory"
+
+
+class InternalError(TiercelError):
+    """Our fault."""
+
+    http_status = 500
+    code = "internal_error"

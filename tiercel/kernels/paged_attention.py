@@ -1,0 +1,81 @@
+"""Attention over the paged cache with PyTorch's fused operators (flash on a CPU; cuDNN or flash on a GPU).
+
+Keys and values of a request are gathered from its blocks; where the blocks are one run, as a lone request's
+are on a CPU, the cache itself is read. All decode steps of a batch on a GPU share one call over keys padded
+to the longest, in which the query heads of a group lie along the query axis.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def gather_cache(cache: Tensor, table: Tensor, length: int) -> Tensor:
+    """The first `length` entries of a request, (length, heads, head_dim); a view where blocks are a run.
+
+    cache: (num_blocks, block_size, heads, head_dim); table: (max_blocks,) int32.
+    """
+    block_size = cache.shape[1]
+    blocks = table[: -(-length // block_size)]
+    if not cache.is_cuda:  # on a GPU a look at the ids would wait for the device
+        first = int(blocks[0])
+        if blocks.numel() == 1 or bool((blocks[1:] - blocks[:-1] == 1).all()):
+            return cache[first : first + blocks.numel()].flatten(0, 1)[:length]
+    return cache.index_select(0, blocks).flatten(0, 1)[:length]
+
+
+def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+    """Causal attention of one request whose last query is its last key.
+
+    q: (queries, heads, head_dim); k, v: (keys, kv_heads, head_dim); window 0 is none.
+    Returns (queries, heads, head_dim).
+    """
+    queries, keys = q.shape[0], k.shape[0]
+    first = max(0, keys - queries - window + 1) if window else 0  # earlier keys are seen by no query
+    k, v = k[first:], v[first:]
+    keys -= first
+    mask = None
+    is_causal = queries > 1 and queries == keys and (not window or window >= keys)
+    if queries > 1 and not is_causal:
+        query_at = torch.arange(keys - queries, keys, device=q.device).unsqueeze(1)
+        key_at = torch.arange(keys, device=q.device)
+        mask = key_at <= query_at
+        if window:
+            mask &= key_at > query_at - window
+    groups = q.shape[1] // k.shape[1]
+    if mask is not None and q.is_cuda and groups > 1:
+        # The fused kernels that take a mask do not share keys among heads.
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    out = scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0),
+        k.transpose(0, 1).unsqueeze(0),
+        v.transpose(0, 1).unsqueeze(0),
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=k.shape[1] != q.shape[1],
+    )
+    return out.squeeze(0).transpose(0, 1)
+
+
+def attend_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, seq_lens: Tensor, scale: float, window: int
+) -> Tensor:
+    """One query per request, all requests at once.
+
+    q: (reqs, heads, head_dim); tables: (reqs, blocks) int32; seq_lens: (reqs,) int32.
+    Returns (reqs, heads, head_dim).
+    """
+    reqs, heads, head_dim = q.shape
+    kv_heads = k_cache.shape[2]
+    k = k_cache[tables].flatten(1, 2).transpose(1, 2)  # (reqs, kv_heads, keys, head_dim)
+    v = v_cache[tables].flatten(1, 2).transpose(1, 2)
+    key_at = torch.arange(k.shape[2], device=q.device)
+    mask = key_at < seq_lens.unsqueeze(1)
+    if window:
+        mask &= key_at >= seq_lens.unsqueeze(1) - window
+    grouped = q.view(reqs, kv_heads, heads // kv_heads, head_dim)
+    out = scaled_dot_product_attention(grouped, k, v, attn_mask=mask[:, None, None], scale=scale)
+    return out.reshape(reqs, heads, head_dim)

@@ -1,0 +1,80 @@
+"""RMSNorm on the device: one program per row, one pass over the row.
+
+Floor: each element of x is read once and each of out written once. A row of up to 16384 elements stays in
+registers, so there is no second read.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tiercel.errors import ArgumentError
+
+MAX_HIDDEN = 16384  # one row in the registers of 8 warps
+_WARPS_BY_HIDDEN = ((256, 1), (1024, 2), (4096, 4), (MAX_HIDDEN, 8))
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNormConfig:
+    """Launch parameters: columns a program covers, and its warps."""
+
+    block: int
+    num_warps: int
+
+
+def select_rms_norm(hidden: int) -> RmsNormConfig:
+    """Choose the launch for a row length. Pure: equal in every process, readable by a test."""
+    for limit, num_warps in _WARPS_BY_HIDDEN:
+        if hidden <= limit:
+            return RmsNormConfig(max(16, 1 << (hidden - 1).bit_length()), num_warps)
+    raise ArgumentError(
+        f"rms_norm: a row of {hidden} does not fit one block.", hint=f"The limit is {MAX_HIDDEN}."
+    )
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr,  # (rows, heads, hidden)
+    weight_ptr,  # (hidden,) float32
+    out_ptr,  # (rows, heads, hidden) contiguous
+    x_row_stride,  # elements from one row of x to the next
+    x_head_stride,  # elements from one head of x to the next
+    heads,
+    hidden,
+    eps,
+    BLOCK: tl.constexpr,  # power of two, >= hidden
+):
+    """Write x / rms(x) * weight of one head of one row."""
+    # 64-bit: rows * stride passes 2**31 at 131072 tokens x 16384 hidden.
+    place = tl.program_id(0).to(tl.int64)
+    row, head = place // heads, place % heads
+    cols = tl.arange(0, BLOCK)
+    mask = cols < hidden
+    start = row * x_row_stride + head * x_head_stride
+    x = tl.load(x_ptr + start + cols, mask=mask, other=0.0).to(tl.float32)
+    rms = tl.sqrt(tl.sum(x * x, axis=0) / hidden + eps)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
+    out = x / rms * weight
+    tl.store(out_ptr + place * hidden + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
+    """Enqueue on the current stream; the op has checked and allocated. x: (rows, heads, hidden)."""
+    rows, heads, hidden = x.shape
+    if rows * heads == 0:
+        return
+    config = select_rms_norm(hidden)
+    rms_norm_kernel[(rows * heads,)](
+        x,
+        weight,
+        out,
+        x.stride(0),
+        x.stride(1),
+        heads,
+        hidden,
+        eps,
+        BLOCK=config.block,
+        num_warps=config.num_warps,
+    )

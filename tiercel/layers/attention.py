@@ -1,0 +1,77 @@
+"""Attention of a dense decoder: where keys and values are written and read.
+
+Order matters: q and k are normed per head (if the model does), then rotated, then k and v go to their cache
+slots, then every new token attends over the cache. So a chunk's own keys are read back from the cache, and
+prefill, chunked prefill and decode are the same code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiercel.batch import Batch
+from tiercel.cache.spec import KVCacheSpec, full_attention_spec
+from tiercel.layers.linear import Linear
+from tiercel.layers.norm import RMSNorm
+from tiercel.ops.kv_write import kv_write
+from tiercel.ops.paged_attention import paged_attention
+from tiercel.ops.rotary import rotary_
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads and masks of one layer; window 0 is full attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int
+
+
+class Attention:
+    """Wo softmax(scale * q k^T) v over the paged cache."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        qkv: Linear,
+        output: Linear,
+        rope_table: Tensor,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> None:
+        self.shape = shape
+        self.qkv = qkv
+        self.output = output
+        self.rope_table = rope_table
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.k_cache = self.v_cache = torch.empty(0)  # set by bind_cache
+
+    def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        """What this layer keeps per token."""
+        return full_attention_spec(self.shape.num_kv_heads, self.shape.head_dim, dtype)
+
+    def bind_cache(self, planes: dict[str, Tensor]) -> None:
+        """Take the planes that this layer writes and reads."""
+        self.k_cache, self.v_cache = planes["k"], planes["v"]
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: (T, hidden). Returns (T, hidden)."""
+        shape = self.shape
+        heads = self.qkv(x).unflatten(1, (-1, shape.head_dim))
+        rotating = shape.num_heads + shape.num_kv_heads
+        v = heads[:, rotating:]
+        if self.q_norm is not None and self.k_norm is not None:
+            q = rotary_(self.q_norm(heads[:, : shape.num_heads]), batch.positions, self.rope_table)
+            k = rotary_(self.k_norm(heads[:, shape.num_heads : rotating]), batch.positions, self.rope_table)
+        else:
+            rotated = rotary_(heads[:, :rotating], batch.positions, self.rope_table)
+            q, k = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
+        kv_write(k, v, self.k_cache, self.v_cache, batch.slot_mapping[0])
+        out = paged_attention(q, self.k_cache, self.v_cache, batch, shape.scale, window=shape.window)
+        return self.output(out)

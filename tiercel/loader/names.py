@@ -1,0 +1,70 @@
+"""Tensor names of model files to ours.
+
+Ours: `embed.weight`, `norm.weight`, `head.weight`, `rope_factors`, and per layer `layers.I.` with
+`q k v o gate up down` (`.weight`, `.bias`) and the norms `attn_norm q_norm k_norm post_attn_norm mlp_norm
+post_mlp_norm` (`.weight`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_GGUF_TOP = {
+    "token_embd.weight": "embed.weight",
+    "output_norm.weight": "norm.weight",
+    "output.weight": "head.weight",
+    "rope_freqs.weight": "rope_factors",
+}
+_GGUF_LAYER = {
+    "attn_norm": "attn_norm",
+    "attn_q": "q",
+    "attn_k": "k",
+    "attn_v": "v",
+    "attn_output": "o",
+    "attn_q_norm": "q_norm",
+    "attn_k_norm": "k_norm",
+    "post_attention_norm": "post_attn_norm",
+    "ffn_norm": "mlp_norm",
+    "ffn_gate": "gate",
+    "ffn_up": "up",
+    "ffn_down": "down",
+    "post_ffw_norm": "post_mlp_norm",
+}
+_HF_TOP = {
+    "model.embed_tokens.weight": "embed.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "head.weight",
+}
+_HF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "q",
+    "self_attn.k_proj": "k",
+    "self_attn.v_proj": "v",
+    "self_attn.o_proj": "o",
+    "self_attn.q_norm": "q_norm",
+    "self_attn.k_norm": "k_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp.gate_proj": "gate",
+    "mlp.up_proj": "up",
+    "mlp.down_proj": "down",
+}
+
+
+def _layer_name(name: str, prefix: str, table: Mapping[str, str]) -> str | None:
+    if not name.startswith(prefix):
+        return None
+    index, _, rest = name[len(prefix) :].partition(".")
+    part, _, kind = rest.rpartition(".")
+    if not (index.isascii() and index.isdigit()) or part not in table or kind not in ("weight", "bias"):
+        return None
+    return f"layers.{int(index)}.{table[part]}.{kind}"
+
+
+def from_gguf(name: str) -> str | None:
+    """Our name of a GGUF tensor, or None if it is not one that a model needs."""
+    return _GGUF_TOP.get(name) or _layer_name(name, "blk.", _GGUF_LAYER)
+
+
+def from_hf(name: str, override: Mapping[str, str]) -> str | None:
+    """Our name of a Hugging Face tensor; `override` replaces suffixes that mean something else here."""
+    return _HF_TOP.get(name) or _layer_name(name, "model.layers.", {**_HF_LAYER, **override})

@@ -1,0 +1,351 @@
+"""A model's shape as data, read from GGUF metadata or a Hugging Face `config.json`, each field checked.
+
+Free of PyTorch: a file can be judged before anything heavy is imported. What differs between families is
+an `Architecture` record (`models/llama.py`, `qwen3.py`, `gemma3.py`); what differs between two models of a
+family is a `ModelConfig`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiercel.errors import ModelFormatError, UnsupportedModelError
+
+MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_CONTEXT = 1024, 2**17, 1024, 2**26
+MAX_VOCAB = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: angle = position * base^(-2i / rotary_dim), scaled.
+
+    Attributes:
+        base: finite, above 0.
+        rotary_dim: leading dimensions of a head that rotate, even.
+        scaling: ``none``, ``linear``, ``yarn`` or ``llama3``.
+        factor: how much longer the context became, >= 1; unused with ``none``.
+        original_context: tokens of the original training, for ``yarn`` and ``llama3``.
+        low_freq_factor: ``llama3`` only.
+        high_freq_factor: ``llama3`` only.
+        attention_factor: ``yarn``: multiplies cos and sin; None for 1 + 0.1 ln(factor).
+    """
+
+    base: float
+    rotary_dim: int
+    scaling: str = "none"
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a dense decoder.
+
+    Attributes:
+        arch: name in the registry.
+        vocab_size: rows of the embedding table.
+        activation: ``silu`` or ``gelu_tanh``.
+        rope: of full-attention layers.
+        layer_types: ``full`` or ``sliding`` per layer.
+        rope_sliding: of sliding layers, if any.
+        sliding_window: a query at position p sees keys p - window + 1 .. p; 0 without such layers.
+        attention_scale: multiplies q k^T.
+        embedding_scale: multiplies the embedding rows.
+        logit_softcap: c in c * tanh(logits / c); 0 is none.
+        qk_norm: RMSNorm of each q and k head, before the rotation.
+        qkv_bias: q, k, v projections have biases.
+        sandwich_norms: RMSNorm of attention and MLP outputs before the residual add.
+    """
+
+    arch: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    max_position: int
+    tie_embeddings: bool
+    activation: str
+    rope: RopeConfig
+    layer_types: tuple[str, ...]
+    rope_sliding: RopeConfig | None = None
+    sliding_window: int = 0
+    attention_scale: float = 0.0
+    embedding_scale: float = 1.0
+    logit_softcap: float = 0.0
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    sandwich_norms: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a family of models does differently; the one thing a model file defines.
+
+    Attributes:
+        name: the registry's and GGUF's name (`general.architecture`).
+        interleaved_gguf: its GGUF files hold q and k rows permuted for rotation of adjacent pairs.
+        hf_norm_offset: added to RMSNorm weights of Hugging Face files (GGUF files include it).
+        hf_names_override: tensor suffixes of Hugging Face files that differ from the usual ones.
+        refine_gguf: completes a config from GGUF metadata.
+        refine_hf: completes a config from a `config.json`.
+        model: ``module:Class`` that runs it.
+    """
+
+    name: str
+    activation: str = "silu"
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    sandwich_norms: bool = False
+    interleaved_gguf: bool = False
+    hf_norm_offset: float = 0.0
+    hf_names_override: Mapping[str, str] = field(default_factory=dict)
+    refine_gguf: Callable[[ModelConfig, Fields], ModelConfig] | None = None
+    refine_hf: Callable[[ModelConfig, Fields], ModelConfig] | None = None
+    model: str = "tiercel.models.decoder:Decoder"
+
+
+class Fields:
+    """Typed, bounded access to a mapping read from a file; every refusal names file, key, value, rule."""
+
+    def __init__(self, values: Mapping[str, Any], file: str, prefix: str = "") -> None:
+        self.values = values
+        self.file = file
+        self.prefix = prefix
+
+    def fail(self, key: str, value: object, rule: str) -> ModelFormatError:
+        """The error for a value that breaks `rule`."""
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        return ModelFormatError(f"{self.file}: {self.prefix}{key} is {shown}.", hint=f"It must be {rule}.")
+
+    def get(self, key: str) -> Any:
+        """The raw value, or None."""
+        return self.values.get(self.prefix + key)
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        """An integer in [low, high]; a per-layer array is accepted if all its entries are equal."""
+        value = self.get(key)
+        if value is None:
+            if default is None:
+                raise self.fail(key, None, f"present, an integer {low} to {high}")
+            return default
+        if not isinstance(value, str | bool | int | float | Mapping) and hasattr(value, "__len__"):
+            entries = {int(entry) for entry in value if _is_integer(entry)}
+            if len(entries) != 1 or not all(_is_integer(entry) for entry in value):
+                raise UnsupportedModelError(
+                    f"{self.file}: {self.prefix}{key} differs from layer to layer.",
+                    hint="Tiercel runs models whose layers have equal sizes.",
+                )
+            value = entries.pop()
+        if not _is_integer(value) or not low <= value <= high:
+            raise self.fail(key, value, f"an integer {low} to {high}")
+        return int(value)
+
+    def number(
+        self, key: str, default: float | None = None, *, low: float = 0.0, high: float = math.inf
+    ) -> float:
+        """A finite number with low < value < high."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not low < value < high:
+            raise self.fail(key, value, f"a finite number above {low:g} and below {high:g}")
+        return float(value)
+
+    def text(self, key: str, default: str) -> str:
+        """A string."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.fail(key, value, "text")
+        return value
+
+    def mapping(self, key: str) -> Fields:
+        """A nested mapping (empty if absent), whose errors name the path."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.fail(key, value, "an object")
+        nested = {f"{self.prefix}{key}.{name}": item for name, item in (value or {}).items()}
+        return Fields(nested, self.file, f"{self.prefix}{key}.")
+
+
+def _is_integer(value: object) -> bool:
+    # numpy integers from metadata arrays are no `int`, but have `__index__` like it.
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _finish(config: ModelConfig, fields: Fields) -> ModelConfig:
+    """Check what more than one field decides."""
+    if config.num_heads % config.num_kv_heads:
+        raise ModelFormatError(
+            f"{fields.file}: {config.num_heads} heads cannot share {config.num_kv_heads} key/value heads.",
+            hint="The number of key/value heads must divide the number of heads.",
+        )
+    for rope in (config.rope, config.rope_sliding):
+        if rope is not None and (rope.rotary_dim % 2 or rope.rotary_dim > config.head_dim):
+            raise ModelFormatError(
+                f"{fields.file}: {rope.rotary_dim} rotary dimensions in a head of {config.head_dim}.",
+                hint="The number must be even and at most the head size.",
+            )
+    return config
+
+
+def from_gguf(architecture: Architecture, metadata: Mapping[str, Any], file: str, vocab_size: int) -> ModelConfig:
+    """Read a config from GGUF metadata.
+
+    Args:
+        architecture: the family, found by `general.architecture`.
+        metadata: all keys of the file.
+        file: the file's name, for errors.
+        vocab_size: rows of `token_embd.weight`, which decide (not the key).
+
+    Raises:
+        ModelFormatError: a key is missing, of the wrong type or out of range.
+        UnsupportedModelError: a sound value that Tiercel does not run.
+
+    Source: the GGUF format document of ggml (docs/gguf.md).
+    """
+    fields = Fields(metadata, file, f"{architecture.name}.")
+    hidden_size = fields.integer("embedding_length", 1, MAX_WIDTH)
+    num_heads = fields.integer("attention.head_count", 1, MAX_HEADS)
+    head_dim = fields.integer("attention.key_length", 1, MAX_WIDTH, max(1, hidden_size // num_heads))
+    value_dim = fields.integer("attention.value_length", 1, MAX_WIDTH, head_dim)
+    if value_dim != head_dim:
+        raise UnsupportedModelError(
+            f"{file}: keys have {head_dim} dimensions and values {value_dim}.",
+            hint="Tiercel runs models whose keys and values have equal sizes.",
+        )
+    num_layers = fields.integer("block_count", 1, MAX_LAYERS)
+    config = ModelConfig(
+        arch=architecture.name,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("attention.head_count_kv", 1, MAX_HEADS, num_heads),
+        head_dim=head_dim,
+        intermediate_size=fields.integer("feed_forward_length", 1, 2**20),
+        norm_eps=fields.number("attention.layer_norm_rms_epsilon", high=1.0),
+        max_position=fields.integer("context_length", 1, MAX_CONTEXT),
+        tie_embeddings=False,  # decided by the presence of output.weight
+        activation=architecture.activation,
+        rope=_rope_from_gguf(fields, head_dim),
+        layer_types=("full",) * num_layers,
+        attention_scale=head_dim**-0.5,
+        qk_norm=architecture.qk_norm,
+        qkv_bias=architecture.qkv_bias,
+        sandwich_norms=architecture.sandwich_norms,
+    )
+    if architecture.refine_gguf is not None:
+        config = architecture.refine_gguf(config, fields)
+    return _finish(config, fields)
+
+
+def _rope_from_gguf(fields: Fields, head_dim: int) -> RopeConfig:
+    base = fields.number("rope.freq_base", 10000.0)
+    rotary_dim = fields.integer("rope.dimension_count", 2, head_dim, head_dim)
+    scaling = fields.text("rope.scaling.type", "none")
+    if scaling not in ("none", "linear", "yarn"):
+        raise UnsupportedModelError(
+            f"{fields.file}: {fields.prefix}rope.scaling.type is {scaling[:40]!r}.",
+            hint="Tiercel knows none, linear and yarn.",
+        )
+    if scaling == "none":
+        return RopeConfig(base, rotary_dim)
+    factor = fields.number("rope.scaling.factor")
+    original = fields.integer("rope.scaling.original_context_length", 1, MAX_CONTEXT, MAX_CONTEXT)
+    if scaling == "yarn" and original == MAX_CONTEXT:
+        raise fields.fail("rope.scaling.original_context_length", None, "present with yarn")
+    return RopeConfig(base, rotary_dim, scaling, factor, original)
+
+
+def from_hf(architecture: Architecture, values: Mapping[str, Any], file: str) -> ModelConfig:
+    """Read a config from a Hugging Face `config.json`, of either generation (rope_theta, rope_parameters).
+
+    Raises:
+        ModelFormatError: a field is missing, of the wrong type or out of range.
+        UnsupportedModelError: a sound value that Tiercel does not run.
+
+    Source: the configuration classes of transformers (LlamaConfig, Qwen2Config, Qwen3Config,
+    Gemma3TextConfig).
+    """
+    fields = Fields(values, file)
+    hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
+    num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+    head_dim = fields.integer("head_dim", 1, MAX_WIDTH, max(1, hidden_size // num_heads))
+    num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+    config = ModelConfig(
+        arch=architecture.name,
+        vocab_size=fields.integer("vocab_size", 1, MAX_VOCAB),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", 1, MAX_HEADS, num_heads),
+        head_dim=head_dim,
+        intermediate_size=fields.integer("intermediate_size", 1, 2**20),
+        norm_eps=fields.number("rms_norm_eps", 1e-6, high=1.0),
+        max_position=fields.integer("max_position_embeddings", 1, MAX_CONTEXT),
+        tie_embeddings=False,  # decided by the presence of lm_head.weight
+        activation=architecture.activation,
+        rope=read_hf_rope(fields, head_dim),
+        layer_types=("full",) * num_layers,
+        attention_scale=head_dim**-0.5,
+        qk_norm=architecture.qk_norm,
+        qkv_bias=architecture.qkv_bias,
+        sandwich_norms=architecture.sandwich_norms,
+    )
+    if architecture.refine_hf is not None:
+        config = architecture.refine_hf(config, fields)
+    return _finish(config, fields)
+
+
+def read_hf_rope(fields: Fields, head_dim: int, kind: str = "full_attention") -> RopeConfig:
+    """The rotary embedding of layers of `kind`.
+
+    The older form is `rope_theta` with `rope_scaling`; the newer one `rope_parameters`, either flat or
+    one object per layer type.
+    """
+    parameters = fields.mapping("rope_parameters")
+    if isinstance(parameters.get(kind), Mapping):
+        parameters = parameters.mapping(kind)
+    if not parameters.values:
+        parameters = fields.mapping("rope_scaling")
+    base = parameters.number("rope_theta", fields.number("rope_theta", 10000.0))
+    scaling = parameters.text("rope_type", parameters.text("type", "default"))
+    share = parameters.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * share)
+    if scaling == "default":
+        return RopeConfig(base, rotary_dim)
+    if scaling not in ("linear", "yarn", "llama3"):
+        raise UnsupportedModelError(
+            f"{fields.file}: rope type {scaling[:40]!r}.",
+            hint="Tiercel knows default, linear, yarn and llama3.",
+        )
+    factor = parameters.number("factor")
+    if scaling == "linear":
+        return RopeConfig(base, rotary_dim, scaling, factor)
+    fallback = fields.integer("max_position_embeddings", 1, MAX_CONTEXT)
+    original = parameters.integer("original_max_position_embeddings", 1, MAX_CONTEXT, fallback)
+    attention_factor = parameters.get("attention_factor")
+    return RopeConfig(
+        base,
+        rotary_dim,
+        scaling,
+        factor,
+        original,
+        low_freq_factor=parameters.number("low_freq_factor", 1.0),
+        high_freq_factor=parameters.number("high_freq_factor", 4.0),
+        attention_factor=None if attention_factor is None else parameters.number("attention_factor"),
+    )

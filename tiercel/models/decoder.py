@@ -1,0 +1,174 @@
+"""The one decoder that runs every dense family: which layers does a token pass?
+
+    x = embedding[token] * embedding_scale
+    for each layer:  x = x + attention(norm(x));  x = x + mlp(norm(x))
+    logits = head(norm(x))
+
+What families do differently (`models/llama.py`, `qwen3.py`, `gemma3.py`) is data in `ModelConfig`: norms of
+q and k heads, biases, sandwich norms, windows and rotary bases per layer. The residual x is float32
+throughout, because sums of Gemma's activations pass the range of float16; products take `dtype`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiercel.batch import Batch
+from tiercel.cache.pool import CachePool
+from tiercel.cache.spec import KVCacheSpec
+from tiercel.layers.attention import Attention, AttentionShape
+from tiercel.layers.embedding import Embedding
+from tiercel.layers.linear import Linear
+from tiercel.layers.mlp import GatedMLP
+from tiercel.layers.norm import RMSNorm
+from tiercel.models.config import ModelConfig
+from tiercel.models.rope import rope_table
+from tiercel.models.weights import WeightReader
+from tiercel.ops.linear import prepare_linear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Attention and MLP with their norms; the output norms are Gemma's."""
+
+    attn_norm: RMSNorm
+    attention: Attention
+    post_attn_norm: RMSNorm | None
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+    post_mlp_norm: RMSNorm | None
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: (T, hidden) float32, updated in place."""
+        update = self.attention(self.attn_norm(x), batch)
+        x.add_(update if self.post_attn_norm is None else self.post_attn_norm(update))
+        update = self.mlp(self.mlp_norm(x))
+        return x.add_(update if self.post_mlp_norm is None else self.post_mlp_norm(update))
+
+
+class Decoder:
+    """A dense decoder with its weights on one device."""
+
+    def __init__(
+        self, config: ModelConfig, weights: WeightReader, dtype: torch.dtype, num_positions: int
+    ) -> None:
+        """Load the weights.
+
+        Args:
+            config: the shape, checked against the file already.
+            weights: reads the file's tensors to the device.
+            dtype: of products and of the cache.
+            num_positions: positions that rotary tables cover (max_model_len).
+        """
+        self.config = config
+        self.dtype = dtype
+        builder = _LayerBuilder(config, weights, dtype, num_positions)
+        self.embedding = Embedding(weights.stored("embed.weight"), config.embedding_scale)
+        self.layers = [builder.layer(i) for i in range(config.num_layers)]
+        self.norm = builder.norm("norm")
+        head = "head.weight" if weights.has("head.weight") else "embed.weight"
+        wide = prepare_linear([weights.file_tensor(head)], dtype, weights.device, wide=True)
+        self.head = Linear(wide, out_dtype=torch.float32)
+
+    def cache_specs(self) -> list[KVCacheSpec]:
+        """What each layer keeps, in layer order."""
+        return [layer.attention.cache_spec(self.dtype) for layer in self.layers]
+
+    def bind_cache(self, pool: CachePool) -> None:
+        """Give each layer its planes of the pool."""
+        for layer, planes in zip(self.layers, pool.layers, strict=True):
+            layer.attention.bind_cache(planes)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Pass the new tokens through all layers.
+
+        Returns:
+            (T, hidden) float32, the residual before the last norm.
+        """
+        x = self.embedding(batch.input_ids)
+        for layer in self.layers:
+            x = layer(x, batch)
+        return x
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Logits at some token places.
+
+        Args:
+            hidden: (T, hidden) from `forward`.
+            rows: (L,) int32 token places.
+
+        Returns:
+            (L, vocab_size) float32.
+        """
+        logits = self.head(self.norm(hidden.index_select(0, rows)))
+        cap = self.config.logit_softcap
+        return logits if cap == 0.0 else logits.div_(cap).tanh_().mul_(cap)
+
+
+class _LayerBuilder:
+    """Turns a file's tensors into layers."""
+
+    def __init__(
+        self, config: ModelConfig, weights: WeightReader, dtype: torch.dtype, num_positions: int
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.dtype = dtype
+        factors = weights.vector("rope_factors").cpu() if weights.has("rope_factors") else None
+        self.rope = {"full": rope_table(config.rope, num_positions, factors).to(weights.device)}
+        if config.rope_sliding is not None:
+            self.rope["sliding"] = rope_table(config.rope_sliding, num_positions).to(weights.device)
+
+    def norm(self, name: str, out_dtype: torch.dtype | None = None) -> RMSNorm:
+        weight = self.weights.norm_weight(f"{name}.weight")
+        return RMSNorm(weight, self.config.norm_eps, out_dtype or self.dtype)
+
+    def optional_norm(self, name: str, *, is_present: bool) -> RMSNorm | None:
+        return self.norm(name) if is_present else None
+
+    def linear(self, prefix: str, *parts: str) -> Linear:
+        """One projection of parts that share their input, with biases if the file has them."""
+        tensors = [self.weights.file_tensor(f"{prefix}.{part}.weight") for part in parts]
+        weight = prepare_linear(tensors, self.dtype, self.weights.device)
+        names = [f"{prefix}.{part}.bias" for part in parts]
+        if not self.weights.has(names[0]):
+            return Linear(weight)
+        return Linear(weight, torch.cat([self.weights.vector(name) for name in names]).to(self.dtype))
+
+    def layer(self, index: int) -> DecoderLayer:
+        config, prefix = self.config, f"layers.{index}"
+        kind = config.layer_types[index]
+        shape = AttentionShape(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.attention_scale,
+            config.sliding_window if kind == "sliding" else 0,
+        )
+        attention = Attention(
+            shape,
+            self.linear(prefix, "q", "k", "v"),
+            self.linear(prefix, "o"),
+            self.rope[kind],
+            self.optional_norm(f"{prefix}.q_norm", is_present=config.qk_norm),
+            self.optional_norm(f"{prefix}.k_norm", is_present=config.qk_norm),
+        )
+        mlp = GatedMLP(
+            self.linear(prefix, "gate", "up"), self.linear(prefix, "down"), config.activation
+        )
+        sandwich = config.sandwich_norms
+        post_attn_norm = post_mlp_norm = None
+        if sandwich:  # added to the float32 residual: no need to round first
+            post_attn_norm = self.norm(f"{prefix}.post_attn_norm", torch.float32)
+            post_mlp_norm = self.norm(f"{prefix}.post_mlp_norm", torch.float32)
+        return DecoderLayer(
+            self.norm(f"{prefix}.attn_norm"),
+            attention,
+            post_attn_norm,
+            self.norm(f"{prefix}.mlp_norm"),
+            mlp,
+            post_mlp_norm,
+        )

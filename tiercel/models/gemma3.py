@@ -1,0 +1,96 @@
+"""Gemma 3 (text): sandwich norms, q/k norm, GELU gate, scaled embeddings, five sliding layers to a full one.
+
+    x0 = embedding * sqrt(hidden_size)
+    x = x + norm(Wo attention(...));  x = x + norm(Wdown(gelu(Wgate h) * Wup h))
+
+Sliding layers have a rotary base of their own and no rotary scaling. RMSNorm weights are stored as w - 1 in
+Hugging Face files and as w in GGUF files.
+
+Source: "Gemma 3 Technical Report", arXiv 2503.19786.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tiercel.models.config import MAX_CONTEXT, Architecture, Fields, ModelConfig, RopeConfig, read_hf_rope
+
+LAYERS_OF_27B = 62  # this size alone scales attention by hidden_size / num_heads instead of head_dim
+DEFAULT_PATTERN = 6
+
+
+def _pattern_types(num_layers: int, pattern: int) -> tuple[str, ...]:
+    """Every `pattern`-th layer is full; 0 makes all sliding."""
+    return tuple(
+        "full" if pattern and i % pattern == pattern - 1 else "sliding" for i in range(num_layers)
+    )
+
+
+def _refine_gguf(config: ModelConfig, fields: Fields) -> ModelConfig:
+    key = "attention.sliding_window_pattern"
+    pattern = fields.get(key)
+    if pattern is None or isinstance(pattern, int):
+        period = fields.integer(key, 0, config.num_layers + DEFAULT_PATTERN, DEFAULT_PATTERN)
+        layer_types = _pattern_types(config.num_layers, period)
+    else:
+        is_sequence = hasattr(pattern, "__len__") and not isinstance(pattern, str)
+        if not is_sequence or len(pattern) != config.num_layers:
+            raise fields.fail(key, pattern, f"an integer or {config.num_layers} booleans")
+        layer_types = tuple("sliding" if bool(entry) else "full" for entry in pattern)
+    scale = config.head_dim**-0.5
+    if config.num_layers == LAYERS_OF_27B:
+        scale = (config.hidden_size / config.num_heads) ** -0.5
+    base = fields.number("rope.freq_base_swa", 10000.0)
+    softcap = fields.get("final_logit_softcapping")
+    return replace(
+        config,
+        layer_types=layer_types,
+        sliding_window=fields.integer("attention.sliding_window", 1, MAX_CONTEXT),
+        rope_sliding=RopeConfig(base, config.rope.rotary_dim),
+        attention_scale=scale,
+        embedding_scale=config.hidden_size**0.5,
+        logit_softcap=fields.number("final_logit_softcapping", low=-1.0) if softcap is not None else 0.0,
+    )
+
+
+def _refine_hf(config: ModelConfig, fields: Fields) -> ModelConfig:
+    names = fields.get("layer_types")
+    if names is None:
+        period = fields.integer("sliding_window_pattern", 0, 2**16, DEFAULT_PATTERN)
+        layer_types = _pattern_types(config.num_layers, period)
+    else:
+        known = {"sliding_attention": "sliding", "full_attention": "full"}
+        is_list = isinstance(names, Sequence) and not isinstance(names, str)
+        if not is_list or len(names) != config.num_layers or any(n not in known for n in names):
+            raise fields.fail("layer_types", names, f"{config.num_layers} of {sorted(known)}")
+        layer_types = tuple(known[name] for name in names)
+    if isinstance(fields.mapping("rope_parameters").get("sliding_attention"), dict):
+        rope_sliding = read_hf_rope(fields, config.head_dim, "sliding_attention")
+    else:
+        rope_sliding = RopeConfig(fields.number("rope_local_base_freq", 10000.0), config.rope.rotary_dim)
+    softcap = fields.get("final_logit_softcapping")
+    return replace(
+        config,
+        layer_types=layer_types,
+        sliding_window=fields.integer("sliding_window", 1, MAX_CONTEXT, 4096),
+        rope_sliding=rope_sliding,
+        attention_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        embedding_scale=config.hidden_size**0.5,
+        logit_softcap=fields.number("final_logit_softcapping", low=-1.0) if softcap is not None else 0.0,
+    )
+
+
+ARCHITECTURE = Architecture(
+    name="gemma3",
+   
+    activation="gelu_tanh",
+    qk_norm=True,
+    sandwich_norms=True,
+    hf_norm_offset=1.0,
+    hf_names_override={
+        "post_attention_layernorm": "post_attn_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "post_mlp_norm",
+    },
+    refine_gguf=_refine_gguf,
+    refine_hf=_refine_hf,
+)

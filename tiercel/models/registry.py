@@ -1,0 +1,68 @@
+"""Which architectures Tiercel runs, by the names that model files use. Imported on demand."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tiercel.errors import UnsupportedModelError
+from tiercel.models.config import Architecture
+
+if TYPE_CHECKING:
+    from tiercel.models.decoder import Decoder
+
+# One line per architecture: the name in GGUF files, the class in Hugging Face files, the record.
+_GGUF = {
+    "llama": "tiercel.models.llama:ARCHITECTURE",
+    "qwen2": "tiercel.models.qwen3:QWEN2",
+    "qwen3": "tiercel.models.qwen3:ARCHITECTURE",
+    "gemma3": "tiercel.models.gemma3:ARCHITECTURE",
+}
+_HF = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
+}
+
+
+def _load(reference: str) -> Any:
+    module, name = reference.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def architecture(name: str, file: str) -> Architecture:
+    """The family that a GGUF file names.
+
+    Raises:
+        UnsupportedModelError: not one of ours; the message lists them.
+    """
+    if name not in _GGUF:
+        shown = name if len(name) <= 40 else name[:37] + "..."
+        raise UnsupportedModelError(
+            f"{file}: architecture {shown!r} is not supported.",
+            hint=f"Tiercel runs {', '.join(sorted(_GGUF))}.",
+        )
+    result: Architecture = _load(_GGUF[name])
+    return result
+
+
+def hf_architecture(names: list[str], file: str) -> Architecture:
+    """The family that `architectures` of a `config.json` names.
+
+    Raises:
+        UnsupportedModelError: none of ours; the message lists them.
+    """
+    for name in names:
+        if name in _HF:
+            return architecture(_HF[name], file)
+    raise UnsupportedModelError(
+        f"{file}: architectures {names!r:.80} are not supported.",
+        hint=f"Tiercel runs {', '.join(sorted(_HF))}.",
+    )
+
+
+def model_class(family: Architecture) -> type[Decoder]:
+    """The class that runs a family; importing it loads PyTorch."""
+    result: type[Decoder] = _load(family.model)
+    return result

@@ -1,0 +1,235 @@
+"""A model file that was checked as a whole before anything heavy is imported.
+
+`open_source` reads headers only: the container, every hyperparameter, the tokenizer's fields, the name and
+shape of each tensor. What it accepts, `LLM` loads; what it refuses, nothing loads. Free of PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tiercel.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
+from tiercel.loader import names as tensor_names
+from tiercel.loader.gguf import GGUFFile, read_gguf
+from tiercel.loader.mapped import TensorInfo
+from tiercel.loader.safetensors import SafetensorsFiles, read_safetensors
+from tiercel.loader.verify import find_nonfinite
+from tiercel.models import registry
+from tiercel.models.config import Architecture, ModelConfig, from_gguf, from_hf
+from tiercel.models.tensors import check_tensors
+from tiercel.text import Tokenizer
+from tiercel.tokenizer_data import TokenizerData
+
+MAX_JSON_BYTES = 16 * 2**20
+EMBEDDING = "token_embd.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A checked model.
+
+    Attributes:
+        path: the file or folder.
+        format: ``gguf`` or ``hf``.
+        family: what its architecture does differently.
+        config: hyperparameters.
+        metadata: every key of a GGUF file, or `config.json`.
+        names: our tensor name -> the file's.
+        is_interleaved: rows of q and k are stored for rotation of adjacent pairs.
+        norm_offset: what the file leaves out of RMSNorm weights.
+        chat_template: Jinja source, or None.
+    """
+
+    path: Path
+    format: str
+    family: Architecture
+    config: ModelConfig
+    metadata: Mapping[str, Any]
+    names: Mapping[str, str]
+    is_interleaved: bool
+    norm_offset: float
+    chat_template: str | None
+    files: GGUFFile | SafetensorsFiles
+    tokenizer_data: TokenizerData | Mapping[str, Any]
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """The tensor table, by the file's names."""
+        return self.files.tensors
+
+    def data(self, name: str) -> npt.NDArray[np.uint8]:
+        """(out, row_bytes) uint8, a read-only view of the file."""
+        return self.files.data(name)
+
+    def tokenizer(self, cache_dir: Path | None = None) -> Tokenizer:
+        """Build the tokenizer; `cache_dir` keeps one that is slow to build."""
+        if isinstance(self.tokenizer_data, TokenizerData):
+            return Tokenizer.from_gguf(self.tokenizer_data, cache_dir=cache_dir, cache_key=self._file_key())
+        return Tokenizer.from_file(
+            self.path / "tokenizer.json",
+            self.tokenizer_data["tokenizer_config"],
+            self.tokenizer_data["generation_config"],
+            vocab_size=self.config.vocab_size,
+        )
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> Iterator[str]:
+        """Scan all weights; yields one line per tensor that holds NaN or infinity."""
+        return find_nonfinite(self.files, progress)
+
+    def _file_key(self) -> str:
+        status = self.path.stat()
+        return f"{self.path.resolve()}:{status.st_size}:{status.st_mtime_ns}"
+
+
+def open_source(path: Path) -> ModelSource:
+    """Check a model file or folder.
+
+    Args:
+        path: a `.gguf` file (the first of a split one), or a folder in Hugging Face layout.
+
+    Raises:
+        ModelNotFoundError: nothing there.
+        ModelFormatError: it breaks its format; the message names file, field, value and rule.
+        UnsupportedModelError: a sound model that Tiercel does not run.
+    """
+    if path.is_dir():
+        return _open_folder(path)
+    return _open_gguf(path)
+
+
+def _open_gguf(path: Path) -> ModelSource:
+    files = read_gguf(path)
+    name = path.name
+    arch = files.metadata.get("general.architecture")
+    if not isinstance(arch, str):
+        raise ModelFormatError(
+            f"{name}: general.architecture is {arch!r:.60}.", hint="It must be text naming the architecture."
+        )
+    family = registry.architecture(arch, name)
+    if EMBEDDING not in files.tensors:
+        raise ModelFormatError(
+            f"{name}: the tensor {EMBEDDING!r} is missing.", hint="The file is incomplete: fetch it again."
+        )
+    vocab_size = files.tensors[EMBEDDING].shape[0]
+    config = from_gguf(family, files.metadata, name, vocab_size)
+    mapped = _map_names(files.tensors, tensor_names.from_gguf, name)
+    config = replace(config, tie_embeddings="head.weight" not in mapped)
+    _check(config, mapped, files.tensors, name)
+    tokenizer = TokenizerData.from_gguf(files.metadata, name)
+    if len(tokenizer.tokens) > vocab_size:
+        raise ModelFormatError(
+            f"{name}: tokenizer.ggml.tokens has {len(tokenizer.tokens)} entries.",
+            hint=f"The embedding table has {vocab_size} rows; there must be a row for each token.",
+        )
+    return ModelSource(
+        path=path,
+        format="gguf",
+        family=family,
+        config=config,
+        metadata=files.metadata,
+        names=mapped,
+        is_interleaved=family.interleaved_gguf,
+        norm_offset=0.0,
+        chat_template=tokenizer.chat_template,
+        files=files,
+        tokenizer_data=tokenizer,
+    )
+
+
+def _open_folder(folder: Path) -> ModelSource:
+    values = _read_json(folder / "config.json", is_required=True)
+    name = f"{folder.name}/config.json"
+    names = values.get("architectures")
+    if not isinstance(names, list) or not all(isinstance(entry, str) for entry in names):
+        raise ModelFormatError(f"{name}: architectures is {names!r:.60}.", hint="It must be a list of names.")
+    family = registry.hf_architecture(names, name)
+    if values.get("quantization_config"):
+        raise UnsupportedModelError(
+            f"{name}: the folder holds quantised weights.", hint="Use float weights, or a GGUF file."
+        )
+    config = from_hf(family, values, name)
+    files = read_safetensors(folder)
+    mapped = _map_names(
+        files.tensors, lambda tensor: tensor_names.from_hf(tensor, family.hf_names_override), folder.name
+    )
+    if config.tie_embeddings or values.get("tie_word_embeddings") is True:
+        mapped.pop("head.weight", None)  # a copy of the embedding
+    config = replace(config, tie_embeddings="head.weight" not in mapped)
+    _check(config, mapped, files.tensors, folder.name)
+    tokenizer_config = _read_json(folder / "tokenizer_config.json")
+    generation = _read_json(folder / "generation_config.json")
+    return ModelSource(
+        path=folder,
+        format="hf",
+        family=family,
+        config=config,
+        metadata=values,
+        names=mapped,
+        is_interleaved=False,
+        norm_offset=family.hf_norm_offset,
+        chat_template=_folder_template(folder, tokenizer_config),
+        files=files,
+        tokenizer_data={"tokenizer_config": tokenizer_config, "generation_config": generation},
+    )
+
+
+def _read_json(path: Path, *, is_required: bool = False) -> dict[str, Any]:
+    if not path.is_file():
+        if is_required:
+            raise ModelNotFoundError(
+                f"{path.parent.name}: the folder has no {path.name}.",
+                hint="Give a .gguf file, or a folder in Hugging Face layout.",
+            )
+        return {}
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ModelFormatError(
+            f"{path.parent.name}/{path.name}: {path.stat().st_size} bytes.",
+            hint=f"At most {MAX_JSON_BYTES} are read.",
+        )
+    try:
+        values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelFormatError(
+            f"{path.parent.name}/{path.name}: {error!s:.120}.", hint="It must be a JSON object."
+        ) from None
+    return values
+
+
+def _folder_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    template = folder / "chat_template.jinja"
+    if template.is_file() and template.stat().st_size <= MAX_JSON_BYTES:
+        return template.read_text(encoding="utf-8", errors="replace")
+    inline = tokenizer_config.get("chat_template")
+    return inline if isinstance(inline, str) else None
+
+
+def _map_names(
+    tensors: Mapping[str, TensorInfo], rename: Callable[[str], str | None], file: str
+) -> dict[str, str]:
+    mapped: dict[str, str] = {}
+    for name in tensors:
+        ours = rename(name)
+        if ours is None:
+            raise ModelFormatError(
+                f"{file}: tensor {name!r:.80} is unknown.",
+                hint="A dense decoder has token_embd, output_norm, output and blk.N tensors only.",
+            )
+        if ours in mapped:
+            raise ModelFormatError(
+                f"{file}: tensors {name!r:.80} and {mapped[ours]!r:.80} mean the same.",
+                hint="Each tensor may appear once.",
+            )
+        mapped[ours] = name
+    return mapped
+
+
+def _check(config: ModelConfig, mapped: Mapping[str, str], tensors: Mapping[str, TensorInfo], file: str) -> None:
+    found = {ours: (name, tensors[name].shape) for ours, name in mapped.items()}
+    check_tensors(config, found, file)

@@ -1,0 +1,52 @@
+"""Weights in a storage type to a plain matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiercel.errors import ArgumentError
+from tiercel.kernels.dequantize import launch_dequantize
+from tiercel.quant import Layout, QuantTensor
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def dequantize(weight: QuantTensor, dtype: torch.dtype) -> Tensor:
+    """Decode a whole weight matrix.
+
+    Args:
+        weight: (out, in) in layout FILE, on any device; rows may be strided.
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        (out, in), contiguous, on the device of `weight`. Values are formed in float32, bit-exact
+        with the `gguf` package, and rounded once. Values beyond float16 become infinite.
+
+    Raises:
+        ArgumentError: another dtype or layout, or a plane that does not fit the shape.
+
+    Source: the block formats of ggml (ggml-quants.c); drawn in kernels/dequantize.py.
+    """
+    if dtype not in _DTYPES:
+        raise ArgumentError(
+            f"dequantize: dtype={dtype} is not a float type of weights.",
+            hint="Use float32, float16 or bfloat16.",
+        )
+    if weight.layout is not Layout.FILE:
+        raise ArgumentError(
+            f"dequantize: layout {weight.layout.name} is not decoded here.", hint="Use layout FILE."
+        )
+    data = weight.planes["data"]
+    num_rows, in_features = weight.shape
+    ragged = in_features % weight.qtype.block_weights
+    expected = (num_rows, weight.qtype.row_bytes(in_features))
+    if ragged or tuple(data.shape) != expected or data.dtype != torch.uint8:
+        raise ArgumentError(
+            f"dequantize: plane 'data' is {tuple(data.shape)} {data.dtype} but {weight.qtype.name} "
+            f"of shape {weight.shape} needs {expected} torch.uint8, in rows of whole blocks.",
+            hint=f"Cut rows at multiples of {weight.qtype.block_weights} weights.",
+        )
+    out = torch.empty((num_rows, in_features), dtype=dtype, device=data.device)
+    launch_dequantize(data, weight.qtype.name, out)
+    return out

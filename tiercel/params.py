@@ -1,0 +1,195 @@
+"""What a caller may ask of a generation, checked where it is written down.
+
+`SamplingParams` mirrors vLLM's names, so that scripts carry over. It is immutable and validated at
+construction: a wrong value is found at the line that wrote it, not in the middle of a batch.
+`LIMITS` is the one table of bounds; no other file has numbers of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tiercel.errors import ArgumentError
+
+# Below this temperature the distribution is a point to every float32 digit: treat it as greedy.
+GREEDY_BELOW = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds that hold for the API, the command line and the server alike."""
+
+    max_n: int = 16
+    max_stop_strings: int = 16
+    max_stop_chars: int = 1024
+    max_logit_bias: int = 1024
+    max_logprobs: int = 20
+    max_temperature: float = 2.0
+    max_tokens: int = 2**31 - 1
+    max_prompt_bytes_per_token: int = 64
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop.
+
+    Attributes:
+        n: answers to one prompt, 1 to 16; answer i draws from its own random stream (seed, i).
+        temperature: 0 is greedy (the lowest id wins a tie), up to 2.
+        top_p: keep the smallest set of tokens whose probabilities sum to this, (0, 1].
+        top_k: keep this many most likely tokens; 0 or -1 keeps all.
+        min_p: keep tokens at least this fraction as likely as the most likely one, [0, 1].
+        seed: 64-bit seed of the random stream; None takes the engine's.
+        stop: up to 16 strings that end the answer; they are cut from it.
+        stop_token_ids: token ids that end the answer, besides the model's own.
+        include_stop_str_in_output: keep a matched stop string.
+        ignore_eos: go on past the model's own stop tokens.
+        min_tokens: no stop of any kind before this many tokens.
+        max_tokens: at most this many; None takes what is left of the context.
+        logprobs: report the chosen token's natural log-probability and this many of the most likely.
+        prompt_logprobs: the same for each prompt token.
+        presence_penalty: subtracted from the logit of each token the answer already holds, [-2, 2].
+        frequency_penalty: the same, times how often it holds it, [-2, 2].
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
+            answer, (0, 10]; 1 is off.
+        logit_bias: token id to a number in [-100, 100] added to its logit; -100 bans it.
+        bad_words: strings that must not be generated.
+        allowed_token_ids: if given, only these may be generated.
+        skip_special_tokens: leave control tokens out of the text.
+        detokenize: False gives token ids only; stop strings then cannot be used.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[str] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        """Normalise sequences to tuples and check every field.
+
+        Raises:
+            ArgumentError: naming field, value and range.
+        """
+        put = object.__setattr__  # the dataclass is frozen
+        put(self, "stop", (self.stop,) if isinstance(self.stop, str) else _strings("stop", self.stop))
+        put(self, "bad_words", _strings("bad_words", self.bad_words))
+        put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise ArgumentError("allowed_token_ids is empty.", hint="Name at least one token id.")
+        put(self, "logit_bias", _logit_bias(self.logit_bias))
+        self._check_numbers()
+        self._check_stops()
+
+    def _check_numbers(self) -> None:
+        _integer("n", self.n, 1, LIMITS.max_n)
+        _number("temperature", self.temperature, 0.0, LIMITS.max_temperature, "0.0 (greedy) to 2.0")
+        _number("top_p", self.top_p, 0.0, 1.0, "above 0.0, up to 1.0", is_open=True)
+        _integer("top_k", self.top_k, -1, LIMITS.max_tokens)
+        _number("min_p", self.min_p, 0.0, 1.0, "0.0 to 1.0")
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        _integer("min_tokens", self.min_tokens, 0, LIMITS.max_tokens)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, LIMITS.max_tokens)
+            if self.min_tokens > self.max_tokens:
+                raise ArgumentError(
+                    f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}.",
+                    hint="Lower min_tokens.",
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, LIMITS.max_logprobs)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "-2.0 to 2.0")
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "-2.0 to 2.0")
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, "above 0, to 10", is_open=True)
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > LIMITS.max_stop_strings:
+            raise ArgumentError(
+                f"stop has {len(self.stop)} strings.", hint=f"Use at most {LIMITS.max_stop_strings}."
+            )
+        for text in (*self.stop, *self.bad_words):
+            if not 0 < len(text) <= LIMITS.max_stop_chars:
+                raise ArgumentError(
+                    f"stop and bad_words: a string of {len(text)} characters is out of range.",
+                    hint=f"Use 1 to {LIMITS.max_stop_chars} characters.",
+                )
+        if self.stop and not self.detokenize:
+            raise ArgumentError(
+                "stop needs text but detokenize is False.", hint="Use stop_token_ids instead."
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken without drawing."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+
+def _number(
+    name: str, value: float, low: float, high: float, allowed: str, *, is_open: bool = False
+) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not low <= value <= high or (is_open and value == low):
+        raise ArgumentError(f"{name}={value!r} is out of range.", hint=f"Use {allowed}.")
+
+
+def _integer(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ArgumentError(f"{name}={value!r} is out of range.", hint=f"Use an integer {low} to {high}.")
+
+
+def _strings(name: str, values: Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(values, Sequence) or not all(isinstance(value, str) for value in values):
+        raise ArgumentError(f"{name} is not a list of strings.", hint="Pass a string or a list of them.")
+    return tuple(values)
+
+
+def _token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise ArgumentError(f"{name} is not a list of token ids.", hint="Pass a list of integers.")
+    for value in values:
+        _integer(name, value, 0, LIMITS.max_tokens)
+    return tuple(values)
+
+
+def _logit_bias(values: Mapping[int, float]) -> Mapping[int, float]:
+    if not isinstance(values, Mapping):
+        raise ArgumentError("logit_bias is not a mapping.", hint="Map token ids to numbers.")
+    if len(values) > LIMITS.max_logit_bias:
+        raise ArgumentError(
+            f"logit_bias has {len(values)} entries.", hint=f"Use at most {LIMITS.max_logit_bias}."
+        )
+    for token_id, bias in values.items():
+        _integer("logit_bias key", token_id, 0, LIMITS.max_tokens)
+        _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0, "-100 to 100")
+    return dict(values)

@@ -1,0 +1,211 @@
+"""Child process that compiles and renders chat templates, which come from strangers.
+
+The sandbox stops attribute escapes, but neither two nested loops, nor a power tower (folded while
+the template compiles), nor a string of 10^10 characters. So this process limits its own memory and
+time, the parent kills it at its deadline, and it holds no secret: no environment, no file but its
+own libraries.
+
+Protocol on standard input and output: u32 big-endian length, then JSON in UTF-8. The first message
+out is ``{"ready": true}``. In: ``source``, ``context`` (null: compile only), ``max_chars``,
+``cpu_seconds``. Out: ``text``, or ``error`` (``syntax``, ``raised``, ``failed``), ``message`` and,
+for syntax, ``line``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import sys
+from datetime import datetime
+from typing import TYPE_CHECKING, NoReturn
+
+# Arguments: the parent's process id, then the folders where jinja2 and markupsafe are.
+sys.path.extend(sys.argv[2:])
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.exceptions import SecurityError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MEMORY_BYTES = 512 << 20  # above what the process holds when it is ready
+PARENT_CHECK_SECONDS = 1.0
+KEPT_TEMPLATES = 4
+KEPT_GLOBALS = frozenset({"range", "namespace"})  # `lipsum(n=...)` alone can run for ever
+MESSAGE_CHARS = 500
+# What a template can run into; anything else ends the process, and the parent says so.
+FAILURES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,  # with RecursionError
+    SyntaxError,  # Python's own compiler refuses what Jinja generated: too deep
+    TypeError,
+    ValueError,
+)
+
+
+class RaisedError(TemplateError):
+    """The template called `raise_exception`."""
+
+
+class OutputError(ValueError):
+    """The template wrote more than it may."""
+
+
+def raise_exception(message: object) -> NoReturn:
+    """End the rendering with a message of the template's author."""
+    raise RaisedError(str(message))
+
+
+def strftime_now(form: str) -> str:
+    """The local time in a form of the template's choice."""
+    return datetime.now().strftime(form)
+
+
+def to_json(
+    value: object,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002, RUF100 - templates pass it by position
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002, RUF100
+) -> str:
+    """JSON without HTML escapes: the filter that model templates are written for."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox of Jinja; a forbidden attribute is an error at once, not an undefined value."""
+
+    def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
+        kind = type(obj).__name__
+        raise SecurityError(f"access to attribute {attribute!r} of {kind!r} is forbidden")
+
+
+def make_environment() -> Sandbox:
+    """The Jinja of Hugging Face templates, without loaders and the globals that can hang."""
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    for name in set(environment.globals) - KEPT_GLOBALS:
+        del environment.globals[name]
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    environment.filters["tojson"] = to_json
+    return environment
+
+
+def failure(kind: str, message: str) -> dict[str, object]:
+    """An answer that carries an error."""
+    return {"error": kind, "message": message[:MESSAGE_CHARS]}
+
+
+class Renderer:
+    """Compiles, keeps the last few templates, renders under an output cap."""
+
+    def __init__(self) -> None:
+        self._environment = make_environment()
+        self._compiled: dict[str, Template] = {}
+
+    def answer(self, request: Mapping[str, object]) -> dict[str, object]:
+        """One request to one answer; see the module."""
+        try:
+            template = self._compile(str(request["source"]))
+            context = request["context"]
+            text = ""
+            if isinstance(context, dict):
+                text = self._render(template, context, int(str(request["max_chars"])))
+        except TemplateSyntaxError as error:
+            return failure("syntax", error.message or "") | {"line": error.lineno}
+        except RaisedError as error:
+            return failure("raised", str(error))
+        except MemoryError:
+            return failure("failed", "it used more memory than it may")
+        except RecursionError:
+            return failure("failed", "it is nested too deeply")
+        except (TemplateError, *FAILURES) as error:
+            return failure("failed", str(error))
+        return {"text": text}
+
+    def _compile(self, source: str) -> Template:
+        if source not in self._compiled:
+            while len(self._compiled) >= KEPT_TEMPLATES:
+                del self._compiled[next(iter(self._compiled))]
+            self._compiled[source] = self._environment.from_string(source)
+        return self._compiled[source]
+
+    def _render(self, template: Template, context: dict[str, object], max_chars: int) -> str:
+        pieces = []
+        num_chars = 0
+        for piece in template.generate(context):
+            num_chars += len(piece)
+            if num_chars > max_chars:
+                raise OutputError(f"it wrote more than {max_chars} characters")
+            pieces.append(piece)
+        return "".join(pieces)
+
+
+def limit_memory() -> None:
+    """Bound the address space; no core files, no files at all."""
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[0])
+    size = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def allow_cpu(seconds: int) -> None:
+    """Give this request its CPU time: the limit counts from the start of the process."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used = int(usage.ru_utime + usage.ru_stime) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, resource.RLIM_INFINITY))
+
+
+def read_exactly(size: int, parent: int) -> bytes:
+    """Read from standard input; leave when the parent has gone or closed the pipe."""
+    blob = bytearray()
+    while len(blob) < size:
+        if select.select([0], [], [], PARENT_CHECK_SECONDS)[0]:
+            chunk = os.read(0, min(size - len(blob), 1 << 20))
+            if not chunk:
+                sys.exit(0)
+            blob += chunk
+        elif os.getppid() != parent:
+            sys.exit(0)
+    return bytes(blob)
+
+
+def write_message(message: Mapping[str, object]) -> None:
+    """Write one frame to standard output."""
+    blob = json.dumps(message).encode()
+    frame = memoryview(len(blob).to_bytes(4, "big") + blob)
+    while frame:
+        frame = frame[os.write(1, frame) :]
+
+
+def main() -> None:
+    """Answer requests until the parent leaves."""
+    parent = int(sys.argv[1])
+    renderer = Renderer()
+    renderer.answer({"source": "{{ 1 }}", "context": {}, "max_chars": 1})  # import what is lazy
+    limit_memory()
+    write_message({"ready": True})
+    while True:
+        size = int.from_bytes(read_exactly(4, parent), "big")
+        request = json.loads(read_exactly(size, parent))
+        allow_cpu(request["cpu_seconds"])
+        write_message(renderer.answer(request))
+
+
+if __name__ == "__main__":
+    main()
