@@ -6,15 +6,17 @@ import contextlib
 import select
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from tiercel.cli.conversation import Conversation, load_messages
 from tiercel.cli.loading import loaded, make_params
 from tiercel.cli.options import CommonOptions, EngineOptions, ModelName, SamplingOptions
 from tiercel.cli.terminal import note, say
 from tiercel.errors import TiercelError
+
+if TYPE_CHECKING:
+    from tiercel.cli.conversation import Conversation
 
 _GROUP = Group("Conversation", sort_key=1)
 _PROMPT = "> "
@@ -37,12 +39,9 @@ def chat(
     sampling: SamplingOptions = SamplingOptions(),  # noqa: B008 - frozen
     common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
 ) -> int:
-    """Talk with a model; Ctrl-C stops an answer, /help lists the commands, Ctrl-D ends.
+    """Talk with a model; Ctrl-C stops an answer, /help lists the commands, Ctrl-D ends."""
+    from tiercel.cli.conversation import Conversation, load_messages
 
-    Examples:
-      tiercel chat
-      tiercel chat model.gguf --system "Answer in one sentence." --save talk.json
-    """
     messages = load_messages(load) if load is not None else []
     params = make_params(sampling, max_tokens=None)
     is_terminal = sys.stdin.isatty()

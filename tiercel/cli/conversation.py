@@ -1,4 +1,4 @@
-"""The state of a chat: messages, the commands that change them, files, and the last answer's figures.
+"""The state of a chat: messages, the commands that change them, files, the last answer's figures.
 
 The history always alternates as the template expects: an answer that was stopped stays as far as
 it came, and a message whose answer failed is not kept.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tiercel.cli.loading import check_answer
 from tiercel.cli.terminal import interrupt_asks, note, say, write
 from tiercel.errors import ArgumentError
 
@@ -138,16 +139,15 @@ class Conversation:
         is_stopped = False
         started_s = time.perf_counter()
         with interrupt_asks() as is_asked_to_stop:
-            stream = self._llm.stream_chat(messages, self._next_params())
-            for delta in stream:
+            for delta in self._llm.stream_chat(messages, self._next_params()):
                 first_s = first_s or time.perf_counter() - started_s
                 num_tokens += len(delta.token_ids)
                 pieces.append(delta.text)
                 write(delta.text)
+                check_answer(delta)
                 if is_asked_to_stop():
-                    stream.close()  # the engine forgets the request
                     is_stopped = True
-                    break
+                    break  # the stream ends with its last reference; the engine forgets the request
         write("\n")
         self.stats = AnswerStats(num_tokens, first_s, time.perf_counter() - started_s, is_stopped)
         self.messages[:] = [*messages, {"role": "assistant", "content": "".join(pieces)}]

@@ -15,10 +15,8 @@ from typing import Annotated, Any
 from cyclopts import Group, Parameter
 
 import tiercel
-from tiercel import env
 from tiercel.cli.options import CommonOptions
 from tiercel.cli.terminal import one_line, write
-from tiercel.loader import fetch, hub
 
 _GROUP = Group("Report", sort_key=1)
 _NVIDIA_SMI_TIMEOUT_S = 20.0
@@ -31,12 +29,7 @@ def doctor(
     json: Annotated[bool, Parameter(group=_GROUP, help="Write one JSON object.")] = False,
     common: CommonOptions = CommonOptions(),  # noqa: B008, ARG001 - every command takes them
 ) -> int:
-    """Report GPU, driver, PyTorch, memory, cache folder and versions.
-
-    Examples:
-      tiercel doctor
-      tiercel doctor --json
-    """
+    """Report GPU, driver, PyTorch, memory, cache folder and versions."""
     report = {
         "tiercel": tiercel.__version__,
         "system": _system(),
@@ -144,6 +137,9 @@ def _driver() -> dict[str, Any]:
 
 
 def _cache() -> dict[str, Any]:
+    from tiercel import env
+    from tiercel.loader import fetch, hub
+
     folder = env.cache_dir().absolute()
     existing = next((p for p in (folder, *folder.parents) if p.exists()), folder)
     models = {

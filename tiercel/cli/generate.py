@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from tiercel.cli.loading import loaded, make_params
+from tiercel.cli.loading import check_answer, loaded, make_params
 from tiercel.cli.options import CommonOptions, EngineOptions, ModelName, SamplingOptions
 from tiercel.cli.terminal import UsageError, note, write
 
 if TYPE_CHECKING:
-    from tiercel.llm import LLM, CompletionOutput, RequestOutput
+    from tiercel.engine.output import CompletionOutput, RequestOutput, StreamDelta
+    from tiercel.llm import LLM
     from tiercel.params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
@@ -47,34 +48,25 @@ def generate(
     json: Annotated[
         bool, Parameter(group=_GROUP, help="Write one JSON object at the end.")
     ] = False,
-    special_in_prompt: Annotated[
-        bool,
-        Parameter(
-            group=_GROUP,
-            name="--special-in-prompt",
-            negative="--no-special-in-prompt",
-            help="--no-special-in-prompt: take <|...|> as plain text.",
-        ),
-    ] = True,
+    no_special_in_prompt: Annotated[
+        bool, Parameter(group=_GROUP, help="Take <|...|> in the prompt as plain text.")
+    ] = False,
     model: ModelName = None,
     engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
     sampling: SamplingOptions = SamplingOptions(),  # noqa: B008 - frozen
     common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
 ) -> int:
-    """Continue a text (at most 256 tokens unless --max-tokens says otherwise).
-
-    Examples:
-      tiercel generate "The capital of France is" --max-tokens 8 --temperature 0
-      tiercel generate --file notes.txt -m model.gguf --chat --json
-    """
+    """Continue a text, by at most 256 tokens unless --max-tokens says otherwise."""
     text = read_prompt(prompt, file)
     params = make_params(sampling, max_tokens=DEFAULT_MAX_TOKENS, n=n, stop=stop, logprobs=logprobs)
     with loaded(model, engine, sampling, common) as llm:
         started_s = time.perf_counter()
         if n == 1 and not json and logprobs is None:
-            num_tokens = _stream(_deltas(llm, text, params, chat, special_in_prompt), text, echo)
+            num_tokens = _stream(
+                _deltas(llm, text, params, chat, not no_special_in_prompt), text, echo
+            )
         else:
-            output = _complete(llm, text, params, chat, special_in_prompt)
+            output = _complete(llm, text, params, chat, not no_special_in_prompt)
             num_tokens = sum(len(answer.token_ids) for answer in output.outputs)
             if json:
                 write(json_module.dumps(_as_json(llm, output, text, echo)) + "\n")
@@ -123,19 +115,20 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 def _deltas(
     llm: LLM, text: str, params: SamplingParams, is_chat: bool, parse_special: bool
-) -> Iterator[Any]:
+) -> Iterator[StreamDelta]:
     if is_chat:
         return llm.stream_chat([{"role": "user", "content": text}], params)
     return llm.stream(text, params, parse_special=parse_special)
 
 
-def _stream(deltas: Iterator[Any], text: str, is_echo: bool) -> int:
+def _stream(deltas: Iterator[StreamDelta], text: str, is_echo: bool) -> int:
     """Write the pieces as they come; returns the number of tokens."""
     num_tokens = 0
     last = text if is_echo else ""
     if is_echo:
         write(text)
     for delta in deltas:
+        check_answer(delta)
         num_tokens += len(delta.token_ids)
         if delta.text:
             write(delta.text)
@@ -149,11 +142,12 @@ def _complete(
     llm: LLM, text: str, params: SamplingParams, is_chat: bool, parse_special: bool
 ) -> RequestOutput:
     if is_chat:
-        return llm.chat([{"role": "user", "content": text}], params)[0]
-    if parse_special:
-        return llm.generate([text], params)[0]
-    ids = llm.encode(text, parse_special=False, add_special_tokens=True)
-    return llm.generate([{"prompt_token_ids": ids}], params)[0]
+        output = llm.chat([{"role": "user", "content": text}], params)
+    else:
+        output = llm.generate([text], params, parse_special=parse_special)[0]
+    for answer in output.outputs:
+        check_answer(answer)
+    return output
 
 
 def _write_answers(llm: LLM, output: RequestOutput, prefix: str) -> None:
@@ -168,19 +162,19 @@ def _write_answers(llm: LLM, output: RequestOutput, prefix: str) -> None:
 
 def _logprob_rows(llm: LLM, answer: CompletionOutput) -> list[dict[str, Any]]:
     """Per token: its text, id and log-probability, and the most likely ones."""
-    rows = []
-    for token_id, entries in zip(answer.token_ids, answer.logprobs or (), strict=False):
-        top = [
-            {"id": other, "token": llm.decode([other]), "logprob": entry.logprob}
-            for other, entry in sorted(entries.items(), key=lambda item: -item[1].logprob)
-        ]
-        chosen = next(entry for entry in top if entry["id"] == token_id)
-        rows.append({**chosen, "top": top})
-    return rows
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text = llm.decode([token_id], skip_special_tokens=False)
+        return {"id": token_id, "token": text, "logprob": logprob}
+
+    return [
+        {**entry(place.token_id, place.logprob), "top": [entry(*pair) for pair in place.top]}
+        for place in answer.logprobs or ()
+    ]
 
 
 def _as_json(llm: LLM, output: RequestOutput, text: str, is_echo: bool) -> dict[str, Any]:
-    answers = [
+    answers: list[dict[str, Any]] = [
         {
             "index": answer.index,
             "text": text + answer.text if is_echo else answer.text,
@@ -192,7 +186,7 @@ def _as_json(llm: LLM, output: RequestOutput, text: str, is_echo: bool) -> dict[
         for answer in output.outputs
     ]
     num_prompt = len(output.prompt_token_ids)
-    num_completion = sum(len(answer["token_ids"]) for answer in answers)
+    num_completion = sum(len(answer.token_ids) for answer in output.outputs)
     return {
         "prompt": text,
         "prompt_token_ids": list(output.prompt_token_ids),

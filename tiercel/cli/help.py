@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any
 from cyclopts.help import PlainFormatter
 
 if TYPE_CHECKING:
-    from cyclopts.help import HelpPanel
+    from cyclopts.help import HelpEntry, HelpPanel
     from rich.console import Console, ConsoleOptions
-
-_LABEL_WIDTH = 32  # the longest flag with its type: --gpu-memory-utilization FLOAT
 
 
 class CompactFormatter(PlainFormatter):
     """One row per option: its names and type, what it does, its default."""
 
-    def __call__(self, console: Console, _options: ConsoleOptions, panel: HelpPanel) -> None:
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:  # noqa: ARG002
         """Print one group of options or commands."""
         from rich.text import Text
 
@@ -24,24 +22,40 @@ class CompactFormatter(PlainFormatter):
         rows = [row for row in rows if row[0]]
         if not rows:
             return
+        width = max(len(label) for label, _ in rows)
+        console.print()
         console.print(Text(f"{panel.title or 'Options'}:", style="bold"))
         for label, description in rows:
-            line = Text(f"  {label:<{_LABEL_WIDTH}} {description}".rstrip())
-            console.print(line, no_wrap=True, overflow="ignore", crop=False, soft_wrap=True)
-        console.print()
+            console.print(Text(f"  {label:<{width}}  {description}".rstrip()), soft_wrap=True)
+
+    def render_description(
+        self,
+        console: Console,
+        options: ConsoleOptions,  # noqa: ARG002
+        description: Any,
+    ) -> None:
+        """Print what the command does; each group brings its own blank line."""
+        text = _plain(description)
+        if text:
+            console.print(text, markup=False)
 
 
-def _label(entry: Any) -> str:
+def _label(entry: HelpEntry) -> str:
+    if "--version" in entry.positive_names or "--help" in entry.positive_names:
+        return ""  # every command has them
     names = [*entry.positive_shorts, *entry.positive_names]
     if entry.positional_label:
         names.insert(0, f"[{entry.positional_label}]")
-    if any(name in ("-h", "--version") for name in names):
-        return ""  # named on the last line of each page
     label = ", ".join(names)
     return f"{label} {entry.metavar}" if entry.metavar and names[-1].startswith("-") else label
 
 
-def _description(entry: Any) -> str:
-    text = str(getattr(entry.description, "plain", entry.description or "")).strip()
+def _plain(text: Any) -> str:
+    """The characters of one of cyclopts' texts, which it wraps for styling."""
+    return str(getattr(text, "primary_renderable", text or "")).strip()
+
+
+def _description(entry: HelpEntry) -> str:
+    text = _plain(entry.description)
     is_worth_it = entry.default not in (None, "", "False", "None", "[]", "()")
     return f"{text} [{entry.default}]" if is_worth_it else text

@@ -1,4 +1,4 @@
-"""`tiercel inspect`: what a model file holds and what it would take to run it; no weights are loaded.
+"""`tiercel inspect`: what a model file holds and what running it takes; no weights are loaded.
 
 Free of PyTorch. The reader is the one that loading uses: what this refuses, nothing loads.
 """
@@ -8,16 +8,15 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 from cyclopts import Group, Parameter
 
 from tiercel.cli.options import CommonOptions, ModelName
 from tiercel.cli.terminal import ProgressReporter, one_line, say, write
-from tiercel.loader.gguf import GGUFFile
-from tiercel.loader.hub import resolve
-from tiercel.models.source import ModelSource, open_source
+
+if TYPE_CHECKING:
+    from tiercel.models.source import ModelSource
 
 _GROUP = Group("Inspection", sort_key=1)
 _MAX_SHOWN = 60  # characters of one metadata value
@@ -38,12 +37,10 @@ def inspect_model(
     offline: Annotated[bool, Parameter(group=_GROUP, help="Never download.")] = False,
     common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
 ) -> int:
-    """Show a model's header, sizes and memory plan; checks the whole file but the weights.
+    """Check a model file and show its header, sizes and memory plan."""
+    from tiercel.loader.hub import resolve
+    from tiercel.models.source import open_source
 
-    Examples:
-      tiercel inspect model.gguf
-      tiercel inspect model.gguf --verify --json
-    """
     with ProgressReporter(is_quiet=common.quiet) as report:
         path = resolve(model, offline=offline, report=report)
         source = open_source(path)
@@ -100,14 +97,13 @@ def describe(source: ModelSource) -> dict[str, Any]:
 
 
 def _format_name(source: ModelSource) -> str:
-    if isinstance(source.files, GGUFFile):
-        return f"GGUF version {source.files.version}"
-    return "safetensors folder"
+    version = getattr(source.files, "version", None)  # GGUF files have one
+    return "safetensors folder" if version is None else f"GGUF version {version}"
 
 
 def _general(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Name, author, licence and the like: scalars that say what the file is."""
-    general = {
+    general: dict[str, Any] = {
         key.removeprefix("general."): value
         for key, value in metadata.items()
         if key.startswith("general.") and isinstance(value, str | int | float | bool)
@@ -232,8 +228,6 @@ def _print_row(label: str, value: Any) -> None:
 
 def _short(value: Any) -> str:
     """One printable line; a file's own text is cut."""
-    if isinstance(value, np.generic):
-        value = value.item()
     text = one_line(str(value))
     return text if len(text) <= 2 * _MAX_SHOWN else text[: 2 * _MAX_SHOWN] + "..."
 

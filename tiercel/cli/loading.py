@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from tiercel.cli.options import CommonOptions, EngineOptions, SamplingOptions
 from tiercel.cli.terminal import ProgressReporter
-from tiercel.loader.hub import resolve
-from tiercel.models.source import open_source
+from tiercel.errors import InternalError
 
 if TYPE_CHECKING:
+    from tiercel.engine.output import CompletionOutput, StreamDelta
     from tiercel.llm import LLM
     from tiercel.params import SamplingParams
 
@@ -25,6 +25,9 @@ def loaded(
     Raises:
         TiercelError: it is not found, not sound, not supported, or does not fit.
     """
+    from tiercel.loader.hub import resolve
+    from tiercel.models.source import open_source
+
     with ProgressReporter(is_quiet=common.quiet) as report:
         path = resolve(model, offline=engine.offline, report=report)
         open_source(path)  # a hostile or unsupported file ends here, before PyTorch is imported
@@ -45,6 +48,19 @@ def loaded(
         yield llm
     finally:
         llm.close()
+
+
+def check_answer(answer: CompletionOutput | StreamDelta) -> None:
+    """Refuse an answer that the engine gave up.
+
+    Raises:
+        InternalError: it ended with an error instead of an end.
+    """
+    if answer.finish_reason == "error":
+        raise InternalError(
+            f"the answer ended with the error {answer.stop_reason}.",
+            hint="Check the model with tiercel inspect --verify.",
+        )
 
 
 def make_params(

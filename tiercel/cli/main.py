@@ -1,6 +1,6 @@
 """The command line: finds the command, runs it, and turns every end into a line and a status.
 
-Nothing here or in the command modules imports PyTorch at the top, so help and wrong use are instant.
+Nothing here or in the command modules imports PyTorch at the top: help and wrong use are instant.
 Status: 0 done, 1 failed, 2 wrong use, 130 Ctrl-C, 141 the reader closed the pipe, 143 SIGTERM.
 """
 
@@ -41,14 +41,29 @@ from tiercel.errors import TiercelError
 _ENVIRONMENT = Env("TIERCEL_", command=False)
 _CUDA_LINE = re.compile(r"^cuda\b[^=]*= *'([^']+)'", re.MULTILINE)
 
-_HELP = """Run language models from GGUF files and model folders.
-
-Examples:
-  tiercel generate "The capital of France is" --max-tokens 8
-  tiercel chat model.gguf --system "Answer in one sentence."
-
-Each command explains itself: tiercel COMMAND --help. Version: tiercel --version.
-"""
+_COMMANDS: dict[str, Callable[..., int]] = {
+    "generate": generate,
+    "chat": chat,
+    "inspect": inspect_model,
+    "doctor": doctor,
+}
+_HELP = "Run language models from GGUF files and model folders, on CPU and CUDA."
+_EXAMPLES = {
+    "tiercel": (
+        'tiercel generate "The capital of France is" --max-tokens 8',
+        'tiercel chat model.gguf --system "Answer in one sentence."',
+    ),
+    "generate": (
+        'tiercel generate "The capital of France is" --max-tokens 8 --temperature 0',
+        "tiercel generate --file notes.txt -m model.gguf --chat --json",
+    ),
+    "chat": (
+        "tiercel chat",
+        'tiercel chat model.gguf --system "Answer in one sentence." --save talk.json',
+    ),
+    "inspect": ("tiercel inspect model.gguf", "tiercel inspect model.gguf --verify --json"),
+    "doctor": ("tiercel doctor", "tiercel doctor --json"),
+}
 
 
 def main() -> NoReturn:
@@ -92,6 +107,7 @@ def make_app() -> App:
     app = App(
         name="tiercel",
         help=_HELP,
+        help_epilogue=_epilogue("tiercel"),
         version=_version,
         help_formatter=CompactFormatter(),
         default_parameter=Parameter(negative="", show_env_var=False),
@@ -103,14 +119,16 @@ def make_app() -> App:
         exit_on_error=False,
         print_error=False,
     )
-    app.command(generate)
-    app.command(chat)
-    app.command(inspect_model, name="inspect")
-    app.command(doctor)
+    for name, command in _COMMANDS.items():
+        app.command(command, name=name, help_epilogue=_epilogue(name))
     app.register_install_completion_command(
         add_to_startup=False, help="Install tab completion for bash, zsh or fish."
     )
     return app
+
+
+def _epilogue(name: str) -> str:
+    return "\n".join(["Examples:", *(f"  {line}" for line in _EXAMPLES[name])])
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:
@@ -120,9 +138,8 @@ def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundA
     common = next((v for v in bound.arguments.values() if isinstance(v, CommonOptions)), None)
     if common is None or common.config is None:
         return command, bound
-    names = {name: _option_names(app, name) for name in ("generate", "chat", "inspect", "doctor")}
-    values = read_config(common.config, names)
-    name = "inspect" if command is inspect_model else command.__name__
+    values = read_config(common.config, {name: _option_names(app, name) for name in _COMMANDS})
+    name = next(name for name, function in _COMMANDS.items() if function is command)
     source = Dict(values[name], use_commands_as_keys=False, source=str(common.config))
     app.config = (_ENVIRONMENT, source)
     command, bound, _ = app.parse_args(arguments)
@@ -183,7 +200,7 @@ def _version() -> str:
     lines.append(f"torch {torch.version}")
     cuda = None
     with contextlib.suppress(OSError):  # read as text: importing PyTorch takes seconds
-        cuda = _CUDA_LINE.search(torch.locate_file("torch/version.py").read_text())  # type: ignore[attr-defined]
+        cuda = _CUDA_LINE.search(torch.locate_file("torch/version.py").read_text())
     lines.append(f"CUDA {cuda.group(1)}" if cuda else "CUDA none (CPU build of torch)")
     return "\n".join(lines)
 

@@ -30,7 +30,7 @@ ModelName = Annotated[
     Parameter(
         name=("--model", "-m"),
         group=MODEL_GROUP,
-        help="GGUF file, model folder or catalogue name; left out, the default model.",
+        help="GGUF file, folder or catalogue name [smollm2].",
         show_default=False,
     ),
 ]
@@ -57,12 +57,12 @@ class CommonOptions:
 class EngineOptions:
     """How a model is loaded."""
 
-    device: Annotated[str, Parameter(validator=check_device, help="auto, cpu, cuda or cuda:N.")] = (
-        "auto"
-    )
+    device: Annotated[
+        str, Parameter(validator=check_device, help="Run on auto, cpu, cuda or cuda:N.")
+    ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"],
-        Parameter(help="Type of activations.", show_choices=True),
+        Parameter(help="Activations: auto, float32, float16 or bfloat16."),
     ] = "auto"
     max_model_len: Annotated[
         int | None, Parameter(help="Context in tokens.", show_default=False)

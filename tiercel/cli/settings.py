@@ -6,6 +6,7 @@ of that command alone and wins over the top level.
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,27 +30,19 @@ def read_config(path: Path, options: Mapping[str, frozenset[str]]) -> dict[str, 
     Raises:
         UsageError: the file cannot be read, or holds a key that is no option.
     """
-    values = _load(path)
-    everything = frozenset().union(*options.values())
+    everything: frozenset[str] = frozenset().union(*options.values())
     result: dict[str, dict[str, Any]] = {command: {} for command in options}
-    for raw, value in values.items():
-        key = raw.replace("_", "-")
-        if isinstance(value, dict):
-            continue
-        if key not in everything:
-            raise _unknown(path, raw, everything)
+    values = _load(path)
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    for raw in values.keys() - tables.keys():
+        key = _known(path, raw, raw, everything)
         for command, known in options.items():
             if key in known:
-                result[command][key] = value
-    for command, table in values.items():
-        if not isinstance(table, dict):
-            continue
-        if command not in options:
-            raise _unknown(path, command, options)
+                result[command][key] = values[raw]
+    for command, table in tables.items():
+        _known(path, command, command, frozenset(options))
         for raw, value in table.items():
-            key = raw.replace("_", "-")
-            if key not in options[command]:
-                raise _unknown(path, f"{command}.{raw}", options[command])
+            key = _known(path, f"{command}.{raw}", raw, options[command])
             result[command][key] = value
     return result
 
@@ -74,9 +67,13 @@ def _load(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _unknown(path: Path, key: str, known: Mapping[str, Any] | frozenset[str]) -> UsageError:
-    import difflib
-
-    nearest = difflib.get_close_matches(key.rsplit(".", 1)[-1].replace("_", "-"), known, n=1)
-    suggestion = f"Did you mean {nearest[0]}?" if nearest else "See tiercel COMMAND --help."
-    return UsageError(f"{path}: {key!r:.80} is no option of the command line.", hint=suggestion)
+def _known(path: Path, shown: str, raw: str, known: frozenset[str]) -> str:
+    """The option's name as the command line spells it."""
+    key = raw.replace("_", "-")
+    if key in known:
+        return key
+    nearest = difflib.get_close_matches(key, known, n=1)
+    raise UsageError(
+        f"{path}: {shown!r:.80} is no option of the command line.",
+        hint=f"Did you mean {nearest[0]}?" if nearest else "See tiercel COMMAND --help.",
+    )

@@ -40,11 +40,11 @@ def mend_standard_streams() -> None:
         except OSError:  # a file opened later must not become standard output by accident
             os.open(os.devnull, os.O_RDWR)
     if sys.stdin is None:
-        sys.stdin = open(os.devnull)  # type: ignore[unreachable]  # noqa: SIM115
+        sys.stdin = open(os.devnull)  # noqa: SIM115
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # type: ignore[unreachable]  # noqa: SIM115
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # type: ignore[unreachable]  # noqa: SIM115
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what the terminal's encoding lacks becomes '?'
             stream.reconfigure(errors="replace")

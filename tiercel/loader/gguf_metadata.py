@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tiercel.errors import ModelFormatError
+from tiercel.errors import ModelFormatError, UnsupportedModelError
 from tiercel.loader.mapped import FETCH_AGAIN, MappedFile, shown
 
 MetadataValue = int | float | bool | str | list[str] | npt.NDArray[np.generic]
@@ -56,20 +56,28 @@ class Cursor:
 
     Attributes:
         pos: the next byte to read.
-        owner: what is being read ("key 'a.b'"), for messages.
+        owner: what is being read, for messages: "key" or "tensor", and its name, or its index while
+            the name is not known. Kept apart, because most are never shown.
     """
 
     def __init__(self, file: MappedFile) -> None:
         self.file = file
         self.pos = 0
-        self.owner = ""
+        self.owner: tuple[str, str | int] | None = None
         self.strings_left = MAX_STRINGS
         self.string_bytes_left = MAX_STRING_BYTES
 
     def fail(self, field: str, offset: int, fact: str, hint: str) -> ModelFormatError:
-        """The error for `field` at byte `offset`."""
-        where = f"{self.owner}: {field}" if self.owner else field
-        return self.file.error(f"{where} at byte {offset} {fact}.", hint=hint)
+        """The error for `field` at byte `offset`, which breaks a rule."""
+        return self.file.error(self._sentence(field, offset, fact), hint=hint)
+
+    def unsupported(self, field: str, offset: int, fact: str, hint: str) -> UnsupportedModelError:
+        """The error for `field` at byte `offset`, which is sound but not run."""
+        return self.file.unsupported(self._sentence(field, offset, fact), hint=hint)
+
+    def _sentence(self, field: str, offset: int, fact: str) -> str:
+        owner = f"{self.owner[0]} {shown(self.owner[1])}: " if self.owner else ""
+        return f"{owner}{field} at byte {offset} {fact}."
 
     def take(self, num_bytes: int, field: str) -> int:
         """Step over `num_bytes` and return where they begin."""
@@ -107,21 +115,18 @@ class Cursor:
 
     def name(self, field: str, limit: int) -> str:
         """Read a key or a tensor name of 1 to `limit` bytes of UTF-8."""
-        start = self.pos
-        length = self.u64(f"length of the {field}")
+        length = self.u64(field)
         if not 1 <= length <= limit:
-            raise self.fail(
-                f"length of the {field}", start, f"is {length}", f"It must be 1 to {limit} bytes."
-            )
+            fact = f"has {length} bytes"
+            raise self.fail(field, self.pos - 8, fact, f"It must have 1 to {limit} bytes.")
         return self._text(self.take(length, field), length, field)
 
     def string(self, field: str) -> str:
         """Read one string, which must be UTF-8."""
-        start = self.pos
-        length = self.u64(f"length of the {field}")
+        length = self.u64(field)
         if length > self.string_bytes_left:
-            fact = f"is {length} but Tiercel reads at most {MAX_STRING_BYTES} bytes of strings"
-            raise self.fail(f"length of the {field}", start, fact, "The file is damaged.")
+            fact = f"has {length} bytes but Tiercel reads at most {MAX_STRING_BYTES} of strings"
+            raise self.fail(field, self.pos - 8, fact, "The file is damaged.")
         self.string_bytes_left -= length
         return self._text(self.take(length, field), length, field)
 
@@ -167,17 +172,17 @@ def read_metadata(cursor: Cursor, num_pairs: int) -> dict[str, MetadataValue]:
     """
     metadata: dict[str, MetadataValue] = {}
     for index in range(num_pairs):
-        cursor.owner = f"key {index} of {num_pairs}"
+        cursor.owner = ("key", index)
         at = cursor.pos
         key = cursor.name("key", MAX_KEY_BYTES)
-        cursor.owner = f"key {shown(key)}"
+        cursor.owner = ("key", key)
         if key in metadata:
             raise cursor.fail("key", at, "occurs a second time", "Each key occurs once.")
         metadata[key] = _read_value(cursor)
         if cursor.pos > MAX_METADATA_BYTES:
             fact = f"ends beyond {MAX_METADATA_BYTES} bytes of metadata"
             raise cursor.fail("value", cursor.pos, fact, "The file is damaged.")
-    cursor.owner = ""
+    cursor.owner = None
     return metadata
 
 

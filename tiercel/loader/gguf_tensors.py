@@ -10,6 +10,7 @@ because that start is known only then.
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 from tiercel.loader.gguf_metadata import Cursor
 from tiercel.loader.mapped import (
@@ -58,33 +59,50 @@ UNSUPPORTED_TYPES = {
 }
 
 
+class _Record(NamedTuple):
+    """A record before its place in the file is known; `offset` counts from the data's start."""
+
+    dims: tuple[int, ...]
+    qtype: QuantType
+    nbytes: int
+    offset: int
+
+
 def read_tensors(
     cursor: Cursor, num_tensors: int, alignment: int, part: int
 ) -> dict[str, TensorInfo]:
     """Read and check the records of one file; `num_tensors` has been checked by `Cursor.count`.
 
     Raises:
-        ModelFormatError: a record breaks a rule, or a tensor does not lie inside the data section
-            alone.
+        ModelFormatError: a record breaks a rule, or a tensor lies outside the data or on another.
         UnsupportedModelError: a tensor's type is known but not run.
     """
-    infos: dict[str, TensorInfo] = {}
+    records: dict[str, _Record] = {}
     for index in range(num_tensors):
-        cursor.owner = f"tensor {index} of {num_tensors}"
+        cursor.owner = ("tensor", index)
         at = cursor.pos
         name = cursor.name("name", MAX_TENSOR_NAME_BYTES)
-        cursor.owner = f"tensor {shown(name)}"
-        if name in infos:
+        cursor.owner = ("tensor", name)
+        if name in records:
             raise cursor.fail("name", at, "occurs a second time", "Tensor names are unique.")
-        infos[name] = _read_record(cursor, name, alignment, part)
-    cursor.owner = ""
+        records[name] = _read_record(cursor, alignment)
+    cursor.owner = None
     data_start = -(-cursor.pos // alignment) * alignment
-    placed = {name: _place(cursor, info, data_start) for name, info in infos.items()}
-    check_no_overlap(cursor.file, placed.values())
-    return placed
+    infos: dict[str, TensorInfo] = {}
+    for name, (dims, qtype, nbytes, offset) in records.items():
+        start = data_start + offset
+        if nbytes > cursor.file.size - start:
+            raise cursor.file.error(
+                f"tensor {shown(name)} claims {nbytes} bytes at byte {start} "
+                f"but the file has {cursor.file.size}.",
+                hint="The download is incomplete: fetch it again.",
+            )
+        infos[name] = TensorInfo(name, dims, qtype, nbytes, part, start)
+    check_no_overlap(cursor.file, infos.values())
+    return infos
 
 
-def _read_record(cursor: Cursor, name: str, alignment: int, part: int) -> TensorInfo:
+def _read_record(cursor: Cursor, alignment: int) -> _Record:
     at = cursor.pos
     num_dims = cursor.u32("number of dimensions")
     if not 1 <= num_dims <= MAX_DIMS:
@@ -93,44 +111,28 @@ def _read_record(cursor: Cursor, name: str, alignment: int, part: int) -> Tensor
     start = cursor.take(8 * num_dims, "dimensions")
     dims: tuple[int, ...] = struct.unpack_from(f"<{num_dims}Q", cursor.file.buffer, start)
     qtype = _read_type(cursor)
-    nbytes = check_dims(cursor.file, cursor.owner, dims, qtype, f"at byte {start}")
+    nbytes = check_dims(
+        dims, qtype, lambda fact, hint: cursor.fail("dimensions", start, fact, hint)
+    )
     at = cursor.pos
     offset = cursor.u64("offset")
     if offset % alignment:
         fact = f"is {offset}, which is no multiple of the alignment {alignment}"
         raise cursor.fail("offset", at, fact, "Offsets are multiples of general.alignment.")
-    return TensorInfo(name, dims, qtype, nbytes, part, offset)
+    return _Record(dims, qtype, nbytes, offset)
 
 
 def _read_type(cursor: Cursor) -> QuantType:
     at = cursor.pos
     number = cursor.u32("type")
-    if number in GGML_TYPES:
-        return GGML_TYPES[number]
-    supported = ", ".join(qtype.name for qtype in QuantType)
+    qtype = GGML_TYPES.get(number)
+    if qtype is not None:
+        return qtype
+    hint = f"Tiercel runs {', '.join(known.name for known in QuantType)}."
     if number in WITHDRAWN_TYPES:
-        raise cursor.file.unsupported(
-            f"{cursor.owner}: type at byte {at} is {number} ({WITHDRAWN_TYPES[number]}), "
-            "which the format has withdrawn.",
-            hint=f"Convert the model again. Tiercel runs {supported}.",
-        )
+        fact = f"is {number} ({WITHDRAWN_TYPES[number]}), which the format has withdrawn"
+        raise cursor.unsupported("type", at, fact, f"Convert the model again: {hint}")
     if number in UNSUPPORTED_TYPES:
-        raise cursor.file.unsupported(
-            f"{cursor.owner}: type at byte {at} is {number} ({UNSUPPORTED_TYPES[number]}), "
-            "which Tiercel does not run.",
-            hint=f"Use a file with {supported}.",
-        )
-    fact = f"is {number}, which is no known type"
-    raise cursor.fail("type", at, fact, f"Tiercel runs {supported}.")
-
-
-def _place(cursor: Cursor, info: TensorInfo, data_start: int) -> TensorInfo:
-    """Turn an offset in the data into one in the file, checked to be followed by the tensor."""
-    size, start = cursor.file.size, data_start + info.offset
-    if info.nbytes > size - start:
-        raise cursor.file.error(
-            f"tensor {shown(info.name)} claims {info.nbytes} bytes at byte {start} "
-            f"but the file has {size}.",
-            hint="The download is incomplete: fetch it again.",
-        )
-    return TensorInfo(info.name, info.dims, info.qtype, info.nbytes, info.part, start)
+        fact = f"is {number} ({UNSUPPORTED_TYPES[number]}), which Tiercel does not run"
+        raise cursor.unsupported("type", at, fact, hint)
+    raise cursor.fail("type", at, f"is {number}, which is no known type", hint)

@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,38 +151,29 @@ class MappedFile:
         )
 
 
-def check_dims(file: MappedFile, owner: str, dims: Sequence[int], qtype: QuantType, at: str) -> int:
+def check_dims(
+    dims: Sequence[int], qtype: QuantType, fail: Callable[[str, str], ModelFormatError]
+) -> int:
     """Check a tensor's sizes and return its bytes.
 
     Args:
-        file: for the messages.
-        owner: "tensor 'NAME'".
         dims: in file order, ``dims[0]`` contiguous.
         qtype: the storage type, whose blocks must fill each row.
-        at: where the claim stands, for instance "at byte 120".
+        fail: makes the error from a fact about the dimensions and a hint.
 
     Raises:
-        ModelFormatError: a size below 1, too many weights, or a row that is no whole number of
-            blocks.
+        ModelFormatError: a size below 1, too many weights, or a row that is not whole blocks.
     """
-    for axis, size in enumerate(dims):
-        if size < 1:
-            raise file.error(
-                f"{owner}: dimension {axis} {at} is {size}.",
-                hint="Each dimension must be at least 1.",
-            )
+    _, block_weights, block_bytes = qtype.value
     weights = math.prod(dims)
+    if min(dims) < 1:
+        raise fail(f"are {shown(list(dims))}", "Each dimension must be at least 1.")
     if weights >= MAX_WEIGHTS:
-        raise file.error(
-            f"{owner}: dimensions {shown(list(dims))} {at} multiply to 2**60 weights or more.",
-            hint="The product of the dimensions must stay below 2**60.",
-        )
-    if dims[0] % qtype.block_weights:
-        raise file.error(
-            f"{owner}: the row length {dims[0]} {at} is no multiple of {qtype.block_weights}.",
-            hint=f"{qtype.name} rows are whole blocks of {qtype.block_weights} weights.",
-        )
-    return weights // qtype.block_weights * qtype.block_bytes
+        raise fail(f"are {shown(list(dims))}", "Their product must stay below 2**60.")
+    if dims[0] % block_weights:
+        hint = f"Rows of {qtype.name} are whole blocks of {block_weights} weights."
+        raise fail(f"are {shown(list(dims))}, so a row has {dims[0]} weights", hint)
+    return weights // block_weights * block_bytes
 
 
 def check_no_overlap(file: MappedFile, tensors: Iterable[TensorInfo]) -> None:

@@ -150,12 +150,10 @@ def _read_shards(
     folder: Path, paths: list[Path], weight_map: dict[str, str] | None
 ) -> SafetensorsFiles:
     tensors: dict[str, TensorInfo] = {}
-    parts = []
-    for part, path in enumerate(paths):
-        file = MappedFile(path, 8 + 2)
-        parts.append(file)
+    files = tuple(MappedFile(path, 8 + 2) for path in paths)
+    for part, file in enumerate(files):
         for info in _read_header(file, part):
-            if weight_map is not None and weight_map.get(info.name) != path.name:
+            if weight_map is not None and weight_map.get(info.name) != file.path.name:
                 raise file.error(
                     f"tensor {shown(info.name)} is not listed for this file in {INDEX_NAME}.",
                     hint="The shards and the index belong to different models: fetch them again.",
@@ -168,7 +166,7 @@ def _read_shards(
                 f"{weight_map[name]}: tensor {shown(name)} of {INDEX_NAME} is missing.",
                 hint="The shards and the index belong to different models: fetch them again.",
             )
-    return SafetensorsFiles(folder, tensors, tuple(parts))
+    return SafetensorsFiles(folder, tensors, files)
 
 
 def _read_header(file: MappedFile, part: int) -> list[TensorInfo]:
@@ -221,7 +219,11 @@ def _read_entry(
             f"{owner}: data_offsets are {shown(offsets)}.", hint="They are [begin, end] in bytes."
         )
     dims = tuple(reversed(shape)) or (1,)
-    nbytes = check_dims(file, owner, dims, DTYPES[dtype], "in the header")
+    nbytes = check_dims(
+        dims,
+        DTYPES[dtype],
+        lambda fact, hint: file.error(f"{owner}: dimensions {fact}.", hint=hint),
+    )
     begin, end = offsets
     if nbytes != end - begin:
         raise file.error(
