@@ -1,6 +1,7 @@
 """Teacher-forced comparison with recorded cases of real models: profiles and figures.
 
-A profile bounds how far log-probabilities may lie from the exact float32 ones, by the precision of activations.
+A profile bounds how far log-probabilities may lie from the exact float32 ones, by the precision of
+activations.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ CASES = json.loads((Path(__file__).parent / "data/real_models.json").read_text()
 
 @dataclass(frozen=True)
 class Profile:
-    """Bounds of |difference| in log-probability, and the margin from which an argmax flip is an error."""
+    """Bounds of |difference| in log-probability; the margin from which an argmax flip is wrong."""
 
     greedy_median: float
     greedy_p99: float
@@ -35,14 +36,17 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def measure(llm, case) -> dict[str, float]:
-    """Feed each prompt with its recorded answer, and the evaluation text; return the profile's figures."""
+    """Feed each prompt with its recorded answer, and the evaluation text; return the figures."""
     greedy, top5, flips = [], [], [0.0]
     for prompt in case["prompts"]:
         ids, answer = prompt["ids"], prompt["greedy"]
         logprobs = log_softmax(llm.logits(ids + answer["ids"]))
         for entry in prompt["last"]:
             row = logprobs[entry["pos"]]
-            top5 += [abs(row[i] - v) for i, v in zip(entry["top5_ids"], entry["f32_logprobs"], strict=True)]
+            top5 += [
+                abs(row[i] - v)
+                for i, v in zip(entry["top5_ids"], entry["f32_logprobs"], strict=True)
+            ]
         for step, token_id in enumerate(answer["ids"]):
             row = logprobs[len(ids) - 1 + step]
             greedy.append(abs(row[token_id] - answer["f32_logprobs"][step]))

@@ -1,8 +1,8 @@
 """One step of the engine as tensors: the only argument of a model's forward.
 
-R requests with `query_len >= 1` new tokens each lie end to end in T token places: prefill chunks and decode
-steps are the same varlen batch. Keys and values are found through `block_tables`, whose rows are the
-engine's request rows; a batch names its rows in `rows`.
+R requests with `query_len >= 1` new tokens each lie end to end in T token places: prefill chunks
+and decode steps are the same varlen batch. Keys and values are found through `block_tables`, whose
+rows are the engine's request rows; a batch names its rows in `rows`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """R requests, T new tokens, G cache groups, S rows, L rows of logits. All tensors on one device.
+    """R requests, T new tokens, G cache groups, S rows, L rows of logits, all on one device.
 
     Attributes:
         input_ids: (T,) int32.
@@ -28,7 +28,8 @@ class Batch:
         slot_mapping: (G, T) int64, cache slot of each new token; -1 writes nothing.
         block_tables: (G, S, max_blocks) int32, read through `rows`; 0 is the null block.
         query_lens: host tuple, new tokens of each request.
-        context_lens: host tuple, `seq_lens` as the host knows them (an upper bound when steps overlap).
+        context_lens: host tuple, `seq_lens` as the host knows them (an upper bound when steps
+            overlap).
         num_tokens: T.
         num_reqs: R.
         max_query_len: bound of `query_lens`.

@@ -350,7 +350,7 @@ class _ControlFinder:
                 position += 1
 
     def find_open_end(self, text: str) -> tuple[int, int] | None:
-        """(start, end) of the last characters, whitespace aside, that could begin a control token."""
+        """(start, end) of the last characters, whitespace aside, that could begin a token."""
         end = len(text.rstrip())
         for found in self._start.finditer(text, max(0, end - self._longest), end):
             tail = text[found.start() : end]

@@ -1,4 +1,4 @@
-"""The only reader of the environment: what each variable means, and an error for a value it cannot hold."""
+"""The only reader of the environment: what each variable means, and what it may hold."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Every error that Tiercel raises on purpose.
 
-A message says what was wrong with the value; `hint` says what would be right. Only `cli/` and `serve/`
-turn an error into text for people, so nothing here prints. All classes pickle and carry the HTTP code
-that the server answers with.
+A message says what was wrong with the value; `hint` says what would be right. Only `cli/` and
+`serve/` turn an error into text for people, so nothing here prints. All classes pickle and carry
+the HTTP code that the server answers with.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     llm = LLM()                                  # the default model
     llm.generate("The capital of France is", SamplingParams(temperature=0))
 
-`LLM` turns prompts into requests, runs the engine's loop until they are done, and turns token ids into
-text. One thread at a time may use it.
+`LLM` turns prompts into requests, runs the engine's loop until they are done, and turns token ids
+into text. One thread at a time may use it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from tiercel.params import LIMITS, SamplingParams
 
 Prompt = str | Mapping[str, Sequence[int]]
 MAX_SEQS = {"cpu": 16, "cuda": 256}
-# A CPU gains nothing from longer chunks; a GPU needs some thousand tokens to be bound by arithmetic.
+# A CPU gains nothing from longer chunks; a GPU needs some thousand tokens to be bound by
+# arithmetic.
 MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 BLOCK_SIZE = 64
 
@@ -76,8 +77,8 @@ class LLM:
         """Find, check and load a model.
 
         Args:
-            model: a `.gguf` file, a folder in Hugging Face layout, or a catalogue name; None for the
-                default model, which is fetched once through pip.
+            model: a `.gguf` file, a folder in Hugging Face layout, or a catalogue name; None for
+                the default model, which is fetched once through pip.
             device: ``auto``, ``cpu``, ``cuda`` or ``cuda:i``.
             dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``, of activations and cache.
             max_model_len: tokens of prompt and answer together; None for the model's own limit.
@@ -93,7 +94,9 @@ class LLM:
             ArgumentError: a value here.
             OutOfMemoryError: weights, or the cache of one sequence, do not fit.
         """
-        path = resolve(model, offline=env.is_offline() if offline is None else offline, report=progress)
+        path = resolve(
+            model, offline=env.is_offline() if offline is None else offline, report=progress
+        )
         source = open_source(path)
         target = resolve_device(device)
         longest = source.config.max_position
@@ -103,7 +106,10 @@ class LLM:
             max_model_len=_bounded("max_model_len", max_model_len, longest, longest),
             max_num_seqs=_bounded("max_num_seqs", max_num_seqs, MAX_SEQS[target.type], 4096),
             max_num_batched_tokens=_bounded(
-                "max_num_batched_tokens", max_num_batched_tokens, MAX_BATCHED_TOKENS[target.type], 2**20
+                "max_num_batched_tokens",
+                max_num_batched_tokens,
+                MAX_BATCHED_TOKENS[target.type],
+                2**20,
             ),
             block_size=BLOCK_SIZE,
             gpu_memory_utilization=_share(gpu_memory_utilization),
@@ -125,18 +131,23 @@ class LLM:
         def name(token_id: int | None) -> str:
             return "" if token_id is None else tokenizer.token_text(token_id)
 
-        return ChatTemplate(text, bos_token=name(tokenizer.bos_id), eos_token=name(tokenizer.eos_id))
+        return ChatTemplate(
+            text, bos_token=name(tokenizer.bos_id), eos_token=name(tokenizer.eos_id)
+        )
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
     def close(self) -> None:
-        """Give weights and cache back. The object cannot be used afterwards; a second call does nothing."""
+        """Give weights and cache back; the object cannot be used afterwards."""
         if self._template is not None:
             self._template.close()
         self.__dict__.pop("_engine", None)
@@ -212,9 +223,13 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, ready for the answer; user text never becomes a control token."""
+        """Token ids of a conversation; user text never becomes a control token."""
         return encode_chat(
-            self.tokenizer, self._template, messages, tools=tools, template_kwargs=chat_template_kwargs
+            self.tokenizer,
+            self._template,
+            messages,
+            tools=tools,
+            template_kwargs=chat_template_kwargs,
         )
 
     def stream(
@@ -270,9 +285,11 @@ class LLM:
             size = len(prompt.encode("utf-8", "surrogatepass"))
             if size > limit * LIMITS.max_prompt_bytes_per_token:
                 raise self._too_long(f"prompt has {size} bytes")
-            ids = self.tokenizer.encode(prompt, parse_special=parse_special, add_special_tokens=True)
+            ids = self.tokenizer.encode(
+                prompt, parse_special=parse_special, add_special_tokens=True
+            )
         elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            ids = [int(token_id) for token_id in prompt["prompt_token_ids"]]
+            ids = list(prompt["prompt_token_ids"])
             self._check_ids("prompt_token_ids", ids)
         else:
             raise ArgumentError(
@@ -280,7 +297,9 @@ class LLM:
                 hint='Pass a string or {"prompt_token_ids": [...]}.',
             )
         if not ids:
-            raise InvalidRequestError("the prompt is empty.", hint="Give at least one token.", param="prompt")
+            raise InvalidRequestError(
+                "the prompt is empty.", hint="Give at least one token.", param="prompt"
+            )
         if len(ids) + extra > limit:
             raise self._too_long(f"prompt has {len(ids)} tokens")
         return ids
@@ -297,9 +316,10 @@ class LLM:
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         limit = self.source.config.vocab_size
         for token_id in ids:
-            if not 0 <= token_id < limit:
+            is_integer = hasattr(token_id, "__index__") and not isinstance(token_id, bool)
+            if not is_integer or not 0 <= token_id < limit:
                 raise InvalidRequestError(
-                    f"{name} holds {token_id}.", hint=f"Token ids are 0 to {limit - 1}.", param=name
+                    f"{name} holds {token_id!r:.40}.", hint=f"Token ids are 0 to {limit - 1}.", param=name
                 )
 
     def _request(
@@ -330,7 +350,7 @@ class LLM:
         )
 
     def _steps(self, requests: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
-        """Run requests to their end; yields (request, new ids). What is left unfinished is aborted."""
+        """Run requests to their end; yields (request, new ids). Leaving early aborts."""
         engine = self._engine
         for request in requests:
             engine.submit(request)
@@ -349,7 +369,9 @@ class LLM:
         for index, (ids, wanted) in enumerate(zip(prompt_ids, params, strict=True)):
             for stream in range(wanted.n):
                 request = self._request(ids, wanted, stream)
-                answers[request.request_id] = _Answer(request, OutputText(request, self.tokenizer), index)
+                answers[request.request_id] = _Answer(
+                    request, OutputText(request, self.tokenizer), index
+                )
         return answers
 
     def _push(self, answer: _Answer, new_ids: tuple[int, ...]) -> str:
@@ -360,7 +382,10 @@ class LLM:
         return piece
 
     def _run(
-        self, prompt_ids: Sequence[list[int]], texts: Sequence[str | None], params: Sequence[SamplingParams]
+        self,
+        prompt_ids: Sequence[list[int]],
+        texts: Sequence[str | None],
+        params: Sequence[SamplingParams],
     ) -> list[RequestOutput]:
         start = perf_counter()
         answers = self._answers(prompt_ids, params)
@@ -373,9 +398,7 @@ class LLM:
         by_prompt: list[list[_Answer]] = [[] for _ in prompt_ids]
         for answer in answers.values():
             by_prompt[answer.prompt_index].append(answer)
-        return [
-            _result(text, members) for text, members in zip(texts, by_prompt, strict=True)
-        ]
+        return [_result(text, members) for text, members in zip(texts, by_prompt, strict=True)]
 
     def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[StreamDelta]:
         answers = self._answers([ids], [params])
@@ -386,7 +409,9 @@ class LLM:
                 index=request.stream,
                 text=piece,
                 token_ids=list(new_ids),
-                logprobs=request.logprobs[-len(new_ids) :] if request.logprobs and new_ids else None,
+                logprobs=request.logprobs[-len(new_ids) :]
+                if request.logprobs and new_ids
+                else None,
                 finish_reason=request.finish_reason,
                 stop_reason=request.stop_reason,
             )
@@ -429,7 +454,7 @@ def _result(prompt: str | None, answers: list[_Answer]) -> RequestOutput:
     )
 
 
-def _bounded(name: str, value: int | None, default: int, high: int) -> int:
+def _bounded(name: str, value: object, default: int, high: int) -> int:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
@@ -439,5 +464,7 @@ def _bounded(name: str, value: int | None, default: int, high: int) -> int:
 
 def _share(value: float) -> float:
     if not 0.0 < value <= 1.0:
-        raise ArgumentError(f"gpu_memory_utilization={value!r} is out of range.", hint="Use 0 < x <= 1.")
+        raise ArgumentError(
+            f"gpu_memory_utilization={value!r} is out of range.", hint="Use 0 < x <= 1."
+        )
     return value

@@ -51,7 +51,8 @@ class SamplingParams:
         ignore_eos: go on past the model's own stop tokens.
         min_tokens: no stop of any kind before this many tokens.
         max_tokens: at most this many; None takes what is left of the context.
-        logprobs: report the chosen token's natural log-probability and this many of the most likely.
+        logprobs: report the chosen token's natural log-probability and this many of the most
+            likely.
         prompt_logprobs: the same for each prompt token.
         presence_penalty: subtracted from the logit of each token the answer already holds, [-2, 2].
         frequency_penalty: the same, times how often it holds it, [-2, 2].
@@ -94,13 +95,19 @@ class SamplingParams:
             ArgumentError: naming field, value and range.
         """
         put = object.__setattr__  # the dataclass is frozen
-        put(self, "stop", (self.stop,) if isinstance(self.stop, str) else _strings("stop", self.stop))
+        put(
+            self,
+            "stop",
+            (self.stop,) if isinstance(self.stop, str) else _strings("stop", self.stop),
+        )
         put(self, "bad_words", _strings("bad_words", self.bad_words))
         put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             put(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
-                raise ArgumentError("allowed_token_ids is empty.", hint="Name at least one token id.")
+                raise ArgumentError(
+                    "allowed_token_ids is empty.", hint="Name at least one token id."
+                )
         put(self, "logit_bias", _logit_bias(self.logit_bias))
         self._check_numbers()
         self._check_stops()
@@ -126,12 +133,15 @@ class SamplingParams:
                 _integer(name, getattr(self, name), 0, LIMITS.max_logprobs)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "-2.0 to 2.0")
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "-2.0 to 2.0")
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, "above 0, to 10", is_open=True)
+        _number(
+            "repetition_penalty", self.repetition_penalty, 0.0, 10.0, "above 0, to 10", is_open=True
+        )
 
     def _check_stops(self) -> None:
         if len(self.stop) > LIMITS.max_stop_strings:
             raise ArgumentError(
-                f"stop has {len(self.stop)} strings.", hint=f"Use at most {LIMITS.max_stop_strings}."
+                f"stop has {len(self.stop)} strings.",
+                hint=f"Use at most {LIMITS.max_stop_strings}.",
             )
         for text in (*self.stop, *self.bad_words):
             if not 0 < len(text) <= LIMITS.max_stop_chars:
@@ -156,25 +166,34 @@ class SamplingParams:
 
 
 def _number(
-    name: str, value: float, low: float, high: float, allowed: str, *, is_open: bool = False
+    name: str, value: object, low: float, high: float, allowed: str, *, is_open: bool = False
 ) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high or (is_open and value == low):
+    if (
+        not is_number
+        or not math.isfinite(value)
+        or not low <= value <= high
+        or (is_open and value == low)
+    ):
         raise ArgumentError(f"{name}={value!r} is out of range.", hint=f"Use {allowed}.")
 
 
-def _integer(name: str, value: int, low: int, high: int) -> None:
+def _integer(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ArgumentError(f"{name}={value!r} is out of range.", hint=f"Use an integer {low} to {high}.")
+        raise ArgumentError(
+            f"{name}={value!r} is out of range.", hint=f"Use an integer {low} to {high}."
+        )
 
 
-def _strings(name: str, values: Sequence[str]) -> tuple[str, ...]:
+def _strings(name: str, values: object) -> tuple[str, ...]:
     if not isinstance(values, Sequence) or not all(isinstance(value, str) for value in values):
-        raise ArgumentError(f"{name} is not a list of strings.", hint="Pass a string or a list of them.")
+        raise ArgumentError(
+            f"{name} is not a list of strings.", hint="Pass a string or a list of them."
+        )
     return tuple(values)
 
 
-def _token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
+def _token_ids(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise ArgumentError(f"{name} is not a list of token ids.", hint="Pass a list of integers.")
     for value in values:
@@ -182,7 +201,7 @@ def _token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _logit_bias(values: Mapping[int, float]) -> Mapping[int, float]:
+def _logit_bias(values: object) -> Mapping[int, float]:
     if not isinstance(values, Mapping):
         raise ArgumentError("logit_bias is not a mapping.", hint="Map token ids to numbers.")
     if len(values) > LIMITS.max_logit_bias:

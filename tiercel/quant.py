@@ -1,9 +1,9 @@
 """Quantised weights from the file to the kernel: the types, their blocks, and `QuantTensor`.
 
-A GGML type packs a row of weights into blocks of `block_weights` weights and `block_bytes` bytes. Rows are
-whole blocks, so a tensor of shape (out, in) in layout FILE is one plane `data` of
-(out, in / block_weights * block_bytes) bytes, exactly as the file stores it. The float types have a block
-of one weight. The byte-level meaning of each block is drawn in `kernels/dequantize.py`.
+A GGML type packs a row of weights into blocks of `block_weights` weights and `block_bytes` bytes.
+Rows are whole blocks, so a tensor of shape (out, in) in layout FILE is one plane `data` of (out, in
+/ block_weights * block_bytes) bytes, exactly as the file stores it. The float types have a block of
+one weight. The byte-level meaning of each block is drawn in `kernels/dequantize.py`.
 
 This module needs no PyTorch at run time: a file can be inspected without it.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class QuantType(Enum):
-    """A storage type of weights; the value is (GGML id or -1, weights per block, bytes per block)."""
+    """A storage type of weights; the value is (GGML id, weights per block, bytes per block)."""
 
     F32 = (0, 1, 4)
     F16 = (1, 1, 2)
@@ -113,7 +113,7 @@ class QuantTensor:
         block = self.qtype.block_weights
         if start % block or stop % block:
             raise ModelFormatError(
-                f"columns {start}..{stop} of a {self.qtype.name} tensor cut a block of {block} weights.",
+                f"columns {start}..{stop} of a {self.qtype.name} tensor cut a block of {block}.",
                 hint=f"Cut at multiples of {block}.",
             )
         per_block = self.qtype.block_bytes

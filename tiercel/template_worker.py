@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, NoReturn
 sys.path.extend(sys.argv[2:])
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError
+from jinja2.exceptions import SecurityError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.exceptions import SecurityError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from tiercel.child import isolated_command
 from tiercel.errors import ModelFormatError, UnsupportedModelError
-from tiercel.tokenizer_build import SPLITS, Encoders
+from tiercel.tokenizer_build import SPLITS, Encoders, is_unicode
 from tiercel.tokenizer_data import (
     BYTE,
     BYTE_NAME,
@@ -37,7 +37,7 @@ from tiercel.tokenizer_data import (
 )
 
 MAX_FILE_BYTES: Final = 256 << 20
-_PROBE_SECONDS: Final = 60
+PROBE_SECONDS: Final = 60
 _PROBE_BYTES: Final = 2 << 30  # beside 16 times the file
 _KNOWN_PATTERNS: Final = frozenset(p for patterns in SPLITS.values() for p in patterns)
 _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
@@ -176,8 +176,9 @@ def _read_added(root: Json, vocab: Mapping[str, int], name: str) -> list[tuple[A
         key = f"added_tokens[{i}]"
         entry = _mapping(raw, name, key)
         content = entry.get("content")
-        if not isinstance(content, str) or not 0 < len(content) <= MAX_TOKEN_CHARS:
-            rule = f"it must be a string of 1 to {MAX_TOKEN_CHARS} characters"
+        is_text = isinstance(content, str) and is_unicode(content)
+        if not isinstance(content, str) or not is_text or not 0 < len(content) <= MAX_TOKEN_CHARS:
+            rule = f"it must be Unicode text of 1 to {MAX_TOKEN_CHARS} characters"
             raise ModelFormatError(f"{name}: {key}.content is {shown(content)}; {rule}.")
         token_id = _checked_id(entry.get("id"), name, f"{key}.id")
         if (
@@ -234,7 +235,7 @@ def _try_in_child(name: str, whole: str, *, probe: bool) -> None:
     content = whole.encode()
     settings = {
         "probe": probe,
-        "cpu_s": _PROBE_SECONDS,
+        "cpu_s": PROBE_SECONDS,
         "data_bytes": _PROBE_BYTES + 16 * len(content),
     }
     try:
@@ -242,13 +243,13 @@ def _try_in_child(name: str, whole: str, *, probe: bool) -> None:
             isolated_command("tokenizer_probe.py", ("tokenizers",)),
             input=json.dumps(settings).encode() + b"\n" + content,
             capture_output=True,
-            timeout=_PROBE_SECONDS,
+            timeout=PROBE_SECONDS,
             env={},
             check=False,
         )
     except subprocess.TimeoutExpired:
         raise ModelFormatError(
-            f"{name}: could not be loaded in {_PROBE_SECONDS} s; a pattern in it may never end."
+            f"{name}: could not be loaded in {PROBE_SECONDS} s; a pattern in it may never end."
         ) from None
     if done.returncode:
         lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [

@@ -1,7 +1,8 @@
 """The device memory behind the blocks: one tensor per layer and plane.
 
-A plane of a layer is (num_blocks, block_size, *entry shape), so that slot = block * block_size + offset
-indexes its flat view. Planes begin as zeros: what a mask hides is multiplied by 0 and must be finite.
+A plane of a layer is (num_blocks, block_size, *entry shape), so that slot = block * block_size +
+offset indexes its flat view. Planes begin as zeros: what a mask hides is multiplied by 0 and must
+be finite.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class CachePool:
 def _make_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy leaves zeroing to the system, which does it page by page on first use; torch.zeros writes all
-    # of it at once: 1.4 s for the 6 GB of 16 sequences of 8,192 tokens.
-    return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    # numpy leaves zeroing to the system, which does it page by page on first use; torch.zeros
+    # writes all of it at once: 1.4 s for the 6 GB of 16 sequences of 8,192 tokens.
+    return (
+        torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    )

@@ -1,8 +1,8 @@
 """What a layer keeps for the tokens it has seen: planes per entry, in blocks of tokens.
 
-A block is `block_size` tokens across all layers of a group; layers with equal specs form one group and share
-a block table. Block 0 of every pool is the null block: nothing writes it, and unused columns of a block
-table point there.
+A block is `block_size` tokens across all layers of a group; layers with equal specs form one group
+and share a block table. Block 0 of every pool is the null block: nothing writes it, and unused
+columns of a block table point there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class KVCacheSpec:
 
     Attributes:
         policy: ``full`` keeps every entry.
-        planes: arrays per entry; dense attention keeps ``k`` and ``v``, (num_kv_heads, head_dim) each.
+        planes: arrays per entry; dense attention keeps ``k`` and ``v``, (num_kv_heads, head_dim)
+            each.
     """
 
     policy: str
@@ -45,6 +46,6 @@ class KVCacheSpec:
 
 
 def full_attention_spec(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVCacheSpec:
-    """The spec of a dense attention layer: one key and one value of (num_kv_heads, head_dim) a token."""
+    """The spec of dense attention: a key and a value of (num_kv_heads, head_dim) per token."""
     shape = (num_kv_heads, head_dim)
     return KVCacheSpec("full", (Plane("k", dtype, shape), Plane("v", dtype, shape)))

@@ -47,7 +47,9 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if not _DEVICE.fullmatch(name):
-        raise ArgumentError(f"device={name!r} is unknown.", hint="Use auto, cpu, cuda or cuda:INDEX.")
+        raise ArgumentError(
+            f"device={name!r} is unknown.", hint="Use auto, cpu, cuda or cuda:INDEX."
+        )
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -67,9 +69,9 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, device: torch.device, file_format: str) -> torch.dtype:
     """The dtype of products and cache.
 
-    ``auto`` on a GPU: float16 for GGUF files (their weights lie in its range and it keeps 3 more bits),
-    bfloat16 for Hugging Face folders. On a CPU: bfloat16 where the processor multiplies it natively,
-    which also lets quantised weights stay packed; else float32.
+    ``auto`` on a GPU: float16 for GGUF files (their weights lie in its range and it keeps 3 more
+    bits), bfloat16 for Hugging Face folders. On a CPU: bfloat16 where the processor multiplies it
+    natively, which also lets quantised weights stay packed; else float32.
 
     Raises:
         ArgumentError: an unknown name, or float16 on a CPU, which has no fast products for it.
@@ -79,9 +81,13 @@ def resolve_dtype(name: str, device: torch.device, file_format: str) -> torch.dt
             return torch.float16 if file_format == "gguf" else torch.bfloat16
         return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
     if name not in DTYPES:
-        raise ArgumentError(f"dtype={name!r} is unknown.", hint=f"Use auto or one of {', '.join(DTYPES)}.")
+        raise ArgumentError(
+            f"dtype={name!r} is unknown.", hint=f"Use auto or one of {', '.join(DTYPES)}."
+        )
     if name == "float16" and device.type == "cpu":
-        raise ArgumentError("dtype='float16' does not run on a CPU.", hint="Use bfloat16 or float32.")
+        raise ArgumentError(
+            "dtype='float16' does not run on a CPU.", hint="Use bfloat16 or float32."
+        )
     return DTYPES[name]
 
 

@@ -105,7 +105,7 @@ class Engine:
 
 
 def dense_weight_bytes(source: ModelSource, dtype: torch.dtype) -> int:
-    """An upper bound of what the weights take on a device: dense in `dtype`, plus the stored embedding."""
+    """What the weights take on a device when all are dense in `dtype`."""
     matrices = sum(info.shape[0] * info.shape[1] for info in source.tensors.values())
     return matrices * dtype.itemsize
 
@@ -119,18 +119,23 @@ def build_engine(
     """Load a model and make room for its cache.
 
     Raises:
-        OutOfMemoryError: weights or cache do not fit; the message says what was needed and what to lower.
+        OutOfMemoryError: weights or cache do not fit; the message says what was needed and what to
+            lower.
     """
     device = config.device
     if device.type == "cpu":
-        # Quantised weights mostly stay packed on a CPU: the file's own size is the honest bound there.
+        # Quantised weights mostly stay packed on a CPU: the file's own size is the honest bound
+        # there.
         needed = sum(info.nbytes for info in source.tensors.values())
     else:
         needed = dense_weight_bytes(source, config.dtype)
     check_weights_fit(needed, device, config.gpu_memory_utilization)
     try:
         model = registry.model_class(source.family)(
-            source.config, WeightReader(source, device, progress), config.dtype, config.max_model_len
+            source.config,
+            WeightReader(source, device, progress),
+            config.dtype,
+            config.max_model_len,
         )
         specs = model.cache_specs()
         num_blocks = cache_blocks(
@@ -147,8 +152,13 @@ def build_engine(
             hint="Use a smaller model, or lower max_model_len.",
         ) from error
     banned = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, source.config.vocab_size)]
-    sampler = Sampler(banned, device, lambda word: [tokenizer.encode(word), tokenizer.encode(" " + word)])
+    sampler = Sampler(
+        banned, device, lambda word: [tokenizer.encode(word), tokenizer.encode(" " + word)]
+    )
     scheduler = Scheduler(
-        BlockAllocator(num_blocks), config.block_size, config.max_num_seqs, config.max_num_batched_tokens
+        BlockAllocator(num_blocks),
+        config.block_size,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
     )
     return Engine(scheduler, ModelRunner(model, pool, sampler, config), config)

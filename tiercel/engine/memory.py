@@ -8,7 +8,8 @@ import torch
 
 from tiercel.errors import OutOfMemoryError
 
-# Of the memory that is free on a CPU when the model starts. The rest is for activations and other programs.
+# Of the memory that is free on a CPU when the model starts. The rest is for activations and other
+# programs.
 CPU_SHARE = 0.8
 GIB = 2**30
 
@@ -38,7 +39,8 @@ def check_weights_fit(needed_bytes: int, device: torch.device, utilization: floa
     available = available_bytes(device, utilization)
     if needed_bytes > available:
         raise OutOfMemoryError(
-            f"the weights need about {needed_bytes / GIB:.1f} GiB but {device} has {available / GIB:.1f} GiB to use.",
+            f"the weights need about {needed_bytes / GIB:.1f} GiB but {device} has "
+            f"{available / GIB:.1f} GiB to use.",
             hint="Use a smaller model or a smaller quantisation.",
         )
 
@@ -59,7 +61,8 @@ def cache_blocks(
         fits = max(0, affordable) * block_size
         raise OutOfMemoryError(
             f"the cache of one sequence of {max_model_len} tokens needs "
-            f"{per_sequence * bytes_per_block / GIB:.2f} GiB but {max(0, available) / GIB:.2f} GiB are left.",
+            f"{per_sequence * bytes_per_block / GIB:.2f} GiB but "
+            f"{max(0, available) / GIB:.2f} GiB are left.",
             hint=f"Lower max_model_len to {fits} or less." if fits else "Use a smaller model.",
         )
     return 1 + min(affordable, per_sequence * max_num_seqs)

@@ -1,4 +1,4 @@
-"""From token ids to what a caller gets: text as it becomes certain, cut at stop strings, and the final result."""
+"""From token ids to what a caller gets: text as it becomes certain, and the final result."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class OutputText:
         return self._stops.matched
 
     def push(self, token_ids: tuple[int, ...]) -> str:
-        """Add new tokens, the last of which may have ended the request; return the text that is certain."""
+        """Add new tokens, the last of which may have ended the request; return what is certain."""
         request, params = self._request, self._request.params
         if not params.detokenize:
             return ""

@@ -1,8 +1,8 @@
-"""Counter-based noise: a token's noise depends on (seed, stream, position, token id) and on nothing else.
+"""Counter-based noise: it depends on (seed, stream, position, token id) and on nothing else.
 
-So a request draws the same answer alone, in a batch, after preemption, and on every rank. The generator is
-SplitMix64: a Weyl sequence through a 64-bit finaliser. One key per row is mixed on the host; the token id
-steps the sequence on the device.
+So a request draws the same answer alone, in a batch, after preemption, and on every rank. The
+generator is SplitMix64: a Weyl sequence through a 64-bit finaliser. One key per row is mixed on the
+host; the token id steps the sequence on the device.
 
 Source: "Fast Splittable Pseudorandom Number Generators", doi 10.1145/2714064.2660195.
 """

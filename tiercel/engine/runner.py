@@ -1,6 +1,7 @@
 """How a plan becomes device tensors and token ids.
 
-Only what is common to every model may enter this file: it knows rows, blocks and lengths, but no layer.
+Only what is common to every model may enter this file: it knows rows, blocks and lengths, but no
+layer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from tiercel.engine.sampler import Sampled, Sampler, top_logprobs
 from tiercel.engine.scheduler import ScheduledRow, SchedulerOutput
 from tiercel.models.decoder import Decoder
 
-# Rows of logits computed at once where prompt places are read: 50 MB each at 49,152 tokens of vocabulary.
+# Rows of logits computed at once where prompt places are read: 50 MB each at 49,152 tokens of
+# vocabulary.
 LOGITS_SLICE = 256
 
 
@@ -34,7 +36,9 @@ class Launch:
 class ModelRunner:
     """Runs plans on one device."""
 
-    def __init__(self, model: Decoder, pool: CachePool, sampler: Sampler, config: EngineConfig) -> None:
+    def __init__(
+        self, model: Decoder, pool: CachePool, sampler: Sampler, config: EngineConfig
+    ) -> None:
         self.model = model
         self.sampler = sampler
         self.config = config
@@ -109,7 +113,8 @@ class ModelRunner:
             first, stop = row.start // size, -(-(row.start + row.num_query) // size)
             if row.start and row.start % size and stop == first + 1:
                 continue  # the step stays in a block that is in the table already
-            # A request may have got a new row and new blocks since it was preempted: then start is 0.
+            # A request may have got a new row and new blocks since it was preempted: then start is
+            # 0.
             ids = self._upload(row.request.block_ids[first:stop])
             self._block_tables[0, row.request.row, first:stop] = ids
 
@@ -126,7 +131,10 @@ class ModelRunner:
         for start in range(row.start, last, LOGITS_SLICE):
             stop = min(start + LOGITS_SLICE, last)
             rows = torch.arange(
-                place + start - row.start, place + stop - row.start, device=hidden.device, dtype=torch.int32
+                place + start - row.start,
+                place + stop - row.start,
+                device=hidden.device,
+                dtype=torch.int32,
             )
             logits = self.model.logits(hidden, rows)
             if request.wants_logits:

@@ -1,13 +1,15 @@
 """Next tokens from logits, for mixed parameters in one batch.
 
-Order: bans (padding ids, `allowed_token_ids`, `bad_words`, stop tokens before `min_tokens`), penalties,
-`logit_bias`; then greedy rows take the lowest id of the largest logit, and the others divide by temperature,
-cut by top-k, top-p and min-p, and take the largest of logit + Gumbel noise, which draws exactly from
-the remaining distribution. A row's result depends on its own logits and key only.
+Order: bans (padding ids, `allowed_token_ids`, `bad_words`, stop tokens before `min_tokens`),
+penalties, `logit_bias`; then greedy rows take the lowest id of the largest logit, and the others
+divide by temperature, cut by top-k, top-p and min-p, and take the largest of logit + Gumbel noise,
+which draws exactly from the remaining distribution. A row's result depends on its own logits and
+key only.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -39,7 +41,10 @@ class Sampler:
     """Samples rows of logits."""
 
     def __init__(
-        self, banned_ids: Sequence[int], device: torch.device, encode: Callable[[str], list[list[int]]]
+        self,
+        banned_ids: Sequence[int],
+        device: torch.device,
+        encode: Callable[[str], list[list[int]]],
     ) -> None:
         """Set up.
 
@@ -54,7 +59,9 @@ class Sampler:
     def __call__(self, logits: Tensor, requests: Sequence[Request]) -> Sampled:
         """logits: (len(requests), vocab_size) float32, the raw ones; changed in place."""
         is_finite = logits.isfinite().all(dim=1)
-        raw = {i: logits[i].clone() for i, r in enumerate(requests) if r.params.logprobs is not None}
+        raw = {
+            i: logits[i].clone() for i, r in enumerate(requests) if r.params.logprobs is not None
+        }
         logits.index_fill_(1, self._banned, NEG_INF)
         for i, request in enumerate(requests):
             self._process(logits[i], request)
@@ -113,14 +120,15 @@ def apply_penalties(row: Tensor, request: Request) -> None:
     """
     params = request.params
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(request.prompt_token_ids + request.output_token_ids, device=row.device).unique()
-        values = row[seen]
-        penalty = params.repetition_penalty
+        ids = sorted({*request.prompt_token_ids, *request.output_token_ids})
+        seen = torch.tensor(ids, device=row.device)
+        values, penalty = row[seen], params.repetition_penalty
         row[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if request.output_token_ids and (params.frequency_penalty or params.presence_penalty):
-        output = torch.tensor(request.output_token_ids, device=row.device)
-        ids, counts = output.unique(return_counts=True)
-        row[ids] -= counts.to(row.dtype) * params.frequency_penalty + params.presence_penalty
+        counts = Counter(request.output_token_ids)
+        ids_in_output = torch.tensor(list(counts), device=row.device)
+        times = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
+        row[ids_in_output] -= times * params.frequency_penalty + params.presence_penalty
 
 
 def draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
@@ -155,8 +163,9 @@ def draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 def cut(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Set all but the kept tokens to -inf.
 
-    A token is kept if fewer than `top_k` tokens come before it, the probability before it (of the top-k set,
-    most likely first, ties by id) is below `top_p`, and it is at least `min_p` times as likely as the first.
+    A token is kept if fewer than `top_k` tokens come before it, the probability before it (of the
+    top-k set, most likely first, ties by id) is below `top_p`, and it is at least `min_p` times as
+    likely as the first.
 
     Args:
         logits: (rows, vocab_size).

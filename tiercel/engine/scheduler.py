@@ -1,9 +1,10 @@
 """Which requests run how many tokens in the next step, and in which cache blocks.
 
-First come, first served. Running rows go first, one new token each or the next chunk of their prompt; what is
-left of the token budget goes to waiting requests. A request enters only if its prompt and one token fit into
-free blocks. When blocks run out, the youngest running request gives its blocks back and waits again at the
-front; it is recomputed later from its token ids, so its answer does not change.
+First come, first served. Running rows go first, one new token each or the next chunk of their
+prompt; what is left of the token budget goes to waiting requests. A request enters only if its
+prompt and one token fit into free blocks. When blocks run out, the youngest running request gives
+its blocks back and waits again at the front; it is recomputed later from its token ids, so its
+answer does not change.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ class Scheduler:
     """Plans steps over `max_num_seqs` rows and the blocks of one cache group."""
 
     def __init__(
-        self, allocator: BlockAllocator, block_size: int, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        allocator: BlockAllocator,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
     ) -> None:
         self.allocator = allocator
         self.block_size = block_size
@@ -124,7 +129,7 @@ class Scheduler:
             request.block_ids += self.allocator.allocate(missing)
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
-        """Get blocks for `num_tokens`, from the youngest if need be; False if it had to give way itself."""
+        """Get blocks for `num_tokens`, of the youngest if need be; False if it gave way."""
         while self._blocks_for(num_tokens) - len(request.block_ids) > self.allocator.num_free:
             youngest = self.running[-1]
             self._preempt(youngest)
@@ -136,7 +141,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._release(request)
         request.status, request.num_computed = Status.WAITING, 0
-        # Its prompt places are read once: what was gathered before is gathered again from the start.
+        # Its prompt places are read once: what was gathered before is gathered again from the
+        # start.
         request.prompt_logprobs.clear()
         request.prompt_logits.clear()
         self.waiting.appendleft(request)

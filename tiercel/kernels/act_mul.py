@@ -26,7 +26,8 @@ def act_mul_kernel(
     gate = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + inner + cols, mask=mask, other=0.0).to(tl.float32)
     if IS_GELU:
-        # tanh(u) = 2 sigmoid(2u) - 1, so 0.5 y (1 + tanh(u)) = y sigmoid(2u); 1.5957691 = 2 sqrt(2 / pi)
+        # tanh(u) = 2 sigmoid(2u) - 1, so 0.5 y (1 + tanh(u)) = y sigmoid(2u); 1.5957691 = 2 sqrt(2
+        # / pi)
         act = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
         act = gate * tl.sigmoid(gate)

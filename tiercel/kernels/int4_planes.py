@@ -1,13 +1,14 @@
 """Weights as 4-bit planes for PyTorch's weight-only matmul on a CPU.
 
-That operator holds w = (q - 8) * scale + zero with q of 4 bits and one scale and zero per 32 inputs, the
-group of every type here: so 4-bit types are one plane, exactly. A 5- or 8-bit type is two planes along the
-input, q = 16 * high + low, multiplied by the activations twice side by side: x @ w = [x, x] @ [high, low].
-Only scale and zero are rounded (to bfloat16), so a weight keeps about 8 significant bits.
+That operator holds w = (q - 8) * scale + zero with q of 4 bits and one scale and zero per 32
+inputs, the group of every type here: so 4-bit types are one plane, exactly. A 5- or 8-bit type is
+two planes along the input, q = 16 * high + low, multiplied by the activations twice side by side: x
+@ w = [x, x] @ [high, low]. Only scale and zero are rounded (to bfloat16), so a weight keeps about 8
+significant bits.
 
-Measured on 2 cores with AVX512 (torch 2.13): one row through 1536 x 576 takes 0.028 ms in bfloat16 planes,
-0.12 ms dense bfloat16, 0.26 ms dense float32; with float32 or float16 scales the operator is 30 times
-slower (2.0 and 0.8 ms), so planes are used in bfloat16 only.
+Measured on 2 cores with AVX512 (torch 2.13): one row through 1536 x 576 takes 0.028 ms in bfloat16
+planes, 0.12 ms dense bfloat16, 0.26 ms dense float32; with float32 or float16 scales the operator
+is 30 times slower (2.0 and 0.8 ms), so planes are used in bfloat16 only.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Int4Planes:
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """w = scale * q + zero in groups of 32: q (out, in) uint8, scale and zero (out, in / 32) float32."""
+    """Weights scale * q + zero: q (out, in) uint8; scale, zero (out, in / 32) float32."""
 
     q: Tensor
     scale: Tensor
@@ -96,8 +97,8 @@ def _read_256(name: str, data: Tensor) -> _Codes:
     return _Codes(q.flatten(1), scale, zero, 4 if name == "Q4_K" else 5)
 
 
-READERS = {name: _read_32 for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")}
-READERS |= {name: _read_256 for name in ("Q4_K", "Q5_K")}
+READERS = dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"), _read_32)
+READERS |= dict.fromkeys(("Q4_K", "Q5_K"), _read_256)
 BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176}
 PLANES = {"Q4_0": 1, "Q4_1": 1, "Q4_K": 1, "Q5_0": 2, "Q5_1": 2, "Q5_K": 2, "Q8_0": 2}
 
@@ -126,7 +127,10 @@ def pack_planes(name: str, data: Tensor) -> Int4Planes:
 
 
 def int4_matmul(x: Tensor, planes: Int4Planes) -> Tensor:
-    """x (rows, in) bfloat16 contiguous -> (rows, out) bfloat16."""
+    """X (rows, in) bfloat16 contiguous -> (rows, out) bfloat16."""
     if planes.count == 2:
         x = torch.cat((x, x), dim=1)
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, planes.packed, GROUP, planes.scale_zero)
+    out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+        x, planes.packed, GROUP, planes.scale_zero
+    )
+    return out

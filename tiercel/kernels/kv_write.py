@@ -1,7 +1,7 @@
 """Write new keys and values into their cache slots: one program per token.
 
-Floor: each key and value is read once and written once. A slot of -1 is skipped on the device, so that
-padding and unused drafts need no host decision.
+Floor: each key and value is read once and written once. A slot of -1 is skipped on the device, so
+that padding and unused drafts need no host decision.
 """
 
 import torch
@@ -33,7 +33,11 @@ def kv_write_kernel(
 
 
 def launch_kv_write(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
 ) -> None:
     """Enqueue on the current stream; the op has checked."""
     tokens, heads, head_dim = k.shape

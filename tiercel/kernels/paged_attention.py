@@ -1,8 +1,8 @@
-"""Attention over the paged cache with PyTorch's fused operators (flash on a CPU; cuDNN or flash on a GPU).
+"""Attention over the paged cache with PyTorch's fused operators.
 
-Keys and values of a request are gathered from its blocks; where the blocks are one run, as a lone request's
-are on a CPU, the cache itself is read. All decode steps of a batch on a GPU share one call over keys padded
-to the longest, in which the query heads of a group lie along the query axis.
+Keys and values of a request are gathered from its blocks; where the blocks are one run, as a lone
+request's are on a CPU, the cache itself is read. All decode steps of a batch on a GPU share one
+call over keys padded to the longest, in which the query heads of a group lie along the query axis.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def gather_cache(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """The first `length` entries of a request, (length, heads, head_dim); a view where blocks are a run.
+    """The first `length` entries of a request, (length, heads, head_dim); a view of a run.
 
     cache: (num_blocks, block_size, heads, head_dim); table: (max_blocks,) int32.
     """
@@ -33,12 +33,14 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Te
     Returns (queries, heads, head_dim).
     """
     queries, keys = q.shape[0], k.shape[0]
-    first = max(0, keys - queries - window + 1) if window else 0  # earlier keys are seen by no query
+    first = (
+        max(0, keys - queries - window + 1) if window else 0
+    )  # earlier keys are seen by no query
     k, v = k[first:], v[first:]
     keys -= first
     if queries == 1:
-        # The heads of a group as queries of one head: keys are read once per group, 45 us instead of 249
-        # for 9 heads on 3 and 512 keys (2 cores, torch 2.13).
+        # The heads of a group as queries of one head: keys are read once per group, 45 us instead
+        # of 249 for 9 heads on 3 and 512 keys (2 cores, torch 2.13).
         grouped = q.view(1, k.shape[1], -1, q.shape[2])
         k, v = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
         return scaled_dot_product_attention(grouped, k, v, scale=scale).view(q.shape)
@@ -67,7 +69,13 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Te
 
 
 def attend_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, seq_lens: Tensor, scale: float, window: int
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int,
 ) -> Tensor:
     """One query per request, all requests at once.
 

@@ -1,7 +1,7 @@
 """RMSNorm on the device: one program per row, one pass over the row.
 
-Floor: each element of x is read once and each of out written once. A row of up to 16384 elements stays in
-registers, so there is no second read.
+Floor: each element of x is read once and each of out written once. A row of up to 16384 elements
+stays in registers, so there is no second read.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Attention of a dense decoder: where keys and values are written and read.
 
-Order matters: q and k are normed per head (if the model does), then rotated, then k and v go to their cache
-slots, then every new token attends over the cache. So a chunk's own keys are read back from the cache, and
-prefill, chunked prefill and decode are the same code.
+Order matters: q and k are normed per head (if the model does), then rotated, then k and v go to
+their cache slots, then every new token attends over the cache. So a chunk's own keys are read back
+from the cache, and prefill, chunked prefill and decode are the same code.
 """
 
 from __future__ import annotations
@@ -63,15 +63,19 @@ class Attention:
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x: (T, hidden). Returns (T, hidden)."""
         shape = self.shape
-        heads = self.qkv(x).unflatten(1, (-1, shape.head_dim))
+        heads = self.qkv(x).view(x.shape[0], -1, shape.head_dim)
         rotating = shape.num_heads + shape.num_kv_heads
         v = heads[:, rotating:]
         if self.q_norm is not None and self.k_norm is not None:
             q = rotary_(self.q_norm(heads[:, : shape.num_heads]), batch.positions, self.rope_table)
-            k = rotary_(self.k_norm(heads[:, shape.num_heads : rotating]), batch.positions, self.rope_table)
+            k = rotary_(
+                self.k_norm(heads[:, shape.num_heads : rotating]), batch.positions, self.rope_table
+            )
         else:
             rotated = rotary_(heads[:, :rotating], batch.positions, self.rope_table)
             q, k = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
         kv_write(k, v, self.k_cache, self.v_cache, batch.slot_mapping[0])
-        out = paged_attention(q, self.k_cache, self.v_cache, batch, shape.scale, window=shape.window)
+        out = paged_attention(
+            q, self.k_cache, self.v_cache, batch, shape.scale, window=shape.window
+        )
         return self.output(out)

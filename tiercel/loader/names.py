@@ -1,8 +1,8 @@
 """Tensor names of model files to ours.
 
 Ours: `embed.weight`, `norm.weight`, `head.weight`, `rope_factors`, and per layer `layers.I.` with
-`q k v o gate up down` (`.weight`, `.bias`) and the norms `attn_norm q_norm k_norm post_attn_norm mlp_norm
-post_mlp_norm` (`.weight`).
+`q k v o gate up down` (`.weight`, `.bias`) and the norms `attn_norm q_norm k_norm post_attn_norm
+mlp_norm post_mlp_norm` (`.weight`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ def _layer_name(name: str, prefix: str, table: Mapping[str, str]) -> str | None:
         return None
     index, _, rest = name[len(prefix) :].partition(".")
     part, _, kind = rest.rpartition(".")
-    if not (index.isascii() and index.isdigit()) or part not in table or kind not in ("weight", "bias"):
+    if (
+        not (index.isascii() and index.isdigit())
+        or part not in table
+        or kind not in ("weight", "bias")
+    ):
         return None
     return f"layers.{int(index)}.{table[part]}.{kind}"
 
@@ -66,5 +70,5 @@ def from_gguf(name: str) -> str | None:
 
 
 def from_hf(name: str, override: Mapping[str, str]) -> str | None:
-    """Our name of a Hugging Face tensor; `override` replaces suffixes that mean something else here."""
+    """Our name of a Hugging Face tensor; `override` holds suffixes that mean another thing."""
     return _HF_TOP.get(name) or _layer_name(name, "model.layers.", {**_HF_LAYER, **override})

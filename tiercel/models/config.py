@@ -1,8 +1,8 @@
-"""A model's shape as data, read from GGUF metadata or a Hugging Face `config.json`, each field checked.
+"""A model's shape as data, read from GGUF metadata or a Hugging Face `config.json`.
 
-Free of PyTorch: a file can be judged before anything heavy is imported. What differs between families is
-an `Architecture` record (`models/llama.py`, `qwen3.py`, `gemma3.py`); what differs between two models of a
-family is a `ModelConfig`.
+Free of PyTorch: a file can be judged before anything heavy is imported. What differs between
+families is an `Architecture` record (`models/llama.py`, `qwen3.py`, `gemma3.py`); what differs
+between two models of a family is a `ModelConfig`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Architecture:
 
 
 class Fields:
-    """Typed, bounded access to a mapping read from a file; every refusal names file, key, value, rule."""
+    """Typed, bounded access to a mapping from a file; a refusal names file, key, value and rule."""
 
     def __init__(self, values: Mapping[str, Any], file: str, prefix: str = "") -> None:
         self.values = values
@@ -126,7 +126,9 @@ class Fields:
         """The error for a value that breaks `rule`."""
         shown = repr(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return ModelFormatError(f"{self.file}: {self.prefix}{key} is {shown}.", hint=f"It must be {rule}.")
+        return ModelFormatError(
+            f"{self.file}: {self.prefix}{key} is {shown}.", hint=f"It must be {rule}."
+        )
 
     def get(self, key: str) -> Any:
         """The raw value, or None."""
@@ -190,19 +192,23 @@ def _finish(config: ModelConfig, fields: Fields) -> ModelConfig:
     """Check what more than one field decides."""
     if config.num_heads % config.num_kv_heads:
         raise ModelFormatError(
-            f"{fields.file}: {config.num_heads} heads cannot share {config.num_kv_heads} key/value heads.",
+            f"{fields.file}: {config.num_heads} heads cannot share "
+            f"{config.num_kv_heads} key/value heads.",
             hint="The number of key/value heads must divide the number of heads.",
         )
     for rope in (config.rope, config.rope_sliding):
         if rope is not None and (rope.rotary_dim % 2 or rope.rotary_dim > config.head_dim):
             raise ModelFormatError(
-                f"{fields.file}: {rope.rotary_dim} rotary dimensions in a head of {config.head_dim}.",
+                f"{fields.file}: {rope.rotary_dim} rotary dimensions in a head of "
+                f"{config.head_dim}.",
                 hint="The number must be even and at most the head size.",
             )
     return config
 
 
-def from_gguf(architecture: Architecture, metadata: Mapping[str, Any], file: str, vocab_size: int) -> ModelConfig:
+def from_gguf(
+    architecture: Architecture, metadata: Mapping[str, Any], file: str, vocab_size: int
+) -> ModelConfig:
     """Read a config from GGUF metadata.
 
     Args:
@@ -220,7 +226,9 @@ def from_gguf(architecture: Architecture, metadata: Mapping[str, Any], file: str
     fields = Fields(metadata, file, f"{architecture.name}.")
     hidden_size = fields.integer("embedding_length", 1, MAX_WIDTH)
     num_heads = fields.integer("attention.head_count", 1, MAX_HEADS)
-    head_dim = fields.integer("attention.key_length", 1, MAX_WIDTH, max(1, hidden_size // num_heads))
+    head_dim = fields.integer(
+        "attention.key_length", 1, MAX_WIDTH, max(1, hidden_size // num_heads)
+    )
     value_dim = fields.integer("attention.value_length", 1, MAX_WIDTH, head_dim)
     if value_dim != head_dim:
         raise UnsupportedModelError(
@@ -272,7 +280,7 @@ def _rope_from_gguf(fields: Fields, head_dim: int) -> RopeConfig:
 
 
 def from_hf(architecture: Architecture, values: Mapping[str, Any], file: str) -> ModelConfig:
-    """Read a config from a Hugging Face `config.json`, of either generation (rope_theta, rope_parameters).
+    """Read a config from a Hugging Face `config.json`, older or newer.
 
     Raises:
         ModelFormatError: a field is missing, of the wrong type or out of range.
@@ -314,8 +322,8 @@ def from_hf(architecture: Architecture, values: Mapping[str, Any], file: str) ->
 def read_hf_rope(fields: Fields, head_dim: int, kind: str = "full_attention") -> RopeConfig:
     """The rotary embedding of layers of `kind`.
 
-    The older form is `rope_theta` with `rope_scaling`; the newer one `rope_parameters`, either flat or
-    one object per layer type.
+    The older form is `rope_theta` with `rope_scaling`; the newer one `rope_parameters`, either flat
+    or one object per layer type.
     """
     parameters = fields.mapping("rope_parameters")
     if isinstance(parameters.get(kind), Mapping):
@@ -347,5 +355,7 @@ def read_hf_rope(fields: Fields, head_dim: int, kind: str = "full_attention") ->
         original,
         low_freq_factor=parameters.number("low_freq_factor", 1.0),
         high_freq_factor=parameters.number("high_freq_factor", 4.0),
-        attention_factor=None if attention_factor is None else parameters.number("attention_factor"),
+        attention_factor=None
+        if attention_factor is None
+        else parameters.number("attention_factor"),
     )

@@ -4,9 +4,10 @@
     for each layer:  x = x + attention(norm(x));  x = x + mlp(norm(x))
     logits = head(norm(x))
 
-What families do differently (`models/llama.py`, `qwen3.py`, `gemma3.py`) is data in `ModelConfig`: norms of
-q and k heads, biases, sandwich norms, windows and rotary bases per layer. The residual x is float32
-throughout, because sums of Gemma's activations pass the range of float16; products take `dtype`.
+What families do differently (`models/llama.py`, `qwen3.py`, `gemma3.py`) is data in `ModelConfig`:
+norms of q and k heads, biases, sandwich norms, windows and rotary bases per layer. The residual x
+is float32 throughout, because sums of Gemma's activations pass the range of float16; products take
+`dtype`.
 """
 
 from __future__ import annotations
@@ -136,7 +137,9 @@ class _LayerBuilder:
         names = [f"{prefix}.{part}.bias" for part in parts]
         if not self.weights.has(names[0]):
             return Linear(weight)
-        return Linear(weight, torch.cat([self.weights.vector(name) for name in names]).to(self.dtype))
+        return Linear(
+            weight, torch.cat([self.weights.vector(name) for name in names]).to(self.dtype)
+        )
 
     def layer(self, index: int) -> DecoderLayer:
         config, prefix = self.config, f"layers.{index}"

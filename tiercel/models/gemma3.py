@@ -1,10 +1,10 @@
-"""Gemma 3 (text): sandwich norms, q/k norm, GELU gate, scaled embeddings, five sliding layers to a full one.
+"""Gemma 3 (text): sandwich norms, q/k norm, GELU gate, five sliding layers to a full one.
 
     x0 = embedding * sqrt(hidden_size)
     x = x + norm(Wo attention(...));  x = x + norm(Wdown(gelu(Wgate h) * Wup h))
 
-Sliding layers have a rotary base of their own and no rotary scaling. RMSNorm weights are stored as w - 1 in
-Hugging Face files and as w in GGUF files.
+Sliding layers have a rotary base of their own and no rotary scaling. RMSNorm weights are stored as
+w - 1 in Hugging Face files and as w in GGUF files.
 
 Source: "Gemma 3 Technical Report", arXiv 2503.19786.
 """
@@ -12,9 +12,18 @@ Source: "Gemma 3 Technical Report", arXiv 2503.19786.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tiercel.models.config import MAX_CONTEXT, Architecture, Fields, ModelConfig, RopeConfig, read_hf_rope
+from tiercel.models.config import (
+    MAX_CONTEXT,
+    Architecture,
+    Fields,
+    ModelConfig,
+    RopeConfig,
+    read_hf_rope,
+)
 
-LAYERS_OF_27B = 62  # this size alone scales attention by hidden_size / num_heads instead of head_dim
+LAYERS_OF_27B = (
+    62  # this size alone scales attention by hidden_size / num_heads instead of head_dim
+)
 DEFAULT_PATTERN = 6
 
 
@@ -48,7 +57,9 @@ def _refine_gguf(config: ModelConfig, fields: Fields) -> ModelConfig:
         rope_sliding=RopeConfig(base, config.rope.rotary_dim),
         attention_scale=scale,
         embedding_scale=config.hidden_size**0.5,
-        logit_softcap=fields.number("final_logit_softcapping", low=-1.0) if softcap is not None else 0.0,
+        logit_softcap=fields.number("final_logit_softcapping", low=-1.0)
+        if softcap is not None
+        else 0.0,
     )
 
 
@@ -66,7 +77,9 @@ def _refine_hf(config: ModelConfig, fields: Fields) -> ModelConfig:
     if isinstance(fields.mapping("rope_parameters").get("sliding_attention"), dict):
         rope_sliding = read_hf_rope(fields, config.head_dim, "sliding_attention")
     else:
-        rope_sliding = RopeConfig(fields.number("rope_local_base_freq", 10000.0), config.rope.rotary_dim)
+        rope_sliding = RopeConfig(
+            fields.number("rope_local_base_freq", 10000.0), config.rope.rotary_dim
+        )
     softcap = fields.get("final_logit_softcapping")
     return replace(
         config,
@@ -75,13 +88,14 @@ def _refine_hf(config: ModelConfig, fields: Fields) -> ModelConfig:
         rope_sliding=rope_sliding,
         attention_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
         embedding_scale=config.hidden_size**0.5,
-        logit_softcap=fields.number("final_logit_softcapping", low=-1.0) if softcap is not None else 0.0,
+        logit_softcap=fields.number("final_logit_softcapping", low=-1.0)
+        if softcap is not None
+        else 0.0,
     )
 
 
 ARCHITECTURE = Architecture(
     name="gemma3",
-   
     activation="gelu_tanh",
     qk_norm=True,
     sandwich_norms=True,

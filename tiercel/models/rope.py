@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tiercel.models.config import RopeConfig
 
-# YaRN keeps dimensions that turn more than 32 times over the original context, and scales fully those that
-# turn less than once.
+# YaRN keeps dimensions that turn more than 32 times over the original context, and scales fully
+# those that turn less than once.
 YARN_FAST, YARN_SLOW = 32.0, 1.0
 
 
@@ -19,7 +19,8 @@ def inverse_frequencies(rope: RopeConfig, factors: Tensor | None = None) -> Tens
 
     Args:
         rope: base and scaling.
-        factors: (rotary_dim / 2,), divides the frequencies (`rope_freqs` of a GGUF file); None for none.
+        factors: (rotary_dim / 2,), divides the frequencies (`rope_freqs` of a GGUF file); None for
+            none.
 
     Source: "YaRN", arXiv 2309.00071; Llama 3's scaling as in transformers' modeling_rope_utils.
     """
@@ -56,7 +57,7 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def rope_table(rope: RopeConfig, num_positions: int, factors: Tensor | None = None) -> Tensor:
-    """cos and sin of every position.
+    """Cos and sin of every position.
 
     Returns:
         (num_positions, 2, rotary_dim / 2) float32.

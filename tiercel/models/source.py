@@ -1,7 +1,8 @@
 """A model file that was checked as a whole before anything heavy is imported.
 
-`open_source` reads headers only: the container, every hyperparameter, the tokenizer's fields, the name and
-shape of each tensor. What it accepts, `LLM` loads; what it refuses, nothing loads. Free of PyTorch.
+`open_source` reads headers only: the container, every hyperparameter, the tokenizer's fields, the
+name and shape of each tensor. What it accepts, `LLM` loads; what it refuses, nothing loads. Free of
+PyTorch.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class ModelSource:
     def tokenizer(self, cache_dir: Path | None = None) -> Tokenizer:
         """Build the tokenizer; `cache_dir` keeps one that is slow to build."""
         if isinstance(self.tokenizer_data, TokenizerData):
-            return Tokenizer.from_gguf(self.tokenizer_data, cache_dir=cache_dir, cache_key=self._file_key())
+            return Tokenizer.from_gguf(
+                self.tokenizer_data, cache_dir=cache_dir, cache_key=self._file_key()
+            )
         return Tokenizer.from_file(
             self.path / "tokenizer.json",
             self.tokenizer_data["tokenizer_config"],
@@ -81,7 +84,7 @@ class ModelSource:
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Iterator[str]:
         """Scan all weights; yields one line per tensor that holds NaN or infinity."""
-        return find_nonfinite(self.files, progress)
+        return (str(found) for found in find_nonfinite(self.files, progress))
 
     def _file_key(self) -> str:
         status = self.path.stat()
@@ -110,12 +113,14 @@ def _open_gguf(path: Path) -> ModelSource:
     arch = files.metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ModelFormatError(
-            f"{name}: general.architecture is {arch!r:.60}.", hint="It must be text naming the architecture."
+            f"{name}: general.architecture is {arch!r:.60}.",
+            hint="It must be text naming the architecture.",
         )
     family = registry.architecture(arch, name)
     if EMBEDDING not in files.tensors:
         raise ModelFormatError(
-            f"{name}: the tensor {EMBEDDING!r} is missing.", hint="The file is incomplete: fetch it again."
+            f"{name}: the tensor {EMBEDDING!r} is missing.",
+            hint="The file is incomplete: fetch it again.",
         )
     vocab_size = files.tensors[EMBEDDING].shape[0]
     config = from_gguf(family, files.metadata, name, vocab_size)
@@ -148,16 +153,21 @@ def _open_folder(folder: Path) -> ModelSource:
     name = f"{folder.name}/config.json"
     names = values.get("architectures")
     if not isinstance(names, list) or not all(isinstance(entry, str) for entry in names):
-        raise ModelFormatError(f"{name}: architectures is {names!r:.60}.", hint="It must be a list of names.")
+        raise ModelFormatError(
+            f"{name}: architectures is {names!r:.60}.", hint="It must be a list of names."
+        )
     family = registry.hf_architecture(names, name)
     if values.get("quantization_config"):
         raise UnsupportedModelError(
-            f"{name}: the folder holds quantised weights.", hint="Use float weights, or a GGUF file."
+            f"{name}: the folder holds quantised weights.",
+            hint="Use float weights, or a GGUF file.",
         )
     config = from_hf(family, values, name)
     files = read_safetensors(folder)
     mapped = _map_names(
-        files.tensors, lambda tensor: tensor_names.from_hf(tensor, family.hf_names_override), folder.name
+        files.tensors,
+        lambda tensor: tensor_names.from_hf(tensor, family.hf_names_override),
+        folder.name,
     )
     if config.tie_embeddings or values.get("tie_word_embeddings") is True:
         mapped.pop("head.weight", None)  # a copy of the embedding
@@ -230,6 +240,8 @@ def _map_names(
     return mapped
 
 
-def _check(config: ModelConfig, mapped: Mapping[str, str], tensors: Mapping[str, TensorInfo], file: str) -> None:
+def _check(
+    config: ModelConfig, mapped: Mapping[str, str], tensors: Mapping[str, TensorInfo], file: str
+) -> None:
     found = {ours: (name, tensors[name].shape) for ours, name in mapped.items()}
     check_tensors(config, found, file)

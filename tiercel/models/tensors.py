@@ -1,4 +1,4 @@
-"""Which tensors a config needs, with their shapes: the check that a file is whole before it is loaded."""
+"""Which tensors a config needs, with their shapes: the check that a file is whole."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int]]
                 yield f"layers.{i}.{part}.bias", (1, matrices[part][0])
 
 
-def check_tensors(config: ModelConfig, found: Mapping[str, tuple[str, tuple[int, int]]], file: str) -> None:
+def check_tensors(
+    config: ModelConfig, found: Mapping[str, tuple[str, tuple[int, int]]], file: str
+) -> None:
     """Compare a file's tensors with what the config needs.
 
     Args:
@@ -70,7 +72,8 @@ def check_tensors(config: ModelConfig, found: Mapping[str, tuple[str, tuple[int,
             )
     for name in found.keys() - needed.keys():
         raise ModelFormatError(
-            f"{file}: tensor {found[name][0]!r} does not belong to a {config.arch} model of this shape.",
+            f"{file}: tensor {found[name][0]!r} does not belong to a {config.arch} model "
+            "of this shape.",
             hint=f"The model has {config.num_layers} layers of the usual parts.",
         )
 

@@ -27,10 +27,13 @@ def unpermute_rows(heads: int, head_dim: int, rotary_dim: int) -> Tensor:
 
 
 class WeightReader:
-    """Reads tensors of a `ModelSource`; matrices stay on the CPU as views of the file until prepared."""
+    """Reads tensors of a `ModelSource`; matrices are views of the file until prepared."""
 
     def __init__(
-        self, source: ModelSource, device: torch.device, progress: Callable[[int, int], None] | None = None
+        self,
+        source: ModelSource,
+        device: torch.device,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Start reading.
 
@@ -50,7 +53,7 @@ class WeightReader:
         return name in self.source.names
 
     def file_tensor(self, name: str) -> QuantTensor:
-        """A matrix as the file stores it, on the CPU; rows of q and k in rotation order (i, i + D/2)."""
+        """A matrix as the file stores it, on the CPU; rows of q and k ordered for (i, i + D/2)."""
         info = self.source.tensors[self.source.names[name]]
         with warnings.catch_warnings():
             # The map is read-only and stays so: these views are only ever read.

@@ -18,7 +18,8 @@ def act_mul(x: Tensor, activation: str) -> Tensor:
         activation: ``silu``, or ``gelu_tanh``: 0.5 y (1 + tanh(sqrt(2 / pi) (y + 0.044715 y^3))).
 
     Returns:
-        (rows, inner), contiguous, dtype of x; float32 inside, rounded once on a GPU, twice on a CPU.
+        (rows, inner), contiguous, dtype of x; float32 inside, rounded once on a GPU, twice on a
+        CPU.
 
     Raises:
         ArgumentError: an odd number of columns or an unknown activation.

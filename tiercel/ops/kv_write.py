@@ -32,7 +32,9 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
             hint="Pass a contiguous cache of the same dtype.",
         )
     if k.stride(1) != k.shape[2] or v.stride(1) != v.shape[2]:
-        raise ArgumentError("kv_write: heads are not adjacent.", hint="Pass (tokens, heads, head_dim).")
+        raise ArgumentError(
+            "kv_write: heads are not adjacent.", hint="Pass (tokens, heads, head_dim)."
+        )
     if k.is_cuda:
         from tiercel.kernels.kv_write import launch_kv_write
 

@@ -1,8 +1,8 @@
-"""x @ W^T with W prepared once for its device: which form the weights rest in, and which kernel reads them.
+"""x @ W^T with W prepared once for its device: which form it rests in, which kernel reads it.
 
-On a CPU in bfloat16 a quantised matrix stays packed (`kernels/int4_planes.py`); everything else rests
-dense in the dtype of the activations. Matrices that share an input are prepared together and multiplied in
-one call where their forms agree.
+On a CPU in bfloat16 a quantised matrix stays packed (`kernels/int4_planes.py`); everything else
+rests dense in the dtype of the activations. Matrices that share an input are prepared together and
+multiplied in one call where their forms agree.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class LinearWeight:
 def select_form(qtype_name: str, out_features: int, dtype: torch.dtype, device_type: str) -> str:
     """How a matrix rests: ``dense``, or ``planes1`` / ``planes2`` (4-bit planes of a CPU).
 
-    Measured by benchmarks/linear.py: planes win at every number of rows up to 32 and cost a quarter to
-    half of the memory; with other activations than bfloat16 the operator has no fast form.
+    Measured by benchmarks/linear.py: planes win at every number of rows up to 32 and cost a quarter
+    to half of the memory; with other activations than bfloat16 the operator has no fast form.
     """
     packs = device_type == "cpu" and dtype == torch.bfloat16 and qtype_name in int4_planes.PLANES
     if not packs or out_features % int4_planes.ROW_MULTIPLE:
@@ -60,8 +60,8 @@ def prepare_linear(
         parts: at least one, equal in_features; their output rows lie end to end in the result.
         dtype: of the activations.
         device: where the weights rest.
-        wide: for float32 results (`linear(..., out_dtype=torch.float32)`): the weights stay dense, in
-            float16 where the activations are 16 bits wide.
+        wide: for float32 results (`linear(..., out_dtype=torch.float32)`): the weights stay dense,
+            in float16 where the activations are 16 bits wide.
 
     Raises:
         ArgumentError: in_features differ.
@@ -69,7 +69,8 @@ def prepare_linear(
     in_features = parts[0].shape[1]
     if any(part.shape[1] != in_features for part in parts):
         raise ArgumentError(
-            f"linear: parts have {[part.shape[1] for part in parts]} columns.", hint="Pass equal ones."
+            f"linear: parts have {[part.shape[1] for part in parts]} columns.",
+            hint="Pass equal ones.",
         )
     if wide and device.type == "cpu" and dtype != torch.float32:
         dtype = torch.float16  # 11 significant bits; bfloat16's 8 would tie logits
@@ -100,15 +101,19 @@ def _pack(parts: list[QuantTensor]) -> Int4Planes:
 
 
 def linear(
-    x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x @ W^T + bias.
+    """X @ W^T + bias.
 
     Args:
         x: (rows, in_features) contiguous, the dtype the weight was prepared for.
         weight: from `prepare_linear`.
         bias: (out_features,), dtype of the result; None for none.
-        out_dtype: float32 for an unrounded result of a weight prepared `wide`; None for the dtype of x.
+        out_dtype: float32 for an unrounded result of a weight prepared `wide`; None for the dtype
+            of x.
 
     Returns:
         (rows, out_features). Sums are float32; the result is rounded once.

@@ -1,4 +1,4 @@
-"""Causal attention of new tokens over the paged cache, for prefill chunks and decode steps alike."""
+"""Causal attention of new tokens over the paged cache: prefill chunks and decode steps alike."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from tiercel.kernels.paged_attention import attend_decode, attend_one, gather_ca
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, *, group: int = 0, window: int = 0
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    scale: float,
+    *,
+    group: int = 0,
+    window: int = 0,
 ) -> Tensor:
     """softmax(scale * q k^T + mask) v for every new token; their keys are in the cache already.
 
     Args:
-        q: (num_tokens, num_heads, head_dim); head i reads key/value head i // (num_heads / num_kv_heads).
+        q: (num_tokens, num_heads, head_dim); head i reads key/value head i // (num_heads /
+            num_kv_heads).
         k_cache: (num_blocks, block_size, num_kv_heads, head_dim), dtype of q.
         v_cache: like k_cache.
         batch: lengths and block tables; the token at index p of its sequence sees keys 0 .. p.
@@ -33,10 +41,14 @@ def paged_attention(
     Source: "Efficient Memory Management for Large Language Model Serving with PagedAttention",
     arXiv 2309.06180.
     """
-    if q.shape[0] != batch.num_tokens or q.shape[1] % k_cache.shape[2] or q.shape[2] != k_cache.shape[3]:
+    if (
+        q.shape[0] != batch.num_tokens
+        or q.shape[1] % k_cache.shape[2]
+        or q.shape[2] != k_cache.shape[3]
+    ):
         raise ArgumentError(
-            f"paged_attention: q {tuple(q.shape)} does not fit {batch.num_tokens} tokens and a cache "
-            f"of {tuple(k_cache.shape)}.",
+            f"paged_attention: q {tuple(q.shape)} does not fit {batch.num_tokens} tokens and "
+            f"a cache of {tuple(k_cache.shape)}.",
             hint="Heads must be a multiple of the cache's, with equal head sizes.",
         )
     tables = batch.block_tables[group].index_select(0, batch.rows)

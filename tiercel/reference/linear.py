@@ -4,6 +4,6 @@ from torch import Tensor
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias, float64."""
+    """X @ weight^T + bias, float64."""
     out = x.double() @ weight.double().t()
     return out if bias is None else out + bias.double()

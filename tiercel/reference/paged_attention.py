@@ -5,7 +5,12 @@ from torch import Tensor
 
 
 def paged_attention(
-    q: Tensor, k: list[Tensor], v: list[Tensor], query_lens: list[int], scale: float, window: int = 0
+    q: Tensor,
+    k: list[Tensor],
+    v: list[Tensor],
+    query_lens: list[int],
+    scale: float,
+    window: int = 0,
 ) -> Tensor:
     """Causal attention on unpaged keys.
 
@@ -28,7 +33,9 @@ def paged_attention(
             low = max(0, position - window + 1) if window else 0
             for head in range(q.shape[1]):
                 kv_head = head // (q.shape[1] // keys.shape[1])
-                scores = scale * (keys[low : position + 1, kv_head].double() @ q[token, head].double())
+                scores = scale * (
+                    keys[low : position + 1, kv_head].double() @ q[token, head].double()
+                )
                 weights = torch.softmax(scores, dim=0)
                 out[token, head] = weights @ values[low : position + 1, kv_head].double()
             token += 1

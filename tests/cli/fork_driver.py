@@ -1,0 +1,63 @@
+"""Runs one command line per file in a fork of a process that has imported the command already.
+
+    python -m tests.cli.fork_driver FOLDER ARGUMENT...     (each FILE in FOLDER replaces "{}")
+
+So a hundred files cost seconds, each still has a fresh process with its own peak of memory, and that
+peak is over the import cost. Prints one JSON object per file.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tiercel.cli.main import run
+
+LIMIT_S = 60
+
+
+def run_forked(arguments):
+    """Run one command line in a child; returns what it did."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        start = time.perf_counter()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(LIMIT_S)
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            status = run(arguments)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(100 if "torch" in sys.modules else status)
+        _, status, usage = os.wait4(child, 0)
+        texts = []
+        for stream in (out, err):
+            stream.seek(0)
+            texts.append(stream.read().decode(errors="replace"))
+        return {
+            "status": os.waitstatus_to_exitcode(status),
+            "stdout": texts[0],
+            "stderr": texts[1],
+            "seconds": time.perf_counter() - start,
+            "peak_bytes": usage.ru_maxrss * 1024,
+        }
+
+
+def main():
+    folder, *arguments = sys.argv[1:]
+    run(["inspect", "missing-file"])  # imports what the command imports
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    base = run_forked(["--help"])["peak_bytes"]
+    for path in sorted(Path(folder).iterdir()):
+        result = run_forked([str(path) if word == "{}" else word for word in arguments])
+        result["name"] = path.name
+        result["above_import_bytes"] = result["peak_bytes"] - base
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

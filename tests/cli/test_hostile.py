@@ -1,0 +1,95 @@
+"""Hostile model files end in one line, quickly, in little memory, before PyTorch is imported."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.harness import ROOT, environment, error_line, tiercel
+from tests.gguf_files import tiny_model
+from tests.hostile_files import hostile_files
+
+pytestmark = [pytest.mark.reliability, pytest.mark.timeout(300)]
+
+MAX_BYTES = 300 << 20  # above the import cost
+MAX_S = 20  # the promise is 2 s; a busy machine gets more
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Every hostile file, under a name that says what is wrong with it."""
+    folder = tmp_path_factory.mktemp("hostile")
+    for index, (name, write) in enumerate(hostile_files()):
+        safe = "".join(c if c.isalnum() else "-" for c in name)[:80]
+        write(folder / f"{index:03}-{safe}.gguf")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("inspect", "{}", "--verify"), ("generate", "x", "--model", "{}"), ("chat", "{}")],
+    ids=lambda arguments: arguments[0],
+)
+def test_every_hostile_file_is_refused(folder, arguments):
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.cli.fork_driver", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
+        timeout=280,
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
+    results = [json.loads(line) for line in process.stdout.splitlines()]
+    assert len(results) == len(list(folder.iterdir())) > 50
+    for result in results:
+        assert result["status"] == 1, result
+        assert result["stdout"] == "", result
+        assert result["stderr"].startswith(f"error: {result['name']}: "), result
+        assert result["stderr"].count("\n") == 1, result
+        assert "internal error" not in result["stderr"], result
+        assert result["seconds"] < MAX_S, result
+        assert result["above_import_bytes"] < MAX_BYTES, result
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate"])
+def test_a_process_of_its_own_refuses_too(folder, command):
+    path = sorted(folder.iterdir())[-1]
+    model = ("--model", path)
+    assert path.name in error_line(tiercel(command, *model))
+
+
+def test_weights_that_are_not_finite(tmp_path):
+    path = tmp_path / "nan.gguf"
+    tiny_model(path)
+    clean = tiercel("inspect", path, "--verify")
+    assert clean.returncode == 0, clean.stderr
+    assert "no NaN" in clean.stdout
+    facts = json.loads(tiercel("inspect", path, "--tensors", "--json").stdout)
+    tensor = next(t for t in facts["tensors"] if t["type"] == "F32")
+    with path.open("r+b") as stream:
+        stream.seek(tensor["offset"])
+        stream.write(b"\x00\x00\xc0\x7f")
+    process = tiercel("inspect", path, "--verify", "--json")
+    assert process.returncode == 1
+    assert json.loads(process.stdout)["verified"] is False
+    assert process.stderr.startswith("error: nan.gguf: tensor")
+    assert process.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "link"])
+def test_what_is_no_file(tmp_path, kind):
+    path = tmp_path / "model.gguf"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        import os
+
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.symlink_to(tmp_path / "missing")
+    assert "model.gguf" in error_line(tiercel("inspect", path))

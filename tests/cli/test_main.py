@@ -1,0 +1,363 @@
+"""The command line itself: help, version, wrong use, statuses, streams, where options come from."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import tiercel as package
+from tests.cli.harness import COMMAND, environment, error_line, tiercel
+from tests.gguf_files import tiny_model
+from tiercel.cli.main import run
+
+COMMANDS = ["generate", "chat", "inspect", "doctor"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_a_screen_and_has_two_examples(command):
+    process = tiercel(*command.split(), "--help")
+    assert process.returncode == 0
+    assert process.stderr == ""
+    lines = process.stdout.splitlines()
+    assert len(lines) <= 42
+    assert max(map(len, lines)) <= 100
+    examples = lines[lines.index("Examples:") + 1 :]
+    assert len([line for line in examples if line.startswith("  tiercel ")]) == 2
+    assert "\x1b" not in process.stdout
+    assert " object at 0x" not in process.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["generate", "--help"], ["nonsense"]]
+)
+def test_help_and_wrong_use_import_nothing_heavy(arguments):
+    code = (
+        "import sys\n"
+        "from tiercel.cli.main import run\n"
+        f"run({arguments!r})\n"
+        "print(sorted({'torch', 'numpy', 'tokenizers', 'triton', 'jinja2'} & set(sys.modules)))"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
+    )
+    assert process.stdout.splitlines()[-1] == "[]"
+
+
+def test_version():
+    lines = tiercel("--version").stdout.splitlines()
+    assert lines[0] == f"tiercel {package.__version__}"
+    assert lines[1].startswith("torch 2.")
+    assert lines[2].startswith("CUDA ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generat"], 'unknown command "generat". Did you mean "generate"?'),
+        (["generate", "x", "--temprature", "1"], "--temprature. Did you mean --temperature?"),
+        (["generate", "x", "--max-tokens", "many"], "unable to convert"),
+        (["generate", "x", "--max-tokens"], "--max-tokens"),
+        (["generate", "x", "--device", "gpu"], "use auto, cpu, cuda or cuda:N"),
+        (["generate", "x", "--dtype", "int8"], "float32"),
+        (["generate", "x", "y"], "y"),
+        (["inspect", "a.gguf", "b.gguf"], "b.gguf"),
+        (["inspect", "--temperature", "1"], "--temperature"),
+        (["generate", "x", "--file", "y"], "given twice"),
+        (["generate", "x", "--config", "missing.toml"], "missing.toml: the configuration file"),
+        (["generate", "\udcff"], "not valid UTF-8"),
+    ],
+    ids=lambda value: (
+        " ".join(value).encode(errors="replace").decode() if isinstance(value, list) else ""
+    ),
+)
+def test_wrong_use_is_one_line_and_status_2(arguments, words, capsys):
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert words in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["inspect", "missing.gguf"], "missing.gguf: the path does not exist."),
+        (["inspect", "smolm2"], "Did you mean smollm2?"),
+        (["inspect", "org/name"], "downloading from model hubs is not part of this version"),
+        (["generate", "x", "--file", "-", "--model", "missing.gguf"], "given twice"),
+        (["generate", "x", "--temperature", "3.5"], "temperature=3.5 is out of range. Use 0.0"),
+        (["generate", "x", "--n", "0"], "n=0 is out of range"),
+        (["generate", "--file", "missing.txt"], "missing.txt: No such file or directory"),
+        (["chat", "--load", "missing.json"], "missing.json: No such file or directory"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_failures_are_one_line(arguments, words, capsys):
+    status = run(arguments)
+    captured = capsys.readouterr()
+    assert status == (2 if "twice" in words else 1)
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert words in captured.err
+
+
+def test_verbose_adds_the_traceback(capsys):
+    assert run(["inspect", "missing.gguf", "--verbose"]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in error
+    assert error.splitlines()[-1].startswith("error: missing.gguf: ")
+
+
+def test_a_fault_of_ours_is_one_line_too(monkeypatch, capsys):
+    def fail(*_args, **_kwargs):
+        raise ZeroDivisionError("two\nlines")
+
+    monkeypatch.setattr("tiercel.loader.hub.resolve", fail)
+    assert run(["inspect", "x.gguf"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "internal error: ZeroDivisionError: two lines" in error
+    assert "--verbose" in error
+
+
+def test_out_of_memory_is_one_line(monkeypatch, capsys):
+    def fail(*_args, **_kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr("tiercel.loader.hub.resolve", fail)
+    assert run(["inspect", "x.gguf"]) == 1
+    assert capsys.readouterr().err.startswith("error: out of memory: ")
+
+
+def test_unsupported_architecture_lists_the_supported_ones(tmp_path):
+    path = tiny_model(tmp_path / "m.gguf", metadata={"general.architecture": "mamba"})
+    line = error_line(tiercel("generate", "x", "--model", path))
+    assert "m.gguf: architecture 'mamba' is not supported." in line
+    for name in ("llama", "qwen2", "qwen3", "gemma3"):
+        assert name in line
+
+
+def test_no_colour_and_no_bars_without_a_terminal(model):
+    process = tiercel("inspect", model, "--verify", env={"FORCE_COLOR": ""})
+    assert process.returncode == 0
+    assert "\x1b" not in process.stdout + process.stderr
+
+
+def run_on_terminal(arguments, env):
+    """Run with standard error on a pseudo-terminal; returns status and what it showed."""
+    import pty
+
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, *arguments],
+        stdout=follower,
+        stderr=follower,
+        stdin=subprocess.DEVNULL,
+        env=environment(TERM="xterm", **env),
+    )
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            data = os.read(leader, 65536)
+        except OSError:  # the last writer has closed it
+            break
+        if not data:
+            break
+        shown += data
+    os.close(leader)
+    return process.wait(60), shown.decode()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["inspect", "missing.gguf"], ["--help"], ["inspect", "--tset"]]
+)
+def test_no_color_is_honoured_on_a_terminal(arguments):
+    _, plain = run_on_terminal(arguments, {"NO_COLOR": "1"})
+    assert "\x1b" not in plain
+    _, coloured = run_on_terminal(arguments, {})
+    assert "\x1b" in coloured
+
+
+def test_a_closed_pipe_ends_quietly(model):
+    with subprocess.Popen(
+        [*COMMAND, "inspect", str(model), "--tensors", "--template"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    ) as process:
+        process.stdout.close()  # before anything is written
+        error = process.stderr.read()
+        assert process.wait(60) in (0, 141)
+    assert error == b""
+
+
+@pytest.mark.parametrize("stream", ["0", "1", "2", "0 1 2"])
+def test_closed_standard_streams(model, stream):
+    close = " ".join(f"{number}>&-" for number in stream.split())
+    process = subprocess.run(
+        ["sh", "-c", f'exec "$@" {close}', "sh", *COMMAND, "inspect", str(model)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+    assert process.returncode == 0
+    assert process.stderr == ""
+    assert ("Hyperparameters" in process.stdout) == ("1" not in stream)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_behind_standard_output(model):
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            [*COMMAND, "inspect", str(model)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            check=False,
+        )
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: ")
+    assert "No space left on device" in process.stderr
+    assert process.stderr.count("\n") == 1
+
+
+def test_no_home_folder(model):
+    env = environment()
+    env.pop("HOME", None)
+    env.pop("TIERCEL_CACHE", None)
+    process = subprocess.run(
+        [*COMMAND, "inspect", str(model)], capture_output=True, env=env, check=False
+    )
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_with_their_status(number, status):
+    with subprocess.Popen(
+        [*COMMAND, "generate"],  # waits for its prompt on standard input
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    ) as process:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:  # until it sleeps in read()
+            with (
+                open(f"/proc/{process.pid}/wchan") as wchan,
+                open(f"/proc/{process.pid}/stat") as s,
+            ):
+                if "pipe" in wchan.read() or s.read().rsplit(")")[1].split()[0] == "S":
+                    break
+            time.sleep(0.05)
+        time.sleep(1.0)
+        process.send_signal(number)
+        assert process.wait(60) == status
+        assert process.stderr.read() == b""
+
+
+def write_config(path, text):
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Stops `generate` after its options are known; returns them."""
+    options = {}
+
+    def stop(sampling, **_kwargs):
+        options["temperature"] = sampling.temperature
+        options["top_k"] = sampling.top_k
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tiercel.cli.generate.make_params", stop)
+    for name in [name for name in os.environ if name.startswith("TIERCEL_")]:
+        monkeypatch.delenv(name)
+    return options
+
+
+def test_flags_win_over_environment_over_file(seen, tmp_path, monkeypatch):
+    config = write_config(tmp_path / "c.toml", "temperature = 0.1\ntop_k = 11\n")
+    run(["generate", "x"])
+    assert seen == {"temperature": 0.7, "top_k": 0}
+    run(["generate", "x", *config])
+    assert seen == {"temperature": 0.1, "top_k": 11}
+    monkeypatch.setenv("TIERCEL_TEMPERATURE", "0.2")
+    run(["generate", "x", *config])
+    assert seen == {"temperature": 0.2, "top_k": 11}
+    run(["generate", "x", *config, "--temperature", "0.3"])
+    assert seen == {"temperature": 0.3, "top_k": 11}
+    monkeypatch.setenv("TIERCEL_CONFIG", config[1])
+    monkeypatch.delenv("TIERCEL_TEMPERATURE")
+    run(["generate", "x"])
+    assert seen == {"temperature": 0.1, "top_k": 11}
+
+
+def test_a_table_of_the_file_is_for_its_command(seen, tmp_path):
+    text = "top-k = 11\n[generate]\ntop-k = 12\n[chat]\ntemperature = 0.9\n"
+    run(["generate", "x", *write_config(tmp_path / "c.toml", text)])
+    assert seen == {"temperature": 0.7, "top_k": 12}
+
+
+def test_options_of_other_commands_may_be_in_the_file(tmp_path, model, capsys):
+    config = write_config(tmp_path / "c.toml", f'temperature = 0.1\nmodel = "{model}"\n')
+    assert run(["inspect", "--json", *config]) == 0
+    assert json.loads(capsys.readouterr().out)["file"]["path"] == str(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("temprature = 1\n", "'temprature' is no option of the command line. Did you mean temper"),
+        ("[generate]\nprompt2 = 1\n", "'generate.prompt2' is no option"),
+        ("[serve]\nport = 1\n", "'serve' is no option"),
+        ("config = 'x'\n", "'config' is no option"),
+        ("temperature = \n", "is not TOML"),
+        ("a = " + "[" * 5000, "is not TOML"),
+        ("\x00", "is not TOML"),
+        ("temperature = 'warm'\n", "unable to convert"),
+        ("temperature = [1, 2]\n", "temperature"),
+    ],
+)
+def test_wrong_configuration_files(seen, tmp_path, capsys, text, words):
+    assert run(["generate", "x", *write_config(tmp_path / "c.toml", text)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert words in error
+
+
+def test_environment_value_that_cannot_be_read(capsys, monkeypatch):
+    monkeypatch.setenv("TIERCEL_TOP_K", "many")
+    assert run(["generate", "x"]) == 2
+    error = capsys.readouterr().err
+    assert "TIERCEL_TOP_K" in error or "--top-k" in error
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shell_completion_is_written(tmp_path, shell):
+    target = tmp_path / "completion"
+    process = tiercel(
+        "--install-completion",
+        "--shell",
+        shell,
+        "--output",
+        target,
+        env={"HOME": str(tmp_path)},
+    )
+    assert process.returncode == 0, process.stderr
+    assert "generate" in target.read_text()

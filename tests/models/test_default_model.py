@@ -1,0 +1,37 @@
+"""The default model against recorded log-probabilities of an exact float32 forward."""
+
+import pytest
+
+from tests import parity
+from tiercel.llm import LLM
+from tiercel.params import SamplingParams
+
+CASE = parity.CASES["smollm2-135m-instruct-q4_1"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "profile"),
+    [("float32", parity.FP32), ("auto", parity.BITS16)],
+    ids=["fp32", "default"],
+)
+def test_parity(default_model, dtype, profile):
+    with LLM(default_model, dtype=dtype) as llm:
+        figures = parity.measure(llm, CASE)
+        parity.check(figures, profile)
+        out = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))
+    assert out[0].outputs[0].text.startswith(" Paris")
+
+
+def test_a_wrong_rope_base_fails_the_profile(default_model, monkeypatch):
+    """The comparison can fail: base 1e4 instead of 1e5 moves the text mean by 0.1."""
+    from dataclasses import replace
+
+    from tiercel.models import decoder
+
+    right = decoder.rope_table
+    monkeypatch.setattr(
+        decoder, "rope_table", lambda rope, *rest: right(replace(rope, base=1e4), *rest)
+    )
+    with LLM(default_model, dtype="float32") as llm:
+        figures = parity.measure(llm, CASE)
+    assert figures["text_mean"] > 0.05

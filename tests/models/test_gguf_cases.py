@@ -1,0 +1,58 @@
+"""Three tiny GGUF files against logits that were computed in float64 from their decoded weights."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tiercel.llm import LLM
+from tiercel.params import SamplingParams
+
+DATA = Path(__file__).parents[1] / "data/gguf"
+NAMES = ("qwen3-tiny", "llama-tiny", "gemma3-tiny")
+# Per dtype: NMSE of all logits, and the lead of the best logit from which a greedy token must
+# agree.
+BOUNDS = {"float32": (1e-9, 1e-3), "float16": (5e-5, 0.1), "bfloat16": (2e-3, 0.5)}
+
+
+def nmse(actual: np.ndarray, expected: np.ndarray) -> float:
+    return float(
+        ((actual - expected.astype(np.float64)) ** 2).sum()
+        / (expected.astype(np.float64) ** 2).sum()
+    )
+
+
+def dtypes_here() -> list[str]:
+    return (
+        ["float32", "float16", "bfloat16"] if torch.cuda.is_available() else ["float32", "bfloat16"]
+    )
+
+
+@pytest.fixture(params=NAMES)
+def case(request):
+    return DATA / f"{request.param}.gguf", np.load(DATA / f"{request.param}.npz")
+
+
+@pytest.mark.parametrize("dtype", dtypes_here())
+@pytest.mark.parametrize("chunk", [7, 64], ids=["chunks of 7", "whole"])
+def test_logits_match_the_float64_forward(case, dtype, chunk):
+    path, expected = case
+    with LLM(path, dtype=dtype, max_num_batched_tokens=chunk) as llm:
+        logits = llm.logits(expected["tokens"].tolist())
+    assert logits.shape == expected["logits"].shape
+    assert nmse(logits, expected["logits"]) <= BOUNDS[dtype][0]
+
+
+@pytest.mark.parametrize("dtype", dtypes_here())
+def test_greedy_tokens_match_up_to_the_first_near_tie(case, dtype):
+    path, expected = case
+    greedy, leads = expected["greedy"].tolist(), expected["greedy_lead"]
+    params = SamplingParams(temperature=0, max_tokens=len(greedy), ignore_eos=True)
+    with LLM(path, dtype=dtype) as llm:
+        ids = llm.generate({"prompt_token_ids": expected["greedy_prompt"].tolist()}, params)
+    near_ties = np.flatnonzero(leads < BOUNDS[dtype][1])
+    stop = int(near_ties[0]) if near_ties.size else len(greedy)
+    assert ids[0].outputs[0].token_ids[:stop] == greedy[:stop]
+    if dtype == "float32":
+        assert stop == len(greedy), "in float32 every step is decided"

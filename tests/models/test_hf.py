@@ -1,0 +1,164 @@
+"""Tiny random checkpoints in Hugging Face layout against transformers, in float32."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from tiercel.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
+from tiercel.llm import LLM
+from tiercel.models.source import open_source
+from tiercel.params import SamplingParams
+
+VOCAB = 270
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 257,
+    "eos_token_id": 258,
+    "pad_token_id": 259,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 5000.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 5e5,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, rms_norm_eps=1e-5, tie_word_embeddings=True),
+    "llama-rope3": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3),
+    "llama-linear": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LINEAR),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **{k: v for k, v in SIZES.items() if k != "head_dim"}
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES),
+    "qwen3-yarn": lambda: transformers.Qwen3Config(**SIZES, rope_parameters=YARN),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SIZES,
+        sliding_window=9,
+        query_pre_attn_scalar=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}
+
+
+def byte_tokenizer(folder):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate(alphabet)}
+    tokenizer = HfTokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", "<pad>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+    )
+
+
+def make_checkpoint(folder, name, dtype=torch.float32):
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    for parameter in model.parameters():  # biases and norms away from 0 and 1, so that each decides
+        torch.nn.init.normal_(parameter, std=0.3)
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder)
+    byte_tokenizer(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers(tmp_path, name):
+    model = make_checkpoint(tmp_path, name)
+    ids = torch.randint(0, VOCAB, (130,), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        expected = model(ids.unsqueeze(0)).logits[0].numpy()
+    with LLM(tmp_path, device="cpu", dtype="float32", max_num_batched_tokens=50) as llm:
+        actual = llm.logits(ids.tolist())
+    scale = np.abs(expected).max()
+    # Float32 sums in another order, three layers: 1e-5 of the largest logit.
+    np.testing.assert_allclose(actual / scale, expected / scale, atol=1e-5)
+
+
+def test_bfloat16_checkpoint_is_read_exactly(tmp_path):
+    make_checkpoint(tmp_path, "qwen3", torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ids = list(range(5, 45))
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0].numpy()
+    with LLM(tmp_path, device="cpu", dtype="float32") as llm:
+        actual = llm.logits(ids)
+    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_older_config_spelling_gives_the_same_model(tmp_path):
+    make_checkpoint(tmp_path, "llama-rope3")
+    new = open_source(tmp_path).config
+    values = json.loads((tmp_path / "config.json").read_text())
+    rope = values.pop("rope_parameters")
+    values["rope_theta"] = rope.pop("rope_theta")
+    values["rope_scaling"] = rope
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert open_source(tmp_path).config == new
+
+
+def test_generates_from_a_folder(tmp_path):
+    make_checkpoint(tmp_path, "gemma3")
+    with LLM(tmp_path, device="cpu", dtype="float32") as llm:
+        out = llm.generate("abc", SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    assert len(out[0].outputs[0].token_ids) == 5
+    assert out[0].prompt_token_ids == llm.encode("abc", add_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, UnsupportedModelError, "Qwen3ForCausalLM"),
+        ({"architectures": None}, ModelFormatError, "architectures"),
+        ({"num_attention_heads": 0}, ModelFormatError, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 3}, ModelFormatError, "3 key/value heads"),
+        ({"hidden_size": 10**9}, ModelFormatError, "hidden_size"),
+        ({"rms_norm_eps": float("nan")}, ModelFormatError, "config.json"),
+        ({"rms_norm_eps": 2}, ModelFormatError, "rms_norm_eps"),
+        ({"intermediate_size": 96}, ModelFormatError, "up_proj|gate_proj|down_proj"),
+        ({"num_hidden_layers": 4}, ModelFormatError, "layers.3"),
+        ({"num_hidden_layers": 2}, ModelFormatError, "does not belong"),
+        ({"use_sliding_window": True}, UnsupportedModelError, "use_sliding_window"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantised"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, UnsupportedModelError, "longrope"),
+        ({"rope_parameters": 3}, ModelFormatError, "rope_parameters"),
+    ],
+    ids=str,
+)
+def test_wrong_config_is_refused_by_name(tmp_path, change, error, words):
+    make_checkpoint(tmp_path, "qwen3")
+    values = json.loads((tmp_path / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(error) as raised:
+        open_source(tmp_path)
+    text = f"{raised.value} {raised.value.hint}"
+    assert any(word in text for word in words.split("|")), text
+    assert "\n" not in text
+
+
+def test_folder_without_config_says_what_to_give(tmp_path):
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
+        open_source(tmp_path)
