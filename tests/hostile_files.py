@@ -79,6 +79,8 @@ def _headers() -> dict[str, bytes]:
         "c2_pairs_max": assemble([NAME], [MATRIX], DATA, num_pairs=HUGE),
         "c2_tensors_1e9": assemble([NAME], [MATRIX], DATA, num_tensors=10**9),
         "c2_pairs_1e9": assemble([NAME], [MATRIX], DATA, num_pairs=10**9),
+        "c2_tensors_100000": assemble([NAME], [MATRIX], DATA, num_tensors=100_000),
+        "c2_pairs_60000": assemble([NAME], [MATRIX], DATA, num_pairs=60_000),
         "c2_pairs_wrap": assemble([NAME], [MATRIX], DATA, num_pairs=2**63 + 1),
         "c2_pairs_over_cap": assemble([NAME] * 65_537, [MATRIX], DATA),
         "c2_tensors_one_more": assemble([NAME], [MATRIX], DATA, num_tensors=2),

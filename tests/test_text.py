@@ -17,7 +17,7 @@ from tiercel.errors import (
     UnsupportedModelError,
 )
 from tiercel.loader.gguf import read_gguf
-from tiercel.text import Tokenizer
+from tiercel.text import MAX_TEXT_CHARS, Tokenizer
 from tiercel.tokenizer_data import (
     BYTE,
     CONTROL,
@@ -89,6 +89,9 @@ def bpe_metadata(**changes):
 
 def make_bpe(**changes):
     return Tokenizer.from_gguf(TokenizerData.from_gguf(bpe_metadata(**changes), "small.gguf"))
+
+
+SMALL = make_bpe()
 
 
 @pytest.mark.parametrize("case", CASES[DEFAULT]["tokenizer"], ids=lambda case: str(case["id"]))
@@ -253,16 +256,20 @@ def test_lone_surrogates_are_refused_with_their_place():
 
 
 @pytest.mark.reliability
+@pytest.mark.parametrize("pre", ["qwen2", "deepseek-v3"])
+def test_long_whitespace_does_not_panic_and_longer_text_is_refused(pre):
+    tokenizer = make_bpe(pre=pre)
+    spaces = " " * (MAX_TEXT_CHARS // 16)
+    assert len(tokenizer.encode(spaces + "a")) == len(spaces) + 1
+    with pytest.raises(InvalidRequestError, match="the limit is 8388608"):
+        tokenizer.encode(" " * (MAX_TEXT_CHARS + 1))
+
+
+@pytest.mark.reliability
 @settings(max_examples=200, deadline=None)
 @given(text=st.text())
 def test_any_text_comes_back(text):
-    assert make_bpe_once().decode(make_bpe_once().encode(text)) == text
-
-
-def make_bpe_once(memo=[]):  # noqa: B006 - one build for all examples
-    if not memo:
-        memo.append(make_bpe())
-    return memo[0]
+    assert SMALL.decode(SMALL.encode(text)) == text
 
 
 def test_unknown_pre_warns_and_splits_as_gpt2():
@@ -295,7 +302,7 @@ HOSTILE = {
     "id bool": ({"bos_token_id": True}, "bos_token_id is True"),
     "flag": ({"add_bos_token": 1}, "add_bos_token is 1; it must be a boolean"),
     "pre": ({"pre": 5}, "pre is 5"),
-    "template": ({"merges": [b"h e"]}, r"merges\[0\] is a bytes"),
+    "merge bytes": ({"merges": [b"h e"]}, r"merges\[0\] is a bytes"),
     "merges missing": ({"merges": None}, "merges is missing"),
     "merge one": ({"merges": ["he"]}, r"merges\[0\] is 'he'; a merge is two tokens"),
     "merge open": ({"merges": ["h "]}, r"merges\[0\]"),
@@ -330,6 +337,13 @@ def test_hostile_scores_and_types_are_refused(changes, message):
     assert len(spm_metadata()[KEY + "tokens"]) == 282
     with pytest.raises(ModelFormatError, match=message):
         make_spm(**changes)
+
+
+@pytest.mark.reliability
+def test_chat_template_must_be_text():
+    metadata = bpe_metadata() | {"tokenizer.chat_template": [1]}
+    with pytest.raises(ModelFormatError, match=r"small.gguf: tokenizer.chat_template is a list"):
+        TokenizerData.from_gguf(metadata, "small.gguf")
 
 
 @pytest.mark.reliability

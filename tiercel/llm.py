@@ -278,7 +278,7 @@ class LLM:
             )
         return list(params)
 
-    def _prompt_ids(self, prompt: Prompt, *, parse_special: bool, extra: int = 1) -> list[int]:
+    def _prompt_ids(self, prompt: object, *, parse_special: bool, extra: int = 1) -> list[int]:
         """Check a prompt and turn it into ids, leaving room for `extra` tokens."""
         limit = self.config.max_model_len
         if isinstance(prompt, str):

@@ -168,14 +168,11 @@ class SamplingParams:
 def _number(
     name: str, value: object, low: float, high: float, allowed: str, *, is_open: bool = False
 ) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if (
-        not is_number
-        or not math.isfinite(value)
-        or not low <= value <= high
-        or (is_open and value == low)
-    ):
-        raise ArgumentError(f"{name}={value!r} is out of range.", hint=f"Use {allowed}.")
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        is_inside = low < value <= high if is_open else low <= value <= high
+        if is_inside:
+            return
+    raise ArgumentError(f"{name}={value!r} is out of range.", hint=f"Use {allowed}.")
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:

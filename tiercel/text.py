@@ -23,6 +23,9 @@ from tiercel.tokenizer_build import SPACE_MARK, Encoders, build_encoders, is_uni
 from tiercel.tokenizer_data import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, TokenizerData
 from tiercel.tokenizer_json import TokenizerFile, read_tokenizer_file
 
+# The regular expression engine gives up, by a panic, after 10 million steps in one match: 10 million
+# spaces in a row are enough. A longer text is refused before it gets there.
+MAX_TEXT_CHARS: Final = 1 << 23
 # Ends of a turn or a text, by the name that a vocabulary gives them.
 STOP_NAMES: Final = (
     "<|im_end|>",
@@ -237,9 +240,10 @@ class Tokenizer:
                 the text itself wrote is not doubled.
 
         Raises:
-            InvalidRequestError: a lone surrogate, which is no Unicode text.
+            InvalidRequestError: a lone surrogate, which is no Unicode text, or more than
+                `MAX_TEXT_CHARS`.
         """
-        check_unicode(text)
+        check_text(text)
         encoder = self._encoders.chat if parse_special else self._encoders.plain
         ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
         if not add_special_tokens:
@@ -253,9 +257,9 @@ class Tokenizer:
         """Encode plain text that follows other tokens of the same input.
 
         Raises:
-            InvalidRequestError: a lone surrogate.
+            InvalidRequestError: as `encode`.
         """
-        check_unicode(text)
+        check_text(text)
         ids: list[int] = self._encoders.plain_inner.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -348,12 +352,16 @@ class Tokenizer:
         return i
 
 
-def check_unicode(text: str, param: str | None = None) -> None:
-    """Refuse text that UTF-8 cannot hold.
+def check_text(text: str, param: str | None = None) -> None:
+    """Refuse text that UTF-8 cannot hold, and text without end.
 
     Raises:
-        InvalidRequestError: a lone surrogate, with its position.
+        InvalidRequestError: a lone surrogate, with its position; more than `MAX_TEXT_CHARS`.
     """
+    if len(text) > MAX_TEXT_CHARS:
+        raise InvalidRequestError(
+            f"the text has {len(text)} characters; the limit is {MAX_TEXT_CHARS}.", param=param
+        )
     if text.isascii() or is_unicode(text):
         return
     place = next(i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff")

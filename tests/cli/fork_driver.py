@@ -2,8 +2,8 @@
 
     python -m tests.cli.fork_driver FOLDER ARGUMENT...     (each FILE in FOLDER replaces "{}")
 
-So a hundred files cost seconds, each still has a fresh process with its own peak of memory, and that
-peak is over the import cost. Prints one JSON object per file.
+So a hundred files cost seconds, and each still has a fresh process with its own peak of memory.
+Writes one JSON object per file to standard output.
 """
 
 import json
@@ -56,7 +56,7 @@ def main():
         result = run_forked([str(path) if word == "{}" else word for word in arguments])
         result["name"] = path.name
         result["above_import_bytes"] = result["peak_bytes"] - base
-        print(json.dumps(result), flush=True)
+        sys.stdout.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Hostile model files end in one line, quickly, in little memory, before PyTorch is imported."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -85,8 +86,6 @@ def test_what_is_no_file(tmp_path, kind):
     if kind == "folder":
         path.mkdir()
     elif kind == "pipe":
-        import os
-
         os.mkfifo(path)
     elif kind == "device":
         path.symlink_to("/dev/zero")

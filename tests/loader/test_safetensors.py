@@ -165,6 +165,10 @@ HOSTILE = {
     "entry_list": ({"a": []}, None),
     "entry_without_shape": ({"a": {"dtype": "F32", "data_offsets": [0, 32]}}, None),
     "overlap": ({"a": entry(), "b": entry(offsets=(16, 48))}, None),
+    "overlap_that_adds_up": (
+        {"a": entry(shape=(4,), offsets=(0, 16)), "b": entry(shape=(4,), offsets=(8, 24))},
+        None,
+    ),
     "same_place": ({"a": entry(), "b": entry()}, None),
     "gap_before": ({"a": entry(shape=(1, 4), offsets=(16, 32))}, None),
     "gap_between": (

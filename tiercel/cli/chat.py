@@ -39,7 +39,7 @@ def chat(
     sampling: SamplingOptions = SamplingOptions(),  # noqa: B008 - frozen
     common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
 ) -> int:
-    """Talk with a model; Ctrl-C stops an answer, /help lists the commands, Ctrl-D ends."""
+    """Talk with a model; Ctrl-C stops an answer, Ctrl-D ends."""
     from tiercel.cli.conversation import Conversation, load_messages
 
     messages = load_messages(load) if load is not None else []

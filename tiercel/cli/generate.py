@@ -29,7 +29,7 @@ _GROUP = Group("Prompt and output", sort_key=1)
 def generate(
     prompt: Annotated[
         str | None,
-        Parameter(group=_GROUP, help="Text to continue; - or nothing: standard input."),
+        Parameter(group=_GROUP, help="Text to continue; left out: standard input."),
     ] = None,
     /,
     *,
@@ -84,9 +84,9 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     Raises:
         UsageError: none or two were given, or it is no UTF-8 text.
     """
-    if prompt not in (None, "-") and file is not None:
+    if prompt is not None and file is not None:
         raise UsageError("prompt: given twice, as an argument and by --file.", hint="Give one.")
-    if prompt is not None and prompt != "-":
+    if prompt is not None:
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
@@ -94,7 +94,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
                 f"prompt: character {error.start} is not valid UTF-8.", hint="Write it in UTF-8."
             ) from error
         return prompt
-    if file is not None and str(file) != "-":
+    if file is not None:
         with file.open("rb") as stream:
             data, name = stream.read(MAX_PROMPT_BYTES + 1), str(file)
     elif sys.stdin.isatty():

@@ -65,7 +65,7 @@ def launch_dequantize(data: Tensor, type_name: str, out: Tensor) -> None:
         return
     cols = min(num_blocks, max(1, CHUNK_WEIGHTS // block_weights))
     rows = max(1, CHUNK_WEIGHTS // (cols * block_weights))
-    for row in range(0, num_rows - 1, rows):
+    for row in range(0, num_rows, rows):
         for col in range(0, num_blocks, cols):
             chunk = blocks[row : row + rows, col : col + cols]
             weights = decode(chunk.reshape(-1, block_bytes))

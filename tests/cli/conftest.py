@@ -1,0 +1,48 @@
+"""Fixtures of the command-line tests."""
+
+import io
+import logging
+import signal
+import sys
+
+import pytest
+
+from tests.cli.fakes import FakeLLM
+from tests.gguf_files import tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A sound model file of a few kilobytes with random weights."""
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture
+def fake_llm(monkeypatch):
+    """Replaces the model behind the commands; the file is still checked."""
+    monkeypatch.setattr("tiercel.llm.LLM", FakeLLM)
+    monkeypatch.setattr(FakeLLM, "calls", [])
+    return FakeLLM
+
+
+@pytest.fixture
+def stdin(monkeypatch):
+    """Sets what standard input holds; it is no terminal."""
+
+    def put(data):
+        raw = data if isinstance(data, bytes) else data.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+
+    return put
+
+
+@pytest.fixture(autouse=True)
+def _restored_process():
+    """`run` owns its process: give signals and log handlers back to pytest."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+    logger = logging.getLogger("tiercel")
+    logger.handlers = []
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)

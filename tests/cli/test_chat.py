@@ -1,0 +1,202 @@
+"""`tiercel chat`: the conversation's state, its commands, pipes, and Ctrl-C on a terminal."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+
+import pytest
+
+from tests.cli.harness import COMMAND, environment, tiercel
+from tiercel.cli import chat as chat_module
+from tiercel.cli.conversation import Conversation, load_messages
+from tiercel.cli.main import run
+from tiercel.errors import ArgumentError, ContextLengthError
+from tiercel.params import SamplingParams
+
+
+@pytest.fixture
+def conversation(fake_llm):
+    return Conversation(fake_llm(), SamplingParams(max_tokens=None, seed=3), [])
+
+
+def roles(conversation):
+    return [message["role"] for message in conversation.messages]
+
+
+def test_history_is_sent_with_each_message(conversation, fake_llm, capsys):
+    for text in ("one", "two"):
+        assert conversation.take(text)
+    assert capsys.readouterr().out == " ONE\n TWO\n"
+    sent = [call[1] for call in fake_llm.calls if call[0] == "stream_chat"]
+    assert [len(messages) for messages in sent] == [1, 3]
+    assert sent[1][1] == {"role": "assistant", "content": " ONE"}
+
+
+def test_system_message(conversation, capsys):
+    conversation.take("/system be brief")
+    conversation.take("hi")
+    conversation.take("/system be kind")
+    assert conversation.messages[0] == {"role": "system", "content": "be kind"}
+    assert roles(conversation) == ["system", "user", "assistant"]
+    conversation.take("/system")
+    assert "be kind" in capsys.readouterr().err
+    conversation.take("/reset")
+    assert roles(conversation) == ["system"]
+
+
+def test_commands_and_empty_lines_are_not_messages(conversation, capsys):
+    for text in ("", "   ", "/help", "/stats", "/hlep"):
+        assert conversation.take(text)
+    error = capsys.readouterr().err
+    assert "/regen" in error
+    assert "error: /hlep: no such command. Did you mean /help?" in error
+    assert conversation.messages == []
+    assert not conversation.take("/quit")
+    conversation.take("//etc is a folder")
+    assert conversation.messages[0]["content"] == "/etc is a folder"
+
+
+def test_regenerate_draws_anew(conversation, fake_llm):
+    with pytest.raises(ArgumentError, match="no answer yet"):
+        conversation.take("/regen")
+    conversation.take("one")
+    conversation.take("/regen")
+    conversation.take("/regen")
+    conversation.take("two")
+    assert roles(conversation) == ["user", "assistant"] * 2
+    seeds = [call[2].seed for call in fake_llm.calls if call[0] == "stream_chat"]
+    assert seeds == [3, 4, 5, 3]
+
+
+def test_a_message_that_fails_is_not_kept(conversation):
+    conversation.take("one")
+    with pytest.raises(ContextLengthError):
+        conversation.take("x" * 1001)
+    assert [message["content"] for message in conversation.messages] == ["one", " ONE"]
+
+
+def test_interrupt_keeps_what_has_come(conversation, fake_llm, monkeypatch, capsys):
+    def interrupt(index):
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(fake_llm, "on_token", staticmethod(interrupt))
+    assert conversation.take("one two three four")
+    assert conversation.messages[-1]["content"] == " ONE TWO"
+    assert conversation.stats.is_stopped
+    assert fake_llm.calls[-1] == ("stream ended",)
+    assert "(stopped)" in capsys.readouterr().err
+    conversation.take("/stats")
+    assert "2 tokens, stopped" in capsys.readouterr().err
+
+
+def test_save_and_load(conversation, tmp_path):
+    conversation.take("/system brief")
+    conversation.take("grüße\nzwei")
+    path = tmp_path / "talk.json"
+    conversation.take(f"/save {path}")
+    before = list(conversation.messages)
+    conversation.take("/reset")
+    conversation.take(f"/load {path}")
+    assert conversation.messages == before == load_messages(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"messages": 1}',
+        '{"messages": [{"role": "user"}]}',
+        '{"messages": [{"role": "root", "content": "x"}]}',
+        '{"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]}',
+        '{"messages": ' + "[" * 100_000,
+        "\udcff",
+    ],
+)
+def test_damaged_conversations_are_refused(tmp_path, content):
+    path = tmp_path / "talk.json"
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ArgumentError, match=r"talk\.json"):
+        load_messages(path)
+
+
+def test_lines_of_a_pipe_are_messages(fake_llm, tiny, stdin, capsys, tmp_path):
+    stdin("one\n\n/reset\ntwo\n/quit\nthree\n")
+    path = tmp_path / "talk.json"
+    assert run(["chat", str(tiny), "--system", "s", "--save", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == " ONE\n TWO\n"
+    saved = json.loads(path.read_text())["messages"]
+    assert [message["content"] for message in saved] == ["s", "two", " TWO"]
+    stdin("three")
+    assert run(["chat", str(tiny), "--load", str(path), "--save", str(path)]) == 0
+    assert len(json.loads(path.read_text())["messages"]) == 5
+
+
+def test_an_error_in_a_pipe_ends_with_status_1(fake_llm, tiny, stdin, capsys):
+    stdin("one\n" + "x" * 1001 + "\ntwo\n")
+    assert run(["chat", str(tiny)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == " ONE\n"
+    assert captured.err.splitlines()[-1].startswith("error: prompt has 1001 tokens.")
+
+
+def test_pasted_and_continued_lines_are_one_message(monkeypatch):
+    lines = iter(["first \\", "second", "third"])
+    more = iter([True, False])
+    monkeypatch.setattr("builtins.input", lambda _prompt="": next(lines))
+    monkeypatch.setattr(chat_module, "_has_more_input", lambda: next(more))
+    assert chat_module._read_message() == "first \nsecond\nthird"
+
+
+def test_the_default_model_answers_in_a_pipe(default_model):
+    process = tiercel(
+        *["chat", "--max-tokens", "4", "--temperature", "0", "--quiet"], stdin="Say hello.\n/quit\n"
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    assert process.stdout.strip()
+
+
+@pytest.mark.timeout(180)
+def test_ctrl_c_on_a_terminal_stops_the_answer_only(default_model):
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "chat", str(default_model), "--max-tokens", "4000", "--temperature", "0"],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env=environment(TERM="dumb"),
+        start_new_session=True,
+    )
+    os.close(follower)
+    shown = b""
+
+    def read_until(text):
+        nonlocal shown
+        while text not in shown:
+            shown += os.read(leader, 4096)
+        shown = shown.split(text, 1)[1]
+
+    try:
+        read_until(b"> ")
+        os.write(leader, b"Count from 1 to 10000, one number per line.\n")
+        read_until(b"2")
+        process.send_signal(signal.SIGINT)
+        read_until(b"(stopped)")
+        read_until(b"> ")
+        os.write(leader, b"/stats\n")
+        read_until(b"stopped; first after")
+        process.send_signal(signal.SIGINT)  # at the prompt it only reminds
+        read_until(b"/quit ends")
+        os.write(leader, b"/quit\n")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)

@@ -1,0 +1,205 @@
+"""`tiercel generate`: where the prompt comes from, what goes where, and real text at the end."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+
+from tests.cli.harness import COMMAND, environment, error_line, tiercel
+from tiercel.cli.main import run
+
+
+@pytest.fixture
+def generate(fake_llm, tiny, capsys):
+    """Runs the command with the fake model; returns its standard output."""
+
+    def call(*arguments, status=0):
+        assert run(["generate", "--model", str(tiny), *arguments]) == status
+        captured = capsys.readouterr()
+        if status == 0:
+            assert captured.err == ""
+        return captured.out if status == 0 else captured.err
+
+    return call
+
+
+def asked(fake_llm, kind="stream"):
+    return next(call for call in fake_llm.calls if call[0] == kind)
+
+
+def test_text_is_exact_without_a_terminal(generate):
+    assert generate("one two") == " ONE TWO"
+
+
+def test_echo(generate):
+    assert generate("one two", "--echo") == "one two ONE TWO"
+
+
+def test_prompt_from_a_file_loses_one_newline(generate, fake_llm, tmp_path):
+    (tmp_path / "p.txt").write_text("one\n\ntwo\n\n")
+    generate("--file", str(tmp_path / "p.txt"))
+    assert asked(fake_llm)[1] == "one\n\ntwo\n"
+
+
+def test_prompt_from_standard_input(generate, fake_llm, stdin):
+    stdin("héllo wörld\n")
+    assert generate() == " HÉLLO WÖRLD"
+    assert asked(fake_llm)[1] == "héllo wörld"
+
+
+def test_input_that_is_no_text(generate, stdin, tmp_path):
+    stdin(b"abc\xff")
+    assert "standard input: byte 3 is not valid UTF-8" in generate(status=2)
+    (tmp_path / "p.bin").write_bytes(b"\x80")
+    assert "p.bin: byte 0 is not" in generate("--file", str(tmp_path / "p.bin"), status=2)
+
+
+def test_prompt_that_looks_like_an_option(generate):
+    assert generate("--", "--temperature") == " --TEMPERATURE"
+
+
+def test_options_reach_the_model(generate, fake_llm, tiny):
+    generate(
+        *["x", "--device", "cpu", "--dtype", "float32", "--max-model-len", "64", "--seed", "5"],
+        *["--gpu-memory-utilization", "0.5", "--offline", "--temperature", "0", "--top-p", "0.5"],
+        *["--top-k", "3", "--min-p", "0.1", "--repeat-penalty", "1.5", "--max-tokens", "9"],
+        *["--stop", "a b", "--stop", "c", "--no-special-in-prompt"],
+    )
+    _, model, options = asked(fake_llm, "load")
+    assert model == tiny
+    progress = options.pop("progress")
+    progress("Loading", 1, 2)
+    assert options == {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_model_len": 64,
+        "gpu_memory_utilization": 0.5,
+        "seed": 5,
+        "offline": True,
+    }
+    _, _, params, parse_special = asked(fake_llm)
+    assert parse_special is False
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 0.5, 3, 0.1)
+    assert (params.repetition_penalty, params.max_tokens, params.seed) == (1.5, 9, 5)
+    assert params.stop == ("a b", "c")
+    assert fake_llm.calls[-1] == ("close",)
+
+
+def test_defaults(generate, fake_llm):
+    generate("x")
+    _, _, params, parse_special = asked(fake_llm)
+    assert parse_special is True
+    assert (params.max_tokens, params.n, params.logprobs) == (256, 1, None)
+
+
+def test_chat_sends_one_user_message(generate, fake_llm):
+    assert generate("hi you", "--chat") == " HI YOU"
+    assert asked(fake_llm, "stream_chat")[1] == [{"role": "user", "content": "hi you"}]
+
+
+def test_several_answers(generate):
+    assert generate("a b", "--n", "2") == "--- answer 1\n A B\n--- answer 2\n A B\n"
+
+
+def test_logprobs_as_a_table(generate):
+    lines = generate("a b", "--logprobs", "2").splitlines()
+    assert lines[0] == " A B"
+    assert lines[1].split() == ["'<0>'", "-0.500", "'<0>'", "-0.500", "'<99>'", "-2.000"]
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize("extra", [[], ["--chat"]])
+def test_json(generate, extra):
+    result = json.loads(generate("a b", "--json", "--n", "2", "--logprobs", "1", "--echo", *extra))
+    assert result["prompt"] == "a b"
+    assert result["usage"] == {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
+    first = result["answers"][0]
+    assert first["text"] == "a b A B"
+    assert (first["index"], first["token_ids"], first["finish_reason"]) == (0, [0, 1], "stop")
+    assert first["logprobs"][1]["id"] == 1
+    assert first["logprobs"][1]["top"][1] == {"id": 99, "token": "<99>", "logprob": -2.0}
+
+
+@pytest.mark.parametrize("extra", [[], ["--json"]])
+def test_an_answer_that_ends_with_an_error(generate, fake_llm, monkeypatch, extra):
+    monkeypatch.setattr(fake_llm, "fail_after", 1)
+    message = generate("a b", *extra, status=1)
+    assert "nonfinite_logits" in message
+    assert message.count("\n") == 1
+    assert fake_llm.calls[-1] == ("close",)
+
+
+def test_verbose_tells_the_speed(fake_llm, tiny, capsys):
+    assert run(["generate", "a b", "--model", str(tiny), "-v"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == " A B"
+    assert "2 tokens in" in captured.err
+
+
+def test_the_default_model_knows_paris(default_model):
+    process = tiercel(
+        *["generate", "The capital of France is", "--max-tokens", "8", "--temperature", "0"]
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith(" Paris")
+
+
+def test_prompt_longer_than_the_context_names_both_numbers(tiny):
+    line = error_line(
+        tiercel("generate", "a b c d e f g h" * 20, "--model", tiny, "--max-model-len", "16", "-q")
+    )
+    numbers = [int(word) for word in line.split() if word.isdigit()]
+    assert 16 in numbers
+    assert any(number > 16 for number in numbers)
+
+
+def test_device_that_is_not_there(tiny):
+    line = error_line(
+        tiercel(*["generate", "x", "--model", tiny, "--device", "cuda:99", "--quiet"])
+    )
+    assert "cuda:99" in line
+
+
+def test_ctrl_c_during_an_answer(default_model):
+    with subprocess.Popen(
+        [
+            *COMMAND,
+            "generate",
+            "Once upon a time",
+            "--max-tokens",
+            "4000",
+            "--model",
+            default_model,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    ) as process:
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.stderr.read() in (b"", b"Loading ...\n")
+        assert process.wait(60) == 130
+
+
+def test_a_reader_that_has_enough(default_model):
+    with subprocess.Popen(
+        [
+            *COMMAND,
+            "generate",
+            "Once upon a time",
+            "--max-tokens",
+            "4000",
+            "--model",
+            default_model,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment() | {"TIERCEL_QUIET": "1"},
+    ) as process:
+        os.read(process.stdout.fileno(), 1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) in (0, 141)

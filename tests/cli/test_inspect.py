@@ -1,0 +1,76 @@
+"""`tiercel inspect`: facts of sound files, as text and as JSON, without PyTorch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.harness import environment
+from tests.gguf_files import tiny_model
+from tiercel.cli.main import run
+
+
+@pytest.fixture
+def facts(capsys):
+    def read(path, *arguments):
+        assert run(["inspect", str(path), "--json", *arguments]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return read
+
+
+def test_default_model(facts, default_model):
+    found = facts(default_model)
+    assert found["config"]["arch"] == "llama"
+    assert (found["config"]["num_layers"], found["config"]["hidden_size"]) == (30, 576)
+    assert found["file"]["size_bytes"] == default_model.stat().st_size
+    assert {row["type"] for row in found["weights"]} == {"Q4_1", "Q8_0", "F32"}
+    assert sum(row["tensors"] for row in found["weights"]) == found["file"]["num_tensors"]
+    # 30 layers, 3 key/value heads of 64, keys and values, 2 bytes each
+    assert found["memory"]["kv_bytes_per_1000_tokens"] == 1000 * 30 * 3 * 64 * 2 * 2
+    assert found["runs"]["has_chat_template"]
+    assert "tensors" not in found
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_every_architecture(facts, tmp_path, arch):
+    path = tiny_model(tmp_path / "m.gguf", arch)
+    found = facts(path, "--tensors", "--tokenizer", "--template", "--verify")
+    assert found["runs"]["architecture"] == found["config"]["arch"] == arch
+    assert sum(found["config"]["layer_types"].values()) == 2
+    assert len(found["tensors"]) == found["file"]["num_tensors"]
+    assert found["tokenizer"]["vocab_size"] == 300
+    assert found["verified"]
+    assert found["chat_template"]
+
+
+def test_text_has_the_same_facts(tiny, capsys):
+    arguments = ["--tensors", "--tokenizer", "--template", "--verify"]
+    assert run(["inspect", str(tiny), *arguments]) == 0
+    text = capsys.readouterr().out
+    for word in ("GGUF version 3", "llama-tiny", "Hyperparameters", "num_kv_heads", "Q8_0"):
+        assert word in text
+    for word in ("blk.1.ffn_up.weight", "vocab_size", "Chat template", "no NaN"):
+        assert word in text
+
+
+def test_names_in_a_file_cannot_steer_the_terminal(facts, tmp_path, capsys):
+    path = tiny_model(
+        tmp_path / "m.gguf", metadata={"general.name": "\x1b[2J\nerror: x" + "y" * 500}
+    )
+    assert run(["inspect", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert "\nerror: x" not in text
+    assert max(map(len, text.splitlines())) < 200
+
+
+def test_no_pytorch(tiny):
+    code = (
+        "import sys\n"
+        "from tiercel.cli.main import run\n"
+        f"run(['inspect', {str(tiny)!r}, '--verify', '--tokenizer', '--quiet'])\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, capture_output=True)

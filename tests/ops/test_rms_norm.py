@@ -1,0 +1,130 @@
+"""RMSNorm of rows and of heads: kernel and op against the oracle."""
+
+import pytest
+import torch
+
+from tiercel.errors import ArgumentError
+from tiercel.kernels import rms_norm as kernel
+from tiercel.ops.rms_norm import rms_norm
+from tiercel.reference import rms_norm as oracle
+
+# (rows, heads, hidden). Square sizes and powers of two hide stride and mask faults: most are
+# neither.
+SHAPES = [(1, 1, 1), (3, 1, 100), (5, 3, 64), (2, 1, 576), (7, 2, 257), (1, 1, 5120), (1, 1, 16384)]
+# Relative: half a unit in the last place, for the one rounding of the result, and the float32 sum.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8 + 1e-5, torch.float16: 2**-11 + 1e-5}
+SMALLEST = 1e-7  # absolute: results among float16's subnormals, which are 6e-8 apart
+EPS = 1e-5
+
+
+def make_case(rows, heads, hidden, dtype, device):
+    """Heads cut out of a wider row, as queries are out of a fused projection."""
+    x = torch.randn(rows, heads + 2, hidden + 3).to(dtype).to(device)[:, 1 : heads + 1, :hidden]
+    x[1::2] *= 1e-3  # rows so small that eps decides
+    return x, torch.randn(hidden, device=device)
+
+
+def check(out, x, weight, eps=EPS):
+    expected = oracle.rms_norm(x, weight, eps)
+    rtol = TOLERANCE[out.dtype]
+    torch.testing.assert_close(out.double(), expected.view(out.shape), rtol=rtol, atol=SMALLEST)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("rows", "heads", "hidden"), SHAPES)
+def test_kernel_matches_oracle(rows, heads, hidden, dtype, device):
+    x, weight = make_case(rows, heads, hidden, dtype, device)
+    guarded = torch.full((rows + 2, heads, hidden), float("nan"), dtype=dtype, device=device)
+    kernel.launch_rms_norm(x, weight, guarded[1:-1], EPS)
+    check(guarded[1:-1], x, weight)
+    assert guarded[0].isnan().all()  # nothing outside the rows is written
+    assert guarded[-1].isnan().all()
+
+
+@pytest.mark.parametrize("out_dtype", TOLERANCE, ids=str)
+def test_kernel_rounds_to_the_dtype_of_out(out_dtype, device):
+    x, weight = make_case(4, 3, 72, torch.bfloat16, device)
+    out = torch.full((4, 3, 72), float("nan"), dtype=out_dtype, device=device)
+    kernel.launch_rms_norm(x, weight, out, EPS)
+    check(out, x, weight)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("rows", "heads", "hidden"), SHAPES)
+def test_op_matches_oracle(rows, heads, hidden, dtype, device):
+    x, weight = make_case(rows, heads, hidden, dtype, device)
+    out = rms_norm(x, weight, EPS)
+    assert out.is_contiguous()
+    assert out.dtype == dtype
+    check(out, x, weight)
+    check(rms_norm(x[:, 0], weight, EPS), x[:, 0], weight)  # two dimensions, strided rows
+
+
+@pytest.mark.parametrize("out_dtype", TOLERANCE, ids=str)
+def test_op_gives_the_dtype_asked_for(out_dtype, device):
+    x, weight = make_case(4, 1, 72, torch.bfloat16, device)
+    out = rms_norm(x, weight, EPS, out_dtype)
+    assert out.dtype == out_dtype
+    check(out, x, weight)
+
+
+def test_eps_keeps_a_row_of_zeros_finite(device):
+    weight = torch.randn(65, device=device)
+    assert torch.equal(
+        rms_norm(torch.zeros(2, 65, device=device), weight, EPS).cpu(), torch.zeros(2, 65)
+    )
+
+
+def test_squares_of_large_float16_do_not_overflow(device):
+    x, weight = make_case(2, 1, 130, torch.float16, device)
+    x = x * 0 + 6e4
+    out = torch.full((2, 1, 130), float("nan"), dtype=torch.float16, device=device)
+    kernel.launch_rms_norm(x, weight, out, EPS)
+    check(out, x, weight)
+    check(rms_norm(x, weight, EPS), x, weight)
+
+
+@pytest.mark.gpu
+def test_offsets_pass_32_bits(device):
+    stride = 2**30 + 1  # row 2 begins past 2**31 elements
+    memory = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device=device)
+    x = memory.as_strided((3, 48), (stride, 1))
+    x.copy_(torch.randn(3, 48))
+    weight = torch.randn(48, device=device)
+    check(rms_norm(x, weight, EPS), x, weight)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (0, 3, 8), (4, 0, 8)])
+def test_no_rows(shape, device):
+    weight = torch.randn(8, device=device)
+    x = torch.empty(shape, device=device)
+    assert rms_norm(x, weight, EPS).shape == shape
+    if len(shape) == 3:
+        kernel.launch_rms_norm(x, weight, torch.empty_like(x), EPS)
+
+
+def test_launch_parameters_cover_the_row():
+    last = 0
+    for hidden in range(1, kernel.MAX_HIDDEN + 1, 7):
+        config = kernel.select_rms_norm(hidden)
+        assert config == kernel.select_rms_norm(hidden)
+        assert hidden <= config.block <= max(16, 2 * hidden)
+        assert config.block & (config.block - 1) == 0
+        assert config.num_warps in (1, 2, 4, 8)
+        assert last <= config.num_warps  # longer rows never get fewer warps
+        last = config.num_warps
+    assert kernel.select_rms_norm(kernel.MAX_HIDDEN).block == kernel.MAX_HIDDEN
+    with pytest.raises(ArgumentError, match="a row of 16385 does not fit"):
+        kernel.select_rms_norm(kernel.MAX_HIDDEN + 1)
+
+
+def test_op_names_the_bad_argument(device):
+    x, weight = torch.randn(4, 6, device=device), torch.randn(6, device=device)
+    with pytest.raises(ArgumentError, match=r"weight is torch.float32 \(5,\) but x has 6 columns"):
+        rms_norm(x, weight[:5], EPS)
+    with pytest.raises(ArgumentError, match=r"weight is torch.bfloat16 \(6,\)"):
+        rms_norm(x, weight.bfloat16(), EPS)
+    with pytest.raises(ArgumentError, match="x has 1 dimensions"):
+        rms_norm(x[0], weight, EPS)
+    with pytest.raises(ArgumentError, match="x has inner stride 4"):
+        rms_norm(torch.randn(6, 4, device=device).t(), weight, EPS)
