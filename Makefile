@@ -5,6 +5,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+BENCH ?= dequantize
 PROMPT ?= The three most important things to know about the Moon are
 
 .PHONY: demo test lint bench-cpu clean
@@ -22,9 +23,9 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Measures generation with the default model on this machine's CPU.
+# Runs one benchmark on this machine's CPU: make bench-cpu BENCH=dequantize
 bench-cpu: $(VENV)/.demo
-	$(BIN)/python -m benchmarks.e2e_generate --device cpu
+	$(BIN)/python -m benchmarks.$(BENCH) --device cpu
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

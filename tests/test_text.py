@@ -235,6 +235,17 @@ def test_token_bytes():
     assert spm.decode([6 + 0xC3]) == "\ufffd"
 
 
+def test_added_tokens_are_literal_text():
+    """Their characters are neither byte-level letters nor space marks."""
+    tokens = bpe_metadata()[KEY + "tokens"]
+    bpe = make_bpe(tokens=[*tokens[:-2], "<é>", tokens[-1]])
+    assert bpe.token_bytes(len(tokens) - 2) == "<é>".encode()
+    assert bpe.decode(bpe.encode("a<é>b")) == "a<é>b"
+    tokens = spm_metadata()[KEY + "tokens"]
+    spm = make_spm(tokens=[*tokens[:5], "<▁>", *tokens[6:]])
+    assert spm.token_bytes(5) == "<▁>".encode()
+
+
 def test_stop_ids_come_from_fields_and_names():
     tokenizer = make_bpe()
     names = {tokenizer.token_text(i) for i in tokenizer.stop_ids}

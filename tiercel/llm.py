@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -313,10 +314,10 @@ class LLM:
             param="prompt",
         )
 
-    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
+    def _check_ids(self, name: str, ids: Sequence[Any]) -> None:
         limit = self.source.config.vocab_size
         for token_id in ids:
-            is_integer = hasattr(token_id, "__index__") and not isinstance(token_id, bool)
+            is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
             if not is_integer or not 0 <= token_id < limit:
                 raise InvalidRequestError(
                     f"{name} holds {token_id!r:.40}.", hint=f"Token ids are 0 to {limit - 1}.", param=name

@@ -7,7 +7,6 @@ construction: a wrong value is found at the line that wrote it, not in the middl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -95,22 +94,25 @@ class SamplingParams:
             ArgumentError: naming field, value and range.
         """
         put = object.__setattr__  # the dataclass is frozen
-        put(
-            self,
-            "stop",
-            (self.stop,) if isinstance(self.stop, str) else _strings("stop", self.stop),
-        )
+        put(self, "stop", _strings("stop", self.stop))
         put(self, "bad_words", _strings("bad_words", self.bad_words))
         put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             put(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
-                raise ArgumentError(
-                    "allowed_token_ids is empty.", hint="Name at least one token id."
-                )
+                raise ArgumentError("allowed_token_ids=() is empty.", hint="Name at least one id.")
         put(self, "logit_bias", _logit_bias(self.logit_bias))
         self._check_numbers()
         self._check_stops()
+        for name in (
+            "include_stop_str_in_output",
+            "ignore_eos",
+            "skip_special_tokens",
+            "detokenize",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ArgumentError(f"{name}={_shown(value)} is neither True nor False.")
 
     def _check_numbers(self) -> None:
         _integer("n", self.n, 1, LIMITS.max_n)
@@ -143,15 +145,10 @@ class SamplingParams:
                 f"stop has {len(self.stop)} strings.",
                 hint=f"Use at most {LIMITS.max_stop_strings}.",
             )
-        for text in (*self.stop, *self.bad_words):
-            if not 0 < len(text) <= LIMITS.max_stop_chars:
-                raise ArgumentError(
-                    f"stop and bad_words: a string of {len(text)} characters is out of range.",
-                    hint=f"Use 1 to {LIMITS.max_stop_chars} characters.",
-                )
         if self.stop and not self.detokenize:
             raise ArgumentError(
-                "stop needs text but detokenize is False.", hint="Use stop_token_ids instead."
+                f"stop={_shown(self.stop)} needs text but detokenize=False.",
+                hint="Use stop_token_ids instead.",
             )
 
     @property
@@ -168,31 +165,54 @@ class SamplingParams:
 def _number(
     name: str, value: object, low: float, high: float, allowed: str, *, is_open: bool = False
 ) -> None:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         is_inside = low < value <= high if is_open else low <= value <= high
         if is_inside:
             return
-    raise ArgumentError(f"{name}={value!r} is out of range.", hint=f"Use {allowed}.")
+    raise ArgumentError(f"{name}={_shown(value)} is out of range.", hint=f"Use {allowed}.")
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ArgumentError(
-            f"{name}={value!r} is out of range.", hint=f"Use an integer {low} to {high}."
+            f"{name}={_shown(value)} is out of range.", hint=f"Use an integer {low} to {high}."
         )
+
+
+def _shown(value: object) -> str:
+    """A value as a message may repeat it; Python refuses to write integers of 4,300 digits."""
+    if isinstance(value, int) and abs(value) >= 2**64:
+        return "(a huge integer)"
+    return f"{value!r:.80}"
 
 
 def _strings(name: str, values: object) -> tuple[str, ...]:
+    if isinstance(values, str):
+        values = (values,)
     if not isinstance(values, Sequence) or not all(isinstance(value, str) for value in values):
         raise ArgumentError(
-            f"{name} is not a list of strings.", hint="Pass a string or a list of them."
+            f"{name}={_shown(values)} is not a list of strings.",
+            hint="Pass a string or a list of them.",
         )
+    for text in values:
+        if not 0 < len(text) <= LIMITS.max_stop_chars:
+            raise ArgumentError(
+                f"{name} holds {_shown(text)}, which has {len(text)} characters.",
+                hint=f"Use 1 to {LIMITS.max_stop_chars} characters.",
+            )
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise ArgumentError(
+                f"{name} holds {_shown(text)}, which is no Unicode text.",
+                hint="A surrogate pair must be complete.",
+            )
     return tuple(values)
 
 
 def _token_ids(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise ArgumentError(f"{name} is not a list of token ids.", hint="Pass a list of integers.")
+        raise ArgumentError(
+            f"{name}={_shown(values)} is not a list of token ids.", hint="Pass a list of integers."
+        )
     for value in values:
         _integer(name, value, 0, LIMITS.max_tokens)
     return tuple(values)
@@ -200,7 +220,9 @@ def _token_ids(name: str, values: object) -> tuple[int, ...]:
 
 def _logit_bias(values: object) -> Mapping[int, float]:
     if not isinstance(values, Mapping):
-        raise ArgumentError("logit_bias is not a mapping.", hint="Map token ids to numbers.")
+        raise ArgumentError(
+            f"logit_bias={_shown(values)} is not a mapping.", hint="Map token ids to numbers."
+        )
     if len(values) > LIMITS.max_logit_bias:
         raise ArgumentError(
             f"logit_bias has {len(values)} entries.", hint=f"Use at most {LIMITS.max_logit_bias}."

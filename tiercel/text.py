@@ -23,7 +23,7 @@ from tiercel.tokenizer_build import SPACE_MARK, Encoders, build_encoders, is_uni
 from tiercel.tokenizer_data import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, TokenizerData
 from tiercel.tokenizer_json import TokenizerFile, read_tokenizer_file
 
-# The regular expression engine gives up, by a panic, after 10 million steps in one match: 10 million
+# The regex engine gives up, by a panic, after 10 million steps in one match: 10 million
 # spaces in a row are enough. A longer text is refused before it gets there.
 MAX_TEXT_CHARS: Final = 1 << 23
 # Ends of a turn or a text, by the name that a vocabulary gives them.

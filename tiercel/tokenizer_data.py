@@ -236,12 +236,12 @@ def _check_length(fields: _Fields, key: str, length: int, vocab_size: int) -> No
 
 
 def _check_distinct(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Two ordinary tokens of one text would make one of them unreachable; padding may repeat."""
+    """Two tokens of one text would make one of them unreachable; padding may repeat."""
     first: dict[str, int] = {}
     for i, token in enumerate(tokens):
-        if types[i] in (NORMAL, BYTE) and first.setdefault(token, i) != i:
+        if types[i] != UNUSED and first.setdefault(token, i) != i:
             found = f"is {shown(token)}, the same as token {first[token]}"
-            raise fields.error(f"{PREFIX}tokens[{i}]", found, "ordinary tokens must differ")
+            raise fields.error(f"{PREFIX}tokens[{i}]", found, "tokens in use must differ")
 
 
 def _check_byte_names(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> None:

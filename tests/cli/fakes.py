@@ -1,5 +1,7 @@
 """A model that answers at once: the commands' own behaviour, without weights."""
 
+from typing import ClassVar
+
 from tiercel.engine.output import CompletionOutput, RequestMetrics, RequestOutput, StreamDelta
 from tiercel.engine.request import TokenLogprobs
 from tiercel.errors import ContextLengthError
@@ -12,7 +14,7 @@ class FakeLLM:
     answer with an error, `on_token` is called before each token.
     """
 
-    calls: list = []
+    calls: ClassVar[list] = []
     fail_after = None
     on_token = None
 

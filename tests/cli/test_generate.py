@@ -128,7 +128,7 @@ def test_an_answer_that_ends_with_an_error(generate, fake_llm, monkeypatch, extr
     message = generate("a b", *extra, status=1)
     assert "nonfinite_logits" in message
     assert message.count("\n") == 1
-    assert fake_llm.calls[-1] == ("close",)
+    assert ("close",) in fake_llm.calls
 
 
 def test_verbose_tells_the_speed(fake_llm, tiny, capsys):
@@ -175,12 +175,12 @@ def test_ctrl_c_during_an_answer(default_model):
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=environment(),
+        env=environment(TIERCEL_QUIET="1"),
     ) as process:
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         process.stdout.read()
-        assert process.stderr.read() in (b"", b"Loading ...\n")
+        assert process.stderr.read() == b""
         assert process.wait(60) == 130
 
 
@@ -197,7 +197,7 @@ def test_a_reader_that_has_enough(default_model):
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=environment() | {"TIERCEL_QUIET": "1"},
+        env=environment(TIERCEL_QUIET="1"),
     ) as process:
         os.read(process.stdout.fileno(), 1)
         process.stdout.close()

@@ -1,4 +1,4 @@
-"""Messages stay one line, progress stays off standard output, model text cannot steer a terminal."""
+"""Messages are one line, progress is off standard output, text cannot steer a terminal."""
 
 import io
 import logging

@@ -20,7 +20,7 @@ SHAPES = [
 
 
 def make_case(tokens, heads, head_dim, num_blocks, block_size, dtype, device):
-    """Keys and values cut out of a fused projection; caches of a poison; slots outside the null block."""
+    """Keys and values cut out of a fused row; poisoned caches; slots outside the null block."""
     fused = torch.randn(tokens, 2 + 2 * heads, head_dim).to(dtype).to(device)
     k, v = fused[:, 2 : 2 + heads], fused[:, 2 + heads :]
     shape = (num_blocks, block_size, heads, head_dim)
@@ -97,13 +97,15 @@ def test_op_names_the_bad_argument(device):
         kv_write(k, v, *caches, slots[:4])
     with pytest.raises(ArgumentError, match=r"cache \(3, 4, 2, 7\)"):
         kv_write(k, v, caches[0][..., :7], caches[1], slots)
-    with pytest.raises(ArgumentError, match=r"k is torch.bfloat16, the cache torch.float32"):
+    with pytest.raises(
+        ArgumentError, match=r"k is torch.bfloat16, v torch.bfloat16, caches torch.float32"
+    ):
         kv_write(k.bfloat16(), v.bfloat16(), *caches, slots)
-    with pytest.raises(ArgumentError, match="contiguous cache"):
+    with pytest.raises(ArgumentError, match="not equal and contiguous"):
         kv_write(k, v, caches[0].transpose(0, 1), caches[1], slots)
     with pytest.raises(ArgumentError, match="heads are not adjacent"):
         kv_write(
             k[:, :, ::2], v[:, :, ::2], *[cache[..., :4].contiguous() for cache in caches], slots
         )
-    with pytest.raises(ArgumentError, match=r"v is torch.bfloat16"):
+    with pytest.raises(ArgumentError, match=r"k is torch.float32, v torch.bfloat16"):
         kv_write(k, v.bfloat16(), *caches, slots)

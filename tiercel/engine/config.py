@@ -38,12 +38,13 @@ class EngineConfig:
     seed: int
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str | torch.device) -> torch.device:
     """The device that `auto`, `cpu`, `cuda` or `cuda:i` means here.
 
     Raises:
         ArgumentError: the text is none of these, or there is no such GPU.
     """
+    name = str(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if not _DEVICE.fullmatch(name):

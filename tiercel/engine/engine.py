@@ -67,6 +67,7 @@ class Engine:
         """Run one step and return what it did."""
         plan = self.scheduler.schedule()
         if plan is None:
+            assert not self.has_work, "submit admits only what fits an empty cache"
             return []
         return self._commit(plan, self.runner.collect(self.runner.launch(plan)))
 

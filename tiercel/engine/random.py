@@ -50,11 +50,12 @@ def uniform_noise(keys: Tensor, count: int) -> Tensor:
         count: columns; column j steps the sequence j + 1 times.
 
     Returns:
-        (rows, count) float64, multiples of 2^-53 plus 2^-54.
+        (rows, count) float64, multiples of 2^-52 plus 2^-53: one bit more, and the largest would
+        round to 1.
     """
     steps = torch.arange(1, count + 1, dtype=torch.int64, device=keys.device)
     value = keys.unsqueeze(1) + steps * _signed(_GAMMA)  # int64 wraps like the unsigned sum
     value = (value ^ _shift(value, 30)) * _signed(_MIX_1)
     value = (value ^ _shift(value, 27)) * _signed(_MIX_2)
     value = value ^ _shift(value, 31)
-    return (_shift(value, 11).double() + 0.5) * 2.0**-53
+    return (_shift(value, 12).double() + 0.5) * 2.0**-52

@@ -178,7 +178,8 @@ def cut(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     ordered = ordered.masked_fill(rank >= top_k, NEG_INF)
     probs = ordered.softmax(dim=1)
     before = probs.cumsum(dim=1) - probs
-    is_kept = (before < top_p) & (probs >= min_p * probs[:, :1])
+    # The rounded sum may reach 1 early: top_p = 1 must not cut, whatever a neighbour asks.
+    is_kept = ((before < top_p) | (top_p >= 1.0)) & (probs >= min_p * probs[:, :1])
     ordered = ordered.masked_fill(~is_kept, NEG_INF)
     return torch.empty_like(ordered).scatter_(1, ids, ordered)
 
@@ -189,11 +190,11 @@ def top_logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list[T
     Args:
         logits: (rows, vocab_size) float32, raw.
         token_ids: one per row.
-        count: most likely tokens to report, best first.
+        count: most likely tokens to report, best first; all if there are fewer.
     """
     logprobs = logits.log_softmax(dim=1)
     chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))
-    values, ids = logprobs.topk(count, dim=1)
+    values, ids = logprobs.topk(min(count, logits.shape[1]), dim=1)
     rows = zip(token_ids, chosen.squeeze(1).tolist(), ids.tolist(), values.tolist(), strict=True)
     return [
         TokenLogprobs(token_id, logprob, tuple(zip(top_ids, top_values, strict=True)))

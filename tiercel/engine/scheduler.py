@@ -121,7 +121,9 @@ class Scheduler:
         return -(-num_tokens // self.block_size)
 
     def _can_enter(self, request: Request) -> bool:
-        return self._blocks_for(request.num_tokens + 1) <= self.allocator.num_free
+        # One whose prompt alone is asked for never needs more than that.
+        most = len(request.prompt_token_ids) + request.max_tokens
+        return self._blocks_for(min(request.num_tokens + 1, most)) <= self.allocator.num_free
 
     def _grow(self, request: Request, num_tokens: int) -> None:
         missing = self._blocks_for(num_tokens) - len(request.block_ids)

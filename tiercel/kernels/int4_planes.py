@@ -13,13 +13,17 @@ is 30 times slower (2.0 and 0.8 ms), so planes are used in bfloat16 only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 GROUP = 32
-ROW_MULTIPLE = 16  # the operator's tile of output features
+ROW_MULTIPLE = 16  # what the operator asks of output features
+PACK_ROWS = (
+    4096  # rows widened to int32 at once; a multiple of the 64 that the operator interleaves
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,27 +107,39 @@ BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K
 PLANES = {"Q4_0": 1, "Q4_1": 1, "Q4_K": 1, "Q5_0": 2, "Q5_1": 2, "Q5_K": 2, "Q8_0": 2}
 
 
-def pack_planes(name: str, data: Tensor) -> Int4Planes:
-    """Repack a matrix on the CPU.
+def pack_planes(parts: Sequence[tuple[str, Tensor]]) -> Int4Planes:
+    """Repack matrices on the CPU, output rows end to end.
 
     Args:
-        name: a type of `PLANES`.
-        data: (out, row_bytes) uint8 as the file stores it; out a multiple of 16.
+        parts: name and data of each: a type of `PLANES`, all of one count; (out, row_bytes) uint8
+            as the file stores it, out a multiple of 16.
     """
+    planes = [_plane_codes(name, data) for name, data in parts]
+    # The operator interleaves up to 64 rows, so codes are joined, not what it makes of them.
+    q = torch.cat([codes.q for codes in planes])
+    convert = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+    packed = torch.cat([convert(piece.int(), 1) for piece in q.split(PACK_ROWS)])
+    pairs = [torch.stack((codes.scale, codes.zero), dim=-1) for codes in planes]
+    scale_zero = torch.cat(pairs).transpose(0, 1).contiguous().bfloat16()
+    count = PLANES[parts[0][0]]
+    return Int4Planes(packed, scale_zero, count, (q.shape[0], q.shape[1] // count))
+
+
+def _plane_codes(name: str, data: Tensor) -> _Codes:
+    """A matrix as 4-bit codes of the operator, planes side by side: w = (q - 8) * scale + zero."""
     codes = READERS[name](name, data.unflatten(1, (-1, BLOCK_BYTES[name])))
     if PLANES[name] == 1:
-        q, scale, zero = codes.q, codes.scale, codes.zero + 8 * codes.scale
-    else:
-        # high is stored so that its own offset (q - 8) takes up as much of the zero as it can.
-        offset = 8 if codes.bits == 5 and name != "Q5_0" else (0 if codes.bits == 8 else 7)
-        high = (codes.q >> 4) + offset
-        q = torch.cat((high, codes.q & 15), dim=1)
-        low_zero = codes.zero + 8 * codes.scale - 16 * (offset - 8) * codes.scale
-        scale = torch.cat((16 * codes.scale, codes.scale), dim=1)
-        zero = torch.cat((torch.zeros_like(low_zero), low_zero), dim=1)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
-    scale_zero = torch.stack((scale, zero), dim=-1).transpose(0, 1).contiguous().bfloat16()
-    return Int4Planes(packed, scale_zero, PLANES[name], (data.shape[0], codes.q.shape[1]))
+        return _Codes(codes.q, codes.scale, codes.zero + 8 * codes.scale, 4)
+    # high is stored so that its own offset (q - 8) takes up as much of the zero as it can.
+    offset = 8 if codes.bits == 5 and name != "Q5_0" else (0 if codes.bits == 8 else 7)
+    high = (codes.q >> 4) + offset
+    low_zero = codes.zero + 8 * codes.scale - 16 * (offset - 8) * codes.scale
+    return _Codes(
+        torch.cat((high, codes.q & 15), dim=1),
+        torch.cat((16 * codes.scale, codes.scale), dim=1),
+        torch.cat((torch.zeros_like(low_zero), low_zero), dim=1),
+        4,
+    )
 
 
 def int4_matmul(x: Tensor, planes: Int4Planes) -> Tensor:

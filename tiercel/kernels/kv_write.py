@@ -25,7 +25,7 @@ def kv_write_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)  # int64: slots * width passes 2**31
     cols = tl.arange(0, BLOCK)
-    mask = (cols < width) & (slot >= 0)
+    mask = cols < tl.where(slot >= 0, width, 0)  # a slot of -1 leaves no column
     k = tl.load(k_ptr + token * k_stride + cols, mask=mask)
     v = tl.load(v_ptr + token * v_stride + cols, mask=mask)
     tl.store(k_cache_ptr + slot * width + cols, k, mask=mask)

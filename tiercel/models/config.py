@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from tiercel.errors import ModelFormatError, UnsupportedModelError
 
 MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_CONTEXT = 1024, 2**17, 1024, 2**26
-MAX_VOCAB = 2**24
+MAX_VOCAB, MAX_INNER = 2**24, 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,23 +136,30 @@ class Fields:
         return self.values.get(self.prefix + key)
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        """An integer in [low, high]; a per-layer array is accepted if all its entries are equal."""
+        """An integer in [low, high]."""
         value = self.get(key)
-        if value is None:
-            if default is None:
-                raise self.fail(key, None, f"present, an integer {low} to {high}")
+        if value is None and default is not None:
             return default
-        if not isinstance(value, str | bool | int | float | Mapping) and hasattr(value, "__len__"):
-            entries = {int(entry) for entry in value if _is_integer(entry)}
-            if len(entries) != 1 or not all(_is_integer(entry) for entry in value):
-                raise UnsupportedModelError(
-                    f"{self.file}: {self.prefix}{key} differs from layer to layer.",
-                    hint="Tiercel runs models whose layers have equal sizes.",
-                )
-            value = entries.pop()
         if not _is_integer(value) or not low <= value <= high:
             raise self.fail(key, value, f"an integer {low} to {high}")
         return int(value)
+
+    def layer_integer(
+        self, key: str, high: int, num_layers: int, default: int | None = None
+    ) -> int:
+        """An integer in [1, high], or an array of one per layer that are all equal."""
+        value = self.get(key)
+        if isinstance(value, str | Mapping) or not hasattr(value, "__len__"):
+            return self.integer(key, 1, high, default)
+        is_right = all(_is_integer(entry) and 1 <= entry <= high for entry in value)
+        if len(value) != num_layers or not is_right:
+            raise self.fail(key, list(value), f"{num_layers} integers 1 to {high}")
+        if len({int(entry) for entry in value}) > 1:
+            raise UnsupportedModelError(
+                f"{self.file}: {self.prefix}{key} differs from layer to layer.",
+                hint="Tiercel runs models whose layers have equal sizes.",
+            )
+        return int(value[0])
 
     def number(
         self, key: str, default: float | None = None, *, low: float = 0.0, high: float = math.inf
@@ -184,8 +192,8 @@ class Fields:
 
 
 def _is_integer(value: object) -> bool:
-    # numpy integers from metadata arrays are no `int`, but have `__index__` like it.
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    # Entries of metadata arrays are numpy integers, which are no `int`.
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _finish(config: ModelConfig, fields: Fields) -> ModelConfig:
@@ -225,7 +233,8 @@ def from_gguf(
     """
     fields = Fields(metadata, file, f"{architecture.name}.")
     hidden_size = fields.integer("embedding_length", 1, MAX_WIDTH)
-    num_heads = fields.integer("attention.head_count", 1, MAX_HEADS)
+    num_layers = fields.integer("block_count", 1, MAX_LAYERS)
+    num_heads = fields.layer_integer("attention.head_count", MAX_HEADS, num_layers)
     head_dim = fields.integer(
         "attention.key_length", 1, MAX_WIDTH, max(1, hidden_size // num_heads)
     )
@@ -235,16 +244,17 @@ def from_gguf(
             f"{file}: keys have {head_dim} dimensions and values {value_dim}.",
             hint="Tiercel runs models whose keys and values have equal sizes.",
         )
-    num_layers = fields.integer("block_count", 1, MAX_LAYERS)
     config = ModelConfig(
         arch=architecture.name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=fields.integer("attention.head_count_kv", 1, MAX_HEADS, num_heads),
+        num_kv_heads=fields.layer_integer(
+            "attention.head_count_kv", MAX_HEADS, num_layers, num_heads
+        ),
         head_dim=head_dim,
-        intermediate_size=fields.integer("feed_forward_length", 1, 2**20),
+        intermediate_size=fields.layer_integer("feed_forward_length", MAX_INNER, num_layers),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", high=1.0),
         max_position=fields.integer("context_length", 1, MAX_CONTEXT),
         tie_embeddings=False,  # decided by the presence of output.weight
@@ -302,7 +312,7 @@ def from_hf(architecture: Architecture, values: Mapping[str, Any], file: str) ->
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", 1, MAX_HEADS, num_heads),
         head_dim=head_dim,
-        intermediate_size=fields.integer("intermediate_size", 1, 2**20),
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_INNER),
         norm_eps=fields.number("rms_norm_eps", 1e-6, high=1.0),
         max_position=fields.integer("max_position_embeddings", 1, MAX_CONTEXT),
         tie_embeddings=False,  # decided by the presence of lm_head.weight

@@ -243,5 +243,11 @@ def _map_names(
 def _check(
     config: ModelConfig, mapped: Mapping[str, str], tensors: Mapping[str, TensorInfo], file: str
 ) -> None:
+    for name in mapped.values():
+        if len(tensors[name].dims) > 2:
+            raise ModelFormatError(
+                f"{file}: tensor {name!r:.80} has {len(tensors[name].dims)} dimensions.",
+                hint="A dense decoder has vectors and matrices only.",
+            )
     found = {ours: (name, tensors[name].shape) for ours, name in mapped.items()}
     check_tensors(config, found, file)

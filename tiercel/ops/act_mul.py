@@ -22,7 +22,7 @@ def act_mul(x: Tensor, activation: str) -> Tensor:
         CPU.
 
     Raises:
-        ArgumentError: an odd number of columns or an unknown activation.
+        ArgumentError: odd columns, an unknown activation, or an inner stride other than 1.
 
     Source: "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
@@ -31,6 +31,8 @@ def act_mul(x: Tensor, activation: str) -> Tensor:
             f"act_mul: x is {tuple(x.shape)}, activation {activation!r}.",
             hint=f"Pass (rows, 2 * inner) and one of {ACTIVATIONS}.",
         )
+    if x.stride(1) != 1:
+        raise ArgumentError(f"act_mul: x has inner stride {x.stride(1)}.", hint="Pass 1.")
     if x.is_cuda:
         from tiercel.kernels.act_mul import launch_act_mul
 

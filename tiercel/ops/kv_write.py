@@ -26,12 +26,19 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
             f"slots {tuple(slot_mapping.shape)} do not fit.",
             hint="Heads and head sizes must agree, with one slot per token.",
         )
-    if k.dtype != k_cache.dtype or not k_cache.is_contiguous() or not v_cache.is_contiguous():
+    contiguous = k_cache.is_contiguous() and v_cache.is_contiguous()
+    if k_cache.shape != v_cache.shape or not contiguous:
         raise ArgumentError(
-            f"kv_write: k is {k.dtype}, the cache {k_cache.dtype}.",
-            hint="Pass a contiguous cache of the same dtype.",
+            f"kv_write: caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)} are not equal and "
+            "contiguous.",
+            hint="Pass contiguous caches of one shape.",
         )
-    if k.stride(1) != k.shape[2] or v.stride(1) != v.shape[2]:
+    if {k.dtype, v.dtype, v_cache.dtype} != {k_cache.dtype}:
+        raise ArgumentError(
+            f"kv_write: k is {k.dtype}, v {v.dtype}, caches {k_cache.dtype} and {v_cache.dtype}.",
+            hint="Pass one dtype.",
+        )
+    if k.stride()[1:] != (k.shape[2], 1) or v.stride()[1:] != (v.shape[2], 1):
         raise ArgumentError(
             "kv_write: heads are not adjacent.", hint="Pass (tokens, heads, head_dim)."
         )

@@ -84,20 +84,9 @@ def prepare_linear(
             dense = [dequantize(part.to(device), dtype) for part in members]
             segments.append(dense[0] if len(dense) == 1 else torch.cat(dense))
         else:
-            segments.append(_pack(list(members)))
+            pieces = [(part.qtype.name, part.planes["data"]) for part in members]
+            segments.append(int4_planes.pack_planes(pieces))
     return LinearWeight(tuple(segments), (sum(part.shape[0] for part in parts), in_features))
-
-
-def _pack(parts: list[QuantTensor]) -> Int4Planes:
-    packed = [int4_planes.pack_planes(part.qtype.name, part.planes["data"]) for part in parts]
-    if len(packed) == 1:
-        return packed[0]
-    return Int4Planes(
-        torch.cat([planes.packed for planes in packed]),
-        torch.cat([planes.scale_zero for planes in packed], dim=1),
-        packed[0].count,
-        (sum(planes.shape[0] for planes in packed), packed[0].shape[1]),
-    )
 
 
 def linear(
@@ -112,11 +101,11 @@ def linear(
         x: (rows, in_features) contiguous, the dtype the weight was prepared for.
         weight: from `prepare_linear`.
         bias: (out_features,), dtype of the result; None for none.
-        out_dtype: float32 for an unrounded result of a weight prepared `wide`; None for the dtype
-            of x.
+        out_dtype: float32 for the result of a weight prepared `wide`, unrounded but for fewer than
+            `WIDE_ROWS` rows on a CPU, which pass through float16; None for the dtype of x.
 
     Returns:
-        (rows, out_features). Sums are float32; the result is rounded once.
+        (rows, out_features). Sums are float32; the product is rounded once, a bias added after it.
 
     Raises:
         ArgumentError: the shapes disagree.

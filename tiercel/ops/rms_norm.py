@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | Non
         The shape of x, contiguous. Sums are float32, rounded once.
 
     Raises:
-        ArgumentError: the shapes disagree, or weight is not float32.
+        ArgumentError: the shapes disagree, weight is not float32, or the inner stride is not 1.
 
     Source: "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
@@ -33,6 +33,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | Non
         )
     if x.dim() not in (2, 3):
         raise ArgumentError(f"rms_norm: x has {x.dim()} dimensions.", hint="Pass 2 or 3.")
+    if x.stride(-1) != 1 and hidden > 1:
+        raise ArgumentError(f"rms_norm: x has inner stride {x.stride(-1)}.", hint="Pass 1.")
     if not x.is_cuda:
         normed = torch.nn.functional.rms_norm(x.float(), (hidden,), weight, eps)
         return normed.to(out_dtype or x.dtype)

@@ -21,7 +21,7 @@ def rotary_(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         x. Products are float32, rounded once.
 
     Raises:
-        ArgumentError: the shapes disagree.
+        ArgumentError: the shapes disagree, or the inner stride is not 1.
 
     Source: "RoFormer", arXiv 2104.09864, in the half-split form of GPT-NeoX.
     """
@@ -35,6 +35,8 @@ def rotary_(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
             f"rotary_: table is {tuple(table.shape)} for heads of {x.shape[2]}.",
             hint="Pass (positions, 2, half) with 2 * half at most the head size.",
         )
+    if x.stride(2) != 1:
+        raise ArgumentError(f"rotary_: x has inner stride {x.stride(2)}.", hint="Pass 1.")
     if x.is_cuda:
         from tiercel.kernels.rotary import launch_rotary
 

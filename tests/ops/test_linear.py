@@ -1,0 +1,263 @@
+"""The linear layer: dense forms, 4-bit planes on a CPU, mixed parts, float32 results."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gguf_files import quantised
+from tiercel.errors import ArgumentError
+from tiercel.kernels import int4_planes
+from tiercel.kernels import linear as kernel
+from tiercel.ops.dequantize import dequantize
+from tiercel.ops.linear import WIDE_ROWS, WIDE_SLICE, linear, prepare_linear, select_form
+from tiercel.quant import Layout, QuantTensor, QuantType
+from tiercel.reference import linear as oracle
+
+CPU = torch.device("cpu")
+# Relative, of whole results (norms). float32: sums of up to 1000 products.
+# 16-bit types: weights and result are rounded to 8 or 11 bits, each an error of unit / sqrt(3) / 2
+# to unit / 2 in the mean; a GPU may add partial sums in that type, once more.
+DENSE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# Planes round scale and zero of a group instead of each weight. Both errors are shared by 32
+# weights and, in the types with a minimum, larger than the weight's own: see the test of packing.
+PLANES = 6e-3
+PACKED = sorted(int4_planes.PLANES)
+# (rows, in, out): one decode step, odd counts, more rows than a tile; out of planes in 16s.
+SHAPES = [(1, 256, 16), (3, 512, 48), (33, 768, 112), (5, 1024, 400)]
+
+
+def make_weight(name, out_features, in_features, seed=0):
+    """A random matrix in a storage type; rows of different size, and an offset off zero."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=(out_features, in_features)) * 10.0 ** rng.uniform(
+        -2, 1, (out_features, 1)
+    )
+    stored = quantised(values + 0.1, name)
+    data = torch.frombuffer(bytearray(stored.data), dtype=torch.uint8).view(out_features, -1)
+    shape = (out_features, in_features)
+    return QuantTensor(QuantType[name], Layout.FILE, shape, {"data": data})
+
+
+def decoded(parts):
+    """What the file says, float64 (out, in)."""
+    return torch.cat([dequantize(part, torch.float32) for part in parts]).double()
+
+
+def relative_error(actual, expected):
+    return ((actual.double().cpu() - expected.cpu()).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", DENSE, ids=str)
+@pytest.mark.parametrize(("rows", "in_features", "out_features"), [*SHAPES, (2, 100, 7)])
+def test_dense_matches_oracle(rows, in_features, out_features, dtype, device):
+    part = make_weight("F32", out_features, in_features)
+    weight = prepare_linear([part], dtype, device)
+    x = torch.randn(rows, in_features).to(dtype)
+    out = linear(x.to(device), weight)
+    assert out.dtype == dtype
+    assert out.shape == (rows, out_features)
+    assert relative_error(out, oracle.linear(x, decoded([part]))) < DENSE[dtype]
+
+
+@pytest.mark.parametrize("name", [q.name for q in QuantType])
+def test_every_type_is_exact_in_float32(name, device):
+    part = make_weight(name, 48, 512)
+    x = torch.randn(5, 512)
+    out = linear(x.to(device), prepare_linear([part], torch.float32, device))
+    assert relative_error(out, oracle.linear(x, decoded([part]))) < 2e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", ["same", torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "in_features", "out_features"), [*SHAPES, (2, 100, 7)])
+def test_gpu_kernel_matches_oracle(rows, in_features, out_features, dtype, out_dtype, device):
+    out_dtype = dtype if out_dtype == "same" else out_dtype
+    x = torch.randn(rows, in_features).to(dtype).to(device)
+    weight = torch.randn(out_features, in_features).to(dtype).to(device)
+    out = torch.full((rows, out_features), float("nan"), dtype=out_dtype, device=device)
+    kernel.launch_linear(x, weight, out)
+    assert relative_error(out, oracle.linear(x, weight).cpu()) < DENSE[out_dtype]
+
+
+def test_kernel_fills_a_poisoned_output(device):
+    x, weight = torch.randn(3, 100, device=device), torch.randn(7, 100, device=device)
+    out = torch.full((3, 7), float("nan"), device=device)
+    kernel.launch_linear(x, weight, out)
+    assert relative_error(out, oracle.linear(x, weight).cpu()) < 2e-6
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(("rows", "in_features", "out_features"), SHAPES)
+def test_planes_match_oracle(rows, in_features, out_features, name):
+    part = make_weight(name, out_features, in_features)
+    weight = prepare_linear([part], torch.bfloat16, CPU)
+    planes = weight.segments[0]
+    assert planes.count == int4_planes.PLANES[name]
+    x = torch.randn(rows, in_features).bfloat16()
+    out = linear(x, weight)
+    assert out.dtype == torch.bfloat16
+    assert relative_error(out, oracle.linear(x, decoded([part]))) < PLANES
+    assert torch.equal(out, int4_planes.int4_matmul(x, planes))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packing_errs_like_rounding_to_bfloat16(name):
+    """A weight in planes keeps about the 8 bits that a dense bfloat16 weight would.
+
+    The rows of the identity read the weights back. 2.5 times the error of dense weights: scale,
+    zero and this read-out are rounded once each, and the zero of a group with a minimum is larger
+    than its weights.
+    """
+    part = make_weight(name, 64, 768)
+    expected = decoded([part])
+    planes = int4_planes.pack_planes([(name, part.planes["data"])])
+    weights = int4_planes.int4_matmul(torch.eye(768).bfloat16(), planes).t()
+    dense = relative_error(expected.bfloat16(), expected)
+    assert relative_error(weights, expected) < 2.5 * dense
+    largest = expected.view(64, -1, 32).abs().amax(dim=2, keepdim=True)
+    error = (weights.double() - expected).view(64, -1, 32).abs()
+    assert (error <= 2**-6 * largest).all()  # no weight is off by more than 4 units of its group
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_codes_are_those_of_the_file(name):
+    """Before any rounding: scale * q + zero is the weight."""
+    part = make_weight(name, 16, 512)
+    block_bytes = int4_planes.BLOCK_BYTES[name]
+    codes = int4_planes.READERS[name](name, part.planes["data"].unflatten(1, (-1, block_bytes)))
+    groups = codes.q.view(16, -1, 32).double()
+    weights = codes.scale.double().unsqueeze(-1) * groups + codes.zero.double().unsqueeze(-1)
+    assert int(codes.q.max()) < 2**codes.bits
+    assert relative_error(weights.flatten(1), decoded([part])) < 1e-6
+
+
+def test_each_row_of_x_is_its_own(device):
+    """A row's result depends on neither its place nor the rows beside it, up to rounding."""
+    part = make_weight("Q8_0", 48, 256)
+    weight = prepare_linear([part], torch.bfloat16, device)
+    x = torch.randn(7, 256).bfloat16().to(device)
+    alone = torch.cat([linear(row.unsqueeze(0), weight) for row in x])
+    assert relative_error(linear(x, weight), alone.double().cpu()) < 3e-3
+    order = torch.randperm(7).to(device)
+    assert relative_error(linear(x[order], weight), linear(x, weight)[order].double().cpu()) < 3e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_mixed_parts_lie_end_to_end(dtype, device):
+    names = ("Q4_0", "Q4_1", "Q8_0", "F32", "Q6_K", "Q5_K", "Q4_K")
+    sizes = (32, 16, 48, 20, 17, 16, 7)
+    parts = [
+        make_weight(name, size, 512, seed)
+        for seed, (name, size) in enumerate(zip(names, sizes, strict=True))
+    ]
+    weight = prepare_linear(parts, dtype, device)
+    packs = dtype == torch.bfloat16 and device.type == "cpu"
+    # Neighbours of one form merge: Q4_0 + Q4_1, Q8_0, F32 + Q6_K, Q5_K, Q4_K (7 rows).
+    assert len(weight.segments) == (5 if packs else 1)
+    assert weight.shape == (sum(sizes), 512)
+    x = torch.randn(3, 512).to(dtype)
+    out = linear(x.to(device), weight).cpu()
+    for piece, part in zip(out.split(sizes, dim=1), parts, strict=True):
+        tolerance = PLANES if packs else DENSE[dtype]
+        assert relative_error(piece, oracle.linear(x, decoded([part]))) < tolerance
+        alone = linear(x.to(device), prepare_linear([part], dtype, device)).cpu()
+        assert relative_error(piece, alone.double()) < (3e-3 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("names", [("Q4_1", "Q4_0", "Q4_K"), ("Q8_0", "Q5_1", "Q5_K")])
+@pytest.mark.parametrize("sizes", [(16, 80, 48), (192, 16, 64), (4096, 48, 16)])
+def test_packed_parts_join_at_any_row(names, sizes):
+    """The operator interleaves up to 64 rows: parts may end inside such a tile."""
+    parts = [
+        make_weight(name, size, 256, seed)
+        for seed, (name, size) in enumerate(zip(names, sizes, strict=True))
+    ]
+    weight = prepare_linear(parts, torch.bfloat16, CPU)
+    assert len(weight.segments) == 1
+    x = torch.randn(3, 256).bfloat16()
+    out = linear(x, weight)
+    for piece, part in zip(out.split(sizes, dim=1), parts, strict=True):
+        assert torch.equal(piece, linear(x, prepare_linear([part], torch.bfloat16, CPU)))
+
+
+@pytest.mark.parametrize("name", ["F32", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bias_is_added(dtype, name, device):
+    part = make_weight(name, 48, 256)
+    x, bias = torch.randn(3, 256).to(dtype), (100 * torch.randn(48)).to(dtype)
+    out = linear(x.to(device), prepare_linear([part], dtype, device), bias.to(device))
+    expected = oracle.linear(x, decoded([part]), bias)
+    assert relative_error(out, expected) < max(DENSE[dtype], PLANES * (dtype != torch.float32))
+    assert relative_error(out, expected - bias.double()) > 0.5  # the bias decides
+
+
+@pytest.mark.parametrize("rows", [1, WIDE_ROWS - 1, WIDE_ROWS, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_wide_results(rows, dtype, device):
+    """Float32 results: rounded no more than the resident weights are."""
+    if dtype == torch.float16 and device.type == "cpu":
+        pytest.skip("float16 activations are not offered on a CPU")
+    part = make_weight("Q8_0", 1000, 576)
+    weight = prepare_linear([part], dtype, device, wide=True)
+    (dense,) = weight.segments
+    narrow = torch.float16 if device.type == "cpu" else dtype
+    assert dense.dtype == (torch.float32 if dtype == torch.float32 else narrow)
+    x = torch.randn(rows, 576).to(dtype)
+    out = linear(x.to(device), weight, out_dtype=torch.float32)
+    assert out.dtype == torch.float32
+    expected = oracle.linear(x, dense.cpu())
+    # PyTorch has no product of 16-bit inputs with a float32 result on a CPU: so few rows are not
+    # worth widening the weights, and the result is rounded to float16 on its way (half of 2**-11).
+    is_rounded = device.type == "cpu" and dtype != torch.float32 and rows < WIDE_ROWS
+    assert relative_error(out, expected) < (2**-12 if is_rounded else 2e-6)
+
+
+@pytest.mark.parametrize("rows", [1, WIDE_ROWS])
+def test_wide_weights_larger_than_a_slice(rows, device):
+    part = make_weight("Q4_0", WIDE_SLICE + 33, 32)
+    weight = prepare_linear([part], torch.bfloat16, device, wide=True)
+    x = torch.randn(rows, 32).bfloat16()
+    out = linear(x.to(device), weight, out_dtype=torch.float32)
+    expected = oracle.linear(x, weight.segments[0].cpu())
+    assert relative_error(out, expected) < (2**-12 if device.type == "cpu" and rows == 1 else 2e-6)
+    assert relative_error(out[:, WIDE_SLICE:], expected[:, WIDE_SLICE:]) < 2**-11
+
+
+@pytest.mark.parametrize("name", ["F32", "Q4_0", "Q8_0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_rows(dtype, name, device):
+    weight = prepare_linear([make_weight(name, 48, 256)], dtype, device)
+    x = torch.empty(0, 256, dtype=dtype, device=device)
+    assert linear(x, weight).shape == (0, 48)
+
+
+def test_form_of_every_type():
+    for qtype in QuantType:
+        for out_features in (1, 16, 24, 576):
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                assert select_form(qtype.name, out_features, dtype, "cuda") == "dense"
+                form = select_form(qtype.name, out_features, dtype, "cpu")
+                if dtype == torch.bfloat16 and out_features % 16 == 0 and qtype.name in PACKED:
+                    assert form == f"planes{int4_planes.PLANES[qtype.name]}"
+                else:
+                    assert form == "dense"
+    # One plane holds 16 levels, so exactly the 4-bit types have one.
+    assert {name for name in PACKED if int4_planes.PLANES[name] == 1} == {"Q4_0", "Q4_1", "Q4_K"}
+
+
+def test_block_sizes_are_those_of_the_types():
+    sizes = {name: QuantType[name].block_bytes for name in PACKED}
+    assert sizes == int4_planes.BLOCK_BYTES
+    assert set(int4_planes.READERS) == set(PACKED)
+
+
+def test_op_names_the_bad_argument(device):
+    first, second = make_weight("F32", 4, 64), make_weight("F32", 4, 96)
+    with pytest.raises(ArgumentError, match=r"parts have \[64, 96\] columns"):
+        prepare_linear([first, second], torch.float32, device)
+    weight = prepare_linear([first], torch.float32, device)
+    with pytest.raises(ArgumentError, match=r"x is \(2, 65\) but the weight has 64 columns"):
+        linear(torch.randn(2, 65, device=device), weight)
+    with pytest.raises(ArgumentError, match=r"x is \(64,\)"):
+        linear(torch.randn(64, device=device), weight)
