@@ -6,13 +6,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 BENCH ?= dequantize
-PROMPT ?= The three most important things to know about the Moon are
+PROMPT ?= Why is the sky blue? Answer in three sentences.
 
 .PHONY: demo test lint bench-cpu clean
 
-# Writes an answer of the default model to the terminal; the first run fetches the model.
+# The default model answers on the terminal; the first run fetches it.
 demo: $(VENV)/.demo
-	@$(BIN)/tiercel generate "$(PROMPT)" --max-tokens 96 --temperature 0
+	@$(BIN)/tiercel generate --chat "$(PROMPT)" --max-tokens 120 --temperature 0
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -10,7 +10,9 @@ into text. One thread at a time may use it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -24,8 +26,14 @@ import torch
 
 from tiercel import env
 from tiercel.chat_template import ChatTemplate, encode_chat
-from tiercel.engine.config import EngineConfig, resolve_device, resolve_dtype
-from tiercel.engine.engine import build_engine
+from tiercel.engine.config import (
+    EngineConfig,
+    resolve_count,
+    resolve_device,
+    resolve_dtype,
+    resolve_share,
+)
+from tiercel.engine.engine import Engine, build_engine
 from tiercel.engine.output import (
     CompletionOutput,
     OutputText,
@@ -37,7 +45,7 @@ from tiercel.engine.request import Request, Status
 from tiercel.errors import ArgumentError, ContextLengthError, InvalidRequestError
 from tiercel.loader.hub import resolve
 from tiercel.models.source import open_source
-from tiercel.params import LIMITS, SamplingParams
+from tiercel.params import LIMITS, SamplingParams, shown
 
 Prompt = str | Mapping[str, Sequence[int]]
 MAX_SEQS = {"cpu": 16, "cuda": 256}
@@ -45,6 +53,9 @@ MAX_SEQS = {"cpu": 16, "cuda": 256}
 # arithmetic.
 MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 BLOCK_SIZE = 64
+
+
+_Taker = Callable[[Request, tuple[int, ...]], None]
 
 
 @dataclass(slots=True)
@@ -104,25 +115,32 @@ class LLM:
         config = EngineConfig(
             device=target,
             dtype=resolve_dtype(dtype, target, source.format),
-            max_model_len=_bounded("max_model_len", max_model_len, longest, longest),
-            max_num_seqs=_bounded("max_num_seqs", max_num_seqs, MAX_SEQS[target.type], 4096),
-            max_num_batched_tokens=_bounded(
+            max_model_len=resolve_count("max_model_len", max_model_len, longest, longest),
+            max_num_seqs=resolve_count("max_num_seqs", max_num_seqs, MAX_SEQS[target.type], 4096),
+            max_num_batched_tokens=resolve_count(
                 "max_num_batched_tokens",
                 max_num_batched_tokens,
                 MAX_BATCHED_TOKENS[target.type],
                 2**20,
             ),
             block_size=BLOCK_SIZE,
-            gpu_memory_utilization=_share(gpu_memory_utilization),
-            seed=seed,
+            gpu_memory_utilization=resolve_share(gpu_memory_utilization),
+            seed=resolve_count("seed", seed, 0, 2**63 - 1, low=-(2**63)),
         )
         self.source = source
         self.config = config
         self.tokenizer = source.tokenizer(env.cache_dir() / "tokenizers")
         self._template = self._make_template()
         load = None if progress is None else lambda done, total: progress("Loading", done, total)
-        self._engine = build_engine(source, config, self.tokenizer, load)
+        self._loaded: Engine | None = build_engine(source, config, self.tokenizer, load)
         self._ids = itertools.count()
+        self._takers: dict[str, _Taker] = {}
+
+    @property
+    def _engine(self) -> Engine:
+        if self._loaded is None:
+            raise InvalidRequestError("this LLM is closed.", hint="Make a new one.")
+        return self._loaded
 
     def _make_template(self) -> ChatTemplate | None:
         tokenizer, text = self.tokenizer, self.source.chat_template
@@ -151,7 +169,7 @@ class LLM:
         """Give weights and cache back; the object cannot be used afterwards."""
         if self._template is not None:
             self._template.close()
-        self.__dict__.pop("_engine", None)
+        self._loaded = None
         if self.config.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -238,7 +256,7 @@ class LLM:
     ) -> Iterator[StreamDelta]:
         """Continue a raw prompt piece by piece; leaving the loop early ends the request."""
         ids = self._prompt_ids(prompt, parse_special=parse_special)
-        return self._stream(ids, params or SamplingParams())
+        return self._stream(self._answers([ids], [params or SamplingParams()]))
 
     def stream_chat(
         self,
@@ -250,7 +268,7 @@ class LLM:
     ) -> Iterator[StreamDelta]:
         """Answer a conversation piece by piece."""
         ids = self.encode_chat(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
-        return self._stream(ids, params or SamplingParams(max_tokens=None))
+        return self._stream(self._answers([ids], [params or SamplingParams(max_tokens=None)]))
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Raw logits after each token of a given sequence (teacher-forced), for evaluation.
@@ -263,15 +281,17 @@ class LLM:
         """
         ids = self._prompt_ids({"prompt_token_ids": token_ids}, parse_special=False, extra=0)
         request = self._request(ids, SamplingParams(), 0, max_tokens=0, wants_logits=True)
-        for _ in self._steps([request]):
+        for _ in self._steps([request], lambda *_: None):
             pass
         return np.concatenate([piece.numpy() for piece in request.prompt_logits])
 
-    def _params_for(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
+    def _params_for(self, prompts: Sequence[Prompt], params: object) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, Sequence) or not all(
+            isinstance(entry, SamplingParams) for entry in params
+        ):
+            raise ArgumentError(f"params={shown(params)} is no SamplingParams nor a list of them.")
         if len(params) != len(prompts):
             raise ArgumentError(
                 f"{len(prompts)} prompts but {len(params)} sampling parameters.",
@@ -289,9 +309,10 @@ class LLM:
             ids = self.tokenizer.encode(
                 prompt, parse_special=parse_special, add_special_tokens=True
             )
-        elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            ids = list(prompt["prompt_token_ids"])
-            self._check_ids("prompt_token_ids", ids)
+        elif isinstance(prompt, Mapping) and isinstance(prompt.get("prompt_token_ids"), Iterable):
+            listed = list(prompt["prompt_token_ids"])
+            self._check_ids("prompt_token_ids", listed)
+            ids = [int(token_id) for token_id in listed]  # of numpy's integers too
         else:
             raise ArgumentError(
                 f"a prompt of type {type(prompt).__name__} cannot be read.",
@@ -320,7 +341,9 @@ class LLM:
             is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
             if not is_integer or not 0 <= token_id < limit:
                 raise InvalidRequestError(
-                    f"{name} holds {token_id!r:.40}.", hint=f"Token ids are 0 to {limit - 1}.", param=name
+                    f"{name} holds {shown(token_id)}.",
+                    hint=f"Token ids are 0 to {limit - 1}.",
+                    param=name,
                 )
 
     def _request(
@@ -350,18 +373,27 @@ class LLM:
             wants_logits=wants_logits,
         )
 
-    def _steps(self, requests: Sequence[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
-        """Run requests to their end; yields (request, new ids). Leaving early aborts."""
+    def _steps(self, requests: Sequence[Request], take: _Taker) -> Generator[None]:
+        """Run requests to their end, a step at a time. Leaving early aborts them.
+
+        The reader of a stream may make another call meanwhile. Each step serves all that are under
+        way and hands each update to its own call's `take` (request, new ids).
+        """
         engine = self._engine
-        for request in requests:
-            engine.submit(request)
+        submitted = []
         try:
+            for request in requests:
+                engine.submit(request)
+                submitted.append(request)
+                self._takers[request.request_id] = take
             while any(request.status is not Status.FINISHED for request in requests):
                 for update in engine.step():
-                    yield update.request, update.new_token_ids
+                    self._takers[update.request.request_id](update.request, update.new_token_ids)
+                yield
         finally:
-            for request in requests:
+            for request in submitted:
                 engine.abort(request)
+                self._takers.pop(request.request_id, None)
 
     def _answers(
         self, prompt_ids: Sequence[list[int]], params: Sequence[SamplingParams]
@@ -390,32 +422,42 @@ class LLM:
     ) -> list[RequestOutput]:
         start = perf_counter()
         answers = self._answers(prompt_ids, params)
-        for request, new_ids in self._steps([answer.request for answer in answers.values()]):
+
+        def take(request: Request, new_ids: tuple[int, ...]) -> None:
             answer = answers[request.request_id]
             self._push(answer, new_ids)
             answer.finished_s = perf_counter() - start
             if answer.first_token_s is None and new_ids:
                 answer.first_token_s = answer.finished_s
+
+        for _ in self._steps([answer.request for answer in answers.values()], take):
+            pass
         by_prompt: list[list[_Answer]] = [[] for _ in prompt_ids]
         for answer in answers.values():
             by_prompt[answer.prompt_index].append(answer)
         return [_result(text, members) for text, members in zip(texts, by_prompt, strict=True)]
 
-    def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[StreamDelta]:
-        answers = self._answers([ids], [params])
-        for request, new_ids in self._steps([answer.request for answer in answers.values()]):
-            answer = answers[request.request_id]
-            piece = self._push(answer, new_ids)
-            yield StreamDelta(
+    def _stream(self, answers: Mapping[str, _Answer]) -> Iterator[StreamDelta]:
+        ready: deque[StreamDelta] = deque()
+
+        def take(request: Request, new_ids: tuple[int, ...]) -> None:
+            piece = self._push(answers[request.request_id], new_ids)
+            has_logprobs = request.params.logprobs is not None
+            delta = StreamDelta(
                 index=request.stream,
                 text=piece,
                 token_ids=list(new_ids),
-                logprobs=request.logprobs[-len(new_ids) :]
-                if request.logprobs and new_ids
-                else None,
+                logprobs=request.logprobs[-1:] if has_logprobs and new_ids else None,
                 finish_reason=request.finish_reason,
                 stop_reason=request.stop_reason,
             )
+            ready.append(delta)
+
+        requests = [answer.request for answer in answers.values()]
+        with closing(self._steps(requests, take)) as steps:
+            for _ in steps:
+                while ready:
+                    yield ready.popleft()
 
 
 def _result(prompt: str | None, answers: list[_Answer]) -> RequestOutput:
@@ -442,7 +484,9 @@ def _result(prompt: str | None, answers: list[_Answer]) -> RequestOutput:
         prompt=prompt,
         prompt_token_ids=first.prompt_token_ids,
         prompt_logprobs=(
-            None if first.params.prompt_logprobs is None else [None, *first.prompt_logprobs]
+            None
+            if first.params.prompt_logprobs is None or first.finish_reason == "error"
+            else [None, *first.prompt_logprobs]
         ),
         outputs=outputs,
         finished=True,
@@ -453,19 +497,3 @@ def _result(prompt: str | None, answers: list[_Answer]) -> RequestOutput:
             num_output_tokens=sum(len(output.token_ids) for output in outputs),
         ),
     )
-
-
-def _bounded(name: str, value: object, default: int, high: int) -> int:
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-        raise ArgumentError(f"{name}={value!r} is out of range.", hint=f"Use 1 to {high}.")
-    return value
-
-
-def _share(value: float) -> float:
-    if not 0.0 < value <= 1.0:
-        raise ArgumentError(
-            f"gpu_memory_utilization={value!r} is out of range.", hint="Use 0 < x <= 1."
-        )
-    return value

@@ -112,7 +112,7 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise ArgumentError(f"{name}={_shown(value)} is neither True nor False.")
+                raise ArgumentError(f"{name}={shown(value)} is neither True nor False.")
 
     def _check_numbers(self) -> None:
         _integer("n", self.n, 1, LIMITS.max_n)
@@ -147,7 +147,7 @@ class SamplingParams:
             )
         if self.stop and not self.detokenize:
             raise ArgumentError(
-                f"stop={_shown(self.stop)} needs text but detokenize=False.",
+                f"stop={shown(self.stop)} needs text but detokenize=False.",
                 hint="Use stop_token_ids instead.",
             )
 
@@ -169,21 +169,22 @@ def _number(
         is_inside = low < value <= high if is_open else low <= value <= high
         if is_inside:
             return
-    raise ArgumentError(f"{name}={_shown(value)} is out of range.", hint=f"Use {allowed}.")
+    raise ArgumentError(f"{name}={shown(value)} is out of range.", hint=f"Use {allowed}.")
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ArgumentError(
-            f"{name}={_shown(value)} is out of range.", hint=f"Use an integer {low} to {high}."
+            f"{name}={shown(value)} is out of range.", hint=f"Use an integer {low} to {high}."
         )
 
 
-def _shown(value: object) -> str:
-    """A value as a message may repeat it; Python refuses to write integers of 4,300 digits."""
-    if isinstance(value, int) and abs(value) >= 2**64:
+def shown(value: object) -> str:
+    """A value as a message may repeat it."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python writes no integer of more than 4,300 digits
         return "(a huge integer)"
-    return f"{value!r:.80}"
 
 
 def _strings(name: str, values: object) -> tuple[str, ...]:
@@ -191,18 +192,18 @@ def _strings(name: str, values: object) -> tuple[str, ...]:
         values = (values,)
     if not isinstance(values, Sequence) or not all(isinstance(value, str) for value in values):
         raise ArgumentError(
-            f"{name}={_shown(values)} is not a list of strings.",
+            f"{name}={shown(values)} is not a list of strings.",
             hint="Pass a string or a list of them.",
         )
     for text in values:
         if not 0 < len(text) <= LIMITS.max_stop_chars:
             raise ArgumentError(
-                f"{name} holds {_shown(text)}, which has {len(text)} characters.",
+                f"{name} holds {shown(text)}, which has {len(text)} characters.",
                 hint=f"Use 1 to {LIMITS.max_stop_chars} characters.",
             )
         if any("\ud800" <= char <= "\udfff" for char in text):
             raise ArgumentError(
-                f"{name} holds {_shown(text)}, which is no Unicode text.",
+                f"{name} holds {shown(text)}, which is no Unicode text.",
                 hint="A surrogate pair must be complete.",
             )
     return tuple(values)
@@ -211,7 +212,7 @@ def _strings(name: str, values: object) -> tuple[str, ...]:
 def _token_ids(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise ArgumentError(
-            f"{name}={_shown(values)} is not a list of token ids.", hint="Pass a list of integers."
+            f"{name}={shown(values)} is not a list of token ids.", hint="Pass a list of integers."
         )
     for value in values:
         _integer(name, value, 0, LIMITS.max_tokens)
@@ -221,7 +222,7 @@ def _token_ids(name: str, values: object) -> tuple[int, ...]:
 def _logit_bias(values: object) -> Mapping[int, float]:
     if not isinstance(values, Mapping):
         raise ArgumentError(
-            f"logit_bias={_shown(values)} is not a mapping.", hint="Map token ids to numbers."
+            f"logit_bias={shown(values)} is not a mapping.", hint="Map token ids to numbers."
         )
     if len(values) > LIMITS.max_logit_bias:
         raise ArgumentError(

@@ -23,10 +23,18 @@ def make_case(tokens, heads, head_dim, num_blocks, block_size, dtype, device):
     """Keys and values cut out of a fused row; poisoned caches; slots outside the null block."""
     fused = torch.randn(tokens, 2 + 2 * heads, head_dim).to(dtype).to(device)
     k, v = fused[:, 2 : 2 + heads], fused[:, 2 + heads :]
-    shape = (num_blocks, block_size, heads, head_dim)
-    caches = [torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2)]
+    # A guard block lies before each cache, where a slot of -1 would land.
+    shape = (2, 1 + num_blocks, block_size, heads, head_dim)
+    caches = list(torch.full(shape, float("nan"), dtype=dtype, device=device)[:, 1:])
     places = torch.randperm((num_blocks - 1) * block_size)
     return k, v, caches, (block_size + places[:tokens]).to(device)
+
+
+def guard_of(cache):
+    """The block before a cache."""
+    return cache.as_strided(
+        cache[0].shape, cache[0].stride(), cache.storage_offset() - cache[0].numel()
+    )
 
 
 def same_bits(a, b):
@@ -47,12 +55,16 @@ def test_matches_oracle(tokens, heads, head_dim, num_blocks, block_size, dtype, 
     assert same_bits(caches[1], expected[1])
     assert caches[0][0].isnan().all()  # the null block
     assert caches[1][0].isnan().all()
+    assert guard_of(caches[0]).isnan().all()
+    assert guard_of(caches[1]).isnan().all()
 
 
 @pytest.mark.parametrize("run", [kernel.launch_kv_write, kv_write], ids=["kernel", "op"])
 def test_slot_minus_one_writes_nothing(run, device):
     k, v, caches, slots = make_case(5, 2, 8, 3, 4, torch.bfloat16, device)
     run(k, v, *caches, torch.full_like(slots, -1))
+    assert guard_of(caches[0]).isnan().all()
+    assert guard_of(caches[1]).isnan().all()
     assert caches[0].isnan().all()
     assert caches[1].isnan().all()
 
@@ -62,9 +74,9 @@ def test_every_bit_pattern_passes(run, device):
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(256, 2, 128)
     k = bits.view(torch.bfloat16).to(device)  # NaN payloads, infinities, subnormals
     caches = [torch.zeros(5, 64, 2, 128, dtype=torch.bfloat16, device=device) for _ in range(2)]
-    run(k, k.flip(0), *caches, torch.arange(64, 320, device=device))
-    assert torch.equal(caches[0][1:].flatten(0, 1).cpu().view(torch.int16), bits)
-    assert torch.equal(caches[1][1:].flatten(0, 1).cpu().view(torch.int16), bits.flip(0))
+    run(k, k.flip(0), *caches, torch.arange(256, device=device))  # slot 0 is one too
+    assert torch.equal(caches[0][:4].flatten(0, 1).cpu().view(torch.int16), bits)
+    assert torch.equal(caches[1][:4].flatten(0, 1).cpu().view(torch.int16), bits.flip(0))
 
 
 @pytest.mark.gpu

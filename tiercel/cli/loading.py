@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from tiercel import env
 from tiercel.cli.options import CommonOptions, EngineOptions, SamplingOptions
 from tiercel.cli.terminal import ProgressReporter
 from tiercel.errors import InternalError
@@ -32,6 +33,7 @@ def loaded(
         path = resolve(model, offline=engine.offline, report=report)
         open_source(path)  # a hostile or unsupported file ends here, before PyTorch is imported
         report("Loading PyTorch")
+        env.shorten_openmp_spins()
         from tiercel.llm import LLM
 
         llm = LLM(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tiercel.errors import ArgumentError
+from tiercel.params import shown
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -36,6 +37,32 @@ class EngineConfig:
     block_size: int
     gpu_memory_utilization: float
     seed: int
+
+
+def resolve_count(name: str, value: object, default: int, high: int, low: int = 1) -> int:
+    """A whole number within bounds; None means `default`.
+
+    Raises:
+        ArgumentError: anything else, naming the option.
+    """
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ArgumentError(f"{name}={shown(value)} is out of range.", hint=f"Use {low} to {high}.")
+    return value
+
+
+def resolve_share(value: object) -> float:
+    """A share of the GPU's memory, above 0 and up to 1.
+
+    Raises:
+        ArgumentError: anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
+        raise ArgumentError(
+            f"gpu_memory_utilization={shown(value)} is out of range.", hint="Use 0 < x <= 1."
+        )
+    return value
 
 
 def resolve_device(name: str | torch.device) -> torch.device:

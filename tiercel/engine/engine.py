@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 
@@ -78,6 +79,7 @@ class Engine:
         updates = []
         results = zip(requests, sampled.token_ids, sampled.problems, sampled.logprobs, strict=True)
         for request, token_id, problem, logprobs in results:
+            problem = problem or _prompt_problem(request)
             if problem is not None:
                 self.scheduler.finish(request, "error", problem)
                 updates.append(RequestUpdate(request, ()))
@@ -103,6 +105,13 @@ class Engine:
             request.finish_reason, request.stop_reason = "stop", stop_reason
             return
         self.scheduler.finish(request, "stop", stop_reason)
+
+
+def _prompt_problem(request: Request) -> str | None:
+    """What is wrong with the log-probabilities of the prompt, once, when all of them are there."""
+    if request.output_token_ids or all(isfinite(e.logprob) for e in request.prompt_logprobs):
+        return None
+    return "nonfinite_logits"
 
 
 def dense_weight_bytes(source: ModelSource, dtype: torch.dtype) -> int:

@@ -59,7 +59,8 @@ class RequestOutput:
         request_id: unique in the engine.
         prompt: its text, or None if ids were given.
         prompt_token_ids: what the model saw.
-        prompt_logprobs: per prompt token, None for the first; None unless asked for.
+        prompt_logprobs: per prompt token, None for the first; None unless asked for, or after an
+            error.
         outputs: `n` answers, by index.
         finished: always True for what `generate` returns.
         metrics: times and counts.

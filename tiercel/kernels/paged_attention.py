@@ -43,7 +43,8 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Te
         # of 249 for 9 heads on 3 and 512 keys (2 cores, torch 2.13).
         grouped = q.view(1, k.shape[1], -1, q.shape[2])
         k, v = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
-        return scaled_dot_product_attention(grouped, k, v, scale=scale).view(q.shape)
+        # Some fused kernels lay heads innermost, so this may copy.
+        return scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape)
     mask = None
     is_causal = queries == keys and (not window or window >= keys)
     if not is_causal:

@@ -1,0 +1,89 @@
+"""How far the whole model lies from exact log-probabilities, per dtype, with decode speed beside it.
+
+    python -m benchmarks.e2e_parity --device cuda --out benchmarks/results/e2e_parity_h200.json
+
+Figures and bounds are those of tests/parity.py: the default model against a recorded float32 forward of
+its decoded weights, and three tiny files against a float64 forward. Decode speed is one request of 128
+tokens, for orientation: it has no floor here, the kernels have benchmarks of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import environment, save
+from tests import parity
+from tiercel.llm import LLM
+from tiercel.params import SamplingParams
+
+DATA = Path("tests/data/gguf")
+DEFAULT = "smollm2-135m-instruct-q4_1"
+PROFILES = {"float32": parity.FP32, "float16": parity.BITS16, "bfloat16": parity.BITS16}
+NEW_TOKENS = 128
+
+
+def measure_default(model: str | None, device: str, dtype: str) -> dict[str, Any]:
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with LLM(model, device=device, dtype=dtype) as llm:
+        figures = parity.measure(llm, parity.CASES[DEFAULT])
+        parity.check(figures, PROFILES[dtype])
+        llm.generate("Once upon a time", params)
+        metrics = llm.generate("Once upon a time", params)[0].metrics
+        seconds = metrics.finished_s - (metrics.first_token_s or 0.0)
+        mixed = measure_mixed_batch(llm)
+    return {"dtype": dtype, **figures, "decode_tok_s": (NEW_TOKENS - 1) / seconds, **mixed}
+
+
+def measure_mixed_batch(llm: LLM) -> dict[str, Any]:
+    """Greedy ids of prompts of 1 to 2,000 tokens, together against one by one."""
+    words = parity.CASES[DEFAULT]["eval_text"]["ids"]
+    prompts = [
+        {"prompt_token_ids": [words[(7 * n + i) % len(words)] for i in range(n)]}
+        for n in (1, 2, 63, 64, 65, 500, 1000, 2000)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    together = [out.outputs[0].token_ids for out in llm.generate(prompts, params)]
+    alone = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts]
+    equal = sum(a == b for a, b in zip(together, alone, strict=True))
+    return {"mixed_prompts": len(prompts), "mixed_prompts_with_equal_greedy_ids": equal}
+
+
+def measure_tiny(device: str, dtype: str) -> dict[str, float]:
+    result = {}
+    for path in sorted(DATA.glob("*.gguf")):
+        case = np.load(path.with_suffix(".npz"))
+        with LLM(path, device=device, dtype=dtype) as llm:
+            logits = llm.logits(case["tokens"].tolist()).astype(np.float64)
+        error = ((logits - case["logits"]) ** 2).sum() / (
+            case["logits"].astype(np.float64) ** 2
+        ).sum()
+        result[path.stem] = float(error)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", default=None, help="the default model's file; None fetches it")
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    dtypes = [d for d in PROFILES if d != "float16" or arguments.device != "cpu"]
+    report = {
+        "environment": environment(torch.device(arguments.device)),
+        "bounds": {dtype: vars(PROFILES[dtype]) for dtype in dtypes},
+        "default_model": [measure_default(arguments.model, arguments.device, d) for d in dtypes],
+        "tiny_nmse": {dtype: measure_tiny(arguments.device, dtype) for dtype in dtypes},
+    }
+    for row in report["default_model"]:
+        print(row)
+    print(report["tiny_nmse"])
+    save(arguments.out, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""How one op is timed against its physical floor and a peer; the op's own file lists the cases.
+
+- Correctness first: a case whose result is wrong is not timed.
+- Cold caches: enough distinct inputs, visited in turn, that their bytes pass the last-level cache
+  several times. Weights and caches of a real step are cold too.
+- On a GPU one CUDA graph holds a call per input, so the host's launch cost stays out and the gap
+  between graph nodes stays in, as in a decode step; the cost of an empty node is measured beside it.
+  On a CPU calls are timed one by one.
+- The op is timed twice, before and after its peer: a difference below that spread is noise.
+- Floor: the larger of bytes / measured bandwidth and flops / measured matrix rate, of this device in
+  this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import Timing, copy_gbps, environment, save, time_us
+
+MAX_SETS = {"cuda": 512, "cpu": 64}
+LEAST_CALLS = 20  # of a graph, so that its start does not show
+SECONDS = 1.0  # of one measurement, about
+LEAST_SAMPLES, MOST_SAMPLES = 7, 200
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at one shape.
+
+    Attributes:
+        name: the shape in words.
+        make: seed to fresh inputs on the device; random, never zeros.
+        run: inputs to result; safe to capture on a GPU.
+        check: inputs to the relative error of `run` against the oracle.
+        tolerance: what `check` may return at most.
+        num_bytes: the fewest that must move: each input read once, each result written once.
+        flops: multiply-adds count two; 0 leaves bytes as the only floor.
+        dtype: whose matrix rate bounds the flops.
+        peer: inputs to result, another way to do the same.
+        peer_name: what that is.
+    """
+
+    name: str
+    make: Callable[[int], Any]
+    run: Callable[[Any], object]
+    check: Callable[[Any], float]
+    tolerance: float
+    num_bytes: int
+    flops: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    peer: Callable[[Any], object] | None = None
+    peer_name: str = ""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device reached in this process: decimal GB/s and TFLOP/s, and an empty graph node."""
+
+    read_gbps: float
+    copy_gbps: float
+    tflops: dict[str, float]
+    empty_node_us: float
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of `expected`, in float64; NaN stays NaN."""
+    expected = expected.double()
+    return ((actual.double().to(expected.device) - expected).norm() / expected.norm()).item()
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Measure reading, copying, matrix products and, on a GPU, an empty graph node."""
+    num_bytes = (4 << 30) if device.type == "cuda" else (128 << 20)
+    source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
+    words, total = source.view(torch.int64), torch.empty((), dtype=torch.int64, device=device)
+    read = time_us(lambda: torch.sum(words, dim=0, out=total), device)
+    del source, words
+    tflops = {
+        str(dtype): _matrix_tflops(dtype, device) for dtype in (torch.bfloat16, torch.float32)
+    }
+    node_us = 0.0
+    if device.type == "cuda":
+        tiny = torch.zeros(1, device=device)
+        node_us = statistics.median(_graph_us([lambda: tiny.add_(1)] * 200))
+    return Ceilings(num_bytes / read.median_us / 1e3, copy_gbps(device), tflops, node_us)
+
+
+def _matrix_tflops(dtype: torch.dtype, device: torch.device) -> float:
+    size = 1024
+    if device.type == "cuda":
+        size = 8192 if dtype == torch.bfloat16 else 4096
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / time_us(lambda: torch.mm(a, b, out=out), device).median_us / 1e6
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The last-level cache; 32 MiB where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max((int(path.read_text().strip()[:-1]) << 10 for path in sizes), default=32 << 20)
+
+
+def _graph_us(calls: list[Callable[[], object]]) -> list[float]:
+    """Sorted microseconds per call of a CUDA graph that makes `calls`, over many replays."""
+    for call in calls[:2]:
+        call()  # compile and load before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    began = time.perf_counter()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    replays = int(SECONDS * 3 / (time.perf_counter() - began))
+    samples = []
+    for _ in range(min(MOST_SAMPLES, max(LEAST_SAMPLES, replays))):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(1000.0 * start.elapsed_time(end) / len(calls))
+    return sorted(samples)
+
+
+def _calls_us(calls: list[Callable[[], object]]) -> list[float]:
+    """Sorted microseconds of single calls on a CPU, `calls` in turn."""
+    for call in calls[:2]:
+        call()
+    samples: list[float] = []
+    began = time.perf_counter()
+    for call in itertools.cycle(calls):
+        start = time.perf_counter()
+        call()
+        end = time.perf_counter()
+        samples.append(1e6 * (end - start))
+        enough = end - began > SECONDS and len(samples) >= LEAST_SAMPLES
+        if enough or len(samples) == 10 * MOST_SAMPLES:
+            return sorted(samples)
+    return samples
+
+
+def _time(run: Callable[[Any], object], inputs: list[Any], device: torch.device) -> Timing:
+    calls = [lambda item=item: run(item) for item in inputs]
+    if device.type == "cuda":
+        samples = _graph_us(calls * max(1, LEAST_CALLS // len(calls)))
+    else:
+        samples = _calls_us(calls)
+    p10, p90 = samples[len(samples) // 10], samples[-1 - len(samples) // 10]
+    return Timing(statistics.median(samples), p10, p90, len(samples))
+
+
+def measure_case(case: Case, device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
+    """Check, then time one case.
+
+    Raises:
+        SystemExit: the result is wrong.
+    """
+    error = case.check(case.make(12345))
+    if not error <= case.tolerance:  # written so that NaN fails
+        raise SystemExit(f"{case.name}: error {error:.2e} exceeds {case.tolerance:.0e}; not timed")
+    wanted = -(-4 * cache_bytes(device) // max(1, case.num_bytes))
+    inputs = [case.make(seed) for seed in range(min(MAX_SETS[device.type], max(2, wanted)))]
+    timing = _time(case.run, inputs, device)
+    row: dict[str, Any] = {"name": case.name, "relative_error": error, **asdict(timing)}
+    if case.peer is not None:
+        peer = _time(case.peer, inputs, device)
+        row |= {"peer": case.peer_name, "peer_us": peer.median_us}
+        row["peer_over_op"] = peer.median_us / timing.median_us
+    row["second_median_us"] = _time(case.run, inputs, device).median_us
+    memory_us = case.num_bytes / max(ceilings.read_gbps, ceilings.copy_gbps) / 1e3
+    compute_us = case.flops / ceilings.tflops[str(case.dtype)] / 1e6 if case.flops else 0.0
+    floor = max(memory_us, compute_us)
+    row |= {
+        "input_sets": len(inputs),
+        "bytes": case.num_bytes,
+        "flops": case.flops,
+        "bound": "memory" if memory_us >= compute_us else "compute",
+        "floor_us": floor,
+        "fraction_of_floor": floor / timing.median_us,
+        "gbps": case.num_bytes / timing.median_us / 1e3,
+        "tflops": case.flops / timing.median_us / 1e6,
+    }
+    return {key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()}
+
+
+def bench(cases: Iterable[Case], device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
+    """Time all cases, print a line each, and return the report."""
+    rows = []
+    for case in cases:
+        row = measure_case(case, device, ceilings)
+        rows.append(row)
+        print(
+            f"{row['name']:<44}{row['median_us']:>10.2f} us{row['floor_us']:>10.2f} floor"
+            f"{row['fraction_of_floor']:>8.1%}{row.get('peer_over_op', 0.0):>8.2f}x peer",
+            flush=True,
+        )
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return {"environment": environment(device), "ceilings": asdict(ceilings), "results": rows}
+
+
+def parse(doc: str) -> argparse.ArgumentParser:
+    """The options that all op benchmarks share."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    parser.add_argument("--threads", type=int, help="threads of a CPU; PyTorch's choice without it")
+    return parser
+
+
+def main(doc: str, cases: Callable[[torch.device], Iterable[Case]]) -> None:
+    """Run one op's benchmark from the command line."""
+    parser = parse(doc)
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    save(arguments.out, bench(cases(device), device, measure_ceilings(device)))

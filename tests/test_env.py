@@ -1,0 +1,69 @@
+"""The environment: what each variable means, and that a value that cannot be read is refused."""
+
+import os
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+from tiercel import env
+from tiercel.errors import ArgumentError
+
+NAMES = ("TIERCEL_OFFLINE", "TIERCEL_MODEL", "TIERCEL_CACHE")
+
+
+@pytest.fixture(autouse=True)
+def _unset(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("default", [True, False])
+@pytest.mark.parametrize(
+    ("text", "expected"), [(None, None), ("", None), ("0", False), ("1", True)]
+)
+def test_flag(monkeypatch, text, expected, default):
+    if text is not None:
+        monkeypatch.setenv("TIERCEL_X", text)
+    else:
+        monkeypatch.delenv("TIERCEL_X", raising=False)
+    assert env.read_flag("TIERCEL_X", default=default) is (
+        default if text in (None, "") else expected
+    )
+
+
+@pytest.mark.parametrize("text", ["yes", "true", "2", " 1", "1 ", "-1", "01"])
+def test_unreadable_flag_names_variable_and_value(monkeypatch, text):
+    monkeypatch.setenv("TIERCEL_OFFLINE", text)
+    with pytest.raises(ArgumentError, match="TIERCEL_OFFLINE=") as caught:
+        env.is_offline()
+    assert repr(text) in str(caught.value)
+    assert caught.value.hint == "Use 0 or 1."
+
+
+def test_offline(monkeypatch):
+    assert env.is_offline() is False
+    monkeypatch.setenv("TIERCEL_OFFLINE", "1")
+    assert env.is_offline() is True
+
+
+def test_paths(monkeypatch, tmp_path):
+    assert env.default_model_path() is None
+    assert env.cache_dir() == Path(platformdirs.user_cache_dir("tiercel", appauthor=False))
+    for name in ("TIERCEL_MODEL", "TIERCEL_CACHE"):
+        monkeypatch.setenv(name, "")
+    assert env.default_model_path() is None
+    assert env.cache_dir() == Path(platformdirs.user_cache_dir("tiercel", appauthor=False))
+    monkeypatch.setenv("TIERCEL_MODEL", str(tmp_path / "a b.gguf"))
+    monkeypatch.setenv("TIERCEL_CACHE", str(tmp_path / "none yet"))
+    assert env.default_model_path() == tmp_path / "a b.gguf"
+    assert env.cache_dir() == tmp_path / "none yet"
+    assert not env.cache_dir().exists()
+
+
+def test_child_environment_is_a_copy(monkeypatch):
+    monkeypatch.setenv("TIERCEL_MODEL", "x")
+    child = env.child_environment()
+    assert child == dict(os.environ)
+    child["TIERCEL_MODEL"] = "y"
+    assert os.environ["TIERCEL_MODEL"] == "x"
