@@ -14,7 +14,7 @@ from benchmarks.op_timing import Case, main, relative_error
 from tiercel.ops.act_mul import act_mul
 from tiercel.reference import act_mul as oracle
 
-# (rows, inner, activation)
+# Rows, inner columns, activation.
 SHAPES = {
     "cuda": [
         *[(rows, 12288, "silu") for rows in (1, 64, 2048, 16384)],

@@ -59,7 +59,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command that runs this process; a path becomes its last part: it says nothing elsewhere."""
+    """The command that runs this process; of absolute paths, the last part."""
     spec = sys.modules["__main__"].__spec__
     program = ["python", "-m", spec.name] if spec else ["python", Path(sys.argv[0]).name]
     arguments = [Path(text).name if Path(text).is_absolute() else text for text in sys.argv[1:]]

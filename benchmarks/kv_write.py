@@ -46,7 +46,7 @@ def copy_by_index(inputs: Inputs) -> None:
 
 def check(inputs: Inputs) -> float:
     """0 where every bit is right, else infinity."""
-    caches = [inputs.k_cache.cpu(), inputs.v_cache.cpu()]
+    caches = [inputs.k_cache.cpu().clone(), inputs.v_cache.cpu().clone()]
     oracle.kv_write(inputs.k.cpu(), inputs.v.cpu(), *caches, inputs.slots.cpu())
     run(inputs)
     same = torch.equal(inputs.k_cache.cpu(), caches[0])

@@ -4,11 +4,11 @@
 - Cold caches: enough distinct inputs, visited in turn, that their bytes pass the last-level cache
   several times. Weights and caches of a real step are cold too.
 - On a GPU one CUDA graph holds a call per input, so the host's launch cost stays out and the gap
-  between graph nodes stays in, as in a decode step; the cost of an empty node is measured beside it.
-  On a CPU calls are timed one by one.
+  between graph nodes stays in, as in a decode step; an empty node is measured beside it. On a CPU
+  calls are timed one by one.
 - The op is timed twice, before and after its peer: a difference below that spread is noise.
-- Floor: the larger of bytes / measured bandwidth and flops / measured matrix rate, of this device in
-  this process.
+- Floor: the larger of bytes / measured bandwidth and flops / measured matrix rate, of this device
+  in this process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device reached in this process: decimal GB/s and TFLOP/s, and an empty graph node."""
+    """What this device reached in this process, in decimal GB/s and TFLOP/s."""
 
     read_gbps: float
     copy_gbps: float
@@ -79,11 +79,6 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Measure reading, copying, matrix products and, on a GPU, an empty graph node."""
-    num_bytes = (4 << 30) if device.type == "cuda" else (128 << 20)
-    source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
-    words, total = source.view(torch.int64), torch.empty((), dtype=torch.int64, device=device)
-    read = time_us(lambda: torch.sum(words, dim=0, out=total), device)
-    del source, words
     tflops = {
         str(dtype): _matrix_tflops(dtype, device) for dtype in (torch.bfloat16, torch.float32)
     }
@@ -91,7 +86,15 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     if device.type == "cuda":
         tiny = torch.zeros(1, device=device)
         node_us = statistics.median(_graph_us([lambda: tiny.add_(1)] * 200))
-    return Ceilings(num_bytes / read.median_us / 1e3, copy_gbps(device), tflops, node_us)
+    return Ceilings(_read_gbps(device), copy_gbps(device), tflops, node_us)
+
+
+def _read_gbps(device: torch.device) -> float:
+    num_bytes = (4 << 30) if device.type == "cuda" else (128 << 20)
+    words = torch.randint(-(2**40), 2**40, (num_bytes // 8,), device=device)
+    total = torch.empty((), dtype=torch.int64, device=device)
+    read = time_us(lambda: torch.sum(words, dim=0, out=total), device)
+    return num_bytes / read.median_us / 1e3
 
 
 def _matrix_tflops(dtype: torch.dtype, device: torch.device) -> float:

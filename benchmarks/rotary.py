@@ -33,7 +33,7 @@ class Inputs:
 
 
 def rotate_half(inputs: Inputs) -> Tensor:
-    """The form of Hugging Face's models: x * cos + rotate_half(x) * sin, out of place."""
+    """As Hugging Face's models do it, out of place: x * cos + (-second, first) * sin."""
     rows = inputs.table.index_select(0, inputs.positions).to(inputs.x.dtype)
     cos, sin = (row.repeat(1, 2).unsqueeze(1) for row in rows.unbind(1))
     first, second = inputs.x.chunk(2, dim=-1)
@@ -55,7 +55,7 @@ def make_case(tokens: int, heads: int, others: int, head_dim: int, device: torch
 
     def check(inputs: Inputs) -> float:
         some = slice(0, 3)
-        before, places = inputs.x[some].cpu(), inputs.positions[some].long().cpu()
+        before, places = inputs.x[some].cpu().clone(), inputs.positions[some].long().cpu()
         rotary_(inputs.x, inputs.positions, inputs.table)
         return relative_error(inputs.x[some], oracle.rotary(before, angles[places]))
 

@@ -25,7 +25,6 @@ import numpy.typing as npt
 import torch
 
 from tiercel import env
-from tiercel.chat_template import ChatTemplate, encode_chat
 from tiercel.engine.config import (
     EngineConfig,
     resolve_count,
@@ -46,6 +45,7 @@ from tiercel.errors import ArgumentError, ContextLengthError, InvalidRequestErro
 from tiercel.loader.hub import resolve
 from tiercel.models.source import open_source
 from tiercel.params import LIMITS, SamplingParams, shown
+from tiercel.text.chat_template import ChatTemplate, encode_chat
 
 Prompt = str | Mapping[str, Sequence[int]]
 MAX_SEQS = {"cpu": 16, "cuda": 256}

@@ -163,7 +163,7 @@ def test_the_default_model_answers_in_a_pipe(default_model):
     assert process.stdout.strip()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(120)
 def test_ctrl_c_on_a_terminal_stops_the_answer_only(default_model):
     leader, follower = pty.openpty()
     process = subprocess.Popen(
@@ -192,6 +192,7 @@ def test_ctrl_c_on_a_terminal_stops_the_answer_only(default_model):
         read_until(b"> ")
         os.write(leader, b"/stats\n")
         read_until(b"stopped; first after")
+        read_until(b"> ")
         process.send_signal(signal.SIGINT)  # at the prompt it only reminds
         read_until(b"/quit ends")
         os.write(leader, b"/quit\n")

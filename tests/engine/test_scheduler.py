@@ -307,6 +307,35 @@ def test_a_long_prompt_is_cut_into_chunks_and_does_not_stall_the_others():
     assert lengths[:end] == list(range(1, end + 1)), "a token in every step"
 
 
+def put(scheduler, prompt, output, num_computed):
+    """A request that runs already, in a state that only a change of policy would bring about."""
+    request = Request("", prompt, SamplingParams(), 0, 0, STOP_IDS, 9, status=Status.RUNNING)
+    request.output_token_ids += output
+    request.num_computed, request.row = num_computed, scheduler._free_rows.pop()
+    request.block_ids = scheduler.allocator.allocate(blocks_for(num_computed, 4))
+    scheduler.running.append(request)
+    return request
+
+
+def test_decode_steps_go_before_an_older_prompt():
+    scheduler = Scheduler(BlockAllocator(20), 4, 2, 5)
+    older, younger = put(scheduler, [1] * 12, [], 4), put(scheduler, [2] * 4, [3], 4)
+    rows = scheduler.schedule().scheduled
+    assert [(row.request, row.start, row.num_query, row.samples) for row in rows] == [
+        (younger, 4, 1, True),
+        (older, 4, 4, False),
+    ]
+
+
+def test_a_planned_row_may_still_give_way_to_an_older_prompt():
+    scheduler = Scheduler(BlockAllocator(4), 4, 2, 16)
+    older, younger = put(scheduler, [1] * 12, [], 4), put(scheduler, [2] * 4, [3], 4)
+    rows = scheduler.schedule().scheduled
+    assert [(row.request, row.num_query) for row in rows] == [(older, 8)]
+    assert list(scheduler.waiting) == [younger]
+    assert (younger.num_computed, younger.block_ids, younger.row) == (0, [], -1)
+
+
 def test_a_budget_of_one_serves_one_after_the_other():
     crowd(budget=1).run()
 

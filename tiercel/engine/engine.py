@@ -20,7 +20,7 @@ from tiercel.errors import OutOfMemoryError
 from tiercel.models import registry
 from tiercel.models.source import ModelSource
 from tiercel.models.weights import WeightReader
-from tiercel.text import Tokenizer
+from tiercel.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

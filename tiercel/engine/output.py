@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercel.detokenize import Detokenizer
 from tiercel.engine.request import Request, TokenLogprobs
 from tiercel.params import SamplingParams
-from tiercel.stop_strings import StopStrings
-from tiercel.text import Tokenizer
+from tiercel.text.detokenize import Detokenizer
+from tiercel.text.stop_strings import StopStrings
+from tiercel.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

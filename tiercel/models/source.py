@@ -25,8 +25,8 @@ from tiercel.loader.verify import find_nonfinite
 from tiercel.models import registry
 from tiercel.models.config import Architecture, ModelConfig, from_gguf, from_hf
 from tiercel.models.tensors import check_tensors
-from tiercel.text import Tokenizer
-from tiercel.tokenizer_data import TokenizerData
+from tiercel.text.tokenizer import Tokenizer
+from tiercel.text.tokenizer_data import TokenizerData
 
 MAX_JSON_BYTES = 16 * 2**20
 EMBEDDING = "token_embd.weight"

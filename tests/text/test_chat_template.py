@@ -10,13 +10,13 @@ from pathlib import Path
 from time import perf_counter
 
 import pytest
+from tests.text.test_tokenizer import CASES, DEFAULT, load, make_bpe, make_spm
 
-from tests.test_text import CASES, DEFAULT, load, make_bpe, make_spm
-from tiercel.chat_template import MAX_SOURCE_CHARS, ChatTemplate, check_messages, encode_chat
 from tiercel.errors import InvalidRequestError, ModelFormatError
-from tiercel.template_client import TemplateWorker
-from tiercel.text import Tokenizer
-from tiercel.tokenizer_data import TokenizerData
+from tiercel.text.chat_template import MAX_SOURCE_CHARS, ChatTemplate, check_messages, encode_chat
+from tiercel.text.template_client import TemplateWorker
+from tiercel.text.tokenizer import Tokenizer
+from tiercel.text.tokenizer_data import TokenizerData
 
 USER = [{"role": "user", "content": "Hi"}]
 CHATML = (
@@ -177,7 +177,7 @@ def test_dead_worker_is_replaced(worker):
 PARENT = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-from tiercel.template_client import TemplateWorker
+from tiercel.text.template_client import TemplateWorker
 worker = TemplateWorker()
 worker.request({"source": "x", "context": {}, "max_chars": 9, "cpu_seconds": 3}, 2.0)
 print(worker.pid, flush=True)
@@ -187,7 +187,7 @@ time.sleep(60)
 
 @pytest.mark.reliability
 def test_worker_ends_with_its_parent():
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     with subprocess.Popen([sys.executable, "-c", PARENT, root], stdout=subprocess.PIPE) as parent:
         pid = int(parent.stdout.readline())
         parent.kill()

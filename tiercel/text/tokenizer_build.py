@@ -33,7 +33,7 @@ from typing import Final
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from tiercel.errors import ModelFormatError
-from tiercel.tokenizer_data import (
+from tiercel.text.tokenizer_data import (
     CONTROL,
     MAX_MERGES,
     NORMAL,

@@ -19,9 +19,9 @@ from types import MappingProxyType
 from typing import Final
 
 from tiercel.errors import ArgumentError, InvalidRequestError
-from tiercel.tokenizer_build import SPACE_MARK, Encoders, build_encoders, is_unicode
-from tiercel.tokenizer_data import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, TokenizerData
-from tiercel.tokenizer_json import TokenizerFile, read_tokenizer_file
+from tiercel.text.tokenizer_build import SPACE_MARK, Encoders, build_encoders, is_unicode
+from tiercel.text.tokenizer_data import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, TokenizerData
+from tiercel.text.tokenizer_json import TokenizerFile, read_tokenizer_file
 
 # The regex engine gives up, by a panic, after 10 million steps in one match: 10 million
 # spaces in a row are enough. A longer text is refused before it gets there.

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from tiercel.errors import InternalError, InvalidRequestError, ModelFormatError
-from tiercel.template_client import TemplateWorker, WorkerLostError
-from tiercel.text import Tokenizer
+from tiercel.text.template_client import TemplateWorker, WorkerLostError
+from tiercel.text.tokenizer import Tokenizer
 
 MAX_SOURCE_CHARS: Final = 1 << 20
 RENDER_SECONDS: Final = 2.0

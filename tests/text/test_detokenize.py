@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.text.test_tokenizer import load, make_bpe, make_spm
 
-from tests.test_text import load, make_bpe, make_spm
-from tiercel.detokenize import Detokenizer
 from tiercel.errors import ArgumentError
+from tiercel.text.detokenize import Detokenizer
 
 TEXTS = (
     "👨‍👩‍👧‍👦 family, 🇫🇷 flag, e\u0301 and क्षि",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 
-from tiercel.text import Tokenizer
+from tiercel.text.tokenizer import Tokenizer
 
 
 class Detokenizer:

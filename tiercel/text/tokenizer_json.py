@@ -21,10 +21,10 @@ from typing import Final
 
 from tokenizers import AddedToken, Tokenizer
 
-from tiercel.child import isolated_command
 from tiercel.errors import ModelFormatError, UnsupportedModelError
-from tiercel.tokenizer_build import SPLITS, Encoders, is_unicode
-from tiercel.tokenizer_data import (
+from tiercel.text.child import isolated_command
+from tiercel.text.tokenizer_build import SPLITS, Encoders, is_unicode
+from tiercel.text.tokenizer_data import (
     BYTE,
     BYTE_NAME,
     CONTROL,

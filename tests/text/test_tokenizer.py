@@ -17,8 +17,8 @@ from tiercel.errors import (
     UnsupportedModelError,
 )
 from tiercel.loader.gguf import read_gguf
-from tiercel.text import MAX_TEXT_CHARS, Tokenizer
-from tiercel.tokenizer_data import (
+from tiercel.text.tokenizer import MAX_TEXT_CHARS, Tokenizer
+from tiercel.text.tokenizer_data import (
     BYTE,
     CONTROL,
     NORMAL,
@@ -28,7 +28,7 @@ from tiercel.tokenizer_data import (
     TokenizerData,
 )
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 CASES = json.loads((DATA / "real_models.json").read_text())["models"]
 TINY_CASES = json.loads((DATA / "gguf/tokens.json").read_text())
 DEFAULT = "smollm2-135m-instruct-q4_1"

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercel.errors import ArgumentError
-from tiercel.stop_strings import StopStrings
+from tiercel.text.stop_strings import StopStrings
 
 
 def run(stop, pieces, **options):

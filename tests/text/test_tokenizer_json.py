@@ -6,9 +6,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from tiercel import tokenizer_json
 from tiercel.errors import ModelFormatError, UnsupportedModelError
-from tiercel.text import Tokenizer
+from tiercel.text import tokenizer_json
+from tiercel.text.tokenizer import Tokenizer
 
 TEXTS = ("hello", " hello  hello", "naïve 你好 😀", "a<|end|>b<think>c", "<s>hello", "")
 

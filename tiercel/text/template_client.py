@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Final
 
-from tiercel.child import isolated_command
 from tiercel.errors import InternalError
+from tiercel.text.child import isolated_command
 
 START_SECONDS: Final = 30.0  # an interpreter and jinja2, 0.2 s on an idle machine
 _CHUNK_BYTES: Final = 1 << 20

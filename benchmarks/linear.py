@@ -1,0 +1,132 @@
+"""x @ W^T in the forms that weights rest in, against the floor, beside dense bfloat16.
+
+    python -m benchmarks.linear --device cpu --out benchmarks/results/linear_cpu.json
+
+Floor: the larger of the resident weight, x and the result moved once, and the products at the
+measured matrix rate. On a CPU the peer multiplies the decoded weights in dense bfloat16: what
+`select_form` decides between. On a GPU the op is cuBLAS, and its peer too.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.op_timing import Case, main, relative_error
+from tests.gguf_files import quantised
+from tiercel.kernels.int4_planes import Int4Planes
+from tiercel.ops.dequantize import dequantize
+from tiercel.ops.linear import LinearWeight, linear, prepare_linear
+from tiercel.quant import Layout, QuantTensor, QuantType
+from tiercel.reference import linear as oracle
+
+# Matrices (out, in) of SmolLM2-135M on a CPU, of an 8B model on a GPU.
+CPU_MATRICES = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536)}
+GPU_MATRICES = {"qkv": (6144, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
+LM_HEAD = {"cpu": (49152, 576), "cuda": (128256, 4096)}
+CHECKED_ROWS = 64  # rows of x, and of W, that the oracle computes
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Activations (rows, in), the weight as it rests, and its decoded form for the peer."""
+
+    x: Tensor
+    weight: LinearWeight
+    dense: Tensor
+
+
+def make_part(type_name: str, shape: tuple[int, int]) -> QuantTensor:
+    """A normal random matrix in a storage type."""
+    rng = np.random.default_rng(0)
+    data = bytearray(quantised(rng.normal(size=shape) / np.sqrt(shape[1]), type_name).data)
+    plane = torch.frombuffer(data, dtype=torch.uint8).view(shape[0], -1)
+    return QuantTensor(QuantType[type_name], Layout.FILE, shape, {"data": plane})
+
+
+def copy_segment(segment: Tensor | Int4Planes) -> Tensor | Int4Planes:
+    if isinstance(segment, Tensor):
+        return segment.clone()
+    return Int4Planes(
+        segment.packed.clone(), segment.scale_zero.clone(), segment.count, segment.shape
+    )
+
+
+def segment_bytes(segment: Tensor | Int4Planes) -> int:
+    if isinstance(segment, Tensor):
+        return segment.nbytes
+    return segment.packed.nbytes + segment.scale_zero.nbytes
+
+
+def make_case(
+    name: str, rows: int, weight: LinearWeight, decoded: Tensor, *, wide: bool = False
+) -> Case:
+    """One weight at one number of rows; `decoded` (out, in) is what it stands for."""
+    out_features, in_features = weight.shape
+    out_dtype = torch.float32 if wide else torch.bfloat16
+    device = decoded.device
+
+    def make(seed: int) -> Inputs:
+        generator = torch.Generator(device).manual_seed(seed)
+        x = torch.randn(rows, in_features, generator=generator, device=device).bfloat16()
+        copied = LinearWeight(tuple(map(copy_segment, weight.segments)), weight.shape)
+        return Inputs(x, copied, decoded.bfloat16())
+
+    def check(inputs: Inputs) -> float:
+        out = linear(inputs.x, inputs.weight, out_dtype=out_dtype)[:CHECKED_ROWS, :CHECKED_ROWS]
+        return relative_error(out, oracle.linear(inputs.x[:CHECKED_ROWS], decoded[:CHECKED_ROWS]))
+
+    moved = sum(map(segment_bytes, weight.segments)) + 2 * rows * in_features
+    return Case(
+        name=f"{name} {out_features}x{in_features} rows={rows}",
+        make=make,
+        run=lambda inputs: linear(inputs.x, inputs.weight, out_dtype=out_dtype),
+        check=check,
+        tolerance=7e-3,  # bfloat16 result; 4-bit planes round scale and zero to bfloat16
+        num_bytes=moved + out_dtype.itemsize * rows * out_features,
+        flops=2 * rows * in_features * out_features,
+        peer=lambda inputs: torch.nn.functional.linear(inputs.x, inputs.dense),
+        peer_name="torch.nn.functional.linear, dense bfloat16 weights, bfloat16 result",
+    )
+
+
+def cpu_cases() -> Iterator[Case]:
+    device = torch.device("cpu")
+    wanted = [("Q4_1", "gate_up", (1, 2, 8, 32, 512))]
+    wanted += [(qtype, "gate_up", (1, 8, 32, 512)) for qtype in ("Q8_0", "BF16")]
+    wanted += [(qtype, "down", (1, 32)) for qtype in ("Q4_1", "Q4_K", "Q5_1", "Q8_0")]
+    wanted += [("Q4_1", "qkv", (1, 32))]
+    for qtype, matrix, counts in wanted:
+        part = make_part(qtype, CPU_MATRICES[matrix])
+        weight = prepare_linear([part], torch.bfloat16, device)
+        decoded = dequantize(part, torch.float32)
+        for rows in counts:
+            yield make_case(f"{qtype} {matrix}", rows, weight, decoded)
+    part = make_part("Q8_0", LM_HEAD["cpu"])
+    weight = prepare_linear([part], torch.bfloat16, device, wide=True)
+    for rows in (1, 3, 4, 16):
+        yield make_case("wide lm_head", rows, weight, dequantize(part, torch.float32), wide=True)
+
+
+def gpu_cases() -> Iterator[Case]:
+    device = torch.device("cuda")
+    for name, shape in GPU_MATRICES.items():
+        matrix = torch.randn(shape, device=device).bfloat16()
+        for rows in (1, 16, 256, 4096):
+            weight = LinearWeight((matrix,), shape)
+            yield make_case(f"dense {name}", rows, weight, matrix)
+    matrix = torch.randn(LM_HEAD["cuda"], device=device).bfloat16()
+    weight = LinearWeight((matrix,), LM_HEAD["cuda"])
+    for rows in (1, 64):
+        yield make_case("wide lm_head", rows, weight, matrix, wide=True)
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    """Yield one Case per weight and number of rows."""
+    yield from cpu_cases() if device.type == "cpu" else gpu_cases()
+
+
+if __name__ == "__main__":
+    main(__doc__, cases)

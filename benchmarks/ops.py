@@ -1,0 +1,43 @@
+"""All benchmarks of ops in one process: one JSON file each, equal ceilings.
+
+python -m benchmarks.ops --device cuda --out-dir benchmarks/results --suffix _h200
+"""
+
+from pathlib import Path
+
+import torch
+
+from benchmarks import act_mul, kv_write, linear, paged_attention, rms_norm, rotary
+from benchmarks.common import save
+from benchmarks.op_timing import bench, measure_ceilings, parse
+
+OPS = {
+    "rms_norm": rms_norm,
+    "rotary": rotary,
+    "act_mul": act_mul,
+    "kv_write": kv_write,
+    "linear": linear,
+    "paged_attention": paged_attention,
+}
+
+
+def main() -> None:
+    parser = parse(__doc__)
+    parser.add_argument("--out-dir", type=Path, help="folder for one JSON file per op")
+    parser.add_argument("--suffix", default="", help="of each file's name, before .json")
+    parser.add_argument("--only", choices=sorted(OPS), nargs="+", default=list(OPS))
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    ceilings = measure_ceilings(device)
+    print(ceilings)
+    for name in arguments.only:
+        print(f"--- {name}")
+        report = bench(OPS[name].cases(device), device, ceilings)
+        if arguments.out_dir:
+            save(arguments.out_dir / f"{name}{arguments.suffix}.json", report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,456 @@
+"""Sampling against plain formulas: who may be chosen, how often, and that rows stay apart."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tiercel.engine.request import Request
+from tiercel.engine.sampler import Sampler, cut, draw, top_logprobs
+from tiercel.params import SamplingParams
+
+NEG_INF = float("-inf")
+GREEDY = SamplingParams(temperature=0)
+
+
+def make_request(params=GREEDY, *, prompt=(1,), output=(), seed=0, stream=0, stop_ids=frozenset()):
+    request = Request("r", list(prompt), params, seed, stream, stop_ids, 100)
+    request.output_token_ids += output
+    return request
+
+
+def sample(logits, requests, *, banned=(), words=None):
+    """Run the sampler on a copy of rows of numbers."""
+    sampler = Sampler(banned, torch.device("cpu"), lambda word: (words or {})[word])
+    return sampler(torch.tensor(logits, dtype=torch.float32), requests)
+
+
+def greedy(logits, params=GREEDY, **options):
+    """The greedy choice of one row, None if there is none."""
+    keys = ("banned", "words")
+    request = make_request(params, **{k: v for k, v in options.items() if k not in keys})
+    out = sample([logits], [request], **{k: v for k, v in options.items() if k in keys})
+    if out.problems == ["no_valid_token"]:
+        return None
+    assert out.problems == [None]
+    return out.token_ids[0]
+
+
+# --- Greedy --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.integers(1, 5), cols=st.integers(1, 70), data=st.data())
+def test_greedy_takes_the_lowest_id_of_the_largest_logit(rows, cols, data):
+    row = st.lists(st.integers(-3, 3), min_size=cols, max_size=cols)
+    logits = data.draw(st.lists(row, min_size=rows, max_size=rows))
+    out = sample(logits, [make_request()] * rows)
+    assert out.token_ids == [row.index(max(row)) for row in logits]
+    assert out.problems == [None] * rows
+    assert out.logprobs == [None] * rows
+
+
+@pytest.mark.parametrize("places", [(40_001, 3_000), (49_151, 49_150), (32_768, 65), (0, 49_151)])
+def test_greedy_ties_in_a_long_row(places):
+    logits = torch.zeros(2, 49_152)
+    logits[1, list(places)] = 1.0
+    out = sample(logits.tolist(), [make_request()] * 2)
+    assert out.token_ids == [0, min(places)]
+
+
+def test_temperatures_near_zero_are_greedy():
+    params = SamplingParams(temperature=9e-6)
+    for seed in range(20):
+        assert sample([[0.0, 1e-7, 0.0]], [make_request(params, seed=seed)]).token_ids == [1]
+
+
+# --- Bans ----------------------------------------------------------------------------------------
+
+
+def test_padding_ids_are_never_chosen():
+    assert greedy([5.0, 9.0, 8.0, 7.0], banned=(1, 2)) == 3
+    drawn = SamplingParams(temperature=2.0)
+    requests = [make_request(drawn, seed=i) for i in range(200)]
+    out = sample([[0.0, 50.0, 0.0, 0.0]] * 200, requests, banned=(1,))
+    assert set(out.token_ids) == {0, 2, 3}
+
+
+def test_allowed_token_ids():
+    params = SamplingParams(temperature=0, allowed_token_ids=(3, 0, 3))
+    assert greedy([1.0, 9.0, 8.0, 2.0], params) == 3
+    assert greedy([1.0, 9.0, 8.0, 2.0], params, banned=(3,)) == 0
+    assert greedy([1.0, 9.0, 8.0, 2.0], params, banned=(3, 0)) is None
+
+
+def test_logit_bias_is_added_and_minus_100_bans():
+    logits = [1.0, 2.0, 3.0, 4.0]
+    assert greedy(logits, SamplingParams(temperature=0, logit_bias={0: 3.5})) == 0
+    assert greedy(logits, SamplingParams(temperature=0, logit_bias={0: 2.5, 3: -0.5})) in (0, 3)
+    assert greedy(logits, SamplingParams(temperature=0, logit_bias={3: -1.5})) == 2
+    huge = [1e6, 0.0, -1e6, -1e6]
+    assert greedy(huge, SamplingParams(temperature=0, logit_bias={0: -99.9})) == 0
+    assert greedy(huge, SamplingParams(temperature=0, logit_bias={0: -100})) == 1
+    assert greedy(huge, SamplingParams(temperature=0, logit_bias={0: -100.0, 1: -100})) == 2
+    # A banned id stays banned, however much is added.
+    assert greedy(huge, SamplingParams(temperature=0, logit_bias={0: 100}), banned=(0,)) == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "banned"),
+    [
+        ([], {5}),
+        ([1], {5}),
+        ([1, 2], {3, 5}),
+        ([2], {5}),  # the word has begun only if 1 came before
+        ([1, 2, 0], {5}),
+        ([0, 1, 2], {3, 5}),
+        ([7], {5, 6}),
+    ],
+)
+def test_bad_words_ban_the_token_that_completes_them(output, banned):
+    words = {"abc": [[1, 2, 3], [7, 6]], "x": [[5]]}
+    params = SamplingParams(temperature=0, bad_words=list(words))
+    for token_id in range(8):
+        logits = [0.0] * 8
+        logits[token_id] = 1.0
+        chosen = greedy(logits, params, output=output, words=words)
+        assert (chosen == token_id) == (token_id not in banned)
+
+
+def test_bad_words_look_at_the_answer_not_at_the_prompt():
+    params = SamplingParams(temperature=0, bad_words=["ab"])
+    words = {"ab": [[1, 2]]}
+    assert greedy([0.0, 0.0, 1.0], params, prompt=[1], words=words) == 2
+    assert greedy([0.0, 0.0, 1.0], params, prompt=[1], output=[1], words=words) == 0
+
+
+@pytest.mark.parametrize(("num_output", "expected"), [(0, 0), (2, 0), (3, 1), (4, 1)])
+def test_min_tokens_bans_every_stop_id_until_then(num_output, expected):
+    params = SamplingParams(temperature=0, min_tokens=3)
+    logits = [0.5, 3.0, 2.0]
+    chosen = greedy(logits, params, output=[0] * num_output, stop_ids=frozenset({1, 2}))
+    assert chosen == expected
+    assert greedy(logits, params) == 1  # no stop ids at all
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_all_banned_is_a_problem_of_that_row_alone(temperature):
+    free = SamplingParams(temperature=temperature)
+    stuck = SamplingParams(temperature=temperature, logit_bias=dict.fromkeys(range(4), -100))
+    cut_too = SamplingParams(
+        temperature=temperature, allowed_token_ids=[1], logit_bias={1: -100}, top_p=0.5, top_k=2
+    )
+    requests = [make_request(free), make_request(stuck), make_request(cut_too), make_request(free)]
+    out = sample([[0.0, 9.0, 0.0, 0.0]] * 4, requests)
+    assert out.problems == [None, "no_valid_token", "no_valid_token", None]
+    assert [out.token_ids[0], out.token_ids[3]] == [1, 1]
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("bad", [math.nan, math.inf, NEG_INF])
+@pytest.mark.parametrize("place", [0, 3, 6])
+def test_nonfinite_logits_are_a_problem_of_that_row_alone(bad, place):
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(5, 7, generator=generator).tolist()
+    params = [
+        GREEDY,
+        SamplingParams(top_p=0.8),
+        SamplingParams(logprobs=3),
+        SamplingParams(temperature=0.7, top_k=3, repetition_penalty=1.3),
+        SamplingParams(min_p=0.1),
+    ]
+    requests = [make_request(p, seed=i) for i, p in enumerate(params)]
+    expected = sample(logits, requests)
+    for row in range(5):
+        broken = [list(values) for values in logits]
+        broken[row][place] = bad
+        out = sample(broken, requests, banned=())
+        assert out.problems == ["nonfinite_logits" if i == row else None for i in range(5)]
+        others = [i for i in range(5) if i != row]
+        assert [out.token_ids[i] for i in others] == [expected.token_ids[i] for i in others]
+        assert [out.logprobs[i] for i in others] == [expected.logprobs[i] for i in others]
+
+
+@pytest.mark.reliability
+def test_a_nonfinite_logit_is_seen_where_nothing_may_be_chosen():
+    banned = SamplingParams(temperature=0, allowed_token_ids=[0])
+    out = sample([[1.0, math.nan, 0.0]], [make_request(banned)], banned=(1,))
+    assert out.problems == ["nonfinite_logits"]
+
+
+# --- Penalties -----------------------------------------------------------------------------------
+
+
+def penalised(logits, params, prompt, output):
+    """The formulas, one token at a time."""
+    counts = Counter(output)
+    row = []
+    for token_id, value in enumerate(logits):
+        if token_id in prompt or token_id in output:
+            penalty = params.repetition_penalty
+            value = value / penalty if value > 0 else value * penalty
+        value -= params.frequency_penalty * counts[token_id]
+        value -= params.presence_penalty * (counts[token_id] > 0)
+        row.append(value)
+    return row
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    logits=st.lists(st.floats(-8, 8, width=16), min_size=6, max_size=6),
+    prompt=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    output=st.lists(st.integers(0, 5), max_size=8),
+    presence=st.sampled_from([-2.0, 0.0, 0.75]),
+    frequency=st.sampled_from([-1.5, 0.0, 0.25]),
+    repetition=st.sampled_from([0.5, 1.0, 1.75]),
+)
+def test_penalties_follow_their_formulas(logits, prompt, output, presence, frequency, repetition):
+    params = SamplingParams(
+        temperature=0,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+    )
+    expected = penalised(logits, params, prompt, output)
+    ranked = sorted(expected, reverse=True)
+    assume(ranked[0] - ranked[1] > 1e-4)
+    chosen = greedy(logits, params, prompt=prompt, output=output)
+    assert chosen == expected.index(ranked[0])
+
+
+def test_penalties_leave_bans_alone():
+    params = SamplingParams(temperature=0, repetition_penalty=0.5, presence_penalty=-2.0)
+    assert greedy([1.0, 9.0, 0.5], params, output=[1, 1], banned=(1,)) == 0
+
+
+# --- Cuts ----------------------------------------------------------------------------------------
+
+
+def kept_by_oracle(logits, top_k, top_p, min_p):
+    """Ids that the three cuts leave, in float64; None if a bound is too close to call."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:top_k]
+    weights = [math.exp(logits[i] - logits[order[0]]) for i in order]
+    total, before, kept = sum(weights), 0.0, set()
+    for token_id, weight in zip(order, weights, strict=True):
+        if before and abs(before / total - top_p) < 1e-5:
+            return None
+        if abs(weight - min_p) < 1e-5 and weight != 1.0:
+            return None
+        if (before / total < top_p or top_p == 1.0) and weight >= min_p:
+            kept.add(token_id)
+        before += weight
+    return kept
+
+
+def kept(logits, top_k, top_p, min_p):
+    column = torch.tensor([[float(top_k)], [float(top_k)]])
+    rows = torch.tensor([logits, logits[::-1]], dtype=torch.float32)
+    out = cut(rows, column, torch.full((2, 1), top_p), torch.full((2, 1), min_p))[0]
+    is_kept = out > NEG_INF
+    assert out[is_kept].equal(rows[0][is_kept]), "what is kept keeps its logit"
+    return set(is_kept.nonzero().flatten().tolist())
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    logits=st.lists(st.integers(-12, 12).map(lambda i: i / 4), min_size=2, max_size=40),
+    top_k=st.integers(1, 45),
+    top_p=st.just(1.0) | st.floats(0.001, 0.999),
+    min_p=st.sampled_from([0.0, 1.0]) | st.floats(0.001, 0.999),
+)
+def test_cut_matches_the_oracle(logits, top_k, top_p, min_p):
+    expected = kept_by_oracle(logits, top_k, top_p, min_p)
+    assume(expected is not None)
+    assert kept(logits, top_k, top_p, min_p) == expected
+    assert min(range(len(logits)), key=lambda i: (-logits[i], i)) in expected
+
+
+@pytest.mark.parametrize(
+    ("logits", "top_k", "top_p", "min_p", "expected"),
+    [
+        ([0.0] * 4, 4, 0.5, 0.0, {0, 1}),  # exactly half: the third begins at 0.5
+        ([0.0] * 4, 4, 0.51, 0.0, {0, 1, 2}),
+        ([0.0] * 4, 2, 1.0, 0.0, {0, 1}),  # ties by id
+        ([0.0, 1.0, 1.0, 1.0], 2, 1.0, 0.0, {1, 2}),
+        ([0.0] * 4, 2, 0.5, 0.0, {0}),  # of the top-k set: a half each
+        ([0.0] * 4, 4, 1.0, 1.0, {0, 1, 2, 3}),
+        ([1.0, 2.0, 2.0], 3, 1.0, 1.0, {1, 2}),
+        ([1.0, 2.0, 3.0], 3, 1e-9, 0.0, {2}),
+        ([1.0, 2.0, 3.0], 1, 1.0, 0.0, {2}),
+        ([1e30, -1e30, 0.0], 3, 0.999, 0.0, {0}),
+        ([1e30, -1e30, 0.0], 3, 1.0, 0.0, {0, 1, 2}),
+        ([NEG_INF, 0.0, NEG_INF, 0.0], 3, 0.9, 0.0, {1, 3}),
+        ([NEG_INF, 0.0, NEG_INF, 0.0], 4, 1.0, 0.5, {1, 3}),
+        ([NEG_INF] * 3, 2, 0.5, 0.5, set()),
+        ([0.0, -200.0], 2, 1.0, 0.0, {0, 1}),
+        ([0.0, -200.0], 2, 1.0, 1e-30, {0}),
+    ],
+)
+def test_cut_at_ties_and_extremes(logits, top_k, top_p, min_p, expected):
+    assert kept(logits, top_k, top_p, min_p) == expected
+
+
+def test_top_p_1_cuts_nothing_where_the_rounded_sum_reaches_1_early():
+    logits = torch.cat([torch.full((40_000,), 1.0), torch.full((10_000,), -12.0)])
+    sums = logits.softmax(dim=0).cumsum(dim=0)
+    assert (sums[:-1] >= 1.0).any(), "the case that this test is about"
+    rows = torch.stack([logits, logits])
+    all_ids = torch.full((2, 1), 50_000.0)
+    out = cut(rows, all_ids, torch.tensor([[1.0], [0.5]]), torch.zeros(2, 1))
+    assert out[0].equal(logits)
+    assert (out[1] > NEG_INF).sum() < 40_000
+
+
+# --- Drawing -------------------------------------------------------------------------------------
+
+NUM_DRAWS = 16_000
+LIMIT = 42.0  # chi-square of 7 degrees of freedom: passed once in 2,000,000 seeds
+
+
+def chi_square(token_ids, probs):
+    """Of counts against probabilities; infinite where something impossible was drawn."""
+    counts = Counter(token_ids)
+    total = 0.0
+    for token_id, prob in enumerate(probs):
+        expected = prob * len(token_ids)
+        if expected == 0.0:
+            if counts[token_id]:
+                return math.inf
+        else:
+            total += (counts[token_id] - expected) ** 2 / expected
+    return total
+
+
+def softmax(logits, temperature=1.0):
+    weights = [math.exp(value / temperature) for value in logits]
+    return [weight / sum(weights) for weight in weights]
+
+
+def restricted(probs, ids):
+    total = sum(probs[i] for i in ids)
+    return [prob / total if i in ids else 0.0 for i, prob in enumerate(probs)]
+
+
+LOGITS = [0.3, -1.0, 1.2, 0.3, -2.5, 0.9, 0.0, -0.4]  # order: 2 5 0 3 6 7 1 4
+
+
+CASES = [
+    ({}, softmax(LOGITS)),
+    ({"temperature": 0.6}, softmax(LOGITS, 0.6)),
+    ({"temperature": 2.0}, softmax(LOGITS, 2.0)),
+    ({"top_k": 3}, restricted(softmax(LOGITS), {2, 5, 0})),
+    ({"top_p": 0.5}, restricted(softmax(LOGITS), {2, 5})),
+    ({"min_p": 0.4}, restricted(softmax(LOGITS), {2, 5, 0, 3})),
+    (
+        {"temperature": 0.5, "top_k": 4, "top_p": 0.9},
+        restricted(softmax(LOGITS, 0.5), {2, 5, 0}),
+    ),
+]
+
+
+def check_draws(requests, expected, temperature):
+    """The counts fit what is expected, and do not fit a temperature a quarter higher."""
+    token_ids = draw(torch.tensor([LOGITS] * len(requests)), requests).tolist()
+    assert chi_square(token_ids, expected) < LIMIT
+    allowed = {i for i, prob in enumerate(expected) if prob}
+    wrong = restricted(softmax(LOGITS, 1.25 * temperature), allowed)
+    assert chi_square(token_ids, wrong) > LIMIT, "it can tell them apart"
+
+
+@pytest.mark.parametrize(("fields", "expected"), CASES, ids=[str(fields) for fields, _ in CASES])
+def test_draws_follow_the_distribution(fields, expected):
+    params = SamplingParams(**fields)
+    requests = [make_request(params, seed=i // 16, stream=i % 16) for i in range(NUM_DRAWS)]
+    check_draws(requests, expected, params.temperature)
+
+
+def test_draws_of_one_seed_along_an_answer_follow_the_distribution():
+    prompts = [[1] * num_tokens for num_tokens in range(1, 201)]
+    params = SamplingParams()
+    requests = [
+        make_request(params, prompt=prompts[i % 200], seed=-(i // 200)) for i in range(NUM_DRAWS)
+    ]
+    check_draws(requests, softmax(LOGITS), 1.0)
+
+
+def test_successive_draws_of_a_request_are_independent():
+    params = SamplingParams()
+    pairs = []
+    for seed in range(4_000):
+        first, second = (make_request(params, prompt=[1] * n, seed=seed) for n in (1, 2))
+        pairs += [first, second]
+    token_ids = draw(torch.zeros(len(pairs), 4), pairs).tolist()
+    joint = [4 * a + b for a, b in zip(token_ids[::2], token_ids[1::2], strict=True)]
+    assert chi_square(joint, [1 / 16] * 16) < 60.0  # 15 degrees: once in 4,000,000
+
+
+@settings(max_examples=60, deadline=None)
+@given(order=st.permutations(range(8)), count=st.integers(1, 8))
+def test_a_row_does_not_depend_on_its_neighbours_or_its_place(order, count):
+    generator = torch.Generator().manual_seed(5)
+    logits = (2 * torch.randn(8, 300, generator=generator)).tolist()
+    fields = [
+        {},
+        {"temperature": 0},
+        {"top_p": 0.3},
+        {"top_k": 5, "temperature": 1.7},
+        {"min_p": 0.05},
+        {"presence_penalty": 1.5, "logit_bias": {3: 5.0}},
+        {"repetition_penalty": 1.2, "top_p": 0.95, "top_k": 50, "min_p": 0.01},
+        {"allowed_token_ids": [9, 8, 7], "logprobs": 2},
+    ]
+    requests = [
+        make_request(SamplingParams(**f), seed=i, output=[i, i, 3]) for i, f in enumerate(fields)
+    ]
+    alone = [sample([logits[i]], [requests[i]]) for i in range(8)]
+    picked = list(order)[:count]
+    together = sample([logits[i] for i in picked], [requests[i] for i in picked])
+    assert together.token_ids == [alone[i].token_ids[0] for i in picked]
+    assert together.logprobs == [alone[i].logprobs[0] for i in picked]
+
+
+def test_answers_of_one_prompt_differ_and_repeat():
+    params = SamplingParams(seed=5)
+    requests = [make_request(params, seed=5, stream=i) for i in range(16)]
+    first = sample([[0.0] * 1000] * 16, requests).token_ids
+    assert sample([[0.0] * 1000] * 16, requests).token_ids == first
+    assert len(set(first)) > 12
+
+
+# --- Log-probabilities ---------------------------------------------------------------------------
+
+
+def test_logprobs_are_of_the_raw_distribution():
+    generator = torch.Generator().manual_seed(2)
+    logits = 3 * torch.randn(4, 50, generator=generator)
+    expected = logits.double().log_softmax(dim=1)
+    params = [
+        SamplingParams(temperature=0, logprobs=0),
+        SamplingParams(temperature=0.2, logprobs=1, top_k=4),
+        SamplingParams(temperature=1.0, logprobs=5, logit_bias={7: 50.0}, presence_penalty=1.0),
+        SamplingParams(temperature=0, logprobs=20, allowed_token_ids=[11]),
+    ]
+    requests = [make_request(p, output=[3, 4]) for p in params]
+    out = sample(logits.tolist(), requests, banned=(int(logits[0].argmax()),))
+    assert out.token_ids[2] == 7
+    assert out.token_ids[3] == 11
+    for i, (entry, param) in enumerate(zip(out.logprobs, params, strict=True)):
+        assert entry.token_id == out.token_ids[i]
+        assert entry.logprob == pytest.approx(expected[i, entry.token_id].item(), abs=1e-5)
+        order = expected[i].argsort(descending=True)[: param.logprobs].tolist()
+        assert [token_id for token_id, _ in entry.top] == order
+        for token_id, logprob in entry.top:
+            assert logprob == pytest.approx(expected[i, token_id].item(), abs=1e-5)
+
+
+def test_top_list_of_a_small_vocabulary_is_the_whole_of_it():
+    (entry,) = top_logprobs(torch.tensor([[0.0, 2.0, 1.0]]), [0], 20)
+    assert [token_id for token_id, _ in entry.top] == [1, 2, 0]
+    assert sum(math.exp(logprob) for _, logprob in entry.top) == pytest.approx(1.0)
+
+
+def test_no_rows():
+    assert top_logprobs(torch.empty(0, 5), [], 3) == []
