@@ -72,7 +72,7 @@ def make_case(
         generator = torch.Generator(device).manual_seed(seed)
         x = torch.randn(rows, in_features, generator=generator, device=device).bfloat16()
         copied = LinearWeight(tuple(map(copy_segment, weight.segments)), weight.shape)
-        return Inputs(x, copied, decoded.bfloat16())
+        return Inputs(x, copied, decoded.to(torch.bfloat16, copy=True))
 
     def check(inputs: Inputs) -> float:
         out = linear(inputs.x, inputs.weight, out_dtype=out_dtype)[:CHECKED_ROWS, :CHECKED_ROWS]

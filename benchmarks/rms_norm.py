@@ -7,8 +7,10 @@ judged here.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
 from tiercel.ops.rms_norm import rms_norm
@@ -26,27 +28,38 @@ SHAPES = {
 }
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """Rows (rows, heads, hidden), a view; the weight, and as the peer wants it."""
+
+    x: Tensor
+    weight: Tensor
+    weight16: Tensor
+
+
 def make_case(rows: int, heads: int, hidden: int, device: torch.device) -> Case:
-    def make(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def make(seed: int) -> Inputs:
         generator = torch.Generator(device).manual_seed(seed)
         wide = heads + 2 * (heads > 1)
         x = torch.randn(rows, wide, hidden, generator=generator, device=device).bfloat16()
-        return x[:, :heads], torch.randn(hidden, generator=generator, device=device)
+        weight = torch.randn(hidden, generator=generator, device=device)
+        return Inputs(x[:, :heads], weight, weight.bfloat16())
 
-    def check(inputs: tuple[torch.Tensor, torch.Tensor]) -> float:
-        return relative_error(rms_norm(*inputs, EPS), oracle.rms_norm(*inputs, EPS))
+    def run(inputs: Inputs) -> Tensor:
+        return rms_norm(inputs.x, inputs.weight, EPS)
+
+    def check(inputs: Inputs) -> float:
+        return relative_error(run(inputs), oracle.rms_norm(inputs.x, inputs.weight, EPS))
 
     elements = rows * heads * hidden
     return Case(
         name=f"rows={rows} heads={heads} hidden={hidden} bf16",
         make=make,
-        run=lambda inputs: rms_norm(*inputs, EPS),
+        run=run,
         check=check,
         tolerance=4e-3,
         num_bytes=2 * 2 * elements + 4 * hidden,
-        peer=lambda inputs: torch.nn.functional.rms_norm(
-            inputs[0], (hidden,), inputs[1].bfloat16(), EPS
-        ),
+        peer=lambda inputs: torch.nn.functional.rms_norm(inputs.x, (hidden,), inputs.weight16, EPS),
         peer_name="torch.nn.functional.rms_norm, bfloat16 weight",
     )
 

@@ -9,12 +9,10 @@ into text. One thread at a time may use it.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -33,6 +31,7 @@ from tiercel.engine.config import (
     resolve_share,
 )
 from tiercel.engine.engine import Engine, build_engine
+from tiercel.engine.inputs import InputProcessor
 from tiercel.engine.output import (
     CompletionOutput,
     OutputText,
@@ -41,10 +40,10 @@ from tiercel.engine.output import (
     StreamDelta,
 )
 from tiercel.engine.request import Request, Status
-from tiercel.errors import ArgumentError, ContextLengthError, InvalidRequestError
+from tiercel.errors import ArgumentError, InvalidRequestError
 from tiercel.loader.hub import resolve
 from tiercel.models.source import open_source
-from tiercel.params import LIMITS, SamplingParams, shown
+from tiercel.params import SamplingParams, shown
 from tiercel.text.chat_template import ChatTemplate, encode_chat
 
 Prompt = str | Mapping[str, Sequence[int]]
@@ -133,7 +132,7 @@ class LLM:
         self._template = self._make_template()
         load = None if progress is None else lambda done, total: progress("Loading", done, total)
         self._loaded: Engine | None = build_engine(source, config, self.tokenizer, load)
-        self._ids = itertools.count()
+        self._inputs = InputProcessor(self.tokenizer, source.config, config)
         self._takers: dict[str, _Taker] = {}
 
     @property
@@ -208,7 +207,7 @@ class LLM:
         """
         listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         every = self._params_for(listed, params)
-        ids = [self._prompt_ids(prompt, parse_special=parse_special) for prompt in listed]
+        ids = [self._inputs.prompt_ids(prompt, parse_special=parse_special) for prompt in listed]
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         return self._run(ids, texts, every)
 
@@ -255,7 +254,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, parse_special: bool = True
     ) -> Iterator[StreamDelta]:
         """Continue a raw prompt piece by piece; leaving the loop early ends the request."""
-        ids = self._prompt_ids(prompt, parse_special=parse_special)
+        ids = self._inputs.prompt_ids(prompt, parse_special=parse_special)
         return self._stream(self._answers([ids], [params or SamplingParams()]))
 
     def stream_chat(
@@ -279,8 +278,8 @@ class LLM:
         Returns:
             (len(token_ids), vocab_size) float32.
         """
-        ids = self._prompt_ids({"prompt_token_ids": token_ids}, parse_special=False, extra=0)
-        request = self._request(ids, SamplingParams(), 0, max_tokens=0, wants_logits=True)
+        ids = self._inputs.prompt_ids({"prompt_token_ids": token_ids}, parse_special=False, extra=0)
+        request = self._inputs.request(ids, SamplingParams(), 0, max_tokens=0, wants_logits=True)
         for _ in self._steps([request], lambda *_: None):
             pass
         return np.concatenate([piece.numpy() for piece in request.prompt_logits])
@@ -298,80 +297,6 @@ class LLM:
                 hint="Pass one for all, or one each.",
             )
         return list(params)
-
-    def _prompt_ids(self, prompt: object, *, parse_special: bool, extra: int = 1) -> list[int]:
-        """Check a prompt and turn it into ids, leaving room for `extra` tokens."""
-        limit = self.config.max_model_len
-        if isinstance(prompt, str):
-            size = len(prompt.encode("utf-8", "surrogatepass"))
-            if size > limit * LIMITS.max_prompt_bytes_per_token:
-                raise self._too_long(f"prompt has {size} bytes")
-            ids = self.tokenizer.encode(
-                prompt, parse_special=parse_special, add_special_tokens=True
-            )
-        elif isinstance(prompt, Mapping) and isinstance(prompt.get("prompt_token_ids"), Iterable):
-            listed = list(prompt["prompt_token_ids"])
-            self._check_ids("prompt_token_ids", listed)
-            ids = [int(token_id) for token_id in listed]  # of numpy's integers too
-        else:
-            raise ArgumentError(
-                f"a prompt of type {type(prompt).__name__} cannot be read.",
-                hint='Pass a string or {"prompt_token_ids": [...]}.',
-            )
-        if not ids:
-            raise InvalidRequestError(
-                "the prompt is empty.", hint="Give at least one token.", param="prompt"
-            )
-        if len(ids) + extra > limit:
-            raise self._too_long(f"prompt has {len(ids)} tokens")
-        return ids
-
-    def _too_long(self, what: str) -> ContextLengthError:
-        limit, most = self.config.max_model_len, self.source.config.max_position
-        longer = f" or set max_model_len up to {most}" if most > limit else ""
-        return ContextLengthError(
-            f"{what} but the context holds {limit} tokens, answer included.",
-            hint=f"Shorten the prompt{longer}.",
-            param="prompt",
-        )
-
-    def _check_ids(self, name: str, ids: Sequence[Any]) -> None:
-        limit = self.source.config.vocab_size
-        for token_id in ids:
-            is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
-            if not is_integer or not 0 <= token_id < limit:
-                raise InvalidRequestError(
-                    f"{name} holds {shown(token_id)}.",
-                    hint=f"Token ids are 0 to {limit - 1}.",
-                    param=name,
-                )
-
-    def _request(
-        self,
-        ids: list[int],
-        params: SamplingParams,
-        stream: int,
-        *,
-        max_tokens: int | None = None,
-        wants_logits: bool = False,
-    ) -> Request:
-        self._check_ids("logit_bias", list(params.logit_bias))
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        if max_tokens is None:
-            left = self.config.max_model_len - len(ids)
-            max_tokens = left if params.max_tokens is None else min(left, params.max_tokens)
-        own_stops = () if params.ignore_eos else self.tokenizer.stop_ids
-        return Request(
-            request_id=f"request-{next(self._ids)}",
-            prompt_token_ids=ids,
-            params=params,
-            seed=self.config.seed if params.seed is None else params.seed,
-            stream=stream,
-            stop_ids=frozenset((*own_stops, *params.stop_token_ids)),
-            max_tokens=max_tokens,
-            wants_logits=wants_logits,
-        )
 
     def _steps(self, requests: Sequence[Request], take: _Taker) -> Generator[None]:
         """Run requests to their end, a step at a time. Leaving early aborts them.
@@ -401,7 +326,7 @@ class LLM:
         answers = {}
         for index, (ids, wanted) in enumerate(zip(prompt_ids, params, strict=True)):
             for stream in range(wanted.n):
-                request = self._request(ids, wanted, stream)
+                request = self._inputs.request(ids, wanted, stream)
                 answers[request.request_id] = _Answer(
                     request, OutputText(request, self.tokenizer), index
                 )

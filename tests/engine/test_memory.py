@@ -1,0 +1,188 @@
+"""What does not fit is refused with figures, and what device and dtype mean on this machine."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.gguf_files import tiny_model
+from tiercel.engine import config, engine, memory
+from tiercel.engine.config import resolve_count, resolve_device, resolve_dtype, resolve_share
+from tiercel.engine.memory import GIB, available_bytes, cache_blocks, check_weights_fit
+from tiercel.errors import ArgumentError, OutOfMemoryError
+from tiercel.llm import LLM
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    bytes_per_block=st.integers(1, 1000),
+    block_size=st.integers(1, 70),
+    max_model_len=st.integers(1, 500),
+    max_num_seqs=st.integers(1, 9),
+    available=st.integers(-1000, 100_000),
+)
+def test_cache_blocks(bytes_per_block, block_size, max_model_len, max_num_seqs, available):
+    sizes = {
+        "bytes_per_block": bytes_per_block,
+        "block_size": block_size,
+        "max_num_seqs": max_num_seqs,
+        "available": available,
+    }
+    per_sequence = -(-max_model_len // block_size)
+    try:
+        num_blocks = cache_blocks(max_model_len=max_model_len, **sizes)
+    except OutOfMemoryError as error:
+        assert (per_sequence + 1) * bytes_per_block > available
+        if "max_model_len" in error.hint:
+            fits = int(error.hint.removeprefix("Lower max_model_len to ").split()[0])
+            assert 0 < fits < max_model_len
+            cache_blocks(max_model_len=fits, **sizes)  # the length that it names does fit
+            with pytest.raises(OutOfMemoryError):
+                cache_blocks(max_model_len=fits + 1, **sizes)
+        else:
+            with pytest.raises(OutOfMemoryError):
+                cache_blocks(max_model_len=1, **sizes)
+        return
+    assert num_blocks * bytes_per_block <= available, "the null block counts too"
+    assert per_sequence < num_blocks <= 1 + per_sequence * max_num_seqs
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_figures():
+    sizes = {"bytes_per_block": GIB // 4, "block_size": 64, "max_num_seqs": 4}
+    with pytest.raises(OutOfMemoryError) as caught:
+        cache_blocks(max_model_len=1000, available=2 * GIB, **sizes)
+    assert str(caught.value) == (
+        "the cache of one sequence of 1000 tokens needs 4.00 GiB but 2.00 GiB are left."
+    )
+    assert caught.value.hint == "Lower max_model_len to 448 or less."  # 7 blocks and the null block
+    with pytest.raises(OutOfMemoryError) as caught:
+        cache_blocks(max_model_len=1000, available=-5, **sizes)
+    assert "0.00 GiB are left" in str(caught.value)
+    assert caught.value.hint == "Use a smaller model."
+
+
+def test_weights_that_do_not_fit_are_refused_with_figures(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda device, utilization: 3 * GIB)
+    check_weights_fit(3 * GIB, CPU, 0.9)
+    with pytest.raises(OutOfMemoryError) as caught:
+        check_weights_fit(int(7.5 * GIB), CPU, 0.9)
+    assert str(caught.value) == "the weights need about 7.5 GiB but cpu has 3.0 GiB to use."
+    assert "smaller" in caught.value.hint
+
+
+def test_a_share_of_the_whole_gpu_is_left_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GIB, 80 * GIB))
+    assert available_bytes(CUDA, 0.9) == pytest.approx(62 * GIB, abs=1)
+    assert available_bytes(CUDA, 1.0) == 70 * GIB
+
+
+def test_a_cpu_gives_part_of_what_is_available():
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    total = int(fields["MemTotal"].split()[0]) * 1024
+    assert 0 < available_bytes(CPU, 0.1) <= memory.CPU_SHARE * total
+
+
+def test_no_figure_from_the_system(monkeypatch):
+    monkeypatch.setattr(memory.Path, "read_text", lambda self: "MemTotal: 1 kB\n")
+    with pytest.raises(OutOfMemoryError, match="how much memory"):
+        available_bytes(CPU, 0.9)
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize(("available", "what"), [(1000, "weights"), (200_000, "cache of one")])
+def test_a_model_that_does_not_fit_is_refused_at_load(monkeypatch, tmp_path, available, what):
+    path = tiny_model(tmp_path / "m.gguf")
+    for module in (memory, engine):
+        monkeypatch.setattr(module, "available_bytes", lambda device, utilization: available)
+    with pytest.raises(OutOfMemoryError, match=what):
+        LLM(path, device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "name", ["nvidia", "", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:0 ", "cpu:0", "mps", None, 5]
+)
+def test_unknown_device(name):
+    with pytest.raises(ArgumentError) as caught:
+        resolve_device(name)
+    assert f"device={str(name)!r}" in str(caught.value)
+    assert "cuda:INDEX" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:3"])
+def test_cuda_without_a_gpu(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ArgumentError) as caught:
+        resolve_device(name)
+    assert f"device={name!r}: no usable NVIDIA GPU" in str(caught.value)
+    assert "--device cpu" in caught.value.hint
+    assert resolve_device("auto") == CPU
+
+
+def test_cuda_with_two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, index in (("auto", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)):
+        assert resolve_device(name) == torch.device("cuda", index)
+    assert resolve_device("cpu") == CPU
+    for name in ("cuda:2", "cuda:99999999999999999999"):
+        with pytest.raises(ArgumentError) as caught:
+            resolve_device(name)
+        assert "this machine has 2 GPU(s)" in str(caught.value)
+        assert caught.value.hint == "Use cuda:0 to cuda:1."
+
+
+def test_a_device_of_torch_is_understood():
+    assert resolve_device(CPU) == CPU
+
+
+@pytest.mark.parametrize("name", ["half", "fp16", "", "FLOAT32", None, torch.float32])
+def test_unknown_dtype(name):
+    with pytest.raises(ArgumentError) as caught:
+        resolve_dtype(name, CPU, "gguf")
+    assert f"dtype={name!r}" in str(caught.value)
+    assert "float32, float16, bfloat16" in caught.value.hint
+
+
+def test_float16_is_refused_on_a_cpu():
+    with pytest.raises(ArgumentError, match="dtype='float16'"):
+        resolve_dtype("float16", CPU, "gguf")
+    assert resolve_dtype("float16", CUDA, "hf") == torch.float16
+
+
+def test_dtypes(monkeypatch):
+    for device in (CPU, CUDA):
+        assert resolve_dtype("float32", device, "gguf") == torch.float32
+        assert resolve_dtype("bfloat16", device, "gguf") == torch.bfloat16
+    assert resolve_dtype("auto", CUDA, "gguf") == torch.float16
+    assert resolve_dtype("auto", CUDA, "hf") == torch.bfloat16
+    for is_native, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(
+            config, "_cpu_multiplies_bfloat16", lambda is_native=is_native: is_native
+        )
+        assert resolve_dtype("auto", CPU, "gguf") == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, 11, True, 1.0, "5", [5], 10**5000],
+    ids=lambda value: f"{value!r:.5}" if not isinstance(value, int) or value < 99 else "huge",
+)
+def test_counts(value):
+    with pytest.raises(ArgumentError, match=r"max_num_seqs=.* is out of range") as caught:
+        resolve_count("max_num_seqs", value, 3, 10)
+    assert caught.value.hint == "Use 1 to 10."
+    assert resolve_count("max_num_seqs", None, 3, 10) == 3
+    assert [resolve_count("max_num_seqs", i, 3, 10) for i in (1, 10)] == [1, 10]
+    assert resolve_count("seed", -5, 0, 10, low=-5) == -5
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.1, float("nan"), True, "0.5", None])
+def test_share(value):
+    with pytest.raises(ArgumentError, match="gpu_memory_utilization="):
+        resolve_share(value)
+    assert resolve_share(1) == 1
+    assert resolve_share(0.5) == 0.5

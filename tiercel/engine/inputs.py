@@ -1,0 +1,121 @@
+"""From what a caller gives to a request: prompts are checked, tokenized and bounded here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+from tiercel.engine.config import EngineConfig
+from tiercel.engine.request import Request
+from tiercel.errors import ArgumentError, ContextLengthError, InvalidRequestError
+from tiercel.models.config import ModelConfig
+from tiercel.params import LIMITS, SamplingParams, shown
+from tiercel.text.tokenizer import Tokenizer
+
+
+class InputProcessor:
+    """Makes requests for one model."""
+
+    def __init__(self, tokenizer: Tokenizer, model: ModelConfig, config: EngineConfig) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+        self._config = config
+        self._ids = itertools.count()
+
+    def prompt_ids(self, prompt: object, *, parse_special: bool, extra: int = 1) -> list[int]:
+        """Check a prompt and turn it into ids.
+
+        Args:
+            prompt: a string, or ``{"prompt_token_ids": [...]}``.
+            parse_special: whether the text of a control token becomes its id.
+            extra: tokens of the context that must stay free behind it.
+
+        Raises:
+            ContextLengthError: it does not fit; the message has both numbers.
+            ArgumentError, InvalidRequestError: it cannot be read, is empty, or holds a wrong id.
+        """
+        limit = self._config.max_model_len
+        if isinstance(prompt, str):
+            size = len(prompt.encode("utf-8", "surrogatepass"))
+            if size > limit * LIMITS.max_prompt_bytes_per_token:
+                raise self._too_long(f"prompt has {size} bytes")
+            ids = self._tokenizer.encode(
+                prompt, parse_special=parse_special, add_special_tokens=True
+            )
+        elif isinstance(prompt, Mapping) and isinstance(prompt.get("prompt_token_ids"), Iterable):
+            listed = list(prompt["prompt_token_ids"])
+            self._check_ids("prompt_token_ids", listed)
+            ids = [int(token_id) for token_id in listed]  # of numpy's integers too
+        else:
+            raise ArgumentError(
+                f"a prompt of type {type(prompt).__name__} cannot be read.",
+                hint='Pass a string or {"prompt_token_ids": [...]}.',
+            )
+        if not ids:
+            raise InvalidRequestError(
+                "the prompt is empty.", hint="Give at least one token.", param="prompt"
+            )
+        if len(ids) + extra > limit:
+            raise self._too_long(f"prompt has {len(ids)} tokens")
+        return ids
+
+    def _too_long(self, what: str) -> ContextLengthError:
+        limit, most = self._config.max_model_len, self._model.max_position
+        longer = f" or set max_model_len up to {most}" if most > limit else ""
+        return ContextLengthError(
+            f"{what} but the context holds {limit} tokens, answer included.",
+            hint=f"Shorten the prompt{longer}.",
+            param="prompt",
+        )
+
+    def _check_ids(self, name: str, ids: Sequence[Any]) -> None:
+        limit = self._model.vocab_size
+        for token_id in ids:
+            is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+            if not is_integer or not 0 <= token_id < limit:
+                raise InvalidRequestError(
+                    f"{name} holds {shown(token_id)}.",
+                    hint=f"Token ids are 0 to {limit - 1}.",
+                    param=name,
+                )
+
+    def request(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        stream: int,
+        *,
+        max_tokens: int | None = None,
+        wants_logits: bool = False,
+    ) -> Request:
+        """Make the request of one answer.
+
+        Args:
+            ids: a checked prompt.
+            params: its token ids are checked here against the vocabulary.
+            stream: which of `n` answers.
+            max_tokens: None for that of `params`, cut to what is left of the context.
+            wants_logits: see `Request`.
+
+        Raises:
+            InvalidRequestError: a parameter names a token id outside the vocabulary.
+        """
+        self._check_ids("logit_bias", list(params.logit_bias))
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        if max_tokens is None:
+            left = self._config.max_model_len - len(ids)
+            max_tokens = left if params.max_tokens is None else min(left, params.max_tokens)
+        own_stops = () if params.ignore_eos else self._tokenizer.stop_ids
+        return Request(
+            request_id=f"request-{next(self._ids)}",
+            prompt_token_ids=ids,
+            params=params,
+            seed=self._config.seed if params.seed is None else params.seed,
+            stream=stream,
+            stop_ids=frozenset((*own_stops, *params.stop_token_ids)),
+            max_tokens=max_tokens,
+            wants_logits=wants_logits,
+        )
