@@ -2,9 +2,9 @@
 
     python -m benchmarks.e2e_parity --device cuda --out benchmarks/results/e2e_parity_h200.json
 
-Figures and bounds are those of tests/parity.py: the default model against a recorded float32 forward
-of its decoded weights, and three tiny files against a float64 forward. Decode speed is one request
-of 128 tokens, for orientation: it has no floor here, the kernels have benchmarks of their own.
+Figures and bounds are those of tests/parity.py: the default model against a recorded float32
+forward of its decoded weights, and three tiny files against a float64 forward. Decode speed is one
+request of 128 tokens, for orientation: it has no floor, the kernels have benchmarks of their own.
 """
 
 from __future__ import annotations

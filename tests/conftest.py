@@ -21,7 +21,8 @@ if IN_WORKER:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, visibly, what this machine cannot run."""
     for item in items:
-        need = 2 if item.get_closest_marker("multigpu") else int("gpu" in item.keywords)
+        needs_one = item.get_closest_marker("gpu") is not None
+        need = 2 if item.get_closest_marker("multigpu") else int(needs_one)
         if need > torch.cuda.device_count():
             item.add_marker(pytest.mark.skip(reason=f"needs {need} GPU(s)"))
 

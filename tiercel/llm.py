@@ -278,7 +278,7 @@ class LLM:
         Returns:
             (len(token_ids), vocab_size) float32.
         """
-        ids = self._inputs.prompt_ids({"prompt_token_ids": token_ids}, parse_special=False, extra=0)
+        ids = self._inputs.prompt_ids({"prompt_token_ids": token_ids}, parse_special=False)
         request = self._inputs.request(ids, SamplingParams(), 0, max_tokens=0, wants_logits=True)
         for _ in self._steps([request], lambda *_: None):
             pass

@@ -43,7 +43,7 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probabilities sum to this, (0, 1].
         top_k: keep this many most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this fraction as likely as the most likely one, [0, 1].
-        seed: 64-bit seed of the random stream; None takes the engine's.
+        seed: 64-bit seed of the random stream; None: one of the request's own, from the engine's.
         stop: up to 16 strings that end the answer; they are cut from it.
         stop_token_ids: token ids that end the answer, besides the model's own.
         include_stop_str_in_output: keep a matched stop string.

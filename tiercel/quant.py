@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from tiercel.errors import ModelFormatError
+from tiercel.errors import ArgumentError, ModelFormatError
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,12 @@ class QuantTensor:
         return sum(plane.numel() * plane.element_size() for plane in self.planes.values())
 
     def rows(self, start: int, stop: int) -> QuantTensor:
-        """A view of output rows [start, stop)."""
+        """A view of output rows [start, stop).
+
+        Raises:
+            ArgumentError: a bound lies outside the tensor.
+        """
+        _check_range("rows", start, stop, self.shape[0])
         planes = {name: plane[start:stop] for name, plane in self.planes.items()}
         return QuantTensor(self.qtype, self.layout, (stop - start, self.shape[1]), planes)
 
@@ -108,8 +113,10 @@ class QuantTensor:
         """A view of input columns [start, stop).
 
         Raises:
+            ArgumentError: a bound lies outside the tensor.
             ModelFormatError: a bound lies inside a block.
         """
+        _check_range("columns", start, stop, self.shape[1])
         block = self.qtype.block_weights
         if start % block or stop % block:
             raise ModelFormatError(
@@ -124,3 +131,10 @@ class QuantTensor:
         """The same tensor on another device."""
         planes = {name: plane.to(device) for name, plane in self.planes.items()}
         return QuantTensor(self.qtype, self.layout, self.shape, planes)
+
+
+def _check_range(what: str, start: int, stop: int, size: int) -> None:
+    if not 0 <= start <= stop <= size:
+        raise ArgumentError(
+            f"{what} {start}..{stop} lie outside a tensor of {size}.", hint=f"Use 0 to {size}."
+        )

@@ -93,9 +93,10 @@ def test_no_figure_from_the_system(monkeypatch):
 
 
 @pytest.mark.reliability
-@pytest.mark.parametrize(("available", "what"), [(1000, "weights"), (200_000, "cache of one")])
+@pytest.mark.parametrize(("available", "what"), [(1000, "weights"), (500_000, "cache of one")])
 def test_a_model_that_does_not_fit_is_refused_at_load(monkeypatch, tmp_path, available, what):
-    path = tiny_model(tmp_path / "m.gguf")
+    # 0.45 MB of weights and, at 512 bytes a token, 2.1 MB of cache
+    path = tiny_model(tmp_path / "m.gguf", metadata={"llama.context_length": 4096})
     for module in (memory, engine):
         monkeypatch.setattr(module, "available_bytes", lambda device, utilization: available)
     with pytest.raises(OutOfMemoryError, match=what):

@@ -39,9 +39,6 @@ def greedy(logits, params=GREEDY, **options):
     return out.token_ids[0]
 
 
-# --- Greedy --------------------------------------------------------------------------------------
-
-
 @settings(max_examples=200, deadline=None)
 @given(rows=st.integers(1, 5), cols=st.integers(1, 70), data=st.data())
 def test_greedy_takes_the_lowest_id_of_the_largest_logit(rows, cols, data):
@@ -65,9 +62,6 @@ def test_temperatures_near_zero_are_greedy():
     params = SamplingParams(temperature=9e-6)
     for seed in range(20):
         assert sample([[0.0, 1e-7, 0.0]], [make_request(params, seed=seed)]).token_ids == [1]
-
-
-# --- Bans ----------------------------------------------------------------------------------------
 
 
 def test_padding_ids_are_never_chosen():
@@ -181,9 +175,6 @@ def test_a_nonfinite_logit_is_seen_where_nothing_may_be_chosen():
     assert out.problems == ["nonfinite_logits"]
 
 
-# --- Penalties -----------------------------------------------------------------------------------
-
-
 def penalised(logits, params, prompt, output):
     """The formulas, one token at a time."""
     counts = Counter(output)
@@ -224,9 +215,6 @@ def test_penalties_follow_their_formulas(logits, prompt, output, presence, frequ
 def test_penalties_leave_bans_alone():
     params = SamplingParams(temperature=0, repetition_penalty=0.5, presence_penalty=-2.0)
     assert greedy([1.0, 9.0, 0.5], params, output=[1, 1], banned=(1,)) == 0
-
-
-# --- Cuts ----------------------------------------------------------------------------------------
 
 
 def kept_by_oracle(logits, top_k, top_p, min_p):
@@ -303,8 +291,6 @@ def test_top_p_1_cuts_nothing_where_the_rounded_sum_reaches_1_early():
     assert out[0].equal(logits)
     assert (out[1] > NEG_INF).sum() < 40_000
 
-
-# --- Drawing -------------------------------------------------------------------------------------
 
 NUM_DRAWS = 16_000
 LIMIT = 42.0  # chi-square of 7 degrees of freedom: passed once in 2,000,000 seeds
@@ -418,9 +404,6 @@ def test_answers_of_one_prompt_differ_and_repeat():
     first = sample([[0.0] * 1000] * 16, requests).token_ids
     assert sample([[0.0] * 1000] * 16, requests).token_ids == first
     assert len(set(first)) > 12
-
-
-# --- Log-probabilities ---------------------------------------------------------------------------
 
 
 def test_logprobs_are_of_the_raw_distribution():

@@ -10,8 +10,8 @@ from pathlib import Path
 from time import perf_counter
 
 import pytest
-from tests.text.test_tokenizer import CASES, DEFAULT, load, make_bpe, make_spm
 
+from tests.text.test_tokenizer import CASES, DEFAULT, load, make_bpe, make_spm
 from tiercel.errors import InvalidRequestError, ModelFormatError
 from tiercel.text.chat_template import MAX_SOURCE_CHARS, ChatTemplate, check_messages, encode_chat
 from tiercel.text.template_client import TemplateWorker

@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.text.test_tokenizer import load, make_bpe, make_spm
 
+from tests.text.test_tokenizer import load, make_bpe, make_spm
 from tiercel.errors import ArgumentError
 from tiercel.text.detokenize import Detokenizer
 

@@ -17,9 +17,11 @@ from tiercel.engine.runner import ModelRunner
 from tiercel.engine.sampler import Sampled, Sampler
 from tiercel.engine.scheduler import Scheduler, SchedulerOutput
 from tiercel.errors import OutOfMemoryError
+from tiercel.loader.mapped import TensorInfo
 from tiercel.models import registry
 from tiercel.models.source import ModelSource
 from tiercel.models.weights import WeightReader
+from tiercel.ops.linear import select_form
 from tiercel.text.tokenizer import Tokenizer
 
 
@@ -114,10 +116,14 @@ def _prompt_problem(request: Request) -> str | None:
     return "nonfinite_logits"
 
 
-def dense_weight_bytes(source: ModelSource, dtype: torch.dtype) -> int:
-    """What the weights take on a device when all are dense in `dtype`."""
-    matrices = sum(info.shape[0] * info.shape[1] for info in source.tensors.values())
-    return matrices * dtype.itemsize
+def weight_bytes(source: ModelSource, dtype: torch.dtype, device: torch.device) -> int:
+    """What the weights take on a device, in the forms that `prepare_linear` gives them."""
+
+    def tensor_bytes(info: TensorInfo) -> int:
+        form = select_form(info.qtype.name, info.shape[0], dtype, device.type)
+        return info.nbytes if form != "dense" else info.shape[0] * info.shape[1] * dtype.itemsize
+
+    return sum(tensor_bytes(info) for info in source.tensors.values())
 
 
 def build_engine(
@@ -133,12 +139,7 @@ def build_engine(
             lower.
     """
     device = config.device
-    if device.type == "cpu":
-        # Quantised weights mostly stay packed on a CPU: the file's own size is the honest bound
-        # there.
-        needed = sum(info.nbytes for info in source.tensors.values())
-    else:
-        needed = dense_weight_bytes(source, config.dtype)
+    needed = weight_bytes(source, config.dtype, device)
     check_weights_fit(needed, device, config.gpu_memory_utilization)
     try:
         model = registry.model_class(source.family)(

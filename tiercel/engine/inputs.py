@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from tiercel.engine.config import EngineConfig
+from tiercel.engine.random import mix_key
 from tiercel.engine.request import Request
 from tiercel.errors import ArgumentError, ContextLengthError, InvalidRequestError
 from tiercel.models.config import ModelConfig
@@ -24,17 +25,16 @@ class InputProcessor:
         self._config = config
         self._ids = itertools.count()
 
-    def prompt_ids(self, prompt: object, *, parse_special: bool, extra: int = 1) -> list[int]:
-        """Check a prompt and turn it into ids.
+    def prompt_ids(self, prompt: object, *, parse_special: bool) -> list[int]:
+        """Turn a prompt into ids; `request` checks whether they fit.
 
         Args:
             prompt: a string, or ``{"prompt_token_ids": [...]}``.
             parse_special: whether the text of a control token becomes its id.
-            extra: tokens of the context that must stay free behind it.
 
         Raises:
-            ContextLengthError: it does not fit; the message has both numbers.
-            ArgumentError, InvalidRequestError: it cannot be read, is empty, or holds a wrong id.
+            ContextLengthError: its text is so long that no tokens of it could fit.
+            ArgumentError, InvalidRequestError: it cannot be read, or holds a wrong id.
         """
         limit = self._config.max_model_len
         if isinstance(prompt, str):
@@ -53,12 +53,6 @@ class InputProcessor:
                 f"a prompt of type {type(prompt).__name__} cannot be read.",
                 hint='Pass a string or {"prompt_token_ids": [...]}.',
             )
-        if not ids:
-            raise InvalidRequestError(
-                "the prompt is empty.", hint="Give at least one token.", param="prompt"
-            )
-        if len(ids) + extra > limit:
-            raise self._too_long(f"prompt has {len(ids)} tokens")
         return ids
 
     def _too_long(self, what: str) -> ContextLengthError:
@@ -93,27 +87,36 @@ class InputProcessor:
         """Make the request of one answer.
 
         Args:
-            ids: a checked prompt.
+            ids: the prompt, of a text, a conversation or as given.
             params: its token ids are checked here against the vocabulary.
             stream: which of `n` answers.
             max_tokens: None for that of `params`, cut to what is left of the context.
             wants_logits: see `Request`.
 
         Raises:
-            InvalidRequestError: a parameter names a token id outside the vocabulary.
+            ContextLengthError: no token of an answer fits behind the prompt, or not the prompt
+                itself where none is asked for; the message has both numbers.
+            InvalidRequestError: no prompt, or a parameter names a token id outside the vocabulary.
         """
+        if not ids:
+            raise InvalidRequestError(
+                "the prompt is empty.", hint="Give at least one token.", param="prompt"
+            )
+        if len(ids) + (1 if max_tokens is None else max_tokens) > self._config.max_model_len:
+            raise self._too_long(f"prompt has {len(ids)} tokens")
         self._check_ids("logit_bias", list(params.logit_bias))
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         if max_tokens is None:
             left = self._config.max_model_len - len(ids)
             max_tokens = left if params.max_tokens is None else min(left, params.max_tokens)
+        number = next(self._ids)
         own_stops = () if params.ignore_eos else self._tokenizer.stop_ids
         return Request(
-            request_id=f"request-{next(self._ids)}",
+            request_id=f"request-{number}",
             prompt_token_ids=ids,
             params=params,
-            seed=self._config.seed if params.seed is None else params.seed,
+            seed=mix_key(self._config.seed, 0, number) if params.seed is None else params.seed,
             stream=stream,
             stop_ids=frozenset((*own_stops, *params.stop_token_ids)),
             max_tokens=max_tokens,

@@ -1,0 +1,36 @@
+"""`LLM` on the tiny models of tests/data/gguf, and what tests ask of it."""
+
+from pathlib import Path
+
+from tiercel.llm import LLM
+from tiercel.params import SamplingParams
+
+DATA = Path(__file__).parent / "data/gguf"
+LLAMA = DATA / "llama-tiny.gguf"  # adds a BOS, 269; 269 and 271 end an answer
+BOS, EOS = 269, 271
+NAMES = ("qwen3-tiny", "llama-tiny", "gemma3-tiny")
+PROMPTS = ["the thin man", "a", " in 2024 they ran and ran on", "é😀", "x" * 70]
+
+
+def open_tiny(path=LLAMA, **options):
+    return LLM(path, device="cpu", **({"dtype": "float32"} | options))
+
+
+def assert_idle(llm):
+    scheduler = llm._engine.scheduler
+    assert not scheduler.has_work
+    assert scheduler.allocator.num_free == scheduler.allocator.num_blocks - 1
+    assert len(scheduler._free_rows) == llm.config.max_num_seqs
+    assert not llm._takers
+
+
+def greedy(max_tokens=12, **fields):
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+def joined(deltas, name):
+    return [entry for delta in deltas for entry in getattr(delta, name)]
+
+
+def ids_of(outputs):
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
