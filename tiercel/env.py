@@ -35,6 +35,11 @@ def is_offline() -> bool:
     return read_flag("TIERCEL_OFFLINE", default=False)
 
 
+def has_prefix_cache() -> bool:
+    """Whether ``TIERCEL_PREFIX_CACHE`` leaves the prefix cache on."""
+    return read_flag("TIERCEL_PREFIX_CACHE", default=True)
+
+
 def default_model_path() -> Path | None:
     """The path in ``TIERCEL_MODEL``, or None when it is unset."""
     text = os.environ.get("TIERCEL_MODEL", "")

@@ -124,6 +124,7 @@ class LLM:
             ),
             block_size=BLOCK_SIZE,
             gpu_memory_utilization=resolve_share(gpu_memory_utilization),
+            prefix_cache=env.has_prefix_cache(),
             seed=resolve_count("seed", seed, 0, 2**63 - 1, low=-(2**63)),
         )
         self.source = source
@@ -419,6 +420,7 @@ def _result(prompt: str | None, answers: list[_Answer]) -> RequestOutput:
             first_token_s=min(times, default=None),
             finished_s=max(answer.finished_s for answer in answers),
             num_prompt_tokens=len(first.prompt_token_ids),
+            num_cached_tokens=first.num_cached,
             num_output_tokens=sum(len(output.token_ids) for output in outputs),
         ),
     )

@@ -17,6 +17,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tiercel.cache.allocator import NULL_BLOCK, BlockAllocator
+from tiercel.cache.prefix import PrefixCache
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.request import Request, Status, TokenLogprobs
@@ -62,6 +63,8 @@ class FakeRunner:
     fails_at: dict[str, int | None] = field(default_factory=dict)
     cache: dict[int, int] = field(default_factory=dict)
     computed: dict[str, int] = field(default_factory=dict)  # places, in this residency
+    allocator: BlockAllocator | None = None
+    num_hits: int = 0
 
     def launch(self, plan):
         rows = plan.scheduled
@@ -77,9 +80,13 @@ class FakeRunner:
         request, stop = row.request, row.start + row.num_query
         assert request.status is Status.RUNNING
         assert row.num_query >= 1
-        assert row.start == request.num_computed == self.computed.get(request.request_id, 0), (
-            "each token once, in order"
-        )
+        known = self.computed.get(request.request_id)
+        assert row.enters or known is not None
+        if row.enters:
+            assert row.start % self.block_size == 0, "a hit ends with a block"
+            self.num_hits += row.start > 0
+            known = row.start
+        assert row.start == request.num_computed == known, "each token once, in order"
         assert stop <= request.num_tokens
         assert row.samples == (stop == request.num_tokens)
         assert stop <= len(request.block_ids) * self.block_size, "no place to write"
@@ -87,6 +94,8 @@ class FakeRunner:
     def _write(self, row):
         request, stop = row.request, row.start + row.num_query
         for place in range(row.start, stop):
+            block = request.block_ids[place // self.block_size]
+            assert self.allocator._references[block] == 1, "a shared block is written"
             self.cache[self._slot(request, place)] = request.tokens(place, place + 1)[0]
         self.computed[request.request_id] = stop
         if request.params.prompt_logprobs is not None:
@@ -117,13 +126,19 @@ class World:
     num_blocks: int
     max_num_seqs: int
     budget: int
+    has_prefix_cache: bool = False
     num_preemptions: int = 0
     num_chunks: int = 0
 
     def __post_init__(self):
         self.allocator = BlockAllocator(self.num_blocks)
-        scheduler = Scheduler(self.allocator, self.block_size, self.max_num_seqs, self.budget)
-        self.runner = FakeRunner(self.block_size, self.max_num_seqs, self.budget)
+        prefix = PrefixCache(self.allocator, self.block_size) if self.has_prefix_cache else None
+        scheduler = Scheduler(
+            self.allocator, self.block_size, self.max_num_seqs, self.budget, prefix
+        )
+        self.runner = FakeRunner(
+            self.block_size, self.max_num_seqs, self.budget, allocator=self.allocator
+        )
         longest = (self.num_blocks - 1) * self.block_size
         config = EngineConfig(
             torch.device("cpu"), torch.float32, longest, self.max_num_seqs, self.budget,
@@ -133,7 +148,8 @@ class World:
         self.scheduler = scheduler
         self.requests = []
         for i, plan in enumerate(self.plans):
-            params = SamplingParams(prompt_logprobs=0)
+            # A prompt whose log-probabilities are asked for is computed whole: no hits.
+            params = SamplingParams(prompt_logprobs=None if self.has_prefix_cache else 0)
             request = Request(f"{i}", plan.prompt, params, 0, 0, STOP_IDS, plan.max_tokens)
             self.requests.append(request)
             self.runner.fails_at[request.request_id] = plan.fails_at
@@ -210,8 +226,9 @@ class World:
     def _check_ownership(self):
         owned = [block for request in self.requests for block in request.block_ids]
         assert NULL_BLOCK not in owned
-        assert len(set(owned)) == len(owned), "a block has two owners"
-        assert self.allocator.num_free + len(owned) == self.num_blocks - 1, "a block is lost"
+        if not self.has_prefix_cache:
+            assert len(set(owned)) == len(owned), "a block has two owners"
+        assert self.allocator.num_free + len(set(owned)) == self.num_blocks - 1, "a block is lost"
         rows = [r.row for r in self.requests if r.status is Status.RUNNING]
         assert len(set(rows)) == len(rows)
         for request in self.requests:
@@ -231,7 +248,8 @@ class World:
             if request.finish_reason == "abort":
                 assert plan.abort is not None
                 continue
-            assert [e.token_id for e in request.prompt_logprobs] == plan.prompt[1:]
+            if not self.has_prefix_cache:
+                assert [e.token_id for e in request.prompt_logprobs] == plan.prompt[1:]
             if request.finish_reason == "error":
                 assert reason[1] == "nonfinite_logits"
                 assert len(output) == plan.fails_at
@@ -246,9 +264,9 @@ def blocks_for(num_tokens, block_size):
 
 
 @st.composite
-def worlds(draw):
+def worlds(draw, has_prefix_cache=False):
     block_size = draw(st.integers(1, 4))
-    tokens = st.integers(0, VOCAB_SIZE - 1)
+    tokens = st.integers(0, 1 if has_prefix_cache else VOCAB_SIZE - 1)  # few: prompts begin alike
     plans = [
         Plan(
             prompt=draw(st.lists(tokens, min_size=1, max_size=11)),
@@ -267,6 +285,7 @@ def worlds(draw):
         num_blocks=1 + need + draw(st.integers(0, 3)),
         max_num_seqs=draw(st.integers(2, 6)),
         budget=draw(st.integers(1, 12)),
+        has_prefix_cache=has_prefix_cache,
     )
 
 
@@ -276,6 +295,37 @@ def test_every_plan_keeps_the_rules(world):
     world.run()
     event(f"preemptions: {min(world.num_preemptions, 3)}")
     event(f"chunks: {min(world.num_chunks, 3)}")
+
+
+@settings(max_examples=400, deadline=None)
+@given(world=worlds(has_prefix_cache=True))
+def test_every_plan_keeps_the_rules_with_the_prefix_cache(world):
+    world.run()
+    event(f"preemptions: {min(world.num_preemptions, 3)}")
+    event(f"hits: {min(world.runner.num_hits, 5)}")
+
+
+def test_a_second_prompt_computes_only_what_the_first_does_not_share():
+    shared = [3] * 10
+    plans = [Plan([*shared, 1], 2), Plan([*shared, 2], 2, arrival=4)]
+    world = World(plans, 4, 40, 4, 16, has_prefix_cache=True)
+    world.run()
+    assert [request.num_cached for request in world.requests] == [0, 8]  # 2 whole blocks of 4
+
+
+def test_a_prompt_that_is_cached_whole_computes_its_last_token():
+    world = World(
+        [Plan([3] * 8, 1), Plan([3] * 8, 1, arrival=3)], 4, 40, 4, 16, has_prefix_cache=True
+    )
+    world.run()
+    assert [request.num_cached for request in world.requests] == [0, 4]
+
+
+def test_blocks_of_unsound_logits_are_not_kept():
+    plans = [Plan([3] * 8, 4, fails_at=0), Plan([3] * 8, 1, arrival=3)]
+    world = World(plans, 4, 40, 4, 16, has_prefix_cache=True)
+    world.run()
+    assert world.requests[1].num_cached == 0
 
 
 def crowd(**changes):

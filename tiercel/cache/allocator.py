@@ -1,9 +1,13 @@
-"""Which blocks of the pool are free.
+"""Which blocks of the pool are free, and how many requests read each of the others.
 
-Invariant: every block but the null block is either free or owned by exactly one request.
+Invariants: a block is referenced, or idle (nobody reads it but its content is worth keeping), or
+free; the null block is none of these. An idle block is given away, longest idle first, only when no
+free one is left.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 NULL_BLOCK = 0
 
@@ -14,17 +18,59 @@ class BlockAllocator:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._references = [0] * num_blocks
+        self._idle: dict[int, None] = {}  # longest idle first
+        self._kept: dict[int, Callable[[int], None]] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could hand out now."""
-        return len(self._free)
+        """Blocks that `allocate` could hand out now: the free and the idle ones."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks that nobody reads but that still hold what `keep` asked for."""
+        return len(self._idle)
+
+    def is_idle(self, block_id: int) -> bool:
+        """Whether nobody reads the block though its content is kept."""
+        return block_id in self._idle
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks; the caller has checked `num_free`."""
+        """Take `count` blocks with one reference each; the caller has checked `num_free`."""
         assert count <= self.num_free, "the scheduler reserves before it allocates"
-        return [self._free.pop() for _ in range(count)]
+        block_ids = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for block_id in block_ids:
+            self._references[block_id] = 1
+        return block_ids
 
-    def free(self, block_ids: list[int]) -> None:
-        """Give blocks back; their order is kept, so that the next owner gets the same run."""
-        self._free.extend(reversed(block_ids))
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Add a reference to blocks that are kept."""
+        for block_id in block_ids:
+            self._idle.pop(block_id, None)
+            self._references[block_id] += 1
+
+    def keep(self, block_id: int, on_evict: Callable[[int], None]) -> None:
+        """Let a referenced block become idle, not free; `on_evict` hears when it is given away."""
+        self._kept[block_id] = on_evict
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Take one reference away from each.
+
+        The order is kept, so that the next owner gets the same run; of idle blocks the last one,
+        which depends on all before it, is given away first.
+        """
+        for block_id in reversed(block_ids):
+            self._references[block_id] -= 1
+            assert self._references[block_id] >= 0, "a block was freed twice"
+            if self._references[block_id] == 0:
+                if block_id in self._kept:
+                    self._idle[block_id] = None
+                else:
+                    self._free.append(block_id)
+
+    def _evict(self) -> int:
+        block_id = next(iter(self._idle))
+        del self._idle[block_id]
+        self._kept.pop(block_id)(block_id)
+        return block_id

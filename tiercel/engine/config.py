@@ -27,6 +27,7 @@ class EngineConfig:
         block_size: tokens of a cache block.
         gpu_memory_utilization: share of the device's memory that may be used, (0, 1].
         seed: of requests without one.
+        prefix_cache: whether computed blocks are kept for prompts that begin the same.
     """
 
     device: torch.device
@@ -37,6 +38,7 @@ class EngineConfig:
     block_size: int
     gpu_memory_utilization: float
     seed: int
+    prefix_cache: bool = True
 
 
 def resolve_count(name: str, value: object, default: int, high: int, low: int = 1) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from tiercel.cache.allocator import BlockAllocator
 from tiercel.cache.pool import CachePool
+from tiercel.cache.prefix import PrefixCache
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.memory import available_bytes, cache_blocks, check_weights_fit
 from tiercel.engine.request import Request, Status
@@ -75,9 +76,11 @@ class Engine:
         return self._commit(plan, self.runner.collect(self.runner.launch(plan)))
 
     def _commit(self, plan: SchedulerOutput, sampled: Sampled) -> list[RequestUpdate]:
-        for row in plan.scheduled:
-            row.request.num_computed = row.start + row.num_query
         requests = [row.request for row in plan.scheduled if row.samples]
+        pairs = zip(requests, sampled.problems, strict=True)
+        unsound = {request.row for request, problem in pairs if problem is not None}
+        for row in plan.scheduled:
+            self.scheduler.commit(row, is_sound=row.request.row not in unsound)
         updates = []
         results = zip(requests, sampled.token_ids, sampled.problems, sampled.logprobs, strict=True)
         for request, token_id, problem, logprobs in results:
@@ -166,10 +169,12 @@ def build_engine(
     sampler = Sampler(
         banned, device, lambda word: [tokenizer.encode(word), tokenizer.encode(" " + word)]
     )
+    allocator = BlockAllocator(num_blocks)
     scheduler = Scheduler(
-        BlockAllocator(num_blocks),
+        allocator,
         config.block_size,
         config.max_num_seqs,
         config.max_num_batched_tokens,
+        PrefixCache(allocator, config.block_size) if config.prefix_cache else None,
     )
     return Engine(scheduler, ModelRunner(model, pool, sampler, config), config)

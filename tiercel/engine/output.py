@@ -20,12 +20,14 @@ class RequestMetrics:
         finished_s: until it ended.
         num_prompt_tokens: of its prompt.
         num_output_tokens: of all its answers.
+        num_cached_tokens: of its prompt, found in the prefix cache by its first answer.
     """
 
     first_token_s: float | None
     finished_s: float
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from enum import Enum
 
 from torch import Tensor
 
+from tiercel.cache.prefix import ROOT
 from tiercel.params import SamplingParams
 
 
@@ -48,6 +49,9 @@ class Request:
         row: engine row while running, else -1.
         block_ids: cache blocks it owns.
         num_computed: tokens whose keys and values are in the cache.
+        num_cached: of these, tokens that were found in the prefix cache when it first entered.
+        link: the prefix cache's link of its last kept block, and
+        num_linked: how many of its blocks the chain up to there holds.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error``, once finished.
         stop_reason: the stop id or string, or what went wrong.
     """
@@ -63,6 +67,9 @@ class Request:
     status: Status = Status.WAITING
     row: int = -1
     num_computed: int = 0
+    num_cached: int = 0
+    link: int = ROOT
+    num_linked: int = 0
     block_ids: list[int] = field(default_factory=list)
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

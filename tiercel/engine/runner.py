@@ -111,10 +111,10 @@ class ModelRunner:
         size = self.config.block_size
         for row in scheduled:
             first, stop = row.start // size, -(-(row.start + row.num_query) // size)
-            if row.start and row.start % size and stop == first + 1:
+            if row.enters:
+                first = 0  # blocks of the prefix cache lie before what is computed
+            elif row.start % size and stop == first + 1:
                 continue  # the step stays in a block that is in the table already
-            # A request may have got a new row and new blocks since it was preempted: then start is
-            # 0.
             ids = self._upload(row.request.block_ids[first:stop])
             self._block_tables[0, row.request.row, first:stop] = ids
 

@@ -2,17 +2,18 @@
 
 First come, first served. Running rows go first, one new token each or the next chunk of their
 prompt; what is left of the token budget goes to waiting requests. A request enters only if its
-prompt and one token fit into free blocks. When blocks run out, the youngest running request gives
-its blocks back and waits again at the front; it is recomputed later from its token ids, so its
-answer does not change.
+prompt and one token fit into free blocks, with what the prefix cache holds of it. When blocks run
+out, the youngest running request gives its blocks back and waits again at the front; it is
+recomputed later from its token ids, so its answer does not change.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiercel.cache.allocator import BlockAllocator
+from tiercel.cache.prefix import ROOT, PrefixCache, PrefixMatch
 from tiercel.engine.request import Request, Status
 
 
@@ -25,12 +26,14 @@ class ScheduledRow:
         start: first place that is computed.
         num_query: new tokens, >= 1.
         samples: the step reaches the last token, so it yields the next one.
+        enters: the request got its engine row in this step.
     """
 
     request: Request
     start: int
     num_query: int
     samples: bool
+    enters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,12 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.allocator = allocator
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.prefix_cache = prefix_cache
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -88,11 +93,13 @@ class Scheduler:
             budget -= row.num_query
         # A row planned early may have given its blocks to an older prompt since.
         planned = [row for row in planned if row.request.status is Status.RUNNING]
-        while budget and self.waiting and self._free_rows and self._can_enter(self.waiting[0]):
-            request = self.waiting.popleft()
-            request.status, request.row = Status.RUNNING, self._free_rows.pop()
-            self.running.append(request)
-            row = self._plan(request, budget)
+        while budget and self.waiting and self._free_rows:
+            request = self.waiting[0]
+            match = self._find_prefix(request)
+            if not self._can_enter(request, match):
+                break
+            self._enter(request, match)
+            row = replace(self._plan(request, budget), enters=True)
             self._grow(request, row.start + row.num_query)
             planned.append(row)
             budget -= row.num_query
@@ -100,6 +107,20 @@ class Scheduler:
             return None
         self._step_id += 1
         return SchedulerOutput(self._step_id, tuple(planned))
+
+    def commit(self, row: ScheduledRow, *, is_sound: bool) -> None:
+        """Note a computed row; blocks that it filled are kept unless its logits were unsound."""
+        request = row.request
+        request.num_computed = row.start + row.num_query
+        if self.prefix_cache is None or not is_sound:
+            return
+        size = self.block_size
+        while (request.num_linked + 1) * size <= request.num_computed:
+            start = request.num_linked * size
+            block_id = request.block_ids[request.num_linked]
+            tokens = request.tokens(start, start + size)
+            request.link = self.prefix_cache.keep(request.link, tokens, block_id)
+            request.num_linked += 1
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request in any state and free what it holds."""
@@ -120,10 +141,28 @@ class Scheduler:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _can_enter(self, request: Request) -> bool:
+    def _find_prefix(self, request: Request) -> PrefixMatch:
+        if self.prefix_cache is None or request.reads_prompt:
+            return PrefixMatch((), ROOT)  # a prompt that is read must be computed
+        return self.prefix_cache.find(request.tokens(0, request.num_tokens))
+
+    def _can_enter(self, request: Request, match: PrefixMatch) -> bool:
         # One whose prompt alone is asked for never needs more than that.
         most = len(request.prompt_token_ids) + request.max_tokens
-        return self._blocks_for(min(request.num_tokens + 1, most)) <= self.allocator.num_free
+        new_blocks = self._blocks_for(min(request.num_tokens + 1, most)) - len(match.block_ids)
+        idle_matches = sum(self.allocator.is_idle(block_id) for block_id in match.block_ids)
+        return new_blocks <= self.allocator.num_free - idle_matches
+
+    def _enter(self, request: Request, match: PrefixMatch) -> None:
+        self.waiting.popleft()
+        request.status, request.row = Status.RUNNING, self._free_rows.pop()
+        self.running.append(request)
+        self.allocator.share(match.block_ids)
+        request.block_ids = list(match.block_ids)
+        request.link, request.num_linked = match.link, len(match.block_ids)
+        request.num_computed = len(match.block_ids) * self.block_size
+        if not request.output_token_ids:  # later hits are its own blocks, after a preemption
+            request.num_cached = request.num_computed
 
     def _grow(self, request: Request, num_tokens: int) -> None:
         missing = self._blocks_for(num_tokens) - len(request.block_ids)
@@ -154,3 +193,4 @@ class Scheduler:
         self.allocator.free(request.block_ids)
         self._free_rows.append(request.row)
         request.block_ids, request.row = [], -1
+        request.link, request.num_linked = ROOT, 0
