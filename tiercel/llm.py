@@ -30,7 +30,7 @@ from tiercel.engine.config import (
     resolve_dtype,
     resolve_share,
 )
-from tiercel.engine.engine import Engine, build_engine
+from tiercel.engine.engine import Engine, build_engine, packed_share
 from tiercel.engine.inputs import InputProcessor
 from tiercel.engine.output import (
     CompletionOutput,
@@ -113,7 +113,7 @@ class LLM:
         longest = source.config.max_position
         config = EngineConfig(
             device=target,
-            dtype=resolve_dtype(dtype, target, source.format),
+            dtype=resolve_dtype(dtype, target, source.format, packed_share(source)),
             max_model_len=resolve_count("max_model_len", max_model_len, longest, longest),
             max_num_seqs=resolve_count("max_num_seqs", max_num_seqs, MAX_SEQS[target.type], 4096),
             max_num_batched_tokens=resolve_count(

@@ -11,6 +11,7 @@ from tiercel.engine.config import resolve_count, resolve_device, resolve_dtype, 
 from tiercel.engine.memory import GIB, available_bytes, cache_blocks, check_weights_fit
 from tiercel.errors import ArgumentError, OutOfMemoryError
 from tiercel.llm import LLM
+from tiercel.models.source import open_source
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 1)
@@ -143,28 +144,29 @@ def test_a_device_of_torch_is_understood():
 @pytest.mark.parametrize("name", ["half", "fp16", "", "FLOAT32", None, torch.float32])
 def test_unknown_dtype(name):
     with pytest.raises(ArgumentError) as caught:
-        resolve_dtype(name, CPU, "gguf")
+        resolve_dtype(name, CPU, "gguf", 0.5)
     assert f"dtype={name!r}" in str(caught.value)
     assert "float32, float16, bfloat16" in caught.value.hint
 
 
 def test_float16_is_refused_on_a_cpu():
     with pytest.raises(ArgumentError, match="dtype='float16'"):
-        resolve_dtype("float16", CPU, "gguf")
-    assert resolve_dtype("float16", CUDA, "hf") == torch.float16
+        resolve_dtype("float16", CPU, "gguf", 0.5)
+    assert resolve_dtype("float16", CUDA, "hf", 0.5) == torch.float16
 
 
 def test_dtypes(monkeypatch):
     for device in (CPU, CUDA):
-        assert resolve_dtype("float32", device, "gguf") == torch.float32
-        assert resolve_dtype("bfloat16", device, "gguf") == torch.bfloat16
-    assert resolve_dtype("auto", CUDA, "gguf") == torch.float16
-    assert resolve_dtype("auto", CUDA, "hf") == torch.bfloat16
+        assert resolve_dtype("float32", device, "gguf", 0.5) == torch.float32
+        assert resolve_dtype("bfloat16", device, "gguf", 0.5) == torch.bfloat16
+    assert resolve_dtype("auto", CUDA, "gguf", 0.5) == torch.float16
+    assert resolve_dtype("auto", CUDA, "hf", 0.5) == torch.bfloat16
     for is_native, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(
             config, "_cpu_multiplies_bfloat16", lambda is_native=is_native: is_native
         )
-        assert resolve_dtype("auto", CPU, "gguf") == expected
+        assert resolve_dtype("auto", CPU, "gguf", 0.5) == expected
+        assert resolve_dtype("auto", CPU, "gguf", 0.95) == torch.bfloat16, "nearly all is packed"
 
 
 @pytest.mark.parametrize(
@@ -187,3 +189,10 @@ def test_share(value):
         resolve_share(value)
     assert resolve_share(1) == 1
     assert resolve_share(0.5) == 0.5
+
+
+@pytest.mark.parametrize(("qtype", "least", "most"), [("Q8_0", 0.5, 1.0), ("F16", 0.0, 0.0)])
+def test_packed_share_counts_weights(tmp_path, qtype, least, most):
+    path = tmp_path / "m.gguf"
+    tiny_model(path, qtype=qtype)
+    assert least <= engine.packed_share(open_source(path)) <= most

@@ -10,6 +10,9 @@ import torch
 from tiercel.errors import ArgumentError
 from tiercel.params import shown
 
+# Without native bfloat16 (AVX2) planes decode 3.3 times as fast as dense float32 (83 against 25
+# tokens/s of the default model), but what stays dense multiplies 7 times slower at 64 rows.
+MIN_PACKED_SHARE = 0.9
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
@@ -96,12 +99,20 @@ def resolve_device(name: str | torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def resolve_dtype(name: str, device: torch.device, file_format: str) -> torch.dtype:
+def resolve_dtype(
+    name: str, device: torch.device, file_format: str, packed_share: float
+) -> torch.dtype:
     """The dtype of products and cache.
 
     ``auto`` on a GPU: float16 for GGUF files (their weights lie in its range and it keeps 3 more
     bits), bfloat16 for Hugging Face folders. On a CPU: bfloat16 where the processor multiplies it
-    natively, which also lets quantised weights stay packed; else float32.
+    natively or nearly all weights stay packed with it; else float32.
+
+    Args:
+        name: what was asked for.
+        device: where.
+        file_format: ``gguf`` or ``hf``.
+        packed_share: of the weights, those that a CPU keeps as 4-bit planes with bfloat16.
 
     Raises:
         ArgumentError: an unknown name, or float16 on a CPU, which has no fast products for it.
@@ -109,7 +120,8 @@ def resolve_dtype(name: str, device: torch.device, file_format: str) -> torch.dt
     if name == "auto":
         if device.type == "cuda":
             return torch.float16 if file_format == "gguf" else torch.bfloat16
-        return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
+        is_fast = _cpu_multiplies_bfloat16() or packed_share >= MIN_PACKED_SHARE
+        return torch.bfloat16 if is_fast else torch.float32
     if name not in DTYPES:
         raise ArgumentError(
             f"dtype={name!r} is unknown.", hint=f"Use auto or one of {', '.join(DTYPES)}."

@@ -129,6 +129,17 @@ def weight_bytes(source: ModelSource, dtype: torch.dtype, device: torch.device) 
     return sum(tensor_bytes(info) for info in source.tensors.values())
 
 
+def packed_share(source: ModelSource) -> float:
+    """Of all weights, the share that a CPU keeps as 4-bit planes when products are bfloat16."""
+    packed = total = 0
+    for info in source.tensors.values():
+        size = info.shape[0] * info.shape[1]
+        total += size
+        if select_form(info.qtype.name, info.shape[0], torch.bfloat16, "cpu") != "dense":
+            packed += size
+    return packed / total
+
+
 def build_engine(
     source: ModelSource,
     config: EngineConfig,
