@@ -114,7 +114,7 @@ def cache_bytes(device: torch.device) -> int:
     return max((int(path.read_text().strip()[:-1]) << 10 for path in sizes), default=32 << 20)
 
 
-def _graph_us(calls: list[Callable[[], object]]) -> list[float]:
+def _graph_us(calls: list[Callable[[], object]], seconds: float = SECONDS) -> list[float]:
     """Sorted microseconds per call of a CUDA graph that makes `calls`, over many replays."""
     for call in calls[:2]:
         call()  # compile and load before the capture
@@ -127,7 +127,7 @@ def _graph_us(calls: list[Callable[[], object]]) -> list[float]:
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
-    replays = int(SECONDS * 3 / (time.perf_counter() - began))
+    replays = int(seconds * 3 / (time.perf_counter() - began))
     samples = []
     for _ in range(min(MOST_SAMPLES, max(LEAST_SAMPLES, replays))):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -139,7 +139,7 @@ def _graph_us(calls: list[Callable[[], object]]) -> list[float]:
     return sorted(samples)
 
 
-def _calls_us(calls: list[Callable[[], object]]) -> list[float]:
+def _calls_us(calls: list[Callable[[], object]], seconds: float) -> list[float]:
     """Sorted microseconds of single calls on a CPU, `calls` in turn."""
     for call in calls[:2]:
         call()
@@ -150,20 +150,32 @@ def _calls_us(calls: list[Callable[[], object]]) -> list[float]:
         call()
         end = time.perf_counter()
         samples.append(1e6 * (end - start))
-        enough = end - began > SECONDS and len(samples) >= LEAST_SAMPLES
+        enough = end - began > seconds and len(samples) >= LEAST_SAMPLES
         if enough or len(samples) == 10 * MOST_SAMPLES:
             return sorted(samples)
     return samples
 
 
-def _time(run: Callable[[Any], object], inputs: list[Any], device: torch.device) -> Timing:
+def time_inputs(
+    run: Callable[[Any], object],
+    inputs: list[Any],
+    device: torch.device,
+    seconds: float = SECONDS,
+) -> Timing:
+    """Time calls of `run` on all inputs in turn, as the module says, for about `seconds`."""
     calls = [lambda item=item: run(item) for item in inputs]
     if device.type == "cuda":
-        samples = _graph_us(calls * max(1, LEAST_CALLS // len(calls)))
+        samples = _graph_us(calls * max(1, LEAST_CALLS // len(calls)), seconds)
     else:
-        samples = _calls_us(calls)
+        samples = _calls_us(calls, seconds)
     p10, p90 = samples[len(samples) // 10], samples[-1 - len(samples) // 10]
     return Timing(statistics.median(samples), p10, p90, len(samples))
+
+
+def num_sets(case: Case, device: torch.device) -> int:
+    """How many distinct inputs keep the caches cold."""
+    wanted = -(-4 * cache_bytes(device) // max(1, case.num_bytes))
+    return min(MAX_SETS[device.type], max(2, wanted))
 
 
 def measure_case(case: Case, device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
@@ -175,15 +187,14 @@ def measure_case(case: Case, device: torch.device, ceilings: Ceilings) -> dict[s
     error = case.check(case.make(12345))
     if not error <= case.tolerance:  # written so that NaN fails
         raise SystemExit(f"{case.name}: error {error:.2e} exceeds {case.tolerance:.0e}; not timed")
-    wanted = -(-4 * cache_bytes(device) // max(1, case.num_bytes))
-    inputs = [case.make(seed) for seed in range(min(MAX_SETS[device.type], max(2, wanted)))]
-    timing = _time(case.run, inputs, device)
+    inputs = [case.make(seed) for seed in range(num_sets(case, device))]
+    timing = time_inputs(case.run, inputs, device)
     row: dict[str, Any] = {"name": case.name, "relative_error": error, **asdict(timing)}
     if case.peer is not None:
-        peer = _time(case.peer, inputs, device)
+        peer = time_inputs(case.peer, inputs, device)
         row |= {"peer": case.peer_name, "peer_us": peer.median_us}
         row["peer_over_op"] = peer.median_us / timing.median_us
-    row["second_median_us"] = _time(case.run, inputs, device).median_us
+    row["second_median_us"] = time_inputs(case.run, inputs, device).median_us
     memory_us = case.num_bytes / max(ceilings.read_gbps, ceilings.copy_gbps) / 1e3
     compute_us = case.flops / ceilings.tflops[str(case.dtype)] / 1e6 if case.flops else 0.0
     floor = max(memory_us, compute_us)

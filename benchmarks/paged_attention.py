@@ -1,6 +1,9 @@
 """Attention over the paged cache against its floor, beside PyTorch's on keys that lie ready.
 
     python -m benchmarks.paged_attention --device cuda --out results/paged_attention_h200.json
+    python -m benchmarks.paged_attention --device cuda --sweep --out results/paged_attention.json
+
+The second also times candidate configs of the split kernel (paged_attention_sweep.py).
 
 Floor: the larger of the visible keys and values, the queries and the result moved once, and the
 products over visible keys at the measured matrix rate. The peer is scaled_dot_product_attention on
@@ -9,12 +12,15 @@ contiguous keys of equal lengths: what is lost to it is the price of gathering a
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.op_timing import Case, main, relative_error
+from benchmarks.common import save
+from benchmarks.op_timing import Case, bench, measure_ceilings, parse, relative_error
 from tiercel.batch import Batch
 from tiercel.ops.paged_attention import paged_attention
 from tiercel.reference import paged_attention as oracle
@@ -48,10 +54,15 @@ class Shape:
 
 SHAPES = {
     "cuda": [
-        *[Shape(1, 1, context) for context in (1024, 16384)],
+        *[Shape(1, 1, context) for context in (256, 1024, 4096, 32768)],
+        Shape(8, 1, 8192),
         *[Shape(64, 1, context) for context in (512, 4096)],
         Shape(64, 1, 4096, window=512),
+        *[Shape(reqs, 5, 8192) for reqs in (1, 8)],
+        Shape(1, 16, 8192),
         Shape(16, 1, 1024, heads=9, kv_heads=3, head_dim=64),
+        Shape(64, 1, 4096, heads=14, kv_heads=2, head_dim=64),
+        Shape(16, 1, 4096, heads=8, kv_heads=4, head_dim=256),
         Shape(1, 4096, 4096),
         Shape(8, 512, 512),
         Shape(1, 512, 8192),
@@ -217,5 +228,21 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield make_case(shape, device)
 
 
+def run() -> None:
+    parser = parse(__doc__)
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--sweep", action="store_true", help="candidates of the split kernel too")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    ceilings = measure_ceilings(device)
+    swept: dict[str, object] = {}
+    if arguments.sweep:  # imported here: it needs Triton
+        sweep = import_module("benchmarks.paged_attention_sweep").sweep
+        swept = sweep(device, ceilings, arguments.out)
+    save(arguments.out, bench(cases(device), device, ceilings) | swept)
+
+
 if __name__ == "__main__":
-    main(__doc__, cases)
+    run()

@@ -106,6 +106,10 @@ class FakeRunner:
         block = request.block_ids[place // self.block_size]
         return block * self.block_size + place % self.block_size
 
+    def clear_blocks(self, block_ids):
+        for block in block_ids:
+            assert self.allocator._references[block] == 1, "a block that another one reads"
+
     def collect(self, rows):
         token_ids, problems = [], []
         for row in rows:

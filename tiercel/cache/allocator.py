@@ -54,6 +54,13 @@ class BlockAllocator:
         """Let a referenced block become idle, not free; `on_evict` hears when it is given away."""
         self._kept[block_id] = on_evict
 
+    def discard(self, block_id: int) -> bool:
+        """Let a referenced block become free, not idle; returns whether it has one reader only."""
+        on_evict = self._kept.pop(block_id, None)
+        if on_evict is not None:
+            on_evict(block_id)
+        return self._references[block_id] == 1
+
     def free(self, block_ids: Sequence[int]) -> None:
         """Take one reference away from each.
 

@@ -86,6 +86,8 @@ class Engine:
         for request, token_id, problem, logprobs in results:
             problem = problem or _prompt_problem(request)
             if problem is not None:
+                # NaN in a block would reach its next owner: unseen slots are multiplied by 0.
+                self.runner.clear_blocks(self.scheduler.discard(request))
                 self.scheduler.finish(request, "error", problem)
                 updates.append(RequestUpdate(request, ()))
                 continue

@@ -42,6 +42,7 @@ class ModelRunner:
         self.model = model
         self.sampler = sampler
         self.config = config
+        self.pool = pool
         self._max_blocks = -(-config.max_model_len // config.block_size)
         self._block_tables = torch.zeros(
             (1, config.max_num_seqs, self._max_blocks), dtype=torch.int32, device=config.device
@@ -67,6 +68,14 @@ class ModelRunner:
         if not launch.sampling:
             return Sampled([], [], [])
         return self.sampler(launch.logits, launch.sampling)
+
+    @torch.inference_mode()
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        """Write zeros over blocks."""
+        ids = self._upload(block_ids, torch.int64)
+        for planes in self.pool.layers:
+            for plane in planes.values():
+                plane.index_fill_(0, ids, 0)
 
     def _prepare(self, scheduled: Sequence[ScheduledRow]) -> Batch:
         """Build the step's tensors from the host's lists."""

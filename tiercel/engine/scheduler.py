@@ -122,6 +122,10 @@ class Scheduler:
             request.link = self.prefix_cache.keep(request.link, tokens, block_id)
             request.num_linked += 1
 
+    def discard(self, request: Request) -> list[int]:
+        """Forget what a request with unsound logits has kept; the blocks that it alone reads."""
+        return [block_id for block_id in request.block_ids if self.allocator.discard(block_id)]
+
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request in any state and free what it holds."""
         if request.status is Status.FINISHED:

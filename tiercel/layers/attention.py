@@ -2,12 +2,14 @@
 
 Order matters: q and k are normed per head (if the model does), then rotated, then k and v go to
 their cache slots, then every new token attends over the cache. So a chunk's own keys are read back
-from the cache, and prefill, chunked prefill and decode are the same code.
+from the cache, whole prompts, chunks and single tokens alike. Two ops read it: one for up to 16
+new tokens a request, whose cost is reading the cache, and one for more, whose cost is multiplying.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,8 +19,12 @@ from tiercel.cache.spec import KVCacheSpec, full_attention_spec
 from tiercel.layers.linear import Linear
 from tiercel.layers.norm import RMSNorm
 from tiercel.ops.kv_write import kv_write
-from tiercel.ops.paged_attention import paged_attention
+from tiercel.ops.multi_item_attention import multi_item_attention, plan_multi_item_attention
+from tiercel.ops.paged_attention import MAX_DECODE_QUERIES, paged_attention
 from tiercel.ops.rotary import rotary_
+
+if TYPE_CHECKING:
+    from tiercel.kernels.attention_tiles import MultiItemAttentionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +66,20 @@ class Attention:
         """Take the planes that this layer writes and reads."""
         self.k_cache, self.v_cache = planes["k"], planes["v"]
 
-    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        """x: (T, hidden). Returns (T, hidden)."""
+    def plan(self, batch: Batch) -> MultiItemAttentionPlan | None:
+        """Tiles of a step with long queries, the same for all layers of this shape; or None."""
+        if batch.max_query_len <= MAX_DECODE_QUERIES:
+            return None
+        return plan_multi_item_attention(
+            batch.query_lens,
+            batch.context_lens,
+            num_heads=self.shape.num_heads,
+            k_cache=self.k_cache,
+            window=self.shape.window,
+        )
+
+    def __call__(self, x: Tensor, batch: Batch, plan: MultiItemAttentionPlan | None) -> Tensor:
+        """x: (T, hidden); plan: of this step and shape. Returns (T, hidden)."""
         shape = self.shape
         heads = self.qkv(x).view(x.shape[0], -1, shape.head_dim)
         rotating = shape.num_heads + shape.num_kv_heads
@@ -75,7 +93,20 @@ class Attention:
             rotated = rotary_(heads[:, :rotating], batch.positions, self.rope_table)
             q, k = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
         kv_write(k, v, self.k_cache, self.v_cache, batch.slot_mapping[0])
-        out = paged_attention(
-            q, self.k_cache, self.v_cache, batch, shape.scale, window=shape.window
+        return self.output(self._attend(q, batch, plan))
+
+    def _attend(self, q: Tensor, batch: Batch, plan: MultiItemAttentionPlan | None) -> Tensor:
+        shape, caches = self.shape, (self.k_cache, self.v_cache)
+        if batch.max_query_len <= MAX_DECODE_QUERIES:
+            return paged_attention(q, *caches, batch, shape.scale, window=shape.window)
+        tables = batch.block_tables[0].index_select(0, batch.rows)
+        return multi_item_attention(
+            q,
+            *caches,
+            tables,
+            batch.query_lens,
+            batch.context_lens,
+            shape.scale,
+            window=shape.window,
+            plan=plan,
         )
-        return self.output(out)

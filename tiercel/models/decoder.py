@@ -13,6 +13,7 @@ is float32 throughout, because sums of Gemma's activations pass the range of flo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ from tiercel.models.rope import rope_table
 from tiercel.models.weights import WeightReader
 from tiercel.ops.linear import prepare_linear
 
+if TYPE_CHECKING:
+    from tiercel.kernels.attention_tiles import MultiItemAttentionPlan
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
@@ -42,9 +46,9 @@ class DecoderLayer:
     mlp: GatedMLP
     post_mlp_norm: RMSNorm | None
 
-    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, plan: MultiItemAttentionPlan | None) -> Tensor:
         """x: (T, hidden) float32, updated in place."""
-        update = self.attention(self.attn_norm(x), batch)
+        update = self.attention(self.attn_norm(x), batch, plan)
         x.add_(update if self.post_attn_norm is None else self.post_attn_norm(update))
         update = self.mlp(self.mlp_norm(x))
         return x.add_(update if self.post_mlp_norm is None else self.post_mlp_norm(update))
@@ -90,8 +94,12 @@ class Decoder:
             (T, hidden) float32, the residual before the last norm.
         """
         x = self.embedding(batch.input_ids)
+        plans: dict[AttentionShape, MultiItemAttentionPlan | None] = {}
         for layer in self.layers:
-            x = layer(x, batch)
+            shape = layer.attention.shape
+            if shape not in plans:
+                plans[shape] = layer.attention.plan(batch)
+            x = layer(x, batch, plans[shape])
         return x
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:

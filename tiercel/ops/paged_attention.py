@@ -7,7 +7,11 @@ from torch import Tensor
 
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
-from tiercel.kernels.paged_attention import attend_decode, attend_one, gather_cache
+from tiercel.kernels.gathered_attention import attend_one, gather_cache
+
+MAX_DECODE_QUERIES = 16  # new tokens of a request, up to which the split kernel takes it
+MAX_DECODE_HEAD_DIM = 256  # beyond, its tiles do not fit
+LEAST_DECODE_BLOCK = 16  # tokens; the smallest tile of a matrix product
 
 
 def paged_attention(
@@ -22,10 +26,16 @@ def paged_attention(
 ) -> Tensor:
     """softmax(scale * q k^T + mask) v for every new token; their keys are in the cache already.
 
+    Row-invariant on a GPU while no request has more than 16 new tokens, with blocks of a power of
+    two >= 16 and heads up to 256: a token's result has the same bits alone, in any batch and beside
+    any drafts. Such a batch is also safe to capture in a graph: lengths and blocks are read on the
+    device, and the host only bounds them.
+
     Args:
-        q: (num_tokens, num_heads, head_dim); head i reads key/value head i // (num_heads /
-            num_kv_heads).
-        k_cache: (num_blocks, block_size, num_kv_heads, head_dim), dtype of q.
+        q: (num_tokens, num_heads, head_dim), unit inner stride; head i reads key/value head
+            i // (num_heads / num_kv_heads).
+        k_cache: (num_blocks, block_size, num_kv_heads, head_dim) contiguous, dtype of q; what lies
+            beyond a request's length is never read, what lies below must be finite.
         v_cache: like k_cache.
         batch: lengths and block tables; the token at index p of its sequence sees keys 0 .. p.
         scale: multiplies the scores.
@@ -36,11 +46,27 @@ def paged_attention(
         (num_tokens, num_heads * head_dim), dtype of q; softmax in float32.
 
     Raises:
-        ArgumentError: the shapes disagree.
+        ArgumentError: the shapes or dtypes disagree, or the caches are not contiguous.
 
-    Source: "Efficient Memory Management for Large Language Model Serving with PagedAttention",
-    arXiv 2309.06180.
+    Sources: "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+    arXiv 2309.06180; splits along keys: "Flash-Decoding for long-context inference", 2023.
     """
+    _check(q, k_cache, v_cache, batch)
+    if q.is_cuda and _is_decode(k_cache, batch):
+        return _decode(q, k_cache, v_cache, batch, scale, group, window)
+    tables = batch.block_tables[group].index_select(0, batch.rows)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    start = 0
+    for request, query_len in enumerate(batch.query_lens):
+        stop, length = start + query_len, batch.context_lens[request]
+        k = gather_cache(k_cache, tables[request], length)
+        v = gather_cache(v_cache, tables[request], length)
+        out[start:stop] = attend_one(q[start:stop], k, v, scale, window)
+        start = stop
+    return out.flatten(1)
+
+
+def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> None:
     if (
         q.shape[0] != batch.num_tokens
         or q.shape[1] % k_cache.shape[2]
@@ -51,17 +77,60 @@ def paged_attention(
             f"a cache of {tuple(k_cache.shape)}.",
             hint="Heads must be a multiple of the cache's, with equal head sizes.",
         )
-    tables = batch.block_tables[group].index_select(0, batch.rows)
-    if q.is_cuda and batch.max_query_len == 1:
-        blocks = -(-batch.max_seq_len // k_cache.shape[1])
-        tables = tables[:, :blocks]
-        return attend_decode(q, k_cache, v_cache, tables, batch.seq_lens, scale, window).flatten(1)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    start = 0
-    for request, query_len in enumerate(batch.query_lens):
-        stop, length = start + query_len, batch.context_lens[request]
-        k = gather_cache(k_cache, tables[request], length)
-        v = gather_cache(v_cache, tables[request], length)
-        out[start:stop] = attend_one(q[start:stop], k, v, scale, window)
-        start = stop
-    return out.flatten(1)
+    if q.dtype != k_cache.dtype or q.dtype != v_cache.dtype:
+        raise ArgumentError(
+            f"paged_attention: q is {q.dtype}, caches are {k_cache.dtype} and {v_cache.dtype}.",
+            hint="Pass one dtype.",
+        )
+    contiguous = k_cache.is_contiguous() and v_cache.is_contiguous() and q.stride(2) == 1
+    if k_cache.shape != v_cache.shape or not contiguous:
+        raise ArgumentError(
+            f"paged_attention: caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)} are not "
+            f"equal and contiguous, or q has inner stride {q.stride(2)} instead of 1.",
+            hint="Pass contiguous caches of one shape, and q with adjacent elements of a head.",
+        )
+
+
+def _is_decode(k_cache: Tensor, batch: Batch) -> bool:
+    """Few new tokens per request, and a shape that the split kernel takes."""
+    _, block_size, _, head_dim = k_cache.shape
+    is_block = block_size >= LEAST_DECODE_BLOCK and block_size & (block_size - 1) == 0
+    is_few = batch.max_query_len <= MAX_DECODE_QUERIES
+    return is_few and is_block and head_dim <= MAX_DECODE_HEAD_DIM
+
+
+def _decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    scale: float,
+    group: int,
+    window: int,
+) -> Tensor:
+    from tiercel.kernels.paged_attention import launch_paged_attention, select_paged_attention
+
+    num_tokens, heads, head_dim = q.shape
+    config = select_paged_attention(head_dim, q.element_size(), k_cache.shape[1])
+    splits = config.num_splits(batch.max_seq_len, batch.max_query_len, window)
+    partials = torch.empty(
+        (num_tokens * heads, splits, head_dim), dtype=torch.float32, device=q.device
+    )
+    out = torch.empty((num_tokens, heads * head_dim), dtype=q.dtype, device=q.device)
+    launch_paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        batch.block_tables[group],
+        batch.rows,
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        partials,
+        partials.new_empty((num_tokens * heads, splits, 2)),
+        out,
+        scale,
+        window,
+        batch.max_query_len,
+        config,
+    )
+    return out

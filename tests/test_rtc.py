@@ -1,0 +1,195 @@
+"""CUDA C++ at run time: sources compile as designed, and the disk cache holds what it says."""
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiercel.errors import InternalError
+from tiercel.kernels import rtc
+from tiercel.kernels.multi_item_attention import cuda_source, select_multi_item_attention
+
+ARCH = "sm_90a"
+
+
+def mia_source(variant="plain", dtype=torch.bfloat16, group=4, block_size=64):
+    longest = 4096 if variant == "fast" else 100
+    config = select_multi_item_attention(dtype, 128, group, block_size, 0, longest, (9, 0))
+    assert config.variant == variant
+    return cuda_source(config, dtype, group, block_size)
+
+
+SOURCES = [
+    mia_source(),
+    mia_source("fast"),
+    mia_source("fast", torch.float16),
+    mia_source("plain", group=1, block_size=16),
+    mia_source("fast", group=8, block_size=128),
+]
+
+
+def compile_here(source, folder):
+    """By NVRTC where it is installed, else by nvcc, else skip and say so."""
+    try:
+        return rtc.compile_cubin(source, ARCH)
+    except InternalError as error:
+        if "cannot be compiled" not in str(error):
+            raise
+        reason = str(error)
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip(f"neither NVRTC nor nvcc: {reason}")
+    path, cubin = folder / f"{source.name}.cu", folder / "out.cubin"
+    path.write_text(source.text())
+    macros = [f"-D{name}={value}" for name, value in source.macros]
+    command = [nvcc, "-cubin", "-std=c++17", f"-arch={ARCH}", *macros, "-o", str(cubin), str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+    return cubin.read_bytes()
+
+
+def find_tool(name):
+    """A disassembler from PATH or from the Triton wheel, else skip."""
+    triton = pytest.importorskip("triton")
+    own = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    tool = shutil.which(name) or (str(own) if own.exists() else None)
+    if tool is None:
+        pytest.skip(f"no {name}: the compiled code is not inspected")
+    return tool
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_multi_item_attention_compiles_as_designed(source, tmp_path):
+    """Registers as setmaxnreg wants them, no spill among products, and none waits for itself."""
+    cubin = compile_here(source, tmp_path)
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(cubin)
+
+    def ask(tool, *options):
+        command = [find_tool(tool), *options, str(path)]
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}",
+        }
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+        return done.stdout
+
+    usage = ask("cuobjdump", "--dump-resource-usage")
+    registers = int(re.search(r"REG:(\d+)", usage)[1])
+    assert registers == 168  # 65536 / 384 threads, in eights: setmaxnreg redistributes them
+    lines = ask("nvdisasm", "-c").splitlines()
+    products = [number for number, line in enumerate(lines) if "HGMMA" in line]
+    assert len(products) >= 100
+    # A tile's start and the producer may spill; the steps between the first product and the last
+    # may not.
+    steps = lines[products[0] : products[-1]]
+    assert not [line for line in steps if re.search(r"\b(?:LDL|STL)", line)]
+    # One wait per group of products: more means that ptxas serialised them (C7520).
+    assert sum("gsb0" in lines[number] for number in products) <= len(products) / 5
+
+
+def test_a_refused_source_shows_the_log():
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
+    source = rtc.KernelSource("multi_item_attention", (("GROUP", 4), ("IS_BF16", 1)), ("hopper",))
+    with pytest.raises(InternalError, match=r'(?s)for sm_90a.*identifier "PAGE" is undefined'):
+        rtc.compile_cubin(source, ARCH)
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    rtc._nvrtc.cache_clear()
+    with pytest.raises(InternalError, match="cannot be compiled") as error:
+        rtc.compile_cubin(mia_source(), ARCH)
+    assert "cuda-bindings" in error.value.hint
+    rtc._nvrtc.cache_clear()
+
+
+# ---- the cache, with a compiler that counts
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The sources compiled so far; the n-th cubin is 1,000 bytes of n."""
+    calls = []
+
+    def compile_cubin(source, arch):
+        calls.append((source, arch))
+        return bytes([len(calls)]) * 1000
+
+    monkeypatch.setattr(rtc, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(rtc, "compiler_version", lambda: "nvrtc 13.0")
+    return calls
+
+
+def test_a_cubin_is_compiled_once(compiled, tmp_path):
+    folder = tmp_path / "not" / "there yet"
+    first = rtc.load_cubin(SOURCES[0], ARCH, folder)
+    assert rtc.load_cubin(SOURCES[0], ARCH, folder) == first
+    assert len(compiled) == 1
+    (entry,) = folder.iterdir()  # nothing half-written stays
+    assert entry.read_bytes() == hashlib.sha256(first).digest() + first
+
+
+def test_the_cache_is_in_tiercels_folder_by_default(compiled, tmp_path, monkeypatch):
+    monkeypatch.setenv("TIERCEL_CACHE", str(tmp_path))
+    rtc.load_cubin(SOURCES[0], ARCH)
+    assert [path.name[:21] for path in (tmp_path / "cubins").iterdir()] == ["multi_item_attention-"]
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 32, b"\1" * 1032])
+def test_a_damaged_entry_is_built_again(damage, compiled, tmp_path):
+    rtc.load_cubin(SOURCES[0], ARCH, tmp_path)
+    (entry,) = tmp_path.iterdir()
+    entry.write_bytes(damage)
+    assert rtc.load_cubin(SOURCES[0], ARCH, tmp_path) == b"\2" * 1000
+    assert rtc.load_cubin(SOURCES[0], ARCH, tmp_path) == b"\2" * 1000
+    assert len(compiled) == 2
+
+
+@pytest.mark.reliability
+def test_a_folder_that_cannot_be_written_costs_compilations_only(compiled, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for count in (1, 2):
+        assert rtc.load_cubin(SOURCES[0], ARCH, file / "cubins") == bytes([count]) * 1000
+    entry = rtc.cubin_path(SOURCES[0], ARCH, "nvrtc 13.0", tmp_path)
+    entry.mkdir()  # in the entry's place: neither readable nor replaceable
+    assert rtc.load_cubin(SOURCES[0], ARCH, tmp_path) == b"\3" * 1000
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["file", entry.name])
+
+
+def test_everything_that_decides_a_cubin_is_in_its_name(tmp_path, monkeypatch):
+    def name(source=SOURCES[0], arch=ARCH, compiler="nvrtc 13.0"):
+        return rtc.cubin_path(source, arch, compiler, tmp_path).name
+
+    names = [*map(name, SOURCES), name(arch="sm_100a"), name(compiler="nvrtc 13.1")]
+    before = name()
+    monkeypatch.setattr(rtc.KernelSource, "text", lambda self: "// other")
+    names.append(name())
+    assert len(set(names)) == len(names)
+    assert names[0] == before
+
+
+# ---- on a device
+
+
+@pytest.mark.gpu
+def test_the_driver_refuses_in_words(device):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is built for Hopper")
+    device = torch.device("cuda", torch.cuda.current_device())
+    with pytest.raises(InternalError, match="shared memory: CUDA driver error 1, invalid argument"):
+        rtc.load_kernel(SOURCES[0], device, 1 << 20)
+    kernel = rtc.load_kernel(SOURCES[0], device, 0)
+    with pytest.raises(InternalError, match="launching 0 x 384 threads: CUDA driver error 1"):
+        rtc.launch(kernel, 0, 384, [rtc.TensorMap()] * 5 + [ctypes.c_void_p(0)] * 11)
+    x = torch.zeros(4, 2, 128, dtype=torch.bfloat16, device=device)
+    with pytest.raises(InternalError, match=r"describing .* error 1, invalid argument"):
+        rtc.make_tensor_map(x, (128, 2, 4), (3, 256), (64, 1, 4))

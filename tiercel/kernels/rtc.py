@@ -1,0 +1,309 @@
+"""CUDA C++ compiled for the device at hand by NVRTC, kept on disk as cubins, and launched.
+
+A kernel is a file of kernels/cuda/, headers put before it, and macros. Sources include nothing, so
+text, macros, architecture and compiler version name a cubin completely, and their hash is its key.
+The compiler is NVIDIA's wheel (a CUDA build of PyTorch brings it), reached through cuda.bindings;
+it is imported at the first compilation, so this module loads on a machine without either.
+
+A cache entry is `<kernel>-<key>.cubin`: the SHA-256 of the cubin (32 bytes), then the cubin. It is
+written beside its place and renamed, so that readers see all of it or nothing; one that does not
+fit its hash is compiled again. A folder that cannot be written costs a compilation per process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiercel.env import cache_dir
+from tiercel.errors import InternalError
+
+# Without fast math: it changes division, roots and denormals of a whole file. A kernel asks for
+# approximate forms by name.
+_OPTIONS = ("--std=c++17",)
+_HASH_BYTES = 32
+_STATIC_SMEM_LIMIT = 48 << 10  # more dynamic shared memory than this must be asked for
+
+# Constants of the driver interface, cuda.h of CUDA 13.
+_MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+_SWIZZLE_128B, _PROMOTE_256B = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, _L2_PROMOTION_L2_256B
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """One translation unit.
+
+    Attributes:
+        name: file in kernels/cuda/, without its ending.
+        macros: names and values, in a fixed order.
+        headers: files of the same folder, without their ending, that come before it.
+    """
+
+    name: str
+    macros: tuple[tuple[str, int], ...] = ()
+    headers: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """Headers and file; the compiler's messages keep their names and lines."""
+        folder = files("tiercel.kernels") / "cuda"
+        names = [*(f"{header}.cuh" for header in self.headers), f"{self.name}.cu"]
+        parts = (f'#line 1 "{name}"\n{(folder / name).read_text("utf-8")}' for name in names)
+        return "".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """An entry point loaded on one device; `function` is the driver's handle."""
+
+    name: str
+    function: ctypes.c_void_p
+    device: torch.device
+    smem_bytes: int
+
+
+class TensorMap(ctypes.Structure):
+    """CUtensorMap, passed to a kernel by value."""
+
+    _fields_ = (("bytes", ctypes.c_ubyte * 128),)
+
+
+# ---- compiling and caching
+
+
+def device_arch(device: torch.device) -> str:
+    """The compiler's name of a device; 'a' targets (wgmma, TMA) run on that chip alone."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    """The compiler's bindings, with the library behind them loaded.
+
+    Raises:
+        InternalError: a package is missing.
+    """
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # the bindings, or libnvrtc behind them
+        raise InternalError(
+            f"CUDA kernels cannot be compiled: {str(error).splitlines()[0]}.",
+            hint="Install cuda-bindings and nvidia-cuda-nvrtc of the CUDA release of PyTorch.",
+        ) from error
+    return nvrtc
+
+
+def compiler_version() -> str:
+    """For instance "nvrtc 13.0".
+
+    Raises:
+        InternalError: there is no compiler.
+    """
+    _, major, minor = _nvrtc().nvrtcVersion()
+    return f"nvrtc {major}.{minor}"
+
+
+def compile_cubin(source: KernelSource, arch: str, options: Sequence[str] = ()) -> bytes:
+    """Compile, without a look at the cache; needs no GPU.
+
+    Raises:
+        InternalError: there is no compiler, or it refuses the source; the message holds its log.
+    """
+    nvrtc = _nvrtc()
+    flags = [f"--gpu-architecture={arch}", *_OPTIONS, *options]
+    flags += [f"-D{name}={value}" for name, value in source.macros]
+    error, program = nvrtc.nvrtcCreateProgram(
+        source.text().encode(), f"{source.name}.cu".encode(), 0, [], []
+    )
+    if error:
+        raise InternalError(f"{source.name}: NVRTC cannot start a program: {error.name}.")
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+    if error:
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        log = bytearray(size)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        nvrtc.nvrtcDestroyProgram(program)
+        raise InternalError(
+            f"{source.name}: {compiler_version()} refuses it for {arch} with {source.macros}:\n"
+            + log.rstrip(b"\0").decode(errors="replace").strip()
+        )
+    _, size = nvrtc.nvrtcGetCUBINSize(program)
+    cubin = bytearray(size)
+    (error,) = nvrtc.nvrtcGetCUBIN(program, cubin)
+    nvrtc.nvrtcDestroyProgram(program)
+    if error:
+        raise InternalError(f"{source.name}: NVRTC made no cubin for {arch}: {error.name}.")
+    return bytes(cubin)
+
+
+def cubin_path(source: KernelSource, arch: str, compiler: str, folder: Path) -> Path:
+    """Where a cubin is kept: everything that decides its bytes is in the name's hash."""
+    parts = [source.text(), repr(source.macros), arch, compiler, repr(_OPTIONS)]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return folder / f"{source.name}-{key[:32]}.cubin"
+
+
+def load_cubin(source: KernelSource, arch: str, folder: Path | None = None) -> bytes:
+    """A cubin from the cache, or compiled and put there.
+
+    Args:
+        source: what to compile.
+        arch: for which chip, see `device_arch`.
+        folder: of the cache; by default `cubins` in Tiercel's cache folder.
+
+    Raises:
+        InternalError: as `compile_cubin`.
+    """
+    folder = cache_dir() / "cubins" if folder is None else folder
+    path = cubin_path(source, arch, compiler_version(), folder)
+    cubin = _read_entry(path)
+    if cubin is None:
+        cubin = compile_cubin(source, arch)
+        _write_entry(path, cubin)
+    return cubin
+
+
+def _read_entry(path: Path) -> bytes | None:
+    """The cubin of a sound entry, else None."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, cubin = data[:_HASH_BYTES], data[_HASH_BYTES:]
+    return cubin if cubin and hashlib.sha256(cubin).digest() == digest else None
+
+
+def _write_entry(path: Path, cubin: bytes) -> None:
+    """Write whole or not at all; without room or rights the cubin serves this process alone."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+    except OSError:
+        return
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(cubin).digest() + cubin)
+        os.replace(name, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+
+
+# ---- loading and launching
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """The driver's library; a machine with a CUDA device has it."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
+        message = text.value.decode() if text.value else "unknown error"
+        raise InternalError(f"{what}: CUDA driver error {code}, {message}.")
+
+
+@functools.cache
+def load_kernel(source: KernelSource, device: torch.device, smem_bytes: int = 0) -> Kernel:
+    """Load the entry point named like its source; once per process, device and size.
+
+    Compiles and waits for the device: call it before a graph is captured.
+
+    Args:
+        source: the kernel.
+        device: a CUDA device with its index.
+        smem_bytes: dynamic shared memory of a launch.
+
+    Raises:
+        InternalError: the kernel cannot be compiled or loaded.
+    """
+    cubin = load_cubin(source, device_arch(device))
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    name = source.name
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes the primary context current
+        _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin), f"{name}: loading")
+        code = _driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+        _check(code, f"{name}: finding the entry point")
+        if smem_bytes > _STATIC_SMEM_LIMIT:
+            code = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SMEM, smem_bytes)
+            _check(code, f"{name}: asking for {smem_bytes} bytes of shared memory")
+    return Kernel(name, function, device, smem_bytes)
+
+
+def launch(kernel: Kernel, grid: int, threads: int, arguments: Sequence[Any]) -> None:
+    """Enqueue on PyTorch's current stream of the kernel's device; may be captured into a graph.
+
+    Args:
+        kernel: from `load_kernel`.
+        grid: CTAs, > 0.
+        threads: of a CTA.
+        arguments: in the kernel's order, each of its parameter's width; the driver copies them.
+
+    Raises:
+        InternalError: the driver refuses the launch.
+    """
+    places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
+    with torch.cuda.device(kernel.device):
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        sizes = (grid, 1, 1, threads, 1, 1, kernel.smem_bytes)
+        code = _driver().cuLaunchKernel(kernel.function, *sizes, stream, places, None)
+    _check(code, f"{kernel.name}: launching {grid} x {threads} threads")
+
+
+def pointer(tensor: Tensor) -> ctypes.c_void_p:
+    """A tensor as a kernel's argument."""
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def make_tensor_map(
+    tensor: Tensor, dims: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> TensorMap:
+    """Describe a 3-d view for TMA: 128-byte swizzle, zeros outside.
+
+    Args:
+        tensor: float16 or bfloat16, 16-byte aligned; its first element is the view's.
+        dims: sizes, innermost first.
+        strides: elements between neighbours of dimensions 1 and 2, multiples of 8.
+        box: sizes of one copy, innermost first; the innermost 64.
+
+    Raises:
+        InternalError: the driver refuses the view.
+    """
+    raw = ctypes.create_string_buffer(128 + 64)
+    place = (ctypes.addressof(raw) + 63) & ~63  # the driver wants 64-byte alignment
+    steps = [stride * tensor.element_size() for stride in strides]
+    code = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(place),
+        _MAP_DTYPES[tensor.dtype],
+        3,
+        pointer(tensor),
+        (ctypes.c_uint64 * 3)(*dims),
+        (ctypes.c_uint64 * 2)(*steps),
+        (ctypes.c_uint32 * 3)(*box),
+        (ctypes.c_uint32 * 3)(1, 1, 1),
+        0,  # not interleaved
+        _SWIZZLE_128B,
+        _PROMOTE_256B,
+        0,  # zeros outside
+    )
+    _check(code, f"describing {tuple(dims)} in steps of {tuple(strides)} by boxes {tuple(box)}")
+    return TensorMap.from_buffer_copy(ctypes.string_at(place, 128))
