@@ -86,8 +86,8 @@ def select_paged_attention(head_dim: int, itemsize: int, block_size: int) -> Pag
 
     itemsize: bytes of an element of the cache; block_size: a power of two, at least 16.
     """
-    # Of 469: within 1 point of the best fraction of the floor for heads of 128, 4 for 64 and 256 (H200,
-    # results/paged_attention_h200.json).
+    # Of 469 configs: within 1 point of the best fraction of the floor for heads of 128, within 4
+    # for 64 and 256 (H200, results/paged_attention_h200.json).
     if itemsize == 4:  # no tensor cores: each operand of a product lies in registers
         return PagedAttentionConfig(16, LEAST_ROWS, 256, 2048, 512, 2112, 4, 2)
     if block_size < 64:
