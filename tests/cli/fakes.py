@@ -85,5 +85,5 @@ class FakeLLM:
             prompt_logprobs=None,
             outputs=outputs,
             finished=True,
-            metrics=RequestMetrics(0.0, 0.0, len(words), len(words)),
+            metrics=RequestMetrics(0.0, 0.0, len(words), len(words), num_cached_tokens=0),
         )
