@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 
@@ -183,18 +184,25 @@ def test_ctrl_c_on_a_terminal_stops_the_answer_only(default_model):
             shown += os.read(leader, 4096)
         shown = shown.split(text, 1)[1]
 
+    def interrupt_until(text):
+        """A signal between the prompt and readline's wait is seen at the next key: send it again."""
+        nonlocal shown
+        while text not in shown:
+            process.send_signal(signal.SIGINT)
+            while text not in shown and select.select([leader], [], [], 10)[0]:
+                shown += os.read(leader, 4096)
+        read_until(text)
+
     try:
         read_until(b"> ")
         os.write(leader, b"Count from 1 to 10000, one number per line.\n")
         read_until(b"2")
-        process.send_signal(signal.SIGINT)
-        read_until(b"(stopped)")
+        interrupt_until(b"(stopped)")
         read_until(b"> ")
         os.write(leader, b"/stats\n")
         read_until(b"stopped; first after")
         read_until(b"> ")
-        process.send_signal(signal.SIGINT)  # at the prompt it only reminds
-        read_until(b"/quit ends")
+        interrupt_until(b"/quit ends")  # at the prompt it only reminds
         os.write(leader, b"/quit\n")
         assert process.wait(60) == 0
     finally:
