@@ -185,7 +185,7 @@ def test_ctrl_c_on_a_terminal_stops_the_answer_only(default_model):
         shown = shown.split(text, 1)[1]
 
     def interrupt_until(text):
-        """A signal between the prompt and readline's wait is seen at the next key: send it again."""
+        """A signal between prompt and readline's wait is seen at the next key: send it again."""
         nonlocal shown
         while text not in shown:
             process.send_signal(signal.SIGINT)
