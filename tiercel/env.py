@@ -61,7 +61,7 @@ def shorten_openmp_spins() -> None:
     """Let PyTorch's CPU threads wait for each other briefly; call before PyTorch is imported.
 
     GNU OpenMP spins up to milliseconds at each join. On an idle machine 3,000 turns (about 50 us)
-    are as fast; on a busy one the default lets decoding collapse (docs/notes/cpu_decode.md). A
-    value that the user set stays.
+    are as fast; on a busy one loading took up to 19 s by default and 3.5 s so
+    (docs/notes/cpu_decode.md). A value that the user set stays.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
