@@ -287,7 +287,7 @@ def encode_chat(
     """
     if template is None:
         error = _template_error(_NO_TEMPLATE)
-        error.hint = "Send a raw prompt instead: generate, or /v1/completions."
+        error.hint = "Send a raw prompt instead: `tiercel generate`, or `LLM.generate`."
         raise error
     checked = check_messages(messages)
     finder = _ControlFinder(tokenizer.control_tokens)
