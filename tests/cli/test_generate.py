@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.harness import COMMAND, environment, error_line, tiercel
 from tiercel.cli.main import run
+from tiercel.loader.hub import resolve
 
 
 @pytest.fixture
@@ -60,7 +61,14 @@ def test_prompt_that_looks_like_an_option(generate):
     assert generate("--", "--temperature") == " --TEMPERATURE"
 
 
-def test_options_reach_the_model(generate, fake_llm, tiny):
+def test_options_reach_the_model(generate, fake_llm, tiny, monkeypatch):
+    offline = []
+
+    def watched(model, **options):
+        offline.append(options["offline"])
+        return resolve(model, **options)
+
+    monkeypatch.setattr("tiercel.loader.hub.resolve", watched)
     generate(
         *["x", "--device", "cpu", "--dtype", "float32", "--max-model-len", "64", "--seed", "5"],
         *["--gpu-memory-utilization", "0.5", "--offline", "--temperature", "0", "--top-p", "0.5"],
@@ -68,7 +76,8 @@ def test_options_reach_the_model(generate, fake_llm, tiny):
         *["--stop", "a b", "--stop", "c", "--no-special-in-prompt"],
     )
     _, model, options = asked(fake_llm, "load")
-    assert model == tiny
+    assert model.path == tiny, "the checked file itself: it is not opened again"
+    assert offline == [True]
     progress = options.pop("progress")
     progress("Loading", 1, 2)
     assert options == {
@@ -77,7 +86,6 @@ def test_options_reach_the_model(generate, fake_llm, tiny):
         "max_model_len": 64,
         "gpu_memory_utilization": 0.5,
         "seed": 5,
-        "offline": True,
     }
     _, _, params, parse_special = asked(fake_llm)
     assert parse_special is False

@@ -31,19 +31,18 @@ def loaded(
 
     with ProgressReporter(is_quiet=common.quiet) as report:
         path = resolve(model, offline=engine.offline, report=report)
-        open_source(path)  # a hostile or unsupported file ends here, before PyTorch is imported
+        source = open_source(path)  # an unsound file ends here, before PyTorch is imported
         report("Loading PyTorch")
         env.shorten_openmp_spins()
         from tiercel.llm import LLM
 
         llm = LLM(
-            path,
+            source,
             device=engine.device,
             dtype=engine.dtype,
             max_model_len=engine.max_model_len,
             gpu_memory_utilization=engine.gpu_memory_utilization,
             seed=sampling.seed,
-            offline=engine.offline,
             progress=report,
         )
     try:

@@ -84,20 +84,31 @@ class ChatTemplate:
 
     @staticmethod
     def from_tokenizer(
-        tokenizer: Tokenizer, *, worker: TemplateWorker | None = None, name: str = "chat template"
+        tokenizer: Tokenizer,
+        *,
+        source: str | None = None,
+        worker: TemplateWorker | None = None,
+        name: str = "chat template",
     ) -> ChatTemplate | None:
         """The template that came with a tokenizer, or None.
+
+        Args:
+            tokenizer: gives the texts of BOS and EOS.
+            source: Jinja from a file beside the tokenizer; None: the tokenizer's own.
+            worker: see the class.
+            name: see the class.
 
         Raises:
             ModelFormatError: the source is too long.
         """
-        if tokenizer.chat_template is None:
+        source = source or tokenizer.chat_template
+        if source is None:
             return None
         bos, eos = (
             "" if i is None else tokenizer.token_text(i)
             for i in (tokenizer.bos_id, tokenizer.eos_id)
         )
-        return ChatTemplate(tokenizer.chat_template, bos, eos, worker=worker, name=name)
+        return ChatTemplate(source, bos, eos, worker=worker, name=name)
 
     def check(self) -> None:
         """Compile, as when a model is loaded.
