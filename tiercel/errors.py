@@ -70,6 +70,20 @@ class UnsupportedModelError(TiercelError):
     code = "unsupported_model"
 
 
+class QueueFullError(TiercelError):
+    """More requests wait than the server takes; come back later."""
+
+    http_status = 429
+    code = "queue_full"
+
+
+class EngineDeadError(TiercelError):
+    """The engine process ended under a request, or is not up again yet."""
+
+    http_status = 503
+    code = "engine_restarting"
+
+
 class OutOfMemoryError(TiercelError):
     """Something does not fit into memory: the message says what was needed and what to lower."""
 

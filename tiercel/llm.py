@@ -137,7 +137,13 @@ class LLM:
         )
         load = None if progress is None else lambda done, total: progress("Loading", done, total)
         self._loaded: Engine | None = build_engine(source, config, self.tokenizer, load)
-        self._inputs = InputProcessor(self.tokenizer, source.config, config)
+        self._inputs = InputProcessor(
+            self.tokenizer,
+            vocab_size=source.config.vocab_size,
+            max_position=longest,
+            max_model_len=config.max_model_len,
+            seed=config.seed,
+        )
         self._takers: dict[str, _Taker] = {}
 
     @property

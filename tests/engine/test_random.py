@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercel.engine.random import mix_key, uniform_noise
+from tiercel.engine.random import uniform_noise
+from tiercel.engine.seeds import mix_key
 
 MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15

@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from tiercel.engine.config import EngineConfig
-from tiercel.engine.random import mix_key
 from tiercel.engine.request import Request
+from tiercel.engine.seeds import mix_key
 from tiercel.errors import ArgumentError, ContextLengthError, InvalidRequestError
-from tiercel.models.config import ModelConfig
 from tiercel.params import LIMITS, SamplingParams, shown
 from tiercel.text.tokenizer import Tokenizer
 
@@ -19,10 +17,29 @@ from tiercel.text.tokenizer import Tokenizer
 class InputProcessor:
     """Makes requests for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, model: ModelConfig, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        max_position: int,
+        max_model_len: int,
+        seed: int,
+    ) -> None:
+        """Set up.
+
+        Args:
+            tokenizer: of the model.
+            vocab_size: rows of the output matrix; ids lie below.
+            max_position: the context that the model itself allows.
+            max_model_len: the context that the engine was given.
+            seed: of requests without one.
+        """
         self._tokenizer = tokenizer
-        self._model = model
-        self._config = config
+        self._vocab_size = vocab_size
+        self._max_position = max_position
+        self._max_model_len = max_model_len
+        self._seed = seed
         self._ids = itertools.count()
 
     def prompt_ids(self, prompt: object, *, parse_special: bool) -> list[int]:
@@ -36,7 +53,7 @@ class InputProcessor:
             ContextLengthError: its text is so long that no tokens of it could fit.
             ArgumentError, InvalidRequestError: it cannot be read, or holds a wrong id.
         """
-        limit = self._config.max_model_len
+        limit = self._max_model_len
         if isinstance(prompt, str):
             size = len(prompt.encode("utf-8", "surrogatepass"))
             if size > limit * LIMITS.max_prompt_bytes_per_token:
@@ -56,7 +73,7 @@ class InputProcessor:
         return ids
 
     def _too_long(self, what: str) -> ContextLengthError:
-        limit, most = self._config.max_model_len, self._model.max_position
+        limit, most = self._max_model_len, self._max_position
         longer = f" or set max_model_len up to {most}" if most > limit else ""
         return ContextLengthError(
             f"{what} but the context holds {limit} tokens, answer included.",
@@ -65,7 +82,7 @@ class InputProcessor:
         )
 
     def _check_ids(self, name: str, ids: Sequence[Any]) -> None:
-        limit = self._model.vocab_size
+        limit = self._vocab_size
         for token_id in ids:
             is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
             if not is_integer or not 0 <= token_id < limit:
@@ -102,13 +119,13 @@ class InputProcessor:
             raise InvalidRequestError(
                 "the prompt is empty.", hint="Give at least one token.", param="prompt"
             )
-        if len(ids) + (1 if max_tokens is None else max_tokens) > self._config.max_model_len:
+        if len(ids) + (1 if max_tokens is None else max_tokens) > self._max_model_len:
             raise self._too_long(f"prompt has {len(ids)} tokens")
         self._check_ids("logit_bias", list(params.logit_bias))
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         if max_tokens is None:
-            left = self._config.max_model_len - len(ids)
+            left = self._max_model_len - len(ids)
             max_tokens = left if params.max_tokens is None else min(left, params.max_tokens)
         number = next(self._ids)
         own_stops = () if params.ignore_eos else self._tokenizer.stop_ids
@@ -116,7 +133,7 @@ class InputProcessor:
             request_id=f"request-{number}",
             prompt_token_ids=ids,
             params=params,
-            seed=mix_key(self._config.seed, 0, number) if params.seed is None else params.seed,
+            seed=mix_key(self._seed, 0, number) if params.seed is None else params.seed,
             stream=stream,
             stop_ids=frozenset((*own_stops, *params.stop_token_ids)),
             max_tokens=max_tokens,

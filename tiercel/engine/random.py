@@ -2,7 +2,7 @@
 
 So a request draws the same answer alone, in a batch, after preemption, and on every rank. The
 generator is SplitMix64: a Weyl sequence through a 64-bit finaliser. One key per row is mixed on the
-host; the token id steps the sequence on the device.
+host (`engine/seeds.py`); the token id steps the sequence on the device.
 
 Source: "Fast Splittable Pseudorandom Number Generators", doi 10.1145/2714064.2660195.
 """
@@ -12,29 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_MASK = 2**64 - 1
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
-
-
-def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned one."""
-    return value - 2**64 if value >= 2**63 else value
-
-
-def _finalise(value: int) -> int:
-    value = (value ^ (value >> 30)) * _MIX_1 & _MASK
-    value = (value ^ (value >> 27)) * _MIX_2 & _MASK
-    return value ^ (value >> 31)
-
-
-def mix_key(seed: int, stream: int, position: int) -> int:
-    """One int64 key of a draw, on the host."""
-    key = 0
-    for part in (seed & _MASK, stream, position):
-        key = _finalise((key ^ part) + _GAMMA & _MASK)
-    return _signed(key)
+from tiercel.engine.seeds import GAMMA, MIX_1, MIX_2, signed
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
@@ -54,8 +32,8 @@ def uniform_noise(keys: Tensor, count: int) -> Tensor:
         round to 1.
     """
     steps = torch.arange(1, count + 1, dtype=torch.int64, device=keys.device)
-    value = keys.unsqueeze(1) + steps * _signed(_GAMMA)  # int64 wraps like the unsigned sum
-    value = (value ^ _shift(value, 30)) * _signed(_MIX_1)
-    value = (value ^ _shift(value, 27)) * _signed(_MIX_2)
+    value = keys.unsqueeze(1) + steps * signed(GAMMA)  # int64 wraps like the unsigned sum
+    value = (value ^ _shift(value, 30)) * signed(MIX_1)
+    value = (value ^ _shift(value, 27)) * signed(MIX_2)
     value = value ^ _shift(value, 31)
     return (_shift(value, 12).double() + 0.5) * 2.0**-52

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from tiercel.cache.prefix import ROOT
 from tiercel.params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Status(Enum):
@@ -46,6 +48,7 @@ class Request:
         stop_ids: token ids that end it.
         max_tokens: the limit after clamping to the context.
         wants_logits: keep the logits of every prompt place in `prompt_logits`.
+        priority: smaller goes first; equal ones in order of arrival.
         row: engine row while running, else -1.
         block_ids: cache blocks it owns.
         num_computed: tokens whose keys and values are in the cache.
@@ -64,6 +67,7 @@ class Request:
     stop_ids: frozenset[int]
     max_tokens: int
     wants_logits: bool = False
+    priority: int = 0
     status: Status = Status.WAITING
     row: int = -1
     num_computed: int = 0

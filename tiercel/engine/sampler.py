@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiercel.engine.random import mix_key, uniform_noise
+from tiercel.engine.random import uniform_noise
 from tiercel.engine.request import Request, TokenLogprobs
+from tiercel.engine.seeds import mix_key
 
 NEG_INF = float("-inf")
 
