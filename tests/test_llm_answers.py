@@ -6,7 +6,7 @@ import pytest
 from tests.gguf_files import NUM_TOKENS, tiny_model
 from tests.parity import log_softmax
 from tests.tiny_llm import DATA, EOS, NAMES, PROMPTS, assert_idle, greedy, ids_of, joined, open_tiny
-from tiercel import llm as llm_module
+from tiercel.engine import build as build_module
 from tiercel.engine import engine as engine_module
 from tiercel.engine import runner as runner_module
 from tiercel.errors import OutOfMemoryError
@@ -64,8 +64,8 @@ def test_a_batch_of_mixed_lengths_equals_one_by_one(name):
 
 
 def with_few_blocks(monkeypatch, num_blocks, **options):
-    monkeypatch.setattr(llm_module, "BLOCK_SIZE", 8)
-    monkeypatch.setattr(engine_module, "cache_blocks", lambda **sizes: num_blocks)
+    monkeypatch.setattr(build_module, "BLOCK_SIZE", 8)
+    monkeypatch.setattr(engine_module, "cache_blocks", lambda groups, **sizes: [num_blocks])
     llm = open_tiny(max_model_len=64, **options)
     preempt, counted = llm._engine.scheduler._preempt, []
     llm._engine.scheduler._preempt = lambda request: (counted.append(1), preempt(request))

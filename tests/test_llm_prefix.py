@@ -58,3 +58,20 @@ def test_a_prompt_whose_places_are_read_is_computed_whole():
     assert len(logits) == len(SHARED)
     assert read.metrics.num_cached_tokens == 0
     assert len(read.prompt_logprobs) == len(SHARED)
+
+
+@pytest.mark.parametrize("num_tokens", [193, 196, 197, 203, 600])
+@pytest.mark.parametrize("name", ["qwen3-tiny", "llama-tiny", "gemma3-tiny"])
+def test_a_cold_a_warm_and_a_partial_hit_give_the_same_bits(name, num_tokens):
+    """Sums end at fixed places of the sequence, whatever was computed before."""
+    ids = [(11 * i + i // 7) % 250 for i in range(num_tokens)]
+    runs = {}
+    for shared in (0, num_tokens, 70, 130):
+        with open_tiny(DATA / f"{name}.gguf") as llm:
+            if shared:
+                llm.generate({"prompt_token_ids": [*ids[:shared], 1, 2, 3, 4]}, greedy(1))
+            (output,) = llm.generate({"prompt_token_ids": ids}, greedy(6, logprobs=5))
+        hit = output.metrics.num_cached_tokens
+        assert hit == min(shared, num_tokens - 4) // 64 * 64
+        runs[shared] = [(e.token_id, e.logprob, e.top) for e in output.outputs[0].logprobs]
+    assert runs[num_tokens] == runs[70] == runs[130] == runs[0]

@@ -19,7 +19,8 @@ def open_tiny(path=LLAMA, **options):
 def assert_idle(llm):
     scheduler = llm._engine.scheduler
     assert not scheduler.has_work
-    assert scheduler.allocator.num_free == scheduler.allocator.num_blocks - 1
+    for allocator in scheduler.cache.allocators:
+        assert allocator.num_free == allocator.num_blocks - 1
     assert len(scheduler._free_rows) == llm.config.max_num_seqs
     assert not llm._takers
 

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tiercel.async_llm import AsyncLLM
     from tiercel.errors import (
         ArgumentError,
         ContextLengthError,
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from tiercel.llm import LLM
-    from tiercel.params import SamplingParams
+    from tiercel.params import SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
     "ArgumentError",
+    "AsyncLLM",
     "ContextLengthError",
     "InternalError",
     "InvalidRequestError",
@@ -36,12 +38,18 @@ __all__ = [
     "ModelNotFoundError",
     "OutOfMemoryError",
     "SamplingParams",
+    "StructuredOutputs",
     "TiercelError",
     "UnsupportedModelError",
     "__version__",
 ]
 
-_MODULES = {"LLM": "tiercel.llm", "SamplingParams": "tiercel.params"}
+_MODULES = {
+    "LLM": "tiercel.llm",
+    "AsyncLLM": "tiercel.async_llm",
+    "SamplingParams": "tiercel.params",
+    "StructuredOutputs": "tiercel.params",
+}
 
 
 def __getattr__(name: str) -> object:

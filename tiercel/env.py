@@ -40,6 +40,21 @@ def has_prefix_cache() -> bool:
     return read_flag("TIERCEL_PREFIX_CACHE", default=True)
 
 
+def has_cuda_graphs() -> bool:
+    """Whether ``TIERCEL_CUDA_GRAPH`` leaves the capture of decode steps on."""
+    return read_flag("TIERCEL_CUDA_GRAPH", default=True)
+
+
+def has_overlap(*, default: bool) -> bool:
+    """Whether ``TIERCEL_OVERLAP`` lets a step be enqueued while the one before it runs."""
+    return read_flag("TIERCEL_OVERLAP", default=default)
+
+
+def is_sync_debug() -> bool:
+    """Whether ``TIERCEL_SYNC_DEBUG`` makes a wait for the device within a step an error."""
+    return read_flag("TIERCEL_SYNC_DEBUG", default=False)
+
+
 def default_model_path() -> Path | None:
     """The path in ``TIERCEL_MODEL``, or None when it is unset."""
     text = os.environ.get("TIERCEL_MODEL", "")
@@ -52,8 +67,18 @@ def cache_dir() -> Path:
     return Path(text) if text else Path(platformdirs.user_cache_dir("tiercel", appauthor=False))
 
 
+def hub_endpoint() -> str:
+    """``HF_ENDPOINT``, the address of the model hub or of a mirror of it, without a final slash."""
+    return (os.environ.get("HF_ENDPOINT", "") or "https://huggingface.co").rstrip("/")
+
+
+def faults() -> str:
+    """What ``TIERCEL_FAULTS`` asks the engine to do wrong; "" for nothing."""
+    return os.environ.get("TIERCEL_FAULTS", "")
+
+
 def child_environment() -> dict[str, str]:
-    """The environment that a child process (pip) inherits."""
+    """The environment that a child process (pip, the engine) inherits."""
     return dict(os.environ)
 
 

@@ -15,10 +15,12 @@ class TiercelError(Exception):
         http_status: the status a server answers with.
         code: the stable, machine-readable name of the error.
         hint: one sentence that says what would be right; may be empty.
+        retry_after_s: whole seconds after which trying again makes sense; None: it does not.
     """
 
     http_status = 500
     code = "internal_error"
+    retry_after_s: int | None = None
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -75,6 +77,7 @@ class QueueFullError(TiercelError):
 
     http_status = 429
     code = "queue_full"
+    retry_after_s = 1
 
 
 class EngineDeadError(TiercelError):
@@ -82,6 +85,7 @@ class EngineDeadError(TiercelError):
 
     http_status = 503
     code = "engine_restarting"
+    retry_after_s = 1
 
 
 class OutOfMemoryError(TiercelError):
@@ -89,6 +93,12 @@ class OutOfMemoryError(TiercelError):
 
     http_status = 500
     code = "out_of_memory"
+
+
+class BenchError(TiercelError):
+    """A measurement that cannot go on: the message says what the server did."""
+
+    code = "bench_failed"
 
 
 class InternalError(TiercelError):

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -22,50 +21,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tiercel import env
-from tiercel.engine.config import (
-    EngineConfig,
-    resolve_count,
-    resolve_device,
-    resolve_dtype,
-    resolve_share,
-)
-from tiercel.engine.engine import Engine, build_engine, packed_share
-from tiercel.engine.inputs import InputProcessor
-from tiercel.engine.output import (
-    CompletionOutput,
-    OutputText,
-    RequestMetrics,
-    RequestOutput,
-    StreamDelta,
-)
+from tiercel.engine.answers import Answer, Prompt, collect, list_prompts, make_answers
+from tiercel.engine.build import load_model
+from tiercel.engine.engine import Engine
+from tiercel.engine.messages import LoadOptions
+from tiercel.engine.output import RequestOutput, StreamDelta
 from tiercel.engine.request import Request, Status
-from tiercel.errors import ArgumentError, InvalidRequestError
-from tiercel.loader.hub import resolve
-from tiercel.models.source import ModelSource, open_source
-from tiercel.params import SamplingParams, shown
+from tiercel.errors import InvalidRequestError
+from tiercel.models.source import ModelSource
+from tiercel.params import SamplingParams
 from tiercel.text.chat_template import ChatTemplate, encode_chat
 
-Prompt = str | Mapping[str, Sequence[int]]
-MAX_SEQS = {"cpu": 16, "cuda": 256}
-# A CPU gains nothing from longer chunks; a GPU needs some thousand tokens to be bound by
-# arithmetic.
-MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
-BLOCK_SIZE = 64
-
-
 _Taker = Callable[[Request, tuple[int, ...]], None]
-
-
-@dataclass(slots=True)
-class _Answer:
-    """One request of a call: which prompt and choice it answers, and its text."""
-
-    request: Request
-    text: OutputText
-    prompt_index: int
-    first_token_s: float | None = None
-    finished_s: float = 0.0
 
 
 class LLM:
@@ -106,44 +73,26 @@ class LLM:
             ArgumentError: a value here.
             OutOfMemoryError: weights, or the cache of one sequence, do not fit.
         """
-        if isinstance(model, ModelSource):
-            source = model
-        else:
-            is_offline = env.is_offline() if offline is None else offline
-            source = open_source(resolve(model, offline=is_offline, report=progress))
-        target = resolve_device(device)
-        longest = source.config.max_position
-        config = EngineConfig(
-            device=target,
-            dtype=resolve_dtype(dtype, target, source.format, packed_share(source)),
-            max_model_len=resolve_count("max_model_len", max_model_len, longest, longest),
-            max_num_seqs=resolve_count("max_num_seqs", max_num_seqs, MAX_SEQS[target.type], 4096),
-            max_num_batched_tokens=resolve_count(
-                "max_num_batched_tokens",
-                max_num_batched_tokens,
-                MAX_BATCHED_TOKENS[target.type],
-                2**20,
-            ),
-            block_size=BLOCK_SIZE,
-            gpu_memory_utilization=resolve_share(gpu_memory_utilization),
-            prefix_cache=env.has_prefix_cache(),
-            seed=resolve_count("seed", seed, 0, 2**63 - 1, low=-(2**63)),
+        options = LoadOptions(
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+            seed=seed,
+            offline=offline,
         )
-        self.source = source
-        self.config = config
-        self.tokenizer = source.tokenizer(env.cache_dir() / "tokenizers")
+        loaded = load_model(model, options, progress)
+        self.source = loaded.source
+        self.config = loaded.config
+        self.tokenizer = loaded.tokenizer
         self._template = ChatTemplate.from_tokenizer(
-            self.tokenizer, source=source.chat_template, name=source.path.name
+            self.tokenizer, source=self.source.chat_template, name=self.source.path.name
         )
-        load = None if progress is None else lambda done, total: progress("Loading", done, total)
-        self._loaded: Engine | None = build_engine(source, config, self.tokenizer, load)
-        self._inputs = InputProcessor(
-            self.tokenizer,
-            vocab_size=source.config.vocab_size,
-            max_position=longest,
-            max_model_len=config.max_model_len,
-            seed=config.seed,
-        )
+        self._loaded: Engine | None = loaded.engine
+        self._inputs = loaded.inputs()
+        self._matchers = loaded.matchers
         self._takers: dict[str, _Taker] = {}
 
     @property
@@ -204,8 +153,7 @@ class LLM:
             ContextLengthError: a prompt does not fit the context.
             ArgumentError, InvalidRequestError: a wrong prompt or parameter; nothing has run then.
         """
-        listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        every = self._params_for(listed, params)
+        listed, every = list_prompts(prompts, params)
         ids = [self._inputs.prompt_ids(prompt, parse_special=parse_special) for prompt in listed]
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         return self._run(ids, texts, every)
@@ -283,20 +231,6 @@ class LLM:
             pass
         return np.concatenate([piece.numpy() for piece in request.prompt_logits])
 
-    def _params_for(self, prompts: Sequence[Prompt], params: object) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * len(prompts)
-        if not isinstance(params, Sequence) or not all(
-            isinstance(entry, SamplingParams) for entry in params
-        ):
-            raise ArgumentError(f"params={shown(params)} is no SamplingParams nor a list of them.")
-        if len(params) != len(prompts):
-            raise ArgumentError(
-                f"{len(prompts)} prompts but {len(params)} sampling parameters.",
-                hint="Pass one for all, or one each.",
-            )
-        return list(params)
-
     def _steps(self, requests: Sequence[Request], take: _Taker) -> Generator[None]:
         """Run requests to their end, a step at a time. Leaving early aborts them.
 
@@ -307,6 +241,7 @@ class LLM:
         submitted = []
         try:
             for request in requests:
+                self._matchers.attach(request)
                 engine.submit(request)
                 submitted.append(request)
                 self._takers[request.request_id] = take
@@ -321,17 +256,11 @@ class LLM:
 
     def _answers(
         self, prompt_ids: Sequence[list[int]], params: Sequence[SamplingParams]
-    ) -> dict[str, _Answer]:
-        answers = {}
-        for index, (ids, wanted) in enumerate(zip(prompt_ids, params, strict=True)):
-            for stream in range(wanted.n):
-                request = self._inputs.request(ids, wanted, stream)
-                answers[request.request_id] = _Answer(
-                    request, OutputText(request, self.tokenizer), index
-                )
-        return answers
+    ) -> dict[str, Answer]:
+        answers = make_answers(self._inputs, self.tokenizer, prompt_ids, params)
+        return {answer.request.request_id: answer for answer in answers}
 
-    def _push(self, answer: _Answer, new_ids: tuple[int, ...]) -> str:
+    def _push(self, answer: Answer, new_ids: tuple[int, ...]) -> str:
         """Feed an answer's text; ends the request when a stop string matched."""
         piece = answer.text.push(new_ids)
         if answer.text.matched is not None:
@@ -350,75 +279,21 @@ class LLM:
         def take(request: Request, new_ids: tuple[int, ...]) -> None:
             answer = answers[request.request_id]
             self._push(answer, new_ids)
-            answer.finished_s = perf_counter() - start
-            if answer.first_token_s is None and new_ids:
-                answer.first_token_s = answer.finished_s
+            answer.note_time(perf_counter() - start, has_tokens=bool(new_ids))
 
         for _ in self._steps([answer.request for answer in answers.values()], take):
             pass
-        by_prompt: list[list[_Answer]] = [[] for _ in prompt_ids]
-        for answer in answers.values():
-            by_prompt[answer.prompt_index].append(answer)
-        return [_result(text, members) for text, members in zip(texts, by_prompt, strict=True)]
+        return collect(texts, list(answers.values()))
 
-    def _stream(self, answers: Mapping[str, _Answer]) -> Iterator[StreamDelta]:
+    def _stream(self, answers: Mapping[str, Answer]) -> Iterator[StreamDelta]:
         ready: deque[StreamDelta] = deque()
 
         def take(request: Request, new_ids: tuple[int, ...]) -> None:
-            piece = self._push(answers[request.request_id], new_ids)
-            has_logprobs = request.params.logprobs is not None
-            delta = StreamDelta(
-                index=request.stream,
-                text=piece,
-                token_ids=list(new_ids),
-                logprobs=request.logprobs[-1:] if has_logprobs and new_ids else None,
-                finish_reason=request.finish_reason,
-                stop_reason=request.stop_reason,
-            )
-            ready.append(delta)
+            answer = answers[request.request_id]
+            ready.append(answer.delta(self._push(answer, new_ids), new_ids))
 
         requests = [answer.request for answer in answers.values()]
         with closing(self._steps(requests, take)) as steps:
             for _ in steps:
                 while ready:
                     yield ready.popleft()
-
-
-def _result(prompt: str | None, answers: list[_Answer]) -> RequestOutput:
-    first = answers[0].request
-    outputs = [
-        CompletionOutput(
-            index=answer.request.stream,
-            text=answer.text.text,
-            token_ids=answer.request.output_token_ids,
-            cumulative_logprob=(
-                None
-                if answer.request.params.logprobs is None
-                else sum(entry.logprob for entry in answer.request.logprobs)
-            ),
-            logprobs=None if answer.request.params.logprobs is None else answer.request.logprobs,
-            finish_reason=answer.request.finish_reason,
-            stop_reason=answer.request.stop_reason,
-        )
-        for answer in answers
-    ]
-    times = [answer.first_token_s for answer in answers if answer.first_token_s is not None]
-    return RequestOutput(
-        request_id=first.request_id,
-        prompt=prompt,
-        prompt_token_ids=first.prompt_token_ids,
-        prompt_logprobs=(
-            None
-            if first.params.prompt_logprobs is None or first.finish_reason == "error"
-            else [None, *first.prompt_logprobs]
-        ),
-        outputs=outputs,
-        finished=True,
-        metrics=RequestMetrics(
-            first_token_s=min(times, default=None),
-            finished_s=max(answer.finished_s for answer in answers),
-            num_prompt_tokens=len(first.prompt_token_ids),
-            num_cached_tokens=first.num_cached,
-            num_output_tokens=sum(len(output.token_ids) for output in outputs),
-        ),
-    )

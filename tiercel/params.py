@@ -7,8 +7,10 @@ construction: a wrong value is found at the line that wrote it, not in the middl
 
 from __future__ import annotations
 
+import json as json_module
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from tiercel.errors import ArgumentError
 
@@ -18,7 +20,12 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that hold for the API, the command line and the server alike."""
+    """Bounds that hold for the API, the command line and the server alike.
+
+    The first group bounds sampling parameters wherever they are made; a server may lower them. The
+    others are the server's: what one request, one connection and the queue may hold. `None` means
+    no bound.
+    """
 
     max_n: int = 16
     max_stop_strings: int = 16
@@ -29,8 +36,82 @@ class Limits:
     max_tokens: int = 2**31 - 1
     max_prompt_bytes_per_token: int = 64
 
+    max_body_bytes: int = 32 << 20
+    max_json_depth: int = 64
+    max_json_members: int = 200_000
+    max_prompts: int = 256
+    max_answers: int = 1024  # prompts times n
+    max_messages: int = 2048
+    max_tools: int = 128
+    max_tool_name_chars: int = 64
+    max_schema_bytes: int = 256 << 10
+    max_schema_depth: int = 32
+    max_schema_nodes: int = 5000
+    max_regex_bytes: int = 4 << 10
+    max_grammar_bytes: int = 64 << 10
+    max_grammar_seconds: float = 2.0
+
+    max_waiting_requests: int = 512
+    max_queue_seconds: float = 120.0
+    max_request_seconds: float | None = None
+
+    max_connections: int = 2048
+    max_header_bytes: int = 64 << 10
+    max_headers: int = 100
+    max_head_seconds: float = 10.0
+    max_body_gap_seconds: float = 30.0  # without a byte of a body that is not complete
+    max_body_seconds: float = 300.0
+
 
 LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """The form that an answer must have; exactly one field is given.
+
+    Whether the form can be enforced is found where the request is made: see
+    `tiercel/engine/grammar.py`.
+
+    Attributes:
+        json: JSON schema, as an object or as JSON text; kept as text.
+        regex: the whole answer matches it; Rust's syntax, so no look-around and no back-references.
+        choice: the answer is one of these strings.
+        grammar: Lark grammar, with the rule `start`.
+        json_object: True: the answer is a JSON object of any kind.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check the types, and that one field is given.
+
+        Raises:
+            ArgumentError: naming the field and the rule; with the code `schema_too_complex` where a
+                limit is passed.
+        """
+        names = ("json", "regex", "choice", "grammar", "json_object")
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ArgumentError(
+                f"structured_outputs has {' and '.join(given) or 'no field'}.",
+                hint=f"Give exactly one of {', '.join(names)}.",
+            )
+        put = object.__setattr__  # the dataclass is frozen
+        if self.json is not None:
+            put(self, "json", _schema_text(self.json))
+        elif self.choice is not None:
+            put(self, "choice", _choices(self.choice))
+        elif self.json_object is not None:
+            if self.json_object is not True:
+                raise ArgumentError(f"json_object={shown(self.json_object)} is not True.")
+        else:
+            _source("regex", self.regex, LIMITS.max_regex_bytes)
+            _source("grammar", self.grammar, LIMITS.max_grammar_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +143,8 @@ class SamplingParams:
         allowed_token_ids: if given, only these may be generated.
         skip_special_tokens: leave control tokens out of the text.
         detokenize: False gives token ids only; stop strings then cannot be used.
+        structured_outputs: the form that the answer must have; it then ends where the form does,
+            whatever `ignore_eos` says.
     """
 
     n: int = 1
@@ -86,6 +169,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         """Normalise sequences to tuples and check every field.
@@ -113,6 +197,10 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ArgumentError(f"{name}={shown(value)} is neither True nor False.")
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise ArgumentError(
+                f"structured_outputs={shown(self.structured_outputs)} is no StructuredOutputs."
+            )
 
     def _check_numbers(self) -> None:
         _integer("n", self.n, 1, LIMITS.max_n)
@@ -201,12 +289,97 @@ def _strings(name: str, values: object) -> tuple[str, ...]:
                 f"{name} holds {shown(text)}, which has {len(text)} characters.",
                 hint=f"Use 1 to {LIMITS.max_stop_chars} characters.",
             )
-        if any("\ud800" <= char <= "\udfff" for char in text):
-            raise ArgumentError(
-                f"{name} holds {shown(text)}, which is no Unicode text.",
-                hint="A surrogate pair must be complete.",
-            )
+        _unicode(name, text)
     return tuple(values)
+
+
+def _unicode(name: str, text: str) -> int:
+    """The bytes that a text takes.
+
+    Raises:
+        ArgumentError: it holds a lone surrogate.
+    """
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise ArgumentError(
+            f"{name} holds {shown(text)}, which is no Unicode text.",
+            hint="A surrogate pair must be complete.",
+        ) from None
+
+
+def _too_complex(message: str, hint: str) -> ArgumentError:
+    error = ArgumentError(message, hint=hint)
+    error.code = "schema_too_complex"
+    return error
+
+
+def _source(name: str, text: object, limit: int) -> None:
+    """Check a regular expression or a grammar; None is not given."""
+    if text is None:
+        return
+    if not isinstance(text, str) or not text:
+        raise ArgumentError(f"{name}={shown(text)} is no text, or empty.")
+    size = _unicode(name, text)
+    if size > limit:
+        raise _too_complex(f"{name} has {size} bytes.", f"Use at most {limit}.")
+
+
+def _choices(values: object) -> tuple[str, ...]:
+    if (
+        not isinstance(values, Sequence)
+        or isinstance(values, str)
+        or not all(isinstance(value, str) and value for value in values)
+    ):
+        raise ArgumentError(
+            f"choice={shown(values)} is not a list of strings.",
+            hint="Pass at least one; none may be empty.",
+        )
+    if not values:
+        raise ArgumentError("choice=[] is empty.", hint="Pass at least one string.")
+    size = sum(_unicode("choice", value) for value in values)
+    if len(values) > LIMITS.max_schema_nodes or size > LIMITS.max_schema_bytes:
+        raise _too_complex(
+            f"choice has {len(values)} strings of {size} bytes together.",
+            f"Use at most {LIMITS.max_schema_nodes} and {LIMITS.max_schema_bytes} bytes.",
+        )
+    return tuple(values)
+
+
+def _schema_text(schema: object) -> str:
+    """A schema as JSON text.
+
+    Raises:
+        ArgumentError: it is no JSON, or neither an object nor a boolean.
+    """
+    try:
+        if isinstance(schema, str):
+            text = schema
+        else:
+            text = json_module.dumps(schema, ensure_ascii=False, allow_nan=False)
+        size = _unicode("json", text)
+        if size > LIMITS.max_schema_bytes:
+            raise _too_complex(
+                f"json has {size} bytes.", f"Use a schema of at most {LIMITS.max_schema_bytes}."
+            )
+        value = json_module.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise _too_complex(
+            "json is nested too deeply.", f"Use at most {LIMITS.max_schema_depth} levels."
+        ) from None
+    except ArgumentError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"json={shown(schema)} is no JSON: {error!s:.100}.", hint="Pass a JSON schema."
+        ) from None
+    if not isinstance(value, dict | bool):
+        raise ArgumentError(f"json={shown(schema)} is no JSON schema.", hint="Pass an object.")
+    return text
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _token_ids(name: str, values: object) -> tuple[int, ...]:

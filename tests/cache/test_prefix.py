@@ -15,8 +15,15 @@ def fill(cache, allocator, tokens):
     block_ids = allocator.allocate(-(-len(tokens) // SIZE))
     link = ROOT
     for i in range(len(tokens) // SIZE):
-        link = cache.keep(link, tokens[i * SIZE : (i + 1) * SIZE], block_ids[i])
+        link = cache.keep(link, tokens[i * SIZE : (i + 1) * SIZE], [block_ids[i]])
     return block_ids
+
+
+def found(cache, tokens):
+    """The blocks of the one group that begin a sequence."""
+    match = cache.find(tokens)
+    assert match.num_blocks == len(match.block_ids[0])
+    return match.block_ids[0]
 
 
 @pytest.fixture
@@ -26,22 +33,22 @@ def allocator():
 
 @pytest.fixture
 def cache(allocator):
-    return PrefixCache(allocator, SIZE)
+    return PrefixCache([allocator], [0], SIZE)
 
 
 def test_the_longest_common_run_of_whole_blocks_is_found(cache, allocator):
     block_ids = fill(cache, allocator, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert cache.find([1, 2, 3, 4, 5, 6, 7, 8]).block_ids == tuple(block_ids[:2])
-    assert cache.find([1, 2, 3, 4, 5, 6]).block_ids == tuple(block_ids[:1]), "not the last token"
-    assert cache.find([1, 2, 3, 4, 9, 6, 7]).block_ids == tuple(block_ids[:1])
-    assert cache.find([4, 5, 6, 1]).block_ids == (), "the same tokens at another place"
-    assert cache.find([1]).block_ids == ()
+    assert found(cache, [1, 2, 3, 4, 5, 6, 7, 8]) == tuple(block_ids[:2])
+    assert found(cache, [1, 2, 3, 4, 5, 6]) == tuple(block_ids[:1]), "not the last token"
+    assert found(cache, [1, 2, 3, 4, 9, 6, 7]) == tuple(block_ids[:1])
+    assert found(cache, [4, 5, 6, 1]) == (), "the same tokens at another place"
+    assert found(cache, [1]) == ()
 
 
 def test_a_link_follows_its_own_forerunner_only(cache, allocator):
     fill(cache, allocator, [1, 1, 1, 5, 5, 5])
     other = fill(cache, allocator, [2, 2, 2])
-    assert cache.find([2, 2, 2, 5, 5, 5, 0]).block_ids == tuple(other)
+    assert found(cache, [2, 2, 2, 5, 5, 5, 0]) == tuple(other)
 
 
 def test_an_equal_block_is_kept_once(cache, allocator):
@@ -51,26 +58,26 @@ def test_an_equal_block_is_kept_once(cache, allocator):
     assert allocator.num_idle == 0, "the second is free at once"
     allocator.free(first)
     assert allocator.num_idle == 1
-    assert cache.find([1, 2, 3, 4]).block_ids == tuple(first)
+    assert found(cache, [1, 2, 3, 4]) == tuple(first)
 
 
 def test_idle_blocks_are_given_away_last_block_first_and_then_forgotten(cache, allocator):
     block_ids = fill(cache, allocator, list(range(9)))
     allocator.free(block_ids)
     allocator.allocate(6)  # 5 were free: one idle block has to go
-    assert cache.find(list(range(10))).block_ids == tuple(block_ids[:2])
+    assert found(cache, list(range(10))) == tuple(block_ids[:2])
     allocator.allocate(2)
-    assert cache.find(list(range(10))).block_ids == ()
+    assert found(cache, list(range(10))) == ()
 
 
 def test_a_shared_block_is_not_given_away(cache, allocator):
     block_ids = fill(cache, allocator, list(range(6)))
     allocator.free(block_ids)
-    found = cache.find(list(range(7))).block_ids
-    allocator.share(found)
+    shared = found(cache, list(range(7)))
+    allocator.share(shared)
     assert allocator.num_free == 6
-    assert not set(allocator.allocate(6)) & set(found)
-    assert cache.find(list(range(7))).block_ids == found
+    assert not set(allocator.allocate(6)) & set(shared)
+    assert found(cache, list(range(7))) == shared
 
 
 @settings(max_examples=300, deadline=None)
@@ -78,20 +85,54 @@ def test_a_shared_block_is_not_given_away(cache, allocator):
 def test_what_is_found_holds_the_tokens_asked_for(sequences):
     """A pool that remembers what was written where: a hit reads back the sequence's own start."""
     allocator = BlockAllocator(7)
-    cache = PrefixCache(allocator, SIZE)
+    cache = PrefixCache([allocator], [0], SIZE)
     content = {}
     for tokens in sequences:
         match = cache.find(tokens)
-        read = [token for block_id in match.block_ids for token in content[block_id]]
+        matched = match.block_ids[0]
+        read = [token for block_id in matched for token in content[block_id]]
         assert read == tokens[: len(read)]
         assert len(read) < len(tokens)
-        allocator.share(match.block_ids)
-        missing = -(-len(tokens) // SIZE) - len(match.block_ids)
-        block_ids = [*match.block_ids, *allocator.allocate(missing)]
+        allocator.share(matched)
+        missing = -(-len(tokens) // SIZE) - len(matched)
+        block_ids = [*matched, *allocator.allocate(missing)]
         link = match.link
-        for i in range(len(match.block_ids), len(block_ids)):
+        for i in range(len(matched), len(block_ids)):
             content[block_ids[i]] = tokens[i * SIZE : (i + 1) * SIZE]
             if len(content[block_ids[i]]) == SIZE:
-                link = cache.keep(link, content[block_ids[i]], block_ids[i])
+                link = cache.keep(link, content[block_ids[i]], [block_ids[i]])
         allocator.free(block_ids)
         assert allocator.num_free == 6
+
+
+def test_a_sliding_group_needs_the_blocks_of_the_last_window_only():
+    full, sliding = BlockAllocator(9), BlockAllocator(9)
+    cache = PrefixCache([full, sliding], [0, 4], SIZE)
+    tokens, link = list(range(12)), ROOT
+    blocks = [full.allocate(4), sliding.allocate(4)]
+    for i in range(4):
+        link = cache.keep(link, tokens[i * SIZE : (i + 1) * SIZE], [held[i] for held in blocks])
+    full.free(blocks[0])
+    sliding.free(blocks[1])
+    match = cache.find([*tokens, 0])
+    # The token at place 12 sees 9 .. 12: of the sliding group, the last block alone.
+    assert match.block_ids == (tuple(blocks[0]), (0, 0, 0, blocks[1][3]))
+    sliding.allocate(5)  # 4 were free: the last block, which went idle first, is given away
+    match = cache.find([*tokens, 0])
+    assert match.num_blocks == 3
+    assert match.block_ids == (tuple(blocks[0][:3]), (0, 0, blocks[1][2]))
+    # A block that is computed anew takes the place of the one that was given away.
+    cache.keep(match.link, tokens[9:], [0, sliding.allocate(1)[0]])
+    assert cache.find([*tokens, 0]).num_blocks == 4
+
+
+def test_an_entry_without_its_full_block_is_gone():
+    full, sliding = BlockAllocator(3), BlockAllocator(9)
+    cache = PrefixCache([full, sliding], [0, 4], SIZE)
+    blocks = full.allocate(1), sliding.allocate(1)
+    cache.keep(ROOT, [1, 2, 3], [blocks[0][0], blocks[1][0]])
+    full.free(blocks[0])
+    sliding.free(blocks[1])
+    full.allocate(2)
+    assert cache.find([1, 2, 3, 4]).num_blocks == 0
+    assert len(sliding.allocate(8)) == 8, "its other block can still be given away"

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gguf_files import tiny_model
+from tiercel.cache.spec import CacheGroup, KVCacheSpec, Plane
 from tiercel.engine import config, engine, memory
 from tiercel.engine.config import resolve_count, resolve_device, resolve_dtype, resolve_share
-from tiercel.engine.memory import GIB, available_bytes, cache_blocks, check_weights_fit
+from tiercel.engine.memory import GIB, MemoryBudget, cache_blocks
 from tiercel.errors import ArgumentError, OutOfMemoryError
 from tiercel.llm import LLM
 from tiercel.models.source import open_source
@@ -17,80 +18,114 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 1)
 
 
+def make_group(bytes_per_token, policy="full", **fields):
+    plane = Plane("k", torch.uint8, (bytes_per_token,))
+    return CacheGroup(KVCacheSpec(policy, (plane,), **fields), (0,))
+
+
+def blocks_of_one_group(bytes_per_token, **sizes):
+    (num_blocks,) = cache_blocks([make_group(bytes_per_token)], max_step_tokens=9, **sizes)
+    return num_blocks
+
+
 @settings(max_examples=200, deadline=None)
 @given(
-    bytes_per_block=st.integers(1, 1000),
+    bytes_per_token=st.integers(1, 1000),
     block_size=st.integers(1, 70),
     max_model_len=st.integers(1, 500),
     max_num_seqs=st.integers(1, 9),
     available=st.integers(-1000, 100_000),
 )
-def test_cache_blocks(bytes_per_block, block_size, max_model_len, max_num_seqs, available):
+def test_cache_blocks(bytes_per_token, block_size, max_model_len, max_num_seqs, available):
+    bytes_per_block = bytes_per_token * block_size
     sizes = {
-        "bytes_per_block": bytes_per_block,
+        "bytes_per_token": bytes_per_token,
         "block_size": block_size,
         "max_num_seqs": max_num_seqs,
         "available": available,
     }
     per_sequence = -(-max_model_len // block_size)
     try:
-        num_blocks = cache_blocks(max_model_len=max_model_len, **sizes)
+        num_blocks = blocks_of_one_group(max_model_len=max_model_len, **sizes)
     except OutOfMemoryError as error:
         assert (per_sequence + 1) * bytes_per_block > available
         if "max_model_len" in error.hint:
             fits = int(error.hint.removeprefix("Lower max_model_len to ").split()[0])
             assert 0 < fits < max_model_len
-            cache_blocks(max_model_len=fits, **sizes)  # the length that it names does fit
+            blocks_of_one_group(max_model_len=fits, **sizes)  # the length that it names does fit
             with pytest.raises(OutOfMemoryError):
-                cache_blocks(max_model_len=fits + 1, **sizes)
+                blocks_of_one_group(max_model_len=fits + 1, **sizes)
         else:
             with pytest.raises(OutOfMemoryError):
-                cache_blocks(max_model_len=1, **sizes)
+                blocks_of_one_group(max_model_len=1, **sizes)
         return
     assert num_blocks * bytes_per_block <= available, "the null block counts too"
     assert per_sequence < num_blocks <= 1 + per_sequence * max_num_seqs
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_figures():
-    sizes = {"bytes_per_block": GIB // 4, "block_size": 64, "max_num_seqs": 4}
+    sizes = {"bytes_per_token": GIB // 256, "block_size": 64, "max_num_seqs": 4}
     with pytest.raises(OutOfMemoryError) as caught:
-        cache_blocks(max_model_len=1000, available=2 * GIB, **sizes)
+        blocks_of_one_group(max_model_len=1000, available=2 * GIB, **sizes)
     assert str(caught.value) == (
-        "the cache of one sequence of 1000 tokens needs 4.00 GiB but 2.00 GiB are left."
+        "the cache of one sequence of 1000 tokens needs 4.00 GiB but 1.75 GiB are left."
     )
     assert caught.value.hint == "Lower max_model_len to 448 or less."  # 7 blocks and the null block
     with pytest.raises(OutOfMemoryError) as caught:
-        cache_blocks(max_model_len=1000, available=-5, **sizes)
+        blocks_of_one_group(max_model_len=1000, available=-5, **sizes)
     assert "0.00 GiB are left" in str(caught.value)
     assert caught.value.hint == "Use a smaller model."
 
 
-def test_weights_that_do_not_fit_are_refused_with_figures(monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda device, utilization: 3 * GIB)
-    check_weights_fit(3 * GIB, CPU, 0.9)
+def test_groups_share_in_proportion_to_a_long_sequence():
+    sizes = {"block_size": 10, "max_model_len": 1000, "max_num_seqs": 8, "max_step_tokens": 40}
+    full, window = make_group(2), make_group(4, "sliding", window=50)
+    state = make_group(100, "state", state_len=3)
+    # 100 blocks of 20 bytes; a window, a step and a block in 10 blocks of 40: 2,400 a sequence.
+    rows, null_blocks = 9 * 300, 60
+    available = rows + null_blocks + int(2.5 * 2400)
+    assert cache_blocks([full, window, state], available=available, **sizes) == [251, 26, 1]
+    assert cache_blocks([full, window, state], available=10**9, **sizes) == [801, 81, 1]
     with pytest.raises(OutOfMemoryError) as caught:
-        check_weights_fit(int(7.5 * GIB), CPU, 0.9)
+        cache_blocks([full, window, state], available=rows + null_blocks + 2399, **sizes)
+    assert caught.value.hint == "Lower max_model_len to 990 or less."
+
+
+def of_bytes(monkeypatch, num_bytes):
+    monkeypatch.setattr(MemoryBudget, "left", lambda self: num_bytes)
+
+
+def test_weights_that_do_not_fit_are_refused_with_figures(monkeypatch):
+    of_bytes(monkeypatch, 3 * GIB)
+    MemoryBudget(CPU, 0.9).check_weights(3 * GIB)
+    with pytest.raises(OutOfMemoryError) as caught:
+        MemoryBudget(CPU, 0.9).check_weights(int(7.5 * GIB))
     assert str(caught.value) == "the weights need about 7.5 GiB but cpu has 3.0 GiB to use."
     assert "smaller" in caught.value.hint
 
 
-def test_a_share_of_the_whole_gpu_is_left_free(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GIB, 80 * GIB))
-    assert available_bytes(CUDA, 0.9) == pytest.approx(62 * GIB, abs=1)
-    assert available_bytes(CUDA, 1.0) == 70 * GIB
+def test_a_share_of_the_whole_gpu_beside_what_others_hold(monkeypatch):
+    free = [70 * GIB]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 80 * GIB))
+    half, all_of_it = MemoryBudget(CUDA, 0.5), MemoryBudget(CUDA, 1.0)
+    assert half.left() == 40 * GIB, "10 GiB of another process are not its own"
+    assert all_of_it.left() == 70 * GIB, "not more than is free"
+    free[0] = 55 * GIB
+    half.reserve(5 * GIB)
+    assert half.left() == 20 * GIB
 
 
 def test_a_cpu_gives_part_of_what_is_available():
     with open("/proc/meminfo") as file:
         fields = dict(line.split(":", 1) for line in file)
     total = int(fields["MemTotal"].split()[0]) * 1024
-    assert 0 < available_bytes(CPU, 0.1) <= memory.CPU_SHARE * total
+    assert 0 < MemoryBudget(CPU, 0.1).left() <= memory.CPU_SHARE * total
 
 
 def test_no_figure_from_the_system(monkeypatch):
     monkeypatch.setattr(memory.Path, "read_text", lambda self: "MemTotal: 1 kB\n")
     with pytest.raises(OutOfMemoryError, match="how much memory"):
-        available_bytes(CPU, 0.9)
+        MemoryBudget(CPU, 0.9).left()
 
 
 @pytest.mark.reliability
@@ -98,8 +133,7 @@ def test_no_figure_from_the_system(monkeypatch):
 def test_a_model_that_does_not_fit_is_refused_at_load(monkeypatch, tmp_path, available, what):
     # 0.45 MB of weights and, at 512 bytes a token, 2.1 MB of cache
     path = tiny_model(tmp_path / "m.gguf", metadata={"llama.context_length": 4096})
-    for module in (memory, engine):
-        monkeypatch.setattr(module, "available_bytes", lambda device, utilization: available)
+    of_bytes(monkeypatch, available)
     with pytest.raises(OutOfMemoryError, match=what):
         LLM(path, device="cpu", dtype="float32")
 

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tiercel.engine.request import Request
-from tiercel.engine.sampler import Sampler, cut, draw, top_logprobs
+from tiercel.engine.rows import Rows
+from tiercel.engine.sampler import Sampler, host_result, is_kept, top_logprobs
 from tiercel.params import SamplingParams
 
 NEG_INF = float("-inf")
@@ -23,9 +25,22 @@ def make_request(params=GREEDY, *, prompt=(1,), output=(), seed=0, stream=0, sto
 
 
 def sample(logits, requests, *, banned=(), words=None):
-    """Run the sampler on a copy of rows of numbers."""
-    sampler = Sampler(banned, torch.device("cpu"), lambda word: (words or {})[word])
-    return sampler(torch.tensor(logits, dtype=torch.float32), requests)
+    """Run the sampler on a copy of rows of numbers, each request in an engine row of its own."""
+    requests = [replace(request, row=i, num_sampling=1) for i, request in enumerate(requests)]
+    longest = max(request.num_tokens for request in requests) + 1
+    rows = Rows(len(requests), longest, 1, 1, torch.device("cpu"))
+    sampler = Sampler(banned, len(logits[0]), rows, lambda word: (words or {})[word])
+    for request in requests:
+        rows.stage(rows.num_tokens, (request.row,), [request.num_tokens])
+        sampler.enter(request)
+    rows.apply()
+    lines = torch.arange(len(requests), dtype=torch.int32)
+    out = sampler(torch.tensor(logits, dtype=torch.float32), requests, lines)
+    result = host_result(out, requests)
+    for request, token_id in zip(requests, result.token_ids, strict=True):
+        assert rows.token_ids[request.row, request.num_tokens] == token_id
+        assert rows.num_tokens[request.row] == request.num_tokens + 1
+    return result
 
 
 def greedy(logits, params=GREEDY, **options):
@@ -236,10 +251,9 @@ def kept_by_oracle(logits, top_k, top_p, min_p):
 def kept(logits, top_k, top_p, min_p):
     column = torch.tensor([[float(top_k)], [float(top_k)]])
     rows = torch.tensor([logits, logits[::-1]], dtype=torch.float32)
-    out = cut(rows, column, torch.full((2, 1), top_p), torch.full((2, 1), min_p))[0]
-    is_kept = out > NEG_INF
-    assert out[is_kept].equal(rows[0][is_kept]), "what is kept keeps its logit"
-    return set(is_kept.nonzero().flatten().tolist())
+    out = is_kept(rows, column, torch.full((2, 1), top_p), torch.full((2, 1), min_p))[0]
+    out &= rows[0] > NEG_INF  # what was banned before is not brought back
+    return set(out.nonzero().flatten().tolist())
 
 
 @settings(max_examples=250, deadline=None)
@@ -249,7 +263,7 @@ def kept(logits, top_k, top_p, min_p):
     top_p=st.just(1.0) | st.floats(0.001, 0.999),
     min_p=st.sampled_from([0.0, 1.0]) | st.floats(0.001, 0.999),
 )
-def test_cut_matches_the_oracle(logits, top_k, top_p, min_p):
+def test_cuts_match_the_oracle(logits, top_k, top_p, min_p):
     expected = kept_by_oracle(logits, top_k, top_p, min_p)
     assume(expected is not None)
     assert kept(logits, top_k, top_p, min_p) == expected
@@ -287,9 +301,9 @@ def test_top_p_1_cuts_nothing_where_the_rounded_sum_reaches_1_early():
     assert (sums[:-1] >= 1.0).any(), "the case that this test is about"
     rows = torch.stack([logits, logits])
     all_ids = torch.full((2, 1), 50_000.0)
-    out = cut(rows, all_ids, torch.tensor([[1.0], [0.5]]), torch.zeros(2, 1))
-    assert out[0].equal(logits)
-    assert (out[1] > NEG_INF).sum() < 40_000
+    out = is_kept(rows, all_ids, torch.tensor([[1.0], [0.5]]), torch.zeros(2, 1))
+    assert out[0].all()
+    assert out[1].sum() < 40_000
 
 
 NUM_DRAWS = 16_000
@@ -339,7 +353,7 @@ CASES = [
 
 def check_draws(requests, expected, temperature):
     """The counts fit what is expected, and do not fit a temperature a quarter higher."""
-    token_ids = draw(torch.tensor([LOGITS] * len(requests)), requests).tolist()
+    token_ids = sample([LOGITS] * len(requests), requests).token_ids
     assert chi_square(token_ids, expected) < LIMIT
     allowed = {i for i, prob in enumerate(expected) if prob}
     wrong = restricted(softmax(LOGITS, 1.25 * temperature), allowed)
@@ -368,7 +382,7 @@ def test_successive_draws_of_a_request_are_independent():
     for seed in range(4_000):
         first, second = (make_request(params, prompt=[1] * n, seed=seed) for n in (1, 2))
         pairs += [first, second]
-    token_ids = draw(torch.zeros(len(pairs), 4), pairs).tolist()
+    token_ids = sample([[0.0] * 4] * len(pairs), pairs).token_ids
     joint = [4 * a + b for a, b in zip(token_ids[::2], token_ids[1::2], strict=True)]
     assert chi_square(joint, [1 / 16] * 16) < 60.0  # 15 degrees: once in 4,000,000
 
@@ -430,10 +444,40 @@ def test_logprobs_are_of_the_raw_distribution():
 
 
 def test_top_list_of_a_small_vocabulary_is_the_whole_of_it():
-    (entry,) = top_logprobs(torch.tensor([[0.0, 2.0, 1.0]]), [0], 20)
+    (entry,) = top_logprobs(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([0]), 20).entries([20])
     assert [token_id for token_id, _ in entry.top] == [1, 2, 0]
     assert sum(math.exp(logprob) for _, logprob in entry.top) == pytest.approx(1.0)
 
 
 def test_no_rows():
-    assert top_logprobs(torch.empty(0, 5), [], 3) == []
+    assert top_logprobs(torch.empty(0, 5), torch.empty(0), 3).entries([]) == []
+
+
+def test_penalties_count_what_is_drawn_on_the_device():
+    """Three steps of one row, with nothing told to the host in between."""
+    params = SamplingParams(temperature=0, frequency_penalty=1.0)
+    request = make_request(params)
+    request.row, request.num_sampling = 0, 1
+    rows = Rows(1, 9, 1, 1, torch.device("cpu"))
+    sampler = Sampler((), 3, rows, lambda word: [])
+    rows.stage(rows.num_tokens, (0,), [1])
+    sampler.enter(request)
+    rows.apply()
+    drawn = []
+    for _ in range(4):
+        logits = torch.tensor([[0.0, 2.5, 1.0]])
+        out = sampler(logits, [request], torch.zeros(1, dtype=torch.int32))
+        drawn.append(int(out.token_ids[0]))
+    assert drawn == [1, 1, 2, 1]  # 2.5, 1.5, then 1.0 against 0.5, then 0.5 against 0.0
+
+
+def test_lines_of_scratch_are_dropped():
+    rows = Rows(2, 9, 1, 1, torch.device("cpu"))
+    sampler = Sampler((), 3, rows, lambda word: [])
+    request = replace(make_request(), row=1, num_sampling=1)
+    rows.stage(rows.num_tokens, (1,), [1])
+    sampler.enter(request)
+    rows.apply()
+    out = sampler(torch.eye(3), [request], torch.tensor([1, 2, 2], dtype=torch.int32))
+    assert host_result(out, [request]).token_ids == [0]
+    assert rows.num_tokens.tolist() == [0, 2, 0]

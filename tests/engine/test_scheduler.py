@@ -1,14 +1,10 @@
-"""The engine's loop over a fake runner: every plan keeps the rules, whatever arrives and leaves.
+"""The engine's loop over a fake device: every plan keeps the rules, whatever arrives and leaves.
 
-The fake runner keeps a cache of its own, slot by slot. It writes the tokens of a plan where the
-block ids say and draws the next token from what it reads back, so a block that two requests share,
-or a token that was never computed, changes an answer. Answers must equal decoding each prompt
-alone.
+Answers must equal decoding each prompt alone, with and without overlapping steps.
 """
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,29 +12,24 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from tiercel.cache.allocator import NULL_BLOCK, BlockAllocator
-from tiercel.cache.prefix import PrefixCache
+from tests.engine.fake_device import VOCAB_SIZE, FakeRunner, next_token
+from tiercel.cache.allocator import NULL_BLOCK
+from tiercel.cache.manager import CacheManager, GroupBlocks
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.engine import Engine
-from tiercel.engine.request import Request, Status, TokenLogprobs
-from tiercel.engine.sampler import Sampled
+from tiercel.engine.request import Request, Status
 from tiercel.engine.scheduler import Scheduler
 from tiercel.errors import OutOfMemoryError
 from tiercel.params import SamplingParams
 
-VOCAB_SIZE = 13
 STOP_IDS = frozenset({0})
 
 
-def next_token(tokens):
-    return zlib.crc32(bytes(tokens)) % VOCAB_SIZE
-
-
-def decode_alone(prompt, max_tokens):
+def decode_alone(prompt, max_tokens, window=0):
     """What a request must answer, one token after the other."""
     output = []
     while len(output) < max_tokens and (not output or output[-1] not in STOP_IDS):
-        output.append(next_token(prompt + output))
+        output.append(next_token(prompt + output, window))
     return output
 
 
@@ -51,79 +42,13 @@ class Plan:
     arrival: int = 0
     abort: int | None = None
     fails_at: int | None = None  # the draw with this number has non-finite logits
-
-
-@dataclass
-class FakeRunner:
-    """Checks each plan, writes its tokens to a cache and draws from what it reads."""
-
-    block_size: int
-    max_num_seqs: int
-    budget: int
-    fails_at: dict[str, int | None] = field(default_factory=dict)
-    cache: dict[int, int] = field(default_factory=dict)
-    computed: dict[str, int] = field(default_factory=dict)  # places, in this residency
-    allocator: BlockAllocator | None = None
-    num_hits: int = 0
-
-    def launch(self, plan):
-        rows = plan.scheduled
-        assert rows, "an empty plan"
-        assert plan.num_tokens == sum(row.num_query for row in rows) <= self.budget
-        assert len({row.request.request_id for row in rows}) == len(rows), "a request twice"
-        for row in rows:
-            self._check(row)
-            self._write(row)
-        return [row for row in rows if row.samples]
-
-    def _check(self, row):
-        request, stop = row.request, row.start + row.num_query
-        assert request.status is Status.RUNNING
-        assert row.num_query >= 1
-        known = self.computed.get(request.request_id)
-        assert row.enters or known is not None
-        if row.enters:
-            assert row.start % self.block_size == 0, "a hit ends with a block"
-            self.num_hits += row.start > 0
-            known = row.start
-        assert row.start == request.num_computed == known, "each token once, in order"
-        assert stop <= request.num_tokens
-        assert row.samples == (stop == request.num_tokens)
-        assert stop <= len(request.block_ids) * self.block_size, "no place to write"
-
-    def _write(self, row):
-        request, stop = row.request, row.start + row.num_query
-        for place in range(row.start, stop):
-            block = request.block_ids[place // self.block_size]
-            assert self.allocator._references[block] == 1, "a shared block is written"
-            self.cache[self._slot(request, place)] = request.tokens(place, place + 1)[0]
-        self.computed[request.request_id] = stop
-        if request.params.prompt_logprobs is not None:
-            following = request.prompt_token_ids[row.start + 1 : stop + 1]
-            request.prompt_logprobs += [TokenLogprobs(i, -1.0, ()) for i in following]
-
-    def _slot(self, request, place):
-        block = request.block_ids[place // self.block_size]
-        return block * self.block_size + place % self.block_size
-
-    def clear_blocks(self, block_ids):
-        for block in block_ids:
-            assert self.allocator._references[block] == 1, "a block that another one reads"
-
-    def collect(self, rows):
-        token_ids, problems = [], []
-        for row in rows:
-            request = row.request
-            context = [self.cache[self._slot(request, i)] for i in range(request.num_tokens)]
-            token_ids.append(next_token(context))
-            is_bad = self.fails_at[request.request_id] == len(request.output_token_ids)
-            problems.append("nonfinite_logits" if is_bad else None)
-        return Sampled(token_ids, problems, [None] * len(rows))
+    priority: int = 0
+    needs_last_token: bool = False
 
 
 @dataclass
 class World:
-    """An engine with the fake runner, and what a test wants to know of its run."""
+    """An engine with the fake device, and what a test wants to know of its run."""
 
     plans: list[Plan]
     block_size: int
@@ -131,36 +56,45 @@ class World:
     max_num_seqs: int
     budget: int
     has_prefix_cache: bool = False
-    num_preemptions: int = 0
-    num_chunks: int = 0
+    overlaps: bool = True
+    window: int = 0
+    memory_errors: frozenset[int] = frozenset()
+    requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self):
-        self.allocator = BlockAllocator(self.num_blocks)
-        prefix = PrefixCache(self.allocator, self.block_size) if self.has_prefix_cache else None
-        scheduler = Scheduler(
-            self.allocator, self.block_size, self.max_num_seqs, self.budget, prefix
+        groups = [GroupBlocks(self.num_blocks)]
+        if self.window:
+            most = 1 + -(-(self.window + self.budget) // self.block_size)
+            groups.append(GroupBlocks(1 + most, self.window))
+        self.cache = CacheManager(
+            groups, self.block_size, self.budget, has_prefix_cache=self.has_prefix_cache
         )
+        self.scheduler = Scheduler(self.cache, self.max_num_seqs, self.budget)
         self.runner = FakeRunner(
-            self.block_size, self.max_num_seqs, self.budget, allocator=self.allocator
+            self.cache, self.max_num_seqs, self.budget, memory_errors=set(self.memory_errors)
         )
         longest = (self.num_blocks - 1) * self.block_size
         config = EngineConfig(
             torch.device("cpu"), torch.float32, longest, self.max_num_seqs, self.budget,
-            self.block_size, 0.9, 0,
+            self.block_size, 0.9, 0, overlap=self.overlaps,
         )  # fmt: skip
-        self.engine = Engine(scheduler, self.runner, config)
-        self.scheduler = scheduler
-        self.requests = []
+        self.engine = Engine(self.scheduler, self.runner, config)
         for i, plan in enumerate(self.plans):
-            # A prompt whose log-probabilities are asked for is computed whole: no hits.
-            params = SamplingParams(prompt_logprobs=None if self.has_prefix_cache else 0)
-            request = Request(f"{i}", plan.prompt, params, 0, 0, STOP_IDS, plan.max_tokens)
+            params = SamplingParams(
+                # A prompt whose log-probabilities are asked for is computed whole: no hits.
+                prompt_logprobs=None if self.has_prefix_cache else 0,
+                bad_words=("x",) if plan.needs_last_token else (),
+            )
+            request = Request(
+                f"{i}", plan.prompt, params, 0, 0, STOP_IDS, plan.max_tokens,
+                priority=plan.priority,
+            )  # fmt: skip
             self.requests.append(request)
             self.runner.fails_at[request.request_id] = plan.fails_at
 
     def run(self):
         """Step until all requests have arrived and ended; checks each step."""
-        limit = 50 + 40 * sum(len(plan.prompt) + plan.max_tokens for plan in self.plans)
+        limit = 60 + 60 * sum(len(plan.prompt) + plan.max_tokens for plan in self.plans)
         last = max(plan.arrival for plan in self.plans)
         step = 0
         while step <= last or self.engine.has_work:
@@ -170,87 +104,70 @@ class World:
                     self.engine.submit(request)
                 if plan.abort == step and plan.arrival <= step:
                     self.engine.abort(request)
-            self._step()
+            self.step()
             step += 1
         self._check_the_end()
 
-    def _step(self):
-        before = list(self.scheduler.running)
-        missing = {r.request_id: r.num_tokens - r.num_computed for r in before}
+    def step(self):
+        """One step of the engine."""
         lengths = {r.request_id: len(r.output_token_ids) for r in self.requests}
-        scheduled = []
-        launch = self.runner.launch
-
-        def watch(plan):
-            scheduled.extend(plan.scheduled)
-            self._check_plan(before, missing, plan)
-            self._check_ownership()
-            return launch(plan)
-
-        self.runner.launch = watch
+        ended = {r.request_id for r in self.requests if r.status is Status.FINISHED}
         updates = self.engine.step()
-        self.runner.launch = launch
-        self._check_ownership()
+        self.check_ownership()
         for update in updates:
             request = update.request
-            assert (
-                tuple(request.output_token_ids[lengths[request.request_id] :])
-                == update.new_token_ids
-            )
-        sampled = [row.request for row in scheduled if row.samples]
-        assert [update.request for update in updates] == sampled
+            assert request.request_id not in ended, "news of a request that had ended"
         for request in self.requests:
-            if request.status is not Status.RUNNING:
-                self.runner.computed.pop(request.request_id, None)
+            told = [i for u in updates if u.request is request for i in u.new_token_ids]
+            assert request.output_token_ids[lengths[request.request_id] :] == told
+        self._check_turns()
 
-    def _check_plan(self, before, missing, plan):
-        gave_way = [request for request in before if request.status is Status.WAITING]
-        self.num_preemptions += len(gave_way)
-        self.num_chunks += sum(not row.samples for row in plan.scheduled)
-        rows = [row.request.row for row in plan.scheduled]
-        assert len(set(rows)) == len(rows)
-        assert all(0 <= row < self.max_num_seqs for row in rows)
-        # Of the rows that ran before, single tokens come before chunks; new ones come last.
-        order = [
-            0 if missing.get(i) == 1 else 1 if i in missing else 2
-            for i in (row.request.request_id for row in plan.scheduled)
-        ]
-        assert order == sorted(order), "a prompt went before a decode step"
-        for row in plan.scheduled:
-            is_cut = row.num_query < row.request.num_tokens - row.start
-            assert not is_cut or gave_way or plan.num_tokens == self.budget, "a chunk too short"
-        running = [int(r.request_id) for r in self.scheduler.running]
-        waiting = [int(r.request_id) for r in self.scheduler.waiting]
-        assert gave_way == [] or min(map(before.index, gave_way)) >= len(before) - len(gave_way), (
-            "not the youngest gave way"
-        )
-        arrival = [(self.plans[i].arrival, i) for i in running + waiting]
-        assert arrival == sorted(arrival), "not first come, first served"
+    def _check_turns(self):
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        for queue in (running, waiting):
+            turns = [(r.priority, r.arrival) for r in queue]
+            assert turns == sorted(turns)
+        if running and waiting and not self.has_prefix_cache:
+            first, last = waiting[0], running[-1]
+            # Only one that arrived after the last plan may have an earlier turn than a running one.
+            is_new = first.arrival == self.scheduler._num_added - 1
+            assert (last.priority, last.arrival) < (first.priority, first.arrival) or (
+                is_new or first.priority < last.priority
+            ), "not first come, first served"
 
-    def _check_ownership(self):
-        owned = [block for request in self.requests for block in request.block_ids]
-        assert NULL_BLOCK not in owned
-        if not self.has_prefix_cache:
-            assert len(set(owned)) == len(owned), "a block has two owners"
-        assert self.allocator.num_free + len(set(owned)) == self.num_blocks - 1, "a block is lost"
-        rows = [r.row for r in self.requests if r.status is Status.RUNNING]
+    def check_ownership(self):
+        """Blocks and rows belong to whom they are given, and to nobody else."""
+        for group, allocator in enumerate(self.cache.allocators):
+            held = [r.block_ids[group] for r in self.requests if r.block_ids]
+            owned = [block for blocks in held for block in blocks if block != NULL_BLOCK]
+            if not self.has_prefix_cache:
+                assert len(set(owned)) == len(owned), "a block has two owners"
+            free = allocator.num_blocks - 1 - len(set(owned))
+            assert allocator.num_free == free, "a block is lost"
+        rows = [r.row for r in self.requests if r.row >= 0]
         assert len(set(rows)) == len(rows)
         for request in self.requests:
-            if request.status is not Status.RUNNING:
-                assert not request.block_ids
-                assert request.row == -1
+            holds = bool(request.block_ids) or request.row >= 0
+            is_used = request.status is Status.RUNNING or request.num_in_flight > 0
+            assert holds == is_used
+            assert 0 <= request.num_in_flight <= (1 if self.overlaps else 0)
 
     def _check_the_end(self):
-        assert self.allocator.num_free == self.num_blocks - 1
+        for allocator in self.cache.allocators:
+            assert allocator.num_free == allocator.num_blocks - 1
         assert self.scheduler.schedule() is None
+        assert not self.runner.queue
         for plan, request in zip(self.plans, self.requests, strict=True):
-            expected = decode_alone(plan.prompt, plan.max_tokens)
+            expected = decode_alone(plan.prompt, plan.max_tokens, self.window)
             output = request.output_token_ids
             assert request.status is Status.FINISHED
             assert output == expected[: len(output)], "another answer than alone"
             reason = (request.finish_reason, request.stop_reason)
             if request.finish_reason == "abort":
                 assert plan.abort is not None
+                continue
+            if request.finish_reason == "error" and reason[1] == "out_of_memory":
+                assert self.memory_errors
                 continue
             if not self.has_prefix_cache:
                 assert [e.token_id for e in request.prompt_logprobs] == plan.prompt[1:]
@@ -261,6 +178,9 @@ class World:
             assert output == expected
             is_stopped = bool(output) and output[-1] in STOP_IDS
             assert reason == (("stop", output[-1]) if is_stopped else ("length", None))
+            if not self.memory_errors:
+                wasted = self.runner.num_draws[request.request_id] - max(1, len(output))
+                assert wasted <= (1 if self.overlaps and is_stopped else 0), "drawn for nothing"
 
 
 def blocks_for(num_tokens, block_size):
@@ -268,7 +188,7 @@ def blocks_for(num_tokens, block_size):
 
 
 @st.composite
-def worlds(draw, has_prefix_cache=False):
+def worlds(draw, has_prefix_cache=False, has_window=False, fails=True):
     block_size = draw(st.integers(1, 4))
     tokens = st.integers(0, 1 if has_prefix_cache else VOCAB_SIZE - 1)  # few: prompts begin alike
     plans = [
@@ -277,11 +197,12 @@ def worlds(draw, has_prefix_cache=False):
             max_tokens=draw(st.integers(0, 12)),
             arrival=draw(st.integers(0, 6)),
             abort=draw(st.none() | st.integers(0, 30)),
-            fails_at=draw(st.none() | st.integers(0, 8)),
+            fails_at=draw(st.none() | st.integers(0, 8)) if fails else None,
+            priority=draw(st.integers(0, 1)),
+            needs_last_token=draw(st.integers(0, 3)) == 0,
         )
         for _ in range(draw(st.integers(2, 8)))
     ]
-    plans.sort(key=lambda plan: plan.arrival)
     need = max(blocks_for(len(p.prompt) + p.max_tokens, block_size) for p in plans)
     return World(
         plans,
@@ -290,23 +211,55 @@ def worlds(draw, has_prefix_cache=False):
         max_num_seqs=draw(st.integers(2, 6)),
         budget=draw(st.integers(1, 12)),
         has_prefix_cache=has_prefix_cache,
+        overlaps=draw(st.booleans()),
+        window=draw(st.integers(1, 6)) if has_window else 0,
+        memory_errors=frozenset() if fails else draw(st.frozensets(st.integers(1, 30), max_size=3)),
     )
+
+
+def run_and_note(world):
+    world.run()
+    event(f"preemptions: {min(world.scheduler.num_preemptions, 3)}")
+    event(f"chunks: {min(world.runner.num_chunks, 3)}")
+    event(f"hits: {min(world.runner.num_hits, 5)}")
+    event(f"overlaps: {world.runner.most_pending}")
 
 
 @settings(max_examples=400, deadline=None)
 @given(world=worlds())
 def test_every_plan_keeps_the_rules(world):
-    world.run()
-    event(f"preemptions: {min(world.num_preemptions, 3)}")
-    event(f"chunks: {min(world.num_chunks, 3)}")
+    run_and_note(world)
 
 
 @settings(max_examples=400, deadline=None)
 @given(world=worlds(has_prefix_cache=True))
 def test_every_plan_keeps_the_rules_with_the_prefix_cache(world):
-    world.run()
-    event(f"preemptions: {min(world.num_preemptions, 3)}")
-    event(f"hits: {min(world.runner.num_hits, 5)}")
+    run_and_note(world)
+
+
+@settings(max_examples=300, deadline=None)
+@given(world=worlds(has_window=True))
+def test_every_plan_keeps_the_rules_with_a_window(world):
+    run_and_note(world)
+
+
+@settings(max_examples=300, deadline=None)
+@given(world=worlds(has_window=True, has_prefix_cache=True))
+def test_every_plan_keeps_the_rules_with_a_window_and_the_prefix_cache(world):
+    run_and_note(world)
+
+
+@settings(max_examples=200, deadline=None)
+@given(world=worlds(has_prefix_cache=True, fails=False))
+def test_a_step_without_memory_costs_one_request(world):
+    run_and_note(world)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, deadline=None)
+@given(world=st.one_of(worlds(), worlds(has_prefix_cache=True, has_window=True)))
+def test_many_more_runs(world):
+    run_and_note(world)
 
 
 def test_a_second_prompt_computes_only_what_the_first_does_not_share():
@@ -315,6 +268,37 @@ def test_a_second_prompt_computes_only_what_the_first_does_not_share():
     world = World(plans, 4, 40, 4, 16, has_prefix_cache=True)
     world.run()
     assert [request.num_cached for request in world.requests] == [0, 8]  # 2 whole blocks of 4
+    assert (world.scheduler.prefix_queries, world.scheduler.prefix_hits) == (22, 8)
+
+
+def test_requests_that_come_together_compute_their_start_once():
+    shared = list(range(1, 11)) * 2
+    plans = [Plan([*shared, i], 3) for i in range(1, 6)]
+    world = World(plans, 4, 60, 8, 64, has_prefix_cache=True)
+    world.run()
+    assert [request.num_cached for request in world.requests] == [0, 20, 20, 20, 20]
+
+
+def test_a_follower_goes_on_when_its_leader_leaves():
+    shared = [5] * 40
+    plans = [Plan(shared, 3, abort=2), Plan(shared, 3), Plan(shared, 3)]
+    world = World(plans, 4, 80, 8, 8, has_prefix_cache=True)
+    world.run()
+    assert [request.finish_reason for request in world.requests] != ["abort"] * 3
+
+
+def test_others_overtake_a_request_that_waits_for_its_start():
+    plans = [Plan([5] * 40, 2), Plan([5] * 40, 2), Plan([6, 7], 2)]
+    world = World(plans, 4, 80, 8, 10, has_prefix_cache=True)
+    for request in world.requests:
+        world.engine.submit(request)
+    for _ in range(4):
+        world.step()
+    assert world.requests[1].status is Status.WAITING
+    assert world.requests[2].status is Status.WAITING, "the leader's chunks fill the budget"
+    world.step()
+    world.step()
+    assert world.requests[2].status is not Status.WAITING
 
 
 def test_a_prompt_that_is_cached_whole_computes_its_last_token():
@@ -325,9 +309,28 @@ def test_a_prompt_that_is_cached_whole_computes_its_last_token():
     assert [request.num_cached for request in world.requests] == [0, 4]
 
 
-def test_blocks_of_unsound_logits_are_not_kept():
+def test_a_window_frees_its_old_blocks_and_hits_need_the_last_ones_only():
+    shared = list(range(1, 12)) * 3
+    plans = [Plan(shared, 2), Plan([*shared, 4], 2, arrival=12)]
+    world = World(plans, 4, 60, 4, 64, has_prefix_cache=True, window=6)
+    for request in world.requests[:1]:
+        world.engine.submit(request)
+    while world.engine.has_work:
+        world.step()
+        held = [r.block_ids[1] for r in world.requests if r.status is Status.RUNNING]
+        for blocks in held:
+            computed = world.requests[0].num_committed
+            assert sum(block != NULL_BLOCK for block in blocks[: computed // 4]) <= 3
+    world.engine.submit(world.requests[1])
+    while world.engine.has_work:
+        world.step()
+    assert world.requests[1].num_cached == 32
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_blocks_of_unsound_logits_are_not_kept(overlaps):
     plans = [Plan([3] * 8, 4, fails_at=0), Plan([3] * 8, 1, arrival=3)]
-    world = World(plans, 4, 40, 4, 16, has_prefix_cache=True)
+    world = World(plans, 4, 40, 4, 16, has_prefix_cache=True, overlaps=overlaps)
     world.run()
     assert world.requests[1].num_cached == 0
 
@@ -339,40 +342,76 @@ def crowd(**changes):
     return World(plans, **(sizes | changes))
 
 
-def test_a_crowd_in_a_small_cache_is_preempted_and_answers_the_same():
-    world = crowd()
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_crowd_in_a_small_cache_is_preempted_and_answers_the_same(overlaps):
+    world = crowd(overlaps=overlaps)
     world.run()
-    assert world.num_preemptions >= 3
+    assert world.scheduler.num_preemptions >= 2
 
 
-def test_a_long_prompt_is_cut_into_chunks_and_does_not_stall_the_others():
-    world = World([Plan([1] * 3, 20), Plan([2] * 40, 3, arrival=2)], 4, 40, 4, 8)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_long_prompt_is_cut_into_chunks_and_does_not_stall_the_others(overlaps):
+    plans = [Plan([1] * 3, 20), Plan([2] * 40, 3, arrival=2)]
+    world = World(plans, 4, 40, 4, 8, overlaps=overlaps)
     lengths = []
-    step = world._step
+    step = world.step
 
     def watched():
         step()
         lengths.append(len(world.requests[0].output_token_ids))
 
-    world._step = watched
+    world.step = watched
     world.run()
-    assert world.num_chunks == 5  # of 7 tokens, beside one decode step each: 40 = 5 * 7 + 5
-    end = lengths.index(max(lengths)) + 1
-    assert lengths[:end] == list(range(1, end + 1)), "a token in every step"
+    assert world.runner.num_chunks == 5  # of 7 tokens beside one decode step each: 40 = 5 * 7 + 5
+    first, end = int(overlaps), lengths.index(max(lengths)) + 1
+    assert lengths[first:end] == list(range(1, end + 1 - first)), "a token in every step"
+
+
+def test_an_urgent_request_goes_first_and_gives_way_last():
+    plans = [Plan([1] * 10, 12), Plan([2] * 10, 12), Plan([3] * 10, 12, priority=-1)]
+    world = World(plans, 4, 13, 3, 32)
+    for request in world.requests:
+        world.engine.submit(request)
+    world.step()
+    assert world.scheduler.running[0] is world.requests[2]
+    while world.engine.has_work:
+        world.step()
+    expected = [decode_alone(plan.prompt, 12) for plan in plans]
+    assert [r.output_token_ids for r in world.requests] == expected
+
+
+def test_a_request_that_needs_its_last_token_is_planned_with_nothing_in_flight():
+    world = World([Plan([1, 2], 6, needs_last_token=True), Plan([1, 3], 6)], 4, 40, 4, 16)
+    launch = world.runner.launch
+
+    def watched(plan):
+        for part in plan.scheduled:
+            if part.request is world.requests[0]:
+                assert part.request.num_in_flight == 1, "counted with this step"
+        return launch(plan)
+
+    world.runner.launch = watched
+    world.run()
 
 
 def put(scheduler, prompt, output, num_computed):
     """A request that runs already, in a state that only a change of policy would bring about."""
     request = Request("", prompt, SamplingParams(), 0, 0, STOP_IDS, 9, status=Status.RUNNING)
+    request.arrival = len(scheduler.running)
     request.output_token_ids += output
     request.num_computed, request.row = num_computed, scheduler._free_rows.pop()
-    request.block_ids = scheduler.allocator.allocate(blocks_for(num_computed, 4))
+    request.block_ids = [[]]
+    scheduler.cache.grow(request.block_ids, num_computed)
     scheduler.running.append(request)
     return request
 
 
+def small_scheduler(num_blocks, max_num_seqs, budget):
+    return Scheduler(CacheManager([GroupBlocks(num_blocks)], 4, budget), max_num_seqs, budget)
+
+
 def test_decode_steps_go_before_an_older_prompt():
-    scheduler = Scheduler(BlockAllocator(20), 4, 2, 5)
+    scheduler = small_scheduler(20, 2, 5)
     older, younger = put(scheduler, [1] * 12, [], 4), put(scheduler, [2] * 4, [3], 4)
     rows = scheduler.schedule().scheduled
     assert [(row.request, row.start, row.num_query, row.samples) for row in rows] == [
@@ -382,12 +421,24 @@ def test_decode_steps_go_before_an_older_prompt():
 
 
 def test_a_planned_row_may_still_give_way_to_an_older_prompt():
-    scheduler = Scheduler(BlockAllocator(4), 4, 2, 16)
+    scheduler = small_scheduler(4, 2, 16)
     older, younger = put(scheduler, [1] * 12, [], 4), put(scheduler, [2] * 4, [3], 4)
-    rows = scheduler.schedule().scheduled
-    assert [(row.request, row.num_query) for row in rows] == [(older, 8)]
+    plan = scheduler.schedule()
+    assert [(row.request, row.num_query) for row in plan.scheduled] == [(older, 8)]
+    assert {row for row, _ in plan.new_blocks} == {older.row}
     assert list(scheduler.waiting) == [younger]
     assert (younger.num_computed, younger.block_ids, younger.row) == (0, [], -1)
+
+
+def test_a_row_in_flight_sits_out_a_step_before_it_gives_way():
+    scheduler = small_scheduler(4, 2, 16)
+    older, younger = put(scheduler, [1] * 12, [], 4), put(scheduler, [2] * 4, [3], 3)
+    younger.num_in_flight = 1
+    assert scheduler.schedule() is None
+    assert younger.status is Status.RUNNING
+    younger.num_in_flight = 0
+    assert [row.request for row in scheduler.schedule().scheduled] == [older]
+    assert younger.status is Status.WAITING
 
 
 def test_a_budget_of_one_serves_one_after_the_other():
@@ -414,8 +465,9 @@ def test_what_can_never_fit_is_refused_at_once():
     assert world.engine.step() == []
 
 
-def test_a_request_may_be_ended_in_any_state():
-    world = crowd()
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_request_may_be_ended_in_any_state(overlaps):
+    world = crowd(overlaps=overlaps)
     engine = world.engine
     for request in world.requests:
         engine.submit(request)
@@ -426,15 +478,15 @@ def test_a_request_may_be_ended_in_any_state():
     engine.abort(running)  # nothing happens: it has finished
     assert (running.finish_reason, running.stop_reason) == ("stop", "END")
     assert (waiting.finish_reason, waiting.stop_reason) == ("abort", None)
-    world._check_ownership()
+    world.check_ownership()
     for request in world.requests:
         engine.abort(request)
     assert not engine.has_work
-    assert world.allocator.num_free == world.num_blocks - 1
+    assert world.cache.allocators[0].num_free == world.num_blocks - 1
 
 
 def test_a_stop_string_in_the_last_token_decides_over_the_length():
-    world = World([Plan([3, 4], 1)], 4, 5, 2, 8)
+    world = World([Plan([3, 4], 1)], 4, 5, 2, 8, overlaps=False)
     request = world.requests[0]
     world.engine.submit(request)
     world.engine.step()

@@ -1,8 +1,9 @@
-"""The device memory behind the blocks: one tensor per layer and plane.
+"""The device memory of one cache group: one tensor per layer and plane.
 
-A plane of a layer is (num_blocks, block_size, *entry shape), so that slot = block * block_size +
-offset indexes its flat view. Planes begin as zeros: what a mask hides is multiplied by 0 and must
-be finite.
+A plane of a layer with blocks is (num_blocks, entries of a block, *entry shape), so that slot =
+block * block_size + offset indexes its flat view where an entry is a token; a plane of a state is
+(num_rows, state_len, *entry shape). Planes begin as zeros: what a mask hides is multiplied by 0 and
+must be finite.
 """
 
 from __future__ import annotations
@@ -13,36 +14,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiercel.cache.spec import KVCacheSpec
+from tiercel.cache.spec import CacheGroup
 
 
 class CachePool:
     """All planes of one cache group."""
 
     def __init__(
-        self, specs: list[KVCacheSpec], num_blocks: int, block_size: int, device: torch.device
+        self, group: CacheGroup, num_blocks: int, block_size: int, num_rows: int, device: str
     ) -> None:
         """Allocate. A CPU commits the pages on first write, so an unused pool costs nothing.
 
         Args:
-            specs: one per layer.
-            num_blocks: blocks including the null block.
+            group: whose layers.
+            num_blocks: blocks including the null block; unused by a state.
             block_size: tokens per block.
+            num_rows: engine rows; used by a state only.
             device: where.
         """
+        self.group = group
         self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.layers = [
-            {
-                plane.name: _make_zeros((num_blocks, block_size, *plane.shape), plane.dtype, device)
+        spec = group.spec
+        if spec.policy == "state":
+            lead = (num_rows, spec.state_len)
+        else:
+            lead = (num_blocks, block_size // spec.tokens_per_entry)
+        self.layers: dict[int, dict[str, Tensor]] = {
+            layer: {
+                plane.name: _make_zeros((*lead, *plane.shape), plane.dtype, device)
                 for plane in spec.planes
             }
-            for spec in specs
-        ]
+            for layer in group.layers
+        }
 
 
-def _make_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
+def _make_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy leaves zeroing to the system, which does it page by page on first use; torch.zeros
     # writes all of it at once: 1.4 s for the 6 GB of 16 sequences of 8,192 tokens.

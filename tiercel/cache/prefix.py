@@ -1,10 +1,14 @@
 """Full blocks of tokens that were computed before, found again by their content.
 
-A block's keys and values depend on its tokens and on all tokens before it. So an entry is found
-under (the link of the block before it, its token ids): a chain, as in a hash chain, but the table
+What a block holds depends on its tokens and on all tokens before it. So an entry is found under
+(the link of the block before it, its token ids): a chain, as in a hash chain, but the table
 compares the token ids themselves, so that no collision can give one user's cache to another. A link
 is a number that is never used twice; an entry whose forerunner was given away is therefore never
-found again and leaves when its own block does.
+found again.
+
+An entry names a block in each cache group. Groups give blocks away on their own: an entry may lack
+its block in a sliding group, where only the blocks of the last window are needed, and leaves the
+table when it lacks one that every continuation needs.
 
 Source: "Efficient Memory Management for Large Language Model Serving with PagedAttention",
 arXiv 2309.06180, section 4.4; the chain of vLLM's automatic prefix caching.
@@ -14,64 +18,116 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from tiercel.cache.allocator import BlockAllocator
+from tiercel.cache.allocator import NULL_BLOCK, BlockAllocator
 
 ROOT = 0  # the link before a first block
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Blocks that hold the start of a sequence, and the link of the last of them."""
+    """The start of a sequence in kept blocks.
 
-    block_ids: tuple[int, ...]
+    Attributes:
+        block_ids: per group, its blocks from the first token on; `NULL_BLOCK` for those that no
+            later token reads.
+        num_blocks: how many blocks of tokens.
+        link: of the last of them.
+    """
+
+    block_ids: tuple[tuple[int, ...], ...]
+    num_blocks: int
     link: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entry:
-    block_id: int
+    key: tuple[int, tuple[int, ...]]
     link: int
+    block_ids: list[int]  # per group; NULL_BLOCK where it was given away
 
 
 class PrefixCache:
-    """Finds and keeps full blocks of one allocator."""
+    """Finds and keeps full blocks of all groups."""
 
-    def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
-        self._allocator = allocator
+    def __init__(
+        self, allocators: Sequence[BlockAllocator], windows: Sequence[int], block_size: int
+    ) -> None:
+        """Set up.
+
+        Args:
+            allocators: one per group.
+            windows: per group, tokens that a token sees; 0 for all.
+            block_size: tokens of a block, in every group.
+        """
+        self._allocators = allocators
+        self._windows = windows
         self._block_size = block_size
         self._entries: dict[tuple[int, tuple[int, ...]], _Entry] = {}
-        self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._last_link = ROOT
 
     def find(self, token_ids: Sequence[int]) -> PrefixMatch:
-        """The longest run of kept blocks that begins a sequence, short of its last token.
+        """The longest kept start of a sequence, short of its last token.
 
         The last token is always computed, for its logits.
         """
         size, link = self._block_size, ROOT
-        block_ids = []
+        entries: list[_Entry] = []
         for start in range(0, (len(token_ids) - 1) // size * size, size):
             entry = self._entries.get((link, tuple(token_ids[start : start + size])))
             if entry is None:
                 break
-            block_ids.append(entry.block_id)
+            entries.append(entry)
             link = entry.link
-        return PrefixMatch(tuple(block_ids), link)
+        while entries and not self._is_whole(entries):
+            entries.pop()
+        count = len(entries)
+        block_ids = []
+        for group, window in enumerate(self._windows):
+            first = self._first_needed(count, window)
+            ids = [entry.block_ids[group] for entry in entries[first:]]
+            block_ids.append((*[NULL_BLOCK] * first, *ids))
+        return PrefixMatch(tuple(block_ids), count, entries[-1].link if entries else ROOT)
 
-    def keep(self, link: int, token_ids: Sequence[int], block_id: int) -> int:
-        """Keep a computed block that follows `link`; returns its own link.
+    def keep(self, link: int, token_ids: Sequence[int], block_ids: Sequence[int]) -> int:
+        """Keep a computed block of every group that follows `link`; returns its own link.
 
-        If an equal block is kept already, that one stays and this one is freed with its request.
+        Where an equal block is kept already, that one stays and this one is freed with its request.
         """
         key = (link, tuple(token_ids))
         entry = self._entries.get(key)
         if entry is None:
             self._last_link += 1
-            entry = self._entries[key] = _Entry(block_id, self._last_link)
-            self._key_of[block_id] = key
-            self._allocator.keep(block_id, self._forget)
+            entry = _Entry(key, self._last_link, [NULL_BLOCK] * len(block_ids))
+            self._entries[key] = entry
+        for group, block_id in enumerate(block_ids):
+            if entry.block_ids[group] == NULL_BLOCK and block_id != NULL_BLOCK:
+                entry.block_ids[group] = block_id
+                self._allocators[group].keep(block_id, partial(self._forget, entry, group))
         return entry.link
 
-    def _forget(self, block_id: int) -> None:
-        del self._entries[self._key_of.pop(block_id)]
+    def _first_needed(self, count: int, window: int) -> int:
+        """The first of `count` blocks that the token behind them sees."""
+        if not window:
+            return 0
+        return max(0, count * self._block_size - window + 1) // self._block_size
+
+    def _is_whole(self, entries: Sequence[_Entry]) -> bool:
+        """Whether sliding groups still have what the token behind these entries sees.
+
+        A group without a window has all: an entry that loses such a block leaves the table.
+        """
+        count = len(entries)
+        return all(
+            entry.block_ids[group] != NULL_BLOCK
+            for group, window in enumerate(self._windows)
+            if window
+            for entry in entries[self._first_needed(count, window) :]
+        )
+
+    def _forget(self, entry: _Entry, group: int, _block_id: int) -> None:
+        entry.block_ids[group] = NULL_BLOCK
+        is_broken = not self._windows[group] or not any(entry.block_ids)
+        if is_broken and self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]

@@ -1,12 +1,13 @@
 """What a layer keeps for the tokens it has seen: planes per entry, in blocks of tokens.
 
 A block is `block_size` tokens across all layers of a group; layers with equal specs form one group
-and share a block table. Block 0 of every pool is the null block: nothing writes it, and unused
-columns of a block table point there.
+and share a pool and a column of block tables. Block 0 of every pool is the null block: nothing
+writes it, and unused columns of a block table point there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -32,20 +33,73 @@ class KVCacheSpec:
     """What one layer keeps.
 
     Attributes:
-        policy: ``full`` keeps every entry.
+        policy: ``full`` keeps every entry; ``sliding`` those of the last `window` tokens, in blocks
+            that are freed behind it; ``state`` a ring of `state_len` entries per engine row, in no
+            blocks.
         planes: arrays per entry; dense attention keeps ``k`` and ``v``, (num_kv_heads, head_dim)
             each.
+        window: tokens that a token sees, itself included; sliding only.
+        tokens_per_entry: tokens that one entry stands for; divides the block size.
+        state_len: entries of a ring; state only.
     """
 
     policy: str
     planes: tuple[Plane, ...]
+    window: int = 0
+    tokens_per_entry: int = 1
+    state_len: int = 0
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry of all planes."""
+        return sum(plane.entry_bytes for plane in self.planes)
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Bytes that one layer keeps for a block of `block_size` tokens."""
-        return block_size * sum(plane.entry_bytes for plane in self.planes)
+        """Bytes that one layer keeps for a block of `block_size` tokens; 0 for a state."""
+        if self.policy == "state":
+            return 0
+        return block_size // self.tokens_per_entry * self.entry_bytes
+
+    def bytes_per_row(self) -> int:
+        """Bytes that one layer keeps for an engine row, whatever its length; 0 but for a state."""
+        return self.state_len * self.entry_bytes
+
+    def first_token(self, num_computed: int) -> int:
+        """The first token that the token at place `num_computed` sees."""
+        return max(0, num_computed - self.window + 1) if self.policy == "sliding" else 0
 
 
-def full_attention_spec(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVCacheSpec:
-    """The spec of dense attention: a key and a value of (num_kv_heads, head_dim) per token."""
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers with one spec: `layers` are places in the list that `group_specs` was given."""
+
+    spec: KVCacheSpec
+    layers: tuple[int, ...]
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of a block across the group's layers."""
+        return len(self.layers) * self.spec.bytes_per_block(block_size)
+
+    def bytes_per_row(self) -> int:
+        """Bytes of an engine row across the group's layers, blocks apart."""
+        return len(self.layers) * self.spec.bytes_per_row()
+
+
+def group_specs(specs: Sequence[KVCacheSpec]) -> tuple[CacheGroup, ...]:
+    """Gather equal specs, in order of first appearance."""
+    members: dict[KVCacheSpec, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        members.setdefault(spec, []).append(layer)
+    return tuple(CacheGroup(spec, tuple(layers)) for spec, layers in members.items())
+
+
+def attention_spec(
+    num_kv_heads: int, head_dim: int, dtype: torch.dtype, window: int = 0
+) -> KVCacheSpec:
+    """The spec of dense attention: a key and a value of (num_kv_heads, head_dim) per token.
+
+    window: tokens that a token sees; 0 for all.
+    """
     shape = (num_kv_heads, head_dim)
-    return KVCacheSpec("full", (Plane("k", dtype, shape), Plane("v", dtype, shape)))
+    planes = (Plane("k", dtype, shape), Plane("v", dtype, shape))
+    return KVCacheSpec("sliding" if window else "full", planes, window)

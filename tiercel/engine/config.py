@@ -31,6 +31,9 @@ class EngineConfig:
         gpu_memory_utilization: share of the device's memory that may be used, (0, 1].
         seed: of requests without one.
         prefix_cache: whether computed blocks are kept for prompts that begin the same.
+        cuda_graphs: whether decode steps are captured at start and replayed.
+        overlap: whether a step is planned and enqueued while the one before it runs.
+        sync_debug: whether a wait for the device within a step is an error.
     """
 
     device: torch.device
@@ -42,6 +45,9 @@ class EngineConfig:
     gpu_memory_utilization: float
     seed: int
     prefix_cache: bool = True
+    cuda_graphs: bool = False
+    overlap: bool = False
+    sync_debug: bool = False
 
 
 def resolve_count(name: str, value: object, default: int, high: int, low: int = 1) -> int:

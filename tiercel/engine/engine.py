@@ -1,21 +1,30 @@
-"""The loop: admit, schedule, launch, collect, emit."""
+"""The loop: admit, schedule, launch, collect, emit.
+
+A step is planned and enqueued while the one before it runs: the device holds one queued step, and
+the host works on results meanwhile. On a CPU a launch runs to its end, so nothing is gained by
+that; there a step is collected at once, in the same loop.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 
 import torch
 
-from tiercel.cache.allocator import BlockAllocator
+from tiercel.cache.manager import CacheManager, GroupBlocks
 from tiercel.cache.pool import CachePool
-from tiercel.cache.prefix import PrefixCache
+from tiercel.cache.spec import group_specs
 from tiercel.engine.config import EngineConfig
-from tiercel.engine.memory import available_bytes, cache_blocks, check_weights_fit
-from tiercel.engine.request import Request, Status
-from tiercel.engine.runner import ModelRunner
-from tiercel.engine.sampler import Sampled, Sampler
+from tiercel.engine.faults import Faults
+from tiercel.engine.memory import MemoryBudget, cache_blocks
+from tiercel.engine.request import Request, Status, TokenLogprobs
+from tiercel.engine.rows import Rows
+from tiercel.engine.runner import Launch, ModelRunner
+from tiercel.engine.sampler import Sampler
 from tiercel.engine.scheduler import Scheduler, SchedulerOutput
 from tiercel.errors import OutOfMemoryError
 from tiercel.loader.mapped import TensorInfo
@@ -41,11 +50,12 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.config = config
+        self._pending: deque[tuple[SchedulerOutput, Launch | None]] = deque()
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._pending)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -53,8 +63,7 @@ class Engine:
         Raises:
             OutOfMemoryError: it could never fit the cache.
         """
-        allocator = self.scheduler.allocator
-        limit = (allocator.num_blocks - 1) * self.config.block_size
+        limit = self.scheduler.cache.capacity
         needed = len(request.prompt_token_ids) + request.max_tokens
         if needed > limit:
             raise OutOfMemoryError(
@@ -66,44 +75,7 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request in any state; nothing happens if it has finished."""
         self.scheduler.finish(request, "abort")
-
-    def step(self) -> list[RequestUpdate]:
-        """Run one step and return what it did."""
-        plan = self.scheduler.schedule()
-        if plan is None:
-            assert not self.has_work, "submit admits only what fits an empty cache"
-            return []
-        return self._commit(plan, self.runner.collect(self.runner.launch(plan)))
-
-    def _commit(self, plan: SchedulerOutput, sampled: Sampled) -> list[RequestUpdate]:
-        requests = [row.request for row in plan.scheduled if row.samples]
-        pairs = zip(requests, sampled.problems, strict=True)
-        unsound = {request.row for request, problem in pairs if problem is not None}
-        for row in plan.scheduled:
-            self.scheduler.commit(row, is_sound=row.request.row not in unsound)
-        updates = []
-        results = zip(requests, sampled.token_ids, sampled.problems, sampled.logprobs, strict=True)
-        for request, token_id, problem, logprobs in results:
-            problem = problem or _prompt_problem(request)
-            if problem is not None:
-                # NaN in a block would reach its next owner: unseen slots are multiplied by 0.
-                self.runner.clear_blocks(self.scheduler.discard(request))
-                self.scheduler.finish(request, "error", problem)
-                updates.append(RequestUpdate(request, ()))
-                continue
-            if request.max_tokens == 0:  # only its prompt was asked for
-                self.scheduler.finish(request, "length")
-                updates.append(RequestUpdate(request, ()))
-                continue
-            request.output_token_ids.append(token_id)
-            if logprobs is not None:
-                request.logprobs.append(logprobs)
-            if token_id in request.stop_ids:
-                self.scheduler.finish(request, "stop", token_id)
-            elif len(request.output_token_ids) >= request.max_tokens:
-                self.scheduler.finish(request, "length")
-            updates.append(RequestUpdate(request, (token_id,)))
-        return updates
+        self._drain_unless_busy()
 
     def stop(self, request: Request, stop_reason: str) -> None:
         """End a request whose text reached a stop string."""
@@ -112,6 +84,121 @@ class Engine:
             request.finish_reason, request.stop_reason = "stop", stop_reason
             return
         self.scheduler.finish(request, "stop", stop_reason)
+        self._drain_unless_busy()
+
+    def step(self) -> list[RequestUpdate]:
+        """Enqueue one step, and return what the one before it did (or the same, without overlap).
+
+        Returns nothing while the first of two overlapping steps is under way.
+        """
+        is_done = False
+        try:
+            updates = self._step()
+            is_done = True
+        finally:
+            if not is_done:  # interrupted, or at fault
+                self._abandon()
+        return updates
+
+    def _step(self) -> list[RequestUpdate]:
+        plan = self.scheduler.schedule()
+        updates: list[RequestUpdate] = []
+        if plan is not None:
+            self._pending.append((plan, None))
+            try:
+                self._pending[-1] = plan, self._launch(plan)
+            except torch.OutOfMemoryError:
+                updates += self._survive()
+        assert plan or self._pending or not self.has_work, "submit admits only what fits"
+        ahead = 1 if plan is not None and self.config.overlap else 0
+        while len(self._pending) > ahead:
+            updates += self._collect()
+        self._drain_unless_busy(updates)
+        return updates
+
+    def _abandon(self) -> None:
+        """Forget the steps under way; their requests wait again, to be computed anew."""
+        for plan, _ in self._pending:
+            self.scheduler.withdraw(plan)
+        self._pending.clear()
+        self.runner.rows.forget_staged()
+
+    def _launch(self, plan: SchedulerOutput) -> Launch:
+        if not self.config.sync_debug:
+            return self.runner.launch(plan)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return self.runner.launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def _survive(self) -> list[RequestUpdate]:
+        """After a launch without memory: its newest request fails, the others begin anew."""
+        plan, _ = self._pending.pop()
+        updates: list[RequestUpdate] = []
+        while self._pending:
+            updates += self._collect()
+        self._pending.append((plan, None))
+        self._abandon()
+        torch.cuda.empty_cache()
+        alive = (part.request for part in plan.scheduled)
+        newest = max(
+            (request for request in alive if request.status is not Status.FINISHED),
+            key=lambda request: request.arrival,
+            default=None,
+        )
+        if newest is not None:
+            self.scheduler.finish(newest, "error", OutOfMemoryError.code)
+            updates.append(RequestUpdate(newest, ()))
+        return updates
+
+    def _drain_unless_busy(self, updates: list[RequestUpdate] | None = None) -> None:
+        """Collect what is under way if nobody waits for more, so that all blocks are free."""
+        while self._pending and not self.scheduler.has_work:
+            late = self._collect()
+            assert updates is not None or not late, "their requests have finished"
+            if updates is not None:
+                updates += late
+
+    def _collect(self) -> list[RequestUpdate]:
+        """Wait for the oldest step under way and apply its results."""
+        plan, launch = self._pending[0]
+        assert launch is not None, "only launched steps are collected"
+        sampled = self.runner.collect(launch)
+        self._pending.popleft()
+        parts = [part for part in plan.scheduled if part.samples]
+        pairs = zip(parts, sampled.problems, strict=True)
+        unsound = {part.row for part, problem in pairs if problem is not None}
+        alive = {part.row for part in parts if part.request.status is Status.RUNNING}
+        for part in plan.scheduled:
+            self.scheduler.commit(part, is_sound=part.row not in unsound)
+        results = zip(parts, sampled.token_ids, sampled.problems, sampled.logprobs, strict=True)
+        return [
+            self._apply(part.request, token_id, problem, logprobs)
+            for part, token_id, problem, logprobs in results
+            if part.row in alive  # else it ended while this step ran
+        ]
+
+    def _apply(
+        self, request: Request, token_id: int, problem: str | None, logprobs: TokenLogprobs | None
+    ) -> RequestUpdate:
+        """Give a request its drawn token, which may end it."""
+        problem = problem or _prompt_problem(request)
+        if problem is not None:
+            request.is_unsound = True
+            self.scheduler.finish(request, "error", problem)
+            return RequestUpdate(request, ())
+        if request.max_tokens == 0:  # only its prompt was asked for
+            self.scheduler.finish(request, "length")
+            return RequestUpdate(request, ())
+        request.output_token_ids.append(token_id)
+        if logprobs is not None:
+            request.logprobs.append(logprobs)
+        if token_id in request.stop_ids:
+            self.scheduler.finish(request, "stop", token_id)
+        elif len(request.output_token_ids) >= request.max_tokens:
+            self.scheduler.finish(request, "length")
+        return RequestUpdate(request, (token_id,))
 
 
 def _prompt_problem(request: Request) -> str | None:
@@ -146,48 +233,71 @@ def build_engine(
     source: ModelSource,
     config: EngineConfig,
     tokenizer: Tokenizer,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    faults: Faults | None = None,
 ) -> Engine:
-    """Load a model and make room for its cache.
+    """Load a model, make room for its cache, and capture its decode graphs.
+
+    Args:
+        source: a checked file.
+        config: resolved.
+        tokenizer: of the model.
+        progress: hears (what, done, total).
+        faults: for tests of what the engine survives.
 
     Raises:
         OutOfMemoryError: weights or cache do not fit; the message says what was needed and what to
             lower.
     """
     device = config.device
-    needed = weight_bytes(source, config.dtype, device)
-    check_weights_fit(needed, device, config.gpu_memory_utilization)
+    budget = MemoryBudget(device, config.gpu_memory_utilization)
+    budget.check_weights(weight_bytes(source, config.dtype, device))
+    load = None if progress is None else partial(progress, "Loading")
     try:
         model = registry.model_class(source.family)(
-            source.config,
-            WeightReader(source, device, progress),
-            config.dtype,
-            config.max_model_len,
+            source.config, WeightReader(source, device, load), config.dtype, config.max_model_len
         )
-        specs = model.cache_specs()
-        num_blocks = cache_blocks(
-            bytes_per_block=sum(spec.bytes_per_block(config.block_size) for spec in specs),
+        groups = group_specs(model.cache_specs())
+        max_blocks = -(-config.max_model_len // config.block_size)
+        rows = Rows(config.max_num_seqs, config.max_model_len, len(groups), max_blocks, device)
+        banned = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, source.config.vocab_size)]
+        sampler = Sampler(
+            banned,
+            source.config.vocab_size,
+            rows,
+            lambda word: [tokenizer.encode(word), tokenizer.encode(" " + word)],
+        )
+        runner = ModelRunner(model, rows, sampler, config, faults)
+
+        def make_pools(sizes: Sequence[int]) -> list[CachePool]:
+            return [
+                CachePool(group, size, config.block_size, config.max_num_seqs + 1, str(device))
+                for group, size in zip(groups, sizes, strict=True)
+            ]
+
+        runner.bind_pools(make_pools([1] * len(groups)))
+        budget.reserve(runner.measure_steps())
+        sizes = cache_blocks(
+            groups,
             block_size=config.block_size,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            available=available_bytes(device, config.gpu_memory_utilization),
+            max_step_tokens=config.max_num_batched_tokens,
+            available=budget.left(),
         )
-        pool = CachePool(specs, num_blocks, config.block_size, device)
+        runner.bind_pools(make_pools(sizes))
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"{device} ran out of memory while loading: {str(error).splitlines()[0]}",
             hint="Use a smaller model, or lower max_model_len.",
         ) from error
-    banned = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, source.config.vocab_size)]
-    sampler = Sampler(
-        banned, device, lambda word: [tokenizer.encode(word), tokenizer.encode(" " + word)]
-    )
-    allocator = BlockAllocator(num_blocks)
-    scheduler = Scheduler(
-        allocator,
+    if config.cuda_graphs:
+        runner.decode_steps.capture(None if progress is None else partial(progress, "Capturing"))
+    cache = CacheManager(
+        [GroupBlocks(size, group.spec.window) for group, size in zip(groups, sizes, strict=True)],
         config.block_size,
-        config.max_num_seqs,
         config.max_num_batched_tokens,
-        PrefixCache(allocator, config.block_size) if config.prefix_cache else None,
+        has_prefix_cache=config.prefix_cache,
     )
-    return Engine(scheduler, ModelRunner(model, pool, sampler, config), config)
+    scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens)
+    return Engine(scheduler, runner, config)

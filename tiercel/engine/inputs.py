@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+from tiercel.engine.grammar import GrammarSpec, compile_spec
 from tiercel.engine.request import Request
-from tiercel.engine.seeds import mix_key
 from tiercel.errors import ArgumentError, ContextLengthError, InvalidRequestError
-from tiercel.params import LIMITS, SamplingParams, shown
+from tiercel.params import LIMITS, SamplingParams, StructuredOutputs, shown
+from tiercel.seeds import mix_key
 from tiercel.text.tokenizer import Tokenizer
 
 
@@ -41,6 +42,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._seed = seed
         self._ids = itertools.count()
+        self._compiled: tuple[StructuredOutputs, GrammarSpec] | None = None  # the last one
 
     def prompt_ids(self, prompt: object, *, parse_special: bool) -> list[int]:
         """Turn a prompt into ids; `request` checks whether they fit.
@@ -72,6 +74,15 @@ class InputProcessor:
             )
         return ids
 
+    def check_length(self, num_tokens: int, num_new: int = 1) -> None:
+        """Refuse a prompt that leaves no room for `num_new` tokens.
+
+        Raises:
+            ContextLengthError: the message has both numbers.
+        """
+        if num_tokens + num_new > self._max_model_len:
+            raise self._too_long(f"prompt has {num_tokens} tokens")
+
     def _too_long(self, what: str) -> ContextLengthError:
         limit, most = self._max_model_len, self._max_position
         longer = f" or set max_model_len up to {most}" if most > limit else ""
@@ -100,6 +111,7 @@ class InputProcessor:
         *,
         max_tokens: int | None = None,
         wants_logits: bool = False,
+        grammar: GrammarSpec | None = None,
     ) -> Request:
         """Make the request of one answer.
 
@@ -109,26 +121,31 @@ class InputProcessor:
             stream: which of `n` answers.
             max_tokens: None for that of `params`, cut to what is left of the context.
             wants_logits: see `Request`.
+            grammar: what the answer must match, with tool calls and thinking; None: what
+                `params.structured_outputs` says.
 
         Raises:
             ContextLengthError: no token of an answer fits behind the prompt, or not the prompt
                 itself where none is asked for; the message has both numbers.
-            InvalidRequestError: no prompt, or a parameter names a token id outside the vocabulary.
+            InvalidRequestError: no prompt, a parameter names a token id outside the vocabulary, or
+                the form of the answer breaks a limit (`compile_spec`).
         """
         if not ids:
             raise InvalidRequestError(
                 "the prompt is empty.", hint="Give at least one token.", param="prompt"
             )
-        if len(ids) + (1 if max_tokens is None else max_tokens) > self._max_model_len:
-            raise self._too_long(f"prompt has {len(ids)} tokens")
+        self.check_length(len(ids), 1 if max_tokens is None else max_tokens)
         self._check_ids("logit_bias", list(params.logit_bias))
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         if max_tokens is None:
             left = self._max_model_len - len(ids)
             max_tokens = left if params.max_tokens is None else min(left, params.max_tokens)
+        grammar = grammar or self._grammar(params.structured_outputs)
         number = next(self._ids)
-        own_stops = () if params.ignore_eos else self._tokenizer.stop_ids
+        # A grammar ends the answer where it says, and a model says so with a stop token.
+        has_stops = grammar is not None or not params.ignore_eos
+        own_stops = self._tokenizer.stop_ids if has_stops else ()
         return Request(
             request_id=f"request-{number}",
             prompt_token_ids=ids,
@@ -138,4 +155,25 @@ class InputProcessor:
             stop_ids=frozenset((*own_stops, *params.stop_token_ids)),
             max_tokens=max_tokens,
             wants_logits=wants_logits,
+            grammar=grammar,
         )
+
+    def _grammar(self, outputs: StructuredOutputs | None) -> GrammarSpec | None:
+        if outputs is None:
+            return None
+        if not self._tokenizer.stop_ids:
+            raise InvalidRequestError(
+                "this model has no token that ends an answer, so its form cannot be enforced.",
+                param="structured_outputs",
+            )
+        known = self._compiled  # read once: threads share this object
+        if known is not None and known[0] == outputs:
+            return known[1]
+        try:
+            spec = compile_spec(outputs, max_tokens=self._max_model_len)
+        except InvalidRequestError as error:
+            error.param = "structured_outputs"
+            raise
+        assert spec is not None, "there is a form"
+        self._compiled = (outputs, spec)
+        return spec

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from tiercel.cache.spec import CacheGroup
 from tiercel.errors import OutOfMemoryError
 
 # Of the memory that is free on a CPU when the model starts. The rest is for activations and other
@@ -14,55 +17,98 @@ CPU_SHARE = 0.8
 GIB = 2**30
 
 
-def available_bytes(device: torch.device, utilization: float) -> int:
-    """Bytes that weights and cache may take now.
+class MemoryBudget:
+    """What this process may take of a device, from when it was made.
 
-    Args:
-        device: where.
-        utilization: share of a GPU's whole memory that may be used; ignored on a CPU.
+    Of a GPU: a share of its whole memory, and not more than is free; what other processes hold does
+    not count as taken. Of a CPU: a share of what is available.
     """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1 - utilization) * total)
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(int(line.split()[1]) * 1024 * CPU_SHARE)
-    raise OutOfMemoryError("the system does not tell how much memory is available.")
 
+    def __init__(self, device: torch.device, utilization: float) -> None:
+        self._device = device
+        self._utilization = utilization
+        self._reserved = 0
+        self._free_at_start = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
-def check_weights_fit(needed_bytes: int, device: torch.device, utilization: float) -> None:
-    """Refuse a model whose weights alone do not fit.
+    def reserve(self, num_bytes: int) -> None:
+        """Keep bytes for later."""
+        self._reserved += num_bytes
 
-    Raises:
-        OutOfMemoryError: with both figures.
-    """
-    available = available_bytes(device, utilization)
-    if needed_bytes > available:
-        raise OutOfMemoryError(
-            f"the weights need about {needed_bytes / GIB:.1f} GiB but {device} has "
-            f"{available / GIB:.1f} GiB to use.",
-            hint="Use a smaller model or a smaller quantisation.",
-        )
+    def left(self) -> int:
+        """Bytes that may still be taken; negative if too much is."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            taken = self._free_at_start - free
+            return min(int(self._utilization * total) - taken, free) - self._reserved
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(int(line.split()[1]) * 1024 * CPU_SHARE) - self._reserved
+        raise OutOfMemoryError("the system does not tell how much memory is available.")
+
+    def check_weights(self, needed_bytes: int) -> None:
+        """Refuse a model whose weights alone do not fit.
+
+        Raises:
+            OutOfMemoryError: with both figures.
+        """
+        left = self.left()
+        if needed_bytes > left:
+            raise OutOfMemoryError(
+                f"the weights need about {needed_bytes / GIB:.1f} GiB but {self._device} has "
+                f"{max(0, left) / GIB:.1f} GiB to use.",
+                hint="Use a smaller model or a smaller quantisation.",
+            )
 
 
 def cache_blocks(
-    *, bytes_per_block: int, block_size: int, max_model_len: int, max_num_seqs: int, available: int
-) -> int:
-    """How many blocks the cache gets, the null block included.
+    groups: Sequence[CacheGroup],
+    *,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_step_tokens: int,
+    available: int,
+) -> list[int]:
+    """How many blocks each group gets, the null block included.
 
-    Enough for every row at full length, or what memory allows.
+    Memory is shared in proportion to what a sequence of `max_model_len` needs of each group, and up
+    to what `max_num_seqs` of them need.
+
+    Args:
+        groups: of the model; states are served first, one row each and scratch.
+        block_size: tokens of a block.
+        max_model_len: tokens of the longest sequence.
+        max_num_seqs: sequences at once.
+        max_step_tokens: new tokens of a sequence in one step, at most.
+        available: bytes.
 
     Raises:
         OutOfMemoryError: not one sequence of `max_model_len` fits; names the length that would.
     """
-    per_sequence = -(-max_model_len // block_size)
-    affordable = available // bytes_per_block - 1
-    if affordable < per_sequence:
-        fits = max(0, affordable) * block_size
+
+    def blocks_of(group: CacheGroup, num_tokens: int) -> int:
+        kept = num_tokens
+        if group.spec.policy == "state":
+            return 0
+        if group.spec.policy == "sliding":
+            kept = min(num_tokens, group.spec.window + max_step_tokens + block_size)
+        return -(-kept // block_size)
+
+    def bytes_of(num_tokens: int) -> int:
+        return sum(blocks_of(g, num_tokens) * g.bytes_per_block(block_size) for g in groups)
+
+    fixed = sum(group.bytes_per_block(block_size) for group in groups)  # null blocks
+    fixed += (max_num_seqs + 1) * sum(group.bytes_per_row() for group in groups)
+    needed, left = bytes_of(max_model_len), available - fixed
+    if left < needed:
+        fits = bisect_right(range(0, max_model_len, block_size), left, key=bytes_of) - 1
+        longest = max(0, fits) * block_size
         raise OutOfMemoryError(
             f"the cache of one sequence of {max_model_len} tokens needs "
-            f"{per_sequence * bytes_per_block / GIB:.2f} GiB but "
-            f"{max(0, available) / GIB:.2f} GiB are left.",
-            hint=f"Lower max_model_len to {fits} or less." if fits else "Use a smaller model.",
+            f"{needed / GIB:.2f} GiB but {max(0, left) / GIB:.2f} GiB are left.",
+            hint=f"Lower max_model_len to {longest} or less."
+            if longest
+            else "Use a smaller model.",
         )
-    return 1 + min(affordable, per_sequence * max_num_seqs)
+    share = min(max_num_seqs, left / needed) if needed else max_num_seqs
+    return [1 + int(share * blocks_of(group, max_model_len)) for group in groups]

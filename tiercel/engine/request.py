@@ -7,10 +7,13 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from tiercel.cache.prefix import ROOT
+from tiercel.engine.grammar import GrammarSpec
 from tiercel.params import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from tiercel.engine.grammar_matcher import GrammarMatcher
 
 
 class Status(Enum):
@@ -49,12 +52,23 @@ class Request:
         max_tokens: the limit after clamping to the context.
         wants_logits: keep the logits of every prompt place in `prompt_logits`.
         priority: smaller goes first; equal ones in order of arrival.
+        pooling: ``mean`` or ``last``: its hidden states become a vector; nothing is generated.
+        grammar: what its answer must match; None: anything.
+        matcher: follows its answer through `grammar`; made before the engine gets it.
+        arrival: its place in the order of arrival.
         row: engine row while running, else -1.
-        block_ids: cache blocks it owns.
-        num_computed: tokens whose keys and values are in the cache.
-        num_cached: of these, tokens that were found in the prefix cache when it first entered.
+        block_ids: per cache group, the blocks it holds.
+        num_computed: tokens in the cache or in a step under way.
+        num_committed: tokens of steps whose results are in.
+        num_in_flight: steps under way that it takes part in.
+        num_sampling: of these, the ones that add a token.
+        is_unsound: its logits were not finite, so its blocks are not worth keeping.
+        leader: a request that computes the start of this one's prompt right now, worth waiting for,
+        leader_blocks: until that many blocks of it are kept.
+        num_cached: tokens that were found in the prefix cache when it first entered.
         link: the prefix cache's link of its last kept block, and
         num_linked: how many of its blocks the chain up to there holds.
+        embedding: with `pooling`: hidden_size float32, little-endian, not scaled.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error``, once finished.
         stop_reason: the stop id or string, or what went wrong.
     """
@@ -68,17 +82,28 @@ class Request:
     max_tokens: int
     wants_logits: bool = False
     priority: int = 0
+    grammar: GrammarSpec | None = None
+    pooling: str | None = None
+    matcher: GrammarMatcher | None = None
     status: Status = Status.WAITING
+    arrival: int = -1
     row: int = -1
     num_computed: int = 0
+    num_committed: int = 0
+    num_in_flight: int = 0
+    num_sampling: int = 0
+    is_unsound: bool = False
+    leader: Request | None = None
+    leader_blocks: int = 0
     num_cached: int = 0
     link: int = ROOT
     num_linked: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[list[int]] = field(default_factory=list)
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logits: list[Tensor] = field(default_factory=list)
+    embedding: bytes = b""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -88,6 +113,16 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def bound(self) -> int:
+        """Tokens once every step under way is done, unless one of them ends it."""
+        return self.num_tokens + self.num_sampling
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether its next step is planned from its last token, which the host must know then."""
+        return bool(self.params.bad_words)
+
+    @property
     def reads_prompt(self) -> bool:
         """Whether something is asked of the prompt's own places."""
         return self.wants_logits or self.params.prompt_logprobs is not None
@@ -95,6 +130,7 @@ class Request:
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids of places [start, stop), prompt first."""
         prompt = len(self.prompt_token_ids)
+        stop = max(start, stop)
         if start >= prompt:
             return self.output_token_ids[start - prompt : stop - prompt]
         if stop <= prompt:

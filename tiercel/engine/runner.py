@@ -1,7 +1,8 @@
 """How a plan becomes device tensors and token ids.
 
 Only what is common to every model may enter this file: it knows rows, blocks and lengths, but no
-layer.
+layer. `launch` enqueues a whole step and returns: staged writes, inputs, the model, the draw, and
+copies of the results to pinned memory. `collect` waits for those copies alone.
 """
 
 from __future__ import annotations
@@ -9,16 +10,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
 from tiercel.engine.config import EngineConfig
+from tiercel.engine.copies import HostCopies
+from tiercel.engine.faults import Faults
+from tiercel.engine.graphs import LARGEST_BUCKET, DecodeSteps
 from tiercel.engine.request import Request
-from tiercel.engine.sampler import Sampled, Sampler, top_logprobs
+from tiercel.engine.rows import Rows, to_device
+from tiercel.engine.sampler import (
+    DeviceSample,
+    Sampled,
+    Sampler,
+    TopLogprobs,
+    host_result,
+    top_logprobs,
+)
 from tiercel.engine.scheduler import ScheduledRow, SchedulerOutput
 from tiercel.models.decoder import Decoder
+from tiercel.ops.prepare_step import prepare_step
 
 # Rows of logits computed at once where prompt places are read: 50 MB each at 49,152 tokens of
 # vocabulary.
@@ -26,130 +40,254 @@ LOGITS_SLICE = 256
 
 
 @dataclass(frozen=True, slots=True)
+class _PromptPiece:
+    """What was read of some prompt places of a request: logits, or log-probabilities."""
+
+    request: Request
+    read: Tensor | TopLogprobs
+
+    def deliver(self) -> None:
+        """Give it to the request; it has arrived on the host."""
+        if isinstance(self.read, Tensor):
+            self.request.prompt_logits.append(self.read)
+            return
+        counts = [self.request.params.prompt_logprobs or 0] * len(self.read.token_ids)
+        self.request.prompt_logprobs += self.read.entries(counts)
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
-    """A step under way: whose rows it samples, and the logits they are drawn from."""
+    """A step under way: whose rows it samples, and its results on their way to the host."""
 
     sampling: tuple[Request, ...]
-    logits: Tensor
+    sample: DeviceSample | None
+    pieces: tuple[_PromptPiece, ...]
+    copies: HostCopies
 
 
 class ModelRunner:
     """Runs plans on one device."""
 
     def __init__(
-        self, model: Decoder, pool: CachePool, sampler: Sampler, config: EngineConfig
+        self,
+        model: Decoder,
+        rows: Rows,
+        sampler: Sampler,
+        config: EngineConfig,
+        faults: Faults | None = None,
     ) -> None:
         self.model = model
+        self.faults = faults or Faults()
+        self.pools: Sequence[CachePool] = ()
+        self.rows = rows
         self.sampler = sampler
         self.config = config
-        self.pool = pool
-        self._max_blocks = -(-config.max_model_len // config.block_size)
-        self._block_tables = torch.zeros(
-            (1, config.max_num_seqs, self._max_blocks), dtype=torch.int32, device=config.device
-        )
-        model.bind_cache(pool)
+        self.decode_steps = DecodeSteps(model, rows, config)
+        is_cuda = config.device.type == "cuda"
+        self._copy_stream = torch.cuda.Stream(config.device) if is_cuda else None
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> Launch:
-        """Run the model over a plan, up to the logits that tokens are drawn from."""
-        batch = self._prepare(plan.scheduled)
-        hidden = self.model.forward(batch)
-        place = 0
-        for row in plan.scheduled:
-            if row.request.reads_prompt:
-                self._read_prompt(row, hidden, place)
-            place += row.num_query
-        sampling = tuple(row.request for row in plan.scheduled if row.samples)
-        return Launch(sampling, self.model.logits(hidden, batch.logits_rows))
+        """Enqueue a step."""
+        self._write_rows(plan)
+        parts = plan.scheduled
+        sampling = tuple(part.request for part in parts if part.samples)
+        pieces: list[_PromptPiece] = []
+        if all(_is_decode(part) for part in parts):
+            lengths = [part.start + 1 for part in parts]
+            rows, logits = self.decode_steps([part.row for part in parts], lengths)
+        else:
+            rows, logits = self._run_mixed(parts, pieces)
+        self.faults.on_logits(plan.step_id, logits, [part.row for part in parts if part.samples])
+        sample = self.sampler(logits, sampling, rows) if sampling else None
+        return self._bring_home(sampling, sample, pieces)
 
-    @torch.inference_mode()
     def collect(self, launch: Launch) -> Sampled:
-        """Draw the tokens of a launched step and bring them to the host."""
-        if not launch.sampling:
-            return Sampled([], [], [])
-        return self.sampler(launch.logits, launch.sampling)
+        """Wait for the results of a launched step; prompt places go to their requests."""
+        launch.copies.wait()
+        for piece in launch.pieces:
+            piece.deliver()
+        return host_result(launch.sample, launch.sampling)
+
+    def bind_pools(self, pools: Sequence[CachePool]) -> None:
+        """Take the memory of the cache; before, only scratch rows may run."""
+        self.pools = pools
+        self.model.bind_cache(pools)
 
     @torch.inference_mode()
-    def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        """Write zeros over blocks."""
-        ids = self._upload(block_ids, torch.int64)
-        for planes in self.pool.layers:
+    def run_scratch(self, query_lens: Sequence[int]) -> None:
+        """Run a step of scratch rows, which reads the null block and writes nothing.
+
+        query_lens: new tokens of each.
+        """
+        scratch = self.rows.scratch
+        count, ends = len(query_lens), np.cumsum([0, *query_lens])
+        host = np.array([*[scratch] * count, *ends, *(ends[1:] - 1)], np.int32)
+        rows, starts, drawn = to_device(host, self.config.device).split((count, count + 1, count))
+        batch = self._batch(query_lens, query_lens, rows, starts, drawn)
+        logits = self.model.logits(self.model.forward(batch), batch.logits_rows)
+        self.sampler(logits, (), rows)
+
+    def measure_steps(self) -> int:
+        """Run the largest steps once; bytes that they need beside weights and cache, 0 on a CPU.
+
+        This also compiles what they need, so that nothing compiles at the first request.
+        """
+        config = self.config
+        if config.device.type != "cuda":
+            return 0
+        longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
+        chunks = [longest] * (config.max_num_batched_tokens // longest)
+        peaks = []
+        for query_lens in (
+            [1] * min(config.max_num_seqs, LARGEST_BUCKET),
+            [min(64, longest)],
+            chunks,
+        ):
+            before = torch.cuda.memory_allocated(config.device)
+            torch.cuda.reset_peak_memory_stats(config.device)
+            self.run_scratch(query_lens)
+            peaks.append(torch.cuda.max_memory_allocated(config.device) - before)
+        torch.cuda.empty_cache()
+        # Graphs keep memory of their own; eager steps share the rest.
+        return max(peaks) + (peaks[0] if config.cuda_graphs else 0)
+
+    def _write_rows(self, plan: SchedulerOutput) -> None:
+        """Bring the rows up to date with what the host decided."""
+        rows = self.rows
+        for part in plan.scheduled:
+            if part.enters:
+                request = part.request
+                known = request.num_tokens
+                rows.stage(rows.token_ids, (part.row, 0), request.tokens(0, known))
+                rows.stage(rows.num_tokens, (part.row,), [known])
+                rows.stage(rows.num_computed, (part.row,), [part.start])
+                self.sampler.enter(request)
+        for row, write in plan.new_blocks:
+            place = (write.group, row, write.start)
+            rows.stage(rows.block_tables, place, write.block_ids)
+        rows.apply()
+        for pool, block_ids in zip(self.pools, plan.unsound_blocks, strict=True):
+            if block_ids:
+                self._clear(pool, block_ids)
+
+    def _clear(self, pool: CachePool, block_ids: Sequence[int]) -> None:
+        ids = to_device(np.array(block_ids, np.int64), self.config.device)
+        for planes in pool.layers.values():
             for plane in planes.values():
                 plane.index_fill_(0, ids, 0)
 
-    def _prepare(self, scheduled: Sequence[ScheduledRow]) -> Batch:
-        """Build the step's tensors from the host's lists."""
-        config = self.config
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        logits_rows: list[int] = []
-        cu_seqlens = [0]
-        for row in scheduled:
-            request, stop = row.request, row.start + row.num_query
-            ids += request.tokens(row.start, stop)
-            places = range(row.start, stop)
-            positions += places
-            blocks, size = request.block_ids, config.block_size
-            slots += [blocks[place // size] * size + place % size for place in places]
-            cu_seqlens.append(len(ids))
-            if row.samples:
-                logits_rows.append(len(ids) - 1)
-        self._write_tables(scheduled)
-        seq_lens = tuple(row.start + row.num_query for row in scheduled)
-        query_lens = tuple(row.num_query for row in scheduled)
+    def _run_mixed(
+        self, parts: Sequence[ScheduledRow], pieces: list[_PromptPiece]
+    ) -> tuple[Tensor, Tensor]:
+        """Run chunks and single tokens together; rows and logits of those that sample."""
+        lengths = [part.num_query for part in parts]
+        ends = np.cumsum([0, *lengths])
+        rows = [part.row for part in parts]
+        drawn = [i for i, part in enumerate(parts) if part.samples]
+        lines = [ends[i + 1] - 1 for i in drawn]
+        host = np.array([*rows, *ends, *lines, *(rows[i] for i in drawn)], np.int32)
+        sizes = (len(parts), len(parts) + 1, len(drawn), len(drawn))
+        pieces_of = to_device(host, self.config.device).split(sizes)
+        context_lens = [part.start + part.num_query for part in parts]
+        batch = self._batch(lengths, context_lens, *pieces_of[:3])
+        hidden = self.model.forward(batch)
+        for part, place in zip(parts, ends[:-1].tolist(), strict=True):
+            if part.request.reads_prompt:
+                pieces += self._read_prompt(part, hidden, place)
+        return pieces_of[3], self.model.logits(hidden, batch.logits_rows)
+
+    def _batch(
+        self,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        rows: Tensor,
+        starts: Tensor,
+        logits_rows: Tensor,
+    ) -> Batch:
+        state = self.rows
+        inputs = prepare_step(
+            state.token_ids,
+            state.num_computed,
+            state.block_tables,
+            rows,
+            starts,
+            sum(query_lens),
+            self.config.block_size,
+        )
         return Batch(
-            input_ids=self._upload(ids),
-            positions=self._upload(positions),
-            cu_seqlens_q=self._upload(cu_seqlens),
-            seq_lens=self._upload(seq_lens),
-            rows=self._upload([row.request.row for row in scheduled]),
-            logits_rows=self._upload(logits_rows),
-            slot_mapping=self._upload(slots, torch.int64).unsqueeze(0),
-            block_tables=self._block_tables,
-            query_lens=query_lens,
-            context_lens=seq_lens,
-            num_tokens=len(ids),
-            num_reqs=len(scheduled),
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            cu_seqlens_q=starts,
+            seq_lens=inputs.seq_lens,
+            rows=rows,
+            logits_rows=logits_rows,
+            slot_mapping=inputs.slot_mapping,
+            block_tables=state.block_tables,
+            query_lens=tuple(query_lens),
+            context_lens=tuple(context_lens),
+            num_tokens=sum(query_lens),
+            num_reqs=len(query_lens),
             max_query_len=max(query_lens),
-            max_seq_len=max(seq_lens),
+            max_seq_len=max(context_lens),
         )
 
-    def _write_tables(self, scheduled: Sequence[ScheduledRow]) -> None:
-        """Bring the block tables of this step's rows up to date."""
-        size = self.config.block_size
-        for row in scheduled:
-            first, stop = row.start // size, -(-(row.start + row.num_query) // size)
-            if row.enters:
-                first = 0  # blocks of the prefix cache lie before what is computed
-            elif row.start % size and stop == first + 1:
-                continue  # the step stays in a block that is in the table already
-            ids = self._upload(row.request.block_ids[first:stop])
-            self._block_tables[0, row.request.row, first:stop] = ids
-
-    def _upload(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
-        tensor = torch.tensor(values, dtype=dtype)
-        if self.config.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.config.device, non_blocking=True)
-
-    def _read_prompt(self, row: ScheduledRow, hidden: Tensor, place: int) -> None:
-        """Keep logits or log-probabilities of the prompt places in this chunk."""
-        request = row.request
-        last = min(row.start + row.num_query, len(request.prompt_token_ids))
-        for start in range(row.start, last, LOGITS_SLICE):
+    def _read_prompt(self, part: ScheduledRow, hidden: Tensor, place: int) -> list[_PromptPiece]:
+        """Logits or log-probabilities of the prompt places in this chunk."""
+        request, pieces = part.request, []
+        last = min(part.start + part.num_query, len(request.prompt_token_ids))
+        for start in range(part.start, last, LOGITS_SLICE):
             stop = min(start + LOGITS_SLICE, last)
-            rows = torch.arange(
-                place + start - row.start,
-                place + stop - row.start,
+            lines = torch.arange(
+                place + start - part.start,
+                place + stop - part.start,
                 device=hidden.device,
                 dtype=torch.int32,
             )
-            logits = self.model.logits(hidden, rows)
+            logits = self.model.logits(hidden, lines)
             if request.wants_logits:
-                request.prompt_logits.append(logits.cpu())
+                pieces.append(_PromptPiece(request, logits))
                 continue
             following = request.prompt_token_ids[start + 1 : stop + 1]  # none after the last place
-            request.prompt_logprobs += top_logprobs(
-                logits[: len(following)], following, request.params.prompt_logprobs or 0
+            token_ids = to_device(np.array(following, np.int32), hidden.device)
+            most = request.params.prompt_logprobs or 0
+            read = top_logprobs(logits[: len(following)], token_ids, most)
+            pieces.append(_PromptPiece(request, read))
+        return pieces
+
+    def _bring_home(
+        self,
+        sampling: tuple[Request, ...],
+        sample: DeviceSample | None,
+        pieces: Sequence[_PromptPiece],
+    ) -> Launch:
+        copies = HostCopies(self._copy_stream)
+
+        def copied(logprobs: TopLogprobs) -> TopLogprobs:
+            return TopLogprobs(*map(copies.add, logprobs.tensors))
+
+        if sample is not None:
+            sample = DeviceSample(
+                copies.add(sample.token_ids),
+                copies.add(sample.problems),
+                sample.lines,
+                None if sample.logprobs is None else copied(sample.logprobs),
             )
+        arriving = tuple(
+            _PromptPiece(
+                piece.request,
+                copies.add(piece.read) if isinstance(piece.read, Tensor) else copied(piece.read),
+            )
+            for piece in pieces
+        )
+        copies.finish()
+        return Launch(sampling, sample, arriving, copies)
+
+
+def _is_decode(part: ScheduledRow) -> bool:
+    """Whether a part is one token of an answer, or of a prompt that nobody reads."""
+    return part.num_query == 1 and part.samples and not _reads(part)
+
+
+def _reads(part: ScheduledRow) -> bool:
+    return part.request.reads_prompt and part.start < len(part.request.prompt_token_ids)

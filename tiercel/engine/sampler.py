@@ -1,26 +1,76 @@
-"""Next tokens from logits, for mixed parameters in one batch.
+"""Next tokens from logits, for mixed parameters in one batch, without a look from the host.
 
-Order: bans (padding ids, `allowed_token_ids`, `bad_words`, stop tokens before `min_tokens`),
-penalties, `logit_bias`; then greedy rows take the lowest id of the largest logit, and the others
-divide by temperature, cut by top-k, top-p and min-p, and take the largest of logit + Gumbel noise,
-which draws exactly from the remaining distribution. A row's result depends on its own logits and
-key only.
+Order: grammar masks and bans (padding ids, `allowed_token_ids`, `bad_words`, stop tokens before
+`min_tokens`), penalties, `logit_bias`; cuts by top-k, top-p and min-p; then the draw
+(`ops/sample_tokens.py`). Each stage runs for the rows that ask for it, whose parameters it reads
+from their persistent rows; a row's result depends on its own logits and key only.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tiercel.engine.random import uniform_noise
+from tiercel.engine.penalties import Penalties
 from tiercel.engine.request import Request, TokenLogprobs
-from tiercel.engine.seeds import mix_key
+from tiercel.engine.rows import Rows, to_device
+from tiercel.ops.sample_tokens import NO_TOKEN, NONFINITE, sample_tokens
+from tiercel.params import SamplingParams
+from tiercel.seeds import mix_key
 
 NEG_INF = float("-inf")
+PROBLEMS = {NONFINITE: "nonfinite_logits", NO_TOKEN: "no_valid_token"}
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """Log-probabilities of P places: of given tokens, and of the most likely ones.
+
+    Attributes:
+        token_ids: (P,) int32.
+        logprobs: (P,) float32 of these.
+        top_ids: (P, count) int64, best first.
+        top_logprobs: (P, count) float32.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All four."""
+        return self.token_ids, self.logprobs, self.top_ids, self.top_logprobs
+
+    def entries(self, counts: Sequence[int]) -> list[TokenLogprobs]:
+        """On the host: one entry per place, with its own count of the most likely tokens."""
+        rows = zip(*(tensor.tolist() for tensor in self.tensors), counts, strict=True)
+        return [
+            TokenLogprobs(token_id, logprob, tuple(zip(ids[:n], values[:n], strict=True)))
+            for token_id, logprob, ids, values, n in rows
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSample:
+    """Results of one step on the device, for L rows of logits.
+
+    Attributes:
+        token_ids: (L,) int32.
+        problems: (L,) uint8, of `ops/sample_tokens.py`.
+        lines: of these rows, which asked for log-probabilities, and
+        logprobs: theirs.
+    """
+
+    token_ids: Tensor
+    problems: Tensor
+    lines: tuple[int, ...] = ()
+    logprobs: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,141 +88,210 @@ class Sampled:
     logprobs: list[TokenLogprobs | None]
 
 
+def host_result(sample: DeviceSample | None, requests: Sequence[Request]) -> Sampled:
+    """Read a step's results, which have arrived on the host; lines of scratch are dropped."""
+    if sample is None:
+        return Sampled([], [], [])
+    count = len(requests)
+    logprobs: list[TokenLogprobs | None] = [None] * count
+    if sample.logprobs is not None:
+        counts = [requests[line].params.logprobs or 0 for line in sample.lines]
+        for line, entry in zip(sample.lines, sample.logprobs.entries(counts), strict=True):
+            logprobs[line] = entry
+    problems = [PROBLEMS.get(code) for code in sample.problems[:count].tolist()]
+    return Sampled(sample.token_ids[:count].tolist(), problems, logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Edits:
+    """What one request changes in its logits, on the device."""
+
+    banned: Tensor | None = None  # (vocab_size,) bool
+    stop_ids: Tensor | None = None
+    bias_ids: Tensor | None = None
+    biases: Tensor | None = None
+    bad_words: list[list[int]] = field(default_factory=list)
+
+
 class Sampler:
-    """Samples rows of logits."""
+    """Samples rows of logits and appends the tokens to their rows."""
 
     def __init__(
         self,
         banned_ids: Sequence[int],
-        device: torch.device,
+        vocab_size: int,
+        rows: Rows,
         encode: Callable[[str], list[list[int]]],
     ) -> None:
         """Set up.
 
         Args:
             banned_ids: token ids that no answer may hold (padding of the vocabulary).
-            device: of the logits.
+            vocab_size: columns of the logits.
+            rows: the engine's.
             encode: the token sequences that spell a bad word.
         """
-        self._banned = torch.tensor(list(banned_ids), dtype=torch.int64, device=device)
+        self._rows = rows
+        self._vocab_size = vocab_size
+        self._is_banned = torch.zeros(vocab_size, dtype=torch.uint8, device=rows.device)
+        self._is_banned[list(banned_ids)] = 1
         self._encode = encode
+        self._edits: dict[int, _Edits] = {}  # by engine row
+        self._penalties = Penalties(vocab_size, rows)
 
-    def __call__(self, logits: Tensor, requests: Sequence[Request]) -> Sampled:
-        """logits: (len(requests), vocab_size) float32, the raw ones; changed in place."""
-        is_finite = logits.isfinite().all(dim=1)
-        raw = {
-            i: logits[i].clone() for i, r in enumerate(requests) if r.params.logprobs is not None
+    def enter(self, request: Request) -> None:
+        """Stage the parameters of a request that got an engine row."""
+        rows, params, row = self._rows, request.params, request.row
+        values = {
+            "temperature": 0.0 if params.is_greedy else params.temperature,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "presence": params.presence_penalty,
+            "frequency": params.frequency_penalty,
+            "repetition": params.repetition_penalty,
         }
-        logits.index_fill_(1, self._banned, NEG_INF)
-        for i, request in enumerate(requests):
-            self._process(logits[i], request)
-        chosen = logits.argmax(dim=1)
-        is_possible = logits.gather(1, chosen.unsqueeze(1)).squeeze(1) > NEG_INF
-        drawn = [i for i, request in enumerate(requests) if not request.params.is_greedy]
-        if drawn:
-            index = torch.tensor(drawn, device=logits.device)
-            chosen[index] = draw(logits[index], [requests[i] for i in drawn])
-        token_ids: list[int] = chosen.tolist()
-        states = zip(is_finite.tolist(), is_possible.tolist(), strict=True)
-        problems = [
-            "nonfinite_logits" if not finite else (None if possible else "no_valid_token")
-            for finite, possible in states
-        ]
-        logprobs = [
-            top_logprobs(raw[i].unsqueeze(0), [token_ids[i]], request.params.logprobs or 0)[0]
-            if i in raw
-            else None
-            for i, request in enumerate(requests)
-        ]
-        return Sampled(token_ids, problems, logprobs)
-
-    def _process(self, row: Tensor, request: Request) -> None:
-        """Apply what a request asks to its row of logits, (vocab_size,), in place."""
-        params = request.params
-        if params.allowed_token_ids is not None:
-            banned = torch.ones_like(row, dtype=torch.bool)
-            banned[torch.tensor(params.allowed_token_ids, device=row.device)] = False
-            row.masked_fill_(banned, NEG_INF)
-        if params.bad_words:
-            self._ban_words(row, request)
-        if len(request.output_token_ids) < params.min_tokens and request.stop_ids:
-            row[torch.tensor(sorted(request.stop_ids), device=row.device)] = NEG_INF
+        for name, value in values.items():
+            rows.stage(rows.values[name], (row,), [value])
+        rows.stage(rows.top_k, (row,), [params.top_k if params.top_k > 0 else self._vocab_size])
+        rows.stage(rows.key, (row,), [mix_key(request.seed, request.stream)])
+        self._edits.pop(row, None)
+        if _has_edits(params):
+            self._edits[row] = self._make_edits(request)
         if params.has_penalties:
-            apply_penalties(row, request)
+            self._penalties.enter(request)
+
+    def __call__(self, logits: Tensor, requests: Sequence[Request], rows: Tensor) -> DeviceSample:
+        """Draw, append and report.
+
+        Args:
+            logits: (L, vocab_size) float32, the raw ones; changed in place.
+            requests: of the first lines; lines beyond are scratch.
+            rows: (L,) int32, the engine row of each line.
+        """
+        asked = tuple(i for i, r in enumerate(requests) if r.params.logprobs is not None)
+        changed = [i for i, r in enumerate(requests) if _is_changed(r.params)]
+        raw = logits.index_select(0, self._index(asked)) if asked else None
+        is_sound = None
+        if changed:
+            is_sound = logits.isfinite().all(dim=1).to(torch.uint8)
+            self._process(logits, requests, rows)
+        state = self._rows.sampling
+        token_ids, problems = sample_tokens(logits, rows, state, self._is_banned, is_sound)
+        penalised = [i for i, r in enumerate(requests) if r.params.has_penalties]
+        if penalised:
+            lines = self._index(penalised)
+            self._penalties.count(rows[lines], token_ids[lines])
+        if raw is None:
+            return DeviceSample(token_ids, problems)
+        most = max(requests[i].params.logprobs or 0 for i in asked)
+        chosen = token_ids.index_select(0, self._index(asked))
+        return DeviceSample(token_ids, problems, asked, top_logprobs(raw, chosen, most))
+
+    def _index(self, lines: Sequence[int]) -> Tensor:
+        return to_device(np.array(lines, np.int64), self._rows.device)
+
+    def _make_edits(self, request: Request) -> _Edits:
+        params, device = request.params, self._rows.device
+
+        def ids(values: Sequence[int]) -> Tensor:
+            return to_device(np.array(values, np.int64), device)
+
+        banned = stop_ids = bias_ids = biases = None
+        if params.allowed_token_ids is not None:
+            banned = torch.ones(self._vocab_size, dtype=torch.bool, device=device)
+            banned.index_fill_(0, ids(params.allowed_token_ids), 0)
+        if params.min_tokens and request.stop_ids:
+            stop_ids = ids(sorted(request.stop_ids))
         if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), device=row.device)
+            bias_ids = ids(list(params.logit_bias))
             values = [NEG_INF if bias == -100 else bias for bias in params.logit_bias.values()]
-            row[ids] += torch.tensor(values, dtype=row.dtype, device=row.device)
+            biases = to_device(np.array(values, np.float32), device)
+        words = [ids for word in params.bad_words for ids in self._encode(word)]
+        return _Edits(banned, stop_ids, bias_ids, biases, words)
 
-    def _ban_words(self, row: Tensor, request: Request) -> None:
-        """Ban the token that would complete a bad word."""
+    def _process(self, logits: Tensor, requests: Sequence[Request], rows: Tensor) -> None:
+        """Apply what requests ask to their lines, in place."""
+        for i, request in enumerate(requests):
+            edits = self._edits.get(request.row)
+            if edits is not None:
+                self._ban(logits[i], request, edits)
+        penalised = [i for i, r in enumerate(requests) if r.params.has_penalties]
+        if penalised:
+            lines = self._index(penalised)
+            picked = self._penalties.apply(logits.index_select(0, lines), rows[lines])
+            logits.index_copy_(0, lines, picked)
+        for i, request in enumerate(requests):
+            edits = self._edits.get(request.row)
+            if edits is not None and edits.bias_ids is not None and edits.biases is not None:
+                logits[i].index_add_(0, edits.bias_ids, edits.biases)
+        cutting = [i for i, r in enumerate(requests) if _is_cut(r.params)]
+        if cutting:
+            lines = self._index(cutting)
+            logits.index_copy_(0, lines, self._cut(logits.index_select(0, lines), rows[lines]))
+
+    def _ban(self, line: Tensor, request: Request, edits: _Edits) -> None:
+        if edits.banned is not None:
+            line.masked_fill_(edits.banned, NEG_INF)
         output = request.output_token_ids
-        for word in request.params.bad_words:
-            for ids in self._encode(word):
-                before = len(ids) - 1
-                if before <= len(output) and output[len(output) - before :] == ids[:-1]:
-                    row[ids[-1]] = NEG_INF
+        for ids in edits.bad_words:
+            # The token that would complete a bad word.
+            before = len(ids) - 1
+            if before <= len(output) and output[len(output) - before :] == ids[:-1]:
+                line[ids[-1]] = NEG_INF
+        drawn = len(output) + request.num_sampling - 1  # this step samples too
+        if edits.stop_ids is not None and drawn < request.params.min_tokens:
+            line.index_fill_(0, edits.stop_ids, NEG_INF)
 
+    def _cut(self, logits: Tensor, rows: Tensor) -> Tensor:
+        state = self._rows
 
-def apply_penalties(row: Tensor, request: Request) -> None:
-    """Repetition, frequency and presence penalties on one row of logits, in place.
+        def column(values: Tensor) -> Tensor:
+            return values.index_select(0, rows).unsqueeze(1)
 
-    Source: "CTRL", arXiv 1909.05858, for repetition; the OpenAI API reference for the other two.
-    """
-    params = request.params
-    if params.repetition_penalty != 1.0:
-        ids = sorted({*request.prompt_token_ids, *request.output_token_ids})
-        seen = torch.tensor(ids, device=row.device)
-        values, penalty = row[seen], params.repetition_penalty
-        row[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if request.output_token_ids and (params.frequency_penalty or params.presence_penalty):
-        counts = Counter(request.output_token_ids)
-        ids_in_output = torch.tensor(list(counts), device=row.device)
-        times = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
-        row[ids_in_output] -= times * params.frequency_penalty + params.presence_penalty
-
-
-def draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Draw one token per row from softmax(logits / temperature), cut by top-k, top-p and min-p.
-
-    Args:
-        logits: (rows, vocab_size) float32, processed.
-        requests: whose parameters, seed and position apply, one per row.
-
-    Returns:
-        (rows,) int64 token ids.
-    """
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=logits.device).unsqueeze(1)
-
-    params = [request.params for request in requests]
-    scaled = logits / column([p.temperature for p in params])
-    if any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params):
-        scaled = cut(
-            scaled,
-            column([p.top_k if p.top_k > 0 else logits.shape[1] for p in params]),
-            column([p.top_p for p in params]),
-            column([p.min_p for p in params]),
+        temperature = column(state.values["temperature"])
+        kept = is_kept(
+            logits / temperature,
+            column(state.top_k),
+            column(state.values["top_p"]),
+            column(state.values["min_p"]),
         )
-    keys = [mix_key(r.seed, r.stream, r.num_tokens) for r in requests]
-    noise = uniform_noise(torch.tensor(keys, device=logits.device), logits.shape[1])
-    gumbel = noise.log_().neg_().log_().neg_()
-    return (scaled + gumbel).argmax(dim=1)
+        return logits.masked_fill_(~kept, NEG_INF)
 
 
-def cut(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Set all but the kept tokens to -inf.
+def _has_edits(params: SamplingParams) -> bool:
+    """Whether a request changes its own logits beyond penalties and cuts."""
+    return bool(
+        params.allowed_token_ids is not None
+        or params.bad_words
+        or params.min_tokens
+        or params.logit_bias
+    )
+
+
+def _is_cut(params: SamplingParams) -> bool:
+    is_cut = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+    return is_cut and not params.is_greedy
+
+
+def _is_changed(params: SamplingParams) -> bool:
+    return _has_edits(params) or params.has_penalties or _is_cut(params)
+
+
+def is_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Which tokens remain after top-k, top-p and min-p.
 
     A token is kept if fewer than `top_k` tokens come before it, the probability before it (of the
     top-k set, most likely first, ties by id) is below `top_p`, and it is at least `min_p` times as
     likely as the first.
 
     Args:
-        logits: (rows, vocab_size).
+        logits: (rows, vocab_size), divided by the temperature.
         top_k: (rows, 1), vocab_size for all.
         top_p: (rows, 1).
         min_p: (rows, 1).
+
+    Returns:
+        (rows, vocab_size) bool.
     """
     ordered, ids = logits.sort(dim=1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
@@ -180,24 +299,20 @@ def cut(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     probs = ordered.softmax(dim=1)
     before = probs.cumsum(dim=1) - probs
     # The rounded sum may reach 1 early: top_p = 1 must not cut, whatever a neighbour asks.
-    is_kept = ((before < top_p) | (top_p >= 1.0)) & (probs >= min_p * probs[:, :1])
-    ordered = ordered.masked_fill(~is_kept, NEG_INF)
-    return torch.empty_like(ordered).scatter_(1, ids, ordered)
+    kept = ((before < top_p) | (top_p >= 1.0)) & (probs >= min_p * probs[:, :1])
+    kept &= rank < top_k
+    return torch.empty_like(kept).scatter_(1, ids, kept)
 
 
-def top_logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+def top_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> TopLogprobs:
     """Log-probabilities of given tokens and of the most likely ones.
 
     Args:
-        logits: (rows, vocab_size) float32, raw.
-        token_ids: one per row.
+        logits: (P, vocab_size) float32, raw.
+        token_ids: (P,), one per row.
         count: most likely tokens to report, best first; all if there are fewer.
     """
     logprobs = logits.log_softmax(dim=1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))
+    chosen = logprobs.gather(1, token_ids.long().unsqueeze(1)).squeeze(1)
     values, ids = logprobs.topk(min(count, logits.shape[1]), dim=1)
-    rows = zip(token_ids, chosen.squeeze(1).tolist(), ids.tolist(), values.tolist(), strict=True)
-    return [
-        TokenLogprobs(token_id, logprob, tuple(zip(top_ids, top_values, strict=True)))
-        for token_id, logprob, top_ids, top_values in rows
-    ]
+    return TopLogprobs(token_ids, chosen, ids, values)

@@ -1,20 +1,33 @@
 """Which requests run how many tokens in the next step, and in which cache blocks.
 
-First come, first served. Running rows go first, one new token each or the next chunk of their
-prompt; what is left of the token budget goes to waiting requests. A request enters only if its
-prompt and one token fit into free blocks, with what the prefix cache holds of it. When blocks run
-out, the youngest running request gives its blocks back and waits again at the front; it is
-recomputed later from its token ids, so its answer does not change.
+First come, first served within a priority. Running rows go first, one new token each or the next
+chunk of their prompt; what is left of the token budget goes to waiting requests. A request enters
+only if its prompt and one token fit into free blocks, with what the prefix cache holds of it. When
+blocks run out, the last running request gives its blocks back and waits again; it is recomputed
+later from its token ids, so its answer does not change.
+
+Steps overlap: the next one is planned while one is under way. Rules that keep this sound:
+- A row's length is known up to its bound: every step under way adds its token. A stop is found one
+  step late; what that step computed for the row is dropped.
+- A row whose bound has reached its limit waits for the results.
+- Only rows with nothing in flight are freed, reused or preempted. One that must give way first sits
+  out a step.
+- A request that needs its last token on the host runs only with nothing in flight.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tiercel.cache.allocator import BlockAllocator
-from tiercel.cache.prefix import ROOT, PrefixCache, PrefixMatch
+from tiercel.cache.manager import BlockWrite, CacheManager
+from tiercel.cache.prefix import ROOT, PrefixMatch
 from tiercel.engine.request import Request, Status
+
+# Tokens that a hit leaves to compute. On a CPU products of fewer rows take another order of sums,
+# and a hit must give the bits of a prompt that was computed whole (ops/linear.py).
+LEAST_COMPUTED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +36,7 @@ class ScheduledRow:
 
     Attributes:
         request: whose.
+        row: its engine row.
         start: first place that is computed.
         num_query: new tokens, >= 1.
         samples: the step reaches the last token, so it yields the next one.
@@ -30,6 +44,7 @@ class ScheduledRow:
     """
 
     request: Request
+    row: int
     start: int
     num_query: int
     samples: bool
@@ -38,10 +53,19 @@ class ScheduledRow:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """The plan of one step."""
+    """The plan of one step.
+
+    Attributes:
+        step_id: counts from 1.
+        scheduled: rows with single new tokens first.
+        new_blocks: what goes into the block tables, (row, write) each.
+        unsound_blocks: per cache group, freed blocks to zero before anyone writes to them.
+    """
 
     step_id: int
     scheduled: tuple[ScheduledRow, ...]
+    new_blocks: tuple[tuple[int, BlockWrite], ...]
+    unsound_blocks: tuple[tuple[int, ...], ...]
 
     @property
     def num_tokens(self) -> int:
@@ -49,24 +73,25 @@ class SchedulerOutput:
         return sum(row.num_query for row in self.scheduled)
 
 
-class Scheduler:
-    """Plans steps over `max_num_seqs` rows and the blocks of one cache group."""
+def _turn(request: Request) -> tuple[int, int]:
+    return request.priority, request.arrival
 
-    def __init__(
-        self,
-        allocator: BlockAllocator,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        prefix_cache: PrefixCache | None = None,
-    ) -> None:
-        self.allocator = allocator
-        self.block_size = block_size
+
+class Scheduler:
+    """Plans steps over `max_num_seqs` rows and the blocks of a cache."""
+
+    def __init__(self, cache: CacheManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.cache = cache
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.prefix_cache = prefix_cache
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # oldest first
+        self.waiting: list[Request] = []  # both in order of turn
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self.prefix_queries = 0  # tokens looked up, and
+        self.prefix_hits = 0  # tokens found, of requests when they first enter
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._writes: dict[int, list[BlockWrite]] = {}
+        self._unsound_blocks: list[list[int]] = [[] for _ in cache.groups]
+        self._num_added = 0
         self._step_id = 0
 
     @property
@@ -76,125 +101,231 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that was checked to fit an empty cache."""
-        self.waiting.append(request)
+        request.arrival = self._num_added
+        self._num_added += 1
+        insort(self.waiting, request, key=_turn)
 
     def schedule(self) -> SchedulerOutput | None:
         """Plan the next step; None when nothing can run."""
-        budget = self.max_num_batched_tokens
-        planned: list[ScheduledRow] = []
-        # Decode steps before prompt chunks: a long prompt must not stall the others.
-        for request in sorted(self.running, key=lambda r: r.num_tokens - r.num_computed > 1):
-            if request.status is not Status.RUNNING or budget == 0:
-                continue  # it gave way to an older one, or there is no room left
-            row = self._plan(request, budget)
-            if not self._reserve(request, row.start + row.num_query):
-                continue
-            planned.append(row)
-            budget -= row.num_query
-        # A row planned early may have given its blocks to an older prompt since.
-        planned = [row for row in planned if row.request.status is Status.RUNNING]
-        while budget and self.waiting and self._free_rows:
-            request = self.waiting[0]
-            match = self._find_prefix(request)
-            if not self._can_enter(request, match):
-                break
-            self._enter(request, match)
-            row = replace(self._plan(request, budget), enters=True)
-            self._grow(request, row.start + row.num_query)
-            planned.append(row)
-            budget -= row.num_query
+        planned: dict[int, ScheduledRow] = {}  # by engine row
+        self._plan_running(planned)
+        self._plan_waiting(planned)
         if not planned:
             return None
+        for part in planned.values():
+            request = part.request
+            request.num_in_flight += 1
+            request.num_sampling += part.samples
+            request.num_computed += part.num_query
         self._step_id += 1
-        return SchedulerOutput(self._step_id, tuple(planned))
+        writes = [(row, write) for row, every in self._writes.items() for write in every]
+        unsound = tuple(map(tuple, self._unsound_blocks))
+        self._writes, self._unsound_blocks = {}, [[] for _ in unsound]
+        return SchedulerOutput(self._step_id, tuple(planned.values()), tuple(writes), unsound)
 
-    def commit(self, row: ScheduledRow, *, is_sound: bool) -> None:
-        """Note a computed row; blocks that it filled are kept unless its logits were unsound."""
-        request = row.request
-        request.num_computed = row.start + row.num_query
-        if self.prefix_cache is None or not is_sound:
+    def commit(self, part: ScheduledRow, *, is_sound: bool) -> None:
+        """Note that a row's step is done; blocks that it filled are kept unless it was unsound."""
+        request = part.request
+        request.num_in_flight -= 1
+        request.num_sampling -= part.samples
+        request.num_committed = part.start + part.num_query
+        request.is_unsound |= not is_sound
+        if request.status is Status.FINISHED:
+            if request.num_in_flight == 0:
+                self._release(request)
             return
-        size = self.block_size
-        while (request.num_linked + 1) * size <= request.num_computed:
-            start = request.num_linked * size
-            block_id = request.block_ids[request.num_linked]
-            tokens = request.tokens(start, start + size)
-            request.link = self.prefix_cache.keep(request.link, tokens, block_id)
-            request.num_linked += 1
+        if request.is_unsound:
+            return  # it ends now, and its blocks are zeroed together
+        self._keep(request)
+        writes = self.cache.trim(request.block_ids, request.num_committed)
+        self._writes.setdefault(request.row, []).extend(writes)
 
-    def discard(self, request: Request) -> list[int]:
-        """Forget what a request with unsound logits has kept; the blocks that it alone reads."""
-        return [block_id for block_id in request.block_ids if self.allocator.discard(block_id)]
+    def withdraw(self, plan: SchedulerOutput) -> None:
+        """Take back a plan whose results are lost; its requests wait again, to be computed anew."""
+        for part in plan.scheduled:
+            request = part.request
+            request.num_in_flight -= 1
+            request.num_sampling -= part.samples
+            if request.num_in_flight:
+                continue  # a later plan of the same kind follows
+            if request.status is Status.RUNNING:
+                self._preempt(request)
+            else:
+                self._release(request)
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a request in any state and free what it holds."""
+        """End a request in any state; what it holds is free once no step under way uses it."""
         if request.status is Status.FINISHED:
             return
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         else:
-            self._release(request)
+            self.running.remove(request)
+            if request.num_in_flight == 0:
+                self._release(request)
         request.status = Status.FINISHED
+        request.leader = None
         request.finish_reason, request.stop_reason = reason, stop_reason
 
-    def _plan(self, request: Request, budget: int) -> ScheduledRow:
-        missing = request.num_tokens - request.num_computed
-        num_query = min(missing, budget)
-        return ScheduledRow(request, request.num_computed, num_query, num_query == missing)
+    def _plan_running(self, planned: dict[int, ScheduledRow]) -> None:
+        budget = self.max_num_batched_tokens
+        sits_out: set[Request] = set()
+        # Decode steps before prompt chunks: a long prompt must not stall the others.
+        for request in sorted(self.running, key=lambda r: r.bound - r.num_computed > 1):
+            if budget == 0:
+                break
+            if request.status is not Status.RUNNING or request in sits_out:
+                continue  # it gave way to an earlier one
+            if not self._may_run(request):
+                continue
+            part = self._plan(request, budget)
+            if self._reserve(request, part.start + part.num_query, planned, sits_out):
+                planned[request.row] = part
+                budget -= part.num_query
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def _plan_waiting(self, planned: dict[int, ScheduledRow]) -> None:
+        budget = self.max_num_batched_tokens - sum(part.num_query for part in planned.values())
+        index = 0
+        while budget > 0 and index < len(self.waiting) and self._free_rows:
+            request = self.waiting[index]
+            if self._follows(request):
+                index += 1
+                continue
+            match = self._find_prefix(request)
+            if self._lead(request, match):
+                index += 1
+                continue
+            if not self._can_enter(request, match):
+                break
+            del self.waiting[index]
+            self._enter(request, match)
+            part = replace(self._plan(request, budget), enters=True)
+            self._grow(request, part.start + part.num_query)
+            planned[request.row] = part
+            budget -= part.num_query
+
+    def _may_run(self, request: Request) -> bool:
+        if request.num_in_flight and request.needs_last_token:
+            return False
+        sampled = len(request.output_token_ids) + request.num_sampling
+        return not request.num_sampling or sampled < request.max_tokens
+
+    def _plan(self, request: Request, budget: int) -> ScheduledRow:
+        missing = request.bound - request.num_computed
+        num_query = min(missing, budget)
+        return ScheduledRow(
+            request, request.row, request.num_computed, num_query, num_query == missing
+        )
 
     def _find_prefix(self, request: Request) -> PrefixMatch:
-        if self.prefix_cache is None or request.reads_prompt:
-            return PrefixMatch((), ROOT)  # a prompt that is read must be computed
-        return self.prefix_cache.find(request.tokens(0, request.num_tokens))
+        if request.reads_prompt:
+            return self.cache.find(())  # a prompt that is read must be computed
+        return self.cache.find(request.tokens(0, request.num_tokens - LEAST_COMPUTED + 1))
+
+    def _follows(self, request: Request) -> bool:
+        """Whether the request still waits for another one to compute the start they share."""
+        leader = request.leader
+        if leader is None:
+            return False
+        if leader.status is Status.RUNNING and leader.num_linked < request.leader_blocks:
+            return True
+        request.leader = None
+        return False
+
+    def _lead(self, request: Request, match: PrefixMatch) -> bool:
+        """Find a running request that computes the very next block right now, to wait for it."""
+        size = self.cache.block_size
+        if not self.cache.keeps_prefixes or request.reads_prompt:
+            return False
+        for other in self.running:
+            if other.link != match.link or other.num_linked != match.num_blocks:
+                continue
+            most = min((request.num_tokens - LEAST_COMPUTED) // size, other.num_tokens // size)
+            shared = match.num_blocks
+            while shared < most and request.tokens(shared * size, (shared + 1) * size) == (
+                other.tokens(shared * size, (shared + 1) * size)
+            ):
+                shared += 1
+            if shared > match.num_blocks:
+                request.leader, request.leader_blocks = other, shared
+                return True
+        return False
 
     def _can_enter(self, request: Request, match: PrefixMatch) -> bool:
         # One whose prompt alone is asked for never needs more than that.
         most = len(request.prompt_token_ids) + request.max_tokens
-        new_blocks = self._blocks_for(min(request.num_tokens + 1, most)) - len(match.block_ids)
-        idle_matches = sum(self.allocator.is_idle(block_id) for block_id in match.block_ids)
-        return new_blocks <= self.allocator.num_free - idle_matches
+        return self.cache.can_enter(min(request.num_tokens + 1, most), match)
 
     def _enter(self, request: Request, match: PrefixMatch) -> None:
-        self.waiting.popleft()
         request.status, request.row = Status.RUNNING, self._free_rows.pop()
-        self.running.append(request)
-        self.allocator.share(match.block_ids)
-        request.block_ids = list(match.block_ids)
-        request.link, request.num_linked = match.link, len(match.block_ids)
-        request.num_computed = len(match.block_ids) * self.block_size
+        insort(self.running, request, key=_turn)
+        request.block_ids = self.cache.enter(match)
+        request.link, request.num_linked = match.link, match.num_blocks
+        request.num_computed = request.num_committed = match.num_blocks * self.cache.block_size
+        self._writes[request.row] = [
+            BlockWrite(group, 0, ids) for group, ids in enumerate(match.block_ids) if ids
+        ]
         if not request.output_token_ids:  # later hits are its own blocks, after a preemption
             request.num_cached = request.num_computed
+            self.prefix_queries += request.num_tokens
+            self.prefix_hits += request.num_computed
 
     def _grow(self, request: Request, num_tokens: int) -> None:
-        missing = self._blocks_for(num_tokens) - len(request.block_ids)
-        if missing > 0:
-            request.block_ids += self.allocator.allocate(missing)
+        writes = self.cache.grow(request.block_ids, num_tokens)
+        self._writes.setdefault(request.row, []).extend(writes)
 
-    def _reserve(self, request: Request, num_tokens: int) -> bool:
-        """Get blocks for `num_tokens`, of the youngest if need be; False if it gave way."""
-        while self._blocks_for(num_tokens) - len(request.block_ids) > self.allocator.num_free:
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            if youngest is request:
+    def _reserve(
+        self,
+        request: Request,
+        num_tokens: int,
+        planned: dict[int, ScheduledRow],
+        sits_out: set[Request],
+    ) -> bool:
+        """Get blocks for `num_tokens`, of the last in turn if need be; False if it must wait."""
+        while not self.cache.can_grow(request.block_ids, num_tokens):
+            last = self.running[-1]
+            planned.pop(last.row, None)
+            if last.num_in_flight:
+                sits_out.add(last)
+                return False
+            self._preempt(last)
+            if last is request:
                 return False
         self._grow(request, num_tokens)
         return True
 
     def _preempt(self, request: Request) -> None:
+        self.num_preemptions += 1
+        self.running.remove(request)
         self._release(request)
-        request.status, request.num_computed = Status.WAITING, 0
+        request.status = Status.WAITING
         # Its prompt places are read once: what was gathered before is gathered again from the
         # start.
         request.prompt_logprobs.clear()
         request.prompt_logits.clear()
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=_turn)
 
     def _release(self, request: Request) -> None:
-        self.running.remove(request)
-        self.allocator.free(request.block_ids)
+        if request.is_unsound:
+            # NaN in a block would reach its next owner: unseen slots are multiplied by 0.
+            for blocks, alone in zip(
+                self._unsound_blocks, self.cache.discard(request.block_ids), strict=True
+            ):
+                blocks += alone
+        self.cache.release(request.block_ids)
+        self._writes.pop(request.row, None)
         self._free_rows.append(request.row)
         request.block_ids, request.row = [], -1
+        request.num_computed = request.num_committed = 0
         request.link, request.num_linked = ROOT, 0
+
+    def _keep(self, request: Request) -> None:
+        """Keep the blocks that are full of committed tokens for others."""
+        size = self.cache.block_size
+        while (request.num_linked + 1) * size <= request.num_committed:
+            start = request.num_linked * size
+            tokens: Sequence[int] = request.tokens(start, start + size)
+            request.link = self.cache.keep(
+                request.link, tokens, request.block_ids, request.num_linked
+            )
+            request.num_linked += 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tiercel.batch import Batch
-from tiercel.cache.spec import KVCacheSpec, full_attention_spec
+from tiercel.cache.spec import KVCacheSpec, attention_spec
 from tiercel.layers.linear import Linear
 from tiercel.layers.norm import RMSNorm
 from tiercel.ops.kv_write import kv_write
@@ -57,14 +57,16 @@ class Attention:
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.k_cache = self.v_cache = torch.empty(0)  # set by bind_cache
+        self.group = 0
 
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         """What this layer keeps per token."""
-        return full_attention_spec(self.shape.num_kv_heads, self.shape.head_dim, dtype)
+        shape = self.shape
+        return attention_spec(shape.num_kv_heads, shape.head_dim, dtype, shape.window)
 
-    def bind_cache(self, planes: dict[str, Tensor]) -> None:
-        """Take the planes that this layer writes and reads."""
-        self.k_cache, self.v_cache = planes["k"], planes["v"]
+    def bind_cache(self, planes: dict[str, Tensor], group: int) -> None:
+        """Take the planes that this layer writes and reads, found through a group's tables."""
+        self.k_cache, self.v_cache, self.group = planes["k"], planes["v"], group
 
     def plan(self, batch: Batch) -> MultiItemAttentionPlan | None:
         """Tiles of a step with long queries, the same for all layers of this shape; or None."""
@@ -92,14 +94,16 @@ class Attention:
         else:
             rotated = rotary_(heads[:, :rotating], batch.positions, self.rope_table)
             q, k = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
-        kv_write(k, v, self.k_cache, self.v_cache, batch.slot_mapping[0])
+        kv_write(k, v, self.k_cache, self.v_cache, batch.slot_mapping[self.group])
         return self.output(self._attend(q, batch, plan))
 
     def _attend(self, q: Tensor, batch: Batch, plan: MultiItemAttentionPlan | None) -> Tensor:
         shape, caches = self.shape, (self.k_cache, self.v_cache)
         if batch.max_query_len <= MAX_DECODE_QUERIES:
-            return paged_attention(q, *caches, batch, shape.scale, window=shape.window)
-        tables = batch.block_tables[0].index_select(0, batch.rows)
+            return paged_attention(
+                q, *caches, batch, shape.scale, group=self.group, window=shape.window
+            )
+        tables = batch.block_tables[self.group].index_select(0, batch.rows)
         return multi_item_attention(
             q,
             *caches,

@@ -12,6 +12,7 @@ is float32 throughout, because sums of Gemma's activations pass the range of flo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,10 +83,11 @@ class Decoder:
         """What each layer keeps, in layer order."""
         return [layer.attention.cache_spec(self.dtype) for layer in self.layers]
 
-    def bind_cache(self, pool: CachePool) -> None:
-        """Give each layer its planes of the pool."""
-        for layer, planes in zip(self.layers, pool.layers, strict=True):
-            layer.attention.bind_cache(planes)
+    def bind_cache(self, pools: Sequence[CachePool]) -> None:
+        """Give each layer its planes; a pool's place is that of its block tables."""
+        for group, pool in enumerate(pools):
+            for index, planes in pool.layers.items():
+                self.layers[index].attention.bind_cache(planes, group)
 
     def forward(self, batch: Batch) -> Tensor:
         """Pass the new tokens through all layers.

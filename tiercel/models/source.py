@@ -16,9 +16,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tiercel import env
 from tiercel.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from tiercel.loader import names as tensor_names
 from tiercel.loader.gguf import GGUFFile, read_gguf
+from tiercel.loader.hub import resolve
 from tiercel.loader.mapped import TensorInfo
 from tiercel.loader.safetensors import SafetensorsFiles, read_safetensors
 from tiercel.loader.verify import find_nonfinite
@@ -30,6 +32,9 @@ from tiercel.text.tokenizer_data import TokenizerData
 
 MAX_JSON_BYTES = 16 * 2**20
 EMBEDDING = "token_embd.weight"
+# Pooling by the first token and by a ranking head are for models that Tiercel does not run.
+_GGUF_POOLING = {1: "mean", 3: "last"}
+_HF_POOLING = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ class ModelSource:
         """Build the tokenizer; `cache_dir` keeps one that is slow to build."""
         if isinstance(self.tokenizer_data, TokenizerData):
             return Tokenizer.from_gguf(
-                self.tokenizer_data, cache_dir=cache_dir, cache_key=self._file_key()
+                self.tokenizer_data, cache_dir=cache_dir, cache_key=self.file_key
             )
         return Tokenizer.from_file(
             self.path / "tokenizer.json",
@@ -86,9 +91,44 @@ class ModelSource:
         """Scan all weights; yields one line per tensor that holds NaN or infinity."""
         return (str(found) for found in find_nonfinite(self.files, progress))
 
-    def _file_key(self) -> str:
+    @property
+    def pooling(self) -> str | None:
+        """How an embedding model joins its hidden states, ``mean`` or ``last``; else None."""
+        if self.format == "gguf":
+            arch = self.metadata.get("general.architecture")
+            kind = self.metadata.get(f"{arch}.pooling_type")
+            return _GGUF_POOLING.get(kind) if isinstance(kind, int) else None
+        modes = _read_json(self.path / "1_Pooling" / "config.json")
+        for key, name in _HF_POOLING.items():
+            if modes.get(key) is True:
+                return name
+        return None
+
+    @property
+    def file_key(self) -> str:
+        """A name for the content of the file: it changes when the file does."""
         status = self.path.stat()
         return f"{self.path.resolve()}:{status.st_size}:{status.st_mtime_ns}"
+
+
+def find_source(
+    model: str | Path | None,
+    *,
+    offline: bool | None = None,
+    report: Callable[[str, int, int], None] | None = None,
+) -> ModelSource:
+    """Find a model, fetching it if need be, and check it.
+
+    Args:
+        model: path or name; None for the default model.
+        offline: never download; None to follow ``TIERCEL_OFFLINE``.
+        report: hears (what, done, total) in bytes while fetching.
+
+    Raises:
+        ModelNotFoundError, ModelFormatError, UnsupportedModelError: see `resolve`, `open_source`.
+    """
+    is_offline = env.is_offline() if offline is None else offline
+    return open_source(resolve(model, offline=is_offline, report=report))
 
 
 def open_source(path: Path) -> ModelSource:

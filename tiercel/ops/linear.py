@@ -23,6 +23,7 @@ from tiercel.quant import QuantTensor
 # From here on a float32 product of float16 weights is faster widened in slices than as rows of dot
 # products: 42 against 143 GFLOP/s (2 cores, torch 2.13), equal at 3 rows.
 WIDE_ROWS = 4
+EXACT_ROWS = 4  # rows of a product from which on a CPU treats each alike (float32)
 WIDE_SLICE = 8192  # output rows widened at once: 19 MB of float32 at 576 columns
 
 
@@ -131,9 +132,22 @@ def _multiply(x: Tensor, segment: Tensor | Int4Planes, out_dtype: torch.dtype) -
         launch_linear(x, segment, out)
         return out
     if out_dtype == segment.dtype:
-        return torch.nn.functional.linear(x, segment)
+        return _multiply_rows(x, segment)
     if x.shape[0] < WIDE_ROWS:
         return torch.nn.functional.linear(x.to(segment.dtype), segment).to(out_dtype)
     wide_x = x.to(out_dtype)
     slices = segment.split(WIDE_SLICE)
     return torch.cat([wide_x @ piece.to(out_dtype).t() for piece in slices], dim=1)
+
+
+def _multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """X @ weight^T on a CPU, where from 4 rows on a row's bits do not depend on their number.
+
+    PyTorch's product (MKL) takes rows in fours, and what is left in other orders of sums: so that
+    gets company. Of fewer than 4 rows each is a product of its own, which decoding is faster with.
+    """
+    rows = x.shape[0]
+    if rows < EXACT_ROWS or rows % EXACT_ROWS == 0:
+        return torch.nn.functional.linear(x, weight)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % EXACT_ROWS))
+    return torch.nn.functional.linear(padded, weight)[:rows]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels.gathered_attention import attend_one, gather_cache
+from tiercel.kernels.gathered_attention import attend_one, first_key, gather_cache
 
 if TYPE_CHECKING:
     from tiercel.kernels.attention_tiles import MultiItemAttentionPlan
@@ -362,15 +362,18 @@ def _attend_cpu(
     at = 0
     for request, (new, length) in enumerate(zip(lengths.query, lengths.context, strict=True)):
         first, prefix = length - new, lengths.prefix[request]
+        # Items read from the sequence's start.
+        seen = first_key(first, new, window) if prefix == length else 0
         k_prefix, v_prefix = (
-            gather_cache(cache, block_tables[request], prefix)
+            gather_cache(cache, block_tables[request], prefix, seen)
             if prefix
             else cache.flatten(0, 1)[:0]
             for cache in (k_cache, v_cache)
         )
         split = at + max(0, prefix - first)
         if split > at:
-            out[at:split] = attend_one(q[at:split], k_prefix, v_prefix, scale, window)
+            base = prefix - len(k_prefix)
+            out[at:split] = attend_one(q[at:split], k_prefix, v_prefix, scale, window, base)
         for start, begin, end in _runs(lengths.item_start, split, at + new):
             rows = slice(at + start - first, end)
             if rows.start == end and not prefix:

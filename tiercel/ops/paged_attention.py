@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
-from tiercel.kernels.gathered_attention import attend_one, gather_cache
+from tiercel.kernels.gathered_attention import attend_one, first_key, gather_cache
 
 MAX_DECODE_QUERIES = 16  # new tokens of a request, up to which the split kernel takes it
 MAX_DECODE_HEAD_DIM = 256  # beyond, its tiles do not fit
@@ -59,9 +59,10 @@ def paged_attention(
     start = 0
     for request, query_len in enumerate(batch.query_lens):
         stop, length = start + query_len, batch.context_lens[request]
-        k = gather_cache(k_cache, tables[request], length)
-        v = gather_cache(v_cache, tables[request], length)
-        out[start:stop] = attend_one(q[start:stop], k, v, scale, window)
+        first = first_key(length - query_len, query_len, window)
+        k = gather_cache(k_cache, tables[request], length, first)
+        v = gather_cache(v_cache, tables[request], length, first)
+        out[start:stop] = attend_one(q[start:stop], k, v, scale, window, length - len(k))
         start = stop
     return out.flatten(1)
 

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from tiercel.errors import InternalError, InvalidRequestError, ModelFormatError
-from tiercel.text.template_client import TemplateWorker, WorkerLostError
+from tiercel.text.child_client import WorkerLostError
+from tiercel.text.template_client import TemplateWorker, TemplateWorkers
 from tiercel.text.tokenizer import Tokenizer
 
 MAX_SOURCE_CHARS: Final = 1 << 20
@@ -69,7 +70,7 @@ class ChatTemplate:
         bos_token: str = "",
         eos_token: str = "",
         *,
-        worker: TemplateWorker | None = None,
+        worker: TemplateWorker | TemplateWorkers | None = None,
         name: str = "chat template",
     ) -> None:
         if len(source) > MAX_SOURCE_CHARS:
@@ -87,7 +88,7 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         *,
         source: str | None = None,
-        worker: TemplateWorker | None = None,
+        worker: TemplateWorker | TemplateWorkers | None = None,
         name: str = "chat template",
     ) -> ChatTemplate | None:
         """The template that came with a tokenizer, or None.
@@ -126,6 +127,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         tools: Sequence[Message] | None = None,
+        documents: Sequence[Message] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
@@ -134,6 +136,7 @@ class ChatTemplate:
         Args:
             messages: as the template expects them; see `check_messages`.
             tools: tool descriptions, or None.
+            documents: texts that the answer may draw on, or None.
             add_generation_prompt: whether the text ends where the assistant's answer begins.
             template_kwargs: further variables; `RESERVED_NAMES` are refused.
 
@@ -159,6 +162,8 @@ class ChatTemplate:
             "tools": None if tools is None else list(tools),
             "add_generation_prompt": add_generation_prompt,
         }
+        if documents is not None:
+            context["documents"] = list(documents)
         num_chars = OUTPUT_PER_INPUT * (_json_size(context) + len(self.source))
         return self._ask(context, min(MAX_OUTPUT_CHARS, MIN_OUTPUT_CHARS + num_chars))
 
@@ -276,7 +281,9 @@ def encode_chat(
     messages: object,
     *,
     tools: Sequence[Message] | None = None,
+    documents: Sequence[Message] | None = None,
     add_generation_prompt: bool = True,
+    continues_final: bool = False,
     template_kwargs: Mapping[str, object] | None = None,
 ) -> list[int]:
     """Turn messages into prompt ids; no string in them becomes a control token.
@@ -286,7 +293,10 @@ def encode_chat(
         template: of the model; None is refused.
         messages: see `check_messages`.
         tools: see `ChatTemplate.render`.
+        documents: see `ChatTemplate.render`.
         add_generation_prompt: see `ChatTemplate.render`.
+        continues_final: the prompt ends with the text of the last message, an assistant's, so that
+            the answer continues it.
         template_kwargs: see `ChatTemplate.render`.
 
     Returns:
@@ -303,12 +313,22 @@ def encode_chat(
     checked = check_messages(messages)
     finder = _ControlFinder(tokenizer.control_tokens)
     shield = _Shield(finder)
+    covered = [_mapped(message, shield.cover) for message in checked]
+    if continues_final:
+        if checked[-1]["role"] != "assistant":
+            raise _field_error("messages", "must end with the assistant's, to be continued")
+        covered[-1]["content"] = f"{covered[-1]['content']}{shield.end_mark}"
     rendered = template.render(
-        [_mapped(message, shield.cover) for message in checked],
+        covered,
         tools=None if tools is None else [_mapped(tool, shield.cover) for tool in tools],
+        documents=None if documents is None else [_mapped(d, shield.cover) for d in documents],
         add_generation_prompt=add_generation_prompt,
         template_kwargs=_mapped(template_kwargs or {}, shield.cover),
     )
+    if continues_final:
+        rendered, mark, _ = rendered.rpartition(shield.end_mark)
+        if not mark:
+            raise _template_error("the chat template does not show the last message.")
     return tokenizer.with_bos(_encode_parts(tokenizer, finder, rendered, shield))
 
 
@@ -384,6 +404,11 @@ class _Shield:
         self._texts: list[str] = []
         self._numbers: dict[str, str] = {}
         self._pattern = re.compile(self._key + r"(\d{6})")
+
+    @property
+    def end_mark(self) -> str:
+        """Stands where a message that is to be continued ends."""
+        return self._sentinel("")
 
     def cover(self, text: str) -> str:
         """The text with a sentinel for each control token and for an open end."""

@@ -14,11 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
-def isolated_command(script: str, packages: Iterable[str]) -> list[str]:
-    """The argument list that runs a script of this folder.
+def isolated_command(script: str | Path, packages: Iterable[str]) -> list[str]:
+    """The argument list that runs a script.
 
     Args:
-        script: file name beside this module.
+        script: file name beside this module, or a path.
         packages: top-level packages that the script imports; their folders become its arguments.
     """
     folders: dict[str, None] = {}
@@ -26,4 +26,4 @@ def isolated_command(script: str, packages: Iterable[str]) -> list[str]:
         spec = find_spec(package)
         if spec is not None and spec.origin is not None:
             folders[str(Path(spec.origin).parents[1])] = None
-    return [sys.executable, "-I", str(Path(__file__).with_name(script)), *folders]
+    return [sys.executable, "-I", str(Path(__file__).parent / script), *folders]

@@ -5,35 +5,30 @@ the template compiles), nor a string of 10^10 characters. So this process limits
 time, the parent kills it at its deadline, and it holds no secret: no environment, no file but its
 own libraries.
 
-Protocol on standard input and output: u32 big-endian length, then JSON in UTF-8. The first message
-out is ``{"ready": true}``. In: ``source``, ``context`` (null: compile only), ``max_chars``,
-``cpu_seconds``. Out: ``text``, or ``error`` (``syntax``, ``raised``, ``failed``), ``message`` and,
-for syntax, ``line``.
+Messages, in the frames of `child_client.py`; the first one out is ``{"ready": true}``. In:
+``source``, ``context`` (null: compile only), ``max_chars``, ``cpu_seconds``. Out: ``text``, or
+``error`` (``syntax``, ``raised``, ``failed``), ``message`` and, for syntax, ``line``.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import resource
-import select
 import sys
 from datetime import datetime
 from typing import TYPE_CHECKING, NoReturn
 
-# Arguments: the parent's process id, then the folders where jinja2 and markupsafe are.
-sys.path.extend(sys.argv[2:])
+sys.path.extend(sys.argv[2:])  # the folders of the packages
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tiercel.text.child_loop import answer_requests, limit_memory, write_message
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MEMORY_BYTES = 512 << 20  # above what the process holds when it is ready
-PARENT_CHECK_SECONDS = 1.0
 KEPT_TEMPLATES = 4
 KEPT_GLOBALS = frozenset({"range", "namespace"})  # `lipsum(n=...)` alone can run for ever
 MESSAGE_CHARS = 500
@@ -154,57 +149,13 @@ class Renderer:
         return "".join(pieces)
 
 
-def limit_memory() -> None:
-    """Bound the address space; no core files, no files at all."""
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[0])
-    size = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
-
-def allow_cpu(seconds: int) -> None:
-    """Give this request its CPU time: the limit counts from the start of the process."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    used = int(usage.ru_utime + usage.ru_stime) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, resource.RLIM_INFINITY))
-
-
-def read_exactly(size: int, parent: int) -> bytes:
-    """Read from standard input; leave when the parent has gone or closed the pipe."""
-    blob = bytearray()
-    while len(blob) < size:
-        if select.select([0], [], [], PARENT_CHECK_SECONDS)[0]:
-            chunk = os.read(0, min(size - len(blob), 1 << 20))
-            if not chunk:
-                sys.exit(0)
-            blob += chunk
-        elif os.getppid() != parent:
-            sys.exit(0)
-    return bytes(blob)
-
-
-def write_message(message: Mapping[str, object]) -> None:
-    """Write one frame to standard output."""
-    blob = json.dumps(message).encode()
-    frame = memoryview(len(blob).to_bytes(4, "big") + blob)
-    while frame:
-        frame = frame[os.write(1, frame) :]
-
-
 def main() -> None:
     """Answer requests until the parent leaves."""
-    parent = int(sys.argv[1])
     renderer = Renderer()
     renderer.answer({"source": "{{ 1 }}", "context": {}, "max_chars": 1})  # import what is lazy
     limit_memory()
     write_message({"ready": True})
-    while True:
-        size = int.from_bytes(read_exactly(4, parent), "big")
-        request = json.loads(read_exactly(size, parent))
-        allow_cpu(request["cpu_seconds"])
-        write_message(renderer.answer(request))
+    answer_requests(renderer.answer)
 
 
 if __name__ == "__main__":

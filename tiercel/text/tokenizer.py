@@ -21,7 +21,11 @@ from typing import Final
 from tiercel.errors import ArgumentError, InvalidRequestError
 from tiercel.text.tokenizer_build import SPACE_MARK, Encoders, build_encoders, is_unicode
 from tiercel.text.tokenizer_data import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, TokenizerData
-from tiercel.text.tokenizer_json import TokenizerFile, read_tokenizer_file
+from tiercel.text.tokenizer_json import (
+    TokenizerFile,
+    parse_tokenizer_file,
+    read_tokenizer_file,
+)
 
 # The regex engine gives up, by a panic, after 10 million steps in one match: 10 million
 # spaces in a row are enough. A longer text is refused before it gets there.
@@ -172,8 +176,37 @@ class Tokenizer:
             ModelFormatError: the file or a field breaks its format.
             UnsupportedModelError: a tokenizer that is no byte-level or byte-fallback BPE.
         """
-        file: TokenizerFile = read_tokenizer_file(
-            path, tokenizer_config or {}, generation_config or {}, vocab_size
+        return Tokenizer.from_json(
+            path.name,
+            read_tokenizer_file(path),
+            tokenizer_config,
+            generation_config,
+            vocab_size=vocab_size,
+        )
+
+    @staticmethod
+    def from_json(
+        name: str,
+        content: bytes,
+        tokenizer_config: Mapping[str, object] | None = None,
+        generation_config: Mapping[str, object] | None = None,
+        *,
+        vocab_size: int | None = None,
+    ) -> Tokenizer:
+        """As `from_file`, of a file that was read already.
+
+        Args:
+            name: what messages call the file.
+            content: its bytes.
+            tokenizer_config: see `from_file`.
+            generation_config: see `from_file`.
+            vocab_size: see `from_file`.
+
+        Raises:
+            ModelFormatError, UnsupportedModelError: as `from_file`.
+        """
+        file: TokenizerFile = parse_tokenizer_file(
+            name, content, tokenizer_config or {}, generation_config or {}, vocab_size
         )
         stops = set(file.eos_ids) | {
             i

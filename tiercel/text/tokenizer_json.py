@@ -67,13 +67,18 @@ class TokenizerFile:
     chat_template: str | None
 
 
-def read_tokenizer_file(
-    path: Path, tokenizer_config: Json, generation_config: Json, vocab_size: int | None
+def parse_tokenizer_file(
+    name: str,
+    content: bytes,
+    tokenizer_config: Json,
+    generation_config: Json,
+    vocab_size: int | None,
 ) -> TokenizerFile:
-    """Read, check, try in a child, build.
+    """Check, try in a child, build.
 
     Args:
-        path: ``tokenizer.json``.
+        name: what messages call the file.
+        content: of ``tokenizer.json``.
         tokenizer_config: content of ``tokenizer_config.json``.
         generation_config: content of ``generation_config.json``.
         vocab_size: rows of the embedding, or None: the file's own size.
@@ -82,8 +87,7 @@ def read_tokenizer_file(
         ModelFormatError: a file or field that breaks its format.
         UnsupportedModelError: no byte-level and no byte-fallback BPE.
     """
-    root = _read_json(path)
-    name = path.name
+    root = _parse_json(name, content)
     model = _mapping(root.get("model"), name, "model")
     vocab = _read_vocab(model, name)
     added = _read_added(root, vocab, name)
@@ -120,22 +124,31 @@ def read_tokenizer_file(
     )
 
 
-def _read_json(path: Path) -> Json:
+def read_tokenizer_file(path: Path) -> bytes:
+    """The content of a tokenizer file.
+
+    Raises:
+        ModelFormatError: it cannot be read, or is larger than `MAX_FILE_BYTES`.
+    """
     try:
         with path.open("rb") as file:
-            blob = file.read(MAX_FILE_BYTES + 1)
+            content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ModelFormatError(f"{path.name}: cannot be read: {error.strerror}.") from None
-    if len(blob) > MAX_FILE_BYTES:
+    if len(content) > MAX_FILE_BYTES:
         raise ModelFormatError(f"{path.name}: is larger than {MAX_FILE_BYTES} bytes, the limit.")
+    return content
+
+
+def _parse_json(name: str, content: bytes) -> Json:
     try:
-        root = json.loads(blob)
+        root = json.loads(content)
     except (ValueError, RecursionError) as error:
         reason = (
             "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         )
-        raise ModelFormatError(f"{path.name}: is not JSON: {reason}.") from None
-    return _mapping(root, path.name, "the file")
+        raise ModelFormatError(f"{name}: is not JSON: {reason}.") from None
+    return _mapping(root, name, "the file")
 
 
 def _mapping(value: object, name: str, key: str) -> Json:

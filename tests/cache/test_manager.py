@@ -1,0 +1,134 @@
+"""Blocks of all groups at once: none lost, none doubled, whatever the order of calls."""
+
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiercel.cache.allocator import NULL_BLOCK
+from tiercel.cache.manager import CacheManager, GroupBlocks
+from tiercel.cache.pool import CachePool
+from tiercel.cache.prefix import ROOT
+from tiercel.cache.spec import KVCacheSpec, Plane, attention_spec, group_specs
+
+SIZE = 4
+
+
+@dataclass
+class Sequence:
+    """What the scheduler knows of one request."""
+
+    tokens: list[int]
+    held: list[list[int]]
+    num_computed: int
+    link: int = ROOT
+    num_linked: int = 0
+
+
+@dataclass
+class World:
+    """A manager and the sequences that hold its blocks."""
+
+    manager: CacheManager
+    sequences: list[Sequence] = field(default_factory=list)
+
+    def enter(self, tokens):
+        match = self.manager.find(tokens)
+        if self.manager.can_enter(len(tokens) + 1, match):
+            held = self.manager.enter(match)
+            self.sequences.append(
+                Sequence(tokens, held, match.num_blocks * SIZE, match.link, match.num_blocks)
+            )
+
+    def compute(self, sequence, count):
+        stop = min(len(sequence.tokens), sequence.num_computed + count)
+        if not self.manager.can_grow(sequence.held, stop):
+            return
+        self.manager.grow(sequence.held, stop)
+        for group, blocks in zip(self.manager.groups, sequence.held, strict=True):
+            assert len(blocks) == -(-stop // SIZE)
+            first = max(0, sequence.num_computed - group.window + 1) if group.window else 0
+            assert NULL_BLOCK not in blocks[first // SIZE :], "a token that is seen has no block"
+        sequence.num_computed = stop
+        while (sequence.num_linked + 1) * SIZE <= stop:
+            start = sequence.num_linked * SIZE
+            sequence.link = self.manager.keep(
+                sequence.link,
+                sequence.tokens[start : start + SIZE],
+                sequence.held,
+                sequence.num_linked,
+            )
+            sequence.num_linked += 1
+        self.manager.trim(sequence.held, stop)
+
+    def leave(self, sequence):
+        self.sequences.remove(sequence)
+        self.manager.release(sequence.held)
+
+    def check(self):
+        for group, allocator in enumerate(self.manager.allocators):
+            owned = [b for s in self.sequences for b in s.held[group] if b != NULL_BLOCK]
+            assert allocator.num_free == allocator.num_blocks - 1 - len(set(owned))
+            for block in set(owned):
+                assert allocator._references[block] == owned.count(block)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    windows=st.lists(st.integers(1, 9), max_size=2),
+    has_prefix_cache=st.booleans(),
+    calls=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 30)), max_size=40),
+)
+def test_no_block_is_lost_or_doubled(windows, has_prefix_cache, calls):
+    groups = [GroupBlocks(14), *(GroupBlocks(11, window) for window in windows)]
+    world = World(CacheManager(groups, SIZE, 8, has_prefix_cache=has_prefix_cache))
+    for kind, number in calls:
+        if kind == 0:
+            world.enter([i // 9 % 2 for i in range(1 + number)])
+        elif kind == 1 and world.sequences:
+            world.leave(world.sequences[number % len(world.sequences)])
+        elif world.sequences:
+            world.compute(world.sequences[number % len(world.sequences)], 1 + number % 8)
+        world.check()
+    for sequence in list(world.sequences):
+        world.leave(sequence)
+    world.check()
+    assert world.manager.usage == 0.0
+
+
+def test_what_an_empty_cache_holds():
+    assert CacheManager([GroupBlocks(11)], SIZE, 8).capacity == 40
+    # A window of 6 and a step of 8 lie in 5 blocks at most: with them any length fits.
+    assert CacheManager([GroupBlocks(11), GroupBlocks(6, 6)], SIZE, 8).capacity == 40
+    assert CacheManager([GroupBlocks(11), GroupBlocks(4, 6)], SIZE, 8).capacity == 12
+
+
+def test_usage_is_that_of_the_fullest_group():
+    manager = CacheManager([GroupBlocks(11), GroupBlocks(6, 6)], SIZE, 8, has_prefix_cache=False)
+    held = manager.enter(manager.find([1]))
+    manager.grow(held, 8)
+    assert manager.usage == 0.4
+
+
+def test_groups_of_equal_specs():
+    full, sliding = attention_spec(2, 8, torch.float32), attention_spec(2, 8, torch.float32, 6)
+    groups = group_specs([sliding, full, sliding, sliding])
+    assert [(group.spec, group.layers) for group in groups] == [
+        (sliding, (0, 2, 3)),
+        (full, (1,)),
+    ]
+    assert groups[0].bytes_per_block(SIZE) == 3 * SIZE * 2 * 2 * 8 * 4
+
+
+def test_entries_of_several_tokens_and_states_of_rows():
+    plane = Plane("entries", torch.bfloat16, (12,))
+    compressed = KVCacheSpec("full", (plane,), tokens_per_entry=4)
+    state = KVCacheSpec("state", (plane,), state_len=9)
+    groups = group_specs([compressed, state])
+    assert groups[0].bytes_per_block(64) == 16 * 24
+    assert (groups[1].bytes_per_block(64), groups[1].bytes_per_row()) == (0, 9 * 24)
+    pools = [CachePool(group, 5, 64, 3, "cpu") for group in groups]
+    assert pools[0].layers[0]["entries"].shape == (5, 16, 12)
+    assert pools[1].layers[1]["entries"].shape == (3, 9, 12)
+    assert not pools[0].layers[0]["entries"].any()

@@ -1,0 +1,169 @@
+"""A device for the engine's loop that lags as far behind as it may, and checks what it is told.
+
+It keeps rows, block tables and caches of its own, fed by plans alone, and runs a step only when its
+results are collected. A step writes its tokens where the tables say and draws the next token from
+what it reads back. So a block that two requests share, one that was given away too early, or a
+token that was never computed changes an answer.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from tiercel.cache.allocator import NULL_BLOCK
+from tiercel.engine.request import Request, Status, TokenLogprobs
+from tiercel.engine.sampler import Sampled
+
+VOCAB_SIZE = 13
+POISON = -1  # what a step with unsound logits leaves in the cache
+
+
+def next_token(tokens, window):
+    """The next token: of all tokens through the full group, of the last through the sliding one."""
+    seen = bytes(tokens) + (b"|" + bytes(tokens[-window:]) if window else b"")
+    return zlib.crc32(seen) % VOCAB_SIZE
+
+
+@dataclass
+class _Part:
+    request: Request
+    row: int
+    start: int
+    num_query: int
+    samples: bool
+    entering: list[int] | None
+    draw: int
+
+
+@dataclass
+class _Step:
+    parts: list[_Part]
+    new_blocks: tuple
+    unsound_blocks: tuple
+    result: Sampled | None = None
+
+
+@dataclass
+class FakeRunner:
+    """Stands in for `ModelRunner`."""
+
+    cache: object
+    max_num_seqs: int
+    budget: int
+    fails_at: dict[str, int | None] = field(default_factory=dict)
+    row_tokens: dict[int, list[int]] = field(default_factory=dict)
+    tables: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    slots: dict[tuple[int, int], int] = field(default_factory=dict)
+    bad_rows: set[int] = field(default_factory=set)
+    queue: deque[_Step] = field(default_factory=deque)
+    num_draws: dict[str, int] = field(default_factory=dict)
+    num_hits: int = 0
+    num_chunks: int = 0
+    most_pending: int = 0
+    memory_errors: set[int] = field(default_factory=set)
+
+    def launch(self, plan):
+        parts = plan.scheduled
+        assert parts, "an empty plan"
+        assert plan.num_tokens <= self.budget
+        assert len({part.row for part in parts}) == len(parts), "a row twice"
+        if plan.step_id in self.memory_errors:
+            raise torch.OutOfMemoryError
+        step = _Step([self._note(part) for part in parts], plan.new_blocks, plan.unsound_blocks)
+        self.queue.append(step)
+        self.most_pending = max(self.most_pending, len(self.queue))
+        for pending in self.queue:
+            for part in pending.parts:
+                assert part.request.row == part.row, "a row was given away under a step"
+        return step
+
+    def _note(self, part):
+        request, stop = part.request, part.start + part.num_query
+        assert request.status is Status.RUNNING
+        assert 0 <= part.row == request.row < self.max_num_seqs
+        assert part.num_query >= 1
+        assert stop <= request.bound
+        self.num_hits += part.enters and part.start > 0
+        self.num_chunks += not part.samples
+        blocks = range(part.start // self.cache.block_size, -(-stop // self.cache.block_size))
+        for allocator, held in zip(self.cache.allocators, request.block_ids, strict=True):
+            for index in blocks:
+                assert held[index] != NULL_BLOCK, "no place to write"
+                assert allocator._references[held[index]] == 1, "a shared block is written"
+        draw = self.num_draws.get(request.request_id, 0)
+        if part.samples:
+            self.num_draws[request.request_id] = draw + 1
+        entering = request.tokens(0, request.num_tokens) if part.enters else None
+        return _Part(request, part.row, part.start, part.num_query, part.samples, entering, draw)
+
+    def collect(self, step):
+        while step.result is None:
+            self._execute(self.queue.popleft())
+        return step.result
+
+    def _execute(self, step):
+        size = self.cache.block_size
+        for row, write in step.new_blocks:
+            for i, block in enumerate(write.block_ids):
+                self.tables[write.group, row, write.start + i] = block
+        for group, blocks in enumerate(step.unsound_blocks):
+            for block in blocks:
+                for offset in range(size):
+                    self.slots.pop((group, block * size + offset), None)
+        step.result = Sampled([], [], [])
+        for part in step.parts:
+            if part.entering is not None:
+                self.row_tokens[part.row] = list(part.entering)
+                self.bad_rows.discard(part.row)
+            if part.samples and self.fails_at.get(part.request.request_id) == part.draw:
+                self.bad_rows.add(part.row)  # NaN spreads to all that reads it
+            self._compute(part)
+            if part.samples:
+                self._draw(part, step.result)
+
+    def _compute(self, part):
+        request, size = part.request, self.cache.block_size
+        tokens = self.row_tokens[part.row]
+        is_bad = part.row in self.bad_rows
+        for place in range(part.start, part.start + part.num_query):
+            for group in range(len(self.cache.groups)):
+                block = self.tables[group, part.row, place // size]
+                assert block != NULL_BLOCK
+                if place % size == 0:
+                    stale = [self.slots.get((group, block * size + i)) for i in range(size)]
+                    assert POISON not in stale, "a block with NaN was given away"
+                value = POISON if is_bad else tokens[place]
+                self.slots[group, block * size + place % size] = value
+        if request.params.prompt_logprobs is not None:
+            following = request.prompt_token_ids[part.start + 1 : part.start + part.num_query + 1]
+            request.prompt_logprobs += [TokenLogprobs(i, -1.0, ()) for i in following]
+
+    def _draw(self, part, result):
+        size, length = self.cache.block_size, part.start + part.num_query
+        contexts = []
+        for group, blocks in enumerate(self.cache.groups):
+            first = max(0, length - blocks.window) if blocks.window else 0
+            places = range(first, length)
+            slot = [self.tables[group, part.row, i // size] * size + i % size for i in places]
+            contexts.append([self.slots[group, i] for i in slot])
+        if part.row in self.bad_rows:
+            token, problem = 0, "nonfinite_logits"
+        else:
+            seen = b"|".join(map(bytes, contexts))
+            token, problem = zlib.crc32(seen) % VOCAB_SIZE, None
+        self.row_tokens[part.row].append(token)
+        result.token_ids.append(token)
+        result.problems.append(problem)
+        result.logprobs.append(None)
+
+    @property
+    def rows(self):
+        """Where the loop drops staged writes; this device has none."""
+        return self
+
+    def forget_staged(self):
+        """Nothing is staged here."""

@@ -1,0 +1,490 @@
+"""Requests in a real engine process: streams, ends, aborts in every state, the queue's bound."""
+
+import asyncio
+import random
+from dataclasses import replace
+from time import perf_counter
+
+import pytest
+import torch
+
+from tests.engine_process import (
+    Maker,
+    descriptors,
+    is_alive,
+    make_client,
+    open_client,
+    read,
+    wait_idle,
+    wait_until,
+)
+from tests.gguf_files import tiny_model
+from tests.tiny_llm import LLAMA, PROMPTS, greedy, ids_of, open_tiny
+from tiercel.engine.grammar import GrammarSpec
+from tiercel.engine.messages import (
+    Delta,
+    EngineInfo,
+    Entered,
+    ErrorInfo,
+    Outputs,
+    Ready,
+    Refused,
+)
+from tiercel.engine.output import OutputText
+from tiercel.engine.request import Request, Status
+from tiercel.engine.supervisor import EngineState
+from tiercel.errors import (
+    ArgumentError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelFormatError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    QueueFullError,
+)
+from tiercel.params import SamplingParams
+
+# One place to run and short chunks: a request can be caught in each of its states.
+SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_waiting": 3}
+
+
+def fake_info(**fields):
+    zeros = {"int": 0, "float": 0.0, "str": "", "bool": False, "bytes": b""}
+    return EngineInfo(
+        **{n: zeros.get(t) for n, t in EngineInfo.__annotations__.items() if n not in fields},
+        **fields,
+    )
+
+
+class Bench:
+    """One engine for all tests of this file, and the event loop that it lives on."""
+
+    def __init__(self):
+        self.runner = asyncio.Runner()
+        self.client = self.runner.run(open_client(**SMALL))
+        self.make = Maker(self.client.info)
+
+    def run(self, main):
+        async def whole():
+            result = await asyncio.wait_for(main(self.client, self.make), 20)
+            await wait_idle(self.client, self.make)
+            assert self.client.num_running == self.client.num_waiting == 0
+            return result
+
+        return self.runner.run(whole())
+
+
+@pytest.fixture(scope="module")
+def bench():
+    made = Bench()
+    yield made
+    assert made.client.num_restarts == 0
+    made.runner.run(made.client.close())
+    made.runner.close()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What the same engine answers in this process, to the bit: with as many threads."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with open_tiny(max_num_batched_tokens=16) as llm:
+        yield llm
+    torch.set_num_threads(num_threads)
+
+
+def test_answers_are_those_of_the_engine_in_this_process(bench, expected):
+    async def main(client, make):
+        requests = [make(prompt, greedy(20)) for prompt in PROMPTS]
+        outcome = [(request, client.submit(request)) for request in requests[:3]]
+        for request in requests[3:]:
+            await wait_until(lambda: client.num_waiting < 2)
+            outcome.append((request, client.submit(request)))
+        texts = []
+        for request, stream in outcome:
+            text = OutputText(request, make.tokenizer)
+            async for update in stream:
+                text.push(update.new_token_ids)
+            texts.append(text.text)
+            assert request.finish_reason == "length"
+            assert stream.submitted_s <= stream.entered_s < perf_counter()
+        return [request.output_token_ids for request in requests], texts
+
+    ids, texts = bench.run(main)
+    outputs = expected.generate(PROMPTS, greedy(20))
+    assert [[i] for i in ids] == ids_of(outputs)
+    assert texts == [output.outputs[0].text for output in outputs]
+
+
+def test_logprobs_cached_tokens_and_reasons_arrive(bench, expected):
+    params = SamplingParams(
+        temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=2
+    )
+
+    async def main(client, make):
+        first = make("the thin man", params)
+        updates = await read(client.submit(first))
+        long = [5] * 130
+        requests = [make(long, greedy(1)), make(long, greedy(1))]
+        for request in requests:
+            await read(client.submit(request))
+        stopped = make("a", replace(greedy(50), stop_token_ids=list(range(272))))
+        await read(client.submit(stopped))
+        return first, updates, requests, stopped
+
+    first, updates, cached, stopped = bench.run(main)
+    (output,) = expected.generate("the thin man", params)
+    assert first.logprobs == output.outputs[0].logprobs
+    assert [None, *first.prompt_logprobs] == output.prompt_logprobs
+    assert [u.logprobs for u in updates] == [(entry,) for entry in first.logprobs]
+    assert [u.finish_reason for u in updates] == [None] * 5 + ["length"]
+    assert cached[0].num_cached == 0
+    assert cached[1].num_cached >= 64
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stopped.output_token_ids[0])
+
+
+def test_long_prompt_logprobs_arrive_whole(bench, expected):
+    ids = [i % 250 for i in range(1500)]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+
+    async def main(client, make):
+        request = make(ids, params)
+        await read(client.submit(request))
+        return request.prompt_logprobs
+
+    (output,) = expected.generate({"prompt_token_ids": ids}, params)
+    assert [None, *bench.run(main)] == output.prompt_logprobs
+
+
+def test_seeded_answers_do_not_depend_on_the_process(bench, expected):
+    params = SamplingParams(n=2, seed=11, max_tokens=10, ignore_eos=True)
+
+    async def main(client, make):
+        requests = [make("a", params, stream=i) for i in range(2)]
+        await asyncio.gather(*(read(client.submit(request)) for request in requests))
+        return [[request.output_token_ids for request in requests]]
+
+    assert bench.run(main) == ids_of(expected.generate("a", params))
+
+
+def test_a_stop_string_ends_the_request_in_the_engine(bench):
+    async def main(client, make):
+        whole = make("the thin man", greedy(40))
+        text = OutputText(whole, make.tokenizer)
+        pieces = [text.push(update.new_token_ids) async for update in client.submit(whole)]
+        wanted = next(piece for piece in pieces[5:] if piece.isalnum())
+        request = make("the thin man", replace(greedy(2000), stop=[wanted]))
+        text = OutputText(request, make.tokenizer)
+        stream = client.submit(request)
+        async for update in stream:
+            text.push(update.new_token_ids)
+            if text.matched is not None:
+                client.stop(request, text.matched)
+        before = client.stats
+        await wait_idle(client, make)
+        assert client.stats.num_generation_tokens - before.num_generation_tokens < 500
+        assert (request.finish_reason, request.stop_reason) == ("stop", wanted)
+        assert len(request.output_token_ids) <= 40
+        assert wanted not in text.text
+
+    bench.run(main)
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("state", ["waiting", "prefill", "decode", "done", "finished"])
+def test_an_abort_in_any_state_frees_the_request(bench, state):
+    async def main(client, make):
+        await wait_idle(client, make)
+        before = client.stats
+        others = [make([3] * 20, greedy(60)) for _ in range(2)] if state == "waiting" else []
+        streams = [client.submit(request) for request in others]
+        for stream in streams:
+            await anext(stream)
+        params = greedy(1 if state in ("done", "finished") else 1900)
+        prompt = [9] * (2000 if state == "prefill" else 40)
+        request = make(prompt, params)
+        stream = client.submit(request)
+        if state == "prefill":
+            await wait_until(lambda: stream.entered_s is not None)
+        elif state == "decode":
+            await anext(stream)
+        elif state == "done":
+            await wait_until(lambda: not client._live)
+        elif state == "finished":
+            await read(stream)
+        client.abort(request)
+        client.abort(request)
+        rest = await asyncio.wait_for(read(stream), 1)
+        if state == "finished":
+            assert rest == []
+        expected_reason = "length" if state in ("done", "finished") else "abort"
+        assert request.finish_reason == expected_reason
+        assert request.status is Status.FINISHED
+        for stream in streams:
+            assert (await read(stream))[-1].finish_reason == "length"
+        await wait_idle(client, make)
+        # It would have made 1900 tokens, or at least finished its prompt.
+        assert client.stats.num_generation_tokens - before.num_generation_tokens < 500
+        assert client.stats.num_prompt_tokens - before.num_prompt_tokens < 100
+
+    bench.run(main)
+
+
+@pytest.mark.reliability
+def test_a_full_queue_refuses_at_once_and_exactly(bench):
+    async def main(client, make):
+        def submit():
+            return client.submit(make([3] * 20, greedy(100)))
+
+        # Two places to run, three to wait: all at once, and one by one behind running ones.
+        for is_burst in (True, False):
+            streams = []
+            for _ in range(5):
+                streams.append(submit())
+                if not is_burst and len(streams) <= 2:
+                    await anext(streams[-1])
+            assert client.num_waiting == 3
+            start = perf_counter()
+            for count in (1, 2):
+                with pytest.raises(QueueFullError) as caught:
+                    client.check_room(count)
+            with pytest.raises(QueueFullError):
+                submit()
+            assert perf_counter() - start < 0.05
+            assert 1 <= caught.value.retry_after_s <= 60
+            client.abort(streams[4].request)
+            assert client.num_waiting == 2
+            client.check_room(1)
+            with pytest.raises(QueueFullError):
+                client.check_room(2)
+            streams.append(submit())
+            for stream in streams:
+                await read(stream)
+            ends = [stream.request.finish_reason for stream in streams]
+            assert ends == ["length"] * 4 + ["abort", "length"]
+            await wait_idle(client, make)
+
+    bench.run(main)
+
+
+@pytest.mark.reliability
+def test_a_grammar_that_cannot_be_enforced_fails_its_own_request(bench):
+    async def main(client, make):
+        other = client.submit(make("a", greedy(30)))
+        broken, sound = make("a", greedy(5)), make("a", greedy(5))
+        broken.grammar = GrammarSpec('{"grammars": [{"lark_grammar": "start: missing"}]}')
+        sound.grammar = GrammarSpec('{"grammars": [{"lark_grammar": "start: /[a-z]{3}/"}]}')
+        with pytest.raises(InvalidRequestError, match="missing") as caught:
+            await read(client.submit(broken))
+        assert caught.value.code == "invalid_schema"
+        assert broken.finish_reason == "error"
+        await read(client.submit(sound))
+        assert sound.finish_reason in ("length", "stop")
+        assert (await read(other))[-1].finish_reason == "length"
+
+    bench.run(main)
+
+
+@pytest.mark.reliability
+def test_who_waits_is_known_from_what_the_engine_says():
+    """Also where the cache, not the rows, is what the requests wait for."""
+    client = make_client(max_waiting=2)
+    client._on_message(Ready(fake_info(max_num_seqs=4)))
+    client._supervisor.state = EngineState.READY
+
+    def submit():
+        request = Request("r", [1], SamplingParams(), 0, 0, frozenset(), 8)
+        client.submit(request)
+        return request
+
+    requests = [submit() for _ in range(6)]
+    assert (client.num_waiting, client.num_running) == (2, 0), "four will find a place"
+    with pytest.raises(QueueFullError):
+        submit()
+    for request in requests[3:]:
+        client.abort(request)
+    assert client.num_waiting == 0
+    client._on_message(Outputs(0.0, 2, (Entered(1, 0),), ()))
+    assert (client.num_waiting, client.num_running) == (2, 1), "the older one had no room"
+    with pytest.raises(QueueFullError):
+        submit()
+    client._on_message(Outputs(0.0, 3, (Entered(2, 0),), (Delta(1, (5,), (), "length"),)))
+    assert (client.num_waiting, client.num_running) == (1, 1)
+    submit()
+    with pytest.raises(QueueFullError):
+        submit()
+    client._on_message(Refused(7, ErrorInfo("OutOfMemoryError", "never")))
+    client._on_message(Outputs(0.0, 3, (Entered(3, 0),), (Delta(4, (5,), (), "length"),)))
+    assert (client.num_waiting, client.num_running) == (0, 2)
+
+
+@pytest.mark.reliability
+def test_cancels_by_the_hundred_leave_nothing_behind(bench):
+    async def main(client, make):
+        rng = random.Random(5)
+        before = descriptors()
+        whole = make("the thin man", greedy(30))
+        await read(client.submit(whole))
+        num_cancelled = num_answered = 0
+        start = perf_counter()
+        while num_cancelled < 500:
+            requests = [
+                make([rng.randrange(200)] * rng.randrange(1, 90), greedy(rng.randrange(1, 40)))
+                for _ in range(4)
+            ]
+            streams = [client.submit(request) for request in requests]
+            for _ in range(rng.randrange(3)):
+                await asyncio.sleep(0.0005)
+            for stream in streams:
+                client.abort(stream.request)
+                num_cancelled += 1
+            if num_cancelled % 100 == 0:
+                mixed = make("the thin man", greedy(30))
+                stream = client.submit(mixed)
+                await read(stream)
+                num_answered += 1
+                assert mixed.output_token_ids == whole.output_token_ids
+        seconds = perf_counter() - start
+        await wait_idle(client, make)
+        assert num_answered == 5
+        assert descriptors() == before
+        return seconds
+
+    assert bench.run(main) < 10
+
+
+@pytest.mark.reliability
+def test_a_reader_that_is_cancelled_and_aborts_disturbs_nobody(bench):
+    async def main(client, make):
+        async def reader(request):
+            try:
+                await read(client.submit(request))
+            finally:
+                client.abort(request)
+
+        kept = make("the thin man", greedy(50))
+        keeping = asyncio.create_task(reader(kept))
+        left = [asyncio.create_task(reader(make("a", greedy(500)))) for _ in range(3)]
+        await asyncio.sleep(0.02)
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left)
+        await keeping
+        assert kept.finish_reason == "length"
+        assert len(kept.output_token_ids) == 50
+
+    bench.run(main)
+
+
+def test_counters_add_up(bench):
+    async def main(client, make):
+        await wait_idle(client, make)
+        heard = []
+        client.on_stats = heard.append
+        before = client.stats
+        for _ in range(3):
+            await read(client.submit(make([4] * 20, greedy(7))))
+        await wait_idle(client, make)  # one more token behind a prompt of two
+        client.on_stats = None
+        return before, client.stats, heard
+
+    before, after, heard = bench.run(main)
+    assert after.num_generation_tokens - before.num_generation_tokens == 21 + 1
+    assert after.num_prompt_tokens - before.num_prompt_tokens == 60 + 2
+    assert after.prefix_queries - before.prefix_queries == 60 + 2
+    # A prompt of 20 takes two steps of 16 tokens at most.
+    assert after.num_steps - before.num_steps == 3 * 8 + 1
+    assert after.step_seconds > before.step_seconds
+    assert sum(sum(stats.iteration_tokens) for stats in heard) == 81 + 3
+    assert after.num_preemptions == after.num_nonfinite == 0
+
+
+def test_what_is_live_at_the_end_is_drained_then_aborted():
+    async def main():
+        client = await open_client(**{**SMALL, "max_num_seqs": 3})
+        make = Maker(client.info)
+        pid = client.pid
+        short, long = make("a", greedy(30)), make("a", greedy(2000))
+        streams = [client.submit(short), client.submit(long)]
+        await anext(streams[1])
+        closing = asyncio.create_task(client.close(0.3))
+        await asyncio.sleep(0)
+        assert client.state is EngineState.DRAINING
+        with pytest.raises(EngineDeadError, match="draining"):
+            client.submit(make("a"))
+        outcome = await asyncio.gather(*(read(stream) for stream in streams))
+        await closing
+        await client.close()
+        assert [updates[-1].finish_reason for updates in outcome] == ["length", "abort"]
+        assert not is_alive(pid)
+        with pytest.raises(EngineDeadError):
+            await client.wait_ready()
+
+    asyncio.run(main())
+
+
+def test_an_engine_may_be_closed_while_it_loads():
+    async def main():
+        client = make_client()
+        await client.start()
+        pid = client.pid
+        assert client.state is EngineState.LOADING
+        with pytest.raises(EngineDeadError, match="loading"):
+            client.check_room()
+        waiting = asyncio.create_task(client.wait_ready())
+        await asyncio.sleep(0.1)
+        start = perf_counter()
+        await client.close()
+        assert perf_counter() - start < 2
+        assert not is_alive(pid)
+        with pytest.raises(EngineDeadError):
+            await waiting
+
+    asyncio.run(main())
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (ModelNotFoundError, "gone.gguf"),
+        (ModelFormatError, "cut.gguf"),
+        (OutOfMemoryError, "the cache of one sequence"),
+        (ArgumentError, "TIERCEL_FAULTS is set"),
+    ],
+)
+def test_errors_of_loading_keep_their_class_and_are_final(tmp_path, monkeypatch, kind, words):
+    path = tmp_path / words
+    if kind is ModelFormatError:
+        path.write_bytes(LLAMA.read_bytes()[:5000])
+    elif kind is OutOfMemoryError:
+        # 1 MiB of cache a token and 256 GiB in all, but 17 MB of weights.
+        path = tiny_model(
+            tmp_path / "wide.gguf",
+            layers=16,
+            hidden=32,
+            heads=64,
+            kv_heads=64,
+            head_dim=128,
+            context=2**18,
+        )
+    elif kind is ArgumentError:
+        path = LLAMA
+        monkeypatch.setenv("TIERCEL_FAULTS", "exit@start")
+
+    async def main():
+        client = make_client(path)
+        await client.start()
+        with pytest.raises(kind, match=words) as caught:
+            await client.wait_ready()
+        assert type(caught.value) is kind
+        await asyncio.wait_for(client.wait_ended(), 1)
+        assert client.state is EngineState.DEAD
+        assert client.num_restarts == 0
+        assert words in client.failure
+        assert client.pid is None
+        with pytest.raises(EngineDeadError, match="dead"):
+            client.check_room()
+        await client.close()
+
+    asyncio.run(main())

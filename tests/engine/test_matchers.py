@@ -1,0 +1,59 @@
+"""Requests with a grammar get a matcher; the others cost nothing."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.tiny_llm import LLAMA
+from tiercel.engine.grammar import GrammarSpec
+from tiercel.engine.inputs import InputProcessor
+from tiercel.engine.matchers import Matchers
+from tiercel.errors import InvalidRequestError
+from tiercel.models.source import open_source
+from tiercel.params import SamplingParams, StructuredOutputs
+from tiercel.text.tokenizer import Tokenizer
+
+SOURCE = open_source(LLAMA)
+VOCAB = SOURCE.config.vocab_size
+
+
+def make_request(tokenizer, params):
+    inputs = InputProcessor(tokenizer, vocab_size=VOCAB, max_position=64, max_model_len=64, seed=0)
+    return inputs.request([5], params, 0)
+
+
+def test_a_request_with_a_grammar_gets_a_matcher():
+    tokenizer = SOURCE.tokenizer()
+    matchers = Matchers(tokenizer, VOCAB)
+    free = make_request(tokenizer, SamplingParams())
+    matchers.attach(free)
+    assert free.matcher is None
+    assert matchers._vocabulary is None, "nobody has asked for it"
+    bound = [
+        make_request(tokenizer, SamplingParams(structured_outputs=StructuredOutputs(regex=regex)))
+        for regex in ("a|b", "c")
+    ]
+    for request in bound:
+        matchers.attach(request)
+    (a,), (c,) = tokenizer.encode("a"), tokenizer.encode("c")
+    assert [request.matcher.num_valid([a]) for request in bound] == [1, 0]
+    assert [request.matcher.num_valid([c]) for request in bound] == [0, 1]
+
+
+def test_a_grammar_that_cannot_be_enforced_is_refused():
+    tokenizer = SOURCE.tokenizer()
+    request = make_request(tokenizer, SamplingParams())
+    request.grammar = GrammarSpec("{}")
+    with pytest.raises(InvalidRequestError):
+        Matchers(tokenizer, VOCAB).attach(request)
+
+
+def test_a_model_that_never_ends_an_answer_takes_no_grammar():
+    data = SOURCE.tokenizer_data
+    without = replace(data, eos_id=None, eot_id=None, tokens=tuple(f"{t}." for t in data.tokens))
+    tokenizer = Tokenizer.from_gguf(replace(without, merges=(), token_types=(1,) * VOCAB))
+    assert tokenizer.stop_ids == ()
+    request = make_request(tokenizer, SamplingParams())
+    request.grammar = GrammarSpec("{}")
+    with pytest.raises(InvalidRequestError, match="ends an answer"):
+        Matchers(tokenizer, VOCAB).attach(request)

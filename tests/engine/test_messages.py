@@ -1,0 +1,235 @@
+"""What crosses the socket arrives as it was sent; what is no message is refused."""
+
+import dataclasses
+import math
+
+import pytest
+
+from tiercel import errors
+from tiercel.engine.grammar import GrammarSpec
+from tiercel.engine.messages import (
+    Abort,
+    Delta,
+    Embedding,
+    EngineInfo,
+    EngineStats,
+    Entered,
+    ErrorInfo,
+    Failed,
+    FrameReader,
+    LoadOptions,
+    Log,
+    NewRequest,
+    Outputs,
+    Progress,
+    PromptLogprobs,
+    Ready,
+    Refused,
+    Start,
+    Stats,
+    Stop,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+    split_prompt_logprobs,
+)
+from tiercel.engine.request import Request, TokenLogprobs
+from tiercel.errors import EngineDeadError, InternalError, InvalidRequestError, TiercelError
+from tiercel.params import SamplingParams, StructuredOutputs
+
+PARAMS = SamplingParams(
+    n=3,
+    temperature=0.25,
+    seed=-(2**63),
+    stop=["né", "\n"],
+    stop_token_ids=[5],
+    logit_bias={3: -100.0, 7: 0.5},
+    allowed_token_ids=[1, 2, 3],
+    bad_words=["x"],
+    logprobs=20,
+    prompt_logprobs=0,
+    max_tokens=None,
+    structured_outputs=StructuredOutputs(json={"type": "object"}),
+)
+REQUEST = Request(
+    request_id="request-7",
+    prompt_token_ids=[1, 2**17],
+    params=PARAMS,
+    seed=-(2**63),
+    stream=2,
+    stop_ids=frozenset({5, 6}),
+    max_tokens=9,
+    priority=-3,
+    grammar=GrammarSpec('{"grammars": []}'),
+    pooling="mean",
+)
+LOGPROBS = (
+    TokenLogprobs(3, -0.1, ((3, -0.1), (9, -math.inf))),
+    TokenLogprobs(4, -math.inf, ()),
+)
+INFO = EngineInfo(
+    model_name="m.gguf",
+    architecture="llama",
+    file_format="gguf",
+    vocab_size=272,
+    hidden_size=64,
+    max_position=2048,
+    max_model_len=512,
+    max_num_seqs=16,
+    max_num_batched_tokens=256,
+    block_size=64,
+    num_blocks=33,
+    device="cuda:0",
+    dtype="float16",
+    seed=2**63 - 1,
+    has_prefix_cache=True,
+    gpu_memory_utilization=0.9,
+    tokenizer=b"\x00\xff",
+    chat_template=None,
+    pooling="last",
+    load_seconds=1.5,
+)
+TO_ENGINE = [
+    Start(LoadOptions(model="m", max_num_seqs=3, offline=True, enable_fault_injection=True)),
+    NewRequest.of(4, REQUEST),
+    Abort(2**40),
+    Stop(7, "né"),
+]
+FROM_ENGINE = [
+    Progress("Loading", 3, 2**40),
+    Ready(INFO),
+    Outputs(
+        1.25,
+        9,
+        (Entered(8, 64), Entered(9, 0)),
+        (Delta(8, (1, 2), LOGPROBS), Delta(9, (), (), "stop", "né"), Delta(3, (5,), (), "stop", 5)),
+    ),
+    PromptLogprobs(4, LOGPROBS),
+    Embedding(4, b"\0\0\x80\x3f"),
+    Refused(4, ErrorInfo.of(InvalidRequestError("no", hint="yes", param="n"))),
+    Stats(EngineStats(num_running=3, kv_cache_usage=0.5, iteration_tokens=(1, 2))),
+    Log(30, "tiercel.x", "text"),
+    Failed(ErrorInfo("InternalError", "why"), "trace", ("request-7",)),
+]
+
+
+def body_of(frame):
+    (body,) = FrameReader(2**20).feed(frame)
+    return body
+
+
+@pytest.mark.parametrize("message", TO_ENGINE, ids=lambda m: type(m).__name__)
+def test_messages_to_the_engine_arrive_as_sent(message):
+    assert decode_to_engine(body_of(encode(message))) == message
+
+
+@pytest.mark.parametrize("message", FROM_ENGINE, ids=lambda m: type(m).__name__)
+def test_messages_from_the_engine_arrive_as_sent(message):
+    assert decode_from_engine(body_of(encode(message))) == message
+
+
+def test_each_message_has_a_number_of_its_own():
+    tags = [type(m).__struct_config__.tag for m in TO_ENGINE + FROM_ENGINE]
+    assert len(set(tags)) == len(tags)
+
+
+def test_a_request_arrives_with_all_that_it_asks_for():
+    arrived = decode_to_engine(body_of(encode(NewRequest.of(1, REQUEST)))).request()
+    # Fields with a default are the engine's own notes, but for what a caller may set.
+    asked = [
+        field.name
+        for field in dataclasses.fields(Request)
+        if field.default is field.default_factory is dataclasses.MISSING
+    ] + ["priority", "grammar", "pooling"]
+    assert set(asked) | {"key"} == set(NewRequest.__struct_fields__)
+    for name in asked:
+        assert getattr(arrived, name) == getattr(REQUEST, name), name
+    assert type(arrived.params) is SamplingParams
+    assert arrived.output_token_ids == []
+
+
+def test_frames_may_come_in_any_pieces():
+    frames = b"".join(encode(message) for message in FROM_ENGINE)
+    for size in (1, 2, 3, 7, 64, len(frames)):
+        reader = FrameReader(2**20)
+        bodies = [
+            bytes(body)
+            for start in range(0, len(frames), size)
+            for body in reader.feed(frames[start : start + size])
+        ]
+        assert [decode_from_engine(body) for body in bodies] == FROM_ENGINE
+
+
+def test_the_length_is_little_endian():
+    frame = encode(Log(20, "x", "y" * 300))
+    assert int.from_bytes(frame[:4], "little") == len(frame) - 4 > 255
+
+
+@pytest.mark.reliability
+def test_a_frame_over_the_limit_is_refused_before_it_is_kept():
+    reader = FrameReader(100)
+    with pytest.raises(EngineDeadError, match="101 bytes"):
+        list(reader.feed((101).to_bytes(4, "little")))
+    assert [bytes(b) for b in FrameReader(100).feed((100).to_bytes(4, "little") + b"x" * 100)]
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", b"\x90", b"\x91\x63", encode(TO_ENGINE[1])[4:-1], b"\x93\x02\x01\x01"]
+)
+def test_what_is_no_message_is_refused(body):
+    with pytest.raises(EngineDeadError, match="cannot be read"):
+        decode_to_engine(body)
+
+
+@pytest.mark.reliability
+def test_the_engine_takes_no_message_of_its_own():
+    with pytest.raises(EngineDeadError):
+        decode_to_engine(encode(FROM_ENGINE[0])[4:])
+
+
+@pytest.mark.reliability
+def test_wrong_parameters_are_refused_at_the_socket():
+    message = encode(TO_ENGINE[1])[4:]
+    place = message.index(b"temperature") + len("temperature")
+    broken = bytearray(message)
+    broken[place + 1 : place + 3] = b"\x7f\xf0"  # 0.25 becomes infinity
+    with pytest.raises(EngineDeadError, match="temperature"):
+        decode_to_engine(broken)
+
+
+ERRORS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, TiercelError)
+]
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_errors_keep_their_class_and_words(kind):
+    error = kind("what", hint="then")
+    if issubclass(kind, InvalidRequestError):
+        error.param = "prompt"
+        error.code = "schema_too_complex"
+    made = decode_from_engine(body_of(encode(Refused(1, ErrorInfo.of(error))))).error.error()
+    assert type(made) is kind
+    assert (str(made), made.hint, made.code) == ("what", "then", error.code)
+    assert getattr(made, "param", None) == getattr(error, "param", None)
+
+
+def test_an_unknown_error_is_internal():
+    for kind in ("ValueError", "annotations", "SystemExit"):
+        assert type(ErrorInfo(kind, "x").error()) is InternalError
+
+
+def test_text_that_is_no_unicode_is_escaped():
+    info = ErrorInfo.of(TiercelError("bad \udcff name", hint="\ud800"))
+    assert decode_from_engine(body_of(encode(Refused(1, info)))).error.message == "bad \\udcff name"
+
+
+def test_long_prompt_logprobs_travel_in_parts():
+    entries = [TokenLogprobs(i, -1.0, ()) for i in range(2500)]
+    parts = list(split_prompt_logprobs(3, entries))
+    assert [len(part.entries) for part in parts] == [1024, 1024, 452]
+    assert [entry for part in parts for entry in part.entries] == entries
+    assert list(split_prompt_logprobs(3, [])) == []

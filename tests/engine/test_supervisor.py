@@ -1,0 +1,362 @@
+"""Engine processes that die, hang, fail and are left behind."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+import uvloop
+
+from tests.engine_process import (
+    QUICK,
+    Maker,
+    descriptors,
+    is_alive,
+    make_client,
+    open_client,
+    read,
+    wait_idle,
+    wait_restarted,
+    wait_until,
+)
+from tests.tiny_llm import LLAMA, greedy
+from tiercel.engine import spawn
+from tiercel.engine.supervisor import EngineState, RestartPolicy, SupervisorSettings
+from tiercel.errors import EngineDeadError
+
+pytestmark = pytest.mark.reliability
+ROOT = Path(__file__).parents[2]
+CHUNKED = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+
+
+def test_delays_double_and_come_to_an_end():
+    policy = RestartPolicy(SupervisorSettings())
+    assert [policy.next_delay(t) for t in range(5)] == [1, 2, 4, 8, 16]
+    assert policy.next_delay(500) is None
+    assert policy.next_delay(600) is None
+    assert policy.next_delay(601.5) == 8, "two restarts are forgotten, three are not"
+    assert policy.next_delay(2000) == 1
+    assert RestartPolicy(SupervisorSettings(max_restarts=0)).next_delay(0) is None
+
+
+class Bench:
+    """A client whose engine dies in each test, and the answer that each next engine must give."""
+
+    def __init__(self):
+        self.runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self.num_deaths = 0
+        self.client = self.runner.run(open_client(**CHUNKED))
+        self.make = Maker(self.client.info)
+        self.answer = self.runner.run(self.ask())
+
+    async def ask(self):
+        request = self.make("the thin man", greedy(20))
+        await read(self.client.submit(request))
+        assert request.finish_reason == "length"
+        return request.output_token_ids
+
+    def run(self, main, *, dies=True):
+        """Run a test; if the engine dies in it, the next one must come and give the same answer."""
+
+        async def whole():
+            await asyncio.wait_for(main(self.client, self.make), 20)
+            self.num_deaths += dies
+            await wait_restarted(self.client, self.num_deaths)
+            assert await self.ask() == self.answer
+            await wait_idle(self.client, self.make)
+
+        before = descriptors()
+        self.runner.run(whole())
+        assert descriptors() <= before
+
+
+@pytest.fixture(scope="module")
+def bench():
+    made = Bench()
+    yield made
+    made.runner.run(made.client.close())
+    made.runner.close()
+
+
+async def assert_dies(stream, seconds=1.0):
+    """A stream ends with the error of a dead engine, in time."""
+    start = perf_counter()
+    with pytest.raises(EngineDeadError, match="under way"):
+        await asyncio.wait_for(read(stream), 5)
+    assert perf_counter() - start < seconds
+    assert stream.request.finish_reason == "error"
+
+
+def test_killed_while_idle(bench):
+    async def main(client, make):
+        pid = client.pid
+        os.kill(pid, signal.SIGKILL)
+        await wait_until(lambda: client.state is EngineState.RESTARTING, 1.0)
+        with pytest.raises(EngineDeadError, match="restarting"):
+            client.submit(make("a"))
+        await wait_until(lambda: client.failure is not None)
+        assert "SIGKILL" in client.failure
+        assert not is_alive(pid)
+
+    bench.run(main)
+
+
+def test_killed_in_prefill(bench):
+    async def main(client, make):
+        stream = client.submit(make([9] * 1800, greedy(5)))
+        await wait_until(lambda: stream.entered_s is not None)
+        os.kill(client.pid, signal.SIGKILL)
+        await assert_dies(stream)
+        assert stream.request.output_token_ids == []
+
+    bench.run(main)
+
+
+def test_killed_in_decode_with_others_waiting(bench, caplog):
+    async def main(client, make):
+        streams = [client.submit(make("a", greedy(1500))) for _ in range(4)]
+        for stream in streams[:2]:
+            await anext(stream)
+        os.kill(client.pid, signal.SIGKILL)
+        await asyncio.gather(*(assert_dies(stream) for stream in streams))
+        names = [stream.request.request_id for stream in streams]
+        (line,) = [r.getMessage() for r in caplog.records if "last step" in r.getMessage()]
+        assert all(name in line for name in names[:2]), "those that ran are suspects"
+        assert not any(name in line for name in names[2:])
+        assert client.num_running == client.num_waiting == 0
+
+    with caplog.at_level(logging.ERROR):
+        bench.run(main)
+
+
+def test_a_stopped_engine_is_killed_when_there_is_work(bench):
+    async def main(client, make):
+        pid = client.pid
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(1.3)
+        assert client.state is EngineState.READY, "without work its silence means nothing"
+        stream = client.submit(make("a", greedy(5)))
+        await assert_dies(stream, 3.0)
+        await wait_until(lambda: client.failure == "no step in 1 s while there was work")
+        assert not is_alive(pid)
+
+    bench.run(main)
+
+
+def test_signals_of_the_terminal_are_for_the_parent(bench):
+    async def main(client, make):
+        stream = client.submit(make("a", greedy(100)))
+        await anext(stream)
+        assert os.getsid(client.pid) != os.getsid(0)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(client.pid, number)
+        assert (await read(stream))[-1].finish_reason == "length"
+
+    bench.run(main, dies=False)
+
+
+def test_an_engine_that_fails_at_each_start_is_given_up(monkeypatch):
+    monkeypatch.setenv("TIERCEL_FAULTS", "exit@start")
+    settings = SupervisorSettings(first_delay_s=0.01, max_restarts=3)
+
+    async def main():
+        client = make_client(settings=settings, enable_fault_injection=True)
+        await client.start()
+        with pytest.raises(EngineDeadError, match="status 3"):
+            await asyncio.wait_for(client.wait_ready(), 20)
+        await asyncio.wait_for(client.wait_ended(), 1)
+        assert client.state is EngineState.DEAD
+        assert client.num_restarts == 3
+        assert client.pid is None
+        await client.close()
+        assert client.state is EngineState.DEAD
+
+    asyncio.run(main())
+
+
+def test_a_client_may_be_closed_while_the_next_engine_is_awaited(monkeypatch):
+    monkeypatch.setenv("TIERCEL_FAULTS", "exit@start")
+
+    async def main():
+        settings = SupervisorSettings(first_delay_s=60)
+        client = make_client(settings=settings, enable_fault_injection=True)
+        await client.start()
+        await wait_until(lambda: client.failure is not None)
+        assert client.state is EngineState.RESTARTING
+        start = perf_counter()
+        await client.close()
+        assert perf_counter() - start < 1
+        assert client.state is EngineState.DRAINING
+        with pytest.raises(EngineDeadError, match="status 3"):
+            await client.wait_ready()
+
+    asyncio.run(main())
+
+
+def test_a_step_that_fails_names_its_requests_and_why(monkeypatch, caplog):
+    monkeypatch.setenv("TIERCEL_FAULTS", "sleep:0.5@start,raise@4")
+
+    async def main():
+        # Loading takes longer than the heartbeat; it is no hang.
+        quick = SupervisorSettings(first_delay_s=0.01, heartbeat_s=0.3, max_restarts=0)
+        client = await open_client(settings=quick, enable_fault_injection=True, **CHUNKED)
+        make = Maker(client.info)
+        streams = [client.submit(make("a", greedy(50))) for _ in range(3)]
+        await asyncio.gather(*(assert_dies(stream, 10.0) for stream in streams))
+        assert [len(stream.request.output_token_ids) for stream in streams] == [3, 3, 0]
+        await client.wait_ended()
+        assert client.state is EngineState.DEAD
+        assert client.failure == "RuntimeError: step 4 failed, as TIERCEL_FAULTS asks."
+        await client.close()
+        return [stream.request.request_id for stream in streams]
+
+    with caplog.at_level(logging.ERROR):
+        names = asyncio.run(main())
+    (line,) = [r.getMessage() for r in caplog.records if "last step" in r.getMessage()]
+    assert line.endswith(": " + ", ".join(names[:2]))
+    assert "Traceback" in caplog.text
+
+
+def test_faults_of_one_request_leave_the_engine_alive(monkeypatch):
+    # Steps 1 to 3 belong to the first pair, steps 4 and later to the second.
+    monkeypatch.setenv("TIERCEL_FAULTS", "nan:0@2,oom@6")
+
+    async def main():
+        client = await open_client(enable_fault_injection=True, max_num_seqs=2)
+        make = Maker(client.info)
+
+        async def ask_two():
+            requests = [make("the thin man", greedy(3 if i else 8)) for i in range(2)]
+            await asyncio.gather(*(read(client.submit(request)) for request in requests))
+            await wait_idle(client, make)
+            return requests
+
+        broken, sound = await ask_two()
+        assert (broken.finish_reason, broken.stop_reason) == ("error", "nonfinite_logits")
+        assert (sound.finish_reason, len(broken.output_token_ids)) == ("length", 1)
+        older, newest = await ask_two()
+        assert (newest.finish_reason, newest.stop_reason) == ("error", "out_of_memory")
+        assert older.finish_reason == "length"
+        assert older.output_token_ids[:3] == sound.output_token_ids
+        assert client.stats.num_nonfinite == 1
+        assert client.num_restarts == 0
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_process_that_speaks_another_language_is_ended(monkeypatch):
+    monkeypatch.setattr(
+        spawn,
+        "_BOOT",
+        "import os, sys, time; os.write(int(sys.argv[2]), b'GET / HTTP/1.1'); time.sleep(60)",
+    )
+
+    async def main():
+        settings = SupervisorSettings(max_restarts=0, exit_grace_s=0.2)
+        client = make_client(settings=settings)
+        await client.start()
+        pid = client.pid
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await asyncio.wait_for(client.wait_ready(), 10)
+        assert not is_alive(pid)
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_without_a_process_start_says_so(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+
+    async def main():
+        before = descriptors()
+        client = make_client()
+        with pytest.raises(EngineDeadError, match="No such file"):
+            await client.start()
+        await client.close()
+        assert descriptors() == before
+
+    asyncio.run(main())
+
+
+PARENT = """
+import asyncio, sys
+from tests.engine_process import make_client
+async def main():
+    client = make_client(enable_fault_injection=True)
+    await client.start()
+    if sys.argv[1] == "ready":
+        await client.wait_ready()
+    print(client.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("state", ["starting", "ready"])
+def test_an_engine_does_not_outlive_its_parent(state):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if state == "starting":
+        environment["TIERCEL_FAULTS"] = "sleep:60@start"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, state],
+        stdout=subprocess.PIPE,
+        env=environment,
+        cwd=ROOT,
+        text=True,
+    )
+    try:
+        pid = int(parent.stdout.readline())
+        assert is_alive(pid)
+    finally:
+        parent.kill()
+        parent.communicate()
+    deadline = perf_counter() + 2
+    while is_alive(pid) and perf_counter() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(pid)
+
+
+@pytest.mark.parametrize("state", ["starting", "idle"])
+def test_an_engine_leaves_when_its_socket_closes(state, monkeypatch):
+    """What ends it where no signal tells of the parent's death."""
+    if state == "starting":
+        monkeypatch.setenv("TIERCEL_FAULTS", "sleep:60@start")
+
+    async def main():
+        client = make_client(enable_fault_injection=True)
+        await client.start()
+        pid = client.pid
+        if state == "idle":
+            await client.wait_ready()
+        else:
+            await asyncio.sleep(0.5)
+        monkeypatch.setattr(spawn.EngineProcess, "kill", lambda _: pytest.fail("it did not leave"))
+        client._supervisor._stopping.set()
+        client._supervisor._engine.close()
+        await wait_until(lambda: not is_alive(pid), 2.0)
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_the_engine_loads_nothing_of_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "msgspec.py").write_text("raise SystemExit(99)")
+    monkeypatch.chdir(tmp_path)
+
+    async def main():
+        client = make_client(LLAMA.resolve(), settings=QUICK)
+        await client.start()
+        await asyncio.wait_for(client.wait_ready(), 30)
+        assert client.num_restarts == 0
+        await client.close()
+
+    with contextlib.chdir(tmp_path):
+        asyncio.run(main())

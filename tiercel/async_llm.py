@@ -1,0 +1,288 @@
+"""The Python API for asyncio: a model in this process, its loop on a thread of its own.
+
+    async with AsyncLLM("model.gguf") as llm:
+        async for delta in llm.stream("The capital of France is"):
+            print(delta.text, end="")
+
+Calls of any number of tasks run together. Cancelling a task, or leaving a stream, ends its requests
+before the engine's next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tiercel.engine.answers import Answer, Prompt, collect, list_prompts, make_answers
+from tiercel.engine.build import LoadedModel, load_model
+from tiercel.engine.loop import EngineLoop
+from tiercel.engine.messages import LoadOptions
+from tiercel.engine.output import RequestOutput, StreamDelta
+from tiercel.engine.readers import Readers
+from tiercel.engine.streams import TokenStream
+from tiercel.errors import InvalidRequestError
+from tiercel.models.source import ModelSource
+from tiercel.params import SamplingParams
+from tiercel.text.chat_template import ChatTemplate, encode_chat
+
+T = TypeVar("T")
+INLINE_CHARS: Final = 4096  # longer texts are tokenized off the event loop
+
+
+class AsyncLLM:
+    """A model, its cache and its requests; see `LLM` for what each call takes and gives."""
+
+    def __init__(
+        self,
+        model: str | Path | ModelSource | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        seed: int = 0,
+        offline: bool | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        """Find, check and load a model; the arguments and errors are those of `LLM`.
+
+        It takes seconds. Where an event loop runs already, make it with
+        ``await asyncio.to_thread(AsyncLLM, ...)``.
+        """
+        options = LoadOptions(
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+            seed=seed,
+            offline=offline,
+        )
+        loaded: LoadedModel = load_model(model, options, progress)
+        self.source = loaded.source
+        self.config = loaded.config
+        self.tokenizer = loaded.tokenizer
+        self._template = ChatTemplate.from_tokenizer(
+            self.tokenizer, source=self.source.chat_template, name=self.source.path.name
+        )
+        self._inputs = loaded.inputs()
+        self._matchers = loaded.matchers
+        self._readers: Readers | None = Readers(loaded.engine, loaded.faults)
+        self._thread = threading.Thread(
+            target=self._readers.run, name="tiercel-engine", daemon=True
+        )
+        self._thread.start()
+        # Also at the end of the program: PyTorch must not run while the interpreter is taken down.
+        self._finalizer = weakref.finalize(self, _end, self._readers.loop, self._thread)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Give weights and cache back; open streams end with an error."""
+        if self._template is not None:
+            self._template.close()
+        await asyncio.to_thread(self._finalizer)
+        self._readers = None
+        if self.config.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    async def encode(
+        self, text: str, *, parse_special: bool = False, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Token ids of a text; see `Tokenizer.encode`."""
+        return await _off_loop(
+            len(text),
+            lambda: self.tokenizer.encode(
+                text, parse_special=parse_special, add_special_tokens=add_special_tokens
+            ),
+        )
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; see `Tokenizer.decode`."""
+        return await _off_loop(
+            len(ids), lambda: self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        parse_special: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue raw prompts, all together; see `LLM.generate`."""
+        listed, every = list_prompts(prompts, params)
+        ids = [await self._prompt_ids(prompt, parse_special=parse_special) for prompt in listed]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
+        return await self._run(ids, texts, every)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RequestOutput:
+        """Answer a conversation through the model's chat template; see `LLM.chat`."""
+        ids = await self.encode_chat(
+            messages, tools=tools, chat_template_kwargs=chat_template_kwargs
+        )
+        return (await self._run([ids], [None], [params or SamplingParams(max_tokens=None)]))[0]
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation; user text never becomes a control token."""
+        return await asyncio.to_thread(
+            encode_chat,
+            self.tokenizer,
+            self._template,
+            messages,
+            tools=tools,
+            template_kwargs=chat_template_kwargs,
+        )
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, parse_special: bool = True
+    ) -> AsyncIterator[StreamDelta]:
+        """Continue a raw prompt piece by piece; leaving the loop early ends the request."""
+        ids = await self._prompt_ids(prompt, parse_special=parse_special)
+        async with aclosing(self._stream(ids, params or SamplingParams())) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[StreamDelta]:
+        """Answer a conversation piece by piece."""
+        ids = await self.encode_chat(
+            messages, tools=tools, chat_template_kwargs=chat_template_kwargs
+        )
+        wanted = params or SamplingParams(max_tokens=None)
+        async with aclosing(self._stream(ids, wanted)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Raw logits after each token of a given sequence; see `LLM.logits`."""
+        ids = self._inputs.prompt_ids({"prompt_token_ids": token_ids}, parse_special=False)
+        request = self._inputs.request(ids, SamplingParams(), 0, max_tokens=0, wants_logits=True)
+        readers = self._open()
+        reader = readers.submit(request)
+        try:
+            async for _ in reader.stream:
+                pass
+        finally:
+            readers.abort(request)
+        pieces = [piece.numpy() for piece in reader.twin.prompt_logits]
+        return await asyncio.to_thread(np.concatenate, pieces)
+
+    def _open(self) -> Readers:
+        if self._readers is None:
+            raise InvalidRequestError("this AsyncLLM is closed.", hint="Make a new one.")
+        return self._readers
+
+    async def _prompt_ids(self, prompt: Prompt, *, parse_special: bool) -> list[int]:
+        size = len(prompt) if isinstance(prompt, str) else 0
+        return await _off_loop(
+            size, lambda: self._inputs.prompt_ids(prompt, parse_special=parse_special)
+        )
+
+    async def _run(
+        self,
+        prompt_ids: Sequence[list[int]],
+        texts: Sequence[str | None],
+        params: Sequence[SamplingParams],
+    ) -> list[RequestOutput]:
+        answers = make_answers(self._inputs, self.tokenizer, prompt_ids, params)
+        await self._read_all(answers, lambda _: None)
+        return collect(texts, answers)
+
+    async def _stream(self, ids: list[int], params: SamplingParams) -> AsyncGenerator[StreamDelta]:
+        answers = make_answers(self._inputs, self.tokenizer, [ids], [params])
+        ready: asyncio.Queue[StreamDelta | None] = asyncio.Queue()
+        reading = asyncio.create_task(self._read_all(answers, ready.put_nowait))
+        reading.add_done_callback(lambda _: ready.put_nowait(None))
+        try:
+            while (delta := await ready.get()) is not None:
+                yield delta
+            await reading
+        finally:
+            reading.cancel()
+
+    async def _read_all(
+        self, answers: Sequence[Answer], take: Callable[[StreamDelta], None]
+    ) -> None:
+        """Run requests to their end; being cancelled ends them."""
+        readers = self._open()
+        start_s = perf_counter()
+        try:
+            for answer in answers:
+                if answer.request.grammar is not None:
+                    await asyncio.to_thread(self._matchers.attach, answer.request)
+            streams = [readers.submit(answer.request).stream for answer in answers]
+            pairs = zip(answers, streams, strict=True)
+            await asyncio.gather(*(_read(readers, *pair, start_s, take) for pair in pairs))
+        finally:
+            for answer in answers:
+                readers.abort(answer.request)
+
+
+async def _read(
+    readers: Readers,
+    answer: Answer,
+    stream: TokenStream,
+    start_s: float,
+    take: Callable[[StreamDelta], None],
+) -> None:
+    """Read one answer to its end, or to its stop string."""
+    async for update in stream:
+        piece = answer.text.push(update.new_token_ids)
+        if answer.text.matched is not None:
+            readers.stop(answer.request, answer.text.matched)
+        answer.note_time(perf_counter() - start_s, has_tokens=bool(update.new_token_ids))
+        take(answer.delta(piece, update.new_token_ids))
+
+
+async def _off_loop(size: int, function: Callable[[], T]) -> T:
+    """Call a function, in a thread if there is much to do."""
+    return function() if size <= INLINE_CHARS else await asyncio.to_thread(function)
+
+
+def _end(loop: EngineLoop, thread: threading.Thread) -> None:
+    loop.shutdown()
+    if thread is not threading.current_thread():  # the last reference may end on any thread
+        thread.join()

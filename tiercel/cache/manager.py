@@ -1,0 +1,171 @@
+"""The blocks of all cache groups: what a sequence holds, needs and gives back.
+
+A sequence holds a list of block ids per group, one per block of tokens from its first token on.
+Groups without a window keep all of them. A sliding group gives back the blocks that no later token
+reads; `NULL_BLOCK` stands in their places, so that a place in the list is always the same token.
+State groups hold no blocks: their memory belongs to the engine row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiercel.cache.allocator import NULL_BLOCK, BlockAllocator
+from tiercel.cache.prefix import ROOT, PrefixCache, PrefixMatch
+
+HeldBlocks = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """Blocks of one group: `num_blocks` with the null block; `window` in tokens, 0 for none."""
+
+    num_blocks: int
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWrite:
+    """Block ids that go into a row's block table from place `start` on."""
+
+    group: int
+    start: int
+    block_ids: tuple[int, ...]
+
+
+class CacheManager:
+    """Gives blocks of every group to sequences, and keeps the prefixes that they computed."""
+
+    def __init__(
+        self,
+        groups: Sequence[GroupBlocks],
+        block_size: int,
+        max_step_tokens: int,
+        *,
+        has_prefix_cache: bool = True,
+    ) -> None:
+        """Set up.
+
+        Args:
+            groups: those with blocks.
+            block_size: tokens of a block.
+            max_step_tokens: new tokens of one sequence in one step, at most.
+            has_prefix_cache: whether computed blocks are kept for other sequences.
+        """
+        self.block_size = block_size
+        self.groups = tuple(groups)
+        self.allocators = [BlockAllocator(group.num_blocks) for group in groups]
+        # A sliding group holds one window and one step at most, at any place within a block.
+        self._most = [
+            1 + self.blocks_for(group.window + max_step_tokens) if group.window else None
+            for group in groups
+        ]
+        self._prefix = None
+        if has_prefix_cache:
+            windows = [group.window for group in groups]
+            self._prefix = PrefixCache(self.allocators, windows, block_size)
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether computed blocks are kept for other sequences."""
+        return self._prefix is not None
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks of tokens that begin before `num_tokens`."""
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def usage(self) -> float:
+        """The share of blocks that sequences hold, 0 to 1, of the fullest group."""
+        return max(
+            1.0 - allocator.num_free / max(1, allocator.num_blocks - 1)
+            for allocator in self.allocators
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sequence that an empty cache holds."""
+        whole = [
+            allocator.num_blocks - 1
+            for allocator, most in zip(self.allocators, self._most, strict=True)
+            if most is None or allocator.num_blocks - 1 < most
+        ]
+        return min(whole, default=2**31) * self.block_size
+
+    def find(self, token_ids: Sequence[int]) -> PrefixMatch:
+        """The longest kept start of a sequence."""
+        if self._prefix is None:
+            return PrefixMatch(tuple(() for _ in self.groups), 0, ROOT)
+        return self._prefix.find(token_ids)
+
+    def can_enter(self, num_tokens: int, match: PrefixMatch) -> bool:
+        """Whether a sequence that starts with `match` could grow to `num_tokens` now."""
+        wanted = self.blocks_for(num_tokens) - match.num_blocks
+        for allocator, most, matched in zip(
+            self.allocators, self._most, match.block_ids, strict=True
+        ):
+            shared = [block_id for block_id in matched if block_id != NULL_BLOCK]
+            needed = wanted if most is None else min(wanted, most - len(shared))
+            if needed > allocator.num_free - sum(map(allocator.is_idle, shared)):
+                return False
+        return True
+
+    def enter(self, match: PrefixMatch) -> HeldBlocks:
+        """The blocks of a sequence that starts with `match`; it becomes one of their readers."""
+        for allocator, block_ids in zip(self.allocators, match.block_ids, strict=True):
+            allocator.share([block_id for block_id in block_ids if block_id != NULL_BLOCK])
+        return [list(block_ids) for block_ids in match.block_ids]
+
+    def can_grow(self, held: HeldBlocks, num_tokens: int) -> bool:
+        """Whether every group has the blocks that `num_tokens` need."""
+        wanted = self.blocks_for(num_tokens)
+        return all(
+            wanted - len(block_ids) <= allocator.num_free
+            for allocator, block_ids in zip(self.allocators, held, strict=True)
+        )
+
+    def grow(self, held: HeldBlocks, num_tokens: int) -> list[BlockWrite]:
+        """Take the blocks that `num_tokens` need; the caller has asked `can_grow`."""
+        writes = []
+        for group, (allocator, block_ids) in enumerate(zip(self.allocators, held, strict=True)):
+            missing = self.blocks_for(num_tokens) - len(block_ids)
+            if missing > 0:
+                new = allocator.allocate(missing)
+                writes.append(BlockWrite(group, len(block_ids), tuple(new)))
+                block_ids += new
+        return writes
+
+    def trim(self, held: HeldBlocks, num_computed: int) -> list[BlockWrite]:
+        """Free the blocks of sliding groups that no token from `num_computed` on reads."""
+        writes = []
+        for group, (size, block_ids) in enumerate(zip(self.groups, held, strict=True)):
+            if not size.window:
+                continue
+            stop = max(0, num_computed - size.window + 1) // self.block_size
+            start = stop
+            while start > 0 and block_ids[start - 1] != NULL_BLOCK:
+                start -= 1
+            if start < stop:
+                self.allocators[group].free(block_ids[start:stop])
+                block_ids[start:stop] = [NULL_BLOCK] * (stop - start)
+                writes.append(BlockWrite(group, start, (NULL_BLOCK,) * (stop - start)))
+        return writes
+
+    def keep(self, link: int, token_ids: Sequence[int], held: HeldBlocks, index: int) -> int:
+        """Keep a sequence's computed block `index`, which follows `link`; returns its own link."""
+        if self._prefix is None:
+            return ROOT
+        return self._prefix.keep(link, token_ids, [block_ids[index] for block_ids in held])
+
+    def discard(self, held: HeldBlocks) -> list[list[int]]:
+        """Forget what a sequence with unsound numbers has kept; per group, what it alone reads."""
+        return [
+            [i for i in block_ids if i != NULL_BLOCK and allocator.discard(i)]
+            for allocator, block_ids in zip(self.allocators, held, strict=True)
+        ]
+
+    def release(self, held: HeldBlocks) -> None:
+        """Take back all blocks of a sequence."""
+        for allocator, block_ids in zip(self.allocators, held, strict=True):
+            allocator.free([block_id for block_id in block_ids if block_id != NULL_BLOCK])

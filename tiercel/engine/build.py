@@ -1,0 +1,153 @@
+"""From options to a loaded engine: the one path that `LLM`, `AsyncLLM` and the engine process take.
+
+Find the file, check it, resolve the options against it, load it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiercel import env
+from tiercel.engine.config import (
+    EngineConfig,
+    resolve_count,
+    resolve_device,
+    resolve_dtype,
+    resolve_share,
+)
+from tiercel.engine.engine import Engine, build_engine, packed_share
+from tiercel.engine.faults import Faults
+from tiercel.engine.inputs import InputProcessor
+from tiercel.engine.matchers import Matchers
+from tiercel.engine.messages import EngineInfo, LoadOptions, plain_text
+from tiercel.engine.tokenizer_parcel import pack_tokenizer
+from tiercel.models.source import ModelSource, find_source
+from tiercel.text.tokenizer import Tokenizer
+
+MAX_SEQS = {"cpu": 16, "cuda": 256}
+# A CPU gains nothing from longer chunks; a GPU needs some thousand tokens to be bound by
+# arithmetic.
+MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+BLOCK_SIZE = 64
+
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that runs.
+
+    Attributes:
+        source: the checked file.
+        config: the resolved options.
+        tokenizer: of the model.
+        engine: with weights and cache.
+        matchers: of requests with a grammar.
+        faults: what ``TIERCEL_FAULTS`` asks for.
+    """
+
+    source: ModelSource
+    config: EngineConfig
+    tokenizer: Tokenizer
+    engine: Engine
+    matchers: Matchers
+    faults: Faults
+
+    def inputs(self) -> InputProcessor:
+        """What makes requests for it."""
+        return InputProcessor(
+            self.tokenizer,
+            vocab_size=self.source.config.vocab_size,
+            max_position=self.source.config.max_position,
+            max_model_len=self.config.max_model_len,
+            seed=self.config.seed,
+        )
+
+
+def load_model(
+    model: str | Path | ModelSource | None, options: LoadOptions, report: Report | None
+) -> LoadedModel:
+    """Find, check and load a model.
+
+    Args:
+        model: see `LLM`; takes the place of `options.model`.
+        options: the others.
+        report: hears (what, done, total) in bytes while fetching and loading.
+
+    Raises:
+        ModelNotFoundError, ModelFormatError, UnsupportedModelError: the model.
+        ArgumentError: an option, or faults that nobody has enabled.
+        OutOfMemoryError: weights, or the cache of one sequence, do not fit.
+    """
+    faults = Faults.parse(env.faults(), is_enabled=options.enable_fault_injection)
+    source = (
+        model
+        if isinstance(model, ModelSource)
+        else find_source(model, offline=options.offline, report=report)
+    )
+    config = resolve_config(source, options)
+    tokenizer = source.tokenizer(env.cache_dir() / "tokenizers")
+    engine = build_engine(source, config, tokenizer, report, faults)
+    matchers = Matchers(tokenizer, source.config.vocab_size)
+    return LoadedModel(source, config, tokenizer, engine, matchers, faults)
+
+
+def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
+    """Check options against the model and this machine; fill in defaults.
+
+    Raises:
+        ArgumentError: a value that cannot be, naming the option.
+    """
+    device = resolve_device(options.device)
+    longest = source.config.max_position
+    return EngineConfig(
+        device=device,
+        dtype=resolve_dtype(options.dtype, device, source.format, packed_share(source)),
+        max_model_len=resolve_count("max_model_len", options.max_model_len, longest, longest),
+        max_num_seqs=resolve_count(
+            "max_num_seqs", options.max_num_seqs, MAX_SEQS[device.type], 4096
+        ),
+        max_num_batched_tokens=resolve_count(
+            "max_num_batched_tokens",
+            options.max_num_batched_tokens,
+            MAX_BATCHED_TOKENS[device.type],
+            2**20,
+        ),
+        block_size=BLOCK_SIZE,
+        gpu_memory_utilization=resolve_share(options.gpu_memory_utilization),
+        prefix_cache=env.has_prefix_cache(),
+        cuda_graphs=device.type == "cuda" and env.has_cuda_graphs(),
+        overlap=env.has_overlap(default=device.type == "cuda"),
+        sync_debug=device.type == "cuda" and env.is_sync_debug(),
+        seed=resolve_count("seed", options.seed, 0, 2**63 - 1, low=-(2**63)),
+    )
+
+
+def describe(loaded: LoadedModel, load_seconds: float) -> EngineInfo:
+    """What another process may know of a loaded model."""
+    source, config = loaded.source, loaded.config
+    template = source.chat_template
+    return EngineInfo(
+        model_name=plain_text(source.path.name),
+        architecture=source.family.name,
+        file_format=source.format,
+        vocab_size=source.config.vocab_size,
+        hidden_size=source.config.hidden_size,
+        max_position=source.config.max_position,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        num_blocks=loaded.engine.scheduler.cache.allocators[0].num_blocks,
+        device=str(config.device),
+        dtype=str(config.dtype).removeprefix("torch."),
+        seed=config.seed,
+        has_prefix_cache=config.prefix_cache,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        tokenizer=pack_tokenizer(source),
+        chat_template=None if template is None else plain_text(template),
+        pooling=source.pooling,
+        load_seconds=load_seconds,
+    )

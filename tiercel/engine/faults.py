@@ -1,0 +1,120 @@
+"""Faults on demand, so that tests and operators see what the engine does with them.
+
+``TIERCEL_FAULTS`` holds them, separated by commas; steps count from 1 in each engine process:
+
+    exit@start           the process ends before it loads anything
+    exit@STEP            it ends before that step, as if it was killed
+    sleep:SECONDS@start  loading begins so much later
+    sleep:SECONDS@STEP   that step begins so much later: an engine that hangs
+    oom@STEP             that step runs out of memory
+    raise@STEP           that step fails, as all do after an error of the GPU
+    nan:SLOT@STEP        the logits of the engine row SLOT are NaN in that step
+
+They are refused unless fault injection was enabled where the engine is configured: a variable that
+was left behind must not break a server.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from tiercel.errors import ArgumentError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EXIT_STATUS: Final = 3
+_AT_START: Final = 0
+_FAULT: Final = re.compile(
+    r"(?P<kind>\w+)(?::(?P<value>\d{1,9}(?:\.\d{1,9})?))?@(?P<step>start|[1-9]\d{0,8})"
+)
+_NEEDS_VALUE: Final = {"exit": False, "sleep": True, "oom": False, "raise": False, "nan": True}
+_MAY_BE_AT_START: Final = ("exit", "sleep")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault; `value` is a row or seconds, 0 where it has none; `step` 0 is the start."""
+
+    kind: str
+    value: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """The faults of one engine; usually none."""
+
+    faults: tuple[Fault, ...] = ()
+
+    @staticmethod
+    def parse(text: str, *, is_enabled: bool) -> Faults:
+        """Read a list of faults; see the module.
+
+        Raises:
+            ArgumentError: there are some but they are not enabled, or one cannot be read.
+        """
+        if not text:
+            return Faults()
+        if not is_enabled:
+            raise ArgumentError(
+                "TIERCEL_FAULTS is set but fault injection is not enabled.",
+                hint="Unset it, or enable fault injection for a test.",
+            )
+        return Faults(tuple(_read(part.strip()) for part in text.split(",")))
+
+    def at_start(self) -> None:
+        """Do what is asked for before the model is loaded."""
+        self.before_step(_AT_START)
+
+    def before_step(self, step: int) -> None:
+        """Do what is asked for before a step.
+
+        Raises:
+            OutOfMemoryError: the step shall run out of memory.
+            RuntimeError: the step shall fail.
+        """
+        for fault in self.faults:
+            if fault.step != step:
+                continue
+            if fault.kind == "exit":
+                os._exit(EXIT_STATUS)
+            elif fault.kind == "sleep":
+                time.sleep(fault.value)
+            elif fault.kind == "oom":
+                raise OutOfMemoryError(f"step {step} ran out of memory, as TIERCEL_FAULTS asks.")
+            elif fault.kind == "raise":
+                raise RuntimeError(f"step {step} failed, as TIERCEL_FAULTS asks.")
+
+    def on_logits(self, step: int, logits: Tensor, rows: Sequence[int]) -> None:
+        """Spoil logits of a step, in place.
+
+        Args:
+            step: which.
+            logits: (L, vocab_size).
+            rows: the engine row of each of the L rows.
+        """
+        for fault in self.faults:
+            if fault.kind == "nan" and fault.step == step:
+                for place, row in enumerate(rows):
+                    if row == fault.value:
+                        logits[place] = float("nan")
+
+
+def _read(text: str) -> Fault:
+    found = _FAULT.fullmatch(text)
+    if found is not None:
+        kind, value, step = found["kind"], found["value"], found["step"]
+        has_sound_value = _NEEDS_VALUE.get(kind) is (value is not None)
+        has_sound_value &= kind != "nan" or "." not in str(value)
+        if has_sound_value and (step != "start" or kind in _MAY_BE_AT_START):
+            return Fault(kind, float(value or 0), _AT_START if step == "start" else int(step))
+    raise ArgumentError(
+        f"TIERCEL_FAULTS: {text[:40]!r} cannot be read.",
+        hint="Use exit, sleep:SECONDS, oom, raise or nan:SLOT, then @STEP or @start.",
+    )

@@ -1,0 +1,237 @@
+"""Follows an answer through its grammar and says which tokens may come next (llguidance).
+
+A stop token may come exactly where the grammar may end, and ends it; stop tokens never reach
+llguidance, whose own bookkeeping of them does not survive a rollback. A grammar that is refused, or
+that costs too much on the way, ends its own request alone: nothing is shared between matchers but
+the vocabulary. (llguidance could copy a compiled grammar, but copies share one budget of states, so
+that a long answer of one request would end another's.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from tiercel.engine.grammar import GrammarSpec
+from tiercel.engine.json_schema import refuse
+from tiercel.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from tiercel.text.tokenizer import Tokenizer
+
+MAX_MASK_SECONDS: Final = 1.0
+TOO_COMPLEX: Final = "schema_too_complex"
+_MESSAGE_CHARS: Final = 300
+# What llguidance says of a grammar that passes one of its limits.
+_LIMIT_WORDS: Final = re.compile(r"too (big|large|many|complex|deep)|limit|fuel", re.IGNORECASE)
+_PLACE: Final = re.compile(r"^((at )?\d+\(\d+\): |failed to compile JSON schema: )+")
+_NOTHING_FITS: Final = "no answer has the form that is asked for."
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """What a grammar must know of a vocabulary.
+
+    Attributes:
+        tokens: bytes by id, for `vocab_size` ids; empty for one that no text may hold.
+        control_ids: ids that are control tokens; their bytes are their names.
+        stop_ids: ids that end an answer.
+    """
+
+    tokens: tuple[bytes, ...]
+    control_ids: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+
+
+def read_token_table(tokenizer: Tokenizer, vocab_size: int) -> TokenTable:
+    """The table of a tokenizer.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: rows of the output matrix; ids beyond the tokenizer's stand for nothing.
+    """
+    known = range(min(vocab_size, tokenizer.vocab_size))
+    tokens = [tokenizer.token_bytes(i, with_special=True) for i in known]
+    stop_ids = tuple(i for i in tokenizer.stop_ids if i < vocab_size)
+    control_ids = {i for i in known if tokenizer.is_special(i) and tokens[i]}
+    return TokenTable(
+        tokens=(*tokens, *[b""] * (vocab_size - len(tokens))),
+        control_ids=tuple(sorted(control_ids | set(stop_ids))),
+        stop_ids=stop_ids,
+    )
+
+
+class _Encoder:
+    """The face of a tokenizer that `TokenizerWrapper` asks for."""
+
+    def __init__(self, table: TokenTable, encode: Callable[[str], list[int]]) -> None:
+        self.tokens = table.tokens
+        self.special_token_ids = table.control_ids
+        self.eos_token_id = table.stop_ids[0]
+        self.bos_token_id = None
+        self._encode = encode
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text.decode("utf-8", "replace"))
+
+
+class GrammarVocabulary:
+    """A vocabulary as llguidance wants it; made once per model, threads may share it.
+
+    Args:
+        table: of the vocabulary, with at least one stop token.
+        encode: text to ids within an answer; where a grammar leaves no choice, the model is offered
+            these tokens for the text and not its single bytes.
+
+    Takes 0.1 s for 49,152 tokens and 1 s for 262,144.
+    """
+
+    def __init__(self, table: TokenTable, encode: Callable[[str], list[int]]) -> None:
+        self.stop_ids = frozenset(table.stop_ids)
+        self.vocab_size = len(table.tokens)
+        self.num_words = -(-self.vocab_size // 32)
+        self.tokenizer = LLTokenizer(
+            TokenizerWrapper(_Encoder(table, encode)),
+            n_vocab=self.vocab_size,
+            eos_token=list(table.stop_ids),
+        )
+
+    @staticmethod
+    def of(tokenizer: Tokenizer, vocab_size: int) -> GrammarVocabulary:
+        """Of a model's tokenizer and the rows of its output matrix."""
+        return GrammarVocabulary(read_token_table(tokenizer, vocab_size), tokenizer.encode_inner)
+
+
+class GrammarMatcher:
+    """The state of one answer in its grammar.
+
+    Args:
+        vocabulary: of the model.
+        spec: the grammar.
+        stop_ids: ids that end this request; None for the vocabulary's.
+
+    Attributes:
+        error: None, or ``schema_too_complex`` once it cannot go on; the request then ends.
+
+    Raises:
+        InvalidRequestError: code `invalid_schema` or `schema_too_complex`, with what is wrong.
+    """
+
+    def __init__(
+        self,
+        vocabulary: GrammarVocabulary,
+        spec: GrammarSpec,
+        stop_ids: Iterable[int] | None = None,
+    ) -> None:
+        self._vocabulary = vocabulary
+        stops = vocabulary.stop_ids if stop_ids is None else frozenset(stop_ids)
+        self._stops = stops | vocabulary.stop_ids
+        stop_ids = np.array(sorted(self._stops), np.int64)
+        self._stop_words = stop_ids // 32
+        self._stop_bits = np.int32(1) << (stop_ids % 32).astype(np.int32)
+        self._is_stopped = False
+        self.error: str | None = None
+        self._matcher = LLMatcher(
+            vocabulary.tokenizer,
+            spec.text,
+            log_level=0,
+            limits=LLParserLimits(verbose_errors=False),
+        )
+        self._check()
+        # Some grammars are found wanting by the first mask only; it is kept for the first token.
+        self._first: npt.NDArray[np.int32] | None = np.zeros(vocabulary.num_words, np.int32)
+        started_s = perf_counter()
+        self._compute(self._first)
+        self._check()
+        if perf_counter() - started_s > MAX_MASK_SECONDS:
+            raise refuse(TOO_COMPLEX, "the form takes too long to enforce.", "Simplify it.")
+        if not self._first.any():
+            raise refuse("invalid_schema", _NOTHING_FITS)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise grammar_error(self._matcher.get_error())
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the answer may end here."""
+        return self._is_stopped or self._matcher.is_accepting()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing but a stop token may follow, or one has come."""
+        return self._is_stopped or (self._matcher.is_stopped() and not self._matcher.is_error())
+
+    def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
+        """Write which tokens may come next; sets `error` where that takes over a second.
+
+        Args:
+            row: (ceil(vocab_size / 32),) int32, contiguous; bit i % 32 of word i // 32 is token i.
+        """
+        if self._first is not None:
+            row[:] = self._first
+            return
+        started_s = perf_counter()
+        self._compute(row)
+        if self._matcher.is_error() or perf_counter() - started_s > MAX_MASK_SECONDS:
+            self.error = TOO_COMPLEX
+
+    def _compute(self, row: npt.NDArray[np.int32]) -> None:
+        if self._is_stopped:
+            row[:] = 0
+        else:
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if not self._matcher.is_error() and self.is_accepting:
+            np.bitwise_or.at(row, self._stop_words, self._stop_bits)
+        else:
+            np.bitwise_and.at(row, self._stop_words, ~self._stop_bits)
+
+    def advance(self, token_id: int) -> None:
+        """Take the token that was chosen; sets `error` if the grammar cannot go on."""
+        self._first = None
+        if token_id in self._stops and self.is_accepting:
+            self._is_stopped = True
+        elif self._is_stopped or not self._matcher.consume_token(token_id):
+            self.error = TOO_COMPLEX
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, could come next; changes nothing."""
+        stops = [place for place, i in enumerate(token_ids) if i in self._stops]
+        body = list(token_ids[: stops[0]]) if stops else list(token_ids)
+        if self._is_stopped or self.error is not None:
+            return 0
+        num_valid = self._matcher.validate_tokens(body)
+        if not stops or num_valid < len(body):
+            return num_valid
+        self._matcher.consume_tokens(body)
+        may_end = self._matcher.is_accepting()
+        self._matcher.rollback(len(body))
+        return num_valid + may_end
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens of `advance`; not beyond an error."""
+        if num_tokens and self._is_stopped:
+            self._is_stopped = False
+            num_tokens -= 1
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+
+
+def grammar_error(text: str) -> InvalidRequestError:
+    """The error for what llguidance says: its first line, and the line that says why."""
+    lines = [line.strip() for line in text.replace("<non-verbose/>", "").splitlines()]
+    message = _PLACE.sub("", next(filter(None, lines), "it cannot be compiled"))
+    reasons = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
+    if reasons:
+        message = f"{message.removesuffix(':')}: {reasons[0]}"
+    if message.startswith("NoExtension"):
+        return refuse("invalid_schema", _NOTHING_FITS)
+    code = TOO_COMPLEX if _LIMIT_WORDS.search(message) else "invalid_schema"
+    return refuse(code, f"the form cannot be enforced: {message[:_MESSAGE_CHARS]}.")

@@ -1,0 +1,43 @@
+"""What follows the answers of one model through their grammars.
+
+Compiling a grammar takes up to a second. So it is done where a request comes in, never on the
+thread of the loop.
+"""
+
+from __future__ import annotations
+
+from tiercel.engine.grammar_matcher import GrammarMatcher, GrammarVocabulary
+from tiercel.engine.request import Request
+from tiercel.errors import InvalidRequestError
+from tiercel.text.tokenizer import Tokenizer
+
+
+class Matchers:
+    """Makes the matchers of requests; the vocabulary that they share is made for the first."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """Set up.
+
+        Args:
+            tokenizer: of the model.
+            vocab_size: rows of the output matrix.
+        """
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._vocabulary: GrammarVocabulary | None = None
+
+    def attach(self, request: Request) -> None:
+        """Give a request the matcher of its grammar, if it has one.
+
+        Raises:
+            InvalidRequestError: the grammar cannot be enforced.
+        """
+        if request.grammar is None:
+            return
+        if not self._tokenizer.stop_ids:
+            raise InvalidRequestError(
+                "this model has no token that ends an answer, so no form can be enforced."
+            )
+        if self._vocabulary is None:
+            self._vocabulary = GrammarVocabulary.of(self._tokenizer, self._vocab_size)
+        request.matcher = GrammarMatcher(self._vocabulary, request.grammar, request.stop_ids)

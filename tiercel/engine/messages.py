@@ -1,0 +1,418 @@
+"""What the HTTP process and the engine process say to each other, and how it looks on the socket.
+
+Free of PyTorch. A frame is ``u32 little-endian length, MessagePack of that length``; a message is a
+MessagePack array whose first item is its number (`tag`), then its fields in the order given here:
+
+    to the engine     1 Start   2 NewRequest   3 Abort   4 Stop
+    from the engine  16 Progress  17 Ready  18 Outputs  19 PromptLogprobs  20 Refused  21 Stats
+                     22 Log  23 Failed  24 Embedding
+
+`Start` is the first message and comes once. A request is named by its key, a number that its client
+counts up from 1; its id travels for the log alone. Closing the socket ends the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from tiercel import errors
+from tiercel.engine.grammar import GrammarSpec
+from tiercel.engine.request import Request, TokenLogprobs
+from tiercel.errors import EngineDeadError, TiercelError
+from tiercel.params import SamplingParams
+
+LENGTH_BYTES = 4
+MAX_TO_ENGINE_BYTES = 64 * 2**20  # a prompt of a million ids takes 5 MB
+MAX_FROM_ENGINE_BYTES = 320 * 2**20  # a tokenizer file holds up to 256 MiB
+PROMPT_LOGPROBS_PER_MESSAGE = 1024  # 300 KB with 20 alternatives each: decoded in 5 ms
+
+
+class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caller may ask of a model when it is loaded; see `LLM.__init__` for the fields.
+
+    Attributes:
+        model: path or catalogue name; None for the default model.
+        enable_fault_injection: whether ``TIERCEL_FAULTS`` may be set; see `faults.py`.
+    """
+
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    seed: int = 0
+    offline: bool | None = None
+    enable_fault_injection: bool = False
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the HTTP process knows of the model.
+
+    Attributes:
+        model_name: file or folder name, without its path.
+        architecture: as the file names it.
+        file_format: ``gguf`` or ``hf``.
+        vocab_size: rows of the output matrix.
+        hidden_size: elements of a hidden state.
+        max_position: the context that the model itself allows.
+        max_model_len: the context that the engine was given.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: new tokens of one step.
+        block_size: tokens of a cache block.
+        num_blocks: of the cache, the null block included.
+        device: ``cpu`` or ``cuda:i``.
+        dtype: of activations and cache.
+        seed: of requests without one.
+        has_prefix_cache: whether computed blocks are kept.
+        gpu_memory_utilization: as asked for.
+        tokenizer: for `unpack_tokenizer`.
+        chat_template: Jinja source, or None.
+        pooling: ``mean`` or ``last`` if the file declares an embedding model, else None.
+        load_seconds: of loading weights, PyTorch itself not counted.
+    """
+
+    model_name: str
+    architecture: str
+    file_format: str
+    vocab_size: int
+    hidden_size: int
+    max_position: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    device: str
+    dtype: str
+    seed: int
+    has_prefix_cache: bool
+    gpu_memory_utilization: float
+    tokenizer: bytes
+    chat_template: str | None
+    pooling: str | None
+    load_seconds: float
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return (self.num_blocks - 1) * self.block_size
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """Counters of one engine process; totals unless said otherwise.
+
+    Attributes:
+        num_running: requests with an engine row now.
+        num_waiting: requests without one now.
+        kv_cache_usage: share of the cache's blocks that requests hold now, 0 to 1.
+        num_preemptions: requests that gave their blocks back and waited again.
+        prefix_queries: prompt tokens that were looked up in the prefix cache.
+        prefix_hits: of these, tokens that were found.
+        num_steps: steps of the loop.
+        step_seconds: their time.
+        num_nonfinite: requests that ended because their logits were NaN or infinite.
+        num_prompt_tokens: of prompts that were computed to their end.
+        num_generation_tokens: generated.
+        iteration_tokens: tokens of each step since the message before: those generated, and the
+            whole prompt where it was finished.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    num_steps: int = 0
+    step_seconds: float = 0.0
+    num_nonfinite: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    iteration_tokens: tuple[int, ...] = ()
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A `TiercelError`: the name of its class and what it says; `code` None is the class's own."""
+
+    kind: str
+    message: str
+    hint: str = ""
+    param: str | None = None
+    code: str | None = None
+
+    @staticmethod
+    def of(error: TiercelError) -> ErrorInfo:
+        """Describe an error."""
+        return ErrorInfo(
+            kind=type(error).__name__,
+            message=plain_text(str(error)),
+            hint=plain_text(error.hint),
+            param=getattr(error, "param", None),
+            code=None if error.code == type(error).code else error.code,
+        )
+
+    def error(self) -> TiercelError:
+        """Make the error again; a class that is unknown here becomes `InternalError`."""
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, TiercelError)):
+            kind = errors.InternalError
+        error = kind(self.message, hint=self.hint)
+        if isinstance(error, errors.InvalidRequestError):
+            error.param = self.param
+        if self.code is not None:
+            error.code = self.code
+        return error
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Load a model."""
+
+    options: LoadOptions
+
+
+class NewRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A request; the fields as in `Request`."""
+
+    key: int
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    stream: int
+    stop_ids: frozenset[int]
+    max_tokens: int
+    priority: int
+    grammar: GrammarSpec | None
+    pooling: str | None
+
+    @staticmethod
+    def of(key: int, request: Request) -> NewRequest:
+        """Describe a request; what it asks of its prompt's logits does not travel."""
+        return NewRequest(
+            key,
+            request.request_id,
+            request.prompt_token_ids,
+            request.params,
+            request.seed,
+            request.stream,
+            request.stop_ids,
+            request.max_tokens,
+            request.priority,
+            request.grammar,
+            request.pooling,
+        )
+
+    def request(self) -> Request:
+        """Make the request that the engine works on."""
+        return Request(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            params=self.params,
+            seed=self.seed,
+            stream=self.stream,
+            stop_ids=self.stop_ids,
+            max_tokens=self.max_tokens,
+            priority=self.priority,
+            grammar=self.grammar,
+            pooling=self.pooling,
+        )
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """End a request in any state; nothing happens if it has ended."""
+
+    key: int
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """End a request whose text reached a stop string."""
+
+    key: int
+    stop_string: str
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """How far fetching or loading has come, in bytes; `total` is 0 where unknown."""
+
+    what: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """The model is loaded."""
+
+    info: EngineInfo
+
+
+class Entered(msgspec.Struct, frozen=True, array_like=True):
+    """A request got its engine row; `num_cached` tokens of its prompt were in the prefix cache."""
+
+    key: int
+    num_cached: int
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True):
+    """What a step did for one request; it has ended if there is a reason."""
+
+    key: int
+    new_token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=18):
+    """What one step did.
+
+    Attributes:
+        started_s: `perf_counter` when the step began; one clock for all processes of a machine.
+        last_key: the newest request that the engine knew when the step began.
+        entered: requests whose first step this was.
+        deltas: in the order of the step.
+    """
+
+    started_s: float
+    last_key: int
+    entered: tuple[Entered, ...]
+    deltas: tuple[Delta, ...]
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, tag=19):
+    """Some of the log-probabilities of a prompt, in order; all come before its first delta."""
+
+    key: int
+    entries: tuple[TokenLogprobs, ...]
+
+
+class Embedding(msgspec.Struct, frozen=True, array_like=True, tag=24):
+    """The vector of a request with `pooling`, before its only delta; see `Request.embedding`."""
+
+    key: int
+    embedding: bytes
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """A request that the engine does not take."""
+
+    key: int
+    error: ErrorInfo
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True, tag=21):
+    """Counters, at most every 100 ms while there is work, and when it is done."""
+
+    stats: EngineStats
+
+
+class Log(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """A line for the log of the server; `level` as in `logging`."""
+
+    level: int
+    logger: str
+    text: str
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=23):
+    """The engine ends.
+
+    Attributes:
+        error: why.
+        detail: the traceback, for the log; "" where the error says it all.
+        suspects: ids of the requests of the step that failed.
+    """
+
+    error: ErrorInfo
+    detail: str = ""
+    suspects: tuple[str, ...] = ()
+
+
+ToEngine = Start | NewRequest | Abort | Stop
+FromEngine = (
+    Progress | Ready | Outputs | PromptLogprobs | Embedding | Refused | Stats | Log | Failed
+)
+
+
+class FrameReader:
+    """Cuts what arrives into frames.
+
+    Raises:
+        EngineDeadError: by `feed`, for a frame that is longer than `max_bytes`: the other side is
+            not what it should be, and nothing behind such a length can be read.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytearray]:
+        """Add what was read; yields each frame that is complete, without its length."""
+        pending = self._pending
+        pending += data
+        start = 0
+        try:
+            while len(pending) - start >= LENGTH_BYTES:
+                begin = start + LENGTH_BYTES
+                size = int.from_bytes(pending[start:begin], "little")
+                if size > self._max_bytes:
+                    raise EngineDeadError(f"a message of {size} bytes is over the limit.")
+                if len(pending) - begin < size:
+                    break
+                start = begin + size
+                yield pending[begin:start]
+        finally:
+            del pending[:start]
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """The frame of a message."""
+    body = _ENCODER.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def decode_to_engine(body: bytes | bytearray) -> ToEngine:
+    """Read a message in the engine process.
+
+    Raises:
+        EngineDeadError: it is none.
+    """
+    message: ToEngine = _decode(_TO_ENGINE, body)
+    return message
+
+
+def decode_from_engine(body: bytes | bytearray) -> FromEngine:
+    """Read a message in the client's process.
+
+    Raises:
+        EngineDeadError: it is none.
+    """
+    message: FromEngine = _decode(_FROM_ENGINE, body)
+    return message
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | bytearray) -> Any:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise EngineDeadError(f"a message cannot be read: {error!s:.200}.") from None
+
+
+def plain_text(text: str) -> str:
+    """Text that UTF-8 can hold: a message may quote bytes of a broken file."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def split_prompt_logprobs(key: int, entries: Sequence[TokenLogprobs]) -> Iterator[PromptLogprobs]:
+    """Messages that carry the log-probabilities of a prompt."""
+    for start in range(0, len(entries), PROMPT_LOGPROBS_PER_MESSAGE):
+        yield PromptLogprobs(key, tuple(entries[start : start + PROMPT_LOGPROBS_PER_MESSAGE]))

@@ -1,0 +1,67 @@
+"""Repetition, frequency and presence penalties from counts that stay on the device.
+
+Sources: "CTRL", arXiv 1909.05858, for repetition; the OpenAI API reference for the other two.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tiercel.engine.request import Request
+from tiercel.engine.rows import Rows, to_device
+
+
+class Penalties:
+    """Which tokens each row has seen, and how often its answer holds each."""
+
+    def __init__(self, vocab_size: int, rows: Rows) -> None:
+        self._vocab_size = vocab_size
+        self._rows = rows
+        # Made when a request first asks for a penalty: most never do.
+        self._counts: Tensor | None = None  # (S, vocab_size) int32, of output tokens
+        self._in_prompt: Tensor | None = None  # (S, vocab_size) bool
+
+    def enter(self, request: Request) -> None:
+        """Count what a request holds that gets its row now: nothing of it is in flight."""
+        counts, in_prompt = self._tables()
+        device, row = self._rows.device, request.row
+
+        def ids(values: list[int]) -> Tensor:
+            return to_device(np.array(values, np.int64), device)
+
+        output = ids(request.output_token_ids)
+        ones = torch.ones(len(output), dtype=torch.int32, device=device)
+        counts[row].zero_().index_add_(0, output, ones)
+        in_prompt[row].zero_().index_fill_(0, ids(request.prompt_token_ids), 1)
+
+    def apply(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """Penalised logits of some lines, (P, vocab_size), of the engine rows (P,)."""
+        counts, in_prompt = self._tables()
+        count = counts.index_select(0, rows)
+        is_used = count > 0
+        is_seen = is_used | in_prompt.index_select(0, rows)
+
+        def column(name: str) -> Tensor:
+            return self._rows.values[name].index_select(0, rows).unsqueeze(1)
+
+        repetition = column("repetition")
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(is_seen, repeated, logits)
+        charge = count * column("frequency") + column("presence")
+        penalised: Tensor = torch.where(is_used, logits - charge, logits)
+        return penalised
+
+    def count(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Add one drawn token to each of some rows."""
+        counts, _ = self._tables()
+        one = torch.ones((), dtype=torch.int32, device=rows.device)
+        counts.index_put_((rows.long(), token_ids.long()), one, accumulate=True)
+
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        if self._counts is None or self._in_prompt is None:
+            shape, device = (self._rows.scratch + 1, self._vocab_size), self._rows.device
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=device)
+            self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
+        return self._counts, self._in_prompt

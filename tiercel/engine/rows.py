@@ -1,0 +1,112 @@
+"""The persistent state of running requests on the device: one row each, and one for scratch.
+
+All columns lie in one int32 arena. The host stages small differences and `apply` brings them over
+in one copy and one scatter, whatever they are: tokens of a new prompt, blocks, sampling parameters.
+Staging buffers are fresh pinned memory, so the host may run ahead of the device with no barrier;
+the allocator gives a buffer out again only after the copy that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tiercel.ops.sample_tokens import SampleRows
+
+_NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
+
+
+def to_device(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """A host array on the device; the host does not wait for the copy."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Rows:
+    """Columns of `num_rows` requests and, as the last row, scratch.
+
+    Attributes:
+        token_ids: (S, max_model_len + 1) int32, prompt and output.
+        num_tokens: (S,) int32, how many of them are known.
+        num_computed: (S,) int32, of these in the cache or on their way there.
+        block_tables: (G, S, max_blocks) int32.
+        top_k: (S,) int32; the vocabulary's size for all.
+        values: (S,) float32 each: temperature, top_p, min_p; presence, frequency, repetition.
+        key: (S,) int64, of the noise.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_model_len: int,
+        num_groups: int,
+        max_blocks: int,
+        device: torch.device,
+    ) -> None:
+        size = num_rows + 1
+        self.device = device
+        self.scratch = num_rows
+        floats = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+        shapes: dict[str, tuple[int, ...]] = {
+            "key": (size, 2),  # first: 8 bytes each
+            "token_ids": (size, max_model_len + 1),  # a full prompt is sampled too
+            "block_tables": (num_groups, size, max_blocks),
+            **dict.fromkeys(("num_tokens", "num_computed", "top_k", *floats), (size,)),
+        }
+        total = sum(prod(shape) for shape in shapes.values())
+        self._arena = torch.zeros(total, dtype=torch.int32, device=device)
+        pieces = torch.split_with_sizes(self._arena, [prod(shape) for shape in shapes.values()])
+        columns = {
+            name: piece.view(shape)
+            for (name, shape), piece in zip(shapes.items(), pieces, strict=True)
+        }
+        self.key = columns["key"].view(torch.int64).squeeze(1)
+        self.token_ids, self.block_tables = columns["token_ids"], columns["block_tables"]
+        self.num_tokens, self.num_computed = columns["num_tokens"], columns["num_computed"]
+        self.top_k = columns["top_k"]
+        self.values = {name: columns[name].view(torch.float32) for name in floats}
+        self._staged: list[tuple[int, npt.NDArray[np.int32]]] = []
+
+    @property
+    def sampling(self) -> SampleRows:
+        """The columns that sampling reads and extends."""
+        return SampleRows(self.token_ids, self.num_tokens, self.values["temperature"], self.key)
+
+    def stage(self, column: Tensor, place: tuple[int, ...], values: Sequence[float]) -> None:
+        """Note values for `column[place]` and the places after it; no place twice before `apply`.
+
+        Args:
+            column: one of this object's.
+            place: an index for each dimension.
+            values: in the column's dtype.
+        """
+        words = column.element_size() // 4
+        offset = sum(i * step for i, step in zip(place, column.stride(), strict=True))
+        start = int(column.storage_offset() + offset) * words
+        self._staged.append((start, np.asarray(values, _NUMPY[column.dtype]).view(np.int32)))
+
+    def apply(self) -> None:
+        """Enqueue all staged writes: one copy, one scatter."""
+        if not self._staged:
+            return
+        places = [np.arange(start, start + len(data)) for start, data in self._staged]
+        # Places and values in one buffer: a copy to the device costs the same for both.
+        buffer = np.concatenate(
+            (np.concatenate(places).view(np.int32), *(data for _, data in self._staged))
+        )
+        on_device = to_device(buffer, self.device)
+        count = buffer.size // 3
+        index = on_device[: 2 * count].view(torch.int64)
+        self._arena.scatter_(0, index, on_device[2 * count :])
+        self._staged.clear()
+
+    def forget_staged(self) -> None:
+        """Drop what was staged; rows whose writes are lost must enter anew."""
+        self._staged.clear()

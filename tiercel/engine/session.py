@@ -1,0 +1,160 @@
+"""The engine process once PyTorch is loaded: a model, its loop, and the messages about them.
+
+The thread of the loop sends; another one reads what the parent sends and puts it into the loop's
+inbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Final
+
+from tiercel.engine.build import LoadedModel, Report, describe, load_model
+from tiercel.engine.counters import Counters
+from tiercel.engine.engine import RequestUpdate
+from tiercel.engine.loop import EngineLoop, StepResult, is_first, token_update
+from tiercel.engine.messages import (
+    Abort,
+    Delta,
+    Embedding,
+    Entered,
+    ErrorInfo,
+    FromEngine,
+    LoadOptions,
+    NewRequest,
+    Outputs,
+    Ready,
+    Refused,
+    Stats,
+    Stop,
+    ToEngine,
+    split_prompt_logprobs,
+)
+from tiercel.engine.request import Request
+from tiercel.errors import TiercelError
+from tiercel.models.source import ModelSource
+
+STATS_SECONDS: Final = 0.1
+
+Send = Callable[[FromEngine], None]
+
+
+class EngineSession:
+    """One loaded model and the requests that its client names by keys."""
+
+    def __init__(self, loaded: LoadedModel, send: Send) -> None:
+        self.loop = EngineLoop(loaded.engine, self, loaded.faults)
+        self._matchers = loaded.matchers
+        self._send = send
+        self._counters = Counters(loaded.engine)
+        self._stats_s = 0.0
+        self._requests: dict[int, Request] = {}
+        self._keys: dict[Request, int] = {}
+        self._last_key = 0
+        self._told_key = 0
+
+    def handle(self, message: ToEngine) -> None:
+        """Take a message; on the thread that reads."""
+        if isinstance(message, NewRequest):
+            self._take(message)
+        elif isinstance(message, Abort | Stop):
+            request_to_end = self._forget(message.key)
+            if request_to_end is None:
+                return  # it has ended meanwhile
+            if isinstance(message, Stop):
+                self.loop.stop(request_to_end, message.stop_string)
+            else:
+                self.loop.abort(request_to_end)
+
+    def _take(self, message: NewRequest) -> None:
+        request = message.request()
+        try:
+            self._matchers.attach(request)
+        except TiercelError as error:
+            self._send(Refused(message.key, ErrorInfo.of(error)))
+            return
+        self._requests[message.key] = request
+        self._keys[request] = message.key
+        self.loop.submit(request)
+        self.loop.call(lambda: self._note_key(message.key))
+
+    def suspects(self) -> tuple[str, ...]:
+        """Ids of the requests of a step that failed."""
+        return tuple(request.request_id for request in self.loop.running())
+
+    def on_step(self, result: StepResult) -> None:
+        """Send what a step did."""
+        self._counters.add(result)
+        entered = [
+            Entered(key, request.num_cached)
+            for request in result.entered
+            if (key := self._keys.get(request)) is not None
+        ]
+        deltas = [
+            self._delta(key, update)
+            for update in result.updates
+            if (key := self._keys.get(update.request)) is not None
+        ]
+        if entered or deltas or self._last_key != self._told_key:
+            self._told_key = self._last_key
+            self._send(Outputs(result.started_s, self._last_key, tuple(entered), tuple(deltas)))
+        if perf_counter() - self._stats_s >= STATS_SECONDS:
+            self._send_stats()
+
+    def on_refused(self, request: Request, error: TiercelError) -> None:
+        """Send why a request was not taken."""
+        key = self._keys.get(request)
+        if key is not None:
+            self._forget(key)
+            self._send(Refused(key, ErrorInfo.of(error)))
+
+    def on_idle(self) -> None:
+        """Send the counters as they stand."""
+        self._send_stats()
+
+    def _note_key(self, key: int) -> None:
+        self._last_key = key
+
+    def _forget(self, key: int) -> Request | None:
+        request = self._requests.pop(key, None)
+        if request is not None:
+            self._keys.pop(request, None)
+        return request
+
+    def _delta(self, key: int, update: RequestUpdate) -> Delta:
+        if is_first(update):
+            for message in split_prompt_logprobs(key, update.request.prompt_logprobs):
+                self._send(message)
+            if update.request.embedding:
+                self._send(Embedding(key, update.request.embedding))
+        if update.request.finish_reason is not None:
+            self._forget(key)
+        now = token_update(update)
+        return Delta(key, now.new_token_ids, now.logprobs, now.finish_reason, now.stop_reason)
+
+    def _send_stats(self) -> None:
+        self._stats_s = perf_counter()
+        num_running = len(self.loop.running())
+        self._send(Stats(self._counters.take(num_running, self.loop.num_live - num_running)))
+
+
+def open_session(
+    source: ModelSource, options: LoadOptions, report: Report, send: Send
+) -> EngineSession:
+    """Load a model, and say that it is ready.
+
+    Args:
+        source: the checked file.
+        options: what was asked for.
+        report: hears of the progress.
+        send: takes messages for the client.
+
+    Raises:
+        TiercelError: see `load_model`.
+    """
+    started_s = perf_counter()
+    loaded = load_model(source, options, report)
+    session = EngineSession(loaded, send)
+    send(Ready(describe(loaded, perf_counter() - started_s)))
+    return session

@@ -1,0 +1,200 @@
+"""One engine process as its parent sees it: how it is started, spoken to, and ended.
+
+It has one end of a socket pair. The kernel closes that end however the process ends, so the end of
+file on ours tells of a death within milliseconds, and a parent that dies is heard there too. It
+leads a session of its own: Ctrl-C in the terminal is for the parent, and what it has started itself
+is ended with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Final, cast
+
+import tiercel
+from tiercel import env
+from tiercel.engine.messages import (
+    MAX_FROM_ENGINE_BYTES,
+    ErrorInfo,
+    Failed,
+    FrameReader,
+    FromEngine,
+    LoadOptions,
+    Start,
+    decode_from_engine,
+    encode,
+)
+from tiercel.errors import EngineDeadError
+
+_LOG = logging.getLogger(__name__)
+
+_POLL_SECONDS: Final = 0.02
+# Without -P a module in the current folder could take the place of a library. The folder of this
+# package is an argument, so that an installed package and a source tree behave alike.
+_BOOT: Final = (
+    "import sys; sys.path.append(sys.argv[1]);"
+    " from tiercel.engine.process import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+class _Connection(asyncio.Protocol):
+    """Our end of the socket pair."""
+
+    def __init__(self, on_message: Callable[[FromEngine], None]) -> None:
+        self._on_message = on_message
+        self._reader = FrameReader(MAX_FROM_ENGINE_BYTES)
+        self.failed: Failed | None = None
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are none of asyncio's classes, only alike.
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._reader.feed(data):
+                message = decode_from_engine(body)
+                if isinstance(message, Failed):
+                    self.failed = message
+                self._on_message(message)
+        except EngineDeadError as error:
+            _LOG.error("the engine process cannot be understood: %s", error)
+            self.close()
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class EngineProcess:
+    """A started process; make it with `start_engine`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], connection: _Connection) -> None:
+        self._process = process
+        self._connection = connection
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What was sent but not yet taken by the kernel."""
+        transport = self._connection.transport
+        return 0 if transport is None else transport.get_write_buffer_size()
+
+    @property
+    def failed(self) -> Failed | None:
+        """What it said when it ended, or what `give_up` said of it."""
+        return self._connection.failed
+
+    def give_up(self, why: str) -> None:
+        """Kill it; `why` counts as what it said."""
+        self._connection.failed = Failed(ErrorInfo(EngineDeadError.__name__, why))
+        self.kill()
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame; never waits, and does nothing once the connection is lost."""
+        transport = self._connection.transport
+        if transport is not None and not transport.is_closing():
+            transport.write(frame)
+
+    def close(self) -> None:
+        """Close the socket at once: the process ends when it sees that."""
+        self._connection.close()
+
+    async def wait_lost(self) -> None:
+        """Wait until the connection has ended: the process has died, or `close` was called."""
+        await asyncio.shield(self._connection.lost)
+
+    def dump_stacks(self) -> None:
+        """Let a process that hangs write the stacks of its threads to standard error."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """Kill it and all that it has started."""
+        if self._process.poll() is None:  # not reaped, so its id is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def reap(self, grace_s: float) -> int:
+        """Wait until it is gone, with its memory; kill it after `grace_s`.
+
+        Returns:
+            Its exit status; of a signal, the negative number.
+        """
+        deadline = perf_counter() + grace_s
+        while (status := self._process.poll()) is None:
+            if perf_counter() > deadline:
+                self.kill()
+            await asyncio.sleep(_POLL_SECONDS)
+        return status
+
+
+async def start_engine(
+    options: LoadOptions, on_message: Callable[[FromEngine], None]
+) -> EngineProcess:
+    """Start an engine process and tell it what to load.
+
+    Call it on a thread that lives as long as the engine shall: the kernel ends the process with the
+    thread that made it.
+
+    Args:
+        options: see there.
+        on_message: hears each message, on this event loop.
+
+    Raises:
+        OSError: no process or no socket can be made.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                _command(theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=_log_descriptor(),
+                stderr=_log_descriptor(),
+                env=env.child_environment(),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+    except OSError:
+        ours.close()
+        raise
+    _, connection = await asyncio.get_running_loop().create_unix_connection(
+        lambda: _Connection(on_message), sock=ours
+    )
+    engine = EngineProcess(process, connection)
+    engine.send(encode(Start(options)))
+    return engine
+
+
+def _command(descriptor: int) -> list[str]:
+    root = Path(tiercel.__file__).parents[1]
+    return [sys.executable, "-P", "-c", _BOOT, str(root), str(descriptor), str(os.getpid())]
+
+
+def _log_descriptor() -> int:
+    """Where the process writes: our standard error if there is one; results are ours alone."""
+    try:
+        os.fstat(2)
+    except OSError:
+        return subprocess.DEVNULL
+    return 2

@@ -1,0 +1,103 @@
+"""The updates of one request on their way to whoever reads them.
+
+The engine runs ahead of its reader. So a stream changes the reader's `Request` when an update is
+read, not when it arrives: text, log-probabilities and reasons of the request always belong to the
+updates read so far, and what was generated behind a stop string never shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiercel.engine.request import Request, Status, TokenLogprobs
+from tiercel.errors import TiercelError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUpdate:
+    """What one step did for one request.
+
+    Attributes:
+        new_token_ids: may be empty in the last update.
+        logprobs: one per new token if they were asked for, else empty.
+        finish_reason: set in the last update only: ``stop``, ``length``, ``abort`` or ``error``.
+        stop_reason: with it: the stop id or string, or what went wrong.
+    """
+
+    new_token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+ABORTED = TokenUpdate((), (), "abort", None)
+
+
+class TokenStream:
+    """An asynchronous iterator over the updates of one request, for one reader.
+
+    It ends behind the update with a finish reason, or at once when its request was stopped; it
+    raises the `TiercelError` that ended its request.
+
+    Attributes:
+        request: the reader's; see the module.
+        submitted_s: `perf_counter` when it was submitted.
+        entered_s: when its first step began; None while it waits.
+    """
+
+    def __init__(self, request: Request, submitted_s: float) -> None:
+        self.request = request
+        self.submitted_s = submitted_s
+        self.entered_s: float | None = None
+        self._ready: deque[TokenUpdate | TiercelError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> TokenUpdate:
+        request = self.request
+        while not self._ready and request.status is not Status.FINISHED:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if request.status is Status.FINISHED:
+            raise StopAsyncIteration
+        item = self._ready.popleft()
+        if isinstance(item, TiercelError):
+            request.status = Status.FINISHED
+            request.finish_reason, request.stop_reason = "error", item.code
+            raise item
+        request.status = Status.RUNNING if item.finish_reason is None else Status.FINISHED
+        request.output_token_ids += item.new_token_ids
+        request.logprobs += item.logprobs
+        request.finish_reason, request.stop_reason = item.finish_reason, item.stop_reason
+        return item
+
+    def enter(self, started_s: float, num_cached: int) -> None:
+        """Note that the request has left the queue."""
+        self.entered_s = started_s
+        self.request.num_cached = num_cached
+
+    def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Take log-probabilities of the prompt; they come before the first update."""
+        self.request.prompt_logprobs += entries
+
+    def set_embedding(self, embedding: bytes) -> None:
+        """Take the vector of a request with `pooling`; it comes before the only update."""
+        self.request.embedding = embedding
+
+    def push(self, item: TokenUpdate | TiercelError) -> None:
+        """Hand an update, or the error that ends the request, to the reader."""
+        self._ready.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def stop(request: Request, stop_string: str) -> None:
+    """End the reader's request at a stop string; what is still under way to it is dropped."""
+    # Its last token may have ended it too: the string decides, because the text is cut there.
+    request.status = Status.FINISHED
+    request.finish_reason, request.stop_reason = "stop", stop_string

@@ -1,0 +1,275 @@
+"""Keeps an engine process alive: hears of its death, ends one that hangs, starts the next one.
+
+A process that hangs is found by its silence while there is work. A death is answered by a new
+process after a delay that doubles; too many deaths in too short a time end the attempts. An error
+that says what is wrong with the model or the options (no such file, a broken one, too little
+memory) before any engine was ready is final: the next attempt would find the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from time import perf_counter
+from typing import Final
+
+from tiercel.engine.messages import (
+    ErrorInfo,
+    Failed,
+    FromEngine,
+    LoadOptions,
+    Log,
+    Outputs,
+    Progress,
+    Ready,
+    Stats,
+)
+from tiercel.engine.spawn import EngineProcess, start_engine
+from tiercel.errors import EngineDeadError, InternalError, TiercelError
+
+_LOG = logging.getLogger(__name__)
+
+_HEARTBEAT_TICKS: Final = 10
+_STACKS_SECONDS: Final = 0.2  # for the stacks of a hung engine to reach the log
+
+
+class EngineState(StrEnum):
+    """Where the engine stands."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorSettings:
+    """When an engine counts as dead, and when the next one starts.
+
+    Attributes:
+        first_delay_s: before the first restart; each further one within the window waits twice as
+            long as the one before.
+        max_restarts: within the window; the death after them is the last.
+        window_s: how long a restart is remembered.
+        heartbeat_s: how long the engine may be silent while there is work.
+        exit_grace_s: how long a process whose socket is closed may take to end before it is killed.
+    """
+
+    first_delay_s: float = 1.0
+    max_restarts: int = 5
+    window_s: float = 600.0
+    heartbeat_s: float = 60.0
+    exit_grace_s: float = 5.0
+
+
+class RestartPolicy:
+    """Delays of restarts."""
+
+    def __init__(self, settings: SupervisorSettings) -> None:
+        self._settings = settings
+        self._restarts: deque[float] = deque()
+
+    def next_delay(self, now_s: float) -> float | None:
+        """Seconds to wait after a death at `now_s`; None when there were too many."""
+        while self._restarts and now_s - self._restarts[0] > self._settings.window_s:
+            self._restarts.popleft()
+        if len(self._restarts) >= self._settings.max_restarts:
+            return None
+        self._restarts.append(now_s)
+        return float(self._settings.first_delay_s * 2 ** (len(self._restarts) - 1))
+
+
+class Supervisor:
+    """One engine process at a time; all on one event loop.
+
+    Attributes:
+        state: where the engine stands.
+        progress: how far fetching or loading has come, 0 to 1.
+        num_restarts: processes started after the first.
+    """
+
+    def __init__(
+        self,
+        options: LoadOptions,
+        settings: SupervisorSettings,
+        on_message: Callable[[FromEngine], None],
+        on_lost: Callable[[tuple[str, ...]], None],
+        is_busy: Callable[[], bool],
+    ) -> None:
+        """Set up; nothing is started.
+
+        Args:
+            options: sent to each process.
+            settings: see there.
+            on_message: hears each message of the engine.
+            on_lost: hears of each death, with the requests that the engine named as suspects.
+            is_busy: whether the engine has work, so that silence means that it hangs.
+        """
+        self.state = EngineState.LOADING
+        self.progress = 0.0
+        self.num_restarts = 0
+        self._options = options
+        self._settings = settings
+        self._hear, self._tell_lost, self._is_busy = on_message, on_lost, is_busy
+        self._engine: EngineProcess | None = None
+        self._last: Failed | None = None  # how the last process ended
+        self._was_ready = False
+        self._num_signs = 0  # of life: messages that the step loop has sent
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
+        self._settled = asyncio.Event()  # ready, or there will be no engine any more
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process, or None while there is none."""
+        return None if self._engine is None else self._engine.pid
+
+    @property
+    def failure(self) -> str | None:
+        """Why the last process ended; None if none did."""
+        return None if self._last is None else self._last.error.message
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What the engine has not yet read, as far as it did not fit into the socket."""
+        return 0 if self._engine is None else self._engine.unsent_bytes
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame to the engine; dropped if there is none."""
+        if self._engine is not None:
+            self._engine.send(frame)
+
+    async def start(self) -> None:
+        """Start the first process.
+
+        Raises:
+            EngineDeadError: no process can be made.
+        """
+        try:
+            self._engine = await start_engine(self._options, self._on_message)
+        except OSError as error:
+            raise EngineDeadError(f"no engine process: {error.strerror}.") from None
+        self._task = asyncio.create_task(self._supervise(self._engine))
+
+    async def wait_ready(self) -> None:
+        """Wait until an engine is ready.
+
+        Raises:
+            TiercelError: loading failed, or there will be no engine any more.
+        """
+        await self._settled.wait()
+        if self.state is not EngineState.READY:
+            why = self.failure or "it was closed"
+            raise self._final_error() or EngineDeadError(f"there is no engine: {why}.")
+
+    async def wait_ended(self) -> None:
+        """Wait until there will be no engine any more: starting was given up, or `stop` called."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    async def stop(self) -> None:
+        """End the engine and wait until it is gone; safe to call again."""
+        self._stopping.set()
+        if self._engine is not None:
+            self._engine.close()
+        await self.wait_ended()
+
+    async def _supervise(self, engine: EngineProcess | None) -> None:
+        policy = RestartPolicy(self._settings)
+        while True:
+            if engine is not None:
+                await self._live(engine)
+            delay = None if self._final_error() else policy.next_delay(perf_counter())
+            if delay is None and not self._stopping.is_set():
+                _LOG.error("the engine is given up after %d restarts", self.num_restarts)
+                self.state = EngineState.DEAD
+            if delay is None or await self._is_stopped_within(delay):
+                self._settled.set()
+                return
+            engine = await self._start_again()
+
+    async def _is_stopped_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        return self._stopping.is_set()
+
+    async def _start_again(self) -> EngineProcess | None:
+        self.num_restarts += 1
+        self.progress = 0.0
+        _LOG.warning("restart %d of the engine", self.num_restarts)
+        try:
+            self._engine = await start_engine(self._options, self._on_message)
+        except OSError as error:
+            _LOG.error("no engine process: %s", error.strerror)
+        return self._engine
+
+    async def _live(self, engine: EngineProcess) -> None:
+        """Watch a process until it is gone."""
+        if self._stopping.is_set():
+            engine.close()
+        heartbeat = asyncio.create_task(self._watch(engine))
+        await engine.wait_lost()
+        heartbeat.cancel()
+        is_wanted = self._stopping.is_set()
+        self.state = EngineState.DRAINING if is_wanted else EngineState.RESTARTING
+        self._settled.clear()
+        # Those who wait for tokens hear of it before the process is cleaned up.
+        self._engine = None
+        self._tell_lost(() if engine.failed is None else engine.failed.suspects)
+        status = await engine.reap(self._settings.exit_grace_s)
+        if not is_wanted:
+            self._last = engine.failed or Failed(ErrorInfo("EngineDeadError", _cause(status)))
+            _LOG.error("the engine process ended: %s", self.failure)
+
+    async def _watch(self, engine: EngineProcess) -> None:
+        """Kill a process that makes no step though there is work.
+
+        Ticks are counted, not seconds: while this process itself is stopped, the engine may be
+        well.
+        """
+        seconds = self._settings.heartbeat_s
+        num_silent, seen = 0, self._num_signs
+        while num_silent < _HEARTBEAT_TICKS:
+            await asyncio.sleep(seconds / _HEARTBEAT_TICKS)
+            is_silent = self._num_signs == seen and self._is_busy()
+            num_silent = num_silent + 1 if is_silent else 0
+            seen = self._num_signs
+        engine.dump_stacks()
+        await asyncio.sleep(_STACKS_SECONDS)
+        engine.give_up(f"no step in {seconds:g} s while there was work")
+
+    def _final_error(self) -> TiercelError | None:
+        """What is wrong with model or options, if an engine was never ready because of it."""
+        if self._last is None or self._was_ready:
+            return None
+        error = self._last.error.error()
+        return None if isinstance(error, InternalError | EngineDeadError) else error
+
+    def _on_message(self, message: FromEngine) -> None:
+        self._hear(message)
+        if isinstance(message, Outputs | Stats):
+            self._num_signs += 1
+        elif isinstance(message, Progress):
+            self.progress = min(1.0, message.done / message.total) if message.total else 0.0
+        elif isinstance(message, Log):
+            logging.getLogger(message.logger).log(message.level, "%s", message.text)
+        elif isinstance(message, Failed):
+            if message.detail:
+                _LOG.error("the engine failed: %s", message.detail)
+        elif isinstance(message, Ready) and not self._stopping.is_set():
+            self.state, self.progress = EngineState.READY, 1.0
+            self._was_ready = True
+            self._settled.set()
+
+
+def _cause(status: int) -> str:
+    if status >= 0:
+        return f"it ended with status {status}"
+    return f"it was ended by signal {signal.Signals(-status).name}"

@@ -1,0 +1,116 @@
+"""From persistent rows to the inputs of a step: which tokens, at which places, into which slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiercel.errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a model reads of a step with T new tokens of R requests and G cache groups.
+
+    Attributes:
+        input_ids: (T,) int32.
+        positions: (T,) int32.
+        seq_lens: (R,) int32, context including this step.
+        slot_mapping: (G, T) int64, block * block_size + offset; -1 writes nothing.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+    slot_mapping: Tensor
+
+
+def prepare_step(
+    token_ids: Tensor,
+    num_computed: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    cu_seqlens_q: Tensor,
+    num_tokens: int,
+    block_size: int,
+) -> StepInputs:
+    """Take the next tokens of each row and count them as computed; lengths stay on the device.
+
+    The last row is scratch, for places of a batch that no request fills: its tokens are token 0 at
+    positions from 0 on, with slots of -1.
+
+    Args:
+        token_ids: (S, max_model_len) int32, contiguous.
+        num_computed: (S,) int32; raised by each row's new tokens, of scratch unchanged.
+        block_tables: (G, S, max_blocks) int32, contiguous.
+        rows: (R,) int32; none twice, but for scratch.
+        cu_seqlens_q: (R + 1,) int32, first token place of each request.
+        num_tokens: T, `cu_seqlens_q[R]` as the host knows it.
+        block_size: tokens of a block.
+
+    Returns:
+        New tensors.
+
+    Raises:
+        ArgumentError: shapes or dtypes disagree.
+    """
+    _check(token_ids, num_computed, block_tables, rows, cu_seqlens_q)
+    device, num_reqs = rows.device, rows.shape[0]
+    out = StepInputs(
+        torch.empty(num_tokens, dtype=torch.int32, device=device),
+        torch.empty(num_tokens, dtype=torch.int32, device=device),
+        torch.empty(num_reqs, dtype=torch.int32, device=device),
+        torch.empty((block_tables.shape[0], num_tokens), dtype=torch.int64, device=device),
+    )
+    if rows.is_cuda:
+        from tiercel.kernels.prepare_step import launch_prepare_step
+
+        launch_prepare_step(
+            token_ids,
+            num_computed,
+            block_tables,
+            rows,
+            cu_seqlens_q,
+            block_size,
+            out.input_ids,
+            out.positions,
+            out.seq_lens,
+            out.slot_mapping,
+        )
+        return out
+    lengths = cu_seqlens_q.diff()
+    start = num_computed.index_select(0, rows)
+    is_real = rows < token_ids.shape[0] - 1
+    start.masked_fill_(~is_real, 0)
+    out.seq_lens.copy_(start + lengths)
+    request = torch.repeat_interleave(torch.arange(num_reqs), lengths.long())
+    position = torch.arange(num_tokens) - cu_seqlens_q[request] + start[request]
+    row, real = rows[request].long(), is_real[request]
+    out.positions.copy_(position)
+    out.input_ids.copy_(token_ids[row, position]).masked_fill_(~real, 0)
+    block = block_tables[:, row, position // block_size].long()
+    out.slot_mapping.copy_(block * block_size + position % block_size).masked_fill_(~real, -1)
+    num_computed.index_add_(0, rows, torch.where(is_real, lengths, 0).int())
+    return out
+
+
+def _check(
+    token_ids: Tensor, num_computed: Tensor, block_tables: Tensor, rows: Tensor, cu_seqlens: Tensor
+) -> None:
+    num_rows = token_ids.shape[0]
+    fits = (
+        num_computed.shape == (num_rows,)
+        and block_tables.dim() == 3
+        and block_tables.shape[1] == num_rows
+        and cu_seqlens.shape == (rows.shape[0] + 1,)
+    )
+    tensors = (token_ids, num_computed, block_tables, rows, cu_seqlens)
+    is_plain = all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)
+    if not fits or not is_plain:
+        shapes = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in tensors)
+        raise ArgumentError(
+            f"prepare_step: {shapes} do not fit.",
+            hint="Pass contiguous int32 with one row each for tokens, counts and tables.",
+        )

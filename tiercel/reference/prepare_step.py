@@ -1,0 +1,34 @@
+"""Oracle: the inputs of a step, token by token in plain Python."""
+
+from torch import Tensor
+
+
+def prepare_step(
+    token_ids: Tensor,
+    num_computed: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    cu_seqlens_q: Tensor,
+    block_size: int,
+) -> tuple[list[int], list[int], list[int], list[list[int]], list[int]]:
+    """(input_ids, positions, seq_lens, slots per group, num_computed afterwards)."""
+    scratch = token_ids.shape[0] - 1
+    ids: list[int] = []
+    positions: list[int] = []
+    seq_lens: list[int] = []
+    slots: list[list[int]] = [[] for _ in range(block_tables.shape[0])]
+    computed = num_computed.tolist()
+    for request, row in enumerate(rows.tolist()):
+        count = int(cu_seqlens_q[request + 1] - cu_seqlens_q[request])
+        start = 0 if row == scratch else computed[row]
+        for position in range(start, start + count):
+            ids.append(0 if row == scratch else int(token_ids[row, position]))
+            positions.append(position)
+            for group, places in enumerate(slots):
+                block = int(block_tables[group, row, position // block_size])
+                slot = block * block_size + position % block_size
+                places.append(-1 if row == scratch else slot)
+        seq_lens.append(start + count)
+        if row != scratch:
+            computed[row] = start + count
+    return ids, positions, seq_lens, slots, computed

@@ -1,0 +1,241 @@
+"""Parent side of a child process for untrusted content: start it, ask under a deadline, kill it.
+
+A frame on the child's standard input and output is ``u32 big-endian length, JSON in UTF-8``. The
+child's first frame says that it is ready (`child_loop.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import selectors
+import subprocess
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Final
+
+from tiercel.errors import InternalError
+from tiercel.text.child import isolated_command
+
+START_SECONDS: Final = 30.0  # an interpreter and a few modules, 0.2 s on an idle machine
+_CHUNK_BYTES: Final = 1 << 20
+
+
+class WorkerLostError(Exception):
+    """The worker was killed at the deadline, or died; the next request gets a new one."""
+
+    def __init__(self, *, is_timeout: bool) -> None:
+        super().__init__("timeout" if is_timeout else "died")
+        self.is_timeout = is_timeout
+
+
+@dataclass(frozen=True, slots=True)
+class ChildProgram:
+    """A script that runs as a child.
+
+    Attributes:
+        script: its path.
+        packages: what it imports besides the standard library.
+        name: what a message calls the process.
+        opening: makes the message that each new child gets first; None: it needs none.
+    """
+
+    script: Path
+    packages: tuple[str, ...]
+    name: str
+    opening: Callable[[], Mapping[str, object]] | None = None
+
+
+class _Slot:
+    """Holds the process apart from its owner, so that a finalizer can end it."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def end(self) -> None:
+        process, self.process = self.process, None
+        if process is None:
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        process.wait()
+
+
+class ChildWorker:
+    """One child process, started at the first request and kept between requests.
+
+    Threads may share it; requests run one after the other. The child ends with its parent, however
+    the parent ends: its input closes, and a request in progress is bounded by its CPU limit.
+    """
+
+    def __init__(self, program: ChildProgram) -> None:
+        self._program = program
+        self._slot = _Slot()
+        self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, self._slot.end)
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, or None while there is none."""
+        process = self._slot.process
+        return None if process is None else process.pid
+
+    def start(self) -> None:
+        """Start the child now, so that the first request need not wait for it.
+
+        Raises:
+            InternalError: no child can be started.
+        """
+        with self._lock:
+            self._running()
+
+    def request(self, message: Mapping[str, object], timeout_s: float) -> dict[str, object]:
+        """Send one request and wait for its answer.
+
+        Args:
+            message: what the script understands.
+            timeout_s: seconds for this request, starting up not counted.
+
+        Raises:
+            WorkerLostError: no answer in time, or the child died of its limits.
+            InternalError: no child can be started.
+        """
+        blob = json.dumps(message).encode()
+        with self._lock:
+            process = self._running()
+            try:
+                return _exchange(process, blob, perf_counter() + timeout_s)
+            except WorkerLostError:
+                self._slot.end()
+                raise
+
+    def close(self) -> None:
+        """End the child; a later request starts a new one."""
+        with self._lock:
+            self._slot.end()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        process = self._slot.process
+        return self._start() if process is None or process.poll() is not None else process
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._slot.end()
+        program = self._program
+        command = isolated_command(program.script, program.packages)
+        command.insert(3, str(os.getpid()))
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={},
+            cwd="/",
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C in the terminal is for the parent
+        )
+        self._slot.process = process
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+        deadline = perf_counter() + START_SECONDS
+        try:
+            _exchange(process, None, deadline)
+            if program.opening is not None:
+                _exchange(process, json.dumps(program.opening()).encode(), deadline)
+        except WorkerLostError:
+            self._slot.end()
+            raise InternalError(f"the {program.name} process did not start.") from None
+        return process
+
+
+class ChildWorkers:
+    """Several workers that share the requests; what one answers, any of them would.
+
+    Attributes:
+        num_kills: workers that were killed at a deadline or died of their limits.
+    """
+
+    def __init__(self, program: ChildProgram, count: int) -> None:
+        self._all = tuple(ChildWorker(program) for _ in range(count))
+        self._idle: queue.SimpleQueue[ChildWorker] = queue.SimpleQueue()
+        for worker in self._all:
+            self._idle.put(worker)
+        self.num_kills = 0
+
+    def start(self) -> None:
+        """Start every child now.
+
+        Raises:
+            InternalError: one cannot be started.
+        """
+        for worker in self._all:
+            worker.start()
+
+    def request(self, message: Mapping[str, object], timeout_s: float) -> dict[str, object]:
+        """Send one request to an idle worker; waits for one as long as it takes.
+
+        Raises:
+            WorkerLostError, InternalError: as `ChildWorker.request`.
+        """
+        worker = self._idle.get()
+        try:
+            return worker.request(message, timeout_s)
+        except WorkerLostError:
+            self.num_kills += 1
+            raise
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        """End the children; a later request starts new ones."""
+        for worker in self._all:
+            worker.close()
+
+
+def _exchange(
+    process: subprocess.Popen[bytes], blob: bytes | None, deadline: float
+) -> dict[str, object]:
+    """Write a frame (None: nothing) while reading one; both ends may block, so neither may."""
+    if process.stdin is None or process.stdout is None:
+        raise WorkerLostError(is_timeout=False)
+    outgoing = memoryview(b"" if blob is None else len(blob).to_bytes(4, "big") + blob)
+    incoming = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        if outgoing:
+            selector.register(process.stdin, selectors.EVENT_WRITE)
+        while len(incoming) < 4 or len(incoming) < 4 + int.from_bytes(incoming[:4], "big"):
+            remaining = deadline - perf_counter()
+            ready = selector.select(remaining) if remaining > 0 else []
+            if not ready:
+                raise WorkerLostError(is_timeout=True)
+            for key, _ in ready:
+                if key.fileobj is process.stdout:
+                    incoming += _read_some(process.stdout.fileno())
+                    continue
+                outgoing = outgoing[_write_some(process.stdin.fileno(), outgoing) :]
+                if not outgoing:
+                    selector.unregister(process.stdin)
+    answer: dict[str, object] = json.loads(incoming[4:])
+    return answer
+
+
+def _read_some(descriptor: int) -> bytes:
+    chunk = os.read(descriptor, _CHUNK_BYTES)
+    if not chunk:
+        raise WorkerLostError(is_timeout=False)
+    return chunk
+
+
+def _write_some(descriptor: int, data: memoryview) -> int:
+    try:
+        return os.write(descriptor, data[:_CHUNK_BYTES])
+    except BrokenPipeError:
+        raise WorkerLostError(is_timeout=False) from None
