@@ -24,7 +24,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tiercel.engine.answers import Answer, Prompt, collect, list_prompts, make_answers
+from tiercel.engine.answers import (
+    Answer,
+    Prompt,
+    collect,
+    list_prompts,
+    make_answers,
+    unit_vectors,
+)
 from tiercel.engine.build import LoadedModel, load_model
 from tiercel.engine.loop import EngineLoop
 from tiercel.engine.messages import LoadOptions
@@ -209,6 +216,20 @@ class AsyncLLM:
             readers.abort(request)
         pieces = [piece.numpy() for piece in reader.twin.prompt_logits]
         return await asyncio.to_thread(np.concatenate, pieces)
+
+    async def embed(self, texts: str | Sequence[str]) -> npt.NDArray[np.float32]:
+        """Vectors of texts, of an embedding model; see `LLM.embed`."""
+        listed = [texts] if isinstance(texts, str) else list(texts)
+        requests = [self._inputs.embedding_request(text, self.source.pooling) for text in listed]
+        readers = self._open()
+        try:
+            for reader in [readers.submit(request) for request in requests]:
+                async for _ in reader.stream:
+                    pass
+        finally:
+            for request in requests:
+                readers.abort(request)
+        return unit_vectors(requests, self.source.config.hidden_size)
 
     def _open(self) -> Readers:
         if self._readers is None:

@@ -21,7 +21,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tiercel.engine.answers import Answer, Prompt, collect, list_prompts, make_answers
+from tiercel.engine.answers import (
+    Answer,
+    Prompt,
+    collect,
+    list_prompts,
+    make_answers,
+    unit_vectors,
+)
 from tiercel.engine.build import load_model
 from tiercel.engine.engine import Engine
 from tiercel.engine.messages import LoadOptions
@@ -230,6 +237,25 @@ class LLM:
         for _ in self._steps([request], lambda *_: None):
             pass
         return np.concatenate([piece.numpy() for piece in request.prompt_logits])
+
+    def embed(self, texts: str | Sequence[str]) -> npt.NDArray[np.float32]:
+        """Vectors of texts, of an embedding model: its hidden states, pooled as its file says.
+
+        Args:
+            texts: one or more, each within the context.
+
+        Returns:
+            (number of texts, hidden_size) float32, each of length 1.
+
+        Raises:
+            UnsupportedModelError: the model's file names no pooling.
+            ContextLengthError, InvalidRequestError: a text is too long, or empty.
+        """
+        listed = [texts] if isinstance(texts, str) else list(texts)
+        requests = [self._inputs.embedding_request(text, self.source.pooling) for text in listed]
+        for _ in self._steps(requests, lambda *_: None):
+            pass
+        return unit_vectors(requests, self.source.config.hidden_size)
 
     def _steps(self, requests: Sequence[Request], take: _Taker) -> Generator[None]:
         """Run requests to their end, a step at a time. Leaving early aborts them.

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from tiercel.engine.inputs import InputProcessor
 from tiercel.engine.output import (
     CompletionOutput,
@@ -14,7 +17,7 @@ from tiercel.engine.output import (
     StreamDelta,
 )
 from tiercel.engine.request import Request
-from tiercel.errors import ArgumentError
+from tiercel.errors import ArgumentError, InternalError
 from tiercel.params import SamplingParams, shown
 from tiercel.text.tokenizer import Tokenizer
 
@@ -157,3 +160,19 @@ def _completion(answer: Answer) -> CompletionOutput:
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
     )
+
+
+def unit_vectors(requests: Sequence[Request], size: int) -> npt.NDArray[np.float32]:
+    """The vectors of finished requests with `pooling`, (requests, size), each of length 1.
+
+    Raises:
+        InternalError: the model's numbers were not finite.
+    """
+    vectors = np.zeros((len(requests), size), np.float32)
+    for vector, request in zip(vectors, requests, strict=True):
+        if request.finish_reason == "error":
+            raise InternalError(f"a text has no vector: {request.stop_reason}.")
+        vector[:] = np.frombuffer(request.embedding, "<f4")
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    vectors /= np.where(lengths == 0.0, np.float32(1.0), lengths)
+    return vectors

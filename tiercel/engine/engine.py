@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 
+import numpy as np
 import torch
 
 from tiercel.cache.manager import CacheManager, GroupBlocks
@@ -183,12 +184,18 @@ class Engine:
         self, request: Request, token_id: int, problem: str | None, logprobs: TokenLogprobs | None
     ) -> RequestUpdate:
         """Give a request its drawn token, which may end it."""
+        if request.matcher is not None and request.max_tokens:
+            request.matcher.advance(token_id)
+            problem = problem or request.matcher.error
         problem = problem or _prompt_problem(request)
         if problem is not None:
             request.is_unsound = True
             self.scheduler.finish(request, "error", problem)
             return RequestUpdate(request, ())
         if request.max_tokens == 0:  # only its prompt was asked for
+            if request.pooling == "mean":
+                total = np.frombuffer(request.embedding, "<f4")
+                request.embedding = (total / len(request.prompt_token_ids)).tobytes()
             self.scheduler.finish(request, "length")
             return RequestUpdate(request, ())
         request.output_token_ids.append(token_id)

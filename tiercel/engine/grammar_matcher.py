@@ -160,6 +160,11 @@ class GrammarMatcher:
             raise grammar_error(self._matcher.get_error())
 
     @property
+    def num_words(self) -> int:
+        """Of a mask."""
+        return self._vocabulary.num_words
+
+    @property
     def is_accepting(self) -> bool:
         """Whether the answer may end here."""
         return self._is_stopped or self._matcher.is_accepting()

@@ -9,7 +9,12 @@ from typing import Any
 
 from tiercel.engine.grammar import GrammarSpec, compile_spec
 from tiercel.engine.request import Request
-from tiercel.errors import ArgumentError, ContextLengthError, InvalidRequestError
+from tiercel.errors import (
+    ArgumentError,
+    ContextLengthError,
+    InvalidRequestError,
+    UnsupportedModelError,
+)
 from tiercel.params import LIMITS, SamplingParams, StructuredOutputs, shown
 from tiercel.seeds import mix_key
 from tiercel.text.tokenizer import Tokenizer
@@ -177,3 +182,23 @@ class InputProcessor:
         assert spec is not None, "there is a form"
         self._compiled = (outputs, spec)
         return spec
+
+    def embedding_request(self, text: str, pooling: str | None) -> Request:
+        """Make the request of one vector.
+
+        Args:
+            text: of any length that the context holds.
+            pooling: how the model pools; None if it is no embedding model.
+
+        Raises:
+            UnsupportedModelError: it is none.
+            ContextLengthError, InvalidRequestError: the text is too long, or empty.
+        """
+        if pooling is None:
+            raise UnsupportedModelError(
+                "this model is no embedding model.", hint="Use one whose file says how to pool."
+            )
+        ids = self.prompt_ids(text, parse_special=False)
+        request = self.request(ids, SamplingParams(), 0, max_tokens=0)
+        request.pooling = pooling
+        return request

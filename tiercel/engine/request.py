@@ -120,12 +120,13 @@ class Request:
     @property
     def needs_last_token(self) -> bool:
         """Whether its next step is planned from its last token, which the host must know then."""
-        return bool(self.params.bad_words)
+        return bool(self.params.bad_words) or self.matcher is not None
 
     @property
     def reads_prompt(self) -> bool:
         """Whether something is asked of the prompt's own places."""
-        return self.wants_logits or self.params.prompt_logprobs is not None
+        has_read = self.wants_logits or self.pooling is not None
+        return has_read or self.params.prompt_logprobs is not None
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids of places [start, stop), prompt first."""

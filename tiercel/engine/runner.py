@@ -20,39 +20,13 @@ from tiercel.engine.config import EngineConfig
 from tiercel.engine.copies import HostCopies
 from tiercel.engine.faults import Faults
 from tiercel.engine.graphs import LARGEST_BUCKET, DecodeSteps
+from tiercel.engine.prompt_reads import PromptPiece, read_prompt
 from tiercel.engine.request import Request
 from tiercel.engine.rows import Rows, to_device
-from tiercel.engine.sampler import (
-    DeviceSample,
-    Sampled,
-    Sampler,
-    TopLogprobs,
-    host_result,
-    top_logprobs,
-)
+from tiercel.engine.sampler import DeviceSample, Sampled, Sampler, host_result
 from tiercel.engine.scheduler import ScheduledRow, SchedulerOutput
 from tiercel.models.decoder import Decoder
 from tiercel.ops.prepare_step import prepare_step
-
-# Rows of logits computed at once where prompt places are read: 50 MB each at 49,152 tokens of
-# vocabulary.
-LOGITS_SLICE = 256
-
-
-@dataclass(frozen=True, slots=True)
-class _PromptPiece:
-    """What was read of some prompt places of a request: logits, or log-probabilities."""
-
-    request: Request
-    read: Tensor | TopLogprobs
-
-    def deliver(self) -> None:
-        """Give it to the request; it has arrived on the host."""
-        if isinstance(self.read, Tensor):
-            self.request.prompt_logits.append(self.read)
-            return
-        counts = [self.request.params.prompt_logprobs or 0] * len(self.read.token_ids)
-        self.request.prompt_logprobs += self.read.entries(counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +35,7 @@ class Launch:
 
     sampling: tuple[Request, ...]
     sample: DeviceSample | None
-    pieces: tuple[_PromptPiece, ...]
+    pieces: tuple[PromptPiece, ...]
     copies: HostCopies
 
 
@@ -92,7 +66,7 @@ class ModelRunner:
         self._write_rows(plan)
         parts = plan.scheduled
         sampling = tuple(part.request for part in parts if part.samples)
-        pieces: list[_PromptPiece] = []
+        pieces: list[PromptPiece] = []
         if all(_is_decode(part) for part in parts):
             lengths = [part.start + 1 for part in parts]
             rows, logits = self.decode_steps([part.row for part in parts], lengths)
@@ -178,7 +152,7 @@ class ModelRunner:
                 plane.index_fill_(0, ids, 0)
 
     def _run_mixed(
-        self, parts: Sequence[ScheduledRow], pieces: list[_PromptPiece]
+        self, parts: Sequence[ScheduledRow], pieces: list[PromptPiece]
     ) -> tuple[Tensor, Tensor]:
         """Run chunks and single tokens together; rows and logits of those that sample."""
         lengths = [part.num_query for part in parts]
@@ -194,7 +168,7 @@ class ModelRunner:
         hidden = self.model.forward(batch)
         for part, place in zip(parts, ends[:-1].tolist(), strict=True):
             if part.request.reads_prompt:
-                pieces += self._read_prompt(part, hidden, place)
+                pieces += read_prompt(self.model, part, hidden, place)
         return pieces_of[3], self.model.logits(hidden, batch.logits_rows)
 
     def _batch(
@@ -232,54 +206,16 @@ class ModelRunner:
             max_seq_len=max(context_lens),
         )
 
-    def _read_prompt(self, part: ScheduledRow, hidden: Tensor, place: int) -> list[_PromptPiece]:
-        """Logits or log-probabilities of the prompt places in this chunk."""
-        request, pieces = part.request, []
-        last = min(part.start + part.num_query, len(request.prompt_token_ids))
-        for start in range(part.start, last, LOGITS_SLICE):
-            stop = min(start + LOGITS_SLICE, last)
-            lines = torch.arange(
-                place + start - part.start,
-                place + stop - part.start,
-                device=hidden.device,
-                dtype=torch.int32,
-            )
-            logits = self.model.logits(hidden, lines)
-            if request.wants_logits:
-                pieces.append(_PromptPiece(request, logits))
-                continue
-            following = request.prompt_token_ids[start + 1 : stop + 1]  # none after the last place
-            token_ids = to_device(np.array(following, np.int32), hidden.device)
-            most = request.params.prompt_logprobs or 0
-            read = top_logprobs(logits[: len(following)], token_ids, most)
-            pieces.append(_PromptPiece(request, read))
-        return pieces
-
     def _bring_home(
         self,
         sampling: tuple[Request, ...],
         sample: DeviceSample | None,
-        pieces: Sequence[_PromptPiece],
+        pieces: Sequence[PromptPiece],
     ) -> Launch:
         copies = HostCopies(self._copy_stream)
-
-        def copied(logprobs: TopLogprobs) -> TopLogprobs:
-            return TopLogprobs(*map(copies.add, logprobs.tensors))
-
         if sample is not None:
-            sample = DeviceSample(
-                copies.add(sample.token_ids),
-                copies.add(sample.problems),
-                sample.lines,
-                None if sample.logprobs is None else copied(sample.logprobs),
-            )
-        arriving = tuple(
-            _PromptPiece(
-                piece.request,
-                copies.add(piece.read) if isinstance(piece.read, Tensor) else copied(piece.read),
-            )
-            for piece in pieces
-        )
+            sample = sample.copied(copies)
+        arriving = tuple(piece.copied(copies) for piece in pieces)
         copies.finish()
         return Launch(sampling, sample, arriving, copies)
 

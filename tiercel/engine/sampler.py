@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tiercel.engine.copies import HostCopies
 from tiercel.engine.penalties import Penalties
 from tiercel.engine.request import Request, TokenLogprobs
 from tiercel.engine.rows import Rows, to_device
@@ -47,6 +48,10 @@ class TopLogprobs:
         """All four."""
         return self.token_ids, self.logprobs, self.top_ids, self.top_logprobs
 
+    def copied(self, copies: HostCopies) -> TopLogprobs:
+        """The same on its way to the host."""
+        return TopLogprobs(*map(copies.add, self.tensors))
+
     def entries(self, counts: Sequence[int]) -> list[TokenLogprobs]:
         """On the host: one entry per place, with its own count of the most likely tokens."""
         rows = zip(*(tensor.tolist() for tensor in self.tensors), counts, strict=True)
@@ -71,6 +76,15 @@ class DeviceSample:
     problems: Tensor
     lines: tuple[int, ...] = ()
     logprobs: TopLogprobs | None = None
+
+    def copied(self, copies: HostCopies) -> DeviceSample:
+        """The same on its way to the host."""
+        return DeviceSample(
+            copies.add(self.token_ids),
+            copies.add(self.problems),
+            self.lines,
+            None if self.logprobs is None else self.logprobs.copied(copies),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +183,10 @@ class Sampler:
             rows: (L,) int32, the engine row of each line.
         """
         asked = tuple(i for i, r in enumerate(requests) if r.params.logprobs is not None)
-        changed = [i for i, r in enumerate(requests) if _is_changed(r.params)]
+        is_changed = any(map(_is_changed, requests))
         raw = logits.index_select(0, self._index(asked)) if asked else None
         is_sound = None
-        if changed:
+        if is_changed:
             is_sound = logits.isfinite().all(dim=1).to(torch.uint8)
             self._process(logits, requests, rows)
         state = self._rows.sampling
@@ -211,6 +225,7 @@ class Sampler:
 
     def _process(self, logits: Tensor, requests: Sequence[Request], rows: Tensor) -> None:
         """Apply what requests ask to their lines, in place."""
+        self._mask(logits, requests)
         for i, request in enumerate(requests):
             edits = self._edits.get(request.row)
             if edits is not None:
@@ -228,6 +243,21 @@ class Sampler:
         if cutting:
             lines = self._index(cutting)
             logits.index_copy_(0, lines, self._cut(logits.index_select(0, lines), rows[lines]))
+
+    def _mask(self, logits: Tensor, requests: Sequence[Request]) -> None:
+        """Ban what the grammars of some requests do not allow next."""
+        bound = [(i, r.matcher) for i, r in enumerate(requests) if r.matcher is not None]
+        if not bound:
+            return
+        words = np.zeros((len(bound), -(-self._vocab_size // 32)), np.int32)
+        for row, (_, matcher) in zip(words, bound, strict=True):
+            matcher.fill_mask(row)
+        lines = self._index([i for i, _ in bound])
+        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+        allowed = (to_device(words, logits.device).unsqueeze(2) >> bits) & 1
+        is_allowed = allowed.flatten(1)[:, : self._vocab_size] != 0
+        picked = logits.index_select(0, lines).masked_fill_(~is_allowed, NEG_INF)
+        logits.index_copy_(0, lines, picked)
 
     def _ban(self, line: Tensor, request: Request, edits: _Edits) -> None:
         if edits.banned is not None:
@@ -273,8 +303,10 @@ def _is_cut(params: SamplingParams) -> bool:
     return is_cut and not params.is_greedy
 
 
-def _is_changed(params: SamplingParams) -> bool:
-    return _has_edits(params) or params.has_penalties or _is_cut(params)
+def _is_changed(request: Request) -> bool:
+    params = request.params
+    has_grammar = request.matcher is not None
+    return has_grammar or _has_edits(params) or params.has_penalties or _is_cut(params)
 
 
 def is_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

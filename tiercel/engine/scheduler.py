@@ -303,6 +303,7 @@ class Scheduler:
         # start.
         request.prompt_logprobs.clear()
         request.prompt_logits.clear()
+        request.embedding = b""
         insort(self.waiting, request, key=_turn)
 
     def _release(self, request: Request) -> None:

@@ -31,6 +31,7 @@ from tiercel.models.config import ModelConfig
 from tiercel.models.rope import rope_table
 from tiercel.models.weights import WeightReader
 from tiercel.ops.linear import prepare_linear
+from tiercel.ops.rms_norm import rms_norm
 
 if TYPE_CHECKING:
     from tiercel.kernels.attention_tiles import MultiItemAttentionPlan
@@ -103,6 +104,19 @@ class Decoder:
                 plans[shape] = layer.attention.plan(batch)
             x = layer(x, batch, plans[shape])
         return x
+
+    def hidden_states(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Normed hidden states at some token places, as embedding models give them.
+
+        Args:
+            hidden: (T, hidden) from `forward`.
+            rows: (L,) int32 token places.
+
+        Returns:
+            (L, hidden) float32.
+        """
+        norm = self.norm
+        return rms_norm(hidden.index_select(0, rows), norm.weight, norm.eps, torch.float32)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Logits at some token places.
