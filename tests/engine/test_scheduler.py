@@ -264,16 +264,16 @@ def test_many_more_runs(world):
 
 def test_a_second_prompt_computes_only_what_the_first_does_not_share():
     shared = [3] * 10
-    plans = [Plan([*shared, 1], 2), Plan([*shared, 2], 2, arrival=4)]
+    plans = [Plan([*shared, 1, 1], 2), Plan([*shared, 2, 2], 2, arrival=4)]
     world = World(plans, 4, 40, 4, 16, has_prefix_cache=True)
     world.run()
     assert [request.num_cached for request in world.requests] == [0, 8]  # 2 whole blocks of 4
-    assert (world.scheduler.prefix_queries, world.scheduler.prefix_hits) == (22, 8)
+    assert (world.scheduler.prefix_queries, world.scheduler.prefix_hits) == (24, 8)
 
 
 def test_requests_that_come_together_compute_their_start_once():
     shared = list(range(1, 11)) * 2
-    plans = [Plan([*shared, i], 3) for i in range(1, 6)]
+    plans = [Plan([*shared, i, i, i, i], 3) for i in range(1, 6)]
     world = World(plans, 4, 60, 8, 64, has_prefix_cache=True)
     world.run()
     assert [request.num_cached for request in world.requests] == [0, 20, 20, 20, 20]
@@ -301,17 +301,17 @@ def test_others_overtake_a_request_that_waits_for_its_start():
     assert world.requests[2].status is not Status.WAITING
 
 
-def test_a_prompt_that_is_cached_whole_computes_its_last_token():
-    world = World(
-        [Plan([3] * 8, 1), Plan([3] * 8, 1, arrival=3)], 4, 40, 4, 16, has_prefix_cache=True
-    )
+@pytest.mark.parametrize(("length", "cached"), [(8, 4), (9, 4), (11, 4), (12, 8)])
+def test_a_prompt_that_is_cached_whole_computes_its_last_tokens(length, cached):
+    plans = [Plan([3] * length, 5), Plan([3] * length, 1, arrival=7)]
+    world = World(plans, 4, 40, 4, 16, has_prefix_cache=True)
     world.run()
-    assert [request.num_cached for request in world.requests] == [0, 4]
+    assert [request.num_cached for request in world.requests] == [0, cached]
 
 
 def test_a_window_frees_its_old_blocks_and_hits_need_the_last_ones_only():
     shared = list(range(1, 12)) * 3
-    plans = [Plan(shared, 2), Plan([*shared, 4], 2, arrival=12)]
+    plans = [Plan(shared, 2), Plan([*shared, 4, 4, 4], 2, arrival=12)]
     world = World(plans, 4, 60, 4, 64, has_prefix_cache=True, window=6)
     for request in world.requests[:1]:
         world.engine.submit(request)
@@ -399,7 +399,7 @@ def put(scheduler, prompt, output, num_computed):
     request = Request("", prompt, SamplingParams(), 0, 0, STOP_IDS, 9, status=Status.RUNNING)
     request.arrival = len(scheduler.running)
     request.output_token_ids += output
-    request.num_computed, request.row = num_computed, scheduler._free_rows.pop()
+    request.num_computed, request.row = num_computed, scheduler._free_rows.pop(0)
     request.block_ids = [[]]
     scheduler.cache.grow(request.block_ids, num_computed)
     scheduler.running.append(request)

@@ -205,7 +205,7 @@ def test_a_step_that_fails_names_its_requests_and_why(monkeypatch, caplog):
 
     async def main():
         # Loading takes longer than the heartbeat; it is no hang.
-        quick = SupervisorSettings(first_delay_s=0.01, heartbeat_s=0.3, max_restarts=0)
+        quick = SupervisorSettings(first_delay_s=0.01, heartbeat_s=1.0, max_restarts=0)
         client = await open_client(settings=quick, enable_fault_injection=True, **CHUNKED)
         make = Maker(client.info)
         streams = [client.submit(make("a", greedy(50))) for _ in range(3)]

@@ -7,17 +7,21 @@ free one is left.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 
 NULL_BLOCK = 0
 
 
 class BlockAllocator:
-    """Hands out block ids 1 .. num_blocks - 1, lowest first, so that a lone request gets a run."""
+    """Hands out block ids 1 .. num_blocks - 1, lowest first, so that a lone request gets a run.
+
+    A CPU reads a run in place and copies what is scattered.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._free = list(range(NULL_BLOCK + 1, num_blocks))  # a heap
         self._references = [0] * num_blocks
         self._idle: dict[int, None] = {}  # longest idle first
         self._kept: dict[int, Callable[[int], None]] = {}
@@ -39,7 +43,8 @@ class BlockAllocator:
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks with one reference each; the caller has checked `num_free`."""
         assert count <= self.num_free, "the scheduler reserves before it allocates"
-        block_ids = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        free = self._free
+        block_ids = [heapq.heappop(free) if free else self._evict() for _ in range(count)]
         for block_id in block_ids:
             self._references[block_id] = 1
         return block_ids
@@ -64,8 +69,7 @@ class BlockAllocator:
     def free(self, block_ids: Sequence[int]) -> None:
         """Take one reference away from each.
 
-        The order is kept, so that the next owner gets the same run; of idle blocks the last one,
-        which depends on all before it, is given away first.
+        Of idle blocks the last one, which depends on all before it, is given away first.
         """
         for block_id in reversed(block_ids):
             self._references[block_id] -= 1
@@ -74,7 +78,7 @@ class BlockAllocator:
                 if block_id in self._kept:
                     self._idle[block_id] = None
                 else:
-                    self._free.append(block_id)
+                    heapq.heappush(self._free, block_id)
 
     def _evict(self) -> int:
         block_id = next(iter(self._idle))

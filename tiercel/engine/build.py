@@ -23,6 +23,7 @@ from tiercel.engine.inputs import InputProcessor
 from tiercel.engine.matchers import Matchers
 from tiercel.engine.messages import EngineInfo, LoadOptions, plain_text
 from tiercel.engine.tokenizer_parcel import pack_tokenizer
+from tiercel.engine.warm_up import warm_up
 from tiercel.models.source import ModelSource, find_source
 from tiercel.text.tokenizer import Tokenizer
 
@@ -89,7 +90,12 @@ def load_model(
     )
     config = resolve_config(source, options)
     tokenizer = source.tokenizer(env.cache_dir() / "tokenizers")
-    engine = build_engine(source, config, tokenizer, report, faults)
+    engine = build_engine(source, config, tokenizer, report)
+    if options.warm_up or config.device.type == "cuda":
+        if report is not None:
+            report("Warming up", 0, 0)
+        warm_up(engine, source.config.vocab_size)
+    engine.runner.faults = faults
     matchers = Matchers(tokenizer, source.config.vocab_size)
     return LoadedModel(source, config, tokenizer, engine, matchers, faults)
 

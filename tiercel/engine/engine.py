@@ -20,7 +20,6 @@ from tiercel.cache.manager import CacheManager, GroupBlocks
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import group_specs
 from tiercel.engine.config import EngineConfig
-from tiercel.engine.faults import Faults
 from tiercel.engine.memory import MemoryBudget, cache_blocks
 from tiercel.engine.request import Request, Status, TokenLogprobs
 from tiercel.engine.rows import Rows
@@ -241,7 +240,6 @@ def build_engine(
     config: EngineConfig,
     tokenizer: Tokenizer,
     progress: Callable[[str, int, int], None] | None = None,
-    faults: Faults | None = None,
 ) -> Engine:
     """Load a model, make room for its cache, and capture its decode graphs.
 
@@ -250,7 +248,6 @@ def build_engine(
         config: resolved.
         tokenizer: of the model.
         progress: hears (what, done, total).
-        faults: for tests of what the engine survives.
 
     Raises:
         OutOfMemoryError: weights or cache do not fit; the message says what was needed and what to
@@ -274,7 +271,7 @@ def build_engine(
             rows,
             lambda word: [tokenizer.encode(word), tokenizer.encode(" " + word)],
         )
-        runner = ModelRunner(model, rows, sampler, config, faults)
+        runner = ModelRunner(model, rows, sampler, config)
 
         def make_pools(sizes: Sequence[int]) -> list[CachePool]:
             return [

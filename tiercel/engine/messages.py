@@ -36,6 +36,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model: path or catalogue name; None for the default model.
         enable_fault_injection: whether ``TIERCEL_FAULTS`` may be set; see `faults.py`.
+        warm_up: run every kind of request once before the first real one; on a GPU it is done
+            always.
     """
 
     model: str | None = None
@@ -48,6 +50,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     offline: bool | None = None
     enable_fault_injection: bool = False
+    warm_up: bool = False
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

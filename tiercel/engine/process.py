@@ -167,6 +167,7 @@ def _listen(messages: Iterator[ToEngine], opened: Future[EngineSession], link: E
             opened.result().handle(message)
     except Exception as error:  # noqa: BLE001 - an engine that is deaf must not live on
         link.send(_failure(error, opened))
+    leave()
 
 
 def _failure(error: Exception, opened: Future[EngineSession]) -> Failed:

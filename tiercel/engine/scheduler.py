@@ -17,6 +17,7 @@ Steps overlap: the next one is planned while one is under way. Rules that keep t
 
 from __future__ import annotations
 
+import heapq
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -88,7 +89,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_queries = 0  # tokens looked up, and
         self.prefix_hits = 0  # tokens found, of requests when they first enter
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._free_rows = list(range(max_num_seqs))  # a heap: the lowest row is given first
         self._writes: dict[int, list[BlockWrite]] = {}
         self._unsound_blocks: list[list[int]] = [[] for _ in cache.groups]
         self._num_added = 0
@@ -104,6 +105,10 @@ class Scheduler:
         request.arrival = self._num_added
         self._num_added += 1
         insort(self.waiting, request, key=_turn)
+
+    def forget_history(self) -> None:
+        """Count from zero again: steps, preemptions, hits."""
+        self._step_id = self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
 
     def schedule(self) -> SchedulerOutput | None:
         """Plan the next step; None when nothing can run."""
@@ -257,7 +262,7 @@ class Scheduler:
         return self.cache.can_enter(min(request.num_tokens + 1, most), match)
 
     def _enter(self, request: Request, match: PrefixMatch) -> None:
-        request.status, request.row = Status.RUNNING, self._free_rows.pop()
+        request.status, request.row = Status.RUNNING, heapq.heappop(self._free_rows)
         insort(self.running, request, key=_turn)
         request.block_ids = self.cache.enter(match)
         request.link, request.num_linked = match.link, match.num_blocks
@@ -315,7 +320,7 @@ class Scheduler:
                 blocks += alone
         self.cache.release(request.block_ids)
         self._writes.pop(request.row, None)
-        self._free_rows.append(request.row)
+        heapq.heappush(self._free_rows, request.row)
         request.block_ids, request.row = [], -1
         request.num_computed = request.num_committed = 0
         request.link, request.num_linked = ROOT, 0

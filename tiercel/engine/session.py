@@ -10,6 +10,8 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Final
 
+import msgspec
+
 from tiercel.engine.build import LoadedModel, Report, describe, load_model
 from tiercel.engine.counters import Counters
 from tiercel.engine.engine import RequestUpdate
@@ -154,7 +156,8 @@ def open_session(
         TiercelError: see `load_model`.
     """
     started_s = perf_counter()
-    loaded = load_model(source, options, report)
+    loaded = load_model(source, msgspec.structs.replace(options, warm_up=True), report)
+    loaded.matchers.prepare()
     session = EngineSession(loaded, send)
     send(Ready(describe(loaded, perf_counter() - started_s)))
     return session

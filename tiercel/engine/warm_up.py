@@ -1,0 +1,62 @@
+"""Runs what requests may ask for once, before the first of them comes.
+
+Kernels that Triton and NVRTC compile, modules that CUDA loads at their first launch and tables that
+PyTorch makes lazily would otherwise cost the first requests up to seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tiercel.engine.engine import Engine
+from tiercel.engine.request import Request
+from tiercel.params import SamplingParams
+
+NUM_NEW: Final = 4  # tokens: a step behind the prompt, overlapping ones, the last
+# A decode, a few tokens, tiles of both attention kernels; on a CPU nothing depends on the length.
+PROMPT_LENGTHS: Final = {"cuda": (1, 12, 100, 700, 2500), "cpu": (1, 40)}
+
+
+def _every_option(vocab_size: int) -> tuple[SamplingParams, ...]:
+    """Parameters that together take each stage of the sampler."""
+    few = list(range(min(8, vocab_size)))
+    return (
+        SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True),
+        SamplingParams(max_tokens=NUM_NEW, ignore_eos=True, logprobs=5),
+        SamplingParams(
+            max_tokens=NUM_NEW,
+            stop_token_ids=few[:1],
+            min_tokens=NUM_NEW,
+            top_p=0.9,
+            top_k=7,
+            min_p=0.01,
+            presence_penalty=0.5,
+            repetition_penalty=1.1,
+            logit_bias={few[-1]: 1.0},
+        ),
+        SamplingParams(temperature=0, max_tokens=NUM_NEW, allowed_token_ids=few, prompt_logprobs=1),
+    )
+
+
+def warm_up(engine: Engine, vocab_size: int) -> None:
+    """Run requests of every kind and forget them: no block of theirs is kept, nothing is counted.
+
+    Args:
+        engine: with nothing to do.
+        vocab_size: token ids are below it.
+    """
+    config = engine.config
+    most = min(config.max_model_len - NUM_NEW, engine.scheduler.cache.capacity - NUM_NEW)
+    lengths = [n for n in PROMPT_LENGTHS[config.device.type] if n <= most]
+    requests = []
+    for length in lengths:
+        for params in _every_option(vocab_size):
+            prompt = [i % vocab_size for i in range(length)]
+            request = Request("warm-up", prompt, params, 0, 0, frozenset({0}), NUM_NEW)
+            request.is_unsound = True  # its blocks are zeroed, not kept
+            requests.append(request)
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.forget_history()
