@@ -8,7 +8,7 @@ from tests.parity import log_softmax
 from tests.tiny_llm import DATA, EOS, NAMES, PROMPTS, assert_idle, greedy, ids_of, joined, open_tiny
 from tiercel.engine import build as build_module
 from tiercel.engine import engine as engine_module
-from tiercel.engine import runner as runner_module
+from tiercel.engine import prompt_reads as reads_module
 from tiercel.errors import OutOfMemoryError
 from tiercel.params import SamplingParams
 
@@ -220,8 +220,8 @@ def test_nonfinite_logits_inside_the_prompt_are_an_error(llm, monkeypatch):
         logits[1:2] = float("inf")  # of one place; the last place is sound
         return right(logits, token_ids, count)
 
-    right = runner_module.top_logprobs
-    monkeypatch.setattr(runner_module, "top_logprobs", broken)
+    right = reads_module.top_logprobs
+    monkeypatch.setattr(reads_module, "top_logprobs", broken)
     (output,) = llm.generate("the thin man", greedy(3, prompt_logprobs=1))
     assert output.outputs[0].finish_reason == "error"
     assert output.outputs[0].stop_reason == "nonfinite_logits"

@@ -53,9 +53,10 @@ FORMS = {
     "regex": (
         {"regex": r"[A-Z]{2}/\d{2,3}\.|é+"},
         ["AB/12.", "ZZ/123.", "éé"],
-        ["AB/1.", "ab/12.", "AB/12.x", ""],
+        ["AB/1.", "ab/12.", "AB/12.x", "AB/\uff11\uff12.", ""],
     ),
     "anchored regex": ({"regex": "^a\nb$"}, ["a\nb"], ["a", "xa\nb"]),
+    "classes": ({"regex": r"[\d\-]\\\w\/[\W]"}, [r"5\a/-", r"-\_/é"], [r"\d\a/-", r"5\é/-"]),
     "choice": (
         {"choice": ["yes", "no", 'a "b"/\\\n', "yes!"]},
         ["yes", "yes!", 'a "b"/\\\n'],

@@ -69,7 +69,7 @@ class World:
         self.cache = CacheManager(
             groups, self.block_size, self.budget, has_prefix_cache=self.has_prefix_cache
         )
-        self.scheduler = Scheduler(self.cache, self.max_num_seqs, self.budget)
+        self.scheduler = Scheduler(self.cache, self.max_num_seqs, self.budget, least_computed=1)
         self.runner = FakeRunner(
             self.cache, self.max_num_seqs, self.budget, memory_errors=set(self.memory_errors)
         )
@@ -301,7 +301,7 @@ def test_others_overtake_a_request_that_waits_for_its_start():
     assert world.requests[2].status is not Status.WAITING
 
 
-@pytest.mark.parametrize(("length", "cached"), [(8, 4), (9, 4), (11, 4), (12, 8)])
+@pytest.mark.parametrize(("length", "cached"), [(8, 4), (9, 8), (12, 8), (13, 12)])
 def test_a_prompt_that_is_cached_whole_computes_its_last_tokens(length, cached):
     plans = [Plan([3] * length, 5), Plan([3] * length, 1, arrival=7)]
     world = World(plans, 4, 40, 4, 16, has_prefix_cache=True)

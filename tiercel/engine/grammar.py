@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Protocol
 
 from tiercel.engine.json_schema import read_schema
@@ -23,6 +24,10 @@ from tiercel.params import StructuredOutputs
 # Line ends that models write behind the end of their thinking.
 GAP: Final = r"/\n{1,4}/?"
 _USER_GRAMMAR: Final = "user"
+# As in JavaScript: in Rust these also hold the digits and letters of other scripts.
+_CLASSES: Final = MappingProxyType(
+    {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +146,15 @@ def _content(
 
 
 def _regex(source: str) -> str:
-    """A regular expression between slashes, those inside escaped."""
+    """A regular expression between slashes; its classes are those of patterns in schemas."""
     pieces = []
-    is_escaped = False
-    for char in source:
-        if char == "/" and not is_escaped:
-            pieces.append("\\")
-        pieces.append("\\n" if char == "\n" else char)
-        is_escaped = char == "\\" and not is_escaped
+    chars = iter(source)
+    for char in chars:
+        if char == "\\":
+            escaped = next(chars, "")
+            pieces.append(_CLASSES.get(escaped, char + escaped))
+        else:
+            pieces.append({"/": "\\/", "\n": "\\n"}.get(char, char))
     return "/" + "".join(pieces) + "/"
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 # What may stand between two parts of a JSON document: as compact or as indented as a model likes,
 # but not without end (a small model can write newlines until it runs out of tokens).
-WHITESPACE: Final = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
+WHITESPACE: Final = r" |\r?\n[ \t]{0,16}"
 ANY_TEXT: Final = "/(?s:.*)/"
 
 

@@ -267,7 +267,7 @@ class Sampler:
             # The token that would complete a bad word.
             before = len(ids) - 1
             if before <= len(output) and output[len(output) - before :] == ids[:-1]:
-                line[ids[-1]] = NEG_INF
+                line[ids[-1]].fill_(NEG_INF)  # to assign a number would wait for the device
         drawn = len(output) + request.num_sampling - 1  # this step samples too
         if edits.stop_ids is not None and drawn < request.params.min_tokens:
             line.index_fill_(0, edits.stop_ids, NEG_INF)

@@ -26,9 +26,10 @@ from tiercel.cache.manager import BlockWrite, CacheManager
 from tiercel.cache.prefix import ROOT, PrefixMatch
 from tiercel.engine.request import Request, Status
 
-# Tokens that a hit leaves to compute. On a CPU products of fewer rows take another order of sums,
-# and a hit must give the bits of a prompt that was computed whole (ops/linear.py).
-LEAST_COMPUTED = 4
+# Tokens that a hit leaves to compute. On a CPU products of fewer rows take other orders of sums (up
+# to 3 rows on one processor, up to 8 on another), and a hit must give the bits of a prompt that was
+# computed whole (ops/linear.py).
+LEAST_COMPUTED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,16 @@ def _turn(request: Request) -> tuple[int, int]:
 class Scheduler:
     """Plans steps over `max_num_seqs` rows and the blocks of a cache."""
 
-    def __init__(self, cache: CacheManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: CacheManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        least_computed: int = LEAST_COMPUTED,
+    ) -> None:
         self.cache = cache
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.least_computed = least_computed
         self.waiting: list[Request] = []  # both in order of turn
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -225,7 +233,7 @@ class Scheduler:
     def _find_prefix(self, request: Request) -> PrefixMatch:
         if request.reads_prompt:
             return self.cache.find(())  # a prompt that is read must be computed
-        return self.cache.find(request.tokens(0, request.num_tokens - LEAST_COMPUTED + 1))
+        return self.cache.find(request.tokens(0, request.num_tokens - self.least_computed + 1))
 
     def _follows(self, request: Request) -> bool:
         """Whether the request still waits for another one to compute the start they share."""
@@ -245,7 +253,7 @@ class Scheduler:
         for other in self.running:
             if other.link != match.link or other.num_linked != match.num_blocks:
                 continue
-            most = min((request.num_tokens - LEAST_COMPUTED) // size, other.num_tokens // size)
+            most = min((request.num_tokens - self.least_computed) // size, other.num_tokens // size)
             shared = match.num_blocks
             while shared < most and request.tokens(shared * size, (shared + 1) * size) == (
                 other.tokens(shared * size, (shared + 1) * size)

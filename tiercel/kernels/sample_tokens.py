@@ -66,16 +66,21 @@ def best_of_part_kernel(
     if CHECKS:
         is_unsound = tl.max((~(tl.abs(logits) < float("inf"))).to(tl.int32), axis=0) > 0
     is_banned = tl.load(is_banned_ptr + cols, mask=mask, other=1) != 0
-    scores = logits.to(tl.float64)
+    is_out = is_banned | (logits == float("-inf"))
     if temperature > 0:
         noise = gumbel_noise(
             tl.load(key_ptr + row).to(tl.uint64), tl.load(num_tokens_ptr + row), cols
         )
         scores = (logits / temperature).to(tl.float64) + noise
-    scores = tl.where(is_banned | (logits == float("-inf")), float("-inf"), scores)
-    best = tl.max(scores, axis=0)
-    # The lowest id of the best: a row of bans alone gives the part's first one, with -inf.
-    token = tl.min(tl.where(scores == best, cols, vocab_size), axis=0)
+        scores = tl.where(is_out, float("-inf"), scores)
+        best = tl.max(scores, axis=0)
+        token = tl.min(tl.where(scores == best, cols, vocab_size), axis=0)
+    else:  # float32 compares twice as fast
+        plain = tl.where(is_out, float("-inf"), logits)
+        largest = tl.max(plain, axis=0)
+        best = largest.to(tl.float64)
+        # The lowest id of the best: a row of bans alone gives the part's first one, with -inf.
+        token = tl.min(tl.where(plain == largest, cols, vocab_size), axis=0)
     tl.store(scores_ptr + line * parts + part, best)
     tl.store(ids_ptr + line * parts + part, tl.where(is_unsound, _UNSOUND, token))
 
