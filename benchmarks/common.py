@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shlex
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tiercel.bench.environment import command_line, cpu_name, installed_version, utc_now
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ def environment(device: torch.device) -> dict[str, Any]:
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
     info: dict[str, Any] = {
-        "command": command_line(),
-        "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": command_line(sys.argv),
+        "utc": utc_now(),
         "revision": revision.stdout.strip() or None,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -56,31 +56,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         info["cores"] = os.cpu_count()
         info["threads"] = torch.get_num_threads()
     return info
-
-
-def command_line() -> str:
-    """The command that runs this process; of absolute paths, the last part."""
-    spec = sys.modules["__main__"].__spec__
-    program = ["python", "-m", spec.name] if spec else ["python", Path(sys.argv[0]).name]
-    arguments = [Path(text).name if Path(text).is_absolute() else text for text in sys.argv[1:]]
-    return shlex.join([*program, *arguments])
-
-
-def cpu_name() -> str:
-    """The processor's model name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def installed_version(package: str) -> str | None:
-    """The version of an installed package; None without it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def time_us(run: Callable[[], object], device: torch.device, samples: int = 20) -> Timing:

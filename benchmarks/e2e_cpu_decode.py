@@ -28,7 +28,8 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.common import environment, installed_version, save
+from benchmarks.common import environment, save
+from tiercel.bench.environment import installed_version
 from tiercel.llm import LLM
 from tiercel.loader.hub import resolve
 from tiercel.params import SamplingParams

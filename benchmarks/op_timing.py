@@ -47,6 +47,7 @@ class Case:
         dtype: whose matrix rate bounds the flops.
         peer: inputs to result, another way to do the same.
         peer_name: what that is.
+        peer_us: for a peer that cannot run here, its time on the hardware that `peer_name` names.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     peer: Callable[[Any], object] | None = None
     peer_name: str = ""
+    peer_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,9 @@ def measure_case(case: Case, device: torch.device, ceilings: Ceilings) -> dict[s
         peer = time_inputs(case.peer, inputs, device)
         row |= {"peer": case.peer_name, "peer_us": peer.median_us}
         row["peer_over_op"] = peer.median_us / timing.median_us
+    elif case.peer_us is not None:
+        row |= {"peer": case.peer_name, "peer_us": case.peer_us}
+        row["peer_over_op"] = case.peer_us / timing.median_us
     row["second_median_us"] = time_inputs(case.run, inputs, device).median_us
     memory_us = case.num_bytes / max(ceilings.read_gbps, ceilings.copy_gbps) / 1e3
     compute_us = case.flops / ceilings.tflops[str(case.dtype)] / 1e6 if case.flops else 0.0

@@ -13,7 +13,17 @@ from tests.cli.harness import COMMAND, environment, error_line, tiercel
 from tests.gguf_files import tiny_model
 from tiercel.cli.main import run
 
-COMMANDS = ["generate", "chat", "inspect", "doctor"]
+COMMANDS = [
+    "generate",
+    "chat",
+    "serve",
+    "inspect",
+    "pull",
+    "bench",
+    "bench serve",
+    "bench throughput",
+    "doctor",
+]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +102,7 @@ def test_wrong_use_is_one_line_and_status_2(arguments, words, capsys):
     [
         (["inspect", "missing.gguf"], "missing.gguf: the path does not exist."),
         (["inspect", "smolm2"], "Did you mean smollm2?"),
-        (["inspect", "org/name"], "downloading from model hubs is not part of this version"),
+        (["inspect", "org/name", "--offline"], "org/name: the model is not on this machine"),
         (["generate", "x", "--temperature", "3.5"], "temperature=3.5 is out of range. Use 0.0"),
         (["generate", "x", "--n", "0"], "n=0 is out of range"),
         (["generate", "--file", "missing.txt"], "missing.txt: No such file or directory"),
@@ -313,7 +323,7 @@ def test_options_of_other_commands_may_be_in_the_file(tmp_path, model, capsys):
     [
         ("temprature = 1\n", "'temprature' is no option of the command line. Did you mean temper"),
         ("[generate]\nprompt2 = 1\n", "'generate.prompt2' is no option"),
-        ("[serve]\nport = 1\n", "'serve' is no option"),
+        ("[publish]\nport = 1\n", "'publish' is no option"),
         ("config = 'x'\n", "'config' is no option"),
         ("temperature = \n", "is not TOML"),
         ("a = " + "[" * 5000, "is not TOML"),

@@ -19,7 +19,7 @@ import filelock
 import pytest
 
 from tiercel.errors import ModelNotFoundError
-from tiercel.loader import fetch, hub
+from tiercel.loader import fetch, hub, store
 from tiercel.loader.fetch import CatalogueEntry
 
 CONTENT = b"GGUF" + bytes(range(256)) * 4096  # more than one chunk
@@ -121,7 +121,7 @@ def test_fetches_with_pip_once_and_reports_progress(entry, tmp_path, monkeypatch
     assert files_of(tmp_path) == ["stand-in.gguf", "stand-in.gguf.lock", "stand-in.gguf.ok"]
 
     monkeypatch.setattr(fetch, "_run_pip", None)  # a second call starts no pip
-    monkeypatch.setattr(fetch, "_hash_file", None)  # and hashes nothing
+    monkeypatch.setattr(store, "hash_file", None)  # and hashes nothing
     assert resolve(entry.name, offline=True) == path
 
 
@@ -177,10 +177,10 @@ def test_damaged_cache_file_is_made_again(entry, fake_pip, damage):
 @pytest.mark.parametrize("stamp", ["", "{", "[]", "\x00" * 9000], ids=["empty", "cut", "list", "0"])
 def test_damaged_stamp_only_costs_a_hash(entry, fake_pip, stamp):
     path = resolve()
-    fetch.stamp_path(path).write_text(stamp)
+    store.stamp_path(path).write_text(stamp)
     assert resolve() == path
     assert len(fake_pip) == 1
-    assert entry.sha256 in fetch.stamp_path(path).read_text()
+    assert entry.sha256 in store.stamp_path(path).read_text()
 
 
 def test_leftovers_of_a_killed_process_are_removed(entry, fake_pip, tmp_path):
@@ -262,7 +262,7 @@ def test_cache_that_cannot_be_made_falls_back_with_one_warning(
 ):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("TIERCEL_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(fetch.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(store.tempfile, "tempdir", str(tmp_path))
     with caplog.at_level(logging.WARNING, logger="tiercel"):
         path = resolve()
     assert path.read_bytes() == CONTENT
@@ -275,16 +275,16 @@ def test_cache_that_cannot_be_made_falls_back_with_one_warning(
 
 def test_read_only_cache_falls_back(entry, fake_pip, tmp_path, monkeypatch, caplog):
     (tmp_path / "cache/models").mkdir(parents=True)
-    monkeypatch.setattr(fetch.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(store.tempfile, "tempdir", str(tmp_path))
     # root may write anywhere, so the answer of the file system is simulated
-    monkeypatch.setattr(fetch, "_is_writable", lambda _folder: False)
+    monkeypatch.setattr(store, "is_writable", lambda _folder: False)
     assert resolve().parent.parent == tmp_path
     assert len(caplog.records) == 1
 
 
 def test_read_only_cache_that_holds_the_model_is_used(entry, fake_pip, monkeypatch):
     path = resolve()
-    fetch.stamp_path(path).unlink()
+    store.stamp_path(path).unlink()
 
     def refuse(_self, _target):
         raise PermissionError(errno.EROFS, "Read-only file system")
@@ -294,16 +294,16 @@ def test_read_only_cache_that_holds_the_model_is_used(entry, fake_pip, monkeypat
 
 
 def test_a_foreign_temporary_folder_is_not_trusted(tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(store.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f"tiercel-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
-    folder = fetch._fallback_folder(tmp_path)
+    folder = store.fallback_folder(tmp_path)
     assert folder.name != f"tiercel-{os.getuid()}"
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_lock_that_is_never_released_ends(entry, fake_pip, tmp_path, monkeypatch):
-    models = fetch.models_folder()
+    models = store.models_folder()
     monkeypatch.setattr(fetch, "LOCK_TIMEOUT_S", 0.3)
     messages = []
     with filelock.FileLock(models / "stand-in.gguf.lock"):
@@ -318,7 +318,7 @@ def test_a_file_system_without_locks_still_works(entry, fake_pip, monkeypatch, t
         def _acquire(self):
             raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fetch.filelock, "FileLock", NoLock)
+    monkeypatch.setattr(store.filelock, "FileLock", NoLock)
     other = tmp_path / "cache/models/stand-in-fetch-other"  # may be in use: nothing says it is not
     other.mkdir(parents=True)
     assert resolve().read_bytes() == CONTENT
@@ -378,12 +378,12 @@ def test_killed_half_way_leaves_nothing_under_the_final_name(entry, fake_pip, tm
         f"""
         import os, signal
         from pathlib import Path
-        from tiercel.loader import fetch
+        from tiercel.loader import fetch, store
         entry = fetch.CatalogueEntry(**{ {s: getattr(entry, s) for s in entry.__slots__}!r})
         def die(what, done, total):
             if what.startswith("Unpacking") and done:
                 os.kill(os.getpid(), signal.SIGKILL)
-        fetch.fetch(entry, fetch.models_folder(), die)
+        fetch.fetch(entry, store.models_folder(), die)
         """
     )
     child = subprocess.run([sys.executable, "-c", script], check=False)
@@ -418,7 +418,6 @@ def test_paths_are_used_as_given(entry, tmp_path, monkeypatch):
     [
         ("stand-inn", "Did you mean stand-in? Known names: stand-in"),
         ("qwertz", "no model of that name and no such path. Known names: stand-in"),
-        ("org/name", "downloading from model hubs is not part of this version"),
         ("org/name.gguf", "the path does not exist"),
         ("./missing", "the path does not exist"),
         ("a/b/c", "the path does not exist"),
@@ -442,8 +441,8 @@ def test_broken_link(entry, tmp_path):
 
 def test_no_home_folder_does_not_make_a_folder_named_tilde(entry, fake_pip, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fetch.env, "cache_dir", lambda: Path("~/.cache/tiercel"))
-    monkeypatch.setattr(fetch.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(store.env, "cache_dir", lambda: Path("~/.cache/tiercel"))
+    monkeypatch.setattr(store.tempfile, "tempdir", str(tmp_path))
     assert resolve().read_bytes() == CONTENT
     assert not (tmp_path / "~").exists()
 
@@ -452,5 +451,5 @@ def test_the_catalogue_is_sound():
     for entry in hub.CATALOGUE:
         assert len(entry.sha256) == len(entry.wheel_sha256) == 64
         assert entry.member.endswith(".gguf")
-        assert not hub._HUB_NAME.fullmatch(entry.name)
+        assert hub.hub_name(entry.name) is None
     assert hub.DEFAULT in hub.CATALOGUE

@@ -138,12 +138,12 @@ def _driver() -> dict[str, Any]:
 
 def _cache() -> dict[str, Any]:
     from tiercel import env
-    from tiercel.loader import fetch, hub
+    from tiercel.loader import hub, store
 
     folder = env.cache_dir().absolute()
     existing = next((p for p in (folder, *folder.parents) if p.exists()), folder)
     models = {
-        entry.name: fetch.is_present(folder / "models" / entry.file_name, entry)
+        entry.name: store.is_present(folder / "models" / entry.file_name, entry.content)
         for entry in hub.CATALOGUE
     }
     return {

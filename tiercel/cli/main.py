@@ -1,7 +1,8 @@
 """The command line: finds the command, runs it, and turns every end into a line and a status.
 
 Nothing here or in the command modules imports PyTorch at the top: help and wrong use are instant.
-Status: 0 done, 1 failed, 2 wrong use, 130 Ctrl-C, 141 the reader closed the pipe, 143 SIGTERM.
+Status: 0 done, 1 failed, 2 wrong use, 70 `serve` gave up its engine, 130 Ctrl-C, 141 the reader
+closed the pipe, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Dict, Env
 
 import tiercel
+from tiercel.cli.bench_serve import bench_serve
+from tiercel.cli.bench_throughput import bench_throughput
 from tiercel.cli.chat import chat
 from tiercel.cli.doctor import doctor
 from tiercel.cli.generate import generate
 from tiercel.cli.help import CompactFormatter
 from tiercel.cli.inspect import inspect_model
 from tiercel.cli.options import CommonOptions
+from tiercel.cli.pull import pull
+from tiercel.cli.serve import serve
 from tiercel.cli.settings import read_config
 from tiercel.cli.terminal import (
     UsageError,
@@ -44,9 +49,14 @@ _CUDA_LINE = re.compile(r"^cuda\b[^=]*= *'([^']+)'", re.MULTILINE)
 _COMMANDS: dict[str, Callable[..., int]] = {
     "generate": generate,
     "chat": chat,
+    "serve": serve,
     "inspect": inspect_model,
+    "pull": pull,
+    "bench serve": bench_serve,
+    "bench throughput": bench_throughput,
     "doctor": doctor,
 }
+_GROUPS = {"bench": "Measure the speed of a server or of the engine."}
 _HELP = "Run language models from GGUF files and model folders, on CPU and CUDA."
 _EXAMPLES = {
     "tiercel": (
@@ -61,7 +71,24 @@ _EXAMPLES = {
         "tiercel chat",
         'tiercel chat model.gguf --system "Answer in one sentence." --save talk.json',
     ),
+    "serve": ("tiercel serve", "tiercel serve model.gguf --port 0 --api-key-file keys.txt"),
     "inspect": ("tiercel inspect model.gguf", "tiercel inspect model.gguf --verify --json"),
+    "pull": (
+        "tiercel pull owner/name:Q4_K_M",
+        "tiercel pull owner/name --list",
+    ),
+    "bench": (
+        "tiercel bench serve http://127.0.0.1:8000 --concurrency 1,2,4 --json out.json",
+        "tiercel bench throughput -m model.gguf --input-len 512 --output-len 128",
+    ),
+    "bench serve": (
+        "tiercel bench serve http://127.0.0.1:8000 --concurrency 1,4,16 --plot out.svg",
+        "tiercel bench serve --compare before.json after.json",
+    ),
+    "bench throughput": (
+        "tiercel bench throughput -m model.gguf --concurrency 64 --json out.json",
+        "tiercel bench throughput --input-len 128:1024 --output-len 64 --requests 100",
+    ),
     "doctor": ("tiercel doctor", "tiercel doctor --json"),
 }
 
@@ -119,8 +146,16 @@ def make_app() -> App:
         exit_on_error=False,
         print_error=False,
     )
+    groups = {
+        name: App(name=name, help=text, help_epilogue=_epilogue(name))
+        for name, text in _GROUPS.items()
+    }
+    for group in groups.values():
+        app.command(group)
     for name, command in _COMMANDS.items():
-        app.command(command, name=name, help_epilogue=_epilogue(name))
+        in_group, _, last = name.rpartition(" ")
+        owner = groups.get(in_group, app)
+        owner.command(command, name=last, help_epilogue=_epilogue(name))
     app.register_install_completion_command(
         add_to_startup=False, help="Install tab completion for bash, zsh or fish."
     )
@@ -147,7 +182,9 @@ def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundA
 
 
 def _option_names(app: App, command: str) -> frozenset[str]:
-    arguments = app[command].assemble_argument_collection()
+    for name in command.split():
+        app = app[name]
+    arguments = app.assemble_argument_collection()
     names = {name[2:] for argument in arguments for name in argument.names if name[:2] == "--"}
     return frozenset(names - {"config"})
 

@@ -30,7 +30,7 @@ ModelName = Annotated[
     Parameter(
         name=("--model", "-m"),
         group=MODEL_GROUP,
-        help="GGUF file, folder or catalogue name [smollm2].",
+        help="GGUF file, folder, catalogue or hub name [smollm2].",
         show_default=False,
     ),
 ]

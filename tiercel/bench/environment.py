@@ -1,0 +1,88 @@
+"""Where figures come from: the command, the versions, the machine. Free of PyTorch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import tiercel
+
+_SECRET_OPTIONS: Final = ("--api-key",)
+_NVIDIA_SMI_TIMEOUT_S: Final = 20.0
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command that runs this process; of absolute paths the last part, of secrets nothing.
+
+    Args:
+        arguments: `sys.argv`, or what stands for it.
+    """
+    spec = sys.modules["__main__"].__spec__
+    if spec is None or spec.name == "__main__":
+        name = Path(arguments[0]).name
+        program = ["python", name] if name.endswith(".py") else [name]
+    else:
+        program = ["python", "-m", spec.name]
+    shown = []
+    is_secret = False
+    for text in arguments[1:]:
+        name, equals, _ = text.partition("=")
+        if is_secret:
+            text = "..."
+        elif name in _SECRET_OPTIONS and equals:
+            text = f"{name}=..."
+        is_secret = text in _SECRET_OPTIONS
+        shown.append(Path(text).name if Path(text).is_absolute() else text)
+    return shlex.join([*program, *shown])
+
+
+def cpu_name() -> str:
+    """The processor's model name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def utc_now() -> str:
+    """The wall clock, only to be printed."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Our version, Python's and those of packages; one that is missing is left out."""
+    found = {package: installed_version(package) for package in packages}
+    present = {package: version for package, version in found.items() if version is not None}
+    return {"python": platform.python_version(), "tiercel": tiercel.__version__, **present}
+
+
+def hardware() -> dict[str, str]:
+    """Processor, cores and GPUs of this machine."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count()
+    facts = {"cpu": cpu_name(), "cores": str(cores)}
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return facts  # no driver
+    return facts | {"gpu": "; ".join(answer.stdout.split("\n")).strip("; ")}

@@ -1,0 +1,246 @@
+"""What `tiercel bench serve` and `bench throughput` share: options and output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+
+from tiercel.cli.terminal import UsageError, note, one_line, write
+
+if TYPE_CHECKING:
+    from tiercel.bench.completions import Completion
+    from tiercel.bench.report import Report
+    from tiercel.bench.statistics import Bounds
+    from tiercel.bench.tables import Table
+    from tiercel.bench.workload import Workload
+
+WORKLOAD_GROUP = Group("Requests", sort_key=1)
+LOAD_GROUP = Group("Load", sort_key=2)
+OUTPUT_GROUP = Group("Output", sort_key=3)
+MAX_LEVEL = 65_536
+MAX_REQUESTS = 10_000_000
+
+
+@Parameter(name="*", group=WORKLOAD_GROUP)
+@dataclass(frozen=True, slots=True)
+class WorkloadOptions:
+    """What is asked."""
+
+    input_len: Annotated[str, Parameter(help="Tokens of a prompt: N or LOW:HIGH.")] = "512"
+    output_len: Annotated[str, Parameter(help="Tokens of an answer, likewise.")] = "128"
+    file: Annotated[
+        Path | None, Parameter(help='Prompts instead: lines {"prompt": ..., "max_tokens": N}.')
+    ] = None
+    token_ids: Annotated[str, Parameter(help="Draw prompts from these ids.")] = "1000:30000"
+    temperature: Annotated[float, Parameter(help="0 is greedy.")] = 0.0
+    seed: Annotated[int, Parameter(help="Same seed, same requests.")] = 0
+    requests: Annotated[
+        int | None, Parameter(help="For each load [4 times the load, at least 32].")
+    ] = None
+    warm_up: Annotated[
+        int | None, Parameter(help="Before each load, not counted [as many as run at once].")
+    ] = None
+
+
+@Parameter(name="*", group=OUTPUT_GROUP)
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """Where the figures go."""
+
+    json: Annotated[Path | None, Parameter(help="Write everything, each request too.")] = None
+    plot: Annotated[Path | None, Parameter(help="Draw it, as .svg, .png or .pdf.")] = None
+    compare: Annotated[
+        tuple[Path, Path] | None, Parameter(help="Compare two --json files; measure nothing.")
+    ] = None
+    label: Annotated[str | None, Parameter(help="Name in tables and legends.")] = None
+    goodput: Annotated[
+        str | None, Parameter(help="Count requests within first=500,inter=50,latency=9000 ms.")
+    ] = None
+
+
+def parse_levels(text: str) -> list[int]:
+    """Read `1,2,4`.
+
+    Raises:
+        UsageError: it is no list of counts.
+    """
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and 0 < int(part) <= MAX_LEVEL for part in parts):
+        raise UsageError(
+            f"--concurrency {text!r:.60}: no list of counts.", hint="Write it like 1,2,4."
+        )
+    return list(dict.fromkeys(int(part) for part in parts))
+
+
+def parse_rates(text: str) -> list[float]:
+    """Read `0.5,1,2`.
+
+    Raises:
+        UsageError: it is no list of rates.
+    """
+    rates = []
+    for part in text.split(","):
+        try:
+            rate = float(part)
+        except ValueError:
+            rate = math.nan
+        if not 1e-3 <= rate <= 1e5:
+            raise UsageError(
+                f"--rate {text!r:.60}: no list of requests per second.",
+                hint="Write it like 0.5,1,2.",
+            )
+        rates.append(rate)
+    return list(dict.fromkeys(rates))
+
+
+def make_workload(
+    options: WorkloadOptions,
+) -> tuple[Workload, Sequence[Completion] | None]:
+    """The workload, and the prompts if they come from a file.
+
+    Raises:
+        UsageError: a value cannot be read or is out of range.
+        ArgumentError: the file holds something else.
+    """
+    from tiercel.bench import workload
+
+    for name, value, low in (
+        ("--requests", options.requests, 1),
+        ("--warm-up", options.warm_up, 0),
+    ):
+        if value is not None and not low <= value <= MAX_REQUESTS:
+            raise UsageError(f"{name} {value} is out of range.", hint="Use a count.")
+    if not 0.0 <= options.temperature <= 2.0:
+        raise UsageError(f"--temperature {options.temperature} is out of range.", hint="0 to 2.")
+    lengths = {}
+    for name in ("input_len", "output_len", "token_ids"):
+        try:
+            lengths[name] = workload.parse_lengths(getattr(options, name))
+        except ValueError as error:
+            raise UsageError(f"--{name.replace('_', '-')}: {error}.") from error
+    if options.file is None:
+        shape = workload.Workload(
+            lengths["input_len"],
+            lengths["output_len"],
+            options.seed,
+            options.temperature,
+            lengths["token_ids"],
+        )
+        return shape, None
+    shape = workload.Workload(
+        None,
+        lengths["output_len"],
+        options.seed,
+        options.temperature,
+        file_sha256=workload.file_sha256(options.file),
+    )
+    return shape, workload.read_requests(options.file, shape)
+
+
+def parse_bounds(text: str | None) -> Bounds:
+    """Read `first=500,inter=50,latency=9000`, or a part of it.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    from tiercel.bench.statistics import Bounds
+
+    fields = {"first": "first_token_ms", "inter": "inter_token_ms", "latency": "latency_ms"}
+    found: dict[str, float] = {}
+    for part in text.split(",") if text is not None else ():
+        name, _, value = part.partition("=")
+        try:
+            found[fields[name]] = float(value)
+        except (KeyError, ValueError):
+            found[name] = math.nan
+        if not all(0 < bound < math.inf for bound in found.values()):
+            raise UsageError(
+                f"--goodput {text!r:.80}: no bounds in milliseconds.",
+                hint="Write them like first=500,inter=50,latency=9000.",
+            )
+    return Bounds(**found)
+
+
+def check_output(options: OutputOptions) -> None:
+    """Find out before the measurement what would fail after it.
+
+    Raises:
+        UsageError: the plot's ending is unknown, or matplotlib is missing.
+    """
+    if options.plot is None:
+        return
+    import importlib.util
+
+    if options.plot.suffix not in (".svg", ".png", ".pdf"):
+        raise UsageError(
+            f"--plot {options.plot}: the ending is unknown.", hint="Use .svg, .png or .pdf."
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            "--plot needs matplotlib, which is not installed.",
+            hint="Run pip install 'tiercel[bench]'.",
+        )
+
+
+def show_report(report: Report, options: OutputOptions) -> None:
+    """Write the table to standard output, notes to standard error, and the files."""
+    from tiercel.bench import report as reports
+    from tiercel.bench import tables
+
+    if options.json is not None:
+        reports.save(report, options.json)
+    _write_table(f"{report.label}: {report.model}", tables.level_table(report))
+    for text in tables.notes(report):
+        note(one_line(text))
+    if options.plot is not None:
+        _draw([report], options.plot)
+
+
+def show_comparison(first: Path, second: Path, options: OutputOptions) -> None:
+    """Write the tables of two results, and draw both.
+
+    Raises:
+        ArgumentError: a file holds no result, or they are of different shapes.
+    """
+    from tiercel.bench import compare, tables
+    from tiercel.bench import report as reports
+
+    a, b = reports.load(first), reports.load(second)
+    for title, table in tables.comparison_tables(a, b, compare.compare(a, b)):
+        _write_table(title, table)
+    if options.plot is not None:
+        _draw([a, b], options.plot)
+
+
+def _draw(found: Sequence[Report], path: Path) -> None:
+    from tiercel.bench.plot import draw
+
+    draw(found, path)
+
+
+def _write_table(title: str, table: Table) -> None:
+    """A table of rich on a terminal, else plain columns under a title."""
+    import sys
+
+    from tiercel.bench.tables import plain
+
+    title = one_line(title)
+    if not sys.stdout.isatty():
+        write(f"{title}\n{plain(table)}\n")
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    console = Console(highlight=False, markup=False)
+    drawn = RichTable(title=title, box=box.SIMPLE_HEAD)
+    for index, head in enumerate(table[0]):
+        drawn.add_column(one_line(head), justify="right" if index else "left")
+    for row in table[1:]:
+        drawn.add_row(*row)
+    console.print(drawn)

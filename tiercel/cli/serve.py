@@ -1,0 +1,265 @@
+"""`tiercel serve`: the HTTP server in front of an engine process of its own.
+
+Everything that can be wrong with the command line is found before the port is bound, the port
+before the model loads. The URL goes to standard output at once, everything else to the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tiercel.cli.options import CommonOptions, EngineOptions, ModelName
+from tiercel.cli.serve_options import BatchOptions, DefaultOptions, LimitOptions, ServerOptions
+from tiercel.cli.terminal import UsageError
+from tiercel.params import LIMITS, Limits, SamplingParams
+
+if TYPE_CHECKING:
+    from tiercel.engine.messages import LoadOptions
+    from tiercel.serve.state import AccessSettings, SamplingDefaults, ServeSettings
+
+MAX_KEY_FILE_BYTES: Final = 1 << 20
+MAX_KEY_CHARS: Final = 1024
+# `SamplingParams` itself has these bounds; a server may only be stricter.
+_CEILINGS: Final = (
+    "max_n", "max_stop_strings", "max_stop_chars", "max_logit_bias", "max_logprobs",
+    "max_tool_name_chars",
+)  # fmt: skip
+_MAY_BE_ZERO: Final = ("max_stop_strings", "max_logit_bias", "max_logprobs", "max_waiting_requests")
+_LARGEST: Final = 1 << 40
+_LOG: Final = logging.getLogger("tiercel.serve")
+
+
+def serve(
+    model: ModelName = None,
+    *,
+    server: ServerOptions = ServerOptions(),  # noqa: B008 - frozen
+    engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
+    batch: BatchOptions = BatchOptions(),  # noqa: B008 - frozen
+    defaults: DefaultOptions = DefaultOptions(),  # noqa: B008 - frozen
+    limits: LimitOptions = LimitOptions(),  # noqa: B008 - frozen
+    common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
+) -> int:
+    """Serve a model over HTTP; further options: docs/server.md."""
+    from tiercel.engine.client import EngineClient
+    from tiercel.serve.logs import set_up_logs
+    from tiercel.serve.metrics import Metrics
+    from tiercel.serve.server import run_server
+    from tiercel.serve.state import ServerState
+
+    settings = make_settings(server, defaults, limits)
+    level = "error" if common.quiet else "debug" if common.verbose else server.log_level
+    with _bound(server) as (sockets, url):
+        set_up_logs(getattr(logging, level.upper()), server.log_format)
+        _print_url(url)
+        _warn(server, settings)
+        settings = replace(settings, url=url)
+        options = _load_options(model, server, engine, batch, defaults)
+        client = EngineClient(options, max_waiting=settings.limits.max_waiting_requests)
+        state = ServerState(settings, client, Metrics(settings.metrics_prefix))
+        return run_server(state, sockets, server.drain_seconds)
+
+
+def make_settings(
+    server: ServerOptions, defaults: DefaultOptions, limits: LimitOptions
+) -> ServeSettings:
+    """The settings that the options ask for.
+
+    Raises:
+        ArgumentError, UsageError: naming the option.
+    """
+    from tiercel.serve.reasoning import select_reasoning_format
+    from tiercel.serve.state import ServeSettings
+    from tiercel.serve.tools import select_tool_format
+
+    select_tool_format("", "", server.tool_parser)  # an unknown name is refused here
+    select_reasoning_format("", server.reasoning_parser)
+    if not 0 <= server.port <= 65535:
+        raise UsageError(f"--port {server.port} is out of range.", hint="Use 0 to 65535.")
+    for name in ("drain_seconds", "slow_client_seconds"):
+        if not 0 <= getattr(server, name) <= _LARGEST:
+            raise UsageError(f"--{name.replace('_', '-')} must be 0 or more seconds.")
+    if not server.metrics_prefix.isidentifier() or not server.metrics_prefix.isascii():
+        raise UsageError("--metrics-prefix must be letters, digits and '_'.", hint="Use vllm.")
+    if not all(server.served_model_name):
+        raise UsageError("--served-model-name is empty.")
+    return ServeSettings(
+        served_names=tuple(dict.fromkeys(server.served_model_name)),
+        limits=make_limits(limits),
+        access=make_access(server),
+        sampling=make_defaults(defaults),
+        tool_parser=server.tool_parser,
+        reasoning_parser=server.reasoning_parser,
+        is_reasoning_mirrored=server.reasoning_field == "both",
+        has_priority_field=server.priority_field,
+        is_strict=server.strict_fields,
+        trusts_templates=server.trust_request_chat_template,
+        parse_special=not server.no_special_in_prompt,
+        has_ui=not server.no_ui,
+        logs_prompts=server.log_prompts,
+        has_warm_workers=True,
+        slow_client_seconds=server.slow_client_seconds,
+        metrics_prefix=server.metrics_prefix,
+    )
+
+
+def make_limits(options: LimitOptions) -> Limits:
+    """The bounds that the options ask for.
+
+    Raises:
+        UsageError: one is out of range.
+    """
+    for name, value in asdict(options).items():
+        low = 0 if name in _MAY_BE_ZERO else 1 if isinstance(value, int) else 1e-3
+        high = getattr(LIMITS, name) if name in _CEILINGS else _LARGEST
+        if value is not None and not low <= value <= high:
+            shown = "or more" if high == _LARGEST else f"to {high}"
+            raise UsageError(
+                f"--{name.replace('_', '-')} {value} is out of range.", hint=f"Use {low} {shown}."
+            )
+    return replace(LIMITS, **asdict(options))
+
+
+def make_defaults(options: DefaultOptions) -> SamplingDefaults:
+    """The defaults of requests, checked as a request's own values are.
+
+    Raises:
+        ArgumentError: one is out of range.
+    """
+    from tiercel.serve.state import SamplingDefaults
+
+    given = {
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": options.top_k,
+        "min_p": options.min_p,
+        "repetition_penalty": options.repeat_penalty,
+        "max_tokens": options.max_tokens,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    SamplingParams(**given)  # type: ignore[arg-type]
+    return SamplingDefaults(**given)  # type: ignore[arg-type]
+
+
+def make_access(server: ServerOptions) -> AccessSettings:
+    """Who may ask.
+
+    Raises:
+        UsageError: a key or origin that cannot be.
+        OSError: the file of keys cannot be read.
+    """
+    from tiercel.serve.access import LOOPBACK_HOSTS, digest, is_loopback
+    from tiercel.serve.state import AccessSettings
+
+    keys = [("--api-key", key) for key in server.api_key]
+    if server.api_key_file is not None:
+        keys += [(str(server.api_key_file), key) for key in read_keys(server.api_key_file)]
+    for where, key in keys:
+        if not key or len(key) > MAX_KEY_CHARS or not key.isascii() or not key.isprintable():
+            raise UsageError(
+                f"{where}: a key is empty or holds what no header can.",
+                hint=f"Use 1 to {MAX_KEY_CHARS} printable ASCII characters.",
+            )
+    for origin in server.cors_origin:
+        if origin != "*" and ("://" not in origin or origin.endswith("/")):
+            raise UsageError(
+                f"--cors-origin {origin}: no origin.", hint="Write https://example.org, or *."
+            )
+    is_local = server.uds is not None or is_loopback(server.host)
+    hosts = {name.lower() for name in server.allowed_host}
+    if is_local and server.uds is None:
+        hosts |= {*LOOPBACK_HOSTS, server.host.lower()}
+    return AccessSettings(
+        key_digests=tuple(digest(key) for _, key in keys),
+        allowed_hosts=frozenset(hosts) or None,
+        cors_origins=server.cors_origin,
+        is_metrics_open=is_local if server.metrics_auth is None else server.metrics_auth == "none",
+    )
+
+
+def read_keys(path: Path) -> list[str]:
+    """The keys of a file: one per line; empty lines and those that begin with # do not count.
+
+    Raises:
+        UsageError: it holds none, or is no text.
+        OSError: it cannot be read.
+    """
+    try:
+        if path.stat().st_size > MAX_KEY_FILE_BYTES:
+            raise UsageError(f"{path}: the file of keys is over {MAX_KEY_FILE_BYTES} bytes.")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: byte {error.start} is not valid UTF-8.") from None
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise UsageError(f"{path}: the file holds no key.", hint="Write one key per line.")
+    return keys
+
+
+def _load_options(
+    model: str | None,
+    server: ServerOptions,
+    engine: EngineOptions,
+    batch: BatchOptions,
+    defaults: DefaultOptions,
+) -> LoadOptions:
+    from tiercel.engine.messages import LoadOptions
+
+    return LoadOptions(
+        model=model,
+        device=engine.device,
+        dtype=engine.dtype,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=batch.max_num_seqs,
+        max_num_batched_tokens=batch.max_num_batched_tokens,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        seed=defaults.seed,
+        offline=engine.offline or None,
+        enable_fault_injection=server.enable_fault_injection,
+    )
+
+
+@contextlib.contextmanager
+def _bound(server: ServerOptions) -> Iterator[tuple[list[socket.socket], str]]:
+    """The sockets to listen at and the URL; a Unix socket's file goes away at the end."""
+    from tiercel.serve.server import bind, bind_unix
+
+    if server.uds is not None:
+        sockets = [bind_unix(server.uds)]
+        url = f"http+unix://{server.uds}"
+    else:
+        sockets = bind(server.host, server.port)
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        url = f"http://{host}:{sockets[0].getsockname()[1]}"
+    try:
+        yield sockets, url
+    finally:
+        for bound in sockets:
+            bound.close()
+        if server.uds is not None:
+            server.uds.unlink(missing_ok=True)
+
+
+def _print_url(url: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody reads: the server runs all the same
+        sys.stdout.write(f"{url}\n")
+        sys.stdout.flush()
+
+
+def _warn(server: ServerOptions, settings: ServeSettings) -> None:
+    from tiercel.serve.access import is_loopback
+
+    if server.uds is None and not is_loopback(server.host) and not settings.access.key_digests:
+        _LOG.warning(
+            "listening beyond this machine without a key: whoever reaches %s may use the model;"
+            " set --api-key or TIERCEL_API_KEY",
+            server.host,
+        )
+    if server.log_prompts:
+        _LOG.warning("prompts and answers are written to the log")
