@@ -1,0 +1,566 @@
+"""The server as a process: start, states, restart, drain, kill, and poor surroundings."""
+
+import contextlib
+import functools
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cli.harness import COMMAND, environment, error_line, tiercel
+from tests.serve.harness import (
+    NAME,
+    check_alive,
+    children_of,
+    is_running,
+    num_descriptors,
+    read_all,
+    spawn,
+    start_server,
+    status_of,
+)
+from tiercel.cli.serve_options import LimitOptions
+from tiercel.errors import ArgumentError
+from tiercel.params import LIMITS
+from tiercel.serve.server import bind_unix
+
+pytestmark = pytest.mark.reliability
+
+STREAM = {
+    "model": NAME, "prompt": "the thin man", "max_tokens": 60, "temperature": 0,
+    "ignore_eos": True, "stream": True,
+}  # fmt: skip
+FAULTS = ("--enable-fault-injection",)
+
+
+@pytest.fixture
+def log_path(tmp_path):
+    return tmp_path / "server.log"
+
+
+class Reader(threading.Thread):
+    """Reads a streamed answer in a thread of its own."""
+
+    def __init__(self, server, body=STREAM):
+        super().__init__()
+        self.server, self.body = server, body
+        self.text, self.error = "", None
+        self.has_begun = threading.Event()
+        self.start()
+        assert self.has_begun.wait(20)
+
+    def run(self):
+        try:
+            with httpx.stream(
+                "POST", f"{self.server.url}/v1/completions", json=self.body, timeout=60
+            ) as response:
+                for line in response.iter_lines():
+                    self.text += line + "\n"
+                    self.has_begun.set()
+        except httpx.HTTPError as error:
+            self.error = error
+        self.has_begun.set()
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_the_server_imports_no_torch():
+    code = (
+        "import sys\n"
+        "import tiercel.cli.serve, tiercel.engine.client, tiercel.serve.server\n"
+        "print(sorted({'torch', 'triton', 'transformers'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_a_running_server_has_no_torch_mapped(server):
+    maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "httptools" in maps
+    assert "libtorch" not in maps
+
+
+def test_the_session_server_is_alive(server):
+    check_alive(server)
+
+
+def test_states_while_loading_and_ready(tiny, log_path):
+    env = {"TIERCEL_FAULTS": "sleep:1.5@start"}
+    started = time.monotonic()
+    with start_server(tiny, *FAULTS, log_path=log_path, is_ready=False, env=env) as server:
+        assert wait_until(lambda: is_answering(server), 15)
+        assert server.get("/health").json() == {"status": "ok"}
+        ready = server.get("/ready")
+        assert (ready.status_code, ready.json()["status"]) == (503, "loading")
+        assert int(ready.headers["retry-after"]) >= 1
+        refused = server.post("/v1/completions", STREAM)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_loading"
+        server.wait_ready()
+        assert time.monotonic() - started > 1.5
+        assert server.get("/ready").json() == {"status": "ready"}
+        line = next(line for line in server.log.splitlines() if line.endswith(" ready"))
+        assert f"url={server.url} model={NAME} context_tokens=2048 kv_cache_tokens=" in line
+        assert f"try: curl {server.url}/v1/chat/completions" in server.log
+
+
+def is_answering(server):
+    with contextlib.suppress(httpx.HTTPError):
+        return server.get("/health").status_code == 200
+    return False
+
+
+def test_states_while_the_engine_restarts(tiny, log_path):
+    with start_server(tiny, log_path=log_path) as server:
+        engine = server_engine(server)
+        reader = Reader(server, STREAM | {"max_tokens": 1500})
+        killed = time.monotonic()
+        os.kill(engine, signal.SIGKILL)
+        reader.join(5)
+        assert time.monotonic() - killed < 1.5
+        assert "[DONE]" not in reader.text
+        error = json.loads(reader.text.strip().rpartition("data: ")[2])["error"]
+        assert error["code"] == "engine_restarting"
+        states = set()
+        while (answer := server.get("/ready")).status_code != 200:
+            states.add(answer.json()["status"])
+            assert server.get("/health").status_code == 200
+            assert time.monotonic() - killed < 60
+            refused = server.post("/v1/completions", {**STREAM, "stream": False})
+            assert refused.status_code in (200, 503)
+            time.sleep(0.05)
+        assert states == {"restarting"}
+        check_alive(server)
+        assert (
+            'engine_restarts_total{engine="0",model_name="tiny"} 1.0' in server.get("/metrics").text
+        )
+        assert server_engine(server) != engine
+
+
+def server_engine(server):
+    """Process id of the engine: the child that has PyTorch mapped."""
+    for pid in children_of(server.process.pid):
+        with contextlib.suppress(OSError):
+            if "libtorch" in Path(f"/proc/{pid}/maps").read_text():
+                return pid
+    raise AssertionError("no engine process")
+
+
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_a_signal_drains(tiny, log_path, signum):
+    """A stream goes on, a new connection is refused, one that was open hears 503; then status 0."""
+    env = {"TIERCEL_FAULTS": "sleep:1.5@5"}
+    with (
+        start_server(tiny, *FAULTS, log_path=log_path, env=env, is_probed=False) as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
+        http.get("/health")  # keeps its connection
+        reader = Reader(server)
+        server.process.send_signal(signum)
+        assert wait_until(lambda: not accepts(server.port), 2)
+        ready = http.get("/ready")
+        assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+        refused = http.post("/v1/completions", json=STREAM)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "draining"
+        reader.join(20)
+        assert reader.text.rstrip().endswith("data: [DONE]")
+        assert '"finish_reason":"length"' in reader.text
+        assert server.process.wait(10) == 0
+        assert "Traceback" not in server.log
+
+
+def test_a_signal_while_loading_ends_in_0(tiny, log_path):
+    env = {"TIERCEL_FAULTS": "sleep:30@start"}
+    process, url = spawn(tiny, "--port", 0, *FAULTS, log_path=log_path, env=env)
+    process.stdout.close()
+    assert wait_until(lambda: accepts(int(url.rpartition(":")[2])), 20)
+    assert wait_until(lambda: children_of(process.pid), 10)
+    children = children_of(process.pid)
+    process.terminate()
+    assert process.wait(10) == 0
+    assert "Traceback" not in log_path.read_text()
+    assert wait_until(lambda: not any(map(is_running, children)), 5)
+
+
+def accepts(port):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def test_draining_ends_what_takes_too_long(tiny, log_path):
+    env = {"TIERCEL_FAULTS": "sleep:20@5"}
+    with start_server(
+        tiny, "--drain-seconds", 0.5, *FAULTS, log_path=log_path, env=env, is_probed=False
+    ) as server:
+        reader = Reader(server)
+        children = children_of(server.process.pid)
+        started = time.monotonic()
+        assert server.stop(seconds=15) == 0
+        assert 0.5 < time.monotonic() - started < 12
+        reader.join(5)
+        assert "[DONE]" not in reader.text
+        assert '"code":"draining"' in reader.text
+        assert wait_until(lambda: not any(map(is_running, children)), 5)
+
+
+@pytest.mark.slow
+def test_the_second_signal_ends_at_once(tiny, log_path):
+    env = {"TIERCEL_FAULTS": "sleep:20@5"}
+    with start_server(tiny, *FAULTS, log_path=log_path, env=env, is_probed=False) as server:
+        Reader(server)
+        children = children_of(server.process.pid)
+        server.process.send_signal(signal.SIGTERM)
+        assert wait_until(lambda: not accepts(server.port), 2)
+        started = time.monotonic()
+        assert server.stop(signal.SIGTERM, seconds=5) == 128 + signal.SIGTERM
+        assert time.monotonic() - started < 1
+        assert wait_until(lambda: not any(map(is_running, children)), 5)
+
+
+def test_sigkill_leaves_nothing_behind(tiny, log_path, tmp_path):
+    with start_server(tiny, log_path=log_path) as server:
+        Reader(server, STREAM | {"max_tokens": 1500})
+        children = children_of(server.process.pid)
+        assert len(children) >= 2  # the engine and a template process
+        port = server.port
+        server.process.kill()
+        server.process.wait(5)
+        assert wait_until(lambda: not any(map(is_running, children)), 2)
+        process, url = spawn(tiny, "--port", port, log_path=tmp_path / "second.log")
+        try:
+            assert url.endswith(f":{port}")
+            assert wait_until(lambda: accepts(port), 15)
+        finally:
+            process.kill()
+            process.stdout.close()
+            process.wait(5)
+
+
+def test_a_taken_port_fails_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = error_line(tiercel("serve", "missing.gguf", "--port", port))
+    assert f"127.0.0.1:{port}: Address already in use. Choose another with --port" in line
+
+
+WRONG = {
+    "bad host": (["--host", "no.such.host.invalid"], 1, "--host no.such.host.invalid"),
+    "foreign address": (["--host", "192.0.2.1"], 1, "192.0.2.1:8000: "),
+    "port": (["--port", "70000"], 2, "--port 70000 is out of range"),
+    "no key file": (["--api-key-file", "missing.txt"], 1, "missing.txt: No such file"),
+    "empty key": (["--api-key", ""], 2, "a key is empty"),
+    "key with a line break": (["--api-key", "a\nb"], 2, "no header can"),
+    "key that is no ASCII": (["--api-key", "schlüssel"], 2, "no header can"),
+    "no config": (["--config", "missing.toml"], 2, "missing.toml: the configuration file"),
+    "limit": (["--max-body-bytes", "0"], 2, "--max-body-bytes 0 is out of range"),
+    "limit over the ceiling": (["--max-n", "17"], 2, "--max-n 17 is out of range. Use 1 to 16"),
+    "drain": (["--drain-seconds", "-1"], 2, "--drain-seconds"),
+    "temperature": (["--temperature", "3"], 1, "temperature=3.0 is out of range"),
+    "origin": (["--cors-origin", "example.org"], 2, "--cors-origin example.org: no origin"),
+    "prefix": (["--metrics-prefix", "a:b"], 2, "--metrics-prefix"),
+    "folder of the socket": (["--uds", "/nowhere/x.sock"], 1, "--uds /nowhere/x.sock: No such"),
+    "tool parser": (["--tool-parser", "x"], 1, "tool_parser='x' is unknown. Use none, "),
+    "reasoning parser": (["--reasoning-parser", "x"], 1, "reasoning_parser='x' is unknown."),
+    "option": (["--max-conections", "3"], 2, "--max-connections"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options_are_one_line_before_anything_loads(name, capsys, monkeypatch, tmp_path):
+    from tiercel.cli.main import run
+
+    arguments, status, words = WRONG[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tiercel.serve.server.run_server", None)
+    assert run(["serve", "missing.gguf", *arguments]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert words in captured.err
+
+
+@pytest.mark.parametrize("content", [b"", b"\n# only\n\n", b"\xff\xfe", b"a\x01b\n"])
+def test_bad_key_files(content, capsys, tmp_path):
+    from tiercel.cli.main import run
+
+    path = tmp_path / "keys"
+    path.write_bytes(content)
+    assert run(["serve", "missing.gguf", "--api-key-file", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {path}: ")
+
+
+def test_every_limit_has_an_option_with_the_same_default():
+    options = {name: getattr(LimitOptions(), name) for name in LimitOptions.__dataclass_fields__}
+    fixed = {"max_temperature", "max_tokens", "max_prompt_bytes_per_token"}
+    assert options == {
+        name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__ if name not in fixed
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"not a model" * 10, "magic"), (None, "the path does not exist")],
+)
+def test_a_bad_model_ends_the_server_with_one_error(content, words, tmp_path, log_path):
+    path = tmp_path / "bad.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    process, url = spawn(path, "--port", 0, "--log-level", "error", log_path=log_path)
+    assert process.wait(60) == 1
+    process.stdout.close()
+    assert url.startswith("http://127.0.0.1:")
+    errors = [line for line in log_path.read_text().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert words in errors[0]
+    assert "Traceback" not in log_path.read_text()
+
+
+def test_a_template_with_a_syntax_error_ends_the_server(tmp_path, log_path):
+    from tests.gguf_files import tiny_model
+
+    template = "{{ a }}\n{% if %}"
+    path = tiny_model(tmp_path / "t.gguf", metadata={"tokenizer.chat_template": template})
+    process, _ = spawn(path, "--port", 0, log_path=log_path)
+    assert process.wait(60) == 1
+    process.stdout.close()
+    (line,) = [line for line in log_path.read_text().splitlines() if line.startswith("error: ")]
+    assert "t.gguf: the chat template has a syntax error in line 2" in line
+
+
+@pytest.mark.slow
+def test_an_engine_that_never_starts_ends_in_70(tiny, log_path):
+    env = {"TIERCEL_FAULTS": "exit@start"}
+    process, url = spawn(tiny, "--port", 0, *FAULTS, log_path=log_path, env=env)
+    assert process.wait(180) == 70
+    process.stdout.close()
+    assert url
+    assert "the engine is given up after 5 restarts" in log_path.read_text()
+
+
+def test_faults_are_off_by_default(tiny, log_path):
+    process, _ = spawn(tiny, "--port", 0, log_path=log_path, env={"TIERCEL_FAULTS": "exit@9"})
+    assert process.wait(60) == 1
+    process.stdout.close()
+    assert "TIERCEL_FAULTS" in log_path.read_text()
+
+
+def test_a_warning_beyond_loopback_without_a_key(tiny, log_path):
+    for key, expected in (None, True), ("secret-key-1", False):
+        arguments = ["--host", "0.0.0.0"] + ([] if key is None else ["--api-key", key])
+        process, url = spawn(tiny, "--port", 0, *arguments, log_path=log_path)
+        assert url.startswith("http://0.0.0.0:")
+        port = int(url.rpartition(":")[2])
+        assert wait_until(functools.partial(accepts, port), 20)
+        process.kill()
+        process.stdout.close()
+        process.wait(5)
+        assert ("without a key" in log_path.read_text()) is expected
+        assert "secret-key-1" not in log_path.read_text()
+
+
+def test_keys_metrics_and_json_logs(tiny, log_path, tmp_path):
+    keys = tmp_path / "keys.txt"
+    keys.write_text("# users\nfirst-key\n\nsecond-key\n")
+    arguments = ["--api-key-file", keys, "--log-format", "json", "--metrics-auth", "key"]
+    env = {"TIERCEL_API_KEY": "third-key"}
+    with start_server(tiny, *arguments, log_path=log_path, key="second-key", env=env) as server:
+        check_alive(server)
+        for key in ("first-key", "second-key", "third-key"):
+            headers = {"x-api-key": key}
+            assert httpx.get(f"{server.url}/metrics", headers=headers).status_code == 200
+        assert httpx.get(f"{server.url}/metrics").status_code == 401
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        evil = {**server.headers, "host": "evil.example"}
+        assert httpx.get(f"{server.url}/v1/models", headers=evil).status_code == 403
+    lines = [json.loads(line) for line in log_path.read_text().splitlines()]
+    line = next(line for line in lines if line.get("path") == "/v1/completions")
+    assert line["status"] == 200
+    assert line["prompt_tokens"] > 0
+    assert line["completion_tokens"] == 8
+    assert line["finish_reason"] == "length"
+    assert line["total_ms"] > 0
+    assert not [key for key in ("first-key", "second-key", "third-key") if key in str(lines)]
+    assert "the thin man" not in str(lines)
+
+
+def test_a_unix_socket(tiny, log_path, tmp_path):
+    path = tmp_path / "t.sock"
+    for _ in range(2):  # the second finds what the first left behind
+        process, url = spawn(tiny, "--uds", path, log_path=log_path)
+        assert url == f"http+unix://{path}"
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://localhost") as http:
+            assert wait_until(lambda: is_up(http), 20)
+        with pytest.raises(ArgumentError, match=f"--uds {path}: "):
+            bind_unix(path)
+        process.kill()
+        process.stdout.close()
+        process.wait(5)
+        assert path.exists()
+    process, _ = spawn(tiny, "--uds", path, log_path=log_path)
+    assert wait_until(lambda: b"ready" in log_path.read_bytes(), 60)
+    process.terminate()
+    assert process.wait(15) == 0
+    process.stdout.close()
+    assert not path.exists()
+
+
+def is_up(http):
+    with contextlib.suppress(httpx.HTTPError):
+        return http.get("/health").status_code == 200
+    return False
+
+
+def test_few_descriptors(tiny, log_path):
+    """F12: with `ulimit -n 64` connections too many are refused, and nothing spins."""
+
+    def few():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+    with start_server(tiny, log_path=log_path, preexec_fn=few) as server:
+        crowd = [server.connect() for _ in range(150)]
+        time.sleep(0.5)
+        spent = cpu_seconds(server.process.pid)
+        time.sleep(1.0)
+        assert cpu_seconds(server.process.pid) - spent < 0.5
+        assert num_descriptors(server.process.pid) <= 64
+        answers = [status_of(read_now(sock)) for sock in crowd]
+        assert 503 in answers
+        for sock in crowd:
+            sock.close()
+        assert wait_until(lambda: is_answering(server), 5)
+        check_alive(server)
+
+
+def read_now(sock):
+    sock.settimeout(0.01)
+    return read_all(sock)
+
+
+def cpu_seconds(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def descriptors(count):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < count:
+        pytest.skip(f"this machine allows {hard} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_two_thousand_connections(server):
+    """E2: 1000 idle ones leave the service unhurt; over the bound of 2048 the answer is 503."""
+    with descriptors(2500):
+        idle = [server.connect() for _ in range(1000)]
+        check_alive(server)
+        idle += [server.connect() for _ in range(1048)]
+        with server.connect() as sock:
+            assert status_of(read_all(sock)) == 503
+        for sock in idle:
+            sock.close()
+    assert wait_until(lambda: is_answering(server), 5)
+    check_alive(server)
+
+
+SURROUNDINGS = {
+    "no standard streams, no HOME": {
+        "closed": [0, 1, 2], "without": ["HOME", "TMPDIR", "XDG_CACHE_HOME"],
+    },
+    "no standard output": {"closed": [1]},
+    "no standard error": {"closed": [2]},
+    "a cache folder that cannot be": {"env": {"TIERCEL_CACHE": "/proc/nowhere"}},
+}  # fmt: skip
+FIRST, *OTHERS = SURROUNDINGS
+
+
+@pytest.mark.parametrize(
+    "name", [FIRST, *[pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]]
+)
+def test_surroundings_that_lack_things(name, tiny, log_path):
+    case = SURROUNDINGS[name]
+    env = environment(OMP_NUM_THREADS="1", **case.get("env", {}))
+    env = {key: value for key, value in env.items() if key not in case.get("without", ())}
+    port = free_port()
+
+    def close():
+        for number in case.get("closed", ()):
+            os.close(number)
+
+    with open(log_path, "wb") as log:
+        process = subprocess.Popen(
+            [*COMMAND, "serve", str(tiny), "--port", str(port), "--served-model-name", NAME],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, preexec_fn=close,
+        )  # fmt: skip
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            assert wait_until(lambda: is_ready(http), 60), log_path.read_text()
+            body = {"model": NAME, "prompt": "a", "max_tokens": 2}
+            assert http.post("/v1/completions", json=body).status_code == 200
+        process.terminate()
+        assert process.wait(15) == 0
+    finally:
+        process.kill()
+        process.wait(5)
+
+
+def is_ready(http):
+    with contextlib.suppress(httpx.HTTPError):
+        return http.get("/ready").status_code == 200
+    return False
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_behind_the_log_does_not_stop_the_server(tiny):
+    process = subprocess.Popen(
+        [*COMMAND, "serve", str(tiny), "--port", "0", "--served-model-name", NAME],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment(OMP_NUM_THREADS="1"),
+    )  # fmt: skip
+    try:
+        url = process.stdout.readline().decode().strip()
+        process.stdout.close()
+        process.stderr.close()
+        with httpx.Client(base_url=url, timeout=30) as http:
+            assert wait_until(lambda: is_ready(http), 60)
+            for _ in range(3):
+                assert http.get("/nowhere").status_code == 404
+        process.terminate()
+        assert process.wait(15) == 0
+    finally:
+        process.kill()
+        process.wait(5)

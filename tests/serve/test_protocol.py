@@ -1,0 +1,336 @@
+"""Heads and bodies that no client library sends, over raw sockets with short deadlines."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+
+import httpx
+import pytest
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
+from tests.serve.harness import error_of, read_all, status_of
+from tests.serve.thread_server import is_healthy, thread_server
+from tiercel.params import Limits
+
+pytestmark = pytest.mark.reliability
+
+SHORT = Limits(
+    max_head_seconds=0.6,
+    max_body_gap_seconds=0.6,
+    max_body_seconds=1.5,
+    max_body_bytes=1 << 20,
+    max_connections=700,
+)
+HEAD = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+POST = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+
+
+async def slow_answer(_request):
+    async def pieces():
+        for _ in range(10):
+            yield b"x"
+            await asyncio.sleep(0.15)
+
+    return StreamingResponse(pieces())
+
+
+class Gone:
+    """A route that waits until its client has left, and counts those that have."""
+
+    def __init__(self):
+        self.num_left = 0
+
+    async def __call__(self, scope, receive, send):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.num_left += 1
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """A server with deadlines of half a second."""
+    extra = [Route("/slow", slow_answer)]
+    with thread_server(limits=SHORT, extra_routes=extra) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _alive(quick):
+    yield
+    assert is_healthy(quick)
+
+
+HUGE_HEADS = {
+    "one header of 1 MB": HEAD + b"X: " + b"a" * (1 << 20) + b"\r\n\r\n",
+    "100 000 headers": HEAD + b"X: a\r\n" * 100_000 + b"\r\n",
+    "101 headers": HEAD + b"X: a\r\n" * 100 + b"\r\n",
+    "a name of 100 KB": HEAD + b"X" * 100_000 + b": a\r\n\r\n",
+    "a path of 100 KB": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "66 KiB in all": HEAD + (b"X: " + b"a" * 1000 + b"\r\n") * 66 + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("name", HUGE_HEADS)
+def test_a_huge_head_is_431_and_closed(quick, name):
+    answer = quick.send_raw(HUGE_HEADS[name])
+    assert status_of(answer) == 431
+    assert error_of(answer)["code"] == "headers_too_large"
+    assert b"connection: close" in answer
+    assert b"x-request-id: req_" in answer
+
+
+def test_refused_heads_are_counted(quick):
+    quick.send_raw(HEAD + b"nonsense\r\n\r\n")
+    name = 'tiercel:requests_rejected_total{engine="0",model_name="tiny",reason="invalid_http"} '
+    assert name in quick.get("/metrics").text
+
+
+def test_a_large_head_within_the_bounds_is_served(quick):
+    head = HEAD + (b"X: " + b"a" * 600 + b"\r\n") * 98 + b"Connection: close\r\n\r\n"
+    assert status_of(quick.send_raw(head)) == 200
+
+
+def test_only_the_head_counts_towards_its_bound(quick):
+    body = json.dumps({"prompt": "a b " * 3000, "x": "y" * 200_000}).encode()
+    head = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    assert status_of(quick.send_raw(head + body)) == 200
+
+
+def test_a_head_behind_a_body_is_counted_too(quick):
+    body = b'{"prompt": "a"}'
+    first = POST + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    answers = quick.send_raw(first + HEAD + b"X: " + b"a" * 300_000 + b"\r\n\r\n")
+    assert b" 431 " in answers or answers == b""
+
+
+MALFORMED = {
+    "negative length": POST + b"Content-Length: -1\r\n\r\n{}",
+    "length that is no number": POST + b"Content-Length: ten\r\n\r\n{}",
+    "two lengths": POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{} ",
+    "huge length": POST + b"Content-Length: 99999999999999999999999\r\n\r\n{}",
+    "length and chunks": POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+    "bad chunk": POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
+    "HTTP/0.9": b"GET /health\r\n\r\n",
+    "HTTP/3.7": b"GET /health HTTP/3.7\r\nHost: 127.0.0.1\r\n\r\n",
+    "unknown method": b"BREW /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 50,
+    "NUL in a header": HEAD + b"X: a\0b\r\n\r\n",
+    "space before the colon": HEAD + b"X : a\r\n\r\n",
+    "no colon": HEAD + b"nonsense\r\n\r\n",
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "two hosts": HEAD + b"Host: localhost\r\n\r\n",
+    "websocket": HEAD + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+    "CONNECT": b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org\r\n\r\n",
+    "absolute garbage": b"\r\n\r\n\xff\xfe\xfd\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_is_no_request_is_400(quick, name):
+    with quick.connect() as sock:
+        sock.sendall(MALFORMED[name])
+        answer = read_all(sock) if name not in ("no host", "two hosts") else sock.recv(4096)
+    assert status_of(answer) == 400
+    assert error_of(answer)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("method", ["TRACE", "OPTIONS", "DELETE", "PATCH"])
+def test_other_methods_are_405(quick, method):
+    head = f"{method} /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    answer = quick.send_raw(head.encode())
+    assert status_of(answer) == 405
+    assert b"allow: GET, HEAD" in answer
+
+
+def test_a_length_over_the_limit_is_refused_unread(quick):
+    with quick.connect() as sock:
+        sock.sendall(POST + b"Content-Length: 9999999\r\n\r\n")
+        answer = read_all(sock)  # no byte of the body was sent
+    assert status_of(answer) == 413
+
+
+def test_a_client_that_sends_on_can_read_why_it_was_refused(quick):
+    with quick.connect() as sock:
+        sock.sendall(POST + b"Content-Length: 9000000\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(90):
+                sock.sendall(b"x" * 100_000)
+        assert status_of(read_all(sock)) == 413
+
+
+def test_chunks_over_the_limit_are_refused(quick):
+    chunk = b"%x\r\n%b\r\n" % (100_000, b" " * 100_000)
+    with quick.connect() as sock:
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 12)
+        assert status_of(read_all(sock)) == 413
+
+
+def seconds_until_closed(sock, sends=b"", gap=0.1):
+    """Send a byte now and then until the other side closes; returns the seconds and the answer."""
+    started = time.monotonic()
+    sock.settimeout(gap)
+    received = b""
+    for place in range(600):
+        with contextlib.suppress(ConnectionError):
+            if place < len(sends):
+                sock.sendall(sends[place : place + 1])
+        try:
+            chunk = sock.recv(4096)
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            break
+        received += chunk
+        if not chunk:
+            break
+    return time.monotonic() - started, received
+
+
+def test_a_connection_that_says_nothing_is_closed(quick):
+    with quick.connect() as sock:
+        seconds, answer = seconds_until_closed(sock)
+    assert 0.4 < seconds < 3
+    assert answer == b""
+
+
+@pytest.mark.parametrize("data", [HEAD * 5, b"\r\n" * 50])
+def test_a_head_byte_by_byte_is_closed_at_the_deadline(quick, data):
+    with quick.connect() as sock:
+        seconds, answer = seconds_until_closed(sock, data, gap=0.05)
+    assert 0.4 < seconds < 3
+    assert status_of(answer) in (408, None)
+
+
+def test_a_second_head_byte_by_byte_is_closed_too(quick):
+    with quick.connect() as sock:
+        sock.sendall(HEAD + b"\r\n")
+        assert status_of(sock.recv(4096)) == 200
+        seconds, _ = seconds_until_closed(sock, HEAD, gap=0.05)
+    assert 0.4 < seconds < 3
+
+
+def test_a_kept_connection_may_be_idle_longer_than_a_head_may_take(quick):
+    with quick.connect() as sock:
+        for _ in range(2):
+            sock.sendall(HEAD + b"\r\n")
+            assert status_of(sock.recv(4096)) == 200
+            time.sleep(2 * SHORT.max_head_seconds)
+
+
+def test_a_body_that_stops_is_408(quick):
+    with quick.connect() as sock:
+        sock.sendall(POST + b'Content-Length: 100\r\n\r\n{"prompt"')
+        seconds, answer = seconds_until_closed(sock)
+    assert 0.4 < seconds < 1.4 + 3
+    assert status_of(answer) == 408
+    assert error_of(answer)["code"] == "request_timeout"
+
+
+def test_a_body_byte_by_byte_is_408_at_its_deadline(quick):
+    with quick.connect() as sock:
+        sock.sendall(POST + b"Content-Length: 1000\r\n\r\n")
+        seconds, answer = seconds_until_closed(sock, b" " * 1000, gap=0.1)
+    assert 1.2 < seconds < 5
+    assert status_of(answer) == 408
+
+
+def test_an_answer_may_take_longer_than_any_deadline_of_its_request(quick):
+    started = time.monotonic()
+    assert quick.get("/slow").content == b"x" * 10
+    assert time.monotonic() - started > SHORT.max_body_seconds - 0.2
+
+
+def test_a_stray_line_break_behind_a_request_does_not_end_its_answer(quick):
+    with quick.connect() as sock:
+        sock.sendall(HEAD.replace(b"/health", b"/slow") + b"Connection: close\r\n\r\n")
+        time.sleep(0.2)
+        sock.sendall(b"\r\n")
+        assert read_all(sock).endswith(b"0\r\n\r\n")
+
+
+def test_pipelined_requests_are_answered_in_order(quick):
+    heads = [b"GET /health", b"GET /version", b"GET /none"]
+    data = b"".join(head + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" for head in heads[:2])
+    last = heads[2] + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    answers = quick.send_raw(data + last).split(b"HTTP/1.1 ")[1:]
+    assert [answer[:3] for answer in answers] == [b"200", b"200", b"404"]
+
+
+def test_expect_continue(quick):
+    body = b'{"prompt": "a"}'
+    with quick.connect() as sock:
+        sock.sendall(POST + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body))
+        assert sock.recv(100).startswith(b"HTTP/1.1 100 ")
+        sock.sendall(body)
+        assert status_of(sock.recv(4096)) == 200
+
+
+def test_slow_connections_leave_others_unhurt(quick):
+    """A14: 500 connections that send a byte each 50 ms, beside requests."""
+    slow = [quick.connect() for _ in range(500)]
+    stop = threading.Event()
+
+    def trickle():
+        for place in range(10):
+            for sock in slow:
+                with contextlib.suppress(OSError):
+                    sock.send(HEAD[place : place + 1])
+            stop.wait(0.05)
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        with httpx.Client(base_url=quick.url) as http:
+            for _ in range(20):
+                started = time.monotonic()
+                response = http.post("/tokenize", json={"prompt": "a b"})
+                assert response.json()["count"] == 4
+                assert time.monotonic() - started < 1
+    finally:
+        stop.set()
+        thread.join()
+    closed = [seconds_until_closed(sock)[0] for sock in slow]
+    for sock in slow:
+        sock.close()
+    assert max(closed) < 5
+
+
+def test_connections_over_the_bound_are_503():
+    limits = Limits(max_connections=20, max_head_seconds=1.5)
+    with thread_server(limits=limits) as small:
+        idle = [small.connect() for _ in range(20)]
+        for _ in range(3):
+            with small.connect() as sock:  # told so before it asks
+                answer = read_all(sock)
+            assert status_of(answer) == 503
+            assert error_of(answer)["code"] == "too_many_connections"
+        idle.pop().close()
+        time.sleep(0.1)
+        assert status_of(small.send_raw(HEAD + b"Connection: close\r\n\r\n")) == 200
+        crowd = [small.connect() for _ in range(100)]
+        for sock in crowd:
+            assert status_of(read_all(sock)) in (503, None)
+            sock.close()
+        for sock in idle:
+            sock.close()
+        time.sleep(0.1)
+        assert is_healthy(small)
+
+
+def test_every_request_of_a_lost_connection_hears_of_it():
+    """Pipelined: the first is being served while the second waits."""
+    endpoint = Gone()
+    with thread_server(extra_routes=[Route("/gone", endpoint)]) as running:
+        with running.connect() as sock:
+            sock.sendall(HEAD.replace(b"/health", b"/gone") + b"\r\n" + HEAD + b"\r\n")
+            time.sleep(0.2)
+            assert endpoint.num_left == 0
+        for _ in range(100):
+            if endpoint.num_left:
+                break
+            time.sleep(0.01)
+        assert endpoint.num_left == 1

@@ -1,0 +1,136 @@
+"""What the Messages API takes, brought to the messages that every conversation becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tiercel.errors import InvalidRequestError
+from tiercel.serve.anthropic_types import AnthropicMessage, AnthropicTool, Block, PromptFields
+from tiercel.serve.chat_messages import FunctionCall, FunctionSpec, Message, Part, ToolCall
+from tiercel.serve.errors import escaped, refusal, unsupported
+
+
+def template_input(body: PromptFields) -> list[Message]:
+    """The messages of a request, the system text first.
+
+    Raises:
+        InvalidRequestError: naming the block; code `unsupported_content` for a picture, a document
+            or another block that is no text.
+    """
+    messages: list[Message] = []
+    if body.system is not None:
+        text = _text(body.system, "system")
+        if text:
+            messages.append(Message(role="system", content=text))
+    if not body.messages:
+        raise InvalidRequestError("messages is empty.", hint="Send one.", param="messages")
+    for place, message in enumerate(body.messages):
+        param = f"messages[{place}].content"
+        if message.role == "user":
+            _add_user(messages, message, param)
+        else:
+            _add_assistant(messages, message, param)
+    return messages
+
+
+def _add_user(messages: list[Message], message: AnthropicMessage, param: str) -> None:
+    """Results of tools become messages of their own, in front of what the user says."""
+    texts: list[Part] = []
+    for block, name in _blocks(message, param):
+        if block.type == "tool_result":
+            messages.append(_tool_result(block, name))
+        else:
+            texts.append(Part(type="text", text=_block_text(block, name)))
+    if not texts:
+        return
+    last = messages[-1] if messages else None
+    if last is not None and last.role == "user" and isinstance(last.content, list):
+        last.content += texts  # turns of one side that follow each other are one turn
+    else:
+        messages.append(Message(role="user", content=texts))
+
+
+def _add_assistant(messages: list[Message], message: AnthropicMessage, param: str) -> None:
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant":
+        last = Message(role="assistant", content="")
+        messages.append(last)
+    for block, name in _blocks(message, param):
+        if block.type == "thinking":
+            last.reasoning_content = (last.reasoning_content or "") + (block.thinking or "")
+        elif block.type == "tool_use":
+            last.tool_calls = [*(last.tool_calls or ()), _tool_use(block, name)]
+        else:
+            assert isinstance(last.content, str), "it was made here"
+            last.content += _block_text(block, name)
+
+
+def _blocks(message: AnthropicMessage, param: str) -> list[tuple[Block, str]]:
+    if isinstance(message.content, str):
+        return [(Block(type="text", text=message.content), param)]
+    return [(block, f"{param}[{place}]") for place, block in enumerate(message.content)]
+
+
+def _tool_use(block: Block, param: str) -> ToolCall:
+    if block.id is None or block.name is None or block.input is None:
+        raise InvalidRequestError(f"{param} needs id, name and input.", param=param)
+    arguments = msgspec.json.encode(block.input).decode()
+    return ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=arguments))
+
+
+def _tool_result(block: Block, param: str) -> Message:
+    if block.tool_use_id is None:
+        raise InvalidRequestError(f"{param}.tool_use_id must be given.", param=param)
+    text = "" if block.content is None else _text(block.content, f"{param}.content")
+    if block.is_error:
+        text = f"Error: {text}"  # templates have no other way to say so
+    return Message(role="tool", content=text, tool_call_id=block.tool_use_id)
+
+
+def _text(content: str | Sequence[Block], param: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_block_text(block, f"{param}[{i}]") for i, block in enumerate(content))
+
+
+def _block_text(block: Block, param: str) -> str:
+    if block.type != "text":
+        shown = escaped(repr(block.type), 40)
+        raise refusal(
+            400,
+            "unsupported_content",
+            f"{param} has the type {shown}, which is not supported here.",
+            hint="This model takes text.",
+            param=param,
+        )
+    if block.text is None:
+        raise InvalidRequestError(f"{param}.text must be given.", param=f"{param}.text")
+    return block.text
+
+
+def template_functions(tools: Sequence[AnthropicTool]) -> list[FunctionSpec]:
+    """The functions that the model may call.
+
+    Raises:
+        InvalidRequestError: 400 `unsupported_parameter` for a tool that runs at the vendor.
+    """
+    specs = []
+    for place, tool in enumerate(tools):
+        if tool.type not in (None, "custom"):
+            shown = escaped(repr(tool.type), 40)
+            raise unsupported(f"tools[{place}].type", f"is {shown}; only your own tools work here")
+        if tool.input_schema is None:
+            raise InvalidRequestError(
+                f"tools[{place}].input_schema must be given.", param=f"tools[{place}].input_schema"
+            )
+        specs.append(
+            FunctionSpec(
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.input_schema,
+                strict=tool.strict,
+            )
+        )
+    return specs

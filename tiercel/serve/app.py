@@ -1,0 +1,192 @@
+"""Puts the application together: routes, what lies around them, and the model behind them.
+
+    Boundary -> HostCheck -> Cors -> KeyCheck -> router -> route
+
+The boundary gives each request its id, turns every error into an answer of the shape that its route
+has, and writes the line of the log. It is the only place that catches whatever a route raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import AsyncIterator, Mapping
+from time import perf_counter
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tiercel.errors import InternalError, TiercelError
+from tiercel.serve import (
+    anthropic,
+    embeddings,
+    info_routes,
+    openai_chat,
+    openai_completions,
+    openapi,
+    responses,
+    static_files,
+    text_routes,
+)
+from tiercel.serve.access import Cors, HostCheck, KeyCheck
+from tiercel.serve.errors import (
+    anthropic_error_response,
+    error_response,
+    escaped,
+    new_request_id,
+    refusal,
+)
+from tiercel.serve.logs import REQUEST_LOG, RequestLog, log_request
+from tiercel.serve.model_watch import ModelWatch
+from tiercel.serve.state import ServerState
+
+# Each has `routes` and their `DOCS`. The router tries one after the other: probes come first.
+_MODULES: Final = (
+    info_routes,
+    text_routes,
+    openai_chat,
+    openai_completions,
+    responses,
+    anthropic,
+    embeddings,
+)
+_LOG: Final = logging.getLogger(__name__)
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_ANTHROPIC_PATHS: Final = "/v1/messages"
+_SHOWN_CHARS: Final = 100
+
+
+def create_app(state: ServerState) -> Starlette:
+    """The application around a state; `app.state.server` is that state."""
+    access = state.settings.access
+    app = Starlette(
+        routes=_routes(state),
+        middleware=[
+            Middleware(Boundary, state=state),
+            Middleware(HostCheck, access=access),
+            Middleware(Cors, access=access),
+            Middleware(KeyCheck, access=access),
+        ],
+        exception_handlers={HTTPException: _raise_again},
+        lifespan=_lifespan,
+    )
+    app.router.redirect_slashes = False
+    app.state.server = state
+    return app
+
+
+def _routes(state: ServerState) -> list[BaseRoute]:
+    """All routes, with their description and the page."""
+    found = [route for module in _MODULES for route in module.routes(state)]
+    docs = [doc for module in _MODULES for doc in module.DOCS]
+    return [*found, *openapi.routes(docs), *static_files.routes(state)]
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+    """Start the engine and follow it; give everything back at the end."""
+    state: ServerState = app.state.server
+    watch = ModelWatch(state)
+    watch.start()
+    state.watch = watch
+    try:
+        yield
+    finally:
+        await watch.stop()
+        await state.client.close(0.0)
+        state.close()
+
+
+async def _raise_again(_request: object, error: Exception) -> Response:
+    """Leave the router's 404 and 405 to the boundary."""
+    raise error
+
+
+class Boundary:
+    """The outermost layer of a request."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._metrics = state.metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, whatever happens within."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_s = perf_counter()
+        request_id = _request_id(scope)
+        scope["tiercel.request_id"] = request_id
+        line = scope[REQUEST_LOG] = RequestLog()
+        status = 0
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", request_id.encode()),
+                    (b"x-content-type-options", b"nosniff"),
+                ]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_marked)
+        except ClientDisconnect:
+            self._metrics.count_disconnect()
+            line.error = "client_disconnect"
+        except Exception as error:  # the request boundary
+            known = _known(error, scope, request_id)
+            line.error = known.code
+            if status:
+                raise  # the answer has begun: all that is left is to break the connection
+            self._metrics.count_rejected(known.code)
+            answer = _answer(known, scope, request_id)
+            if isinstance(error, HTTPException) and error.headers:
+                allow = sorted(error.headers.get("Allow", "").split(", "))
+                answer.headers["allow"] = ", ".join(allow)
+            await answer(scope, receive, send_marked)
+        finally:
+            log_request(scope, line, status, perf_counter() - started_s, request_id)
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            text: str = value.decode()
+            return text
+    return new_request_id()
+
+
+def _known(error: Exception, scope: Scope, request_id: str) -> TiercelError:
+    """The error as one of ours; what is not goes to the log with its traceback."""
+    if isinstance(error, HTTPException):
+        return _router_error(error, scope)
+    fields: Mapping[str, object] = {"request_id": request_id}
+    if isinstance(error, TiercelError):
+        if error.http_status == InternalError.http_status:
+            _LOG.error("%s: %s", error.code, error, exc_info=error, extra={"fields": fields})
+        return error
+    _LOG.error("a request failed", exc_info=error, extra={"fields": fields})
+    return InternalError("a request failed.")
+
+
+def _router_error(error: HTTPException, scope: Scope) -> TiercelError:
+    method, path = escaped(scope["method"], 20), escaped(scope["path"], _SHOWN_CHARS)
+    if error.status_code == 405:
+        return refusal(405, "method_not_allowed", f"{path} does not take {method}.")
+    return refusal(404, "not_found", f"There is no route {path}.", hint="See /openapi.json.")
+
+
+def _answer(error: TiercelError, scope: Scope, request_id: str) -> Response:
+    if scope["path"].startswith(_ANTHROPIC_PATHS):
+        return anthropic_error_response(error, request_id)
+    return error_response(error, request_id)

@@ -1,0 +1,68 @@
+"""Child process that compiles grammars, which come from strangers, before the engine does.
+
+A schema of forty bytes can cost a compiler seconds and hundreds of megabytes. So this process
+limits its own memory, the parent kills it at its deadline, and it runs the very code that the
+engine runs afterwards: construction and the first mask, over the model's own vocabulary.
+
+Messages, in the frames of `child_client.py`. The first one out is ``{"ready": true}``, the first
+one in the vocabulary: ``tokens`` (bytes of all tokens together, base64), ``lengths``,
+``control_ids``, ``stop_ids``; out: ``{"ready": true}``. Then in: ``text`` of a `GrammarSpec`,
+``cpu_seconds``; out: ``{}`` or ``code``, ``message`` and ``hint`` of the refusal.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
+from typing import Any
+
+sys.path.extend(sys.argv[2:])  # the folders of the packages
+
+from tiercel.engine.grammar import GrammarSpec
+from tiercel.engine.grammar_matcher import GrammarMatcher, GrammarVocabulary, TokenTable
+from tiercel.errors import InvalidRequestError
+from tiercel.text.child_loop import (
+    answer_requests,
+    limit_memory,
+    parent_id,
+    read_message,
+    write_message,
+)
+
+
+def read_vocabulary(message: Mapping[str, Any]) -> GrammarVocabulary:
+    """Build the vocabulary; how text would be cut into tokens does not matter here."""
+    blob = base64.b64decode(message["tokens"])
+    places = pairwise(accumulate(message["lengths"], initial=0))
+    table = TokenTable(
+        tokens=tuple(blob[start:stop] for start, stop in places),
+        control_ids=tuple(message["control_ids"]),
+        stop_ids=tuple(message["stop_ids"]),
+    )
+    first_of = {token: i for i, token in reversed(list(enumerate(table.tokens)))}
+    return GrammarVocabulary(
+        table, lambda text: [first_of[bytes((byte,))] for byte in text.encode()]
+    )
+
+
+def main() -> None:
+    """Answer requests until the parent leaves."""
+    write_message({"ready": True})
+    vocabulary = read_vocabulary(read_message(parent_id()))
+    limit_memory()
+
+    def answer(request: dict[str, Any]) -> Mapping[str, object]:
+        try:
+            GrammarMatcher(vocabulary, GrammarSpec(request["text"]))
+        except InvalidRequestError as error:
+            return {"code": error.code, "message": str(error), "hint": error.hint}
+        return {}
+
+    write_message({"ready": True})
+    answer_requests(answer)
+
+
+if __name__ == "__main__":
+    main()

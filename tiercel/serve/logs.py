@@ -1,0 +1,140 @@
+"""The server's log: one line per event, as text or JSON, with everything foreign escaped.
+
+    2026-01-31T12:00:00.123Z INFO serve request_id=... status=200 ... message
+
+A record may carry fields (`extra={"fields": {...}}`); text puts them before the message, JSON makes
+them keys. Prompts and answers are never among them unless the server was asked to log them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import msgspec
+from starlette.requests import Request
+
+from tiercel.serve.errors import escaped
+
+LogFormat = Literal["text", "json"]
+MAX_LINE_CHARS: Final = 64 << 10  # a traceback is one escaped line too
+REQUEST_LOG: Final = "tiercel.request_log"
+_PROBES: Final = frozenset({"/health", "/ready", "/metrics", "/version"})
+_LOGGER: Final = logging.getLogger("tiercel.serve.request")
+
+
+@dataclass(slots=True)
+class RequestLog:
+    """What the line at the end of a request says; the route that generates fills it in.
+
+    Attributes:
+        prompt_tokens: of all prompts.
+        cached_tokens: of these, found in the prefix cache.
+        completion_tokens: of all answers.
+        queue_ms: until the first step.
+        ttft_ms: until the first token.
+        finish_reason: of the first answer.
+        error: code of the error that it ended with.
+    """
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    queue_ms: float | None = None
+    ttft_ms: float | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+def request_log(request: Request) -> RequestLog:
+    """The line of this request, to be filled in."""
+    line: RequestLog = request.scope[REQUEST_LOG]
+    return line
+
+
+def log_request(
+    scope: Mapping[str, object], line: RequestLog, status: int, total_s: float, request_id: str
+) -> None:
+    """Write the line of a request that has ended; probes only where details are asked for."""
+    path = str(scope["path"])
+    level = logging.DEBUG if path in _PROBES else logging.INFO
+    if not _LOGGER.isEnabledFor(level):
+        return
+    fields: dict[str, object] = {
+        "request_id": request_id,
+        "method": scope["method"],
+        "path": path,
+        "status": status,
+        **{name: getattr(line, name) for name in RequestLog.__dataclass_fields__},
+        "total_ms": round(total_s * 1000, 1),
+    }
+    present = {name: value for name, value in fields.items() if value is not None}
+    _LOGGER.log(level, "request", extra={"fields": present})
+
+
+class TextFormatter(logging.Formatter):
+    """`time LEVEL source key=value ... message`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        fields = getattr(record, "fields", {})
+        shown = "".join(f"{name}={_value(value)} " for name, value in fields.items())
+        source = record.name.removeprefix("tiercel.")
+        text = f"{shown}{_message(self, record)}"
+        return f"{_time(record)} {record.levelname} {source} {text}"
+
+
+class JsonFormatter(logging.Formatter):
+    """The same as one JSON object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        line = {
+            "time": _time(record),
+            "level": record.levelname,
+            "source": record.name.removeprefix("tiercel."),
+            **getattr(record, "fields", {}),
+            "message": _message(self, record),
+        }
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def _time(record: logging.LogRecord) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{whole}.{int(record.msecs):03d}Z"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.1f}"
+    text = escaped(str(value), 500)
+    return text if text and not set(text) & set(' "=') else f'"{text.replace(chr(34), chr(39))}"'
+
+
+def _message(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    text = record.getMessage()
+    if record.exc_info is not None and record.exc_info[0] is not None:
+        text = f"{text}\n{formatter.formatException(record.exc_info)}"
+    return escaped(text, MAX_LINE_CHARS)
+
+
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to standard error; what cannot be written is lost without a word."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Nothing: a closed pipe behind standard error must not stop the server."""
+
+
+def set_up_logs(level: int, log_format: LogFormat) -> None:
+    """Send the package's log to standard error, and nothing of the libraries' below a warning."""
+    handler = _Stderr(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    for name, least in (("tiercel", level), ("uvicorn", max(level, logging.ERROR))):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(least)

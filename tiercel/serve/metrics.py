@@ -1,0 +1,316 @@
+"""Prometheus metrics under the names that vLLM gave them, so that its dashboards work.
+
+One registry per application. The labels `model_name` and `engine` are added when the metrics are
+read: the model's name is not known when counting begins. What the engine counts arrives as totals
+of one engine process; the growth since the message before is added here, so that a counter never
+falls when the engine is started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from tiercel.engine.messages import EngineInfo, EngineStats
+
+CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+# vLLM's buckets of the first token, 1 ms to 43 minutes.
+_FIRST_TOKEN_S: Final = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+# Finer than vLLM's: a decode step of a fast GPU takes 2 to 10 ms.
+_TOKEN_S: Final = (
+    0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5,
+    1.0, 2.5, 5.0,
+)  # fmt: skip
+_REQUEST_S: Final = (
+    0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
+    60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+_TOKENS: Final = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+_ANSWERS: Final = (1, 2, 5, 10, 20)
+_STEP_TOKENS: Final = (1, *(2**e for e in range(3, 15)))
+# Reasons that a refusal is counted under; a label must not come from a client.
+_REASONS: Final = frozenset(
+    {
+        "body_too_large", "chat_template_error", "context_length_exceeded", "draining",
+        "engine_dead", "engine_loading", "engine_restarting", "headers_too_large",
+        "host_not_allowed", "internal_error", "invalid_api_key", "invalid_argument",
+        "invalid_http", "invalid_json", "invalid_request", "invalid_schema", "method_not_allowed",
+        "model_not_found", "no_valid_token", "nonfinite_logits", "not_found", "not_supported",
+        "out_of_memory", "queue_full", "queue_timeout", "request_timeout", "schema_too_complex",
+        "too_many_connections", "unsupported_content", "unsupported_media_type",
+        "unsupported_model", "unsupported_parameter",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """What is counted at the end of a request; seconds on the monotonic clock.
+
+    Attributes:
+        finish_reasons: of its answers: ``stop``, ``length``, ``tool_calls``, ``abort``, ``error``.
+        num_prompt_tokens: of all its prompts.
+        num_generation_tokens: of each answer.
+        n: answers asked for per prompt.
+        max_tokens: asked for, or what the context left.
+        total_s: from its arrival.
+        queue_s: until its first step began; None if it never did.
+        prefill_s: from then to the first token; None without one.
+        decode_s: from the first token to the last; None without one.
+    """
+
+    finish_reasons: tuple[str, ...]
+    num_prompt_tokens: int
+    num_generation_tokens: tuple[int, ...]
+    n: int
+    max_tokens: int
+    total_s: float
+    queue_s: float | None
+    prefill_s: float | None
+    decode_s: float | None
+
+
+class Metrics:
+    """All metrics of one server."""
+
+    def __init__(self, prefix: str = "tiercel") -> None:
+        self._registry = CollectorRegistry()
+        self._model_name = ""
+        self._seen = EngineStats()
+        self._rendered = (0, 0)
+        self._engine = _EngineMetrics(prefix, self._registry)
+        self._requests = _RequestMetrics(prefix, self._registry)
+        self._server = _ServerMetrics(prefix, self._registry)
+        _LaterMetrics(prefix, self._registry)
+
+    def set_model(self, name: str, info: EngineInfo) -> None:
+        """Name the model and describe its cache; called whenever an engine is ready."""
+        self._model_name = name
+        self._engine.cache_config.info(
+            {
+                "block_size": str(info.block_size),
+                "num_gpu_blocks": str(info.num_blocks),
+                "cache_dtype": info.dtype,
+                "enable_prefix_caching": str(info.has_prefix_cache),
+                "gpu_memory_utilization": str(info.gpu_memory_utilization),
+            }
+        )
+
+    def take_stats(self, stats: EngineStats) -> None:
+        """Add what the engine counted since its message before."""
+        seen = self._seen if stats.num_steps >= self._seen.num_steps else EngineStats()
+        for counter, field in self._engine.totals:
+            counter.inc(max(0, getattr(stats, field) - getattr(seen, field)))
+        for num_tokens in stats.iteration_tokens:
+            self._engine.iteration_tokens.observe(num_tokens)
+        self._engine.cache_usage.set(stats.kv_cache_usage)
+        self._seen = stats
+
+    def forget_engine(self) -> None:
+        """A new engine process begins at zero: its totals are all growth."""
+        self._seen = EngineStats()
+
+    def observe_first_token(self, seconds: float) -> None:
+        """An answer's first token came this long after its request."""
+        self._requests.first_token.observe(seconds)
+
+    def observe_tokens(self, num_new: int, seconds: float) -> None:
+        """Later tokens of an answer came together, this long after the ones before."""
+        for _ in range(num_new):
+            self._requests.token.observe(seconds / num_new)
+            self._requests.token_old_name.observe(seconds / num_new)
+
+    def count_finished(self, request: FinishedRequest) -> None:
+        """A request that was admitted has ended."""
+        own = self._requests
+        for reason in request.finish_reasons:
+            own.success.labels(reason).inc()
+        own.total.observe(request.total_s)
+        for histogram, seconds in (
+            (own.queue, request.queue_s),
+            (own.prefill, request.prefill_s),
+            (own.decode, request.decode_s),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
+        if request.prefill_s is not None and request.decode_s is not None:
+            own.inference.observe(request.prefill_s + request.decode_s)
+            longest = max(request.num_generation_tokens, default=0)
+            if longest > 1:
+                own.per_token.observe(request.decode_s / (longest - 1))
+        own.prompt_tokens.observe(request.num_prompt_tokens)
+        for num_tokens in request.num_generation_tokens:
+            own.generation_tokens.observe(num_tokens)
+        own.n.observe(request.n)
+        own.max_tokens.observe(request.max_tokens)
+
+    def count_rejected(self, code: str) -> None:
+        """A request was refused with this error code."""
+        self._server.rejected.labels(code if code in _REASONS else "other").inc()
+
+    def count_disconnect(self) -> None:
+        """A client left before its answer was complete."""
+        self._server.disconnects.inc()
+
+    def count_unknown_fields(self, count: int) -> None:
+        """A request had fields that its route does not know."""
+        self._server.unknown_fields.inc(count)
+
+    def render(
+        self, *, num_running: int, num_waiting: int, num_restarts: int, num_template_kills: int
+    ) -> bytes:
+        """All metrics as text.
+
+        Args:
+            num_running: requests in the engine now.
+            num_waiting: requests that wait for it now.
+            num_restarts: engine processes after the first, so far.
+            num_template_kills: template processes that were killed so far.
+        """
+        self._engine.running.set(num_running)
+        self._engine.waiting.set(num_waiting)
+        totals = (num_restarts, num_template_kills)
+        for counter, now, before in zip(
+            (self._server.restarts, self._server.template_kills),
+            totals,
+            self._rendered,
+            strict=True,
+        ):
+            counter.inc(now - before)
+        self._rendered = totals
+        labels = {"model_name": self._model_name, "engine": "0"}
+        return generate_latest(_Labelled(self._registry, labels))
+
+
+class _Labelled(Collector):
+    """Adds labels to everything in a registry."""
+
+    def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
+        self._registry = registry
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [
+                sample._replace(labels={**self._labels, **sample.labels})
+                for sample in metric.samples
+            ]
+            yield metric
+
+
+class _EngineMetrics:
+    """What the engine counts."""
+
+    def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
+        self.running = Gauge(
+            f"{prefix}:num_requests_running", "Requests in the engine.", registry=registry
+        )
+        self.waiting = Gauge(
+            f"{prefix}:num_requests_waiting", "Requests that wait.", registry=registry
+        )
+        self.cache_usage = Gauge(
+            f"{prefix}:kv_cache_usage_perc", "Share of cache blocks in use, 0 to 1.",
+            registry=registry,
+        )  # fmt: skip
+        self.cache_config = Info(f"{prefix}:cache_config", "The cache.", registry=registry)
+        self.iteration_tokens = Histogram(
+            f"{prefix}:iteration_tokens_total", "Tokens of one step.", buckets=_STEP_TOKENS,
+            registry=registry,
+        )  # fmt: skip
+        self.totals = tuple(
+            (Counter(f"{prefix}:{name}", text, registry=registry), field)
+            for name, field, text in (
+                ("prompt_tokens", "num_prompt_tokens", "Tokens of prompts that were read."),
+                ("generation_tokens", "num_generation_tokens", "Tokens that were generated."),
+                ("prefix_cache_queries", "prefix_queries", "Prompt tokens looked up."),
+                ("prefix_cache_hits", "prefix_hits", "Of these, tokens that were found."),
+                ("num_preemptions", "num_preemptions", "Requests that gave their blocks back."),
+                ("nonfinite_logits", "num_nonfinite", "Requests that ended in NaN or infinity."),
+                ("engine_steps", "num_steps", "Steps of the engine."),
+                ("gpu_step_seconds", "step_seconds", "Time of these steps."),
+            )
+        )
+
+
+class _RequestMetrics:
+    """Times and sizes of requests."""
+
+    def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"{prefix}:{name}", text, buckets=buckets, registry=registry)
+
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "From the request to its first token.", _FIRST_TOKEN_S
+        )
+        self.token = histogram(
+            "inter_token_latency_seconds", "From one token to the next.", _TOKEN_S
+        )
+        self.token_old_name = histogram(
+            "time_per_output_token_seconds", "The same under its older name.", _TOKEN_S
+        )
+        self.per_token = histogram(
+            "request_time_per_output_token_seconds", "Mean of one request.", _TOKEN_S
+        )
+        self.total = histogram(
+            "e2e_request_latency_seconds", "From a request to its end.", _REQUEST_S
+        )
+        self.queue = histogram(
+            "request_queue_time_seconds", "Until the first step began.", _REQUEST_S
+        )
+        self.prefill = histogram(
+            "request_prefill_time_seconds", "From there to the first token.", _REQUEST_S
+        )
+        self.decode = histogram(
+            "request_decode_time_seconds", "From the first token to the last.", _REQUEST_S
+        )
+        self.inference = histogram(
+            "request_inference_time_seconds", "From the first step to the last.", _REQUEST_S
+        )
+        self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
+        self.generation_tokens = histogram(
+            "request_generation_tokens", "Tokens of answers.", _TOKENS
+        )
+        self.n = histogram("request_params_n", "Answers asked for.", _ANSWERS)
+        self.max_tokens = histogram("request_params_max_tokens", "Their longest length.", _TOKENS)
+        self.success = Counter(
+            f"{prefix}:request_success", "Answers that ended.", ["finished_reason"],
+            registry=registry,
+        )  # fmt: skip
+
+
+class _LaterMetrics:
+    """Names of speculation and scoring: dashboards find them, at zero, while neither runs."""
+
+    def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
+        for name, text, labels in (
+            ("spec_decode_num_drafts", "Drafts.", ()),
+            ("spec_decode_num_draft_tokens", "Tokens of drafts.", ()),
+            ("spec_decode_num_accepted_tokens", "Of these, accepted ones.", ()),
+            ("spec_decode_num_accepted_tokens_per_pos", "By place.", ("position",)),
+            ("score_items", "Scored items.", ()),
+            ("score_tiles_skipped", "Tiles of attention that scoring skipped.", ()),
+        ):
+            Counter(f"{prefix}:{name}", text, labels, registry=registry)
+
+
+class _ServerMetrics:
+    """What happens at the door."""
+
+    def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"{prefix}:{name}", text, labels, registry=registry)
+
+        self.rejected = counter("requests_rejected", "Refused requests.", ("reason",))
+        self.disconnects = counter("client_disconnects", "Clients that left early.")
+        self.unknown_fields = counter("unknown_fields", "Request fields that no route knows.")
+        self.template_kills = counter("template_kills", "Template processes that were killed.")
+        self.restarts = counter("engine_restarts", "Engine processes after the first.")

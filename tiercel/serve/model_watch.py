@@ -1,0 +1,181 @@
+"""Follows the engine: makes the served model when it is ready, counts, and says what goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shlex
+import time
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+
+from tiercel import env
+from tiercel.engine.grammar_matcher import read_token_table
+from tiercel.engine.inputs import InputProcessor
+from tiercel.engine.messages import EngineInfo, EngineStats
+from tiercel.engine.supervisor import EngineState
+from tiercel.engine.tokenizer_parcel import unpack_tokenizer
+from tiercel.errors import TiercelError
+from tiercel.serve.grammar_check import GrammarChecker
+from tiercel.serve.state import ServedModel, ServerState
+from tiercel.text.chat_template import ChatTemplate
+from tiercel.text.tokenizer import Tokenizer
+
+_LOG: Final = logging.getLogger("tiercel.serve")
+_TICK_SECONDS: Final = 1.0
+_REPORT_SECONDS: Final = 10.0
+
+
+class ModelWatch:
+    """Two tasks of the application: one waits for the engine, one reports."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._tasks: list[asyncio.Task[None]] = []
+        self._num_restarts = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there will be no engine any more, or no model."""
+        return bool(self._tasks) and self._tasks[0].done()
+
+    @property
+    def failure(self) -> TiercelError | None:
+        """Why the model could not be loaded; None if that is not what ended it."""
+        if not self.is_over or self._tasks[0].cancelled():
+            return None
+        error = self._tasks[0].exception()
+        if error is not None and not isinstance(error, TiercelError):
+            raise error
+        return error
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._state.client.on_stats = self._state.metrics.take_stats
+        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._report())]
+
+    async def stop(self) -> None:
+        """End the tasks."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError, TiercelError):
+                await task
+
+    async def _follow(self) -> None:
+        state = self._state
+        await state.client.start()
+        info = await state.client.wait_ready()
+        state.model = await state.off_loop(make_model, state, info)
+        state.metrics.set_model(state.model.name, info)
+        _say_ready(
+            state.model,
+            state.settings.url,
+            needs_key=bool(state.settings.access.key_digests),
+        )
+        await state.client.wait_ended()
+
+    async def _report(self) -> None:
+        before, waited_s = self._state.client.stats, 0.0
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            self._renew()
+            waited_s += _TICK_SECONDS
+            if waited_s >= _REPORT_SECONDS:
+                before, waited_s = self._say_throughput(before), 0.0
+
+    def _renew(self) -> None:
+        """Take over what a restarted engine says of itself: its cache may have another size."""
+        state, client = self._state, self._state.client
+        if client.num_restarts != self._num_restarts:
+            self._num_restarts = client.num_restarts
+            state.metrics.forget_engine()
+        model, info = state.model, client.info
+        if model is None or info is None or client.state is not EngineState.READY:
+            return
+        if info is not model.info:
+            state.model = replace(model, info=info)
+            state.metrics.set_model(model.name, info)
+            _LOG.info("the engine is ready again")
+
+    def _say_throughput(self, before: EngineStats) -> EngineStats:
+        client = self._state.client
+        now = client.stats
+        num_steps = now.num_steps - before.num_steps
+        if num_steps > 0:
+            prompt = now.num_prompt_tokens - before.num_prompt_tokens
+            generated = now.num_generation_tokens - before.num_generation_tokens
+            fields = {
+                "prompt_tokens_per_s": prompt / _REPORT_SECONDS,
+                "generation_tokens_per_s": generated / _REPORT_SECONDS,
+                "running": client.num_running,
+                "waiting": client.num_waiting,
+                "kv_cache_percent": now.kv_cache_usage * 100,
+            }
+            _LOG.info("throughput", extra={"fields": fields})
+        return now
+
+
+def make_model(state: ServerState, info: EngineInfo) -> ServedModel:
+    """Build tokenizer and template; takes up to a second.
+
+    Raises:
+        ModelFormatError: the chat template has a syntax error.
+    """
+    tokenizer = unpack_tokenizer(info.tokenizer, env.cache_dir() / "tokenizers")
+    template = ChatTemplate.from_tokenizer(
+        tokenizer, source=info.chat_template, worker=state.template_workers, name=info.model_name
+    )
+    if template is not None:
+        template.check()
+    return ServedModel(
+        names=state.settings.served_names or (info.model_name,),
+        info=info,
+        tokenizer=tokenizer,
+        template=template,
+        inputs=InputProcessor(
+            tokenizer,
+            vocab_size=info.vocab_size,
+            max_position=info.max_position,
+            max_model_len=info.max_model_len,
+            seed=info.seed,
+        ),
+        grammars=make_checker(state, tokenizer, info.vocab_size),
+        created=int(time.time()),
+    )
+
+
+def make_checker(
+    state: ServerState, tokenizer: Tokenizer, vocab_size: int
+) -> GrammarChecker | None:
+    """What checks grammars for a model; None where an answer could not end."""
+    if not tokenizer.stop_ids:
+        return None
+    checker = GrammarChecker(
+        read_token_table(tokenizer, vocab_size), seconds=state.settings.limits.max_grammar_seconds
+    )
+    if state.settings.has_warm_workers:
+        checker.start()
+    return checker
+
+
+def _say_ready(model: ServedModel, url: str, *, needs_key: bool) -> None:
+    fields = {
+        "url": url,
+        "model": model.name,
+        "context_tokens": model.info.max_model_len,
+        "kv_cache_tokens": model.info.capacity_tokens,
+        "device": model.info.device,
+    }
+    _LOG.info("ready", extra={"fields": fields})
+    key = " -H 'authorization: Bearer '$TIERCEL_API_KEY" if needs_key else ""
+    question = {"model": model.name, "messages": [{"role": "user", "content": "Hello"}]}
+    _LOG.info(
+        "try: curl %s/v1/chat/completions%s -H 'content-type: application/json' -d %s",
+        url,
+        key,
+        shlex.quote(msgspec.json.encode(question).decode()),
+    )

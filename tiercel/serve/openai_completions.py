@@ -1,0 +1,351 @@
+"""`/v1/completions`: raw prompts in OpenAI's wire format, as evaluation harnesses use it.
+
+What lm-eval builds on: with `echo` and `logprobs` the lists cover every token of the prompt and
+every generated one, end of text included; the first entry is null; a token that is the most likely
+has the very number that is the largest in its `top_logprobs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import time
+from typing import Annotated, Final
+
+from msgspec import Meta, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tiercel.engine.request import TokenLogprobs
+from tiercel.errors import InvalidRequestError, TiercelError
+from tiercel.params import LIMITS
+from tiercel.serve import sse
+from tiercel.serve.admission import check_counts
+from tiercel.serve.answer_form import AnswerForm, compile_grammar
+from tiercel.serve.body import read_body
+from tiercel.serve.errors import error_body, unsupported
+from tiercel.serve.events import ContentDelta
+from tiercel.serve.fields import (
+    Count,
+    GenerationFields,
+    Logprobs,
+    check_bound,
+    check_common,
+    chosen,
+    form_field,
+    make_params,
+    structured_outputs,
+)
+from tiercel.serve.generation import Generation, GenerationRequest
+from tiercel.serve.openai_types import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    UsageObject,
+)
+from tiercel.serve.pieces import Piece
+from tiercel.serve.prompts import encode_text
+from tiercel.serve.respond import respond, while_connected
+from tiercel.serve.route_docs import RouteDoc
+from tiercel.serve.split_prompts import Prompt, check_token_ids, split_prompts
+from tiercel.serve.state import ServedModel, ServerState, request_id
+from tiercel.serve.token_texts import completion_top, finite, prompt_logprobs, token_name
+from tiercel.serve.wire import UsageMeter, end_of, fingerprint, new_id, usage_object
+from tiercel.text.detokenize import Detokenizer
+from tiercel.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS: Final = 16
+# Prefix, suffix and middle marks of models that fill in: Qwen2.5-Coder, StarCoder, CodeGemma.
+FIM_MARKS: Final = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+)
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """The body of a raw completion."""
+
+    prompt: Prompt
+    max_tokens: Count | None = None
+    echo: bool | None = None
+    logprobs: Logprobs | None = None
+    best_of: Annotated[int, Meta(ge=1, le=LIMITS.max_n)] | None = None
+    suffix: str | None = None
+
+
+DOCS: Final = (
+    RouteDoc(
+        "/v1/completions",
+        "Continues raw prompts.",
+        CompletionRequest,
+        Completion,
+        "post",
+        streams=True,
+        errors=(404, 429, 503),
+    ),
+)
+
+
+def routes(state: ServerState) -> list[Route]:
+    """The routes of this module."""
+
+    async def create(request: Request) -> Response:
+        model = state.ready_model()
+        body = await read_body(request, CompletionRequest, state.settings.limits)
+        return await while_connected(request, _answer(state, model, request, body))
+
+    return [Route("/v1/completions", create, methods=["POST"])]
+
+
+async def _answer(
+    state: ServerState, model: ServedModel, request: Request, body: CompletionRequest
+) -> Response:
+    model.check_name(body.model)
+    check_completion(body, state)
+    prompts = split_prompts(body.prompt, "prompt")
+    check_counts(len(prompts), body.n or 1, state.settings.limits)
+    wanted = await completion_generation(state, model, body, prompts)
+    is_stream = bool(body.stream)
+    generation = Generation(state, model, wanted, is_stream=is_stream)
+    writer = CompletionWriter(model, body, prompts, request_id(request))
+    return await respond(request, generation, writer, is_stream=is_stream)
+
+
+def check_completion(body: CompletionRequest, state: ServerState) -> None:
+    """Check what the types of the fields cannot.
+
+    Raises:
+        InvalidRequestError: naming the field.
+    """
+    check_common(body, state.settings)
+    most = state.settings.limits.max_logprobs
+    check_bound("logprobs", body.logprobs or 0, most, "alternatives")
+    n = body.n or 1
+    if body.best_of is not None and body.best_of != n:
+        raise InvalidRequestError(
+            f"best_of={body.best_of} with n={n}: answers are not ranked here.",
+            hint="Leave best_of out, or set it to n.",
+            param="best_of",
+        )
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequestError(
+            "max_tokens=0 is for scoring a prompt, with echo.",
+            hint="Use 1 or more, or set echo to true.",
+            param="max_tokens",
+        )
+    if body.suffix is not None and body.echo:
+        raise unsupported("suffix", "does not go with echo")
+
+
+async def completion_generation(
+    state: ServerState,
+    model: ServedModel,
+    body: CompletionRequest,
+    prompts: Sequence[str | list[int]],
+) -> GenerationRequest:
+    """What a request for completions asks for.
+
+    Raises:
+        InvalidRequestError: a wrong prompt or form.
+    """
+    structured = structured_outputs(body)
+    max_tokens = chosen(body.max_tokens, state.settings.sampling.max_tokens, DEFAULT_MAX_TOKENS)
+    of_prompt = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        of_prompt = max(of_prompt or 0, body.logprobs)
+    params = make_params(
+        body,
+        state.settings.sampling,
+        n=body.n or 1,
+        max_tokens=max(1, max_tokens),
+        logprobs=body.logprobs,
+        prompt_logprobs=of_prompt,
+        structured=structured,
+    )
+    form = AnswerForm(structured, param=form_field(body))
+    ids = [await _prompt_ids(state, model, prompt, body.suffix) for prompt in prompts]
+    return GenerationRequest(
+        prompts=tuple(ids),
+        params=params,
+        max_tokens=0 if max_tokens == 0 else None,
+        grammar=await compile_grammar(state, model, form),
+        priority=body.priority or 0,
+    )
+
+
+async def _prompt_ids(
+    state: ServerState, model: ServedModel, prompt: str | list[int], suffix: str | None
+) -> list[int]:
+    if suffix is not None:
+        return await _infill_ids(state, model, prompt, suffix)
+    if isinstance(prompt, str):
+        special = state.settings.parse_special
+        return await encode_text(state, model, prompt, parse_special=special, add_special=True)
+    check_token_ids(model, prompt, "prompt")
+    return prompt
+
+
+async def _infill_ids(
+    state: ServerState, model: ServedModel, prompt: str | list[int], suffix: str
+) -> list[int]:
+    """The prompt of a model that fills in the text between two others."""
+    control = model.tokenizer.control_tokens
+    marks = next((marks for marks in FIM_MARKS if all(mark in control for mark in marks)), None)
+    if marks is None or not isinstance(prompt, str):
+        why = "needs a model that was trained to fill in" if marks is None else "needs a text"
+        raise unsupported("suffix", why)
+    parts = [
+        await encode_text(state, model, text, parse_special=False, add_special=False)
+        for text in (prompt, suffix)
+    ]
+    first, second, middle = (control[mark] for mark in marks)
+    return model.tokenizer.with_bos([first, *parts[0], second, *parts[1], middle])
+
+
+class CompletionWriter:
+    """The wire format of one request for completions."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        body: CompletionRequest,
+        prompts: Sequence[str | list[int]],
+        request_id: str,
+    ) -> None:
+        self._tokenizer = model.tokenizer
+        self._body = body
+        self._prompts = prompts
+        self._request_id = request_id
+        self._id = new_id("cmpl-")
+        self._created = int(time())
+        self._model = model.name
+        self._fingerprint = fingerprint(model)
+        self._meter = UsageMeter(body.stream_options)
+        self._places: dict[int, _Places] = {}
+
+    def plain(self, generation: Generation, answers: Sequence[Piece]) -> object:
+        """The whole answer."""
+        choices = [self._choice(generation, piece) for piece in answers]
+        return self._completion(choices, usage_object(generation.usage()))
+
+    def start(self, generation: Generation) -> bytes:
+        """Nothing: the first chunk comes with the first token."""
+        del generation
+        return b""
+
+    def piece(self, generation: Generation, piece: Piece) -> bytes:
+        """The chunk of one piece, if it says anything."""
+        self._meter.count(piece)
+        choice = self._choice(generation, piece)
+        shows_tokens = self._body.logprobs is not None or self._body.return_token_ids
+        if not (choice.text or choice.finish_reason or (shows_tokens and piece.token_ids)):
+            return b""
+        return sse.encode_event(self._completion([choice], self._meter.so_far(generation)))
+
+    def end(self, generation: Generation) -> bytes:
+        """Usage, if asked for, and the line that says that all is said."""
+        usage = self._meter.total(generation)
+        if usage is None:
+            return sse.DONE
+        return sse.encode_event(self._completion([], usage)) + sse.DONE
+
+    def _completion(
+        self, choices: list[CompletionChoice], usage: UsageObject | UnsetType | None
+    ) -> Completion:
+        return Completion(self._id, self._created, self._model, self._fingerprint, choices, usage)
+
+    def error(self, error: TiercelError) -> bytes:
+        """The event that a broken stream ends with."""
+        return sse.encode_event(error_body(error, self._request_id))
+
+    def keep_alive(self) -> bytes:
+        """A comment."""
+        return sse.KEEP_ALIVE
+
+    def _choice(self, generation: Generation, piece: Piece) -> CompletionChoice:
+        body = self._body
+        choice = CompletionChoice(piece.index, stop_reason=piece.stop_reason)
+        lists = None if body.logprobs is None else _Lists(self._tokenizer, body.logprobs)
+        if piece.index not in self._places:
+            self._begin(generation, choice, lists)
+        choice.text += "".join(e.text for e in piece.events if isinstance(e, ContentDelta))
+        if lists is not None:
+            places = self._places[piece.index]
+            for entry in piece.logprobs:
+                lists.add(entry, places.next(entry.token_id))
+            choice.logprobs = lists.lists
+        if piece.finish_reason is not None:
+            choice.finish_reason = end_of(piece)
+        if body.return_token_ids:
+            choice.token_ids = piece.token_ids
+        return choice
+
+    def _begin(
+        self, generation: Generation, choice: CompletionChoice, lists: _Lists | None
+    ) -> None:
+        """What comes once per choice: the echo of its prompt and what is known of it."""
+        body = self._body
+        n = body.n or 1
+        ids = generation.answers[choice.index].request.prompt_token_ids
+        first = generation.answers[choice.index // n * n].request  # it has read the prompt for all
+        entries = generation.answers[choice.index].request.prompt_logprobs or first.prompt_logprobs
+        skips = body.skip_special_tokens is not False
+        if body.echo:
+            prompt = self._prompts[choice.index // n]
+            choice.text = prompt if isinstance(prompt, str) else self._decode(ids)
+        if body.echo and lists is not None:
+            places = _Places(self._tokenizer, 0, skips_special=skips, is_continuation=False)
+            for token_id, entry in zip(ids, (None, *entries), strict=True):
+                lists.add(entry or token_id, places.next(token_id))
+        if body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(self._tokenizer, entries, body.prompt_logprobs)
+        if body.return_token_ids:
+            choice.prompt_token_ids = ids
+        self._places[choice.index] = _Places(
+            self._tokenizer, len(choice.text), skips_special=skips, is_continuation=True
+        )
+
+    def _decode(self, ids: list[int]) -> str:
+        skips = self._body.skip_special_tokens is not False
+        return self._tokenizer.decode(ids, skip_special_tokens=skips)
+
+
+class _Places:
+    """Counts the characters in front of each token of one answer."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, start: int, *, skips_special: bool, is_continuation: bool
+    ) -> None:
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=skips_special, is_continuation=is_continuation
+        )
+        self._place = start
+
+    def next(self, token_id: int) -> int:
+        """Where the token begins."""
+        place = self._place
+        self._place += len(self._detokenizer.push((token_id,)))
+        return place
+
+
+class _Lists:
+    """The four lists of `logprobs`, of equal lengths."""
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self.lists = CompletionLogprobs([], [], [], [])
+
+    def add(self, entry: TokenLogprobs | int, place: int) -> None:
+        """Add a token; one without log-probabilities, the first of a prompt, is an id."""
+        lists = self.lists
+        if isinstance(entry, int):
+            lists.tokens.append(token_name(self._tokenizer, entry))
+            lists.token_logprobs.append(None)
+            lists.top_logprobs.append(None)
+        else:
+            lists.tokens.append(token_name(self._tokenizer, entry.token_id))
+            lists.token_logprobs.append(finite(entry.logprob))
+            lists.top_logprobs.append(completion_top(self._tokenizer, entry, self._num_top))
+        lists.text_offset.append(place)

@@ -1,0 +1,81 @@
+"""The web page at `/`: files of the package, read once, served from memory by exact name.
+
+No name of a request ever reaches the file system: what is not in the table is 404.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib import resources
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from tiercel.serve.errors import refusal
+from tiercel.serve.state import ServerState
+
+_MEDIA_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+_INDEX: Final = "index.html"
+_POLICY: Final = (
+    "default-src 'self'; base-uri 'self'; form-action 'none'; frame-ancestors 'none';"
+    " object-src 'none'"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """A file of the page."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+
+def read_files() -> dict[str, StaticFile]:
+    """The page's files by name."""
+    files = {}
+    for entry in resources.files("tiercel.serve").joinpath("web").iterdir():
+        kind = _MEDIA_TYPES.get(f".{entry.name.rpartition('.')[2]}")
+        if kind is not None and entry.is_file():
+            content = entry.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            files[entry.name] = StaticFile(content, kind, etag)
+    return files
+
+
+def routes(state: ServerState) -> list[BaseRoute]:
+    """The routes of the page; none where it is switched off."""
+    if not state.settings.has_ui:
+        return []
+    files = read_files()
+
+    async def index(request: Request) -> Response:
+        return _answer(request, files.get(_INDEX))
+
+    async def file(request: Request) -> Response:
+        return _answer(request, files.get(request.path_params["name"]))
+
+    return [Route("/", index), Route("/ui/{name:path}", file)]
+
+
+def _answer(request: Request, file: StaticFile | None) -> Response:
+    if file is None:
+        raise refusal(404, "not_found", "The page has no such file.")
+    headers = {
+        "content-security-policy": _POLICY,
+        "cache-control": "no-cache",  # ask again each time; the answer is mostly 304
+        "etag": file.etag,
+        "referrer-policy": "no-referrer",
+    }
+    if request.headers.get("if-none-match") == file.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, headers=headers, media_type=file.media_type)
