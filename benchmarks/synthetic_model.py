@@ -4,7 +4,7 @@
 
 Types are those of a Q4_K_M file: Q4_K, with Q6_K for half of attn_v and ffn_down and for the output
 matrix, float32 norms. Weights are random codes under scales that keep activations near 1. The
-tokenizer is 256 byte tokens and names for the rest. It needs the `gguf` package (extra `dev`).
+tokenizer is 256 byte tokens and made-up words for the rest. It needs the `gguf` package (extra `dev`).
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ def write_metadata(writer: gguf.GGUFWriter, name: str, shape: Shape) -> None:
     characters |= {byte: chr(256 + i) for i, byte in enumerate(hidden)}
     tokens = [characters[byte] for byte in range(256)]
     # One merge, " t", since a list of none cannot be written.
-    tokens += ["<|end|>", "\u0120t", *(f"<|{i}|>" for i in range(258, shape.vocab))]
+    tokens += ["<|end|>", "\u0120t", *(f"w{i}" for i in range(258, shape.vocab))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * 256 + [3, 1] + [3] * (shape.vocab - 258))
+    writer.add_token_types([1] * 256 + [3] + [1] * (shape.vocab - 257))
     writer.add_token_merges(["\u0120 t"])
     writer.add_eos_token_id(256)
 

@@ -47,6 +47,16 @@ def refused(data, limits=LIMITS):
     return caught.value
 
 
+def timed_refusal(data):
+    """The error, and the shortest of three times: this machine may be busy."""
+    times = []
+    for _ in range(3):
+        started = perf_counter()
+        error = refused(data)
+        times.append(perf_counter() - started)
+    return error, min(times)
+
+
 MALFORMED = {
     "empty": (b"", "it is empty (byte 0)"),
     "blank": (b" \n", "it is empty (byte 2)"),
@@ -110,9 +120,8 @@ def test_a_wrong_number_is_named(value):
 @pytest.mark.parametrize("text", ["1e400", "1e99999999999", "9" * 100_000, "-" + "9" * 100_000])
 @pytest.mark.parametrize("field", ["n", "seed", "temperature"])
 def test_numbers_without_end_cost_nothing(field, text):
-    started = perf_counter()
-    error = refused(b'{"%s": %s}' % (field.encode(), text.encode()))
-    assert perf_counter() - started < 0.1
+    error, seconds = timed_refusal(b'{"%s": %s}' % (field.encode(), text.encode()))
+    assert seconds < 0.1
     assert error.param == field
     assert len(str(error)) < 500
 
@@ -140,9 +149,8 @@ def test_a_wrong_field_is_named_with_value_and_rule(data, param, words):
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[{"a":'])
 def test_depth_is_bounded_fast(opening):
     data = b'{"other": ' + opening * 100_000
-    started = perf_counter()
-    error = refused(data)
-    assert perf_counter() - started < 0.1
+    error, seconds = timed_refusal(data)
+    assert seconds < 0.1
     assert error.code == "invalid_json"
     assert "nested deeper than 64" in str(error)
 
@@ -172,9 +180,8 @@ def test_many_members_pass():
 
 @pytest.mark.parametrize("tail", [b'\\"' * 500_000, b'"' * 500_000, b"\\" * 500_001])
 def test_strings_without_end_are_scanned_once(tail):
-    started = perf_counter()
-    refused(b'{"model": "' + tail)
-    assert perf_counter() - started < 0.5
+    _, seconds = timed_refusal(b'{"model": "' + tail)
+    assert seconds < 0.5
 
 
 def test_unknown_fields_are_named():

@@ -1,5 +1,6 @@
 """`/v1/completions`: prompts of every kind, echo, log-probabilities as lm-eval reads them."""
 
+import threading
 from operator import itemgetter
 
 import pytest
@@ -9,7 +10,7 @@ from tests.serve.fake_client import FakeClient, ask, fake_tokenizer
 from tests.serve.test_generation import answering
 from tiercel.engine.request import TokenLogprobs
 from tiercel.engine.streams import TokenUpdate
-from tiercel.serve import openai_completions
+from tiercel.serve import openai_completions, respond
 
 PATH = "/v1/completions"
 RAW = {"model": "tiny", "prompt": "ab"}
@@ -304,6 +305,24 @@ def test_streamed_log_probabilities_are_those_of_the_plain_answer():
     assert streamed[0]["text"] == plain["choices"][0]["text"] == "é a"
     assert usage == plain["usage"]
     assert len(chunks) == usage["completion_tokens"] + 1  # held back text still shows its tokens
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_many_log_probabilities_are_written_off_the_loop(is_stream, monkeypatch):
+    monkeypatch.setattr(respond, "MAX_LOOP_LOGPROBS", 3)
+    threads = set()
+    original = openai_completions.completion_top
+
+    def watched(*arguments):
+        threads.add(threading.current_thread().name)
+        return original(*arguments)
+
+    monkeypatch.setattr(openai_completions, "completion_top", watched)
+    body = {"prompt": [104, 97, 116], "echo": True, "logprobs": 1, "max_tokens": 2}
+    response = post({**body, "stream": is_stream}, reading(120, 121))
+    choice = read_stream(response.content)[0][0] if is_stream else response.json()["choices"][0]
+    assert choice["logprobs"]["tokens"] == list("hatxy")
+    assert all(name.startswith("tiercel-serve") for name in threads)
 
 
 # lm-eval

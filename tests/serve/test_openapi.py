@@ -77,6 +77,14 @@ def test_answers_are_as_described_at_length(doc, mode, described):
     check_route(doc, mode, described, max_examples=100)
 
 
+def test_streams_are_described():
+    paths = describe(ALL_DOCS)["paths"]
+    streaming = [doc.path for doc in ALL_DOCS if doc.streams]
+    assert "/v1/chat/completions" in streaming
+    for path in streaming:
+        assert "text/event-stream" in paths[path]["post"]["responses"]["200"]["content"]
+
+
 def test_every_route_lists_its_errors():
     for path, methods in describe(ALL_DOCS)["paths"].items():
         for operation in methods.values():

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.reliability
 SHORT = Limits(
     max_head_seconds=0.6,
     max_body_gap_seconds=0.6,
-    max_body_seconds=1.5,
+    max_body_seconds=2.5,
     max_body_bytes=1 << 20,
     max_connections=700,
 )
@@ -32,7 +32,7 @@ async def slow_answer(_request):
     async def pieces():
         for _ in range(10):
             yield b"x"
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.1)
 
     return StreamingResponse(pieces())
 
@@ -69,6 +69,7 @@ HUGE_HEADS = {
     "101 headers": HEAD + b"X: a\r\n" * 100 + b"\r\n",
     "a name of 100 KB": HEAD + b"X" * 100_000 + b": a\r\n\r\n",
     "a path of 100 KB": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "a header without an end": HEAD + b"X: " + b"a" * 100_000,
     "66 KiB in all": HEAD + (b"X: " + b"a" * 1000 + b"\r\n") * 66 + b"\r\n",
 }
 
@@ -155,9 +156,8 @@ def test_a_length_over_the_limit_is_refused_unread(quick):
 def test_a_client_that_sends_on_can_read_why_it_was_refused(quick):
     with quick.connect() as sock:
         sock.sendall(POST + b"Content-Length: 9000000\r\n\r\n")
-        with contextlib.suppress(ConnectionError):
-            for _ in range(90):
-                sock.sendall(b"x" * 100_000)
+        for _ in range(90):  # a reset would end this with an error, before the answer is read
+            sock.sendall(b"x" * 100_000)
         assert status_of(read_all(sock)) == 413
 
 
@@ -225,7 +225,7 @@ def test_a_body_that_stops_is_408(quick):
     with quick.connect() as sock:
         sock.sendall(POST + b'Content-Length: 100\r\n\r\n{"prompt"')
         seconds, answer = seconds_until_closed(sock)
-    assert 0.4 < seconds < 1.4 + 3
+    assert 0.4 < seconds < 2.2  # not only when the whole body is late
     assert status_of(answer) == 408
     assert error_of(answer)["code"] == "request_timeout"
 
@@ -234,14 +234,14 @@ def test_a_body_byte_by_byte_is_408_at_its_deadline(quick):
     with quick.connect() as sock:
         sock.sendall(POST + b"Content-Length: 1000\r\n\r\n")
         seconds, answer = seconds_until_closed(sock, b" " * 1000, gap=0.1)
-    assert 1.2 < seconds < 5
+    assert 2.2 < seconds < 6
     assert status_of(answer) == 408
 
 
 def test_an_answer_may_take_longer_than_any_deadline_of_its_request(quick):
     started = time.monotonic()
     assert quick.get("/slow").content == b"x" * 10
-    assert time.monotonic() - started > SHORT.max_body_seconds - 0.2
+    assert time.monotonic() - started > SHORT.max_head_seconds + 0.2
 
 
 def test_a_stray_line_break_behind_a_request_does_not_end_its_answer(quick):

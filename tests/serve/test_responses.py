@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.serve.events import made_up, read_events, says, updates
-from tests.serve.fake_client import CHAT_TEMPLATE, FakeClient, ask, fake_info
+from tests.serve.fake_client import CHAT_TEMPLATE, FakeClient, ask, fake_info, fake_tokenizer
 from tests.serve.test_openai_chat import ARGUMENTS, THINKING, called, prompt_of
 from tiercel.engine.streams import TokenUpdate
 
@@ -301,28 +301,38 @@ def test_log_probabilities_are_those_of_the_text(fields):
     assert last["response"]["output"][1]["content"][0]["logprobs"] == shown
 
 
-def turns(count):
+def turns(count, size=40):
     items = []
     for number in range(count):
         items += [
-            {"role": "user", "content": f"q{number} " + "x" * 40},
-            {"role": "assistant", "content": f"a{number} " + "y" * 40},
+            {"role": "user", "content": f"q{number:02} " + "x" * size},
+            {"role": "assistant", "content": f"a{number:02} " + "y" * size},
         ]
     return [*items, {"role": "user", "content": "last"}]
 
 
-def test_auto_truncation_drops_the_oldest_turns():
-    body = {"input": turns(20), "instructions": "obey", "truncation": "auto"}
+@pytest.mark.parametrize("count", [10, 17, 20, 33])
+@pytest.mark.parametrize("size", [1, 5, 40])
+def test_auto_truncation_drops_the_oldest_turns(count, size):
+    body = {"input": turns(count, size), "instructions": "obey", "truncation": "auto"}
     client = FakeClient()
     assert post(body, client).status_code == 200
     text = prompt_of(client)
     assert "[system] obey" in text
     assert text.count("[user]") == text.count("[assistant]") > 1
-    assert "q0 " not in text
+    assert "q00 " not in text
+    assert f"q{count - 1:02} " in text
     assert text.endswith("[user] last\n[assistant] ")
-    assert "q19 " in text  # no more than needed was dropped
-    longer = len(client.submitted[0].prompt_token_ids) + 2 * 56
-    assert longer >= 256
-    assert refusal({**body, "truncation": "disabled"})["code"] == "context_length_exceeded"
+    # No more than needed was dropped.
+    turn = fake_tokenizer().encode(f"[user] q00 {'x' * size}\n[assistant] a00 {'y' * size}\n")
+    assert len(client.submitted[0].prompt_token_ids) + len(turn) >= 256 - 2
+
+
+def test_what_no_truncation_helps_is_refused():
+    body = {"input": turns(20), "truncation": "disabled"}
+    assert refusal(body)["code"] == "context_length_exceeded"
     error = refusal({"input": "x" * 300, "truncation": "auto"})
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+    client = FakeClient()
+    post({"input": turns(1), "truncation": "auto"}, client)  # it fits as it is
+    assert "q00 " in prompt_of(client)

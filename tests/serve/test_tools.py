@@ -10,14 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.grammar_walk import CONTEXT, Walker
-from tests.serve.call_writers import BAR, DSML, LOOK_UP, MIXED, NOW, TOOLS, WRITERS, Tool
+from tests.serve.call_writers import BAR, DSML, NOW, TOOLS, WRITERS, Tool
 from tests.tiny_llm import LLAMA
 from tiercel.engine.grammar import ThinkingForm, compile_spec
 from tiercel.errors import ArgumentError, InvalidRequestError
 from tiercel.models.source import open_source
 from tiercel.params import StructuredOutputs
 from tiercel.serve.events import ContentDelta, ToolCallArguments, ToolCallStart
-from tiercel.serve.tool_prompt import write_tools
 from tiercel.serve.tools import FORMATS, SelectedFormat, make_tool_use, select_tool_format
 
 # Marks of all formats, quotes, brackets, line ends and scripts: what an argument may well hold.
@@ -494,38 +493,3 @@ def test_formats_by_name():
     assert select_tool_format("{{ tools }}", "deepseek4", None).format.name == "deepseek_v4"
     with pytest.raises(ArgumentError, match="tool_parser='nope'"):
         select_tool_format("x", "llama", "nope")
-
-
-def test_tools_as_text():
-    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": {"é": 1}}}
-    messages = [
-        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Sure.", "tool_calls": [call, call]},
-        {"role": "tool", "content": "1 o'clock", "tool_call_id": "1"},
-        {"role": "tool", "content": "2", "tool_call_id": "1"},
-        {"role": "assistant", "content": ""},
-    ]
-    before = json.dumps(messages)
-    written = write_tools(messages, (LOOK_UP, NOW))
-    assert json.dumps(messages) == before
-    assert [message["role"] for message in written] == [
-        "system",
-        "user",
-        "assistant",
-        "user",
-        "assistant",
-    ]
-    system = written[0]["content"]
-    assert system.startswith("Be brief.\n\n")
-    described = [json.loads(line) for line in system.splitlines()[-2:]]
-    assert [entry["name"] for entry in described] == ["look_up", "now"]
-    assert described[0]["parameters"] == LOOK_UP.parameters
-    body = '<tool_call>\n{"name": "now", "arguments": {"é": 1}}\n</tool_call>'
-    assert written[2] == {"role": "assistant", "content": f"Sure.\n{body}\n{body}"}
-    assert written[3]["content"] == (
-        "<tool_response>\n1 o'clock\n</tool_response>\n<tool_response>\n2\n</tool_response>"
-    )
-    assert write_tools(messages[1:2], (NOW,))[0]["role"] == "system"
-    assert write_tools(messages[1:2], ()) == messages[1:2]
-    assert MIXED.name not in system

@@ -17,7 +17,7 @@ from tiercel.params import LIMITS
 
 SERVER_GROUP = Group("Server", sort_key=1)
 DEFAULTS_GROUP = Group("Defaults of requests", sort_key=3)
-_HIDDEN = Parameter(show=False)
+_HIDDEN = Parameter(show=False, negative="")
 
 
 @Parameter(name="*", group=SERVER_GROUP)
@@ -31,17 +31,20 @@ class ServerOptions:
         Path | None, Parameter(help="Unix socket instead of a port.", show_default=False)
     ] = None
     served_model_name: Annotated[
-        tuple[str, ...], Parameter(help="Name that requests use; repeatable.")
+        tuple[str, ...], Parameter(negative="", help="Name that requests use; repeatable.")
     ] = ()
-    api_key: Annotated[tuple[str, ...], Parameter(help="Key to ask for; repeatable.")] = ()
+    api_key: Annotated[
+        tuple[str, ...], Parameter(negative="", help="Key to ask for; repeatable.")
+    ] = ()
     api_key_file: Annotated[
         Path | None, Parameter(help="File with a key per line.", show_default=False)
     ] = None
     cors_origin: Annotated[
-        tuple[str, ...], Parameter(help="Origin of pages that may ask; repeatable.")
+        tuple[str, ...],
+        Parameter(negative="", help="Origin of pages that may ask; repeatable."),
     ] = ()
     allowed_host: Annotated[tuple[str, ...], _HIDDEN] = ()
-    no_ui: Annotated[bool, Parameter(help="Serve no web page.")] = False
+    no_ui: Annotated[bool, Parameter(negative="", help="Serve no web page.")] = False
     drain_seconds: Annotated[float, Parameter(help="For running requests at the end.")] = 30.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],

@@ -17,17 +17,23 @@ _ENDINGS: Final = {
 }
 
 
-def check_counts(num_prompts: int, n: int, limits: Limits) -> None:
+def check_counts(num_prompts: int, n: int, limits: Limits, param: str = "prompt") -> None:
     """Bound the answers that one request may ask for.
+
+    Args:
+        num_prompts: prompts of the request.
+        n: answers to each.
+        limits: of this server.
+        param: the field that holds the prompts.
 
     Raises:
         InvalidRequestError: too many prompts, or too many answers in all.
     """
     if not 1 <= num_prompts <= limits.max_prompts:
         raise InvalidRequestError(
-            f"prompt holds {num_prompts} prompts.",
+            f"{param} holds {num_prompts} prompts.",
             hint=f"Send 1 to {limits.max_prompts}.",
-            param="prompt",
+            param=param,
         )
     if n > limits.max_n:
         raise InvalidRequestError(

@@ -57,7 +57,8 @@ class Scan:
 async def read_body(request: Request, type_: type[T], limits: Limits) -> T:
     """Read, check and decode the body.
 
-    Fields that `type_` does not have are counted, and refused where the server is strict.
+    Fields of the outermost object that `type_` does not have are counted, and refused where the
+    server is strict.
 
     Args:
         request: its body must not have been read.

@@ -104,7 +104,7 @@ async def _answer(
     if body.dimensions not in (None, model.info.hidden_size):
         raise unsupported("dimensions", f"must be {model.info.hidden_size} for this model")
     texts = split_prompts(body.input, "input")
-    check_counts(len(texts), 1, state.settings.limits)
+    check_counts(len(texts), 1, state.settings.limits, "input")
     prompts = [await _input_ids(state, model, text) for text in texts]
     wanted = GenerationRequest(
         tuple(prompts), SamplingParams(), max_tokens=0, pooling=model.info.pooling, param="input"

@@ -22,7 +22,7 @@ from typing import Final
 
 from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.streams import TokenStream
-from tiercel.errors import ContextLengthError, InternalError, TiercelError
+from tiercel.errors import InternalError, InvalidRequestError, TiercelError
 from tiercel.params import SamplingParams
 from tiercel.serve.admission import check_capacity, check_counts, check_queue, ended_early
 from tiercel.serve.answer import Answer, ThinkingBound
@@ -85,7 +85,7 @@ class Generation:
         self._model = model
         self._n = wanted.params.n
         limits = state.settings.limits
-        check_counts(len(wanted.prompts), self._n, limits)
+        check_counts(len(wanted.prompts), self._n, limits, wanted.param)
         check_queue(model, len(wanted.prompts) * self._n, limits)
         check_capacity(model, wanted.prompts, self._n, wanted.params.max_tokens)
         self.answers = [
@@ -214,6 +214,11 @@ class Generation:
             reasoning=sum(answer.text.num_reasoning_tokens for answer in self.answers),
         )
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Tokens of prompts whose log-probabilities have come."""
+        return sum(len(answer.request.prompt_logprobs) for answer in self.answers)
+
     async def _read(self, answer: Answer, stream: TokenStream) -> None:
         async for update in stream:
             if update.finish_reason in ("error", "abort"):
@@ -297,8 +302,8 @@ def _make_answer(
         request = model.inputs.request(
             ids, params, stream, max_tokens=wanted.max_tokens, grammar=wanted.grammar
         )
-    except ContextLengthError as error:
-        error.param = wanted.param
+    except InvalidRequestError as error:
+        error.param = wanted.param if error.param == "prompt" else error.param
         raise
     request.priority = wanted.priority
     request.pooling = wanted.pooling

@@ -12,7 +12,9 @@ import base64
 import math
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Final
 
 from tiercel.engine.grammar import GrammarSpec
@@ -22,7 +24,22 @@ from tiercel.params import LIMITS
 from tiercel.text.child_client import ChildProgram, ChildWorkers, WorkerLostError
 
 MAX_KEPT: Final = 256
+# A busy machine can be what made a grammar slow: after this long it gets another chance.
+LOST_SECONDS: Final = 60.0
 NUM_WORKERS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What was found about a grammar.
+
+    Attributes:
+        refusal: code, message and hint; None if it can be enforced.
+        until_s: `perf_counter` up to which this holds.
+    """
+
+    refusal: tuple[str, str, str] | None
+    until_s: float = math.inf
 
 
 class GrammarChecker:
@@ -44,7 +61,7 @@ class GrammarChecker:
         )
         self._workers = ChildWorkers(program, NUM_WORKERS)
         self._lock = threading.Lock()
-        self._kept: dict[bytes, tuple[str, str, str] | None] = {}
+        self._kept: dict[bytes, _Verdict] = {}
 
     @property
     def num_kills(self) -> int:
@@ -76,31 +93,31 @@ class GrammarChecker:
         """
         digest = spec.digest
         with self._lock:
-            is_known = digest in self._kept
             found = self._kept.pop(digest, None)
-        if not is_known:
+        if found is None or found.until_s < perf_counter():
             found = self._ask(spec)
         with self._lock:
             self._kept[digest] = found  # the newest is last
             while len(self._kept) > MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
-        if found is not None:
-            raise refuse(*found)
+        if found.refusal is not None:
+            raise refuse(*found.refusal)
 
     def close(self) -> None:
         """End the processes; a later check starts new ones."""
         self._workers.close()
 
-    def _ask(self, spec: GrammarSpec) -> tuple[str, str, str] | None:
+    def _ask(self, spec: GrammarSpec) -> _Verdict:
         message = {"text": spec.text, "cpu_seconds": math.ceil(self._seconds) + 1}
         try:
             answer = self._workers.request(message, self._seconds)
         except WorkerLostError as error:
             spent = f"{self._seconds:g} s" if error.is_timeout else "the memory or time it may use"
-            return TOO_COMPLEX, f"compiling the form takes more than {spent}.", "Simplify it."
+            text = f"compiling the form takes more than {spent}."
+            return _Verdict((TOO_COMPLEX, text, "Simplify it."), perf_counter() + LOST_SECONDS)
         if not answer:
-            return None
-        return str(answer["code"]), str(answer["message"]), str(answer["hint"])
+            return _Verdict(None)
+        return _Verdict((str(answer["code"]), str(answer["message"]), str(answer["hint"])))
 
     def _vocabulary(self) -> Mapping[str, object]:
         table = self._table

@@ -41,9 +41,9 @@ def read_vocabulary(message: Mapping[str, Any]) -> GrammarVocabulary:
         control_ids=tuple(message["control_ids"]),
         stop_ids=tuple(message["stop_ids"]),
     )
-    first_of = {token: i for i, token in reversed(list(enumerate(table.tokens)))}
+    ids = {token[0]: i for i, token in enumerate(table.tokens) if len(token) == 1}
     return GrammarVocabulary(
-        table, lambda text: [first_of[bytes((byte,))] for byte in text.encode()]
+        table, lambda text: [ids[byte] for byte in text.encode() if byte in ids]
     )
 
 

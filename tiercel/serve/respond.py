@@ -30,6 +30,8 @@ from tiercel.serve.state import request_id, server_state
 T = TypeVar("T")
 _LOG: Final = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS: Final = 15.0
+# Each names up to 20 tokens: more of them are written in a thread, some 5 ms on the loop.
+MAX_LOOP_LOGPROBS: Final = 256
 CLIENT_CLOSED: Final = 499  # the status, for the log alone, of a request whose client has left
 
 
@@ -96,10 +98,23 @@ async def respond(
     if is_stream:
         return EventStream(request, generation, writer)
     try:
-        answer = writer.plain(generation, await generation.finished())
+        answers = await generation.finished()
+        if _are_long(generation, answers):
+            data = await server_state(request).off_loop(_encode, writer, generation, answers)
+        else:
+            data = _encode(writer, generation, answers)
     finally:
         generation.report(request_log(request))
-    return Response(msgspec.json.encode(answer), media_type=JSON_TYPE)
+    return Response(data, media_type=JSON_TYPE)
+
+
+def _are_long(generation: Generation, pieces: Sequence[Piece]) -> bool:
+    num_logprobs = sum(len(piece.logprobs) for piece in pieces) + generation.num_prompt_logprobs
+    return num_logprobs > MAX_LOOP_LOGPROBS
+
+
+def _encode(writer: Writer, generation: Generation, answers: Sequence[Piece]) -> bytes:
+    return msgspec.json.encode(writer.plain(generation, answers))
 
 
 class EventStream(Response):
@@ -144,7 +159,11 @@ class EventStream(Response):
         try:
             await write(writer.start(generation))
             while pieces := await self._next_pieces(write):
-                await write(b"".join([writer.piece(generation, piece) for piece in pieces]))
+                if _are_long(generation, pieces):
+                    data = await self._state.off_loop(self._write, pieces)
+                else:
+                    data = self._write(pieces)
+                await write(data)
             tail = writer.end(generation)
         except TiercelError as error:
             tail = self._broken(error)
@@ -154,6 +173,9 @@ class EventStream(Response):
             _LOG.exception("a stream failed", extra={"fields": {"request_id": self._request_id}})
             tail = self._broken(InternalError("the stream failed."))
         await write(tail, is_last=True)
+
+    def _write(self, pieces: Sequence[Piece]) -> bytes:
+        return b"".join([self._writer.piece(self._generation, piece) for piece in pieces])
 
     async def _next_pieces(self, write: Callable[[bytes], Awaitable[None]]) -> list[Piece]:
         while True:

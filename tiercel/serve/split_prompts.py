@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiercel.errors import InvalidRequestError
+from tiercel.errors import ContextLengthError, InvalidRequestError
 from tiercel.serve.body import TokenId
 from tiercel.serve.state import ServedModel
 
@@ -43,7 +43,11 @@ def check_token_ids(model: ServedModel, ids: Sequence[int], param: str) -> None:
         ContextLengthError: not even without an answer does the prompt fit.
         InvalidRequestError: an id beyond the vocabulary.
     """
-    model.inputs.check_length(len(ids), 0)
+    try:
+        model.inputs.check_length(len(ids), 0)
+    except ContextLengthError as error:
+        error.param = param
+        raise
     largest = max(ids, default=0)
     if largest >= model.tokenizer.vocab_size:
         raise InvalidRequestError(

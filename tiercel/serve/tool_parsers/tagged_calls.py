@@ -190,11 +190,12 @@ class DsmlFormat:
         """All calls of the answer."""
         del tools  # each value says itself what it is
         group = yield from reader.literal(*self.triggers((), is_constrained=True))
-        end = f"</{group[1:]}"
+        ends: tuple[str, ...] = ()  # a group holds one call at least
         while True:
             yield from reader.space()
-            if (yield from reader.literal(end, self._tag("invoke"))) == end:
+            if (yield from reader.literal(self._tag("invoke"), *ends)) in ends:
                 return
+            ends = (f"</{group[1:]}",)
             yield from reader.literal(' name="')
             name = yield from reader.name('"')
             yield from reader.literal(">")
