@@ -51,7 +51,7 @@ def llm(request):
         yield model
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8, 2.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_json_is_valid_to_the_end(llm, temperature):
     outputs = llm.generate(PROMPTS[:3], params(temperature, n=2, json=SCHEMA))
     for answer in (answer for output in outputs for answer in output.outputs):

@@ -3,13 +3,15 @@
 import copy
 import dataclasses
 import inspect
+import json
 import pickle
 
+import msgspec
 import pytest
 
 from tiercel import errors
 from tiercel.errors import ArgumentError, ContextLengthError, InvalidRequestError, TiercelError
-from tiercel.params import LIMITS, Limits, SamplingParams
+from tiercel.params import LIMITS, Limits, SamplingParams, StructuredOutputs
 
 NAN, INF = float("nan"), float("inf")
 NOT_INTEGERS = ("1", 1.5, True, None, [1], 10**5000, -(10**5000))
@@ -52,6 +54,7 @@ WRONG = {
     "allowed_token_ids": (*NOT_IDS, []),
     "skip_special_tokens": (0, 1, "yes", None),
     "detokenize": (0, 1, "yes", None),
+    "structured_outputs": ({}, {"json": {}}, "json", True, 5),
 }
 RIGHT = {
     "n": (1, 16),
@@ -72,6 +75,42 @@ RIGHT = {
     "logit_bias": ({}, {0: -100, 1: 100.0}, dict.fromkeys(range(1024), 1.0)),
     "bad_words": ((), "x", ["x"] * 100),
     "allowed_token_ids": (None, [0], range(3)),
+    "structured_outputs": (None, StructuredOutputs(json_object=True)),
+}
+WRONG_FORMS = {
+    "json": (
+        5,
+        [1],
+        "",
+        "{",
+        "[1]",
+        "null",
+        '{"a": NaN}',
+        '{"a": 1e999, "b"}',
+        {"a": NAN},
+        {"a": {1}},
+    ),
+    "regex": (5, "", ["a"], b"a", "a\ud800"),
+    "choice": (5, "ab", [], [""], ["a", 5], {"a"}, ["\ud800"]),
+    "grammar": (5, "", {"start": "a"}, "start: \ud800"),
+    "json_object": (False, 1, "yes"),
+}
+BIG_FORMS = {
+    "json": (
+        "[" * 200_000,
+        {"enum": ["x" * LIMITS.max_schema_bytes]},
+        '"' + "é" * (130 << 10) + '"',
+    ),
+    "regex": ("x" * (LIMITS.max_regex_bytes + 1), "é" * (LIMITS.max_regex_bytes // 2 + 1)),
+    "choice": (["x"] * 5001, ["x" * LIMITS.max_schema_bytes, "y"]),
+    "grammar": ("x" * (LIMITS.max_grammar_bytes + 1),),
+}
+RIGHT_FORMS = {
+    "json": ({}, {"type": "é"}, "{}", ' {"a": 1} ', True, False, "true", {"a": [{"b": None}]}),
+    "regex": ("x", "x" * LIMITS.max_regex_bytes),
+    "choice": (["a"], ("a", "b"), ["x"] * 5000),
+    "grammar": ("start: A", "x" * LIMITS.max_grammar_bytes),
+    "json_object": (True,),
 }
 
 
@@ -143,6 +182,66 @@ def test_messages_say_what_would_be_right(fields, parts):
         SamplingParams(**fields)
     text = f"{caught.value} {caught.value.hint}"
     assert [part for part in parts if part not in text] == []
+
+
+@pytest.mark.parametrize(("name", "value"), cases(WRONG_FORMS))
+def test_wrong_form_is_refused_by_name(name, value):
+    with pytest.raises(ArgumentError, match=f"^{name}") as caught:
+        StructuredOutputs(**{name: value})
+    assert caught.value.code == "invalid_argument"
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(("name", "value"), cases(BIG_FORMS))
+def test_form_over_its_limit(name, value):
+    with pytest.raises(ArgumentError, match=f"^{name}") as caught:
+        StructuredOutputs(**{name: value})
+    assert caught.value.code == "schema_too_complex"
+    assert caught.value.hint
+
+
+def test_form_nested_without_end():
+    schema = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(ArgumentError, match="nested too deeply") as caught:
+        StructuredOutputs(json=schema)
+    assert caught.value.code == "schema_too_complex"
+    while schema:  # an object of that depth cannot be given back in one go
+        schema = schema["items"]
+
+
+@pytest.mark.parametrize(("name", "value"), cases(RIGHT_FORMS))
+def test_right_forms(name, value):
+    form = StructuredOutputs(**{name: value})
+    stored = getattr(form, name)
+    if name == "json":
+        assert json.loads(stored) == (json.loads(value) if isinstance(value, str) else value)
+    else:
+        assert stored == (tuple(value) if name == "choice" else value)
+    assert hash(form) == hash(StructuredOutputs(**{name: value}))
+    params = SamplingParams(structured_outputs=form)
+    assert pickle.loads(pickle.dumps(params)) == params
+    packed = msgspec.msgpack.encode(params)
+    assert msgspec.msgpack.decode(packed, type=SamplingParams) == params
+
+
+def test_a_form_does_not_follow_its_schema_s_changes():
+    schema = {"enum": [1]}
+    form = StructuredOutputs(json=schema)
+    schema["enum"].append(2)
+    assert json.loads(form.json) == {"enum": [1]}
+    assert list(json.loads(StructuredOutputs(json={"b": 1, "a": 2}).json)) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"regex": "a", "grammar": "b"}, {"json": {}, "choice": ["a"]}]
+)
+def test_exactly_one_form(fields):
+    with pytest.raises(ArgumentError, match=r"^structured_outputs has") as caught:
+        StructuredOutputs(**fields)
+    assert "exactly one" in caught.value.hint
 
 
 def test_min_tokens_without_a_limit():
@@ -236,6 +335,9 @@ def test_error_tree():
         "UnsupportedModelError": (400, "unsupported_model"),
         "OutOfMemoryError": (500, "out_of_memory"),
         "InternalError": (500, "internal_error"),
+        "QueueFullError": (429, "queue_full"),
+        "EngineDeadError": (503, "engine_restarting"),
+        "BenchError": (500, "bench_failed"),
     }
     assert TiercelError("x").hint == ""
     assert InvalidRequestError("x").param is None

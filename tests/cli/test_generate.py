@@ -8,8 +8,10 @@ import subprocess
 import pytest
 
 from tests.cli.harness import COMMAND, environment, error_line, tiercel
+from tests.tiny_llm import LLAMA
 from tiercel.cli.main import run
 from tiercel.loader.hub import resolve
+from tiercel.params import StructuredOutputs
 
 
 @pytest.fixture
@@ -55,6 +57,65 @@ def test_input_that_is_no_text(generate, stdin, tmp_path):
     assert "standard input: byte 3 is not valid UTF-8" in generate(status=2)
     (tmp_path / "p.bin").write_bytes(b"\x80")
     assert "p.bin: byte 0 is not" in generate("--file", str(tmp_path / "p.bin"), status=2)
+
+
+SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}'
+
+
+def test_schema_and_grammar_become_the_form_of_the_answer(generate, fake_llm, tmp_path):
+    (tmp_path / "s.json").write_text(SCHEMA)
+    generate("one", "--schema", str(tmp_path / "s.json"))
+    assert asked(fake_llm)[2].structured_outputs == StructuredOutputs(json=SCHEMA)
+    fake_llm.calls.clear()
+    (tmp_path / "g.lark").write_text('start: "a"\n')
+    generate("one", "--grammar", str(tmp_path / "g.lark"), "--n", "2")
+    form = asked(fake_llm, "generate")[2].structured_outputs
+    assert form == StructuredOutputs(grammar='start: "a"\n')
+
+
+def test_no_form_unless_asked_for(generate, fake_llm):
+    generate("one")
+    assert asked(fake_llm)[2].structured_outputs is None
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "words"),
+    [
+        ("--schema", b"{", "is no JSON"),
+        ("--schema", b"[1]", "is no JSON schema"),
+        ("--schema", b"\xff", "byte 0 is not valid UTF-8"),
+        ("--schema", b" " * (257 << 10), "the schema is over 262144 bytes"),
+        ("--grammar", b"", "grammar='' is no text"),
+        ("--grammar", b"x" * (65 << 10), "the grammar is over 65536 bytes"),
+    ],
+)
+def test_forms_that_cannot_be_read(generate, fake_llm, tmp_path, option, content, words):
+    (tmp_path / "form").write_bytes(content)
+    line = generate("one", option, str(tmp_path / "form"), status=2)
+    assert line.startswith(f"error: {tmp_path / 'form'}: ")
+    assert words in line
+    assert not fake_llm.calls  # found before a model is loaded
+
+
+def test_one_form_only(generate, tmp_path):
+    (tmp_path / "f").write_text("{}")
+    form = str(tmp_path / "f")
+    line = generate("one", "--schema", form, "--grammar", form, status=2)
+    assert "--schema and --grammar exclude each other" in line
+    assert "error: " in generate("one", "--schema", str(tmp_path / "missing"), status=1)
+
+
+def test_an_answer_of_a_real_model_has_the_form(tmp_path):
+    (tmp_path / "s.json").write_text(SCHEMA)
+    arguments = ["--schema", tmp_path / "s.json", "-m", LLAMA, "--device", "cpu", "--quiet"]
+    process = tiercel("generate", "the thin man", "--max-tokens", 200, *arguments)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["a"] in (1, 2)
+    cut = tiercel("generate", "the thin man", "--max-tokens", 2, *arguments)
+    assert cut.returncode == 0
+    assert cut.stderr == "The answer was cut at --max-tokens, so its form is not complete.\n"
+    (tmp_path / "s.json").write_text('{"uniqueItems": true}')
+    assert "uniqueItems" in error_line(tiercel("generate", "a", *arguments))
 
 
 def test_prompt_that_looks_like_an_option(generate):

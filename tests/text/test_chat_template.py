@@ -56,6 +56,42 @@ def test_default_model_prompts(smollm, worker, case):
     assert encode_chat(smollm, template, case["messages"]) == case["ids"]
 
 
+def test_the_last_message_is_continued(smollm, worker):
+    """The prompt ends with its text, as it is; a template that trims must not eat its end."""
+    trimming = CHATML.replace("m.content", "m.content | trim")
+    for source in (CHATML, trimming):
+        template = ChatTemplate(source, worker=worker)
+        for text in ("Once upon a ", "", "<|im_end|>x<|im_", "x\n\n", "12345"):
+            messages = [*USER, {"role": "assistant", "content": text}]
+            ids = encode_chat(
+                smollm, template, messages, add_generation_prompt=False, continues_final=True
+            )
+            prompt = smollm.decode(ids, skip_special_tokens=False)
+            expected = f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{text}"
+            assert prompt == expected
+            assert ids.count(smollm.control_tokens["<|im_end|>"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "messages"),
+    [(CHATML, USER), ("{{ messages[0].content }}", [*USER, {"role": "assistant", "content": "x"}])],
+    ids=["a user's", "not shown"],
+)
+def test_what_cannot_be_continued_is_refused(smollm, worker, source, messages):
+    template = ChatTemplate(source, worker=worker)
+    with pytest.raises(InvalidRequestError) as caught:
+        encode_chat(smollm, template, messages, continues_final=True)
+    assert caught.value.param == "messages"
+
+
+def test_documents_are_plain_text_for_the_template(smollm, worker):
+    template = ChatTemplate("{{ documents[0].text }}|{{ documents is defined }}", worker=worker)
+    ids = encode_chat(smollm, template, USER, documents=[{"text": "a<|im_end|>"}])
+    assert smollm.decode(ids, skip_special_tokens=False) == "a<|im_end|>|True"
+    assert smollm.control_tokens["<|im_end|>"] not in ids
+    assert render(worker, "{{ documents is defined }}") == "False"
+
+
 def test_environment_is_that_of_hugging_face(worker):
     source = (
         "{% for m in messages %}\n    {% if loop.first %}{% continue %}{% endif %}\n"

@@ -18,7 +18,7 @@ from tiercel.cli.terminal import UsageError, note, write
 if TYPE_CHECKING:
     from tiercel.engine.output import CompletionOutput, RequestOutput, StreamDelta
     from tiercel.llm import LLM
-    from tiercel.params import SamplingParams
+    from tiercel.params import SamplingParams, StructuredOutputs
 
 DEFAULT_MAX_TOKENS = 256
 MAX_PROMPT_BYTES = 256 << 20
@@ -48,6 +48,12 @@ def generate(
     json: Annotated[
         bool, Parameter(group=_GROUP, help="Write one JSON object at the end.")
     ] = False,
+    schema: Annotated[
+        Path | None, Parameter(group=_GROUP, help="JSON schema that the answer satisfies.")
+    ] = None,
+    grammar: Annotated[
+        Path | None, Parameter(group=_GROUP, help="Lark grammar that the answer matches.")
+    ] = None,
     no_special_in_prompt: Annotated[
         bool, Parameter(group=_GROUP, help="Take <|...|> in the prompt as plain text.")
     ] = False,
@@ -58,13 +64,19 @@ def generate(
 ) -> int:
     """Continue a text, by at most 256 tokens unless --max-tokens says otherwise."""
     text = read_prompt(prompt, file)
-    params = make_params(sampling, max_tokens=DEFAULT_MAX_TOKENS, n=n, stop=stop, logprobs=logprobs)
+    params = make_params(
+        sampling,
+        max_tokens=DEFAULT_MAX_TOKENS,
+        n=n,
+        stop=stop,
+        logprobs=logprobs,
+        form=read_form(schema, grammar),
+    )
     with loaded(model, engine, sampling, common) as llm:
         started_s = time.perf_counter()
         if n == 1 and not json and logprobs is None:
-            num_tokens = _stream(
-                _deltas(llm, text, params, chat, not no_special_in_prompt), text, echo
-            )
+            deltas = _deltas(llm, text, params, chat, not no_special_in_prompt)
+            num_tokens = _stream(deltas, params, text, echo)
         else:
             output = _complete(llm, text, params, chat, not no_special_in_prompt)
             num_tokens = sum(len(answer.token_ids) for answer in output.outputs)
@@ -95,21 +107,51 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
             ) from error
         return prompt
     if file is not None:
-        with file.open("rb") as stream:
-            data, name = stream.read(MAX_PROMPT_BYTES + 1), str(file)
-    elif sys.stdin.isatty():
+        return _read_text(file, MAX_PROMPT_BYTES, "the prompt").removesuffix("\n")
+    if sys.stdin.isatty():
         raise UsageError(
             "prompt: none was given.", hint="Write it as an argument, pipe it in, or use --file."
         )
-    else:
-        data, name = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1), "standard input"
-    if len(data) > MAX_PROMPT_BYTES:
-        raise UsageError(f"{name}: the prompt is over {MAX_PROMPT_BYTES} bytes.", hint="Cut it.")
+    data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    return _text(data, MAX_PROMPT_BYTES, "standard input", "the prompt").removesuffix("\n")
+
+
+def read_form(schema: Path | None, grammar: Path | None) -> StructuredOutputs | None:
+    """The form of the answer that `--schema` or `--grammar` asks for.
+
+    Raises:
+        UsageError: both were given, or a file holds no UTF-8 text or no such form.
+    """
+    from tiercel.errors import ArgumentError
+    from tiercel.params import LIMITS, StructuredOutputs
+
+    if schema is not None and grammar is not None:
+        raise UsageError("--schema and --grammar exclude each other.", hint="Give one.")
     try:
-        return data.decode().removesuffix("\n")
+        if schema is not None:
+            text = _read_text(schema, LIMITS.max_schema_bytes, "the schema")
+            return StructuredOutputs(json=text)
+        if grammar is not None:
+            text = _read_text(grammar, LIMITS.max_grammar_bytes, "the grammar")
+            return StructuredOutputs(grammar=text)
+    except ArgumentError as error:
+        raise UsageError(f"{schema or grammar}: {error}", hint=error.hint) from error
+    return None
+
+
+def _read_text(path: Path, limit: int, what: str) -> str:
+    with path.open("rb") as stream:
+        return _text(stream.read(limit + 1), limit, str(path), what)
+
+
+def _text(data: bytes, limit: int, name: str, what: str) -> str:
+    if len(data) > limit:
+        raise UsageError(f"{name}: {what} is over {limit} bytes.", hint="Cut it.")
+    try:
+        return data.decode()
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{name}: byte {error.start} is not valid UTF-8.", hint="Give the prompt in UTF-8."
+            f"{name}: byte {error.start} is not valid UTF-8.", hint=f"Give {what} in UTF-8."
         ) from error
 
 
@@ -121,7 +163,12 @@ def _deltas(
     return llm.stream(text, params, parse_special=parse_special)
 
 
-def _stream(deltas: Iterator[StreamDelta], text: str, is_echo: bool) -> int:
+def _note_cut(params: SamplingParams, answer: StreamDelta | CompletionOutput) -> None:
+    if params.structured_outputs is not None and answer.finish_reason == "length":
+        note("The answer was cut at --max-tokens, so its form is not complete.")
+
+
+def _stream(deltas: Iterator[StreamDelta], params: SamplingParams, text: str, is_echo: bool) -> int:
     """Write the pieces as they come; returns the number of tokens."""
     num_tokens = 0
     last = text if is_echo else ""
@@ -129,6 +176,7 @@ def _stream(deltas: Iterator[StreamDelta], text: str, is_echo: bool) -> int:
         write(text)
     for delta in deltas:
         check_answer(delta)
+        _note_cut(params, delta)
         num_tokens += len(delta.token_ids)
         if delta.text:
             write(delta.text)
@@ -147,6 +195,7 @@ def _complete(
         output = llm.generate([text], params, parse_special=parse_special)[0]
     for answer in output.outputs:
         check_answer(answer)
+        _note_cut(params, answer)
     return output
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from tiercel import env
 from tiercel.cli.options import CommonOptions, EngineOptions, SamplingOptions
 from tiercel.cli.terminal import ProgressReporter
-from tiercel.errors import InternalError
+from tiercel.errors import InternalError, InvalidRequestError
 
 if TYPE_CHECKING:
     from tiercel.engine.output import CompletionOutput, StreamDelta
     from tiercel.llm import LLM
-    from tiercel.params import SamplingParams
+    from tiercel.params import SamplingParams, StructuredOutputs
 
 
 @contextlib.contextmanager
@@ -56,8 +56,13 @@ def check_answer(answer: CompletionOutput | StreamDelta) -> None:
 
     Raises:
         InternalError: it ended with an error instead of an end.
+        InvalidRequestError: the form that was asked for could not be followed further.
     """
     if answer.finish_reason == "error":
+        if answer.stop_reason == "schema_too_complex":
+            raise InvalidRequestError(
+                "the form of the answer is too complex to follow further.", hint="Simplify it."
+            )
         raise InternalError(
             f"the answer ended with the error {answer.stop_reason}.",
             hint="Check the model with tiercel inspect --verify.",
@@ -71,6 +76,7 @@ def make_params(
     n: int = 1,
     stop: tuple[str, ...] = (),
     logprobs: int | None = None,
+    form: StructuredOutputs | None = None,
 ) -> SamplingParams:
     """The sampling parameters that the options ask for, validated.
 
@@ -90,4 +96,5 @@ def make_params(
         max_tokens=sampling.max_tokens if sampling.max_tokens is not None else max_tokens,
         logprobs=logprobs,
         repetition_penalty=sampling.repeat_penalty,
+        structured_outputs=form,
     )

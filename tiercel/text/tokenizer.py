@@ -35,8 +35,11 @@ STOP_NAMES: Final = (
     "<|im_end|>",
     "<|endoftext|>",
     "<|eot_id|>",
+    "<|eom_id|>",  # Llama 3.1 ends a message that calls a tool with it
     "<|end|>",
     "<end_of_turn>",
+    "<turn|>",
+    "<start_function_response>",  # FunctionGemma: what follows is the caller's to write
 )
 _HIDDEN_TYPES: Final = frozenset({UNKNOWN, CONTROL})
 
