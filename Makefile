@@ -4,11 +4,13 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 	$(shell $(name) -c 'import sys; print("$(name)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
 VENV ?= .venv
 BIN := $(VENV)/bin
+CLIENTS_VENV ?= .venv-clients
+CLIENTS := "litellm>=1.100,<2" mcp "lm-eval[api]==0.4.13"
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 BENCH ?= dequantize
 PROMPT ?= Why is the sky blue? Answer in three sentences.
 
-.PHONY: demo test lint bench-cpu clean
+.PHONY: demo test test-clients lint bench-cpu clean
 
 # The default model answers on the terminal; the first run fetches it.
 demo: $(VENV)/.demo
@@ -16,6 +18,11 @@ demo: $(VENV)/.demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# litellm and lm-eval need an older client of OpenAI's than the other tests: their own environment.
+# The server and pytest run in the usual one.
+test-clients: $(VENV)/.dev $(CLIENTS_VENV)/.clients
+	CLIENTS_PYTHON=$(CLIENTS_VENV)/bin/python $(BIN)/python -m pytest -m clients tests/clients
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -28,7 +35,7 @@ bench-cpu: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.$(BENCH) --device cpu
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(VENV)/.python:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer: python3 is older or missing. Install one, or run make PYTHON=/path/to/python." >&2; exit 1; }
@@ -40,6 +47,13 @@ $(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "Installing Tiercel into $(VENV); the first time takes a few minutes." >&2
 	@if nvidia-smi -L >/dev/null 2>&1; then extra='[cuda]'; else extra=''; fi; \
 		$(PIP_INSTALL) -e ".$$extra"
+	@touch $@
+
+$(CLIENTS_VENV)/.clients: $(VENV)/.python
+	@echo "Installing the clients into $(CLIENTS_VENV)." >&2
+	$(PYTHON) -m venv --clear $(CLIENTS_VENV)
+	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt $(CLIENTS)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt

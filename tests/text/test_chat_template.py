@@ -414,5 +414,8 @@ def test_lone_surrogates_and_deep_values_are_refused(worker):
     deep = []
     for _ in range(5000):
         deep = [deep]
+    with pytest.raises(InvalidRequestError, match="takes no tools"):
+        encode_chat(tokenizer, template, USER, tools=[{"x": 1}])
+    template = ChatTemplate("{{ tools | tojson }}" + CHATML, worker=worker)
     with pytest.raises(InvalidRequestError, match="nested"):
         encode_chat(tokenizer, template, USER, tools=[{"x": deep}])

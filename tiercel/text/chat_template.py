@@ -310,6 +310,10 @@ def encode_chat(
         error = _template_error(_NO_TEMPLATE)
         error.hint = "Send a raw prompt instead: `tiercel generate`, or `LLM.generate`."
         raise error
+    if tools and "tools" not in template.source:
+        error = _template_error("this model's chat template takes no tools.")
+        error.hint = "Describe them in a system message, or ask `tiercel serve`, which does so."
+        raise error
     checked = check_messages(messages)
     finder = _ControlFinder(tokenizer.control_tokens)
     shield = _Shield(finder)
