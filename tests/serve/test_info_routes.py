@@ -20,6 +20,7 @@ from tests.serve.fake_client import (
 from tests.serve.thread_server import thread_server
 from tiercel.engine.supervisor import EngineState
 from tiercel.serve import app as app_module
+from tiercel.serve.model_watch import default_names
 from tiercel.serve.openapi import DOCS as OPENAPI_DOCS
 from tiercel.serve.static_files import read_files
 from tiercel.text.chat_template import ChatTemplate, encode_chat
@@ -120,7 +121,15 @@ def test_models():
 
 
 def test_the_model_is_named_after_its_file_by_default():
-    assert get("/v1/models", served_names=()).json()["data"][0]["id"] == "llama-tiny.gguf"
+    listed = get("/v1/models", served_names=()).json()["data"]
+    assert [entry["id"] for entry in listed] == ["llama-tiny", "llama-tiny.gguf"]
+
+
+def test_a_model_of_the_catalogue_goes_by_its_short_name_too():
+    names = default_names("SmolLM2-135M-Instruct.Q4_1.gguf")
+    assert names == (
+        "smollm2", "SmolLM2-135M-Instruct.Q4_1", "SmolLM2-135M-Instruct.Q4_1.gguf",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

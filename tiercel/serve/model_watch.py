@@ -19,6 +19,7 @@ from tiercel.engine.messages import EngineInfo, EngineStats
 from tiercel.engine.supervisor import EngineState
 from tiercel.engine.tokenizer_parcel import unpack_tokenizer
 from tiercel.errors import TiercelError
+from tiercel.loader.hub import CATALOGUE
 from tiercel.serve.grammar_check import GrammarChecker
 from tiercel.serve.state import ServedModel, ServerState
 from tiercel.text.chat_template import ChatTemplate
@@ -119,6 +120,13 @@ class ModelWatch:
         return now
 
 
+def default_names(file_name: str) -> tuple[str, ...]:
+    """Names of a model that was given none: the catalogue's, the file's without and with ending."""
+    stem = file_name.removesuffix(".gguf")
+    listed = [entry.name for entry in CATALOGUE if entry.member.endswith(f"/{file_name}")]
+    return tuple(dict.fromkeys((*listed, stem, file_name)))
+
+
 def make_model(state: ServerState, info: EngineInfo) -> ServedModel:
     """Build tokenizer and template; takes up to a second.
 
@@ -132,7 +140,7 @@ def make_model(state: ServerState, info: EngineInfo) -> ServedModel:
     if template is not None:
         template.check()
     return ServedModel(
-        names=state.settings.served_names or (info.model_name,),
+        names=state.settings.served_names or default_names(info.model_name),
         info=info,
         tokenizer=tokenizer,
         template=template,

@@ -27,7 +27,7 @@ _MEDIA_TYPES: Final = {
 _INDEX: Final = "index.html"
 _POLICY: Final = (
     "default-src 'self'; base-uri 'self'; form-action 'none'; frame-ancestors 'none';"
-    " object-src 'none'"
+    " object-src 'none'; require-trusted-types-for 'script'"
 )
 
 
