@@ -139,3 +139,21 @@ def test_a_step_without_memory_fails_its_newest_request_alone(path, place):
         assert [o.outputs[0].token_ids for o in outputs][:6] == expected[:6]
         for allocator in llm._engine.scheduler.cache.allocators:
             assert allocator.num_free == allocator.num_blocks - 1
+
+
+@pytest.mark.gpu
+def test_nothing_compiles_once_the_model_is_loaded(tmp_path, monkeypatch):
+    """Neither Triton nor NVRTC: not for any length, any option, nor a prefix hit."""
+    path = tiny_model(tmp_path / "m.gguf", metadata={"llama.context_length": 4096})
+
+    def refuse(*_arguments, **_options):
+        raise AssertionError("compiled after loading")
+
+    with open_on_gpu(path) as llm:
+        monkeypatch.setattr("triton.runtime.jit.JITFunction._do_compile", refuse)
+        monkeypatch.setattr("tiercel.kernels.rtc.compile_cubin", refuse)
+        greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        for length in (1, 2, 7, 16, 17, 63, 64, 65, 129, 300, 1000, 2049, 4000):
+            llm.generate({"prompt_token_ids": [i % 250 for i in range(length)]}, greedy)
+        llm.generate(PROMPTS, MIXED)
+        llm.generate([PROMPTS[i % 7] for i in range(40)], greedy)

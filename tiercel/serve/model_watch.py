@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import shlex
-import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
@@ -152,7 +152,7 @@ def make_model(state: ServerState, info: EngineInfo) -> ServedModel:
             seed=info.seed,
         ),
         grammars=make_checker(state, tokenizer, info.vocab_size),
-        created=int(time.time()),
+        created=int(datetime.now(UTC).timestamp()),
     )
 
 
