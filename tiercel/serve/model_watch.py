@@ -7,7 +7,6 @@ import contextlib
 import logging
 import shlex
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
@@ -20,6 +19,7 @@ from tiercel.engine.supervisor import EngineState
 from tiercel.engine.tokenizer_parcel import unpack_tokenizer
 from tiercel.errors import TiercelError
 from tiercel.loader.hub import CATALOGUE
+from tiercel.serve.clock import created_now
 from tiercel.serve.grammar_check import GrammarChecker
 from tiercel.serve.state import ServedModel, ServerState
 from tiercel.text.chat_template import ChatTemplate
@@ -152,7 +152,7 @@ def make_model(state: ServerState, info: EngineInfo) -> ServedModel:
             seed=info.seed,
         ),
         grammars=make_checker(state, tokenizer, info.vocab_size),
-        created=int(datetime.now(UTC).timestamp()),
+        created=created_now(),
     )
 
 

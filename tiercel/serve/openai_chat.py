@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from time import time
 from typing import Final, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -16,6 +15,7 @@ from tiercel.serve import sse
 from tiercel.serve.body import read_body
 from tiercel.serve.chat_input import ChatInput, prepare_chat
 from tiercel.serve.chat_messages import Message, Tool, ToolName
+from tiercel.serve.clock import created_now
 from tiercel.serve.errors import error_body
 from tiercel.serve.events import ContentDelta, Event, ReasoningDelta, ToolCallStart
 from tiercel.serve.fields import (
@@ -214,7 +214,7 @@ class ChatWriter:
         self._request_id = request_id
         self._is_mirrored = settings.is_reasoning_mirrored
         self._id = new_id("chatcmpl-")
-        self._created = int(time())
+        self._created = created_now()
         self._model = model.name
         self._fingerprint = fingerprint(model)
         self._meter = UsageMeter(body.stream_options)

@@ -8,7 +8,6 @@ has the very number that is the largest in its `top_logprobs`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import time
 from typing import Annotated, Final
 
 from msgspec import Meta, UnsetType
@@ -23,6 +22,7 @@ from tiercel.serve import sse
 from tiercel.serve.admission import check_counts
 from tiercel.serve.answer_form import AnswerForm, compile_grammar
 from tiercel.serve.body import read_body
+from tiercel.serve.clock import created_now
 from tiercel.serve.errors import error_body, unsupported
 from tiercel.serve.events import ContentDelta
 from tiercel.serve.fields import (
@@ -218,7 +218,7 @@ class CompletionWriter:
         self._prompts = prompts
         self._request_id = request_id
         self._id = new_id("cmpl-")
-        self._created = int(time())
+        self._created = created_now()
         self._model = model.name
         self._fingerprint = fingerprint(model)
         self._meter = UsageMeter(body.stream_options)

@@ -8,11 +8,11 @@ events.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from time import time
 
 from tiercel.engine.request import TokenLogprobs
 from tiercel.errors import TiercelError
 from tiercel.serve import sse
+from tiercel.serve.clock import created_now
 from tiercel.serve.errors import error_message
 from tiercel.serve.events import ContentDelta, Event, ReasoningDelta, ToolCallStart
 from tiercel.serve.fields import chosen
@@ -49,7 +49,7 @@ def new_response(body: ResponsesRequest, name: str, defaults: SamplingDefaults) 
     text = body.text or TextConfig()
     return ResponseObject(
         id=new_id("resp_"),
-        created_at=int(time()),
+        created_at=created_now(),
         model=name,
         status="in_progress",
         output=[],
@@ -226,7 +226,7 @@ class ResponsesWriter:
     def _finish(self, usage: Usage) -> None:
         response = self._response
         if response.status == "completed":
-            response.completed_at = int(time())
+            response.completed_at = created_now()
         response.usage = ResponseUsage(
             input_tokens=usage.prompt,
             input_tokens_details=InputDetails(usage.cached),
