@@ -12,9 +12,10 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.request import Request
 from tiercel.params import SamplingParams
 
+NUM_ITEMS: Final = 20  # to score
 NUM_NEW: Final = 4  # tokens: a step behind the prompt, overlapping ones, the last
-# A decode, a few tokens, tiles of both attention kernels; on a CPU nothing depends on the length.
-PROMPT_LENGTHS: Final = {"cuda": (1, 12, 100, 700, 2500), "cpu": (1, 40)}
+# One token, each tile of the kernel for few, prompts; on a CPU nothing depends on the length.
+PROMPT_LENGTHS: Final = {"cuda": (1, 2, 4, 8, 16, 100, 704, 2500), "cpu": (1, 40)}
 
 
 def _every_option(vocab_size: int) -> tuple[SamplingParams, ...]:
@@ -47,16 +48,15 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
     """
     config = engine.config
     most = min(config.max_model_len - NUM_NEW, engine.scheduler.cache.capacity - NUM_NEW)
-    lengths = [n for n in PROMPT_LENGTHS[config.device.type] if n <= most]
-    requests = []
-    for length in lengths:
+    for length in PROMPT_LENGTHS[config.device.type]:
+        if length > most:
+            break
+        # Each length in steps of its own: beside a long prompt a short one takes its kernels.
         for params in _every_option(vocab_size):
             prompt = [i % vocab_size for i in range(length)]
             request = Request("warm-up", prompt, params, 0, 0, frozenset({0}), NUM_NEW)
             request.is_unsound = True  # its blocks are zeroed, not kept
-            requests.append(request)
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        engine.step()
+            engine.submit(request)
+        while engine.has_work:
+            engine.step()
     engine.scheduler.forget_history()

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 PLACES = 1024  # tokens of one turn
 
 
-@triton.jit(do_not_specialize=["token_stride", "table_stride", "group_stride", "groups", "scratch"])
+# Not specialised: a kernel for each divisibility of a count would be compiled between two steps.
+@triton.jit(
+    do_not_specialize=[
+        "token_stride", "table_stride", "group_stride", "groups", "num_tokens", "scratch",
+    ]
+)  # fmt: skip
 def prepare_step_kernel(
     token_ids_ptr,  # (rows, token_stride) int32
     num_computed_ptr,  # (rows,) int32

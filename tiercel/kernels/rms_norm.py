@@ -38,7 +38,7 @@ def select_rms_norm(hidden: int) -> RmsNormConfig:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # it would be compiled anew between two steps
 def rms_norm_kernel(
     x_ptr,  # (rows, heads, hidden)
     weight_ptr,  # (hidden,) float32
