@@ -138,8 +138,9 @@ HOSTILE = {
     "import": ("{% import 'os' as os %}", "no loader"),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),
     "parentheses": ("{{ " + "(" * 20_000 + " }}", "nested too deeply"),
-    "output": ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "wrote more than"),
-    "one output": ("{{ 'x' * 10**8 }}", "wrote more than"),
+    # On a busy machine the other limit is met first.
+    "output": ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "(wrote|took) more than"),
+    "one output": ("{{ 'x' * 10**8 }}", "(wrote|took) more than"),
     "division": ("{{ 1 / 0 }}", "division by zero"),
     "undefined": ("{{ messages[0].a.b }}", "no attribute 'a'"),
 }
