@@ -48,6 +48,7 @@ class Case:
         peer: inputs to result, another way to do the same.
         peer_name: what that is.
         peer_us: for a peer that cannot run here, its time on the hardware that `peer_name` names.
+        max_sets: inputs at most, where they are much larger than what a call reads of them.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Case:
     peer: Callable[[Any], object] | None = None
     peer_name: str = ""
     peer_us: float | None = None
+    max_sets: int = 512
 
 
 @dataclass(frozen=True)
@@ -177,11 +179,13 @@ def time_inputs(
 def num_sets(case: Case, device: torch.device) -> int:
     """How many distinct inputs keep the caches cold."""
     wanted = -(-4 * cache_bytes(device) // max(1, case.num_bytes))
-    return min(MAX_SETS[device.type], max(2, wanted))
+    return min(case.max_sets, MAX_SETS[device.type], max(2, wanted))
 
 
-def measure_case(case: Case, device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
-    """Check, then time one case.
+def measure_case(
+    case: Case, device: torch.device, ceilings: Ceilings, seconds: float = SECONDS
+) -> dict[str, Any]:
+    """Check, then time one case, for about `seconds` a measurement.
 
     Raises:
         SystemExit: the result is wrong.
@@ -190,16 +194,16 @@ def measure_case(case: Case, device: torch.device, ceilings: Ceilings) -> dict[s
     if not error <= case.tolerance:  # written so that NaN fails
         raise SystemExit(f"{case.name}: error {error:.2e} exceeds {case.tolerance:.0e}; not timed")
     inputs = [case.make(seed) for seed in range(num_sets(case, device))]
-    timing = time_inputs(case.run, inputs, device)
+    timing = time_inputs(case.run, inputs, device, seconds)
     row: dict[str, Any] = {"name": case.name, "relative_error": error, **asdict(timing)}
     if case.peer is not None:
-        peer = time_inputs(case.peer, inputs, device)
+        peer = time_inputs(case.peer, inputs, device, seconds)
         row |= {"peer": case.peer_name, "peer_us": peer.median_us}
         row["peer_over_op"] = peer.median_us / timing.median_us
     elif case.peer_us is not None:
         row |= {"peer": case.peer_name, "peer_us": case.peer_us}
         row["peer_over_op"] = case.peer_us / timing.median_us
-    row["second_median_us"] = time_inputs(case.run, inputs, device).median_us
+    row["second_median_us"] = time_inputs(case.run, inputs, device, seconds).median_us
     memory_us = case.num_bytes / max(ceilings.read_gbps, ceilings.copy_gbps) / 1e3
     compute_us = case.flops / ceilings.tflops[str(case.dtype)] / 1e6 if case.flops else 0.0
     floor = max(memory_us, compute_us)
@@ -216,11 +220,13 @@ def measure_case(case: Case, device: torch.device, ceilings: Ceilings) -> dict[s
     return {key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()}
 
 
-def bench(cases: Iterable[Case], device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
+def bench(
+    cases: Iterable[Case], device: torch.device, ceilings: Ceilings, seconds: float = SECONDS
+) -> dict[str, Any]:
     """Time all cases, print a line each, and return the report."""
     rows = []
     for case in cases:
-        row = measure_case(case, device, ceilings)
+        row = measure_case(case, device, ceilings, seconds)
         rows.append(row)
         print(
             f"{row['name']:<44}{row['median_us']:>10.2f} us{row['floor_us']:>10.2f} floor"
@@ -245,8 +251,10 @@ def main(doc: str, cases: Callable[[torch.device], Iterable[Case]]) -> None:
     """Run one op's benchmark from the command line."""
     parser = parse(doc)
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of a measurement, about")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
-    save(arguments.out, bench(cases(device), device, measure_ceilings(device)))
+    report = bench(cases(device), device, measure_ceilings(device), arguments.seconds)
+    save(arguments.out, report)

@@ -41,6 +41,23 @@ def test_unreadable_flag_names_variable_and_value(monkeypatch, text):
     assert caught.value.hint == "Use 0 or 1."
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", 7), ("0", 0), ("128", 128), ("-2", -2), ("+15", 15), ("007", 7)]
+)
+def test_integer(monkeypatch, text, expected):
+    monkeypatch.setenv("TIERCEL_X", text)
+    assert env.read_integer("TIERCEL_X", default=7) == expected
+    monkeypatch.delenv("TIERCEL_X")
+    assert env.read_integer("TIERCEL_X", default=7) == 7
+
+
+@pytest.mark.parametrize("text", ["1.0", "1e3", "0x10", "1_000", " 5", "-", "٣", "9" * 30])
+def test_unreadable_integer_names_variable_and_value(monkeypatch, text):
+    monkeypatch.setenv("TIERCEL_X", text)
+    with pytest.raises(ArgumentError, match=r"TIERCEL_X='.*' cannot be read"):
+        env.read_integer("TIERCEL_X", default=7)
+
+
 def test_offline(monkeypatch):
     assert env.is_offline() is False
     monkeypatch.setenv("TIERCEL_OFFLINE", "1")

@@ -15,6 +15,9 @@ import torch
 from tiercel.errors import InternalError
 from tiercel.kernels import rtc
 from tiercel.kernels.multi_item_attention import cuda_source, select_multi_item_attention
+from tiercel.kernels.q4k_dequantize import dequantize_source
+from tiercel.kernels.q4k_matvec import cuda_source as cuda_source_q4k
+from tiercel.kernels.q4k_matvec import select_q4k_matvec
 
 ARCH = "sm_90a"
 
@@ -35,10 +38,10 @@ SOURCES = [
 ]
 
 
-def compile_here(source, folder):
+def compile_here(source, folder, arch=ARCH):
     """By NVRTC where it is installed, else by nvcc, else skip and say so."""
     try:
-        return rtc.compile_cubin(source, ARCH)
+        return rtc.compile_cubin(source, arch)
     except InternalError as error:
         if "cannot be compiled" not in str(error):
             raise
@@ -49,7 +52,7 @@ def compile_here(source, folder):
     path, cubin = folder / f"{source.name}.cu", folder / "out.cubin"
     path.write_text(source.text())
     macros = [f"-D{name}={value}" for name, value in source.macros]
-    command = [nvcc, "-cubin", "-std=c++17", f"-arch={ARCH}", *macros, "-o", str(cubin), str(path)]
+    command = [nvcc, "-cubin", "-std=c++17", f"-arch={arch}", *macros, "-o", str(cubin), str(path)]
     subprocess.run(command, check=True, capture_output=True)
     return cubin.read_bytes()
 
@@ -64,26 +67,72 @@ def find_tool(name):
     return tool
 
 
+def ask(cubin, folder, tool, *options):
+    """What a disassembler says of a cubin."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [find_tool(tool), *options, str(path)]
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return done.stdout
+
+
+def registers_of(cubin, folder):
+    usage = ask(cubin, folder, "cuobjdump", "--dump-resource-usage")
+    return int(re.search(r"REG:(\d+)", usage)[1])
+
+
+def q4k_sources():
+    """A kernel for each type, layout and class of tokens, split and not."""
+    for name in ("Q4_K", "Q6_K"):
+        for in_file in (False, True):
+            for tokens in (1, 16):
+                for columns in (1024, 4096, 12288):
+                    config = select_q4k_matvec(name, (24576, columns), tokens)
+                    source = cuda_source_q4k(name, tokens, torch.float32, config, in_file=in_file)
+                    yield source, config
+            yield dequantize_source(name, torch.bfloat16, in_file=in_file), None
+
+
+Q4K_SOURCES = dict(q4k_sources())
+# All on Hopper; elsewhere the widest of each type and layout, and what decodes.
+Q4K_CASES = [(source, ARCH) for source in Q4K_SOURCES] + [
+    (source, arch)
+    for source, config in Q4K_SOURCES.items()
+    for arch in ("sm_80", "sm_89", "sm_100a", "sm_120a")
+    if config is None or (config.is_split and ("NT", 2) in source.macros)
+]
+
+
+@pytest.mark.parametrize(("source", "arch"), Q4K_CASES, ids=str)
+def test_q4k_kernels_compile_everywhere(source, arch, tmp_path):
+    """Without spills worth the name on Hopper, products of tensor cores, 16-byte loads."""
+    cubin = compile_here(source, tmp_path, arch)
+    config = Q4K_SOURCES[source]
+    if arch != ARCH or config is None:
+        return
+    threads = 32 * config.parts * config.groups * config.ctas
+    assert registers_of(cubin, tmp_path) * threads <= 65536
+    text = ask(cubin, tmp_path, "nvdisasm", "-c")
+    assert "HMMA.16816.F32" in text
+    assert "LDS.128" in text
+    assert "ACQBULK" in text  # waits for the kernel ahead
+    assert "PREEXIT" in text  # lets the next one start
+    assert len(re.findall(r"\b(?:LDL|STL)", text)) <= 8
+    if dict(source.macros)["IN_FILE"] == 0:
+        assert "LDGSTS.E.BYPASS.128" in text
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 def test_multi_item_attention_compiles_as_designed(source, tmp_path):
     """Registers as setmaxnreg wants them, no spill among products, and none waits for itself."""
     cubin = compile_here(source, tmp_path)
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(cubin)
-
-    def ask(tool, *options):
-        command = [find_tool(tool), *options, str(path)]
-        environment = {
-            **os.environ,
-            "PATH": f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}",
-        }
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-        return done.stdout
-
-    usage = ask("cuobjdump", "--dump-resource-usage")
-    registers = int(re.search(r"REG:(\d+)", usage)[1])
-    assert registers == 168  # 65536 / 384 threads, in eights: setmaxnreg redistributes them
-    lines = ask("nvdisasm", "-c").splitlines()
+    # 65536 / 384 threads, in eights: setmaxnreg redistributes them.
+    assert registers_of(cubin, tmp_path) == 168
+    lines = ask(cubin, tmp_path, "nvdisasm", "-c").splitlines()
     products = [number for number, line in enumerate(lines) if "HGMMA" in line]
     assert len(products) >= 100
     # A tile's start and the producer may spill; the steps between the first product and the last

@@ -37,6 +37,9 @@ from tiercel.engine.loop import EngineLoop
 from tiercel.engine.messages import LoadOptions
 from tiercel.engine.output import RequestOutput, StreamDelta
 from tiercel.engine.readers import Readers
+from tiercel.engine.request import Request
+from tiercel.engine.score_inputs import ScoreOutput, Text
+from tiercel.engine.score_params import ScoreParams
 from tiercel.engine.streams import TokenStream
 from tiercel.errors import InvalidRequestError
 from tiercel.models.source import ModelSource
@@ -87,6 +90,7 @@ class AsyncLLM:
             self.tokenizer, source=self.source.chat_template, name=self.source.path.name
         )
         self._inputs = loaded.inputs()
+        self._score_inputs = loaded.score_inputs(self._inputs)
         self._matchers = loaded.matchers
         self._readers: Readers | None = Readers(loaded.engine, loaded.faults)
         self._thread = threading.Thread(
@@ -221,6 +225,43 @@ class AsyncLLM:
         """Vectors of texts, of an embedding model; see `LLM.embed`."""
         listed = [texts] if isinstance(texts, str) else list(texts)
         requests = [self._inputs.embedding_request(text, self.source.pooling) for text in listed]
+        await self._read_to_end(requests)
+        return unit_vectors(requests, self.source.config.hidden_size)
+
+    async def score(
+        self,
+        query: Text,
+        items: str | Sequence[Text],
+        labels: Sequence[str] | None = None,
+        *,
+        label_token_ids: Sequence[int] | None = None,
+        suffix: Text = "",
+        normalize: str = "vocab",
+        item_first: bool = False,
+        label_normalization: str = "sum",
+        strict_labels: bool = False,
+        long_items: str = "refuse",
+    ) -> ScoreOutput:
+        """Score items behind a query, each as if it were alone with it; see `LLM.score`."""
+        params = ScoreParams(
+            labels=labels,
+            label_token_ids=label_token_ids,
+            suffix=suffix,
+            normalize=normalize,
+            item_first=item_first,
+            label_normalization=label_normalization,
+            strict_labels=strict_labels,
+            long_items=long_items,
+        )
+        job = await _off_loop(
+            len(query) + sum(map(len, items)),
+            lambda: self._score_inputs.job(query, items, params),
+        )
+        await self._read_to_end(job.requests)
+        return job.output()
+
+    async def _read_to_end(self, requests: Sequence[Request]) -> None:
+        """Run requests whose updates nobody looks at; being cancelled ends them."""
         readers = self._open()
         try:
             for reader in [readers.submit(request) for request in requests]:
@@ -229,7 +270,6 @@ class AsyncLLM:
         finally:
             for request in requests:
                 readers.abort(request)
-        return unit_vectors(requests, self.source.config.hidden_size)
 
     def _open(self) -> Readers:
         if self._readers is None:

@@ -3,6 +3,11 @@
 R requests with `query_len >= 1` new tokens each lie end to end in T token places: prefill chunks
 and decode steps are the same varlen batch. Keys and values are found through `block_tables`, whose
 rows are the engine's request rows; a batch names its rows in `rows`.
+
+Items to score follow the tokens of their request: each sees the prefix and itself alone. Their keys
+and values come from the step's own projections and go to no slot. Causality uses the index in the
+sequence, rotary embedding `positions`; these differ for items alone, whose positions all go on
+behind the prefix.
 """
 
 from __future__ import annotations
@@ -15,6 +20,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedItems:
+    """Where the items of a step begin, on the host: tiles are planned from it.
+
+    Attributes:
+        prefix_len: per request, tokens before its items; its length or more if it has none.
+        item_start: (T,) int32 on a CPU: of an item's token, the index of its item's first token.
+    """
+
+    prefix_len: tuple[int, ...]
+    item_start: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """R requests, T new tokens, G cache groups, S rows, L rows of logits, all on one device.
 
@@ -22,18 +40,19 @@ class Batch:
         input_ids: (T,) int32.
         positions: (T,) int32, what rotary embedding sees.
         cu_seqlens_q: (R + 1,) int32, first token place of each request.
-        seq_lens: (R,) int32, context including this step.
+        seq_lens: (R,) int32, context including this step, without items.
         rows: (R,) int32, the engine row of each request.
         logits_rows: (L,) int32, token places whose logits are wanted.
         slot_mapping: (G, T) int64, cache slot of each new token; -1 writes nothing.
         block_tables: (G, S, max_blocks) int32, read through `rows`; 0 is the null block.
         query_lens: host tuple, new tokens of each request.
         context_lens: host tuple, `seq_lens` as the host knows them (an upper bound when steps
-            overlap).
+            overlap), with items.
         num_tokens: T.
         num_reqs: R.
         max_query_len: bound of `query_lens`.
         max_seq_len: bound of `seq_lens`.
+        items: None in a step without any.
     """
 
     input_ids: Tensor
@@ -50,3 +69,4 @@ class Batch:
     num_reqs: int
     max_query_len: int
     max_seq_len: int
+    items: PackedItems | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import platformdirs
@@ -30,6 +31,24 @@ def read_flag(name: str, *, default: bool) -> bool:
     return _BOOLEANS[text]
 
 
+def read_integer(name: str, *, default: int) -> int:
+    """Read a decimal integer, with or without a sign.
+
+    Args:
+        name: the variable.
+        default: the value when it is unset or empty.
+
+    Raises:
+        ArgumentError: the value is anything else.
+    """
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    if re.fullmatch(r"[+-]?[0-9]{1,18}", text) is None:
+        raise ArgumentError(f"{name}={text!r} cannot be read.", hint="Use a decimal integer.")
+    return int(text)
+
+
 def is_offline() -> bool:
     """Whether ``TIERCEL_OFFLINE`` forbids every download."""
     return read_flag("TIERCEL_OFFLINE", default=False)
@@ -43,6 +62,16 @@ def has_prefix_cache() -> bool:
 def has_cuda_graphs() -> bool:
     """Whether ``TIERCEL_CUDA_GRAPH`` leaves the capture of decode steps on."""
     return read_flag("TIERCEL_CUDA_GRAPH", default=True)
+
+
+def has_q4k_soa() -> bool:
+    """Whether ``TIERCEL_Q4K_SOA`` lets K-quants rest as planes on a GPU, else as in the file."""
+    return read_flag("TIERCEL_Q4K_SOA", default=True)
+
+
+def has_dependent_launch() -> bool:
+    """Whether ``TIERCEL_PDL`` lets kernels that can do so start before the one ahead ends."""
+    return read_flag("TIERCEL_PDL", default=True)
 
 
 def has_overlap(*, default: bool) -> bool:

@@ -45,10 +45,17 @@ class ContextLengthError(InvalidRequestError):
 
 
 class ArgumentError(TiercelError, ValueError):
-    """A wrong argument of an op, of the Python API, or of an environment variable."""
+    """A wrong argument of an op, of the Python API, or of an environment variable.
+
+    `param` names the place in a request, where the argument came from one.
+    """
 
     http_status = 400
     code = "invalid_argument"
+
+    def __init__(self, message: str, *, hint: str = "", param: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
 
 
 class ModelNotFoundError(TiercelError):

@@ -34,6 +34,8 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.messages import LoadOptions
 from tiercel.engine.output import RequestOutput, StreamDelta
 from tiercel.engine.request import Request, Status
+from tiercel.engine.score_inputs import ScoreOutput, Text
+from tiercel.engine.score_params import ScoreParams
 from tiercel.errors import InvalidRequestError
 from tiercel.models.source import ModelSource
 from tiercel.params import SamplingParams
@@ -99,6 +101,7 @@ class LLM:
         )
         self._loaded: Engine | None = loaded.engine
         self._inputs = loaded.inputs()
+        self._score_inputs = loaded.score_inputs(self._inputs)
         self._matchers = loaded.matchers
         self._takers: dict[str, _Taker] = {}
 
@@ -256,6 +259,64 @@ class LLM:
         for _ in self._steps(requests, lambda *_: None):
             pass
         return unit_vectors(requests, self.source.config.hidden_size)
+
+    def score(
+        self,
+        query: Text,
+        items: str | Sequence[Text],
+        labels: Sequence[str] | None = None,
+        *,
+        label_token_ids: Sequence[int] | None = None,
+        suffix: Text = "",
+        normalize: str = "vocab",
+        item_first: bool = False,
+        label_normalization: str = "sum",
+        strict_labels: bool = False,
+        long_items: str = "refuse",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> ScoreOutput:
+        """Score items behind a query, each as if it were alone with it, in as few passes as fit.
+
+        Args:
+            query: what stands before every item: a text, of which control tokens become their ids,
+                or token ids. It is found in the prefix cache like any prompt.
+            items: texts, or lists of token ids if the query is one; none: no scores.
+            labels: texts whose probability right behind an item is wanted, each of one token or
+                more; or
+            label_token_ids: tokens.
+            suffix: what stands between each item and the label, of the kind of the query.
+            normalize: ``vocab`` for log-probabilities over all tokens, ``labels`` for those over
+                the labels alone.
+            item_first: the item stands before the query; then nothing can be shared.
+            label_normalization: of a label of several tokens, the ``sum`` or ``mean`` of theirs.
+            strict_labels: refuse labels of which one begins with another.
+            long_items: what an item that does not fit the context is: an error of the call
+                (``refuse``), its own error (``skip``), or cut at its end (``cut``).
+            progress: hears (items done, items).
+
+        Returns:
+            Scores (N, K). Query, items, suffix and labels are tokenized on their own.
+
+        Raises:
+            ArgumentError: no or doubled labels, text and ids mixed, a wrong id, too many items, an
+                item without tokens where the query has none either.
+            ContextLengthError: query and item do not fit the context together.
+        """
+        params = ScoreParams(
+            labels=labels,
+            label_token_ids=label_token_ids,
+            suffix=suffix,
+            normalize=normalize,
+            item_first=item_first,
+            label_normalization=label_normalization,
+            strict_labels=strict_labels,
+            long_items=long_items,
+        )
+        job = self._score_inputs.job(query, items, params)
+        for _ in self._steps(job.requests, lambda *_: None):
+            if progress is not None:
+                progress(job.num_done, job.num_items)
+        return job.output()
 
     def _steps(self, requests: Sequence[Request], take: _Taker) -> Generator[None]:
         """Run requests to their end, a step at a time. Leaving early aborts them.

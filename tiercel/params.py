@@ -35,6 +35,8 @@ class Limits:
     max_temperature: float = 2.0
     max_tokens: int = 2**31 - 1
     max_prompt_bytes_per_token: int = 64
+    max_score_items: int = 4096
+    max_score_tokens: int = 1_000_000  # of one request: the prefix and all items
 
     max_body_bytes: int = 32 << 20
     max_json_depth: int = 64

@@ -5,6 +5,11 @@ Rows are whole blocks, so a tensor of shape (out, in) in layout FILE is one plan
 / block_weights * block_bytes) bytes, exactly as the file stores it. The float types have a block of
 one weight. The byte-level meaning of each block is drawn in `kernels/dequantize.py`.
 
+In layout SOA the fields of the blocks lie in planes of their own, in the order in which the tensor
+cores of a GPU take them: each plane is (tiles, blocks, 16 * size) bytes for tiles of 16 rows, the
+last filled up with zeros. `PLANES` says which bytes of a block a plane holds and how the 16 rows of
+a tile share its last axis; `ops/q4k_repack.py` goes from one layout to the other.
+
 This module needs no PyTorch at run time: a file can be inspected without it.
 """
 
@@ -71,6 +76,38 @@ class Layout(Enum):
     """How the planes of a tensor lie in memory."""
 
     FILE = "file"  # one plane `data`: the bytes of the file
+    SOA = "soa"  # the planes of `PLANES`, in tiles of 16 rows
+
+
+TILE_ROWS = 16  # output rows of a tensor-core tile, and of a tile of layout SOA
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Bytes [start, start + size) of each block, as a plane of layout SOA.
+
+    The bytes are pieces in the order (outer, pieces, inner). In a tile of one block column the rows
+    0..7 lie before the rows 8..15; within each half the order is (pieces, row, outer, inner): where
+    outer * inner = 4, the 32 lanes of a warp (4 * row + place) read one piece as 512 bytes in turn.
+    """
+
+    name: str
+    start: int
+    size: int
+    outer: int = 1
+    pieces: int = 1
+    inner: int = 1
+
+
+PLANES = {
+    QuantType.Q4_K: (Plane("qs", 16, 128, 4, 2, 1), Plane("header", 0, 16)),
+    QuantType.Q6_K: (
+        Plane("ql", 0, 128, 2, 2, 2),
+        Plane("qh", 128, 64),
+        Plane("scales", 192, 16),
+        Plane("d", 208, 2),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +118,8 @@ class QuantTensor:
         qtype: the storage type.
         layout: how `planes` lie.
         shape: (out_features, in_features); a vector is (1, n).
-        planes: FILE: ``data``, (out, row_bytes) uint8 on any device.
+        planes: uint8 on any device. FILE: ``data``, (out, row_bytes). SOA: those of `PLANES`, each
+            (tiles, blocks, 16 * size).
     """
 
     qtype: QuantType
@@ -94,18 +132,30 @@ class QuantTensor:
         """Bytes of all planes."""
         return sum(plane.numel() * plane.element_size() for plane in self.planes.values())
 
+    def ordered_planes(self) -> tuple[torch.Tensor, ...]:
+        """The planes in the order of `PLANES`, as kernels take them; one in layout FILE."""
+        if self.layout is Layout.FILE:
+            return (self.planes["data"],)
+        return tuple(self.planes[plane.name] for plane in PLANES[self.qtype])
+
     def rows(self, start: int, stop: int) -> QuantTensor:
         """A view of output rows [start, stop).
 
         Raises:
-            ArgumentError: a bound lies outside the tensor.
+            ArgumentError: a bound lies outside the tensor, or the layout is not FILE.
         """
+        self._check_file("rows")
         _check_range("rows", start, stop, self.shape[0])
         planes = {name: plane[start:stop] for name, plane in self.planes.items()}
         return QuantTensor(self.qtype, self.layout, (stop - start, self.shape[1]), planes)
 
     def take(self, index: torch.Tensor) -> QuantTensor:
-        """A copy of the rows in `index`, (n,) integer on the planes' device, in that order."""
+        """A copy of the rows in `index`, (n,) integer on the planes' device, in that order.
+
+        Raises:
+            ArgumentError: the layout is not FILE.
+        """
+        self._check_file("take")
         planes = {name: plane.index_select(0, index) for name, plane in self.planes.items()}
         return QuantTensor(self.qtype, self.layout, (index.numel(), self.shape[1]), planes)
 
@@ -113,9 +163,10 @@ class QuantTensor:
         """A view of input columns [start, stop).
 
         Raises:
-            ArgumentError: a bound lies outside the tensor.
+            ArgumentError: a bound lies outside the tensor, or the layout is not FILE.
             ModelFormatError: a bound lies inside a block.
         """
+        self._check_file("cols")
         _check_range("columns", start, stop, self.shape[1])
         block = self.qtype.block_weights
         if start % block or stop % block:
@@ -131,6 +182,13 @@ class QuantTensor:
         """The same tensor on another device."""
         planes = {name: plane.to(device) for name, plane in self.planes.items()}
         return QuantTensor(self.qtype, self.layout, self.shape, planes)
+
+    def _check_file(self, what: str) -> None:
+        if self.layout is not Layout.FILE:
+            raise ArgumentError(
+                f"{what}: a tensor of layout {self.layout.name} cannot be cut.",
+                hint="Cut it in layout FILE, before it is repacked.",
+            )
 
 
 def _check_range(what: str, start: int, stop: int, size: int) -> None:

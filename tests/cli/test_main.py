@@ -17,6 +17,7 @@ COMMANDS = [
     "generate",
     "chat",
     "serve",
+    "score",
     "inspect",
     "pull",
     "bench",

@@ -2,8 +2,9 @@
 
 It keeps rows, block tables and caches of its own, fed by plans alone, and runs a step only when its
 results are collected. A step writes its tokens where the tables say and draws the next token from
-what it reads back. So a block that two requests share, one that was given away too early, or a
-token that was never computed changes an answer.
+what it reads back; the value of an item to score is the draw behind the prompt that it reads back
+and the item. So a block that two requests share, one that was given away too early, or a token that
+was never computed changes an answer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from tiercel.cache.allocator import NULL_BLOCK
 from tiercel.engine.request import Request, Status, TokenLogprobs
 from tiercel.engine.sampler import Sampled
+from tiercel.engine.score_reads import ScorePiece
 
 VOCAB_SIZE = 13
 POISON = -1  # what a step with unsound logits leaves in the cache
@@ -37,6 +39,8 @@ class _Part:
     samples: bool
     entering: list[int] | None
     draw: int
+    items: range
+    has_scores: bool
 
 
 @dataclass
@@ -45,6 +49,7 @@ class _Step:
     new_blocks: tuple
     unsound_blocks: tuple
     result: Sampled | None = None
+    scores: list[ScorePiece] = field(default_factory=list)
 
 
 @dataclass
@@ -61,6 +66,7 @@ class FakeRunner:
     bad_rows: set[int] = field(default_factory=set)
     queue: deque[_Step] = field(default_factory=deque)
     num_draws: dict[str, int] = field(default_factory=dict)
+    num_items_run: dict[str, int] = field(default_factory=dict)
     num_hits: int = 0
     num_chunks: int = 0
     most_pending: int = 0
@@ -85,24 +91,36 @@ class FakeRunner:
         request, stop = part.request, part.start + part.num_query
         assert request.status is Status.RUNNING
         assert 0 <= part.row == request.row < self.max_num_seqs
-        assert part.num_query >= 1
+        assert part.num_tokens >= 1
+        assert part.num_query >= 1 or part.items
         assert stop <= request.bound
         self.num_hits += part.enters and part.start > 0
-        self.num_chunks += not part.samples
+        self.num_chunks += not part.samples and not part.has_scores
+        if part.items:
+            assert stop == len(request.prompt_token_ids), "items without their whole prompt"
+            lengths = [len(request.score.items[i]) for i in part.items]
+            assert sum(lengths) == part.num_item_tokens
+            run = self.num_items_run.get(request.request_id, 0)
+            self.num_items_run[request.request_id] = run + len(part.items)
         blocks = range(part.start // self.cache.block_size, -(-stop // self.cache.block_size))
         for allocator, held in zip(self.cache.allocators, request.block_ids, strict=True):
             for index in blocks:
                 assert held[index] != NULL_BLOCK, "no place to write"
                 assert allocator._references[held[index]] == 1, "a shared block is written"
         draw = self.num_draws.get(request.request_id, 0)
-        if part.samples:
+        if part.samples or part.has_scores:
             self.num_draws[request.request_id] = draw + 1
         entering = request.tokens(0, request.num_tokens) if part.enters else None
-        return _Part(request, part.row, part.start, part.num_query, part.samples, entering, draw)
+        return _Part(
+            request, part.row, part.start, part.num_query, part.samples, entering, draw,
+            part.items, part.has_scores,
+        )  # fmt: skip
 
     def collect(self, step):
         while step.result is None:
             self._execute(self.queue.popleft())
+        for piece in step.scores:
+            piece.deliver()
         return step.result
 
     def _execute(self, step):
@@ -116,14 +134,20 @@ class FakeRunner:
                     self.slots.pop((group, block * size + offset), None)
         step.result = Sampled([], [], [])
         for part in step.parts:
-            if part.entering is not None:
-                self.row_tokens[part.row] = list(part.entering)
-                self.bad_rows.discard(part.row)
-            if part.samples and self.fails_at.get(part.request.request_id) == part.draw:
+            self._enter(part)
+            yields = part.samples or part.has_scores
+            if yields and self.fails_at.get(part.request.request_id) == part.draw:
                 self.bad_rows.add(part.row)  # NaN spreads to all that reads it
             self._compute(part)
             if part.samples:
                 self._draw(part, step.result)
+            if part.has_scores:
+                step.scores.append(self._score(part))
+
+    def _enter(self, part):
+        if part.entering is not None:
+            self.row_tokens[part.row] = list(part.entering)
+            self.bad_rows.discard(part.row)
 
     def _compute(self, part):
         request, size = part.request, self.cache.block_size
@@ -142,23 +166,35 @@ class FakeRunner:
             following = request.prompt_token_ids[part.start + 1 : part.start + part.num_query + 1]
             request.prompt_logprobs += [TokenLogprobs(i, -1.0, ()) for i in following]
 
+    def _score(self, part):
+        request, task = part.request, part.request.score
+        items = [task.items[i] for i in part.items] or [()]
+        values = [float("nan")] * len(items)
+        if part.row not in self.bad_rows:
+            values = [float(self._next(part, item)) for item in items]
+        return ScorePiece(request, task.num_values(part.items.start), torch.tensor(values))
+
     def _draw(self, part, result):
-        size, length = self.cache.block_size, part.start + part.num_query
-        contexts = []
-        for group, blocks in enumerate(self.cache.groups):
-            first = max(0, length - blocks.window) if blocks.window else 0
-            places = range(first, length)
-            slot = [self.tables[group, part.row, i // size] * size + i % size for i in places]
-            contexts.append([self.slots[group, i] for i in slot])
         if part.row in self.bad_rows:
             token, problem = 0, "nonfinite_logits"
         else:
-            seen = b"|".join(map(bytes, contexts))
-            token, problem = zlib.crc32(seen) % VOCAB_SIZE, None
+            token, problem = self._next(part, ()), None
         self.row_tokens[part.row].append(token)
         result.token_ids.append(token)
         result.problems.append(problem)
         result.logprobs.append(None)
+
+    def _next(self, part, item):
+        size, prefix = self.cache.block_size, part.start + part.num_query
+        length = prefix + len(item)
+        contexts = []
+        for group, blocks in enumerate(self.cache.groups):
+            first = max(0, length - blocks.window) if blocks.window else 0
+            places = range(first, prefix)
+            slot = [self.tables[group, part.row, i // size] * size + i % size for i in places]
+            behind = item[max(0, first - prefix) :]
+            contexts.append([*(self.slots[group, i] for i in slot), *behind])
+        return zlib.crc32(b"|".join(map(bytes, contexts))) % VOCAB_SIZE
 
     @property
     def rows(self):

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from time import perf_counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,8 @@ from tiercel.engine.messages import (
 )
 from tiercel.engine.output import OutputText
 from tiercel.engine.request import Request, Status
+from tiercel.engine.score_inputs import ScoreInputs
+from tiercel.engine.score_params import ScoreParams
 from tiercel.engine.supervisor import EngineState
 from tiercel.errors import (
     ArgumentError,
@@ -154,6 +157,31 @@ def test_long_prompt_logprobs_arrive_whole(bench, expected):
 
     (output,) = expected.generate({"prompt_token_ids": ids}, params)
     assert [None, *bench.run(main)] == output.prompt_logprobs
+
+
+def test_scores_are_those_of_the_engine_in_this_process(bench, expected):
+    """Among answers; a list that goes through several steps."""
+    items = [[(3 * i + j) % 250 for j in range(1 + i % 5)] for i in range(30)]
+    query, labels = [7] * 20, ["a", "ran on"]
+    scored = expected.score(query, items, labels)
+
+    async def main(client, make):
+        inputs = ScoreInputs(
+            make.inputs, make.tokenizer, max_model_len=client.info.max_model_len,
+            max_step_tokens=16, max_num_seqs=2,
+        )  # fmt: skip
+        job = inputs.job(query, items, ScoreParams(labels=labels))
+        answer = make("a", greedy(8))
+        streams = [client.submit(request) for request in (answer, *job.requests)]
+        for stream in streams:
+            await read(stream)
+        assert answer.finish_reason == "length"
+        return job
+
+    job = bench.run(main)
+    output = job.output()
+    np.testing.assert_allclose(output.logprobs, scored.logprobs, rtol=0, atol=1e-4)
+    assert output.usage == scored.usage
 
 
 def test_seeded_answers_do_not_depend_on_the_process(bench, expected):

@@ -25,6 +25,7 @@ from tiercel.engine.messages import (
     PromptLogprobs,
     Ready,
     Refused,
+    Scores,
     Start,
     Stats,
     Stop,
@@ -34,6 +35,7 @@ from tiercel.engine.messages import (
     split_prompt_logprobs,
 )
 from tiercel.engine.request import Request, TokenLogprobs
+from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.errors import EngineDeadError, InternalError, InvalidRequestError, TiercelError
 from tiercel.params import SamplingParams, StructuredOutputs
 
@@ -62,6 +64,7 @@ REQUEST = Request(
     priority=-3,
     grammar=GrammarSpec('{"grammars": []}'),
     pooling="mean",
+    score=ScoreTask(((1, 2), (3,)), ((ScoreRead(1, (5, 6)), ScoreRead(0, (7,))),)),
 )
 LOGPROBS = (
     TokenLogprobs(3, -0.1, ((3, -0.1), (9, -math.inf))),
@@ -106,6 +109,7 @@ FROM_ENGINE = [
     ),
     PromptLogprobs(4, LOGPROBS),
     Embedding(4, b"\0\0\x80\x3f"),
+    Scores(4, b"\0\0\x80\x3f\0\0\0\xc0"),
     Refused(4, ErrorInfo.of(InvalidRequestError("no", hint="yes", param="n"))),
     Stats(EngineStats(num_running=3, kv_cache_usage=0.5, iteration_tokens=(1, 2))),
     Log(30, "tiercel.x", "text"),
@@ -140,7 +144,7 @@ def test_a_request_arrives_with_all_that_it_asks_for():
         field.name
         for field in dataclasses.fields(Request)
         if field.default is field.default_factory is dataclasses.MISSING
-    ] + ["priority", "grammar", "pooling"]
+    ] + ["priority", "grammar", "pooling", "score"]
     assert set(asked) | {"key"} == set(NewRequest.__struct_fields__)
     for name in asked:
         assert getattr(arrived, name) == getattr(REQUEST, name), name

@@ -5,8 +5,9 @@ Answers must equal decoding each prompt alone, with and without overlapping step
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import event, given, settings
@@ -19,10 +20,12 @@ from tiercel.engine.config import EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.request import Request, Status
 from tiercel.engine.scheduler import Scheduler
+from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.errors import OutOfMemoryError
 from tiercel.params import SamplingParams
 
 STOP_IDS = frozenset({0})
+READS = ((ScoreRead(0, (1,)),),)  # the fake device has one value for each item
 
 
 def decode_alone(prompt, max_tokens, window=0):
@@ -44,6 +47,11 @@ class Plan:
     fails_at: int | None = None  # the draw with this number has non-finite logits
     priority: int = 0
     needs_last_token: bool = False
+    items: list[tuple[int, ...]] | None = None  # to score; none: the prompt's end
+
+    @property
+    def num_tokens(self):
+        return len(self.prompt) + self.max_tokens + sum(map(len, self.items or ()))
 
 
 @dataclass
@@ -82,19 +90,20 @@ class World:
         for i, plan in enumerate(self.plans):
             params = SamplingParams(
                 # A prompt whose log-probabilities are asked for is computed whole: no hits.
-                prompt_logprobs=None if self.has_prefix_cache else 0,
+                prompt_logprobs=None if self.has_prefix_cache or plan.items is not None else 0,
                 bad_words=("x",) if plan.needs_last_token else (),
             )
             request = Request(
                 f"{i}", plan.prompt, params, 0, 0, STOP_IDS, plan.max_tokens,
                 priority=plan.priority,
+                score=None if plan.items is None else ScoreTask(tuple(plan.items), READS),
             )  # fmt: skip
             self.requests.append(request)
             self.runner.fails_at[request.request_id] = plan.fails_at
 
     def run(self):
         """Step until all requests have arrived and ended; checks each step."""
-        limit = 60 + 60 * sum(len(plan.prompt) + plan.max_tokens for plan in self.plans)
+        limit = 60 + 60 * sum(plan.num_tokens for plan in self.plans)
         last = max(plan.arrival for plan in self.plans)
         step = 0
         while step <= last or self.engine.has_work:
@@ -169,6 +178,9 @@ class World:
             if request.finish_reason == "error" and reason[1] == "out_of_memory":
                 assert self.memory_errors
                 continue
+            if plan.items is not None:
+                self._check_scores(plan, request)
+                continue
             if not self.has_prefix_cache:
                 assert [e.token_id for e in request.prompt_logprobs] == plan.prompt[1:]
             if request.finish_reason == "error":
@@ -182,15 +194,38 @@ class World:
                 wasted = self.runner.num_draws[request.request_id] - max(1, len(output))
                 assert wasted <= (1 if self.overlaps and is_stopped else 0), "drawn for nothing"
 
+    def _check_scores(self, plan, request):
+        run = self.runner.num_items_run.get(request.request_id, 0)
+        if not self.memory_errors:
+            assert run <= len(plan.items), "an item was computed twice"
+        if request.finish_reason == "error":
+            assert request.stop_reason == "nonfinite_logits"
+            assert plan.fails_at is not None
+            return
+        assert run >= len(plan.items)
+        assert (request.finish_reason, request.stop_reason) == ("length", None)
+        expected = [next_token([*plan.prompt, *item], self.window) for item in plan.items or [()]]
+        assert np.frombuffer(request.scores, "<f4").tolist() == expected
+
 
 def blocks_for(num_tokens, block_size):
     return -(-num_tokens // block_size)
 
 
 @st.composite
+def scorings(draw, plan, tokens, budget):
+    """The same plan with items to score instead of an answer."""
+    item = st.lists(tokens, min_size=1, max_size=min(budget, 7)).map(tuple)
+    items = draw(st.lists(item, max_size=9))
+    prompt = [] if items and draw(st.integers(0, 3)) == 0 else plan.prompt
+    return replace(plan, prompt=prompt, max_tokens=0, items=items, needs_last_token=False)
+
+
+@st.composite
 def worlds(draw, has_prefix_cache=False, has_window=False, fails=True):
     block_size = draw(st.integers(1, 4))
     tokens = st.integers(0, 1 if has_prefix_cache else VOCAB_SIZE - 1)  # few: prompts begin alike
+    budget = draw(st.integers(1, 12))
     plans = [
         Plan(
             prompt=draw(st.lists(tokens, min_size=1, max_size=11)),
@@ -203,13 +238,17 @@ def worlds(draw, has_prefix_cache=False, has_window=False, fails=True):
         )
         for _ in range(draw(st.integers(2, 8)))
     ]
+    plans = [
+        draw(scorings(plan, tokens, budget)) if draw(st.integers(0, 2)) == 0 else plan
+        for plan in plans
+    ]
     need = max(blocks_for(len(p.prompt) + p.max_tokens, block_size) for p in plans)
     return World(
         plans,
         block_size=block_size,
         num_blocks=1 + need + draw(st.integers(0, 3)),
         max_num_seqs=draw(st.integers(2, 6)),
-        budget=draw(st.integers(1, 12)),
+        budget=budget,
         has_prefix_cache=has_prefix_cache,
         overlaps=draw(st.booleans()),
         window=draw(st.integers(1, 6)) if has_window else 0,

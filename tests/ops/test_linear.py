@@ -5,11 +5,22 @@ import pytest
 import torch
 
 from tests.gguf_files import quantised
+from tiercel import quant
 from tiercel.errors import ArgumentError
 from tiercel.kernels import int4_planes
 from tiercel.kernels import linear as kernel
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.linear import WIDE_ROWS, WIDE_SLICE, linear, prepare_linear, select_form
+from tiercel.ops.linear import (
+    MOST_PACKED_ROWS,
+    WIDE_ROWS,
+    WIDE_SLICE,
+    LinearWeight,
+    linear,
+    prepare_linear,
+    resting_bytes,
+    select_form,
+)
+from tiercel.ops.q4k_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
 from tiercel.quant import Layout, QuantTensor, QuantType
 from tiercel.reference import linear as oracle
 
@@ -167,6 +178,64 @@ def test_mixed_parts_lie_end_to_end(dtype, device):
         assert relative_error(piece, alone.double()) < (3e-3 if dtype == torch.bfloat16 else 2e-6)
 
 
+@pytest.mark.parametrize("has_copy", [True, False])
+@pytest.mark.parametrize("rows", [1, MAX_TOKENS, MAX_TOKENS + 1, MOST_PACKED_ROWS + 1])
+def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
+    """Few rows go through the packed weights, many through the copy or weights decoded on the way.
+
+    Without a GPU the forms are put together by hand: a CPU would keep others.
+    """
+    parts = [make_weight("Q4_K", 40, 512, 1), make_weight("Q8_0", 24, 512, 2)]
+    parts.append(make_weight("Q6_K", 17, 512, 3))
+    if device.type == "cuda":
+        weight = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
+    else:
+        dense = decoded(parts).half()
+        first, last = (prepare_q4k(part, Layout.SOA) for part in (parts[0], parts[2]))
+        segments = (first, dense[40:64], last)
+        weight = LinearWeight(segments, (81, 512), dense if has_copy else None)
+    x = (torch.randn(rows, 512) / 10).half()
+    is_packed = rows <= MAX_TOKENS or (rows <= MOST_PACKED_ROWS and not has_copy)
+    out = linear(x.to(device), weight)
+    results = {torch.float16: out}
+    if device.type == "cuda":  # PyTorch has no such product of 16-bit inputs on a CPU
+        results[torch.float32] = linear(x.to(device), weight, out_dtype=torch.float32)
+    for dtype, result in results.items():
+        assert result.dtype == dtype
+        for piece, part in zip(result.split((40, 24, 17), dim=1), parts, strict=True):
+            assert relative_error(piece, oracle.linear(x, decoded([part]))) < 2e-3
+    for at, segment in ((slice(0, 40), weight.segments[0]), (slice(64, 81), weight.segments[2])):
+        alone = q4k_matvec(x[:1].to(device), segment)
+        assert torch.equal(out[:1, at], alone) or not is_packed
+
+
+def test_bytes_at_rest():
+    """A K-quant of 100 x 512 on a GPU: its blocks, and 16-bit copies where they are kept."""
+    shape, file_bytes = (100, 512), 100 * 2 * 144
+    for copies, expected in ((True, file_bytes + 100 * 512 * 2), (False, file_bytes)):
+        found = resting_bytes(QuantType.Q4_K, shape, torch.float16, "cuda", dense_copies=copies)
+        assert found == expected
+        dense = resting_bytes(QuantType.Q4_K, shape, torch.bfloat16, "cuda", dense_copies=copies)
+        assert dense == 100 * 512 * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_layouts_multiply_alike(rows, device, monkeypatch):
+    """TIERCEL_Q4K_SOA and TIERCEL_PDL change no bit of a result."""
+    parts = [make_weight("Q4_K", 100, 768, 1), make_weight("Q6_K", 50, 768, 2)]
+    x = torch.randn(rows, 768).half().to(device)
+    results = []
+    for soa, pdl in (("1", "1"), ("0", "1"), ("1", "0")):
+        monkeypatch.setenv("TIERCEL_Q4K_SOA", soa)
+        monkeypatch.setenv("TIERCEL_PDL", pdl)
+        weight = prepare_linear(parts, torch.float16, device, dense_copies=False)
+        assert weight.segments[0].tensor.layout is (Layout.SOA if soa == "1" else Layout.FILE)
+        results.append(linear(x, weight))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
 @pytest.mark.parametrize("names", [("Q4_1", "Q4_0", "Q4_K"), ("Q8_0", "Q5_1", "Q5_K")])
 @pytest.mark.parametrize("sizes", [(16, 80, 48), (192, 16, 64), (4096, 48, 16)])
 def test_packed_parts_join_at_any_row(names, sizes):
@@ -241,7 +310,9 @@ def test_form_of_every_type():
     for qtype in QuantType:
         for out_features in (1, 16, 24, 576):
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                assert select_form(qtype.name, out_features, dtype, "cuda") == "dense"
+                packs = dtype == torch.float16 and qtype in quant.PLANES
+                form = select_form(qtype.name, out_features, dtype, "cuda")
+                assert form == ("q4k" if packs else "dense")
                 form = select_form(qtype.name, out_features, dtype, "cpu")
                 if dtype == torch.bfloat16 and out_features % 16 == 0 and qtype.name in PACKED:
                     assert form == f"planes{int4_planes.PLANES[qtype.name]}"

@@ -12,6 +12,7 @@ tokenizer is the one of tests/data/gguf/llama-tiny.gguf with a chat template add
 
 import asyncio
 import contextlib
+import struct
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,7 @@ from tiercel.text.template_client import TemplateWorkers
 
 MODEL_FILE = Path(__file__).parents[1] / "data/gguf/llama-tiny.gguf"
 NAME = "tiny"
+SCORED = TokenUpdate((), (), "length", None)
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] "
     "{{ message['content'] }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
@@ -116,6 +118,17 @@ class FakeClient:
 
         self.script = script
 
+    @staticmethod
+    def values_of(request):
+        """Of a request to score: minus the wanted token's id and a 16th of the tokens before."""
+        task = request.score
+        values = []
+        for number, item in enumerate(task.items or ((),)):
+            length = (len(request.prompt_token_ids) + len(item)) / 16
+            for read in task.reads[number % len(task.reads)]:
+                values += [-token_id - length for token_id in read.token_ids]
+        return struct.pack(f"<{len(values)}f", *values)
+
     @property
     def num_running(self):
         return len(self._streams)
@@ -152,6 +165,8 @@ class FakeClient:
         self.submitted.append(request)
         stream = TokenStream(request, perf_counter())
         stream.enter(perf_counter(), 0)
+        if request.score is not None:
+            stream.set_scores(self.values_of(request))
         self._streams[id(request)] = stream
         self._tasks[id(request)] = asyncio.create_task(self._play(request, stream))
         return stream
@@ -183,7 +198,8 @@ class FakeClient:
             stream.push(error or EngineDeadError("the engine ended under this request."))
 
     async def _play(self, request, stream):
-        for step in self.script(request):
+        steps = [SCORED] if request.score is not None else self.script(request)
+        for step in steps:
             if isinstance(step, int | float):
                 await asyncio.sleep(step)
                 continue

@@ -12,11 +12,14 @@ from tiercel.serve.anthropic_types import MessagesRequest
 from tiercel.serve.embeddings import EmbeddingRequest
 from tiercel.serve.openai_chat import ChatRequest
 from tiercel.serve.openai_completions import CompletionRequest
+from tiercel.serve.rerank import RerankRequest
 from tiercel.serve.responses_types import ResponsesRequest
+from tiercel.serve.score import ScoreRequest
 
 PAGE = (Path(__file__).parents[2] / "docs/http_api.md").read_text()
 EXAMPLES = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 TYPES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, EmbeddingRequest)
+TYPES += (ScoreRequest, RerankRequest)
 UNMENTIONED = {
     # taken because other clients send them; neither change an answer nor are worth a line
     "prompt_cache_retention", "inference_geo", "speed", "cache_control",

@@ -30,6 +30,7 @@ from tiercel.cli.help import CompactFormatter
 from tiercel.cli.inspect import inspect_model
 from tiercel.cli.options import CommonOptions
 from tiercel.cli.pull import pull
+from tiercel.cli.score import score
 from tiercel.cli.serve import serve
 from tiercel.cli.settings import read_config
 from tiercel.cli.terminal import (
@@ -50,6 +51,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "generate": generate,
     "chat": chat,
     "serve": serve,
+    "score": score,
     "inspect": inspect_model,
     "pull": pull,
     "bench serve": bench_serve,
@@ -72,6 +74,10 @@ _EXAMPLES = {
         'tiercel chat model.gguf --system "Answer in one sentence." --save talk.json',
     ),
     "serve": ("tiercel serve", "tiercel serve model.gguf --port 0 --api-key-file keys.txt"),
+    "score": (
+        'tiercel score --query "Is this a fruit? " --items words.txt --labels " Yes, No"',
+        "tiercel score --file lists.jsonl --labels Yes,No --normalize labels > scores.jsonl",
+    ),
     "inspect": ("tiercel inspect model.gguf", "tiercel inspect model.gguf --verify --json"),
     "pull": (
         "tiercel pull owner/name:Q4_K_M",

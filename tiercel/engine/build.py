@@ -22,6 +22,7 @@ from tiercel.engine.faults import Faults
 from tiercel.engine.inputs import InputProcessor
 from tiercel.engine.matchers import Matchers
 from tiercel.engine.messages import EngineInfo, LoadOptions, plain_text
+from tiercel.engine.score_inputs import ScoreInputs
 from tiercel.engine.tokenizer_parcel import pack_tokenizer
 from tiercel.engine.warm_up import warm_up
 from tiercel.models.source import ModelSource, find_source
@@ -64,6 +65,16 @@ class LoadedModel:
             max_position=self.source.config.max_position,
             max_model_len=self.config.max_model_len,
             seed=self.config.seed,
+        )
+
+    def score_inputs(self, inputs: InputProcessor) -> ScoreInputs:
+        """What makes the requests of scoring for it."""
+        return ScoreInputs(
+            inputs,
+            self.tokenizer,
+            max_model_len=self.config.max_model_len,
+            max_step_tokens=self.config.max_num_batched_tokens,
+            max_num_seqs=self.config.max_num_seqs,
         )
 
 

@@ -33,6 +33,7 @@ from tiercel.engine.messages import (
     PromptLogprobs,
     Ready,
     Refused,
+    Scores,
     Stats,
     Stop,
     encode,
@@ -259,18 +260,20 @@ class EngineClient:
             self.stats = message.stats
             if self.on_stats is not None:
                 self.on_stats(message.stats)
-        elif isinstance(message, PromptLogprobs | Embedding | Refused):
+        elif isinstance(message, PromptLogprobs | Embedding | Scores | Refused):
             if message.key in self._live:  # else it was aborted meanwhile
                 self._on_part(message)
         elif isinstance(message, Ready):
             self.info = message.info
 
-    def _on_part(self, message: PromptLogprobs | Embedding | Refused) -> None:
+    def _on_part(self, message: PromptLogprobs | Embedding | Scores | Refused) -> None:
         stream = self._live[message.key]
         if isinstance(message, PromptLogprobs):
             stream.add_prompt_logprobs(message.entries)
         elif isinstance(message, Embedding):
             stream.set_embedding(message.embedding)
+        elif isinstance(message, Scores):
+            stream.set_scores(message.scores)
         else:
             self._remove(message.key).push(message.error.error())
 

@@ -34,7 +34,7 @@ class Counters:
                 self.prefix_queries += len(request.prompt_token_ids)
                 self.prefix_hits += request.num_cached
         num_prompt = sum(
-            len(update.request.prompt_token_ids) for update in result.updates if is_first(update)
+            update.request.num_input_tokens for update in result.updates if is_first(update)
         )
         num_generated = sum(len(update.new_token_ids) for update in result.updates)
         self.num_prompt_tokens += num_prompt

@@ -26,13 +26,15 @@ from tiercel.engine.rows import Rows
 from tiercel.engine.runner import Launch, ModelRunner
 from tiercel.engine.sampler import Sampler
 from tiercel.engine.scheduler import Scheduler, SchedulerOutput
-from tiercel.errors import OutOfMemoryError
-from tiercel.loader.mapped import TensorInfo
+from tiercel.errors import InvalidRequestError, OutOfMemoryError
 from tiercel.models import registry
 from tiercel.models.source import ModelSource
 from tiercel.models.weights import WeightReader
-from tiercel.ops.linear import select_form
+from tiercel.ops.linear import resting_bytes, select_form
 from tiercel.text.tokenizer import Tokenizer
+
+# Of a GPU's memory, what weights with dense copies of packed ones may take: the rest is cache.
+COPIES_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,15 @@ class Engine:
 
         Raises:
             OutOfMemoryError: it could never fit the cache.
+            InvalidRequestError: an item to score could never fit a step.
         """
+        longest = max(map(len, request.score.items), default=0) if request.score else 0
+        if longest > self.config.max_num_batched_tokens:
+            raise InvalidRequestError(
+                f"an item has {longest} tokens but a step holds "
+                f"{self.config.max_num_batched_tokens}.",
+                hint="Put it into a prompt of its own.",
+            )
         limit = self.scheduler.cache.capacity
         needed = len(request.prompt_token_ids) + request.max_tokens
         if needed > limit:
@@ -167,17 +177,30 @@ class Engine:
         sampled = self.runner.collect(launch)
         self._pending.popleft()
         parts = [part for part in plan.scheduled if part.samples]
+        scored = [part for part in plan.scheduled if part.has_scores]
         pairs = zip(parts, sampled.problems, strict=True)
         unsound = {part.row for part, problem in pairs if problem is not None}
-        alive = {part.row for part in parts if part.request.status is Status.RUNNING}
+        alive = {p.row for p in plan.scheduled if p.request.status is Status.RUNNING}
         for part in plan.scheduled:
             self.scheduler.commit(part, is_sound=part.row not in unsound)
         results = zip(parts, sampled.token_ids, sampled.problems, sampled.logprobs, strict=True)
-        return [
+        updates = [
             self._apply(part.request, token_id, problem, logprobs)
             for part, token_id, problem, logprobs in results
             if part.row in alive  # else it ended while this step ran
         ]
+        ended = (self._end_scoring(part.request) for part in scored if part.row in alive)
+        return updates + [update for update in ended if update is not None]
+
+    def _end_scoring(self, request: Request) -> RequestUpdate | None:
+        """End a request whose last values are in, or of which one is no number."""
+        if request.is_unsound:
+            self.scheduler.finish(request, "error", "nonfinite_logits")
+        elif request.num_items_done == request.num_items:
+            self.scheduler.finish(request, "length")
+        else:
+            return None
+        return RequestUpdate(request, ())
 
     def _apply(
         self, request: Request, token_id: int, problem: str | None, logprobs: TokenLogprobs | None
@@ -214,14 +237,14 @@ def _prompt_problem(request: Request) -> str | None:
     return "nonfinite_logits"
 
 
-def weight_bytes(source: ModelSource, dtype: torch.dtype, device: torch.device) -> int:
+def weight_bytes(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, *, dense_copies: bool
+) -> int:
     """What the weights take on a device, in the forms that `prepare_linear` gives them."""
-
-    def tensor_bytes(info: TensorInfo) -> int:
-        form = select_form(info.qtype.name, info.shape[0], dtype, device.type)
-        return info.nbytes if form != "dense" else info.shape[0] * info.shape[1] * dtype.itemsize
-
-    return sum(tensor_bytes(info) for info in source.tensors.values())
+    return sum(
+        resting_bytes(info.qtype, info.shape, dtype, device.type, dense_copies=dense_copies)
+        for info in source.tensors.values()
+    )
 
 
 def packed_share(source: ModelSource) -> float:
@@ -255,11 +278,17 @@ def build_engine(
     """
     device = config.device
     budget = MemoryBudget(device, config.gpu_memory_utilization)
-    budget.check_weights(weight_bytes(source, config.dtype, device))
+    with_copies = weight_bytes(source, config.dtype, device, dense_copies=True)
+    dense_copies = with_copies <= COPIES_SHARE * budget.left()
+    if not dense_copies:
+        budget.check_weights(weight_bytes(source, config.dtype, device, dense_copies=False))
     load = None if progress is None else partial(progress, "Loading")
     try:
         model = registry.model_class(source.family)(
-            source.config, WeightReader(source, device, load), config.dtype, config.max_model_len
+            source.config,
+            WeightReader(source, device, load, dense_copies=dense_copies),
+            config.dtype,
+            config.max_model_len,
         )
         groups = group_specs(model.cache_specs())
         max_blocks = -(-config.max_model_len // config.block_size)

@@ -9,6 +9,7 @@ from typing import Any
 
 from tiercel.engine.grammar import GrammarSpec, compile_spec
 from tiercel.engine.request import Request
+from tiercel.engine.score import ScoreTask
 from tiercel.errors import (
     ArgumentError,
     ContextLengthError,
@@ -161,6 +162,24 @@ class InputProcessor:
             max_tokens=max_tokens,
             wants_logits=wants_logits,
             grammar=grammar,
+        )
+
+    def score_request(self, ids: list[int], task: ScoreTask) -> Request:
+        """Make a request that scores items behind a prompt, or the prompt's own end.
+
+        Args:
+            ids: the prompt; may be empty if there are items.
+            task: its items fit the context behind the prompt.
+        """
+        return Request(
+            request_id=f"request-{next(self._ids)}",
+            prompt_token_ids=ids,
+            params=SamplingParams(),
+            seed=0,
+            stream=0,
+            stop_ids=frozenset(),
+            max_tokens=0,
+            score=task,
         )
 
     def _grammar(self, outputs: StructuredOutputs | None) -> GrammarSpec | None:

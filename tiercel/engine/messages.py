@@ -5,7 +5,7 @@ MessagePack array whose first item is its number (`tag`), then its fields in the
 
     to the engine     1 Start   2 NewRequest   3 Abort   4 Stop
     from the engine  16 Progress  17 Ready  18 Outputs  19 PromptLogprobs  20 Refused  21 Stats
-                     22 Log  23 Failed  24 Embedding
+                     22 Log  23 Failed  24 Embedding  25 Scores
 
 `Start` is the first message and comes once. A request is named by its key, a number that its client
 counts up from 1; its id travels for the log alone. Closing the socket ends the engine.
@@ -21,6 +21,7 @@ import msgspec
 from tiercel import errors
 from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.request import Request, TokenLogprobs
+from tiercel.engine.score import ScoreTask
 from tiercel.errors import EngineDeadError, TiercelError
 from tiercel.params import SamplingParams
 
@@ -192,6 +193,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
     priority: int
     grammar: GrammarSpec | None
     pooling: str | None
+    score: ScoreTask | None
 
     @staticmethod
     def of(key: int, request: Request) -> NewRequest:
@@ -208,6 +210,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
             request.priority,
             request.grammar,
             request.pooling,
+            request.score,
         )
 
     def request(self) -> Request:
@@ -223,6 +226,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
             priority=self.priority,
             grammar=self.grammar,
             pooling=self.pooling,
+            score=self.score,
         )
 
 
@@ -300,6 +304,13 @@ class Embedding(msgspec.Struct, frozen=True, array_like=True, tag=24):
     embedding: bytes
 
 
+class Scores(msgspec.Struct, frozen=True, array_like=True, tag=25):
+    """The values of a request with `score`, before its only delta; see `Request.scores`."""
+
+    key: int
+    scores: bytes
+
+
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=20):
     """A request that the engine does not take."""
 
@@ -337,7 +348,16 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=23):
 
 ToEngine = Start | NewRequest | Abort | Stop
 FromEngine = (
-    Progress | Ready | Outputs | PromptLogprobs | Embedding | Refused | Stats | Log | Failed
+    Progress
+    | Ready
+    | Outputs
+    | PromptLogprobs
+    | Embedding
+    | Scores
+    | Refused
+    | Stats
+    | Log
+    | Failed
 )
 
 

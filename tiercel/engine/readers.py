@@ -104,6 +104,8 @@ class Readers:
                 listed.append(partial(reader.stream.add_prompt_logprobs, entries))
             if is_first(update) and update.request.embedding:
                 listed.append(partial(reader.stream.set_embedding, update.request.embedding))
+            if is_first(update) and update.request.scores:
+                listed.append(partial(reader.stream.set_scores, update.request.scores))
             listed.append(partial(reader.stream.push, token_update(update)))
             if update.request.finish_reason is not None:
                 self._forget(reader)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tiercel.cache.prefix import ROOT
 from tiercel.engine.grammar import GrammarSpec
+from tiercel.engine.score import ScoreTask
 from tiercel.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Request:
 
     Attributes:
         request_id: unique in the engine.
-        prompt_token_ids: never empty.
+        prompt_token_ids: never empty, but for a `score` with items.
         params: sampling parameters.
         stream: which of `n` answers this is; answer i draws from the random stream (seed, i).
         stop_ids: token ids that end it.
@@ -53,6 +54,7 @@ class Request:
         wants_logits: keep the logits of every prompt place in `prompt_logits`.
         priority: smaller goes first; equal ones in order of arrival.
         pooling: ``mean`` or ``last``: its hidden states become a vector; nothing is generated.
+        score: items behind its prompt, or places in it, to be scored; nothing is generated.
         grammar: what its answer must match; None: anything.
         matcher: follows its answer through `grammar`; made before the engine gets it.
         arrival: its place in the order of arrival.
@@ -60,6 +62,8 @@ class Request:
         block_ids: per cache group, the blocks it holds.
         num_computed: tokens in the cache or in a step under way.
         num_committed: tokens of steps whose results are in.
+        num_items_planned: items of `score` that were computed or are in a step under way.
+        num_items_done: of these, the ones whose results are in.
         num_in_flight: steps under way that it takes part in.
         num_sampling: of these, the ones that add a token.
         is_unsound: its logits were not finite, so its blocks are not worth keeping.
@@ -69,6 +73,7 @@ class Request:
         link: the prefix cache's link of its last kept block, and
         num_linked: how many of its blocks the chain up to there holds.
         embedding: with `pooling`: hidden_size float32, little-endian, not scaled.
+        scores: with `score`: its values, float32, little-endian, as far as they are in.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error``, once finished.
         stop_reason: the stop id or string, or what went wrong.
     """
@@ -84,12 +89,15 @@ class Request:
     priority: int = 0
     grammar: GrammarSpec | None = None
     pooling: str | None = None
+    score: ScoreTask | None = None
     matcher: GrammarMatcher | None = None
     status: Status = Status.WAITING
     arrival: int = -1
     row: int = -1
     num_computed: int = 0
     num_committed: int = 0
+    num_items_planned: int = 0
+    num_items_done: int = 0
     num_in_flight: int = 0
     num_sampling: int = 0
     is_unsound: bool = False
@@ -104,6 +112,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logits: list[Tensor] = field(default_factory=list)
     embedding: bytes = b""
+    scores: bytes = b""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -116,6 +125,17 @@ class Request:
     def bound(self) -> int:
         """Tokens once every step under way is done, unless one of them ends it."""
         return self.num_tokens + self.num_sampling
+
+    @property
+    def num_items(self) -> int:
+        """Items of `score`."""
+        return 0 if self.score is None else len(self.score.items)
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Tokens of the prompt and of all items."""
+        num_items = 0 if self.score is None else self.score.num_tokens
+        return len(self.prompt_token_ids) + num_items
 
     @property
     def needs_last_token(self) -> bool:

@@ -20,13 +20,17 @@ from tiercel.engine.config import EngineConfig
 from tiercel.engine.copies import HostCopies
 from tiercel.engine.faults import Faults
 from tiercel.engine.graphs import LARGEST_BUCKET, DecodeSteps
+from tiercel.engine.packed_items import PackedStep, pack_items
 from tiercel.engine.prompt_reads import PromptPiece, read_prompt
 from tiercel.engine.request import Request
-from tiercel.engine.rows import Rows, to_device
+from tiercel.engine.rows import Rows, lists_to_device, to_device
 from tiercel.engine.sampler import DeviceSample, Sampled, Sampler, host_result
 from tiercel.engine.scheduler import ScheduledRow, SchedulerOutput
+from tiercel.engine.score_reads import ScorePiece, read_scores
 from tiercel.models.decoder import Decoder
 from tiercel.ops.prepare_step import prepare_step
+
+Piece = PromptPiece | ScorePiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Launch:
 
     sampling: tuple[Request, ...]
     sample: DeviceSample | None
-    pieces: tuple[PromptPiece, ...]
+    pieces: tuple[Piece, ...]
     copies: HostCopies
 
 
@@ -65,7 +69,7 @@ class ModelRunner:
         self._write_rows(plan)
         parts = plan.scheduled
         sampling = tuple(part.request for part in parts if part.samples)
-        pieces: list[PromptPiece] = []
+        pieces: list[Piece] = []
         if all(_is_decode(part) for part in parts):
             lengths = [part.start + 1 for part in parts]
             rows, logits = self.decode_steps([part.row for part in parts], lengths)
@@ -93,10 +97,9 @@ class ModelRunner:
 
         query_lens: new tokens of each.
         """
-        scratch = self.rows.scratch
-        count, ends = len(query_lens), np.cumsum([0, *query_lens])
-        host = np.array([*[scratch] * count, *ends, *(ends[1:] - 1)], np.int32)
-        rows, starts, drawn = to_device(host, self.config.device).split((count, count + 1, count))
+        ends = np.cumsum([0, *query_lens])
+        scratch = [self.rows.scratch] * len(query_lens)
+        rows, starts, drawn = lists_to_device((scratch, ends, ends[1:] - 1), self.config.device)
         batch = self._batch(query_lens, query_lens, rows, starts, drawn)
         logits = self.model.logits(self.model.forward(batch), batch.logits_rows)
         self.sampler(logits, (), rows)
@@ -151,24 +154,27 @@ class ModelRunner:
                 plane.index_fill_(0, ids, 0)
 
     def _run_mixed(
-        self, parts: Sequence[ScheduledRow], pieces: list[PromptPiece]
+        self, parts: Sequence[ScheduledRow], pieces: list[Piece]
     ) -> tuple[Tensor, Tensor]:
         """Run chunks and single tokens together; rows and logits of those that sample."""
-        lengths = [part.num_query for part in parts]
+        lengths = [part.num_tokens for part in parts]
         ends = np.cumsum([0, *lengths])
         rows = [part.row for part in parts]
         drawn = [i for i, part in enumerate(parts) if part.samples]
         lines = [ends[i + 1] - 1 for i in drawn]
-        host = np.array([*rows, *ends, *lines, *(rows[i] for i in drawn)], np.int32)
-        sizes = (len(parts), len(parts) + 1, len(drawn), len(drawn))
-        pieces_of = to_device(host, self.config.device).split(sizes)
-        context_lens = [part.start + part.num_query for part in parts]
-        batch = self._batch(lengths, context_lens, *pieces_of[:3])
+        there, starts, lines_there, drawn_there = lists_to_device(
+            (rows, ends, lines, [rows[i] for i in drawn]), self.config.device
+        )
+        context_lens = [part.start + part.num_tokens for part in parts]
+        packed = pack_items(parts) if any(part.items for part in parts) else None
+        batch = self._batch(lengths, context_lens, there, starts, lines_there, packed)
         hidden = self.model.forward(batch)
         for part, place in zip(parts, ends[:-1].tolist(), strict=True):
             if part.request.reads_prompt:
                 pieces += read_prompt(self.model, part, hidden, place)
-        return pieces_of[3], self.model.logits(hidden, batch.logits_rows)
+            if part.has_scores:
+                pieces += read_scores(self.model, part, hidden, place, self.sampler.is_banned)
+        return drawn_there, self.model.logits(hidden, batch.logits_rows)
 
     def _batch(
         self,
@@ -177,17 +183,20 @@ class ModelRunner:
         rows: Tensor,
         starts: Tensor,
         logits_rows: Tensor,
+        packed: PackedStep | None = None,
     ) -> Batch:
-        state = self.rows
+        state, device = self.rows, self.config.device
         inputs = prepare_step(
             state.token_ids,
             state.num_computed,
             state.block_tables,
             rows,
-            starts,
-            sum(query_lens),
+            starts if packed is None else to_device(packed.cached_starts, device),
+            sum(query_lens) if packed is None else int(packed.cached_starts[-1]),
             self.config.block_size,
         )
+        if packed is not None:
+            inputs = packed.merged(inputs)
         return Batch(
             input_ids=inputs.input_ids,
             positions=inputs.positions,
@@ -203,13 +212,14 @@ class ModelRunner:
             num_reqs=len(query_lens),
             max_query_len=max(query_lens),
             max_seq_len=max(context_lens),
+            items=None if packed is None else packed.items,
         )
 
     def _bring_home(
         self,
         sampling: tuple[Request, ...],
         sample: DeviceSample | None,
-        pieces: Sequence[PromptPiece],
+        pieces: Sequence[Piece],
     ) -> Launch:
         copies = HostCopies(self._copy_stream)
         if sample is not None:

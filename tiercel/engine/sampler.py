@@ -128,7 +128,11 @@ class _Edits:
 
 
 class Sampler:
-    """Samples rows of logits and appends the tokens to their rows."""
+    """Samples rows of logits and appends the tokens to their rows.
+
+    Attributes:
+        is_banned: (vocab_size,) uint8, 1 for padding of the vocabulary.
+    """
 
     def __init__(
         self,
@@ -147,8 +151,8 @@ class Sampler:
         """
         self._rows = rows
         self._vocab_size = vocab_size
-        self._is_banned = torch.zeros(vocab_size, dtype=torch.uint8, device=rows.device)
-        self._is_banned[list(banned_ids)] = 1
+        self.is_banned = torch.zeros(vocab_size, dtype=torch.uint8, device=rows.device)
+        self.is_banned[list(banned_ids)] = 1
         self._encode = encode
         self._edits: dict[int, _Edits] = {}  # by engine row
         self._penalties = Penalties(vocab_size, rows)
@@ -190,7 +194,7 @@ class Sampler:
             is_sound = logits.isfinite().all(dim=1).to(torch.uint8)
             self._process(logits, requests, rows)
         state = self._rows.sampling
-        token_ids, problems = sample_tokens(logits, rows, state, self._is_banned, is_sound)
+        token_ids, problems = sample_tokens(logits, rows, state, self.is_banned, is_sound)
         penalised = [i for i, r in enumerate(requests) if r.params.has_penalties]
         if penalised:
             lines = self._index(penalised)

@@ -13,6 +13,11 @@ Steps overlap: the next one is planned while one is under way. Rules that keep t
 - Only rows with nothing in flight are freed, reused or preempted. One that must give way first sits
   out a step.
 - A request that needs its last token on the host runs only with nothing in flight.
+
+A request to score has a prompt like any other. What its chunks leave of a step's budget goes to
+its items, as many whole ones as fit, from the step on that computes the end of the prompt. Items
+hold no blocks, and those whose results are in are never computed again, whatever happens to the
+request.
 """
 
 from __future__ import annotations
@@ -40,9 +45,11 @@ class ScheduledRow:
         request: whose.
         row: its engine row.
         start: first place that is computed.
-        num_query: new tokens, >= 1.
+        num_query: new tokens of prompt and output, >= 1 if there are no items.
         samples: the step reaches the last token, so it yields the next one.
         enters: the request got its engine row in this step.
+        items: which items of its `score` are computed behind them, and
+        num_item_tokens: their tokens.
     """
 
     request: Request
@@ -51,6 +58,22 @@ class ScheduledRow:
     num_query: int
     samples: bool
     enters: bool = False
+    items: range = range(0)
+    num_item_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens, of items too."""
+        return self.num_query + self.num_item_tokens
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether the step yields values of the request's `score`."""
+        request = self.request
+        if request.score is None:
+            return False
+        is_read = self.start + self.num_query == len(request.prompt_token_ids)
+        return bool(self.items) or (is_read and not request.num_items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +95,16 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         """New tokens of the step."""
-        return sum(row.num_query for row in self.scheduled)
+        return sum(row.num_tokens for row in self.scheduled)
 
 
 def _turn(request: Request) -> tuple[int, int]:
     return request.priority, request.arrival
+
+
+def _is_chunk(request: Request) -> bool:
+    """Whether its next step may take more than one token."""
+    return request.score is not None or request.bound - request.num_computed > 1
 
 
 class Scheduler:
@@ -130,6 +158,7 @@ class Scheduler:
             request.num_in_flight += 1
             request.num_sampling += part.samples
             request.num_computed += part.num_query
+            request.num_items_planned += len(part.items)
         self._step_id += 1
         writes = [(row, write) for row, every in self._writes.items() for write in every]
         unsound = tuple(map(tuple, self._unsound_blocks))
@@ -142,6 +171,7 @@ class Scheduler:
         request.num_in_flight -= 1
         request.num_sampling -= part.samples
         request.num_committed = part.start + part.num_query
+        request.num_items_done += len(part.items)
         request.is_unsound |= not is_sound
         if request.status is Status.FINISHED:
             if request.num_in_flight == 0:
@@ -184,7 +214,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         sits_out: set[Request] = set()
         # Decode steps before prompt chunks: a long prompt must not stall the others.
-        for request in sorted(self.running, key=lambda r: r.bound - r.num_computed > 1):
+        for request in sorted(self.running, key=_is_chunk):
             if budget == 0:
                 break
             if request.status is not Status.RUNNING or request in sits_out:
@@ -192,12 +222,14 @@ class Scheduler:
             if not self._may_run(request):
                 continue
             part = self._plan(request, budget)
+            if not part.num_tokens:
+                continue  # its next item waits for a step with more room
             if self._reserve(request, part.start + part.num_query, planned, sits_out):
                 planned[request.row] = part
-                budget -= part.num_query
+                budget -= part.num_tokens
 
     def _plan_waiting(self, planned: dict[int, ScheduledRow]) -> None:
-        budget = self.max_num_batched_tokens - sum(part.num_query for part in planned.values())
+        budget = self.max_num_batched_tokens - sum(part.num_tokens for part in planned.values())
         index = 0
         while budget > 0 and index < len(self.waiting) and self._free_rows:
             request = self.waiting[index]
@@ -208,32 +240,51 @@ class Scheduler:
             if self._lead(request, match):
                 index += 1
                 continue
-            if not self._can_enter(request, match):
+            if not self._can_enter(request, match, budget):
                 break
             del self.waiting[index]
             self._enter(request, match)
             part = replace(self._plan(request, budget), enters=True)
             self._grow(request, part.start + part.num_query)
             planned[request.row] = part
-            budget -= part.num_query
+            budget -= part.num_tokens
 
     def _may_run(self, request: Request) -> bool:
         if request.num_in_flight and request.needs_last_token:
             return False
+        if request.score is not None:
+            has_items = request.num_items_planned < request.num_items
+            return has_items or request.num_computed < len(request.prompt_token_ids)
         sampled = len(request.output_token_ids) + request.num_sampling
         return not request.num_sampling or sampled < request.max_tokens
 
     def _plan(self, request: Request, budget: int) -> ScheduledRow:
         missing = request.bound - request.num_computed
         num_query = min(missing, budget)
-        return ScheduledRow(
+        part = ScheduledRow(
             request, request.row, request.num_computed, num_query, num_query == missing
         )
+        if request.score is None:
+            return part
+        first = stop = request.num_items_planned
+        left = most = budget - num_query
+        items = request.score.items  # nothing is left for them before the prompt's end
+        while stop < len(items) and len(items[stop]) <= left:
+            left -= len(items[stop])
+            stop += 1
+        return replace(part, samples=False, items=range(first, stop), num_item_tokens=most - left)
+
+    def _most_cached(self, request: Request) -> int:
+        """Tokens of a request that need not be computed if the cache holds them."""
+        if request.num_items:  # its last token is read by nobody
+            return request.num_tokens
+        return request.num_tokens - self.least_computed
 
     def _find_prefix(self, request: Request) -> PrefixMatch:
         if request.reads_prompt:
             return self.cache.find(())  # a prompt that is read must be computed
-        return self.cache.find(request.tokens(0, request.num_tokens - self.least_computed + 1))
+        # The last token is never looked up.
+        return self.cache.find([*request.tokens(0, self._most_cached(request)), -1])
 
     def _follows(self, request: Request) -> bool:
         """Whether the request still waits for another one to compute the start they share."""
@@ -253,7 +304,7 @@ class Scheduler:
         for other in self.running:
             if other.link != match.link or other.num_linked != match.num_blocks:
                 continue
-            most = min((request.num_tokens - self.least_computed) // size, other.num_tokens // size)
+            most = min(self._most_cached(request) // size, other.num_tokens // size)
             shared = match.num_blocks
             while shared < most and request.tokens(shared * size, (shared + 1) * size) == (
                 other.tokens(shared * size, (shared + 1) * size)
@@ -264,7 +315,13 @@ class Scheduler:
                 return True
         return False
 
-    def _can_enter(self, request: Request, match: PrefixMatch) -> bool:
+    def _can_enter(self, request: Request, match: PrefixMatch, budget: int) -> bool:
+        if request.score is not None and match.num_blocks * self.cache.block_size == (
+            request.num_tokens
+        ):
+            items = request.score.items
+            if len(items[request.num_items_planned]) > budget:
+                return False  # it would have nothing to do in this step
         # One whose prompt alone is asked for never needs more than that.
         most = len(request.prompt_token_ids) + request.max_tokens
         return self.cache.can_enter(min(request.num_tokens + 1, most), match)
@@ -278,7 +335,8 @@ class Scheduler:
         self._writes[request.row] = [
             BlockWrite(group, 0, ids) for group, ids in enumerate(match.block_ids) if ids
         ]
-        if not request.output_token_ids:  # later hits are its own blocks, after a preemption
+        has_begun = bool(request.output_token_ids) or request.num_items_done > 0
+        if not has_begun:  # later hits are its own blocks, after a preemption
             request.num_cached = request.num_computed
             self.prefix_queries += request.num_tokens
             self.prefix_hits += request.num_computed
@@ -331,6 +389,7 @@ class Scheduler:
         heapq.heappush(self._free_rows, request.row)
         request.block_ids, request.row = [], -1
         request.num_computed = request.num_committed = 0
+        request.num_items_planned = request.num_items_done
         request.link, request.num_linked = ROOT, 0
 
     def _keep(self, request: Request) -> None:

@@ -28,6 +28,7 @@ from tiercel.engine.messages import (
     Outputs,
     Ready,
     Refused,
+    Scores,
     Stats,
     Stop,
     ToEngine,
@@ -130,6 +131,8 @@ class EngineSession:
                 self._send(message)
             if update.request.embedding:
                 self._send(Embedding(key, update.request.embedding))
+            if update.request.scores:
+                self._send(Scores(key, update.request.scores))
         if update.request.finish_reason is not None:
             self._forget(key)
         now = token_update(update)

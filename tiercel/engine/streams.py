@@ -89,6 +89,10 @@ class TokenStream:
         """Take the vector of a request with `pooling`; it comes before the only update."""
         self.request.embedding = embedding
 
+    def set_scores(self, scores: bytes) -> None:
+        """Take the values of a request with `score`; they come before the only update."""
+        self.request.scores = scores
+
     def push(self, item: TokenUpdate | TiercelError) -> None:
         """Hand an update, or the error that ends the request, to the reader."""
         self._ready.append(item)

@@ -22,6 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tiercel.errors import ArgumentError
+
 if TYPE_CHECKING:
     from tiercel.kernels.multi_item_attention import MultiItemAttentionConfig
 
@@ -93,6 +95,59 @@ def make_tiles(
         at += query_len
     order = np.argsort(-np.concatenate(costs), kind="stable")
     return np.ascontiguousarray(np.concatenate(rows)[order].astype(np.int32))
+
+
+def read_positions(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    prefix_lens: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    longest: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int32]:
+    """From positions within items, as FlashInfer takes them, to where items begin.
+
+    Args:
+        query_lens: new tokens of each request.
+        context_lens: its length with them.
+        prefix_lens: (R,) P of each request.
+        positions: (R * stride,) of the tokens from P on: 1 to L within an item, 0 for a delimiter.
+        longest: (R,) the longest item of each request.
+
+    Returns:
+        (T,) int32 `item_start`.
+
+    Raises:
+        ArgumentError: a prefix or a position cannot be.
+    """
+    stride = len(positions) // max(1, len(query_lens))
+    starts = [np.zeros(0, np.int64)]
+    for request, (new, length) in enumerate(zip(query_lens, context_lens, strict=True)):
+        prefix = int(prefix_lens[request])
+        count = length - prefix
+        if not 0 <= count <= stride:
+            raise ArgumentError(
+                f"multi_item_attention: request {request} has a prefix of {prefix} and a length of "
+                f"{length} but token_pos_in_items_len={stride}.",
+                hint="The prefix lies within the length, and what follows it within one row.",
+            )
+        own = positions[request * stride :][:count]
+        _check_positions(own, int(longest[request]), request)
+        whole = np.concatenate((np.zeros(prefix, np.int64), np.arange(prefix, length) - own + 1))
+        starts.append(whole[length - new :])
+    return np.concatenate(starts).astype(np.int32)
+
+
+def _check_positions(own: npt.NDArray[np.int64], longest: int, request: int) -> None:
+    """Positions count up from a delimiter, or from 1."""
+    before = np.concatenate(([0], own[:-1]))
+    is_sound = (own <= 1) | (own == before + 1)
+    if not is_sound.all() or own.max(initial=0) > longest:
+        bad = int(np.argmax(~is_sound | (own > longest)))
+        raise ArgumentError(
+            f"multi_item_attention: token_pos_in_items of request {request} is {own[bad]} at "
+            f"{bad}, max_item_len {longest}.",
+            hint="Positions count 1, 2, .. within an item, up to max_item_len, with 0 between.",
+        )
 
 
 def make_plan(

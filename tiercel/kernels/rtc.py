@@ -39,6 +39,8 @@ _STATIC_SMEM_LIMIT = 48 << 10  # more dynamic shared memory than this must be as
 
 # Constants of the driver interface, cuda.h of CUDA 13.
 _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MAX_SMEM_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, _L2_PROMOTION_L2_256B
 
@@ -73,6 +75,33 @@ class Kernel:
     function: ctypes.c_void_p
     device: torch.device
     smem_bytes: int
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute with a value of one word."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_ubyte * 60),
+    )
+
+    def __init__(self, attribute: int, value: int) -> None:
+        super().__init__(attribute, 0, value)
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
 
 
 class TensorMap(ctypes.Structure):
@@ -222,6 +251,18 @@ def _check(code: int, what: str) -> None:
 
 
 @functools.cache
+def max_smem_bytes(device: torch.device) -> int:
+    """The most dynamic shared memory that a CTA may ask for."""
+    value = ctypes.c_int()
+    with torch.cuda.device(device):
+        code = _driver().cuDeviceGetAttribute(
+            ctypes.byref(value), _MAX_SMEM_OPTIN, torch.cuda.current_device()
+        )
+    _check(code, "asking for the size of shared memory")
+    return value.value
+
+
+@functools.cache
 def load_kernel(source: KernelSource, device: torch.device, smem_bytes: int = 0) -> Kernel:
     """Load the entry point named like its source; once per process, device and size.
 
@@ -249,7 +290,15 @@ def load_kernel(source: KernelSource, device: torch.device, smem_bytes: int = 0)
     return Kernel(name, function, device, smem_bytes)
 
 
-def launch(kernel: Kernel, grid: int, threads: int, arguments: Sequence[Any]) -> None:
+def launch(
+    kernel: Kernel,
+    grid: int,
+    threads: int,
+    arguments: Sequence[Any],
+    *,
+    grid_y: int = 1,
+    is_dependent: bool = False,
+) -> None:
     """Enqueue on PyTorch's current stream of the kernel's device; may be captured into a graph.
 
     Args:
@@ -257,6 +306,9 @@ def launch(kernel: Kernel, grid: int, threads: int, arguments: Sequence[Any]) ->
         grid: CTAs, > 0.
         threads: of a CTA.
         arguments: in the kernel's order, each of its parameter's width; the driver copies them.
+        grid_y: CTAs in the second direction.
+        is_dependent: the kernel may start before the one before it ends (Hopper and later): all its
+            threads wait (griddepcontrol.wait) before they touch what that one reads or writes.
 
     Raises:
         InternalError: the driver refuses the launch.
@@ -264,8 +316,16 @@ def launch(kernel: Kernel, grid: int, threads: int, arguments: Sequence[Any]) ->
     places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
     with torch.cuda.device(kernel.device):
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        sizes = (grid, 1, 1, threads, 1, 1, kernel.smem_bytes)
-        code = _driver().cuLaunchKernel(kernel.function, *sizes, stream, places, None)
+        attribute = _LaunchAttribute(_PROGRAMMATIC_SERIALIZATION, 1)
+        config = _LaunchConfig(
+            (grid, grid_y, 1),
+            (threads, 1, 1),
+            kernel.smem_bytes,
+            stream,
+            ctypes.pointer(attribute),
+            int(is_dependent),
+        )
+        code = _driver().cuLaunchKernelEx(ctypes.byref(config), kernel.function, places, None)
     _check(code, f"{kernel.name}: launching {grid} x {threads} threads")
 
 

@@ -4,6 +4,7 @@ Order matters: q and k are normed per head (if the model does), then rotated, th
 their cache slots, then every new token attends over the cache. So a chunk's own keys are read back
 from the cache, whole prompts, chunks and single tokens alike. Two ops read it: one for up to 16
 new tokens a request, whose cost is reading the cache, and one for more, whose cost is multiplying.
+Items to score take the second one, which reads their own keys from this step's projections.
 """
 
 from __future__ import annotations
@@ -70,14 +71,17 @@ class Attention:
 
     def plan(self, batch: Batch) -> MultiItemAttentionPlan | None:
         """Tiles of a step with long queries, the same for all layers of this shape; or None."""
-        if batch.max_query_len <= MAX_DECODE_QUERIES:
+        if _is_short(batch):
             return None
+        items = batch.items
         return plan_multi_item_attention(
             batch.query_lens,
             batch.context_lens,
             num_heads=self.shape.num_heads,
             k_cache=self.k_cache,
             window=self.shape.window,
+            prefix_len=None if items is None else items.prefix_len,
+            item_start=None if items is None else items.item_start,
         )
 
     def __call__(self, x: Tensor, batch: Batch, plan: MultiItemAttentionPlan | None) -> Tensor:
@@ -95,14 +99,17 @@ class Attention:
             rotated = rotary_(heads[:, :rotating], batch.positions, self.rope_table)
             q, k = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
         kv_write(k, v, self.k_cache, self.v_cache, batch.slot_mapping[self.group])
-        return self.output(self._attend(q, batch, plan))
+        return self.output(self._attend(q, k, v, batch, plan))
 
-    def _attend(self, q: Tensor, batch: Batch, plan: MultiItemAttentionPlan | None) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, plan: MultiItemAttentionPlan | None
+    ) -> Tensor:
         shape, caches = self.shape, (self.k_cache, self.v_cache)
-        if batch.max_query_len <= MAX_DECODE_QUERIES:
+        if _is_short(batch):
             return paged_attention(
                 q, *caches, batch, shape.scale, group=self.group, window=shape.window
             )
+        items = batch.items
         tables = batch.block_tables[self.group].index_select(0, batch.rows)
         return multi_item_attention(
             q,
@@ -112,5 +119,14 @@ class Attention:
             batch.context_lens,
             shape.scale,
             window=shape.window,
+            prefix_len=None if items is None else items.prefix_len,
+            item_start=None if items is None else items.item_start,
+            k_new=None if items is None else k,
+            v_new=None if items is None else v,
             plan=plan,
         )
+
+
+def _is_short(batch: Batch) -> bool:
+    """Whether every request has few new tokens and no items."""
+    return batch.items is None and batch.max_query_len <= MAX_DECODE_QUERIES

@@ -30,7 +30,7 @@ from tiercel.layers.norm import RMSNorm
 from tiercel.models.config import ModelConfig
 from tiercel.models.rope import rope_table
 from tiercel.models.weights import WeightReader
-from tiercel.ops.linear import prepare_linear
+from tiercel.ops.linear import linear, pick_rows, prepare_linear
 from tiercel.ops.rms_norm import rms_norm
 
 if TYPE_CHECKING:
@@ -77,7 +77,13 @@ class Decoder:
         self.layers = [builder.layer(i) for i in range(config.num_layers)]
         self.norm = builder.norm("norm")
         head = "head.weight" if weights.has("head.weight") else "embed.weight"
-        wide = prepare_linear([weights.file_tensor(head)], dtype, weights.device, wide=True)
+        wide = prepare_linear(
+            [weights.file_tensor(head)],
+            dtype,
+            weights.device,
+            wide=True,
+            dense_copies=weights.dense_copies,
+        )
         self.head = Linear(wide, out_dtype=torch.float32)
 
     def cache_specs(self) -> list[KVCacheSpec]:
@@ -128,7 +134,26 @@ class Decoder:
         Returns:
             (L, vocab_size) float32.
         """
-        logits = self.head(self.norm(hidden.index_select(0, rows)))
+        return self._capped(self.head(self.norm(hidden.index_select(0, rows))))
+
+    def token_logits(self, hidden: Tensor, rows: Tensor, token_ids: Tensor) -> Tensor:
+        """Logits of some tokens alone: their rows of the head are multiplied, the others not read.
+
+        Args:
+            hidden: (T, hidden) from `forward`.
+            rows: (L,) int32 token places.
+            token_ids: (K,) int64.
+
+        Returns:
+            (L, K) float32.
+        """
+        picked = pick_rows(self.head.weight, token_ids)
+        if picked is None:
+            return self.logits(hidden, rows).index_select(1, token_ids)
+        x = self.norm(hidden.index_select(0, rows))
+        return self._capped(linear(x, picked, out_dtype=torch.float32))
+
+    def _capped(self, logits: Tensor) -> Tensor:
         cap = self.config.logit_softcap
         return logits if cap == 0.0 else logits.div_(cap).tanh_().mul_(cap)
 
@@ -157,7 +182,12 @@ class _LayerBuilder:
     def linear(self, prefix: str, *parts: str) -> Linear:
         """One projection of parts that share their input, with biases if the file has them."""
         tensors = [self.weights.file_tensor(f"{prefix}.{part}.weight") for part in parts]
-        weight = prepare_linear(tensors, self.dtype, self.weights.device)
+        weight = prepare_linear(
+            tensors,
+            self.dtype,
+            self.weights.device,
+            dense_copies=self.weights.dense_copies,
+        )
         names = [f"{prefix}.{part}.bias" for part in parts]
         if not self.weights.has(names[0]):
             return Linear(weight)

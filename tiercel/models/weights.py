@@ -34,6 +34,8 @@ class WeightReader:
         source: ModelSource,
         device: torch.device,
         progress: Callable[[int, int], None] | None = None,
+        *,
+        dense_copies: bool = True,
     ) -> None:
         """Start reading.
 
@@ -41,8 +43,10 @@ class WeightReader:
             source: a checked file.
             device: where `stored`, `vector` and `norm_weight` put their results.
             progress: called with (bytes read, bytes in all).
+            dense_copies: for `prepare_linear`: whether there is memory for them.
         """
         self.source = source
+        self.dense_copies = dense_copies
         self.device = device
         self._progress = progress
         self._read_bytes = 0

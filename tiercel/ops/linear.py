@@ -1,8 +1,9 @@
 """x @ W^T with W prepared once for its device: which form it rests in, which kernel reads it.
 
-On a CPU in bfloat16 a quantised matrix stays packed (`kernels/int4_planes.py`); everything else
-rests dense in the dtype of the activations. Matrices that share an input are prepared together and
-multiplied in one call where their forms agree.
+On a CPU in bfloat16 a quantised matrix stays packed (`kernels/int4_planes.py`). On a GPU in float16
+K-quants stay packed for up to 16 rows (`ops/q4k_matvec.py`), beside a dense copy for more rows
+where there is memory for one. Everything else rests dense in the dtype of the activations. Matrices
+that share an input are prepared together and multiplied in one call where their forms agree.
 """
 
 from __future__ import annotations
@@ -14,16 +15,21 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from tiercel.env import has_dependent_launch, has_q4k_soa
 from tiercel.errors import ArgumentError
 from tiercel.kernels import int4_planes
 from tiercel.kernels.int4_planes import Int4Planes
 from tiercel.ops.dequantize import dequantize
-from tiercel.quant import QuantTensor
+from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
+from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
 
 # From here on a float32 product of float16 weights is faster widened in slices than as rows of dot
 # products: 42 against 143 GFLOP/s (2 cores, torch 2.13), equal at 3 rows.
 WIDE_ROWS = 4
 EXACT_ROWS = 4  # rows of a product from which on a CPU treats each alike (float32)
+# Rows up to which packed K-quants go 16 at a time where there is no dense copy. Qwen3-8B's gate and
+# up at 64 rows: 97 us, 125 for decoding and cuBLAS (H200, docs/notes/q4k.md).
+MOST_PACKED_ROWS = 64
 WIDE_SLICE = 8192  # output rows widened at once: 19 MB of float32 at 576 columns
 
 
@@ -32,29 +38,57 @@ class LinearWeight:
     """A matrix (out_features, in_features), ready to multiply.
 
     Attributes:
-        segments: consecutive output rows, each dense (out, in) or packed planes.
+        segments: consecutive output rows, each dense (out, in), packed planes or K-quants.
         shape: (out_features, in_features) of all segments.
+        dense: (out_features, in_features) of all segments beside packed K-quants; None without.
     """
 
-    segments: tuple[Tensor | Int4Planes, ...]
+    segments: tuple[Tensor | Int4Planes | Q4kWeight, ...]
     shape: tuple[int, int]
+    dense: Tensor | None = None
 
 
 def select_form(qtype_name: str, out_features: int, dtype: torch.dtype, device_type: str) -> str:
-    """How a matrix rests: ``dense``, or ``planes1`` / ``planes2`` (4-bit planes of a CPU).
+    """How a matrix rests: ``dense``, ``planes1`` / ``planes2`` (CPU), or ``q4k`` (GPU, K-quants).
 
     Measured by benchmarks/linear.py against dense bfloat16: one row is 4 times as fast in one plane
     and twice in two, at a quarter to a half of the memory; 32 rows take 1.3 and 2.5 times as long
     (2 cores with AVX512, torch 2.13). Other activations than bfloat16 have no fast operator.
+
+    K-quants on a GPU, one row of 24576 x 4096: 15.4 us from Q4_K, 52 from dense float16; 16 rows 24
+    and 53 (H200, q4k_matvec_h200.json). The operands of its products are float16.
     """
+    if device_type == "cuda":
+        is_packed = dtype == torch.float16 and QuantType[qtype_name] in PLANES
+        return "q4k" if is_packed else "dense"
     packs = device_type == "cpu" and dtype == torch.bfloat16 and qtype_name in int4_planes.PLANES
     if not packs or out_features % int4_planes.ROW_MULTIPLE:
         return "dense"
     return f"planes{int4_planes.PLANES[qtype_name]}"
 
 
+def resting_bytes(
+    qtype: QuantType,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device_type: str,
+    *,
+    dense_copies: bool,
+) -> int:
+    """About what `prepare_linear` makes of a matrix (out_features, in_features)."""
+    form = select_form(qtype.name, shape[0], dtype, device_type)
+    packed = shape[0] * qtype.row_bytes(shape[1]) if form != "dense" else 0
+    is_dense = form == "dense" or (form == "q4k" and dense_copies)
+    return packed + (shape[0] * shape[1] * dtype.itemsize if is_dense else 0)
+
+
 def prepare_linear(
-    parts: Sequence[QuantTensor], dtype: torch.dtype, device: torch.device, *, wide: bool = False
+    parts: Sequence[QuantTensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    wide: bool = False,
+    dense_copies: bool = True,
 ) -> LinearWeight:
     """Bring matrices with a common input to the device and into the form that `linear` reads.
 
@@ -63,7 +97,8 @@ def prepare_linear(
         dtype: of the activations.
         device: where the weights rest.
         wide: for float32 results (`linear(..., out_dtype=torch.float32)`): the weights stay dense,
-            in float16 where the activations are 16 bits wide.
+            in float16 where the activations are 16 bits wide, or are packed K-quants.
+        dense_copies: whether packed K-quants keep a dense copy for products of many rows.
 
     Raises:
         ArgumentError: in_features differ.
@@ -80,7 +115,11 @@ def prepare_linear(
     def form(part: QuantTensor) -> str:
         return select_form(part.qtype.name, part.shape[0], dtype, device.type)
 
-    segments: list[Tensor | Int4Planes] = []
+    shape = (sum(part.shape[0] for part in parts), in_features)
+    if any(form(part) == "q4k" for part in parts):
+        out_dtype = torch.float32 if wide else dtype
+        return _prepare_packed(parts, dtype, out_dtype, device, dense_copies=dense_copies)
+    segments: list[Tensor | Int4Planes | Q4kWeight] = []
     for kind, members in groupby(parts, key=form):
         if kind == "dense":
             dense = [dequantize(part.to(device), dtype) for part in members]
@@ -88,7 +127,55 @@ def prepare_linear(
         else:
             pieces = [(part.qtype.name, part.planes["data"]) for part in members]
             segments.append(int4_planes.pack_planes(pieces))
-    return LinearWeight(tuple(segments), (sum(part.shape[0] for part in parts), in_features))
+    return LinearWeight(tuple(segments), shape)
+
+
+def _prepare_packed(
+    parts: Sequence[QuantTensor],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    dense_copies: bool,
+) -> LinearWeight:
+    """Parts on a GPU of which some are K-quants; the others are views of the dense copy, if any."""
+    shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+    layout = Layout.SOA if has_q4k_soa() else Layout.FILE
+    is_dependent = has_dependent_launch() and torch.cuda.get_device_capability(device) >= (9, 0)
+    moved = [part.to(device) for part in parts]
+    dense = torch.empty(shape, dtype=dtype, device=device) if dense_copies else None
+    segments: list[Tensor | Int4Planes | Q4kWeight] = []
+    row = 0
+    for qtype, members in groupby(moved, key=lambda part: part.qtype):
+        data = [part.planes["data"] for part in members]
+        joined = data[0] if len(data) == 1 else torch.cat(data)
+        whole = QuantTensor(qtype, Layout.FILE, (joined.shape[0], shape[1]), {"data": joined})
+        rows = slice(row, row + joined.shape[0])
+        row += joined.shape[0]
+        if qtype in PLANES:
+            segments.append(prepare_q4k(whole, layout, out_dtype, is_dependent=is_dependent))
+            if dense is not None:
+                dense[rows] = dequantize(whole, dtype)
+        elif dense is not None:
+            dense[rows] = dequantize(whole, dtype)
+            segments.append(dense[rows])
+        else:
+            segments.append(dequantize(whole, dtype))
+    return LinearWeight(tuple(segments), shape, dense)
+
+
+def pick_rows(weight: LinearWeight, rows: Tensor) -> LinearWeight | None:
+    """The matrix of some output rows, in their order; None where they rest packed alone.
+
+    Args:
+        weight: of any form.
+        rows: (K,) int64, on its device.
+    """
+    dense = weight.segments[0] if len(weight.segments) == 1 else None
+    dense = dense if weight.dense is None else weight.dense
+    if not isinstance(dense, Tensor):
+        return None
+    return LinearWeight((dense.index_select(0, rows),), (rows.shape[0], weight.shape[1]))
 
 
 def linear(
@@ -117,20 +204,42 @@ def linear(
             f"linear: x is {tuple(x.shape)} but the weight has {weight.shape[1]} columns.",
             hint=f"Pass (rows, {weight.shape[1]}).",
         )
-    pieces = [_multiply(x, segment, out_dtype or x.dtype) for segment in weight.segments]
-    out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+    out_dtype = out_dtype or x.dtype
+    if weight.dense is not None and x.shape[0] > MAX_TOKENS:
+        out = _multiply(x, weight.dense, out_dtype)
+    elif len(weight.segments) == 1:
+        out = _multiply(x, weight.segments[0], out_dtype)
+    else:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
+        row = 0
+        for segment in weight.segments:
+            rows = _num_rows(segment)
+            _multiply_into(x, segment, out[:, row : row + rows])
+            row += rows
     return out if bias is None else out.add_(bias)
 
 
-def _multiply(x: Tensor, segment: Tensor | Int4Planes, out_dtype: torch.dtype) -> Tensor:
+def _num_rows(segment: Tensor | Int4Planes | Q4kWeight) -> int:
+    return segment.tensor.shape[0] if isinstance(segment, Q4kWeight) else segment.shape[0]
+
+
+def _multiply_into(x: Tensor, segment: Tensor | Int4Planes | Q4kWeight, out: Tensor) -> None:
+    """Write a segment's columns of the result; K-quants go there without a copy."""
+    if isinstance(segment, Q4kWeight) and x.shape[0] <= MAX_TOKENS:
+        q4k_matvec(x, segment, out=out)
+    else:
+        out.copy_(_multiply(x, segment, out.dtype))
+
+
+def _multiply(
+    x: Tensor, segment: Tensor | Int4Planes | Q4kWeight, out_dtype: torch.dtype
+) -> Tensor:
     if isinstance(segment, Int4Planes):
         return int4_planes.int4_matmul(x, segment)
+    if isinstance(segment, Q4kWeight):
+        return _multiply_packed(x, segment, out_dtype)
     if x.is_cuda:
-        from tiercel.kernels.linear import launch_linear
-
-        out = torch.empty((x.shape[0], segment.shape[0]), dtype=out_dtype, device=x.device)
-        launch_linear(x, segment, out)
-        return out
+        return _multiply_dense(x, segment, out_dtype)
     if out_dtype == segment.dtype:
         return _multiply_rows(x, segment)
     if x.shape[0] < WIDE_ROWS:
@@ -138,6 +247,27 @@ def _multiply(x: Tensor, segment: Tensor | Int4Planes, out_dtype: torch.dtype) -
     wide_x = x.to(out_dtype)
     slices = segment.split(WIDE_SLICE)
     return torch.cat([wide_x @ piece.to(out_dtype).t() for piece in slices], dim=1)
+
+
+def _multiply_dense(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """X @ weight^T on a GPU."""
+    from tiercel.kernels.linear import launch_linear
+
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
+    launch_linear(x, weight, out)
+    return out
+
+
+def _multiply_packed(x: Tensor, weight: Q4kWeight, out_dtype: torch.dtype) -> Tensor:
+    """X @ weight^T on a GPU without a dense copy: 16 rows at a time, or decoded for this call."""
+    if x.shape[0] > MOST_PACKED_ROWS:
+        return _multiply_dense(x, dequantize(weight.tensor, x.dtype), out_dtype)
+    shape = (x.shape[0], weight.tensor.shape[0])
+    out = torch.empty(shape, dtype=out_dtype, device=x.device)
+    for first in range(0, x.shape[0], MAX_TOKENS):
+        rows = slice(first, first + MAX_TOKENS)
+        q4k_matvec(x[rows], weight, out=out[rows])
+    return out
 
 
 def _multiply_rows(x: Tensor, weight: Tensor) -> Tensor:

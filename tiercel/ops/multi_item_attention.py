@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
+from tiercel.kernels.attention_tiles import read_positions
 from tiercel.kernels.gathered_attention import attend_one, first_key, gather_cache
 
 if TYPE_CHECKING:
@@ -117,6 +118,82 @@ def plan_multi_item_attention(
     if not k_cache.is_cuda or not query_lens:
         return None
     return _make_plan(lengths, num_heads // k_cache.shape[2], k_cache, window)
+
+
+def multi_item_attention_packed(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    scale: float,
+    *,
+    prefix_len_ptr: Tensor,
+    token_pos_in_items_ptr: Tensor,
+    token_pos_in_items_len: int,
+    max_item_len_ptr: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    window: int = 0,
+) -> Tensor:
+    """The op under the four arguments of FlashInfer; they are read on the host.
+
+    Args:
+        q: as in the op, and so those that are not named here.
+        k_cache: as in the op.
+        v_cache: as in the op.
+        block_tables: as in the op.
+        query_lens: as in the op.
+        context_lens: as in the op.
+        scale: as in the op.
+        prefix_len_ptr: (R,) uint32, P of each request.
+        token_pos_in_items_ptr: (R * stride,) uint16: of the tokens from P on, 1 to L within an item
+            and 0 for a delimiter, which may be left out; what lies beyond a request's length is
+            not read.
+        token_pos_in_items_len: stride.
+        max_item_len_ptr: (R,) uint16, the longest item of each request. Only checked: tiles are
+            skipped exactly without it.
+        k_new: as in the op.
+        v_new: as in the op.
+        window: as in the op.
+
+    Raises:
+        ArgumentError: as in the op; or an argument does not fit, with its value.
+
+    Source: FlashInfer pull request 1015.
+    """
+    named = {
+        "prefix_len_ptr": (prefix_len_ptr, torch.uint32, len(query_lens)),
+        "token_pos_in_items_ptr": (
+            token_pos_in_items_ptr,
+            torch.uint16,
+            len(query_lens) * token_pos_in_items_len,
+        ),
+        "max_item_len_ptr": (max_item_len_ptr, torch.uint16, len(query_lens)),
+    }
+    for name, (tensor, dtype, count) in named.items():
+        if tensor.dtype != dtype or tensor.shape != (count,):
+            raise ArgumentError(
+                f"multi_item_attention: {name} is {tensor.dtype} {tuple(tensor.shape)}.",
+                hint=f"Pass {dtype} ({count},) for {len(query_lens)} requests.",
+            )
+    prefixes, places, longest = (x.cpu().numpy().astype(np.int64) for x, *_ in named.values())
+    starts = read_positions(query_lens, context_lens, prefixes, places, longest)
+    return multi_item_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        query_lens,
+        context_lens,
+        scale,
+        window=window,
+        prefix_len=prefixes.tolist(),
+        item_start=torch.from_numpy(starts),
+        k_new=k_new,
+        v_new=v_new,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,9 @@ from tiercel.serve import (
     openai_chat,
     openai_completions,
     openapi,
+    rerank,
     responses,
+    score,
     static_files,
     text_routes,
 )
@@ -56,6 +58,8 @@ _MODULES: Final = (
     responses,
     anthropic,
     embeddings,
+    score,
+    rerank,
 )
 _LOG: Final = logging.getLogger(__name__)
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")

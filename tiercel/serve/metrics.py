@@ -161,6 +161,10 @@ class Metrics:
         """A client left before its answer was complete."""
         self._server.disconnects.inc()
 
+    def count_score_items(self, count: int) -> None:
+        """Items were scored."""
+        self._server.score_items.inc(count)
+
     def count_unknown_fields(self, count: int) -> None:
         """A request had fields that its route does not know."""
         self._server.unknown_fields.inc(count)
@@ -288,7 +292,7 @@ class _RequestMetrics:
 
 
 class _LaterMetrics:
-    """Names of speculation and scoring: dashboards find them, at zero, while neither runs."""
+    """Names of what does not run yet: dashboards find them, at zero."""
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
         for name, text, labels in (
@@ -296,7 +300,6 @@ class _LaterMetrics:
             ("spec_decode_num_draft_tokens", "Tokens of drafts.", ()),
             ("spec_decode_num_accepted_tokens", "Of these, accepted ones.", ()),
             ("spec_decode_num_accepted_tokens_per_pos", "By place.", ("position",)),
-            ("score_items", "Scored items.", ()),
             ("score_tiles_skipped", "Tiles of attention that scoring skipped.", ()),
         ):
             Counter(f"{prefix}:{name}", text, labels, registry=registry)
@@ -309,6 +312,7 @@ class _ServerMetrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"{prefix}:{name}", text, labels, registry=registry)
 
+        self.score_items = counter("score_items", "Scored items.")
         self.rejected = counter("requests_rejected", "Refused requests.", ("reason",))
         self.disconnects = counter("client_disconnects", "Clients that left early.")
         self.unknown_fields = counter("unknown_fields", "Request fields that no route knows.")

@@ -1,0 +1,145 @@
+"""The index of first occurrences drafts what a search through the whole text drafts."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ngram_batches import POISON, grow_batch
+from tests.test_rtc import compile_here
+from tiercel.errors import ArgumentError
+from tiercel.kernels.ngram_index import EMPTY_SLOT, select_ngram_index
+from tiercel.kernels.ngram_launch import ngram_source
+from tiercel.ops.ngram_index import (
+    NgramTexts,
+    extend_ngram_index,
+    make_ngram_index,
+    ngram_index,
+)
+from tiercel.ops.ngram_match import make_ngram_workspace
+from tiercel.reference import ngram_index as oracle
+from tiercel.reference import ngram_match as search_oracle
+
+DTYPES = ((torch.int32, torch.int64), (torch.int64, torch.int64), (torch.int32, torch.int32))
+
+
+def follow(seed, device, extends=0.3, **sizes):
+    """Ask an index about growing texts and compare each answer; returns the tokens drafted."""
+    rng = np.random.default_rng(seed)
+    dtype, length_dtype = DTYPES[seed % 3]
+    workspace, index, drafted = make_ngram_workspace(2500, device), None, 0
+    for case, fresh in grow_batch(seed, **sizes):
+        tensors = case.tensors(device, dtype, length_dtype)
+        texts = NgramTexts(**tensors)
+        rows, room = texts.input_ids.shape
+        if index is None:
+            options = {name: getattr(case, name) for name in ("max_ngram_size", "min_ngram_size")}
+            index = make_ngram_index(rows, room + texts.token_ids_all.shape[1], device, **options)
+        for row in fresh:
+            index.clear(int(row))
+        if rng.random() < extends:
+            extend_ngram_index(index, texts, workspace=workspace)
+        options = {"threshold": case.threshold, "convention": case.convention}
+        results = ngram_index(index, texts, workspace=workspace, **options)
+        assert results[0] is texts.draft_tokens
+        assert results[1] is texts.seq_lens_this_time
+        case.check(tensors)
+        drafted += int((texts.draft_tokens != POISON).sum())
+    return drafted
+
+
+def test_growing_texts(device):
+    assert sum(follow(seed, device) for seed in range(40)) > 200
+    assert follow(3, device, max_rows=300) > 50
+
+
+@pytest.mark.slow
+def test_many_growing_texts(device):
+    for seed in range(1000, 9000):
+        follow(seed, device)
+    for seed in range(20):
+        follow(seed, device, max_rows=2500)
+        follow(seed, device, max_room=3000, max_rows=3)
+
+
+def test_oracles_agree():
+    """First occurrences in a dictionary against the search from left to right."""
+    rng, found = np.random.default_rng(0), 0
+    for _ in range(300):
+        least = int(rng.integers(1, 4))
+        limits = search_oracle.Limits(int(rng.integers(least, 5)), least, 0, "count")
+        index = oracle.FirstOccurrences(least, limits.max_ngram_size)
+        vocab = int(rng.integers(1, 5))
+        for token in rng.integers(0, vocab, rng.integers(0, 30)).tolist():
+            index.append(0, token)
+        for token in rng.integers(0, vocab, rng.integers(1, 30)).tolist():
+            index.append(1, token)
+            prompt, generated = index.texts
+            query = search_oracle.make_query(generated, len(generated), limits)
+            hit = search_oracle.search(prompt, generated, query, limits)
+            assert index.search(query) == hit
+            found += hit is not None
+    assert found > 1000
+
+
+def test_sizes_and_rows_are_checked(device):
+    for sizes, match in (((0, 1), "max_ngram_size=0"), ((2, 3), "min_ngram_size=3 is above")):
+        with pytest.raises(ArgumentError, match=match):
+            make_ngram_index(1, 8, device, max_ngram_size=sizes[0], min_ngram_size=sizes[1])
+    case, _ = next(grow_batch(0))
+    texts = NgramTexts(**case.tensors(device))
+    rows = texts.input_ids.shape[0]
+    index = make_ngram_index(rows + 1, 100, device)
+    with pytest.raises(ArgumentError, match=f"has {rows + 1} rows on .*texts have {rows} on"):
+        ngram_index(index, texts)
+    with pytest.raises(ArgumentError, match="convention='last' is unknown"):
+        ngram_index(make_ngram_index(rows, 100, device), texts, convention="last")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 1000, 1024, 1025])
+def test_a_table_is_at_most_half_full(tokens):
+    index = make_ngram_index(2, tokens, torch.device("cpu"), max_ngram_size=4, min_ngram_size=2)
+    rows, sizes, capacity = index.slots.shape
+    assert (rows, sizes) == (2, 3)
+    assert 2 * tokens <= capacity < 4 * tokens + 4
+    assert capacity & (capacity - 1) == 0
+    assert bool((index.slots == EMPTY_SLOT).all())
+
+
+@pytest.mark.parametrize("rows", [1, 256])
+@pytest.mark.parametrize("token_bytes", [4, 8])
+def test_kernel_compiles(token_bytes, rows, tmp_path):
+    source = ngram_source("ngram_index", select_ngram_index(rows), token_bytes, 4)
+    assert compile_here(source, tmp_path)
+
+
+@pytest.mark.gpu
+def test_graph_replays_while_texts_grow(device):
+    """One captured step: lengths grow in place, every replay drafts what a search would."""
+    cases = [case for case, _ in grow_batch(8, num_steps=60)]
+    tensors = cases[0].tensors(device, torch.int32)
+    texts, rows = NgramTexts(**tensors), cases[0].arrays["input_ids"].shape[0]
+    sizes = (cases[0].max_ngram_size, cases[0].min_ngram_size)
+    room = texts.input_ids.shape[1] + texts.token_ids_all.shape[1]
+    index = make_ngram_index(rows, room, device, max_ngram_size=sizes[0], min_ngram_size=sizes[1])
+    options = {
+        "workspace": make_ngram_workspace(rows, device),
+        "threshold": torch.zeros(1, dtype=torch.int32, device=device),
+        "convention": cases[0].convention,
+    }
+    ngram_index(index, texts, **options)
+    torch.cuda.set_sync_debug_mode("error")
+    ngram_index(index, texts, **options)
+    torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ngram_index(index, texts, **options)
+    for row in range(rows):
+        index.clear(row)
+    for case, fresh in grow_batch(8, num_steps=60):
+        for name, tensor in case.tensors(device, torch.int32).items():
+            tensors[name].copy_(tensor)
+        for row in fresh:
+            index.clear(int(row))
+        options["threshold"].fill_(case.threshold)
+        graph.replay()
+        case.check(tensors)

@@ -1,0 +1,112 @@
+"""Planes of K-quants: every byte at its place, and back again."""
+
+import numpy as np
+import pytest
+import torch
+
+from tiercel.errors import ArgumentError
+from tiercel.kernels import q4k_repack as kernel
+from tiercel.ops.q4k_repack import q4k_repack
+from tiercel.quant import PLANES, TILE_ROWS, Layout, QuantTensor, QuantType
+from tiercel.reference import q4k_repack as oracle
+
+TYPES = list(PLANES)
+# (rows, blocks): less than a tile, one tile, one row more and less, several.
+SHAPES = [(1, 1), (15, 3), (16, 2), (17, 1), (37, 5)]
+
+
+def make_weight(qtype, rows, blocks, device="cpu"):
+    """Random bytes, rows strided as in a cut of a wider matrix."""
+    wide = torch.randint(0, 256, (rows, (blocks + 1) * qtype.block_bytes), dtype=torch.uint8)
+    data = wide.to(device)[:, : blocks * qtype.block_bytes]
+    return QuantTensor(qtype, Layout.FILE, (rows, blocks * qtype.block_weights), {"data": data})
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
+@pytest.mark.parametrize(("rows", "blocks"), SHAPES)
+def test_planes_match_oracle(rows, blocks, qtype, device):
+    weight = make_weight(qtype, rows, blocks, device)
+    packed = q4k_repack(weight, Layout.SOA)
+    data = weight.planes["data"].cpu().numpy().reshape(rows, blocks, qtype.block_bytes)
+    expected = oracle.q4k_repack(data, qtype)
+    assert list(packed.planes) == list(expected)
+    for name, plane in packed.planes.items():
+        assert plane.is_contiguous()
+        np.testing.assert_array_equal(plane.cpu().numpy(), expected[name])
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
+@pytest.mark.parametrize(("rows", "blocks"), [*SHAPES, (0, 2), (3, 0)])
+def test_round_trip(rows, blocks, qtype, device):
+    weight = make_weight(qtype, rows, blocks, device)
+    packed = q4k_repack(weight, Layout.SOA)
+    assert packed.layout is Layout.SOA
+    assert packed.shape == weight.shape
+    assert packed.nbytes == -(-rows // 16) * 16 * blocks * qtype.block_bytes
+    back = q4k_repack(packed, Layout.FILE)
+    assert back.layout is Layout.FILE
+    assert torch.equal(back.planes["data"], weight.planes["data"])
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
+def test_planes_hold_each_byte_once(qtype):
+    """The fields cover the block, and the places of a tile its plane, without overlap."""
+    fields = [i for plane in PLANES[qtype] for i in range(plane.start, plane.start + plane.size)]
+    assert sorted(fields) == list(range(qtype.block_bytes))
+    for plane in PLANES[qtype]:
+        places = {oracle.place(plane, row, i) for row in range(16) for i in range(plane.size)}
+        assert places == set(range(16 * plane.size))
+
+
+def test_tiles_have_one_size():
+    assert kernel.TILE_ROWS == TILE_ROWS
+
+
+def test_lanes_read_512_bytes_in_turn():
+    """Piece j of lane 4 * row + t: the layout that kernels/cuda/q4k_units.cuh loads."""
+    low = PLANES[QuantType.Q4_K][0]
+    for row in range(16):
+        for t in range(4):
+            for j in range(2):
+                at = oracle.place(low, row, 32 * t + 16 * j)
+                assert at == 1024 * (row // 8) + 512 * j + 16 * (4 * (row % 8) + t)
+    low, high = PLANES[QuantType.Q6_K][:2]
+    for row in range(16):
+        for t in range(4):
+            lane = 16 * (4 * (row % 8) + t)
+            for j in range(2):
+                at = oracle.place(low, row, 64 * (t // 2) + 32 * j + 16 * (t % 2))
+                assert at == 1024 * (row // 8) + 512 * j + lane
+            assert oracle.place(high, row, 16 * t) == 512 * (row // 8) + lane
+
+
+def test_same_layout_is_returned_as_it_is():
+    weight = make_weight(QuantType.Q4_K, 3, 2)
+    assert q4k_repack(weight, Layout.FILE) is weight
+    packed = q4k_repack(weight, Layout.SOA)
+    assert q4k_repack(packed, Layout.SOA) is packed
+
+
+def test_wrong_arguments():
+    data = torch.zeros(2, 34, dtype=torch.uint8)
+    with pytest.raises(ArgumentError, match="Q8_0 has one layout"):
+        q4k_repack(QuantTensor(QuantType.Q8_0, Layout.FILE, (2, 32), {"data": data}), Layout.SOA)
+    for shape, plane in (((2, 256), data), ((2, 250), data), ((2, 256), data.int())):
+        weight = QuantTensor(QuantType.Q4_K, Layout.FILE, shape, {"data": plane})
+        with pytest.raises(ArgumentError, match="do not hold Q4_K"):
+            q4k_repack(weight, Layout.SOA)
+    packed = q4k_repack(make_weight(QuantType.Q6_K, 3, 2), Layout.SOA)
+    short = QuantTensor(packed.qtype, packed.layout, (17, 512), packed.planes)
+    with pytest.raises(ArgumentError, match="do not hold Q6_K"):
+        q4k_repack(short, Layout.FILE)
+
+
+def test_packed_tensors_are_not_cut():
+    packed = q4k_repack(make_weight(QuantType.Q4_K, 16, 2), Layout.SOA)
+    for cut in (
+        lambda: packed.rows(0, 1),
+        lambda: packed.cols(0, 256),
+        lambda: packed.take(torch.tensor([0])),
+    ):
+        with pytest.raises(ArgumentError, match="layout SOA cannot be cut"):
+            cut()

@@ -1,0 +1,90 @@
+"""Items to score as inputs of a step, between the tokens that rows and caches know.
+
+A request's part of the batch is its new tokens of the prompt, then its items, end to end. The
+former come from the device's rows (`prepare_step`), items from the host, with slots of -1:
+
+    prompt chunk of A | item of A | item of A | prompt chunk of B | token of C | item of D
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tiercel.batch import PackedItems
+from tiercel.engine.rows import to_device
+from tiercel.engine.scheduler import ScheduledRow
+from tiercel.ops.prepare_step import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """The host's part of a step of R requests and T tokens, some of them of items.
+
+    Attributes:
+        cached_starts: (R + 1,) int32, as `cu_seqlens_q` would be without items.
+        cached_places: (T',) int64, where the tokens without items go.
+        item_ids: (T,) int32, 0 outside of items.
+        item_positions: (T,) int32, likewise.
+        items: for the attention.
+    """
+
+    cached_starts: npt.NDArray[np.int32]
+    cached_places: npt.NDArray[np.int64]
+    item_ids: npt.NDArray[np.int32]
+    item_positions: npt.NDArray[np.int32]
+    items: PackedItems
+
+    def merged(self, cached: StepInputs) -> StepInputs:
+        """Inputs of all T tokens from those of the T' that are no items."""
+        device, count = cached.input_ids.device, len(self.item_ids)
+        # One copy to the device: int64 first, for its alignment.
+        host = np.concatenate(
+            (self.cached_places.view(np.int32), self.item_ids, self.item_positions)
+        )
+        on_device = to_device(host, device)
+        split = 2 * len(self.cached_places)
+        places = on_device[:split].view(torch.int64)
+        groups = cached.slot_mapping.shape[0]
+        slots = torch.full((groups, count), -1, dtype=torch.int64, device=device)
+
+        def put(whole: Tensor, part: Tensor) -> Tensor:
+            return whole.index_copy_(0, places, part)
+
+        return StepInputs(
+            put(on_device[split : split + count], cached.input_ids),
+            put(on_device[split + count :], cached.positions),
+            cached.seq_lens,
+            slots.index_copy_(1, places, cached.slot_mapping),
+        )
+
+
+def pack_items(parts: Sequence[ScheduledRow]) -> PackedStep:
+    """Lay the items of a step out; at least one part has some."""
+    total = sum(part.num_tokens for part in parts)
+    ids = np.zeros(total, np.int32)
+    positions, starts = np.zeros(total, np.int32), np.zeros(total, np.int32)
+    places: list[npt.NDArray[np.int64]] = []
+    prefixes: list[int] = []
+    at = 0
+    for part in parts:
+        places.append(np.arange(at, at + part.num_query))
+        at += part.num_query
+        prefix = part.start + part.num_query
+        prefixes.append(prefix)
+        index = prefix  # in the request's own sequence
+        for number in part.items:
+            assert part.request.score is not None, "only a task has items"
+            item = part.request.score.items[number]
+            own = slice(at, at + len(item))
+            ids[own], starts[own] = item, index
+            positions[own] = np.arange(prefix, prefix + len(item))
+            at, index = own.stop, index + len(item)
+    cached = np.cumsum([0, *(part.num_query for part in parts)]).astype(np.int32)
+    packed = PackedItems(tuple(prefixes), torch.from_numpy(starts))
+    return PackedStep(cached, np.concatenate(places), ids, positions, packed)

@@ -1,0 +1,100 @@
+"""What a caller asks of items behind a query, checked where it is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from tiercel.errors import ArgumentError
+from tiercel.params import shown
+
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "normalize": ("vocab", "labels"),
+        "label_normalization": ("sum", "mean"),
+        "long_items": ("refuse", "skip", "cut"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreParams:
+    """What is asked of items behind a query; see `LLM.score`.
+
+    Attributes:
+        labels: texts whose probability as the continuation is wanted, or
+        label_token_ids: tokens; exactly one of both.
+        suffix: text or token ids behind every item, before the label.
+        normalize: ``vocab``: log-probabilities over the whole vocabulary; ``labels``: over the
+            labels alone.
+        item_first: the item stands before the query. Nothing is shared then: each item is computed
+            with a query of its own.
+        label_normalization: of a label of several tokens, ``sum`` or ``mean`` of theirs.
+        strict_labels: refuse a label whose tokens begin another label.
+        long_items: an item that does not fit the context is an error of the call (``refuse``), of
+            the item (``skip``), or loses its end (``cut``).
+
+    Raises:
+        ArgumentError: a field cannot be read, or labels are missing or doubled.
+    """
+
+    labels: Sequence[str] | None = None
+    label_token_ids: Sequence[int] | None = None
+    suffix: str | Sequence[int] = ""
+    normalize: str = "vocab"
+    item_first: bool = False
+    label_normalization: str = "sum"
+    strict_labels: bool = False
+    long_items: str = "refuse"
+
+    def __post_init__(self) -> None:
+        name = "labels" if self.labels is not None else "label_token_ids"
+        put = object.__setattr__  # the dataclass is frozen
+        put(self, name, _label_list(self.labels, self.label_token_ids))
+        if not isinstance(self.suffix, Sequence):
+            raise ArgumentError(
+                f"suffix={shown(self.suffix)} is neither text nor token ids.", param="suffix"
+            )
+        for flag in ("item_first", "strict_labels"):
+            if not isinstance(getattr(self, flag), bool):
+                raise ArgumentError(f"{flag}={shown(getattr(self, flag))} is no bool.", param=flag)
+        for field_name, allowed in _CHOICES.items():
+            value = getattr(self, field_name)
+            if value not in allowed:
+                raise ArgumentError(
+                    f"{field_name}={shown(value)} is not known.",
+                    hint=f"Use {' or '.join(allowed)}.",
+                    param=field_name,
+                )
+
+
+def _label_list(labels: object, label_token_ids: object) -> tuple[str | int, ...]:
+    """The one list of labels that is given.
+
+    Raises:
+        ArgumentError: there is none or two, it is empty, or a label comes twice or is of no use.
+    """
+    if (labels is None) == (label_token_ids is None):
+        raise ArgumentError(
+            f"{'neither' if labels is None else 'both'} of labels and label_token_ids "
+            f"{'is' if labels is None else 'are'} given.",
+            hint="Give one of them.",
+            param="labels",
+        )
+    name, given = ("labels", labels) if labels is not None else ("label_token_ids", label_token_ids)
+    kind, what = (str, "a text") if labels is not None else (int, "a token id")
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+        raise ArgumentError(f"{name}={shown(given)} is no list with at least one.", param=name)
+    seen: set[str | int] = set()
+    for i, label in enumerate(given):
+        if not isinstance(label, kind) or isinstance(label, bool):
+            place = f"{name}[{i}]"
+            raise ArgumentError(f"{place}={shown(label)} is not {what}.", param=place)
+        if label in seen:
+            raise ArgumentError(
+                f"{name} holds {shown(label)} twice.", hint="Give each label once.", param=name
+            )
+        seen.add(label)
+    return tuple(given)

@@ -1,0 +1,127 @@
+// K-quants to a plain matrix, every operation rounded as in kernels/dequantize.py: bit-exact with
+// it. Macros: QTYPE (4: Q4_K, 6: Q6_K), IN_FILE (layout), OUT (0 fp16, 1 bf16, 2 float32).
+//
+// A warp decodes 256 columns of four rows of a tile; lane l takes the columns 8 l .. 8 l + 7, so a
+// warp's store is one run of memory. Where their bytes lie: quant.py and q4k_units.cuh.
+#define DEV __device__ __forceinline__
+typedef unsigned int u32;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef long long i64;
+#if OUT == 0
+#define PACK2 "cvt.rn.f16x2.f32"
+#else
+#define PACK2 "cvt.rn.bf16x2.f32"
+#endif
+#define ROWS 4  // of a warp: their loads overlap
+
+struct Planes {
+  // SOA: Q4_K qs, header; Q6_K ql, qh, scales, d. FILE: the first alone.
+  const u8 *p0, *p1, *p2, *p3;
+};
+DEV float half_to_float(u32 bits) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)bits));
+  return f;
+}
+DEV u32 byte(uint2 v, int i) { return ((i < 4 ? v.x : v.y) >> (8 * (i & 3))) & 0xff; }
+DEV u32 load2(const u8* p) { return __ldg((const u16*)p); }
+DEV uint2 load8(const u8* p) {
+#if IN_FILE && QTYPE == 6
+  return make_uint2(load2(p) | load2(p + 2) << 16, load2(p + 4) | load2(p + 6) << 16);
+#else
+  return __ldg((const uint2*)p);
+#endif
+}
+DEV void store8(void* out, i64 at, const float (&v)[8]) {
+#if OUT == 2
+  float4* to = (float4*)((float*)out + at);
+  to[0] = make_float4(v[0], v[1], v[2], v[3]), to[1] = make_float4(v[4], v[5], v[6], v[7]);
+#else
+  u32 w[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    asm(PACK2 " %0, %1, %2;" : "=r"(w[i]) : "f"(v[2 * i + 1]), "f"(v[2 * i]));
+  *(uint4*)((u16*)out + at) = make_uint4(w[0], w[1], w[2], w[3]);
+#endif
+}
+
+#if QTYPE == 4
+struct Bytes {
+  uint2 q;
+  uint4 header;
+};
+DEV Bytes load(const Planes& w, i64 unit, int r, const u8* block, int lane) {
+  const int t = lane >> 3, k = lane & 3;  // the lane's 8 bytes: 32 t + 8 k
+#if IN_FILE
+  return {load8(block + 16 + 32 * t + 8 * k), __ldg((const uint4*)block)};
+#else
+  const u8* q = w.p0 + unit * 2048 + (r >> 3) * 1024 + (k >> 1) * 512;
+  return {load8(q + (4 * (r & 7) + t) * 16 + 8 * (k & 1)),
+          __ldg((const uint4*)(w.p1 + unit * 256 + 16 * r))};
+#endif
+}
+DEV void decode(float (&v)[8], const Bytes& b, int lane) {
+  const int high = lane >> 2 & 1, j = 2 * (lane >> 3) + high, s = 8 * (j & 3);
+  const u32 a = b.header.y >> s, m = b.header.z >> s, c = b.header.w >> s;
+  const u32 sc = j < 4 ? a & 63 : (c & 15) | (a >> 6 & 3) << 4;
+  const u32 mn = j < 4 ? m & 63 : (c >> 4 & 15) | (m >> 6 & 3) << 4;
+  const float d = __fmul_rn(half_to_float(b.header.x & 0xffff), (float)sc);
+  const float least = __fmul_rn(half_to_float(b.header.x >> 16), (float)mn);
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    v[i] = __fsub_rn(__fmul_rn(d, (float)(byte(b.q, i) >> (4 * high) & 15)), least);
+}
+#else
+struct Bytes {
+  uint2 low, high;
+  u32 scale, d;
+};
+DEV Bytes load(const Planes& w, i64 unit, int r, const u8* block, int lane) {
+  const int h = lane >> 4, i = lane >> 2 & 3, u = lane & 3;
+  const int at = 8 * h + 2 * i + (u >> 1);
+#if IN_FILE
+  return {load8(block + 64 * h + 32 * (i & 1) + 8 * u), load8(block + 128 + 32 * h + 8 * u),
+          __ldg(block + 192 + at), load2(block + 208)};
+#else
+  const int place = (4 * (r & 7) + 2 * h + (u >> 1)) * 16 + 8 * (u & 1);
+  return {load8(w.p0 + unit * 2048 + (r >> 3) * 1024 + (i & 1) * 512 + place),
+          load8(w.p1 + unit * 1024 + (r >> 3) * 512 + place),
+          __ldg(w.p2 + unit * 256 + 16 * r + at), load2(w.p3 + unit * 32 + 2 * r)};
+#endif
+}
+DEV void decode(float (&v)[8], const Bytes& b, int lane) {
+  const int quarter = lane >> 2 & 3;
+  const float d = __fmul_rn(half_to_float(b.d), (float)(signed char)b.scale);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const u32 low = byte(b.low, i) >> (quarter < 2 ? 0 : 4) & 15;
+    const int q = (int)(low | (byte(b.high, i) >> (2 * quarter) & 3) << 4) - 32;
+    v[i] = __fmul_rn(d, (float)q);
+  }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(128) q4k_dequantize(
+    Planes planes,  // of W
+    void* out,      // (rows, blocks * 256) contiguous
+    i64 row_bytes,  // from row to row, FILE
+    int rows, int blocks) {
+  const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * ROWS;
+  const int tile = blockIdx.x, block = blockIdx.y;
+  const i64 unit = (i64)tile * blocks + block;
+  Bytes bytes[ROWS];
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    const int row = min(tile * 16 + first + i, rows - 1);
+    const u8* at = planes.p0 + row * row_bytes + block * (QTYPE == 4 ? 144 : 210);
+    bytes[i] = load(planes, unit, IN_FILE ? 0 : first + i, at, lane);
+  }
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    const int row = tile * 16 + first + i;
+    float v[8];
+    decode(v, bytes[i], lane);
+    if (row < rows) store8(out, ((i64)row * blocks + block) * 256 + 8 * lane, v);
+  }
+}

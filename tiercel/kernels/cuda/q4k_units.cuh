@@ -1,0 +1,367 @@
+// Units of K-quants for tensor cores: 16 rows x 256 columns of weights to fragments of
+// mma.m16n8k16. No #include. Macros: QTYPE (4: Q4_K, 6: Q6_K), NT (tiles of 8 tokens),
+// IN_FILE (layout of the weights).
+//
+// Lane = 4 g + t of a warp holds rows g and g + 8, as the product wants it. Which columns a lane
+// multiplies is free as long as both operands agree, so lane t takes whole groups of its own:
+//   Q4_K  64 t .. 64 t + 63, two groups of 32: byte l of its 32 is weight 64 t + l (low nibble) and
+//         64 t + 32 + l (high)
+//   Q6_K  with h = t / 2, e = t % 2: weights 128 h + 32 i + 16 e + l, i < 4, l < 16: four groups of
+//         16; ql[64 h + 16 e + l] holds i = 0 and 2, ql[64 h + 32 + 16 e + l] holds i = 1 and 3
+// A word of four bytes (l .. l + 3) gives two half2: bytes 0 and 2, and bytes 1 and 3 one shift
+// later. So activations lie in the order 0 2 1 3 of each four (see stage()).
+//
+// An integer q in the low bits of an fp16 is the subnormal q * 2^-24. Subnormals are exact in mul,
+// fma and mma, so no conversion is needed; the factor 2^24 is applied to the result. High nibbles
+// are used in place as 16 q, with the scale divided by 16.
+//   Q4_K  operand = scale * q <= 945: exact. The minima are one product more: (mn of a lane's two
+//         groups) x (means of x over groups, as two fp16: value and rest).
+//   Q6_K  operand = scale * (q - 32), |.| <= 4096: rounded to 11 bits, as a weight in fp16 is.
+// d multiplies the float32 sums of a unit.
+//
+// A unit in shared memory ("slot"), 16 bytes of lane l at 16 l of each 512:
+//   Q4_K 2304: rows g (j = 0, 1: bytes 16 j.. of the lane's 32), rows g + 8 (j = 0, 1), 16 headers
+//   Q6_K 3360: ql of rows g (two pieces), of rows g + 8, qh of rows g, of rows g + 8,
+//              scales of 16 rows x 16 bytes, d of 16 rows x 2 bytes
+#define DEV __device__ __forceinline__
+typedef unsigned int u32;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef long long i64;
+
+#if QTYPE == 4
+#define SLOT 2304
+#define FILE_BYTES 144
+#else
+#define SLOT 3360
+#define FILE_BYTES 210
+#endif
+
+// ---- PTX
+DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEV uint4 lds16(u32 a) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
+  return v;
+}
+DEV uint2 lds8(u32 a) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
+  return v;
+}
+DEV u32 lds2(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a));
+  return v;
+}
+DEV float ldsf(u32 a) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(a));
+  return v;
+}
+DEV void sts16(u32 a, u32 x, u32 y, u32 z, u32 w) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+DEV void sts2(u32 a, u16 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"(v) : "memory"); }
+DEV void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+DEV void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> DEV void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+DEV u32 mul2(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+DEV u32 add2(u32 a, u32 b) {
+  u32 d;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+DEV u32 fma2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+DEV float half_to_float(u32 bits) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)bits));
+  return f;
+}
+DEV u16 float_to_half(float f) {
+  u16 h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+  return h;
+}
+DEV void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEV u32 word(const uint4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
+// Byte k of v in both halves, as the fp16 1024 + byte.
+DEV u32 byte_pair(u32 v, int k) { return __byte_perm(v, 0x64646464u, 0x4040u | k | k << 8); }
+
+// ---- activations
+// Of a unit, lane t takes 8 pieces of 8 columns in fragment order from token n = 8 nt + g, and, for
+// Q4_K, the means of its two groups as two fp16 values and two rests.
+DEV uint4 reorder(uint4 v) {  // of each four halves 0 2 1 3
+  return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+                    __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
+}
+DEV float sum2(u32 v) { return half_to_float(v & 0xffff) + half_to_float(v >> 16); }
+DEV float sum8(const uint4& v) { return (sum2(v.x) + sum2(v.y)) + (sum2(v.z) + sum2(v.w)); }
+DEV float mean32(const uint4& a, const uint4& b, const uint4& c, const uint4& d) {
+  return ((sum8(a) + sum8(b)) + (sum8(c) + sum8(d))) * (1.f / 32);
+}
+// They lie in shared memory: piece p of lane t, token n, unit b at
+// ((b * 8 + p) * m + n) * 64 + 16 t, means at (b * m + n) * 32 + 8 t. Columns n >= m repeat the last
+// token; their products are never stored.
+struct Tokens {
+  u32 x[NT], rests[NT], step;
+  DEV uint4 piece(int nt, int p) const { return lds16(x[nt] + p * step); }
+  DEV uint2 means(int nt) const { return lds8(rests[nt]); }
+  DEV Tokens(u32 at, u32 means, int m, int b, int lane) : step(64 * m) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+      const int n = min(8 * nt + g, m - 1);
+      x[nt] = at + (b * 8 * m + n) * 64 + 16 * t, rests[nt] = means + (b * m + n) * 32 + 8 * t;
+    }
+  }
+};
+// Put 32 columns, group j of unit b, of token n into place.
+DEV void stage(u32 to, u32 means, const uint4 (&v)[4], int m, int b, int j, int n) {
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    const int t = QTYPE == 4 ? j >> 1 : 2 * (j >> 2) + (q >> 1);
+    const int p = QTYPE == 4 ? 4 * (j & 1) + q : 2 * (j & 3) + (q & 1);
+    const uint4 r = reorder(v[q]);
+    sts16(to + ((b * 8 + p) * m + n) * 64 + 16 * t, r.x, r.y, r.z, r.w);
+  }
+#if QTYPE == 4
+  const float mean = mean32(v[0], v[1], v[2], v[3]);
+  const u16 near = float_to_half(mean);
+  const u32 at = means + (b * m + n) * 32 + 8 * (j >> 1) + 2 * (j & 1);
+  sts2(at, near), sts2(at + 4, float_to_half(mean - half_to_float(near)));
+#endif
+}
+
+// ---- fetching a unit
+struct Planes {
+  // SOA: Q4_K qs, header; Q6_K ql, qh, scales, d. FILE: the first alone.
+  const u8 *p0, *p1, *p2, *p3;
+};
+#if IN_FILE
+#if QTYPE == 6
+DEV void copy16_by_2(u32 to, const u8* from) {  // Q6_K blocks are 2-byte aligned
+  const u16* p = (const u16*)from;
+  u32 v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = __ldg(p + 2 * i) | (u32)__ldg(p + 2 * i + 1) << 16;
+  sts16(to, v[0], v[1], v[2], v[3]);
+}
+#endif
+struct Source {  // the next unit of a warp
+  Planes w;
+  i64 unit;  // tile * blocks + block
+  int blocks, rows, lane;
+  DEV Source(const Planes& w, i64 unit, int blocks, int rows, int lane)
+      : w(w), unit(unit), blocks(blocks), rows(rows), lane(lane) {}
+  DEV void advance(int by) { unit += by; }
+  DEV void fetch(u32 slot) const {
+    const int g = lane >> 2, t = lane & 3, tile = (int)(unit / blocks), b = (int)(unit % blocks);
+#pragma unroll
+    for (int r8 = 0; r8 < 2; ++r8) {
+      const int row = min(tile * 16 + 8 * r8 + g, rows - 1);
+      const u8* block = w.p0 + ((i64)row * blocks + b) * FILE_BYTES;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const u32 to = slot + 1024 * r8 + 512 * j + 16 * lane;
+#if QTYPE == 4
+        copy16(to, block + 16 + 32 * t + 16 * j);
+#else
+        copy16_by_2(to, block + 64 * (t >> 1) + 32 * j + 16 * (t & 1));
+#endif
+      }
+#if QTYPE == 4
+      if (t == 0) copy16(slot + 2048 + 16 * (8 * r8 + g), block);
+#else
+      copy16_by_2(slot + 2048 + 512 * r8 + 16 * lane, block + 128 + 16 * t);
+      if (t == 0) {
+        copy16_by_2(slot + 3072 + 16 * (8 * r8 + g), block + 192);
+        sts2(slot + 3328 + 2 * (8 * r8 + g), __ldg((const u16*)(block + 208)));
+      }
+#endif
+    }
+  }
+};
+#elif QTYPE == 4
+struct Source {  // the next unit of a warp, at the lane's bytes of each plane
+  const u8 *qs, *header;
+  int lane;
+  DEV Source(const Planes& w, i64 unit, int, int, int lane)
+      : qs(w.p0 + unit * 2048 + 16 * lane), header(w.p1 + unit * 256 + 16 * lane), lane(lane) {}
+  DEV void advance(int by) { qs += (i64)by * 2048, header += (i64)by * 256; }
+  DEV void fetch(u32 slot) const {
+    slot += 16 * lane;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) copy16(slot + 512 * i, qs + 512 * i);
+    if (lane < 16) copy16(slot + 2048, header);
+  }
+};
+#else
+struct Source {  // the next unit of a warp, at the lane's bytes of each plane
+  const u8 *ql, *qh, *rest;
+  int lane;
+  DEV Source(const Planes& w, i64 unit, int, int, int lane)
+      : ql(w.p0 + unit * 2048 + 16 * lane), qh(w.p1 + unit * 1024 + 16 * lane),
+        rest(lane < 16 ? w.p2 + unit * 256 + 16 * lane : w.p3 + unit * 32 + 16 * (lane - 16)),
+        lane(lane) {}
+  DEV void advance(int by) {
+    ql += (i64)by * 2048, qh += (i64)by * 1024, rest += (i64)by * (lane < 16 ? 256 : 32);
+  }
+  DEV void fetch(u32 slot) const {
+    slot += 16 * lane;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) copy16(slot + 512 * i, ql + 512 * i);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) copy16(slot + 2048 + 512 * i, qh + 512 * i);
+    if (lane < 18) copy16(slot + 3072, rest);  // 16 rows of scales, two pieces of d
+  }
+};
+#endif
+
+// ---- multiplying a unit: sum[nt] += d * (operand x tokens), in units of 2^-24
+#if QTYPE == 4
+struct Scales {  // of a row and the lane's two groups
+  u32 low, high, mins;
+  float d, dmin;
+};
+DEV Scales unpack(const uint4& header, int t) {
+  // Six-bit fields of the four groups of the block's half; see kernels/dequantize.py.
+  const bool second = t >= 2;
+  const u32 shift = second ? 2 : 0, low = second ? 0x30303030u : 0x3f3f3f3fu;
+  const u32 high = second ? 0x0f0f0f0fu : 0u;
+  const u32 sc = ((header.y >> shift) & low) | (header.w & high);
+  const u32 mn = ((header.z >> shift) & low) | ((header.w >> 4) & high);
+  const u32 k = 2 * (t & 1);
+  Scales s;
+  s.low = add2(byte_pair(sc, k), 0xe400e400u);                         // - 1024
+  s.high = fma2(byte_pair(sc, k + 1), 0x2c002c00u, 0xd400d400u);       // / 16 - 64
+  s.mins = __byte_perm(mn, 0, 0x4040u | k | (k + 1) << 8);
+  s.d = half_to_float(header.x & 0xffff), s.dmin = half_to_float(header.x >> 16);
+  return s;
+}
+DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  const Scales s0 = unpack(lds16(slot + 2048 + 16 * g), t);
+  const Scales s1 = unpack(lds16(slot + 2048 + 16 * (g + 8)), t);
+  float part[NT][4] = {}, least[NT][4] = {};
+#pragma unroll
+  for (int nt = 0; nt < NT; ++nt) {
+    const uint2 means = tokens.means(nt);
+    mma(least[nt], s0.mins, s1.mins, s0.mins, s1.mins, means.x, means.y);
+  }
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const u32 mine = slot + 512 * j + 16 * lane;
+    const uint4 w0 = lds16(mine), w1 = lds16(mine + 1024);
+#pragma unroll
+    for (int k = 0; k < 4; k += 2) {
+      uint4 low[NT], high[NT];
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        low[nt] = tokens.piece(nt, 2 * j + k / 2);
+        high[nt] = tokens.piece(nt, 4 + 2 * j + k / 2);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 r0 = word(w0, k + i), r1 = word(w1, k + i), q0 = r0 >> 8, q1 = r1 >> 8;
+        const u32 a0 = mul2(r0 & 0x000f000fu, s0.low), a1 = mul2(r1 & 0x000f000fu, s1.low);
+        const u32 a2 = mul2(q0 & 0x000f000fu, s0.low), a3 = mul2(q1 & 0x000f000fu, s1.low);
+        const u32 c0 = mul2(r0 & 0x00f000f0u, s0.high), c1 = mul2(r1 & 0x00f000f0u, s1.high);
+        const u32 c2 = mul2(q0 & 0x00f000f0u, s0.high), c3 = mul2(q1 & 0x00f000f0u, s1.high);
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          mma(part[nt], a0, a1, a2, a3, word(low[nt], 2 * i), word(low[nt], 2 * i + 1));
+          mma(part[nt], c0, c1, c2, c3, word(high[nt], 2 * i), word(high[nt], 2 * i + 1));
+        }
+      }
+    }
+  }
+  const float m0 = -32.f * s0.dmin, m1 = -32.f * s1.dmin;
+#pragma unroll
+  for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      sum[nt][c] = fmaf(c < 2 ? s0.d : s1.d, part[nt][c], sum[nt][c]);
+      sum[nt][c] = fmaf(c < 2 ? m0 : m1, least[nt][c], sum[nt][c]);
+    }
+  }
+}
+#else
+struct Scales {  // of a row and the lane's four groups: scale (/ 16 for high nibbles), -32 scale
+  u32 scale[4], offset[4];
+  float d;
+};
+DEV Scales unpack(u32 slot, int row, int t) {
+  const uint2 half = lds8(slot + 3072 + 16 * row + 8 * (t >> 1));
+  const u32 bytes = __byte_perm(half.x, half.y, t & 1 ? 0x7531 : 0x6420) ^ 0x80808080u;
+  Scales s;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 v = byte_pair(bytes, i);  // 1152 + scale
+    s.scale[i] = i < 2 ? add2(v, 0xe480e480u) : fma2(v, 0x2c002c00u, 0xd480d480u);
+    s.offset[i] = mul2(s.scale[i], i < 2 ? 0x80208020u : 0x82008200u);
+  }
+  s.d = half_to_float(lds2(slot + 3328 + 2 * row));
+  return s;
+}
+// Weights i of four bytes, even or odd ones: q of six bits (times 16 for i >= 2) to the operand.
+DEV u32 operand(u32 ql, u32 qh, int i, int odd, const Scales& s) {
+  const u32 low = odd ? ql >> 8 : ql;
+  const int shift = 4 - 2 * (i & 1) - 8 * odd;  // 2 bits to place 4 (low nibbles) or 8 (high)
+  const u32 high = shift > 0 ? qh << shift : qh >> -shift;
+  const u32 q = i < 2 ? (low & 0x000f000fu) | (high & 0x00300030u)
+                      : (low & 0x00f000f0u) | (high & 0x03000300u);
+  return fma2(q, s.scale[i], s.offset[i]);
+}
+DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  const Scales s0 = unpack(slot, g, t), s1 = unpack(slot, g + 8, t);
+  float part[NT][4] = {};
+  const u32 mine = slot + 16 * lane;
+  const uint4 a0 = lds16(mine), b0 = lds16(mine + 512), h0 = lds16(mine + 2048);
+  const uint4 a1 = lds16(mine + 1024), b1 = lds16(mine + 1536), h1 = lds16(mine + 2560);
+#pragma unroll
+  for (int k = 0; k < 4; k += 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint4 v[NT];
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) v[nt] = tokens.piece(nt, 2 * i + k / 2);
+#pragma unroll
+      for (int o = 0; o < 2; ++o) {
+        const u32 l0 = word(i & 1 ? b0 : a0, k + o), l1 = word(i & 1 ? b1 : a1, k + o);
+        const u32 q0 = word(h0, k + o), q1 = word(h1, k + o);
+        const u32 w0 = operand(l0, q0, i, 0, s0), w1 = operand(l1, q1, i, 0, s1);
+        const u32 w2 = operand(l0, q0, i, 1, s0), w3 = operand(l1, q1, i, 1, s1);
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+          mma(part[nt], w0, w1, w2, w3, word(v[nt], 2 * o), word(v[nt], 2 * o + 1));
+      }
+    }
+  }
+#pragma unroll
+  for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      sum[nt][c] = fmaf(c < 2 ? s0.d : s1.d, part[nt][c], sum[nt][c]);
+}
+#endif

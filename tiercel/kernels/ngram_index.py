@@ -1,0 +1,70 @@
+"""N-gram drafts from an index of first occurrences: the launch of cuda/ngram_index.cu.
+
+Floor: none in bytes, a step reads some lines per row; a chain of dependent trips to memory: row
+table, tokens, slot, tokens at the slot's place, ticket, keys, drafts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from tiercel.kernels import rtc
+from tiercel.kernels.ngram_launch import NgramConfig, make_args, ngram_source
+from tiercel.kernels.ngram_search import NgramBatch, NgramLimits
+
+EMPTY_SLOT = 0x7FFFFFFF
+
+
+class _Index(ctypes.Structure):
+    """`Index` of ngram_index.cu."""
+
+    _fields_ = (
+        ("slots", ctypes.c_void_p),
+        ("inserted", ctypes.c_void_p),
+        ("capacity", ctypes.c_int),
+        ("parts", ctypes.c_int),
+    )
+
+
+def select_ngram_index(num_rows: int) -> NgramConfig:
+    """Choose the launch of a step. Pure: equal in every process, readable by a test."""
+    threads, ctas = (128, 4) if num_rows < 128 else (512, 2)  # the scan takes a thread per row
+    return NgramConfig(threads, 1, ctas, 3, False)
+
+
+def launch_ngram_index(
+    batch: NgramBatch,
+    limits: NgramLimits,
+    threshold: int | Tensor,
+    workspace: Tensor,
+    slots: Tensor,
+    inserted: Tensor,
+    *,
+    is_step: bool,
+) -> None:
+    """Enqueue on the current stream; the op has checked and allocated.
+
+    Args:
+        batch: at least one row.
+        limits: of the op.
+        threshold: the budget, or a device int32 that holds it.
+        workspace: (1 + rows,) int64: 0, then -1; the kernel leaves it so.
+        slots: (rows, sizes, capacity) int32, mutated.
+        inserted: (rows, 2) int32, mutated.
+        is_step: whether to draft; else windows are inserted, with more CTAs a row.
+    """
+    rows, device = batch.prompt.shape[0], batch.prompt.device
+    config = select_ngram_index(rows)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    most = config.ctas * processors
+    parts = 0 if is_step else max(1, most // rows)
+    args = make_args(batch, limits, threshold, workspace, config)
+    index = _Index(slots.data_ptr(), inserted.data_ptr(), slots.shape[2], parts)
+    source = ngram_source(
+        "ngram_index", config, batch.prompt.element_size(), batch.steps.element_size()
+    )
+    kernel = rtc.load_kernel(source, device)
+    rtc.launch(kernel, min(rows * max(1, parts), most), config.threads, [args, index])

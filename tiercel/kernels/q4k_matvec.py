@@ -1,0 +1,309 @@
+"""y = x W^T for up to 16 tokens and a K-quantised W, on tensor cores, read at the speed of memory.
+
+One reader for every number of tokens: cuda/q4k_matvec.cu streams tiles of 16 rows through the
+fragments of a 16 x 8 product whose columns are tokens. The order in which a row is summed depends
+on its length alone, so a token's result has the same bits alone, in any batch of up to 16, at any
+place in it, and from either layout of the weights. Weights become fp16 operands (exact integers for
+Q4_K, 11 bits for Q6_K), sums are float32, d stays outside: nothing is rounded on the way.
+
+Floor: the planes once. x is read by every CTA, from L2.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiercel.kernels import rtc
+from tiercel.kernels.q4k_repack import TILE_ROWS
+
+MAX_TOKENS = 16
+CAPABILITY = (8, 0)  # cp.async and m16n8k16
+BLOCK = 256
+SLICE_BLOCKS = 16  # SLICE of the kernel
+_PARTS = 8  # of the order of sums; see the kernel
+_TOKEN_CLASSES = (1, 4, 8, MAX_TOKENS)  # each has one launch
+_SLOT_BYTES = {"Q4_K": 2304, "Q6_K": 3360}
+OUT_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """What a launch may take: multiprocessors, and bytes of shared memory of a CTA."""
+
+    num_sms: int
+    smem_bytes: int
+
+
+H200 = DeviceLimits(132, 227 << 10)
+
+# (type, tokens) -> groups, stages, early, buffers, best first; those that do not fit are passed
+# over. From one run of all launches on an H200 (cold, dependent; docs/notes/q4k.md).
+_LAUNCHES = {
+    ("Q4_K", 1): ((2, 2, 1, 2), (1, 2, 1, 2)),
+    ("Q4_K", 4): ((2, 3, 1, 2), (2, 2, 1, 2)),
+    ("Q4_K", 8): ((2, 2, 1, 2), (2, 2, 1, 1)),
+    ("Q4_K", 16): ((2, 2, 1, 1),),
+    ("Q6_K", 1): ((2, 2, 1, 2), (1, 2, 1, 2)),
+    ("Q6_K", 4): ((1, 3, 1, 2),),
+    ("Q6_K", 8): ((1, 3, 1, 2),),
+    ("Q6_K", 16): ((2, 1, 1, 2), (2, 1, 1, 1)),
+}
+# The same for rows whose slices are split: 4096 x 12288, 8 tokens, Q6_K: 20.4 us, one group 28.6.
+_SPLIT_LAUNCHES = {
+    "Q4_K": ((2, 2, 2, 2, 1), (2, 2, 1, 1, 1)),
+    "Q6_K": ((2, 2, 2, 2, 1), (2, 1, 1, 2, 1)),
+}
+_FEW_TILES = (1, 3, 3, 1, 1)  # no SM has two: 1024 x 4096 4.8 us with two groups, 3.5 so
+_LARGE_TILES = 8  # tiles of an SM from which two small CTAs beat one
+
+
+@dataclass(frozen=True, slots=True)
+class Q4kMatvecConfig:
+    """A launch.
+
+    Attributes:
+        parts: warps that share a tile of 16 rows; decides the order of sums.
+        groups: tiles at a time in a CTA.
+        stages: units of a warp in flight.
+        ctas: resident on an SM, for the registers.
+        early: of them, those asked for before x.
+        buffers: of sums, of a group.
+        is_split: slices of long rows go to CTAs of their own.
+        grid: CTAs along the rows.
+        smem_bytes: of a CTA.
+    """
+
+    parts: int
+    groups: int
+    stages: int
+    early: int
+    buffers: int
+    ctas: int
+    is_split: bool
+    grid: int
+    smem_bytes: int
+
+
+def num_slices(in_features: int) -> int:
+    """Slices of a row's sum."""
+    return -(-in_features // (BLOCK * SLICE_BLOCKS))
+
+
+@functools.cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """What a CUDA device offers."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return DeviceLimits(num_sms, rtc.max_smem_bytes(device))
+
+
+@functools.cache
+def token_class(tokens: int, type_name: str, limits: DeviceLimits = H200) -> int:
+    """The most tokens that share the launch of `tokens`; fewer where shared memory is short.
+
+    More tokens than the largest class takes go in several launches.
+    """
+    fitting = [
+        most
+        for most in _TOKEN_CLASSES
+        if smem_bytes(type_name, SLICE_BLOCKS, most, _PARTS, 1, _PARTS) <= limits.smem_bytes
+    ]
+    return next((most for most in fitting if tokens <= most), fitting[-1])
+
+
+@functools.cache
+def select_q4k_matvec(
+    type_name: str, shape: tuple[int, int], tokens: int, limits: DeviceLimits = H200
+) -> Q4kMatvecConfig:
+    """Choose the launch. Pure: equal in every process, readable by a test.
+
+    Whatever it chooses, the result has the same bits.
+
+    Args:
+        type_name: of the weights.
+        shape: (rows, in) of W.
+        tokens: at most `token_class(tokens, type_name, limits)`.
+        limits: of the device.
+    """
+    tokens = token_class(tokens, type_name, limits)
+    blocks, tiles = shape[1] // BLOCK, -(-shape[0] // TILE_ROWS)
+    if tokens == 1 and type_name == "Q4_K" and blocks <= SLICE_BLOCKS:
+        # 57 MB: 15.3 us, 16.2 with one CTA an SM; 14 MB: 6.1 us either way.
+        is_large = tiles > _LARGE_TILES * limits.num_sms
+        launches = [(1, 2, 2, 2, 2)] if is_large else [(1, 2, 1, 2, 1)]
+    else:
+        launches = [(*launch, 1) for launch in _LAUNCHES[type_name, tokens]]
+    if tiles <= limits.num_sms:
+        launches = [_FEW_TILES, *launches]
+    launches += [(1, 2, 1, 1, 1), (1, 1, 1, 1, 1)]
+    configs = [
+        make_config(
+            type_name,
+            blocks,
+            tokens,
+            *launch,
+            _grid(tiles, blocks, launch, split, limits),
+            is_split=split,
+        )
+        for split, tried in ((False, launches), (True, [*_SPLIT_LAUNCHES[type_name], *launches]))
+        for launch in tried
+    ]
+    return next(config for config in configs if config.smem_bytes <= limits.smem_bytes)
+
+
+def _grid(
+    tiles: int, blocks: int, launch: tuple[int, ...], is_split: bool, limits: DeviceLimits
+) -> int:
+    """CTAs along the rows: all at once on the device, or one for each tile if those are fewer."""
+    slices = num_slices(blocks * BLOCK) if is_split else 1
+    at_once = max(1, limits.num_sms * launch[4] // slices)
+    return min(-(-tiles // launch[0]), at_once)
+
+
+def make_config(
+    type_name: str,
+    blocks: int,
+    tokens: int,
+    groups: int,
+    stages: int,
+    early: int,
+    buffers: int,
+    ctas: int,
+    grid: int,
+    *,
+    is_split: bool,
+) -> Q4kMatvecConfig:
+    """A launch for rows of `blocks` units and a class of tokens; the rest as in the config."""
+    parts = _PARTS if blocks > _PARTS // 2 else _PARTS // 2
+    units = min(blocks, SLICE_BLOCKS) if is_split else blocks
+    smem = smem_bytes(type_name, units, tokens, parts, groups * buffers, parts * groups * stages)
+    return Q4kMatvecConfig(parts, groups, stages, early, buffers, ctas, is_split, grid, smem)
+
+
+def smem_bytes(
+    type_name: str, units: int, tokens: int, parts: int, sum_buffers: int, ring_units: int
+) -> int:
+    """Dynamic shared memory of a CTA: activations and means, sums of parts, rings.
+
+    Args:
+        type_name: of the weights.
+        units: of a row that the CTA sums.
+        tokens: rows of x.
+        parts: see `Q4kMatvecConfig`.
+        sum_buffers: of all groups.
+        ring_units: of all warps.
+    """
+    activations = units * tokens * (544 if type_name == "Q4_K" else 512)
+    sums = -(-units // SLICE_BLOCKS) * parts * _tiles_of_tokens(tokens) * 512
+    return activations + sum_buffers * sums + ring_units * _SLOT_BYTES[type_name]
+
+
+def _tiles_of_tokens(tokens: int) -> int:
+    return -(-tokens // 8)
+
+
+@functools.cache
+def cuda_source(
+    type_name: str,
+    tokens: int,
+    out_dtype: torch.dtype,
+    config: Q4kMatvecConfig,
+    *,
+    in_file: bool,
+) -> rtc.KernelSource:
+    """The kernel as built for one kind of call."""
+    macros = (
+        ("QTYPE", 4 if type_name == "Q4_K" else 6),
+        ("NT", _tiles_of_tokens(tokens)),
+        ("IN_FILE", int(in_file)),
+        ("PARTS", config.parts),
+        ("GROUPS", config.groups),
+        ("STAGES", config.stages),
+        ("OUT", OUT_CODES[out_dtype]),
+        ("IS_SPLIT", int(config.is_split)),
+        ("EARLY", config.early),
+        ("BUFFERS", config.buffers),
+        ("CTAS", config.ctas),
+    )
+    return rtc.KernelSource("q4k_matvec", macros, ("q4k_units",))
+
+
+def load_q4k_matvec(
+    type_name: str,
+    shape: tuple[int, int],
+    out_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    in_file: bool,
+) -> None:
+    """Load what `select_q4k_matvec` may choose for a matrix; call it before a graph is captured."""
+    limits = device_limits(device)
+    for tokens in {token_class(most, type_name, limits) for most in _TOKEN_CLASSES}:
+        config = select_q4k_matvec(type_name, shape, tokens, limits)
+        source = cuda_source(type_name, tokens, out_dtype, config, in_file=in_file)
+        rtc.load_kernel(source, device, config.smem_bytes)
+
+
+class KernelPlanes(ctypes.Structure):
+    """Planes of the kernels: addresses, passed by value."""
+
+    _fields_ = (("planes", ctypes.c_void_p * 4),)
+
+    @classmethod
+    def of(cls, planes: Sequence[Tensor]) -> KernelPlanes:
+        """Their addresses, in order."""
+        result = cls()
+        for place, plane in enumerate(planes):
+            result.planes[place] = plane.data_ptr()
+        return result
+
+
+def launch_q4k_matvec(
+    x: Tensor,
+    planes: Sequence[Tensor],
+    type_name: str,
+    out: Tensor,
+    partial: Tensor | None,
+    tickets: Tensor | None,
+    config: Q4kMatvecConfig,
+    *,
+    is_dependent: bool,
+) -> None:
+    """Enqueue on the current stream; the op has checked and allocated.
+
+    Args:
+        x: (tokens, in) float16, contiguous, of one `token_class`.
+        planes: of W (rows, in) on x's device, contiguous, in their order; one in the file's layout.
+        type_name: of W.
+        out: (tokens, rows) float16, bfloat16 or float32, unit inner stride.
+        partial: (slices, tokens, rows up to a multiple of 16) float32 where the config splits.
+        tickets: (tiles,) int32 zeros where it splits; zeros again afterwards.
+        config: from `select_q4k_matvec`.
+        is_dependent: see `rtc.launch`.
+    """
+    tokens, in_features = x.shape
+    in_file = len(planes) == 1
+    source = cuda_source(type_name, tokens, out.dtype, config, in_file=in_file)
+    kernel = rtc.load_kernel(source, x.device, config.smem_bytes)
+    arguments = [
+        KernelPlanes.of(planes),
+        rtc.pointer(x),
+        rtc.pointer(out),
+        ctypes.c_void_p(0) if partial is None else rtc.pointer(partial),
+        ctypes.c_void_p(0) if tickets is None else rtc.pointer(tickets),
+        *map(ctypes.c_int, (out.shape[1], in_features // BLOCK, tokens)),
+        *map(ctypes.c_int, (x.stride(0), out.stride(0))),
+    ]
+    rtc.launch(
+        kernel,
+        config.grid,
+        32 * config.parts * config.groups,
+        arguments,
+        grid_y=num_slices(in_features) if config.is_split else 1,
+        is_dependent=is_dependent,
+    )

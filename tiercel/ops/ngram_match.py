@@ -1,0 +1,249 @@
+"""Drafts for speculative decoding, copied from the row's own text behind its last n-gram."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiercel.env import read_integer
+from tiercel.errors import ArgumentError
+from tiercel.kernels.ngram_search import NgramBatch, NgramLimits, draft_torch
+
+MAX_NGRAM_SIZE = 64  # tokens of a window that the kernel holds
+THRESHOLD_VARIABLE, THRESHOLD = "INFER_WITH_REFERENCE_TOKENUM_THRESHOLD", 128
+QUERY_SHIFTS = {"index": 1, "count": 0}
+_TOKEN_DTYPES = (torch.int64, torch.int32)
+
+
+def ngram_match(
+    input_ids: Tensor,
+    input_ids_len: Tensor,
+    token_ids_all: Tensor,
+    prompt_lens: Tensor,
+    step_idx: Tensor,
+    draft_token_num: Tensor,
+    draft_tokens: Tensor,
+    seq_lens_this_time: Tensor,
+    seq_lens_encoder: Tensor,
+    seq_lens_decoder: Tensor,
+    max_dec_len: Tensor,
+    max_ngram_size: int,
+    max_draft_tokens: int,
+    *,
+    threshold: int | Tensor | None = None,
+    convention: str = "index",
+    workspace: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Look for the last n tokens in the prompt and in the generated text; draft what followed.
+
+    Sizes n = max_ngram_size .. 1 are tried; at each the prompt first, in it the leftmost window
+    that has a follower. Rows share `threshold` tokens, in their order: lengths of this step, one
+    token for each active row still to come, and drafts; a row with room for one draft takes none.
+
+    On a GPU with a workspace: one launch, no allocation and no wait; safe to capture in a graph.
+
+    Args:
+        input_ids: (B, S) int64 or int32 prompts; what lies behind a length is not read.
+        input_ids_len: (B,) or (B, 1) int64 or int32, tokens of a prompt.
+        token_ids_all: (B, max_model_len), dtype of input_ids; G, the generated text of a row,
+            begins at its prompt_lens.
+        prompt_lens: like input_ids_len; may differ from it.
+        step_idx: like input_ids_len: s, the generated text is G[0..s-1].
+        draft_token_num: (B,) or (B, 1) int32, the row's drafts at most; may be <= 0.
+        draft_tokens: (B, W), dtype of input_ids; drafts are written from slot 1 on, the rest stays.
+        seq_lens_this_time: (B,) int32, mutated: kept where the row is in prefill, 0 where it is
+            idle, else 1 + drafts.
+        seq_lens_encoder: (B,) int32, > 0 for a row in prefill.
+        seq_lens_decoder: (B,) int32, 0 for an idle row that is not in prefill.
+        max_dec_len: like input_ids_len, the limit of generated tokens.
+        max_ngram_size: 1 to 64.
+        max_draft_tokens: bounds W from below; rows are limited by draft_token_num alone.
+        threshold: the budget, or a device int32 with it for captured graphs; <= 0: no drafts;
+            None: INFER_WITH_REFERENCE_TOKENUM_THRESHOLD, read at each call, or 128.
+        convention: where the last token lies: "index": G[s], "count": G[s-1].
+        workspace: from `make_ngram_workspace`, for calls of one stream; None: a new one.
+
+    Returns:
+        draft_tokens and seq_lens_this_time.
+
+    Raises:
+        ArgumentError: shapes, dtypes or numbers disagree. Lengths outside of their row are cut.
+
+    Sources: prompt lookup decoding, github.com/apoorvumang/prompt-lookup-decoding; the order of
+    rows and the budget: PaddlePaddle FastDeploy pull requests 6960 and 7774.
+    """
+    tensors = {
+        "input_ids": input_ids,
+        "token_ids_all": token_ids_all,
+        "draft_tokens": draft_tokens,
+        "input_ids_len": input_ids_len,
+        "prompt_lens": prompt_lens,
+        "step_idx": step_idx,
+        "max_dec_len": max_dec_len,
+        "draft_token_num": draft_token_num,
+        "seq_lens_this_time": seq_lens_this_time,
+        "seq_lens_encoder": seq_lens_encoder,
+        "seq_lens_decoder": seq_lens_decoder,
+    }
+    batch = make_match_batch("ngram_match", tensors, max_draft_tokens)
+    shift = check_ngram_numbers("ngram_match", max_ngram_size, 1, max_draft_tokens, convention)
+    limits = NgramLimits(max_ngram_size, 1, max_draft_tokens, shift)
+    default = (THRESHOLD_VARIABLE, THRESHOLD)
+    threshold = resolve_threshold("ngram_match", threshold, default, input_ids.device)
+    if input_ids.shape[0]:
+        _draft(batch, limits, threshold, workspace)
+    return draft_tokens, seq_lens_this_time
+
+
+def _draft(
+    batch: NgramBatch, limits: NgramLimits, threshold: int | Tensor, workspace: Tensor | None
+) -> None:
+    if not batch.prompt.is_cuda:
+        draft_torch(batch, limits, int(threshold))
+        return
+    from tiercel.kernels.ngram_match import launch_ngram_match
+
+    workspace = ngram_workspace("ngram_match", workspace, batch.prompt)
+    launch_ngram_match(batch, limits, threshold, workspace)
+
+
+def make_match_batch(op: str, tensors: dict[str, Tensor], max_draft_tokens: int) -> NgramBatch:
+    """The tensors of `ngram_match` by name as kernels take them.
+
+    Raises:
+        ArgumentError: as `check_ngram_tensors`.
+    """
+    check_ngram_tensors(op, tensors, max_draft_tokens)
+    return NgramBatch(
+        prompt=tensors["input_ids"],
+        prompt_lens=tensors["input_ids_len"].flatten(),
+        generated=tensors["token_ids_all"],
+        generated_start=tensors["prompt_lens"].flatten(),
+        steps=tensors["step_idx"].flatten(),
+        draft_limit=tensors["draft_token_num"].flatten(),
+        drafts=tensors["draft_tokens"],
+        lens=tensors["seq_lens_this_time"].flatten(),
+        encoder=tensors["seq_lens_encoder"].flatten(),
+        decoder=tensors["seq_lens_decoder"].flatten(),
+        max_dec=tensors["max_dec_len"].flatten(),
+    )
+
+
+def make_ngram_workspace(max_rows: int, device: torch.device) -> Tensor:
+    """Room for calls with up to `max_rows` rows; each call leaves it as it was."""
+    workspace = torch.full((1 + max_rows,), -1, dtype=torch.int64, device=device)
+    workspace[:1].zero_()
+    return workspace
+
+
+def ngram_workspace(op: str, workspace: Tensor | None, input_ids: Tensor) -> Tensor:
+    """The caller's workspace, checked, or a new one.
+
+    Raises:
+        ArgumentError: it has another dtype or device, or is too small.
+    """
+    rows = input_ids.shape[0]
+    if workspace is None:
+        return make_ngram_workspace(rows, input_ids.device)
+    is_fit = workspace.dtype == torch.int64 and workspace.device == input_ids.device
+    if not is_fit or workspace.numel() <= rows or not workspace.is_contiguous():
+        raise ArgumentError(
+            f"{op}: workspace is {workspace.dtype} {tuple(workspace.shape)} on {workspace.device} "
+            f"for {rows} rows on {input_ids.device}.",
+            hint="Make it with make_ngram_workspace for the largest batch.",
+        )
+    return workspace
+
+
+def check_ngram_tensors(op: str, tensors: dict[str, Tensor], max_draft_tokens: int) -> None:
+    """Check shapes, dtypes, strides and devices by name; matrices come first.
+
+    Args:
+        op: named in messages.
+        tensors: by argument name: input_ids, the generated text and draft_tokens, then vectors.
+        max_draft_tokens: bounds the width of draft_tokens.
+
+    Raises:
+        ArgumentError: the first that does not fit.
+    """
+    input_ids, drafts = tensors["input_ids"], tensors["draft_tokens"]
+    rows = input_ids.shape[0]
+    for index, (name, tensor) in enumerate(tensors.items()):
+        is_matrix = index < 3
+        is_length = name in ("input_ids_len", "prompt_lens", "step_idx", "max_dec_len")
+        if is_matrix:
+            wanted: tuple[torch.dtype, ...] = (input_ids.dtype,) if index else _TOKEN_DTYPES
+            is_shaped = tensor.dim() == 2 and tensor.shape[0] == rows and tensor.stride(1) == 1
+            shapes = f"({rows}, width) with adjacent tokens"
+        else:
+            wanted = (torch.int32,)
+            if is_length:
+                wanted = (tensors["input_ids_len"].dtype,) if index > 3 else _TOKEN_DTYPES
+            is_shaped = tensor.shape in ((rows,), (rows, 1)) and tensor.is_contiguous()
+            shapes = f"contiguous ({rows},) or ({rows}, 1)"
+        if not is_shaped or tensor.dtype not in wanted or tensor.device != input_ids.device:
+            dtypes = " or ".join(str(dtype) for dtype in wanted)
+            raise ArgumentError(
+                f"{op}: {name} is {tensor.dtype} {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()} on {tensor.device}.",
+                hint=f"Pass {dtypes}, {shapes}, on {input_ids.device}.",
+            )
+    if drafts.shape[1] < 1 + max_draft_tokens:
+        raise ArgumentError(
+            f"{op}: draft_tokens has {drafts.shape[1]} columns for {max_draft_tokens} drafts.",
+            hint=f"Pass {1 + max_draft_tokens} or more: slot 0 holds the last token.",
+        )
+
+
+def check_ngram_numbers(
+    op: str, max_ngram_size: int, min_ngram_size: int, max_draft_tokens: int, convention: str
+) -> int:
+    """Check the options; returns how many tokens the query lies behind G[s-1].
+
+    Raises:
+        ArgumentError: one is out of range.
+    """
+    if not 1 <= max_ngram_size <= MAX_NGRAM_SIZE:
+        raise ArgumentError(
+            f"{op}: max_ngram_size={max_ngram_size} is out of range.",
+            hint=f"Use 1 to {MAX_NGRAM_SIZE}.",
+        )
+    if min_ngram_size < 1:
+        raise ArgumentError(
+            f"{op}: min_ngram_size={min_ngram_size} is out of range.", hint="Use 1 or more."
+        )
+    if max_draft_tokens < 0:
+        raise ArgumentError(
+            f"{op}: max_draft_tokens={max_draft_tokens} is out of range.", hint="Use 0 or more."
+        )
+    if convention not in QUERY_SHIFTS:
+        raise ArgumentError(
+            f"{op}: convention={convention!r} is unknown.", hint='Use "index" or "count".'
+        )
+    return QUERY_SHIFTS[convention]
+
+
+def resolve_threshold(
+    op: str, threshold: int | Tensor | None, default: tuple[str, int], device: torch.device
+) -> int | Tensor:
+    """The caller's budget, else the environment's, else the default.
+
+    Args:
+        op: named in messages.
+        threshold: the caller's.
+        default: the variable and the value without it.
+        device: where a tensor must be.
+
+    Raises:
+        ArgumentError: the variable holds no integer, or a tensor is not one int32 on the device.
+    """
+    if threshold is None:
+        return read_integer(default[0], default=default[1])
+    if not isinstance(threshold, Tensor):
+        return threshold
+    if threshold.dtype != torch.int32 or threshold.numel() != 1 or threshold.device != device:
+        raise ArgumentError(
+            f"{op}: threshold is {threshold.dtype} {tuple(threshold.shape)} on {threshold.device}.",
+            hint=f"Pass an int, or one int32 on {device}.",
+        )
+    return threshold

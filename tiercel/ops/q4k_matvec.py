@@ -1,0 +1,145 @@
+"""A few tokens times a K-quantised matrix that stays as small as its file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiercel.errors import ArgumentError
+from tiercel.kernels import q4k_matvec as kernel
+from tiercel.ops.dequantize import dequantize
+from tiercel.ops.q4k_repack import q4k_repack
+from tiercel.quant import PLANES, TILE_ROWS, Layout, QuantTensor
+
+MAX_TOKENS = kernel.MAX_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Q4kWeight:
+    """A K-quantised matrix (rows, in) at rest.
+
+    Attributes:
+        tensor: in layout SOA or FILE, planes contiguous.
+        tickets: (tiles,) int32 zeros between launches, with which the CTAs of a tile find the last.
+        is_dependent: on a GPU, whether launches may overlap the kernel before them.
+    """
+
+    tensor: QuantTensor
+    tickets: Tensor
+    is_dependent: bool
+
+
+def prepare_q4k(
+    weight: QuantTensor,
+    layout: Layout,
+    out_dtype: torch.dtype = torch.float16,
+    *,
+    is_dependent: bool = False,
+) -> Q4kWeight:
+    """Bring a matrix into a layout and, on a GPU, load every kernel that `q4k_matvec` may launch.
+
+    Args:
+        weight: of a type in `quant.PLANES`, at least one row and one block, on any device.
+        layout: to read from.
+        out_dtype: of the results; kernels of another are loaded by its first product.
+        is_dependent: see `Q4kWeight`; needs Hopper or later.
+
+    Raises:
+        ArgumentError: the type has no planes, a plane does not fit, or there is no weight.
+    """
+    if weight.qtype not in PLANES or 0 in weight.shape:
+        raise ArgumentError(
+            f"q4k_matvec: {weight.qtype.name} of shape {weight.shape} is not read here.",
+            hint=f"Types: {', '.join(qtype.name for qtype in PLANES)}, at least one row.",
+        )
+    packed = q4k_repack(weight, layout)
+    planes = {name: plane.contiguous() for name, plane in packed.planes.items()}
+    tensor = QuantTensor(packed.qtype, layout, packed.shape, planes)
+    device = next(iter(planes.values())).device
+    tiles = -(-tensor.shape[0] // TILE_ROWS)
+    tickets = torch.zeros(tiles, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        in_file = layout is Layout.FILE
+        name = tensor.qtype.name
+        kernel.load_q4k_matvec(name, tensor.shape, out_dtype, device, in_file=in_file)
+        # A dependent launch reads weights before the kernel ahead of it has ended.
+        torch.cuda.current_stream(device).synchronize()
+    return Q4kWeight(tensor, tickets, is_dependent)
+
+
+def q4k_matvec(
+    x: Tensor, weight: Q4kWeight, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
+    """X @ W^T for up to 16 tokens; a token's bits depend on neither the others nor the layout.
+
+    Args:
+        x: (tokens, in) float16, contiguous, on the weight's device; at most 16 tokens.
+        weight: from `prepare_q4k`.
+        out_dtype: float16, bfloat16 or float32; None for that of `out`, or float16.
+        out: (tokens, rows) to write to, unit inner stride; None for a new one.
+
+    Returns:
+        (tokens, rows). The weights as decoded (of Q6_K, before d, to 11 bits); sums in float32,
+        rounded once.
+
+    Raises:
+        ArgumentError: the shapes or dtypes disagree.
+    """
+    rows, in_features = weight.tensor.shape
+    if out is not None:
+        out_dtype = out.dtype
+    out_dtype = out_dtype or torch.float16
+    is_input = x.dim() == 2 and x.shape[1] == in_features and x.is_contiguous()
+    if not is_input or x.dtype != torch.float16 or x.shape[0] > MAX_TOKENS:
+        raise ArgumentError(
+            f"q4k_matvec: x is {tuple(x.shape)} {x.dtype} but the weight takes up to {MAX_TOKENS} "
+            f"rows of {in_features}.",
+            hint=f"Pass contiguous (tokens, {in_features}) float16.",
+        )
+    if out is None:
+        out = torch.empty((x.shape[0], rows), dtype=out_dtype, device=x.device)
+    is_output = tuple(out.shape) == (x.shape[0], rows) and out.stride(1) == 1
+    if not is_output or out_dtype not in kernel.OUT_CODES:
+        raise ArgumentError(
+            f"q4k_matvec: out is {tuple(out.shape)} {out.dtype} but the result is "
+            f"{(x.shape[0], rows)}.",
+            hint="Pass float16, bfloat16 or float32 with unit inner stride.",
+        )
+    if not x.is_cuda:
+        return _q4k_matvec_torch(x, weight.tensor, out)
+    limits = kernel.device_limits(x.device)
+    largest = kernel.token_class(MAX_TOKENS, weight.tensor.qtype.name, limits)
+    for first in range(0, x.shape[0], largest):
+        _launch(x[first : first + largest], weight, out[first : first + largest], limits)
+    return out
+
+
+def _launch(x: Tensor, weight: Q4kWeight, out: Tensor, limits: kernel.DeviceLimits) -> None:
+    """One launch for as many tokens as it can take."""
+    tensor, name = weight.tensor, weight.tensor.qtype.name
+    config = kernel.select_q4k_matvec(name, tensor.shape, x.shape[0], limits)
+    partial = None
+    if config.is_split:
+        slices = kernel.num_slices(tensor.shape[1])
+        shape = (slices, x.shape[0], weight.tickets.shape[0] * TILE_ROWS)
+        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    kernel.launch_q4k_matvec(
+        x,
+        tensor.ordered_planes(),
+        name,
+        out,
+        partial,
+        weight.tickets,
+        config,
+        is_dependent=weight.is_dependent,
+    )
+
+
+def _q4k_matvec_torch(x: Tensor, weight: QuantTensor, out: Tensor) -> Tensor:
+    """Each token on its own, so that its bits do not depend on the others."""
+    dense = dequantize(q4k_repack(weight, Layout.FILE), torch.float32)
+    for token, row in enumerate(x.float()):
+        out[token] = dense @ row
+    return out

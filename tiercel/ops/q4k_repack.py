@@ -1,0 +1,73 @@
+"""K-quants between the layout of the file and the planes that the GPU's kernels read."""
+
+from __future__ import annotations
+
+import torch
+
+from tiercel.errors import ArgumentError
+from tiercel.kernels.q4k_repack import Field, pack_plane, unpack_plane
+from tiercel.quant import PLANES, TILE_ROWS, Layout, Plane, QuantTensor
+
+
+def q4k_repack(weight: QuantTensor, layout: Layout) -> QuantTensor:
+    """Bring a matrix from one layout to another; every byte is kept.
+
+    Args:
+        weight: of a type in `quant.PLANES`, on any device; in layout FILE rows may be strided.
+        layout: of the result.
+
+    Returns:
+        The same weights in planes of their own; `weight` itself if it has the layout already.
+
+    Raises:
+        ArgumentError: the type has no planes, or a plane does not fit the shape.
+    """
+    if weight.layout is layout:
+        return weight
+    qtype, shape = weight.qtype, weight.shape
+    if qtype not in PLANES:
+        raise ArgumentError(
+            f"q4k_repack: {qtype.name} has one layout, that of the file.",
+            hint=f"Types with planes: {', '.join(known.name for known in PLANES)}.",
+        )
+    _check(weight)
+    rows, num_blocks = shape[0], shape[1] // qtype.block_weights
+    if layout is Layout.SOA:
+        blocks = weight.planes["data"].unflatten(1, (num_blocks, qtype.block_bytes))
+        planes = {plane.name: pack_plane(blocks, _field(plane)) for plane in PLANES[qtype]}
+        return QuantTensor(qtype, layout, shape, planes)
+    first = weight.planes[PLANES[qtype][0].name]
+    data = torch.empty(
+        (rows, num_blocks, qtype.block_bytes), dtype=torch.uint8, device=first.device
+    )
+    for plane in PLANES[qtype]:
+        unpack_plane(weight.planes[plane.name], _field(plane), data)
+    return QuantTensor(qtype, layout, shape, {"data": data.flatten(1)})
+
+
+def _field(plane: Plane) -> Field:
+    return Field(plane.start, plane.size, plane.outer, plane.pieces, plane.inner)
+
+
+def _check(weight: QuantTensor) -> None:
+    """Compare all planes with the shape.
+
+    Raises:
+        ArgumentError: one does not fit.
+    """
+    rows, in_features = weight.shape
+    qtype = weight.qtype
+    num_blocks, tiles = in_features // qtype.block_weights, -(-rows // TILE_ROWS)
+    if weight.layout is Layout.FILE:
+        expected: dict[str, tuple[int, ...]] = {"data": (rows, qtype.row_bytes(in_features))}
+    else:
+        planes = PLANES[qtype]
+        expected = {plane.name: (tiles, num_blocks, TILE_ROWS * plane.size) for plane in planes}
+    found = {name: tuple(plane.shape) for name, plane in weight.planes.items()}
+    is_bytes = all(plane.dtype == torch.uint8 for plane in weight.planes.values())
+    if in_features % qtype.block_weights or found != expected or not is_bytes:
+        raise ArgumentError(
+            f"q4k_repack: planes {found} do not hold {qtype.name} of shape {weight.shape} in "
+            f"layout {weight.layout.name}.",
+            hint=f"Needed: {expected} torch.uint8, in rows of whole blocks.",
+        )
