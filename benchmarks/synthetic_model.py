@@ -4,7 +4,7 @@
 
 Types are those of a Q4_K_M file: Q4_K, with Q6_K for half of attn_v and ffn_down and for the output
 matrix, float32 norms. Weights are random codes under scales that keep activations near 1. The
-tokenizer is 256 byte tokens and made-up words for the rest. It needs the `gguf` package (extra `dev`).
+tokenizer is 256 byte tokens and made-up words. It needs the `gguf` package (extra `dev`).
 """
 
 from __future__ import annotations

@@ -80,20 +80,35 @@ def prepare_step(
             out.slot_mapping,
         )
         return out
+    _prepare(token_ids, num_computed, block_tables, rows, cu_seqlens_q, block_size, out)
+    return out
+
+
+def _prepare(
+    token_ids: Tensor,
+    num_computed: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    cu_seqlens_q: Tensor,
+    block_size: int,
+    out: StepInputs,
+) -> None:
+    num_tokens, num_reqs = out.input_ids.shape[0], rows.shape[0]
     lengths = cu_seqlens_q.diff()
-    start = num_computed.index_select(0, rows)
     is_real = rows < token_ids.shape[0] - 1
-    start.masked_fill_(~is_real, 0)
-    out.seq_lens.copy_(start + lengths)
-    request = torch.repeat_interleave(torch.arange(num_reqs), lengths.long())
-    position = torch.arange(num_tokens) - cu_seqlens_q[request] + start[request]
-    row, real = rows[request].long(), is_real[request]
+    start = num_computed.index_select(0, rows).masked_fill_(~is_real, 0)
+    torch.add(start, lengths, out=out.seq_lens)
+    row, position, real = rows, start, is_real
+    if num_tokens != num_reqs or (num_tokens and int(lengths.max()) != 1):
+        request = torch.repeat_interleave(torch.arange(num_reqs), lengths)
+        position = (torch.arange(num_tokens) - cu_seqlens_q[request] + start[request]).int()
+        row, real = rows[request], is_real[request]
     out.positions.copy_(position)
     out.input_ids.copy_(token_ids[row, position]).masked_fill_(~real, 0)
     block = block_tables[:, row, position // block_size].long()
-    out.slot_mapping.copy_(block * block_size + position % block_size).masked_fill_(~real, -1)
-    num_computed.index_add_(0, rows, torch.where(is_real, lengths, 0).int())
-    return out
+    torch.add(block * block_size, position % block_size, out=out.slot_mapping)
+    out.slot_mapping.masked_fill_(~real, -1)
+    num_computed.index_add_(0, rows, lengths.masked_fill_(~is_real, 0))
 
 
 def _check(

@@ -102,8 +102,12 @@ def sample_tokens(
 def _sample(
     logits: Tensor, rows: Tensor, state: SampleRows, is_banned: Tensor, is_sound: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    sound = logits.isfinite().all(dim=1) if is_sound is None else is_sound != 0
-    allowed = logits.masked_fill(is_banned != 0, float("-inf"))
+    if is_sound is None:
+        low, high = logits.aminmax(dim=1)  # NaN where there is one
+        sound = low.isfinite() & high.isfinite()
+    else:
+        sound = is_sound != 0
+    allowed = logits.masked_fill(is_banned.view(torch.bool), float("-inf"))
     length = state.num_tokens.index_select(0, rows)
     temperature = state.temperature.index_select(0, rows)
     token_ids = allowed.argmax(dim=1)
