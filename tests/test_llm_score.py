@@ -353,6 +353,7 @@ def test_no_items_have_no_scores(tiny):
         ({"query": [1], "items": [3]}, r"items\[0\]=3 is neither text nor", "items[0]"),
         ({"query": [], "items": [[5], []]}, r"items\[1\] has no tokens", "items[1]"),
         ({"suffix": [3]}, "query is text but suffix is not", "suffix"),
+        ({"items": 7}, "items=7 is no list", "items"),
         ({"items": ["a"] * 4097}, "4097 items; the limit is 4096", "items"),
         ({"suffix": None}, "suffix=None is neither text nor token ids", "suffix"),
         ({"item_first": "no"}, "item_first='no' is no bool", "item_first"),

@@ -253,10 +253,7 @@ class AsyncLLM:
             strict_labels=strict_labels,
             long_items=long_items,
         )
-        job = await _off_loop(
-            len(query) + sum(map(len, items)),
-            lambda: self._score_inputs.job(query, items, params),
-        )
+        job = await asyncio.to_thread(self._score_inputs.job, query, items, params)
         await self._read_to_end(job.requests)
         return job.output()
 

@@ -54,7 +54,8 @@ class PackedStep:
         slots = torch.full((groups, count), -1, dtype=torch.int64, device=device)
 
         def put(whole: Tensor, part: Tensor) -> Tensor:
-            return whole.index_copy_(0, places, part)
+            # A copy, because kernels are compiled anew for addresses of another alignment.
+            return whole.clone().index_copy_(0, places, part)
 
         return StepInputs(
             put(on_device[split : split + count], cached.input_ids),

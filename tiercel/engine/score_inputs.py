@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -200,6 +200,8 @@ class ScoreInputs:
             ArgumentError: see `LLM.score`; `param` names the place.
             ContextLengthError: the query, or an item behind it, does not fit the context.
         """
+        if not isinstance(items, Iterable):
+            raise ArgumentError(f"items={shown(items)} is no list.", param="items")
         listed: list[Text] = [items] if isinstance(items, str) else list(items)
         if len(listed) > self._limits.max_score_items:
             raise ArgumentError(
@@ -371,11 +373,11 @@ class ScoreInputs:
         self._check_ids(place, listed)
         return [int(token_id) for token_id in listed]
 
-    def _check_ids(self, place: str, ids: Sequence[object]) -> None:
+    def _check_ids(self, place: str, ids: Sequence[Any]) -> None:
         limit = self._tokenizer.vocab_size
         for i, token_id in enumerate(ids):
             is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
-            if not (is_integer and isinstance(token_id, Integral) and 0 <= int(token_id) < limit):
+            if not is_integer or not 0 <= int(token_id) < limit:
                 raise ArgumentError(
                     f"{place}[{i}] is {shown(token_id)}.",
                     hint=f"Token ids are integers 0 to {limit - 1}; the vocabulary has {limit}.",

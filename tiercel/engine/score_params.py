@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from types import MappingProxyType
 from typing import Final
 
@@ -84,17 +85,26 @@ def _label_list(labels: object, label_token_ids: object) -> tuple[str | int, ...
             param="labels",
         )
     name, given = ("labels", labels) if labels is not None else ("label_token_ids", label_token_ids)
-    kind, what = (str, "a text") if labels is not None else (int, "a token id")
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         raise ArgumentError(f"{name}={shown(given)} is no list with at least one.", param=name)
-    seen: set[str | int] = set()
+    seen: dict[str | int, None] = {}
     for i, label in enumerate(given):
-        if not isinstance(label, kind) or isinstance(label, bool):
-            place = f"{name}[{i}]"
+        own = _label(label, is_text=labels is not None)
+        if own is None:
+            place, what = f"{name}[{i}]", "a text" if labels is not None else "a token id"
             raise ArgumentError(f"{place}={shown(label)} is not {what}.", param=place)
-        if label in seen:
+        if own in seen:
             raise ArgumentError(
                 f"{name} holds {shown(label)} twice.", hint="Give each label once.", param=name
             )
-        seen.add(label)
-    return tuple(given)
+        seen[own] = None
+    return tuple(seen)
+
+
+def _label(value: object, *, is_text: bool) -> str | int | None:
+    """A label as it is kept; None: it is none of this kind."""
+    if is_text:
+        return value if isinstance(value, str) else None
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return None
+    return int(value)

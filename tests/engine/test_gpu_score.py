@@ -1,0 +1,84 @@
+"""Scoring on a GPU: each item as alone, through hits, chunks, overlap and decode steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gguf_files import tiny_model
+from tiercel.llm import LLM
+from tiercel.params import SamplingParams
+
+QUERY = [(7 * i) % 250 for i in range(150)]
+ITEMS = [[(3 * i + 5 * j) % 250 for j in range(1 + 5 * i % 17)] for i in range(40)]
+LABELS = [5, 9, 200]
+# Nats, of logits up to 70 of a random model: float32 sums in another order, and 16-bit activations.
+TOLERANCE = {"float32": 5e-3, "float16": 0.5}
+
+
+@pytest.fixture(params=["llama", "gemma3"])
+def path(tmp_path, request):
+    """Heads of 64; the second with a window of 6 tokens in every other layer."""
+    metadata = {f"{request.param}.context_length": 512}
+    return tiny_model(
+        tmp_path / "m.gguf", request.param, hidden=128, head_dim=64, heads=2, metadata=metadata
+    )
+
+
+def open_on_gpu(path, **options):
+    return LLM(path, device="cuda", gpu_memory_utilization=0.2, max_num_seqs=16, **options)
+
+
+def alone(llm):
+    padding = [*llm.tokenizer.unused_ids]
+    rows = []
+    for item in ITEMS:
+        logits = torch.from_numpy(llm.logits([*QUERY, *item])[-1]).double()
+        logits[padding] = -torch.inf
+        rows.append(logits.log_softmax(0)[LABELS])
+    return torch.stack(rows).numpy()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_packed_items_equal_each_alone(path, dtype):
+    with open_on_gpu(path, dtype=dtype) as llm:
+        outputs = [llm.score(QUERY, ITEMS, label_token_ids=LABELS) for _ in range(2)]
+        assert [output.usage.cached_tokens for output in outputs] == [0, 128]
+        expected = alone(llm)
+        for output in outputs:
+            assert np.abs(output.logprobs - expected).max() < TOLERANCE[dtype]
+        among = llm.score(QUERY, ITEMS, label_token_ids=LABELS, normalize="labels")
+        shares = np.exp(expected) / np.exp(expected).sum(axis=1, keepdims=True)
+        assert np.abs(np.diff(among.logprobs) - np.diff(np.log(shares))).max() < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_steps_with_items_wait_for_nothing_and_mix_with_decode(path, monkeypatch, overlap):
+    """PyTorch raises where anything within a step waits; short steps cut the list."""
+    monkeypatch.setenv("TIERCEL_SYNC_DEBUG", "1")
+    monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
+    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    with open_on_gpu(path, dtype="float32", max_num_batched_tokens=96) as llm:
+        expected = llm.score(QUERY, ITEMS, label_token_ids=LABELS).logprobs
+        stream = llm.stream({"prompt_token_ids": QUERY[:70]}, greedy)
+        ids = list(next(stream).token_ids)
+        output = llm.score(QUERY, ITEMS, label_token_ids=LABELS)
+        ids += [token_id for delta in stream for token_id in delta.token_ids]
+        assert len(ids) == 30
+        assert np.abs(output.logprobs - expected).max() < TOLERANCE["float32"]
+
+
+@pytest.mark.gpu
+def test_an_items_tokens_change_no_bit_of_another(path):
+    with open_on_gpu(path, dtype="float16") as llm:
+        llm.score(QUERY, ITEMS, label_token_ids=LABELS)
+        before = llm.score(QUERY, ITEMS, label_token_ids=LABELS).logprobs
+        changed = [*ITEMS]
+        changed[5] = [(token_id + 77) % 250 for token_id in ITEMS[5]]
+        after = llm.score(QUERY, changed, label_token_ids=LABELS).logprobs
+    kept = [i for i in range(len(ITEMS)) if i != 5]
+    assert np.array_equal(before[kept], after[kept])
+    assert not np.array_equal(before[5], after[5])
