@@ -16,6 +16,7 @@ NUM_ITEMS: Final = 20  # to score
 NUM_NEW: Final = 4  # tokens: a step behind the prompt, overlapping ones, the last
 # One token, each tile of the kernel for few, prompts; on a CPU nothing depends on the length.
 PROMPT_LENGTHS: Final = {"cuda": (1, 2, 4, 8, 16, 100, 704, 2500), "cpu": (1, 40)}
+CHUNKS: Final = (24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096, 8192)
 
 
 def _every_option(vocab_size: int) -> tuple[SamplingParams, ...]:
@@ -59,4 +60,9 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
             engine.submit(request)
         while engine.has_work:
             engine.step()
+    if config.device.type == "cuda":
+        # cuBLAS loads a kernel when it first chooses it, by the number of rows.
+        for num_tokens in CHUNKS:
+            if num_tokens <= min(most, config.max_num_batched_tokens):
+                engine.runner.run_scratch([num_tokens])
     engine.scheduler.forget_history()
