@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from dataclasses import replace
 from time import perf_counter
 
@@ -407,12 +408,18 @@ def test_a_reader_that_is_cancelled_and_aborts_disturbs_nobody(bench):
 def test_counters_add_up(bench):
     async def main(client, make):
         await wait_idle(client, make)
+        await asyncio.sleep(0.3)  # what was counted before has been told
         heard = []
         client.on_stats = heard.append
         before = client.stats
         for _ in range(3):
             await read(client.submit(make([4] * 20, greedy(7))))
         await wait_idle(client, make)  # one more token behind a prompt of two
+        # The counters of its last step come up to 0.1 s behind its token.
+        deadline = time.monotonic() + 5
+        while client.stats.num_generation_tokens < before.num_generation_tokens + 22:
+            assert time.monotonic() < deadline, client.stats
+            await asyncio.sleep(0.01)
         client.on_stats = None
         return before, client.stats, heard
 
