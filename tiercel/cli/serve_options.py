@@ -104,6 +104,8 @@ class LimitOptions:
     max_stop_chars: Annotated[int, _HIDDEN] = LIMITS.max_stop_chars
     max_logit_bias: Annotated[int, _HIDDEN] = LIMITS.max_logit_bias
     max_logprobs: Annotated[int, _HIDDEN] = LIMITS.max_logprobs
+    max_score_items: Annotated[int, _HIDDEN] = LIMITS.max_score_items
+    max_score_tokens: Annotated[int, _HIDDEN] = LIMITS.max_score_tokens
     max_body_bytes: Annotated[int, _HIDDEN] = LIMITS.max_body_bytes
     max_json_depth: Annotated[int, _HIDDEN] = LIMITS.max_json_depth
     max_json_members: Annotated[int, _HIDDEN] = LIMITS.max_json_members
