@@ -109,15 +109,66 @@ def _decode(
     group: int,
     window: int,
 ) -> Tensor:
+    from tiercel.kernels import split_attention
+
+    block_size, head_dim = k_cache.shape[1], k_cache.shape[3]
+    is_aligned = q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
+    if is_aligned and split_attention.is_supported(head_dim, q.dtype, block_size, q.device):
+        return _decode_cuda(q, k_cache, v_cache, batch, scale, group, window)
+    return _decode_triton(q, k_cache, v_cache, batch, scale, group, window)
+
+
+def _decode_cuda(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    scale: float,
+    group: int,
+    window: int,
+) -> Tensor:
+    from tiercel.kernels import split_attention as kernel
+    from tiercel.kernels.rtc import max_smem_bytes
+
+    heads, head_dim = q.shape[1:]
+    rows = batch.max_query_len * heads // k_cache.shape[2]
+    config = kernel.select_split_attention(head_dim, rows, max_smem_bytes(q.device))
+    splits = kernel.num_splits(batch.max_seq_len, batch.max_query_len, window)
+    partials, stats, out = _decode_buffers(q, splits)
+    kernel.launch_split_attention(
+        q,
+        k_cache,
+        v_cache,
+        batch.block_tables[group],
+        batch.rows,
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        partials,
+        stats,
+        out,
+        scale,
+        window,
+        batch.max_query_len,
+        config,
+        is_dependent=kernel.is_dependent(q.device),
+    )
+    return out
+
+
+def _decode_triton(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: Batch,
+    scale: float,
+    group: int,
+    window: int,
+) -> Tensor:
     from tiercel.kernels.paged_attention import launch_paged_attention, select_paged_attention
 
-    num_tokens, heads, head_dim = q.shape
-    config = select_paged_attention(head_dim, q.element_size(), k_cache.shape[1])
+    config = select_paged_attention(q.shape[2], q.element_size(), k_cache.shape[1])
     splits = config.num_splits(batch.max_seq_len, batch.max_query_len, window)
-    partials = torch.empty(
-        (num_tokens * heads, splits, head_dim), dtype=torch.float32, device=q.device
-    )
-    out = torch.empty((num_tokens, heads * head_dim), dtype=q.dtype, device=q.device)
+    partials, stats, out = _decode_buffers(q, splits)
     launch_paged_attention(
         q,
         k_cache,
@@ -127,7 +178,7 @@ def _decode(
         batch.cu_seqlens_q,
         batch.seq_lens,
         partials,
-        partials.new_empty((num_tokens * heads, splits, 2)),
+        stats,
         out,
         scale,
         window,
@@ -135,3 +186,11 @@ def _decode(
         config,
     )
     return out
+
+
+def _decode_buffers(q: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Partials (tokens * heads, splits, head_dim), their stats (.., 2), the result."""
+    tokens, heads, head_dim = q.shape
+    partials = torch.empty((tokens * heads, splits, head_dim), dtype=torch.float32, device=q.device)
+    stats = partials.new_empty((tokens * heads, splits, 2))
+    return partials, stats, q.new_empty((tokens, heads * head_dim))

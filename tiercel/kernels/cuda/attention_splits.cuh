@@ -1,0 +1,62 @@
+// Where the keys of a request are cut, and PTX forms that both kernels of split attention share.
+// No #include: NVRTC brings no headers. Macros: IS_BF16 (0: fp16), the type of queries and cache.
+//
+// Splits end at fixed positions, so that no sum depends on the batch: every FINE_KEYS up to
+// FINE_END, every MIDDLE_KEYS up to MIDDLE_END, every COARSE_KEYS beyond (split_attention.py).
+#define DEV __device__ __forceinline__
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef long long i64;
+
+#define FINE (FINE_END / FINE_KEYS)
+#define MIDDLE (FINE + (MIDDLE_END - FINE_END) / MIDDLE_KEYS)
+#define NEG_INF (-__int_as_float(0x7f800000))
+
+DEV int split_of(int key) {
+  if (key < FINE_END) return key / FINE_KEYS;
+  if (key < MIDDLE_END) return FINE + (key - FINE_END) / MIDDLE_KEYS;
+  return MIDDLE + (key - MIDDLE_END) / COARSE_KEYS;
+}
+DEV int split_start(int split) {
+  if (split < FINE) return split * FINE_KEYS;
+  if (split < MIDDLE) return FINE_END + (split - FINE) * MIDDLE_KEYS;
+  return MIDDLE_END + (split - MIDDLE) * COARSE_KEYS;
+}
+
+// The new tokens of a request, and its keys that any of them sees: low .. seq_len - 1.
+struct Request {
+  int first_token, queries, seq_len, low;
+  DEV void load(int request, const int* cu_seqlens, const int* seq_lens, int window) {
+    first_token = cu_seqlens[request];
+    queries = cu_seqlens[request + 1] - first_token;
+    seq_len = seq_lens[request];
+    low = max(seq_len - queries - window + 1, 0);
+  }
+};
+
+DEV float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Two floats as fp16 or bf16, the first in the low half.
+DEV u32 pack(float low, float high) {
+  u32 y;
+#if IS_BF16
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#endif
+  return y;
+}
+// The next kernel may start as soon as there is room for it; this one waits for the one before.
+DEV void let_dependents_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+DEV void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

@@ -1,0 +1,449 @@
+// Attention of few new tokens per request over the paged cache: partial results of splits.
+// Behind: attention_splits.cuh. Host side and floor: split_attention.py.
+//
+// A unit of work is a split of one request, one key/value head and one tile of ROWS rows (a row is
+// a query of a head of the group). Units lie in a row by (request, split, head, tile of rows), as
+// many places long as they have tiles of 64 keys; each CTA takes those that begin in its equal share
+// of all places. So any mix of lengths spreads evenly, by lengths that only the device knows. Which
+// CTA computes a unit is no part of its result.
+//
+// Keys and values stream through a ring of STAGES tiles that runs ahead over units. Products are
+// transposed, keys and value columns as their 16 rows and queries as their 8 columns: 4 heads cost 8
+// columns. A warp scores 16 keys of a tile; maxima and weights meet in shared memory; then each warp
+// multiplies all keys with its quarter of the value columns. So a unit's sums over keys have one
+// order, whatever the number of rows.
+//
+// With dependent launch, lengths, tables and keys older than this step are read before the kernel
+// ahead has ended: they must have been written before that one began (docs/notes/attention.md).
+//
+// Macros: D (head_dim: 64, 128, 256), BLOCK_SIZE (of the cache, a multiple of 64), NR (tiles of 8
+// rows: 1 to 4), STAGES, CTAS (an SM, for the registers), IS_BF16.
+#define TILE 64
+#define ROWS (8 * NR)
+#define WARPS 4
+#define BLOCK_TILES (BLOCK_SIZE / TILE)
+#define PIECES (D / 8)                   // of 16 bytes, of a row of keys
+#define LINES (32 * WARPS / PIECES)      // rows that all threads copy at once
+#define KV_BYTES (TILE * D * 2)
+#define STAGE_BYTES (2 * KV_BYTES + ROWS * D * 2)  // keys, values, and queries where a unit begins
+#define DT (D / WARPS / 16)              // tiles of 16 value columns of a warp
+#define WEIGHTS (STAGES * STAGE_BYTES)   // (ROWS, 64) in 16 bits
+#define MAXIMA (WEIGHTS + ROWS * 128)    // (ROWS, WARPS) float
+#define SUMS (MAXIMA + ROWS * 16)        // (ROWS, WARPS) float
+
+#if IS_BF16
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#endif
+
+DEV void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm(MMA "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+DEV void load_matrices(u32 (&x)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
+}
+DEV void load_transposed(u32 (&x)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
+}
+DEV void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// 16 bytes, or zeros without a look at the source.
+DEV void copy16(u32 to, const void* from, bool is_read) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               ::"r"(to), "l"(from), "r"(is_read ? 16 : 0) : "memory");
+}
+DEV void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> DEV void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+DEV float4 load_floats(u32 address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
+  return x;
+}
+DEV void store_float(u32 address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+// Where piece `piece` of row `row` lies among rows of `pieces` pieces, without bank conflicts.
+DEV u32 swizzled(int row, int piece, int pieces) {
+  return (row * pieces + (piece ^ (row & 7))) * 16;
+}
+
+DEV void store_half(u32 address, u32 x) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((u16)x) : "memory");
+}
+
+struct Lengths {
+  const int* cu_seqlens;
+  const int* seq_lens;
+  int reqs, kv_heads, group, window;
+};
+
+// A walk over units and their tiles.
+struct Walk {
+  Request of;
+  int place, stop;  // of the unit, and where the share of this CTA ends
+  int request, row_tiles, split;
+  int kv_head, row_tile;  // of the unit, its head the slower one
+  int begin, end, tile;   // tiles of the unit, and the one at hand
+
+  DEV void enter(const Lengths& lengths) {  // a request
+    of.load(request, lengths.cu_seqlens, lengths.seq_lens, lengths.window);
+    row_tiles = (of.queries * lengths.group + ROWS - 1) / ROWS;
+  }
+  DEV int first_tile() const { return of.low / TILE; }
+  DEV int last_tile() const { return (of.seq_len - 1) / TILE; }
+  DEV int places(const Lengths& lengths) const {
+    const int tiles = of.seq_len > 0 ? last_tile() - first_tile() + 1 : 0;
+    return tiles * row_tiles * lengths.kv_heads;
+  }
+  // Places of requests first + lane.
+  DEV int places_of(const Lengths& lengths, int first) {
+    request = first + (threadIdx.x & 31);
+    if (request >= lengths.reqs) return 0;
+    enter(lengths);
+    return places(lengths);
+  }
+  DEV void enter_split(int at) {
+    split = at;
+    begin = max(split_start(split) / TILE, first_tile());
+    end = min(split_start(split + 1) / TILE, last_tile() + 1);
+  }
+  // The first unit of share `share` of `shares`.
+  DEV void start(const Lengths& lengths, int share, int shares) {
+    const int lane = threadIdx.x & 31;
+    int total = 0;
+    for (int first = 0; first < lengths.reqs; first += 32)
+      total += __reduce_add_sync(~0u, places_of(lengths, first));
+    const int from = (int)((i64)total * share / shares);
+    stop = (int)((i64)total * (share + 1) / shares);
+    int base = 0, found = lengths.reqs;
+    for (int first = 0; first < lengths.reqs; first += 32) {
+      int upto = places_of(lengths, first);
+      const int of_warp = __reduce_add_sync(~0u, upto);
+      if (base + of_warp > from) {
+#pragma unroll
+        for (int step = 1; step < 32; step <<= 1) {
+          const int other = __shfl_up_sync(~0u, upto, step);
+          if (lane >= step) upto += other;
+        }
+        const int at = __ffs(__ballot_sync(~0u, base + upto > from)) - 1;
+        const int before = __shfl_sync(~0u, upto, max(at - 1, 0));
+        if (at) base += before;
+        found = first + at;
+        break;
+      }
+      base += of_warp;
+    }
+    request = found;
+    place = stop;
+    if (from >= stop || request >= lengths.reqs) return;
+    enter(lengths);
+    const int inner = row_tiles * lengths.kv_heads;  // units of a split
+    const int offset = (from - base) / inner;
+    enter_split(split_of((first_tile() + offset) * TILE));
+    const int of_split = base + (begin - first_tile()) * inner;
+    const int tiles = end - begin;
+    const int unit = (from - of_split + tiles - 1) / tiles;
+    place = of_split + unit * tiles;
+    tile = begin;
+    kv_head = unit / row_tiles, row_tile = unit % row_tiles;
+    if (unit == inner) kv_head = 0, next_split(lengths);
+  }
+  DEV bool is_over() const { return place >= stop; }
+  DEV bool is_first() const { return tile == begin; }
+  DEV bool is_last() const { return tile + 1 == end; }
+  DEV void advance(const Lengths& lengths) {
+    if (++tile < end) return;
+    place += end - begin;
+    tile = begin;
+    if (++row_tile < row_tiles) return;
+    row_tile = 0;
+    if (++kv_head == lengths.kv_heads) kv_head = 0, next_split(lengths);
+  }
+  DEV void next_split(const Lengths& lengths) {
+    if (is_over()) return;
+    if (end <= last_tile()) {
+      enter_split(split + 1);
+    } else {
+      do ++request, enter(lengths);
+      while (places(lengths) == 0);
+      enter_split(split_of(first_tile() * TILE));
+    }
+    tile = begin;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
+    const u16* q,         // (tokens, heads, D)
+    const u16* k_cache,   // (blocks, block_size, kv_heads, D)
+    const u16* v_cache,   // like k_cache
+    const int* tables,    // (engine rows, max_blocks)
+    const int* rows,      // (reqs,)
+    const int* cu_seqlens,  // (reqs + 1,)
+    const int* seq_lens,  // (reqs,)
+    float* partials,      // (tokens * heads, slots, D)
+    float2* stats,        // (tokens * heads, slots): maximum and sum
+    i64 q_token_stride, i64 q_head_stride, i64 table_stride,  // elements
+    int reqs, int kv_heads, int group, int slots, int window, float scale_log2) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const u32 smem = (u32)__cvta_generic_to_shared(memory);
+  const Lengths lengths{cu_seqlens, seq_lens, reqs, kv_heads, group, window};
+  let_dependents_start();
+
+  Walk ahead;
+  ahead.start(lengths, blockIdx.x, gridDim.x);
+  Walk here = ahead;
+
+  const int piece = tid % PIECES, line = tid / PIECES;
+  const i64 key_stride = (i64)kv_heads * D;
+  auto fetch_keys = [&](const Walk& at, int slot) {
+    const int block = tables[rows[at.request] * table_stride + at.tile / BLOCK_TILES];
+    const i64 first = (i64)block * BLOCK_SIZE + at.tile % BLOCK_TILES * TILE + line;
+    const i64 from = first * key_stride + at.kv_head * D + piece * 8;
+    const u16 *k = k_cache + from, *v = v_cache + from;
+    const u32 to = smem + slot * STAGE_BYTES;
+    const int key = at.tile * TILE;
+    if (key >= at.of.low && key + TILE <= at.of.seq_len) {
+#pragma unroll
+      for (int i = 0; i < TILE; i += LINES) {
+        const u32 there = to + swizzled(line + i, piece, PIECES);
+        copy16(there, k + i * key_stride);
+        copy16(there + KV_BYTES, v + i * key_stride);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < TILE; i += LINES) {
+        const u32 there = to + swizzled(line + i, piece, PIECES);
+        // Nothing outside the visible keys is read: it may be another request's, or NaN.
+        const bool is_read = key + line + i >= at.of.low && key + line + i < at.of.seq_len;
+        copy16(there, is_read ? k + i * key_stride : k_cache, is_read);
+        copy16(there + KV_BYTES, is_read ? v + i * key_stride : v_cache, is_read);
+      }
+    }
+  };
+  // Where this thread's piece of row `row` of a unit lies, or null.
+  auto find_query = [&](const Walk& at, int row) {
+    const int packed = at.row_tile * ROWS + row, query = packed / group;
+    const int head = at.kv_head * group + packed % group;
+    const i64 from = (at.of.first_token + query) * q_token_stride + head * q_head_stride;
+    return query < at.of.queries ? q + from + piece * 8 : nullptr;
+  };
+  auto fetch_queries = [&](const Walk& at, int slot) {
+    const u32 to = smem + slot * STAGE_BYTES + 2 * KV_BYTES;
+#pragma unroll
+    for (int row = line; row < ROWS; row += LINES) {
+      const u16* from = find_query(at, row);
+      copy16(to + swizzled(row, piece, PIECES), from ? from : q, from != nullptr);
+    }
+  };
+  auto load_queries = [&](const Walk& at) {  // into slot 0
+#pragma unroll
+    for (int row = line; row < ROWS; row += LINES) {
+      const u16* from = find_query(at, row);
+      const uint4 x = from ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+                   ::"r"(smem + 2 * KV_BYTES + swizzled(row, piece, PIECES)),
+                     "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    }
+  };
+
+  // The first tiles, each a group of copies: keys of earlier steps before the wait, the rest behind
+  // it. The queries of the first unit go through registers, so that they wait for no tile.
+  bool has_waited = false;
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; ++i) {
+    if (ahead.is_over()) {
+      copy_commit();  // tiles are counted by groups
+      continue;
+    }
+    if (!has_waited && ahead.tile * TILE + TILE > ahead.of.seq_len - ahead.of.queries) {
+      wait_for_predecessor();
+      has_waited = true;
+    }
+    fetch_keys(ahead, i);
+    if (i > 0 && ahead.is_first()) {
+      if (!has_waited) wait_for_predecessor();
+      has_waited = true;
+      fetch_queries(ahead, i);
+    }
+    copy_commit();
+    ahead.advance(lengths);
+  }
+  if (!has_waited) wait_for_predecessor();
+  if (!here.is_over()) load_queries(here);
+
+  // Lane 4 g + t holds rows 2 t and 2 t + 1 of a tile of 8, and keys or columns g and g + 8 of 16.
+  const int group_lane = lane >> 2, row_lane = 2 * (lane & 3);
+  u32 query[NR][D / 16][2];
+  float acc[DT][NR][4], maximum[NR][2], sum[NR][2];
+  int position[NR][2];
+  int slot = 0;
+  while (!here.is_over()) {
+    copy_wait<STAGES - 2>();
+    __syncthreads();  // the tile is there, and the slot of the one before is free
+    if (!ahead.is_over()) {
+      const int to = slot == 0 ? STAGES - 1 : slot - 1;
+      fetch_keys(ahead, to);
+      if (ahead.is_first()) fetch_queries(ahead, to);
+      ahead.advance(lengths);
+    }
+    copy_commit();
+    const u32 keys = smem + slot * STAGE_BYTES, values = keys + KV_BYTES;
+
+    if (here.is_first()) {
+#pragma unroll
+      for (int r = 0; r < NR; ++r) {
+#pragma unroll
+        for (int k = 0; k < D / 16; k += 2) {
+          u32 x[4];
+          load_matrices(x, values + KV_BYTES +
+                               swizzled(8 * r + (lane & 7), 2 * k + lane / 8, PIECES));
+          query[r][k][0] = x[0], query[r][k][1] = x[1];
+          query[r][k + 1][0] = x[2], query[r][k + 1][1] = x[3];
+        }
+#pragma unroll
+        for (int d = 0; d < DT; ++d)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc[d][r][i] = 0.f;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int token = (here.row_tile * ROWS + 8 * r + row_lane + h) / group;
+          const int last = here.of.seq_len - here.of.queries + token;
+          position[r][h] = token < here.of.queries ? last : -1;  // sees nothing
+          maximum[r][h] = NEG_INF, sum[r][h] = 0.f;
+        }
+      }
+    }
+
+    // Scores of 16 keys: two chains of products, over even and odd steps.
+    float score[NR][4] = {}, odd[NR][4] = {};
+#pragma unroll
+    for (int first = 0; first < D / 16; first += 4) {
+      u32 a[4][4];
+      const int row = 16 * warp + (lane & 15);
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        load_matrices(a[k], keys + swizzled(row, 2 * (first + k) + lane / 16, PIECES));
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int r = 0; r < NR; ++r)
+          mma(k & 1 ? odd[r] : score[r], a[k], query[r][first + k][0], query[r][first + k][1]);
+    }
+    const int first_key = here.tile * TILE + 16 * warp + group_lane;
+#pragma unroll
+    for (int r = 0; r < NR; ++r)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float most = NEG_INF;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int key = first_key + 8 * i;
+          const bool is_seen = key <= position[r][h] && key > position[r][h] - window;
+          float& s = score[r][2 * i + h];
+          s = is_seen ? __fmul_rn(__fadd_rn(s, odd[r][2 * i + h]), scale_log2) : NEG_INF;
+          most = fmaxf(most, s);
+        }
+#pragma unroll
+        for (int step = 4; step < 32; step <<= 1)
+          most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        if (group_lane == 0)
+          store_float(smem + MAXIMA + (8 * r + row_lane + h) * 16 + warp * 4, most);
+      }
+    __syncthreads();  // maxima
+#pragma unroll
+    for (int r = 0; r < NR; ++r)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = 8 * r + row_lane + h;
+        const float4 most_of = load_floats(smem + MAXIMA + row * 16);
+        const float most = fmaxf(fmaxf(fmaxf(most_of.x, most_of.y), fmaxf(most_of.z, most_of.w)),
+                                 maximum[r][h]);
+        const float shift = most == NEG_INF ? 0.f : most;  // nothing seen yet
+        const float decay = exp2_fast(maximum[r][h] - shift);
+        maximum[r][h] = most;
+        const float low = exp2_fast(score[r][h] - shift), high = exp2_fast(score[r][2 + h] - shift);
+        const u32 both = pack(low, high), at = smem + WEIGHTS + 2 * group_lane;
+        store_half(at + swizzled(row, 2 * warp, 8), both);
+        store_half(at + swizzled(row, 2 * warp + 1, 8), both >> 16);
+        sum[r][h] = __fmaf_rn(sum[r][h], decay, __fadd_rn(low, high));
+#pragma unroll
+        for (int d = 0; d < DT; ++d) {
+          acc[d][r][h] = __fmul_rn(acc[d][r][h], decay);
+          acc[d][r][2 + h] = __fmul_rn(acc[d][r][2 + h], decay);
+        }
+      }
+    __syncthreads();  // weights
+
+    // All keys of the tile times this warp's columns.
+    u32 weight[NR][TILE / 16][2];
+#pragma unroll
+    for (int r = 0; r < NR; ++r)
+#pragma unroll
+      for (int k = 0; k < TILE / 16; k += 2) {
+        u32 x[4];
+        load_matrices(x, smem + WEIGHTS + swizzled(8 * r + (lane & 7), 2 * k + lane / 8, 8));
+        weight[r][k][0] = x[0], weight[r][k][1] = x[1];
+        weight[r][k + 1][0] = x[2], weight[r][k + 1][1] = x[3];
+      }
+#pragma unroll
+    for (int d = 0; d < DT; ++d) {
+      u32 a[TILE / 16][4];
+#pragma unroll
+      for (int k = 0; k < TILE / 16; ++k)
+        load_transposed(a[k], values + swizzled(16 * k + (lane & 7) + lane / 16 * 8,
+                                                2 * (warp * DT + d) + (lane / 8 & 1), PIECES));
+#pragma unroll
+      for (int k = 0; k < TILE / 16; ++k)
+#pragma unroll
+        for (int r = 0; r < NR; ++r) mma(acc[d][r], a[k], weight[r][k][0], weight[r][k][1]);
+    }
+
+    if (here.is_last()) {
+#pragma unroll
+      for (int r = 0; r < NR; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float of_warp = sum[r][h];
+#pragma unroll
+          for (int step = 4; step < 32; step <<= 1)
+            of_warp = __fadd_rn(of_warp, __shfl_xor_sync(~0u, of_warp, step));
+          if (group_lane == 0)
+            store_float(smem + SUMS + (8 * r + row_lane + h) * 16 + warp * 4, of_warp);
+        }
+      __syncthreads();  // sums
+      const int in_row = here.split - split_of(here.of.low);  // slot 0 is the first visible split
+#pragma unroll
+      for (int r = 0; r < NR; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int row = 8 * r + row_lane + h, packed = here.row_tile * ROWS + row;
+          const int token = packed / group, head = here.kv_head * group + packed % group;
+          if (token >= here.of.queries) continue;
+          const i64 line = (here.of.first_token + token) * (i64)(kv_heads * group) + head;
+          const i64 to = line * slots + in_row;
+#pragma unroll
+          for (int d = 0; d < DT; ++d) {
+            float* column = partials + to * D + 16 * (warp * DT + d) + group_lane;
+            column[0] = acc[d][r][h], column[8] = acc[d][r][2 + h];
+          }
+          if (warp == 0 && group_lane == 0) {
+            const float4 of = load_floats(smem + SUMS + row * 16);
+            const float total = __fadd_rn(__fadd_rn(of.x, of.y), __fadd_rn(of.z, of.w));
+            stats[to] = make_float2(maximum[r][h], total);
+          }
+        }
+    }
+    here.advance(lengths);
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
+  }
+}

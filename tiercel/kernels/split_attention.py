@@ -1,0 +1,244 @@
+"""Attention of few new tokens per request over the paged cache, 16 bits, for tensor cores.
+
+cuda/split_attention.cu writes partial results of splits, cuda/merge_splits.cu merges them. Splits
+end at fixed positions, partial sums have one order, and the merge adds splits in one order too: a
+token's result is bit for bit the same alone, in any batch, beside any drafts and under any bound of
+the lengths. How the work is spread is no part of it: every CTA takes an equal share of all tiles of
+all requests, which it finds from lengths on the device, so nothing waits for the longest request.
+
+Floor: visible keys and values are read once. Partials add (head_dim + 2) * 4 bytes per row and
+split, written and read in the last-level cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiercel.env import has_dependent_launch
+from tiercel.kernels import rtc
+
+LOG2_E = 1.4426950408889634
+NO_WINDOW = 1 << 30  # longer than any sequence, and no sum with it passes 2**31
+
+CAPABILITY = (8, 0)  # cp.async, ldmatrix, m16n8k16 of bfloat16
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.float16, torch.bfloat16)
+TILE_KEYS = 64  # of the kernel; divides the block size
+
+# Where splits end; part of every result. 128 keys keep short contexts fast (one request of 1,024:
+# 64 CTAs), and a row's workspace grows with their number.
+FINE_KEYS, FINE_END = 128, 2048
+MIDDLE_KEYS, MIDDLE_END = 256, 32768
+COARSE_KEYS = 512
+
+_THREADS = 128
+_MERGE_CLASSES = 8  # warps of the merge; splits, up to which a warp merges a row alone
+H200_SMEM = 227 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class SplitAttentionConfig:
+    """A launch; no part of the result.
+
+    Attributes:
+        row_tiles: of 8 rows, that one pass over the keys serves.
+        stages: tiles of keys and values of a CTA, in flight or in use.
+        ctas: resident on an SM.
+    """
+
+    row_tiles: int
+    stages: int
+    ctas: int
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Dynamic shared memory of a CTA: the ring, weights, maxima and sums."""
+        rows = 8 * self.row_tiles
+        stage = (2 * TILE_KEYS + rows) * head_dim * 2
+        return self.stages * stage + rows * (2 * TILE_KEYS + 2 * 4 * 4)
+
+
+# (head_dim, tiles of rows): best first; the last one needs the least memory.
+_LAUNCHES = {
+    (64, 1): (SplitAttentionConfig(1, 3, 3),),
+    (64, 2): (SplitAttentionConfig(2, 3, 3),),
+    (64, 3): (SplitAttentionConfig(3, 3, 3),),
+    (64, 4): (SplitAttentionConfig(4, 3, 3),),
+    (128, 1): (SplitAttentionConfig(1, 3, 2), SplitAttentionConfig(1, 2, 1)),
+    (128, 2): (SplitAttentionConfig(2, 3, 2), SplitAttentionConfig(2, 2, 1)),
+    (128, 3): (SplitAttentionConfig(3, 2, 2), SplitAttentionConfig(3, 2, 1)),
+    (128, 4): (SplitAttentionConfig(4, 2, 2), SplitAttentionConfig(4, 2, 1)),
+    (256, 1): (SplitAttentionConfig(1, 3, 1), SplitAttentionConfig(1, 2, 1)),
+    (256, 2): (SplitAttentionConfig(2, 3, 1), SplitAttentionConfig(2, 2, 1)),
+}
+_MOST_ROW_TILES = {64: 4, 128: 4, 256: 2}
+
+
+@functools.cache
+def is_supported(head_dim: int, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
+    """Whether a CUDA device runs the kernels on a cache like this; no part of a batch."""
+    if torch.cuda.get_device_capability(device) < CAPABILITY:
+        return False
+    is_cache = head_dim in HEAD_DIMS and dtype in DTYPES and block_size % TILE_KEYS == 0
+    return is_cache and _LAUNCHES[head_dim, 1][-1].smem_bytes(head_dim) <= rtc.max_smem_bytes(
+        device
+    )
+
+
+@functools.cache
+def is_dependent(device: torch.device) -> bool:
+    """Whether kernels on a device may start before the one ahead ends."""
+    return has_dependent_launch() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def select_split_attention(
+    head_dim: int, rows: int, smem_limit: int = H200_SMEM
+) -> SplitAttentionConfig:
+    """Choose the launch for requests of at most `rows` queries times heads of a group. Pure.
+
+    smem_limit: bytes of shared memory that a CTA may have.
+    """
+    fitting = (
+        tiles for tiles in (1, 2, 3, 4) if rows <= 8 * tiles and (head_dim, tiles) in _LAUNCHES
+    )
+    row_tiles = next(fitting, _MOST_ROW_TILES[head_dim])
+    launches = _LAUNCHES[head_dim, row_tiles]
+    fitting_launches = (one for one in launches if one.smem_bytes(head_dim) <= smem_limit)
+    return next(fitting_launches, launches[-1])
+
+
+def num_splits(max_seq_len: int, max_query_len: int, window: int) -> int:
+    """The most splits that one request's visible keys touch, at least 1."""
+    fine = min(max_seq_len, FINE_END)
+    middle = min(max_seq_len, MIDDLE_END) - fine
+    coarse = max(0, max_seq_len - MIDDLE_END)
+    splits = -(-fine // FINE_KEYS) + -(-middle // MIDDLE_KEYS) + -(-coarse // COARSE_KEYS)
+    if window:  # the window of each new token; its ends may lie anywhere in a split
+        seen = window + max_query_len - 1
+        splits = min(splits, 1 + -(-(seen - 1) // FINE_KEYS))
+    return max(1, splits)
+
+
+def attention_source(
+    head_dim: int, dtype: torch.dtype, block_size: int, config: SplitAttentionConfig
+) -> rtc.KernelSource:
+    """The first kernel as built for one kind of call."""
+    macros = (
+        *_split_macros(head_dim, dtype),
+        ("BLOCK_SIZE", block_size),
+        ("NR", config.row_tiles),
+        ("STAGES", config.stages),
+        ("CTAS", config.ctas),
+    )
+    return rtc.KernelSource("split_attention", macros, ("attention_splits",))
+
+
+def merge_source(head_dim: int, dtype: torch.dtype, slots: int) -> rtc.KernelSource:
+    """The second kernel, for rows of at most `slots` splits."""
+    macros = (
+        *_split_macros(head_dim, dtype),
+        ("IS_WIDE", int(slots > _MERGE_CLASSES)),
+        ("BATCH", 4 if slots <= 4 * _MERGE_CLASSES else 8),
+    )
+    return rtc.KernelSource("merge_splits", macros, ("attention_splits",))
+
+
+def _split_macros(head_dim: int, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
+    return (
+        ("D", head_dim),
+        ("IS_BF16", int(dtype == torch.bfloat16)),
+        ("FINE_KEYS", FINE_KEYS),
+        ("FINE_END", FINE_END),
+        ("MIDDLE_KEYS", MIDDLE_KEYS),
+        ("MIDDLE_END", MIDDLE_END),
+        ("COARSE_KEYS", COARSE_KEYS),
+    )
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch_split_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    partials: Tensor,
+    stats: Tensor,
+    out: Tensor,
+    scale: float,
+    window: int,
+    max_query_len: int,
+    config: SplitAttentionConfig,
+    *,
+    is_dependent: bool,
+    shares: int = 0,
+) -> None:
+    """Enqueue both kernels on the current stream; the op has checked and allocated.
+
+    Args:
+        q: (tokens, heads, head_dim), unit inner stride, the others multiples of 8.
+        k_cache: (blocks, block_size, kv_heads, head_dim) contiguous, dtype of q.
+        v_cache: like k_cache.
+        block_tables: (engine rows, max_blocks) int32, unit inner stride.
+        rows: (reqs,) int32, of the tables.
+        cu_seqlens_q: (reqs + 1,) int32.
+        seq_lens: (reqs,) int32.
+        partials: (tokens * heads, slots, head_dim) float32, slots >= `num_splits`; overwritten.
+        stats: (tokens * heads, slots, 2) float32; overwritten.
+        out: (tokens, heads * head_dim), dtype of q.
+        scale: multiplies the scores.
+        window: 0 is none.
+        max_query_len: bounds the new tokens of a request.
+        config: from `select_split_attention`.
+        is_dependent: see `rtc.launch`. Lengths, tables, rows and keys of earlier steps are read
+            before the wait: no kernel that writes them may be under way when the one ahead starts.
+        shares: CTAs among which the work is spread; 0: all that the device holds at once.
+    """
+    tokens, heads, head_dim = q.shape
+    reqs, slots = seq_lens.shape[0], partials.shape[1]
+    if tokens == 0:
+        return
+    block_size, kv_heads = k_cache.shape[1:3]
+    lengths = [rtc.pointer(cu_seqlens_q), rtc.pointer(seq_lens)]
+    seen = ctypes.c_int(window or NO_WINDOW)
+    source = attention_source(head_dim, q.dtype, block_size, config)
+    rtc.launch(
+        rtc.load_kernel(source, q.device, config.smem_bytes(head_dim)),
+        shares or _num_sms(q.device) * config.ctas,
+        _THREADS,
+        [
+            *map(rtc.pointer, (q, k_cache, v_cache, block_tables, rows)),
+            *lengths,
+            rtc.pointer(partials),
+            rtc.pointer(stats),
+            *map(ctypes.c_int64, (q.stride(0), q.stride(1), block_tables.stride(0))),
+            *map(ctypes.c_int, (reqs, kv_heads, heads // kv_heads, slots)),
+            seen,
+            ctypes.c_float(scale * LOG2_E),
+        ],
+        is_dependent=is_dependent,
+    )
+    rtc.launch(
+        rtc.load_kernel(merge_source(head_dim, q.dtype, slots), q.device),
+        heads if slots > _MERGE_CLASSES else -(-heads // _MERGE_CLASSES),
+        32 * _MERGE_CLASSES,
+        [
+            *map(rtc.pointer, (partials, stats, out)),
+            *lengths,
+            *map(ctypes.c_int, (heads, slots)),
+            seen,
+            ctypes.c_int(max_query_len),
+        ],
+        grid_y=reqs * max_query_len,
+        is_dependent=is_dependent,
+    )
