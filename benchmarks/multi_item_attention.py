@@ -211,7 +211,7 @@ def make_variant(inputs: Inputs, **changes: Any) -> Callable[[Inputs], Tensor]:
     is_triton = changes.get("variant") == "triton"
     capability = (8, 0) if is_triton else torch.cuda.get_device_capability()
     longest, window = shape.prefix, shape.window
-    kind = (inputs.q.dtype, shape.head_dim, group, BLOCK_SIZE, window, longest, capability)
+    kind = (inputs.q.dtype, shape.head_dim, group, BLOCK_SIZE, window, 0.0, longest, capability)
     config = replace(select(*kind), **changes)
     starts = None if inputs.item_start is None else inputs.item_start.numpy()
     lengths = (*inputs.lengths(), [shape.prefix])
@@ -236,7 +236,7 @@ def check(inputs: Inputs, out: Tensor) -> float:
         for cache, new in ((inputs.k_cache, inputs.k_new), (inputs.v_cache, inputs.v_new))
     )
     starts = None if inputs.item_start is None else inputs.item_start[-rows:]
-    expected = oracle.multi_item_attention(
+    expected, _ = oracle.multi_item_attention(
         inputs.q[-rows:],
         [keys],
         [values],

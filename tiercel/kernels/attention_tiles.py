@@ -5,10 +5,16 @@ rows of a tile are some consecutive tokens of one request times the heads that s
 head. Tiles are planned once per step, the longest first, and serve every layer.
 
     row of the table, int32: first row of q | tokens | index of the first token | request
-                             | P | index of the first item key | its row in k_new | 0
+                             | end of page keys | index of the first item key
+                             | first page key | row of the result
 
 A tile without item keys has the index behind its tokens in the sixth place. A tile's item keys run
-from there to its last token, and its page keys from 0 to the smaller of P and that token.
+from there to its last token, and its page keys to the smaller of their end, which is P, and that
+token.
+
+Few tiles leave processors idle while each walks a long prefix. Such a tile is cut into parts along
+its page keys (`cut_tiles`): rows of the same form with other ends, whose results go to rows of
+their own, and are merged by the weights that their sums say.
 """
 
 from __future__ import annotations
@@ -28,6 +34,10 @@ if TYPE_CHECKING:
     from tiercel.kernels.multi_item_attention import MultiItemAttentionConfig
 
 TILE_INTS = 8
+PART_KEYS = 128  # parts end at its multiples: the page step of the CUDA kernel
+# A part costs about two steps beside its own, and the merge as much as two more: to be worth it,
+# parts must save this many steps of the longest tile.
+_LEAST_SAVED, _LEAST_STEPS = 5, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +49,26 @@ class MultiItemAttentionPlan:
         tiles: (num_tiles, 8) int32, see above.
         item_start: (T,) int32; read only where a tile has item keys.
         counter: (2,) int32 zeros, the CUDA kernel's work counter; it leaves zeros.
+        parts: (T, 2) int32, of each token the row of its first part and their number, where tiles
+            were cut; else empty, and results are final.
         heads_first: neighbouring programs take the heads of one tile instead of the tiles of one
             head. Causal tokens want it (S 2048: 513 TFLOP/s against 402, H200).
         has_items: whether any tile has item keys.
         num_tokens: T.
+        num_part_rows: rows of the results of all parts.
+        part_stride: rows from one part of a token to its next.
     """
 
     config: MultiItemAttentionConfig
     tiles: Tensor
     item_start: Tensor
     counter: Tensor
+    parts: Tensor
     heads_first: bool
     has_items: bool
     num_tokens: int
+    num_part_rows: int
+    part_stride: int
 
 
 def make_tiles(
@@ -72,7 +89,7 @@ def make_tiles(
         tokens_per_tile: > 0.
 
     Returns:
-        (num_tiles, 8) int32, see above.
+        (num_tiles, 8) int32, see above; page keys begin with the first, results are rows of q.
     """
     rows, costs, at = [], [], 0
     for request, (query_len, context_len, prefix_len) in enumerate(
@@ -89,12 +106,68 @@ def make_tiles(
             # Where every token sees the prefix alone one key is loaded all the same, and masked:
             # a tile with P = 0 needs a step, to store its zeros.
             low[has_items] = np.minimum(np.maximum(start, prefix), end[has_items] - 1)
-        columns = (at + place, tokens, index, request, prefix, low, at + low - first, 0)
+        columns = (at + place, tokens, index, request, prefix, low, 0, at + place)
         rows.append(np.stack(np.broadcast_arrays(*columns), axis=1))
         costs.append(np.minimum(prefix, end) + end - low)
         at += query_len
     order = np.argsort(-np.concatenate(costs), kind="stable")
     return np.ascontiguousarray(np.concatenate(rows)[order].astype(np.int32))
+
+
+def page_steps(tiles: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """(num_tiles,) steps of PART_KEYS page keys of whole tiles."""
+    wide = tiles.astype(np.int64)
+    end: npt.NDArray[np.int64] = np.minimum(wide[:, 4], wide[:, 1] + wide[:, 2])
+    return (end + PART_KEYS - 1) // PART_KEYS
+
+
+def part_steps(tiles: npt.NDArray[np.int32], kv_heads: int, processors: int) -> int:
+    """Page steps of a part at most, so that all parts run at once; 0: whole tiles are best."""
+    steps = page_steps(tiles)
+    longest, total = int(steps.max(initial=0)), int(steps.sum())
+    if len(steps) * kv_heads > processors:
+        return 0
+    least = max(_LEAST_STEPS, -(-total * kv_heads // processors))
+    for most in range(least, longest - _LEAST_SAVED + 1):
+        if int((-(-steps // most)).clip(1).sum()) * kv_heads <= processors:
+            return most
+    return 0
+
+
+def cut_tiles(
+    tiles: npt.NDArray[np.int32], steps_per_part: int, tokens_per_tile: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Cut page keys of tiles into parts, which share one token range.
+
+    Args:
+        tiles: (num_tiles, 8) int32 of `make_tiles`.
+        steps_per_part: of PART_KEYS keys, > 0.
+        tokens_per_tile: of `make_tiles`; rows from one part of a token to its next.
+
+    Returns:
+        (num_parts, 8) int32 tiles, and (T, 2) int32 the row of each token's first part and their
+        number. Item keys belong to the first part.
+    """
+    _, tokens, index, _, prefix, _, _, _ = tiles.T.astype(np.int64)
+    end = index + tokens
+    steps = page_steps(tiles)
+    counts = (-(-steps // steps_per_part)).clip(1)
+    firsts = np.cumsum(counts) - counts
+    own = np.repeat(np.arange(len(tiles)), counts)
+    part = np.arange(len(own)) - firsts[own]
+    # Even parts: the last of three would else be short, and the others as long as before.
+    begin = PART_KEYS * (steps[own] * part // counts[own])
+    stop = PART_KEYS * (steps[own] * (part + 1) // counts[own])
+    cut = tiles[own].copy()
+    cut[:, 4] = np.where(part == counts[own] - 1, prefix[own], stop)
+    cut[part > 0, 5] = end[own][part > 0]
+    cut[:, 6] = begin
+    cut[:, 7] = tokens_per_tile * np.arange(len(own))
+    rows = np.zeros((int(tokens.sum()), 2), np.int32)
+    for tile, (row, count) in enumerate(tiles[:, :2].tolist()):
+        rows[row : row + count, 0] = tokens_per_tile * firsts[tile] + np.arange(count)
+        rows[row : row + count, 1] = counts[tile]
+    return cut, rows
 
 
 def read_positions(
@@ -154,26 +227,27 @@ def make_plan(
     config: MultiItemAttentionConfig,
     tiles: npt.NDArray[np.int32],
     item_start: npt.NDArray[np.int32] | None,
+    parts: npt.NDArray[np.int32] | None,
+    tokens_per_tile: int,
     device: torch.device,
 ) -> MultiItemAttentionPlan:
-    """Copy a table to the device, without waiting for it."""
+    """Copy a table to the device, without waiting for it; `parts` as from `cut_tiles`."""
     starts = np.zeros(0, np.int32) if item_start is None else item_start
-    host = torch.empty(
-        tiles.size + 4 + starts.size, dtype=torch.int32, pin_memory=device.type == "cuda"
-    )
-    parts = host.numpy()
-    parts[: tiles.size] = tiles.ravel()
-    parts[tiles.size : tiles.size + 4] = 0
-    parts[tiles.size + 4 :] = starts
-    data = host.to(device, non_blocking=True)
-    table, counter, starts_there = data.split((tiles.size, 4, starts.size))
+    places = np.zeros((0, 2), np.int32) if parts is None else parts
+    sizes = (tiles.size, 4, places.size, starts.size)
+    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.concatenate((tiles.ravel(), np.zeros(4, np.int32), places.ravel(), starts), out=host.numpy())
+    table, counter, places_there, starts_there = host.to(device, non_blocking=True).split(sizes)
     is_item = tiles[:, 5] < tiles[:, 1] + tiles[:, 2]
     return MultiItemAttentionPlan(
         config=config,
         tiles=table.view(-1, TILE_INTS),
         item_start=starts_there,
         counter=counter[:2],
+        parts=places_there.view(-1, 2),
         heads_first=2 * int(is_item.sum()) < len(tiles),
         has_items=bool(is_item.any()),
-        num_tokens=int(tiles[:, 1].sum()),
+        num_tokens=int(tiles[tiles[:, 6] == 0, 1].sum()),
+        num_part_rows=0 if parts is None else tokens_per_tile * len(tiles),
+        part_stride=tokens_per_tile,
     )
