@@ -1,4 +1,4 @@
-"""Prefill attention on random layouts: batches, cached parts, items, delimiters, windows, soft-caps.
+"""Prefill attention on random layouts: batches, caches, items, delimiters, windows, soft-caps.
 
 Tensors are cut out of one random pool per shape, so that a layout costs about as much as its calls
 and thousands of them fit into a minute of a GPU. A key read from a wrong place is a random one.

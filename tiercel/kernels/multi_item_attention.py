@@ -47,7 +47,7 @@ _FAST_FROM_KEYS = 2048
 
 # head_dim up to -> rows, keys, warps, stages of 16-bit types. Chosen by what ptxas makes of them
 # (sm_90, Triton 3.6): no spill up to 128, where 4 warps spill 336 bytes; 48 bytes at 256. Not swept
-# on a device yet: benchmarks/multi_item_attention.py --sweep.
+# on a device yet: benchmarks/multi_item_attention.py --suite sweep.
 _TRITON_TILES = (
     (64, (128, 64, 4, 3)),
     (128, (128, 64, 8, 2)),
