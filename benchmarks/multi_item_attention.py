@@ -30,6 +30,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -257,7 +258,10 @@ def make_variant(inputs: Inputs, **changes: Any) -> Callable[[Inputs], Tensor]:
     lengths = (*inputs.lengths(), [shape.prefix] * shape.batch)
     step = config.block_m // group
     tiles = attention_tiles.make_tiles(*lengths, starts, step)
-    plan = attention_tiles.make_plan(config, tiles, starts, None, step, inputs.q.device)
+    own = np.zeros(0, np.int32) if starts is None else starts
+    model = (inputs.q.dtype, shape.head_dim, group, BLOCK_SIZE)
+    planned = attention_tiles.PlannedTiles(config, model, tiles, own, None, step)
+    plan = planned.upload(inputs.q.device)
 
     def run(item: Inputs) -> Tensor:
         out = torch.empty(item.q.shape, dtype=item.q.dtype, device=item.q.device)

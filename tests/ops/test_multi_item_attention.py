@@ -9,7 +9,7 @@ import torch
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels import multi_item_attention as kernel
-from tiercel.kernels.attention_tiles import cut_tiles, make_plan, make_tiles, part_steps
+from tiercel.kernels.attention_tiles import PlannedTiles, cut_tiles, make_tiles, part_steps
 from tiercel.ops.multi_item_attention import multi_item_attention, plan_multi_item_attention
 from tiercel.reference import multi_item_attention as oracle
 
@@ -106,9 +106,10 @@ class Case:
         step, parts, buffers = config.block_m // group, None, None
         if steps:
             tiles, parts = cut_tiles(tiles, steps, step)
-        plan = make_plan(config, tiles, starts, parts, step, self.q.device)
+        model = (self.q.dtype, self.q.shape[2], group, self.k_cache.shape[1])
+        plan = PlannedTiles(config, model, tiles, starts, parts, step).upload(self.q.device)
         if heads_first is not None:
-            plan = replace(plan, heads_first=heads_first)
+            plan.counter[3] = int(heads_first)
 
         def poisoned(*shape, dtype=torch.float32):
             return torch.full(shape, float("nan"), dtype=dtype, device=self.q.device)

@@ -33,6 +33,7 @@ from tiercel.errors import ArgumentError
 if TYPE_CHECKING:
     from tiercel.kernels.multi_item_attention import MultiItemAttentionConfig
 
+ModelKey = tuple[torch.dtype, int, int, int]
 TILE_INTS = 8
 PART_KEYS = 128  # parts end at its multiples: the page step of the CUDA kernel
 # A part costs about two steps beside its own, and the merge as much as two more: to be worth it,
@@ -46,13 +47,14 @@ class MultiItemAttentionPlan:
 
     Attributes:
         config: see `select_multi_item_attention`.
-        tiles: (num_tiles, 8) int32, see above.
+        model: it was made for: dtype, head_dim, query heads of a key/value head, block_size.
+        tiles: (num_tiles, 8) int32, see above; of a buffer, as many as it holds.
         item_start: (T,) int32; read only where a tile has item keys.
-        counter: (2,) int32 zeros, the CUDA kernel's work counter; it leaves zeros.
+        counter: (4,) int32: two zeros, the CUDA kernel's work counter, which leaves zeros; the
+            number of tiles; 1 where neighbouring programs take the heads of one tile instead of the
+            tiles of one head. Causal tokens want it (S 2048: 513 TFLOP/s against 402, H200).
         parts: (T, 2) int32, of each token the row of its first part and their number, where tiles
             were cut; else empty, and results are final.
-        heads_first: neighbouring programs take the heads of one tile instead of the tiles of one
-            head. Causal tokens want it (S 2048: 513 TFLOP/s against 402, H200).
         has_items: whether any tile has item keys.
         num_tokens: T.
         num_part_rows: rows of the results of all parts.
@@ -60,11 +62,11 @@ class MultiItemAttentionPlan:
     """
 
     config: MultiItemAttentionConfig
+    model: ModelKey
     tiles: Tensor
     item_start: Tensor
     counter: Tensor
     parts: Tensor
-    heads_first: bool
     has_items: bool
     num_tokens: int
     num_part_rows: int
@@ -223,31 +225,115 @@ def _check_positions(own: npt.NDArray[np.int64], longest: int, request: int) -> 
         )
 
 
-def make_plan(
-    config: MultiItemAttentionConfig,
-    tiles: npt.NDArray[np.int32],
-    item_start: npt.NDArray[np.int32] | None,
-    parts: npt.NDArray[np.int32] | None,
-    tokens_per_tile: int,
-    device: torch.device,
-) -> MultiItemAttentionPlan:
-    """Copy a table to the device, without waiting for it; `parts` as from `cut_tiles`."""
-    starts = np.zeros(0, np.int32) if item_start is None else item_start
-    places = np.zeros((0, 2), np.int32) if parts is None else parts
-    sizes = (tiles.size, 4, places.size, starts.size)
-    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    np.concatenate((tiles.ravel(), np.zeros(4, np.int32), places.ravel(), starts), out=host.numpy())
-    table, counter, places_there, starts_there = host.to(device, non_blocking=True).split(sizes)
-    is_item = tiles[:, 5] < tiles[:, 1] + tiles[:, 2]
-    return MultiItemAttentionPlan(
-        config=config,
-        tiles=table.view(-1, TILE_INTS),
-        item_start=starts_there,
-        counter=counter[:2],
-        parts=places_there.view(-1, 2),
-        heads_first=2 * int(is_item.sum()) < len(tiles),
-        has_items=bool(is_item.any()),
-        num_tokens=int(tiles[tiles[:, 6] == 0, 1].sum()),
-        num_part_rows=0 if parts is None else tokens_per_tile * len(tiles),
-        part_stride=tokens_per_tile,
-    )
+def _sizes(max_tiles: int, max_tokens: int, *, has_parts: bool) -> tuple[int, int, int, int]:
+    """Numbers of tiles, counter, parts and item starts, as they lie one behind the other.
+
+    Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for other pointers.
+    """
+    return TILE_INTS * max_tiles, 4, 4 * -(-max_tokens // 2) * has_parts, max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTiles:
+    """The tiles of one step on the host.
+
+    Attributes:
+        config: see `select_multi_item_attention`.
+        model: see `MultiItemAttentionPlan`.
+        tiles: (num_tiles, 8) int32.
+        item_start: (T,) int32, or empty: no token has items.
+        parts: (T, 2) int32 of `cut_tiles`, or None.
+        tokens_per_tile: at most.
+        most_parts: number of tiles up to which some were cut.
+    """
+
+    config: MultiItemAttentionConfig
+    model: ModelKey
+    tiles: npt.NDArray[np.int32]
+    item_start: npt.NDArray[np.int32]
+    parts: npt.NDArray[np.int32] | None
+    tokens_per_tile: int
+    most_parts: int = 0
+
+    @property
+    def kind(self) -> tuple[MultiItemAttentionConfig, bool]:
+        """What a graph is captured for: the kernel, and whether parts are merged."""
+        return self.config, self.parts is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """T; each token is in one tile that begins with the first page key."""
+        return int(self.tiles[self.tiles[:, 6] == 0, 1].sum())
+
+    def upload(self, device: torch.device) -> MultiItemAttentionPlan:
+        """Copy them to the device, without waiting for it."""
+        capacity = (len(self.tiles), max(self.num_tokens, len(self.item_start)))
+        return self._read(self.host_table(*capacity).to(device, non_blocking=True), *capacity)
+
+    def make_buffer(self, num_tokens: int, num_reqs: int, device: torch.device) -> PlanBuffer:
+        """Room for any step of this kind with up to so many tokens and requests."""
+        most = -(-num_tokens // self.tokens_per_tile) + num_reqs
+        capacity = (most if self.parts is None else self.most_parts, num_tokens)
+        total = sum(_sizes(*capacity, has_parts=self.parts is not None))
+        data = torch.zeros(total, dtype=torch.int32, device=device)
+        return PlanBuffer(data, *capacity, self._read(data, *capacity, has_items=True))
+
+    def host_table(self, max_tiles: int, max_tokens: int) -> Tensor:
+        """All of it in one pinned buffer, laid out for so many tiles and tokens."""
+        tiles, parts = self.tiles, self.parts
+        sizes = _sizes(max_tiles, max_tokens, has_parts=parts is not None)
+        host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        table, counter, places, starts = np.split(host.numpy(), np.cumsum(sizes[:-1]))
+        table[: tiles.size] = tiles.ravel()
+        heads_first = 2 * int(self._is_item.sum()) < len(tiles)
+        counter[:] = (0, 0, len(tiles), heads_first)
+        starts[: len(self.item_start)] = self.item_start
+        if parts is not None:
+            places[: parts.size] = parts.ravel()
+        return host
+
+    @property
+    def _is_item(self) -> npt.NDArray[np.bool_]:
+        tiles = self.tiles
+        has_keys: npt.NDArray[np.bool_] = tiles[:, 5] < tiles[:, 1] + tiles[:, 2]
+        return has_keys
+
+    def _read(
+        self, data: Tensor, max_tiles: int, max_tokens: int, *, has_items: bool | None = None
+    ) -> MultiItemAttentionPlan:
+        has_parts = self.parts is not None
+        sizes = _sizes(max_tiles, max_tokens, has_parts=has_parts)
+        table, counter, parts, starts = data.split(sizes)
+        return MultiItemAttentionPlan(
+            config=self.config,
+            model=self.model,
+            tiles=table.view(-1, TILE_INTS),
+            item_start=starts,
+            counter=counter,
+            parts=parts.view(-1, 2),
+            has_items=bool(self._is_item.any()) if has_items is None else has_items,
+            num_tokens=max_tokens,
+            num_part_rows=self.tokens_per_tile * max_tiles * has_parts,
+            part_stride=self.tokens_per_tile,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBuffer:
+    """Device memory for plans of one kind; a graph that reads `plan` serves whatever is there.
+
+    Attributes:
+        data: int32.
+        max_tiles: that it holds.
+        max_tokens: that it holds.
+        plan: what lies there.
+    """
+
+    data: Tensor
+    max_tiles: int
+    max_tokens: int
+    plan: MultiItemAttentionPlan
+
+    def fill(self, planned: PlannedTiles) -> None:
+        """Enqueue the copy of other tiles of the same kind."""
+        self.data.copy_(planned.host_table(self.max_tiles, self.max_tokens), non_blocking=True)

@@ -7,37 +7,14 @@ exactly the sequence that the item would be alone.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tiercel.kernels.attention_lengths import ScoreRule, StepLengths
 from tiercel.kernels.gathered_attention import attend_one, first_key, gather_cache, place_mask
-
-
-@dataclass(frozen=True, slots=True)
-class GatheredStep:
-    """A step of R requests and T tokens.
-
-    Attributes:
-        query_lens: new tokens of each request.
-        context_lens: its length with them.
-        prefix_lens: P of each request, at most its length.
-        item_start: (T,) int32, None without items.
-        scale: multiplies the scores.
-        window: 0 for none.
-        softcap: 0 for none.
-    """
-
-    query_lens: tuple[int, ...]
-    context_lens: tuple[int, ...]
-    prefix_lens: tuple[int, ...]
-    item_start: npt.NDArray[np.int32] | None
-    scale: float
-    window: int
-    softcap: float
 
 
 def attend_items(
@@ -49,24 +26,25 @@ def attend_items(
     v_new: Tensor,
     out: Tensor,
     lse: Tensor | None,
-    step: GatheredStep,
+    lengths: StepLengths,
+    rule: ScoreRule,
 ) -> None:
     """Fill `out` (T, heads, head_dim) and, if given, `lse` (T, heads); tensors as in the op."""
 
     def attend(rows: slice, k: Tensor, v: Tensor, base: int = 0) -> None:
-        if step.softcap or lse is not None:
-            out[rows], sums = _attend_openly(q[rows], k, v, step, base)
+        if rule.softcap or lse is not None:
+            out[rows], sums = _attend_openly(q[rows], k, v, rule, base)
             if lse is not None:
                 lse[rows] = sums
         else:
-            out[rows] = attend_one(q[rows], k, v, step.scale, step.window, base)
+            out[rows] = attend_one(q[rows], k, v, rule.scale, rule.window, base)
 
     at = 0
-    lengths = zip(step.query_lens, step.context_lens, step.prefix_lens, strict=True)
-    for request, (new, length, prefix) in enumerate(lengths):
+    parts = zip(lengths.query, lengths.context, lengths.prefix, strict=True)
+    for request, (new, length, prefix) in enumerate(parts):
         first = length - new
         # Items read from the sequence's start.
-        seen = first_key(first, new, step.window) if prefix == length else 0
+        seen = first_key(first, new, rule.window) if prefix == length else 0
         k_prefix, v_prefix = (
             gather_cache(cache, block_tables[request], prefix, seen)
             if prefix
@@ -76,7 +54,7 @@ def attend_items(
         split = at + max(0, prefix - first)
         if split > at:
             attend(slice(at, split), k_prefix, v_prefix, prefix - len(k_prefix))
-        for start, begin, end in _runs(step.item_start, split, at + new):
+        for start, begin, end in _runs(lengths.item_start, split, at + new):
             rows = slice(at + start - first, end)
             if rows.start == end and not prefix:
                 out[begin:end] = 0.0
@@ -89,16 +67,16 @@ def attend_items(
 
 
 def _attend_openly(
-    q: Tensor, k: Tensor, v: Tensor, step: GatheredStep, base: int
+    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, base: int
 ) -> tuple[Tensor, Tensor]:
     """What fused operators do not tell or do: sums and soft-caps, in float32."""
     queries, keys = len(q), base + len(k)
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = step.scale * torch.einsum("qhd,khd->hqk", q.float(), k)
-    if step.softcap:
-        scores = step.softcap * torch.tanh(scores / step.softcap)
-    mask = place_mask(torch.arange(keys - queries, keys), torch.arange(base, keys), step.window)
+    scores = rule.scale * torch.einsum("qhd,khd->hqk", q.float(), k)
+    if rule.softcap:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    mask = place_mask(torch.arange(keys - queries, keys), torch.arange(base, keys), rule.window)
     scores = scores.masked_fill_(~mask, float("-inf"))
     # A delimiter may begin a run, and sees nothing: 0 instead of 0 / 0.
     out = torch.einsum("hqk,khd->qhd", scores.softmax(dim=2).masked_fill_(~mask, 0.0), v)

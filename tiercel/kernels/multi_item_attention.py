@@ -220,12 +220,12 @@ def _launch_triton(
         None if buffers is None else buffers.sums,
         plan.item_start,
         plan.tiles,
+        plan.counter,
         block_tables,
         q.stride(0),
         k_new.stride(0),
         v_new.stride(0),
         block_tables.stride(0),
-        len(plan.tiles),
         kv_heads,
         (softcap or scale) * LOG2_E,
         scale / softcap if softcap else None,
@@ -236,7 +236,6 @@ def _launch_triton(
         PAGE=k_cache.shape[1],
         BLOCK_M=plan.config.block_m,
         BLOCK_N=plan.config.block_n,
-        HEADS_FIRST=plan.heads_first,
         HAS_ITEMS=plan.has_items,
         HAS_WINDOW=window > 0,
         IS_PART=buffers is not None,
@@ -293,8 +292,7 @@ def _launch_cuda(
     ]
     results = (out, out) if buffers is None else (buffers.results, buffers.sums)
     tensors = (*results, plan.item_start, plan.tiles, block_tables, plan.counter)
-    num_tiles = len(plan.tiles)
-    numbers = (num_tiles, kv_heads, block_tables.stride(0), int(plan.heads_first))
+    numbers = (kv_heads, block_tables.stride(0))
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     scale_log2 = scale * LOG2_E
     arguments = [
@@ -304,4 +302,4 @@ def _launch_cuda(
         ctypes.c_float(scale_log2),
         ctypes.c_float(_RESCALE_LOG2 / scale_log2),
     ]
-    rtc.launch(kernel, min(processors, num_tiles * kv_heads), _CUDA_THREADS, arguments)
+    rtc.launch(kernel, min(processors, len(plan.tiles) * kv_heads), _CUDA_THREADS, arguments)

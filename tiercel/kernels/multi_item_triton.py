@@ -150,7 +150,7 @@ def _attend_items(
 
 # Not specialised: a kernel for each divisibility of a length would be compiled between two steps.
 # fmt: off
-@triton.jit(do_not_specialize=["table_stride", "num_tiles", "kv_heads", "window", "cap_scale"])
+@triton.jit(do_not_specialize=["table_stride", "kv_heads", "window", "cap_scale"])
 def multi_item_attention_kernel(
     q_ptr,  # (T, heads, HEAD_DIM)
     k_cache_ptr,  # (num_blocks, PAGE, kv_heads, HEAD_DIM)
@@ -161,10 +161,10 @@ def multi_item_attention_kernel(
     sums_ptr,  # (rows, heads) float32 log2 of the sums, where IS_PART
     item_start_ptr,  # (T,) int32
     tiles_ptr,  # (num_tiles, 8) int32
+    counter_ptr,  # (4,) int32: two of another kernel's, number of tiles, heads_first
     tables_ptr,  # (R, max_blocks) int32
     q_stride, k_stride, v_stride,  # elements from one token to the next, of q, k_new and v_new
     table_stride,
-    num_tiles,
     kv_heads,
     scale_log2,  # scale * log2(e), > 0; with a soft-cap, softcap * log2(e)
     cap_scale,  # scale / softcap, None without
@@ -175,17 +175,19 @@ def multi_item_attention_kernel(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
     HAS_ITEMS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IS_PART: tl.constexpr,
 ):
     """Attend one tile of one key/value head, or a part of its page keys."""
     program = tl.program_id(0)
-    if HEADS_FIRST:
+    # In device memory, so that a graph serves any number of tiles.
+    num_tiles = tl.load(counter_ptr + 2)
+    if program >= num_tiles * kv_heads:
+        return
+    tile, kv_head = program % num_tiles, program // num_tiles
+    if tl.load(counter_ptr + 3) > 0:
         tile, kv_head = program // kv_heads, program % kv_heads
-    else:
-        tile, kv_head = program % num_tiles, program // num_tiles
     tile_ptr = tiles_ptr + tile * 8
     q_row = tl.load(tile_ptr).to(tl.int64)  # 64-bit: rows * stride passes 2**31
     num_tokens, first_index = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
+from tiercel.kernels.attention_lengths import ScoreRule, StepLengths, read_lengths
 from tiercel.kernels.attention_tiles import read_positions
-from tiercel.kernels.gathered_items import GatheredStep, attend_items
+from tiercel.kernels.gathered_items import attend_items
 
 if TYPE_CHECKING:
-    from tiercel.kernels.attention_tiles import MultiItemAttentionPlan
+    from tiercel.kernels.attention_tiles import ModelKey, MultiItemAttentionPlan, PlannedTiles
     from tiercel.kernels.multi_item_attention import MultiItemAttentionConfig
 
 
@@ -76,10 +75,14 @@ def multi_item_attention(
     Sources: FlashInfer pull request 1015 (the mask); "FlashAttention-3", arXiv 2407.08608.
     """
     _check_tensors(q, k_cache, v_cache, k_new, v_new)
-    lengths = _read_lengths(query_lens, context_lens, prefix_len, item_start)
+    # Where there is a plan, items were checked when it was made, once for all layers.
+    is_checked = plan is not None and q.is_cuda
+    lengths = read_lengths(
+        query_lens, context_lens, prefix_len, item_start, are_items_checked=is_checked
+    )
     _check_step(q, k_cache, block_tables, lengths)
-    mask = _Scores(scale, window, softcap)
-    _check_scores(mask, q, lse)
+    scores = ScoreRule(scale, window, softcap)
+    _check_scores(scores, q, lse)
     if k_new is None or v_new is None:
         if lengths.has_items:
             raise ArgumentError(
@@ -90,10 +93,9 @@ def multi_item_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tensors = (_aligned(q), k_cache, v_cache, block_tables, _aligned(k_new), _aligned(v_new), out)
     if query_lens and q.is_cuda:
-        _attend_cuda(*tensors, lengths, plan, mask, lse)
+        _attend_cuda(*tensors, lengths, plan, scores, lse)
     elif query_lens:
-        rows = (lengths.query, lengths.context, lengths.prefix, lengths.item_start)
-        attend_items(*tensors, lse, GatheredStep(*rows, scale, window, softcap))
+        attend_items(*tensors, lse, lengths, scores)
     return out.flatten(1)
 
 
@@ -125,11 +127,40 @@ def plan_multi_item_attention(
     Raises:
         ArgumentError: as in the op.
     """
-    lengths = _read_lengths(query_lens, context_lens, prefix_len, item_start)
+    lengths = read_lengths(query_lens, context_lens, prefix_len, item_start)
     if not k_cache.is_cuda or not query_lens:
         return None
-    scores = _Scores(1.0, window, softcap)
-    return _make_plan(lengths, num_heads // k_cache.shape[2], k_cache, scores, has_lse=has_lse)
+    scores, group = ScoreRule(1.0, window, softcap), num_heads // k_cache.shape[2]
+    return _plan_tiles(lengths, group, k_cache, scores, has_lse=has_lse).upload(k_cache.device)
+
+
+def tile_multi_item_attention(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    num_heads: int,
+    k_cache: Tensor,
+    window: int = 0,
+    prefix_len: Sequence[int] | None = None,
+    item_start: Tensor | None = None,
+) -> PlannedTiles:
+    """What `plan_multi_item_attention` would upload, for those who keep plans in a buffer.
+
+    Args:
+        query_lens: as in the op; and so the rest.
+        context_lens: as in the op.
+        num_heads: as in the plan.
+        k_cache: as in the plan, on a GPU.
+        window: as in the plan.
+        prefix_len: as in the op.
+        item_start: as in the op.
+
+    Raises:
+        ArgumentError: as in the op.
+    """
+    lengths = read_lengths(query_lens, context_lens, prefix_len, item_start)
+    scores, group = ScoreRule(1.0, window, 0.0), num_heads // k_cache.shape[2]
+    return _plan_tiles(lengths, group, k_cache, scores, has_lse=False)
 
 
 def multi_item_attention_packed(
@@ -214,99 +245,6 @@ def multi_item_attention_packed(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """What becomes of the product of a query and a key."""
-
-    scale: float
-    window: int
-    softcap: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Lengths:
-    """A step as the host knows it.
-
-    Attributes:
-        query: new tokens of each request.
-        context: its length with them.
-        prefix: P of each request, at most its length.
-        item_start: (T,) int32, None without items.
-    """
-
-    query: tuple[int, ...]
-    context: tuple[int, ...]
-    prefix: tuple[int, ...]
-    item_start: npt.NDArray[np.int32] | None
-
-    @property
-    def has_items(self) -> bool:
-        return self.item_start is not None
-
-
-def _read_lengths(
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    prefix_len: Sequence[int] | None,
-    item_start: Tensor | None,
-) -> _Lengths:
-    """Check lengths and item starts among each other."""
-    query, context = tuple(query_lens), tuple(context_lens)
-    pairs = zip(query, context, strict=False)
-    if len(query) != len(context) or not all(0 < new <= length for new, length in pairs):
-        raise ArgumentError(
-            f"multi_item_attention: query_lens {query} do not fit context_lens {context}.",
-            hint="Give each request 1 or more new tokens, at most its length.",
-        )
-    if prefix_len is None and item_start is None:
-        return _Lengths(query, context, context, None)
-    if prefix_len is None or item_start is None or item_start.is_cuda:
-        raise ArgumentError(
-            "multi_item_attention: prefix_len and item_start do not both lie on the host.",
-            hint="Pass both, a sequence and a CPU tensor, or neither.",
-        )
-    prefix = tuple(min(p, length) for p, length in zip(prefix_len, context, strict=False))
-    starts = item_start.numpy()
-    if (
-        len(prefix_len) != len(query)
-        or min(prefix_len, default=0) < 0
-        or starts.shape != (sum(query),)
-        or starts.dtype != np.int32
-    ):
-        raise ArgumentError(
-            f"multi_item_attention: prefix_len {tuple(prefix_len)} and item_start "
-            f"{starts.shape} {starts.dtype} do not fit {len(query)} requests, {sum(query)} tokens.",
-            hint="Pass a prefix_len >= 0 per request and an int32 item_start per token.",
-        )
-    _check_items(query, context, prefix, starts)
-    return _Lengths(query, context, prefix, starts if prefix != context else None)
-
-
-def _check_items(
-    query: tuple[int, ...],
-    context: tuple[int, ...],
-    prefix: tuple[int, ...],
-    starts: npt.NDArray[np.int32],
-) -> None:
-    """Every item must rise, and begin in this step behind the prefix."""
-    at = 0
-    for request, (new, length) in enumerate(zip(query, context, strict=True)):
-        first = length - new
-        least = max(first, prefix[request])
-        own = starts[at + least - first : at + new]
-        at += new
-        is_sound = (own >= least) & (own <= np.arange(least, length) + 1)
-        is_sound[1:] &= own[1:] >= own[:-1]
-        if not is_sound.all():
-            bad = int(np.argmin(is_sound))
-            raise ArgumentError(
-                f"multi_item_attention: item_start of request {request} at index {least + bad} "
-                f"is {int(own[bad])}.",
-                hint=f"From index {least} on (prefix and cached tokens end there) it must rise, "
-                f"from {least} or more to at most a token's own index + 1.",
-            )
-
-
 def _check_tensors(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k_new: Tensor | None, v_new: Tensor | None
 ) -> None:
@@ -345,7 +283,7 @@ def _check_tensors(
         )
 
 
-def _check_step(q: Tensor, k_cache: Tensor, block_tables: Tensor, lengths: _Lengths) -> None:
+def _check_step(q: Tensor, k_cache: Tensor, block_tables: Tensor, lengths: StepLengths) -> None:
     if len(q) != sum(lengths.query):
         raise ArgumentError(
             f"multi_item_attention: q has {len(q)} tokens, query_lens {sum(lengths.query)}.",
@@ -372,7 +310,7 @@ def _check_step(q: Tensor, k_cache: Tensor, block_tables: Tensor, lengths: _Leng
         )
 
 
-def _check_scores(scores: _Scores, q: Tensor, lse: Tensor | None) -> None:
+def _check_scores(scores: ScoreRule, q: Tensor, lse: Tensor | None) -> None:
     if not scores.scale > 0 or scores.window < 0 or not scores.softcap >= 0:
         raise ArgumentError(
             f"multi_item_attention: scale={scores.scale}, window={scores.window} and "
@@ -400,25 +338,38 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _make_plan(
-    lengths: _Lengths, group: int, k_cache: Tensor, scores: _Scores, *, has_lse: bool
-) -> MultiItemAttentionPlan:
-    from tiercel.kernels.attention_tiles import cut_tiles, make_plan, make_tiles, part_steps
+def _plan_tiles(
+    lengths: StepLengths, group: int, k_cache: Tensor, scores: ScoreRule, *, has_lse: bool
+) -> PlannedTiles:
+    from tiercel.kernels.attention_tiles import PlannedTiles, cut_tiles, make_tiles, part_steps
 
     config = _config(lengths, group, k_cache, scores)
     step = config.block_m // group
     tiles = make_tiles(lengths.query, lengths.context, lengths.prefix, lengths.item_start, step)
     parts, steps = None, 0
+    processors = torch.cuda.get_device_properties(k_cache.device).multi_processor_count
     if not scores.window:  # a window leaves few keys
-        processors = torch.cuda.get_device_properties(k_cache.device).multi_processor_count
         steps = part_steps(tiles, k_cache.shape[2], processors)
     if steps or has_lse:
         tiles, parts = cut_tiles(tiles, steps or max(lengths.context), step)
-    return make_plan(config, tiles, lengths.item_start, parts, step, k_cache.device)
+    starts = np.zeros(0, np.int32) if lengths.item_start is None else lengths.item_start
+    return PlannedTiles(
+        config,
+        _model_key(group, k_cache),
+        tiles,
+        starts,
+        parts,
+        step,
+        processors // k_cache.shape[2] if steps else len(tiles),
+    )
+
+
+def _model_key(group: int, k_cache: Tensor) -> ModelKey:
+    return k_cache.dtype, k_cache.shape[3], group, k_cache.shape[1]
 
 
 def _config(
-    lengths: _Lengths, group: int, k_cache: Tensor, scores: _Scores
+    lengths: StepLengths, group: int, k_cache: Tensor, scores: ScoreRule
 ) -> MultiItemAttentionConfig:
     from tiercel.kernels.multi_item_attention import select_multi_item_attention
 
@@ -442,22 +393,23 @@ def _attend_cuda(
     k_new: Tensor,
     v_new: Tensor,
     out: Tensor,
-    lengths: _Lengths,
+    lengths: StepLengths,
     plan: MultiItemAttentionPlan | None,
-    scores: _Scores,
+    scores: ScoreRule,
     lse: Tensor | None,
 ) -> None:
     from tiercel.kernels.multi_item_attention import PartBuffers, launch_multi_item_attention
 
     group = q.shape[1] // k_cache.shape[2]
     if plan is None:
-        plan = _make_plan(lengths, group, k_cache, scores, has_lse=lse is not None)
-    config = _config(lengths, group, k_cache, scores)
+        tiles = _plan_tiles(lengths, group, k_cache, scores, has_lse=lse is not None)
+        plan = tiles.upload(q.device)
     has_parts = plan.num_part_rows > 0
-    if plan.config != config or plan.num_tokens != len(q) or (lse is not None and not has_parts):
+    is_alike = plan.model == _model_key(group, k_cache) and plan.num_tokens == len(q)
+    if not is_alike or (lse is not None and not has_parts):
         raise ArgumentError(
-            f"multi_item_attention: the plan is of {plan.num_tokens} tokens and {plan.config}, "
-            f"the call of {len(q)} and {config}, lse: {lse is not None}.",
+            f"multi_item_attention: the plan is of {plan.num_tokens} tokens and {plan.model}, "
+            f"the call of {len(q)} and {_model_key(group, k_cache)}, lse: {lse is not None}.",
             hint="Make the plan from the lengths and the shape of this call.",
         )
     buffers = None

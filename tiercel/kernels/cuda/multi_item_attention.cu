@@ -318,16 +318,16 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
     const int* __restrict__ item_start,     // (tokens,), read where a tile has item steps
     const int* __restrict__ tiles,          // (n_tiles, 8), see Work
     const int* __restrict__ block_tables,   // (requests, table_stride)
-    int* __restrict__ counter,              // (2,) zeros: next work, CTAs done; left at zero
-    int n_tiles, int kv_heads, int table_stride, int heads_first, float sl2, float thr) {
+    int* __restrict__ counter,              // (4,): next work and CTAs done, zeros before and after;
+                                            // number of tiles, heads_first: see locate
+    int kv_heads, int table_stride, float sl2, float thr) {
   extern __shared__ unsigned char raw[];
   __shared__ __align__(8) u64 bars[2 * STAGES + 2 * QBUF];
-  __shared__ int work_id[QBUF];
+  __shared__ int2 work[QBUF]; // tile (-1: no more) and KV head
   const u32 smem = (smem_u32(raw) + 1023) & ~1023u;
   const u32 b0 = smem_u32(bars);
   const Ring ring{b0, b0 + 8 * STAGES, smem + QBUF * QBYTES};
   const u32 qfull = b0 + 16 * STAGES, qempty = qfull + 8 * QBUF;
-  const int total = n_tiles * kv_heads;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       mbar_init(ring.full + 8 * i, 1);
@@ -347,6 +347,8 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
     State st{0, 0};
     int qs = 0;
     u32 qph = 0;
+    // In device memory, so that a graph serves any number of tiles.
+    const int n_tiles = counter[2], heads_first = counter[3], total = n_tiles * kv_heads;
     int next = atomicAdd(counter, 1);
     Load pend;
     bool has_pend = false; // the V of the last K issued is still to be loaded
@@ -354,13 +356,14 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
       const int id = next;
       if (id < total) next = atomicAdd(counter, 1);
       mbar_wait(qempty + 8 * qs, qph ^ 1);
-      work_id[qs] = id < total ? id : -1;
       if (id >= total) {
+        work[qs] = make_int2(-1, 0);
         mbar_arrive(qfull + 8 * qs);
         break;
       }
       int ti, head;
       locate(id, n_tiles, kv_heads, heads_first, ti, head);
+      work[qs] = make_int2(ti, head);
       const Work w = load_work(tiles + 8 * ti);
       mbar_expect(qfull + 8 * qs, QBYTES);
       for (int g = 0; g < NWG; g++)
@@ -417,10 +420,8 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
     clear(o, m, l);
     while (true) {
       mbar_wait(qfull + 8 * qs, qph);
-      const int id = uni(work_id[qs]);
-      if (id < 0) break;
-      int ti, head;
-      locate(id, n_tiles, kv_heads, heads_first, ti, head);
+      const int ti = uni(work[qs].x), head = uni(work[qs].y);
+      if (ti < 0) break;
       Work w = load_work(tiles + 8 * ti);
       w.P = uni(w.P);
       w.i0 = uni(w.i0);
