@@ -2,12 +2,14 @@
  * The page: puts the parts together and says what each button and key does.
  *
  * Where to read on: chat.js runs answers, answer.js is their data, view.js shows them, store.js
- * keeps them, api.js and server.js talk to the server, markdown.js turns text into nodes.
+ * keeps them, api.js and server.js talk to the server, markdown.js turns text into nodes. score.js
+ * is the tab that scores a list.
  */
 
 import { Chat, appended } from "./chat.js";
 import { element, icon } from "./dom.js";
 import { Panels, Toast, downloadFile, setUpTheme } from "./layout.js";
+import { ScorePanel, setUpTabs } from "./score.js";
 import { Keyring, Server } from "./server.js";
 import { Settings } from "./settings.js";
 import { HistoryList } from "./sidebar.js";
@@ -37,6 +39,8 @@ class App {
   start() {
     this.#fillIcons();
     setUpTheme(this.#storage);
+    setUpTabs();
+    new ScorePanel(this.#keyring, () => find("model").value);
     this.#settings = new Settings(this.#storage, (text) => this.#setSystem(text));
     this.#history = new HistoryList({
       open: (id) => this.#open(id),
