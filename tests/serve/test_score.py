@@ -255,7 +255,10 @@ def test_documents_come_best_first(path):
     assert answer["id"].startswith("rerank-")
     own = request.score.items[::2]  # each with y and e of yes, then with n of no
     tokens = len(request.prompt_token_ids) + sum(len(item) - 2 for item in own)
-    assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert answer["usage"] == {
+        "prompt_tokens": tokens, "total_tokens": tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
     assert "document" not in answer["results"][0]
     assert "errors" not in answer
 
@@ -359,3 +362,29 @@ def test_a_real_server_scores_as_the_model_does(server, tiny):
     told = {result["index"]: result["relevance_score"] for result in ranked["results"]}
     for line in paired["data"]:
         assert line["score"] == pytest.approx(told[line["index"]], abs=0.05)
+
+
+def test_a_real_server_reranks_by_the_yes_and_no_of_the_models_head(server, tiny):
+    """A plain GGUF without a classifier head: rows of the head, behind the rendered template."""
+    query, documents = "Where is pizza?", ["A pizzeria.", "A bicycle.", ""]
+    user = (
+        f"{relevance.SYSTEM}\n<Instruct>: {relevance.INSTRUCT}\n<Query>: {query}\n<Document>: MARK"
+    )
+    messages = [{"role": "system", "content": relevance.SYSTEM}]
+    messages.append({"role": "user", "content": user.partition("\n")[2]})
+    body = {"model": "tiny", "query": query, "documents": documents}
+    with httpx.Client(base_url=server.url, timeout=30) as http:
+        text = http.post("/apply-template", json={"messages": messages}).json()["prompt"]
+        first, again = (http.post("/rerank", json=body).json() for _ in range(2))
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    expected = {}
+    with open_tiny(tiny, dtype="auto") as llm:
+        for number, document in enumerate(documents):
+            ids = llm.encode(text.replace("MARK", document), parse_special=True)
+            output = llm.score(llm.tokenizer.with_bos(ids), [[]], [*relevance.YES_NO])
+            share = output.probs[0] / output.probs[0].sum()
+            expected[number] = float(share[0])
+    for answer in (first, again):
+        assert len(answer["results"]) == len(documents)
+        for result in answer["results"]:
+            assert result["relevance_score"] == pytest.approx(expected[result["index"]], abs=0.05)

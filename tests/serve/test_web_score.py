@@ -132,6 +132,9 @@ def test_tabs_by_keyboard_and_chat_goes_on_beside(page):
     page.keyboard.press("ArrowLeft")
     expect(page.locator("#score")).to_be_hidden()
     assert ask(page, "again") == "You said: again"
+    page.get_by_role("tab", name="Score").click()
+    page.locator("#history button").first.click()
+    expect(page.locator("#composer")).to_be_visible()
 
 
 def test_a_narrow_screen_holds_the_tab(page):

@@ -68,11 +68,18 @@ class RerankError(Struct, frozen=True):
     message: str
 
 
+class CachedTokens(Struct, frozen=True):
+    """Of the prompt's tokens, those found in the prefix cache."""
+
+    cached_tokens: int
+
+
 class RerankUsage(Struct, frozen=True):
     """Tokens of what the documents share, once, and of all of them."""
 
     prompt_tokens: int
     total_tokens: int
+    prompt_tokens_details: CachedTokens
 
 
 class RerankAnswer(Struct, frozen=True, omit_defaults=True):
@@ -134,7 +141,7 @@ async def _answer(
         for i, text in output.errors.items()
     ]
     tokens = output.usage.prompt_tokens
-    usage = RerankUsage(tokens, tokens)
+    usage = RerankUsage(tokens, tokens, CachedTokens(output.usage.cached_tokens))
     name = f"rerank-{secrets.token_hex(12)}"
     return json_response(RerankAnswer(name, model.name, results, usage, errors))
 

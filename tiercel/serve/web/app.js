@@ -31,6 +31,7 @@ class App {
   #settings;
   #panels = new Panels();
   #toast = new Toast();
+  #openTab;
   #current = newConversation();
   #edited = null; // the question that the next message replaces
   #frame = 0; // the frame in which a grown answer will be shown
@@ -39,7 +40,7 @@ class App {
   start() {
     this.#fillIcons();
     setUpTheme(this.#storage);
-    setUpTabs();
+    this.#openTab = setUpTabs();
     new ScorePanel(this.#keyring, () => find("model").value);
     this.#settings = new Settings(this.#storage, (text) => this.#setSystem(text));
     this.#history = new HistoryList({
@@ -218,6 +219,7 @@ class App {
   // --- conversations ---
 
   #startNew() {
+    this.#openTab("chat");
     this.#show(newConversation());
     this.#panels.closeOverlay();
     this.#prompt.focus();
@@ -226,6 +228,7 @@ class App {
   #open(id) {
     const conversation = this.#store.get(id);
     if (conversation) this.#show(conversation);
+    this.#openTab("chat");
     this.#panels.closeOverlay();
   }
 

@@ -10,27 +10,32 @@ import { element } from "./dom.js";
 
 const find = (id) => document.getElementById(id);
 
-/** Switches between the two tabs; arrow keys move between them. */
+/** Makes the two tabs, between which arrow keys move; gives what opens one by its name. */
 export function setUpTabs() {
-  const tabs = ["chat", "score"].map((name) => ({ tab: find(`${name}-tab`), panel: find(name) }));
+  const tabs = ["chat", "score"].map((name) => ({
+    name,
+    tab: find(`${name}-tab`),
+    panel: find(name),
+  }));
   const open = (chosen) => {
-    for (const { tab, panel } of tabs) {
-      const isOpen = tab === chosen;
+    for (const { name, tab, panel } of tabs) {
+      const isOpen = name === chosen;
       tab.setAttribute("aria-selected", String(isOpen));
       tab.tabIndex = isOpen ? 0 : -1;
       panel.hidden = !isOpen;
     }
-    document.body.classList.toggle("is-scoring", chosen === find("score-tab"));
+    document.body.classList.toggle("is-scoring", chosen === "score");
   };
-  tabs.forEach(({ tab }, index) => {
-    tab.addEventListener("click", () => open(tab));
+  tabs.forEach(({ name, tab }, index) => {
+    tab.addEventListener("click", () => open(name));
     tab.addEventListener("keydown", (event) => {
       if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
-      const other = tabs[1 - index].tab;
-      open(other);
-      other.focus();
+      const other = tabs[1 - index];
+      open(other.name);
+      other.tab.focus();
     });
   });
+  return open;
 }
 
 export class ScorePanel {
