@@ -11,7 +11,10 @@ How: calls over inputs of more than 240 MB in turn, in a CUDA graph, after 0.12 
 The warm-up matters: a card at rest boosts for tens of milliseconds and reads up to 10% better than
 it does at its power limit. Kernels of a row run one after the other; compare within a run only.
 
---sweep times the Triton kernel in other tiles, for the table in kernels/multi_item_attention.py.
+--suite scoring: the shapes that peers of multi-item scoring were timed on (multi_item_peers.py),
+the same with the prefix computed in the launch, and few items on a long prefix, with tiles cut into
+parts and whole. --suite sweep times the Triton kernel in other tiles, for the table in
+kernels/multi_item_attention.py.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,6 +38,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.common import environment, save
+from benchmarks.multi_item_peers import BEST_US, ITEM_LENS
 from benchmarks.op_timing import parse, relative_error
 from tiercel.ops.multi_item_attention import multi_item_attention, plan_multi_item_attention
 from tiercel.reference import multi_item_attention as oracle
@@ -48,7 +53,7 @@ CHECKED_ROWS = 97  # of the end of the step; the oracle is slow
 
 @dataclass(frozen=True)
 class Shape:
-    """One request: `cached` keys, a prefix of `prefix`, then `items` of `item_len` tokens."""
+    """Requests of `cached` keys, a prefix of `prefix`, then `items` of `item_len` tokens."""
 
     cached: int
     prefix: int
@@ -58,12 +63,15 @@ class Shape:
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    batch: int = 1
 
     @property
     def name(self) -> str:
         head = f"{self.heads}/{self.kv_heads}x{self.head_dim}"
         if self.items:
-            return f"{self.items} items of {self.item_len} on {self.prefix} {head}"
+            times = f"{self.batch} x " if self.batch > 1 else ""
+            kind = "" if self.cached else " computed"
+            return f"{times}{self.items} items of {self.item_len} on {self.prefix}{kind} {head}"
         kind = f"{self.tokens} on {self.cached}" if self.cached else f"causal {self.tokens}"
         return f"{kind} {head}" + (f" window {self.window}" if self.window else "")
 
@@ -83,13 +91,22 @@ class Shape:
         pairs += self.items * (
             self.item_len * self.prefix + self.item_len * (self.item_len + 1) // 2
         )
-        return 4 * self.heads * self.head_dim * pairs
+        return 4 * self.heads * self.head_dim * pairs * self.batch
+
+    @property
+    def peer_us(self) -> float | None:
+        """The best peer's time, where it was measured."""
+        known = BEST_US.get((self.prefix, self.items), {}).get(self.batch)
+        is_alike = self.cached == self.prefix and (self.heads, self.head_dim) == (32, 128)
+        if known is None or not is_alike or self.item_len not in ITEM_LENS:
+            return None
+        return known[ITEM_LENS.index(self.item_len)]
 
     @property
     def num_bytes(self) -> int:
         """Queries and result, keys and values once; 16 bits."""
         width = self.tokens * self.heads + self.length * self.kv_heads
-        return 4 * self.head_dim * width
+        return 4 * self.head_dim * width * self.batch
 
 
 SHAPES = {
@@ -107,6 +124,23 @@ SHAPES = {
         Shape(256, 256, 8, 16, heads=9, kv_heads=3, head_dim=64),
     ],
 }
+# The shapes of the published peers, and what the study of this kernel asked for beside them.
+_PEER_SHAPES = [
+    Shape(prefix, prefix, items, length, batch=batch)
+    for batch in (1, 4)
+    for prefix, items in BEST_US
+    for length in ITEM_LENS
+]
+SCORING_SHAPES = [
+    *_PEER_SHAPES[: len(_PEER_SHAPES) // 2],
+    *[
+        Shape(prefix, prefix, items, 16)
+        for prefix in (2048, 8192)
+        for items in (1, 2, 4, 8, 16, 32)
+    ],
+    *[Shape(0, prefix, 128, length) for prefix in (512, 2048, 8192) for length in ITEM_LENS],
+    *_PEER_SHAPES[len(_PEER_SHAPES) // 2 :],
+]
 # Triton's rows, keys, warps, stages, per head_dim.
 SWEEP_SHAPES = [
     Shape(0, 4096, heads=9, kv_heads=3, head_dim=64),
@@ -137,17 +171,20 @@ class Inputs:
     item_start: Tensor | None
 
     def lengths(self) -> tuple[list[int], list[int]]:
-        return [self.shape.tokens], [self.shape.length]
+        batch = self.shape.batch
+        return [self.shape.tokens] * batch, [self.shape.length] * batch
 
     def items(self) -> dict[str, Any]:
         if self.item_start is None:
             return {}
-        return {"prefix_len": [self.shape.prefix], "item_start": self.item_start}
+        prefixes = [self.shape.prefix] * self.shape.batch
+        return {"prefix_len": prefixes, "item_start": self.item_start}
 
     def entries(self, cache: Tensor, new: Tensor) -> Tensor:
-        """(length, kv_heads, head_dim): keys or values end to end."""
-        prefix = cache[self.tables[0].long()].flatten(0, 1)[: self.shape.prefix]
-        return torch.cat((prefix, new[self.shape.prefix - self.shape.cached :]))
+        """(length, kv_heads, head_dim): keys or values of the last request end to end."""
+        prefix = cache[self.tables[-1].long()].flatten(0, 1)[: self.shape.prefix]
+        own = new[-self.shape.tokens :]
+        return torch.cat((prefix, own[self.shape.prefix - self.shape.cached :]))
 
 
 def make_inputs(shape: Shape, seed: int, device: torch.device) -> Inputs:
@@ -157,18 +194,22 @@ def make_inputs(shape: Shape, seed: int, device: torch.device) -> Inputs:
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, device=device).bfloat16()
 
-    blocks = -(-shape.prefix // BLOCK_SIZE)
+    blocks = -(-shape.prefix // BLOCK_SIZE) * shape.batch
     order = 1 + torch.randperm(blocks, generator=generator, device=device)
     cache = (blocks + 1, BLOCK_SIZE, shape.kv_heads, shape.head_dim)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-    q, k_new, v_new = normal(shape.tokens, sum(heads), shape.head_dim).split(heads, dim=1)
+    q, k_new, v_new = normal(shape.tokens * shape.batch, sum(heads), shape.head_dim).split(
+        heads, dim=1
+    )
     starts = None
     if shape.items:
         own = shape.prefix + torch.arange(shape.items) * shape.item_len
         before = torch.zeros(shape.prefix - shape.cached)
         starts = torch.cat((before, own.repeat_interleave(shape.item_len))).int()
+        starts = starts.repeat(shape.batch)
     caches = normal(*cache), normal(*cache)
-    return Inputs(shape, q, k_new, v_new, *caches, order.int()[None], starts)
+    tables = order.int().view(shape.batch, -1)
+    return Inputs(shape, q, k_new, v_new, *caches, tables, starts)
 
 
 def make_plan(inputs: Inputs) -> Any:
@@ -200,7 +241,7 @@ def run_op(inputs: Inputs, plan: Any) -> Tensor:
 
 
 def make_variant(inputs: Inputs, **changes: Any) -> Callable[[Inputs], Tensor]:
-    """The kernel in another configuration than the selected one, with a plan of its own."""
+    """The kernel in another configuration than the selected one, on whole tiles."""
     attention_tiles = import_module("tiercel.kernels.attention_tiles")
     kernel = import_module(
         "tiercel.kernels.multi_item_attention"
@@ -211,12 +252,16 @@ def make_variant(inputs: Inputs, **changes: Any) -> Callable[[Inputs], Tensor]:
     is_triton = changes.get("variant") == "triton"
     capability = (8, 0) if is_triton else torch.cuda.get_device_capability()
     longest, window = shape.prefix, shape.window
-    kind = (inputs.q.dtype, shape.head_dim, group, BLOCK_SIZE, window, longest, capability)
+    kind = (inputs.q.dtype, shape.head_dim, group, BLOCK_SIZE, window, 0.0, longest, capability)
     config = replace(select(*kind), **changes)
     starts = None if inputs.item_start is None else inputs.item_start.numpy()
-    lengths = (*inputs.lengths(), [shape.prefix])
-    tiles = attention_tiles.make_tiles(*lengths, starts, config.block_m // group)
-    plan = attention_tiles.make_plan(config, tiles, starts, inputs.q.device)
+    lengths = (*inputs.lengths(), [shape.prefix] * shape.batch)
+    step = config.block_m // group
+    tiles = attention_tiles.make_tiles(*lengths, starts, step)
+    own = np.zeros(0, np.int32) if starts is None else starts
+    model = (inputs.q.dtype, shape.head_dim, group, BLOCK_SIZE)
+    planned = attention_tiles.PlannedTiles(config, model, tiles, own, None, step)
+    plan = planned.upload(inputs.q.device)
 
     def run(item: Inputs) -> Tensor:
         out = torch.empty(item.q.shape, dtype=item.q.dtype, device=item.q.device)
@@ -236,7 +281,7 @@ def check(inputs: Inputs, out: Tensor) -> float:
         for cache, new in ((inputs.k_cache, inputs.k_new), (inputs.v_cache, inputs.v_new))
     )
     starts = None if inputs.item_start is None else inputs.item_start[-rows:]
-    expected = oracle.multi_item_attention(
+    expected, _ = oracle.multi_item_attention(
         inputs.q[-rows:],
         [keys],
         [values],
@@ -378,6 +423,35 @@ def measure(shape: Shape, device: torch.device, rate: float) -> dict[str, Any]:
     return row
 
 
+def measure_scoring(shape: Shape, device: torch.device, rate: float) -> dict[str, Any]:
+    """Check, then time the op; where it cuts tiles into parts, also on whole tiles."""
+    sets = make_sets(shape, device)
+    plan = make_plan(sets[0])
+    row: dict[str, Any] = {"name": shape.name, "variant": plan.config.variant, "flops": shape.flops}
+    row["relative_error"] = checked("op", sets[0], run_op(sets[0], plan))
+    row["us"] = time_us([lambda item=item: run_op(item, plan) for item in sets], device)
+    if plan.num_part_rows:
+        run = make_variant(sets[0])
+        row["parts"] = len(plan.tiles)
+        row["whole_us"] = time_us([lambda item=item: run(item) for item in sets], device)
+    row["tflops"] = shape.flops / row["us"] / 1e6
+    row["fraction_of_gemm"] = row["tflops"] / rate
+    row["fraction_of_790"] = row["tflops"] / 790
+    if shape.peer_us is not None:
+        row |= {"peer_us": shape.peer_us, "best_peer_over_op": shape.peer_us / row["us"]}
+    row["input_sets"] = len(sets)
+    return row
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Over all shapes with a peer."""
+    ratios = [row["best_peer_over_op"] for row in rows if "peer_us" in row]
+    if not ratios:
+        return {}
+    mean = round(statistics.geometric_mean(ratios), 4)
+    return {"shapes_with_peer": len(ratios), "geometric_mean": mean, "least": min(ratios)}
+
+
 def report(row: dict[str, Any]) -> None:
     times = [f"{key[:-3]} {row[key]:.1f}" for key in row if key.endswith("_us")]
     errors = [f"{key[:-6]}: {row[key]}" for key in row if key.endswith("_error") and key[0] != "r"]
@@ -408,27 +482,36 @@ def sweep(shape: Shape, device: torch.device, rate: float) -> Iterator[dict[str,
         yield row
 
 
+def measure_suite(suite: str, device: torch.device, rate: float) -> Iterator[dict[str, Any]]:
+    if suite == "sweep":
+        for shape in SWEEP_SHAPES:
+            yield from sweep(shape, device, rate)
+        return
+    once = measure_scoring if suite == "scoring" else measure
+    for shape in SCORING_SHAPES if suite == "scoring" else SHAPES[device.type]:
+        yield once(shape, device, rate)
+
+
 def main() -> None:
     """Measure from the command line."""
     parser: argparse.ArgumentParser = parse(__doc__ or "")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
-    parser.add_argument("--sweep", action="store_true", help="time Triton's tiles instead")
+    parser.add_argument("--suite", choices=("prompts", "scoring", "sweep"), default="prompts")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     rate, rows = gemm_tflops(device), []
     print(f"bf16 GEMM {rate:.0f} TFLOP/s", flush=True)
-    for shape in SWEEP_SHAPES if arguments.sweep else SHAPES[device.type]:
-        made = sweep(shape, device, rate) if arguments.sweep else [measure(shape, device, rate)]
-        for row in made:
-            report(row)
-            rows.append({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()})
-            # After each row: a wrong result ends the run, and what was measured stays.
-            info = {"environment": environment(device), "gemm_tflops": round(rate, 1)}
-            save(arguments.out, info | {"results": rows})
+    for row in measure_suite(arguments.suite, device, rate):
+        report(row)
+        rows.append({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()})
+        # After each row: a wrong result ends the run, and what was measured stays.
+        info = {"environment": environment(device), "gemm_tflops": round(rate, 1)}
+        save(arguments.out, info | summary(rows) | {"results": rows})
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    print(summary(rows), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from tiercel.engine import runner as runner_module
 from tiercel.engine.packed_items import pack_items
 from tiercel.errors import ArgumentError, ContextLengthError, InternalError
 from tiercel.llm import LLM
+from tiercel.params import StructuredOutputs
 
 TOLERANCE = 1e-4  # nats: float32 sums in another order
 QUERY = [(7 * i) % 250 for i in range(150)]
@@ -199,6 +200,60 @@ def test_scoring_mixes_with_generation_and_schemas(llm):
     assert ids == answer.outputs[0].token_ids
     assert_near(output.logprobs, expected)
     assert output.usage.cached_tokens == 128, "blocks of the other request's prompt"
+
+
+def test_everything_is_on_at_once_and_nobody_shows_it(monkeypatch, llm):
+    """Prefix cache, short steps that overlap, an answer and a document of a schema beside it."""
+    schema = StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer"}},
+                                     "required": ["a"], "additionalProperties": False})  # fmt: skip
+    asked = [
+        ({"prompt_token_ids": [*QUERY[:140], 3, 3]}, greedy(30)),
+        ({"prompt_token_ids": [*QUERY[:64], 9]}, greedy(30, structured_outputs=schema)),
+    ]
+    expected = llm.score(QUERY, ITEMS, label_token_ids=IDS).logprobs
+    answers = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt, params in asked]
+    monkeypatch.setenv("TIERCEL_OVERLAP", "1")
+    name = llm.source.path.name
+    with open_tiny(DATA / name, max_num_batched_tokens=48, max_num_seqs=6) as small:
+        assert small.config.overlap
+        small.score(QUERY, ITEMS[:2], label_token_ids=IDS)
+        crowds = []
+        launch = small._engine.runner.launch
+
+        def watched(plan):
+            crowds.append([bool(part.items) for part in plan.scheduled])
+            return launch(plan)
+
+        small._engine.runner.launch = watched
+        streams = [small.stream(prompt, params) for prompt, params in asked]
+        ids = [[*next(stream).token_ids] for stream in streams]
+        output = small.score(QUERY, ITEMS, label_token_ids=IDS)
+        for own, stream in zip(ids, streams, strict=True):
+            own += [token_id for delta in stream for token_id in delta.token_ids]
+        assert_idle(small)
+    assert any(True in crowd and crowd.count(False) >= 2 for crowd in crowds), "all in one step"
+    assert sum(True in crowd for crowd in crowds) > 3, "in chunks"
+    assert output.usage.cached_tokens == 128
+    assert ids == answers
+    assert_near(output.logprobs, expected)
+
+
+def test_the_ten_best_stay_the_ten_best(llm):
+    """In another order, among others, in other steps, cold and cached: items near a tie aside."""
+    rng = np.random.default_rng(1)
+    items = [rng.integers(0, 250, rng.integers(1, 20)).tolist() for _ in range(60)]
+    label = {"label_token_ids": IDS[:1]}
+    scores = llm.score(QUERY, items, **label).logprobs[:, 0]
+    best = np.argsort(-scores)[:10]
+    assert np.diff(np.sort(-scores)[:11]).min() > 2 * TOLERANCE, "no tie decides"
+    name = llm.source.path.name
+    with open_tiny(DATA / name, max_num_batched_tokens=100, max_num_seqs=4) as small:
+        for seed in range(3):
+            order = np.random.default_rng(seed).permutation(len(items))
+            own = small.score(QUERY, [items[i] for i in order], **label).logprobs[:, 0]
+            assert order[np.argsort(-own)[:10]].tolist() == best.tolist()
+        alone_ = [small.score(QUERY, [items[i]], **label).logprobs[0, 0] for i in range(60)]
+    assert np.argsort(-np.array(alone_))[:10].tolist() == best.tolist()
 
 
 def test_a_query_that_was_scored_is_cached_for_generation(tiny):

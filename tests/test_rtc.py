@@ -22,11 +22,11 @@ from tiercel.kernels.q4k_matvec import select_q4k_matvec
 ARCH = "sm_90a"
 
 
-def mia_source(variant="plain", dtype=torch.bfloat16, group=4, block_size=64):
+def mia_source(variant="plain", dtype=torch.bfloat16, group=4, block_size=64, *, is_part=False):
     longest = 4096 if variant == "fast" else 100
-    config = select_multi_item_attention(dtype, 128, group, block_size, 0, longest, (9, 0))
+    config = select_multi_item_attention(dtype, 128, group, block_size, 0, 0.0, longest, (9, 0))
     assert config.variant == variant
-    return cuda_source(config, dtype, group, block_size)
+    return cuda_source(config, dtype, group, block_size, is_part=is_part)
 
 
 SOURCES = [
@@ -35,6 +35,8 @@ SOURCES = [
     mia_source("fast", torch.float16),
     mia_source("plain", group=1, block_size=16),
     mia_source("fast", group=8, block_size=128),
+    mia_source(is_part=True),
+    mia_source("fast", is_part=True),
 ]
 
 

@@ -12,11 +12,14 @@ behind the prefix.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from tiercel.kernels.attention_tiles import MultiItemAttentionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class Batch:
         max_query_len: bound of `query_lens`.
         max_seq_len: bound of `seq_lens`.
         items: None in a step without any.
+        plans: of the attention by its shape, where they lie ready: in a graph.
     """
 
     input_ids: Tensor
@@ -70,3 +74,4 @@ class Batch:
     max_query_len: int
     max_seq_len: int
     items: PackedItems | None = None
+    plans: Mapping[Hashable, MultiItemAttentionPlan] | None = None

@@ -9,7 +9,7 @@ import torch
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels import multi_item_attention as kernel
-from tiercel.kernels.attention_tiles import make_plan, make_tiles
+from tiercel.kernels.attention_tiles import PlannedTiles, cut_tiles, make_tiles, part_steps
 from tiercel.ops.multi_item_attention import multi_item_attention, plan_multi_item_attention
 from tiercel.reference import multi_item_attention as oracle
 
@@ -90,23 +90,38 @@ class Case:
         options = {"window": window, **items, **changes}
         return multi_item_attention(self.q, *caches, *lengths, SCALE, **options)
 
-    def expected(self, window=0):
-        lengths = (self.query_lens, SCALE, window, self.prefix_len, self.item_start)
+    def expected(self, window=0, softcap=0.0):
+        return self.expected_both(window, softcap)[0]
+
+    def expected_both(self, window=0, softcap=0.0):
+        lengths = (self.query_lens, SCALE, window, self.prefix_len, self.item_start, softcap)
         return oracle.multi_item_attention(self.q, self.keys, self.values, *lengths)
 
-    def launch(self, config, window=0, *, heads_first=None):
-        """A kernel in a variant of choice, on an output of NaN."""
+    def launch(self, config, window=0, *, heads_first=None, softcap=0.0, steps=0):
+        """A kernel in a variant of choice, on an output of NaN; `steps` > 0: in parts."""
         group = self.q.shape[1] // self.k_cache.shape[2]
         starts = self.item_start.numpy()
         lengths = (self.query_lens, self.context_lens, self.prefix_len)
         tiles = make_tiles(*lengths, starts, config.block_m // group)
-        plan = make_plan(config, tiles, starts, self.q.device)
+        step, parts, buffers = config.block_m // group, None, None
+        if steps:
+            tiles, parts = cut_tiles(tiles, steps, step)
+        model = (self.q.dtype, self.q.shape[2], group, self.k_cache.shape[1])
+        plan = PlannedTiles(config, model, tiles, starts, parts, step).upload(self.q.device)
         if heads_first is not None:
-            plan = replace(plan, heads_first=heads_first)
-        out = torch.full(self.q.shape, float("nan"), dtype=self.q.dtype, device=self.q.device)
+            plan.counter[3] = int(heads_first)
+
+        def poisoned(*shape, dtype=torch.float32):
+            return torch.full(shape, float("nan"), dtype=dtype, device=self.q.device)
+
+        out = poisoned(*self.q.shape, dtype=self.q.dtype)
+        if steps:
+            rows = (plan.num_part_rows, *self.q.shape[1:])
+            lse = poisoned(*self.q.shape[:2])
+            buffers = kernel.PartBuffers(poisoned(*rows), poisoned(*rows[:2]), lse)
         tensors = (self.q, self.k_cache, self.v_cache, self.tables, self.k_new, self.v_new, out)
-        kernel.launch_multi_item_attention(*tensors, plan, SCALE, window)
-        return out.flatten(1)
+        kernel.launch_multi_item_attention(*tensors, plan, SCALE, window, softcap, buffers)
+        return (out.flatten(1), lse) if steps else out.flatten(1)
 
 
 def item_starts(cached, prefix, items):
@@ -169,6 +184,11 @@ def relative_error(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
+def assert_lse(actual, expected, atol):
+    """Equal sums; where nothing is seen both are minus infinity."""
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
+
+
 def triton_config(block_m=16, block_n=16):
     return kernel.MultiItemAttentionConfig("triton", block_m, block_n, 4, 1)
 
@@ -198,6 +218,48 @@ def test_cpu_matches_oracle_in_16_bits(requests, dtype):
         out = case.op(window)
         assert out.dtype == dtype
         assert relative_error(out, case.expected(window)) < TOLERANCE[dtype]
+
+
+# Soft-caps near the scores, so that they decide; nats of sums of float32 scores.
+SOFTCAP, LSE_TOLERANCE = 0.7, 1e-4
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (6, 0.0), (0, SOFTCAP), (6, SOFTCAP)])
+@pytest.mark.parametrize("requests", (PLAIN | ITEMS).values(), ids=PLAIN | ITEMS)
+def test_soft_caps_and_sums_match_oracle(requests, window, softcap, device):
+    """The op's own choice of a kernel, and the Triton kernel in parts of one step."""
+    case = make_case(requests, (9, 3, 64), 16, torch.float32, device)
+    expected, sums = case.expected_both(window, softcap)
+    lse = torch.full(case.q.shape[:2], float("nan"), device=device)
+    out = case.op(window, softcap=softcap, lse=lse)
+    assert relative_error(out, expected) < TOLERANCE[torch.float32]
+    assert_lse(lse, sums, LSE_TOLERANCE)
+    assert relative_error(case.op(window, softcap=softcap), expected) < TOLERANCE[torch.float32]
+    for steps in (1, 99):
+        out, lse = case.launch(triton_config(), window, softcap=softcap, steps=steps)
+        if window and steps == 1:
+            continue  # windows are never cut: a part's end is not P
+        assert relative_error(out, expected) < TOLERANCE[torch.float32]
+        assert_lse(lse, sums, LSE_TOLERANCE)
+    if softcap:
+        plain = case.expected_both(window)[1]
+        assert not torch.allclose(plain, sums, rtol=0, atol=1e-2), "the soft-cap decides"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_triton_parts_match_oracle(steps, device):
+    """Long prefixes in parts, merged; causal rows, items and rows that see nothing."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for requests in (
+        [(300, 300, [4, 0, 3])],
+        [(500, 530, []), (5, 9, [2]), (0, 0, [0, 2])],
+        [(260, 290, [3, 7])],
+    ):
+        case = make_case(requests, (4, 2, 64), 64, dtype, device)
+        expected, sums = case.expected_both()
+        out, lse = case.launch(triton_config(32, 32), steps=steps)
+        assert relative_error(out, expected) < TOLERANCE[dtype]
+        assert_lse(lse, sums, 1e-4 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.gpu
@@ -297,7 +359,7 @@ def test_triton_matches_oracle(shape, block_size, window, tile, dtype, device):
 def test_triton_matches_oracle_in_selected_tiles(head_dim, device):
     """As launched: tiles of 128 rows; over several of them where a GPU makes it bearable."""
     shape, dtype = (6, 2, head_dim), torch.float16
-    config = kernel.select_multi_item_attention(dtype, head_dim, 3, 64, 0, 100, (8, 0))
+    config = kernel.select_multi_item_attention(dtype, head_dim, 3, 64, 0, 0.0, 100, (8, 0))
     large = [LARGE[3], LARGE[-2]] if device.type == "cuda" else [[(100, 190, []), (5, 70, [9, 40])]]
     for requests in large:
         case = make_case(requests, shape, 64, dtype, device)
@@ -349,7 +411,7 @@ def test_a_wrong_mask_is_seen(change, device):
         [torch.roll(x, change.get("context", 0), 0) for x in rows]
         for rows in (case.keys, case.values)
     )
-    wrong = oracle.multi_item_attention(
+    wrong, _ = oracle.multi_item_attention(
         case.q, keys, values, case.query_lens, SCALE, window, prefix, starts
     )
     right = case.expected(6)
@@ -406,6 +468,57 @@ def test_cuda_matches_oracle(variant, dtype, group, block_size, device):
             assert error < TOLERANCE[dtype], (requests, q_scale)
             again = case.launch(cuda_config(variant), heads_first=not number % 2)
             assert torch.equal(out, again), (requests, q_scale)
+            expected, sums = case.expected_both()
+            for steps in (1, 3, 1000):
+                out, lse = case.launch(cuda_config(variant), steps=steps)
+                assert relative_error(out, expected) < TOLERANCE[dtype], (requests, steps)
+                # Scores of 12 times the size have sums of thousands of nats.
+                assert_lse(lse, sums, 2e-2 if q_scale == 1 else 0.2)
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_few_rows_on_a_long_prefix_are_cut_into_parts(device):
+    """The op's own choice; bits do not depend on another item's tokens here either."""
+    for items in ([16], [16] * 4, [5, 1, 40], [0, 3]):
+        case = make_case([(4100, 4100, items)], (32, 8, 128), 64, torch.bfloat16, device)
+        case.k_cache.nan_to_num_(FINITE)
+        case.v_cache.nan_to_num_(FINITE)
+        options = {"prefix_len": case.prefix_len, "item_start": case.item_start}
+        lengths = (case.query_lens, case.context_lens)
+        plan = plan_multi_item_attention(*lengths, num_heads=32, k_cache=case.k_cache, **options)
+        assert plan.num_part_rows > len(case.q)
+        lse = torch.full(case.q.shape[:2], float("nan"), device=device)
+        expected, sums = case.expected_both()
+        assert relative_error(case.op(lse=lse), expected) < TOLERANCE[torch.bfloat16]
+        assert_lse(lse, sums, 2e-2)
+        assert torch.equal(case.op(plan=plan), case.op())
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefix", [0, 100, 700, 4100])
+@pytest.mark.parametrize("variant", ["plain", "fast"])
+def test_items_of_the_cuda_kernel_do_not_see_each_other(variant, prefix, device):
+    """Nor the growth of another item's maxima, which its warp may redo a step for."""
+    items = [5, 1, 30, 64, 3, 200, 2, 2, 7]
+    case = make_case([(prefix, prefix, items)], (32, 8, 128), 64, torch.bfloat16, device)
+    case.k_cache.nan_to_num_(FINITE)
+    case.v_cache.nan_to_num_(FINITE)
+
+    def outs():
+        cut, _ = case.launch(cuda_config(variant), steps=3)
+        return case.launch(cuda_config(variant)), cut, case.op()
+
+    before = outs()
+    rows = slice(sum(items[:4]), sum(items[:5]))
+    for factor in (1.0, 30.0):
+        for tensor in (case.q, case.k_new, case.v_new):
+            tensor[rows] = factor * torch.randn_like(tensor[rows])
+        for old, new in zip(before, outs(), strict=True):
+            assert torch.equal(old[: rows.start], new[: rows.start])
+            assert torch.equal(old[rows.stop :], new[rows.stop :])
+            assert not torch.equal(old[rows], new[rows])
 
 
 @needs_hopper
@@ -441,11 +554,11 @@ def test_graph_replay_equals_eager(heads, device):
 
 def test_select_knows_what_the_cuda_kernel_is_built_for():
     hopper = (9, 0)
-    shape = (torch.bfloat16, 128, 4, 64, 0, 100, hopper)
+    shape = (torch.bfloat16, 128, 4, 64, 0, 0.0, 100, hopper)
     select = kernel.select_multi_item_attention
     assert select(*shape).variant == "plain"
-    assert select(*shape[:5], 2047, hopper).variant == "plain"
-    assert select(*shape[:5], 2048, hopper).variant == "fast"
+    assert select(*shape[:6], 2047, hopper).variant == "plain"
+    assert select(*shape[:6], 2048, hopper).variant == "fast"
     assert select(torch.float16, *shape[1:]).variant == "plain"
     others = [
         (torch.float32, *shape[1:]),
@@ -453,8 +566,9 @@ def test_select_knows_what_the_cuda_kernel_is_built_for():
         (*shape[:2], 3, *shape[3:]),
         (*shape[:3], 48, *shape[4:]),
         (*shape[:4], 100, *shape[5:]),
-        (*shape[:6], (10, 0)),
-        (*shape[:6], (8, 9)),
+        (*shape[:5], 30.0, *shape[6:]),
+        (*shape[:7], (10, 0)),
+        (*shape[:7], (8, 9)),
     ]
     assert {select(*other).variant for other in others} == {"triton"}
 
@@ -464,13 +578,13 @@ def test_select_tiles_hold_a_token_and_are_launchable():
         for head_dim in (16, 40, 64, 96, 128, 192, 256, 512):
             for group in (1, 3, 7, 8, 64, 71):
                 config = kernel.select_multi_item_attention(
-                    dtype, head_dim, group, 64, 0, 9, (8, 0)
+                    dtype, head_dim, group, 64, 0, 0.0, 9, (8, 0)
                 )
                 assert config.block_m >= max(16, group)
                 assert config.block_n >= 16
                 assert 64 % config.block_n == 0  # one page per step
     with pytest.raises(ArgumentError, match="head_dim 513"):
-        kernel.select_multi_item_attention(torch.float16, 513, 1, 64, 0, 9, (8, 0))
+        kernel.select_multi_item_attention(torch.float16, 513, 1, 64, 0, 0.0, 9, (8, 0))
 
 
 @pytest.mark.parametrize("step", [1, 4, 32])
@@ -491,7 +605,7 @@ def test_tiles_cover_what_is_visible(requests, step):
         )
     ]
     seen_rows, costs = [], []
-    for row, tokens, index, request, prefix, low, new_row, _ in tiles.tolist():
+    for row, tokens, index, request, prefix, low, first, out_row in tiles.tolist():
         seen_rows += range(row, row + tokens)
         cached = contexts[request] - queries[request]
         assert index == row - bases[request] + cached
@@ -503,7 +617,7 @@ def test_tiles_cover_what_is_visible(requests, step):
         walked[: min(prefix, end)] = True
         walked[low:end] = True
         assert not mask[:, ~walked].any()
-        assert new_row == low - cached + bases[request]
+        assert (first, out_row) == (0, row)
         costs.append(min(prefix, end) + end - low)
         assert costs[-1] > 0  # a tile without a step would store nothing
         assert low == end or low >= prefix
@@ -513,6 +627,77 @@ def test_tiles_cover_what_is_visible(requests, step):
         assert walked.sum() - mask.any(axis=0).sum() <= blind.sum()
     assert sorted(seen_rows) == list(range(sum(queries)))
     assert costs == sorted(costs, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "items", "length", "visited"),
+    [
+        (512, 128, 16, 320),
+        (512, 128, 32, 640),
+        (512, 512, 128, 10_240),
+        (2048, 128, 32, 2_176),
+        (8192, 128, 32, 8_320),
+        (8192, 512, 128, 133_120),
+    ],
+)
+def test_as_many_key_tiles_are_walked_as_an_exact_rule_asks_for(prefix, items, length, visited):
+    """Of 128 keys, for 32 tokens a tile; the figures were counted apart from this code."""
+    starts = np.repeat(prefix + length * np.arange(items), length).astype(np.int32)
+    total = prefix + items * length
+    tiles = make_tiles([total - prefix], [total], [prefix], starts, 32).astype(int)
+    end = tiles[:, 1] + tiles[:, 2]
+    pages, own = np.minimum(tiles[:, 4], end), end - tiles[:, 5]
+    assert int((-(-pages // 128) + -(-own // 128)).sum()) == visited
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 99])
+@pytest.mark.parametrize("requests", [*PLAIN.values(), *ITEMS.values(), *LARGE], ids=len)
+def test_parts_cover_a_tile(requests, steps):
+    """Each page key of a tile once, its items once, results in rows of their own."""
+    rows = [item_starts(*request) for request in requests]
+    starts = np.fromiter(itertools.chain(*(own for own, _ in rows)), np.int32)
+    contexts = [length for _, length in rows]
+    queries = [length - request[0] for length, request in zip(contexts, requests, strict=True)]
+    tiles = make_tiles(queries, contexts, [request[1] for request in requests], starts, 8)
+    cut, places = cut_tiles(tiles, steps, 8)
+    used = []
+    for row, tokens, index, request, prefix, low, _, _ in tiles.tolist():
+        end = index + tokens
+        own = cut[(cut[:, 0] == row)]
+        assert (own[:, 1:4] == [tokens, index, request]).all()
+        assert own[:, 5].tolist() == [low, *[end] * (len(own) - 1)]
+        edges = own[:, 6].tolist()
+        assert edges[0] == 0
+        assert edges == sorted(set(edges))
+        assert [*np.minimum(own[:, 4], end)] == [*edges[1:], min(prefix, end)]
+        assert all(edge % 128 == 0 for edge in edges)
+        lengths = -(-np.diff([*edges, min(prefix, end)]) // 128)
+        assert lengths.max() <= steps
+        assert lengths.max() - lengths.min() <= 1
+        for t in range(tokens):
+            first, count = places[row + t]
+            mine = first + 8 * np.arange(count)
+            assert mine.tolist() == (own[:, 7] + t).tolist()
+            used += mine.tolist()
+    assert len(set(used)) == len(used)
+    assert max(used) < 8 * len(cut)
+
+
+def test_parts_are_made_where_processors_would_idle():
+    def steps_of(prefix, items, kv_heads=8):
+        starts = np.repeat(prefix + 16 * np.arange(items), 16).astype(np.int32)
+        total = prefix + 16 * items
+        tiles = make_tiles([16 * items], [total], [prefix], starts, 32)
+        return part_steps(tiles, kv_heads, 132)
+
+    assert steps_of(512, 2) == 0, "nothing to gain"
+    assert steps_of(8192, 32) == 0, "every processor has a tile"
+    assert steps_of(8192, 512) == 0
+    assert steps_of(8192, 2) == 4  # 64 steps by 8 heads: 16 parts
+    assert steps_of(8192, 8) == 16
+    assert steps_of(8192, 16) == 32
+    assert steps_of(2048, 4) == 3
+    assert steps_of(131072, 2, 1) == 8
 
 
 # ---- errors
@@ -529,7 +714,11 @@ def test_tiles_cover_what_is_visible(requests, step):
         ({"starts": (14, 19)}, "item_start of request 0 at index 29 is 19"),
         ({"starts": (14, 31)}, "item_start of request 0 at index 29 is 31"),
         ({"starts": (11, 21)}, "item_start of request 0 at index 26 is 21"),
-        ({"window": -1}, "scale=0.15 and window=-1"),
+        ({"window": -1}, "scale=0.15, window=-1 and softcap=0.0"),
+        ({"softcap": -2.0}, "scale=0.15, window=0 and softcap=-2.0"),
+        ({"softcap": float("nan")}, "softcap=nan"),
+        ({"lse": torch.zeros(15, 2)}, r"lse is torch.float32 \(15, 2\)"),
+        ({"lse": torch.zeros(15, 4).half()}, r"lse is torch.float16"),
         ({"k_new": "short"}, r"k_new has shape \(14, 2, 64\)"),
     ],
     ids=str,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tiercel.serve.anthropic_types import MessagesRequest
+from tiercel.serve.decision_types import DecisionsRequest
 from tiercel.serve.embeddings import EmbeddingRequest
 from tiercel.serve.openai_chat import ChatRequest
 from tiercel.serve.openai_completions import CompletionRequest
@@ -19,7 +20,7 @@ from tiercel.serve.score import ScoreRequest
 PAGE = (Path(__file__).parents[2] / "docs/http_api.md").read_text()
 EXAMPLES = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 TYPES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, EmbeddingRequest)
-TYPES += (ScoreRequest, RerankRequest)
+TYPES += (ScoreRequest, RerankRequest, DecisionsRequest)
 UNMENTIONED = {
     # taken because other clients send them; neither change an answer nor are worth a line
     "prompt_cache_retention", "inference_geo", "speed", "cache_control",
@@ -47,6 +48,6 @@ def test_an_example_works(example, server):
 
 @pytest.mark.parametrize("type_", TYPES, ids=lambda type_: type_.__name__)
 def test_every_field_is_in_the_page(type_):
-    words = set(re.findall(r"[a-z_]+", PAGE))
+    words = set(re.findall(r"[a-z_0-9]+", PAGE))
     missing = set(type_.__struct_fields__) - words - UNMENTIONED
     assert not missing

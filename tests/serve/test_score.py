@@ -10,7 +10,7 @@ import pytest
 
 from tests.serve.fake_client import SCORED, FakeClient, ask, fake_app, fake_info, running
 from tests.tiny_llm import open_tiny
-from tiercel.serve import rerank
+from tiercel.serve import relevance
 
 PATH = "/v1/score"
 ASK = {"model": "tiny", "query": "ab", "items": ["c", "de"], "labels": ["x", "y"]}
@@ -92,6 +92,9 @@ def test_one_item_and_the_other_path():
         ({"items": ["a"] * 4097}, "items", "4096"),
         ({"label_normalization": "max"}, "label_normalization", ""),
         ({"model": "other"}, None, "does not exist"),
+        ({"query": None}, "query", "must be given"),
+        ({"items": None}, "items", "must be given"),
+        ({"text_1": "a"}, "text_1", "beside query and items"),
     ],
     ids=str,
 )
@@ -179,6 +182,66 @@ def test_scored_items_are_counted():
     assert re.search(r"^tiercel:score_items_total\{.*\} 2\.0$", responses[1].text, re.MULTILINE)
 
 
+# ---- pairs of texts
+
+PAIRS = {"model": "tiny"}
+
+
+def test_one_text_goes_with_all_others_or_lists_go_pair_by_pair():
+    """Pairs of one first text share its prompt; scores come in the order of the pairs."""
+    for first, second in (("text_1", "text_2"), ("queries", "documents")):
+        client = FakeClient(info=WIDE)
+        body = {first: "ab", second: ["cc", "d", "eee"]}
+        answer = post(body, client, base=PAIRS).json()
+        assert answer["object"] == "list"
+        assert [line["index"] for line in answer["data"]] == [0, 1, 2]
+        assert {line["object"] for line in answer["data"]} == {"score"}
+        assert len(client.submitted) == 1
+        assert answer["usage"]["prompt_tokens"] > 0
+        assert "errors" not in answer
+    client = FakeClient(info=WIDE)
+    body = {"text_1": ["q", "r", "q"], "text_2": ["cc", "d" * 1000, "eee"]}
+    answer = post(body, client, base=PAIRS).json()
+    assert [len(r.score.items) // 2 for r in client.submitted] == [2]  # yes and no of each
+    assert [line["index"] for line in answer["data"]] == [0, 2]
+    (error,) = answer["errors"]
+    assert error["index"] == 1
+    assert "text_2[1] has 1000 tokens" in error["message"]
+    assert (
+        len(
+            post({"text_1": "q", "text_2": "d"}, base=PAIRS, client=FakeClient(info=WIDE)).json()[
+                "data"
+            ]
+        )
+        == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({}, "query", "must be given"),
+        ({"text_1": "a"}, "text_2", "must be given"),
+        ({"documents": "a"}, "queries", "must be given"),
+        ({"text_1": "a", "text_2": []}, "text_2", "empty"),
+        ({"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "holds 2 texts and text_2 1"),
+        ({"text_1": "a", "text_2": "b", "queries": "c"}, "queries", "both given"),
+        ({"text_1": "a", "text_2": ["b"] * 4097}, "text_2", "4097"),
+        ({"text_1": "a" * 80_000, "text_2": "b"}, "text_1", "characters"),
+        ({"text_1": [3], "text_2": "b"}, "text_1[0]", ""),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_pairs_that_are_refused(fields, param, words):
+    client = FakeClient(info=WIDE)
+    response = post(fields, client, base=PAIRS)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+    assert client.submitted == []
+
+
 # ---- rerank
 
 
@@ -192,7 +255,10 @@ def test_documents_come_best_first(path):
     assert answer["id"].startswith("rerank-")
     own = request.score.items[::2]  # each with y and e of yes, then with n of no
     tokens = len(request.prompt_token_ids) + sum(len(item) - 2 for item in own)
-    assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert answer["usage"] == {
+        "prompt_tokens": tokens, "total_tokens": tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
     assert "document" not in answer["results"][0]
     assert "errors" not in answer
 
@@ -209,7 +275,7 @@ def test_scores_sort_and_documents_are_returned_where_asked(monkeypatch):
                         numbers += [share, 0.0][: len(read.token_ids)]
             return struct.pack(f"<{len(numbers)}f", *numbers)
 
-    monkeypatch.setattr(rerank, "YES_NO", ("y", "n"))  # of one token each
+    monkeypatch.setattr(relevance, "YES_NO", ("y", "n"))  # of one token each
     documents = ["cc", {"text": "d", "id": 7}, "eee"]
     asked = {"documents": documents, "return_documents": True}
     answer = post(asked, Judging(info=WIDE), "/rerank", RERANK).json()
@@ -285,9 +351,40 @@ def test_a_real_server_scores_as_the_model_does(server, tiny):
     with httpx.Client(base_url=server.url, timeout=30) as http:
         first = http.post(PATH, json={**body, "return_logprobs": True}).json()
         ranked = http.post("/rerank", json={**RERANK, "model": "tiny"}).json()
+        pairs = {"model": "tiny", "text_1": RERANK["query"], "text_2": RERANK["documents"]}
+        paired = http.post(PATH, json=pairs).json()
     with open_tiny(tiny, dtype="auto") as llm:
         expected = llm.score("so said ", items, labels=["x", "ran on"])
     for row, own in zip(first["logprobs"], expected.logprobs.tolist(), strict=True):
         assert row == pytest.approx(own, abs=0.1)
     assert {result["index"] for result in ranked["results"]} == {0, 1, 2}
     assert all(0 <= result["relevance_score"] <= 1 for result in ranked["results"])
+    told = {result["index"]: result["relevance_score"] for result in ranked["results"]}
+    for line in paired["data"]:
+        assert line["score"] == pytest.approx(told[line["index"]], abs=0.05)
+
+
+def test_a_real_server_reranks_by_the_yes_and_no_of_the_models_head(server, tiny):
+    """A plain GGUF without a classifier head: rows of the head, behind the rendered template."""
+    query, documents = "Where is pizza?", ["A pizzeria.", "A bicycle.", ""]
+    user = (
+        f"{relevance.SYSTEM}\n<Instruct>: {relevance.INSTRUCT}\n<Query>: {query}\n<Document>: MARK"
+    )
+    messages = [{"role": "system", "content": relevance.SYSTEM}]
+    messages.append({"role": "user", "content": user.partition("\n")[2]})
+    body = {"model": "tiny", "query": query, "documents": documents}
+    with httpx.Client(base_url=server.url, timeout=30) as http:
+        text = http.post("/apply-template", json={"messages": messages}).json()["prompt"]
+        first, again = (http.post("/rerank", json=body).json() for _ in range(2))
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    expected = {}
+    with open_tiny(tiny, dtype="auto") as llm:
+        for number, document in enumerate(documents):
+            ids = llm.encode(text.replace("MARK", document), parse_special=True)
+            output = llm.score(llm.tokenizer.with_bos(ids), [[]], [*relevance.YES_NO])
+            share = output.probs[0] / output.probs[0].sum()
+            expected[number] = float(share[0])
+    for answer in (first, again):
+        assert len(answer["results"]) == len(documents)
+        for result in answer["results"]:
+            assert result["relevance_score"] == pytest.approx(expected[result["index"]], abs=0.05)

@@ -215,6 +215,32 @@ async def _chat(request: Request) -> Response:
     return StreamingResponse(stream, media_type="text/event-stream")
 
 
+async def _score(request: Request) -> Response:
+    """Items by the number of their letters; the query picks what goes wrong."""
+    stage: Stage = request.app.state.stage
+    if denied := _denied(request):
+        return denied
+    body = await request.json()
+    stage.bodies.append(body)
+    query = body["query"]
+    if "slow" in query:
+        await asyncio.sleep(30)
+    if "refuse" in query:
+        return _error(400, "invalid_request_error", "context_length_exceeded", "Too <b>long</b>.")
+    if "busy" in query:
+        return _error(429, "rate_limit_error", "queue_full", "The queue is full.")
+    if "labels" in body:
+        shares = [min(1.0, len(item) / 40) for item in body["items"]]
+        return JSONResponse({"scores": [[x, 1 - x] for x in shares], "usage": {}})
+    shares = [min(1.0, len(text) / 40) for text in body["documents"]]
+    order = sorted(range(len(shares)), key=lambda i: -shares[i])
+    results = [{"index": i, "relevance_score": shares[i]} for i in order]
+    if "partly" not in query:
+        return JSONResponse({"results": results})
+    errors = [{"index": order[-1], "message": "It is too long."}]
+    return JSONResponse({"results": results[:-1], "errors": errors})
+
+
 async def _single_bytes(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The stream with the other line ends, cut between all bytes, also those of one character."""
     async for piece in stream:
@@ -258,6 +284,8 @@ def make_app(stage: Stage) -> Starlette:
             Route("/ready", _ready),
             Route("/v1/models", _models),
             Route("/v1/chat/completions", _chat, methods=["POST"]),
+            Route("/v1/score", _score, methods=["POST"]),
+            Route("/v1/rerank", _score, methods=["POST"]),
         ]
     )
     app.state.stage = stage

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -78,14 +79,17 @@ def pack_items(parts: Sequence[ScheduledRow]) -> PackedStep:
         at += part.num_query
         prefix = part.start + part.num_query
         prefixes.append(prefix)
-        index = prefix  # in the request's own sequence
-        for number in part.items:
-            assert part.request.score is not None, "only a task has items"
-            item = part.request.score.items[number]
-            own = slice(at, at + len(item))
-            ids[own], starts[own] = item, index
-            positions[own] = np.arange(prefix, prefix + len(item))
-            at, index = own.stop, index + len(item)
+        if not part.items:
+            continue
+        assert part.request.score is not None, "only a task has items"
+        items = part.request.score.items[part.items.start : part.items.stop]
+        own = slice(at, at + part.num_item_tokens)
+        at = own.stop
+        lengths = np.fromiter(map(len, items), np.int32, len(items))
+        ids[own] = np.fromiter(chain.from_iterable(items), np.int32, part.num_item_tokens)
+        first = np.repeat(np.cumsum(lengths) - lengths, lengths)  # of each token's item
+        starts[own] = prefix + first
+        positions[own] = prefix + np.arange(part.num_item_tokens) - first
     cached = np.cumsum([0, *(part.num_query for part in parts)]).astype(np.int32)
     packed = PackedItems(tuple(prefixes), torch.from_numpy(starts))
     return PackedStep(cached, np.concatenate(places), ids, positions, packed)

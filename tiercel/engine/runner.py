@@ -20,6 +20,7 @@ from tiercel.engine.config import EngineConfig
 from tiercel.engine.copies import HostCopies
 from tiercel.engine.faults import Faults
 from tiercel.engine.graphs import LARGEST_BUCKET, DecodeSteps
+from tiercel.engine.item_graphs import ItemSteps
 from tiercel.engine.packed_items import PackedStep, pack_items
 from tiercel.engine.prompt_reads import PromptPiece, read_prompt
 from tiercel.engine.request import Request
@@ -60,6 +61,7 @@ class ModelRunner:
         self.sampler = sampler
         self.config = config
         self.decode_steps = DecodeSteps(model, rows, config)
+        self.item_steps = ItemSteps(model, config)
         is_cuda = config.device.type == "cuda"
         self._copy_stream = torch.cuda.Stream(config.device) if is_cuda else None
 
@@ -168,7 +170,7 @@ class ModelRunner:
         context_lens = [part.start + part.num_tokens for part in parts]
         packed = pack_items(parts) if any(part.items for part in parts) else None
         batch = self._batch(lengths, context_lens, there, starts, lines_there, packed)
-        hidden = self.model.forward(batch)
+        hidden = self.model.forward(batch) if packed is None else self.item_steps(batch)
         for part, place in zip(parts, ends[:-1].tolist(), strict=True):
             if part.request.reads_prompt:
                 pieces += read_prompt(self.model, part, hidden, place)

@@ -10,6 +10,7 @@ from typing import Final
 
 from tiercel.engine.engine import Engine
 from tiercel.engine.request import Request
+from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.params import SamplingParams
 
 NUM_ITEMS: Final = 20  # to score
@@ -40,6 +41,22 @@ def _every_option(vocab_size: int) -> tuple[SamplingParams, ...]:
     )
 
 
+def _score_items(engine: Engine, length: int, vocab_size: int) -> None:
+    """Score items behind a prompt that fills a step, so that they have one of their own.
+
+    Few items behind a long prompt take kernels of their own.
+    """
+    few = tuple(range(min(2, vocab_size)))
+    items = ((0,),) * NUM_ITEMS if length > NUM_ITEMS else ((0,),)
+    task = ScoreTask(items, ((ScoreRead(0, few),),))
+    prompt = [i % vocab_size for i in range(length)]
+    request = Request("warm-up", prompt, SamplingParams(), 0, 0, frozenset(), 0, score=task)
+    request.is_unsound = True
+    engine.submit(request)
+    while engine.has_work:
+        engine.step()
+
+
 def warm_up(engine: Engine, vocab_size: int) -> None:
     """Run requests of every kind and forget them: no block of theirs is kept, nothing is counted.
 
@@ -61,6 +78,7 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
         while engine.has_work:
             engine.step()
     if config.device.type == "cuda":
+        _score_items(engine, min(most, config.max_num_batched_tokens), vocab_size)
         # cuBLAS loads a kernel when it first chooses it, by the number of rows.
         for num_tokens in CHUNKS:
             if num_tokens <= min(most, config.max_num_batched_tokens):

@@ -63,7 +63,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, base:
     # The fused kernels that take a mask do not share keys among heads.
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return _attend(q, k, v, _mask(query_at, key_at, window), scale)
+    return _attend(q, k, v, place_mask(query_at, key_at, window), scale)
 
 
 def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, base: int) -> Tensor:
@@ -74,14 +74,14 @@ def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, ba
     for tile in range(start // TILE * TILE, end, TILE):
         begin, stop = max(tile, start), min(tile + TILE, end)
         low = max(base, (tile - window + 1) // TILE * TILE) if window else base
-        mask = _mask(torch.arange(begin, stop), torch.arange(low, tile + TILE), window)
+        mask = place_mask(torch.arange(begin, stop), torch.arange(low, tile + TILE), window)
         keys = slice(low - base, tile + TILE - base)
         rows = slice(begin - start, stop - start)
         out[rows] = _attend(q[rows], k[keys], v[keys], mask, scale)
     return out
 
 
-def _mask(query_at: Tensor, key_at: Tensor, window: int) -> Tensor:
+def place_mask(query_at: Tensor, key_at: Tensor, window: int) -> Tensor:
     """(queries, keys) bool: who sees whom, by their places."""
     mask = key_at <= query_at.unsqueeze(1)
     return mask & (key_at > query_at.unsqueeze(1) - window) if window else mask

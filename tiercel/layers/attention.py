@@ -9,23 +9,28 @@ Items to score take the second one, which reads their own keys from this step's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tiercel.batch import Batch
+from tiercel.batch import Batch, PackedItems
 from tiercel.cache.spec import KVCacheSpec, attention_spec
 from tiercel.layers.linear import Linear
 from tiercel.layers.norm import RMSNorm
 from tiercel.ops.kv_write import kv_write
-from tiercel.ops.multi_item_attention import multi_item_attention, plan_multi_item_attention
+from tiercel.ops.multi_item_attention import (
+    multi_item_attention,
+    plan_multi_item_attention,
+    tile_multi_item_attention,
+)
 from tiercel.ops.paged_attention import MAX_DECODE_QUERIES, paged_attention
 from tiercel.ops.rotary import rotary_
 
 if TYPE_CHECKING:
-    from tiercel.kernels.attention_tiles import MultiItemAttentionPlan
+    from tiercel.kernels.attention_tiles import MultiItemAttentionPlan, PlannedTiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,8 @@ class Attention:
         """Tiles of a step with long queries, the same for all layers of this shape; or None."""
         if _is_short(batch):
             return None
+        if batch.plans is not None:
+            return batch.plans[self.shape]
         items = batch.items
         return plan_multi_item_attention(
             batch.query_lens,
@@ -82,6 +89,20 @@ class Attention:
             window=self.shape.window,
             prefix_len=None if items is None else items.prefix_len,
             item_start=None if items is None else items.item_start,
+        )
+
+    def tiles(
+        self, query_lens: Sequence[int], context_lens: Sequence[int], items: PackedItems
+    ) -> PlannedTiles:
+        """What `plan` would upload, for whoever keeps plans in a buffer."""
+        return tile_multi_item_attention(
+            query_lens,
+            context_lens,
+            num_heads=self.shape.num_heads,
+            k_cache=self.k_cache,
+            window=self.shape.window,
+            prefix_len=items.prefix_len,
+            item_start=items.item_start,
         )
 
     def __call__(self, x: Tensor, batch: Batch, plan: MultiItemAttentionPlan | None) -> Tensor:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
+from tiercel.kernels.attention_lengths import ScoreRule, StepLengths, read_lengths
 from tiercel.kernels.attention_tiles import read_positions
-from tiercel.kernels.gathered_attention import attend_one, first_key, gather_cache
+from tiercel.kernels.gathered_items import attend_items
 
 if TYPE_CHECKING:
-    from tiercel.kernels.attention_tiles import MultiItemAttentionPlan
+    from tiercel.kernels.attention_tiles import ModelKey, MultiItemAttentionPlan, PlannedTiles
     from tiercel.kernels.multi_item_attention import MultiItemAttentionConfig
 
 
@@ -31,10 +29,12 @@ def multi_item_attention(
     scale: float,
     *,
     window: int = 0,
+    softcap: float = 0.0,
     prefix_len: Sequence[int] | None = None,
     item_start: Tensor | None = None,
     k_new: Tensor | None = None,
     v_new: Tensor | None = None,
+    lse: Tensor | None = None,
     plan: MultiItemAttentionPlan | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T + mask) v for every new token; keys below P are in the cache already.
@@ -55,11 +55,14 @@ def multi_item_attention(
         scale: multiplies the scores, > 0.
         window: with w > 0 a token sees keys at a distance below w. Positions of an item go on
             behind P, so that it sees the prefix as if it were alone with it.
+        softcap: with c > 0 scores become c * tanh(score / c), before the mask.
         prefix_len: P of each request, its length or more if it has no items; None: no items.
         item_start: (T,) int32 on the host: for a token from P on, the index of the first token of
             its item, rising; its own index + 1 for a token that sees the prefix alone.
         k_new: (T, num_kv_heads, head_dim), this step's keys; needed with items.
         v_new: like k_new.
+        lse: (T, num_heads) float32 contiguous, filled with the natural logarithm of the sum of
+            exponentials; -inf where nothing is seen.
         plan: from `plan_multi_item_attention` for these lengths, one for all layers; without it a
             GPU call plans for itself, which a graph cannot capture. A CPU ignores it.
 
@@ -72,8 +75,14 @@ def multi_item_attention(
     Sources: FlashInfer pull request 1015 (the mask); "FlashAttention-3", arXiv 2407.08608.
     """
     _check_tensors(q, k_cache, v_cache, k_new, v_new)
-    lengths = _read_lengths(query_lens, context_lens, prefix_len, item_start)
-    _check_step(q, k_cache, block_tables, lengths, scale, window)
+    # Where there is a plan, items were checked when it was made, once for all layers.
+    is_checked = plan is not None and q.is_cuda
+    lengths = read_lengths(
+        query_lens, context_lens, prefix_len, item_start, are_items_checked=is_checked
+    )
+    _check_step(q, k_cache, block_tables, lengths)
+    scores = ScoreRule(scale, window, softcap)
+    _check_scores(scores, q, lse)
     if k_new is None or v_new is None:
         if lengths.has_items:
             raise ArgumentError(
@@ -84,9 +93,9 @@ def multi_item_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tensors = (_aligned(q), k_cache, v_cache, block_tables, _aligned(k_new), _aligned(v_new), out)
     if query_lens and q.is_cuda:
-        _attend_cuda(*tensors, lengths, plan, scale, window)
+        _attend_cuda(*tensors, lengths, plan, scores, lse)
     elif query_lens:
-        _attend_cpu(*tensors, lengths, scale, window)
+        attend_items(*tensors, lse, lengths, scores)
     return out.flatten(1)
 
 
@@ -97,8 +106,10 @@ def plan_multi_item_attention(
     num_heads: int,
     k_cache: Tensor,
     window: int = 0,
+    softcap: float = 0.0,
     prefix_len: Sequence[int] | None = None,
     item_start: Tensor | None = None,
+    has_lse: bool = False,
 ) -> MultiItemAttentionPlan | None:
     """Plan the tiles of a step once for all layers of one kind; None on a CPU, which needs none.
 
@@ -108,16 +119,48 @@ def plan_multi_item_attention(
         num_heads: query heads of the layers.
         k_cache: the key cache of one of the layers; only its shape, dtype and device count.
         window: of the layers.
+        softcap: of the layers.
+        prefix_len: as in the op.
+        item_start: as in the op.
+        has_lse: whether the op will be asked for `lse`.
+
+    Raises:
+        ArgumentError: as in the op.
+    """
+    lengths = read_lengths(query_lens, context_lens, prefix_len, item_start)
+    if not k_cache.is_cuda or not query_lens:
+        return None
+    scores, group = ScoreRule(1.0, window, softcap), num_heads // k_cache.shape[2]
+    return _plan_tiles(lengths, group, k_cache, scores, has_lse=has_lse).upload(k_cache.device)
+
+
+def tile_multi_item_attention(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    num_heads: int,
+    k_cache: Tensor,
+    window: int = 0,
+    prefix_len: Sequence[int] | None = None,
+    item_start: Tensor | None = None,
+) -> PlannedTiles:
+    """What `plan_multi_item_attention` would upload, for those who keep plans in a buffer.
+
+    Args:
+        query_lens: as in the op; and so the rest.
+        context_lens: as in the op.
+        num_heads: as in the plan.
+        k_cache: as in the plan, on a GPU.
+        window: as in the plan.
         prefix_len: as in the op.
         item_start: as in the op.
 
     Raises:
         ArgumentError: as in the op.
     """
-    lengths = _read_lengths(query_lens, context_lens, prefix_len, item_start)
-    if not k_cache.is_cuda or not query_lens:
-        return None
-    return _make_plan(lengths, num_heads // k_cache.shape[2], k_cache, window)
+    lengths = read_lengths(query_lens, context_lens, prefix_len, item_start)
+    scores, group = ScoreRule(1.0, window, 0.0), num_heads // k_cache.shape[2]
+    return _plan_tiles(lengths, group, k_cache, scores, has_lse=False)
 
 
 def multi_item_attention_packed(
@@ -136,6 +179,8 @@ def multi_item_attention_packed(
     k_new: Tensor,
     v_new: Tensor,
     window: int = 0,
+    softcap: float = 0.0,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """The op under the four arguments of FlashInfer; they are read on the host.
 
@@ -157,6 +202,8 @@ def multi_item_attention_packed(
         k_new: as in the op.
         v_new: as in the op.
         window: as in the op.
+        softcap: as in the op.
+        lse: as in the op.
 
     Raises:
         ArgumentError: as in the op; or an argument does not fit, with its value.
@@ -189,95 +236,13 @@ def multi_item_attention_packed(
         context_lens,
         scale,
         window=window,
+        softcap=softcap,
         prefix_len=prefixes.tolist(),
         item_start=torch.from_numpy(starts),
         k_new=k_new,
         v_new=v_new,
+        lse=lse,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Lengths:
-    """A step as the host knows it.
-
-    Attributes:
-        query: new tokens of each request.
-        context: its length with them.
-        prefix: P of each request, at most its length.
-        item_start: (T,) int32, None without items.
-    """
-
-    query: tuple[int, ...]
-    context: tuple[int, ...]
-    prefix: tuple[int, ...]
-    item_start: npt.NDArray[np.int32] | None
-
-    @property
-    def has_items(self) -> bool:
-        return self.item_start is not None
-
-
-def _read_lengths(
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    prefix_len: Sequence[int] | None,
-    item_start: Tensor | None,
-) -> _Lengths:
-    """Check lengths and item starts among each other."""
-    query, context = tuple(query_lens), tuple(context_lens)
-    pairs = zip(query, context, strict=False)
-    if len(query) != len(context) or not all(0 < new <= length for new, length in pairs):
-        raise ArgumentError(
-            f"multi_item_attention: query_lens {query} do not fit context_lens {context}.",
-            hint="Give each request 1 or more new tokens, at most its length.",
-        )
-    if prefix_len is None and item_start is None:
-        return _Lengths(query, context, context, None)
-    if prefix_len is None or item_start is None or item_start.is_cuda:
-        raise ArgumentError(
-            "multi_item_attention: prefix_len and item_start do not both lie on the host.",
-            hint="Pass both, a sequence and a CPU tensor, or neither.",
-        )
-    prefix = tuple(min(p, length) for p, length in zip(prefix_len, context, strict=False))
-    starts = item_start.numpy()
-    if (
-        len(prefix_len) != len(query)
-        or min(prefix_len, default=0) < 0
-        or starts.shape != (sum(query),)
-        or starts.dtype != np.int32
-    ):
-        raise ArgumentError(
-            f"multi_item_attention: prefix_len {tuple(prefix_len)} and item_start "
-            f"{starts.shape} {starts.dtype} do not fit {len(query)} requests, {sum(query)} tokens.",
-            hint="Pass a prefix_len >= 0 per request and an int32 item_start per token.",
-        )
-    _check_items(query, context, prefix, starts)
-    return _Lengths(query, context, prefix, starts if prefix != context else None)
-
-
-def _check_items(
-    query: tuple[int, ...],
-    context: tuple[int, ...],
-    prefix: tuple[int, ...],
-    starts: npt.NDArray[np.int32],
-) -> None:
-    """Every item must rise, and begin in this step behind the prefix."""
-    at = 0
-    for request, (new, length) in enumerate(zip(query, context, strict=True)):
-        first = length - new
-        least = max(first, prefix[request])
-        own = starts[at + least - first : at + new]
-        at += new
-        is_sound = (own >= least) & (own <= np.arange(least, length) + 1)
-        is_sound[1:] &= own[1:] >= own[:-1]
-        if not is_sound.all():
-            bad = int(np.argmin(is_sound))
-            raise ArgumentError(
-                f"multi_item_attention: item_start of request {request} at index {least + bad} "
-                f"is {int(own[bad])}.",
-                hint=f"From index {least} on (prefix and cached tokens end there) it must rise, "
-                f"from {least} or more to at most a token's own index + 1.",
-            )
 
 
 def _check_tensors(
@@ -318,14 +283,7 @@ def _check_tensors(
         )
 
 
-def _check_step(
-    q: Tensor,
-    k_cache: Tensor,
-    block_tables: Tensor,
-    lengths: _Lengths,
-    scale: float,
-    window: int,
-) -> None:
+def _check_step(q: Tensor, k_cache: Tensor, block_tables: Tensor, lengths: StepLengths) -> None:
     if len(q) != sum(lengths.query):
         raise ArgumentError(
             f"multi_item_attention: q has {len(q)} tokens, query_lens {sum(lengths.query)}.",
@@ -350,10 +308,24 @@ def _check_step(
             "or they are not adjacent.",
             hint=f"These prefixes need {blocks} blocks of {k_cache.shape[1]} tokens.",
         )
-    if not scale > 0 or window < 0:
+
+
+def _check_scores(scores: ScoreRule, q: Tensor, lse: Tensor | None) -> None:
+    if not scores.scale > 0 or scores.window < 0 or not scores.softcap >= 0:
         raise ArgumentError(
-            f"multi_item_attention: scale={scale} and window={window} cannot be used.",
-            hint="Use a scale above 0, and a window of 0 (none) or more.",
+            f"multi_item_attention: scale={scores.scale}, window={scores.window} and "
+            f"softcap={scores.softcap} cannot be used.",
+            hint="Use a scale above 0, and a window and a soft-cap of 0 (none) or more.",
+        )
+    if lse is not None and (
+        lse.shape != q.shape[:2]
+        or lse.dtype != torch.float32
+        or lse.device != q.device
+        or not lse.is_contiguous()
+    ):
+        raise ArgumentError(
+            f"multi_item_attention: lse is {lse.dtype} {tuple(lse.shape)} on {lse.device}.",
+            hint=f"Pass contiguous float32 {tuple(q.shape[:2])} on {q.device}.",
         )
 
 
@@ -366,19 +338,38 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _make_plan(
-    lengths: _Lengths, group: int, k_cache: Tensor, window: int
-) -> MultiItemAttentionPlan:
-    from tiercel.kernels.attention_tiles import make_plan, make_tiles
+def _plan_tiles(
+    lengths: StepLengths, group: int, k_cache: Tensor, scores: ScoreRule, *, has_lse: bool
+) -> PlannedTiles:
+    from tiercel.kernels.attention_tiles import PlannedTiles, cut_tiles, make_tiles, part_steps
 
-    config = _config(lengths, group, k_cache, window)
+    config = _config(lengths, group, k_cache, scores)
     step = config.block_m // group
     tiles = make_tiles(lengths.query, lengths.context, lengths.prefix, lengths.item_start, step)
-    return make_plan(config, tiles, lengths.item_start, k_cache.device)
+    parts, steps = None, 0
+    processors = torch.cuda.get_device_properties(k_cache.device).multi_processor_count
+    if not scores.window:  # a window leaves few keys
+        steps = part_steps(tiles, k_cache.shape[2], processors)
+    if steps or has_lse:
+        tiles, parts = cut_tiles(tiles, steps or max(lengths.context), step)
+    starts = np.zeros(0, np.int32) if lengths.item_start is None else lengths.item_start
+    return PlannedTiles(
+        config,
+        _model_key(group, k_cache),
+        tiles,
+        starts,
+        parts,
+        step,
+        processors // k_cache.shape[2] if steps else len(tiles),
+    )
+
+
+def _model_key(group: int, k_cache: Tensor) -> ModelKey:
+    return k_cache.dtype, k_cache.shape[3], group, k_cache.shape[1]
 
 
 def _config(
-    lengths: _Lengths, group: int, k_cache: Tensor, window: int
+    lengths: StepLengths, group: int, k_cache: Tensor, scores: ScoreRule
 ) -> MultiItemAttentionConfig:
     from tiercel.kernels.multi_item_attention import select_multi_item_attention
 
@@ -387,7 +378,8 @@ def _config(
         k_cache.shape[3],
         group,
         k_cache.shape[1],
-        window if window < max(lengths.context) else 0,
+        scores.window if scores.window < max(lengths.context) else 0,
+        scores.softcap,
         max(lengths.prefix),
         torch.cuda.get_device_capability(k_cache.device),
     )
@@ -401,73 +393,33 @@ def _attend_cuda(
     k_new: Tensor,
     v_new: Tensor,
     out: Tensor,
-    lengths: _Lengths,
+    lengths: StepLengths,
     plan: MultiItemAttentionPlan | None,
-    scale: float,
-    window: int,
+    scores: ScoreRule,
+    lse: Tensor | None,
 ) -> None:
-    from tiercel.kernels.multi_item_attention import launch_multi_item_attention
+    from tiercel.kernels.multi_item_attention import PartBuffers, launch_multi_item_attention
 
     group = q.shape[1] // k_cache.shape[2]
     if plan is None:
-        plan = _make_plan(lengths, group, k_cache, window)
-    config = _config(lengths, group, k_cache, window)
-    if plan.config != config or plan.num_tokens != len(q):
+        tiles = _plan_tiles(lengths, group, k_cache, scores, has_lse=lse is not None)
+        plan = tiles.upload(q.device)
+    has_parts = plan.num_part_rows > 0
+    is_alike = plan.model == _model_key(group, k_cache) and plan.num_tokens == len(q)
+    if not is_alike or (lse is not None and not has_parts):
         raise ArgumentError(
-            f"multi_item_attention: the plan is of {plan.num_tokens} tokens and {plan.config}, "
-            f"the call of {len(q)} and {config}.",
+            f"multi_item_attention: the plan is of {plan.num_tokens} tokens and {plan.model}, "
+            f"the call of {len(q)} and {_model_key(group, k_cache)}, lse: {lse is not None}.",
             hint="Make the plan from the lengths and the shape of this call.",
         )
-    launch_multi_item_attention(
-        q, k_cache, v_cache, block_tables, k_new, v_new, out, plan, scale, window
-    )
-
-
-def _attend_cpu(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    out: Tensor,
-    lengths: _Lengths,
-    scale: float,
-    window: int,
-) -> None:
-    """One fused call for the prefix of each request and for each item."""
-    at = 0
-    for request, (new, length) in enumerate(zip(lengths.query, lengths.context, strict=True)):
-        first, prefix = length - new, lengths.prefix[request]
-        # Items read from the sequence's start.
-        seen = first_key(first, new, window) if prefix == length else 0
-        k_prefix, v_prefix = (
-            gather_cache(cache, block_tables[request], prefix, seen)
-            if prefix
-            else cache.flatten(0, 1)[:0]
-            for cache in (k_cache, v_cache)
+    buffers = None
+    if has_parts:
+        shape = (plan.num_part_rows, *q.shape[1:])
+        buffers = PartBuffers(
+            torch.empty(shape, dtype=torch.float32, device=q.device),
+            torch.empty(shape[:2], dtype=torch.float32, device=q.device),
+            lse,
         )
-        split = at + max(0, prefix - first)
-        if split > at:
-            base = prefix - len(k_prefix)
-            out[at:split] = attend_one(q[at:split], k_prefix, v_prefix, scale, window, base)
-        for start, begin, end in _runs(lengths.item_start, split, at + new):
-            rows = slice(at + start - first, end)
-            if rows.start == end and not prefix:
-                out[begin:end] = 0.0
-                continue
-            # Prefix and item end to end: exactly the sequence that the item would be alone.
-            k, v = torch.cat((k_prefix, k_new[rows])), torch.cat((v_prefix, v_new[rows]))
-            out[begin:end] = attend_one(q[begin:end], k, v, scale, window)
-        at += new
-
-
-def _runs(
-    item_start: npt.NDArray[np.int32] | None, begin: int, end: int
-) -> list[tuple[int, int, int]]:
-    """(item_start, first row, row behind) of the runs of one item in rows [begin, end)."""
-    if item_start is None or begin == end:
-        return []
-    own = item_start[begin:end]
-    cuts = [0, *(np.flatnonzero(own[1:] != own[:-1]) + 1).tolist(), end - begin]
-    return [(int(own[a]), begin + a, begin + b) for a, b in itertools.pairwise(cuts)]
+    tensors = (q, k_cache, v_cache, block_tables, k_new, v_new, out)
+    numbers = (scores.scale, scores.window, scores.softcap)
+    launch_multi_item_attention(*tensors, plan, *numbers, buffers)

@@ -19,8 +19,8 @@ def make_mask(
     Returns:
         (queries, keys) bool.
     """
-    i = torch.arange(keys - queries, keys).unsqueeze(1)
-    k = torch.arange(keys)
+    i = torch.arange(keys - queries, keys, device=item_start.device).unsqueeze(1)
+    k = torch.arange(keys, device=item_start.device)
     start = item_start.long().unsqueeze(1)
     mask = (k <= i) & ((i < prefix_len) | (k < prefix_len) | (k >= start))
     if window:
@@ -40,7 +40,8 @@ def multi_item_attention(
     window: int = 0,
     prefix_len: list[int] | None = None,
     item_start: Tensor | None = None,
-) -> Tensor:
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """Attention of each request's last tokens over all its keys.
 
     Args:
@@ -52,24 +53,30 @@ def multi_item_attention(
         window: 0 for none.
         prefix_len: P per request; None for plain causal attention.
         item_start: (tokens,) index of the first token of each token's item.
+        softcap: c; scores become c * tanh(score / c). 0 for none.
 
     Returns:
-        (tokens, heads * head_dim) float64; zeros where a token sees nothing.
+        (tokens, heads * head_dim) float64, zeros where a token sees nothing; and
+        (tokens, heads) float64, the natural logarithm of its sum of exponentials.
     """
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    lse = torch.zeros(q.shape[:2], dtype=torch.float64, device=q.device)
     at = 0
     for request, queries in enumerate(query_lens):
         keys, kv_heads, _ = k[request].shape
         rows = slice(at, at + queries)
         prefix = keys if prefix_len is None else prefix_len[request]
-        starts = torch.zeros(queries) if item_start is None else item_start[rows].cpu()
-        mask = make_mask(queries, keys, prefix, starts, window).to(q.device)
+        starts = torch.zeros(queries) if item_start is None else item_start[rows]
+        mask = make_mask(queries, keys, prefix, starts.to(q.device), window)
         for head in range(q.shape[1]):
             kv_head = head // (q.shape[1] // kv_heads)
             scores = scale * (q[rows, head].double() @ k[request][:, kv_head].double().T)
-            weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=1)
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            scores = scores.masked_fill(~mask, float("-inf"))
             # 0 / 0 where nothing is seen: the result is defined as 0.
-            weights = weights.masked_fill(~mask, 0.0)
+            weights = torch.softmax(scores, dim=1).masked_fill(~mask, 0.0)
             out[rows, head] = weights @ v[request][:, kv_head].double()
+            lse[rows, head] = torch.logsumexp(scores, dim=1)
         at += queries
-    return out.flatten(1)
+    return out.flatten(1), lse

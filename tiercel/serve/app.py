@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tiercel.errors import InternalError, TiercelError
 from tiercel.serve import (
     anthropic,
+    decisions,
     embeddings,
     info_routes,
     openai_chat,
@@ -60,6 +61,7 @@ _MODULES: Final = (
     embeddings,
     score,
     rerank,
+    decisions,
 )
 _LOG: Final = logging.getLogger(__name__)
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")

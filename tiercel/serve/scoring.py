@@ -11,10 +11,10 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Final
+from typing import Any, Final, Protocol, TypeVar
 
 from tiercel.engine.request import Request
-from tiercel.engine.score_inputs import ScoreInputs, ScoreJob, ScoreOutput, Text
+from tiercel.engine.score_inputs import ScoreInputs, ScoreJob, Text
 from tiercel.engine.score_params import ScoreParams
 from tiercel.engine.streams import TokenStream
 from tiercel.errors import ArgumentError, InvalidRequestError
@@ -24,6 +24,7 @@ from tiercel.serve.logs import RequestLog
 from tiercel.serve.metrics import FinishedRequest
 from tiercel.serve.state import ServedModel, ServerState
 
+Result = TypeVar("Result", covariant=True)
 MAX_LOOP_CHARS: Final = 4 << 10  # longer lists are tokenized in a thread
 REQUESTS_AT_ONCE: Final = 32  # of one list; others wait their turn between them
 
@@ -55,17 +56,45 @@ async def make_job(
         job = inputs.job(query, items, params)
     else:
         job = await state.off_loop(inputs.job, query, items, params)
-    longest = max((len(request.prompt_token_ids) for request in job.requests), default=0)
-    if longest > model.info.capacity_tokens:
-        raise InvalidRequestError(
-            f"a prompt of {longest} tokens does not fit the cache of {model.info.capacity_tokens}.",
-            hint="Shorten the query.",
-            param="query",
-        )
+    check_capacity(model, job.requests, "query")
     return job
 
 
-async def run_job(state: ServerState, job: ScoreJob, line: RequestLog) -> ScoreOutput:
+class Job(Protocol[Result]):
+    """What `run_job` runs."""
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """Of the engine."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """What is shared, once, and all items."""
+
+    @property
+    def num_items(self) -> int:
+        """Items, or questions."""
+
+    def output(self) -> Result:
+        """The result; all requests have ended."""
+
+
+def check_capacity(model: ServedModel, requests: Sequence[Request], param: str) -> None:
+    """Refuse what could never run.
+
+    Raises:
+        InvalidRequestError: a prompt does not fit the cache.
+    """
+    longest = max((len(request.prompt_token_ids) for request in requests), default=0)
+    if longest > model.info.capacity_tokens:
+        raise InvalidRequestError(
+            f"a prompt of {longest} tokens does not fit the cache of {model.info.capacity_tokens}.",
+            hint="Shorten it.",
+            param=param,
+        )
+
+
+async def run_job(state: ServerState, job: Job[Result], line: RequestLog) -> Result:
     """Run a job to its end; being cancelled gives back everything.
 
     Raises:
@@ -129,7 +158,7 @@ def _time_limits(
 
 def _report(
     state: ServerState,
-    job: ScoreJob,
+    job: Job[Any],
     line: RequestLog,
     streams: Sequence[TokenStream],
     started_s: float,

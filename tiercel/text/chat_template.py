@@ -13,13 +13,12 @@ two strings that the template puts side by side cannot form one.
 from __future__ import annotations
 
 import json
-import re
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from tiercel.errors import InternalError, InvalidRequestError, ModelFormatError
 from tiercel.text.child_client import WorkerLostError
+from tiercel.text.shield import ControlFinder, Shield
 from tiercel.text.template_client import TemplateWorker, TemplateWorkers
 from tiercel.text.tokenizer import Tokenizer
 
@@ -45,6 +44,9 @@ RESERVED_NAMES: Final = frozenset(
         "strftime_now",
     }
 )
+# What a template may end the prompt with, for models that always think.
+_THINKING: Final = "<think>"
+_THINKING_ENDS: Final = "</think>"
 _NO_TEMPLATE: Final = "this model has no chat template, so it cannot take messages."
 
 Message = Mapping[str, object]
@@ -306,38 +308,105 @@ def encode_chat(
         InvalidRequestError: a wrong message, no template, or the template failed.
         ModelFormatError: a syntax error in the template.
     """
-    if template is None:
-        error = _template_error(_NO_TEMPLATE)
-        error.hint = "Send a raw prompt instead: `tiercel generate`, or `LLM.generate`."
-        raise error
-    if tools and "tools" not in template.source:
+    rendering = _Rendering(tokenizer, messages, is_open=continues_final)
+    if template is not None and tools and "tools" not in template.source:
         error = _template_error("this model's chat template takes no tools.")
         error.hint = "Describe them in a system message, or ask `tiercel serve`, which does so."
         raise error
-    checked = check_messages(messages)
-    finder = _ControlFinder(tokenizer.control_tokens)
-    shield = _Shield(finder)
-    covered = [_mapped(message, shield.cover) for message in checked]
-    if continues_final:
-        if checked[-1]["role"] != "assistant":
-            raise _field_error("messages", "must end with the assistant's, to be continued")
-        covered[-1]["content"] = f"{covered[-1]['content']}{shield.end_mark}"
-    rendered = template.render(
-        covered,
-        tools=None if tools is None else [_mapped(tool, shield.cover) for tool in tools],
-        documents=None if documents is None else [_mapped(d, shield.cover) for d in documents],
+    rendered = rendering.text(
+        template,
+        tools=tools,
+        documents=documents,
         add_generation_prompt=add_generation_prompt,
-        template_kwargs=_mapped(template_kwargs or {}, shield.cover),
+        template_kwargs=template_kwargs,
     )
     if continues_final:
-        rendered, mark, _ = rendered.rpartition(shield.end_mark)
+        if rendering.messages[-1]["role"] != "assistant":
+            raise _field_error("messages", "must end with the assistant's, to be continued")
+        rendered, _ = rendering.split(rendered)
+    return tokenizer.with_bos(rendering.ids(rendered))
+
+
+def encode_around(
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    messages: object,
+    *,
+    template_kwargs: Mapping[str, object] | None = None,
+) -> tuple[list[int], list[int]]:
+    """Prompt ids before and behind the end of the last message, whose text something else ends.
+
+    Thinking that the template opens for the answer is closed.
+
+    Args:
+        tokenizer: of the model.
+        template: of the model; None is refused.
+        messages: see `check_messages`.
+        template_kwargs: see `ChatTemplate.render`.
+
+    Raises:
+        InvalidRequestError: as `encode_chat`.
+    """
+    rendering = _Rendering(tokenizer, messages, is_open=True)
+    before, after = rendering.split(rendering.text(template, template_kwargs=template_kwargs))
+    if after.rstrip().endswith(_THINKING):
+        after = f"{after.rstrip()}\n\n{_THINKING_ENDS}\n\n"
+    return tokenizer.with_bos(rendering.ids(before)), rendering.ids(after, is_inner=True)
+
+
+class _Rendering:
+    """Messages on their way through a template, with control tokens of their own covered."""
+
+    def __init__(self, tokenizer: Tokenizer, messages: object, *, is_open: bool) -> None:
+        """`is_open`: the end of the last message is marked."""
+        self.messages = check_messages(messages)
+        self._tokenizer = tokenizer
+        self._finder = ControlFinder(tokenizer.control_tokens)
+        self._shield = Shield(self._finder)
+        self._covered = [_mapped(message, self._shield.cover) for message in self.messages]
+        if is_open:
+            last = self._covered[-1]
+            last["content"] = f"{last['content']}{self._shield.end_mark}"
+
+    def text(
+        self,
+        template: ChatTemplate | None,
+        *,
+        tools: Sequence[Message] | None = None,
+        documents: Sequence[Message] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, object] | None = None,
+    ) -> str:
+        """What the template writes, still covered."""
+        if template is None:
+            error = _template_error(_NO_TEMPLATE)
+            error.hint = "Send a raw prompt instead: `tiercel generate`, or `LLM.generate`."
+            raise error
+        cover = self._shield.cover
+        return template.render(
+            self._covered,
+            tools=None if tools is None else [_mapped(tool, cover) for tool in tools],
+            documents=None if documents is None else [_mapped(d, cover) for d in documents],
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=_mapped(template_kwargs or {}, cover),
+        )
+
+    def split(self, rendered: str) -> tuple[str, str]:
+        """What stands before the marked end, and behind it."""
+        before, mark, after = rendered.rpartition(self._shield.end_mark)
         if not mark:
             raise _template_error("the chat template does not show the last message.")
-    return tokenizer.with_bos(_encode_parts(tokenizer, finder, rendered, shield))
+        return before, after
+
+    def ids(self, rendered: str, *, is_inner: bool = False) -> list[int]:
+        """Token ids of rendered text; `is_inner`: of what follows other tokens."""
+        return _encode_parts(
+            self._tokenizer, self._finder, rendered, self._shield, is_inner=is_inner
+        )
 
 
 def _encode_parts(
-    tokenizer: Tokenizer, finder: _ControlFinder, rendered: str, shield: _Shield
+    tokenizer: Tokenizer, finder: ControlFinder, rendered: str, shield: Shield, *, is_inner: bool
 ) -> list[int]:
     ids: list[int] = []
     position = 0
@@ -351,98 +420,11 @@ def _encode_parts(
         text = text.lstrip() if trims_left else text
         text = text.rstrip() if takes_before else text
         if text:
-            ids += tokenizer.encode_inner(text) if position else tokenizer.encode(text)
+            ids += tokenizer.encode_inner(text) if position or is_inner else tokenizer.encode(text)
         if control_id is not None:
             ids.append(control_id)
         position, trims_left = end, takes_after
     return ids
-
-
-class _ControlFinder:
-    """Finds control tokens in text, the longest at each place."""
-
-    def __init__(self, control_tokens: Mapping[str, int]) -> None:
-        self._tokens = frozenset(token for token in control_tokens if token)
-        lengths: dict[str, set[int]] = {}
-        for token in self._tokens:
-            lengths.setdefault(token[0], set()).add(len(token))
-        self._lengths = {char: sorted(found, reverse=True) for char, found in lengths.items()}
-        self._longest = max(map(len, self._tokens), default=0)
-        starts = "".join(re.escape(char) for char in lengths)
-        self._start = re.compile(f"[{starts}]") if starts else re.compile(r"(?!)")
-
-    def find_all(self, text: str) -> Iterator[tuple[int, int]]:
-        """(start, end) of each, from left to right."""
-        position = 0
-        while found := self._start.search(text, position):
-            start = position = found.start()
-            for length in self._lengths[text[start]]:
-                if text[start : start + length] in self._tokens:
-                    position = start + length
-                    yield start, position
-                    break
-            else:
-                position += 1
-
-    def find_open_end(self, text: str) -> tuple[int, int] | None:
-        """(start, end) of the last characters, whitespace aside, that could begin a token."""
-        end = len(text.rstrip())
-        for found in self._start.finditer(text, max(0, end - self._longest), end):
-            tail = text[found.start() : end]
-            if any(token.startswith(tail) for token in self._tokens):
-                return found.start(), end
-        return None
-
-
-class _Shield:
-    """Replaces control tokens by sentinels, and sentinels by the text they stand for.
-
-    A sentinel is digits only, so changes of case, JSON and trimming in a template leave it
-        alone: 40 random
-    ones, which no user can guess, and the number of the text.
-    """
-
-    def __init__(self, finder: _ControlFinder) -> None:
-        self._finder = finder
-        self._key = "".join(secrets.choice("0123456789") for _ in range(40))
-        self._texts: list[str] = []
-        self._numbers: dict[str, str] = {}
-        self._pattern = re.compile(self._key + r"(\d{6})")
-
-    @property
-    def end_mark(self) -> str:
-        """Stands where a message that is to be continued ends."""
-        return self._sentinel("")
-
-    def cover(self, text: str) -> str:
-        """The text with a sentinel for each control token and for an open end."""
-        pieces = []
-        position = 0
-        for start, end in self._finder.find_all(text):
-            pieces += [text[position:start], self._sentinel(text[start:end])]
-            position = end
-        rest = text[position:]
-        open_end = self._finder.find_open_end(rest)
-        if open_end is not None:
-            start, end = open_end
-            rest = rest[:start] + self._sentinel(rest[start:end]) + rest[end:]
-        return "".join([*pieces, rest])
-
-    def uncover(self, text: str) -> str:
-        """The text with every sentinel resolved."""
-        if not self._texts:
-            return text
-        return self._pattern.sub(self._resolve, text)
-
-    def _resolve(self, found: re.Match[str]) -> str:
-        number = int(found[1])  # a template may have changed the digits
-        return self._texts[number] if number < len(self._texts) else found[0]
-
-    def _sentinel(self, text: str) -> str:
-        if text not in self._numbers:
-            self._numbers[text] = f"{self._key}{len(self._texts):06}"
-            self._texts.append(text)
-        return self._numbers[text]
 
 
 def _mapped(value: Mapping[str, object], change: Callable[[str], str]) -> dict[str, object]:

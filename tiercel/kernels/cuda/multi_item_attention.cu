@@ -15,7 +15,8 @@
 // their weight is 0, and 0 * NaN is NaN.
 //
 // Macros: GROUP query heads per KV head (1, 2, 4, 8), PAGE rows per page (16, 32, 64, 128), IS_BF16
-// (0: fp16), FAST_LOOP (1: exponentiate with the maxima of earlier steps). Behind: hopper.cuh.
+// (0: fp16), FAST_LOOP (1: exponentiate with the maxima of earlier steps), IS_PART (1: results are
+// float32, with the base-2 logarithms of their sums beside them, to be merged). Behind: hopper.cuh.
 // Shared memory, dynamic: QBUF * QBYTES + STAGES * KVBYTES + 1024 for alignment = 230,400 bytes.
 #define D 128    // head_dim
 #define NWG 2    // consumer warpgroups; 3 with BN 64: 489 TFLOP/s, not 537 (H200, 2048 x 128 x 32)
@@ -31,6 +32,12 @@
 #define NEG_INF (-__int_as_float(0x7f800000))
 #define START_MAX (-1e30f) // finite, so that a row without visible keys ends with sum 0, not NaN
 
+#if IS_PART
+typedef float Result;
+#else
+typedef u16 Result;
+#endif
+
 // A ring slot holds BN keys of K or V as two 64-column halves, [half][key][128 bytes].
 struct Ring { u32 full, empty, base; };
 struct State { int slot; u32 phase; };
@@ -42,10 +49,21 @@ __device__ __forceinline__ void release(u32 bar) {
   if ((threadIdx.x & 31) == 0) mbar_arrive(bar);
 }
 
+// What a step needs and no step changes.
+struct Consts {
+  Ring ring;
+  int wg;    // consumer warpgroup
+  float sl2; // scale * log2(e)
+  float thr; // growth of a maximum, in scores, below which sums keep their scale
+  const Result* out;
+  float* sums; // of parts
+};
+
 // Normalise and store one warpgroup's 64 x 128 tile; a quad transposes 4 x 4 words, so that every
-// store is 16 bytes. A null destination stores nothing.
-__device__ __forceinline__ void epilogue(float (&o)[64], const float (&l)[2], u16* dst0,
-                                         u16* dst1) {
+// store is 16 bytes. A null destination stores nothing. Of parts, a quad's stores of 8 bytes fill a
+// sector.
+__device__ __forceinline__ void epilogue(float (&o)[64], const float (&m)[2], const float (&l)[2],
+                                         const Consts& k, Result* dst0, Result* dst1) {
   const int lane = threadIdx.x & 31, q4 = lane & 3;
   float l0 = l[0], l1 = l[1];
   l0 += __shfl_xor_sync(~0u, l0, 1); l1 += __shfl_xor_sync(~0u, l1, 1);
@@ -54,7 +72,16 @@ __device__ __forceinline__ void epilogue(float (&o)[64], const float (&l)[2], u1
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const float v = h ? v1 : v0;
-    u16* dst = h ? dst1 : dst0;
+    Result* dst = h ? dst1 : dst0;
+#if IS_PART
+    if (dst) {
+#pragma unroll
+      for (int j = 0; j < 16; j++)
+        *(float2*)(dst + 8 * j + 2 * q4) = make_float2(o[4 * j + 2 * h] * v, o[4 * j + 2 * h + 1] * v);
+      // log2(0) is -inf: a row that saw nothing has no weight
+      if (q4 == 0) k.sums[(dst - k.out) / D] = m[h] * k.sl2 + lg2(h ? l1 : l0);
+    }
+#else
 #pragma unroll
     for (int b = 0; b < 4; b++) {
       u32 x[4];
@@ -71,6 +98,7 @@ __device__ __forceinline__ void epilogue(float (&o)[64], const float (&l)[2], u1
       if (lane & 2) { x[0] = s0; x[1] = s1; } else { x[2] = s0; x[3] = s1; }
       if (dst) *(uint4*)(dst + (4 * b + q4) * 8) = make_uint4(x[0], x[1], x[2], x[3]);
     }
+#endif
   }
 }
 __device__ __forceinline__ void clear(float (&o)[64], float (&m)[2], float (&l)[2]) {
@@ -95,13 +123,6 @@ __device__ __forceinline__ void grow(float (&m)[2], float x0, float x1, float sl
   if (x1 > m[1] + thr) { a1 = ex2((m[1] - x1) * sl2); m[1] = x1; }
 }
 
-// What a step needs and no step changes.
-struct Consts {
-  Ring ring;
-  int wg;    // consumer warpgroup
-  float sl2; // scale * log2(e)
-  float thr; // growth of a maximum, in scores, below which sums keep their scale
-};
 // Columns lo <= c < up of a masked step are visible, for the thread's two rows (8 apart).
 struct Bounds { int lo0, up0, lo1, up1; };
 
@@ -111,7 +132,8 @@ struct Bounds { int lo0, up0, lo1, up1; };
 template <int N, int NP, bool EDGE, bool FAST>
 __device__ __forceinline__ void step(float (&o)[64], u32 (&p)[BN / 4], u32 (&pn)[BN / 4],
                                      float (&m)[2], float (&l)[2], State& st, const Consts& k,
-                                     u32 qd, bool masked, const Bounds& b, u16* dst0, u16* dst1) {
+                                     u32 qd, bool masked, const Bounds& b, Result* dst0,
+                                     Result* dst1) {
   float s[N / 2];
   const Ring& ring = k.ring;
   const int kslot = st.slot;
@@ -148,7 +170,7 @@ __device__ __forceinline__ void step(float (&o)[64], u32 (&p)[BN / 4], u32 (&pn)
   if (EDGE) { // the product just finished belongs to the previous tile: store it, start afresh
     pin(o);
     release(ring.empty + 8 * vslot);
-    epilogue(o, l, dst0, dst1);
+    epilogue(o, m, l, k, dst0, dst1);
     clear(o, m, l);
   }
   if (masked) {
@@ -246,18 +268,19 @@ __device__ __forceinline__ void last(float (&o)[64], u32 (&p)[BN / 4], const Rin
   release(ring.empty + 8 * vslot);
 }
 
-// One tile, 8 ints: first row of q, tokens, index of its first token, request, P, index of its
-// first item key (the index behind its tokens: none), row of that key in k_new, unused.
-struct Work { int q_row, tokens, i0, req, P, low, new_row; };
+// One tile, 8 ints: first row of q, tokens, index of its first token, request, end of its page keys
+// (P, or where its part ends), index of its first item key (the index behind its tokens: none),
+// first page key (a multiple of BN), row of its result.
+struct Work { int q_row, tokens, i0, req, P, low, first, out_row; };
 __device__ __forceinline__ Work load_work(const int* t) {
   const int4 a = *(const int4*)t, b = *(const int4*)(t + 4);
-  return Work{a.x, a.y, a.z, a.w, b.x, b.y, b.z};
+  return Work{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
 // steps over items and over pages; every tile has at least one of both
 __device__ __forceinline__ void counts(const Work& w, int& n_item, int& n_page) {
   const int hi = w.i0 + w.tokens;
   n_item = (hi - w.low + WN - 1) / WN;
-  n_page = (min(w.P, hi) + BN - 1) / BN;
+  n_page = (min(w.P, hi) - w.first + BN - 1) / BN;
 }
 // tile and KV head of a work number; neighbours take a tile's heads, or a head's tiles
 __device__ __forceinline__ void locate(int id, int n_tiles, int kv_heads, int heads_first,
@@ -290,20 +313,21 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
     const __grid_constant__ TMap v_map,     // like k_map
     const __grid_constant__ TMap k_new_map, // (tokens, kv_heads, D), boxes of WN x 1 x 64
     const __grid_constant__ TMap v_new_map, // like k_new_map
-    u16* __restrict__ out,                  // (tokens, heads, D) contiguous
+    Result* __restrict__ out,               // (rows, heads, D) contiguous
+    float* __restrict__ sums,               // (rows, heads), where IS_PART
     const int* __restrict__ item_start,     // (tokens,), read where a tile has item steps
     const int* __restrict__ tiles,          // (n_tiles, 8), see Work
     const int* __restrict__ block_tables,   // (requests, table_stride)
-    int* __restrict__ counter,              // (2,) zeros: next work, CTAs done; left at zero
-    int n_tiles, int kv_heads, int table_stride, int heads_first, float sl2, float thr) {
+    int* __restrict__ counter,              // (4,): next work and CTAs done, zeros before and after;
+                                            // number of tiles, heads_first: see locate
+    int kv_heads, int table_stride, float sl2, float thr) {
   extern __shared__ unsigned char raw[];
   __shared__ __align__(8) u64 bars[2 * STAGES + 2 * QBUF];
-  __shared__ int work_id[QBUF];
+  __shared__ int2 work[QBUF]; // tile (-1: no more) and KV head
   const u32 smem = (smem_u32(raw) + 1023) & ~1023u;
   const u32 b0 = smem_u32(bars);
   const Ring ring{b0, b0 + 8 * STAGES, smem + QBUF * QBYTES};
   const u32 qfull = b0 + 16 * STAGES, qempty = qfull + 8 * QBUF;
-  const int total = n_tiles * kv_heads;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       mbar_init(ring.full + 8 * i, 1);
@@ -323,6 +347,8 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
     State st{0, 0};
     int qs = 0;
     u32 qph = 0;
+    // In device memory, so that a graph serves any number of tiles.
+    const int n_tiles = counter[2], heads_first = counter[3], total = n_tiles * kv_heads;
     int next = atomicAdd(counter, 1);
     Load pend;
     bool has_pend = false; // the V of the last K issued is still to be loaded
@@ -330,13 +356,14 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
       const int id = next;
       if (id < total) next = atomicAdd(counter, 1);
       mbar_wait(qempty + 8 * qs, qph ^ 1);
-      work_id[qs] = id < total ? id : -1;
       if (id >= total) {
+        work[qs] = make_int2(-1, 0);
         mbar_arrive(qfull + 8 * qs);
         break;
       }
       int ti, head;
       locate(id, n_tiles, kv_heads, heads_first, ti, head);
+      work[qs] = make_int2(ti, head);
       const Work w = load_work(tiles + 8 * ti);
       mbar_expect(qfull + 8 * qs, QBYTES);
       for (int g = 0; g < NWG; g++)
@@ -354,14 +381,14 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
         ld.head = head;
         ld.is_page = t >= n_item;
         if (ld.is_page) {
-          const int k0 = (t - n_item) * BN;
+          const int k0 = w.first + (t - n_item) * BN;
 #pragma unroll
           for (int x = 0; x < BN / PBOX; x++) {
             const int key = k0 + x * PBOX;
             ld.row[x] = table[min(key / PAGE, last_page)] * PAGE + (key & (PAGE - 1));
           }
         } else {
-          ld.row[0] = w.new_row + t * WN;
+          ld.row[0] = w.q_row + w.low - w.i0 + t * WN;
         }
         issue(ld, &k_map, &k_new_map, ring, st);
         if (has_pend) issue(pend, &v_map, &v_new_map, ring, st);
@@ -378,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, q4 = lane & 3;
-    const Consts k{ring, grp - 1, sl2, thr};
+    const Consts k{ring, grp - 1, sl2, thr, out, sums};
     State st{0, 0};
     int qs = 0;
     u32 qph = 0;
@@ -388,15 +415,13 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
 #if FAST_LOOP
     u32 p2[BN / 4];
 #endif
-    u16 *dst0 = 0, *dst1 = 0;
+    Result *dst0 = 0, *dst1 = 0;
     bool has_pend = false; // a finished softmax waits for its product with V
     clear(o, m, l);
     while (true) {
       mbar_wait(qfull + 8 * qs, qph);
-      const int id = uni(work_id[qs]);
-      if (id < 0) break;
-      int ti, head;
-      locate(id, n_tiles, kv_heads, heads_first, ti, head);
+      const int ti = uni(work[qs].x), head = uni(work[qs].y);
+      if (ti < 0) break;
       Work w = load_work(tiles + 8 * ti);
       w.P = uni(w.P);
       w.i0 = uni(w.i0);
@@ -407,12 +432,12 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
       // the thread's rows: tokens t0 and t1 of the tile
       const int r0 = k.wg * 64 + warp * 16 + (lane >> 2), r1 = r0 + 8;
       const int t0 = r0 / GROUP, t1 = r1 / GROUP;
-      const int i0 = w.i0 + t0, i1 = w.i0 + t1;
+      int i0 = w.i0 + t0, i1 = w.i0 + t1;
       const u32 qd = uniform(mdesc(smem + qs * QBYTES + k.wg * 16384, 16));
       const long long heads = (long long)kv_heads * GROUP;
-      u16* const base = out + (w.q_row * heads + head * GROUP) * D;
-      u16* const nd0 = t0 < w.tokens ? base + (t0 * heads + r0 % GROUP) * D : 0;
-      u16* const nd1 = t1 < w.tokens ? base + (t1 * heads + r1 % GROUP) * D : 0;
+      Result* const base = out + (w.out_row * heads + head * GROUP) * D;
+      Result* const nd0 = t0 < w.tokens ? base + (t0 * heads + r0 % GROUP) * D : 0;
+      Result* const nd1 = t1 < w.tokens ? base + (t1 * heads + r1 % GROUP) * D : 0;
       if (n_item > 0) {
         const int lo0 = item_start[w.q_row + min(t0, w.tokens - 1)];
         const int lo1 = item_start[w.q_row + min(t1, w.tokens - 1)];
@@ -426,7 +451,9 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
           step<WN, WN, false, false>(o, p, p, m, l, st, k, qd, true, b, 0, 0);
         }
       }
-      const int e1 = min(w.P, w.i0 + 1); // keys below e1 are visible to every row of the tile
+      // from here on places count from the first page key: no register more in the loop
+      w.P -= w.first; i0 -= w.first; i1 -= w.first;
+      const int e1 = min(w.P, w.i0 - w.first + 1); // keys below e1 are visible to every row of the tile
 #define PAGE_STEP(NP_, EDGE_, FAST_, in_, out_, j_)                                     \
   do {                                                                                  \
     const int k0 = (j_) * BN, off = k0 + 2 * q4;                                        \
@@ -455,13 +482,13 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
       has_pend = n_page > 0;
       if (!has_pend) {
         last<WN>(o, p, ring, st);
-        epilogue(o, l, dst0, dst1);
+        epilogue(o, m, l, k, dst0, dst1);
         clear(o, m, l);
       }
     }
     if (has_pend) {
       last<BN>(o, p, ring, st);
-      epilogue(o, l, dst0, dst1);
+      epilogue(o, m, l, k, dst0, dst1);
     }
   }
 }

@@ -101,6 +101,18 @@ export async function readModels(key, signal) {
     }));
 }
 
+/** Sends an object and reads the object that answers it. */
+export async function sendJson(path, body, { key, signal }) {
+  const response = await request(path, { key, signal, body });
+  if (!response.ok) throw await errorOfResponse(response);
+  try {
+    return await response.json();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw brokenStream();
+  }
+}
+
 /** Yields the chunks of one chat completion; ends normally only if the answer is whole. */
 export async function* streamChat(body, { key, signal }) {
   const response = await request("v1/chat/completions", { key, signal, body });

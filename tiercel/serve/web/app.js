@@ -2,12 +2,14 @@
  * The page: puts the parts together and says what each button and key does.
  *
  * Where to read on: chat.js runs answers, answer.js is their data, view.js shows them, store.js
- * keeps them, api.js and server.js talk to the server, markdown.js turns text into nodes.
+ * keeps them, api.js and server.js talk to the server, markdown.js turns text into nodes. score.js
+ * is the tab that scores a list.
  */
 
 import { Chat, appended } from "./chat.js";
 import { element, icon } from "./dom.js";
 import { Panels, Toast, downloadFile, setUpTheme } from "./layout.js";
+import { ScorePanel, setUpTabs } from "./score.js";
 import { Keyring, Server } from "./server.js";
 import { Settings } from "./settings.js";
 import { HistoryList } from "./sidebar.js";
@@ -29,6 +31,7 @@ class App {
   #settings;
   #panels = new Panels();
   #toast = new Toast();
+  #openTab;
   #current = newConversation();
   #edited = null; // the question that the next message replaces
   #frame = 0; // the frame in which a grown answer will be shown
@@ -37,6 +40,8 @@ class App {
   start() {
     this.#fillIcons();
     setUpTheme(this.#storage);
+    this.#openTab = setUpTabs();
+    new ScorePanel(this.#keyring, () => find("model").value);
     this.#settings = new Settings(this.#storage, (text) => this.#setSystem(text));
     this.#history = new HistoryList({
       open: (id) => this.#open(id),
@@ -214,6 +219,7 @@ class App {
   // --- conversations ---
 
   #startNew() {
+    this.#openTab("chat");
     this.#show(newConversation());
     this.#panels.closeOverlay();
     this.#prompt.focus();
@@ -222,6 +228,7 @@ class App {
   #open(id) {
     const conversation = this.#store.get(id);
     if (conversation) this.#show(conversation);
+    this.#openTab("chat");
     this.#panels.closeOverlay();
   }
 

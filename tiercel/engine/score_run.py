@@ -1,0 +1,141 @@
+"""Sequences behind one prompt, each with labels of its own, as the fewest requests that hold them.
+
+All sequences that fit a step go into one request behind the prompt. The others take requests of
+their own, in which they belong to the prompt: a sequence longer than a step, an empty one (read at
+the prompt's last token), and every sequence where nothing may be packed. These share the prompt by
+the prefix cache as far as it comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercel.engine.inputs import InputProcessor
+from tiercel.engine.request import Request
+from tiercel.engine.score import LabelTrie, Node, ScoreRead, ScoreTask
+from tiercel.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRun:
+    """The requests of some sequences, and where their values belong.
+
+    Attributes:
+        tries: of each sequence, its labels.
+        requests: to run, in any order.
+        packed: which sequences the first of them holds; none: all requests are separate.
+        places: of each separate request, its sequence and node.
+    """
+
+    tries: tuple[LabelTrie, ...]
+    requests: tuple[Request, ...]
+    packed: tuple[int, ...]
+    places: tuple[tuple[int, Node], ...]
+
+    @property
+    def num_done(self) -> int:
+        """Sequences whose values are in, where the engine works on these very requests."""
+        done = 0
+        if self.packed:
+            left = self.requests[0].num_items_done
+            for number in self.packed:
+                left -= len(self.tries[number].paths)
+                done += left >= 0
+        return done + sum(
+            request.finish_reason is not None
+            for request, (_, node) in zip(self._separate, self.places, strict=True)
+            if not node
+        )
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the shared prompt that were found in the prefix cache."""
+        first = self.requests[:1] if self.packed else self._roots()[:1]
+        return sum(request.num_cached for request in first)
+
+    @property
+    def num_cached_apart(self) -> int:
+        """Tokens of all prompts that were found, where nothing is shared."""
+        return sum(request.num_cached for request in self._roots())
+
+    @property
+    def _separate(self) -> tuple[Request, ...]:
+        return self.requests[bool(self.packed) :]
+
+    def _roots(self) -> list[Request]:
+        return [r for r, (_, node) in zip(self._separate, self.places, strict=True) if not node]
+
+    def check_ended(self) -> None:
+        """Refuse to go on without results.
+
+        Raises:
+            InternalError: a request ended with an error.
+        """
+        for request in self.requests:
+            if request.finish_reason != "length":
+                why = request.stop_reason or request.finish_reason
+                raise InternalError(f"the items have no scores: {why}.")
+
+    def label_values(self) -> list[npt.NDArray[np.float64]]:
+        """Of each sequence, (K,) values of its labels, tokens of a label summed up."""
+        values = [np.full(len(trie.edges), np.nan) for trie in self.tries]
+        at = 0
+        for number in self.packed:
+            count = len(self.tries[number].edges)
+            own = np.frombuffer(self.requests[0].scores, "<f4")
+            values[number][:] = own[at : at + count]
+            at += count
+        for request, (number, node) in zip(self._separate, self.places, strict=True):
+            columns = [
+                i for i, (at_node, _) in enumerate(self.tries[number].edges) if at_node == node
+            ]
+            values[number][columns] = np.frombuffer(request.scores, "<f4")
+        return [
+            np.array([own[list(label)].sum() for label in trie.labels])
+            for own, trie in zip(values, self.tries, strict=True)
+        ]
+
+
+def make_run(
+    inputs: InputProcessor,
+    prefix: list[int],
+    sequences: Sequence[list[int]],
+    tries: Sequence[LabelTrie],
+    *,
+    longest_packed: int,
+    is_relative: bool = False,
+) -> ScoreRun:
+    """Make the requests.
+
+    Args:
+        inputs: of the model.
+        prefix: the prompt before all sequences.
+        sequences: token ids that fit the context behind the prompt, with their labels.
+        tries: of each sequence, its labels.
+        longest_packed: tokens of a sequence that a step is sure to hold; 0: nothing is packed.
+        is_relative: see `ScoreTask`.
+    """
+    packed = tuple(
+        number
+        for number, (own, trie) in enumerate(zip(sequences, tries, strict=True))
+        if 0 < len(own) <= longest_packed - trie.depth
+    )
+    requests, places = [], []
+    if packed:
+        items = tuple((*sequences[n], *path) for n in packed for path in tries[n].paths)
+        # Reads repeat along the items: those of one sequence do where all have the same labels.
+        is_uniform = all(tries[n] is tries[packed[0]] for n in packed)
+        named = packed[:1] if is_uniform else packed
+        reads = tuple(read for n in named for read in tries[n].reads)
+        requests.append(inputs.score_request(prefix, ScoreTask(items, reads, is_relative)))
+    for number in sorted(set(range(len(sequences))) - set(packed)):
+        for node, token_ids in tries[number].nodes.items():
+            task = ScoreTask((), ((ScoreRead(0, token_ids),),), is_relative)
+            ids = [*prefix, *sequences[number], *node]
+            requests.append(inputs.score_request(ids, task))
+            places.append((number, node))
+    return ScoreRun(tuple(tries), tuple(requests), packed, tuple(places))
