@@ -18,11 +18,9 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.cache.spec import KVCacheSpec, attention_spec
 from tiercel.layers.linear import Linear
-from tiercel.layers.norm import RMSNorm
-from tiercel.ops.kv_write import kv_write
 from tiercel.ops.multi_item_attention import multi_item_attention, plan_multi_item_attention
 from tiercel.ops.paged_attention import MAX_DECODE_QUERIES, paged_attention
-from tiercel.ops.rotary import rotary_
+from tiercel.ops.rotary_kv_write import rotary_kv_write
 
 if TYPE_CHECKING:
     from tiercel.kernels.attention_tiles import MultiItemAttentionPlan
@@ -39,6 +37,15 @@ class AttentionShape:
     window: int
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights of the norms of query and key heads, (head_dim,) float32, and their eps."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
 class Attention:
     """Wo softmax(scale * q k^T) v over the paged cache."""
 
@@ -48,15 +55,13 @@ class Attention:
         qkv: Linear,
         output: Linear,
         rope_table: Tensor,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
+        head_norms: HeadNorms | None = None,
     ) -> None:
         self.shape = shape
         self.qkv = qkv
         self.output = output
         self.rope_table = rope_table
-        self.q_norm = q_norm
-        self.k_norm = k_norm
+        self.head_norms = head_norms
         self.k_cache = self.v_cache = torch.empty(0)  # set by bind_cache
         self.group = 0
 
@@ -88,28 +93,37 @@ class Attention:
         """x: (T, hidden); plan: of this step and shape. Returns (T, hidden)."""
         shape = self.shape
         heads = self.qkv(x).view(x.shape[0], -1, shape.head_dim)
-        rotating = shape.num_heads + shape.num_kv_heads
-        v = heads[:, rotating:]
-        if self.q_norm is not None and self.k_norm is not None:
-            q = rotary_(self.q_norm(heads[:, : shape.num_heads]), batch.positions, self.rope_table)
-            k = rotary_(
-                self.k_norm(heads[:, shape.num_heads : rotating]), batch.positions, self.rope_table
+        slots, norms = batch.slot_mapping[self.group], self.head_norms
+        if norms is None:
+            rotary_kv_write(
+                heads, batch.positions, self.rope_table, self.k_cache, self.v_cache, slots
             )
         else:
-            rotated = rotary_(heads[:, :rotating], batch.positions, self.rope_table)
-            q, k = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
-        kv_write(k, v, self.k_cache, self.v_cache, batch.slot_mapping[self.group])
-        return self.output(self._attend(q, k, v, batch, plan))
+            rotary_kv_write(
+                heads,
+                batch.positions,
+                self.rope_table,
+                self.k_cache,
+                self.v_cache,
+                slots,
+                q_weight=norms.q,
+                k_weight=norms.k,
+                eps=norms.eps,
+            )
+        return self.output(self._attend(heads, batch, plan))
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, plan: MultiItemAttentionPlan | None
-    ) -> Tensor:
+    def _attend(self, heads: Tensor, batch: Batch, plan: MultiItemAttentionPlan | None) -> Tensor:
+        """heads: (T, all heads, head_dim), rotated, in the cache already."""
         shape, caches = self.shape, (self.k_cache, self.v_cache)
+        q = heads[:, : shape.num_heads]
         if _is_short(batch):
             return paged_attention(
                 q, *caches, batch, shape.scale, group=self.group, window=shape.window
             )
         items = batch.items
+        k = v = None
+        if items is not None:
+            k, v = heads[:, shape.num_heads :].chunk(2, dim=1)
         tables = batch.block_tables[self.group].index_select(0, batch.rows)
         return multi_item_attention(
             q,
@@ -121,8 +135,8 @@ class Attention:
             window=shape.window,
             prefix_len=None if items is None else items.prefix_len,
             item_start=None if items is None else items.item_start,
-            k_new=None if items is None else k,
-            v_new=None if items is None else v,
+            k_new=k,
+            v_new=v,
             plan=plan,
         )
 
