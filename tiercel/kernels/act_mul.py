@@ -3,11 +3,13 @@
 Floor: gate and up are read once, the product written once.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from tiercel.kernels.triton_launch import launch, wait_for_inputs
+from tiercel.kernels.triton_launch import TritonLaunch, wait_for_inputs
 
 BLOCK = 1024  # elements a program covers: 4 warps x 8 elements a thread
 
@@ -38,21 +40,17 @@ def act_mul_kernel(
     tl.store(out_ptr + row * INNER + cols, (act * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@functools.cache
+def _launch(inner: int, x_stride: int, activation: str) -> TritonLaunch:
+    is_gelu = activation == "gelu_tanh"
+    constants = {"X_STRIDE": x_stride, "INNER": inner, "IS_GELU": is_gelu, "BLOCK": BLOCK}
+    return TritonLaunch(act_mul_kernel, 4, constants)
+
+
 def launch_act_mul(x: torch.Tensor, out: torch.Tensor, activation: str) -> None:
     """Enqueue on the current stream; the op has checked and allocated."""
     rows, inner = out.shape
     if rows == 0:
         return
-    launch(
-        act_mul_kernel,
-        (rows, triton.cdiv(inner, BLOCK), 1),
-        (x, out),
-        (),
-        {
-            "X_STRIDE": x.stride(0),
-            "INNER": inner,
-            "IS_GELU": activation == "gelu_tanh",
-            "BLOCK": BLOCK,
-        },
-        num_warps=4,
-    )
+    grid = (rows, -(-inner // BLOCK), 1)
+    _launch(inner, x.stride(0), activation)(grid, (x, out))

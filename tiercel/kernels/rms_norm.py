@@ -4,12 +4,14 @@ Floor: x and what is added to it are read once, the sum and the result written o
 16384 elements stays in registers, so there is no second read.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels.triton_launch import launch, wait_for_inputs
+from tiercel.kernels.triton_launch import TritonLaunch, wait_for_inputs
 
 MAX_HIDDEN = 16384  # one row in the registers of 16 warps
 _WARPS_BY_HIDDEN = ((1024, 4), (8192, 8), (MAX_HIDDEN, 16))
@@ -64,6 +66,13 @@ def rms_norm_kernel(
     tl.store(out_ptr + row * HIDDEN + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@functools.cache
+def _launch(hidden: int, x_stride: int) -> TritonLaunch:
+    block, num_warps = select_rms_norm(hidden)
+    constants = {"X_STRIDE": x_stride, "HIDDEN": hidden, "BLOCK": block}
+    return TritonLaunch(rms_norm_kernel, num_warps, constants)
+
+
 def launch_rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -76,12 +85,5 @@ def launch_rms_norm(
     rows, hidden = x.shape
     if rows == 0:
         return
-    block, num_warps = select_rms_norm(hidden)
-    launch(
-        rms_norm_kernel,
-        (rows, 1, 1),
-        (x, update, update_weight, weight, out),
-        (eps,),
-        {"X_STRIDE": x.stride(0), "HIDDEN": hidden, "BLOCK": block},
-        num_warps=num_warps,
-    )
+    tensors = (x, update, update_weight, weight, out)
+    _launch(hidden, x.stride(0))((rows, 1, 1), tensors, (eps,))

@@ -9,11 +9,13 @@ Floor: each head is read once, queries and keys are written once, keys and value
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from tiercel.kernels.triton_launch import launch, wait_for_inputs
+from tiercel.kernels.triton_launch import TritonLaunch, wait_for_inputs
 
 _ELEMENTS = 1024  # of a program: 8 a thread in 4 warps
 
@@ -101,6 +103,24 @@ def rotary_kv_write_kernel(
         _store(c, heads_ptr, k_cache_ptr, v_cache_ptr, is_rotated, is_k, is_v, dim, is_dim)
 
 
+@functools.cache
+def _launch(count: int, kv_heads: int, head_dim: int, half: int) -> tuple[TritonLaunch, int]:
+    """The launch for so many heads in all, and how many programs a token takes."""
+    rest = head_dim - 2 * half
+    pairs = triton.next_power_of_2(half)
+    heads = min(max(1, _ELEMENTS // (2 * pairs)), triton.next_power_of_2(count))
+    constants = {
+        "NUM_HEADS": count - 2 * kv_heads,
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "HALF": half,
+        "HEADS": heads,
+        "PAIRS": pairs,
+        "REST": triton.next_power_of_2(rest) if rest else 0,
+    }
+    return TritonLaunch(rotary_kv_write_kernel, 4, constants), -(-count // heads)
+
+
 def launch_rotary_kv_write(
     heads: torch.Tensor,
     positions: torch.Tensor,
@@ -116,23 +136,6 @@ def launch_rotary_kv_write(
     tokens, count, head_dim = heads.shape
     if tokens == 0:
         return
-    kv_heads, half = k_cache.shape[2], table.shape[2]
-    rest = head_dim - 2 * half
-    pairs = triton.next_power_of_2(half)
-    of_program = min(max(1, _ELEMENTS // (2 * pairs)), triton.next_power_of_2(count))
-    launch(
-        rotary_kv_write_kernel,
-        (tokens, -(-count // of_program), 1),
-        (heads, positions, table, slots, k_cache, v_cache, q_weight, k_weight),
-        (eps,),
-        {
-            "NUM_HEADS": count - 2 * kv_heads,
-            "KV_HEADS": kv_heads,
-            "HEAD_DIM": head_dim,
-            "HALF": half,
-            "HEADS": of_program,
-            "PAIRS": pairs,
-            "REST": triton.next_power_of_2(rest) if rest else 0,
-        },
-        num_warps=4,
-    )
+    launch, programs = _launch(count, k_cache.shape[2], head_dim, table.shape[2])
+    tensors = (heads, positions, table, slots, k_cache, v_cache, q_weight, k_weight)
+    launch((tokens, programs, 1), tensors, (eps,))

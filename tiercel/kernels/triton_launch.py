@@ -60,71 +60,79 @@ class _Pointer:
         return 0
 
 
-@functools.cache
-def _compiled(
-    kernel: Any,
-    kinds: tuple[tuple[torch.dtype, bool] | None, ...],
-    numbers: tuple[type, ...],
-    constants: tuple[tuple[str, object], ...],
-    num_warps: int,
-    *,
-    is_dependent: bool,
-    device: int,
-) -> Any:
-    """The kernel for tensors of such kinds, loaded on a device."""
-    pointers = [None if kind is None else _Pointer(kind[0], is_aligned=kind[1]) for kind in kinds]
-    values = [number() for number in numbers]
-    launch_pdl = {"launch_pdl": True} if is_dependent else {}
-    with torch.cuda.device(device):
-        return kernel.warmup(
-            *pointers, *values, grid=(1,), num_warps=num_warps, **dict(constants), **launch_pdl
+class TritonLaunch:
+    """A kernel with its constants and warps; compiled for types of tensors as they come."""
+
+    def __init__(self, kernel: Any, num_warps: int, constants: Mapping[str, object]) -> None:
+        """Compile nothing yet.
+
+        Args:
+            kernel: of `triton.jit`: tensors, numbers that are not specialised, constants and the
+                constant IS_DEPENDENT, which goes to `wait_for_inputs`.
+            num_warps: of a program.
+            constants: by name, in the kernel's order, without IS_DEPENDENT.
+        """
+        self._kernel = kernel
+        self._num_warps = num_warps
+        self._constants = dict(constants)
+        self._values = tuple(constants.values())
+        self._compiled: dict[tuple[object, ...], Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[Tensor | None],
+        numbers: Sequence[int | float] = (),
+    ) -> None:
+        """Enqueue on the current stream of the tensors' device, which is the current one.
+
+        Args:
+            grid: programs, all > 0.
+            tensors: the kernel's pointers in order, the first not None.
+            numbers: its scalars in order, always of the same types; integers below 2**31.
+        """
+        first = tensors[0]
+        assert first is not None, "a kernel writes somewhere"
+        if not first.is_cuda:  # the interpreter
+            self._kernel[grid](*tensors, *numbers, **self._constants, IS_DEPENDENT=False)
+            return
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        is_aligned = all(not address or address % ALIGNMENT == 0 for address in addresses)
+        device = first.get_device()
+        key = (device, is_aligned, *dtypes)
+        found = self._compiled.get(key)
+        if found is None:
+            found = self._compiled[key] = self._compile(dtypes, is_aligned, numbers, first.device)
+        kernel, dependent = found
+        kernel[grid](
+            *addresses,
+            *numbers,
+            *self._values,
+            dependent,
+            stream=torch._C._cuda_getCurrentRawStream(device),
         )
 
-
-def launch(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[int | float],
-    constants: Mapping[str, object],
-    *,
-    num_warps: int,
-) -> None:
-    """Enqueue on the current stream of the tensors' device, which is the current one.
-
-    Args:
-        kernel: of `triton.jit`: tensors, numbers that are not specialised, constants and the
-            constant IS_DEPENDENT, which goes to `wait_for_inputs`.
-        grid: programs, all > 0.
-        tensors: its pointers in order, the first not None.
-        numbers: its scalars in order; integers below 2**31.
-        constants: the others but IS_DEPENDENT, by name in the kernel's order.
-        num_warps: of a program.
-    """
-    first = tensors[0]
-    assert first is not None, "a kernel writes somewhere"
-    dependent = is_dependent(first.device)
-    if not isinstance(kernel, triton.JITFunction):  # the interpreter
-        kernel[grid](*tensors, *numbers, **constants, IS_DEPENDENT=False)
-        return
-    addresses: list[int | None] = []
-    kinds: list[tuple[torch.dtype, bool] | None] = []
-    for tensor in tensors:
-        if tensor is None:
-            addresses.append(None)
-            kinds.append(None)
-        else:
-            address = tensor.data_ptr()
-            addresses.append(address)
-            kinds.append((tensor.dtype, address % ALIGNMENT == 0))
-    pairs = (*constants.items(), ("IS_DEPENDENT", dependent))
-    compiled = _compiled(
-        kernel,
-        tuple(kinds),
-        tuple(map(type, numbers)),
-        pairs,
-        num_warps,
-        is_dependent=dependent,
-        device=first.device.index,
-    )
-    compiled[grid](*addresses, *numbers, *constants.values(), dependent)
+    def _compile(
+        self,
+        dtypes: Sequence[torch.dtype | None],
+        is_aligned: bool,
+        numbers: Sequence[int | float],
+        device: torch.device,
+    ) -> tuple[Any, bool]:
+        """The kernel, loaded on a device, and whether its launches are dependent."""
+        dependent = is_dependent(device)
+        pointers = [
+            None if dtype is None else _Pointer(dtype, is_aligned=is_aligned) for dtype in dtypes
+        ]
+        options = {"num_warps": self._num_warps} | ({"launch_pdl": True} if dependent else {})
+        with torch.cuda.device(device):
+            kernel = self._kernel.warmup(
+                *pointers,
+                *numbers,
+                grid=(1,),
+                **self._constants,
+                IS_DEPENDENT=dependent,
+                **options,
+            )
+        return kernel, dependent

@@ -38,6 +38,19 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """What the layers of one shape and cache group share in a step with long queries.
+
+    Attributes:
+        tiles: of the attention; None on a CPU.
+        tables: (R, max_blocks) int32, the block table of each request.
+    """
+
+    tiles: MultiItemAttentionPlan | None
+    tables: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class HeadNorms:
     """Weights of the norms of query and key heads, (head_dim,) float32, and their eps."""
 
@@ -74,12 +87,12 @@ class Attention:
         """Take the planes that this layer writes and reads, found through a group's tables."""
         self.k_cache, self.v_cache, self.group = planes["k"], planes["v"], group
 
-    def plan(self, batch: Batch) -> MultiItemAttentionPlan | None:
-        """Tiles of a step with long queries, the same for all layers of this shape; or None."""
+    def plan(self, batch: Batch) -> PromptPlan | None:
+        """For all layers of this shape and group; None where no query is long."""
         if _is_short(batch):
             return None
         items = batch.items
-        return plan_multi_item_attention(
+        tiles = plan_multi_item_attention(
             batch.query_lens,
             batch.context_lens,
             num_heads=self.shape.num_heads,
@@ -88,8 +101,9 @@ class Attention:
             prefix_len=None if items is None else items.prefix_len,
             item_start=None if items is None else items.item_start,
         )
+        return PromptPlan(tiles, batch.block_tables[self.group].index_select(0, batch.rows))
 
-    def __call__(self, x: Tensor, batch: Batch, plan: MultiItemAttentionPlan | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
         """x: (T, hidden); plan: of this step and shape. Returns (T, hidden)."""
         shape = self.shape
         heads = self.qkv(x).view(x.shape[0], -1, shape.head_dim)
@@ -112,11 +126,11 @@ class Attention:
             )
         return self.output(self._attend(heads, batch, plan))
 
-    def _attend(self, heads: Tensor, batch: Batch, plan: MultiItemAttentionPlan | None) -> Tensor:
+    def _attend(self, heads: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
         """heads: (T, all heads, head_dim), rotated, in the cache already."""
         shape, caches = self.shape, (self.k_cache, self.v_cache)
         q = heads[:, : shape.num_heads]
-        if _is_short(batch):
+        if plan is None:
             return paged_attention(
                 q, *caches, batch, shape.scale, group=self.group, window=shape.window
             )
@@ -124,11 +138,10 @@ class Attention:
         k = v = None
         if items is not None:
             k, v = heads[:, shape.num_heads :].chunk(2, dim=1)
-        tables = batch.block_tables[self.group].index_select(0, batch.rows)
         return multi_item_attention(
             q,
             *caches,
-            tables,
+            plan.tables,
             batch.query_lens,
             batch.context_lens,
             shape.scale,
@@ -137,7 +150,7 @@ class Attention:
             item_start=None if items is None else items.item_start,
             k_new=k,
             v_new=v,
-            plan=plan,
+            plan=plan.tiles,
         )
 
 

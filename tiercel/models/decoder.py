@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import KVCacheSpec
-from tiercel.layers.attention import Attention, AttentionShape, HeadNorms
+from tiercel.layers.attention import Attention, AttentionShape, HeadNorms, PromptPlan
 from tiercel.layers.embedding import Embedding
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
@@ -32,9 +31,6 @@ from tiercel.models.rope import rope_table
 from tiercel.models.weights import WeightReader
 from tiercel.ops.linear import linear, pick_rows, prepare_linear
 from tiercel.ops.rms_norm import rms_norm
-
-if TYPE_CHECKING:
-    from tiercel.kernels.attention_tiles import MultiItemAttentionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,7 @@ class DecoderLayer:
     mlp: GatedMLP
 
     def __call__(
-        self, x: Tensor, update: Tensor | None, batch: Batch, plan: MultiItemAttentionPlan | None
+        self, x: Tensor, update: Tensor | None, batch: Batch, plan: PromptPlan | None
     ) -> Tensor:
         """What waits to be added behind this layer, (T, hidden).
 
@@ -59,7 +55,7 @@ class DecoderLayer:
             x: (T, hidden) float32, updated in place.
             update: (T, hidden), what waits before this layer; None before the first.
             batch: the step.
-            plan: of the step, for this layer's shape.
+            plan: of the step, for this layer's shape and group.
         """
         update = self.attention(self.attn_norm(x, update), batch, plan)
         return self.mlp(self.mlp_norm(x, update))
@@ -113,12 +109,12 @@ class Decoder:
             (T, hidden) float32, the residual before the last norm.
         """
         x, update = self.embedding(batch.input_ids), None
-        plans: dict[AttentionShape, MultiItemAttentionPlan | None] = {}
+        plans: dict[tuple[AttentionShape, int], PromptPlan | None] = {}
         for layer in self.layers:
-            shape = layer.attention.shape
-            if shape not in plans:
-                plans[shape] = layer.attention.plan(batch)
-            update = layer(x, update, batch, plans[shape])
+            kind = (layer.attention.shape, layer.attention.group)
+            if kind not in plans:
+                plans[kind] = layer.attention.plan(batch)
+            update = layer(x, update, batch, plans[kind])
         if update is None:
             return x
         if self.last_update_norm is not None:
