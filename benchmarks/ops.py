@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import act_mul, kv_write, linear, paged_attention, rms_norm, rotary
+from benchmarks import act_mul, linear, paged_attention, rms_norm, rotary_kv_write
 from benchmarks.common import save
 from benchmarks.op_timing import bench, measure_ceilings, parse
 
 OPS = {
     "rms_norm": rms_norm,
-    "rotary": rotary,
+    "rotary_kv_write": rotary_kv_write,
     "act_mul": act_mul,
-    "kv_write": kv_write,
     "linear": linear,
     "paged_attention": paged_attention,
 }

@@ -1,9 +1,9 @@
-"""RMSNorm of rows and of heads against its floor in bytes, beside PyTorch's operator.
+"""RMSNorm with the sum before it against the floor in bytes, beside PyTorch operators.
 
     python -m benchmarks.rms_norm --device cuda --out benchmarks/results/rms_norm_h200.json
 
-Floor: x is read once and the result written once. The table of warps in kernels/rms_norm.py is
-judged here.
+Floor: x and the update are read once, the sum and the result written once. The table of warps in
+kernels/rms_norm.py is judged here.
 """
 
 from collections.abc import Iterator
@@ -17,50 +17,60 @@ from tiercel.ops.rms_norm import rms_norm
 from tiercel.reference import rms_norm as oracle
 
 EPS = 1e-6
-# (rows, heads, hidden): hidden states, then heads cut out of a fused projection.
+# (rows, hidden, whether there is an update), of a float32 residual.
 SHAPES = {
     "cuda": [
-        *[(rows, 1, 4096) for rows in (1, 64, 2048, 16384)],
-        *[(2048, 1, hidden) for hidden in (576, 1024, 2048, 8192, 16384)],
-        *[(rows, 32, 128) for rows in (1, 64, 2048)],
+        *[(rows, 4096, True) for rows in (1, 8, 64, 512, 4096)],
+        *[(2048, hidden, True) for hidden in (576, 1024, 2048, 8192, 16384)],
+        (64, 4096, False),
     ],
-    "cpu": [(1, 1, 576), (64, 1, 576), (512, 1, 576), (1, 1, 4096), (64, 4, 256)],
+    "cpu": [(1, 576, True), (64, 576, True), (512, 576, True), (1, 4096, True), (64, 256, False)],
 }
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Rows (rows, heads, hidden), a view; the weight, and as the peer wants it."""
+    """Residual (rows, hidden) float32, what is added to it in float16, and the weight."""
 
     x: Tensor
+    update: Tensor | None
     weight: Tensor
-    weight16: Tensor
 
 
-def make_case(rows: int, heads: int, hidden: int, device: torch.device) -> Case:
+def operators(inputs: Inputs) -> Tensor:
+    """Sum, norm, rounding."""
+    if inputs.update is not None:
+        inputs.x.add_(inputs.update)
+    normed = torch.nn.functional.rms_norm(inputs.x, inputs.weight.shape, inputs.weight, EPS)
+    return normed.half()
+
+
+def make_case(rows: int, hidden: int, has_update: bool, device: torch.device) -> Case:
     def make(seed: int) -> Inputs:
         generator = torch.Generator(device).manual_seed(seed)
-        wide = heads + 2 * (heads > 1)
-        x = torch.randn(rows, wide, hidden, generator=generator, device=device).bfloat16()
+        x = torch.randn(rows, hidden, generator=generator, device=device)
+        update = torch.randn(rows, hidden, generator=generator, device=device).half()
         weight = torch.randn(hidden, generator=generator, device=device)
-        return Inputs(x[:, :heads], weight, weight.bfloat16())
+        return Inputs(x, update if has_update else None, weight)
 
     def run(inputs: Inputs) -> Tensor:
-        return rms_norm(inputs.x, inputs.weight, EPS)
+        return rms_norm(inputs.x, inputs.weight, EPS, torch.float16, update=inputs.update)
 
     def check(inputs: Inputs) -> float:
-        return relative_error(run(inputs), oracle.rms_norm(inputs.x, inputs.weight, EPS))
+        expected = inputs.x.double()
+        if inputs.update is not None:
+            expected = expected + inputs.update
+        return relative_error(run(inputs), oracle.rms_norm(expected, inputs.weight, EPS))
 
-    elements = rows * heads * hidden
     return Case(
-        name=f"rows={rows} heads={heads} hidden={hidden} bf16",
+        name=f"rows={rows} hidden={hidden} update={has_update} fp32",
         make=make,
         run=run,
         check=check,
-        tolerance=4e-3,
-        num_bytes=2 * 2 * elements + 4 * hidden,
-        peer=lambda inputs: torch.nn.functional.rms_norm(inputs.x, (hidden,), inputs.weight16, EPS),
-        peer_name="torch.nn.functional.rms_norm, bfloat16 weight",
+        tolerance=1e-3,
+        num_bytes=rows * hidden * (12 if has_update else 6) + 4 * hidden,
+        peer=operators,
+        peer_name="add_, torch.nn.functional.rms_norm, half",
     )
 
 

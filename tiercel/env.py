@@ -84,6 +84,13 @@ def is_sync_debug() -> bool:
     return read_flag("TIERCEL_SYNC_DEBUG", default=False)
 
 
+def switches() -> dict[str, str]:
+    """The toggles that are set, for reports: names and values."""
+    names = ("CUDA_GRAPH", "Q4K_SOA", "PDL", "OVERLAP", "PREFIX_CACHE", "PREFILL_GEMM")
+    found = {f"TIERCEL_{name}": os.environ.get(f"TIERCEL_{name}", "") for name in names}
+    return {name: text for name, text in found.items() if text}
+
+
 def default_model_path() -> Path | None:
     """The path in ``TIERCEL_MODEL``, or None when it is unset."""
     text = os.environ.get("TIERCEL_MODEL", "")

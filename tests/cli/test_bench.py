@@ -310,3 +310,36 @@ def test_offline_interrupted_between_levels_keeps_the_first(model, tmp_path, mon
     assert "2 at once" not in captured.out
     assert captured.err.endswith("Interrupted: the result is partial.\n")
     assert run([*command, "1,2"]) == 0
+
+
+def test_speed_to_table_and_json(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TIERCEL_PREFIX_CACHE", "0")
+    model, path = tmp_path / "tiny.gguf", tmp_path / "s.json"
+    tiny_model(model)
+    options = ["--prompt", "12", "--generate", "3", "--depth", "0,5", "--batch", "2"]
+    options += ["--batch-prompt", "7", "--repetitions", "2", "--device", "cpu"]
+    assert run(["bench", "speed", "-m", str(model), *options, "--json", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["tokens/s", "deviation"]
+    names = ["pp12", "tg3 @ d0", "tg3 @ d5", "tg3 @ d7 b2"]
+    assert [re.split(r"  +", line)[0] for line in lines[2:6]] == names
+    report = json.loads(path.read_text())
+    assert report["kind"] == "speed"
+    assert report["switches"] == {"TIERCEL_PREFIX_CACHE": "0"}
+    assert [len(result["rates"]) for result in report["results"]] == [2] * 4
+    assert all(rate > 0 for result in report["results"] for rate in result["rates"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", "1,x"], "--prompt '1,x': no list of counts"),
+        (["--depth", "-1"], "--depth '-1': no list of counts"),
+        (["--generate", "-1"], "--generate -1 or --batch-prompt 512 is out of range"),
+        (["--prompt", "0", "--generate", "0"], "there is nothing to measure"),
+        (["--repetitions", "0"], "--repetitions 0 is out of range"),
+    ],
+)
+def test_wrong_speed_options(options, message, capsys):
+    assert run(["bench", "speed", *options]) == 2
+    assert message in capsys.readouterr().err

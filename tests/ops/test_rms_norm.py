@@ -1,4 +1,4 @@
-"""RMSNorm of rows and of heads: kernel and op against the oracle."""
+"""RMSNorm, and the sum before it: kernel and op against the oracle."""
 
 import pytest
 import torch
@@ -8,9 +8,8 @@ from tiercel.kernels import rms_norm as kernel
 from tiercel.ops.rms_norm import rms_norm
 from tiercel.reference import rms_norm as oracle
 
-# (rows, heads, hidden). Square sizes and powers of two hide stride and mask faults: most are
-# neither.
-SHAPES = [(1, 1, 1), (3, 1, 100), (5, 3, 64), (2, 1, 576), (7, 2, 257), (1, 1, 5120), (1, 1, 16384)]
+# (rows, hidden). Square sizes and powers of two hide stride and mask faults: most are neither.
+SHAPES = [(1, 1), (3, 100), (5, 64), (2, 576), (7, 257), (1, 5120), (1, 16384)]
 # Triton's interpreter cuts bfloat16 off where a GPU rounds: a whole unit instead of half of one.
 KERNEL_BFLOAT16 = 2**-8 if torch.cuda.is_available() else 2**-7
 # Relative: half a unit in the last place, for the one rounding of the result, and the float32 sum.
@@ -23,9 +22,9 @@ SMALLEST = 1e-7  # absolute: results among float16's subnormals, which are 6e-8 
 EPS = 1e-5
 
 
-def make_case(rows, heads, hidden, dtype, device):
-    """Heads cut out of a wider row, as queries are out of a fused projection."""
-    x = torch.randn(rows, heads + 2, hidden + 3).to(dtype).to(device)[:, 1 : heads + 1, :hidden]
+def make_case(rows, hidden, dtype, device):
+    """Rows cut out of wider ones."""
+    x = torch.randn(rows, hidden + 3).to(dtype).to(device)[:, 1 : hidden + 1]
     x[1::2] *= 1e-3  # rows so small that eps decides
     return x, torch.randn(hidden, device=device)
 
@@ -37,10 +36,10 @@ def check(out, x, weight, eps=EPS):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("rows", "heads", "hidden"), SHAPES)
-def test_kernel_matches_oracle(rows, heads, hidden, dtype, device):
-    x, weight = make_case(rows, heads, hidden, dtype, device)
-    guarded = torch.full((rows + 2, heads, hidden), float("nan"), dtype=dtype, device=device)
+@pytest.mark.parametrize(("rows", "hidden"), SHAPES)
+def test_kernel_matches_oracle(rows, hidden, dtype, device):
+    x, weight = make_case(rows, hidden, dtype, device)
+    guarded = torch.full((rows + 2, hidden), float("nan"), dtype=dtype, device=device)
     kernel.launch_rms_norm(x, weight, guarded[1:-1], EPS)
     check(guarded[1:-1], x, weight)
     assert guarded[0].isnan().all()  # nothing outside the rows is written
@@ -49,26 +48,25 @@ def test_kernel_matches_oracle(rows, heads, hidden, dtype, device):
 
 @pytest.mark.parametrize("out_dtype", TOLERANCE, ids=str)
 def test_kernel_rounds_to_the_dtype_of_out(out_dtype, device):
-    x, weight = make_case(4, 3, 72, torch.bfloat16, device)
-    out = torch.full((4, 3, 72), float("nan"), dtype=out_dtype, device=device)
+    x, weight = make_case(4, 72, torch.bfloat16, device)
+    out = torch.full((4, 72), float("nan"), dtype=out_dtype, device=device)
     kernel.launch_rms_norm(x, weight, out, EPS)
     check(out, x, weight)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("rows", "heads", "hidden"), SHAPES)
-def test_op_matches_oracle(rows, heads, hidden, dtype, device):
-    x, weight = make_case(rows, heads, hidden, dtype, device)
+@pytest.mark.parametrize(("rows", "hidden"), SHAPES)
+def test_op_matches_oracle(rows, hidden, dtype, device):
+    x, weight = make_case(rows, hidden, dtype, device)
     out = rms_norm(x, weight, EPS)
     assert out.is_contiguous()
     assert out.dtype == dtype
     check(out, x, weight)
-    check(rms_norm(x[:, 0], weight, EPS), x[:, 0], weight)  # two dimensions, strided rows
 
 
 @pytest.mark.parametrize("out_dtype", TOLERANCE, ids=str)
 def test_op_gives_the_dtype_asked_for(out_dtype, device):
-    x, weight = make_case(4, 1, 72, torch.bfloat16, device)
+    x, weight = make_case(4, 72, torch.bfloat16, device)
     out = rms_norm(x, weight, EPS, out_dtype)
     assert out.dtype == out_dtype
     check(out, x, weight)
@@ -82,9 +80,9 @@ def test_eps_keeps_a_row_of_zeros_finite(device):
 
 
 def test_squares_of_large_float16_do_not_overflow(device):
-    x, weight = make_case(2, 1, 130, torch.float16, device)
+    x, weight = make_case(2, 130, torch.float16, device)
     x = x * 0 + 6e4
-    out = torch.full((2, 1, 130), float("nan"), dtype=torch.float16, device=device)
+    out = torch.full((2, 130), float("nan"), dtype=torch.float16, device=device)
     kernel.launch_rms_norm(x, weight, out, EPS)
     check(out, x, weight)
     check(rms_norm(x, weight, EPS), x, weight)
@@ -100,26 +98,46 @@ def test_offsets_pass_32_bits(device):
     check(rms_norm(x, weight, EPS), x, weight)
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (0, 3, 8), (4, 0, 8)])
-def test_no_rows(shape, device):
-    weight = torch.randn(8, device=device)
-    x = torch.empty(shape, device=device)
-    assert rms_norm(x, weight, EPS).shape == shape
-    if len(shape) == 3:
-        kernel.launch_rms_norm(x, weight, torch.empty_like(x), EPS)
+@pytest.mark.parametrize("run", ["kernel", "op"])
+@pytest.mark.parametrize("has_weight", [False, True], ids=["plain", "sandwich"])
+@pytest.mark.parametrize("update_dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "hidden"), SHAPES)
+def test_an_update_is_added_first(rows, hidden, update_dtype, has_weight, run, device):
+    x, weight = make_case(rows, hidden, torch.float32, device)
+    before, stored = x.clone(), x._base.clone()
+    update = (3 * torch.randn(rows, hidden)).to(update_dtype).to(device)
+    update_weight = torch.randn(hidden, device=device) if has_weight else None
+    if run == "kernel":
+        out = torch.full((rows, hidden), float("nan"), device=device)
+        kernel.launch_rms_norm(x, weight, out, EPS, update, update_weight)
+    else:
+        out = rms_norm(x, weight, EPS, update=update, update_weight=update_weight)
+    added = update.double()
+    if update_weight is not None:
+        added = oracle.rms_norm(update, update_weight, EPS)
+    expected = before.double() + added
+    torch.testing.assert_close(x.double(), expected, rtol=1e-6, atol=5e-6)
+    check(out, x, weight)
+    x.copy_(before)
+    assert torch.equal(x._base, stored)  # nothing beside the rows was written
+
+
+def test_no_rows(device):
+    x, weight = torch.empty(0, 8, device=device), torch.randn(8, device=device)
+    assert rms_norm(x, weight, EPS, update=x.half()).shape == (0, 8)
+    kernel.launch_rms_norm(x, weight, torch.empty_like(x), EPS)
 
 
 def test_launch_parameters_cover_the_row():
     last = 0
     for hidden in range(1, kernel.MAX_HIDDEN + 1, 7):
-        config = kernel.select_rms_norm(hidden)
-        assert config == kernel.select_rms_norm(hidden)
-        assert hidden <= config.block <= max(16, 2 * hidden)
-        assert config.block & (config.block - 1) == 0
-        assert config.num_warps in (1, 2, 4, 8)
-        assert last <= config.num_warps  # longer rows never get fewer warps
-        last = config.num_warps
-    assert kernel.select_rms_norm(kernel.MAX_HIDDEN).block == kernel.MAX_HIDDEN
+        block, num_warps = kernel.select_rms_norm(hidden)
+        assert hidden <= block < 2 * hidden or hidden == block == 1
+        assert block & (block - 1) == 0
+        assert num_warps in (4, 8, 16)
+        assert last <= num_warps  # longer rows never get fewer warps
+        last = num_warps
+    assert kernel.select_rms_norm(kernel.MAX_HIDDEN)[0] == kernel.MAX_HIDDEN
     with pytest.raises(ArgumentError, match="a row of 16385 does not fit"):
         kernel.select_rms_norm(kernel.MAX_HIDDEN + 1)
 
@@ -134,3 +152,7 @@ def test_op_names_the_bad_argument(device):
         rms_norm(x[0], weight, EPS)
     with pytest.raises(ArgumentError, match="x has inner stride 4"):
         rms_norm(torch.randn(6, 4, device=device).t(), weight, EPS)
+    with pytest.raises(ArgumentError, match=r"the update is \(3, 6\) but x is \(4, 6\)"):
+        rms_norm(x, weight, EPS, update=x[:3])
+    with pytest.raises(ArgumentError, match=r"update_weight is torch.float32 \(5,\)"):
+        rms_norm(x, weight, EPS, update=x.clone(), update_weight=weight[:5])

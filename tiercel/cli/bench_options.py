@@ -1,4 +1,4 @@
-"""What `tiercel bench serve` and `bench throughput` share: options and output."""
+"""What the commands of `tiercel bench` share: options and output."""
 
 from __future__ import annotations
 
@@ -69,11 +69,19 @@ def parse_levels(text: str) -> list[int]:
     Raises:
         UsageError: it is no list of counts.
     """
+    return parse_counts("--concurrency", text, low=1, high=MAX_LEVEL)
+
+
+def parse_counts(name: str, text: str, *, low: int = 0, high: int = MAX_REQUESTS) -> list[int]:
+    """Read the counts of an option, each once.
+
+    Raises:
+        UsageError: it is no list of counts.
+    """
     parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and 0 < int(part) <= MAX_LEVEL for part in parts):
-        raise UsageError(
-            f"--concurrency {text!r:.60}: no list of counts.", hint="Write it like 1,2,4."
-        )
+    is_sound = (part.isascii() and part.isdigit() and len(part) < 10 for part in parts)
+    if not all(is_sound) or not all(low <= int(part) <= high for part in parts):
+        raise UsageError(f"{name} {text!r:.60}: no list of counts.", hint="Write it like 1,2,4.")
     return list(dict.fromkeys(int(part) for part in parts))
 
 
@@ -194,7 +202,7 @@ def show_report(report: Report, options: OutputOptions) -> None:
 
     if options.json is not None:
         reports.save(report, options.json)
-    _write_table(f"{report.label}: {report.model}", tables.level_table(report))
+    write_table(f"{report.label}: {report.model}", tables.level_table(report))
     for text in tables.notes(report):
         note(one_line(text))
     if options.plot is not None:
@@ -212,7 +220,7 @@ def show_comparison(first: Path, second: Path, options: OutputOptions) -> None:
 
     a, b = reports.load(first), reports.load(second)
     for title, table in tables.comparison_tables(a, b, compare.compare(a, b)):
-        _write_table(title, table)
+        write_table(title, table)
     if options.plot is not None:
         _draw([a, b], options.plot)
 
@@ -223,7 +231,7 @@ def _draw(found: Sequence[Report], path: Path) -> None:
     draw(found, path)
 
 
-def _write_table(title: str, table: Table) -> None:
+def write_table(title: str, table: Table) -> None:
     """A table of rich on a terminal, else plain columns under a title."""
     import sys
 

@@ -22,6 +22,7 @@ from cyclopts.config import Dict, Env
 
 import tiercel
 from tiercel.cli.bench_serve import bench_serve
+from tiercel.cli.bench_speed import bench_speed
 from tiercel.cli.bench_throughput import bench_throughput
 from tiercel.cli.chat import chat
 from tiercel.cli.doctor import doctor
@@ -56,6 +57,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "pull": pull,
     "bench serve": bench_serve,
     "bench throughput": bench_throughput,
+    "bench speed": bench_speed,
     "doctor": doctor,
 }
 _GROUPS = {"bench": "Measure the speed of a server or of the engine."}
@@ -94,6 +96,10 @@ _EXAMPLES = {
     "bench throughput": (
         "tiercel bench throughput -m model.gguf --concurrency 64 --json out.json",
         "tiercel bench throughput --input-len 128:1024 --output-len 64 --requests 100",
+    ),
+    "bench speed": (
+        "tiercel bench speed -m model.gguf --prompt 512,4096 --depth 0,8192",
+        "tiercel bench speed --prompt 0 --batch 8,64 --json out.json",
     ),
     "doctor": ("tiercel doctor", "tiercel doctor --json"),
 }

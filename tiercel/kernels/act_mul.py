@@ -3,9 +3,13 @@
 Floor: gate and up are read once, the product written once.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+
+from tiercel.kernels.triton_launch import TritonLaunch, wait_for_inputs
 
 BLOCK = 1024  # elements a program covers: 4 warps x 8 elements a thread
 
@@ -14,24 +18,33 @@ BLOCK = 1024  # elements a program covers: 4 warps x 8 elements a thread
 def act_mul_kernel(
     x_ptr,  # (rows, 2 * inner): gate, then up
     out_ptr,  # (rows, inner) contiguous
-    x_stride,  # elements from one row of x to the next
-    inner,
+    X_STRIDE: tl.constexpr,  # elements from one row of x to the next
+    INNER: tl.constexpr,
     IS_GELU: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Write one piece of one row."""
+    wait_for_inputs(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)  # 64-bit: rows * stride passes 2**31
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < inner
-    gate = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * x_stride + inner + cols, mask=mask, other=0.0).to(tl.float32)
+    mask = cols < INNER
+    gate = tl.load(x_ptr + row * X_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * X_STRIDE + INNER + cols, mask=mask, other=0.0).to(tl.float32)
     if IS_GELU:
         # tanh(u) = 2 sigmoid(2u) - 1, so 0.5 y (1 + tanh(u)) = y sigmoid(2u); 1.5957691 = 2 sqrt(2
         # / pi)
         act = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
         act = gate * tl.sigmoid(gate)
-    tl.store(out_ptr + row * inner + cols, (act * up).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * INNER + cols, (act * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@functools.cache
+def _launch(inner: int, x_stride: int, activation: str) -> TritonLaunch:
+    is_gelu = activation == "gelu_tanh"
+    constants = {"X_STRIDE": x_stride, "INNER": inner, "IS_GELU": is_gelu, "BLOCK": BLOCK}
+    return TritonLaunch(act_mul_kernel, 4, constants)
 
 
 def launch_act_mul(x: torch.Tensor, out: torch.Tensor, activation: str) -> None:
@@ -39,5 +52,5 @@ def launch_act_mul(x: torch.Tensor, out: torch.Tensor, activation: str) -> None:
     rows, inner = out.shape
     if rows == 0:
         return
-    grid = (rows, triton.cdiv(inner, BLOCK))
-    act_mul_kernel[grid](x, out, x.stride(0), inner, IS_GELU=activation == "gelu_tanh", BLOCK=BLOCK)
+    grid = (rows, -(-inner // BLOCK), 1)
+    _launch(inner, x.stride(0), activation)(grid, (x, out))

@@ -1,90 +1,89 @@
-"""RMSNorm on the device: a program takes one long row or several short ones (heads), in one pass.
+"""RMSNorm on the device, with the sum of the residual before it: one program per row, one pass.
 
-Floor: each element of x is read once and each of out written once. A row of up to 16384 elements
-stays in registers, so there is no second read. A head of 128 alone is too little for a program: one
-head each reached 18% of the floor (2,048 x 32 heads, H200, results/rms_norm_h200.json).
+Floor: x and what is added to it are read once, the sum and the result written once. A row of up to
+16384 elements stays in registers, so there is no second read.
 """
 
-from dataclasses import dataclass
+import functools
 
 import torch
 import triton
 import triton.language as tl
 
 from tiercel.errors import ArgumentError
+from tiercel.kernels.triton_launch import TritonLaunch, wait_for_inputs
 
-MAX_HIDDEN = 16384  # one row in the registers of 8 warps
-MIN_TILE = 2048  # elements of a program: 16 a thread in 4 warps
-_WARPS_BY_HIDDEN = ((4096, 4), (MAX_HIDDEN, 8))
-
-
-@dataclass(frozen=True, slots=True)
-class RmsNormConfig:
-    """Launch parameters: columns of a row, rows of a program, and its warps."""
-
-    block: int
-    places: int
-    num_warps: int
+MAX_HIDDEN = 16384  # one row in the registers of 16 warps
+_WARPS_BY_HIDDEN = ((1024, 4), (8192, 8), (MAX_HIDDEN, 16))
 
 
-def select_rms_norm(hidden: int) -> RmsNormConfig:
-    """Choose the launch for a row length. Pure: equal in every process, readable by a test."""
+def select_rms_norm(hidden: int) -> tuple[int, int]:
+    """Columns of a program, a power of two, and its warps. Pure: readable by a test."""
     for limit, num_warps in _WARPS_BY_HIDDEN:
         if hidden <= limit:
-            block = max(16, 1 << (hidden - 1).bit_length())
-            return RmsNormConfig(block, max(1, MIN_TILE // block), num_warps)
+            return triton.next_power_of_2(hidden), num_warps
     raise ArgumentError(
         f"rms_norm: a row of {hidden} does not fit one block.", hint=f"The limit is {MAX_HIDDEN}."
     )
 
 
-@triton.jit(do_not_specialize=["count"])  # it would be compiled anew between two steps
+@triton.jit
+def scaled_to_unit(x, weight, eps, HIDDEN: tl.constexpr):
+    """X / sqrt(mean(x^2) + eps) * weight of a row."""
+    return x / tl.sqrt(tl.sum(x * x, axis=0) / HIDDEN + eps) * weight
+
+
+@triton.jit(do_not_specialize=["eps"])
 def rms_norm_kernel(
-    x_ptr,  # (rows, heads, hidden)
-    weight_ptr,  # (hidden,) float32
-    out_ptr,  # (rows, heads, hidden) contiguous
-    x_row_stride,  # elements from one row of x to the next
-    x_head_stride,  # elements from one head of x to the next
-    count,  # rows * heads
-    heads,
-    hidden,
+    x_ptr,  # (rows, HIDDEN); the sum is written there
+    update_ptr,  # (rows, HIDDEN), contiguous, or None
+    update_weight_ptr,  # (HIDDEN,) float32 or None
+    weight_ptr,  # (HIDDEN,) float32
+    out_ptr,  # (rows, HIDDEN) contiguous
     eps,
-    PLACES: tl.constexpr,  # (row, head) pairs of a program, power of two
-    BLOCK: tl.constexpr,  # power of two, >= hidden
+    X_STRIDE: tl.constexpr,  # elements from one row of x to the next
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,  # power of two, >= HIDDEN
+    IS_DEPENDENT: tl.constexpr,
 ):
-    """Write x / rms(x) * weight of PLACES heads."""
+    """Write x / rms(x) * weight of one row, after x += update, which may be normed first."""
+    wait_for_inputs(IS_DEPENDENT)
     # 64-bit: rows * stride passes 2**31 at 131072 tokens x 16384 hidden.
-    place = tl.program_id(0).to(tl.int64) * PLACES + tl.arange(0, PLACES)
-    row, head = place // heads, place % heads
+    row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
-    mask = (place < count)[:, None] & (cols < hidden)[None, :]
-    start = row * x_row_stride + head * x_head_stride
-    x = tl.load(x_ptr + start[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    rms = tl.sqrt(tl.sum(x * x, axis=1) / hidden + eps)
-    weight = tl.load(weight_ptr + cols, mask=cols < hidden, other=0.0)
-    out = x / rms[:, None] * weight[None, :]
-    target = out_ptr + place[:, None] * hidden + cols[None, :]
-    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
+    mask = cols < HIDDEN
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
+    place = x_ptr + row * X_STRIDE + cols
+    x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    if update_ptr is not None:
+        update = tl.load(update_ptr + row * HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
+        if update_weight_ptr is not None:
+            update_weight = tl.load(update_weight_ptr + cols, mask=mask, other=0.0)
+            update = scaled_to_unit(update, update_weight, eps, HIDDEN)
+        x += update
+        tl.store(place, x.to(x_ptr.dtype.element_ty), mask=mask)
+    out = scaled_to_unit(x, weight, eps, HIDDEN)
+    tl.store(out_ptr + row * HIDDEN + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
-    """Enqueue on the current stream; the op has checked and allocated. x: (rows, heads, hidden)."""
-    rows, heads, hidden = x.shape
-    count = rows * heads
-    if count == 0:
+@functools.cache
+def _launch(hidden: int, x_stride: int) -> TritonLaunch:
+    block, num_warps = select_rms_norm(hidden)
+    constants = {"X_STRIDE": x_stride, "HIDDEN": hidden, "BLOCK": block}
+    return TritonLaunch(rms_norm_kernel, num_warps, constants)
+
+
+def launch_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    update: torch.Tensor | None = None,
+    update_weight: torch.Tensor | None = None,
+) -> None:
+    """Enqueue on the current stream; the op has checked and allocated. x: (rows, hidden)."""
+    rows, hidden = x.shape
+    if rows == 0:
         return
-    config = select_rms_norm(hidden)
-    rms_norm_kernel[(triton.cdiv(count, config.places),)](
-        x,
-        weight,
-        out,
-        x.stride(0),
-        x.stride(1),
-        count,
-        heads,
-        hidden,
-        eps,
-        PLACES=config.places,
-        BLOCK=config.block,
-        num_warps=config.num_warps,
-    )
+    tensors = (x, update, update_weight, weight, out)
+    _launch(hidden, x.stride(0))((rows, 1, 1), tensors, (eps,))

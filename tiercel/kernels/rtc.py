@@ -290,6 +290,12 @@ def load_kernel(source: KernelSource, device: torch.device, smem_bytes: int = 0)
     return Kernel(name, function, device, smem_bytes)
 
 
+@functools.cache
+def _dependent_attribute() -> Any:
+    """A pointer to the attribute of a dependent launch; the driver only reads it."""
+    return ctypes.pointer(_LaunchAttribute(_PROGRAMMATIC_SERIALIZATION, 1))
+
+
 def launch(
     kernel: Kernel,
     grid: int,
@@ -313,19 +319,21 @@ def launch(
     Raises:
         InternalError: the driver refuses the launch.
     """
-    places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
-    with torch.cuda.device(kernel.device):
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        attribute = _LaunchAttribute(_PROGRAMMATIC_SERIALIZATION, 1)
-        config = _LaunchConfig(
-            (grid, grid_y, 1),
-            (threads, 1, 1),
-            kernel.smem_bytes,
-            stream,
-            ctypes.pointer(attribute),
-            int(is_dependent),
-        )
+    places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    index = kernel.device.index
+    config = _LaunchConfig(
+        (grid, grid_y, 1),
+        (threads, 1, 1),
+        kernel.smem_bytes,
+        torch._C._cuda_getCurrentRawStream(index),
+        _dependent_attribute(),
+        int(is_dependent),
+    )
+    if torch.cuda.current_device() == index:
         code = _driver().cuLaunchKernelEx(ctypes.byref(config), kernel.function, places, None)
+    else:
+        with torch.cuda.device(index):
+            code = _driver().cuLaunchKernelEx(ctypes.byref(config), kernel.function, places, None)
     _check(code, f"{kernel.name}: launching {grid} x {threads} threads")
 
 
@@ -348,14 +356,26 @@ def make_tensor_map(
     Raises:
         InternalError: the driver refuses the view.
     """
+    steps = [stride * tensor.element_size() for stride in strides]
+    return _encode_tensor_map(
+        tensor.data_ptr(), _MAP_DTYPES[tensor.dtype], tuple(dims), tuple(steps), tuple(box)
+    )
+
+
+# Encoding takes 8 us, and a step asks for the same few of each layer (results of steps before it
+# come back to the same addresses).
+@functools.lru_cache(maxsize=4096)
+def _encode_tensor_map(
+    address: int, kind: int, dims: tuple[int, ...], steps: tuple[int, ...], box: tuple[int, ...]
+) -> TensorMap:
+    """The map; steps in bytes. Callers must not write to it."""
     raw = ctypes.create_string_buffer(128 + 64)
     place = (ctypes.addressof(raw) + 63) & ~63  # the driver wants 64-byte alignment
-    steps = [stride * tensor.element_size() for stride in strides]
     code = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(place),
-        _MAP_DTYPES[tensor.dtype],
+        kind,
         3,
-        pointer(tensor),
+        ctypes.c_void_p(address),
         (ctypes.c_uint64 * 3)(*dims),
         (ctypes.c_uint64 * 2)(*steps),
         (ctypes.c_uint32 * 3)(*box),
@@ -365,5 +385,5 @@ def make_tensor_map(
         _PROMOTE_256B,
         0,  # zeros outside
     )
-    _check(code, f"describing {tuple(dims)} in steps of {tuple(strides)} by boxes {tuple(box)}")
+    _check(code, f"describing {dims} in steps of {steps} by boxes {box}")
     return TensorMap.from_buffer_copy(ctypes.string_at(place, 128))

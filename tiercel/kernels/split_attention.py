@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiercel.env import has_dependent_launch
 from tiercel.kernels import rtc
 
 LOG2_E = 1.4426950408889634
@@ -87,12 +86,6 @@ def is_supported(head_dim: int, dtype: torch.dtype, block_size: int, device: tor
     return is_cache and _LAUNCHES[head_dim, 1][-1].smem_bytes(head_dim) <= rtc.max_smem_bytes(
         device
     )
-
-
-@functools.cache
-def is_dependent(device: torch.device) -> bool:
-    """Whether kernels on a device may start before the one ahead ends."""
-    return has_dependent_launch() and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def select_split_attention(

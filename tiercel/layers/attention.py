@@ -19,15 +19,13 @@ from torch import Tensor
 from tiercel.batch import Batch, PackedItems
 from tiercel.cache.spec import KVCacheSpec, attention_spec
 from tiercel.layers.linear import Linear
-from tiercel.layers.norm import RMSNorm
-from tiercel.ops.kv_write import kv_write
 from tiercel.ops.multi_item_attention import (
     multi_item_attention,
     plan_multi_item_attention,
     tile_multi_item_attention,
 )
 from tiercel.ops.paged_attention import MAX_DECODE_QUERIES, paged_attention
-from tiercel.ops.rotary import rotary_
+from tiercel.ops.rotary_kv_write import rotary_kv_write
 
 if TYPE_CHECKING:
     from tiercel.kernels.attention_tiles import MultiItemAttentionPlan, PlannedTiles
@@ -44,6 +42,28 @@ class AttentionShape:
     window: int
 
 
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """What the layers of one shape and cache group share in a step with long queries.
+
+    Attributes:
+        tiles: of the attention; None on a CPU.
+        tables: (R, max_blocks) int32, the block table of each request.
+    """
+
+    tiles: MultiItemAttentionPlan | None
+    tables: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights of the norms of query and key heads, (head_dim,) float32, and their eps."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
 class Attention:
     """Wo softmax(scale * q k^T) v over the paged cache."""
 
@@ -53,15 +73,13 @@ class Attention:
         qkv: Linear,
         output: Linear,
         rope_table: Tensor,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
+        head_norms: HeadNorms | None = None,
     ) -> None:
         self.shape = shape
         self.qkv = qkv
         self.output = output
         self.rope_table = rope_table
-        self.q_norm = q_norm
-        self.k_norm = k_norm
+        self.head_norms = head_norms
         self.k_cache = self.v_cache = torch.empty(0)  # set by bind_cache
         self.group = 0
 
@@ -74,14 +92,15 @@ class Attention:
         """Take the planes that this layer writes and reads, found through a group's tables."""
         self.k_cache, self.v_cache, self.group = planes["k"], planes["v"], group
 
-    def plan(self, batch: Batch) -> MultiItemAttentionPlan | None:
-        """Tiles of a step with long queries, the same for all layers of this shape; or None."""
+    def plan(self, batch: Batch) -> PromptPlan | None:
+        """For all layers of this shape and group; None where no query is long."""
         if _is_short(batch):
             return None
+        tables = batch.block_tables[self.group].index_select(0, batch.rows)
         if batch.plans is not None:
-            return batch.plans[self.shape]
+            return PromptPlan(batch.plans[self.shape], tables)
         items = batch.items
-        return plan_multi_item_attention(
+        tiles = plan_multi_item_attention(
             batch.query_lens,
             batch.context_lens,
             num_heads=self.shape.num_heads,
@@ -90,6 +109,7 @@ class Attention:
             prefix_len=None if items is None else items.prefix_len,
             item_start=None if items is None else items.item_start,
         )
+        return PromptPlan(tiles, tables)
 
     def tiles(
         self, query_lens: Sequence[int], context_lens: Sequence[int], items: PackedItems
@@ -105,46 +125,54 @@ class Attention:
             item_start=items.item_start,
         )
 
-    def __call__(self, x: Tensor, batch: Batch, plan: MultiItemAttentionPlan | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
         """x: (T, hidden); plan: of this step and shape. Returns (T, hidden)."""
         shape = self.shape
         heads = self.qkv(x).view(x.shape[0], -1, shape.head_dim)
-        rotating = shape.num_heads + shape.num_kv_heads
-        v = heads[:, rotating:]
-        if self.q_norm is not None and self.k_norm is not None:
-            q = rotary_(self.q_norm(heads[:, : shape.num_heads]), batch.positions, self.rope_table)
-            k = rotary_(
-                self.k_norm(heads[:, shape.num_heads : rotating]), batch.positions, self.rope_table
+        slots, norms = batch.slot_mapping[self.group], self.head_norms
+        if norms is None:
+            rotary_kv_write(
+                heads, batch.positions, self.rope_table, self.k_cache, self.v_cache, slots
             )
         else:
-            rotated = rotary_(heads[:, :rotating], batch.positions, self.rope_table)
-            q, k = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
-        kv_write(k, v, self.k_cache, self.v_cache, batch.slot_mapping[self.group])
-        return self.output(self._attend(q, k, v, batch, plan))
+            rotary_kv_write(
+                heads,
+                batch.positions,
+                self.rope_table,
+                self.k_cache,
+                self.v_cache,
+                slots,
+                q_weight=norms.q,
+                k_weight=norms.k,
+                eps=norms.eps,
+            )
+        return self.output(self._attend(heads, batch, plan))
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, plan: MultiItemAttentionPlan | None
-    ) -> Tensor:
+    def _attend(self, heads: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
+        """heads: (T, all heads, head_dim), rotated, in the cache already."""
         shape, caches = self.shape, (self.k_cache, self.v_cache)
-        if _is_short(batch):
+        q = heads[:, : shape.num_heads]
+        if plan is None:
             return paged_attention(
                 q, *caches, batch, shape.scale, group=self.group, window=shape.window
             )
         items = batch.items
-        tables = batch.block_tables[self.group].index_select(0, batch.rows)
+        k = v = None
+        if items is not None:
+            k, v = heads[:, shape.num_heads :].chunk(2, dim=1)
         return multi_item_attention(
             q,
             *caches,
-            tables,
+            plan.tables,
             batch.query_lens,
             batch.context_lens,
             shape.scale,
             window=shape.window,
             prefix_len=None if items is None else items.prefix_len,
             item_start=None if items is None else items.item_start,
-            k_new=None if items is None else k,
-            v_new=None if items is None else v,
-            plan=plan,
+            k_new=k,
+            v_new=v,
+            plan=plan.tiles,
         )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import KVCacheSpec
-from tiercel.layers.attention import Attention, AttentionShape
+from tiercel.layers.attention import Attention, AttentionShape, HeadNorms, PromptPlan
 from tiercel.layers.embedding import Embedding
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
@@ -33,27 +32,33 @@ from tiercel.models.weights import WeightReader
 from tiercel.ops.linear import linear, pick_rows, prepare_linear
 from tiercel.ops.rms_norm import rms_norm
 
-if TYPE_CHECKING:
-    from tiercel.kernels.attention_tiles import MultiItemAttentionPlan
-
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and MLP with their norms; the output norms are Gemma's."""
+    """Attention and MLP with their norms.
+
+    What a part adds to the residual waits for the next norm, which adds it in the same pass; with
+    sandwich norms (Gemma) it also norms it first.
+    """
 
     attn_norm: RMSNorm
     attention: Attention
-    post_attn_norm: RMSNorm | None
     mlp_norm: RMSNorm
     mlp: GatedMLP
-    post_mlp_norm: RMSNorm | None
 
-    def __call__(self, x: Tensor, batch: Batch, plan: MultiItemAttentionPlan | None) -> Tensor:
-        """x: (T, hidden) float32, updated in place."""
-        update = self.attention(self.attn_norm(x), batch, plan)
-        x.add_(update if self.post_attn_norm is None else self.post_attn_norm(update))
-        update = self.mlp(self.mlp_norm(x))
-        return x.add_(update if self.post_mlp_norm is None else self.post_mlp_norm(update))
+    def __call__(
+        self, x: Tensor, update: Tensor | None, batch: Batch, plan: PromptPlan | None
+    ) -> Tensor:
+        """What waits to be added behind this layer, (T, hidden).
+
+        Args:
+            x: (T, hidden) float32, updated in place.
+            update: (T, hidden), what waits before this layer; None before the first.
+            batch: the step.
+            plan: of the step, for this layer's shape and group.
+        """
+        update = self.attention(self.attn_norm(x, update), batch, plan)
+        return self.mlp(self.mlp_norm(x, update))
 
 
 class Decoder:
@@ -75,6 +80,7 @@ class Decoder:
         builder = _LayerBuilder(config, weights, dtype, num_positions)
         self.embedding = Embedding(weights.stored("embed.weight"), config.embedding_scale)
         self.layers = [builder.layer(i) for i in range(config.num_layers)]
+        self.last_update_norm = builder.last_update_norm()
         self.norm = builder.norm("norm")
         head = "head.weight" if weights.has("head.weight") else "embed.weight"
         wide = prepare_linear(
@@ -102,14 +108,18 @@ class Decoder:
         Returns:
             (T, hidden) float32, the residual before the last norm.
         """
-        x = self.embedding(batch.input_ids)
-        plans: dict[AttentionShape, MultiItemAttentionPlan | None] = {}
+        x, update = self.embedding(batch.input_ids), None
+        plans: dict[tuple[AttentionShape, int], PromptPlan | None] = {}
         for layer in self.layers:
-            shape = layer.attention.shape
-            if shape not in plans:
-                plans[shape] = layer.attention.plan(batch)
-            x = layer(x, batch, plans[shape])
-        return x
+            kind = (layer.attention.shape, layer.attention.group)
+            if kind not in plans:
+                plans[kind] = layer.attention.plan(batch)
+            update = layer(x, update, batch, plans[kind])
+        if update is None:
+            return x
+        if self.last_update_norm is not None:
+            update = self.last_update_norm(update)
+        return x.add_(update)
 
     def hidden_states(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Normed hidden states at some token places, as embedding models give them.
@@ -172,12 +182,32 @@ class _LayerBuilder:
         if config.rope_sliding is not None:
             self.rope["sliding"] = rope_table(config.rope_sliding, num_positions).to(weights.device)
 
-    def norm(self, name: str, out_dtype: torch.dtype | None = None) -> RMSNorm:
-        weight = self.weights.norm_weight(f"{name}.weight")
-        return RMSNorm(weight, self.config.norm_eps, out_dtype or self.dtype)
+    def norm(self, name: str, update_norm: str | None = None) -> RMSNorm:
+        """The norm of a name; `update_norm` is the one that an update passes before it."""
+        return RMSNorm(
+            self.weights.norm_weight(f"{name}.weight"),
+            self.config.norm_eps,
+            self.dtype,
+            self.sandwich_weight(update_norm),
+        )
 
-    def optional_norm(self, name: str, *, is_present: bool) -> RMSNorm | None:
-        return self.norm(name) if is_present else None
+    def sandwich_weight(self, name: str | None) -> Tensor | None:
+        """The weight of an output norm, if the model has them."""
+        if name is None or not self.config.sandwich_norms:
+            return None
+        return self.weights.norm_weight(f"{name}.weight")
+
+    def last_update_norm(self) -> RMSNorm | None:
+        """The output norm of the last layer's MLP: float32, there is nothing to round it for."""
+        weight = self.sandwich_weight(f"layers.{self.config.num_layers - 1}.post_mlp_norm")
+        return None if weight is None else RMSNorm(weight, self.config.norm_eps, torch.float32)
+
+    def head_norms(self, prefix: str) -> HeadNorms | None:
+        """Norms of query and key heads, if the model has them."""
+        if not self.config.qk_norm:
+            return None
+        q, k = (self.weights.norm_weight(f"{prefix}.{part}_norm.weight") for part in "qk")
+        return HeadNorms(q, k, self.config.norm_eps)
 
     def linear(self, prefix: str, *parts: str) -> Linear:
         """One projection of parts that share their input, with biases if the file has them."""
@@ -210,22 +240,15 @@ class _LayerBuilder:
             self.linear(prefix, "q", "k", "v"),
             self.linear(prefix, "o"),
             self.rope[kind],
-            self.optional_norm(f"{prefix}.q_norm", is_present=config.qk_norm),
-            self.optional_norm(f"{prefix}.k_norm", is_present=config.qk_norm),
+            self.head_norms(prefix),
         )
         mlp = GatedMLP(
             self.linear(prefix, "gate", "up"), self.linear(prefix, "down"), config.activation
         )
-        sandwich = config.sandwich_norms
-        post_attn_norm = post_mlp_norm = None
-        if sandwich:  # added to the float32 residual: no need to round first
-            post_attn_norm = self.norm(f"{prefix}.post_attn_norm", torch.float32)
-            post_mlp_norm = self.norm(f"{prefix}.post_mlp_norm", torch.float32)
+        before = f"layers.{index - 1}.post_mlp_norm" if index else None
         return DecoderLayer(
-            self.norm(f"{prefix}.attn_norm"),
+            self.norm(f"{prefix}.attn_norm", before),
             attention,
-            post_attn_norm,
-            self.norm(f"{prefix}.mlp_norm"),
+            self.norm(f"{prefix}.mlp_norm", f"{prefix}.post_attn_norm"),
             mlp,
-            post_mlp_norm,
         )

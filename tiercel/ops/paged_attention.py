@@ -129,6 +129,7 @@ def _decode_cuda(
 ) -> Tensor:
     from tiercel.kernels import split_attention as kernel
     from tiercel.kernels.rtc import max_smem_bytes
+    from tiercel.kernels.triton_launch import is_dependent
 
     heads, head_dim = q.shape[1:]
     rows = batch.max_query_len * heads // k_cache.shape[2]
@@ -150,7 +151,7 @@ def _decode_cuda(
         window,
         batch.max_query_len,
         config,
-        is_dependent=kernel.is_dependent(q.device),
+        is_dependent=is_dependent(q.device),
     )
     return out
 

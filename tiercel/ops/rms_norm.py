@@ -1,4 +1,4 @@
-"""RMSNorm over the last dimension, of rows or of heads."""
+"""RMSNorm of rows, and the sum of the residual that goes before it."""
 
 from __future__ import annotations
 
@@ -8,38 +8,63 @@ from torch import Tensor
 from tiercel.errors import ArgumentError
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Normalise the last dimension to unit root mean square, times weight.
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out_dtype: torch.dtype | None = None,
+    *,
+    update: Tensor | None = None,
+    update_weight: Tensor | None = None,
+) -> Tensor:
+    """Normalise rows to unit root mean square, times weight; before that, x += update.
+
+    Row-invariant: a row's bits do not depend on the others.
 
     Args:
-        x: (rows, hidden) or (rows, heads, hidden), float32, bfloat16 or float16; unit inner stride.
+        x: (rows, hidden), float32, bfloat16 or float16; unit inner stride. Mutated where there is
+            an update.
         weight: (hidden,) float32, same device.
         eps: added to the mean square, > 0.
         out_dtype: dtype of the result; None for that of x.
+        update: (rows, hidden) contiguous of any float dtype, added to x in float32; None for none.
+        update_weight: (hidden,) float32: the update itself is normalised first, with this weight.
 
     Returns:
         The shape of x, contiguous. Sums are float32, rounded once.
 
     Raises:
-        ArgumentError: the shapes disagree, weight is not float32, or the inner stride is not 1.
+        ArgumentError: the shapes disagree, a weight is not float32, or the inner stride is not 1.
 
     Source: "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
     hidden = x.shape[-1]
-    if weight.shape != (hidden,) or weight.dtype != torch.float32:
+    for name, vector in (("weight", weight), ("update_weight", update_weight)):
+        if vector is not None and (vector.shape != (hidden,) or vector.dtype != torch.float32):
+            raise ArgumentError(
+                f"rms_norm: {name} is {vector.dtype} {tuple(vector.shape)} but x has {hidden} "
+                "columns.",
+                hint=f"Pass a float32 {name} of shape ({hidden},).",
+            )
+    if x.dim() != 2:
+        raise ArgumentError(f"rms_norm: x has {x.dim()} dimensions.", hint="Pass 2.")
+    if x.stride(1) != 1 and hidden > 1:
+        raise ArgumentError(f"rms_norm: x has inner stride {x.stride(1)}.", hint="Pass 1.")
+    if update is not None and (update.shape != x.shape or not update.is_contiguous()):
         raise ArgumentError(
-            f"rms_norm: weight is {weight.dtype} {tuple(weight.shape)} but x has {hidden} columns.",
-            hint=f"Pass a float32 weight of shape ({hidden},).",
+            f"rms_norm: the update is {tuple(update.shape)} but x is {tuple(x.shape)}.",
+            hint="Pass a contiguous one of the same shape.",
         )
-    if x.dim() not in (2, 3):
-        raise ArgumentError(f"rms_norm: x has {x.dim()} dimensions.", hint="Pass 2 or 3.")
-    if x.stride(-1) != 1 and hidden > 1:
-        raise ArgumentError(f"rms_norm: x has inner stride {x.stride(-1)}.", hint="Pass 1.")
-    if not x.is_cuda:
-        normed = torch.nn.functional.rms_norm(x.float(), (hidden,), weight, eps)
-        return normed.to(out_dtype or x.dtype)
-    from tiercel.kernels.rms_norm import launch_rms_norm
+    if x.is_cuda:
+        from tiercel.kernels.rms_norm import launch_rms_norm
 
-    out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
-    launch_rms_norm(x if x.dim() == 3 else x.unsqueeze(1), weight, out, eps)
-    return out
+        out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
+        launch_rms_norm(x, weight, out, eps, update, update_weight)
+        return out
+    if update is not None:
+        x.add_(update if update_weight is None else _norm(update, update_weight, eps))
+    return _norm(x, weight, eps).to(out_dtype or x.dtype)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.nn.functional.rms_norm(x.float(), weight.shape, weight, eps)

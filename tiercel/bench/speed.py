@@ -1,0 +1,179 @@
+"""Speed of single steps with the definitions of llama-bench: pp, tg and batched decode.
+
+    ppN       N random tokens in one sequence with an empty cache, up to its first token
+    tgN @ dD  N steps of one sequence behind D tokens, which are not timed
+    bB        N steps of B sequences together, behind prompts that are not timed
+
+Tokens are uniform in the vocabulary. A step is the engine's: planned, run, sampled (greedy) and its
+token on the host. One run warms up; rates are means over repetitions. llama-bench leaves sampling
+out, which only makes our figures smaller.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+
+from tiercel.params import SamplingParams
+
+if TYPE_CHECKING:
+    from tiercel.engine.build import LoadedModel
+
+FORMAT: Final = 1
+SPARE_TOKENS: Final = 64  # of each sequence: those that begin first decode while others begin
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """What is timed: the prompt, or steps behind it.
+
+    Attributes:
+        batch: sequences.
+        prompt_tokens: of each; of a decode trial, what lies in the cache before.
+        steps: 0 for a trial of prompts.
+    """
+
+    batch: int
+    prompt_tokens: int
+    steps: int = 0
+
+    @property
+    def name(self) -> str:
+        """As tables write it."""
+        if not self.steps:
+            return f"pp{self.prompt_tokens}"
+        depth = f"tg{self.steps} @ d{self.prompt_tokens}"
+        return depth if self.batch == 1 else f"{depth} b{self.batch}"
+
+
+class Speed(msgspec.Struct, frozen=True):
+    """A trial and its rates, tokens per second of all its sequences."""
+
+    trial: Trial
+    rates: list[float]
+
+    @property
+    def mean(self) -> float:
+        """Over the repetitions."""
+        return statistics.fmean(self.rates)
+
+    @property
+    def deviation(self) -> float:
+        """Of the repetitions; 0 of one."""
+        return statistics.stdev(self.rates) if len(self.rates) > 1 else 0.0
+
+
+class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole measurement; `switches` are the toggles that were set."""
+
+    format: int = FORMAT
+    kind: str = "speed"
+    command: str
+    utc: str
+    label: str
+    versions: dict[str, str]
+    hardware: dict[str, str]
+    switches: dict[str, str]
+    model: str
+    dtype: str
+    seed: int
+    results: list[Speed]
+
+
+def make_trials(
+    prompts: Sequence[int],
+    steps: int,
+    depths: Sequence[int],
+    batches: Sequence[int],
+    batch_prompt: int,
+) -> list[Trial]:
+    """All trials in the order of the table; without steps, prompts alone."""
+    trials = [Trial(1, length) for length in prompts]
+    if steps:
+        trials += [Trial(1, depth, steps) for depth in depths]
+        trials += [Trial(batch, batch_prompt, steps) for batch in batches]
+    return trials
+
+
+def context_of(trials: Sequence[Trial]) -> int:
+    """Tokens that the longest sequence needs."""
+    return max(trial.prompt_tokens + trial.steps for trial in trials) + SPARE_TOKENS
+
+
+def measure_speed(
+    loaded: LoadedModel,
+    trials: Sequence[Trial],
+    repetitions: int,
+    seed: int,
+    report: Callable[[str], None],
+) -> Iterator[Speed]:
+    """Run all trials, yielding each as it is done.
+
+    Args:
+        loaded: for as many sequences at once as the largest trial has, `context_of` long.
+        trials: to run.
+        repetitions: of each, behind one that is not counted.
+        seed: of the token ids.
+        report: hears what is measured.
+
+    Raises:
+        TiercelError: a trial does not fit.
+    """
+    random = np.random.default_rng(seed)
+    for trial in trials:
+        report(f"Measuring {trial.name}")
+        rates = [_run(loaded, trial, random) for _ in range(1 + repetitions)]
+        yield Speed(trial, rates[1:])
+
+
+def _run(loaded: LoadedModel, trial: Trial, random: np.random.Generator) -> float:
+    """Tokens per second of one run."""
+    engine, inputs = loaded.engine, loaded.inputs()
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    shape = (trial.batch, max(1, trial.prompt_tokens))
+    prompts = random.integers(0, loaded.source.config.vocab_size, shape).tolist()
+    most = trial.steps + SPARE_TOKENS if trial.steps else 1
+    requests = [inputs.request(ids, params, 0, max_tokens=most) for ids in prompts]
+    began = perf_counter()
+    for request in requests:
+        engine.submit(request)
+    while not all(request.output_token_ids for request in requests):
+        engine.step()
+    ended = perf_counter()
+    tokens = shape[0] * shape[1]
+    if trial.steps:
+        began, tokens = ended, trial.batch * trial.steps
+        for _ in range(trial.steps):
+            engine.step()
+        ended = perf_counter()
+    for request in requests:
+        if request.finish_reason is None:
+            engine.abort(request)
+    while engine.has_work:
+        engine.step()
+    return tokens / (ended - began)
+
+
+def speed_table(results: Sequence[Speed]) -> list[list[str]]:
+    """One row for each trial, with a head."""
+    rows = [
+        [result.trial.name, f"{result.mean:,.1f}", f"{result.deviation:,.1f}"] for result in results
+    ]
+    return [["", "tokens/s", "deviation"], *rows]
+
+
+def save_speed(report: SpeedReport, path: Path) -> None:
+    """Write the report as JSON; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

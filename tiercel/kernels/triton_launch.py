@@ -1,0 +1,138 @@
+"""Launches Triton kernels at the cost of the launch alone, dependent on the one ahead where it may.
+
+Triton's own call binds, specialises and hashes every argument each time: 9 us of the host, and a
+prompt's step makes hundreds of them. Here a kernel takes tensors, then numbers, then constants; the
+types of the tensors, whether they are aligned, and the constants name what was compiled, and a
+launch after the first is a look-up. So numbers are never specialised (`do_not_specialize`): sizes
+that a model fixes are constants.
+
+Dependent launch: every kernel launched here begins with `wait_for_inputs`, before it touches
+memory. Its CTAs may then be resident, and those behind it too, while the kernel ahead still runs;
+since all of them wait for that one to end, the order of writes and reads stays that of the launches
+(docs/notes/decode_stages.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tiercel.env import has_dependent_launch
+
+ALIGNMENT = 16  # bytes, of a vector load
+DEPENDENT_CAPABILITY = (9, 0)
+
+
+@triton.jit
+def wait_for_inputs(IS_DEPENDENT: tl.constexpr):
+    """Let the next kernel start and wait for the end of the one ahead; first in every kernel."""
+    if IS_DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@functools.cache
+def is_dependent(device: torch.device) -> bool:
+    """Whether kernels on a device may start before the one ahead ends; read once a process."""
+    if device.type != "cuda" or not has_dependent_launch():
+        return False
+    return torch.cuda.get_device_capability(device) >= DEPENDENT_CAPABILITY
+
+
+class _Pointer:
+    """What Triton asks of a tensor to compile for it."""
+
+    def __init__(self, dtype: torch.dtype, *, is_aligned: bool) -> None:
+        self.dtype = dtype
+        self._address = 0 if is_aligned else 1
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def ptr_range(self) -> int:
+        return 0
+
+
+class TritonLaunch:
+    """A kernel with its constants and warps; compiled for types of tensors as they come."""
+
+    def __init__(self, kernel: Any, num_warps: int, constants: Mapping[str, object]) -> None:
+        """Compile nothing yet.
+
+        Args:
+            kernel: of `triton.jit`: tensors, numbers that are not specialised, constants and the
+                constant IS_DEPENDENT, which goes to `wait_for_inputs`.
+            num_warps: of a program.
+            constants: by name, in the kernel's order, without IS_DEPENDENT.
+        """
+        self._kernel = kernel
+        self._num_warps = num_warps
+        self._constants = dict(constants)
+        self._values = tuple(constants.values())
+        self._compiled: dict[tuple[object, ...], Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[Tensor | None],
+        numbers: Sequence[int | float] = (),
+    ) -> None:
+        """Enqueue on the current stream of the tensors' device, which is the current one.
+
+        Args:
+            grid: programs, all > 0.
+            tensors: the kernel's pointers in order, the first not None.
+            numbers: its scalars in order, always of the same types; integers below 2**31.
+        """
+        first = tensors[0]
+        assert first is not None, "a kernel writes somewhere"
+        if not first.is_cuda:  # the interpreter
+            self._kernel[grid](*tensors, *numbers, **self._constants, IS_DEPENDENT=False)
+            return
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        is_aligned = all(not address or address % ALIGNMENT == 0 for address in addresses)
+        device = first.get_device()
+        key = (device, is_aligned, *dtypes)
+        found = self._compiled.get(key)
+        if found is None:
+            found = self._compiled[key] = self._compile(dtypes, is_aligned, numbers, first.device)
+        kernel, dependent = found
+        kernel[grid](
+            *addresses,
+            *numbers,
+            *self._values,
+            dependent,
+            stream=torch._C._cuda_getCurrentRawStream(device),
+        )
+
+    def _compile(
+        self,
+        dtypes: Sequence[torch.dtype | None],
+        is_aligned: bool,
+        numbers: Sequence[int | float],
+        device: torch.device,
+    ) -> tuple[Any, bool]:
+        """The kernel, loaded on a device, and whether its launches are dependent."""
+        dependent = is_dependent(device)
+        pointers = [
+            None if dtype is None else _Pointer(dtype, is_aligned=is_aligned) for dtype in dtypes
+        ]
+        options = {"num_warps": self._num_warps} | ({"launch_pdl": True} if dependent else {})
+        with torch.cuda.device(device):
+            kernel = self._kernel.warmup(
+                *pointers,
+                *numbers,
+                grid=(1,),
+                **self._constants,
+                IS_DEPENDENT=dependent,
+                **options,
+            )
+        return kernel, dependent
