@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 BENCH ?= dequantize
 PROMPT ?= Why is the sky blue? Answer in three sentences.
 
-.PHONY: demo test test-clients lint bench-cpu clean
+.PHONY: demo test test-gpu test-clients lint bench-cpu clean
 
 # The default model answers on the terminal; the first run fetches it.
 demo: $(VENV)/.demo
@@ -18,6 +18,10 @@ demo: $(VENV)/.demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# What needs a GPU, on a machine that has one; elsewhere all of it skips.
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu -n 6 --dist loadfile
 
 # litellm and lm-eval need an older client of OpenAI's than the other tests: their own environment.
 # The server and pytest run in the usual one.

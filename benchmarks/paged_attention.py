@@ -3,7 +3,7 @@
     python -m benchmarks.paged_attention --device cuda --out results/paged_attention_h200.json
     python -m benchmarks.paged_attention --device cuda --sweep --out results/paged_attention.json
 
-The second also times candidate configs of the split kernel (paged_attention_sweep.py).
+The second also times candidate configs of the Triton kernel (paged_attention_sweep.py).
 
 Floor: the larger of the visible keys and values, the queries and the result moved once, and the
 products over visible keys at the measured matrix rate. The peer is scaled_dot_product_attention on
@@ -54,9 +54,9 @@ class Shape:
 
 SHAPES = {
     "cuda": [
-        *[Shape(1, 1, context) for context in (256, 1024, 4096, 32768)],
-        Shape(8, 1, 8192),
-        *[Shape(64, 1, context) for context in (512, 4096)],
+        *[Shape(1, 1, context) for context in (256, 1024, 4096, 16384, 32768)],
+        *[Shape(8, 1, context) for context in (2048, 8192)],
+        *[Shape(64, 1, context) for context in (256, 512, 4096)],
         Shape(64, 1, 4096, window=512),
         *[Shape(reqs, 5, 8192) for reqs in (1, 8)],
         Shape(1, 16, 8192),

@@ -1,4 +1,4 @@
-"""Candidate configs of the paged attention kernel, timed: what its table is chosen from.
+"""Candidate configs of the Triton kernel of paged attention, timed: what its table is chosen from.
 
 Run by `python -m benchmarks.paged_attention --device cuda --sweep`. Splits are one choice per
 head_dim, whatever the batch (see kernels/paged_attention.py), so configs are ranked by the

@@ -1,5 +1,8 @@
 """The inputs of a step on the device: one program per request walks its new tokens.
 
+It ends before any other kernel of the step begins (no dependent launch behind it): attention reads
+lengths and tables before it waits for the kernel ahead of it.
+
 Floor: launch latency. A decode step reads and writes some 40 bytes a request; a chunk of 8,192
 tokens moves 160 KB.
 """

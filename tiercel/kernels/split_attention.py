@@ -152,6 +152,24 @@ def _split_macros(head_dim: int, dtype: torch.dtype) -> tuple[tuple[str, int], .
     )
 
 
+def load_split_attention(
+    head_dim: int,
+    dtype: torch.dtype,
+    block_size: int,
+    group: int,
+    queries: int,
+    device: torch.device,
+) -> None:
+    """Load all that launches of up to `queries` tokens may need; call it before the first step."""
+    limit = rtc.max_smem_bytes(device)
+    rows = range(group, queries * group + 1, group)
+    for config in {select_split_attention(head_dim, count, limit) for count in rows}:
+        source = attention_source(head_dim, dtype, block_size, config)
+        rtc.load_kernel(source, device, config.smem_bytes(head_dim))
+    for slots in (_MERGE_CLASSES, _MERGE_CLASSES + 1, 4 * _MERGE_CLASSES + 1):
+        rtc.load_kernel(merge_source(head_dim, dtype, slots), device)
+
+
 @functools.cache
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -24,7 +24,7 @@ from tiercel.ops.multi_item_attention import (
     plan_multi_item_attention,
     tile_multi_item_attention,
 )
-from tiercel.ops.paged_attention import MAX_DECODE_QUERIES, paged_attention
+from tiercel.ops.paged_attention import MAX_DECODE_QUERIES, paged_attention, prepare_paged_attention
 from tiercel.ops.rotary_kv_write import rotary_kv_write
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class Attention:
     def bind_cache(self, planes: dict[str, Tensor], group: int) -> None:
         """Take the planes that this layer writes and reads, found through a group's tables."""
         self.k_cache, self.v_cache, self.group = planes["k"], planes["v"], group
+        prepare_paged_attention(self.k_cache, self.shape.num_heads)
 
     def plan(self, batch: Batch) -> PromptPlan | None:
         """For all layers of this shape and group; None where no query is long."""

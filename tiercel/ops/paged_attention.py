@@ -14,6 +14,26 @@ MAX_DECODE_HEAD_DIM = 256  # beyond, its tiles do not fit
 LEAST_DECODE_BLOCK = 16  # tokens; the smallest tile of a matrix product
 
 
+def prepare_paged_attention(k_cache: Tensor, num_heads: int) -> None:
+    """Load every kernel that decode steps on a cache may need, so that none waits for it.
+
+    Args:
+        k_cache: (num_blocks, block_size, num_kv_heads, head_dim); nothing happens on a CPU.
+        num_heads: of the queries.
+    """
+    if not k_cache.is_cuda:
+        return
+    from tiercel.kernels import split_attention
+
+    _, block_size, kv_heads, head_dim = k_cache.shape
+    device, dtype = k_cache.device, k_cache.dtype
+    if split_attention.is_supported(head_dim, dtype, block_size, device):
+        group = num_heads // kv_heads
+        split_attention.load_split_attention(
+            head_dim, dtype, block_size, group, MAX_DECODE_QUERIES, device
+        )
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
