@@ -62,5 +62,6 @@ $(CLIENTS_VENV)/.clients: $(VENV)/.python
 
 $(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "Installing Tiercel and its development tools into $(VENV); the first time takes a few minutes." >&2
-	@$(PIP_INSTALL) -e ".[dev]"
+	@if nvidia-smi -L >/dev/null 2>&1; then extra=',cuda'; else extra=''; fi; \
+		$(PIP_INSTALL) -e ".[dev$$extra]"
 	@touch $@
