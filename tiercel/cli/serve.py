@@ -23,6 +23,7 @@ from tiercel.params import LIMITS, Limits, SamplingParams
 if TYPE_CHECKING:
     from tiercel.engine.messages import LoadOptions
     from tiercel.serve.state import AccessSettings, SamplingDefaults, ServeSettings
+    from tiercel.serve.tracing import Tracing
 
 MAX_KEY_FILE_BYTES: Final = 1 << 20
 MAX_KEY_CHARS: Final = 1024
@@ -54,6 +55,7 @@ def serve(
     from tiercel.serve.state import ServerState
 
     settings = make_settings(server, defaults, limits)
+    tracing = make_tracing(server)
     level = "error" if common.quiet else "debug" if common.verbose else server.log_level
     with _bound(server) as (sockets, url):
         set_up_logs(getattr(logging, level.upper()), server.log_format)
@@ -62,7 +64,8 @@ def serve(
         settings = replace(settings, url=url)
         options = _load_options(model, server, engine, batch, defaults)
         client = EngineClient(options, max_waiting=settings.limits.max_waiting_requests)
-        state = ServerState(settings, client, Metrics(settings.metrics_prefix))
+        metrics = Metrics(settings.metrics_prefix)
+        state = ServerState(settings, client, metrics, tracing=tracing)
         return run_server(state, sockets, server.drain_seconds)
 
 
@@ -107,6 +110,30 @@ def make_settings(
         slow_client_seconds=server.slow_client_seconds,
         metrics_prefix=server.metrics_prefix,
     )
+
+
+def make_tracing(server: ServerOptions) -> Tracing | None:
+    """What sends traces, if a collector is named.
+
+    Raises:
+        UsageError: naming what is missing or wrong.
+    """
+    endpoint = server.otlp_traces_endpoint
+    if endpoint is None:
+        return None
+    if not endpoint.startswith(("http://", "https://")):
+        raise UsageError(
+            f"--otlp-traces-endpoint {endpoint}: no address of a collector.",
+            hint="Write one like http://localhost:4318/v1/traces.",
+        )
+    try:
+        from tiercel.serve.tracing import Tracing
+    except ImportError as error:
+        raise UsageError(
+            f"--otlp-traces-endpoint needs a package that is missing: {error.name}.",
+            hint="Install it: pip install 'tiercel[otel]'.",
+        ) from None
+    return Tracing(endpoint)
 
 
 def make_limits(options: LimitOptions) -> Limits:

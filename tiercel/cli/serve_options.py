@@ -52,6 +52,7 @@ class ServerOptions:
     ] = "info"
     log_format: Annotated[Literal["text", "json"], Parameter(help="text or json.")] = "text"
     log_prompts: Annotated[bool, _HIDDEN] = False
+    otlp_traces_endpoint: Annotated[str | None, _HIDDEN] = None
     metrics_auth: Annotated[Literal["none", "key"] | None, _HIDDEN] = None
     metrics_prefix: Annotated[str, _HIDDEN] = "tiercel"
     tool_parser: Annotated[str | None, _HIDDEN] = None

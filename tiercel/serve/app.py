@@ -107,6 +107,8 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     finally:
         await watch.stop()
         await state.client.close(0.0)
+        if state.tracing:
+            await state.tracing.close()
         state.close()
 
 
@@ -121,6 +123,7 @@ class Boundary:
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
         self._metrics = state.metrics
+        self._tracing = state.tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, whatever happens within."""
@@ -131,6 +134,7 @@ class Boundary:
         request_id = _request_id(scope)
         scope["tiercel.request_id"] = request_id
         line = scope[REQUEST_LOG] = RequestLog()
+        span = self._tracing.begin(scope, line) if self._tracing else None
         status = 0
 
         async def send_marked(message: Message) -> None:
@@ -161,6 +165,8 @@ class Boundary:
                 answer.headers["allow"] = ", ".join(allow)
             await answer(scope, receive, send_marked)
         finally:
+            if self._tracing and span is not None:
+                self._tracing.end(span, scope, line, status, request_id)
             log_request(scope, line, status, perf_counter() - started_s, request_id)
 
 

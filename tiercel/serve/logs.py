@@ -23,7 +23,7 @@ from tiercel.serve.errors import escaped
 LogFormat = Literal["text", "json"]
 MAX_LINE_CHARS: Final = 64 << 10  # a traceback is one escaped line too
 REQUEST_LOG: Final = "tiercel.request_log"
-_PROBES: Final = frozenset({"/health", "/ready", "/metrics", "/version"})
+PROBES: Final = frozenset({"/health", "/ready", "/metrics", "/version"})
 _LOGGER: Final = logging.getLogger("tiercel.serve.request")
 
 
@@ -39,6 +39,7 @@ class RequestLog:
         ttft_ms: until the first token.
         finish_reason: of the first answer.
         error: code of the error that it ended with.
+        trace_id: of the trace that the request belongs to, where traces are sent.
     """
 
     prompt_tokens: int | None = None
@@ -48,6 +49,7 @@ class RequestLog:
     ttft_ms: float | None = None
     finish_reason: str | None = None
     error: str | None = None
+    trace_id: str | None = None
 
 
 def request_log(request: Request) -> RequestLog:
@@ -61,7 +63,7 @@ def log_request(
 ) -> None:
     """Write the line of a request that has ended; probes only where details are asked for."""
     path = str(scope["path"])
-    level = logging.DEBUG if path in _PROBES else logging.INFO
+    level = logging.DEBUG if path in PROBES else logging.INFO
     if not _LOGGER.isEnabledFor(level):
         return
     fields: dict[str, object] = {
@@ -133,7 +135,8 @@ def set_up_logs(level: int, log_format: LogFormat) -> None:
     """Send the package's log to standard error, and nothing of the libraries' below a warning."""
     handler = _Stderr(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    for name, least in (("tiercel", level), ("uvicorn", max(level, logging.ERROR))):
+    others = max(level, logging.ERROR)
+    for name, least in (("tiercel", level), ("uvicorn", others), ("opentelemetry", others)):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False

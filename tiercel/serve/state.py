@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tiercel.serve.grammar_check import GrammarChecker
     from tiercel.serve.metrics import Metrics
     from tiercel.serve.model_watch import ModelWatch
+    from tiercel.serve.tracing import Tracing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -161,6 +162,7 @@ class ServerState:
         model: None until the engine was ready for the first time.
         is_draining: the server is going down and takes nothing new.
         watch: follows the engine, while the application runs.
+        tracing: sends spans to a collector; None where nobody asked for it.
         pool: threads for what would hold up the event loop.
         template_workers: the processes that render templates.
         template_slots: as many as there are template processes.
@@ -172,6 +174,7 @@ class ServerState:
     model: ServedModel | None = None
     is_draining: bool = False
     watch: ModelWatch | None = None
+    tracing: Tracing | None = None
     pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, "tiercel-serve")
     )
