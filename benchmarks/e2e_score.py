@@ -232,7 +232,8 @@ def main() -> None:
             result["results"].append(row)
             save(options.out, result)
     if options.load:
-        result["load"] = asyncio.run(measure_load(options.model, engine, 4 * options.seconds))
+        seconds = max(1.0, 4 * options.seconds)
+        result["load"] = asyncio.run(measure_load(options.model, engine, seconds))
         print(json.dumps(result["load"]), flush=True)
         save(options.out, result)
 
