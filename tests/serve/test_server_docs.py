@@ -38,7 +38,7 @@ def test_commands_work(command, server):
 def test_every_route_without_generation_has_a_command():
     asked = {re.search(r"http://127.0.0.1:8000(\S*)", command)[1] for command in COMMANDS}
     generating = re.compile(
-        r"/v1/(chat/|completions|responses|messages|embeddings)|(/v[12])?/(score|rerank)"
+        r"/v1/(chat/|completions|responses|messages|embeddings)|(/v[12])?/(score|rerank|decisions)"
     )
     for route in fake_app().routes:
         path = route.path.replace("{id:path}", "tiny")
