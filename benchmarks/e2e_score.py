@@ -146,9 +146,9 @@ def measure(
     return {key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()}
 
 
-async def run_callers(llm: AsyncLLM, callers: int, seconds: float) -> dict[str, float]:
+async def run_callers(llm: AsyncLLM, callers: int, prefix: int, seconds: float) -> dict[str, float]:
     """Callers who each score one list after the other, queries from a set that is cached."""
-    queries = [make_ids(i, LOAD_PREFIX) for i in range(LOAD_QUERIES)]
+    queries = [make_ids(i, prefix) for i in range(LOAD_QUERIES)]
     items = make_items(4 * LOAD_ITEMS)
     taken: list[float] = []
     end = time.perf_counter() + seconds
@@ -178,14 +178,15 @@ async def run_callers(llm: AsyncLLM, callers: int, seconds: float) -> dict[str, 
 
 async def measure_load(path: Path, options: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Levels of load, and the best of those that meet each limit."""
+    prefix = min(LOAD_PREFIX, options["max_model_len"] // 2)
     async with AsyncLLM(path, **options) as llm:
-        await run_callers(llm, 4, seconds / 2)
-        levels = [await run_callers(llm, callers, seconds) for callers in CALLERS]
+        await run_callers(llm, 4, prefix, seconds / 2)
+        levels = [await run_callers(llm, callers, prefix, seconds) for callers in CALLERS]
     best = {}
     for limit in LIMITS_MS:
         rates = [x["items_per_s"] for x in levels if x["p99_ms"] <= limit]
         best[f"p99_{limit}_ms"] = max(rates, default=0.0)
-    shape = {"prefix": LOAD_PREFIX, "items": LOAD_ITEMS, "queries": LOAD_QUERIES}
+    shape = {"prefix": prefix, "items": LOAD_ITEMS, "queries": LOAD_QUERIES}
     return {**shape, "levels": levels, "items_per_s_at": best}
 
 
@@ -232,7 +233,8 @@ def main() -> None:
             result["results"].append(row)
             save(options.out, result)
     if options.load:
-        result["load"] = asyncio.run(measure_load(options.model, engine, 4 * options.seconds))
+        seconds = max(1.0, 4 * options.seconds)
+        result["load"] = asyncio.run(measure_load(options.model, engine, seconds))
         print(json.dumps(result["load"]), flush=True)
         save(options.out, result)
 

@@ -1,6 +1,8 @@
-"""Draws results of benchmarks/e2e_score.py.
+"""Draws results of benchmarks/e2e_score.py: items per second against the length of the list.
 
-python -m benchmarks.e2e_score_plot score_a.json score_b.json docs/score.svg
+    python -m benchmarks.e2e_score_plot score_a.json score_b.json docs/scoring.svg
+
+A panel for each model and length of query; readable in greyscale.
 """
 
 from __future__ import annotations
@@ -9,54 +11,75 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks.e2e_score import ITEM_LEN
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Name in the results, words, line, grey, marker.
+LINES = (
+    ("cached_roofline", "roofline, query cached", ":", "0.0", ""),
+    ("cached", "packed, query cached", "-", "0.0", "o"),
+    ("cold", "packed, query computed", "--", "0.3", "s"),
+    ("separate", "a prompt per item, query cached", "-", "0.5", "^"),
+    ("one_by_one", "a call per item, query cached", "-", "0.7", "v"),
+)
+STYLE = {
+    "svg.hashsalt": "tiercel",  # equal results give equal files
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.color": "0.9",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+COLUMNS = 2
 
 
 def draw(paths: Sequence[Path], figure_path: Path) -> None:
-    """Items per second against the length of the list, a panel for each model and query."""
-    style = {"svg.hashsalt": "tiercel", "svg.fonttype": "none", "font.size": 9}
-    style |= {"axes.grid": True, "grid.color": "0.9", "legend.frameon": False}
-    style |= {"axes.spines.top": False, "axes.spines.right": False}
+    """Write the figure as its ending says."""
     reports = [json.loads(path.read_text()) for path in paths]
-    prefixes = sorted({row["prefix"] for report in reports for row in report["results"]})
-    lines = (
-        ("cached_roofline", "roofline, query cached", "k:", ""),
-        ("cached", "packed, query cached", "k-", "o"),
-        ("cold", "packed, query computed", "k--", "s"),
-        ("separate", "a prompt per item, query cached", "0.5", "^"),
-        ("one_by_one", "a call per item, query cached", "0.7", "v"),
-    )
-    with mpl.rc_context(style):
-        figure = Figure(
-            figsize=(3.1 * len(prefixes), 0.8 + 2.7 * len(reports)), layout="constrained"
-        )
-        panels = figure.subplots(len(reports), len(prefixes), squeeze=False, sharey="row")
-        for report, row_of_panels in zip(reports, panels, strict=True):
-            for prefix, panel in zip(prefixes, row_of_panels, strict=True):
-                rows = [row for row in report["results"] if row["prefix"] == prefix]
-                at = [row["items"] for row in rows]
-                for name, label, kind, marker in lines:
-                    if rows and f"{name}_items_per_s" in rows[0]:
-                        rates = [row[f"{name}_items_per_s"] for row in rows]
-                        format_ = {} if kind[0] == "0" else {"linestyle": kind[1:]}
-                        color = kind if kind[0] == "0" else "k"
-                        panel.plot(at, rates, color=color, marker=marker, label=label, **format_)
-                panel.set_xscale("log")
-                panel.set_yscale("log")
-                panel.set_xticks(at, [str(count) for count in at])
-                panel.minorticks_off()
-                panel.set_title(f"{report['model']}, query of {prefix} tokens", fontsize=9)
-                panel.set_xlabel(f"items of {ITEM_LEN} tokens in the list")
-            row_of_panels[0].set_ylabel("items per second")
-        panels[0][0].legend(fontsize=7)
+    kinds = [
+        (report, prefix)
+        for report in reports
+        for prefix in sorted({row["prefix"] for row in report["results"]})
+    ]
+    num_rows = -(-len(kinds) // COLUMNS)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(4.2 * COLUMNS, 0.9 + 2.8 * num_rows), layout="constrained")
+        panels = figure.subplots(num_rows, COLUMNS, squeeze=False, sharey=True).ravel()
+        for panel, (report, prefix) in zip(panels, kinds, strict=False):
+            rows = [row for row in report["results"] if row["prefix"] == prefix]
+            draw_panel(panel, rows, f"{report['model']}, query of {prefix} tokens")
+        for panel in panels[len(kinds) :]:
+            panel.set_visible(False)
+        lines, words = panels[0].get_legend_handles_labels()
+        figure.legend(lines, words, loc="outside lower center", ncols=3, fontsize=8)
         where = reports[0].get("gpu") or reports[0].get("cpu")
-        figure.suptitle(f"Scoring a list, {where}", fontsize=9)
+        figure.suptitle(f"Scoring a list on one {where}", fontsize=9)
         metadata = {"Date": None} if figure_path.suffix == ".svg" else None
         figure.savefig(figure_path, metadata=metadata)
+
+
+def draw_panel(panel: Axes, rows: list[dict[str, Any]], title: str) -> None:
+    at = [row["items"] for row in rows]
+    for name, words, line, grey, marker in LINES:
+        key = f"{name}_items_per_s"
+        if key in rows[0]:  # there is no roofline without a GPU
+            rates = [row[key] for row in rows]
+            panel.plot(at, rates, line, color=grey, marker=marker, markersize=4, label=words)
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_xticks(at, [str(count) for count in at])
+    panel.tick_params(axis="x", which="minor", length=0)
+    panel.yaxis.set_major_formatter(lambda rate, _: f"{rate:,.0f}")
+    panel.set_title(title, fontsize=9)
+    panel.set_xlabel(f"items of {rows[0]['item_len']} tokens")
+    panel.set_ylabel("items per second")
 
 
 def main() -> None:

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tests.gguf_files import tiny_model
+from tiercel.errors import ModelNotFoundError
 from tiercel.llm import LLM
+from tiercel.loader.hub import resolve
 from tiercel.params import SamplingParams
 
 QUERY = [(7 * i) % 250 for i in range(150)]
@@ -147,8 +149,12 @@ def test_packing_in_16_bits_is_no_worse_than_each_alone(path, dtype):
 
 
 @pytest.mark.gpu
-def test_the_class_of_16_bits_on_the_default_model(default_model):
+def test_the_class_of_16_bits_on_the_default_model():
     """A real model: 0.05 nats at most and 0.01 in the mean against each item alone."""
+    try:
+        default_model = resolve("smollm2", offline=True, report=None)
+    except ModelNotFoundError:
+        pytest.skip("the default model is not in the cache of this machine")
     query = "Is this a fruit? Answer Yes or No.\nWord: "
     items = ["apple", "a heavy hammer", "banana", "the moon", "two ripe cherries", "a", "wet stone"]
     labels = [" Yes", " No"]

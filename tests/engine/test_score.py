@@ -12,7 +12,7 @@ from tests.ops.test_multi_item_packed import CASES
 from tiercel.engine.packed_items import pack_items
 from tiercel.engine.request import Request
 from tiercel.engine.scheduler import ScheduledRow
-from tiercel.engine.score import ScoreRead, ScoreTask, make_trie
+from tiercel.engine.score import ScoreRead, ScoreTask, make_trie, skipped_tiles
 from tiercel.engine.score_reads import ScorePiece
 from tiercel.ops.linear import LinearWeight, linear, pick_rows
 from tiercel.ops.prepare_step import StepInputs
@@ -138,6 +138,28 @@ def test_what_a_part_yields():
     ]
     for part, expected in yields:
         assert part.has_scores is expected
+
+
+@given(
+    prefix=st.integers(0, 700),
+    lens=st.lists(st.integers(1, 300), min_size=1, max_size=40),
+)
+def test_skipped_tiles_are_those_without_a_visible_key(prefix, lens):
+    """Of tiles that a causal mask walks, those behind the prefix and before the first own item."""
+    starts = [sum(lens[:i]) for i, length in enumerate(lens) for _ in range(length)]
+    skipped = 0
+    for first in range(0, len(starts), 32):
+        end = min(first + 32, len(starts))
+        causal = -(-(prefix + end) // 128)
+        own = -(-(end - starts[first]) // 128)
+        skipped += max(0, causal - -(-prefix // 128) - own)
+    assert skipped_tiles(prefix, lens) == skipped
+
+
+def test_what_a_list_skips():
+    assert skipped_tiles(0, [1]) == skipped_tiles(100, [300]) == 0
+    exact = 640  # of the published table, for 128 items of 32 tokens behind 512
+    assert skipped_tiles(512, [32] * 128) == sum(4 + -(-k // 4) for k in range(1, 129)) - exact
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

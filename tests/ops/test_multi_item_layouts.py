@@ -173,10 +173,11 @@ def check(kinds, device, seeds, *, num_blocks, **sizes):
         assert worst[place] < tolerance, f"seed {seeds[place * len(kinds) + kind]}: {worst[place]}"
 
 
-@pytest.mark.parametrize("start", [0, 60])
-def test_a_sample_on_the_cpu(start):
-    sizes = {"most_prefix": 700, "most_item": 90, "most_tokens": 150}
-    check(CPU_KINDS, torch.device("cpu"), range(start, start + 60), num_blocks=50, **sizes)
+@pytest.mark.parametrize(("start", "count", "most_tokens"), [(0, 100, 150), (100, 30, 1500)])
+def test_a_sample_on_the_cpu(start, count, most_tokens):
+    """Also of more rows than a block of the CPU's way."""
+    sizes = {"most_prefix": 700, "most_item": 90, "most_tokens": most_tokens}
+    check(CPU_KINDS, torch.device("cpu"), range(start, start + count), num_blocks=50, **sizes)
 
 
 @pytest.mark.gpu

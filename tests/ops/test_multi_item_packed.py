@@ -63,6 +63,33 @@ def arguments(case, dtype, device):
     }
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_sums_of_the_public_cases(name, device):
+    case = CASES[name]
+    given = arguments(case, torch.float32, device)
+    lse = torch.full(given["q"].shape[:2], float("nan"), device=device)
+    multi_item_attention_packed(**given, lse=lse)
+    expected = torch.from_numpy(case["arrays"]["lse"])
+    torch.testing.assert_close(lse.cpu(), expected, rtol=0, atol=2e-5)
+
+
+def test_a_delimiter_influences_nobody(device):
+    """Whatever token it is: other queries, keys and values change no bit of an item."""
+    case = CASES["worked_example"]
+    changed = arguments(case, torch.float32, device)
+    before = multi_item_attention_packed(**changed)
+    places = changed["token_pos_in_items_ptr"].to(torch.int64)
+    first = case["prefix_len"] - (changed["context_lens"][0] - changed["query_lens"][0])
+    rows = first + (places == 0).nonzero()[:, 0]
+    for name in ("q", "k_new", "v_new"):
+        changed[name] = changed[name].clone()
+        changed[name][rows] = 100.0
+    after = multi_item_attention_packed(**changed)
+    others = torch.ones(len(before), dtype=torch.bool)
+    others[rows] = False
+    assert torch.equal(before[others], after[others])
+
+
 def relative_error(out, case):
     expected = torch.from_numpy(case["arrays"]["out"]).double().flatten(1)
     return ((out.double().cpu() - expected).norm() / expected.norm()).item()

@@ -10,6 +10,7 @@ import pytest
 
 from tests.serve.fake_client import SCORED, FakeClient, ask, fake_app, fake_info, running
 from tests.tiny_llm import open_tiny
+from tiercel.engine.score import skipped_tiles
 from tiercel.serve import relevance
 
 PATH = "/v1/score"
@@ -180,6 +181,13 @@ def test_a_client_that_leaves_frees_what_it_holds():
 def test_scored_items_are_counted():
     responses = ask(("POST", PATH, {"json": ASK}), ("GET", "/metrics"))
     assert re.search(r"^tiercel:score_items_total\{.*\} 2\.0$", responses[1].text, re.MULTILINE)
+
+
+def test_tiles_that_items_do_without_are_counted():
+    ids = {"query": [5] * 40, "items": [[7] * 40] * 100, "labels": None, "label_token_ids": [3]}
+    responses = ask(("POST", PATH, {"json": {**ASK, **ids}}), ("GET", "/metrics"))
+    (told,) = re.findall(r"^tiercel:score_tiles_skipped_total\{.*\} (.*)$", responses[1].text, re.M)
+    assert float(told) == skipped_tiles(40, [40] * 100) > 1000
 
 
 # ---- pairs of texts

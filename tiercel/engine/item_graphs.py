@@ -97,7 +97,7 @@ class ItemSteps:
                 self._static = self._static or self._make_static(batch)
                 self._graphs[key] = self._capture(self._static, batch, size, plans)
             except torch.OutOfMemoryError:
-                self._largest = 0  # what the cache leaves is not enough: steps run eagerly
+                self._largest = size - 1  # what the cache leaves is not enough for such steps
                 return self._model.forward(batch)
             if len(self._graphs) > MOST_GRAPHS:
                 self._graphs.popitem(last=False)

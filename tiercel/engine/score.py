@@ -19,6 +19,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+TILE_TOKENS, TILE_KEYS = 32, 128  # of the attention, as it is counted
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreRead:
@@ -58,6 +62,23 @@ class ScoreTask:
         counts = [sum(len(read.token_ids) for read in reads) for reads in self.reads]
         rounds, rest = divmod(num_sequences, len(counts))
         return rounds * sum(counts) + sum(counts[:rest])
+
+
+def skipped_tiles(prefix_len: int, item_lens: Sequence[int]) -> int:
+    """Tiles of attention, per head, that items do without: a causal mask would walk them too.
+
+    Args:
+        prefix_len: tokens before the items.
+        item_lens: tokens of each, at least one item.
+    """
+    lens = np.array(item_lens)
+    first = np.arange(0, lens.sum(), TILE_TOKENS)
+    end = np.minimum(first + TILE_TOKENS, lens.sum())
+    low = np.repeat(np.cumsum(lens) - lens, lens)[first]  # of the first item that a tile touches
+    keys = np.stack((prefix_len + end, np.full_like(end, -prefix_len), low - end))
+    # ceil of what is walked by a causal mask, less those of prefix and items: -ceil(x) = floor(-x).
+    causal, prefix, own = -(-keys[0] // TILE_KEYS), keys[1] // TILE_KEYS, keys[2] // TILE_KEYS
+    return int((causal + prefix + own).clip(0).sum())
 
 
 Node = tuple[int, ...]

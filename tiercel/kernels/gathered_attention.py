@@ -63,7 +63,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, base:
     # The fused kernels that take a mask do not share keys among heads.
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return _attend(q, k, v, place_mask(query_at, key_at, window), scale)
+    return attend_masked(q, k, v, place_mask(query_at, key_at, window), scale)
 
 
 def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, base: int) -> Tensor:
@@ -77,7 +77,7 @@ def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, ba
         mask = place_mask(torch.arange(begin, stop), torch.arange(low, tile + TILE), window)
         keys = slice(low - base, tile + TILE - base)
         rows = slice(begin - start, stop - start)
-        out[rows] = _attend(q[rows], k[keys], v[keys], mask, scale)
+        out[rows] = attend_masked(q[rows], k[keys], v[keys], mask, scale)
     return out
 
 
@@ -87,7 +87,8 @@ def place_mask(query_at: Tensor, key_at: Tensor, window: int) -> Tensor:
     return mask & (key_at > query_at.unsqueeze(1) - window) if window else mask
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention under a mask (queries, keys); shapes as in `attend_one`."""
     out = scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k.transpose(0, 1).unsqueeze(0),

@@ -161,9 +161,10 @@ class Metrics:
         """A client left before its answer was complete."""
         self._server.disconnects.inc()
 
-    def count_score_items(self, count: int) -> None:
-        """Items were scored."""
+    def count_score_items(self, count: int, tiles_skipped: int) -> None:
+        """Items were scored, without so many tiles of attention."""
         self._server.score_items.inc(count)
+        self._server.score_tiles_skipped.inc(tiles_skipped)
 
     def count_unknown_fields(self, count: int) -> None:
         """A request had fields that its route does not know."""
@@ -300,7 +301,6 @@ class _LaterMetrics:
             ("spec_decode_num_draft_tokens", "Tokens of drafts.", ()),
             ("spec_decode_num_accepted_tokens", "Of these, accepted ones.", ()),
             ("spec_decode_num_accepted_tokens_per_pos", "By place.", ("position",)),
-            ("score_tiles_skipped", "Tiles of attention that scoring skipped.", ()),
         ):
             Counter(f"{prefix}:{name}", text, labels, registry=registry)
 
@@ -313,6 +313,8 @@ class _ServerMetrics:
             return Counter(f"{prefix}:{name}", text, labels, registry=registry)
 
         self.score_items = counter("score_items", "Scored items.")
+        text = "Tiles of attention that a causal mask over packed items would have walked."
+        self.score_tiles_skipped = counter("score_tiles_skipped", text)
         self.rejected = counter("requests_rejected", "Refused requests.", ("reason",))
         self.disconnects = counter("client_disconnects", "Clients that left early.")
         self.unknown_fields = counter("unknown_fields", "Request fields that no route knows.")

@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any, Final, Protocol, TypeVar
 
 from tiercel.engine.request import Request
+from tiercel.engine.score import skipped_tiles
 from tiercel.engine.score_inputs import ScoreInputs, ScoreJob, Text
 from tiercel.engine.score_params import ScoreParams
 from tiercel.engine.streams import TokenStream
@@ -182,7 +183,12 @@ def _report(
         )
     )
     if has_ended:
-        state.metrics.count_score_items(job.num_items)
+        tiles = (
+            skipped_tiles(len(request.prompt_token_ids), [len(x) for x in request.score.items])
+            for request in job.requests
+            if request.score is not None and request.score.items
+        )
+        state.metrics.count_score_items(job.num_items, sum(tiles))
     line.prompt_tokens, line.completion_tokens = job.prompt_tokens, 0
     line.cached_tokens = _num_cached(job.requests)
     line.queue_ms = None if queue_s is None else 1000 * queue_s
