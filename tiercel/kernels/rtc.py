@@ -303,6 +303,7 @@ def launch(
     arguments: Sequence[Any],
     *,
     grid_y: int = 1,
+    grid_z: int = 1,
     is_dependent: bool = False,
 ) -> None:
     """Enqueue on PyTorch's current stream of the kernel's device; may be captured into a graph.
@@ -313,6 +314,7 @@ def launch(
         threads: of a CTA.
         arguments: in the kernel's order, each of its parameter's width; the driver copies them.
         grid_y: CTAs in the second direction.
+        grid_z: CTAs in the third.
         is_dependent: the kernel may start before the one before it ends (Hopper and later): all its
             threads wait (griddepcontrol.wait) before they touch what that one reads or writes.
 
@@ -322,7 +324,7 @@ def launch(
     places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     index = kernel.device.index
     config = _LaunchConfig(
-        (grid, grid_y, 1),
+        (grid, grid_y, grid_z),
         (threads, 1, 1),
         kernel.smem_bytes,
         torch._C._cuda_getCurrentRawStream(index),
