@@ -62,6 +62,43 @@ def test_a_replay_has_the_bits_of_an_eager_step(path, count):
         assert run(llm) == replayed
 
 
+LONG = [{"prompt_token_ids": [(3 * i + j) % 250 for j in range(17 + 40 * i)]} for i in range(8)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chosen", [slice(0, 1), slice(3, 4), slice(1, 5), slice(0, 8)], ids=str)
+def test_a_replayed_prompt_has_the_bits_of_an_eager_one(path, chosen, monkeypatch):
+    """Alone or some together, whole or in chunks, on blocks of their own or cached ones."""
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=20, ignore_eos=True)
+
+    def run(llm):
+        outputs = llm.generate(LONG[chosen], params) + llm.generate(LONG[chosen], params)
+        assert not llm._engine.has_work
+        return [output.outputs[0].logprobs for output in outputs]
+
+    monkeypatch.setenv("TIERCEL_PROMPT_GRAPH", "1")
+    results = []
+    for graphs in ("1", "0"):
+        monkeypatch.setenv("TIERCEL_CUDA_GRAPH", graphs)
+        with open_on_gpu(path, max_num_batched_tokens=400) as llm:
+            steps = llm._engine.runner.prompt_steps
+            assert steps.sizes[-1] == 384
+            assert len(steps._graphs) == (len(steps.sizes) if graphs == "1" else 0)
+            results.append(run(llm))
+    assert results[0] == results[1]
+
+
+@pytest.mark.gpu
+def test_a_padded_prompt_is_near_an_unpadded_one(path, monkeypatch):
+    monkeypatch.setenv("TIERCEL_PROMPT_GRAPH", "1")
+    with open_on_gpu(path) as llm:
+        steps = llm._engine.runner.prompt_steps
+        prompt = LONG[5]["prompt_token_ids"]
+        padded = llm.logits(prompt)
+        steps.sizes = []
+        assert abs(llm.logits(prompt) - padded).max() < 0.02 * abs(padded).max()
+
+
 @pytest.mark.gpu
 def test_graphs_can_be_switched_off(path, monkeypatch):
     monkeypatch.setenv("TIERCEL_CUDA_GRAPH", "0")

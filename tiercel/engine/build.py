@@ -136,6 +136,7 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
         gpu_memory_utilization=resolve_share(options.gpu_memory_utilization),
         prefix_cache=env.has_prefix_cache(),
         cuda_graphs=device.type == "cuda" and env.has_cuda_graphs(),
+        prompt_graphs=device.type == "cuda" and env.has_prompt_graphs(),
         overlap=env.has_overlap(default=device.type == "cuda"),
         sync_debug=device.type == "cuda" and env.is_sync_debug(),
         seed=resolve_count("seed", options.seed, 0, 2**63 - 1, low=-(2**63)),

@@ -32,6 +32,7 @@ class EngineConfig:
         seed: of requests without one.
         prefix_cache: whether computed blocks are kept for prompts that begin the same.
         cuda_graphs: whether decode steps are captured at start and replayed.
+        prompt_graphs: whether steps of short prompts are padded and captured too.
         overlap: whether a step is planned and enqueued while the one before it runs.
         sync_debug: whether a wait for the device within a step is an error.
     """
@@ -46,6 +47,7 @@ class EngineConfig:
     seed: int
     prefix_cache: bool = True
     cuda_graphs: bool = False
+    prompt_graphs: bool = False
     overlap: bool = False
     sync_debug: bool = False
 

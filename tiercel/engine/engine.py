@@ -264,7 +264,7 @@ def build_engine(
     tokenizer: Tokenizer,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Engine:
-    """Load a model, make room for its cache, and capture its decode graphs.
+    """Load a model, make room for its cache, and capture its graphs.
 
     Args:
         source: a checked file.
@@ -326,6 +326,9 @@ def build_engine(
         ) from error
     if config.cuda_graphs:
         runner.decode_steps.capture(None if progress is None else partial(progress, "Capturing"))
+        if config.prompt_graphs:
+            report = None if progress is None else partial(progress, "Capturing prompts")
+            runner.prompt_steps.capture(report)
     cache = CacheManager(
         [GroupBlocks(size, group.spec.window) for group, size in zip(groups, sizes, strict=True)],
         config.block_size,

@@ -21,6 +21,7 @@ from tiercel.engine.copies import HostCopies
 from tiercel.engine.faults import Faults
 from tiercel.engine.graphs import LARGEST_BUCKET, DecodeSteps
 from tiercel.engine.packed_items import PackedStep, pack_items
+from tiercel.engine.prompt_graphs import PromptSteps
 from tiercel.engine.prompt_reads import PromptPiece, read_prompt
 from tiercel.engine.request import Request
 from tiercel.engine.rows import Rows, lists_to_device, to_device
@@ -60,6 +61,7 @@ class ModelRunner:
         self.sampler = sampler
         self.config = config
         self.decode_steps = DecodeSteps(model, rows, config)
+        self.prompt_steps = PromptSteps(model, rows, config)
         is_cuda = config.device.type == "cuda"
         self._copy_stream = torch.cuda.Stream(config.device) if is_cuda else None
 
@@ -114,19 +116,17 @@ class ModelRunner:
             return 0
         longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
         chunks = [longest] * (config.max_num_batched_tokens // longest)
+        captured = [[1] * min(config.max_num_seqs, LARGEST_BUCKET)]
+        captured += [[size] for size in self.prompt_steps.sizes[-1:]]
         peaks = []
-        for query_lens in (
-            [1] * min(config.max_num_seqs, LARGEST_BUCKET),
-            [min(64, longest)],
-            chunks,
-        ):
+        for query_lens in (*captured, [min(64, longest)], chunks):
             before = torch.cuda.memory_allocated(config.device)
             torch.cuda.reset_peak_memory_stats(config.device)
             self.run_scratch(query_lens)
             peaks.append(torch.cuda.max_memory_allocated(config.device) - before)
         torch.cuda.empty_cache()
         # Graphs keep memory of their own; eager steps share the rest.
-        return max(peaks) + (peaks[0] if config.cuda_graphs else 0)
+        return max(peaks) + (sum(peaks[: len(captured)]) if config.cuda_graphs else 0)
 
     def _write_rows(self, plan: SchedulerOutput) -> None:
         """Bring the rows up to date with what the host decided."""
@@ -166,15 +166,19 @@ class ModelRunner:
             (rows, ends, lines, [rows[i] for i in drawn]), self.config.device
         )
         context_lens = [part.start + part.num_tokens for part in parts]
+        hidden = None
         packed = pack_items(parts) if any(part.items for part in parts) else None
-        batch = self._batch(lengths, context_lens, there, starts, lines_there, packed)
-        hidden = self.model.forward(batch)
+        if packed is None:
+            hidden = self.prompt_steps(rows, lengths, context_lens)
+        if hidden is None:
+            batch = self._batch(lengths, context_lens, there, starts, lines_there, packed)
+            hidden = self.model.forward(batch)
         for part, place in zip(parts, ends[:-1].tolist(), strict=True):
             if part.request.reads_prompt:
                 pieces += read_prompt(self.model, part, hidden, place)
             if part.has_scores:
                 pieces += read_scores(self.model, part, hidden, place, self.sampler.is_banned)
-        return drawn_there, self.model.logits(hidden, batch.logits_rows)
+        return drawn_there, self.model.logits(hidden, lines_there)
 
     def _batch(
         self,

@@ -97,6 +97,49 @@ def make_tiles(
     return np.ascontiguousarray(np.concatenate(rows)[order].astype(np.int32))
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTiles:
+    """Tiles of prompts on the host, for a plan whose place on the device is fixed.
+
+    Attributes:
+        config: how the kernel is launched.
+        table: (num_tiles, 8) int32, see above.
+    """
+
+    config: MultiItemAttentionConfig
+    table: npt.NDArray[np.int32]
+
+    def plan(self, table: Tensor, num_tokens: int) -> MultiItemAttentionPlan:
+        """The plan that reads `table`, (num_tiles, 8) int32 on the device, at each launch."""
+        zeros = table.new_zeros(2)
+        return MultiItemAttentionPlan(
+            config=self.config,
+            tiles=table,
+            item_start=zeros[:0],
+            counter=zeros,
+            heads_first=True,
+            has_items=False,
+            num_tokens=num_tokens,
+        )
+
+
+def make_padded_tiles(
+    config: MultiItemAttentionConfig,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    group: int,
+    spare: int,
+) -> PromptTiles:
+    """As many tiles as `spare` prompts of so many tokens in all can have; group: heads of a tile.
+
+    The cheapest tile fills the table up: one that is computed twice is written twice.
+    """
+    step = config.block_m // group  # tokens
+    tiles = make_tiles(query_lens, context_lens, context_lens, None, step)
+    missing = sum(query_lens) // step + spare - len(tiles)
+    return PromptTiles(config, np.concatenate((tiles, np.repeat(tiles[-1:], missing, axis=0))))
+
+
 def read_positions(
     query_lens: Sequence[int],
     context_lens: Sequence[int],

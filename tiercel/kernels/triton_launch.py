@@ -46,6 +46,12 @@ def is_dependent(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= DEPENDENT_CAPABILITY
 
 
+def dependent_options(device: torch.device) -> dict[str, bool]:
+    """What Triton's own call of a kernel with IS_DEPENDENT takes besides its arguments."""
+    dependent = is_dependent(device)
+    return {"IS_DEPENDENT": dependent} | ({"launch_pdl": True} if dependent else {})
+
+
 class _Pointer:
     """What Triton asks of a tensor to compile for it."""
 

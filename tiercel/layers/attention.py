@@ -9,6 +9,7 @@ Items to score take the second one, which reads their own keys from this step's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,16 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.cache.spec import KVCacheSpec, attention_spec
 from tiercel.layers.linear import Linear
-from tiercel.ops.multi_item_attention import multi_item_attention, plan_multi_item_attention
+from tiercel.ops.multi_item_attention import (
+    make_prompt_tiles,
+    multi_item_attention,
+    plan_multi_item_attention,
+)
 from tiercel.ops.paged_attention import MAX_DECODE_QUERIES, paged_attention
 from tiercel.ops.rotary_kv_write import rotary_kv_write
 
 if TYPE_CHECKING:
-    from tiercel.kernels.attention_tiles import MultiItemAttentionPlan
+    from tiercel.kernels.attention_tiles import MultiItemAttentionPlan, PromptTiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,9 @@ class AttentionShape:
     head_dim: int
     scale: float
     window: int
+
+
+LayerKind = tuple[AttentionShape, int]  # and the cache group: layers of a kind share plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,11 @@ class Attention:
         self.k_cache = self.v_cache = torch.empty(0)  # set by bind_cache
         self.group = 0
 
+    @property
+    def kind(self) -> LayerKind:
+        """Which plans of a step are this layer's."""
+        return (self.shape, self.group)
+
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         """What this layer keeps per token."""
         shape = self.shape
@@ -102,6 +115,20 @@ class Attention:
             item_start=None if items is None else items.item_start,
         )
         return PromptPlan(tiles, batch.block_tables[self.group].index_select(0, batch.rows))
+
+    def prompt_tiles(
+        self, query_lens: Sequence[int], context_lens: Sequence[int], *, longest: int, spare: int
+    ) -> PromptTiles:
+        """Tiles of a step of prompts on the host; see `make_prompt_tiles`."""
+        return make_prompt_tiles(
+            query_lens,
+            context_lens,
+            num_heads=self.shape.num_heads,
+            k_cache=self.k_cache,
+            window=self.shape.window,
+            longest=longest,
+            spare=spare,
+        )
 
     def __call__(self, x: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
         """x: (T, hidden); plan: of this step and shape. Returns (T, hidden)."""

@@ -12,7 +12,7 @@ is float32 throughout, because sums of Gemma's activations pass the range of flo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import KVCacheSpec
-from tiercel.layers.attention import Attention, AttentionShape, HeadNorms, PromptPlan
+from tiercel.layers.attention import Attention, AttentionShape, HeadNorms, LayerKind, PromptPlan
 from tiercel.layers.embedding import Embedding
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
@@ -102,19 +102,23 @@ class Decoder:
             for index, planes in pool.layers.items():
                 self.layers[index].attention.bind_cache(planes, group)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch, plans: Mapping[LayerKind, PromptPlan] | None = None) -> Tensor:
         """Pass the new tokens through all layers.
+
+        Args:
+            batch: the step.
+            plans: of its prompts, for each kind of layer; without them they are made here.
 
         Returns:
             (T, hidden) float32, the residual before the last norm.
         """
         x, update = self.embedding(batch.input_ids), None
-        plans: dict[tuple[AttentionShape, int], PromptPlan | None] = {}
+        found: dict[LayerKind, PromptPlan | None] = {**(plans or {})}
         for layer in self.layers:
-            kind = (layer.attention.shape, layer.attention.group)
-            if kind not in plans:
-                plans[kind] = layer.attention.plan(batch)
-            update = layer(x, update, batch, plans[kind])
+            kind = layer.attention.kind
+            if kind not in found:
+                found[kind] = layer.attention.plan(batch)
+            update = layer(x, update, batch, found[kind])
         if update is None:
             return x
         if self.last_update_norm is not None:

@@ -17,7 +17,7 @@ from tiercel.kernels.attention_tiles import read_positions
 from tiercel.kernels.gathered_attention import attend_one, first_key, gather_cache
 
 if TYPE_CHECKING:
-    from tiercel.kernels.attention_tiles import MultiItemAttentionPlan
+    from tiercel.kernels.attention_tiles import MultiItemAttentionPlan, PromptTiles
     from tiercel.kernels.multi_item_attention import MultiItemAttentionConfig
 
 
@@ -106,18 +106,43 @@ def plan_multi_item_attention(
         query_lens: as in the op, and so the rest.
         context_lens: as in the op.
         num_heads: query heads of the layers.
-        k_cache: the key cache of one of the layers; only its shape, dtype and device count.
+        k_cache: the key cache of one of the layers.
         window: of the layers.
         prefix_len: as in the op.
         item_start: as in the op.
-
-    Raises:
-        ArgumentError: as in the op.
     """
     lengths = _read_lengths(query_lens, context_lens, prefix_len, item_start)
     if not k_cache.is_cuda or not query_lens:
         return None
     return _make_plan(lengths, num_heads // k_cache.shape[2], k_cache, window)
+
+
+def make_prompt_tiles(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    num_heads: int,
+    k_cache: Tensor,
+    window: int,
+    longest: int,
+    spare: int,
+) -> PromptTiles:
+    """Plan a step of prompts without items on the host, in a table of fixed length.
+
+    Args:
+        query_lens: as in the op, and so the rest.
+        context_lens: as in the op.
+        num_heads: query heads of the layers.
+        k_cache: on a GPU.
+        window: of the layers.
+        longest: bound of `context_lens` that chooses the kernel.
+        spare: requests that the table has room for.
+    """
+    from tiercel.kernels.attention_tiles import make_padded_tiles
+
+    group, lengths = num_heads // k_cache.shape[2], _Lengths((), (longest,), (longest,), None)
+    config = _config(lengths, group, k_cache, window)
+    return make_padded_tiles(config, query_lens, context_lens, group, spare)
 
 
 def multi_item_attention_packed(
@@ -225,8 +250,8 @@ def _read_lengths(
 ) -> _Lengths:
     """Check lengths and item starts among each other."""
     query, context = tuple(query_lens), tuple(context_lens)
-    pairs = zip(query, context, strict=False)
-    if len(query) != len(context) or not all(0 < new <= length for new, length in pairs):
+    is_fit = all(0 < new <= length for new, length in zip(query, context, strict=False))
+    if len(query) != len(context) or not is_fit:
         raise ArgumentError(
             f"multi_item_attention: query_lens {query} do not fit context_lens {context}.",
             hint="Give each request 1 or more new tokens, at most its length.",
