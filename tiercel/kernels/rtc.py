@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel.env import cache_dir
+from tiercel import env
 from tiercel.errors import InternalError
 
 # Without fast math: it changes division, roots and denormals of a whole file. A kernel asks for
@@ -198,7 +198,7 @@ def load_cubin(source: KernelSource, arch: str, folder: Path | None = None) -> b
     Raises:
         InternalError: as `compile_cubin`.
     """
-    folder = cache_dir() / "cubins" if folder is None else folder
+    folder = env.cache_dir() / "cubins" if folder is None else folder
     path = cubin_path(source, arch, compiler_version(), folder)
     cubin = _read_entry(path)
     if cubin is None:
@@ -288,6 +288,11 @@ def load_kernel(source: KernelSource, device: torch.device, smem_bytes: int = 0)
             code = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SMEM, smem_bytes)
             _check(code, f"{name}: asking for {smem_bytes} bytes of shared memory")
     return Kernel(name, function, device, smem_bytes)
+
+
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether launches on a CUDA device may overlap the kernel ahead: Hopper or later, as asked."""
+    return env.has_dependent_launch() and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache

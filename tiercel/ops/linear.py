@@ -16,15 +16,11 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from tiercel.env import (
-    has_dependent_launch,
-    has_fused_gemm,
-    has_prefill_gemm,
-    has_q4k_soa,
-)
+from tiercel.env import has_fused_gemm, has_prefill_gemm, has_q4k_soa
 from tiercel.errors import ArgumentError
 from tiercel.kernels import int4_planes
 from tiercel.kernels.int4_planes import Int4Planes
+from tiercel.kernels.rtc import has_dependent_launch
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_gemm import has_q4k_gemm, load_q4k_gemm, q4k_gemm
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
@@ -171,7 +167,7 @@ def _prepare_packed(
     """Parts on a GPU of which some are K-quants; the others are views of the dense copy, if any."""
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
     layout = Layout.SOA if has_q4k_soa() else Layout.FILE
-    is_dependent = has_dependent_launch() and torch.cuda.get_device_capability(device) >= (9, 0)
+    is_dependent = has_dependent_launch(device)
     moved = [part.to(device) for part in parts]
     dense = torch.empty(shape, dtype=dtype, device=device) if dense_copies else None
     segments: list[Tensor | Int4Planes | Q4kWeight] = []
