@@ -16,6 +16,13 @@ from tiercel.errors import InternalError
 from tiercel.kernels import rtc
 from tiercel.kernels.multi_item_attention import cuda_source, select_multi_item_attention
 from tiercel.kernels.q4k_dequantize import dequantize_source
+from tiercel.kernels.q4k_gemm import (
+    TOKEN_CLASSES,
+    gemm_source,
+    image_source,
+    make_config,
+    select_q4k_gemm,
+)
 from tiercel.kernels.q4k_matvec import cuda_source as cuda_source_q4k
 from tiercel.kernels.q4k_matvec import select_q4k_matvec
 
@@ -126,6 +133,30 @@ def test_q4k_kernels_compile_everywhere(source, arch, tmp_path):
     assert len(re.findall(r"\b(?:LDL|STL)", text)) <= 8
     if dict(source.macros)["IN_FILE"] == 0:
         assert "LDGSTS.E.BYPASS.128" in text
+
+
+def gemm_cases():
+    """What the matrices of an 8B model take, and the largest CTA of each number of tokens."""
+    for name in ("Q4_K", "Q6_K"):
+        for tokens in TOKEN_CLASSES:
+            yield make_config(name, tokens, 3, 1), name
+            for shape in ((6144, 4096), (4096, 12288), (24576, 4096), (1024, 4096)):
+                yield select_q4k_gemm(name, shape, tokens), name
+
+
+@pytest.mark.parametrize(("config", "name"), sorted(set(gemm_cases()), key=str), ids=str)
+def test_q4k_gemm_compiles_as_designed(config, name, tmp_path):
+    """No spill worth the name, and products that do not wait for each other."""
+    cubin = compile_here(gemm_source(name, torch.float16, config), tmp_path)
+    assert registers_of(cubin, tmp_path) * (128 * config.groups + 32) <= 65536
+    text = ask(cubin, tmp_path, "nvdisasm", "-c")
+    products = [line for line in text.splitlines() if "HGMMA" in line]
+    assert len(products) == 16  # of a unit
+    assert len(re.findall(r"\b(?:LDL|STL)", text)) <= 8
+    # One wait per four products: more means that ptxas serialised them (C7515).
+    assert sum("gsb0" in line for line in products) <= 4
+    assert "UBLKCP" in text
+    compile_here(image_source(name, config.tokens), tmp_path)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=str)

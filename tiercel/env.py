@@ -74,6 +74,19 @@ def has_dependent_launch() -> bool:
     return read_flag("TIERCEL_PDL", default=True)
 
 
+def has_prefill_gemm() -> bool:
+    """Whether ``TIERCEL_PREFILL_GEMM`` lets many tokens leave the reader of 16 tokens at a time."""
+    return read_flag("TIERCEL_PREFILL_GEMM", default=True)
+
+
+def has_fused_gemm() -> bool:
+    """Whether ``TIERCEL_FUSED_GEMM`` lets 17 to 96 tokens multiply K-quants decoded on their way.
+
+    Off until whole steps were measured with it (docs/notes/q4k.md).
+    """
+    return read_flag("TIERCEL_FUSED_GEMM", default=False)
+
+
 def has_overlap(*, default: bool) -> bool:
     """Whether ``TIERCEL_OVERLAP`` lets a step be enqueued while the one before it runs."""
     return read_flag("TIERCEL_OVERLAP", default=default)
@@ -86,7 +99,10 @@ def is_sync_debug() -> bool:
 
 def switches() -> dict[str, str]:
     """The toggles that are set, for reports: names and values."""
-    names = ("CUDA_GRAPH", "Q4K_SOA", "PDL", "OVERLAP", "PREFIX_CACHE", "PREFILL_GEMM")
+    names = (
+        *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "FUSED_GEMM"),
+        *("OVERLAP", "PREFIX_CACHE"),
+    )
     found = {f"TIERCEL_{name}": os.environ.get(f"TIERCEL_{name}", "") for name in names}
     return {name: text for name, text in found.items() if text}
 

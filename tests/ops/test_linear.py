@@ -19,6 +19,7 @@ from tiercel.ops.linear import (
     prepare_linear,
     resting_bytes,
     select_form,
+    select_rows,
 )
 from tiercel.ops.q4k_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
 from tiercel.quant import Layout, QuantTensor, QuantType
@@ -193,9 +194,10 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
         dense = decoded(parts).half()
         first, last = (prepare_q4k(part, Layout.SOA) for part in (parts[0], parts[2]))
         segments = (first, dense[40:64], last)
-        weight = LinearWeight(segments, (81, 512), dense if has_copy else None)
+        limits = select_rows(has_copy=has_copy, has_fused=False, uses_gemm=True)
+        weight = LinearWeight(segments, (81, 512), dense if has_copy else None, *limits)
     x = (torch.randn(rows, 512) / 10).half()
-    is_packed = rows <= MAX_TOKENS or (rows <= MOST_PACKED_ROWS and not has_copy)
+    is_packed = rows <= weight.reader_rows
     out = linear(x.to(device), weight)
     results = {torch.float16: out}
     if device.type == "cuda":  # PyTorch has no such product of 16-bit inputs on a CPU
@@ -207,6 +209,33 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
     for at, segment in ((slice(0, 40), weight.segments[0]), (slice(64, 81), weight.segments[2])):
         alone = q4k_matvec(x[:1].to(device), segment)
         assert torch.equal(out[:1, at], alone) or not is_packed
+
+
+def test_paths_by_rows():
+    """The reader, then the fused product where there is one, then dense weights."""
+    for has_copy in (True, False):
+        assert select_rows(has_copy=has_copy, has_fused=True, uses_gemm=False)[0] > 10**9
+        reader, fused = select_rows(has_copy=has_copy, has_fused=True, uses_gemm=True)
+        assert reader == MAX_TOKENS < fused
+    assert select_rows(has_copy=True, has_fused=False, uses_gemm=True) == (MAX_TOKENS, 0)
+    assert select_rows(has_copy=False, has_fused=False, uses_gemm=True) == (MOST_PACKED_ROWS, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_paths_agree(has_copy, device, monkeypatch):
+    """TIERCEL_PREFILL_GEMM=0 reads 16 rows at a time; every path is near it at any size."""
+    parts = [make_weight("Q4_K", 200, 1024, 1), make_weight("Q6_K", 60, 1024, 2)]
+    monkeypatch.setenv("TIERCEL_FUSED_GEMM", "1")
+    usual = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
+    monkeypatch.setenv("TIERCEL_PREFILL_GEMM", "0")
+    exact = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
+    x = torch.randn(700, 1024).half().to(device)
+    whole = linear(x, exact)
+    assert torch.equal(whole[16:32], linear(x[16:32], usual))
+    for rows in (17, 64, 100, 128, 129, 300, 700):
+        assert torch.equal(linear(x[:rows], exact), whole[:rows])
+        assert relative_error(linear(x[:rows], usual), whole[:rows].double().cpu()) < 1e-3
 
 
 def test_bytes_at_rest():

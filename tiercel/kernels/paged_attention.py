@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from tiercel.kernels.triton_launch import dependent_options, wait_for_inputs
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -204,8 +206,10 @@ def paged_attention_kernel(
     FINE_KEYS: tl.constexpr,
     FINE_END: tl.constexpr,
     COARSE_KEYS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Partials of some splits of one request, one key/value head and one tile of rows."""
+    wait_for_inputs(IS_DEPENDENT)
     # Tiles of one head, then heads, run side by side: the former share keys, the latter blocks.
     row_tiles = tl.num_programs(0) // kv_heads
     kv_head = tl.program_id(0) // row_tiles
@@ -228,8 +232,7 @@ def paged_attention_kernel(
     in_head = cols < HEAD_DIM
     in_q = (token * q_token_stride + head * q_head_stride)[:, None] + cols[None, :]
     q = tl.load(q_ptr + in_q, mask=is_row[:, None] & in_head[None, :], other=0.0)
-    in_tile = tl.arange(0, TILE)
-    cache_stride = kv_heads * HEAD_DIM
+    in_tile, cache_stride = tl.arange(0, TILE), kv_heads * HEAD_DIM
     in_cache = kv_head * HEAD_DIM + in_tile[:, None] * cache_stride + cols[None, :]
     table_ptr = tables_ptr + tl.load(rows_ptr + request).to(tl.int64) * table_stride
     out = (token * (kv_heads * group) + head) * slots
@@ -254,8 +257,7 @@ def paged_attention_kernel(
         maximum, sums, acc = fold_tile(tl.trans(q), k, v, is_seen, scale_log2, maximum, sums, acc)
         split = split_of(tile * TILE, FINE_KEYS, FINE_END, COARSE_KEYS)
         if (split_of(next_key, FINE_KEYS, FINE_END, COARSE_KEYS) > split) | (next_key >= end):
-            place = out + split
-            store_split(partials_ptr, stats_ptr, place, is_row, maximum, sums, acc, HEAD_DIM)
+            store_split(partials_ptr, stats_ptr, out + split, is_row, maximum, sums, acc, HEAD_DIM)
             maximum = tl.full((ROWS,), float("-inf"), tl.float32)
 
 
@@ -275,8 +277,10 @@ def merge_splits_kernel(
     COARSE_KEYS: tl.constexpr,
     SPLITS: tl.constexpr,  # splits of one step
     COLS: tl.constexpr,  # columns of one program
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Some columns of one row of the result."""
+    wait_for_inputs(IS_DEPENDENT)
     head = tl.program_id(0) % heads
     query = tl.program_id(1)
     request = tl.program_id(2)
@@ -344,8 +348,7 @@ def launch_paged_attention(
     reqs, (_, block_size, kv_heads, head_dim) = seq_lens.shape[0], k_cache.shape
     if q.shape[0] == 0:
         return
-    heads, slots = q.shape[1], partials.shape[1]
-    group = heads // kv_heads
+    heads, slots, group = q.shape[1], partials.shape[1], q.shape[1] // kv_heads
     row_tile = config.rows(max_query_len, group)
     row_tiles = triton.cdiv(max_query_len * group, row_tile)
     parts = config.num_parts(slots, reqs * kv_heads * row_tiles)
@@ -355,6 +358,7 @@ def launch_paged_attention(
         "COARSE_KEYS": config.coarse_keys,
         # Whether a product and a sum are fused may differ among widths of the tile; so: never.
         "enable_fp_fusion": False,
+        **dependent_options(q.device),
     }
     paged_attention_kernel[(kv_heads * row_tiles, parts, reqs)](
         q,

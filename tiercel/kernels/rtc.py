@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel.env import cache_dir
+from tiercel import env
 from tiercel.errors import InternalError
 
 # Without fast math: it changes division, roots and denormals of a whole file. A kernel asks for
@@ -198,7 +198,7 @@ def load_cubin(source: KernelSource, arch: str, folder: Path | None = None) -> b
     Raises:
         InternalError: as `compile_cubin`.
     """
-    folder = cache_dir() / "cubins" if folder is None else folder
+    folder = env.cache_dir() / "cubins" if folder is None else folder
     path = cubin_path(source, arch, compiler_version(), folder)
     cubin = _read_entry(path)
     if cubin is None:
@@ -290,6 +290,11 @@ def load_kernel(source: KernelSource, device: torch.device, smem_bytes: int = 0)
     return Kernel(name, function, device, smem_bytes)
 
 
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether launches on a CUDA device may overlap the kernel ahead: Hopper or later, as asked."""
+    return env.has_dependent_launch() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @functools.cache
 def _dependent_attribute() -> Any:
     """A pointer to the attribute of a dependent launch; the driver only reads it."""
@@ -303,6 +308,7 @@ def launch(
     arguments: Sequence[Any],
     *,
     grid_y: int = 1,
+    grid_z: int = 1,
     is_dependent: bool = False,
 ) -> None:
     """Enqueue on PyTorch's current stream of the kernel's device; may be captured into a graph.
@@ -313,6 +319,7 @@ def launch(
         threads: of a CTA.
         arguments: in the kernel's order, each of its parameter's width; the driver copies them.
         grid_y: CTAs in the second direction.
+        grid_z: CTAs in the third.
         is_dependent: the kernel may start before the one before it ends (Hopper and later): all its
             threads wait (griddepcontrol.wait) before they touch what that one reads or writes.
 
@@ -322,7 +329,7 @@ def launch(
     places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     index = kernel.device.index
     config = _LaunchConfig(
-        (grid, grid_y, 1),
+        (grid, grid_y, grid_z),
         (threads, 1, 1),
         kernel.smem_bytes,
         torch._C._cuda_getCurrentRawStream(index),

@@ -24,10 +24,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tiercel.env import has_dependent_launch
+from tiercel.kernels import rtc
 
 ALIGNMENT = 16  # bytes, of a vector load
-DEPENDENT_CAPABILITY = (9, 0)
 
 
 @triton.jit
@@ -41,9 +40,13 @@ def wait_for_inputs(IS_DEPENDENT: tl.constexpr):
 @functools.cache
 def is_dependent(device: torch.device) -> bool:
     """Whether kernels on a device may start before the one ahead ends; read once a process."""
-    if device.type != "cuda" or not has_dependent_launch():
-        return False
-    return torch.cuda.get_device_capability(device) >= DEPENDENT_CAPABILITY
+    return device.type == "cuda" and rtc.has_dependent_launch(device)
+
+
+def dependent_options(device: torch.device) -> dict[str, bool]:
+    """What Triton's own call of a kernel with IS_DEPENDENT takes besides its arguments."""
+    dependent = is_dependent(device)
+    return {"IS_DEPENDENT": dependent} | ({"launch_pdl": True} if dependent else {})
 
 
 class _Pointer:
@@ -98,12 +101,14 @@ class TritonLaunch:
             return
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-        is_aligned = all(not address or address % ALIGNMENT == 0 for address in addresses)
+        # For each pointer, as Triton does: one that is read as a scalar must not change how others
+        # are spread over lanes, and so the order of sums.
+        are_aligned = [not address or address % ALIGNMENT == 0 for address in addresses]
         device = first.get_device()
-        key = (device, is_aligned, *dtypes)
+        key = (device, *dtypes, *are_aligned)
         found = self._compiled.get(key)
         if found is None:
-            found = self._compiled[key] = self._compile(dtypes, is_aligned, numbers, first.device)
+            found = self._compiled[key] = self._compile(dtypes, are_aligned, numbers, first.device)
         kernel, dependent = found
         kernel[grid](
             *addresses,
@@ -116,14 +121,15 @@ class TritonLaunch:
     def _compile(
         self,
         dtypes: Sequence[torch.dtype | None],
-        is_aligned: bool,
+        are_aligned: Sequence[bool],
         numbers: Sequence[int | float],
         device: torch.device,
     ) -> tuple[Any, bool]:
         """The kernel, loaded on a device, and whether its launches are dependent."""
         dependent = is_dependent(device)
         pointers = [
-            None if dtype is None else _Pointer(dtype, is_aligned=is_aligned) for dtype in dtypes
+            None if dtype is None else _Pointer(dtype, is_aligned=is_aligned)
+            for dtype, is_aligned in zip(dtypes, are_aligned, strict=True)
         ]
         options = {"num_warps": self._num_warps} | ({"launch_pdl": True} if dependent else {})
         with torch.cuda.device(device):

@@ -1,9 +1,10 @@
 """x @ W^T with W prepared once for its device: which form it rests in, which kernel reads it.
 
 On a CPU in bfloat16 a quantised matrix stays packed (`kernels/int4_planes.py`). On a GPU in float16
-K-quants stay packed for up to 16 rows (`ops/q4k_matvec.py`), beside a dense copy for more rows
-where there is memory for one. Everything else rests dense in the dtype of the activations. Matrices
-that share an input are prepared together and multiplied in one call where their forms agree.
+K-quants stay packed: for up to 16 rows (`ops/q4k_matvec.py`), on Hopper for some more
+(`ops/q4k_gemm.py`), and beside a dense copy for many rows where there is memory for one. Everything
+else rests dense in the dtype of the activations. Matrices that share an input are prepared together
+and multiplied in one call where their forms agree.
 """
 
 from __future__ import annotations
@@ -15,21 +16,27 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from tiercel.env import has_dependent_launch, has_q4k_soa
+from tiercel.env import has_fused_gemm, has_prefill_gemm, has_q4k_soa
 from tiercel.errors import ArgumentError
 from tiercel.kernels import int4_planes
 from tiercel.kernels.int4_planes import Int4Planes
+from tiercel.kernels.rtc import has_dependent_launch
 from tiercel.ops.dequantize import dequantize
+from tiercel.ops.q4k_gemm import has_q4k_gemm, load_q4k_gemm, q4k_gemm
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
 
 # From here on a float32 product of float16 weights is faster widened in slices than as rows of dot
 # products: 42 against 143 GFLOP/s (2 cores, torch 2.13), equal at 3 rows.
 WIDE_ROWS = 4
+MAX_ROWS = 2**31 - 1
 EXACT_ROWS = 4  # rows of a product from which on a CPU treats each alike (float32)
 # Rows up to which packed K-quants go 16 at a time where there is no dense copy. Qwen3-8B's gate and
 # up at 64 rows: 97 us, 125 for decoding and cuBLAS (H200, docs/notes/q4k.md).
 MOST_PACKED_ROWS = 64
+# Rows up to which the fused product beats cuBLAS on a dense copy (64 rows of Qwen3-8B's gate and up
+# 36 against 52 us, o 11 and 11; 128 rows 56 and 55, 15 and 14), and decoding for the call.
+FUSED_ROWS = {True: 96, False: 256}  # H200, docs/notes/q4k.md
 WIDE_SLICE = 8192  # output rows widened at once: 19 MB of float32 at 576 columns
 
 
@@ -41,11 +48,15 @@ class LinearWeight:
         segments: consecutive output rows, each dense (out, in), packed planes or K-quants.
         shape: (out_features, in_features) of all segments.
         dense: (out_features, in_features) of all segments beside packed K-quants; None without.
+        reader_rows: rows up to which packed K-quants are read 16 rows at a time.
+        fused_rows: rows up to which beyond that they are decoded within the product.
     """
 
     segments: tuple[Tensor | Int4Planes | Q4kWeight, ...]
     shape: tuple[int, int]
     dense: Tensor | None = None
+    reader_rows: int = MAX_TOKENS
+    fused_rows: int = 0
 
 
 def select_form(qtype_name: str, out_features: int, dtype: torch.dtype, device_type: str) -> str:
@@ -65,6 +76,21 @@ def select_form(qtype_name: str, out_features: int, dtype: torch.dtype, device_t
     if not packs or out_features % int4_planes.ROW_MULTIPLE:
         return "dense"
     return f"planes{int4_planes.PLANES[qtype_name]}"
+
+
+def select_rows(*, has_copy: bool, has_fused: bool, uses_gemm: bool) -> tuple[int, int]:
+    """`reader_rows` and `fused_rows` of packed K-quants; beyond both, the copy or decoded weights.
+
+    Args:
+        has_copy: whether there is a dense copy.
+        has_fused: whether the fused product may be used and the device has it.
+        uses_gemm: ``TIERCEL_PREFILL_GEMM``; without, everything goes 16 rows at a time.
+    """
+    if not uses_gemm:
+        return MAX_ROWS, 0
+    if has_fused:
+        return MAX_TOKENS, FUSED_ROWS[has_copy]
+    return (MAX_TOKENS if has_copy else MOST_PACKED_ROWS), 0
 
 
 def resting_bytes(
@@ -141,7 +167,7 @@ def _prepare_packed(
     """Parts on a GPU of which some are K-quants; the others are views of the dense copy, if any."""
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
     layout = Layout.SOA if has_q4k_soa() else Layout.FILE
-    is_dependent = has_dependent_launch() and torch.cuda.get_device_capability(device) >= (9, 0)
+    is_dependent = has_dependent_launch(device)
     moved = [part.to(device) for part in parts]
     dense = torch.empty(shape, dtype=dtype, device=device) if dense_copies else None
     segments: list[Tensor | Int4Planes | Q4kWeight] = []
@@ -161,7 +187,16 @@ def _prepare_packed(
             segments.append(dense[rows])
         else:
             segments.append(dequantize(whole, dtype))
-    return LinearWeight(tuple(segments), shape, dense)
+    uses_gemm = has_prefill_gemm()
+    has_fused = has_fused_gemm() and layout is Layout.SOA and has_q4k_gemm(device)
+    if has_fused and uses_gemm:
+        for segment in segments:
+            if isinstance(segment, Q4kWeight):
+                load_q4k_gemm(segment, out_dtype)
+    reader_rows, fused_rows = select_rows(
+        has_copy=dense is not None, has_fused=has_fused, uses_gemm=uses_gemm
+    )
+    return LinearWeight(tuple(segments), shape, dense, reader_rows, fused_rows)
 
 
 def pick_rows(weight: LinearWeight, rows: Tensor) -> LinearWeight | None:
@@ -205,16 +240,20 @@ def linear(
             hint=f"Pass (rows, {weight.shape[1]}).",
         )
     out_dtype = out_dtype or x.dtype
-    if weight.dense is not None and x.shape[0] > MAX_TOKENS:
-        out = _multiply(x, weight.dense, out_dtype)
+    if weight.dense is not None and x.shape[0] > max(weight.reader_rows, weight.fused_rows):
+        out = _multiply_dense(x, weight.dense, out_dtype)
     elif len(weight.segments) == 1:
-        out = _multiply(x, weight.segments[0], out_dtype)
+        out = _multiply(x, weight.segments[0], out_dtype, weight)
     else:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
         row = 0
         for segment in weight.segments:
             rows = _num_rows(segment)
-            _multiply_into(x, segment, out[:, row : row + rows])
+            piece = out[:, row : row + rows]
+            if isinstance(segment, Q4kWeight):
+                _multiply_packed(x, segment, piece, weight)
+            else:
+                piece.copy_(_multiply(x, segment, out_dtype, weight))
             row += rows
     return out if bias is None else out.add_(bias)
 
@@ -223,21 +262,19 @@ def _num_rows(segment: Tensor | Int4Planes | Q4kWeight) -> int:
     return segment.tensor.shape[0] if isinstance(segment, Q4kWeight) else segment.shape[0]
 
 
-def _multiply_into(x: Tensor, segment: Tensor | Int4Planes | Q4kWeight, out: Tensor) -> None:
-    """Write a segment's columns of the result; K-quants go there without a copy."""
-    if isinstance(segment, Q4kWeight) and x.shape[0] <= MAX_TOKENS:
-        q4k_matvec(x, segment, out=out)
-    else:
-        out.copy_(_multiply(x, segment, out.dtype))
-
-
 def _multiply(
-    x: Tensor, segment: Tensor | Int4Planes | Q4kWeight, out_dtype: torch.dtype
+    x: Tensor,
+    segment: Tensor | Int4Planes | Q4kWeight,
+    out_dtype: torch.dtype,
+    weight: LinearWeight,
 ) -> Tensor:
     if isinstance(segment, Int4Planes):
         return int4_planes.int4_matmul(x, segment)
     if isinstance(segment, Q4kWeight):
-        return _multiply_packed(x, segment, out_dtype)
+        shape = (x.shape[0], segment.tensor.shape[0])
+        out = torch.empty(shape, dtype=out_dtype, device=x.device)
+        _multiply_packed(x, segment, out, weight)
+        return out
     if x.is_cuda:
         return _multiply_dense(x, segment, out_dtype)
     if out_dtype == segment.dtype:
@@ -250,9 +287,7 @@ def _multiply(
 
 
 def _multiply_dense(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """X @ weight^T on a GPU."""
-    if out_dtype == x.dtype:
-        return torch.nn.functional.linear(x, weight)  # 6 us of host time less than mm into `out`
+    """X @ weight^T of dense weights on a GPU."""
     from tiercel.kernels.linear import launch_linear
 
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
@@ -260,16 +295,17 @@ def _multiply_dense(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor
     return out
 
 
-def _multiply_packed(x: Tensor, weight: Q4kWeight, out_dtype: torch.dtype) -> Tensor:
-    """X @ weight^T on a GPU without a dense copy: 16 rows at a time, or decoded for this call."""
-    if x.shape[0] > MOST_PACKED_ROWS:
-        return _multiply_dense(x, dequantize(weight.tensor, x.dtype), out_dtype)
-    shape = (x.shape[0], weight.tensor.shape[0])
-    out = torch.empty(shape, dtype=out_dtype, device=x.device)
-    for first in range(0, x.shape[0], MAX_TOKENS):
-        rows = slice(first, first + MAX_TOKENS)
-        q4k_matvec(x[rows], weight, out=out[rows])
-    return out
+def _multiply_packed(x: Tensor, segment: Q4kWeight, out: Tensor, weight: LinearWeight) -> None:
+    """Write X @ segment^T to columns of the result."""
+    rows = x.shape[0]
+    if rows <= weight.reader_rows:
+        for first in range(0, rows, MAX_TOKENS):
+            few = slice(first, first + MAX_TOKENS)
+            q4k_matvec(x[few], segment, out=out[few])
+    elif rows <= weight.fused_rows:
+        q4k_gemm(x, segment, out=out)
+    else:
+        out.copy_(_multiply_dense(x, dequantize(segment.tensor, x.dtype), out.dtype))
 
 
 def _multiply_rows(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,105 @@
+"""Dozens of tokens times K-quantised matrices of an 8B model, in graphs, from cold memory.
+
+    python -m benchmarks.q4k_gemm --out benchmarks/results/q4k_gemm_h200.json
+
+Floor: the larger of the matrix's bytes, x and the result moved once, and the products at the
+measured matrix rate. Launches depend on the one before (PDL). The peer is cuBLAS on dense float16
+weights. Beside them, under "ways", what `linear` could do instead: the reader 16 tokens at a time,
+and weights decoded for the call. The tables of `ops/linear.py` are judged here.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.common import save
+from benchmarks.op_timing import Case, bench, measure_ceilings, parse, relative_error, time_inputs
+from benchmarks.q4k_matvec import CHECKED_ROWS, MATRICES, Inputs, random_part
+from tiercel.ops.dequantize import dequantize
+from tiercel.ops.q4k_gemm import q4k_gemm
+from tiercel.ops.q4k_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
+from tiercel.quant import Layout, QuantType
+from tiercel.reference import q4k_gemm as oracle
+
+TOKENS = (17, 32, 64, 96, 128, 192, 256, 512, 1024, 4096)
+MOST_READER_TOKENS = 128
+SECONDS = 0.05
+
+
+def make_case(qtype: QuantType, shape: tuple[int, int], tokens: int) -> Case:
+    """One matrix at one number of tokens."""
+
+    def make(seed: int) -> Inputs:
+        part = random_part(qtype, shape, seed)
+        weight = prepare_q4k(part, Layout.SOA, is_dependent=True)
+        x = torch.randn(tokens, shape[1], device="cuda").half()
+        dense = dequantize(part, torch.float16)
+        out = torch.empty(tokens, shape[0], dtype=torch.float16, device="cuda")
+        return Inputs(x, part.rows(0, CHECKED_ROWS).to(torch.device("cpu")), weight, dense, out)
+
+    def check(inputs: Inputs) -> float:
+        out = q4k_gemm(inputs.x, inputs.weight)[:, :CHECKED_ROWS]
+        data = inputs.part.planes["data"]
+        return relative_error(out.cpu(), oracle.q4k_gemm(inputs.x, data, qtype.name))
+
+    return Case(
+        name=f"{qtype.name} {shape[0]}x{shape[1]} tokens={tokens}",
+        make=make,
+        run=lambda inputs: q4k_gemm(inputs.x, inputs.weight, out=inputs.out),
+        check=check,
+        tolerance=6e-4,
+        num_bytes=shape[0] * qtype.row_bytes(shape[1]) + 2 * tokens * sum(shape),
+        flops=2 * tokens * shape[0] * shape[1],
+        peer=lambda inputs: torch.nn.functional.linear(inputs.x, inputs.dense),
+        peer_name="cuBLAS, dense float16 weights",
+        max_sets=8,
+    )
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    """Yield one Case per matrix and number of tokens; a GPU's kernels alone."""
+    if device.type == "cpu":
+        raise SystemExit("q4k_gemm: these kernels run on a GPU; a CPU has benchmarks/linear.py.")
+    for qtype, *shape in MATRICES:
+        rows, columns = shape
+        for tokens in TOKENS:
+            yield make_case(qtype, (rows, columns), tokens)
+
+
+def reader(inputs: Inputs) -> None:
+    """16 tokens at a time."""
+    for first in range(0, len(inputs.x), MAX_TOKENS):
+        rows = slice(first, first + MAX_TOKENS)
+        q4k_matvec(inputs.x[rows], inputs.weight, out=inputs.out[rows])
+
+
+def decoded(inputs: Inputs) -> None:
+    """Weights decoded for the call."""
+    dense = dequantize(inputs.weight.tensor, torch.float16)
+    torch.nn.functional.linear(inputs.x, dense)
+
+
+def time_ways(device: torch.device) -> list[dict[str, Any]]:
+    """Microseconds of the other ways for each case."""
+    rows = []
+    for case in cases(device):
+        inputs = [case.make(seed) for seed in range(3)]
+        tokens = len(inputs[0].x)
+        row: dict[str, Any] = {"name": case.name}
+        if tokens <= MOST_READER_TOKENS:
+            row["reader_us"] = time_inputs(reader, inputs, device, SECONDS).median_us
+        row["decoded_us"] = time_inputs(decoded, inputs, device, SECONDS).median_us
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    parser = parse(__doc__)
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    on = torch.device("cuda")
+    report = bench(cases(on), on, measure_ceilings(on), SECONDS)
+    report["ways"] = time_ways(on)
+    save(options.out, report)

@@ -1,0 +1,68 @@
+"""Compiles the dependent Triton kernels for Hopper without a GPU and prints what their PTX does.
+
+A process of its own: in the tests' own process Triton is the interpreter wherever there is no GPU.
+"""
+
+import contextlib
+import json
+import re
+import sys
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from tiercel.kernels import act_mul, rms_norm, rotary_kv_write, triton_launch
+
+HALF, FLOAT, INT, LONG = torch.float16, torch.float32, torch.int32, torch.int64
+
+
+class HopperDriver:
+    """As much of a driver as compiling needs."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+def cases():
+    """Name, launch, types of the tensors, which of them are aligned, numbers."""
+    yield "rms_norm", rms_norm._launch(4096, 4096), [FLOAT, HALF, None, FLOAT, HALF], None, [1e-6]
+    yield "sandwich", rms_norm._launch(640, 640), [FLOAT, HALF, FLOAT, FLOAT, HALF], None, [1e-6]
+    heads = [HALF, INT, FLOAT, LONG, HALF, HALF, FLOAT, FLOAT]
+    launch, _ = rotary_kv_write._launch(48, 8, 128, 64)
+    yield "rotary_kv_write", launch, heads, None, [1e-6]
+    yield "odd slots", launch, heads, [place != 3 for place in range(8)], [1e-6]
+    launch, _ = rotary_kv_write._launch(15, 3, 100, 13)
+    yield "partial", launch, [*heads[:6], None, None], None, [0.0]
+    yield "act_mul", act_mul._launch(12288, 24576, "silu"), [HALF, HALF], None, []
+
+
+def facts(launch, dtypes, are_aligned, numbers):
+    """Where the PTX waits, lets the next kernel start and touches memory first; its wide loads."""
+    aligned = are_aligned or [True] * len(dtypes)
+    kernel, is_dependent = launch._compile(dtypes, aligned, numbers, torch.device("cuda", 0))
+    ptx = kernel.asm["ptx"]
+    return {
+        "is_dependent": is_dependent and kernel.metadata.launch_pdl,
+        "starts": ptx.index("griddepcontrol.launch_dependents"),
+        "waits": ptx.index("griddepcontrol.wait"),
+        "touches": re.search(r"(?:ld|st|atom|red)\.global", ptx).start(),
+        "wide_loads": len(re.findall(r"ld\.global\.v[24]\.b(?:32|64)", ptx)),
+    }
+
+
+def main():
+    driver.set_active(HopperDriver())
+    torch.cuda.device = lambda device: contextlib.nullcontext()
+    triton_launch.is_dependent = lambda device: True
+    sys.stdout.write(json.dumps({name: facts(*case) for name, *case in cases()}))
+
+
+if __name__ == "__main__":
+    main()

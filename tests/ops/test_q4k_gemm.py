@@ -1,0 +1,139 @@
+"""Many tokens times K-quants: against the oracle, alike every time, and what launches fit."""
+
+import pytest
+import torch
+
+from tests.ops.test_q4k_matvec import make_tokens, make_weight, relative_error
+from tiercel.errors import ArgumentError
+from tiercel.kernels import q4k_gemm as kernel
+from tiercel.ops.q4k_gemm import has_q4k_gemm, q4k_gemm
+from tiercel.ops.q4k_matvec import prepare_q4k
+from tiercel.quant import PLANES, Layout
+from tiercel.reference import q4k_gemm as oracle
+
+TYPES = list(PLANES)
+# A weight is rounded to float16, its factors before that: 2**-12 each, random.
+TOLERANCE = 6e-4
+# (rows, columns): less than a tile, a row more than one, more rows than a CTA, uneven units.
+SHAPES = [(1, 256), (17, 512), (129, 768), (200, 1280), (1000, 512)]
+
+
+@pytest.fixture
+def hopper(device):
+    """The device, if the kernel runs there; a CPU has the op's other path."""
+    if device.type == "cuda" and not has_q4k_gemm(device):
+        pytest.skip("the kernel is built for Hopper")
+    return device
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 33, 64, 70, 128, 300])
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_matches_oracle(rows, columns, qtype, tokens, hopper):
+    part = make_weight(qtype, rows, columns, hopper)
+    weight = prepare_q4k(part, Layout.SOA)
+    x = make_tokens(tokens, columns, hopper)
+    wide = torch.full((tokens + 2, rows + 3), float("nan"), device=hopper)
+    out = q4k_gemm(x, weight, out=wide[1:-1, 2 : rows + 2])
+    assert out.data_ptr() == wide[1:, 2:].data_ptr()
+    expected = oracle.q4k_gemm(x, part.planes["data"], qtype.name)
+    assert relative_error(out, expected) < TOLERANCE
+    wide[1:-1, 2 : rows + 2] = float("nan")
+    assert wide.isnan().all()  # nothing beside the result was written
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
+def test_results_are_rounded_once(qtype, dtype, hopper):
+    weight = prepare_q4k(make_weight(qtype, 40, 768, hopper), Layout.SOA)
+    x = make_tokens(19, 768, hopper)
+    exact = q4k_gemm(x, weight, torch.float32)
+    out = q4k_gemm(x, weight, dtype)
+    assert out.dtype == dtype
+    assert torch.equal(out, exact.to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
+def test_every_launch_is_right(qtype, hopper):
+    """Tokens of a tile, rows of a CTA and CTAs of a cluster, each at every value."""
+    part = make_weight(qtype, 330, 2304, hopper)
+    weight = prepare_q4k(part, Layout.SOA)
+    x = make_tokens(150, 2304, hopper)
+    expected = oracle.q4k_gemm(x, part.planes["data"], qtype.name)
+    planes = weight.tensor.ordered_planes()
+    for tokens in kernel.TOKEN_CLASSES:
+        for groups, splits in [(1, 1), (2, 1), (3, 1), (3, 2), (2, 3), (2, 4), (1, 6), (1, 8)]:
+            config = kernel.make_config(qtype.name, tokens, groups, splits)
+            image = x.new_full(kernel.image_shape(150, 2304, config), float("nan"))
+            results = []
+            for _ in range(2):
+                out = torch.full((150, 330), float("nan"), device=hopper)
+                kernel.launch_q4k_gemm(
+                    x, planes, qtype.name, image, out, config, is_dependent=False
+                )
+                results.append(out)
+            assert torch.equal(*results), config  # the order of sums is fixed
+            assert relative_error(results[0], expected) < TOLERANCE, config
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
+def test_dependent_launches_in_a_graph(qtype, hopper):
+    """Each product reads what the one before wrote: 50 replays, bits of direct launches."""
+    parts = [make_weight(qtype, 1024, 1024, hopper, seed) for seed in range(4)]
+    weights = [prepare_q4k(part, Layout.SOA, is_dependent=True) for part in parts]
+    start = make_tokens(40, 1024, hopper) * 0.01
+
+    def chain(y, weights):
+        for weight in weights:
+            y = q4k_gemm(y, weight)
+            y = y / y.abs().amax(dim=1, keepdim=True)
+            y = q4k_gemm(q4k_gemm(y.contiguous(), weight) * 0.01, weight) * 0.01
+        return y
+
+    x = start.clone()
+    chain(x, weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(x, weights)
+    plain = [prepare_q4k(part, Layout.SOA) for part in parts]
+    for step in range(50):
+        x.copy_(start * (1 + step / 50))
+        graph.replay()
+        assert torch.equal(out, chain(x, plain))
+
+
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
+def test_configs_fit_every_shape(qtype):
+    for rows in (1, 576, 1024, 4096, 6144, 24576, 151936):
+        for columns in (256, 512, 1024, 3072, 4096, 9728, 12288, 25600):
+            for tokens in (1, 17, 32, 33, 64, 100, 128, 129, 1000):
+                config = kernel.select_q4k_gemm(qtype.name, (rows, columns), tokens)
+                assert config.tokens >= min(tokens, 128)
+                assert 1 <= config.splits <= columns // 256
+                assert config.stages >= 2
+                smem = config.smem_bytes(qtype.name)
+                assert smem <= 225 << 10
+                # The sums of a CTA take the place of its ring.
+                assert config.tokens * (64 * config.groups + 4) * 4 <= smem
+
+
+def test_no_tokens(hopper):
+    weight = prepare_q4k(make_weight(TYPES[0], 17, 256, hopper), Layout.SOA)
+    assert q4k_gemm(torch.empty(0, 256).half().to(hopper), weight).shape == (0, 17)
+
+
+def test_wrong_arguments(device):
+    part = make_weight(TYPES[0], 17, 512, device)
+    weight = prepare_q4k(part, Layout.SOA)
+    x = torch.zeros(20, 512, dtype=torch.float16, device=device)
+    for bad in (x.float(), x[:, :256], x[0], x.t().contiguous().t()):
+        with pytest.raises(ArgumentError, match="q4k_gemm: x is"):
+            q4k_gemm(bad, weight)
+    with pytest.raises(ArgumentError, match="in layout FILE"):
+        q4k_gemm(x, prepare_q4k(part, Layout.FILE))
+    for bad in (torch.zeros(20, 16), torch.zeros(17, 20).t(), torch.zeros(20, 17).double()):
+        with pytest.raises(ArgumentError, match="q4k_gemm: out is"):
+            q4k_gemm(x, weight, out=bad.to(device))

@@ -1,0 +1,179 @@
+"""y = x W^T for 17 to some hundreds of tokens and a K-quantised W, at the speed of reading W.
+
+Two launches. cuda/q4k_image.cu lays the tokens out as tensor cores want them in shared memory,
+cuda/q4k_gemm.cu streams W and that image through a ring, decodes W in registers and multiplies by
+wgmma. Hopper alone has the instructions; elsewhere such products take decoded weights.
+
+Floor: the larger of the planes read once and 2 * tokens * rows * columns operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiercel.kernels import rtc
+from tiercel.kernels.q4k_matvec import BLOCK, OUT_CODES, KernelPlanes
+
+CAPABILITY = (9, 0)
+TOKEN_CLASSES = (32, 64, 96, 128)  # tokens of a tile; more go in several tiles
+_TILE_BYTES = {"Q4_K": 2304, "Q6_K": 3360}  # 16 rows of a unit
+_SMEM_BYTES = 225 << 10  # of 227, less the barriers
+_MOST_STAGES = 6
+_IMAGE_THREADS = 256
+# CTAs that surely run at once in clusters of so many: a cluster lies in one part of the device, and
+# 128 CTAs in fours or eights took two turns (H200, results/q4k_gemm_h200.json).
+_AT_ONCE = {1: 132, 2: 128, 3: 96, 4: 96, 6: 96, 8: 64}
+
+
+@dataclass(frozen=True, slots=True)
+class Q4kGemmConfig:
+    """A launch.
+
+    Attributes:
+        tokens: of a tile.
+        groups: warpgroups of 64 rows in a CTA.
+        splits: CTAs of a cluster that share a row's sum; decides its order.
+        stages: units in flight.
+    """
+
+    tokens: int
+    groups: int
+    splits: int
+    stages: int
+
+    def smem_bytes(self, type_name: str) -> int:
+        """Dynamic shared memory of a CTA."""
+        return self.stages * _stage_bytes(type_name, self.tokens, self.groups)
+
+
+def _stage_bytes(type_name: str, tokens: int, groups: int) -> int:
+    used = 512 * tokens + 4 * groups * _TILE_BYTES[type_name]
+    return -(-used // 1024) * 1024
+
+
+def make_config(type_name: str, tokens: int, groups: int, splits: int) -> Q4kGemmConfig:
+    """The launch with as many stages as fit."""
+    stages = _SMEM_BYTES // _stage_bytes(type_name, tokens, groups)
+    return Q4kGemmConfig(tokens, groups, splits, min(stages, _MOST_STAGES))
+
+
+@functools.cache
+def select_q4k_gemm(type_name: str, shape: tuple[int, int], tokens: int) -> Q4kGemmConfig:
+    """Choose the launch by counting waves. Pure: equal in every process, readable by a test.
+
+    Args:
+        type_name: of the weights.
+        shape: (rows, in) of W.
+        tokens: > 0.
+    """
+    tile = next((most for most in TOKEN_CLASSES if tokens <= most), TOKEN_CLASSES[-1])
+    units, token_tiles = shape[1] // BLOCK, -(-tokens // tile)
+
+    def cost(launch: tuple[int, int]) -> float:
+        groups, splits = launch
+        ctas = -(-shape[0] // (64 * groups)) * splits * token_tiles
+        waves = -(-ctas // _AT_ONCE[splits])
+        # Warpgroups of an SM take turns at its tensor cores, which operands from registers cost 36
+        # cycles a product: a unit takes as long as its groups one by one. A CTA's start and end
+        # cost 5 such turns, sums of a cluster 1.5.
+        return waves * (-(-units // splits) * groups + 5 + 1.5 * (splits > 1))
+
+    launches = itertools.product((3, 2, 1), (n for n in _AT_ONCE if n <= units))
+    return make_config(type_name, tile, *min(launches, key=cost))
+
+
+def _macros(type_name: str, tokens: int) -> tuple[tuple[str, int], ...]:
+    return (("QTYPE", 4 if type_name == "Q4_K" else 6), ("TOKENS", tokens))
+
+
+def image_source(type_name: str, tokens: int) -> rtc.KernelSource:
+    """The kernel that lays out the tokens."""
+    return rtc.KernelSource("q4k_image", _macros(type_name, tokens))
+
+
+def gemm_source(type_name: str, out_dtype: torch.dtype, config: Q4kGemmConfig) -> rtc.KernelSource:
+    """The kernel that multiplies, as built for one kind of call."""
+    macros = (
+        *_macros(type_name, config.tokens),
+        ("WGS", config.groups),
+        ("STAGES", config.stages),
+        ("SPLITS", config.splits),
+        ("OUT", OUT_CODES[out_dtype]),
+        ("IS_BF16", 0),
+    )
+    return rtc.KernelSource("q4k_gemm", macros, ("hopper",))
+
+
+@functools.cache
+def _kernels(
+    type_name: str, out_dtype: torch.dtype, config: Q4kGemmConfig, device: torch.device
+) -> tuple[rtc.Kernel, rtc.Kernel]:
+    image = rtc.load_kernel(image_source(type_name, config.tokens), device)
+    source = gemm_source(type_name, out_dtype, config)
+    return image, rtc.load_kernel(source, device, config.smem_bytes(type_name))
+
+
+def load_q4k_gemm(
+    type_name: str, shape: tuple[int, int], out_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Load what `select_q4k_gemm` may choose for a matrix and one tile of tokens."""
+    for tokens in TOKEN_CLASSES:
+        _kernels(type_name, out_dtype, select_q4k_gemm(type_name, shape, tokens), device)
+
+
+def image_shape(tokens: int, in_features: int, config: Q4kGemmConfig) -> tuple[int, int]:
+    """Of the image of so many tokens, float16: tiles by places."""
+    return -(-tokens // config.tokens), config.tokens * in_features
+
+
+def launch_q4k_gemm(
+    x: Tensor,
+    planes: Sequence[Tensor],
+    type_name: str,
+    image: Tensor,
+    out: Tensor,
+    config: Q4kGemmConfig,
+    *,
+    is_dependent: bool,
+) -> None:
+    """Enqueue on the current stream; the op has checked and allocated.
+
+    Args:
+        x: (tokens, in) float16, contiguous.
+        planes: of W (rows, in) on x's device in layout SOA, contiguous, in their order.
+        type_name: of W.
+        image: of `image_shape`, float16, overwritten.
+        out: (tokens, rows) float16, bfloat16 or float32, unit inner stride.
+        config: from `select_q4k_gemm`.
+        is_dependent: see `rtc.launch`.
+    """
+    tokens, in_features = x.shape
+    rows, units, tiles = out.shape[1], in_features // BLOCK, image.shape[0]
+    prepare, multiply = _kernels(type_name, out.dtype, config, x.device)
+    threads = tiles * config.tokens * units * 16
+    numbers = (ctypes.c_int(tokens), ctypes.c_int(units))
+    arguments = [rtc.pointer(x), rtc.pointer(image), *numbers]
+    grid = -(-threads // _IMAGE_THREADS)
+    rtc.launch(prepare, grid, _IMAGE_THREADS, arguments, is_dependent=is_dependent)
+    arguments = [
+        KernelPlanes.of(planes),
+        rtc.pointer(image),
+        rtc.pointer(out),
+        *map(ctypes.c_int, (rows, units, tokens, out.stride(0))),
+    ]
+    rtc.launch(
+        multiply,
+        -(-rows // (64 * config.groups)),
+        128 * config.groups + 32,
+        arguments,
+        grid_y=config.splits,
+        grid_z=tiles,
+        is_dependent=is_dependent,
+    )

@@ -1,0 +1,77 @@
+"""Some dozens of tokens times a K-quantised matrix that stays as small as its file."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from tiercel.errors import ArgumentError
+from tiercel.kernels import q4k_gemm as kernel
+from tiercel.kernels.q4k_matvec import OUT_CODES
+from tiercel.ops.dequantize import dequantize
+from tiercel.ops.q4k_matvec import Q4kWeight
+from tiercel.quant import Layout
+
+
+@functools.cache
+def has_q4k_gemm(device: torch.device) -> bool:
+    """Whether this op's kernel runs on a CUDA device."""
+    return torch.cuda.get_device_capability(device) == kernel.CAPABILITY
+
+
+def load_q4k_gemm(weight: Q4kWeight, out_dtype: torch.dtype) -> None:
+    """Load every kernel that `q4k_gemm` may launch for a weight on a GPU."""
+    tensor = weight.tensor
+    device = tensor.ordered_planes()[0].device
+    if tensor.layout is Layout.SOA and has_q4k_gemm(device):
+        kernel.load_q4k_gemm(tensor.qtype.name, tensor.shape, out_dtype, device)
+
+
+def q4k_gemm(
+    x: Tensor, weight: Q4kWeight, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
+    """X @ W^T by tensor cores, the weights decoded on their way to them.
+
+    Args:
+        x: (tokens, in) float16, contiguous, on the weight's device.
+        weight: from `prepare_q4k`, in layout SOA.
+        out_dtype: float16, bfloat16 or float32; None for that of `out`, or float16.
+        out: (tokens, rows) to write to, unit inner stride; None for a new one.
+
+    Returns:
+        (tokens, rows). Weights are rounded to float16 on their way, their scales before that; sums
+        in float32, rounded once. The order of sums depends on the number of tokens and the shape.
+
+    Raises:
+        ArgumentError: the shapes or dtypes disagree, or the weight is in the layout of the file.
+    """
+    rows, in_features = weight.tensor.shape
+    out_dtype = (out_dtype or torch.float16) if out is None else out.dtype
+    is_input = x.dim() == 2 and x.shape[1] == in_features and x.is_contiguous()
+    if not is_input or x.dtype != torch.float16 or weight.tensor.layout is not Layout.SOA:
+        raise ArgumentError(
+            f"q4k_gemm: x is {tuple(x.shape)} {x.dtype} but the weight takes rows of {in_features} "
+            f"and is in layout {weight.tensor.layout.name}.",
+            hint=f"Pass contiguous (tokens, {in_features}) float16 and a weight in layout SOA.",
+        )
+    if out is None:
+        out = torch.empty((x.shape[0], rows), dtype=out_dtype, device=x.device)
+    is_output = tuple(out.shape) == (x.shape[0], rows) and out.stride(1) == 1
+    if not is_output or out_dtype not in OUT_CODES:
+        raise ArgumentError(
+            f"q4k_gemm: out is {tuple(out.shape)} {out.dtype} but the result is "
+            f"{(x.shape[0], rows)}.",
+            hint="Pass float16, bfloat16 or float32 with unit inner stride.",
+        )
+    if not x.is_cuda:
+        return out.copy_(x.float() @ dequantize(weight.tensor, torch.float32).t())
+    if x.shape[0]:
+        name = weight.tensor.qtype.name
+        config = kernel.select_q4k_gemm(name, weight.tensor.shape, x.shape[0])
+        image = x.new_empty(kernel.image_shape(x.shape[0], in_features, config))
+        planes = weight.tensor.ordered_planes()
+        is_dependent = weight.is_dependent
+        kernel.launch_q4k_gemm(x, planes, name, image, out, config, is_dependent=is_dependent)
+    return out
