@@ -155,10 +155,7 @@ class ItemSteps:
             self._model.forward(step)  # writes the batch's keys, as the replay will
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the caller's process may use the device meanwhile.
-        with torch.cuda.graph(
-            graph, pool=static.pool, stream=stream, capture_error_mode="thread_local"
-        ):
+        with torch.cuda.graph(graph, pool=static.pool, stream=stream):
             static.hidden[:size].copy_(self._model.forward(step))
         return _Captured(graph, buffers)
 
