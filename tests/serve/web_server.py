@@ -231,7 +231,12 @@ async def _score(request: Request) -> Response:
         return _error(429, "rate_limit_error", "queue_full", "The queue is full.")
     if "labels" in body:
         shares = [min(1.0, len(item) / 40) for item in body["items"]]
-        return JSONResponse({"scores": [[x, 1 - x] for x in shares], "usage": {}})
+        scores: list[list[float | None]] = [[x, 1 - x] for x in shares]
+        if "partly" not in query:
+            return JSONResponse({"scores": scores})
+        scores[0] = [None, None]
+        errors = [{"index": 0, "message": "It is too long."}]
+        return JSONResponse({"scores": scores, "errors": errors})
     shares = [min(1.0, len(text) / 40) for text in body["documents"]]
     order = sorted(range(len(shares)), key=lambda i: -shares[i])
     results = [{"index": i, "relevance_score": shares[i]} for i in order]
