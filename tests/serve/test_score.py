@@ -63,6 +63,22 @@ def test_options_reach_the_engine():
     assert [r.prompt_token_ids for r in client.submitted] == [[7, 5, 6], [8, 9, 5, 6]]
 
 
+def test_an_overlong_item_does_not_fail_the_list_where_asked():
+    items = ["a", "b" * 300, "c"]
+    answer = post({"items": items, "long_items": "skip", "return_logprobs": True}).json()
+    assert [row == [None, None] for row in answer["scores"]] == [False, True, False]
+    assert answer["logprobs"][1] == [None, None]
+    (error,) = answer["errors"]
+    assert error["index"] == 1
+    assert "items[1] has 300 tokens" in error["message"]
+    client = FakeClient(info=fake_info(max_num_batched_tokens=1024))
+    answer = post({"items": items, "long_items": "cut"}, client).json()
+    assert None not in answer["scores"][1]
+    assert "errors" not in answer
+    (request,) = client.submitted
+    assert len(request.prompt_token_ids) + len(request.score.items[1]) == 256
+
+
 def test_one_item_and_the_other_path():
     answer = post({"items": "c"}, path="/score").json()
     assert len(answer["scores"]) == 1

@@ -77,8 +77,9 @@ def test_labels_have_a_column_each(page, stage):
     assert body["apply_softmax"] is True
 
 
-def test_an_item_without_a_score_says_why(page):
-    run(page, "partly")
+@pytest.mark.parametrize("labels", ["", " positive, negative"])
+def test_an_item_without_a_score_says_why(page, labels):
+    run(page, "partly", labels=labels)
     expect(page.locator("#score-table")).to_contain_text("It is too long.")
     assert [row.split("\t")[0].strip() for row in rows(page)] == ["3", "2", "1"]
 

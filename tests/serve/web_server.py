@@ -229,16 +229,21 @@ async def _score(request: Request) -> Response:
         return _error(400, "invalid_request_error", "context_length_exceeded", "Too <b>long</b>.")
     if "busy" in query:
         return _error(429, "rate_limit_error", "queue_full", "The queue is full.")
-    if "labels" in body:
-        shares = [min(1.0, len(item) / 40) for item in body["items"]]
-        return JSONResponse({"scores": [[x, 1 - x] for x in shares], "usage": {}})
-    shares = [min(1.0, len(text) / 40) for text in body["documents"]]
+    return JSONResponse(_scores(body, is_partly="partly" in query))
+
+
+def _scores(body: dict[str, Any], *, is_partly: bool) -> dict[str, Any]:
+    """The answer of either route; partly: the shortest, or the first, has no score."""
+    texts = body["items"] if "labels" in body else body["documents"]
+    shares = [min(1.0, len(text) / 40) for text in texts]
     order = sorted(range(len(shares)), key=lambda i: -shares[i])
-    results = [{"index": i, "relevance_score": shares[i]} for i in order]
-    if "partly" not in query:
-        return JSONResponse({"results": results})
-    errors = [{"index": order[-1], "message": "It is too long."}]
-    return JSONResponse({"results": results[:-1], "errors": errors})
+    left_out = [] if not is_partly else order[-1:]
+    errors = [{"index": i, "message": "It is too long."} for i in left_out]
+    if "labels" in body:
+        rows = [[None, None] if i in left_out else [x, 1 - x] for i, x in enumerate(shares)]
+        return {"scores": rows, "errors": errors}
+    results = [{"index": i, "relevance_score": shares[i]} for i in order if i not in left_out]
+    return {"results": results, "errors": errors}
 
 
 async def _single_bytes(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

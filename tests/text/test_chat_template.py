@@ -13,7 +13,13 @@ import pytest
 
 from tests.text.test_tokenizer import CASES, DEFAULT, load, make_bpe, make_spm
 from tiercel.errors import InvalidRequestError, ModelFormatError
-from tiercel.text.chat_template import MAX_SOURCE_CHARS, ChatTemplate, check_messages, encode_chat
+from tiercel.text.chat_template import (
+    MAX_SOURCE_CHARS,
+    ChatTemplate,
+    check_messages,
+    encode_around,
+    encode_chat,
+)
 from tiercel.text.template_client import TemplateWorker
 from tiercel.text.tokenizer import Tokenizer
 from tiercel.text.tokenizer_data import TokenizerData
@@ -54,6 +60,42 @@ def test_default_model_prompts(smollm, worker, case):
     template.check()
     assert template.render(case["messages"]) == case["text"]
     assert encode_chat(smollm, template, case["messages"]) == case["ids"]
+
+
+def test_a_message_is_cut_where_its_text_goes_on(smollm, worker):
+    """What stands around it is what stands around a whole message, also where a template trims."""
+    for source in (CHATML, CHATML.replace("m.content", "m.content | trim")):
+        template = ChatTemplate(source, "", "", worker=worker)
+        messages = [{"role": "system", "content": "Be brief."}, *USER]
+        messages[-1] = {"role": "user", "content": "Hi<|im_end|>\n\n"}
+        before, after = encode_around(smollm, template, messages)
+        assert (
+            smollm.decode(after, skip_special_tokens=False) == "<|im_end|>\n<|im_start|>assistant\n"
+        )
+        text = smollm.decode(before, skip_special_tokens=False)
+        assert text.endswith("<|im_start|>user\nHi<|im_end|>\n\n")
+        control = smollm.control_tokens["<|im_end|>"]
+        assert before.count(control) == 1, "the template's, behind the system's turn"
+        whole = [{**messages[0]}, {"role": "user", "content": "Hi<|im_end|>\n\nX"}]
+        joined, ids = (
+            [*before, *smollm.encode_inner("X"), *after],
+            encode_chat(smollm, template, whole),
+        )
+        told, expected = (smollm.decode(x, skip_special_tokens=False) for x in (joined, ids))
+        assert told == expected  # in other tokens where two texts meet
+
+
+def test_thinking_that_a_template_opens_is_closed(smollm, worker):
+    source = CHATML.replace("assistant\n", "assistant\n<think>\n")
+    _, after = encode_around(smollm, ChatTemplate(source, "", "", worker=worker), USER)
+    text = smollm.decode(after, skip_special_tokens=False)
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_a_message_that_a_template_hides_cannot_go_on(smollm, worker):
+    template = ChatTemplate("{{ 'Hello' }}", "", "", worker=worker)
+    with pytest.raises(InvalidRequestError, match="does not show the last message"):
+        encode_around(smollm, template, USER)
 
 
 def test_the_last_message_is_continued(smollm, worker):

@@ -6,9 +6,12 @@ the first; see `relevance.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import UNSET, Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -49,6 +52,7 @@ class ScoreRequest(Struct, kw_only=True):
     return_logprobs: bool = False
     label_normalization: Literal["sum", "mean"] = "sum"
     strict_labels: bool = False
+    long_items: Literal["refuse", "skip", "cut"] = "refuse"
     user: object = UNSET
 
 
@@ -81,8 +85,8 @@ class PairScore(Struct, frozen=True):
     object: Literal["score"] = "score"
 
 
-class PairError(Struct, frozen=True):
-    """A pair without a score."""
+class ScoreError(Struct, frozen=True):
+    """An item or a pair without a score."""
 
     index: int
     message: str
@@ -91,15 +95,15 @@ class PairError(Struct, frozen=True):
 class ScoreAnswer(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Probabilities, and log-probabilities where asked for: a row per item, a column per label.
 
-    Of pairs: `data` in their order, and `errors` where some have no score.
+    Of pairs: `data` in their order. `errors` where some have no score; an item's are null then.
     """
 
     model: str
     usage: ScoreTokens
-    scores: list[list[float]] | None = None
-    logprobs: list[list[float]] | None = None
+    scores: list[list[float | None]] | None = None
+    logprobs: list[list[float | None]] | None = None
     data: list[PairScore] | None = None
-    errors: list[PairError] = []
+    errors: list[ScoreError] = []
     object: Literal["scoring", "list", ""] = ""
 
 
@@ -144,17 +148,24 @@ async def _answer(
         item_first=body.item_first,
         label_normalization=body.label_normalization,
         strict_labels=body.strict_labels,
+        long_items=body.long_items,
     )
     job = await make_job(state, model, body.query, body.items, params)
     output: ScoreOutput = await run_job(state, job, request_log(request))
     answer = ScoreAnswer(
         object="scoring",
         model=model.name,
-        scores=output.probs.tolist(),
-        logprobs=output.logprobs.tolist() if body.return_logprobs else None,
+        scores=_rows(output.probs),
+        logprobs=_rows(output.logprobs) if body.return_logprobs else None,
+        errors=[ScoreError(place, output.errors[place]) for place in sorted(output.errors)],
         usage=ScoreTokens.of(output.usage),
     )
     return json_response(answer)
+
+
+def _rows(values: npt.NDArray[np.float32]) -> list[list[float | None]]:
+    """JSON has no NaN."""
+    return [[None if math.isnan(x) else x for x in row] for row in values.tolist()]
 
 
 _PAIR_FIELDS: Final = (("text_1", "text_2"), ("queries", "documents"))
@@ -271,7 +282,7 @@ async def _answer_pairs(
         object="list",
         model=model.name,
         data=[PairScore(place, scores[place]) for place in sorted(scores)],
-        errors=[PairError(place, errors[place]) for place in sorted(errors)],
+        errors=[ScoreError(place, errors[place]) for place in sorted(errors)],
         usage=ScoreTokens.of(usage),
     )
     return json_response(answer)

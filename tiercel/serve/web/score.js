@@ -38,6 +38,10 @@ export function setUpTabs() {
   return open;
 }
 
+function failedRows(answer) {
+  return (answer.errors ?? []).map(({ index, message }) => ({ index, problem: message }));
+}
+
 export class ScorePanel {
   #keyring;
   #model;
@@ -84,15 +88,18 @@ export class ScorePanel {
   async #ask(query, items, labels) {
     const model = this.#model();
     if (labels.length) {
-      const body = { model, query: `${query}\n`, items, labels, apply_softmax: true };
+      const options = { apply_softmax: true, long_items: "skip" };
+      const body = { model, query: `${query}\n`, items, labels, ...options };
       const answer = await this.#send("v1/score", body);
-      const rows = answer.scores.map((values, index) => ({ index, values }));
-      return rows.sort((a, b) => b.values[0] - a.values[0] || a.index - b.index);
+      const failed = failedRows(answer);
+      const isScored = (row) => failed.every(({ index }) => index !== row.index);
+      const rows = answer.scores.map((values, index) => ({ index, values })).filter(isScored);
+      rows.sort((a, b) => b.values[0] - a.values[0] || a.index - b.index);
+      return [...rows, ...failed];
     }
     const answer = await this.#send("v1/rerank", { model, query, documents: items });
-    const failed = (answer.errors ?? []).map(({ index, message }) => ({ index, problem: message }));
     const rows = answer.results.map((one) => ({ index: one.index, values: [one.relevance_score] }));
-    return [...rows, ...failed];
+    return [...rows, ...failedRows(answer)];
   }
 
   /** Sends until the server takes the key or the reader gives up. */
