@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,37 @@ def test_a_cubin_is_compiled_once(compiled, tmp_path):
     assert len(compiled) == 1
     (entry,) = folder.iterdir()  # nothing half-written stays
     assert entry.read_bytes() == hashlib.sha256(first).digest() + first
+
+
+def test_several_are_compiled_side_by_side_and_once(compiled, tmp_path):
+    """All that are missing are under way before any ends."""
+    rtc.load_cubin(SOURCES[0], ARCH, tmp_path)
+    waiting = threading.Barrier(len(SOURCES) - 1, timeout=20)
+    compile_one = rtc.compile_cubin
+
+    def compile_cubin(source, arch):
+        waiting.wait()
+        return compile_one(source, arch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rtc, "compile_cubin", compile_cubin)
+        rtc.fill_cache([*SOURCES, *SOURCES], ARCH, tmp_path)
+        rtc.fill_cache(SOURCES, ARCH, tmp_path)
+    assert len(compiled) == len(SOURCES)
+    for source in SOURCES:
+        rtc.load_cubin(source, ARCH, tmp_path)
+    assert len(compiled) == len(SOURCES)
+
+
+def test_a_refused_source_among_several_is_an_error(compiled, tmp_path, monkeypatch):
+    def compile_cubin(source, arch):
+        if source == SOURCES[1]:
+            raise InternalError("refused")
+        return b"\0" * 100
+
+    monkeypatch.setattr(rtc, "compile_cubin", compile_cubin)
+    with pytest.raises(InternalError, match="refused"):
+        rtc.fill_cache(SOURCES, ARCH, tmp_path)
 
 
 def test_the_cache_is_in_tiercels_folder_by_default(compiled, tmp_path, monkeypatch):

@@ -124,8 +124,11 @@ def load_q4k_gemm(
     type_name: str, shape: tuple[int, int], out_dtype: torch.dtype, device: torch.device
 ) -> None:
     """Load what `select_q4k_gemm` may choose for a matrix and one tile of tokens."""
-    for tokens in TOKEN_CLASSES:
-        _kernels(type_name, out_dtype, select_q4k_gemm(type_name, shape, tokens), device)
+    configs = [select_q4k_gemm(type_name, shape, tokens) for tokens in TOKEN_CLASSES]
+    sources = [gemm_source(type_name, out_dtype, config) for config in configs]
+    rtc.fill_cache(sources, rtc.device_arch(device))
+    for config in configs:
+        _kernels(type_name, out_dtype, config, device)
 
 
 def image_shape(tokens: int, in_features: int, config: Q4kGemmConfig) -> tuple[int, int]:

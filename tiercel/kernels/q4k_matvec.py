@@ -243,10 +243,14 @@ def load_q4k_matvec(
 ) -> None:
     """Load what `select_q4k_matvec` may choose for a matrix; call it before a graph is captured."""
     limits = device_limits(device)
+    sources = {}
     for tokens in {token_class(most, type_name, limits) for most in _TOKEN_CLASSES}:
         config = select_q4k_matvec(type_name, shape, tokens, limits)
         source = cuda_source(type_name, tokens, out_dtype, config, in_file=in_file)
-        rtc.load_kernel(source, device, config.smem_bytes)
+        sources[source] = config.smem_bytes
+    rtc.fill_cache(sources, rtc.device_arch(device))
+    for source, smem in sources.items():
+        rtc.load_kernel(source, device, smem)
 
 
 class KernelPlanes(ctypes.Structure):
