@@ -163,11 +163,16 @@ def load_split_attention(
     """Load all that launches of up to `queries` tokens may need; call it before the first step."""
     limit = rtc.max_smem_bytes(device)
     rows = range(group, queries * group + 1, group)
-    for config in {select_split_attention(head_dim, count, limit) for count in rows}:
-        source = attention_source(head_dim, dtype, block_size, config)
-        rtc.load_kernel(source, device, config.smem_bytes(head_dim))
+    configs = {select_split_attention(head_dim, count, limit) for count in rows}
+    sources = {
+        attention_source(head_dim, dtype, block_size, config): config.smem_bytes(head_dim)
+        for config in configs
+    }
     for slots in (_MERGE_CLASSES, _MERGE_CLASSES + 1, 4 * _MERGE_CLASSES + 1):
-        rtc.load_kernel(merge_source(head_dim, dtype, slots), device)
+        sources[merge_source(head_dim, dtype, slots)] = 0
+    rtc.fill_cache(sources, rtc.device_arch(device))
+    for source, smem_bytes in sources.items():
+        rtc.load_kernel(source, device, smem_bytes)
 
 
 @functools.cache
