@@ -74,6 +74,26 @@ def has_dependent_launch() -> bool:
     return read_flag("TIERCEL_PDL", default=True)
 
 
+def is_exact() -> bool:
+    """Whether ``TIERCEL_EXACT`` asks for kernels whose bits do not depend on the batch."""
+    return read_flag("TIERCEL_EXACT", default=False)
+
+
+def has_int8_activations() -> bool:
+    """Whether ``TIERCEL_INT8_ACTIVATIONS`` lets a kernel round inputs of matrices to 8 bits."""
+    return read_flag("TIERCEL_INT8_ACTIVATIONS", default=True)
+
+
+def has_megakernel() -> bool:
+    """Whether ``TIERCEL_MEGAKERNEL`` lets one kernel run a step of a single token.
+
+    It rounds inputs of matrices to 8 bits and has other bits than the kernels for more tokens, so
+    the two switches above can forbid it too.
+    """
+    is_on = read_flag("TIERCEL_MEGAKERNEL", default=True)
+    return is_on and has_int8_activations() and not is_exact()
+
+
 def has_overlap(*, default: bool) -> bool:
     """Whether ``TIERCEL_OVERLAP`` lets a step be enqueued while the one before it runs."""
     return read_flag("TIERCEL_OVERLAP", default=default)

@@ -39,6 +39,7 @@ _STATIC_SMEM_LIMIT = 48 << 10  # more dynamic shared memory than this must be as
 
 # Constants of the driver interface, cuda.h of CUDA 13.
 _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SMEM_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
@@ -298,6 +299,7 @@ def launch(
     *,
     grid_y: int = 1,
     is_dependent: bool = False,
+    is_cooperative: bool = False,
 ) -> None:
     """Enqueue on PyTorch's current stream of the kernel's device; may be captured into a graph.
 
@@ -309,6 +311,8 @@ def launch(
         grid_y: CTAs in the second direction.
         is_dependent: the kernel may start before the one before it ends (Hopper and later): all its
             threads wait (griddepcontrol.wait) before they touch what that one reads or writes.
+        is_cooperative: all CTAs must run at once, else the driver refuses the launch; not together
+            with `is_dependent`.
 
     Raises:
         InternalError: the driver refuses the launch.
@@ -316,14 +320,15 @@ def launch(
     places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
     with torch.cuda.device(kernel.device):
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        attribute = _LaunchAttribute(_PROGRAMMATIC_SERIALIZATION, 1)
+        kind = _COOPERATIVE if is_cooperative else _PROGRAMMATIC_SERIALIZATION
+        attribute = _LaunchAttribute(kind, 1)
         config = _LaunchConfig(
             (grid, grid_y, 1),
             (threads, 1, 1),
             kernel.smem_bytes,
             stream,
             ctypes.pointer(attribute),
-            int(is_dependent),
+            int(is_dependent or is_cooperative),
         )
         code = _driver().cuLaunchKernelEx(ctypes.byref(config), kernel.function, places, None)
     _check(code, f"{kernel.name}: launching {grid} x {threads} threads")
