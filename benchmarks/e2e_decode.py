@@ -12,6 +12,7 @@ process. Floor: weights, output matrix and the keys and values of the context at
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import time
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     start = time.perf_counter()
+    os.environ["TIERCEL_MEGAKERNEL"] = "1"
     longest = max(options.depths) + STEPS + 16
     llm = LLM(options.model, max_model_len=longest, max_num_seqs=1)
     report: dict[str, Any] = environment(llm.config.device)

@@ -87,10 +87,10 @@ def has_int8_activations() -> bool:
 def has_megakernel() -> bool:
     """Whether ``TIERCEL_MEGAKERNEL`` lets one kernel run a step of a single token.
 
-    It rounds inputs of matrices to 8 bits and has other bits than the kernels for more tokens, so
-    the two switches above can forbid it too.
+    Off until whole steps with it are measured. It rounds inputs of matrices to 8 bits and has other
+    bits than the kernels for more tokens, so the two switches above can forbid it too.
     """
-    is_on = read_flag("TIERCEL_MEGAKERNEL", default=True)
+    is_on = read_flag("TIERCEL_MEGAKERNEL", default=False)
     return is_on and has_int8_activations() and not is_exact()
 
 

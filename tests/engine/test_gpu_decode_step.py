@@ -27,6 +27,11 @@ def path(tmp_path_factory):
     return path
 
 
+@pytest.fixture(autouse=True)
+def _on(monkeypatch):
+    monkeypatch.setenv("TIERCEL_MEGAKERNEL", "1")
+
+
 def open_llm(path, **options):
     return LLM(path, device="cuda", gpu_memory_utilization=0.3, max_num_seqs=4, **options)
 

@@ -5,18 +5,19 @@
 // 32 SLICES pairs of (gate, up); a warp takes two rows (a pair) at a time. So no CTA has more rows
 // than another, and what one CTA gives to the next matrix is whole activation groups of 32.
 // Attention: the 16 CTAs that own the rows of a key/value head and of its 4 query heads attend for
-// that head, each over every 16th tile of 32 keys, and merge: CTA c again ends with outputs 32 c ...
+// that head, each over every 16th tile of 32 keys, and merge: CTA c ends with outputs 32 c and on.
 //
 // Stream: a group is 4 warps with a ring of their own, filled by a producer thread in the order of
 // use: weights of a slot (a unit for each of the 4 warps) lie end to end in memory for the whole
-// step, so the producer only counts on; tiles of K and V come through the same ring by TMA. It never
-// waits for activations, only for a free slot and for its copies in flight to fall below a limit.
+// step, so the producer only counts on; tiles of K and V come through the same ring by TMA. It
+// never waits for activations, only for a free slot and for its copies in flight to fall below a
+// limit.
 //
 // Exchange: vectors of 16 bytes that validate themselves. The two lowest bits of the last word are
 // the layer number mod 4; readers poll the data itself. Before a launch all are filled with 0xff. A
 // buffer is written again one layer later, after every CTA has passed exchanges that need all CTAs.
-// Waiting is bounded: after MOST_TICKS a CTA waits no more in this step, and its results become NaN.
-// So a step ends even if CTAs do not run side by side.
+// Waiting is bounded: after MOST_TICKS a CTA waits no more in this step, and its results become
+// NaN. So a step ends even if CTAs do not run side by side.
 //
 // Macros: LAYERS, SLICES (of 4096 columns in a row of down), HAS_QK_NORM.
 #define CTAS 128
@@ -40,7 +41,7 @@
 #define RING 5           // slots of a group; 4 cost 3%, 3 cost 10%
 #define IN_FLIGHT_NOW 2  // copies in flight of a group while fetching what is being computed
 #define IN_FLIGHT_AHEAD 1  // ... while running ahead: longer queues delay the exchange
-#define MOST_TICKS 2     // of the clock's upper half: no step takes 2.2 seconds
+#define MOST_TICKS 2     // of the clock's upper half, 2.2 s each; no step takes as long
 #define START_MAX (-1e30f)  // finite, so that a warp without keys ends with sum 0, not NaN
 
 enum Kind { QKV, OUT, GATEUP, DOWN };
@@ -89,7 +90,8 @@ struct Layout {
   static constexpr int PARTIALS = ROPE + 512, WARP_SUMS = PARTIALS + SPLITS * PARTIAL * 16;
   static constexpr int BLOCKS = WARP_SUMS + WARPS * HEADS * 8;
   static constexpr int SCRATCH = BLOCKS + GROUPS * MOST_TILES * 4, RESULTS = SCRATCH + 128;
-  static constexpr int BARS = RESULTS + (SLICES > 1 ? 128 * SLICES : 192), COMPUTING = BARS + 16 * GROUPS * RING;
+  static constexpr int BARS = RESULTS + (SLICES > 1 ? 128 * SLICES : 192);  // 48 of q, k, v
+  static constexpr int COMPUTING = BARS + 16 * GROUPS * RING;
   static constexpr int LOST = COMPUTING + 4, START = LOST + 4, NUM_KEYS = START + 4;
   static constexpr int TOTAL = NUM_KEYS + 4;
 };
@@ -111,9 +113,8 @@ DEV void store_relaxed(void* p, uint4 v) {
 }
 DEV void bulk_load(u32 smem, const void* gmem, u32 bytes, u32 bar) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          smem),
-      "l"(gmem), "r"(bytes), "r"(bar)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(smem), "l"(gmem), "r"(bytes), "r"(bar)
       : "memory");
 }
 // Without a bound of its own: whatever it waits for is bounded by MOST_TICKS.
@@ -192,8 +193,8 @@ DEV void publish(uint4* record, u32 scratch, float value, float norm, bool norme
     store_relaxed(record + lane, v);
   }
 }
-// Waits for all records of a matrix's input and spreads them over shared memory: codes[chunk][lane],
-// scale, sums, squares by group.
+// Waits for all records of a matrix's input and spreads them over shared memory:
+// codes[chunk][lane], scale, sums, squares by group.
 DEV void receive(const uint4* records, int kind, u32 tag, u32 act, u32 scales, u32 sums,
                  u32 squares, u32 smem) {
   constexpr int MOST = (3 * CTAS * SLICES + CONSUMERS - 1) / CONSUMERS;
@@ -375,8 +376,8 @@ DEV void multiply(Taker& taker, int kind, int six, int warp, int lane, float rms
 
 // ---- attention
 // Rows of q, k, v of this CTA's head arrive as floats: warps 0 to 3 take a query head each, warp 4
-// the new key, warp 5 the new value; lane l has elements 4 l .. 4 l + 3. They norm and rotate, leave
-// fp16 in shared memory, and one CTA writes the new key and value to the cache.
+// the new key, warp 5 the new value; lane l has elements 4 l .. 4 l + 3. They norm and rotate,
+// leave fp16 in shared memory, and one CTA writes the new key and value to the cache.
 DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer, int warp, int lane,
                        const Ends& ends) {
   const int part = warp < HEADS ? lane & 7 : 2 * warp + (lane & 1);
@@ -423,9 +424,9 @@ DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer,
   }
 }
 
-// This warp's share of the tiles, 8 keys of each: scores as q K^T (query heads in rows 0 to 3, again
-// in rows 4 to 7), outputs as V^T P^T, whose columns are heads; so P needs no transposition. Leaves
-// outputs (head, dimension) and (maximum, sum) of each head in shared memory.
+// This warp's share of the tiles, 8 keys of each: scores as q K^T (query heads in rows 0 to 3,
+// again in rows 4 to 7), outputs as V^T P^T, whose columns are heads; so P needs no transposition.
+// Leaves outputs (head, dimension) and (maximum, sum) of each head in shared memory.
 DEV void attend(const Args& g, u32 smem, Taker& taker, int group, int warp, int lane,
                 const Ends& ends) {
   const int row = lane >> 2, column = 2 * (lane & 3), chunk = lane >> 3;
@@ -504,7 +505,8 @@ DEV void attend(const Args& g, u32 smem, Taker& taker, int group, int warp, int 
   }
   // Columns 4 to 7 repeat 0 to 3: their lanes store the upper 8 dimensions of each 16.
   const bool upper = lane & 2;
-  const u32 at = smem + Layout::WARP_OUTPUTS + (warp * HEADS + (column & 2)) * Layout::OUTPUTS_PITCH +
+  const u32 at = smem + Layout::WARP_OUTPUTS +
+                 (warp * HEADS + (column & 2)) * Layout::OUTPUTS_PITCH +
                  4 * (row + (upper ? 8 : 0));
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -633,10 +635,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   if (warp >= WARPS) {
     const int* blocks = reinterpret_cast<int*>(memory + Layout::BLOCKS) + group * MOST_TILES;
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     const Ends ends = make_ends(smem);
     if (lane == 0) produce(g, caches, ring, group, ends, blocks, computing);
     return;
   }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
   const u32 scratch = smem + Layout::SCRATCH + (warp & 3) * 32;
   Taker taker = {ring, 0, 0};
   // Warp 0, lane l: element 32 cta + l of the residual stream, in a register for the whole step.
@@ -689,8 +693,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (is_end)
           g.x_out[32 * cta + lane] = *lost ? __int_as_float(0x7fffffff) : v;
         else
-          publish(g.exchange + RECORD_AT((kind + 1) & 3) + 3 * (publishers * cta + warp), scratch, v,
-                  norm, adds, kind == DOWN ? (tag + 1) & 3 : tag, lane);
+          publish(g.exchange + RECORD_AT((kind + 1) & 3) + 3 * (publishers * cta + warp), scratch,
+                  v, norm, adds, kind == DOWN ? (tag + 1) & 3 : tag, lane);
       }
     }
     if (kind != QKV) continue;

@@ -2,9 +2,10 @@
 // before it. Lane l of a warp owns columns 128 l .. 128 l + 127 and keeps their activations in
 // registers: from shared memory they would cost four bytes of traffic for each byte of weights.
 //
-// Q4_K, 2304 bytes: 4 chunks of 32 lanes x 16 bytes (the lane's 64 bytes of qs, in file order), then
-// 16 file headers of 16 bytes. Q6_K: part A, 2304 bytes = 4 chunks of ql and 32 lanes x 8 bytes of
-// scales; part C, 1056 bytes = 2 chunks of qh and 16 halves d. See ops/decode_step.py.
+// Q4_K, 2304 bytes: 4 chunks of 32 lanes x 16 bytes (the lane's 64 bytes of qs, in file order),
+// then 16 file headers of 16 bytes. Q6_K: part A, 2304 bytes = 4 chunks of ql and 32 lanes x 8
+// bytes of scales; part C, 1056 bytes = 2 chunks of qh and 16 halves d. Packed by
+// kernels/decode_stream.py.
 #define DEV __device__ __forceinline__
 typedef unsigned char u8;
 
