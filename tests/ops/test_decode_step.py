@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests import decode_step_on_cpu
 from tests.decode_step_model import EPS, POSITIONS, ROWS, SCALE, V_AND_DOWN, make_model
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
@@ -148,6 +149,49 @@ def test_matches_oracle(masks, slices, has_qk_norm, device):
     model = make_model(masks, slices, device, has_qk_norm=has_qk_norm)
     assert max(run_both(model, 100, device)) < TOLERANCE * len(masks)
     assert max(run_both(model, 100, device, rounds=False)) < 3e-2 * len(masks)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory):
+    """The kernel's source for one layer, compiled for a processor."""
+    folder = tmp_path_factory.mktemp("cuda_on_cpu")
+    return decode_step_on_cpu.build(1, 1, folder, has_qk_norm=True)
+
+
+def run_on_cpu(library, length, **options):
+    """What the kernel's source makes of a token, with new key and value, and what it should."""
+    cpu = torch.device("cpu")
+    model = make_model([V_AND_DOWN], 1, cpu)
+    batch, num_blocks = make_batch(length, cpu)
+    planes = make_planes(1, num_blocks, batch, cpu)[:2]
+    x, copies = torch.randn(1, HIDDEN), [[plane.clone() for plane in side] for side in planes]
+    out = decode_step_on_cpu.run(library, x, model.weights, *copies, batch, **options)
+    expected = decode_step(x, model.weights, prepare_caches(*planes), batch)
+    slot = int(batch.slot_mapping[0, 0])
+    return [
+        torch.cat([result.flatten(), *(side[0].flatten(0, 1)[slot].flatten() for side in sides)])
+        for result, sides in ((out, copies), (expected, planes))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1, 70, 2500])
+def test_source_in_any_order_of_warps(on_cpu, length):
+    """No index, wait or reuse of shared memory depends on who comes first: bit by bit."""
+    results = []
+    for seed in range(2):
+        torch.manual_seed(0)
+        result, expected = run_on_cpu(on_cpu, length, seed=seed)
+        assert relative_error(result, expected.double()) < TOLERANCE
+        results.append(result)
+    assert torch.equal(*results)
+
+
+@pytest.mark.slow
+def test_source_ends_without_its_neighbours(on_cpu):
+    """CTAs that wait for others in vain end after a while, with NaN."""
+    result, _ = run_on_cpu(on_cpu, 70, late=120)
+    assert result[: 120 * 32].isnan().all()
 
 
 # A new token alone, borders of a warp's keys, of a tile, of a block, of all CTAs' first and second

@@ -46,7 +46,7 @@ def cuda_source(num_layers: int, slices: int, *, has_qk_norm: bool) -> rtc.Kerne
         ("HAS_QK_NORM", int(has_qk_norm)),
         ("IS_BF16", 0),
     )
-    return rtc.KernelSource("decode_step", macros, ("hopper", "decode_units"))
+    return rtc.KernelSource("decode_step", macros, ("hopper", "decode_ptx", "decode_units"))
 
 
 def can_run(device: torch.device) -> bool:
@@ -91,7 +91,7 @@ def load_decode_step(
 
 
 def make_caches(k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> Any:
-    """What the kernel needs to know of the caches of all layers, each as `launch_decode_step`."""
+    """What the kernel needs to know of the caches of all layers, see `launch_decode_step`."""
     caches = _structures(len(k_caches))[1]()
     for layer, planes in enumerate(zip(k_caches, v_caches, strict=True)):
         for i, plane in enumerate(planes):
@@ -103,7 +103,7 @@ def make_caches(k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> Any:
     return caches
 
 
-def launch_decode_step(
+def make_args(
     x: Tensor,
     out: Tensor,
     stream: Tensor,
@@ -113,7 +113,6 @@ def launch_decode_step(
     head_norms: Tensor | None,
     rope: Tensor,
     exchange: Tensor,
-    caches: Any,
     position: Tensor,
     seq_len: Tensor,
     row: Tensor,
@@ -122,9 +121,8 @@ def launch_decode_step(
     *,
     eps: float,
     scale: float,
-    slices: int,
-) -> None:
-    """Enqueue on the current stream; the op has checked and allocated.
+) -> Any:
+    """Args of the source. It holds addresses alone: the tensors must outlive the launch.
 
     Args:
         x: (1, HIDDEN) float32.
@@ -136,7 +134,6 @@ def launch_decode_step(
         head_norms: (layers, 2, HEAD) float32, q and k; None for a model without.
         rope: (positions, 2, HEAD / 2) float32.
         exchange: (`exchange_words`,) int32, filled with `EXCHANGE_EMPTY` on this stream.
-        caches: from `make_caches` of planes (blocks, BLOCK_TOKENS, KV_HEADS, HEAD) float16.
         position: (1,) int32.
         seq_len: (1,) int32, with the new token, at most MOST_TOKENS.
         row: (1,) int32, of block_tables.
@@ -144,12 +141,9 @@ def launch_decode_step(
         slot: (1,) int64 of the new token; negative writes nothing.
         eps: of all norms.
         scale: of the scores.
-        slices: of 4096 columns in a row of down.
     """
     num_layers = len(masks)
-    source = cuda_source(num_layers, slices, has_qk_norm=head_norms is not None)
-    kernel = rtc.load_kernel(source, x.device, SMEM_BYTES)
-    args = _structures(num_layers)[0](
+    return _structures(num_layers)[0](
         stream.data_ptr(),
         stream.shape[1],
         (ctypes.c_uint64 * GROUPS)(*group_at),
@@ -163,4 +157,27 @@ def launch_decode_step(
         scale * LOG2_E,
         (ctypes.c_uint8 * num_layers)(*masks),
     )
+
+
+def launch_decode_step(
+    args: Any,
+    caches: Any,
+    num_layers: int,
+    slices: int,
+    device: torch.device,
+    *,
+    has_qk_norm: bool,
+) -> None:
+    """Enqueue on the current stream; the op has checked and allocated.
+
+    Args:
+        args: from `make_args`.
+        caches: from `make_caches` of planes (blocks, BLOCK_TOKENS, KV_HEADS, HEAD) float16.
+        num_layers: of both.
+        slices: of 4096 columns in a row of down.
+        device: of all tensors.
+        has_qk_norm: whether q and k have norms.
+    """
+    source = cuda_source(num_layers, slices, has_qk_norm=has_qk_norm)
+    kernel = rtc.load_kernel(source, device, SMEM_BYTES)
     rtc.launch(kernel, CTAS, THREADS, [args, caches], is_cooperative=True)

@@ -262,7 +262,7 @@ def decode_step(
         return _decode_step_torch(x[0], weights, caches, batch, group)[None]
     out = torch.empty_like(x)
     weights.exchange.fill_(kernel.EXCHANGE_EMPTY)
-    kernel.launch_decode_step(
+    args = kernel.make_args(
         x.contiguous(),
         out,
         weights.stream,
@@ -272,7 +272,6 @@ def decode_step(
         weights.head_norms,
         weights.rope,
         weights.exchange,
-        caches.on_device,
         batch.positions,
         batch.seq_lens,
         batch.rows,
@@ -280,7 +279,14 @@ def decode_step(
         batch.slot_mapping[group],
         eps=weights.eps,
         scale=weights.scale,
-        slices=weights.slices,
+    )
+    kernel.launch_decode_step(
+        args,
+        caches.on_device,
+        len(weights.masks),
+        weights.slices,
+        x.device,
+        has_qk_norm=weights.head_norms is not None,
     )
     return out
 

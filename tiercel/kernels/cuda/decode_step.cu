@@ -1,5 +1,5 @@
-// All layers of a dense decoder for one new token, in one launch; hopper.cuh and decode_units.cuh
-// before it. Why each part is as it is: docs/notes/decode_step.md. Host side: ops/decode_step.py.
+// All layers of a dense decoder for one new token, in one launch; hopper.cuh, decode_ptx.cuh and
+// decode_units.cuh before it. Why each part is as it is: docs/notes/decode_step.md. Host side: ops/decode_step.py.
 //
 // Split: 128 CTAs x 16 consumer warps. A CTA owns 32 rows of q, 8 of k, 8 of v, 32 of o and down,
 // 32 SLICES pairs of (gate, up); a warp takes two rows (a pair) at a time. So no CTA has more rows
@@ -97,68 +97,11 @@ struct Layout {
 };
 static_assert(Layout::TOTAL <= 232448 && Layout::BARS % 8 == 0, "shared memory of an SM");
 
-// ---- PTX
-DEV uint4 load_relaxed(const void* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-DEV void store_relaxed(void* p, uint4 v) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
-               : "memory");
-}
-DEV void bulk_load(u32 smem, const void* gmem, u32 bytes, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-      ::"r"(smem), "l"(gmem), "r"(bytes), "r"(bar)
-      : "memory");
-}
-// Without a bound of its own: whatever it waits for is bounded by MOST_TICKS.
-DEV void slot_wait(u32 bar, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra.uni DONE;\nbra.uni AGAIN;\nDONE:\n}\n" ::"r"(bar), "r"(parity) : "memory");
-}
-template <bool TRANSPOSED> DEV void load_matrices(u32 (&r)[4], u32 a) {
-  if (TRANSPOSED)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
-  else
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
-}
-// Rows 8 to 15 of A are zero.
-DEV void mma_k16(float (&d)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%5}, "
-               "{%7,%8}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1));
-}
-DEV void mma_k8(float (&d)[4], u32 a0, u32 a1, u32 b) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
-               "{%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a0), "r"(a1), "r"(b));
-}
-
-// The value, of which the compiler knows nothing: what is computed from it is not moved out of the
-// loop over phases, where it would cost the products registers.
-DEV int unknown(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 // ---- exchange
 // Whether a step takes so long that it will not end by waiting: then this CTA waits no more. Called
 // after polls in vain. The upper half of the clock counts 2.2 s at 1.98 GHz.
 DEV bool is_lost(u32 smem) {
-  u32 now;
-  asm volatile("mov.u32 %0, %%clock_hi;" : "=r"(now)::"memory");
-  if (now - load_shared_word(smem + Layout::START) < MOST_TICKS) return false;
+  if (clock_high() - load_shared_word(smem + Layout::START) < MOST_TICKS) return false;
   store_shared(smem + Layout::LOST, 1);
   return true;
 }
@@ -175,7 +118,7 @@ DEV void publish(uint4* record, u32 scratch, float value, float norm, bool norme
   const float x = normed ? value * norm : value;
   const float amax = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fabsf(x))));
   const int code = __float2int_rn(x * (amax > 0 ? __fdividef(127.f, amax) : 0.f));
-  asm volatile("st.shared.u8 [%0], %1;" ::"r"(scratch + lane), "r"(code) : "memory");
+  store_shared_byte(scratch + lane, code);
   const int both = __reduce_add_sync(~0u, lane < 16 ? code : code << 16);
   const int lo = (short)both, hi = (both - lo) >> 16;
   float squares = value * value;
@@ -600,7 +543,7 @@ DEV void attention(const Args& g, const Caches& caches, u32 smem, int layer, int
 // ---- the kernel
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decode_step(const __grid_constant__ Args g, const __grid_constant__ Caches caches) {
-  extern __shared__ __align__(1024) u8 memory[];
+  SHARED_MEMORY(memory);
   const int tid = threadIdx.x, lane = tid & 31, cta = blockIdx.x;
   const int warp = __shfl_sync(~0u, tid >> 5, 0);
   const int group = warp < WARPS ? warp / GROUP : warp - WARPS;
@@ -610,8 +553,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   volatile int* lost = reinterpret_cast<volatile int*>(memory + Layout::LOST);
   float* results = reinterpret_cast<float*>(memory + Layout::RESULTS);
   if (tid == 0) {
-    u32 now;
-    asm volatile("mov.u32 %0, %%clock_hi;" : "=r"(now));
+    const u32 now = clock_high();
     *computing = 0, *lost = 0;
     store_shared(smem + Layout::START, now);
     store_shared(smem + Layout::NUM_KEYS, *g.seq_len - 1);
@@ -629,18 +571,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       blocks[it] = table[(ends.split + SPLITS * (group + GROUPS * it)) * TILE / PAGE];
     if (lane < RING) {
       mbar_init(ring.full + 8 * lane, 1), mbar_init(ring.empty + 8 * lane, GROUP);
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      mbar_fence();
     }
   }
   __syncthreads();
   if (warp >= WARPS) {
     const int* blocks = reinterpret_cast<int*>(memory + Layout::BLOCKS) + group * MOST_TILES;
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    drop_registers();
     const Ends ends = make_ends(smem);
     if (lane == 0) produce(g, caches, ring, group, ends, blocks, computing);
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+  take_registers();
   const u32 scratch = smem + Layout::SCRATCH + (warp & 3) * 32;
   Taker taker = {ring, 0, 0};
   // Warp 0, lane l: element 32 cta + l of the residual stream, in a register for the whole step.

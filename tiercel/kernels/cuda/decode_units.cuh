@@ -1,40 +1,11 @@
-// Products of one row's 4096 weights (a unit) with int8 activations, for decode_step.cu; hopper.cuh
-// before it. Lane l of a warp owns columns 128 l .. 128 l + 127 and keeps their activations in
+// Products of one row's 4096 weights (a unit) with int8 activations, for decode_step.cu;
+// decode_ptx.cuh before it. Lane l of a warp owns columns 128 l .. 128 l + 127 and keeps their activations in
 // registers: from shared memory they would cost four bytes of traffic for each byte of weights.
 //
 // Q4_K, 2304 bytes: 4 chunks of 32 lanes x 16 bytes (the lane's 64 bytes of qs, in file order),
 // then 16 file headers of 16 bytes. Q6_K: part A, 2304 bytes = 4 chunks of ql and 32 lanes x 8
 // bytes of scales; part C, 1056 bytes = 2 chunks of qh and 16 halves d. Packed by
 // kernels/decode_stream.py.
-#define DEV __device__ __forceinline__
-typedef unsigned char u8;
-
-DEV uint4 load_shared(u32 a) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(a));
-  return v;
-}
-DEV u32 load_shared_word(u32 a) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
-  return v;
-}
-DEV void store_shared(u32 a, u32 v) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
-}
-// Unsigned weights, signed activations.
-DEV int dp4a_us(u32 w, u32 a, int c) {
-  int d;
-  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(w), "r"(a), "r"(c));
-  return d;
-}
-DEV float half_to_float(u16 h) {
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
-  return f;
-}
 
 // The lane's 128 activations: codes in 8 chunks of 16, and per group of 32 the scale, scale * sum,
 // and the two sums of 16 (13 bits each, packed). Odd groups hold scale / 16: their weights are the
@@ -101,12 +72,8 @@ DEV void load_q6(Q6& w, u32 a_part, u32 qh, u32 d, int lane) {
   for (int i = 0; i < 4; ++i) w.low[i] = load_shared(a_part + i * 512 + lane * 16);
 #pragma unroll
   for (int i = 0; i < 2; ++i) w.high[i] = load_shared(qh + i * 512 + lane * 16);
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
-               : "=r"(w.scales[0]), "=r"(w.scales[1])
-               : "r"(a_part + 2048 + lane * 8));
-  asm volatile("{.reg .u16 t; ld.shared.u16 t, [%1]; cvt.u32.u16 %0, t;}"
-               : "=r"(w.d)
-               : "r"(d + (lane >> 1) * 2));
+  load_shared_pair(w.scales, a_part + 2048 + lane * 8);
+  w.d = load_shared_half(d + (lane >> 1) * 2);
 }
 DEV float dot_q6(const Q6& w, const Act& a) {
   int t[4] = {0, 0, 0, 0};  // by group of 32
