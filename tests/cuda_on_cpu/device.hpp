@@ -3,8 +3,8 @@
 // indices, waits and reuse of shared memory are checked without a GPU; the order of its memory
 // accesses between CTAs, and speed, are not.
 //
-// A warp's collective waits for all its lanes. Copies to shared memory arrive late and in any order;
-// until then their place holds 0xEE. Wrong alignment, addresses and arrivals end the process.
+// A warp's collective waits for all its lanes. Copies to shared memory arrive late and in any
+// order; until then their place holds 0xEE. Wrong alignment, addresses and arrivals end the process.
 #include <immintrin.h>
 #include <sys/mman.h>
 #include <algorithm>
@@ -94,7 +94,9 @@ template <class T> DEV Lanes<T> collect(const T& v) {
   return {w.values[turn & 1][0]};
 }
 template <class T> DEV T __shfl_sync(u32, T v, int lane) { return collect(v)[lane % WARP]; }
-template <class T> DEV T __shfl_xor_sync(u32, T v, int mask) { return collect(v)[lane_id() ^ mask]; }
+template <class T> DEV T __shfl_xor_sync(u32, T v, int mask) {
+  return collect(v)[lane_id() ^ mask];
+}
 DEV u32 __reduce_max_sync(u32, u32 v) {
   const auto lanes = collect(v);
   for (int i = 0; i < WARP; ++i) v = std::max(v, lanes[i]);
@@ -227,7 +229,8 @@ template <bool TRANSPOSED> DEV void load_matrices(u32 (&r)[4], u32 a) {
   const auto rows = collect(a);
   const int outer = lane_id() / 4, inner = 2 * (lane_id() % 4);
   for (int i = 0; i < 4; ++i) {
-    const u32 first = TRANSPOSED ? rows[8 * i + inner] + 2 * outer : rows[8 * i + outer] + 2 * inner;
+    const u32 first =
+        TRANSPOSED ? rows[8 * i + inner] + 2 * outer : rows[8 * i + outer] + 2 * inner;
     const u32 second = TRANSPOSED ? rows[8 * i + inner + 1] + 2 * outer : first + 2;
     r[i] = from_shared<u16>(first) | (u32)from_shared<u16>(second) << 16;
   }
