@@ -11,7 +11,6 @@ from tiercel.layers import decode_step as layers
 from tiercel.layers.attention import Attention, AttentionShape
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
-from tiercel.layers.norm import RMSNorm
 from tiercel.ops.decode_step import DecoderShape
 from tiercel.ops.linear import LinearWeight
 from tiercel.ops.q4k_matvec import prepare_q4k
@@ -42,20 +41,16 @@ def make_linear(*parts, layout=Layout.SOA):
 
 
 def make_layer(parts, rope, *, layout=Layout.SOA):
-    def norm(name):
-        return RMSNorm(parts[name], EPS, torch.float16)
-
     attention = Attention(
         AttentionShape(32, 8, 128, SCALE, 0),
         make_linear(parts["q"], parts["k"], parts["v"], layout=layout),
         make_linear(parts["o"], layout=layout),
         rope,
-        norm("q_norm"),
-        norm("k_norm"),
     )
     gate_up = make_linear(parts["gate"], parts["up"], layout=layout)
     mlp = GatedMLP(gate_up, make_linear(parts["down"], layout=layout), "silu")
-    return layers.StepLayer(norm("attn_norm"), attention, norm("mlp_norm"), mlp)
+    head_norms = (parts["q_norm"], parts["k_norm"])
+    return layers.StepLayer(parts["attn_norm"], head_norms, attention, parts["mlp_norm"], mlp)
 
 
 @pytest.mark.usefixtures("_here")
@@ -64,7 +59,7 @@ def test_layers_are_packed_as_the_file_has_them(layout):
     model = make_model([V_AND_DOWN], 1, CPU)
     expected = model.weights
     layer = make_layer(model.layers[0], expected.rope, layout=layout)
-    step = layers.make_decode_step([layer], SHAPE, CPU)
+    step = layers.make_decode_step([layer], SHAPE, EPS, CPU)
     assert step is not None
     found = step.weights
     assert found.masks == (V_AND_DOWN,)
@@ -82,13 +77,13 @@ def test_a_layer_that_does_not_fit_leaves_it_out():
     dense = LinearWeight((torch.zeros(4096, 4096),), (4096, 4096))
     mixed = make_model([V_AND_DOWN], 1, CPU).layers[0]
     wrong_shape = DecoderShape(1, 4096, 4096, 32, 8, 128, 64, 40960, is_plain=True)
-    assert layers.make_decode_step([layer], wrong_shape, CPU) is None
+    assert layers.make_decode_step([layer], wrong_shape, EPS, CPU) is None
     layer.attention.output = Linear(dense)
-    assert layers.make_decode_step([layer], SHAPE, CPU) is None
+    assert layers.make_decode_step([layer], SHAPE, EPS, CPU) is None
     layer.attention.output = make_linear(model.layers[0]["o"], layout=Layout.FILE)
-    assert layers.make_decode_step([layer], SHAPE, CPU) is not None
+    assert layers.make_decode_step([layer], SHAPE, EPS, CPU) is not None
     layer.mlp.gate_up = make_linear(mixed["gate"], mixed["down"], layout=Layout.FILE)
-    assert layers.make_decode_step([layer], SHAPE, CPU) is None
+    assert layers.make_decode_step([layer], SHAPE, EPS, CPU) is None
 
 
 def test_a_cpu_has_none():
@@ -96,19 +91,18 @@ def test_a_cpu_has_none():
 
 
 class Recorder:
-    """Counts the steps that it is asked about, and takes those of one token with the layers."""
+    """Counts the steps that it is asked about, and takes those of one token."""
 
-    def __init__(self, model):
-        self.model, self.asked, self.taken = model, [], 0
+    def __init__(self):
+        self.asked, self.taken = [], 0
 
     def takes(self, batch):
         self.asked.append(batch.num_tokens)
         return batch.num_tokens == 1
 
     def __call__(self, x, batch):
+        assert x.shape[0] == batch.num_reqs == 1
         self.taken += 1
-        for layer in self.model.layers:
-            x = layer(x, batch, None)
         return x
 
 
@@ -117,10 +111,10 @@ def test_only_steps_of_one_token_go_there():
         model = llm._engine.runner.model
         assert model.step is None
         expected = [o.outputs[0].token_ids for o in llm.generate(["ab", "cd ef"], greedy(6))]
-        model.step = recorder = Recorder(model)
-        alone = [llm.generate(prompt, greedy(6))[0] for prompt in ("ab", "cd ef")]
-        assert [o.outputs[0].token_ids for o in alone] == expected
-        assert recorder.taken == recorder.asked.count(1) == 10  # 5 behind each prompt's
-        before = recorder.taken
-        llm.generate(["ab", "cd ef"], greedy(6))
-        assert recorder.taken == before
+        model.step = recorder = Recorder()
+        together = [o.outputs[0].token_ids for o in llm.generate(["ab", "cd ef"], greedy(6))]
+        assert together == expected
+        assert recorder.taken == 0
+        assert len(recorder.asked) == 6
+        llm.generate("ab", greedy(6))
+        assert recorder.taken == 5  # behind the prompt's

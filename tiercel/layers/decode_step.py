@@ -16,7 +16,6 @@ from tiercel.batch import Batch
 from tiercel.layers.attention import Attention
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
-from tiercel.layers.norm import RMSNorm
 from tiercel.ops.decode_step import (
     DecoderShape,
     DecodeStepBuilder,
@@ -35,11 +34,12 @@ from tiercel.quant import Layout, QuantTensor
 
 @dataclass(frozen=True, slots=True)
 class StepLayer:
-    """A layer's parts."""
+    """A layer's parts; of its norms the weights, float32, of q and k heads none or two."""
 
-    attn_norm: RMSNorm
+    attn_norm: Tensor
+    head_norms: tuple[Tensor, ...]
     attention: Attention
-    mlp_norm: RMSNorm
+    mlp_norm: Tensor
     mlp: GatedMLP
 
 
@@ -67,13 +67,14 @@ class DecodeStep:
 
 
 def make_decode_step(
-    layers: Sequence[StepLayer], shape: DecoderShape, device: torch.device
+    layers: Sequence[StepLayer], shape: DecoderShape, eps: float, device: torch.device
 ) -> DecodeStep | None:
     """Copy the layers' weights for the kernel; None where it does not fit device, shape or types.
 
     Args:
         layers: all of a decoder, of one shape.
         shape: of the decoder.
+        eps: of all norms.
         device: where the weights are.
     """
     if select_decode_step(shape) or not can_decode_step(device):
@@ -88,17 +89,15 @@ def make_decode_step(
     head_norms: list[Tensor] = []
     for index, (layer, cut) in enumerate(zip(layers, known, strict=True)):
         builder.add(index, {name: part.in_file_layout() for name, part in cut.items()})
-        norms += [layer.attn_norm.weight, layer.mlp_norm.weight]
-        head_norms += [
-            norm.weight for norm in (layer.attention.q_norm, layer.attention.k_norm) if norm
-        ]
+        norms += [layer.attn_norm, layer.mlp_norm]
+        head_norms += layer.head_norms
     attention = layers[0].attention
     return DecodeStep(
         builder.finish(
             norms,
             head_norms,
             attention.rope_table,
-            eps=layers[0].attn_norm.eps,
+            eps=eps,
             scale=attention.shape.scale,
         )
     )

@@ -223,11 +223,20 @@ class _LayerBuilder:
             and set(config.layer_types) == {"full"}
             and not (config.qkv_bias or config.sandwich_norms),
         )
-        parts = [
-            StepLayer(layer.attn_norm, layer.attention, layer.mlp_norm, layer.mlp)
-            for layer in layers
-        ]
-        return make_decode_step(parts, shape, self.weights.device)
+        parts = []
+        for layer in layers:
+            attention = layer.attention
+            norms = (attention.q_norm, attention.k_norm)
+            parts.append(
+                StepLayer(
+                    layer.attn_norm.weight,
+                    tuple(norm.weight for norm in norms if norm is not None),
+                    attention,
+                    layer.mlp_norm.weight,
+                    layer.mlp,
+                )
+            )
+        return make_decode_step(parts, shape, config.norm_eps, self.weights.device)
 
     def layer(self, index: int) -> DecoderLayer:
         config, prefix = self.config, f"layers.{index}"
