@@ -84,3 +84,23 @@ def test_child_environment_is_a_copy(monkeypatch):
     assert child == dict(os.environ)
     child["TIERCEL_MODEL"] = "y"
     assert os.environ["TIERCEL_MODEL"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, False),
+        ({"TIERCEL_MEGAKERNEL": "1"}, True),
+        ({"TIERCEL_MEGAKERNEL": "0"}, False),
+        ({"TIERCEL_MEGAKERNEL": "1", "TIERCEL_EXACT": "1"}, False),
+        ({"TIERCEL_MEGAKERNEL": "1", "TIERCEL_EXACT": "0"}, True),
+        ({"TIERCEL_MEGAKERNEL": "1", "TIERCEL_INT8_ACTIVATIONS": "0"}, False),
+    ],
+    ids=str,
+)
+def test_the_kernel_for_whole_steps_can_be_forbidden(monkeypatch, values, expected):
+    for name in ("TIERCEL_MEGAKERNEL", "TIERCEL_EXACT", "TIERCEL_INT8_ACTIVATIONS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert env.has_megakernel() is expected

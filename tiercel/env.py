@@ -87,6 +87,26 @@ def has_fused_gemm() -> bool:
     return read_flag("TIERCEL_FUSED_GEMM", default=False)
 
 
+def is_exact() -> bool:
+    """Whether ``TIERCEL_EXACT`` asks for kernels whose bits do not depend on the batch."""
+    return read_flag("TIERCEL_EXACT", default=False)
+
+
+def has_int8_activations() -> bool:
+    """Whether ``TIERCEL_INT8_ACTIVATIONS`` lets a kernel round inputs of matrices to 8 bits."""
+    return read_flag("TIERCEL_INT8_ACTIVATIONS", default=True)
+
+
+def has_megakernel() -> bool:
+    """Whether ``TIERCEL_MEGAKERNEL`` lets one kernel run a step of a single token.
+
+    Off until whole steps with it are measured. It rounds inputs of matrices to 8 bits and has other
+    bits than the kernels for more tokens, so the two switches above can forbid it too.
+    """
+    is_on = read_flag("TIERCEL_MEGAKERNEL", default=False)
+    return is_on and has_int8_activations() and not is_exact()
+
+
 def has_overlap(*, default: bool) -> bool:
     """Whether ``TIERCEL_OVERLAP`` lets a step be enqueued while the one before it runs."""
     return read_flag("TIERCEL_OVERLAP", default=default)
@@ -101,7 +121,7 @@ def switches() -> dict[str, str]:
     """The toggles that are set, for reports: names and values."""
     names = (
         *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "FUSED_GEMM"),
-        *("OVERLAP", "PREFIX_CACHE"),
+        *("MEGAKERNEL", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
     )
     found = {f"TIERCEL_{name}": os.environ.get(f"TIERCEL_{name}", "") for name in names}
     return {name: text for name, text in found.items() if text}

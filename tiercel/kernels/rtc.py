@@ -40,6 +40,7 @@ _STATIC_SMEM_LIMIT = 48 << 10  # more dynamic shared memory than this must be as
 
 # Constants of the driver interface, cuda.h of CUDA 13.
 _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SMEM_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
@@ -320,9 +321,9 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 @functools.cache
-def _dependent_attribute() -> Any:
-    """A pointer to the attribute of a dependent launch; the driver only reads it."""
-    return ctypes.pointer(_LaunchAttribute(_PROGRAMMATIC_SERIALIZATION, 1))
+def _attribute(kind: int) -> Any:
+    """A pointer to an attribute of a launch, set to 1; the driver only reads it."""
+    return ctypes.pointer(_LaunchAttribute(kind, 1))
 
 
 def launch(
@@ -334,6 +335,7 @@ def launch(
     grid_y: int = 1,
     grid_z: int = 1,
     is_dependent: bool = False,
+    is_cooperative: bool = False,
 ) -> None:
     """Enqueue on PyTorch's current stream of the kernel's device; may be captured into a graph.
 
@@ -346,6 +348,8 @@ def launch(
         grid_z: CTAs in the third.
         is_dependent: the kernel may start before the one before it ends (Hopper and later): all its
             threads wait (griddepcontrol.wait) before they touch what that one reads or writes.
+        is_cooperative: all CTAs must run at once, else the driver refuses the launch; not together
+            with `is_dependent`.
 
     Raises:
         InternalError: the driver refuses the launch.
@@ -357,8 +361,8 @@ def launch(
         (threads, 1, 1),
         kernel.smem_bytes,
         torch._C._cuda_getCurrentRawStream(index),
-        _dependent_attribute(),
-        int(is_dependent),
+        _attribute(_COOPERATIVE if is_cooperative else _PROGRAMMATIC_SERIALIZATION),
+        int(is_dependent or is_cooperative),
     )
     if torch.cuda.current_device() == index:
         code = _driver().cuLaunchKernelEx(ctypes.byref(config), kernel.function, places, None)

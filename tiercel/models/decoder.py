@@ -21,7 +21,9 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import KVCacheSpec
+from tiercel.env import has_megakernel
 from tiercel.layers.attention import Attention, AttentionShape, HeadNorms, PromptPlan
+from tiercel.layers.decode_step import DecodeStep, StepLayer, make_decode_step
 from tiercel.layers.embedding import Embedding
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
@@ -29,6 +31,7 @@ from tiercel.layers.norm import RMSNorm
 from tiercel.models.config import ModelConfig
 from tiercel.models.rope import rope_table
 from tiercel.models.weights import WeightReader
+from tiercel.ops.decode_step import DecoderShape
 from tiercel.ops.linear import linear, pick_rows, prepare_linear
 from tiercel.ops.rms_norm import rms_norm
 
@@ -91,6 +94,11 @@ class Decoder:
             dense_copies=weights.dense_copies,
         )
         self.head = Linear(wide, out_dtype=torch.float32)
+        # One kernel for a single token, where it fits. A step that must have the bits of steps of
+        # several tokens (speculation) sets it to None.
+        self.step: DecodeStep | None = None
+        if has_megakernel() and weights.dense_copies:
+            self.step = builder.step(self.layers, num_positions)
 
     def cache_specs(self) -> list[KVCacheSpec]:
         """What each layer keeps, in layer order."""
@@ -101,6 +109,8 @@ class Decoder:
         for group, pool in enumerate(pools):
             for index, planes in pool.layers.items():
                 self.layers[index].attention.bind_cache(planes, group)
+        if self.step is not None:  # all layers are in one group: full attention
+            self.step.bind_cache([pools[0].layers[i] for i in range(len(self.layers))], 0)
 
     def forward(self, batch: Batch) -> Tensor:
         """Pass the new tokens through all layers.
@@ -109,6 +119,8 @@ class Decoder:
             (T, hidden) float32, the residual before the last norm.
         """
         x, update = self.embedding(batch.input_ids), None
+        if self.step is not None and self.step.takes(batch):
+            return self.step(x, batch)
         plans: dict[tuple[AttentionShape, int], PromptPlan | None] = {}
         for layer in self.layers:
             kind = (layer.attention.shape, layer.attention.group)
@@ -224,6 +236,36 @@ class _LayerBuilder:
         return Linear(
             weight, torch.cat([self.weights.vector(name) for name in names]).to(self.dtype)
         )
+
+    def step(self, layers: Sequence[DecoderLayer], num_positions: int) -> DecodeStep | None:
+        """All layers as one kernel, if it fits them."""
+        config = self.config
+        shape = DecoderShape(
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rotary_dim=config.rope.rotary_dim,
+            max_tokens=num_positions,
+            is_plain=config.activation == "silu"
+            and set(config.layer_types) == {"full"}
+            and not (config.qkv_bias or config.sandwich_norms),
+        )
+        parts = []
+        for layer in layers:
+            norms = layer.attention.head_norms
+            parts.append(
+                StepLayer(
+                    layer.attn_norm.weight,
+                    () if norms is None else (norms.q, norms.k),
+                    layer.attention,
+                    layer.mlp_norm.weight,
+                    layer.mlp,
+                )
+            )
+        return make_decode_step(parts, shape, config.norm_eps, self.weights.device)
 
     def layer(self, index: int) -> DecoderLayer:
         config, prefix = self.config, f"layers.{index}"

@@ -1,0 +1,255 @@
+// What hopper.cuh, decode_ptx.cuh and CUDA itself give a kernel, for one processor: a thread of the
+// device is a coroutine, and run_decode_step.cpp resumes warps in random order. So a kernel's
+// indices, waits and reuse of shared memory are checked without a GPU; the order of its memory
+// accesses between CTAs, and speed, are not.
+//
+// A warp's collective waits for all its lanes. Copies to shared memory arrive late and in any
+// order; until then their place holds 0xEE. Wrong alignment, addresses and arrivals end the process.
+#include <immintrin.h>
+#include <sys/mman.h>
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <random>
+#include <vector>
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 { u32 x, y; };
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+struct alignas(64) TMap { unsigned char b[128]; };  // here: address and number of tokens
+#define DEV inline
+#define __device__
+#define __global__
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define SHARED_MEMORY(name) u8* name = here().smem
+#define threadIdx (Index{current->tid})
+#define blockIdx (Index{current->cta})
+
+constexpr u32 SMEM = 227 << 10;
+constexpr int WARP = 32;
+struct Index { int x; };
+struct Warp;
+struct Thread { void* stack; int tid, cta; Warp* warp; bool is_done; };
+struct Warp { Thread* threads[WARP]; int arrived; u32 turn; int live; u8 values[2][WARP][32]; };
+struct NamedBarrier { int arrived = 0; u32 turn = 0; };
+struct MBarrier { int count = 0, pending = 0; long bytes = 0; u32 phase = 0; };
+struct Copy { u32 to, bar; std::vector<u8> data; };
+struct Cta {
+  u8* smem;
+  NamedBarrier named[16];
+  std::map<u32, MBarrier> mbarriers;
+  std::vector<Copy> copies;
+};
+static Thread* current;
+static void* scheduler;
+static std::vector<Cta> ctas;
+static u64 events;      // whatever may let a waiting thread go on
+static u32 clock_turns;
+
+[[noreturn]] static void fail(const char* what) {
+  std::fprintf(stderr, "thread %d of CTA %d: %s\n", current->tid, current->cta, what);
+  std::abort();
+}
+extern "C" void switch_stack(void** from, void* to);
+asm(R"(
+switch_stack:
+  pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
+  ret
+)");
+DEV void give_way() { switch_stack(&current->stack, scheduler); }
+DEV Cta& here() { return ctas[current->cta]; }
+DEV int lane_id() { return current->tid % WARP; }
+
+// ---- collectives of a warp
+template <class T> struct Lanes {
+  const u8* values;
+  T operator[](int lane) const {
+    T v;
+    std::memcpy(&v, values + 32 * lane, sizeof v);
+    return v;
+  }
+};
+template <class T> DEV Lanes<T> collect(const T& v) {
+  static_assert(sizeof(T) <= 32, "of a lane");
+  Warp& w = *current->warp;
+  const u32 turn = w.turn;
+  std::memcpy(w.values[turn & 1][lane_id()], &v, sizeof v);
+  if (++w.arrived == WARP) w.arrived = 0, ++w.turn, ++events;
+  while (w.turn == turn) give_way();
+  return {w.values[turn & 1][0]};
+}
+template <class T> DEV T __shfl_sync(u32, T v, int lane) { return collect(v)[lane % WARP]; }
+template <class T> DEV T __shfl_xor_sync(u32, T v, int mask) {
+  return collect(v)[lane_id() ^ mask];
+}
+DEV u32 __reduce_max_sync(u32, u32 v) {
+  const auto lanes = collect(v);
+  for (int i = 0; i < WARP; ++i) v = std::max(v, lanes[i]);
+  return v;
+}
+DEV int __reduce_add_sync(u32, int v) {
+  const auto lanes = collect(v);
+  int sum = 0;
+  for (int i = 0; i < WARP; ++i) sum += lanes[i];
+  return sum;
+}
+DEV bool __any_sync(u32, bool v) { return __reduce_max_sync(~0u, v); }
+DEV void __syncwarp() { collect(0); }
+
+// ---- barriers
+DEV u32 arrive(int id, int count) {
+  NamedBarrier& b = here().named[id];
+  const u32 turn = b.turn;
+  if (++b.arrived == count) b.arrived = 0, ++b.turn, ++events;
+  return turn;
+}
+DEV void bar_arrive(int id, int count) { arrive(id, count); }
+DEV void bar_sync(int id, int count) {
+  const u32 turn = arrive(id, count);
+  while (here().named[id].turn == turn) give_way();
+}
+#define __syncthreads() bar_sync(0, THREADS)
+DEV MBarrier& mbarrier(u32 at) {
+  const auto found = here().mbarriers.find(at);
+  if (found == here().mbarriers.end()) fail("an mbarrier before its start");
+  return found->second;
+}
+DEV void advance(MBarrier& b) {
+  if (b.pending < 0) fail("too many arrivals");
+  if (b.pending == 0 && b.bytes == 0) b.phase ^= 1, b.pending = b.count, ++events;
+}
+DEV void mbar_init(u32 at, u32 count) {
+  if (at % 8) fail("alignment of an mbarrier");
+  MBarrier& b = here().mbarriers[at];
+  b.count = b.pending = count;
+}
+DEV void mbar_expect(u32 at, u32 bytes) {
+  MBarrier& b = mbarrier(at);
+  b.bytes += bytes, --b.pending;
+  advance(b);
+}
+DEV void mbar_arrive(u32 at) {
+  --mbarrier(at).pending;
+  advance(mbarrier(at));
+}
+DEV void slot_wait(u32 at, u32 parity) { while (mbarrier(at).phase == parity) give_way(); }
+DEV void mbar_fence() {}
+DEV void drop_registers() {}
+DEV void take_registers() {}
+DEV u32 clock_high() { return clock_turns; }
+DEV int unknown(int x) { return x; }
+
+// ---- memory
+DEV u8* shared(u32 at, u32 size) {
+  if (at % size || at + size > SMEM) fail("an address in shared memory");
+  return here().smem + at;
+}
+template <class T> DEV T from_shared(u32 at) {
+  T v;
+  std::memcpy(&v, shared(at, sizeof v), sizeof v);
+  return v;
+}
+DEV uint4 load_shared(u32 a) { return from_shared<uint4>(a); }
+DEV u32 load_shared_word(u32 a) { return from_shared<u32>(a); }
+DEV u32 load_shared_half(u32 a) { return from_shared<u16>(a); }
+DEV void load_shared_pair(u32 (&v)[2], u32 a) { std::memcpy(v, shared(a, 8), 8); }
+DEV void store_shared(u32 a, u32 v) { std::memcpy(shared(a, 4), &v, 4); }
+DEV void store_shared_byte(u32 a, int v) { *shared(a, 1) = (u8)v; }
+DEV u32 smem_u32(const void* p) { return (u32)((const u8*)p - here().smem); }
+DEV uint4 load_relaxed(const void* p) {
+  give_way();
+  if ((u64)p % 16) fail("alignment of a load");
+  return *(const uint4*)p;
+}
+DEV void store_relaxed(void* p, uint4 v) {
+  if ((u64)p % 16) fail("alignment of a store");
+  *(uint4*)p = v, ++events;
+}
+DEV void send(u32 to, u32 bar, std::vector<u8> data) {
+  if (to + data.size() > SMEM) fail("a copy leaves shared memory");
+  std::memset(here().smem + to, 0xEE, data.size());
+  here().copies.push_back({to, bar, std::move(data)});
+}
+DEV void bulk_load(u32 to, const void* from, u32 bytes, u32 bar) {
+  if (to % 16 || (u64)from % 16 || bytes % 16) fail("alignment of a bulk copy");
+  send(to, bar, std::vector<u8>((const u8*)from, (const u8*)from + bytes));
+}
+// A box of 32 tokens x 1 head x 64 dimensions of (tokens, 8, 128) 16-bit values, 128-byte swizzle.
+DEV void tma3(u32 to, const TMap* map, u32 bar, int x, int y, int z) {
+  u64 words[2];
+  std::memcpy(words, map, sizeof words);
+  if (to % 1024 || z < 0 || (u64)z + 32 > words[1]) fail("a TMA box");
+  std::vector<u8> box(4096);
+  for (int t = 0; t < 32; ++t)
+    for (int c = 0; c < 8; ++c) {
+      const u64 from = words[0] + 2 * ((((u64)z + t) * 8 + y) * 128 + x) + 16 * c;
+      std::memcpy(&box[128 * t + ((c ^ (t & 7)) << 4)], (const void*)from, 16);
+    }
+  send(to, bar, std::move(box));
+}
+
+// ---- arithmetic
+template <class To, class From> DEV To bits(From v) {
+  static_assert(sizeof(To) == sizeof(From), "bits");
+  To to;
+  std::memcpy(&to, &v, sizeof to);
+  return to;
+}
+DEV float __uint_as_float(u32 v) { return bits<float>(v); }
+DEV float __int_as_float(int v) { return bits<float>(v); }
+DEV u32 __float_as_uint(float v) { return bits<u32>(v); }
+DEV float __fdividef(float a, float b) { return a / b; }
+DEV float __expf(float x) { return std::exp(x); }
+DEV float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+DEV float ex2(float x) { return std::exp2(x); }
+DEV int __float2int_rn(float x) { return x == x ? (int)std::nearbyint(x) : 0; }
+template <class T> DEV T __ldg(const T* p) { return *p; }
+DEV float half_to_float(u16 h) { return _cvtsh_ss(h); }
+DEV u32 pack(float lo, float hi) { return _cvtss_sh(lo, 0) | (u32)_cvtss_sh(hi, 0) << 16; }
+DEV int dp4a_us(u32 w, u32 a, int c) {
+  for (int i = 0; i < 32; i += 8) c += (int)(u8)(w >> i) * (int)(signed char)(a >> i);
+  return c;
+}
+template <bool TRANSPOSED> DEV void load_matrices(u32 (&r)[4], u32 a) {
+  const auto rows = collect(a);
+  const int outer = lane_id() / 4, inner = 2 * (lane_id() % 4);
+  for (int i = 0; i < 4; ++i) {
+    const u32 first =
+        TRANSPOSED ? rows[8 * i + inner] + 2 * outer : rows[8 * i + outer] + 2 * inner;
+    const u32 second = TRANSPOSED ? rows[8 * i + inner + 1] + 2 * outer : first + 2;
+    r[i] = from_shared<u16>(first) | (u32)from_shared<u16>(second) << 16;
+  }
+  __syncwarp();  // nobody writes there before all lanes have read
+}
+struct Operands { u32 a[4], b[2]; };
+// m16n8k(8 halves): fragments as PTX deals them.
+DEV void multiply_add(float (&d)[4], const Operands& own, int halves) {
+  const auto lanes = collect(own);
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane_id() / 4, column = 2 * (lane_id() % 4) + i % 2;
+    for (int k = 0; k < 8 * halves; ++k) {
+      const u32 a = lanes[4 * row + k % 8 / 2].a[2 * (k / 8) + i / 2];
+      const u32 b = lanes[4 * column + k % 8 / 2].b[k / 8];
+      d[i] += half_to_float((u16)(a >> 16 * (k % 2))) * half_to_float((u16)(b >> 16 * (k % 2)));
+    }
+  }
+}
+DEV void mma_k16(float (&d)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+  multiply_add(d, {{a0, 0, a2, 0}, {b0, b1}}, 2);
+}
+DEV void mma_k8(float (&d)[4], u32 a0, u32 a1, u32 b) { multiply_add(d, {{a0, a1}, {b}}, 1); }

@@ -1,0 +1,85 @@
+"""Runs the source of the kernel for whole steps on a processor; see cuda_on_cpu/device.hpp."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiercel.batch import Batch
+from tiercel.kernels import decode_step as kernel
+from tiercel.ops.decode_step import DecodeStepWeights
+
+HERE = Path(__file__).parent / "cuda_on_cpu"
+MAP_BYTES = 128
+
+
+def build(num_layers: int, slices: int, folder: Path, *, has_qk_norm: bool) -> ctypes.CDLL:
+    """Compile the source with what stands for a GPU; skip where that cannot be."""
+    compiler = shutil.which("g++")
+    has_f16c = "f16c" in Path("/proc/cpuinfo").read_text() if compiler else False
+    if not has_f16c:
+        pytest.skip("needs g++ and an x86 processor with F16C")
+    source = kernel.cuda_source(num_layers, slices, has_qk_norm=has_qk_norm)
+    cuda = files("tiercel.kernels") / "cuda"
+    macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
+    parts = [HERE / "device.hpp", cuda / "decode_units.cuh", cuda / "decode_step.cu"]
+    text = macros + "".join(part.read_text() for part in (*parts, HERE / "run_decode_step.cpp"))
+    path, library = folder / "step.cpp", folder / "step.so"
+    path.write_text(text)
+    flags = ["-O2", "-std=c++17", "-mf16c", "-fno-strict-aliasing", "-fno-stack-protector", "-w"]
+    subprocess.run([compiler, *flags, "-shared", "-fPIC", "-o", library, path], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def run(
+    library: ctypes.CDLL,
+    x: Tensor,
+    weights: DecodeStepWeights,
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    batch: Batch,
+    *,
+    seed: int = 0,
+    late: int = 128,
+) -> Tensor:
+    """As `ops.decode_step`; `seed` draws the order of warps, CTAs from `late` on start last."""
+    structures = kernel._structures(len(k))
+    sizes = tuple(ctypes.sizeof(structure) for structure in structures)
+    assert sizes == tuple(library.struct_bytes(i) for i in range(2))
+    caches = structures[1]()
+    for i, plane in enumerate(plane for pair in zip(k, v, strict=True) for plane in pair):
+        words = struct.pack("QQ", plane.data_ptr(), plane.shape[0] * kernel.BLOCK_TOKENS)
+        ctypes.memmove(ctypes.addressof(caches.maps) + MAP_BYTES * i, words, len(words))
+        caches.planes[i] = plane.data_ptr()
+    exchange = torch.full_like(weights.exchange, kernel.EXCHANGE_EMPTY)
+    out = torch.full_like(x, float("nan"))
+    table = batch.block_tables[0].contiguous()
+    args = kernel.make_args(
+        x,
+        out,
+        weights.stream,
+        weights.starts,
+        weights.masks,
+        weights.norms,
+        weights.head_norms,
+        weights.rope,
+        exchange,
+        batch.positions,
+        batch.seq_lens,
+        batch.rows,
+        table,
+        batch.slot_mapping[0],
+        eps=weights.eps,
+        scale=weights.scale,
+    )
+    assert library.run_step(ctypes.byref(args), ctypes.byref(caches), seed, late) == 0, "a hang"
+    return out

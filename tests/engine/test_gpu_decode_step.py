@@ -1,0 +1,117 @@
+"""Single tokens through one kernel, in an engine: close to the other kernels, and the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import synthetic_model
+from tiercel.llm import LLM
+from tiercel.params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[(37 * i + 11 * j) % 500 for j in range(length)] for i, length in enumerate((1, 5, 200))]
+GREEDY = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=20)
+NMSE = 2e-2  # of inputs rounded to 8 bits; the kernels beside it have 5e-5
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Four layers of Qwen3-8B's width with random weights, v and down of some in Q6_K."""
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    shape = synthetic_model.Shape(4096, 4, 32, 8, 128, 8192, vocab=512, context=4096)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(synthetic_model.SHAPES, "four-layers", shape)
+        synthetic_model.write("four-layers", path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _on(monkeypatch):
+    monkeypatch.setenv("TIERCEL_MEGAKERNEL", "1")
+
+
+def open_llm(path, **options):
+    return LLM(path, device="cuda", gpu_memory_utilization=0.3, max_num_seqs=4, **options)
+
+
+def run(llm, prompt, params=GREEDY):
+    (output,) = llm.generate({"prompt_token_ids": prompt}, params)
+    return output.outputs[0]
+
+
+def decode_logits(llm, prompt, count):
+    """Greedy tokens behind a prompt, and the logits that each was taken from, but for the first."""
+    steps = llm._engine.runner.decode_steps
+    rows = []
+    real = steps.__class__.__call__
+
+    def spy(self, *arguments):
+        result = real(self, *arguments)
+        rows.append(result[1][0].clone())
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps.__class__, "__call__", spy)
+        answer = run(llm, prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+    return answer.token_ids, torch.stack(rows[: count - 1])
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[1:], ids=len)
+def test_logits_are_close_to_those_of_the_other_kernels(path, prompt):
+    """Steps against one pass over the same tokens, which takes kernels for many tokens."""
+    with open_llm(path) as llm:
+        assert llm._engine.runner.model.step is not None
+        tokens, logits = decode_logits(llm, prompt, 40)
+        whole = llm.logits([*prompt, *tokens[:-1]])
+    expected = torch.as_tensor(whole)[len(prompt) :].to(logits)
+    assert logits.shape == expected.shape
+    nmse = (logits - expected).square().sum(1) / expected.square().sum(1)
+    assert nmse.max().item() <= NMSE
+    best = expected.topk(2).values
+    # Where the lead exceeds what rounding may move, the token is the same.
+    spread = (logits - expected).abs().amax(dim=1)
+    is_clear = best[:, 0] - best[:, 1] > 2 * spread
+    assert is_clear.any()
+    assert torch.equal(logits.argmax(1)[is_clear], expected.argmax(1)[is_clear])
+
+
+def test_a_replay_has_the_bits_of_an_eager_step(path):
+    with open_llm(path) as llm:
+        replayed = [run(llm, prompt) for prompt in PROMPTS]
+        again = [run(llm, prompt) for prompt in PROMPTS]
+        llm._engine.runner.decode_steps._graphs = {}
+        eager = [run(llm, prompt) for prompt in PROMPTS]
+    for answers in (again, eager):
+        assert [a.token_ids for a in answers] == [a.token_ids for a in replayed]
+        assert [a.logprobs for a in answers] == [a.logprobs for a in replayed]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("TIERCEL_MEGAKERNEL", "0"), ("TIERCEL_EXACT", "1"), ("TIERCEL_INT8_ACTIVATIONS", "0")],
+)
+def test_switches_leave_it_out(path, monkeypatch, name, value):
+    """Then a token has the bits that it has in a batch."""
+    monkeypatch.setenv(name, value)
+    with open_llm(path) as llm:
+        assert llm._engine.runner.model.step is None
+        alone = run(llm, PROMPTS[1])
+        together = llm.generate([{"prompt_token_ids": p} for p in (PROMPTS[1],) * 3], GREEDY)
+        assert [o.outputs[0].logprobs for o in together] == [alone.logprobs] * 3
+
+
+def test_two_engines_side_by_side(path):
+    with open_llm(path) as first, open_llm(path) as second:
+        expected = run(first, PROMPTS[2])
+        requests = []
+        for llm in (first, second):
+            requests.append(llm._inputs.request(PROMPTS[2], GREEDY, 0))
+            llm._engine.submit(requests[-1])
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        while first._engine.has_work or second._engine.has_work:
+            for llm, stream in zip((first, second), streams, strict=True):
+                with torch.cuda.stream(stream):
+                    llm._engine.step()
+    assert [r.output_token_ids for r in requests] == [list(expected.token_ids)] * 2

@@ -1,0 +1,298 @@
+"""A whole decode step in one launch: against the oracle, at every depth, with the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests import decode_step_on_cpu
+from tests.decode_step_model import EPS, POSITIONS, ROWS, SCALE, V_AND_DOWN, make_model
+from tiercel.batch import Batch
+from tiercel.errors import ArgumentError
+from tiercel.kernels import decode_step as kernel
+from tiercel.kernels import decode_stream
+from tiercel.kernels.decode_stream import MATRICES
+from tiercel.ops.decode_step import (
+    DecoderShape,
+    DecodeStepBuilder,
+    decode_step,
+    prepare_caches,
+    select_decode_step,
+    select_masks,
+)
+from tiercel.quant import Layout, QuantTensor, QuantType
+from tiercel.reference import decode_step as oracle
+
+HIDDEN, HEAD, KV_HEADS = kernel.HIDDEN, kernel.HEAD, kernel.KV_HEADS
+# Of a layer. A code of 8 bits that falls on the other side changes an input by 1 / 127 of the
+# largest in its group.
+TOLERANCE = 1.5e-2
+
+
+def make_batch(length, device, *, num_blocks=0, row=2, position=5):
+    """One request in row 2 of 4 whose blocks lie in any order; its last token is new."""
+    needed = -(-length // kernel.BLOCK_TOKENS)
+    num_blocks = max(num_blocks, needed + 3)
+    order = torch.randperm(num_blocks - 1)[:needed] + 1
+    tables = torch.zeros((1, 4, max(needed, 1) + 2), dtype=torch.int32)
+    tables[0, row, :needed] = order
+    slot = int(order[-1]) * kernel.BLOCK_TOKENS + (length - 1) % kernel.BLOCK_TOKENS
+
+    def ints(*values, dtype=torch.int32):
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return Batch(
+        input_ids=ints(0),
+        positions=ints(position),
+        cu_seqlens_q=ints(0, 1),
+        seq_lens=ints(length),
+        rows=ints(row),
+        logits_rows=ints(0),
+        slot_mapping=ints(slot, dtype=torch.int64)[None],
+        block_tables=tables.to(device),
+        query_lens=(1,),
+        context_lens=(length,),
+        num_tokens=1,
+        num_reqs=1,
+        max_query_len=1,
+        max_seq_len=length,
+    ), num_blocks
+
+
+def make_planes(num_layers, num_blocks, batch, device):
+    """Caches whose tokens are random, and NaN where nothing may be read."""
+    length = batch.context_lens[0]
+    table = batch.block_tables[0, batch.rows[0]].long()
+    tokens = torch.arange(length - 1, device=device)
+    slots = table[tokens // kernel.BLOCK_TOKENS] * kernel.BLOCK_TOKENS + tokens % 64
+    planes = []
+    for _ in range(2 * num_layers):
+        shape = (num_blocks, kernel.BLOCK_TOKENS, KV_HEADS, HEAD)
+        plane = torch.full(shape, float("nan"), dtype=torch.float16, device=device)
+        values = torch.randn(length - 1, KV_HEADS, HEAD, device=device)
+        plane.flatten(0, 1)[slots] = values.half()
+        planes.append(plane)
+    return planes[:num_layers], planes[num_layers:], slots
+
+
+def run_both(model, length, device, *, rounds=True):
+    """Errors of the result, and of the keys and values that the op wrote; it wrote nothing else."""
+    num_layers = len(model.layers)
+    batch, num_blocks = make_batch(length, device)
+    k, v, slots = make_planes(num_layers, num_blocks, batch, device)
+    x = torch.randn(1, HIDDEN, device=device)
+    layers = [
+        model.dense(i) | {"keys": k[i].flatten(0, 1)[slots], "values": v[i].flatten(0, 1)[slots]}
+        for i in range(num_layers)
+    ]
+    turn = model.weights.rope[int(batch.positions[0])]
+    expected, new = oracle.decode_step(x[0], layers, turn, EPS, SCALE, rounds=rounds)
+    before = [plane.clone() for plane in (*k, *v)]
+    out = decode_step(x, model.weights, prepare_caches(k, v), batch)
+    slot = int(batch.slot_mapping[0, 0])
+    wanted = torch.stack([pair[i] for i in range(2) for pair in new])
+    written = torch.stack([plane.flatten(0, 1)[slot] for plane in (*k, *v)])
+    for plane, old in zip((*k, *v), before, strict=True):
+        plane.flatten(0, 1)[slot] = old.flatten(0, 1)[slot]
+        assert torch.equal(plane.view(torch.int16), old.view(torch.int16))
+    return relative_error(out[0], expected), relative_error(written, wanted)
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+ALL_Q6 = 63
+
+
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("qtype", [QuantType.Q4_K, QuantType.Q6_K], ids=lambda q: q.name)
+def test_packing_keeps_every_byte(name, qtype):
+    slices = 2 if name == "down" else 1
+    rows = ROWS.get(name, 2 * HIDDEN)
+    data = torch.randint(0, 256, (rows, qtype.row_bytes(4096 * slices)), dtype=torch.uint8)
+    packed = decode_stream.pack_matrix(name, data)
+    assert packed.numel() == data.numel()
+    assert torch.equal(decode_stream.unpack_matrix(name, packed), data)
+
+
+def test_places_cover_the_stream():
+    """Every byte of it belongs to one matrix of one layer, in the order of use."""
+    masks, slices = (0, V_AND_DOWN, ALL_Q6), 3
+    stream, starts = decode_stream.make_stream(masks, slices, torch.device("meta"))
+    covered = []
+    for layer in range(3):
+        places = decode_stream.matrix_places(masks, slices, starts, layer)
+        covered += [span for name in MATRICES for span in places[name]]
+    covered.sort()
+    assert covered[0][0] == 0
+    assert covered[-1][1] == stream.shape[1]
+    assert all(a[1] == b[0] for a, b in pairwise(covered))
+
+
+@pytest.mark.parametrize("mask", [0, V_AND_DOWN])
+def test_cpu_matches_oracle(mask):
+    device = torch.device("cpu")
+    model = make_model([mask], 1, device, has_qk_norm=bool(mask))
+    assert max(run_both(model, 70, device)) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_qk_norm", [True, False])
+@pytest.mark.parametrize(
+    ("masks", "slices"), [((0,), 3), ((V_AND_DOWN, 0, ALL_Q6, 1, 2, 24), 3), ((ALL_Q6, 0), 1)]
+)
+def test_matches_oracle(masks, slices, has_qk_norm, device):
+    model = make_model(masks, slices, device, has_qk_norm=has_qk_norm)
+    assert max(run_both(model, 100, device)) < TOLERANCE * len(masks)
+    assert max(run_both(model, 100, device, rounds=False)) < 3e-2 * len(masks)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory):
+    """The kernel's source for one layer, compiled for a processor."""
+    folder = tmp_path_factory.mktemp("cuda_on_cpu")
+    return decode_step_on_cpu.build(1, 1, folder, has_qk_norm=True)
+
+
+def run_on_cpu(library, length, **options):
+    """What the kernel's source makes of a token, with new key and value, and what it should."""
+    cpu = torch.device("cpu")
+    model = make_model([V_AND_DOWN], 1, cpu)
+    batch, num_blocks = make_batch(length, cpu)
+    planes = make_planes(1, num_blocks, batch, cpu)[:2]
+    x, copies = torch.randn(1, HIDDEN), [[plane.clone() for plane in side] for side in planes]
+    out = decode_step_on_cpu.run(library, x, model.weights, *copies, batch, **options)
+    expected = decode_step(x, model.weights, prepare_caches(*planes), batch)
+    slot = int(batch.slot_mapping[0, 0])
+    return [
+        torch.cat([result.flatten(), *(side[0].flatten(0, 1)[slot].flatten() for side in sides)])
+        for result, sides in ((out, copies), (expected, planes))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1, 70, 2500])
+def test_source_in_any_order_of_warps(on_cpu, length):
+    """No index, wait or reuse of shared memory depends on who comes first: bit by bit."""
+    results = []
+    for seed in range(2):
+        torch.manual_seed(0)
+        result, expected = run_on_cpu(on_cpu, length, seed=seed)
+        assert relative_error(result, expected.double()) < TOLERANCE
+        results.append(result)
+    assert torch.equal(*results)
+
+
+@pytest.mark.slow
+def test_source_ends_without_its_neighbours(on_cpu):
+    """CTAs that wait for others in vain end after a while, with NaN."""
+    result, _ = run_on_cpu(on_cpu, 70, late=120)
+    assert result[: 120 * 32].isnan().all()
+
+
+# A new token alone, borders of a warp's keys, of a tile, of a block, of all CTAs' first and second
+# tiles, of the groups; long.
+LENGTHS = (1, 2, 8, 9, 10, 32, 33, 34, 64, 65, 66, 512, 513, 514, 600, 2048, 2049, 2500, 9000)
+
+
+@pytest.mark.gpu
+def test_every_depth(device):
+    model = make_model((0, V_AND_DOWN), 1, device)
+    for length in LENGTHS:
+        assert max(run_both(model, length, device)) < 2 * TOLERANCE, length
+
+
+@pytest.mark.gpu
+def test_scratch_writes_nothing(device):
+    model = make_model((0,), 1, device)
+    batch, num_blocks = make_batch(1, device)
+    k, v, _ = make_planes(1, num_blocks, batch, device)
+    batch = replace(batch, slot_mapping=torch.full_like(batch.slot_mapping, -1))
+    caches, x = prepare_caches(k, v), torch.randn(1, HIDDEN, device=device)
+    out = decode_step(x, model.weights, caches, batch)
+    assert out.isfinite().all()
+    assert k[0].isnan().all()
+    assert v[0].isnan().all()
+
+
+@pytest.mark.gpu
+def test_replays_have_the_bits_of_a_launch(device):
+    """One graph serves all lengths; 64 steps that feed each other."""
+    model = make_model((V_AND_DOWN, 0, 0), 3, device)
+    num_blocks = 20
+    batch, _ = make_batch(1000, device, num_blocks=num_blocks)
+    k, v, _ = make_planes(3, num_blocks, batch, device)
+    for plane in (*k, *v):
+        plane.nan_to_num_(0.5)
+    caches, start = prepare_caches(k, v), torch.randn(1, HIDDEN, device=device)
+
+    def steps(run):
+        planes = [plane.clone() for plane in (*k, *v)]
+        results, y = [], start.clone()
+        for i in range(64):
+            batch.seq_lens.fill_(900 + i)
+            batch.positions.fill_(i % POSITIONS)
+            place = 900 + i - 1
+            block = batch.block_tables[0, 2, place // 64].long()
+            batch.slot_mapping.copy_((block * 64 + place % 64).view(1, 1))
+            y = run(y / y.std()).clone()
+            results.append(y)
+        for plane, old in zip((*k, *v), planes, strict=True):
+            plane.copy_(old)
+        return torch.cat(results)
+
+    direct = steps(lambda y: decode_step(y, model.weights, caches, batch))
+    x = start.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_step(x, model.weights, caches, batch)
+
+    def replay(y):
+        x.copy_(y)
+        graph.replay()
+        return out
+
+    replayed = steps(replay)
+    assert replayed.isfinite().all()
+    assert torch.equal(direct, replayed)
+
+
+SHAPE = DecoderShape(36, 4096, 12288, 32, 8, 128, 128, 40960, is_plain=True)
+
+
+def test_selection_names_what_does_not_fit():
+    assert select_decode_step(SHAPE) == ""
+    for name, value in {
+        "hidden_size": 2560,
+        "intermediate_size": 14336,
+        "num_heads": 40,
+        "num_kv_heads": 32,
+        "head_dim": 64,
+        "rotary_dim": 64,
+        "num_layers": 200,
+    }.items():
+        assert select_decode_step(replace(SHAPE, **{name: value})) == f"{name} is {value}"
+    assert "262144 tokens" in select_decode_step(replace(SHAPE, max_tokens=262144))
+    assert select_decode_step(replace(SHAPE, is_plain=False))
+
+
+def test_masks_name_the_types():
+    plain = dict.fromkeys(MATRICES, ("Q4_K",)) | {"gate_up": ("Q4_K", "Q4_K")}
+    mixed = plain | {"v": ("Q6_K",), "down": ("Q6_K",)}
+    assert select_masks([plain, mixed]) == (0, V_AND_DOWN)
+    assert select_masks([plain, plain | {"q": ("Q8_0",)}]) is None
+    assert select_masks([plain | {"gate_up": ("Q4_K", "Q6_K")}]) is None
+
+
+def test_wrong_arguments(device):
+    builder = DecodeStepBuilder((0,), 1, torch.device("meta"))
+    wrong = QuantTensor(QuantType.Q6_K, Layout.FILE, (4096, 4096), {})
+    with pytest.raises(ArgumentError, match="q of layer 0 is Q6_K"):
+        builder.add(0, dict.fromkeys(MATRICES, (wrong,)))
+    plane = torch.zeros((3, 64, KV_HEADS, HEAD), device=device)
+    with pytest.raises(ArgumentError, match="a cache is"):
+        prepare_caches([plane], [plane])

@@ -1,0 +1,108 @@
+// PTX forms that decode_units.cuh and decode_step.cu use; hopper.cuh before it. All that a processor
+// would do in another way is in these two headers: tests/cuda_on_cpu/ has both for one.
+#define DEV __device__ __forceinline__
+#define SHARED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]
+typedef unsigned char u8;
+
+// ---- shared memory, arithmetic
+DEV uint4 load_shared(u32 a) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(a));
+  return v;
+}
+DEV u32 load_shared_word(u32 a) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
+  return v;
+}
+DEV void store_shared(u32 a, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
+}
+DEV void load_shared_pair(u32 (&v)[2], u32 a) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(a));
+}
+DEV u32 load_shared_half(u32 a) {
+  u32 v;
+  asm volatile("{.reg .u16 t; ld.shared.u16 t, [%1]; cvt.u32.u16 %0, t;}" : "=r"(v) : "r"(a));
+  return v;
+}
+DEV void store_shared_byte(u32 a, int v) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "r"(v) : "memory");
+}
+// Unsigned weights, signed activations.
+DEV int dp4a_us(u32 w, u32 a, int c) {
+  int d;
+  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(w), "r"(a), "r"(c));
+  return d;
+}
+DEV float half_to_float(u16 h) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+  return f;
+}
+
+// ---- memory, barriers
+DEV uint4 load_relaxed(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+DEV void store_relaxed(void* p, uint4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+DEV void bulk_load(u32 smem, const void* gmem, u32 bytes, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(smem), "l"(gmem), "r"(bytes), "r"(bar)
+      : "memory");
+}
+// Without a bound of its own: whatever it waits for is bounded by MOST_TICKS.
+DEV void slot_wait(u32 bar, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni DONE;\nbra.uni AGAIN;\nDONE:\n}\n" ::"r"(bar), "r"(parity) : "memory");
+}
+template <bool TRANSPOSED> DEV void load_matrices(u32 (&r)[4], u32 a) {
+  if (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
+}
+// Rows 8 to 15 of A are zero.
+DEV void mma_k16(float (&d)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%5}, "
+               "{%7,%8}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1));
+}
+DEV void mma_k8(float (&d)[4], u32 a0, u32 a1, u32 b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+               "{%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(b));
+}
+// The value, of which the compiler knows nothing: what is computed from it is not moved out of the
+// loop over phases, where it would cost the products registers.
+DEV int unknown(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+DEV void mbar_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// The upper half of the clock counts 2.2 s at 1.98 GHz.
+DEV u32 clock_high() {
+  u32 now;
+  asm volatile("mov.u32 %0, %%clock_hi;" : "=r"(now)::"memory");
+  return now;
+}
+// Of 96 registers that a warp begins with, producers need 32: consumers get 112.
+DEV void drop_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 32;"); }
+DEV void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 112;"); }

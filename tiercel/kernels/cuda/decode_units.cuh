@@ -1,0 +1,105 @@
+// Products of one row's 4096 weights (a unit) with int8 activations, for decode_step.cu;
+// decode_ptx.cuh before it. Lane l of a warp owns columns 128 l .. 128 l + 127 and keeps their activations in
+// registers: from shared memory they would cost four bytes of traffic for each byte of weights.
+//
+// Q4_K, 2304 bytes: 4 chunks of 32 lanes x 16 bytes (the lane's 64 bytes of qs, in file order),
+// then 16 file headers of 16 bytes. Q6_K: part A, 2304 bytes = 4 chunks of ql and 32 lanes x 8
+// bytes of scales; part C, 1056 bytes = 2 chunks of qh and 16 halves d. Packed by
+// kernels/decode_stream.py.
+
+// The lane's 128 activations: codes in 8 chunks of 16, and per group of 32 the scale, scale * sum,
+// and the two sums of 16 (13 bits each, packed). Odd groups hold scale / 16: their weights are the
+// high nibbles, used in place as 16 q.
+struct Act { uint4 codes[8]; float scale[4], sum[4]; u32 sums16[4]; };
+DEV int sum16(u32 packed, int k) { return (int)(packed << (k ? 6 : 19)) >> 19; }
+// Rows of chunks are ACT_PITCH bytes apart: no bank conflicts when records are spread.
+#define ACT_PITCH 528
+DEV Act load_act(u32 act, u32 scales, u32 sums, int slice, int lane, float rms) {
+  Act a;
+#pragma unroll
+  for (int c = 0; c < 8; ++c)
+    a.codes[c] = load_shared(act + (slice * 8 + c) * ACT_PITCH + lane * 16);
+  const uint4 s = load_shared(scales + slice * 512 + 16 * lane);
+  const uint4 t = load_shared(sums + slice * 512 + 16 * lane);
+  const u32 scale[4] = {s.x, s.y, s.z, s.w}, packed[4] = {t.x, t.y, t.z, t.w};
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const float d = __uint_as_float(scale[k]) * rms;
+    a.sums16[k] = packed[k];
+    a.sum[k] = d * (float)(sum16(packed[k], 0) + sum16(packed[k], 1));
+    a.scale[k] = k & 1 ? d * 0.0625f : d;
+  }
+  return a;
+}
+
+// header: d, dmin, scales[12] of the lane's block of 256, which two lanes share.
+struct Q4 { uint4 q[4], header; };
+DEV void load_q4(Q4& w, u32 unit, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) w.q[i] = load_shared(unit + i * 512 + lane * 16);
+  w.header = load_shared(unit + 2048 + (lane >> 1) * 16);
+}
+DEV float dot_q4(const Q4& w, const Act& a, int lane) {
+  // Six-bit scales and minima of the lane's four groups: the block's first half for even lanes.
+  const u32 shift = 2 * (lane & 1), low = lane & 1 ? 0x30303030u : 0x3f3f3f3fu;
+  const u32 high = lane & 1 ? 0x0f0f0f0fu : 0u;
+  const u32 sc = ((w.header.y >> shift) & low) | (w.header.w & high);
+  const u32 mn = ((w.header.z >> shift) & low) | ((w.header.w >> 4) & high);
+  float acc = 0, min = 0;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    int lo = 0, hi = 0;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const uint4 q = w.q[2 * c + k], al = a.codes[4 * c + k], ah = a.codes[4 * c + 2 + k];
+      lo = dp4a_us(q.x & 0x0f0f0f0f, al.x, lo), hi = dp4a_us(q.x & 0xf0f0f0f0, ah.x, hi);
+      lo = dp4a_us(q.y & 0x0f0f0f0f, al.y, lo), hi = dp4a_us(q.y & 0xf0f0f0f0, ah.y, hi);
+      lo = dp4a_us(q.z & 0x0f0f0f0f, al.z, lo), hi = dp4a_us(q.z & 0xf0f0f0f0, ah.z, hi);
+      lo = dp4a_us(q.w & 0x0f0f0f0f, al.w, lo), hi = dp4a_us(q.w & 0xf0f0f0f0, ah.w, hi);
+    }
+    acc += (float)(lo * (int)((sc >> (16 * c)) & 0xff)) * a.scale[2 * c];
+    acc += (float)(hi * (int)((sc >> (16 * c + 8)) & 0xff)) * a.scale[2 * c + 1];
+    min += (float)((mn >> (16 * c)) & 0xff) * a.sum[2 * c];
+    min += (float)((mn >> (16 * c + 8)) & 0xff) * a.sum[2 * c + 1];
+  }
+  const float d = half_to_float((u16)w.header.x), dmin = half_to_float((u16)(w.header.x >> 16));
+  return d * acc - dmin * min;
+}
+
+struct Q6 { uint4 low[4], high[2]; u32 scales[2], d; };
+DEV void load_q6(Q6& w, u32 a_part, u32 qh, u32 d, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) w.low[i] = load_shared(a_part + i * 512 + lane * 16);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) w.high[i] = load_shared(qh + i * 512 + lane * 16);
+  load_shared_pair(w.scales, a_part + 2048 + lane * 8);
+  w.d = load_shared_half(d + (lane >> 1) * 2);
+}
+DEV float dot_q6(const Q6& w, const Act& a) {
+  int t[4] = {0, 0, 0, 0};  // by group of 32
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const uint4 L = w.low[k], M = w.low[2 + k], H = w.high[k];
+    const u32 l[4] = {L.x, L.y, L.z, L.w}, m[4] = {M.x, M.y, M.z, M.w}, h[4] = {H.x, H.y, H.z, H.w};
+    int e[4];
+#pragma unroll
+    for (int g = 0; g < 4; ++g) e[g] = -32 * sum16(a.sums16[g], k);  // weights are q - 32
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const u32 q[4] = {(l[j] & 0x0f0f0f0f) | ((h[j] << 4) & 0x30303030),
+                        (m[j] & 0x0f0f0f0f) | ((h[j] << 2) & 0x30303030),
+                        ((l[j] >> 4) & 0x0f0f0f0f) | (h[j] & 0x30303030),
+                        ((m[j] >> 4) & 0x0f0f0f0f) | ((h[j] >> 2) & 0x30303030)};
+#pragma unroll
+      for (int g = 0; g < 4; ++g) {
+        const uint4 x = a.codes[2 * g + k];
+        e[g] = dp4a_us(q[g], j == 0 ? x.x : j == 1 ? x.y : j == 2 ? x.z : x.w, e[g]);
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < 4; ++g)
+      t[g] += e[g] * (int)(signed char)(w.scales[g >> 1] >> (16 * (g & 1) + 8 * k));
+  }
+  return half_to_float((u16)w.d) * ((float)t[0] * a.scale[0] + (float)t[2] * a.scale[2] +
+                                    16.f * ((float)t[1] * a.scale[1] + (float)t[3] * a.scale[3]));
+}

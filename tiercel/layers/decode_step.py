@@ -1,0 +1,152 @@
+"""All layers of a decoder as one kernel for a step of a single token.
+
+Its weights are a second copy, in the order in which that kernel reads them, made from the layers
+that serve every other step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiercel.batch import Batch
+from tiercel.layers.attention import Attention
+from tiercel.layers.linear import Linear
+from tiercel.layers.mlp import GatedMLP
+from tiercel.ops.decode_step import (
+    DecoderShape,
+    DecodeStepBuilder,
+    DecodeStepCaches,
+    DecodeStepWeights,
+    can_decode_step,
+    decode_step,
+    prepare_caches,
+    select_decode_step,
+    select_masks,
+)
+from tiercel.ops.q4k_matvec import Q4kWeight
+from tiercel.ops.q4k_repack import q4k_repack
+from tiercel.quant import Layout, QuantTensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayer:
+    """A layer's parts; of its norms the weights, float32, of q and k heads none or two."""
+
+    attn_norm: Tensor
+    head_norms: tuple[Tensor, ...]
+    attention: Attention
+    mlp_norm: Tensor
+    mlp: GatedMLP
+
+
+class DecodeStep:
+    """Runs one token of one request; see ops/decode_step.py."""
+
+    def __init__(self, weights: DecodeStepWeights) -> None:
+        self.weights = weights
+        self.caches: DecodeStepCaches | None = None  # set by bind_cache
+        self.group = 0
+
+    def bind_cache(self, planes: Sequence[dict[str, Tensor]], group: int) -> None:
+        """Take the planes of all layers, in order, found through a group's tables."""
+        self.caches = prepare_caches([p["k"] for p in planes], [p["v"] for p in planes])
+        self.group = group
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether a batch is one token, and no item to score."""
+        return batch.num_tokens == 1 and batch.items is None and self.caches is not None
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: (1, hidden) float32; returns the same, behind the last layer."""
+        assert self.caches is not None, "takes() was asked"
+        return decode_step(x, self.weights, self.caches, batch, self.group)
+
+
+def make_decode_step(
+    layers: Sequence[StepLayer], shape: DecoderShape, eps: float, device: torch.device
+) -> DecodeStep | None:
+    """Copy the layers' weights for the kernel; None where it does not fit device, shape or types.
+
+    Args:
+        layers: all of a decoder, of one shape.
+        shape: of the decoder.
+        eps: of all norms.
+        device: where the weights are.
+    """
+    if select_decode_step(shape) or not can_decode_step(device):
+        return None
+    cuts = [_cut(layer, shape) for layer in layers]
+    known = [cut for cut in cuts if cut is not None]
+    masks = select_masks([{name: part.qtypes for name, part in cut.items()} for cut in known])
+    if masks is None or len(known) < len(cuts):
+        return None
+    builder = DecodeStepBuilder(masks, shape.slices, device)
+    norms: list[Tensor] = []
+    head_norms: list[Tensor] = []
+    for index, (layer, cut) in enumerate(zip(layers, known, strict=True)):
+        builder.add(index, {name: part.in_file_layout() for name, part in cut.items()})
+        norms += [layer.attn_norm, layer.mlp_norm]
+        head_norms += layer.head_norms
+    attention = layers[0].attention
+    return DecodeStep(
+        builder.finish(
+            norms,
+            head_norms,
+            attention.rope_table,
+            eps=eps,
+            scale=attention.shape.scale,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of packed matrices that make one of the kernel's: gate and up are two."""
+
+    places: tuple[tuple[QuantTensor, int, int], ...]
+
+    @property
+    def qtypes(self) -> tuple[str, ...]:
+        return tuple(tensor.qtype.name for tensor, _, _ in self.places)
+
+    def in_file_layout(self) -> list[QuantTensor]:
+        return [
+            q4k_repack(tensor, Layout.FILE).rows(first, last) for tensor, first, last in self.places
+        ]
+
+
+def _cut(layer: StepLayer, shape: DecoderShape) -> dict[str, _Rows] | None:
+    """A layer's matrices; None if one of them is not packed."""
+    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention, mlp = layer.attention, layer.mlp
+    parts = (
+        *_cut_linear(attention.qkv, (q_size, kv_size, kv_size)),
+        *_cut_linear(attention.output, (shape.hidden_size,)),
+        *_cut_linear(mlp.gate_up, (shape.intermediate_size,) * 2),
+        *_cut_linear(mlp.down, (shape.hidden_size,)),
+    )
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
+        return None
+    q, k, v, o, gate, up, down = found
+    one = {"q": q, "k": k, "v": v, "o": o, "down": down}
+    return {name: _Rows((place,)) for name, place in one.items()} | {"gate_up": _Rows((gate, up))}
+
+
+def _cut_linear(linear: Linear, sizes: Sequence[int]) -> list[tuple[QuantTensor, int, int] | None]:
+    """Of parts that lie end to end: the packed matrix of each and its rows there, or None."""
+    found: list[tuple[QuantTensor, int, int] | None] = []
+    segments = iter(linear.weight.segments)
+    segment, first = next(segments), 0
+    for size in sizes:
+        rows = segment.tensor.shape[0] if isinstance(segment, Q4kWeight) else segment.shape[0]
+        if first == rows:
+            segment, first = next(segments), 0
+        whole = segment.tensor if isinstance(segment, Q4kWeight) else None
+        found.append(None if whole is None else (whole, first, first + size))
+        first += size
+    return found

@@ -1,0 +1,354 @@
+"""All layers of a dense decoder for one new token of one request, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiercel.batch import Batch
+from tiercel.errors import ArgumentError
+from tiercel.kernels import decode_step as kernel
+from tiercel.kernels import decode_stream
+from tiercel.kernels.decode_stream import MATRICES
+from tiercel.ops.dequantize import dequantize
+from tiercel.quant import Layout, QuantTensor, QuantType
+
+_TYPES = (QuantType.Q4_K, QuantType.Q6_K)
+_GROUP = 32  # activations with one scale
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """What decides whether the kernel fits a decoder.
+
+    Attributes:
+        is_plain: SiLU, full attention in all layers, no biases, no norms of outputs.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    max_tokens: int
+    is_plain: bool
+
+    @property
+    def slices(self) -> int:
+        """Slices of 4096 columns in a row of down."""
+        return self.intermediate_size // decode_stream.COLUMNS
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStepWeights:
+    """The weights of all layers as `decode_step` reads them.
+
+    Attributes:
+        stream: (CTAs, bytes) uint8; kernels/decode_stream.py draws it.
+        starts: where each group of warps begins in its rows.
+        masks: of each layer, bit i set if matrix i is Q6_K, else Q4_K.
+        norms: (2 * layers, hidden) float32, of attention and MLP in turn.
+        head_norms: (layers, 2, head_dim) float32, of q and k; None without.
+        rope: (positions, 2, head_dim / 2) float32, cos and sin.
+        exchange: int32, through which activations travel.
+        slices: of 4096 columns in a row of down.
+        eps: of all norms.
+        scale: of the scores.
+    """
+
+    stream: Tensor
+    starts: tuple[int, ...]
+    masks: tuple[int, ...]
+    norms: Tensor
+    head_norms: Tensor | None
+    rope: Tensor
+    exchange: Tensor
+    slices: int
+    eps: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStepCaches:
+    """Keys and values of all layers, (blocks, 64, kv_heads, head_dim) each, and their addresses."""
+
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+    on_device: Any
+
+
+def select_decode_step(shape: DecoderShape) -> str:
+    """Why a decoder does not fit the kernel; "" if it does. Its types: see `select_masks`.
+
+    Fitting: Qwen3-8B and models of its sizes, with or without norms of q and k.
+    """
+    hidden, heads = kernel.HIDDEN, kernel.HEADS * kernel.KV_HEADS
+    wanted = {
+        "hidden_size": (shape.hidden_size, hidden),
+        "num_heads": (shape.num_heads, heads),
+        "num_kv_heads": (shape.num_kv_heads, kernel.KV_HEADS),
+        "head_dim": (shape.head_dim, kernel.HEAD),
+        "rotary_dim": (shape.rotary_dim, kernel.HEAD),
+        "intermediate_size": (shape.intermediate_size % decode_stream.COLUMNS, 0),
+    }
+    for name, (value, fitting) in wanted.items():
+        if value != fitting:
+            return f"{name} is {getattr(shape, name)}"
+    if not decode_stream.COLUMNS <= shape.intermediate_size <= 4 * decode_stream.COLUMNS:
+        return f"intermediate_size is {shape.intermediate_size}"
+    if shape.num_layers > kernel.MOST_LAYERS:
+        return f"num_layers is {shape.num_layers}"
+    if shape.max_tokens > kernel.MOST_TOKENS:
+        return f"contexts have up to {shape.max_tokens} tokens"
+    return "" if shape.is_plain else "it has parts that the kernel has not"
+
+
+def select_masks(layers: Sequence[Mapping[str, Sequence[str]]]) -> tuple[int, ...] | None:
+    """Which matrices of each layer are Q6_K; None if one is neither that nor Q4_K.
+
+    Args:
+        layers: of each, the types of each of `MATRICES`; gate and up must have the same one.
+    """
+    names = [qtype.name for qtype in _TYPES]
+    masks = []
+    for layer in layers:
+        kinds = [set(layer[name]) for name in MATRICES]
+        if any(len(kind) > 1 or not kind <= set(names) for kind in kinds):
+            return None
+        masks.append(sum(int(names[1] in kind) << i for i, kind in enumerate(kinds)))
+    return tuple(masks)
+
+
+def can_decode_step(device: torch.device) -> bool:
+    """Whether a device runs the kernel: Hopper with 128 SMs at least."""
+    return kernel.can_run(device)
+
+
+class DecodeStepBuilder:
+    """Collects the weights of all layers, so that no two copies of one lie beside each other."""
+
+    def __init__(self, masks: Sequence[int], slices: int, device: torch.device) -> None:
+        """Allocate.
+
+        Args:
+            masks: of each layer, bit i set if `MATRICES[i]` is Q6_K, else Q4_K.
+            slices: intermediate_size / 4096.
+            device: of the result.
+        """
+        self.masks = tuple(masks)
+        self.slices = slices
+        self.stream, self.starts = decode_stream.make_stream(masks, slices, device)
+
+    def add(self, layer: int, matrices: Mapping[str, Sequence[QuantTensor]]) -> None:
+        """Write a layer.
+
+        Args:
+            layer: its number.
+            matrices: of each of `MATRICES` its parts in layout FILE: gate and up, else one.
+
+        Raises:
+            ArgumentError: a type is not that of the layer's mask.
+        """
+        places = decode_stream.matrix_places(self.masks, self.slices, self.starts, layer)
+        for i, name in enumerate(MATRICES):
+            parts = matrices[name]
+            expected = _TYPES[self.masks[layer] >> i & 1]
+            if any(part.qtype is not expected for part in parts):
+                raise ArgumentError(
+                    f"decode_step: {name} of layer {layer} is {parts[0].qtype.name}.",
+                    hint=f"Its mask says {expected.name}.",
+                )
+            data = [part.planes["data"] for part in parts]
+            rows = data[0] if len(data) == 1 else torch.stack(data, dim=1).flatten(0, 1)
+            packed = decode_stream.pack_matrix(name, rows)
+            decode_stream.write_matrix(self.stream, places[name], packed)
+
+    def finish(
+        self,
+        norms: Sequence[Tensor],
+        head_norms: Sequence[Tensor],
+        rope: Tensor,
+        *,
+        eps: float,
+        scale: float,
+    ) -> DecodeStepWeights:
+        """Weights with everything else that a step reads; on a GPU the kernel is loaded.
+
+        Args:
+            norms: (hidden,) float32, of attention and MLP of each layer in turn.
+            head_norms: (head_dim,) float32, of q and k of each layer in turn; none without.
+            rope: see `DecodeStepWeights`.
+            eps: of all norms.
+            scale: of the scores.
+        """
+        device = self.stream.device
+        words = kernel.exchange_words(self.slices)
+        weights = DecodeStepWeights(
+            self.stream,
+            self.starts,
+            self.masks,
+            torch.stack(list(norms)),
+            torch.stack(list(head_norms)).unflatten(0, (-1, 2)) if head_norms else None,
+            rope,
+            torch.empty(words, dtype=torch.int32, device=device),
+            self.slices,
+            eps,
+            scale,
+        )
+        if device.type == "cuda":
+            kernel.load_decode_step(
+                len(self.masks), self.slices, device, has_qk_norm=bool(head_norms)
+            )
+        return weights
+
+
+def prepare_caches(k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> DecodeStepCaches:
+    """Describe the caches of all layers to the kernel.
+
+    Args:
+        k_caches: of each layer (blocks, 64, kv_heads, head_dim) float16 contiguous.
+        v_caches: the same.
+
+    Raises:
+        ArgumentError: one has another shape or dtype.
+    """
+    tail = (kernel.BLOCK_TOKENS, kernel.KV_HEADS, kernel.HEAD)
+    for plane in (*k_caches, *v_caches):
+        is_right = tuple(plane.shape[1:]) == tail and plane.is_contiguous()
+        if not is_right or plane.dtype != torch.float16:
+            raise ArgumentError(
+                f"decode_step: a cache is {tuple(plane.shape)} {plane.dtype}.",
+                hint=f"Pass contiguous (blocks, {', '.join(map(str, tail))}) float16.",
+            )
+    on_device = kernel.make_caches(k_caches, v_caches) if k_caches[0].is_cuda else None
+    return DecodeStepCaches(tuple(k_caches), tuple(v_caches), on_device)
+
+
+def decode_step(
+    x: Tensor, weights: DecodeStepWeights, caches: DecodeStepCaches, batch: Batch, group: int = 0
+) -> Tensor:
+    """Pass one token through all layers; its keys and values go to the cache.
+
+    Inputs of matrices are rounded to 8 bits with one scale for 32, sums are exact within 32, then
+    float32. Queries, keys, values and attention's weights are float16. The result has the same bits
+    in every run, in a graph or outside; it is not that of the ops for more tokens. One launch at a
+    time on a device: activations travel through `weights.exchange`.
+
+    Args:
+        x: (1, hidden) float32, the embedding of the token.
+        weights: from `DecodeStepBuilder`.
+        caches: from `prepare_caches`.
+        batch: one request with one token; lengths, blocks and slot are read on the device.
+        group: the cache group of all layers.
+
+    Returns:
+        (1, hidden) float32, the residual before the last norm; NaN if a launch could not end.
+
+    Raises:
+        ArgumentError: x or the batch is another.
+    """
+    if x.shape != (1, kernel.HIDDEN) or x.dtype != torch.float32 or batch.num_tokens != 1:
+        raise ArgumentError(
+            f"decode_step: x is {tuple(x.shape)} {x.dtype} for {batch.num_tokens} tokens.",
+            hint=f"Pass one token: (1, {kernel.HIDDEN}) float32.",
+        )
+    if not x.is_cuda:
+        return _decode_step_torch(x[0], weights, caches, batch, group)[None]
+    out = torch.empty_like(x)
+    weights.exchange.fill_(kernel.EXCHANGE_EMPTY)
+    args = kernel.make_args(
+        x.contiguous(),
+        out,
+        weights.stream,
+        weights.starts,
+        weights.masks,
+        weights.norms,
+        weights.head_norms,
+        weights.rope,
+        weights.exchange,
+        batch.positions,
+        batch.seq_lens,
+        batch.rows,
+        batch.block_tables[group],
+        batch.slot_mapping[group],
+        eps=weights.eps,
+        scale=weights.scale,
+    )
+    kernel.launch_decode_step(
+        args,
+        caches.on_device,
+        len(weights.masks),
+        weights.slices,
+        x.device,
+        has_qk_norm=weights.head_norms is not None,
+    )
+    return out
+
+
+# ---- on a CPU
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Each 32 neighbours to 8 bits and back."""
+    groups = x.unflatten(0, (-1, _GROUP))
+    scale = groups.abs().amax(dim=1, keepdim=True) / 127
+    codes = torch.where(scale > 0, groups / scale, 0.0).round()
+    flat: Tensor = (codes * scale).flatten()
+    return flat
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * weight * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+
+
+def _decode_step_torch(
+    x: Tensor, weights: DecodeStepWeights, caches: DecodeStepCaches, batch: Batch, group: int
+) -> Tensor:
+    """The kernel's arithmetic, matrix by matrix."""
+    tables = batch.block_tables[group, batch.rows[0]]
+    length, slot = int(batch.seq_lens[0]), int(batch.slot_mapping[group, 0])
+    tokens = torch.arange(length - 1)
+    slots = tables[tokens // kernel.BLOCK_TOKENS].long() * kernel.BLOCK_TOKENS
+    slots += tokens % kernel.BLOCK_TOKENS
+    cos, sin = weights.rope[int(batch.positions[0])]
+    for layer, mask in enumerate(weights.masks):
+        places = decode_stream.matrix_places(weights.masks, weights.slices, weights.starts, layer)
+
+        def times(name: str, y: Tensor, mask: int = mask, places: Any = places) -> Tensor:
+            is_q6 = bool(mask >> MATRICES.index(name) & 1)
+            packed = decode_stream.read_matrix(weights.stream, places[name], is_q6=is_q6)
+            data = decode_stream.unpack_matrix(name, packed)
+            shape = (data.shape[0], y.shape[0])
+            matrix = QuantTensor(_TYPES[is_q6], Layout.FILE, shape, {"data": data})
+            return dequantize(matrix, torch.float32) @ _rounded(y)
+
+        def turned(heads: Tensor, i: int, layer: int = layer) -> Tensor:
+            if weights.head_norms is not None:
+                heads = _norm(heads, weights.head_norms[layer, i], weights.eps)
+            first, second = heads.chunk(2, dim=1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), 1).half()
+
+        h = _norm(x, weights.norms[2 * layer], weights.eps)
+        q, k, v = (times(name, h).unflatten(0, (-1, kernel.HEAD)) for name in MATRICES[:3])
+        q, k, v = turned(q, 0), turned(k, 1), v.half()
+        keys, values = (
+            torch.cat((plane[layer].flatten(0, 1)[slots], new[None])).float()
+            for plane, new in ((caches.k, k), (caches.v, v))
+        )
+        if slot >= 0:
+            caches.k[layer].flatten(0, 1)[slot] = k
+            caches.v[layer].flatten(0, 1)[slot] = v
+        grouped = q.float().unflatten(0, (kernel.KV_HEADS, kernel.HEADS))
+        scores = torch.einsum("ghd,tgd->ght", grouped, keys) * weights.scale
+        o = torch.einsum("ght,tgd->ghd", scores.softmax(dim=2), values)
+        x = x + times("o", o.flatten())
+        h = _norm(x, weights.norms[2 * layer + 1], weights.eps)
+        gate, up = times("gate_up", h).unflatten(0, (-1, 2)).unbind(1)
+        x = x + times("down", torch.nn.functional.silu(gate) * up)
+    return x
