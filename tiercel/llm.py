@@ -58,6 +58,8 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
         seed: int = 0,
+        spec: str = "off",
+        num_spec_tokens: int | None = None,
         offline: bool | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
@@ -74,6 +76,8 @@ class LLM:
             max_num_batched_tokens: new tokens of one step; longer prompts are cut into chunks.
             gpu_memory_utilization: share of the GPU's memory to use, (0, 1].
             seed: of requests without a seed of their own.
+            spec: ``off``, or how to guess tokens ahead: ``ngram``, ``mtp``, ``hybrid``.
+            num_spec_tokens: guesses in a step at most, 0 to 15; None for 5.
             offline: never download; None to follow ``TIERCEL_OFFLINE``.
             progress: called with (what, done, total) in bytes while fetching and loading.
 
@@ -90,6 +94,8 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
             seed=seed,
+            spec=spec,
+            num_spec_tokens=num_spec_tokens,
             offline=offline,
         )
         loaded = load_model(model, options, progress)

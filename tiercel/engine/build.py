@@ -26,6 +26,7 @@ from tiercel.engine.score_inputs import ScoreInputs
 from tiercel.engine.tokenizer_parcel import pack_tokenizer
 from tiercel.engine.warm_up import warm_up
 from tiercel.models.source import ModelSource, find_source
+from tiercel.spec.config import resolve_spec
 from tiercel.text.tokenizer import Tokenizer
 
 MAX_SEQS = {"cpu": 16, "cuda": 256}
@@ -138,6 +139,7 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
         cuda_graphs=device.type == "cuda" and env.has_cuda_graphs(),
         overlap=env.has_overlap(default=device.type == "cuda"),
         sync_debug=device.type == "cuda" and env.is_sync_debug(),
+        spec=resolve_spec(options.spec, options.num_spec_tokens),
         seed=resolve_count("seed", options.seed, 0, 2**63 - 1, low=-(2**63)),
     )
 

@@ -49,6 +49,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     seed: int = 0
+    spec: str = "off"
+    num_spec_tokens: int | None = None
     offline: bool | None = None
     enable_fault_injection: bool = False
     warm_up: bool = False
