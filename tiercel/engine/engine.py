@@ -370,6 +370,7 @@ def build_engine(
         ) from error
     if config.cuda_graphs:
         runner.decode_steps.capture(None if progress is None else partial(progress, "Capturing"))
+    policy = DraftPolicy(runner.decode_steps.verify_costs()) if config.spec.max_drafts else None
     cache = CacheManager(
         [GroupBlocks(size, group.spec.window) for group, size in zip(groups, sizes, strict=True)],
         config.block_size,
@@ -380,6 +381,6 @@ def build_engine(
         cache,
         config.max_num_seqs,
         config.max_num_batched_tokens,
-        policy=DraftPolicy() if config.spec.max_drafts else None,
+        policy=policy,
     )
     return Engine(scheduler, runner, config)

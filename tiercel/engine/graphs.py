@@ -30,6 +30,7 @@ from tiercel.ops.prepare_step import StepDrafts, prepare_step
 LARGEST_BUCKET = 256  # rows; larger steps run unpadded and eagerly
 # Rows of a step that verifies: with more, products are bound by arithmetic, and drafts do not pay.
 LARGEST_VERIFY_BUCKET = 64
+_REPLAYS = 4  # of each graph, to time it
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,17 @@ class DecodeSteps:
             self._graphs[key] = self._capture(*key, pool, stream)
         if progress is not None:
             progress(len(keys), len(keys))
+
+    def verify_costs(self) -> list[tuple[int, float]]:
+        """By sizes of steps, how much longer one with drafts takes, as a share; from replays."""
+        width = 1 + self._config.spec.max_drafts
+        sizes = self._buckets.get(width, ()) if self._graphs and width > 1 else ()
+        took = {
+            (size, places): _replay_ms(self._graphs[size, places].graph)
+            for size in sizes
+            for places in (1, width)
+        }
+        return [(size, took[size, width] / took[size, 1] - 1.0) for size in sizes]
 
     def _capture(self, size: int, width: int, pool: Any, stream: torch.cuda.Stream) -> _Captured:
         device = self._config.device
@@ -241,3 +253,17 @@ class DecodeSteps:
             max_seq_len=max(context_lens) if is_cpu else config.max_model_len + max(widths) - 1,
         )
         return self._model.logits(self._model.forward(batch), batch.logits_rows)
+
+
+def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    """Milliseconds of a replay: the least of some, without the launch of the first."""
+    times: list[float] = []
+    for _ in range(_REPLAYS):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last))
+    return min(times)

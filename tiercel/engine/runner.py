@@ -19,7 +19,7 @@ from tiercel.cache.pool import CachePool
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.copies import HostCopies
 from tiercel.engine.faults import Faults
-from tiercel.engine.graphs import LARGEST_BUCKET, DecodeSteps
+from tiercel.engine.graphs import LARGEST_BUCKET, LARGEST_VERIFY_BUCKET, DecodeSteps
 from tiercel.engine.packed_items import PackedStep, pack_items
 from tiercel.engine.prompt_reads import PromptPiece, read_prompt
 from tiercel.engine.request import Request
@@ -141,19 +141,19 @@ class ModelRunner:
             return 0
         longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
         chunks = [longest] * (config.max_num_batched_tokens // longest)
+        graphed = [[1] * min(config.max_num_seqs, LARGEST_BUCKET)]
+        if config.spec.max_drafts:
+            width = 1 + config.spec.max_drafts
+            graphed.append([width] * min(config.max_num_seqs, LARGEST_VERIFY_BUCKET))
         peaks = []
-        for query_lens in (
-            [1] * min(config.max_num_seqs, LARGEST_BUCKET),
-            [min(64, longest)],
-            chunks,
-        ):
+        for query_lens in (*graphed, [min(64, longest)], chunks):
             before = torch.cuda.memory_allocated(config.device)
             torch.cuda.reset_peak_memory_stats(config.device)
             self.run_scratch(query_lens)
             peaks.append(torch.cuda.max_memory_allocated(config.device) - before)
         torch.cuda.empty_cache()
         # Graphs keep memory of their own; eager steps share the rest.
-        return max(peaks) + (peaks[0] if config.cuda_graphs else 0)
+        return max(peaks) + (max(peaks[: len(graphed)]) if config.cuda_graphs else 0)
 
     def _write_rows(self, plan: SchedulerOutput) -> None:
         """Bring the rows up to date with what the host decided."""

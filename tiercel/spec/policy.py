@@ -8,6 +8,7 @@ earlier drafts got. How many drafts each row makes is the device's matter (`ops/
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Final
 
 from tiercel.ops.verify_accept import KEPT, RETRY_STEPS
@@ -28,11 +29,12 @@ class DraftPolicy:
     """Says before each step whether its rows verify their drafts.
 
     Attributes:
-        costs: (rows, c) for sizes of steps, rising, as they were measured; none: verifying is free.
+        costs: (rows, c) for sizes of steps, rising, as they were measured; larger steps do not
+            verify. None at all: verifying is free.
     """
 
-    def __init__(self) -> None:
-        self.costs: Sequence[tuple[int, float]] = ()
+    def __init__(self, costs: Sequence[tuple[int, float]] = ()) -> None:
+        self.costs = costs
         self._num_refused = 0
 
     def pays(self, drafts: Sequence[tuple[int, float]], num_rows: int) -> bool:
@@ -45,12 +47,14 @@ class DraftPolicy:
         if not drafts:
             return False
         gain = sum(sum(chance**j for j in range(1, count + 1)) for count, chance in drafts)
-        if gain > self._cost(num_rows) * num_rows:
+        cost = self._cost(num_rows)
+        if gain > cost * num_rows or cost == inf:
             self._num_refused = 0
-            return True
+            return cost < inf
         # Estimates rest while nothing is verified: try again now and then.
         self._num_refused = (self._num_refused + 1) % RETRY_STEPS
         return self._num_refused == 0
 
     def _cost(self, num_rows: int) -> float:
-        return next((cost for size, cost in self.costs if size >= num_rows), 0.0)
+        default = inf if self.costs else 0.0
+        return next((cost for size, cost in self.costs if size >= num_rows), default)
