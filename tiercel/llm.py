@@ -353,12 +353,17 @@ class LLM:
         answers = make_answers(self._inputs, self.tokenizer, prompt_ids, params)
         return {answer.request.request_id: answer for answer in answers}
 
-    def _push(self, answer: Answer, new_ids: tuple[int, ...]) -> str:
-        """Feed an answer's text; ends the request when a stop string matched."""
+    def _push(self, answer: Answer, new_ids: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+        """Feed an answer's text; ends the request when a stop string matched.
+
+        Returns:
+            The piece that is certain, and the tokens that belong to the answer.
+        """
+        before = answer.text.num_tokens
         piece = answer.text.push(new_ids)
         if answer.text.matched is not None:
             self._engine.stop(answer.request, answer.text.matched)
-        return piece
+        return piece, new_ids[: answer.text.num_tokens - before]
 
     def _run(
         self,
@@ -383,7 +388,7 @@ class LLM:
 
         def take(request: Request, new_ids: tuple[int, ...]) -> None:
             answer = answers[request.request_id]
-            ready.append(answer.delta(self._push(answer, new_ids), new_ids))
+            ready.append(answer.delta(*self._push(answer, new_ids)))
 
         requests = [answer.request for answer in answers.values()]
         with closing(self._steps(requests, take)) as steps:

@@ -510,6 +510,7 @@ EVERY_OPTION = [
     SamplingParams(temperature=0, allowed_token_ids=[0, 2, 4, 6]),
     SamplingParams(temperature=0, frequency_penalty=1.5, presence_penalty=-0.5),
     SamplingParams(temperature=0.7, repetition_penalty=1.6, logprobs=2, top_k=5),
+    SamplingParams(temperature=0.5, bad_words=["a", "bc"]),
 ]
 
 
@@ -531,7 +532,8 @@ def test_every_option_holds_at_each_draft(data):
             for i, (p, out) in enumerate(zip(picked, before, strict=True))
         ]
         rows = Rows(len(requests), 20, 1, 1, torch.device("cpu"), most)
-        sampler = Sampler((6,), vocab, rows, lambda word: [])
+        words = {"a": [[1, 2], [4]], "bc": [[3, 3, 0]]}
+        sampler = Sampler((6,), vocab, rows, words.__getitem__)
         for request in requests:
             rows.stage(rows.num_tokens, (request.row,), [request.num_tokens])
             sampler.enter(request)
@@ -558,6 +560,7 @@ def test_every_option_holds_at_each_draft(data):
 
     def all_at_once(requests, rows, sampler):
         for row, guess in enumerate(guesses):
+            requests[row].next_drafts = tuple(guess)
             rows.drafts.draft_ids[row, 1 : 1 + len(guess)] = torch.tensor(guess, dtype=torch.int32)
         widths = [1 + most if is_padded else 1 + len(guess) for guess in guesses]
         logits = torch.cat([line[:width] for line, width in zip(lines, widths, strict=True)])
@@ -565,6 +568,7 @@ def test_every_option_holds_at_each_draft(data):
             torch.tensor([0, *widths]).cumsum(0).int(),
             torch.tensor([len(guess) for guess in guesses], dtype=torch.int32),
             tuple(widths),
+            tuple(len(guess) for guess in guesses),
         )
         ids = torch.arange(len(requests), dtype=torch.int32)
         sample = sampler(logits.clone(), requests, ids, slots)

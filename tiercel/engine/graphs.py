@@ -107,12 +107,17 @@ class DecodeSteps:
         longest = [self._config.max_model_len] * len(rows)
         on_device, counts, logits = self._replay(rows, most_drafts, (size, width), longest)
         starts = (self._places if width == 1 else self._starts)[: size + 1]
-        return on_device, logits, DraftSlots(starts, counts, (width,) * len(rows))
+        return (
+            on_device,
+            logits,
+            DraftSlots(starts, counts, (width,) * len(rows), tuple(most_drafts)),
+        )
 
     def single_slots(self, num_lines: int, num_requests: int) -> DraftSlots:
         """The slots of rows with one line each and no drafts."""
         starts = self._places[: num_lines + 1]
-        return DraftSlots(starts, torch.zeros_like(starts[1:]), (1,) * num_requests)
+        none = torch.zeros_like(starts[1:])
+        return DraftSlots(starts, none, (1,) * num_requests, (0,) * num_requests)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Run every bucket eagerly, then record it, largest first; one pool of memory for all.
@@ -198,7 +203,7 @@ class DecodeSteps:
         starts = torch.tensor([0, *widths]).cumsum(0).int()
         drafts = StepDrafts(self._rows.drafts.draft_ids, num_drafts)
         logits = self._forward(on_device, starts, drafts, widths, None)
-        return on_device, logits, DraftSlots(starts, num_drafts, widths)
+        return on_device, logits, DraftSlots(starts, num_drafts, widths, tuple(most_drafts))
 
     def _run(
         self, inputs: Tensor, num_drafts: Tensor, width: int, context_lens: tuple[int, ...]

@@ -150,6 +150,11 @@ class Request:
         """Whether its next step is planned from its last token, which the host must know then."""
         return bool(self.params.bad_words) or self.matcher is not None
 
+    def num_fitting(self, most: int) -> int:
+        """Drafts that the grammar allows, of a request with nothing under way."""
+        drafts = self.next_drafts[:most]
+        return len(drafts) if self.matcher is None else self.matcher.num_valid(drafts)
+
     @property
     def reads_prompt(self) -> bool:
         """Whether something is asked of the prompt's own places."""

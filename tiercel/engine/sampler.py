@@ -39,11 +39,14 @@ class DraftSlots:
         starts: (R + 1,) int32, the first line of each.
         num_drafts: (R,) int32, drafts of each; lines behind them are padding.
         widths: on the host, lines of each row that a request fills.
+        planned: drafts of each that the plan allows; of a row whose last token the host knows,
+            these are the first of `Request.next_drafts`.
     """
 
     starts: Tensor
     num_drafts: Tensor
     widths: tuple[int, ...]
+    planned: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +242,23 @@ class Sampler:
         bound = [(i, r.matcher) for i, r in enumerate(lines.requests) if r.matcher is not None]
         if not bound:
             return
-        words = np.zeros((len(bound), -(-self._vocab_size // 32)), np.int32)
-        for row, (_, matcher) in zip(words, bound, strict=True):
-            matcher.fill_mask(row)
-        index = self._index([lines.span(i).start for i, _ in bound])
+        known = [lines.known_drafts(i) for i, _ in bound]
+        words = np.zeros((len(bound) + sum(map(len, known)), -(-self._vocab_size // 32)), np.int32)
+        unfilled = iter(words)
+        for (_, matcher), drafts in zip(bound, known, strict=True):
+            matcher.fill_mask(next(unfilled))
+            for draft in drafts:
+                matcher.advance(draft)
+                matcher.fill_mask(next(unfilled))
+            matcher.rollback(len(drafts))
+        spans = [lines.span(i) for i, _ in bound]
+        index = self._index(
+            [
+                span.start + slot
+                for span, drafts in zip(spans, known, strict=True)
+                for slot in range(1 + len(drafts))
+            ]
+        )
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
         allowed = (to_device(words, logits.device).unsqueeze(2) >> bits) & 1
         is_allowed = allowed.flatten(1)[:, : self._vocab_size] != 0
@@ -255,11 +271,14 @@ class Sampler:
         if edits.banned is not None:
             own.masked_fill_(edits.banned, NEG_INF)
         output = request.output_token_ids
-        for ids in edits.bad_words:
-            # The token that would complete a bad word.
-            before = len(ids) - 1
-            if before <= len(output) and output[len(output) - before :] == ids[:-1]:
-                own[0, ids[-1]].fill_(NEG_INF)  # to assign a number would wait for the device
+        text = [*output, *lines.known_drafts(number)] if edits.bad_words else output
+        for slot in range(1 + len(text) - len(output)):
+            length = len(output) + slot
+            for ids in edits.bad_words:
+                # The token that would complete a bad word.
+                before = len(ids) - 1
+                if before <= length and text[length - before : length] == ids[:-1]:
+                    own[slot, ids[-1]].fill_(NEG_INF)  # to assign a number would wait
         if edits.stop_ids is None:
             return
         least = request.params.min_tokens
@@ -303,6 +322,11 @@ class _Lines:
     def span(self, number: int) -> slice:
         """The lines of a row."""
         return self._spans[number]
+
+    def known_drafts(self, number: int) -> tuple[int, ...]:
+        """The drafts of a row whose last token the host knows."""
+        count = 0 if self.slots is None else self.slots.planned[number]
+        return self.requests[number].next_drafts[:count]
 
     def of(self, numbers: Sequence[int]) -> list[int]:
         """The lines of some rows."""

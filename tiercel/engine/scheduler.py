@@ -312,8 +312,10 @@ class Scheduler:
         left = len(request.prompt_token_ids) + request.max_tokens - request.bound - 1
         count = min(request.draft_limit, left, budget - 1)
         is_answer = part.start >= len(request.prompt_token_ids) and part.num_query == 1
-        if not (is_answer and part.samples) or count <= 0 or request.needs_last_token:
+        if not (is_answer and part.samples) or count <= 0:
             return part
+        if request.needs_last_token:
+            count = request.num_fitting(count)
         return replace(part, num_drafts=count)
 
     def _verifies(self) -> bool:
@@ -323,7 +325,7 @@ class Scheduler:
         known = [
             (min(len(request.next_drafts), request.draft_limit), request.acceptance)
             for request in self.running
-            if request.next_drafts and not request.needs_last_token
+            if request.next_drafts
         ]
         return self.policy.pays(known, len(self.running))
 
