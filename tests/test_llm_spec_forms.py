@@ -114,7 +114,7 @@ def test_the_answer_is_that_of_plain_decoding(engines, form, feature, spec):
     finally:
         llm._engine.runner.collect = collect
     assert_idle(llm)
-    assert counts["drafts"] > 0 or form == "choice"
+    assert counts["drafts"] > 0 or form == "choice" or feature == "stop"  # short answers
     for answer, plain in zip(answers, expected, strict=True):
         assert answer[:4] == plain[:4]
         if feature != "stop" and answer[2] == "stop":

@@ -137,7 +137,7 @@ def test_matches_oracle(num_reqs, most, vocab, is_ragged, has_probs, run, device
         assert case.state.num_tokens[engine_row] == length + count
         assert case.drafts.num_computed[engine_row] == length + count - 1
         chance = oracle.learned(chances[engine_row], len(row.drafts), count - 1)
-        assert case.drafts.acceptance[engine_row] == pytest.approx(chance, abs=1e-5)
+        assert float(case.drafts.acceptance[engine_row]) == pytest.approx(chance, abs=1e-5)
         limit = int(case.drafts.draft_limit[engine_row])
         wanted = oracle.wanted(chance, 0.2, limit)
         is_retry = wanted == 0 and limit and not row.drafts and idle[engine_row] + 1 >= RETRY_STEPS
