@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -39,6 +40,7 @@ from tiercel.engine.score_params import ScoreParams
 from tiercel.errors import InvalidRequestError
 from tiercel.models.source import ModelSource
 from tiercel.params import SamplingParams
+from tiercel.spec.counts import DraftCounts
 from tiercel.text.chat_template import ChatTemplate, encode_chat
 
 _Taker = Callable[[Request, tuple[int, ...]], None]
@@ -147,6 +149,14 @@ class LLM:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; see `Tokenizer.decode`."""
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """How many tokens were guessed so far, and how many of them were right, by place."""
+        return replace(
+            self._engine.draft_counts,
+            accepted_per_pos=list(self._engine.draft_counts.accepted_per_pos),
+        )
 
     def generate(
         self,

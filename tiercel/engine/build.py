@@ -163,6 +163,8 @@ def describe(loaded: LoadedModel, load_seconds: float) -> EngineInfo:
         device=str(config.device),
         dtype=str(config.dtype).removeprefix("torch."),
         seed=config.seed,
+        spec=config.spec.method,
+        num_spec_tokens=config.spec.max_drafts,
         has_prefix_cache=config.prefix_cache,
         gpu_memory_utilization=config.gpu_memory_utilization,
         tokenizer=pack_tokenizer(source),

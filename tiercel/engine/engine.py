@@ -33,6 +33,7 @@ from tiercel.models.decoder import Decoder
 from tiercel.models.source import ModelSource
 from tiercel.models.weights import WeightReader
 from tiercel.ops.linear import resting_bytes, select_form
+from tiercel.spec.counts import DraftCounts
 from tiercel.spec.ngram import NgramProposer
 from tiercel.spec.policy import FIRST_CHANCE, LEAST_CHANCE, DraftPolicy, learned
 from tiercel.text.tokenizer import Tokenizer
@@ -56,6 +57,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.config = config
+        self.draft_counts = DraftCounts()
         self._pending: deque[tuple[SchedulerOutput, Launch | None]] = deque()
 
     @property
@@ -206,8 +208,9 @@ class Engine:
         """Learn what a step's drafts were worth."""
         request.has_unsound_draft |= result.has_unsound_draft
         request.next_drafts = result.next_drafts
+        num_right = len(result.token_ids) - 1
+        self.draft_counts.add(result.num_drafts, num_right)
         if result.num_drafts:
-            num_right = len(result.token_ids) - 1
             request.acceptance = learned(request.acceptance, result.num_drafts, num_right)
 
     def _end_scoring(self, request: Request) -> RequestUpdate | None:

@@ -110,6 +110,10 @@ class Metrics:
         seen = self._seen if stats.num_steps >= self._seen.num_steps else EngineStats()
         for counter, field in self._engine.totals:
             counter.inc(max(0, getattr(stats, field) - getattr(seen, field)))
+        before = dict(enumerate(seen.accepted_per_pos))
+        for place, count in enumerate(stats.accepted_per_pos):
+            growth = max(0, count - before.get(place, 0))
+            self._engine.accepted_per_pos.labels(str(place)).inc(growth)
         for num_tokens in stats.iteration_tokens:
             self._engine.iteration_tokens.observe(num_tokens)
         self._engine.cache_usage.set(stats.kv_cache_usage)
@@ -241,7 +245,20 @@ class _EngineMetrics:
                 ("nonfinite_logits", "num_nonfinite", "Requests that ended in NaN or infinity."),
                 ("engine_steps", "num_steps", "Steps of the engine."),
                 ("gpu_step_seconds", "step_seconds", "Time of these steps."),
+                ("spec_decode_num_drafts", "num_drafts", "Steps that verified drafts."),
+                ("spec_decode_num_draft_tokens", "num_draft_tokens", "Drafts in them."),
+                (
+                    "spec_decode_num_accepted_tokens",
+                    "num_accepted_tokens",
+                    "Of these drafts, right ones.",
+                ),
             )
+        )
+        self.accepted_per_pos = Counter(
+            f"{prefix}:spec_decode_num_accepted_tokens_per_pos",
+            "Right drafts by their place.",
+            ["position"],
+            registry=registry,
         )
 
 
@@ -296,10 +313,6 @@ class _LaterMetrics:
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
         for name, text, labels in (
-            ("spec_decode_num_drafts", "Drafts.", ()),
-            ("spec_decode_num_draft_tokens", "Tokens of drafts.", ()),
-            ("spec_decode_num_accepted_tokens", "Of these, accepted ones.", ()),
-            ("spec_decode_num_accepted_tokens_per_pos", "By place.", ("position",)),
             ("score_tiles_skipped", "Tiles of attention that scoring skipped.", ()),
         ):
             Counter(f"{prefix}:{name}", text, labels, registry=registry)

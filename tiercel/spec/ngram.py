@@ -59,6 +59,8 @@ class NgramProposer:
             seq_lens_decoder=self._is_active,
             max_dec_len=texts.max_new,
         )
+        if device.type == "cuda":  # compile the kernel now: no step may wait for that
+            self.propose(torch.full((1,), size - 1, dtype=torch.int32, device=device))
 
     def enter(self, rows: list[int], longest: int) -> None:
         """Forget the former texts of rows, and take long new ones into the index at once."""
