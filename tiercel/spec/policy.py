@@ -16,7 +16,7 @@ from tiercel.ops.verify_accept import KEPT, RETRY_STEPS
 FIRST_CHANCE: Final = 0.6  # that a draft is right, of a row that has had none
 # A draft with a smaller chance is not made. On a GPU a place in a step that verifies costs nothing
 # by itself; on a CPU each token takes its time.
-LEAST_CHANCE: Final = {"cuda": 0.05, "cpu": 0.2}
+LEAST_CHANCE: Final = {"cuda": 0.05, "cpu": 0.5}
 
 
 def learned(chance: float, num_drafts: int, num_right: int) -> float:
