@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 
@@ -33,9 +33,13 @@ from tiercel.models.decoder import Decoder
 from tiercel.models.source import ModelSource
 from tiercel.models.weights import WeightReader
 from tiercel.ops.linear import resting_bytes, select_form
+from tiercel.spec.config import num_head_drafts
 from tiercel.spec.counts import DraftCounts
+from tiercel.spec.hybrid import HybridProposer
+from tiercel.spec.mtp import MtpProposer
 from tiercel.spec.ngram import NgramProposer
 from tiercel.spec.policy import FIRST_CHANCE, LEAST_CHANCE, DraftPolicy, learned
+from tiercel.spec.texts import Proposer
 from tiercel.text.tokenizer import Tokenizer
 
 # Of a GPU's memory, what weights with dense copies of packed ones may take: the rest is cache.
@@ -310,8 +314,28 @@ def _make_runner(
         lambda word: [tokenizer.encode(word), tokenizer.encode(" " + word)],
         LEAST_CHANCE[config.device.type] if spec.adaptive else 0.0,
     )
-    proposer = NgramProposer(rows.draft_texts, spec) if spec.max_drafts else None
-    return ModelRunner(model, rows, sampler, config, proposer)
+    return ModelRunner(model, rows, sampler, config, _make_proposer(model, rows, sampler, config))
+
+
+def _make_proposer(
+    model: Decoder, rows: Rows, sampler: Sampler, config: EngineConfig
+) -> Proposer | None:
+    """Who drafts; None without speculation."""
+    spec, texts = config.spec, rows.draft_texts
+    if spec.method == "off":
+        return None
+    if not spec.has_head:
+        return NgramProposer(texts, spec)
+    assert model.draft_head is not None, "resolve_config has checked"
+    mtp = MtpProposer(
+        texts,
+        model.draft_head,
+        sampler.is_banned,
+        num_head_drafts(spec),
+        config.block_size,
+        config.max_model_len + spec.max_drafts,
+    )
+    return mtp if spec.method == "mtp" else HybridProposer(texts, mtp, spec)
 
 
 def build_engine(
@@ -340,8 +364,9 @@ def build_engine(
         budget.check_weights(weight_bytes(source, config.dtype, device, dense_copies=False))
     load = None if progress is None else partial(progress, "Loading")
     try:
+        num_mtp_layers = source.config.num_mtp_layers if config.spec.has_head else 0
         model = registry.model_class(source.family)(
-            source.config,
+            replace(source.config, num_mtp_layers=num_mtp_layers),
             WeightReader(source, device, load, dense_copies=dense_copies),
             config.dtype,
             config.max_model_len + config.spec.max_drafts,
@@ -373,7 +398,10 @@ def build_engine(
         ) from error
     if config.cuda_graphs:
         runner.decode_steps.capture(None if progress is None else partial(progress, "Capturing"))
-    policy = DraftPolicy(runner.decode_steps.verify_costs()) if config.spec.max_drafts else None
+    policy = None
+    if config.spec.max_drafts:
+        spare_places = max(0, num_head_drafts(config.spec) - 1)
+        policy = DraftPolicy(runner.decode_steps.verify_costs(), spare_places)
     cache = CacheManager(
         [GroupBlocks(size, group.spec.window) for group, size in zip(groups, sizes, strict=True)],
         config.block_size,

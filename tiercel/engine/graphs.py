@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from tiercel.engine.rows import Rows, to_device
 from tiercel.engine.sampler import DraftSlots
 from tiercel.models.decoder import Decoder
 from tiercel.ops.prepare_step import StepDrafts, prepare_step
+from tiercel.spec.texts import Proposer, StepStates
 
 LARGEST_BUCKET = 256  # rows; larger steps run unpadded and eagerly
 # Rows of a step that verifies: with more, products are bound by arithmetic, and drafts do not pay.
@@ -37,13 +39,31 @@ _REPLAYS = 4  # of each graph, to time it
 class _Captured:
     """A graph, what it reads, and the logits it leaves.
 
-    `inputs` is (2, B) int32: rows, and drafts that each may take.
+    `inputs` is (2, B) int32: rows, and drafts that each may take. `propose` drafts behind it.
     """
 
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
     num_drafts: Tensor
     logits: Tensor
+    propose: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedStep:
+    """A step of rows that draft, up to its logits; it holds until the next one is enqueued.
+
+    Attributes:
+        rows: (B,) int32.
+        logits: (L, vocab_size) float32.
+        slots: whose lines these are.
+        propose: drafts for `rows`, once their tokens are drawn.
+    """
+
+    rows: Tensor
+    logits: Tensor
+    slots: DraftSlots
+    propose: Callable[[], None]
 
 
 def buckets(max_num_seqs: int, largest: int = LARGEST_BUCKET) -> list[int]:
@@ -56,8 +76,11 @@ def buckets(max_num_seqs: int, largest: int = LARGEST_BUCKET) -> list[int]:
 class DecodeSteps:
     """Runs one token each of some rows, with drafts or without, up to their logits."""
 
-    def __init__(self, model: Decoder, rows: Rows, config: EngineConfig) -> None:
+    def __init__(
+        self, model: Decoder, rows: Rows, config: EngineConfig, proposer: Proposer | None
+    ) -> None:
         self._model = model
+        self._proposer = proposer
         self._rows = rows
         self._config = config
         self._graphs: dict[tuple[int, int], _Captured] = {}  # by rows and places of each
@@ -71,6 +94,7 @@ class DecodeSteps:
         self._places = torch.arange(most + 1, dtype=torch.int32, device=config.device)
         self._starts = self._places * (1 + config.spec.max_drafts)  # of rows with drafts
         self._logits = torch.empty(0)  # of whichever graph ran last; made by capture
+        self._states: list[StepStates] = []  # that graphs leave to those behind them
 
     def __call__(self, rows: Sequence[int], context_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Enqueue a step of single tokens.
@@ -84,40 +108,27 @@ class DecodeSteps:
             those of `rows`, in this order. They hold until the next step is enqueued.
         """
         size = self._padded(len(rows), 1)
-        on_device, _, logits = self._replay(rows, [0] * len(rows), (size, 1), context_lens)
-        return on_device, logits
+        step = self._replay(rows, [0] * len(rows), (size, 1), context_lens)
+        return step.rows, step.logits
 
-    def verify(
-        self, rows: Sequence[int], most_drafts: Sequence[int]
-    ) -> tuple[Tensor, Tensor, DraftSlots]:
+    def verify(self, rows: Sequence[int], most_drafts: Sequence[int]) -> VerifiedStep:
         """Enqueue a step of rows with drafts, whose lengths may be known on the device alone.
 
         Args:
             rows: engine rows, R.
             most_drafts: of its drafts, how many each may take at most; all 0: single tokens.
-
-        Returns:
-            (B,) int32 rows, (L, vocab_size) float32 logits, and whose lines these are; they hold
-            until the next step is enqueued.
         """
         width = 1 + self._config.spec.max_drafts if any(most_drafts) else 1
         if self._config.device.type == "cpu":
             return self._verify_ragged(rows, most_drafts)
         size = self._padded(len(rows), width)
         longest = [self._config.max_model_len] * len(rows)
-        on_device, counts, logits = self._replay(rows, most_drafts, (size, width), longest)
-        starts = (self._places if width == 1 else self._starts)[: size + 1]
-        return (
-            on_device,
-            logits,
-            DraftSlots(starts, counts, (width,) * len(rows), tuple(most_drafts)),
-        )
+        return self._replay(rows, most_drafts, (size, width), longest)
 
-    def single_slots(self, num_lines: int, num_requests: int) -> DraftSlots:
+    def single_slots(self, count: int) -> DraftSlots:
         """The slots of rows with one line each and no drafts."""
-        starts = self._places[: num_lines + 1]
-        none = torch.zeros_like(starts[1:])
-        return DraftSlots(starts, none, (1,) * num_requests, (0,) * num_requests)
+        starts = self._places[: count + 1]
+        return DraftSlots(starts, torch.zeros_like(starts[1:]), (1,) * count, (0,) * count)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Run every bucket eagerly, then record it, largest first; one pool of memory for all.
@@ -159,12 +170,26 @@ class DecodeSteps:
         logits = self._logits[: size * width]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._run(inputs, num_drafts, width, lengths)
+            _, states = self._run(inputs, num_drafts, width, lengths)
+            self._propose(inputs[0], states)
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
-            logits.copy_(self._run(inputs, num_drafts, width, lengths))
-        return _Captured(graph, inputs, num_drafts, logits)
+            result, states = self._run(inputs, num_drafts, width, lengths)
+            logits.copy_(result)
+        if self._proposer is None:
+            return _Captured(graph, inputs, num_drafts, logits, _draft_nothing)
+        # Drawing comes between, eagerly. The states live as long as the graph that reads them.
+        propose = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(propose, pool=pool, stream=stream):
+            self._propose(inputs[0], states)
+        if self._proposer.reads_states:
+            self._states.append(states)
+        return _Captured(graph, inputs, num_drafts, logits, propose.replay)
+
+    def _propose(self, rows: Tensor, states: StepStates) -> None:
+        if self._proposer is not None:
+            self._proposer.propose(rows, states if self._proposer.reads_states else None)
 
     def _padded(self, count: int, width: int) -> int:
         return next((size for size in self._buckets.get(width, ()) if size >= count), count)
@@ -175,9 +200,11 @@ class DecodeSteps:
         most_drafts: Sequence[int],
         key: tuple[int, int],
         context_lens: Sequence[int],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, their numbers of drafts, and logits of a step of `key` (rows, places of each)."""
+    ) -> VerifiedStep:
+        """Enqueue a step of `key` (rows, places of each)."""
         size, width = key
+        starts = (self._places if width == 1 else self._starts)[: size + 1]
+        widths, planned = (width,) * len(rows), tuple(most_drafts)
         padding = size - len(rows)
         host = np.zeros((2, size), np.int32)
         host[0] = [*rows, *[self._rows.scratch] * padding]
@@ -187,14 +214,23 @@ class DecodeSteps:
         if captured is None:
             num_drafts = torch.zeros(size, dtype=torch.int32, device=inputs.device)
             lengths = (*context_lens, *(1,) * padding)
-            return inputs[0], num_drafts, self._run(inputs, num_drafts, width, lengths)
+            logits, states = self._run(inputs, num_drafts, width, lengths)
+            return VerifiedStep(
+                inputs[0],
+                logits,
+                DraftSlots(starts, num_drafts, widths, planned),
+                partial(self._propose, inputs[0], states),
+            )
         captured.inputs.copy_(inputs)
         captured.graph.replay()
-        return captured.inputs[0], captured.num_drafts, captured.logits
+        return VerifiedStep(
+            captured.inputs[0],
+            captured.logits,
+            DraftSlots(starts, captured.num_drafts, widths, planned),
+            captured.propose,
+        )
 
-    def _verify_ragged(
-        self, rows: Sequence[int], most_drafts: Sequence[int]
-    ) -> tuple[Tensor, Tensor, DraftSlots]:
+    def _verify_ragged(self, rows: Sequence[int], most_drafts: Sequence[int]) -> VerifiedStep:
         """The step on a CPU: lengths are there to be read, and no place is padding."""
         on_device = torch.tensor(rows, dtype=torch.int32)
         made = self._rows.drafts.draft_ids[:, 0].index_select(0, on_device)
@@ -202,12 +238,13 @@ class DecodeSteps:
         widths = tuple((num_drafts + 1).tolist())
         starts = torch.tensor([0, *widths]).cumsum(0).int()
         drafts = StepDrafts(self._rows.drafts.draft_ids, num_drafts)
-        logits = self._forward(on_device, starts, drafts, widths, None)
-        return on_device, logits, DraftSlots(starts, num_drafts, widths, tuple(most_drafts))
+        logits, states = self._forward(on_device, starts, drafts, widths, None)
+        slots = DraftSlots(starts, num_drafts, widths, tuple(most_drafts))
+        return VerifiedStep(on_device, logits, slots, partial(self._propose, on_device, states))
 
     def _run(
         self, inputs: Tensor, num_drafts: Tensor, width: int, context_lens: tuple[int, ...]
-    ) -> Tensor:
+    ) -> tuple[Tensor, StepStates]:
         """Logits of all places of a step with equal ones; sets `num_drafts` if it has drafts."""
         rows, count = inputs[0], inputs.shape[1]
         if width == 1:
@@ -225,7 +262,7 @@ class DecodeSteps:
         drafts: StepDrafts | None,
         widths: tuple[int, ...],
         context_lens: tuple[int, ...] | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, StepStates]:
         config, state, total = self._config, self._rows, sum(widths)
         inputs = prepare_step(
             state.token_ids,
@@ -257,7 +294,13 @@ class DecodeSteps:
             # A graph serves every length; the attention kernel's result is blind to the bound.
             max_seq_len=max(context_lens) if is_cpu else config.max_model_len + max(widths) - 1,
         )
-        return self._model.logits(self._model.forward(batch), batch.logits_rows)
+        hidden = self._model.forward(batch)
+        states = StepStates(batch, hidden, widths[0] if len(set(widths)) == 1 else None)
+        return self._model.logits(hidden, batch.logits_rows), states
+
+
+def _draft_nothing() -> None:
+    """Where nobody proposes."""
 
 
 def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:

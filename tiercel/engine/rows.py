@@ -123,9 +123,7 @@ class Rows:
     @property
     def draft_texts(self) -> DraftTexts:
         """The columns that proposers read and write."""
-        return DraftTexts(
-            self.token_ids, self.num_tokens, self.num_prompt, self.max_new, self.drafts
-        )
+        return DraftTexts(self.sampling, self.num_prompt, self.max_new, self.drafts)
 
     def enter_drafts(self, request: Request) -> None:
         """Stage what drafting needs of a request that got its row."""

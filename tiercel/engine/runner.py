@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,18 +20,23 @@ from tiercel.cache.pool import CachePool
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.copies import HostCopies
 from tiercel.engine.faults import Faults
-from tiercel.engine.graphs import LARGEST_BUCKET, LARGEST_VERIFY_BUCKET, DecodeSteps
+from tiercel.engine.graphs import (
+    LARGEST_BUCKET,
+    LARGEST_VERIFY_BUCKET,
+    DecodeSteps,
+    VerifiedStep,
+)
 from tiercel.engine.packed_items import PackedStep, pack_items
 from tiercel.engine.prompt_reads import PromptPiece, read_prompt
 from tiercel.engine.request import Request
 from tiercel.engine.rows import Rows, lists_to_device, to_device
 from tiercel.engine.sampled import DeviceSample, Sampled, host_result
-from tiercel.engine.sampler import DraftSlots, Sampler
+from tiercel.engine.sampler import Sampler
 from tiercel.engine.scheduler import ScheduledRow, SchedulerOutput
 from tiercel.engine.score_reads import ScorePiece, read_scores
 from tiercel.models.decoder import Decoder
 from tiercel.ops.prepare_step import prepare_step
-from tiercel.spec.texts import Proposer
+from tiercel.spec.texts import Proposer, StepStates
 
 Piece = PromptPiece | ScorePiece
 
@@ -75,7 +81,7 @@ class ModelRunner:
         self.rows = rows
         self.sampler = sampler
         self.config = config
-        self.decode_steps = DecodeSteps(model, rows, config)
+        self.decode_steps = DecodeSteps(model, rows, config, proposer)
         is_cuda = config.device.type == "cuda"
         self._copy_stream = torch.cuda.Stream(config.device) if is_cuda else None
 
@@ -194,7 +200,7 @@ class ModelRunner:
             lengths = [part.start + 1 for part in parts]
             rows, logits = self.decode_steps([part.row for part in parts], lengths)
         else:
-            rows, logits = self._run_mixed(parts, pieces)
+            rows, logits, _ = self._run_mixed(parts, pieces)
         self.faults.on_logits(plan.step_id, logits, [request.row for request in sampling])
         if not sampling:
             return []
@@ -211,40 +217,38 @@ class ModelRunner:
         others = [part for part in plan.scheduled if not _is_decode(part)]
         draws = []
         if answers:
-            rows, logits, slots = self.decode_steps.verify(
+            step = self.decode_steps.verify(
                 [part.row for part in answers], [part.num_drafts for part in answers]
             )
             requests = tuple(part.request for part in answers)
-            draws.append(self._draw(plan.step_id, requests, rows, logits, slots))
+            draws.append(self._draw(plan.step_id, requests, step))
         if others:
-            rows, logits = self._run_mixed(others, pieces)
             requests = tuple(part.request for part in others if part.samples)
+            rows, logits, states = self._run_mixed(others, pieces)
+            seen = states if self.proposer.reads_states else None
             if requests:
-                slots = self.decode_steps.single_slots(len(requests), len(requests))
-                draws.append(self._draw(plan.step_id, requests, rows, logits, slots))
+                slots = self.decode_steps.single_slots(len(requests))
+                propose = partial(self.proposer.propose, rows, seen)
+                step = VerifiedStep(rows, logits, slots, propose)
+                draws.append(self._draw(plan.step_id, requests, step))
+            elif seen is not None:
+                self.proposer.follow(seen)
         return draws
 
-    def _draw(
-        self,
-        step_id: int,
-        requests: tuple[Request, ...],
-        rows: Tensor,
-        logits: Tensor,
-        slots: DraftSlots,
-    ) -> Draws:
+    def _draw(self, step_id: int, requests: tuple[Request, ...], step: VerifiedStep) -> Draws:
         """Draw, and draft what may follow."""
-        assert self.proposer is not None
+        slots = step.slots
         line_rows = [r.row for r, w in zip(requests, slots.widths, strict=True) for _ in range(w)]
-        self.faults.on_logits(step_id, logits, line_rows)
-        sample = self.sampler(logits, requests, rows, slots)
-        self.proposer.propose(rows)
-        made = self.rows.drafts.draft_ids.index_select(0, rows)
+        self.faults.on_logits(step_id, step.logits, line_rows)
+        sample = self.sampler(step.logits, requests, step.rows, slots)
+        step.propose()
+        made = self.rows.drafts.draft_ids.index_select(0, step.rows)
         return Draws(requests, replace(sample, next_drafts=made), slots.widths)
 
     def _run_mixed(
         self, parts: Sequence[ScheduledRow], pieces: list[Piece]
-    ) -> tuple[Tensor, Tensor]:
-        """Run chunks and single tokens together; rows and logits of those that sample."""
+    ) -> tuple[Tensor, Tensor, StepStates]:
+        """Run chunks and single tokens together; rows and logits of those that sample, states."""
         lengths = [part.num_tokens for part in parts]
         ends = np.cumsum([0, *lengths])
         rows = [part.row for part in parts]
@@ -262,7 +266,8 @@ class ModelRunner:
                 pieces += read_prompt(self.model, part, hidden, place)
             if part.has_scores:
                 pieces += read_scores(self.model, part, hidden, place, self.sampler.is_banned)
-        return drawn_there, self.model.logits(hidden, batch.logits_rows)
+        states = StepStates(batch, hidden, None, tuple(drawn))
+        return drawn_there, self.model.logits(hidden, batch.logits_rows), states
 
     def _batch(
         self,

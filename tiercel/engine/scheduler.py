@@ -251,12 +251,9 @@ class Scheduler:
             part = self._plan(request, budget)
             if not part.num_tokens:
                 continue  # its next item waits for a step with more room
-            stop = part.start + part.num_query
-            if part.num_drafts and not self.cache.can_grow(
-                request.block_ids, stop + part.num_drafts
-            ):
+            if part.num_drafts and not self.cache.can_grow(request.block_ids, self._places(part)):
                 part = replace(part, num_drafts=0)
-            if self._reserve(request, stop + part.num_drafts, planned, sits_out):
+            if self._reserve(request, self._places(part), planned, sits_out):
                 planned[request.row] = part
                 budget -= part.num_tokens
 
@@ -277,7 +274,7 @@ class Scheduler:
             del self.waiting[index]
             self._enter(request, match)
             part = replace(self._plan(request, budget), num_drafts=0, enters=True)
-            self._grow(request, part.start + part.num_query)
+            self._grow(request, self._places(part))
             planned[request.row] = part
             budget -= part.num_tokens
 
@@ -305,6 +302,14 @@ class Scheduler:
             left -= len(items[stop])
             stop += 1
         return replace(part, samples=False, items=range(first, stop), num_item_tokens=most - left)
+
+    def _places(self, part: ScheduledRow) -> int:
+        """Places of the cache that a row needs for its part of a step."""
+        request, stop = part.request, part.start + part.num_query + part.num_drafts
+        if self.policy is None or not (part.samples and request.draft_limit):
+            return stop
+        end = len(request.prompt_token_ids) + request.max_tokens
+        return max(stop, min(stop + self.policy.spare_places, end))
 
     def _with_drafts(self, part: ScheduledRow, budget: int) -> ScheduledRow:
         """The part with as many guesses as the row's limits leave."""
@@ -379,7 +384,8 @@ class Scheduler:
                 return False  # it would have nothing to do in this step
         # One whose prompt alone is asked for never needs more than that.
         most = len(request.prompt_token_ids) + request.max_tokens
-        return self.cache.can_enter(min(request.num_tokens + 1, most), match)
+        spare = 0 if self.policy is None else self.policy.spare_places
+        return self.cache.can_enter(min(request.num_tokens + 1 + spare, most), match)
 
     def _enter(self, request: Request, match: PrefixMatch) -> None:
         request.status, request.row = Status.RUNNING, heapq.heappop(self._free_rows)

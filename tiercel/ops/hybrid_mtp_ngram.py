@@ -32,6 +32,7 @@ def hybrid_mtp_ngram(
     threshold: int | Tensor | None = None,
     convention: str = "index",
     workspace: Tensor | None = None,
+    prompt_lens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Look for the last n tokens, MTP drafts among them, and append what followed as drafts.
 
@@ -58,6 +59,7 @@ def hybrid_mtp_ngram(
         threshold: as in `ngram_match`; None: the environment's SPEC_TOKENUM_THRESHOLD, or 1024.
         convention: as in `ngram_match`.
         workspace: as in `ngram_match`.
+        prompt_lens: like input_ids_len, where in its row of `pre_ids` G begins; None: at 0.
 
     Returns:
         draft_tokens and seq_lens_this_time.
@@ -78,6 +80,8 @@ def hybrid_mtp_ngram(
         "seq_lens_this_time": seq_lens_this_time,
         "seq_lens_decoder": seq_lens_decoder,
     }
+    if prompt_lens is not None:
+        tensors["prompt_lens"] = prompt_lens
     op = "hybrid_mtp_ngram"
     batch = _make_batch(op, tensors, max_draft_tokens)
     shift = check_ngram_numbers(op, max_ngram_size, min_ngram_size, max_draft_tokens, convention)
@@ -102,7 +106,7 @@ def _make_batch(op: str, tensors: dict[str, Tensor], max_draft_tokens: int) -> N
         prompt=tensors["input_ids"],
         prompt_lens=tensors["input_ids_len"].flatten(),
         generated=tensors["pre_ids"],
-        generated_start=None,
+        generated_start=tensors["prompt_lens"].flatten() if "prompt_lens" in tensors else None,
         steps=tensors["step_idx"].flatten(),
         draft_limit=None,
         drafts=tensors["draft_tokens"],

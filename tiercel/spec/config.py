@@ -45,6 +45,13 @@ class SpecConfig:
 NO_DRAFTS: Final = SpecConfig()
 
 
+def num_head_drafts(config: SpecConfig) -> int:
+    """Drafts that the model's head makes: all, or the first one, which the text continues."""
+    if not config.has_head:
+        return 0
+    return config.max_drafts if config.method == "mtp" else 1
+
+
 def resolve_spec(method: object, num_spec_tokens: object) -> SpecConfig:
     """The settings that options ask for.
 

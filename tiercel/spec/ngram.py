@@ -19,10 +19,10 @@ from tiercel.ops.ngram_index import (
 )
 from tiercel.ops.ngram_match import make_ngram_workspace
 from tiercel.spec.config import SpecConfig
-from tiercel.spec.texts import DraftTexts
+from tiercel.spec.texts import DraftTexts, StepStates
 
 # Drafts of a batch have no common budget here: a step that verifies has a place for each.
-_NO_BUDGET: Final = 2**30
+NO_BUDGET: Final = 2**30
 # Tokens of a new text from which all processors take it into the index; one block of threads takes
 # about 1 us for 100 tokens.
 _LONG_TEXT: Final = 2048
@@ -31,9 +31,11 @@ _LONG_TEXT: Final = 2048
 class NgramProposer:
     """Looks the last tokens of each row up in its text."""
 
+    reads_states = False
+
     def __init__(self, texts: DraftTexts, config: SpecConfig) -> None:
-        size, room = texts.token_ids.shape
-        device = texts.token_ids.device
+        token_ids = texts.sampling.token_ids
+        (size, room), device = token_ids.shape, token_ids.device
         self._index = make_ngram_index(
             size,
             room,
@@ -47,9 +49,9 @@ class NgramProposer:
         self._num_new = torch.zeros(size, dtype=torch.int32, device=device)
         self._workspace = make_ngram_workspace(size, device)
         self._texts = NgramTexts(
-            input_ids=texts.token_ids,
+            input_ids=token_ids,
             input_ids_len=texts.num_prompt,
-            token_ids_all=texts.token_ids,
+            token_ids_all=token_ids,
             prompt_lens=texts.num_prompt,
             step_idx=self._num_new,
             draft_token_num=texts.drafts.num_wanted,
@@ -74,14 +76,18 @@ class NgramProposer:
         self._measure()
         extend_ngram_index(self._index, self._texts, workspace=self._workspace)
 
-    def propose(self, rows: Tensor) -> None:
+    def follow(self, states: StepStates) -> None:
+        """Nothing to note."""
+
+    def propose(self, rows: Tensor, states: StepStates | None = None) -> None:
         """Draft for rows (R,) int32 that have just got tokens."""
+        assert states is None, "texts are all that is read"
         places = rows.long()
         self._is_active.zero_().index_fill_(0, places, 1)
         self._measure()
-        ngram_index(self._index, self._texts, threshold=_NO_BUDGET, workspace=self._workspace)
+        ngram_index(self._index, self._texts, threshold=NO_BUDGET, workspace=self._workspace)
         counts = self._lens.index_select(0, places) - 1
         self._rows.drafts.draft_ids[:, 0].index_copy_(0, places, counts)
 
     def _measure(self) -> None:
-        torch.sub(self._rows.num_tokens, self._rows.num_prompt, out=self._num_new)
+        torch.sub(self._rows.sampling.num_tokens, self._rows.num_prompt, out=self._num_new)

@@ -31,10 +31,12 @@ class DraftPolicy:
     Attributes:
         costs: (rows, c) for sizes of steps, rising, as they were measured; larger steps do not
             verify. None at all: verifying is free.
+        spare_places: places of the cache behind a row's drafts that making drafts may write.
     """
 
-    def __init__(self, costs: Sequence[tuple[int, float]] = ()) -> None:
+    def __init__(self, costs: Sequence[tuple[int, float]] = (), spare_places: int = 0) -> None:
         self.costs = costs
+        self.spare_places = spare_places
         self._num_refused = 0
 
     def pays(self, drafts: Sequence[tuple[int, float]], num_rows: int) -> bool:

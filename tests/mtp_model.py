@@ -1,0 +1,40 @@
+"""A tiny model with a head that drafts, as GGUF: random weights, so it is right by chance only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from tests.gguf_files import tiny_model
+
+HIDDEN, LAYERS = 64, 2
+
+
+def mtp_model(path: Path, *, seed: int = 3, repeats: float = 1.0) -> Path:
+    """Write a Qwen3 of two layers and a head.
+
+    repeats: of the head's input, how much is the hidden state as it is, which leads to the token
+        that the model would say again; the rest is random.
+    """
+    rng = np.random.default_rng(seed)
+    proj = rng.normal(size=(HIDDEN, 2 * HIDDEN)) / HIDDEN**0.5 * 0.1
+    proj[:, HIDDEN:] += repeats * np.eye(HIDDEN)
+    prefix = f"blk.{LAYERS}.nextn"
+    return tiny_model(
+        path,
+        "qwen3",
+        layers=LAYERS + 1,
+        seed=seed,
+        qtype="F32",
+        metadata={"qwen3.nextn_predict_layers": 1},
+        tensors={
+            f"{prefix}.eh_proj.weight": proj.astype(np.float32),
+            f"{prefix}.enorm.weight": 1 + 0.1 * rng.normal(size=HIDDEN),
+            f"{prefix}.hnorm.weight": 1 + 0.1 * rng.normal(size=HIDDEN),
+            f"{prefix}.shared_head_norm.weight": 1 + 0.1 * rng.normal(size=HIDDEN),
+            # The layer itself changes little: a head that is right now and then.
+            f"blk.{LAYERS}.attn_output.weight": rng.normal(size=(HIDDEN, 64)) * 0.01,
+            f"blk.{LAYERS}.ffn_down.weight": rng.normal(size=(HIDDEN, 128)) * 0.01,
+        },
+    )
