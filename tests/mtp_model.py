@@ -6,20 +6,22 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.gguf_files import tiny_model
+from tests.gguf_files import NUM_TOKENS, tiny_model
 
 HIDDEN, LAYERS = 64, 2
 
 
-def mtp_model(path: Path, *, seed: int = 3, repeats: float = 1.0) -> Path:
+def mtp_model(path: Path, *, seed: int = 6) -> Path:
     """Write a Qwen3 of two layers and a head.
 
-    repeats: of the head's input, how much is the hidden state as it is, which leads to the token
-        that the model would say again; the rest is random.
+    The head passes the hidden state on, nearly as it is, which leads to the token that the model
+    has just said; and the model says one again now and then.
     """
     rng = np.random.default_rng(seed)
     proj = rng.normal(size=(HIDDEN, 2 * HIDDEN)) / HIDDEN**0.5 * 0.1
-    proj[:, HIDDEN:] += repeats * np.eye(HIDDEN)
+    proj[:, HIDDEN:] += np.eye(HIDDEN)
+    embedding = rng.normal(size=(NUM_TOKENS, HIDDEN))
+    output = 0.3 * embedding + rng.normal(size=embedding.shape)
     prefix = f"blk.{LAYERS}.nextn"
     return tiny_model(
         path,
@@ -27,8 +29,11 @@ def mtp_model(path: Path, *, seed: int = 3, repeats: float = 1.0) -> Path:
         layers=LAYERS + 1,
         seed=seed,
         qtype="F32",
+        tied=False,
         metadata={"qwen3.nextn_predict_layers": 1},
         tensors={
+            "token_embd.weight": embedding.astype(np.float32),
+            "output.weight": output.astype(np.float32),
             f"{prefix}.eh_proj.weight": proj.astype(np.float32),
             f"{prefix}.enorm.weight": 1 + 0.1 * rng.normal(size=HIDDEN),
             f"{prefix}.hnorm.weight": 1 + 0.1 * rng.normal(size=HIDDEN),

@@ -9,19 +9,28 @@ import random
 
 import pytest
 
+from tests.mtp_model import mtp_model
 from tests.test_llm_busy import run_alone, run_busy
 from tests.tiny_llm import DATA, NAMES, assert_idle, greedy, ids_of, open_tiny
 from tiercel.engine import engine as engine_module
 from tiercel.errors import ArgumentError
 from tiercel.params import SamplingParams
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "mtp", "hybrid")
+CASES = [*((name, "ngram") for name in NAMES), ("mtp", "mtp"), ("mtp", "hybrid")]
 NUM_REQUESTS = 48
 DRAFTS = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 96,
     "max_model_len": 256,
 }
+
+
+@pytest.fixture(scope="session")
+def path_of(tmp_path_factory):
+    """The file of a tiny model; `mtp` has a head that drafts."""
+    path = mtp_model(tmp_path_factory.mktemp("models") / "mtp.gguf")
+    return lambda name: path if name == "mtp" else DATA / f"{name}.gguf"
 
 
 def counted(llm):
@@ -50,16 +59,15 @@ def some_prompts():
 
 @pytest.mark.parametrize("overlap", ["0", "1"])
 @pytest.mark.parametrize("num_spec_tokens", [1, 4, 15])
-@pytest.mark.parametrize("spec", METHODS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "spec"), CASES)
 def test_greedy_answers_are_those_of_plain_decoding(
-    monkeypatch, name, spec, num_spec_tokens, overlap
+    monkeypatch, path_of, name, spec, num_spec_tokens, overlap
 ):
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
     params = greedy(50)
-    with open_tiny(DATA / f"{name}.gguf") as llm:
+    with open_tiny(path_of(name)) as llm:
         plain = ids_of(llm.generate(some_prompts(), params))
-    with open_tiny(DATA / f"{name}.gguf", spec=spec, num_spec_tokens=num_spec_tokens) as llm:
+    with open_tiny(path_of(name), spec=spec, num_spec_tokens=num_spec_tokens) as llm:
         counts = counted(llm)
         assert ids_of(llm.generate(some_prompts(), params)) == plain
         assert_idle(llm)
@@ -68,9 +76,10 @@ def test_greedy_answers_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize("overlap", ["0", "1"])
-@pytest.mark.parametrize("spec", METHODS)
-@pytest.mark.parametrize("name", NAMES)
-def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(monkeypatch, name, spec, overlap):
+@pytest.mark.parametrize(("name", "spec"), CASES)
+def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(
+    monkeypatch, path_of, name, spec, overlap
+):
     """Random lengths and arrivals, aborts, limits of drafts, and preemptions."""
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
     draw = random.Random(f"{name} {overlap} {spec}")
@@ -89,15 +98,15 @@ def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(monkeypatch, name
         )
         return llm._inputs.request(prompts[i], params, 0)
 
-    with open_tiny(DATA / f"{name}.gguf", max_model_len=256) as llm:
+    with open_tiny(path_of(name), max_model_len=256) as llm:
         alone = [run_alone(llm, make(llm, i)) for i in range(NUM_REQUESTS)]
     sizes = engine_module.cache_blocks
 
     def few(groups, **options):
-        return [min(size, 1 + 8) for size in sizes(groups, **options)]
+        return [min(size, 1 + 6) for size in sizes(groups, **options)]
 
     monkeypatch.setattr(engine_module, "cache_blocks", few)
-    with open_tiny(DATA / f"{name}.gguf", spec=spec, num_spec_tokens=4, **DRAFTS) as llm:
+    with open_tiny(path_of(name), spec=spec, num_spec_tokens=4, **DRAFTS) as llm:
         requests = [make(llm, i) for i in range(NUM_REQUESTS)]
         counts = counted(llm)
         aborted = run_busy(llm._engine, requests, draw)
@@ -110,13 +119,13 @@ def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(monkeypatch, name
         assert got == (expected[: len(got)] if request in aborted else expected)
 
 
-@pytest.mark.parametrize("spec", METHODS)
-def test_sampled_answers_are_the_same_draws(spec):
+@pytest.mark.parametrize(("name", "spec"), CASES)
+def test_sampled_answers_are_the_same_draws(path_of, name, spec):
     """Noise belongs to a place of a text, so even drawn answers are those of plain decoding."""
     params = SamplingParams(temperature=0.4, seed=3, max_tokens=60, ignore_eos=True, n=3)
-    with open_tiny() as llm:
+    with open_tiny(path_of(name)) as llm:
         plain = ids_of(llm.generate(some_prompts(), params))
-    with open_tiny(spec=spec) as llm:
+    with open_tiny(path_of(name), spec=spec) as llm:
         counts = counted(llm)
         assert ids_of(llm.generate(some_prompts(), params)) == plain
     assert counts["drafts"] > 0
@@ -156,6 +165,8 @@ def test_an_answer_never_passes_its_limits(max_tokens):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"spec": "mtp"}, "spec='mtp': llama-tiny.gguf has no layers for it. Use ngram"),
+        ({"spec": "hybrid"}, "spec='hybrid': llama-tiny.gguf has no layers for it"),
         ({"spec": "guess"}, "spec='guess' is unknown. Use one of off, ngram, mtp, hybrid"),
         ({"spec": "ngram", "num_spec_tokens": 16}, "num_spec_tokens=16 is out of range"),
         ({"spec": "ngram", "num_spec_tokens": -1}, "num_spec_tokens=-1 is out of range"),
@@ -165,3 +176,63 @@ def test_wrong_options_are_named(options, message):
     with pytest.raises(ArgumentError) as caught:
         open_tiny(**options)
     assert message in f"{caught.value} {caught.value.hint}"
+
+
+def first_drafts(path, spec, **options):
+    """The first draft behind each text that came up, by the text."""
+    found = {}
+    with open_tiny(path, spec=spec, **options) as llm:
+        engine = llm._engine
+        engine.runner.sampler._theta.zero_()  # draft however often they are wrong
+        collect = engine.runner.collect
+        texts = {}
+
+        def watched(launch):
+            results = collect(launch)
+            for draws in launch.draws:
+                for request in draws.requests:
+                    result = results[request.row]
+                    text = texts.setdefault(request, list(request.prompt_token_ids))
+                    text += result.token_ids
+                    if result.next_drafts:
+                        found.setdefault(tuple(text), result.next_drafts[0])
+            return results
+
+        engine.runner.collect = watched
+        llm.generate(some_prompts(), greedy(30))
+    return found
+
+
+def test_the_head_sees_every_place_however_it_was_computed(path_of):
+    """Its drafts depend on the text alone, not on chunks nor on what a step accepted."""
+    path = path_of("mtp")
+    whole = first_drafts(path, "mtp", num_spec_tokens=1)
+    assert len(whole) > 100
+    for options in (
+        {"num_spec_tokens": 1, "max_num_batched_tokens": 7, "max_num_seqs": 2},
+        {"num_spec_tokens": 6},
+    ):
+        other = first_drafts(path, "mtp", **options)
+        shared = whole.keys() & other.keys()
+        assert len(shared) > 50
+        wrong = [text for text in shared if whole[text] != other[text]]
+        assert not wrong
+
+
+def test_a_head_is_loaded_only_if_it_drafts(path_of):
+    with open_tiny(path_of("mtp")) as llm:
+        assert llm._engine.runner.model.draft_head is None
+        assert len(llm._engine.runner.pools[0].layers) == 2
+    with open_tiny(path_of("mtp"), spec="mtp") as llm:
+        assert len(llm._engine.runner.pools[0].layers) == 3
+
+
+def test_counts_add_up():
+    with open_tiny(DATA / "qwen3-tiny.gguf", spec="ngram") as llm:
+        outputs = llm.generate(some_prompts(), greedy(40))
+        counts = llm.draft_counts
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert counts.num_steps + counts.num_accepted_tokens == num_tokens
+    assert sum(counts.accepted_per_pos) == counts.num_accepted_tokens <= counts.num_draft_tokens
+    assert counts.accepted_per_pos == sorted(counts.accepted_per_pos, reverse=True)
+    assert counts.num_drafts <= counts.num_steps

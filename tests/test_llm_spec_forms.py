@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from tests.mtp_model import mtp_model
 from tests.serve.call_writers import Tool
 from tests.test_llm_spec import METHODS, counted
 from tests.tiny_llm import DATA, assert_idle, joined, open_tiny
@@ -37,12 +38,19 @@ TEMPERATURE = {"n": 0.5, "sampled": 0.5}
 
 
 @pytest.fixture(scope="module")
-def engines():
-    """One model without drafts, and one for each way to draft."""
-    opened = {spec: open_tiny(DATA / "qwen3-tiny.gguf", spec=spec) for spec in ("off", *METHODS)}
+def engines(tmp_path_factory):
+    """Models without drafts, and one for each way to draft."""
+    path = mtp_model(tmp_path_factory.mktemp("models") / "mtp.gguf")
+    plain = DATA / "qwen3-tiny.gguf"
+    opened = {
+        "ngram": (open_tiny(plain), open_tiny(plain, spec="ngram")),
+        "mtp": (open_tiny(path), open_tiny(path, spec="mtp")),
+    }
+    opened["hybrid"] = (opened["mtp"][0], open_tiny(path, spec="hybrid"))
     yield opened
-    for llm in opened.values():
-        llm.close()
+    for pair in opened.values():
+        for llm in pair:
+            llm.close()
 
 
 def tool_grammar():
@@ -106,8 +114,8 @@ def check_form(form, text):
 
 @pytest.mark.parametrize(("form", "feature", "spec"), list(product(FORMS, FEATURES, METHODS)))
 def test_the_answer_is_that_of_plain_decoding(engines, form, feature, spec):
-    expected = run(engines["off"], form, feature)
-    llm = engines[spec]
+    plain, llm = engines[spec]
+    expected = run(plain, form, feature)
     collect, counts = llm._engine.runner.collect, counted(llm)
     try:
         answers = run(llm, form, feature)
@@ -130,7 +138,7 @@ def test_the_answer_is_that_of_plain_decoding(engines, form, feature, spec):
 @pytest.mark.parametrize("spec", METHODS)
 def test_forms_are_drafted_too(engines, spec):
     """Where the form repeats itself, drafts are right although each place has a mask."""
-    llm = engines[spec]
+    _, llm = engines[spec]
     collect, counts = llm._engine.runner.collect, counted(llm)
     try:
         run(llm, "schema", "plain")
@@ -141,7 +149,7 @@ def test_forms_are_drafted_too(engines, spec):
 
 @pytest.mark.parametrize("spec", METHODS)
 @pytest.mark.parametrize("overlap", ["0", "1"])
-def test_forms_and_free_texts_together(monkeypatch, spec, overlap):
+def test_forms_and_free_texts_together(monkeypatch, tmp_path, spec, overlap):
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
     every = [
         SamplingParams(temperature=t, seed=i, max_tokens=60, structured_outputs=form)
@@ -149,8 +157,9 @@ def test_forms_and_free_texts_together(monkeypatch, spec, overlap):
     ]
     prompts = [{"prompt_token_ids": [*PROMPT, 5 + i]} for i in range(len(every))]
     answers = []
+    path = DATA / "qwen3-tiny.gguf" if spec == "ngram" else mtp_model(tmp_path / "mtp.gguf")
     for method in ("off", spec):
-        with open_tiny(DATA / "qwen3-tiny.gguf", spec=method) as llm:
+        with open_tiny(path, spec=method) as llm:
             outputs = llm.generate(prompts, every)
             answers.append([output.outputs[0].token_ids for output in outputs])
             assert_idle(llm)

@@ -39,14 +39,15 @@ _REPLAYS = 4  # of each graph, to time it
 class _Captured:
     """A graph, what it reads, and the logits it leaves.
 
-    `inputs` is (2, B) int32: rows, and drafts that each may take. `propose` drafts behind it.
+    `inputs` is (2, B) int32: rows, and drafts that each may take. `states` are there for whoever
+    proposes from them.
     """
 
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
     num_drafts: Tensor
     logits: Tensor
-    propose: Callable[[], None]
+    states: StepStates | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,6 @@ class DecodeSteps:
         self._places = torch.arange(most + 1, dtype=torch.int32, device=config.device)
         self._starts = self._places * (1 + config.spec.max_drafts)  # of rows with drafts
         self._logits = torch.empty(0)  # of whichever graph ran last; made by capture
-        self._states: list[StepStates] = []  # that graphs leave to those behind them
 
     def __call__(self, rows: Sequence[int], context_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Enqueue a step of single tokens.
@@ -170,26 +170,19 @@ class DecodeSteps:
         logits = self._logits[: size * width]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            _, states = self._run(inputs, num_drafts, width, lengths)
-            self._propose(inputs[0], states)
+            self._run(inputs, num_drafts, width, lengths)
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             result, states = self._run(inputs, num_drafts, width, lengths)
             logits.copy_(result)
-        if self._proposer is None:
-            return _Captured(graph, inputs, num_drafts, logits, _draft_nothing)
-        # Drawing comes between, eagerly. The states live as long as the graph that reads them.
-        propose = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(propose, pool=pool, stream=stream):
-            self._propose(inputs[0], states)
-        if self._proposer.reads_states:
-            self._states.append(states)
-        return _Captured(graph, inputs, num_drafts, logits, propose.replay)
+        # What is not kept gives its memory to the graphs captured next.
+        keeps_states = self._proposer is not None and self._proposer.reads_states
+        return _Captured(graph, inputs, num_drafts, logits, states if keeps_states else None)
 
-    def _propose(self, rows: Tensor, states: StepStates) -> None:
-        if self._proposer is not None:
-            self._proposer.propose(rows, states if self._proposer.reads_states else None)
+    def _propose(self, rows: Tensor, states: StepStates | None) -> None:
+        assert self._proposer is not None, "rows draft where somebody proposes"
+        self._proposer.propose(rows, states if self._proposer.reads_states else None)
 
     def _padded(self, count: int, width: int) -> int:
         return next((size for size in self._buckets.get(width, ()) if size >= count), count)
@@ -227,7 +220,7 @@ class DecodeSteps:
             captured.inputs[0],
             captured.logits,
             DraftSlots(starts, captured.num_drafts, widths, planned),
-            captured.propose,
+            partial(self._propose, captured.inputs[0], captured.states),
         )
 
     def _verify_ragged(self, rows: Sequence[int], most_drafts: Sequence[int]) -> VerifiedStep:
@@ -297,10 +290,6 @@ class DecodeSteps:
         hidden = self._model.forward(batch)
         states = StepStates(batch, hidden, widths[0] if len(set(widths)) == 1 else None)
         return self._model.logits(hidden, batch.logits_rows), states
-
-
-def _draft_nothing() -> None:
-    """Where nobody proposes."""
 
 
 def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:

@@ -39,7 +39,6 @@ def hybrid_mtp_ngram(
     The search is that of `ngram_match`, with sizes down to min_ngram_size. A row whose length is 0
     or that may take no more drafts stays as it is. Rows share `threshold` tokens in their order:
     lengths of this step, one token for each row with decoder > 0 not yet passed, and drafts.
-
     On a GPU with a workspace: one launch, no allocation and no wait; safe to capture in a graph.
 
     Args:
@@ -56,7 +55,7 @@ def hybrid_mtp_ngram(
         max_ngram_size: 1 to 64.
         min_ngram_size: 1 or more; above max_ngram_size nothing is found.
         max_draft_tokens: drafts of a row at most, with those of the MTP head.
-        threshold: as in `ngram_match`; None: the environment's SPEC_TOKENUM_THRESHOLD, or 1024.
+        threshold: as in `ngram_match`; None: SPEC_TOKENUM_THRESHOLD, or 1024.
         convention: as in `ngram_match`.
         workspace: as in `ngram_match`.
         prompt_lens: like input_ids_len, where in its row of `pre_ids` G begins; None: at 0.
@@ -79,25 +78,29 @@ def hybrid_mtp_ngram(
         "draft_token_num": draft_token_num,
         "seq_lens_this_time": seq_lens_this_time,
         "seq_lens_decoder": seq_lens_decoder,
+        **({} if prompt_lens is None else {"prompt_lens": prompt_lens}),
     }
-    if prompt_lens is not None:
-        tensors["prompt_lens"] = prompt_lens
     op = "hybrid_mtp_ngram"
     batch = _make_batch(op, tensors, max_draft_tokens)
     shift = check_ngram_numbers(op, max_ngram_size, min_ngram_size, max_draft_tokens, convention)
     limits = NgramLimits(max_ngram_size, min_ngram_size, max_draft_tokens, shift)
     default = (THRESHOLD_VARIABLE, THRESHOLD)
     threshold = resolve_threshold(op, threshold, default, input_ids.device)
-    if input_ids.shape[0] == 0:
-        return draft_tokens, seq_lens_this_time
-    if input_ids.is_cuda:
-        from tiercel.kernels.hybrid_mtp_ngram import launch_hybrid_mtp_ngram
-
-        workspace = ngram_workspace(op, workspace, input_ids)
-        launch_hybrid_mtp_ngram(batch, limits, threshold, workspace)
-    else:
-        draft_torch(batch, limits, int(threshold))
+    if input_ids.shape[0]:
+        _draft(batch, limits, threshold, workspace)
     return draft_tokens, seq_lens_this_time
+
+
+def _draft(
+    batch: NgramBatch, limits: NgramLimits, threshold: int | Tensor, workspace: Tensor | None
+) -> None:
+    if not batch.prompt.is_cuda:
+        draft_torch(batch, limits, int(threshold))
+        return
+    from tiercel.kernels.hybrid_mtp_ngram import launch_hybrid_mtp_ngram
+
+    workspace = ngram_workspace("hybrid_mtp_ngram", workspace, batch.prompt)
+    launch_hybrid_mtp_ngram(batch, limits, threshold, workspace)
 
 
 def _make_batch(op: str, tensors: dict[str, Tensor], max_draft_tokens: int) -> NgramBatch:
