@@ -103,7 +103,7 @@ def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(
     sizes = engine_module.cache_blocks
 
     def few(groups, **options):
-        return [min(size, 1 + 6) for size in sizes(groups, **options)]
+        return [min(size, 1 + 5) for size in sizes(groups, **options)]
 
     monkeypatch.setattr(engine_module, "cache_blocks", few)
     with open_tiny(path_of(name), spec=spec, num_spec_tokens=4, **DRAFTS) as llm:

@@ -353,6 +353,20 @@ def test_a_second_prompt_computes_only_what_the_first_does_not_share():
     assert (world.scheduler.prefix_queries, world.scheduler.prefix_hits) == (24, 8)
 
 
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_an_answer_is_kept_for_prompts_that_go_on_from_it(max_drafts):
+    """All of its full blocks: those too that one step of several tokens has filled."""
+    prompt = [3, 5, 7]
+    answer = decode_alone(prompt, 14)
+    plans = [Plan(prompt, 14), Plan([*prompt, *answer, 1, 1], 1, arrival=18)]
+    world = World(plans, 4, 40, 4, 16, has_prefix_cache=True, max_drafts=max_drafts)
+    world.run()
+    if max_drafts:
+        assert world.runner.num_right > 0
+    computed = len(prompt) + len(answer) - 1
+    assert world.requests[1].num_cached == computed // 4 * 4
+
+
 def test_requests_that_come_together_compute_their_start_once():
     shared = list(range(1, 11)) * 2
     plans = [Plan([*shared, i, i, i, i], 3) for i in range(1, 6)]
