@@ -8,10 +8,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from tests.mtp_model import mtp_model
 from tests.test_llm_busy import run_alone, run_busy
 from tests.tiny_llm import DATA, NAMES, assert_idle, greedy, ids_of, open_tiny
+from tiercel.cache.allocator import NULL_BLOCK
 from tiercel.engine import engine as engine_module
 from tiercel.errors import ArgumentError
 from tiercel.params import SamplingParams
@@ -232,7 +234,42 @@ def test_counts_add_up():
         outputs = llm.generate(some_prompts(), greedy(40))
         counts = llm.draft_counts
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    assert counts.num_steps + counts.num_accepted_tokens == num_tokens
+    assert counts.num_steps + counts.num_accepted_tokens == num_tokens, "none ended at a stop"
     assert sum(counts.accepted_per_pos) == counts.num_accepted_tokens <= counts.num_draft_tokens
     assert counts.accepted_per_pos == sorted(counts.accepted_per_pos, reverse=True)
     assert counts.num_drafts <= counts.num_steps
+
+
+def live_cache(path, spec):
+    """What the cache holds behind 40 tokens, by layer and plane: all places that may be read."""
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with open_tiny(path, spec=spec, num_spec_tokens=4) as llm:
+        engine = llm._engine
+        request = llm._inputs.request([7, 8, 9, 10, 11, 12] * 18, params, 0)
+        engine.submit(request)
+        while len(request.output_token_ids) < 40:
+            engine.step()
+        count = len(request.prompt_token_ids) + 39  # the last one's place may be computed or not
+        found = {}
+        for group, pool in enumerate(engine.runner.pools):
+            is_held = [block != NULL_BLOCK for block in request.block_ids[group]]
+            mask = torch.tensor(is_held).repeat_interleave(llm.config.block_size)[:count]
+            for layer, planes in pool.layers.items():
+                for name, plane in planes.items():
+                    own = plane[request.block_ids[group]].flatten(0, 1)[:count]
+                    found[group, layer, name] = own[mask].clone()
+        right = llm.draft_counts.num_draft_tokens - llm.draft_counts.num_accepted_tokens
+        engine.abort(request)
+    return found, right
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gemma3-tiny"])
+def test_a_rejected_draft_leaves_no_trace_in_the_cache(name):
+    plain, _ = live_cache(DATA / f"{name}.gguf", "off")
+    drafted, num_wrong = live_cache(DATA / f"{name}.gguf", "ngram")
+    assert num_wrong > 0
+    for key, expected in plain.items():
+        count = min(len(expected), len(drafted[key]))
+        assert count > 30
+        # The windows of the two may begin a block apart.
+        torch.testing.assert_close(drafted[key][-count:], expected[-count:], rtol=1e-5, atol=1e-5)

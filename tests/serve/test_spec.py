@@ -27,7 +27,7 @@ def servers(tiny, tmp_path_factory):
                     "float32",
                     *more,
                     log_path=folder / f"{spec}.log",
-                )  # fmt: skip
+                )
             )
             for spec, more in options.items()
         }

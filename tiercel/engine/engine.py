@@ -197,7 +197,7 @@ class Engine:
             request, result = part.request, drawn.get(part.row)
             is_sound = result is None or result.problem is None
             kept = _cut_at_end(request, result.token_ids) if result and is_sound else ()
-            if result is not None:
+            if result is not None and request.draft_limit:
                 self._note_drafts(request, result)
             self.scheduler.commit(part, is_sound=is_sound, new_token_ids=kept)
             if part.row not in alive:

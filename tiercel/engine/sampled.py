@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import msgspec
 from torch import Tensor
 
 from tiercel.engine.copies import HostCopies
@@ -80,9 +81,8 @@ class DeviceSample:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What a step did for one row, on the host.
+class Sampled(msgspec.Struct, frozen=True):
+    """What a step did for one row, on the host; one is made for each row and step.
 
     Attributes:
         token_ids: new ones, in order.

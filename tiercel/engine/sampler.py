@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -314,14 +314,14 @@ class _Lines:
     def __init__(self, requests: Sequence[Request], slots: DraftSlots | None) -> None:
         self.requests = requests
         self.slots = slots
-        widths = (1,) * len(requests) if slots is None else slots.widths
-        ends = [0, *accumulate(widths)]
-        self._spans = [slice(start, stop) for start, stop in pairwise(ends)]
-        self.has_drafts = len(self._spans) < ends[-1]
+        self._ends = None if slots is None else [0, *accumulate(slots.widths)]
+        self.has_drafts = self._ends is not None and self._ends[-1] > len(requests)
 
     def span(self, number: int) -> slice:
         """The lines of a row."""
-        return self._spans[number]
+        if self._ends is None:
+            return slice(number, number + 1)
+        return slice(self._ends[number], self._ends[number + 1])
 
     def known_drafts(self, number: int) -> tuple[int, ...]:
         """The drafts of a row whose last token the host knows."""
@@ -330,12 +330,13 @@ class _Lines:
 
     def of(self, numbers: Sequence[int]) -> list[int]:
         """The lines of some rows."""
-        spans = (self._spans[i] for i in numbers)
+        spans = map(self.span, numbers)
         return list(chain.from_iterable(range(span.start, span.stop) for span in spans))
 
     def slots_of(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
         """Of each line of some rows: the number of its row, and which of its lines it is."""
-        pairs = [(i, k) for i in numbers for k in range(self._spans[i].stop - self._spans[i].start)]
+        spans = [(i, self.span(i)) for i in numbers]
+        pairs = [(i, k) for i, span in spans for k in range(span.stop - span.start)]
         return [i for i, _ in pairs], [k for _, k in pairs]
 
 

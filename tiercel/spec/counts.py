@@ -10,7 +10,7 @@ class DraftCounts:
     """Totals over rows and steps.
 
     Attributes:
-        num_steps: steps of rows that yielded tokens, counted once for each row.
+        num_steps: steps of rows that may draft, counted once for each row that got tokens.
         num_drafts: of these, the ones that verified drafts.
         num_draft_tokens: drafts that were verified.
         accepted_per_pos: how often the first, second, ... draft was right.
