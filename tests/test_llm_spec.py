@@ -242,10 +242,12 @@ def test_counts_add_up():
 
 def live_cache(path, spec):
     """What the cache holds behind 40 tokens, by layer and plane: all places that may be read."""
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    few = SamplingParams(  # of few tokens: pairs come again, and what follows them is chance
+        temperature=1.0, seed=1, max_tokens=60, allowed_token_ids=[20, 21, 22], ignore_eos=True
+    )
     with open_tiny(path, spec=spec, num_spec_tokens=4) as llm:
         engine = llm._engine
-        request = llm._inputs.request([7, 8, 9, 10, 11, 12] * 18, params, 0)
+        request = llm._inputs.request([7, 8, 9, 10, 11, 12] * 18, few, 0)
         engine.submit(request)
         while len(request.output_token_ids) < 40:
             engine.step()
