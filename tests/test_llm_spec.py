@@ -243,7 +243,7 @@ def test_counts_add_up():
 def live_cache(path, spec):
     """What the cache holds behind 40 tokens, by layer and plane: all places that may be read."""
     few = SamplingParams(  # of few tokens: pairs come again, and what follows them is chance
-        temperature=1.0, seed=1, max_tokens=60, allowed_token_ids=[20, 21, 22], ignore_eos=True
+        temperature=0, frequency_penalty=1.9, max_tokens=60, allowed_token_ids=range(20, 26)
     )
     with open_tiny(path, spec=spec, num_spec_tokens=4) as llm:
         engine = llm._engine
@@ -272,6 +272,6 @@ def test_a_rejected_draft_leaves_no_trace_in_the_cache(name):
     assert num_wrong > 0
     for key, expected in plain.items():
         count = min(len(expected), len(drafted[key]))
-        assert count > 30
+        assert count > 10
         # The windows of the two may begin a block apart.
         torch.testing.assert_close(drafted[key][-count:], expected[-count:], rtol=1e-5, atol=1e-5)

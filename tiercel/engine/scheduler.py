@@ -53,10 +53,10 @@ class ScheduledRow:
         start: first place that is computed, at most, if steps with drafts are under way.
         num_query: new tokens of prompt and output, >= 1 if there are no items.
         samples: the step reaches the last token, so it yields the next one.
-        num_drafts: guesses behind it at most, each of which may yield one more.
         enters: the request got its engine row in this step.
         items: which items of its `score` are computed behind them, and
         num_item_tokens: their tokens.
+        num_drafts: guesses behind the last token at most, each of which may yield one more.
     """
 
     request: Request
@@ -64,10 +64,10 @@ class ScheduledRow:
     start: int
     num_query: int
     samples: bool
-    num_drafts: int = 0
     enters: bool = False
     items: range = range(0)
     num_item_tokens: int = 0
+    num_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
