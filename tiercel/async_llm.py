@@ -64,6 +64,8 @@ class AsyncLLM:
         max_num_batched_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
         seed: int = 0,
+        spec: str = "off",
+        num_spec_tokens: int | None = None,
         offline: bool | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
@@ -80,6 +82,8 @@ class AsyncLLM:
             max_num_batched_tokens=max_num_batched_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
             seed=seed,
+            spec=spec,
+            num_spec_tokens=num_spec_tokens,
             offline=offline,
         )
         loaded: LoadedModel = load_model(model, options, progress)

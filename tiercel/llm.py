@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -39,6 +40,7 @@ from tiercel.engine.score_params import ScoreParams
 from tiercel.errors import InvalidRequestError
 from tiercel.models.source import ModelSource
 from tiercel.params import SamplingParams
+from tiercel.spec.counts import DraftCounts
 from tiercel.text.chat_template import ChatTemplate, encode_chat
 
 _Taker = Callable[[Request, tuple[int, ...]], None]
@@ -58,6 +60,8 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
         seed: int = 0,
+        spec: str = "off",
+        num_spec_tokens: int | None = None,
         offline: bool | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
@@ -74,6 +78,8 @@ class LLM:
             max_num_batched_tokens: new tokens of one step; longer prompts are cut into chunks.
             gpu_memory_utilization: share of the GPU's memory to use, (0, 1].
             seed: of requests without a seed of their own.
+            spec: ``off``, or how to guess tokens ahead: ``ngram``, ``mtp``, ``hybrid``.
+            num_spec_tokens: guesses in a step at most, 0 to 15; None for 5.
             offline: never download; None to follow ``TIERCEL_OFFLINE``.
             progress: called with (what, done, total) in bytes while fetching and loading.
 
@@ -90,6 +96,8 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
             seed=seed,
+            spec=spec,
+            num_spec_tokens=num_spec_tokens,
             offline=offline,
         )
         loaded = load_model(model, options, progress)
@@ -141,6 +149,14 @@ class LLM:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; see `Tokenizer.decode`."""
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """How many tokens were guessed so far, and how many of them were right, by place."""
+        return replace(
+            self._engine.draft_counts,
+            accepted_per_pos=list(self._engine.draft_counts.accepted_per_pos),
+        )
 
     def generate(
         self,
@@ -347,12 +363,17 @@ class LLM:
         answers = make_answers(self._inputs, self.tokenizer, prompt_ids, params)
         return {answer.request.request_id: answer for answer in answers}
 
-    def _push(self, answer: Answer, new_ids: tuple[int, ...]) -> str:
-        """Feed an answer's text; ends the request when a stop string matched."""
+    def _push(self, answer: Answer, new_ids: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+        """Feed an answer's text; ends the request when a stop string matched.
+
+        Returns:
+            The piece that is certain, and the tokens that belong to the answer.
+        """
+        before = answer.text.num_tokens
         piece = answer.text.push(new_ids)
         if answer.text.matched is not None:
             self._engine.stop(answer.request, answer.text.matched)
-        return piece
+        return piece, new_ids[: answer.text.num_tokens - before]
 
     def _run(
         self,
@@ -377,7 +398,7 @@ class LLM:
 
         def take(request: Request, new_ids: tuple[int, ...]) -> None:
             answer = answers[request.request_id]
-            ready.append(answer.delta(self._push(answer, new_ids), new_ids))
+            ready.append(answer.delta(*self._push(answer, new_ids)))
 
         requests = [answer.request for answer in answers.values()]
         with closing(self._steps(requests, take)) as steps:

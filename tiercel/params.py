@@ -147,6 +147,8 @@ class SamplingParams:
         detokenize: False gives token ids only; stop strings then cannot be used.
         structured_outputs: the form that the answer must have; it then ends where the form does,
             whatever `ignore_eos` says.
+        num_spec_tokens: guesses in a step at most; 0 switches speculation off, None leaves it as
+            the engine has it. It never changes what an answer is.
     """
 
     n: int = 1
@@ -172,6 +174,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None
+    num_spec_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Normalise sequences to tuples and check every field.
@@ -223,6 +226,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, LIMITS.max_logprobs)
+        if self.num_spec_tokens is not None:
+            _integer("num_spec_tokens", self.num_spec_tokens, 0, LIMITS.max_tokens)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "-2.0 to 2.0")
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "-2.0 to 2.0")
         _number(

@@ -135,6 +135,7 @@ def test_options_reach_the_model(generate, fake_llm, tiny, monkeypatch):
         *["--gpu-memory-utilization", "0.5", "--offline", "--temperature", "0", "--top-p", "0.5"],
         *["--top-k", "3", "--min-p", "0.1", "--repeat-penalty", "1.5", "--max-tokens", "9"],
         *["--stop", "a b", "--stop", "c", "--no-special-in-prompt"],
+        *["--spec", "ngram", "--num-spec-tokens", "3"],
     )
     _, model, options = asked(fake_llm, "load")
     assert model.path == tiny, "the checked file itself: it is not opened again"
@@ -146,6 +147,8 @@ def test_options_reach_the_model(generate, fake_llm, tiny, monkeypatch):
         "dtype": "float32",
         "max_model_len": 64,
         "gpu_memory_utilization": 0.5,
+        "spec": "ngram",
+        "num_spec_tokens": 3,
         "seed": 5,
     }
     _, _, params, parse_special = asked(fake_llm)

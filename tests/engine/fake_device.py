@@ -5,10 +5,14 @@ results are collected. A step writes its tokens where the tables say and draws t
 what it reads back; the value of an item to score is the draw behind the prompt that it reads back
 and the item. So a block that two requests share, one that was given away too early, or a token that
 was never computed changes an answer.
+
+Rows that draft get guesses behind each draw, right ones and wrong ones, written into the cache like
+all tokens; only this device knows how long such a row is.
 """
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
@@ -17,7 +21,7 @@ import torch
 
 from tiercel.cache.allocator import NULL_BLOCK
 from tiercel.engine.request import Request, Status, TokenLogprobs
-from tiercel.engine.sampler import Sampled
+from tiercel.engine.sampled import Sampled
 from tiercel.engine.score_reads import ScorePiece
 
 VOCAB_SIZE = 13
@@ -37,6 +41,7 @@ class _Part:
     start: int
     num_query: int
     samples: bool
+    num_drafts: int
     entering: list[int] | None
     draw: int
     items: range
@@ -48,7 +53,7 @@ class _Step:
     parts: list[_Part]
     new_blocks: tuple
     unsound_blocks: tuple
-    result: Sampled | None = None
+    result: dict[int, Sampled] | None = None
     scores: list[ScorePiece] = field(default_factory=list)
 
 
@@ -71,6 +76,10 @@ class FakeRunner:
     num_chunks: int = 0
     most_pending: int = 0
     memory_errors: set[int] = field(default_factory=set)
+    row_drafts: dict[int, list[int]] = field(default_factory=dict)
+    guess: random.Random = field(default_factory=lambda: random.Random(0))
+    num_right: int = 0
+    num_wrong: int = 0
 
     def launch(self, plan):
         parts = plan.scheduled
@@ -93,7 +102,8 @@ class FakeRunner:
         assert 0 <= part.row == request.row < self.max_num_seqs
         assert part.num_tokens >= 1
         assert part.num_query >= 1 or part.items
-        assert stop <= request.bound
+        assert stop + part.num_drafts <= request.bound - part.samples
+        assert part.num_drafts <= request.draft_limit
         self.num_hits += part.enters and part.start > 0
         self.num_chunks += not part.samples and not part.has_scores
         if part.items:
@@ -102,7 +112,9 @@ class FakeRunner:
             assert sum(lengths) == part.num_item_tokens
             run = self.num_items_run.get(request.request_id, 0)
             self.num_items_run[request.request_id] = run + len(part.items)
-        blocks = range(part.start // self.cache.block_size, -(-stop // self.cache.block_size))
+        # Where the row really begins is known here alone, but not before what is committed.
+        first, last = request.num_committed, stop + part.num_drafts
+        blocks = range(first // self.cache.block_size, -(-last // self.cache.block_size))
         for allocator, held in zip(self.cache.allocators, request.block_ids, strict=True):
             for index in blocks:
                 assert held[index] != NULL_BLOCK, "no place to write"
@@ -112,8 +124,8 @@ class FakeRunner:
             self.num_draws[request.request_id] = draw + 1
         entering = request.tokens(0, request.num_tokens) if part.enters else None
         return _Part(
-            request, part.row, part.start, part.num_query, part.samples, entering, draw,
-            part.items, part.has_scores,
+            request, part.row, part.start, part.num_query, part.samples, part.num_drafts,
+            entering, draw, part.items, part.has_scores,
         )  # fmt: skip
 
     def collect(self, step):
@@ -132,32 +144,36 @@ class FakeRunner:
             for block in blocks:
                 for offset in range(size):
                     self.slots.pop((group, block * size + offset), None)
-        step.result = Sampled([], [], [])
+        step.result = {}
         for part in step.parts:
             self._enter(part)
             yields = part.samples or part.has_scores
             if yields and self.fails_at.get(part.request.request_id) == part.draw:
                 self.bad_rows.add(part.row)  # NaN spreads to all that reads it
-            self._compute(part)
+            drafts = self.row_drafts.get(part.row, [])[: part.num_drafts]
+            self._compute(part, drafts)
             if part.samples:
-                self._draw(part, step.result)
+                step.result[part.row] = self._draw(part, drafts)
             if part.has_scores:
                 step.scores.append(self._score(part))
 
     def _enter(self, part):
         if part.entering is not None:
             self.row_tokens[part.row] = list(part.entering)
+            self.row_drafts[part.row] = []
             self.bad_rows.discard(part.row)
 
-    def _compute(self, part):
+    def _compute(self, part, drafts):
         request, size = part.request, self.cache.block_size
-        tokens = self.row_tokens[part.row]
+        tokens = self.row_tokens[part.row] + drafts
         is_bad = part.row in self.bad_rows
-        for place in range(part.start, part.start + part.num_query):
+        if part.samples and part.num_query == 1:
+            part.start = len(self.row_tokens[part.row]) - 1  # the plan knows a bound of it
+        for place in range(part.start, part.start + part.num_query + len(drafts)):
             for group in range(len(self.cache.groups)):
                 block = self.tables[group, part.row, place // size]
                 assert block != NULL_BLOCK
-                if place % size == 0:
+                if place % size == 0 and not is_bad:  # such a row may write a place twice
                     stale = [self.slots.get((group, block * size + i)) for i in range(size)]
                     assert POISON not in stale, "a block with NaN was given away"
                 value = POISON if is_bad else tokens[place]
@@ -174,18 +190,33 @@ class FakeRunner:
             values = [float(self._next(part, item)) for item in items]
         return ScorePiece(request, task.num_values(part.items.start), torch.tensor(values))
 
-    def _draw(self, part, result):
+    def _draw(self, part, drafts):
         if part.row in self.bad_rows:
-            token, problem = 0, "nonfinite_logits"
-        else:
-            token, problem = self._next(part, ()), None
-        self.row_tokens[part.row].append(token)
-        result.token_ids.append(token)
-        result.problems.append(problem)
-        result.logprobs.append(None)
+            return Sampled((0,), "nonfinite_logits", num_drafts=len(drafts))
+        new = []
+        for guess in [*drafts, None]:
+            new.append(self._next(part, (), len(new)))
+            if new[-1] != guess:
+                break
+        self.row_tokens[part.row] += new
+        self.num_right += len(new) - 1
+        self.num_wrong += len(drafts) - (len(new) - 1)
+        made = self._guess(part)
+        self.row_drafts[part.row] = made
+        return Sampled(tuple(new), num_drafts=len(drafts), next_drafts=tuple(made))
 
-    def _next(self, part, item):
-        size, prefix = self.cache.block_size, part.start + part.num_query
+    def _guess(self, part):
+        """Guesses behind a row's text: right ones at first, then anything."""
+        window = next((blocks.window for blocks in self.cache.groups if blocks.window), 0)
+        text, made = list(self.row_tokens[part.row]), []
+        for _ in range(self.guess.randint(0, part.request.draft_limit)):
+            is_right = self.guess.random() < 0.7
+            made.append(next_token(text, window) if is_right else self.guess.randrange(VOCAB_SIZE))
+            text.append(made[-1])
+        return made
+
+    def _next(self, part, item, num_drafts=0):
+        size, prefix = self.cache.block_size, part.start + part.num_query + num_drafts
         length = prefix + len(item)
         contexts = []
         for group, blocks in enumerate(self.cache.groups):

@@ -85,6 +85,8 @@ INFO = EngineInfo(
     device="cuda:0",
     dtype="float16",
     seed=2**63 - 1,
+    spec="ngram",
+    num_spec_tokens=5,
     has_prefix_cache=True,
     gpu_memory_utilization=0.9,
     tokenizer=b"\x00\xff",
@@ -111,7 +113,11 @@ FROM_ENGINE = [
     Embedding(4, b"\0\0\x80\x3f"),
     Scores(4, b"\0\0\x80\x3f\0\0\0\xc0"),
     Refused(4, ErrorInfo.of(InvalidRequestError("no", hint="yes", param="n"))),
-    Stats(EngineStats(num_running=3, kv_cache_usage=0.5, iteration_tokens=(1, 2))),
+    Stats(
+        EngineStats(
+            num_running=3, kv_cache_usage=0.5, iteration_tokens=(1, 2), accepted_per_pos=(3, 1)
+        )
+    ),
     Log(30, "tiercel.x", "text"),
     Failed(ErrorInfo("InternalError", "why"), "trace", ("request-7",)),
 ]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercel.engine.output import OutputText
-from tiercel.engine.request import Request
+from tiercel.engine.request import Request, TokenLogprobs
 from tiercel.params import SamplingParams
 
 EOS, NAMED = 256, 257
@@ -79,6 +79,29 @@ def test_a_stop_string_split_at_every_point(cut):
         request.output_token_ids += ids
         text.push(tuple(ids))
     assert (text.text, text.matched) == ("Hi", "\nUser:")
+
+
+@pytest.mark.parametrize("size", range(1, 14))
+@pytest.mark.parametrize("start", range(8))
+def test_a_stop_string_at_every_place_of_a_step_leaks_nothing(start, size):
+    """Steps of `size` tokens; the rest of the one that holds the stop string never shows."""
+    ids = ids_of("x" * start + "END" + "y" * 9)
+    params = SamplingParams(stop=["END"], logprobs=0)
+    request = Request("r", [1], params, 0, 0, frozenset(), len(ids))
+    text, pieces = OutputText(request, ByteTokenizer()), []
+    for first in range(0, len(ids), size):
+        new = ids[first : first + size]
+        request.output_token_ids += new
+        request.logprobs += [TokenLogprobs(i, -1.0, ()) for i in new]
+        if first + size >= len(ids):
+            request.finish_reason = "length"
+        pieces.append(text.push(tuple(new)))
+        if text.matched is not None:
+            break
+    assert ("".join(pieces), text.matched) == ("x" * start, "END")
+    assert request.output_token_ids == ids[: start + 3]
+    assert [entry.token_id for entry in request.logprobs] == ids[: start + 3]
+    assert text.num_tokens == start + 3
 
 
 def test_only_a_possible_stop_string_is_held_back():

@@ -2,16 +2,17 @@
 
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tiercel.engine.request import Request
+from tiercel.engine.request import Request, TokenLogprobs
 from tiercel.engine.rows import Rows
-from tiercel.engine.sampler import Sampler, host_result, is_kept, top_logprobs
+from tiercel.engine.sampled import host_result, top_logprobs
+from tiercel.engine.sampler import DraftSlots, Sampler, is_kept
 from tiercel.params import SamplingParams
 
 NEG_INF = float("-inf")
@@ -24,9 +25,26 @@ def make_request(params=GREEDY, *, prompt=(1,), output=(), seed=0, stream=0, sto
     return request
 
 
+@dataclass
+class Drawn:
+    """One token of each row."""
+
+    token_ids: list[int]
+    problems: list[str | None]
+    logprobs: list[TokenLogprobs | None]
+
+    @staticmethod
+    def of(results):
+        return Drawn(
+            [token_id for result in results for token_id in result.token_ids],
+            [result.problem for result in results],
+            [result.logprobs[0] if result.logprobs else None for result in results],
+        )
+
+
 def sample(logits, requests, *, banned=(), words=None):
     """Run the sampler on a copy of rows of numbers, each request in an engine row of its own."""
-    requests = [replace(request, row=i, num_sampling=1) for i, request in enumerate(requests)]
+    requests = [replace(request, row=i, num_ahead=1) for i, request in enumerate(requests)]
     longest = max(request.num_tokens for request in requests) + 1
     rows = Rows(len(requests), longest, 1, 1, torch.device("cpu"))
     sampler = Sampler(banned, len(logits[0]), rows, lambda word: (words or {})[word])
@@ -36,7 +54,7 @@ def sample(logits, requests, *, banned=(), words=None):
     rows.apply()
     lines = torch.arange(len(requests), dtype=torch.int32)
     out = sampler(torch.tensor(logits, dtype=torch.float32), requests, lines)
-    result = host_result(out, requests)
+    result = Drawn.of(host_result(out, requests))
     for request, token_id in zip(requests, result.token_ids, strict=True):
         assert rows.token_ids[request.row, request.num_tokens] == token_id
         assert rows.num_tokens[request.row] == request.num_tokens + 1
@@ -457,7 +475,7 @@ def test_penalties_count_what_is_drawn_on_the_device():
     """Three steps of one row, with nothing told to the host in between."""
     params = SamplingParams(temperature=0, frequency_penalty=1.0)
     request = make_request(params)
-    request.row, request.num_sampling = 0, 1
+    request.row, request.num_ahead = 0, 1
     rows = Rows(1, 9, 1, 1, torch.device("cpu"))
     sampler = Sampler((), 3, rows, lambda word: [])
     rows.stage(rows.num_tokens, (0,), [1])
@@ -474,10 +492,106 @@ def test_penalties_count_what_is_drawn_on_the_device():
 def test_lines_of_scratch_are_dropped():
     rows = Rows(2, 9, 1, 1, torch.device("cpu"))
     sampler = Sampler((), 3, rows, lambda word: [])
-    request = replace(make_request(), row=1, num_sampling=1)
+    request = replace(make_request(), row=1, num_ahead=1)
     rows.stage(rows.num_tokens, (1,), [1])
     sampler.enter(request)
     rows.apply()
     out = sampler(torch.eye(3), [request], torch.tensor([1, 2, 2], dtype=torch.int32))
-    assert host_result(out, [request]).token_ids == [0]
+    assert [result.token_ids for result in host_result(out, [request])] == [(0,)]
     assert rows.num_tokens.tolist() == [0, 2, 0]
+
+
+EVERY_OPTION = [
+    GREEDY,
+    SamplingParams(temperature=0.8, logprobs=3),
+    SamplingParams(temperature=1.3, top_k=4, top_p=0.9, min_p=0.02),
+    SamplingParams(temperature=0, min_tokens=6, logprobs=0),
+    SamplingParams(temperature=1.0, min_tokens=2, logit_bias={1: 2.0, 3: -100}),
+    SamplingParams(temperature=0, allowed_token_ids=[0, 2, 4, 6]),
+    SamplingParams(temperature=0, frequency_penalty=1.5, presence_penalty=-0.5),
+    SamplingParams(temperature=0.7, repetition_penalty=1.6, logprobs=2, top_k=5),
+    SamplingParams(temperature=0.5, bad_words=["a", "bc"]),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_every_option_holds_at_each_draft(data):
+    """Drafts of any kind give the tokens and log-probabilities of one step after the other."""
+    vocab, most, num_before = 8, 4, data.draw(st.integers(0, 3))
+    picked = data.draw(st.lists(st.sampled_from(EVERY_OPTION), min_size=1, max_size=5))
+    torch.manual_seed(data.draw(st.integers(0, 10**6)))
+    lines = (torch.randn(len(picked), 1 + most, vocab) * 2).round(decimals=2)
+    before = [data.draw(st.lists(st.integers(0, 7), min_size=num_before, max_size=num_before))
+              for _ in picked]  # fmt: skip
+    stops = frozenset({5, 7})
+
+    def run(steps):
+        requests = [
+            replace(make_request(p, output=out, seed=i, stop_ids=stops), row=i, num_ahead=1)
+            for i, (p, out) in enumerate(zip(picked, before, strict=True))
+        ]
+        rows = Rows(len(requests), 20, 1, 1, torch.device("cpu"), most)
+        words = {"a": [[1, 2], [4]], "bc": [[3, 3, 0]]}
+        sampler = Sampler((6,), vocab, rows, words.__getitem__)
+        for request in requests:
+            rows.stage(rows.num_tokens, (request.row,), [request.num_tokens])
+            sampler.enter(request)
+        rows.apply()
+        return steps(requests, rows, sampler)
+
+    def one_by_one(requests, rows, sampler):
+        ids = torch.arange(len(requests), dtype=torch.int32)
+        every = []
+        for i in range(1 + most):
+            out = host_result(sampler(lines[:, i].clone(), requests, ids), requests)
+            for request, result in zip(requests, out, strict=True):
+                request.output_token_ids += result.token_ids
+            every.append(out)
+        return every
+
+    plain = run(one_by_one)
+    guesses = [
+        [plain[i][r].token_ids[0] if data.draw(st.integers(0, 3)) else data.draw(st.integers(0, 7))
+         for i in range(data.draw(st.integers(0, most)))]
+        for r in range(len(picked))
+    ]  # fmt: skip
+    is_padded = data.draw(st.booleans())
+
+    def all_at_once(requests, rows, sampler):
+        for row, guess in enumerate(guesses):
+            requests[row].next_drafts = tuple(guess)
+            rows.drafts.draft_ids[row, 1 : 1 + len(guess)] = torch.tensor(guess, dtype=torch.int32)
+        widths = [1 + most if is_padded else 1 + len(guess) for guess in guesses]
+        logits = torch.cat([line[:width] for line, width in zip(lines, widths, strict=True)])
+        slots = DraftSlots(
+            torch.tensor([0, *widths]).cumsum(0).int(),
+            torch.tensor([len(guess) for guess in guesses], dtype=torch.int32),
+            tuple(widths),
+            tuple(len(guess) for guess in guesses),
+        )
+        ids = torch.arange(len(requests), dtype=torch.int32)
+        sample = sampler(logits.clone(), requests, ids, slots)
+        sample = replace(sample, next_drafts=rows.drafts.draft_ids[: len(requests)])
+        return host_result(sample, requests, widths)
+
+    for r, result in enumerate(run(all_at_once)):
+        check_verified(result, [step[r] for step in plain], guesses[r])
+
+
+def check_verified(result, plain, guess):
+    """A row that verified `guess` against what it gives one step after the other."""
+    expected = [step.token_ids[0] for step in plain]
+    count, right = len(result.token_ids), 0
+    while right < len(guess) and guess[right] == expected[right] and plain[right].problem is None:
+        right += 1
+    assert list(result.token_ids) == expected[:count]
+    # A place where no token is left is told when it is the row's next one.
+    assert count == right + (right == 0 or plain[right].problem is None)
+    assert result.problem == (plain[0].problem if right == 0 else None)
+    assert len(result.logprobs) == (count if plain[0].logprobs else 0)
+    for entry, step in zip(result.logprobs, plain, strict=False):
+        (alone,) = step.logprobs
+        assert entry.token_id == alone.token_id
+        assert entry.logprob == pytest.approx(alone.logprob, abs=1e-6)
+        assert [token for token, _ in entry.top] == [token for token, _ in alone.top]

@@ -23,6 +23,8 @@ from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.errors import OutOfMemoryError
 from tiercel.params import SamplingParams
+from tiercel.spec.config import SpecConfig
+from tiercel.spec.policy import DraftPolicy
 
 STOP_IDS = frozenset({0})
 READS = ((ScoreRead(0, (1,)),),)  # the fake device has one value for each item
@@ -47,6 +49,7 @@ class Plan:
     fails_at: int | None = None  # the draw with this number has non-finite logits
     priority: int = 0
     needs_last_token: bool = False
+    num_spec_tokens: int | None = None
     items: list[tuple[int, ...]] | None = None  # to score; none: the prompt's end
 
     @property
@@ -67,6 +70,7 @@ class World:
     overlaps: bool = True
     window: int = 0
     memory_errors: frozenset[int] = frozenset()
+    max_drafts: int = 0
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self):
@@ -77,7 +81,10 @@ class World:
         self.cache = CacheManager(
             groups, self.block_size, self.budget, has_prefix_cache=self.has_prefix_cache
         )
-        self.scheduler = Scheduler(self.cache, self.max_num_seqs, self.budget, least_computed=1)
+        self.scheduler = Scheduler(
+            self.cache, self.max_num_seqs, self.budget, least_computed=1,
+            policy=DraftPolicy() if self.max_drafts else None,
+        )  # fmt: skip
         self.runner = FakeRunner(
             self.cache, self.max_num_seqs, self.budget, memory_errors=set(self.memory_errors)
         )
@@ -85,6 +92,7 @@ class World:
         config = EngineConfig(
             torch.device("cpu"), torch.float32, longest, self.max_num_seqs, self.budget,
             self.block_size, 0.9, 0, overlap=self.overlaps,
+            spec=SpecConfig("ngram", self.max_drafts) if self.max_drafts else SpecConfig(),
         )  # fmt: skip
         self.engine = Engine(self.scheduler, self.runner, config)
         for i, plan in enumerate(self.plans):
@@ -92,6 +100,7 @@ class World:
                 # A prompt whose log-probabilities are asked for is computed whole: no hits.
                 prompt_logprobs=None if self.has_prefix_cache or plan.items is not None else 0,
                 bad_words=("x",) if plan.needs_last_token else (),
+                num_spec_tokens=plan.num_spec_tokens,
             )
             request = Request(
                 f"{i}", plan.prompt, params, 0, 0, STOP_IDS, plan.max_tokens,
@@ -185,7 +194,10 @@ class World:
                 assert [e.token_id for e in request.prompt_logprobs] == plan.prompt[1:]
             if request.finish_reason == "error":
                 assert reason[1] == "nonfinite_logits"
-                assert len(output) == plan.fails_at
+                if self.max_drafts:  # a step may have yielded several
+                    assert len(output) >= plan.fails_at
+                else:
+                    assert len(output) == plan.fails_at
                 continue
             assert output == expected
             is_stopped = bool(output) and output[-1] in STOP_IDS
@@ -222,7 +234,7 @@ def scorings(draw, plan, tokens, budget):
 
 
 @st.composite
-def worlds(draw, has_prefix_cache=False, has_window=False, fails=True):
+def worlds(draw, has_prefix_cache=False, has_window=False, fails=True, drafts=False):
     block_size = draw(st.integers(1, 4))
     tokens = st.integers(0, 1 if has_prefix_cache else VOCAB_SIZE - 1)  # few: prompts begin alike
     budget = draw(st.integers(1, 12))
@@ -235,6 +247,7 @@ def worlds(draw, has_prefix_cache=False, has_window=False, fails=True):
             fails_at=draw(st.none() | st.integers(0, 8)) if fails else None,
             priority=draw(st.integers(0, 1)),
             needs_last_token=draw(st.integers(0, 3)) == 0,
+            num_spec_tokens=draw(st.none() | st.integers(0, 3)) if drafts else None,
         )
         for _ in range(draw(st.integers(2, 8)))
     ]
@@ -253,6 +266,7 @@ def worlds(draw, has_prefix_cache=False, has_window=False, fails=True):
         overlaps=draw(st.booleans()),
         window=draw(st.integers(1, 6)) if has_window else 0,
         memory_errors=frozenset() if fails else draw(st.frozensets(st.integers(1, 30), max_size=3)),
+        max_drafts=draw(st.integers(1, 5)) if drafts else 0,
     )
 
 
@@ -262,6 +276,9 @@ def run_and_note(world):
     event(f"chunks: {min(world.runner.num_chunks, 3)}")
     event(f"hits: {min(world.runner.num_hits, 5)}")
     event(f"overlaps: {world.runner.most_pending}")
+    event(
+        f"right drafts: {min(world.runner.num_right, 5)}, wrong: {min(world.runner.num_wrong, 5)}"
+    )
 
 
 @settings(max_examples=400, deadline=None)
@@ -294,9 +311,35 @@ def test_a_step_without_memory_costs_one_request(world):
     run_and_note(world)
 
 
+@settings(max_examples=400, deadline=None)
+@given(world=worlds(drafts=True))
+def test_drafts_change_no_answer(world):
+    run_and_note(world)
+
+
+@settings(max_examples=400, deadline=None)
+@given(world=worlds(drafts=True, has_prefix_cache=True, has_window=True))
+def test_drafts_change_no_answer_with_a_window_and_the_prefix_cache(world):
+    """Rejections, hits, aborts and preemptions at once: a block is kept of accepted tokens only."""
+    run_and_note(world)
+
+
+@settings(max_examples=200, deadline=None)
+@given(world=worlds(drafts=True, has_prefix_cache=True, fails=False))
+def test_a_step_without_memory_costs_one_request_of_those_that_draft(world):
+    run_and_note(world)
+
+
 @pytest.mark.slow
 @settings(max_examples=3000, deadline=None)
-@given(world=st.one_of(worlds(), worlds(has_prefix_cache=True, has_window=True)))
+@given(
+    world=st.one_of(
+        worlds(),
+        worlds(has_prefix_cache=True, has_window=True),
+        worlds(drafts=True),
+        worlds(has_prefix_cache=True, has_window=True, drafts=True),
+    )
+)
 def test_many_more_runs(world):
     run_and_note(world)
 
@@ -308,6 +351,20 @@ def test_a_second_prompt_computes_only_what_the_first_does_not_share():
     world.run()
     assert [request.num_cached for request in world.requests] == [0, 8]  # 2 whole blocks of 4
     assert (world.scheduler.prefix_queries, world.scheduler.prefix_hits) == (24, 8)
+
+
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_an_answer_is_kept_for_prompts_that_go_on_from_it(max_drafts):
+    """All of its full blocks: those too that one step of several tokens has filled."""
+    prompt = [3, 5, 7]
+    answer = decode_alone(prompt, 14)
+    plans = [Plan(prompt, 14), Plan([*prompt, *answer, 1, 1], 1, arrival=18)]
+    world = World(plans, 4, 40, 4, 16, has_prefix_cache=True, max_drafts=max_drafts)
+    world.run()
+    if max_drafts:
+        assert world.runner.num_right > 0
+    computed = len(prompt) + len(answer) - 1
+    assert world.requests[1].num_cached == computed // 4 * 4
 
 
 def test_requests_that_come_together_compute_their_start_once():

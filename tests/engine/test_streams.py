@@ -33,6 +33,8 @@ def test_the_request_follows_its_reader_not_the_engine():
         await anext(stream)
         assert (request.output_token_ids, request.status) == ([1], Status.RUNNING)
         await anext(stream)
+        assert request.output_token_ids == [1, 2], "tokens of one step come one by one"
+        await anext(stream)
         assert request.output_token_ids == [1, 2, 3]
         assert [entry.token_id for entry in request.logprobs] == [1, 2, 3]
         assert request.finish_reason is None
@@ -111,5 +113,19 @@ def test_a_reader_that_was_cancelled_loses_nothing():
             await asyncio.wait([reading])
         stream.push(update(2, reason="length"))
         assert [item.new_token_ids for item in await read(stream)] == [(1,), (2,)]
+
+    asyncio.run(main())
+
+
+def test_a_reader_may_stop_between_tokens_of_one_step():
+    async def main():
+        stream = make_stream()
+        stream.push(update(1, 2, 3, 4, reason="length"))
+        async for _ in stream:
+            if stream.request.output_token_ids == [1, 2]:
+                stop(stream.request, "END")
+        request = stream.request
+        assert (request.output_token_ids, request.finish_reason) == ([1, 2], "stop")
+        assert [entry.token_id for entry in request.logprobs] == [1, 2]
 
     asyncio.run(main())

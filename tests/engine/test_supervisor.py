@@ -225,23 +225,24 @@ def test_a_step_that_fails_names_its_requests_and_why(monkeypatch, caplog):
 
 
 def test_faults_of_one_request_leave_the_engine_alive(monkeypatch):
-    # Steps 1 to 3 belong to the first pair, steps 4 and later to the second.
-    monkeypatch.setenv("TIERCEL_FAULTS", "nan:0@2,oom@6")
+    # The first pair has ended by step 5, whichever request came a step later; step 8 finds both of
+    # the second.
+    monkeypatch.setenv("TIERCEL_FAULTS", "nan:0@2,oom@8")
 
     async def main():
         client = await open_client(enable_fault_injection=True, max_num_seqs=2)
         make = Maker(client.info)
 
-        async def ask_two():
-            requests = [make("the thin man", greedy(3 if i else 8)) for i in range(2)]
+        async def ask_two(*lengths):
+            requests = [make("the thin man", greedy(length)) for length in lengths]
             await asyncio.gather(*(read(client.submit(request)) for request in requests))
             await wait_idle(client, make)
             return requests
 
-        broken, sound = await ask_two()
+        broken, sound = await ask_two(8, 3)
         assert (broken.finish_reason, broken.stop_reason) == ("error", "nonfinite_logits")
         assert (sound.finish_reason, len(broken.output_token_ids)) == ("length", 1)
-        older, newest = await ask_two()
+        older, newest = await ask_two(12, 12)
         assert (newest.finish_reason, newest.stop_reason) == ("error", "out_of_memory")
         assert older.finish_reason == "length"
         assert older.output_token_ids[:3] == sound.output_token_ids

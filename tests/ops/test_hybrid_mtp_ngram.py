@@ -109,3 +109,17 @@ def test_query_ends_with_the_last_ready_draft(dtype, device):
     case.run(tensors)
     case.check(tensors)
     assert tensors["draft_tokens"][0, 2:6].tolist() == [2, 3, 4, 5]
+
+
+def test_the_generated_text_may_stand_behind_its_prompt(device):
+    """One matrix for both, as the engine has it: the same drafts as from two."""
+    case = batch([1, 2, 4], max_drafts=6)
+    apart = case.tensors(device)
+    case.run(apart)
+    joined = case.tensors(device)
+    both = torch.cat((joined["input_ids"], joined["pre_ids"]), dim=1)
+    joined["input_ids"] = joined["pre_ids"] = both
+    case.run(joined, prompt_lens=joined["input_ids_len"].clone())
+    assert torch.equal(joined["draft_tokens"], apart["draft_tokens"])
+    assert torch.equal(joined["seq_lens_this_time"], apart["seq_lens_this_time"])
+    assert joined["seq_lens_this_time"].tolist() == [7, 7, 7]

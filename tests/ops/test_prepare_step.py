@@ -5,7 +5,7 @@ import torch
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels import prepare_step as kernel
-from tiercel.ops.prepare_step import prepare_step
+from tiercel.ops.prepare_step import StepDrafts, prepare_step
 from tiercel.reference import prepare_step as oracle
 
 # Each is: query lengths, groups, rows, block size.
@@ -32,7 +32,7 @@ def make_case(query_lens, groups, num_rows, block_size, device):
     return [t.to(device) for t in (token_ids, num_computed, tables, rows, ends)]
 
 
-def launch(token_ids, num_computed, tables, rows, ends, num_tokens, block_size):
+def launch(token_ids, num_computed, tables, rows, ends, num_tokens, block_size, *drafts):
     """The kernel alone, into poisoned outputs."""
     device = token_ids.device
     outputs = [
@@ -41,7 +41,9 @@ def launch(token_ids, num_computed, tables, rows, ends, num_tokens, block_size):
         torch.full((rows.shape[0],), -7, dtype=torch.int32, device=device),
         torch.full((tables.shape[0], num_tokens), -7, dtype=torch.int64, device=device),
     ]
-    kernel.launch_prepare_step(token_ids, num_computed, tables, rows, ends, block_size, *outputs)
+    kernel.launch_prepare_step(
+        token_ids, num_computed, tables, rows, ends, block_size, *outputs, *drafts
+    )
     return outputs
 
 
@@ -83,3 +85,27 @@ def test_wrong_shapes_are_named(device):
         prepare_step(*case[:4], case[4][:-1], 4, 4)
     with pytest.raises(ArgumentError, match="int64"):
         prepare_step(case[0].long(), *case[1:], 4, 4)
+
+
+@pytest.mark.parametrize("run", [launch, call_op], ids=["kernel", "op"])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_drafts_follow_the_last_token(run, is_padded, device):
+    """Each row's own token, then its guesses; places behind them write nothing."""
+    counts = torch.tensor([2, 0, 4, 1], dtype=torch.int32, device=device)
+    widths = (5,) * 4 if is_padded else (3, 1, 5, 2)
+    case = make_case(widths, 2, 7, 4, device)
+    draft_ids = torch.randint(1000, 2000, (7, 5), dtype=torch.int32, device=device)
+    expected = oracle.prepare_step(*(t.cpu() for t in case), 4, draft_ids.cpu(), counts.cpu())
+    drafts = (draft_ids, counts)
+    arguments = drafts if run is launch else (StepDrafts(*drafts),)
+    results = run(*case, sum(widths), 4, *arguments)
+    assert [t.tolist() for t in results] == list(expected[:4])
+
+
+def test_wrong_drafts_are_named(device):
+    case = make_case((2, 2), 1, 4, 4, device)
+    draft_ids = torch.zeros((4, 3), dtype=torch.int32, device=device)
+    with pytest.raises(ArgumentError, match="drafts"):
+        prepare_step(*case, 4, 4, StepDrafts(draft_ids, torch.zeros(3, dtype=torch.int32)))
+    with pytest.raises(ArgumentError, match="int64"):
+        prepare_step(*case, 4, 4, StepDrafts(draft_ids.long(), torch.zeros(2, dtype=torch.int32)))

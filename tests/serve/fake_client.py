@@ -66,6 +66,8 @@ def fake_info(**changes):
         "device": "cpu",
         "dtype": "float32",
         "seed": 0,
+        "spec": "off",
+        "num_spec_tokens": 0,
         "has_prefix_cache": True,
         "gpu_memory_utilization": 0.9,
         "tokenizer": _packed(),

@@ -92,6 +92,11 @@ def _time_rows(title: str, get: Callable[[Summary], Spread | None]) -> list[Row]
     return [Row(f"{title} {name}, ms", part(name), 2, is_less_better=True) for name in fields]
 
 
+def _right_guesses(summary: Summary) -> float | None:
+    share = None if summary.drafts is None else summary.drafts.acceptance
+    return None if share is None else 100 * share
+
+
 def rows() -> list[Row]:
     """The figures in the order of the table."""
     return [
@@ -101,6 +106,7 @@ def rows() -> list[Row]:
         Row("goodput, requests/s", lambda s: s.goodput, 2, is_less_better=False),
         Row("output tokens/s", lambda s: s.completion_rate, 1, is_less_better=False),
         Row("all tokens/s", lambda s: s.total_rate, 1, is_less_better=False),
+        Row("right guesses, %", _right_guesses, 1, is_less_better=False),
         *_time_rows("first token", lambda s: s.first_token),
         *_time_rows("inter-token", lambda s: s.inter_token),
         *_time_rows("gap", lambda s: s.gap),

@@ -11,6 +11,7 @@ import msgspec
 
 from tiercel.bench import workload as workloads
 from tiercel.bench.completions import Completion, CompletionServer, Sample
+from tiercel.bench.drafts import DraftFigures, read_metrics
 from tiercel.bench.http_client import Exchange, ExchangeError, HttpClient
 from tiercel.bench.load import Run, run_closed, run_open
 from tiercel.bench.report import Level, Load
@@ -104,8 +105,11 @@ async def measure_server(client: HttpClient, plan: Plan, note: Note, show: Show)
                 raise
             measured.is_partial = True
             break
+        before = await _ask_drafts(client)
         run = await _run(server, plan, load, words, show)
-        measured.levels.append(_level(load, run, plan.bounds))
+        after = None if before is None else await _ask_drafts(client)
+        drafts = None if before is None or after is None else after.since(before)
+        measured.levels.append(_level(load, run, plan.bounds, drafts))
         if run.is_interrupted:
             measured.is_partial = True
             break
@@ -156,6 +160,18 @@ async def _ask_version(client: HttpClient) -> dict[str, str]:
             if isinstance(value, dict) and isinstance(value.get(key), str):
                 return {"version": value[key][:80]}
     return {}
+
+
+async def _ask_drafts(client: HttpClient) -> DraftFigures | None:
+    """Totals of guessed tokens where the server shows its metrics; no server must."""
+    exchange = Exchange()
+    try:
+        await client.run("GET", "/metrics", exchange)
+    except ExchangeError:
+        return None
+    if exchange.status != 200:
+        return None
+    return read_metrics(bytes(exchange.body).decode("utf-8", "replace"))
 
 
 async def _get(client: HttpClient, path: str) -> Exchange:
@@ -264,7 +280,7 @@ def _requests(plan: Plan, count: int, level: str, words: WordScale | None) -> li
     return workloads.make_requests(plan.workload, count, level=level, words=words)
 
 
-def _level(load: Load, run: Run, bounds: Bounds) -> Level:
+def _level(load: Load, run: Run, bounds: Bounds, drafts: DraftFigures | None) -> Level:
     samples = sorted(run.samples, key=lambda sample: sample.index)
     summary = summarise(
         samples,
@@ -272,5 +288,6 @@ def _level(load: Load, run: Run, bounds: Bounds) -> Level:
         bounds=bounds,
         unfinished=run.num_sent - len(samples),
         client_s=run.client_s,
+        drafts=drafts,
     )
     return Level(load, summary, samples)

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from tiercel.bench.completions import Sample
+from tiercel.bench.drafts import DraftFigures
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -57,6 +58,7 @@ class Summary(msgspec.Struct, frozen=True):
         first_token, inter_token, gap, latency: seconds; None where there is nothing to count.
         late: how late requests were sent; open loop only.
         client_load: share of one core that the client itself used.
+        drafts: guesses of tokens; None where nobody counts them or there were none.
     """
 
     requests: int
@@ -78,6 +80,7 @@ class Summary(msgspec.Struct, frozen=True):
     latency: Spread | None
     late: Spread | None
     client_load: float | None
+    drafts: DraftFigures | None = None
 
 
 def inter_token_s(sample: Sample) -> float | None:
@@ -108,6 +111,7 @@ def summarise(
     bounds: Bounds,
     unfinished: int = 0,
     client_s: float | None = None,
+    drafts: DraftFigures | None = None,
 ) -> Summary:
     """The figures of one level.
 
@@ -117,6 +121,7 @@ def summarise(
         bounds: for the goodput.
         unfinished: requests that were cut off.
         client_s: processor time that the client used.
+        drafts: guesses of this level.
     """
     ok = [sample for sample in samples if sample.error is None]
     seconds = max(duration_s, 1e-9)
@@ -143,6 +148,7 @@ def summarise(
         latency=spread(sample.latency_s for sample in ok),
         late=spread(s.start_s - s.due_s for s in samples if s.due_s is not None),
         client_load=None if client_s is None else client_s / seconds,
+        drafts=drafts if drafts is not None and drafts.num_draft_tokens else None,
     )
 
 

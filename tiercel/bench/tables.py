@@ -61,6 +61,9 @@ def _level_notes(level: Level) -> list[str]:
         found.append(
             f"{share:.0%} of the prompt tokens came from a prefix cache; another --seed avoids it."
         )
+    if summary.drafts is not None:
+        rates = ", ".join(f"{rate:.0%}" for rate in summary.drafts.place_rates())
+        found.append(f"guesses were right, by place: {rates}.")
     if summary.client_load is not None and summary.client_load > MAX_CLIENT_LOAD:
         found.append(
             f"the client used {summary.client_load:.0%} of a core: its own work is in the figures."

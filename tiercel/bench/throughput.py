@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from tiercel.bench.completions import Completion, Sample
+from tiercel.bench.drafts import DraftFigures
 from tiercel.bench.report import Level, Load
 from tiercel.bench.statistics import Bounds, summarise
 from tiercel.params import SamplingParams
@@ -49,6 +50,7 @@ def measure_offline(
         llm.generate([_prompt(r) for r in short], [_params(r, temperature) for r in short])
     prompts = [_prompt(request) for request in requests]
     params = [_params(request, temperature) for request in requests]
+    before = _drafts(llm)
     began_s = perf_counter()
     outputs = llm.generate(prompts, params)
     duration_s = perf_counter() - began_s
@@ -57,7 +59,13 @@ def measure_offline(
         for index, (request, output) in enumerate(zip(requests, outputs, strict=True))
     ]
     load = Load(len(requests), concurrency=llm.config.max_num_seqs)
-    return Level(load, summarise(samples, duration_s, bounds=bounds), samples)
+    drafts = _drafts(llm).since(before)
+    return Level(load, summarise(samples, duration_s, bounds=bounds, drafts=drafts), samples)
+
+
+def _drafts(llm: LLM) -> DraftFigures:
+    counts = llm.draft_counts
+    return DraftFigures(counts.num_drafts, counts.num_draft_tokens, counts.accepted_per_pos)
 
 
 def model_sha256(path: Path, report: Callable[[str, int, int], None]) -> str | None:

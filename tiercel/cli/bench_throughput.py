@@ -109,6 +109,8 @@ def _measure(
         max_model_len=engine.max_model_len,
         max_num_seqs=concurrency,
         gpu_memory_utilization=engine.gpu_memory_utilization,
+        spec=engine.spec,
+        num_spec_tokens=engine.num_spec_tokens,
         seed=options.seed,
         progress=report,
     ) as llm:

@@ -42,6 +42,8 @@ def loaded(
             dtype=engine.dtype,
             max_model_len=engine.max_model_len,
             gpu_memory_utilization=engine.gpu_memory_utilization,
+            spec=engine.spec,
+            num_spec_tokens=engine.num_spec_tokens,
             seed=sampling.seed,
             progress=report,
         )

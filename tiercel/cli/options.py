@@ -67,7 +67,16 @@ class EngineOptions:
     max_model_len: Annotated[
         int | None, Parameter(help="Context in tokens.", show_default=False)
     ] = None
-    gpu_memory_utilization: Annotated[float, Parameter(help="Share of GPU memory to use.")] = 0.9
+    gpu_memory_utilization: Annotated[
+        float, Parameter(help="Share of GPU memory to use.", show=False)
+    ] = 0.9
+    spec: Annotated[
+        Literal["off", "ngram", "mtp", "hybrid"],
+        Parameter(help="Guess tokens ahead: off, ngram, mtp or hybrid."),
+    ] = "off"
+    num_spec_tokens: Annotated[
+        int | None, Parameter(help="Guesses in a step; else 5.", show=False)
+    ] = None
     offline: Annotated[bool, Parameter(negative="", help="Never download.")] = False
 
 

@@ -246,6 +246,8 @@ def _load_options(
         max_num_seqs=batch.max_num_seqs,
         max_num_batched_tokens=batch.max_num_batched_tokens,
         gpu_memory_utilization=engine.gpu_memory_utilization,
+        spec=engine.spec,
+        num_spec_tokens=engine.num_spec_tokens,
         seed=defaults.seed,
         offline=engine.offline or None,
         enable_fault_injection=server.enable_fault_injection,

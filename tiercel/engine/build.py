@@ -25,7 +25,9 @@ from tiercel.engine.messages import EngineInfo, LoadOptions, plain_text
 from tiercel.engine.score_inputs import ScoreInputs
 from tiercel.engine.tokenizer_parcel import pack_tokenizer
 from tiercel.engine.warm_up import warm_up
+from tiercel.errors import ArgumentError
 from tiercel.models.source import ModelSource, find_source
+from tiercel.spec.config import resolve_spec
 from tiercel.text.tokenizer import Tokenizer
 
 MAX_SEQS = {"cpu": 16, "cuda": 256}
@@ -118,6 +120,12 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
         ArgumentError: a value that cannot be, naming the option.
     """
     device = resolve_device(options.device)
+    spec = resolve_spec(options.spec, options.num_spec_tokens)
+    if spec.has_head and not source.config.num_mtp_layers:
+        raise ArgumentError(
+            f"spec={spec.method!r}: {source.path.name} has no layers for it.",
+            hint="Use ngram, which any model can.",
+        )
     longest = source.config.max_position
     return EngineConfig(
         device=device,
@@ -138,6 +146,7 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
         cuda_graphs=device.type == "cuda" and env.has_cuda_graphs(),
         overlap=env.has_overlap(default=device.type == "cuda"),
         sync_debug=device.type == "cuda" and env.is_sync_debug(),
+        spec=spec,
         seed=resolve_count("seed", options.seed, 0, 2**63 - 1, low=-(2**63)),
     )
 
@@ -161,6 +170,8 @@ def describe(loaded: LoadedModel, load_seconds: float) -> EngineInfo:
         device=str(config.device),
         dtype=str(config.dtype).removeprefix("torch."),
         seed=config.seed,
+        spec=config.spec.method,
+        num_spec_tokens=config.spec.max_drafts,
         has_prefix_cache=config.prefix_cache,
         gpu_memory_utilization=config.gpu_memory_utilization,
         tokenizer=pack_tokenizer(source),

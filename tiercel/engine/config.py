@@ -9,6 +9,7 @@ import torch
 
 from tiercel.errors import ArgumentError
 from tiercel.params import shown
+from tiercel.spec.config import NO_DRAFTS, SpecConfig
 
 # Without native bfloat16 (AVX2) planes decode 3.3 times as fast as dense float32 (83 against 25
 # tokens/s of the default model), but what stays dense multiplies 7 times slower at 64 rows.
@@ -34,6 +35,7 @@ class EngineConfig:
         cuda_graphs: whether decode steps are captured at start and replayed.
         overlap: whether a step is planned and enqueued while the one before it runs.
         sync_debug: whether a wait for the device within a step is an error.
+        spec: how drafts are made.
     """
 
     device: torch.device
@@ -48,6 +50,7 @@ class EngineConfig:
     cuda_graphs: bool = False
     overlap: bool = False
     sync_debug: bool = False
+    spec: SpecConfig = NO_DRAFTS
 
 
 def resolve_count(name: str, value: object, default: int, high: int, low: int = 1) -> int:

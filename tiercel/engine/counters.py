@@ -46,6 +46,7 @@ class Counters:
 
     def take(self, num_running: int, num_waiting: int) -> EngineStats:
         """The counters as a message; `iteration_tokens` begins anew."""
+        drafts = self.engine.draft_counts
         iteration_tokens, self.iteration_tokens = tuple(self.iteration_tokens), []
         return EngineStats(
             num_running=num_running,
@@ -59,5 +60,8 @@ class Counters:
             num_nonfinite=self.num_nonfinite,
             num_prompt_tokens=self.num_prompt_tokens,
             num_generation_tokens=self.num_generation_tokens,
+            num_drafts=drafts.num_drafts,
+            num_draft_tokens=drafts.num_draft_tokens,
+            accepted_per_pos=tuple(drafts.accepted_per_pos),
             iteration_tokens=iteration_tokens,
         )

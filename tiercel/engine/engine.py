@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 
@@ -21,16 +21,25 @@ from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import group_specs
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.memory import MemoryBudget, cache_blocks
-from tiercel.engine.request import Request, Status, TokenLogprobs
+from tiercel.engine.request import Request, Status
 from tiercel.engine.rows import Rows
 from tiercel.engine.runner import Launch, ModelRunner
+from tiercel.engine.sampled import Sampled
 from tiercel.engine.sampler import Sampler
 from tiercel.engine.scheduler import Scheduler, SchedulerOutput
 from tiercel.errors import InvalidRequestError, OutOfMemoryError
 from tiercel.models import registry
+from tiercel.models.decoder import Decoder
 from tiercel.models.source import ModelSource
 from tiercel.models.weights import WeightReader
 from tiercel.ops.linear import resting_bytes, select_form
+from tiercel.spec.config import num_head_drafts
+from tiercel.spec.counts import DraftCounts
+from tiercel.spec.hybrid import HybridProposer
+from tiercel.spec.mtp import MtpProposer
+from tiercel.spec.ngram import NgramProposer
+from tiercel.spec.policy import FIRST_CHANCE, LEAST_CHANCE, DraftPolicy, learned
+from tiercel.spec.texts import Proposer
 from tiercel.text.tokenizer import Tokenizer
 
 # Of a GPU's memory, what weights with dense copies of packed ones may take: the rest is cache.
@@ -52,6 +61,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.config = config
+        self.draft_counts = DraftCounts()
         self._pending: deque[tuple[SchedulerOutput, Launch | None]] = deque()
 
     @property
@@ -80,6 +90,11 @@ class Engine:
                 f"prompt and answer need {needed} tokens of cache but it holds {limit}.",
                 hint="Lower max_tokens or shorten the prompt.",
             )
+        if request.max_tokens:
+            asked = request.params.num_spec_tokens
+            most = self.config.spec.max_drafts
+            request.draft_limit = most if asked is None else min(most, asked)
+            request.acceptance = FIRST_CHANCE
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:
@@ -174,23 +189,33 @@ class Engine:
         """Wait for the oldest step under way and apply its results."""
         plan, launch = self._pending[0]
         assert launch is not None, "only launched steps are collected"
-        sampled = self.runner.collect(launch)
+        drawn = self.runner.collect(launch)
         self._pending.popleft()
-        parts = [part for part in plan.scheduled if part.samples]
-        scored = [part for part in plan.scheduled if part.has_scores]
-        pairs = zip(parts, sampled.problems, strict=True)
-        unsound = {part.row for part, problem in pairs if problem is not None}
         alive = {p.row for p in plan.scheduled if p.request.status is Status.RUNNING}
+        updates: list[RequestUpdate | None] = []
         for part in plan.scheduled:
-            self.scheduler.commit(part, is_sound=part.row not in unsound)
-        results = zip(parts, sampled.token_ids, sampled.problems, sampled.logprobs, strict=True)
-        updates = [
-            self._apply(part.request, token_id, problem, logprobs)
-            for part, token_id, problem, logprobs in results
-            if part.row in alive  # else it ended while this step ran
-        ]
-        ended = (self._end_scoring(part.request) for part in scored if part.row in alive)
-        return updates + [update for update in ended if update is not None]
+            request, result = part.request, drawn.get(part.row)
+            is_sound = result is None or result.problem is None
+            kept = _cut_at_end(request, result.token_ids) if result and is_sound else ()
+            if result is not None and request.draft_limit:
+                self._note_drafts(request, result)
+            self.scheduler.commit(part, is_sound=is_sound, new_token_ids=kept)
+            if part.row not in alive:
+                continue  # it ended while this step ran
+            if result is not None:
+                updates.append(self._apply(request, result, kept))
+            elif part.has_scores:
+                updates.append(self._end_scoring(request))
+        return [update for update in updates if update is not None]
+
+    def _note_drafts(self, request: Request, result: Sampled) -> None:
+        """Learn what a step's drafts were worth."""
+        request.has_unsound_draft |= result.has_unsound_draft
+        request.next_drafts = result.next_drafts
+        num_right = len(result.token_ids) - 1
+        self.draft_counts.add(result.num_drafts, num_right)
+        if result.num_drafts:
+            request.acceptance = learned(request.acceptance, result.num_drafts, num_right)
 
     def _end_scoring(self, request: Request) -> RequestUpdate | None:
         """End a request whose last values are in, or of which one is no number."""
@@ -203,11 +228,13 @@ class Engine:
         return RequestUpdate(request, ())
 
     def _apply(
-        self, request: Request, token_id: int, problem: str | None, logprobs: TokenLogprobs | None
+        self, request: Request, result: Sampled, new_token_ids: tuple[int, ...]
     ) -> RequestUpdate:
-        """Give a request its drawn token, which may end it."""
+        """Give a request its drawn tokens, the last of which may end it."""
+        problem = result.problem
         if request.matcher is not None and request.max_tokens:
-            request.matcher.advance(token_id)
+            for token_id in new_token_ids:
+                request.matcher.advance(token_id)
             problem = problem or request.matcher.error
         problem = problem or _prompt_problem(request)
         if problem is not None:
@@ -220,14 +247,21 @@ class Engine:
                 request.embedding = (total / len(request.prompt_token_ids)).tobytes()
             self.scheduler.finish(request, "length")
             return RequestUpdate(request, ())
-        request.output_token_ids.append(token_id)
-        if logprobs is not None:
-            request.logprobs.append(logprobs)
-        if token_id in request.stop_ids:
-            self.scheduler.finish(request, "stop", token_id)
+        request.output_token_ids += new_token_ids
+        request.logprobs += result.logprobs[: len(new_token_ids)]
+        if new_token_ids[-1] in request.stop_ids:
+            self.scheduler.finish(request, "stop", new_token_ids[-1])
         elif len(request.output_token_ids) >= request.max_tokens:
             self.scheduler.finish(request, "length")
-        return RequestUpdate(request, (token_id,))
+        return RequestUpdate(request, new_token_ids)
+
+
+def _cut_at_end(request: Request, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """What an answer takes of new tokens: up to a stop token."""
+    for count, token_id in enumerate(token_ids, 1):
+        if token_id in request.stop_ids:
+            return token_ids[:count]
+    return token_ids
 
 
 def _prompt_problem(request: Request) -> str | None:
@@ -258,6 +292,52 @@ def packed_share(source: ModelSource) -> float:
     return packed / total
 
 
+def _make_runner(
+    model: Decoder, num_groups: int, config: EngineConfig, tokenizer: Tokenizer
+) -> ModelRunner:
+    """Rows, the sampler and who drafts, around a model."""
+    spec, vocab_size = config.spec, model.config.vocab_size
+    # Places of drafts may lie behind those of the longest text.
+    max_blocks = -(-(config.max_model_len + spec.max_drafts) // config.block_size)
+    rows = Rows(
+        config.max_num_seqs,
+        config.max_model_len,
+        num_groups,
+        max_blocks,
+        config.device,
+        spec.max_drafts,
+    )
+    sampler = Sampler(
+        [*tokenizer.unused_ids, *range(tokenizer.vocab_size, vocab_size)],
+        vocab_size,
+        rows,
+        lambda word: [tokenizer.encode(word), tokenizer.encode(" " + word)],
+        LEAST_CHANCE[config.device.type] if spec.adaptive else 0.0,
+    )
+    return ModelRunner(model, rows, sampler, config, _make_proposer(model, rows, sampler, config))
+
+
+def _make_proposer(
+    model: Decoder, rows: Rows, sampler: Sampler, config: EngineConfig
+) -> Proposer | None:
+    """Who drafts; None without speculation."""
+    spec, texts = config.spec, rows.draft_texts
+    if spec.method == "off":
+        return None
+    if not spec.has_head:
+        return NgramProposer(texts, spec)
+    assert model.draft_head is not None, "resolve_config has checked"
+    mtp = MtpProposer(
+        texts,
+        model.draft_head,
+        sampler.is_banned,
+        num_head_drafts(spec),
+        config.block_size,
+        config.max_model_len + spec.max_drafts,
+    )
+    return mtp if spec.method == "mtp" else HybridProposer(texts, mtp, spec)
+
+
 def build_engine(
     source: ModelSource,
     config: EngineConfig,
@@ -284,23 +364,15 @@ def build_engine(
         budget.check_weights(weight_bytes(source, config.dtype, device, dense_copies=False))
     load = None if progress is None else partial(progress, "Loading")
     try:
+        num_mtp_layers = source.config.num_mtp_layers if config.spec.has_head else 0
         model = registry.model_class(source.family)(
-            source.config,
+            replace(source.config, num_mtp_layers=num_mtp_layers),
             WeightReader(source, device, load, dense_copies=dense_copies),
             config.dtype,
-            config.max_model_len,
+            config.max_model_len + config.spec.max_drafts,
         )
         groups = group_specs(model.cache_specs())
-        max_blocks = -(-config.max_model_len // config.block_size)
-        rows = Rows(config.max_num_seqs, config.max_model_len, len(groups), max_blocks, device)
-        banned = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, source.config.vocab_size)]
-        sampler = Sampler(
-            banned,
-            source.config.vocab_size,
-            rows,
-            lambda word: [tokenizer.encode(word), tokenizer.encode(" " + word)],
-        )
-        runner = ModelRunner(model, rows, sampler, config)
+        runner = _make_runner(model, len(groups), config, tokenizer)
 
         def make_pools(sizes: Sequence[int]) -> list[CachePool]:
             return [
@@ -326,11 +398,20 @@ def build_engine(
         ) from error
     if config.cuda_graphs:
         runner.decode_steps.capture(None if progress is None else partial(progress, "Capturing"))
+    policy = None
+    if config.spec.max_drafts:
+        spare_places = max(0, num_head_drafts(config.spec) - 1)
+        policy = DraftPolicy(runner.decode_steps.verify_costs(), spare_places)
     cache = CacheManager(
         [GroupBlocks(size, group.spec.window) for group, size in zip(groups, sizes, strict=True)],
         config.block_size,
         config.max_num_batched_tokens,
         has_prefix_cache=config.prefix_cache,
     )
-    scheduler = Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens)
+    scheduler = Scheduler(
+        cache,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        policy=policy,
+    )
     return Engine(scheduler, runner, config)

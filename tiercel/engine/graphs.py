@@ -1,16 +1,21 @@
-"""Steps of single new tokens, replayed from CUDA graphs captured at start.
+"""Steps of single new tokens, and of these with drafts, replayed from CUDA graphs.
 
 A step is padded with the scratch row to the next bucket of rows, and runs from the rows' lengths on
 the device to their logits: `prepare_step`, all layers, the head. Its addresses are fixed, so a
 replay is preceded by one copy, of the row numbers. Sampling follows eagerly: which of its stages
 run depends on what the requests ask. Without graphs (TIERCEL_CUDA_GRAPH=0) the same padded step
 runs eagerly, with the same bits.
+
+A step that verifies drafts gives each row 1 + K places; those behind a row's drafts are padding,
+with slots of -1, and nobody reads what becomes of them. A CPU, to which places cost time, has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,43 +24,80 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.rows import Rows, to_device
+from tiercel.engine.sampler import DraftSlots
 from tiercel.models.decoder import Decoder
-from tiercel.ops.prepare_step import prepare_step
+from tiercel.ops.prepare_step import StepDrafts, prepare_step
+from tiercel.spec.texts import Proposer, StepStates
 
 LARGEST_BUCKET = 256  # rows; larger steps run unpadded and eagerly
+# Rows of a step that verifies: with more, products are bound by arithmetic, and drafts do not pay.
+LARGEST_VERIFY_BUCKET = 64
+_REPLAYS = 4  # of each graph, to time it
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph, the rows it reads and the logits it leaves."""
+    """A graph, what it reads, and the logits it leaves.
+
+    `inputs` is (2, B) int32: rows, and drafts that each may take. `states` are there for whoever
+    proposes from them.
+    """
 
     graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    num_drafts: Tensor
+    logits: Tensor
+    states: StepStates | None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedStep:
+    """A step of rows that draft, up to its logits; it holds until the next one is enqueued.
+
+    Attributes:
+        rows: (B,) int32.
+        logits: (L, vocab_size) float32.
+        slots: whose lines these are.
+        propose: drafts for `rows`, once their tokens are drawn.
+    """
+
     rows: Tensor
     logits: Tensor
+    slots: DraftSlots
+    propose: Callable[[], None]
 
 
-def buckets(max_num_seqs: int) -> list[int]:
+def buckets(max_num_seqs: int, largest: int = LARGEST_BUCKET) -> list[int]:
     """Sizes that decode steps are padded to: 1, 2, 4, 8, then by 8 to 64, then by 16 to 256."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, LARGEST_BUCKET + 1, 16)]
-    last = min(max_num_seqs, LARGEST_BUCKET)
+    last = min(max_num_seqs, largest)
     return [size for size in sizes if size < last] + [last]
 
 
 class DecodeSteps:
-    """Runs one token each of some rows, up to their logits."""
+    """Runs one token each of some rows, with drafts or without, up to their logits."""
 
-    def __init__(self, model: Decoder, rows: Rows, config: EngineConfig) -> None:
+    def __init__(
+        self, model: Decoder, rows: Rows, config: EngineConfig, proposer: Proposer | None
+    ) -> None:
         self._model = model
+        self._proposer = proposer
         self._rows = rows
         self._config = config
-        self._graphs: dict[int, _Captured] = {}
-        self._buckets = buckets(config.max_num_seqs) if config.device.type == "cuda" else []
-        most = max(config.max_num_seqs, *self._buckets, 1)
+        self._graphs: dict[tuple[int, int], _Captured] = {}  # by rows and places of each
+        self._buckets: dict[int, list[int]] = {}
+        if config.device.type == "cuda":
+            self._buckets[1] = buckets(config.max_num_seqs)
+            if config.spec.max_drafts:
+                width = 1 + config.spec.max_drafts
+                self._buckets[width] = buckets(config.max_num_seqs, LARGEST_VERIFY_BUCKET)
+        most = config.max_num_seqs * (1 + config.spec.max_drafts)
         self._places = torch.arange(most + 1, dtype=torch.int32, device=config.device)
+        self._starts = self._places * (1 + config.spec.max_drafts)  # of rows with drafts
         self._logits = torch.empty(0)  # of whichever graph ran last; made by capture
 
     def __call__(self, rows: Sequence[int], context_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Enqueue the step.
+        """Enqueue a step of single tokens.
 
         Args:
             rows: engine rows, R.
@@ -65,61 +107,168 @@ class DecodeSteps:
             (B,) int32 rows and (B, vocab_size) float32 logits, B >= R; the first R lines are
             those of `rows`, in this order. They hold until the next step is enqueued.
         """
-        size = self._padded(len(rows))
-        padding = size - len(rows)
-        host_rows = np.array([*rows, *[self._rows.scratch] * padding], np.int32)
-        captured = self._graphs.get(size)
-        if captured is None:
-            on_device = to_device(host_rows, self._config.device)
-            return on_device, self._run(on_device, (*context_lens, *(1,) * padding))
-        captured.rows.copy_(to_device(host_rows, self._config.device))
-        captured.graph.replay()
-        return captured.rows, captured.logits
+        size = self._padded(len(rows), 1)
+        step = self._replay(rows, [0] * len(rows), (size, 1), context_lens)
+        return step.rows, step.logits
+
+    def verify(self, rows: Sequence[int], most_drafts: Sequence[int]) -> VerifiedStep:
+        """Enqueue a step of rows with drafts, whose lengths may be known on the device alone.
+
+        Args:
+            rows: engine rows, R.
+            most_drafts: of its drafts, how many each may take at most; all 0: single tokens.
+        """
+        width = 1 + self._config.spec.max_drafts if any(most_drafts) else 1
+        if self._config.device.type == "cpu":
+            return self._verify_ragged(rows, most_drafts)
+        size = self._padded(len(rows), width)
+        longest = [self._config.max_model_len] * len(rows)
+        return self._replay(rows, most_drafts, (size, width), longest)
+
+    def single_slots(self, count: int) -> DraftSlots:
+        """The slots of rows with one line each and no drafts."""
+        starts = self._places[: count + 1]
+        return DraftSlots(starts, torch.zeros_like(starts[1:]), (1,) * count, (0,) * count)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Run every bucket eagerly, then record it, largest first; one pool of memory for all.
 
         progress: called with (done, total).
         """
+        keys = [(size, width) for width, sizes in self._buckets.items() for size in sizes]
+        keys.sort(key=lambda key: key[0] * key[1], reverse=True)
         # Without this copy each graph would keep logits of its own, 1.5 GB together at 151,936
         # tokens of vocabulary; it costs 17 us at 64 rows.
-        shape = (self._buckets[-1], self._model.config.vocab_size)
+        shape = (keys[0][0] * keys[0][1], self._model.config.vocab_size)
         self._logits = torch.empty(shape, dtype=torch.float32, device=self._config.device)
-        pool = torch.cuda.graph_pool_handle()
+        pool: Any = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._config.device)
-        for done, size in enumerate(reversed(self._buckets)):
+        for done, key in enumerate(keys):
             if progress is not None:
-                progress(done, len(self._buckets))
-            rows = torch.full(
-                (size,), self._rows.scratch, dtype=torch.int32, device=self._config.device
-            )
-            lengths = (1,) * size
-            stream.wait_stream(torch.cuda.current_stream(self._config.device))
-            with torch.cuda.stream(stream):
-                self._run(rows, lengths)
-            torch.cuda.current_stream(self._config.device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self._logits[:size].copy_(self._run(rows, lengths))
-            self._graphs[size] = _Captured(graph, rows, self._logits[:size])
+                progress(done, len(keys))
+            self._graphs[key] = self._capture(*key, pool, stream)
         if progress is not None:
-            progress(len(self._buckets), len(self._buckets))
+            progress(len(keys), len(keys))
 
-    def _padded(self, count: int) -> int:
-        return next((size for size in self._buckets if size >= count), count)
+    def verify_costs(self) -> list[tuple[int, float]]:
+        """By sizes of steps, how much longer one with drafts takes, as a share; from replays."""
+        width = 1 + self._config.spec.max_drafts
+        sizes = self._buckets.get(width, ()) if self._graphs and width > 1 else ()
+        took = {
+            (size, places): _replay_ms(self._graphs[size, places].graph)
+            for size in sizes
+            for places in (1, width)
+        }
+        return [(size, took[size, width] / took[size, 1] - 1.0) for size in sizes]
 
-    def _run(self, rows: Tensor, context_lens: tuple[int, ...]) -> Tensor:
-        config, state, count = self._config, self._rows, rows.shape[0]
-        starts = self._places[: count + 1]
+    def _capture(self, size: int, width: int, pool: Any, stream: torch.cuda.Stream) -> _Captured:
+        device = self._config.device
+        inputs = torch.zeros((2, size), dtype=torch.int32, device=device)
+        inputs[0] = self._rows.scratch
+        num_drafts = torch.zeros(size, dtype=torch.int32, device=device)
+        lengths = (1,) * size
+        logits = self._logits[: size * width]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            self._run(inputs, num_drafts, width, lengths)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            result, states = self._run(inputs, num_drafts, width, lengths)
+            logits.copy_(result)
+        # What is not kept gives its memory to the graphs captured next.
+        keeps_states = self._proposer is not None and self._proposer.reads_states
+        return _Captured(graph, inputs, num_drafts, logits, states if keeps_states else None)
+
+    def _propose(self, rows: Tensor, states: StepStates | None) -> None:
+        assert self._proposer is not None, "rows draft where somebody proposes"
+        self._proposer.propose(rows, states if self._proposer.reads_states else None)
+
+    def _padded(self, count: int, width: int) -> int:
+        return next((size for size in self._buckets.get(width, ()) if size >= count), count)
+
+    def _replay(
+        self,
+        rows: Sequence[int],
+        most_drafts: Sequence[int],
+        key: tuple[int, int],
+        context_lens: Sequence[int],
+    ) -> VerifiedStep:
+        """Enqueue a step of `key` (rows, places of each)."""
+        size, width = key
+        starts = (self._places if width == 1 else self._starts)[: size + 1]
+        widths, planned = (width,) * len(rows), tuple(most_drafts)
+        padding = size - len(rows)
+        host = np.zeros((2, size), np.int32)
+        host[0] = [*rows, *[self._rows.scratch] * padding]
+        host[1, : len(rows)] = most_drafts
+        inputs = to_device(host, self._config.device)
+        captured = self._graphs.get(key)
+        if captured is None:
+            num_drafts = torch.zeros(size, dtype=torch.int32, device=inputs.device)
+            lengths = (*context_lens, *(1,) * padding)
+            logits, states = self._run(inputs, num_drafts, width, lengths)
+            return VerifiedStep(
+                inputs[0],
+                logits,
+                DraftSlots(starts, num_drafts, widths, planned),
+                partial(self._propose, inputs[0], states),
+            )
+        captured.inputs.copy_(inputs)
+        captured.graph.replay()
+        return VerifiedStep(
+            captured.inputs[0],
+            captured.logits,
+            DraftSlots(starts, captured.num_drafts, widths, planned),
+            partial(self._propose, captured.inputs[0], captured.states),
+        )
+
+    def _verify_ragged(self, rows: Sequence[int], most_drafts: Sequence[int]) -> VerifiedStep:
+        """The step on a CPU: lengths are there to be read, and no place is padding."""
+        on_device = torch.tensor(rows, dtype=torch.int32)
+        made = self._rows.drafts.draft_ids[:, 0].index_select(0, on_device)
+        num_drafts = made.minimum(torch.tensor(most_drafts, dtype=torch.int32))
+        widths = tuple((num_drafts + 1).tolist())
+        starts = torch.tensor([0, *widths]).cumsum(0).int()
+        drafts = StepDrafts(self._rows.drafts.draft_ids, num_drafts)
+        logits, states = self._forward(on_device, starts, drafts, widths, None)
+        slots = DraftSlots(starts, num_drafts, widths, tuple(most_drafts))
+        return VerifiedStep(on_device, logits, slots, partial(self._propose, on_device, states))
+
+    def _run(
+        self, inputs: Tensor, num_drafts: Tensor, width: int, context_lens: tuple[int, ...]
+    ) -> tuple[Tensor, StepStates]:
+        """Logits of all places of a step with equal ones; sets `num_drafts` if it has drafts."""
+        rows, count = inputs[0], inputs.shape[1]
+        if width == 1:
+            return self._forward(rows, self._places[: count + 1], None, (1,) * count, context_lens)
+        drafts = self._rows.drafts.draft_ids
+        torch.minimum(drafts[:, 0].index_select(0, rows), inputs[1], out=num_drafts)
+        taken = StepDrafts(drafts, num_drafts)
+        starts = self._starts[: count + 1]
+        return self._forward(rows, starts, taken, (width,) * count, context_lens)
+
+    def _forward(
+        self,
+        rows: Tensor,
+        starts: Tensor,
+        drafts: StepDrafts | None,
+        widths: tuple[int, ...],
+        context_lens: tuple[int, ...] | None,
+    ) -> tuple[Tensor, StepStates]:
+        config, state, total = self._config, self._rows, sum(widths)
         inputs = prepare_step(
             state.token_ids,
             state.num_computed,
             state.block_tables,
             rows,
             starts,
-            count,
+            total,
             config.block_size,
+            drafts,
         )
+        if context_lens is None:
+            context_lens = tuple(inputs.seq_lens.tolist())
         is_cpu = config.device.type == "cpu"
         batch = Batch(
             input_ids=inputs.input_ids,
@@ -127,15 +276,31 @@ class DecodeSteps:
             cu_seqlens_q=starts,
             seq_lens=inputs.seq_lens,
             rows=rows,
-            logits_rows=self._places[:count],
+            logits_rows=self._places[:total],
             slot_mapping=inputs.slot_mapping,
             block_tables=state.block_tables,
-            query_lens=(1,) * count,
+            query_lens=widths,
             context_lens=context_lens,
-            num_tokens=count,
-            num_reqs=count,
-            max_query_len=1,
+            num_tokens=total,
+            num_reqs=len(widths),
+            max_query_len=max(widths),
             # A graph serves every length; the attention kernel's result is blind to the bound.
-            max_seq_len=max(context_lens) if is_cpu else config.max_model_len,
+            max_seq_len=max(context_lens) if is_cpu else config.max_model_len + max(widths) - 1,
         )
-        return self._model.logits(self._model.forward(batch), batch.logits_rows)
+        hidden = self._model.forward(batch)
+        states = StepStates(batch, hidden, widths[0] if len(set(widths)) == 1 else None)
+        return self._model.logits(hidden, batch.logits_rows), states
+
+
+def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    """Milliseconds of a replay: the least of some, without the launch of the first."""
+    times: list[float] = []
+    for _ in range(_REPLAYS):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last))
+    return min(times)

@@ -49,6 +49,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     seed: int = 0
+    spec: str = "off"
+    num_spec_tokens: int | None = None
     offline: bool | None = None
     enable_fault_injection: bool = False
     warm_up: bool = False
@@ -72,6 +74,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         device: ``cpu`` or ``cuda:i``.
         dtype: of activations and cache.
         seed: of requests without one.
+        spec: how drafts are made; ``off``.
+        num_spec_tokens: drafts of a request and step at most.
         has_prefix_cache: whether computed blocks are kept.
         gpu_memory_utilization: as asked for.
         tokenizer: for `unpack_tokenizer`.
@@ -94,6 +98,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     seed: int
+    spec: str
+    num_spec_tokens: int
     has_prefix_cache: bool
     gpu_memory_utilization: float
     tokenizer: bytes
@@ -122,6 +128,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         num_nonfinite: requests that ended because their logits were NaN or infinite.
         num_prompt_tokens: of prompts that were computed to their end.
         num_generation_tokens: generated.
+        num_drafts: steps of requests that verified drafts.
+        num_draft_tokens: drafts in them.
+        accepted_per_pos: how often the first, second, ... draft was right.
         iteration_tokens: tokens of each step since the message before: those generated, and the
             whole prompt where it was finished.
     """
@@ -137,7 +146,15 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_nonfinite: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_per_pos: tuple[int, ...] = ()
     iteration_tokens: tuple[int, ...] = ()
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafts that were right."""
+        return sum(self.accepted_per_pos)
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):

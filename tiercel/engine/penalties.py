@@ -36,10 +36,17 @@ class Penalties:
         counts[row].zero_().index_add_(0, output, ones)
         in_prompt[row].zero_().index_fill_(0, ids(request.prompt_token_ids), 1)
 
-    def apply(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Penalised logits of some lines, (P, vocab_size), of the engine rows (P,)."""
+    def apply(
+        self, logits: Tensor, rows: Tensor, drafts: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Penalised logits of some lines, (P, vocab_size), of the engine rows (P,).
+
+        drafts: (P, K) int64 token ids, and (P, K) int32, 1 where one stands before its line.
+        """
         counts, in_prompt = self._tables()
         count = counts.index_select(0, rows)
+        if drafts is not None:
+            count.scatter_add_(1, *drafts)
         is_used = count > 0
         is_seen = is_used | in_prompt.index_select(0, rows)
 
@@ -53,11 +60,20 @@ class Penalties:
         penalised: Tensor = torch.where(is_used, logits - charge, logits)
         return penalised
 
-    def count(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Add one drawn token to each of some rows."""
+    def count(self, rows: Tensor, token_ids: Tensor, is_new: Tensor | None = None) -> None:
+        """Add drawn tokens to some rows.
+
+        Args:
+            rows: (P,).
+            token_ids: (P,), one for each; or (P, W) and
+            is_new: (P, W) int32, 1 for those that count.
+        """
         counts, _ = self._tables()
-        one = torch.ones((), dtype=torch.int32, device=rows.device)
-        counts.index_put_((rows.long(), token_ids.long()), one, accumulate=True)
+        if is_new is None:
+            is_new = torch.ones((), dtype=torch.int32, device=rows.device)
+        else:
+            rows = rows.unsqueeze(1).expand_as(token_ids)
+        counts.index_put_((rows.long(), token_ids.long()), is_new, accumulate=True)
 
     def _tables(self) -> tuple[Tensor, Tensor]:
         if self._counts is None or self._in_prompt is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tiercel.engine.copies import HostCopies
 from tiercel.engine.request import Request
 from tiercel.engine.rows import to_device
-from tiercel.engine.sampler import TopLogprobs, top_logprobs
+from tiercel.engine.sampled import TopLogprobs, top_logprobs
 from tiercel.engine.scheduler import ScheduledRow
 from tiercel.models.decoder import Decoder
 

@@ -65,8 +65,12 @@ class Request:
         num_items_planned: items of `score` that were computed or are in a step under way.
         num_items_done: of these, the ones whose results are in.
         num_in_flight: steps under way that it takes part in.
-        num_sampling: of these, the ones that add a token.
+        num_ahead: tokens that these add at most.
+        draft_limit: drafts in a step at most; 0 where it does not speculate.
+        next_drafts: drafts that its last step made, as far as the host knows.
+        acceptance: the host's estimate of the chance that a draft is right.
         is_unsound: its logits were not finite, so its blocks are not worth keeping.
+        has_unsound_draft: those behind a wrong draft were not; its blocks are kept for nobody.
         leader: a request that computes the start of this one's prompt right now, worth waiting for,
         leader_blocks: until that many blocks of it are kept.
         num_cached: tokens that were found in the prefix cache when it first entered.
@@ -99,8 +103,12 @@ class Request:
     num_items_planned: int = 0
     num_items_done: int = 0
     num_in_flight: int = 0
-    num_sampling: int = 0
+    num_ahead: int = 0
+    draft_limit: int = 0
+    next_drafts: tuple[int, ...] = ()
+    acceptance: float = 0.0
     is_unsound: bool = False
+    has_unsound_draft: bool = False
     leader: Request | None = None
     leader_blocks: int = 0
     num_cached: int = 0
@@ -123,8 +131,8 @@ class Request:
 
     @property
     def bound(self) -> int:
-        """Tokens once every step under way is done, unless one of them ends it."""
-        return self.num_tokens + self.num_sampling
+        """Tokens at most once every step under way is done."""
+        return self.num_tokens + self.num_ahead
 
     @property
     def num_items(self) -> int:
@@ -141,6 +149,11 @@ class Request:
     def needs_last_token(self) -> bool:
         """Whether its next step is planned from its last token, which the host must know then."""
         return bool(self.params.bad_words) or self.matcher is not None
+
+    def num_fitting(self, most: int) -> int:
+        """Drafts that the grammar allows, of a request with nothing under way."""
+        drafts = self.next_drafts[:most]
+        return len(drafts) if self.matcher is None else self.matcher.num_valid(drafts)
 
     @property
     def reads_prompt(self) -> bool:

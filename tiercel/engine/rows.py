@@ -16,8 +16,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tiercel.engine.request import Request
 from tiercel.ops.sample_tokens import SampleRows
+from tiercel.ops.verify_accept import DraftRows
+from tiercel.spec.policy import FIRST_CHANCE
+from tiercel.spec.texts import DraftTexts
 
+_DRAFT_COLUMNS = (
+    "draft_limit", "num_wanted", "acceptance", "num_idle", "num_prompt", "max_new",
+)  # fmt: skip
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 
 
@@ -51,13 +58,17 @@ class Rows:
     """Columns of `num_rows` requests and, as the last row, scratch.
 
     Attributes:
-        token_ids: (S, max_model_len + 1) int32, prompt and output.
+        token_ids: (S, max_model_len + 1 + K) int32, prompt and output.
         num_tokens: (S,) int32, how many of them are known.
         num_computed: (S,) int32, of these in the cache or on their way there.
         block_tables: (G, S, max_blocks) int32.
         top_k: (S,) int32; the vocabulary's size for all.
         values: (S,) float32 each: temperature, top_p, min_p; presence, frequency, repetition.
         key: (S,) int64, of the noise.
+        drafts: columns of drafting; K = 0 without it, and then they are not used. Column 0 of
+            `draft_ids` says how many stand in the others.
+        num_prompt: (S,) int32, tokens of the prompt.
+        max_new: (S,) int32, tokens of the answer at most.
     """
 
     def __init__(
@@ -67,6 +78,7 @@ class Rows:
         num_groups: int,
         max_blocks: int,
         device: torch.device,
+        max_drafts: int = 0,
     ) -> None:
         size = num_rows + 1
         self.device = device
@@ -74,9 +86,11 @@ class Rows:
         floats = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
         shapes: dict[str, tuple[int, ...]] = {
             "key": (size, 2),  # first: 8 bytes each
-            "token_ids": (size, max_model_len + 1),  # a full prompt is sampled too
+            "token_ids": (size, max_model_len + 1 + max_drafts),  # a full prompt is sampled too
             "block_tables": (num_groups, size, max_blocks),
             **dict.fromkeys(("num_tokens", "num_computed", "top_k", *floats), (size,)),
+            "draft_ids": (size, 1 + max_drafts),
+            **dict.fromkeys(_DRAFT_COLUMNS, (size,)),
         }
         total = sum(prod(shape) for shape in shapes.values())
         self._arena = torch.zeros(total, dtype=torch.int32, device=device)
@@ -90,12 +104,41 @@ class Rows:
         self.num_tokens, self.num_computed = columns["num_tokens"], columns["num_computed"]
         self.top_k = columns["top_k"]
         self.values = {name: columns[name].view(torch.float32) for name in floats}
+        self.drafts = DraftRows(
+            columns["draft_ids"],
+            self.num_computed,
+            columns["draft_limit"],
+            columns["num_wanted"],
+            columns["acceptance"].view(torch.float32),
+            columns["num_idle"],
+        )
+        self.num_prompt, self.max_new = columns["num_prompt"], columns["max_new"]
         self._staged: list[tuple[int, npt.NDArray[np.int32]]] = []
 
     @property
     def sampling(self) -> SampleRows:
         """The columns that sampling reads and extends."""
         return SampleRows(self.token_ids, self.num_tokens, self.values["temperature"], self.key)
+
+    @property
+    def draft_texts(self) -> DraftTexts:
+        """The columns that proposers read and write."""
+        return DraftTexts(self.sampling, self.num_prompt, self.max_new, self.drafts)
+
+    def enter_drafts(self, request: Request) -> None:
+        """Stage what drafting needs of a request that got its row."""
+        drafts, row = self.drafts, (request.row,)
+        values: tuple[tuple[Tensor, float], ...] = (
+            (drafts.draft_limit, request.draft_limit),
+            (drafts.num_wanted, request.draft_limit),
+            (drafts.acceptance, FIRST_CHANCE),
+            (drafts.num_idle, 0),
+            (self.num_prompt, len(request.prompt_token_ids)),
+            (self.max_new, request.max_tokens),
+        )
+        for column, value in values:
+            self.stage(column, row, [value])
+        self.stage(drafts.draft_ids, (request.row, 0), [0])
 
     def stage(self, column: Tensor, place: tuple[int, ...], values: Sequence[float]) -> None:
         """Note values for `column[place]` and the places after it; no place twice before `apply`.

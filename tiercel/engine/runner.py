@@ -8,7 +8,8 @@ copies of the results to pinned memory. `collect` waits for those copies alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,27 +20,46 @@ from tiercel.cache.pool import CachePool
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.copies import HostCopies
 from tiercel.engine.faults import Faults
-from tiercel.engine.graphs import LARGEST_BUCKET, DecodeSteps
+from tiercel.engine.graphs import (
+    LARGEST_BUCKET,
+    LARGEST_VERIFY_BUCKET,
+    DecodeSteps,
+    VerifiedStep,
+)
 from tiercel.engine.item_graphs import ItemSteps
 from tiercel.engine.packed_items import PackedStep, pack_items
 from tiercel.engine.prompt_reads import PromptPiece, read_prompt
 from tiercel.engine.request import Request
 from tiercel.engine.rows import Rows, lists_to_device, to_device
-from tiercel.engine.sampler import DeviceSample, Sampled, Sampler, host_result
+from tiercel.engine.sampled import DeviceSample, Sampled, host_result
+from tiercel.engine.sampler import Sampler
 from tiercel.engine.scheduler import ScheduledRow, SchedulerOutput
 from tiercel.engine.score_reads import ScorePiece, read_scores
 from tiercel.models.decoder import Decoder
 from tiercel.ops.prepare_step import prepare_step
+from tiercel.spec.texts import Proposer, StepStates
 
 Piece = PromptPiece | ScorePiece
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """A step under way: whose rows it samples, and its results on their way to the host."""
+class Draws:
+    """What is drawn together: for whom, lines of logits of each, and the result."""
 
-    sampling: tuple[Request, ...]
-    sample: DeviceSample | None
+    requests: tuple[Request, ...]
+    sample: DeviceSample
+    widths: tuple[int, ...] = ()
+
+    def copied(self, copies: HostCopies) -> Draws:
+        """The same on its way to the host."""
+        return Draws(self.requests, self.sample.copied(copies), self.widths)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A step under way: what it draws and reads, on its way to the host."""
+
+    draws: tuple[Draws, ...]
     pieces: tuple[Piece, ...]
     copies: HostCopies
 
@@ -53,15 +73,19 @@ class ModelRunner:
         rows: Rows,
         sampler: Sampler,
         config: EngineConfig,
+        proposer: Proposer | None = None,
     ) -> None:
         self.model = model
+        self.proposer = proposer
         self.faults = Faults()  # none; whoever tests what the engine survives sets others
         self.pools: Sequence[CachePool] = ()
         self.rows = rows
         self.sampler = sampler
         self.config = config
-        self.decode_steps = DecodeSteps(model, rows, config)
+        self.decode_steps = DecodeSteps(model, rows, config, proposer)
         self.item_steps = ItemSteps(model, config)
+        if proposer is not None:
+            model.step = None  # a step of one token must have the bits of one that verifies
         is_cuda = config.device.type == "cuda"
         self._copy_stream = torch.cuda.Stream(config.device) if is_cuda else None
 
@@ -70,23 +94,34 @@ class ModelRunner:
         """Enqueue a step."""
         self._write_rows(plan)
         parts = plan.scheduled
-        sampling = tuple(part.request for part in parts if part.samples)
         pieces: list[Piece] = []
-        if all(_is_decode(part) for part in parts):
-            lengths = [part.start + 1 for part in parts]
-            rows, logits = self.decode_steps([part.row for part in parts], lengths)
+        if any(part.request.draft_limit for part in parts):
+            draws = self._run_drafting(plan, pieces)
         else:
-            rows, logits = self._run_mixed(parts, pieces)
-        self.faults.on_logits(plan.step_id, logits, [part.row for part in parts if part.samples])
-        sample = self.sampler(logits, sampling, rows) if sampling else None
-        return self._bring_home(sampling, sample, pieces)
+            draws = self._run_plain(plan, pieces)
+        copies = HostCopies(self._copy_stream)
+        arriving = tuple(draw.copied(copies) for draw in draws)
+        read = tuple(piece.copied(copies) for piece in pieces)
+        copies.finish()
+        return Launch(arriving, read, copies)
 
-    def collect(self, launch: Launch) -> Sampled:
-        """Wait for the results of a launched step; prompt places go to their requests."""
+    def collect(self, launch: Launch) -> dict[int, Sampled]:
+        """Wait for a launched step; what it drew, by engine row.
+
+        What was read of prompts goes to their requests.
+        """
         launch.copies.wait()
         for piece in launch.pieces:
             piece.deliver()
-        return host_result(launch.sample, launch.sampling)
+        return {
+            request.row: result
+            for draws in launch.draws
+            for request, result in zip(
+                draws.requests,
+                host_result(draws.sample, draws.requests, draws.widths),
+                strict=True,
+            )
+        }
 
     def bind_pools(self, pools: Sequence[CachePool]) -> None:
         """Take the memory of the cache; before, only scratch rows may run."""
@@ -116,19 +151,19 @@ class ModelRunner:
             return 0
         longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
         chunks = [longest] * (config.max_num_batched_tokens // longest)
+        graphed = [[1] * min(config.max_num_seqs, LARGEST_BUCKET)]
+        if config.spec.max_drafts:
+            width = 1 + config.spec.max_drafts
+            graphed.append([width] * min(config.max_num_seqs, LARGEST_VERIFY_BUCKET))
         peaks = []
-        for query_lens in (
-            [1] * min(config.max_num_seqs, LARGEST_BUCKET),
-            [min(64, longest)],
-            chunks,
-        ):
+        for query_lens in (*graphed, [min(64, longest)], chunks):
             before = torch.cuda.memory_allocated(config.device)
             torch.cuda.reset_peak_memory_stats(config.device)
             self.run_scratch(query_lens)
             peaks.append(torch.cuda.max_memory_allocated(config.device) - before)
         torch.cuda.empty_cache()
         # Graphs keep memory of their own; eager steps share the rest.
-        return max(peaks) + (peaks[0] if config.cuda_graphs else 0)
+        return max(peaks) + (max(peaks[: len(graphed)]) if config.cuda_graphs else 0)
 
     def _write_rows(self, plan: SchedulerOutput) -> None:
         """Bring the rows up to date with what the host decided."""
@@ -140,11 +175,17 @@ class ModelRunner:
                 rows.stage(rows.token_ids, (part.row, 0), request.tokens(0, known))
                 rows.stage(rows.num_tokens, (part.row,), [known])
                 rows.stage(rows.num_computed, (part.row,), [part.start])
+                if self.proposer is not None:
+                    rows.enter_drafts(request)
                 self.sampler.enter(request)
         for row, write in plan.new_blocks:
             place = (write.group, row, write.start)
             rows.stage(rows.block_tables, place, write.block_ids)
         rows.apply()
+        if self.proposer is not None:
+            entering = [part for part in plan.scheduled if part.enters]
+            longest = max((part.request.num_tokens for part in entering), default=0)
+            self.proposer.enter([part.row for part in entering], longest)
         for pool, block_ids in zip(self.pools, plan.unsound_blocks, strict=True):
             if block_ids:
                 self._clear(pool, block_ids)
@@ -155,10 +196,63 @@ class ModelRunner:
             for plane in planes.values():
                 plane.index_fill_(0, ids, 0)
 
+    def _run_plain(self, plan: SchedulerOutput, pieces: list[Piece]) -> list[Draws]:
+        """Run a step of which no row drafts."""
+        parts = plan.scheduled
+        sampling = tuple(part.request for part in parts if part.samples)
+        if all(_is_decode(part) for part in parts):
+            lengths = [part.start + 1 for part in parts]
+            rows, logits = self.decode_steps([part.row for part in parts], lengths)
+        else:
+            rows, logits, _ = self._run_mixed(parts, pieces)
+        self.faults.on_logits(plan.step_id, logits, [request.row for request in sampling])
+        if not sampling:
+            return []
+        return [Draws(sampling, self.sampler(logits, sampling, rows))]
+
+    def _run_drafting(self, plan: SchedulerOutput, pieces: list[Piece]) -> list[Draws]:
+        """Run a step with rows that draft.
+
+        Their lengths are known on the device alone, so answers and chunks of prompts run one after
+        the other: tiles of chunks are planned from exact lengths.
+        """
+        assert self.proposer is not None, "rows draft where somebody proposes"
+        answers = [part for part in plan.scheduled if _is_decode(part)]
+        others = [part for part in plan.scheduled if not _is_decode(part)]
+        draws = []
+        if answers:
+            step = self.decode_steps.verify(
+                [part.row for part in answers], [part.num_drafts for part in answers]
+            )
+            requests = tuple(part.request for part in answers)
+            draws.append(self._draw(plan.step_id, requests, step))
+        if others:
+            requests = tuple(part.request for part in others if part.samples)
+            rows, logits, states = self._run_mixed(others, pieces)
+            seen = states if self.proposer.reads_states else None
+            if requests:
+                slots = self.decode_steps.single_slots(len(requests))
+                propose = partial(self.proposer.propose, rows, seen)
+                step = VerifiedStep(rows, logits, slots, propose)
+                draws.append(self._draw(plan.step_id, requests, step))
+            elif seen is not None:
+                self.proposer.follow(seen)
+        return draws
+
+    def _draw(self, step_id: int, requests: tuple[Request, ...], step: VerifiedStep) -> Draws:
+        """Draw, and draft what may follow."""
+        slots = step.slots
+        line_rows = [r.row for r, w in zip(requests, slots.widths, strict=True) for _ in range(w)]
+        self.faults.on_logits(step_id, step.logits, line_rows)
+        sample = self.sampler(step.logits, requests, step.rows, slots)
+        step.propose()
+        made = self.rows.drafts.draft_ids.index_select(0, step.rows)
+        return Draws(requests, replace(sample, next_drafts=made), slots.widths)
+
     def _run_mixed(
         self, parts: Sequence[ScheduledRow], pieces: list[Piece]
-    ) -> tuple[Tensor, Tensor]:
-        """Run chunks and single tokens together; rows and logits of those that sample."""
+    ) -> tuple[Tensor, Tensor, StepStates]:
+        """Run chunks and single tokens together; rows and logits of those that sample, states."""
         lengths = [part.num_tokens for part in parts]
         ends = np.cumsum([0, *lengths])
         rows = [part.row for part in parts]
@@ -171,12 +265,14 @@ class ModelRunner:
         packed = pack_items(parts) if any(part.items for part in parts) else None
         batch = self._batch(lengths, context_lens, there, starts, lines_there, packed)
         hidden = self.model.forward(batch) if packed is None else self.item_steps(batch)
+        hidden = hidden[: batch.num_tokens]  # without what a graph pads
         for part, place in zip(parts, ends[:-1].tolist(), strict=True):
             if part.request.reads_prompt:
                 pieces += read_prompt(self.model, part, hidden, place)
             if part.has_scores:
                 pieces += read_scores(self.model, part, hidden, place, self.sampler.is_banned)
-        return drawn_there, self.model.logits(hidden, batch.logits_rows)
+        states = StepStates(batch, hidden, None, tuple(drawn))
+        return drawn_there, self.model.logits(hidden, batch.logits_rows), states
 
     def _batch(
         self,
@@ -216,19 +312,6 @@ class ModelRunner:
             max_seq_len=max(context_lens),
             items=None if packed is None else packed.items,
         )
-
-    def _bring_home(
-        self,
-        sampling: tuple[Request, ...],
-        sample: DeviceSample | None,
-        pieces: Sequence[Piece],
-    ) -> Launch:
-        copies = HostCopies(self._copy_stream)
-        if sample is not None:
-            sample = sample.copied(copies)
-        arriving = tuple(piece.copied(copies) for piece in pieces)
-        copies.finish()
-        return Launch(sampling, sample, arriving, copies)
 
 
 def _is_decode(part: ScheduledRow) -> bool:

@@ -4,116 +4,49 @@ Order: grammar masks and bans (padding ids, `allowed_token_ids`, `bad_words`, st
 `min_tokens`), penalties, `logit_bias`; cuts by top-k, top-p and min-p; then the draw
 (`ops/sample_tokens.py`). Each stage runs for the rows that ask for it, whose parameters it reads
 from their persistent rows; a row's result depends on its own logits and key only.
+
+A row that verifies drafts has a line of logits behind each of them too. Everything holds there as
+if the drafts before it were in the answer already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tiercel.engine.copies import HostCopies
 from tiercel.engine.penalties import Penalties
-from tiercel.engine.request import Request, TokenLogprobs
+from tiercel.engine.request import Request
 from tiercel.engine.rows import Rows, to_device
-from tiercel.ops.sample_tokens import NO_TOKEN, NONFINITE, sample_tokens
+from tiercel.engine.sampled import DeviceSample, top_logprobs
+from tiercel.ops.sample_tokens import sample_tokens
+from tiercel.ops.verify_accept import Verified, verify_accept
 from tiercel.params import SamplingParams
 from tiercel.seeds import mix_key
 
 NEG_INF = float("-inf")
-PROBLEMS = {NONFINITE: "nonfinite_logits", NO_TOKEN: "no_valid_token"}
 
 
 @dataclass(frozen=True, slots=True)
-class TopLogprobs:
-    """Log-probabilities of P places: of given tokens, and of the most likely ones.
+class DraftSlots:
+    """How lines of logits belong to R rows of which some verify drafts.
 
     Attributes:
-        token_ids: (P,) int32.
-        logprobs: (P,) float32 of these.
-        top_ids: (P, count) int64, best first.
-        top_logprobs: (P, count) float32.
+        starts: (R + 1,) int32, the first line of each.
+        num_drafts: (R,) int32, drafts of each; lines behind them are padding.
+        widths: on the host, lines of each row that a request fills.
+        planned: drafts of each that the plan allows; of a row whose last token the host knows,
+            these are the first of `Request.next_drafts`.
     """
 
-    token_ids: Tensor
-    logprobs: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All four."""
-        return self.token_ids, self.logprobs, self.top_ids, self.top_logprobs
-
-    def copied(self, copies: HostCopies) -> TopLogprobs:
-        """The same on its way to the host."""
-        return TopLogprobs(*map(copies.add, self.tensors))
-
-    def entries(self, counts: Sequence[int]) -> list[TokenLogprobs]:
-        """On the host: one entry per place, with its own count of the most likely tokens."""
-        rows = zip(*(tensor.tolist() for tensor in self.tensors), counts, strict=True)
-        return [
-            TokenLogprobs(token_id, logprob, tuple(zip(ids[:n], values[:n], strict=True)))
-            for token_id, logprob, ids, values, n in rows
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSample:
-    """Results of one step on the device, for L rows of logits.
-
-    Attributes:
-        token_ids: (L,) int32.
-        problems: (L,) uint8, of `ops/sample_tokens.py`.
-        lines: of these rows, which asked for log-probabilities, and
-        logprobs: theirs.
-    """
-
-    token_ids: Tensor
-    problems: Tensor
-    lines: tuple[int, ...] = ()
-    logprobs: TopLogprobs | None = None
-
-    def copied(self, copies: HostCopies) -> DeviceSample:
-        """The same on its way to the host."""
-        return DeviceSample(
-            copies.add(self.token_ids),
-            copies.add(self.problems),
-            self.lines,
-            None if self.logprobs is None else self.logprobs.copied(copies),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """Results of one step, on the host.
-
-    Attributes:
-        token_ids: per row.
-        problems: per row, None, or ``nonfinite_logits`` / ``no_valid_token``.
-        logprobs: per row, None where not asked.
-    """
-
-    token_ids: list[int]
-    problems: list[str | None]
-    logprobs: list[TokenLogprobs | None]
-
-
-def host_result(sample: DeviceSample | None, requests: Sequence[Request]) -> Sampled:
-    """Read a step's results, which have arrived on the host; lines of scratch are dropped."""
-    if sample is None:
-        return Sampled([], [], [])
-    count = len(requests)
-    logprobs: list[TokenLogprobs | None] = [None] * count
-    if sample.logprobs is not None:
-        counts = [requests[line].params.logprobs or 0 for line in sample.lines]
-        for line, entry in zip(sample.lines, sample.logprobs.entries(counts), strict=True):
-            logprobs[line] = entry
-    problems = [PROBLEMS.get(code) for code in sample.problems[:count].tolist()]
-    return Sampled(sample.token_ids[:count].tolist(), problems, logprobs)
+    starts: Tensor
+    num_drafts: Tensor
+    widths: tuple[int, ...]
+    planned: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +73,7 @@ class Sampler:
         vocab_size: int,
         rows: Rows,
         encode: Callable[[str], list[list[int]]],
+        least_chance: float = 0.0,
     ) -> None:
         """Set up.
 
@@ -148,8 +82,10 @@ class Sampler:
             vocab_size: columns of the logits.
             rows: the engine's.
             encode: the token sequences that spell a bad word.
+            least_chance: of a draft, to be worth making.
         """
         self._rows = rows
+        self._theta = torch.full((1,), least_chance, device=rows.device)
         self._vocab_size = vocab_size
         self.is_banned = torch.zeros(vocab_size, dtype=torch.uint8, device=rows.device)
         self.is_banned[list(banned_ids)] = 1
@@ -178,32 +114,65 @@ class Sampler:
         if params.has_penalties:
             self._penalties.enter(request)
 
-    def __call__(self, logits: Tensor, requests: Sequence[Request], rows: Tensor) -> DeviceSample:
+    def __call__(
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        rows: Tensor,
+        slots: DraftSlots | None = None,
+    ) -> DeviceSample:
         """Draw, append and report.
 
         Args:
             logits: (L, vocab_size) float32, the raw ones; changed in place.
-            requests: of the first lines; lines beyond are scratch.
-            rows: (L,) int32, the engine row of each line.
+            requests: of the first rows; rows beyond are scratch.
+            rows: (R,) int32, engine rows.
+            slots: whose lines they are; None: one of each row.
         """
+        lines = _Lines(requests, slots)
         asked = tuple(i for i, r in enumerate(requests) if r.params.logprobs is not None)
         is_changed = any(map(_is_changed, requests))
-        raw = logits.index_select(0, self._index(asked)) if asked else None
+        raw = logits.index_select(0, self._index(lines.of(asked))) if asked else None
         is_sound = None
         if is_changed:
             is_sound = logits.isfinite().all(dim=1).to(torch.uint8)
-            self._process(logits, requests, rows)
+            self._process(logits, lines, rows)
         state = self._rows.sampling
-        token_ids, problems = sample_tokens(logits, rows, state, self.is_banned, is_sound)
-        penalised = [i for i, r in enumerate(requests) if r.params.has_penalties]
-        if penalised:
-            lines = self._index(penalised)
-            self._penalties.count(rows[lines], token_ids[lines])
+        if slots is None:
+            token_ids, problems = sample_tokens(logits, rows, state, self.is_banned, is_sound)
+            sample = DeviceSample(token_ids, problems)
+            chosen = token_ids
+        else:
+            verified = verify_accept(
+                logits, slots.starts, rows, slots.num_drafts, state, self._rows.drafts,
+                self.is_banned, self._theta, is_sound,
+            )  # fmt: skip
+            sample = DeviceSample(verified.packed)
+            chosen = verified.token_ids
+        self._count(lines, rows, chosen, None if slots is None else verified)
         if raw is None:
-            return DeviceSample(token_ids, problems)
+            return sample
         most = max(requests[i].params.logprobs or 0 for i in asked)
-        chosen = token_ids.index_select(0, self._index(asked))
-        return DeviceSample(token_ids, problems, asked, top_logprobs(raw, chosen, most))
+        if slots is None:
+            chosen = chosen.index_select(0, self._index(asked))
+        else:
+            picked = [self._index(part) for part in lines.slots_of(asked)]
+            chosen = chosen[picked[0], picked[1]]
+        return replace(sample, asked=asked, logprobs=top_logprobs(raw, chosen, most))
+
+    def _count(
+        self, lines: _Lines, rows: Tensor, chosen: Tensor, verified: Verified | None
+    ) -> None:
+        """Count the new tokens of rows with penalties."""
+        penalised = [i for i, r in enumerate(lines.requests) if r.params.has_penalties]
+        if not penalised:
+            return
+        index = self._index(penalised)
+        is_new = None
+        if verified is not None:
+            places = torch.arange(chosen.shape[1], device=rows.device)
+            is_new = (places < verified.num_new[index].unsqueeze(1)).int()
+        self._penalties.count(rows[index], chosen[index], is_new)
 
     def _index(self, lines: Sequence[int]) -> Tensor:
         return to_device(np.array(lines, np.int64), self._rows.device)
@@ -227,54 +196,101 @@ class Sampler:
         words = [ids for word in params.bad_words for ids in self._encode(word)]
         return _Edits(banned, stop_ids, bias_ids, biases, words)
 
-    def _process(self, logits: Tensor, requests: Sequence[Request], rows: Tensor) -> None:
+    def _process(self, logits: Tensor, lines: _Lines, rows: Tensor) -> None:
         """Apply what requests ask to their lines, in place."""
-        self._mask(logits, requests)
+        requests = lines.requests
+        self._mask(logits, lines)
         for i, request in enumerate(requests):
             edits = self._edits.get(request.row)
             if edits is not None:
-                self._ban(logits[i], request, edits)
+                self._ban(logits, lines, i, edits)
         penalised = [i for i, r in enumerate(requests) if r.params.has_penalties]
         if penalised:
-            lines = self._index(penalised)
-            picked = self._penalties.apply(logits.index_select(0, lines), rows[lines])
-            logits.index_copy_(0, lines, picked)
+            index = self._index(lines.of(penalised))
+            picked = logits.index_select(0, index)
+            penalised_rows = self._rows_of(lines, penalised, rows)
+            drafts = self._drafts_before(lines, penalised, penalised_rows)
+            logits.index_copy_(0, index, self._penalties.apply(picked, penalised_rows, drafts))
         for i, request in enumerate(requests):
             edits = self._edits.get(request.row)
             if edits is not None and edits.bias_ids is not None and edits.biases is not None:
-                logits[i].index_add_(0, edits.bias_ids, edits.biases)
+                own = logits[lines.span(i)]
+                own.index_add_(1, edits.bias_ids, edits.biases.expand(len(own), -1))
         cutting = [i for i, r in enumerate(requests) if _is_cut(r.params)]
         if cutting:
-            lines = self._index(cutting)
-            logits.index_copy_(0, lines, self._cut(logits.index_select(0, lines), rows[lines]))
+            index = self._index(lines.of(cutting))
+            cut = self._cut(logits.index_select(0, index), self._rows_of(lines, cutting, rows))
+            logits.index_copy_(0, index, cut)
 
-    def _mask(self, logits: Tensor, requests: Sequence[Request]) -> None:
+    def _rows_of(self, lines: _Lines, numbers: Sequence[int], rows: Tensor) -> Tensor:
+        """The engine row of each line of some rows."""
+        return rows.index_select(0, self._index(lines.slots_of(numbers)[0]))
+
+    def _drafts_before(
+        self, lines: _Lines, numbers: Sequence[int], rows: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """What `Penalties.apply` asks of drafts, for the lines of some rows."""
+        if not lines.has_drafts:
+            return None
+        slots = self._index(lines.slots_of(numbers)[1])
+        ids = self._rows.drafts.draft_ids.index_select(0, rows)[:, 1:].long()
+        places = torch.arange(ids.shape[1], device=rows.device)
+        return ids, (places < slots.unsqueeze(1)).int()
+
+    def _mask(self, logits: Tensor, lines: _Lines) -> None:
         """Ban what the grammars of some requests do not allow next."""
-        bound = [(i, r.matcher) for i, r in enumerate(requests) if r.matcher is not None]
+        bound = [(i, r.matcher) for i, r in enumerate(lines.requests) if r.matcher is not None]
         if not bound:
             return
-        words = np.zeros((len(bound), -(-self._vocab_size // 32)), np.int32)
-        for row, (_, matcher) in zip(words, bound, strict=True):
-            matcher.fill_mask(row)
-        lines = self._index([i for i, _ in bound])
+        known = [lines.known_drafts(i) for i, _ in bound]
+        words = np.zeros((len(bound) + sum(map(len, known)), -(-self._vocab_size // 32)), np.int32)
+        unfilled = iter(words)
+        for (_, matcher), drafts in zip(bound, known, strict=True):
+            matcher.fill_mask(next(unfilled))
+            for draft in drafts:
+                matcher.advance(draft)
+                matcher.fill_mask(next(unfilled))
+            matcher.rollback(len(drafts))
+        spans = [lines.span(i) for i, _ in bound]
+        index = self._index(
+            [
+                span.start + slot
+                for span, drafts in zip(spans, known, strict=True)
+                for slot in range(1 + len(drafts))
+            ]
+        )
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
         allowed = (to_device(words, logits.device).unsqueeze(2) >> bits) & 1
         is_allowed = allowed.flatten(1)[:, : self._vocab_size] != 0
-        picked = logits.index_select(0, lines).masked_fill_(~is_allowed, NEG_INF)
-        logits.index_copy_(0, lines, picked)
+        picked = logits.index_select(0, index).masked_fill_(~is_allowed, NEG_INF)
+        logits.index_copy_(0, index, picked)
 
-    def _ban(self, line: Tensor, request: Request, edits: _Edits) -> None:
+    def _ban(self, logits: Tensor, lines: _Lines, number: int, edits: _Edits) -> None:
+        request, span = lines.requests[number], lines.span(number)
+        own = logits[span]
         if edits.banned is not None:
-            line.masked_fill_(edits.banned, NEG_INF)
+            own.masked_fill_(edits.banned, NEG_INF)
         output = request.output_token_ids
-        for ids in edits.bad_words:
-            # The token that would complete a bad word.
-            before = len(ids) - 1
-            if before <= len(output) and output[len(output) - before :] == ids[:-1]:
-                line[ids[-1]].fill_(NEG_INF)  # to assign a number would wait for the device
-        drawn = len(output) + request.num_sampling - 1  # this step samples too
-        if edits.stop_ids is not None and drawn < request.params.min_tokens:
-            line.index_fill_(0, edits.stop_ids, NEG_INF)
+        text = [*output, *lines.known_drafts(number)] if edits.bad_words else output
+        for slot in range(1 + len(text) - len(output)):
+            length = len(output) + slot
+            for ids in edits.bad_words:
+                # The token that would complete a bad word.
+                before = len(ids) - 1
+                if before <= length and text[length - before : length] == ids[:-1]:
+                    own[slot, ids[-1]].fill_(NEG_INF)  # to assign a number would wait
+        if edits.stop_ids is None:
+            return
+        least = request.params.min_tokens
+        if lines.slots is None:
+            drawn = len(output) + request.num_ahead - 1  # this step samples too
+            if drawn < least:
+                own.index_fill_(1, edits.stop_ids, NEG_INF)
+        elif len(output) < least:  # else it has drawn enough, whatever is under way
+            places = torch.arange(len(own), device=own.device) + self._rows.num_tokens[request.row]
+            is_early = places < len(request.prompt_token_ids) + least
+            ban = torch.where(is_early, NEG_INF, 0.0).unsqueeze(1)
+            own.index_add_(1, edits.stop_ids, ban.expand(-1, len(edits.stop_ids)))
 
     def _cut(self, logits: Tensor, rows: Tensor) -> Tensor:
         state = self._rows
@@ -290,6 +306,38 @@ class Sampler:
             column(state.values["min_p"]),
         )
         return logits.masked_fill_(~kept, NEG_INF)
+
+
+class _Lines:
+    """Which lines of logits belong to which of the rows that requests fill, on the host."""
+
+    def __init__(self, requests: Sequence[Request], slots: DraftSlots | None) -> None:
+        self.requests = requests
+        self.slots = slots
+        self._ends = None if slots is None else [0, *accumulate(slots.widths)]
+        self.has_drafts = self._ends is not None and self._ends[-1] > len(requests)
+
+    def span(self, number: int) -> slice:
+        """The lines of a row."""
+        if self._ends is None:
+            return slice(number, number + 1)
+        return slice(self._ends[number], self._ends[number + 1])
+
+    def known_drafts(self, number: int) -> tuple[int, ...]:
+        """The drafts of a row whose last token the host knows."""
+        count = 0 if self.slots is None else self.slots.planned[number]
+        return self.requests[number].next_drafts[:count]
+
+    def of(self, numbers: Sequence[int]) -> list[int]:
+        """The lines of some rows."""
+        spans = map(self.span, numbers)
+        return list(chain.from_iterable(range(span.start, span.stop) for span in spans))
+
+    def slots_of(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Of each line of some rows: the number of its row, and which of its lines it is."""
+        spans = [(i, self.span(i)) for i in numbers]
+        pairs = [(i, k) for i, span in spans for k in range(span.stop - span.start)]
+        return [i for i, _ in pairs], [k for _, k in pairs]
 
 
 def _has_edits(params: SamplingParams) -> bool:
@@ -338,17 +386,3 @@ def is_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
     kept = ((before < top_p) | (top_p >= 1.0)) & (probs >= min_p * probs[:, :1])
     kept &= rank < top_k
     return torch.empty_like(kept).scatter_(1, ids, kept)
-
-
-def top_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> TopLogprobs:
-    """Log-probabilities of given tokens and of the most likely ones.
-
-    Args:
-        logits: (P, vocab_size) float32, raw.
-        token_ids: (P,), one per row.
-        count: most likely tokens to report, best first; all if there are fewer.
-    """
-    logprobs = logits.log_softmax(dim=1)
-    chosen = logprobs.gather(1, token_ids.long().unsqueeze(1)).squeeze(1)
-    values, ids = logprobs.topk(min(count, logits.shape[1]), dim=1)
-    return TopLogprobs(token_ids, chosen, ids, values)

@@ -7,12 +7,17 @@ blocks run out, the last running request gives its blocks back and waits again; 
 later from its token ids, so its answer does not change.
 
 Steps overlap: the next one is planned while one is under way. Rules that keep this sound:
-- A row's length is known up to its bound: every step under way adds its token. A stop is found one
-  step late; what that step computed for the row is dropped.
+- A row's length is known up to its bound: every step under way adds its token, and up to as many
+  more as it verifies drafts. A stop is found one step late; what that step computed for the row is
+  dropped.
 - A row whose bound has reached its limit waits for the results.
 - Only rows with nothing in flight are freed, reused or preempted. One that must give way first sits
   out a step.
 - A request that needs its last token on the host runs only with nothing in flight.
+
+Where drafts are made (`spec/`), a row takes its last token and up to `draft_limit` guesses, if that
+pays for the step as a whole. Blocks are reserved for all of them; without the memory a row verifies
+none and gives way only for its own token.
 
 A request to score has a prompt like any other. What its chunks leave of a step's budget goes to
 its items, as many whole ones as fit, from the step on that computes the end of the prompt. Items
@@ -30,6 +35,7 @@ from dataclasses import dataclass, replace
 from tiercel.cache.manager import BlockWrite, CacheManager
 from tiercel.cache.prefix import ROOT, PrefixMatch
 from tiercel.engine.request import Request, Status
+from tiercel.spec.policy import DraftPolicy
 
 # Tokens that a hit leaves to compute. On a CPU products of fewer rows take other orders of sums (up
 # to 3 rows on one processor, up to 8 on another), and a hit must give the bits of a prompt that was
@@ -44,12 +50,13 @@ class ScheduledRow:
     Attributes:
         request: whose.
         row: its engine row.
-        start: first place that is computed.
+        start: first place that is computed, at most, if steps with drafts are under way.
         num_query: new tokens of prompt and output, >= 1 if there are no items.
         samples: the step reaches the last token, so it yields the next one.
         enters: the request got its engine row in this step.
         items: which items of its `score` are computed behind them, and
         num_item_tokens: their tokens.
+        num_drafts: guesses behind the last token at most, each of which may yield one more.
     """
 
     request: Request
@@ -60,11 +67,17 @@ class ScheduledRow:
     enters: bool = False
     items: range = range(0)
     num_item_tokens: int = 0
+    num_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """New tokens, of items too."""
-        return self.num_query + self.num_item_tokens
+        """New tokens, of drafts and items too."""
+        return self.num_query + self.num_drafts + self.num_item_tokens
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens that the step adds at most."""
+        return self.num_drafts + self.samples
 
     @property
     def has_scores(self) -> bool:
@@ -116,8 +129,10 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         least_computed: int = LEAST_COMPUTED,
+        policy: DraftPolicy | None = None,
     ) -> None:
         self.cache = cache
+        self.policy = policy
         self.max_num_batched_tokens = max_num_batched_tokens
         self.least_computed = least_computed
         self.waiting: list[Request] = []  # both in order of turn
@@ -130,6 +145,7 @@ class Scheduler:
         self._unsound_blocks: list[list[int]] = [[] for _ in cache.groups]
         self._num_added = 0
         self._step_id = 0
+        self._is_verifying = False
 
     @property
     def has_work(self) -> bool:
@@ -149,6 +165,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Plan the next step; None when nothing can run."""
         planned: dict[int, ScheduledRow] = {}  # by engine row
+        self._is_verifying = self._verifies()
         self._plan_running(planned)
         self._plan_waiting(planned)
         if not planned:
@@ -156,8 +173,8 @@ class Scheduler:
         for part in planned.values():
             request = part.request
             request.num_in_flight += 1
-            request.num_sampling += part.samples
-            request.num_computed += part.num_query
+            request.num_ahead += part.num_ahead
+            request.num_computed += part.num_query + part.num_drafts
             request.num_items_planned += len(part.items)
         self._step_id += 1
         writes = [(row, write) for row, every in self._writes.items() for write in every]
@@ -165,12 +182,22 @@ class Scheduler:
         self._writes, self._unsound_blocks = {}, [[] for _ in unsound]
         return SchedulerOutput(self._step_id, tuple(planned.values()), tuple(writes), unsound)
 
-    def commit(self, part: ScheduledRow, *, is_sound: bool) -> None:
-        """Note that a row's step is done; blocks that it filled are kept unless it was unsound."""
+    def commit(
+        self, part: ScheduledRow, *, is_sound: bool, new_token_ids: Sequence[int] = ()
+    ) -> None:
+        """Note that a row's step is done; blocks that it filled are kept unless it was unsound.
+
+        Args:
+            part: of the step.
+            is_sound: whether all that it computed is finite.
+            new_token_ids: what it yielded; the request does not hold them yet.
+        """
         request = part.request
         request.num_in_flight -= 1
-        request.num_sampling -= part.samples
-        request.num_committed = part.start + part.num_query
+        request.num_ahead -= part.num_ahead
+        wrong = part.num_ahead - len(new_token_ids) if part.num_drafts else 0
+        request.num_computed -= wrong
+        request.num_committed += part.num_query + part.num_drafts - wrong
         request.num_items_done += len(part.items)
         request.is_unsound |= not is_sound
         if request.status is Status.FINISHED:
@@ -179,7 +206,7 @@ class Scheduler:
             return
         if request.is_unsound:
             return  # it ends now, and its blocks are zeroed together
-        self._keep(request)
+        self._keep(request, new_token_ids)
         writes = self.cache.trim(request.block_ids, request.num_committed)
         self._writes.setdefault(request.row, []).extend(writes)
 
@@ -188,7 +215,7 @@ class Scheduler:
         for part in plan.scheduled:
             request = part.request
             request.num_in_flight -= 1
-            request.num_sampling -= part.samples
+            request.num_ahead -= part.num_ahead
             if request.num_in_flight:
                 continue  # a later plan of the same kind follows
             if request.status is Status.RUNNING:
@@ -224,7 +251,9 @@ class Scheduler:
             part = self._plan(request, budget)
             if not part.num_tokens:
                 continue  # its next item waits for a step with more room
-            if self._reserve(request, part.start + part.num_query, planned, sits_out):
+            if part.num_drafts and not self.cache.can_grow(request.block_ids, self._places(part)):
+                part = replace(part, num_drafts=0)
+            if self._reserve(request, self._places(part), planned, sits_out):
                 planned[request.row] = part
                 budget -= part.num_tokens
 
@@ -244,8 +273,8 @@ class Scheduler:
                 break
             del self.waiting[index]
             self._enter(request, match)
-            part = replace(self._plan(request, budget), enters=True)
-            self._grow(request, part.start + part.num_query)
+            part = replace(self._plan(request, budget), num_drafts=0, enters=True)
+            self._grow(request, self._places(part))
             planned[request.row] = part
             budget -= part.num_tokens
 
@@ -255,8 +284,8 @@ class Scheduler:
         if request.score is not None:
             has_items = request.num_items_planned < request.num_items
             return has_items or request.num_computed < len(request.prompt_token_ids)
-        sampled = len(request.output_token_ids) + request.num_sampling
-        return not request.num_sampling or sampled < request.max_tokens
+        sampled = len(request.output_token_ids) + request.num_ahead
+        return not request.num_ahead or sampled < request.max_tokens
 
     def _plan(self, request: Request, budget: int) -> ScheduledRow:
         missing = request.bound - request.num_computed
@@ -265,7 +294,7 @@ class Scheduler:
             request, request.row, request.num_computed, num_query, num_query == missing
         )
         if request.score is None:
-            return part
+            return self._with_drafts(part, budget) if self._is_verifying else part
         first = stop = request.num_items_planned
         left = most = budget - num_query
         items = request.score.items  # nothing is left for them before the prompt's end
@@ -273,6 +302,37 @@ class Scheduler:
             left -= len(items[stop])
             stop += 1
         return replace(part, samples=False, items=range(first, stop), num_item_tokens=most - left)
+
+    def _places(self, part: ScheduledRow) -> int:
+        """Places of the cache that a row needs for its part of a step."""
+        request, stop = part.request, part.start + part.num_query + part.num_drafts
+        if self.policy is None or not (part.samples and request.draft_limit):
+            return stop
+        end = len(request.prompt_token_ids) + request.max_tokens
+        return max(stop, min(stop + self.policy.spare_places, end))
+
+    def _with_drafts(self, part: ScheduledRow, budget: int) -> ScheduledRow:
+        """The part with as many guesses as the row's limits leave."""
+        request = part.request
+        left = len(request.prompt_token_ids) + request.max_tokens - request.bound - 1
+        count = min(request.draft_limit, left, budget - 1)
+        is_answer = part.start >= len(request.prompt_token_ids) and part.num_query == 1
+        if not (is_answer and part.samples) or count <= 0:
+            return part
+        if request.needs_last_token:
+            count = request.num_fitting(count)
+        return replace(part, num_drafts=count)
+
+    def _verifies(self) -> bool:
+        """Whether the rows of the next step verify drafts."""
+        if self.policy is None:
+            return False
+        known = [
+            (min(len(request.next_drafts), request.draft_limit), request.acceptance)
+            for request in self.running
+            if request.next_drafts
+        ]
+        return self.policy.pays(known, len(self.running))
 
     def _most_cached(self, request: Request) -> int:
         """Tokens of a request that need not be computed if the cache holds them."""
@@ -324,7 +384,8 @@ class Scheduler:
                 return False  # it would have nothing to do in this step
         # One whose prompt alone is asked for never needs more than that.
         most = len(request.prompt_token_ids) + request.max_tokens
-        return self.cache.can_enter(min(request.num_tokens + 1, most), match)
+        spare = 0 if self.policy is None else self.policy.spare_places
+        return self.cache.can_enter(min(request.num_tokens + 1 + spare, most), match)
 
     def _enter(self, request: Request, match: PrefixMatch) -> None:
         request.status, request.row = Status.RUNNING, heapq.heappop(self._free_rows)
@@ -378,7 +439,7 @@ class Scheduler:
         insort(self.waiting, request, key=_turn)
 
     def _release(self, request: Request) -> None:
-        if request.is_unsound:
+        if request.is_unsound or request.has_unsound_draft:
             # NaN in a block would reach its next owner: unseen slots are multiplied by 0.
             for blocks, alone in zip(
                 self._unsound_blocks, self.cache.discard(request.block_ids), strict=True
@@ -389,15 +450,17 @@ class Scheduler:
         heapq.heappush(self._free_rows, request.row)
         request.block_ids, request.row = [], -1
         request.num_computed = request.num_committed = 0
+        request.next_drafts = ()
         request.num_items_planned = request.num_items_done
         request.link, request.num_linked = ROOT, 0
 
-    def _keep(self, request: Request) -> None:
+    def _keep(self, request: Request, new_token_ids: Sequence[int]) -> None:
         """Keep the blocks that are full of committed tokens for others."""
         size = self.cache.block_size
         while (request.num_linked + 1) * size <= request.num_committed:
             start = request.num_linked * size
-            tokens: Sequence[int] = request.tokens(start, start + size)
+            known = request.tokens(start, start + size)
+            tokens = (*known, *new_token_ids[: size - len(known)])
             request.link = self.cache.keep(
                 request.link, tokens, request.block_ids, request.num_linked
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tiercel.engine.request import Request, Status, TokenLogprobs
@@ -94,10 +94,27 @@ class TokenStream:
         self.request.scores = scores
 
     def push(self, item: TokenUpdate | TiercelError) -> None:
-        """Hand an update, or the error that ends the request, to the reader."""
-        self._ready.append(item)
+        """Hand an update, or the error that ends the request, to the reader.
+
+        A step may yield several tokens. The reader gets one after the other, as from as many steps,
+        so that it may stop between any two.
+        """
+        if isinstance(item, TokenUpdate) and len(item.new_token_ids) > 1:
+            self._ready.extend(_one_by_one(item))
+        else:
+            self._ready.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _one_by_one(update: TokenUpdate) -> Iterator[TokenUpdate]:
+    last = len(update.new_token_ids) - 1
+    for i, token_id in enumerate(update.new_token_ids):
+        logprobs = update.logprobs[i : i + 1]
+        if i < last:
+            yield TokenUpdate((token_id,), logprobs, None, None)
+        else:
+            yield TokenUpdate((token_id,), logprobs, update.finish_reason, update.stop_reason)
 
 
 def stop(request: Request, stop_string: str) -> None:

@@ -12,6 +12,7 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.request import Request
 from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.params import SamplingParams
+from tiercel.spec.counts import DraftCounts
 
 NUM_ITEMS: Final = 20  # to score
 NUM_NEW: Final = 4  # tokens: a step behind the prompt, overlapping ones, the last
@@ -84,3 +85,4 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
             if num_tokens <= min(most, config.max_num_batched_tokens):
                 engine.runner.run_scratch([num_tokens])
     engine.scheduler.forget_history()
+    engine.draft_counts = DraftCounts()

@@ -24,6 +24,7 @@ PLACES = 1024  # tokens of one turn
 @triton.jit(
     do_not_specialize=[
         "token_stride", "table_stride", "group_stride", "groups", "num_tokens", "scratch",
+        "draft_stride",
     ]
 )  # fmt: skip
 def prepare_step_kernel(
@@ -42,8 +43,12 @@ def prepare_step_kernel(
     groups,
     num_tokens,
     scratch,  # the last row
+    drafts_ptr,  # (rows, draft_stride) int32, guesses from column 1 on; read if HAS_DRAFTS
+    num_drafts_ptr,  # (reqs,) int32; read if HAS_DRAFTS
+    draft_stride,
     BLOCK_SIZE: tl.constexpr,
     PLACES: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
 ):
     """Places, tokens and slots of one request."""
     request = tl.program_id(0)
@@ -53,19 +58,26 @@ def prepare_step_kernel(
     is_real = row != scratch
     start = tl.where(is_real, tl.load(num_computed_ptr + row), 0)
     readable = tl.where(is_real, count, 0)
+    if HAS_DRAFTS:
+        used = 1 + tl.load(num_drafts_ptr + request)
+        readable = tl.where(is_real, tl.minimum(count, used), 0)
     for begin in range(0, count, PLACES):
         place = begin + tl.arange(0, PLACES)
         mask = place < count
         position = start + place
         is_read = place < readable
-        ids = tl.load(token_ids_ptr + row * token_stride + position, mask=is_read, other=0)
+        is_token = is_read & (place == 0) if HAS_DRAFTS else is_read
+        ids = tl.load(token_ids_ptr + row * token_stride + position, mask=is_token, other=0)
+        if HAS_DRAFTS:
+            guess_ptr = drafts_ptr + row * draft_stride + place
+            ids += tl.load(guess_ptr, mask=is_read & (place > 0), other=0)
         tl.store(input_ids_ptr + first + place, ids, mask=mask)
         tl.store(positions_ptr + first + place, position, mask=mask)
         for group in range(groups):
             table_ptr = tables_ptr + group * group_stride + row * table_stride
             block = tl.load(table_ptr + position // BLOCK_SIZE, mask=is_read, other=0)
             slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-            slot = tl.where(is_real, slot, -1)
+            slot = tl.where(is_read, slot, -1)
             tl.store(slots_ptr + group * num_tokens + first + place, slot, mask=mask)
     tl.store(seq_lens_ptr + request, start + count)
     tl.store(num_computed_ptr + row, start + count, mask=is_real)
@@ -82,6 +94,8 @@ def launch_prepare_step(
     positions: Tensor,
     seq_lens: Tensor,
     slot_mapping: Tensor,
+    draft_ids: Tensor | None = None,
+    num_drafts: Tensor | None = None,
 ) -> None:
     """Enqueue on the current stream; the op has checked and allocated."""
     groups, num_rows, max_blocks = block_tables.shape
@@ -103,7 +117,11 @@ def launch_prepare_step(
         groups,
         slot_mapping.shape[1],
         num_rows - 1,
+        rows if draft_ids is None else draft_ids,
+        rows if num_drafts is None else num_drafts,
+        0 if draft_ids is None else draft_ids.shape[1],
         BLOCK_SIZE=block_size,
         PLACES=PLACES,
+        HAS_DRAFTS=draft_ids is not None,
         num_warps=4,
     )

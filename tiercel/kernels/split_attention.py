@@ -216,8 +216,9 @@ def launch_split_attention(
         window: 0 is none.
         max_query_len: bounds the new tokens of a request.
         config: from `select_split_attention`.
-        is_dependent: see `rtc.launch`. Lengths, tables, rows and keys of earlier steps are read
-            before the wait: no kernel that writes them may be under way when the one ahead starts.
+        is_dependent: see `rtc.launch`. Lengths, tables, rows and keys of places before the new
+            tokens are read before the wait: between their writing and the kernel ahead of this one
+            there must be a kernel that lets nothing start early: `prepare_step`, or PyTorch's.
         shares: CTAs among which the work is spread; 0: all that the device holds at once.
     """
     tokens, heads, head_dim = q.shape

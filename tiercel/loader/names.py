@@ -2,7 +2,8 @@
 
 Ours: `embed.weight`, `norm.weight`, `head.weight`, `rope_factors`, and per layer `layers.I.` with
 `q k v o gate up down` (`.weight`, `.bias`) and the norms `attn_norm q_norm k_norm post_attn_norm
-mlp_norm post_mlp_norm` (`.weight`).
+mlp_norm post_mlp_norm` (`.weight`). A head for drafts is one layer more, with `mtp_proj` and the
+norms `mtp_embed_norm mtp_hidden_norm mtp_norm`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ _GGUF_LAYER = {
     "ffn_up": "up",
     "ffn_down": "down",
     "post_ffw_norm": "post_mlp_norm",
+    "nextn.eh_proj": "mtp_proj",
+    "nextn.enorm": "mtp_embed_norm",
+    "nextn.hnorm": "mtp_hidden_norm",
+    "nextn.shared_head_norm": "mtp_norm",
 }
 _HF_TOP = {
     "model.embed_tokens.weight": "embed.weight",
@@ -47,6 +52,10 @@ _HF_LAYER = {
     "mlp.gate_proj": "gate",
     "mlp.up_proj": "up",
     "mlp.down_proj": "down",
+    "eh_proj": "mtp_proj",
+    "enorm": "mtp_embed_norm",
+    "hnorm": "mtp_hidden_norm",
+    "shared_head.norm": "mtp_norm",
 }
 
 

@@ -62,6 +62,7 @@ class ModelConfig:
         qk_norm: RMSNorm of each q and k head, before the rotation.
         qkv_bias: q, k, v projections have biases.
         sandwich_norms: RMSNorm of attention and MLP outputs before the residual add.
+        num_mtp_layers: 1 if the file has a head that drafts the token after next (`mtp.py`).
     """
 
     arch: str
@@ -86,6 +87,7 @@ class ModelConfig:
     qk_norm: bool = False
     qkv_bias: bool = False
     sandwich_norms: bool = False
+    num_mtp_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +235,8 @@ def from_gguf(
     """
     fields = Fields(metadata, file, f"{architecture.name}.")
     hidden_size = fields.integer("embedding_length", 1, MAX_WIDTH)
-    num_layers = fields.integer("block_count", 1, MAX_LAYERS)
+    num_mtp_layers = fields.integer("nextn_predict_layers", 0, 1, 0)  # counted as blocks too
+    num_layers = fields.integer("block_count", 1 + num_mtp_layers, MAX_LAYERS) - num_mtp_layers
     num_heads = fields.layer_integer("attention.head_count", MAX_HEADS, num_layers)
     head_dim = fields.integer(
         "attention.key_length", 1, MAX_WIDTH, max(1, hidden_size // num_heads)
@@ -265,6 +268,7 @@ def from_gguf(
         qk_norm=architecture.qk_norm,
         qkv_bias=architecture.qkv_bias,
         sandwich_norms=architecture.sandwich_norms,
+        num_mtp_layers=num_mtp_layers,
     )
     if architecture.refine_gguf is not None:
         config = architecture.refine_gguf(config, fields)
@@ -323,6 +327,7 @@ def from_hf(architecture: Architecture, values: Mapping[str, Any], file: str) ->
         qk_norm=architecture.qk_norm,
         qkv_bias=architecture.qkv_bias,
         sandwich_norms=architecture.sandwich_norms,
+        num_mtp_layers=fields.integer("num_nextn_predict_layers", 0, 1, 0),
     )
     if architecture.refine_hf is not None:
         config = architecture.refine_hf(config, fields)

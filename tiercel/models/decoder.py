@@ -99,16 +99,22 @@ class Decoder:
         self.step: DecodeStep | None = None
         if has_megakernel() and weights.dense_copies:
             self.step = builder.step(self.layers, num_positions)
+        self.draft_head = builder.draft_head(self) if config.num_mtp_layers else None
+
+    @property
+    def _cached_layers(self) -> list[DecoderLayer]:
+        """All with a cache, that of the draft head last."""
+        return self.layers + ([] if self.draft_head is None else [self.draft_head.layer])
 
     def cache_specs(self) -> list[KVCacheSpec]:
         """What each layer keeps, in layer order."""
-        return [layer.attention.cache_spec(self.dtype) for layer in self.layers]
+        return [layer.attention.cache_spec(self.dtype) for layer in self._cached_layers]
 
     def bind_cache(self, pools: Sequence[CachePool]) -> None:
         """Give each layer its planes; a pool's place is that of its block tables."""
         for group, pool in enumerate(pools):
             for index, planes in pool.layers.items():
-                self.layers[index].attention.bind_cache(planes, group)
+                self._cached_layers[index].attention.bind_cache(planes, group)
         if self.step is not None:  # all layers are in one group: full attention
             self.step.bind_cache([pools[0].layers[i] for i in range(len(self.layers))], 0)
 
@@ -178,6 +184,52 @@ class Decoder:
     def _capped(self, logits: Tensor) -> Tensor:
         cap = self.config.logit_softcap
         return logits if cap == 0.0 else logits.div_(cap).tanh_().mul_(cap)
+
+
+class MtpHead:
+    """A layer that drafts: from a token's hidden state and the next token, the one after that.
+
+        x = layer(proj([norm(embedding[next token]), norm(hidden)]))
+        logits = head(norm(x))
+
+    It has a cache of its own, at the same places, and shares the model's embedding and head.
+
+    Source: "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.2.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        embed_norm: RMSNorm,
+        hidden_norm: RMSNorm,
+        proj: Linear,
+        layer: DecoderLayer,
+        norm: RMSNorm,
+    ) -> None:
+        self.layer = layer
+        self._model = model
+        self._embed_norm = embed_norm
+        self._hidden_norm = hidden_norm
+        self._proj = proj
+        self._norm = norm
+
+    def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """Pass some places through the layer.
+
+        Args:
+            batch: of the places p, with the tokens that stand at p + 1.
+            hidden: (T, hidden) float32 at p, of the model's `forward` or of this one.
+
+        Returns:
+            (T, hidden) float32.
+        """
+        embedded = self._embed_norm(self._model.embedding(batch.input_ids))
+        x = self._proj(torch.cat((embedded, self._hidden_norm(hidden)), dim=1)).float()
+        return x.add_(self.layer(x, None, batch, self.layer.attention.plan(batch)))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(L, vocab_size) float32 of the tokens at p + 2, from (L, hidden) of `forward`."""
+        return self._model.head(self._norm(hidden))
 
 
 class _LayerBuilder:
@@ -267,9 +319,21 @@ class _LayerBuilder:
             )
         return make_decode_step(parts, shape, config.norm_eps, self.weights.device)
 
+    def draft_head(self, model: Decoder) -> MtpHead:
+        index = self.config.num_layers
+        prefix = f"layers.{index}"
+        return MtpHead(
+            model,
+            self.norm(f"{prefix}.mtp_embed_norm"),
+            self.norm(f"{prefix}.mtp_hidden_norm"),
+            self.linear(prefix, "mtp_proj"),
+            self.layer(index),
+            self.norm(f"{prefix}.mtp_norm"),
+        )
+
     def layer(self, index: int) -> DecoderLayer:
         config, prefix = self.config, f"layers.{index}"
-        kind = config.layer_types[index]
+        kind = config.layer_types[index] if index < config.num_layers else "full"
         shape = AttentionShape(
             config.num_heads,
             config.num_kv_heads,

@@ -32,7 +32,7 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int]]
         norms |= {"q_norm": config.head_dim, "k_norm": config.head_dim}
     if config.sandwich_norms:
         norms |= {"post_attn_norm": hidden, "post_mlp_norm": hidden}
-    for i in range(config.num_layers):
+    for i in range(config.num_layers + config.num_mtp_layers):
         for part, shape in matrices.items():
             yield f"layers.{i}.{part}.weight", shape
         for part, width in norms.items():
@@ -40,6 +40,10 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int]]
         if config.qkv_bias:
             for part in "qkv":
                 yield f"layers.{i}.{part}.bias", (1, matrices[part][0])
+        if i >= config.num_layers:
+            yield f"layers.{i}.mtp_proj.weight", (hidden, 2 * hidden)
+            for part in ("mtp_embed_norm", "mtp_hidden_norm", "mtp_norm"):
+                yield f"layers.{i}.{part}.weight", (1, hidden)
 
 
 def check_tensors(

@@ -32,13 +32,13 @@ def hybrid_mtp_ngram(
     threshold: int | Tensor | None = None,
     convention: str = "index",
     workspace: Tensor | None = None,
+    prompt_lens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Look for the last n tokens, MTP drafts among them, and append what followed as drafts.
 
     The search is that of `ngram_match`, with sizes down to min_ngram_size. A row whose length is 0
     or that may take no more drafts stays as it is. Rows share `threshold` tokens in their order:
     lengths of this step, one token for each row with decoder > 0 not yet passed, and drafts.
-
     On a GPU with a workspace: one launch, no allocation and no wait; safe to capture in a graph.
 
     Args:
@@ -55,9 +55,10 @@ def hybrid_mtp_ngram(
         max_ngram_size: 1 to 64.
         min_ngram_size: 1 or more; above max_ngram_size nothing is found.
         max_draft_tokens: drafts of a row at most, with those of the MTP head.
-        threshold: as in `ngram_match`; None: the environment's SPEC_TOKENUM_THRESHOLD, or 1024.
+        threshold: as in `ngram_match`; None: SPEC_TOKENUM_THRESHOLD, or 1024.
         convention: as in `ngram_match`.
         workspace: as in `ngram_match`.
+        prompt_lens: like input_ids_len, where in its row of `pre_ids` G begins; None: at 0.
 
     Returns:
         draft_tokens and seq_lens_this_time.
@@ -77,6 +78,7 @@ def hybrid_mtp_ngram(
         "draft_token_num": draft_token_num,
         "seq_lens_this_time": seq_lens_this_time,
         "seq_lens_decoder": seq_lens_decoder,
+        **({} if prompt_lens is None else {"prompt_lens": prompt_lens}),
     }
     op = "hybrid_mtp_ngram"
     batch = _make_batch(op, tensors, max_draft_tokens)
@@ -84,16 +86,21 @@ def hybrid_mtp_ngram(
     limits = NgramLimits(max_ngram_size, min_ngram_size, max_draft_tokens, shift)
     default = (THRESHOLD_VARIABLE, THRESHOLD)
     threshold = resolve_threshold(op, threshold, default, input_ids.device)
-    if input_ids.shape[0] == 0:
-        return draft_tokens, seq_lens_this_time
-    if input_ids.is_cuda:
-        from tiercel.kernels.hybrid_mtp_ngram import launch_hybrid_mtp_ngram
-
-        workspace = ngram_workspace(op, workspace, input_ids)
-        launch_hybrid_mtp_ngram(batch, limits, threshold, workspace)
-    else:
-        draft_torch(batch, limits, int(threshold))
+    if input_ids.shape[0]:
+        _draft(batch, limits, threshold, workspace)
     return draft_tokens, seq_lens_this_time
+
+
+def _draft(
+    batch: NgramBatch, limits: NgramLimits, threshold: int | Tensor, workspace: Tensor | None
+) -> None:
+    if not batch.prompt.is_cuda:
+        draft_torch(batch, limits, int(threshold))
+        return
+    from tiercel.kernels.hybrid_mtp_ngram import launch_hybrid_mtp_ngram
+
+    workspace = ngram_workspace("hybrid_mtp_ngram", workspace, batch.prompt)
+    launch_hybrid_mtp_ngram(batch, limits, threshold, workspace)
 
 
 def _make_batch(op: str, tensors: dict[str, Tensor], max_draft_tokens: int) -> NgramBatch:
@@ -102,7 +109,7 @@ def _make_batch(op: str, tensors: dict[str, Tensor], max_draft_tokens: int) -> N
         prompt=tensors["input_ids"],
         prompt_lens=tensors["input_ids_len"].flatten(),
         generated=tensors["pre_ids"],
-        generated_start=None,
+        generated_start=tensors["prompt_lens"].flatten() if "prompt_lens" in tensors else None,
         steps=tensors["step_idx"].flatten(),
         draft_limit=None,
         drafts=tensors["draft_tokens"],

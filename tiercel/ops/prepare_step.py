@@ -27,6 +27,19 @@ class StepInputs:
     slot_mapping: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class StepDrafts:
+    """Guesses that follow the last token of each request in a step that verifies them.
+
+    Attributes:
+        draft_ids: (S, width) int32, contiguous; those of a row stand in its columns 1, 2, ...
+        num_drafts: (R,) int32, how many of them the step takes; the places behind are padding.
+    """
+
+    draft_ids: Tensor
+    num_drafts: Tensor
+
+
 def prepare_step(
     token_ids: Tensor,
     num_computed: Tensor,
@@ -35,11 +48,12 @@ def prepare_step(
     cu_seqlens_q: Tensor,
     num_tokens: int,
     block_size: int,
+    drafts: StepDrafts | None = None,
 ) -> StepInputs:
     """Take the next tokens of each row and count them as computed; lengths stay on the device.
 
     The last row is scratch, for places of a batch that no request fills: its tokens are token 0 at
-    positions from 0 on, with slots of -1.
+    positions from 0 on, with slots of -1. So are padding places behind drafts.
 
     Args:
         token_ids: (S, max_model_len) int32, contiguous.
@@ -49,6 +63,7 @@ def prepare_step(
         cu_seqlens_q: (R + 1,) int32, first token place of each request.
         num_tokens: T, `cu_seqlens_q[R]` as the host knows it.
         block_size: tokens of a block.
+        drafts: with them each request has one token of its row and then guesses.
 
     Returns:
         New tensors.
@@ -57,6 +72,8 @@ def prepare_step(
         ArgumentError: shapes or dtypes disagree.
     """
     _check(token_ids, num_computed, block_tables, rows, cu_seqlens_q)
+    if drafts is not None:
+        _check_drafts(drafts, token_ids.shape[0], rows.shape[0])
     device, num_reqs = rows.device, rows.shape[0]
     out = StepInputs(
         torch.empty(num_tokens, dtype=torch.int32, device=device),
@@ -78,9 +95,11 @@ def prepare_step(
             out.positions,
             out.seq_lens,
             out.slot_mapping,
+            None if drafts is None else drafts.draft_ids,
+            None if drafts is None else drafts.num_drafts,
         )
         return out
-    _prepare(token_ids, num_computed, block_tables, rows, cu_seqlens_q, block_size, out)
+    _prepare(token_ids, num_computed, block_tables, rows, cu_seqlens_q, block_size, out, drafts)
     return out
 
 
@@ -92,6 +111,7 @@ def _prepare(
     cu_seqlens_q: Tensor,
     block_size: int,
     out: StepInputs,
+    drafts: StepDrafts | None,
 ) -> None:
     num_tokens, num_reqs = out.input_ids.shape[0], rows.shape[0]
     lengths = cu_seqlens_q.diff()
@@ -104,11 +124,30 @@ def _prepare(
         position = (torch.arange(num_tokens) - cu_seqlens_q[request] + start[request]).int()
         row, real = rows[request], is_real[request]
     out.positions.copy_(position)
-    out.input_ids.copy_(token_ids[row, position]).masked_fill_(~real, 0)
+    if drafts is None:
+        out.input_ids.copy_(token_ids[row, position])
+    else:
+        place = torch.arange(num_tokens) - cu_seqlens_q[:-1].repeat_interleave(lengths)
+        guess = place.clamp(max=drafts.draft_ids.shape[1] - 1)
+        last = token_ids[row, start.repeat_interleave(lengths)]
+        out.input_ids.copy_(torch.where(place == 0, last, drafts.draft_ids[row, guess]))
+        real = real & (place <= drafts.num_drafts.repeat_interleave(lengths))
+    out.input_ids.masked_fill_(~real, 0)
     block = block_tables[:, row, position // block_size].long()
     torch.add(block * block_size, position % block_size, out=out.slot_mapping)
     out.slot_mapping.masked_fill_(~real, -1)
     num_computed.index_add_(0, rows, lengths.masked_fill_(~is_real, 0))
+
+
+def _check_drafts(drafts: StepDrafts, num_rows: int, num_reqs: int) -> None:
+    ids, counts = drafts.draft_ids, drafts.num_drafts
+    fits = ids.dim() == 2 and ids.shape[0] == num_rows and counts.shape == (num_reqs,)
+    if not fits or any(t.dtype != torch.int32 or not t.is_contiguous() for t in (ids, counts)):
+        raise ArgumentError(
+            f"prepare_step: drafts {ids.dtype} {tuple(ids.shape)} and counts {counts.dtype} "
+            f"{tuple(counts.shape)} do not fit {num_rows} rows and {num_reqs} requests.",
+            hint="Pass contiguous int32: one row of drafts for each row, a count for each request.",
+        )
 
 
 def _check(

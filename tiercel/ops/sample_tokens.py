@@ -102,30 +102,59 @@ def sample_tokens(
 def _sample(
     logits: Tensor, rows: Tensor, state: SampleRows, is_banned: Tensor, is_sound: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    length = state.num_tokens.index_select(0, rows)
+    token_ids, problems = draw_torch(logits, rows, length, state, is_banned, is_sound)
+    is_real = rows < state.token_ids.shape[0] - 1
+    real = rows[is_real].long()
+    state.token_ids[real, length[is_real].long()] = token_ids[is_real]
+    state.num_tokens[real] += 1
+    return token_ids, problems
+
+
+def draw_torch(
+    logits: Tensor,
+    rows: Tensor,
+    places: Tensor,
+    state: SampleRows,
+    is_banned: Tensor,
+    is_sound: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The draw of `sample_tokens` on a CPU, without appending.
+
+    Args:
+        logits: as there.
+        rows: as there, but a row may come more than once.
+        places: (L,) int32, where in its row each drawn token will stand.
+        state: of the rows, only read.
+        is_banned: as there.
+        is_sound: as there.
+
+    Returns:
+        As there.
+    """
     if is_sound is None:
         low, high = logits.aminmax(dim=1)  # NaN where there is one
         sound = low.isfinite() & high.isfinite()
     else:
         sound = is_sound != 0
     allowed = logits.masked_fill(is_banned.view(torch.bool), float("-inf"))
-    length = state.num_tokens.index_select(0, rows)
     temperature = state.temperature.index_select(0, rows)
     token_ids = allowed.argmax(dim=1)
     is_possible = allowed.gather(1, token_ids.unsqueeze(1)).squeeze(1) > float("-inf")
     drawn = (temperature > 0).nonzero().squeeze(1)
     if drawn.numel():
         scaled = allowed[drawn] / temperature[drawn].unsqueeze(1)
-        keys = _finalise((state.key[rows[drawn]] ^ length[drawn]) + signed(GAMMA))
+        keys = step_keys(state.key[rows[drawn]], places[drawn])
         gumbel = uniform_noise(keys, logits.shape[1]).log_().neg_().log_().neg_()
         token_ids[drawn] = (scaled + gumbel).argmax(dim=1)
     problems = torch.where(is_possible, OK, NO_TOKEN)
     problems = torch.where(sound, problems, NONFINITE).to(torch.uint8)
-    token_ids = torch.where(problems == OK, token_ids, 0).int()
-    is_real = rows < state.token_ids.shape[0] - 1
-    real = rows[is_real].long()
-    state.token_ids[real, length[is_real].long()] = token_ids[is_real]
-    state.num_tokens[real] += 1
-    return token_ids, problems
+    return torch.where(problems == OK, token_ids, 0).int(), problems
+
+
+def step_keys(keys: Tensor, part: Tensor | int) -> Tensor:
+    """Keys stepped by one part each; see `tiercel/seeds.py`."""
+    return _finalise((keys ^ part) + signed(GAMMA))
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:

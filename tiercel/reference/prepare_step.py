@@ -10,6 +10,8 @@ def prepare_step(
     rows: Tensor,
     cu_seqlens_q: Tensor,
     block_size: int,
+    draft_ids: Tensor | None = None,
+    num_drafts: Tensor | None = None,
 ) -> tuple[list[int], list[int], list[int], list[list[int]], list[int]]:
     """(input_ids, positions, seq_lens, slots per group, num_computed afterwards)."""
     scratch = token_ids.shape[0] - 1
@@ -22,12 +24,20 @@ def prepare_step(
         count = int(cu_seqlens_q[request + 1] - cu_seqlens_q[request])
         start = 0 if row == scratch else computed[row]
         for position in range(start, start + count):
-            ids.append(0 if row == scratch else int(token_ids[row, position]))
+            guess = position - start  # the first is the row's own token
+            is_real = row != scratch
+            is_real &= num_drafts is None or guess <= int(num_drafts[request])
+            if not is_real:
+                ids.append(0)
+            elif draft_ids is not None and guess > 0:
+                ids.append(int(draft_ids[row, guess]))
+            else:
+                ids.append(int(token_ids[row, position]))
             positions.append(position)
             for group, places in enumerate(slots):
                 block = int(block_tables[group, row, position // block_size])
                 slot = block * block_size + position % block_size
-                places.append(-1 if row == scratch else slot)
+                places.append(slot if is_real else -1)
         seq_lens.append(start + count)
         if row != scratch:
             computed[row] = start + count

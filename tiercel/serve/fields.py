@@ -178,12 +178,6 @@ def check_sampling(body: SamplingFields, settings: ServeSettings) -> None:
     check_bound("logit_bias", len(body.logit_bias or ()), settings.limits.max_logit_bias, "entries")
     if body.priority is not None and not settings.has_priority_field:
         raise unsupported("priority", "is off on this server; it starts with --priority-field")
-    if body.num_spec_tokens:
-        raise InvalidRequestError(
-            f"num_spec_tokens={body.num_spec_tokens} is out of range.",
-            hint="This server drafts no tokens: use 0.",
-            param="num_spec_tokens",
-        )
 
 
 def check_bound(param: str, found: int, limit: int, what: str) -> None:
@@ -284,6 +278,7 @@ def make_params(
             allowed_token_ids=body.allowed_token_ids,
             skip_special_tokens=body.skip_special_tokens is not False,
             structured_outputs=structured,
+            num_spec_tokens=body.num_spec_tokens,
         )
     except ArgumentError as error:
         raise with_param(error) from None

@@ -90,7 +90,6 @@ class Metrics:
         self._engine = _EngineMetrics(prefix, self._registry)
         self._requests = _RequestMetrics(prefix, self._registry)
         self._server = _ServerMetrics(prefix, self._registry)
-        _LaterMetrics(prefix, self._registry)
 
     def set_model(self, name: str, info: EngineInfo) -> None:
         """Name the model and describe its cache; called whenever an engine is ready."""
@@ -110,6 +109,10 @@ class Metrics:
         seen = self._seen if stats.num_steps >= self._seen.num_steps else EngineStats()
         for counter, field in self._engine.totals:
             counter.inc(max(0, getattr(stats, field) - getattr(seen, field)))
+        before = dict(enumerate(seen.accepted_per_pos))
+        for place, count in enumerate(stats.accepted_per_pos):
+            growth = max(0, count - before.get(place, 0))
+            self._engine.accepted_per_pos.labels(str(place)).inc(growth)
         for num_tokens in stats.iteration_tokens:
             self._engine.iteration_tokens.observe(num_tokens)
         self._engine.cache_usage.set(stats.kv_cache_usage)
@@ -242,7 +245,20 @@ class _EngineMetrics:
                 ("nonfinite_logits", "num_nonfinite", "Requests that ended in NaN or infinity."),
                 ("engine_steps", "num_steps", "Steps of the engine."),
                 ("gpu_step_seconds", "step_seconds", "Time of these steps."),
+                ("spec_decode_num_drafts", "num_drafts", "Steps that verified drafts."),
+                ("spec_decode_num_draft_tokens", "num_draft_tokens", "Drafts in them."),
+                (
+                    "spec_decode_num_accepted_tokens",
+                    "num_accepted_tokens",
+                    "Of these drafts, right ones.",
+                ),
             )
+        )
+        self.accepted_per_pos = Counter(
+            f"{prefix}:spec_decode_num_accepted_tokens_per_pos",
+            "Right drafts by their place.",
+            ["position"],
+            registry=registry,
         )
 
 
@@ -290,19 +306,6 @@ class _RequestMetrics:
             f"{prefix}:request_success", "Answers that ended.", ["finished_reason"],
             registry=registry,
         )  # fmt: skip
-
-
-class _LaterMetrics:
-    """Names of what does not run yet: dashboards find them, at zero."""
-
-    def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
-        for name, text, labels in (
-            ("spec_decode_num_drafts", "Drafts.", ()),
-            ("spec_decode_num_draft_tokens", "Tokens of drafts.", ()),
-            ("spec_decode_num_accepted_tokens", "Of these, accepted ones.", ()),
-            ("spec_decode_num_accepted_tokens_per_pos", "By place.", ("position",)),
-        ):
-            Counter(f"{prefix}:{name}", text, labels, registry=registry)
 
 
 class _ServerMetrics:

@@ -1,0 +1,230 @@
+"""Speculation end to end: tokens per second with drafts and without, on texts that repeat or not.
+
+    python -m benchmarks.synthetic_model qwen3-8b qwen3-8b.gguf
+    python -m benchmarks.e2e_spec qwen3-8b.gguf --given --out e2e_spec.json
+    python -m benchmarks.e2e_spec smollm2 --out e2e_spec.json
+
+A model with synthetic weights cannot copy text. With --given the next token is therefore not the
+model's but that of a continuation made beforehand: the logits are computed as ever, and one of them
+is raised before the draw. All else runs as for users. Without it the model answers by itself.
+
+For each kind of text and batch size: the rate of steady decoding, of requests that are through
+their prompts, until the first of them ends; how many drafts were right, by place. With --trace: the
+share of the GPU's time in a step that drafting and acceptance take, and what the host waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.common import environment, save
+from benchmarks.spec_texts import KINDS, make_jobs, prompt_texts
+from tiercel import LLM, SamplingParams
+from tiercel.engine.request import Request, Status
+
+BATCHES = (1, 8, 16, 64)
+ANSWER_TOKENS = 240
+RAISED = 1e4  # above any logit
+DRAFT_KERNELS = ("best_of_slot", "accept_kernel", "ngram_index")
+# What waits for the device. Only `collect` may, for the results of an earlier step.
+WAITS = (
+    "cudaDeviceSynchronize",
+    "cudaStreamSynchronize",
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+)
+
+
+class GivenTokens:
+    """A sampler that draws given continuations."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._runner = llm._engine.runner
+        self._rows = self._runner.rows
+        self._sampler = self._runner.sampler
+        shape = self._rows.token_ids.shape
+        self._given = torch.zeros(shape, dtype=torch.int64, device=self._rows.device)
+        self.answers: dict[str, list[int]] = {}  # by request id
+        self.is_banned = self._sampler.is_banned
+
+    def enter(self, request: Request) -> None:
+        answer = self.answers.get(request.request_id)
+        if answer is not None:
+            start = len(request.prompt_token_ids)
+            ids = torch.tensor(answer, dtype=torch.int64).pin_memory()
+            own = self._given[request.row, start : start + len(answer)]
+            own.copy_(ids, non_blocking=True)
+        self._sampler.enter(request)
+
+    def __call__(self, logits: Tensor, requests: Any, rows: Tensor, slots: Any = None) -> Any:
+        lines = len(logits) // len(rows)
+        place = self._rows.num_tokens.index_select(0, rows).unsqueeze(1)
+        place = place + torch.arange(lines, device=rows.device)
+        tokens = self._given.index_select(0, rows).gather(1, place.long())
+        logits.scatter_(1, tokens.flatten().unsqueeze(1), RAISED)
+        return self._sampler(logits, requests, rows, slots)
+
+
+def make_requests(
+    llm: LLM, kind: str, batch: int, given: GivenTokens | None, drafts: int | None
+) -> list[Request]:
+    """A batch of one kind of text."""
+    params = SamplingParams(
+        temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True, num_spec_tokens=drafts
+    )
+    if given is None:
+        messages = [[{"role": "user", "content": text}] for text in prompt_texts(kind, batch)]
+        return [llm._inputs.request(llm.encode_chat(m), params, 0) for m in messages]
+    jobs = make_jobs(kind, batch, ANSWER_TOKENS, llm.source.config.vocab_size)
+    requests = [llm._inputs.request(job.prompt, params, 0) for job in jobs]
+    for request, job in zip(requests, jobs, strict=True):
+        given.answers[request.request_id] = job.answer
+    return requests
+
+
+def decode(llm: LLM, requests: list[Request]) -> tuple[float, int]:
+    """Tokens per second of steady decoding, and the number of steps."""
+    engine = llm._engine
+    for request in requests:
+        engine.submit(request)
+    while not all(len(request.output_token_ids) >= 4 for request in requests):
+        engine.step()
+    before = sum(len(request.output_token_ids) for request in requests)
+    start, steps = time.perf_counter(), 0
+    while all(request.status is not Status.FINISHED for request in requests):
+        engine.step()
+        steps += 1
+    seconds = time.perf_counter() - start
+    count = sum(len(request.output_token_ids) for request in requests) - before
+    while engine.has_work:
+        engine.step()
+    return count / seconds, steps
+
+
+def measure(llm: LLM, kind: str, batch: int, given: GivenTokens | None) -> dict[str, Any]:
+    """Both rates of one case, twice each; the better ones."""
+    plain, drafted = 0.0, 0.0
+    for _ in range(2):
+        plain = max(plain, decode(llm, make_requests(llm, kind, batch, given, 0))[0])
+        before = llm.draft_counts
+        rate, steps = decode(llm, make_requests(llm, kind, batch, given, None))
+        drafted = max(drafted, rate)
+    counts = llm.draft_counts
+    places = before.accepted_per_pos + [0] * len(counts.accepted_per_pos)
+    verified = max(1, counts.num_drafts - before.num_drafts)
+    return {
+        "kind": kind,
+        "batch": batch,
+        "plain_tokens_per_second": round(plain, 1),
+        "tokens_per_second": round(drafted, 1),
+        "ratio": round(drafted / plain, 3),
+        "steps": steps,
+        "tokens_per_row_step": round(
+            1
+            + (counts.num_accepted_tokens - before.num_accepted_tokens)
+            / max(1, counts.num_steps - before.num_steps),
+            2,
+        ),
+        "draft_tokens": counts.num_draft_tokens - before.num_draft_tokens,
+        "right_by_place": [
+            round((now - then) / verified, 3)
+            for now, then in zip(counts.accepted_per_pos, places, strict=False)
+        ],
+    }
+
+
+def trace(llm: LLM, batch: int, given: GivenTokens | None) -> dict[str, Any]:
+    """What a profiler sees of steps that verify: shares of GPU time, waits of the host."""
+    engine = llm._engine
+    requests = make_requests(llm, "edit", batch, given, None)
+    for request in requests:
+        engine.submit(request)
+    while not all(len(request.output_token_ids) >= 8 for request in requests):
+        engine.step()
+    steps = 16
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        for _ in range(steps):
+            engine.step()
+    for request in requests:
+        engine.abort(request)
+    while engine.has_work:
+        engine.step()
+    kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    total = sum(e.time_range.elapsed_us() for e in kernels)
+    own = sum(
+        e.time_range.elapsed_us() for e in kernels if any(name in e.name for name in DRAFT_KERNELS)
+    )
+    first = min(e.time_range.start for e in kernels)
+    last = max(e.time_range.end for e in kernels)
+    waits = {
+        name: count for name in WAITS if (count := sum(e.name == name for e in found.events())) > 0
+    }
+    return {
+        "batch": batch,
+        "steps": steps,
+        "step_us": round((last - first) / steps, 1),
+        "busy_share": round(total / (last - first), 3),
+        "draft_and_accept_us": round(own / steps, 1),
+        "draft_and_accept_share": round(own / total, 4),
+        "waits": waits,
+    }
+
+
+def main() -> None:
+    """Measure one model; ends with status 1 if the host waited within a step."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--given", action="store_true", help="continuations are given")
+    parser.add_argument("--spec", default="ngram")
+    parser.add_argument("--num-spec-tokens", type=int)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
+    parser.add_argument("--kinds", nargs="*", default=KINDS)
+    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    llm = LLM(
+        options.model,
+        device=options.device,
+        max_model_len=4096,
+        max_num_seqs=max(options.batches),
+        spec=options.spec,
+        num_spec_tokens=options.num_spec_tokens,
+    )
+    report: dict[str, Any] = environment(llm.config.device)
+    report["model"] = llm.source.path.name
+    report["spec"] = {"method": options.spec, "num_spec_tokens": llm.config.spec.max_drafts}
+    report["tokens"] = (
+        "given continuations, not the model's" if options.given else "the model's own"
+    )
+    report["verify_costs"] = [
+        (rows, round(cost, 3)) for rows, cost in llm._engine.scheduler.policy.costs
+    ]
+    print(f"tokens are {report['tokens']}; cost of verifying: {report['verify_costs']}", flush=True)
+    given = None
+    if options.given:
+        given = GivenTokens(llm)
+        llm._engine.runner.sampler = given
+    report["cases"] = []
+    for kind in options.kinds:
+        for batch in options.batches:
+            report["cases"].append(measure(llm, kind, batch, given))
+            print(report["cases"][-1], flush=True)
+    report["traces"] = []
+    for batch in options.batches if options.trace else ():
+        report["traces"].append(trace(llm, batch, given))
+        print(report["traces"][-1], flush=True)
+    save(options.out, report)
+    if any(found["waits"] for found in report["traces"]):
+        raise SystemExit("the host waited for the device within a step")
+
+
+if __name__ == "__main__":
+    main()

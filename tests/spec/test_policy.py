@@ -1,0 +1,66 @@
+"""When a step verifies: if what it may win is worth what it costs, and now and then to see."""
+
+import pytest
+
+from tiercel.errors import ArgumentError
+from tiercel.ops.verify_accept import RETRY_STEPS
+from tiercel.reference import verify_accept as oracle
+from tiercel.spec.config import MAX_DRAFTS, num_head_drafts, resolve_spec
+from tiercel.spec.policy import DraftPolicy, learned
+
+COSTS = [(1, 0.1), (4, 0.2), (16, 0.5)]
+
+
+def test_without_costs_any_draft_is_verified():
+    policy = DraftPolicy()
+    assert not policy.pays([], 5)
+    assert policy.pays([(1, 0.01)], 5)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "num_rows", "expected"),
+    [
+        ([(1, 0.11)], 1, True),
+        ([(1, 0.09)], 1, False),
+        ([(3, 0.09)], 1, False),  # 0.09 + 0.0081 + 0.0007
+        ([(4, 0.5)], 4, True),  # 0.94 tokens for 4 * 0.2
+        ([(2, 0.5)], 4, False),
+        ([(2, 0.5)], 3, True),  # in the same bucket, for 3 * 0.2
+        ([(5, 0.9)] * 8, 16, True),
+        ([(5, 0.9)], 16, False),
+        ([(5, 0.99)] * 17, 17, False),  # larger steps do not verify
+    ],
+)
+def test_what_is_won_is_held_against_the_cost(drafts, num_rows, expected):
+    assert DraftPolicy(COSTS).pays(drafts, num_rows) is expected
+
+
+def test_what_does_not_pay_is_tried_now_and_then():
+    policy = DraftPolicy(COSTS)
+    tried = [policy.pays([(1, 0.01)], 1) for _ in range(4 * RETRY_STEPS)]
+    assert [i for i, is_tried in enumerate(tried) if is_tried] == [
+        RETRY_STEPS * k - 1 for k in (1, 2, 3, 4)
+    ]
+    assert not any(policy.pays([(5, 0.99)] * 17, 17) for _ in range(3 * RETRY_STEPS))
+
+
+@pytest.mark.parametrize(("num_drafts", "num_right"), [(1, 0), (1, 1), (5, 2), (5, 5), (3, 0)])
+def test_host_and_device_learn_the_same(num_drafts, num_right):
+    expected = oracle.learned(0.6, num_drafts, num_right)
+    assert learned(0.6, num_drafts, num_right) == pytest.approx(expected)
+
+
+def test_options():
+    assert resolve_spec("off", 7).method == "off"
+    assert resolve_spec("ngram", 0).method == "off"
+    assert resolve_spec("ngram", None).max_drafts == 5
+    assert resolve_spec("hybrid", MAX_DRAFTS).max_drafts == MAX_DRAFTS
+    assert [num_head_drafts(resolve_spec(m, 4)) for m in ("ngram", "mtp", "hybrid")] == [0, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("method", "count"), [("x", 1), (None, 1), ("ngram", True), ("ngram", 1.5), ("ngram", 16)]
+)
+def test_wrong_options(method, count):
+    with pytest.raises(ArgumentError, match=r"spec=|num_spec_tokens="):
+        resolve_spec(method, count)

@@ -1,0 +1,277 @@
+"""Speculation changes speed alone: the text is that of plain decoding, whatever is asked beside it.
+
+On the tiny models in float32, where equal logits are equal bits.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.mtp_model import mtp_model
+from tests.test_llm_busy import run_alone, run_busy
+from tests.tiny_llm import DATA, NAMES, assert_idle, greedy, ids_of, open_tiny
+from tiercel.cache.allocator import NULL_BLOCK
+from tiercel.engine import engine as engine_module
+from tiercel.errors import ArgumentError
+from tiercel.params import SamplingParams
+
+METHODS = ("ngram", "mtp", "hybrid")
+CASES = [*((name, "ngram") for name in NAMES), ("mtp", "mtp"), ("mtp", "hybrid")]
+NUM_REQUESTS = 48
+DRAFTS = {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 96,
+    "max_model_len": 256,
+}
+
+
+@pytest.fixture(scope="session")
+def path_of(tmp_path_factory):
+    """The file of a tiny model; `mtp` has a head that drafts."""
+    path = mtp_model(tmp_path_factory.mktemp("models") / "mtp.gguf")
+    return lambda name: path if name == "mtp" else DATA / f"{name}.gguf"
+
+
+def counted(llm):
+    """Drafts and accepted ones of all steps from now on, as the engine's results tell."""
+    counts = {"drafts": 0, "right": 0, "steps": 0}
+    collect = llm._engine.runner.collect
+
+    def watched(launch):
+        results = collect(launch)
+        for result in results.values():
+            counts["steps"] += 1
+            counts["drafts"] += result.num_drafts
+            counts["right"] += len(result.token_ids) - 1
+        return results
+
+    llm._engine.runner.collect = watched
+    return counts
+
+
+def some_prompts():
+    """Texts that repeat themselves, and some that do not."""
+    draw = random.Random(4)
+    prompts = [[draw.randrange(5, 250) for _ in range(3 + 7 * i)] for i in range(5)]
+    return [{"prompt_token_ids": ids} for ids in [*prompts, [7, 8, 9, 10, 11, 12] * 6]]
+
+
+@pytest.mark.parametrize("overlap", ["0", "1"])
+@pytest.mark.parametrize("num_spec_tokens", [1, 4, 15])
+@pytest.mark.parametrize(("name", "spec"), CASES)
+def test_greedy_answers_are_those_of_plain_decoding(
+    monkeypatch, path_of, name, spec, num_spec_tokens, overlap
+):
+    monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
+    params = greedy(50)
+    with open_tiny(path_of(name)) as llm:
+        plain = ids_of(llm.generate(some_prompts(), params))
+    with open_tiny(path_of(name), spec=spec, num_spec_tokens=num_spec_tokens) as llm:
+        counts = counted(llm)
+        assert ids_of(llm.generate(some_prompts(), params)) == plain
+        assert_idle(llm)
+    assert counts["drafts"] > 0
+    assert 0 < counts["right"] <= counts["drafts"]
+
+
+@pytest.mark.parametrize("overlap", ["0", "1"])
+@pytest.mark.parametrize(("name", "spec"), CASES)
+def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(
+    monkeypatch, path_of, name, spec, overlap
+):
+    """Random lengths and arrivals, aborts, limits of drafts, and preemptions."""
+    monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
+    draw = random.Random(f"{name} {overlap} {spec}")
+    prompts = [
+        [draw.randrange(5, 250) for _ in range(draw.choice((1, 3, 20, 60, 64, 65, 130, 200)))]
+        for _ in range(NUM_REQUESTS - 8)
+    ]
+    prompts += [[*prompts[0], *prompts[i]][:200] for i in range(8)]  # some begin the same
+    lengths = [draw.choice((1, 5, 20, 56)) for _ in prompts]
+    limits = [draw.choice((None, None, 0, 2)) for _ in prompts]
+    temperatures = [draw.choice((0.0, 0.0, 1.0)) for _ in prompts]
+
+    def make(llm, i):
+        params = SamplingParams(
+            temperature=temperatures[i], max_tokens=lengths[i], num_spec_tokens=limits[i], seed=i
+        )
+        return llm._inputs.request(prompts[i], params, 0)
+
+    with open_tiny(path_of(name), max_model_len=256) as llm:
+        alone = [run_alone(llm, make(llm, i)) for i in range(NUM_REQUESTS)]
+    sizes = engine_module.cache_blocks
+
+    def few(groups, **options):
+        return [min(size, 1 + 5) for size in sizes(groups, **options)]
+
+    monkeypatch.setattr(engine_module, "cache_blocks", few)
+    with open_tiny(path_of(name), spec=spec, num_spec_tokens=4, **DRAFTS) as llm:
+        requests = [make(llm, i) for i in range(NUM_REQUESTS)]
+        counts = counted(llm)
+        aborted = run_busy(llm._engine, requests, draw)
+        assert llm._engine.scheduler.num_preemptions > 0
+        assert aborted
+        assert counts["right"] > 0
+        assert_idle(llm)
+    for request, expected in zip(requests, alone, strict=True):
+        got = request.output_token_ids
+        assert got == (expected[: len(got)] if request in aborted else expected)
+
+
+@pytest.mark.parametrize(("name", "spec"), CASES)
+def test_sampled_answers_are_the_same_draws(path_of, name, spec):
+    """Noise belongs to a place of a text, so even drawn answers are those of plain decoding."""
+    params = SamplingParams(temperature=0.4, seed=3, max_tokens=60, ignore_eos=True, n=3)
+    with open_tiny(path_of(name)) as llm:
+        plain = ids_of(llm.generate(some_prompts(), params))
+    with open_tiny(path_of(name), spec=spec) as llm:
+        counts = counted(llm)
+        assert ids_of(llm.generate(some_prompts(), params)) == plain
+    assert counts["drafts"] > 0
+
+
+def test_a_request_may_switch_it_off_or_lower_it():
+    with open_tiny(DATA / "qwen3-tiny.gguf", spec="ngram", num_spec_tokens=4) as llm:
+        collect, most = llm._engine.runner.collect, []
+
+        def watched(launch):
+            results = collect(launch)
+            most.extend(result.num_drafts for result in results.values())
+            return results
+
+        llm._engine.runner.collect = watched
+        answers = []
+        for limit, highest in ((0, 0), (1, 1), (3, 3), (None, 4), (99, 4)):
+            most.clear()
+            answers.append(ids_of(llm.generate(some_prompts(), greedy(50, num_spec_tokens=limit))))
+            assert max(most) == highest
+        assert all(answer == answers[0] for answer in answers)
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 14))
+def test_an_answer_never_passes_its_limits(max_tokens):
+    prompt = {"prompt_token_ids": [7, 8, 9, 10] * 5}
+    with open_tiny(spec="ngram", num_spec_tokens=6, max_model_len=20 + max_tokens) as llm:
+        (limited,) = llm.generate(prompt, greedy(max_tokens))
+        (whole,) = llm.generate(
+            prompt, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        )
+    assert len(limited.outputs[0].token_ids) == max_tokens
+    assert whole.outputs[0].token_ids == limited.outputs[0].token_ids
+    assert limited.outputs[0].finish_reason == whole.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"spec": "mtp"}, "spec='mtp': llama-tiny.gguf has no layers for it. Use ngram"),
+        ({"spec": "hybrid"}, "spec='hybrid': llama-tiny.gguf has no layers for it"),
+        ({"spec": "guess"}, "spec='guess' is unknown. Use one of off, ngram, mtp, hybrid"),
+        ({"spec": "ngram", "num_spec_tokens": 16}, "num_spec_tokens=16 is out of range"),
+        ({"spec": "ngram", "num_spec_tokens": -1}, "num_spec_tokens=-1 is out of range"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ArgumentError) as caught:
+        open_tiny(**options)
+    assert message in f"{caught.value} {caught.value.hint}"
+
+
+def first_drafts(path, spec, **options):
+    """The first draft behind each text that came up, by the text."""
+    found = {}
+    with open_tiny(path, spec=spec, **options) as llm:
+        engine = llm._engine
+        engine.runner.sampler._theta.zero_()  # draft however often they are wrong
+        collect = engine.runner.collect
+        texts = {}
+
+        def watched(launch):
+            results = collect(launch)
+            for draws in launch.draws:
+                for request in draws.requests:
+                    result = results[request.row]
+                    text = texts.setdefault(request, list(request.prompt_token_ids))
+                    text += result.token_ids
+                    if result.next_drafts:
+                        found.setdefault(tuple(text), result.next_drafts[0])
+            return results
+
+        engine.runner.collect = watched
+        llm.generate(some_prompts(), greedy(30))
+    return found
+
+
+def test_the_head_sees_every_place_however_it_was_computed(path_of):
+    """Its drafts depend on the text alone, not on chunks nor on what a step accepted."""
+    path = path_of("mtp")
+    whole = first_drafts(path, "mtp", num_spec_tokens=1)
+    assert len(whole) > 100
+    for options in (
+        {"num_spec_tokens": 1, "max_num_batched_tokens": 7, "max_num_seqs": 2},
+        {"num_spec_tokens": 6},
+    ):
+        other = first_drafts(path, "mtp", **options)
+        shared = whole.keys() & other.keys()
+        assert len(shared) > 50
+        wrong = [text for text in shared if whole[text] != other[text]]
+        assert not wrong
+
+
+def test_a_head_is_loaded_only_if_it_drafts(path_of):
+    with open_tiny(path_of("mtp")) as llm:
+        assert llm._engine.runner.model.draft_head is None
+        assert len(llm._engine.runner.pools[0].layers) == 2
+    with open_tiny(path_of("mtp"), spec="mtp") as llm:
+        assert len(llm._engine.runner.pools[0].layers) == 3
+
+
+def test_counts_add_up():
+    with open_tiny(DATA / "qwen3-tiny.gguf", spec="ngram") as llm:
+        outputs = llm.generate(some_prompts(), greedy(40))
+        counts = llm.draft_counts
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert counts.num_steps + counts.num_accepted_tokens == num_tokens, "none ended at a stop"
+    assert sum(counts.accepted_per_pos) == counts.num_accepted_tokens <= counts.num_draft_tokens
+    assert counts.accepted_per_pos == sorted(counts.accepted_per_pos, reverse=True)
+    assert counts.num_drafts <= counts.num_steps
+
+
+def live_cache(path, spec):
+    """What the cache holds behind 40 tokens, by layer and plane: all places that may be read."""
+    few = SamplingParams(  # of few tokens: pairs come again, and what follows them is chance
+        temperature=0, frequency_penalty=1.9, max_tokens=60, allowed_token_ids=range(20, 26)
+    )
+    with open_tiny(path, spec=spec, num_spec_tokens=4) as llm:
+        engine = llm._engine
+        request = llm._inputs.request([7, 8, 9, 10, 11, 12] * 18, few, 0)
+        engine.submit(request)
+        while len(request.output_token_ids) < 40:
+            engine.step()
+        count = len(request.prompt_token_ids) + 39  # the last one's place may be computed or not
+        found = {}
+        for group, pool in enumerate(engine.runner.pools):
+            is_held = [block != NULL_BLOCK for block in request.block_ids[group]]
+            mask = torch.tensor(is_held).repeat_interleave(llm.config.block_size)[:count]
+            for layer, planes in pool.layers.items():
+                for name, plane in planes.items():
+                    own = plane[request.block_ids[group]].flatten(0, 1)[:count]
+                    found[group, layer, name] = own[mask].clone()
+        right = llm.draft_counts.num_draft_tokens - llm.draft_counts.num_accepted_tokens
+        engine.abort(request)
+    return found, right
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gemma3-tiny"])
+def test_a_rejected_draft_leaves_no_trace_in_the_cache(name):
+    plain, _ = live_cache(DATA / f"{name}.gguf", "off")
+    drafted, num_wrong = live_cache(DATA / f"{name}.gguf", "ngram")
+    assert num_wrong > 0
+    for key, expected in plain.items():
+        count = min(len(expected), len(drafted[key]))
+        assert count > 10
+        # The windows of the two may begin a block apart.
+        torch.testing.assert_close(drafted[key][-count:], expected[-count:], rtol=1e-5, atol=1e-5)

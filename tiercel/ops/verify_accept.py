@@ -1,0 +1,320 @@
+"""Which drafts of a row are right, and what stands behind them: the end of a verifying step.
+
+Slot i of a row holds the model's logits behind its text and its first i drafts. A token is chosen
+at each slot, just as plain decoding would choose it at that place: the largest logit, or a draw
+with the noise of that place (`ops/sample_tokens.py`). While it equals the draft, the next slot's
+logits belong to the text, so its choice counts too. A row gets its accepted drafts and one token
+more. Whatever the drafts were, these are the tokens that decoding one by one would have drawn.
+
+Drafts that were drawn from probabilities may be judged by these instead (`draft_probs`): the law of
+the answer stays that of plain decoding, but not each draw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiercel.errors import ArgumentError
+from tiercel.ops.sample_tokens import (
+    NONFINITE,
+    OK,
+    SampleRows,
+    draw_torch,
+    step_keys,
+    uniform_noise,
+)
+
+UNSOUND_DRAFT = 3
+"""A problem of a row besides those of `sample_tokens`: its tokens are good, but the logits behind
+one of its drafts were NaN or infinite, and so may be what that draft left in the cache."""
+
+RETRY_STEPS = 32  # steps without drafts until a row that was often wrong tries one again
+KEPT = 0.875  # of the old estimate at each trial: 8 trials matter
+REJECTION = -1  # steps a row's key to that of the noise of `draft_probs`
+LEAST_REST = 1e-10  # of max(0, p - q); below, p and q are equal but for rounding
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Persistent columns of rows that draft; S rows, the last of them scratch.
+
+    Attributes:
+        draft_ids: (S, 1 + K) int32, drafts from column 1 on; column 0 is the caller's.
+        num_computed: (S,) int32, tokens in the cache: all but the last, behind this op.
+        draft_limit: (S,) int32, drafts in a step at most, 0 to K.
+        num_wanted: (S,) int32, drafts that the row should make for the next step.
+        acceptance: (S,) float32, estimated chance that a draft behind right ones is right.
+        num_idle: (S,) int32, steps without a draft.
+    """
+
+    draft_ids: Tensor
+    num_computed: Tensor
+    draft_limit: Tensor
+    num_wanted: Tensor
+    acceptance: Tensor
+    num_idle: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What R rows got.
+
+    Attributes:
+        packed: (R, K + 4) int32: the columns below in one tensor, for one copy to the host.
+        token_ids: (R, 1 + K), the choice at each slot that the step used, else 0.
+        num_new: (R,), how many of them count, 1 or more.
+        problems: (R,), of the first slot, or `UNSOUND_DRAFT`.
+        num_drafts: (R,), drafts that were judged.
+    """
+
+    packed: Tensor
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self.packed[:, :-3]
+
+    @property
+    def num_new(self) -> Tensor:
+        return self.packed[:, -3]
+
+    @property
+    def problems(self) -> Tensor:
+        return self.packed[:, -2]
+
+    @property
+    def num_drafts(self) -> Tensor:
+        return self.packed[:, -1]
+
+
+def verify_accept(
+    logits: Tensor,
+    starts: Tensor,
+    rows: Tensor,
+    num_drafts: Tensor,
+    state: SampleRows,
+    drafts: DraftRows,
+    is_banned: Tensor,
+    theta: Tensor,
+    is_sound: Tensor | None = None,
+    draft_probs: Tensor | None = None,
+) -> Verified:
+    """Choose a token at each slot, accept drafts that equal it, append, and plan the next drafts.
+
+    A row's estimate learns from each draft up to and with the first wrong one. It wants as many
+    drafts as there are j with acceptance^j > theta, within its limit; one that wants none tries one
+    every 32 steps.
+
+    On a GPU: two launches (four with `draft_probs`), no wait; safe to capture in a graph.
+
+    Args:
+        logits: (L, vocab_size) float32, contiguous; -inf bans a token.
+        starts: (R + 1,) int32; slot i of request r is line starts[r] + i.
+        rows: (R,) int32, the engine row of each; none twice but for scratch.
+        num_drafts: (R,) int32, drafts that the step took of each, 0 to K; lines behind are unread.
+        state: mutated: tokens are appended.
+        drafts: mutated, but for its ids and limits.
+        is_banned: (vocab_size,) uint8, 1 for tokens that no answer may hold.
+        theta: (1,) float32, the chance from which a draft is worth its time; 0 asks for all.
+        is_sound: (L,) uint8, 0 for lines whose raw logits were not finite; None if `logits` are the
+            raw ones, to find that out here.
+        draft_probs: (R, K, vocab_size) float32, the probabilities that each draft was drawn from,
+            with noise of other keys; None: drafts are accepted where they equal the choice. Greedy
+            rows always go by equality.
+
+    Returns:
+        New tensors.
+
+    Raises:
+        ArgumentError: shapes or dtypes disagree.
+
+    Sources: "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192, for
+    `draft_probs`; "Coupling without Communication and Drafter-Invariant Speculative Decoding",
+    arXiv 2408.07978, for drafts drawn with the row's own noise.
+    """
+    _check(logits, starts, rows, num_drafts, state, drafts, is_banned, draft_probs)
+    if logits.is_cuda:
+        from tiercel.kernels.verify_accept import launch_verify_accept
+
+        width = drafts.draft_ids.shape[1]
+        packed = rows.new_empty((rows.shape[0], width + 3))
+        launch_verify_accept(
+            logits,
+            starts,
+            rows,
+            num_drafts,
+            (state.token_ids, state.num_tokens, state.temperature, state.key),
+            (
+                drafts.draft_ids,
+                drafts.num_computed,
+                drafts.draft_limit,
+                drafts.num_wanted,
+                drafts.acceptance,
+                drafts.num_idle,
+            ),
+            is_banned,
+            theta,
+            is_sound,
+            draft_probs,
+            packed,
+            make_scratch(logits, rows.shape[0] * width, has_probs=draft_probs is not None),
+        )
+        return Verified(packed)
+    return _verify(
+        logits, starts, rows, num_drafts, state, drafts, is_banned, theta, is_sound, draft_probs
+    )
+
+
+def make_scratch(
+    logits: Tensor, num_slots: int, *, has_probs: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the kernels of one call leave to each other."""
+    from tiercel.kernels.sample_tokens import num_parts
+
+    parts, device = num_parts(logits.shape[1]), logits.device
+
+    def make(last: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty((num_slots, parts, *last), dtype=dtype, device=device)
+
+    scores, ids = make((), torch.float64), make((), torch.int32)
+    if not has_probs:
+        return scores, ids, scores, scores, ids
+    sums, rest_scores = make((2,), torch.float32), make((3,), torch.float64)
+    return scores, ids, sums, rest_scores, make((2,), torch.int32)
+
+
+def _verify(
+    logits: Tensor,
+    starts: Tensor,
+    rows: Tensor,
+    num_drafts: Tensor,
+    state: SampleRows,
+    drafts: DraftRows,
+    is_banned: Tensor,
+    theta: Tensor,
+    is_sound: Tensor | None,
+    draft_probs: Tensor | None,
+) -> Verified:
+    width, num_reqs = drafts.draft_ids.shape[1], rows.shape[0]
+    slots = torch.arange(width)
+    is_used = slots <= num_drafts.unsqueeze(1)
+    request, slot = is_used.nonzero(as_tuple=True)
+    line = starts.long()[request] + slot
+    length = state.num_tokens.index_select(0, rows)
+    ids, codes = draw_torch(
+        logits[line],
+        rows[request],
+        length[request] + slot,
+        state,
+        is_banned,
+        None if is_sound is None else is_sound[line],
+    )
+    packed = torch.zeros((num_reqs, width + 3), dtype=torch.int32)
+    result = Verified(packed)
+    problems = torch.zeros((num_reqs, width), dtype=torch.int32)
+    result.token_ids[request, slot] = ids
+    problems[request, slot] = codes.int()
+    guesses = drafts.draft_ids.index_select(0, rows).roll(-1, 1)  # of a slot, the draft behind it
+    is_right = result.token_ids == guesses
+    if draft_probs is not None:
+        allowed = logits.masked_fill(is_banned.view(torch.bool), float("-inf"))
+        drawn = (state.temperature.index_select(0, rows)[request] > 0).nonzero().squeeze(1)
+        for at in drawn.tolist():
+            r, i = int(request[at]), int(slot[at])
+            row = int(rows[r])
+            probs = (allowed[line[at]] / state.temperature[row]).softmax(dim=0)
+            guess = int(guesses[r, i]) if i < num_drafts[r] else None
+            q = None if guess is None else draft_probs[r, i]
+            token = _judge(probs, q, guess, state.key[row], int(length[r]) + i)
+            is_right[r, i] = token == guess
+            result.token_ids[r, i] = token if problems[r, i] == OK else 0
+    is_right &= (slots < num_drafts.unsqueeze(1)) & (problems == OK)
+    num_right = is_right.int().cumprod(dim=1).sum(dim=1)
+    last = problems.gather(1, num_right.unsqueeze(1)).squeeze(1)
+    result.num_new.copy_(torch.where((last == OK) | (num_right == 0), num_right + 1, num_right))
+    has_unsound = (problems == NONFINITE).any(dim=1)
+    first = torch.where(num_right == 0, last, OK)
+    result.problems.copy_(torch.where((first == OK) & has_unsound, UNSOUND_DRAFT, first))
+    result.num_drafts.copy_(num_drafts)
+    _append(result, rows, length, state, drafts)
+    _plan(num_right, num_drafts, rows, drafts, float(theta))
+    return result
+
+
+def _judge(probs: Tensor, q: Tensor | None, guess: int | None, key: Tensor, place: int) -> int:
+    """The token of one slot by the rule of rejection: the draft, or a draw from what it left."""
+    key = step_keys(step_keys(key.view(1), REJECTION), place)
+    noise = uniform_noise(key, probs.shape[0] + 1)[0]  # the last is of no token: for the test
+    if q is not None and guess is not None:
+        if noise[-1] * q[guess] < probs[guess]:
+            return guess
+        rest = (probs - q).clamp_(min=0.0)
+        if float(rest.sum()) >= LEAST_REST:
+            probs = rest
+    return int((probs.double().log() - noise[:-1].log().neg().log()).argmax())
+
+
+def _append(
+    result: Verified, rows: Tensor, length: Tensor, state: SampleRows, drafts: DraftRows
+) -> None:
+    is_real = rows < state.token_ids.shape[0] - 1
+    slots = torch.arange(result.token_ids.shape[1])
+    is_new = (slots < result.num_new.unsqueeze(1)) & is_real.unsqueeze(1)
+    request, slot = is_new.nonzero(as_tuple=True)
+    place = (length[request] + slot).long()
+    state.token_ids[rows[request].long(), place] = result.token_ids[request, slot]
+    real = rows[is_real].long()
+    state.num_tokens[real] += result.num_new[is_real]
+    drafts.num_computed[real] = state.num_tokens[real] - 1
+
+
+def _plan(
+    num_right: Tensor, num_drafts: Tensor, rows: Tensor, drafts: DraftRows, theta: float
+) -> None:
+    """Learn from the trials and say how many drafts to make."""
+    chance = drafts.acceptance.index_select(0, rows)
+    chance = 1.0 - (1.0 - chance) * KEPT ** num_right.float()
+    chance = torch.where(num_right < num_drafts, chance * KEPT, chance)
+    limit = drafts.draft_limit.index_select(0, rows)
+    wanted, power = torch.zeros_like(limit), torch.ones_like(chance)
+    for j in range(1, drafts.draft_ids.shape[1]):
+        power = power * chance
+        wanted += ((power > theta) & (j <= limit)).int()
+    idle = torch.where(num_drafts > 0, 0, drafts.num_idle.index_select(0, rows) + 1)
+    is_retry = (wanted == 0) & (limit > 0) & (idle >= RETRY_STEPS)
+    wanted = torch.where(is_retry, 1, wanted)
+    drafts.acceptance[rows] = chance
+    drafts.num_wanted[rows] = wanted
+    drafts.num_idle[rows] = torch.where(is_retry, 0, idle).int()
+
+
+def _check(
+    logits: Tensor,
+    starts: Tensor,
+    rows: Tensor,
+    num_drafts: Tensor,
+    state: SampleRows,
+    drafts: DraftRows,
+    is_banned: Tensor,
+    draft_probs: Tensor | None,
+) -> None:
+    vocab_size, num_reqs = logits.shape[1], rows.shape[0]
+    num_rows, width = drafts.draft_ids.shape
+    fits = (
+        starts.shape == (num_reqs + 1,)
+        and num_drafts.shape == (num_reqs,)
+        and is_banned.shape == (vocab_size,)
+        and state.token_ids.shape[0] == num_rows
+        and (draft_probs is None or draft_probs.shape == (num_reqs, width - 1, vocab_size))
+    )
+    is_plain = logits.dtype == torch.float32 and logits.is_contiguous()
+    ints = (starts, rows, num_drafts, drafts.draft_ids)
+    if not fits or not is_plain or any(t.dtype != torch.int32 for t in ints):
+        shapes = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in (logits, *ints))
+        raise ArgumentError(
+            f"verify_accept: logits, starts, rows, counts and drafts {shapes} do not fit.",
+            hint="Pass contiguous float32 logits and int32 for the others, one row of drafts for "
+            "each engine row.",
+        )

@@ -1,0 +1,76 @@
+"""Drafts of the model's head, continued by what followed the same tokens in the row's own text."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiercel.ops.hybrid_mtp_ngram import hybrid_mtp_ngram
+from tiercel.ops.ngram_match import make_ngram_workspace
+from tiercel.spec.config import SpecConfig
+from tiercel.spec.mtp import MtpProposer
+from tiercel.spec.ngram import NO_BUDGET
+from tiercel.spec.texts import DraftTexts, StepStates
+
+
+class HybridProposer:
+    """Extends the drafts of an `MtpProposer` up to K.
+
+    The head leaves its drafts behind the committed tokens too, so the search's query ends with
+    them.
+    """
+
+    reads_states = True
+
+    def __init__(self, texts: DraftTexts, mtp: MtpProposer, config: SpecConfig) -> None:
+        self._texts = texts
+        self._mtp = mtp
+        self._config = config
+        size, device = len(texts.num_prompt), texts.num_prompt.device
+        self._zeros = torch.zeros(size, dtype=torch.int32, device=device)
+        self._is_active = torch.zeros_like(self._zeros)
+        self._lens = torch.zeros_like(self._zeros)
+        self._num_new = torch.zeros_like(self._zeros)
+        self._workspace = make_ngram_workspace(size, device)
+        if device.type == "cuda":  # compile the kernel now: no step may wait for that
+            self._extend(torch.full((1,), size - 1, dtype=torch.int32, device=device))
+
+    def enter(self, rows: list[int], longest: int) -> None:
+        """Nothing to note."""
+
+    def follow(self, states: StepStates) -> None:
+        """See `MtpProposer`."""
+        self._mtp.follow(states)
+
+    def propose(self, rows: Tensor, states: StepStates | None) -> None:
+        """Draft with the head, then with the text."""
+        self._mtp.propose(rows, states)
+        self._extend(rows)
+
+    def _extend(self, rows: Tensor) -> None:
+        texts, places = self._texts, rows.long()
+        ids = texts.drafts.draft_ids
+        self._is_active.zero_().index_fill_(0, places, 1)
+        ready = ids[:, 0]
+        self._lens.copy_((ready + 1) * self._is_active)  # a length of 0 leaves a row out
+        self._num_new.copy_(texts.sampling.num_tokens - texts.num_prompt + ready)
+        hybrid_mtp_ngram(
+            texts.sampling.token_ids,
+            texts.num_prompt,
+            texts.sampling.token_ids,
+            self._num_new,
+            self._zeros,
+            ids,
+            self._lens,
+            self._is_active,
+            texts.max_new,
+            self._config.max_ngram,
+            self._config.min_ngram,
+            self._config.max_drafts,
+            threshold=NO_BUDGET,
+            convention="count",
+            workspace=self._workspace,
+            prompt_lens=texts.num_prompt,
+        )
+        counts = torch.minimum(self._lens - 1, texts.drafts.num_wanted)
+        ready.index_copy_(0, places, counts.index_select(0, places))

@@ -1,0 +1,93 @@
+"""Drafts from the row's own text: what followed its last tokens where they first stood.
+
+All rows of the engine are one batch of `ngram_index`, at fixed addresses; those that got no tokens
+in a step are idle in it and keep their drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from tiercel.ops.ngram_index import (
+    NgramTexts,
+    extend_ngram_index,
+    make_ngram_index,
+    ngram_index,
+)
+from tiercel.ops.ngram_match import make_ngram_workspace
+from tiercel.spec.config import SpecConfig
+from tiercel.spec.texts import DraftTexts, StepStates
+
+# Drafts of a batch have no common budget here: a step that verifies has a place for each.
+NO_BUDGET: Final = 2**30
+# Tokens of a new text from which all processors take it into the index; one block of threads takes
+# about 1 us for 100 tokens.
+_LONG_TEXT: Final = 2048
+
+
+class NgramProposer:
+    """Looks the last tokens of each row up in its text."""
+
+    reads_states = False
+
+    def __init__(self, texts: DraftTexts, config: SpecConfig) -> None:
+        token_ids = texts.sampling.token_ids
+        (size, room), device = token_ids.shape, token_ids.device
+        self._index = make_ngram_index(
+            size,
+            room,
+            device,
+            max_ngram_size=config.max_ngram,
+            min_ngram_size=config.min_ngram,
+        )
+        self._rows = texts
+        self._is_active = torch.zeros(size, dtype=torch.int32, device=device)
+        self._lens = torch.zeros(size, dtype=torch.int32, device=device)
+        self._num_new = torch.zeros(size, dtype=torch.int32, device=device)
+        self._workspace = make_ngram_workspace(size, device)
+        self._texts = NgramTexts(
+            input_ids=token_ids,
+            input_ids_len=texts.num_prompt,
+            token_ids_all=token_ids,
+            prompt_lens=texts.num_prompt,
+            step_idx=self._num_new,
+            draft_token_num=texts.drafts.num_wanted,
+            draft_tokens=texts.drafts.draft_ids,
+            seq_lens_this_time=self._lens,
+            seq_lens_encoder=torch.zeros(size, dtype=torch.int32, device=device),
+            seq_lens_decoder=self._is_active,
+            max_dec_len=texts.max_new,
+        )
+        if device.type == "cuda":  # compile the kernel now: no step may wait for that
+            self.propose(torch.full((1,), size - 1, dtype=torch.int32, device=device))
+
+    def enter(self, rows: list[int], longest: int) -> None:
+        """Forget the former texts of rows, and take long new ones into the index at once."""
+        for row in rows:
+            self._index.clear(row)
+        if longest < _LONG_TEXT:
+            return
+        self._is_active.zero_()
+        for row in rows:
+            self._is_active[row].fill_(1)
+        self._measure()
+        extend_ngram_index(self._index, self._texts, workspace=self._workspace)
+
+    def follow(self, states: StepStates) -> None:
+        """Nothing to note."""
+
+    def propose(self, rows: Tensor, states: StepStates | None = None) -> None:
+        """Draft for rows (R,) int32 that have just got tokens."""
+        assert states is None, "texts are all that is read"
+        places = rows.long()
+        self._is_active.zero_().index_fill_(0, places, 1)
+        self._measure()
+        ngram_index(self._index, self._texts, threshold=NO_BUDGET, workspace=self._workspace)
+        counts = self._lens.index_select(0, places) - 1
+        self._rows.drafts.draft_ids[:, 0].index_copy_(0, places, counts)
+
+    def _measure(self) -> None:
+        torch.sub(self._rows.sampling.num_tokens, self._rows.num_prompt, out=self._num_new)
