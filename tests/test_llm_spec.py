@@ -275,3 +275,32 @@ def test_a_rejected_draft_leaves_no_trace_in_the_cache(name):
         assert count > 10
         # The windows of the two may begin a block apart.
         torch.testing.assert_close(drafted[key][-count:], expected[-count:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_a_stop_string_at_every_place_leaks_nothing(monkeypatch, path_of, overlap):
+    """Text, tokens, log-probabilities and streams end where those of plain decoding end."""
+    monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
+    path, prompt = path_of("mtp"), some_prompts()[0]
+
+    def answers(llm, stop):
+        params = greedy(40, stop=[stop], logprobs=0)
+        (output,) = llm.generate(prompt, params)
+        whole = output.outputs[0]
+        assert len(whole.logprobs) == len(whole.token_ids) == output.metrics.num_output_tokens
+        deltas = list(llm.stream(prompt, params))
+        streamed = "".join(delta.text for delta in deltas)
+        ids = [token_id for delta in deltas for token_id in delta.token_ids]
+        assert (streamed, ids) == (whole.text, whole.token_ids)
+        assert sum(len(delta.logprobs or ()) for delta in deltas) == len(ids)
+        return whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason
+
+    with open_tiny(path) as plain, open_tiny(path, spec="ngram") as drafted:
+        text = plain.generate(prompt, greedy(40))[0].outputs[0].text
+        stops = {text[i : i + n] for n in (1, 3) for i in range(len(text) - n)}
+        stops = [stop for stop in sorted(stops) if "\ufffd" not in stop]
+        assert len(stops) > 9
+        reasons = {answers(drafted, stop) == answers(plain, stop) for stop in stops}
+        assert reasons == {True}
+        assert drafted.draft_counts.num_accepted_tokens > 0
+        assert_idle(drafted)

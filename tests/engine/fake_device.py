@@ -78,6 +78,7 @@ class FakeRunner:
     memory_errors: set[int] = field(default_factory=set)
     row_drafts: dict[int, list[int]] = field(default_factory=dict)
     guess: random.Random = field(default_factory=lambda: random.Random(0))
+    stained_rows: set[int] = field(default_factory=set)
     num_right: int = 0
     num_wrong: int = 0
 
@@ -162,6 +163,7 @@ class FakeRunner:
             self.row_tokens[part.row] = list(part.entering)
             self.row_drafts[part.row] = []
             self.bad_rows.discard(part.row)
+            self.stained_rows.discard(part.row)
 
     def _compute(self, part, drafts):
         request, size = part.request, self.cache.block_size
@@ -173,7 +175,8 @@ class FakeRunner:
             for group in range(len(self.cache.groups)):
                 block = self.tables[group, part.row, place // size]
                 assert block != NULL_BLOCK
-                if place % size == 0 and not is_bad:  # such a row may write a place twice
+                # A row writes places twice: behind NaN, and where drafts were wrong.
+                if place % size == 0 and not is_bad and part.row not in self.stained_rows:
                     stale = [self.slots.get((group, block * size + i)) for i in range(size)]
                     assert POISON not in stale, "a block with NaN was given away"
                 value = POISON if is_bad else tokens[place]
@@ -201,9 +204,26 @@ class FakeRunner:
         self.row_tokens[part.row] += new
         self.num_right += len(new) - 1
         self.num_wrong += len(drafts) - (len(new) - 1)
+        wrong = range(part.start + len(new), part.start + 1 + len(drafts))
+        is_stained = bool(wrong) and self.guess.random() < 0.2
+        if is_stained:  # a wrong draft left NaN
+            self.stained_rows.add(part.row)
+            for place in wrong:
+                self._stain(part.row, place)
         made = self._guess(part)
         self.row_drafts[part.row] = made
-        return Sampled(tuple(new), num_drafts=len(drafts), next_drafts=tuple(made))
+        return Sampled(
+            tuple(new),
+            num_drafts=len(drafts),
+            next_drafts=tuple(made),
+            has_unsound_draft=is_stained,
+        )
+
+    def _stain(self, row, place):
+        size = self.cache.block_size
+        for group in range(len(self.cache.groups)):
+            block = self.tables[group, row, place // size]
+            self.slots[group, block * size + place % size] = POISON
 
     def _guess(self, part):
         """Guesses behind a row's text: right ones at first, then anything."""

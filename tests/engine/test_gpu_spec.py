@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.gguf_files import tiny_model
+from tests.mtp_model import mtp_model
 from tests.test_llm_spec import counted
 from tiercel.engine.graphs import LARGEST_VERIFY_BUCKET, buckets
 from tiercel.llm import LLM
@@ -56,6 +57,19 @@ def test_greedy_answers_are_those_of_plain_decoding(path, count, num_spec_tokens
         counts = counted(llm)
         assert ids_of(llm.generate(PROMPTS[:count], GREEDY)) == plain
     assert counts["right"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["mtp", "hybrid"])
+def test_a_head_drafts_the_same_answers_and_waits_for_nothing(tmp_path, monkeypatch, spec):
+    path = mtp_model(tmp_path / "mtp.gguf")
+    with open_on_gpu(path, dtype="float32") as llm:
+        plain = ids_of(llm.generate(PROMPTS[:2], GREEDY))
+    monkeypatch.setenv("TIERCEL_SYNC_DEBUG", "1")
+    with open_on_gpu(path, dtype="float32", spec=spec, num_spec_tokens=4) as llm:
+        assert ids_of(llm.generate(PROMPTS[:2], GREEDY)) == plain
+        assert llm.draft_counts.num_accepted_tokens > 0
+        llm.generate(PROMPTS, MIXED)
 
 
 @pytest.mark.gpu

@@ -210,7 +210,9 @@ def test_a_step_that_fails_names_its_requests_and_why(monkeypatch, caplog):
         make = Maker(client.info)
         streams = [client.submit(make("a", greedy(50))) for _ in range(3)]
         await asyncio.gather(*(assert_dies(stream, 10.0) for stream in streams))
-        assert [len(stream.request.output_token_ids) for stream in streams] == [3, 3, 0]
+        lengths = [len(stream.request.output_token_ids) for stream in streams]
+        assert (lengths[0], lengths[2]) == (3, 0)
+        assert lengths[1] in (2, 3)  # it may have come a step later than the first
         await client.wait_ended()
         assert client.state is EngineState.DEAD
         assert client.failure == "RuntimeError: step 4 failed, as TIERCEL_FAULTS asks."

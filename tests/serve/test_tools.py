@@ -226,6 +226,7 @@ SCRAPS = (
 @example(
     scraps=["<tool_call>", '{"name": "f", "arguments": {', "}", "}"], cuts=[], is_constrained=False
 )
+@example(scraps=["[now(", "[", "a=1", "x"], cuts=[], is_constrained=True)
 def test_any_text_gives_the_same_events_in_any_pieces(name, scraps, cuts, is_constrained):
     text, use = "".join(scraps), use_of(name)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]

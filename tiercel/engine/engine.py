@@ -312,7 +312,7 @@ def _make_runner(
         vocab_size,
         rows,
         lambda word: [tokenizer.encode(word), tokenizer.encode(" " + word)],
-        LEAST_CHANCE[config.device.type] if spec.adaptive else 0.0,
+        LEAST_CHANCE[config.device.type],
     )
     return ModelRunner(model, rows, sampler, config, _make_proposer(model, rows, sampler, config))
 

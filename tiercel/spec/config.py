@@ -22,14 +22,12 @@ class SpecConfig:
         max_drafts: K, drafts of a row and step at most.
         min_ngram: shortest run of tokens that is looked up in the text, and
         max_ngram: the longest.
-        adaptive: whether a row that is often wrong drafts less.
     """
 
     method: str = "off"
     max_drafts: int = 0
     min_ngram: int = 2
     max_ngram: int = 4
-    adaptive: bool = True
 
     @property
     def has_ngrams(self) -> bool:

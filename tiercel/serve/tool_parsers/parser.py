@@ -62,6 +62,7 @@ class CallParser:
         self._at_start = True  # nothing but whitespace since the start or the last block
         self._num_calls = 0
         self._is_open = False  # a call was told and has not ended
+        self._is_cut = False  # a call of a constrained answer broke off: nothing more is told
         self._pieces: list[Piece] = []  # of a call that is not told yet
 
     def push(self, text: str) -> list[Event]:
@@ -100,6 +101,8 @@ class CallParser:
     def _find_block(self, events: list[Event]) -> bool:
         """Read content up to a block, and start to read that."""
         reader, triggers = self._reader, self._settings.triggers
+        if self._is_cut:
+            reader.take(len(reader.rest))
         rest = reader.rest
         if self._settings.is_anchored:
             before = len(rest) - len(rest.lstrip()) if self._at_start else len(rest)
@@ -182,8 +185,7 @@ class CallParser:
             # Cut by the limit of tokens: what was told stays, and the rest is markup.
             self._num_calls += self._is_open
             self._is_open = False
-            reader.take(len(reader.rest))
-            self._is_after_call = True
+            self._is_cut = self._is_after_call = True
             return
         reader.position = self._mark
         self._space = self._space_before
