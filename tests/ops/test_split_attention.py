@@ -8,7 +8,6 @@ import torch
 from tests.paged_batches import DECODES, TOLERANCE, make_batch, make_case, relative_error
 from tests.test_rtc import compile_here
 from tiercel.kernels import split_attention as kernel
-from tiercel.kernels.triton_launch import is_dependent
 from tiercel.reference import paged_attention as oracle
 
 # Groups of 3, 7, 20, 4, 1, 2 heads: they fill tiles of rows, and cut queries, unevenly.
@@ -41,7 +40,6 @@ def run_kernel(q, k_cache, v_cache, batch, *, window=0, max_seq_len=None, shares
         window,
         batch.max_query_len,
         config,
-        is_dependent=is_dependent(q.device),
         shares=shares,
     )
     return out

@@ -176,6 +176,11 @@ def load_split_attention(
 
 
 @functools.cache
+def _is_dependent(device: torch.device) -> bool:
+    return rtc.has_dependent_launch(device)
+
+
+@functools.cache
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -196,10 +201,13 @@ def launch_split_attention(
     max_query_len: int,
     config: SplitAttentionConfig,
     *,
-    is_dependent: bool,
     shares: int = 0,
 ) -> None:
     """Enqueue both kernels on the current stream; the op has checked and allocated.
+
+    Launches may be dependent (`rtc.launch`), and lengths, tables, rows and keys of places before
+    the new tokens are read before the wait: between their writing and the kernel ahead of this one
+    there must be a kernel that lets nothing start early, `prepare_step` or one of PyTorch's.
 
     Args:
         q: (tokens, heads, head_dim), unit inner stride, the others multiples of 8.
@@ -216,9 +224,6 @@ def launch_split_attention(
         window: 0 is none.
         max_query_len: bounds the new tokens of a request.
         config: from `select_split_attention`.
-        is_dependent: see `rtc.launch`. Lengths, tables, rows and keys of places before the new
-            tokens are read before the wait: between their writing and the kernel ahead of this one
-            there must be a kernel that lets nothing start early: `prepare_step`, or PyTorch's.
         shares: CTAs among which the work is spread; 0: all that the device holds at once.
     """
     tokens, heads, head_dim = q.shape
@@ -228,6 +233,7 @@ def launch_split_attention(
     block_size, kv_heads = k_cache.shape[1:3]
     lengths = [rtc.pointer(cu_seqlens_q), rtc.pointer(seq_lens)]
     seen = ctypes.c_int(window or NO_WINDOW)
+    is_dependent = _is_dependent(q.device)
     source = attention_source(head_dim, q.dtype, block_size, config)
     rtc.launch(
         rtc.load_kernel(source, q.device, config.smem_bytes(head_dim)),

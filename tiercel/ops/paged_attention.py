@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -129,89 +131,38 @@ def _decode(
     group: int,
     window: int,
 ) -> Tensor:
-    from tiercel.kernels import split_attention
+    from tiercel.kernels import paged_attention, split_attention
+    from tiercel.kernels.rtc import max_smem_bytes
 
-    block_size, head_dim = k_cache.shape[1], k_cache.shape[3]
+    (tokens, heads, head_dim), block_size = q.shape, k_cache.shape[1]
+    bounds = (batch.max_seq_len, batch.max_query_len, window)
     is_aligned = q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
     if is_aligned and split_attention.is_supported(head_dim, q.dtype, block_size, q.device):
-        return _decode_cuda(q, k_cache, v_cache, batch, scale, group, window)
-    return _decode_triton(q, k_cache, v_cache, batch, scale, group, window)
-
-
-def _decode_cuda(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: Batch,
-    scale: float,
-    group: int,
-    window: int,
-) -> Tensor:
-    from tiercel.kernels import split_attention as kernel
-    from tiercel.kernels.rtc import max_smem_bytes
-    from tiercel.kernels.triton_launch import is_dependent
-
-    heads, head_dim = q.shape[1:]
-    rows = batch.max_query_len * heads // k_cache.shape[2]
-    config = kernel.select_split_attention(head_dim, rows, max_smem_bytes(q.device))
-    splits = kernel.num_splits(batch.max_seq_len, batch.max_query_len, window)
-    partials, stats, out = _decode_buffers(q, splits)
-    kernel.launch_split_attention(
-        q,
-        k_cache,
-        v_cache,
-        batch.block_tables[group],
-        batch.rows,
-        batch.cu_seqlens_q,
-        batch.seq_lens,
-        partials,
-        stats,
-        out,
-        scale,
-        window,
-        batch.max_query_len,
-        config,
-        is_dependent=is_dependent(q.device),
-    )
-    return out
-
-
-def _decode_triton(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: Batch,
-    scale: float,
-    group: int,
-    window: int,
-) -> Tensor:
-    from tiercel.kernels.paged_attention import launch_paged_attention, select_paged_attention
-
-    config = select_paged_attention(q.shape[2], q.element_size(), k_cache.shape[1])
-    splits = config.num_splits(batch.max_seq_len, batch.max_query_len, window)
-    partials, stats, out = _decode_buffers(q, splits)
-    launch_paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        batch.block_tables[group],
-        batch.rows,
-        batch.cu_seqlens_q,
-        batch.seq_lens,
-        partials,
-        stats,
-        out,
-        scale,
-        window,
-        batch.max_query_len,
-        config,
-    )
-    return out
-
-
-def _decode_buffers(q: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Partials (tokens * heads, splits, head_dim), their stats (.., 2), the result."""
-    tokens, heads, head_dim = q.shape
+        rows = batch.max_query_len * heads // k_cache.shape[2]
+        launch = partial(
+            split_attention.launch_split_attention,
+            config=split_attention.select_split_attention(head_dim, rows, max_smem_bytes(q.device)),
+        )
+        splits = split_attention.num_splits(*bounds)
+    else:
+        config = paged_attention.select_paged_attention(head_dim, q.element_size(), block_size)
+        launch = partial(paged_attention.launch_paged_attention, config=config)
+        splits = config.num_splits(*bounds)
     partials = torch.empty((tokens * heads, splits, head_dim), dtype=torch.float32, device=q.device)
-    stats = partials.new_empty((tokens * heads, splits, 2))
-    return partials, stats, q.new_empty((tokens, heads * head_dim))
+    out = q.new_empty((tokens, heads * head_dim))
+    launch(
+        q,
+        k_cache,
+        v_cache,
+        batch.block_tables[group],
+        batch.rows,
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        partials,
+        partials.new_empty((tokens * heads, splits, 2)),
+        out,
+        scale,
+        window,
+        batch.max_query_len,
+    )
+    return out
