@@ -236,7 +236,8 @@ def measure(settings: Settings, repetitions: int) -> dict[str, Any]:
     short = prompts["tiercel"]
     turns: dict[str, list[Turn]] = {name: [] for name in workers}
     for repetition in range(-1, repetitions):
-        generator = random.Random(repetition)  # a new prompt each time: none may be remembered
+        # A new prompt each time: none may be remembered. Random(-1) is Random(1).
+        generator = random.Random(1000 + repetition)
         long = [generator.randrange(100, 40000) for _ in range(settings.prompt_tokens)]
         for name, worker in workers.items():
             time.sleep(PAUSE_S)
