@@ -202,8 +202,9 @@ def test_scoring_mixes_with_generation_and_schemas(llm):
     assert output.usage.cached_tokens == 128, "blocks of the other request's prompt"
 
 
-def test_everything_is_on_at_once_and_nobody_shows_it(monkeypatch, llm):
-    """Prefix cache, short steps that overlap, an answer and a document of a schema beside it."""
+@pytest.mark.parametrize("spec", ["off", "ngram"])
+def test_everything_is_on_at_once_and_nobody_shows_it(monkeypatch, llm, spec):
+    """Prefix cache, short steps that overlap, an answer and a document of a schema, drafts."""
     schema = StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer"}},
                                      "required": ["a"], "additionalProperties": False})  # fmt: skip
     asked = [
@@ -214,7 +215,7 @@ def test_everything_is_on_at_once_and_nobody_shows_it(monkeypatch, llm):
     answers = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt, params in asked]
     monkeypatch.setenv("TIERCEL_OVERLAP", "1")
     name = llm.source.path.name
-    with open_tiny(DATA / name, max_num_batched_tokens=48, max_num_seqs=6) as small:
+    with open_tiny(DATA / name, max_num_batched_tokens=48, max_num_seqs=6, spec=spec) as small:
         assert small.config.overlap
         small.score(QUERY, ITEMS[:2], label_token_ids=IDS)
         crowds = []
@@ -230,6 +231,7 @@ def test_everything_is_on_at_once_and_nobody_shows_it(monkeypatch, llm):
         output = small.score(QUERY, ITEMS, label_token_ids=IDS)
         for own, stream in zip(ids, streams, strict=True):
             own += [token_id for delta in stream for token_id in delta.token_ids]
+        assert (small.draft_counts.num_draft_tokens > 0) == (spec == "ngram")
         assert_idle(small)
     assert any(True in crowd and crowd.count(False) >= 2 for crowd in crowds), "all in one step"
     assert sum(True in crowd for crowd in crowds) > 3, "in chunks"
