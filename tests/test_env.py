@@ -104,3 +104,10 @@ def test_the_kernel_for_whole_steps_can_be_forbidden(monkeypatch, values, expect
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     assert env.has_megakernel() is expected
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_exact_products_stay_with_the_reader_of_16_tokens(monkeypatch, value):
+    monkeypatch.delenv("TIERCEL_PREFILL_GEMM", raising=False)
+    monkeypatch.setenv("TIERCEL_EXACT", value)
+    assert env.has_prefill_gemm() is (value == "0")

@@ -75,8 +75,11 @@ def has_dependent_launch() -> bool:
 
 
 def has_prefill_gemm() -> bool:
-    """Whether ``TIERCEL_PREFILL_GEMM`` lets many tokens leave the reader of 16 tokens at a time."""
-    return read_flag("TIERCEL_PREFILL_GEMM", default=True)
+    """Whether ``TIERCEL_PREFILL_GEMM`` lets many tokens leave the reader of 16 tokens at a time.
+
+    ``TIERCEL_EXACT`` keeps them there, because that reader alone is blind to their number.
+    """
+    return read_flag("TIERCEL_PREFILL_GEMM", default=True) and not is_exact()
 
 
 def has_fused_gemm() -> bool:
