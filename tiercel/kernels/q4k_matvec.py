@@ -233,6 +233,7 @@ def cuda_source(
     return rtc.KernelSource("q4k_matvec", macros, ("q4k_units",))
 
 
+@functools.cache  # every layer has the same few shapes
 def load_q4k_matvec(
     type_name: str,
     shape: tuple[int, int],

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels import rtc
+from tiercel.kernels.triton_launch import is_dependent
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30  # longer than any sequence, and no sum with it passes 2**31
@@ -152,6 +153,7 @@ def _split_macros(head_dim: int, dtype: torch.dtype) -> tuple[tuple[str, int], .
     )
 
 
+@functools.cache  # every layer asks
 def load_split_attention(
     head_dim: int,
     dtype: torch.dtype,
@@ -173,11 +175,6 @@ def load_split_attention(
     rtc.fill_cache(sources, rtc.device_arch(device))
     for source, smem_bytes in sources.items():
         rtc.load_kernel(source, device, smem_bytes)
-
-
-@functools.cache
-def _is_dependent(device: torch.device) -> bool:
-    return rtc.has_dependent_launch(device)
 
 
 @functools.cache
@@ -233,7 +230,7 @@ def launch_split_attention(
     block_size, kv_heads = k_cache.shape[1:3]
     lengths = [rtc.pointer(cu_seqlens_q), rtc.pointer(seq_lens)]
     seen = ctypes.c_int(window or NO_WINDOW)
-    is_dependent = _is_dependent(q.device)
+    dependent = is_dependent(q.device)
     source = attention_source(head_dim, q.dtype, block_size, config)
     rtc.launch(
         rtc.load_kernel(source, q.device, config.smem_bytes(head_dim)),
@@ -249,7 +246,7 @@ def launch_split_attention(
             seen,
             ctypes.c_float(scale * LOG2_E),
         ],
-        is_dependent=is_dependent,
+        is_dependent=dependent,
     )
     rtc.launch(
         rtc.load_kernel(merge_source(head_dim, q.dtype, slots), q.device),
@@ -263,5 +260,5 @@ def launch_split_attention(
             ctypes.c_int(max_query_len),
         ],
         grid_y=reqs * max_query_len,
-        is_dependent=is_dependent,
+        is_dependent=dependent,
     )
