@@ -16,6 +16,7 @@ import torch
 from tiercel.errors import InternalError
 from tiercel.kernels import decode_step, rtc
 from tiercel.kernels.multi_item_attention import cuda_source, select_multi_item_attention
+from tiercel.kernels.q4k_dequantize import TYPES as DEQUANTIZE_TYPES
 from tiercel.kernels.q4k_dequantize import dequantize_source
 from tiercel.kernels.q4k_gemm import (
     TOKEN_CLASSES,
@@ -26,6 +27,8 @@ from tiercel.kernels.q4k_gemm import (
 )
 from tiercel.kernels.q4k_matvec import cuda_source as cuda_source_q4k
 from tiercel.kernels.q4k_matvec import select_q4k_matvec
+from tiercel.kernels.q4k_types import UNIT_TYPES, tail_groups
+from tiercel.quant import QuantType
 
 ARCH = "sm_90a"
 
@@ -96,15 +99,22 @@ def registers_of(cubin, folder):
 
 
 def q4k_sources():
-    """A kernel for each type, layout and class of tokens, split and not."""
-    for name in ("Q4_K", "Q6_K"):
+    """A kernel for each type, layout and class of tokens, split and not, and for cut rows."""
+    for name, unit in UNIT_TYPES.items():
+        sizes = (1024, 4096, 12288) if unit.code in (4, 6) else (576, 12288)
+        if QuantType[name].block_weights == 256:
+            sizes = (1024, *sizes[1:])
         for in_file in (False, True):
             for tokens in (1, 16):
-                for columns in (1024, 4096, 12288):
+                for columns in sizes:
                     config = select_q4k_matvec(name, (24576, columns), tokens)
-                    source = cuda_source_q4k(name, tokens, torch.float32, config, in_file=in_file)
+                    tail = tail_groups(columns)
+                    source = cuda_source_q4k(
+                        name, tail, tokens, torch.float32, config, in_file=in_file
+                    )
                     yield source, config
-            yield dequantize_source(name, torch.bfloat16, in_file=in_file), None
+            if name in DEQUANTIZE_TYPES:
+                yield dequantize_source(name, torch.bfloat16, in_file=in_file), None
 
 
 Q4K_SOURCES = dict(q4k_sources())

@@ -16,6 +16,7 @@ from tiercel.kernels import rtc
 from tiercel.kernels.q4k_matvec import BLOCK, OUT_CODES, KernelPlanes
 from tiercel.kernels.q4k_repack import TILE_ROWS
 
+TYPES = ("Q4_K", "Q6_K")
 _THREADS = 128  # four warps of four rows
 
 

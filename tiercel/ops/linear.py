@@ -1,8 +1,8 @@
 """x @ W^T with W prepared once for its device: which form it rests in, which kernel reads it.
 
 On a CPU in bfloat16 a quantised matrix stays packed (`kernels/int4_planes.py`). On a GPU in float16
-K-quants stay packed: for up to 16 rows (`ops/q4k_matvec.py`), on Hopper for some more
-(`ops/q4k_gemm.py`), and beside a dense copy for many rows where there is memory for one. Everything
+quantised ones stay packed: for up to 16 rows (`ops/q4k_matvec.py`), on Hopper for some more
+(Q4_K and Q6_K, `ops/q4k_gemm.py`), and beside a dense copy for many rows where there is memory for one. Everything
 else rests dense in the dtype of the activations. Matrices that share an input are prepared together
 and multiplied in one call where their forms agree.
 """
@@ -22,6 +22,7 @@ from tiercel.kernels import int4_planes
 from tiercel.kernels.int4_planes import Int4Planes
 from tiercel.kernels.rtc import has_dependent_launch
 from tiercel.ops.dequantize import dequantize
+from tiercel.ops.q4k_gemm import TYPES as FUSED_TYPES
 from tiercel.ops.q4k_gemm import has_q4k_gemm, load_q4k_gemm, q4k_gemm
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
@@ -60,13 +61,13 @@ class LinearWeight:
 
 
 def select_form(qtype_name: str, out_features: int, dtype: torch.dtype, device_type: str) -> str:
-    """How a matrix rests: ``dense``, ``planes1`` / ``planes2`` (CPU), or ``q4k`` (GPU, K-quants).
+    """How a matrix rests: ``dense``, ``planes1`` / ``planes2`` (CPU), or ``q4k`` (GPU, quantised).
 
     Measured by benchmarks/linear.py against dense bfloat16: one row is 4 times as fast in one plane
     and twice in two, at a quarter to a half of the memory; 32 rows take 1.3 and 2.5 times as long
     (2 cores with AVX512, torch 2.13). Other activations than bfloat16 have no fast operator.
 
-    K-quants on a GPU, one row of 24576 x 4096: 15.4 us from Q4_K, 52 from dense float16; 16 rows 24
+    Quantised ones on a GPU, one row of 24576 x 4096: 15.4 us from Q4_K, 52 from dense float16; 16 rows 24
     and 53 (H200, q4k_matvec_h200.json). The operands of its products are float16.
     """
     if device_type == "cuda":
@@ -103,7 +104,9 @@ def resting_bytes(
 ) -> int:
     """About what `prepare_linear` makes of a matrix (out_features, in_features)."""
     form = select_form(qtype.name, shape[0], dtype, device_type)
-    packed = shape[0] * qtype.row_bytes(shape[1]) if form != "dense" else 0
+    group = qtype.block_weights * qtype.group_blocks if form == "q4k" else 1
+    columns = -(-shape[1] // group) * group
+    packed = shape[0] * qtype.row_bytes(columns) if form != "dense" else 0
     is_dense = form == "dense" or (form == "q4k" and dense_copies)
     return packed + (shape[0] * shape[1] * dtype.itemsize if is_dense else 0)
 
@@ -188,7 +191,8 @@ def _prepare_packed(
         else:
             segments.append(dequantize(whole, dtype))
     uses_gemm = has_prefill_gemm()
-    has_fused = has_fused_gemm() and layout is Layout.SOA and has_q4k_gemm(device)
+    is_fused_type = all(part.qtype in FUSED_TYPES or part.qtype not in PLANES for part in parts)
+    has_fused = has_fused_gemm() and layout is Layout.SOA and has_q4k_gemm(device) and is_fused_type
     if has_fused and uses_gemm:
         for segment in segments:
             if isinstance(segment, Q4kWeight):
