@@ -30,7 +30,7 @@ class _Call(ctypes.Structure):
 def build(
     tensor: QuantTensor, config: kernel.Q4kMatvecConfig, tokens: int, folder: Path
 ) -> ctypes.CDLL:
-    """Compile the source for float32 results with what stands for a GPU; skip where it cannot be."""
+    """Compile the source with what stands for a GPU, for float32 results; skip where that fails."""
     compiler = shutil.which("g++")
     if compiler is None or "f16c" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("needs g++ and an x86 processor with F16C")

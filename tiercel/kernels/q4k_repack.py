@@ -17,7 +17,7 @@ _HALF = TILE_ROWS // 2
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Bytes [start, start + size) of a block; those of `group` blocks in pieces, see `quant.Plane`."""
+    """Bytes [start, start + size) of each of `group` blocks, in pieces: see `quant.Plane`."""
 
     start: int
     size: int

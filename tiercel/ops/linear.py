@@ -1,10 +1,10 @@
 """x @ W^T with W prepared once for its device: which form it rests in, which kernel reads it.
 
 On a CPU in bfloat16 a quantised matrix stays packed (`kernels/int4_planes.py`). On a GPU in float16
-quantised ones stay packed: for up to 16 rows (`ops/q4k_matvec.py`), on Hopper for some more
-(Q4_K and Q6_K, `ops/q4k_gemm.py`), and beside a dense copy for many rows where there is memory for one. Everything
-else rests dense in the dtype of the activations. Matrices that share an input are prepared together
-and multiplied in one call where their forms agree.
+quantised ones stay packed: for up to 16 rows (`ops/q4k_matvec.py`), on Hopper for some more (Q4_K
+and Q6_K, `ops/q4k_gemm.py`), and beside a dense copy for many rows where there is memory for one.
+Everything else rests dense in the dtype of the activations. Matrices that share an input are
+prepared together and multiplied in one call where their forms agree.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
 WIDE_ROWS = 4
 MAX_ROWS = 2**31 - 1
 EXACT_ROWS = 4  # rows of a product from which on a CPU treats each alike (float32)
-# Rows up to which packed K-quants go 16 at a time where there is no dense copy. Qwen3-8B's gate and
+# Rows up to which packed weights go 16 at a time where there is no dense copy. Qwen3-8B's gate and
 # up at 64 rows: 97 us, 125 for decoding and cuBLAS (H200, docs/notes/q4k.md).
 MOST_PACKED_ROWS = 64
 # Rows up to which the fused product beats cuBLAS on a dense copy (64 rows of Qwen3-8B's gate and up
@@ -46,10 +46,10 @@ class LinearWeight:
     """A matrix (out_features, in_features), ready to multiply.
 
     Attributes:
-        segments: consecutive output rows, each dense (out, in), packed planes or K-quants.
+        segments: consecutive output rows, each dense (out, in), planes of a CPU or packed.
         shape: (out_features, in_features) of all segments.
-        dense: (out_features, in_features) of all segments beside packed K-quants; None without.
-        reader_rows: rows up to which packed K-quants are read 16 rows at a time.
+        dense: (out_features, in_features) of all segments beside packed weights; None without.
+        reader_rows: rows up to which packed weights are read 16 rows at a time.
         fused_rows: rows up to which beyond that they are decoded within the product.
     """
 
@@ -67,8 +67,8 @@ def select_form(qtype_name: str, out_features: int, dtype: torch.dtype, device_t
     and twice in two, at a quarter to a half of the memory; 32 rows take 1.3 and 2.5 times as long
     (2 cores with AVX512, torch 2.13). Other activations than bfloat16 have no fast operator.
 
-    Quantised ones on a GPU, one row of 24576 x 4096: 15.4 us from Q4_K, 52 from dense float16; 16 rows 24
-    and 53 (H200, q4k_matvec_h200.json). The operands of its products are float16.
+    On a GPU, one row of 24576 x 4096: 15.4 us from Q4_K, 52 from dense float16; 16 rows 24 and 53
+    (H200, q4k_matvec_h200.json). The operands of its products are float16.
     """
     if device_type == "cuda":
         is_packed = dtype == torch.float16 and QuantType[qtype_name] in PLANES
@@ -80,7 +80,7 @@ def select_form(qtype_name: str, out_features: int, dtype: torch.dtype, device_t
 
 
 def select_rows(*, has_copy: bool, has_fused: bool, uses_gemm: bool) -> tuple[int, int]:
-    """`reader_rows` and `fused_rows` of packed K-quants; beyond both, the copy or decoded weights.
+    """`reader_rows` and `fused_rows` of packed weights; beyond both, the copy or decoded weights.
 
     Args:
         has_copy: whether there is a dense copy.
@@ -126,8 +126,8 @@ def prepare_linear(
         dtype: of the activations.
         device: where the weights rest.
         wide: for float32 results (`linear(..., out_dtype=torch.float32)`): the weights stay dense,
-            in float16 where the activations are 16 bits wide, or are packed K-quants.
-        dense_copies: whether packed K-quants keep a dense copy for products of many rows.
+            in float16 where the activations are 16 bits wide, or are packed weights.
+        dense_copies: whether packed weights keep a dense copy for products of many rows.
 
     Raises:
         ArgumentError: in_features differ.
@@ -167,7 +167,7 @@ def _prepare_packed(
     *,
     dense_copies: bool,
 ) -> LinearWeight:
-    """Parts on a GPU of which some are K-quants; the others are views of the dense copy, if any."""
+    """Parts on a GPU of which some stay packed; the others are views of the dense copy, if any."""
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
     layout = Layout.SOA if has_q4k_soa() else Layout.FILE
     is_dependent = has_dependent_launch(device)
