@@ -16,7 +16,6 @@ import torch
 from tiercel.errors import InternalError
 from tiercel.kernels import decode_step, rtc
 from tiercel.kernels.multi_item_attention import cuda_source, select_multi_item_attention
-from tiercel.kernels.q4k_dequantize import TYPES as DEQUANTIZE_TYPES
 from tiercel.kernels.q4k_dequantize import dequantize_source
 from tiercel.kernels.q4k_gemm import (
     TOKEN_CLASSES,
@@ -113,8 +112,7 @@ def q4k_sources():
                         name, tail, tokens, torch.float32, config, in_file=in_file
                     )
                     yield source, config
-            if name in DEQUANTIZE_TYPES:
-                yield dequantize_source(name, torch.bfloat16, in_file=in_file), None
+            yield dequantize_source(name, torch.bfloat16, in_file=in_file), None
 
 
 Q4K_SOURCES = dict(q4k_sources())

@@ -4,6 +4,7 @@
 #include <deque>
 
 typedef long long i64;
+struct Planes { const u8 *p0, *p1, *p2, *p3; };
 struct Place { int x, y; };
 static Place block_at, grid_size;
 #undef blockIdx

@@ -28,8 +28,8 @@ class UnitType:
 
 
 _OWN = ("q4k_ptx", "q4k_tokens", "q4k_units")
-_BY_32 = ("q4k_ptx", "q4k_tokens", "q4k_fetch", "q4k_units32")
-_BY_16 = ("q4k_ptx", "q4k_tokens", "q4k_fetch", "q4k_units16")
+_BY_32 = ("q4k_ptx", "q4k_tokens", "q4k_fields", "q4k_fetch", "q4k_units32")
+_BY_16 = ("q4k_ptx", "q4k_tokens", "q4k_fields", "q4k_fetch", "q4k_units16")
 UNIT_TYPES = {
     "Q4_K": UnitType(4, _OWN, 2304, 32, "Q4_K"),
     "Q6_K": UnitType(6, _OWN, 3360, 0, "Q6_K"),

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels.dequantize import launch_dequantize
-from tiercel.kernels.q4k_dequantize import TYPES, launch_q4k_dequantize
+from tiercel.kernels.q4k_dequantize import launch_q4k_dequantize
 from tiercel.ops.q4k_repack import q4k_repack
-from tiercel.quant import Layout, QuantTensor
+from tiercel.quant import PLANES, Layout, QuantTensor
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -68,4 +68,4 @@ def _dequantize_planes(weight: QuantTensor, dtype: torch.dtype) -> Tensor:
 
 def _has_kernel(weight: QuantTensor, device: torch.device) -> bool:
     """Whether the kernel of its own decodes it: 3.1 to 3.5 TB/s on an H200."""
-    return device.type == "cuda" and weight.qtype.name in TYPES and 0 not in weight.shape
+    return device.type == "cuda" and weight.qtype in PLANES and 0 not in weight.shape

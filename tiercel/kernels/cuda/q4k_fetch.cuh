@@ -1,52 +1,12 @@
-// How a unit of a type without code of its own reaches shared memory, from either layout; behind
-// q4k_tokens.cuh. Macros: QTYPE (below), IN_FILE (layout), TAIL (see q4k_matvec.cu), SLOT.
+// How a unit of the types of q4k_fields.cuh reaches shared memory, from either layout; behind that.
+// Macros besides its own: IN_FILE (layout), TAIL (see q4k_matvec.cu), SLOT (bytes of a unit).
 //
 // A unit is 16 rows x 256 columns: a block of each row, or two groups of four blocks of 32 columns.
 // The second group of a row's last unit may be missing (TAIL 1..4): it is zeros in the slot. In the
 // slot lie the planes of quant.PLANES one after the other, so that from planes each piece of 16
 // bytes is copied to where it is read. From the file two bytes at a time are carried there: slow,
 // but no type has code of its own.
-struct Field {  // of quant.Plane
-  int start, size, outer, pieces, inner;
-  bool is_woven;
-};
-#if QTYPE == 40 || QTYPE == 44  // Q4_0, IQ4_NL
-#define FILE_BYTES 18
-constexpr Field FIELDS[] = {{2, 16, 4, 1, 4, true}, {0, 2, 1, 1, 1, false}};
-#elif QTYPE == 41  // Q4_1
-#define FILE_BYTES 20
-constexpr Field FIELDS[] = {{4, 16, 4, 1, 4, true}, {0, 4, 1, 1, 1, false}};
-#elif QTYPE == 50  // Q5_0
-#define FILE_BYTES 22
-constexpr Field FIELDS[] = {{6, 16, 4, 1, 4, true}, {2, 4, 1, 1, 1, false}, {0, 2, 1, 1, 1, false}};
-#elif QTYPE == 51  // Q5_1
-#define FILE_BYTES 24
-constexpr Field FIELDS[] = {{8, 16, 4, 1, 4, true}, {4, 4, 1, 1, 1, false}, {0, 4, 1, 1, 1, false}};
-#elif QTYPE == 80  // Q8_0
-#define FILE_BYTES 34
-constexpr Field FIELDS[] = {{2, 32, 4, 2, 4, true}, {0, 2, 1, 1, 1, false}};
-#elif QTYPE == 5  // Q5_K
-#define FILE_BYTES 176
-constexpr Field FIELDS[] = {
-    {48, 128, 4, 2, 4, true}, {16, 32, 1, 1, 1, false}, {0, 16, 1, 1, 1, false}};
-#elif QTYPE == 45  // IQ4_XS
-#define FILE_BYTES 136
-constexpr Field FIELDS[] = {{8, 128, 4, 2, 4, true}, {0, 8, 1, 1, 1, false}};
-#elif QTYPE == 3  // Q3_K
-#define FILE_BYTES 110
-constexpr Field FIELDS[] = {{32, 64, 1, 1, 1, false},
-                            {0, 32, 1, 1, 1, false},
-                            {96, 12, 1, 1, 1, false},
-                            {108, 2, 1, 1, 1, false}};
-#elif QTYPE == 2  // Q2_K
-#define FILE_BYTES 84
-constexpr Field FIELDS[] = {{16, 64, 1, 1, 1, false}, {0, 16, 1, 1, 1, false}, {80, 4, 1, 1, 1, false}};
-#endif
-constexpr int NUM_FIELDS = sizeof(FIELDS) / sizeof(Field);
-constexpr int GROUP = FILE_BYTES < 64 ? 4 : 1;  // blocks of a row side by side
-constexpr int UNIT_GROUPS = FILE_BYTES < 64 ? 2 : 1;
-// Bytes of plane p in a group of a tile; where it starts in a slot.
-DEV constexpr int group_bytes(int p) { return 16 * GROUP * FIELDS[p].size; }
+// Where plane p starts in a slot.
 DEV constexpr int plane_at(int p) {
   return p == 0 ? 0 : plane_at(p - 1) + UNIT_GROUPS * group_bytes(p - 1);
 }
@@ -62,7 +22,7 @@ struct Source {  // the next unit of a warp
 #if IN_FILE
   template <int P> DEV void carry(u32 slot, int tile, int b) const {
     constexpr Field f = FIELDS[P];
-    constexpr int FIELD = GROUP * f.size, WIDTH = FIELD / (f.outer * f.pieces * f.inner);
+    constexpr int WIDTH = width_of(f);
 #pragma unroll 4
     for (int at = 2 * lane; at < UNIT_GROUPS * group_bytes(P); at += 64) {
       // The order of a plane: group, half of the rows, piece, row, outer, inner, byte.

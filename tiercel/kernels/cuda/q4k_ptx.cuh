@@ -1,10 +1,15 @@
-// What q4k_*.cuh and q4k_matvec.cu take from PTX. No #include. tests/cuda_on_cpu/q4k_device.hpp
+// What the sources q4k_* take from PTX. No #include. tests/cuda_on_cpu/q4k_device.hpp
 // stands for it where there is no GPU.
 #define DEV __device__ __forceinline__
 typedef unsigned int u32;
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef long long i64;
+
+struct Planes {
+  // SOA: those of quant.PLANES in order. FILE: the first alone.
+  const u8 *p0, *p1, *p2, *p3;
+};
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEV uint4 lds16(u32 a) {

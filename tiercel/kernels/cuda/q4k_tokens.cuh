@@ -35,8 +35,3 @@ DEV void stage_mean(u32 means, float mean, int m, int b, int n, int t, int i, in
   const u32 at = means + (b * m + n) * MEANS + MEANS / 4 * t + 2 * i;
   sts2(at, near), sts2(at + 2 * count, float_to_half(mean - half_to_float(near)));
 }
-
-struct Planes {
-  // SOA: those of quant.PLANES in order. FILE: the first alone.
-  const u8 *p0, *p1, *p2, *p3;
-};
