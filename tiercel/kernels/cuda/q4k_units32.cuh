@@ -5,7 +5,9 @@
 // time: lane t the columns 4 t .. 4 t + 3 and the 16 further ones, two products. So operands are
 // the integers themselves, a byte each made the fp16 subnormal q * 2^-24 and brought to its zero;
 // scales, d * sc where a block has several, multiply the float32 sums of a group: nothing is
-// rounded but those sums. Minima are one product more, of means, as in q4k_units.cuh.
+// rounded but those sums. Tensor cores do not shift subnormals up before they cut off low bits, so
+// integers of 4 and 5 bits lie at the top of their byte. Minima are one product more, of means, as
+// in q4k_units.cuh.
 //
 // A lane's bytes of a row are a piece of 16 for four groups (a word for each), or for two (Q8_0 and
 // Q5_K: two words, of which Q5_K takes the low nibbles for one group and the high ones for the next).
@@ -13,9 +15,9 @@
 // others as bytes 0 and 2, then 1 and 3 of a word.
 #define IS_TABLE (QTYPE == 44 || QTYPE == 45)
 #define HAS_MIN (QTYPE == 41 || QTYPE == 51)  // one of fp16 beside each d
-// What is taken from each integer, as two subnormals.
-#define ZERO_POINT \
-  (QTYPE == 40 ? 0x80088008u : QTYPE == 50 ? 0x80108010u : QTYPE == 80 || IS_TABLE ? 0x80808080u : 0)
+// What is taken from each byte, as two subnormals, and what a byte must be multiplied with.
+#define ZERO_POINT (QTYPE == 40 || QTYPE == 50 || QTYPE == 80 || IS_TABLE ? 0x80808080u : 0)
+#define BYTE_SCALE (QTYPE == 80 || IS_TABLE ? 1.f : QTYPE == 40 || QTYPE == 41 ? 1.f / 16 : 1.f / 8)
 static_assert(MEANS == (HAS_MIN || QTYPE == 5 ? 32 : 0), "MEANS");
 constexpr int LAST = plane_at(NUM_FIELDS - 1);  // scales
 
@@ -74,7 +76,7 @@ DEV Row load_row(u32 slot, int half, int quad, int lane) {
   r.high.x = lds4(high), r.high.y = lds4(high + 16);
   const uint4 header = lds16(slot + LAST + 16 * row);
   const u32 sc = six_bits(header.y, header.w, quad);
-  const float d = half_to_float(header.x & 0xffff);
+  const float d = BYTE_SCALE * half_to_float(header.x & 0xffff);
 #elif QTYPE == 45
   const uint2 header = lds8(slot + LAST + 8 * row);
   const u32 low = header.y >> (16 * quad), high = header.x >> (16 + 8 * quad);
@@ -95,9 +97,9 @@ DEV Row load_row(u32 slot, int half, int quad, int lane) {
     const u32 s = (low >> (4 * b) & 15) | (high >> (2 * b) & 3) << 4;
     r.scale[b] = d * (__uint_as_float(0x4b000000u | s) - 8388640.f);
 #elif HAS_MIN
-    r.scale[b] = half_to_float(word(header, b) & 0xffff);
+    r.scale[b] = BYTE_SCALE * half_to_float(word(header, b) & 0xffff);
 #else
-    r.scale[b] = half_to_float((b < 2 ? header.x : header.y) >> (16 * (b & 1)) & 0xffff);
+    r.scale[b] = BYTE_SCALE * half_to_float((b < 2 ? header.x : header.y) >> (16 * (b & 1)) & 0xffff);
 #endif
   }
   return r;
@@ -114,18 +116,18 @@ DEV void take_operands(u32 (&a)[4], const Row& r, int quad, int b, int t) {
   const uint4 q = b < 2 ? r.q : r.more;
   low = word(q, 2 * (b & 1)) ^ 0x80808080u, high = word(q, 2 * (b & 1) + 1) ^ 0x80808080u;
 #elif QTYPE == 5
-  const int j = 4 * quad + b, shift = 4 * (b & 1);
-  low = word(r.q, b & 2) >> shift & 0x0f0f0f0fu, high = word(r.q, (b & 2) + 1) >> shift & 0x0f0f0f0fu;
-  low |= (j < 4 ? r.high.x << (4 - j) : r.high.x >> (j - 4)) & 0x10101010u;
-  high |= (j < 4 ? r.high.y << (4 - j) : r.high.y >> (j - 4)) & 0x10101010u;
-#else
-  low = word(r.q, b) & 0x0f0f0f0fu, high = word(r.q, b) >> 4 & 0x0f0f0f0fu;
-#if QTYPE == 50 || QTYPE == 51
-  // Four bits to bit 4 of four bytes: no two of the products' bits meet.
+  const int j = 4 * quad + b;
+  low = word(r.q, b & 2), high = word(r.q, (b & 2) + 1);
+  low = (b & 1 ? low >> 1 : low << 3) & 0x78787878u;
+  high = (b & 1 ? high >> 1 : high << 3) & 0x78787878u;
+  low |= r.high.x << (7 - j) & 0x80808080u, high |= r.high.y << (7 - j) & 0x80808080u;
+#elif QTYPE == 50 || QTYPE == 51
+  // Four bits to bit 7 of four bytes: no two of the products' bits meet.
   const u32 bits = word(r.high, b) >> (4 * t);
-  low |= (bits & 15) * 0x02040810u & 0x10101010u;
-  high |= (bits >> 16 & 15) * 0x02040810u & 0x10101010u;
-#endif
+  low = (word(r.q, b) << 3 & 0x78787878u) | ((bits & 15) * 0x10204080u & 0x80808080u);
+  high = (word(r.q, b) >> 1 & 0x78787878u) | ((bits >> 16 & 15) * 0x10204080u & 0x80808080u);
+#else
+  low = word(r.q, b) << 4 & 0xf0f0f0f0u, high = word(r.q, b) & 0xf0f0f0f0u;
 #endif
   a[0] = low & 0x00ff00ffu, a[1] = __byte_perm(low, 0, 0x4341);
   a[2] = high & 0x00ff00ffu, a[3] = __byte_perm(high, 0, 0x4341);
