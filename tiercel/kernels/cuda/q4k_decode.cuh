@@ -23,7 +23,8 @@ struct Group {  // of a row
     const int outer = f.is_woven ? rest % f.outer : rest / (f.pieces * f.inner);
     const int inner = f.is_woven ? rest / f.outer % f.inner : rest % f.inner;
     const int piece = f.is_woven ? rest / (f.outer * f.inner) : rest / f.inner % f.pieces;
-    const int place = (((row / 8 * f.pieces + piece) * 8 + row % 8) * f.outer + outer) * f.inner + inner;
+    const int of_rows = (row / 8 * f.pieces + piece) * 8 + row % 8;
+    const int place = (of_rows * f.outer + outer) * f.inner + inner;
     return __ldg((const u16*)(plane + group * group_bytes(P) + place * WIDTH + i % WIDTH));
 #endif
   }
@@ -67,9 +68,11 @@ DEV Bytes load(const Planes& w, i64 group, int row, const u8* blocks, int lane) 
   const int j = lane >> 1, first = 32 * (lane >> 4) + 8 * (lane & 3);  // 16 columns of a scale
 #if QTYPE == 2
   const u32 s = at.byte<1>(j);
-  b.d = __fmul_rn(at.half<2>(0), (float)(s & 15)), b.least = __fmul_rn(at.half<2>(2), (float)(s >> 4));
+  b.d = __fmul_rn(at.half<2>(0), (float)(s & 15));
+  b.least = __fmul_rn(at.half<2>(2), (float)(s >> 4));
 #else
-  const u32 s = at.byte<2>(j & 7) >> (j < 8 ? 0 : 4) & 15 | (at.byte<2>(8 + j % 4) >> (2 * (j / 4)) & 3) << 4;
+  const u32 high = at.byte<2>(8 + j % 4) >> (2 * (j / 4)) & 3;
+  const u32 s = at.byte<2>(j & 7) >> (j < 8 ? 0 : 4) & 15 | high << 4;
   b.d = __fmul_rn(at.half<3>(0), (float)((int)s - 32));
 #pragma unroll
   for (int i = 0; i < 4; ++i) b.high[i] = at.pair<1>(8 * (lane & 3) + 2 * i) >> (lane >> 2);
@@ -79,26 +82,30 @@ DEV Bytes load(const Planes& w, i64 group, int row, const u8* blocks, int lane) 
   for (int i = 0; i < 4; ++i) b.q[i] = at.pair<0>(first + 2 * i);
   return b;
 }
+// V of kernels/dequantize.py.
+DEV int value_of(int q) {
+  constexpr signed char V[] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                               1,    13,   25,  38,  53,  69,  89,  113};
+  return V[q];
+}
 DEV void decode(float (&v)[8], const Bytes& b, int lane) {
-  constexpr signed char TABLE[] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                   1,    13,   25,  38,  53,  69,  89,  113};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const u32 byte = b.q[i / 2] >> (8 * (i & 1)) & 255, bits = b.high[i / 2] >> (8 * (i & 1));
-    int q;
+    const u32 byte = b.q[i / 2] >> (8 * (i & 1)) & 255;
 #if QTYPE == 80
-    q = (signed char)byte;
-#elif QTYPE == 2 || QTYPE == 3
-    q = byte >> (lane >> 1 & 6) & 3;
-    if (QTYPE == 3) q |= (bits & 1) << 2, q -= 4;
+    int q = (signed char)byte;
+#elif QTYPE == 2
+    int q = byte >> (lane >> 1 & 6) & 3;
+#elif QTYPE == 3
+    int q = (byte >> (lane >> 1 & 6) & 3) + 4 * (b.high[i / 2] >> (8 * (i & 1)) & 1) - 4;
 #elif QTYPE == 5
-    q = byte >> (lane & 4) & 15 | (bits & 1) << 4;
+    int q = (byte >> (lane & 4) & 15) + 16 * (b.high[i / 2] >> (8 * (i & 1)) & 1);
 #else
-    q = byte >> (2 * (lane & 2)) & 15;
-    if (QTYPE >= 50) q |= (b.high[0] >> i & 1) << 4;
+    int q = byte >> (2 * (lane & 2)) & 15;
+    if (QTYPE == 44 || QTYPE == 45) q = value_of(q);
+    if (QTYPE == 50 || QTYPE == 51) q += 16 * (b.high[0] >> i & 1);
     if (QTYPE == 40) q -= 8;
     if (QTYPE == 50) q -= 16;
-    if (QTYPE == 44 || QTYPE == 45) q = TABLE[q];
 #endif
     v[i] = __fmul_rn(b.d, (float)q);
     if (QTYPE == 5 || QTYPE == 2) v[i] = __fsub_rn(v[i], b.least);

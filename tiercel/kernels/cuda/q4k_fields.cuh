@@ -35,11 +35,14 @@ constexpr Field FIELDS[] = {{32, 64, 1, 1, 1, false},
                             {108, 2, 1, 1, 1, false}};
 #elif QTYPE == 2  // Q2_K
 #define FILE_BYTES 84
-constexpr Field FIELDS[] = {{16, 64, 1, 1, 1, false}, {0, 16, 1, 1, 1, false}, {80, 4, 1, 1, 1, false}};
+constexpr Field FIELDS[] = {
+    {16, 64, 1, 1, 1, false}, {0, 16, 1, 1, 1, false}, {80, 4, 1, 1, 1, false}};
 #endif
 constexpr int NUM_FIELDS = sizeof(FIELDS) / sizeof(Field);
 constexpr int GROUP = FILE_BYTES < 64 ? 4 : 1;  // blocks of a row side by side
 constexpr int UNIT_GROUPS = FILE_BYTES < 64 ? 2 : 1;  // in 256 columns
 // Bytes of plane p in a group of a tile.
 DEV constexpr int group_bytes(int p) { return 16 * GROUP * FIELDS[p].size; }
-DEV constexpr int width_of(const Field& f) { return GROUP * f.size / (f.outer * f.pieces * f.inner); }
+DEV constexpr int width_of(const Field& f) {  // bytes that stay together
+  return GROUP * f.size / (f.outer * f.pieces * f.inner);
+}

@@ -1,9 +1,9 @@
 // y = x W^T for m <= 8 NT tokens and a quantised W, at the speed of reading W; a header of units
 // (q4k_units*.cuh) before it. Macros besides its own: TAIL (of a row's last unit the groups of 32
-// columns that it has, 0 for all 8), SLOT (bytes of a unit), PARTS (warps that share a tile of 16 rows: 8, or 4 where a row
-// has no more units), GROUPS (tiles at a time in a CTA), STAGES (units of a warp in flight), EARLY
-// (of them, before x is asked for), BUFFERS (of sums), OUT (0 fp16, 1 bf16, 2 float32), IS_SPLIT,
-// CTAS (an SM, for the registers).
+// columns that it has, 0 for all 8), SLOT (bytes of a unit), PARTS (warps that share a tile of 16
+// rows: 8, or 4 where a row has no more units), GROUPS (tiles at a time in a CTA), STAGES (units of
+// a warp in flight), EARLY (of them, before x is asked for), BUFFERS (of sums), OUT (0 fp16, 1 bf16,
+// 2 float32), IS_SPLIT, CTAS (an SM, for the registers).
 //
 // A warp owns every PARTS-th unit of its group's tiles and streams them through a ring of its own:
 // a unit is copied, used and given back by one warp, so nothing waits for another warp but the sum

@@ -25,7 +25,8 @@ struct Tokens {
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
       const int n = min(8 * nt + g, m - 1);
-      x[nt] = at + (b * 8 * m + n) * 64 + 16 * t, rests[nt] = means + (b * m + n) * MEANS + MEANS / 4 * t;
+      x[nt] = at + (b * 8 * m + n) * 64 + 16 * t;
+      rests[nt] = means + (b * m + n) * MEANS + MEANS / 4 * t;
     }
   }
 };

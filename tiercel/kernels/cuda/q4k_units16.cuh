@@ -2,10 +2,11 @@
 // 3), NT.
 //
 // Columns of a lane as of Q6_K in q4k_units.cuh: with h = t / 2, e = t % 2 the weights
-// 128 h + 32 i + 16 e + l, i < 4, l < 16. Their two low bits are the bits 2 i of qs[32 h + 16 e + l],
-// the third of Q3_K is bit 4 h + i of hmask[16 e + l]. Integers stay where they lie in a byte, so
-// scales are divided by 4^i. Operands are exact: |scale * q| <= 45 (Q2_K), 128 (Q3_K), times 16 or 8
-// because tensor cores do not shift subnormals up before they cut off low bits.
+// 128 h + 32 i + 16 e + l, i < 4, l < 16. Their two low bits are bits 2 i and up of
+// qs[32 h + 16 e + l], the third of Q3_K is bit 4 h + i of hmask[16 e + l]. Integers stay where
+// they lie in a byte, so scales are divided by 4^i. Operands are exact: |scale * q| <= 45 (Q2_K),
+// 128 (Q3_K), times 16 or 8 because tensor cores do not shift subnormals up before they cut off low
+// bits.
 #define OPERAND_SCALE (QTYPE == 2 ? 16 : 8)
 static_assert(MEANS == (QTYPE == 2 ? 64 : 0), "MEANS");
 constexpr int LAST = plane_at(NUM_FIELDS - 1);  // d
@@ -40,7 +41,8 @@ DEV Scales unpack(u32 slot, int row, int t) {
   const u32 sc = bytes & 0x0f0f0f0fu;
   s.mins = bytes & 0xf0f0f0f0u, s.dmin = half_to_float(d >> 16);  // 16 times them
 #else
-  const u32 at = slot + plane_at(2) + 12 * row, shift = 4 * (t >> 1), d = lds2(slot + LAST + 2 * row);
+  const u32 at = slot + plane_at(2) + 12 * row, d = lds2(slot + LAST + 2 * row);
+  const int shift = 4 * (t >> 1);
   const u32 low = __byte_perm(lds4(at), lds4(at + 4), mine) >> shift & 0x0f0f0f0fu;
   const u32 high = __byte_perm(lds4(at + 8), 0, t & 1 ? 0x3131 : 0x2020) >> shift;
   const u32 sc = low | (high & 0x0303u) << 4 | (high >> 2 & 0x03030000u) << 4;
@@ -50,7 +52,8 @@ DEV Scales unpack(u32 slot, int row, int t) {
   for (int i = 0; i < 4; ++i) {
     // (1024 + v - 1024) * 16 / 4^i, (1024 + v - 1056) * 8 / 4^i
     const u32 over = 0x08000800u * i, zero = QTYPE == 2 ? 0xf400f400u : 0xf020f020u;
-    s.scale[i] = fma2(byte_pair(sc, i), (QTYPE == 2 ? 0x4c004c00u : 0x48004800u) - over, zero - over);
+    const u32 factor = QTYPE == 2 ? 0x4c004c00u : 0x48004800u;
+    s.scale[i] = fma2(byte_pair(sc, i), factor - over, zero - over);
     if (QTYPE == 3) s.offset[i] = mul2(s.scale[i], 0x80008000u | 0x00040004u << (2 * i));
   }
   return s;

@@ -9,8 +9,8 @@
 // integers of 4 and 5 bits lie at the top of their byte. Minima are one product more, of means, as
 // in q4k_units.cuh.
 //
-// A lane's bytes of a row are a piece of 16 for four groups (a word for each), or for two (Q8_0 and
-// Q5_K: two words, of which Q5_K takes the low nibbles for one group and the high ones for the next).
+// A lane's bytes of a row are a piece of 16 for four groups (a word for each) or for two (two words
+// each: Q8_0; both groups in the same four, as low and high nibbles: Q5_K).
 // Values of a table are looked up four at a time and come out in the order of the columns; all
 // others as bytes 0 and 2, then 1 and 3 of a word.
 #define IS_TABLE (QTYPE == 44 || QTYPE == 45)
@@ -99,7 +99,8 @@ DEV Row load_row(u32 slot, int half, int quad, int lane) {
 #elif HAS_MIN
     r.scale[b] = BYTE_SCALE * half_to_float(word(header, b) & 0xffff);
 #else
-    r.scale[b] = BYTE_SCALE * half_to_float((b < 2 ? header.x : header.y) >> (16 * (b & 1)) & 0xffff);
+    const u32 pair = b < 2 ? header.x : header.y;
+    r.scale[b] = BYTE_SCALE * half_to_float(b & 1 ? pair >> 16 : pair & 0xffff);
 #endif
   }
   return r;
