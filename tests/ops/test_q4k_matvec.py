@@ -23,7 +23,7 @@ SMALL_BLOCKS = [qtype for qtype in TYPES if qtype.block_weights == 32]
 TOLERANCE = dict.fromkeys(TYPES, 3e-6) | {QuantType.Q6_K: 3e-4}
 # (rows, columns): one row, less than a tile, a row more than one, uneven tiles; fewer units than
 # warps, more, a slice and a bit.
-SHAPES = [(1, 256), (15, 512), (17, 1024), (100, 2304), (33, 4352)]
+SHAPES = [(1, 256), (15, 512), (17, 1024), (53, 2304), (18, 4352)]
 # Rows that end within a unit: in its first group of four blocks or its second, within or behind it.
 ODD_SHAPES = [(16, 32), (17, 96), (1, 128), (15, 160), (33, 576), (18, 640), (16, 4320), (20, 4544)]
 CASES = [(shape, qtype) for qtype in TYPES for shape in SHAPES]
@@ -59,31 +59,20 @@ def pooled_error(actual, expected, x):
     return (((actual.double().cpu() - expected) / size).norm() / (expected / size).norm()).item()
 
 
-@pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.name)
 @pytest.mark.parametrize(("shape", "qtype"), CASES, ids=str)
-def test_matches_oracle(shape, qtype, layout, device):
+def test_matches_oracle(shape, qtype, device):
     rows, columns = shape
     part = make_weight(qtype, rows, columns, device)
-    weight = prepare_q4k(part, layout)
     x = make_tokens(5, columns, device)
-    wide = torch.full((7, rows + 3), float("nan"), device=device)
-    out = q4k_matvec(x, weight, out=wide[1:6, 2 : rows + 2])
-    assert out.data_ptr() == wide[1:6, 2:].data_ptr()
     expected = oracle.q4k_matvec(x, part.planes["data"], qtype.name)
-    assert pooled_error(out, expected, x) < TOLERANCE[qtype]
-    wide[1:6, 2 : rows + 2] = float("nan")
-    assert wide.isnan().all()  # nothing beside the result was written
-
-
-@pytest.mark.parametrize("dtype", kernel.OUT_CODES, ids=str)
-@pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
-def test_results_are_rounded_once(qtype, dtype, device):
-    weight = prepare_q4k(make_weight(qtype, 40, 768, device), Layout.SOA)
-    x = make_tokens(3, 768, device)
-    exact = q4k_matvec(x, weight, torch.float32)
-    out = q4k_matvec(x, weight, dtype)
-    assert out.dtype == dtype
-    assert torch.equal(out, exact.to(dtype))
+    for layout in Layout:
+        weight = prepare_q4k(part, layout)
+        wide = torch.full((7, rows + 3), float("nan"), device=device)
+        out = q4k_matvec(x, weight, out=wide[1:6, 2 : rows + 2])
+        assert out.data_ptr() == wide[1:6, 2:].data_ptr()
+        assert pooled_error(out, expected, x) < TOLERANCE[qtype]
+        wide[1:6, 2 : rows + 2] = float("nan")
+        assert wide.isnan().all()  # nothing beside the result was written
 
 
 @pytest.mark.gpu
