@@ -80,7 +80,7 @@ def select_form(qtype_name: str, out_features: int, dtype: torch.dtype, device_t
 
 
 def select_rows(*, has_copy: bool, has_fused: bool, uses_gemm: bool) -> tuple[int, int]:
-    """`reader_rows` and `fused_rows` of packed weights; beyond both, the copy or decoded weights.
+    """`reader_rows` and `fused_rows` of packed K-quants; beyond both, the copy or decoded weights.
 
     Args:
         has_copy: whether there is a dense copy.
