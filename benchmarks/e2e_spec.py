@@ -28,9 +28,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.common import environment, save
 from benchmarks.spec_texts import KINDS, make_jobs, prompt_texts
 from tiercel import LLM, SamplingParams
+from tiercel.engine import engine as engine_module
 from tiercel.engine.request import Request, Status
 from tiercel.engine.runner import Launch
+from tiercel.engine.sampler import Sampler
 from tiercel.engine.scheduler import SchedulerOutput
+from tiercel.ops.verify_accept import Verified
 
 BATCHES = (1, 8, 16, 64)
 ANSWER_TOKENS = 240
@@ -48,17 +51,14 @@ WAITS = (
 )
 
 
-class GivenTokens:
-    """A sampler that draws given continuations."""
+class GivenSampler(Sampler):
+    """Draws given continuations; what is done to the logits is part of captured steps too."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._runner = llm._engine.runner
-        self._rows = self._runner.rows
-        self._sampler = self._runner.sampler
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         shape = self._rows.token_ids.shape
         self._given = torch.zeros(shape, dtype=torch.int64, device=self._rows.device)
         self.answers: dict[str, list[int]] = {}  # by request id
-        self.is_banned = self._sampler.is_banned
 
     def enter(self, request: Request) -> None:
         answer = self.answers.get(request.request_id)
@@ -67,19 +67,27 @@ class GivenTokens:
             ids = torch.tensor(answer, dtype=torch.int64).pin_memory()
             own = self._given[request.row, start : start + len(answer)]
             own.copy_(ids, non_blocking=True)
-        self._sampler.enter(request)
+        super().enter(request)
 
     def __call__(self, logits: Tensor, requests: Any, rows: Tensor, slots: Any = None) -> Any:
+        if slots is None:
+            self._raise_given(logits, rows)
+        return super().__call__(logits, requests, rows, slots)
+
+    def accept(self, logits: Tensor, rows: Tensor, *others: Any) -> Verified:
+        self._raise_given(logits, rows)
+        return super().accept(logits, rows, *others)
+
+    def _raise_given(self, logits: Tensor, rows: Tensor) -> None:
         lines = len(logits) // len(rows)
         place = self._rows.num_tokens.index_select(0, rows).unsqueeze(1)
         place = place + torch.arange(lines, device=rows.device)
         tokens = self._given.index_select(0, rows).gather(1, place.long())
         logits.scatter_(1, tokens.flatten().unsqueeze(1), RAISED)
-        return self._sampler(logits, requests, rows, slots)
 
 
 def make_requests(
-    llm: LLM, kind: str, batch: int, given: GivenTokens | None, drafts: int | None
+    llm: LLM, kind: str, batch: int, given: GivenSampler | None, drafts: int | None
 ) -> list[Request]:
     """A batch of one kind of text."""
     params = SamplingParams(
@@ -114,7 +122,7 @@ def decode(llm: LLM, requests: list[Request]) -> tuple[float, int]:
     return count / seconds, steps
 
 
-def measure(llm: LLM, kind: str, batch: int, given: GivenTokens | None) -> dict[str, Any]:
+def measure(llm: LLM, kind: str, batch: int, given: GivenSampler | None) -> dict[str, Any]:
     """Both rates of one case, twice each; the better ones."""
     plain, drafted = 0.0, 0.0
     for _ in range(2):
@@ -146,7 +154,7 @@ def measure(llm: LLM, kind: str, batch: int, given: GivenTokens | None) -> dict[
     }
 
 
-def trace(llm: LLM, batch: int, given: GivenTokens | None) -> dict[str, Any]:
+def trace(llm: LLM, batch: int, given: GivenSampler | None) -> dict[str, Any]:
     """What a profiler sees of steps that verify: shares of GPU time, waits of the host."""
     engine = llm._engine
     requests = make_requests(llm, "edit", batch, given, None)
@@ -209,6 +217,8 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.given:
+        engine_module.Sampler = GivenSampler
     llm = LLM(
         options.model,
         device=options.device,
@@ -227,10 +237,8 @@ def main() -> None:
         (rows, round(cost, 3)) for rows, cost in llm._engine.scheduler.policy.costs
     ]
     print(f"tokens are {report['tokens']}; cost of verifying: {report['verify_costs']}", flush=True)
-    given = None
-    if options.given:
-        given = GivenTokens(llm)
-        llm._engine.runner.sampler = given
+    sampler = llm._engine.runner.sampler
+    given = sampler if isinstance(sampler, GivenSampler) else None
     report["cases"] = []
     for kind in options.kinds:
         for batch in options.batches:
