@@ -147,7 +147,7 @@ def extend_ngram_index(
 ) -> None:
     """Take the new tokens of all rows into the index with the whole device: for prompts.
 
-    Without it the next `ngram_index` does the same with one block of threads per row.
+    Without it the next `ngram_index` does the same with one warp per row.
 
     Args:
         index: mutated; of as many rows as the texts.

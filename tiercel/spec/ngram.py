@@ -23,9 +23,9 @@ from tiercel.spec.texts import DraftTexts, StepStates
 
 # Drafts of a batch have no common budget here: a step that verifies has a place for each.
 NO_BUDGET: Final = 2**30
-# Tokens of a new text from which all processors take it into the index; one block of threads takes
-# about 1 us for 100 tokens.
-_LONG_TEXT: Final = 2048
+# Tokens of a new text from which blocks of threads take it into the index before the next step does
+# so with a warp for each row.
+_LONG_TEXT: Final = 64
 
 
 class NgramProposer:
