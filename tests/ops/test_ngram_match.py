@@ -115,11 +115,13 @@ def test_budget_runs_over_many_rows(op, device):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(16))  # for as many processes
 @pytest.mark.parametrize("op", OPS)
-def test_100000_random_batches(op, device):
-    check_random(op, range(1000, 101_000), device)
-    check_random(op, range(200), device, max_rows=2500, max_room=12)
-    check_random(op, range(200), device, max_rows=4, max_room=3000)
+def test_100000_random_batches(op, part, device):
+    first = 1000 + 6250 * part
+    check_random(op, range(first, first + 6250), device)
+    check_random(op, range(part, 200, 16), device, max_rows=2500, max_room=12)
+    check_random(op, range(part, 200, 16), device, max_rows=4, max_room=3000)
 
 
 # ---- which window
