@@ -9,8 +9,10 @@ model's but that of a continuation made beforehand: the logits are computed as e
 is raised before the draw. All else runs as for users. Without it the model answers by itself.
 
 For each kind of text and batch size: the rate of steady decoding, of requests that are through
-their prompts, until the first of them ends; how many drafts were right, by place. With --trace: the
-share of the GPU's time in a step that drafting and acceptance take, and what the host waited for.
+their prompts, until the first of them ends; how many drafts were right, by place. Plain decoding is
+that of requests with drafts switched off, by the kernels that serve it without speculation. With
+--trace: the share of the GPU's time in a step that drafting and acceptance take, and what the host
+waited for. With --limits 1 2 3: each case again for requests that lower the number of drafts.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +89,27 @@ class GivenSampler(Sampler):
         logits.scatter_(1, tokens.flatten().unsqueeze(1), RAISED)
 
 
+@dataclass(frozen=True)
+class Work:
+    """A batch of requests of one kind of text, and tokens of each answer."""
+
+    kind: str
+    batch: int
+    length: int
+
+
 def make_requests(
-    llm: LLM, kind: str, batch: int, given: GivenSampler | None, drafts: int | None
+    llm: LLM, work: Work, given: GivenSampler | None, drafts: int | None
 ) -> list[Request]:
-    """A batch of one kind of text."""
+    """A batch of one kind of text, with up to `drafts` guesses a step."""
+    kind, batch = work.kind, work.batch
     params = SamplingParams(
-        temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True, num_spec_tokens=drafts
+        temperature=0, max_tokens=work.length, ignore_eos=True, num_spec_tokens=drafts
     )
     if given is None:
         messages = [[{"role": "user", "content": text}] for text in prompt_texts(kind, batch)]
         return [llm._inputs.request(llm.encode_chat(m), params, 0) for m in messages]
-    jobs = make_jobs(kind, batch, ANSWER_TOKENS, llm.source.config.vocab_size)
+    jobs = make_jobs(kind, batch, work.length, llm.source.config.vocab_size)
     requests = [llm._inputs.request(job.prompt, params, 0) for job in jobs]
     for request, job in zip(requests, jobs, strict=True):
         given.answers[request.request_id] = job.answer
@@ -122,20 +135,30 @@ def decode(llm: LLM, requests: list[Request]) -> tuple[float, int]:
     return count / seconds, steps
 
 
-def measure(llm: LLM, kind: str, batch: int, given: GivenSampler | None) -> dict[str, Any]:
-    """Both rates of one case, twice each; the better ones."""
-    plain, drafted = 0.0, 0.0
+def measure(
+    llm: LLM, work: Work, given: GivenSampler | None, limits: list[int | None]
+) -> list[dict[str, Any]]:
+    """The rate of plain decoding and those with drafts, twice each; the better ones."""
+    plain = max(decode(llm, make_requests(llm, work, given, 0))[0] for _ in range(2))
+    return [measure_drafts(llm, work, given, plain, limit) for limit in limits]
+
+
+def measure_drafts(
+    llm: LLM, work: Work, given: GivenSampler | None, plain: float, limit: int | None
+) -> dict[str, Any]:
+    """The rate with drafts beside the plain one, and what the drafts were worth."""
+    drafted = 0.0
     for _ in range(2):
-        plain = max(plain, decode(llm, make_requests(llm, kind, batch, given, 0))[0])
         before = llm.draft_counts
-        rate, steps = decode(llm, make_requests(llm, kind, batch, given, None))
+        rate, steps = decode(llm, make_requests(llm, work, given, limit))
         drafted = max(drafted, rate)
     counts = llm.draft_counts
     places = before.accepted_per_pos + [0] * len(counts.accepted_per_pos)
     verified = max(1, counts.num_drafts - before.num_drafts)
     return {
-        "kind": kind,
-        "batch": batch,
+        "kind": work.kind,
+        "batch": work.batch,
+        "drafts": limit,
         "plain_tokens_per_second": round(plain, 1),
         "tokens_per_second": round(drafted, 1),
         "ratio": round(drafted / plain, 3),
@@ -157,7 +180,7 @@ def measure(llm: LLM, kind: str, batch: int, given: GivenSampler | None) -> dict
 def trace(llm: LLM, batch: int, given: GivenSampler | None) -> dict[str, Any]:
     """What a profiler sees of steps that verify: shares of GPU time, waits of the host."""
     engine = llm._engine
-    requests = make_requests(llm, "edit", batch, given, None)
+    requests = make_requests(llm, Work("edit", batch, ANSWER_TOKENS), given, None)
     for request in requests:
         engine.submit(request)
     while not all(len(request.output_token_ids) >= 8 for request in requests):
@@ -214,6 +237,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--kinds", nargs="*", default=KINDS)
+    parser.add_argument("--limits", type=int, nargs="*", help="drafts of a request; all without")
+    parser.add_argument("--length", type=int, default=ANSWER_TOKENS, help="tokens of an answer")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -242,8 +267,10 @@ def main() -> None:
     report["cases"] = []
     for kind in options.kinds:
         for batch in options.batches:
-            report["cases"].append(measure(llm, kind, batch, given))
-            print(report["cases"][-1], flush=True)
+            work = Work(kind, batch, options.length)
+            found = measure(llm, work, given, options.limits or [None])
+            report["cases"] += found
+            print(*found, sep="\n", flush=True)
     report["traces"] = []
     for batch in options.batches if options.trace else ():
         report["traces"].append(trace(llm, batch, given))
