@@ -1,7 +1,7 @@
 """Drafts from the row's own text: what followed its last tokens where they first stood.
 
-All rows of the engine are one batch of `ngram_index`, at fixed addresses. On a CPU those that got no
-tokens in a step are idle in it. On a GPU they are drafted for again, with the same result, which
+All rows of the engine are one batch of `ngram_index`, at fixed addresses. On a CPU those that got
+no tokens in a step are idle in it. On a GPU they are drafted for again, with the same result, which
 costs less than to tell them apart.
 """
 
