@@ -200,9 +200,10 @@ def trace(llm: LLM, batch: int, given: GivenSampler | None) -> dict[str, Any]:
         engine.abort(request)
     while engine.has_work:
         engine.step()
-    ranges = [e.time_range for e in found.events() if e.name == LAUNCH]
+    on_gpu = torch.autograd.DeviceType.CUDA  # which shows the host's ranges once more
+    ranges = [e.time_range for e in found.events() if e.name == LAUNCH and e.device_type != on_gpu]
     inside = [e for e in found.events() if e.name in WAITS and _is_inside(e, ranges)]
-    kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [e for e in found.events() if e.device_type == on_gpu and e.name != LAUNCH]
     total = sum(e.time_range.elapsed_us() for e in kernels)
     own = sum(
         e.time_range.elapsed_us() for e in kernels if any(name in e.name for name in DRAFT_KERNELS)

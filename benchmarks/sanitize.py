@@ -52,7 +52,7 @@ def test_files(target: str) -> list[str]:
 
 def sanitize(tool: str, target: str, selected: str, limit_s: float) -> dict[str, Any]:
     """One target under one tool: what the tool and the tests said, and whether both are content."""
-    command = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9", "--kill=no"]
+    command = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
     command += ["--target-processes=application-only", "--print-limit=5"]
     command += ["--report-api-errors=no"] if tool == "memcheck" else []
     command += [f"--kernel-name-exclude=kernel_substring={name}" for name in NOT_WATCHED]

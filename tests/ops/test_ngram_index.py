@@ -10,6 +10,7 @@ from tiercel.errors import ArgumentError
 from tiercel.kernels.ngram_index import EMPTY_SLOT, select_ngram_index
 from tiercel.kernels.ngram_launch import ngram_source
 from tiercel.ops.ngram_index import (
+    MAX_TOKENS,
     NgramTexts,
     extend_ngram_index,
     make_ngram_index,
@@ -87,6 +88,9 @@ def test_sizes_and_rows_are_checked(device):
     for sizes, match in (((0, 1), "max_ngram_size=0"), ((2, 3), "min_ngram_size=3 is above")):
         with pytest.raises(ArgumentError, match=match):
             make_ngram_index(1, 8, device, max_ngram_size=sizes[0], min_ngram_size=sizes[1])
+    for tokens in (0, MAX_TOKENS + 1):
+        with pytest.raises(ArgumentError, match=f"max_tokens={tokens} is out of range"):
+            make_ngram_index(1, tokens, device)
     case, _ = next(grow_batch(0))
     texts = NgramTexts(**case.tensors(device))
     rows = texts.input_ids.shape[0]
