@@ -91,11 +91,12 @@ class GivenSampler(Sampler):
 
 @dataclass(frozen=True)
 class Work:
-    """A batch of requests of one kind of text, and tokens of each answer."""
+    """A batch of requests of one kind of text, tokens of each answer, and how often it runs."""
 
     kind: str
     batch: int
-    length: int
+    length: int = ANSWER_TOKENS
+    repeats: int = 2
 
 
 def make_requests(
@@ -138,8 +139,9 @@ def decode(llm: LLM, requests: list[Request]) -> tuple[float, int]:
 def measure(
     llm: LLM, work: Work, given: GivenSampler | None, limits: list[int | None]
 ) -> list[dict[str, Any]]:
-    """The rate of plain decoding and those with drafts, twice each; the better ones."""
-    plain = max(decode(llm, make_requests(llm, work, given, 0))[0] for _ in range(2))
+    """The rate of plain decoding and those with drafts, each the best of some runs."""
+    rates = (decode(llm, make_requests(llm, work, given, 0))[0] for _ in range(work.repeats))
+    plain = max(rates)
     return [measure_drafts(llm, work, given, plain, limit) for limit in limits]
 
 
@@ -148,7 +150,7 @@ def measure_drafts(
 ) -> dict[str, Any]:
     """The rate with drafts beside the plain one, and what the drafts were worth."""
     drafted = 0.0
-    for _ in range(2):
+    for _ in range(work.repeats):
         before = llm.draft_counts
         rate, steps = decode(llm, make_requests(llm, work, given, limit))
         drafted = max(drafted, rate)
@@ -180,7 +182,7 @@ def measure_drafts(
 def trace(llm: LLM, batch: int, given: GivenSampler | None) -> dict[str, Any]:
     """What a profiler sees of steps that verify: shares of GPU time, waits of the host."""
     engine = llm._engine
-    requests = make_requests(llm, Work("edit", batch, ANSWER_TOKENS), given, None)
+    requests = make_requests(llm, Work("edit", batch), given, None)
     for request in requests:
         engine.submit(request)
     while not all(len(request.output_token_ids) >= 8 for request in requests):
@@ -240,11 +242,13 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=KINDS)
     parser.add_argument("--limits", type=int, nargs="*", help="drafts of a request; all without")
     parser.add_argument("--length", type=int, default=ANSWER_TOKENS, help="tokens of an answer")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of a case; the best counts")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.given:
         engine_module.Sampler = GivenSampler
+    start = time.perf_counter()
     llm = LLM(
         options.model,
         device=options.device,
@@ -254,6 +258,7 @@ def main() -> None:
         num_spec_tokens=options.num_spec_tokens,
     )
     report: dict[str, Any] = environment(llm.config.device)
+    report["load_seconds"] = round(time.perf_counter() - start, 2)
     report["model"] = llm.source.path.name
     report["spec"] = {"method": options.spec, "num_spec_tokens": llm.config.spec.max_drafts}
     report["tokens"] = (
@@ -262,13 +267,14 @@ def main() -> None:
     report["verify_costs"] = [
         (rows, round(cost, 3)) for rows, cost in llm._engine.scheduler.policy.costs
     ]
-    print(f"tokens are {report['tokens']}; cost of verifying: {report['verify_costs']}", flush=True)
+    print(f"loaded in {report['load_seconds']} s; tokens are {report['tokens']}; cost of verifying: "
+          f"{report['verify_costs']}", flush=True)  # fmt: skip
     sampler = llm._engine.runner.sampler
     given = sampler if isinstance(sampler, GivenSampler) else None
     report["cases"] = []
     for kind in options.kinds:
         for batch in options.batches:
-            work = Work(kind, batch, options.length)
+            work = Work(kind, batch, options.length, options.repeats)
             found = measure(llm, work, given, options.limits or [None])
             report["cases"] += found
             print(*found, sep="\n", flush=True)
