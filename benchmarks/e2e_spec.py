@@ -267,8 +267,8 @@ def main() -> None:
     report["verify_costs"] = [
         (rows, round(cost, 3)) for rows, cost in llm._engine.scheduler.policy.costs
     ]
-    print(f"loaded in {report['load_seconds']} s; tokens are {report['tokens']}; cost of verifying: "
-          f"{report['verify_costs']}", flush=True)  # fmt: skip
+    shown = ("load_seconds", "tokens", "verify_costs")
+    print({name: report[name] for name in shown}, flush=True)
     sampler = llm._engine.runner.sampler
     given = sampler if isinstance(sampler, GivenSampler) else None
     report["cases"] = []
