@@ -138,6 +138,31 @@ def test_no_step_that_verifies_is_eager(path, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["ngram", "mtp", "hybrid"])
+def test_steps_draw_and_draft_within_their_graph(path, tmp_path, monkeypatch, spec):
+    path = path if spec == "ngram" else mtp_model(tmp_path / "mtp.gguf")
+    params = SamplingParams(temperature=0.4, seed=1, max_tokens=60, ignore_eos=True)
+    with open_on_gpu(path, spec=spec, num_spec_tokens=4) as llm:
+        engine = llm._engine
+        requests = [llm._inputs.request(p["prompt_token_ids"], params, i)
+                    for i, p in enumerate(PROMPTS)]  # fmt: skip
+        for request in requests:
+            engine.submit(request)
+        while not all(request.output_token_ids for request in requests):
+            engine.step()
+
+        def refuse(*_arguments):
+            raise AssertionError("drawn or drafted behind the graph")
+
+        monkeypatch.setattr(engine.runner.sampler, "accept", refuse)
+        monkeypatch.setattr(engine.runner.proposer, "propose", refuse)
+        while engine.has_work:
+            engine.step()
+        assert llm.draft_counts.num_accepted_tokens > 0
+    assert all(len(request.output_token_ids) == 60 for request in requests)
+
+
+@pytest.mark.gpu
 def test_nothing_compiles_once_the_model_is_loaded(path, monkeypatch):
     def refuse(*_arguments, **_options):
         raise AssertionError("compiled after loading")
