@@ -72,9 +72,10 @@ def best_of_slot_kernel(
     place = tl.program_id(0).to(tl.int64)  # R * width * vocab_size passes 2**31
     part = tl.program_id(1)
     request, slot = place // width, place % width
+    # Before the branch: one trip to memory for all three.
+    line = tl.load(starts_ptr + request) + slot
+    row = tl.load(rows_ptr + request)
     if slot <= tl.load(num_drafts_ptr + request):
-        line = tl.load(starts_ptr + request) + slot
-        row = tl.load(rows_ptr + request)
         temperature = tl.load(temperature_ptr + row)
         cols = part * PART + tl.arange(0, PART)
         mask = cols < vocab_size
