@@ -123,6 +123,12 @@ struct Claim {
   int value, old;
 };
 
+__device__ __forceinline__ void begin_insertion(Claim& claim, int* slot) {
+  if (claim.job.place < 0) return;
+  claim.slot = slot;
+  claim.old = atomicCAS(slot, EMPTY, claim.value);
+}
+
 // Look a job's window up, or begin to insert it; the key of the window if it is in the table and
 // wanted, or new and equal to the query.
 __device__ __forceinline__ u64 run_job(const Args& a, const Index& x, const Row& r, int row,
@@ -151,6 +157,10 @@ __device__ __forceinline__ u64 run_job(const Args& a, const Index& x, const Row&
     }
     const int stop = empty ? __ffs(empty) - 1 : 4;
     equal &= (1u << stop) - 1;
+    if (!equal && stop < 4) { // before other lanes read tokens
+      begin_insertion(claim, slots + stop);
+      return key;
+    }
     while (equal) { // one, as a rule, so that all lanes of a warp read their tokens together
       const int k = __ffs(equal) - 1;
       equal &= equal - 1;
@@ -161,10 +171,7 @@ __device__ __forceinline__ u64 run_job(const Args& a, const Index& x, const Row&
       return key;
     }
     if (stop == 4) continue;
-    if (job.place >= 0) {
-      claim.slot = slots + stop;
-      claim.old = atomicCAS(claim.slot, EMPTY, claim.value);
-    }
+    begin_insertion(claim, slots + stop);
     return key;
   }
   return key;
