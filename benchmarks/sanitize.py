@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -64,24 +65,27 @@ def sanitize(tool: str, target: str, selected: str, limit_s: float) -> dict[str,
     command += ["-k", selected] if selected else []
     start = time.perf_counter()
     row: dict[str, Any] = {"tool": tool, "target": Path(target).name}
+    process = subprocess.Popen(
+        [*command, *test_files(target)],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that the tests end with the tool
+    )
     try:
-        done = subprocess.run(
-            [*command, *test_files(target)],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-        )
+        output = process.communicate(timeout=limit_s)[0]
     except subprocess.TimeoutExpired:
-        return row | {"is_clean": False, "summary": f"not done after {limit_s:.0f} s"}
-    output = done.stdout + done.stderr
+        os.killpg(process.pid, signal.SIGKILL)
+        output = process.communicate()[0]
+        return row | {"is_clean": False, "summary": f"not done after {limit_s:.0f} s",
+                      "found": _HAZARD.findall(output)[:10]}  # fmt: skip
     summary = _SUMMARY.findall(output)
     tests = [line for line in output.splitlines() if re.match(r"\d+ (passed|failed)", line)]
     return row | {
         "seconds": round(time.perf_counter() - start, 1),
-        "is_clean": done.returncode == 0 and bool(summary) and bool(tests),
+        "is_clean": process.returncode == 0 and bool(summary) and bool(tests),
         "summary": "; ".join([*summary, *tests]) or output[-500:],
         "found": _HAZARD.findall(output)[:10],
     }
