@@ -23,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck")
 CAPTURING = "not replay and not graph"
@@ -101,6 +103,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of one target")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no GPU: nothing to watch.")
     runs = [(tool, target, options.k, options.limit) for target in options.targets
             for tool in options.tool]  # fmt: skip
     rows = []
