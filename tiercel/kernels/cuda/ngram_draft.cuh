@@ -196,20 +196,6 @@ __device__ __forceinline__ int read_threshold(const Args& a) {
   return a.device_threshold ? *a.device_threshold : a.threshold;
 }
 
-// Start reading this CTA's first tile before the row table is known, unless the budget of so many
-// rows may kill them all.
-__device__ __forceinline__ void prefetch_tile(const Args& a) {
-#ifndef NO_PREFETCH
-  if (!a.device_threshold && a.threshold - a.rows < 2) return;
-  const int row = blockIdx.x % a.rows, line = 128 / TOKEN_BYTES;
-  const int width = LANES << a.log2_tile, first = blockIdx.x / a.rows * width;
-  const Token* tokens = a.prompt + row * a.prompt_stride;
-  for (int at = first + threadIdx.x * line; at < min(first + width, a.prompt_room);
-       at += THREADS * line)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(tokens + at));
-#endif
-}
-
 // Rows to search, and the most tiles of one of them. Returns whether rows may be written at once.
 template <class Rule>
 __device__ __forceinline__ bool prune(const Args& a, Shared& s, int& rows, int& tiles) {
@@ -487,7 +473,6 @@ template <class Rule>
 __device__ __forceinline__ void draft(const Args& a) {
   __shared__ Shared s;
   int rows = a.rows, tiles = a.max_tiles, turn = 0;
-  if (a.is_pruning) prefetch_tile(a);
   if (a.is_pruning && prune<Rule>(a, s, rows, tiles)) {
     for (int row = blockIdx.x; row < rows; row += gridDim.x) {
       if (threadIdx.x == 0) s.best = NONE;
@@ -495,8 +480,9 @@ __device__ __forceinline__ void draft(const Args& a) {
       turn ^= 1;
       if (is_searched) __syncthreads();
       if (threadIdx.x < 32) {
-        const u64 key = is_searched ? s.best : NONE;
-        __syncwarp();
+        u64 key = NONE;
+        if (is_searched && threadIdx.x == 0) key = s.best; // the thread that sets it again
+        key = __shfl_sync(FULL, key, 0);
         write_row<Rule>(a, Rule::read(a, row), read_row(a, row), row, key);
       }
     }
