@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tiercel.batch import Batch
+from tiercel.engine.capture import GraphRecorder
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.rows import Rows, to_device
 from tiercel.engine.sampler import DraftSlots
@@ -130,8 +130,10 @@ class DecodeSteps:
         starts = self._places[: count + 1]
         return DraftSlots(starts, torch.zeros_like(starts[1:]), (1,) * count, (0,) * count)
 
-    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Run every bucket eagerly, then record it, largest first; one pool of memory for all.
+    def capture(
+        self, recorder: GraphRecorder, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Run every bucket eagerly, then record it, largest first.
 
         progress: called with (done, total).
         """
@@ -141,12 +143,10 @@ class DecodeSteps:
         # tokens of vocabulary; it costs 17 us at 64 rows.
         shape = (keys[0][0] * keys[0][1], self._model.config.vocab_size)
         self._logits = torch.empty(shape, dtype=torch.float32, device=self._config.device)
-        pool: Any = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self._config.device)
         for done, key in enumerate(keys):
             if progress is not None:
                 progress(done, len(keys))
-            self._graphs[key] = self._capture(*key, pool, stream)
+            self._graphs[key] = self._capture(*key, recorder)
         if progress is not None:
             progress(len(keys), len(keys))
 
@@ -161,21 +161,20 @@ class DecodeSteps:
         }
         return [(size, took[size, width] / took[size, 1] - 1.0) for size in sizes]
 
-    def _capture(self, size: int, width: int, pool: Any, stream: torch.cuda.Stream) -> _Captured:
+    def _capture(self, size: int, width: int, recorder: GraphRecorder) -> _Captured:
         device = self._config.device
         inputs = torch.zeros((2, size), dtype=torch.int32, device=device)
         inputs[0] = self._rows.scratch
         num_drafts = torch.zeros(size, dtype=torch.int32, device=device)
         lengths = (1,) * size
         logits = self._logits[: size * width]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            self._run(inputs, num_drafts, width, lengths)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+
+        def run() -> StepStates:
             result, states = self._run(inputs, num_drafts, width, lengths)
             logits.copy_(result)
+            return states
+
+        graph, states = recorder.record(run)
         # What is not kept gives its memory to the graphs captured next.
         keeps_states = self._proposer is not None and self._proposer.reads_states
         return _Captured(graph, inputs, num_drafts, logits, states if keeps_states else None)

@@ -26,8 +26,8 @@ from tiercel.engine.graphs import (
     DecodeSteps,
     VerifiedStep,
 )
-from tiercel.engine.item_graphs import ItemSteps
 from tiercel.engine.packed_items import PackedStep, pack_items
+from tiercel.engine.prompt_graphs import PromptSteps
 from tiercel.engine.prompt_reads import PromptPiece, read_prompt
 from tiercel.engine.request import Request
 from tiercel.engine.rows import Rows, lists_to_device, to_device
@@ -83,7 +83,7 @@ class ModelRunner:
         self.sampler = sampler
         self.config = config
         self.decode_steps = DecodeSteps(model, rows, config, proposer)
-        self.item_steps = ItemSteps(model, config)
+        self.prompt_steps = PromptSteps(model, rows, config)
         if proposer is not None:
             model.step = None  # a step of one token must have the bits of one that verifies
         is_cuda = config.device.type == "cuda"
@@ -155,6 +155,7 @@ class ModelRunner:
         if config.spec.max_drafts:
             width = 1 + config.spec.max_drafts
             graphed.append([width] * min(config.max_num_seqs, LARGEST_VERIFY_BUCKET))
+        graphed.append([self.prompt_steps.largest])
         peaks = []
         for query_lens in (*graphed, [min(64, longest)], chunks):
             before = torch.cuda.memory_allocated(config.device)
@@ -264,8 +265,7 @@ class ModelRunner:
         context_lens = [part.start + part.num_tokens for part in parts]
         packed = pack_items(parts) if any(part.items for part in parts) else None
         batch = self._batch(lengths, context_lens, there, starts, lines_there, packed)
-        hidden = self.model.forward(batch) if packed is None else self.item_steps(batch)
-        hidden = hidden[: batch.num_tokens]  # without what a graph pads
+        hidden = self.prompt_steps(batch)[: batch.num_tokens]  # without what pads it
         for part, place in zip(parts, ends[:-1].tolist(), strict=True):
             if part.request.reads_prompt:
                 pieces += read_prompt(self.model, part, hidden, place)

@@ -18,7 +18,14 @@ NUM_ITEMS: Final = 20  # to score
 NUM_NEW: Final = 4  # tokens: a step behind the prompt, overlapping ones, the last
 # One token, each tile of the kernel for few, prompts; on a CPU nothing depends on the length.
 PROMPT_LENGTHS: Final = {"cuda": (1, 2, 4, 8, 16, 100, 704, 2500), "cpu": (1, 40)}
-CHUNKS: Final = (24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096, 8192)
+CHUNKS: Final = (
+    768,
+    1024,
+    1536,
+    2048,
+    4096,
+    8192,
+)  # tokens; those of sizes that graphs have are done
 
 
 def _every_option(vocab_size: int) -> tuple[SamplingParams, ...]:
@@ -82,7 +89,8 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
         _score_items(engine, min(most, config.max_num_batched_tokens), vocab_size)
         # cuBLAS loads a kernel when it first chooses it, by the number of rows.
         for num_tokens in CHUNKS:
-            if num_tokens <= min(most, config.max_num_batched_tokens):
+            is_eager = num_tokens > engine.runner.prompt_steps.largest
+            if is_eager and num_tokens <= min(most, config.max_num_batched_tokens):
                 engine.runner.run_scratch([num_tokens])
     engine.scheduler.forget_history()
     engine.draft_counts = DraftCounts()
