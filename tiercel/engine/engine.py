@@ -98,6 +98,11 @@ class Engine:
             request.acceptance = FIRST_CHANCE
         self.scheduler.add(request)
 
+    def forget(self) -> None:
+        """Count from zero again, and keep nothing of what requests that have ended computed."""
+        self.scheduler.forget_history()
+        self.draft_counts = DraftCounts()
+
     def abort(self, request: Request) -> None:
         """End a request in any state; nothing happens if it has finished."""
         self.scheduler.finish(request, "abort")

@@ -6,6 +6,7 @@ inbox.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from time import perf_counter
 from typing import Final
@@ -22,6 +23,8 @@ from tiercel.engine.messages import (
     Embedding,
     Entered,
     ErrorInfo,
+    Forget,
+    Forgotten,
     FromEngine,
     LoadOptions,
     NewRequest,
@@ -50,6 +53,7 @@ class EngineSession:
         self.loop = EngineLoop(loaded.engine, self, loaded.faults)
         self._matchers = loaded.matchers
         self._send = send
+        self._engine = loaded.engine
         self._counters = Counters(loaded.engine)
         self._stats_s = 0.0
         self._requests: dict[int, Request] = {}
@@ -61,6 +65,8 @@ class EngineSession:
         """Take a message; on the thread that reads."""
         if isinstance(message, NewRequest):
             self._take(message)
+        elif isinstance(message, Forget):
+            self.loop.call(self._forget_history)
         elif isinstance(message, Abort | Stop):
             request_to_end = self._forget(message.key)
             if request_to_end is None:
@@ -116,6 +122,11 @@ class EngineSession:
         """Send the counters as they stand."""
         self._send_stats()
 
+    def _forget_history(self) -> None:
+        self._engine.forget()
+        self._counters = Counters(self._engine)
+        self._send(Forgotten())
+
     def _note_key(self, key: int) -> None:
         self._last_key = key
 
@@ -162,5 +173,8 @@ def open_session(
     loaded = load_model(source, msgspec.structs.replace(options, warm_up=True), report)
     loaded.matchers.prepare()
     session = EngineSession(loaded, send)
+    # What is there stays: a full collection in the middle of a step would look at all of it.
+    gc.collect()
+    gc.freeze()
     send(Ready(describe(loaded, perf_counter() - started_s)))
     return session

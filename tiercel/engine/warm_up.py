@@ -12,7 +12,6 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.request import Request
 from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.params import SamplingParams
-from tiercel.spec.counts import DraftCounts
 
 NUM_ITEMS: Final = 20  # to score
 NUM_NEW: Final = 4  # tokens: a step behind the prompt, overlapping ones, the last
@@ -59,7 +58,6 @@ def _score_items(engine: Engine, length: int, vocab_size: int) -> None:
     task = ScoreTask(items, ((ScoreRead(0, few),),))
     prompt = [i % vocab_size for i in range(length)]
     request = Request("warm-up", prompt, SamplingParams(), 0, 0, frozenset(), 0, score=task)
-    request.is_unsound = True
     engine.submit(request)
     while engine.has_work:
         engine.step()
@@ -81,10 +79,10 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
         for params in _every_option(vocab_size):
             prompt = [i % vocab_size for i in range(length)]
             request = Request("warm-up", prompt, params, 0, 0, frozenset({0}), NUM_NEW)
-            request.is_unsound = True  # its blocks are zeroed, not kept
             engine.submit(request)
-        while engine.has_work:
-            engine.step()
+            while engine.has_work:
+                engine.step()
+            engine.forget()  # the next one computes its whole prompt too
     if config.device.type == "cuda":
         _score_items(engine, min(most, config.max_num_batched_tokens), vocab_size)
         # cuBLAS loads a kernel when it first chooses it, by the number of rows.
@@ -92,5 +90,4 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
             is_eager = num_tokens > engine.runner.prompt_steps.largest
             if is_eager and num_tokens <= min(most, config.max_num_batched_tokens):
                 engine.runner.run_scratch([num_tokens])
-    engine.scheduler.forget_history()
-    engine.draft_counts = DraftCounts()
+    engine.forget()

@@ -1,0 +1,93 @@
+"""Passes requests through the whole server before it says that it is ready.
+
+The first request of a kind makes decoders of its body, fills caches of types and wakes threads for
+the first time, on both sides of the socket to the engine: 2 ms on the way to a first token that
+takes 4. So each route that generates is asked once or more, through a state of its own: its metrics
+are thrown away, nothing is logged, and in the end the engine forgets what it counted and kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+from starlette.types import ASGIApp, Message, Scope
+
+from tiercel.errors import TiercelError
+from tiercel.serve.errors import new_request_id
+from tiercel.serve.logs import REQUEST_LOG, RequestLog
+from tiercel.serve.metrics import Metrics
+from tiercel.serve.state import ServedModel, ServerState
+
+MakeApp = Callable[[ServerState], ASGIApp]
+# On a GPU, whose steps are short, what the interpreter adapts to counts too.
+_ROUNDS: Final = {"cpu": 1, "cuda": 4}
+_MESSAGES: Final = ({"role": "user", "content": "Hi"},)
+_NUM_NEW: Final = 2  # tokens
+_BODIES: Final[tuple[tuple[str, dict[str, object]], ...]] = (
+    ("/v1/chat/completions", {"messages": _MESSAGES, "max_completion_tokens": _NUM_NEW}),
+    ("/v1/messages", {"messages": _MESSAGES, "max_tokens": _NUM_NEW}),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": _NUM_NEW}),
+    ("/v1/completions", {"prompt": "Hi", "max_tokens": _NUM_NEW}),
+    ("/v1/completions", {"prompt": [0, 1, 2], "max_tokens": _NUM_NEW, "temperature": 0}),
+)
+
+
+async def rehearse(state: ServerState, model: ServedModel, make_app: MakeApp) -> None:
+    """Ask every route that generates, stream and whole answer; a refusal is no failure.
+
+    Args:
+        state: of the server; it has no model yet.
+        model: that it will serve.
+        make_app: the routes around a state.
+    """
+    stage = replace(
+        state,
+        settings=replace(state.settings, logs_prompts=False),
+        metrics=Metrics(),
+        model=model,
+        watch=None,
+        tracing=None,
+    )
+    app = make_app(stage)
+    for _ in range(_ROUNDS[model.info.device.partition(":")[0]]):
+        for path, fields in _BODIES:
+            for is_stream in (True, False):
+                body = {"model": model.name, "stream": is_stream, **fields}
+                with contextlib.suppress(TiercelError):  # no template, a short context, a restart
+                    await _ask(app, path, msgspec.json.encode(body))
+    await state.client.forget()
+    # What is there stays: a full collection in the middle of a request would look at all of it.
+    gc.collect()
+    gc.freeze()
+
+
+async def _ask(app: ASGIApp, path: str, body: bytes) -> None:
+    """Post a body and take the whole answer."""
+    scope: Scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "tiercel.request_id": new_request_id(),
+        REQUEST_LOG: RequestLog(),
+    }
+    parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if parts:
+            return parts.pop()
+        await asyncio.Event().wait()  # the client stays
+        raise AssertionError
+
+    async def send(_message: Message) -> None:
+        pass
+
+    await app(scope, receive, send)
