@@ -15,8 +15,12 @@ from tiercel.params import SamplingParams
 
 NUM_ITEMS: Final = 20  # to score
 NUM_NEW: Final = 4  # tokens: a step behind the prompt, overlapping ones, the last
-# One token, each tile of the kernel for few, prompts; on a CPU nothing depends on the length.
-PROMPT_LENGTHS: Final = {"cuda": (1, 2, 4, 8, 16, 100, 704, 2500), "cpu": (1, 40)}
+# One token, each tile of the kernel for few, and prompts, each of which has pinned buffers of
+# other sizes on its way to a GPU; on a CPU nothing depends on the length.
+PROMPT_LENGTHS: Final = {
+    "cuda": (1, 2, 4, 8, 16, 20, 40, 80, 160, 320, 640, 1280, 2560, 5120),
+    "cpu": (1, 40),
+}
 CHUNKS: Final = (
     768,
     1024,
