@@ -155,7 +155,8 @@ class ModelRunner:
         if config.spec.max_drafts:
             width = 1 + config.spec.max_drafts
             graphed.append([width] * min(config.max_num_seqs, LARGEST_VERIFY_BUCKET))
-        graphed.append([self.prompt_steps.largest])
+        num_whole, rest = divmod(self.prompt_steps.largest, longest)
+        graphed.append([longest] * num_whole + [rest] * (rest > 0))
         peaks = []
         for query_lens in (*graphed, [min(64, longest)], chunks):
             before = torch.cuda.memory_allocated(config.device)
