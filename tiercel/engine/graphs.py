@@ -107,7 +107,7 @@ class DecodeSteps:
             (B,) int32 rows and (B, vocab_size) float32 logits, B >= R; the first R lines are
             those of `rows`, in this order. They hold until the next step is enqueued.
         """
-        size = self._padded(len(rows), 1)
+        size = self.padded(len(rows), 1)
         step = self._replay(rows, [0] * len(rows), (size, 1), context_lens)
         return step.rows, step.logits
 
@@ -121,7 +121,7 @@ class DecodeSteps:
         width = 1 + self._config.spec.max_drafts if any(most_drafts) else 1
         if self._config.device.type == "cpu":
             return self._verify_ragged(rows, most_drafts)
-        size = self._padded(len(rows), width)
+        size = self.padded(len(rows), width)
         longest = [self._config.max_model_len] * len(rows)
         return self._replay(rows, most_drafts, (size, width), longest)
 
@@ -183,7 +183,8 @@ class DecodeSteps:
         assert self._proposer is not None, "rows draft where somebody proposes"
         self._proposer.propose(rows, states if self._proposer.reads_states else None)
 
-    def _padded(self, count: int, width: int) -> int:
+    def padded(self, count: int, width: int = 1) -> int:
+        """Rows that a step of `count` has, of `width` places each: as many, or the next bucket."""
         return next((size for size in self._buckets.get(width, ()) if size >= count), count)
 
     def _replay(

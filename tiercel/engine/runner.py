@@ -7,7 +7,7 @@ copies of the results to pinned memory. `collect` waits for those copies alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -206,7 +206,7 @@ class ModelRunner:
             lengths = [part.start + 1 for part in parts]
             rows, logits = self.decode_steps([part.row for part in parts], lengths)
         else:
-            rows, logits, _ = self._run_mixed(parts, pieces)
+            rows, logits, _ = self._run_mixed(parts, pieces, self.decode_steps.padded)
         self.faults.on_logits(plan.step_id, logits, [request.row for request in sampling])
         if not sampling:
             return []
@@ -230,7 +230,7 @@ class ModelRunner:
             draws.append(self._draw(plan.step_id, requests, step))
         if others:
             requests = tuple(part.request for part in others if part.samples)
-            rows, logits, states = self._run_mixed(others, pieces)
+            rows, logits, states = self._run_mixed(others, pieces, lambda count: count)
             seen = states if self.proposer.reads_states else None
             if requests:
                 slots = self.decode_steps.single_slots(len(requests))
@@ -252,16 +252,21 @@ class ModelRunner:
         return Draws(requests, replace(sample, next_drafts=made), slots.widths)
 
     def _run_mixed(
-        self, parts: Sequence[ScheduledRow], pieces: list[Piece]
+        self, parts: Sequence[ScheduledRow], pieces: list[Piece], padded: Callable[[int], int]
     ) -> tuple[Tensor, Tensor, StepStates]:
-        """Run chunks and single tokens together; rows and logits of those that sample, states."""
+        """Run chunks and single tokens together; rows and logits of those that sample, states.
+
+        padded: how many lines of logits to make for so many: those of scratch follow.
+        """
         lengths = [part.num_tokens for part in parts]
         ends = np.cumsum([0, *lengths])
         rows = [part.row for part in parts]
         drawn = [i for i, part in enumerate(parts) if part.samples]
-        lines = [ends[i + 1] - 1 for i in drawn]
+        missing = padded(len(drawn)) - len(drawn) if drawn else 0
+        lines = [*(ends[i + 1] - 1 for i in drawn), *[0] * missing]
+        drawn_rows = [*(rows[i] for i in drawn), *[self.rows.scratch] * missing]
         there, starts, lines_there, drawn_there = lists_to_device(
-            (rows, ends, lines, [rows[i] for i in drawn]), self.config.device
+            (rows, ends, lines, drawn_rows), self.config.device
         )
         context_lens = [part.start + part.num_tokens for part in parts]
         packed = pack_items(parts) if any(part.items for part in parts) else None
