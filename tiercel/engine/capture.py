@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+# Of a graph beside what its kernels write: 1.5 MiB with 36 layers of 11 kernels (H200).
+GRAPH_BYTES = 4 * 2**20
 
 
 class GraphRecorder:

@@ -130,6 +130,11 @@ class DecodeSteps:
         starts = self._places[: count + 1]
         return DraftSlots(starts, torch.zeros_like(starts[1:]), (1,) * count, (0,) * count)
 
+    @property
+    def num_graphs(self) -> int:
+        """How many `capture` records."""
+        return sum(map(len, self._buckets.values()))
+
     def capture(
         self, recorder: GraphRecorder, progress: Callable[[int, int], None] | None = None
     ) -> None:

@@ -122,6 +122,11 @@ class PromptSteps:
             padded.graph.replay()
         return self._hidden[:size]
 
+    @property
+    def num_graphs(self) -> int:
+        """How many `capture` records."""
+        return len(self._possible_plans())
+
     def capture(
         self,
         recorder: GraphRecorder | None,
@@ -131,12 +136,7 @@ class PromptSteps:
 
         progress: called with (done, total).
         """
-        device = self._hidden.device
-        wanted = {
-            _key(size, plans): plans
-            for size in reversed(self._sizes)
-            for plans in self._possible_plans(size)
-        }
+        device, wanted = self._hidden.device, self._possible_plans()
         for done, (key, plans) in enumerate(wanted.items()):
             if progress is not None:
                 progress(done, len(wanted))
@@ -162,11 +162,15 @@ class PromptSteps:
     def _run(self, step: Batch) -> None:
         self._hidden[: step.num_tokens].copy_(self._model.forward(step))
 
-    def _possible_plans(self, size: int) -> list[dict[AttentionShape, PlannedTiles]]:
-        """Of a request that fills a size, alone and behind prefixes."""
-        longest = max(size, self._max_model_len)
-        contexts = (size, min(size + _LONG_PREFIX, longest), longest)
-        return [self._plan((size,), (context,), None, size) for context in contexts]
+    def _possible_plans(self) -> dict[_Key, dict[AttentionShape, PlannedTiles]]:
+        """Of requests that fill a size, alone and behind prefixes; the largest first."""
+        wanted = {}
+        for size in reversed(self._sizes):
+            longest = max(size, self._max_model_len)
+            for context in (size, min(size + _LONG_PREFIX, longest), longest):
+                plans = self._plan((size,), (context,), None, size)
+                wanted[_key(size, plans)] = plans
+        return wanted
 
     def _plan(
         self,

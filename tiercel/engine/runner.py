@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
+from tiercel.engine.capture import GRAPH_BYTES
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.copies import HostCopies
 from tiercel.engine.faults import Faults
@@ -164,8 +165,11 @@ class ModelRunner:
             self.run_scratch(query_lens)
             peaks.append(torch.cuda.max_memory_allocated(config.device) - before)
         torch.cuda.empty_cache()
+        if not config.cuda_graphs:
+            return max(peaks)
         # Graphs keep memory of their own; eager steps share the rest.
-        return max(peaks) + (max(peaks[: len(graphed)]) if config.cuda_graphs else 0)
+        num_graphs = self.decode_steps.num_graphs + self.prompt_steps.num_graphs
+        return max(peaks) + max(peaks[: len(graphed)]) + GRAPH_BYTES * num_graphs
 
     def _write_rows(self, plan: SchedulerOutput) -> None:
         """Bring the rows up to date with what the host decided."""

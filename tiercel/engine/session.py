@@ -173,8 +173,6 @@ def open_session(
     loaded = load_model(source, msgspec.structs.replace(options, warm_up=True), report)
     loaded.matchers.prepare()
     session = EngineSession(loaded, send)
-    # What is there stays: a full collection in the middle of a step would look at all of it.
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # what is there stays: collections need not look at it in the middle of a step
     send(Ready(describe(loaded, perf_counter() - started_s)))
     return session

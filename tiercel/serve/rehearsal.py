@@ -62,9 +62,8 @@ async def rehearse(state: ServerState, model: ServedModel, make_app: MakeApp) ->
                 with contextlib.suppress(TiercelError):  # no template, a short context, a restart
                     await _ask(app, path, msgspec.json.encode(body))
     await state.client.forget()
-    # What is there stays: a full collection in the middle of a request would look at all of it.
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # what is there stays: collections need not look at it in the middle of a request
 
 
 async def _ask(app: ASGIApp, path: str, body: bytes) -> None:
