@@ -6,7 +6,6 @@ inbox.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from time import perf_counter
 from typing import Final
@@ -173,6 +172,5 @@ def open_session(
     loaded = load_model(source, msgspec.structs.replace(options, warm_up=True), report)
     loaded.matchers.prepare()
     session = EngineSession(loaded, send)
-    gc.freeze()  # what is there stays: collections need not look at it in the middle of a step
     send(Ready(describe(loaded, perf_counter() - started_s)))
     return session
