@@ -1,7 +1,10 @@
 """Requests that pass through the server before it is ready: all routes, and no trace of them."""
 
 import asyncio
+import gc
 import logging
+
+import pytest
 
 from tests.gguf_files import tiny_model
 from tests.serve.fake_client import CHAT_TEMPLATE, FakeClient, ask, fake_app, fake_info, running
@@ -12,6 +15,13 @@ from tiercel.serve.metrics import Metrics
 from tiercel.serve.state import ServerState, ServeSettings
 
 NUM_ANSWERS = 10  # five bodies, as stream and whole
+
+
+@pytest.fixture(autouse=True)
+def thawed():
+    """A rehearsal freezes what is there; this process goes on."""
+    yield
+    gc.unfreeze()
 
 
 def counted(response):
