@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
+
 from tiercel.engine.engine import Engine
 from tiercel.engine.request import Request
 from tiercel.engine.score import ScoreRead, ScoreTask
@@ -21,14 +23,7 @@ PROMPT_LENGTHS: Final = {
     "cuda": (1, 2, 4, 8, 16, 20, 40, 80, 160, 320, 640, 1280, 2560, 5120),
     "cpu": (1, 40),
 }
-CHUNKS: Final = (
-    768,
-    1024,
-    1536,
-    2048,
-    4096,
-    8192,
-)  # tokens; those of sizes that graphs have are done
+CHUNKS: Final = (768, 1024, 1536, 2048, 4096, 8192)  # tokens of eager steps, beyond all graphs
 
 
 def _every_option(vocab_size: int) -> tuple[SamplingParams, ...]:
@@ -94,4 +89,5 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
             is_eager = num_tokens > engine.runner.prompt_steps.largest
             if is_eager and num_tokens <= min(most, config.max_num_batched_tokens):
                 engine.runner.run_scratch([num_tokens])
+        torch.cuda.synchronize(config.device)  # else the first request waits for these
     engine.forget()
