@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
-
 from tiercel.engine.engine import Engine
 from tiercel.engine.request import Request
 from tiercel.engine.score import ScoreRead, ScoreTask
@@ -71,6 +69,13 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
     """
     config = engine.config
     most = min(config.max_model_len - NUM_NEW, engine.scheduler.cache.capacity - NUM_NEW)
+    if config.device.type == "cuda":
+        # cuBLAS loads a kernel when it first chooses it, by the number of rows. These come first:
+        # nobody waits for them, and behind the rest the first request would.
+        for num_tokens in CHUNKS:
+            is_eager = num_tokens > engine.runner.prompt_steps.largest
+            if is_eager and num_tokens <= min(most, config.max_num_batched_tokens):
+                engine.runner.run_scratch([num_tokens])
     for length in PROMPT_LENGTHS[config.device.type]:
         if length > most:
             break
@@ -84,10 +89,4 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
             engine.forget()  # the next one computes its whole prompt too
     if config.device.type == "cuda":
         _score_items(engine, min(most, config.max_num_batched_tokens), vocab_size)
-        # cuBLAS loads a kernel when it first chooses it, by the number of rows.
-        for num_tokens in CHUNKS:
-            is_eager = num_tokens > engine.runner.prompt_steps.largest
-            if is_eager and num_tokens <= min(most, config.max_num_batched_tokens):
-                engine.runner.run_scratch([num_tokens])
-        torch.cuda.synchronize(config.device)  # else the first request waits for these
     engine.forget()
