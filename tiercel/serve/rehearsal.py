@@ -25,8 +25,9 @@ from tiercel.serve.metrics import Metrics
 from tiercel.serve.state import ServedModel, ServerState
 
 MakeApp = Callable[[ServerState], ASGIApp]
-# On a GPU, whose steps are short, what the interpreter adapts to counts too.
-_ROUNDS: Final = {"cpu": 1, "cuda": 4}
+# Streams, then whole answers. On a GPU, whose steps are short, both again: what the interpreter
+# adapts to counts there.
+_ROUNDS: Final = {"cpu": (True,), "cuda": (True, False, True, False)}
 _MESSAGES: Final = ({"role": "user", "content": "Hi"},)
 _NUM_NEW: Final = 2  # tokens
 _BODIES: Final[tuple[tuple[str, dict[str, object]], ...]] = (
@@ -39,7 +40,7 @@ _BODIES: Final[tuple[tuple[str, dict[str, object]], ...]] = (
 
 
 async def rehearse(state: ServerState, model: ServedModel, make_app: MakeApp) -> None:
-    """Ask every route that generates, stream and whole answer; a refusal is no failure.
+    """Ask every route that generates; a refusal is no failure.
 
     Args:
         state: of the server; it has no model yet.
@@ -55,12 +56,11 @@ async def rehearse(state: ServerState, model: ServedModel, make_app: MakeApp) ->
         tracing=None,
     )
     app = make_app(stage)
-    for _ in range(_ROUNDS[model.info.device.partition(":")[0]]):
+    for is_stream in _ROUNDS[model.info.device.partition(":")[0]]:
         for path, fields in _BODIES:
-            for is_stream in (True, False):
-                body = {"model": model.name, "stream": is_stream, **fields}
-                with contextlib.suppress(TiercelError):  # no template, a short context, a restart
-                    await _ask(app, path, msgspec.json.encode(body))
+            body = {"model": model.name, "stream": is_stream, **fields}
+            with contextlib.suppress(TiercelError):  # no template, a short context, a restart
+                await _ask(app, path, msgspec.json.encode(body))
     await state.client.forget()
     gc.collect()
     gc.freeze()  # what is there stays: collections need not look at it in the middle of a request
