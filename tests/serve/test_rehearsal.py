@@ -64,10 +64,12 @@ def test_the_server_is_not_ready_before_its_end():
     assert seen == [None] * NUM_ANSWERS
 
 
-def test_a_gpu_is_asked_more_often():
+def test_a_gpu_is_asked_more_often_and_for_more():
     client = FakeClient(info=fake_info(device="cuda:0"))
     ask(client=client, is_rehearsed=True)
-    assert len(client.submitted) == 4 * NUM_ANSWERS
+    assert len(client.submitted) == 4 * (NUM_ANSWERS + 1)
+    long = [r.prompt_token_ids for r in client.submitted if len(r.prompt_token_ids) == 128]
+    assert [ids[0] for ids in long] == [0, 1, 2, 3]  # none is a prefix hit
 
 
 def test_a_refusal_delays_nothing():

@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
+from tiercel.engine.messages import EngineInfo
 from tiercel.errors import TiercelError
 from tiercel.serve.errors import new_request_id
 from tiercel.serve.logs import REQUEST_LOG, RequestLog
@@ -30,6 +31,7 @@ MakeApp = Callable[[ServerState], ASGIApp]
 _ROUNDS: Final = {"cpu": (True,), "cuda": (True, False, True, False)}
 _MESSAGES: Final = ({"role": "user", "content": "Hi"},)
 _NUM_NEW: Final = 2  # tokens
+_LONG_PROMPT: Final = 1000  # tokens
 _BODIES: Final[tuple[tuple[str, dict[str, object]], ...]] = (
     ("/v1/chat/completions", {"messages": _MESSAGES, "max_completion_tokens": _NUM_NEW}),
     ("/v1/messages", {"messages": _MESSAGES, "max_tokens": _NUM_NEW}),
@@ -37,6 +39,13 @@ _BODIES: Final[tuple[tuple[str, dict[str, object]], ...]] = (
     ("/v1/completions", {"prompt": "Hi", "max_tokens": _NUM_NEW}),
     ("/v1/completions", {"prompt": [0, 1, 2], "max_tokens": _NUM_NEW, "temperature": 0}),
 )
+
+
+def _bodies(info: EngineInfo, number: int) -> list[tuple[str, dict[str, object]]]:
+    """Of a round: on a GPU with a long prompt, each time another one."""
+    length = min(_LONG_PROMPT, info.max_model_len // 2) if info.device != "cpu" else 0
+    long = {"prompt": [number] * length, "max_tokens": _NUM_NEW, "temperature": 0}
+    return [*_BODIES, *[("/v1/completions", long)] * (length > 0)]
 
 
 async def rehearse(state: ServerState, model: ServedModel, make_app: MakeApp) -> None:
@@ -56,8 +65,8 @@ async def rehearse(state: ServerState, model: ServedModel, make_app: MakeApp) ->
         tracing=None,
     )
     app = make_app(stage)
-    for is_stream in _ROUNDS[model.info.device.partition(":")[0]]:
-        for path, fields in _BODIES:
+    for number, is_stream in enumerate(_ROUNDS[model.info.device.partition(":")[0]]):
+        for path, fields in _bodies(model.info, number):
             body = {"model": model.name, "stream": is_stream, **fields}
             with contextlib.suppress(TiercelError):  # no template, a short context, a restart
                 await _ask(app, path, msgspec.json.encode(body))
