@@ -83,6 +83,17 @@ def test_a_refusal_delays_nothing():
     assert not full.submitted
 
 
+def test_a_fault_is_logged_and_the_server_starts(caplog):
+    client = FakeClient()
+    client.script = lambda _request: [RuntimeError("a fault")]
+    gpu = fake_info(device="cuda:0")
+    client.info = gpu
+    (ready,) = ask(("GET", "/ready"), client=client, is_rehearsed=True)
+    assert ready.status_code == 200
+    faults = [r for r in caplog.records if r.name == "tiercel.serve.rehearsal"]
+    assert len(faults) == 2 * (NUM_ANSWERS + 1)  # whole answers; streams end with an event
+
+
 def test_the_engine_forgets_what_was_rehearsed(tmp_path):
     path = tiny_model(tmp_path / "m.gguf", metadata={"tokenizer.chat_template": CHAT_TEMPLATE})
     client = EngineClient(LoadOptions(model=str(path), device="cpu"))

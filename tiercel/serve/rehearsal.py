@@ -9,8 +9,8 @@ are thrown away, nothing is logged, and in the end the engine forgets what it co
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
@@ -25,6 +25,7 @@ from tiercel.serve.logs import REQUEST_LOG, RequestLog
 from tiercel.serve.metrics import Metrics
 from tiercel.serve.state import ServedModel, ServerState
 
+_LOG: Final = logging.getLogger(__name__)
 MakeApp = Callable[[ServerState], ASGIApp]
 # Streams, then whole answers. On a GPU, whose steps are short, both again: what the interpreter
 # adapts to counts there.
@@ -68,8 +69,7 @@ async def rehearse(state: ServerState, model: ServedModel, make_app: MakeApp) ->
     for number, is_stream in enumerate(_ROUNDS[model.info.device.partition(":")[0]]):
         for path, fields in _bodies(model.info, number):
             body = {"model": model.name, "stream": is_stream, **fields}
-            with contextlib.suppress(TiercelError):  # no template, a short context, a restart
-                await _ask(app, path, msgspec.json.encode(body))
+            await _ask(app, path, msgspec.json.encode(body))
     await state.client.forget()
     gc.collect()
     gc.freeze()  # what is there stays: collections need not look at it in the middle of a request
@@ -98,4 +98,9 @@ async def _ask(app: ASGIApp, path: str, body: bytes) -> None:
     async def send(_message: Message) -> None:
         pass
 
-    await app(scope, receive, send)
+    try:
+        await app(scope, receive, send)
+    except TiercelError:  # no template, a short context, a restart
+        pass
+    except Exception:  # noqa: BLE001 - the request boundary, with nobody to answer
+        _LOG.exception("a rehearsed request failed")
