@@ -114,12 +114,29 @@ def test_budget_runs_over_many_rows(op, device):
         assert last[0] > 1024, seed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-def test_100000_random_batches(op, device):
-    check_random(op, range(1000, 101_000), device)
-    check_random(op, range(200), device, max_rows=2500, max_room=12)
-    check_random(op, range(200), device, max_rows=4, max_room=3000)
+def test_short_texts_in_wide_rows(op, device):
+    """Batches so large that rows are looked at first: with a budget, and with one for all."""
+    for seed in (2, 5):
+        case = make_batch(op, seed, max_rows=2500, max_room=12)
+        narrow = case.arrays["input_ids"]
+        wide = np.full((len(narrow), 4000), POISON)
+        wide[:, : narrow.shape[1]] = narrow
+        case = replace(case, arrays=case.arrays | {"input_ids": wide})
+        for threshold in (len(narrow) // 2, 3 * len(narrow), 10**6):
+            limited, tensors = replace(case, threshold=threshold), case.tensors(device, torch.int32)
+            limited.run(tensors)
+            limited.check(tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(16))  # for as many processes
+@pytest.mark.parametrize("op", OPS)
+def test_100000_random_batches(op, part, device):
+    first = 1000 + 6250 * part
+    check_random(op, range(first, first + 6250), device)
+    check_random(op, range(part, 200, 16), device, max_rows=2500, max_room=12)
+    check_random(op, range(part, 200, 16), device, max_rows=4, max_room=3000)
 
 
 # ---- which window

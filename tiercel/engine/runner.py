@@ -33,7 +33,7 @@ from tiercel.engine.prompt_reads import PromptPiece, read_prompt
 from tiercel.engine.request import Request
 from tiercel.engine.rows import Rows, lists_to_device, to_device
 from tiercel.engine.sampled import DeviceSample, Sampled, host_result
-from tiercel.engine.sampler import Sampler
+from tiercel.engine.sampler import Sampler, is_plain
 from tiercel.engine.scheduler import ScheduledRow, SchedulerOutput
 from tiercel.engine.score_reads import ScorePiece, read_scores
 from tiercel.models.decoder import Decoder
@@ -83,10 +83,8 @@ class ModelRunner:
         self.rows = rows
         self.sampler = sampler
         self.config = config
-        self.decode_steps = DecodeSteps(model, rows, config, proposer)
+        self.decode_steps = DecodeSteps(model, rows, config, sampler, proposer)
         self.prompt_steps = PromptSteps(model, rows, config)
-        if proposer is not None:
-            model.step = None  # a step of one token must have the bits of one that verifies
         is_cuda = config.device.type == "cuda"
         self._copy_stream = torch.cuda.Stream(config.device) if is_cuda else None
 
@@ -227,10 +225,12 @@ class ModelRunner:
         others = [part for part in plan.scheduled if not _is_decode(part)]
         draws = []
         if answers:
-            step = self.decode_steps.verify(
-                [part.row for part in answers], [part.num_drafts for part in answers]
-            )
             requests = tuple(part.request for part in answers)
+            step = self.decode_steps.verify(
+                [part.row for part in answers],
+                [part.num_drafts for part in answers],
+                is_whole=all(map(is_plain, requests)) and not self.faults.faults,
+            )
             draws.append(self._draw(plan.step_id, requests, step))
         if others:
             requests = tuple(part.request for part in others if part.samples)
@@ -246,14 +246,18 @@ class ModelRunner:
         return draws
 
     def _draw(self, step_id: int, requests: tuple[Request, ...], step: VerifiedStep) -> Draws:
-        """Draw, and draft what may follow."""
-        slots = step.slots
-        line_rows = [r.row for r, w in zip(requests, slots.widths, strict=True) for _ in range(w)]
+        """Draw, and draft what may follow, unless the step has done so."""
+        widths = step.slots.widths
+        if step.results is not None:
+            # A tensor of its own: the next replay may begin before the copy to the host is done.
+            return Draws(requests, DeviceSample(torch.cat(step.results, 1)), widths)
+        line_rows = [r.row for r, w in zip(requests, widths, strict=True) for _ in range(w)]
         self.faults.on_logits(step_id, step.logits, line_rows)
-        sample = self.sampler(step.logits, requests, step.rows, slots)
+        sample = self.sampler(step.logits, requests, step.rows, step.slots)
         step.propose()
         made = self.rows.drafts.draft_ids.index_select(0, step.rows)
-        return Draws(requests, replace(sample, next_drafts=made), slots.widths)
+        joined = torch.cat((sample.token_ids, made), 1)
+        return Draws(requests, replace(sample, token_ids=joined), widths)
 
     def _run_mixed(
         self, parts: Sequence[ScheduledRow], pieces: list[Piece], padded: Callable[[int], int]
