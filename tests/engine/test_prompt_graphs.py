@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from tests.ops.test_multi_item_attention import ITEMS, PLAIN, make_case, relative_error
+from tests.tiny_llm import greedy, ids_of, open_tiny
 from tiercel.batch import PackedItems
 from tiercel.engine.prompt_graphs import LARGEST, padded_lengths, padded_size, padded_sizes
 from tiercel.ops.multi_item_attention import multi_item_attention
+from tiercel.params import SamplingParams
 
 LAYOUTS = {**ITEMS, **{f"plain, {name}": requests for name, requests in PLAIN.items()}}
 
@@ -74,3 +76,24 @@ def test_a_step_of_full_size_stays_as_it_is():
     case = make_case([(20, 20, [60, 4])], (4, 2, 64), 16, torch.float32, torch.device("cpu"))
     assert padded_lengths(*lengths_of(case), 64) == lengths_of(case)
     assert padded_lengths(*lengths_of(case), 128)[:2] == ((64, 64), (84, 64))
+
+
+def test_padded_lines_of_logits_change_nobody():
+    """Steps with prompts and steps of answers alike, as on a GPU."""
+    prompts = [
+        {"prompt_token_ids": [(7 * i + j) % 250 for j in range(5 + 9 * i)]} for i in range(5)
+    ]
+    params = [
+        greedy(12),
+        SamplingParams(seed=1, top_p=0.9, presence_penalty=1.0, max_tokens=12),
+        SamplingParams(seed=2, top_k=5, max_tokens=12, logprobs=3),
+        SamplingParams(seed=3, allowed_token_ids=list(range(50)), max_tokens=12),
+        SamplingParams(seed=4, max_tokens=12, prompt_logprobs=1),
+    ]
+
+    def answers(buckets):
+        with open_tiny(max_num_batched_tokens=40) as llm:
+            llm._engine.runner.decode_steps._buckets[1] = buckets
+            return ids_of(llm.generate(prompts, params))
+
+    assert answers([4, 8]) == answers([])
