@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tiercel.batch import Batch
+from tiercel.engine.capture import GraphRecorder
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.rows import Rows, to_device
 from tiercel.engine.sampler import DraftSlots, Sampler
@@ -121,7 +121,7 @@ class DecodeSteps:
             (B,) int32 rows and (B, vocab_size) float32 logits, B >= R; the first R lines are
             those of `rows`, in this order. They hold until the next step is enqueued.
         """
-        size = self._padded(len(rows), 1)
+        size = self.padded(len(rows), 1)
         step = self._replay(rows, [0] * len(rows), (size, 1, False), context_lens)
         return step.rows, step.logits
 
@@ -139,7 +139,7 @@ class DecodeSteps:
         width = 1 + self._config.spec.max_drafts if any(most_drafts) else 1
         if self._config.device.type == "cpu":
             return self._verify_ragged(rows, most_drafts)
-        size = self._padded(len(rows), width)
+        size = self.padded(len(rows), width)
         longest = [self._config.max_model_len] * len(rows)
         return self._replay(rows, most_drafts, (size, width, is_whole), longest)
 
@@ -148,29 +148,28 @@ class DecodeSteps:
         starts = self._places[: count + 1]
         return DraftSlots(starts, torch.zeros_like(starts[1:]), (1,) * count, (0,) * count)
 
-    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Run every bucket eagerly, then record it, largest first; one pool of memory for all.
+    @property
+    def num_graphs(self) -> int:
+        """How many `capture` records."""
+        return len(self._keys())
+
+    def capture(
+        self, recorder: GraphRecorder, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Run every bucket eagerly, then record it, largest first.
 
         progress: called with (done, total).
         """
-        kinds = (False,) if self._proposer is None else (False, True)
-        keys = [
-            (size, width, is_whole)
-            for width, sizes in self._buckets.items()
-            for size in sizes
-            for is_whole in kinds
-        ]
+        keys = self._keys()
         keys.sort(key=lambda key: key[0] * key[1], reverse=True)
         # Without this copy each graph would keep logits of its own, 1.5 GB together at 151,936
         # tokens of vocabulary; it costs 17 us at 64 rows.
         shape = (keys[0][0] * keys[0][1], self._model.config.vocab_size)
         self._logits = torch.empty(shape, dtype=torch.float32, device=self._config.device)
-        pool: Any = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self._config.device)
         for done, key in enumerate(keys):
             if progress is not None:
                 progress(done, len(keys))
-            self._graphs[key] = self._capture(*key, pool, stream)
+            self._graphs[key] = self._capture(*key, recorder)
         if progress is not None:
             progress(len(keys), len(keys))
 
@@ -185,29 +184,32 @@ class DecodeSteps:
         }
         return [(size, took[size, width] / took[size, 1] - 1.0) for size in sizes]
 
-    def _capture(
-        self, size: int, width: int, is_whole: bool, pool: Any, stream: torch.cuda.Stream
-    ) -> _Captured:
+    def _keys(self) -> list[tuple[int, int, bool]]:
+        """Of all graphs: rows, places of each, and whether they are whole steps."""
+        kinds = (False,) if self._proposer is None else (False, True)
+        return [
+            (size, width, is_whole)
+            for width, sizes in self._buckets.items()
+            for size in sizes
+            for is_whole in kinds
+        ]
+
+    def _capture(self, size: int, width: int, is_whole: bool, recorder: GraphRecorder) -> _Captured:
         device = self._config.device
         inputs = torch.zeros((2, size), dtype=torch.int32, device=device)
         inputs[0] = self._rows.scratch
         num_drafts = torch.zeros(size, dtype=torch.int32, device=device)
         lengths = (1,) * size
         logits = self._logits[: size * width]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+
+        def run() -> tuple[StepStates, tuple[Tensor, Tensor] | None]:
             result, states = self._run(inputs, num_drafts, width, lengths)
             if is_whole:
-                self._finish(inputs[0], result, num_drafts, width, states)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            result, states = self._run(inputs, num_drafts, width, lengths)
-            results = None
-            if is_whole:
-                results = self._finish(inputs[0], result, num_drafts, width, states)
-            else:
-                logits.copy_(result)
+                return states, self._finish(inputs[0], result, num_drafts, width, states)
+            logits.copy_(result)
+            return states, None
+
+        graph, (states, results) = recorder.record(run)
         # What is not kept gives its memory to the graphs captured next.
         keeps_states = self._proposer is not None and self._proposer.reads_states and not is_whole
         kept = states if keeps_states else None
@@ -230,7 +232,8 @@ class DecodeSteps:
         assert self._proposer is not None, "rows draft where somebody proposes"
         self._proposer.propose(rows, states if self._proposer.reads_states else None)
 
-    def _padded(self, count: int, width: int) -> int:
+    def padded(self, count: int, width: int = 1) -> int:
+        """Rows that a step of `count` has, of `width` places each: as many, or the next bucket."""
         return next((size for size in self._buckets.get(width, ()) if size >= count), count)
 
     def _replay(
