@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 BENCH ?= dequantize
 PROMPT ?= Why is the sky blue? Answer in three sentences.
 
-.PHONY: demo test test-gpu test-clients lint bench-cpu clean
+.PHONY: demo test test-gpu sanitize test-clients lint bench-cpu clean
 
 # The default model answers on the terminal; the first run fetches it.
 demo: $(VENV)/.demo
@@ -22,6 +22,10 @@ test: lint
 # What needs a GPU, on a machine that has one; elsewhere all of it skips.
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu -n 6 --dist loadfile
+
+# Kernels under compute-sanitizer, on a machine with a GPU.
+sanitize: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.sanitize
 
 # litellm and lm-eval need an older client of OpenAI's than the other tests: their own environment.
 # The server and pytest run in the usual one.
