@@ -277,8 +277,7 @@ def launch_split_attention(
         [
             *map(rtc.pointer, (q, k_cache, v_cache, block_tables, rows)),
             *lengths,
-            rtc.pointer(partials),
-            rtc.pointer(stats),
+            *map(rtc.pointer, (partials, stats)),
             *map(ctypes.c_int64, (q.stride(0), q.stride(1), block_tables.stride(0))),
             *map(ctypes.c_int, (reqs, kv_heads, heads // kv_heads, slots)),
             seen,
