@@ -39,12 +39,14 @@ class Shape:
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def name(self) -> str:
         window = f" window={self.window}" if self.window else ""
         heads = f"{self.heads}/{self.kv_heads}x{self.head_dim}"
-        return f"{self.reqs} x {self.queries} of {self.context}{window} {heads} bf16"
+        dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+        return f"{self.reqs} x {self.queries} of {self.context}{window} {heads} {dtype}"
 
     def visible(self, query: int) -> tuple[int, int]:
         """Keys [low, high) that a request's new token `query` sees."""
@@ -55,14 +57,23 @@ class Shape:
 SHAPES = {
     "cuda": [
         *[Shape(1, 1, context) for context in (256, 1024, 4096, 16384, 32768)],
-        *[Shape(8, 1, context) for context in (2048, 8192)],
-        *[Shape(64, 1, context) for context in (256, 512, 4096)],
+        *[Shape(reqs, 1, 16384 // reqs) for reqs in (2, 4, 8, 16, 32, 64, 128)],  # 67 MB each
+        *[Shape(reqs, 1, 600) for reqs in (8, 16, 64)],  # decode behind prompts of 512
+        Shape(8, 1, 8192),
+        *[Shape(64, 1, context) for context in (512, 4096)],
         Shape(64, 1, 4096, window=512),
-        *[Shape(reqs, 5, 8192) for reqs in (1, 8)],
-        Shape(1, 16, 8192),
+        Shape(64, 1, 512, dtype=torch.float16),
+        *[Shape(64, 1, 512, heads=heads, kv_heads=8) for heads in (16, 40, 64)],
+        Shape(64, 1, 1024, heads=28, kv_heads=4),
         Shape(16, 1, 1024, heads=9, kv_heads=3, head_dim=64),
-        Shape(64, 1, 4096, heads=14, kv_heads=2, head_dim=64),
+        Shape(64, 1, 2048, heads=9, kv_heads=3, head_dim=64),
+        Shape(64, 1, 512, heads=32, kv_heads=8, head_dim=64),
+        *[Shape(64, 1, context, heads=14, kv_heads=2, head_dim=64) for context in (2048, 4096)],
         Shape(16, 1, 4096, heads=8, kv_heads=4, head_dim=256),
+        Shape(64, 1, 2048, heads=4, kv_heads=1, head_dim=256),
+        *[Shape(reqs, 5, 8192) for reqs in (1, 8)],
+        Shape(64, 5, 600),
+        Shape(1, 16, 8192),
         Shape(1, 4096, 4096),
         Shape(8, 512, 512),
         Shape(1, 512, 8192),
@@ -126,7 +137,7 @@ def make_inputs(shape: Shape, seed: int, device: torch.device) -> Inputs:
     num_blocks = 1 + shape.reqs * per_request
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device=device).bfloat16()
+        return torch.randn(*size, generator=generator, device=device).to(shape.dtype)
 
     order = 1 + torch.randperm(num_blocks - 1, generator=generator, device=device)
     batch = make_batch(shape, order.view(shape.reqs, per_request).int())
@@ -231,6 +242,7 @@ def cases(device: torch.device) -> Iterator[Case]:
 def run() -> None:
     parser = parse(__doc__)
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of a measurement, about")
     parser.add_argument("--sweep", action="store_true", help="candidates of the split kernel too")
     arguments = parser.parse_args()
     if arguments.threads:
@@ -241,7 +253,7 @@ def run() -> None:
     if arguments.sweep:  # imported here: it needs Triton
         sweep = import_module("benchmarks.paged_attention_sweep").sweep
         swept = sweep(device, ceilings, arguments.out)
-    save(arguments.out, bench(cases(device), device, ceilings) | swept)
+    save(arguments.out, bench(cases(device), device, ceilings, arguments.seconds) | swept)
 
 
 if __name__ == "__main__":

@@ -160,12 +160,13 @@ def test_rows_do_not_depend_on_the_batch(shape, window, device):
 
 
 @pytest.mark.gpu
-def test_both_merges_have_the_same_bits(device):
-    """Up to 8 splits a warp merges a row, beyond 8 warps do, a few splits at once or more."""
+def test_merges_have_the_same_bits(device, monkeypatch):
+    """Up to 8 splits a warp merges a row, beyond 8 warps do, or one where rows are many."""
     for requests, window in (([(1, 700), (3, 1000), (1, 5)], 0), ([(2, 3000), (1, 2100)], 500)):
         case = make_case(requests, (8, 2, 128), 64, torch.bfloat16, device)
         narrow = run_kernel(*case[:4], window=window)
-        for wide in (8, 40):
+        for wide, many in ((8, 1 << 20), (40, 1 << 20), (8, 1), (16, 1)):
+            monkeypatch.setattr(kernel, "MANY_ROWS", many)
             assert torch.equal(narrow, run_kernel(*case[:4], window=window, wide=wide))
 
 
@@ -240,11 +241,20 @@ def test_partials_have_room_for_every_split(max_query_len, window):
     assert kernel.num_splits(0, max_query_len, window) == 1
 
 
+@pytest.mark.parametrize("slots", [1, 8, 9, 32, 33, 600])
+@pytest.mark.parametrize("head_dim", kernel.HEAD_DIMS)
+def test_selected_merge_has_room(head_dim, slots):
+    for count in (1, kernel.MANY_ROWS - 1, kernel.MANY_ROWS, 1 << 20):
+        config = kernel.select_merge(head_dim, slots, count)
+        assert 8 % config.batch == 0
+        assert config.is_wide or slots <= (32 if config.has_rounds else 8)
+
+
 def test_splits_end_with_tiles():
     assert kernel.FINE_END % kernel.FINE_KEYS == 0
     assert (kernel.MIDDLE_END - kernel.FINE_END) % kernel.MIDDLE_KEYS == 0
     for keys in (kernel.FINE_KEYS, kernel.MIDDLE_KEYS, kernel.COARSE_KEYS):
-        assert keys % kernel.TILE_KEYS == 0
+        assert all(keys % tile == 0 for tile in kernel.TILE_KEYS.values())
 
 
 @pytest.mark.parametrize("limit", [99 << 10, 163 << 10, kernel.H200_SMEM])
@@ -268,6 +278,7 @@ def test_kernels_compile_everywhere(head_dim, arch, tmp_path):
         assert compile_here(
             kernel.attention_source(head_dim, torch.float16, 64, config), tmp_path, arch
         )
-    for slots in (8, 9, 33):
-        source = kernel.merge_source(head_dim, torch.bfloat16, slots)
+    for slots, count in ((8, 1), (9, 1), (33, 1), (9, kernel.MANY_ROWS)):
+        config = kernel.select_merge(head_dim, slots, count)
+        source = kernel.merge_source(head_dim, torch.bfloat16, config)
         assert compile_here(source, tmp_path, arch)

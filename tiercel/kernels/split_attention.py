@@ -28,7 +28,8 @@ NO_WINDOW = 1 << 30  # longer than any sequence, and no sum with it passes 2**31
 CAPABILITY = (8, 0)  # cp.async, ldmatrix, m16n8k16 of bfloat16
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
-TILE_KEYS = 64  # of the kernel; divides the block size
+LEAST_BLOCK = 64  # tokens, which blocks must be a multiple of
+TILE_KEYS = {64: 128, 128: 64, 256: 64}  # of the kernel, by head_dim
 
 # Where splits end; part of every result. 128 keys keep short contexts fast (one request of 1,024:
 # 64 CTAs), and a row's workspace grows with their number.
@@ -37,7 +38,9 @@ MIDDLE_KEYS, MIDDLE_END = 256, 32768
 COARSE_KEYS = 512
 
 _THREADS = 128
-_MERGE_CLASSES = 8  # warps of the merge; splits, up to which a warp merges a row alone
+_MERGE_CLASSES = 8  # warps of the merge; splits of a row that a warp takes in one go
+_MOST_NARROW_SPLITS = 32  # that a warp merges alone: a lane holds the maximum of one
+MANY_ROWS = 512  # from here a warp a row is faster than 8
 H200_SMEM = 227 << 10
 
 
@@ -49,33 +52,38 @@ class SplitAttentionConfig:
         row_tiles: of 8 rows, that one pass over the keys serves.
         stages: tiles of keys and values of a CTA, in flight or in use.
         ctas: resident on an SM.
+        room: CTAs that the registers of an SM hold, more than `ctas` where merges wait beside them.
     """
 
     row_tiles: int
     stages: int
     ctas: int
+    room: int
 
     def smem_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory of a CTA: the ring, weights, maxima and sums."""
-        rows = 8 * self.row_tiles
-        stage = (2 * TILE_KEYS + rows) * head_dim * 2
-        return self.stages * stage + rows * (2 * TILE_KEYS + 2 * 4 * 4)
+        rows, keys = 8 * self.row_tiles, TILE_KEYS[head_dim]
+        stage = (2 * keys + rows) * head_dim * 2
+        return self.stages * stage + rows * (2 * keys + 2 * 4 * 4)
 
 
-# (head_dim, tiles of rows): best first; the last one needs the least memory.
+# (head_dim, most rows): best first; the last one needs the least memory. Groups of more than 4
+# heads of 64 have few key heads, so much to read means long contexts: there 3 CTAs are 4% faster,
+# but 15% slower where splits are one tile (H200, results/split_attention_h200.json).
 _LAUNCHES = {
-    (64, 1): (SplitAttentionConfig(1, 3, 3),),
-    (64, 2): (SplitAttentionConfig(2, 3, 3),),
-    (64, 3): (SplitAttentionConfig(3, 3, 3),),
-    (64, 4): (SplitAttentionConfig(4, 3, 3),),
-    (128, 1): (SplitAttentionConfig(1, 3, 2), SplitAttentionConfig(1, 2, 1)),
-    (128, 2): (SplitAttentionConfig(2, 3, 2), SplitAttentionConfig(2, 2, 1)),
-    (128, 3): (SplitAttentionConfig(3, 2, 2), SplitAttentionConfig(3, 2, 1)),
-    (128, 4): (SplitAttentionConfig(4, 2, 2), SplitAttentionConfig(4, 2, 1)),
-    (256, 1): (SplitAttentionConfig(1, 3, 1), SplitAttentionConfig(1, 2, 1)),
-    (256, 2): (SplitAttentionConfig(2, 3, 1), SplitAttentionConfig(2, 2, 1)),
+    (64, 4): (SplitAttentionConfig(1, 3, 2, 4), SplitAttentionConfig(1, 2, 1, 1)),
+    (64, 8): (SplitAttentionConfig(1, 2, 3, 4),),
+    (64, 16): (SplitAttentionConfig(2, 3, 2, 2), SplitAttentionConfig(2, 2, 1, 1)),
+    (64, 24): (SplitAttentionConfig(3, 3, 2, 2), SplitAttentionConfig(3, 2, 1, 1)),
+    (64, 32): (SplitAttentionConfig(4, 2, 2, 2),),
+    (128, 8): (SplitAttentionConfig(1, 3, 2, 4), SplitAttentionConfig(1, 2, 1, 1)),
+    (128, 16): (SplitAttentionConfig(2, 3, 2, 2), SplitAttentionConfig(2, 2, 1, 1)),
+    (128, 24): (SplitAttentionConfig(3, 2, 2, 2),),
+    (128, 32): (SplitAttentionConfig(4, 2, 2, 2),),
+    (256, 8): (SplitAttentionConfig(1, 3, 1, 1), SplitAttentionConfig(1, 2, 1, 1)),
+    (256, 16): (SplitAttentionConfig(2, 3, 1, 1), SplitAttentionConfig(2, 2, 1, 1)),
 }
-_MOST_ROW_TILES = {64: 4, 128: 4, 256: 2}
+_MOST_ROWS = {64: 32, 128: 32, 256: 16}
 
 
 @functools.cache
@@ -83,8 +91,8 @@ def is_supported(head_dim: int, dtype: torch.dtype, block_size: int, device: tor
     """Whether a CUDA device runs the kernels on a cache like this; no part of a batch."""
     if torch.cuda.get_device_capability(device) < CAPABILITY:
         return False
-    is_cache = head_dim in HEAD_DIMS and dtype in DTYPES and block_size % TILE_KEYS == 0
-    return is_cache and _LAUNCHES[head_dim, 1][-1].smem_bytes(head_dim) <= rtc.max_smem_bytes(
+    is_cache = head_dim in HEAD_DIMS and dtype in DTYPES and block_size % LEAST_BLOCK == 0
+    return is_cache and _LAUNCHES[head_dim, 8][-1].smem_bytes(head_dim) <= rtc.max_smem_bytes(
         device
     )
 
@@ -96,11 +104,8 @@ def select_split_attention(
 
     smem_limit: bytes of shared memory that a CTA may have.
     """
-    fitting = (
-        tiles for tiles in (1, 2, 3, 4) if rows <= 8 * tiles and (head_dim, tiles) in _LAUNCHES
-    )
-    row_tiles = next(fitting, _MOST_ROW_TILES[head_dim])
-    launches = _LAUNCHES[head_dim, row_tiles]
+    fitting = (most for dim, most in _LAUNCHES if dim == head_dim and rows <= most)
+    launches = _LAUNCHES[head_dim, next(fitting, _MOST_ROWS[head_dim])]
     fitting_launches = (one for one in launches if one.smem_bytes(head_dim) <= smem_limit)
     return next(fitting_launches, launches[-1])
 
@@ -125,18 +130,50 @@ def attention_source(
         *_split_macros(head_dim, dtype),
         ("BLOCK_SIZE", block_size),
         ("NR", config.row_tiles),
+        ("TILE", TILE_KEYS[head_dim]),
         ("STAGES", config.stages),
-        ("CTAS", config.ctas),
+        ("CTAS", config.room),
     )
     return rtc.KernelSource("split_attention", macros, ("attention_splits",))
 
 
-def merge_source(head_dim: int, dtype: torch.dtype, slots: int) -> rtc.KernelSource:
-    """The second kernel, for rows of at most `slots` splits."""
+@dataclass(frozen=True, slots=True)
+class MergeConfig:
+    """A launch of the second kernel; no part of the result.
+
+    Attributes:
+        is_wide: 8 warps have a row, else one has, of at most 32 splits.
+        has_rounds: a row may have more splits than the 8 that a warp takes in one go.
+        batch: splits that a warp asks for at once.
+        ctas: that the registers of an SM hold: those that wait beside the first kernel need room.
+    """
+
+    is_wide: bool
+    has_rounds: bool
+    batch: int
+    ctas: int
+
+
+def select_merge(head_dim: int, slots: int, rows: int) -> MergeConfig:
+    """Choose the launch for `rows` rows of at most `slots` splits. Pure."""
+    is_large = head_dim > 128
+    if slots <= _MERGE_CLASSES:
+        return MergeConfig(False, False, 4, 2 if is_large else 5)
+    if slots > _MOST_NARROW_SPLITS:
+        return MergeConfig(True, True, 8, 2 if is_large else 3)
+    if rows < MANY_ROWS:
+        return MergeConfig(True, True, 4, 2 if is_large else 5)
+    return MergeConfig(False, True, 512 // head_dim, 2 if is_large else 4)
+
+
+def merge_source(head_dim: int, dtype: torch.dtype, config: MergeConfig) -> rtc.KernelSource:
+    """The second kernel as built for one kind of call."""
     macros = (
         *_split_macros(head_dim, dtype),
-        ("IS_WIDE", int(slots > _MERGE_CLASSES)),
-        ("BATCH", 4 if slots <= 4 * _MERGE_CLASSES else 8),
+        ("IS_WIDE", int(config.is_wide)),
+        ("HAS_ROUNDS", int(config.has_rounds)),
+        ("BATCH", config.batch),
+        ("CTAS", config.ctas),
     )
     return rtc.KernelSource("merge_splits", macros, ("attention_splits",))
 
@@ -170,8 +207,9 @@ def load_split_attention(
         attention_source(head_dim, dtype, block_size, config): config.smem_bytes(head_dim)
         for config in configs
     }
-    for slots in (_MERGE_CLASSES, _MERGE_CLASSES + 1, 4 * _MERGE_CLASSES + 1):
-        sources[merge_source(head_dim, dtype, slots)] = 0
+    for slots in (_MERGE_CLASSES, _MOST_NARROW_SPLITS, _MOST_NARROW_SPLITS + 1):
+        for count in (1, MANY_ROWS):
+            sources[merge_source(head_dim, dtype, select_merge(head_dim, slots, count))] = 0
     rtc.fill_cache(sources, rtc.device_arch(device))
     for source, smem_bytes in sources.items():
         rtc.load_kernel(source, device, smem_bytes)
@@ -239,8 +277,7 @@ def launch_split_attention(
         [
             *map(rtc.pointer, (q, k_cache, v_cache, block_tables, rows)),
             *lengths,
-            rtc.pointer(partials),
-            rtc.pointer(stats),
+            *map(rtc.pointer, (partials, stats)),
             *map(ctypes.c_int64, (q.stride(0), q.stride(1), block_tables.stride(0))),
             *map(ctypes.c_int, (reqs, kv_heads, heads // kv_heads, slots)),
             seen,
@@ -248,9 +285,10 @@ def launch_split_attention(
         ],
         is_dependent=dependent,
     )
+    merge = select_merge(head_dim, slots, tokens * heads)
     rtc.launch(
-        rtc.load_kernel(merge_source(head_dim, q.dtype, slots), q.device),
-        heads if slots > _MERGE_CLASSES else -(-heads // _MERGE_CLASSES),
+        rtc.load_kernel(merge_source(head_dim, q.dtype, merge), q.device),
+        heads if merge.is_wide else -(-heads // _MERGE_CLASSES),
         32 * _MERGE_CLASSES,
         [
             *map(rtc.pointer, (partials, stats, out)),

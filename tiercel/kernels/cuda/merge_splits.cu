@@ -3,9 +3,10 @@
 //
 // A row is one head of one new token. Its splits are added in CLASSES classes, split i in class
 // i % CLASSES, each in order; then the classes in order. So the result does not depend on how many
-// threads do it: with IS_WIDE a warp has a class, else a warp has a whole row, of at most CLASSES
-// splits. Macros: D, IS_BF16, IS_WIDE, BATCH (splits that a warp asks for at once; few, where that is
-// enough, because CTAs that wait beside the kernel ahead need registers).
+// threads do it: with IS_WIDE a warp has a class, else a warp has a whole row, of at most 32 splits.
+// Macros: D, IS_BF16, IS_WIDE, HAS_ROUNDS (a row may have more than CLASSES splits), BATCH (splits
+// that a warp asks for at once), CTAS (an SM, for the registers: those that wait beside the kernel
+// ahead need room).
 #define CLASSES 8
 #define COLS (D / 32)  // of a lane
 
@@ -14,9 +15,8 @@ struct Sum {
 };
 
 // Weight and columns of one split, added.
-DEV void add_split(Sum& sum, float most, float2 stat, const float2 (&columns)[COLS / 2]) {
-  const float weight = exp2_fast(stat.x - most);
-  sum.total = __fmaf_rn(weight, stat.y, sum.total);
+DEV void add_split(Sum& sum, float weight, float total, const float2 (&columns)[COLS / 2]) {
+  sum.total = __fmaf_rn(weight, total, sum.total);
 #pragma unroll
   for (int c = 0; c < COLS; c += 2) {
     sum.of[c] = __fmaf_rn(weight, columns[c / 2].x, sum.of[c]);
@@ -27,7 +27,7 @@ DEV void add_split(Sum& sum, float most, float2 stat, const float2 (&columns)[CO
 DEV void fetch_columns(float2 (&x)[COLS / 2], const float* partial, int i, int splits, int lane) {
 #pragma unroll
   for (int c = 0; c < COLS; c += 2)
-    x[c / 2] = i < splits ? *(const float2*)(partial + (i64)i * D + COLS * lane + c)
+    x[c / 2] = i < splits ? *(const float2*)(partial + i * D + COLS * lane + c)
                           : make_float2(0.f, 0.f);
 }
 DEV void store_row(u16* out, i64 row, const Sum& sum, int lane) {
@@ -43,7 +43,7 @@ DEV float warp_max(float x) {
   return x;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * CLASSES) merge_splits(
+extern "C" __global__ void __launch_bounds__(32 * CLASSES, CTAS) merge_splits(
     const float* partials,  // (tokens * heads, slots, D)
     const float2* stats,    // (tokens * heads, slots): maximum and sum
     u16* out,               // (tokens * heads, D)
@@ -96,7 +96,8 @@ extern "C" __global__ void __launch_bounds__(32 * CLASSES) merge_splits(
   for (int i = start; i < splits; i += BATCH * CLASSES) {
     if (i != start) fetch(i);
 #pragma unroll
-    for (int b = 0; b < BATCH; ++b) add_split(sum, most, of_class[b], x[b]);
+    for (int b = 0; b < BATCH; ++b)
+      add_split(sum, exp2_fast(of_class[b].x - most), of_class[b].y, x[b]);
   }
 #pragma unroll
   for (int c = 0; c < COLS; ++c) columns[warp][COLS * lane + c] = sum.of[c];
@@ -111,29 +112,37 @@ extern "C" __global__ void __launch_bounds__(32 * CLASSES) merge_splits(
     for (int c = 0; c < COLS; ++c) all.of[c] = __fadd_rn(all.of[c], columns[w][COLS * lane + c]);
   }
 #else
-  float2 of_class[CLASSES], x[BATCH][COLS / 2];
-  auto place = [&](int w) { return (w - first % CLASSES + CLASSES) % CLASSES; };
-  auto fetch = [&](int from) {
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) fetch_columns(x[b], partial, place(from + b), splits, lane);
-  };
-#pragma unroll
-  for (int w = 0; w < CLASSES; ++w)
-    of_class[w] = place(w) < splits ? stat[place(w)] : make_float2(NEG_INF, 0.f);
-  fetch(0);
-  float most = NEG_INF;
-#pragma unroll
-  for (int w = 0; w < CLASSES; ++w) most = fmaxf(most, of_class[w].x);
+  // A lane holds the maximum and sum of one split.
+  const float2 own = lane < splits ? stat[lane] : make_float2(NEG_INF, 0.f);
+  float most = warp_max(own.x);
   if (most == NEG_INF) most = 0.f;
+  const float own_weight = exp2_fast(own.x - most);
   Sum all = {};
 #pragma unroll
-  for (int w = 0; w < CLASSES; ++w) {
-    if (w && w % BATCH == 0) fetch(w);
-    Sum sum = {};
-    add_split(sum, most, of_class[w], x[w % BATCH]);
-    all.total = __fadd_rn(all.total, sum.total);
+  for (int w = 0; w < CLASSES; w += BATCH) {
+    Sum sums[BATCH] = {};
+    int base = 0;
+    do {
+      float2 x[BATCH][COLS / 2];
+      int place[BATCH];
 #pragma unroll
-    for (int c = 0; c < COLS; ++c) all.of[c] = __fadd_rn(all.of[c], sum.of[c]);
+      for (int b = 0; b < BATCH; ++b) {
+        place[b] = base + (w + b - first % CLASSES + CLASSES) % CLASSES;
+        fetch_columns(x[b], partial, place[b], splits, lane);
+      }
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b) {
+        const float weight = __shfl_sync(~0u, own_weight, place[b]);
+        add_split(sums[b], weight, __shfl_sync(~0u, own.y, place[b]), x[b]);
+      }
+      base += CLASSES;
+    } while (HAS_ROUNDS && base < splits);
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+      all.total = __fadd_rn(all.total, sums[b].total);
+#pragma unroll
+      for (int c = 0; c < COLS; ++c) all.of[c] = __fadd_rn(all.of[c], sums[b].of[c]);
+    }
   }
 #endif
   store_row(out, row, all, lane);

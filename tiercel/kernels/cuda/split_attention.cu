@@ -3,33 +3,37 @@
 //
 // A unit of work is a split of one request, one key/value head and one tile of ROWS rows (a row is
 // a query of a head of the group). Units lie in a row by (request, split, head, tile of rows), as
-// many places long as they have tiles of 64 keys; each CTA takes those that begin in its equal share
-// of all places. So any mix of lengths spreads evenly, by lengths that only the device knows. Which
-// CTA computes a unit is no part of its result.
+// many places long as they have tiles; each CTA takes those that begin in its equal share of all
+// places. So any mix of lengths spreads evenly, by lengths that only the device knows. Which CTA
+// computes a unit is no part of its result.
 //
 // Keys and values stream through a ring of STAGES tiles that runs ahead over units. Products are
 // transposed, keys and value columns as their 16 rows and queries as their 8 columns: 4 heads cost 8
-// columns. A warp scores 16 keys of a tile; maxima and weights meet in shared memory; then each warp
+// columns. A warp scores 16 of each 64 keys; maxima and weights meet in shared memory; then each warp
 // multiplies all keys with its quarter of the value columns. So a unit's sums over keys have one
 // order, whatever the number of rows.
+//
+// Copies queue for some 4 us, and what else is read from memory waits in the same queue: blocks are
+// looked up a tile early, and the next request's table and the first queries come to the cache early.
 //
 // With dependent launch, lengths, tables and keys older than this step are read before the kernel
 // ahead has ended: they must have been written before that one began (docs/notes/attention.md).
 //
-// Macros: D (head_dim: 64, 128, 256), BLOCK_SIZE (of the cache, a multiple of 64), NR (tiles of 8
-// rows: 1 to 4), STAGES, CTAS (an SM, for the registers), IS_BF16.
-#define TILE 64
+// Macros: D (head_dim: 64, 128, 256), TILE (keys: 64, 128), BLOCK_SIZE (of the cache, a multiple of
+// 64), NR (tiles of 8 rows: 1 to 4), STAGES, CTAS (an SM, for the registers), IS_BF16.
 #define ROWS (8 * NR)
 #define WARPS 4
-#define BLOCK_TILES (BLOCK_SIZE / TILE)
-#define PIECES (D / 8)                   // of 16 bytes, of a row of keys
-#define LINES (32 * WARPS / PIECES)      // rows that all threads copy at once
+#define KT (TILE / 64)               // times 16 keys: what a warp scores
+#define SPAN (TILE < BLOCK_SIZE ? TILE : BLOCK_SIZE)  // keys of a tile that lie in one block
+#define BLOCKS (TILE / SPAN)         // of a tile
+#define PIECES (D / 8)               // of 16 bytes, of a row of keys
+#define LINES (32 * WARPS / PIECES)  // rows that all threads copy at once
 #define KV_BYTES (TILE * D * 2)
 #define STAGE_BYTES (2 * KV_BYTES + ROWS * D * 2)  // keys, values, and queries where a unit begins
-#define DT (D / WARPS / 16)              // tiles of 16 value columns of a warp
-#define WEIGHTS (STAGES * STAGE_BYTES)   // (ROWS, 64) in 16 bits
-#define MAXIMA (WEIGHTS + ROWS * 128)    // (ROWS, WARPS) float
-#define SUMS (MAXIMA + ROWS * 16)        // (ROWS, WARPS) float
+#define DT (D / WARPS / 16)                 // tiles of 16 value columns of a warp
+#define WEIGHTS (STAGES * STAGE_BYTES)      // (ROWS, TILE) in 16 bits
+#define MAXIMA (WEIGHTS + ROWS * TILE * 2)  // (ROWS, WARPS) float
+#define SUMS (MAXIMA + ROWS * 16)           // (ROWS, WARPS) float
 
 #if IS_BF16
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -68,6 +72,10 @@ DEV float4 load_floats(u32 address) {
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
   return x;
 }
+DEV void store_16(u32 address, uint4 x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+               ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
 DEV void store_float(u32 address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
@@ -80,7 +88,13 @@ DEV void store_half(u32 address, u32 x) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((u16)x) : "memory");
 }
 
+// Asks for what will be read soon.
+DEV void prefetch_line(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 struct Lengths {
+  const int* rows;
   const int* cu_seqlens;
   const int* seq_lens;
   int reqs, kv_heads, group, window;
@@ -90,7 +104,7 @@ struct Lengths {
 struct Walk {
   Request of;
   int place, stop;  // of the unit, and where the share of this CTA ends
-  int request, row_tiles, split;
+  int request, table_row, row_tiles, split;
   int kv_head, row_tile;  // of the unit, its head the slower one
   int begin, end, tile;   // tiles of the unit, and the one at hand
 
@@ -104,12 +118,12 @@ struct Walk {
     const int tiles = of.seq_len > 0 ? last_tile() - first_tile() + 1 : 0;
     return tiles * row_tiles * lengths.kv_heads;
   }
-  // Places of requests first + lane.
+  // Places of request first + lane; without a branch, so that several loads are under way at once.
   DEV int places_of(const Lengths& lengths, int first) {
-    request = first + (threadIdx.x & 31);
-    if (request >= lengths.reqs) return 0;
+    const int wanted = first + (threadIdx.x & 31);
+    request = min(wanted, lengths.reqs - 1);
     enter(lengths);
-    return places(lengths);
+    return wanted < lengths.reqs ? places(lengths) : 0;
   }
   DEV void enter_split(int at) {
     split = at;
@@ -119,9 +133,13 @@ struct Walk {
   // The first unit of share `share` of `shares`.
   DEV void start(const Lengths& lengths, int share, int shares) {
     const int lane = threadIdx.x & 31;
+    int lane_row = lengths.rows[min(lane, lengths.reqs - 1)];  // beside the lengths
     int total = 0;
-    for (int first = 0; first < lengths.reqs; first += 32)
-      total += __reduce_add_sync(~0u, places_of(lengths, first));
+    for (int first = 0; first < lengths.reqs; first += 128) {
+#pragma unroll
+      for (int i = 0; i < 128; i += 32) total += places_of(lengths, first + i);
+    }
+    total = __reduce_add_sync(~0u, total);
     const int from = (int)((i64)total * share / shares);
     stop = (int)((i64)total * (share + 1) / shares);
     int base = 0, found = lengths.reqs;
@@ -138,6 +156,8 @@ struct Walk {
         const int before = __shfl_sync(~0u, upto, max(at - 1, 0));
         if (at) base += before;
         found = first + at;
+        if (first) lane_row = lengths.rows[min(first + lane, lengths.reqs - 1)];
+        table_row = __shfl_sync(~0u, lane_row, at);
         break;
       }
       base += of_warp;
@@ -175,6 +195,7 @@ struct Walk {
     } else {
       do ++request, enter(lengths);
       while (places(lengths) == 0);
+      table_row = lengths.rows[request];
       enter_split(split_of(first_tile() * TILE));
     }
     tile = begin;
@@ -196,90 +217,119 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   extern __shared__ __align__(128) unsigned char memory[];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const u32 smem = (u32)__cvta_generic_to_shared(memory);
-  const Lengths lengths{cu_seqlens, seq_lens, reqs, kv_heads, group, window};
+  const Lengths lengths{rows, cu_seqlens, seq_lens, reqs, kv_heads, group, window};
   let_dependents_start();
 
   Walk ahead;
   ahead.start(lengths, blockIdx.x, gridDim.x);
   Walk here = ahead;
 
+  // Row / group by a product, exact for rows * group < 2**20.
+  const u32 reciprocal = (1u << 20) / group + 1;
+  auto tokens_of = [&](int row) { return (int)(row * reciprocal >> 20); };
+
   const int piece = tid % PIECES, line = tid / PIECES;
   const i64 key_stride = (i64)kv_heads * D;
-  auto fetch_keys = [&](const Walk& at, int slot) {
-    const int block = tables[rows[at.request] * table_stride + at.tile / BLOCK_TILES];
-    const i64 first = (i64)block * BLOCK_SIZE + at.tile % BLOCK_TILES * TILE + line;
-    const i64 from = first * key_stride + at.kv_head * D + piece * 8;
-    const u16 *k = k_cache + from, *v = v_cache + from;
-    const u32 to = smem + slot * STAGE_BYTES;
-    const int key = at.tile * TILE;
-    if (key >= at.of.low && key + TILE <= at.of.seq_len) {
+  auto find_blocks = [&](const Walk& at, int (&blocks)[BLOCKS]) {
+    const int* table = tables + at.table_row * table_stride;
 #pragma unroll
-      for (int i = 0; i < TILE; i += LINES) {
-        const u32 there = to + swizzled(line + i, piece, PIECES);
-        copy16(there, k + i * key_stride);
-        copy16(there + KV_BYTES, v + i * key_stride);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < TILE; i += LINES) {
-        const u32 there = to + swizzled(line + i, piece, PIECES);
-        // Nothing outside the visible keys is read: it may be another request's, or NaN.
-        const bool is_read = key + line + i >= at.of.low && key + line + i < at.of.seq_len;
-        copy16(there, is_read ? k + i * key_stride : k_cache, is_read);
-        copy16(there + KV_BYTES, is_read ? v + i * key_stride : v_cache, is_read);
-      }
+    for (int b = 0; b < BLOCKS; ++b) {
+      const int key = at.tile * TILE + b * SPAN;
+      blocks[b] = key < at.of.seq_len ? table[key / BLOCK_SIZE] : 0;
     }
+  };
+  int blocks[BLOCKS];  // of the tile `ahead`: looked up before they are needed
+  // A look-up in memory takes 2 us while keys stream.
+  auto ask_for_next_table = [&]() {
+    const int next = ahead.request + 1;
+    if (tid || next >= reqs) return;
+    Request of;
+    of.load(next, cu_seqlens, seq_lens, window);
+    if (of.seq_len > 0) prefetch_line(tables + rows[next] * table_stride + of.low / BLOCK_SIZE);
   };
   // Where this thread's piece of row `row` of a unit lies, or null.
   auto find_query = [&](const Walk& at, int row) {
-    const int packed = at.row_tile * ROWS + row, query = packed / group;
-    const int head = at.kv_head * group + packed % group;
+    const int packed = at.row_tile * ROWS + row, query = tokens_of(packed);
+    const int head = at.kv_head * group + packed - query * group;
     const i64 from = (at.of.first_token + query) * q_token_stride + head * q_head_stride;
     return query < at.of.queries ? q + from + piece * 8 : nullptr;
   };
-  auto fetch_queries = [&](const Walk& at, int slot) {
-    const u32 to = smem + slot * STAGE_BYTES + 2 * KV_BYTES;
+  // The tile `ahead`, its queries where a unit begins and they are asked for; then the next one.
+  auto fetch = [&](int slot, bool has_queries) {
+    const u32 to = smem + slot * STAGE_BYTES;
+    const int key = ahead.tile * TILE;
+    const bool is_whole = key >= ahead.of.low && key + TILE <= ahead.of.seq_len;
 #pragma unroll
-    for (int row = line; row < ROWS; row += LINES) {
-      const u16* from = find_query(at, row);
-      copy16(to + swizzled(row, piece, PIECES), from ? from : q, from != nullptr);
+    for (int i = 0; i < TILE; i += LINES) {
+      const i64 first = (i64)blocks[i / SPAN] * BLOCK_SIZE + (BLOCKS == 1 ? key % BLOCK_SIZE : 0);
+      const i64 from = (first + line + i % SPAN) * key_stride + ahead.kv_head * D + piece * 8;
+      const u32 there = to + swizzled(line + i, piece, PIECES);
+      if (is_whole) {
+        copy16(there, k_cache + from);
+        copy16(there + KV_BYTES, v_cache + from);
+      } else {
+        // Nothing outside the visible keys is read: it may be another request's, or NaN.
+        const bool is_read = key + line + i >= ahead.of.low && key + line + i < ahead.of.seq_len;
+        copy16(there, is_read ? k_cache + from : k_cache, is_read);
+        copy16(there + KV_BYTES, is_read ? v_cache + from : v_cache, is_read);
+      }
     }
-  };
-  auto load_queries = [&](const Walk& at) {  // into slot 0
+    if (has_queries && ahead.is_first()) {
 #pragma unroll
-    for (int row = line; row < ROWS; row += LINES) {
-      const u16* from = find_query(at, row);
-      const uint4 x = from ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
-                   ::"r"(smem + 2 * KV_BYTES + swizzled(row, piece, PIECES)),
-                     "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+      for (int i = 0; i < ROWS; i += LINES) {
+        if (ROWS % LINES && line + i >= ROWS) break;
+        const u16* from = find_query(ahead, line + i);
+        copy16(to + 2 * KV_BYTES + swizzled(line + i, piece, PIECES), from ? from : q,
+               from != nullptr);
+      }
+    }
+    const int request = ahead.request;
+    ahead.advance(lengths);
+    if (ahead.is_over()) return;
+    find_blocks(ahead, blocks);
+    if (ahead.request != request) ask_for_next_table();
+  };
+  auto load_queries = [&]() {  // into slot 0
+    uint4 x[(ROWS + LINES - 1) / LINES];
+#pragma unroll
+    for (int i = 0; i < ROWS; i += LINES) {
+      if (ROWS % LINES && line + i >= ROWS) break;
+      const u16* from = find_query(here, line + i);
+      x[i / LINES] = from ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; i += LINES) {
+      if (ROWS % LINES && line + i >= ROWS) break;
+      store_16(smem + 2 * KV_BYTES + swizzled(line + i, piece, PIECES), x[i / LINES]);
     }
   };
 
   // The first tiles, each a group of copies: keys of earlier steps before the wait, the rest behind
   // it. The queries of the first unit go through registers, so that they wait for no tile.
+  if (!ahead.is_over()) find_blocks(ahead, blocks);
   bool has_waited = false;
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < STAGES - 1; ++i) {
-    if (ahead.is_over()) {
-      copy_commit();  // tiles are counted by groups
-      continue;
+    if (!ahead.is_over()) {
+      const bool is_new = ahead.tile * TILE + TILE > ahead.of.seq_len - ahead.of.queries;
+      if (!has_waited && (is_new || (i > 0 && ahead.is_first()))) {
+        wait_for_predecessor();
+        has_waited = true;
+      }
+      fetch(i, i > 0);
     }
-    if (!has_waited && ahead.tile * TILE + TILE > ahead.of.seq_len - ahead.of.queries) {
-      wait_for_predecessor();
-      has_waited = true;
+    copy_commit();  // tiles are counted by groups
+  }
+  if (!here.is_over()) {
+    ask_for_next_table();
+#pragma unroll
+    for (int i = 0; i < ROWS; i += LINES) {
+      const u16* from = line + i < ROWS ? find_query(here, line + i) : nullptr;
+      if (from && piece % 8 == 0 && !has_waited) prefetch_line(from);
     }
-    fetch_keys(ahead, i);
-    if (i > 0 && ahead.is_first()) {
-      if (!has_waited) wait_for_predecessor();
-      has_waited = true;
-      fetch_queries(ahead, i);
-    }
-    copy_commit();
-    ahead.advance(lengths);
   }
   if (!has_waited) wait_for_predecessor();
-  if (!here.is_over()) load_queries(here);
+  if (!here.is_over()) load_queries();
 
   // Lane 4 g + t holds rows 2 t and 2 t + 1 of a tile of 8, and keys or columns g and g + 8 of 16.
   const int group_lane = lane >> 2, row_lane = 2 * (lane & 3);
@@ -290,12 +340,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   while (!here.is_over()) {
     copy_wait<STAGES - 2>();
     __syncthreads();  // the tile is there, and the slot of the one before is free
-    if (!ahead.is_over()) {
-      const int to = slot == 0 ? STAGES - 1 : slot - 1;
-      fetch_keys(ahead, to);
-      if (ahead.is_first()) fetch_queries(ahead, to);
-      ahead.advance(lengths);
-    }
+    if (!ahead.is_over()) fetch(slot == 0 ? STAGES - 1 : slot - 1, true);
     copy_commit();
     const u32 keys = smem + slot * STAGE_BYTES, values = keys + KV_BYTES;
 
@@ -316,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
           for (int i = 0; i < 4; ++i) acc[d][r][i] = 0.f;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int token = (here.row_tile * ROWS + 8 * r + row_lane + h) / group;
+          const int token = tokens_of(here.row_tile * ROWS + 8 * r + row_lane + h);
           const int last = here.of.seq_len - here.of.queries + token;
           position[r][h] = token < here.of.queries ? last : -1;  // sees nothing
           maximum[r][h] = NEG_INF, sum[r][h] = 0.f;
@@ -324,35 +369,44 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
       }
     }
 
-    // Scores of 16 keys: two chains of products, over even and odd steps.
-    float score[NR][4] = {}, odd[NR][4] = {};
+    // Scores of 16 keys of 64: two chains of products, over even and odd steps.
+    float score[KT][NR][4] = {};
 #pragma unroll
-    for (int first = 0; first < D / 16; first += 4) {
-      u32 a[4][4];
-      const int row = 16 * warp + (lane & 15);
+    for (int t = 0; t < KT; ++t) {
+      float odd[NR][4] = {};
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        load_matrices(a[k], keys + swizzled(row, 2 * (first + k) + lane / 16, PIECES));
+      for (int first = 0; first < D / 16; first += 4) {
+        u32 a[4][4];
+        const int row = 64 * t + 16 * warp + (lane & 15);
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
+        for (int k = 0; k < 4; ++k)
+          load_matrices(a[k], keys + swizzled(row, 2 * (first + k) + lane / 16, PIECES));
 #pragma unroll
-        for (int r = 0; r < NR; ++r)
-          mma(k & 1 ? odd[r] : score[r], a[k], query[r][first + k][0], query[r][first + k][1]);
+        for (int k = 0; k < 4; ++k)
+#pragma unroll
+          for (int r = 0; r < NR; ++r)
+            mma(k & 1 ? odd[r] : score[t][r], a[k], query[r][first + k][0],
+                query[r][first + k][1]);
+      }
+#pragma unroll
+      for (int r = 0; r < NR; ++r)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int key = here.tile * TILE + 64 * t + 16 * warp + group_lane + i / 2 * 8;
+          const int last = position[r][i % 2];
+          const float both = __fadd_rn(score[t][r][i], odd[r][i]);
+          score[t][r][i] =
+              key <= last && key > last - window ? __fmul_rn(both, scale_log2) : NEG_INF;
+        }
     }
-    const int first_key = here.tile * TILE + 16 * warp + group_lane;
 #pragma unroll
     for (int r = 0; r < NR; ++r)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float most = NEG_INF;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int key = first_key + 8 * i;
-          const bool is_seen = key <= position[r][h] && key > position[r][h] - window;
-          float& s = score[r][2 * i + h];
-          s = is_seen ? __fmul_rn(__fadd_rn(s, odd[r][2 * i + h]), scale_log2) : NEG_INF;
-          most = fmaxf(most, s);
-        }
+        for (int t = 0; t < KT; ++t)
+          most = fmaxf(most, fmaxf(score[t][r][h], score[t][r][2 + h]));
 #pragma unroll
         for (int step = 4; step < 32; step <<= 1)
           most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
@@ -371,11 +425,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
         const float shift = most == NEG_INF ? 0.f : most;  // nothing seen yet
         const float decay = exp2_fast(maximum[r][h] - shift);
         maximum[r][h] = most;
-        const float low = exp2_fast(score[r][h] - shift), high = exp2_fast(score[r][2 + h] - shift);
-        const u32 both = pack(low, high), at = smem + WEIGHTS + 2 * group_lane;
-        store_half(at + swizzled(row, 2 * warp, 8), both);
-        store_half(at + swizzled(row, 2 * warp + 1, 8), both >> 16);
-        sum[r][h] = __fmaf_rn(sum[r][h], decay, __fadd_rn(low, high));
+        sum[r][h] = __fmul_rn(sum[r][h], decay);
+#pragma unroll
+        for (int t = 0; t < KT; ++t) {
+          const float low = exp2_fast(score[t][r][h] - shift);
+          const float high = exp2_fast(score[t][r][2 + h] - shift);
+          const u32 both = pack(low, high), at = smem + WEIGHTS + 2 * group_lane;
+          store_half(at + swizzled(row, 8 * t + 2 * warp, TILE / 8), both);
+          store_half(at + swizzled(row, 8 * t + 2 * warp + 1, TILE / 8), both >> 16);
+          sum[r][h] = __fadd_rn(sum[r][h], __fadd_rn(low, high));
+        }
 #pragma unroll
         for (int d = 0; d < DT; ++d) {
           acc[d][r][h] = __fmul_rn(acc[d][r][h], decay);
@@ -391,7 +450,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 #pragma unroll
       for (int k = 0; k < TILE / 16; k += 2) {
         u32 x[4];
-        load_matrices(x, smem + WEIGHTS + swizzled(8 * r + (lane & 7), 2 * k + lane / 8, 8));
+        load_matrices(x, smem + WEIGHTS +
+                             swizzled(8 * r + (lane & 7), 2 * k + lane / 8, TILE / 8));
         weight[r][k][0] = x[0], weight[r][k][1] = x[1];
         weight[r][k + 1][0] = x[2], weight[r][k + 1][1] = x[3];
       }
@@ -427,7 +487,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int row = 8 * r + row_lane + h, packed = here.row_tile * ROWS + row;
-          const int token = packed / group, head = here.kv_head * group + packed % group;
+          const int token = tokens_of(packed), head = here.kv_head * group + packed - token * group;
           if (token >= here.of.queries) continue;
           const i64 line = (here.of.first_token + token) * (i64)(kv_heads * group) + head;
           const i64 to = line * slots + in_row;
