@@ -165,11 +165,12 @@ def time_inputs(
     inputs: list[Any],
     device: torch.device,
     seconds: float = SECONDS,
+    least_calls: int = LEAST_CALLS,
 ) -> Timing:
     """Time calls of `run` on all inputs in turn, as the module says, for about `seconds`."""
     calls = [lambda item=item: run(item) for item in inputs]
     if device.type == "cuda":
-        samples = _graph_us(calls * max(1, LEAST_CALLS // len(calls)), seconds)
+        samples = _graph_us(calls * max(1, least_calls // len(calls)), seconds)
     else:
         samples = _calls_us(calls, seconds)
     p10, p90 = samples[len(samples) // 10], samples[-1 - len(samples) // 10]

@@ -1,0 +1,396 @@
+// y = x W^T with x of 8 bits and a K-quantised W, by products of integers; q4k_units.cuh before it.
+// Macros besides its own: QTYPE (4: Q4_K, 6: Q6_K), IN_FILE (layout of W), TOKENS (of a CTA: 32, 64
+// or 128), STAGES (units in flight, >= 3), OUT (0 fp16, 1 bf16, 2 float32).
+//
+//   y = sum over groups of d_x * (d * scale * sum(q q_x)) - dmin * min * (d_x * sum(q_x))
+//
+// Groups of 32 columns (Q4_K) or 16 (Q6_K) are one mma.m16n8k32 or k16 each, weights as 16 rows,
+// tokens as 8 columns, which starts from 1.5 * 2^23 as an integer: its result, read as a float, is
+// 1.5 * 2^23 + sum. One FMA takes that off and multiplies by d_x (exact before its rounding, for d_x
+// has 22 bits), one multiplies by d * scale and adds. High nibbles are used in place as 16 q, with
+// d * scale / 16. The minima of a unit are one product of fp16: (8 minima, twice) x (means of x over
+// groups: values and rests).
+//
+// A CTA has ROWS rows and TOKENS tokens, a warp MT tiles of 16 rows and 32 tokens. Its ring holds
+// units of 256 columns: bytes of W, 16 rows after 16, and the image of the tokens. One unit ahead
+// the headers are unpacked to tables of what the fragments need.
+//
+// Bytes of W in the ring, 16 rows: chunks of 16 bytes (half of the rows, place, piece, row of 8),
+//   Q4_K  place p: bytes 32 p + 16 piece of the 128; low nibbles are group 2 p, high ones 2 p + 1
+//   Q6_K  place 2 h + e: ql[64 h + 32 piece + 16 e ..]; then qh, (half, 2 h + e, row)
+// so that lane (g, t) of a fragment reads 4 bytes at 16 g + 4 t: no bank conflicts. Then headers
+// (Q4_K) or scales and d (Q6_K) of 16 rows.
+// Image of a unit and TOKENS tokens: q_x (8 groups, token, 32 bytes: lane t has columns 4 t .. and
+// 16 + 4 t ..), d_x (8 groups, token) float32, means (token, lane t: 2 values, 2 rests) fp16.
+#define ROWS 128
+#define TILES (ROWS / 16)
+#define THREADS 256
+#define MT (TILES * TOKENS / 256)  // tiles of a warp: its CTA has TOKENS / 32 columns of warps
+#define GROUPS (QTYPE == 4 ? 8 : 16)
+#define W_BYTES (TILES * SLOT)
+#define X_BYTES (TOKENS * 320)
+#define STAGE_BYTES (W_BYTES + X_BYTES)
+#define FACTOR_BYTES (GROUPS * ROWS * 4)
+#define TABLE_BYTES (FACTOR_BYTES + (QTYPE == 4 ? ROWS * 20 : 0))
+#define SUM_STRIDE (ROWS + 4)
+#define MAGIC 0x4b400000  // 1.5 * 2^23 as a float; sums below 2^22 stay in its mantissa
+
+DEV u32 lds4(u32 a) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
+  return v;
+}
+DEV void sts4(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
+DEV void stsf(u32 a, float v) { sts4(a, __float_as_uint(v)); }
+DEV float2 ldsf2(u32 a) {
+  const uint2 v = lds8(a);
+  return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+}
+#if QTYPE == 4
+DEV void product(int (&c)[4], const u32 (&a)[4], uint2 b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+      : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(MAGIC));
+}
+#else
+DEV void product(int (&c)[4], const u32 (&a)[2], u32 b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 "
+      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+      : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b), "r"(MAGIC));
+}
+#endif
+
+// ---- fetching
+struct Work {
+  Planes w;
+  int first_tile, tiles, rows, blocks;
+};
+DEV u32 chunk_place(int half, int place, int piece, int row) {
+  return half * 1024 + place * 256 + piece * 128 + row * 16;
+}
+#if IN_FILE
+DEV void fetch_weights(const Work& work, int b, u32 to, int tid) {
+  for (int i = tid; i < ROWS * (QTYPE == 4 ? 9 : 14); i += THREADS) {
+    const int per_row = QTYPE == 4 ? 9 : 14, r = i / per_row, k = i % per_row;
+    const int row = min(work.first_tile * 16 + r, work.rows - 1), half = r >> 3 & 1;
+    const u8* block = work.w.p0 + ((i64)row * work.blocks + b) * FILE_BYTES;
+    const u32 tile = to + (r >> 4) * SLOT;
+#if QTYPE == 4
+    const int c = k - 1;
+    const u32 at = k ? chunk_place(half, c >> 1, c & 1, r & 7) : 2048 + 16 * (r & 15);
+    copy16(tile + at, block + 16 * k);
+#else
+    if (k < 8) {
+      const int place = 2 * (k >> 2) + (k & 1), piece = k >> 1 & 1;
+      copy16_by_2(tile + chunk_place(half, place, piece, r & 7), block + 16 * k);
+    } else if (k < 12) {
+      copy16_by_2(tile + 2048 + half * 512 + (k - 8) * 128 + (r & 7) * 16, block + 16 * k);
+    } else if (k == 12) {
+      copy16_by_2(tile + 3072 + 16 * (r & 15), block + 192);
+    } else {
+      sts2(tile + 3328 + 2 * (r & 15), __ldg((const u16*)(block + 208)));
+    }
+#endif
+  }
+}
+#else
+// One plane of SIZE bytes a row: chunk c of a tile goes to place(c).
+template <int SIZE, typename Place>
+DEV void fetch_plane(const u8* plane, const Work& work, int b, u32 to, int tid, Place place) {
+  for (int i = tid; i < TILES * SIZE; i += THREADS) {
+    const int tile = i / SIZE, c = i % SIZE;
+    const i64 unit = (i64)min(work.first_tile + tile, work.tiles - 1) * work.blocks + b;
+    copy16(to + tile * SLOT + place(c), plane + unit * (16 * SIZE) + 16 * c);
+  }
+}
+DEV void fetch_weights(const Work& work, int b, u32 to, int tid) {
+  fetch_plane<128>(work.w.p0, work, b, to, tid, [](int c) {
+    return chunk_place(c >> 6, c & 3, c >> 5 & 1, c >> 2 & 7);
+  });
+#if QTYPE == 4
+  fetch_plane<16>(work.w.p1, work, b, to, tid, [](int c) { return 2048u + 16 * c; });
+#else
+  fetch_plane<64>(work.w.p1, work, b, to, tid, [](int c) {
+    return 2048u + (c >> 5) * 512 + (c & 3) * 128 + (c >> 2 & 7) * 16;
+  });
+  fetch_plane<16>(work.w.p2, work, b, to, tid, [](int c) { return 3072u + 16 * c; });
+  fetch_plane<2>(work.w.p3, work, b, to, tid, [](int c) { return 3328u + 16 * c; });
+#endif
+}
+#endif
+DEV void fetch_tokens(const u8* image, u32 to, int tid) {
+#pragma unroll
+  for (int i = 0; i < X_BYTES / 16 / THREADS; ++i)
+    copy16(to + W_BYTES + 16 * (tid + i * THREADS), image + 16 * (tid + i * THREADS));
+#if X_BYTES / 16 % THREADS
+  const int i = X_BYTES / 16 / THREADS * THREADS + tid;
+  if (i < X_BYTES / 16) copy16(to + W_BYTES + 16 * i, image + 16 * i);
+#endif
+}
+
+// ---- tables: factors (group, tile, row of 8, half), and for Q4_K minima (tile, lane, half) as two
+// fp16 and -32 dmin (tile, row of 8, half)
+DEV void make_tables(u32 unit, u32 table, int tid) {
+  const int r = tid >> 1, part = tid & 1, tile = r >> 4, half = r >> 3 & 1, g = r & 7;
+  const u32 slot = unit + tile * SLOT, to = table + tile * 64 + g * 8 + half * 4;
+#if QTYPE == 4
+  const uint4 header = lds16(slot + 2048 + 16 * (r & 15));
+  const u32 shift = part ? 2 : 0, mask = part ? 0x30303030u : 0x3f3f3f3fu;
+  const u32 high = part ? 0x0f0f0f0fu : 0u;
+  const u32 sc = ((header.y >> shift) & mask) | (header.w & high);
+  const u32 mn = ((header.z >> shift) & mask) | ((header.w >> 4) & high);
+  const float d = half_to_float(header.x & 0xffff), d16 = d * 0.0625f;
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    stsf(to + (4 * part + k) * ROWS * 4, (k & 1 ? d16 : d) * (float)(sc >> 8 * k & 0xff));
+#pragma unroll
+  for (int k = 0; k < 2; ++k)
+    sts4(table + FACTOR_BYTES + (tile * 32 + 4 * g + 2 * part + k) * 8 + 4 * half,
+         add2(byte_pair(mn >> 16 * k, 0) & 0xffff | byte_pair(mn >> 16 * k, 1) << 16, 0xe400e400u));
+  if (part == 0)
+    stsf(table + FACTOR_BYTES + ROWS * 16 + tile * 64 + g * 8 + half * 4,
+         -32.f * half_to_float(header.x >> 16));
+#else
+  const uint2 scales = lds8(slot + 3072 + 16 * (r & 15) + 8 * part);
+  const float d = half_to_float(lds2(slot + 3328 + 2 * (r & 15)));
+#pragma unroll
+  for (int k = 0; k < 8; ++k)
+    stsf(to + (8 * part + k) * ROWS * 4,
+         d * (float)(signed char)((k < 4 ? scales.x : scales.y) >> 8 * (k & 3)));
+#endif
+}
+
+// ---- one unit
+struct Lane {
+  u32 w, x, d, means, factors, least;  // where a lane reads, from the start of a stage or a table
+};
+struct Scaled {  // d_x of a lane's two tokens, and -1.5 * 2^23 times those
+  float2 d, off;
+  DEV Scaled(u32 at) : d(ldsf2(at)) { off = make_float2(d.x * -12582912.f, d.y * -12582912.f); }
+};
+DEV void add(float (&sum)[4], const int (&c)[4], const Scaled& x, float2 factor) {
+  sum[0] = fmaf(fmaf(__int_as_float(c[0]), x.d.x, x.off.x), factor.x, sum[0]);
+  sum[1] = fmaf(fmaf(__int_as_float(c[1]), x.d.y, x.off.y), factor.x, sum[1]);
+  sum[2] = fmaf(fmaf(__int_as_float(c[2]), x.d.x, x.off.x), factor.y, sum[2]);
+  sum[3] = fmaf(fmaf(__int_as_float(c[3]), x.d.y, x.off.y), factor.y, sum[3]);
+}
+#if QTYPE == 4
+DEV void multiply(float (&sum)[MT][4][4], u32 stage, u32 table, const Lane& at) {
+#pragma unroll
+  for (int nt = 0; nt < 4; ++nt) {
+    const uint2 means = lds8(stage + at.means + nt * 256);
+#pragma unroll
+    for (int i = 0; i < MT; ++i) {
+      const uint2 mins = lds8(table + at.least + i * 256);
+      const float2 dmin = ldsf2(table + FACTOR_BYTES + ROWS * 16 + at.factors + i * 64);
+      float least[4] = {};
+      mma(least, mins.x, mins.y, mins.x, mins.y, means.x, means.y);
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        sum[i][nt][c] = fmaf(c < 2 ? dmin.x : dmin.y, least[c], sum[i][nt][c]);
+    }
+  }
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    u32 raw[MT][4];
+#pragma unroll
+    for (int i = 0; i < MT; ++i)
+#pragma unroll
+      for (int k = 0; k < 4; ++k)  // rows g, g + 8; then their second pieces
+        raw[i][k] = lds4(stage + at.w + i * SLOT + (k & 1) * 1024 + p * 256 + (k >> 1) * 128);
+#pragma unroll
+    for (int high = 0; high < 2; ++high) {
+      const int j = 2 * p + high;
+      const u32 mask = high ? 0xf0f0f0f0u : 0x0f0f0f0fu;
+      float2 factor[MT];
+      u32 a[MT][4];
+#pragma unroll
+      for (int i = 0; i < MT; ++i) {
+        factor[i] = ldsf2(table + at.factors + j * ROWS * 4 + i * 64);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) a[i][k] = raw[i][k] & mask;
+      }
+#pragma unroll
+      for (int nt = 0; nt < 4; ++nt) {
+        const uint2 b = lds8(stage + at.x + (j * TOKENS + nt * 8) * 32);
+        const Scaled x(stage + at.d + (j * TOKENS + nt * 8) * 4);
+#pragma unroll
+        for (int i = 0; i < MT; ++i) {
+          int c[4];
+          product(c, a[i], b);
+          add(sum[i][nt], c, x, factor[i]);
+        }
+      }
+    }
+  }
+}
+#else
+DEV void multiply(float (&sum)[MT][4][4], u32 stage, u32 table, const Lane& at) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    u32 high[MT][4];  // (e, half)
+#pragma unroll
+    for (int i = 0; i < MT; ++i)
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        high[i][k] = lds4(stage + at.w + i * SLOT + 2048 + (k & 1) * 512 + (2 * h + (k >> 1)) * 128);
+#pragma unroll
+    for (int piece = 0; piece < 2; ++piece) {
+      u32 low[MT][4];
+#pragma unroll
+      for (int i = 0; i < MT; ++i)
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          low[i][k] = lds4(stage + at.w + i * SLOT + (k & 1) * 1024 + (2 * h + (k >> 1)) * 256 +
+                           piece * 128);
+#pragma unroll
+      for (int up = 0; up < 2; ++up) {
+        const int quarter = 2 * up + piece, j = 4 * h + quarter;
+        u32 a[MT][2][2];  // (e, half)
+        float2 factor[MT][2];
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const u32 bits = quarter == 0   ? high[i][k] << 4
+                             : quarter == 1 ? high[i][k] << 2
+                             : quarter == 2 ? high[i][k]
+                                            : high[i][k] >> 2;
+            const u32 q = (low[i][k] >> 4 * up & 0x0f0f0f0fu) | (bits & 0x30303030u);
+            a[i][k >> 1][k & 1] = (q + 0x60606060u) ^ 0x80808080u;  // q - 32 of each byte
+            if (k < 2) factor[i][k] = ldsf2(table + at.factors + (2 * j + k) * ROWS * 4 + i * 64);
+          }
+#pragma unroll
+        for (int nt = 0; nt < 4; ++nt) {
+          const uint2 b = lds8(stage + at.x + (j * TOKENS + nt * 8) * 32);
+          const Scaled x(stage + at.d + (j * TOKENS + nt * 8) * 4);
+#pragma unroll
+          for (int i = 0; i < MT; ++i) {
+            int c[4], e[4];
+            product(c, a[i][0], b.x), product(e, a[i][1], b.y);
+            add(sum[i][nt], c, x, factor[i][0]), add(sum[i][nt], e, x, factor[i][1]);
+          }
+        }
+      }
+    }
+  }
+}
+#endif
+
+DEV void store(void* out, i64 at, float y) {
+#if OUT == 0
+  ((u16*)out)[at] = float_to_half(y);
+#elif OUT == 1
+  u16 h;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(y));
+  ((u16*)out)[at] = h;
+#else
+  ((float*)out)[at] = y;
+#endif
+}
+
+// Grid: tiles of tokens, of rows, parts of a row's sum.
+extern "C" __global__ void __launch_bounds__(THREADS) q4k_mmq(
+    Planes planes,    // of W
+    const u8* image,  // of x, (tiles of tokens, blocks, X_BYTES)
+    void* out,        // (m, >= rows), out_stride elements from row to row
+    float* partial,   // (parts, m, rows) if there are several parts
+    u32* tickets,     // (tiles of tokens * of rows) zeros, and zeros again at the end, likewise
+    int rows, int blocks, int m, int out_stride) {
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ u32 ticket;
+  const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(~0u, tid >> 5, 0);
+  const int parts = gridDim.z, part = blockIdx.z;
+  const int first = (int)((i64)blocks * part / parts);
+  const int count = (int)((i64)blocks * (part + 1) / parts) - first;
+  const u32 ring = shared_address(memory), tables = ring + STAGES * STAGE_BYTES;
+  const Work work = {planes, (int)blockIdx.y * TILES, (rows + 15) / 16, rows, blocks};
+  image += ((i64)blockIdx.x * blocks + first) * X_BYTES;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; ++i)
+    if (i < count) fetch_weights(work, first + i, ring + i * STAGE_BYTES, tid);
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; ++i) {
+    if (i < count) fetch_tokens(image + (i64)i * X_BYTES, ring + i * STAGE_BYTES, tid);
+    copy_commit();
+  }
+  const int g = lane >> 2, t = lane & 3;
+  const int column = warp % (TOKENS / 32), tile = warp / (TOKENS / 32) * MT;
+  Lane at;
+  at.w = tile * SLOT + g * 16 + t * 4;
+  at.x = W_BYTES + column * 1024 + g * 32 + t * 8;
+  at.d = W_BYTES + TOKENS * 256 + column * 128 + t * 8;
+  at.means = W_BYTES + TOKENS * 288 + column * 1024 + g * 32 + t * 8;
+  at.factors = tile * 64 + g * 8;
+  at.least = FACTOR_BYTES + tile * 256 + lane * 8;
+  float sum[MT][4][4] = {};
+  copy_wait<STAGES - 2>();
+  __syncthreads();
+  make_tables(ring, tables, tid);
+  int slot = 0, table = 0;
+  for (int i = 0; i < count; ++i) {
+    // Unit i + 1 is there, unit i - 1 is done with, and so is its table.
+    copy_wait<STAGES - 3>();
+    __syncthreads();
+    const int next = slot + 1 == STAGES ? 0 : slot + 1;
+    const int free = slot == 0 ? STAGES - 1 : slot - 1, ahead = i + STAGES - 1;
+    if (ahead < count) {
+      fetch_weights(work, first + ahead, ring + free * STAGE_BYTES, tid);
+      fetch_tokens(image + (i64)ahead * X_BYTES, ring + free * STAGE_BYTES, tid);
+    }
+    copy_commit();
+    if (i + 1 < count)
+      make_tables(ring + next * STAGE_BYTES, tables + (table ^ 1) * TABLE_BYTES, tid);
+    multiply(sum, ring + slot * STAGE_BYTES, tables + table * TABLE_BYTES, at);
+    slot = next, table ^= 1;
+  }
+
+  // Through shared memory, so that rows of a token are written together.
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < MT; ++i)
+#pragma unroll
+    for (int nt = 0; nt < 4; ++nt)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int n = column * 32 + nt * 8 + 2 * t + (c & 1);
+        const int r = (tile + i) * 16 + g + 8 * (c >> 1);
+        stsf(ring + 4 * (n * SUM_STRIDE + r), sum[i][nt][c]);
+      }
+  __syncthreads();
+  const int first_token = blockIdx.x * TOKENS, here = min(m - first_token, TOKENS);
+  const int first_row = blockIdx.y * ROWS;
+  for (int i = tid; i < here * ROWS; i += THREADS) {
+    const int n = i / ROWS, r = i % ROWS, row = first_row + r;
+    const float y = ldsf(ring + 4 * (n * SUM_STRIDE + r));
+    if (row >= rows) continue;
+    if (parts == 1)
+      store(out, (i64)(first_token + n) * out_stride + row, y);
+    else
+      __stcg(partial + ((i64)part * m + first_token + n) * rows + row, y);
+  }
+  if (parts == 1) return;
+  // The order of the threads' stores and the ticket: fence, barrier, ticket, barrier, fence.
+  __threadfence();
+  __syncthreads();
+  if (tid == 0) ticket = atomicInc(tickets + blockIdx.y * gridDim.x + blockIdx.x, parts - 1);
+  __syncthreads();
+  if (ticket != parts - 1) return;
+  __threadfence();
+  for (int i = tid; i < here * ROWS; i += THREADS) {
+    const int n = i / ROWS, row = first_row + i % ROWS;
+    if (row >= rows) continue;
+    float y = 0;
+    for (int s = 0; s < parts; ++s)
+      y += __ldcg(partial + ((i64)s * m + first_token + n) * rows + row);
+    store(out, (i64)(first_token + n) * out_stride + row, y);
+  }
+}
