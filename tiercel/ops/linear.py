@@ -20,11 +20,12 @@ from tiercel.env import has_fused_gemm, has_prefill_gemm, has_q4k_soa
 from tiercel.errors import ArgumentError
 from tiercel.kernels import int4_planes
 from tiercel.kernels.int4_planes import Int4Planes
+from tiercel.kernels.linear import launch_linear
 from tiercel.kernels.rtc import has_dependent_launch
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_gemm import has_q4k_gemm, load_q4k_gemm, q4k_gemm
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
-from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
+from tiercel.quant import PLANES, TILE_ROWS, Layout, QuantTensor, QuantType
 
 # From here on a float32 product of float16 weights is faster widened in slices than as rows of dot
 # products: 42 against 143 GFLOP/s (2 cores, torch 2.13), equal at 3 rows.
@@ -38,6 +39,7 @@ MOST_PACKED_ROWS = 64
 # 36 against 52 us, o 11 and 11; 128 rows 56 and 55, 15 and 14), and decoding for the call.
 FUSED_ROWS = {True: 96, False: 256}  # H200, docs/notes/q4k.md
 WIDE_SLICE = 8192  # output rows widened at once: 19 MB of float32 at 576 columns
+SLICE_BYTES = 24 << 20  # of decoded weights that the product finds in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +290,6 @@ def _multiply(
 
 def _multiply_dense(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
     """X @ weight^T of dense weights on a GPU."""
-    from tiercel.kernels.linear import launch_linear
-
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
     launch_linear(x, weight, out)
     return out
@@ -306,6 +306,28 @@ def _multiply_packed(x: Tensor, segment: Q4kWeight, out: Tensor, weight: LinearW
         q4k_gemm(x, segment, out=out)
     else:
         out.copy_(_multiply_dense(x, dequantize(segment.tensor, x.dtype), out.dtype))
+
+
+def multiply_sliced(x: Tensor, segment: Q4kWeight, out: Tensor) -> None:
+    """Write X @ segment^T, decoding as many rows at a time as stay in a GPU's cache.
+
+    Args:
+        x: (tokens, in) float16, on the weight's device.
+        segment: from `prepare_q4k`.
+        out: (tokens, rows), unit inner stride.
+    """
+    tensor = segment.tensor
+    rows, columns = tensor.shape
+    step = max(1, SLICE_BYTES // (2 * columns) // 128) * 128
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        if tensor.layout is Layout.FILE:
+            piece = tensor.rows(first, last)
+        else:
+            tiles = slice(first // TILE_ROWS, -(-last // TILE_ROWS))
+            planes = {name: plane[tiles] for name, plane in tensor.planes.items()}
+            piece = QuantTensor(tensor.qtype, tensor.layout, (last - first, columns), planes)
+        launch_linear(x, dequantize(piece, x.dtype), out[:, first:last])
 
 
 def _multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
