@@ -14,7 +14,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ _TILE_BYTES = {"Q4_K": 2304, "Q6_K": 3360}  # 16 rows of a unit
 _TABLE_BYTES = {"Q4_K": 6656, "Q6_K": 8192}
 _TOKEN_BYTES = 320  # of a unit: 256 bytes, 8 scales, 8 means in two fp16 each
 _THREADS = 256
-_STAGES = 3
 _MOST_SPLITS = 8
 
 
@@ -42,17 +41,20 @@ class Q4kMmqConfig:
     Attributes:
         tokens: of a CTA.
         splits: CTAs that share a row's sum; decides its order.
-        stages: units in flight.
+        stages: units in the ring.
+        ctas: of an SM, for the registers.
     """
 
     tokens: int
     splits: int
-    stages: int = _STAGES
+    stages: int = 3
+    ctas: int = 1
 
     def smem_bytes(self, type_name: str) -> int:
-        """Dynamic shared memory of a CTA: its ring and two tables, or its sums."""
+        """Dynamic shared memory of a CTA: its ring and tables, or its sums."""
         unit = ROWS // TILE_ROWS * _TILE_BYTES[type_name] + self.tokens * _TOKEN_BYTES
-        ring = self.stages * unit + 2 * _TABLE_BYTES[type_name]
+        tables = 1 if self.stages == 2 else 2
+        ring = self.stages * unit + tables * _TABLE_BYTES[type_name]
         return max(ring, self.tokens * (ROWS + 4) * 4)
 
 
@@ -110,6 +112,7 @@ def mmq_source(
         ("IN_FILE", int(in_file)),
         ("TOKENS", config.tokens),
         ("STAGES", config.stages),
+        ("CTAS", config.ctas),
         ("OUT", OUT_CODES[out_dtype]),
     )
     return rtc.KernelSource("q4k_mmq", macros, ("q4k_units",))
@@ -179,7 +182,7 @@ def launch_q4k_mmq(
     tokens, in_features = x.shape
     rows, units, tiles = out.shape[1], in_features // BLOCK, image.shape[0]
     in_file = len(planes) == 1
-    whole = Q4kMmqConfig(config.tokens, 1, config.stages)  # splits are no property of the kernel
+    whole = replace(config, splits=1)  # splits are no property of the kernel
     quantise, multiply = _kernels(type_name, out.dtype, whole, x.device, in_file=in_file)
     threads = tiles * config.tokens * units * 4
     arguments = [rtc.pointer(x), rtc.pointer(image), *map(ctypes.c_int, (tokens, units))]

@@ -1,6 +1,6 @@
 // y = x W^T with x of 8 bits and a K-quantised W, by products of integers; q4k_units.cuh before it.
 // Macros besides its own: QTYPE (4: Q4_K, 6: Q6_K), IN_FILE (layout of W), TOKENS (of a CTA: 32, 64
-// or 128), STAGES (units in flight, >= 3), OUT (0 fp16, 1 bf16, 2 float32).
+// or 128), CTAS (of an SM, for the registers), STAGES (units in the ring: 2 or more), OUT (0 fp16, 1 bf16, 2 float32).
 //
 //   y = sum over groups of d_x * (d * scale * sum(q q_x)) - dmin * min * (d_x * sum(q_x))
 //
@@ -12,8 +12,9 @@
 // groups: values and rests).
 //
 // A CTA has ROWS rows and TOKENS tokens, a warp MT tiles of 16 rows and 32 tokens. Its ring holds
-// units of 256 columns: bytes of W, 16 rows after 16, and the image of the tokens. One unit ahead
-// the headers are unpacked to tables of what the fragments need.
+// units of 256 columns: bytes of W, 16 rows after 16, and the image of the tokens. Headers are unpacked
+// to tables of what the fragments need, with three stages one unit ahead, with two (for more CTAs an
+// SM) before the products.
 //
 // Bytes of W in the ring, 16 rows: chunks of 16 bytes (half of the rows, place, piece, row of 8),
 //   Q4_K  place p: bytes 32 p + 16 piece of the 128; low nibbles are group 2 p, high ones 2 p + 1
@@ -63,71 +64,91 @@ DEV void product(int (&c)[4], const u32 (&a)[2], u32 b) {
 #endif
 
 // ---- fetching
-struct Work {
-  Planes w;
-  int first_tile, tiles, rows, blocks;
-};
 DEV u32 chunk_place(int half, int place, int piece, int row) {
   return half * 1024 + place * 256 + piece * 128 + row * 16;
 }
 #if IN_FILE
-DEV void fetch_weights(const Work& work, int b, u32 to, int tid) {
-  for (int i = tid; i < ROWS * (QTYPE == 4 ? 9 : 14); i += THREADS) {
-    const int per_row = QTYPE == 4 ? 9 : 14, r = i / per_row, k = i % per_row;
-    const int row = min(work.first_tile * 16 + r, work.rows - 1), half = r >> 3 & 1;
-    const u8* block = work.w.p0 + ((i64)row * work.blocks + b) * FILE_BYTES;
-    const u32 tile = to + (r >> 4) * SLOT;
+struct Weights {  // the next unit of a CTA
+  const u8* blocks_of_row;
+  int first_row, rows, blocks, unit, tid;
+  DEV Weights(const Planes& w, int first_tile, int rows, int blocks, int unit, int tid)
+      : blocks_of_row(w.p0), first_row(first_tile * 16), rows(rows), blocks(blocks), unit(unit),
+        tid(tid) {}
+  DEV void fetch(u32 to) {
+    for (int i = tid; i < ROWS * (QTYPE == 4 ? 9 : 14); i += THREADS) {
+      const int per_row = QTYPE == 4 ? 9 : 14, r = i / per_row, k = i % per_row;
+      const int row = min(first_row + r, rows - 1), half = r >> 3 & 1;
+      const u8* block = blocks_of_row + ((i64)row * blocks + unit) * FILE_BYTES;
+      const u32 tile = to + (r >> 4) * SLOT;
 #if QTYPE == 4
-    const int c = k - 1;
-    const u32 at = k ? chunk_place(half, c >> 1, c & 1, r & 7) : 2048 + 16 * (r & 15);
-    copy16(tile + at, block + 16 * k);
+      const int c = k - 1;
+      const u32 at = k ? chunk_place(half, c >> 1, c & 1, r & 7) : 2048 + 16 * (r & 15);
+      copy16(tile + at, block + 16 * k);
 #else
-    if (k < 8) {
-      const int place = 2 * (k >> 2) + (k & 1), piece = k >> 1 & 1;
-      copy16_by_2(tile + chunk_place(half, place, piece, r & 7), block + 16 * k);
-    } else if (k < 12) {
-      copy16_by_2(tile + 2048 + half * 512 + (k - 8) * 128 + (r & 7) * 16, block + 16 * k);
-    } else if (k == 12) {
-      copy16_by_2(tile + 3072 + 16 * (r & 15), block + 192);
-    } else {
-      sts2(tile + 3328 + 2 * (r & 15), __ldg((const u16*)(block + 208)));
+      if (k < 8) {
+        const int place = 2 * (k >> 2) + (k & 1), piece = k >> 1 & 1;
+        copy16_by_2(tile + chunk_place(half, place, piece, r & 7), block + 16 * k);
+      } else if (k < 12) {
+        copy16_by_2(tile + 2048 + half * 512 + (k - 8) * 128 + (r & 7) * 16, block + 16 * k);
+      } else if (k == 12) {
+        copy16_by_2(tile + 3072 + 16 * (r & 15), block + 192);
+      } else {
+        sts2(tile + 3328 + 2 * (r & 15), __ldg((const u16*)(block + 208)));
+      }
+#endif
     }
-#endif
+    ++unit;
   }
-}
+};
 #else
-// One plane of SIZE bytes a row: chunk c of a tile goes to place(c).
-template <int SIZE, typename Place>
-DEV void fetch_plane(const u8* plane, const Work& work, int b, u32 to, int tid, Place place) {
-  for (int i = tid; i < TILES * SIZE; i += THREADS) {
-    const int tile = i / SIZE, c = i % SIZE;
-    const i64 unit = (i64)min(work.first_tile + tile, work.tiles - 1) * work.blocks + b;
-    copy16(to + tile * SLOT + place(c), plane + unit * (16 * SIZE) + 16 * c);
-  }
-}
-DEV void fetch_weights(const Work& work, int b, u32 to, int tid) {
-  fetch_plane<128>(work.w.p0, work, b, to, tid, [](int c) {
-    return chunk_place(c >> 6, c & 3, c >> 5 & 1, c >> 2 & 7);
-  });
-#if QTYPE == 4
-  fetch_plane<16>(work.w.p1, work, b, to, tid, [](int c) { return 2048u + 16 * c; });
-#else
-  fetch_plane<64>(work.w.p1, work, b, to, tid, [](int c) {
-    return 2048u + (c >> 5) * 512 + (c & 3) * 128 + (c >> 2 & 7) * 16;
-  });
-  fetch_plane<16>(work.w.p2, work, b, to, tid, [](int c) { return 3072u + 16 * c; });
-  fetch_plane<2>(work.w.p3, work, b, to, tid, [](int c) { return 3328u + 16 * c; });
-#endif
-}
-#endif
-DEV void fetch_tokens(const u8* image, u32 to, int tid) {
+template <int SIZE> struct PlaneSource {  // of SIZE bytes a row: SIZE chunks of a tile
+  const u8* from;
+  i64 step;  // bytes from a thread's chunk to its next one, in tiles further on
+  u32 to;
+  int tiles;  // from the thread's first one on
+  DEV PlaneSource(const u8* plane, i64 first_unit, int blocks, int tiles, u32 place, int tid)
+      : from(plane + (first_unit + (i64)(tid / SIZE) * blocks) * (16 * SIZE) + 16 * (tid % SIZE)),
+        step((i64)(THREADS / SIZE) * blocks * (16 * SIZE)), to(tid / SIZE * SLOT + place),
+        tiles(min(TILES, tiles) - tid / SIZE) {}
+  DEV void fetch(u32 stage) {
 #pragma unroll
-  for (int i = 0; i < X_BYTES / 16 / THREADS; ++i)
-    copy16(to + W_BYTES + 16 * (tid + i * THREADS), image + 16 * (tid + i * THREADS));
-#if X_BYTES / 16 % THREADS
-  const int i = X_BYTES / 16 / THREADS * THREADS + tid;
-  if (i < X_BYTES / 16) copy16(to + W_BYTES + 16 * i, image + 16 * i);
+    for (int k = 0; k < (TILES * SIZE + THREADS - 1) / THREADS; ++k)
+      if (k * (THREADS / SIZE) < tiles)
+        copy16(stage + to + k * (THREADS / SIZE) * SLOT, from + k * step);
+    from += 16 * SIZE;
+  }
+};
+struct Weights {  // the next unit of a CTA; tiles beyond the last are left as they are
+  PlaneSource<128> quants;
+#if QTYPE == 4
+  PlaneSource<16> header;
+#else
+  PlaneSource<64> high;
+  PlaneSource<16> scales;
+  PlaneSource<2> d;
 #endif
+  DEV Weights(const Planes& w, int first_tile, int rows, int blocks, int unit, int tid)
+      : Weights(w, (i64)first_tile * blocks + unit, blocks, (rows + 15) / 16 - first_tile, tid) {}
+  DEV Weights(const Planes& w, i64 first, int blocks, int tiles, int tid)
+      : quants(w.p0, first, blocks, tiles,
+               chunk_place(tid >> 6 & 1, tid & 3, tid >> 5 & 1, tid >> 2 & 7), tid),
+#if QTYPE == 4
+        header(w.p1, first, blocks, tiles, 2048 + 16 * (tid & 15), tid) {}
+  DEV void fetch(u32 to) { quants.fetch(to), header.fetch(to); }
+#else
+        high(w.p1, first, blocks, tiles,
+             2048 + (tid >> 5 & 1) * 512 + (tid & 3) * 128 + (tid >> 2 & 7) * 16, tid),
+        scales(w.p2, first, blocks, tiles, 3072 + 16 * (tid & 15), tid),
+        d(w.p3, first, blocks, tiles, 3328 + 16 * (tid & 1), tid) {}
+  DEV void fetch(u32 to) { quants.fetch(to), high.fetch(to), scales.fetch(to), d.fetch(to); }
+#endif
+};
+#endif
+DEV void fetch_tokens(const u8* image, u32 to, int tid) {  // image: the thread's first chunk
+#pragma unroll
+  for (int i = 0; i < X_BYTES / 16; i += THREADS)
+    if (X_BYTES / 16 % THREADS == 0 || i + tid < X_BYTES / 16)
+      copy16(to + W_BYTES + 16 * tid + 16 * i, image + 16 * i);
 }
 
 // ---- tables: factors (group, tile, row of 8, half), and for Q4_K minima (tile, lane, half) as two
@@ -292,7 +313,7 @@ DEV void store(void* out, i64 at, float y) {
 }
 
 // Grid: tiles of tokens, of rows, parts of a row's sum.
-extern "C" __global__ void __launch_bounds__(THREADS) q4k_mmq(
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) q4k_mmq(
     Planes planes,    // of W
     const u8* image,  // of x, (tiles of tokens, blocks, X_BYTES)
     void* out,        // (m, >= rows), out_stride elements from row to row
@@ -306,20 +327,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) q4k_mmq(
   const int first = (int)((i64)blocks * part / parts);
   const int count = (int)((i64)blocks * (part + 1) / parts) - first;
   const u32 ring = shared_address(memory), tables = ring + STAGES * STAGE_BYTES;
-  const Work work = {planes, (int)blockIdx.y * TILES, (rows + 15) / 16, rows, blocks};
-  image += ((i64)blockIdx.x * blocks + first) * X_BYTES;
+  Weights weights(planes, blockIdx.y * TILES, rows, blocks, first, tid);
+  image += ((i64)blockIdx.x * blocks + first) * X_BYTES + 16 * tid;
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i)
-    if (i < count) fetch_weights(work, first + i, ring + i * STAGE_BYTES, tid);
+    if (i < count) weights.fetch(ring + i * STAGE_BYTES);
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
-    if (i < count) fetch_tokens(image + (i64)i * X_BYTES, ring + i * STAGE_BYTES, tid);
+    if (i < count) fetch_tokens(image, ring + i * STAGE_BYTES, tid);
+    image += X_BYTES;
     copy_commit();
   }
   const int g = lane >> 2, t = lane & 3;
@@ -332,25 +354,36 @@ extern "C" __global__ void __launch_bounds__(THREADS) q4k_mmq(
   at.factors = tile * 64 + g * 8;
   at.least = FACTOR_BYTES + tile * 256 + lane * 8;
   float sum[MT][4][4] = {};
+#if STAGES > 2
   copy_wait<STAGES - 2>();
   __syncthreads();
   make_tables(ring, tables, tid);
+#endif
   int slot = 0, table = 0;
   for (int i = 0; i < count; ++i) {
-    // Unit i + 1 is there, unit i - 1 is done with, and so is its table.
-    copy_wait<STAGES - 3>();
+    // Unit i - 1 is done with, and so is its table; unit i is there, of more stages also i + 1.
+    copy_wait<(STAGES > 2 ? STAGES - 3 : 0)>();
     __syncthreads();
     const int next = slot + 1 == STAGES ? 0 : slot + 1;
-    const int free = slot == 0 ? STAGES - 1 : slot - 1, ahead = i + STAGES - 1;
-    if (ahead < count) {
-      fetch_weights(work, first + ahead, ring + free * STAGE_BYTES, tid);
-      fetch_tokens(image + (i64)ahead * X_BYTES, ring + free * STAGE_BYTES, tid);
+    const int free = slot == 0 ? STAGES - 1 : slot - 1;
+    if (i + STAGES - 1 < count) {
+      weights.fetch(ring + free * STAGE_BYTES);
+      fetch_tokens(image, ring + free * STAGE_BYTES, tid);
+      image += X_BYTES;
     }
     copy_commit();
+#if STAGES > 2
     if (i + 1 < count)
       make_tables(ring + next * STAGE_BYTES, tables + (table ^ 1) * TABLE_BYTES, tid);
+#else
+    make_tables(ring + slot * STAGE_BYTES, tables, tid);
+    __syncthreads();
+#endif
     multiply(sum, ring + slot * STAGE_BYTES, tables + table * TABLE_BYTES, at);
-    slot = next, table ^= 1;
+    slot = next;
+#if STAGES > 2
+    table ^= 1;
+#endif
   }
 
   // Through shared memory, so that rows of a token are written together.
