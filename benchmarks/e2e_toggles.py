@@ -38,6 +38,7 @@ TOGGLES = {
     "TIERCEL_CUDA_GRAPH": env.has_cuda_graphs,
     "TIERCEL_Q4K_SOA": env.has_q4k_soa,
     "TIERCEL_PREFILL_GEMM": env.has_prefill_gemm,
+    "TIERCEL_PREFILL_MMQ": env.prefill_mmq,
     "TIERCEL_FUSED_GEMM": env.has_fused_gemm,
 }
 
@@ -77,13 +78,12 @@ def main() -> None:
     report: dict[str, Any] = environment(torch.device("cuda"))
     report |= {"model": options.model.name, "defaults": measure(options.model, {}), "toggles": {}}
     for name in options.toggles:
-        default = str(int(TOGGLES[name]()))
-        other = "10"[int(default)]
-        report["toggles"][name] = {
-            "default": default,
-            default: report["defaults"],
-            other: measure(options.model, {name: other}),
-        }
+        is_on = TOGGLES[name]()
+        default = "unset" if is_on is None else str(int(is_on))
+        sides = {"default": default, default: report["defaults"]}
+        for side in sorted({"0", "1"} - {default}):
+            sides[side] = measure(options.model, {name: side})
+        report["toggles"][name] = sides
         save(options.out, report)
     report["defaults again"] = measure(options.model, {})
     save(options.out, report)

@@ -1,5 +1,8 @@
 """The linear layer: dense forms, 4-bit planes on a CPU, mixed parts, float32 results."""
 
+import itertools
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,9 @@ from tiercel.kernels import int4_planes
 from tiercel.kernels import linear as kernel
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear import (
+    FUSED_ROWS,
+    MAX_ROWS,
+    MMQ_ROWS,
     MOST_PACKED_ROWS,
     WIDE_ROWS,
     WIDE_SLICE,
@@ -194,7 +200,7 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
         dense = decoded(parts).half()
         first, last = (prepare_q4k(part, Layout.SOA) for part in (parts[0], parts[2]))
         segments = (first, dense[40:64], last)
-        limits = select_rows(has_copy=has_copy, has_fused=False, uses_gemm=True)
+        limits = select_rows(has_copy=has_copy, has_fused=False, uses_gemm=True, mmq=False)
         weight = LinearWeight(segments, (81, 512), dense if has_copy else None, *limits)
     x = (torch.randn(rows, 512) / 10).half()
     is_packed = rows <= weight.reader_rows
@@ -211,14 +217,22 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
         assert torch.equal(out[:1, at], alone) or not is_packed
 
 
-def test_paths_by_rows():
-    """The reader, then the fused product where there is one, then dense weights."""
-    for has_copy in (True, False):
-        assert select_rows(has_copy=has_copy, has_fused=True, uses_gemm=False)[0] > 10**9
-        reader, fused = select_rows(has_copy=has_copy, has_fused=True, uses_gemm=True)
-        assert reader == MAX_TOKENS < fused
-    assert select_rows(has_copy=True, has_fused=False, uses_gemm=True) == (MAX_TOKENS, 0)
-    assert select_rows(has_copy=False, has_fused=False, uses_gemm=True) == (MOST_PACKED_ROWS, 0)
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_paths_by_rows(has_copy):
+    """The reader, the fused product, x of 8 bits, where there are such, then dense weights."""
+    for has_fused, has_mmq, mmq in itertools.product((True, False), (True, False), (None, 0, 1)):
+        select = partial(
+            select_rows, has_copy=has_copy, has_fused=has_fused, has_mmq=has_mmq, mmq=mmq
+        )
+        assert select(uses_gemm=False) == (MAX_ROWS, 0, 0)
+        limits = select(uses_gemm=True)
+        if has_mmq and mmq:
+            assert limits == (MAX_TOKENS, 0, MAX_ROWS)
+            continue
+        assert limits.fused == (FUSED_ROWS[has_copy] if has_fused else 0)
+        assert limits.mmq == (MMQ_ROWS[has_copy] if has_mmq and mmq is None else 0)
+        is_alone = not has_copy and limits.fused == limits.mmq == 0
+        assert limits.reader == (MOST_PACKED_ROWS if is_alone else MAX_TOKENS)
 
 
 @pytest.mark.gpu
