@@ -22,12 +22,14 @@ from tiercel.ops.linear import (
     WIDE_SLICE,
     LinearWeight,
     linear,
+    multiply_sliced,
     prepare_linear,
     resting_bytes,
     select_form,
     select_rows,
 )
 from tiercel.ops.q4k_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
+from tiercel.ops.q4k_mmq import q4k_mmq
 from tiercel.quant import Layout, QuantTensor, QuantType
 from tiercel.reference import linear as oracle
 
@@ -241,6 +243,7 @@ def test_paths_agree(has_copy, device, monkeypatch):
     """TIERCEL_PREFILL_GEMM=0 reads 16 rows at a time; every path is near it at any size."""
     parts = [make_weight("Q4_K", 200, 1024, 1), make_weight("Q6_K", 60, 1024, 2)]
     monkeypatch.setenv("TIERCEL_FUSED_GEMM", "1")
+    monkeypatch.setenv("TIERCEL_PREFILL_MMQ", "0")
     usual = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
     monkeypatch.setenv("TIERCEL_PREFILL_GEMM", "0")
     exact = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
@@ -250,6 +253,41 @@ def test_paths_agree(has_copy, device, monkeypatch):
     for rows in (17, 64, 100, 128, 129, 300, 700):
         assert torch.equal(linear(x[:rows], exact), whole[:rows])
         assert relative_error(linear(x[:rows], usual), whole[:rows].double().cpu()) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("soa", ["0", "1"])
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_tokens_of_8_bits_on_request(has_copy, soa, device, monkeypatch):
+    """TIERCEL_PREFILL_MMQ=1: products of more than 16 rows, unless none may leave the reader."""
+    parts = [make_weight("Q4_K", 200, 1024, 1), make_weight("Q6_K", 60, 1024, 2)]
+    monkeypatch.setenv("TIERCEL_Q4K_SOA", soa)
+    monkeypatch.setenv("TIERCEL_PREFILL_MMQ", "1")
+    weight = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
+    x = torch.randn(300, 1024).half().to(device)
+    for rows in (17, 65, 300):
+        whole = torch.cat([q4k_mmq(x[:rows], segment) for segment in weight.segments], dim=1)
+        assert torch.equal(linear(x[:rows], weight), whole)
+        expected = oracle.linear(x[:rows].cpu(), decoded(parts))
+        assert 1e-3 < relative_error(whole, expected) < 2e-2
+    assert torch.equal(linear(x[:16], weight)[:, :200], q4k_matvec(x[:16], weight.segments[0]))
+    monkeypatch.setenv("TIERCEL_PREFILL_GEMM", "0")
+    reader = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
+    assert torch.equal(linear(x, reader)[:16], linear(x[:16], weight))
+
+
+@pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("rows", [1, 100, 2000])
+def test_slices_join(rows, layout, device, monkeypatch):
+    """Weights decoded slice by slice give what weights decoded whole give."""
+    monkeypatch.setattr("tiercel.ops.linear.SLICE_BYTES", 128 * 512 * 2)
+    part = make_weight("Q6_K", rows, 512)
+    x = torch.randn(5, 512).half().to(device)
+    packed = prepare_q4k(part.to(device), layout)
+    wide = torch.full((5, rows + 2), float("nan"), dtype=torch.float16, device=device)
+    multiply_sliced(x, packed, wide[:, 1:-1])
+    assert relative_error(wide[:, 1:-1], oracle.linear(x.cpu(), decoded([part]))) < 1e-3
+    assert wide[:, [0, -1]].isnan().all()
 
 
 def test_bytes_at_rest():

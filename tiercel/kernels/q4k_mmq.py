@@ -31,6 +31,7 @@ _TILE_BYTES = {"Q4_K": 2304, "Q6_K": 3360}  # 16 rows of a unit
 _TABLE_BYTES = {"Q4_K": 6656, "Q6_K": 8192}
 _TOKEN_BYTES = 320  # of a unit: 256 bytes, 8 scales, 8 means in two fp16 each
 _THREADS = 256
+_QUANTISE_THREADS = 64  # 64 tokens x 4096 columns are 4096 threads
 _MOST_SPLITS = 8
 
 
@@ -186,7 +187,8 @@ def launch_q4k_mmq(
     quantise, multiply = _kernels(type_name, out.dtype, whole, x.device, in_file=in_file)
     threads = tiles * config.tokens * units * 4
     arguments = [rtc.pointer(x), rtc.pointer(image), *map(ctypes.c_int, (tokens, units))]
-    rtc.launch(quantise, -(-threads // _THREADS), _THREADS, arguments, is_dependent=is_dependent)
+    grid = -(-threads // _QUANTISE_THREADS)
+    rtc.launch(quantise, grid, _QUANTISE_THREADS, arguments, is_dependent=is_dependent)
     arguments = [
         KernelPlanes.of(planes),
         rtc.pointer(image),
