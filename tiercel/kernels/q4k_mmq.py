@@ -25,8 +25,16 @@ from tiercel.kernels.q4k_repack import TILE_ROWS
 
 CAPABILITY = (8, 0)  # cp.async and products of 8 bits in tiles of 16 x 8
 TYPES = ("Q4_K", "Q6_K")
-TOKEN_TILES = (32, 64, 128)  # tokens of a CTA
 ROWS = 128  # of a CTA
+TOKEN_TILES = (128, 64, 32)  # tokens of a CTA
+# Tokens -> stages of the ring, CTAs of an SM. 512 tokens times 24576 x 4096 (Q4_K) took 428, 454
+# and more us; with three stages, so one CTA an SM, 64 tokens took 544 (H200).
+_RINGS = {128: (3, 1), 64: (2, 2), 32: (2, 2)}
+# Microseconds of a unit of a CTA on an SM that is full, by tokens; H200, the same run.
+_UNIT_US = {"Q4_K": {128: 4.3, 64: 4.5, 32: 3.2}, "Q6_K": {128: 7.1, 64: 7.7, 32: 5.0}}
+_ALONE = 0.65  # of that, where an SM has one of two CTAs
+_CTA_US = 4.0  # to start and to end
+_PARTIAL_US = 2.6e-6  # a byte of sums that pass through memory
 _TILE_BYTES = {"Q4_K": 2304, "Q6_K": 3360}  # 16 rows of a unit
 _TABLE_BYTES = {"Q4_K": 6656, "Q6_K": 8192}
 _TOKEN_BYTES = 320  # of a unit: 256 bytes, 8 scales, 8 means in two fp16 each
@@ -48,8 +56,8 @@ class Q4kMmqConfig:
 
     tokens: int
     splits: int
-    stages: int = 3
-    ctas: int = 1
+    stages: int
+    ctas: int
 
     def smem_bytes(self, type_name: str) -> int:
         """Dynamic shared memory of a CTA: its ring and tables, or its sums."""
@@ -59,20 +67,22 @@ class Q4kMmqConfig:
         return max(ring, self.tokens * (ROWS + 4) * 4)
 
 
+def make_config(tokens: int, splits: int = 1) -> Q4kMmqConfig:
+    """The launch for one of `TOKEN_TILES`."""
+    return Q4kMmqConfig(tokens, splits, *_RINGS[tokens])
+
+
 def fitting_tiles(type_name: str, limits: DeviceLimits) -> list[int]:
     """Of `TOKEN_TILES`, those that a device has the shared memory for."""
-    return [
-        tokens
-        for tokens in TOKEN_TILES
-        if Q4kMmqConfig(tokens, 1).smem_bytes(type_name) <= limits.smem_bytes
-    ]
+    smem = limits.smem_bytes
+    return [tile for tile in TOKEN_TILES if make_config(tile).smem_bytes(type_name) <= smem]
 
 
 @functools.cache
 def select_q4k_mmq(
     type_name: str, shape: tuple[int, int], tokens: int, limits: DeviceLimits = H200
 ) -> Q4kMmqConfig:
-    """Choose the launch by counting waves. Pure: equal in every process, readable by a test.
+    """Choose the launch that should take least. Pure: equal in every process, readable by a test.
 
     Args:
         type_name: of the weights.
@@ -81,21 +91,22 @@ def select_q4k_mmq(
         limits: of a device that one of `fitting_tiles` fits.
     """
     units, row_tiles = shape[1] // BLOCK, -(-shape[0] // ROWS)
-    tickets = -(-shape[0] // TILE_ROWS)  # that a weight has
+    num_tickets = -(-shape[0] // TILE_ROWS)  # that a weight has
 
-    def cost(launch: tuple[int, int]) -> float:
-        tile, splits = launch
-        token_tiles = -(-tokens // tile)
-        ctas = row_tiles * token_tiles * splits
-        if splits > 1 and row_tiles * token_tiles > tickets:
+    def cost_us(config: Q4kMmqConfig) -> float:
+        groups = row_tiles * -(-tokens // config.tokens)
+        if config.splits > 1 and groups > num_tickets:
             return float("inf")
-        per_unit = 0.2 + 0.8 * tile / TOKEN_TILES[-1]
-        # A CTA's start and end cost about two units, sums through memory two more.
-        return -(-ctas // limits.num_sms) * (-(-units // splits) * per_unit + 2 + 2 * (splits > 1))
+        waves, rest = divmod(groups * config.splits, limits.num_sms * config.ctas)
+        row_us = -(-units // config.splits) * _UNIT_US[type_name][config.tokens]
+        is_alone = config.ctas > 1 and rest <= limits.num_sms
+        last_us = row_us * (_ALONE if is_alone else 1) + _CTA_US if rest else 0
+        partial = config.splits * tokens * shape[0] * 4 if config.splits > 1 else 0
+        return waves * (row_us + _CTA_US) + last_us + partial * _PARTIAL_US
 
     splits = range(1, min(units, _MOST_SPLITS) + 1)
-    launches = itertools.product(reversed(fitting_tiles(type_name, limits)), splits)
-    return Q4kMmqConfig(*min(launches, key=cost))
+    launches = itertools.product(fitting_tiles(type_name, limits), splits)
+    return min(itertools.starmap(make_config, launches), key=cost_us)
 
 
 def quantise_source(tokens: int) -> rtc.KernelSource:
@@ -143,7 +154,7 @@ def load_q4k_mmq(
     in_file: bool,
 ) -> None:
     """Load what `select_q4k_mmq` may choose for a type; call it before a graph is captured."""
-    configs = [Q4kMmqConfig(tokens, 1) for tokens in fitting_tiles(type_name, limits)]
+    configs = [make_config(tokens) for tokens in fitting_tiles(type_name, limits)]
     sources = [mmq_source(type_name, out_dtype, c, in_file=in_file) for c in configs]
     rtc.fill_cache(sources, rtc.device_arch(device))
     for config in configs:
