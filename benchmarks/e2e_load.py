@@ -98,7 +98,9 @@ def load_once(model: Path, began: float, *, has_stages: bool) -> dict[str, Any]:
         stages.watch(owner, name, stage)
     with LLM(model, max_model_len=MAX_MODEL_LEN) as llm:
         loaded = time.time()
-        llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        llm.generate(
+            ["Once upon a time"], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        )
         first = time.time()
     report: dict[str, Any] = {
         "import_s": imported - began,

@@ -14,9 +14,10 @@ from tiercel.kernels import int4_planes
 from tiercel.kernels import linear as kernel
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear import (
+    FEWEST_MMQ_ROWS,
     FUSED_ROWS,
     MAX_ROWS,
-    MMQ_ROWS,
+    MOST_MMQ_ROWS,
     MOST_PACKED_ROWS,
     WIDE_ROWS,
     WIDE_SLICE,
@@ -202,7 +203,9 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
         dense = decoded(parts).half()
         first, last = (prepare_q4k(part, Layout.SOA) for part in (parts[0], parts[2]))
         segments = (first, dense[40:64], last)
-        limits = select_rows(has_copy=has_copy, has_fused=False, uses_gemm=True, mmq=False)
+        limits = select_rows(
+            has_copy=has_copy, has_fused=False, has_mmq=False, uses_gemm=True, mmq=None
+        )
         weight = LinearWeight(segments, (81, 512), dense if has_copy else None, *limits)
     x = (torch.randn(rows, 512) / 10).half()
     is_packed = rows <= weight.reader_rows
@@ -221,20 +224,23 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
 
 @pytest.mark.parametrize("has_copy", [True, False])
 def test_paths_by_rows(has_copy):
-    """The reader, the fused product, x of 8 bits, where there are such, then dense weights."""
+    """Toggles decide, then the fused product, the copy, x of 8 bits; nothing is left without."""
     for has_fused, has_mmq, mmq in itertools.product((True, False), (True, False), (None, 0, 1)):
         select = partial(
             select_rows, has_copy=has_copy, has_fused=has_fused, has_mmq=has_mmq, mmq=mmq
         )
         assert select(uses_gemm=False) == (MAX_ROWS, 0, 0)
-        limits = select(uses_gemm=True)
         if has_mmq and mmq:
-            assert limits == (MAX_TOKENS, 0, MAX_ROWS)
-            continue
-        assert limits.fused == (FUSED_ROWS[has_copy] if has_fused else 0)
-        assert limits.mmq == (MMQ_ROWS[has_copy] if has_mmq and mmq is None else 0)
-        is_alone = not has_copy and limits.fused == limits.mmq == 0
-        assert limits.reader == (MOST_PACKED_ROWS if is_alone else MAX_TOKENS)
+            expected = (MAX_TOKENS, 0, MAX_ROWS)
+        elif has_fused:
+            expected = (MAX_TOKENS, FUSED_ROWS[has_copy], 0)
+        elif has_copy:
+            expected = (MAX_TOKENS, 0, 0)
+        elif has_mmq and mmq is None:
+            expected = (FEWEST_MMQ_ROWS - 1, 0, MOST_MMQ_ROWS)
+        else:
+            expected = (MOST_PACKED_ROWS, 0, 0)
+        assert select(uses_gemm=True) == expected
 
 
 @pytest.mark.gpu

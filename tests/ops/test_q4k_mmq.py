@@ -100,7 +100,7 @@ def test_every_launch_is_right(qtype, device):
                     qtype.name,
                     torch.full(shape, 255, dtype=torch.uint8, device=device),
                     out,
-                    torch.full((splits, 150, 330), float("nan"), device=device),
+                    torch.full(kernel.partial_shape(150, 330, config), float("nan"), device=device),
                     weight.tickets,
                     config,
                     is_dependent=False,

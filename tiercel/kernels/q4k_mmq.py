@@ -166,6 +166,11 @@ def image_shape(tokens: int, in_features: int, config: Q4kMmqConfig) -> tuple[in
     return -(-tokens // config.tokens), config.tokens * in_features // BLOCK * _TOKEN_BYTES
 
 
+def partial_shape(tokens: int, rows: int, config: Q4kMmqConfig) -> tuple[int, int, int]:
+    """Of the sums that pass through memory: splits, tokens, rows of all CTAs."""
+    return config.splits, tokens, -(-rows // ROWS) * ROWS
+
+
 def launch_q4k_mmq(
     x: Tensor,
     planes: Sequence[Tensor],
@@ -186,7 +191,7 @@ def launch_q4k_mmq(
         type_name: of W, in `TYPES`.
         image: of `image_shape`, uint8, overwritten.
         out: (tokens, rows) float16, bfloat16 or float32, unit inner stride.
-        partial: (splits, tokens, rows) float32 where the config splits.
+        partial: of `partial_shape`, float32, where the config splits.
         tickets: (tiles,) int32 zeros; zeros again afterwards.
         config: from `select_q4k_mmq`.
         is_dependent: see `rtc.launch`.

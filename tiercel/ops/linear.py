@@ -40,7 +40,10 @@ MOST_PACKED_ROWS = 64
 # Rows up to which the fused product beats cuBLAS on a dense copy (64 rows of Qwen3-8B's gate and up
 # 36 against 52 us, o 11 and 11; 128 rows 56 and 55, 15 and 14), and decoding for the call.
 FUSED_ROWS = {True: 96, False: 256}  # H200, docs/notes/q4k.md
-MMQ_ROWS = {True: 0, False: 0}
+# Rows that go with x of 8 bits where there is neither copy nor fused product: the four matrices of a
+# layer of Qwen3-8B with 64 rows 194 us, 257 in 16s, 261 decoded; 32 rows 139, 129 in 16s; 128 rows
+# 296, 275 decoded (H200, prefill_paths_h200.json).
+FEWEST_MMQ_ROWS, MOST_MMQ_ROWS = 33, 96
 WIDE_SLICE = 8192  # output rows widened at once: 19 MB of float32 at 576 columns
 SLICE_BYTES = 24 << 20  # of decoded weights that the product finds in the cache
 
@@ -94,25 +97,28 @@ def select_form(qtype_name: str, out_features: int, dtype: torch.dtype, device_t
 
 
 def select_rows(
-    *, has_copy: bool, has_fused: bool, uses_gemm: bool, has_mmq: bool = False, mmq: bool | None
+    *, has_copy: bool, has_fused: bool, has_mmq: bool, uses_gemm: bool, mmq: bool | None
 ) -> PathRows:
     """Which path packed K-quants take; beyond all limits, the copy or decoded weights.
 
     Args:
         has_copy: whether there is a dense copy.
         has_fused: whether the fused product may be used and the device has it.
-        uses_gemm: ``TIERCEL_PREFILL_GEMM``; without, everything goes 16 rows at a time.
         has_mmq: whether the device has products with x of 8 bits.
+        uses_gemm: ``TIERCEL_PREFILL_GEMM``; without, everything goes 16 rows at a time.
         mmq: ``TIERCEL_PREFILL_MMQ``; False: never these, True: always, None: as measured.
     """
     if not uses_gemm:
         return PathRows(MAX_ROWS, 0, 0)
     if has_mmq and mmq:
         return PathRows(MAX_TOKENS, 0, MAX_ROWS)
-    most_mmq = MMQ_ROWS[has_copy] if has_mmq and mmq is None else 0
     if has_fused:
-        return PathRows(MAX_TOKENS, FUSED_ROWS[has_copy], most_mmq)
-    return PathRows(MAX_TOKENS if has_copy or most_mmq else MOST_PACKED_ROWS, 0, most_mmq)
+        return PathRows(MAX_TOKENS, FUSED_ROWS[has_copy], 0)
+    if has_copy:
+        return PathRows(MAX_TOKENS, 0, 0)
+    if has_mmq and mmq is None:
+        return PathRows(FEWEST_MMQ_ROWS - 1, 0, MOST_MMQ_ROWS)
+    return PathRows(MOST_PACKED_ROWS, 0, 0)
 
 
 def resting_bytes(

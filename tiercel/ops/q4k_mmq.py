@@ -83,7 +83,8 @@ def q4k_mmq(
         image = torch.empty(shape, dtype=torch.uint8, device=x.device)
         partial = None
         if config.splits > 1:
-            partial = torch.empty((config.splits, *out.shape), dtype=torch.float32, device=x.device)
+            sums = kernel.partial_shape(x.shape[0], rows, config)
+            partial = torch.empty(sums, dtype=torch.float32, device=x.device)
         kernel.launch_q4k_mmq(
             x,
             weight.tensor.ordered_planes(),
