@@ -190,11 +190,12 @@ def test_mixed_parts_lie_end_to_end(dtype, device):
 
 @pytest.mark.parametrize("has_copy", [True, False])
 @pytest.mark.parametrize("rows", [1, MAX_TOKENS, MAX_TOKENS + 1, MOST_PACKED_ROWS + 1])
-def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
+def test_packed_k_quants_beside_dense_parts(rows, has_copy, device, monkeypatch):
     """Few rows go through the packed weights, many through the copy or weights decoded on the way.
 
     Without a GPU the forms are put together by hand: a CPU would keep others.
     """
+    monkeypatch.setenv("TIERCEL_PREFILL_MMQ", "0")
     parts = [make_weight("Q4_K", 40, 512, 1), make_weight("Q8_0", 24, 512, 2)]
     parts.append(make_weight("Q6_K", 17, 512, 3))
     if device.type == "cuda":

@@ -40,9 +40,9 @@ MOST_PACKED_ROWS = 64
 # Rows up to which the fused product beats cuBLAS on a dense copy (64 rows of Qwen3-8B's gate and up
 # 36 against 52 us, o 11 and 11; 128 rows 56 and 55, 15 and 14), and decoding for the call.
 FUSED_ROWS = {True: 96, False: 256}  # H200, docs/notes/q4k.md
-# Rows that go with x of 8 bits where there is neither copy nor fused product: the four matrices of a
-# layer of Qwen3-8B with 64 rows 194 us, 257 in 16s, 261 decoded; 32 rows 139, 129 in 16s; 128 rows
-# 296, 275 decoded (H200, prefill_paths_h200.json).
+# Rows that go with x of 8 bits where there is neither copy nor fused product: the four matrices of
+# a layer of Qwen3-8B with 64 rows 194 us, 257 in 16s, 261 decoded; 32 rows 139, 129 in 16s; 128
+# rows 296, 275 decoded (H200, prefill_paths_h200.json).
 FEWEST_MMQ_ROWS, MOST_MMQ_ROWS = 33, 96
 WIDE_SLICE = 8192  # output rows widened at once: 19 MB of float32 at 576 columns
 SLICE_BYTES = 24 << 20  # of decoded weights that the product finds in the cache
