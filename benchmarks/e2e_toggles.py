@@ -4,8 +4,8 @@
     python -m benchmarks.e2e_toggles qwen3-8b.gguf --out benchmarks/results/e2e_toggles_h200.json
 
 Toggles are read when a model is loaded, so one process loads the model once for each side that is
-not the default; what it costs is the difference to the loads with all defaults, which come first
-and last. Trials are those of `tiercel bench speed`: a prompt of 512 tokens, and 64 greedy steps of
+not the default (but for one toggle that is read once a process, whose other side has its own); what
+a side costs is the difference to the loads with all defaults, which come first and last. Trials are those of `tiercel bench speed`: a prompt of 512 tokens, and 64 greedy steps of
 1 and 8 sequences behind 128 tokens each; medians. Inputs are alike for all.
 """
 
@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,7 @@ TOGGLES = {
     "TIERCEL_PREFILL_MMQ": env.prefill_mmq,
     "TIERCEL_FUSED_GEMM": env.has_fused_gemm,
 }
+ONCE_A_PROCESS = ("TIERCEL_PDL",)
 
 
 def measure(model: Path, switches: dict[str, str]) -> dict[str, float]:
@@ -66,13 +70,27 @@ def measure(model: Path, switches: dict[str, str]) -> dict[str, float]:
     return result
 
 
+def measure_apart(model: Path, switches: dict[str, str]) -> dict[str, float]:
+    """The same in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.e2e_toggles", str(model), "--alone"]
+    environ = os.environ | switches
+    answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environ)
+    result: dict[str, float] = json.loads(answer.stdout.splitlines()[-1])
+    print(switches, "in its own process", {k: round(v, 2) for k, v in result.items()}, flush=True)
+    return result
+
+
 def main() -> None:
     """Measure one model."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--toggles", nargs="+", choices=TOGGLES, default=list(TOGGLES))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.alone:
+        print(json.dumps(measure(options.model, {})))
+        return
     if set_before := env.switches():
         raise SystemExit(f"toggles are set already: {set_before}")
     report: dict[str, Any] = environment(torch.device("cuda"))
@@ -82,7 +100,8 @@ def main() -> None:
         default = "unset" if is_on is None else str(int(is_on))
         sides = {"default": default, default: report["defaults"]}
         for side in sorted({"0", "1"} - {default}):
-            sides[side] = measure(options.model, {name: side})
+            run = measure_apart if name in ONCE_A_PROCESS else measure
+            sides[side] = run(options.model, {name: side})
         report["toggles"][name] = sides
         save(options.out, report)
     report["defaults again"] = measure(options.model, {})
