@@ -5,8 +5,9 @@
 
 Toggles are read when a model is loaded, so one process loads the model once for each side that is
 not the default (but for one toggle that is read once a process, whose other side has its own); what
-a side costs is the difference to the loads with all defaults, which come first and last. Trials are those of `tiercel bench speed`: a prompt of 512 tokens, and 64 greedy steps of
-1 and 8 sequences behind 128 tokens each; medians. Inputs are alike for all.
+a side costs is the difference to the loads with all defaults, which come first and last. Trials are
+those of `tiercel bench speed`: a prompt of 512 tokens, and 64 greedy steps of 1 and 8 sequences
+behind 128 tokens each; medians. Inputs are alike for all.
 """
 
 from __future__ import annotations
