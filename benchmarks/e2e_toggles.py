@@ -42,7 +42,7 @@ TOGGLES = {
     "TIERCEL_CUDA_GRAPH": env.has_cuda_graphs,
     "TIERCEL_Q4K_SOA": env.has_q4k_soa,
     "TIERCEL_PREFILL_GEMM": env.has_prefill_gemm,
-    "TIERCEL_PREFILL_MMQ": env.prefill_mmq,
+    "TIERCEL_PREFILL_MMQ": env.has_prefill_mmq,
     "TIERCEL_FUSED_GEMM": env.has_fused_gemm,
 }
 ONCE_A_PROCESS = ("TIERCEL_PDL",)
@@ -97,13 +97,14 @@ def main() -> None:
     report: dict[str, Any] = environment(torch.device("cuda"))
     report |= {"model": options.model.name, "defaults": measure(options.model, {}), "toggles": {}}
     for name in options.toggles:
-        is_on = TOGGLES[name]()
-        default = "unset" if is_on is None else str(int(is_on))
-        sides = {"default": default, default: report["defaults"]}
-        for side in sorted({"0", "1"} - {default}):
-            run = measure_apart if name in ONCE_A_PROCESS else measure
-            sides[side] = run(options.model, {name: side})
-        report["toggles"][name] = sides
+        default = str(int(TOGGLES[name]()))
+        other = "10"[int(default)]
+        run = measure_apart if name in ONCE_A_PROCESS else measure
+        report["toggles"][name] = {
+            "default": default,
+            default: report["defaults"],
+            other: run(options.model, {name: other}),
+        }
         save(options.out, report)
     report["defaults again"] = measure(options.model, {})
     save(options.out, report)

@@ -5,7 +5,7 @@
 Matrices of Qwen3-8B in Q4_K_M. Ways, microseconds of a graph node each, weights cold:
 reader (16 tokens at a time), fused (decoded on their way to the tensor cores), mmq (x of 8 bits),
 copy (cuBLAS on a resident float16 copy), decoded (into memory for the call, then cuBLAS), sliced
-(the same by slices of rows that stay in the cache). A way far behind at fewer tokens is left out.
+(the same by slices of rows that stay in the cache).
 Floor: the larger of bytes (W as it rests, x, result, once) and products at the measured rate of
 bfloat16; the copy's own floor has W in float16.
 """
@@ -26,17 +26,17 @@ from benchmarks.op_timing import measure_ceilings, time_inputs
 from benchmarks.q4k_matvec import MATRICES, random_part
 from tiercel.kernels.linear import launch_linear
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.linear import multiply_sliced
 from tiercel.ops.q4k_gemm import load_q4k_gemm, q4k_gemm
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.ops.q4k_mmq import load_q4k_mmq, q4k_mmq
-from tiercel.quant import Layout, QuantType
+from tiercel.quant import TILE_ROWS, Layout, QuantTensor, QuantType
 
 TOKENS = (16, 32, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192)
 MOST_HEAD_TOKENS = 256  # of an output matrix: the last of each prompt
 COLD_BYTES = 150e6
-SECONDS, LEAST_CALLS = 0.01, 6
-HOPELESS = 3.0  # times the best way: left out from the next number of tokens on
+SECONDS, LEAST_CALLS = 0.01, 4
+MOST_READER_TOKENS = 128
+SLICE_BYTES = 24 << 20  # of decoded weights
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,26 @@ def decoded(inputs: Inputs) -> None:
     launch_linear(inputs.x, dequantize(inputs.weight.tensor, torch.float16), inputs.out)
 
 
+def sliced(inputs: Inputs) -> None:
+    """As many rows at a time as stay in the cache."""
+    tensor = inputs.weight.tensor
+    step = SLICE_BYTES // (2 * tensor.shape[1]) // 128 * 128
+    for first in range(0, tensor.shape[0], step):
+        last = min(first + step, tensor.shape[0])
+        tiles = slice(first // TILE_ROWS, -(-last // TILE_ROWS))
+        planes = {name: plane[tiles] for name, plane in tensor.planes.items()}
+        shape = (last - first, tensor.shape[1])
+        piece = QuantTensor(tensor.qtype, tensor.layout, shape, planes)
+        launch_linear(inputs.x, dequantize(piece, torch.float16), inputs.out[:, first:last])
+
+
 WAYS: dict[str, Callable[[Inputs], object]] = {
     "reader": reader,
     "fused": lambda inputs: q4k_gemm(inputs.x, inputs.weight, out=inputs.out),
     "mmq": lambda inputs: q4k_mmq(inputs.x, inputs.weight, out=inputs.out),
     "copy": lambda inputs: launch_linear(inputs.x, inputs.dense, inputs.out),
     "decoded": decoded,
-    "sliced": lambda inputs: multiply_sliced(inputs.x, inputs.weight, inputs.out),
+    "sliced": sliced,
 }
 
 
@@ -87,7 +100,7 @@ def measure_matrix(
     """All numbers of tokens of one matrix."""
     device = torch.device("cuda")
     weights = make_weights(qtype, shape)
-    ways, rows = dict(WAYS), []
+    rows = []
     for tokens in TOKENS:
         if shape[0] > 100_000 and tokens > MOST_HEAD_TOKENS:
             break
@@ -96,10 +109,9 @@ def measure_matrix(
         inputs = [Inputs(weight, dense, x, out) for weight, dense in weights]
         us = {
             name: time_inputs(run, inputs, device, SECONDS, LEAST_CALLS).median_us
-            for name, run in ways.items()
+            for name, run in WAYS.items()
+            if name != "reader" or tokens <= MOST_READER_TOKENS
         }
-        best = min(us.values())
-        ways = {name: run for name, run in ways.items() if us[name] < HOPELESS * best}
         moved = 2 * tokens * sum(shape)
         flops_us = 2 * tokens * shape[0] * shape[1] / tflops / 1e6
         packed_us = (shape[0] * qtype.row_bytes(shape[1]) + moved) / read_gbps / 1e3

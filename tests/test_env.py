@@ -115,12 +115,12 @@ def test_exact_products_stay_with_the_reader_of_16_tokens(monkeypatch, value):
 
 @pytest.mark.parametrize(
     ("mmq", "int8", "expected"),
-    [("", "", None), ("0", "", False), ("1", "", True), ("", "0", False), ("1", "0", False)],
+    [("", "", False), ("0", "", False), ("1", "", True), ("1", "0", False)],
 )
-def test_tokens_of_8_bits_never_always_or_where_measured(monkeypatch, mmq, int8, expected):
+def test_tokens_of_8_bits_are_asked_for_and_can_be_forbidden(monkeypatch, mmq, int8, expected):
     monkeypatch.setenv("TIERCEL_PREFILL_MMQ", mmq)
     monkeypatch.setenv("TIERCEL_INT8_ACTIVATIONS", int8)
-    assert env.prefill_mmq() is expected
+    assert env.has_prefill_mmq() is expected
 
 
 def test_switches_that_are_set(monkeypatch):
@@ -131,6 +131,6 @@ def test_switches_that_are_set(monkeypatch):
     monkeypatch.setenv("TIERCEL_PDL", "")
     assert env.switches() == {"TIERCEL_PREFILL_MMQ": "0"}
     monkeypatch.setenv("TIERCEL_PREFILL_MMQ", "never")
-    for read in (env.switches, env.prefill_mmq):
+    for read in (env.switches, env.has_prefill_mmq):
         with pytest.raises(ArgumentError, match="TIERCEL_PREFILL_MMQ='never' cannot be read"):
             read()

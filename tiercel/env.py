@@ -90,16 +90,13 @@ def has_fused_gemm() -> bool:
     return read_flag("TIERCEL_FUSED_GEMM", default=False)
 
 
-def prefill_mmq() -> bool | None:
-    """Whether ``TIERCEL_PREFILL_MMQ`` lets products of many tokens round these to 8 bits.
+def has_prefill_mmq() -> bool:
+    """Whether ``TIERCEL_PREFILL_MMQ`` rounds many tokens to 8 bits for every product that can.
 
-    False: never; True: wherever that exists; None: where it was measured to be the fastest.
+    Off: on an H200 another path was faster at every size (docs/notes/q4k.md).
     ``TIERCEL_INT8_ACTIVATIONS`` can forbid it too.
     """
-    if not has_int8_activations():
-        return False
-    is_on = read_flag("TIERCEL_PREFILL_MMQ", default=False)
-    return is_on if os.environ.get("TIERCEL_PREFILL_MMQ", "") else None
+    return read_flag("TIERCEL_PREFILL_MMQ", default=False) and has_int8_activations()
 
 
 def is_exact() -> bool:

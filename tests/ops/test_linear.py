@@ -14,16 +14,13 @@ from tiercel.kernels import int4_planes
 from tiercel.kernels import linear as kernel
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear import (
-    FEWEST_MMQ_ROWS,
     FUSED_ROWS,
     MAX_ROWS,
-    MOST_MMQ_ROWS,
     MOST_PACKED_ROWS,
     WIDE_ROWS,
     WIDE_SLICE,
     LinearWeight,
     linear,
-    multiply_sliced,
     prepare_linear,
     resting_bytes,
     select_form,
@@ -190,12 +187,11 @@ def test_mixed_parts_lie_end_to_end(dtype, device):
 
 @pytest.mark.parametrize("has_copy", [True, False])
 @pytest.mark.parametrize("rows", [1, MAX_TOKENS, MAX_TOKENS + 1, MOST_PACKED_ROWS + 1])
-def test_packed_k_quants_beside_dense_parts(rows, has_copy, device, monkeypatch):
+def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
     """Few rows go through the packed weights, many through the copy or weights decoded on the way.
 
     Without a GPU the forms are put together by hand: a CPU would keep others.
     """
-    monkeypatch.setenv("TIERCEL_PREFILL_MMQ", "0")
     parts = [make_weight("Q4_K", 40, 512, 1), make_weight("Q8_0", 24, 512, 2)]
     parts.append(make_weight("Q6_K", 17, 512, 3))
     if device.type == "cuda":
@@ -204,9 +200,7 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device, monkeypatch)
         dense = decoded(parts).half()
         first, last = (prepare_q4k(part, Layout.SOA) for part in (parts[0], parts[2]))
         segments = (first, dense[40:64], last)
-        limits = select_rows(
-            has_copy=has_copy, has_fused=False, has_mmq=False, uses_gemm=True, mmq=None
-        )
+        limits = select_rows(has_copy=has_copy, has_fused=False, has_mmq=False, uses_gemm=True)
         weight = LinearWeight(segments, (81, 512), dense if has_copy else None, *limits)
     x = (torch.randn(rows, 512) / 10).half()
     is_packed = rows <= weight.reader_rows
@@ -225,22 +219,16 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device, monkeypatch)
 
 @pytest.mark.parametrize("has_copy", [True, False])
 def test_paths_by_rows(has_copy):
-    """Toggles decide, then the fused product, the copy, x of 8 bits; nothing is left without."""
-    for has_fused, has_mmq, mmq in itertools.product((True, False), (True, False), (None, 0, 1)):
-        select = partial(
-            select_rows, has_copy=has_copy, has_fused=has_fused, has_mmq=has_mmq, mmq=mmq
-        )
+    """Toggles decide, then the fused product, then dense weights."""
+    for has_fused, has_mmq in itertools.product((True, False), (True, False)):
+        select = partial(select_rows, has_copy=has_copy, has_fused=has_fused, has_mmq=has_mmq)
         assert select(uses_gemm=False) == (MAX_ROWS, 0, 0)
-        if has_mmq and mmq:
+        if has_mmq:
             expected = (MAX_TOKENS, 0, MAX_ROWS)
         elif has_fused:
             expected = (MAX_TOKENS, FUSED_ROWS[has_copy], 0)
-        elif has_copy:
-            expected = (MAX_TOKENS, 0, 0)
-        elif has_mmq and mmq is None:
-            expected = (FEWEST_MMQ_ROWS - 1, 0, MOST_MMQ_ROWS)
         else:
-            expected = (MOST_PACKED_ROWS, 0, 0)
+            expected = (MAX_TOKENS if has_copy else MOST_PACKED_ROWS, 0, 0)
         assert select(uses_gemm=True) == expected
 
 
@@ -250,7 +238,6 @@ def test_paths_agree(has_copy, device, monkeypatch):
     """TIERCEL_PREFILL_GEMM=0 reads 16 rows at a time; every path is near it at any size."""
     parts = [make_weight("Q4_K", 200, 1024, 1), make_weight("Q6_K", 60, 1024, 2)]
     monkeypatch.setenv("TIERCEL_FUSED_GEMM", "1")
-    monkeypatch.setenv("TIERCEL_PREFILL_MMQ", "0")
     usual = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
     monkeypatch.setenv("TIERCEL_PREFILL_GEMM", "0")
     exact = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
@@ -281,20 +268,6 @@ def test_tokens_of_8_bits_on_request(has_copy, soa, device, monkeypatch):
     monkeypatch.setenv("TIERCEL_PREFILL_GEMM", "0")
     reader = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
     assert torch.equal(linear(x, reader)[:16], linear(x[:16], weight))
-
-
-@pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.name)
-@pytest.mark.parametrize("rows", [1, 100, 2000])
-def test_slices_join(rows, layout, device, monkeypatch):
-    """Weights decoded slice by slice give what weights decoded whole give."""
-    monkeypatch.setattr("tiercel.ops.linear.SLICE_BYTES", 128 * 512 * 2)
-    part = make_weight("Q6_K", rows, 512)
-    x = torch.randn(5, 512).half().to(device)
-    packed = prepare_q4k(part.to(device), layout)
-    wide = torch.full((5, rows + 2), float("nan"), dtype=torch.float16, device=device)
-    multiply_sliced(x, packed, wide[:, 1:-1])
-    assert relative_error(wide[:, 1:-1], oracle.linear(x.cpu(), decoded([part]))) < 1e-3
-    assert wide[:, [0, -1]].isnan().all()
 
 
 def test_bytes_at_rest():

@@ -32,9 +32,9 @@ TOKEN_TILES = (128, 64, 32)  # tokens of a CTA
 _RINGS = {128: (3, 1), 64: (2, 2), 32: (2, 2)}
 # Microseconds of a unit of a CTA on an SM that is full, by tokens; H200, the same run.
 _UNIT_US = {"Q4_K": {128: 4.3, 64: 4.5, 32: 3.2}, "Q6_K": {128: 7.1, 64: 7.7, 32: 5.0}}
-_ALONE = 0.65  # of that, where an SM has one of two CTAs
+_TAIL = 0.65  # of that, where others have left an SM to one of two CTAs
 _CTA_US = 4.0  # to start and to end
-_PARTIAL_US = 2.6e-6  # a byte of sums that pass through memory
+_PARTIAL_US = 0.8e-6  # a byte of sums that pass through memory
 _TILE_BYTES = {"Q4_K": 2304, "Q6_K": 3360}  # 16 rows of a unit
 _TABLE_BYTES = {"Q4_K": 6656, "Q6_K": 8192}
 _TOKEN_BYTES = 320  # of a unit: 256 bytes, 8 scales, 8 means in two fp16 each
@@ -99,8 +99,8 @@ def select_q4k_mmq(
             return float("inf")
         waves, rest = divmod(groups * config.splits, limits.num_sms * config.ctas)
         row_us = -(-units // config.splits) * _UNIT_US[type_name][config.tokens]
-        is_alone = config.ctas > 1 and rest <= limits.num_sms
-        last_us = row_us * (_ALONE if is_alone else 1) + _CTA_US if rest else 0
+        is_tail = waves > 0 and config.ctas > 1 and rest <= limits.num_sms
+        last_us = row_us * (_TAIL if is_tail else 1) + _CTA_US if rest else 0
         partial = config.splits * tokens * shape[0] * 4 if config.splits > 1 else 0
         return waves * (row_us + _CTA_US) + last_us + partial * _PARTIAL_US
 

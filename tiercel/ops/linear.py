@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tiercel.env import has_fused_gemm, has_prefill_gemm, has_q4k_soa, prefill_mmq
+from tiercel.env import has_fused_gemm, has_prefill_gemm, has_prefill_mmq, has_q4k_soa
 from tiercel.errors import ArgumentError
 from tiercel.kernels import int4_planes
 from tiercel.kernels.int4_planes import Int4Planes
@@ -27,7 +27,7 @@ from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_gemm import has_q4k_gemm, load_q4k_gemm, q4k_gemm
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.ops.q4k_mmq import has_q4k_mmq, load_q4k_mmq, q4k_mmq
-from tiercel.quant import PLANES, TILE_ROWS, Layout, QuantTensor, QuantType
+from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
 
 # From here on a float32 product of float16 weights is faster widened in slices than as rows of dot
 # products: 42 against 143 GFLOP/s (2 cores, torch 2.13), equal at 3 rows.
@@ -40,12 +40,7 @@ MOST_PACKED_ROWS = 64
 # Rows up to which the fused product beats cuBLAS on a dense copy (64 rows of Qwen3-8B's gate and up
 # 36 against 52 us, o 11 and 11; 128 rows 56 and 55, 15 and 14), and decoding for the call.
 FUSED_ROWS = {True: 96, False: 256}  # H200, docs/notes/q4k.md
-# Rows that go with x of 8 bits where there is neither copy nor fused product: the four matrices of
-# a layer of Qwen3-8B with 64 rows 194 us, 257 in 16s, 261 decoded; 32 rows 139, 129 in 16s; 128
-# rows 296, 275 decoded (H200, prefill_paths_h200.json).
-FEWEST_MMQ_ROWS, MOST_MMQ_ROWS = 33, 96
 WIDE_SLICE = 8192  # output rows widened at once: 19 MB of float32 at 576 columns
-SLICE_BYTES = 24 << 20  # of decoded weights that the product finds in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,29 +91,25 @@ def select_form(qtype_name: str, out_features: int, dtype: torch.dtype, device_t
     return f"planes{int4_planes.PLANES[qtype_name]}"
 
 
-def select_rows(
-    *, has_copy: bool, has_fused: bool, has_mmq: bool, uses_gemm: bool, mmq: bool | None
-) -> PathRows:
+def select_rows(*, has_copy: bool, has_fused: bool, has_mmq: bool, uses_gemm: bool) -> PathRows:
     """Which path packed K-quants take; beyond all limits, the copy or decoded weights.
+
+    From results/prefill_paths_h200.json. Decoding slice by slice, so that a product finds them in
+    the cache, was slower or equal at every size; products with x of 8 bits are on request alone.
 
     Args:
         has_copy: whether there is a dense copy.
         has_fused: whether the fused product may be used and the device has it.
-        has_mmq: whether the device has products with x of 8 bits.
+        has_mmq: whether products with x of 8 bits are asked for and the device has them.
         uses_gemm: ``TIERCEL_PREFILL_GEMM``; without, everything goes 16 rows at a time.
-        mmq: ``TIERCEL_PREFILL_MMQ``; False: never these, True: always, None: as measured.
     """
     if not uses_gemm:
         return PathRows(MAX_ROWS, 0, 0)
-    if has_mmq and mmq:
+    if has_mmq:
         return PathRows(MAX_TOKENS, 0, MAX_ROWS)
     if has_fused:
         return PathRows(MAX_TOKENS, FUSED_ROWS[has_copy], 0)
-    if has_copy:
-        return PathRows(MAX_TOKENS, 0, 0)
-    if has_mmq and mmq is None:
-        return PathRows(FEWEST_MMQ_ROWS - 1, 0, MOST_MMQ_ROWS)
-    return PathRows(MOST_PACKED_ROWS, 0, 0)
+    return PathRows(MAX_TOKENS if has_copy else MOST_PACKED_ROWS, 0, 0)
 
 
 def resting_bytes(
@@ -216,20 +207,17 @@ def _prepare_packed(
         else:
             segments.append(dequantize(whole, dtype))
     packed = [segment for segment in segments if isinstance(segment, Q4kWeight)]
-    uses_gemm, mmq = has_prefill_gemm(), prefill_mmq()
-    has_fused = has_fused_gemm() and layout is Layout.SOA and has_q4k_gemm(device)
-    has_mmq = all(has_q4k_mmq(segment.tensor.qtype, device) for segment in packed)
+    can_mmq = all(has_q4k_mmq(segment.tensor.qtype, device) for segment in packed)
     limits = select_rows(
         has_copy=dense is not None,
-        has_fused=has_fused,
-        uses_gemm=uses_gemm,
-        has_mmq=has_mmq,
-        mmq=mmq,
+        has_fused=has_fused_gemm() and layout is Layout.SOA and has_q4k_gemm(device),
+        has_mmq=has_prefill_mmq() and can_mmq,
+        uses_gemm=has_prefill_gemm(),
     )
     for segment in packed:
         if limits.fused:
             load_q4k_gemm(segment, out_dtype)
-        if limits.mmq > limits.fused:
+        if limits.mmq:
             load_q4k_mmq(segment, out_dtype)
     return LinearWeight(tuple(segments), shape, dense, *limits)
 
@@ -346,28 +334,6 @@ def _multiply_packed(x: Tensor, segment: Q4kWeight, out: Tensor, weight: LinearW
         q4k_mmq(x, segment, out=out)
     else:
         out.copy_(_multiply_dense(x, dequantize(segment.tensor, x.dtype), out.dtype))
-
-
-def multiply_sliced(x: Tensor, segment: Q4kWeight, out: Tensor) -> None:
-    """Write X @ segment^T, decoding as many rows at a time as stay in a GPU's cache.
-
-    Args:
-        x: (tokens, in) float16, on the weight's device.
-        segment: from `prepare_q4k`.
-        out: (tokens, rows), unit inner stride.
-    """
-    tensor = segment.tensor
-    rows, columns = tensor.shape
-    step = max(1, SLICE_BYTES // (2 * columns) // 128) * 128
-    for first in range(0, rows, step):
-        last = min(first + step, rows)
-        if tensor.layout is Layout.FILE:
-            piece = tensor.rows(first, last)
-        else:
-            tiles = slice(first // TILE_ROWS, -(-last // TILE_ROWS))
-            planes = {name: plane[tiles] for name, plane in tensor.planes.items()}
-            piece = QuantTensor(tensor.qtype, tensor.layout, (last - first, columns), planes)
-        launch_linear(x, dequantize(piece, x.dtype), out[:, first:last])
 
 
 def _multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
