@@ -111,7 +111,7 @@ def select_q4k_mmq(
 
 def quantise_source(tokens: int) -> rtc.KernelSource:
     """The kernel that rounds x, for tiles of so many tokens."""
-    return rtc.KernelSource("q4k_mmq_quantise", (("TOKENS", tokens),))
+    return rtc.KernelSource("q4k_mmq_quantise", (("TOKENS", tokens),), ("q4k_ptx",))
 
 
 def mmq_source(
@@ -120,14 +120,13 @@ def mmq_source(
     """The kernel that multiplies, as built for one kind of call."""
     macros = (
         ("QTYPE", 4 if type_name == "Q4_K" else 6),
-        ("NT", 4),
         ("IN_FILE", int(in_file)),
         ("TOKENS", config.tokens),
         ("STAGES", config.stages),
         ("CTAS", config.ctas),
         ("OUT", OUT_CODES[out_dtype]),
     )
-    return rtc.KernelSource("q4k_mmq", macros, ("q4k_units",))
+    return rtc.KernelSource("q4k_mmq", macros, ("q4k_ptx",))
 
 
 @functools.cache

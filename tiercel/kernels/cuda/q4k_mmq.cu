@@ -1,6 +1,7 @@
-// y = x W^T with x of 8 bits and a K-quantised W, by products of integers; q4k_units.cuh before it.
+// y = x W^T with x of 8 bits and a K-quantised W, by products of integers; q4k_ptx.cuh before it.
 // Macros besides its own: QTYPE (4: Q4_K, 6: Q6_K), IN_FILE (layout of W), TOKENS (of a CTA: 32, 64
-// or 128), CTAS (of an SM, for the registers), STAGES (units in the ring: 2 or more), OUT (0 fp16, 1 bf16, 2 float32).
+// or 128), CTAS (of an SM, for the registers), STAGES (units in the ring: 2 or more), OUT (0 fp16,
+// 1 bf16, 2 float32).
 //
 //   y = sum over groups of d_x * (d * scale * sum(q q_x)) - dmin * min * (d_x * sum(q_x))
 //
@@ -12,9 +13,9 @@
 // groups: values and rests).
 //
 // A CTA has ROWS rows and TOKENS tokens, a warp MT tiles of 16 rows and 32 tokens. Its ring holds
-// units of 256 columns: bytes of W, 16 rows after 16, and the image of the tokens. Headers are unpacked
-// to tables of what the fragments need, with three stages one unit ahead, with two (for more CTAs an
-// SM) before the products.
+// units of 256 columns: bytes of W, 16 rows after 16, and the image of the tokens. Headers are
+// unpacked to tables of what the fragments need: of three stages one unit ahead, of two (for more
+// CTAs an SM) before the products.
 //
 // Bytes of W in the ring, 16 rows: chunks of 16 bytes (half of the rows, place, piece, row of 8),
 //   Q4_K  place p: bytes 32 p + 16 piece of the 128; low nibbles are group 2 p, high ones 2 p + 1
@@ -28,6 +29,8 @@
 #define THREADS 256
 #define MT (TILES * TOKENS / 256)  // tiles of a warp: its CTA has TOKENS / 32 columns of warps
 #define GROUPS (QTYPE == 4 ? 8 : 16)
+#define SLOT (QTYPE == 4 ? 2304 : 3360)  // bytes of 16 rows of a unit
+#define FILE_BYTES (QTYPE == 4 ? 144 : 210)
 #define W_BYTES (TILES * SLOT)
 #define X_BYTES (TOKENS * 320)
 #define STAGE_BYTES (W_BYTES + X_BYTES)
@@ -36,11 +39,6 @@
 #define SUM_STRIDE (ROWS + 4)
 #define MAGIC 0x4b400000  // 1.5 * 2^23 as a float; sums below 2^22 stay in its mantissa
 
-DEV u32 lds4(u32 a) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
-  return v;
-}
 DEV void sts4(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 DEV void stsf(u32 a, float v) { sts4(a, __float_as_uint(v)); }
 DEV float2 ldsf2(u32 a) {
@@ -68,6 +66,13 @@ DEV u32 chunk_place(int half, int place, int piece, int row) {
   return half * 1024 + place * 256 + piece * 128 + row * 16;
 }
 #if IN_FILE
+DEV void copy16_by_2(u32 to, const u8* from) {  // blocks of 210 bytes
+  u32 v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    v[i] = __ldg((const u16*)from + 2 * i) | (u32)__ldg((const u16*)from + 2 * i + 1) << 16;
+  sts16(to, v[0], v[1], v[2], v[3]);
+}
 struct Weights {  // the next unit of a CTA
   const u8* blocks_of_row;
   int first_row, rows, blocks, unit, tid;

@@ -1,30 +1,13 @@
-// Tokens to 8 bits for q4k_mmq.cu, which draws their image. Macro: TOKENS (of a tile).
+// Tokens to 8 bits for q4k_mmq.cu, which draws their image; q4k_ptx.cuh before it. Macro: TOKENS
+// (of a tile).
 //
 // A thread takes 64 columns of a token, two groups of 32: x = d * q with |q| <= 127 and d of 22
 // bits, so that 1.5 * 2^23 * d is exact; and d * sum(q) / 32 as two fp16, value and rest.
-typedef unsigned int u32;
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef long long i64;
-#define DEV __device__ __forceinline__
-
-DEV float half_to_float(u32 bits) {
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)bits));
-  return f;
-}
-DEV u32 float_to_half(float f) {
-  u16 h;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-  return h;
-}
 DEV float larger(float a, float b) {  // NaN stays NaN
   float c;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
   return c;
 }
-DEV u32 word(const uint4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
-
 extern "C" __global__ void q4k_mmq_quantise(const uint4* x,  // (m, blocks * 256) fp16
                                             u8* image,       // see q4k_mmq.cu
                                             int m, int blocks) {
@@ -43,7 +26,7 @@ extern "C" __global__ void q4k_mmq_quantise(const uint4* x,  // (m, blocks * 256
   uint4 v[8];
 #pragma unroll
   for (int k = 0; k < 8; ++k) v[k] = from[k];
-  u32 near[2], rest[2];
+  u16 near[2], rest[2];
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     float f[32], most = 0;
@@ -72,5 +55,5 @@ extern "C" __global__ void q4k_mmq_quantise(const uint4* x,  // (m, blocks * 256
     rest[j] = float_to_half(mean - half_to_float(near[j]));
   }
   *(uint2*)(unit + TOKENS * 288 + n * 32 + 8 * p) =
-      make_uint2(near[0] | near[1] << 16, rest[0] | rest[1] << 16);
+      make_uint2(near[0] | (u32)near[1] << 16, rest[0] | (u32)rest[1] << 16);
 }
