@@ -8,7 +8,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from tiercel.bench.environment import command_line, cpu_name, installed_version, utc_now
+from tiercel.engine.device_timing import calls_us
 
 
 @dataclass(frozen=True)
@@ -60,24 +60,9 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def time_us(run: Callable[[], object], device: torch.device, samples: int = 20) -> Timing:
     """Time `run` after two warm-up calls: CUDA events on a GPU, the wall clock on a CPU."""
-    for _ in range(2):
-        run()
-    times = sorted(_once_us(run, device) for _ in range(samples))
+    times = calls_us([run], device, samples)
     p10, p90 = times[samples // 10], times[-1 - samples // 10]
     return Timing(statistics.median(times), p10, p90, samples)
-
-
-def _once_us(run: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return 1000.0 * start.elapsed_time(end)
-    began = time.perf_counter()
-    run()
-    return 1e6 * (time.perf_counter() - began)
 
 
 def copy_gbps(device: torch.device) -> float:

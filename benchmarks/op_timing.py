@@ -14,9 +14,7 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,12 +22,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Timing, copy_gbps, environment, save, time_us
+from benchmarks.common import Timing, copy_gbps, environment, save
+from tiercel.engine.device_timing import (
+    cache_bytes,
+    graph_us,
+    matrix_tflops,
+    read_gbps,
+    times_us,
+)
 
 MAX_SETS = {"cuda": 512, "cpu": 64}
 LEAST_CALLS = 20  # of a graph, so that its start does not show
 SECONDS = 1.0  # of one measurement, about
-LEAST_SAMPLES, MOST_SAMPLES = 7, 200
 
 
 @dataclass(frozen=True)
@@ -83,81 +87,12 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Measure reading, copying, matrix products and, on a GPU, an empty graph node."""
-    tflops = {
-        str(dtype): _matrix_tflops(dtype, device) for dtype in (torch.bfloat16, torch.float32)
-    }
+    tflops = {str(dtype): matrix_tflops(dtype, device) for dtype in (torch.bfloat16, torch.float32)}
     node_us = 0.0
     if device.type == "cuda":
         tiny = torch.zeros(1, device=device)
-        node_us = statistics.median(_graph_us([lambda: tiny.add_(1)] * 200))
-    return Ceilings(_read_gbps(device), copy_gbps(device), tflops, node_us)
-
-
-def _read_gbps(device: torch.device) -> float:
-    num_bytes = (4 << 30) if device.type == "cuda" else (128 << 20)
-    words = torch.randint(-(2**40), 2**40, (num_bytes // 8,), device=device)
-    total = torch.empty((), dtype=torch.int64, device=device)
-    read = time_us(lambda: torch.sum(words, dim=0, out=total), device)
-    return num_bytes / read.median_us / 1e3
-
-
-def _matrix_tflops(dtype: torch.dtype, device: torch.device) -> float:
-    size = 1024
-    if device.type == "cuda":
-        size = 8192 if dtype == torch.bfloat16 else 4096
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    return 2 * size**3 / time_us(lambda: torch.mm(a, b, out=out), device).median_us / 1e6
-
-
-def cache_bytes(device: torch.device) -> int:
-    """The last-level cache; 32 MiB where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).L2_cache_size
-    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    return max((int(path.read_text().strip()[:-1]) << 10 for path in sizes), default=32 << 20)
-
-
-def _graph_us(calls: list[Callable[[], object]], seconds: float = SECONDS) -> list[float]:
-    """Sorted microseconds per call of a CUDA graph that makes `calls`, over many replays."""
-    for call in calls[:2]:
-        call()  # compile and load before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    began = time.perf_counter()
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
-    replays = int(seconds * 3 / (time.perf_counter() - began))
-    samples = []
-    for _ in range(min(MOST_SAMPLES, max(LEAST_SAMPLES, replays))):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(1000.0 * start.elapsed_time(end) / len(calls))
-    return sorted(samples)
-
-
-def _calls_us(calls: list[Callable[[], object]], seconds: float) -> list[float]:
-    """Sorted microseconds of single calls on a CPU, `calls` in turn."""
-    for call in calls[:2]:
-        call()
-    samples: list[float] = []
-    began = time.perf_counter()
-    for call in itertools.cycle(calls):
-        start = time.perf_counter()
-        call()
-        end = time.perf_counter()
-        samples.append(1e6 * (end - start))
-        enough = end - began > seconds and len(samples) >= LEAST_SAMPLES
-        if enough or len(samples) == 10 * MOST_SAMPLES:
-            return sorted(samples)
-    return samples
+        node_us = statistics.median(graph_us([lambda: tiny.add_(1)] * 200, SECONDS))
+    return Ceilings(read_gbps(device), copy_gbps(device), tflops, node_us)
 
 
 def time_inputs(
@@ -170,9 +105,8 @@ def time_inputs(
     """Time calls of `run` on all inputs in turn, as the module says, for about `seconds`."""
     calls = [lambda item=item: run(item) for item in inputs]
     if device.type == "cuda":
-        samples = _graph_us(calls * max(1, least_calls // len(calls)), seconds)
-    else:
-        samples = _calls_us(calls, seconds)
+        calls = calls * max(1, least_calls // len(calls))
+    samples = times_us(calls, device, seconds)
     p10, p90 = samples[len(samples) // 10], samples[-1 - len(samples) // 10]
     return Timing(statistics.median(samples), p10, p90, len(samples))
 

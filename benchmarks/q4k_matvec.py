@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
 from tiercel.kernels.linear import launch_linear
+from tiercel.loader.verify import SCALE_FIELDS
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_matvec import Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.quant import Layout, QuantTensor, QuantType
@@ -47,10 +48,10 @@ class Inputs:
 def random_part(qtype: QuantType, shape: tuple[int, int], seed: int) -> QuantTensor:
     """Random codes and scales; d of about 1e-4, as in files."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    blocks = shape[1] // 256
+    blocks = shape[1] // qtype.block_weights
     size = (shape[0], blocks, qtype.block_bytes)
     data = torch.randint(0, 256, size, dtype=torch.uint8, device="cuda", generator=generator)
-    for at in (0, 2) if qtype is QuantType.Q4_K else (208,):
+    for _, at in SCALE_FIELDS[qtype]:
         d = 1e-4 * (0.5 + torch.rand(*size[:2], 1, device="cuda", generator=generator))
         data[:, :, at : at + 2] = d.half().view(torch.uint8)
     return QuantTensor(qtype, Layout.FILE, shape, {"data": data.flatten(1)})

@@ -23,7 +23,7 @@ CODES = 64 << 20  # bytes of random codes, used again and again
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen3 model's sizes."""
+    """A model's architecture and sizes."""
 
     hidden: int
     layers: int
@@ -33,11 +33,13 @@ class Shape:
     intermediate: int
     vocab: int = 151_936
     context: int = 40_960
+    arch: str = "qwen3"  # or llama: no norms of q and k
 
 
 SHAPES = {
     "qwen3-0.6b": Shape(1024, 28, 16, 8, 128, 3072),
     "qwen3-8b": Shape(4096, 36, 32, 8, 128, 12288),
+    "llama3-8b": Shape(4096, 32, 32, 8, 128, 14336, 128_256, 131_072, "llama"),
 }
 
 
@@ -75,7 +77,7 @@ def write(name: str, path: Path, seed: int = 0) -> None:
     """Write one model."""
     shape, weights = SHAPES[name], Weights(seed)
     q4_k, q6_k = gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q6_K
-    writer = gguf.GGUFWriter(path, "qwen3")
+    writer = gguf.GGUFWriter(path, shape.arch)
     write_metadata(writer, name, shape)
 
     def matrix(tensor: str, kind: gguf.GGMLQuantizationType, out: int, inner: int) -> None:
@@ -93,8 +95,9 @@ def write(name: str, path: Path, seed: int = 0) -> None:
         better = q6_k if has_more_bits(layer, shape.layers) else q4_k
         norm(f"{block}.attn_norm", shape.hidden)
         norm(f"{block}.ffn_norm", shape.hidden)
-        norm(f"{block}.attn_q_norm", shape.head_dim)
-        norm(f"{block}.attn_k_norm", shape.head_dim)
+        if shape.arch == "qwen3":
+            norm(f"{block}.attn_q_norm", shape.head_dim)
+            norm(f"{block}.attn_k_norm", shape.head_dim)
         matrix(f"{block}.attn_q", q4_k, q_size, shape.hidden)
         matrix(f"{block}.attn_k", q4_k, kv_size, shape.hidden)
         matrix(f"{block}.attn_v", better, kv_size, shape.hidden)

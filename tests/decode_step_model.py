@@ -46,7 +46,9 @@ class Model:
         }
 
 
-def make_model(masks, slices, device, seed=0, *, has_qk_norm=True):
+def make_model(masks, slices, device, seed=0, *, has_qk_norm=True, inner=None):
+    """Random layers; `inner` is the intermediate size if it does not fill all slices."""
+    inner = inner or 4096 * slices
     generator = torch.Generator(device).manual_seed(seed)
 
     def near_one(size):
@@ -58,9 +60,9 @@ def make_model(masks, slices, device, seed=0, *, has_qk_norm=True):
         layer = {}
         for i, name in enumerate(MATRICES):
             qtype = (QuantType.Q4_K, QuantType.Q6_K)[mask >> i & 1]
-            columns = 4096 * (slices if name == "down" else 1)
+            columns = inner if name == "down" else 4096
             names = ("gate", "up") if name == "gate_up" else (name,)
-            rows = ROWS.get(name, 4096 * slices)
+            rows = ROWS.get(name, inner)
             parts = [random_matrix(rows, columns, qtype, generator) for _ in names]
             layer |= dict(zip(names, parts, strict=True))
         builder.add(

@@ -26,6 +26,8 @@ from tiercel.kernels.q4k_gemm import (
 )
 from tiercel.kernels.q4k_matvec import cuda_source as cuda_source_q4k
 from tiercel.kernels.q4k_matvec import select_q4k_matvec
+from tiercel.kernels.q4k_types import UNIT_TYPES, tail_groups
+from tiercel.quant import QuantType
 
 ARCH = "sm_90a"
 
@@ -95,25 +97,31 @@ def registers_of(cubin, folder):
     return int(re.search(r"REG:(\d+)", usage)[1])
 
 
-def q4k_sources():
-    """A kernel for each type, layout and class of tokens, split and not."""
-    for name in ("Q4_K", "Q6_K"):
-        for in_file in (False, True):
-            for tokens in (1, 16):
-                for columns in (1024, 4096, 12288):
-                    config = select_q4k_matvec(name, (24576, columns), tokens)
-                    source = cuda_source_q4k(name, tokens, torch.float32, config, in_file=in_file)
-                    yield source, config
-            yield dequantize_source(name, torch.bfloat16, in_file=in_file), None
+def q4k_sources(name):
+    """Kernels of a type in both layouts: for one token and 16, for rows split, cut and not."""
+    sizes = (1024, 4096, 12288) if name in ("Q4_K", "Q6_K") else (12288,)
+    if QuantType[name].block_weights == 32:
+        sizes = (576,)
+    for in_file in (False, True):
+        for tokens in (1, 16):
+            for columns in sizes:
+                config = select_q4k_matvec(name, (24576, columns), tokens)
+                tail = tail_groups(columns)
+                yield (
+                    cuda_source_q4k(name, tail, tokens, torch.float32, config, in_file=in_file),
+                    config,
+                )
+        yield dequantize_source(name, torch.bfloat16, in_file=in_file), None
 
 
-Q4K_SOURCES = dict(q4k_sources())
+Q4K_SOURCES = {source: config for name in UNIT_TYPES for source, config in q4k_sources(name)}
 # All on Hopper; elsewhere the widest of each type and layout, and what decodes.
 Q4K_CASES = [(source, ARCH) for source in Q4K_SOURCES] + [
-    (source, arch)
+    pytest.param(source, arch, marks=[pytest.mark.slow] * ("q4k_fields" in source.headers))
     for source, config in Q4K_SOURCES.items()
     for arch in ("sm_80", "sm_89", "sm_100a", "sm_120a")
-    if config is None or (config.is_split and ("NT", 2) in source.macros)
+    if config is None
+    or (("NT", 2) in source.macros and (config.is_split or ("TAIL", 2) in source.macros))
 ]
 
 

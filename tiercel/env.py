@@ -112,10 +112,10 @@ def has_int8_activations() -> bool:
 def has_megakernel() -> bool:
     """Whether ``TIERCEL_MEGAKERNEL`` lets one kernel run a step of a single token.
 
-    Off until whole steps with it are measured. It rounds inputs of matrices to 8 bits and has other
-    bits than the kernels for more tokens, so the two switches above can forbid it too.
+    It rounds inputs of matrices to 8 bits and has other bits than the kernels for more tokens, so
+    the two switches above can forbid it too.
     """
-    is_on = read_flag("TIERCEL_MEGAKERNEL", default=False)
+    is_on = read_flag("TIERCEL_MEGAKERNEL", default=True)
     return is_on and has_int8_activations() and not is_exact()
 
 

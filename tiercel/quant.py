@@ -6,9 +6,10 @@ Rows are whole blocks, so a tensor of shape (out, in) in layout FILE is one plan
 one weight. The byte-level meaning of each block is drawn in `kernels/dequantize.py`.
 
 In layout SOA the fields of the blocks lie in planes of their own, in the order in which the tensor
-cores of a GPU take them: each plane is (tiles, blocks, 16 * size) bytes for tiles of 16 rows, the
-last filled up with zeros. `PLANES` says which bytes of a block a plane holds and how the 16 rows of
-a tile share its last axis; `ops/q4k_repack.py` goes from one layout to the other.
+cores of a GPU take them: each plane is (tiles, groups, 16 * bytes of a group) for tiles of 16 rows,
+the last filled up with zeros. A group is one block of 256 weights or four of 32, the last of a row
+filled up with zeros. `PLANES` says which bytes of a block a plane holds and how the 16 rows of a
+tile share its last axis; `ops/q4k_repack.py` goes from one layout to the other.
 
 This module needs no PyTorch at run time: a file can be inspected without it.
 """
@@ -64,6 +65,15 @@ class QuantType(Enum):
         """Whether a weight is stored as a plain float."""
         return self.block_weights == 1
 
+    @property
+    def group_blocks(self) -> int:
+        """Blocks of a row that lie together in layout SOA."""
+        return 4 if self.block_weights == 32 else 1
+
+    def num_groups(self, in_features: int) -> int:
+        """Groups of a row in layout SOA; the last may be filled up with zeros."""
+        return -(-in_features // (self.block_weights * self.group_blocks))
+
     def row_bytes(self, in_features: int) -> int:
         """Bytes of one row of `in_features` weights, which must be whole blocks."""
         return in_features // self.block_weights * self.block_bytes
@@ -86,9 +96,10 @@ TILE_ROWS = 16  # output rows of a tensor-core tile, and of a tile of layout SOA
 class Plane:
     """Bytes [start, start + size) of each block, as a plane of layout SOA.
 
-    The bytes are pieces in the order (outer, pieces, inner). In a tile of one block column the rows
-    0..7 lie before the rows 8..15; within each half the order is (pieces, row, outer, inner): where
-    outer * inner = 4, the 32 lanes of a warp (4 * row + place) read one piece as 512 bytes in turn.
+    Those of a group, block after block, are pieces in the order (outer, pieces, inner), or (pieces,
+    inner, outer) if they are woven. In a tile of one group column the rows 0..7 lie before the rows
+    8..15; within each half the order is (pieces, row, outer, inner): where a row's bytes of a piece
+    are 64, the 32 lanes of a warp (4 * row + outer) read one piece as 512 bytes in turn.
     """
 
     name: str
@@ -97,16 +108,38 @@ class Plane:
     outer: int = 1
     pieces: int = 1
     inner: int = 1
+    is_woven: bool = False
 
 
+_D, _DM = Plane("d", 0, 2), Plane("dm", 0, 4)
+_HEADER = Plane("header", 0, 16)
 PLANES = {
-    QuantType.Q4_K: (Plane("qs", 16, 128, 4, 2, 1), Plane("header", 0, 16)),
+    QuantType.Q4_0: (Plane("qs", 2, 16, 4, 1, 4, is_woven=True), _D),
+    QuantType.Q4_1: (Plane("qs", 4, 16, 4, 1, 4, is_woven=True), _DM),
+    QuantType.Q5_0: (Plane("qs", 6, 16, 4, 1, 4, is_woven=True), Plane("qh", 2, 4), _D),
+    QuantType.Q5_1: (Plane("qs", 8, 16, 4, 1, 4, is_woven=True), Plane("qh", 4, 4), _DM),
+    QuantType.Q8_0: (Plane("qs", 2, 32, 4, 2, 4, is_woven=True), _D),
+    QuantType.Q2_K: (Plane("qs", 16, 64), Plane("scales", 0, 16), Plane("dm", 80, 4)),
+    QuantType.Q3_K: (
+        Plane("qs", 32, 64),
+        Plane("hmask", 0, 32),
+        Plane("scales", 96, 12),
+        Plane("d", 108, 2),
+    ),
+    QuantType.Q4_K: (Plane("qs", 16, 128, 4, 2, 1), _HEADER),
+    QuantType.Q5_K: (
+        Plane("qs", 48, 128, 4, 2, 4, is_woven=True),
+        Plane("qh", 16, 32),
+        _HEADER,
+    ),
     QuantType.Q6_K: (
         Plane("ql", 0, 128, 2, 2, 2),
         Plane("qh", 128, 64),
         Plane("scales", 192, 16),
         Plane("d", 208, 2),
     ),
+    QuantType.IQ4_NL: (Plane("qs", 2, 16, 4, 1, 4, is_woven=True), _D),
+    QuantType.IQ4_XS: (Plane("qs", 8, 128, 4, 2, 4, is_woven=True), Plane("header", 0, 8)),
 }
 
 
@@ -119,7 +152,7 @@ class QuantTensor:
         layout: how `planes` lie.
         shape: (out_features, in_features); a vector is (1, n).
         planes: uint8 on any device. FILE: ``data``, (out, row_bytes). SOA: those of `PLANES`, each
-            (tiles, blocks, 16 * size).
+            (tiles, groups, 16 * bytes of a group).
     """
 
     qtype: QuantType

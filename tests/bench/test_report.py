@@ -9,6 +9,7 @@ import pytest
 from tests.bench.reports import SHAPE, level, report
 from tiercel.bench import compare, plot, tables
 from tiercel.bench import report as reports
+from tiercel.bench.files import save
 from tiercel.bench.report import Load
 from tiercel.bench.statistics import Bounds
 from tiercel.bench.workload import Lengths
@@ -24,7 +25,7 @@ def changed(struct, **changes):
 def test_a_result_survives_the_disk(tmp_path):
     path = tmp_path / "new" / "r.json"
     original = report(loads=(Load(4, concurrency=2), *RATES))
-    reports.save(original, path)
+    save(original, path)
     assert reports.load(path) == original
     assert [p.name for p in path.parent.iterdir()] == ["r.json"]
     values = json.loads(path.read_text())
@@ -50,7 +51,7 @@ def test_files_that_hold_no_result(tmp_path, data, words):
 
 def test_another_format_is_refused(tmp_path):
     path = tmp_path / "r.json"
-    reports.save(changed(report(), format=2), path)
+    save(changed(report(), format=2), path)
     with pytest.raises(ArgumentError, match="has format 2"):
         reports.load(path)
 

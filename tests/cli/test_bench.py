@@ -343,3 +343,45 @@ def test_speed_to_table_and_json(tmp_path, capsys, monkeypatch):
 def test_wrong_speed_options(options, message, capsys):
     assert run(["bench", "speed", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_kernels_to_table_and_files(tmp_path, capsys):
+    model, path, plot = tmp_path / "tiny.gguf", tmp_path / "k.json", tmp_path / "k.svg"
+    tiny_model(model)
+    options = ["--tokens", "1,3", "--decode", "2x40", "--prompt", "20", "--seconds", "0.001"]
+    options += ["--device", "cpu", "--json", str(path), "--plot", str(plot)]
+    assert run(["bench", "kernels", "-m", str(model), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.split(r"  +", lines[1].strip())[-1] == "of ceiling"
+    report = json.loads(path.read_text())
+    assert report["kind"] == "kernels"
+    assert report["read_gbps"] > 0
+    assert report["tflops"] > 0
+    assert len(report["results"]) == 5 * 2 + 2 == len(lines[2:14])
+    assert all(row["us"] > 0 and row["flops"] > 0 for row in report["results"])
+    drawn = plot.read_text()
+    assert all(row["name"] in drawn for row in report["results"])
+
+
+def test_speed_is_drawn(tmp_path):
+    model, plot = tmp_path / "tiny.gguf", tmp_path / "s.svg"
+    tiny_model(model)
+    options = ["--prompt", "12", "--generate", "2", "--repetitions", "1", "--device", "cpu"]
+    assert run(["bench", "speed", "-m", str(model), *options, "--plot", str(plot)]) == 0
+    assert "tg2 @ d0" in plot.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "1,x"], "--tokens '1,x': no list of counts"),
+        (["--decode", "4096"], "--decode '4096': no list of requests x context"),
+        (["--decode", "0x5"], "--decode '0x5': no list of requests x context"),
+        (["--tokens", "0", "--decode", "0", "--prompt", "0"], "there is nothing to measure"),
+        (["--seconds", "0"], "--seconds 0.0 is out of range"),
+        (["--plot", "a.txt"], "--plot a.txt: the ending is unknown"),
+    ],
+)
+def test_wrong_kernel_options(options, message, capsys):
+    assert run(["bench", "kernels", *options]) == 2
+    assert message in capsys.readouterr().err

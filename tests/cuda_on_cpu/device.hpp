@@ -166,6 +166,7 @@ template <class T> DEV T from_shared(u32 at) {
 }
 DEV uint4 load_shared(u32 a) { return from_shared<uint4>(a); }
 DEV u32 load_shared_word(u32 a) { return from_shared<u32>(a); }
+DEV u64 load_shared_long(u32 a) { return from_shared<u64>(a); }
 DEV u32 load_shared_half(u32 a) { return from_shared<u16>(a); }
 DEV void load_shared_pair(u32 (&v)[2], u32 a) { std::memcpy(v, shared(a, 8), 8); }
 DEV void store_shared(u32 a, u32 v) { std::memcpy(shared(a, 4), &v, 4); }
@@ -179,6 +180,10 @@ DEV uint4 load_relaxed(const void* p) {
 DEV void store_relaxed(void* p, uint4 v) {
   if ((u64)p % 16) fail("alignment of a store");
   *(uint4*)p = v, ++events;
+}
+DEV void store_relaxed(u64* p, u32 lo, u32 hi) {
+  if ((u64)p % 8) fail("alignment of a store");
+  *p = lo | (u64)hi << 32, ++events;
 }
 DEV void send(u32 to, u32 bar, std::vector<u8> data) {
   if (to + data.size() > SMEM) fail("a copy leaves shared memory");

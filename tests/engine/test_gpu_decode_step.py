@@ -28,8 +28,9 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _on(monkeypatch):
-    monkeypatch.setenv("TIERCEL_MEGAKERNEL", "1")
+def _whole_prompts(monkeypatch):
+    """A prompt found in the cache has keys from other products: other bits, same class."""
+    monkeypatch.setenv("TIERCEL_PREFIX_CACHE", "0")
 
 
 def open_llm(path, **options):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from tiercel.llm import LLM
 from tiercel.params import SamplingParams
@@ -23,10 +22,11 @@ def nmse(actual: np.ndarray, expected: np.ndarray) -> float:
     )
 
 
-def dtypes_here() -> list[str]:
-    return (
-        ["float32", "float16", "bfloat16"] if torch.cuda.is_available() else ["float32", "bfloat16"]
-    )
+PLACES = [
+    ("cpu", "float32"),
+    ("cpu", "bfloat16"),
+    *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in BOUNDS),
+]
 
 
 @pytest.fixture(params=NAMES)
@@ -34,22 +34,22 @@ def case(request):
     return DATA / f"{request.param}.gguf", np.load(DATA / f"{request.param}.npz")
 
 
-@pytest.mark.parametrize("dtype", dtypes_here())
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("chunk", [7, 64], ids=["chunks of 7", "whole"])
-def test_logits_match_the_float64_forward(case, dtype, chunk):
+def test_logits_match_the_float64_forward(case, device, dtype, chunk):
     path, expected = case
-    with LLM(path, dtype=dtype, max_num_batched_tokens=chunk) as llm:
+    with LLM(path, device=device, dtype=dtype, max_num_batched_tokens=chunk) as llm:
         logits = llm.logits(expected["tokens"].tolist())
     assert logits.shape == expected["logits"].shape
     assert nmse(logits, expected["logits"]) <= BOUNDS[dtype][0]
 
 
-@pytest.mark.parametrize("dtype", dtypes_here())
-def test_greedy_tokens_match_up_to_the_first_near_tie(case, dtype):
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_greedy_tokens_match_up_to_the_first_near_tie(case, device, dtype):
     path, expected = case
     greedy, leads = expected["greedy"].tolist(), expected["greedy_lead"]
     params = SamplingParams(temperature=0, max_tokens=len(greedy), ignore_eos=True)
-    with LLM(path, dtype=dtype) as llm:
+    with LLM(path, device=device, dtype=dtype) as llm:
         ids = llm.generate({"prompt_token_ids": expected["greedy_prompt"].tolist()}, params)
     near_ties = np.flatnonzero(leads < BOUNDS[dtype][1])
     stop = int(near_ties[0]) if near_ties.size else len(greedy)

@@ -140,6 +140,20 @@ def test_cpu_matches_oracle(mask):
     assert max(run_both(model, 70, device)) < TOLERANCE
 
 
+@pytest.mark.parametrize("mask", [0, ALL_Q6])
+def test_a_slice_that_is_not_full(mask):
+    """Llama-3-8B has 3.5; what fills the last one adds nothing."""
+    device = torch.device("cpu")
+    model = make_model([mask], 2, device, inner=4096 + 1792, has_qk_norm=False)
+    assert max(run_both(model, 70, device)) < TOLERANCE
+
+
+@pytest.mark.gpu
+def test_llama_3_on_the_gpu(device):
+    model = make_model((V_AND_DOWN, 0), 4, device, inner=14336, has_qk_norm=False)
+    assert max(run_both(model, 100, device)) < TOLERANCE * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_qk_norm", [True, False])
 @pytest.mark.parametrize(
@@ -266,9 +280,12 @@ SHAPE = DecoderShape(36, 4096, 12288, 32, 8, 128, 128, 40960, is_plain=True)
 
 def test_selection_names_what_does_not_fit():
     assert select_decode_step(SHAPE) == ""
+    assert select_decode_step(replace(SHAPE, intermediate_size=14336)) == ""
+    for size in (9216, 16640):
+        assert select_decode_step(replace(SHAPE, intermediate_size=size))
     for name, value in {
         "hidden_size": 2560,
-        "intermediate_size": 14336,
+        "intermediate_size": 14330,
         "num_heads": 40,
         "num_kv_heads": 32,
         "head_dim": 64,

@@ -26,7 +26,7 @@ from tiercel.ops.linear import (
     select_form,
     select_rows,
 )
-from tiercel.ops.q4k_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
+from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.ops.q4k_mmq import q4k_mmq
 from tiercel.quant import Layout, QuantTensor, QuantType
 from tiercel.reference import linear as oracle
@@ -192,7 +192,7 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
 
     Without a GPU the forms are put together by hand: a CPU would keep others.
     """
-    parts = [make_weight("Q4_K", 40, 512, 1), make_weight("Q8_0", 24, 512, 2)]
+    parts = [make_weight("Q4_K", 40, 512, 1), make_weight("F16", 24, 512, 2)]
     parts.append(make_weight("Q6_K", 17, 512, 3))
     if device.type == "cuda":
         weight = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
@@ -215,6 +215,24 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
     for at, segment in ((slice(0, 40), weight.segments[0]), (slice(64, 81), weight.segments[2])):
         alone = q4k_matvec(x[:1].to(device), segment)
         assert torch.equal(out[:1, at], alone) or not is_packed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_copy", [True, False])
+@pytest.mark.parametrize("name", [q.name for q in quant.PLANES])
+def test_any_number_of_rows(name, has_copy, device):
+    """Packed weights of every type: each row up to 16 has its own bits, more are near them."""
+    columns = 576 if QuantType[name].block_weights == 32 else 768
+    part = make_weight(name, 100, columns)
+    weight = prepare_linear([part], torch.float16, device, dense_copies=has_copy)
+    assert isinstance(weight.segments[0], Q4kWeight)
+    x = (torch.randn(MOST_PACKED_ROWS + 1, columns) / 10).half()
+    expected = oracle.linear(x, decoded([part]))
+    alone = torch.cat([linear(row[None].to(device), weight) for row in x])
+    for rows in (2, 9, MAX_TOKENS, MAX_TOKENS + 1, MOST_PACKED_ROWS + 1):
+        out = linear(x[:rows].to(device), weight)
+        assert relative_error(out, expected[:rows]) < 2e-3
+        assert torch.equal(out, alone[:rows]) or rows > MAX_TOKENS
 
 
 @pytest.mark.parametrize("has_copy", [True, False])

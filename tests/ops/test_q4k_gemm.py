@@ -6,12 +6,11 @@ import torch
 from tests.ops.test_q4k_matvec import make_tokens, make_weight, relative_error
 from tiercel.errors import ArgumentError
 from tiercel.kernels import q4k_gemm as kernel
-from tiercel.ops.q4k_gemm import has_q4k_gemm, q4k_gemm
+from tiercel.ops.q4k_gemm import TYPES, has_q4k_gemm, q4k_gemm
 from tiercel.ops.q4k_matvec import prepare_q4k
-from tiercel.quant import PLANES, Layout
+from tiercel.quant import Layout
 from tiercel.reference import q4k_gemm as oracle
 
-TYPES = list(PLANES)
 # A weight is rounded to float16, its factors before that: 2**-12 each, random.
 TOLERANCE = 6e-4
 # (rows, columns): less than a tile, a row more than one, more rows than a CTA, uneven units.

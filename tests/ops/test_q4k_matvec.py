@@ -1,33 +1,41 @@
-"""The product with K-quants: against the oracle, and each token's bits its own."""
+"""The product with quantised weights: against the oracle, and each token's bits its own."""
 
 import numpy as np
 import pytest
 import torch
 
+from tests import q4k_on_cpu
+from tests.ops.test_dequantize import HALVES
 from tiercel.errors import ArgumentError
 from tiercel.kernels import q4k_matvec as kernel
+from tiercel.kernels.q4k_types import num_units
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear import select_form
 from tiercel.ops.q4k_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
+from tiercel.ops.q4k_repack import q4k_repack
 from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
 from tiercel.reference import q4k_matvec as oracle
 
 TYPES = list(PLANES)
-# Q4_K: float32 sums of exact operands. Q6_K: scale * (q - 32) keeps 11 bits, so half of the
-# weights are rounded, by 2**-12 at most. CPUs multiply the decoded float32 weights.
-TOLERANCE = {QuantType.Q4_K: 2e-6, QuantType.Q6_K: 3e-4}
+SMALL_BLOCKS = [qtype for qtype in TYPES if qtype.block_weights == 32]
+# Float32 sums of exact operands. Q6_K: scale * (q - 32) keeps 11 bits, so half of the weights are
+# rounded, by 2**-12 at most. CPUs multiply the decoded float32 weights.
+TOLERANCE = dict.fromkeys(TYPES, 3e-6) | {QuantType.Q6_K: 3e-4}
 # (rows, columns): one row, less than a tile, a row more than one, uneven tiles; fewer units than
 # warps, more, a slice and a bit.
-SHAPES = [(1, 256), (15, 512), (17, 1024), (100, 2304), (33, 4352)]
+SHAPES = [(1, 256), (15, 512), (17, 1024), (53, 2304), (18, 4352)]
+# Rows that end within a unit: in its first group of four blocks or its second, within or behind it.
+ODD_SHAPES = [(16, 32), (17, 96), (1, 128), (15, 160), (33, 576), (18, 640), (16, 4320), (20, 4544)]
+CASES = [(shape, qtype) for qtype in TYPES for shape in SHAPES]
+CASES += [(shape, qtype) for qtype in SMALL_BLOCKS for shape in ODD_SHAPES]
 
 
 def make_weight(qtype, rows, columns, device, seed=0):
     """Random bits with d (and dmin) of real files: 1e-5 to 1e-3, of both signs, some subnormal."""
     rng = np.random.default_rng(seed)
-    blocks = columns // 256
+    blocks = columns // qtype.block_weights
     data = rng.integers(0, 256, (rows, blocks, qtype.block_bytes), dtype=np.uint8)
-    places = (0, 2) if qtype is QuantType.Q4_K else (208,)
-    for at in places:
+    for at in HALVES[qtype.name]:
         d = 10.0 ** rng.uniform(-5, -3, (rows, blocks, 1)) * rng.choice([-1, 1], (rows, blocks, 1))
         data[:, :, at : at + 2] = d.astype(np.float16).view(np.uint8).reshape(rows, blocks, 2)
     flat = torch.from_numpy(data.reshape(rows, -1)).to(device)
@@ -45,37 +53,59 @@ def relative_error(actual, expected):
     return ((actual.double().cpu() - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
 
 
-@pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.name)
-@pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_matches_oracle(rows, columns, qtype, layout, device):
+def pooled_error(actual, expected, x):
+    """Of all tokens, each brought to one size: a single product may be near zero by chance."""
+    size = x.double().cpu().norm(dim=1, keepdim=True)
+    return (((actual.double().cpu() - expected) / size).norm() / (expected / size).norm()).item()
+
+
+@pytest.mark.parametrize(("shape", "qtype"), CASES, ids=str)
+def test_matches_oracle(shape, qtype, device):
+    rows, columns = shape
     part = make_weight(qtype, rows, columns, device)
-    weight = prepare_q4k(part, layout)
     x = make_tokens(5, columns, device)
-    wide = torch.full((7, rows + 3), float("nan"), device=device)
-    out = q4k_matvec(x, weight, out=wide[1:6, 2 : rows + 2])
-    assert out.data_ptr() == wide[1:6, 2:].data_ptr()
     expected = oracle.q4k_matvec(x, part.planes["data"], qtype.name)
-    assert relative_error(out, expected) < TOLERANCE[qtype]
-    wide[1:6, 2 : rows + 2] = float("nan")
-    assert wide.isnan().all()  # nothing beside the result was written
+    for layout in Layout:
+        weight = prepare_q4k(part, layout)
+        wide = torch.full((7, rows + 3), float("nan"), device=device)
+        out = q4k_matvec(x, weight, out=wide[1:6, 2 : rows + 2])
+        assert out.data_ptr() == wide[1:6, 2:].data_ptr()
+        assert pooled_error(out, expected, x) < TOLERANCE[qtype]
+        wide[1:6, 2 : rows + 2] = float("nan")
+        assert wide.isnan().all()  # nothing beside the result was written
 
 
-@pytest.mark.parametrize("dtype", kernel.OUT_CODES, ids=str)
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 1024])
+@pytest.mark.parametrize("columns", [32, 512, 576, 640, 4096])
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
-def test_results_are_rounded_once(qtype, dtype, device):
-    weight = prepare_q4k(make_weight(qtype, 40, 768, device), Layout.SOA)
-    x = make_tokens(3, 768, device)
-    exact = q4k_matvec(x, weight, torch.float32)
-    out = q4k_matvec(x, weight, dtype)
-    assert out.dtype == dtype
-    assert torch.equal(out, exact.to(dtype))
+def test_every_size_matches_decoded_weights(rows, columns, qtype, device):
+    if columns % qtype.block_weights:
+        columns = 12288  # long rows for the types that have no odd ones
+    part = make_weight(qtype, rows, columns, device)
+    dense = dequantize(part, torch.float32).double().cpu()
+    for tokens in (1, 2, 3, 8, 9, 16):
+        x = make_tokens(tokens, columns, device)
+        expected = x.double().cpu() @ dense.t()
+        for layout in Layout:
+            out = torch.full((tokens, rows), float("nan"), device=device)
+            q4k_matvec(x, prepare_q4k(part, layout), out=out)
+            assert pooled_error(out, expected, x) < TOLERANCE[qtype]
 
 
-@pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
-@pytest.mark.parametrize(("rows", "columns"), [(37, 1280), (20, 4096), (24, 12288)])
-def test_a_tokens_bits_are_its_own(rows, columns, qtype, device):
+ODD = [((37, 608), qtype) for qtype in SMALL_BLOCKS] + [
+    ((20, 4416), qtype) for qtype in SMALL_BLOCKS
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "qtype"),
+    [(shape, q) for q in TYPES for shape in ((37, 1280), (20, 4096), (24, 12288))] + ODD,
+    ids=str,
+)
+def test_a_tokens_bits_are_its_own(shape, qtype, device):
     """Alone, in every batch of up to 16, at every place, from both layouts: bit by bit."""
+    rows, columns = shape
     part = make_weight(qtype, rows, columns, device)
     x = make_tokens(MAX_TOKENS, columns, device)
     weight = prepare_q4k(part, Layout.SOA)
@@ -123,6 +153,36 @@ def test_every_launch_sums_in_one_order(qtype, device):
             assert not weight.tickets.any()  # ready for the next launch
 
 
+def source_cases():
+    """Rows that are split, or end within a unit; one tile at a time or two."""
+    for qtype in TYPES:
+        yield qtype, 4352, 10, True
+        yield qtype, 1280, 3, False
+    for qtype in SMALL_BLOCKS:
+        yield qtype, 4384, 10, True
+        yield qtype, 576, 16, False
+        yield qtype, 96, 1, False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("qtype", "columns", "tokens", "is_split"), list(source_cases()), ids=str)
+def test_source_on_a_processor(qtype, columns, tokens, is_split, tmp_path):
+    """The kernel's source, lane by lane: against the oracle, and from both layouts bit by bit."""
+    part = make_weight(qtype, 33, columns, torch.device("cpu"))
+    x = make_tokens(tokens, columns, torch.device("cpu"))
+    config = kernel.make_config(
+        qtype.name, num_units(columns), tokens, 2, 2, 1, 2, 1, 1, is_split=is_split
+    )
+    results = []
+    for layout in Layout:
+        tensor = q4k_repack(part, layout)
+        library = q4k_on_cpu.build(tensor, config, tokens, tmp_path)
+        results.append(q4k_on_cpu.run(library, x, tensor, config))
+    expected = oracle.q4k_matvec(x, part.planes["data"], qtype.name)
+    assert pooled_error(results[0], expected, x) < TOLERANCE[qtype]
+    assert torch.equal(*results)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
 def test_dependent_launches_in_a_graph(qtype, device):
@@ -161,7 +221,7 @@ LIMITS = (kernel.H200, kernel.DeviceLimits(142, 99 << 10), kernel.DeviceLimits(2
 def test_configs_fit_every_shape(qtype, limits):
     """Every model's matrices get a launch that fits an SM; a class of tokens has one kernel."""
     for rows in (1, 576, 1024, 4096, 6144, 24576, 151936):
-        for columns in (256, 512, 1024, 2048, 3072, 4096, 5120, 9728, 12288, 17408, 25600):
+        for columns in (256, 576, 640, 1024, 1536, 2048, 4096, 5120, 9728, 12288, 17408, 25600):
             for tokens in range(1, MAX_TOKENS + 1):
                 config = kernel.select_q4k_matvec(qtype.name, (rows, columns), tokens, limits)
                 assert config.smem_bytes <= limits.smem_bytes
@@ -170,7 +230,7 @@ def test_configs_fit_every_shape(qtype, limits):
                 assert config.grid <= config.ctas * limits.num_sms
                 assert config.parts == (4 if columns <= 1024 else 8)
                 most = kernel.token_class(tokens, qtype.name, limits)
-                assert most >= min(tokens, 8)
+                assert most >= min(tokens, 4 if qtype is QuantType.Q8_0 else 8)  # large units
                 assert kernel.select_q4k_matvec(qtype.name, (rows, columns), most, limits) == config
 
 
@@ -205,7 +265,10 @@ def test_forms_and_types_agree():
 
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
 def test_both_layouts_decode_alike(qtype, device):
-    part = make_weight(qtype, 21, 768, device)
+    part = make_weight(qtype, 21, 768 if qtype not in SMALL_BLOCKS else 736, device)
     weight = prepare_q4k(part, Layout.SOA).tensor
+    plain = part.to(torch.device("cpu"))
     for dtype in kernel.OUT_CODES:
-        assert torch.equal(dequantize(weight, dtype), dequantize(part, dtype))
+        expected = dequantize(plain, dtype).view(torch.uint8)
+        for tensor in (weight, part):
+            assert torch.equal(dequantize(tensor, dtype).cpu().view(torch.uint8), expected)

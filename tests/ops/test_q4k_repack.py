@@ -1,4 +1,4 @@
-"""Planes of K-quants: every byte at its place, and back again."""
+"""Planes of quantised weights: every byte at its place, and back again."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,8 @@ from tiercel.reference import q4k_repack as oracle
 
 TYPES = list(PLANES)
 # (rows, blocks): less than a tile, one tile, one row more and less, several.
-SHAPES = [(1, 1), (15, 3), (16, 2), (17, 1), (37, 5)]
+# Blocks of 32 weights go in fours.
+SHAPES = [(1, 1), (15, 3), (16, 2), (17, 1), (37, 5), (18, 8)]
 
 
 def make_weight(qtype, rows, blocks, device="cpu"):
@@ -42,7 +43,8 @@ def test_round_trip(rows, blocks, qtype, device):
     packed = q4k_repack(weight, Layout.SOA)
     assert packed.layout is Layout.SOA
     assert packed.shape == weight.shape
-    assert packed.nbytes == -(-rows // 16) * 16 * blocks * qtype.block_bytes
+    whole = -(-blocks // qtype.group_blocks) * qtype.group_blocks
+    assert packed.nbytes == -(-rows // 16) * 16 * whole * qtype.block_bytes
     back = q4k_repack(packed, Layout.FILE)
     assert back.layout is Layout.FILE
     assert torch.equal(back.planes["data"], weight.planes["data"])
@@ -53,9 +55,11 @@ def test_planes_hold_each_byte_once(qtype):
     """The fields cover the block, and the places of a tile its plane, without overlap."""
     fields = [i for plane in PLANES[qtype] for i in range(plane.start, plane.start + plane.size)]
     assert sorted(fields) == list(range(qtype.block_bytes))
+    group = qtype.group_blocks
     for plane in PLANES[qtype]:
-        places = {oracle.place(plane, row, i) for row in range(16) for i in range(plane.size)}
-        assert places == set(range(16 * plane.size))
+        size = group * plane.size
+        places = {oracle.place(plane, group, row, i) for row in range(16) for i in range(size)}
+        assert places == set(range(16 * size))
 
 
 def test_tiles_have_one_size():
@@ -68,16 +72,27 @@ def test_lanes_read_512_bytes_in_turn():
     for row in range(16):
         for t in range(4):
             for j in range(2):
-                at = oracle.place(low, row, 32 * t + 16 * j)
+                at = oracle.place(low, 1, row, 32 * t + 16 * j)
                 assert at == 1024 * (row // 8) + 512 * j + 16 * (4 * (row % 8) + t)
     low, high = PLANES[QuantType.Q6_K][:2]
     for row in range(16):
         for t in range(4):
             lane = 16 * (4 * (row % 8) + t)
             for j in range(2):
-                at = oracle.place(low, row, 64 * (t // 2) + 32 * j + 16 * (t % 2))
+                at = oracle.place(low, 1, row, 64 * (t // 2) + 32 * j + 16 * (t % 2))
                 assert at == 1024 * (row // 8) + 512 * j + lane
-            assert oracle.place(high, row, 16 * t) == 512 * (row // 8) + lane
+            assert oracle.place(high, 1, row, 16 * t) == 512 * (row // 8) + lane
+
+
+@pytest.mark.parametrize("qtype", [QuantType.Q4_0, QuantType.Q5_1, QuantType.IQ4_NL], ids=str)
+def test_four_lanes_share_each_block_of_32(qtype):
+    """Lane 4 * row + t holds bytes 4 t .. 4 t + 3 of four blocks: see q4k_units32.cuh."""
+    low = PLANES[qtype][0]
+    for row in range(16):
+        for block in range(4):
+            for t in range(4):
+                at = oracle.place(low, 4, row, 16 * block + 4 * t)
+                assert at == 512 * (row // 8) + 16 * (4 * (row % 8) + t) + 4 * block
 
 
 def test_same_layout_is_returned_as_it_is():
@@ -89,8 +104,8 @@ def test_same_layout_is_returned_as_it_is():
 
 def test_wrong_arguments():
     data = torch.zeros(2, 34, dtype=torch.uint8)
-    with pytest.raises(ArgumentError, match="Q8_0 has one layout"):
-        q4k_repack(QuantTensor(QuantType.Q8_0, Layout.FILE, (2, 32), {"data": data}), Layout.SOA)
+    with pytest.raises(ArgumentError, match="F16 has one layout"):
+        q4k_repack(QuantTensor(QuantType.F16, Layout.FILE, (2, 17), {"data": data}), Layout.SOA)
     for shape, plane in (((2, 256), data), ((2, 250), data), ((2, 256), data.int())):
         weight = QuantTensor(QuantType.Q4_K, Layout.FILE, shape, {"data": plane})
         with pytest.raises(ArgumentError, match="do not hold Q4_K"):

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -86,3 +86,12 @@ def hardware() -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         return facts  # no driver
     return facts | {"gpu": "; ".join(answer.stdout.split("\n")).strip("; ")}
+
+
+def machine_name(hardware: Mapping[str, str]) -> str:
+    """In a few words: the GPU, or the processor and its cores.
+
+    hardware: from `hardware`.
+    """
+    cores = f"{hardware.get('cpu', '?')}, {hardware.get('cores', '?')} cores"
+    return hardware.get("gpu") or cores

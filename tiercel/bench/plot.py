@@ -7,12 +7,14 @@ needs matplotlib, the extra `bench`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from tiercel.bench.environment import machine_name
 from tiercel.bench.report import Level, Report
 from tiercel.bench.statistics import Spread
 from tiercel.errors import ArgumentError
@@ -47,7 +49,18 @@ def draw(reports: Sequence[Report], path: Path) -> None:
     ]
     if not kinds:
         raise ArgumentError("the result holds no level to draw.", hint="Measure at least one.")
-    with mpl.rc_context(
+    with style():
+        figure = Figure(figsize=(10, 0.6 + 3.4 * len(kinds)), layout="constrained")
+        axes = figure.subplots(len(kinds), 3, squeeze=False)
+        for (name, axis), row in zip(kinds, axes, strict=True):
+            _draw_row(reports, name, axis, row)
+        figure.suptitle(_caption(reports[0]), fontsize=9)
+        save_figure(figure, path)
+
+
+def style() -> AbstractContextManager[None]:
+    """How all figures look."""
+    return mpl.rc_context(
         {
             "svg.hashsalt": "tiercel",  # equal results give equal files
             "svg.fonttype": "none",
@@ -58,15 +71,14 @@ def draw(reports: Sequence[Report], path: Path) -> None:
             "axes.spines.right": False,
             "legend.frameon": False,
         }
-    ):
-        figure = Figure(figsize=(10, 0.6 + 3.4 * len(kinds)), layout="constrained")
-        axes = figure.subplots(len(kinds), 3, squeeze=False)
-        for (name, axis), row in zip(kinds, axes, strict=True):
-            _draw_row(reports, name, axis, row)
-        figure.suptitle(_caption(reports[0]), fontsize=9)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, metadata=metadata)
+    )
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure; equal figures give equal files."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    figure.savefig(path, metadata=metadata)
 
 
 def _draw_row(reports: Sequence[Report], kind: str, axis: str, row: Sequence[Axes]) -> None:
@@ -106,12 +118,12 @@ def _milliseconds(levels: Sequence[Level], field: str, part: str) -> list[float]
 
 def _caption(report: Report) -> str:
     """Shape and machine: no figure without them."""
-    shape, machine = report.workload, report.hardware
+    shape = report.workload
     length = "prompts from a file"
     if shape.input_len is not None:
         length = f"prompts of {_range(shape.input_len.low, shape.input_len.high)} tokens"
     answers = _range(shape.output_len.low, shape.output_len.high)
-    where = machine.get("gpu") or f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores"
+    where = machine_name(report.hardware)
     return f"{report.model}; {length}, answers of {answers}; measured from: {where}"
 
 

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
@@ -112,17 +111,6 @@ def rows() -> list[Row]:
         *_time_rows("gap", lambda s: s.gap),
         *_time_rows("end to end", lambda s: s.latency),
     ]
-
-
-def save(report: Report, path: Path) -> None:
-    """Write the report as JSON; the file appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def load(path: Path) -> Report:

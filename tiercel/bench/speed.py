@@ -11,10 +11,8 @@ out, which only makes our figures smaller.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
@@ -166,14 +164,3 @@ def speed_table(results: Sequence[Speed]) -> list[list[str]]:
         [result.trial.name, f"{result.mean:,.1f}", f"{result.deviation:,.1f}"] for result in results
     ]
     return [["", "tokens/s", "deviation"], *rows]
-
-
-def save_speed(report: SpeedReport, path: Path) -> None:
-    """Write the report as JSON; the file appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

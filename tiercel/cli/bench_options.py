@@ -180,14 +180,21 @@ def check_output(options: OutputOptions) -> None:
     Raises:
         UsageError: the plot's ending is unknown, or matplotlib is missing.
     """
-    if options.plot is None:
+    check_plot(options.plot)
+
+
+def check_plot(path: Path | None) -> None:
+    """Find out before the measurement whether a figure can be drawn; without a path, nothing.
+
+    Raises:
+        UsageError: the ending is unknown, or matplotlib is missing.
+    """
+    if path is None:
         return
     import importlib.util
 
-    if options.plot.suffix not in (".svg", ".png", ".pdf"):
-        raise UsageError(
-            f"--plot {options.plot}: the ending is unknown.", hint="Use .svg, .png or .pdf."
-        )
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        raise UsageError(f"--plot {path}: the ending is unknown.", hint="Use .svg, .png or .pdf.")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
             "--plot needs matplotlib, which is not installed.",
@@ -197,11 +204,11 @@ def check_output(options: OutputOptions) -> None:
 
 def show_report(report: Report, options: OutputOptions) -> None:
     """Write the table to standard output, notes to standard error, and the files."""
-    from tiercel.bench import report as reports
     from tiercel.bench import tables
+    from tiercel.bench.files import save
 
     if options.json is not None:
-        reports.save(report, options.json)
+        save(report, options.json)
     write_table(f"{report.label}: {report.model}", tables.level_table(report))
     for text in tables.notes(report):
         note(one_line(text))

@@ -21,6 +21,7 @@ from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Dict, Env
 
 import tiercel
+from tiercel.cli.bench_kernels import bench_kernels
 from tiercel.cli.bench_serve import bench_serve
 from tiercel.cli.bench_speed import bench_speed
 from tiercel.cli.bench_throughput import bench_throughput
@@ -58,6 +59,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "bench serve": bench_serve,
     "bench throughput": bench_throughput,
     "bench speed": bench_speed,
+    "bench kernels": bench_kernels,
     "doctor": doctor,
 }
 _GROUPS = {"bench": "Measure the speed of a server or of the engine."}
@@ -100,6 +102,10 @@ _EXAMPLES = {
     "bench speed": (
         "tiercel bench speed -m model.gguf --prompt 512,4096 --depth 0,8192",
         "tiercel bench speed --prompt 0 --batch 8,64 --json out.json",
+    ),
+    "bench kernels": (
+        "tiercel bench kernels -m model.gguf --tokens 1,16,512 --decode 1x8192,64x512",
+        "tiercel bench kernels --json out.json --plot out.svg",
     ),
     "doctor": ("tiercel doctor", "tiercel doctor --json"),
 }

@@ -35,12 +35,13 @@ from dataclasses import dataclass, replace
 from tiercel.cache.manager import BlockWrite, CacheManager
 from tiercel.cache.prefix import ROOT, PrefixMatch
 from tiercel.engine.request import Request, Status
+from tiercel.ops.paged_attention import MAX_DECODE_QUERIES
 from tiercel.spec.policy import DraftPolicy
 
-# Tokens that a hit leaves to compute. On a CPU products of fewer rows take other orders of sums (up
-# to 3 rows on one processor, up to 8 on another), and a hit must give the bits of a prompt that was
-# computed whole (ops/linear.py).
-LEAST_COMPUTED = 16
+# Tokens that a hit leaves to compute, for it must give the bits of a prompt computed whole.
+# On a GPU another kernel attends for up to MAX_DECODE_QUERIES of them; on a CPU products of fewer
+# rows take other orders of sums (up to 3 rows on one processor, up to 8 on another; ops/linear.py).
+LEAST_COMPUTED = MAX_DECODE_QUERIES + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ HIDDEN, HEAD, KV_HEADS, HEADS = 4096, 128, 8, 4  # HEADS: query heads of a key/v
 TILE_KEYS, BLOCK_TOKENS = 32, 64
 SPLITS, MOST_TILES = 16, 64  # of a key/value head; of a group of warps
 MOST_TOKENS = TILE_KEYS * SPLITS * GROUPS * MOST_TILES  # of a context
+MOST_SLICES = 4  # of 4096 columns in a row of down
 MOST_LAYERS = 96  # whose tensor maps and addresses still fit a kernel's parameters
 CAPABILITY = (9, 0)
 THREADS, SMEM_BYTES = 640, 227 << 10  # all that a CTA can have

@@ -1,9 +1,10 @@
 """The weights of all layers in the order in which the kernel of a whole decode step reads them.
 
-CTA c of 128 owns rows 32 c .. of q, o and down, 8 c .. of k and v, and 32 * slices pairs (gate,
-up). Its 16 warps are 4 groups of 4; a warp takes two rows at a time, of gate and up one each. A
-unit is one row x 4096 columns (`decode_units.cuh` draws its bytes); a slot is one unit for each
-warp of a group. In memory: CTA, group, then in order of use: layer, matrix, iteration, and there
+CTA c of 128 owns rows 32 c .. of q, o and down, 8 c .. of k and v, and of gate and up the pairs
+32 c .. of each 4096: so what a slice of down reads comes from all CTAs at once. Its 16 warps are 4
+groups of 4; a warp takes two rows at a time, of gate and up one each. A unit is one row x 4096
+columns (`decode_units.cuh` draws its bytes); a slot is one unit for each warp of a group.
+In memory: CTA, group, then in order of use: layer, matrix, iteration, and there
 
     slot of the first rows | slot of the second rows | of Q6_K: a slot of the parts C of both
 
@@ -21,7 +22,8 @@ from torch import Tensor
 CTAS, GROUPS, GROUP_WARPS = 128, 4, 4
 COLUMNS = 4096  # of a unit
 LANES = 32
-BLOCKS = COLUMNS // 256
+BLOCK = 256  # weights of a block of a file
+BLOCKS = COLUMNS // BLOCK
 UNIT_BYTES, SLOT_BYTES, SLOT_C_BYTES = 2304, 9216, 8448
 BLOCK_BYTES = {False: 144, True: 210}  # of 256 weights of Q4_K, of Q6_K
 MATRICES = ("q", "k", "v", "o", "gate_up", "down")  # bits of a layer's mask of Q6_K
@@ -82,8 +84,8 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
 def _by_warp(name: str, part: Tensor) -> Tensor:
     """(rows, slices, bytes) to (CTA, iteration, group, warp, row of two, bytes)."""
     if name == "gate_up":  # rows gate 0, up 0, gate 1, ...
-        pairs: Tensor = part.squeeze(1).unflatten(0, (CTAS, -1, GROUPS, GROUP_WARPS, 2))
-        return pairs
+        pairs: Tensor = part.squeeze(1).unflatten(0, (-1, CTAS, 2, GROUPS, GROUP_WARPS, 2))
+        return pairs.transpose(0, 1).flatten(1, 2)
     groups = 1 if name in ("k", "v") else GROUPS
     rows: Tensor = part.unflatten(0, (CTAS, groups, GROUP_WARPS, 2))
     return rows.movedim(4, 1)
@@ -92,7 +94,8 @@ def _by_warp(name: str, part: Tensor) -> Tensor:
 def _by_row(name: str, part: Tensor) -> Tensor:
     """The inverse of `_by_warp`."""
     if name == "gate_up":
-        return part.flatten(0, 4).unsqueeze(1)
+        pairs: Tensor = part.unflatten(1, (-1, 2))
+        return pairs.transpose(0, 1).flatten(0, 5).unsqueeze(1)
     return part.movedim(1, 4).flatten(0, 3)
 
 

@@ -42,6 +42,7 @@ flushed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -101,10 +102,14 @@ def _fives32(qh: Tensor, qs: Tensor) -> Tensor:
     return _nibbles32(qs) | bits << 4
 
 
+@functools.cache  # a graph can be captured around a look-up, not around a copy to the device
+def _iq4_table(device: torch.device) -> Tensor:
+    return torch.tensor(IQ4_VALUES, dtype=torch.float32, device=device)
+
+
 def _iq4_values(q: Tensor) -> Tensor:
     """(...) four-bit integers to (...) float32 from the table V."""
-    table = torch.tensor(IQ4_VALUES, dtype=torch.float32, device=q.device)
-    values: Tensor = table[q.long()]
+    values: Tensor = _iq4_table(q.device)[q.long()]
     return values
 
 

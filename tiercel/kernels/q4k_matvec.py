@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tiercel.kernels import rtc
 from tiercel.kernels.q4k_repack import TILE_ROWS
+from tiercel.kernels.q4k_types import UNIT_TYPES, num_units, tail_groups
 
 MAX_TOKENS = 16
 CAPABILITY = (8, 0)  # cp.async and m16n8k16
@@ -28,7 +29,6 @@ BLOCK = 256
 SLICE_BLOCKS = 16  # SLICE of the kernel
 _PARTS = 8  # of the order of sums; see the kernel
 _TOKEN_CLASSES = (1, 4, 8, MAX_TOKENS)  # each has one launch
-_SLOT_BYTES = {"Q4_K": 2304, "Q6_K": 3360}
 OUT_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
@@ -131,13 +131,14 @@ def select_q4k_matvec(
         limits: of the device.
     """
     tokens = token_class(tokens, type_name, limits)
-    blocks, tiles = shape[1] // BLOCK, -(-shape[0] // TILE_ROWS)
-    if tokens == 1 and type_name == "Q4_K" and blocks <= SLICE_BLOCKS:
+    blocks, tiles = num_units(shape[1]), -(-shape[0] // TILE_ROWS)
+    like = UNIT_TYPES[type_name].like
+    if tokens == 1 and like == "Q4_K" and blocks <= SLICE_BLOCKS:
         # 57 MB: 15.3 us, 16.2 with one CTA an SM; 14 MB: 6.1 us either way.
         is_large = tiles > _LARGE_TILES * limits.num_sms
         launches = [(1, 2, 2, 2, 2)] if is_large else [(1, 2, 1, 2, 1)]
     else:
-        launches = [(*launch, 1) for launch in _LAUNCHES[type_name, tokens]]
+        launches = [(*launch, 1) for launch in _LAUNCHES[like, tokens]]
     if tiles <= limits.num_sms:
         launches = [_FEW_TILES, *launches]
     launches += [(1, 2, 1, 1, 1), (1, 1, 1, 1, 1)]
@@ -150,7 +151,7 @@ def select_q4k_matvec(
             _grid(tiles, blocks, launch, split, limits),
             is_split=split,
         )
-        for split, tried in ((False, launches), (True, [*_SPLIT_LAUNCHES[type_name], *launches]))
+        for split, tried in ((False, launches), (True, [*_SPLIT_LAUNCHES[like], *launches]))
         for launch in tried
     ]
     return next(config for config in configs if config.smem_bytes <= limits.smem_bytes)
@@ -198,9 +199,10 @@ def smem_bytes(
         sum_buffers: of all groups.
         ring_units: of all warps.
     """
-    activations = units * tokens * (544 if type_name == "Q4_K" else 512)
+    unit = UNIT_TYPES[type_name]
+    activations = units * tokens * (2 * BLOCK + unit.means_bytes)
     sums = -(-units // SLICE_BLOCKS) * parts * _tiles_of_tokens(tokens) * 512
-    return activations + sum_buffers * sums + ring_units * _SLOT_BYTES[type_name]
+    return activations + sum_buffers * sums + ring_units * unit.slot_bytes
 
 
 def _tiles_of_tokens(tokens: int) -> int:
@@ -210,15 +212,20 @@ def _tiles_of_tokens(tokens: int) -> int:
 @functools.cache
 def cuda_source(
     type_name: str,
+    tail: int,
     tokens: int,
     out_dtype: torch.dtype,
     config: Q4kMatvecConfig,
     *,
     in_file: bool,
 ) -> rtc.KernelSource:
-    """The kernel as built for one kind of call."""
+    """The kernel as built for one kind of call; `tail` is `tail_groups` of a row."""
+    unit = UNIT_TYPES[type_name]
     macros = (
-        ("QTYPE", 4 if type_name == "Q4_K" else 6),
+        ("QTYPE", unit.code),
+        ("SLOT", unit.slot_bytes),
+        ("MEANS", unit.means_bytes),
+        ("TAIL", tail),
         ("NT", _tiles_of_tokens(tokens)),
         ("IN_FILE", int(in_file)),
         ("PARTS", config.parts),
@@ -230,7 +237,7 @@ def cuda_source(
         ("BUFFERS", config.buffers),
         ("CTAS", config.ctas),
     )
-    return rtc.KernelSource("q4k_matvec", macros, ("q4k_units",))
+    return rtc.KernelSource("q4k_matvec", macros, unit.headers)
 
 
 @functools.cache  # every layer has the same few shapes
@@ -247,7 +254,8 @@ def load_q4k_matvec(
     sources = {}
     for tokens in {token_class(most, type_name, limits) for most in _TOKEN_CLASSES}:
         config = select_q4k_matvec(type_name, shape, tokens, limits)
-        source = cuda_source(type_name, tokens, out_dtype, config, in_file=in_file)
+        tail = tail_groups(shape[1])
+        source = cuda_source(type_name, tail, tokens, out_dtype, config, in_file=in_file)
         sources[source] = config.smem_bytes
     rtc.fill_cache(sources, rtc.device_arch(device))
     for source, smem in sources.items():
@@ -293,7 +301,8 @@ def launch_q4k_matvec(
     """
     tokens, in_features = x.shape
     in_file = len(planes) == 1
-    source = cuda_source(type_name, tokens, out.dtype, config, in_file=in_file)
+    tail = tail_groups(in_features)
+    source = cuda_source(type_name, tail, tokens, out.dtype, config, in_file=in_file)
     kernel = rtc.load_kernel(source, x.device, config.smem_bytes)
     arguments = [
         KernelPlanes.of(planes),
@@ -301,7 +310,7 @@ def launch_q4k_matvec(
         rtc.pointer(out),
         ctypes.c_void_p(0) if partial is None else rtc.pointer(partial),
         ctypes.c_void_p(0) if tickets is None else rtc.pointer(tickets),
-        *map(ctypes.c_int, (out.shape[1], in_features // BLOCK, tokens)),
+        *map(ctypes.c_int, (out.shape[1], num_units(in_features), tokens)),
         *map(ctypes.c_int, (x.stride(0), out.stride(0))),
     ]
     rtc.launch(

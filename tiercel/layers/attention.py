@@ -147,10 +147,10 @@ class Attention:
                 k_weight=norms.k,
                 eps=norms.eps,
             )
-        return self.output(self._attend(heads, batch, plan))
+        return self.output(self.attend(heads, batch, plan))
 
-    def _attend(self, heads: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
-        """heads: (T, all heads, head_dim), rotated, in the cache already."""
+    def attend(self, heads: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
+        """heads: (T, all heads, head_dim), rotated, in the cache already; (T, hidden of heads)."""
         shape, caches = self.shape, (self.k_cache, self.v_cache)
         q = heads[:, : shape.num_heads]
         if plan is None:

@@ -22,9 +22,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from tiercel.loader.gguf_metadata import (
     MAX_PAIRS,
     MIN_PAIR_BYTES,
@@ -33,7 +30,7 @@ from tiercel.loader.gguf_metadata import (
     read_metadata,
 )
 from tiercel.loader.gguf_tensors import MIN_RECORD_BYTES, read_tensors
-from tiercel.loader.mapped import MAX_TENSORS, MappedFile, TensorInfo, shown, tensor_rows
+from tiercel.loader.mapped import MAX_TENSORS, MappedFile, MappedTensors, TensorInfo, shown
 
 HEADER_BYTES = 24
 MAGIC = b"GGUF"
@@ -56,41 +53,21 @@ _OTHER_MAGICS = (
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFFile:
-    """A checked model in GGUF form.
+class GGUFFile(MappedTensors):
+    """A checked model in GGUF form; tensors are in file order.
 
     Attributes:
-        path: the first file.
         version: 2 or 3.
         alignment: ``general.alignment`` of the first file, in bytes.
         metadata: of the first file: int, float, bool, str, list[str], or a read-only 1-D numpy
             view.
-        tensors: by name, in file order, of all files.
-        parts: the mapped files, usually one.
         notes: oddities that are allowed, one sentence each, for `inspect`.
     """
 
-    path: Path
     version: int
     alignment: int
     metadata: dict[str, MetadataValue]
-    tensors: dict[str, TensorInfo]
-    parts: tuple[MappedFile, ...]
     notes: tuple[str, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(part.size for part in self.parts)
-
-    def data(self, name: str) -> npt.NDArray[np.uint8]:
-        """(out, row_bytes) uint8, read-only: the bytes of tensor `name`, in the map.
-
-        Raises:
-            KeyError: no such tensor; look into `tensors` first.
-        """
-        info = self.tensors[name]
-        return tensor_rows(self.parts[info.part], info)
 
 
 def read_gguf(path: Path) -> GGUFFile:
@@ -130,7 +107,7 @@ def _read_part(path: Path, index: int) -> GGUFFile:
     notes: tuple[str, ...] = ()
     if file.size - end > alignment:
         notes = (f"{file.name}: {file.size - end} bytes follow the last tensor.",)
-    return GGUFFile(path, version, alignment, metadata, tensors, (file,), notes)
+    return GGUFFile(path, tensors, (file,), version, alignment, metadata, notes)
 
 
 def _read_version(cursor: Cursor) -> int:
@@ -222,5 +199,5 @@ def _merge(parts: list[GGUFFile]) -> GGUFFile:
     files = tuple(part.parts[0] for part in parts)
     notes = tuple(note for part in parts for note in part.notes)
     return GGUFFile(
-        first.path, first.version, first.alignment, first.metadata, tensors, files, notes
+        first.path, tensors, files, first.version, first.alignment, first.metadata, notes
     )

@@ -194,7 +194,32 @@ def check_no_overlap(file: MappedFile, tensors: Iterable[TensorInfo]) -> None:
             )
 
 
-def tensor_rows(file: MappedFile, info: TensorInfo) -> npt.NDArray[np.uint8]:
-    """(out, row_bytes) uint8, read-only: the bytes of a checked tensor, in the map."""
-    out, in_features = info.shape
-    return file.view(info.offset, info.nbytes).reshape(out, info.qtype.row_bytes(in_features))
+@dataclass(frozen=True, slots=True)
+class MappedTensors:
+    """Checked tensors in one file or several.
+
+    Attributes:
+        path: what was given, or the first file.
+        tensors: by name, of all files.
+        parts: the mapped files, usually one.
+    """
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+    parts: tuple[MappedFile, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(part.size for part in self.parts)
+
+    def data(self, name: str) -> npt.NDArray[np.uint8]:
+        """(out, row_bytes) uint8, read-only: the bytes of tensor `name`, in the map.
+
+        Raises:
+            KeyError: no such tensor; look into `tensors` first.
+        """
+        info = self.tensors[name]
+        out, in_features = info.shape
+        rows = self.parts[info.part].view(info.offset, info.nbytes)
+        return rows.reshape(out, info.qtype.row_bytes(in_features))

@@ -20,20 +20,17 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from tiercel.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from tiercel.loader.mapped import (
     FETCH_AGAIN,
     MAX_DIMS,
     MappedFile,
+    MappedTensors,
     TensorInfo,
     check_dims,
     check_no_overlap,
     shown,
     shown_name,
-    tensor_rows,
 )
 from tiercel.quant import QuantType
 
@@ -49,32 +46,8 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 @dataclass(frozen=True, slots=True)
-class SafetensorsFiles:
-    """A checked model in safetensors form; `tensors` and `data` are those of `GGUFFile`.
-
-    Attributes:
-        path: the folder, or the single file that was given.
-        tensors: by name, of all shards.
-        parts: the mapped shards.
-    """
-
-    path: Path
-    tensors: dict[str, TensorInfo]
-    parts: tuple[MappedFile, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all shards."""
-        return sum(part.size for part in self.parts)
-
-    def data(self, name: str) -> npt.NDArray[np.uint8]:
-        """(out, row_bytes) uint8, read-only: the bytes of tensor `name`, in the map.
-
-        Raises:
-            KeyError: no such tensor; look into `tensors` first.
-        """
-        info = self.tensors[name]
-        return tensor_rows(self.parts[info.part], info)
+class SafetensorsFiles(MappedTensors):
+    """A checked model in safetensors form; `path` is the folder, or the single file given."""
 
 
 def read_safetensors(folder: Path) -> SafetensorsFiles:

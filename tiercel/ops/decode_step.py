@@ -19,6 +19,7 @@ from tiercel.quant import Layout, QuantTensor, QuantType
 
 _TYPES = (QuantType.Q4_K, QuantType.Q6_K)
 _GROUP = 32  # activations with one scale
+_LEAST_FILLED = 7 / 8  # of the slices: reading zeros takes as long as reading weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,8 @@ class DecoderShape:
 
     @property
     def slices(self) -> int:
-        """Slices of 4096 columns in a row of down."""
-        return self.intermediate_size // decode_stream.COLUMNS
+        """Slices of 4096 columns in a row of down; the last one may be filled up with zeros."""
+        return -(-self.intermediate_size // decode_stream.COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class DecodeStepCaches:
 def select_decode_step(shape: DecoderShape) -> str:
     """Why a decoder does not fit the kernel; "" if it does. Its types: see `select_masks`.
 
-    Fitting: Qwen3-8B and models of its sizes, with or without norms of q and k.
+    Fitting: Qwen3-8B, Llama-3-8B and models of their sizes, with or without norms of q and k.
     """
     hidden, heads = kernel.HIDDEN, kernel.HEADS * kernel.KV_HEADS
     wanted = {
@@ -95,12 +96,13 @@ def select_decode_step(shape: DecoderShape) -> str:
         "num_kv_heads": (shape.num_kv_heads, kernel.KV_HEADS),
         "head_dim": (shape.head_dim, kernel.HEAD),
         "rotary_dim": (shape.rotary_dim, kernel.HEAD),
-        "intermediate_size": (shape.intermediate_size % decode_stream.COLUMNS, 0),
+        "intermediate_size": (shape.intermediate_size % decode_stream.BLOCK, 0),
     }
     for name, (value, fitting) in wanted.items():
         if value != fitting:
             return f"{name} is {getattr(shape, name)}"
-    if not decode_stream.COLUMNS <= shape.intermediate_size <= 4 * decode_stream.COLUMNS:
+    filled = shape.intermediate_size / (shape.slices * decode_stream.COLUMNS)
+    if shape.slices > kernel.MOST_SLICES or filled < _LEAST_FILLED:
         return f"intermediate_size is {shape.intermediate_size}"
     if shape.num_layers > kernel.MOST_LAYERS:
         return f"num_layers is {shape.num_layers}"
@@ -138,7 +140,7 @@ class DecodeStepBuilder:
 
         Args:
             masks: of each layer, bit i set if `MATRICES[i]` is Q6_K, else Q4_K.
-            slices: intermediate_size / 4096.
+            slices: intermediate_size / 4096, rounded up.
             device: of the result.
         """
         self.masks = tuple(masks)
@@ -166,8 +168,16 @@ class DecodeStepBuilder:
                 )
             data = [part.planes["data"] for part in parts]
             rows = data[0] if len(data) == 1 else torch.stack(data, dim=1).flatten(0, 1)
-            packed = decode_stream.pack_matrix(name, rows)
+            packed = decode_stream.pack_matrix(name, self._filled(name, rows, expected))
             decode_stream.write_matrix(self.stream, places[name], packed)
+
+    def _filled(self, name: str, rows: Tensor, qtype: QuantType) -> Tensor:
+        """Whole slices: blocks of zeros are weights of zero."""
+        wide = self.slices * decode_stream.COLUMNS
+        row_bytes = qtype.row_bytes(wide if name == "down" else decode_stream.COLUMNS)
+        num_rows = 2 * wide if name == "gate_up" else rows.shape[0]
+        missing = (0, row_bytes - rows.shape[1], 0, num_rows - rows.shape[0])
+        return torch.nn.functional.pad(rows, missing) if any(missing) else rows
 
     def finish(
         self,

@@ -67,5 +67,5 @@ def _dequantize_planes(weight: QuantTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _has_kernel(weight: QuantTensor, device: torch.device) -> bool:
-    """Whether the K-quants' own kernel decodes it: 3.1 to 3.5 TB/s on an H200."""
+    """Whether the kernel of its own decodes it: 3.1 to 3.5 TB/s on an H200."""
     return device.type == "cuda" and weight.qtype in PLANES and 0 not in weight.shape

@@ -1,10 +1,11 @@
 """x @ W^T with W prepared once for its device: which form it rests in, which kernel reads it.
 
 On a CPU in bfloat16 a quantised matrix stays packed (`kernels/int4_planes.py`). On a GPU in float16
-K-quants stay packed: for up to 16 rows (`ops/q4k_matvec.py`), for some more on Hopper
-(`ops/q4k_gemm.py`) or with x of 8 bits (`ops/q4k_mmq.py`), and beside a dense copy for many rows
-where there is memory for one. Everything else rests dense in the dtype of the activations. Matrices
-that share an input are prepared together and multiplied in one call where their forms agree.
+quantised ones stay packed: for up to 16 rows (`ops/q4k_matvec.py`), Q4_K and Q6_K for some more on
+Hopper (`ops/q4k_gemm.py`) or with x of 8 bits (`ops/q4k_mmq.py`), and beside a dense copy for many
+rows where there is memory for one. Everything else rests dense in the dtype of the activations.
+Matrices that share an input are prepared together and multiplied in one call where their forms
+agree.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tiercel.kernels.int4_planes import Int4Planes
 from tiercel.kernels.linear import launch_linear
 from tiercel.kernels.rtc import has_dependent_launch
 from tiercel.ops.dequantize import dequantize
+from tiercel.ops.q4k_gemm import TYPES as FUSED_TYPES
 from tiercel.ops.q4k_gemm import has_q4k_gemm, load_q4k_gemm, q4k_gemm
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.ops.q4k_mmq import has_q4k_mmq, load_q4k_mmq, q4k_mmq
@@ -34,7 +36,7 @@ from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
 WIDE_ROWS = 4
 MAX_ROWS = 2**31 - 1
 EXACT_ROWS = 4  # rows of a product from which on a CPU treats each alike (float32)
-# Rows up to which packed K-quants go 16 at a time where there is no dense copy. Qwen3-8B's gate and
+# Rows up to which packed weights go 16 at a time where there is no dense copy. Qwen3-8B's gate and
 # up at 64 rows: 97 us, 125 for decoding and cuBLAS (H200, docs/notes/q4k.md).
 MOST_PACKED_ROWS = 64
 # Rows up to which the fused product beats cuBLAS on a dense copy (64 rows of Qwen3-8B's gate and up
@@ -48,10 +50,10 @@ class LinearWeight:
     """A matrix (out_features, in_features), ready to multiply.
 
     Attributes:
-        segments: consecutive output rows, each dense (out, in), packed planes or K-quants.
+        segments: consecutive output rows, each dense (out, in), planes of a CPU or packed.
         shape: (out_features, in_features) of all segments.
-        dense: (out_features, in_features) of all segments beside packed K-quants; None without.
-        reader_rows: rows up to which packed K-quants are read 16 rows at a time.
+        dense: (out_features, in_features) of all segments beside packed weights; None without.
+        reader_rows: rows up to which packed weights are read 16 rows at a time.
         fused_rows: rows up to which beyond that they are decoded within the product.
         mmq_rows: rows up to which beyond both x is rounded to 8 bits.
     """
@@ -65,7 +67,7 @@ class LinearWeight:
 
 
 class PathRows(NamedTuple):
-    """The limits of `LinearWeight`: rows up to which packed K-quants take each path."""
+    """The limits of `LinearWeight`: rows up to which packed weights take each path."""
 
     reader: int
     fused: int
@@ -73,14 +75,14 @@ class PathRows(NamedTuple):
 
 
 def select_form(qtype_name: str, out_features: int, dtype: torch.dtype, device_type: str) -> str:
-    """How a matrix rests: ``dense``, ``planes1`` / ``planes2`` (CPU), or ``q4k`` (GPU, K-quants).
+    """How a matrix rests: ``dense``, ``planes1`` / ``planes2`` (CPU), or ``q4k`` (GPU, quantised).
 
     Measured by benchmarks/linear.py against dense bfloat16: one row is 4 times as fast in one plane
     and twice in two, at a quarter to a half of the memory; 32 rows take 1.3 and 2.5 times as long
     (2 cores with AVX512, torch 2.13). Other activations than bfloat16 have no fast operator.
 
-    K-quants on a GPU, one row of 24576 x 4096: 15.4 us from Q4_K, 52 from dense float16; 16 rows 24
-    and 53 (H200, q4k_matvec_h200.json). The operands of its products are float16.
+    On a GPU, one row of 24576 x 4096: 15.4 us from Q4_K, 52 from dense float16; 16 rows 24 and 53
+    (H200, q4k_matvec_h200.json). The operands of its products are float16.
     """
     if device_type == "cuda":
         is_packed = dtype == torch.float16 and QuantType[qtype_name] in PLANES
@@ -92,7 +94,7 @@ def select_form(qtype_name: str, out_features: int, dtype: torch.dtype, device_t
 
 
 def select_rows(*, has_copy: bool, has_fused: bool, has_mmq: bool, uses_gemm: bool) -> PathRows:
-    """Which path packed K-quants take; beyond all limits, the copy or decoded weights.
+    """Which path packed weights take; beyond all limits, the copy or decoded weights.
 
     From results/prefill_paths_h200.json. Decoding slice by slice, so that a product finds them in
     the cache, was slower or equal at every size; products with x of 8 bits are on request alone.
@@ -122,7 +124,9 @@ def resting_bytes(
 ) -> int:
     """About what `prepare_linear` makes of a matrix (out_features, in_features)."""
     form = select_form(qtype.name, shape[0], dtype, device_type)
-    packed = shape[0] * qtype.row_bytes(shape[1]) if form != "dense" else 0
+    group = qtype.block_weights * qtype.group_blocks if form == "q4k" else 1
+    columns = -(-shape[1] // group) * group
+    packed = shape[0] * qtype.row_bytes(columns) if form != "dense" else 0
     is_dense = form == "dense" or (form == "q4k" and dense_copies)
     return packed + (shape[0] * shape[1] * dtype.itemsize if is_dense else 0)
 
@@ -142,8 +146,8 @@ def prepare_linear(
         dtype: of the activations.
         device: where the weights rest.
         wide: for float32 results (`linear(..., out_dtype=torch.float32)`): the weights stay dense,
-            in float16 where the activations are 16 bits wide, or are packed K-quants.
-        dense_copies: whether packed K-quants keep a dense copy for products of many rows.
+            in float16 where the activations are 16 bits wide, or are packed weights.
+        dense_copies: whether packed weights keep a dense copy for products of many rows.
 
     Raises:
         ArgumentError: in_features differ.
@@ -183,7 +187,7 @@ def _prepare_packed(
     *,
     dense_copies: bool,
 ) -> LinearWeight:
-    """Parts on a GPU of which some are K-quants; the others are views of the dense copy, if any."""
+    """Parts on a GPU of which some stay packed; the others are views of the dense copy, if any."""
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
     layout = Layout.SOA if has_q4k_soa() else Layout.FILE
     is_dependent = has_dependent_launch(device)
@@ -207,10 +211,12 @@ def _prepare_packed(
         else:
             segments.append(dequantize(whole, dtype))
     packed = [segment for segment in segments if isinstance(segment, Q4kWeight)]
+    can_fuse = layout is Layout.SOA and has_q4k_gemm(device)
+    can_fuse = can_fuse and all(segment.tensor.qtype in FUSED_TYPES for segment in packed)
     can_mmq = all(has_q4k_mmq(segment.tensor.qtype, device) for segment in packed)
     limits = select_rows(
         has_copy=dense is not None,
-        has_fused=has_fused_gemm() and layout is Layout.SOA and has_q4k_gemm(device),
+        has_fused=has_fused_gemm() and can_fuse,
         has_mmq=has_prefill_mmq() and can_mmq,
         uses_gemm=has_prefill_gemm(),
     )

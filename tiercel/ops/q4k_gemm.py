@@ -12,7 +12,9 @@ from tiercel.kernels import q4k_gemm as kernel
 from tiercel.kernels.q4k_matvec import OUT_CODES
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_matvec import Q4kWeight
-from tiercel.quant import Layout
+from tiercel.quant import Layout, QuantType
+
+TYPES = (QuantType.Q4_K, QuantType.Q6_K)
 
 
 @functools.cache
@@ -21,11 +23,15 @@ def has_q4k_gemm(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == kernel.CAPABILITY
 
 
+def _is_read(weight: Q4kWeight) -> bool:
+    return weight.tensor.layout is Layout.SOA and weight.tensor.qtype in TYPES
+
+
 def load_q4k_gemm(weight: Q4kWeight, out_dtype: torch.dtype) -> None:
     """Load every kernel that `q4k_gemm` may launch for a weight on a GPU."""
     tensor = weight.tensor
     device = tensor.ordered_planes()[0].device
-    if tensor.layout is Layout.SOA and has_q4k_gemm(device):
+    if _is_read(weight) and has_q4k_gemm(device):
         kernel.load_q4k_gemm(tensor.qtype.name, tensor.shape, out_dtype, device)
 
 
@@ -50,11 +56,11 @@ def q4k_gemm(
     rows, in_features = weight.tensor.shape
     out_dtype = (out_dtype or torch.float16) if out is None else out.dtype
     is_input = x.dim() == 2 and x.shape[1] == in_features and x.is_contiguous()
-    if not is_input or x.dtype != torch.float16 or weight.tensor.layout is not Layout.SOA:
+    if not is_input or x.dtype != torch.float16 or not _is_read(weight):
         raise ArgumentError(
             f"q4k_gemm: x is {tuple(x.shape)} {x.dtype} but the weight takes rows of {in_features} "
-            f"and is in layout {weight.tensor.layout.name}.",
-            hint=f"Pass contiguous (tokens, {in_features}) float16 and a weight in layout SOA.",
+            f"and is {weight.tensor.qtype.name} in layout {weight.tensor.layout.name}.",
+            hint=f"Pass contiguous (tokens, {in_features}) float16 and Q4_K or Q6_K in layout SOA.",
         )
     if out is None:
         out = torch.empty((x.shape[0], rows), dtype=out_dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""A few tokens times a K-quantised matrix that stays as small as its file."""
+"""A few tokens times a quantised matrix that stays as small as its file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_TOKENS = kernel.MAX_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Q4kWeight:
-    """A K-quantised matrix (rows, in) at rest.
+    """A quantised matrix (rows, in) at rest.
 
     Attributes:
         tensor: in layout SOA or FILE, planes contiguous.

@@ -1,4 +1,4 @@
-"""K-quants between the layout of the file and the planes that the GPU's kernels read."""
+"""Quantised weights between the layout of the file and the planes that the GPU's kernels read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels.q4k_repack import Field, pack_plane, unpack_plane
-from tiercel.quant import PLANES, TILE_ROWS, Layout, Plane, QuantTensor
+from tiercel.quant import PLANES, TILE_ROWS, Layout, Plane, QuantTensor, QuantType
 
 
 def q4k_repack(weight: QuantTensor, layout: Layout) -> QuantTensor:
@@ -34,19 +34,20 @@ def q4k_repack(weight: QuantTensor, layout: Layout) -> QuantTensor:
     rows, num_blocks = shape[0], shape[1] // qtype.block_weights
     if layout is Layout.SOA:
         blocks = weight.planes["data"].unflatten(1, (num_blocks, qtype.block_bytes))
-        planes = {plane.name: pack_plane(blocks, _field(plane)) for plane in PLANES[qtype]}
+        planes = {plane.name: pack_plane(blocks, _field(plane, qtype)) for plane in PLANES[qtype]}
         return QuantTensor(qtype, layout, shape, planes)
     first = weight.planes[PLANES[qtype][0].name]
     data = torch.empty(
         (rows, num_blocks, qtype.block_bytes), dtype=torch.uint8, device=first.device
     )
     for plane in PLANES[qtype]:
-        unpack_plane(weight.planes[plane.name], _field(plane), data)
+        unpack_plane(weight.planes[plane.name], _field(plane, qtype), data)
     return QuantTensor(qtype, layout, shape, {"data": data.flatten(1)})
 
 
-def _field(plane: Plane) -> Field:
-    return Field(plane.start, plane.size, plane.outer, plane.pieces, plane.inner)
+def _field(plane: Plane, qtype: QuantType) -> Field:
+    places = (plane.outer, plane.pieces, plane.inner)
+    return Field(plane.start, plane.size, *places, plane.is_woven, qtype.group_blocks)
 
 
 def _check(weight: QuantTensor) -> None:
@@ -57,12 +58,14 @@ def _check(weight: QuantTensor) -> None:
     """
     rows, in_features = weight.shape
     qtype = weight.qtype
-    num_blocks, tiles = in_features // qtype.block_weights, -(-rows // TILE_ROWS)
+    groups, tiles = qtype.num_groups(in_features), -(-rows // TILE_ROWS)
     if weight.layout is Layout.FILE:
         expected: dict[str, tuple[int, ...]] = {"data": (rows, qtype.row_bytes(in_features))}
     else:
-        planes = PLANES[qtype]
-        expected = {plane.name: (tiles, num_blocks, TILE_ROWS * plane.size) for plane in planes}
+        tile_blocks = TILE_ROWS * qtype.group_blocks
+        expected = {
+            plane.name: (tiles, groups, tile_blocks * plane.size) for plane in PLANES[qtype]
+        }
     found = {name: tuple(plane.shape) for name, plane in weight.planes.items()}
     is_bytes = all(plane.dtype == torch.uint8 for plane in weight.planes.values())
     if in_features % qtype.block_weights or found != expected or not is_bytes:

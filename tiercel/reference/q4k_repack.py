@@ -18,28 +18,35 @@ def q4k_repack(data: Bytes, qtype: QuantType) -> dict[str, Bytes]:
         qtype: a type in `PLANES`.
 
     Returns:
-        The planes, (tiles, blocks, 16 * size) uint8 each; rows that the tensor lacks are zeros.
+        The planes, (tiles, groups, 16 * bytes of a group) uint8 each; rows and blocks that the
+        tensor lacks are zeros.
     """
     rows, blocks, _ = data.shape
-    tiles = -(-rows // TILE_ROWS)
+    group = qtype.group_blocks
+    tiles, groups = -(-rows // TILE_ROWS), -(-blocks // group)
     planes = {}
     for plane in PLANES[qtype]:
-        out = np.zeros((tiles, blocks, TILE_ROWS * plane.size), np.uint8)
+        out = np.zeros((tiles, groups, TILE_ROWS * group * plane.size), np.uint8)
         for row in range(rows):
             for block in range(blocks):
                 for i in range(plane.size):
                     byte = data[row, block, plane.start + i]
-                    out[row // TILE_ROWS, block, place(plane, row % TILE_ROWS, i)] = byte
+                    at = place(plane, group, row % TILE_ROWS, block % group * plane.size + i)
+                    out[row // TILE_ROWS, block // group, at] = byte
         planes[plane.name] = out
     return planes
 
 
-def place(plane: Plane, row: int, i: int) -> int:
-    """Where byte i of a plane's field of a tile's row lies within the tile's bytes."""
-    width = plane.size // (plane.outer * plane.pieces * plane.inner)
+def place(plane: Plane, group: int, row: int, i: int) -> int:
+    """Where byte i of the fields of a group of blocks of a tile's row lies in the tile's bytes."""
+    width = group * plane.size // (plane.outer * plane.pieces * plane.inner)
     rest, byte = divmod(i, width)
-    rest, inner = divmod(rest, plane.inner)
-    outer, piece = divmod(rest, plane.pieces)
+    if plane.is_woven:
+        rest, outer = divmod(rest, plane.outer)
+        piece, inner = divmod(rest, plane.inner)
+    else:
+        rest, inner = divmod(rest, plane.inner)
+        outer, piece = divmod(rest, plane.pieces)
     half, row_of_half = divmod(row, TILE_ROWS // 2)
     at = half
     at = at * plane.pieces + piece

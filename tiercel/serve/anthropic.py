@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from tiercel.errors import ArgumentError, InvalidRequestError
 from tiercel.params import SamplingParams, StructuredOutputs
@@ -33,6 +33,7 @@ from tiercel.serve.fields import (
 )
 from tiercel.serve.generation import Generation
 from tiercel.serve.info_routes import json_response
+from tiercel.serve.model_route import model_routes
 from tiercel.serve.respond import respond, while_connected
 from tiercel.serve.route_docs import RouteDoc
 from tiercel.serve.state import SamplingDefaults, ServedModel, ServerState, request_id
@@ -68,22 +69,16 @@ DOCS: Final = (
 )
 
 
-def routes(state: ServerState) -> list[Route]:
+def routes(state: ServerState) -> list[BaseRoute]:
     """The routes of this module."""
-    limits = state.settings.limits
-
-    async def create(request: Request) -> Response:
-        model = state.ready_model()
-        body = await read_body(request, MessagesRequest, limits)
-        return await while_connected(request, _answer(state, model, request, body))
 
     async def count(request: Request) -> Response:
         model = state.ready_model()
-        body = await read_body(request, CountRequest, limits)
+        body = await read_body(request, CountRequest, state.settings.limits)
         return await while_connected(request, _count(state, model, body))
 
     return [
-        Route("/v1/messages", create, methods=["POST"]),
+        *model_routes(state, ("/v1/messages",), MessagesRequest, _answer),
         Route("/v1/messages/count_tokens", count, methods=["POST"]),
     ]
 

@@ -20,14 +20,13 @@ import numpy as np
 import numpy.typing as npt
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from tiercel.engine.request import Request
 from tiercel.engine.score import make_trie
 from tiercel.engine.score_run import ScoreRun, make_run
 from tiercel.errors import ArgumentError, ContextLengthError
 from tiercel.params import LIMITS
-from tiercel.serve.body import read_body
 from tiercel.serve.decision_input import answer_labels, input_messages, question_text
 from tiercel.serve.decision_types import (
     MAX_QUESTIONS,
@@ -47,8 +46,8 @@ from tiercel.serve.decision_types import (
 )
 from tiercel.serve.info_routes import json_response
 from tiercel.serve.logs import request_log
+from tiercel.serve.model_route import model_routes
 from tiercel.serve.prompts import knows_developer, template_slot
-from tiercel.serve.respond import while_connected
 from tiercel.serve.route_docs import RouteDoc
 from tiercel.serve.scoring import check_capacity, run_job
 from tiercel.serve.state import ServedModel, ServerState
@@ -74,13 +73,7 @@ DOCS: Final = (
 
 def routes(state: ServerState) -> list[BaseRoute]:
     """The routes of this module."""
-
-    async def create(request: HttpRequest) -> Response:
-        model = state.ready_model()
-        body = await read_body(request, DecisionsRequest, state.settings.limits)
-        return await while_connected(request, _answer(state, model, request, body))
-
-    return [Route(path, create, methods=["POST"]) for path in (PATH, ALIAS)]
+    return model_routes(state, (PATH, ALIAS), DecisionsRequest, _answer)
 
 
 @dataclass(frozen=True, slots=True)

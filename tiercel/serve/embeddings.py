@@ -15,16 +15,15 @@ import msgspec
 from msgspec import UNSET, Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute
 
 from tiercel.params import LIMITS, SamplingParams
 from tiercel.serve.admission import check_counts
-from tiercel.serve.body import read_body
 from tiercel.serve.errors import JSON_TYPE, refusal, unsupported
 from tiercel.serve.generation import Generation, GenerationRequest
 from tiercel.serve.logs import request_log
+from tiercel.serve.model_route import model_routes
 from tiercel.serve.prompts import encode_text
-from tiercel.serve.respond import while_connected
 from tiercel.serve.route_docs import RouteDoc
 from tiercel.serve.split_prompts import Prompt, check_token_ids, split_prompts
 from tiercel.serve.state import ServedModel, ServerState
@@ -78,15 +77,9 @@ DOCS: Final = (
 )
 
 
-def routes(state: ServerState) -> list[Route]:
+def routes(state: ServerState) -> list[BaseRoute]:
     """The routes of this module."""
-
-    async def create(request: Request) -> Response:
-        model = state.ready_model()
-        body = await read_body(request, EmbeddingRequest, state.settings.limits)
-        return await while_connected(request, _answer(state, model, request, body))
-
-    return [Route("/v1/embeddings", create, methods=["POST"])]
+    return model_routes(state, ("/v1/embeddings",), EmbeddingRequest, _answer)
 
 
 async def _answer(

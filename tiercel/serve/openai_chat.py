@@ -8,11 +8,10 @@ from typing import Final, Literal
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute
 
 from tiercel.errors import InvalidRequestError, TiercelError
 from tiercel.serve import sse
-from tiercel.serve.body import read_body
 from tiercel.serve.chat_input import ChatInput, prepare_chat
 from tiercel.serve.chat_messages import Message, Tool, ToolName
 from tiercel.serve.clock import created_now
@@ -30,6 +29,7 @@ from tiercel.serve.fields import (
     structured_outputs,
 )
 from tiercel.serve.generation import Generation, GenerationRequest
+from tiercel.serve.model_route import model_routes
 from tiercel.serve.openai_types import (
     AnswerMessage,
     CalledFunction,
@@ -40,7 +40,7 @@ from tiercel.serve.openai_types import (
     PromptLogprobs,
 )
 from tiercel.serve.pieces import Piece
-from tiercel.serve.respond import respond, while_connected
+from tiercel.serve.respond import respond
 from tiercel.serve.route_docs import RouteDoc
 from tiercel.serve.state import ServedModel, ServerState, ServeSettings, request_id
 from tiercel.serve.token_texts import chat_logprobs, prompt_logprobs
@@ -117,15 +117,9 @@ DOCS: Final = (
 )
 
 
-def routes(state: ServerState) -> list[Route]:
+def routes(state: ServerState) -> list[BaseRoute]:
     """The routes of this module."""
-
-    async def create(request: Request) -> Response:
-        model = state.ready_model()
-        body = await read_body(request, ChatRequest, state.settings.limits)
-        return await while_connected(request, _answer(state, model, request, body))
-
-    return [Route("/v1/chat/completions", create, methods=["POST"])]
+    return model_routes(state, ("/v1/chat/completions",), ChatRequest, _answer)
 
 
 async def _answer(

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 from msgspec import Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute
 
 from tiercel.engine.request import TokenLogprobs
 from tiercel.errors import InvalidRequestError, TiercelError
@@ -21,7 +21,6 @@ from tiercel.params import LIMITS
 from tiercel.serve import sse
 from tiercel.serve.admission import check_counts
 from tiercel.serve.answer_form import AnswerForm, compile_grammar
-from tiercel.serve.body import read_body
 from tiercel.serve.clock import created_now
 from tiercel.serve.errors import error_body, unsupported
 from tiercel.serve.events import ContentDelta
@@ -37,6 +36,7 @@ from tiercel.serve.fields import (
     structured_outputs,
 )
 from tiercel.serve.generation import Generation, GenerationRequest
+from tiercel.serve.model_route import model_routes
 from tiercel.serve.openai_types import (
     Completion,
     CompletionChoice,
@@ -45,7 +45,7 @@ from tiercel.serve.openai_types import (
 )
 from tiercel.serve.pieces import Piece
 from tiercel.serve.prompts import encode_text
-from tiercel.serve.respond import respond, while_connected
+from tiercel.serve.respond import respond
 from tiercel.serve.route_docs import RouteDoc
 from tiercel.serve.split_prompts import Prompt, check_token_ids, split_prompts
 from tiercel.serve.state import ServedModel, ServerState, request_id
@@ -87,15 +87,9 @@ DOCS: Final = (
 )
 
 
-def routes(state: ServerState) -> list[Route]:
+def routes(state: ServerState) -> list[BaseRoute]:
     """The routes of this module."""
-
-    async def create(request: Request) -> Response:
-        model = state.ready_model()
-        body = await read_body(request, CompletionRequest, state.settings.limits)
-        return await while_connected(request, _answer(state, model, request, body))
-
-    return [Route("/v1/completions", create, methods=["POST"])]
+    return model_routes(state, ("/v1/completions",), CompletionRequest, _answer)
 
 
 async def _answer(

@@ -8,15 +8,14 @@ from typing import Annotated, Final
 from msgspec import UNSET, Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from tiercel.errors import ArgumentError
 from tiercel.params import LIMITS
-from tiercel.serve.body import read_body
 from tiercel.serve.info_routes import json_response
 from tiercel.serve.logs import request_log
+from tiercel.serve.model_route import model_routes
 from tiercel.serve.relevance import RelevanceForm, make_form, make_relevance_job
-from tiercel.serve.respond import while_connected
 from tiercel.serve.route_docs import RouteDoc
 from tiercel.serve.scoring import run_job
 from tiercel.serve.state import ServedModel, ServerState
@@ -107,13 +106,7 @@ DOCS: Final = (
 
 def routes(state: ServerState) -> list[BaseRoute]:
     """The routes of this module."""
-
-    async def create(request: Request) -> Response:
-        model = state.ready_model()
-        body = await read_body(request, RerankRequest, state.settings.limits)
-        return await while_connected(request, _answer(state, model, request, body))
-
-    return [Route(path, create, methods=["POST"]) for path in PATHS]
+    return model_routes(state, PATHS, RerankRequest, _answer)
 
 
 async def _answer(

@@ -7,10 +7,9 @@ from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute
 
 from tiercel.params import StructuredOutputs
-from tiercel.serve.body import read_body
 from tiercel.serve.chat_input import ChatInput, prepare_chat
 from tiercel.serve.errors import escaped, unsupported
 from tiercel.serve.fields import (
@@ -21,7 +20,8 @@ from tiercel.serve.fields import (
     refuse_unless_neutral,
 )
 from tiercel.serve.generation import Generation, GenerationRequest
-from tiercel.serve.respond import respond, while_connected
+from tiercel.serve.model_route import model_routes
+from tiercel.serve.respond import respond
 from tiercel.serve.responses_input import input_messages, input_tools
 from tiercel.serve.responses_types import ResponseObject, ResponsesRequest, ResponseToolChoice
 from tiercel.serve.responses_writer import ResponsesWriter, new_response
@@ -53,15 +53,9 @@ DOCS: Final = (
 )
 
 
-def routes(state: ServerState) -> list[Route]:
+def routes(state: ServerState) -> list[BaseRoute]:
     """The routes of this module."""
-
-    async def create(request: Request) -> Response:
-        model = state.ready_model()
-        body = await read_body(request, ResponsesRequest, state.settings.limits)
-        return await while_connected(request, _answer(state, model, request, body))
-
-    return [Route("/v1/responses", create, methods=["POST"])]
+    return model_routes(state, ("/v1/responses",), ResponsesRequest, _answer)
 
 
 async def _answer(

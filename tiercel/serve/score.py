@@ -15,17 +15,17 @@ import numpy.typing as npt
 from msgspec import UNSET, Struct
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from tiercel.engine.request import Request as EngineRequest
 from tiercel.engine.score_inputs import PACKED, ScoreJob, ScoreOutput, ScoreUsage
 from tiercel.engine.score_params import ScoreParams
 from tiercel.errors import InvalidRequestError
-from tiercel.serve.body import TokenId, read_body
+from tiercel.serve.body import TokenId
 from tiercel.serve.info_routes import json_response
 from tiercel.serve.logs import request_log
+from tiercel.serve.model_route import model_routes
 from tiercel.serve.relevance import make_form, make_relevance_job
-from tiercel.serve.respond import while_connected
 from tiercel.serve.route_docs import RouteDoc
 from tiercel.serve.scoring import make_job, run_job
 from tiercel.serve.state import ServedModel, ServerState
@@ -122,13 +122,7 @@ DOCS: Final = (
 
 def routes(state: ServerState) -> list[BaseRoute]:
     """The routes of this module."""
-
-    async def create(request: Request) -> Response:
-        model = state.ready_model()
-        body = await read_body(request, ScoreRequest, state.settings.limits)
-        return await while_connected(request, _answer(state, model, request, body))
-
-    return [Route(path, create, methods=["POST"]) for path in (PATH, ALIAS)]
+    return model_routes(state, (PATH, ALIAS), ScoreRequest, _answer)
 
 
 async def _answer(

@@ -1,5 +1,5 @@
-// PTX forms that decode_units.cuh and decode_step.cu use; hopper.cuh before it. All that a processor
-// would do in another way is in these two headers: tests/cuda_on_cpu/ has both for one.
+// PTX forms that decode_units.cuh and decode_step.cu use; hopper.cuh before it. All that a
+// processor would do in another way is in these two headers: tests/cuda_on_cpu/ has both for one.
 #define DEV __device__ __forceinline__
 #define SHARED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]
 typedef unsigned char u8;
@@ -19,6 +19,11 @@ DEV u32 load_shared_word(u32 a) {
 }
 DEV void store_shared(u32 a, u32 v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
+}
+DEV u64 load_shared_long(u32 a) {
+  u64 v;
+  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(v) : "r"(a) : "memory");
+  return v;
 }
 DEV void load_shared_pair(u32 (&v)[2], u32 a) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(a));
@@ -55,6 +60,11 @@ DEV uint4 load_relaxed(const void* p) {
 DEV void store_relaxed(void* p, uint4 v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w)
+               : "memory");
+}
+DEV void store_relaxed(u64* p, u32 lo, u32 hi) {
+  asm volatile("{ .reg .b64 v; mov.b64 v, {%1, %2}; st.relaxed.gpu.global.b64 [%0], v; }" ::"l"(p),
+               "r"(lo), "r"(hi)
                : "memory");
 }
 DEV void bulk_load(u32 smem, const void* gmem, u32 bytes, u32 bar) {

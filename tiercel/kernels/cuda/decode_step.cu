@@ -1,9 +1,10 @@
 // All layers of a dense decoder for one new token, in one launch; hopper.cuh, decode_ptx.cuh and
-// decode_units.cuh before it. Why each part is as it is: docs/notes/decode_step.md. Host side: ops/decode_step.py.
+// decode_units.cuh before it. Why each part is as it is: docs/notes/decode_step.md. Host side:
+// ops/decode_step.py.
 //
 // Split: 128 CTAs x 16 consumer warps. A CTA owns 32 rows of q, 8 of k, 8 of v, 32 of o and down,
-// 32 SLICES pairs of (gate, up); a warp takes two rows (a pair) at a time. So no CTA has more rows
-// than another, and what one CTA gives to the next matrix is whole activation groups of 32.
+// 32 pairs of (gate, up) of each 4096; a warp takes two rows (a pair) at a time. So no CTA has more
+// rows than another, and what one CTA gives to the next matrix is whole activation groups of 32.
 // Attention: the 16 CTAs that own the rows of a key/value head and of its 4 query heads attend for
 // that head, each over every 16th tile of 32 keys, and merge: CTA c ends with outputs 32 c and on.
 //
@@ -72,44 +73,47 @@ struct Caches {
 
 // Records of 32 activations by receiving matrix (128, 128, 128, 128 SLICES of 3 vectors), then
 // rows of q, k, v (12 vectors a CTA), then partial attention outputs (for a CTA 16 x 9 vectors).
-#define RECORD_AT(kind) (3 * CTAS * (kind))
-#define HEADS_AT (3 * CTAS * (3 + SLICES))
+#define RECORD_VECTORS (3 * CTAS)  // of 4096 inputs
+#define RECORD_AT(kind) (RECORD_VECTORS * (kind))
+#define HEADS_AT (RECORD_VECTORS * (3 + SLICES))
 #define PARTIALS_AT (HEADS_AT + 12 * CTAS)
 #define PARTIAL 9
 
 // Shared memory, bytes; inputs of neighbouring matrices never share a buffer. The outputs of the
 // warps' attention lie where inputs of qkv and down do, which nobody reads then.
 struct Layout {
-  static constexpr int SMALL = 8 * ACT_PITCH + 3 * 512, LARGE = SLICES * (8 * ACT_PITCH + 1024);
+  static constexpr int INPUT = 8 * ACT_PITCH + 3 * 512;  // 4096 activations
   static constexpr int OUTPUTS_PITCH = 136 * 4, OUTPUTS = WARPS * HEADS * OUTPUTS_PITCH;
-  static constexpr int SHARED = SMALL + LARGE > OUTPUTS ? SMALL + LARGE : OUTPUTS;
-  static constexpr int IN_OUT = GROUPS * RING * SLOT, IN_QKV = IN_OUT + SMALL;
-  static constexpr int IN_DOWN = IN_QKV + SMALL, WARP_OUTPUTS = IN_QKV;
+  static constexpr int SHARED = (1 + SLICES) * INPUT > OUTPUTS ? (1 + SLICES) * INPUT : OUTPUTS;
+  static constexpr int IN_OUT = GROUPS * RING * SLOT, IN_QKV = IN_OUT + INPUT;
+  static constexpr int IN_DOWN = IN_QKV + INPUT, WARP_OUTPUTS = IN_QKV;
   static constexpr int QUERY_PITCH = 272, QUERY = IN_QKV + SHARED;
   static constexpr int NEW_K = QUERY + HEADS * QUERY_PITCH, NEW_V = NEW_K + 256, ROPE = NEW_V + 256;
-  static constexpr int PARTIALS = ROPE + 512, WARP_SUMS = PARTIALS + SPLITS * PARTIAL * 16;
+  static constexpr int HEAD_NORMS = ROPE + 512, WARP_SUMS = HEAD_NORMS + 1024;
   static constexpr int BLOCKS = WARP_SUMS + WARPS * HEADS * 8;
   static constexpr int SCRATCH = BLOCKS + GROUPS * MOST_TILES * 4, RESULTS = SCRATCH + 128;
-  static constexpr int BARS = RESULTS + (SLICES > 1 ? 128 * SLICES : 192);  // 48 of q, k, v
-  static constexpr int COMPUTING = BARS + 16 * GROUPS * RING;
-  static constexpr int LOST = COMPUTING + 4, START = LOST + 4, NUM_KEYS = START + 4;
-  static constexpr int TOTAL = NUM_KEYS + 4;
+  static constexpr int BARS = RESULTS + 128 * SLICES, NEW_SLOT = BARS + 16 * GROUPS * RING;
+  static constexpr int COMPUTING = NEW_SLOT + 8, LOST = COMPUTING + 4, START = LOST + 4;
+  static constexpr int NUM_KEYS = START + 4, TOTAL = NUM_KEYS + 4;
 };
 static_assert(Layout::TOTAL <= 232448 && Layout::BARS % 8 == 0, "shared memory of an SM");
 
 // ---- exchange
+struct Input { u32 act, scales, sums, squares; };  // in shared memory
+DEV Input input_of(u32 smem, int kind, int slice) {
+  const u32 act = smem + Layout::INPUT * slice +
+                  (kind == DOWN  ? Layout::IN_DOWN
+                   : kind == OUT ? Layout::IN_OUT
+                                 : Layout::IN_QKV);
+  const u32 scales = act + 8 * ACT_PITCH, sums = scales + 512;
+  return {act, scales, sums, sums + 512};
+}
 // Whether a step takes so long that it will not end by waiting: then this CTA waits no more. Called
 // after polls in vain. The upper half of the clock counts 2.2 s at 1.98 GHz.
 DEV bool is_lost(u32 smem) {
   if (clock_high() - load_shared_word(smem + Layout::START) < MOST_TICKS) return false;
   store_shared(smem + Layout::LOST, 1);
   return true;
-}
-DEV uint4 poll(const uint4* at, u32 tag, u32 smem) {
-  uint4 v = load_relaxed(at);
-  while ((v.w & 3) != tag && !is_lost(smem)) v = load_relaxed(at);
-  v.w &= ~3u;
-  return v;
 }
 // One warp turns 32 values into a record. v0 = codes 0-11 | sum of squares; v1 = codes 12-23 | sums
 // of 16; v2 = codes 24-31, scale | nothing; each | tag.
@@ -136,44 +140,22 @@ DEV void publish(uint4* record, u32 scratch, float value, float norm, bool norme
     store_relaxed(record + lane, v);
   }
 }
-// Waits for all records of a matrix's input and spreads them over shared memory:
-// codes[chunk][lane], scale, sums, squares by group.
-DEV void receive(const uint4* records, int kind, u32 tag, u32 act, u32 scales, u32 sums,
-                 u32 squares, u32 smem) {
-  constexpr int MOST = (3 * CTAS * SLICES + CONSUMERS - 1) / CONSUMERS;
-  const int tid = unknown(threadIdx.x), total = kind == DOWN ? 3 * CTAS * SLICES : 3 * CTAS;
-  uint4 in[MOST] = {};  // else ptxas keeps them across phases
-#pragma unroll
-  for (int i = 0; i < MOST; ++i)
-    if (tid + i * CONSUMERS < total) in[i] = load_relaxed(records + tid + i * CONSUMERS);
-  while (true) {  // ask again for all that is missing at once: one round trip, not three
-    bool again = false;
-#pragma unroll
-    for (int i = 0; i < MOST; ++i)
-      if (tid + i * CONSUMERS < total && (in[i].w & 3) != tag) again = true;
-    if (!again || is_lost(smem)) break;
-#pragma unroll
-    for (int i = 0; i < MOST; ++i)
-      if (tid + i * CONSUMERS < total && (in[i].w & 3) != tag)
-        in[i] = load_relaxed(records + tid + i * CONSUMERS);
-  }
-#pragma unroll
-  for (int i = 0; i < MOST; ++i) {
-    const int at = tid + i * CONSUMERS, group = at / 3, part = at - 3 * group;
-    if (at >= total) continue;
-    const u32 row =
-        act + ((group >> 7) * 8 + (group & 3) * 2) * ACT_PITCH + ((group >> 2) & 31) * 16;
-    const uint4 v = in[i];
-    if (part == 0) {
-      store_shared(row, v.x), store_shared(row + 4, v.y), store_shared(row + 8, v.z);
-      if (kind != DOWN) store_shared(squares + 4 * group, v.w & ~3u);
-    } else if (part == 1) {
-      store_shared(row + 12, v.x), store_shared(row + ACT_PITCH, v.y);
-      store_shared(row + ACT_PITCH + 4, v.z), store_shared(sums + 4 * group, v.w >> 2);
-    } else {
-      store_shared(row + ACT_PITCH + 8, v.x), store_shared(row + ACT_PITCH + 12, v.y);
-      store_shared(scales + 4 * group, v.z);
-    }
+// Waits for the records of 4096 inputs of a matrix, a vector a thread, and spreads them over shared
+// memory: codes[chunk][lane], scale, sums, squares by group. v: what a first look found there.
+DEV void receive(uint4 v, const uint4* record, u32 tag, const Input& to, u32 smem) {
+  const int at = unknown(threadIdx.x), group = at / 3, part = at - 3 * group;
+  if (at >= RECORD_VECTORS) return;
+  while ((v.w & 3) != tag && !is_lost(smem)) v = load_relaxed(record);
+  const u32 row = to.act + (group & 3) * 2 * ACT_PITCH + (group >> 2) * 16;
+  if (part == 0) {
+    store_shared(row, v.x), store_shared(row + 4, v.y), store_shared(row + 8, v.z);
+    store_shared(to.squares + 4 * group, v.w & ~3u);
+  } else if (part == 1) {
+    store_shared(row + 12, v.x), store_shared(row + ACT_PITCH, v.y);
+    store_shared(row + ACT_PITCH + 4, v.z), store_shared(to.sums + 4 * group, v.w >> 2);
+  } else {
+    store_shared(row + ACT_PITCH + 8, v.x), store_shared(row + ACT_PITCH + 12, v.y);
+    store_shared(to.scales + 4 * group, v.z);
   }
 }
 
@@ -268,18 +250,41 @@ struct Taker {
 };
 
 // ---- matrices
-struct Input { u32 act, scales, sums; };  // in shared memory
-// This warp's rows of a matrix, two at a time, into results.
-DEV void multiply(Taker& taker, int kind, int six, int warp, int lane, float rms,
-                  const Input& in, float* results) {
+// 1 / rms of the input, from the sums of squares of all CTAs in a fixed order.
+DEV float make_rms(u32 squares, float eps, int lane) {
+  const uint4 s = load_shared(squares + 16 * lane);
+  float t = __uint_as_float(s.x) + __uint_as_float(s.y) + __uint_as_float(s.z) +
+            __uint_as_float(s.w);
+  for (int o = 16; o; o >>= 1) t += __shfl_xor_sync(~0u, t, o);
+  return rsqrtf(t * (1.f / HIDDEN) + eps);
+}
+// This warp's rows of a matrix, two at a time. Rows of q, k, v are sent as they are done; each 32
+// others make a record when the last warp has its own. A slice of down begins when its inputs are
+// there: the first ones are, while slow CTAs still compute the last of gate and up. residual, norm:
+// of warp 0; ahead: a look at the first record of down, taken before the last of gate and up.
+DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, int warp, int lane,
+                  float& residual, float norm, uint4& ahead) {
   const int group = warp / GROUP, pairs = pairs_of(kind, group), step = kind == DOWN ? 1 : pairs;
-  const u32 data = taker.ring.data, mine = (warp % GROUP) * UNIT;
-  float acc0 = 0, acc1 = 0;
+  const int six = g.six[layer];
+  const bool adds = kind == OUT || kind == DOWN;
+  const u32 data = taker.ring.data, mine = (warp % GROUP) * UNIT, tag = layer & 3;
+  const int tid = 32 * warp + lane;
+  const uint4* record = g.exchange + RECORD_AT(kind) + tid;
+  if (kind != DOWN && tid < RECORD_VECTORS) ahead = load_relaxed(record);
+  float acc0 = 0, acc1 = 0, rms = 1;
 #pragma unroll 1
   for (int it = 0, slice = 0; it < pairs; ++slice) {
-    const Act a = load_act(in.act, in.scales, in.sums, slice, lane, rms);
+    const Input in = input_of(smem, kind, slice);
+    receive(ahead, record, tag, in, smem);
+    bar_sync(2, CONSUMERS);
+    if (tid == 0) store_shared(smem + Layout::COMPUTING, phase_of(layer, kind));
+    record += RECORD_VECTORS;
+    if (kind == DOWN && slice < SLICES - 1 && tid < RECORD_VECTORS) ahead = load_relaxed(record);
+    if (!adds) rms = make_rms(in.squares, g.eps, lane);
+    const Act a = load_act(in.act, in.scales, in.sums, lane);
 #pragma unroll 1
     for (const int end = it + step; it < end; ++it) {
+      if (kind == GATEUP && it == pairs - 2 && tid < RECORD_VECTORS) ahead = load_relaxed(record);
       if (!is_q6(six, kind, group, it)) {
         Q4 w;
         const int s0 = taker.take();
@@ -305,19 +310,54 @@ DEV void multiply(Taker& taker, int kind, int six, int warp, int lane, float rms
       float y = (lane < 16 ? acc0 : acc1) + __shfl_xor_sync(~0u, lane < 16 ? acc1 : acc0, 16);
 #pragma unroll
       for (int o = 8; o; o >>= 1) y += __shfl_xor_sync(~0u, y, o);
+      y *= rms;
       acc0 = acc1 = 0;
+      const float other = __shfl_xor_sync(~0u, y, 16);
+      if (kind == QKV) {  // pairs of rows: 16 of q, 4 of k, 4 of v
+        if (lane == 0)
+          store_relaxed(reinterpret_cast<u64*>(g.exchange + HEADS_AT + 12 * blockIdx.x) +
+                            (it ? WARPS : 0) + warp,
+                        __float_as_uint(y), (__float_as_uint(other) & ~3u) | (layer & 3));
+        continue;
+      }
+      const u32 results = smem + Layout::RESULTS;
       if (kind == GATEUP) {
-        const float up = __shfl_xor_sync(~0u, y, 16);
-        if (lane == 0) results[16 * it + warp] = y / (1.f + __expf(-y)) * up;
-      } else if ((lane & 15) == 0) {  // of QKV: 32 rows of q, 8 of k, 8 of v
-        const int row = it == 1 && kind == QKV ? 32 + 2 * warp : 2 * warp;
-        results[row + (lane >> 4)] = y;
+        const float h = y / (1.f + __expf(-y)) * other;
+        if (lane == 0) store_shared(results + 4 * (16 * it + warp), __float_as_uint(h));
+        if (!(it & 1)) continue;
+      } else if ((lane & 15) == 0) {
+        store_shared(results + 4 * (2 * warp + (lane >> 4)), __float_as_uint(y));
+      }
+      const int part = kind == GATEUP ? it >> 1 : 0;  // 32 results; that warp sends them
+      if (warp != GROUP * part) {
+        bar_arrive(4 + part, CONSUMERS);
+        continue;
+      }
+      bar_sync(4 + part, CONSUMERS);
+      float v = __uint_as_float(load_shared_word(results + 4 * (32 * part + lane)));
+      if (adds) v = residual = residual + v;
+      if (kind == DOWN && layer == LAYERS - 1) {
+        const bool lost = load_shared_word(smem + Layout::LOST);
+        g.x_out[32 * blockIdx.x + lane] = lost ? __int_as_float(0x7fffffff) : v;
+      } else {
+        publish(g.exchange + RECORD_AT((kind + 1) & 3) + 3 * (CTAS * part + blockIdx.x),
+                smem + Layout::SCRATCH + 32 * part, v, norm, adds, (layer + (kind == DOWN)) & 3,
+                lane);
       }
     }
   }
 }
 
 // ---- attention
+// 64 threads bring the norms of q and k to shared memory.
+DEV void load_head_norms(const Args& g, u32 smem, int layer, int i) {
+#if HAS_QK_NORM
+  const float4 w = reinterpret_cast<const float4*>(g.head_norms)[64 * layer + i];
+  const u32 to = smem + Layout::HEAD_NORMS + 16 * i;
+  store_shared(to, __float_as_uint(w.x)), store_shared(to + 4, __float_as_uint(w.y));
+  store_shared(to + 8, __float_as_uint(w.z)), store_shared(to + 12, __float_as_uint(w.w));
+#endif
+}
 // Rows of q, k, v of this CTA's head arrive as floats: warps 0 to 3 take a query head each, warp 4
 // the new key, warp 5 the new value; lane l has elements 4 l .. 4 l + 3. They norm and rotate,
 // leave fp16 in shared memory, and one CTA writes the new key and value to the cache.
@@ -325,23 +365,27 @@ DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer,
                        const Ends& ends) {
   const int part = warp < HEADS ? lane & 7 : 2 * warp + (lane & 1);
   const int source = warp < HEADS ? 4 * warp + (lane >> 3) : lane >> 1;
-  float4 weight = make_float4(1, 1, 1, 1);
-#if HAS_QK_NORM
-  if (warp <= HEADS) {
-    const float* weights = g.head_norms + (2 * layer + (warp == HEADS)) * HEAD;
-    weight = *reinterpret_cast<const float4*>(weights + 4 * lane);
+  u16* plane = nullptr;
+  if (warp >= HEADS && ends.split == 0) {
+    const long long slot = (long long)load_shared_long(smem + Layout::NEW_SLOT);
+    // 64-bit: slots * 1024 elements pass 2^31.
+    if (slot >= 0)
+      plane = caches.planes[layer][warp - HEADS] + (slot * KV_HEADS + ends.head) * HEAD + 4 * lane;
   }
-#endif
   const uint4* rows = g.exchange + HEADS_AT + 12 * (SPLITS * ends.head + source) + part;
-  const uint4 raw = poll(rows, layer & 3, smem);
-  float v[4] = {__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z),
-                __uint_as_float(raw.w)};
+  uint4 raw = load_relaxed(rows);
+  const u32 tag = layer & 3;
+  while (((raw.y & 3) != tag || (raw.w & 3) != tag) && !is_lost(smem)) raw = load_relaxed(rows);
+  float v[4] = {__uint_as_float(raw.x), __uint_as_float(raw.y & ~3u), __uint_as_float(raw.z),
+                __uint_as_float(raw.w & ~3u)};
   if (warp <= HEADS) {
 #if HAS_QK_NORM
     float t = v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3];
     for (int o = 16; o; o >>= 1) t += __shfl_xor_sync(~0u, t, o);
     const float r = rsqrtf(t * (1.f / HEAD) + g.eps);
-    v[0] *= r * weight.x, v[1] *= r * weight.y, v[2] *= r * weight.z, v[3] *= r * weight.w;
+    const uint4 w = load_shared(smem + Layout::HEAD_NORMS + (warp == HEADS) * 4 * HEAD + 16 * lane);
+    v[0] *= r * __uint_as_float(w.x), v[1] *= r * __uint_as_float(w.y);
+    v[2] *= r * __uint_as_float(w.z), v[3] *= r * __uint_as_float(w.w);
 #endif
     const uint4 c = load_shared(smem + Layout::ROPE + 16 * (lane & 15));
     const uint4 s = load_shared(smem + Layout::ROPE + 256 + 16 * (lane & 15));
@@ -358,13 +402,7 @@ DEV void receive_heads(const Args& g, const Caches& caches, u32 smem, int layer,
                                     : warp == HEADS ? Layout::NEW_K
                                                     : Layout::NEW_V);
   store_shared(to, lo), store_shared(to + 4, hi);
-  const long long slot = *g.slot;
-  if (warp >= HEADS && ends.split == 0 && slot >= 0) {
-    u16* plane = caches.planes[layer][warp - HEADS];
-    // 64-bit: slots * 1024 elements pass 2^31.
-    *reinterpret_cast<uint2*>(plane + (slot * KV_HEADS + ends.head) * HEAD + 4 * lane) =
-        make_uint2(lo, hi);
-  }
+  if (plane) *reinterpret_cast<uint2*>(plane) = make_uint2(lo, hi);
 }
 
 // This warp's share of the tiles, 8 keys of each: scores as q K^T (query heads in rows 0 to 3,
@@ -448,9 +486,8 @@ DEV void attend(const Args& g, u32 smem, Taker& taker, int group, int warp, int 
   }
   // Columns 4 to 7 repeat 0 to 3: their lanes store the upper 8 dimensions of each 16.
   const bool upper = lane & 2;
-  const u32 at = smem + Layout::WARP_OUTPUTS +
-                 (warp * HEADS + (column & 2)) * Layout::OUTPUTS_PITCH +
-                 4 * (row + (upper ? 8 : 0));
+  const u32 at = smem + Layout::WARP_OUTPUTS + 4 * (row + (upper ? 8 : 0)) +
+                 (warp * HEADS + (column & 2)) * Layout::OUTPUTS_PITCH;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     store_shared(at + 64 * i, __float_as_uint(upper ? o[i][2] : o[i][0]));
@@ -480,10 +517,13 @@ DEV void send_partials(const Args& g, u32 smem, int layer, int warp, int lane, c
   const u32 mine = smem + Layout::WARP_OUTPUTS + head * Layout::OUTPUTS_PITCH +
                    4 * ((warp % GROUP) * 32 + lane);
   float y = 0;
-  for (int w = 0; w < active; ++w) {
-    const u32 from = mine + w * HEADS * Layout::OUTPUTS_PITCH;
-    y += __shfl_sync(~0u, shares.factor, w) * __uint_as_float(load_shared_word(from));
-  }
+#pragma unroll 1
+  for (int w = 0; w < active; w += GROUP)
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+      const u32 from = mine + (w + i) * HEADS * Layout::OUTPUTS_PITCH;
+      y += __shfl_sync(~0u, shares.factor, w + i) * __uint_as_float(load_shared_word(from));
+    }
   float v[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = __shfl_sync(~0u, y, (4 * lane + i) & 31);
@@ -495,31 +535,39 @@ DEV void send_partials(const Args& g, u32 smem, int layer, int warp, int lane, c
     store_relaxed(g.exchange + PARTIALS_AT + PARTIAL * to + lane, out);
   }
 }
-// Warps 0 to 4 collect the 16 partial outputs of this CTA's 32 elements; warp 0 merges them.
-DEV float merge_partials(const Args& g, u32 smem, int layer, int warp, int lane) {
-  const int tid = 32 * warp + lane;
-  if (tid < SPLITS * PARTIAL) {
-    const uint4* from = g.exchange + PARTIALS_AT + blockIdx.x * SPLITS * PARTIAL + tid;
-    const uint4 v = poll(from, layer & 3, smem);
-    const u32 at = smem + Layout::PARTIALS + 16 * tid;
-    store_shared(at, v.x), store_shared(at + 4, v.y);
-    store_shared(at + 8, v.z), store_shared(at + 12, v.w);
-  }
-  if (warp) {
-    bar_arrive(4, 160);
-    return 0;
-  }
-  bar_sync(4, 160);
-  const u32 own = smem + Layout::PARTIALS + 16 * (PARTIAL * (lane & 15) + PARTIAL - 1);
-  const Shares shares = make_shares(__uint_as_float(load_shared_word(own)),
-                                    __uint_as_float(load_shared_word(own + 4)));
-  float y = 0;
+// One warp merges the 16 partial outputs of this CTA's 32 elements: lane l has elements 4 (l % 8)
+// and on of parts l / 8 + 4 j, and maximum and sum of part l % 16. Returns element l.
+DEV float merge_partials(const Args& g, u32 smem, int layer, int lane) {
+  const uint4* parts = g.exchange + PARTIALS_AT + blockIdx.x * SPLITS * PARTIAL;
+  const uint4* from = parts + (lane >> 3) * PARTIAL + (lane & 7);
+  const uint4* ends = parts + (lane & 15) * PARTIAL + PARTIAL - 1;
+  const u32 tag = layer & 3;
+  uint4 v[4], own;
+  bool again;
+  do {
 #pragma unroll
-  for (int i = 0; i < SPLITS; ++i) {
-    const u32 from = smem + Layout::PARTIALS + 16 * PARTIAL * i + 4 * lane;
-    y += __shfl_sync(~0u, shares.factor, i) * __uint_as_float(load_shared_word(from));
+    for (int j = 0; j < 4; ++j) v[j] = load_relaxed(from + 4 * j * PARTIAL);
+    own = load_relaxed(ends);
+    again = (own.w & 3) != tag;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) again |= (v[j].w & 3) != tag;
+  } while (__any_sync(~0u, again) && !is_lost(smem));
+  const Shares shares = make_shares(__uint_as_float(own.x), __uint_as_float(own.y));
+  float y[4] = {};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float f = __shfl_sync(~0u, shares.factor, (lane >> 3) + 4 * j);
+    y[0] += f * __uint_as_float(v[j].x), y[1] += f * __uint_as_float(v[j].y);
+    y[2] += f * __uint_as_float(v[j].z), y[3] += f * __uint_as_float(v[j].w & ~3u);
   }
-  return y / shares.sum;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    y[i] += __shfl_xor_sync(~0u, y[i], 8);
+    y[i] += __shfl_xor_sync(~0u, y[i], 16);
+    y[i] = __shfl_sync(~0u, y[i], lane >> 2);
+  }
+  const float pair = lane & 1 ? y[1] : y[0], next = lane & 1 ? y[3] : y[2];
+  return (lane & 2 ? next : pair) / shares.sum;
 }
 
 DEV void attention(const Args& g, const Caches& caches, u32 smem, int layer, int warp, int lane,
@@ -533,11 +581,14 @@ DEV void attention(const Args& g, const Caches& caches, u32 smem, int layer, int
   int busy = 1;  // groups; those without a tile have added nothing
   while (busy < GROUPS && tiles_of(ends.num_keys, ends.split, busy)) ++busy;
   send_partials(g, smem, layer, warp, lane, ends, GROUP * busy);
-  if (warp > 4) return;
-  const float y = merge_partials(g, smem, layer, warp, lane);
-  if (warp == 0)
+  if (warp == 0) {
+    const float y = merge_partials(g, smem, layer, lane);
     publish(g.exchange + RECORD_AT(OUT) + 3 * blockIdx.x, smem + Layout::SCRATCH, y, 0, false,
             layer & 3, lane);
+  }
+  // Warps without records of the next exchange fetch what the next layer's heads would wait for.
+  if (warp >= WARPS - 2 && layer + 1 < LAYERS)
+    load_head_norms(g, smem, layer + 1, 32 * warp + lane - CONSUMERS + 64);
 }
 
 // ---- the kernel
@@ -550,18 +601,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const u32 smem = smem_u32(memory), bars = smem + Layout::BARS + 16 * group * RING;
   const Ring ring = {smem + group * RING * SLOT, bars, bars + 8 * RING};
   volatile int* computing = reinterpret_cast<volatile int*>(memory + Layout::COMPUTING);
-  volatile int* lost = reinterpret_cast<volatile int*>(memory + Layout::LOST);
-  float* results = reinterpret_cast<float*>(memory + Layout::RESULTS);
   if (tid == 0) {
     const u32 now = clock_high();
-    *computing = 0, *lost = 0;
-    store_shared(smem + Layout::START, now);
+    *computing = 0;
+    store_shared(smem + Layout::LOST, 0), store_shared(smem + Layout::START, now);
+    const u64 slot = *g.slot;
+    store_shared(smem + Layout::NEW_SLOT, (u32)slot);
+    store_shared(smem + Layout::NEW_SLOT + 4, (u32)(slot >> 32));
     store_shared(smem + Layout::NUM_KEYS, *g.seq_len - 1);
   }
   if (tid < HEAD) {
     const float turn = g.rope[(long long)*g.position * HEAD + tid];
     store_shared(smem + Layout::ROPE + 4 * tid, __float_as_uint(turn));
   }
+  if (tid < 64) load_head_norms(g, smem, 0, tid);
   __syncthreads();
   if (warp >= WARPS) {
     const Ends ends = make_ends(smem);
@@ -583,62 +636,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return;
   }
   take_registers();
-  const u32 scratch = smem + Layout::SCRATCH + (warp & 3) * 32;
   Taker taker = {ring, 0, 0};
   // Warp 0, lane l: element 32 cta + l of the residual stream, in a register for the whole step.
   float residual = 0;
   if (warp == 0) {
     residual = g.x_in[32 * cta + lane];
-    publish(g.exchange + RECORD_AT(QKV) + 3 * cta, scratch, residual, g.norms[32 * cta + lane],
-            true, 0, lane);
+    publish(g.exchange + RECORD_AT(QKV) + 3 * cta, smem + Layout::SCRATCH, residual,
+            g.norms[32 * cta + lane], true, 0, lane);
   }
+  uint4 ahead = {};
 #pragma unroll 1
   for (int phase = 0; phase < 4 * LAYERS; ++phase) {
-    const int layer = phase >> 2, kind = phase & 3, six = g.six[layer];
-    const bool adds = kind == OUT || kind == DOWN;
-    const bool is_end = kind == DOWN && layer == LAYERS - 1;
-    const u32 tag = layer & 3;
+    const int layer = phase >> 2, kind = phase & 3;
     float norm = 0;  // weight of the norm that follows, fetched long before it is needed
-    if (warp == 0 && adds && !is_end)
+    if (warp == 0 && (kind == OUT || (kind == DOWN && layer < LAYERS - 1)))
       norm = __ldg(g.norms + (2 * layer + (kind == OUT ? 1 : 2)) * HIDDEN + 32 * cta + lane);
-    const u32 act = smem + (kind == DOWN  ? Layout::IN_DOWN
-                            : kind == OUT ? Layout::IN_OUT
-                                          : Layout::IN_QKV);
-    const u32 scales = act + ACT_PITCH * (kind == DOWN ? 8 * SLICES : 8);
-    const u32 sums = scales + 512 * (kind == DOWN ? SLICES : 1), squares = sums + 512;
-    receive(g.exchange + RECORD_AT(kind), kind, tag, act, scales, sums, squares, smem);
-    bar_sync(2, CONSUMERS);
-    if (tid == 0) *computing = phase_of(layer, kind);
-    float rms = 1;
-    if (!adds) {
-      const uint4 s = load_shared(squares + 16 * lane);
-      float t = __uint_as_float(s.x) + __uint_as_float(s.y) + __uint_as_float(s.z) +
-                __uint_as_float(s.w);
-      for (int o = 16; o; o >>= 1) t += __shfl_xor_sync(~0u, t, o);
-      rms = rsqrtf(t * (1.f / HIDDEN) + g.eps);
-    }
-    multiply(taker, kind, six, warp, lane, rms, {act, scales, sums}, results);
-    const int publishers = kind == GATEUP ? SLICES : 1;  // warps; the others go on to poll
-    if (warp >= publishers) {
-      bar_arrive(1, CONSUMERS);
-    } else {
-      bar_sync(1, CONSUMERS);
-      if (kind == QKV) {
-        if (lane < 12) {
-          uint4 v = load_shared(smem + Layout::RESULTS + 16 * lane);
-          v.w = (v.w & ~3u) | tag;
-          store_relaxed(g.exchange + HEADS_AT + 12 * cta + lane, v);
-        }
-      } else {
-        float v = results[32 * warp + lane];
-        if (adds) v = residual = residual + v;
-        if (is_end)
-          g.x_out[32 * cta + lane] = *lost ? __int_as_float(0x7fffffff) : v;
-        else
-          publish(g.exchange + RECORD_AT((kind + 1) & 3) + 3 * (publishers * cta + warp), scratch,
-                  v, norm, adds, kind == DOWN ? (tag + 1) & 3 : tag, lane);
-      }
-    }
+    multiply(g, taker, smem, layer, kind, warp, lane, residual, norm, ahead);
     if (kind != QKV) continue;
     attention(g, caches, unknown(smem), layer, unknown(warp), unknown(lane), taker);
   }

@@ -1,6 +1,7 @@
 // Products of one row's 4096 weights (a unit) with int8 activations, for decode_step.cu;
-// decode_ptx.cuh before it. Lane l of a warp owns columns 128 l .. 128 l + 127 and keeps their activations in
-// registers: from shared memory they would cost four bytes of traffic for each byte of weights.
+// decode_ptx.cuh before it. Lane l of a warp owns columns 128 l .. 128 l + 127 and keeps their
+// activations in registers: from shared memory they would cost four bytes of traffic for each byte
+// of weights.
 //
 // Q4_K, 2304 bytes: 4 chunks of 32 lanes x 16 bytes (the lane's 64 bytes of qs, in file order),
 // then 16 file headers of 16 bytes. Q6_K: part A, 2304 bytes = 4 chunks of ql and 32 lanes x 8
@@ -14,17 +15,17 @@ struct Act { uint4 codes[8]; float scale[4], sum[4]; u32 sums16[4]; };
 DEV int sum16(u32 packed, int k) { return (int)(packed << (k ? 6 : 19)) >> 19; }
 // Rows of chunks are ACT_PITCH bytes apart: no bank conflicts when records are spread.
 #define ACT_PITCH 528
-DEV Act load_act(u32 act, u32 scales, u32 sums, int slice, int lane, float rms) {
+DEV Act load_act(u32 act, u32 scales, u32 sums, int lane) {
   Act a;
 #pragma unroll
   for (int c = 0; c < 8; ++c)
-    a.codes[c] = load_shared(act + (slice * 8 + c) * ACT_PITCH + lane * 16);
-  const uint4 s = load_shared(scales + slice * 512 + 16 * lane);
-  const uint4 t = load_shared(sums + slice * 512 + 16 * lane);
+    a.codes[c] = load_shared(act + c * ACT_PITCH + lane * 16);
+  const uint4 s = load_shared(scales + 16 * lane);
+  const uint4 t = load_shared(sums + 16 * lane);
   const u32 scale[4] = {s.x, s.y, s.z, s.w}, packed[4] = {t.x, t.y, t.z, t.w};
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    const float d = __uint_as_float(scale[k]) * rms;
+    const float d = __uint_as_float(scale[k]);
     a.sums16[k] = packed[k];
     a.sum[k] = d * (float)(sum16(packed[k], 0) + sum16(packed[k], 1));
     a.scale[k] = k & 1 ? d * 0.0625f : d;

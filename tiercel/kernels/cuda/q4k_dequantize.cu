@@ -1,13 +1,9 @@
-// K-quants to a plain matrix, every operation rounded as in kernels/dequantize.py: bit-exact with
-// it. Macros: QTYPE (4: Q4_K, 6: Q6_K), IN_FILE (layout), OUT (0 fp16, 1 bf16, 2 float32).
+// Quantised weights to a plain matrix, every operation rounded as in kernels/dequantize.py:
+// bit-exact with it; q4k_ptx.cuh before it. Macros: QTYPE (4: Q4_K, 6: Q6_K, others: q4k_decode.cuh
+// before it), IN_FILE (layout), OUT (0 fp16, 1 bf16, 2 float32).
 //
 // A warp decodes 256 columns of four rows of a tile; lane l takes the columns 8 l .. 8 l + 7, so a
 // warp's store is one run of memory. Where their bytes lie: quant.py and q4k_units.cuh.
-#define DEV __device__ __forceinline__
-typedef unsigned int u32;
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef long long i64;
 #if OUT == 0
 #define PACK2 "cvt.rn.f16x2.f32"
 #else
@@ -15,24 +11,6 @@ typedef long long i64;
 #endif
 #define ROWS 4  // of a warp: their loads overlap
 
-struct Planes {
-  // SOA: Q4_K qs, header; Q6_K ql, qh, scales, d. FILE: the first alone.
-  const u8 *p0, *p1, *p2, *p3;
-};
-DEV float half_to_float(u32 bits) {
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)bits));
-  return f;
-}
-DEV u32 byte(uint2 v, int i) { return ((i < 4 ? v.x : v.y) >> (8 * (i & 3))) & 0xff; }
-DEV u32 load2(const u8* p) { return __ldg((const u16*)p); }
-DEV uint2 load8(const u8* p) {
-#if IN_FILE && QTYPE == 6
-  return make_uint2(load2(p) | load2(p + 2) << 16, load2(p + 4) | load2(p + 6) << 16);
-#else
-  return __ldg((const uint2*)p);
-#endif
-}
 DEV void store8(void* out, i64 at, const float (&v)[8]) {
 #if OUT == 2
   float4* to = (float4*)((float*)out + at);
@@ -46,6 +24,18 @@ DEV void store8(void* out, i64 at, const float (&v)[8]) {
 #endif
 }
 
+// ---- a lane's bytes and what they mean
+#if QTYPE == 4 || QTYPE == 6
+DEV u32 byte(uint2 v, int i) { return ((i < 4 ? v.x : v.y) >> (8 * (i & 3))) & 0xff; }
+DEV u32 load2(const u8* p) { return __ldg((const u16*)p); }
+DEV uint2 load8(const u8* p) {
+#if IN_FILE && QTYPE == 6
+  return make_uint2(load2(p) | load2(p + 2) << 16, load2(p + 4) | load2(p + 6) << 16);
+#else
+  return __ldg((const uint2*)p);
+#endif
+}
+#endif
 #if QTYPE == 4
 struct Bytes {
   uint2 q;
@@ -72,7 +62,7 @@ DEV void decode(float (&v)[8], const Bytes& b, int lane) {
   for (int i = 0; i < 8; ++i)
     v[i] = __fsub_rn(__fmul_rn(d, (float)(byte(b.q, i) >> (4 * high) & 15)), least);
 }
-#else
+#elif QTYPE == 6
 struct Bytes {
   uint2 low, high;
   u32 scale, d;
@@ -102,26 +92,31 @@ DEV void decode(float (&v)[8], const Bytes& b, int lane) {
 }
 #endif
 
+#if QTYPE == 4 || QTYPE == 6
+#define GROUP_COLUMNS 256
+#define GROUP_FILE_BYTES (QTYPE == 4 ? 144 : 210)
+#endif
 extern "C" __global__ void __launch_bounds__(128) q4k_dequantize(
     Planes planes,  // of W
-    void* out,      // (rows, blocks * 256) contiguous
+    void* out,      // (rows, columns) contiguous
     i64 row_bytes,  // from row to row, FILE
-    int rows, int blocks) {
+    int rows, int columns) {
   const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * ROWS;
-  const int tile = blockIdx.x, block = blockIdx.y;
-  const i64 unit = (i64)tile * blocks + block;
+  const int tile = blockIdx.x, column = blockIdx.y * 256 + 8 * lane;
+  if (column >= columns) return;  // a row may end within a unit
+  const int groups = (columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS, group = column / GROUP_COLUMNS;
   Bytes bytes[ROWS];
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     const int row = min(tile * 16 + first + i, rows - 1);
-    const u8* at = planes.p0 + row * row_bytes + block * (QTYPE == 4 ? 144 : 210);
-    bytes[i] = load(planes, unit, IN_FILE ? 0 : first + i, at, lane);
+    const u8* at = planes.p0 + row * row_bytes + (i64)group * GROUP_FILE_BYTES;
+    bytes[i] = load(planes, (i64)tile * groups + group, IN_FILE ? 0 : first + i, at, lane);
   }
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     const int row = tile * 16 + first + i;
     float v[8];
     decode(v, bytes[i], lane);
-    if (row < rows) store8(out, ((i64)row * blocks + block) * 256 + 8 * lane, v);
+    if (row < rows) store8(out, (i64)row * columns + column, v);
   }
 }

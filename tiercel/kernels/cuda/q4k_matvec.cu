@@ -1,8 +1,9 @@
-// y = x W^T for m <= 8 NT tokens and a K-quantised W, at the speed of reading W; q4k_units.cuh
-// before it. Macros besides its own: PARTS (warps that share a tile of 16 rows: 8, or 4 where a row
-// has no more units), GROUPS (tiles at a time in a CTA), STAGES (units of a warp in flight), EARLY
-// (of them, before x is asked for), BUFFERS (of sums), OUT (0 fp16, 1 bf16, 2 float32), IS_SPLIT,
-// CTAS (an SM, for the registers).
+// y = x W^T for m <= 8 NT tokens and a quantised W, at the speed of reading W; a header of units
+// (q4k_units*.cuh) before it. Macros besides its own: TAIL (of a row's last unit the groups of 32
+// columns that it has, 0 for all 8), SLOT (bytes of a unit), PARTS (warps that share a tile of 16
+// rows: 8, or 4 where a row has no more units), GROUPS (tiles at a time in a CTA), STAGES (units of
+// a warp in flight), EARLY (of them, before x is asked for), BUFFERS (of sums), OUT (0 fp16, 1 bf16,
+// 2 float32), IS_SPLIT, CTAS (an SM, for the registers).
 //
 // A warp owns every PARTS-th unit of its group's tiles and streams them through a ring of its own:
 // a unit is copied, used and given back by one warp, so nothing waits for another warp but the sum
@@ -28,9 +29,7 @@ DEV void store(void* out, i64 at, float y) {
   ((float*)out)[at] = y;
 #endif
 }
-DEV void group_sync(int group) {
-  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(32 * PARTS) : "memory");
-}
+DEV void group_sync(int group) { bar_sync(group + 1, 32 * PARTS); }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
     Planes planes,    // of W
@@ -51,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
 #endif
   const int units = last - first;
   const u32 smem = shared_address(memory);
-  const u32 means = smem + units * m * 512, sums = means + (QTYPE == 4 ? units * m * 32 : 0);
+  const u32 means = smem + units * m * 512, sums = means + units * m * MEANS;
   const u32 sum_step = (units + SLICE - 1) / SLICE * PARTS * NT * 512;  // of a group's buffer
   const u32 mine = sums + group * BUFFERS * sum_step;
   const u32 ring = sums + GROUPS * BUFFERS * sum_step + warp * STAGES * SLOT;
@@ -85,8 +84,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
   auto ask = [&](int i) {
     const int n = i / (units * 8), at = i - n * units * 8;
     const uint4* from = x + ((i64)n * x_stride + first * 256 + at * 32) / 8;
+    const bool is_inside = TAIL == 0 || 8 * (first - blocks) + at < TAIL - 8;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) v[k] = from[k];
+    for (int k = 0; k < 4; ++k) v[k] = is_inside ? from[k] : make_uint4(0, 0, 0, 0);
   };
   if (tid < pieces) ask(tid);
 #pragma unroll

@@ -1,6 +1,6 @@
 // Units of K-quants for tensor cores: 16 rows x 256 columns of weights to fragments of
-// mma.m16n8k16. No #include. Macros: QTYPE (4: Q4_K, 6: Q6_K), NT (tiles of 8 tokens),
-// IN_FILE (layout of the weights).
+// mma.m16n8k16; q4k_ptx.cuh and q4k_tokens.cuh before it. Macros: QTYPE (4: Q4_K, 6: Q6_K), NT
+// (tiles of 8 tokens), IN_FILE (layout of the weights).
 //
 // Lane = 4 g + t of a warp holds rows g and g + 8, as the product wants it. Which columns a lane
 // multiplies is free as long as both operands agree, so lane t takes whole groups of its own:
@@ -23,118 +23,9 @@
 //   Q4_K 2304: rows g (j = 0, 1: bytes 16 j.. of the lane's 32), rows g + 8 (j = 0, 1), 16 headers
 //   Q6_K 3360: ql of rows g (two pieces), of rows g + 8, qh of rows g, of rows g + 8,
 //              scales of 16 rows x 16 bytes, d of 16 rows x 2 bytes
-#define DEV __device__ __forceinline__
-typedef unsigned int u32;
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef long long i64;
-
-#if QTYPE == 4
-#define SLOT 2304
-#define FILE_BYTES 144
-#else
-#define SLOT 3360
-#define FILE_BYTES 210
-#endif
-
-// ---- PTX
-DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-DEV uint4 lds16(u32 a) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
-  return v;
-}
-DEV uint2 lds8(u32 a) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
-  return v;
-}
-DEV u32 lds2(u32 a) {
-  u16 v;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a));
-  return v;
-}
-DEV float ldsf(u32 a) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(a));
-  return v;
-}
-DEV void sts16(u32 a, u32 x, u32 y, u32 z, u32 w) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w)
-               : "memory");
-}
-DEV void sts2(u32 a, u16 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"(v) : "memory"); }
-DEV void copy16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-DEV void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> DEV void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-DEV u32 mul2(u32 a, u32 b) {
-  u32 d;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-DEV u32 add2(u32 a, u32 b) {
-  u32 d;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-DEV u32 fma2(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-DEV float half_to_float(u32 bits) {
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)bits));
-  return f;
-}
-DEV u16 float_to_half(float f) {
-  u16 h;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-  return h;
-}
-DEV void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-DEV u32 word(const uint4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
-// Byte k of v in both halves, as the fp16 1024 + byte.
-DEV u32 byte_pair(u32 v, int k) { return __byte_perm(v, 0x64646464u, 0x4040u | k | k << 8); }
+#define FILE_BYTES (QTYPE == 4 ? 144 : 210)
 
 // ---- activations
-// Of a unit, lane t takes 8 pieces of 8 columns in fragment order from token n = 8 nt + g, and, for
-// Q4_K, the means of its two groups as two fp16 values and two rests.
-DEV uint4 reorder(uint4 v) {  // of each four halves 0 2 1 3
-  return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632),
-                    __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
-}
-DEV float sum2(u32 v) { return half_to_float(v & 0xffff) + half_to_float(v >> 16); }
-DEV float sum8(const uint4& v) { return (sum2(v.x) + sum2(v.y)) + (sum2(v.z) + sum2(v.w)); }
-DEV float mean32(const uint4& a, const uint4& b, const uint4& c, const uint4& d) {
-  return ((sum8(a) + sum8(b)) + (sum8(c) + sum8(d))) * (1.f / 32);
-}
-// They lie in shared memory: piece p of lane t, token n, unit b at
-// ((b * 8 + p) * m + n) * 64 + 16 t, means at (b * m + n) * 32 + 8 t. Columns n >= m repeat the last
-// token; their products are never stored.
-struct Tokens {
-  u32 x[NT], rests[NT], step;
-  DEV uint4 piece(int nt, int p) const { return lds16(x[nt] + p * step); }
-  DEV uint2 means(int nt) const { return lds8(rests[nt]); }
-  DEV Tokens(u32 at, u32 means, int m, int b, int lane) : step(64 * m) {
-    const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-      const int n = min(8 * nt + g, m - 1);
-      x[nt] = at + (b * 8 * m + n) * 64 + 16 * t, rests[nt] = means + (b * m + n) * 32 + 8 * t;
-    }
-  }
-};
 // Put 32 columns, group j of unit b, of token n into place.
 DEV void stage(u32 to, u32 means, const uint4 (&v)[4], int m, int b, int j, int n) {
 #pragma unroll
@@ -146,17 +37,11 @@ DEV void stage(u32 to, u32 means, const uint4 (&v)[4], int m, int b, int j, int 
   }
 #if QTYPE == 4
   const float mean = mean32(v[0], v[1], v[2], v[3]);
-  const u16 near = float_to_half(mean);
-  const u32 at = means + (b * m + n) * 32 + 8 * (j >> 1) + 2 * (j & 1);
-  sts2(at, near), sts2(at + 4, float_to_half(mean - half_to_float(near)));
+  stage_mean(means, mean, m, b, n, j >> 1, j & 1, 2);
 #endif
 }
 
 // ---- fetching a unit
-struct Planes {
-  // SOA: Q4_K qs, header; Q6_K ql, qh, scales, d. FILE: the first alone.
-  const u8 *p0, *p1, *p2, *p3;
-};
 #if IN_FILE
 #if QTYPE == 6
 DEV void copy16_by_2(u32 to, const u8* from) {  // Q6_K blocks are 2-byte aligned

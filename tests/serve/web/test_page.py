@@ -2,44 +2,17 @@
 
 import json
 import re
-from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.serve.web_browser import (
-    Session,
-    Watch,
+from tests.serve.web.browser import (
     ask,
     finish,
-    opened_session,
     send,
     start_slow,
 )
-from tests.serve.web_server import MODEL, SLOW_SECONDS, Stage, running_server
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with opened_session() as session:
-        yield session
-
-
-@pytest.fixture
-def page(session: Session) -> Iterator[Page]:
-    with session.fresh() as page:
-        yield page
-
-
-@pytest.fixture
-def stage(session: Session) -> Stage:
-    return session.stage
-
-
-@pytest.fixture
-def watch(session: Session) -> Watch:
-    return session.watch
-
+from tests.serve.web.server import MODEL, SLOW_SECONDS, Stage, running_server
 
 # --- sending and stopping ---
 

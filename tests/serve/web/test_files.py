@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.serve.web_server import MEDIA_TYPES, WEB
+from tests.serve.web.server import MEDIA_TYPES, WEB
 
 FILES = sorted(WEB.iterdir())
 SCRIPTS = [path for path in FILES if path.suffix == ".js"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
-from tests.serve.web_server import Stage, running_server
+from tests.serve.web.server import Stage, running_server
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 5000

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-WEB = Path(__file__).parents[2] / "tiercel/serve/web"
+WEB = Path(__file__).parents[3] / "tiercel/serve/web"
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",

@@ -1,35 +1,10 @@
 """The page's second tab in a browser: a list, scored against a query."""
 
-from collections.abc import Iterator
-
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
-from tests.serve.web_browser import Session, Watch, ask, opened_session
-from tests.serve.web_server import MODEL, Stage
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with opened_session() as session:
-        yield session
-
-
-@pytest.fixture
-def page(session: Session) -> Iterator[Page]:
-    with session.fresh() as page:
-        yield page
-
-
-@pytest.fixture
-def stage(session: Session) -> Stage:
-    return session.stage
-
-
-@pytest.fixture
-def watch(session: Session) -> Watch:
-    return session.watch
-
+from tests.serve.web.browser import ask
+from tests.serve.web.server import MODEL
 
 ITEMS = "short\n\na somewhat longer one\n<img src=x onerror=window.hacked=1>"
 

@@ -1,38 +1,15 @@
 """How the web page looks and reads: Markdown, contrast, themes, widths, keyboard, names."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.serve.web_browser import Session, Watch, ask, finish, opened_session, send
-from tests.serve.web_server import HOSTILE, MARKDOWN, Stage
+from tests.serve.web.browser import ask, finish, send
+from tests.serve.web.server import HOSTILE, MARKDOWN
 
-CONTRAST = (Path(__file__).parent / "web_contrast.js").read_text()
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with opened_session() as session:
-        yield session
-
-
-@pytest.fixture
-def page(session: Session) -> Iterator[Page]:
-    with session.fresh() as page:
-        yield page
-
-
-@pytest.fixture
-def stage(session: Session) -> Stage:
-    return session.stage
-
-
-@pytest.fixture
-def watch(session: Session) -> Watch:
-    return session.watch
+CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
 
 
 # --- appearance and access ---

@@ -1,0 +1,83 @@
+// What q4k_ptx.cuh gives, for one processor; behind device.hpp.
+//
+// A copy to shared memory arrives when its thread waits for it; until then its place holds 0xEE.
+#include <deque>
+
+typedef long long i64;
+struct Planes { const u8 *p0, *p1, *p2, *p3; };
+struct Place { int x, y; };
+static Place block_at, grid_size;
+#undef blockIdx
+#define blockIdx block_at
+#define gridDim grid_size
+#define __shared__
+#define __align__(n)
+#define __forceinline__
+#define THREADS (32 * PARTS * GROUPS)
+using std::min;
+alignas(128) static u8 memory[SMEM];
+
+struct Pending { u32 to; u8 data[16]; };
+typedef std::deque<std::vector<Pending>> Groups;  // of a thread; the last is open
+static std::vector<Groups> groups;
+
+DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - memory); }
+DEV uint4 lds16(u32 a) { return from_shared<uint4>(a); }
+DEV uint2 lds8(u32 a) { return from_shared<uint2>(a); }
+DEV u32 lds4(u32 a) { return from_shared<u32>(a); }
+DEV u32 lds2(u32 a) { return from_shared<u16>(a); }
+DEV float ldsf(u32 a) { return from_shared<float>(a); }
+DEV void sts16(u32 a, u32 x, u32 y, u32 z, u32 w) {
+  const u32 v[] = {x, y, z, w};
+  std::memcpy(shared(a, 16), v, 16);
+}
+DEV void sts2(u32 a, u16 v) { std::memcpy(shared(a, 2), &v, 2); }
+DEV void copy16_of(u32 to, const void* from, int bytes) {
+  if (bytes && (u64)from % 16) fail("alignment of a copy");
+  Pending copy = {to, {}};
+  std::memcpy(copy.data, from, bytes);
+  std::memset(shared(to, 16), 0xEE, 16);
+  groups[current->tid].back().push_back(copy);
+}
+DEV void copy16(u32 to, const void* from) { copy16_of(to, from, 16); }
+DEV void copy_commit() { groups[current->tid].emplace_back(); }
+template <int N> DEV void copy_wait() {
+  Groups& own = groups[current->tid];
+  for (; own.size() > N + 1; own.pop_front())
+    for (const Pending& copy : own.front()) std::memcpy(shared(copy.to, 16), copy.data, 16);
+}
+DEV u16 float_to_half(float f) { return _cvtss_sh(f, 0); }
+DEV u32 fma2(u32 a, u32 b, u32 c) {
+  u32 d = 0;
+  for (int i = 0; i < 32; i += 16)
+    d |= (u32)float_to_half((float)((double)half_to_float((u16)(a >> i)) *
+                                        half_to_float((u16)(b >> i)) +
+                                    half_to_float((u16)(c >> i)))) << i;
+  return d;
+}
+DEV u32 mul2(u32 a, u32 b) { return fma2(a, b, 0x80008000u); }
+DEV u32 add2(u32 a, u32 b) { return fma2(a, 0x3c003c00u, b); }
+DEV void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  multiply_add(c, {{a0, a1, a2, a3}, {b0, b1}}, 2);
+}
+DEV u32 __byte_perm(u32 a, u32 b, u32 places) {
+  const u64 bytes = a | (u64)b << 32;
+  u32 v = 0;
+  for (int i = 0; i < 4; ++i) {
+    const u32 place = places >> (4 * i) & 15;
+    if (place & 8) fail("a sign is spread");
+    v |= (u32)(bytes >> (8 * place) & 255) << (8 * i);
+  }
+  return v;
+}
+DEV u32 word(const uint4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
+DEV u32 byte_pair(u32 v, int k) { return __byte_perm(v, 0x64646464u, 0x4040u | k | k << 8); }
+DEV float fmaf(float a, float b, float c) { return std::fma(a, b, c); }
+DEV void __threadfence() {}
+template <class T> DEV T __ldcg(const T* p) { return *p; }
+template <class T> DEV void __stcg(T* p, T v) { *p = v; }
+DEV u32 atomicInc(u32* p, u32 most) {
+  const u32 v = *p;
+  *p = v >= most ? 0 : v + 1;
+  return v;
+}

@@ -1,0 +1,96 @@
+"""What is timed of a model's kernels, and against which work it is held."""
+
+import pytest
+import torch
+
+from tests.gguf_files import tiny_model
+from tiercel.engine import kernel_times
+from tiercel.engine.build import load_model
+from tiercel.engine.device_timing import Ceilings, calls_us, measure_ceilings, times_us
+from tiercel.engine.kernel_times import AttentionCase, KernelTime, measure_kernels
+from tiercel.engine.messages import LoadOptions
+from tiercel.errors import ArgumentError
+
+CPU = torch.device("cpu")
+
+
+def load(path, device="cpu", **options):
+    given = {"max_model_len": 256, "max_num_seqs": 4, "gpu_memory_utilization": 0.1} | options
+    return load_model(path, LoadOptions(device=device, dtype="float32", **given), None)
+
+
+def measure(loaded, tokens, cases):
+    heard = []
+    found = list(measure_kernels(loaded, tokens, cases, 0.001, heard.append))
+    assert len(heard) == 5 * len(tokens) + len(cases)
+    return found
+
+
+def test_products_are_counted(tmp_path):
+    loaded = load(tiny_model(tmp_path / "m.gguf", "qwen3", hidden=64, ff=128, qtype="Q8_0"))
+    found = measure(loaded, [1, 6], [])
+    names = ["q, k, v 128 x 64", "o 64 x 64", "gate, up 256 x 64", "down 64 x 128", "head 300 x 64"]
+    assert [(x.name, x.size) for x in found] == [
+        (name, size) for name in names for size in ("1 tokens", "6 tokens")
+    ]
+    # A float32 engine on a CPU keeps these weights dense.
+    assert [x.num_bytes for x in found[:2]] == [
+        4 * (128 * 64 + count * (128 + 64)) for count in (1, 6)
+    ]
+    assert [x.flops for x in found[:2]] == [2 * 128 * 64, 6 * 2 * 128 * 64]
+    assert all(x.us > 0 and not x.is_cold for x in found)
+
+
+def test_every_layer_has_its_turn(tmp_path, monkeypatch):
+    loaded = load(tiny_model(tmp_path / "m.gguf", layers=3))
+    turns = []
+    monkeypatch.setattr(kernel_times, "times_us", lambda calls, *_: turns.append(calls) or [1.0])
+    measure(loaded, [1], [AttentionCase(2, 1, 70)])
+    assert [len(calls) for calls in turns] == [3, 3, 3, 3, 1, 3]
+    layers = loaded.engine.runner.model.layers
+    assert [call.func for call in turns[0]] == [layer.attention.qkv for layer in layers]
+
+
+def test_attention_is_counted_by_what_is_seen(tmp_path):
+    loaded = load(tiny_model(tmp_path / "m.gguf", "gemma3", heads=4, kv_heads=2, head_dim=16))
+    sliding, full = measure(loaded, [], [AttentionCase(3, 1, 100)])  # a window of 6, every other
+    assert sliding.name == "attention 4/2 x 16, window 6"
+    assert full.name == "attention 4/2 x 16"
+    assert full.size == "3 x 1 on 100"
+    both = 2 * 3 * 4 * 16 * 4  # queries and results
+    assert sliding.num_bytes == 2 * 3 * 6 * 2 * 16 * 4 + both
+    assert full.num_bytes == 2 * 3 * 100 * 2 * 16 * 4 + both
+    assert full.flops == 4 * 4 * 16 * 3 * 100
+    assert sliding.flops == 4 * 4 * 16 * 3 * 6
+    (_, prompt) = measure(loaded, [], [AttentionCase(1, 40, 40)])
+    assert prompt.flops == 4 * 4 * 16 * (40 * 41 // 2)
+
+
+def test_a_case_beyond_the_cache_is_refused(tmp_path):
+    loaded = load(tiny_model(tmp_path / "m.gguf"), max_num_seqs=1)
+    with pytest.raises(ArgumentError, match="64 requests of 200 tokens need 256 blocks of 64"):
+        measure(loaded, [], [AttentionCase(64, 1, 200)])
+
+
+def test_the_ceiling_is_the_tighter_one():
+    ceilings = Ceilings(read_gbps=100.0, tflops=2.0)
+    assert KernelTime("", "", 10**6, 0, 20.0, True).of_ceiling(ceilings) == pytest.approx(0.5)
+    assert KernelTime("", "", 0, 2 * 10**7, 20.0, True).of_ceiling(ceilings) == pytest.approx(0.5)
+
+
+def test_calls_are_timed_in_turn():
+    seen = []
+    samples = calls_us([lambda: seen.append(0), lambda: seen.append(1)], CPU, 5)
+    assert seen == [0, 1, 0, 1, 0, 1, 0]  # two that warm up
+    assert len(samples) == 5
+    assert samples == sorted(samples)
+    assert len(times_us([lambda: None], CPU, 1e-9)) == 7
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    loaded = load(tiny_model(tmp_path / "m.gguf", hidden=256, ff=256), "cuda")
+    found = measure(loaded, [1, 40], [AttentionCase(2, 1, 100), AttentionCase(1, 90, 90)])
+    assert len(found) == 12
+    ceilings = measure_ceilings(torch.device("cuda"), torch.float16)
+    assert all(0 < x.of_ceiling(ceilings) < 1 for x in found)

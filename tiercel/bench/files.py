@@ -1,0 +1,19 @@
+"""Results on disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+
+def save(report: msgspec.Struct, path: Path) -> None:
+    """Write a result as JSON; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

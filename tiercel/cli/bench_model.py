@@ -1,0 +1,110 @@
+"""What `bench speed` and `bench kernels` share: a model in this process, and what it was."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cyclopts import Group
+
+from tiercel.cli.bench_options import write_table
+from tiercel.cli.options import EngineOptions
+from tiercel.cli.terminal import ProgressReporter
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from tiercel.bench.tables import Table
+    from tiercel.engine.build import LoadedModel
+
+TRIAL_GROUP = Group("Trials", sort_key=1)
+
+
+def load_for_bench(
+    model: str | None,
+    engine: EngineOptions,
+    report: ProgressReporter,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    seed: int = 0,
+) -> LoadedModel:
+    """Find and load a model with room for what is measured.
+
+    Args:
+        model: as on the command line.
+        engine: its `max_model_len`, if given, wins.
+        report: told of the progress.
+        max_model_len: tokens of the longest sequence.
+        max_num_seqs: sequences at once.
+        seed: of the engine.
+    """
+    from tiercel import env
+    from tiercel.loader.hub import resolve
+
+    path = resolve(model, offline=engine.offline, report=report)
+    report("Loading PyTorch")
+    env.shorten_openmp_spins()
+    from tiercel.engine.build import load_model
+    from tiercel.engine.messages import LoadOptions
+
+    options = LoadOptions(
+        device=engine.device,
+        dtype=engine.dtype,
+        max_model_len=engine.max_model_len or max_model_len,
+        max_num_seqs=max_num_seqs,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        seed=seed,
+        offline=engine.offline,
+    )
+    return load_model(path, options, report)
+
+
+def facts(loaded: LoadedModel, label: str | None) -> dict[str, Any]:
+    """What every result tells: command, time, versions, hardware, switches, model."""
+    import tiercel
+    from tiercel import env
+    from tiercel.bench import environment
+
+    return {
+        "command": environment.command_line(sys.argv),
+        "utc": environment.utc_now(),
+        "label": label or f"tiercel {tiercel.__version__}",
+        "versions": environment.versions("torch", "triton"),
+        "hardware": environment.hardware(),
+        "switches": env.switches(),
+        "model": loaded.source.path.name,
+        "dtype": str(loaded.config.dtype).removeprefix("torch."),
+    }
+
+
+def show(
+    told: dict[str, Any],
+    report: msgspec.Struct,
+    table: Table,
+    json: Path | None,
+    plot: Path | None,
+    bars: tuple[list[str], list[float], str],
+) -> None:
+    """Write the table, and the files that were asked for.
+
+    Args:
+        told: from `facts`.
+        report: goes to `json`.
+        table: goes to standard output.
+        json: where, if anywhere.
+        plot: likewise.
+        bars: names, values and what the values are, for the figure.
+    """
+    from tiercel.bench.files import save
+
+    if json is not None:
+        save(report, json)
+    title = f"{told['label']}: {told['model']}"
+    write_table(title, table)
+    if plot is not None:
+        from tiercel.bench.bars import draw_bars
+        from tiercel.bench.environment import machine_name
+
+        draw_bars(*bars, f"{title}; {machine_name(told['hardware'])}", plot)

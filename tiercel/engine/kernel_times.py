@@ -1,0 +1,203 @@
+"""Times a loaded model's own kernels, one kind at a time: its products and its attention.
+
+Calls go through the layers in turn, as in a step, so weights and cache come from memory where the
+layers together are larger than the last-level cache.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tiercel.batch import Batch
+from tiercel.engine.build import LoadedModel
+from tiercel.engine.device_timing import Call, Ceilings, cache_bytes, times_us
+from tiercel.errors import ArgumentError
+from tiercel.layers.attention import Attention
+from tiercel.layers.linear import Linear
+from tiercel.ops.q4k_matvec import Q4kWeight
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Equal requests with `queries` new tokens each at the end of `context`."""
+
+    requests: int
+    queries: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """One kind of call at one size.
+
+    Attributes:
+        name: of the kind.
+        size: in words.
+        num_bytes: the fewest that must move: weights as they rest packed, inputs, results.
+        flops: operations.
+        us: microseconds a call, the median.
+        is_cold: whether the calls of a turn read more than the last-level cache holds.
+    """
+
+    name: str
+    size: str
+    num_bytes: int
+    flops: int
+    us: float
+    is_cold: bool
+
+    def of_ceiling(self, ceilings: Ceilings) -> float:
+        """The least time that the device allows, over the measured one."""
+        memory_us = self.num_bytes / ceilings.read_gbps / 1e3
+        return max(memory_us, self.flops / ceilings.tflops / 1e6) / self.us
+
+
+def measure_kernels(
+    loaded: LoadedModel,
+    tokens: Sequence[int],
+    attention: Sequence[AttentionCase],
+    seconds: float,
+    report: Callable[[str], None],
+) -> Iterator[KernelTime]:
+    """Time the products for each number of tokens, then attention for each case.
+
+    Args:
+        loaded: an idle engine, whose cache holds the largest case.
+        tokens: rows of the products.
+        attention: of one layer each.
+        seconds: of a measurement, about.
+        report: hears what is measured.
+
+    Raises:
+        ArgumentError: a case does not fit the cache.
+    """
+    for name, linears in _products(loaded).items():
+        for count in tokens:
+            report(f"Measuring {name}, {count} tokens")
+            yield _time_product(loaded, name, linears, count, seconds)
+    for case in attention:
+        report(f"Measuring attention, {case.requests} x {case.context}")
+        yield from _time_attention(loaded, case, seconds)
+
+
+def _products(loaded: LoadedModel) -> dict[str, list[Linear]]:
+    model = loaded.engine.runner.model
+    return {
+        "q, k, v": [layer.attention.qkv for layer in model.layers],
+        "o": [layer.attention.output for layer in model.layers],
+        "gate, up": [layer.mlp.gate_up for layer in model.layers],
+        "down": [layer.mlp.down for layer in model.layers],
+        "head": [model.head],
+    }
+
+
+def _weight_bytes(linear: Linear) -> int:
+    total = 0
+    for segment in linear.weight.segments:
+        if isinstance(segment, Q4kWeight):
+            total += segment.tensor.nbytes
+        elif isinstance(segment, Tensor):
+            total += segment.nbytes
+        else:
+            total += segment.packed.nbytes + segment.scale_zero.nbytes
+    return total
+
+
+@torch.inference_mode()
+def _time_product(
+    loaded: LoadedModel, name: str, linears: Sequence[Linear], count: int, seconds: float
+) -> KernelTime:
+    """Of the mean matrix: layers may differ in type."""
+    device, dtype = loaded.config.device, loaded.config.dtype
+    out, inner = linears[0].weight.shape
+    x = torch.randn(count, inner, device=device).to(dtype)
+    calls: list[Call] = [partial(linear, x) for linear in linears]
+    weights = sum(_weight_bytes(linear) for linear in linears)
+    moved = weights // len(linears) + count * (inner + out) * x.itemsize
+    return KernelTime(
+        f"{name} {out} x {inner}",
+        f"{count} tokens",
+        moved,
+        2 * count * out * inner,
+        statistics.median(times_us(calls, device, seconds)),
+        weights > cache_bytes(device),
+    )
+
+
+@torch.inference_mode()
+def _time_attention(
+    loaded: LoadedModel, case: AttentionCase, seconds: float
+) -> Iterator[KernelTime]:
+    """One line for each kind of layer."""
+    kinds: dict[object, list[Attention]] = {}
+    for layer in loaded.engine.runner.model.layers:
+        kinds.setdefault((layer.attention.shape, layer.attention.group), []).append(layer.attention)
+    batch = _make_batch(loaded, case)
+    for layers in kinds.values():
+        shape, cache = layers[0].shape, layers[0].k_cache
+        heads = torch.randn(
+            (batch.num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim),
+            device=cache.device,
+        ).to(cache.dtype)
+        plan = layers[0].plan(batch)
+        calls: list[Call] = [partial(layer.attend, heads, batch, plan) for layer in layers]
+        window = shape.window or case.context
+        seen = [
+            min(window, index + 1) for index in range(case.context - case.queries, case.context)
+        ]
+        keys = min(case.context, window + case.queries - 1)
+        width = shape.num_heads * shape.head_dim
+        kept = 2 * case.requests * keys * shape.num_kv_heads * shape.head_dim * cache.itemsize
+        yield KernelTime(
+            f"attention {shape.num_heads}/{shape.num_kv_heads} x {shape.head_dim}"
+            + (f", window {shape.window}" if shape.window else ""),
+            f"{case.requests} x {case.queries} on {case.context}",
+            kept + 2 * batch.num_tokens * width * cache.itemsize,
+            4 * width * case.requests * sum(seen),
+            statistics.median(times_us(calls, cache.device, seconds)),
+            kept * len(layers) > cache_bytes(cache.device),
+        )
+
+
+def _make_batch(loaded: LoadedModel, case: AttentionCase) -> Batch:
+    """Requests whose blocks lie in any order."""
+    device, pools = loaded.config.device, loaded.engine.runner.pools
+    block_size = loaded.config.block_size
+    blocks = -(-case.context // block_size)
+    room = min(pool.num_blocks for pool in pools) - 1
+    if case.requests * blocks > room:
+        raise ArgumentError(
+            f"{case.requests} requests of {case.context} tokens need {case.requests * blocks} "
+            f"blocks of {block_size}; the cache has {room}.",
+            hint="Measure fewer or shorter ones, or give --gpu-memory-utilization more.",
+        )
+    tokens = case.requests * case.queries
+    order = 1 + torch.randperm(room)[: case.requests * blocks].view(1, case.requests, blocks)
+
+    def ints(values: Tensor | Sequence[int]) -> Tensor:
+        return torch.as_tensor(values).to(device, torch.int32)
+
+    ends = ints(range(0, tokens + 1, case.queries))
+    places = ints(range(case.context - case.queries, case.context))
+    return Batch(
+        input_ids=ints([0] * tokens),
+        positions=places.repeat(case.requests),
+        cu_seqlens_q=ends,
+        seq_lens=ints([case.context] * case.requests),
+        rows=ints(range(case.requests)),
+        logits_rows=ends[1:] - 1,
+        slot_mapping=torch.full((len(pools), tokens), -1, dtype=torch.int64, device=device),
+        block_tables=ints(order.expand(len(pools), -1, -1).contiguous()),
+        query_lens=(case.queries,) * case.requests,
+        context_lens=(case.context,) * case.requests,
+        num_tokens=tokens,
+        num_reqs=case.requests,
+        max_query_len=case.queries,
+        max_seq_len=case.context,
+    )

@@ -1,0 +1,56 @@
+"""What the kernels of cuda/q4k_*.cu must know of each type of quantised weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+UNIT_COLUMNS = 256  # of a row, in a unit of 16 rows
+GROUP_COLUMNS = 32  # rows are multiples of this
+
+
+@dataclass(frozen=True, slots=True)
+class UnitType:
+    """A type's units.
+
+    Attributes:
+        code: QTYPE of the sources.
+        headers: of the sources, in order.
+        slot_bytes: of a unit: the planes of 16 rows x 256 columns.
+        means_bytes: of a unit and token, where weights have minima.
+        like: the type whose measured launches it takes.
+    """
+
+    code: int
+    headers: tuple[str, ...]
+    slot_bytes: int
+    means_bytes: int
+    like: str
+
+
+_OWN = ("q4k_ptx", "q4k_tokens", "q4k_units")
+_BY_32 = ("q4k_ptx", "q4k_tokens", "q4k_fields", "q4k_fetch", "q4k_units32")
+_BY_16 = ("q4k_ptx", "q4k_tokens", "q4k_fields", "q4k_fetch", "q4k_units16")
+UNIT_TYPES = {
+    "Q4_K": UnitType(4, _OWN, 2304, 32, "Q4_K"),
+    "Q6_K": UnitType(6, _OWN, 3360, 0, "Q6_K"),
+    "Q4_0": UnitType(40, _BY_32, 2304, 0, "Q4_K"),
+    "Q4_1": UnitType(41, _BY_32, 2560, 32, "Q4_K"),
+    "Q5_0": UnitType(50, _BY_32, 2816, 0, "Q4_K"),
+    "Q5_1": UnitType(51, _BY_32, 3072, 32, "Q6_K"),
+    "Q8_0": UnitType(80, _BY_32, 4352, 0, "Q6_K"),
+    "IQ4_NL": UnitType(44, _BY_32, 2304, 0, "Q4_K"),
+    "IQ4_XS": UnitType(45, _BY_32, 2176, 0, "Q4_K"),
+    "Q5_K": UnitType(5, _BY_32, 2816, 32, "Q4_K"),
+    "Q3_K": UnitType(3, _BY_16, 1760, 0, "Q4_K"),
+    "Q2_K": UnitType(2, _BY_16, 1344, 64, "Q4_K"),
+}
+
+
+def num_units(in_features: int) -> int:
+    """Units of a row; the last may be cut short."""
+    return -(-in_features // UNIT_COLUMNS)
+
+
+def tail_groups(in_features: int) -> int:
+    """Groups of 32 columns in a row's last unit, 0 for all eight."""
+    return in_features % UNIT_COLUMNS // GROUP_COLUMNS
