@@ -432,7 +432,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) q4k_mmq(
   if (ticket != parts - 1) return;
   __threadfence();
   for (int first_i = tid; first_i < here * (ROWS / 4); first_i += 4 * THREADS) {
-    float4 y[4] = {};  // several loads in flight: one by one they took 2.6 us a megabyte
+    float4 y[4] = {};  // several loads in flight: one by one 2.6 us a megabyte
 #pragma unroll 2
     for (int s = 0; s < parts; ++s)
 #pragma unroll
