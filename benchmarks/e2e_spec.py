@@ -9,8 +9,10 @@ model's but that of a continuation made beforehand: the logits are computed as e
 is raised before the draw. All else runs as for users. Without it the model answers by itself.
 
 For each kind of text and batch size: the rate of steady decoding, of requests that are through
-their prompts, until the first of them ends; how many drafts were right, by place. With --trace: the
-share of the GPU's time in a step that drafting and acceptance take, and what the host waited for.
+their prompts, until the first of them ends; how many drafts were right, by place. Plain decoding is
+that of requests with drafts switched off, by the kernels that serve it without speculation. With
+--trace: the share of the GPU's time in a step that drafting and acceptance take, and what the host
+waited for. With --limits 1 2 3: each case again for requests that lower the number of drafts.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.common import environment, save
 from benchmarks.spec_texts import KINDS, make_jobs, prompt_texts
 from tiercel import LLM, SamplingParams
+from tiercel.engine import engine as engine_module
 from tiercel.engine.request import Request, Status
 from tiercel.engine.runner import Launch
+from tiercel.engine.sampler import Sampler
 from tiercel.engine.scheduler import SchedulerOutput
+from tiercel.ops.verify_accept import Verified
 
 BATCHES = (1, 8, 16, 64)
 ANSWER_TOKENS = 240
@@ -48,17 +54,14 @@ WAITS = (
 )
 
 
-class GivenTokens:
-    """A sampler that draws given continuations."""
+class GivenSampler(Sampler):
+    """Draws given continuations; what is done to the logits is part of captured steps too."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._runner = llm._engine.runner
-        self._rows = self._runner.rows
-        self._sampler = self._runner.sampler
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         shape = self._rows.token_ids.shape
         self._given = torch.zeros(shape, dtype=torch.int64, device=self._rows.device)
         self.answers: dict[str, list[int]] = {}  # by request id
-        self.is_banned = self._sampler.is_banned
 
     def enter(self, request: Request) -> None:
         answer = self.answers.get(request.request_id)
@@ -67,28 +70,47 @@ class GivenTokens:
             ids = torch.tensor(answer, dtype=torch.int64).pin_memory()
             own = self._given[request.row, start : start + len(answer)]
             own.copy_(ids, non_blocking=True)
-        self._sampler.enter(request)
+        super().enter(request)
 
     def __call__(self, logits: Tensor, requests: Any, rows: Tensor, slots: Any = None) -> Any:
+        if slots is None:
+            self._raise_given(logits, rows)
+        return super().__call__(logits, requests, rows, slots)
+
+    def accept(self, logits: Tensor, rows: Tensor, *others: Any) -> Verified:
+        self._raise_given(logits, rows)
+        return super().accept(logits, rows, *others)
+
+    def _raise_given(self, logits: Tensor, rows: Tensor) -> None:
         lines = len(logits) // len(rows)
         place = self._rows.num_tokens.index_select(0, rows).unsqueeze(1)
         place = place + torch.arange(lines, device=rows.device)
         tokens = self._given.index_select(0, rows).gather(1, place.long())
         logits.scatter_(1, tokens.flatten().unsqueeze(1), RAISED)
-        return self._sampler(logits, requests, rows, slots)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A batch of requests of one kind of text, tokens of each answer, and how often it runs."""
+
+    kind: str
+    batch: int
+    length: int = ANSWER_TOKENS
+    repeats: int = 2
 
 
 def make_requests(
-    llm: LLM, kind: str, batch: int, given: GivenTokens | None, drafts: int | None
+    llm: LLM, work: Work, given: GivenSampler | None, drafts: int | None
 ) -> list[Request]:
-    """A batch of one kind of text."""
+    """A batch of one kind of text, with up to `drafts` guesses a step."""
+    kind, batch = work.kind, work.batch
     params = SamplingParams(
-        temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True, num_spec_tokens=drafts
+        temperature=0, max_tokens=work.length, ignore_eos=True, num_spec_tokens=drafts
     )
     if given is None:
         messages = [[{"role": "user", "content": text}] for text in prompt_texts(kind, batch)]
         return [llm._inputs.request(llm.encode_chat(m), params, 0) for m in messages]
-    jobs = make_jobs(kind, batch, ANSWER_TOKENS, llm.source.config.vocab_size)
+    jobs = make_jobs(kind, batch, work.length, llm.source.config.vocab_size)
     requests = [llm._inputs.request(job.prompt, params, 0) for job in jobs]
     for request, job in zip(requests, jobs, strict=True):
         given.answers[request.request_id] = job.answer
@@ -114,20 +136,31 @@ def decode(llm: LLM, requests: list[Request]) -> tuple[float, int]:
     return count / seconds, steps
 
 
-def measure(llm: LLM, kind: str, batch: int, given: GivenTokens | None) -> dict[str, Any]:
-    """Both rates of one case, twice each; the better ones."""
-    plain, drafted = 0.0, 0.0
-    for _ in range(2):
-        plain = max(plain, decode(llm, make_requests(llm, kind, batch, given, 0))[0])
+def measure(
+    llm: LLM, work: Work, given: GivenSampler | None, limits: list[int | None]
+) -> list[dict[str, Any]]:
+    """The rate of plain decoding and those with drafts, each the best of some runs."""
+    rates = (decode(llm, make_requests(llm, work, given, 0))[0] for _ in range(work.repeats))
+    plain = max(rates)
+    return [measure_drafts(llm, work, given, plain, limit) for limit in limits]
+
+
+def measure_drafts(
+    llm: LLM, work: Work, given: GivenSampler | None, plain: float, limit: int | None
+) -> dict[str, Any]:
+    """The rate with drafts beside the plain one, and what the drafts were worth."""
+    drafted = 0.0
+    for _ in range(work.repeats):
         before = llm.draft_counts
-        rate, steps = decode(llm, make_requests(llm, kind, batch, given, None))
+        rate, steps = decode(llm, make_requests(llm, work, given, limit))
         drafted = max(drafted, rate)
     counts = llm.draft_counts
     places = before.accepted_per_pos + [0] * len(counts.accepted_per_pos)
     verified = max(1, counts.num_drafts - before.num_drafts)
     return {
-        "kind": kind,
-        "batch": batch,
+        "kind": work.kind,
+        "batch": work.batch,
+        "drafts": limit,
         "plain_tokens_per_second": round(plain, 1),
         "tokens_per_second": round(drafted, 1),
         "ratio": round(drafted / plain, 3),
@@ -146,10 +179,10 @@ def measure(llm: LLM, kind: str, batch: int, given: GivenTokens | None) -> dict[
     }
 
 
-def trace(llm: LLM, batch: int, given: GivenTokens | None) -> dict[str, Any]:
+def trace(llm: LLM, batch: int, given: GivenSampler | None) -> dict[str, Any]:
     """What a profiler sees of steps that verify: shares of GPU time, waits of the host."""
     engine = llm._engine
-    requests = make_requests(llm, "edit", batch, given, None)
+    requests = make_requests(llm, Work("edit", batch), given, None)
     for request in requests:
         engine.submit(request)
     while not all(len(request.output_token_ids) >= 8 for request in requests):
@@ -169,9 +202,10 @@ def trace(llm: LLM, batch: int, given: GivenTokens | None) -> dict[str, Any]:
         engine.abort(request)
     while engine.has_work:
         engine.step()
-    ranges = [e.time_range for e in found.events() if e.name == LAUNCH]
+    on_gpu = torch.autograd.DeviceType.CUDA  # which shows the host's ranges once more
+    ranges = [e.time_range for e in found.events() if e.name == LAUNCH and e.device_type != on_gpu]
     inside = [e for e in found.events() if e.name in WAITS and _is_inside(e, ranges)]
-    kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [e for e in found.events() if e.device_type == on_gpu and e.name != LAUNCH]
     total = sum(e.time_range.elapsed_us() for e in kernels)
     own = sum(
         e.time_range.elapsed_us() for e in kernels if any(name in e.name for name in DRAFT_KERNELS)
@@ -206,9 +240,15 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--kinds", nargs="*", default=KINDS)
+    parser.add_argument("--limits", type=int, nargs="*", help="drafts of a request; all without")
+    parser.add_argument("--length", type=int, default=ANSWER_TOKENS, help="tokens of an answer")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of a case; the best counts")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.given:
+        engine_module.Sampler = GivenSampler
+    start = time.perf_counter()
     llm = LLM(
         options.model,
         device=options.device,
@@ -218,6 +258,7 @@ def main() -> None:
         num_spec_tokens=options.num_spec_tokens,
     )
     report: dict[str, Any] = environment(llm.config.device)
+    report["load_seconds"] = round(time.perf_counter() - start, 2)
     report["model"] = llm.source.path.name
     report["spec"] = {"method": options.spec, "num_spec_tokens": llm.config.spec.max_drafts}
     report["tokens"] = (
@@ -226,16 +267,17 @@ def main() -> None:
     report["verify_costs"] = [
         (rows, round(cost, 3)) for rows, cost in llm._engine.scheduler.policy.costs
     ]
-    print(f"tokens are {report['tokens']}; cost of verifying: {report['verify_costs']}", flush=True)
-    given = None
-    if options.given:
-        given = GivenTokens(llm)
-        llm._engine.runner.sampler = given
+    shown = ("load_seconds", "tokens", "verify_costs")
+    print({name: report[name] for name in shown}, flush=True)
+    sampler = llm._engine.runner.sampler
+    given = sampler if isinstance(sampler, GivenSampler) else None
     report["cases"] = []
     for kind in options.kinds:
         for batch in options.batches:
-            report["cases"].append(measure(llm, kind, batch, given))
-            print(report["cases"][-1], flush=True)
+            work = Work(kind, batch, options.length, options.repeats)
+            found = measure(llm, work, given, options.limits or [None])
+            report["cases"] += found
+            print(*found, sep="\n", flush=True)
     report["traces"] = []
     for batch in options.batches if options.trace else ():
         report["traces"].append(trace(llm, batch, given))

@@ -168,7 +168,8 @@ def grow_batch(seed, num_steps=12, max_rows=6, max_room=40):
         is_prefill = arrays["input_ids_len"].ravel() < whole
         arrays["seq_lens_encoder"] = is_prefill.astype(np.int64)
         arrays["seq_lens_decoder"] = (rng.random(rows) < 0.8).astype(np.int64)
-        threshold = int(rng.integers(0, 6 * rows + 8))
+        is_bound = rng.random() < 0.6
+        threshold = int(rng.integers(0, 6 * rows + 8)) if is_bound else 10**6
         copied = {name: array.copy() for name, array in arrays.items()}
         changes = {"arrays": copied, "threshold": threshold, "min_ngram_size": min_n}
         yield replace(case, **changes), list(fresh)

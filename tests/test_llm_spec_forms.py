@@ -7,12 +7,13 @@ import re
 from itertools import product
 
 import pytest
+import torch
 
 from tests.mtp_model import mtp_model
 from tests.serve.call_writers import Tool
 from tests.test_llm_spec import METHODS, counted
 from tests.tiny_llm import DATA, assert_idle, joined, open_tiny
-from tiercel.engine.grammar import compile_spec
+from tiercel.engine.grammar import ThinkingForm, compile_spec
 from tiercel.params import SamplingParams, StructuredOutputs
 from tiercel.serve.tools import FORMATS, SelectedFormat, make_tool_use
 
@@ -35,6 +36,7 @@ FORMS = {
 FEATURES = ("plain", "stream", "n", "stop", "logprobs", "prefix", "sampled", "bad words")
 PROMPT = [7, 8, 9, 10, 11, 12] * 16
 TEMPERATURE = {"n": 0.5, "sampled": 0.5}
+THINKING_ENDS = 6.0  # what is added to the logit of the token that ends it
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +166,68 @@ def test_forms_and_free_texts_together(monkeypatch, tmp_path, spec, overlap):
             answers.append([output.outputs[0].token_ids for output in outputs])
             assert_idle(llm)
     assert answers[0] == answers[1]
+
+
+def think_then_choose(llm, seed):
+    """An answer that thinks until a control token and then keeps a form, and that token."""
+    tokenizer = llm._inputs._tokenizer
+    names = tokenizer.control_tokens
+    name = next(name for name, i in names.items() if i not in tokenizer.stop_ids)
+    spec = compile_spec(
+        StructuredOutputs(choice=["yes, yes, yes, yes", "no, no, no, no"]),
+        max_tokens=500,
+        thinking=ThinkingForm(opening="<think>", closing=name, is_open=True),
+        control_tokens=names,
+    )
+    params = SamplingParams(
+        temperature=2.0, seed=seed, max_tokens=60, logit_bias={names[name]: THINKING_ENDS}
+    )
+    inputs, request = llm._inputs, llm._inputs.request
+    inputs.request = lambda *a, **k: request(*a, **(k | {"grammar": spec}))
+    try:
+        (output,) = llm.generate({"prompt_token_ids": PROMPT}, params)
+    finally:
+        inputs.request = request
+    return output.outputs[0], names[name]
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_thinking_ends_at_each_place_of_a_draft(engines, monkeypatch, spec):
+    """With drafts that are all right, which begin a token later each time."""
+    plain, llm = engines[spec]
+    most = llm.config.spec.max_drafts
+    for seed in range(200):
+        expected, closing = think_then_choose(plain, seed)
+        tokens = expected.token_ids
+        if closing in tokens[3 + most :] and expected.finish_reason == "stop":
+            break
+    else:
+        pytest.fail("no answer that thinks and ends")
+    rows, proposer = llm._engine.runner.rows, llm._engine.runner.proposer
+    propose, collect = proposer.propose, llm._engine.runner.collect
+    places, num_steps, num_skipped = set(), 0, 0
+
+    def propose_what_follows(at, states):
+        nonlocal num_steps
+        propose(at, states)
+        num_steps += 1
+        (row,) = at.tolist()
+        place = int(rows.num_tokens[row]) - len(PROMPT)
+        ahead = tokens[place : place + most] if num_steps > num_skipped else []
+        rows.drafts.draft_ids[row, 0] = len(ahead)
+        rows.drafts.draft_ids[row, 1 : 1 + len(ahead)] = torch.tensor(ahead, dtype=torch.int32)
+
+    def watch(launch):
+        results = collect(launch)
+        places.update(r.token_ids.index(closing) for r in results.values()
+                      if closing in r.token_ids and r.num_drafts == most)  # fmt: skip
+        return results
+
+    monkeypatch.setattr(proposer, "propose", propose_what_follows)
+    monkeypatch.setattr(llm._engine.runner, "collect", watch)
+    for count in range(1 + most):
+        num_skipped, num_steps = count, 0
+        answer, _ = think_then_choose(llm, seed)
+        assert (answer.token_ids, answer.finish_reason) == (tokens, "stop")
+        assert_idle(llm)
+    assert places == set(range(1 + most))

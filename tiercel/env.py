@@ -60,7 +60,7 @@ def has_prefix_cache() -> bool:
 
 
 def has_cuda_graphs() -> bool:
-    """Whether ``TIERCEL_CUDA_GRAPH`` leaves the capture of decode steps on."""
+    """Whether ``TIERCEL_CUDA_GRAPH`` leaves the capture of steps on."""
     return read_flag("TIERCEL_CUDA_GRAPH", default=True)
 
 

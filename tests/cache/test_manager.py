@@ -78,7 +78,7 @@ class World:
 @given(
     windows=st.lists(st.integers(1, 9), max_size=2),
     has_prefix_cache=st.booleans(),
-    calls=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 30)), max_size=40),
+    calls=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), max_size=40),
 )
 def test_no_block_is_lost_or_doubled(windows, has_prefix_cache, calls):
     groups = [GroupBlocks(14), *(GroupBlocks(11, window) for window in windows)]
@@ -88,6 +88,8 @@ def test_no_block_is_lost_or_doubled(windows, has_prefix_cache, calls):
             world.enter([i // 9 % 2 for i in range(1 + number)])
         elif kind == 1 and world.sequences:
             world.leave(world.sequences[number % len(world.sequences)])
+        elif kind == 5:
+            world.manager.forget()
         elif world.sequences:
             world.compute(world.sequences[number % len(world.sequences)], 1 + number % 8)
         world.check()
@@ -95,6 +97,10 @@ def test_no_block_is_lost_or_doubled(windows, has_prefix_cache, calls):
         world.leave(sequence)
     world.check()
     assert world.manager.usage == 0.0
+    world.manager.forget()
+    world.check()
+    assert world.manager.find([i // 9 % 2 for i in range(31)]).num_blocks == 0
+    assert all(allocator.num_idle == 0 for allocator in world.manager.allocators)
 
 
 def test_what_an_empty_cache_holds():

@@ -1,7 +1,9 @@
 """Requests in a real engine process: streams, ends, aborts in every state, the queue's bound."""
 
 import asyncio
+import os
 import random
+import signal
 import time
 from dataclasses import replace
 from time import perf_counter
@@ -26,6 +28,7 @@ from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.messages import (
     Delta,
     EngineInfo,
+    EngineStats,
     Entered,
     ErrorInfo,
     Outputs,
@@ -432,6 +435,42 @@ def test_counters_add_up(bench):
     assert after.step_seconds > before.step_seconds
     assert sum(sum(stats.iteration_tokens) for stats in heard) == 81 + 3
     assert after.num_preemptions == after.num_nonfinite == 0
+
+
+def test_an_engine_forgets_what_it_counted_and_kept(bench):
+    prompt = [(3 * i) % 250 for i in range(90)]
+
+    async def cached(client, make):
+        stream = client.submit(make(prompt, greedy(2)))
+        await read(stream)
+        await wait_idle(client, make)
+        return stream.request.num_cached
+
+    async def main(client, make):
+        hits = [await cached(client, make) for _ in range(2)]
+        await client.forget()
+        totals = client.stats
+        return [*hits, await cached(client, make)], totals, client.stats
+
+    hits, totals, after = bench.run(main)
+    assert hits == [0, 64, 0]
+    assert totals == EngineStats()
+    assert 90 <= after.num_prompt_tokens < 180
+
+
+def test_who_waits_for_an_engine_to_forget_hears_of_its_death():
+    async def main():
+        client = await open_client(**SMALL)
+        os.kill(client.pid, signal.SIGSTOP)
+        forgetting = asyncio.create_task(client.forget())
+        await asyncio.sleep(0.1)
+        assert not forgetting.done()
+        os.kill(client.pid, signal.SIGKILL)
+        await asyncio.wait_for(forgetting, 5)
+        await client.forget()  # nobody is there
+        await client.close()
+
+    asyncio.run(main())
 
 
 def test_what_is_live_at_the_end_is_drained_then_aborted():

@@ -103,6 +103,18 @@ def test_switches_leave_it_out(path, monkeypatch, name, value):
         assert [o.outputs[0].logprobs for o in together] == [alone.logprobs] * 3
 
 
+def test_a_lone_row_that_verifies_nothing_decodes_as_without_speculation(path):
+    tokens = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+    with open_llm(path) as llm:
+        plain = [run(llm, prompt, tokens).token_ids for prompt in PROMPTS]
+    with open_llm(path, spec="ngram") as llm:
+        assert llm._engine.runner.model.step is not None
+        llm._engine.scheduler.policy.costs = [(4, 1e9)]
+        assert [run(llm, prompt, tokens).token_ids for prompt in PROMPTS] == plain
+        logged = [run(llm, prompt).token_ids for prompt in PROMPTS]  # draws behind the graph
+    assert logged == plain
+
+
 def test_two_engines_side_by_side(path):
     with open_llm(path) as first, open_llm(path) as second:
         expected = run(first, PROMPTS[2])

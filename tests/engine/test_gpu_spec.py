@@ -80,7 +80,8 @@ def test_a_replay_has_the_bits_of_an_eager_step(path, count):
 
     with open_on_gpu(path, spec="ngram", num_spec_tokens=4) as llm:
         steps = llm._engine.runner.decode_steps
-        assert len(steps._graphs) == len(buckets(32)) + len(buckets(32, LARGEST_VERIFY_BUCKET))
+        sizes = len(buckets(32)) + len(buckets(32, LARGEST_VERIFY_BUCKET))
+        assert len(steps._graphs) == 2 * sizes
         replayed = run(llm)
         steps._graphs = {}
         assert run(llm) == replayed
@@ -134,6 +135,31 @@ def test_no_step_that_verifies_is_eager(path, monkeypatch):
         llm.generate(PROMPTS, GREEDY)
     assert counts["right"] > 0
     assert not seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["ngram", "mtp", "hybrid"])
+def test_steps_draw_and_draft_within_their_graph(path, tmp_path, monkeypatch, spec):
+    path = path if spec == "ngram" else mtp_model(tmp_path / "mtp.gguf")
+    params = SamplingParams(temperature=0.4, seed=1, max_tokens=60, ignore_eos=True)
+    with open_on_gpu(path, spec=spec, num_spec_tokens=4) as llm:
+        engine = llm._engine
+        requests = [llm._inputs.request(p["prompt_token_ids"], params, i)
+                    for i, p in enumerate(PROMPTS)]  # fmt: skip
+        for request in requests:
+            engine.submit(request)
+        while not all(request.output_token_ids for request in requests):
+            engine.step()
+
+        def refuse(*_arguments):
+            raise AssertionError("drawn or drafted behind the graph")
+
+        monkeypatch.setattr(engine.runner.sampler, "accept", refuse)
+        monkeypatch.setattr(engine.runner.proposer, "propose", refuse)
+        while engine.has_work:
+            engine.step()
+        assert llm.draft_counts.num_accepted_tokens > 0
+    assert all(len(request.output_token_ids) == 60 for request in requests)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 
 import pytest
@@ -74,6 +75,86 @@ def test_graphs_can_be_switched_off(path, monkeypatch):
     assert eager.outputs[0].token_ids == replayed.outputs[0].token_ids
 
 
+LENGTHS = (1, 3, 16, 17, 33, 64, 65, 100, 300, 511, 700, 1500)
+READ = SamplingParams(temperature=0, max_tokens=4, logprobs=20, ignore_eos=True)
+
+
+def ask_prompts(llm):
+    """Alone, behind prefix hits, and beside each other and answers."""
+    prompts = [{"prompt_token_ids": [(11 * i + 3 * n) % 250 for i in range(n)]} for n in LENGTHS]
+    outputs = [llm.generate(prompt, READ)[0] for prompt in prompts]
+    longer = {"prompt_token_ids": [*prompts[-1]["prompt_token_ids"], 1, 2, 3]}
+    outputs += llm.generate(longer, READ)
+    outputs += llm.generate(PROMPTS + prompts[:-1], READ)
+    assert outputs[len(LENGTHS)].metrics.num_cached_tokens == 1472
+    return [output.outputs[0].logprobs for output in outputs]
+
+
+@pytest.fixture(params=["llama", "gemma3"])
+def long_path(tmp_path, request):
+    """Heads of 64 or of 128, which another kernel attends; the second model with a window."""
+    metadata = {f"{request.param}.context_length": 4096}
+    head_dim = 128 if request.param == "llama" else 64
+    sizes = {"hidden": 256, "head_dim": head_dim, "heads": 4}
+    return tiny_model(tmp_path / "m.gguf", request.param, metadata=metadata, **sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_replayed_prompt_has_the_bits_of_a_padded_eager_step(long_path, monkeypatch, dtype):
+    with open_on_gpu(long_path, dtype=dtype) as llm:
+        steps = llm._engine.runner.prompt_steps
+        assert all(padded.graph is not None for padded in steps._padded.values())
+        assert len({size for size, _ in steps._padded}) == 30
+        replayed = ask_prompts(llm)
+        for pool in llm._engine.runner.pools:
+            for planes in pool.layers.values():
+                assert all(not plane[0].any() for plane in planes.values())  # the null block
+        assert steps.largest == 4096
+    monkeypatch.setenv("TIERCEL_CUDA_GRAPH", "0")
+    with open_on_gpu(long_path, dtype=dtype) as llm:
+        steps = llm._engine.runner.prompt_steps
+        assert all(padded.graph is None for padded in steps._padded.values())
+        assert ask_prompts(llm) == replayed
+
+
+@pytest.mark.gpu
+def test_padding_changes_a_prompt_by_rounding_alone(long_path):
+    with open_on_gpu(long_path, dtype="float32") as llm:
+        padded = ask_prompts(llm)
+    with open_on_gpu(long_path, dtype="float32") as llm:
+        llm._engine.runner.prompt_steps.largest = 0
+        plain = ask_prompts(llm)
+    for own, expected in zip(padded, plain, strict=True):
+        for place, other in zip(own, expected, strict=True):
+            assert place.logprob == pytest.approx(other.logprob, abs=5e-3)
+            if place.token_id != other.token_id:
+                break  # as likely: what follows is another text
+
+
+@pytest.mark.gpu
+def test_graphs_are_captured_beside_a_thread_that_uses_the_device(path):
+    has_ended, failures = threading.Event(), []
+
+    def use():
+        try:
+            while not has_ended.is_set():
+                torch.ones(1 << 20, device="cuda").sum().item()
+                torch.cuda.empty_cache()
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    try:
+        with open_on_gpu(path) as llm:
+            llm.generate(PROMPTS[0], READ)
+    finally:
+        has_ended.set()
+        thread.join()
+    assert not failures
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", ["0", "1"])
 def test_no_step_waits_for_the_device(path, monkeypatch, overlap):
@@ -117,13 +198,14 @@ def test_two_engines_side_by_side(path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", ["forward", "logits"])
+@pytest.mark.parametrize("place", ["prompt_steps", "logits"])
 def test_a_step_without_memory_fails_its_newest_request_alone(path, place):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     with open_on_gpu(path) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)]
-        model = llm._engine.runner.model
-        real, calls = getattr(model, place), []
+        runner = llm._engine.runner
+        owner = runner.model if place == "logits" else runner
+        real, calls = getattr(owner, place), []
 
         def failing(*arguments):
             calls.append(1)
@@ -131,9 +213,9 @@ def test_a_step_without_memory_fails_its_newest_request_alone(path, place):
                 raise torch.OutOfMemoryError("injected")
             return real(*arguments)
 
-        setattr(model, place, failing)
+        setattr(owner, place, failing)
         outputs = llm.generate(PROMPTS, params)
-        setattr(model, place, real)
+        setattr(owner, place, real)
         reasons = [o.outputs[0].stop_reason for o in outputs]
         assert reasons == [None] * 6 + ["out_of_memory"]
         assert [o.outputs[0].token_ids for o in outputs][:6] == expected[:6]

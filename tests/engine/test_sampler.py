@@ -572,7 +572,8 @@ def test_every_option_holds_at_each_draft(data):
         )
         ids = torch.arange(len(requests), dtype=torch.int32)
         sample = sampler(logits.clone(), requests, ids, slots)
-        sample = replace(sample, next_drafts=rows.drafts.draft_ids[: len(requests)])
+        made = rows.drafts.draft_ids[: len(requests)]
+        sample = replace(sample, token_ids=torch.cat((sample.token_ids, made), 1))
         return host_result(sample, requests, widths)
 
     for r, result in enumerate(run(all_at_once)):

@@ -217,24 +217,6 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
         assert torch.equal(out[:1, at], alone) or not is_packed
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("has_copy", [True, False])
-@pytest.mark.parametrize("name", [q.name for q in quant.PLANES])
-def test_any_number_of_rows(name, has_copy, device):
-    """Packed weights of every type: each row up to 16 has its own bits, more are near them."""
-    columns = 576 if QuantType[name].block_weights == 32 else 768
-    part = make_weight(name, 100, columns)
-    weight = prepare_linear([part], torch.float16, device, dense_copies=has_copy)
-    assert isinstance(weight.segments[0], Q4kWeight)
-    x = (torch.randn(MOST_PACKED_ROWS + 1, columns) / 10).half()
-    expected = oracle.linear(x, decoded([part]))
-    alone = torch.cat([linear(row[None].to(device), weight) for row in x])
-    for rows in (2, 9, MAX_TOKENS, MAX_TOKENS + 1, MOST_PACKED_ROWS + 1):
-        out = linear(x[:rows].to(device), weight)
-        assert relative_error(out, expected[:rows]) < 2e-3
-        assert torch.equal(out, alone[:rows]) or rows > MAX_TOKENS
-
-
 @pytest.mark.parametrize("has_copy", [True, False])
 def test_paths_by_rows(has_copy):
     """Toggles decide, then the fused product, then dense weights."""
@@ -383,6 +365,24 @@ def test_no_rows(dtype, name, device):
     weight = prepare_linear([make_weight(name, 48, 256)], dtype, device)
     x = torch.empty(0, 256, dtype=dtype, device=device)
     assert linear(x, weight).shape == (0, 48)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_copy", [True, False])
+@pytest.mark.parametrize("name", [q.name for q in quant.PLANES])
+def test_any_number_of_rows(name, has_copy, device):
+    """Packed weights of every type: each row up to 16 has its own bits, more are near them."""
+    columns = 576 if QuantType[name].block_weights == 32 else 768
+    part = make_weight(name, 100, columns)
+    weight = prepare_linear([part], torch.float16, device, dense_copies=has_copy)
+    assert isinstance(weight.segments[0], Q4kWeight)
+    x = (torch.randn(MOST_PACKED_ROWS + 1, columns) / 10).half()
+    expected = oracle.linear(x, decoded([part]))
+    alone = torch.cat([linear(row[None].to(device), weight) for row in x])
+    for rows in (2, 9, MAX_TOKENS, MAX_TOKENS + 1, MOST_PACKED_ROWS + 1):
+        out = linear(x[:rows].to(device), weight)
+        assert relative_error(out, expected[:rows]) < 2e-3
+        assert torch.equal(out, alone[:rows]) or rows > MAX_TOKENS
 
 
 def test_form_of_every_type():

@@ -10,6 +10,7 @@ from tiercel.errors import ArgumentError
 from tiercel.kernels.ngram_index import EMPTY_SLOT, select_ngram_index
 from tiercel.kernels.ngram_launch import ngram_source
 from tiercel.ops.ngram_index import (
+    MAX_TOKENS,
     NgramTexts,
     extend_ngram_index,
     make_ngram_index,
@@ -53,10 +54,12 @@ def test_growing_texts(device):
 
 
 @pytest.mark.slow
-def test_many_growing_texts(device):
-    for seed in range(1000, 9000):
+@pytest.mark.parametrize("part", range(16))  # for as many processes
+def test_many_growing_texts(part, device):
+    """More than 100,000 steps."""
+    for seed in range(1000 + part, 10_000, 16):
         follow(seed, device)
-    for seed in range(20):
+    for seed in range(part, 20, 16):
         follow(seed, device, max_rows=2500)
         follow(seed, device, max_room=3000, max_rows=3)
 
@@ -85,6 +88,9 @@ def test_sizes_and_rows_are_checked(device):
     for sizes, match in (((0, 1), "max_ngram_size=0"), ((2, 3), "min_ngram_size=3 is above")):
         with pytest.raises(ArgumentError, match=match):
             make_ngram_index(1, 8, device, max_ngram_size=sizes[0], min_ngram_size=sizes[1])
+    for tokens in (0, MAX_TOKENS + 1):
+        with pytest.raises(ArgumentError, match=f"max_tokens={tokens} is out of range"):
+            make_ngram_index(1, tokens, device)
     case, _ = next(grow_batch(0))
     texts = NgramTexts(**case.tensors(device))
     rows = texts.input_ids.shape[0]
@@ -105,17 +111,17 @@ def test_a_table_is_at_most_half_full(tokens):
     assert bool((index.slots == EMPTY_SLOT).all())
 
 
-@pytest.mark.parametrize("rows", [1, 256])
+@pytest.mark.parametrize("is_step", [True, False])
 @pytest.mark.parametrize("token_bytes", [4, 8])
-def test_kernel_compiles(token_bytes, rows, tmp_path):
-    source = ngram_source("ngram_index", select_ngram_index(rows), token_bytes, 4)
+def test_kernel_compiles(token_bytes, is_step, tmp_path):
+    source = ngram_source("ngram_index", select_ngram_index(is_step=is_step), token_bytes, 4)
     assert compile_here(source, tmp_path)
 
 
 @pytest.mark.gpu
 def test_graph_replays_while_texts_grow(device):
     """One captured step: lengths grow in place, every replay drafts what a search would."""
-    cases = [case for case, _ in grow_batch(8, num_steps=60)]
+    cases = [case for case, _ in grow_batch(8, num_steps=1)]
     tensors = cases[0].tensors(device, torch.int32)
     texts, rows = NgramTexts(**tensors), cases[0].arrays["input_ids"].shape[0]
     sizes = (cases[0].max_ngram_size, cases[0].min_ngram_size)
@@ -135,7 +141,7 @@ def test_graph_replays_while_texts_grow(device):
         ngram_index(index, texts, **options)
     for row in range(rows):
         index.clear(row)
-    for case, fresh in grow_batch(8, num_steps=60):
+    for case, fresh in grow_batch(8, num_steps=1000):
         for name, tensor in case.tensors(device, torch.int32).items():
             tensors[name].copy_(tensor)
         for row in fresh:
@@ -143,3 +149,32 @@ def test_graph_replays_while_texts_grow(device):
         options["threshold"].fill_(case.threshold)
         graph.replay()
         case.check(tensors)
+
+
+@pytest.mark.gpu
+def test_two_streams(device):
+    """Two batches grow at a time, each with its stream, index and workspace."""
+    runs = []
+    for seed in (3, 4):
+        cases = [
+            (case, fresh, case.tensors(device, torch.int32))
+            for case, fresh in grow_batch(seed, num_steps=40, max_rows=200)
+        ]
+        first, _, tensors = cases[0]
+        room = tensors["input_ids"].shape[1] + tensors["token_ids_all"].shape[1]
+        sizes = {name: getattr(first, name) for name in ("max_ngram_size", "min_ngram_size")}
+        index = make_ngram_index(tensors["input_ids"].shape[0], room, device, **sizes)
+        runs.append((torch.cuda.Stream(), index, make_ngram_workspace(200, device), cases))
+    torch.cuda.synchronize()
+    for step in range(40):
+        for stream, index, workspace, cases in runs:
+            case, fresh, tensors = cases[step]
+            with torch.cuda.stream(stream):
+                for row in fresh:
+                    index.clear(int(row))
+                options = {"threshold": case.threshold, "convention": case.convention}
+                ngram_index(index, NgramTexts(**tensors), workspace=workspace, **options)
+    torch.cuda.synchronize()
+    for *_, cases in runs:
+        for case, _, tensors in cases:
+            case.check(tensors)

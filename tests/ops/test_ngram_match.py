@@ -1,6 +1,7 @@
 """Drafts from a row's own text: which window, which rows, how many tokens, and nothing else."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -114,12 +115,29 @@ def test_budget_runs_over_many_rows(op, device):
         assert last[0] > 1024, seed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-def test_100000_random_batches(op, device):
-    check_random(op, range(1000, 101_000), device)
-    check_random(op, range(200), device, max_rows=2500, max_room=12)
-    check_random(op, range(200), device, max_rows=4, max_room=3000)
+def test_short_texts_in_wide_rows(op, device):
+    """Batches so large that rows are looked at first: with a budget, and with one for all."""
+    for seed in (2, 5):
+        case = make_batch(op, seed, max_rows=2500, max_room=12)
+        narrow = case.arrays["input_ids"]
+        wide = np.full((len(narrow), 4000), POISON)
+        wide[:, : narrow.shape[1]] = narrow
+        case = replace(case, arrays=case.arrays | {"input_ids": wide})
+        for threshold in (len(narrow) // 2, 3 * len(narrow), 10**6):
+            limited, tensors = replace(case, threshold=threshold), case.tensors(device, torch.int32)
+            limited.run(tensors)
+            limited.check(tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(16))  # for as many processes
+@pytest.mark.parametrize("op", OPS)
+def test_100000_random_batches(op, part, device):
+    first = 1000 + 6250 * part
+    check_random(op, range(first, first + 6250), device)
+    check_random(op, range(part, 200, 16), device, max_rows=2500, max_room=12)
+    check_random(op, range(part, 200, 16), device, max_rows=4, max_room=3000)
 
 
 # ---- which window
@@ -160,7 +178,7 @@ def test_conventions_differ_in_the_query_alone(device):
 @pytest.mark.parametrize("kind", [0, 1], ids=["prompt", "generated"])
 def test_hits_around_tile_borders(kind, dtype, device):
     """Long rows of tokens that never match but at one place: each tile's first and last windows."""
-    config = select_ngram(20, 80_000, dtype.itemsize)
+    config = select_ngram(20, 80_000, dtype.itemsize, is_private=True)
     tile = (16 // dtype.itemsize) << config.log2_tile
     length = 2 * tile + tile // 4
     texts = np.arange(100, 100 + length)
@@ -304,12 +322,13 @@ def test_oracle_by_hand():
 
 @pytest.mark.parametrize("token_bytes", [4, 8])
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("rows", [32, 512])
-def test_kernels_compile_without_spills(rows, op, token_bytes, tmp_path):
+@pytest.mark.parametrize(("rows", "room"), [(32, 1 << 20), (512, 1 << 20), (512, 1 << 14)])
+def test_kernels_compile_without_spills(rows, room, op, token_bytes, tmp_path):
     import re
     import subprocess
 
-    source = ngram_source(op, select_ngram(rows, 1 << 20, token_bytes), token_bytes, 8)
+    config = select_ngram(rows, room, token_bytes, is_private=op == "ngram_match")
+    source = ngram_source(op, config, token_bytes, 8)
     path = tmp_path / "kernel.cubin"
     path.write_bytes(compile_here(source, tmp_path))
     command = [find_tool("cuobjdump"), "--dump-resource-usage", str(path)]
@@ -318,14 +337,13 @@ def test_kernels_compile_without_spills(rows, op, token_bytes, tmp_path):
 
 
 def test_every_batch_has_a_launch():
-    for rows in (1, 255, 256, 257, 2500, 100_000):
-        for room in (1, 512, 131_072, 1 << 20):
-            for token_bytes in (4, 8):
-                config = select_ngram(rows, room, token_bytes)
-                assert config == select_ngram(rows, room, token_bytes)
-                assert config.log2_tile >= 3
-                assert config.threads % 32 == 0
-                assert config.unroll * (16 // token_bytes) <= 32  # bits of a mask of hits
+    shapes = product((1, 256, 257, 2500, 100_000), (1, 512, 131_072, 1 << 20), (4, 8))
+    for (rows, room, token_bytes), is_private in product(shapes, (True, False)):
+        config = select_ngram(rows, room, token_bytes, is_private=is_private)
+        assert config == select_ngram(rows, room, token_bytes, is_private=is_private)
+        assert config.log2_tile >= 3
+        assert config.threads % 32 == 0
+        assert config.unroll * (16 // token_bytes) <= 32  # bits of a mask of hits
 
 
 def changed(case, rng):

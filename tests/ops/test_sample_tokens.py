@@ -13,6 +13,7 @@ from tiercel.ops.sample_tokens import (
     OK,
     SampleRows,
     sample_tokens,
+    step_keys,
     uniform_noise,
 )
 from tiercel.reference import sample_tokens as oracle
@@ -84,6 +85,31 @@ def test_equal_logits_give_the_lowest_id(run, device):
     is_banned[0] = 1
     token_ids, _ = run(logits, torch.arange(3, device=device).int(), state, is_banned)
     assert token_ids.tolist() == [1, 2049, 1]
+
+
+@RUNS
+@pytest.mark.parametrize("kind", ["undone noise", "beyond noise", "far apart"])
+def test_a_draw_is_decided_in_float64(kind, run, device):
+    """Scores that are equal in float32, logits that leave no room for noise, and large ones."""
+    state, vocab_size = make_state(6, device), 2500 if kind == "far apart" else 150
+    state.temperature.fill_(0.5 if kind == "far apart" else 1.0)
+    rows = torch.arange(5, device=device).int()
+    logits = torch.full((5, vocab_size), 1e20, device=device)
+    if kind == "far apart":
+        logits = torch.randn(5, vocab_size, device=device) * 1e4
+    if kind == "undone noise":
+        keys = step_keys(state.key[:5].cpu(), state.num_tokens[:5].cpu().long())
+        noise = uniform_noise(keys, vocab_size).log().neg().log().neg()
+        logits = (5.0 - noise).float().to(device)
+    expected = oracle.sample_tokens(
+        logits.cpu(), state.temperature.tolist()[:5], state.key.tolist()[:5],
+        state.num_tokens.tolist()[:5], {0, 3},
+    )  # fmt: skip
+    is_banned = torch.zeros(vocab_size, dtype=torch.uint8, device=device)
+    is_banned[[0, 3]] = 1
+    token_ids, problems = run(logits, rows, state, is_banned)
+    assert list(zip(token_ids.tolist(), problems.tolist(), strict=True)) == expected
+    assert (len(set(token_ids.tolist())) == 1) == (kind == "beyond noise")
 
 
 @RUNS

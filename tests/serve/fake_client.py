@@ -92,6 +92,7 @@ class FakeClient:
     submitted: list = field(default_factory=list)
     aborted: list = field(default_factory=list)
     stopped: list = field(default_factory=list)
+    num_forgets: int = 0
     script = None
 
     def __post_init__(self):
@@ -183,6 +184,10 @@ class FakeClient:
         stop(request, stop_string)
         if self._end(request) is not None:
             self.stopped.append((request, stop_string))
+
+    async def forget(self):
+        assert not self._streams, "nothing is under way"
+        self.num_forgets += 1
 
     async def close(self, drain_seconds=0.0):
         deadline = perf_counter() + drain_seconds

@@ -6,7 +6,7 @@ from tiercel.errors import ArgumentError
 from tiercel.ops.verify_accept import RETRY_STEPS
 from tiercel.reference import verify_accept as oracle
 from tiercel.spec.config import MAX_DRAFTS, num_head_drafts, resolve_spec
-from tiercel.spec.policy import DraftPolicy, learned
+from tiercel.spec.policy import TRIAL_SHARE, DraftPolicy, learned
 
 COSTS = [(1, 0.1), (4, 0.2), (16, 0.5)]
 
@@ -42,6 +42,9 @@ def test_what_does_not_pay_is_tried_now_and_then():
         RETRY_STEPS * k - 1 for k in (1, 2, 3, 4)
     ]
     assert not any(policy.pays([(5, 0.99)] * 17, 17) for _ in range(3 * RETRY_STEPS))
+    slow = DraftPolicy([(1, 100 * RETRY_STEPS * TRIAL_SHARE)])
+    assert not any(slow.pays([(1, 0.01)], 1) for _ in range(100 * RETRY_STEPS - 1))
+    assert slow.pays([(1, 0.01)], 1)
 
 
 @pytest.mark.parametrize(("num_drafts", "num_right"), [(1, 0), (1, 1), (5, 2), (5, 5), (3, 0)])

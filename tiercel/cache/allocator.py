@@ -80,6 +80,11 @@ class BlockAllocator:
                 else:
                     heapq.heappush(self._free, block_id)
 
+    def forget(self) -> None:
+        """Make all idle blocks free."""
+        while self._idle:
+            heapq.heappush(self._free, self._evict())
+
     def _evict(self) -> int:
         block_id = next(iter(self._idle))
         del self._idle[block_id]

@@ -158,6 +158,11 @@ class CacheManager:
             return ROOT
         return self._prefix.keep(link, token_ids, [block_ids[index] for block_ids in held])
 
+    def forget(self) -> None:
+        """Keep nothing of what no sequence holds."""
+        for allocator in self.allocators:
+            allocator.forget()
+
     def discard(self, held: HeldBlocks) -> list[list[int]]:
         """Forget what a sequence with unsound numbers has kept; per group, what it alone reads."""
         return [

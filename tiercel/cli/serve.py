@@ -107,6 +107,7 @@ def make_settings(
         has_ui=not server.no_ui,
         logs_prompts=server.log_prompts,
         has_warm_workers=True,
+        is_rehearsed=not server.enable_fault_injection,  # faults count steps from the first on
         slow_client_seconds=server.slow_client_seconds,
         metrics_prefix=server.metrics_prefix,
     )

@@ -5,6 +5,7 @@ Find the file, check it, resolve the options against it, load it.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,7 @@ def load_model(
         if report is not None:
             report("Warming up", 0, 0)
         warm_up(engine, source.config.vocab_size)
+    gc.collect()  # of what loading left: not in the middle of the first request
     engine.runner.faults = faults
     matchers = Matchers(tokenizer, source.config.vocab_size)
     return LoadedModel(source, config, tokenizer, engine, matchers, faults)

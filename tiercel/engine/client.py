@@ -26,6 +26,8 @@ from tiercel.engine.messages import (
     Embedding,
     EngineInfo,
     EngineStats,
+    Forget,
+    Forgotten,
     FromEngine,
     LoadOptions,
     NewRequest,
@@ -80,6 +82,7 @@ class EngineClient:
         self.on_stats: Callable[[EngineStats], None] | None = None
         self._max_waiting = max_waiting
         self._is_draining = False
+        self._has_forgotten = asyncio.Event()
         self._next_key = 1
         self._last_known_key = 0
         self._live: dict[int, TokenStream] = {}
@@ -216,6 +219,14 @@ class EngineClient:
             self._supervisor.send(encode(Stop(key, stop_string)))
             self._remove(key)
 
+    async def forget(self) -> None:
+        """Let the engine count from zero again and keep no prefix; nothing may be under way."""
+        self._has_forgotten.clear()
+        if self.state is EngineState.READY:
+            self._supervisor.send(encode(Forget()))
+            await self._has_forgotten.wait()
+        self._ends.clear()
+
     async def close(self, drain_seconds: float = 0.0) -> None:
         """End the engine; safe to call again.
 
@@ -265,6 +276,9 @@ class EngineClient:
                 self._on_part(message)
         elif isinstance(message, Ready):
             self.info = message.info
+        elif isinstance(message, Forgotten):
+            self.stats = EngineStats()
+            self._has_forgotten.set()
 
     def _on_part(self, message: PromptLogprobs | Embedding | Scores | Refused) -> None:
         stream = self._live[message.key]
@@ -311,3 +325,4 @@ class EngineClient:
             )
         self.stats = EngineStats()
         self._ends.clear()
+        self._has_forgotten.set()  # there is nobody who would know

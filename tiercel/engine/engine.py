@@ -19,6 +19,7 @@ import torch
 from tiercel.cache.manager import CacheManager, GroupBlocks
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import group_specs
+from tiercel.engine.capture import GraphRecorder
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.memory import MemoryBudget, cache_blocks
 from tiercel.engine.request import Request, Status
@@ -96,6 +97,11 @@ class Engine:
             request.draft_limit = most if asked is None else min(most, asked)
             request.acceptance = FIRST_CHANCE
         self.scheduler.add(request)
+
+    def forget(self) -> None:
+        """Count from zero again, and keep nothing of what requests that have ended computed."""
+        self.scheduler.forget_history()
+        self.draft_counts = DraftCounts()
 
     def abort(self, request: Request) -> None:
         """End a request in any state; nothing happens if it has finished."""
@@ -338,6 +344,19 @@ def _make_proposer(
     return mtp if spec.method == "mtp" else HybridProposer(texts, mtp, spec)
 
 
+def _capture(runner: ModelRunner, progress: Callable[[str, int, int], None] | None) -> None:
+    """Make the steps ready that have fixed sizes."""
+    config = runner.config
+    recorder = GraphRecorder(config.device) if config.cuda_graphs else None
+    runner.prompt_steps.capture(
+        recorder, None if progress is None else partial(progress, "Capturing prompts")
+    )
+    if recorder is not None:
+        runner.decode_steps.capture(
+            recorder, None if progress is None else partial(progress, "Capturing")
+        )
+
+
 def build_engine(
     source: ModelSource,
     config: EngineConfig,
@@ -391,13 +410,12 @@ def build_engine(
             available=budget.left(),
         )
         runner.bind_pools(make_pools(sizes))
+        _capture(runner, progress)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"{device} ran out of memory while loading: {str(error).splitlines()[0]}",
             hint="Use a smaller model, or lower max_model_len.",
         ) from error
-    if config.cuda_graphs:
-        runner.decode_steps.capture(None if progress is None else partial(progress, "Capturing"))
     policy = None
     if config.spec.max_drafts:
         spare_places = max(0, num_head_drafts(config.spec) - 1)

@@ -6,6 +6,9 @@ replay is preceded by one copy, of the row numbers. Sampling follows eagerly: wh
 run depends on what the requests ask. Without graphs (TIERCEL_CUDA_GRAPH=0) the same padded step
 runs eagerly, with the same bits.
 
+Where somebody drafts there is a second graph of each size, of whole steps: it goes on to choose,
+accept, append and draft anew. It serves rows of which no request asks for more than the draw.
+
 A step that verifies drafts gives each row 1 + K places; those behind a row's drafts are padding,
 with slots of -1, and nobody reads what becomes of them. A CPU, to which places cost time, has none.
 """
@@ -15,16 +18,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tiercel.batch import Batch
+from tiercel.engine.capture import GraphRecorder
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.rows import Rows, to_device
-from tiercel.engine.sampler import DraftSlots
+from tiercel.engine.sampler import DraftSlots, Sampler
 from tiercel.models.decoder import Decoder
 from tiercel.ops.prepare_step import StepDrafts, prepare_step
 from tiercel.spec.texts import Proposer, StepStates
@@ -40,7 +43,7 @@ class _Captured:
     """A graph, what it reads, and the logits it leaves.
 
     `inputs` is (2, B) int32: rows, and drafts that each may take. `states` are there for whoever
-    proposes from them.
+    proposes from them; `results` are those of a whole step.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -48,23 +51,27 @@ class _Captured:
     num_drafts: Tensor
     logits: Tensor
     states: StepStates | None
+    results: tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedStep:
-    """A step of rows that draft, up to its logits; it holds until the next one is enqueued.
+    """A step of rows that draft; it holds until the next one is enqueued.
 
     Attributes:
         rows: (B,) int32.
         logits: (L, vocab_size) float32.
         slots: whose lines these are.
         propose: drafts for `rows`, once their tokens are drawn.
+        results: of a whole step, which has drawn and drafted: `Verified.packed`, and the `rows` of
+            `Rows.drafts`.
     """
 
     rows: Tensor
     logits: Tensor
     slots: DraftSlots
     propose: Callable[[], None]
+    results: tuple[Tensor, Tensor] | None = None
 
 
 def buckets(max_num_seqs: int, largest: int = LARGEST_BUCKET) -> list[int]:
@@ -75,16 +82,23 @@ def buckets(max_num_seqs: int, largest: int = LARGEST_BUCKET) -> list[int]:
 
 
 class DecodeSteps:
-    """Runs one token each of some rows, with drafts or without, up to their logits."""
+    """Runs one token each of some rows, with drafts or without, up to their logits or further."""
 
     def __init__(
-        self, model: Decoder, rows: Rows, config: EngineConfig, proposer: Proposer | None
+        self,
+        model: Decoder,
+        rows: Rows,
+        config: EngineConfig,
+        sampler: Sampler,
+        proposer: Proposer | None,
     ) -> None:
         self._model = model
+        self._sampler = sampler
         self._proposer = proposer
         self._rows = rows
         self._config = config
-        self._graphs: dict[tuple[int, int], _Captured] = {}  # by rows and places of each
+        # By rows, places of each, and whether they are whole steps.
+        self._graphs: dict[tuple[int, int, bool], _Captured] = {}
         self._buckets: dict[int, list[int]] = {}
         if config.device.type == "cuda":
             self._buckets[1] = buckets(config.max_num_seqs)
@@ -107,46 +121,55 @@ class DecodeSteps:
             (B,) int32 rows and (B, vocab_size) float32 logits, B >= R; the first R lines are
             those of `rows`, in this order. They hold until the next step is enqueued.
         """
-        size = self._padded(len(rows), 1)
-        step = self._replay(rows, [0] * len(rows), (size, 1), context_lens)
+        size = self.padded(len(rows), 1)
+        step = self._replay(rows, [0] * len(rows), (size, 1, False), context_lens)
         return step.rows, step.logits
 
-    def verify(self, rows: Sequence[int], most_drafts: Sequence[int]) -> VerifiedStep:
+    def verify(
+        self, rows: Sequence[int], most_drafts: Sequence[int], *, is_whole: bool
+    ) -> VerifiedStep:
         """Enqueue a step of rows with drafts, whose lengths may be known on the device alone.
 
         Args:
             rows: engine rows, R.
             most_drafts: of its drafts, how many each may take at most; all 0: single tokens.
+            is_whole: whether the step may draw from its logits as they are; it does if it has a
+                graph.
         """
         width = 1 + self._config.spec.max_drafts if any(most_drafts) else 1
         if self._config.device.type == "cpu":
             return self._verify_ragged(rows, most_drafts)
-        size = self._padded(len(rows), width)
+        size = self.padded(len(rows), width)
         longest = [self._config.max_model_len] * len(rows)
-        return self._replay(rows, most_drafts, (size, width), longest)
+        return self._replay(rows, most_drafts, (size, width, is_whole), longest)
 
     def single_slots(self, count: int) -> DraftSlots:
         """The slots of rows with one line each and no drafts."""
         starts = self._places[: count + 1]
         return DraftSlots(starts, torch.zeros_like(starts[1:]), (1,) * count, (0,) * count)
 
-    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Run every bucket eagerly, then record it, largest first; one pool of memory for all.
+    @property
+    def num_graphs(self) -> int:
+        """How many `capture` records."""
+        return len(self._keys())
+
+    def capture(
+        self, recorder: GraphRecorder, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Run every bucket eagerly, then record it, largest first.
 
         progress: called with (done, total).
         """
-        keys = [(size, width) for width, sizes in self._buckets.items() for size in sizes]
+        keys = self._keys()
         keys.sort(key=lambda key: key[0] * key[1], reverse=True)
         # Without this copy each graph would keep logits of its own, 1.5 GB together at 151,936
         # tokens of vocabulary; it costs 17 us at 64 rows.
         shape = (keys[0][0] * keys[0][1], self._model.config.vocab_size)
         self._logits = torch.empty(shape, dtype=torch.float32, device=self._config.device)
-        pool: Any = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self._config.device)
         for done, key in enumerate(keys):
             if progress is not None:
                 progress(done, len(keys))
-            self._graphs[key] = self._capture(*key, pool, stream)
+            self._graphs[key] = self._capture(*key, recorder)
         if progress is not None:
             progress(len(keys), len(keys))
 
@@ -155,48 +178,74 @@ class DecodeSteps:
         width = 1 + self._config.spec.max_drafts
         sizes = self._buckets.get(width, ()) if self._graphs and width > 1 else ()
         took = {
-            (size, places): _replay_ms(self._graphs[size, places].graph)
+            (size, places): _replay_ms(self._graphs[size, places, True].graph)
             for size in sizes
             for places in (1, width)
         }
         return [(size, took[size, width] / took[size, 1] - 1.0) for size in sizes]
 
-    def _capture(self, size: int, width: int, pool: Any, stream: torch.cuda.Stream) -> _Captured:
+    def _keys(self) -> list[tuple[int, int, bool]]:
+        """Of all graphs: rows, places of each, and whether they are whole steps."""
+        kinds = (False,) if self._proposer is None else (False, True)
+        return [
+            (size, width, is_whole)
+            for width, sizes in self._buckets.items()
+            for size in sizes
+            for is_whole in kinds
+        ]
+
+    def _capture(self, size: int, width: int, is_whole: bool, recorder: GraphRecorder) -> _Captured:
         device = self._config.device
         inputs = torch.zeros((2, size), dtype=torch.int32, device=device)
         inputs[0] = self._rows.scratch
         num_drafts = torch.zeros(size, dtype=torch.int32, device=device)
         lengths = (1,) * size
         logits = self._logits[: size * width]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            self._run(inputs, num_drafts, width, lengths)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+
+        def run() -> tuple[StepStates, tuple[Tensor, Tensor] | None]:
             result, states = self._run(inputs, num_drafts, width, lengths)
+            if is_whole:
+                return states, self._finish(inputs[0], result, num_drafts, width, states)
             logits.copy_(result)
+            return states, None
+
+        graph, (states, results) = recorder.record(run)
         # What is not kept gives its memory to the graphs captured next.
-        keeps_states = self._proposer is not None and self._proposer.reads_states
-        return _Captured(graph, inputs, num_drafts, logits, states if keeps_states else None)
+        keeps_states = self._proposer is not None and self._proposer.reads_states and not is_whole
+        kept = states if keeps_states else None
+        return _Captured(graph, inputs, num_drafts, logits, kept, results)
+
+    def _finish(
+        self, rows: Tensor, logits: Tensor, num_drafts: Tensor, width: int, states: StepStates
+    ) -> tuple[Tensor, Tensor]:
+        """Draw, accept, append and draft anew; see `VerifiedStep.results`."""
+        starts = self._starts_of(rows.shape[0], width)
+        verified = self._sampler.accept(logits, rows, starts, num_drafts)
+        self._propose(rows, states)
+        return verified.packed, self._rows.drafts.draft_ids.index_select(0, rows)
+
+    def _starts_of(self, size: int, width: int) -> Tensor:
+        """The first lines of rows with equally many places."""
+        return (self._places if width == 1 else self._starts)[: size + 1]
 
     def _propose(self, rows: Tensor, states: StepStates | None) -> None:
         assert self._proposer is not None, "rows draft where somebody proposes"
         self._proposer.propose(rows, states if self._proposer.reads_states else None)
 
-    def _padded(self, count: int, width: int) -> int:
+    def padded(self, count: int, width: int = 1) -> int:
+        """Rows that a step of `count` has, of `width` places each: as many, or the next bucket."""
         return next((size for size in self._buckets.get(width, ()) if size >= count), count)
 
     def _replay(
         self,
         rows: Sequence[int],
         most_drafts: Sequence[int],
-        key: tuple[int, int],
+        key: tuple[int, int, bool],
         context_lens: Sequence[int],
     ) -> VerifiedStep:
-        """Enqueue a step of `key` (rows, places of each)."""
-        size, width = key
-        starts = (self._places if width == 1 else self._starts)[: size + 1]
+        """Enqueue a step of `key`: rows, places of each, whether it is whole if it has a graph."""
+        size, width, _ = key
+        starts = self._starts_of(size, width)
         widths, planned = (width,) * len(rows), tuple(most_drafts)
         padding = size - len(rows)
         host = np.zeros((2, size), np.int32)
@@ -221,6 +270,7 @@ class DecodeSteps:
             captured.logits,
             DraftSlots(starts, captured.num_drafts, widths, planned),
             partial(self._propose, captured.inputs[0], captured.states),
+            captured.results,
         )
 
     def _verify_ragged(self, rows: Sequence[int], most_drafts: Sequence[int]) -> VerifiedStep:
@@ -241,11 +291,12 @@ class DecodeSteps:
         """Logits of all places of a step with equal ones; sets `num_drafts` if it has drafts."""
         rows, count = inputs[0], inputs.shape[1]
         if width == 1:
-            return self._forward(rows, self._places[: count + 1], None, (1,) * count, context_lens)
+            starts = self._starts_of(count, width)
+            return self._forward(rows, starts, None, (1,) * count, context_lens)
         drafts = self._rows.drafts.draft_ids
         torch.minimum(drafts[:, 0].index_select(0, rows), inputs[1], out=num_drafts)
         taken = StepDrafts(drafts, num_drafts)
-        starts = self._starts[: count + 1]
+        starts = self._starts_of(count, width)
         return self._forward(rows, starts, taken, (width,) * count, context_lens)
 
     def _forward(

@@ -3,9 +3,9 @@
 Free of PyTorch. A frame is ``u32 little-endian length, MessagePack of that length``; a message is a
 MessagePack array whose first item is its number (`tag`), then its fields in the order given here:
 
-    to the engine     1 Start   2 NewRequest   3 Abort   4 Stop
+    to the engine     1 Start   2 NewRequest   3 Abort   4 Stop   5 Forget
     from the engine  16 Progress  17 Ready  18 Outputs  19 PromptLogprobs  20 Refused  21 Stats
-                     22 Log  23 Failed  24 Embedding  25 Scores
+                     22 Log  23 Failed  24 Embedding  25 Scores  26 Forgotten
 
 `Start` is the first message and comes once. A request is named by its key, a number that its client
 counts up from 1; its id travels for the log alone. Closing the socket ends the engine.
@@ -260,6 +260,10 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=4):
     stop_string: str
 
 
+class Forget(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Count from zero again, and keep no prefix; answered by `Forgotten`."""
+
+
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=16):
     """How far fetching or loading has come, in bytes; `total` is 0 where unknown."""
 
@@ -305,6 +309,10 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=18):
     last_key: int
     entered: tuple[Entered, ...]
     deltas: tuple[Delta, ...]
+
+
+class Forgotten(msgspec.Struct, frozen=True, array_like=True, tag=26):
+    """What was before is not in any later `Stats`."""
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, tag=19):
@@ -363,7 +371,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=23):
     suspects: tuple[str, ...] = ()
 
 
-ToEngine = Start | NewRequest | Abort | Stop
+ToEngine = Start | NewRequest | Abort | Stop | Forget
 FromEngine = (
     Progress
     | Ready
@@ -375,6 +383,7 @@ FromEngine = (
     | Stats
     | Log
     | Failed
+    | Forgotten
 )
 
 

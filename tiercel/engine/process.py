@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -156,6 +157,7 @@ def _run(options: LoadOptions, link: EngineLink, opened: Future[EngineSession]) 
     from tiercel.engine.session import open_session
 
     session = open_session(source, options, report, link.send)
+    gc.freeze()  # what is there stays: collections need not look at it in the middle of a step
     opened.set_result(session)
     session.loop.run()
 

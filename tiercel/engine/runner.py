@@ -7,7 +7,7 @@ copies of the results to pinned memory. `collect` waits for those copies alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
+from tiercel.engine.capture import GRAPH_BYTES
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.copies import HostCopies
 from tiercel.engine.faults import Faults
@@ -26,13 +27,13 @@ from tiercel.engine.graphs import (
     DecodeSteps,
     VerifiedStep,
 )
-from tiercel.engine.item_graphs import ItemSteps
 from tiercel.engine.packed_items import PackedStep, pack_items
+from tiercel.engine.prompt_graphs import PromptSteps
 from tiercel.engine.prompt_reads import PromptPiece, read_prompt
 from tiercel.engine.request import Request
 from tiercel.engine.rows import Rows, lists_to_device, to_device
 from tiercel.engine.sampled import DeviceSample, Sampled, host_result
-from tiercel.engine.sampler import Sampler
+from tiercel.engine.sampler import Sampler, is_plain
 from tiercel.engine.scheduler import ScheduledRow, SchedulerOutput
 from tiercel.engine.score_reads import ScorePiece, read_scores
 from tiercel.models.decoder import Decoder
@@ -82,10 +83,8 @@ class ModelRunner:
         self.rows = rows
         self.sampler = sampler
         self.config = config
-        self.decode_steps = DecodeSteps(model, rows, config, proposer)
-        self.item_steps = ItemSteps(model, config)
-        if proposer is not None:
-            model.step = None  # a step of one token must have the bits of one that verifies
+        self.decode_steps = DecodeSteps(model, rows, config, sampler, proposer)
+        self.prompt_steps = PromptSteps(model, rows, config)
         is_cuda = config.device.type == "cuda"
         self._copy_stream = torch.cuda.Stream(config.device) if is_cuda else None
 
@@ -155,6 +154,8 @@ class ModelRunner:
         if config.spec.max_drafts:
             width = 1 + config.spec.max_drafts
             graphed.append([width] * min(config.max_num_seqs, LARGEST_VERIFY_BUCKET))
+        num_whole, rest = divmod(self.prompt_steps.largest, longest)
+        graphed.append([longest] * num_whole + [rest] * (rest > 0))
         peaks = []
         for query_lens in (*graphed, [min(64, longest)], chunks):
             before = torch.cuda.memory_allocated(config.device)
@@ -162,8 +163,11 @@ class ModelRunner:
             self.run_scratch(query_lens)
             peaks.append(torch.cuda.max_memory_allocated(config.device) - before)
         torch.cuda.empty_cache()
+        if not config.cuda_graphs:
+            return max(peaks)
         # Graphs keep memory of their own; eager steps share the rest.
-        return max(peaks) + (max(peaks[: len(graphed)]) if config.cuda_graphs else 0)
+        num_graphs = self.decode_steps.num_graphs + self.prompt_steps.num_graphs
+        return max(peaks) + max(peaks[: len(graphed)]) + GRAPH_BYTES * num_graphs
 
     def _write_rows(self, plan: SchedulerOutput) -> None:
         """Bring the rows up to date with what the host decided."""
@@ -204,7 +208,7 @@ class ModelRunner:
             lengths = [part.start + 1 for part in parts]
             rows, logits = self.decode_steps([part.row for part in parts], lengths)
         else:
-            rows, logits, _ = self._run_mixed(parts, pieces)
+            rows, logits, _ = self._run_mixed(parts, pieces, self.decode_steps.padded)
         self.faults.on_logits(plan.step_id, logits, [request.row for request in sampling])
         if not sampling:
             return []
@@ -221,14 +225,16 @@ class ModelRunner:
         others = [part for part in plan.scheduled if not _is_decode(part)]
         draws = []
         if answers:
-            step = self.decode_steps.verify(
-                [part.row for part in answers], [part.num_drafts for part in answers]
-            )
             requests = tuple(part.request for part in answers)
+            step = self.decode_steps.verify(
+                [part.row for part in answers],
+                [part.num_drafts for part in answers],
+                is_whole=all(map(is_plain, requests)) and not self.faults.faults,
+            )
             draws.append(self._draw(plan.step_id, requests, step))
         if others:
             requests = tuple(part.request for part in others if part.samples)
-            rows, logits, states = self._run_mixed(others, pieces)
+            rows, logits, states = self._run_mixed(others, pieces, lambda count: count)
             seen = states if self.proposer.reads_states else None
             if requests:
                 slots = self.decode_steps.single_slots(len(requests))
@@ -240,32 +246,40 @@ class ModelRunner:
         return draws
 
     def _draw(self, step_id: int, requests: tuple[Request, ...], step: VerifiedStep) -> Draws:
-        """Draw, and draft what may follow."""
-        slots = step.slots
-        line_rows = [r.row for r, w in zip(requests, slots.widths, strict=True) for _ in range(w)]
+        """Draw, and draft what may follow, unless the step has done so."""
+        widths = step.slots.widths
+        if step.results is not None:
+            # A tensor of its own: the next replay may begin before the copy to the host is done.
+            return Draws(requests, DeviceSample(torch.cat(step.results, 1)), widths)
+        line_rows = [r.row for r, w in zip(requests, widths, strict=True) for _ in range(w)]
         self.faults.on_logits(step_id, step.logits, line_rows)
-        sample = self.sampler(step.logits, requests, step.rows, slots)
+        sample = self.sampler(step.logits, requests, step.rows, step.slots)
         step.propose()
         made = self.rows.drafts.draft_ids.index_select(0, step.rows)
-        return Draws(requests, replace(sample, next_drafts=made), slots.widths)
+        joined = torch.cat((sample.token_ids, made), 1)
+        return Draws(requests, replace(sample, token_ids=joined), widths)
 
     def _run_mixed(
-        self, parts: Sequence[ScheduledRow], pieces: list[Piece]
+        self, parts: Sequence[ScheduledRow], pieces: list[Piece], padded: Callable[[int], int]
     ) -> tuple[Tensor, Tensor, StepStates]:
-        """Run chunks and single tokens together; rows and logits of those that sample, states."""
+        """Run chunks and single tokens together; rows and logits of those that sample, states.
+
+        padded: how many lines of logits to make for so many: those of scratch follow.
+        """
         lengths = [part.num_tokens for part in parts]
         ends = np.cumsum([0, *lengths])
         rows = [part.row for part in parts]
         drawn = [i for i, part in enumerate(parts) if part.samples]
-        lines = [ends[i + 1] - 1 for i in drawn]
+        missing = padded(len(drawn)) - len(drawn) if drawn else 0
+        lines = [*(ends[i + 1] - 1 for i in drawn), *[0] * missing]
+        drawn_rows = [*(rows[i] for i in drawn), *[self.rows.scratch] * missing]
         there, starts, lines_there, drawn_there = lists_to_device(
-            (rows, ends, lines, [rows[i] for i in drawn]), self.config.device
+            (rows, ends, lines, drawn_rows), self.config.device
         )
         context_lens = [part.start + part.num_tokens for part in parts]
         packed = pack_items(parts) if any(part.items for part in parts) else None
         batch = self._batch(lengths, context_lens, there, starts, lines_there, packed)
-        hidden = self.model.forward(batch) if packed is None else self.item_steps(batch)
-        hidden = hidden[: batch.num_tokens]  # without what a graph pads
+        hidden = self.prompt_steps(batch)[: batch.num_tokens]  # without what pads it
         for part, place in zip(parts, ends[:-1].tolist(), strict=True):
             if part.request.reads_prompt:
                 pieces += read_prompt(self.model, part, hidden, place)

@@ -56,26 +56,24 @@ class DeviceSample:
     """Results of one step on the device, for R rows.
 
     Attributes:
-        token_ids: (R,) int32; or (R, K + 4), of `Verified`.
+        token_ids: (R,) int32; or, in one for one copy, (R, K + 4) of `Verified` and, once they are
+            made, (R, 1 + K) of `Rows.drafts`.
         problems: (R,) uint8, of `ops/sample_tokens.py`; None if they are in `token_ids`.
-        next_drafts: (R, 1 + K) int32, of `Rows.drafts`, once they are made.
         asked: rows with log-probabilities, by their numbers, and
         logprobs: of each of their lines.
     """
 
     token_ids: Tensor
     problems: Tensor | None = None
-    next_drafts: Tensor | None = None
     asked: tuple[int, ...] = ()
     logprobs: TopLogprobs | None = None
 
     def copied(self, copies: HostCopies) -> DeviceSample:
         """The same on its way to the host."""
-        problems, drafts, logprobs = self.problems, self.next_drafts, self.logprobs
+        problems, logprobs = self.problems, self.logprobs
         return DeviceSample(
             copies.add(self.token_ids),
             None if problems is None else copies.add(problems),
-            None if drafts is None else copies.add(drafts),
             self.asked,
             None if logprobs is None else logprobs.copied(copies),
         )
@@ -120,18 +118,18 @@ def host_result(
             Sampled((token_id,), PROBLEMS.get(problems[i]), entries.get(i, ()))
             for i, token_id in enumerate(sample.token_ids[: len(requests)].tolist())
         ]
-    assert sample.next_drafts is not None, "drafts are made behind each verifying step"
-    made = sample.next_drafts.tolist()
     results = []
-    for i, packed in enumerate(sample.token_ids[: len(requests)].tolist()):
-        *token_ids, num_new, code, num_drafts = packed
+    width = (sample.token_ids.shape[1] - 3) // 2
+    for i, line in enumerate(sample.token_ids[: len(requests)].tolist()):
+        *token_ids, num_new, code, num_drafts = line[: width + 3]
+        num_made, *made = line[width + 3 :]
         results.append(
             Sampled(
                 tuple(token_ids[:num_new]),
                 PROBLEMS.get(code),
                 entries.get(i, ())[:num_new],
                 num_drafts,
-                tuple(made[i][1 : 1 + made[i][0]]),
+                tuple(made[:num_made]),
                 has_unsound_draft=code == UNSOUND_DRAFT,
             )
         )

@@ -143,10 +143,7 @@ class Sampler:
             sample = DeviceSample(token_ids, problems)
             chosen = token_ids
         else:
-            verified = verify_accept(
-                logits, slots.starts, rows, slots.num_drafts, state, self._rows.drafts,
-                self.is_banned, self._theta, is_sound,
-            )  # fmt: skip
+            verified = self.accept(logits, rows, slots.starts, slots.num_drafts, is_sound)
             sample = DeviceSample(verified.packed)
             chosen = verified.token_ids
         self._count(lines, rows, chosen, None if slots is None else verified)
@@ -159,6 +156,20 @@ class Sampler:
             picked = [self._index(part) for part in lines.slots_of(asked)]
             chosen = chosen[picked[0], picked[1]]
         return replace(sample, asked=asked, logprobs=top_logprobs(raw, chosen, most))
+
+    def accept(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        starts: Tensor,
+        num_drafts: Tensor,
+        is_sound: Tensor | None = None,
+    ) -> Verified:
+        """Choose, accept and append, of rows with drafts; see `verify_accept`."""
+        return verify_accept(
+            logits, starts, rows, num_drafts, self._rows.sampling, self._rows.drafts,
+            self.is_banned, self._theta, is_sound,
+        )  # fmt: skip
 
     def _count(
         self, lines: _Lines, rows: Tensor, chosen: Tensor, verified: Verified | None
@@ -353,6 +364,11 @@ def _has_edits(params: SamplingParams) -> bool:
 def _is_cut(params: SamplingParams) -> bool:
     is_cut = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
     return is_cut and not params.is_greedy
+
+
+def is_plain(request: Request) -> bool:
+    """Whether a request draws from the model's logits as they are, and asks for nothing more."""
+    return request.params.logprobs is None and not _is_changed(request)
 
 
 def _is_changed(request: Request) -> bool:

@@ -160,7 +160,8 @@ class Scheduler:
         insort(self.waiting, request, key=_turn)
 
     def forget_history(self) -> None:
-        """Count from zero again: steps, preemptions, hits."""
+        """Count from zero again: steps, preemptions, hits; keep no prefix of what has ended."""
+        self.cache.forget()
         self._step_id = self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
 
     def schedule(self) -> SchedulerOutput | None:

@@ -22,6 +22,8 @@ from tiercel.engine.messages import (
     Embedding,
     Entered,
     ErrorInfo,
+    Forget,
+    Forgotten,
     FromEngine,
     LoadOptions,
     NewRequest,
@@ -50,6 +52,7 @@ class EngineSession:
         self.loop = EngineLoop(loaded.engine, self, loaded.faults)
         self._matchers = loaded.matchers
         self._send = send
+        self._engine = loaded.engine
         self._counters = Counters(loaded.engine)
         self._stats_s = 0.0
         self._requests: dict[int, Request] = {}
@@ -61,6 +64,8 @@ class EngineSession:
         """Take a message; on the thread that reads."""
         if isinstance(message, NewRequest):
             self._take(message)
+        elif isinstance(message, Forget):
+            self.loop.call(self._forget_history)
         elif isinstance(message, Abort | Stop):
             request_to_end = self._forget(message.key)
             if request_to_end is None:
@@ -115,6 +120,11 @@ class EngineSession:
     def on_idle(self) -> None:
         """Send the counters as they stand."""
         self._send_stats()
+
+    def _forget_history(self) -> None:
+        self._engine.forget()
+        self._counters = Counters(self._engine)
+        self._send(Forgotten())
 
     def _note_key(self, key: int) -> None:
         self._last_key = key

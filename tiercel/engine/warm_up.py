@@ -12,13 +12,16 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.request import Request
 from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.params import SamplingParams
-from tiercel.spec.counts import DraftCounts
 
 NUM_ITEMS: Final = 20  # to score
 NUM_NEW: Final = 4  # tokens: a step behind the prompt, overlapping ones, the last
-# One token, each tile of the kernel for few, prompts; on a CPU nothing depends on the length.
-PROMPT_LENGTHS: Final = {"cuda": (1, 2, 4, 8, 16, 100, 704, 2500), "cpu": (1, 40)}
-CHUNKS: Final = (24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096, 8192)
+# One token, each tile of the kernel for few, and prompts, each of which has pinned buffers of
+# other sizes on its way to a GPU; on a CPU nothing depends on the length.
+PROMPT_LENGTHS: Final = {
+    "cuda": (1, 2, 4, 8, 16, 20, 40, 80, 160, 320, 640, 1280, 2560, 5120),
+    "cpu": (1, 40),
+}
+CHUNKS: Final = (768, 1024, 1536, 2048, 4096, 8192)  # tokens of eager steps, beyond all graphs
 
 
 def _every_option(vocab_size: int) -> tuple[SamplingParams, ...]:
@@ -52,7 +55,6 @@ def _score_items(engine: Engine, length: int, vocab_size: int) -> None:
     task = ScoreTask(items, ((ScoreRead(0, few),),))
     prompt = [i % vocab_size for i in range(length)]
     request = Request("warm-up", prompt, SamplingParams(), 0, 0, frozenset(), 0, score=task)
-    request.is_unsound = True
     engine.submit(request)
     while engine.has_work:
         engine.step()
@@ -67,6 +69,13 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
     """
     config = engine.config
     most = min(config.max_model_len - NUM_NEW, engine.scheduler.cache.capacity - NUM_NEW)
+    if config.device.type == "cuda":
+        # cuBLAS loads a kernel when it first chooses it, by the number of rows. These come first:
+        # nobody waits for them, and behind the rest the first request would.
+        for num_tokens in CHUNKS:
+            is_eager = num_tokens > engine.runner.prompt_steps.largest
+            if is_eager and num_tokens <= min(most, config.max_num_batched_tokens):
+                engine.runner.run_scratch([num_tokens])
     for length in PROMPT_LENGTHS[config.device.type]:
         if length > most:
             break
@@ -74,15 +83,10 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
         for params in _every_option(vocab_size):
             prompt = [i % vocab_size for i in range(length)]
             request = Request("warm-up", prompt, params, 0, 0, frozenset({0}), NUM_NEW)
-            request.is_unsound = True  # its blocks are zeroed, not kept
             engine.submit(request)
-        while engine.has_work:
-            engine.step()
+            while engine.has_work:
+                engine.step()
+            engine.forget()  # the next one computes its whole prompt too
     if config.device.type == "cuda":
         _score_items(engine, min(most, config.max_num_batched_tokens), vocab_size)
-        # cuBLAS loads a kernel when it first chooses it, by the number of rows.
-        for num_tokens in CHUNKS:
-            if num_tokens <= min(most, config.max_num_batched_tokens):
-                engine.runner.run_scratch([num_tokens])
-    engine.scheduler.forget_history()
-    engine.draft_counts = DraftCounts()
+    engine.forget()

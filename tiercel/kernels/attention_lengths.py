@@ -102,6 +102,9 @@ def _check_items(
     """Every item must rise, and begin in this step behind the prefix."""
     at = 0
     for request, (new, length) in enumerate(zip(query, context, strict=True)):
+        if prefix[request] >= length:
+            at += new
+            continue
         first = length - new
         least = max(first, prefix[request])
         own = starts[at + least - first : at + new]

@@ -93,27 +93,26 @@ def make_tiles(
     Returns:
         (num_tiles, 8) int32, see above; page keys begin with the first, results are rows of q.
     """
-    rows, costs, at = [], [], 0
-    for request, (query_len, context_len, prefix_len) in enumerate(
-        zip(query_lens, context_lens, prefix_lens, strict=True)
-    ):
-        first, prefix = context_len - query_len, min(prefix_len, context_len)
-        place = np.arange(0, query_len, tokens_per_tile)
-        tokens = np.minimum(tokens_per_tile, query_len - place)
-        index, end = first + place, first + place + tokens
-        low = end.copy()
-        if item_start is not None and prefix < context_len:
-            has_items = end > prefix
-            start = item_start[at + np.maximum(index, prefix)[has_items] - first]
-            # Where every token sees the prefix alone one key is loaded all the same, and masked:
-            # a tile with P = 0 needs a step, to store its zeros.
-            low[has_items] = np.minimum(np.maximum(start, prefix), end[has_items] - 1)
-        columns = (at + place, tokens, index, request, prefix, low, 0, at + place)
-        rows.append(np.stack(np.broadcast_arrays(*columns), axis=1))
-        costs.append(np.minimum(prefix, end) + end - low)
-        at += query_len
-    order = np.argsort(-np.concatenate(costs), kind="stable")
-    return np.ascontiguousarray(np.concatenate(rows)[order].astype(np.int32))
+    lengths, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
+    counts = -(-lengths // tokens_per_tile)
+    request = np.repeat(np.arange(len(lengths)), counts)
+    place = tokens_per_tile * (np.arange(len(request)) - (np.cumsum(counts) - counts)[request])
+    tokens = np.minimum(tokens_per_tile, lengths[request] - place)
+    first = (contexts - lengths)[request]
+    row = (np.cumsum(lengths) - lengths)[request] + place
+    index, end = first + place, first + place + tokens
+    prefix = np.minimum(np.asarray(prefix_lens, np.int64), contexts)[request]
+    low = end.copy()
+    if item_start is not None:
+        has_items = np.flatnonzero(end > prefix)
+        start = item_start[(row + np.maximum(prefix - index, 0))[has_items]]
+        # Where every token sees the prefix alone one key is loaded all the same, and masked:
+        # a tile with P = 0 needs a step, to store its zeros.
+        low[has_items] = np.minimum(np.maximum(start, prefix[has_items]), end[has_items] - 1)
+    zero = np.zeros_like(row)
+    tiles = np.stack((row, tokens, index, request, prefix, low, zero, row), axis=1)
+    order = np.argsort(low - end - np.minimum(prefix, end), kind="stable")
+    return np.ascontiguousarray(tiles[order].astype(np.int32))
 
 
 def page_steps(tiles: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

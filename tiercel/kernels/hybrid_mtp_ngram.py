@@ -13,5 +13,5 @@ def launch_hybrid_mtp_ngram(
 ) -> None:
     """Enqueue on the current stream; the op has checked and allocated."""
     rows, room = batch.prompt.shape
-    config = select_ngram(rows, room, batch.prompt.element_size())
+    config = select_ngram(rows, room, batch.prompt.element_size(), is_private=False)
     launch_ngram("hybrid_mtp_ngram", batch, limits, threshold, workspace, config)

@@ -1,7 +1,7 @@
 """N-gram drafts from an index of first occurrences: the launch of cuda/ngram_index.cu.
 
 Floor: none in bytes, a step reads some lines per row; a chain of dependent trips to memory: row
-table, tokens, slot, tokens at the slot's place, ticket, keys, drafts.
+table, tokens, slot, tokens at the slot's place, drafts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class _Index(ctypes.Structure):
     )
 
 
-def select_ngram_index(num_rows: int) -> NgramConfig:
-    """Choose the launch of a step. Pure: equal in every process, readable by a test."""
-    threads, ctas = (128, 4) if num_rows < 128 else (512, 2)  # the scan takes a thread per row
+def select_ngram_index(*, is_step: bool) -> NgramConfig:
+    """Choose the launch: a warp per row, or many threads for prompts. Pure, as all `select_*`."""
+    threads, ctas = (128, 4) if is_step else (512, 1)
     return NgramConfig(threads, 1, ctas, 3, False)
 
 
@@ -57,14 +57,15 @@ def launch_ngram_index(
         is_step: whether to draft; else windows are inserted, with more CTAs a row.
     """
     rows, device = batch.prompt.shape[0], batch.prompt.device
-    config = select_ngram_index(rows)
+    config = select_ngram_index(is_step=is_step)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     most = config.ctas * processors
     parts = 0 if is_step else max(1, most // rows)
+    ctas = -(-rows * 32 // config.threads) if is_step else rows * parts
     args = make_args(batch, limits, threshold, workspace, config)
     index = _Index(slots.data_ptr(), inserted.data_ptr(), slots.shape[2], parts)
     source = ngram_source(
         "ngram_index", config, batch.prompt.element_size(), batch.steps.element_size()
     )
     kernel = rtc.load_kernel(source, device)
-    rtc.launch(kernel, min(rows * max(1, parts), most), config.threads, [args, index])
+    rtc.launch(kernel, min(ctas, most), config.threads, [args, index])

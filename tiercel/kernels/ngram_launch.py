@@ -52,18 +52,23 @@ class NgramConfig:
     is_pruning: bool
 
 
-def select_ngram(num_rows: int, room: int, token_bytes: int) -> NgramConfig:
+def select_ngram(num_rows: int, room: int, token_bytes: int, *, is_private: bool) -> NgramConfig:
     """Choose the launch. Pure: equal in every process, readable by a test.
 
     Args:
         num_rows: rows of the batch.
         room: tokens of a row at most, prompt and generated.
         token_bytes: 4 or 8.
+        is_private: whether rows may be written one by one where the budget cannot bind.
     """
     num_bytes = num_rows * room * token_bytes
     tiles = ((log2, prunes) for limit, log2, prunes in _TILES if num_bytes <= limit)
     log2_tile, is_pruning = next(tiles)
-    threads, ctas = (256, 4) if num_rows <= 256 else (512, 2)  # the scan takes a thread per row
+    is_one_tile = is_pruning and room * token_bytes <= 16 << log2_tile
+    # The scan takes a thread per row; without it small blocks are ahead: 16.0 and 16.5 us for 512
+    # rows of 16,384 int32 tokens (H200).
+    is_small = num_rows <= 256 or (is_private and is_one_tile)
+    threads, ctas = (256, 4) if is_small else (512, 2)
     return NgramConfig(threads, 4, ctas, log2_tile, is_pruning)
 
 

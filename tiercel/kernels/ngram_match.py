@@ -13,5 +13,5 @@ def launch_ngram_match(
 ) -> None:
     """Enqueue on the current stream; the op has checked and allocated."""
     rows, room = batch.prompt.shape
-    config = select_ngram(rows, room, batch.prompt.element_size())
+    config = select_ngram(rows, room, batch.prompt.element_size(), is_private=True)
     launch_ngram("ngram_match", batch, limits, threshold, workspace, config)

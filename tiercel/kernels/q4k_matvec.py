@@ -60,7 +60,8 @@ _SPLIT_LAUNCHES = {
     "Q6_K": ((2, 2, 2, 2, 1), (2, 1, 1, 2, 1)),
 }
 _FEW_TILES = (1, 3, 3, 1, 1)  # no SM has two: 1024 x 4096 4.8 us with two groups, 3.5 so
-_LARGE_TILES = 8  # tiles of an SM from which two small CTAs beat one
+_LARGE_TILES = 8  # tiles of an SM from which two small CTAs beat one, of these types:
+_SMALL_CTAS = ("Q4_K", "Q4_1")  # 24576 x 4096 in Q4_0: 21.3 us with two, 16.6 with one
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,8 @@ def select_q4k_matvec(
     if tokens == 1 and like == "Q4_K" and blocks <= SLICE_BLOCKS:
         # 57 MB: 15.3 us, 16.2 with one CTA an SM; 14 MB: 6.1 us either way.
         is_large = tiles > _LARGE_TILES * limits.num_sms
-        launches = [(1, 2, 2, 2, 2)] if is_large else [(1, 2, 1, 2, 1)]
+        large = (1, 2, 2, 2, 2) if type_name in _SMALL_CTAS else (2, 2, 1, 2, 1)
+        launches = [large if is_large else (1, 2, 1, 2, 1)]
     else:
         launches = [(*launch, 1) for launch in _LAUNCHES[like, tokens]]
     if tiles <= limits.num_sms:

@@ -1,7 +1,8 @@
 """Sampling on the device: programs find the best token of parts of a row, one more picks from them.
 
-Floor: each logit is read once. Noise is made where it is used: 64-bit integers and two float64
-logarithms a token, for rows that draw only.
+Floor: each logit is read once. Noise is made where it is used, for rows that draw only. A draw is
+defined in float64, whose logarithms would take most of the time; so scores are float32 first, and
+only tokens that come close enough to the best to be it are looked at again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PART = 2048  # columns of one program
+WARPS = 4
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
@@ -39,7 +41,52 @@ def gumbel_noise(key, length, cols):
     return -tl.log(-tl.log(uniform))
 
 
-@triton.jit(do_not_specialize=["vocab_size", "parts"])
+@triton.jit
+def rough_arrival(key, length, cols):
+    """-log of the uniform numbers behind `gumbel_noise`, float32, less than 2^-16 of it off."""
+    gamma = tl.full((), _GAMMA, tl.uint64)
+    key = finalise((key ^ length.to(tl.uint64)) + gamma)
+    bits = (finalise(key + (cols + 1).to(tl.uint64) * gamma) >> 12).to(tl.int64)
+    # The smaller one of u and 1 - u: near 1, float32 knows only the latter.
+    is_high = bits >= 2251799813685248  # 2^51
+    small = tl.where(is_high, 4503599627370495 - bits, bits).to(tl.float32)
+    small = (small + 0.5) * 2.220446049250313e-16  # 2^-52
+    series = 0.33333334 + small * (0.25 + small * 0.2)
+    series = small * (1.0 + small * (0.5 + small * series))  # -log(1 - small), below 2^-4
+    minus_log = -tl.log(tl.where(is_high, 1.0 - small, small))
+    return tl.where(is_high & (small < 0.0625), series, minus_log)
+
+
+@triton.jit
+def best_drawn(scaled, is_out, logits_ptr, temperature, key, length, cols, vocab_size):
+    """The largest of logit / temperature + noise of a part and its token, the lowest of equal ones.
+
+    The noise is -log(arrival), so the largest score has the smallest arrival * exp(-scaled), which
+    takes one logarithm. `logits_ptr` is the line's. If all tokens are out: -inf, the first column.
+    """
+    plain = tl.where(is_out, float("-inf"), scaled)
+    top = tl.max(plain, axis=0)
+    is_infinite = tl.abs(top) == float("inf")
+    shift = tl.where(is_infinite, 0.0, top)
+    race = rough_arrival(key, length, cols) * tl.exp(shift - plain)
+    race = tl.where(is_infinite, 0.0, race)
+    # Where float64 no longer resolves noise beside the logits, all that are near may be equal.
+    near = tl.where(tl.abs(top) > 1e9, 1e30, 1.0009765625)
+    is_left = (race <= tl.min(race, axis=0) * near) & (plain > float("-inf"))
+    is_left = (is_left & ((plain == top) | (is_infinite == 0))).to(tl.int32)
+    best = tl.full((), float("-inf"), tl.float64)
+    token = tl.min(cols, axis=0)
+    for _ in range(tl.sum(is_left, axis=0)):  # one, as a rule
+        col = tl.min(tl.where(is_left != 0, cols, vocab_size), axis=0)
+        logit = tl.load(logits_ptr + col) / temperature
+        score = logit.to(tl.float64) + gumbel_noise(key, length, col)
+        token = tl.where(score > best, col, token)
+        best = tl.where(score > best, score, best)
+        is_left = tl.where(cols == col, 0, is_left)
+    return best, token
+
+
+@triton.jit(do_not_specialize=["parts"])
 def best_of_part_kernel(
     logits_ptr,  # (L, vocab_size) float32
     rows_ptr,  # (L,) int32
@@ -68,14 +115,11 @@ def best_of_part_kernel(
     is_banned = tl.load(is_banned_ptr + cols, mask=mask, other=1) != 0
     is_out = is_banned | (logits == float("-inf"))
     if temperature > 0:
-        noise = gumbel_noise(
-            tl.load(key_ptr + row).to(tl.uint64), tl.load(num_tokens_ptr + row), cols
-        )
-        scores = (logits / temperature).to(tl.float64) + noise
-        scores = tl.where(is_out, float("-inf"), scores)
-        best = tl.max(scores, axis=0)
-        token = tl.min(tl.where(scores == best, cols, vocab_size), axis=0)
-    else:  # float32 compares twice as fast
+        best, token = best_drawn(
+            logits / temperature, is_out, logits_ptr + line * vocab_size, temperature,
+            tl.load(key_ptr + row).to(tl.uint64), tl.load(num_tokens_ptr + row), cols, vocab_size,
+        )  # fmt: skip
+    else:
         plain = tl.where(is_out, float("-inf"), logits)
         largest = tl.max(plain, axis=0)
         best = largest.to(tl.float64)
@@ -162,7 +206,7 @@ def launch_sample_tokens(
         parts,
         CHECKS=checks,
         PART=PART,
-        num_warps=4,
+        num_warps=WARPS,
     )
     append_best_kernel[(lines,)](
         rows,

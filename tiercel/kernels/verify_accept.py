@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tiercel.kernels.sample_tokens import PART, finalise, gumbel_noise, num_parts
+from tiercel.kernels.sample_tokens import (
+    PART,
+    WARPS,
+    best_drawn,
+    finalise,
+    gumbel_noise,
+    num_parts,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +48,7 @@ def uniform_of(key, place, vocab_size):
     return ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
 
 
-@triton.jit(do_not_specialize=["vocab_size", "parts", "width"])
+@triton.jit(do_not_specialize=["parts", "width"])
 def best_of_slot_kernel(
     logits_ptr,  # (L, vocab_size) float32
     starts_ptr,  # (R + 1,) int32
@@ -65,9 +72,10 @@ def best_of_slot_kernel(
     place = tl.program_id(0).to(tl.int64)  # R * width * vocab_size passes 2**31
     part = tl.program_id(1)
     request, slot = place // width, place % width
+    # Before the branch: one trip to memory for all three.
+    line = tl.load(starts_ptr + request) + slot
+    row = tl.load(rows_ptr + request)
     if slot <= tl.load(num_drafts_ptr + request):
-        line = tl.load(starts_ptr + request) + slot
-        row = tl.load(rows_ptr + request)
         temperature = tl.load(temperature_ptr + row)
         cols = part * PART + tl.arange(0, PART)
         mask = cols < vocab_size
@@ -80,10 +88,10 @@ def best_of_slot_kernel(
         if temperature > 0:
             scaled = logits / temperature
             length = tl.load(num_tokens_ptr + row) + slot
-            noise = gumbel_noise(tl.load(key_ptr + row).to(tl.uint64), length, cols)
-            scores = tl.where(is_out, float("-inf"), scaled.to(tl.float64) + noise)
-            best = tl.max(scores, axis=0)
-            token = tl.min(tl.where(scores == best, cols, vocab_size), axis=0)
+            best, token = best_drawn(
+                scaled, is_out, logits_ptr + line * vocab_size, temperature,
+                tl.load(key_ptr + row).to(tl.uint64), length, cols, vocab_size,
+            )  # fmt: skip
             if HAS_SUMS:
                 plain = tl.where(is_out, float("-inf"), scaled)
                 largest = tl.max(plain, axis=0)
@@ -91,7 +99,7 @@ def best_of_slot_kernel(
                 total = tl.sum(tl.exp(plain - shift), axis=0)
                 tl.store(sums_ptr + (place * parts + part) * 2, largest)
                 tl.store(sums_ptr + (place * parts + part) * 2 + 1, total)
-        else:  # float32 compares twice as fast
+        else:
             plain = tl.where(is_out, float("-inf"), logits)
             largest = tl.max(plain, axis=0)
             best = largest.to(tl.float64)
@@ -381,7 +389,7 @@ def launch_verify_accept(
     shared = (starts, rows, num_drafts, num_tokens, temperature, key, is_banned)
     best_of_slot_kernel[(places, parts)](
         logits, *shared, scores, ids, sums, vocab_size, parts, width,
-        CHECKS=checks, HAS_SUMS=has_probs, PART=PART, num_warps=4,
+        CHECKS=checks, HAS_SUMS=has_probs, PART=PART, num_warps=WARPS,
     )  # fmt: skip
     if draft_probs is not None:
         best_of_rest_kernel[(places, parts)](

@@ -115,7 +115,7 @@ class Attention:
     def tiles(
         self, query_lens: Sequence[int], context_lens: Sequence[int], items: PackedItems
     ) -> PlannedTiles:
-        """What `plan` would upload, for whoever keeps plans in a buffer."""
+        """What `plan` uploads, for whoever keeps plans in a buffer; one kernel for all lengths."""
         return tile_multi_item_attention(
             query_lens,
             context_lens,

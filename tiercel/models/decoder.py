@@ -94,8 +94,7 @@ class Decoder:
             dense_copies=weights.dense_copies,
         )
         self.head = Linear(wide, out_dtype=torch.float32)
-        # One kernel for a single token, where it fits. A step that must have the bits of steps of
-        # several tokens (speculation) sets it to None.
+        # One kernel for a single token, where it fits.
         self.step: DecodeStep | None = None
         if has_megakernel() and weights.dense_copies:
             self.step = builder.step(self.layers, num_positions)

@@ -131,7 +131,9 @@ def plan_multi_item_attention(
     if not k_cache.is_cuda or not query_lens:
         return None
     scores, group = ScoreRule(1.0, window, softcap), num_heads // k_cache.shape[2]
-    return _plan_tiles(lengths, group, k_cache, scores, has_lse=has_lse).upload(k_cache.device)
+    config = _fitting_config(lengths, group, k_cache, scores)
+    tiles = _plan_tiles(lengths, group, k_cache, scores, config, has_lse=has_lse)
+    return tiles.upload(k_cache.device)
 
 
 def tile_multi_item_attention(
@@ -144,7 +146,7 @@ def tile_multi_item_attention(
     prefix_len: Sequence[int] | None = None,
     item_start: Tensor | None = None,
 ) -> PlannedTiles:
-    """What `plan_multi_item_attention` would upload, for those who keep plans in a buffer.
+    """Tiles for those who keep plans in a buffer: the kernel is one that serves any length.
 
     Args:
         query_lens: as in the op; and so the rest.
@@ -160,7 +162,8 @@ def tile_multi_item_attention(
     """
     lengths = read_lengths(query_lens, context_lens, prefix_len, item_start)
     scores, group = ScoreRule(1.0, window, 0.0), num_heads // k_cache.shape[2]
-    return _plan_tiles(lengths, group, k_cache, scores, has_lse=False)
+    config = _config(k_cache, group, window, 0.0, longest=0)
+    return _plan_tiles(lengths, group, k_cache, scores, config, has_lse=False)
 
 
 def multi_item_attention_packed(
@@ -339,11 +342,16 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _plan_tiles(
-    lengths: StepLengths, group: int, k_cache: Tensor, scores: ScoreRule, *, has_lse: bool
+    lengths: StepLengths,
+    group: int,
+    k_cache: Tensor,
+    scores: ScoreRule,
+    config: MultiItemAttentionConfig,
+    *,
+    has_lse: bool,
 ) -> PlannedTiles:
     from tiercel.kernels.attention_tiles import PlannedTiles, cut_tiles, make_tiles, part_steps
 
-    config = _config(lengths, group, k_cache, scores)
     step = config.block_m // group
     tiles = make_tiles(lengths.query, lengths.context, lengths.prefix, lengths.item_start, step)
     parts, steps = None, 0
@@ -368,8 +376,15 @@ def _model_key(group: int, k_cache: Tensor) -> ModelKey:
     return k_cache.dtype, k_cache.shape[3], group, k_cache.shape[1]
 
 
-def _config(
+def _fitting_config(
     lengths: StepLengths, group: int, k_cache: Tensor, scores: ScoreRule
+) -> MultiItemAttentionConfig:
+    window = scores.window if scores.window < max(lengths.context) else 0
+    return _config(k_cache, group, window, scores.softcap, max(lengths.prefix))
+
+
+def _config(
+    k_cache: Tensor, group: int, window: int, softcap: float, longest: int
 ) -> MultiItemAttentionConfig:
     from tiercel.kernels.multi_item_attention import select_multi_item_attention
 
@@ -378,9 +393,9 @@ def _config(
         k_cache.shape[3],
         group,
         k_cache.shape[1],
-        scores.window if scores.window < max(lengths.context) else 0,
-        scores.softcap,
-        max(lengths.prefix),
+        window,
+        softcap,
+        longest,
         torch.cuda.get_device_capability(k_cache.device),
     )
 
@@ -402,7 +417,8 @@ def _attend_cuda(
 
     group = q.shape[1] // k_cache.shape[2]
     if plan is None:
-        tiles = _plan_tiles(lengths, group, k_cache, scores, has_lse=lse is not None)
+        config = _fitting_config(lengths, group, k_cache, scores)
+        tiles = _plan_tiles(lengths, group, k_cache, scores, config, has_lse=lse is not None)
         plan = tiles.upload(q.device)
     has_parts = plan.num_part_rows > 0
     is_alike = plan.model == _model_key(group, k_cache) and plan.num_tokens == len(q)

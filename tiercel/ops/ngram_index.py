@@ -24,6 +24,7 @@ from tiercel.ops.ngram_match import (
 )
 
 _EMPTY_SLOT = 0x7FFFFFFF
+MAX_TOKENS = 2**23 - 1  # of a row: 8 of a slot's bits tell windows apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class NgramIndex:
     """First occurrences of the windows of up to `rows` texts; 8 bytes a token and window size.
 
     Attributes:
-        slots: (rows, sizes, capacity) int32, mutated by the ops: places of windows.
+        slots: (rows, sizes, capacity) int32, mutated by the ops: places of windows, and bits of
+            their hashes.
         inserted: (rows, 2) int32, mutated by the ops: tokens of prompt and generated text before
             which all windows are in.
         max_ngram_size: longest window.
@@ -82,7 +84,7 @@ def make_ngram_index(
 
     Args:
         rows: rows of the batches it will follow.
-        max_tokens: of a row, prompt and generated.
+        max_tokens: of a row, prompt and generated; up to 8,388,607.
         device: where the texts are.
         max_ngram_size: longest window, 1 to 64.
         min_ngram_size: shortest window, 1 to max_ngram_size.
@@ -97,7 +99,12 @@ def make_ngram_index(
             f"max_ngram_size={max_ngram_size}.",
             hint="An index without sizes finds nothing: lower min_ngram_size.",
         )
-    capacity = 1 << max(1, 2 * max_tokens - 1).bit_length()  # at most half full: short probes
+    if not 1 <= max_tokens <= MAX_TOKENS:
+        raise ArgumentError(
+            f"ngram_index: max_tokens={max_tokens} is out of range.", hint=f"Use 1 to {MAX_TOKENS}."
+        )
+    # At most half full: short probes. Slots are read by four.
+    capacity = max(4, 1 << (2 * max_tokens - 1).bit_length())
     shape = (rows, max_ngram_size - min_ngram_size + 1, capacity)
     slots = torch.full(shape, _EMPTY_SLOT, dtype=torch.int32, device=device)
     inserted = torch.zeros((rows, 2), dtype=torch.int32, device=device)
@@ -147,7 +154,7 @@ def extend_ngram_index(
 ) -> None:
     """Take the new tokens of all rows into the index with the whole device: for prompts.
 
-    Without it the next `ngram_index` does the same with one block of threads per row.
+    Without it the next `ngram_index` does the same with one warp per row.
 
     Args:
         index: mutated; of as many rows as the texts.

@@ -99,7 +99,7 @@ def _routes(state: ServerState) -> list[BaseRoute]:
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     """Start the engine and follow it; give everything back at the end."""
     state: ServerState = app.state.server
-    watch = ModelWatch(state)
+    watch = ModelWatch(state, _bare_app)
     watch.start()
     state.watch = watch
     try:
@@ -110,6 +110,13 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
         if state.tracing:
             await state.tracing.close()
         state.close()
+
+
+def _bare_app(state: ServerState) -> Starlette:
+    """The routes alone."""
+    app = Starlette(routes=_routes(state), exception_handlers={HTTPException: _raise_again})
+    app.state.server = state
+    return app
 
 
 async def _raise_again(_request: object, error: Exception) -> Response:

@@ -21,6 +21,7 @@ from tiercel.errors import TiercelError
 from tiercel.loader.hub import CATALOGUE
 from tiercel.serve.clock import created_now
 from tiercel.serve.grammar_check import GrammarChecker
+from tiercel.serve.rehearsal import MakeApp, rehearse
 from tiercel.serve.state import ServedModel, ServerState
 from tiercel.text.chat_template import ChatTemplate
 from tiercel.text.tokenizer import Tokenizer
@@ -33,8 +34,15 @@ _REPORT_SECONDS: Final = 10.0
 class ModelWatch:
     """Two tasks of the application: one waits for the engine, one reports."""
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, make_app: MakeApp) -> None:
+        """Set up.
+
+        Args:
+            state: of the server.
+            make_app: the routes around another state, for the rehearsal.
+        """
         self._state = state
+        self._make_app = make_app
         self._tasks: list[asyncio.Task[None]] = []
         self._num_restarts = 0
 
@@ -55,7 +63,6 @@ class ModelWatch:
 
     def start(self) -> None:
         """Begin to follow."""
-        self._state.client.on_stats = self._state.metrics.take_stats
         self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._report())]
 
     async def stop(self) -> None:
@@ -70,10 +77,14 @@ class ModelWatch:
         state = self._state
         await state.client.start()
         info = await state.client.wait_ready()
-        state.model = await state.off_loop(make_model, state, info)
-        state.metrics.set_model(state.model.name, info)
+        model = await state.off_loop(make_model, state, info)
+        if state.settings.is_rehearsed:
+            await rehearse(state, model, self._make_app)
+        state.client.on_stats = state.metrics.take_stats
+        state.metrics.set_model(model.name, info)
+        state.model = model
         _say_ready(
-            state.model,
+            model,
             state.settings.url,
             needs_key=bool(state.settings.access.key_digests),
         )

@@ -1,11 +1,13 @@
 """Drafts from the row's own text: what followed its last tokens where they first stood.
 
-All rows of the engine are one batch of `ngram_index`, at fixed addresses; those that got no tokens
-in a step are idle in it and keep their drafts.
+All rows of the engine are one batch of `ngram_index`, at fixed addresses. On a CPU those that got
+no tokens in a step are idle in it. On a GPU they are drafted for again, with the same result, which
+costs less than to tell them apart.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -23,9 +25,9 @@ from tiercel.spec.texts import DraftTexts, StepStates
 
 # Drafts of a batch have no common budget here: a step that verifies has a place for each.
 NO_BUDGET: Final = 2**30
-# Tokens of a new text from which all processors take it into the index; one block of threads takes
-# about 1 us for 100 tokens.
-_LONG_TEXT: Final = 2048
+# Tokens of a new text from which blocks of threads take it into the index before the next step does
+# so with a warp for each row.
+_LONG_TEXT: Final = 64
 
 
 class NgramProposer:
@@ -44,7 +46,8 @@ class NgramProposer:
             min_ngram_size=config.min_ngram,
         )
         self._rows = texts
-        self._is_active = torch.zeros(size, dtype=torch.int32, device=device)
+        self._is_active = torch.ones(size, dtype=torch.int32, device=device)
+        self._is_entering = torch.zeros(size, dtype=torch.int32, device=device)
         self._lens = torch.zeros(size, dtype=torch.int32, device=device)
         self._num_new = torch.zeros(size, dtype=torch.int32, device=device)
         self._workspace = make_ngram_workspace(size, device)
@@ -61,7 +64,9 @@ class NgramProposer:
             seq_lens_decoder=self._is_active,
             max_dec_len=texts.max_new,
         )
-        if device.type == "cuda":  # compile the kernel now: no step may wait for that
+        self._entering = replace(self._texts, seq_lens_decoder=self._is_entering)
+        if device.type == "cuda":  # compile the kernels now: no step may wait for that
+            extend_ngram_index(self._index, self._entering, workspace=self._workspace)
             self.propose(torch.full((1,), size - 1, dtype=torch.int32, device=device))
 
     def enter(self, rows: list[int], longest: int) -> None:
@@ -70,11 +75,11 @@ class NgramProposer:
             self._index.clear(row)
         if longest < _LONG_TEXT:
             return
-        self._is_active.zero_()
+        self._is_entering.zero_()
         for row in rows:
-            self._is_active[row].fill_(1)
+            self._is_entering[row].fill_(1)
         self._measure()
-        extend_ngram_index(self._index, self._texts, workspace=self._workspace)
+        extend_ngram_index(self._index, self._entering, workspace=self._workspace)
 
     def follow(self, states: StepStates) -> None:
         """Nothing to note."""
@@ -82,12 +87,16 @@ class NgramProposer:
     def propose(self, rows: Tensor, states: StepStates | None = None) -> None:
         """Draft for rows (R,) int32 that have just got tokens."""
         assert states is None, "texts are all that is read"
-        places = rows.long()
-        self._is_active.zero_().index_fill_(0, places, 1)
+        counts = self._rows.drafts.draft_ids[:, 0]
+        places = rows.long() if rows.device.type == "cpu" else None
+        if places is not None:
+            self._is_active.zero_().index_fill_(0, places, 1)
         self._measure()
         ngram_index(self._index, self._texts, threshold=NO_BUDGET, workspace=self._workspace)
-        counts = self._lens.index_select(0, places) - 1
-        self._rows.drafts.draft_ids[:, 0].index_copy_(0, places, counts)
+        if places is not None:
+            counts.index_copy_(0, places, self._lens.index_select(0, places) - 1)
+        else:
+            torch.sub(self._lens, 1, out=counts)
 
     def _measure(self) -> None:
         torch.sub(self._rows.sampling.num_tokens, self._rows.num_prompt, out=self._num_new)

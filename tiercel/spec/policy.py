@@ -17,6 +17,8 @@ FIRST_CHANCE: Final = 0.6  # that a draft is right, of a row that has had none
 # A draft with a smaller chance is not made. On a GPU a place in a step that verifies costs nothing
 # by itself; on a CPU each token takes its time.
 LEAST_CHANCE: Final = {"cuda": 0.05, "cpu": 0.5}
+# Of the time of steps that do not verify, what those may take that only try whether it would pay.
+TRIAL_SHARE: Final = 0.02
 
 
 def learned(chance: float, num_drafts: int, num_right: int) -> float:
@@ -54,8 +56,11 @@ class DraftPolicy:
             self._num_refused = 0
             return cost < inf
         # Estimates rest while nothing is verified: try again now and then.
-        self._num_refused = (self._num_refused + 1) % RETRY_STEPS
-        return self._num_refused == 0
+        self._num_refused += 1
+        if self._num_refused < max(RETRY_STEPS, cost / TRIAL_SHARE):
+            return False
+        self._num_refused = 0
+        return True
 
     def _cost(self, num_rows: int) -> float:
         default = inf if self.costs else 0.0

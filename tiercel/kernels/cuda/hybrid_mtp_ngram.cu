@@ -3,6 +3,7 @@
 // A row that may take more drafts (A) gives back one token of the reserve and holds `lens` tokens;
 // other rows hold theirs and give nothing back. So the weight is lens - A.
 struct HybridRule {
+  static constexpr bool IS_PRIVATE = false; // the budget reads the lengths of all rows
   static __device__ __forceinline__ Share read(const Args& a, int row) {
     const int ready = a.lens[row];
     const long long to_limit = (long long)a.max_dec[row] - (long long)a.steps[row] - 1;

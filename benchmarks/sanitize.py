@@ -1,0 +1,125 @@
+"""Runs GPU tests under compute-sanitizer and says which kernels it finds fault with.
+
+    python -m benchmarks.sanitize                         all ops, and a small model's steps
+    python -m benchmarks.sanitize ngram_match verify_accept --tool racecheck --jobs 4
+
+A target is the name of an op, whose `tests/ops/test_<op>*.py` run, or a test file. memcheck looks
+for accesses outside of allocations, racecheck for conflicts in shared memory. For memcheck each
+tensor is an allocation of its own, without PyTorch's cache of blocks; graphs cannot be captured
+that way, so tests that capture are left to racecheck. PyTorch's own kernels are not watched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+TOOLS = ("memcheck", "racecheck")
+CAPTURING = "not replay and not graph"
+NOT_WATCHED = ("at::", "at_cuda", "cub::", "cutlass", "nvjet")  # parts of kernels' names
+STEPS = ROOT / "tests/engine/test_gpu_steps.py"  # a small model
+_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
+_HAZARD = re.compile(r"^=+ +(?:Invalid|Error|Warning|Race|.*hazard|.*uninitialized).*$", re.M)
+
+
+def default_targets() -> list[str]:
+    """Every op, then the steps of a small model."""
+    ops = sorted(path.stem for path in (ROOT / "tiercel/ops").glob("[a-z]*.py"))
+    return [*ops, str(STEPS)]
+
+
+def test_files(target: str) -> list[str]:
+    """The test files of an op's name, or the file itself.
+
+    Raises:
+        SystemExit: there is no such test.
+    """
+    found = sorted((ROOT / "tests/ops").glob(f"test_{target}*.py"))
+    found = found or [path for path in (Path(target),) if path.is_file()]
+    if not found:
+        raise SystemExit(f"{target}: no op and no test file.")
+    return [str(path) for path in found]
+
+
+def sanitize(tool: str, target: str, selected: str, limit_s: float) -> dict[str, Any]:
+    """One target under one tool: what the tool and the tests said, and whether both are content."""
+    command = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
+    command += ["--target-processes=application-only", "--print-limit=5"]
+    command += ["--report-api-errors=no"] if tool == "memcheck" else []
+    command += [f"--kernel-name-exclude=kernel_substring={name}" for name in NOT_WATCHED]
+    command += [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
+    environment = dict(os.environ)
+    if tool == "memcheck":
+        selected = f"({selected}) and {CAPTURING}" if selected else CAPTURING
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    command += ["-k", selected] if selected else []
+    start = time.perf_counter()
+    row: dict[str, Any] = {"tool": tool, "target": Path(target).name}
+    process = subprocess.Popen(
+        [*command, *test_files(target)],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that the tests end with the tool
+    )
+    try:
+        output = process.communicate(timeout=limit_s)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output = process.communicate()[0]
+        return row | {"is_clean": False, "summary": f"not done after {limit_s:.0f} s",
+                      "found": _HAZARD.findall(output)[:10]}  # fmt: skip
+    summary = _SUMMARY.findall(output)
+    tests = [line for line in output.splitlines() if re.match(r"\d+ (passed|failed)", line)]
+    return row | {
+        "seconds": round(time.perf_counter() - start, 1),
+        "is_clean": process.returncode == 0 and bool(summary) and bool(tests),
+        "summary": "; ".join([*summary, *tests]) or output[-500:],
+        "found": _HAZARD.findall(output)[:10],
+    }
+
+
+def main() -> None:
+    """Print a line for each tool and target; ends with status 1 unless all are clean."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("targets", nargs="*", default=default_targets())
+    parser.add_argument("--tool", choices=TOOLS, nargs="*", default=TOOLS)
+    parser.add_argument("-k", default="", help="of these tests, those that pytest selects so")
+    parser.add_argument("--jobs", type=int, default=4, help="processes at a time")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds of one target")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no GPU: nothing to watch.")
+    runs = [(tool, target, options.k, options.limit) for target in options.targets
+            for tool in options.tool]  # fmt: skip
+    rows = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for row in pool.map(lambda run: sanitize(*run), runs):
+            rows.append(row)
+            state = "clean" if row["is_clean"] else "NOT CLEAN"
+            print(f"{row['target']:<24}{row['tool']:<12}{state:<11}{row['summary']}", flush=True)
+            for line in row.get("found", ()):
+                print(f"    {line}", flush=True)
+    if options.out is not None:
+        options.out.write_text(json.dumps({"results": rows}, indent=2) + "\n")
+    if not all(row["is_clean"] for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
