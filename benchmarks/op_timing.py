@@ -100,11 +100,12 @@ def time_inputs(
     inputs: list[Any],
     device: torch.device,
     seconds: float = SECONDS,
+    least_calls: int = LEAST_CALLS,
 ) -> Timing:
     """Time calls of `run` on all inputs in turn, as the module says, for about `seconds`."""
     calls = [lambda item=item: run(item) for item in inputs]
     if device.type == "cuda":
-        calls = calls * max(1, LEAST_CALLS // len(calls))
+        calls = calls * max(1, least_calls // len(calls))
     samples = times_us(calls, device, seconds)
     p10, p90 = samples[len(samples) // 10], samples[-1 - len(samples) // 10]
     return Timing(statistics.median(samples), p10, p90, len(samples))

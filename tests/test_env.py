@@ -111,3 +111,26 @@ def test_exact_products_stay_with_the_reader_of_16_tokens(monkeypatch, value):
     monkeypatch.delenv("TIERCEL_PREFILL_GEMM", raising=False)
     monkeypatch.setenv("TIERCEL_EXACT", value)
     assert env.has_prefill_gemm() is (value == "0")
+
+
+@pytest.mark.parametrize(
+    ("mmq", "int8", "expected"),
+    [("", "", False), ("0", "", False), ("1", "", True), ("1", "0", False)],
+)
+def test_tokens_of_8_bits_are_asked_for_and_can_be_forbidden(monkeypatch, mmq, int8, expected):
+    monkeypatch.setenv("TIERCEL_PREFILL_MMQ", mmq)
+    monkeypatch.setenv("TIERCEL_INT8_ACTIVATIONS", int8)
+    assert env.has_prefill_mmq() is expected
+
+
+def test_switches_that_are_set(monkeypatch):
+    for name in env.switches():
+        monkeypatch.delenv(name)
+    assert env.switches() == {}
+    monkeypatch.setenv("TIERCEL_PREFILL_MMQ", "0")
+    monkeypatch.setenv("TIERCEL_PDL", "")
+    assert env.switches() == {"TIERCEL_PREFILL_MMQ": "0"}
+    monkeypatch.setenv("TIERCEL_PREFILL_MMQ", "never")
+    for read in (env.switches, env.has_prefill_mmq):
+        with pytest.raises(ArgumentError, match="TIERCEL_PREFILL_MMQ='never' cannot be read"):
+            read()

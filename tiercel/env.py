@@ -90,6 +90,15 @@ def has_fused_gemm() -> bool:
     return read_flag("TIERCEL_FUSED_GEMM", default=False)
 
 
+def has_prefill_mmq() -> bool:
+    """Whether ``TIERCEL_PREFILL_MMQ`` rounds many tokens to 8 bits for every product that can.
+
+    Off: on an H200 another path was faster at every size (docs/notes/q4k.md).
+    ``TIERCEL_INT8_ACTIVATIONS`` can forbid it too.
+    """
+    return read_flag("TIERCEL_PREFILL_MMQ", default=False) and has_int8_activations()
+
+
 def is_exact() -> bool:
     """Whether ``TIERCEL_EXACT`` asks for kernels whose bits do not depend on the batch."""
     return read_flag("TIERCEL_EXACT", default=False)
@@ -121,13 +130,17 @@ def is_sync_debug() -> bool:
 
 
 def switches() -> dict[str, str]:
-    """The toggles that are set, for reports: names and values."""
+    """The toggles that are set, for reports: names and values.
+
+    Raises:
+        ArgumentError: a value is neither 0 nor 1.
+    """
     names = (
-        *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "FUSED_GEMM"),
+        *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "PREFILL_MMQ", "FUSED_GEMM"),
         *("MEGAKERNEL", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
     )
-    found = {f"TIERCEL_{name}": os.environ.get(f"TIERCEL_{name}", "") for name in names}
-    return {name: text for name, text in found.items() if text}
+    found = [f"TIERCEL_{name}" for name in names if os.environ.get(f"TIERCEL_{name}", "")]
+    return {name: str(int(read_flag(name, default=False))) for name in found}
 
 
 def default_model_path() -> Path | None:

@@ -55,6 +55,16 @@ def test_text_has_the_same_facts(tiny, capsys):
         assert word in text
 
 
+def test_toggles_are_shown_and_checked(facts, tiny, capsys, monkeypatch):
+    monkeypatch.setenv("TIERCEL_PREFILL_MMQ", "1")
+    assert facts(tiny)["runs"]["switches"]["TIERCEL_PREFILL_MMQ"] == "1"
+    assert run(["inspect", str(tiny)]) == 0
+    assert "TIERCEL_PREFILL_MMQ" in capsys.readouterr().out
+    monkeypatch.setenv("TIERCEL_PREFILL_MMQ", "maybe")
+    assert run(["inspect", str(tiny)]) != 0
+    assert "TIERCEL_PREFILL_MMQ='maybe' cannot be read" in capsys.readouterr().err
+
+
 def test_names_in_a_file_cannot_steer_the_terminal(facts, tmp_path, capsys):
     path = tiny_model(
         tmp_path / "m.gguf", metadata={"general.name": "\x1b[2J\nerror: x" + "y" * 500}

@@ -1,5 +1,8 @@
 """The linear layer: dense forms, 4-bit planes on a CPU, mixed parts, float32 results."""
 
+import itertools
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,8 @@ from tiercel.kernels import int4_planes
 from tiercel.kernels import linear as kernel
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear import (
+    FUSED_ROWS,
+    MAX_ROWS,
     MOST_PACKED_ROWS,
     WIDE_ROWS,
     WIDE_SLICE,
@@ -22,6 +27,7 @@ from tiercel.ops.linear import (
     select_rows,
 )
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
+from tiercel.ops.q4k_mmq import q4k_mmq
 from tiercel.quant import Layout, QuantTensor, QuantType
 from tiercel.reference import linear as oracle
 
@@ -194,7 +200,7 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
         dense = decoded(parts).half()
         first, last = (prepare_q4k(part, Layout.SOA) for part in (parts[0], parts[2]))
         segments = (first, dense[40:64], last)
-        limits = select_rows(has_copy=has_copy, has_fused=False, uses_gemm=True)
+        limits = select_rows(has_copy=has_copy, has_fused=False, has_mmq=False, uses_gemm=True)
         weight = LinearWeight(segments, (81, 512), dense if has_copy else None, *limits)
     x = (torch.randn(rows, 512) / 10).half()
     is_packed = rows <= weight.reader_rows
@@ -211,14 +217,19 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
         assert torch.equal(out[:1, at], alone) or not is_packed
 
 
-def test_paths_by_rows():
-    """The reader, then the fused product where there is one, then dense weights."""
-    for has_copy in (True, False):
-        assert select_rows(has_copy=has_copy, has_fused=True, uses_gemm=False)[0] > 10**9
-        reader, fused = select_rows(has_copy=has_copy, has_fused=True, uses_gemm=True)
-        assert reader == MAX_TOKENS < fused
-    assert select_rows(has_copy=True, has_fused=False, uses_gemm=True) == (MAX_TOKENS, 0)
-    assert select_rows(has_copy=False, has_fused=False, uses_gemm=True) == (MOST_PACKED_ROWS, 0)
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_paths_by_rows(has_copy):
+    """Toggles decide, then the fused product, then dense weights."""
+    for has_fused, has_mmq in itertools.product((True, False), (True, False)):
+        select = partial(select_rows, has_copy=has_copy, has_fused=has_fused, has_mmq=has_mmq)
+        assert select(uses_gemm=False) == (MAX_ROWS, 0, 0)
+        if has_mmq:
+            expected = (MAX_TOKENS, 0, MAX_ROWS)
+        elif has_fused:
+            expected = (MAX_TOKENS, FUSED_ROWS[has_copy], 0)
+        else:
+            expected = (MAX_TOKENS if has_copy else MOST_PACKED_ROWS, 0, 0)
+        assert select(uses_gemm=True) == expected
 
 
 @pytest.mark.gpu
@@ -236,6 +247,27 @@ def test_paths_agree(has_copy, device, monkeypatch):
     for rows in (17, 64, 100, 128, 129, 300, 700):
         assert torch.equal(linear(x[:rows], exact), whole[:rows])
         assert relative_error(linear(x[:rows], usual), whole[:rows].double().cpu()) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("soa", ["0", "1"])
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_tokens_of_8_bits_on_request(has_copy, soa, device, monkeypatch):
+    """TIERCEL_PREFILL_MMQ=1: products of more than 16 rows, unless none may leave the reader."""
+    parts = [make_weight("Q4_K", 200, 1024, 1), make_weight("Q6_K", 60, 1024, 2)]
+    monkeypatch.setenv("TIERCEL_Q4K_SOA", soa)
+    monkeypatch.setenv("TIERCEL_PREFILL_MMQ", "1")
+    weight = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
+    x = torch.randn(300, 1024).half().to(device)
+    for rows in (17, 65, 300):
+        whole = torch.cat([q4k_mmq(x[:rows], segment) for segment in weight.segments], dim=1)
+        assert torch.equal(linear(x[:rows], weight), whole)
+        expected = oracle.linear(x[:rows].cpu(), decoded(parts))
+        assert 1e-3 < relative_error(whole, expected) < 2e-2
+    assert torch.equal(linear(x[:16], weight)[:, :200], q4k_matvec(x[:16], weight.segments[0]))
+    monkeypatch.setenv("TIERCEL_PREFILL_GEMM", "0")
+    reader = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
+    assert torch.equal(linear(x, reader)[:16], linear(x[:16], weight))
 
 
 def test_bytes_at_rest():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from tiercel import env
 from tiercel.cli.options import CommonOptions, ModelName
 from tiercel.cli.terminal import ProgressReporter, one_line, say, write
 
@@ -92,6 +93,7 @@ def describe(source: ModelSource) -> dict[str, Any]:
             "is_supported": True,
             "devices": ["cpu", "cuda"],
             "has_chat_template": source.chat_template is not None,
+            "switches": env.switches(),
         },
     }
 
@@ -199,6 +201,8 @@ def _print_facts(facts: dict[str, Any]) -> None:
     write("\nRuns\n")
     template = "generate and chat" if runs["has_chat_template"] else "generate (no chat template)"
     _print_row(runs["architecture"], f"supported: {template}, on CPU or CUDA")
+    for name, value in runs["switches"].items():
+        _print_row(name, value)
     if "tokenizer" in facts:
         _print_section("Tokenizer", facts["tokenizer"])
     if "tensors" in facts:

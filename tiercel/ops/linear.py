@@ -1,10 +1,11 @@
 """x @ W^T with W prepared once for its device: which form it rests in, which kernel reads it.
 
 On a CPU in bfloat16 a quantised matrix stays packed (`kernels/int4_planes.py`). On a GPU in float16
-quantised ones stay packed: for up to 16 rows (`ops/q4k_matvec.py`), on Hopper for some more (Q4_K
-and Q6_K, `ops/q4k_gemm.py`), and beside a dense copy for many rows where there is memory for one.
-Everything else rests dense in the dtype of the activations. Matrices that share an input are
-prepared together and multiplied in one call where their forms agree.
+quantised ones stay packed: for up to 16 rows (`ops/q4k_matvec.py`), Q4_K and Q6_K for some more on
+Hopper (`ops/q4k_gemm.py`) or with x of 8 bits (`ops/q4k_mmq.py`), and beside a dense copy for many
+rows where there is memory for one. Everything else rests dense in the dtype of the activations.
+Matrices that share an input are prepared together and multiplied in one call where their forms
+agree.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tiercel.env import has_fused_gemm, has_prefill_gemm, has_q4k_soa
+from tiercel.env import has_fused_gemm, has_prefill_gemm, has_prefill_mmq, has_q4k_soa
 from tiercel.errors import ArgumentError
 from tiercel.kernels import int4_planes
 from tiercel.kernels.int4_planes import Int4Planes
+from tiercel.kernels.linear import launch_linear
 from tiercel.kernels.rtc import has_dependent_launch
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_gemm import TYPES as FUSED_TYPES
 from tiercel.ops.q4k_gemm import has_q4k_gemm, load_q4k_gemm, q4k_gemm
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
+from tiercel.ops.q4k_mmq import has_q4k_mmq, load_q4k_mmq, q4k_mmq
 from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
 
 # From here on a float32 product of float16 weights is faster widened in slices than as rows of dot
@@ -51,6 +55,7 @@ class LinearWeight:
         dense: (out_features, in_features) of all segments beside packed weights; None without.
         reader_rows: rows up to which packed weights are read 16 rows at a time.
         fused_rows: rows up to which beyond that they are decoded within the product.
+        mmq_rows: rows up to which beyond both x is rounded to 8 bits.
     """
 
     segments: tuple[Tensor | Int4Planes | Q4kWeight, ...]
@@ -58,6 +63,15 @@ class LinearWeight:
     dense: Tensor | None = None
     reader_rows: int = MAX_TOKENS
     fused_rows: int = 0
+    mmq_rows: int = 0
+
+
+class PathRows(NamedTuple):
+    """The limits of `LinearWeight`: rows up to which packed weights take each path."""
+
+    reader: int
+    fused: int
+    mmq: int
 
 
 def select_form(qtype_name: str, out_features: int, dtype: torch.dtype, device_type: str) -> str:
@@ -79,19 +93,25 @@ def select_form(qtype_name: str, out_features: int, dtype: torch.dtype, device_t
     return f"planes{int4_planes.PLANES[qtype_name]}"
 
 
-def select_rows(*, has_copy: bool, has_fused: bool, uses_gemm: bool) -> tuple[int, int]:
-    """`reader_rows` and `fused_rows` of packed K-quants; beyond both, the copy or decoded weights.
+def select_rows(*, has_copy: bool, has_fused: bool, has_mmq: bool, uses_gemm: bool) -> PathRows:
+    """Which path packed weights take; beyond all limits, the copy or decoded weights.
+
+    From results/prefill_paths_h200.json. Decoding slice by slice, so that a product finds them in
+    the cache, was slower or equal at every size; products with x of 8 bits are on request alone.
 
     Args:
         has_copy: whether there is a dense copy.
         has_fused: whether the fused product may be used and the device has it.
+        has_mmq: whether products with x of 8 bits are asked for and the device has them.
         uses_gemm: ``TIERCEL_PREFILL_GEMM``; without, everything goes 16 rows at a time.
     """
     if not uses_gemm:
-        return MAX_ROWS, 0
+        return PathRows(MAX_ROWS, 0, 0)
+    if has_mmq:
+        return PathRows(MAX_TOKENS, 0, MAX_ROWS)
     if has_fused:
-        return MAX_TOKENS, FUSED_ROWS[has_copy]
-    return (MAX_TOKENS if has_copy else MOST_PACKED_ROWS), 0
+        return PathRows(MAX_TOKENS, FUSED_ROWS[has_copy], 0)
+    return PathRows(MAX_TOKENS if has_copy else MOST_PACKED_ROWS, 0, 0)
 
 
 def resting_bytes(
@@ -190,17 +210,22 @@ def _prepare_packed(
             segments.append(dense[rows])
         else:
             segments.append(dequantize(whole, dtype))
-    uses_gemm = has_prefill_gemm()
-    is_fused_type = all(part.qtype in FUSED_TYPES or part.qtype not in PLANES for part in parts)
-    has_fused = has_fused_gemm() and layout is Layout.SOA and has_q4k_gemm(device) and is_fused_type
-    if has_fused and uses_gemm:
-        for segment in segments:
-            if isinstance(segment, Q4kWeight):
-                load_q4k_gemm(segment, out_dtype)
-    reader_rows, fused_rows = select_rows(
-        has_copy=dense is not None, has_fused=has_fused, uses_gemm=uses_gemm
+    packed = [segment for segment in segments if isinstance(segment, Q4kWeight)]
+    can_fuse = layout is Layout.SOA and has_q4k_gemm(device)
+    can_fuse = can_fuse and all(segment.tensor.qtype in FUSED_TYPES for segment in packed)
+    can_mmq = all(has_q4k_mmq(segment.tensor.qtype, device) for segment in packed)
+    limits = select_rows(
+        has_copy=dense is not None,
+        has_fused=has_fused_gemm() and can_fuse,
+        has_mmq=has_prefill_mmq() and can_mmq,
+        uses_gemm=has_prefill_gemm(),
     )
-    return LinearWeight(tuple(segments), shape, dense, reader_rows, fused_rows)
+    for segment in packed:
+        if limits.fused:
+            load_q4k_gemm(segment, out_dtype)
+        if limits.mmq:
+            load_q4k_mmq(segment, out_dtype)
+    return LinearWeight(tuple(segments), shape, dense, *limits)
 
 
 def pick_rows(weight: LinearWeight, rows: Tensor) -> LinearWeight | None:
@@ -244,7 +269,7 @@ def linear(
             hint=f"Pass (rows, {weight.shape[1]}).",
         )
     out_dtype = out_dtype or x.dtype
-    if weight.dense is not None and x.shape[0] > max(weight.reader_rows, weight.fused_rows):
+    if weight.dense is not None and x.shape[0] > _most_packed(weight):
         out = _multiply_dense(x, weight.dense, out_dtype)
     elif len(weight.segments) == 1:
         out = _multiply(x, weight.segments[0], out_dtype, weight)
@@ -260,6 +285,11 @@ def linear(
                 piece.copy_(_multiply(x, segment, out_dtype, weight))
             row += rows
     return out if bias is None else out.add_(bias)
+
+
+def _most_packed(weight: LinearWeight) -> int:
+    """Rows up to which packed segments are read."""
+    return max(weight.reader_rows, weight.fused_rows, weight.mmq_rows)
 
 
 def _num_rows(segment: Tensor | Int4Planes | Q4kWeight) -> int:
@@ -292,8 +322,6 @@ def _multiply(
 
 def _multiply_dense(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
     """X @ weight^T of dense weights on a GPU."""
-    from tiercel.kernels.linear import launch_linear
-
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
     launch_linear(x, weight, out)
     return out
@@ -308,6 +336,8 @@ def _multiply_packed(x: Tensor, segment: Q4kWeight, out: Tensor, weight: LinearW
             q4k_matvec(x[few], segment, out=out[few])
     elif rows <= weight.fused_rows:
         q4k_gemm(x, segment, out=out)
+    elif rows <= weight.mmq_rows:
+        q4k_mmq(x, segment, out=out)
     else:
         out.copy_(_multiply_dense(x, dequantize(segment.tensor, x.dtype), out.dtype))
 

@@ -1,0 +1,114 @@
+"""Both sides of each toggle in one run: tokens per second of prompts and decode steps.
+
+    python -m benchmarks.synthetic_model qwen3-8b qwen3-8b.gguf
+    python -m benchmarks.e2e_toggles qwen3-8b.gguf --out benchmarks/results/e2e_toggles_h200.json
+
+Toggles are read when a model is loaded, so one process loads the model once for each side that is
+not the default (but for one toggle that is read once a process, whose other side has its own); what
+a side costs is the difference to the loads with all defaults, which come first and last. Trials are
+those of `tiercel bench speed`: a prompt of 512 tokens, and 64 greedy steps of 1 and 8 sequences
+behind 128 tokens each; medians. Inputs are alike for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import environment, save
+from tiercel import env
+from tiercel.bench.speed import Trial, context_of, measure_speed
+from tiercel.engine.build import load_model
+from tiercel.engine.messages import LoadOptions
+
+TRIALS = (Trial(1, 512), Trial(1, 128, 64), Trial(8, 128, 64))
+NAMES = ("prefill 512", "decode batch 1", "decode batch 8")
+REPETITIONS = 5
+# What each toggle is when nobody sets it.
+TOGGLES = {
+    "TIERCEL_MEGAKERNEL": env.has_megakernel,
+    "TIERCEL_INT8_ACTIVATIONS": env.has_int8_activations,
+    "TIERCEL_PDL": env.has_dependent_launch,
+    "TIERCEL_CUDA_GRAPH": env.has_cuda_graphs,
+    "TIERCEL_Q4K_SOA": env.has_q4k_soa,
+    "TIERCEL_PREFILL_GEMM": env.has_prefill_gemm,
+    "TIERCEL_PREFILL_MMQ": env.has_prefill_mmq,
+    "TIERCEL_FUSED_GEMM": env.has_fused_gemm,
+}
+ONCE_A_PROCESS = ("TIERCEL_PDL",)
+
+
+def measure(model: Path, switches: dict[str, str]) -> dict[str, float]:
+    """Tokens per second of all trials under some toggles, and the seconds of the load."""
+    os.environ.update(switches)
+    began = time.perf_counter()
+    options = LoadOptions(
+        max_model_len=context_of(TRIALS),
+        max_num_seqs=max(trial.batch for trial in TRIALS),
+        max_num_batched_tokens=1024,
+    )
+    loaded = load_model(model, options, None)
+    result = {"load_s": time.perf_counter() - began}
+    speeds = measure_speed(loaded, TRIALS, REPETITIONS, 0, lambda _: None)
+    for name, speed in zip(NAMES, speeds, strict=True):
+        result[name] = statistics.median(speed.rates)
+    del loaded, speeds
+    gc.collect()
+    torch.cuda.empty_cache()
+    for name in switches:
+        del os.environ[name]
+    print(switches or "defaults", {k: round(v, 2) for k, v in result.items()}, flush=True)
+    return result
+
+
+def measure_apart(model: Path, switches: dict[str, str]) -> dict[str, float]:
+    """The same in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.e2e_toggles", str(model), "--alone"]
+    environ = os.environ | switches
+    answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environ)
+    result: dict[str, float] = json.loads(answer.stdout.splitlines()[-1])
+    print(switches, "in its own process", {k: round(v, 2) for k, v in result.items()}, flush=True)
+    return result
+
+
+def main() -> None:
+    """Measure one model."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--toggles", nargs="+", choices=TOGGLES, default=list(TOGGLES))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.alone:
+        print(json.dumps(measure(options.model, {})))
+        return
+    if set_before := env.switches():
+        raise SystemExit(f"toggles are set already: {set_before}")
+    report: dict[str, Any] = environment(torch.device("cuda"))
+    report |= {"model": options.model.name, "defaults": measure(options.model, {}), "toggles": {}}
+    for name in options.toggles:
+        default = str(int(TOGGLES[name]()))
+        other = "10"[int(default)]
+        run = measure_apart if name in ONCE_A_PROCESS else measure
+        report["toggles"][name] = {
+            "default": default,
+            default: report["defaults"],
+            other: run(options.model, {name: other}),
+        }
+        save(options.out, report)
+    report["defaults again"] = measure(options.model, {})
+    save(options.out, report)
+
+
+if __name__ == "__main__":
+    main()
