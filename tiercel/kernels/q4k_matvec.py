@@ -55,7 +55,6 @@ class Launch:
         early: of them, those asked for before x.
         buffers: of sums, of a group.
         ahead: steps of a group over its tiles that are asked into the L2 before their turn.
-        asked: pieces of x of a thread in flight.
         ctas: resident on an SM, for the registers.
     """
 
@@ -65,11 +64,9 @@ class Launch:
     early: int = 1
     buffers: int = 1
     ahead: int = 0
-    asked: int = 4
     ctas: int = 1
 
 
-_CHAINS = 1
 # (type, tokens) -> best first; those that do not fit are passed over.
 _LAUNCHES = {
     ("Q4_K", 1): (Launch(1, 2, 2, 1, 2), Launch(1, 1, 2, 1, 2)),
@@ -257,9 +254,7 @@ def cuda_source(
         ("EARLY", launch.early),
         ("BUFFERS", launch.buffers),
         ("AHEAD", launch.ahead),
-        ("ASKED", launch.asked),
         ("CTAS", launch.ctas),
-        ("CHAINS", _CHAINS),
         ("ACTIVATION", ACTIVATIONS.index(config.activation)),
     )
     return rtc.KernelSource("q4k_matvec", macros, ("q4k_units",))

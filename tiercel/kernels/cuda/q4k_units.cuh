@@ -381,7 +381,7 @@ struct Unit {
 // same words follow each other.
 DEV void multiply(float (&sum)[TILES][NT][4], u32 slot, const Tokens& tokens, int lane) {
   const Unit first(slot, lane), second(slot + (TILES - 1) * SLOT, lane);
-  float part[TILES][CHAINS][NT][4] = {};
+  float part[TILES][NT][4] = {};
 #pragma unroll
   for (int q = 0; q < 8; ++q) {
     const int p = 4 * (q & 1) + (q >> 1);
@@ -396,7 +396,7 @@ DEV void multiply(float (&sum)[TILES][NT][4], u32 slot, const Tokens& tokens, in
       for (int o = 0; o < 2; ++o)
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt)
-          mma(part[i][q & (CHAINS - 1)][nt], a[o][0], a[o][1], a[o][2], a[o][3],
+          mma(part[i][nt], a[o][0], a[o][1], a[o][2], a[o][3],
               word(v[nt], 2 * o), word(v[nt], 2 * o + 1));
     }
   }
@@ -405,12 +405,7 @@ DEV void multiply(float (&sum)[TILES][NT][4], u32 slot, const Tokens& tokens, in
     const uint2 means = tokens.means(nt);
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
-      float (&p)[4] = part[i][0][nt];
-#if CHAINS > 1
-#pragma unroll
-      for (int c = 0; c < 4; ++c) p[c] += part[i][1][nt][c];
-#endif
-      (i ? second : first).add(sum[i][nt], p, means);
+      (i ? second : first).add(sum[i][nt], part[i][nt], means);
     }
   }
 }
