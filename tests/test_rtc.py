@@ -124,7 +124,7 @@ def test_q4k_kernels_compile_everywhere(source, arch, tmp_path):
     config = Q4K_SOURCES[source]
     if arch != ARCH or config is None:
         return
-    threads = 32 * config.parts * config.launch.groups * config.launch.ctas
+    threads = 32 * config.parts * config.groups * config.ctas
     assert registers_of(cubin, tmp_path) * threads <= 65536
     text = ask(cubin, tmp_path, "nvdisasm", "-c")
     assert "HMMA.16816.F32" in text

@@ -29,7 +29,6 @@ SLICE_BLOCKS = 16  # SLICE of the kernel
 _PARTS = 8  # of the order of sums; see the kernel
 _TOKEN_CLASSES = (1, 4, 8, MAX_TOKENS)  # each has one launch
 _SLOT_BYTES = {"Q4_K": 2304, "Q6_K": 3360}
-ACTIVATIONS = ("", "silu", "gelu_tanh")  # by code of the kernel
 OUT_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
@@ -43,92 +42,57 @@ class DeviceLimits:
 
 H200 = DeviceLimits(132, 227 << 10)
 
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What may be chosen for a shape; whatever it is, the result has the same bits.
-
-    Attributes:
-        tiles: of 16 rows that a warp multiplies together.
-        groups: of warps in a CTA, each on tiles of its own.
-        stages: units (of all `tiles`) of a warp in flight.
-        early: of them, those asked for before x.
-        buffers: of sums, of a group.
-        ahead: steps of a group over its tiles that are asked into the L2 before their turn.
-        ctas: resident on an SM, for the registers.
-    """
-
-    tiles: int = 1
-    groups: int = 1
-    stages: int = 1
-    early: int = 1
-    buffers: int = 1
-    ahead: int = 0
-    ctas: int = 1
-
-
-# (type, tokens) -> best first; those that do not fit are passed over.
+# (type, tokens) -> groups, stages, early, buffers, best first; those that do not fit are passed
+# over. From one run of all launches on an H200 (cold, dependent; docs/notes/q4k.md).
 _LAUNCHES = {
-    ("Q4_K", 1): (Launch(1, 2, 2, 1, 2), Launch(1, 1, 2, 1, 2)),
-    ("Q4_K", 4): (Launch(1, 2, 3, 1, 2), Launch(1, 2, 2, 1, 2)),
-    ("Q4_K", 8): (Launch(1, 2, 2, 1, 2), Launch(1, 2, 2, 1, 1)),
-    ("Q4_K", 16): (Launch(1, 2, 2, 1, 1),),
-    ("Q6_K", 1): (Launch(1, 2, 2, 1, 2), Launch(1, 1, 2, 1, 2)),
-    ("Q6_K", 4): (Launch(1, 1, 3, 1, 2),),
-    ("Q6_K", 8): (Launch(1, 1, 3, 1, 2),),
-    ("Q6_K", 16): (Launch(1, 2, 1, 1, 2), Launch(1, 2, 1, 1, 1)),
+    ("Q4_K", 1): ((2, 2, 1, 2), (1, 2, 1, 2)),
+    ("Q4_K", 4): ((2, 3, 1, 2), (2, 2, 1, 2)),
+    ("Q4_K", 8): ((2, 2, 1, 2), (2, 2, 1, 1)),
+    ("Q4_K", 16): ((2, 2, 1, 1),),
+    ("Q6_K", 1): ((2, 2, 1, 2), (1, 2, 1, 2)),
+    ("Q6_K", 4): ((1, 3, 1, 2),),
+    ("Q6_K", 8): ((1, 3, 1, 2),),
+    ("Q6_K", 16): ((2, 1, 1, 2), (2, 1, 1, 1)),
 }
 # The same for rows whose slices are split: 4096 x 12288, 8 tokens, Q6_K: 20.4 us, one group 28.6.
 _SPLIT_LAUNCHES = {
-    "Q4_K": (Launch(1, 2, 2, 2, 2), Launch(1, 2, 2, 1, 1)),
-    "Q6_K": (Launch(1, 2, 2, 2, 2), Launch(1, 2, 1, 1, 2)),
+    "Q4_K": ((2, 2, 2, 2, 1), (2, 2, 1, 1, 1)),
+    "Q6_K": ((2, 2, 2, 2, 1), (2, 1, 1, 2, 1)),
 }
-_GATED = (Launch(2, 1, 2), Launch(2))
-_FEW_TILES = Launch(1, 1, 3, 3, 1)  # no SM has two: 1024 x 4096 4.8 us with two groups, 3.5 so
+_FEW_TILES = (1, 3, 3, 1, 1)  # no SM has two: 1024 x 4096 4.8 us with two groups, 3.5 so
 _LARGE_TILES = 8  # tiles of an SM from which two small CTAs beat one
 
 
 @dataclass(frozen=True, slots=True)
 class Q4kMatvecConfig:
-    """A launch for a shape.
+    """A launch.
 
     Attributes:
-        launch: what was chosen.
         parts: warps that share a tile of 16 rows; decides the order of sums.
+        groups: tiles at a time in a CTA.
+        stages: units of a warp in flight.
+        ctas: resident on an SM, for the registers.
+        early: of them, those asked for before x.
+        buffers: of sums, of a group.
         is_split: slices of long rows go to CTAs of their own.
         grid: CTAs along the rows.
         smem_bytes: of a CTA.
-        activation: "" or that of the first half of the rows, which gate the second.
     """
 
-    launch: Launch
     parts: int
+    groups: int
+    stages: int
+    early: int
+    buffers: int
+    ctas: int
     is_split: bool
     grid: int
     smem_bytes: int
-    activation: str = ""
 
 
 def num_slices(in_features: int) -> int:
     """Slices of a row's sum."""
     return -(-in_features // (BLOCK * SLICE_BLOCKS))
-
-
-@functools.cache
-def token_class(
-    tokens: int, type_name: str, limits: DeviceLimits = H200, activation: str = ""
-) -> int:
-    """The most tokens that share the launch of `tokens`; fewer where shared memory is short.
-
-    More tokens than the largest class takes go in several launches.
-    """
-    least = Launch(tiles=2) if activation else Launch()
-    fitting = [
-        most
-        for most in _TOKEN_CLASSES
-        if smem_bytes(type_name, SLICE_BLOCKS, most, _PARTS, least) <= limits.smem_bytes
-    ]
-    return next((most for most in fitting if tokens <= most), fitting[-1])
 
 
 @functools.cache
@@ -138,18 +102,23 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return DeviceLimits(num_sms, rtc.max_smem_bytes(device))
 
 
-def can_gate(shape: tuple[int, int]) -> bool:
-    """Whether the first half of the rows may gate the second: in whole tiles."""
-    return shape[0] % (2 * TILE_ROWS) == 0
+@functools.cache
+def token_class(tokens: int, type_name: str, limits: DeviceLimits = H200) -> int:
+    """The most tokens that share the launch of `tokens`; fewer where shared memory is short.
+
+    More tokens than the largest class takes go in several launches.
+    """
+    fitting = [
+        most
+        for most in _TOKEN_CLASSES
+        if smem_bytes(type_name, SLICE_BLOCKS, most, _PARTS, 1, _PARTS) <= limits.smem_bytes
+    ]
+    return next((most for most in fitting if tokens <= most), fitting[-1])
 
 
 @functools.cache
 def select_q4k_matvec(
-    type_name: str,
-    shape: tuple[int, int],
-    tokens: int,
-    limits: DeviceLimits = H200,
-    activation: str = "",
+    type_name: str, shape: tuple[int, int], tokens: int, limits: DeviceLimits = H200
 ) -> Q4kMatvecConfig:
     """Choose the launch. Pure: equal in every process, readable by a test.
 
@@ -158,58 +127,71 @@ def select_q4k_matvec(
     Args:
         type_name: of the weights.
         shape: (rows, in) of W.
-        tokens: at most `token_class(tokens, type_name, limits, activation)`.
+        tokens: at most `token_class(tokens, type_name, limits)`.
         limits: of the device.
-        activation: as in the config; the shape `can_gate`.
     """
-    tokens = token_class(tokens, type_name, limits, activation)
+    tokens = token_class(tokens, type_name, limits)
     blocks, tiles = shape[1] // BLOCK, -(-shape[0] // TILE_ROWS)
     if tokens == 1 and type_name == "Q4_K" and blocks <= SLICE_BLOCKS:
         # 57 MB: 15.3 us, 16.2 with one CTA an SM; 14 MB: 6.1 us either way.
         is_large = tiles > _LARGE_TILES * limits.num_sms
-        launches = [Launch(1, 1, 2, 2, 2, ctas=2)] if is_large else [Launch(1, 1, 2, 1, 2)]
+        launches = [(1, 2, 2, 2, 2)] if is_large else [(1, 2, 1, 2, 1)]
     else:
-        launches = [*_LAUNCHES[type_name, tokens]]
+        launches = [(*launch, 1) for launch in _LAUNCHES[type_name, tokens]]
     if tiles <= limits.num_sms:
         launches = [_FEW_TILES, *launches]
-    launches += [Launch(1, 1, 2), Launch()]
-    split_launches = [*_SPLIT_LAUNCHES[type_name], *launches]
-    if activation:
-        launches = split_launches = [*_GATED]
+    launches += [(1, 2, 1, 1, 1), (1, 1, 1, 1, 1)]
     configs = [
         make_config(
-            type_name, shape, tokens, launch, is_split=split, limits=limits, activation=activation
+            type_name,
+            blocks,
+            tokens,
+            *launch,
+            _grid(tiles, blocks, launch, split, limits),
+            is_split=split,
         )
-        for split, tried in ((False, launches), (True, split_launches))
+        for split, tried in ((False, launches), (True, [*_SPLIT_LAUNCHES[type_name], *launches]))
         for launch in tried
-        if tiles % launch.tiles == 0
     ]
     return next(config for config in configs if config.smem_bytes <= limits.smem_bytes)
 
 
+def _grid(
+    tiles: int, blocks: int, launch: tuple[int, ...], is_split: bool, limits: DeviceLimits
+) -> int:
+    """CTAs along the rows: the fewest that take no more turns than all at once on the device.
+
+    Each reads all of x, and they wait for each other there.
+    """
+    slices = num_slices(blocks * BLOCK) if is_split else 1
+    at_once = max(1, limits.num_sms * launch[4] // slices)
+    turns = -(-tiles // (launch[0] * at_once))
+    return -(-tiles // (launch[0] * turns))
+
+
 def make_config(
     type_name: str,
-    shape: tuple[int, int],
+    blocks: int,
     tokens: int,
-    launch: Launch,
+    groups: int,
+    stages: int,
+    early: int,
+    buffers: int,
+    ctas: int,
+    grid: int,
     *,
     is_split: bool,
-    limits: DeviceLimits = H200,
-    activation: str = "",
 ) -> Q4kMatvecConfig:
-    """A launch for W (rows, in) and a class of tokens."""
-    blocks, tiles = shape[1] // BLOCK, -(-shape[0] // TILE_ROWS)
-    slices = num_slices(shape[1]) if is_split else 1
-    # All CTAs at once on the device, or one for each group's tiles if those are fewer.
-    at_once = max(1, limits.num_sms * launch.ctas // slices)
-    grid = min(-(-tiles // (launch.groups * launch.tiles)), at_once)
+    """A launch for rows of `blocks` units and a class of tokens; the rest as in the config."""
     parts = _PARTS if blocks > _PARTS // 2 else _PARTS // 2
     units = min(blocks, SLICE_BLOCKS) if is_split else blocks
-    smem = smem_bytes(type_name, units, tokens, parts, launch)
-    return Q4kMatvecConfig(launch, parts, is_split, grid, smem, activation)
+    smem = smem_bytes(type_name, units, tokens, parts, groups * buffers, parts * groups * stages)
+    return Q4kMatvecConfig(parts, groups, stages, early, buffers, ctas, is_split, grid, smem)
 
 
-def smem_bytes(type_name: str, units: int, tokens: int, parts: int, launch: Launch) -> int:
+def smem_bytes(
+    type_name: str, units: int, tokens: int, parts: int, sum_buffers: int, ring_units: int
+) -> int:
     """Dynamic shared memory of a CTA: activations and means, sums of parts, rings.
 
     Args:
@@ -217,13 +199,12 @@ def smem_bytes(type_name: str, units: int, tokens: int, parts: int, launch: Laun
         units: of a row that the CTA sums.
         tokens: rows of x.
         parts: see `Q4kMatvecConfig`.
-        launch: the choice.
+        sum_buffers: of all groups.
+        ring_units: of all warps.
     """
-    of_token, padding = (544, 128) if type_name == "Q4_K" else (512, 256)
-    activations = units * (tokens * of_token + padding)
-    sums = parts * _tiles_of_tokens(tokens) * 512
-    ring = parts * launch.stages * launch.tiles * _SLOT_BYTES[type_name]
-    return activations + launch.groups * (launch.buffers * sums + ring)
+    activations = units * tokens * (544 if type_name == "Q4_K" else 512)
+    sums = -(-units // SLICE_BLOCKS) * parts * _tiles_of_tokens(tokens) * 512
+    return activations + sum_buffers * sums + ring_units * _SLOT_BYTES[type_name]
 
 
 def _tiles_of_tokens(tokens: int) -> int:
@@ -240,22 +221,18 @@ def cuda_source(
     in_file: bool,
 ) -> rtc.KernelSource:
     """The kernel as built for one kind of call."""
-    launch = config.launch
     macros = (
         ("QTYPE", 4 if type_name == "Q4_K" else 6),
         ("NT", _tiles_of_tokens(tokens)),
         ("IN_FILE", int(in_file)),
         ("PARTS", config.parts),
-        ("TILES", launch.tiles),
-        ("GROUPS", launch.groups),
-        ("STAGES", launch.stages),
+        ("GROUPS", config.groups),
+        ("STAGES", config.stages),
         ("OUT", OUT_CODES[out_dtype]),
         ("IS_SPLIT", int(config.is_split)),
-        ("EARLY", launch.early),
-        ("BUFFERS", launch.buffers),
-        ("AHEAD", launch.ahead),
-        ("CTAS", launch.ctas),
-        ("ACTIVATION", ACTIVATIONS.index(config.activation)),
+        ("EARLY", config.early),
+        ("BUFFERS", config.buffers),
+        ("CTAS", config.ctas),
     )
     return rtc.KernelSource("q4k_matvec", macros, ("q4k_units",))
 
@@ -268,14 +245,12 @@ def load_q4k_matvec(
     device: torch.device,
     *,
     in_file: bool,
-    activation: str = "",
 ) -> None:
     """Load what `select_q4k_matvec` may choose for a matrix; call it before a graph is captured."""
     limits = device_limits(device)
     sources = {}
-    classes = {token_class(most, type_name, limits, activation) for most in _TOKEN_CLASSES}
-    for tokens in classes:
-        config = select_q4k_matvec(type_name, shape, tokens, limits, activation)
+    for tokens in {token_class(most, type_name, limits) for most in _TOKEN_CLASSES}:
+        config = select_q4k_matvec(type_name, shape, tokens, limits)
         source = cuda_source(type_name, tokens, out_dtype, config, in_file=in_file)
         sources[source] = config.smem_bytes
     rtc.fill_cache(sources, rtc.device_arch(device))
@@ -314,8 +289,7 @@ def launch_q4k_matvec(
         x: (tokens, in) float16, contiguous, of one `token_class`.
         planes: of W (rows, in) on x's device, contiguous, in their order; one in the file's layout.
         type_name: of W.
-        out: (tokens, rows), or half of them where they are gated; float16, bfloat16 or float32,
-            unit inner stride.
+        out: (tokens, rows) float16, bfloat16 or float32, unit inner stride.
         partial: (slices, tokens, rows up to a multiple of 16) float32 where the config splits.
         tickets: (tiles,) int32 zeros where it splits; zeros again afterwards.
         config: from `select_q4k_matvec`.
@@ -323,7 +297,6 @@ def launch_q4k_matvec(
     """
     tokens, in_features = x.shape
     in_file = len(planes) == 1
-    rows = out.shape[1] * (2 if config.activation else 1)
     source = cuda_source(type_name, tokens, out.dtype, config, in_file=in_file)
     kernel = rtc.load_kernel(source, x.device, config.smem_bytes)
     arguments = [
@@ -332,13 +305,13 @@ def launch_q4k_matvec(
         rtc.pointer(out),
         ctypes.c_void_p(0) if partial is None else rtc.pointer(partial),
         ctypes.c_void_p(0) if tickets is None else rtc.pointer(tickets),
-        *map(ctypes.c_int, (rows, in_features // BLOCK, tokens)),
+        *map(ctypes.c_int, (out.shape[1], in_features // BLOCK, tokens)),
         *map(ctypes.c_int, (x.stride(0), out.stride(0))),
     ]
     rtc.launch(
         kernel,
         config.grid,
-        32 * config.parts * config.launch.groups,
+        32 * config.parts * config.groups,
         arguments,
         grid_y=num_slices(in_features) if config.is_split else 1,
         is_dependent=is_dependent,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tiercel.ops.linear import LinearWeight, gated_linear, linear
+from tiercel.ops.linear import LinearWeight, linear
 
 
 class Linear:
@@ -20,7 +20,3 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, self.out_dtype)
-
-    def gated(self, x: Tensor, activation: str) -> Tensor:
-        """act(gate) * up of a projection whose output is gate, then up."""
-        return gated_linear(x, self.weight, activation, self.bias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tiercel.layers.linear import Linear
+from tiercel.ops.act_mul import act_mul
 
 
 class GatedMLP:
@@ -16,4 +17,4 @@ class GatedMLP:
         self.activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up.gated(x, self.activation))
+        return self.down(act_mul(self.gate_up(x), self.activation))

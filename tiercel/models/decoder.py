@@ -273,18 +273,14 @@ class _LayerBuilder:
         q, k = (self.weights.norm_weight(f"{prefix}.{part}_norm.weight") for part in "qk")
         return HeadNorms(q, k, self.config.norm_eps)
 
-    def linear(self, prefix: str, *parts: str, activation: str = "") -> Linear:
-        """One projection of parts that share their input, with biases if the file has them.
-
-        activation: of the first of two parts, which gates the second.
-        """
+    def linear(self, prefix: str, *parts: str) -> Linear:
+        """One projection of parts that share their input, with biases if the file has them."""
         tensors = [self.weights.file_tensor(f"{prefix}.{part}.weight") for part in parts]
         weight = prepare_linear(
             tensors,
             self.dtype,
             self.weights.device,
             dense_copies=self.weights.dense_copies,
-            activation="" if self.weights.has(f"{prefix}.{parts[0]}.bias") else activation,
         )
         names = [f"{prefix}.{part}.bias" for part in parts]
         if not self.weights.has(names[0]):
@@ -353,9 +349,7 @@ class _LayerBuilder:
             self.head_norms(prefix),
         )
         mlp = GatedMLP(
-            self.linear(prefix, "gate", "up", activation=config.activation),
-            self.linear(prefix, "down"),
-            config.activation,
+            self.linear(prefix, "gate", "up"), self.linear(prefix, "down"), config.activation
         )
         before = f"layers.{index - 1}.post_mlp_norm" if index else None
         return DecoderLayer(

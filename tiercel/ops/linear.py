@@ -20,9 +20,7 @@ from tiercel.env import has_fused_gemm, has_prefill_gemm, has_q4k_soa
 from tiercel.errors import ArgumentError
 from tiercel.kernels import int4_planes
 from tiercel.kernels.int4_planes import Int4Planes
-from tiercel.kernels.q4k_matvec import can_gate
 from tiercel.kernels.rtc import has_dependent_launch
-from tiercel.ops.act_mul import act_mul
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_gemm import has_q4k_gemm, load_q4k_gemm, q4k_gemm
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
@@ -117,7 +115,6 @@ def prepare_linear(
     *,
     wide: bool = False,
     dense_copies: bool = True,
-    activation: str = "",
 ) -> LinearWeight:
     """Bring matrices with a common input to the device and into the form that `linear` reads.
 
@@ -128,7 +125,6 @@ def prepare_linear(
         wide: for float32 results (`linear(..., out_dtype=torch.float32)`): the weights stay dense,
             in float16 where the activations are 16 bits wide, or are packed K-quants.
         dense_copies: whether packed K-quants keep a dense copy for products of many rows.
-        activation: of the first of two equal parts, which gates the second, for `gated_linear`.
 
     Raises:
         ArgumentError: in_features differ.
@@ -148,9 +144,7 @@ def prepare_linear(
     shape = (sum(part.shape[0] for part in parts), in_features)
     if any(form(part) == "q4k" for part in parts):
         out_dtype = torch.float32 if wide else dtype
-        return _prepare_packed(
-            parts, dtype, out_dtype, device, dense_copies=dense_copies, activation=activation
-        )
+        return _prepare_packed(parts, dtype, out_dtype, device, dense_copies=dense_copies)
     segments: list[Tensor | Int4Planes | Q4kWeight] = []
     for kind, members in groupby(parts, key=form):
         if kind == "dense":
@@ -169,15 +163,12 @@ def _prepare_packed(
     device: torch.device,
     *,
     dense_copies: bool,
-    activation: str,
 ) -> LinearWeight:
     """Parts on a GPU of which some are K-quants; the others are views of the dense copy, if any."""
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
     layout = Layout.SOA if has_q4k_soa() else Layout.FILE
     is_dependent = has_dependent_launch(device)
     moved = [part.to(device) for part in parts]
-    if len({part.qtype for part in parts}) > 1 or not can_gate(shape):
-        activation = ""  # halves in kernels of their own, or tiles with rows of both
     dense = torch.empty(shape, dtype=dtype, device=device) if dense_copies else None
     segments: list[Tensor | Int4Planes | Q4kWeight] = []
     row = 0
@@ -188,10 +179,7 @@ def _prepare_packed(
         rows = slice(row, row + joined.shape[0])
         row += joined.shape[0]
         if qtype in PLANES:
-            packed = prepare_q4k(
-                whole, layout, out_dtype, is_dependent=is_dependent, activation=activation
-            )
-            segments.append(packed)
+            segments.append(prepare_q4k(whole, layout, out_dtype, is_dependent=is_dependent))
             if dense is not None:
                 dense[rows] = dequantize(whole, dtype)
         elif dense is not None:
@@ -270,33 +258,6 @@ def linear(
     return out if bias is None else out.add_(bias)
 
 
-def gated_linear(
-    x: Tensor, weight: LinearWeight, activation: str, bias: Tensor | None = None
-) -> Tensor:
-    """act(x @ gate^T) * (x @ up^T), of gate and up prepared together.
-
-    Args:
-        x: as in `linear`.
-        weight: of gate and up, from `prepare_linear`.
-        activation: as in `act_mul`.
-        bias: of both, as in `linear`.
-
-    Returns:
-        (rows, out_features / 2), dtype of x. Where the reader of packed K-quants gates, nothing is
-        rounded between, else both products are.
-
-    Raises:
-        ArgumentError: the shapes disagree.
-    """
-    segment = weight.segments[0]
-    rows = x.shape[0]
-    if isinstance(segment, Q4kWeight) and segment.activation and rows <= weight.reader_rows:
-        out = torch.empty((rows, weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-        _read_packed(x, segment, out)
-        return out
-    return act_mul(linear(x, weight, bias), activation)
-
-
 def _num_rows(segment: Tensor | Int4Planes | Q4kWeight) -> int:
     return segment.tensor.shape[0] if isinstance(segment, Q4kWeight) else segment.shape[0]
 
@@ -338,18 +299,13 @@ def _multiply_packed(x: Tensor, segment: Q4kWeight, out: Tensor, weight: LinearW
     """Write X @ segment^T to columns of the result."""
     rows = x.shape[0]
     if rows <= weight.reader_rows:
-        _read_packed(x, segment, out)
+        for first in range(0, rows, MAX_TOKENS):
+            few = slice(first, first + MAX_TOKENS)
+            q4k_matvec(x[few], segment, out=out[few])
     elif rows <= weight.fused_rows:
         q4k_gemm(x, segment, out=out)
     else:
         out.copy_(_multiply_dense(x, dequantize(segment.tensor, x.dtype), out.dtype))
-
-
-def _read_packed(x: Tensor, segment: Q4kWeight, out: Tensor) -> None:
-    """Write a product of any number of rows, 16 at a time."""
-    for first in range(0, x.shape[0], MAX_TOKENS):
-        few = slice(first, first + MAX_TOKENS)
-        q4k_matvec(x[few], segment, out=out[few])
 
 
 def _multiply_rows(x: Tensor, weight: Tensor) -> Tensor:

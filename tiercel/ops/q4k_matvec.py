@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels import q4k_matvec as kernel
-from tiercel.kernels.q4k_matvec import can_gate
-from tiercel.ops.act_mul import ACTIVATIONS, act_mul
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_repack import q4k_repack
 from tiercel.quant import PLANES, TILE_ROWS, Layout, QuantTensor
@@ -26,14 +24,11 @@ class Q4kWeight:
         tensor: in layout SOA or FILE, planes contiguous.
         tickets: (tiles,) int32 zeros between launches, with which the CTAs of a tile find the last.
         is_dependent: on a GPU, whether launches may overlap the kernel before them.
-        activation: "" or that of the first half of the rows, which gate the second half; products
-            are then (tokens, rows / 2).
     """
 
     tensor: QuantTensor
     tickets: Tensor
     is_dependent: bool
-    activation: str = ""
 
 
 def prepare_q4k(
@@ -42,7 +37,6 @@ def prepare_q4k(
     out_dtype: torch.dtype = torch.float16,
     *,
     is_dependent: bool = False,
-    activation: str = "",
 ) -> Q4kWeight:
     """Bring a matrix into a layout and, on a GPU, load every kernel that `q4k_matvec` may launch.
 
@@ -51,21 +45,14 @@ def prepare_q4k(
         layout: to read from.
         out_dtype: of the results; kernels of another are loaded by its first product.
         is_dependent: see `Q4kWeight`; needs Hopper or later.
-        activation: see `Q4kWeight`; needs rows that `can_gate`.
 
     Raises:
-        ArgumentError: the type has no planes, a plane does not fit, there is no weight, or its rows
-            cannot gate.
+        ArgumentError: the type has no planes, a plane does not fit, or there is no weight.
     """
     if weight.qtype not in PLANES or 0 in weight.shape:
         raise ArgumentError(
             f"q4k_matvec: {weight.qtype.name} of shape {weight.shape} is not read here.",
             hint=f"Types: {', '.join(qtype.name for qtype in PLANES)}, at least one row.",
-        )
-    if activation and not (activation in ACTIVATIONS and can_gate(weight.shape)):
-        raise ArgumentError(
-            f"q4k_matvec: {weight.shape[0]} rows cannot gate by {activation!r}.",
-            hint=f"Pass a multiple of {2 * TILE_ROWS} and one of {ACTIVATIONS}.",
         )
     packed = q4k_repack(weight, layout)
     planes = {name: plane.contiguous() for name, plane in packed.planes.items()}
@@ -76,12 +63,10 @@ def prepare_q4k(
     if device.type == "cuda":
         in_file = layout is Layout.FILE
         name = tensor.qtype.name
-        kernel.load_q4k_matvec(
-            name, tensor.shape, out_dtype, device, in_file=in_file, activation=activation
-        )
+        kernel.load_q4k_matvec(name, tensor.shape, out_dtype, device, in_file=in_file)
         # A dependent launch reads weights before the kernel ahead of it has ended.
         torch.cuda.current_stream(device).synchronize()
-    return Q4kWeight(tensor, tickets, is_dependent, activation)
+    return Q4kWeight(tensor, tickets, is_dependent)
 
 
 def q4k_matvec(
@@ -96,8 +81,8 @@ def q4k_matvec(
         out: (tokens, rows) to write to, unit inner stride; None for a new one.
 
     Returns:
-        (tokens, rows), or act(first half) * second half where the weight has an activation. The
-        weights as decoded (of Q6_K, before d, to 11 bits); sums in float32, rounded once.
+        (tokens, rows). The weights as decoded (of Q6_K, before d, to 11 bits); sums in float32,
+        rounded once.
 
     Raises:
         ArgumentError: the shapes or dtypes disagree.
@@ -113,7 +98,6 @@ def q4k_matvec(
             f"rows of {in_features}.",
             hint=f"Pass contiguous (tokens, {in_features}) float16.",
         )
-    rows = rows // 2 if weight.activation else rows
     if out is None:
         out = torch.empty((x.shape[0], rows), dtype=out_dtype, device=x.device)
     is_output = tuple(out.shape) == (x.shape[0], rows) and out.stride(1) == 1
@@ -124,10 +108,9 @@ def q4k_matvec(
             hint="Pass float16, bfloat16 or float32 with unit inner stride.",
         )
     if not x.is_cuda:
-        return _q4k_matvec_torch(x, weight, out)
+        return _q4k_matvec_torch(x, weight.tensor, out)
     limits = kernel.device_limits(x.device)
-    name = weight.tensor.qtype.name
-    largest = kernel.token_class(MAX_TOKENS, name, limits, weight.activation)
+    largest = kernel.token_class(MAX_TOKENS, weight.tensor.qtype.name, limits)
     for first in range(0, x.shape[0], largest):
         _launch(x[first : first + largest], weight, out[first : first + largest], limits)
     return out
@@ -136,7 +119,7 @@ def q4k_matvec(
 def _launch(x: Tensor, weight: Q4kWeight, out: Tensor, limits: kernel.DeviceLimits) -> None:
     """One launch for as many tokens as it can take."""
     tensor, name = weight.tensor, weight.tensor.qtype.name
-    config = kernel.select_q4k_matvec(name, tensor.shape, x.shape[0], limits, weight.activation)
+    config = kernel.select_q4k_matvec(name, tensor.shape, x.shape[0], limits)
     partial = None
     if config.is_split:
         slices = kernel.num_slices(tensor.shape[1])
@@ -154,12 +137,9 @@ def _launch(x: Tensor, weight: Q4kWeight, out: Tensor, limits: kernel.DeviceLimi
     )
 
 
-def _q4k_matvec_torch(x: Tensor, weight: Q4kWeight, out: Tensor) -> Tensor:
+def _q4k_matvec_torch(x: Tensor, weight: QuantTensor, out: Tensor) -> Tensor:
     """Each token on its own, so that its bits do not depend on the others."""
-    dense = dequantize(q4k_repack(weight.tensor, Layout.FILE), torch.float32)
+    dense = dequantize(q4k_repack(weight, Layout.FILE), torch.float32)
     for token, row in enumerate(x.float()):
-        product = dense @ row
-        if weight.activation:
-            product = act_mul(product[None], weight.activation)[0]
-        out[token] = product
+        out[token] = dense @ row
     return out

@@ -226,24 +226,6 @@ DEV void fetch_weights(const Planes& w, const Work& work, int i, u32 slot, u32 b
   copy_bulk(to + 3328, w.p3 + unit * 32, 32, barrier);
 #endif
 }
-DEV void prefetch(const u8* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
-}
-// Ask the L2 for units i .. i + n of each tile.
-DEV void prefetch_weights(const Planes& w, const Work& work, int i, int n, int lane) {
-  n = min(n, work.count - i);
-  if (lane >= 4 * WGS || n <= 0) return;
-  const i64 tile = min(work.first_tile + lane, work.tiles - 1);
-  const i64 unit = tile * work.blocks + work.first + i;
-  prefetch(w.p0 + unit * 2048, n * 2048);
-#if QTYPE == 4
-  prefetch(w.p1 + unit * 256, n * 256);
-#else
-  prefetch(w.p1 + unit * 1024, n * 1024);
-  prefetch(w.p2 + unit * 256, n * 256);
-  prefetch(w.p3 + unit * 32, n * 32);
-#endif
-}
 DEV void produce(const Planes& w, const u8* image, const Work& work, u32 ring, u32 full, int lane) {
   const u32 empty = full + 8 * STAGES;
   const int early = min(STAGES, work.count);
@@ -253,14 +235,12 @@ DEV void produce(const Planes& w, const u8* image, const Work& work, u32 ring, u
     __syncwarp();
     fetch_weights(w, work, i, ring + i * STAGE_BYTES, full + 8 * i, lane);
   }
-  prefetch_weights(w, work, early, AHEAD, lane);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   if (lane == 0)
     for (int i = 0; i < early; ++i)
       copy_bulk(ring + i * STAGE_BYTES, image + (i64)i * X_BYTES, X_BYTES, full + 8 * i);
   for (int i = early; i < work.count; ++i) {
     const int slot = i % STAGES;
-    if (AHEAD) prefetch_weights(w, work, i + AHEAD, 1, lane);
     mbar_wait(empty + 8 * slot, (i / STAGES - 1) & 1);
     if (lane == 0) {
       mbar_expect(full + 8 * slot, W_BYTES + X_BYTES);

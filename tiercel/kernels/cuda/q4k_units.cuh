@@ -8,7 +8,8 @@
 //         64 t + 32 + l (high)
 //   Q6_K  with h = t / 2, e = t % 2: weights 128 h + 32 i + 16 e + l, i < 4, l < 16: four groups of
 //         16; ql[64 h + 16 e + l] holds i = 0 and 2, ql[64 h + 32 + 16 e + l] holds i = 1 and 3
-// A word of four bytes (l .. l + 3) gives two half2: bytes 0 and 1, and bytes 2 and 3.
+// A word of four bytes (l .. l + 3) gives two half2: bytes 0 and 2, and bytes 1 and 3 one shift
+// later. So activations lie in the order 0 2 1 3 of each four (see stage()).
 //
 // An integer q in the low bits of an fp16 is the subnormal q * 2^-24. Subnormals are exact in mul,
 // fma and mma, so no conversion is needed; the factor 2^24 is applied to the result. High nibbles
@@ -63,9 +64,6 @@ DEV void sts16(u32 a, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w)
                : "memory");
 }
-DEV void sts8(u32 a, u32 x, u32 y) {
-  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(a), "r"(x), "r"(y) : "memory");
-}
 DEV void sts2(u32 a, u16 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"(v) : "memory"); }
 DEV void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -106,69 +104,53 @@ DEV void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 DEV u32 word(const uint4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
-// Bytes 0 and 1 of v, or 2 and 3, to the low bytes of two halves.
-DEV u32 widen(u32 v, int second) { return __byte_perm(v, 0, second ? 0x4342 : 0x4140); }
 // Byte k of v in both halves, as the fp16 1024 + byte.
 DEV u32 byte_pair(u32 v, int k) { return __byte_perm(v, 0x64646464u, 0x4040u | k | k << 8); }
 
 // ---- activations
-// Of a unit, lane t takes 8 pieces of 8 columns from token n = 8 nt + g, and, for Q4_K, the means of
-// its two groups as two fp16 values and two rests.
+// Of a unit, lane t takes 8 pieces of 8 columns in fragment order from token n = 8 nt + g, and, for
+// Q4_K, the means of its two groups as two fp16 values and two rests.
+DEV uint4 reorder(uint4 v) {  // of each four halves 0 2 1 3
+  return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+                    __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
+}
+DEV float sum2(u32 v) { return half_to_float(v & 0xffff) + half_to_float(v >> 16); }
+DEV float sum8(const uint4& v) { return (sum2(v.x) + sum2(v.y)) + (sum2(v.z) + sum2(v.w)); }
+DEV float mean32(const uint4& a, const uint4& b, const uint4& c, const uint4& d) {
+  return ((sum8(a) + sum8(b)) + (sum8(c) + sum8(d))) * (1.f / 32);
+}
 // They lie in shared memory: piece p of lane t, token n, unit b at
-// (b * 8 + p) * STEP(m) + n * 64 + 16 t, means behind all at (b * m + n) * 32 + 8 t. Columns n >= m
-// repeat the last token; their products are never stored. STEP is padded so that lanes which stage
-// neighbouring columns write to different banks.
-#if QTYPE == 4
-#define STEP(m) (64 * (m) + 16)
-#else
-#define STEP(m) (64 * (m) + 32)
-#endif
+// ((b * 8 + p) * m + n) * 64 + 16 t, means at (b * m + n) * 32 + 8 t. Columns n >= m repeat the last
+// token; their products are never stored.
 struct Tokens {
   u32 x[NT], rests[NT], step;
   DEV uint4 piece(int nt, int p) const { return lds16(x[nt] + p * step); }
-#if QTYPE == 4
   DEV uint2 means(int nt) const { return lds8(rests[nt]); }
-#else
-  DEV uint2 means(int) const { return make_uint2(0, 0); }
-#endif
-  DEV Tokens(u32 at, u32 means, int m, int b, int lane) : step(STEP(m)) {
+  DEV Tokens(u32 at, u32 means, int m, int b, int lane) : step(64 * m) {
     const int g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
       const int n = min(8 * nt + g, m - 1);
-      x[nt] = at + b * 8 * step + n * 64 + 16 * t, rests[nt] = means + (b * m + n) * 32 + 8 * t;
+      x[nt] = at + (b * 8 * m + n) * 64 + 16 * t, rests[nt] = means + (b * m + n) * 32 + 8 * t;
     }
   }
 };
-// Where a lane puts the lane-th 8 columns of a unit of a token, from the token's first place there.
-DEV u32 piece_place(int lane, u32 step) {
-  const int j = lane >> 2, q = lane & 3;  // group of 32 columns, piece of it
-  const int t = QTYPE == 4 ? j >> 1 : 2 * (j >> 2) + (q >> 1);
-  const int p = QTYPE == 4 ? 4 * (j & 1) + q : 2 * (j & 3) + (q & 1);
-  return p * step + 16 * t;
-}
+// Put 32 columns, group j of unit b, of token n into place.
+DEV void stage(u32 to, u32 means, const uint4 (&v)[4], int m, int b, int j, int n) {
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    const int t = QTYPE == 4 ? j >> 1 : 2 * (j >> 2) + (q >> 1);
+    const int p = QTYPE == 4 ? 4 * (j & 1) + q : 2 * (j & 3) + (q & 1);
+    const uint4 r = reorder(v[q]);
+    sts16(to + ((b * 8 + p) * m + n) * 64 + 16 * t, r.x, r.y, r.z, r.w);
+  }
 #if QTYPE == 4
-// Means of a unit's groups: sums by a product whose row i selects the columns of lane t = i.
-DEV void put_means(const Tokens& tokens, u32 to, int m, int nt, int lane) {
-  const int g = lane >> 2, t = lane & 3;
-  const u32 one = g == t ? 0x3c003c00u : 0;
-  float sum[2][4] = {};
-#pragma unroll
-  for (int p = 0; p < 8; ++p) {
-    const uint4 v = tokens.piece(nt, p);
-    mma(sum[p >> 2], one, 0, one, 0, v.x, v.y);
-    mma(sum[p >> 2], one, 0, one, 0, v.z, v.w);
-  }
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    const float low = sum[0][e] * (1.f / 32), high = sum[1][e] * (1.f / 32);
-    const u32 a = float_to_half(low), b = float_to_half(high);
-    const u32 c = float_to_half(low - half_to_float(a)), d = float_to_half(high - half_to_float(b));
-    const int n = 8 * nt + 2 * t + e;
-    if (g < 4 && n < m) sts8(to + n * 32 + 8 * g, a | b << 16, c | d << 16);
-  }
-}
+  const float mean = mean32(v[0], v[1], v[2], v[3]);
+  const u16 near = float_to_half(mean);
+  const u32 at = means + (b * m + n) * 32 + 8 * (j >> 1) + 2 * (j & 1);
+  sts2(at, near), sts2(at + 4, float_to_half(mean - half_to_float(near)));
 #endif
+}
 
 // ---- fetching a unit
 struct Planes {
@@ -254,22 +236,6 @@ struct Source {  // the next unit of a warp, at the lane's bytes of each plane
   }
 };
 #endif
-#if __CUDA_ARCH__ >= 900 && !IN_FILE
-DEV void prefetch(const u8* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
-}
-// Ask the L2 for some units of a tile.
-DEV void prefetch_units(const Planes& w, i64 unit, int count) {
-#if QTYPE == 4
-  prefetch(w.p0 + unit * 2048, count * 2048), prefetch(w.p1 + unit * 256, count * 256);
-#else
-  prefetch(w.p0 + unit * 2048, count * 2048), prefetch(w.p1 + unit * 1024, count * 1024);
-  prefetch(w.p2 + unit * 256, count * 256), prefetch(w.p3 + unit * 32, count * 32);
-#endif
-}
-#else
-DEV void prefetch_units(const Planes&, i64, int) {}
-#endif
 
 // ---- multiplying a unit: sum[nt] += d * (operand x tokens), in units of 2^-24
 #if QTYPE == 4
@@ -292,38 +258,53 @@ DEV Scales unpack(const uint4& header, int t) {
   s.d = half_to_float(header.x & 0xffff), s.dmin = half_to_float(header.x >> 16);
   return s;
 }
-struct Unit {
-  Scales s0, s1;
-  uint4 w0[2], w1[2];
-  DEV Unit(u32 slot, int lane)
-      : s0(unpack(lds16(slot + 2048 + 16 * (lane >> 2)), lane & 3)),
-        s1(unpack(lds16(slot + 2176 + 16 * (lane >> 2)), lane & 3)) {
+DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  const Scales s0 = unpack(lds16(slot + 2048 + 16 * g), t);
+  const Scales s1 = unpack(lds16(slot + 2048 + 16 * (g + 8)), t);
+  float part[NT][4] = {}, least[NT][4] = {};
 #pragma unroll
-    for (int j = 0; j < 2; ++j)
-      w0[j] = lds16(slot + 512 * j + 16 * lane), w1[j] = lds16(slot + 1024 + 512 * j + 16 * lane);
+  for (int nt = 0; nt < NT; ++nt) {
+    const uint2 means = tokens.means(nt);
+    mma(least[nt], s0.mins, s1.mins, s0.mins, s1.mins, means.x, means.y);
   }
-  DEV void operands(u32 (&a)[2][4], int p) const {
-    const u32 mask = p < 4 ? 0x000f000fu : 0x00f000f0u;
-    const u32 f0 = p < 4 ? s0.low : s0.high, f1 = p < 4 ? s1.low : s1.high;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const u32 r0 = word(w0[p >> 1 & 1], 2 * (p & 1) + i);
-      const u32 r1 = word(w1[p >> 1 & 1], 2 * (p & 1) + i);
-      a[i][0] = mul2(widen(r0, 0) & mask, f0), a[i][1] = mul2(widen(r1, 0) & mask, f1);
-      a[i][2] = mul2(widen(r0, 1) & mask, f0), a[i][3] = mul2(widen(r1, 1) & mask, f1);
+  for (int j = 0; j < 2; ++j) {
+    const u32 mine = slot + 512 * j + 16 * lane;
+    const uint4 w0 = lds16(mine), w1 = lds16(mine + 1024);
+#pragma unroll
+    for (int k = 0; k < 4; k += 2) {
+      uint4 low[NT], high[NT];
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        low[nt] = tokens.piece(nt, 2 * j + k / 2);
+        high[nt] = tokens.piece(nt, 4 + 2 * j + k / 2);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 r0 = word(w0, k + i), r1 = word(w1, k + i), q0 = r0 >> 8, q1 = r1 >> 8;
+        const u32 a0 = mul2(r0 & 0x000f000fu, s0.low), a1 = mul2(r1 & 0x000f000fu, s1.low);
+        const u32 a2 = mul2(q0 & 0x000f000fu, s0.low), a3 = mul2(q1 & 0x000f000fu, s1.low);
+        const u32 c0 = mul2(r0 & 0x00f000f0u, s0.high), c1 = mul2(r1 & 0x00f000f0u, s1.high);
+        const u32 c2 = mul2(q0 & 0x00f000f0u, s0.high), c3 = mul2(q1 & 0x00f000f0u, s1.high);
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          mma(part[nt], a0, a1, a2, a3, word(low[nt], 2 * i), word(low[nt], 2 * i + 1));
+          mma(part[nt], c0, c1, c2, c3, word(high[nt], 2 * i), word(high[nt], 2 * i + 1));
+        }
+      }
     }
   }
-  DEV void add(float (&sum)[4], const float (&part)[4], uint2 means) const {
-    const float m0 = -32.f * s0.dmin, m1 = -32.f * s1.dmin;
-    float least[4] = {};
-    mma(least, s0.mins, s1.mins, s0.mins, s1.mins, means.x, means.y);
+  const float m0 = -32.f * s0.dmin, m1 = -32.f * s1.dmin;
+#pragma unroll
+  for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      sum[c] = fmaf(c < 2 ? s0.d : s1.d, part[c], sum[c]);
-      sum[c] = fmaf(c < 2 ? m0 : m1, least[c], sum[c]);
+      sum[nt][c] = fmaf(c < 2 ? s0.d : s1.d, part[nt][c], sum[nt][c]);
+      sum[nt][c] = fmaf(c < 2 ? m0 : m1, least[nt][c], sum[nt][c]);
     }
   }
-};
+}
 #else
 struct Scales {  // of a row and the lane's four groups: scale (/ 16 for high nibbles), -32 scale
   u32 scale[4], offset[4];
@@ -342,70 +323,45 @@ DEV Scales unpack(u32 slot, int row, int t) {
   s.d = half_to_float(lds2(slot + 3328 + 2 * row));
   return s;
 }
-// Weights i of two bytes: q of six bits (times 16 for i >= 2) to the operand.
-DEV u32 operand(u32 ql, u32 qh, int i, const Scales& s) {
-  const u32 high = qh << (4 - 2 * (i & 1));  // 2 bits to place 4 (low nibbles) or 8 (high)
-  const u32 q = i < 2 ? (ql & 0x000f000fu) | (high & 0x00300030u)
-                      : (ql & 0x00f000f0u) | (high & 0x03000300u);
+// Weights i of four bytes, even or odd ones: q of six bits (times 16 for i >= 2) to the operand.
+DEV u32 operand(u32 ql, u32 qh, int i, int odd, const Scales& s) {
+  const u32 low = odd ? ql >> 8 : ql;
+  const int shift = 4 - 2 * (i & 1) - 8 * odd;  // 2 bits to place 4 (low nibbles) or 8 (high)
+  const u32 high = shift > 0 ? qh << shift : qh >> -shift;
+  const u32 q = i < 2 ? (low & 0x000f000fu) | (high & 0x00300030u)
+                      : (low & 0x00f000f0u) | (high & 0x03000300u);
   return fma2(q, s.scale[i], s.offset[i]);
 }
-struct Unit {
-  Scales s0, s1;
-  uint4 l0[2], l1[2], h0, h1;
-  DEV Unit(u32 slot, int lane)
-      : s0(unpack(slot, lane >> 2, lane & 3)), s1(unpack(slot, (lane >> 2) + 8, lane & 3)) {
-    slot += 16 * lane;
-    l0[0] = lds16(slot), l0[1] = lds16(slot + 512), h0 = lds16(slot + 2048);
-    l1[0] = lds16(slot + 1024), l1[1] = lds16(slot + 1536), h1 = lds16(slot + 2560);
-  }
-  DEV void operands(u32 (&a)[2][4], int p) const {
-    const int i = p >> 1;
+DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  const Scales s0 = unpack(slot, g, t), s1 = unpack(slot, g + 8, t);
+  float part[NT][4] = {};
+  const u32 mine = slot + 16 * lane;
+  const uint4 a0 = lds16(mine), b0 = lds16(mine + 512), h0 = lds16(mine + 2048);
+  const uint4 a1 = lds16(mine + 1024), b1 = lds16(mine + 1536), h1 = lds16(mine + 2560);
 #pragma unroll
-    for (int o = 0; o < 2; ++o) {
-      const int k = 2 * (p & 1) + o;
-      const u32 x0 = word(l0[i & 1], k), x1 = word(l1[i & 1], k), y0 = word(h0, k), y1 = word(h1, k);
+  for (int k = 0; k < 4; k += 2) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        a[o][2 * h] = operand(widen(x0, h), widen(y0, h), i, s0);
-        a[o][2 * h + 1] = operand(widen(x1, h), widen(y1, h), i, s1);
+    for (int i = 0; i < 4; ++i) {
+      uint4 v[NT];
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) v[nt] = tokens.piece(nt, 2 * i + k / 2);
+#pragma unroll
+      for (int o = 0; o < 2; ++o) {
+        const u32 l0 = word(i & 1 ? b0 : a0, k + o), l1 = word(i & 1 ? b1 : a1, k + o);
+        const u32 q0 = word(h0, k + o), q1 = word(h1, k + o);
+        const u32 w0 = operand(l0, q0, i, 0, s0), w1 = operand(l1, q1, i, 0, s1);
+        const u32 w2 = operand(l0, q0, i, 1, s0), w3 = operand(l1, q1, i, 1, s1);
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+          mma(part[nt], w0, w1, w2, w3, word(v[nt], 2 * o), word(v[nt], 2 * o + 1));
       }
     }
   }
-  DEV void add(float (&sum)[4], const float (&part)[4], uint2) const {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = fmaf(c < 2 ? s0.d : s1.d, part[c], sum[c]);
-  }
-};
-#endif
-// Units of TILES tiles with the same columns share the tokens' fragments. Pieces that come from the
-// same words follow each other.
-DEV void multiply(float (&sum)[TILES][NT][4], u32 slot, const Tokens& tokens, int lane) {
-  const Unit first(slot, lane), second(slot + (TILES - 1) * SLOT, lane);
-  float part[TILES][NT][4] = {};
+  for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
-  for (int q = 0; q < 8; ++q) {
-    const int p = 4 * (q & 1) + (q >> 1);
-    uint4 v[NT];
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt) v[nt] = tokens.piece(nt, p);
-#pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-      u32 a[2][4];
-      (i ? second : first).operands(a, p);
-#pragma unroll
-      for (int o = 0; o < 2; ++o)
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt)
-          mma(part[i][nt], a[o][0], a[o][1], a[o][2], a[o][3],
-              word(v[nt], 2 * o), word(v[nt], 2 * o + 1));
-    }
-  }
-#pragma unroll
-  for (int nt = 0; nt < NT; ++nt) {
-    const uint2 means = tokens.means(nt);
-#pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-      (i ? second : first).add(sum[i][nt], part[i][nt], means);
-    }
-  }
+    for (int c = 0; c < 4; ++c)
+      sum[nt][c] = fmaf(c < 2 ? s0.d : s1.d, part[nt][c], sum[nt][c]);
 }
+#endif
