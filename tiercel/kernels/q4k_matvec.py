@@ -159,14 +159,10 @@ def select_q4k_matvec(
 def _grid(
     tiles: int, blocks: int, launch: tuple[int, ...], is_split: bool, limits: DeviceLimits
 ) -> int:
-    """CTAs along the rows: the fewest that take no more turns than all at once on the device.
-
-    Each reads all of x, and they wait for each other there.
-    """
+    """CTAs along the rows: all at once on the device, or one for each tile if those are fewer."""
     slices = num_slices(blocks * BLOCK) if is_split else 1
     at_once = max(1, limits.num_sms * launch[4] // slices)
-    turns = -(-tiles // (launch[0] * at_once))
-    return -(-tiles // (launch[0] * turns))
+    return min(-(-tiles // launch[0]), at_once)
 
 
 def make_config(
