@@ -43,8 +43,24 @@ def cases():
     yield "act_mul", act_mul._launch(12288, 24576, "silu"), [HALF, HALF], None, []
 
 
+def read_parameters(ptx):
+    """Which parameters lead to the addresses that some PTX loads from; a store is "written"."""
+    origins, found = {}, set()
+    for line in ptx.splitlines():
+        registers = re.findall(r"%\w+", line)
+        if re.search(r"(?:st|atom|red)\.global", line):
+            found.add("written")
+        elif "ld.global" in line:
+            found |= origins.get(re.search(r"\[\s*(%\w+)", line)[1], set())
+        elif registers:
+            place = re.search(r"ld\.param.*_param_(\d+)", line)
+            of_sources = [origins.get(register, set()) for register in registers[1:]]
+            origins[registers[0]] = {int(place[1])} if place else set().union(*of_sources)
+    return sorted(found, key=str)
+
+
 def facts(launch, dtypes, are_aligned, numbers):
-    """Where the PTX waits, lets the next kernel start and touches memory first; its wide loads."""
+    """Where the PTX waits and lets the next kernel start, what it reads ahead; its wide loads."""
     aligned = are_aligned or [True] * len(dtypes)
     kernel, is_dependent = launch._compile(dtypes, aligned, numbers, torch.device("cuda", 0))
     ptx = kernel.asm["ptx"]
@@ -52,7 +68,8 @@ def facts(launch, dtypes, are_aligned, numbers):
         "is_dependent": is_dependent and kernel.metadata.launch_pdl,
         "starts": ptx.index("griddepcontrol.launch_dependents"),
         "waits": ptx.index("griddepcontrol.wait"),
-        "touches": re.search(r"(?:ld|st|atom|red)\.global", ptx).start(),
+        "reads_ahead": read_parameters(ptx[: ptx.index("griddepcontrol.wait")]),
+        "reads": read_parameters(ptx),
         "wide_loads": len(re.findall(r"ld\.global\.v[24]\.b(?:32|64)", ptx)),
     }
 

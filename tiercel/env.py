@@ -83,11 +83,8 @@ def has_prefill_gemm() -> bool:
 
 
 def has_fused_gemm() -> bool:
-    """Whether ``TIERCEL_FUSED_GEMM`` lets 17 to 96 tokens multiply K-quants decoded on their way.
-
-    Off until whole steps were measured with it (docs/notes/q4k.md).
-    """
-    return read_flag("TIERCEL_FUSED_GEMM", default=False)
+    """Whether ``TIERCEL_FUSED_GEMM`` lets some dozens of tokens multiply K-quants as they rest."""
+    return read_flag("TIERCEL_FUSED_GEMM", default=True)
 
 
 def has_prefill_mmq() -> bool:

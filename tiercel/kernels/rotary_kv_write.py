@@ -57,12 +57,18 @@ def rotary_kv_write_kernel(
     IS_DEPENDENT: tl.constexpr,
 ):
     """Some heads of one token."""
-    wait_for_inputs(IS_DEPENDENT)
     # 64-bit: tokens * columns pass 2**31 at 131072 x 16384, and slots * width do.
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     ALL: tl.constexpr = NUM_HEADS + 2 * KV_HEADS
     is_head, is_rotated = (head < ALL)[:, None], (head < NUM_HEADS + KV_HEADS)[:, None]
+    pair = tl.arange(0, PAIRS)[None, :]
+    is_pair = pair < HALF
+    is_q = (head < NUM_HEADS)[:, None]
+    if q_weight_ptr is not None:  # from cold memory, so before the wait
+        a_weight = _weights(q_weight_ptr, k_weight_ptr, is_q, pair, is_pair)
+        b_weight = _weights(q_weight_ptr, k_weight_ptr, is_q, HALF + pair, is_pair)
+    wait_for_inputs(IS_DEPENDENT)
     slot = tl.load(slots_ptr + token)
     end = tl.where(slot >= 0, ALL, 0)  # a slot of -1 leaves no head
     is_k = ((head >= NUM_HEADS) & (head < tl.minimum(end, NUM_HEADS + KV_HEADS)))[:, None]
@@ -71,8 +77,6 @@ def rotary_kv_write_kernel(
     k_cache_ptr += (slot * KV_HEADS + head - NUM_HEADS)[:, None] * HEAD_DIM
     v_cache_ptr += (slot * KV_HEADS + head - (NUM_HEADS + KV_HEADS))[:, None] * HEAD_DIM
 
-    pair = tl.arange(0, PAIRS)[None, :]
-    is_pair = pair < HALF
     first = tl.load(heads_ptr + pair, mask=is_head & is_pair, other=0.0).to(tl.float32)
     second = tl.load(heads_ptr + HALF + pair, mask=is_head & is_pair, other=0.0).to(tl.float32)
     row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * HALF)
@@ -87,9 +91,8 @@ def rotary_kv_write_kernel(
     a, b = first, second
     if q_weight_ptr is not None:
         rms = tl.sqrt(squares / HEAD_DIM + eps)[:, None]
-        is_q = (head < NUM_HEADS)[:, None]
-        a = first / rms * _weights(q_weight_ptr, k_weight_ptr, is_q, pair, is_pair)
-        b = second / rms * _weights(q_weight_ptr, k_weight_ptr, is_q, HALF + pair, is_pair)
+        a = first / rms * a_weight
+        b = second / rms * b_weight
     a, b = a * cos - b * sin, b * cos + a * sin
     a = tl.where(is_rotated, a, first)
     b = tl.where(is_rotated, b, second)

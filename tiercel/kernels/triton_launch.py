@@ -6,10 +6,10 @@ types of the tensors, whether they are aligned, and the constants name what was 
 launch after the first is a look-up. So numbers are never specialised (`do_not_specialize`): sizes
 that a model fixes are constants.
 
-Dependent launch: every kernel launched here begins with `wait_for_inputs`, before it touches
-memory. Its CTAs may then be resident, and those behind it too, while the kernel ahead still runs;
-since all of them wait for that one to end, the order of writes and reads stays that of the launches
-(docs/notes/decode_stages.md).
+Dependent launch: every kernel launched here calls `wait_for_inputs` before it touches memory other
+than weights. Its CTAs may then be resident, and those behind it too, while the kernel ahead still
+runs; since all of them wait for that one to end, the order of writes and reads stays that of the
+launches (docs/notes/decode_stages.md).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALIGNMENT = 16  # bytes, of a vector load
 
 @triton.jit
 def wait_for_inputs(IS_DEPENDENT: tl.constexpr):
-    """Let the next kernel start and wait for the end of the one ahead; first in every kernel."""
+    """Let the next kernel start and wait for the one ahead; only weights are read before it."""
     if IS_DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()

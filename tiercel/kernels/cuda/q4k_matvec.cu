@@ -14,7 +14,7 @@
 // none: a unit's 256 columns in the tensor core; slices of 16 units; in a slice, parts 0 to 7, each
 // its unit and the one 8 further; then the slices. Parts' sums meet in shared memory as the lanes
 // hold them, 16 bytes of lane l at 16 l. IS_SPLIT: a CTA has one slice (grid.y), slices' sums go
-// through `partial`, and the last CTA of a tile adds them.
+// through `partial`, and the last CTA of some tiles adds them.
 #define WARPS (PARTS * GROUPS)
 #define SLICE 16
 
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
     const uint4* x,   // (m, blocks * 256) fp16
     void* out,        // (m, >= rows), out_stride elements from row to row
     float* partial,   // (slices, m, tiles * 16), IS_SPLIT
-    u32* tickets,     // (tiles,) zero, and zero again at the end, IS_SPLIT
+    u32* tickets,     // (tiles,) zero, and zero again at the end: of each group's tiles, IS_SPLIT
     int rows, int blocks, int m, int x_stride, int out_stride) {
   extern __shared__ __align__(128) u8 memory[];
   const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(~0u, tid >> 5, 0);
@@ -80,9 +80,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
   const int pieces = m * units * 8;  // of 32 columns
+  // With many tokens CTAs begin at different pieces: all want the same few lines of the L2 at once
+  // (16 tokens 0.4 us faster; one token 0.2 slower, docs/notes/q4k.md).
+  const int turn = NT > 1 ? (int)((i64)pieces * blockIdx.x / gridDim.x) & ~31 : 0;
+  auto place = [&](int i) { return i + turn < pieces ? i + turn : i + turn - pieces; };
   uint4 v[4];
   auto ask = [&](int i) {
-    const int n = i / (units * 8), at = i - n * units * 8;
+    const int n = place(i) / (units * 8), at = place(i) - n * units * 8;
     const uint4* from = x + ((i64)n * x_stride + first * 256 + at * 32) / 8;
     const bool is_inside = TAIL == 0 || 8 * (first - blocks) + at < TAIL - 8;
 #pragma unroll
@@ -92,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
 #pragma unroll
   for (int i = EARLY; i < STAGES; ++i) fetch_next();
   for (int i = tid; i < pieces; i += 32 * WARPS) {
-    const int n = i / (units * 8), at = i - n * units * 8;
+    const int n = place(i) / (units * 8), at = place(i) - n * units * 8;
     if (i != tid) ask(i);
     stage(smem, means, v, m, at >> 3, at & 7, n);
   }
@@ -136,31 +140,29 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
       if (row < rows) store(out, (i64)n * out_stride + row, y * 16777216.f);
 #endif
     }
-#if IS_SPLIT
-    // The order of the threads' stores and the ticket: fence, barrier, ticket, barrier, fence.
-    __threadfence();
-    group_sync(group);
-    u32* flag = (u32*)(memory + (mine - smem));  // buffer 0 is free between two barriers
-    u32 ticket = 0;
-    if (part == 0 && lane == 0) ticket = atomicInc(tickets + tile, slices - 1);
-    if (part == 0 && lane == 0) *(volatile u32*)flag = ticket;
-    group_sync(group);
-    const bool is_last = *(volatile u32*)flag == slices - 1;
-    if (is_last) {
-      __threadfence();
-      for (int i = part * 32 + lane; i < 16 * m; i += 32 * PARTS) {
-        const int n = i >> 4, row = tile * 16 + (i & 15);
-        float y = 0;
-        for (int s = 0; s < slices; ++s)
-          y += __ldcg(partial + ((i64)s * m + n) * tiles * 16 + row);
-        if (row < rows) store(out, (i64)n * out_stride + row, y * 16777216.f);
-      }
-    }
-    group_sync(group);
-#elif BUFFERS == 1
+#if BUFFERS == 1
     group_sync(group);
 #else
     buffer ^= 1;
 #endif
   }
+#if IS_SPLIT
+  if (start >= tiles) return;
+  // The order of the threads' stores and the ticket: fence, barrier, ticket, barrier, fence.
+  __threadfence();
+  group_sync(group);
+  u32* flag = (u32*)(memory + (mine - smem));  // all sums were read
+  if (part == 0 && lane == 0) *(volatile u32*)flag = atomicInc(tickets + start, slices - 1);
+  group_sync(group);
+  if (*(volatile u32*)flag != slices - 1) return;
+  __threadfence();
+  for (int tile = start; tile < tiles; tile += step) {
+    for (int i = part * 32 + lane; i < 16 * m; i += 32 * PARTS) {
+      const int n = i >> 4, row = tile * 16 + (i & 15);
+      float y = 0;
+      for (int s = 0; s < slices; ++s) y += __ldcg(partial + ((i64)s * m + n) * tiles * 16 + row);
+      if (row < rows) store(out, (i64)n * out_stride + row, y * 16777216.f);
+    }
+  }
+#endif
 }
