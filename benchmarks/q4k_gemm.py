@@ -8,10 +8,11 @@ weights. Beside them, under "ways", what `linear` could do instead: the reader 1
 and weights decoded for the call. The tables of `ops/linear.py` are judged here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.common import save
 from benchmarks.op_timing import Case, bench, measure_ceilings, parse, relative_error, time_inputs
@@ -27,8 +28,24 @@ MOST_READER_TOKENS = 128
 SECONDS = 0.05
 
 
-def make_case(qtype: QuantType, shape: tuple[int, int], tokens: int) -> Case:
-    """One matrix at one number of tokens."""
+def make_case(
+    op: Callable[..., Tensor],
+    error: Callable[[Inputs], float],
+    tolerance: float,
+    qtype: QuantType,
+    shape: tuple[int, int],
+    tokens: int,
+) -> Case:
+    """One matrix at one number of tokens.
+
+    Args:
+        op: of (x, weight, out=...).
+        error: of its result.
+        tolerance: of that.
+        qtype: of the matrix.
+        shape: (rows, columns) of it.
+        tokens: rows of x.
+    """
 
     def make(seed: int) -> Inputs:
         part = random_part(qtype, shape, seed)
@@ -38,23 +55,25 @@ def make_case(qtype: QuantType, shape: tuple[int, int], tokens: int) -> Case:
         out = torch.empty(tokens, shape[0], dtype=torch.float16, device="cuda")
         return Inputs(x, part.rows(0, CHECKED_ROWS).to(torch.device("cpu")), weight, dense, out)
 
-    def check(inputs: Inputs) -> float:
-        out = q4k_gemm(inputs.x, inputs.weight)[:, :CHECKED_ROWS]
-        data = inputs.part.planes["data"]
-        return relative_error(out.cpu(), oracle.q4k_gemm(inputs.x, data, qtype.name))
-
     return Case(
         name=f"{qtype.name} {shape[0]}x{shape[1]} tokens={tokens}",
         make=make,
-        run=lambda inputs: q4k_gemm(inputs.x, inputs.weight, out=inputs.out),
-        check=check,
-        tolerance=6e-4,
+        run=lambda inputs: op(inputs.x, inputs.weight, out=inputs.out),
+        check=error,
+        tolerance=tolerance,
         num_bytes=shape[0] * qtype.row_bytes(shape[1]) + 2 * tokens * sum(shape),
         flops=2 * tokens * shape[0] * shape[1],
         peer=lambda inputs: torch.nn.functional.linear(inputs.x, inputs.dense),
         peer_name="cuBLAS, dense float16 weights",
         max_sets=8,
     )
+
+
+def error_of(inputs: Inputs) -> float:
+    """Of some rows, against the oracle."""
+    out = q4k_gemm(inputs.x, inputs.weight)[:, :CHECKED_ROWS]
+    data, name = inputs.part.planes["data"], inputs.part.qtype.name
+    return relative_error(out.cpu(), oracle.q4k_gemm(inputs.x, data, name))
 
 
 def cases(device: torch.device) -> Iterator[Case]:
@@ -64,7 +83,7 @@ def cases(device: torch.device) -> Iterator[Case]:
     for qtype, *shape in MATRICES:
         rows, columns = shape
         for tokens in TOKENS:
-            yield make_case(qtype, (rows, columns), tokens)
+            yield make_case(q4k_gemm, error_of, 6e-4, qtype, (rows, columns), tokens)
 
 
 def reader(inputs: Inputs) -> None:

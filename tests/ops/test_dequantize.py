@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.gguf_files import quantised
+from tests.q4k_weights import HALVES
 from tiercel.errors import ArgumentError
 from tiercel.kernels import dequantize as kernel
 from tiercel.ops.dequantize import dequantize
@@ -14,12 +15,6 @@ from tiercel.reference import dequantize as oracle
 
 TYPES = [qtype.name for qtype in QuantType]
 BLOCK_TYPES = [qtype.name for qtype in QuantType if not qtype.is_float]
-# First bytes of the fp16 fields of a block.
-HALVES = {
-    "F16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
-    "IQ4_NL": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2),
-    "Q6_K": (208,), "IQ4_XS": (0,),
-}  # fmt: skip
 ROWS, BLOCKS = 7, 3
 # NMSE of round-to-nearest encoders on N(0, 1) data: a property of the formats.
 NMSE = {

@@ -1,11 +1,15 @@
 """The product with quantised weights: against the oracle, and each token's bits its own."""
 
-import numpy as np
 import pytest
 import torch
 
 from tests import q4k_on_cpu
-from tests.ops.test_dequantize import HALVES
+from tests.q4k_weights import (
+    check_dependent_launches,
+    make_tokens,
+    make_weight,
+    pooled_error,
+)
 from tiercel.errors import ArgumentError
 from tiercel.kernels import q4k_matvec as kernel
 from tiercel.kernels.q4k_types import num_units
@@ -31,35 +35,6 @@ SHAPES = [(1, 256), (15, 512), (17, 1024), (53, 2304), (18, 4352)]
 ODD_SHAPES = [(16, 32), (17, 96), (1, 128), (15, 160), (33, 576), (18, 640), (16, 4320), (20, 4544)]
 CASES = [(shape, qtype) for qtype in TYPES for shape in SHAPES]
 CASES += [(shape, qtype) for qtype in SMALL_BLOCKS for shape in ODD_SHAPES]
-
-
-def make_weight(qtype, rows, columns, device, seed=0):
-    """Random bits with d (and dmin) of real files: 1e-5 to 1e-3, of both signs, some subnormal."""
-    rng = np.random.default_rng(seed)
-    blocks = columns // qtype.block_weights
-    data = rng.integers(0, 256, (rows, blocks, qtype.block_bytes), dtype=np.uint8)
-    for at in HALVES[qtype.name]:
-        d = 10.0 ** rng.uniform(-5, -3, (rows, blocks, 1)) * rng.choice([-1, 1], (rows, blocks, 1))
-        data[:, :, at : at + 2] = d.astype(np.float16).view(np.uint8).reshape(rows, blocks, 2)
-    flat = torch.from_numpy(data.reshape(rows, -1)).to(device)
-    return QuantTensor(qtype, Layout.FILE, (rows, columns), {"data": flat})
-
-
-def make_tokens(tokens, columns, device):
-    """Tokens of different size, with outliers that decide: each scale and mean shows."""
-    x = torch.randn(tokens, columns) * 10.0 ** torch.linspace(-2, 1, tokens)[:, None]
-    x[:, ::97] *= 50
-    return x.half().to(device)
-
-
-def relative_error(actual, expected):
-    return ((actual.double().cpu() - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
-
-
-def pooled_error(actual, expected, x):
-    """Of all tokens, each brought to one size: a single product may be near zero by chance."""
-    size = x.double().cpu().norm(dim=1, keepdim=True)
-    return (((actual.double().cpu() - expected) / size).norm() / (expected / size).norm()).item()
 
 
 @pytest.mark.parametrize(("shape", "qtype"), CASES, ids=str)
@@ -196,30 +171,7 @@ def test_source_on_a_processor(qtype, columns, tokens, is_split, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
 def test_dependent_launches_in_a_graph(qtype, device):
-    """Each product reads what the one before wrote: 50 replays, bits of direct launches."""
-    is_dependent = torch.cuda.get_device_capability() >= (9, 0)
-    parts = [make_weight(qtype, 1024, 1024, device, seed) for seed in range(4)]
-    weights = [prepare_q4k(p, Layout.SOA, is_dependent=is_dependent) for p in parts]
-    start = make_tokens(2, 1024, device) * 0.01
-
-    def chain(y, weights):
-        for weight in weights:
-            y = q4k_matvec(y, weight)
-            y = y / y.abs().amax(dim=1, keepdim=True)
-            y = q4k_matvec(y.contiguous(), weight) * 0.01
-        return y
-
-    x = start.clone()
-    chain(x, weights)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(x, weights)
-    plain = [prepare_q4k(p, Layout.SOA) for p in parts]
-    for step in range(50):
-        x.copy_(start * (1 + step / 50))
-        graph.replay()
-        assert torch.equal(out, chain(x, plain))
+    check_dependent_launches(q4k_matvec, qtype, 2, device)
 
 
 # An H200, a device with 99 KiB a CTA (sm_89, sm_120), one with few multiprocessors.

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from tests.ops.test_q4k_matvec import make_tokens, make_weight, relative_error
+from tests.q4k_weights import (
+    check_dependent_launches,
+    make_tokens,
+    make_weight,
+    relative_error,
+)
 from tests.test_rtc import compile_here
 from tiercel.errors import ArgumentError
 from tiercel.kernels import q4k_mmq as kernel
@@ -115,30 +120,7 @@ def test_every_launch_is_right(qtype, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
 def test_dependent_launches_in_a_graph(qtype, device):
-    """Each product reads what the one before wrote: 50 replays, bits of direct launches."""
-    is_dependent = torch.cuda.get_device_capability() >= (9, 0)
-    parts = [make_weight(qtype, 1024, 1024, device, seed) for seed in range(4)]
-    weights = [prepare_q4k(p, Layout.SOA, is_dependent=is_dependent) for p in parts]
-    start = make_tokens(40, 1024, device) * 0.01
-
-    def chain(y, weights):
-        for weight in weights:
-            y = q4k_mmq(y, weight)
-            y = y / y.abs().amax(dim=1, keepdim=True)
-            y = q4k_mmq(q4k_mmq(y.contiguous(), weight) * 0.01, weight) * 0.01
-        return y
-
-    x = start.clone()
-    chain(x, weights)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(x, weights)
-    plain = [prepare_q4k(p, Layout.SOA) for p in parts]
-    for step in range(50):
-        x.copy_(start * (1 + step / 50))
-        graph.replay()
-        assert torch.equal(out, chain(x, plain))
+    check_dependent_launches(q4k_mmq, qtype, 40, device)
 
 
 # An H200, an A100, a device with 99 KiB a CTA (sm_89, sm_120).

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels import q4k_gemm as kernel
-from tiercel.kernels.q4k_matvec import OUT_CODES
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.q4k_matvec import Q4kWeight
+from tiercel.ops.q4k_matvec import Q4kWeight, prepare_result
 from tiercel.quant import Layout, QuantType
 
 TYPES = (QuantType.Q4_K, QuantType.Q6_K)
@@ -54,7 +53,6 @@ def q4k_gemm(
         ArgumentError: the shapes or dtypes disagree, or the weight is in the layout of the file.
     """
     rows, in_features = weight.tensor.shape
-    out_dtype = (out_dtype or torch.float16) if out is None else out.dtype
     is_input = x.dim() == 2 and x.shape[1] == in_features and x.is_contiguous()
     if not is_input or x.dtype != torch.float16 or not _is_read(weight):
         raise ArgumentError(
@@ -62,15 +60,7 @@ def q4k_gemm(
             f"and is {weight.tensor.qtype.name} in layout {weight.tensor.layout.name}.",
             hint=f"Pass contiguous (tokens, {in_features}) float16 and Q4_K or Q6_K in layout SOA.",
         )
-    if out is None:
-        out = torch.empty((x.shape[0], rows), dtype=out_dtype, device=x.device)
-    is_output = tuple(out.shape) == (x.shape[0], rows) and out.stride(1) == 1
-    if not is_output or out_dtype not in OUT_CODES:
-        raise ArgumentError(
-            f"q4k_gemm: out is {tuple(out.shape)} {out.dtype} but the result is "
-            f"{(x.shape[0], rows)}.",
-            hint="Pass float16, bfloat16 or float32 with unit inner stride.",
-        )
+    out = prepare_result("q4k_gemm", x, rows, out_dtype, out)
     if not x.is_cuda:
         return out.copy_(x.float() @ dequantize(weight.tensor, torch.float32).t())
     if x.shape[0]:

@@ -69,6 +69,32 @@ def prepare_q4k(
     return Q4kWeight(tensor, tickets, is_dependent)
 
 
+def prepare_result(
+    op: str, x: Tensor, rows: int, out_dtype: torch.dtype | None, out: Tensor | None
+) -> Tensor:
+    """Where a product writes to: `out`, or a new tensor.
+
+    Args:
+        op: who asks, for the message.
+        x: (tokens, in).
+        rows: of the weight.
+        out_dtype: float16, bfloat16 or float32; None for float16. That of `out` wins.
+        out: (tokens, rows), unit inner stride, or None.
+
+    Raises:
+        ArgumentError: `out` is of another shape or dtype.
+    """
+    shape = (x.shape[0], rows)
+    if out is None:
+        out = torch.empty(shape, dtype=out_dtype or torch.float16, device=x.device)
+    if tuple(out.shape) != shape or out.stride(1) != 1 or out.dtype not in kernel.OUT_CODES:
+        raise ArgumentError(
+            f"{op}: out is {tuple(out.shape)} {out.dtype} but the result is {shape}.",
+            hint="Pass float16, bfloat16 or float32 with unit inner stride.",
+        )
+    return out
+
+
 def q4k_matvec(
     x: Tensor, weight: Q4kWeight, out_dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -88,9 +114,6 @@ def q4k_matvec(
         ArgumentError: the shapes or dtypes disagree.
     """
     rows, in_features = weight.tensor.shape
-    if out is not None:
-        out_dtype = out.dtype
-    out_dtype = out_dtype or torch.float16
     is_input = x.dim() == 2 and x.shape[1] == in_features and x.is_contiguous()
     if not is_input or x.dtype != torch.float16 or x.shape[0] > MAX_TOKENS:
         raise ArgumentError(
@@ -98,15 +121,7 @@ def q4k_matvec(
             f"rows of {in_features}.",
             hint=f"Pass contiguous (tokens, {in_features}) float16.",
         )
-    if out is None:
-        out = torch.empty((x.shape[0], rows), dtype=out_dtype, device=x.device)
-    is_output = tuple(out.shape) == (x.shape[0], rows) and out.stride(1) == 1
-    if not is_output or out_dtype not in kernel.OUT_CODES:
-        raise ArgumentError(
-            f"q4k_matvec: out is {tuple(out.shape)} {out.dtype} but the result is "
-            f"{(x.shape[0], rows)}.",
-            hint="Pass float16, bfloat16 or float32 with unit inner stride.",
-        )
+    out = prepare_result("q4k_matvec", x, rows, out_dtype, out)
     if not x.is_cuda:
         return _q4k_matvec_torch(x, weight.tensor, out)
     limits = kernel.device_limits(x.device)

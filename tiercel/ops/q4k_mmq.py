@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels import q4k_mmq as kernel
-from tiercel.kernels.q4k_matvec import OUT_CODES, device_limits
+from tiercel.kernels.q4k_matvec import device_limits
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.q4k_matvec import Q4kWeight
+from tiercel.ops.q4k_matvec import Q4kWeight, prepare_result
 from tiercel.quant import Layout, QuantType
 
 GROUP = 32  # columns of a token that share a scale
@@ -55,7 +55,6 @@ def q4k_mmq(
         ArgumentError: the shapes or dtypes disagree, or W is of another type.
     """
     rows, in_features = weight.tensor.shape
-    out_dtype = (out_dtype or torch.float16) if out is None else out.dtype
     is_input = x.dim() == 2 and x.shape[1] == in_features and x.is_contiguous()
     qtype = weight.tensor.qtype
     if not is_input or x.dtype != torch.float16 or qtype.name not in kernel.TYPES:
@@ -65,15 +64,7 @@ def q4k_mmq(
             hint=f"Pass contiguous (tokens, {in_features}) float16 and one of "
             f"{', '.join(kernel.TYPES)}.",
         )
-    if out is None:
-        out = torch.empty((x.shape[0], rows), dtype=out_dtype, device=x.device)
-    is_output = tuple(out.shape) == (x.shape[0], rows) and out.stride(1) == 1
-    if not is_output or out_dtype not in OUT_CODES:
-        raise ArgumentError(
-            f"q4k_mmq: out is {tuple(out.shape)} {out.dtype} but the result is "
-            f"{(x.shape[0], rows)}.",
-            hint="Pass float16, bfloat16 or float32 with unit inner stride.",
-        )
+    out = prepare_result("q4k_mmq", x, rows, out_dtype, out)
     if not x.is_cuda:
         return out.copy_(_rounded(x) @ dequantize(weight.tensor, torch.float32).t())
     if x.shape[0]:
