@@ -114,9 +114,19 @@ def q4k_sources(name):
         yield dequantize_source(name, torch.bfloat16, in_file=in_file), None
 
 
+def is_rare(source, config):
+    """Whether this reads the file's layout of a type that is neither Q4_K nor Q6_K."""
+    is_other = "q4k_fields" in source.headers and config is not None
+    return is_other and ("IN_FILE", 1) in source.macros
+
+
 Q4K_SOURCES = {source: config for name in UNIT_TYPES for source, config in q4k_sources(name)}
-# All on Hopper; elsewhere the widest of each type and layout, and what decodes.
-Q4K_CASES = [(source, ARCH) for source in Q4K_SOURCES] + [
+# All on Hopper, of most types those that read planes; elsewhere the widest of each type and layout,
+# and what decodes.
+Q4K_CASES = [
+    pytest.param(source, ARCH, marks=[pytest.mark.slow] * is_rare(source, config))
+    for source, config in Q4K_SOURCES.items()
+] + [
     pytest.param(source, arch, marks=[pytest.mark.slow] * ("q4k_fields" in source.headers))
     for source, config in Q4K_SOURCES.items()
     for arch in ("sm_80", "sm_89", "sm_100a", "sm_120a")
