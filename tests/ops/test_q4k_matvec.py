@@ -25,9 +25,12 @@ SMALL_BLOCKS = [qtype for qtype in TYPES if qtype.block_weights == 32]
 # Float32 sums of exact operands. Q6_K: scale * (q - 32) keeps 11 bits, so half of the weights are
 # rounded, by 2**-12 at most. CPUs multiply the decoded float32 weights.
 TOLERANCE = dict.fromkeys(TYPES, 3e-6) | {QuantType.Q6_K: 3e-4}
-# Of one result, by the root of its squared products: where an outlier meets a small integer. Tensor
-# cores align products by the exponents of the operands, and small integers are subnormals.
-WORST = 1e-4
+# Of one result, by the root of its squared products. 3e-5 was seen on an H200, with types whose
+# operands can be small integers beside an outlier of x: tensor cores seem to align products by the
+# exponents of operands, and these are subnormals. Other types keep four times the tolerance.
+WORST = {qtype: 4 * limit for qtype, limit in TOLERANCE.items()} | {
+    QuantType[name]: 1e-4 for name in ("IQ4_NL", "IQ4_XS", "Q8_0", "Q4_1", "Q5_1", "Q2_K")
+}
 # (rows, columns): one row, less than a tile, a row more than one, uneven tiles; fewer units than
 # warps, more, a slice and a bit.
 SHAPES = [(1, 256), (15, 512), (17, 1024), (53, 2304), (18, 4352)]
@@ -73,7 +76,7 @@ def test_every_size_matches_decoded_weights(rows, columns, qtype, device):
             out = torch.full((tokens, rows), float("nan"), device=device)
             q4k_matvec(x, weight, out=out)
             error = (out.double().cpu() - expected).abs() / size
-            assert error.max().item() < max(4 * TOLERANCE[qtype], WORST)
+            assert error.max().item() < WORST[qtype]
 
 
 ODD = [((37, 608), qtype) for qtype in SMALL_BLOCKS] + [

@@ -8,6 +8,19 @@ from pathlib import Path
 import msgspec
 
 
+class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the figures of a model in this process come from; `switches` are the toggles set."""
+
+    command: str
+    utc: str
+    label: str
+    versions: dict[str, str]
+    hardware: dict[str, str]
+    switches: dict[str, str]
+    model: str
+    dtype: str
+
+
 def save(report: msgspec.Struct, path: Path) -> None:
     """Write a result as JSON; the file appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

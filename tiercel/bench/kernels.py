@@ -7,6 +7,8 @@ from typing import Final
 
 import msgspec
 
+from tiercel.bench.files import ModelReport
+
 FORMAT: Final = 1
 
 
@@ -32,19 +34,11 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
     is_cold: bool
 
 
-class KernelReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole measurement, with the ceilings of the same run and the toggles that were set."""
+class KernelReport(ModelReport, frozen=True, kw_only=True):
+    """A whole measurement, with the ceilings of the same run."""
 
     format: int = FORMAT
     kind: str = "kernels"
-    command: str
-    utc: str
-    label: str
-    versions: dict[str, str]
-    hardware: dict[str, str]
-    switches: dict[str, str]
-    model: str
-    dtype: str
     read_gbps: float
     tflops: float
     results: list[KernelRow]

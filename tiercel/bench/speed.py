@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
+from tiercel.bench.files import ModelReport
 from tiercel.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -67,19 +68,11 @@ class Speed(msgspec.Struct, frozen=True):
         return statistics.stdev(self.rates) if len(self.rates) > 1 else 0.0
 
 
-class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole measurement; `switches` are the toggles that were set."""
+class SpeedReport(ModelReport, frozen=True, kw_only=True):
+    """A whole measurement."""
 
     format: int = FORMAT
     kind: str = "speed"
-    command: str
-    utc: str
-    label: str
-    versions: dict[str, str]
-    hardware: dict[str, str]
-    switches: dict[str, str]
-    model: str
-    dtype: str
     seed: int
     results: list[Speed]
 
