@@ -31,8 +31,9 @@ def build(num_layers: int, slices: int, folder: Path, *, has_qk_norm: bool) -> c
     source = kernel.cuda_source(num_layers, slices, has_qk_norm=has_qk_norm)
     cuda = files("tiercel.kernels") / "cuda"
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
-    parts = [HERE / "device.hpp", cuda / "decode_units.cuh", cuda / "decode_step.cu"]
-    text = macros + "".join(part.read_text() for part in (*parts, HERE / "run_decode_step.cpp"))
+    headers = [cuda / f"{name}.cuh" for name in kernel.PARTS]
+    parts = [HERE / "device.hpp", *headers, cuda / "decode_step.cu", HERE / "run_decode_step.cpp"]
+    text = macros + "".join(part.read_text() for part in parts)
     path, library = folder / "step.cpp", folder / "step.so"
     path.write_text(text)
     flags = ["-O2", "-std=c++17", "-mf16c", "-fno-strict-aliasing", "-fno-stack-protector", "-w"]

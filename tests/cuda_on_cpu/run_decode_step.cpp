@@ -1,4 +1,4 @@
-// Runs decode_step on one processor; behind device.hpp, decode_units.cuh and decode_step.cu.
+// Runs decode_step on one processor; behind device.hpp and the source (decode_step.PARTS).
 static const Args* step_args;
 static const Caches* step_caches;
 static void enter() {

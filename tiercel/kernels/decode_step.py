@@ -27,6 +27,7 @@ SPLITS, MOST_TILES = 16, 64  # of a key/value head; of a group of warps
 MOST_TOKENS = TILE_KEYS * SPLITS * GROUPS * MOST_TILES  # of a context
 MOST_SLICES = 4  # of 4096 columns in a row of down
 MOST_LAYERS = 96  # whose tensor maps and addresses still fit a kernel's parameters
+PARTS = ("decode_units", "decode_exchange", "decode_products", "decode_attention")  # of the source
 CAPABILITY = (9, 0)
 THREADS, SMEM_BYTES = 640, 227 << 10  # all that a CTA can have
 EXCHANGE_EMPTY = -1  # what words of the exchange hold before a launch
@@ -47,7 +48,7 @@ def cuda_source(num_layers: int, slices: int, *, has_qk_norm: bool) -> rtc.Kerne
         ("HAS_QK_NORM", int(has_qk_norm)),
         ("IS_BF16", 0),
     )
-    return rtc.KernelSource("decode_step", macros, ("hopper", "decode_ptx", "decode_units"))
+    return rtc.KernelSource("decode_step", macros, ("hopper", "decode_ptx", *PARTS))
 
 
 def can_run(device: torch.device) -> bool:
