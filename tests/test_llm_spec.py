@@ -5,6 +5,7 @@ On the tiny models in float32, where equal logits are equal bits.
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -59,19 +60,29 @@ def some_prompts():
     return [{"prompt_token_ids": ids} for ids in [*prompts, [7, 8, 9, 10, 11, 12] * 6]]
 
 
+@pytest.fixture(scope="session")
+def plain_of(path_of):
+    """50 tokens behind each prompt, without speculation, of a model."""
+
+    @functools.cache
+    def answer(name):
+        with open_tiny(path_of(name)) as llm:
+            return ids_of(llm.generate(some_prompts(), greedy(50)))
+
+    return answer
+
+
 @pytest.mark.parametrize("overlap", ["0", "1"])
 @pytest.mark.parametrize("num_spec_tokens", [1, 4, 15])
 @pytest.mark.parametrize(("name", "spec"), CASES)
 def test_greedy_answers_are_those_of_plain_decoding(
-    monkeypatch, path_of, name, spec, num_spec_tokens, overlap
+    monkeypatch, path_of, plain_of, name, spec, num_spec_tokens, overlap
 ):
+    plain = plain_of(name)
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
-    params = greedy(50)
-    with open_tiny(path_of(name)) as llm:
-        plain = ids_of(llm.generate(some_prompts(), params))
     with open_tiny(path_of(name), spec=spec, num_spec_tokens=num_spec_tokens) as llm:
         counts = counted(llm)
-        assert ids_of(llm.generate(some_prompts(), params)) == plain
+        assert ids_of(llm.generate(some_prompts(), greedy(50))) == plain
         assert_idle(llm)
     assert counts["drafts"] > 0
     assert 0 < counts["right"] <= counts["drafts"]
