@@ -69,6 +69,12 @@ def test_version():
     assert lines[2].startswith("CUDA ")
 
 
+def test_the_module_is_the_command():
+    command = [sys.executable, "-m", "tiercel", "--version"]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment(), check=True)
+    assert process.stdout == tiercel("--version").stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
