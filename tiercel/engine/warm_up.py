@@ -21,6 +21,10 @@ PROMPT_LENGTHS: Final = {
     "cuda": (1, 2, 4, 8, 16, 20, 40, 80, 160, 320, 640, 1280, 2560, 5120),
     "cpu": (1, 40),
 }
+# Places that are read come in slices that a prompt of this length fills.
+LONGEST_READ: Final = 320
+# What else is asked of answers has nothing to do with the prompt.
+MIXED_LENGTHS: Final = (1, 40)
 CHUNKS: Final = (768, 1024, 1536, 2048, 4096, 8192)  # tokens of eager steps, beyond all graphs
 
 
@@ -43,6 +47,13 @@ def _every_option(vocab_size: int) -> tuple[SamplingParams, ...]:
         ),
         SamplingParams(temperature=0, max_tokens=NUM_NEW, allowed_token_ids=few, prompt_logprobs=1),
     )
+
+
+def _options_at(length: int, vocab_size: int) -> list[SamplingParams]:
+    """What to ask behind a prompt of some tokens."""
+    plain, *mixed, read = _every_option(vocab_size)
+    asked = [plain, *(mixed if length in MIXED_LENGTHS else ())]
+    return [*asked, read] if length <= LONGEST_READ else asked
 
 
 def _score_items(engine: Engine, length: int, vocab_size: int) -> None:
@@ -80,7 +91,7 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
         if length > most:
             break
         # Each length in steps of its own: beside a long prompt a short one takes its kernels.
-        for params in _every_option(vocab_size):
+        for params in _options_at(length, vocab_size):
             prompt = [i % vocab_size for i in range(length)]
             request = Request("warm-up", prompt, params, 0, 0, frozenset({0}), NUM_NEW)
             engine.submit(request)
