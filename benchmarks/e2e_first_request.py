@@ -132,6 +132,7 @@ def run() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--starts", type=int, default=STARTS)
+    parser.add_argument("--no-restart", action="store_true", help="let the engine live")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
     rows = []
@@ -139,7 +140,7 @@ def run() -> None:
         for start in range(arguments.starts):
             with run_server(arguments.model, arguments.device) as (address, pid):
                 samples = {"a start": ask(address, length, 0)}
-                if start == 0:
+                if start == 0 and not arguments.no_restart:
                     kill_engine(pid)
                     while is_ready(address):
                         time.sleep(0.01)
