@@ -6,8 +6,8 @@
 Toggles are read when a model is loaded, so one process loads the model once for each side that is
 not the default (but for one toggle that is read once a process, whose other side has its own); what
 a side costs is the difference to the loads with all defaults, which come first and last. Trials are
-those of `tiercel bench speed`: a prompt of 512 tokens, and 32 greedy steps of 1, 8 and 64 sequences
-behind 128 tokens each; medians. Inputs are alike for all.
+those of `tiercel bench speed`: a prompt of 512 tokens, 32 greedy steps of one sequence and 16 of 8
+behind 128 tokens each, 16 of 64 behind 32; medians. Inputs are alike for all.
 
 A call may measure some toggles alone (`--toggles`); a file that is there keeps its runs, and each
 run has defaults of its own to be compared with.
@@ -34,7 +34,7 @@ from tiercel.bench.speed import Trial, context_of, measure_speed
 from tiercel.engine.build import load_model
 from tiercel.engine.messages import LoadOptions
 
-TRIALS = (Trial(1, 512), Trial(1, 128, 32), Trial(8, 128, 32), Trial(64, 128, 32))
+TRIALS = (Trial(1, 512), Trial(1, 128, 32), Trial(8, 128, 16), Trial(64, 32, 16))
 NAMES = ("prefill 512", "decode batch 1", "decode batch 8", "decode batch 64")
 REPETITIONS = 3
 # What each toggle is when nobody sets it.

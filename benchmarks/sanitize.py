@@ -100,7 +100,7 @@ def sanitize(tool: str, target: str, selected: str, limit_s: float) -> dict[str,
     return row | {
         "seconds": round(time.perf_counter() - start, 1),
         "is_clean": process.returncode == 0 and bool(summary) and bool(tests),
-        "summary": "; ".join([*summary, *tests]) or output[-500:],
+        "summary": "; ".join([*summary, *tests]) if summary and tests else output[-500:],
         "found": _HAZARD.findall(output)[:10],
     }
 

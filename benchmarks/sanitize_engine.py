@@ -27,7 +27,7 @@ from tiercel.params import SamplingParams
 
 MAX_MODEL_LEN, STEP_TOKENS = 600, 256
 LENGTHS = (1, 2, 7, 16, 17, 63, 64, 130, 300)  # of prompts; the last comes in chunks
-NUM_NEW = 24
+NUM_NEW = 16
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 
 from tiercel.models.upload import Uploader
 
-PIECE = 4 << 20
+PIECE = 2 << 20
 
 
 @pytest.mark.gpu

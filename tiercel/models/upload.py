@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_PIECE_BYTES: Final = 4 << 20
-_MOST_THREADS: Final = 8
+# Only pieces of one tensor are under way together: so small that most tensors have several.
+_PIECE_BYTES: Final = 2 << 20
+_MOST_THREADS: Final = 16
 
 
 class Uploader:
