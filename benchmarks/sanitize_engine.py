@@ -25,9 +25,9 @@ from tests.mtp_model import mtp_model
 from tiercel.llm import LLM
 from tiercel.params import SamplingParams
 
-MAX_MODEL_LEN, STEP_TOKENS = 600, 256
-LENGTHS = (1, 2, 7, 16, 17, 63, 64, 130, 300)  # of prompts; the last comes in chunks
-NUM_NEW = 16
+MAX_MODEL_LEN, STEP_TOKENS, NUM_ROWS = 400, 128, 4
+LENGTHS = (1, 7, 17, 63, 130, 300)  # of prompts; the last comes in chunks
+NUM_NEW = 12
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def every_params() -> list[SamplingParams]:
         SamplingParams(temperature=0.8, top_p=0.9, seed=1, **fields),
         SamplingParams(top_k=5, min_p=0.1, seed=2, presence_penalty=0.5, **fields),
         SamplingParams(repetition_penalty=1.2, logit_bias={5: 3.0}, seed=3, **fields),
-        SamplingParams(temperature=0, allowed_token_ids=list(range(50)), **fields),
+        SamplingParams(temperature=0, allowed_token_ids=[5, 6], **fields),  # it repeats itself
         SamplingParams(temperature=0, prompt_logprobs=1, **fields),
     ]
 
@@ -78,6 +78,7 @@ def generate(llm: LLM) -> None:
     outputs = [llm.generate(prompt, params[0])[0] for prompt in prompts]
     mixed = [params[i % len(params)] for i in range(len(prompts))]
     outputs += llm.generate(prompts, mixed)
+    outputs += llm.generate(prompts[:NUM_ROWS], params[4])  # several that draft
     # Behind a prefix that is cached by now.
     longer = {"prompt_token_ids": [*prompts[-1]["prompt_token_ids"], 1, 2, 3]}
     outputs += llm.generate(longer, params[0])
@@ -110,7 +111,7 @@ def main() -> None:
             path,
             device="cuda",
             max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=8,
+            max_num_seqs=NUM_ROWS,
             max_num_batched_tokens=STEP_TOKENS,
             gpu_memory_utilization=0.5,  # others run beside it; the cache is small
             spec=case.spec,
