@@ -135,7 +135,8 @@ def run() -> None:
     parser.add_argument("--no-restart", action="store_true", help="let the engine live")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
-    rows = []
+    rows: list[dict[str, object]] = []
+    report = {"environment": environment(torch.device(arguments.device)), "results": rows}
     for length in arguments.lengths:
         for start in range(arguments.starts):
             with run_server(arguments.model, arguments.device) as (address, pid):
@@ -158,8 +159,7 @@ def run() -> None:
                 text = " ".join(f"{x:.2f}" for x in times)
                 print(f"{length} tokens behind {behind}: {text} ms, {row['ratio']:.2f} times")
                 sys.stdout.flush()
-    device = torch.device(arguments.device)
-    save(arguments.out, {"environment": environment(device), "results": rows})
+                save(arguments.out, report)
 
 
 if __name__ == "__main__":
