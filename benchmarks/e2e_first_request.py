@@ -3,17 +3,21 @@
     python -m benchmarks.synthetic_model qwen3-0.6b qwen3-0.6b.gguf
     python -m benchmarks.e2e_first_request qwen3-0.6b.gguf --out first_request.json
 
-A server is started for each prompt length and asked from the moment it is ready: ten requests one
-after another, each with a prompt of its own. Nothing may compile or load then, so the first one's
-time to its first token should be that of the tenth (needed: at most 1.2 times). All come after the
-same pause, since processors that rest run slower for a while.
+Servers are started for each prompt length and asked from the moment they are ready: ten requests
+one after another, each with a prompt of its own. Nothing may compile or load then, so the first
+one's time to its first token should be that of the tenth (needed: at most 1.2 times). Then the
+engine process is killed, and the one that takes its place is asked alike. All requests come after
+the same pause, since processors that rest run slower for a while.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -28,14 +32,15 @@ import torch
 from benchmarks.common import environment, save
 
 LENGTHS = (300, 1000, 77)  # of prompts, tokens
+STARTS = 2  # of a server, for each length
 REQUESTS = 10
 PAUSE_S = 0.3  # before each request: a server that has just become ready has rested too
 START_S = 300.0
 
 
 @contextmanager
-def run_server(model: Path, device: str) -> Iterator[str]:
-    """The address of a server that is ready."""
+def run_server(model: Path, device: str) -> Iterator[tuple[str, int]]:
+    """The address and the process of a server that is ready."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-c", "from tiercel.cli.main import main; main()", "serve"]
@@ -43,16 +48,36 @@ def run_server(model: Path, device: str) -> Iterator[str]:
     command += ["--device", device, "--max-model-len", "4096", "--gpu-memory-utilization", "0.4"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + START_S
     try:
-        while not is_ready(address):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the server did not become ready")
-            time.sleep(0.05)
-        yield address
+        wait_ready(address, process)
+        yield address, process.pid
     finally:
         process.terminate()
         process.wait()
+
+
+def wait_ready(address: str, process: subprocess.Popen[bytes] | None = None) -> None:
+    """Wait until a server takes requests.
+
+    Raises:
+        SystemExit: its process has ended, or it takes too long.
+    """
+    deadline = time.monotonic() + START_S
+    while not is_ready(address):
+        has_ended = process is not None and process.poll() is not None
+        if has_ended or time.monotonic() > deadline:
+            raise SystemExit("the server did not become ready")
+        time.sleep(0.05)
+
+
+def kill_engine(server: int) -> None:
+    """End the engine process of a server."""
+    for children in Path(f"/proc/{server}/task").glob("*/children"):
+        for child in children.read_text().split():
+            if b"tiercel.engine.process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                os.kill(int(child), signal.SIGKILL)
+                return
+    raise SystemExit("the server has no engine process")
 
 
 def is_ready(address: str) -> bool:
@@ -91,26 +116,50 @@ def first_token_ms(address: str, prompt: list[int]) -> float:
     return taken
 
 
+def ask(address: str, num_tokens: int, seed: int) -> list[float]:
+    """Milliseconds to the first token of one request after another."""
+    times = []
+    for i in range(REQUESTS):
+        time.sleep(PAUSE_S)
+        prompt = [(31 * i + 7 * j + seed) % 250 for j in range(num_tokens)]
+        times.append(first_token_ms(address, prompt))
+    return times
+
+
 def run() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--starts", type=int, default=STARTS)
+    parser.add_argument("--no-restart", action="store_true", help="let the engine live")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
-    rows = []
+    rows: list[dict[str, object]] = []
+    report = {"environment": environment(torch.device(arguments.device)), "results": rows}
     for length in arguments.lengths:
-        with run_server(arguments.model, arguments.device) as address:
-            times = []
-            for i in range(REQUESTS):
-                time.sleep(PAUSE_S)
-                prompt = [(31 * i + 7 * j) % 250 for j in range(length)]
-                times.append(first_token_ms(address, prompt))
-        row = {"prompt_tokens": length, "first_token_ms": times, "ratio": times[0] / times[-1]}
-        rows.append(row)
-        print(f"{length} tokens: first {times[0]:.2f} ms, tenth {times[-1]:.2f} ms", flush=True)
-    device = torch.device(arguments.device)
-    save(arguments.out, {"environment": environment(device), "results": rows})
+        for start in range(arguments.starts):
+            with run_server(arguments.model, arguments.device) as (address, pid):
+                samples = {"a start": ask(address, length, 0)}
+                if start == 0 and not arguments.no_restart:
+                    kill_engine(pid)
+                    while is_ready(address):
+                        time.sleep(0.01)
+                    wait_ready(address)
+                    samples["a restart of the engine"] = ask(address, length, 1)
+            for behind, times in samples.items():
+                row = {
+                    "prompt_tokens": length,
+                    "behind": behind,
+                    "first_token_ms": times,
+                    "ratio": times[0] / times[-1],
+                    "ratio_to_median": times[0] / statistics.median(times[1:]),
+                }
+                rows.append(row)
+                text = " ".join(f"{x:.2f}" for x in times)
+                print(f"{length} tokens behind {behind}: {text} ms, {row['ratio']:.2f} times")
+                sys.stdout.flush()
+                save(arguments.out, report)
 
 
 if __name__ == "__main__":

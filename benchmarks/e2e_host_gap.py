@@ -6,7 +6,8 @@
 For each batch size: decode steps in steady state; a step begins with its `prepare_step` kernel. The
 gap is the time from the end of a step's last kernel to the start of the next step's first one, as a
 share of the time from start to start. The profiler itself slows the host, so the true gap is
-smaller. Beside it: tokens per second without the profiler, with graphs and without.
+smaller. Beside it: tokens per second without the profiler. What graphs are worth is in
+`benchmarks/e2e_toggles.py`.
 """
 
 from __future__ import annotations
@@ -106,12 +107,8 @@ def main() -> None:
     report["load_seconds"] = round(time.perf_counter() - start, 2)
     report["model"] = options.model.name
     report["batches"] = {}
-    decode_steps = llm._engine.runner.decode_steps
     for batch in BATCHES:
         result = gaps(llm, batch) | {"tokens_per_second": tokens_per_second(llm, batch)}
-        graphs, decode_steps._graphs = decode_steps._graphs, {}
-        result["tokens_per_second_eager"] = tokens_per_second(llm, batch)
-        decode_steps._graphs = graphs
         report["batches"][batch] = result
         print(f"batch {batch}: {result}")
     save(options.out, report)

@@ -4,10 +4,11 @@
     python -m benchmarks.e2e_load qwen3-8b.gguf --out benchmarks/results/e2e_load_h200.json
 
 The file is read once before, so that the page cache holds it; loading reads it through a memory
-map. Each load is a process of its own: the first compiles what the disk caches lack and is reported
-apart. Two more find everything compiled. The last is cut into stages: the device is waited for at
-the border of each, so its sum is larger than an undisturbed load; a stage within another counts for
-itself alone. Clocks start before Python does.
+map. Each load is a process of its own, timed from before Python starts. With `--cold` one comes
+first that compiles what the caches of kernels and of Python's bytecode lack; all others are to find
+everything compiled. The last one is cut into stages: the device is waited for at the border of
+each, and imports are timed one by one, so its sum is larger than an undisturbed load; a stage
+within another counts for itself alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
+import statistics
 import subprocess
 import sys
 import time
@@ -30,6 +33,7 @@ from tiercel import LLM, SamplingParams
 
 MAX_MODEL_LEN = 8192
 NEEDED_S = 10.0
+NUM_PACKAGES = 8  # whose imports are listed
 # What counts as which stage: module, what in it, name.
 STAGES = (
     ("tiercel.engine.build", "find_source", "map and check the file"),
@@ -37,15 +41,19 @@ STAGES = (
     ("tiercel.models.registry", "model_class", "import of the model"),
     ("tiercel.engine.engine", "WeightReader.file_tensor", "views of the file"),
     ("tiercel.engine.engine", "WeightReader.stored", "embedding table"),
-    ("tiercel.quant", "QuantTensor.to", "copy to the device"),
+    ("tiercel.models.upload", "Uploader.__call__", "copy to the device"),
     ("tiercel.ops.q4k_matvec", "q4k_repack", "repack"),
     ("tiercel.kernels.q4k_matvec", "load_q4k_matvec", "load kernels"),
     ("tiercel.ops.linear", "dequantize", "dense copies"),
     ("tiercel.models.decoder", "prepare_linear", "rest of the weights"),
+    ("tiercel.models.decoder", "_LayerBuilder.step", "weights of the step's kernel"),
+    ("tiercel.kernels.triton_launch", "TritonLaunch._compile", "load Triton kernels"),
     ("tiercel.engine.runner", "ModelRunner.measure_steps", "measure memory"),
-    ("tiercel.engine.graphs", "DecodeSteps.capture", "capture"),
+    ("tiercel.engine.prompt_graphs", "PromptSteps.capture", "graphs of prompts"),
+    ("tiercel.engine.graphs", "DecodeSteps.capture", "graphs of answers"),
     ("tiercel.engine.build", "warm_up", "warm-up"),
     ("tiercel.engine.build", "build_engine", "rest of the engine"),
+    ("tiercel.llm", "LLM.generate", "first token"),
 )
 
 
@@ -87,8 +95,9 @@ class Stages:
 
 def load_once(model: Path, began: float, *, has_stages: bool) -> dict[str, Any]:
     """In a process of its own: load, and generate one token."""
-    torch.cuda.synchronize()
     imported = time.time()
+    torch.cuda.synchronize()
+    started = time.time()
     stages = Stages(torch.cuda.synchronize)
     for module, path, stage in STAGES if has_stages else ():
         *owners, name = path.split(".")
@@ -103,8 +112,9 @@ def load_once(model: Path, began: float, *, has_stages: bool) -> dict[str, Any]:
         )
         first = time.time()
     report: dict[str, Any] = {
-        "import_s": imported - began,
-        "load_s": loaded - imported,
+        "python_and_imports_s": imported - began,
+        "cuda_start_s": started - imported,
+        "load_s": loaded - started,
         "first_token_s": first - loaded,
         "total_s": first - began,
     }
@@ -115,11 +125,25 @@ def load_once(model: Path, began: float, *, has_stages: bool) -> dict[str, Any]:
 
 def run_child(model: Path, *, has_stages: bool) -> dict[str, Any]:
     """`load_once` in a new process."""
-    command = [sys.executable, "-m", "benchmarks.e2e_load", str(model)]
+    command = [sys.executable, *(("-X", "importtime") if has_stages else ())]
+    command += ["-m", "benchmarks.e2e_load", str(model)]
     command += ["--began", str(time.time()), "--stages" if has_stages else "--plain"]
-    answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    answer = subprocess.run(command, capture_output=True, check=False, text=True)
+    if answer.returncode:
+        raise SystemExit(f"a load failed:\n{answer.stderr[-2000:]}")
     report: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    if has_stages:
+        report["imports_s"] = import_seconds(answer.stderr)
     return report
+
+
+def import_seconds(lines: str) -> dict[str, float]:
+    """Seconds by package from what `-X importtime` prints, largest first."""
+    seconds: dict[str, float] = defaultdict(float)
+    for own, name in re.findall(r"^import time: +(\d+) \| +\d+ \| +(\S+)$", lines, re.M):
+        seconds[name.partition(".")[0]] += int(own) / 1e6
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    return dict(ordered[:NUM_PACKAGES]) | {"others": sum(own for _, own in ordered[NUM_PACKAGES:])}
 
 
 def read_through(path: Path) -> float:
@@ -137,6 +161,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--cold", action="store_true", help="compile first, and report that load too"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="loads with everything compiled")
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--stages", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
@@ -152,9 +180,12 @@ def main() -> None:
         "read_file_s": read_s,
         "needed_s": NEEDED_S,
     }
-    for name, has_stages in (("first", False), ("warm", False), ("in stages", True)):
-        report[name] = run_child(options.model, has_stages=has_stages)
-        print(name, json.dumps(report[name], indent=1), flush=True)
+    if options.cold:
+        report["cold"] = run_child(options.model, has_stages=False)
+    report["warm"] = [run_child(options.model, has_stages=False) for _ in range(options.repeats)]
+    report["total_s"] = statistics.median(load["total_s"] for load in report["warm"])
+    report["in stages"] = run_child(options.model, has_stages=True)
+    print(json.dumps(report, indent=1))
     save(options.out, report)
 
 

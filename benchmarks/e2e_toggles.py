@@ -6,8 +6,11 @@
 Toggles are read when a model is loaded, so one process loads the model once for each side that is
 not the default (but for one toggle that is read once a process, whose other side has its own); what
 a side costs is the difference to the loads with all defaults, which come first and last. Trials are
-those of `tiercel bench speed`: a prompt of 512 tokens, and 64 greedy steps of 1 and 8 sequences
-behind 128 tokens each; medians. Inputs are alike for all.
+those of `tiercel bench speed`: a prompt of 512 tokens, 32 greedy steps of one sequence and 16 of 8
+behind 128 tokens each, 16 of 64 behind 32; medians. Inputs are alike for all.
+
+A call may measure some toggles alone (`--toggles`); a file that is there keeps its runs, and each
+run has defaults of its own to be compared with.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ from tiercel.bench.speed import Trial, context_of, measure_speed
 from tiercel.engine.build import load_model
 from tiercel.engine.messages import LoadOptions
 
-TRIALS = (Trial(1, 512), Trial(1, 128, 64), Trial(8, 128, 64))
-NAMES = ("prefill 512", "decode batch 1", "decode batch 8")
-REPETITIONS = 5
+TRIALS = (Trial(1, 512), Trial(1, 128, 32), Trial(8, 128, 16), Trial(64, 32, 16))
+NAMES = ("prefill 512", "decode batch 1", "decode batch 8", "decode batch 64")
+REPETITIONS = 3
 # What each toggle is when nobody sets it.
 TOGGLES = {
     "TIERCEL_MEGAKERNEL": env.has_megakernel,
@@ -81,6 +84,10 @@ def measure_apart(model: Path, switches: dict[str, str]) -> dict[str, float]:
     return result
 
 
+def _exists(path: Path | None) -> bool:
+    return path is not None and path.exists()
+
+
 def main() -> None:
     """Measure one model."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -94,8 +101,10 @@ def main() -> None:
         return
     if set_before := env.switches():
         raise SystemExit(f"toggles are set already: {set_before}")
+    runs = json.loads(options.out.read_text())["runs"] if _exists(options.out) else []
     report: dict[str, Any] = environment(torch.device("cuda"))
     report |= {"model": options.model.name, "defaults": measure(options.model, {}), "toggles": {}}
+    runs.append(report)
     for name in options.toggles:
         default = str(int(TOGGLES[name]()))
         other = "10"[int(default)]
@@ -105,9 +114,9 @@ def main() -> None:
             default: report["defaults"],
             other: run(options.model, {name: other}),
         }
-        save(options.out, report)
+        save(options.out, {"runs": runs})
     report["defaults again"] = measure(options.model, {})
-    save(options.out, report)
+    save(options.out, {"runs": runs})
 
 
 if __name__ == "__main__":

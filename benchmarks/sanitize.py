@@ -1,12 +1,15 @@
 """Runs GPU tests under compute-sanitizer and says which kernels it finds fault with.
 
-    python -m benchmarks.sanitize                         all ops, and a small model's steps
+    python -m benchmarks.sanitize                         all ops, a small model's steps, engines
+    python -m benchmarks.sanitize wide narrow --jobs 2    small models through the whole engine
     python -m benchmarks.sanitize ngram_match verify_accept --tool racecheck --jobs 4
 
-A target is the name of an op, whose `tests/ops/test_<op>*.py` run, or a test file. memcheck looks
-for accesses outside of allocations, racecheck for conflicts in shared memory. For memcheck each
-tensor is an allocation of its own, without PyTorch's cache of blocks; graphs cannot be captured
-that way, so tests that capture are left to racecheck. PyTorch's own kernels are not watched.
+A target is the name of an op, whose `tests/ops/test_<op>*.py` run, a test file, or a case of
+`benchmarks/sanitize_engine.py`: a small model through the whole engine. memcheck looks for accesses
+outside of allocations, racecheck for conflicts in shared memory, synccheck for wrong barriers. For
+memcheck of tests each tensor is an allocation of its own, without PyTorch's cache of blocks; graphs
+cannot be captured that way, so tests that capture are left to the others, and the engine keeps the
+cache. PyTorch's own kernels are not watched.
 """
 
 from __future__ import annotations
@@ -25,21 +28,24 @@ from typing import Any
 
 import torch
 
+from benchmarks.sanitize_engine import CASES
+
 ROOT = Path(__file__).parents[1]
-TOOLS = ("memcheck", "racecheck")
+TOOLS = ("memcheck", "racecheck", "synccheck")
 CAPTURING = "not replay and not graph"
 NOT_WATCHED = ("at::", "at_cuda", "cub::", "cutlass", "nvjet")  # parts of kernels' names
 STEPS = ROOT / "tests/engine/test_gpu_steps.py"  # a small model
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
+_ENDING = re.compile(r"\d+ (?:passed|failed)|\w+: done")
 _HAZARD = re.compile(
     r"^=+ +(?!.*SUMMARY)(?:Invalid|Error|Warning|Race|.*hazard|.*uninitialized).*$", re.M
 )
 
 
 def default_targets() -> list[str]:
-    """Every op, then the steps of a small model."""
+    """Every op, then the steps of a small model, then whole engines."""
     ops = sorted(path.stem for path in (ROOT / "tiercel/ops").glob("[a-z]*.py"))
-    return [*ops, str(STEPS)]
+    return [*ops, str(STEPS), *CASES]
 
 
 def test_files(target: str) -> list[str]:
@@ -61,16 +67,20 @@ def sanitize(tool: str, target: str, selected: str, limit_s: float) -> dict[str,
     command += ["--target-processes=application-only", "--print-limit=5"]
     command += ["--report-api-errors=no"] if tool == "memcheck" else []
     command += [f"--kernel-name-exclude=kernel_substring={name}" for name in NOT_WATCHED]
-    command += [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
     environment = dict(os.environ)
-    if tool == "memcheck":
-        selected = f"({selected}) and {CAPTURING}" if selected else CAPTURING
-        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    command += ["-k", selected] if selected else []
+    if target in CASES:
+        command += [sys.executable, "-m", "benchmarks.sanitize_engine", target]
+    else:
+        if tool == "memcheck":
+            selected = f"({selected}) and {CAPTURING}" if selected else CAPTURING
+            environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+        command += [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
+        command += ["-k", selected] if selected else []
+        command += test_files(target)
     start = time.perf_counter()
     row: dict[str, Any] = {"tool": tool, "target": Path(target).name}
     process = subprocess.Popen(
-        [*command, *test_files(target)],
+        command,
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -86,11 +96,11 @@ def sanitize(tool: str, target: str, selected: str, limit_s: float) -> dict[str,
         return row | {"is_clean": False, "summary": f"not done after {limit_s:.0f} s",
                       "found": _HAZARD.findall(output)[:10]}  # fmt: skip
     summary = _SUMMARY.findall(output)
-    tests = [line for line in output.splitlines() if re.match(r"\d+ (passed|failed)", line)]
+    tests = [line for line in output.splitlines() if _ENDING.match(line)]
     return row | {
         "seconds": round(time.perf_counter() - start, 1),
         "is_clean": process.returncode == 0 and bool(summary) and bool(tests),
-        "summary": "; ".join([*summary, *tests]) or output[-500:],
+        "summary": "; ".join([*summary, *tests]) if summary and tests else output[-500:],
         "found": _HAZARD.findall(output)[:10],
     }
 

@@ -15,6 +15,9 @@ from tiercel.serve.metrics import Metrics
 from tiercel.serve.state import ServerState, ServeSettings
 
 NUM_ANSWERS = 5  # bodies; on a CPU as streams
+NUM_SCORES = 3  # lists and questions
+# A byte is a token: what is asked about a document takes some hundreds.
+ROOM = {"max_model_len": 1024, "max_num_batched_tokens": 1024}
 
 
 @pytest.fixture(autouse=True)
@@ -32,16 +35,17 @@ def counted(response):
 
 def test_every_route_is_asked_and_nothing_is_counted_or_logged(caplog):
     caplog.set_level(logging.INFO, logger="tiercel")
-    client = FakeClient()
+    client = FakeClient(info=fake_info(**ROOM))
     (rehearsed,) = ask(("GET", "/metrics"), client=client, is_rehearsed=True, logs_prompts=True)
     names = {record.name for record in caplog.records}
-    assert len(client.submitted) == NUM_ANSWERS
+    assert len(client.submitted) == NUM_ANSWERS + NUM_SCORES
+    assert sum(request.score is not None for request in client.submitted) == NUM_SCORES
     assert not client.aborted
     assert client.num_forgets == 1
     assert client.on_stats is not None
     assert "tiercel.serve.generation" not in names
     assert [r.args for r in caplog.records if r.name == "tiercel.serve.request"] == []
-    (plain,) = ask(("GET", "/metrics"))
+    (plain,) = ask(("GET", "/metrics"), client=FakeClient(info=fake_info(**ROOM)))
     assert counted(rehearsed) == counted(plain)
 
 
@@ -65,11 +69,17 @@ def test_the_server_is_not_ready_before_its_end():
 
 
 def test_a_gpu_is_asked_more_often_and_for_more():
-    client = FakeClient(info=fake_info(device="cuda:0"))
+    client = FakeClient(info=fake_info(device="cuda:0", **ROOM))
     ask(client=client, is_rehearsed=True)
-    assert len(client.submitted) == 4 * (NUM_ANSWERS + 1)
-    long = [r.prompt_token_ids for r in client.submitted if len(r.prompt_token_ids) == 128]
+    assert len(client.submitted) == 4 * (NUM_ANSWERS + 1 + NUM_SCORES)
+    long = [r.prompt_token_ids for r in client.submitted if len(r.prompt_token_ids) == 512]
     assert [ids[0] for ids in long] == [0, 1, 2, 3]  # none is a prefix hit
+
+
+def test_an_embedding_model_is_asked_for_vectors():
+    client = FakeClient(info=fake_info(pooling="mean", **ROOM))
+    ask(client=client, is_rehearsed=True)
+    assert sum(request.pooling == "mean" for request in client.submitted) == 1
 
 
 def test_a_refusal_delays_nothing():

@@ -24,8 +24,15 @@ class GraphRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Run something once eagerly, which loads its kernels, record it, and replay it once.
+    def record(
+        self, run: Callable[[], T], load: Callable[[], object]
+    ) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Record something and replay it once.
+
+        Args:
+            run: enqueues it.
+            load: enqueues each of its kernels once or more, since none can be loaded while a graph
+                is recorded.
 
         Returns:
             The graph, and what `run` returned while it was recorded: tensors that each replay
@@ -34,13 +41,21 @@ class GraphRecorder:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            run()
+            load()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Thread-local: another engine of this process may use its device meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            result = run()
+        # Not by `torch.cuda.graph`: it waits for the device and empties PyTorch's cache of memory
+        # each time, while here the device runs what was enqueued as the host records on.
+        with torch.cuda.stream(self._stream):
+            # Thread-local: another engine of this process may use its device meanwhile.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                result = run()
+            finally:
+                graph.capture_end()
         graph.replay()  # the first replay brings the graph to the device: 1 ms of a request's time
         return graph, result
+
+    def finish(self) -> None:
+        """Give back what the eager runs kept: no other stream could use it."""
+        torch.cuda.empty_cache()

@@ -355,6 +355,7 @@ def _capture(runner: ModelRunner, progress: Callable[[str, int, int], None] | No
         runner.decode_steps.capture(
             recorder, None if progress is None else partial(progress, "Capturing")
         )
+        recorder.finish()
 
 
 def build_engine(

@@ -156,7 +156,7 @@ class DecodeSteps:
     def capture(
         self, recorder: GraphRecorder, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Run every bucket eagerly, then record it, largest first.
+        """Load what every bucket launches, and record it, largest first.
 
         progress: called with (done, total).
         """
@@ -202,14 +202,16 @@ class DecodeSteps:
         lengths = (1,) * size
         logits = self._logits[: size * width]
 
-        def run() -> tuple[StepStates, tuple[Tensor, Tensor] | None]:
-            result, states = self._run(inputs, num_drafts, width, lengths)
+        def run(
+            forward: Callable[[Batch], Tensor] = self._model.forward,
+        ) -> tuple[StepStates, tuple[Tensor, Tensor] | None]:
+            result, states = self._run(inputs, num_drafts, width, lengths, forward)
             if is_whole:
                 return states, self._finish(inputs[0], result, num_drafts, width, states)
             logits.copy_(result)
             return states, None
 
-        graph, (states, results) = recorder.record(run)
+        graph, (states, results) = recorder.record(run, partial(run, self._model.forward_sample))
         # What is not kept gives its memory to the graphs captured next.
         keeps_states = self._proposer is not None and self._proposer.reads_states and not is_whole
         kept = states if keeps_states else None
@@ -256,7 +258,8 @@ class DecodeSteps:
         if captured is None:
             num_drafts = torch.zeros(size, dtype=torch.int32, device=inputs.device)
             lengths = (*context_lens, *(1,) * padding)
-            logits, states = self._run(inputs, num_drafts, width, lengths)
+            forward = self._model.forward
+            logits, states = self._run(inputs, num_drafts, width, lengths, forward)
             return VerifiedStep(
                 inputs[0],
                 logits,
@@ -281,23 +284,29 @@ class DecodeSteps:
         widths = tuple((num_drafts + 1).tolist())
         starts = torch.tensor([0, *widths]).cumsum(0).int()
         drafts = StepDrafts(self._rows.drafts.draft_ids, num_drafts)
-        logits, states = self._forward(on_device, starts, drafts, widths, None)
+        forward = self._model.forward
+        logits, states = self._forward(on_device, starts, drafts, widths, None, forward)
         slots = DraftSlots(starts, num_drafts, widths, tuple(most_drafts))
         return VerifiedStep(on_device, logits, slots, partial(self._propose, on_device, states))
 
     def _run(
-        self, inputs: Tensor, num_drafts: Tensor, width: int, context_lens: tuple[int, ...]
+        self,
+        inputs: Tensor,
+        num_drafts: Tensor,
+        width: int,
+        context_lens: tuple[int, ...],
+        forward: Callable[[Batch], Tensor],
     ) -> tuple[Tensor, StepStates]:
         """Logits of all places of a step with equal ones; sets `num_drafts` if it has drafts."""
         rows, count = inputs[0], inputs.shape[1]
         if width == 1:
             starts = self._starts_of(count, width)
-            return self._forward(rows, starts, None, (1,) * count, context_lens)
+            return self._forward(rows, starts, None, (1,) * count, context_lens, forward)
         drafts = self._rows.drafts.draft_ids
         torch.minimum(drafts[:, 0].index_select(0, rows), inputs[1], out=num_drafts)
         taken = StepDrafts(drafts, num_drafts)
         starts = self._starts_of(count, width)
-        return self._forward(rows, starts, taken, (width,) * count, context_lens)
+        return self._forward(rows, starts, taken, (width,) * count, context_lens, forward)
 
     def _forward(
         self,
@@ -306,6 +315,7 @@ class DecodeSteps:
         drafts: StepDrafts | None,
         widths: tuple[int, ...],
         context_lens: tuple[int, ...] | None,
+        forward: Callable[[Batch], Tensor],
     ) -> tuple[Tensor, StepStates]:
         config, state, total = self._config, self._rows, sum(widths)
         inputs = prepare_step(
@@ -338,7 +348,7 @@ class DecodeSteps:
             # A graph serves every length; the attention kernel's result is blind to the bound.
             max_seq_len=max(context_lens) if is_cpu else config.max_model_len + max(widths) - 1,
         )
-        hidden = self._model.forward(batch)
+        hidden = forward(batch)
         states = StepStates(batch, hidden, widths[0] if len(set(widths)) == 1 else None)
         return self._model.logits(hidden, batch.logits_rows), states
 

@@ -154,7 +154,7 @@ def _run(options: LoadOptions, link: EngineLink, opened: Future[EngineSession]) 
     source = find_source(options.model, offline=options.offline, report=report)
     report("Loading PyTorch")
     env.shorten_openmp_spins()
-    from tiercel.engine.session import open_session
+    from tiercel.engine.opening import open_session
 
     session = open_session(source, options, report, link.send)
     gc.freeze()  # what is there stays: collections need not look at it in the middle of a step

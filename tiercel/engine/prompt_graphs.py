@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,7 +118,7 @@ class PromptSteps:
         for shape, plan in plans.items():
             padded.plans[shape].fill(plan)
         if padded.graph is None:
-            self._run(padded.batch)
+            self._run(padded.batch, self._model.forward)
         else:
             padded.graph.replay()
         return self._hidden[:size]
@@ -153,14 +154,15 @@ class PromptSteps:
             progress(len(wanted), len(wanted))
 
     def _record(self, step: Batch, recorder: GraphRecorder | None) -> torch.cuda.CUDAGraph | None:
+        load = partial(self._run, step, self._model.forward_sample)
         if recorder is None:
-            self._run(step)  # loads its kernels
+            load()
             return None
-        graph, _ = recorder.record(lambda: self._run(step))
+        graph, _ = recorder.record(partial(self._run, step, self._model.forward), load)
         return graph
 
-    def _run(self, step: Batch) -> None:
-        self._hidden[: step.num_tokens].copy_(self._model.forward(step))
+    def _run(self, step: Batch, forward: Callable[[Batch], Tensor]) -> None:
+        self._hidden[: step.num_tokens].copy_(forward(step))
 
     def _possible_plans(self) -> dict[_Key, dict[AttentionShape, PlannedTiles]]:
         """Of requests that fill a size, alone and behind prefixes; the largest first."""

@@ -129,7 +129,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_scratch(self, query_lens: Sequence[int]) -> None:
-        """Run a step of scratch rows, which reads the null block and writes nothing.
+        """Launch what a step of scratch rows does, which reads the null block and writes nothing.
 
         query_lens: new tokens of each.
         """
@@ -137,11 +137,11 @@ class ModelRunner:
         scratch = [self.rows.scratch] * len(query_lens)
         rows, starts, drawn = lists_to_device((scratch, ends, ends[1:] - 1), self.config.device)
         batch = self._batch(query_lens, query_lens, rows, starts, drawn)
-        logits = self.model.logits(self.model.forward(batch), batch.logits_rows)
+        logits = self.model.logits(self.model.forward_sample(batch), batch.logits_rows)
         self.sampler(logits, (), rows)
 
     def measure_steps(self) -> int:
-        """Run the largest steps once; bytes that they need beside weights and cache, 0 on a CPU.
+        """Launch what the largest steps do; bytes they need beside weights and cache, 0 on a CPU.
 
         This also compiles what they need, so that nothing compiles at the first request.
         """

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Final
 
-import msgspec
-
-from tiercel.engine.build import LoadedModel, Report, describe, load_model
+from tiercel.engine.build import LoadedModel
 from tiercel.engine.counters import Counters
 from tiercel.engine.engine import RequestUpdate
 from tiercel.engine.loop import EngineLoop, StepResult, is_first, token_update
@@ -25,10 +23,8 @@ from tiercel.engine.messages import (
     Forget,
     Forgotten,
     FromEngine,
-    LoadOptions,
     NewRequest,
     Outputs,
-    Ready,
     Refused,
     Scores,
     Stats,
@@ -38,7 +34,6 @@ from tiercel.engine.messages import (
 )
 from tiercel.engine.request import Request
 from tiercel.errors import TiercelError
-from tiercel.models.source import ModelSource
 
 STATS_SECONDS: Final = 0.1
 
@@ -152,25 +147,3 @@ class EngineSession:
         self._stats_s = perf_counter()
         num_running = len(self.loop.running())
         self._send(Stats(self._counters.take(num_running, self.loop.num_live - num_running)))
-
-
-def open_session(
-    source: ModelSource, options: LoadOptions, report: Report, send: Send
-) -> EngineSession:
-    """Load a model, and say that it is ready.
-
-    Args:
-        source: the checked file.
-        options: what was asked for.
-        report: hears of the progress.
-        send: takes messages for the client.
-
-    Raises:
-        TiercelError: see `load_model`.
-    """
-    started_s = perf_counter()
-    loaded = load_model(source, msgspec.structs.replace(options, warm_up=True), report)
-    loaded.matchers.prepare()
-    session = EngineSession(loaded, send)
-    send(Ready(describe(loaded, perf_counter() - started_s)))
-    return session

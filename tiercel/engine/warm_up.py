@@ -14,13 +14,19 @@ from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.params import SamplingParams
 
 NUM_ITEMS: Final = 20  # to score
+SCORED_BEHIND: Final = 2048  # tokens: few items behind so many take kernels of their own
 NUM_NEW: Final = 4  # tokens: a step behind the prompt, overlapping ones, the last
 # One token, each tile of the kernel for few, and prompts, each of which has pinned buffers of
-# other sizes on its way to a GPU; on a CPU nothing depends on the length.
+# other sizes on its way to a GPU; kernels of longer ones are those of `CHUNKS`. On a CPU nothing
+# depends on the length.
 PROMPT_LENGTHS: Final = {
-    "cuda": (1, 2, 4, 8, 16, 20, 40, 80, 160, 320, 640, 1280, 2560, 5120),
+    "cuda": (1, 2, 4, 8, 16, 20, 40, 80, 160, 320, 640, 1280),
     "cpu": (1, 40),
 }
+# Places that are read come in slices that a prompt of this length fills.
+LONGEST_READ: Final = 320
+# What else is asked of answers has nothing to do with the prompt.
+MIXED_LENGTHS: Final = (1, 40)
 CHUNKS: Final = (768, 1024, 1536, 2048, 4096, 8192)  # tokens of eager steps, beyond all graphs
 
 
@@ -45,19 +51,31 @@ def _every_option(vocab_size: int) -> tuple[SamplingParams, ...]:
     )
 
 
-def _score_items(engine: Engine, length: int, vocab_size: int) -> None:
-    """Score items behind a prompt that fills a step, so that they have one of their own.
+def _options_at(length: int, vocab_size: int) -> list[SamplingParams]:
+    """What to ask behind a prompt of some tokens."""
+    plain, *mixed, read = _every_option(vocab_size)
+    asked = [plain, *(mixed if length in MIXED_LENGTHS else ())]
+    return [*asked, read] if length <= LONGEST_READ else asked
 
-    Few items behind a long prompt take kernels of their own.
+
+def _run(engine: Engine, request: Request) -> None:
+    """Take a request to its end."""
+    engine.submit(request)
+    while engine.has_work:
+        engine.step()
+
+
+def _score_items(engine: Engine, length: int, vocab_size: int) -> None:
+    """Score items behind a prompt that was computed before, so that they have a step of their own.
+
+    length: of the prompt, tokens.
     """
     few = tuple(range(min(2, vocab_size)))
     items = ((0,),) * NUM_ITEMS if length > NUM_ITEMS else ((0,),)
     task = ScoreTask(items, ((ScoreRead(0, few),),))
-    prompt = [i % vocab_size for i in range(length)]
-    request = Request("warm-up", prompt, SamplingParams(), 0, 0, frozenset(), 0, score=task)
-    engine.submit(request)
-    while engine.has_work:
-        engine.step()
+    prompt, params = [i % vocab_size for i in range(length)], SamplingParams()
+    _run(engine, Request("warm-up", prompt, params, 0, 0, frozenset(), 1))
+    _run(engine, Request("warm-up", prompt, params, 0, 0, frozenset(), 0, score=task))
 
 
 def warm_up(engine: Engine, vocab_size: int) -> None:
@@ -80,13 +98,11 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
         if length > most:
             break
         # Each length in steps of its own: beside a long prompt a short one takes its kernels.
-        for params in _every_option(vocab_size):
+        for params in _options_at(length, vocab_size):
             prompt = [i % vocab_size for i in range(length)]
-            request = Request("warm-up", prompt, params, 0, 0, frozenset({0}), NUM_NEW)
-            engine.submit(request)
-            while engine.has_work:
-                engine.step()
+            _run(engine, Request("warm-up", prompt, params, 0, 0, frozenset({0}), NUM_NEW))
             engine.forget()  # the next one computes its whole prompt too
     if config.device.type == "cuda":
-        _score_items(engine, min(most, config.max_num_batched_tokens), vocab_size)
+        longest = min(most, config.max_num_batched_tokens)
+        _score_items(engine, min(longest, SCORED_BEHIND), vocab_size)
     engine.forget()

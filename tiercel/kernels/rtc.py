@@ -63,10 +63,14 @@ class KernelSource:
 
     def text(self) -> str:
         """Headers and file; the compiler's messages keep their names and lines."""
-        folder = files("tiercel.kernels") / "cuda"
         names = [*(f"{header}.cuh" for header in self.headers), f"{self.name}.cu"]
-        parts = (f'#line 1 "{name}"\n{(folder / name).read_text("utf-8")}' for name in names)
-        return "".join(parts)
+        return "".join(map(_read_source, names))
+
+
+@functools.cache  # a model asks for hundreds of kernels, which share a dozen files
+def _read_source(name: str) -> str:
+    text = (files("tiercel.kernels") / "cuda" / name).read_text("utf-8")
+    return f'#line 1 "{name}"\n{text}'
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ class Decoder:
         builder = _LayerBuilder(config, weights, dtype, num_positions)
         self.embedding = Embedding(weights.stored("embed.weight"), config.embedding_scale)
         self.layers = [builder.layer(i) for i in range(config.num_layers)]
+        self._samples = [self.layers[i] for i in builder.sample_layers()]
         self.last_update_norm = builder.last_update_norm()
         self.norm = builder.norm("norm")
         head = "head.weight" if weights.has("head.weight") else "embed.weight"
@@ -123,11 +124,21 @@ class Decoder:
         Returns:
             (T, hidden) float32, the residual before the last norm.
         """
+        return self._pass(self.layers, batch)
+
+    def forward_sample(self, batch: Batch) -> Tensor:
+        """Launch what `forward` launches, each but once: one layer of every kind.
+
+        For loading kernels and measuring memory; the result has the shape of `forward`'s alone.
+        """
+        return self._pass(self._samples, batch)
+
+    def _pass(self, layers: Sequence[DecoderLayer], batch: Batch) -> Tensor:
         x, update = self.embedding(batch.input_ids), None
         if self.step is not None and self.step.takes(batch):
             return self.step(x, batch)
         plans: dict[tuple[AttentionShape, int], PromptPlan | None] = {}
-        for layer in self.layers:
+        for layer in layers:
             kind = (layer.attention.shape, layer.attention.group)
             if kind not in plans:
                 plans[kind] = layer.attention.plan(batch)
@@ -244,6 +255,27 @@ class _LayerBuilder:
         self.rope = {"full": rope_table(config.rope, num_positions, factors).to(weights.device)}
         if config.rope_sliding is not None:
             self.rope["sliding"] = rope_table(config.rope_sliding, num_positions).to(weights.device)
+
+    def sample_layers(self) -> list[int]:
+        """The first layer, which adds nothing, and of the others the first of each kind.
+
+        Layers of a kind have matrices of the same types and shapes, and the same attention.
+        """
+        source = self.weights.source
+        found: dict[tuple[object, ...], int] = {}
+        for index in range(self.config.num_layers):
+            prefix = f"layers.{index}."
+            own = {
+                name.removeprefix(prefix): (
+                    source.tensors[stored].qtype,
+                    source.tensors[stored].shape,
+                )
+                for name, stored in source.names.items()
+                if name.startswith(prefix)
+            }
+            kind = (index == 0, self.config.layer_types[index], *sorted(own.items()))
+            found.setdefault(kind, index)
+        return list(found.values())
 
     def norm(self, name: str, update_norm: str | None = None) -> RMSNorm:
         """The norm of a name; `update_norm` is the one that an update passes before it."""

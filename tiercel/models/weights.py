@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel.models.source import ModelSource
+from tiercel.models.upload import Uploader
 from tiercel.ops.dequantize import dequantize
 from tiercel.quant import Layout, QuantTensor
 
@@ -27,7 +28,7 @@ def unpermute_rows(heads: int, head_dim: int, rotary_dim: int) -> Tensor:
 
 
 class WeightReader:
-    """Reads tensors of a `ModelSource`; matrices are views of the file until prepared."""
+    """Reads tensors of a `ModelSource`; on a CPU matrices are views of the file until prepared."""
 
     def __init__(
         self,
@@ -41,13 +42,14 @@ class WeightReader:
 
         Args:
             source: a checked file.
-            device: where `stored`, `vector` and `norm_weight` put their results.
+            device: where results are; but see `file_tensor`.
             progress: called with (bytes read, bytes in all).
             dense_copies: for `prepare_linear`: whether there is memory for them.
         """
         self.source = source
         self.dense_copies = dense_copies
         self.device = device
+        self._uploader = Uploader(device) if device.type == "cuda" else None
         self._progress = progress
         self._read_bytes = 0
         self._total_bytes = sum(info.nbytes for info in source.tensors.values())
@@ -57,28 +59,26 @@ class WeightReader:
         return name in self.source.names
 
     def file_tensor(self, name: str) -> QuantTensor:
-        """A matrix as the file stores it, on the CPU; rows of q and k ordered for (i, i + D/2)."""
-        info = self.source.tensors[self.source.names[name]]
-        with warnings.catch_warnings():
-            # The map is read-only and stays so: these views are only ever read.
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            data = torch.from_numpy(self.source.data(info.name))
-        tensor = QuantTensor(info.qtype, Layout.FILE, info.shape, {"data": data})
-        self._count(info.nbytes)
-        if tensor.shape[0] == 1 or not self._is_permuted(name):
+        """A matrix as the file stores it, read-only; rows of q and k ordered for (i, i + D/2)."""
+        tensor = self._view(name)
+        if self._uploader is not None:
+            planes = {key: self._uploader(plane) for key, plane in tensor.planes.items()}
+            tensor = QuantTensor(tensor.qtype, tensor.layout, tensor.shape, planes)
+        if not self._is_permuted(name):
             return tensor
-        return tensor.take(self._order(tensor.shape[0]))
+        return tensor.take(self._order(tensor.shape[0]).to(self.device))
 
     def stored(self, name: str) -> QuantTensor:
         """A matrix in its stored type on the device, in memory of its own."""
         tensor = self.file_tensor(name)
-        planes = {key: plane.to(self.device, copy=True) for key, plane in tensor.planes.items()}
+        if self._uploader is not None:
+            return tensor
+        planes = {key: plane.clone() for key, plane in tensor.planes.items()}
         return QuantTensor(tensor.qtype, tensor.layout, tensor.shape, planes)
 
     def vector(self, name: str) -> Tensor:
         """A vector, (n,) float32 on the device."""
-        tensor = self.file_tensor(name)
-        values = dequantize(tensor, torch.float32).flatten()
+        values = dequantize(self._view(name), torch.float32).flatten()
         if name.count(".") > 1 and self._is_permuted(name):
             values = values[self._order(values.numel())]
         return values.to(self.device)
@@ -86,6 +86,16 @@ class WeightReader:
     def norm_weight(self, name: str) -> Tensor:
         """An RMSNorm weight, (n,) float32 on the device, with what the format leaves out added."""
         return self.vector(name) + self.source.norm_offset
+
+    def _view(self, name: str) -> QuantTensor:
+        """What the file holds, on the CPU."""
+        info = self.source.tensors[self.source.names[name]]
+        with warnings.catch_warnings():
+            # The map is read-only and stays so: these views are only ever read.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            data = torch.from_numpy(self.source.data(info.name))
+        self._count(info.nbytes)
+        return QuantTensor(info.qtype, Layout.FILE, info.shape, {"data": data})
 
     def _is_permuted(self, name: str) -> bool:
         return self.source.is_interleaved and name.split(".")[-2] in ("q", "k")

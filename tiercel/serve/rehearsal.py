@@ -2,8 +2,10 @@
 
 The first request of a kind makes decoders of its body, fills caches of types and wakes threads for
 the first time, on both sides of the socket to the engine: 2 ms on the way to a first token that
-takes 4. So each route that generates is asked once or more, through a state of its own: its metrics
-are thrown away, nothing is logged, and in the end the engine forgets what it counted and kept.
+takes 4. So each route that generates or scores is asked once or more, through a state of its own:
+its metrics are thrown away, nothing is logged, and in the end the engine forgets what it counted
+and kept. An engine that is started again rehearses its own side (`engine/opening.py`); this one has
+answered by then.
 """
 
 from __future__ import annotations
@@ -28,29 +30,41 @@ from tiercel.serve.state import ServedModel, ServerState
 _LOG: Final = logging.getLogger(__name__)
 MakeApp = Callable[[ServerState], ASGIApp]
 # Streams, then whole answers. On a GPU, whose steps are short, both again: what the interpreter
-# adapts to counts there.
+# adapts to counts there. Scores are never streams.
 _ROUNDS: Final = {"cpu": (True,), "cuda": (True, False, True, False)}
 _MESSAGES: Final = ({"role": "user", "content": "Hi"},)
 _NUM_NEW: Final = 2  # tokens
 _LONG_PROMPT: Final = 1000  # tokens
-_BODIES: Final[tuple[tuple[str, dict[str, object]], ...]] = (
+_Bodies = tuple[tuple[str, dict[str, object]], ...]
+_GENERATING: Final[_Bodies] = (
     ("/v1/chat/completions", {"messages": _MESSAGES, "max_completion_tokens": _NUM_NEW}),
     ("/v1/messages", {"messages": _MESSAGES, "max_tokens": _NUM_NEW}),
     ("/v1/responses", {"input": "Hi", "max_output_tokens": _NUM_NEW}),
     ("/v1/completions", {"prompt": "Hi", "max_tokens": _NUM_NEW}),
     ("/v1/completions", {"prompt": [0, 1, 2], "max_tokens": _NUM_NEW, "temperature": 0}),
 )
+_QUESTION: Final = {"type": "predicate", "instructions": "Is it so?"}
+_SCORING: Final[_Bodies] = (
+    ("/v1/score", {"query": "Hi", "items": ["a", "b"], "labels": ["x", "y"]}),
+    ("/v1/rerank", {"query": "Hi", "documents": ["a", "b"]}),
+    ("/v1/decisions", {"input": "Hi", "questions": [_QUESTION]}),
+    ("/v1/embeddings", {"input": "Hi"}),
+)
 
 
-def _bodies(info: EngineInfo, number: int) -> list[tuple[str, dict[str, object]]]:
+def _bodies(info: EngineInfo, number: int, *, is_stream: bool) -> _Bodies:
     """Of a round: on a GPU with a long prompt, each time another one."""
-    length = min(_LONG_PROMPT, info.max_model_len // 2) if info.device != "cpu" else 0
-    long = {"prompt": [number] * length, "max_tokens": _NUM_NEW, "temperature": 0}
-    return [*_BODIES, *[("/v1/completions", long)] * (length > 0)]
+    generating = _GENERATING
+    if info.device != "cpu":
+        prompt = [number] * min(_LONG_PROMPT, info.max_model_len // 2)
+        long = {"prompt": prompt, "max_tokens": _NUM_NEW, "temperature": 0}
+        generating += (("/v1/completions", long),)
+    streams = tuple((path, {"stream": is_stream, **fields}) for path, fields in generating)
+    return streams + _SCORING
 
 
 async def rehearse(state: ServerState, model: ServedModel, make_app: MakeApp) -> None:
-    """Ask every route that generates; a refusal is no failure.
+    """Ask every route that generates or scores; a refusal is no failure.
 
     Args:
         state: of the server; it has no model yet.
@@ -67,9 +81,8 @@ async def rehearse(state: ServerState, model: ServedModel, make_app: MakeApp) ->
     )
     app = make_app(stage)
     for number, is_stream in enumerate(_ROUNDS[model.info.device.partition(":")[0]]):
-        for path, fields in _bodies(model.info, number):
-            body = {"model": model.name, "stream": is_stream, **fields}
-            await _ask(app, path, msgspec.json.encode(body))
+        for path, fields in _bodies(model.info, number, is_stream=is_stream):
+            await _ask(app, path, msgspec.json.encode({"model": model.name, **fields}))
     await state.client.forget()
     gc.collect()
     gc.freeze()  # what is there stays: collections need not look at it in the middle of a request

@@ -1,0 +1,109 @@
+"""Opens a session on a model: load it, rehearse, say that it is ready.
+
+The warm-up runs an engine's steps; between the socket and these lies Python that then still runs
+for the first time: decoders of messages, the loop, the answers' encoders. So some requests come in
+as frames, through a session of their own that nobody hears. It is done in the engine process, hence
+for each that takes the place of one that died, when the server itself (`serve/rehearsal.py`) has
+long answered others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Final
+
+import msgspec
+
+from tiercel.engine.build import LoadedModel, Report, describe, load_model
+from tiercel.engine.messages import (
+    LENGTH_BYTES,
+    FromEngine,
+    LoadOptions,
+    NewRequest,
+    Outputs,
+    Ready,
+    Refused,
+    decode_to_engine,
+    encode,
+)
+from tiercel.engine.request import Request
+from tiercel.engine.score_params import ScoreParams
+from tiercel.engine.session import EngineSession, Send
+from tiercel.models.source import ModelSource
+from tiercel.params import SamplingParams
+
+# On a GPU, whose steps are short, what the interpreter adapts to counts too.
+ROUNDS: Final = {"cpu": 1, "cuda": 4}
+_PROMPT_TOKENS: Final = 100
+_NUM_NEW: Final = 3  # tokens
+
+
+def open_session(
+    source: ModelSource, options: LoadOptions, report: Report, send: Send
+) -> EngineSession:
+    """Load a model, and say that it is ready.
+
+    Args:
+        source: the checked file.
+        options: what was asked for.
+        report: hears of the progress.
+        send: takes messages for the client.
+
+    Raises:
+        TiercelError: see `load_model`.
+    """
+    started_s = perf_counter()
+    loaded = load_model(source, msgspec.structs.replace(options, warm_up=True), report)
+    loaded.matchers.prepare()
+    if not options.enable_fault_injection:  # faults count steps from the first on
+        rehearse(loaded)
+    session = EngineSession(loaded, send)
+    send(Ready(describe(loaded, perf_counter() - started_s)))
+    return session
+
+
+def rehearse(loaded: LoadedModel) -> None:
+    """Answer some requests one after the other; nothing of them is kept or counted.
+
+    Args:
+        loaded: with nothing to do.
+    """
+    frames = (
+        encode(NewRequest.of(key, request)) for key, request in enumerate(_requests(loaded), 1)
+    )
+
+    def hand_over() -> None:
+        frame = next(frames, None)
+        if frame is None:
+            session.loop.shutdown()
+        else:
+            session.handle(decode_to_engine(frame[LENGTH_BYTES:]))
+
+    def take(message: FromEngine) -> None:
+        encode(message)
+        has_ended = isinstance(message, Outputs) and any(d.finish_reason for d in message.deltas)
+        if has_ended or isinstance(message, Refused):
+            hand_over()
+
+    session = EngineSession(loaded, take)
+    hand_over()
+    session.loop.run()
+    loaded.engine.forget()
+
+
+def _requests(loaded: LoadedModel) -> Iterator[Request]:
+    """Answers and scores, those of each round behind another prompt."""
+    inputs = loaded.inputs()
+    scores = loaded.score_inputs(inputs)
+    most = min(loaded.config.max_model_len, loaded.engine.scheduler.cache.capacity)
+    length = min(_PROMPT_TOKENS, most - _NUM_NEW)
+    if length < 1:
+        return
+    for number in range(ROUNDS[loaded.config.device.type]):
+        prompt = [number] * length
+        for logprobs in (None, 1):
+            params = SamplingParams(max_tokens=_NUM_NEW, ignore_eos=True, logprobs=logprobs)
+            yield inputs.request(prompt, params, 0)
+        job = scores.job(prompt, [[0], [1]], ScoreParams(label_token_ids=[0, 1]))
+        yield from job.requests
