@@ -11,8 +11,9 @@ is raised before the draw. All else runs as for users. Without it the model answ
 For each kind of text and batch size: the rate of steady decoding, of requests that are through
 their prompts, until the first of them ends; how many drafts were right, by place. Plain decoding is
 that of requests with drafts switched off, by the kernels that serve it without speculation. With
---trace: the share of the GPU's time in a step that drafting and acceptance take, and what the host
-waited for. With --limits 1 2 3: each case again for requests that lower the number of drafts.
+--trace 1 8: for these batch sizes, the share of the GPU's time in a step that drafting and
+acceptance take, and what the host waited for. With --limits 1 2 3: each case again for requests
+that lower the number of drafts.
 """
 
 from __future__ import annotations
@@ -243,7 +244,7 @@ def main() -> None:
     parser.add_argument("--limits", type=int, nargs="*", help="drafts of a request; all without")
     parser.add_argument("--length", type=int, default=ANSWER_TOKENS, help="tokens of an answer")
     parser.add_argument("--repeats", type=int, default=2, help="runs of a case; the best counts")
-    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--trace", type=int, nargs="*", default=(), help="batches to profile")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.given:
@@ -253,7 +254,7 @@ def main() -> None:
         options.model,
         device=options.device,
         max_model_len=4096,
-        max_num_seqs=max(options.batches),
+        max_num_seqs=max([*options.batches, *options.trace]),
         spec=options.spec,
         num_spec_tokens=options.num_spec_tokens,
     )
@@ -279,7 +280,7 @@ def main() -> None:
             report["cases"] += found
             print(*found, sep="\n", flush=True)
     report["traces"] = []
-    for batch in options.batches if options.trace else ():
+    for batch in options.trace:
         report["traces"].append(trace(llm, batch, given))
         print(report["traces"][-1], flush=True)
     save(options.out, report)

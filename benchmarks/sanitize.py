@@ -4,9 +4,10 @@
     python -m benchmarks.sanitize ngram_match verify_accept --tool racecheck --jobs 4
 
 A target is the name of an op, whose `tests/ops/test_<op>*.py` run, or a test file. memcheck looks
-for accesses outside of allocations, racecheck for conflicts in shared memory. For memcheck each
-tensor is an allocation of its own, without PyTorch's cache of blocks; graphs cannot be captured
-that way, so tests that capture are left to racecheck. PyTorch's own kernels are not watched.
+for accesses outside of allocations, racecheck for conflicts in shared memory, synccheck for
+barriers that not all threads reach. For memcheck each tensor is an allocation of its own, without
+PyTorch's cache of blocks; graphs cannot be captured that way, so tests that capture are left to
+the others. PyTorch's own kernels are not watched.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
-TOOLS = ("memcheck", "racecheck")
+TOOLS = ("memcheck", "racecheck", "synccheck")
 CAPTURING = "not replay and not graph"
 NOT_WATCHED = ("at::", "at_cuda", "cub::", "cutlass", "nvjet")  # parts of kernels' names
 STEPS = ROOT / "tests/engine/test_gpu_steps.py"  # a small model
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
 _HAZARD = re.compile(
-    r"^=+ +(?!.*SUMMARY)(?:Invalid|Error|Warning|Race|.*hazard|.*uninitialized).*$", re.M
+    r"^=+ +(?!.*SUMMARY)(?:Invalid|Error|Warning|Race|Barrier|.*hazard|.*uninitialized).*$", re.M
 )
 
 
