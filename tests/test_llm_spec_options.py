@@ -127,7 +127,7 @@ def test_blocks_are_kept_for_others_when_all_their_tokens_are_accepted(monkeypat
         for i in range(6):  # the second half continues answers of the first
             texts.append([*texts[i], *alone[i][: draw.randrange(16, 48)], *([5] * (i % 2))])
             alone.append(run_alone(llm, llm._inputs.request(texts[-1], params, 0)))
-    whole = [tuple([*text, *answer]) for text, answer in zip(texts, alone, strict=True)]
+    whole = [(*text, *answer) for text, answer in zip(texts, alone, strict=True)]
     sizes = engine_module.cache_blocks
 
     def few(groups, **options):
