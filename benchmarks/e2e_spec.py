@@ -272,18 +272,17 @@ def main() -> None:
     print({name: report[name] for name in shown}, flush=True)
     sampler = llm._engine.runner.sampler
     given = sampler if isinstance(sampler, GivenSampler) else None
-    report["cases"] = []
+    report["traces"], report["cases"] = [], []
+    for batch in options.trace:
+        report["traces"].append(trace(llm, batch, given))
+        print(report["traces"][-1], flush=True)
     for kind in options.kinds:
         for batch in options.batches:
             work = Work(kind, batch, options.length, options.repeats)
             found = measure(llm, work, given, options.limits or [None])
             report["cases"] += found
             print(*found, sep="\n", flush=True)
-    report["traces"] = []
-    for batch in options.trace:
-        report["traces"].append(trace(llm, batch, given))
-        print(report["traces"][-1], flush=True)
-    save(options.out, report)
+            save(options.out, report)  # what is done stays if the rest is cut off
     if any(found["waits_in_launches"] for found in report["traces"]):
         raise SystemExit("the host waited for the device within a step")
 
