@@ -2,12 +2,14 @@
 
     python -m benchmarks.sanitize                         all ops, and a small model's steps
     python -m benchmarks.sanitize ngram_match verify_accept --tool racecheck --jobs 4
+    python -m benchmarks.sanitize ngram_index --kernels ngram -k "growing and not many"
 
 A target is the name of an op, whose `tests/ops/test_<op>*.py` run, or a test file. memcheck looks
 for accesses outside of allocations, racecheck for conflicts in shared memory, synccheck for
 barriers that not all threads reach. For memcheck each tensor is an allocation of its own, without
 PyTorch's cache of blocks; graphs cannot be captured that way, so tests that capture are left to
-the others. PyTorch's own kernels are not watched.
+the others. PyTorch's own kernels are not watched; with --kernels none but those so named, which is
+faster.
 """
 
 from __future__ import annotations
@@ -56,12 +58,16 @@ def test_files(target: str) -> list[str]:
     return [str(path) for path in found]
 
 
-def sanitize(tool: str, target: str, selected: str, limit_s: float) -> dict[str, Any]:
+def sanitize(tool: str, target: str, selected: str, kernels: str, limit_s: float) -> dict[str, Any]:
     """One target under one tool: what the tool and the tests said, and whether both are content."""
     command = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
     command += ["--target-processes=application-only", "--print-limit=5"]
     command += ["--report-api-errors=no"] if tool == "memcheck" else []
-    command += [f"--kernel-name-exclude=kernel_substring={name}" for name in NOT_WATCHED]
+    command += (
+        [f"--kernel-name=kernel_substring={kernels}"]
+        if kernels
+        else [f"--kernel-name-exclude=kernel_substring={name}" for name in NOT_WATCHED]
+    )
     command += [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
     environment = dict(os.environ)
     if tool == "memcheck":
@@ -102,14 +108,15 @@ def main() -> None:
     parser.add_argument("targets", nargs="*", default=default_targets())
     parser.add_argument("--tool", choices=TOOLS, nargs="*", default=TOOLS)
     parser.add_argument("-k", default="", help="of these tests, those that pytest selects so")
+    parser.add_argument("--kernels", default="", help="watch kernels with this in their name alone")
     parser.add_argument("--jobs", type=int, default=4, help="processes at a time")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of one target")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU: nothing to watch.")
-    runs = [(tool, target, options.k, options.limit) for target in options.targets
-            for tool in options.tool]  # fmt: skip
+    runs = [(tool, target, options.k, options.kernels, options.limit)
+            for target in options.targets for tool in options.tool]  # fmt: skip
     rows = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for row in pool.map(lambda run: sanitize(*run), runs):
