@@ -207,20 +207,23 @@ def trace(llm: LLM, batch: int, given: GivenSampler | None) -> dict[str, Any]:
     ranges = [e.time_range for e in found.events() if e.name == LAUNCH and e.device_type != on_gpu]
     inside = [e for e in found.events() if e.name in WAITS and _is_inside(e, ranges)]
     kernels = [e for e in found.events() if e.device_type == on_gpu and e.name != LAUNCH]
-    total = sum(e.time_range.elapsed_us() for e in kernels)
     own = sum(
         e.time_range.elapsed_us() for e in kernels if any(name in e.name for name in DRAFT_KERNELS)
     )
     first = min(e.time_range.start for e in kernels)
     last = max(e.time_range.end for e in kernels)
+    busy, end = 0.0, first  # kernels overlap where one waits for another within itself
+    for e in sorted(kernels, key=lambda e: e.time_range.start):
+        busy += max(0.0, e.time_range.end - max(end, e.time_range.start))
+        end = max(end, e.time_range.end)
     waits = Counter(event.name for event in inside)
     return {
         "batch": batch,
         "steps": steps,
         "step_us": round((last - first) / steps, 1),
-        "busy_share": round(total / (last - first), 3),
+        "busy_share": round(busy / (last - first), 3),
         "draft_and_accept_us": round(own / steps, 1),
-        "draft_and_accept_share": round(own / total, 4),
+        "draft_and_accept_share": round(own / (last - first), 4),
         "waits_in_launches": dict(waits),
     }
 
