@@ -11,8 +11,9 @@ is raised before the draw. All else runs as for users. Without it the model answ
 For each kind of text and batch size: the rate of steady decoding, of requests that are through
 their prompts, until the first of them ends; how many drafts were right, by place. Plain decoding is
 that of requests with drafts switched off, by the kernels that serve it without speculation. With
---trace: the share of the GPU's time in a step that drafting and acceptance take, and what the host
-waited for. With --limits 1 2 3: each case again for requests that lower the number of drafts.
+--trace 1 8: for these batch sizes, the share of the GPU's time in a step that drafting and
+acceptance take, and what the host waited for. With --limits 1 2 3: each case again for requests
+that lower the number of drafts.
 """
 
 from __future__ import annotations
@@ -206,20 +207,23 @@ def trace(llm: LLM, batch: int, given: GivenSampler | None) -> dict[str, Any]:
     ranges = [e.time_range for e in found.events() if e.name == LAUNCH and e.device_type != on_gpu]
     inside = [e for e in found.events() if e.name in WAITS and _is_inside(e, ranges)]
     kernels = [e for e in found.events() if e.device_type == on_gpu and e.name != LAUNCH]
-    total = sum(e.time_range.elapsed_us() for e in kernels)
     own = sum(
         e.time_range.elapsed_us() for e in kernels if any(name in e.name for name in DRAFT_KERNELS)
     )
     first = min(e.time_range.start for e in kernels)
     last = max(e.time_range.end for e in kernels)
+    busy, end = 0.0, first  # kernels overlap where one waits for another within itself
+    for e in sorted(kernels, key=lambda e: e.time_range.start):
+        busy += max(0.0, e.time_range.end - max(end, e.time_range.start))
+        end = max(end, e.time_range.end)
     waits = Counter(event.name for event in inside)
     return {
         "batch": batch,
         "steps": steps,
         "step_us": round((last - first) / steps, 1),
-        "busy_share": round(total / (last - first), 3),
+        "busy_share": round(busy / (last - first), 3),
         "draft_and_accept_us": round(own / steps, 1),
-        "draft_and_accept_share": round(own / total, 4),
+        "draft_and_accept_share": round(own / (last - first), 4),
         "waits_in_launches": dict(waits),
     }
 
@@ -243,7 +247,7 @@ def main() -> None:
     parser.add_argument("--limits", type=int, nargs="*", help="drafts of a request; all without")
     parser.add_argument("--length", type=int, default=ANSWER_TOKENS, help="tokens of an answer")
     parser.add_argument("--repeats", type=int, default=2, help="runs of a case; the best counts")
-    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--trace", type=int, nargs="*", default=(), help="batches to profile")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.given:
@@ -253,7 +257,7 @@ def main() -> None:
         options.model,
         device=options.device,
         max_model_len=4096,
-        max_num_seqs=max(options.batches),
+        max_num_seqs=max([*options.batches, *options.trace]),
         spec=options.spec,
         num_spec_tokens=options.num_spec_tokens,
     )
@@ -271,18 +275,17 @@ def main() -> None:
     print({name: report[name] for name in shown}, flush=True)
     sampler = llm._engine.runner.sampler
     given = sampler if isinstance(sampler, GivenSampler) else None
-    report["cases"] = []
+    report["traces"], report["cases"] = [], []
+    for batch in options.trace:
+        report["traces"].append(trace(llm, batch, given))
+        print(report["traces"][-1], flush=True)
     for kind in options.kinds:
         for batch in options.batches:
             work = Work(kind, batch, options.length, options.repeats)
             found = measure(llm, work, given, options.limits or [None])
             report["cases"] += found
             print(*found, sep="\n", flush=True)
-    report["traces"] = []
-    for batch in options.batches if options.trace else ():
-        report["traces"].append(trace(llm, batch, given))
-        print(report["traces"][-1], flush=True)
-    save(options.out, report)
+            save(options.out, report)  # what is done stays if the rest is cut off
     if any(found["waits_in_launches"] for found in report["traces"]):
         raise SystemExit("the host waited for the device within a step")
 

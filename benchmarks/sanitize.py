@@ -3,13 +3,15 @@
     python -m benchmarks.sanitize                         all ops, a small model's steps, engines
     python -m benchmarks.sanitize wide narrow --jobs 2    small models through the whole engine
     python -m benchmarks.sanitize ngram_match verify_accept --tool racecheck --jobs 4
+    python -m benchmarks.sanitize ngram_index --kernels ngram -k "growing and not many"
 
 A target is the name of an op, whose `tests/ops/test_<op>*.py` run, a test file, or a case of
 `benchmarks/sanitize_engine.py`: a small model through the whole engine. memcheck looks for accesses
-outside of allocations, racecheck for conflicts in shared memory, synccheck for wrong barriers. For
-memcheck of tests each tensor is an allocation of its own, without PyTorch's cache of blocks; graphs
-cannot be captured that way, so tests that capture are left to the others, and the engine keeps the
-cache. PyTorch's own kernels are not watched.
+outside of allocations, racecheck for conflicts in shared memory, synccheck for barriers that not
+all threads reach. For memcheck of tests each tensor is an allocation of its own, without PyTorch's
+cache of blocks; graphs cannot be captured that way, so tests that capture are left to the others,
+and the engine keeps the cache. PyTorch's own kernels are not watched; with --kernels none but those
+so named, which is faster.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ STEPS = ROOT / "tests/engine/test_gpu_steps.py"  # a small model
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
 _ENDING = re.compile(r"\d+ (?:passed|failed)|\w+: done")
 _HAZARD = re.compile(
-    r"^=+ +(?!.*SUMMARY)(?:Invalid|Error|Warning|Race|.*hazard|.*uninitialized).*$", re.M
+    r"^=+ +(?!.*SUMMARY)(?:Invalid|Error|Warning|Race|Barrier|.*hazard|.*uninitialized).*$", re.M
 )
 
 
@@ -61,12 +63,16 @@ def test_files(target: str) -> list[str]:
     return [str(path) for path in found]
 
 
-def sanitize(tool: str, target: str, selected: str, limit_s: float) -> dict[str, Any]:
+def sanitize(tool: str, target: str, selected: str, kernels: str, limit_s: float) -> dict[str, Any]:
     """One target under one tool: what the tool and the tests said, and whether both are content."""
     command = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
     command += ["--target-processes=application-only", "--print-limit=5"]
     command += ["--report-api-errors=no"] if tool == "memcheck" else []
-    command += [f"--kernel-name-exclude=kernel_substring={name}" for name in NOT_WATCHED]
+    command += (
+        [f"--kernel-name=kernel_substring={kernels}"]
+        if kernels
+        else [f"--kernel-name-exclude=kernel_substring={name}" for name in NOT_WATCHED]
+    )
     environment = dict(os.environ)
     if target in CASES:
         command += [sys.executable, "-m", "benchmarks.sanitize_engine", target]
@@ -111,14 +117,15 @@ def main() -> None:
     parser.add_argument("targets", nargs="*", default=default_targets())
     parser.add_argument("--tool", choices=TOOLS, nargs="*", default=TOOLS)
     parser.add_argument("-k", default="", help="of these tests, those that pytest selects so")
+    parser.add_argument("--kernels", default="", help="watch kernels with this in their name alone")
     parser.add_argument("--jobs", type=int, default=4, help="processes at a time")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of one target")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU: nothing to watch.")
-    runs = [(tool, target, options.k, options.limit) for target in options.targets
-            for tool in options.tool]  # fmt: skip
+    runs = [(tool, target, options.k, options.kernels, options.limit)
+            for target in options.targets for tool in options.tool]  # fmt: skip
     rows = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for row in pool.map(lambda run: sanitize(*run), runs):

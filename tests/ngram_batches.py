@@ -106,6 +106,59 @@ class NgramCase:
             assert np.array_equal(tensors[name].cpu().numpy().ravel(), self.arrays[name].ravel())
 
 
+def _kind(name):
+    return "token" if name in MATRICES else "row" if name in INT32_ROWS else "length"
+
+
+def pack_batches(cases, device, dtype, length_dtype):
+    """The tensors of many batches in three buffers, so that a GPU is waited for but once.
+
+    Returns:
+        The buffers by kind, and the tensors of each batch.
+    """
+    dtypes = {"token": dtype, "row": torch.int32, "length": length_dtype}
+    arrays = {kind: [] for kind in dtypes}
+    for case in cases:
+        for name in case.names:
+            array = case.arrays[name]
+            if name in MATRICES:
+                array = np.pad(array, ((0, 0), (1, 2)), constant_values=POISON)
+            arrays[_kind(name)].append(array.ravel())
+    buffers = {
+        kind: torch.from_numpy(np.concatenate(parts)).to(dtypes[kind]).to(device)
+        for kind, parts in arrays.items()
+    }
+    return buffers, _unpack(cases, buffers)
+
+
+def _unpack(cases, buffers):
+    """Views of buffers as the tensors of batches; rows of matrices are strided."""
+    used = dict.fromkeys(buffers, 0)
+    tensors = []
+    for case in cases:
+        made = {}
+        for name in case.names:
+            kind, (rows, *columns) = _kind(name), case.arrays[name].shape
+            width = columns[0] + 3 if name in MATRICES else 1
+            part = buffers[kind][used[kind] :][: rows * width].view(rows, width)
+            used[kind] += rows * width
+            if name in MATRICES:
+                part = part[:, 1:-2]
+            made[name] = part.flatten() if name.startswith("seq_lens") else part
+        tensors.append(made)
+    return tensors
+
+
+def check_batches(cases, buffers):
+    """Compare packed batches with the oracle; returns how many tokens were drafted."""
+    drafted = 0
+    host = {kind: buffer.cpu() for kind, buffer in buffers.items()}
+    for case, tensors in zip(cases, _unpack(cases, host), strict=True):
+        case.check(tensors)
+        drafted += int((tensors["draft_tokens"] != POISON).sum())
+    return drafted
+
+
 def make_batch(op, seed, max_rows=8, max_room=40):
     """A batch with ties, borders, empty rows and a small budget; every argument decides somewhere.
 

@@ -92,6 +92,12 @@ def ask(cubin, folder, tool, *options):
     return done.stdout
 
 
+def check_no_spills(source, folder):
+    """A kernel keeps all it holds in registers."""
+    usage = ask(compile_here(source, folder), folder, "cuobjdump", "--dump-resource-usage")
+    assert re.search(r"STACK:0\b.* LOCAL:0\b", usage)
+
+
 def registers_of(cubin, folder):
     usage = ask(cubin, folder, "cuobjdump", "--dump-resource-usage")
     return int(re.search(r"REG:(\d+)", usage)[1])

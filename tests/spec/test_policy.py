@@ -47,6 +47,15 @@ def test_what_does_not_pay_is_tried_now_and_then():
     assert slow.pays([(1, 0.01)], 1)
 
 
+def test_new_rows_are_tried_at_once_after_steps_that_paid():
+    policy = DraftPolicy(COSTS)
+    assert all(policy.pays([(5, 0.9)], 1) for _ in range(RETRY_STEPS))
+    assert [policy.pays([(1, 0.01)], 1) for _ in range(RETRY_STEPS)] == [
+        True,
+        *[False] * (RETRY_STEPS - 1),
+    ]
+
+
 @pytest.mark.parametrize(("num_drafts", "num_right"), [(1, 0), (1, 1), (5, 2), (5, 5), (3, 0)])
 def test_host_and_device_learn_the_same(num_drafts, num_right):
     expected = oracle.learned(0.6, num_drafts, num_right)

@@ -7,6 +7,7 @@ table, tokens, slot, tokens at the slot's place, drafts.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from tiercel.kernels.ngram_launch import NgramConfig, make_args, ngram_source
 from tiercel.kernels.ngram_search import NgramBatch, NgramLimits
 
 EMPTY_SLOT = 0x7FFFFFFF
+_SIZES = (4, 64)  # largest windows of a kernel: in registers alone, and any
 
 
 class _Index(ctypes.Structure):
@@ -30,9 +32,18 @@ class _Index(ctypes.Structure):
 
 
 def select_ngram_index(*, is_step: bool) -> NgramConfig:
-    """Choose the launch: a warp per row, or many threads for prompts. Pure, as all `select_*`."""
-    threads, ctas = (128, 4) if is_step else (512, 1)
+    """Choose the launch: two warps a row, or many threads for prompts. Pure, as all `select_*`."""
+    threads, ctas = (64, 8) if is_step else (512, 1)
     return NgramConfig(threads, 1, ctas, 3, False)
+
+
+def ngram_index_source(
+    config: NgramConfig, token_bytes: int, length_bytes: int, max_ngram_size: int
+) -> rtc.KernelSource:
+    """The translation unit for windows up to a size: up to 4 tokens, or any."""
+    source = ngram_source("ngram_index", config, token_bytes, length_bytes)
+    largest = next(size for size in _SIZES if max_ngram_size <= size)
+    return replace(source, macros=(*source.macros, ("LARGEST_N", largest)))
 
 
 def launch_ngram_index(
@@ -61,11 +72,17 @@ def launch_ngram_index(
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     most = config.ctas * processors
     parts = 0 if is_step else max(1, most // rows)
-    ctas = -(-rows * 32 // config.threads) if is_step else rows * parts
+    ctas = rows if is_step else rows * parts
     args = make_args(batch, limits, threshold, workspace, config)
     index = _Index(slots.data_ptr(), inserted.data_ptr(), slots.shape[2], parts)
-    source = ngram_source(
-        "ngram_index", config, batch.prompt.element_size(), batch.steps.element_size()
+    source = ngram_index_source(
+        config, batch.prompt.element_size(), batch.steps.element_size(), limits.max_ngram_size
     )
     kernel = rtc.load_kernel(source, device)
-    rtc.launch(kernel, min(ctas, most), config.threads, [args, index])
+    rtc.launch(
+        kernel,
+        min(ctas, most),
+        config.threads,
+        [args, index],
+        is_dependent=rtc.has_dependent_launch(device),
+    )

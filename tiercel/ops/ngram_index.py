@@ -103,8 +103,8 @@ def make_ngram_index(
         raise ArgumentError(
             f"ngram_index: max_tokens={max_tokens} is out of range.", hint=f"Use 1 to {MAX_TOKENS}."
         )
-    # At most half full: short probes. Slots are read by four.
-    capacity = max(4, 1 << (2 * max_tokens - 1).bit_length())
+    # At most half full: short probes. Slots are read by 16.
+    capacity = max(16, 1 << (2 * max_tokens - 1).bit_length())
     shape = (rows, max_ngram_size - min_ngram_size + 1, capacity)
     slots = torch.full(shape, _EMPTY_SLOT, dtype=torch.int32, device=device)
     inserted = torch.zeros((rows, 2), dtype=torch.int32, device=device)

@@ -17,7 +17,7 @@ FIRST_CHANCE: Final = 0.6  # that a draft is right, of a row that has had none
 # A draft with a smaller chance is not made. On a GPU a place in a step that verifies costs nothing
 # by itself; on a CPU each token takes its time.
 LEAST_CHANCE: Final = {"cuda": 0.05, "cpu": 0.5}
-# Of the time of steps that do not verify, what those may take that only try whether it would pay.
+# Of the time of other steps, what those may take that only try whether it would pay.
 TRIAL_SHARE: Final = 0.02
 
 
@@ -39,7 +39,7 @@ class DraftPolicy:
     def __init__(self, costs: Sequence[tuple[int, float]] = (), spare_places: int = 0) -> None:
         self.costs = costs
         self.spare_places = spare_places
-        self._num_refused = 0
+        self._num_steps = 0  # since the last one that only tried
 
     def pays(self, drafts: Sequence[tuple[int, float]], num_rows: int) -> bool:
         """Decide for one step.
@@ -48,18 +48,18 @@ class DraftPolicy:
             drafts: of the rows that have some: how many, and the chance that one is right.
             num_rows: rows of the step, those without drafts too.
         """
+        self._num_steps += 1
         if not drafts:
             return False
         gain = sum(sum(chance**j for j in range(1, count + 1)) for count, chance in drafts)
         cost = self._cost(num_rows)
         if gain > cost * num_rows or cost == inf:
-            self._num_refused = 0
             return cost < inf
-        # Estimates rest while nothing is verified: try again now and then.
-        self._num_refused += 1
-        if self._num_refused < max(RETRY_STEPS, cost / TRIAL_SHARE):
+        # Estimates rest while nothing is verified, and those of new rows are guesses: try it now
+        # and then, soon after a time of steps that paid.
+        if self._num_steps < max(RETRY_STEPS, cost / TRIAL_SHARE):
             return False
-        self._num_refused = 0
+        self._num_steps = 0
         return True
 
     def _cost(self, num_rows: int) -> float:
