@@ -203,7 +203,7 @@ def smem_bytes(
     """
     unit = UNIT_TYPES[type_name]
     activations = units * tokens * (2 * BLOCK + unit.means_bytes)
-    sums = -(-units // SLICE_BLOCKS) * parts * _tiles_of_tokens(tokens) * 512
+    sums = -(-units // SLICE_BLOCKS) * parts * -(-tokens // 2) * 128
     return activations + sum_buffers * sums + ring_units * unit.slot_bytes
 
 

@@ -12,8 +12,8 @@
 //
 // Order of a row's sum, the same for every m, launch and layout, so that a token's bits depend on
 // none: a unit's 256 columns in the tensor core; slices of 16 units; in a slice, parts 0 to 7, each
-// its unit and the one 8 further; then the slices. Parts' sums meet in shared memory as the lanes
-// hold them, 16 bytes of lane l at 16 l. IS_SPLIT: a CTA has one slice (grid.y), slices' sums go
+// its unit and the one 8 further; then the slices. Parts' sums meet in shared memory: of each pair
+// of tokens 128 bytes, 16 for each of the eight lanes that hold it. IS_SPLIT: a CTA has one slice (grid.y), slices' sums go
 // through `partial`, and the last CTA of some tiles adds them.
 #define WARPS (PARTS * GROUPS)
 #define SLICE 16
@@ -50,8 +50,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
 #endif
   const int units = last - first;
   const u32 smem = shared_address(memory);
-  const u32 means = smem + units * m * 512, sums = means + units * m * MEANS;
-  const u32 sum_step = (units + SLICE - 1) / SLICE * PARTS * NT * 512;  // of a group's buffer
+  const u32 unit_step = m * (512 + MEANS), sums = smem + units * unit_step;
+  const u32 part_step = (m + 1) / 2 * 128;                            // of a part's sums
+  const u32 sum_step = (units + SLICE - 1) / SLICE * PARTS * part_step;  // of a group's buffer
   const u32 mine = sums + group * BUFFERS * sum_step;
   const u32 ring = sums + GROUPS * BUFFERS * sum_step + warp * STAGES * SLOT;
 #if __CUDA_ARCH__ >= 900
@@ -98,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
   for (int i = tid; i < pieces; i += 32 * WARPS) {
     const int n = place(i) / (units * 8), at = place(i) - n * units * 8;
     if (i != tid) ask(i);
-    stage(smem, means, v, m, at >> 3, at & 7, n);
+    stage(smem + (at >> 3) * unit_step, v, m, at & 7, n);
   }
   __syncthreads();
 
@@ -108,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
     for (int s = 0, b = part; s * SLICE < units; ++s) {
       float sum[NT][4] = {};
       for (; b < min((s + 1) * SLICE, units); b += PARTS) {
-        const Tokens tokens(smem, means, m, b, lane);
+        const Tokens tokens(smem + b * unit_step, m, lane);
         copy_wait<STAGES - 1>();
         __syncwarp();
         multiply(sum, ring + slot * SLOT, tokens, lane);
@@ -119,19 +120,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt)
         if (8 * nt + 2 * (lane & 3) < m)
-          sts16(here + ((s * PARTS + part) * NT + nt) * 512 + 16 * lane,
+          sts16(here + (s * PARTS + part) * part_step + (4 * nt + (lane & 3)) * 128 + 4 * (lane & ~3),
                 __float_as_uint(sum[nt][0]), __float_as_uint(sum[nt][1]),
                 __float_as_uint(sum[nt][2]), __float_as_uint(sum[nt][3]));
     }
     group_sync(group);
     for (int i = part * 32 + lane; i < 16 * m; i += 32 * PARTS) {
-      const int n = i >> 4, row = tile * 16 + (i & 15), holder = 4 * (i & 7) + ((n & 7) >> 1);
-      u32 at = here + (n >> 3) * 512 + 16 * holder + (i & 8) + 4 * (n & 1);
+      const int n = i >> 4, row = tile * 16 + (i & 15);
+      u32 at = here + (n >> 1) * 128 + 16 * (i & 7) + (i & 8) + 4 * (n & 1);
       float y = 0;
       for (int s = 0; s < units; s += SLICE) {
         float of_slice = 0;
 #pragma unroll
-        for (int p = 0; p < PARTS; ++p, at += NT * 512) of_slice += ldsf(at);
+        for (int p = 0; p < PARTS; ++p, at += part_step) of_slice += ldsf(at);
         y += of_slice;
       }
 #if IS_SPLIT
