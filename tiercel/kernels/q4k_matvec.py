@@ -60,8 +60,9 @@ _SPLIT_LAUNCHES = {
     "Q6_K": ((2, 2, 2, 2, 1), (2, 1, 1, 2, 1)),
 }
 _FEW_TILES = (1, 3, 3, 1, 1)  # no SM has two: 1024 x 4096 4.8 us with two groups, 3.5 so
-_LARGE_TILES = 8  # tiles of an SM from which two small CTAs beat one, of these types:
-_SMALL_CTAS = ("Q4_K", "Q4_1")  # 24576 x 4096 in Q4_0: 21.3 us with two, 16.6 with one
+# Tiles of an SM from which two groups beat one. Two small CTAs an SM beat neither: where a third
+# fits, that of the next kernel takes its place and SMs have unequal work (24576 x 4096: 20.8 us).
+_LARGE_TILES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Q4kMatvecConfig:
     """A launch.
 
     Attributes:
+        tokens: of x at most; decides the layout in shared memory.
         parts: warps that share a tile of 16 rows; decides the order of sums.
         groups: tiles at a time in a CTA.
         stages: units of a warp in flight.
@@ -80,6 +82,7 @@ class Q4kMatvecConfig:
         smem_bytes: of a CTA.
     """
 
+    tokens: int
     parts: int
     groups: int
     stages: int
@@ -134,13 +137,10 @@ def select_q4k_matvec(
     tokens = token_class(tokens, type_name, limits)
     blocks, tiles = num_units(shape[1]), -(-shape[0] // TILE_ROWS)
     like = UNIT_TYPES[type_name].like
-    if tokens == 1 and like == "Q4_K" and blocks <= SLICE_BLOCKS:
-        # 57 MB: 15.3 us, 16.2 with one CTA an SM; 14 MB: 6.1 us either way.
-        is_large = tiles > _LARGE_TILES * limits.num_sms
-        large = (1, 2, 2, 2, 2) if type_name in _SMALL_CTAS else (2, 2, 1, 2, 1)
-        launches = [large if is_large else (1, 2, 1, 2, 1)]
-    else:
-        launches = [(*launch, 1) for launch in _LAUNCHES[like, tokens]]
+    launches = [(*launch, 1) for launch in _LAUNCHES[like, tokens]]
+    is_small = tiles <= _LARGE_TILES * limits.num_sms and blocks <= SLICE_BLOCKS
+    if tokens == 1 and like == "Q4_K" and is_small:
+        launches = [(1, 3, 1, 2, 1), *launches]  # 14 MB: 5.9 us, 6.1 with two groups
     if tiles <= limits.num_sms:
         launches = [_FEW_TILES, *launches]
     launches += [(1, 2, 1, 1, 1), (1, 1, 1, 1, 1)]
@@ -185,7 +185,9 @@ def make_config(
     parts = _PARTS if blocks > _PARTS // 2 else _PARTS // 2
     units = min(blocks, SLICE_BLOCKS) if is_split else blocks
     smem = smem_bytes(type_name, units, tokens, parts, groups * buffers, parts * groups * stages)
-    return Q4kMatvecConfig(parts, groups, stages, early, buffers, ctas, is_split, grid, smem)
+    return Q4kMatvecConfig(
+        tokens, parts, groups, stages, early, buffers, ctas, is_split, grid, smem
+    )
 
 
 def smem_bytes(
@@ -207,15 +209,10 @@ def smem_bytes(
     return activations + sum_buffers * sums + ring_units * unit.slot_bytes
 
 
-def _tiles_of_tokens(tokens: int) -> int:
-    return -(-tokens // 8)
-
-
 @functools.cache
 def cuda_source(
     type_name: str,
     tail: int,
-    tokens: int,
     out_dtype: torch.dtype,
     config: Q4kMatvecConfig,
     *,
@@ -228,7 +225,7 @@ def cuda_source(
         ("SLOT", unit.slot_bytes),
         ("MEANS", unit.means_bytes),
         ("TAIL", tail),
-        ("NT", _tiles_of_tokens(tokens)),
+        ("TOKENS", config.tokens),
         ("IN_FILE", int(in_file)),
         ("PARTS", config.parts),
         ("GROUPS", config.groups),
@@ -257,7 +254,7 @@ def load_q4k_matvec(
     for tokens in {token_class(most, type_name, limits) for most in _TOKEN_CLASSES}:
         config = select_q4k_matvec(type_name, shape, tokens, limits)
         tail = tail_groups(shape[1])
-        source = cuda_source(type_name, tail, tokens, out_dtype, config, in_file=in_file)
+        source = cuda_source(type_name, tail, out_dtype, config, in_file=in_file)
         sources[source] = config.smem_bytes
     rtc.fill_cache(sources, rtc.device_arch(device))
     for source, smem in sources.items():
@@ -304,7 +301,7 @@ def launch_q4k_matvec(
     tokens, in_features = x.shape
     in_file = len(planes) == 1
     tail = tail_groups(in_features)
-    source = cuda_source(type_name, tail, tokens, out.dtype, config, in_file=in_file)
+    source = cuda_source(type_name, tail, out.dtype, config, in_file=in_file)
     kernel = rtc.load_kernel(source, x.device, config.smem_bytes)
     arguments = [
         KernelPlanes.of(planes),
