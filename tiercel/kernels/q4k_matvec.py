@@ -45,7 +45,7 @@ H200 = DeviceLimits(132, 227 << 10)
 # (type, tokens) -> groups, stages, early, buffers, best first; those that do not fit are passed
 # over. From one run of all launches on an H200 (cold, dependent; docs/notes/q4k.md).
 _LAUNCHES = {
-    ("Q4_K", 1): ((2, 2, 1, 2), (1, 2, 1, 2)),
+    ("Q4_K", 1): ((2, 3, 1, 2), (2, 2, 1, 2), (1, 2, 1, 2)),
     ("Q4_K", 4): ((2, 3, 1, 2), (2, 2, 1, 2)),
     ("Q4_K", 8): ((2, 2, 1, 2), (2, 2, 1, 1)),
     ("Q4_K", 16): ((2, 2, 1, 1),),
@@ -54,14 +54,15 @@ _LAUNCHES = {
     ("Q6_K", 8): ((1, 3, 1, 2),),
     ("Q6_K", 16): ((2, 1, 1, 2), (2, 1, 1, 1)),
 }
-# The same for rows whose slices are split: 4096 x 12288, 8 tokens, Q6_K: 20.4 us, one group 28.6.
+# The same for rows whose slices are split: 4096 x 12288, 8 tokens, Q6_K: 16.8 us; 17.0 with both
+# units asked for before x.
 _SPLIT_LAUNCHES = {
-    "Q4_K": ((2, 2, 2, 2, 1), (2, 2, 1, 1, 1)),
-    "Q6_K": ((2, 2, 2, 2, 1), (2, 1, 1, 2, 1)),
+    "Q4_K": ((2, 2, 1, 2, 1), (2, 2, 1, 1, 1)),
+    "Q6_K": ((2, 2, 1, 2, 1), (2, 1, 1, 2, 1)),
 }
 _FEW_TILES = (1, 3, 3, 1, 1)  # no SM has two: 1024 x 4096 4.8 us with two groups, 3.5 so
 # Tiles of an SM from which two groups beat one. Two small CTAs an SM beat neither: where a third
-# fits, that of the next kernel takes its place and SMs have unequal work (24576 x 4096: 20.8 us).
+# fits, that of the next kernel takes its place and SMs have unequal work (24576 x 4096: 19.2 us).
 _LARGE_TILES = 8
 
 
@@ -140,7 +141,7 @@ def select_q4k_matvec(
     launches = [(*launch, 1) for launch in _LAUNCHES[like, tokens]]
     is_small = tiles <= _LARGE_TILES * limits.num_sms and blocks <= SLICE_BLOCKS
     if tokens == 1 and like == "Q4_K" and is_small:
-        launches = [(1, 3, 1, 2, 1), *launches]  # 14 MB: 5.9 us, 6.1 with two groups
+        launches = [(1, 2, 1, 2, 1), *launches]  # 14 MB: 5.6 us, 6.2 with two groups
     if tiles <= limits.num_sms:
         launches = [_FEW_TILES, *launches]
     launches += [(1, 2, 1, 1, 1), (1, 1, 1, 1, 1)]
