@@ -27,9 +27,7 @@ class _Call(ctypes.Structure):
     )
 
 
-def build(
-    tensor: QuantTensor, config: kernel.Q4kMatvecConfig, tokens: int, folder: Path
-) -> ctypes.CDLL:
+def build(tensor: QuantTensor, config: kernel.Q4kMatvecConfig, folder: Path) -> ctypes.CDLL:
     """Compile the source with what stands for a GPU, for float32 results; skip where that fails."""
     compiler = shutil.which("g++")
     if compiler is None or "f16c" not in Path("/proc/cpuinfo").read_text():
@@ -37,7 +35,6 @@ def build(
     source = kernel.cuda_source(
         tensor.qtype.name,
         tail_groups(tensor.shape[1]),
-        tokens,
         torch.float32,
         config,
         in_file=tensor.layout is Layout.FILE,

@@ -52,9 +52,9 @@ def check_dependent_launches(op, qtype, tokens, device):
 
     def chain(y, weights):
         for weight in weights:
-            y = op(y, weight)
-            y = y / y.abs().amax(dim=1, keepdim=True)
-            y = op(op(y.contiguous(), weight) * 0.01, weight) * 0.01
+            for _ in range(3):  # results of some types are too small for float16 after two products
+                y = op(y, weight)
+                y = y / y.abs().amax(dim=1, keepdim=True)
         return y
 
     x = start.clone()
@@ -67,4 +67,5 @@ def check_dependent_launches(op, qtype, tokens, device):
     for step in range(50):
         x.copy_(start * (1 + step / 50))
         graph.replay()
+        assert out.isfinite().all()
         assert torch.equal(out, chain(x, plain))

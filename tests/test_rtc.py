@@ -114,7 +114,7 @@ def q4k_sources(name):
                 config = select_q4k_matvec(name, (24576, columns), tokens)
                 tail = tail_groups(columns)
                 yield (
-                    cuda_source_q4k(name, tail, tokens, torch.float32, config, in_file=in_file),
+                    cuda_source_q4k(name, tail, torch.float32, config, in_file=in_file),
                     config,
                 )
         yield dequantize_source(name, torch.bfloat16, in_file=in_file), None
@@ -137,7 +137,7 @@ Q4K_CASES = [
     for source, config in Q4K_SOURCES.items()
     for arch in ("sm_80", "sm_89", "sm_100a", "sm_120a")
     if config is None
-    or (("NT", 2) in source.macros and (config.is_split or ("TAIL", 2) in source.macros))
+    or (("TOKENS", 16) in source.macros and (config.is_split or ("TAIL", 2) in source.macros))
 ]
 
 

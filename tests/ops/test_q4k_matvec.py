@@ -164,7 +164,7 @@ def test_source_on_a_processor(qtype, columns, tokens, is_split, tmp_path):
     results = []
     for layout in Layout:
         tensor = q4k_repack(part, layout)
-        library = q4k_on_cpu.build(tensor, config, tokens, tmp_path)
+        library = q4k_on_cpu.build(tensor, config, tmp_path)
         results.append(q4k_on_cpu.run(library, x, tensor, config))
     expected = oracle.q4k_matvec(x, part.planes["data"], qtype.name)
     assert pooled_error(results[0], expected, x) < TOLERANCE[qtype]

@@ -45,7 +45,7 @@ H200 = DeviceLimits(132, 227 << 10)
 # (type, tokens) -> groups, stages, early, buffers, best first; those that do not fit are passed
 # over. From one run of all launches on an H200 (cold, dependent; docs/notes/q4k.md).
 _LAUNCHES = {
-    ("Q4_K", 1): ((2, 2, 1, 2), (1, 2, 1, 2)),
+    ("Q4_K", 1): ((2, 3, 1, 2), (2, 2, 1, 2), (1, 2, 1, 2)),
     ("Q4_K", 4): ((2, 3, 1, 2), (2, 2, 1, 2)),
     ("Q4_K", 8): ((2, 2, 1, 2), (2, 2, 1, 1)),
     ("Q4_K", 16): ((2, 2, 1, 1),),
@@ -54,14 +54,16 @@ _LAUNCHES = {
     ("Q6_K", 8): ((1, 3, 1, 2),),
     ("Q6_K", 16): ((2, 1, 1, 2), (2, 1, 1, 1)),
 }
-# The same for rows whose slices are split: 4096 x 12288, 8 tokens, Q6_K: 20.4 us, one group 28.6.
+# The same for rows whose slices are split: 4096 x 12288, 8 tokens, Q6_K: 16.8 us; 17.0 with both
+# units asked for before x.
 _SPLIT_LAUNCHES = {
-    "Q4_K": ((2, 2, 2, 2, 1), (2, 2, 1, 1, 1)),
-    "Q6_K": ((2, 2, 2, 2, 1), (2, 1, 1, 2, 1)),
+    "Q4_K": ((2, 2, 1, 2, 1), (2, 2, 1, 1, 1)),
+    "Q6_K": ((2, 2, 1, 2, 1), (2, 1, 1, 2, 1)),
 }
 _FEW_TILES = (1, 3, 3, 1, 1)  # no SM has two: 1024 x 4096 4.8 us with two groups, 3.5 so
-_LARGE_TILES = 8  # tiles of an SM from which two small CTAs beat one, of these types:
-_SMALL_CTAS = ("Q4_K", "Q4_1")  # 24576 x 4096 in Q4_0: 21.3 us with two, 16.6 with one
+# Tiles of an SM from which two groups beat one. Two small CTAs an SM beat neither: where a third
+# fits, that of the next kernel takes its place and SMs have unequal work (24576 x 4096: 19.2 us).
+_LARGE_TILES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Q4kMatvecConfig:
     """A launch.
 
     Attributes:
+        tokens: of x at most; decides the layout in shared memory.
         parts: warps that share a tile of 16 rows; decides the order of sums.
         groups: tiles at a time in a CTA.
         stages: units of a warp in flight.
@@ -80,6 +83,7 @@ class Q4kMatvecConfig:
         smem_bytes: of a CTA.
     """
 
+    tokens: int
     parts: int
     groups: int
     stages: int
@@ -134,13 +138,10 @@ def select_q4k_matvec(
     tokens = token_class(tokens, type_name, limits)
     blocks, tiles = num_units(shape[1]), -(-shape[0] // TILE_ROWS)
     like = UNIT_TYPES[type_name].like
-    if tokens == 1 and like == "Q4_K" and blocks <= SLICE_BLOCKS:
-        # 57 MB: 15.3 us, 16.2 with one CTA an SM; 14 MB: 6.1 us either way.
-        is_large = tiles > _LARGE_TILES * limits.num_sms
-        large = (1, 2, 2, 2, 2) if type_name in _SMALL_CTAS else (2, 2, 1, 2, 1)
-        launches = [large if is_large else (1, 2, 1, 2, 1)]
-    else:
-        launches = [(*launch, 1) for launch in _LAUNCHES[like, tokens]]
+    launches = [(*launch, 1) for launch in _LAUNCHES[like, tokens]]
+    is_small = tiles <= _LARGE_TILES * limits.num_sms and blocks <= SLICE_BLOCKS
+    if tokens == 1 and like == "Q4_K" and is_small:
+        launches = [(1, 2, 1, 2, 1), *launches]  # 14 MB: 5.6 us, 6.2 with two groups
     if tiles <= limits.num_sms:
         launches = [_FEW_TILES, *launches]
     launches += [(1, 2, 1, 1, 1), (1, 1, 1, 1, 1)]
@@ -185,7 +186,9 @@ def make_config(
     parts = _PARTS if blocks > _PARTS // 2 else _PARTS // 2
     units = min(blocks, SLICE_BLOCKS) if is_split else blocks
     smem = smem_bytes(type_name, units, tokens, parts, groups * buffers, parts * groups * stages)
-    return Q4kMatvecConfig(parts, groups, stages, early, buffers, ctas, is_split, grid, smem)
+    return Q4kMatvecConfig(
+        tokens, parts, groups, stages, early, buffers, ctas, is_split, grid, smem
+    )
 
 
 def smem_bytes(
@@ -203,19 +206,14 @@ def smem_bytes(
     """
     unit = UNIT_TYPES[type_name]
     activations = units * tokens * (2 * BLOCK + unit.means_bytes)
-    sums = -(-units // SLICE_BLOCKS) * parts * _tiles_of_tokens(tokens) * 512
+    sums = -(-units // SLICE_BLOCKS) * parts * -(-tokens // 2) * 128
     return activations + sum_buffers * sums + ring_units * unit.slot_bytes
-
-
-def _tiles_of_tokens(tokens: int) -> int:
-    return -(-tokens // 8)
 
 
 @functools.cache
 def cuda_source(
     type_name: str,
     tail: int,
-    tokens: int,
     out_dtype: torch.dtype,
     config: Q4kMatvecConfig,
     *,
@@ -228,7 +226,7 @@ def cuda_source(
         ("SLOT", unit.slot_bytes),
         ("MEANS", unit.means_bytes),
         ("TAIL", tail),
-        ("NT", _tiles_of_tokens(tokens)),
+        ("TOKENS", config.tokens),
         ("IN_FILE", int(in_file)),
         ("PARTS", config.parts),
         ("GROUPS", config.groups),
@@ -257,7 +255,7 @@ def load_q4k_matvec(
     for tokens in {token_class(most, type_name, limits) for most in _TOKEN_CLASSES}:
         config = select_q4k_matvec(type_name, shape, tokens, limits)
         tail = tail_groups(shape[1])
-        source = cuda_source(type_name, tail, tokens, out_dtype, config, in_file=in_file)
+        source = cuda_source(type_name, tail, out_dtype, config, in_file=in_file)
         sources[source] = config.smem_bytes
     rtc.fill_cache(sources, rtc.device_arch(device))
     for source, smem in sources.items():
@@ -304,7 +302,7 @@ def launch_q4k_matvec(
     tokens, in_features = x.shape
     in_file = len(planes) == 1
     tail = tail_groups(in_features)
-    source = cuda_source(type_name, tail, tokens, out.dtype, config, in_file=in_file)
+    source = cuda_source(type_name, tail, out.dtype, config, in_file=in_file)
     kernel = rtc.load_kernel(source, x.device, config.smem_bytes)
     arguments = [
         KernelPlanes.of(planes),

@@ -1,4 +1,4 @@
-// y = x W^T for m <= 8 NT tokens and a quantised W, at the speed of reading W; a header of units
+// y = x W^T for m <= TOKENS tokens and a quantised W, at the speed of reading W; a header of units
 // (q4k_units*.cuh) before it. Macros besides its own: TAIL (of a row's last unit the groups of 32
 // columns that it has, 0 for all 8), SLOT (bytes of a unit), PARTS (warps that share a tile of 16
 // rows: 8, or 4 where a row has no more units), GROUPS (tiles at a time in a CTA), STAGES (units of
@@ -12,11 +12,13 @@
 //
 // Order of a row's sum, the same for every m, launch and layout, so that a token's bits depend on
 // none: a unit's 256 columns in the tensor core; slices of 16 units; in a slice, parts 0 to 7, each
-// its unit and the one 8 further; then the slices. Parts' sums meet in shared memory as the lanes
-// hold them, 16 bytes of lane l at 16 l. IS_SPLIT: a CTA has one slice (grid.y), slices' sums go
-// through `partial`, and the last CTA of some tiles adds them.
+// its unit and the one 8 further; then the slices. Parts' sums meet in shared memory: of each pair
+// of tokens 128 bytes, 16 for each of the eight lanes that hold it. IS_SPLIT: a CTA has one slice
+// (grid.y), slices' sums go through `partial`, and the last CTA of some tiles adds them.
 #define WARPS (PARTS * GROUPS)
 #define SLICE 16
+constexpr u32 PART_STEP = (TOKENS + 1) / 2 * 128;  // of a part's sums
+static_assert(GROUPS + PARTS < 16, "named barriers");
 
 DEV void store(void* out, i64 at, float y) {
 #if OUT == 0
@@ -30,6 +32,7 @@ DEV void store(void* out, i64 at, float y) {
 #endif
 }
 DEV void group_sync(int group) { bar_sync(group + 1, 32 * PARTS); }
+DEV void part_sync(int part) { bar_sync(GROUPS + 1 + part, 32 * GROUPS); }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
     Planes planes,    // of W
@@ -39,9 +42,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
     u32* tickets,     // (tiles,) zero, and zero again at the end: of each group's tiles, IS_SPLIT
     int rows, int blocks, int m, int x_stride, int out_stride) {
   extern __shared__ __align__(128) u8 memory[];
-  const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(~0u, tid >> 5, 0);
-  const int group = warp / PARTS, part = warp % PARTS;
-  const int tiles = (rows + 15) / 16;
+  const u32 tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(~0u, tid >> 5, 0);
+  const u32 group = warp / PARTS, part = warp % PARTS;
+  const int tiles = (u32)(rows + 15) / 16;
 #if IS_SPLIT
   const int first = blockIdx.y * SLICE, last = min(first + SLICE, blocks);
   const int slices = (blocks + SLICE - 1) / SLICE;
@@ -49,27 +52,25 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
   const int first = 0, last = blocks;
 #endif
   const int units = last - first;
-  const u32 smem = shared_address(memory);
-  const u32 means = smem + units * m * 512, sums = means + units * m * MEANS;
-  const u32 sum_step = (units + SLICE - 1) / SLICE * PARTS * NT * 512;  // of a group's buffer
-  const u32 mine = sums + group * BUFFERS * sum_step;
-  const u32 ring = sums + GROUPS * BUFFERS * sum_step + warp * STAGES * SLOT;
+  const u32 smem = shared_address(memory), ring = smem + warp * STAGES * SLOT;
+  const u32 sum_step = (u32)(units + SLICE - 1) / SLICE * PARTS * PART_STEP;  // of a group's buffer
+  const u32 mine = smem + WARPS * STAGES * SLOT + group * BUFFERS * sum_step;
+  const u32 placed = smem + WARPS * STAGES * SLOT + GROUPS * BUFFERS * sum_step;
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 
   const int step = gridDim.x * GROUPS, start = blockIdx.x * GROUPS + group;
-  const int of_tile = part < units ? (units - 1 - part) / PARTS + 1 : 0;  // units of this warp
-  int to_fetch = start < tiles ? ((tiles - 1 - start) / step + 1) * of_tile : 0;
+  const int of_tile = (units + PARTS - 1 - part) / PARTS;  // units of this warp
   const int next_tile = step * blocks - (of_tile - 1) * PARTS;
-  int left = of_tile, fetch_slot = 0;
+  int to_fetch = of_tile ? start : tiles, left = of_tile, fetch_slot = 0;  // a tile, its units
   Source source(planes, (i64)start * blocks + first + part, blocks, rows, lane);
   auto fetch_next = [&]() {
-    if (to_fetch > 0) {
+    if (to_fetch < tiles) {
       source.fetch(ring + fetch_slot * SLOT);
-      --to_fetch, --left;
+      --left;
       source.advance(left ? PARTS : next_tile);
-      if (left == 0) left = of_tile;
+      if (left == 0) left = of_tile, to_fetch += step;
     }
     copy_commit();
     fetch_slot = fetch_slot + 1 == STAGES ? 0 : fetch_slot + 1;
@@ -79,28 +80,30 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-  const int pieces = m * units * 8;  // of 32 columns
+  // The warps of a part, one in each group, place what they use: 32 columns of a token a lane.
+  // Neighbours take groups of a unit, then tokens, which lie in different banks.
+  const int pieces = TOKENS * of_tile * 8;
   // With many tokens CTAs begin at different pieces: all want the same few lines of the L2 at once
   // (16 tokens 0.4 us faster; one token 0.2 slower, docs/notes/q4k.md).
   const int turn = NT > 1 ? (int)((i64)pieces * blockIdx.x / gridDim.x) & ~31 : 0;
-  auto place = [&](int i) { return i + turn < pieces ? i + turn : i + turn - pieces; };
   uint4 v[4];
+  int b, n;  // unit of the row and token of a piece
   auto ask = [&](int i) {
-    const int n = place(i) / (units * 8), at = place(i) - n * units * 8;
-    const uint4* from = x + ((i64)n * x_stride + first * 256 + at * 32) / 8;
-    const bool is_inside = TAIL == 0 || 8 * (first - blocks) + at < TAIL - 8;
+    if (i >= pieces) return;
+    const u32 at = (i + turn < pieces ? i + turn : i + turn - pieces) / 8u;
+    b = part + at / TOKENS * PARTS, n = at % TOKENS;
+    const int j = lane & 7;
+    const uint4* from = x + ((i64)n * x_stride + (first + b) * 256 + 32 * j) / 8;
+    const bool is_inside = TAIL == 0 || first + b < blocks - 1 || j < TAIL;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) v[k] = is_inside ? from[k] : make_uint4(0, 0, 0, 0);
+    for (int k = 0; k < 4; ++k) v[k] = n < m && is_inside ? from[k] : make_uint4(0, 0, 0, 0);
   };
-  if (tid < pieces) ask(tid);
+  int i = 32 * group + lane;
+  ask(i);
 #pragma unroll
-  for (int i = EARLY; i < STAGES; ++i) fetch_next();
-  for (int i = tid; i < pieces; i += 32 * WARPS) {
-    const int n = place(i) / (units * 8), at = place(i) - n * units * 8;
-    if (i != tid) ask(i);
-    stage(smem, means, v, m, at >> 3, at & 7, n);
-  }
-  __syncthreads();
+  for (int k = EARLY; k < STAGES; ++k) fetch_next();
+  for (; i < pieces; ask(i += 32 * GROUPS)) stage(placed + b * UNIT_TOKENS, v, lane & 7, n);
+  part_sync(part);
 
   int slot = 0, buffer = 0;
   for (int tile = start; tile < tiles; tile += step) {
@@ -108,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
     for (int s = 0, b = part; s * SLICE < units; ++s) {
       float sum[NT][4] = {};
       for (; b < min((s + 1) * SLICE, units); b += PARTS) {
-        const Tokens tokens(smem, means, m, b, lane);
+        const Tokens tokens(placed + b * UNIT_TOKENS, m, lane);
         copy_wait<STAGES - 1>();
         __syncwarp();
         multiply(sum, ring + slot * SLOT, tokens, lane);
@@ -117,21 +120,23 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
         slot = slot + 1 == STAGES ? 0 : slot + 1;
       }
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt)
-        if (8 * nt + 2 * (lane & 3) < m)
-          sts16(here + ((s * PARTS + part) * NT + nt) * 512 + 16 * lane,
+      for (int nt = 0; nt < NT; ++nt) {
+        const u32 pair = 4 * nt + (lane & 3);
+        if (2 * pair < m)
+          sts16(here + (s * PARTS + part) * PART_STEP + 128 * pair + 16 * (lane >> 2),
                 __float_as_uint(sum[nt][0]), __float_as_uint(sum[nt][1]),
                 __float_as_uint(sum[nt][2]), __float_as_uint(sum[nt][3]));
+      }
     }
     group_sync(group);
     for (int i = part * 32 + lane; i < 16 * m; i += 32 * PARTS) {
-      const int n = i >> 4, row = tile * 16 + (i & 15), holder = 4 * (i & 7) + ((n & 7) >> 1);
-      u32 at = here + (n >> 3) * 512 + 16 * holder + (i & 8) + 4 * (n & 1);
+      const int n = i >> 4, row = tile * 16 + (i & 15);
+      u32 at = here + (n >> 1) * 128 + 16 * (i & 7) + (i & 8) + 4 * (n & 1);
       float y = 0;
       for (int s = 0; s < units; s += SLICE) {
         float of_slice = 0;
 #pragma unroll
-        for (int p = 0; p < PARTS; ++p, at += NT * 512) of_slice += ldsf(at);
+        for (int p = 0; p < PARTS; ++p, at += PART_STEP) of_slice += ldsf(at);
         y += of_slice;
       }
 #if IS_SPLIT

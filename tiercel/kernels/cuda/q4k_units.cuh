@@ -26,18 +26,18 @@
 #define FILE_BYTES (QTYPE == 4 ? 144 : 210)
 
 // ---- activations
-// Put 32 columns, group j of unit b, of token n into place.
-DEV void stage(u32 to, u32 means, const uint4 (&v)[4], int m, int b, int j, int n) {
+// Put 32 columns, group j of a unit, of token n into place.
+DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
     const int t = QTYPE == 4 ? j >> 1 : 2 * (j >> 2) + (q >> 1);
     const int p = QTYPE == 4 ? 4 * (j & 1) + q : 2 * (j & 3) + (q & 1);
     const uint4 r = reorder(v[q]);
-    sts16(to + ((b * 8 + p) * m + n) * 64 + 16 * t, r.x, r.y, r.z, r.w);
+    sts16(unit + (p * TOKENS + n) * 64 + 16 * t, r.x, r.y, r.z, r.w);
   }
 #if QTYPE == 4
   const float mean = mean32(v[0], v[1], v[2], v[3]);
-  stage_mean(means, mean, m, b, n, j >> 1, j & 1, 2);
+  stage_mean(unit, mean, n, j >> 1, j & 1, 2);
 #endif
 }
 

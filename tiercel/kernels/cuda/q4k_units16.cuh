@@ -11,19 +11,19 @@
 static_assert(MEANS == (QTYPE == 2 ? 64 : 0), "MEANS");
 constexpr int LAST = plane_at(NUM_FIELDS - 1);  // d
 
-// Put 32 columns, group j of unit b, of token n into place.
-DEV void stage(u32 to, u32 means, const uint4 (&v)[4], int m, int b, int j, int n) {
+// Put 32 columns, group j of a unit, of token n into place.
+DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
     const int t = 2 * (j >> 2) + (q >> 1), p = 2 * (j & 3) + (q & 1);
     const uint4 r = reorder(v[q]);
-    sts16(to + ((b * 8 + p) * m + n) * 64 + 16 * t, r.x, r.y, r.z, r.w);
+    sts16(unit + (p * TOKENS + n) * 64 + 16 * t, r.x, r.y, r.z, r.w);
   }
 #if MEANS
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const float mean = (sum8(v[2 * e]) + sum8(v[2 * e + 1])) * (1.f / 16);
-    stage_mean(means, mean, m, b, n, 2 * (j >> 2) + e, j & 3, 4);
+    stage_mean(unit, mean, n, 2 * (j >> 2) + e, j & 3, 4);
   }
 #endif
 }

@@ -21,19 +21,19 @@
 static_assert(MEANS == (HAS_MIN || QTYPE == 5 ? 32 : 0), "MEANS");
 constexpr int LAST = plane_at(NUM_FIELDS - 1);  // scales
 
-// Put 32 columns, group j of unit b, of token n into place.
-DEV void stage(u32 to, u32 means, const uint4 (&v)[4], int m, int b, int j, int n) {
+// Put 32 columns, group j of a unit, of token n into place.
+DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
   uint4 r[4];
 #pragma unroll
   for (int q = 0; q < 4; ++q) r[q] = IS_TABLE ? v[q] : reorder(v[q]);
-  const u32 at = to + ((b * 8 + j) * m + n) * 64;
+  const u32 at = unit + (j * TOKENS + n) * 64;
 #pragma unroll
   for (int q = 0; q < 2; ++q) {
     sts16(at + 32 * q, r[q].x, r[q].y, r[q + 2].x, r[q + 2].y);
     sts16(at + 32 * q + 16, r[q].z, r[q].w, r[q + 2].z, r[q + 2].w);
   }
 #if MEANS
-  stage_mean(means, mean32(v[0], v[1], v[2], v[3]), m, b, n, j >> 1, j & 1, 2);
+  stage_mean(unit, mean32(v[0], v[1], v[2], v[3]), n, j >> 1, j & 1, 2);
 #endif
 }
 
