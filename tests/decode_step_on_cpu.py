@@ -19,6 +19,7 @@ from tiercel.kernels import decode_step as kernel
 from tiercel.ops.decode_step import DecodeStepWeights
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
+RUN = (HERE / "run_ctas.hpp", HERE / "run_decode_step.cpp")
 MAP_BYTES = 128
 
 
@@ -32,7 +33,7 @@ def build(num_layers: int, slices: int, folder: Path, *, has_qk_norm: bool) -> c
     cuda = files("tiercel.kernels") / "cuda"
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
     parts = [HERE / "device.hpp", cuda / "decode_units.cuh", cuda / "decode_step.cu"]
-    text = macros + "".join(part.read_text() for part in (*parts, HERE / "run_decode_step.cpp"))
+    text = macros + "".join(part.read_text() for part in (*parts, *RUN))
     path, library = folder / "step.cpp", folder / "step.so"
     path.write_text(text)
     flags = ["-O2", "-std=c++17", "-mf16c", "-fno-strict-aliasing", "-fno-stack-protector", "-w"]
