@@ -42,7 +42,6 @@ DEV void cluster_sync() {
 }
 DEV void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar) { bulk_load(to, from, bytes, bar); }
 DEV void store_release(u32* p, u32 v) { *p = v, ++events; }
-DEV uint4 load_acquire(const void* p) { return load_relaxed(p); }
 DEV void copy_fence() {}
 DEV void wait_for_inputs() {}
 DEV void launch_next() {}

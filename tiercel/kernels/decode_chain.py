@@ -29,8 +29,14 @@ MAX_TOKENS = 16
 CAPABILITY = (9, 0)
 SMEM_BYTES = 227 << 10
 _COLUMN_BYTES, _COLUMNS = 4352, 16  # of 8 tokens and 256 columns; of a slice
-# (tiles of 8 tokens, whether a matrix is Q6_K) -> units of a warp in flight, unit columns of x
-_RINGS = {(1, False): (3, 16), (1, True): (2, 16), (2, False): (3, 8), (2, True): (2, 8)}
+# (tiles of 8 tokens, whether a matrix is Q6_K) -> units of a warp in flight, unit columns of x,
+# buffers of sums
+_RINGS = {
+    (1, False): (3, 20, 2),
+    (1, True): (2, 24, 2),
+    (2, False): (2, 16, 1),
+    (2, True): (2, 12, 1),
+}
 _HEADERS = (
     *("q4k_ptx", "chain_ptx", "q4k_tokens"),
     *("chain_four", "q4k_units", "chain_six", "q4k_units"),
@@ -63,7 +69,7 @@ def cuda_source(tokens: int, slices: int, types: ChainTypes, *, is_last: bool) -
     """The kernel for a number of tokens; `slices` of 4096 columns in a row of down."""
     tiles = -(-tokens // 8)
     any_six = any((types.o, types.gate_up, types.down, types.qk, types.v))
-    stages, x_slots = _RINGS[tiles, any_six]
+    stages, x_slots, buffers = _RINGS[tiles, any_six]
     macros = (
         ("NT", tiles),
         ("SLICES", slices),
@@ -76,6 +82,7 @@ def cuda_source(tokens: int, slices: int, types: ChainTypes, *, is_last: bool) -
         ("ANY_SIX", int(any_six)),
         ("STAGES", stages),
         ("XSLOTS", x_slots),
+        ("BUFFERS", buffers),
         ("MEANS", 32),
         ("IN_FILE", 0),
     )
@@ -134,7 +141,7 @@ def make_args(
         mlp_norm: (HIDDEN,) float32.
         next_norm: (HIDDEN,) float32, of the next layer's attention.
         exchange: (`exchange_bytes`,) uint8.
-        squares: (2, CTAS, MAX_TOKENS) float32.
+        squares: (2, CTAS, 2, 8) int32, zeros before the first launch.
         flags: (`flag_words`,) int32, zeros before the first launch.
         eps: of the norms.
     """
@@ -172,4 +179,4 @@ def launch_decode_chain(
     """
     source = cuda_source(tokens, slices, types, is_last=is_last)
     kernel = rtc.load_kernel(source, device, SMEM_BYTES)
-    rtc.launch(kernel, CTAS, THREADS, [args], is_dependent=is_dependent)
+    rtc.launch(kernel, CTAS, THREADS, [args], is_dependent=is_dependent, is_cooperative=True)

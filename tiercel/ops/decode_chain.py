@@ -129,7 +129,7 @@ def make_exchange(slices: int, device: torch.device) -> ChainExchange:
     """For layers of so many slices."""
     return ChainExchange(
         torch.zeros(kernel.exchange_bytes(slices), dtype=torch.uint8, device=device),
-        torch.zeros((2, kernel.CTAS, MAX_TOKENS), device=device),
+        torch.zeros((2, kernel.CTAS, 2, 8), dtype=torch.int32, device=device),
         torch.zeros(kernel.flag_words(slices), dtype=torch.int32, device=device),
     )
 

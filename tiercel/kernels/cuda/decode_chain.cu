@@ -9,11 +9,12 @@
 #define SIDE 8                // unit columns of a slice in a CTA
 #define TOKENS (8 * NT)
 #define SLOT (ANY_SIX ? 3360 : 2304)
-#define STEPS_O 2
-#define STEPS_GU (4 * SLICES)
-#define STEPS_DOWN (2 * SLICES)
-#define STEPS_QKV (IS_LAST ? 0 : 3)
-#define UNITS (STEPS_O + STEPS_GU + STEPS_DOWN + STEPS_QKV)
+// Units of a warp, two columns of each tile: of o, gate and up, down, q k v.
+#define UNITS_O 2
+#define UNITS_GU (4 * SLICES)
+#define UNITS_DOWN (2 * SLICES)
+#define UNITS_QKV (IS_LAST ? 0 : 3)
+#define UNITS (UNITS_O + UNITS_GU + UNITS_DOWN + UNITS_QKV)
 #define KINDS (SLICES + 2)    // of activations in the exchange: x of gate and up, slices of h, x of qkv
 #define MOST_TICKS 2
 #define SCRATCH_PITCH 144     // 32 floats of a token, and 16 bytes
@@ -27,7 +28,7 @@ struct Args {
   u16* heads;              // (m, HEADS_WIDTH) fp16, not IS_LAST
   const float *mlp_norm, *next_norm;  // (HIDDEN)
   u8* exchange;            // (KINDS, 16, COLUMN)
-  float* squares;          // (2, CTAS, 16)
+  uint4* squares;          // (2, CTAS, 2, 2), of 8 tokens each; two lowest bits: the epoch's
   u32* flags;              // (KINDS, 2, CTAS)
   int m;
   float eps;
@@ -35,13 +36,14 @@ struct Args {
 
 struct Layout {
   static constexpr int X = 0, SUM = 16 * NT * 512, SUMS = XSLOTS * COLUMN;
-  static constexpr int RING = SUMS + 2 * SUM, SCRATCH = RING + WARPS * STAGES * SLOT;
+  static constexpr int RING = SUMS + BUFFERS * SUM, SCRATCH = RING + WARPS * STAGES * SLOT;
   static constexpr int X_FULL = SCRATCH + NT * 8 * SCRATCH_PITCH, X_EMPTY = X_FULL + 8 * XSLOTS;
-  static constexpr int FULL = X_EMPTY + 8 * XSLOTS, EMPTY = FULL + 16 * NT;  // by buffer
-  static constexpr int LOST = EMPTY + 32, START = LOST + 4, TOTAL = START + 4;
+  static constexpr int FULL = X_EMPTY + 8 * XSLOTS;  // by buffer, adder
+  static constexpr int EMPTY = FULL + 8 * BUFFERS * NT;         // by owner, buffer
+  static constexpr int LOST = EMPTY + 16 * BUFFERS, START = LOST + 4, TOTAL = START + 4;
 };
-// So a slot always holds the same column, of the same two warps: a barrier's parity is unambiguous.
-static_assert(XSLOTS % SIDE == 0, "slots of activations");
+// So a slot is always used by the same four warps: the parity of its barriers is unambiguous.
+static_assert(XSLOTS % 4 == 0 && XSLOTS >= SIDE, "slots of activations");
 static_assert(Layout::TOTAL <= 232448 && Layout::X_FULL % 8 == 0, "shared memory of an SM");
 
 DEV bool is_lost(u8* memory) {
@@ -68,25 +70,30 @@ template <bool SIX> DEV void multiply_unit(float (&sum)[NT][4], u32 slot, u32 co
   else
     q4::multiply(sum, slot, q4::Tokens(column, lane), lane);
 }
-// Unit `k` of a warp's units in order of use; owner: the CTA whose rows they are.
-DEV void fetch(const Args& g, int k, int owner, int column, u32 slot, int lane) {
-  if (k < STEPS_O) {
-    fetch_unit<SIX_O>(g.o, (i64)(2 * owner + k) * 16 + column, slot, lane);
-  } else if (k < STEPS_O + STEPS_GU) {
-    const int i = k - STEPS_O;
-    const int tile = 256 * (i >> 2) + 2 * owner + (i >> 1 & 1) + (i & 1) * 256 * SLICES;
+// What a warp multiplies: columns `column` and 4 further of tile `pick` of two (of gate or of up) of
+// the rows of CTA `owner`.
+struct Share { int owner, pick, column; };
+// Unit `k` of a share in order of use.
+DEV void fetch(const Args& g, int k, const Share& w, u32 slot, int lane) {
+  const int two = 2 * w.owner, column = w.column + 4 * (k & 1);
+  if (k < UNITS_O) {
+    fetch_unit<SIX_O>(g.o, (i64)(two + w.pick) * 16 + column, slot, lane);
+  } else if (k < UNITS_O + UNITS_GU) {
+    const int i = (k - UNITS_O) >> 1;
+    const int tile = 256 * (i >> 1) + two + (i & 1) + w.pick * 256 * SLICES;
     fetch_unit<SIX_GU>(g.gate_up, (i64)tile * 16 + column, slot, lane);
-  } else if (k < STEPS_O + STEPS_GU + STEPS_DOWN) {
-    const int i = k - STEPS_O - STEPS_GU;
-    const i64 unit = (i64)(2 * owner + (i & 1)) * (16 * SLICES) + 16 * (i >> 1) + column;
+  } else if (k < UNITS_O + UNITS_GU + UNITS_DOWN) {
+    const int slice = (k - UNITS_O - UNITS_GU) >> 1;
+    const i64 unit = (i64)(two + w.pick) * (16 * SLICES) + 16 * slice + column;
     fetch_unit<SIX_DOWN>(g.down, unit, slot, lane);
+  } else if (k < UNITS - 1) {
+    fetch_unit<SIX_QK>(g.qk, (i64)(two + w.pick) * 16 + column, slot, lane);
   } else if (k < UNITS) {
-    const int i = k - STEPS_O - STEPS_GU - STEPS_DOWN;
-    const int tile = i < 2 ? 2 * owner + i : 256 + owner;
+    const int tile = 256 + w.owner, last = w.column + 4 * w.pick;
     if (SIX_V != SIX_QK && tile >= 320)
-      fetch_unit<SIX_V>(g.v, (i64)(tile - 320) * 16 + column, slot, lane);
+      fetch_unit<SIX_V>(g.v, (i64)(tile - 320) * 16 + last, slot, lane);
     else
-      fetch_unit<SIX_QK>(g.qk, (i64)tile * 16 + column, slot, lane);
+      fetch_unit<SIX_QK>(g.qk, (i64)tile * 16 + last, slot, lane);
   }
 }
 // This CTA's half of the attention's outputs into the slots of the first matrix.
@@ -115,12 +122,12 @@ DEV void stage_attended(const Args& g, u32 smem, int rank, int tid) {
 }
 
 DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
-  const int half = warp >> 3, c = warp & 7, column = SIDE * rank + c;
-  const int owner = (blockIdx.x & ~1) + half;
+  const int half = warp >> 3, c = warp & 3;
+  const Share share = {((int)blockIdx.x & ~1) + half, warp >> 2 & 1, SIDE * rank + c};
   const u32 ring = smem + Layout::RING + warp * STAGES * SLOT;
   int fetched = 0, fetch_slot = 0, slot = 0;
   auto fetch_next = [&]() {
-    fetch(g, fetched++, owner, column, ring + fetch_slot * SLOT, lane);
+    fetch(g, fetched++, share, ring + fetch_slot * SLOT, lane);
     copy_commit();
     fetch_slot = fetch_slot + 1 == STAGES ? 0 : fetch_slot + 1;
   };
@@ -132,13 +139,15 @@ DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
   bar_sync(1, 32 * WARPS);
   if (warp == 0 && lane < SIDE) bar_arrive_here(smem + Layout::X_FULL + 8 * lane);
 
-  const u32 sums = address_in(smem + Layout::SUMS + column * NT * 512 + 16 * lane, half);
-  const u32 full = address_in(smem + Layout::FULL, half);  // of NT adders
-  const u32 empty = smem + Layout::EMPTY + 16 * half;
+  // Parts of a tile meet in the order 4 rank + c, tile after tile.
+  const u32 part = (8 * share.pick + 4 * rank + c) * NT * 512 + 16 * lane;
+  const u32 sums = address_in(smem + Layout::SUMS + part, half);
+  const u32 full = address_in(smem + Layout::FULL, half);
+  const u32 empty = smem + Layout::EMPTY + 8 * BUFFERS * half;
   int step = 0;
   auto send = [&](const float (&sum)[NT][4]) {
-    const int buffer = step & 1;
-    bar_wait(empty + 8 * buffer, (step >> 1 & 1) ^ 1);
+    const int buffer = step % BUFFERS;
+    bar_wait(empty + 8 * buffer, (step / BUFFERS & 1) ^ 1);
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt)
       send_there(sums + buffer * Layout::SUM + nt * 512, sum[nt], full + 8 * (NT * buffer + nt));
@@ -154,105 +163,115 @@ DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
     fetch_next();
     slot = slot + 1 == STAGES ? 0 : slot + 1;
   };
-  int group = 0;  // of eight columns
-  auto x_slot = [&]() { return (SIDE * group + c) % XSLOTS; };
-  auto open = [&]() {
-    const int round = (SIDE * group + c) / XSLOTS;
-    bar_wait(smem + Layout::X_FULL + 8 * x_slot(), round & 1);
-    return smem + Layout::X + x_slot() * COLUMN;
+  // Column `at` of all columns of activations in order.
+  auto place = [&](int at) { return smem + Layout::X + at % XSLOTS * COLUMN; };
+  auto open = [&](int at) {
+    bar_wait(smem + Layout::X_FULL + 8 * (at % XSLOTS), at / XSLOTS & 1);
+    return place(at);
   };
-  auto close = [&]() {
+  auto close = [&](int at) {
     __syncwarp();
-    if (lane == 0) bar_arrive_here(smem + Layout::X_EMPTY + 8 * x_slot());
-    ++group;
+    if (lane == 0) bar_arrive_here(smem + Layout::X_EMPTY + 8 * (at % XSLOTS));
   };
 
+  int at = c;
   {
-    const u32 x = open();
+    float sum[NT][4] = {};
 #pragma unroll 1
-    for (int i = 0; i < STEPS_O; ++i) {
-      float sum[NT][4] = {};
-      multiply_unit<SIX_O>(sum, take(), x, lane);
+    for (int i = 0; i < 2; ++i, at += 4) {
+      multiply_unit<SIX_O>(sum, take(), open(at), lane);
       give_back();
-      send(sum);
+      close(at);
     }
-    close();
+    send(sum);
   }
   {
-    const u32 x = open();
+    open(at), open(at + 4);
 #pragma unroll 1
-    for (int i = 0; i < STEPS_GU; ++i) {
+    for (int i = 0; i < 2 * SLICES; ++i) {
       float sum[NT][4] = {};
-      multiply_unit<SIX_GU>(sum, take(), x, lane);
-      give_back();
+#pragma unroll 1
+      for (int k = 0; k < 2; ++k) {
+        multiply_unit<SIX_GU>(sum, take(), place(at + 4 * k), lane);
+        give_back();
+      }
       send(sum);
     }
-    close();
+    close(at), close(at + 4);
+    at += SIDE;
   }
   launch_next();
   {
-    float sum[2][NT][4] = {};
+    float sum[NT][4] = {};
 #pragma unroll 1
-    for (int s = 0; s < SLICES; ++s) {
-      const u32 x = open();
-#pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        multiply_unit<SIX_DOWN>(sum[u], take(), x, lane);
-        give_back();
-      }
-      close();
+    for (int i = 0; i < UNITS_DOWN; ++i, at += 4) {
+      multiply_unit<SIX_DOWN>(sum, take(), open(at), lane);
+      give_back();
+      close(at);
     }
-    send(sum[0]), send(sum[1]);
+    send(sum);
   }
 #if !IS_LAST
-  {
-    const u32 x = open();
+  float sum[NT][4] = {};
 #pragma unroll 1
-    for (int i = 0; i < STEPS_QKV; ++i) {
-      float sum[NT][4] = {};
-      if (SIX_V != SIX_QK && i == 2 && 256 + owner >= 320)
-        multiply_unit<SIX_V>(sum, take(), x, lane);
-      else
-        multiply_unit<SIX_QK>(sum, take(), x, lane);
-      give_back();
-      send(sum);
-    }
+  for (int i = 0; i < 2; ++i) {
+    multiply_unit<SIX_QK>(sum, take(), open(at + 4 * i), lane);
+    give_back();
   }
+  send(sum);
+  float last[NT][4] = {};
+  const u32 x = open(at + 4 * share.pick);
+  if (SIX_V != SIX_QK && 256 + share.owner >= 320)
+    multiply_unit<SIX_V>(last, take(), x, lane);
+  else
+    multiply_unit<SIX_QK>(last, take(), x, lane);
+  send(last);
 #endif
 }
 
-// ---- the warp that brings activations: lane c those of unit column c of this CTA
+// ---- the warp that brings activations: a lane those that the same warps use, in their order
 DEV void bring(const Args& g, u8* memory, u32 smem, int rank, int lane) {
   cluster_sync();
   wait_for_inputs();
   u32 epoch[NT];
 #pragma unroll
   for (int nt = 0; nt < NT; ++nt) epoch[nt] = 1 + __ldcg(g.flags + nt * CTAS + blockIdx.x);
-  // Of this CTA the flag of kind 0 is not raised before all of its warps have looked.
+  // This CTA's flags are not raised before all of its warps have looked.
   bar_sync(2, 32 * (1 + NT));
-  int kind = lane < SIDE ? 0 : KINDS;
   // CTAs begin at different columns: all want the same few lines of the L2 at once.
-  const int c = (lane + (blockIdx.x >> 1)) & 7, column = SIDE * rank + c;
+  const int c = (lane + (blockIdx.x >> 1)) & 3, end = 2 * (KINDS - IS_LAST);
+  int next = lane < 4 ? 0 : end;
 #pragma unroll 1
-  while (__any_sync(~0u, kind < KINDS - IS_LAST)) {
-    if (kind >= KINDS - IS_LAST) continue;
-    const int at = SIDE * (kind + 1) + c, slot = at % XSLOTS, round = at / XSLOTS;
-    if (round > 0 && !bar_has_passed(smem + Layout::X_EMPTY + 8 * slot, (round - 1) & 1)) continue;
-    bool there = true;
+  while (__any_sync(~0u, next < end)) {
+    if (next == end) continue;
+    const int kind = next >> 1;
+    bool there[2];
 #pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-      const u32* flags = g.flags + (2 * kind + nt) * CTAS + 8 * column;
-      const uint4 a = load_acquire(flags), b = load_acquire(flags + 4);
-      there &= a.x == epoch[nt] && a.y == epoch[nt] && a.z == epoch[nt] && a.w == epoch[nt];
-      there &= b.x == epoch[nt] && b.y == epoch[nt] && b.z == epoch[nt] && b.w == epoch[nt];
+    for (int i = 0; i < 2; ++i) {
+      there[i] = true;
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        const u32* flags = g.flags + (2 * kind + nt) * CTAS + 8 * (SIDE * rank + c + 4 * i);
+        const uint4 a = load_relaxed(flags), b = load_relaxed(flags + 4);
+        there[i] &= a.x == epoch[nt] && a.y == epoch[nt] && a.z == epoch[nt] && a.w == epoch[nt];
+        there[i] &= b.x == epoch[nt] && b.y == epoch[nt] && b.z == epoch[nt] && b.w == epoch[nt];
+      }
     }
-    if (!there && !is_lost(memory)) continue;
-    copy_fence();
-    const u32 bar = smem + Layout::X_FULL + 8 * slot;
-    bar_expect(bar, COLUMN);
-    bulk_copy(smem + Layout::X + slot * COLUMN, g.exchange + (i64)(16 * kind + column) * COLUMN,
-              COLUMN, bar);
-    ++kind;
+    const bool lost = !(there[0] && there[1]) && is_lost(memory);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if ((next & 1) != i || !(there[i] || lost)) continue;
+      const int column = c + 4 * i, at = SIDE * (kind + 1) + column, slot = at % XSLOTS;
+      const int round = at / XSLOTS;
+      if (round > 0 && !bar_has_passed(smem + Layout::X_EMPTY + 8 * slot, (round - 1) & 1))
+        continue;
+      copy_fence();
+      const u32 bar = smem + Layout::X_FULL + 8 * slot;
+      const u8* from = g.exchange + (i64)(16 * kind + SIDE * rank + column) * COLUMN;
+      bar_expect(bar, COLUMN);
+      bulk_copy(smem + Layout::X + slot * COLUMN, from, COLUMN, bar);
+      ++next;
+    }
   }
 }
 
@@ -263,24 +282,28 @@ struct Adder {
   u32 smem, scratch, epoch;
   int rank, nt, lane, step;
 
-  // Sums of this CTA's next tile, in units of 2^-24: lane 4 g + t has rows g and g + 8 of tokens
+  // Sums of this CTA's next two tiles, in units of 2^-24: lane 4 g + t has rows g and g + 8 of tokens
   // 2 t and 2 t + 1.
-  DEV void reduce(float (&y)[4]) {
-    const int buffer = step & 1;
+  DEV void reduce(float (&first)[4], float (&second)[4]) {
+    const int buffer = step % BUFFERS;
     const u32 full = smem + Layout::FULL + 8 * (NT * buffer + nt);
     if (lane == 0) bar_expect(full, 16 * 512);
-    bar_wait(full, step >> 1 & 1);
+    bar_wait(full, step / BUFFERS & 1);
     const u32 from = smem + Layout::SUMS + buffer * Layout::SUM + nt * 512 + 16 * lane;
+    add_parts(first, from), add_parts(second, from + 8 * NT * 512);
+    __syncwarp();
+    const u32 empty = smem + Layout::EMPTY + 8 * (BUFFERS * rank + buffer);
+    if (lane < 2) bar_arrive_there(address_in(empty, lane));
+    ++step;
+  }
+  DEV void add_parts(float (&y)[4], u32 from) {
     y[0] = y[1] = y[2] = y[3] = 0;
 #pragma unroll
-    for (int part = 0; part < 16; ++part) {
+    for (int part = 0; part < 8; ++part) {
       const uint4 v = lds16(from + part * NT * 512);
       y[0] += __uint_as_float(v.x), y[1] += __uint_as_float(v.y);
       y[2] += __uint_as_float(v.z), y[3] += __uint_as_float(v.w);
     }
-    __syncwarp();
-    if (lane < 2) bar_arrive_there(address_in(smem + Layout::EMPTY + 16 * rank + 8 * buffer, lane));
-    ++step;
   }
   // Tile u of two to where `rows` finds it.
   DEV void lay(const float (&y)[4], int u) {
@@ -324,7 +347,6 @@ struct Adder {
   }
   // Adds to the residual and publishes x times the norm's weight.
   DEV void publish_normed(float (&residual)[8], const float (&w)[8], int kind) {
-    const int q = lane & 3, n = 8 * nt + (lane >> 2);
     float v[8], squares = 0;
     rows(v);
 #pragma unroll
@@ -335,24 +357,37 @@ struct Adder {
     }
     squares += __shfl_xor_sync(~0u, squares, 1);
     squares += __shfl_xor_sync(~0u, squares, 2);
-    if (q == 0) g.squares[((kind ? CTAS : 0) + blockIdx.x) * 16 + n] = squares;
+    // They validate themselves, so that nobody waits for them behind x.
+    uint4 own;
+    own.x = __float_as_uint(__shfl_sync(~0u, squares, 16 * lane));
+    own.y = __float_as_uint(__shfl_sync(~0u, squares, 16 * lane + 4));
+    own.z = __float_as_uint(__shfl_sync(~0u, squares, 16 * lane + 8));
+    own.w = __float_as_uint(__shfl_sync(~0u, squares, 16 * lane + 12));
+    own.w = (own.w & ~3u) | (epoch & 3);
+    if (lane < 2) store_relaxed(squares_of(kind, blockIdx.x) + lane, own);
     publish(v, kind);
+  }
+  DEV uint4* squares_of(int kind, int cta) const {
+    return g.squares + (((kind ? CTAS : 0) + cta) * 2 + nt) * 2;
   }
   // 1 / rms of tokens 2 t and 2 t + 1 and what the sums lack, from all CTAs' squares.
   DEV void norms(float (&scale)[2], int kind) {
-    const u32* flags = g.flags + (2 * kind + nt) * CTAS + 4 * lane;
+    uint4 v[4][2];
     bool there;
     do {
-      const uint4 a = load_acquire(flags);
-      there = a.x == epoch && a.y == epoch && a.z == epoch && a.w == epoch;
+      there = true;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i >> 1][i & 1] = load_relaxed(squares_of(kind, 32 * (i >> 1) + lane) + (i & 1));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) there &= (v[i >> 1][i & 1].w & 3) == (epoch & 3);
     } while (!__all_sync(~0u, there) && !is_lost(memory));
     float s[8] = {};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* from = g.squares + ((kind ? CTAS : 0) + 4 * lane + i) * 16 + 8 * nt;
-      const float4 a = __ldcg((const float4*)from), b = __ldcg((const float4*)from + 1);
-      s[0] += a.x, s[1] += a.y, s[2] += a.z, s[3] += a.w;
-      s[4] += b.x, s[5] += b.y, s[6] += b.z, s[7] += b.w;
+    for (int i = 0; i < 8; ++i) {
+      const uint4& own = v[i >> 1][i & 1];
+      const int first = 4 * (i & 1);
+      s[first] += __uint_as_float(own.x), s[first + 1] += __uint_as_float(own.y);
+      s[first + 2] += __uint_as_float(own.z), s[first + 3] += __uint_as_float(own.w & ~3u);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i)
@@ -377,10 +412,9 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
   Adder adder = {g, memory, smem, (u32)(Layout::SCRATCH + nt * 8 * SCRATCH_PITCH), epoch,
                  rank, nt, lane, 0};
   float* x = g.x + (i64)n * HIDDEN + first;
-  float residual[8] = {}, y[4], scale[2];
+  float residual[8] = {}, y[4], z[4], scale[2];
   if (n < g.m) load8(residual, x);
-#pragma unroll 1
-  for (int u = 0; u < 2; ++u) adder.reduce(y), adder.lay(y, u);
+  adder.reduce(y, z), adder.lay(y, 0), adder.lay(z, 1);
   adder.publish_normed(residual, norm, 0);
   load8(norm, g.next_norm + first);
   adder.norms(scale, 0);
@@ -388,12 +422,11 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
   for (int s = 0; s < SLICES; ++s) {
 #pragma unroll 1
     for (int u = 0; u < 2; ++u) {
-      float up[4];
-      adder.reduce(y), adder.reduce(up);
+      adder.reduce(y, z);  // gate, up
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float gate = y[i] * scale[i & 1];
-        y[i] = gate / (1.f + __expf(-gate)) * (up[i] * scale[i & 1]);
+        y[i] = gate / (1.f + __expf(-gate)) * (z[i] * scale[i & 1]);
       }
       adder.lay(y, u);
     }
@@ -401,8 +434,7 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
     adder.rows(h);
     adder.publish(h, 1 + s);
   }
-#pragma unroll 1
-  for (int u = 0; u < 2; ++u) adder.reduce(y), adder.lay(y, u);
+  adder.reduce(y, z), adder.lay(y, 0), adder.lay(z, 1);
   adder.publish_normed(residual, norm, KINDS - 1);
   const bool lost = *(volatile u32*)(memory + Layout::LOST);
   const float nothing = __int_as_float(0x7fffffff);
@@ -413,10 +445,7 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
   }
 #if !IS_LAST
   adder.norms(scale, KINDS - 1);
-#pragma unroll 1
-  for (int i = 0; i < STEPS_QKV; ++i) {
-    adder.reduce(y);
-    const int tile = i < 2 ? 2 * (int)blockIdx.x + i : 256 + (int)blockIdx.x;
+  auto store = [&](const float (&y)[4], int tile) {
     u16* to = g.heads + 16 * tile + (lane >> 2);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -424,7 +453,13 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
       if (token < g.m)
         to[(i64)token * HEADS_WIDTH + 8 * (k >> 1)] = float_to_half(y[k] * scale[k & 1]);
     }
-  }
+  };
+  adder.reduce(y, z);
+  store(y, 2 * blockIdx.x), store(z, 2 * blockIdx.x + 1);
+  adder.reduce(y, z);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) y[k] += z[k];
+  store(y, 256 + blockIdx.x);
 #endif
 }
 
@@ -437,9 +472,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   const u32 smem = shared_address(memory);
   if (tid == 0) {
     for (int i = 0; i < XSLOTS; ++i)
-      bar_init(smem + Layout::X_FULL + 8 * i, 1), bar_init(smem + Layout::X_EMPTY + 8 * i, 2);
-    for (int i = 0; i < 2 * NT; ++i) bar_init(smem + Layout::FULL + 8 * i, 1);
-    for (int i = 0; i < 4; ++i) bar_init(smem + Layout::EMPTY + 8 * i, NT);
+      bar_init(smem + Layout::X_FULL + 8 * i, 1), bar_init(smem + Layout::X_EMPTY + 8 * i, 4);
+    for (int i = 0; i < BUFFERS * NT; ++i) bar_init(smem + Layout::FULL + 8 * i, 1);
+    for (int i = 0; i < 2 * BUFFERS; ++i) bar_init(smem + Layout::EMPTY + 8 * i, NT);
     *(u32*)(memory + Layout::LOST) = 0;
     *(u32*)(memory + Layout::START) = clock_high();
     bar_init_fence();
