@@ -34,7 +34,7 @@ _COLUMN_BYTES, _COLUMNS = 4352, 16  # of 8 tokens and 256 columns; of a slice
 _RINGS = {
     (1, False): (3, 20, 2),
     (1, True): (2, 24, 2),
-    (2, False): (2, 16, 1),
+    (2, False): (2, 12, 1),
     (2, True): (2, 12, 1),
 }
 _HEADERS = (

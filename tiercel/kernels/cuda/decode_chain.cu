@@ -18,8 +18,8 @@
 #define KINDS (SLICES + 2)    // of activations in the exchange: x of gate and up, slices of h, x of qkv
 #define MOST_TICKS 2
 #define SCRATCH_PITCH 144     // 32 floats of a token, and 16 bytes
-#define SHRINK (1.f / 64)     // keeps residual x norm weight within fp16
-#define GROW (64.f * 16777216.f)
+#define SHRINK (1.f / 16)     // keeps residual x norm weight within fp16
+#define GROW (16.f * 16777216.f)
 
 struct Args {
   Planes o, gate_up, down, qk, v;
@@ -357,13 +357,15 @@ struct Adder {
     }
     squares += __shfl_xor_sync(~0u, squares, 1);
     squares += __shfl_xor_sync(~0u, squares, 2);
-    // They validate themselves, so that nobody waits for them behind x.
+    // They validate themselves, so that nobody waits for them behind x. All lose two bits, whatever
+    // place a token has.
+    squares = __uint_as_float(__float_as_uint(squares) & ~3u);
     uint4 own;
     own.x = __float_as_uint(__shfl_sync(~0u, squares, 16 * lane));
     own.y = __float_as_uint(__shfl_sync(~0u, squares, 16 * lane + 4));
     own.z = __float_as_uint(__shfl_sync(~0u, squares, 16 * lane + 8));
     own.w = __float_as_uint(__shfl_sync(~0u, squares, 16 * lane + 12));
-    own.w = (own.w & ~3u) | (epoch & 3);
+    own.w |= epoch & 3;
     if (lane < 2) store_relaxed(squares_of(kind, blockIdx.x) + lane, own);
     publish(v, kind);
   }
