@@ -19,6 +19,7 @@ from tiercel.kernels import decode_step as kernel
 from tiercel.ops.decode_step import DecodeStepWeights
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
+RUN = (HERE / "run_ctas.hpp", HERE / "run_decode_step.cpp")
 MAP_BYTES = 128
 
 
@@ -32,7 +33,7 @@ def build(num_layers: int, slices: int, folder: Path, *, has_qk_norm: bool) -> c
     cuda = files("tiercel.kernels") / "cuda"
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
     headers = [cuda / f"{name}.cuh" for name in kernel.PARTS]
-    parts = [HERE / "device.hpp", *headers, cuda / "decode_step.cu", HERE / "run_decode_step.cpp"]
+    parts = [HERE / "device.hpp", *headers, cuda / "decode_step.cu", *RUN]
     text = macros + "".join(part.read_text() for part in parts)
     path, library = folder / "step.cpp", folder / "step.so"
     path.write_text(text)

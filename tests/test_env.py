@@ -106,6 +106,23 @@ def test_the_kernel_for_whole_steps_can_be_forbidden(monkeypatch, values, expect
     assert env.has_megakernel() is expected
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"TIERCEL_DECODE_CHAIN": "1"}, True),
+        ({"TIERCEL_DECODE_CHAIN": "0"}, False),
+        ({"TIERCEL_DECODE_CHAIN": "1", "TIERCEL_EXACT": "1"}, False),
+    ],
+    ids=str,
+)
+def test_the_kernel_between_attentions_can_be_forbidden(monkeypatch, values, expected):
+    for name in ("TIERCEL_DECODE_CHAIN", "TIERCEL_EXACT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert env.has_decode_chain() is expected
+
+
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_exact_products_stay_with_the_reader_of_16_tokens(monkeypatch, value):
     monkeypatch.delenv("TIERCEL_PREFILL_GEMM", raising=False)

@@ -116,6 +116,14 @@ def has_megakernel() -> bool:
     return is_on and has_int8_activations() and not is_exact()
 
 
+def has_decode_chain() -> bool:
+    """Whether ``TIERCEL_DECODE_CHAIN`` lets one kernel run from attention to attention.
+
+    For a few tokens; it has other bits than single kernels, so ``TIERCEL_EXACT`` forbids it too.
+    """
+    return read_flag("TIERCEL_DECODE_CHAIN", default=False) and not is_exact()
+
+
 def has_overlap(*, default: bool) -> bool:
     """Whether ``TIERCEL_OVERLAP`` lets a step be enqueued while the one before it runs."""
     return read_flag("TIERCEL_OVERLAP", default=default)
@@ -134,7 +142,7 @@ def switches() -> dict[str, str]:
     """
     names = (
         *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "PREFILL_MMQ", "FUSED_GEMM"),
-        *("MEGAKERNEL", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
+        *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
     )
     found = [f"TIERCEL_{name}" for name in names if os.environ.get(f"TIERCEL_{name}", "")]
     return {name: str(int(read_flag(name, default=False))) for name in found}

@@ -19,9 +19,11 @@ alignas(128) static u8 memory[SMEM];
 
 struct Pending { u32 to; u8 data[16]; };
 typedef std::deque<std::vector<Pending>> Groups;  // of a thread; the last is open
-static std::vector<Groups> groups;
+constexpr int MOST_THREADS = 1024;  // of a CTA
+static std::vector<Groups> groups;  // by CTA and thread
+DEV Groups& own_groups() { return groups[current->cta * MOST_THREADS + current->tid]; }
 
-DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - memory); }
+DEV u32 shared_address(const void* p) { return (u32)((const u8*)p - here().smem); }
 DEV uint4 lds16(u32 a) { return from_shared<uint4>(a); }
 DEV uint2 lds8(u32 a) { return from_shared<uint2>(a); }
 DEV u32 lds4(u32 a) { return from_shared<u32>(a); }
@@ -37,12 +39,12 @@ DEV void copy16_of(u32 to, const void* from, int bytes) {
   Pending copy = {to, {}};
   std::memcpy(copy.data, from, bytes);
   std::memset(shared(to, 16), 0xEE, 16);
-  groups[current->tid].back().push_back(copy);
+  own_groups().back().push_back(copy);
 }
 DEV void copy16(u32 to, const void* from) { copy16_of(to, from, 16); }
-DEV void copy_commit() { groups[current->tid].emplace_back(); }
+DEV void copy_commit() { own_groups().emplace_back(); }
 template <int N> DEV void copy_wait() {
-  Groups& own = groups[current->tid];
+  Groups& own = own_groups();
   for (; own.size() > N + 1; own.pop_front())
     for (const Pending& copy : own.front()) std::memcpy(shared(copy.to, 16), copy.data, 16);
 }

@@ -1,86 +1,11 @@
-// Runs decode_step on one processor; behind device.hpp and the source (decode_step.PARTS).
+// Runs decode_step on one processor; behind device.hpp, the source (decode_step.PARTS) and
+// run_ctas.hpp.
 static const Args* step_args;
 static const Caches* step_caches;
-static void enter() {
-  decode_step(*step_args, *step_caches);
-  current->is_done = true, --current->warp->live, ++events;
-  give_way();
-}
-
-struct Step {
-  static constexpr size_t STACK = 24 << 10;
-  static constexpr int THREADS_ALL = CTAS * THREADS;
-  std::vector<Thread> threads = std::vector<Thread>(THREADS_ALL);
-  std::vector<Warp> warps = std::vector<Warp>(THREADS_ALL / WARP);
-  std::mt19937 random;
-  u8* stacks;
-
-  explicit Step(int seed) : random(seed) {
-    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    stacks = (u8*)mmap(nullptr, THREADS_ALL * STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
-    ctas.assign(CTAS, Cta());
-    for (Cta& cta : ctas) std::memset(cta.smem = (u8*)aligned_alloc(1024, SMEM), 0xEE, SMEM);
-    for (int i = 0; i < THREADS_ALL; ++i) {
-      Warp& warp = warps[i / WARP];
-      u64* top = (u64*)(stacks + (i + 1) * STACK) - 2;
-      *--top = (u64)enter;
-      for (int saved = 0; saved < 6; ++saved) *--top = 0;
-      threads[i] = {top, i % THREADS, i / THREADS, &warp, false};
-      warp.threads[i % WARP] = &threads[i], warp.live = WARP;
-    }
-  }
-  ~Step() {
-    for (Cta& cta : ctas) std::free(cta.smem);
-    munmap(stacks, THREADS_ALL * STACK);
-  }
-  void resume(Warp& warp) {
-    for (Thread* thread : warp.threads)
-      if (!thread->is_done) current = thread, switch_stack(&scheduler, thread->stack);
-  }
-  // Some copies arrive, in any order.
-  void deliver(Cta& cta) {
-    for (int n = random() % 3; n > 0 && !cta.copies.empty(); --n) {
-      std::swap(cta.copies[random() % cta.copies.size()], cta.copies.back());
-      const Copy& copy = cta.copies.back();
-      std::memcpy(cta.smem + copy.to, copy.data.data(), copy.data.size());
-      MBarrier& b = cta.mbarriers[copy.bar];
-      b.bytes -= (long)copy.data.size();
-      advance(b);
-      cta.copies.pop_back(), ++events;
-    }
-  }
-  // Warps that live among some CTAs.
-  int run(int first, int last) {
-    const int per_cta = THREADS / WARP;
-    std::vector<int> order, slowness(warps.size(), 1);
-    for (int i = first * per_cta; i < last * per_cta; ++i) order.push_back(i);
-    u64 seen = events, idle = 0;
-    for (u64 round = 0; idle < 20000; ++round) {
-      if (round % 8 == 0) {  // an eighth of the warps runs in few rounds only
-        std::shuffle(order.begin(), order.end(), random);
-        for (int& slow : slowness) slow = random() % 8 ? 1 : 2 + random() % 6;
-      }
-      int live = 0;
-      for (int i : order) {
-        live += warps[i].live;
-        if (warps[i].live && random() % slowness[i] == 0) resume(warps[i]);
-      }
-      if (live == 0) return 0;
-      for (int i = first; i < last; ++i) deliver(ctas[i]);
-      idle = events == seen ? idle + 1 : 0, seen = events;
-      if (idle && idle % 500 == 0) ++clock_turns;  // nothing moves: time passes
-    }
-    return 1;
-  }
-};
+static void enter_kernel() { decode_step(*step_args, *step_caches); }
 
 extern "C" int struct_bytes(int i) { return i ? sizeof(Caches) : sizeof(Args); }
-
-// The CTAs from `late` on start when the others have ended. 1: a hang.
 extern "C" int run_step(const Args* args, const Caches* caches, int seed, int late) {
   step_args = args, step_caches = caches;
-  events = clock_turns = 0;
-  Step step(seed);
-  const int result = step.run(0, late);
-  return result || late == CTAS ? result : step.run(late, CTAS);
+  return run_all(seed, late);
 }

@@ -325,9 +325,9 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 @functools.cache
-def _attribute(kind: int) -> Any:
-    """A pointer to an attribute of a launch, set to 1; the driver only reads it."""
-    return ctypes.pointer(_LaunchAttribute(kind, 1))
+def _attributes(kinds: tuple[int, ...]) -> Any:
+    """Attributes of a launch, each set to 1; the driver only reads them."""
+    return (_LaunchAttribute * len(kinds))(*(_LaunchAttribute(kind, 1) for kind in kinds))
 
 
 def launch(
@@ -352,21 +352,21 @@ def launch(
         grid_z: CTAs in the third.
         is_dependent: the kernel may start before the one before it ends (Hopper and later): all its
             threads wait (griddepcontrol.wait) before they touch what that one reads or writes.
-        is_cooperative: all CTAs must run at once, else the driver refuses the launch; not together
-            with `is_dependent`.
+        is_cooperative: all CTAs must run at once, else the driver refuses the launch.
 
     Raises:
         InternalError: the driver refuses the launch.
     """
     places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     index = kernel.device.index
+    kinds = (_PROGRAMMATIC_SERIALIZATION,) * is_dependent + (_COOPERATIVE,) * is_cooperative
     config = _LaunchConfig(
         (grid, grid_y, grid_z),
         (threads, 1, 1),
         kernel.smem_bytes,
         torch._C._cuda_getCurrentRawStream(index),
-        _attribute(_COOPERATIVE if is_cooperative else _PROGRAMMATIC_SERIALIZATION),
-        int(is_dependent or is_cooperative),
+        _attributes(kinds),
+        len(kinds),
     )
     if torch.cuda.current_device() == index:
         code = _driver().cuLaunchKernelEx(ctypes.byref(config), kernel.function, places, None)

@@ -128,8 +128,20 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
         """x: (T, hidden); plan: of this step and shape. Returns (T, hidden)."""
-        shape = self.shape
-        heads = self.qkv(x).view(x.shape[0], -1, shape.head_dim)
+        return self.output(self.between(self.qkv(x), batch, plan))
+
+    def between(self, heads: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
+        """What lies between both projections.
+
+        Args:
+            heads: (T, rows of q, k and v), mutated.
+            batch: the step.
+            plan: of this step and shape.
+
+        Returns:
+            (T, rows of q).
+        """
+        heads = heads.view(heads.shape[0], -1, self.shape.head_dim)
         slots, norms = batch.slot_mapping[self.group], self.head_norms
         if norms is None:
             rotary_kv_write(
@@ -147,7 +159,7 @@ class Attention:
                 k_weight=norms.k,
                 eps=norms.eps,
             )
-        return self.output(self.attend(heads, batch, plan))
+        return self.attend(heads, batch, plan)
 
     def attend(self, heads: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
         """heads: (T, all heads, head_dim), rotated, in the cache already; (T, hidden of heads)."""

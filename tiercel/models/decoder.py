@@ -21,8 +21,9 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import KVCacheSpec
-from tiercel.env import has_megakernel
+from tiercel.env import has_decode_chain, has_megakernel
 from tiercel.layers.attention import Attention, AttentionShape, HeadNorms, PromptPlan
+from tiercel.layers.decode_chain import ChainLayer, DecodeChain, make_decode_chain
 from tiercel.layers.decode_step import DecodeStep, StepLayer, make_decode_step
 from tiercel.layers.embedding import Embedding
 from tiercel.layers.linear import Linear
@@ -99,6 +100,8 @@ class Decoder:
         self.step: DecodeStep | None = None
         if has_megakernel() and weights.dense_copies:
             self.step = builder.step(self.layers, num_positions)
+        # From attention to attention in one kernel for a few tokens, where it fits.
+        self.chain: DecodeChain | None = builder.chain(self.layers) if has_decode_chain() else None
         self.draft_head = builder.draft_head(self) if config.num_mtp_layers else None
 
     @property
@@ -137,6 +140,8 @@ class Decoder:
         x, update = self.embedding(batch.input_ids), None
         if self.step is not None and self.step.takes(batch):
             return self.step(x, batch)
+        if self.chain is not None and self.chain.takes(batch):
+            return self.chain(x, batch)
         plans: dict[tuple[AttentionShape, int], PromptPlan | None] = {}
         for layer in layers:
             kind = (layer.attention.shape, layer.attention.group)
@@ -349,6 +354,18 @@ class _LayerBuilder:
                 )
             )
         return make_decode_step(parts, shape, config.norm_eps, self.weights.device)
+
+    def chain(self, layers: Sequence[DecoderLayer]) -> DecodeChain | None:
+        """From attention to attention as one kernel, if it fits them."""
+        config = self.config
+        is_plain = config.activation == "silu" and set(config.layer_types) == {"full"}
+        if not is_plain or config.sandwich_norms or self.dtype != torch.float16:
+            return None
+        parts = [
+            ChainLayer(layer.attn_norm, layer.attention, layer.mlp_norm, layer.mlp)
+            for layer in layers
+        ]
+        return make_decode_chain(parts, config.norm_eps, self.weights.device)
 
     def draft_head(self, model: Decoder) -> MtpHead:
         index = self.config.num_layers

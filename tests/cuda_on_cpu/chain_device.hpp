@@ -1,0 +1,48 @@
+// What chain_ptx.cuh gives, for one processor; behind q4k_device.hpp. An address in a cluster has the
+// CTA's rank and one above its lower 24 bits.
+#undef blockIdx
+#undef THREADS
+#define blockIdx (Index{current->cta})
+#define __cluster_dims__(...)
+
+static std::vector<NamedBarrier> clusters;
+struct InCta {  // for a while this thread is in that CTA of its cluster
+  int own = current->cta;
+  explicit InCta(u32 a) { current->cta = (own & ~1) + (int)(a >> 24) - 1; }
+  ~InCta() { current->cta = own; }
+};
+constexpr u32 PLACE = 0xffffff;
+
+DEV void bar_init(u32 bar, u32 count) { mbar_init(bar, count); }
+DEV void bar_init_fence() {}
+DEV void bar_expect(u32 bar, u32 bytes) { mbar_expect(bar, bytes); }
+DEV void bar_arrive_here(u32 bar) { mbar_arrive(bar); }
+DEV bool bar_has_passed(u32 bar, u32 parity) {
+  give_way();
+  return mbarrier(bar).phase != parity;
+}
+DEV void bar_wait(u32 bar, u32 parity) { slot_wait(bar, parity); }
+DEV u32 address_in(u32 a, u32 rank) { return a | (rank + 1) << 24; }
+DEV void send_there(u32 a, const float (&v)[4], u32 bar) {
+  const InCta there(a);
+  std::memcpy(shared(a & PLACE, 16), v, 16);
+  MBarrier& b = mbarrier(bar & PLACE);
+  b.bytes -= 16;
+  advance(b);
+}
+DEV void bar_arrive_there(u32 a) {
+  const InCta there(a);
+  mbar_arrive(a & PLACE);
+}
+DEV void cluster_sync() {
+  NamedBarrier& b = clusters[current->cta / 2];
+  const u32 turn = b.turn;
+  if (++b.arrived == 2 * 640) b.arrived = 0, ++b.turn, ++events;
+  while (b.turn == turn) give_way();
+}
+DEV void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar) { bulk_load(to, from, bytes, bar); }
+DEV void store_release(u32* p, u32 v) { *p = v, ++events; }
+DEV void copy_fence() {}
+DEV void wait_for_inputs() {}
+DEV void launch_next() {}
+DEV bool __all_sync(u32, bool v) { return !__reduce_max_sync(~0u, !v); }

@@ -1,0 +1,119 @@
+"""Steps of a few tokens through the kernel between attentions, in an engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import synthetic_model
+from tiercel.llm import LLM
+from tiercel.params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [
+    {"prompt_token_ids": [(37 * i + 11 * j) % 500 for j in range(length)]}
+    for i, length in enumerate((1, 5, 200, 17, 64))
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=20)
+NMSE = 1e-4  # of two ways that each round inputs to float16, over four layers
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Four layers of Qwen3-8B's width with random weights, v and down of some in Q6_K."""
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    shape = synthetic_model.Shape(4096, 4, 32, 8, 128, 8192, vocab=512, context=4096)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(synthetic_model.SHAPES, "four-layers", shape)
+        synthetic_model.write("four-layers", path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _switches(monkeypatch):
+    """A lone token goes this way too; a prompt found in the cache has keys of other products."""
+    monkeypatch.setenv("TIERCEL_DECODE_CHAIN", "1")
+    monkeypatch.setenv("TIERCEL_MEGAKERNEL", "0")
+    monkeypatch.setenv("TIERCEL_PREFIX_CACHE", "0")
+
+
+def open_llm(path, **options):
+    return LLM(path, device="cuda", gpu_memory_utilization=0.3, max_num_seqs=8, **options)
+
+
+def answers(llm, prompts):
+    return [output.outputs[0] for output in llm.generate(prompts, GREEDY)]
+
+
+def logits_behind(llm, prompts):
+    """Logits of the first step of single tokens behind some prompts."""
+    steps, rows = llm._engine.runner.decode_steps, []
+    real = steps.__class__.__call__
+
+    def spy(self, *arguments):
+        result = real(self, *arguments)
+        rows.append(result[1][: len(prompts)].clone())
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps.__class__, "__call__", spy)
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    return next(found for found in rows if found.shape[0] == len(prompts))
+
+
+def test_logits_are_close_to_those_of_single_kernels(path, monkeypatch):
+    prompts = [PROMPTS[2]] * 3
+    with open_llm(path) as llm:
+        assert llm._engine.runner.model.chain is not None
+        found = logits_behind(llm, prompts)
+    monkeypatch.setenv("TIERCEL_DECODE_CHAIN", "0")
+    with open_llm(path) as llm:
+        assert llm._engine.runner.model.chain is None
+        expected = logits_behind(llm, prompts)
+    assert not torch.equal(found, expected)
+    nmse = (found - expected).square().sum(1) / expected.square().sum(1)
+    assert nmse.max().item() <= NMSE
+
+
+def test_replays_batches_and_lone_tokens_have_the_same_bits(path):
+    with open_llm(path) as llm:
+        together = answers(llm, PROMPTS)
+        alone = [answers(llm, [prompt])[0] for prompt in PROMPTS]
+        llm._engine.runner.decode_steps._graphs = {}
+        eager = answers(llm, PROMPTS)
+    for others in (alone, eager):
+        assert [a.token_ids for a in others] == [a.token_ids for a in together]
+        assert [a.logprobs for a in others] == [a.logprobs for a in together]
+
+
+def test_verified_drafts_give_the_text_of_plain_decoding(path):
+    """Two rows of five places: as many tokens as the kernel takes, or fewer."""
+    tokens = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with open_llm(path) as llm:
+        plain = [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:2], tokens)]
+    with open_llm(path, spec="ngram", num_spec_tokens=4) as llm:
+        assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:2], tokens)] == plain
+
+
+def test_exact_leaves_it_out(path, monkeypatch):
+    monkeypatch.setenv("TIERCEL_EXACT", "1")
+    with open_llm(path) as llm:
+        assert llm._engine.runner.model.chain is None
+
+
+def test_two_engines_side_by_side(path):
+    """Their kernels want all processors at once, on two streams."""
+    with open_llm(path) as first, open_llm(path) as second:
+        expected = answers(first, PROMPTS[:3])
+        requests = []
+        for llm in (first, second):
+            for prompt in PROMPTS[:3]:
+                requests.append(llm._inputs.request(prompt["prompt_token_ids"], GREEDY, 0))
+                llm._engine.submit(requests[-1])
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        while first._engine.has_work or second._engine.has_work:
+            for llm, stream in zip((first, second), streams, strict=True):
+                with torch.cuda.stream(stream):
+                    llm._engine.step()
+    assert [r.output_token_ids for r in requests] == [list(a.token_ids) for a in expected] * 2

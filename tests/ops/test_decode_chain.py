@@ -1,0 +1,201 @@
+"""From one attention to the next in one launch: against the oracle, a token's bits its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests import decode_chain_on_cpu
+from tests.decode_chain_model import EPS, make_model
+from tests.q4k_weights import make_weight
+from tiercel.errors import ArgumentError
+from tiercel.kernels import decode_chain as kernel
+from tiercel.ops.decode_chain import MAX_TOKENS, decode_chain, prepare_decode_chain
+from tiercel.ops.q4k_matvec import prepare_q4k
+from tiercel.quant import Layout, QuantType
+from tiercel.reference import decode_chain as oracle
+
+CPU = torch.device("cpu")
+V_AND_DOWN = ("v", "down")  # Q6_K in half of the layers of a Q4_K_M file
+ALL = ("o", "gate_up", "down", "qk", "v")
+# Inputs of four matrices are rounded to float16, weights of Q6_K to 11 bits, one after the other.
+TOLERANCE = 1e-3
+
+
+def make_inputs(tokens, device, seed=0):
+    """Tokens of different size; some columns stand out."""
+    generator = torch.Generator(device).manual_seed(seed)
+    sizes = 10.0 ** torch.linspace(-1, 2, tokens, device=device)[:, None]
+    attended = torch.randn(tokens, 4096, device=device, generator=generator)
+    x = torch.randn(tokens, 4096, device=device, generator=generator) * sizes
+    x[:, ::97] *= 20
+    return attended.half(), x
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
+
+
+def run_both(model, tokens, device):
+    """Errors of what is added to the residual, and of q, k, v."""
+    attended, x = make_inputs(tokens, device)
+    before = x.clone()
+    expected, heads = oracle.decode_chain(attended, x, model.dense(), EPS)
+    found = decode_chain(attended, x, model.weights, model.exchange)
+    added = expected - before.double()
+    return relative_error(x.double() - before.double(), added), relative_error(found, heads)
+
+
+@pytest.mark.parametrize("six", [(), V_AND_DOWN])
+def test_cpu_matches_oracle(six):
+    assert max(run_both(make_model(six, 1, CPU), 3, CPU)) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("six", "slices"), [((), 3), (V_AND_DOWN, 3), (ALL, 1), (("qk",), 2), (("o", "gate_up"), 4)]
+)
+def test_matches_oracle(six, slices, device):
+    model = make_model(six, slices, device)
+    for tokens in (1, 2, 7, 8, 9, 16):
+        assert max(run_both(model, tokens, device)) < TOLERANCE, tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("six", [(), V_AND_DOWN])
+def test_a_token_has_the_same_bits_in_every_batch(six, device):
+    model = make_model(six, 3, device)
+    attended, x = make_inputs(MAX_TOKENS, device)
+    whole = x.clone()
+    heads = decode_chain(attended, whole, model.weights, model.exchange)
+    for tokens in range(1, MAX_TOKENS + 1):
+        for _ in range(3):
+            order = torch.randperm(MAX_TOKENS, device=device)[:tokens]
+            some = x[order]
+            found = decode_chain(attended[order], some, model.weights, model.exchange)
+            assert torch.equal(some, whole[order])
+            assert torch.equal(found, heads[order])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 16])
+def test_replays_have_the_bits_of_direct_launches(tokens, device):
+    """Launches that depend on each other, 40 steps."""
+    models = [make_model(six, 3, device, seed) for seed, six in enumerate(((), V_AND_DOWN, ()))]
+    exchange = models[0].exchange
+    attended, start = make_inputs(tokens, device)
+
+    def steps(x, *, is_dependent):
+        outputs = attended
+        for model in models:
+            heads = decode_chain(outputs, x, model.weights, exchange, is_dependent=is_dependent)
+            outputs = heads[:, :4096].contiguous()
+        return heads
+
+    x = start.clone()
+    steps(x, is_dependent=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        heads = steps(x, is_dependent=True)
+    for step in range(40):
+        x.copy_(start * (1 + step / 40))
+        direct = x.clone()
+        graph.replay()
+        expected = steps(direct, is_dependent=False)
+        assert torch.equal(x, direct)
+        assert torch.equal(heads, expected)
+
+
+@pytest.mark.gpu
+def test_the_last_layer_has_no_next_one(device):
+    model, whole = (make_model((), 3, device, is_last=last) for last in (True, False))
+    attended, x = make_inputs(5, device)
+    expected = x.clone()
+    decode_chain(attended, expected, whole.weights, whole.exchange)
+    assert decode_chain(attended, x, model.weights, model.exchange) is None
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tokens", "slices", "six", "is_last"),
+    [(5, 2, (), False), (11, 1, V_AND_DOWN, False), (2, 1, ("o",), True)],
+)
+def test_source_in_any_order_of_warps(tokens, slices, six, is_last, tmp_path):
+    """Neither who comes first nor a token's place changes a bit."""
+    model = make_model(six, slices, CPU, is_last=is_last)
+    library = decode_chain_on_cpu.build(tokens, model.weights, tmp_path)
+    attended, start = make_inputs(tokens, CPU)
+    expected = start.clone()
+    decode_chain(attended, expected, model.weights, model.exchange)
+    results = []
+    for seed in range(2):  # the second time each token has another place
+        x = start.roll(seed, 0)
+        heads = decode_chain_on_cpu.run(
+            library, attended.roll(seed, 0), x, model.weights, model.exchange, seed=seed
+        )
+        x = x.roll(-seed, 0)
+        assert relative_error(x - start, (expected - start).double()) < TOLERANCE
+        results.append((x, torch.zeros(()) if heads is None else heads.roll(-seed, 0)))
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.slow
+def test_source_ends_without_its_neighbours(tmp_path):
+    """CTAs that wait for others in vain end after a while, with NaN."""
+    model = make_model((), 1, CPU)
+    library = decode_chain_on_cpu.build(1, model.weights, tmp_path)
+    attended, x = make_inputs(1, CPU)
+    decode_chain_on_cpu.run(library, attended, x, model.weights, model.exchange, late=120)
+    assert x[0, : 120 * 32].isnan().all()
+
+
+def pack(rows, columns, qtype=QuantType.Q4_K, layout=Layout.SOA):
+    return prepare_q4k(make_weight(qtype, rows, columns, CPU), layout)
+
+
+def test_what_does_not_fit():
+    norm = torch.ones(4096)
+    o, down, gate_up = pack(4096, 4096), pack(4096, 4096), pack(8192, 4096)
+    qkv = pack(6144, 4096)
+
+    def prepare(o=o, gate_up=gate_up, down=down, qkv=(qkv,)):
+        return prepare_decode_chain([o], [gate_up], [down], qkv, norm, norm, EPS)
+
+    assert prepare() is not None
+    assert prepare(qkv=()) is not None
+    assert prepare(qkv=(pack(5120, 4096), pack(1024, 4096, QuantType.Q6_K))) is not None
+    assert prepare(qkv=(pack(5120, 4096), pack(1024, 4096))) is None
+    assert prepare(o=pack(4096, 4096, QuantType.Q5_K)) is None
+    assert prepare(o=pack(4096, 4096, layout=Layout.FILE)) is None
+    assert prepare(o=pack(4096, 2048)) is None
+    assert prepare(qkv=(pack(5120, 4096),)) is None
+    assert prepare(gate_up=pack(4096, 4096)) is None
+
+
+def test_wrong_arguments():
+    model = make_model((), 1, CPU)
+    attended, x = make_inputs(3, CPU)
+    for wrong in (attended.float(), attended[:2], attended[:, :2048], attended[:0]):
+        with pytest.raises(ArgumentError, match="attended is"):
+            decode_chain(wrong, x, model.weights, model.exchange)
+    many = make_inputs(MAX_TOKENS + 1, CPU)
+    with pytest.raises(ArgumentError, match=f"{MAX_TOKENS + 1}, 4096"):
+        decode_chain(*many, model.weights, model.exchange)
+
+
+def test_sources_fit_shared_memory():
+    """The layout of the source, by hand."""
+    for tokens in (8, 16):
+        for six in (False, True):
+            types = replace(kernel.ChainTypes(False, False, False), down=six)
+            macros = dict(kernel.cuda_source(tokens, 3, types, is_last=False).macros)
+            slot = 3360 if six else 2304
+            rings = 16 * macros["STAGES"] * slot + macros["XSLOTS"] * 544 * tokens
+            sums = 2 * 16 * tokens * 64
+            assert rings + sums + 4096 <= kernel.SMEM_BYTES
+            assert macros["XSLOTS"] % 8 == 0

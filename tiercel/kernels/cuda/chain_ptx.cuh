@@ -1,0 +1,98 @@
+// PTX forms that decode_chain.cu uses besides those of q4k_ptx.cuh: barriers and memory of a cluster
+// of two CTAs, bulk copies, flags between CTAs. tests/cuda_on_cpu/ has both for a processor.
+#define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
+
+// ---- barriers in shared memory, of this CTA
+DEV void bar_init(u32 bar, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+DEV void bar_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEV void bar_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+               : "memory");
+}
+DEV void bar_arrive_here(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+DEV bool bar_passed(u32 bar, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p; }"
+      : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+  return done;
+}
+DEV bool bar_has_passed(u32 bar, u32 parity) {  // without a pause
+  u32 done;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p; }"
+      : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+  return done;
+}
+// Without a bound of its own: whatever it waits for is bounded by MOST_TICKS.
+DEV void bar_wait(u32 bar, u32 parity) {
+  while (!bar_passed(bar, parity)) {}
+}
+
+// ---- the two CTAs of a cluster
+DEV u32 address_in(u32 a, u32 rank) {  // of the same place in CTA `rank`
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(a), "r"(rank));
+  return there;
+}
+// Arrives there later and counts 16 bytes on that CTA's barrier: no fence, which costs 0.5 us.
+DEV void send_there(u32 a, const float (&v)[4], u32 bar) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(a), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(bar)
+      : "memory");
+}
+DEV void bar_arrive_there(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+DEV void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+// ---- memory that CTAs share
+DEV void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(to), "l"(from), "r"(bytes), "r"(bar)
+      : "memory");
+}
+DEV uint4 load_relaxed(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+DEV void store_relaxed(void* p, uint4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+DEV void store_release(u32* p, u32 v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+// Between stores of threads and bulk copies of what they stored. Flags are polled relaxed: bulk copies
+// read where flags and data meet, in the L2, and start only when all flags were seen (an acquire for
+// each poll would wait for each load on its own, 0.7 us).
+DEV void copy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// ---- launches, clock
+DEV void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEV void launch_next() { asm volatile("griddepcontrol.launch_dependents;"); }
+// The upper half of the clock counts 2.2 s at 1.98 GHz.
+DEV u32 clock_high() {
+  u32 now;
+  asm volatile("mov.u32 %0, %%clock_hi;" : "=r"(now)::"memory");
+  return now;
+}
+// Of 96 registers that a warp begins with.
+DEV void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 104;"); }
+DEV void drop_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 64;"); }

@@ -1,0 +1,182 @@
+"""From one attention to the next in one launch, for up to 16 tokens (cuda/decode_chain.cu).
+
+The output projection, gate and up, down and the next layer's q, k, v, with residual, norms and
+SwiGLU between them. 128 CTAs in clusters of two hold a whole SM each and hand activations to each
+other through memory. A launch may start while the kernel ahead still runs; its CTAs wait for each
+other, so all must become resident: they do, since nothing behind them starts before they all have.
+Should one come late all the same, the others stop waiting after seconds and the result is NaN.
+
+Floor: the planes of four matrices once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiercel.kernels import rtc
+from tiercel.kernels.q4k_matvec import KernelPlanes
+
+CTAS, THREADS = 128, 640
+HIDDEN, HEADS_WIDTH, QK_ROWS = 4096, 6144, 5120
+MAX_TOKENS = 16
+CAPABILITY = (9, 0)
+SMEM_BYTES = 227 << 10
+_COLUMN_BYTES, _COLUMNS = 4352, 16  # of 8 tokens and 256 columns; of a slice
+# (tiles of 8 tokens, whether a matrix is Q6_K) -> units of a warp in flight, unit columns of x,
+# buffers of sums
+_RINGS = {
+    (1, False): (3, 20, 2),
+    (1, True): (2, 24, 2),
+    (2, False): (2, 12, 1),
+    (2, True): (2, 12, 1),
+}
+_HEADERS = (
+    *("q4k_ptx", "chain_ptx", "q4k_tokens"),
+    *("chain_four", "q4k_units", "chain_six", "q4k_units"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainTypes:
+    """Which matrices of a launch are Q6_K, the others being Q4_K; `qk`, `v`: of the next layer."""
+
+    o: bool
+    gate_up: bool
+    down: bool
+    qk: bool = False
+    v: bool = False
+
+
+def exchange_bytes(slices: int) -> int:
+    """Of the buffer that activations travel through."""
+    return (slices + 2) * _COLUMNS * _COLUMN_BYTES * 2
+
+
+def flag_words(slices: int) -> int:
+    """32-bit words of flags."""
+    return (slices + 2) * 2 * CTAS
+
+
+@functools.cache
+def cuda_source(tokens: int, slices: int, types: ChainTypes, *, is_last: bool) -> rtc.KernelSource:
+    """The kernel for a number of tokens; `slices` of 4096 columns in a row of down."""
+    tiles = -(-tokens // 8)
+    any_six = any((types.o, types.gate_up, types.down, types.qk, types.v))
+    stages, x_slots, buffers = _RINGS[tiles, any_six]
+    macros = (
+        ("TOKENS", 8 * tiles),
+        ("SLICES", slices),
+        ("IS_LAST", int(is_last)),
+        ("SIX_O", int(types.o)),
+        ("SIX_GU", int(types.gate_up)),
+        ("SIX_DOWN", int(types.down)),
+        ("SIX_QK", int(types.qk)),
+        ("SIX_V", int(types.v)),
+        ("ANY_SIX", int(any_six)),
+        ("STAGES", stages),
+        ("XSLOTS", x_slots),
+        ("BUFFERS", buffers),
+        ("MEANS", 32),
+        ("IN_FILE", 0),
+    )
+    return rtc.KernelSource("decode_chain", macros, _HEADERS)
+
+
+def can_run(device: torch.device) -> bool:
+    """Whether a device has the SMs, the shared memory and the instructions."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+        return False
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return num_sms >= CTAS and rtc.max_smem_bytes(device) >= SMEM_BYTES
+
+
+class _Args(ctypes.Structure):
+    """Args of the source."""
+
+    _fields_ = (
+        ("planes", KernelPlanes * 5),
+        *((name, ctypes.c_void_p) for name in ("attended", "x", "heads", "mlp_norm", "next_norm")),
+        *((name, ctypes.c_void_p) for name in ("exchange", "squares", "flags")),
+        ("m", ctypes.c_int),
+        ("eps", ctypes.c_float),
+    )
+
+
+def load_decode_chain(
+    slices: int, types: ChainTypes, device: torch.device, *, is_last: bool
+) -> None:
+    """Compile and load what `launch_decode_chain` launches."""
+    sources = [cuda_source(tokens, slices, types, is_last=is_last) for tokens in (8, 16)]
+    rtc.fill_cache(sources, rtc.device_arch(device))
+    for source in sources:
+        rtc.load_kernel(source, device, SMEM_BYTES)
+
+
+def make_args(
+    attended: Tensor,
+    x: Tensor,
+    heads: Tensor | None,
+    planes: Sequence[Sequence[Tensor]],
+    mlp_norm: Tensor,
+    next_norm: Tensor,
+    exchange: Tensor,
+    squares: Tensor,
+    flags: Tensor,
+    eps: float,
+) -> Any:
+    """Args of the source. It holds addresses alone: the tensors must outlive the launch.
+
+    Args:
+        attended: (tokens, HIDDEN) float16, outputs of the attention.
+        x: (tokens, HIDDEN) float32, the residual, updated in place.
+        heads: (tokens, HEADS_WIDTH) float16, q, k, v of the next layer; None behind the last.
+        planes: of o, gate and up, down, q and k (and v, if of the same type), v.
+        mlp_norm: (HIDDEN,) float32.
+        next_norm: (HIDDEN,) float32, of the next layer's attention.
+        exchange: (`exchange_bytes`,) uint8.
+        squares: (2, CTAS, 2, 8) int32, zeros before the first launch.
+        flags: (`flag_words`,) int32, zeros before the first launch.
+        eps: of the norms.
+    """
+    return _Args(
+        (KernelPlanes * len(planes))(*map(KernelPlanes.of, planes)),
+        attended.data_ptr(),
+        x.data_ptr(),
+        None if heads is None else heads.data_ptr(),
+        *(tensor.data_ptr() for tensor in (mlp_norm, next_norm, exchange, squares, flags)),
+        x.shape[0],
+        eps,
+    )
+
+
+def launch_decode_chain(
+    args: Any,
+    tokens: int,
+    slices: int,
+    types: ChainTypes,
+    device: torch.device,
+    *,
+    is_last: bool,
+    is_dependent: bool,
+) -> None:
+    """Enqueue on the current stream; the op has checked and allocated.
+
+    Args:
+        args: from `make_args`.
+        tokens: rows of x.
+        slices: of 4096 columns in a row of down.
+        types: of the matrices.
+        device: of all tensors.
+        is_last: whether there are no next q, k, v.
+        is_dependent: see `rtc.launch`.
+    """
+    source = cuda_source(tokens, slices, types, is_last=is_last)
+    kernel = rtc.load_kernel(source, device, SMEM_BYTES)
+    rtc.launch(kernel, CTAS, THREADS, [args], is_dependent=is_dependent, is_cooperative=True)

@@ -1,0 +1,117 @@
+"""Layers of a decoder from attention to attention, for steps of a few tokens.
+
+Weights are those at rest that serve every other step; nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiercel.batch import Batch
+from tiercel.env import has_dependent_launch
+from tiercel.layers.attention import Attention
+from tiercel.layers.linear import Linear
+from tiercel.layers.mlp import GatedMLP
+from tiercel.layers.norm import RMSNorm
+from tiercel.ops.decode_chain import (
+    MAX_TOKENS,
+    ChainExchange,
+    ChainWeights,
+    can_decode_chain,
+    decode_chain,
+    make_exchange,
+    prepare_decode_chain,
+)
+from tiercel.ops.q4k_matvec import Q4kWeight
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLayer:
+    """A layer's parts."""
+
+    attn_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+
+
+class DecodeChain:
+    """Runs all layers of a step of a few tokens; see ops/decode_chain.py."""
+
+    def __init__(
+        self,
+        layers: Sequence[ChainLayer],
+        weights: Sequence[ChainWeights],
+        exchange: ChainExchange,
+        *,
+        is_dependent: bool,
+    ) -> None:
+        self.layers = layers
+        self.weights = weights
+        self.exchange = exchange
+        self.is_dependent = is_dependent
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether a batch has so few tokens, and no items to score."""
+        return 1 <= batch.num_tokens <= MAX_TOKENS and batch.items is None
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x: (T, hidden) float32, mutated; returns it, behind the last layer."""
+        first = self.layers[0]
+        plan = first.attention.plan(batch)
+        heads: Tensor | None = first.attention.qkv(first.attn_norm(x))
+        for layer, weights in zip(self.layers, self.weights, strict=True):
+            assert heads is not None, "only the last layer has no next one"
+            attended = layer.attention.between(heads, batch, plan)
+            heads = decode_chain(
+                attended, x, weights, self.exchange, is_dependent=self.is_dependent
+            )
+        return x
+
+
+def make_decode_chain(
+    layers: Sequence[ChainLayer], eps: float, device: torch.device
+) -> DecodeChain | None:
+    """Bring the layers' weights together; None where device, shapes or types do not fit.
+
+    Args:
+        layers: all of a decoder, with SiLU, no windows and no output norms.
+        eps: of all norms.
+        device: where the weights are.
+    """
+    if not can_decode_chain(device):
+        return None
+    weights = []
+    for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        linears = [layer.attention.output, layer.mlp.gate_up, layer.mlp.down]
+        linears += [] if following is None else [following.attention.qkv]
+        segments = [_packed(linear) for linear in linears]
+        known = [parts for parts in segments if parts is not None]
+        if len(known) < len(linears):
+            return None
+        o, gate_up, down = known[:3]
+        part = prepare_decode_chain(
+            o,
+            gate_up,
+            down,
+            () if following is None else known[3],
+            layer.mlp_norm.weight,
+            layer.mlp_norm.weight if following is None else following.attn_norm.weight,
+            eps,
+        )
+        if part is None:
+            return None
+        weights.append(part)
+    exchange = make_exchange(max(part.slices for part in weights), device)
+    return DecodeChain(layers, weights, exchange, is_dependent=has_dependent_launch())
+
+
+def _packed(linear: Linear) -> list[Q4kWeight] | None:
+    """A matrix's segments; None if one is not packed, or it has a bias."""
+    segments = linear.weight.segments
+    packed = [segment for segment in segments if isinstance(segment, Q4kWeight)]
+    return packed if linear.bias is None and len(packed) == len(segments) else None
