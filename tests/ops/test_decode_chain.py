@@ -144,16 +144,6 @@ def test_source_in_any_order_of_warps(tokens, slices, six, is_last, tmp_path):
         assert torch.equal(first, second)
 
 
-@pytest.mark.slow
-def test_source_ends_without_its_neighbours(tmp_path):
-    """CTAs that wait for others in vain end after a while, with NaN."""
-    model = make_model((), 1, CPU)
-    library = decode_chain_on_cpu.build(1, model.weights, tmp_path)
-    attended, x = make_inputs(1, CPU)
-    decode_chain_on_cpu.run(library, attended, x, model.weights, model.exchange, late=120)
-    assert x[0, : 120 * 32].isnan().all()
-
-
 def pack(rows, columns, qtype=QuantType.Q4_K, layout=Layout.SOA):
     return prepare_q4k(make_weight(qtype, rows, columns, CPU), layout)
 
