@@ -48,9 +48,8 @@ def run(
     exchange: ChainExchange,
     *,
     seed: int = 0,
-    late: int = kernel.CTAS,
 ) -> Tensor | None:
-    """As `ops.decode_chain`; `seed` draws the order of warps, CTAs from `late` on start last."""
+    """As `ops.decode_chain`; `seed` draws the order of warps."""
     heads = None
     if weights.qkv:
         shape = (x.shape[0], kernel.HEADS_WIDTH)
@@ -68,5 +67,5 @@ def run(
         weights.eps,
     )
     assert ctypes.sizeof(args) == library.struct_bytes()
-    assert library.run_chain(ctypes.byref(args), seed, late) == 0, "a hang"
+    assert library.run_chain(ctypes.byref(args), seed) == 0, "a hang"
     return heads

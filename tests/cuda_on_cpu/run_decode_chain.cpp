@@ -3,9 +3,9 @@ static const Args* chain_args;
 static void enter_kernel() { decode_chain(*chain_args); }
 
 extern "C" int struct_bytes() { return sizeof(Args); }
-extern "C" int run_chain(const Args* args, int seed, int late) {
+extern "C" int run_chain(const Args* args, int seed) {
   chain_args = args;
   groups.assign(CTAS * MOST_THREADS, Groups(1));
   clusters.assign(CTAS / 2, NamedBarrier());
-  return run_all(seed, late);
+  return run_all(seed, CTAS);
 }

@@ -2,9 +2,9 @@
 
 The output projection, gate and up, down and the next layer's q, k, v, with residual, norms and
 SwiGLU between them. 128 CTAs in clusters of two hold a whole SM each and hand activations to each
-other through memory. A launch may start while the kernel ahead still runs; its CTAs wait for each
-other, so all must become resident: they do, since nothing behind them starts before they all have.
-Should one come late all the same, the others stop waiting after seconds and the result is NaN.
+other through memory. They must run side by side, so the launch is cooperative; it may be dependent
+too (the driver takes both). Should a CTA come late all the same, the others stop waiting after
+seconds and the result is NaN, never a hang.
 
 Floor: the planes of four matrices once.
 """
@@ -30,7 +30,7 @@ CAPABILITY = (9, 0)
 SMEM_BYTES = 227 << 10
 _COLUMN_BYTES, _COLUMNS = 4352, 16  # of 8 tokens and 256 columns; of a slice
 # (tiles of 8 tokens, whether a matrix is Q6_K) -> units of a warp in flight, unit columns of x,
-# buffers of sums
+# buffers of sums. Others that fit are within 3% (H200, docs/notes/decode_chain.md).
 _RINGS = {
     (1, False): (3, 20, 2),
     (1, True): (2, 24, 2),

@@ -1,5 +1,6 @@
-// PTX forms that decode_chain.cu uses besides those of q4k_ptx.cuh: barriers and memory of a cluster
-// of two CTAs, bulk copies, flags between CTAs. tests/cuda_on_cpu/ has both for a processor.
+// PTX forms that decode_chain.cu uses besides those of q4k_ptx.cuh: barriers and memory of a
+// cluster of two CTAs, bulk copies, flags between CTAs. tests/cuda_on_cpu/chain_device.hpp stands
+// for it where there is no GPU.
 #define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
 
 // ---- barriers in shared memory, of this CTA
@@ -79,9 +80,9 @@ DEV void store_relaxed(void* p, uint4 v) {
 DEV void store_release(u32* p, u32 v) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-// Between stores of threads and bulk copies of what they stored. Flags are polled relaxed: bulk copies
-// read where flags and data meet, in the L2, and start only when all flags were seen (an acquire for
-// each poll would wait for each load on its own, 0.7 us).
+// Between stores of threads and bulk copies of what they stored. Flags are polled relaxed: bulk
+// copies read where flags and data meet, in the L2, and start only when all flags were seen. An
+// acquire for each poll waits for each load on its own, 0.7 us.
 DEV void copy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- launches, clock

@@ -1,3 +1,27 @@
+// From one attention of a dense decoder to the next for m <= 8 NT tokens in one launch; behind
+// the headers of kernels/decode_chain.py, of which the last one left namespace q6 open. Why
+// each part is as it is: docs/notes/decode_chain.md. Host side: ops/decode_chain.py.
+//
+// Split: 128 CTAs in clusters of two. A CTA owns 32 rows of o and of down, 32 pairs of gate
+// and up of each 4096, 48 rows of q, k, v. Both CTAs of a cluster multiply the rows of both,
+// each with half of the columns of a slice of 4096: unit columns 8 rank to 8 rank + 7. Of its
+// 16 warps, 8 multiply each CTA's rows; a warp takes columns c and c + 4 of the half, of every
+// second tile.
+//
+// Weights: a warp streams its units through a ring of its own, in order of use over all
+// matrices. Sums: st.async to shared memory of the rows' owner; its barrier counts bytes. A
+// warp for each 8 tokens adds the parts in a fixed order, so a token's bits depend on nothing
+// but itself.
+//
+// Exchange: what a CTA owns of the next x is a group of 32 columns, published in the order in
+// which units take it, with a flag that holds the number of this launch: nothing is ever
+// reset. One warp of each CTA polls the flags and fetches x by bulk copies, a column of 256 at
+// a time. Waiting for others is bounded: after MOST_TICKS a CTA waits no more, and its results
+// become NaN.
+//
+// Macros: NT, SLICES (of 4096 columns in a row of down), IS_LAST (no next q, k, v), SIX_*
+// (matrices of Q6_K), ANY_SIX, STAGES (units of a warp in flight), XSLOTS (columns of x in
+// shared memory), BUFFERS (of sums).
 }  // namespace q6
 #define CTAS 128
 #define WARPS 16              // that multiply
@@ -14,8 +38,8 @@
 #define UNITS_DOWN (2 * SLICES)
 #define UNITS_QKV (IS_LAST ? 0 : 3)
 #define UNITS (UNITS_O + UNITS_GU + UNITS_DOWN + UNITS_QKV)
-#define KINDS (SLICES + 2)    // of activations in the exchange: x of gate and up, slices of h, x of qkv
-#define MOST_TICKS 2
+#define KINDS (SLICES + 2)    // of published x: of gate and up, slices of down, of q k v
+#define MOST_TICKS 2          // of the clock's upper half, 2.2 s each; no launch takes as long
 #define SCRATCH_PITCH 144     // 32 floats of a token, and 16 bytes
 #define SHRINK (1.f / 16)     // keeps residual x norm weight within fp16
 #define GROW (16.f * 16777216.f)
@@ -37,8 +61,8 @@ struct Layout {
   static constexpr int X = 0, SUM = 16 * NT * 512, SUMS = XSLOTS * COLUMN;
   static constexpr int RING = SUMS + BUFFERS * SUM, SCRATCH = RING + WARPS * STAGES * SLOT;
   static constexpr int X_FULL = SCRATCH + NT * 8 * SCRATCH_PITCH, X_EMPTY = X_FULL + 8 * XSLOTS;
-  static constexpr int FULL = X_EMPTY + 8 * XSLOTS;  // by buffer, adder
-  static constexpr int EMPTY = FULL + 8 * BUFFERS * NT;         // by owner, buffer
+  static constexpr int FULL = X_EMPTY + 8 * XSLOTS;      // by buffer, adder
+  static constexpr int EMPTY = FULL + 8 * BUFFERS * NT;  // by owner, buffer
   static constexpr int LOST = EMPTY + 16 * BUFFERS, START = LOST + 4, TOTAL = START + 4;
 };
 // So a slot is always used by the same four warps: the parity of its barriers is unambiguous.
@@ -69,8 +93,8 @@ template <bool SIX> DEV void multiply_unit(float (&sum)[NT][4], u32 slot, u32 co
   else
     q4::multiply(sum, slot, q4::Tokens(column, lane), lane);
 }
-// What a warp multiplies: columns `column` and 4 further of tile `pick` of two (of gate or of up) of
-// the rows of CTA `owner`.
+// What a warp multiplies: columns `column` and 4 further of tile `pick` of two (of gate, or of
+// up) of the rows of CTA `owner`.
 struct Share { int owner, pick, column; };
 // Unit `k` of a share in order of use.
 DEV void fetch(const Args& g, int k, const Share& w, u32 slot, int lane) {
@@ -281,8 +305,12 @@ struct Adder {
   u32 smem, scratch, epoch;
   int rank, nt, lane, step;
 
-  // Sums of this CTA's next two tiles, in units of 2^-24: lane 4 g + t has rows g and g + 8 of tokens
-  // 2 t and 2 t + 1.
+  // What results are multiplied by: NaN where others were waited for in vain.
+  DEV float one_or_nan() const {
+    return *(volatile u32*)(memory + Layout::LOST) ? __int_as_float(0x7fffffff) : 1.f;
+  }
+  // Sums of this CTA's next two tiles, in units of 2^-24: lane 4 g + t has rows g and g + 8 of
+  // tokens 2 t and 2 t + 1.
   DEV void reduce(float (&first)[4], float (&second)[4]) {
     const int buffer = step % BUFFERS;
     const u32 full = smem + Layout::FULL + 8 * (NT * buffer + nt);
@@ -378,7 +406,8 @@ struct Adder {
     do {
       there = true;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[i >> 1][i & 1] = load_relaxed(squares_of(kind, 32 * (i >> 1) + lane) + (i & 1));
+      for (int i = 0; i < 8; ++i)
+        v[i >> 1][i & 1] = load_relaxed(squares_of(kind, 32 * (i >> 1) + lane) + (i & 1));
 #pragma unroll
       for (int i = 0; i < 8; ++i) there &= (v[i >> 1][i & 1].w & 3) == (epoch & 3);
     } while (!__all_sync(~0u, there) && !is_lost(memory));
@@ -437,22 +466,23 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
   }
   adder.reduce(y, z), adder.lay(y, 0), adder.lay(z, 1);
   adder.publish_normed(residual, norm, KINDS - 1);
-  const bool lost = *(volatile u32*)(memory + Layout::LOST);
-  const float nothing = __int_as_float(0x7fffffff);
+  const float factor = adder.one_or_nan();
   if (n < g.m) {
-    *(float4*)x = lost ? make_float4(nothing, nothing, nothing, nothing)
-                       : make_float4(residual[0], residual[1], residual[2], residual[3]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) residual[i] *= factor;
+    *(float4*)x = make_float4(residual[0], residual[1], residual[2], residual[3]);
     *(float4*)(x + 4) = make_float4(residual[4], residual[5], residual[6], residual[7]);
   }
 #if !IS_LAST
   adder.norms(scale, KINDS - 1);
   auto store = [&](const float (&y)[4], int tile) {
+    const float factor = adder.one_or_nan();
     u16* to = g.heads + 16 * tile + (lane >> 2);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const int token = 8 * nt + 2 * (lane & 3) + (k & 1);
       if (token < g.m)
-        to[(i64)token * HEADS_WIDTH + 8 * (k >> 1)] = float_to_half(y[k] * scale[k & 1]);
+        to[(i64)token * HEADS_WIDTH + 8 * (k >> 1)] = float_to_half(y[k] * scale[k & 1] * factor);
     }
   };
   adder.reduce(y, z);
