@@ -177,10 +177,10 @@ def test_shares_cut_anywhere(window, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("few_slabs", [0, 1 << 20])
-def test_merges_have_the_same_bits(few_slabs, device, monkeypatch):
+@pytest.mark.parametrize("few_results", [0, 1 << 20])
+def test_merges_have_the_same_bits(few_results, device, monkeypatch):
     """However many splits a warp asks for at once, and in as many rounds as it takes."""
-    monkeypatch.setattr(kernel, "_FEW_SLABS", few_slabs)
+    monkeypatch.setattr(kernel, "_FEW_RESULTS", few_results)
     for requests in ([(1, 700), (3, 1000), (1, 5)], [(1, 21000), (2, 13000)]):
         case = make_case(requests, (8, 2, 128), 64, torch.bfloat16, device)
         outs = [
@@ -296,7 +296,7 @@ def test_kernels_compile_everywhere(head_dim, arch, tmp_path):
         config = kernel.select_split_attention(head_dim, rows)
         source = kernel.attention_source(head_dim, torch.float16, 64, config, folds=folds)
         assert compile_here(source, tmp_path, arch)
-        for slabs, slots in ((1, 8), (1, 9), (1, 33), (1 << 20, 33)):
-            merge = kernel.select_merge(slabs, slots, folds=folds)
+        for results, slots in ((1, 8), (1, 9), (1, 33), (1 << 20, 33)):
+            merge = kernel.select_merge(results, slots, folds=folds)
             source = kernel.merge_source(head_dim, torch.bfloat16, config, merge, folds=folds)
             assert compile_here(source, tmp_path, arch)

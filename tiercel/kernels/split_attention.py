@@ -96,7 +96,7 @@ _MERGES = (
 # Many splits of few rows: 1 x 16,384 20.0 us instead of 21.0, but 8 x 8,192, whose merges
 # do not all wait beside the first kernel, 71.9 instead of 69.5 (H200).
 _MERGE_OF_FEW_ROWS = MergeConfig(72, 4, 3)
-_FEW_SLABS = 512  # of 32 columns of a row
+_FEW_RESULTS = 1 << 14  # elements
 
 # (head_dim, most rows): best first; the last one needs the least memory (H200; variants:
 # docs/notes/attention.md).
@@ -175,11 +175,11 @@ def select_folds(head_dim: int, row_tiles: int, slots: int) -> bool:
     return row_tiles >= LEAST_FOLDED[head_dim] or slots == 1
 
 
-def select_merge(slabs: int, slots: int, *, folds: bool) -> MergeConfig:
-    """Choose the launch for rows of at most `slots` splits and `slabs` times 32 columns. Pure."""
+def select_merge(results: int, slots: int, *, folds: bool) -> MergeConfig:
+    """Choose the launch for `results` elements, each of at most `slots` splits. Pure."""
     if folds:
         return _FOLDED_MERGE
-    if slots > _MERGES[1][0] and slabs <= _FEW_SLABS:
+    if slots > _MERGES[1][0] and results <= _FEW_RESULTS:
         return _MERGE_OF_FEW_ROWS
     return next(merge for most, merge in _MERGES if slots <= most)
 
@@ -298,14 +298,14 @@ def launch_split_attention(
     reqs, slots = seq_lens.shape[0], partials.shape[1]
     if tokens == 0:
         return
-    block_size, kv_heads = k_cache.shape[1:3]
+    _, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
     shares = shares or _num_sms(q.device) * config.ctas
     if folds is None:
-        row_tiles = -(-max_query_len * group // (8 * config.row_tiles))
-        folds = select_folds(head_dim, reqs * kv_heads * row_tiles, slots)
+        tiles = reqs * kv_heads * -(-max_query_len * group // (8 * config.row_tiles))
+        folds = select_folds(head_dim, tiles, slots)
     source = attention_source(head_dim, q.dtype, block_size, config, folds=folds)
-    lengths = [rtc.pointer(cu_seqlens_q), rtc.pointer(seq_lens)]
+    of_both = [*map(rtc.pointer, (cu_seqlens_q, seq_lens, partials, stats, out))]
     sizes = [ctypes.c_int(size) for size in (reqs, kv_heads, group, slots, window or NO_WINDOW)]
     rtc.launch(
         rtc.load_kernel(source, q.device, config.smem_bytes(head_dim)),
@@ -313,8 +313,7 @@ def launch_split_attention(
         _THREADS,
         [
             *map(rtc.pointer, (q, k_cache, v_cache, block_tables, rows)),
-            *lengths,
-            *map(rtc.pointer, (partials, stats, out)),
+            *of_both,
             *map(ctypes.c_int64, (q.stride(0), q.stride(1), block_tables.stride(0))),
             *sizes,
             ctypes.c_float(scale * LOG2_E),
@@ -323,18 +322,12 @@ def launch_split_attention(
     )
     if slots == 1 and folds:
         return  # no row is shared
-    slabs = heads * head_dim // 32
-    merge = select_merge(tokens * slabs, slots, folds=folds)
+    merge = select_merge(out.numel(), slots, folds=folds)
     rtc.launch(
         rtc.load_kernel(merge_source(head_dim, q.dtype, config, merge, folds=folds), q.device),
-        shares if folds else -(-slabs // merge.warps),
+        shares if folds else -(-out.shape[1] // (32 * merge.warps)),
         32 * merge.warps,
-        [
-            *map(rtc.pointer, (partials, stats, out)),
-            *lengths,
-            *sizes,
-            ctypes.c_int(max_query_len),
-        ],
+        [*of_both, *sizes, ctypes.c_int(max_query_len)],
         grid_y=1 if folds else reqs * max_query_len,
         is_dependent=is_dependent(q.device),
     )

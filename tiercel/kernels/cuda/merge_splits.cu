@@ -60,11 +60,11 @@ DEV void merge_slab(const float* partial, const float2* stat, u16* out, int firs
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) merge_splits(
+    const int* cu_seqlens,  // (reqs + 1,)
+    const int* seq_lens,    // (reqs,)
     const float* partials,  // (tokens * heads, slots, D)
     const float2* stats,    // (tokens * heads, slots): maximum and sum
     u16* out,               // (tokens * heads, D)
-    const int* cu_seqlens,  // (reqs + 1,)
-    const int* seq_lens,    // (reqs,)
     int reqs, int kv_heads, int group, int slots, int window, int most_queries) {
   let_dependents_start();
   const int warp = threadIdx.x >> 5;
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) merge_splits(
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (from >= stop) break;
-    const int rows_at = at.find(lengths, i ? stop - 1 : from);
+    const int rows_at = at.find_rows(lengths, i ? stop - 1 : from);
     if (at.is_whole || (i ? rows_at < from : rows_at == from)) continue;
     at.enter_split(at.last_split());
     const int owner = at.share_of(rows_at);

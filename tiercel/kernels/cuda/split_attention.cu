@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
         copy16(there + KV_BYTES, is_read ? v_cache + from : v_cache, is_read);
       }
     }
-    if (has_queries && ahead.is_first() && ahead.begins_rows()) {
+    if (has_queries && ahead.has_new_queries()) {
 #pragma unroll
       for (int i = 0; i < ROWS; i += LINES) {
         if (ROWS % LINES && line + i >= ROWS) break;
@@ -149,8 +149,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   for (int i = 0; i < STAGES - 1; ++i) {
     if (!ahead.is_over()) {
       const bool is_new = ahead.tile * TILE + TILE > ahead.of.seq_len - ahead.of.queries;
-      const bool has_query = i > 0 && ahead.is_first() && ahead.begins_rows();
-      if (!has_waited && (is_new || has_query)) {
+      if (!has_waited && (is_new || (i > 0 && ahead.has_new_queries()))) {
         wait_for_predecessor();
         has_waited = true;
       }
@@ -187,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 
     if (here.is_first()) {
       if (FOLDS && here.begins_rows()) is_ours = true;
-      if (is_start || here.begins_rows()) {
+      if (is_start || here.has_new_queries()) {
 #pragma unroll
         for (int r = 0; r < NR; ++r) {
 #pragma unroll

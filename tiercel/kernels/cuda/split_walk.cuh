@@ -77,8 +77,8 @@ struct Walk {
     most = (total + shares - 1) / shares;
     full = most == 1 || fits(most * shares, total) ? most : 0;  // a share in use is never empty
   }
-  // Goes to the tile of rows of a place below the total; where that begins.
-  DEV int find(const Lengths& lengths, int at) {
+  // Goes to the request of a place below the total; where that begins.
+  DEV int find_request(const Lengths& lengths, int at) {
     const int lane = threadIdx.x & 31;
     int base = 0;
     for (int first = 0; first < lengths.reqs; first += 32) {
@@ -100,7 +100,11 @@ struct Walk {
     }
     enter(lengths);
     is_whole = fits_whole();
-    const int rows = (at - base) / tiles();
+    return base;
+  }
+  // Goes to the tile of rows of a place; where that begins.
+  DEV int find_rows(const Lengths& lengths, int at) {
+    const int base = find_request(lengths, at), rows = (at - base) / tiles();
     kv_head = rows / row_tiles, row_tile = rows - kv_head * row_tiles;
     return base + rows * tiles();
   }
@@ -116,10 +120,9 @@ struct Walk {
     const int from = border(share);
     place = stop = border(share + 1);
     if (from >= stop) return;
-    const int rows_at = find(lengths, from);
-    table_row = request < 32 ? __shfl_sync(~0u, lane_row, request) : lengths.rows[request];
-    const int offset = from - rows_at;
-    place = rows_at;
+    place = find_rows(lengths, from);
+    find_table(lengths, lane_row);
+    const int offset = from - place;
     enter_rows();
     if (offset == 0) return;
     const int at = split_behind(offset);
@@ -131,12 +134,17 @@ struct Walk {
       next_rows(lengths);
     }
   }
+  DEV void find_table(const Lengths& lengths, int lane_row) {
+    table_row = request < 32 ? __shfl_sync(~0u, lane_row, request) : lengths.rows[request];
+  }
   DEV bool is_over() const { return place >= stop; }
   DEV bool is_first() const { return tile == begin; }
   DEV bool is_last() const { return tile + 1 == end; }
   DEV bool begins_rows() const { return begin == first_tile(); }
   DEV bool ends_rows() const { return end > last_tile(); }
   DEV bool ends_share() const { return !is_whole && place + end - begin >= stop; }
+  // Whether other queries are needed than for the tile before.
+  DEV bool has_new_queries() const { return is_first() && begins_rows(); }
   DEV void advance(const Lengths& lengths) {
     if (++tile < end) return;
     if (!is_whole) place += end - begin;
@@ -154,6 +162,9 @@ struct Walk {
     row_tile = 0;
     if (++kv_head < lengths.kv_heads || is_over()) return;
     kv_head = 0;
+    next_request(lengths);
+  }
+  DEV void next_request(const Lengths& lengths) {
     do ++request, enter(lengths);
     while (places(lengths) == 0);
     table_row = lengths.rows[request];
