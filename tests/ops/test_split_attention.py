@@ -1,5 +1,6 @@
 """Split attention on a GPU: against the oracle; bit for bit alone, in batches, beside drafts."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -16,10 +17,10 @@ DTYPES = [torch.float16, torch.bfloat16]
 SCALE = 0.2
 
 
-def run_kernel(q, k_cache, v_cache, batch, *, window=0, max_seq_len=None, shares=0, wide=0):
-    """Both kernels with poisoned results and workspaces; max_seq_len and wide loosen the bounds."""
+def run_kernel(q, k_cache, v_cache, batch, *, window=0, max_seq_len=None, shares=0, folds=None):
+    """With poisoned results and workspaces; max_seq_len loosens the bounds."""
     tokens, heads, head_dim = q.shape
-    splits = kernel.num_splits(max_seq_len or batch.max_seq_len, batch.max_query_len, window) + wide
+    splits = kernel.num_splits(max_seq_len or batch.max_seq_len, batch.max_query_len, window)
     config = kernel.select_split_attention(
         head_dim, batch.max_query_len * heads // k_cache.shape[2]
     )
@@ -41,16 +42,17 @@ def run_kernel(q, k_cache, v_cache, batch, *, window=0, max_seq_len=None, shares
         batch.max_query_len,
         config,
         shares=shares,
+        folds=folds,
     )
     return out
 
 
-def check(requests, shape, window, dtype, device, *, block_size=64):
+def check(requests, shape, window, dtype, device, *, block_size=64, folds=None):
     """Against the oracle, with NaN in every slot that no request owns."""
     q, k_cache, v_cache, batch, keys, values = make_case(
         requests, shape, block_size, dtype, device, poison=float("nan")
     )
-    out = run_kernel(q, k_cache, v_cache, batch, window=window)
+    out = run_kernel(q, k_cache, v_cache, batch, window=window, folds=folds)
     query_lens = list(batch.query_lens)
     expected = oracle.paged_attention(q.cpu(), keys, values, query_lens, SCALE, window)
     assert relative_error(out, expected) < TOLERANCE[dtype]
@@ -64,7 +66,8 @@ def check(requests, shape, window, dtype, device, *, block_size=64):
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 @pytest.mark.parametrize("requests", DECODES.values(), ids=DECODES)
 def test_kernel_matches_oracle(requests, shape, window, dtype, device):
-    check(requests, shape, window, dtype, device)
+    for folds in (False, True):
+        check(requests, shape, window, dtype, device, folds=folds)
 
 
 @pytest.mark.gpu
@@ -73,8 +76,8 @@ def test_long_and_mixed_lengths(shape, device):
     lengths = torch.randint(16, 5000, (9,)).tolist()
     queries = torch.randint(1, 17, (9,)).tolist()
     requests = [*zip(queries, lengths, strict=True), (1, 1), (1, 5000)]
-    for window in (0, 700):
-        check(requests, shape, window, torch.bfloat16, device)
+    for window, folds in itertools.product((0, 700), (False, True)):
+        check(requests, shape, window, torch.bfloat16, device, folds=folds)
     check(requests, shape, 0, torch.float16, device, block_size=128)
 
 
@@ -151,7 +154,9 @@ def test_rows_do_not_depend_on_the_batch(shape, window, device):
     requests = [(1, 600), (3, 140), (1, 1), (4, 385), (2, 64), (1, 3000)]
     case = make_case(requests, shape, 64, torch.float16, device)
     out = run_kernel(*case[:4], window=window)
-    for other in ({"shares": 1}, {"shares": 17}, {"shares": 999}, {"max_seq_len": 9000}):
+    others = [{"shares": 1}, {"shares": 17}, {"shares": 999}, {"max_seq_len": 9000}]
+    others += [{"folds": True, **other} for other in others] + [{"folds": False}]
+    for other in others:
         assert torch.equal(out, run_kernel(*case[:4], window=window, **other))
     stop = 0
     for request, (queries, _) in enumerate(requests):
@@ -160,14 +165,30 @@ def test_rows_do_not_depend_on_the_batch(shape, window, device):
 
 
 @pytest.mark.gpu
-def test_merges_have_the_same_bits(device, monkeypatch):
-    """Up to 8 splits a warp merges a row, beyond 8 warps do, or one where rows are many."""
-    for requests, window in (([(1, 700), (3, 1000), (1, 5)], 0), ([(2, 3000), (1, 2100)], 500)):
+@pytest.mark.parametrize("window", [0, 500])
+def test_shares_cut_anywhere(window, device):
+    """Rows of one CTA, of two and of many, added up here or there, are the same bit for bit."""
+    case = make_case([(1, 700), (3, 1000), (2, 3000), (1, 5)], (8, 2, 128), 64, torch.half, device)
+    expected = run_kernel(*case[:4], window=window, folds=False)
+    for shares in range(1, 60):
+        assert torch.equal(
+            expected, run_kernel(*case[:4], window=window, shares=shares, folds=True)
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("few_results", [0, 1 << 20])
+def test_merges_have_the_same_bits(few_results, device, monkeypatch):
+    """However many splits a warp asks for at once, and in as many rounds as it takes."""
+    monkeypatch.setattr(kernel, "_FEW_RESULTS", few_results)
+    for requests in ([(1, 700), (3, 1000), (1, 5)], [(1, 21000), (2, 13000)]):
         case = make_case(requests, (8, 2, 128), 64, torch.bfloat16, device)
-        narrow = run_kernel(*case[:4], window=window)
-        for wide, many in ((8, 1 << 20), (40, 1 << 20), (8, 1), (16, 1)):
-            monkeypatch.setattr(kernel, "MANY_ROWS", many)
-            assert torch.equal(narrow, run_kernel(*case[:4], window=window, wide=wide))
+        outs = [
+            run_kernel(*case[:4], folds=folds, max_seq_len=most)
+            for most in (max(length for _, length in requests), 40000)
+            for folds in (False, True)
+        ]
+        assert all(torch.equal(outs[0], out) for out in outs[1:])
 
 
 @pytest.mark.gpu
@@ -181,6 +202,13 @@ def test_rows_do_not_depend_on_drafts(shape, window, device):
         for request in range(2):
             lone = alone(case, request, 1, window)
             assert torch.equal(out[(request + 1) * queries - 1 :][:1], lone)
+
+
+@pytest.mark.gpu
+def test_many_splits(device):
+    """More than a warp asks for at once."""
+    for folds in (False, True):
+        check([(1, 20000), (3, 9000)], (4, 2, 64), 0, torch.bfloat16, device, folds=folds)
 
 
 @pytest.mark.gpu
@@ -241,15 +269,6 @@ def test_partials_have_room_for_every_split(max_query_len, window):
     assert kernel.num_splits(0, max_query_len, window) == 1
 
 
-@pytest.mark.parametrize("slots", [1, 8, 9, 32, 33, 600])
-@pytest.mark.parametrize("head_dim", kernel.HEAD_DIMS)
-def test_selected_merge_has_room(head_dim, slots):
-    for count in (1, kernel.MANY_ROWS - 1, kernel.MANY_ROWS, 1 << 20):
-        config = kernel.select_merge(head_dim, slots, count)
-        assert 8 % config.batch == 0
-        assert config.is_wide or slots <= (32 if config.has_rounds else 8)
-
-
 def test_splits_end_with_tiles():
     assert kernel.FINE_END % kernel.FINE_KEYS == 0
     assert (kernel.MIDDLE_END - kernel.FINE_END) % kernel.MIDDLE_KEYS == 0
@@ -273,12 +292,11 @@ def test_selected_launch_fits(head_dim, rows, limit):
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80", "sm_89", "sm_100a", "sm_120a"])
 @pytest.mark.parametrize("head_dim", kernel.HEAD_DIMS)
 def test_kernels_compile_everywhere(head_dim, arch, tmp_path):
-    for rows in (4, 32) if arch == "sm_90a" else (32,):
+    for rows, folds in ((4, False), (4, True), (32, True)) if arch == "sm_90a" else ((32, True),):
         config = kernel.select_split_attention(head_dim, rows)
-        assert compile_here(
-            kernel.attention_source(head_dim, torch.float16, 64, config), tmp_path, arch
-        )
-    for slots, count in ((8, 1), (9, 1), (33, 1), (9, kernel.MANY_ROWS)):
-        config = kernel.select_merge(head_dim, slots, count)
-        source = kernel.merge_source(head_dim, torch.bfloat16, config)
+        source = kernel.attention_source(head_dim, torch.float16, 64, config, folds=folds)
         assert compile_here(source, tmp_path, arch)
+        for results, slots in ((1, 8), (1, 9), (1, 33), (1 << 20, 33)):
+            merge = kernel.select_merge(results, slots, folds=folds)
+            source = kernel.merge_source(head_dim, torch.bfloat16, config, merge, folds=folds)
+            assert compile_here(source, tmp_path, arch)

@@ -1,19 +1,21 @@
 """Attention of few new tokens per request over the paged cache, 16 bits, for tensor cores.
 
-cuda/split_attention.cu writes partial results of splits, cuda/merge_splits.cu merges them. Splits
-end at fixed positions, partial sums have one order, and the merge adds splits in one order too: a
-token's result is bit for bit the same alone, in any batch, beside any drafts and under any bound of
-the lengths. How the work is spread is no part of it: every CTA takes an equal share of all tiles of
-all requests, which it finds from lengths on the device, so nothing waits for the longest request.
+cuda/split_attention.cu computes splits and adds them up to rows where one CTA has several of a row;
+cuda/merge_splits.cu adds up what is left. Splits end at fixed positions, their sums have one order,
+and both kernels add splits one at a time, in order: a token's result is bit for bit the same alone,
+in any batch, beside any drafts and under any bound of the lengths. How the work is spread is no
+part of it: every CTA takes an equal share of all tiles of all requests, which it finds from lengths
+on the device, so nothing waits for the longest request.
 
 Floor: visible keys and values are read once. Partials add (head_dim + 2) * 4 bytes per row and
-split, written and read in the last-level cache.
+split that is not added up at once, written and read in the last-level cache.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +40,11 @@ MIDDLE_KEYS, MIDDLE_END = 256, 32768
 COARSE_KEYS = 512
 
 _THREADS = 128
-_MERGE_CLASSES = 8  # warps of the merge; splits of a row that a warp takes in one go
-_MOST_NARROW_SPLITS = 32  # that a warp merges alone: a lane holds the maximum of one
-MANY_ROWS = 512  # from here a warp a row is faster than 8
+_HEADERS = ("attention_splits", "split_walk")
+# Tiles of rows, by head_dim, from which on the first kernel adds up splits. With fewer most rows
+# are shared, and the second kernel begins sooner alone: 1 x 1,024 4.8 us, 6.0 with sums; 16 x 600
+# (128 tiles) 13.3 and 13.9; 32 x 512 (256 tiles) 21.7 and 18.4 (H200, docs/notes/attention.md).
+LEAST_FOLDED = {64: 128, 128: 192, 256: 128}
 H200_SMEM = 227 << 10
 
 
@@ -67,12 +71,37 @@ class SplitAttentionConfig:
         return self.stages * stage + rows * (2 * keys + 2 * 4 * 4)
 
 
-# (head_dim, most rows): best first; the last one needs the least memory. Groups of more than 4
-# heads of 64 have few key heads, so much to read means long contexts: there 3 CTAs are 4% faster,
-# but 15% slower where splits are one tile (H200, results/split_attention_h200.json).
+@dataclass(frozen=True, slots=True)
+class MergeConfig:
+    """A launch of the second kernel; no part of the result.
+
+    Attributes:
+        batch: splits that a warp asks for at once.
+        warps: of a CTA.
+        ctas: that the registers of an SM hold: those that wait beside the first kernel need room.
+    """
+
+    batch: int
+    warps: int
+    ctas: int
+
+
+_FOLDED_MERGE = MergeConfig(16, 8, 4)
+# By splits of a row: few are asked for all at once.
+_MERGES = (
+    (8, MergeConfig(8, 8, 5)),
+    (32, MergeConfig(32, 8, 3)),
+    (1 << 30, MergeConfig(48, 8, 2)),
+)
+# Many splits of few rows: 1 x 16,384 20.0 us instead of 21.0, but 8 x 8,192, whose merges
+# do not all wait beside the first kernel, 71.9 instead of 69.5 (H200).
+_MERGE_OF_FEW_ROWS = MergeConfig(72, 4, 3)
+_FEW_RESULTS = 1 << 14  # elements
+
+# (head_dim, most rows): best first; the last one needs the least memory (H200; variants:
+# docs/notes/attention.md).
 _LAUNCHES = {
-    (64, 4): (SplitAttentionConfig(1, 3, 2, 4), SplitAttentionConfig(1, 2, 1, 1)),
-    (64, 8): (SplitAttentionConfig(1, 2, 3, 4),),
+    (64, 8): (SplitAttentionConfig(1, 3, 2, 4), SplitAttentionConfig(1, 2, 1, 1)),
     (64, 16): (SplitAttentionConfig(2, 3, 2, 2), SplitAttentionConfig(2, 2, 1, 1)),
     (64, 24): (SplitAttentionConfig(3, 3, 2, 2), SplitAttentionConfig(3, 2, 1, 1)),
     (64, 32): (SplitAttentionConfig(4, 2, 2, 2),),
@@ -123,62 +152,61 @@ def num_splits(max_seq_len: int, max_query_len: int, window: int) -> int:
 
 
 def attention_source(
-    head_dim: int, dtype: torch.dtype, block_size: int, config: SplitAttentionConfig
+    head_dim: int, dtype: torch.dtype, block_size: int, config: SplitAttentionConfig, *, folds: bool
 ) -> rtc.KernelSource:
     """The first kernel as built for one kind of call."""
     macros = (
-        *_split_macros(head_dim, dtype),
+        *_split_macros(head_dim, dtype, config, folds=folds),
         ("BLOCK_SIZE", block_size),
-        ("NR", config.row_tiles),
-        ("TILE", TILE_KEYS[head_dim]),
         ("STAGES", config.stages),
         ("CTAS", config.room),
     )
-    return rtc.KernelSource("split_attention", macros, ("attention_splits",))
+    return rtc.KernelSource("split_attention", macros, (*_HEADERS, "split_ptx"))
 
 
-@dataclass(frozen=True, slots=True)
-class MergeConfig:
-    """A launch of the second kernel; no part of the result.
+def select_folds(head_dim: int, row_tiles: int, slots: int) -> bool:
+    """Whether the first kernel adds up a row's splits as far as one CTA has them. Pure.
 
-    Attributes:
-        is_wide: 8 warps have a row, else one has, of at most 32 splits.
-        has_rounds: a row may have more splits than the 8 that a warp takes in one go.
-        batch: splits that a warp asks for at once.
-        ctas: that the registers of an SM hold: those that wait beside the first kernel need room.
+    Args:
+        head_dim: of the cache.
+        row_tiles: of all requests and key heads.
+        slots: splits of a row at most; with one there is no second kernel.
     """
-
-    is_wide: bool
-    has_rounds: bool
-    batch: int
-    ctas: int
+    return row_tiles >= LEAST_FOLDED[head_dim] or slots == 1
 
 
-def select_merge(head_dim: int, slots: int, rows: int) -> MergeConfig:
-    """Choose the launch for `rows` rows of at most `slots` splits. Pure."""
-    is_large = head_dim > 128
-    if slots <= _MERGE_CLASSES:
-        return MergeConfig(False, False, 4, 2 if is_large else 5)
-    if slots > _MOST_NARROW_SPLITS:
-        return MergeConfig(True, True, 8, 2 if is_large else 3)
-    if rows < MANY_ROWS:
-        return MergeConfig(True, True, 4, 2 if is_large else 5)
-    return MergeConfig(False, True, 512 // head_dim, 2 if is_large else 4)
+def select_merge(results: int, slots: int, *, folds: bool) -> MergeConfig:
+    """Choose the launch for `results` elements, each of at most `slots` splits. Pure."""
+    if folds:
+        return _FOLDED_MERGE
+    if slots > _MERGES[1][0] and results <= _FEW_RESULTS:
+        return _MERGE_OF_FEW_ROWS
+    return next(merge for most, merge in _MERGES if slots <= most)
 
 
-def merge_source(head_dim: int, dtype: torch.dtype, config: MergeConfig) -> rtc.KernelSource:
+def merge_source(
+    head_dim: int,
+    dtype: torch.dtype,
+    config: SplitAttentionConfig,
+    merge: MergeConfig,
+    *,
+    folds: bool,
+) -> rtc.KernelSource:
     """The second kernel as built for one kind of call."""
+    if not folds:
+        config = _LAUNCHES[head_dim, 8][0]  # any: not looked at
     macros = (
-        *_split_macros(head_dim, dtype),
-        ("IS_WIDE", int(config.is_wide)),
-        ("HAS_ROUNDS", int(config.has_rounds)),
-        ("BATCH", config.batch),
-        ("CTAS", config.ctas),
+        *_split_macros(head_dim, dtype, config, folds=folds),
+        ("BATCH", merge.batch),
+        ("WARPS", merge.warps),
+        ("CTAS", merge.ctas),
     )
-    return rtc.KernelSource("merge_splits", macros, ("attention_splits",))
+    return rtc.KernelSource("merge_splits", macros, _HEADERS)
 
 
-def _split_macros(head_dim: int, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
+def _split_macros(
+    head_dim: int, dtype: torch.dtype, config: SplitAttentionConfig, *, folds: bool
+) -> tuple[tuple[str, int], ...]:
     return (
         ("D", head_dim),
         ("IS_BF16", int(dtype == torch.bfloat16)),
@@ -187,6 +215,9 @@ def _split_macros(head_dim: int, dtype: torch.dtype) -> tuple[tuple[str, int], .
         ("MIDDLE_KEYS", MIDDLE_KEYS),
         ("MIDDLE_END", MIDDLE_END),
         ("COARSE_KEYS", COARSE_KEYS),
+        ("NR", config.row_tiles),
+        ("TILE", TILE_KEYS[head_dim]),
+        ("FOLDS", int(folds)),
     )
 
 
@@ -203,13 +234,13 @@ def load_split_attention(
     limit = rtc.max_smem_bytes(device)
     rows = range(group, queries * group + 1, group)
     configs = {select_split_attention(head_dim, count, limit) for count in rows}
-    sources = {
-        attention_source(head_dim, dtype, block_size, config): config.smem_bytes(head_dim)
-        for config in configs
-    }
-    for slots in (_MERGE_CLASSES, _MOST_NARROW_SPLITS, _MOST_NARROW_SPLITS + 1):
-        for count in (1, MANY_ROWS):
-            sources[merge_source(head_dim, dtype, select_merge(head_dim, slots, count))] = 0
+    sources: dict[rtc.KernelSource, int] = {}
+    for config, folds in itertools.product(configs, (False, True)):
+        source = attention_source(head_dim, dtype, block_size, config, folds=folds)
+        sources[source] = config.smem_bytes(head_dim)
+        merges = (_FOLDED_MERGE,) if folds else (_MERGE_OF_FEW_ROWS, *(one for _, one in _MERGES))
+        for merge in merges:
+            sources[merge_source(head_dim, dtype, config, merge, folds=folds)] = 0
     rtc.fill_cache(sources, rtc.device_arch(device))
     for source, smem_bytes in sources.items():
         rtc.load_kernel(source, device, smem_bytes)
@@ -237,6 +268,7 @@ def launch_split_attention(
     config: SplitAttentionConfig,
     *,
     shares: int = 0,
+    folds: bool | None = None,
 ) -> None:
     """Enqueue both kernels on the current stream; the op has checked and allocated.
 
@@ -260,43 +292,42 @@ def launch_split_attention(
         max_query_len: bounds the new tokens of a request.
         config: from `select_split_attention`.
         shares: CTAs among which the work is spread; 0: all that the device holds at once.
+        folds: as `select_folds` says if None; no part of the result.
     """
     tokens, heads, head_dim = q.shape
     reqs, slots = seq_lens.shape[0], partials.shape[1]
     if tokens == 0:
         return
-    block_size, kv_heads = k_cache.shape[1:3]
-    lengths = [rtc.pointer(cu_seqlens_q), rtc.pointer(seq_lens)]
-    seen = ctypes.c_int(window or NO_WINDOW)
-    dependent = is_dependent(q.device)
-    source = attention_source(head_dim, q.dtype, block_size, config)
+    _, block_size, kv_heads, _ = k_cache.shape
+    group = heads // kv_heads
+    shares = shares or _num_sms(q.device) * config.ctas
+    if folds is None:
+        tiles = reqs * kv_heads * -(-max_query_len * group // (8 * config.row_tiles))
+        folds = select_folds(head_dim, tiles, slots)
+    source = attention_source(head_dim, q.dtype, block_size, config, folds=folds)
+    of_both = [*map(rtc.pointer, (cu_seqlens_q, seq_lens, partials, stats, out))]
+    sizes = [ctypes.c_int(size) for size in (reqs, kv_heads, group, slots, window or NO_WINDOW)]
     rtc.launch(
         rtc.load_kernel(source, q.device, config.smem_bytes(head_dim)),
-        shares or _num_sms(q.device) * config.ctas,
+        shares,
         _THREADS,
         [
             *map(rtc.pointer, (q, k_cache, v_cache, block_tables, rows)),
-            *lengths,
-            *map(rtc.pointer, (partials, stats)),
+            *of_both,
             *map(ctypes.c_int64, (q.stride(0), q.stride(1), block_tables.stride(0))),
-            *map(ctypes.c_int, (reqs, kv_heads, heads // kv_heads, slots)),
-            seen,
+            *sizes,
             ctypes.c_float(scale * LOG2_E),
         ],
-        is_dependent=dependent,
+        is_dependent=is_dependent(q.device),
     )
-    merge = select_merge(head_dim, slots, tokens * heads)
+    if slots == 1 and folds:
+        return  # no row is shared
+    merge = select_merge(out.numel(), slots, folds=folds)
     rtc.launch(
-        rtc.load_kernel(merge_source(head_dim, q.dtype, merge), q.device),
-        heads if merge.is_wide else -(-heads // _MERGE_CLASSES),
-        32 * _MERGE_CLASSES,
-        [
-            *map(rtc.pointer, (partials, stats, out)),
-            *lengths,
-            *map(ctypes.c_int, (heads, slots)),
-            seen,
-            ctypes.c_int(max_query_len),
-        ],
-        grid_y=reqs * max_query_len,
-        is_dependent=dependent,
+        rtc.load_kernel(merge_source(head_dim, q.dtype, config, merge, folds=folds), q.device),
+        shares if folds else -(-out.shape[1] // (32 * merge.warps)),
+        32 * merge.warps,
+        [*of_both, *sizes, ctypes.c_int(max_query_len)],
+        grid_y=1 if folds else reqs * max_query_len,
+        is_dependent=is_dependent(q.device),
     )

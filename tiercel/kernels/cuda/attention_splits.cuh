@@ -39,6 +39,17 @@ DEV float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Sums over splits: one at a time, in order, wherever it is done. The maximum rises to `most`; the
+// weight of what comes is returned, that of what is there is `decay`.
+DEV float rise(float& maximum, float most, float& decay) {
+  const float both = fmaxf(maximum, most), shift = both == NEG_INF ? 0.f : both;
+  decay = exp2_fast(maximum - shift);
+  maximum = both;
+  return exp2_fast(most - shift);
+}
+DEV float add_scaled(float sum, float decay, float x, float weight) {
+  return __fmaf_rn(sum, decay, __fmul_rn(x, weight));
+}
 // Two floats as fp16 or bf16, the first in the low half.
 DEV u32 pack(float low, float high) {
   u32 y;

@@ -1,149 +1,122 @@
-// The second kernel of split attention: a row's splits become its result. Behind:
-// attention_splits.cuh. Host side: split_attention.py.
+// The second kernel of split attention: rows that several CTAs share become their results. Behind:
+// attention_splits.cuh, split_walk.cuh. Host side: split_attention.py.
 //
-// A row is one head of one new token. Its splits are added in CLASSES classes, split i in class
-// i % CLASSES, each in order; then the classes in order. So the result does not depend on how many
-// threads do it: with IS_WIDE a warp has a class, else a warp has a whole row, of at most 32 splits.
-// Macros: D, IS_BF16, IS_WIDE, HAS_ROUNDS (a row may have more than CLASSES splits), BATCH (splits
-// that a warp asks for at once), CTAS (an SM, for the registers: those that wait beside the kernel
-// ahead need room).
-#define CLASSES 8
-#define COLS (D / 32)  // of a lane
+// With FOLDS, the CTA that has a row's first split has added its own splits already, at the place of
+// the last of them; here those of the others follow, in order. As many CTAs as have shared a tile of
+// rows do that, each for its part of rows and columns. Without, every row has all splits to add.
+// Macros: as split_attention.cu, and BATCH (splits that a warp asks for at once), CTAS (an SM, for
+// the registers: those that wait beside the kernel ahead need room).
+#define CHUNKS ((BATCH + 31) / 32)
+#define SLABS (D / 32)  // of a row, a column a lane
 
-struct Sum {
-  float of[COLS], total;
+// A CTA's part of a tile of rows.
+struct Part {
+  int task, end;                     // slabs of its rows
+  int first_token, head, first_row;  // of the tile
+  int first, splits;  // the place of what is added already, and the number of places
 };
 
-// Weight and columns of one split, added.
-DEV void add_split(Sum& sum, float weight, float total, const float2 (&columns)[COLS / 2]) {
-  sum.total = __fmaf_rn(weight, total, sum.total);
+DEV void merge_slab(const float* partial, const float2* stat, u16* out, int first, int splits) {
+  const int lane = threadIdx.x & 31;
+  float acc = 0.f, total = 0.f, maximum = NEG_INF;
+  for (int base = first; base < splits; base += BATCH) {
+    float2 of[CHUNKS];
 #pragma unroll
-  for (int c = 0; c < COLS; c += 2) {
-    sum.of[c] = __fmaf_rn(weight, columns[c / 2].x, sum.of[c]);
-    sum.of[c + 1] = __fmaf_rn(weight, columns[c / 2].y, sum.of[c + 1]);
+    for (int i = 0; i < CHUNKS; ++i) {
+      const int at = base + 32 * i + lane;
+      of[i] = at < splits && 32 * i + lane < BATCH ? __ldcg(stat + at) : make_float2(NEG_INF, 0.f);
+    }
+    float x[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; i += 8) {
+      if (base + i >= splits) break;
+#pragma unroll
+      for (int j = i; j < i + 8; ++j)
+        x[j] = base + j < splits ? __ldcg(partial + (base + j) * D + lane) : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+      if (base + 32 * i >= splits) break;
+      float most = of[i].x;
+#pragma unroll
+      for (int step = 1; step < 32; step <<= 1) {
+        const float other = __shfl_up_sync(~0u, most, step);
+        if (lane >= step) most = fmaxf(most, other);
+      }
+      float before = __shfl_up_sync(~0u, most, 1), decay;
+      before = lane ? fmaxf(before, maximum) : maximum;
+      const float weight = rise(before, of[i].x, decay);
+      maximum = __shfl_sync(~0u, before, 31);
+#pragma unroll
+      for (int j = 0; j < min(32, BATCH - 32 * i); ++j) {
+        if (j % 8 == 0 && base + 32 * i + j >= splits) break;
+        const float of_sum = __shfl_sync(~0u, decay, j), of_split = __shfl_sync(~0u, weight, j);
+        total = add_scaled(total, of_sum, __shfl_sync(~0u, of[i].y, j), of_split);
+        acc = add_scaled(acc, of_sum, x[32 * i + j], of_split);
+      }
+    }
   }
-}
-// A lane's columns of split i, zeros where there is none.
-DEV void fetch_columns(float2 (&x)[COLS / 2], const float* partial, int i, int splits, int lane) {
-#pragma unroll
-  for (int c = 0; c < COLS; c += 2)
-    x[c / 2] = i < splits ? *(const float2*)(partial + i * D + COLS * lane + c)
-                          : make_float2(0.f, 0.f);
-}
-DEV void store_row(u16* out, i64 row, const Sum& sum, int lane) {
-  const float total = sum.total == 0.f ? 1.f : sum.total;  // 0 where nothing is seen, as in padding
-#pragma unroll
-  for (int c = 0; c < COLS; c += 2)
-    *(u32*)(out + row * D + COLS * lane + c) =
-        pack(__fdiv_rn(sum.of[c], total), __fdiv_rn(sum.of[c + 1], total));
-}
-DEV float warp_max(float x) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-  return x;
+  *out = (u16)pack(__fdiv_rn(acc, total == 0.f ? 1.f : total), 0.f);  // 0 where nothing is seen
 }
 
-extern "C" __global__ void __launch_bounds__(32 * CLASSES, CTAS) merge_splits(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) merge_splits(
+    const int* cu_seqlens,  // (reqs + 1,)
+    const int* seq_lens,    // (reqs,)
     const float* partials,  // (tokens * heads, slots, D)
     const float2* stats,    // (tokens * heads, slots): maximum and sum
     u16* out,               // (tokens * heads, D)
-    const int* cu_seqlens,  // (reqs + 1,)
-    const int* seq_lens,    // (reqs,)
-    int heads, int slots, int window, int most_queries) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int reqs, int kv_heads, int group, int slots, int window, int most_queries) {
   let_dependents_start();
+  const int warp = threadIdx.x >> 5;
+  const auto merge = [&](i64 line, int slab, int first, int splits) {
+    merge_slab(partials + line * slots * D + slab * 32, stats + line * slots,
+               out + line * D + slab * 32 + (threadIdx.x & 31), first, splits);
+  };
+#if FOLDS
+  const Lengths lengths{nullptr, cu_seqlens, seq_lens, reqs, kv_heads, group, window};
+  const int share = blockIdx.x;
+  Walk at;
+  at.measure(lengths);
+  const int from = at.border(share), stop = at.border(share + 1);
+  // The rows that the share begins with, and those that it ends with.
+  Part parts[2] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (from >= stop) break;
+    const int rows_at = at.find_rows(lengths, i ? stop - 1 : from);
+    if (at.is_whole || (i ? rows_at < from : rows_at == from)) continue;
+    at.enter_split(at.last_split());
+    const int owner = at.share_of(rows_at);
+    const int last = at.share_of(rows_at + at.begin - at.first_tile());
+    if (owner == last || share > last) continue;
+    Part& part = parts[i];
+    part.first_row = at.row_tile * ROWS;
+    const int tasks = min(ROWS, at.of.queries * group - part.first_row) * SLABS;
+    part.task = tasks * (share - owner) / (last - owner + 1);
+    part.end = tasks * (share - owner + 1) / (last - owner + 1);
+    part.first_token = at.of.first_token, part.head = at.kv_head * group;
+    part.first = at.split_behind(at.border(owner + 1) - rows_at) - at.first_split() - 1;
+    part.splits = at.last_split() - at.first_split() + 1;
+  }
+  wait_for_predecessor();
+  const int first_tasks = parts[0].end - parts[0].task;
+  const int tasks = first_tasks + parts[1].end - parts[1].task;
+  for (int i = warp; i < tasks; i += WARPS) {
+    const bool is_second = i >= first_tasks;
+    const Part& part = is_second ? parts[1] : parts[0];
+    const int task = is_second ? parts[1].task + i - first_tasks : parts[0].task + i;
+    const int packed = part.first_row + task / SLABS, token = packed / group;
+    merge((part.first_token + token) * (i64)(kv_heads * group) + part.head + packed - token * group,
+          task % SLABS, part.first, part.splits);
+  }
+#else
   Request of;
   of.load(blockIdx.y / most_queries, cu_seqlens, seq_lens, window);
-  const int query = blockIdx.y % most_queries;
-#if IS_WIDE
-  const int head = blockIdx.x;
-#else
-  const int head = blockIdx.x * CLASSES + warp;
+  const int query = blockIdx.y % most_queries, task = blockIdx.x * WARPS + warp;
+  const int position = of.seq_len - of.queries + query, first_split = split_of(of.low);
+  const int splits = position < 0 ? 0 : split_of(position) - first_split + 1;
+  wait_for_predecessor();  // who waits for this kernel waits for the ones ahead too
+  if (query < of.queries && task < kv_heads * group * SLABS)
+    merge((of.first_token + query) * (i64)(kv_heads * group) + task / SLABS, task % SLABS, 0, splits);
 #endif
-  if (query >= of.queries || head >= heads) {
-    wait_for_predecessor();  // who waits for this kernel waits for the ones ahead too
-    return;
-  }
-  const i64 row = (i64)(of.first_token + query) * heads + head;
-  const int position = of.seq_len - of.queries + query, first = split_of(of.low);
-  const int splits = position < 0 ? 0 : split_of(position) - first + 1;
-  const float* partial = partials + row * slots * D;
-  const float2* stat = stats + row * slots;
-  wait_for_predecessor();
-
-#if IS_WIDE
-  __shared__ float columns[CLASSES][D];
-  __shared__ float totals[CLASSES];
-  // Classes are those of the split's place in the sequence, not behind the first visible one, which
-  // drafts would move.
-  const int start = (warp - first % CLASSES + CLASSES) % CLASSES;
-  float2 of_class[BATCH], x[BATCH][COLS / 2];
-  auto fetch = [&](int from) {
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      const int i = from + b * CLASSES;
-      of_class[b] = i < splits ? stat[i] : make_float2(NEG_INF, 0.f);
-      fetch_columns(x[b], partial, i, splits, lane);
-    }
-  };
-  fetch(start);
-  float most = NEG_INF;  // every warp looks at all of them
-#pragma unroll 4
-  for (int i = lane; i < splits; i += 32) most = fmaxf(most, stat[i].x);
-  most = warp_max(most);
-  if (most == NEG_INF) most = 0.f;
-  Sum sum = {};
-  for (int i = start; i < splits; i += BATCH * CLASSES) {
-    if (i != start) fetch(i);
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b)
-      add_split(sum, exp2_fast(of_class[b].x - most), of_class[b].y, x[b]);
-  }
-#pragma unroll
-  for (int c = 0; c < COLS; ++c) columns[warp][COLS * lane + c] = sum.of[c];
-  if (lane == 0) totals[warp] = sum.total;
-  __syncthreads();
-  if (warp) return;
-  Sum all = {};
-#pragma unroll
-  for (int w = 0; w < CLASSES; ++w) {
-    all.total = __fadd_rn(all.total, totals[w]);
-#pragma unroll
-    for (int c = 0; c < COLS; ++c) all.of[c] = __fadd_rn(all.of[c], columns[w][COLS * lane + c]);
-  }
-#else
-  // A lane holds the maximum and sum of one split.
-  const float2 own = lane < splits ? stat[lane] : make_float2(NEG_INF, 0.f);
-  float most = warp_max(own.x);
-  if (most == NEG_INF) most = 0.f;
-  const float own_weight = exp2_fast(own.x - most);
-  Sum all = {};
-#pragma unroll
-  for (int w = 0; w < CLASSES; w += BATCH) {
-    Sum sums[BATCH] = {};
-    int base = 0;
-    do {
-      float2 x[BATCH][COLS / 2];
-      int place[BATCH];
-#pragma unroll
-      for (int b = 0; b < BATCH; ++b) {
-        place[b] = base + (w + b - first % CLASSES + CLASSES) % CLASSES;
-        fetch_columns(x[b], partial, place[b], splits, lane);
-      }
-#pragma unroll
-      for (int b = 0; b < BATCH; ++b) {
-        const float weight = __shfl_sync(~0u, own_weight, place[b]);
-        add_split(sums[b], weight, __shfl_sync(~0u, own.y, place[b]), x[b]);
-      }
-      base += CLASSES;
-    } while (HAS_ROUNDS && base < splits);
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      all.total = __fadd_rn(all.total, sums[b].total);
-#pragma unroll
-      for (int c = 0; c < COLS; ++c) all.of[c] = __fadd_rn(all.of[c], sums[b].of[c]);
-    }
-  }
-#endif
-  store_row(out, row, all, lane);
 }

@@ -1,11 +1,15 @@
-// Attention of few new tokens per request over the paged cache: partial results of splits.
-// Behind: attention_splits.cuh. Host side and floor: split_attention.py.
+// Attention of few new tokens per request over the paged cache: results of splits, and of rows.
+// Behind: attention_splits.cuh, split_walk.cuh, split_ptx.cuh. Host side, floor: split_attention.py.
 //
 // A unit of work is a split of one request, one key/value head and one tile of ROWS rows (a row is
-// a query of a head of the group). Units lie in a row by (request, split, head, tile of rows), as
+// a query of a head of the group). Units lie in a row by (request, head, tile of rows, split), as
 // many places long as they have tiles; each CTA takes those that begin in its equal share of all
 // places. So any mix of lengths spreads evenly, by lengths that only the device knows. Which CTA
 // computes a unit is no part of its result.
+//
+// With FOLDS, a CTA that has the first split of a tile of rows adds up the splits that follow. If it
+// has all of them, that is the result; else the sum takes the place of the last one that it has. All
+// other splits are partial results of their own, for merge_splits.cu to add in the same order.
 //
 // Keys and values stream through a ring of STAGES tiles that runs ahead over units. Products are
 // transposed, keys and value columns as their 16 rows and queries as their 8 columns: 4 heads cost 8
@@ -20,8 +24,7 @@
 // ahead has ended: they must have been written before that one began (docs/notes/attention.md).
 //
 // Macros: D (head_dim: 64, 128, 256), TILE (keys: 64, 128), BLOCK_SIZE (of the cache, a multiple of
-// 64), NR (tiles of 8 rows: 1 to 4), STAGES, CTAS (an SM, for the registers), IS_BF16.
-#define ROWS (8 * NR)
+// 64), NR (tiles of 8 rows: 1 to 4), STAGES, CTAS (an SM, for the registers), IS_BF16, FOLDS.
 #define WARPS 4
 #define KT (TILE / 64)               // times 16 keys: what a warp scores
 #define SPAN (TILE < BLOCK_SIZE ? TILE : BLOCK_SIZE)  // keys of a tile that lie in one block
@@ -35,173 +38,6 @@
 #define MAXIMA (WEIGHTS + ROWS * TILE * 2)  // (ROWS, WARPS) float
 #define SUMS (MAXIMA + ROWS * 16)           // (ROWS, WARPS) float
 
-#if IS_BF16
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-#else
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-#endif
-
-DEV void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm(MMA "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-DEV void load_matrices(u32 (&x)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
-}
-DEV void load_transposed(u32 (&x)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
-}
-DEV void copy16(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-// 16 bytes, or zeros without a look at the source.
-DEV void copy16(u32 to, const void* from, bool is_read) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               ::"r"(to), "l"(from), "r"(is_read ? 16 : 0) : "memory");
-}
-DEV void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> DEV void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-DEV float4 load_floats(u32 address) {
-  float4 x;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
-  return x;
-}
-DEV void store_16(u32 address, uint4 x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
-               ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
-DEV void store_float(u32 address, float x) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
-}
-// Where piece `piece` of row `row` lies among rows of `pieces` pieces, without bank conflicts.
-DEV u32 swizzled(int row, int piece, int pieces) {
-  return (row * pieces + (piece ^ (row & 7))) * 16;
-}
-
-DEV void store_half(u32 address, u32 x) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((u16)x) : "memory");
-}
-
-// Asks for what will be read soon.
-DEV void prefetch_line(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
-
-struct Lengths {
-  const int* rows;
-  const int* cu_seqlens;
-  const int* seq_lens;
-  int reqs, kv_heads, group, window;
-};
-
-// A walk over units and their tiles.
-struct Walk {
-  Request of;
-  int place, stop;  // of the unit, and where the share of this CTA ends
-  int request, table_row, row_tiles, split;
-  int kv_head, row_tile;  // of the unit, its head the slower one
-  int begin, end, tile;   // tiles of the unit, and the one at hand
-
-  DEV void enter(const Lengths& lengths) {  // a request
-    of.load(request, lengths.cu_seqlens, lengths.seq_lens, lengths.window);
-    row_tiles = (of.queries * lengths.group + ROWS - 1) / ROWS;
-  }
-  DEV int first_tile() const { return of.low / TILE; }
-  DEV int last_tile() const { return (of.seq_len - 1) / TILE; }
-  DEV int places(const Lengths& lengths) const {
-    const int tiles = of.seq_len > 0 ? last_tile() - first_tile() + 1 : 0;
-    return tiles * row_tiles * lengths.kv_heads;
-  }
-  // Places of request first + lane; without a branch, so that several loads are under way at once.
-  DEV int places_of(const Lengths& lengths, int first) {
-    const int wanted = first + (threadIdx.x & 31);
-    request = min(wanted, lengths.reqs - 1);
-    enter(lengths);
-    return wanted < lengths.reqs ? places(lengths) : 0;
-  }
-  DEV void enter_split(int at) {
-    split = at;
-    begin = max(split_start(split) / TILE, first_tile());
-    end = min(split_start(split + 1) / TILE, last_tile() + 1);
-  }
-  // The first unit of share `share` of `shares`.
-  DEV void start(const Lengths& lengths, int share, int shares) {
-    const int lane = threadIdx.x & 31;
-    int lane_row = lengths.rows[min(lane, lengths.reqs - 1)];  // beside the lengths
-    int total = 0;
-    for (int first = 0; first < lengths.reqs; first += 128) {
-#pragma unroll
-      for (int i = 0; i < 128; i += 32) total += places_of(lengths, first + i);
-    }
-    total = __reduce_add_sync(~0u, total);
-    const int from = (int)((i64)total * share / shares);
-    stop = (int)((i64)total * (share + 1) / shares);
-    int base = 0, found = lengths.reqs;
-    for (int first = 0; first < lengths.reqs; first += 32) {
-      int upto = places_of(lengths, first);
-      const int of_warp = __reduce_add_sync(~0u, upto);
-      if (base + of_warp > from) {
-#pragma unroll
-        for (int step = 1; step < 32; step <<= 1) {
-          const int other = __shfl_up_sync(~0u, upto, step);
-          if (lane >= step) upto += other;
-        }
-        const int at = __ffs(__ballot_sync(~0u, base + upto > from)) - 1;
-        const int before = __shfl_sync(~0u, upto, max(at - 1, 0));
-        if (at) base += before;
-        found = first + at;
-        if (first) lane_row = lengths.rows[min(first + lane, lengths.reqs - 1)];
-        table_row = __shfl_sync(~0u, lane_row, at);
-        break;
-      }
-      base += of_warp;
-    }
-    request = found;
-    place = stop;
-    if (from >= stop || request >= lengths.reqs) return;
-    enter(lengths);
-    const int inner = row_tiles * lengths.kv_heads;  // units of a split
-    const int offset = (from - base) / inner;
-    enter_split(split_of((first_tile() + offset) * TILE));
-    const int of_split = base + (begin - first_tile()) * inner;
-    const int tiles = end - begin;
-    const int unit = (from - of_split + tiles - 1) / tiles;
-    place = of_split + unit * tiles;
-    tile = begin;
-    kv_head = unit / row_tiles, row_tile = unit % row_tiles;
-    if (unit == inner) kv_head = 0, next_split(lengths);
-  }
-  DEV bool is_over() const { return place >= stop; }
-  DEV bool is_first() const { return tile == begin; }
-  DEV bool is_last() const { return tile + 1 == end; }
-  DEV void advance(const Lengths& lengths) {
-    if (++tile < end) return;
-    place += end - begin;
-    tile = begin;
-    if (++row_tile < row_tiles) return;
-    row_tile = 0;
-    if (++kv_head == lengths.kv_heads) kv_head = 0, next_split(lengths);
-  }
-  DEV void next_split(const Lengths& lengths) {
-    if (is_over()) return;
-    if (end <= last_tile()) {
-      enter_split(split + 1);
-    } else {
-      do ++request, enter(lengths);
-      while (places(lengths) == 0);
-      table_row = lengths.rows[request];
-      enter_split(split_of(first_tile() * TILE));
-    }
-    tile = begin;
-  }
-};
-
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     const u16* q,         // (tokens, heads, D)
     const u16* k_cache,   // (blocks, block_size, kv_heads, D)
@@ -212,6 +48,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     const int* seq_lens,  // (reqs,)
     float* partials,      // (tokens * heads, slots, D)
     float2* stats,        // (tokens * heads, slots): maximum and sum
+    u16* out,             // (tokens * heads, D)
     i64 q_token_stride, i64 q_head_stride, i64 table_stride,  // elements
     int reqs, int kv_heads, int group, int slots, int window, float scale_log2) {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -221,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   let_dependents_start();
 
   Walk ahead;
-  ahead.start(lengths, blockIdx.x, gridDim.x);
+  ahead.start(lengths, blockIdx.x);
   Walk here = ahead;
 
   // Row / group by a product, exact for rows * group < 2**20.
@@ -274,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
         copy16(there + KV_BYTES, is_read ? v_cache + from : v_cache, is_read);
       }
     }
-    if (has_queries && ahead.is_first()) {
+    if (has_queries && ahead.has_new_queries()) {
 #pragma unroll
       for (int i = 0; i < ROWS; i += LINES) {
         if (ROWS % LINES && line + i >= ROWS) break;
@@ -312,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   for (int i = 0; i < STAGES - 1; ++i) {
     if (!ahead.is_over()) {
       const bool is_new = ahead.tile * TILE + TILE > ahead.of.seq_len - ahead.of.queries;
-      if (!has_waited && (is_new || (i > 0 && ahead.is_first()))) {
+      if (!has_waited && (is_new || (i > 0 && ahead.has_new_queries()))) {
         wait_for_predecessor();
         has_waited = true;
       }
@@ -335,8 +172,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   const int group_lane = lane >> 2, row_lane = 2 * (lane & 3);
   u32 query[NR][D / 16][2];
   float acc[DT][NR][4], maximum[NR][2], sum[NR][2];
+  float all_acc[DT][NR][4], all_maximum[NR][2], all_sum[NR][2];  // of splits that are added up
   int position[NR][2];
   int slot = 0;
+  bool is_start = true;
+  bool is_ours = false;  // the first split of these rows was this CTA's
   while (!here.is_over()) {
     copy_wait<STAGES - 2>();
     __syncthreads();  // the tile is there, and the slot of the one before is free
@@ -345,27 +185,42 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     const u32 keys = smem + slot * STAGE_BYTES, values = keys + KV_BYTES;
 
     if (here.is_first()) {
+      if (FOLDS && here.begins_rows()) is_ours = true;
+      if (is_start || here.has_new_queries()) {
+#pragma unroll
+        for (int r = 0; r < NR; ++r) {
+#pragma unroll
+          for (int k = 0; k < D / 16; k += 2) {
+            u32 x[4];
+            load_matrices(x, values + KV_BYTES +
+                                 swizzled(8 * r + (lane & 7), 2 * k + lane / 8, PIECES));
+            query[r][k][0] = x[0], query[r][k][1] = x[1];
+            query[r][k + 1][0] = x[2], query[r][k + 1][1] = x[3];
+          }
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int token = tokens_of(here.row_tile * ROWS + 8 * r + row_lane + h);
+            const int last = here.of.seq_len - here.of.queries + token;
+            position[r][h] = token < here.of.queries ? last : -1;  // sees nothing
+          }
+        }
+        is_start = false;
+      }
 #pragma unroll
       for (int r = 0; r < NR; ++r) {
-#pragma unroll
-        for (int k = 0; k < D / 16; k += 2) {
-          u32 x[4];
-          load_matrices(x, values + KV_BYTES +
-                               swizzled(8 * r + (lane & 7), 2 * k + lane / 8, PIECES));
-          query[r][k][0] = x[0], query[r][k][1] = x[1];
-          query[r][k + 1][0] = x[2], query[r][k + 1][1] = x[3];
-        }
 #pragma unroll
         for (int d = 0; d < DT; ++d)
 #pragma unroll
           for (int i = 0; i < 4; ++i) acc[d][r][i] = 0.f;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int token = tokens_of(here.row_tile * ROWS + 8 * r + row_lane + h);
-          const int last = here.of.seq_len - here.of.queries + token;
-          position[r][h] = token < here.of.queries ? last : -1;  // sees nothing
-          maximum[r][h] = NEG_INF, sum[r][h] = 0.f;
-        }
+        for (int h = 0; h < 2; ++h) maximum[r][h] = NEG_INF, sum[r][h] = 0.f;
+        if (is_ours && !here.begins_rows()) continue;
+#pragma unroll
+        for (int d = 0; d < DT; ++d)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) all_acc[d][r][i] = 0.f;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) all_maximum[r][h] = NEG_INF, all_sum[r][h] = 0.f;
       }
     }
 
@@ -481,29 +336,50 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
             store_float(smem + SUMS + (8 * r + row_lane + h) * 16 + warp * 4, of_warp);
         }
       __syncthreads();  // sums
-      const int in_row = here.split - split_of(here.of.low);  // slot 0 is the first visible split
+      const bool is_done = is_ours && here.ends_rows();
+      const bool is_stored = !is_done && (!is_ours || here.ends_share());
+      const int in_row = here.split - here.first_split();  // slot 0 is the first visible one
 #pragma unroll
       for (int r = 0; r < NR; ++r)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int row = 8 * r + row_lane + h, packed = here.row_tile * ROWS + row;
+          const float4 of = load_floats(smem + SUMS + row * 16);
+          const float total = __fadd_rn(__fadd_rn(of.x, of.y), __fadd_rn(of.z, of.w));
+          float decay;
+          const float weight = rise(all_maximum[r][h], maximum[r][h], decay);
+          all_sum[r][h] = add_scaled(all_sum[r][h], decay, total, weight);
+#pragma unroll
+          for (int d = 0; d < DT; ++d)
+#pragma unroll
+            for (int i = h; i < 4; i += 2)
+              all_acc[d][r][i] = add_scaled(all_acc[d][r][i], decay, acc[d][r][i], weight);
           const int token = tokens_of(packed), head = here.kv_head * group + packed - token * group;
           if (token >= here.of.queries) continue;
           const i64 line = (here.of.first_token + token) * (i64)(kv_heads * group) + head;
-          const i64 to = line * slots + in_row;
+          if (is_done) {
+            const float by = all_sum[r][h] == 0.f ? 1.f : all_sum[r][h];  // 0 in padding
 #pragma unroll
-          for (int d = 0; d < DT; ++d) {
-            float* column = partials + to * D + 16 * (warp * DT + d) + group_lane;
-            column[0] = acc[d][r][h], column[8] = acc[d][r][2 + h];
-          }
-          if (warp == 0 && group_lane == 0) {
-            const float4 of = load_floats(smem + SUMS + row * 16);
-            const float total = __fadd_rn(__fadd_rn(of.x, of.y), __fadd_rn(of.z, of.w));
-            stats[to] = make_float2(maximum[r][h], total);
+            for (int d = 0; d < DT; ++d) {
+              u16* column = out + line * D + 16 * (warp * DT + d) + group_lane;
+              const u32 both = pack(__fdiv_rn(all_acc[d][r][h], by),
+                                    __fdiv_rn(all_acc[d][r][2 + h], by));
+              column[0] = (u16)both, column[8] = (u16)(both >> 16);
+            }
+          } else if (is_stored) {
+            const i64 to = line * slots + in_row;
+#pragma unroll
+            for (int d = 0; d < DT; ++d) {
+              float* column = partials + to * D + 16 * (warp * DT + d) + group_lane;
+              column[0] = all_acc[d][r][h], column[8] = all_acc[d][r][2 + h];
+            }
+            if (warp == 0 && group_lane == 0)
+              stats[to] = make_float2(all_maximum[r][h], all_sum[r][h]);
           }
         }
     }
     here.advance(lengths);
     slot = slot + 1 == STAGES ? 0 : slot + 1;
   }
+
 }
