@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tiercel.errors import InternalError
-from tiercel.kernels import decode_step, rtc
+from tiercel.kernels import decode_chain, decode_step, rtc
 from tiercel.kernels.multi_item_attention import cuda_source, select_multi_item_attention
 from tiercel.kernels.q4k_dequantize import dequantize_source
 from tiercel.kernels.q4k_gemm import (
@@ -212,6 +212,18 @@ def test_decode_step_compiles_as_designed(num_layers, slices, has_qk_norm, tmp_p
     text = ask(cubin, tmp_path, "nvdisasm", "-c")
     assert not re.search(r"\b(?:LDL|STL)", text)
     for instruction in ("UBLKCP", "UTMALDG", "IDP.4A.U8.S8", "HMMA.16816.F32", "USETMAXREG"):
+        assert instruction in text
+
+
+@pytest.mark.parametrize(("tokens", "is_six", "is_last"), [(8, False, True), (16, True, False)])
+def test_decode_chain_compiles_as_designed(tokens, is_six, is_last, tmp_path):
+    """640 threads an SM, and few spills; products and copies are those of the reader."""
+    types = decode_chain.ChainTypes(False, False, is_six, False, is_six)
+    cubin = compile_here(decode_chain.cuda_source(tokens, 3, types, is_last=is_last), tmp_path)
+    assert registers_of(cubin, tmp_path) * 640 <= 65536
+    text = ask(cubin, tmp_path, "nvdisasm", "-c")
+    assert len(re.findall(r"\b(?:LDL|STL)", text)) <= 24
+    for instruction in ("HMMA.16816.F32", "LDGSTS.E.BYPASS.128", "UBLKCP", "ACQBULK", "PREEXIT"):
         assert instruction in text
 
 
