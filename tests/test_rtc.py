@@ -222,7 +222,7 @@ def test_decode_chain_compiles_as_designed(tokens, is_six, is_last, tmp_path):
     cubin = compile_here(decode_chain.cuda_source(tokens, 3, types, is_last=is_last), tmp_path)
     assert registers_of(cubin, tmp_path) * 640 <= 65536
     text = ask(cubin, tmp_path, "nvdisasm", "-c")
-    assert len(re.findall(r"\b(?:LDL|STL)", text)) <= 24
+    assert len(re.findall(r"\b(?:LDL|STL)", text)) <= 32
     for instruction in ("HMMA.16816.F32", "LDGSTS.E.BYPASS.128", "UBLKCP", "ACQBULK", "PREEXIT"):
         assert instruction in text
 

@@ -121,7 +121,7 @@ def has_decode_chain() -> bool:
 
     For a few tokens; it has other bits than single kernels, so ``TIERCEL_EXACT`` forbids it too.
     """
-    return read_flag("TIERCEL_DECODE_CHAIN", default=False) and not is_exact()
+    return read_flag("TIERCEL_DECODE_CHAIN", default=True) and not is_exact()
 
 
 def has_overlap(*, default: bool) -> bool:
