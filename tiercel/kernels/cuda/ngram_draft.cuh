@@ -480,9 +480,8 @@ __device__ __forceinline__ void draft(const Args& a) {
       turn ^= 1;
       if (is_searched) __syncthreads();
       if (threadIdx.x < 32) {
-        u64 key = NONE;
-        if (is_searched && threadIdx.x == 0) key = s.best; // the thread that sets it again
-        key = __shfl_sync(FULL, key, 0);
+        const u64 key = is_searched ? s.best : NONE;
+        __syncwarp(); // before thread 0 sets it again
         write_row<Rule>(a, Rule::read(a, row), read_row(a, row), row, key);
       }
     }
