@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.common import environment, save
 
-LENGTHS = (300, 1000, 77)  # of prompts, tokens
+LENGTHS = (77, 300, 1000)  # of prompts, tokens
 STARTS = 2  # of a server, for each length
 REQUESTS = 10
 PAUSE_S = 0.3  # before each request: a server that has just become ready has rested too
