@@ -26,9 +26,7 @@ def build(tokens: int, weights: ChainWeights, folder: Path) -> ctypes.CDLL:
     source = kernel.cuda_source(tokens, weights.slices, weights.types, is_last=not weights.qkv)
     cuda = files("tiercel.kernels") / "cuda"
     device = [HERE / f"{name}.hpp" for name in ("device", "q4k_device", "chain_device")]
-    headers = [
-        cuda / f"{name}.cuh" for name in source.headers if name not in ("q4k_ptx", "chain_ptx")
-    ]
+    headers = [cuda / f"{name}.cuh" for name in source.headers if not name.endswith("_ptx")]
     run = [HERE / "run_ctas.hpp", HERE / "run_decode_chain.cpp"]
     parts = (*device, *headers, cuda / f"{source.name}.cu", *run)
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
@@ -54,18 +52,7 @@ def run(
     if weights.qkv:
         shape = (x.shape[0], kernel.HEADS_WIDTH)
         heads = torch.full(shape, float("nan"), dtype=torch.float16)
-    args = kernel.make_args(
-        attended,
-        x,
-        heads,
-        weights.planes(),
-        weights.mlp_norm,
-        weights.next_norm,
-        exchange.data,
-        exchange.squares,
-        exchange.flags,
-        weights.eps,
-    )
+    args = weights.arguments(attended, x, heads, exchange)
     assert ctypes.sizeof(args) == library.struct_bytes()
     assert library.run_chain(ctypes.byref(args), seed) == 0, "a hang"
     return heads

@@ -14,7 +14,6 @@ struct InCta {  // for a while this thread is in that CTA of its cluster
 constexpr u32 PLACE = 0xffffff;
 
 DEV void bar_init(u32 bar, u32 count) { mbar_init(bar, count); }
-DEV void bar_init_fence() {}
 DEV void bar_expect(u32 bar, u32 bytes) { mbar_expect(bar, bytes); }
 DEV void bar_arrive_here(u32 bar) { mbar_arrive(bar); }
 DEV bool bar_has_passed(u32 bar, u32 parity) {
@@ -40,7 +39,6 @@ DEV void cluster_sync() {
   if (++b.arrived == 2 * 640) b.arrived = 0, ++b.turn, ++events;
   while (b.turn == turn) give_way();
 }
-DEV void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar) { bulk_load(to, from, bytes, bar); }
 DEV void store_release(u32* p, u32 v) { *p = v, ++events; }
 DEV void copy_fence() {}
 DEV void wait_for_inputs() {}

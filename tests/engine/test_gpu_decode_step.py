@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import synthetic_model
+from tests.engine.wide_model import write_wide_model
 from tiercel.llm import LLM
 from tiercel.params import SamplingParams
 
@@ -18,13 +18,7 @@ NMSE = 2e-2  # of inputs rounded to 8 bits; the kernels beside it have 5e-5
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Four layers of Qwen3-8B's width with random weights, v and down of some in Q6_K."""
-    path = tmp_path_factory.mktemp("model") / "m.gguf"
-    shape = synthetic_model.Shape(4096, 4, 32, 8, 128, 8192, vocab=512, context=4096)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(synthetic_model.SHAPES, "four-layers", shape)
-        synthetic_model.write("four-layers", path)
-    return path
+    return write_wide_model(tmp_path_factory.mktemp("model") / "m.gguf")
 
 
 @pytest.fixture(autouse=True)

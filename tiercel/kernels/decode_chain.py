@@ -38,8 +38,9 @@ _RINGS = {
     (2, True): (2, 12, 1),
 }
 _HEADERS = (
-    *("q4k_ptx", "chain_ptx", "q4k_tokens"),
+    *("q4k_ptx", "chain_ptx", "exchange_ptx", "q4k_tokens"),
     *("chain_four", "q4k_units", "chain_six", "q4k_units"),
+    *("chain_products", "chain_exchange"),
 )
 
 

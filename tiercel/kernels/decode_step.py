@@ -48,7 +48,7 @@ def cuda_source(num_layers: int, slices: int, *, has_qk_norm: bool) -> rtc.Kerne
         ("HAS_QK_NORM", int(has_qk_norm)),
         ("IS_BF16", 0),
     )
-    return rtc.KernelSource("decode_step", macros, ("hopper", "decode_ptx", *PARTS))
+    return rtc.KernelSource("decode_step", macros, ("hopper", "decode_ptx", "exchange_ptx", *PARTS))
 
 
 def can_run(device: torch.device) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,23 @@ class ChainWeights:
         matrices = (self.o, self.gate_up, self.down, *self.qkv)
         planes = [matrix.ordered_planes() for matrix in matrices]
         return planes + [()] * (5 - len(planes))
+
+    def arguments(
+        self, attended: Tensor, x: Tensor, heads: Tensor | None, exchange: ChainExchange
+    ) -> Any:
+        """Of the kernel, for tensors as in `decode_chain` that outlive its launch."""
+        return kernel.make_args(
+            attended,
+            x,
+            heads,
+            self.planes(),
+            self.mlp_norm,
+            self.next_norm,
+            exchange.data,
+            exchange.squares,
+            exchange.flags,
+            self.eps,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,20 +193,8 @@ def decode_chain(
     heads = None
     if weights.qkv:
         heads = torch.empty((tokens, kernel.HEADS_WIDTH), dtype=torch.float16, device=x.device)
-    args = kernel.make_args(
-        attended,
-        x,
-        heads,
-        weights.planes(),
-        weights.mlp_norm,
-        weights.next_norm,
-        exchange.data,
-        exchange.squares,
-        exchange.flags,
-        weights.eps,
-    )
     kernel.launch_decode_chain(
-        args,
+        weights.arguments(attended, x, heads, exchange),
         tokens,
         weights.slices,
         weights.types,

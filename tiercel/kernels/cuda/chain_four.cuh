@@ -2,9 +2,9 @@
 // TOKENS, a multiple of 8.
 //
 // Activations of a unit's 256 columns ("column", COLUMN bytes) lie in one order for both types:
-// piece p of lane t of a Q4_K unit, token n, at (p * TOKENS + n) * 64 + 16 * (t ^ (p >> 1 & 1)), then
-// means at 512 TOKENS + 32 n + 8 t. What a lane of Q6_K takes as piece p are the same 8 columns as a
-// piece of another lane; the turn keeps both readers off each other's banks.
+// piece p of lane t of a Q4_K unit, token n, at (p * TOKENS + n) * 64 + 16 * (t ^ (p >> 1 & 1)),
+// then means at 512 TOKENS + 32 n + 8 t. What a lane of Q6_K takes as piece p are the same 8
+// columns as a piece of another lane; the turn keeps both readers off each other's banks.
 #define COLUMN (4352 * NT)
 #define QTYPE 4
 namespace q4 {

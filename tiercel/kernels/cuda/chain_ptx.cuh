@@ -1,13 +1,12 @@
-// PTX forms that decode_chain.cu uses besides those of q4k_ptx.cuh: barriers and memory of a
-// cluster of two CTAs, bulk copies, flags between CTAs. tests/cuda_on_cpu/chain_device.hpp stands
-// for it where there is no GPU.
+// PTX forms that decode_chain.cu uses besides those of q4k_ptx.cuh and, behind it,
+// exchange_ptx.cuh: barriers and memory of a cluster of two CTAs, flags between CTAs.
+// tests/cuda_on_cpu/chain_device.hpp stands for it where there is no GPU.
 #define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
 
 // ---- barriers in shared memory, of this CTA
 DEV void bar_init(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
-DEV void bar_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEV void bar_expect(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
                : "memory");
@@ -58,25 +57,6 @@ DEV void cluster_sync() {
 }
 
 // ---- memory that CTAs share
-DEV void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-      ::"r"(to), "l"(from), "r"(bytes), "r"(bar)
-      : "memory");
-}
-DEV uint4 load_relaxed(const void* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-DEV void store_relaxed(void* p, uint4 v) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
-               : "memory");
-}
 DEV void store_release(u32* p, u32 v) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
@@ -88,12 +68,6 @@ DEV void copy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); 
 // ---- launches, clock
 DEV void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEV void launch_next() { asm volatile("griddepcontrol.launch_dependents;"); }
-// The upper half of the clock counts 2.2 s at 1.98 GHz.
-DEV u32 clock_high() {
-  u32 now;
-  asm volatile("mov.u32 %0, %%clock_hi;" : "=r"(now)::"memory");
-  return now;
-}
 // Of 96 registers that a warp begins with.
 DEV void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 104;"); }
 DEV void drop_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 64;"); }

@@ -1,5 +1,5 @@
 // PTX forms that decode_units.cuh and decode_step.cu use; hopper.cuh before it. All that a
-// processor would do in another way is in these two headers: tests/cuda_on_cpu/ has both for one.
+// processor would do in another way is in these two headers and exchange_ptx.cuh behind them: tests/cuda_on_cpu/ has both for one.
 #define DEV __device__ __forceinline__
 #define SHARED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]
 typedef unsigned char u8;
@@ -49,29 +49,10 @@ DEV float half_to_float(u16 h) {
 }
 
 // ---- memory, barriers
-DEV uint4 load_relaxed(const void* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-DEV void store_relaxed(void* p, uint4 v) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
-               : "memory");
-}
 DEV void store_relaxed(u64* p, u32 lo, u32 hi) {
   asm volatile("{ .reg .b64 v; mov.b64 v, {%1, %2}; st.relaxed.gpu.global.b64 [%0], v; }" ::"l"(p),
                "r"(lo), "r"(hi)
                : "memory");
-}
-DEV void bulk_load(u32 smem, const void* gmem, u32 bytes, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-      ::"r"(smem), "l"(gmem), "r"(bytes), "r"(bar)
-      : "memory");
 }
 // Without a bound of its own: whatever it waits for is bounded by MOST_TICKS.
 DEV void slot_wait(u32 bar, u32 parity) {
@@ -105,13 +86,6 @@ DEV void mma_k8(float (&d)[4], u32 a0, u32 a1, u32 b) {
 DEV int unknown(int x) {
   asm volatile("" : "+r"(x));
   return x;
-}
-DEV void mbar_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// The upper half of the clock counts 2.2 s at 1.98 GHz.
-DEV u32 clock_high() {
-  u32 now;
-  asm volatile("mov.u32 %0, %%clock_hi;" : "=r"(now)::"memory");
-  return now;
 }
 // Of 96 registers that a warp begins with, producers need 32: consumers get 112.
 DEV void drop_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 32;"); }

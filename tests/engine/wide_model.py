@@ -1,0 +1,18 @@
+"""A model of Qwen3-8B's width and few layers, which the kernels for its sizes take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import synthetic_model
+
+
+def write_wide_model(path: Path) -> Path:
+    """Four layers with random weights, v and down of some in Q6_K."""
+    shape = synthetic_model.Shape(4096, 4, 32, 8, 128, 8192, vocab=512, context=4096)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(synthetic_model.SHAPES, "four-layers", shape)
+        synthetic_model.write("four-layers", path)
+    return path

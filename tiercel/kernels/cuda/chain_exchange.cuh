@@ -1,0 +1,244 @@
+// The warps that bring activations, and those that add up and publish, for decode_chain.cu;
+// chain_products.cuh before it.
+
+// ---- the warp that brings activations: a lane those that the same warps use, in their order
+DEV void bring(const Args& g, u8* memory, u32 smem, int rank, int lane) {
+  cluster_sync();
+  wait_for_inputs();
+  u32 epoch[NT];
+#pragma unroll
+  for (int nt = 0; nt < NT; ++nt) epoch[nt] = 1 + __ldcg(g.flags + nt * CTAS + blockIdx.x);
+  // This CTA's flags are not raised before all of its warps have looked.
+  bar_sync(2, 32 * (1 + NT));
+  // CTAs begin at different columns: all want the same few lines of the L2 at once.
+  const int c = (lane + (blockIdx.x >> 1)) & 3, end = 2 * (KINDS - IS_LAST);
+  int next = lane < 4 ? 0 : end;
+#pragma unroll 1
+  while (__any_sync(~0u, next < end)) {
+    if (next == end) continue;
+    const int kind = next >> 1;
+    bool there[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      there[i] = true;
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        const u32* flags = g.flags + (2 * kind + nt) * CTAS + 8 * (SIDE * rank + c + 4 * i);
+        const uint4 a = load_relaxed(flags), b = load_relaxed(flags + 4);
+        there[i] &= a.x == epoch[nt] && a.y == epoch[nt] && a.z == epoch[nt] && a.w == epoch[nt];
+        there[i] &= b.x == epoch[nt] && b.y == epoch[nt] && b.z == epoch[nt] && b.w == epoch[nt];
+      }
+    }
+    const bool lost = !(there[0] && there[1]) && is_lost(memory);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if ((next & 1) != i || !(there[i] || lost)) continue;
+      const int column = c + 4 * i, at = SIDE * (kind + 1) + column, slot = at % XSLOTS;
+      const int round = at / XSLOTS;
+      if (round > 0 && !bar_has_passed(smem + Layout::X_EMPTY + 8 * slot, (round - 1) & 1))
+        continue;
+      copy_fence();
+      const u32 bar = smem + Layout::X_FULL + 8 * slot;
+      const u8* from = g.exchange + (i64)(16 * kind + SIDE * rank + column) * COLUMN;
+      bar_expect(bar, COLUMN);
+      bulk_load(smem + Layout::X + slot * COLUMN, from, COLUMN, bar);
+      ++next;
+    }
+  }
+}
+
+// ---- warps that add up: `nt` of tokens 8 nt and on
+struct Adder {
+  const Args& g;
+  u8* memory;
+  u32 smem, scratch, epoch;
+  int rank, nt, lane, step;
+
+  // What results are multiplied by: NaN where others were waited for in vain.
+  DEV float one_or_nan() const {
+    return *(volatile u32*)(memory + Layout::LOST) ? __int_as_float(0x7fffffff) : 1.f;
+  }
+  // Sums of this CTA's next two tiles, in units of 2^-24: lane 4 g + t has rows g and g + 8 of
+  // tokens 2 t and 2 t + 1.
+  DEV void reduce(float (&first)[4], float (&second)[4]) {
+    const int buffer = step % BUFFERS;
+    const u32 full = smem + Layout::FULL + 8 * (NT * buffer + nt);
+    if (lane == 0) bar_expect(full, 16 * 512);
+    bar_wait(full, step / BUFFERS & 1);
+    const u32 from = smem + Layout::SUMS + buffer * Layout::SUM + nt * 512 + 16 * lane;
+    add_parts(first, from), add_parts(second, from + 8 * NT * 512);
+    __syncwarp();
+    const u32 empty = smem + Layout::EMPTY + 8 * (BUFFERS * rank + buffer);
+    if (lane < 2) bar_arrive_there(address_in(empty, lane));
+    ++step;
+  }
+  DEV void add_parts(float (&y)[4], u32 from) {
+    y[0] = y[1] = y[2] = y[3] = 0;
+#pragma unroll
+    for (int part = 0; part < 8; ++part) {
+      const uint4 v = lds16(from + part * NT * 512);
+      y[0] += __uint_as_float(v.x), y[1] += __uint_as_float(v.y);
+      y[2] += __uint_as_float(v.z), y[3] += __uint_as_float(v.w);
+    }
+  }
+  // Tile u of two to where `rows` finds it.
+  DEV void lay(const float (&y)[4], int u) {
+    float* to = (float*)(memory + scratch) + 2 * (lane & 3) * (SCRATCH_PITCH / 4) + 16 * u;
+    const int row = lane >> 2;
+    to[row] = y[0], to[row + SCRATCH_PITCH / 4] = y[1];
+    to[row + 8] = y[2], to[row + 8 + SCRATCH_PITCH / 4] = y[3];
+  }
+  // Of token lane / 4 rows 8 (lane % 4) and on of both tiles.
+  DEV void rows(float (&v)[8]) {
+    __syncwarp();
+    const u32 at = smem + scratch + (lane >> 2) * SCRATCH_PITCH + 32 * (lane & 3);
+    const uint4 a = lds16(at), b = lds16(at + 16);
+    v[0] = __uint_as_float(a.x), v[1] = __uint_as_float(a.y), v[2] = __uint_as_float(a.z);
+    v[3] = __uint_as_float(a.w), v[4] = __uint_as_float(b.x), v[5] = __uint_as_float(b.y);
+    v[6] = __uint_as_float(b.z), v[7] = __uint_as_float(b.w);
+    __syncwarp();
+  }
+  DEV u32 pack(float lo, float hi) {
+    return (u32)float_to_half(lo) | (u32)float_to_half(hi) << 16;
+  }
+  // What `rows` gave, as activations of the matrix that takes `kind`.
+  DEV void publish(const float (&v)[8], int kind) {
+    const int q = lane & 3, n = 8 * nt + (lane >> 2), j = blockIdx.x & 7;
+    u8* to = g.exchange + (i64)(16 * kind + blockIdx.x / 8) * COLUMN;
+    const uint4 x = make_uint4(pack(v[0], v[2]), pack(v[1], v[3]), pack(v[4], v[6]),
+                               pack(v[5], v[7]));
+    *(uint4*)(to + ((4 * (j & 1) + q) * TOKENS + n) * 64 + 16 * ((j >> 1) ^ (q >> 1))) = x;
+    float mean = sum8(x);
+    mean += __shfl_xor_sync(~0u, mean, 1);
+    mean += __shfl_xor_sync(~0u, mean, 2);
+    mean *= 1.f / 32;
+    if (q == 0) {
+      const u16 near = float_to_half(mean);
+      u16* means = (u16*)(to + 4096 * NT + 32 * n + 8 * (j >> 1)) + (j & 1);
+      means[0] = near, means[2] = float_to_half(mean - half_to_float(near));
+    }
+    copy_fence();
+    __syncwarp();
+    if (lane == 0) store_release(g.flags + (2 * kind + nt) * CTAS + blockIdx.x, epoch);
+  }
+  // Adds to the residual and publishes x times the norm's weight.
+  DEV void publish_normed(float (&residual)[8], const float (&w)[8], int kind) {
+    float v[8], squares = 0;
+    rows(v);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      residual[i] += v[i] * 16777216.f;
+      squares += residual[i] * residual[i];
+      v[i] = residual[i] * w[i] * SHRINK;
+    }
+    squares += __shfl_xor_sync(~0u, squares, 1);
+    squares += __shfl_xor_sync(~0u, squares, 2);
+    // They validate themselves, so that nobody waits for them behind x. All lose two bits, whatever
+    // place a token has.
+    squares = __uint_as_float(__float_as_uint(squares) & ~3u);
+    uint4 own;
+    own.x = __float_as_uint(__shfl_sync(~0u, squares, 16 * lane));
+    own.y = __float_as_uint(__shfl_sync(~0u, squares, 16 * lane + 4));
+    own.z = __float_as_uint(__shfl_sync(~0u, squares, 16 * lane + 8));
+    own.w = __float_as_uint(__shfl_sync(~0u, squares, 16 * lane + 12));
+    own.w |= epoch & 3;
+    if (lane < 2) store_relaxed(squares_of(kind, blockIdx.x) + lane, own);
+    publish(v, kind);
+  }
+  DEV uint4* squares_of(int kind, int cta) const {
+    return g.squares + (((kind ? CTAS : 0) + cta) * 2 + nt) * 2;
+  }
+  // 1 / rms of tokens 2 t and 2 t + 1 and what the sums lack, from all CTAs' squares.
+  DEV void norms(float (&scale)[2], int kind) {
+    uint4 v[4][2];
+    bool there;
+    do {
+      there = true;
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        v[i >> 1][i & 1] = load_relaxed(squares_of(kind, 32 * (i >> 1) + lane) + (i & 1));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) there &= (v[i >> 1][i & 1].w & 3) == (epoch & 3);
+    } while (!__all_sync(~0u, there) && !is_lost(memory));
+    float s[8] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint4& own = v[i >> 1][i & 1];
+      const int first = 4 * (i & 1);
+      s[first] += __uint_as_float(own.x), s[first + 1] += __uint_as_float(own.y);
+      s[first + 2] += __uint_as_float(own.z), s[first + 3] += __uint_as_float(own.w & ~3u);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      for (int o = 16; o; o >>= 1) s[i] += __shfl_xor_sync(~0u, s[i], o);
+    const int t = lane & 3;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float mine = t < 2 ? (t == 0 ? s[i] : s[2 + i]) : (t == 2 ? s[4 + i] : s[6 + i]);
+      scale[i] = rsqrtf(mine * (1.f / HIDDEN) + g.eps) * GROW;
+    }
+  }
+};
+
+DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane) {
+  const int first = 32 * blockIdx.x + 8 * (lane & 3), n = 8 * nt + (lane >> 2);
+  float norm[8];  // of the next norm: from cold memory, so long before it is needed
+  load8(norm, g.mlp_norm + first);
+  cluster_sync();
+  wait_for_inputs();
+  const u32 epoch = 1 + __ldcg(g.flags + nt * CTAS + blockIdx.x);
+  bar_sync(2, 32 * (1 + NT));
+  Adder adder = {g, memory, smem, (u32)(Layout::SCRATCH + nt * 8 * SCRATCH_PITCH), epoch,
+                 rank, nt, lane, 0};
+  float* x = g.x + (i64)n * HIDDEN + first;
+  float residual[8] = {}, y[4], z[4], scale[2];
+  if (n < g.m) load8(residual, x);
+  adder.reduce(y, z), adder.lay(y, 0), adder.lay(z, 1);
+  adder.publish_normed(residual, norm, 0);
+  load8(norm, g.next_norm + first);
+  adder.norms(scale, 0);
+#pragma unroll 1
+  for (int s = 0; s < SLICES; ++s) {
+#pragma unroll 1
+    for (int u = 0; u < 2; ++u) {
+      adder.reduce(y, z);  // gate, up
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float gate = y[i] * scale[i & 1];
+        y[i] = gate / (1.f + __expf(-gate)) * (z[i] * scale[i & 1]);
+      }
+      adder.lay(y, u);
+    }
+    float h[8];
+    adder.rows(h);
+    adder.publish(h, 1 + s);
+  }
+  adder.reduce(y, z), adder.lay(y, 0), adder.lay(z, 1);
+  adder.publish_normed(residual, norm, KINDS - 1);
+  const float factor = adder.one_or_nan();
+  if (n < g.m) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) residual[i] *= factor;
+    *(float4*)x = make_float4(residual[0], residual[1], residual[2], residual[3]);
+    *(float4*)(x + 4) = make_float4(residual[4], residual[5], residual[6], residual[7]);
+  }
+#if !IS_LAST
+  adder.norms(scale, KINDS - 1);
+  auto store = [&](const float (&y)[4], int tile) {
+    const float factor = adder.one_or_nan();
+    u16* to = g.heads + 16 * tile + (lane >> 2);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int token = 8 * nt + 2 * (lane & 3) + (k & 1);
+      if (token < g.m)
+        to[(i64)token * HEADS_WIDTH + 8 * (k >> 1)] = float_to_half(y[k] * scale[k & 1] * factor);
+    }
+  };
+  adder.reduce(y, z);
+  store(y, 2 * blockIdx.x), store(z, 2 * blockIdx.x + 1);
+  adder.reduce(y, z);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) y[k] += z[k];
+  store(y, 256 + blockIdx.x);
+#endif
+}
