@@ -220,8 +220,15 @@ def test_the_page_is_served_under_its_policy():
 
 
 def test_the_page_can_be_switched_off():
-    for response in ask(("GET", "/"), ("GET", "/ui/app.js"), has_ui=False):
+    paths = ["/", "/favicon.ico", "/ui/app.js"]
+    for response in ask(*[("GET", path) for path in paths], has_ui=False):
         assert response.status_code == 404
+
+
+def test_documents_without_an_icon_of_their_own_have_one():
+    icon, own = ask(("GET", "/favicon.ico"), ("GET", "/ui/favicon.svg"), access=LOCKED)
+    assert (icon.status_code, icon.content) == (200, own.content)
+    assert icon.headers["content-type"] == "image/svg+xml"
 
 
 @pytest.mark.parametrize("given", ["abc", "A-1_b.C", "x" * 128])

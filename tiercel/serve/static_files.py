@@ -25,6 +25,7 @@ _MEDIA_TYPES: Final = {
     ".txt": "text/plain; charset=utf-8",
 }
 _INDEX: Final = "index.html"
+_ICON: Final = "favicon.svg"
 _POLICY: Final = (
     "default-src 'self'; base-uri 'self'; form-action 'none'; frame-ancestors 'none';"
     " object-src 'none'; require-trusted-types-for 'script'"
@@ -61,10 +62,14 @@ def routes(state: ServerState) -> list[BaseRoute]:
     async def index(request: Request) -> Response:
         return _answer(request, files.get(_INDEX))
 
+    async def icon(request: Request) -> Response:
+        return _answer(request, files.get(_ICON))
+
     async def file(request: Request) -> Response:
         return _answer(request, files.get(request.path_params["name"]))
 
-    return [Route("/", index), Route("/ui/{name:path}", file)]
+    # Browsers ask for /favicon.ico themselves wherever a document names no icon, such as /metrics.
+    return [Route("/", index), Route("/favicon.ico", icon), Route("/ui/{name:path}", file)]
 
 
 def _answer(request: Request, file: StaticFile | None) -> Response:

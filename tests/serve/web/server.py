@@ -271,8 +271,19 @@ async def _ready(request: Request) -> Response:
     return JSONResponse(body, 200 if stage.status == "ready" else 503)
 
 
+async def _index(request: Request) -> Response:
+    return _file_named(request, "index.html")
+
+
+async def _icon(request: Request) -> Response:
+    return _file_named(request, "favicon.svg")
+
+
 async def _file(request: Request) -> Response:
-    name = request.path_params.get("name", "index.html")
+    return _file_named(request, request.path_params["name"])
+
+
+def _file_named(request: Request, name: str) -> Response:
     content = request.app.state.files.get(name)
     if content is None:
         return Response(status_code=404)
@@ -284,7 +295,8 @@ def make_app(stage: Stage) -> Starlette:
     """The stand-in as an ASGI application."""
     app = Starlette(
         routes=[
-            Route("/", _file),
+            Route("/", _index),
+            Route("/favicon.ico", _icon),
             Route("/ui/{name}", _file),
             Route("/ready", _ready),
             Route("/v1/models", _models),
