@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.ops.test_multi_item_attention import ITEMS, PLAIN, make_case, relative_error
+from tests.ops.multi_item_cases import ITEMS, PLAIN, make_case, relative_error
 from tests.tiny_llm import greedy, ids_of, open_tiny
 from tiercel.batch import PackedItems
 from tiercel.engine.prompt_graphs import LARGEST, padded_lengths, padded_size, padded_sizes

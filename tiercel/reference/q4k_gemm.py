@@ -1,24 +1,5 @@
-"""Oracle of the product of many tokens with a K-quantised matrix, in float64, rows at a time."""
+"""Oracle of the product of many tokens with a K-quantised matrix: it is that of few tokens."""
 
-from __future__ import annotations
+from tiercel.reference.q4k_matvec import q4k_matvec as q4k_gemm
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from tiercel.reference.dequantize import dequantize
-
-
-def q4k_gemm(x: Tensor, data: Tensor, type_name: str) -> Tensor:
-    """X @ W^T.
-
-    Args:
-        x: (tokens, in) on any device.
-        data: (rows, row_bytes) uint8, W in the layout of the file.
-        type_name: as in GGML, for instance "Q4_K".
-
-    Returns:
-        (tokens, rows) float64 on the CPU.
-    """
-    weight = dequantize(data.cpu().numpy(), type_name)
-    return x.cpu().double() @ torch.from_numpy(weight.astype(np.float64)).t()
+__all__ = ["q4k_gemm"]
