@@ -100,6 +100,38 @@ def test_only_the_head_counts_towards_its_bound(quick):
     assert status_of(quick.send_raw(head + body)) == 200
 
 
+@pytest.mark.parametrize("num_bytes", [70_000, 120_000, 250_000, 1_000_000])
+def test_a_body_that_comes_in_few_pieces_is_no_head(quick, num_bytes):
+    body = json.dumps({"prompt": "a", "x": "y" * num_bytes}).encode()
+    with quick.connect() as sock:
+        for _ in range(2):  # a kept connection counts anew
+            sock.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body))
+            time.sleep(0.05)  # clients send the body apart from the head
+            sock.sendall(body)
+            assert status_of(sock.recv(4096)) == 200
+
+
+def test_the_next_head_may_come_with_the_end_of_a_large_body(quick):
+    body = json.dumps({"prompt": "a", "x": "y" * 100_000}).encode()
+    with quick.connect() as sock:
+        sock.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body))
+        time.sleep(0.05)
+        sock.sendall(body + HEAD + b"Connection: close\r\n\r\n")
+        assert read_all(sock).count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_a_head_that_stops_behind_a_large_body_is_closed(quick):
+    body = json.dumps({"prompt": "a", "x": "y" * 100_000}).encode()
+    with quick.connect() as sock:
+        sock.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body))
+        time.sleep(0.05)
+        sock.sendall(body + HEAD)
+        seconds, answer = seconds_until_closed(sock)
+    assert seconds < 3
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b" 408 " in answer
+
+
 def test_a_head_behind_a_body_is_counted_too(quick):
     body = b'{"prompt": "a"}'
     first = POST + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)

@@ -72,7 +72,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self._limits = limits
         self._tell_refused = on_refused
         self._is_in_head = True
-        self._has_ended_head = False  # within the piece of data that is being parsed
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None  # of the head, or of the whole body
         self._gap: asyncio.TimerHandle | None = None  # to the next piece of the body
@@ -119,7 +118,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._arm_gap()
 
     def _feed(self, piece: bytes) -> None:
-        self._has_ended_head = False
+        if self._is_in_head:
+            self._head_bytes += len(piece)
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
@@ -128,10 +128,15 @@ class LimitedProtocol(HttpToolsProtocol):
             if not self._is_refused:
                 self.send_400_response(_NOT_HTTP)
             return
-        if self._is_in_head and not self._has_ended_head:
-            self._head_bytes += len(piece)
-            if self._head_bytes > self._limits.max_header_bytes:
-                self._refuse_head()
+        if self._is_in_head and self._head_bytes > self._limits.max_header_bytes:
+            self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        """A head begins; it may stand behind a body, in one piece with it."""
+        super().on_message_begin()
+        self._head_bytes = self._head_bytes or 1
+        if self._deadline is None:
+            self._arm(self._limits.max_head_seconds, self._on_late_head)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header of the head is complete."""
@@ -154,7 +159,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_head()
             raise _RefusedError
         self._is_in_head = False
-        self._has_ended_head = True
         self._head_bytes = 0
         self.scope[_DROP] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
