@@ -292,6 +292,24 @@ def test_pipelined_requests_are_answered_in_order(quick):
     assert [answer[:3] for answer in answers] == [b"200", b"200", b"404"]
 
 
+@pytest.mark.parametrize("num_bytes", [10, 9_000, 100_000])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_an_offer_of_http2_is_declined_and_the_body_read(quick, num_bytes, is_split):
+    body = json.dumps({"prompt": "a", "x": "y" * num_bytes}).encode()
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAA\r\n"
+    head = POST + offer + b"Content-Length: %d\r\n\r\n" % len(body)
+    with quick.connect() as sock:
+        for piece in (head, body) if is_split else (head + body,):
+            sock.sendall(piece)
+            time.sleep(0.05)
+        assert b'"tokens":[' in sock.recv(4096)
+        # The connection is kept, and later requests are read as ever.
+        get = HEAD + offer
+        sock.sendall(get + b"\r\n" + get + b"Upgrade: x\r\n\r\n" + HEAD)
+        sock.sendall(b"Connection: close\r\n\r\n")
+        assert read_all(sock).count(b"HTTP/1.1 200 OK") == 3
+
+
 def test_expect_continue(quick):
     body = b'{"prompt": "a"}'
     with quick.connect() as sock:

@@ -39,6 +39,7 @@ _SLICE_BYTES: Final = 4 << 10  # how far a head may pass its bound before it is 
 EXTRA_CONNECTIONS: Final = 16  # beyond the bound that are told so; the others are just closed
 _NOT_HTTP: Final = "the request is not HTTP/1.1."
 _DROP: Final = "tiercel.drop"
+_OFFER_HEADER: Final = b"upgrade"
 _CODES: Final = {
     400: "invalid_http",
     408: "request_timeout",
@@ -72,6 +73,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._limits = limits
         self._tell_refused = on_refused
         self._is_in_head = True
+        self._has_offer = False  # of another protocol, in the head that was just read
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None  # of the head, or of the whole body
         self._gap: asyncio.TimerHandle | None = None  # to the next piece of the body
@@ -122,14 +124,31 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_bytes += len(piece)
         try:
             self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:
-            pass  # the request itself was served or refused; the protocol after it is not spoken
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._has_offer:
+                self._decline_offer(piece[upgrade.args[0] :])
         except httptools.HttpParserError:
             if not self._is_refused:
                 self.send_400_response(_NOT_HTTP)
             return
         if self._is_in_head and self._head_bytes > self._limits.max_header_bytes:
             self._refuse_head()
+
+    def _decline_offer(self, rest: bytes) -> None:
+        """Read the head again without its offer of another protocol, then go on behind it.
+
+        Java's client offers HTTP/2 with each first request. The parser takes such a head for the
+        end of HTTP and would not read the body.
+        """
+        method = self.parser.get_method()
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != _OFFER_HEADER]
+        head = b"%b %b HTTP/1.1\r\n%b\r\n" % (method, self.url, b"".join(lines))
+        self._has_offer = False
+        self._head_bytes = 0
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(head)
+        if rest:
+            self.data_received(rest)
 
     def on_message_begin(self) -> None:
         """A head begins; it may stand behind a body, in one piece with it."""
@@ -151,9 +170,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.get_http_version() not in ("1.0", "1.1"):
             self._refuse(400, _NOT_HTTP)
             raise _RefusedError
-        if any(n == b"upgrade" and v.lower() == b"websocket" for n, v in self.headers):
+        if any(n == _OFFER_HEADER and v.lower() == b"websocket" for n, v in self.headers):
             self._refuse(400, "websockets are not served.")
             raise _RefusedError
+        if self.parser.should_upgrade() and any(n == _OFFER_HEADER for n, _ in self.headers):
+            self._has_offer = True  # the parser stops here and `_feed` hears of it
+            return
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self._limits.max_header_bytes:
             self._refuse_head()
@@ -168,6 +190,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The body is complete; what follows is the next head."""
+        if self._has_offer:
+            return
         super().on_message_complete()
         self._is_in_head = True
         self._disarm()
