@@ -201,6 +201,31 @@ def test_chunks_over_the_limit_are_refused(quick):
         assert status_of(read_all(sock)) == 413
 
 
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+CHUNK = b'e\r\n{"prompt":"a"}\r\n'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [CHUNK + b"0\r\nX: " + b"a" * 300_000, b"e;" + b"a" * 300_000, b"0" * 300_000,
+     CHUNK + b"0\r\n" + b"X: a\r\n" * 50_000],
+    ids=["a trailer", "an extension", "a size", "trailers"],
+)  # fmt: skip
+def test_what_stands_around_a_body_is_bounded(quick, data):
+    with quick.connect() as sock:
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(CHUNKED + data)
+        assert status_of(read_all(sock)) == 431
+
+
+def test_a_trailer_is_no_header(quick):
+    with quick.connect() as sock:
+        sock.sendall(CHUNKED + CHUNK + b"0\r\nHost: evil.example\r\nX-Request-Id: mine\r\n\r\n")
+        answer = sock.recv(4096)
+    assert status_of(answer) == 200
+    assert b"x-request-id: mine" not in answer
+
+
 def seconds_until_closed(sock, sends=b"", gap=0.1):
     """Send a byte now and then until the other side closes; returns the seconds and the answer."""
     started = time.monotonic()

@@ -75,6 +75,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_in_head = True
         self._has_offer = False  # of another protocol, in the head that was just read
         self._head_bytes = 0
+        self._framing_bytes = 0  # since the last byte of a body: sizes of chunks, trailers
         self._deadline: asyncio.TimerHandle | None = None  # of the head, or of the whole body
         self._gap: asyncio.TimerHandle | None = None  # to the next piece of the body
         self._cycles: list[RequestResponseCycle] = []
@@ -122,6 +123,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def _feed(self, piece: bytes) -> None:
         if self._is_in_head:
             self._head_bytes += len(piece)
+        else:
+            self._framing_bytes += len(piece)
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as upgrade:
@@ -133,6 +136,9 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self._is_in_head and self._head_bytes > self._limits.max_header_bytes:
             self._refuse_head()
+        if not self._is_in_head and self._framing_bytes > self._limits.max_header_bytes:
+            limit = self._limits.max_header_bytes
+            self._refuse(431, f"the trailers of the request have more than {limit} bytes.")
 
     def _decline_offer(self, rest: bytes) -> None:
         """Read the head again without its offer of another protocol, then go on behind it.
@@ -158,7 +164,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._arm(self._limits.max_head_seconds, self._on_late_head)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header of the head is complete."""
+        """A header of the head is complete; one behind the body says nothing here."""
+        if not self._is_in_head:
+            return
         if len(self.headers) >= self._limits.max_headers:
             limit = self._limits.max_headers
             self._refuse(431, f"the request has more than {limit} headers.")
@@ -181,12 +189,17 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_head()
             raise _RefusedError
         self._is_in_head = False
-        self._head_bytes = 0
+        self._head_bytes = self._framing_bytes = 0
         self.scope[_DROP] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
         self._arm(self._limits.max_body_seconds, self._on_late_body)
+
+    def on_body(self, body: bytes) -> None:
+        """Some of the body has come."""
+        self._framing_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The body is complete; what follows is the next head."""
