@@ -233,7 +233,7 @@ async def _encode(
 ) -> list[int]:
     limits = state.settings.limits
     is_known = chosen.source is not None and "developer" in chosen.source
-    messages = template_messages(chat.messages, limits, knows_developer=is_known)
+    messages = template_messages(chat.messages, limits, knows_developer=is_known, param=chat.param)
     check_text_length(model, messages, chat.param)
     tools = () if chosen.use is None else chat.tools
     if chosen.is_text and (tools or any(m.role == "tool" or m.tool_calls for m in chat.messages)):
