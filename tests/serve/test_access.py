@@ -26,8 +26,8 @@ OPEN_PATHS = ["/health", "/ready", "/version", "/"]
 LOCKED_PATHS = ["/metrics", "/props", "/v1/models", "/tokenizer_info", "/openapi.json", "/nowhere"]
 
 
-def bearer(key):
-    return {"headers": {"authorization": f"Bearer {key}"}}
+def bearer(key, **headers):
+    return {"headers": {"authorization": f"Bearer {key}", **headers}}
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,24 @@ def test_only_named_origins_are_allowed(allowed, origin, expected):
         assert "access-control-allow-credentials" not in response.headers
     assert preflight.status_code == (204 if expected else 401)
     assert plain.status_code == 200
+
+
+def test_a_page_of_an_allowed_origin_can_read_refusals():
+    origin = "https://page.example"
+    setting = AccessSettings(cors_origins=(origin,), key_digests=(digest(KEY),))
+    preflight, *refused = ask(
+        ("OPTIONS", "/v1/completions", {"headers": {**PREFLIGHT["headers"], "origin": origin}}),
+        ("GET", "/v1/models", {"headers": {"origin": origin}}),
+        ("GET", "/none", bearer(KEY, origin=origin)),
+        ("POST", "/v1/completions", {**bearer(KEY, origin=origin), "json": {}}),
+        access=setting,
+    )
+    assert "*" in preflight.headers["access-control-allow-headers"]  # of the clients' own
+    assert [response.status_code for response in refused] == [401, 404, 400]
+    for response in refused:
+        assert response.headers["access-control-allow-origin"] == origin
+        assert response.headers["vary"] == "origin"
+        assert "x-request-id" in response.headers["access-control-expose-headers"]
 
 
 def test_answers_hold_no_secret():

@@ -184,6 +184,13 @@ def test_strings_without_end_are_scanned_once(tail):
     assert seconds < 0.5
 
 
+@pytest.mark.parametrize("junk", [b":", b'"a"', b"]", b'"a":', b"}:"])
+def test_what_is_no_json_is_not_read_to_its_end(junk):
+    error, seconds = timed_refusal(b"{" + junk * 3_000_000)
+    assert seconds < 0.5  # 2 s and more if each of these were looked at
+    assert error.code == "invalid_json"
+
+
 def test_unknown_fields_are_named():
     value, unknown = decode(b'{"n": 2, "zeta": 1, "alpha": {"n": 1}}', Body, LIMITS)
     assert value.n == 2
@@ -212,9 +219,9 @@ class Anything(msgspec.Struct):
 @settings(max_examples=200, deadline=None)
 @given(JSON_VALUES, st.booleans())
 def test_what_python_writes_is_read(value, is_ascii):
-    data = json.dumps({"value": value}, ensure_ascii=is_ascii).encode()
+    data = json.dumps({"value": value, "last": 1}, ensure_ascii=is_ascii).encode()
     found, unknown = decode(data, Anything, LIMITS)
-    assert unknown == ()
+    assert unknown == ("last",)  # so it was scanned to its end
     assert found.value == value
 
 

@@ -170,6 +170,15 @@ def test_best_of_may_say_what_n_says():
     assert post({"best_of": 2, "n": 2}).status_code == 200
 
 
+def test_a_text_may_go_without_bos():
+    prompts = {}
+    for adds in (None, True, False):
+        client = FakeClient()
+        assert post({"prompt": "a", "add_special_tokens": adds}, client).status_code == 200
+        prompts[adds] = client.submitted[0].prompt_token_ids
+    assert prompts == {None: [269, 97], True: [269, 97], False: [97]}
+
+
 def test_a_suffix_needs_the_marks_of_a_model_that_fills_in(monkeypatch):
     marks = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     monkeypatch.setattr(openai_completions, "FIM_MARKS", (("<no such>",) * 3, marks))

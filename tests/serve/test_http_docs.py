@@ -26,7 +26,7 @@ UNMENTIONED = {
     "prompt_cache_retention", "inference_geo", "speed", "cache_control",
     # known elsewhere and refused unless neutral
     "use_beam_search", "length_penalty", "truncate_prompt_tokens", "logits_processors",
-    "spaces_between_special_tokens", "add_special_tokens", "mirostat", "grammar", "json_schema",
+    "spaces_between_special_tokens", "mirostat", "grammar", "json_schema",
     "context_management", "container", "mcp_servers", "prefill",
     # said once for all routes
     "model", "stream",

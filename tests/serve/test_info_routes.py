@@ -224,6 +224,21 @@ def test_control_text_of_users_stays_text():
     assert "{{ 7 * 7 }}" in fake_tokenizer().decode(tokens)
 
 
+def test_tools_stand_in_the_prompt_as_in_a_chat():
+    """This template takes no tools, so text tells the model of them, wherever one asks."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    body = {"messages": MESSAGES, "tools": [tool]}
+    client = FakeClient(info=fake_info(max_model_len=512))
+    asked = {"json": {"model": NAME, **body}}
+    paths = ("/v1/chat/completions", "/tokenize", "/apply-template")
+    chat, tokens, text = ask(*[("POST", path, asked) for path in paths], client=client)
+    assert chat.status_code == 200
+    ids = client.submitted[0].prompt_token_ids
+    assert '"name": "look"' in fake_tokenizer().decode(ids)
+    assert tokens.json()["tokens"] == ids
+    assert text.json()["prompt"] == fake_tokenizer().decode(ids, skip_special_tokens=False)
+
+
 def test_apply_template():
     prompt = post("/apply-template", {"messages": MESSAGES}).json()["prompt"]
     assert prompt == "<|endoftext|>[user] the end\n[assistant] "

@@ -100,6 +100,38 @@ def test_only_the_head_counts_towards_its_bound(quick):
     assert status_of(quick.send_raw(head + body)) == 200
 
 
+@pytest.mark.parametrize("num_bytes", [70_000, 120_000, 250_000, 1_000_000])
+def test_a_body_that_comes_in_few_pieces_is_no_head(quick, num_bytes):
+    body = json.dumps({"prompt": "a", "x": "y" * num_bytes}).encode()
+    with quick.connect() as sock:
+        for _ in range(2):  # a kept connection counts anew
+            sock.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body))
+            time.sleep(0.05)  # clients send the body apart from the head
+            sock.sendall(body)
+            assert status_of(sock.recv(4096)) == 200
+
+
+def test_the_next_head_may_come_with_the_end_of_a_large_body(quick):
+    body = json.dumps({"prompt": "a", "x": "y" * 100_000}).encode()
+    with quick.connect() as sock:
+        sock.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body))
+        time.sleep(0.05)
+        sock.sendall(body + HEAD + b"Connection: close\r\n\r\n")
+        assert read_all(sock).count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_a_head_that_stops_behind_a_large_body_is_closed(quick):
+    body = json.dumps({"prompt": "a", "x": "y" * 100_000}).encode()
+    with quick.connect() as sock:
+        sock.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body))
+        time.sleep(0.05)
+        sock.sendall(body + HEAD)
+        seconds, answer = seconds_until_closed(sock)
+    assert seconds < 3
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b" 408 " in answer
+
+
 def test_a_head_behind_a_body_is_counted_too(quick):
     body = b'{"prompt": "a"}'
     first = POST + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
@@ -167,6 +199,31 @@ def test_chunks_over_the_limit_are_refused(quick):
         with contextlib.suppress(ConnectionError):
             sock.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 12)
         assert status_of(read_all(sock)) == 413
+
+
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+CHUNK = b'e\r\n{"prompt":"a"}\r\n'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [CHUNK + b"0\r\nX: " + b"a" * 300_000, b"e;" + b"a" * 300_000, b"0" * 300_000,
+     CHUNK + b"0\r\n" + b"X: a\r\n" * 50_000],
+    ids=["a trailer", "an extension", "a size", "trailers"],
+)  # fmt: skip
+def test_what_stands_around_a_body_is_bounded(quick, data):
+    with quick.connect() as sock:
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(CHUNKED + data)
+        assert status_of(read_all(sock)) == 431
+
+
+def test_a_trailer_is_no_header(quick):
+    with quick.connect() as sock:
+        sock.sendall(CHUNKED + CHUNK + b"0\r\nHost: evil.example\r\nX-Request-Id: mine\r\n\r\n")
+        answer = sock.recv(4096)
+    assert status_of(answer) == 200
+    assert b"x-request-id: mine" not in answer
 
 
 def seconds_until_closed(sock, sends=b"", gap=0.1):
@@ -258,6 +315,24 @@ def test_pipelined_requests_are_answered_in_order(quick):
     last = heads[2] + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
     answers = quick.send_raw(data + last).split(b"HTTP/1.1 ")[1:]
     assert [answer[:3] for answer in answers] == [b"200", b"200", b"404"]
+
+
+@pytest.mark.parametrize("num_bytes", [10, 9_000, 100_000])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_an_offer_of_http2_is_declined_and_the_body_read(quick, num_bytes, is_split):
+    body = json.dumps({"prompt": "a", "x": "y" * num_bytes}).encode()
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAA\r\n"
+    head = POST + offer + b"Content-Length: %d\r\n\r\n" % len(body)
+    with quick.connect() as sock:
+        for piece in (head, body) if is_split else (head + body,):
+            sock.sendall(piece)
+            time.sleep(0.05)
+        assert b'"tokens":[' in sock.recv(4096)
+        # The connection is kept, and later requests are read as ever.
+        get = HEAD + offer
+        sock.sendall(get + b"\r\n" + get + b"Upgrade: x\r\n\r\n" + HEAD)
+        sock.sendall(b"Connection: close\r\n\r\n")
+        assert read_all(sock).count(b"HTTP/1.1 200 OK") == 3
 
 
 def test_expect_continue(quick):

@@ -211,7 +211,7 @@ def test_items_become_messages():
 
 
 WRONG = [
-    ({"input": []}, "messages"),
+    ({"input": []}, "input"),
     ({"input": 5}, "input"),
     ({"input": [{"type": "message", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user"}]}, "input[0].content"),

@@ -14,9 +14,9 @@ import ipaddress
 from collections.abc import Iterable
 from typing import Final
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tiercel.errors import InvalidRequestError
 from tiercel.serve.errors import refusal
@@ -27,10 +27,11 @@ LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _OPEN_PATHS: Final = frozenset({"/health", "/ready", "/version", "/", "/favicon.ico"})
 _OPEN_PREFIX: Final = "/ui/"
 _CORS_METHODS: Final = "GET, POST, HEAD, OPTIONS"
-_CORS_HEADERS: Final = (
-    "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta"
-)
+# The official clients add headers of their own; a star stands for all but `authorization`.
+_CORS_HEADERS: Final = "authorization, content-type, x-api-key, x-request-id, *"
 _CORS_SECONDS: Final = "600"
+_CORS_EXPOSED: Final = b"x-request-id, retry-after"
+CORS_ANSWER: Final = "tiercel.cors"  # of the scope: headers of the answer, also of a refusal
 
 
 def digest(key: str) -> bytes:
@@ -96,7 +97,7 @@ class Cors:
         self._origins = frozenset(access.cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; a preflight ends here."""
+        """Pass the request on and note what its answer must say; a preflight ends here."""
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
         origin = headers.get("origin")
         allowed = self._allowed(origin)
@@ -114,15 +115,12 @@ class Cors:
             await Response(status_code=204, headers=preflight)(scope, receive, send)
             return
 
-        async def send_allowed(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                answer = MutableHeaders(scope=message)
-                answer["access-control-allow-origin"] = allowed
-                answer["access-control-expose-headers"] = "x-request-id, retry-after"
-                answer.add_vary_header("origin")
-            await send(message)
-
-        await self._app(scope, receive, send_allowed)
+        scope[CORS_ANSWER] = (
+            (b"access-control-allow-origin", allowed.encode("latin-1")),
+            (b"access-control-expose-headers", _CORS_EXPOSED),
+            (b"vary", b"origin"),
+        )
+        await self._app(scope, receive, send)
 
     def _allowed(self, origin: str | None) -> str | None:
         """The value of Access-Control-Allow-Origin; credentials are never allowed with it."""

@@ -38,7 +38,7 @@ from tiercel.serve import (
     static_files,
     text_routes,
 )
-from tiercel.serve.access import Cors, HostCheck, KeyCheck
+from tiercel.serve.access import CORS_ANSWER, Cors, HostCheck, KeyCheck
 from tiercel.serve.errors import (
     anthropic_error_response,
     error_response,
@@ -150,6 +150,7 @@ class Boundary:
                 status = message["status"]
                 message["headers"] = [
                     *message.get("headers", ()),
+                    *scope.get(CORS_ANSWER, ()),
                     (b"x-request-id", request_id.encode()),
                     (b"x-content-type-options", b"nosniff"),
                 ]

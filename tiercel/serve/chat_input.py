@@ -231,9 +231,25 @@ def _from_turn(chat: ChatInput, start: int) -> ChatInput:
 async def _encode(
     state: ServerState, model: ServedModel, chat: ChatInput, chosen: ChosenTools
 ) -> list[int]:
+    conversation = make_conversation(state, model, chat, chosen)
+    try:
+        return await encode_messages(state, model, conversation)
+    except ModelFormatError as error:  # the model's own template compiled when it was loaded
+        raise refusal(400, "chat_template_error", str(error), param="chat_template") from None
+
+
+def make_conversation(
+    state: ServerState, model: ServedModel, chat: ChatInput, chosen: ChosenTools
+) -> Conversation:
+    """What the template renders.
+
+    Raises:
+        InvalidRequestError: naming the message.
+        ContextLengthError: its text cannot fit.
+    """
     limits = state.settings.limits
     is_known = chosen.source is not None and "developer" in chosen.source
-    messages = template_messages(chat.messages, limits, knows_developer=is_known)
+    messages = template_messages(chat.messages, limits, knows_developer=is_known, param=chat.param)
     check_text_length(model, messages, chat.param)
     tools = () if chosen.use is None else chat.tools
     if chosen.is_text and (tools or any(m.role == "tool" or m.tool_calls for m in chat.messages)):
@@ -241,7 +257,7 @@ async def _encode(
     if chat.documents is not None and "documents" not in (chosen.source or ""):
         raise unsupported("documents", "means nothing to this model's chat template")
     has_prompt = chat.has_generation_prompt
-    conversation = Conversation(
+    return Conversation(
         messages=messages,
         tools=template_tools(tools) or None,
         documents=chat.documents,
@@ -250,10 +266,6 @@ async def _encode(
         template_kwargs=_template_kwargs(chat),
         template=chosen.template,
     )
-    try:
-        return await encode_messages(state, model, conversation)
-    except ModelFormatError as error:  # the model's own template compiled when it was loaded
-        raise refusal(400, "chat_template_error", str(error), param="chat_template") from None
 
 
 def _template_kwargs(chat: ChatInput) -> dict[str, object]:

@@ -115,7 +115,7 @@ def template_tools(tools: Sequence[FunctionSpec]) -> list[dict[str, object]]:
 
 
 def template_messages(
-    messages: Sequence[Message], limits: Limits, *, knows_developer: bool
+    messages: Sequence[Message], limits: Limits, *, knows_developer: bool, param: str = "messages"
 ) -> list[TemplateMessage]:
     """Check messages and bring them into the form that templates expect.
 
@@ -124,6 +124,7 @@ def template_messages(
         limits: of this server.
         knows_developer: whether the template has a role `developer`; else it becomes `system`,
             which means the same.
+        param: the field that holds them.
 
     Raises:
         InvalidRequestError: naming the message; code `unsupported_content` for a part that is no
@@ -131,13 +132,13 @@ def template_messages(
     """
     if not 1 <= len(messages) <= limits.max_messages:
         raise InvalidRequestError(
-            f"messages holds {len(messages)} messages.",
+            f"{param} holds {len(messages)} messages.",
             hint=f"Send 1 to {limits.max_messages}.",
-            param="messages",
+            param=param,
         )
     calls: dict[str, str] = {}
     return [
-        _template_message(message, f"messages[{place}]", calls, knows_developer=knows_developer)
+        _template_message(message, f"{param}[{place}]", calls, knows_developer=knows_developer)
         for place, message in enumerate(messages)
     ]
 

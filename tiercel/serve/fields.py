@@ -47,7 +47,6 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "truncate_prompt_tokens": (),
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True,),
-    "add_special_tokens": (False,),
     "mirostat": (0,),
     "grammar": ("",),
     "json_schema": ({},),
@@ -126,7 +125,6 @@ class SamplingFields(Struct, kw_only=True):
     truncate_prompt_tokens: object = UNSET
     logits_processors: object = UNSET
     spaces_between_special_tokens: object = UNSET
-    add_special_tokens: object = UNSET
     mirostat: object = UNSET
     grammar: object = UNSET
     json_schema: object = UNSET

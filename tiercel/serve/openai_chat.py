@@ -58,6 +58,7 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "verbosity": ("medium",),
     "echo": (False,),
     "best_of": (1,),
+    "add_special_tokens": (False,),
 }
 
 
@@ -102,6 +103,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     verbosity: object = UNSET
     echo: object = UNSET
     best_of: object = UNSET
+    add_special_tokens: object = UNSET
 
 
 DOCS: Final = (

@@ -72,6 +72,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     logprobs: Logprobs | None = None
     best_of: Annotated[int, Meta(ge=1, le=LIMITS.max_n)] | None = None
     suffix: str | None = None
+    add_special_tokens: bool | None = None
 
 
 DOCS: Final = (
@@ -158,7 +159,7 @@ async def completion_generation(
         structured=structured,
     )
     form = AnswerForm(structured, param=form_field(body))
-    ids = [await _prompt_ids(state, model, prompt, body.suffix) for prompt in prompts]
+    ids = [await _prompt_ids(state, model, prompt, body) for prompt in prompts]
     return GenerationRequest(
         prompts=tuple(ids),
         params=params,
@@ -169,13 +170,15 @@ async def completion_generation(
 
 
 async def _prompt_ids(
-    state: ServerState, model: ServedModel, prompt: str | list[int], suffix: str | None
+    state: ServerState, model: ServedModel, prompt: str | list[int], body: CompletionRequest
 ) -> list[int]:
-    if suffix is not None:
-        return await _infill_ids(state, model, prompt, suffix)
+    adds = body.add_special_tokens is not False
+    if body.suffix is not None:
+        ids = await _infill_ids(state, model, prompt, body.suffix)
+        return model.tokenizer.with_bos(ids) if adds else ids
     if isinstance(prompt, str):
         special = state.settings.parse_special
-        return await encode_text(state, model, prompt, parse_special=special, add_special=True)
+        return await encode_text(state, model, prompt, parse_special=special, add_special=adds)
     check_token_ids(model, prompt, "prompt")
     return prompt
 
@@ -194,7 +197,7 @@ async def _infill_ids(
         for text in (prompt, suffix)
     ]
     first, second, middle = (control[mark] for mark in marks)
-    return model.tokenizer.with_bos([first, *parts[0], second, *parts[1], middle])
+    return [first, *parts[0], second, *parts[1], middle]
 
 
 class CompletionWriter:

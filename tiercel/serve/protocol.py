@@ -39,6 +39,7 @@ _SLICE_BYTES: Final = 4 << 10  # how far a head may pass its bound before it is 
 EXTRA_CONNECTIONS: Final = 16  # beyond the bound that are told so; the others are just closed
 _NOT_HTTP: Final = "the request is not HTTP/1.1."
 _DROP: Final = "tiercel.drop"
+_OFFER_HEADER: Final = b"upgrade"
 _CODES: Final = {
     400: "invalid_http",
     408: "request_timeout",
@@ -72,8 +73,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._limits = limits
         self._tell_refused = on_refused
         self._is_in_head = True
-        self._has_ended_head = False  # within the piece of data that is being parsed
+        self._has_offer = False  # of another protocol, in the head that was just read
         self._head_bytes = 0
+        self._framing_bytes = 0  # since the last byte of a body: sizes of chunks, trailers
         self._deadline: asyncio.TimerHandle | None = None  # of the head, or of the whole body
         self._gap: asyncio.TimerHandle | None = None  # to the next piece of the body
         self._cycles: list[RequestResponseCycle] = []
@@ -119,22 +121,52 @@ class LimitedProtocol(HttpToolsProtocol):
             self._arm_gap()
 
     def _feed(self, piece: bytes) -> None:
-        self._has_ended_head = False
+        if self._is_in_head:
+            self._head_bytes += len(piece)
+        else:
+            self._framing_bytes += len(piece)
         try:
             self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:
-            pass  # the request itself was served or refused; the protocol after it is not spoken
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._has_offer:
+                self._decline_offer(piece[upgrade.args[0] :])
         except httptools.HttpParserError:
             if not self._is_refused:
                 self.send_400_response(_NOT_HTTP)
             return
-        if self._is_in_head and not self._has_ended_head:
-            self._head_bytes += len(piece)
-            if self._head_bytes > self._limits.max_header_bytes:
-                self._refuse_head()
+        if self._is_in_head and self._head_bytes > self._limits.max_header_bytes:
+            self._refuse_head()
+        if not self._is_in_head and self._framing_bytes > self._limits.max_header_bytes:
+            limit = self._limits.max_header_bytes
+            self._refuse(431, f"the trailers of the request have more than {limit} bytes.")
+
+    def _decline_offer(self, rest: bytes) -> None:
+        """Read the head again without its offer of another protocol, then go on behind it.
+
+        Java's client offers HTTP/2 with each first request. The parser takes such a head for the
+        end of HTTP and would not read the body.
+        """
+        method = self.parser.get_method()
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != _OFFER_HEADER]
+        head = b"%b %b HTTP/1.1\r\n%b\r\n" % (method, self.url, b"".join(lines))
+        self._has_offer = False
+        self._head_bytes = 0
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(head)
+        if rest:
+            self.data_received(rest)
+
+    def on_message_begin(self) -> None:
+        """A head begins; it may stand behind a body, in one piece with it."""
+        super().on_message_begin()
+        self._head_bytes = self._head_bytes or 1
+        if self._deadline is None:
+            self._arm(self._limits.max_head_seconds, self._on_late_head)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header of the head is complete."""
+        """A header of the head is complete; one behind the body says nothing here."""
+        if not self._is_in_head:
+            return
         if len(self.headers) >= self._limits.max_headers:
             limit = self._limits.max_headers
             self._refuse(431, f"the request has more than {limit} headers.")
@@ -146,24 +178,33 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.get_http_version() not in ("1.0", "1.1"):
             self._refuse(400, _NOT_HTTP)
             raise _RefusedError
-        if any(n == b"upgrade" and v.lower() == b"websocket" for n, v in self.headers):
+        if any(n == _OFFER_HEADER and v.lower() == b"websocket" for n, v in self.headers):
             self._refuse(400, "websockets are not served.")
             raise _RefusedError
+        if self.parser.should_upgrade() and any(n == _OFFER_HEADER for n, _ in self.headers):
+            self._has_offer = True  # the parser stops here and `_feed` hears of it
+            return
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self._limits.max_header_bytes:
             self._refuse_head()
             raise _RefusedError
         self._is_in_head = False
-        self._has_ended_head = True
-        self._head_bytes = 0
+        self._head_bytes = self._framing_bytes = 0
         self.scope[_DROP] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
         self._arm(self._limits.max_body_seconds, self._on_late_body)
 
+    def on_body(self, body: bytes) -> None:
+        """Some of the body has come."""
+        self._framing_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """The body is complete; what follows is the next head."""
+        if self._has_offer:
+            return
         super().on_message_complete()
         self._is_in_head = True
         self._disarm()

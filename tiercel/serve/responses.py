@@ -38,6 +38,7 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "max_tool_calls": (),
     "moderation": (),
     "context_management": (),
+    "add_special_tokens": (False,),
 }
 
 DOCS: Final = (

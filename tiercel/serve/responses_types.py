@@ -110,6 +110,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     max_tool_calls: object = UNSET
     moderation: object = UNSET
     context_management: object = UNSET
+    add_special_tokens: object = UNSET
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):

@@ -12,22 +12,15 @@ from starlette.routing import BaseRoute, Route
 
 from tiercel.errors import InvalidRequestError
 from tiercel.serve.body import TokenId, read_body
-from tiercel.serve.chat_messages import (
-    Message,
-    Tool,
-    check_tools,
-    template_messages,
-    template_tools,
+from tiercel.serve.chat_input import (
+    ChatInput,
+    choose_tools,
+    encode_chat_input,
+    make_conversation,
 )
+from tiercel.serve.chat_messages import Message, Tool
 from tiercel.serve.info_routes import json_response, token_name
-from tiercel.serve.prompts import (
-    Conversation,
-    encode_messages,
-    encode_text,
-    knows_developer,
-    render_messages,
-    request_template,
-)
+from tiercel.serve.prompts import encode_text, render_messages
 from tiercel.serve.route_docs import RouteDoc
 from tiercel.serve.state import ServedModel, ServerState
 
@@ -130,7 +123,9 @@ def routes(state: ServerState) -> list[BaseRoute]:
         model = state.ready_model()
         body = await read_body(request, ApplyTemplateRequest, limits)
         _check_model(model, body.model)
-        conversation = _conversation(state, model, body, body.messages)
+        chat = _chat(body, body.messages)
+        chosen = choose_tools(state, model, chat, has_form=False)
+        conversation = make_conversation(state, model, chat, chosen)
         return json_response(DetokenizeAnswer(await render_messages(state, model, conversation)))
 
     async def info(_request: Request) -> Response:
@@ -163,9 +158,7 @@ async def _token_ids(state: ServerState, model: ServedModel, body: TokenizeReque
             parse_special=state.settings.parse_special,
             add_special=body.add_special_tokens is not False,
         )
-    ids = await encode_messages(
-        state, model, _conversation(state, model, body, body.messages or ())
-    )
+    ids = await encode_chat_input(state, model, _chat(body, body.messages or ()))
     tokenizer = model.tokenizer
     eos_id = tokenizer.eos_id
     if not body.add_special_tokens or not tokenizer.add_eos or eos_id is None:
@@ -173,28 +166,20 @@ async def _token_ids(state: ServerState, model: ServedModel, body: TokenizeReque
     return ids if ids[-1:] == [eos_id] else [*ids, eos_id]
 
 
-def _conversation(
-    state: ServerState, model: ServedModel, body: TemplateFields, messages: Sequence[Message]
-) -> Conversation:
-    """What a chat completion of the same fields would render."""
-    settings = state.settings
+def _chat(body: TemplateFields, messages: Sequence[Message]) -> ChatInput:
+    """What a chat completion of the same fields would ask."""
     if body.add_generation_prompt and body.continue_final_message:
         raise InvalidRequestError(
             "continue_final_message and add_generation_prompt exclude each other.",
             param="continue_final_message",
         )
-    tools = [tool.function for tool in body.tools or ()]
-    check_tools(tools, settings.limits)
-    continues = bool(body.continue_final_message)
-    return Conversation(
-        messages=template_messages(
-            messages, settings.limits, knows_developer=knows_developer(model)
-        ),
-        tools=template_tools(tools) or None,
-        add_generation_prompt=body.add_generation_prompt is not False and not continues,
-        continues_final=continues,
+    return ChatInput(
+        messages=messages,
+        tools=[tool.function for tool in body.tools or ()],
         template_kwargs=body.chat_template_kwargs or {},
-        template=request_template(state, model, body.chat_template),
+        template=body.chat_template,
+        has_generation_prompt=body.add_generation_prompt,
+        continues_final=bool(body.continue_final_message),
     )
 
 
