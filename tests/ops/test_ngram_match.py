@@ -245,6 +245,14 @@ def test_no_rows(device):
     assert drafts.shape[0] == lens.shape[0] == 0
 
 
+def test_a_prompt_may_fill_its_row(device):
+    """While it is in prefill, or idle: the place of its query lies behind the row."""
+    for rows in ({"seq_lens_encoder": [5, 0]}, {"seq_lens_decoder": [0, 1]}):
+        case = rows_of(2, [[1, 2, 3]] * 2, [[9, 1]] * 2, prompt_lens=[4, 0], **rows)
+        case.arrays["step_idx"][:] = [0, 1]
+        assert draft(replace(case, convention="index"), device)[1] == [2, 3]
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("value", [-(2**31), -1, 50, 2**31 - 1])
 def test_garbage_in_a_vector_drafts_nothing_but_tokens(op, value, device):
