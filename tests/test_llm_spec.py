@@ -232,6 +232,38 @@ def test_the_head_sees_every_place_however_it_was_computed(path_of):
         assert not wrong
 
 
+def test_the_head_sees_prompts_of_requests_that_do_not_draft(path_of):
+    """Others find their blocks in the prefix cache, those of the head among them."""
+    prompt = some_prompts()[4]["prompt_token_ids"] * 5
+    with open_tiny(path_of("mtp"), spec="mtp", max_num_batched_tokens=96) as llm:
+        engine, head = llm._engine, llm._engine.runner.pools[0].layers[2]
+
+        def head_cache():
+            request = llm._inputs.request(prompt, greedy(9), 0)
+            engine.submit(request)
+            while not request.output_token_ids:
+                engine.step()
+            blocks = request.block_ids[0]
+            planes = [plane[blocks].flatten(0, 1)[:128].clone() for plane in head.values()]
+            engine.abort(request)
+            return request.num_cached, planes
+
+        num_cached, expected = head_cache()
+        assert num_cached == 0
+        for run in (
+            lambda: llm.generate({"prompt_token_ids": prompt}, greedy(2, num_spec_tokens=0)),
+            lambda: llm.score(prompt, [[1, 2], [3]], label_token_ids=[4]),
+        ):
+            engine.forget()
+            for plane in head.values():
+                plane.zero_()
+            run()
+            num_cached, planes = head_cache()
+            assert num_cached == 128
+            for plane, wanted in zip(planes, expected, strict=True):
+                torch.testing.assert_close(plane, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_a_head_is_loaded_only_if_it_drafts(path_of):
     with open_tiny(path_of("mtp")) as llm:
         assert llm._engine.runner.model.draft_head is None
@@ -240,12 +272,22 @@ def test_a_head_is_loaded_only_if_it_drafts(path_of):
         assert len(llm._engine.runner.pools[0].layers) == 3
 
 
-def test_counts_add_up():
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_counts_add_up(monkeypatch, overlap):
+    """Also where steps draw tokens behind a stop, and where they run for a row that has ended."""
+    monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
+    # As long as 97 may not end it, an answer is made of 99: drafts go on as the prompt does.
+    stop = {"logit_bias": {97: 100.0, 99: 50.0}, "stop_token_ids": (97,)}
+    params = [SamplingParams(temperature=0, min_tokens=n, **stop) for n in range(4, 12)]
     with open_tiny(DATA / "qwen3-tiny.gguf", spec="ngram") as llm:
+        llm._engine.runner.sampler._theta.zero_()  # draft however often they are wrong
         outputs = llm.generate(some_prompts(), greedy(40))
+        outputs += llm.generate([{"prompt_token_ids": [99] * 6 + [97] * 6}] * len(params), params)
         counts = llm.draft_counts
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    assert counts.num_steps + counts.num_accepted_tokens == num_tokens, "none ended at a stop"
+    assert counts.num_trimmed_tokens > 0
+    drawn = counts.num_steps + counts.num_accepted_tokens
+    assert drawn - counts.num_trimmed_tokens == num_tokens
     assert sum(counts.accepted_per_pos) == counts.num_accepted_tokens <= counts.num_draft_tokens
     assert counts.accepted_per_pos == sorted(counts.accepted_per_pos, reverse=True)
     assert counts.num_drafts <= counts.num_steps

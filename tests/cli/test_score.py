@@ -83,6 +83,15 @@ def test_json_tells_all(score, items, expected, tmp_path):
     }  # fmt: skip
 
 
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_item(score, tmp_path):
+    for form, text in (("lines", "a\nb\n"), ("json", '{"text": "a"}\n{"text": "b"}\n')):
+        (tmp_path / form).write_text(text, encoding="utf-8-sig")
+        told = score("--query", "@" + str(tmp_path / form), "--items", tmp_path / form,
+                     "--labels", "b,c", "--json", "--quiet")  # fmt: skip
+        assert {result["text"] for result in json.loads(told.out)["results"]} == {"a", "b"}
+        assert json.loads(told.out)["query"] == text.removesuffix("\n")
+
+
 def test_shares_among_the_labels_and_a_suffix(score, items):
     captured = score(
         "--query", QUERY, "--items", items, "--labels", ",".join(LABELS),

@@ -245,6 +245,14 @@ def test_no_rows(device):
     assert drafts.shape[0] == lens.shape[0] == 0
 
 
+def test_a_prompt_may_fill_its_row(device):
+    """While it is in prefill, or idle: the place of its query lies behind the row."""
+    for rows in ({"seq_lens_encoder": [5, 0]}, {"seq_lens_decoder": [0, 1]}):
+        case = rows_of(2, [[1, 2, 3]] * 2, [[9, 1]] * 2, prompt_lens=[4, 0], **rows)
+        case.arrays["step_idx"][:] = [0, 1]
+        assert draft(replace(case, convention="index"), device)[1] == [2, 3]
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("value", [-(2**31), -1, 50, 2**31 - 1])
 def test_garbage_in_a_vector_drafts_nothing_but_tokens(op, value, device):
@@ -279,6 +287,8 @@ def test_threshold_comes_from_the_argument_then_the_environment(device, monkeypa
     assert drafted(threshold=torch.tensor([57], dtype=torch.int32, device=device)) == 7
     monkeypatch.setenv(name, "-3")
     assert drafted(threshold=None) == 0
+    assert drafted(threshold=2**40) == drafted(threshold=10**4) == 50 * 4
+    assert drafted(threshold=-(2**31)) == drafted(threshold=-(2**40)) == 0
     for text in ("12.5", "many", "1_000", " 7"):
         monkeypatch.setenv(name, text)
         with pytest.raises(ArgumentError, match=f"{name}='{text}' cannot be read"):
@@ -298,6 +308,8 @@ def test_ops_name_the_bad_argument(op, device):
     for name in case.names:
         tensor = good[name]
         short = tensor[:-1]
+        fails(f"{op}: {name} is a list", **{name: tensor.tolist()})
+        fails(f"{op}: {name} is .* \\(\\)", **{name: tensor.flatten()[0]})
         fails(f"{op}: {name} is torch.float32", **{name: tensor.float()})
         if name != "input_ids":
             fails(f"{op}: {name} is .*{short.shape[0]},", **{name: short})
@@ -314,6 +326,8 @@ def test_ops_name_the_bad_argument(op, device):
     fails("max_draft_tokens=-1 is out of range", {"max_draft_tokens": -1})
     fails("11 columns for 11 drafts", {"max_draft_tokens": 11})
     fails("convention='last' is unknown", {"convention": "last"})
+    fails("max_ngram_size=2.0 is not an integer", {"max_ngram_size": 2.0})
+    fails("threshold='5' is not an integer", {"threshold": "5"})
     with pytest.raises(ArgumentError, match=r"threshold is torch.int64 \(1,\)"):
         case.run(good, threshold=torch.zeros(1, dtype=torch.int64, device=device))
 

@@ -139,8 +139,8 @@ def part(**fields):
     return [{"role": "user", "content": [fields]}]
 
 
-def nested(levels):
-    return [] if levels == 1 else [nested(levels - 1)]
+def nested(levels, *innermost):
+    return [*innermost] if levels == 1 else [nested(levels - 1, *innermost)]
 
 
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
@@ -204,8 +204,8 @@ def test_refusals_name_the_field(fields, param, words):
 
 def test_what_lies_at_the_limits_is_taken():
     wide = FakeClient(info=fake_info(max_model_len=300_000, num_blocks=40_000))
-    data = part(type="input_json", data=nested(32))
-    assert post({"input": data}, wide).status_code == 200
+    for data in (nested(32), nested(32, 1)):
+        assert post({"input": part(type="input_json", data=data)}, wide).status_code == 200
     assert post({"input": part(type="input_json", data=[1] * 9_999)}, wide).status_code == 200
     assert post({"input": part(type="input_json", data="a" * 262_142)}, wide).status_code == 200
     both = {**TOPIC, "choices": [{"value": "true"}, {"value": True}]}

@@ -112,7 +112,7 @@ def _read(path: Path) -> str:
     if len(data) > MAX_FILE_BYTES:
         raise UsageError(f"{path}: is over {MAX_FILE_BYTES} bytes.", hint="Cut it.")
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")  # without the mark that some editors put first
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{path}: byte {error.start} is not valid UTF-8.", hint="Give it in UTF-8."

@@ -204,7 +204,7 @@ class Engine:
             is_sound = result is None or result.problem is None
             kept = _cut_at_end(request, result.token_ids) if result and is_sound else ()
             if result is not None and request.draft_limit:
-                self._note_drafts(request, result)
+                self._note_drafts(request, result, kept if part.row in alive else None)
             self.scheduler.commit(part, is_sound=is_sound, new_token_ids=kept)
             if part.row not in alive:
                 continue  # it ended while this step ran
@@ -214,12 +214,14 @@ class Engine:
                 updates.append(self._end_scoring(request))
         return [update for update in updates if update is not None]
 
-    def _note_drafts(self, request: Request, result: Sampled) -> None:
-        """Learn what a step's drafts were worth."""
+    def _note_drafts(self, request: Request, result: Sampled, kept: tuple[int, ...] | None) -> None:
+        """Learn what a step's drafts were worth; `kept`: of its tokens, None for an ended row."""
         request.has_unsound_draft |= result.has_unsound_draft
         request.next_drafts = result.next_drafts
         num_right = len(result.token_ids) - 1
-        self.draft_counts.add(result.num_drafts, num_right)
+        if kept is not None:
+            num_trimmed = len(result.token_ids) - len(kept)
+            self.draft_counts.add(result.num_drafts, num_right, num_trimmed)
         if result.num_drafts:
             request.acceptance = learned(request.acceptance, result.num_drafts, num_right)
 

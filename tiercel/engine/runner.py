@@ -204,15 +204,17 @@ class ModelRunner:
         """Run a step of which no row drafts."""
         parts = plan.scheduled
         sampling = tuple(part.request for part in parts if part.samples)
+        states = None
         if all(_is_decode(part) for part in parts):
             lengths = [part.start + 1 for part in parts]
             rows, logits = self.decode_steps([part.row for part in parts], lengths)
         else:
-            rows, logits, _ = self._run_mixed(parts, pieces, self.decode_steps.padded)
+            rows, logits, states = self._run_mixed(parts, pieces, self.decode_steps.padded)
         self.faults.on_logits(plan.step_id, logits, [request.row for request in sampling])
-        if not sampling:
-            return []
-        return [Draws(sampling, self.sampler(logits, sampling, rows))]
+        draws = [Draws(sampling, self.sampler(logits, sampling, rows))] if sampling else []
+        if states is not None and self.proposer is not None and self.proposer.reads_states:
+            self.proposer.follow(states)  # who finds these blocks in the prefix cache may draft
+        return draws
 
     def _run_drafting(self, plan: SchedulerOutput, pieces: list[Piece]) -> list[Draws]:
         """Run a step with rows that draft.

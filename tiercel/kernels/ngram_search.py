@@ -183,7 +183,9 @@ def _search(rows: Tensor, haystacks: tuple[_Haystack, _Haystack], limits: NgramL
     best = torch.full_like(generated.lens, NO_KEY)
     ends = generated.start + generated.lens + (limits.query_shift - 1)
     back = torch.arange(limits.max_ngram_size, device=ends.device)
-    query = generated.tokens.gather(1, (ends.unsqueeze(1) - back).clamp(min=0))  # last one first
+    # Last token first. Rows that are not searched may begin their text behind the last column.
+    places = (ends.unsqueeze(1) - back).clamp(0, generated.tokens.shape[1] - 1)
+    query = generated.tokens.gather(1, places)
     for haystack in haystacks:
         low = int(haystack.start[rows].min())
         high = int((haystack.start + haystack.lens)[rows].max()) - 1  # no window ends there

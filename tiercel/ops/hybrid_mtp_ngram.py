@@ -81,8 +81,8 @@ def hybrid_mtp_ngram(
         **({} if prompt_lens is None else {"prompt_lens": prompt_lens}),
     }
     op = "hybrid_mtp_ngram"
-    batch = _make_batch(op, tensors, max_draft_tokens)
     shift = check_ngram_numbers(op, max_ngram_size, min_ngram_size, max_draft_tokens, convention)
+    batch = _make_batch(op, tensors, max_draft_tokens)
     limits = NgramLimits(max_ngram_size, min_ngram_size, max_draft_tokens, shift)
     default = (THRESHOLD_VARIABLE, THRESHOLD)
     threshold = resolve_threshold(op, threshold, default, input_ids.device)

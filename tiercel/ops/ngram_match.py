@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from tiercel.kernels.ngram_search import NgramBatch, NgramLimits, draft_torch
 
 MAX_NGRAM_SIZE = 64  # tokens of a window that the kernel holds
 THRESHOLD_VARIABLE, THRESHOLD = "INFER_WITH_REFERENCE_TOKENUM_THRESHOLD", 128
+MAX_THRESHOLD = 2**30  # more than any batch spends, and room for the kernel's int32 sums
 QUERY_SHIFTS = {"index": 1, "count": 0}
 _TOKEN_DTYPES = (torch.int64, torch.int32)
 
@@ -85,8 +88,8 @@ def ngram_match(
         "seq_lens_encoder": seq_lens_encoder,
         "seq_lens_decoder": seq_lens_decoder,
     }
-    batch = make_match_batch("ngram_match", tensors, max_draft_tokens)
     shift = check_ngram_numbers("ngram_match", max_ngram_size, 1, max_draft_tokens, convention)
+    batch = make_match_batch("ngram_match", tensors, max_draft_tokens)
     limits = NgramLimits(max_ngram_size, 1, max_draft_tokens, shift)
     default = (THRESHOLD_VARIABLE, THRESHOLD)
     threshold = resolve_threshold("ngram_match", threshold, default, input_ids.device)
@@ -166,14 +169,17 @@ def check_ngram_tensors(op: str, tensors: dict[str, Tensor], max_draft_tokens: i
     Raises:
         ArgumentError: the first that does not fit.
     """
+    for name, tensor in tensors.items():
+        _check_tensor(op, name, tensor)
     input_ids, drafts = tensors["input_ids"], tensors["draft_tokens"]
-    rows = input_ids.shape[0]
+    rows = input_ids.shape[0] if input_ids.dim() else 0
     for index, (name, tensor) in enumerate(tensors.items()):
         is_matrix = index < 3
         is_length = name in ("input_ids_len", "prompt_lens", "step_idx", "max_dec_len")
         if is_matrix:
             wanted: tuple[torch.dtype, ...] = (input_ids.dtype,) if index else _TOKEN_DTYPES
-            is_shaped = tensor.dim() == 2 and tensor.shape[0] == rows and tensor.stride(1) == 1
+            is_shaped = tensor.dim() == 2 and tensor.shape[0] == rows
+            is_shaped = is_shaped and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
             shapes = f"({rows}, width) with adjacent tokens"
         else:
             wanted = (torch.int32,)
@@ -203,6 +209,13 @@ def check_ngram_numbers(
     Raises:
         ArgumentError: one is out of range.
     """
+    numbers = {
+        "max_ngram_size": max_ngram_size,
+        "min_ngram_size": min_ngram_size,
+        "max_draft_tokens": max_draft_tokens,
+    }
+    for name, number in numbers.items():
+        _check_integer(op, name, number)
     if not 1 <= max_ngram_size <= MAX_NGRAM_SIZE:
         raise ArgumentError(
             f"{op}: max_ngram_size={max_ngram_size} is out of range.",
@@ -226,7 +239,7 @@ def check_ngram_numbers(
 def resolve_threshold(
     op: str, threshold: int | Tensor | None, default: tuple[str, int], device: torch.device
 ) -> int | Tensor:
-    """The caller's budget, else the environment's, else the default.
+    """The caller's budget, else the environment's, else the default; within `MAX_THRESHOLD`.
 
     Args:
         op: named in messages.
@@ -235,15 +248,27 @@ def resolve_threshold(
         device: where a tensor must be.
 
     Raises:
-        ArgumentError: the variable holds no integer, or a tensor is not one int32 on the device.
+        ArgumentError: the caller's or the variable's is no integer, or a tensor is not one int32 on
+            the device.
     """
     if threshold is None:
-        return read_integer(default[0], default=default[1])
+        threshold = read_integer(default[0], default=default[1])
     if not isinstance(threshold, Tensor):
-        return threshold
+        _check_integer(op, "threshold", threshold)
+        return max(-MAX_THRESHOLD, min(int(threshold), MAX_THRESHOLD))
     if threshold.dtype != torch.int32 or threshold.numel() != 1 or threshold.device != device:
         raise ArgumentError(
             f"{op}: threshold is {threshold.dtype} {tuple(threshold.shape)} on {threshold.device}.",
             hint=f"Pass an int, or one int32 on {device}.",
         )
     return threshold
+
+
+def _check_tensor(op: str, name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ArgumentError(f"{op}: {name} is a {type(value).__name__}.", hint="Pass a tensor.")
+
+
+def _check_integer(op: str, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ArgumentError(f"{op}: {name}={value!r:.80} is not an integer.", hint="Pass an int.")

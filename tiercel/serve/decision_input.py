@@ -142,11 +142,12 @@ def _json_text(data: object, param: str) -> str:
         values += len(level)
         if values > MAX_JSON_VALUES:
             raise _wrong(param, f"has more than {MAX_JSON_VALUES} values")
-        level = [child for value in level for child in _children(value)]
+        level = [value for value in level if isinstance(value, dict | list)]
         if not level:
             break
-        if depth == MAX_JSON_LEVELS:
+        if depth > MAX_JSON_LEVELS:
             raise _wrong(param, f"is nested deeper than {MAX_JSON_LEVELS} levels")
+        level = [child for value in level for child in _children(value)]
     text = msgspec.json.encode(data)
     if len(text) > MAX_JSON_BYTES:
         raise _wrong(param, f"has {len(text)} bytes; the limit is {MAX_JSON_BYTES}")
