@@ -317,8 +317,8 @@ def test_speed_to_table_and_json(tmp_path, capsys, monkeypatch):
     model, path = tmp_path / "tiny.gguf", tmp_path / "s.json"
     tiny_model(model)
     options = ["--prompt", "12", "--generate", "3", "--depth", "0,5", "--batch", "2"]
-    options += ["--batch-prompt", "7", "--repetitions", "2", "--device", "cpu"]
-    assert run(["bench", "speed", "-m", str(model), *options, "--json", str(path)]) == 0
+    options += ["--batch-prompt", "7", "--repeat", "2", "--device", "cpu"]
+    assert run(["bench", "-m", str(model), *options, "--json", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["tokens/s", "deviation"]
     names = ["pp12", "tg3 @ d0", "tg3 @ d5", "tg3 @ d7 b2"]
@@ -340,9 +340,15 @@ def test_speed_to_table_and_json(tmp_path, capsys, monkeypatch):
         (["--repetitions", "0"], "--repetitions 0 is out of range"),
     ],
 )
-def test_wrong_speed_options(options, message, capsys):
-    assert run(["bench", "speed", *options]) == 2
+@pytest.mark.parametrize("command", [["bench"], ["bench", "speed"]], ids=" ".join)
+def test_wrong_speed_options(command, options, message, capsys):
+    assert run([*command, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_bench_suggests_its_commands(capsys):
+    assert run(["bench", "sped"]) == 2
+    assert 'Did you mean "speed"?' in capsys.readouterr().err
 
 
 def test_kernels_to_table_and_files(tmp_path, capsys):

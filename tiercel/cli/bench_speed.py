@@ -1,4 +1,4 @@
-"""`tiercel bench speed`: prompts, decoding and batches with the definitions of llama-bench."""
+"""`tiercel bench` and `bench speed`: prompts, decoding, batches as llama-bench defines them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def bench_speed(
     batch_prompt: Annotated[
         int, Parameter(group=TRIAL_GROUP, help="Prompt tokens of each of them.")
     ] = 512,
-    repetitions: Annotated[int, Parameter(group=TRIAL_GROUP, help="Of each trial.")] = 5,
+    repetitions: Annotated[
+        int,
+        Parameter(name=("--repetitions", "--repeat"), group=TRIAL_GROUP, help="Of each trial."),
+    ] = 5,
     seed: Annotated[int, Parameter(group=TRIAL_GROUP, help="Of the token ids.")] = 0,
     json: Annotated[Path | None, Parameter(group=TRIAL_GROUP, help="Write everything.")] = None,
     plot: Annotated[Path | None, Parameter(group=TRIAL_GROUP, help="Draw it.")] = None,
