@@ -320,7 +320,7 @@ def test_speed_to_table_and_json(tmp_path, capsys, monkeypatch):
     options += ["--batch-prompt", "7", "--repeat", "2", "--device", "cpu"]
     assert run(["bench", "-m", str(model), *options, "--json", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["tokens/s", "deviation"]
+    assert lines[1].split() == ["tokens/s", "deviation", "floor", "of", "floor"]
     names = ["pp12", "tg3 @ d0", "tg3 @ d5", "tg3 @ d7 b2"]
     assert [re.split(r"  +", line)[0] for line in lines[2:6]] == names
     report = json.loads(path.read_text())
@@ -328,6 +328,10 @@ def test_speed_to_table_and_json(tmp_path, capsys, monkeypatch):
     assert report["switches"] == {"TIERCEL_PREFIX_CACHE": "0"}
     assert [len(result["rates"]) for result in report["results"]] == [2] * 4
     assert all(rate > 0 for result in report["results"] for rate in result["rates"])
+    for result in report["results"]:
+        assert result["ratio"] == pytest.approx(result["mean"] / result["floor"])
+    assert report["cost"]["weight_bytes"] > 0
+    assert report["read_gbps"] > 0
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,14 @@ def bench_speed(
     done: list[Speed] = []
     is_partial = False
     with ProgressReporter(is_quiet=common.quiet) as report:
-        from tiercel.bench.speed import SpeedReport, context_of, measure_speed, speed_table
+        from tiercel.bench.floor import model_cost
+        from tiercel.bench.speed import (
+            SpeedReport,
+            compare_to_floor,
+            context_of,
+            measure_speed,
+            speed_table,
+        )
 
         loaded = load_for_bench(
             model,
@@ -63,9 +70,16 @@ def bench_speed(
             max_num_seqs=max(trial.batch for trial in trials),
             seed=seed,
         )
+        from tiercel.engine.device_timing import measure_ceilings
 
+        report("Measuring the device")
+        ceilings = measure_ceilings(loaded.config.device, loaded.config.dtype)
+        cost = model_cost(loaded.source, loaded.config.dtype.itemsize)
         try:
-            done.extend(measure_speed(loaded, trials, repetitions, seed, report))
+            done.extend(
+                compare_to_floor(trial, rates, cost, ceilings)
+                for trial, rates in measure_speed(loaded, trials, repetitions, seed, report)
+            )
         except KeyboardInterrupt:
             if not done:
                 raise
@@ -73,7 +87,15 @@ def bench_speed(
     told = facts(loaded, label)
     names = [speed.trial.name for speed in done]
     bars = (names, [speed.mean for speed in done], "tokens per second")
-    show(told, SpeedReport(**told, seed=seed, results=done), speed_table(done), json, plot, bars)
+    result = SpeedReport(
+        **told,
+        seed=seed,
+        cost=cost,
+        read_gbps=ceilings.read_gbps,
+        tflops=ceilings.tflops,
+        results=done,
+    )
+    show(told, result, speed_table(done), json, plot, bars)
     return 130 if is_partial else 0
 
 
