@@ -350,6 +350,15 @@ def test_wrong_speed_options(command, options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["speed", "kernels", "throughput"])
+def test_a_file_that_cannot_be_written_is_found_before_the_measurement(command, tmp_path, capsys):
+    assert run(["bench", command, "-m", "missing.gguf", "--json", str(tmp_path)]) == 2
+    assert f"{tmp_path}: is a folder" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert run(["bench", command, "-m", "missing.gguf", "--plot", f"{tmp_path}/file/a.svg"]) == 1
+    assert f"{tmp_path}/file: " in capsys.readouterr().err
+
+
 def test_bench_suggests_its_commands(capsys):
     assert run(["bench", "sped"]) == 2
     assert 'Did you mean "speed"?' in capsys.readouterr().err

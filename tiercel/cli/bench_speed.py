@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from tiercel.cli.bench_model import TRIAL_GROUP, facts, load_for_bench, show
-from tiercel.cli.bench_options import check_plot, parse_counts
+from tiercel.cli.bench_options import check_output, parse_counts
 from tiercel.cli.options import CommonOptions, EngineOptions, ModelName
 from tiercel.cli.terminal import ProgressReporter, UsageError
 
@@ -49,7 +49,7 @@ def bench_speed(
     trials = _trials(prompt, generate, depth, batch, batch_prompt)
     if not 1 <= repetitions <= MAX_REPETITIONS:
         raise UsageError(f"--repetitions {repetitions} is out of range.", hint="Use 1 to 1000.")
-    check_plot(plot)
+    check_output(json, plot)
     done: list[Speed] = []
     is_partial = False
     with ProgressReporter(is_quiet=common.quiet) as report:
