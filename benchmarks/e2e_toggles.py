@@ -64,8 +64,8 @@ def measure(model: Path, switches: dict[str, str]) -> dict[str, float]:
     loaded = load_model(model, options, None)
     result = {"load_s": time.perf_counter() - began}
     speeds = measure_speed(loaded, TRIALS, REPETITIONS, 0, lambda _: None)
-    for name, speed in zip(NAMES, speeds, strict=True):
-        result[name] = statistics.median(speed.rates)
+    for name, (_, rates) in zip(NAMES, speeds, strict=True):
+        result[name] = statistics.median(rates)
     del loaded, speeds
     gc.collect()
     torch.cuda.empty_cache()

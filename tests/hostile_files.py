@@ -277,6 +277,12 @@ def _hyperparameters() -> dict[str, dict[str, Any]]:
             "llama.rope.scaling.type": "linear",
             "llama.rope.scaling.factor": factor,
         }
+    files["c8_yarn_base_1"] = {
+        "llama.rope.freq_base": 1.0,
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.factor": 2.0,
+        "llama.rope.scaling.original_context_length": 64,
+    }
     return files
 
 
@@ -287,9 +293,9 @@ def _tokenizers() -> dict[str, dict[str, Any]]:
         "model": ("wordpiece", "", 3, None),
         "tokens": (None, "text", []),
         "token_type": ([1] * (NUM_TOKENS - 1), [1] * (NUM_TOKENS + 1), "normal", [99] * NUM_TOKENS),
-        "bos_token_id": (NUM_TOKENS, 2**32 - 1, -1, "0", 1.5),
+        "bos_token_id": (NUM_TOKENS, 2**32 - 1, -1, "0", 1.5, [1, 2]),
         "eos_token_id": (NUM_TOKENS, 2**32 - 1, -1, "0"),
-        "add_bos_token": ("true", 2),
+        "add_bos_token": ("true", 2, [True, False]),
         "merges": (None, "t h", ["nospace"], ["t  h"], [" "], [""], ["t never"], [*MERGES, "q zz"]),
     }
     files = {

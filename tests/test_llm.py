@@ -186,6 +186,13 @@ def test_wrong_options_are_refused_by_name(options, match):
         LLM(LLAMA, **({"device": "cpu"} | options))
 
 
+@pytest.mark.parametrize("name", ["Q4K_SOA", "CUDA_GRAPH", "PDL", "PREFILL_MMQ", "SYNC_DEBUG"])
+def test_a_wrong_switch_is_refused_on_any_device(monkeypatch, name):
+    monkeypatch.setenv(f"TIERCEL_{name}", "on")
+    with pytest.raises(ArgumentError, match=f"TIERCEL_{name}='on' cannot be read"):
+        LLM(LLAMA, device="cpu")
+
+
 @pytest.fixture(scope="module")
 def chat_llm(tmp_path_factory):
     path = tiny_model(tmp_path_factory.mktemp("chat") / "m.gguf")

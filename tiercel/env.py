@@ -143,6 +143,7 @@ def switches() -> dict[str, str]:
     names = (
         *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "PREFILL_MMQ", "FUSED_GEMM"),
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
+        "SYNC_DEBUG",
     )
     found = [f"TIERCEL_{name}" for name in names if os.environ.get(f"TIERCEL_{name}", "")]
     return {name: str(int(read_flag(name, default=False))) for name in found}

@@ -2,12 +2,22 @@
 
 import pytest
 
-from tests.tiny_llm import LLAMA
+from tests.tiny_llm import DATA, LLAMA
 from tiercel.bench import speed
-from tiercel.bench.speed import Speed, Trial, context_of, make_trials, measure_speed, speed_table
+from tiercel.bench.floor import ModelCost, model_cost
+from tiercel.bench.speed import (
+    Trial,
+    compare_to_floor,
+    context_of,
+    make_trials,
+    measure_speed,
+    speed_table,
+)
 from tiercel.engine.build import load_model
+from tiercel.engine.device_timing import Ceilings
 from tiercel.engine.messages import LoadOptions
 from tiercel.errors import ContextLengthError
+from tiercel.models.source import open_source
 
 
 def load(trials):
@@ -48,7 +58,7 @@ def test_rates_count_what_is_named(monkeypatch):
     results = list(measure_speed(loaded, trials, 2, 0, heard.append))
     assert heard == [f"Measuring {trial.name}" for trial in trials]
     # A second by that clock: the rate is the number of tokens.
-    assert [result.rates for result in results] == [[40.0] * 2, [6.0] * 2, [15.0] * 2]
+    assert [rates for _, rates in results] == [[40.0] * 2, [6.0] * 2, [15.0] * 2]
     assert not loaded.engine.has_work
     full = [updates for updates in steps if len(updates) == 3]
     assert len(full) >= 3 * 5  # every timed step of the batch has a token of each
@@ -75,7 +85,48 @@ def test_a_trial_that_does_not_fit_is_refused():
         list(measure_speed(loaded, [Trial(1, 500)], 1, 0, lambda text: None))
 
 
-def test_the_table_has_means_and_deviations():
-    table = speed_table([Speed(Trial(1, 512), [1000.0, 2000.0]), Speed(Trial(1, 0, 4), [7.0])])
-    assert table[1] == ["pp512", "1,500.0", "707.1"]
-    assert table[2] == ["tg4 @ d0", "7.0", "0.0"]
+COST = ModelCost(
+    weight_bytes=1000,
+    layer_weights=100,
+    head_weights=10,
+    key_bytes=6,
+    attention_width=5,
+    windows={0: 2, 3: 1},
+)
+READS = Ceilings(read_gbps=1e-9, tflops=1e9)  # a byte a second; operations for nothing
+COMPUTES = Ceilings(read_gbps=1e9, tflops=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("trial", "num_bytes", "flops"),
+    [
+        # Keys seen at lengths 1 to 4: 10 in each of two layers, 1 + 2 + 3 + 3 in the third.
+        (Trial(1, 4), 1000, 2 * (4 * 100 + 10) + 4 * 5 * (2 * 10 + 9)),
+        (Trial(3, 0, 4), 4 * 1000 + 3 * 6 * 29, 12 * 2 * 110 + 3 * 4 * 5 * 29),
+        (Trial(1, 7, 1), 1000 + 6 * (2 * 8 + 3), 2 * 110 + 4 * 5 * (2 * 8 + 3)),
+    ],
+    ids=["prompt", "batch", "depth"],
+)
+def test_the_floor_is_bytes_or_operations(trial, num_bytes, flops):
+    assert compare_to_floor(trial, [1.0], COST, READS).floor == trial.num_tokens / num_bytes
+    assert compare_to_floor(trial, [1.0], COST, COMPUTES).floor == trial.num_tokens / flops
+
+
+def test_a_model_costs_what_its_file_holds():
+    source = open_source(DATA / "gemma3-tiny.gguf")
+    cost = model_cost(source, 2)
+    config, size = source.config, {n: i.nbytes for n, i in source.tensors.items()}
+    assert cost.weight_bytes == sum(size.values()) - size["output_norm.weight"]  # tied
+    width, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = config.hidden_size * (2 * width + 2 * keys + 3 * config.intermediate_size)
+    assert cost.layer_weights == 2 * layer
+    assert cost.head_weights == config.vocab_size * config.hidden_size
+    assert (cost.key_bytes, cost.attention_width) == (4 * keys, width)
+    assert cost.windows == {6: 1, 0: 1}
+
+
+def test_the_table_has_means_deviations_and_floors():
+    trials = [(Trial(1, 4), [1000.0, 2000.0]), (Trial(1, 0, 4), [7.0])]
+    table = speed_table([compare_to_floor(*trial, COST, READS) for trial in trials])
+    assert table[1] == ["pp4", "1,500.0", "707.1", "0.0", "37500000%"]
+    assert table[2][:3] == ["tg4 @ d0", "7.0", "0.0"]

@@ -317,10 +317,10 @@ def test_speed_to_table_and_json(tmp_path, capsys, monkeypatch):
     model, path = tmp_path / "tiny.gguf", tmp_path / "s.json"
     tiny_model(model)
     options = ["--prompt", "12", "--generate", "3", "--depth", "0,5", "--batch", "2"]
-    options += ["--batch-prompt", "7", "--repetitions", "2", "--device", "cpu"]
-    assert run(["bench", "speed", "-m", str(model), *options, "--json", str(path)]) == 0
+    options += ["--batch-prompt", "7", "--repeat", "2", "--device", "cpu"]
+    assert run(["bench", "-m", str(model), *options, "--json", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["tokens/s", "deviation"]
+    assert lines[1].split() == ["tokens/s", "deviation", "floor", "of", "floor"]
     names = ["pp12", "tg3 @ d0", "tg3 @ d5", "tg3 @ d7 b2"]
     assert [re.split(r"  +", line)[0] for line in lines[2:6]] == names
     report = json.loads(path.read_text())
@@ -328,6 +328,10 @@ def test_speed_to_table_and_json(tmp_path, capsys, monkeypatch):
     assert report["switches"] == {"TIERCEL_PREFIX_CACHE": "0"}
     assert [len(result["rates"]) for result in report["results"]] == [2] * 4
     assert all(rate > 0 for result in report["results"] for rate in result["rates"])
+    for result in report["results"]:
+        assert result["ratio"] == pytest.approx(result["mean"] / result["floor"])
+    assert report["cost"]["weight_bytes"] > 0
+    assert report["read_gbps"] > 0
 
 
 @pytest.mark.parametrize(
@@ -340,9 +344,24 @@ def test_speed_to_table_and_json(tmp_path, capsys, monkeypatch):
         (["--repetitions", "0"], "--repetitions 0 is out of range"),
     ],
 )
-def test_wrong_speed_options(options, message, capsys):
-    assert run(["bench", "speed", *options]) == 2
+@pytest.mark.parametrize("command", [["bench"], ["bench", "speed"]], ids=" ".join)
+def test_wrong_speed_options(command, options, message, capsys):
+    assert run([*command, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["speed", "kernels", "throughput"])
+def test_a_file_that_cannot_be_written_is_found_before_the_measurement(command, tmp_path, capsys):
+    assert run(["bench", command, "-m", "missing.gguf", "--json", str(tmp_path)]) == 2
+    assert f"{tmp_path}: is a folder" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert run(["bench", command, "-m", "missing.gguf", "--plot", f"{tmp_path}/file/a.svg"]) == 1
+    assert f"{tmp_path}/file: " in capsys.readouterr().err
+
+
+def test_bench_suggests_its_commands(capsys):
+    assert run(["bench", "sped"]) == 2
+    assert 'Did you mean "speed"?' in capsys.readouterr().err
 
 
 def test_kernels_to_table_and_files(tmp_path, capsys):

@@ -49,4 +49,14 @@ def test_no_cache_folder_yet(capsys, monkeypatch, tmp_path):
     assert run(["doctor", "--json"]) == 0
     cache = json.loads(capsys.readouterr().out)["cache"]
     assert (cache["exists"], cache["writable"], cache["models"]) == (False, True, [])
+    assert cache["compiled_kernels"] == 0
     assert not (tmp_path / "a").exists()
+
+
+def test_compiled_kernels_are_counted(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TIERCEL_CACHE", str(tmp_path))
+    (tmp_path / "cubins").mkdir()
+    for name in ("a-1.cubin", "b-2.cubin", "c.part"):
+        (tmp_path / "cubins" / name).touch()
+    assert run(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cache"]["compiled_kernels"] == 2

@@ -8,6 +8,7 @@ import pytest
 
 from tests.cli.harness import environment
 from tests.gguf_files import tiny_model
+from tests.tiny_llm import DATA
 from tiercel.cli.main import run
 
 
@@ -31,6 +32,15 @@ def test_default_model(facts, default_model):
     assert found["memory"]["kv_bytes_per_1000_tokens"] == 1000 * 30 * 3 * 64 * 2 * 2
     assert found["runs"]["has_chat_template"]
     assert "tensors" not in found
+
+
+def test_a_sliding_layer_keeps_its_window(facts):
+    found = facts(DATA / "gemma3-tiny.gguf")
+    config, memory = found["config"], found["memory"]
+    assert config["layer_types"] == {"sliding": 1, "full": 1}
+    per_token = config["num_kv_heads"] * config["head_dim"] * 2 * 2
+    assert memory["kv_bytes_per_1000_tokens"] == (1000 + 6) * per_token
+    assert memory["kv_bytes_full_context"] == (config["max_position"] + 6) * per_token
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])

@@ -93,6 +93,14 @@ def test_the_module_is_the_command():
         (["generate", "x", "--file", "y"], "given twice"),
         (["generate", "x", "--config", "missing.toml"], "missing.toml: the configuration file"),
         (["generate", "\udcff"], "not valid UTF-8"),
+        (["generate", "x", "--temperature", "3.5"], "temperature=3.5 is out of range. Use 0.0"),
+        (["generate", "x", "--n", "0"], "n=0 is out of range"),
+        (["chat", "--max-tokens", "0"], "max_tokens=0 is out of range"),
+        (["serve", "--temperature", "-1"], "temperature=-1.0 is out of range"),
+        (["score", "--max-model-len", "0"], "--max-model-len"),
+        (["generate", "x", "--gpu-memory-utilization", "nan"], "--gpu-memory-utilization"),
+        (["serve", "--tool-parser", "nonsense"], "nonsense"),
+        (["serve", "--max-num-seqs", "0"], "--max-num-seqs"),
     ],
     ids=lambda value: (
         " ".join(value).encode(errors="replace").decode() if isinstance(value, list) else ""
@@ -113,8 +121,6 @@ def test_wrong_use_is_one_line_and_status_2(arguments, words, capsys):
         (["inspect", "missing.gguf"], "missing.gguf: the path does not exist."),
         (["inspect", "smolm2"], "Did you mean smollm2?"),
         (["inspect", "org/name", "--offline"], "org/name: the model is not on this machine"),
-        (["generate", "x", "--temperature", "3.5"], "temperature=3.5 is out of range. Use 0.0"),
-        (["generate", "x", "--n", "0"], "n=0 is out of range"),
         (["generate", "--file", "missing.txt"], "missing.txt: No such file or directory"),
         (["chat", "--load", "missing.json"], "missing.json: No such file or directory"),
     ],

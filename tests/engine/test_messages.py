@@ -1,6 +1,7 @@
 """What crosses the socket arrives as it was sent; what is no message is refused."""
 
 import dataclasses
+import logging
 import math
 
 import pytest
@@ -34,6 +35,7 @@ from tiercel.engine.messages import (
     encode,
     split_prompt_logprobs,
 )
+from tiercel.engine.process import LinkHandler
 from tiercel.engine.request import Request, TokenLogprobs
 from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.errors import EngineDeadError, InternalError, InvalidRequestError, TiercelError
@@ -243,3 +245,18 @@ def test_long_prompt_logprobs_travel_in_parts():
     assert [len(part.entries) for part in parts] == [1024, 1024, 452]
     assert [entry for part in parts for entry in part.entries] == entries
     assert list(split_prompt_logprobs(3, [])) == []
+
+
+def test_a_log_line_of_the_engine_is_its_text_alone():
+    """The parent's log writes level and name."""
+    sent = []
+    link = type("Link", (), {"send": staticmethod(sent.append)})
+    root = logging.getLogger()
+    before = root.handlers[:]
+    try:
+        root.handlers = []
+        logging.basicConfig(handlers=[LinkHandler(link)])
+        logging.getLogger("some.name").warning("%s went wrong", "it")
+    finally:
+        root.handlers = before
+    assert sent == [Log(logging.WARNING, "some.name", "it went wrong")]

@@ -145,6 +145,7 @@ def test_generates_from_a_folder(tmp_path):
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantised"),
         ({"rope_parameters": {"rope_type": "longrope"}}, UnsupportedModelError, "longrope"),
         ({"rope_parameters": 3}, ModelFormatError, "rope_parameters"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, ModelFormatError, "llama3"),
     ],
     ids=str,
 )

@@ -277,12 +277,12 @@ WRONG = {
     "limit": (["--max-body-bytes", "0"], 2, "--max-body-bytes 0 is out of range"),
     "limit over the ceiling": (["--max-n", "17"], 2, "--max-n 17 is out of range. Use 1 to 16"),
     "drain": (["--drain-seconds", "-1"], 2, "--drain-seconds"),
-    "temperature": (["--temperature", "3"], 1, "temperature=3.0 is out of range"),
+    "temperature": (["--temperature", "3"], 2, "temperature=3.0 is out of range"),
     "origin": (["--cors-origin", "example.org"], 2, "--cors-origin example.org: no origin"),
     "prefix": (["--metrics-prefix", "a:b"], 2, "--metrics-prefix"),
     "folder of the socket": (["--uds", "/nowhere/x.sock"], 1, "--uds /nowhere/x.sock: No such"),
-    "tool parser": (["--tool-parser", "x"], 1, "tool_parser='x' is unknown. Use none, "),
-    "reasoning parser": (["--reasoning-parser", "x"], 1, "reasoning_parser='x' is unknown."),
+    "tool parser": (["--tool-parser", "x"], 2, "tool_parser='x' is unknown. Use none, "),
+    "reasoning parser": (["--reasoning-parser", "x"], 2, "reasoning_parser='x' is unknown."),
     "option": (["--max-conections", "3"], 2, "--max-connections"),
 }
 

@@ -30,7 +30,7 @@ def command_line(arguments: Sequence[str]) -> str:
         name = Path(arguments[0]).name
         program = ["python", name] if name.endswith(".py") else [name]
     else:
-        program = ["python", "-m", spec.name]
+        program = ["python", "-m", spec.name.removesuffix(".__main__")]
     shown = []
     is_secret = False
     for text in arguments[1:]:

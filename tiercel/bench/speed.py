@@ -6,7 +6,7 @@
 
 Tokens are uniform in the vocabulary. A step is the engine's: planned, run, sampled (greedy) and its
 token on the host. One run warms up; rates are means over repetitions. llama-bench leaves sampling
-out, which only makes our figures smaller.
+out, which only makes our figures smaller. Each rate stands beside its floor (`floor.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import msgspec
 import numpy as np
 
 from tiercel.bench.files import ModelReport
+from tiercel.bench.floor import ModelCost, floor_seconds
 from tiercel.params import SamplingParams
 
 if TYPE_CHECKING:
     from tiercel.engine.build import LoadedModel
+    from tiercel.engine.device_timing import Ceilings
 
 FORMAT: Final = 1
 SPARE_TOKENS: Final = 64  # of each sequence: those that begin first decode while others begin
@@ -50,30 +52,39 @@ class Trial(msgspec.Struct, frozen=True):
         depth = f"tg{self.steps} @ d{self.prompt_tokens}"
         return depth if self.batch == 1 else f"{depth} b{self.batch}"
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose time is taken, of all sequences."""
+        return self.batch * (self.steps or self.prompt_tokens)
 
-class Speed(msgspec.Struct, frozen=True):
-    """A trial and its rates, tokens per second of all its sequences."""
+
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """A trial and its rates, tokens per second of all its sequences.
+
+    Attributes:
+        rates: of the repetitions.
+        mean, deviation: of the rates; a single one has no deviation, 0.
+        floor: the rate that the device would allow.
+        ratio: mean over floor.
+    """
 
     trial: Trial
     rates: list[float]
-
-    @property
-    def mean(self) -> float:
-        """Over the repetitions."""
-        return statistics.fmean(self.rates)
-
-    @property
-    def deviation(self) -> float:
-        """Of the repetitions; 0 of one."""
-        return statistics.stdev(self.rates) if len(self.rates) > 1 else 0.0
+    mean: float
+    deviation: float
+    floor: float
+    ratio: float
 
 
 class SpeedReport(ModelReport, frozen=True, kw_only=True):
-    """A whole measurement."""
+    """A whole measurement, with the ceilings of the same run."""
 
     format: int = FORMAT
     kind: str = "speed"
     seed: int
+    cost: ModelCost
+    read_gbps: float
+    tflops: float
     results: list[Speed]
 
 
@@ -103,8 +114,8 @@ def measure_speed(
     repetitions: int,
     seed: int,
     report: Callable[[str], None],
-) -> Iterator[Speed]:
-    """Run all trials, yielding each as it is done.
+) -> Iterator[tuple[Trial, list[float]]]:
+    """Run all trials, yielding each and its rates as it is done.
 
     Args:
         loaded: for as many sequences at once as the largest trial has, `context_of` long.
@@ -120,7 +131,7 @@ def measure_speed(
     for trial in trials:
         report(f"Measuring {trial.name}")
         rates = [_run(loaded, trial, random) for _ in range(1 + repetitions)]
-        yield Speed(trial, rates[1:])
+        yield trial, rates[1:]
 
 
 def _run(loaded: LoadedModel, trial: Trial, random: np.random.Generator) -> float:
@@ -137,9 +148,8 @@ def _run(loaded: LoadedModel, trial: Trial, random: np.random.Generator) -> floa
     while not all(request.output_token_ids for request in requests):
         engine.step()
     ended = perf_counter()
-    tokens = shape[0] * shape[1]
     if trial.steps:
-        began, tokens = ended, trial.batch * trial.steps
+        began = ended
         for _ in range(trial.steps):
             engine.step()
         ended = perf_counter()
@@ -148,12 +158,36 @@ def _run(loaded: LoadedModel, trial: Trial, random: np.random.Generator) -> floa
             engine.abort(request)
     while engine.has_work:
         engine.step()
-    return tokens / (ended - began)
+    return trial.num_tokens / (ended - began)
+
+
+def compare_to_floor(
+    trial: Trial, rates: list[float], cost: ModelCost, ceilings: Ceilings
+) -> Speed:
+    """Sum up the rates of a trial."""
+    least = floor_seconds(cost, ceilings, trial.batch, trial.prompt_tokens, trial.steps)
+    floor = trial.num_tokens / least
+    mean = statistics.fmean(rates)
+    return Speed(
+        trial=trial,
+        rates=rates,
+        mean=mean,
+        deviation=statistics.stdev(rates) if len(rates) > 1 else 0.0,
+        floor=floor,
+        ratio=mean / floor,
+    )
 
 
 def speed_table(results: Sequence[Speed]) -> list[list[str]]:
     """One row for each trial, with a head."""
     rows = [
-        [result.trial.name, f"{result.mean:,.1f}", f"{result.deviation:,.1f}"] for result in results
+        [
+            result.trial.name,
+            f"{result.mean:,.1f}",
+            f"{result.deviation:,.1f}",
+            f"{result.floor:,.1f}",
+            f"{result.ratio:.0%}",
+        ]
+        for result in results
     ]
-    return [["", "tokens/s", "deviation"], *rows]
+    return [["", "tokens/s", "deviation", "floor", "of floor"], *rows]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from tiercel.cli.bench_model import TRIAL_GROUP, facts, load_for_bench, show
-from tiercel.cli.bench_options import check_plot, parse_counts
+from tiercel.cli.bench_options import check_output, parse_counts
 from tiercel.cli.options import CommonOptions, EngineOptions, ModelName
 from tiercel.cli.terminal import ProgressReporter, UsageError
 
@@ -47,7 +47,7 @@ def bench_kernels(
         raise UsageError("there is nothing to measure.", hint="Give --tokens or --decode.")
     if not 1e-3 <= seconds <= 1e3:
         raise UsageError(f"--seconds {seconds} is out of range.", hint="Use 0.001 to 1000.")
-    check_plot(plot)
+    check_output(json, plot)
     contexts = [context for _, context in shapes] + prompts
     done: list[KernelRow] = []
     is_partial = False

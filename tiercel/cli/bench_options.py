@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,27 +176,26 @@ def parse_bounds(text: str | None) -> Bounds:
     return Bounds(**found)
 
 
-def check_output(options: OutputOptions) -> None:
-    """Find out before the measurement what would fail after it.
+def check_output(json: Path | None, plot: Path | None) -> None:
+    """Find out before the measurement what would fail after it; folders are made.
 
     Raises:
-        UsageError: the plot's ending is unknown, or matplotlib is missing.
+        UsageError: a file is a folder, the plot's ending is unknown, or matplotlib is missing.
+        OSError: a file's folder cannot be made or written to.
     """
-    check_plot(options.plot)
-
-
-def check_plot(path: Path | None) -> None:
-    """Find out before the measurement whether a figure can be drawn; without a path, nothing.
-
-    Raises:
-        UsageError: the ending is unknown, or matplotlib is missing.
-    """
-    if path is None:
-        return
     import importlib.util
 
-    if path.suffix not in (".svg", ".png", ".pdf"):
-        raise UsageError(f"--plot {path}: the ending is unknown.", hint="Use .svg, .png or .pdf.")
+    for path in (json, plot):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                raise UsageError(f"{path}: is a folder.", hint="Name a file in it.")
+            if not os.access(path.parent, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent))
+    if plot is None:
+        return
+    if plot.suffix not in (".svg", ".png", ".pdf"):
+        raise UsageError(f"--plot {plot}: the ending is unknown.", hint="Use .svg, .png or .pdf.")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
             "--plot needs matplotlib, which is not installed.",

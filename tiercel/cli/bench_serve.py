@@ -57,7 +57,7 @@ def bench_serve(
     common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
 ) -> int:
     """Measure an OpenAI-compatible server under load."""
-    check_output(output)
+    check_output(output.json, output.plot)
     if output.compare is not None:
         show_comparison(*output.compare, output)
         return 0

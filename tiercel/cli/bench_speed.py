@@ -1,4 +1,4 @@
-"""`tiercel bench speed`: prompts, decoding and batches with the definitions of llama-bench."""
+"""`tiercel bench` and `bench speed`: prompts, decoding, batches as llama-bench defines them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from tiercel.cli.bench_model import TRIAL_GROUP, facts, load_for_bench, show
-from tiercel.cli.bench_options import check_plot, parse_counts
+from tiercel.cli.bench_options import check_output, parse_counts
 from tiercel.cli.options import CommonOptions, EngineOptions, ModelName
 from tiercel.cli.terminal import ProgressReporter, UsageError
 
@@ -33,7 +33,10 @@ def bench_speed(
     batch_prompt: Annotated[
         int, Parameter(group=TRIAL_GROUP, help="Prompt tokens of each of them.")
     ] = 512,
-    repetitions: Annotated[int, Parameter(group=TRIAL_GROUP, help="Of each trial.")] = 5,
+    repetitions: Annotated[
+        int,
+        Parameter(name=("--repetitions", "--repeat"), group=TRIAL_GROUP, help="Of each trial."),
+    ] = 5,
     seed: Annotated[int, Parameter(group=TRIAL_GROUP, help="Of the token ids.")] = 0,
     json: Annotated[Path | None, Parameter(group=TRIAL_GROUP, help="Write everything.")] = None,
     plot: Annotated[Path | None, Parameter(group=TRIAL_GROUP, help="Draw it.")] = None,
@@ -46,11 +49,18 @@ def bench_speed(
     trials = _trials(prompt, generate, depth, batch, batch_prompt)
     if not 1 <= repetitions <= MAX_REPETITIONS:
         raise UsageError(f"--repetitions {repetitions} is out of range.", hint="Use 1 to 1000.")
-    check_plot(plot)
+    check_output(json, plot)
     done: list[Speed] = []
     is_partial = False
     with ProgressReporter(is_quiet=common.quiet) as report:
-        from tiercel.bench.speed import SpeedReport, context_of, measure_speed, speed_table
+        from tiercel.bench.floor import model_cost
+        from tiercel.bench.speed import (
+            SpeedReport,
+            compare_to_floor,
+            context_of,
+            measure_speed,
+            speed_table,
+        )
 
         loaded = load_for_bench(
             model,
@@ -60,9 +70,16 @@ def bench_speed(
             max_num_seqs=max(trial.batch for trial in trials),
             seed=seed,
         )
+        from tiercel.engine.device_timing import measure_ceilings
 
+        report("Measuring the device")
+        ceilings = measure_ceilings(loaded.config.device, loaded.config.dtype)
+        cost = model_cost(loaded.source, loaded.config.dtype.itemsize)
         try:
-            done.extend(measure_speed(loaded, trials, repetitions, seed, report))
+            done.extend(
+                compare_to_floor(trial, rates, cost, ceilings)
+                for trial, rates in measure_speed(loaded, trials, repetitions, seed, report)
+            )
         except KeyboardInterrupt:
             if not done:
                 raise
@@ -70,7 +87,15 @@ def bench_speed(
     told = facts(loaded, label)
     names = [speed.trial.name for speed in done]
     bars = (names, [speed.mean for speed in done], "tokens per second")
-    show(told, SpeedReport(**told, seed=seed, results=done), speed_table(done), json, plot, bars)
+    result = SpeedReport(
+        **told,
+        seed=seed,
+        cost=cost,
+        read_gbps=ceilings.read_gbps,
+        tflops=ceilings.tflops,
+        results=done,
+    )
+    show(told, result, speed_table(done), json, plot, bars)
     return 130 if is_partial else 0
 
 

@@ -42,7 +42,7 @@ def bench_throughput(
     common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
 ) -> int:
     """Measure the engine offline, on the requests of bench serve."""
-    check_output(output)
+    check_output(output.json, output.plot)
     if output.compare is not None:
         show_comparison(*output.compare, output)
         return 0

@@ -29,7 +29,7 @@ def doctor(
     json: Annotated[bool, Parameter(group=_GROUP, help="Write one JSON object.")] = False,
     common: CommonOptions = CommonOptions(),  # noqa: B008, ARG001 - every command takes them
 ) -> int:
-    """Report GPU, driver, PyTorch, memory, cache folder and versions."""
+    """Report GPU, driver, PyTorch, memory, cache folder, compiled kernels and versions."""
     report = {
         "tiercel": tiercel.__version__,
         "system": _system(),
@@ -152,6 +152,7 @@ def _cache() -> dict[str, Any]:
         "writable": os.access(existing, os.W_OK),
         "free_bytes": shutil.disk_usage(existing).free if existing.exists() else None,
         "models": [name for name, is_here in models.items() if is_here],
+        "compiled_kernels": len(list((folder / "cubins").glob("*.cubin"))),
         "is_offline": env.is_offline(),
     }
 

@@ -17,6 +17,7 @@ from tiercel.cli.options import CommonOptions, ModelName
 from tiercel.cli.terminal import ProgressReporter, one_line, say, write
 
 if TYPE_CHECKING:
+    from tiercel.models.config import ModelConfig
     from tiercel.models.source import ModelSource
 
 _GROUP = Group("Inspection", sort_key=1)
@@ -69,7 +70,7 @@ def describe(source: ModelSource) -> dict[str, Any]:
     """The facts that need only the header, as plain JSON values."""
     config = source.config
     used = [source.tensors[name] for name in source.names.values()]
-    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * _KV_BYTES
+    kv_full_bytes = _kv_bytes(config, config.max_position)
     weight_bytes = sum(tensor.nbytes for tensor in used)
     return {
         "file": {
@@ -84,9 +85,9 @@ def describe(source: ModelSource) -> dict[str, Any]:
         "weights": _quantisation_mix(source),
         "memory": {
             "weight_bytes": weight_bytes,
-            "kv_bytes_per_1000_tokens": 1000 * kv_bytes,
-            "kv_bytes_full_context": config.max_position * kv_bytes,
-            "total_bytes_full_context": weight_bytes + config.max_position * kv_bytes,
+            "kv_bytes_per_1000_tokens": _kv_bytes(config, 1000),
+            "kv_bytes_full_context": kv_full_bytes,
+            "total_bytes_full_context": weight_bytes + kv_full_bytes,
         },
         "runs": {
             "architecture": config.arch,
@@ -96,6 +97,15 @@ def describe(source: ModelSource) -> dict[str, Any]:
             "switches": env.switches(),
         },
     }
+
+
+def _kv_bytes(config: ModelConfig, num_tokens: int) -> int:
+    """Keys and values of one sequence; sliding layers keep those inside their window."""
+    kept = [
+        min(num_tokens, config.sliding_window) if kind == "sliding" else num_tokens
+        for kind in config.layer_types
+    ]
+    return 2 * config.num_kv_heads * config.head_dim * _KV_BYTES * sum(kept)
 
 
 def _format_name(source: ModelSource) -> str:

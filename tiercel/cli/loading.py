@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from tiercel import env
 from tiercel.cli.options import CommonOptions, EngineOptions, SamplingOptions
-from tiercel.cli.terminal import ProgressReporter
-from tiercel.errors import InternalError, InvalidRequestError
+from tiercel.cli.terminal import ProgressReporter, UsageError
+from tiercel.errors import ArgumentError, InternalError, InvalidRequestError
 
 if TYPE_CHECKING:
     from tiercel.engine.output import CompletionOutput, StreamDelta
@@ -83,20 +83,23 @@ def make_params(
     """The sampling parameters that the options ask for, validated.
 
     Raises:
-        ArgumentError: a value is out of range.
+        UsageError: a value is out of range.
     """
     from tiercel.params import SamplingParams
 
-    return SamplingParams(
-        n=n,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        stop=stop,
-        max_tokens=sampling.max_tokens if sampling.max_tokens is not None else max_tokens,
-        logprobs=logprobs,
-        repetition_penalty=sampling.repeat_penalty,
-        structured_outputs=form,
-    )
+    try:
+        return SamplingParams(
+            n=n,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            stop=stop,
+            max_tokens=sampling.max_tokens if sampling.max_tokens is not None else max_tokens,
+            logprobs=logprobs,
+            repetition_penalty=sampling.repeat_penalty,
+            structured_outputs=form,
+        )
+    except ArgumentError as error:
+        raise UsageError(str(error), hint=error.hint) from error

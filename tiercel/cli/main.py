@@ -62,7 +62,8 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "bench kernels": bench_kernels,
     "doctor": doctor,
 }
-_GROUPS = {"bench": "Measure the speed of a server or of the engine."}
+_GROUPS = {"bench": "Measure the speed of a server or of the engine; alone as bench speed."}
+_DEFAULTS = {"bench": "speed"}  # of a group: the command that stands for it
 _HELP = "Run language models from GGUF files and model folders, on CPU and CUDA."
 _EXAMPLES = {
     "tiercel": (
@@ -88,8 +89,8 @@ _EXAMPLES = {
         "tiercel pull owner/name --list",
     ),
     "bench": (
+        "tiercel bench -m model.gguf --json out.json",
         "tiercel bench serve http://127.0.0.1:8000 --concurrency 1,2,4 --json out.json",
-        "tiercel bench throughput -m model.gguf --input-len 512 --output-len 128",
     ),
     "bench serve": (
         "tiercel bench serve http://127.0.0.1:8000 --concurrency 1,4,16 --plot out.svg",
@@ -186,6 +187,7 @@ def _epilogue(name: str) -> str:
 
 def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:
     """Bind the arguments; a configuration file that they name is read and they are bound again."""
+    arguments = _name_command(arguments)
     app = make_app()
     command, bound, _ = app.parse_args(arguments)
     common = next((v for v in bound.arguments.values() if isinstance(v, CommonOptions)), None)
@@ -197,6 +199,15 @@ def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundA
     app.config = (_ENVIRONMENT, source)
     command, bound, _ = app.parse_args(arguments)
     return command, bound
+
+
+def _name_command(arguments: Sequence[str]) -> Sequence[str]:
+    """Put in the command of a group that is called alone or with options only."""
+    group, rest = arguments[:1], arguments[1:]
+    is_alone = not rest or (rest[0].startswith("-") and rest[0] not in ("--help", "-h"))
+    if is_alone and group and group[0] in _DEFAULTS:
+        return [*group, _DEFAULTS[group[0]], *rest]
+    return arguments
 
 
 def _option_names(app: App, command: str) -> frozenset[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
+from cyclopts.validators import Number
 
 MODEL_GROUP = Group("Model", sort_key=2)
 SAMPLING_GROUP = Group("Sampling", sort_key=3)
@@ -65,10 +66,12 @@ class EngineOptions:
         Parameter(help="Activations: auto, float32, float16 or bfloat16."),
     ] = "auto"
     max_model_len: Annotated[
-        int | None, Parameter(help="Context in tokens.", show_default=False)
+        int | None,
+        Parameter(validator=Number(gte=1), help="Context in tokens.", show_default=False),
     ] = None
     gpu_memory_utilization: Annotated[
-        float, Parameter(help="Share of GPU memory to use.", show=False)
+        float,
+        Parameter(validator=Number(gt=0, lte=1), help="Share of GPU memory to use.", show=False),
     ] = 0.9
     spec: Annotated[
         Literal["off", "ngram", "mtp", "hybrid"],

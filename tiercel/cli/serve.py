@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from tiercel.cli.options import CommonOptions, EngineOptions, ModelName
 from tiercel.cli.serve_options import BatchOptions, DefaultOptions, LimitOptions, ServerOptions
 from tiercel.cli.terminal import UsageError
+from tiercel.errors import ArgumentError
 from tiercel.params import LIMITS, Limits, SamplingParams
 
 if TYPE_CHECKING:
@@ -75,14 +76,15 @@ def make_settings(
     """The settings that the options ask for.
 
     Raises:
-        ArgumentError, UsageError: naming the option.
+        UsageError: naming the option.
     """
-    from tiercel.serve.reasoning import select_reasoning_format
     from tiercel.serve.state import ServeSettings
-    from tiercel.serve.tools import select_tool_format
 
-    select_tool_format("", "", server.tool_parser)  # an unknown name is refused here
-    select_reasoning_format("", server.reasoning_parser)
+    try:
+        _check_parsers(server)
+        sampling = make_defaults(defaults)
+    except ArgumentError as error:
+        raise UsageError(str(error), hint=error.hint) from error
     if not 0 <= server.port <= 65535:
         raise UsageError(f"--port {server.port} is out of range.", hint="Use 0 to 65535.")
     for name in ("drain_seconds", "slow_client_seconds"):
@@ -96,7 +98,7 @@ def make_settings(
         served_names=tuple(dict.fromkeys(server.served_model_name)),
         limits=make_limits(limits),
         access=make_access(server),
-        sampling=make_defaults(defaults),
+        sampling=sampling,
         tool_parser=server.tool_parser,
         reasoning_parser=server.reasoning_parser,
         is_reasoning_mirrored=server.reasoning_field == "both",
@@ -111,6 +113,15 @@ def make_settings(
         slow_client_seconds=server.slow_client_seconds,
         metrics_prefix=server.metrics_prefix,
     )
+
+
+def _check_parsers(server: ServerOptions) -> None:
+    """Refuse an unknown name before the model is loaded."""
+    from tiercel.serve.reasoning import select_reasoning_format
+    from tiercel.serve.tools import select_tool_format
+
+    select_tool_format("", "", server.tool_parser)
+    select_reasoning_format("", server.reasoning_parser)
 
 
 def make_tracing(server: ServerOptions) -> Tracing | None:

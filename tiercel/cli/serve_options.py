@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
+from cyclopts.validators import Number
 
 from tiercel.cli.options import MODEL_GROUP
 from tiercel.params import LIMITS
@@ -71,11 +72,12 @@ class ServerOptions:
 class BatchOptions:
     """What runs at once."""
 
-    max_num_seqs: Annotated[int | None, Parameter(help="Requests at once.", show_default=False)] = (
-        None
-    )
+    max_num_seqs: Annotated[
+        int | None, Parameter(validator=Number(gte=1), help="Requests at once.", show_default=False)
+    ] = None
     max_num_batched_tokens: Annotated[
-        int | None, Parameter(help="New tokens of one step.", show_default=False)
+        int | None,
+        Parameter(validator=Number(gte=1), help="New tokens of one step.", show_default=False),
     ] = None
 
 

@@ -119,8 +119,9 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
     """Check options against the model and this machine; fill in defaults.
 
     Raises:
-        ArgumentError: a value that cannot be, naming the option.
+        ArgumentError: a value that cannot be, naming the option or the environment variable.
     """
+    env.switches()  # those of another device are not read later, but a wrong value tells of a slip
     device = resolve_device(options.device)
     spec = resolve_spec(options.spec, options.num_spec_tokens)
     if spec.has_head and not source.config.num_mtp_layers:

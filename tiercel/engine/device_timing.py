@@ -35,7 +35,9 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 def read_gbps(device: torch.device) -> float:
     """The rate of summing 64-bit integers from memory."""
-    num_bytes = (4 << 30) if device.type == "cuda" else (128 << 20)
+    num_bytes = 128 << 20
+    if device.type == "cuda":  # beside a model, which may have left little
+        num_bytes = min(4 << 30, torch.cuda.mem_get_info(device)[0] // 16 * 8)
     words = torch.randint(-(2**40), 2**40, (num_bytes // 8,), device=device)
     total = torch.empty((), dtype=torch.int64, device=device)
     run = lambda: torch.sum(words, dim=0, out=total)  # noqa: E731

@@ -91,6 +91,7 @@ class LinkHandler(logging.Handler):
 
     def __init__(self, link: EngineLink) -> None:
         super().__init__()
+        self.setFormatter(logging.Formatter())  # the parent adds level and name
         self._link = link
 
     def emit(self, record: logging.LogRecord) -> None:

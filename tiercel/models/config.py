@@ -207,13 +207,29 @@ def _finish(config: ModelConfig, fields: Fields) -> ModelConfig:
             hint="The number of key/value heads must divide the number of heads.",
         )
     for rope in (config.rope, config.rope_sliding):
-        if rope is not None and (rope.rotary_dim % 2 or rope.rotary_dim > config.head_dim):
-            raise ModelFormatError(
-                f"{fields.file}: {rope.rotary_dim} rotary dimensions in a head of "
-                f"{config.head_dim}.",
-                hint="The number must be even and at most the head size.",
-            )
+        if rope is not None:
+            _check_rope(rope, config.head_dim, fields.file)
     return config
+
+
+def _check_rope(rope: RopeConfig, head_dim: int, file: str) -> None:
+    if rope.rotary_dim % 2 or rope.rotary_dim > head_dim:
+        raise ModelFormatError(
+            f"{file}: {rope.rotary_dim} rotary dimensions in a head of {head_dim}.",
+            hint="The number must be even and at most the head size.",
+        )
+    # Both scalings divide by what is 0 here.
+    if rope.scaling == "yarn" and rope.base <= 1:
+        raise ModelFormatError(
+            f"{file}: rotary scaling yarn with a base of {rope.base:g}.",
+            hint="The base must be above 1.",
+        )
+    if rope.scaling == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+        raise ModelFormatError(
+            f"{file}: rotary scaling llama3 with low_freq_factor {rope.low_freq_factor:g} and "
+            f"high_freq_factor {rope.high_freq_factor:g}.",
+            hint="The high one must be above the low one.",
+        )
 
 
 def from_gguf(

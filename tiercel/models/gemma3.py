@@ -38,7 +38,7 @@ def _refine_gguf(config: ModelConfig, fields: Fields) -> ModelConfig:
     key = "attention.sliding_window_pattern"
     pattern = fields.get(key)
     if pattern is None or isinstance(pattern, int):
-        period = fields.integer(key, 0, config.num_layers + DEFAULT_PATTERN, DEFAULT_PATTERN)
+        period = fields.integer(key, 0, 2**16, DEFAULT_PATTERN)
         layer_types = _pattern_types(config.num_layers, period)
     else:
         is_sequence = hasattr(pattern, "__len__") and not isinstance(pattern, str)

@@ -22,7 +22,6 @@ import logging
 import os
 import sys
 import tempfile
-import warnings
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -118,11 +117,11 @@ def build_encoders(data: TokenizerData, cache_dir: Path | None, cache_key: str) 
         if kind in (CONTROL, USER_DEFINED) and token in vocab and token
     ]
     plain, chat = Tokenizer(model), Tokenizer(model)
-    for encoder in (plain, chat):
-        if is_byte_level:
-            encoder.pre_tokenizer = _make_splitter(data)
-        else:
-            encoder.normalizer = _make_space_marker(add_prefix=data.add_space_prefix)
+    if is_byte_level:
+        plain.pre_tokenizer = chat.pre_tokenizer = _make_splitter(data)
+    else:
+        marker = _make_space_marker(add_prefix=data.add_space_prefix)
+        plain.normalizer = chat.normalizer = marker
     plain.add_tokens([token for token in added if not token.special])
     chat.add_tokens(added)
     return Encoders(plain, chat, plain)
@@ -151,9 +150,11 @@ def _make_splitter(data: TokenizerData) -> pre_tokenizers.PreTokenizer:
     splits = SPLITS.get(data.pre)
     if splits is None:
         shown = repr(data.pre[:60])
-        warnings.warn(
-            f"{data.name}: {PREFIX}pre is {shown}, unknown to Tiercel: text is split as for gpt-2.",
-            stacklevel=2,
+        _LOG.warning(
+            "%s: %spre is %s, unknown to Tiercel: text is split as for gpt-2",
+            data.name,
+            PREFIX,
+            shown,
         )
         splits = SPLITS["gpt-2"]
     steps: list[pre_tokenizers.PreTokenizer] = [

@@ -13,6 +13,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Final
 
 from tiercel.errors import ModelFormatError, UnsupportedModelError
@@ -158,7 +159,9 @@ class _Fields:
 
     def boolean(self, key: str, *, default: bool) -> bool:
         value = self._metadata.get(PREFIX + key, default)
-        plain = value.item() if hasattr(value, "item") else value
+        # Arrays of NumPy have `item` too, and a length.
+        is_scalar = not hasattr(value, "__len__")
+        plain = value.item() if is_scalar and hasattr(value, "item") else value
         if not isinstance(plain, bool):
             raise self.error(PREFIX + key, f"is {shown(plain)}", "it must be a boolean")
         return plain
@@ -167,7 +170,7 @@ class _Fields:
         value = self._metadata.get(PREFIX + key)
         if value is None:
             return None
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
+        if isinstance(value, bool) or not isinstance(value, Integral):
             raise self.error(PREFIX + key, f"is {shown(value)}", "it must be an integer")
         token_id = operator.index(value)
         if not 0 <= token_id < vocab_size:

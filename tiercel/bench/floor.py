@@ -1,0 +1,87 @@
+"""The least time that a device allows for what `bench speed` times.
+
+A step reads every matrix once, as the file stores it, and the keys and values that its tokens see.
+A token costs two operations for each weight of a layer and four for each key and dimension of a
+head; only logits that are used cost the head. The floor is the longer of the bytes at the rate of
+reading and the operations at the rate of a large product. Activations are left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from tiercel.engine.device_timing import Ceilings
+    from tiercel.models.source import ModelSource
+
+
+class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model's steps read and compute.
+
+    Attributes:
+        weight_bytes: of layers and head, as the file stores them.
+        layer_weights: of the matrices of all layers.
+        head_weights: of the head.
+        key_bytes: keys and values of one position in one layer.
+        attention_width: heads times their dimensions.
+        windows: number of layers by how many keys a token sees there; 0 is all.
+    """
+
+    weight_bytes: int
+    layer_weights: int
+    head_weights: int
+    key_bytes: int
+    attention_width: int
+    windows: dict[int, int]
+
+
+def model_cost(source: ModelSource, key_itemsize: int) -> ModelCost:
+    """The cost of a model whose keys and values take `key_itemsize` bytes each."""
+    config = source.config
+    head = source.tensors[source.names.get("head.weight", source.names["embed.weight"])]
+    used = {f"layers.{i}" for i in range(config.num_layers)}  # not the head that drafts
+    layers = [
+        source.tensors[name]
+        for ours, name in source.names.items()
+        if ours.rpartition(".")[0].rpartition(".")[0] in used
+    ]
+    seen = Counter(config.sliding_window if kind == "sliding" else 0 for kind in config.layer_types)
+    return ModelCost(
+        weight_bytes=head.nbytes + sum(info.nbytes for info in layers),
+        layer_weights=sum(out * inner for out, inner in (i.shape for i in layers) if out > 1),
+        head_weights=head.shape[0] * head.shape[1],
+        key_bytes=2 * config.num_kv_heads * config.head_dim * key_itemsize,
+        attention_width=config.num_heads * config.head_dim,
+        windows=dict(seen),
+    )
+
+
+def floor_seconds(
+    cost: ModelCost, ceilings: Ceilings, batch: int, prompt_tokens: int, steps: int
+) -> float:
+    """The floor of a trial.
+
+    Args:
+        cost: of the model.
+        ceilings: of the device.
+        batch: sequences.
+        prompt_tokens: of each: what is timed, or what lies in the cache before the steps.
+        steps: of one token for each sequence; 0 for the prompt.
+    """
+    if steps:
+        contexts = range(prompt_tokens + 1, prompt_tokens + steps + 1)
+        passes, tokens, logits = steps, batch * steps, batch * steps
+    else:
+        contexts = range(1, prompt_tokens + 1)
+        passes, tokens, logits = 1, batch * prompt_tokens, batch
+    seen = sum(
+        count * sum(min(length, window or length) for length in contexts)
+        for window, count in cost.windows.items()
+    )
+    num_bytes = passes * cost.weight_bytes + (batch * seen * cost.key_bytes if steps else 0)
+    flops = 2 * (tokens * cost.layer_weights + logits * cost.head_weights)
+    flops += 4 * batch * seen * cost.attention_width
+    return max(num_bytes / ceilings.read_gbps / 1e9, flops / ceilings.tflops / 1e12)
