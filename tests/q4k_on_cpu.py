@@ -43,7 +43,8 @@ def build(tensor: QuantTensor, config: kernel.Q4kMatvecConfig, folder: Path) -> 
     headers = [cuda / f"{name}.cuh" for name in source.headers if name != "q4k_ptx"]
     parts = [HERE / "device.hpp", HERE / "q4k_device.hpp", *headers, cuda / f"{source.name}.cu"]
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
-    text = macros + "".join(part.read_text() for part in (*parts, HERE / "run_q4k_matvec.cpp"))
+    run = (HERE / "run_each_cta.hpp", HERE / "run_q4k_matvec.cpp")
+    text = macros + "".join(part.read_text() for part in (*parts, *run))
     name = f"matvec_{tensor.layout.name}"
     path, library = folder / f"{name}.cpp", folder / f"{name}.so"
     path.write_text(text)

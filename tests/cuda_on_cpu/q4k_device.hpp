@@ -48,7 +48,6 @@ template <int N> DEV void copy_wait() {
   for (; own.size() > N + 1; own.pop_front())
     for (const Pending& copy : own.front()) std::memcpy(shared(copy.to, 16), copy.data, 16);
 }
-DEV u16 float_to_half(float f) { return _cvtss_sh(f, 0); }
 DEV u32 fma2(u32 a, u32 b, u32 c) {
   u32 d = 0;
   for (int i = 0; i < 32; i += 16)

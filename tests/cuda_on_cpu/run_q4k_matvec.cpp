@@ -1,4 +1,4 @@
-// Runs q4k_matvec on one processor, CTA after CTA, warps in random order; behind its sources.
+// Runs q4k_matvec on one processor; behind its sources and run_each_cta.hpp.
 struct Call {
   Planes planes;
   const uint4* x;
@@ -8,62 +8,13 @@ struct Call {
   int rows, blocks, m, x_stride, out_stride;
 };
 static Call call;
-static void enter() {
+static void start_cta() {}
+static void enter_kernel() {
   q4k_matvec(call.planes, call.x, call.out, call.partial, call.tickets, call.rows, call.blocks,
              call.m, call.x_stride, call.out_stride);
-  current->is_done = true, --current->warp->live, ++events;
-  give_way();
 }
 
-constexpr size_t STACK = 64 << 10;
-static int run_cta(u8* stacks, std::mt19937& random, u32 smem_bytes) {
-  std::vector<Thread> threads(THREADS);
-  std::vector<Warp> warps(THREADS / WARP);
-  ctas.assign(1, Cta());
-  ctas[0].smem = memory;
-  std::memset(memory, 0xEE, SMEM);
-  groups.assign(THREADS, Groups(1));
-  for (int i = 0; i < THREADS; ++i) {
-    u64* top = (u64*)(stacks + (i + 1) * STACK) - 1;  // as a call leaves it
-    *--top = (u64)enter;
-    for (int saved = 0; saved < 6; ++saved) *--top = 0;
-    threads[i] = {top, i, 0, &warps[i / WARP], false};
-    warps[i / WARP].threads[i % WARP] = &threads[i], warps[i / WARP].live = WARP;
-  }
-  u64 seen = events;
-  for (int idle = 0; idle < 1000;) {
-    int live = 0;
-    for (Warp& warp : warps) {
-      live += warp.live;
-      if (warp.live && random() % 4)
-        for (Thread* thread : warp.threads)
-          if (!thread->is_done) current = thread, switch_stack(&scheduler, thread->stack);
-    }
-    if (live == 0) {
-      for (u32 at = smem_bytes; at < SMEM; ++at)
-        if (memory[at] != 0xEE) return 2;
-      return 0;
-    }
-    idle = events == seen ? idle + 1 : 0, seen = events;
-  }
-  return 1;
-}
-
-// 1: a hang, 2: shared memory behind what the launch asks for was written.
 extern "C" int run(const Call* given, int grid_x, int grid_y, int smem_bytes, int seed) {
   call = *given;
-  std::mt19937 random(seed);
-  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-  u8* stacks = (u8*)mmap(nullptr, THREADS * STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
-  int result = 0;
-  grid_size = {grid_x, grid_y};
-  std::vector<int> order(grid_x * grid_y);
-  for (int i = 0; i < (int)order.size(); ++i) order[i] = i;
-  std::shuffle(order.begin(), order.end(), random);
-  for (int i : order) {
-    block_at = {i % grid_x, i / grid_x};
-    result = result ? result : run_cta(stacks, random, smem_bytes);
-  }
-  munmap(stacks, THREADS * STACK);
-  return result;
+  return run_grid(grid_x, grid_y, smem_bytes, seed);
 }

@@ -47,12 +47,15 @@ def run_kernel(q, k_cache, v_cache, batch, *, window=0, max_seq_len=None, shares
     return out
 
 
-def check(requests, shape, window, dtype, device, *, block_size=64, folds=None):
+def check(requests, shape, window, dtype, device, *, block_size=64, **options):
     """Against the oracle, with NaN in every slot that no request owns."""
-    q, k_cache, v_cache, batch, keys, values = make_case(
-        requests, shape, block_size, dtype, device, poison=float("nan")
-    )
-    out = run_kernel(q, k_cache, v_cache, batch, window=window, folds=folds)
+    case = make_case(requests, shape, block_size, dtype, device, poison=float("nan"))
+    check_case(case, window, run_kernel(*case[:4], window=window, **options))
+
+
+def check_case(case, window, out):
+    q, _, _, batch, keys, values = case
+    dtype = q.dtype
     query_lens = list(batch.query_lens)
     expected = oracle.paged_attention(q.cpu(), keys, values, query_lens, SCALE, window)
     assert relative_error(out, expected) < TOLERANCE[dtype]
@@ -136,14 +139,14 @@ def test_keys_before_the_window_are_not_read(device):
     assert relative_error(out, expected) < TOLERANCE[torch.float16]
 
 
-def alone(case, request, queries, window):
+def alone(case, request, queries, window, **options):
     """The last `queries` new tokens of one request of a case, run as a batch of its own."""
     q, k_cache, v_cache, batch, _, _ = case
     single, _ = make_batch([(queries, batch.context_lens[request])], 64, q.device)
     table = batch.block_tables[:, batch.rows[request]].unsqueeze(1)
     single = replace(single, block_tables=table, rows=torch.zeros_like(single.rows))
     q = q[: sum(batch.query_lens[: request + 1])][-queries:]
-    return run_kernel(q, k_cache, v_cache, single, window=window)
+    return run_kernel(q, k_cache, v_cache, single, window=window, **options)
 
 
 @pytest.mark.gpu

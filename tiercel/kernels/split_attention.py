@@ -40,6 +40,7 @@ MIDDLE_KEYS, MIDDLE_END = 256, 32768
 COARSE_KEYS = 512
 
 _THREADS = 128
+_PTX = "attention_ptx"
 _HEADERS = ("attention_splits", "split_walk")
 # Tiles of rows, by head_dim, from which on the first kernel adds up splits. With fewer most rows
 # are shared, and the second kernel begins sooner alone: 1 x 1,024 4.8 us, 6.0 with sums; 16 x 600
@@ -161,7 +162,7 @@ def attention_source(
         ("STAGES", config.stages),
         ("CTAS", config.room),
     )
-    return rtc.KernelSource("split_attention", macros, (*_HEADERS, "split_ptx"))
+    return rtc.KernelSource("split_attention", macros, (_PTX, "split_ptx", *_HEADERS))
 
 
 def select_folds(head_dim: int, row_tiles: int, slots: int) -> bool:
@@ -201,7 +202,7 @@ def merge_source(
         ("WARPS", merge.warps),
         ("CTAS", merge.ctas),
     )
-    return rtc.KernelSource("merge_splits", macros, _HEADERS)
+    return rtc.KernelSource("merge_splits", macros, (_PTX, *_HEADERS))
 
 
 def _split_macros(

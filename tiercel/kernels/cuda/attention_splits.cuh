@@ -1,13 +1,7 @@
-// Where the keys of a request are cut, and PTX forms that both kernels of split attention share.
-// No #include: NVRTC brings no headers. Macros: IS_BF16 (0: fp16), the type of queries and cache.
+// Where the keys of a request are cut, and how sums of splits are added; behind attention_ptx.cuh.
 //
 // Splits end at fixed positions, so that no sum depends on the batch: every FINE_KEYS up to
 // FINE_END, every MIDDLE_KEYS up to MIDDLE_END, every COARSE_KEYS beyond (split_attention.py).
-#define DEV __device__ __forceinline__
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef long long i64;
-
 #define FINE (FINE_END / FINE_KEYS)
 #define MIDDLE (FINE + (MIDDLE_END - FINE_END) / MIDDLE_KEYS)
 #define NEG_INF (-__int_as_float(0x7f800000))
@@ -34,11 +28,6 @@ struct Request {
   }
 };
 
-DEV float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 // Sums over splits: one at a time, in order, wherever it is done. The maximum rises to `most`; the
 // weight of what comes is returned, that of what is there is `decay`.
 DEV float rise(float& maximum, float most, float& decay) {
@@ -49,25 +38,4 @@ DEV float rise(float& maximum, float most, float& decay) {
 }
 DEV float add_scaled(float sum, float decay, float x, float weight) {
   return __fmaf_rn(sum, decay, __fmul_rn(x, weight));
-}
-// Two floats as fp16 or bf16, the first in the low half.
-DEV u32 pack(float low, float high) {
-  u32 y;
-#if IS_BF16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-#endif
-  return y;
-}
-// The next kernel may start as soon as there is room for it; this one waits for the one before.
-DEV void let_dependents_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-DEV void wait_for_predecessor() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }

@@ -1,5 +1,5 @@
 // The second kernel of split attention: rows that several CTAs share become their results. Behind:
-// attention_splits.cuh, split_walk.cuh. Host side: split_attention.py.
+// attention_ptx.cuh, attention_splits.cuh, split_walk.cuh. Host side: split_attention.py.
 //
 // With FOLDS, the CTA that has a row's first split has added its own splits already, at the place of
 // the last of them; here those of the others follow, in order. As many CTAs as have shared a tile of

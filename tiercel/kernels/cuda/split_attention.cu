@@ -1,5 +1,6 @@
 // Attention of few new tokens per request over the paged cache: results of splits, and of rows.
-// Behind: attention_splits.cuh, split_walk.cuh, split_ptx.cuh. Host side, floor: split_attention.py.
+// Behind: attention_ptx.cuh, split_ptx.cuh, attention_splits.cuh, split_walk.cuh. Host side, floor:
+// split_attention.py.
 //
 // A unit of work is a split of one request, one key/value head and one tile of ROWS rows (a row is
 // a query of a head of the group). Units lie in a row by (request, head, tile of rows, split), as
@@ -38,6 +39,11 @@
 #define MAXIMA (WEIGHTS + ROWS * TILE * 2)  // (ROWS, WARPS) float
 #define SUMS (MAXIMA + ROWS * 16)           // (ROWS, WARPS) float
 
+// Where piece `piece` of row `row` lies among rows of `pieces` pieces, without bank conflicts.
+DEV u32 swizzled(int row, int piece, int pieces) {
+  return (row * pieces + (piece ^ (row & 7))) * 16;
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     const u16* q,         // (tokens, heads, D)
     const u16* k_cache,   // (blocks, block_size, kv_heads, D)
@@ -53,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     int reqs, int kv_heads, int group, int slots, int window, float scale_log2) {
   extern __shared__ __align__(128) unsigned char memory[];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const u32 smem = (u32)__cvta_generic_to_shared(memory);
+  const u32 smem = shared_address(memory);
   const Lengths lengths{rows, cu_seqlens, seq_lens, reqs, kv_heads, group, window};
   let_dependents_start();
 

@@ -1,10 +1,12 @@
-// PTX forms of split_attention.cu: products, copies and shared memory. Macros: IS_BF16.
+// What split_attention.cu takes from PTX: products, copies and shared memory; behind attention_ptx.cuh,
+// and with it replaced where there is no GPU. Macros: IS_BF16.
 #if IS_BF16
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
 #else
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
 #endif
 
+DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEV void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm(MMA "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -46,11 +48,6 @@ DEV void store_float(u32 address, float x) {
 DEV void store_half(u32 address, u32 x) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((u16)x) : "memory");
 }
-// Where piece `piece` of row `row` lies among rows of `pieces` pieces, without bank conflicts.
-DEV u32 swizzled(int row, int piece, int pieces) {
-  return (row * pieces + (piece ^ (row & 7))) * 16;
-}
-
 // Asks for what will be read soon.
 DEV void prefetch_line(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));

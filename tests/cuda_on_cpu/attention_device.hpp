@@ -1,0 +1,36 @@
+// What attention_ptx.cuh, split_ptx.cuh and CUDA itself give split attention, for one processor; behind
+// q4k_device.hpp. What the kernel ahead writes is there when a CTA waits for it, and NaN until then.
+#undef THREADS
+#define THREADS (32 * WARPS)
+using std::max;
+
+struct alignas(8) float2 { float x, y; };
+static float2 make_float2(float x, float y) { return {x, y}; }
+DEV float __fadd_rn(float a, float b) { return a + b; }
+DEV float __fmul_rn(float a, float b) { return a * b; }
+DEV float __fdiv_rn(float a, float b) { return a / b; }
+DEV float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+DEV int __ffs(u32 v) { return __builtin_ffs((int)v); }
+DEV float exp2_fast(float x) { return std::exp2(x); }
+
+DEV void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  mma(c, a[0], a[1], a[2], a[3], b0, b1);
+}
+DEV void load_matrices(u32 (&x)[4], u32 address) { load_matrices<false>(x, address); }
+DEV void load_transposed(u32 (&x)[4], u32 address) { load_matrices<true>(x, address); }
+DEV void copy16(u32 to, const void* from, bool is_read) { copy16_of(to, from, is_read ? 16 : 0); }
+DEV float4 load_floats(u32 address) { return from_shared<float4>(address); }
+DEV void store_16(u32 address, uint4 x) { sts16(address, x.x, x.y, x.z, x.w); }
+DEV void store_float(u32 address, float x) { std::memcpy(shared(address, 4), &x, 4); }
+DEV void store_half(u32 address, u32 x) { sts2(address, (u16)x); }
+DEV void prefetch_line(const void*) {}
+
+struct Late { u8* at; std::vector<u8> data; };
+static std::vector<Late> late;
+static Place late_for;  // the CTA that has not waited yet
+DEV void let_dependents_start() {}
+DEV void wait_for_predecessor() {
+  if (late_for.x == blockIdx.x && late_for.y == blockIdx.y)
+    for (const Late& one : late) std::memcpy(one.at, one.data.data(), one.data.size());
+  late_for = {-1, -1};
+}

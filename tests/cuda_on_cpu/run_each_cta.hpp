@@ -1,0 +1,63 @@
+// Runs a kernel whose CTAs do not wait for each other, one after another in any order, warps in
+// random order; behind its source and what defines THREADS. The file behind this one defines
+// `enter_kernel`, which calls the kernel, and `start_cta`.
+static void start_cta();
+static void enter_kernel();
+static void enter() {
+  enter_kernel();
+  current->is_done = true, --current->warp->live, ++events;
+  give_way();
+}
+
+constexpr size_t STACK = 64 << 10;
+static int run_cta(u8* stacks, std::mt19937& random, u32 smem_bytes) {
+  std::vector<Thread> threads(THREADS);
+  std::vector<Warp> warps(THREADS / WARP);
+  ctas.assign(1, Cta());
+  ctas[0].smem = memory;
+  std::memset(memory, 0xEE, SMEM);
+  groups.assign(THREADS, Groups(1));
+  for (int i = 0; i < THREADS; ++i) {
+    u64* top = (u64*)(stacks + (i + 1) * STACK) - 1;  // as a call leaves it
+    *--top = (u64)enter;
+    for (int saved = 0; saved < 6; ++saved) *--top = 0;
+    threads[i] = {top, i, 0, &warps[i / WARP], false};
+    warps[i / WARP].threads[i % WARP] = &threads[i], warps[i / WARP].live = WARP;
+  }
+  u64 seen = events;
+  for (int idle = 0; idle < 1000;) {
+    int live = 0;
+    for (Warp& warp : warps) {
+      live += warp.live;
+      if (warp.live && random() % 4)
+        for (Thread* thread : warp.threads)
+          if (!thread->is_done) current = thread, switch_stack(&scheduler, thread->stack);
+    }
+    if (live == 0) {
+      for (u32 at = smem_bytes; at < SMEM; ++at)
+        if (memory[at] != 0xEE) return 2;
+      return 0;
+    }
+    idle = events == seen ? idle + 1 : 0, seen = events;
+  }
+  return 1;
+}
+
+// 1: a hang, 2: shared memory behind what the launch asks for was written.
+static int run_grid(int grid_x, int grid_y, int smem_bytes, int seed) {
+  std::mt19937 random(seed);
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  u8* stacks = (u8*)mmap(nullptr, THREADS * STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
+  int result = 0;
+  grid_size = {grid_x, grid_y};
+  std::vector<int> order(grid_x * grid_y);
+  for (int i = 0; i < (int)order.size(); ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), random);
+  for (int i : order) {
+    block_at = {i % grid_x, i / grid_x};
+    start_cta();
+    result = result ? result : run_cta(stacks, random, smem_bytes);
+  }
+  munmap(stacks, THREADS * STACK);
+  return result;
+}

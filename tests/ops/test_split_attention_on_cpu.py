@@ -1,0 +1,103 @@
+"""The sources of split attention, lane by lane on a processor: what needs no GPU to be wrong.
+
+Queries and new keys are NaN until they are waited for; CTAs and warps come in any order; shares end
+anywhere in rows.
+"""
+
+import pytest
+import torch
+
+from tests.ops.test_split_attention import alone, check_case, run_kernel
+from tests.paged_batches import make_case
+from tests.split_attention_on_cpu import Processor
+from tiercel.kernels import rtc
+from tiercel.kernels import split_attention as kernel
+
+CPU = torch.device("cpu")
+# Borders of tiles and splits, one key, rows that several CTAs share.
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 300, 700)
+FOLDS = (False, True)
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory):
+    """Keeps what it compiled from test to test."""
+    return Processor(tmp_path_factory.mktemp("cuda_on_cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(processor, monkeypatch):
+    monkeypatch.setattr(rtc, "load_kernel", processor.load_kernel)
+    monkeypatch.setattr(rtc, "launch", processor.launch)
+
+
+def run(processor, case, window, shares, **options):
+    """With queries and new keys that come when the kernel waits for them."""
+    q, k_cache, v_cache, batch, _, _ = case
+    slots = batch.slot_mapping[0].tolist()
+    new = [cache.flatten(0, 1)[slot] for cache in (k_cache, v_cache) for slot in slots]
+    processor.late = [q.new_empty(0).set_(q.untyped_storage()), *new]
+    processor.seed += 1
+    return run_kernel(q, k_cache, v_cache, batch, window=window, shares=shares, **options)
+
+
+def check_source(processor, requests, shape, window, dtype, *, all_folds=FOLDS, shares=5):
+    """Against the oracle; bit for bit alone, in shares of any size, with sums in either kernel."""
+    case = make_case(requests, shape, 64, dtype, CPU, poison=float("nan"))
+    first = run(processor, case, window, shares, folds=True)
+    check_case(case, window, first)
+    for folds in all_folds:
+        for others in (1, 16):
+            assert torch.equal(first, run(processor, case, window, others, folds=folds))
+    stop = 0
+    for request, queries in enumerate(case[3].query_lens):
+        stop += queries
+        lone = alone(case, request, queries, window, shares=2, folds=True)
+        assert torch.equal(first[stop - queries : stop], lone)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(("queries", "heads"), [(1, (4, 1)), (2, (8, 2)), (5, (1, 1))])
+def test_rows_of_one_tile(queries, heads, window, processor):
+    requests = [(min(queries, length), length) for length in LENGTHS]
+    check_source(processor, requests, (*heads, 128), window, torch.float16)
+
+
+def test_rows_of_two_tiles(processor):
+    """7 heads a group, which tiles of 8 rows cut."""
+    requests = [(2, 140), (2, 2), (2, 64), (2, 900), (2, 257)]
+    check_source(processor, requests, (14, 2, 64), 0, torch.bfloat16, all_folds=(True,))
+
+
+def test_requests_of_no_tokens_or_no_keys(processor):
+    """Padding of a captured batch: writes nothing, or zeros."""
+    case = make_case([(2, 70), (1, 1), (1, 65)], (4, 1, 128), 64, torch.float16, CPU)
+    batch = case[3]
+    expected = alone(case, 0, 2, 0, shares=1, folds=True)
+    batch.cu_seqlens_q.copy_(torch.tensor([0, 2, 3, 3]))  # the last has no token
+    batch.seq_lens.copy_(torch.tensor([70, 0, 65]))  # the second has no key
+    for folds in FOLDS:
+        out = run_kernel(*case[:4], shares=5, folds=folds)
+        assert torch.equal(out[:2], expected)
+        assert (out[2] == 0.0).all()
+        assert out[3].isnan().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("rows", [8, 16, 24, 32])
+@pytest.mark.parametrize("head_dim", kernel.HEAD_DIMS)
+def test_every_launch(head_dim, rows, window, processor):
+    """Up to 16 new tokens, beyond the places where splits grow."""
+    for group in (1, 4, 7, 8):
+        most = min(16, rows // group)
+        requests = [(most, 500), (1, 2500), (max(1, most // 2), 129), (1, 1), (most, most)]
+        check_source(processor, requests, (2 * group, 2, head_dim), window, torch.bfloat16)
+    check_source(processor, [(16, 20), (16, 333)], (rows, 1, head_dim), window, torch.float16)
+
+
+@pytest.mark.slow
+def test_more_requests_than_lanes(processor):
+    lengths = torch.randint(1, 200, (70,)).tolist()
+    requests = [(1, length) for length in lengths]
+    check_source(processor, requests, (4, 1, 128), 0, torch.float16, shares=11)

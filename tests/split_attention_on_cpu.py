@@ -1,0 +1,84 @@
+"""Runs launches of split attention on a processor, kernel by kernel; see cuda_on_cpu/device.hpp."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiercel.kernels import rtc
+
+HERE = Path(__file__).parent / "cuda_on_cpu"
+
+
+@dataclass
+class Processor:
+    """Takes the place of `load_kernel` and `launch` of `rtc`.
+
+    Attributes:
+        folder: for what is compiled.
+        seed: draws the order of CTAs and warps.
+        late: what the kernel ahead of the first one writes.
+    """
+
+    folder: Path
+    seed: int = 0
+    late: list[Tensor] = field(default_factory=list)
+    libraries: dict[rtc.KernelSource, ctypes.CDLL] = field(default_factory=dict)
+
+    def load_kernel(
+        self, source: rtc.KernelSource, device: torch.device, smem_bytes: int = 0
+    ) -> tuple[ctypes.CDLL, int]:
+        """As of rtc; skips the test where no processor can stand for a GPU."""
+        if source not in self.libraries:
+            self.libraries[source] = self._build(source)
+        return self.libraries[source], smem_bytes
+
+    def _build(self, source: rtc.KernelSource) -> ctypes.CDLL:
+        compiler = shutil.which("g++")
+        if compiler is None or "f16c" not in Path("/proc/cpuinfo").read_text():
+            pytest.skip("needs g++ and an x86 processor with F16C")
+        cuda = files("tiercel.kernels") / "cuda"
+        device = [HERE / f"{name}.hpp" for name in ("device", "q4k_device", "attention_device")]
+        headers = [cuda / f"{name}.cuh" for name in source.headers if not name.endswith("_ptx")]
+        run = [HERE / "run_each_cta.hpp", HERE / "run_launch.cpp"]
+        parts = (*device, *headers, cuda / f"{source.name}.cu", *run)
+        macros = (*source.macros, ("KERNEL", source.name))
+        text = "".join(f"#define {name} {value}\n" for name, value in macros)
+        base = self.folder / f"{source.name}_{len(self.libraries)}"
+        path, library = base.with_suffix(".cpp"), base.with_suffix(".so")
+        path.write_text(text + "".join(part.read_text() for part in parts))
+        flags = ["-O1", "-std=c++17", "-mf16c", "-mfma", "-ffp-contract=off"]
+        flags += ["-fno-strict-aliasing", "-fno-stack-protector", "-fno-exceptions", "-w"]
+        subprocess.run([compiler, *flags, "-shared", "-fPIC", "-o", library, path], check=True)
+        return ctypes.CDLL(str(library))
+
+    def launch(
+        self,
+        kernel: tuple[ctypes.CDLL, int],
+        grid: int,
+        threads: int,
+        arguments: Sequence[Any],
+        *,
+        grid_y: int = 1,
+        is_dependent: bool = False,
+    ) -> None:
+        """As of rtc, at once."""
+        library, smem_bytes = kernel
+        for tensor in self.late:
+            assert tensor.is_contiguous()
+            size = ctypes.c_size_t(tensor.numel() * tensor.element_size())
+            library.add_late(ctypes.c_void_p(tensor.data_ptr()), size)
+        self.late.clear()
+        places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        failure = library.run(places, grid, grid_y, smem_bytes, self.seed)
+        assert failure == 0, {1: "a hang", 2: "more shared memory than asked for"}[failure]

@@ -1,0 +1,34 @@
+// What both kernels of split attention take from PTX. No #include: NVRTC brings no headers.
+// tests/cuda_on_cpu/attention_device.hpp stands for it where there is no GPU. Macros: IS_BF16 (0:
+// fp16), the type of queries and cache.
+#define DEV __device__ __forceinline__
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef long long i64;
+
+DEV float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Two floats as fp16 or bf16, the first in the low half.
+DEV u32 pack(float low, float high) {
+  u32 y;
+#if IS_BF16
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#endif
+  return y;
+}
+// The next kernel may start as soon as there is room for it; this one waits for the one before.
+DEV void let_dependents_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+DEV void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
