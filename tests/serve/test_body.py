@@ -94,6 +94,9 @@ MALFORMED = {
     "unknown key twice": (b'{"a": {"b": 1, "b": 1}}', "the key 'b' stands twice"),
     "brackets": (b'{"messages": [}]}', "(byte 14)"),
     "only closing": (b"{}}", "trailing characters (byte 3)"),
+    "a wrong field, and trailing": (b'{"n": "x"} {}', "trailing characters (byte 12)"),
+    "a wrong field, and cut": (b'{"n": "x", "messages": [', "ends too early (byte 24)"),
+    "a wrong field, and NaN": (b'{"n": "x", "other": NaN}', "(byte 20)"),
 }
 
 

@@ -147,6 +147,7 @@ def decode(data: bytes, type_: type[T], limits: Limits) -> tuple[T, tuple[str, .
     try:
         value = msgspec.json.decode(data, type=type_)
     except msgspec.ValidationError as error:
+        _check_syntax(data)
         raise _wrong_value(str(error), data) from None
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _malformed(str(error), data) from None
@@ -154,6 +155,16 @@ def decode(data: bytes, type_: type[T], limits: Limits) -> tuple[T, tuple[str, .
         raise _invalid_json(f"it is no UTF-8 (byte {error.start})") from None
     _check_all_numbers(data)
     return value, unknown_fields(found.keys, type_)
+
+
+def _check_syntax(data: bytes) -> None:
+    """Say that it is no JSON before saying that a field is wrong or missing."""
+    try:
+        msgspec.json.decode(data)
+    except msgspec.ValidationError:
+        return  # a number without end; what the field's type says of it is more precise
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _malformed(str(error), data) from None
 
 
 def _check_all_numbers(data: bytes) -> None:

@@ -107,23 +107,30 @@ class CallParser:
         if self._settings.is_anchored:
             before = len(rest) - len(rest.lstrip()) if self._at_start else len(rest)
             has_block = rest[before:].startswith(triggers)
-            if self._at_start and not has_block and not reader.is_final:
-                might = any(trigger.startswith(rest[before:]) for trigger in triggers)
-                held = len(rest) - before if might else 0
-            else:
-                held = 0
+            might = any(trigger.startswith(rest[before:]) for trigger in triggers)
+            held = self._held(len(rest) - before if might and self._at_start else 0)
             before = before if has_block else len(rest) - held
         else:
             places = [rest.find(trigger) for trigger in triggers if trigger in rest]
             has_block = bool(places)
-            held = 0 if reader.is_final else len(open_end(rest, triggers))
+            held = self._held(len(open_end(rest, triggers)))
             before = min(places) if places else len(rest) - held
         self._content(reader.take(before), events)
+        if reader.is_final and not has_block:
+            reader.take(held)
         if has_block:
             self._space_before, self._space = self._space, ""
             self._mark = reader.position
             self._block = self._settings.read_block(reader)
         return has_block
+
+    def _held(self, num_chars: int) -> int:
+        """How many of the last characters, the start of a trigger, are not content, or not yet.
+
+        At the end the limit of tokens has cut the trigger; one character may also be content.
+        """
+        is_markup = self._settings.is_constrained and num_chars > 1
+        return num_chars if is_markup or not self._reader.is_final else 0
 
     def _content(self, text: str, events: list[Event]) -> None:
         shown = text.rstrip()
