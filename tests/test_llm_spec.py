@@ -16,6 +16,7 @@ from tests.test_llm_busy import run_alone, run_busy
 from tests.tiny_llm import DATA, NAMES, assert_idle, greedy, ids_of, open_tiny
 from tiercel.cache.allocator import NULL_BLOCK
 from tiercel.engine import engine as engine_module
+from tiercel.engine.score_params import ScoreParams
 from tiercel.errors import ArgumentError
 from tiercel.params import SamplingParams
 
@@ -160,6 +161,37 @@ def test_a_request_may_switch_it_off_or_lower_it():
             answers.append(ids_of(llm.generate(some_prompts(), greedy(50, num_spec_tokens=limit))))
             assert max(most) == highest
         assert all(answer == answers[0] for answer in answers)
+
+
+def test_guesses_leave_a_step_to_others_too():
+    """15 guesses of a row would fill each step: yet answers, prompts and items go on."""
+    sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 16, "max_model_len": 256}
+    with open_tiny(DATA / "qwen3-tiny.gguf", spec="ngram", num_spec_tokens=15, **sizes) as llm:
+        engine = llm._engine
+        engine.runner.sampler._theta.zero_()  # draft however often they are wrong
+        users = [llm._inputs.request([7, 8, 9, 10 + i] * 4, greedy(200), 0) for i in range(4)]
+        for request in users:
+            engine.submit(request)
+        for _ in range(12):
+            engine.step()
+        assert all(request.output_token_ids for request in users)
+        for _ in range(4):
+            before = [len(request.output_token_ids) for request in users]
+            engine.step()
+            after = [len(request.output_token_ids) for request in users]
+            assert all(now > then for now, then in zip(after, before, strict=True))
+        late = llm._inputs.request([5] * 20, greedy(1), 0)
+        job = llm._score_inputs.job([5] * 20, [[6] * 10], ScoreParams(label_token_ids=[7]))
+        (scoring,) = job.requests  # with the longest item that is packed
+        for request in (late, scoring):
+            engine.submit(request)
+        for _ in range(15):
+            engine.step()
+        assert (late.finish_reason, scoring.finish_reason) == ("length", "length")
+        assert llm.draft_counts.num_draft_tokens > 0
+        for request in users:
+            assert len(request.output_token_ids) < 200
+            engine.abort(request)
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 14))

@@ -16,8 +16,9 @@ Steps overlap: the next one is planned while one is under way. Rules that keep t
 - A request that needs its last token on the host runs only with nothing in flight.
 
 Where drafts are made (`spec/`), a row takes its last token and up to `draft_limit` guesses, if that
-pays for the step as a whole. Blocks are reserved for all of them; without the memory a row verifies
-none and gives way only for its own token.
+pays for the step as a whole. Rows share what a token of each leaves of the budget; where there are
+prompts, half of it, and room stays for the next item. Blocks are reserved for all of them; without
+the memory a row verifies none and gives way only for its own token.
 
 A request to score has a prompt like any other. What its chunks leave of a step's budget goes to
 its items, as many whole ones as fit, from the step on that computes the end of the prompt. Items
@@ -242,15 +243,18 @@ class Scheduler:
     def _plan_running(self, planned: dict[int, ScheduledRow]) -> None:
         budget = self.max_num_batched_tokens
         sits_out: set[Request] = set()
+        num_answers = sum(not _is_chunk(request) for request in self.running)
+        spare = self._spare_tokens(num_answers)
         # Decode steps before prompt chunks: a long prompt must not stall the others.
-        for request in sorted(self.running, key=_is_chunk):
+        for number, request in enumerate(sorted(self.running, key=_is_chunk)):
             if budget == 0:
                 break
             if request.status is not Status.RUNNING or request in sits_out:
                 continue  # it gave way to an earlier one
             if not self._may_run(request):
                 continue
-            part = self._plan(request, budget)
+            # An equal share of what is left, rounded up; the first rows leave some to the others.
+            part = self._plan(request, budget, -(-spare // max(1, num_answers - number)))
             if not part.num_tokens:
                 continue  # its next item waits for a step with more room
             if part.num_drafts and not self.cache.can_grow(request.block_ids, self._places(part)):
@@ -258,6 +262,19 @@ class Scheduler:
             if self._reserve(request, self._places(part), planned, sits_out):
                 planned[request.row] = part
                 budget -= part.num_tokens
+                spare -= part.num_drafts
+
+    def _spare_tokens(self, num_answers: int) -> int:
+        """Tokens of a step that guesses may take: every answer goes on, and prompts and items."""
+        most = self.max_num_batched_tokens - num_answers
+        items = (
+            request.score.items[request.num_items_planned]
+            for request in self.running
+            if request.score is not None and request.num_items_planned < request.num_items
+        )
+        has_prompts = bool(self.waiting) or num_answers < len(self.running)
+        spare = most // 2 if has_prompts else most
+        return max(0, min(spare, most - max(map(len, items), default=0)))
 
     def _plan_waiting(self, planned: dict[int, ScheduledRow]) -> None:
         budget = self.max_num_batched_tokens - sum(part.num_tokens for part in planned.values())
@@ -275,7 +292,7 @@ class Scheduler:
                 break
             del self.waiting[index]
             self._enter(request, match)
-            part = replace(self._plan(request, budget), num_drafts=0, enters=True)
+            part = replace(self._plan(request, budget, 0), enters=True)
             self._grow(request, self._places(part))
             planned[request.row] = part
             budget -= part.num_tokens
@@ -289,14 +306,14 @@ class Scheduler:
         sampled = len(request.output_token_ids) + request.num_ahead
         return not request.num_ahead or sampled < request.max_tokens
 
-    def _plan(self, request: Request, budget: int) -> ScheduledRow:
+    def _plan(self, request: Request, budget: int, most_drafts: int) -> ScheduledRow:
         missing = request.bound - request.num_computed
         num_query = min(missing, budget)
         part = ScheduledRow(
             request, request.row, request.num_computed, num_query, num_query == missing
         )
         if request.score is None:
-            return self._with_drafts(part, budget) if self._is_verifying else part
+            return self._with_drafts(part, most_drafts) if self._is_verifying else part
         first = stop = request.num_items_planned
         left = most = budget - num_query
         items = request.score.items  # nothing is left for them before the prompt's end
@@ -313,11 +330,11 @@ class Scheduler:
         end = len(request.prompt_token_ids) + request.max_tokens
         return max(stop, min(stop + self.policy.spare_places, end))
 
-    def _with_drafts(self, part: ScheduledRow, budget: int) -> ScheduledRow:
+    def _with_drafts(self, part: ScheduledRow, most: int) -> ScheduledRow:
         """The part with as many guesses as the row's limits leave."""
         request = part.request
         left = len(request.prompt_token_ids) + request.max_tokens - request.bound - 1
-        count = min(request.draft_limit, left, budget - 1)
+        count = min(request.draft_limit, left, most)
         is_answer = part.start >= len(request.prompt_token_ids) and part.num_query == 1
         if not (is_answer and part.samples) or count <= 0:
             return part
