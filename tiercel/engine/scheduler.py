@@ -266,6 +266,8 @@ class Scheduler:
 
     def _spare_tokens(self, num_answers: int) -> int:
         """Tokens of a step that guesses may take: every answer goes on, and prompts and items."""
+        if not self._is_verifying:
+            return 0
         most = self.max_num_batched_tokens - num_answers
         items = (
             request.score.items[request.num_items_planned]
