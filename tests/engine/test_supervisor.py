@@ -228,8 +228,9 @@ def test_a_step_that_fails_names_its_requests_and_why(monkeypatch, caplog):
 
 def test_faults_of_one_request_leave_the_engine_alive(monkeypatch):
     # The first pair has ended by step 5, whichever request came a step later; step 8 finds both of
-    # the second.
-    monkeypatch.setenv("TIERCEL_FAULTS", "nan:0@2,oom@8")
+    # the second. The first step of a pair waits for the other request to come.
+    pauses = ",".join(f"sleep:0.3@{step}" for step in (1, 4, 5, 6))
+    monkeypatch.setenv("TIERCEL_FAULTS", f"nan:0@2,oom@8,{pauses}")
 
     async def main():
         client = await open_client(enable_fault_injection=True, max_num_seqs=2)

@@ -29,7 +29,7 @@ def doctor(
     json: Annotated[bool, Parameter(group=_GROUP, help="Write one JSON object.")] = False,
     common: CommonOptions = CommonOptions(),  # noqa: B008, ARG001 - every command takes them
 ) -> int:
-    """Report GPU, driver, PyTorch, memory, cache folder, compiled kernels and versions."""
+    """Report GPU, driver, PyTorch, memory, cache, compiled kernels and versions."""
     report = {
         "tiercel": tiercel.__version__,
         "system": _system(),
