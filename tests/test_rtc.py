@@ -181,7 +181,12 @@ def test_q4k_gemm_compiles_as_designed(config, name, tmp_path):
     # One wait per four products: more means that ptxas serialised them (C7515).
     assert sum("gsb0" in line for line in products) <= 4
     assert "UBLKCP" in text
-    compile_here(image_source(name, config.tokens), tmp_path)
+
+
+@pytest.mark.parametrize("tokens", TOKEN_CLASSES)
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_images_of_tokens_compile(name, tokens, tmp_path):
+    assert compile_here(image_source(name, tokens), tmp_path)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=str)

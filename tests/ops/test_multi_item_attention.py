@@ -62,13 +62,14 @@ def test_soft_caps_and_sums_match_oracle(requests, window, softcap, device):
     assert relative_error(out, expected) < TOLERANCE[torch.float32]
     assert_lse(lse, sums, LSE_TOLERANCE)
     assert relative_error(case.op(window, softcap=softcap), expected) < TOLERANCE[torch.float32]
+    if not softcap:
+        return  # its parts: the test below
     for steps in (99,) if window else (1, 99):  # windows are never cut: a part's end is not P
         out, lse = case.launch(triton_config(), window, softcap=softcap, steps=steps)
         assert relative_error(out, expected) < TOLERANCE[torch.float32]
         assert_lse(lse, sums, LSE_TOLERANCE)
-    if softcap:
-        plain = case.expected_both(window)[1]
-        assert not torch.allclose(plain, sums, rtol=0, atol=1e-2), "the soft-cap decides"
+    plain = case.expected_both(window)[1]
+    assert not torch.allclose(plain, sums, rtol=0, atol=1e-2), "the soft-cap decides"
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
