@@ -184,14 +184,20 @@ def test_select_tiles_hold_a_token_and_are_launchable():
         kernel.select_multi_item_attention(torch.float16, 513, 1, 64, 0, 0.0, 9, (8, 0))
 
 
-@pytest.mark.parametrize("step", [1, 4, 32])
-@pytest.mark.parametrize("requests", [*PLAIN.values(), *ITEMS.values(), *LARGE], ids=len)
-def test_tiles_cover_what_is_visible(requests, step):
-    """Every row once; every visible key in its tile's ranges, whose ends are visible to someone."""
+def lengths_of(requests):
+    """item_start of all new tokens, and each request's keys and new tokens."""
     rows = [item_starts(*request) for request in requests]
     starts = np.fromiter(itertools.chain(*(own for own, _ in rows)), np.int32)
     contexts = [length for _, length in rows]
     queries = [length - request[0] for length, request in zip(contexts, requests, strict=True)]
+    return starts, contexts, queries
+
+
+@pytest.mark.parametrize("step", [1, 4, 32])
+@pytest.mark.parametrize("requests", [*PLAIN.values(), *ITEMS.values(), *LARGE], ids=len)
+def test_tiles_cover_what_is_visible(requests, step):
+    """Every row once; every visible key in its tile's ranges, whose ends are visible to someone."""
+    starts, contexts, queries = lengths_of(requests)
     prefixes = [request[1] for request in requests]
     tiles = make_tiles(queries, contexts, prefixes, starts, step)
     bases = np.concatenate(([0], np.cumsum(queries)))
@@ -251,10 +257,7 @@ def test_as_many_key_tiles_are_walked_as_an_exact_rule_asks_for(prefix, items, l
 @pytest.mark.parametrize("requests", [*PLAIN.values(), *ITEMS.values(), *LARGE], ids=len)
 def test_parts_cover_a_tile(requests, steps):
     """Each page key of a tile once, its items once, results in rows of their own."""
-    rows = [item_starts(*request) for request in requests]
-    starts = np.fromiter(itertools.chain(*(own for own, _ in rows)), np.int32)
-    contexts = [length for _, length in rows]
-    queries = [length - request[0] for length, request in zip(contexts, requests, strict=True)]
+    starts, contexts, queries = lengths_of(requests)
     tiles = make_tiles(queries, contexts, [request[1] for request in requests], starts, 8)
     cut, places = cut_tiles(tiles, steps, 8)
     used = []
