@@ -189,7 +189,7 @@ class QuantTensor:
             ArgumentError: the layout is not FILE.
         """
         self._check_file("take")
-        planes = {name: plane.index_select(0, index) for name, plane in self.planes.items()}
+        planes = {name: take_rows(plane, index) for name, plane in self.planes.items()}
         return QuantTensor(self.qtype, self.layout, (index.numel(), self.shape[1]), planes)
 
     def cols(self, start: int, stop: int) -> QuantTensor:
@@ -222,6 +222,15 @@ class QuantTensor:
                 f"{what}: a tensor of layout {self.layout.name} cannot be cut.",
                 hint="Cut it in layout FILE, before it is repacked.",
             )
+
+
+def take_rows(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """A copy of the rows of a (rows, columns) tensor in `index`, (n,) integer on its device.
+
+    On a GPU `index_select` copies up to 16 rows one after the other (4096 columns of float32: 7 us
+    for 16, other indexing 2 to 3 us; of one or two it is the faster one).
+    """
+    return matrix[index] if 2 < index.numel() <= 16 else matrix.index_select(0, index)
 
 
 def _check_range(what: str, start: int, stop: int, size: int) -> None:

@@ -35,6 +35,7 @@ from tiercel.models.weights import WeightReader
 from tiercel.ops.decode_step import DecoderShape
 from tiercel.ops.linear import linear, pick_rows, prepare_linear
 from tiercel.ops.rms_norm import rms_norm
+from tiercel.quant import take_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ class Decoder:
             (L, hidden) float32.
         """
         norm = self.norm
-        return rms_norm(hidden.index_select(0, rows), norm.weight, norm.eps, torch.float32)
+        return rms_norm(take_rows(hidden, rows), norm.weight, norm.eps, torch.float32)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Logits at some token places.
@@ -177,7 +178,7 @@ class Decoder:
         Returns:
             (L, vocab_size) float32.
         """
-        return self._capped(self.head(self.norm(hidden.index_select(0, rows))))
+        return self._capped(self.head(self.norm(take_rows(hidden, rows))))
 
     def token_logits(self, hidden: Tensor, rows: Tensor, token_ids: Tensor) -> Tensor:
         """Logits of some tokens alone: their rows of the head are multiplied, the others not read.
@@ -193,7 +194,7 @@ class Decoder:
         picked = pick_rows(self.head.weight, token_ids)
         if picked is None:
             return self.logits(hidden, rows).index_select(1, token_ids)
-        x = self.norm(hidden.index_select(0, rows))
+        x = self.norm(take_rows(hidden, rows))
         return self._capped(linear(x, picked, out_dtype=torch.float32))
 
     def _capped(self, logits: Tensor) -> Tensor:
