@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.wide_model import write_wide_model
-from tiercel.llm import LLM
+from tests.engine.wide_model import open_wide, write_wide_model
 from tiercel.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +32,7 @@ def _switches(monkeypatch):
 
 
 def open_llm(path, **options):
-    return LLM(path, device="cuda", gpu_memory_utilization=0.3, max_num_seqs=8, **options)
+    return open_wide(path, max_num_seqs=8, **options)
 
 
 def answers(llm, prompts):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.wide_model import write_wide_model
-from tiercel.llm import LLM
+from tests.engine.wide_model import open_wide, write_wide_model
 from tiercel.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +27,7 @@ def _whole_prompts(monkeypatch):
 
 
 def open_llm(path, **options):
-    return LLM(path, device="cuda", gpu_memory_utilization=0.3, max_num_seqs=4, **options)
+    return open_wide(path, max_num_seqs=4, **options)
 
 
 def run(llm, prompt, params=GREEDY):

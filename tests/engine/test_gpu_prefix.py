@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.tiny_llm import DATA, greedy
+from tests.tiny_llm import DATA, greedy, open_on_gpu
 from tiercel.engine.scheduler import LEAST_COMPUTED
-from tiercel.llm import LLM
 
 pytestmark = pytest.mark.gpu
 
@@ -16,7 +15,7 @@ def test_a_cold_a_warm_and_a_partial_hit_give_the_same_bits(monkeypatch, name, n
     ids = [(11 * i + i // 7) % 250 for i in range(num_tokens)]
     runs = {}
     for shared in (0, num_tokens, 70, 130):
-        with LLM(DATA / f"{name}.gguf", device="cuda", gpu_memory_utilization=0.1) as llm:
+        with open_on_gpu(DATA / f"{name}.gguf") as llm:
             if shared:
                 llm.generate({"prompt_token_ids": [*ids[:shared], 1, 2, 3, 4]}, greedy(1))
             (output,) = llm.generate({"prompt_token_ids": ids}, greedy(6, logprobs=5))
