@@ -83,7 +83,7 @@ def test_an_items_tokens_change_no_bit_of_another(path):
         after = llm.score(QUERY, changed, label_token_ids=LABELS).logprobs
     kept = [i for i in range(len(ITEMS)) if i != 5]
     assert np.array_equal(before[kept], after[kept])
-    assert not np.array_equal(before[5], after[5])
+    assert np.abs(before[5] - after[5]).max() > 0
 
 
 @pytest.mark.gpu
