@@ -35,7 +35,7 @@ def case(request):
 @pytest.mark.parametrize("chunk", [7, 64], ids=["chunks of 7", "whole"])
 def test_logits_match_the_float64_forward(case, device, dtype, chunk):
     path, expected = case
-    with OPEN[device](path, dtype=dtype, max_num_batched_tokens=chunk) as llm:
+    with OPEN[device](path, dtype=dtype, max_num_seqs=4, max_num_batched_tokens=chunk) as llm:
         logits = llm.logits(expected["tokens"].tolist())
     assert logits.shape == expected["logits"].shape
     assert nmse(logits, expected["logits"]) <= BOUNDS[dtype][0]
@@ -46,7 +46,7 @@ def test_greedy_tokens_match_up_to_the_first_near_tie(case, device, dtype):
     path, expected = case
     greedy, leads = expected["greedy"].tolist(), expected["greedy_lead"]
     params = SamplingParams(temperature=0, max_tokens=len(greedy), ignore_eos=True)
-    with OPEN[device](path, dtype=dtype) as llm:
+    with OPEN[device](path, dtype=dtype, max_num_seqs=4) as llm:
         ids = llm.generate({"prompt_token_ids": expected["greedy_prompt"].tolist()}, params)
     near_ties = np.flatnonzero(leads < BOUNDS[dtype][1])
     stop = int(near_ties[0]) if near_ties.size else len(greedy)
