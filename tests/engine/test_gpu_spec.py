@@ -37,7 +37,11 @@ def path(tmp_path):
 
 
 def open_for_many(path, **options):
-    return open_on_gpu(path, max_num_seqs=32, **options)
+    """Drafts are always verified: their costs, measured beside other tests, would not tell."""
+    llm = open_on_gpu(path, max_num_seqs=32, **options)
+    if llm._engine.scheduler.policy is not None:
+        llm._engine.scheduler.policy.costs = ()
+    return llm
 
 
 def ids_of(outputs):
@@ -105,7 +109,6 @@ def test_drafts_are_fresh_however_late_the_host_learns(path, monkeypatch):
     for overlap in ("0", "1"):
         monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
         with open_for_many(path, spec="ngram", num_spec_tokens=4) as llm:
-            llm._engine.scheduler.policy.costs = ()  # verify whatever there is
             llm.generate(PROMPTS, GREEDY)
             counts = llm.draft_counts
             rates.append(counts.num_accepted_tokens / counts.num_draft_tokens)
