@@ -19,9 +19,11 @@ demo: $(VENV)/.demo
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# What needs a GPU, on a machine that has one; elsewhere all of it skips.
+# What needs a GPU, on a machine that has one; elsewhere all of it skips. Modules without such tests
+# are not imported: a machine for kernels may lack browsers and clients.
 test-gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest -m gpu -n 6 --dist loadfile
+	$(BIN)/python -m pytest -m gpu -n 6 --dist loadfile \
+		$$(grep -rl 'mark\.gpu' --include='test_*.py' tests)
 
 # Kernels under compute-sanitizer, on a machine with a GPU.
 sanitize: $(VENV)/.dev

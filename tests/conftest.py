@@ -1,6 +1,7 @@
 """Chooses interpreter or GPU once, before any kernel module is imported; shared fixtures."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
@@ -39,6 +40,14 @@ def default_model() -> Path:
     from tiercel.loader.hub import resolve
 
     return resolve("smollm2", offline=False, report=None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory() -> Iterator[None]:
+    """Give back what tests leave in PyTorch's cache: other workers use the same GPU."""
+    yield
+    if HAS_GPU:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ def each_alone(llm, query, items, labels):
 
 
 def assert_near(actual, expected, atol=TOLERANCE):
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=atol, equal_nan=False)
 
 
 @pytest.fixture(scope="module", params=NAMES)

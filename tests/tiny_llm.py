@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import torch
+
+from tiercel.engine.memory import GIB
 from tiercel.llm import LLM
 from tiercel.params import SamplingParams
 
@@ -14,6 +17,18 @@ PROMPTS = ["the thin man", "a", " in 2024 they ran and ran on", "é😀", "x" * 
 
 def open_tiny(path=LLAMA, **options):
     return LLM(path, device="cpu", **({"dtype": "float32"} | options))
+
+
+def gpu_share(gib=4):
+    """As `gpu_memory_utilization`: a tiny model needs no more, and other tests use the GPU too.
+
+    Of every GPU the same number of bytes, on which the forms of the weights depend.
+    """
+    return min(0.9, gib * GIB / torch.cuda.get_device_properties(0).total_memory)
+
+
+def open_on_gpu(path, *, gib=4, **options):
+    return LLM(path, device="cuda", gpu_memory_utilization=gpu_share(gib), **options)
 
 
 def assert_idle(llm):

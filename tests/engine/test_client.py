@@ -184,7 +184,7 @@ def test_scores_are_those_of_the_engine_in_this_process(bench, expected):
 
     job = bench.run(main)
     output = job.output()
-    np.testing.assert_allclose(output.logprobs, scored.logprobs, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(output.logprobs, scored.logprobs, rtol=0, atol=1e-4, equal_nan=False)
     assert output.usage == scored.usage
 
 

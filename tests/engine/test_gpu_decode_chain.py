@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.wide_model import write_wide_model
-from tiercel.llm import LLM
+from tests.engine.wide_model import open_wide, write_wide_model
 from tiercel.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -24,16 +23,24 @@ def path(tmp_path_factory):
     return write_wide_model(tmp_path_factory.mktemp("model") / "m.gguf")
 
 
-@pytest.fixture(autouse=True)
-def _switches(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def _switches():
     """A lone token goes this way too; a prompt found in the cache has keys of other products."""
-    monkeypatch.setenv("TIERCEL_DECODE_CHAIN", "1")
-    monkeypatch.setenv("TIERCEL_MEGAKERNEL", "0")
-    monkeypatch.setenv("TIERCEL_PREFIX_CACHE", "0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIERCEL_DECODE_CHAIN", "1")
+        patch.setenv("TIERCEL_MEGAKERNEL", "0")
+        patch.setenv("TIERCEL_PREFIX_CACHE", "0")
+        yield
 
 
 def open_llm(path, **options):
-    return LLM(path, device="cuda", gpu_memory_utilization=0.3, max_num_seqs=8, **options)
+    return open_wide(path, max_num_seqs=8, **options)
+
+
+@pytest.fixture(scope="module")
+def llm(path, _switches):
+    with open_llm(path) as llm:
+        yield llm
 
 
 def answers(llm, prompts):
@@ -56,63 +63,59 @@ def logits_behind(llm, prompts):
     return next(found for found in rows if found.shape[0] == len(prompts))
 
 
-def test_logits_are_close_to_those_of_single_kernels(path, monkeypatch):
+def test_logits_are_close_to_those_of_single_kernels(llm, path, monkeypatch):
     prompts = [PROMPTS[2]] * 3
-    with open_llm(path) as llm:
-        assert llm._engine.runner.model.chain is not None
-        found = logits_behind(llm, prompts)
+    assert llm._engine.runner.model.chain is not None
+    found = logits_behind(llm, prompts)
     monkeypatch.setenv("TIERCEL_DECODE_CHAIN", "0")
-    with open_llm(path) as llm:
-        assert llm._engine.runner.model.chain is None
-        expected = logits_behind(llm, prompts)
+    with open_llm(path) as other:
+        assert other._engine.runner.model.chain is None
+        expected = logits_behind(other, prompts)
     assert not torch.equal(found, expected)
     nmse = (found - expected).square().sum(1) / expected.square().sum(1)
     assert nmse.max().item() <= NMSE
 
 
-def test_a_replay_has_the_bits_of_an_eager_step(path):
-    with open_llm(path) as llm:
-        replayed = answers(llm, PROMPTS)
-        llm._engine.runner.decode_steps._graphs = {}
-        eager = answers(llm, PROMPTS)
+def test_a_replay_has_the_bits_of_an_eager_step(llm, monkeypatch):
+    replayed = answers(llm, PROMPTS)
+    monkeypatch.setattr(llm._engine.runner.decode_steps, "_graphs", {})
+    eager = answers(llm, PROMPTS)
     assert [a.token_ids for a in eager] == [a.token_ids for a in replayed]
     assert [a.logprobs for a in eager] == [a.logprobs for a in replayed]
 
 
-def test_a_lone_token_has_the_bits_that_it_has_in_a_batch(path):
+def test_a_lone_token_has_the_bits_that_it_has_in_a_batch(llm):
     """Prompts of so few tokens that they go the same way, alone and together."""
-    with open_llm(path) as llm:
-        (alone,) = answers(llm, [PROMPTS[1]])
-        together = answers(llm, [PROMPTS[1]] * 3)
+    (alone,) = answers(llm, [PROMPTS[1]])
+    together = answers(llm, [PROMPTS[1]] * 3)
     assert [a.logprobs for a in together] == [alone.logprobs] * 3
 
 
-def test_verified_drafts_give_the_text_of_plain_decoding(path):
+def test_verified_drafts_give_the_text_of_plain_decoding(llm, path):
     """Two rows of five places: as many tokens as the kernel takes, or fewer."""
     tokens = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    with open_llm(path) as llm:
-        plain = [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:2], tokens)]
-    with open_llm(path, spec="ngram", num_spec_tokens=4) as llm:
-        assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:2], tokens)] == plain
+    plain = [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:2], tokens)]
+    with open_llm(path, spec="ngram", num_spec_tokens=4) as drafted:
+        assert [o.outputs[0].token_ids for o in drafted.generate(PROMPTS[:2], tokens)] == plain
 
 
 def test_exact_leaves_it_out(path, monkeypatch):
     monkeypatch.setenv("TIERCEL_EXACT", "1")
-    with open_llm(path) as llm:
-        assert llm._engine.runner.model.chain is None
+    with open_llm(path) as other:
+        assert other._engine.runner.model.chain is None
 
 
-def test_two_engines_side_by_side(path):
+def test_two_engines_side_by_side(llm, path):
     """Their kernels want all processors at once, on two streams."""
-    with open_llm(path) as first, open_llm(path) as second:
-        (expected,) = answers(first, PROMPTS[2:3])
-        requests = []
-        for llm in (first, second):
+    (expected,) = answers(llm, PROMPTS[2:3])
+    with open_llm(path) as second:
+        engines, requests = (llm._engine, second._engine), []
+        for engine in engines:
             requests.append(llm._inputs.request(PROMPTS[2]["prompt_token_ids"], GREEDY, 0))
-            llm._engine.submit(requests[-1])
+            engine.submit(requests[-1])
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-        while first._engine.has_work or second._engine.has_work:
-            for llm, stream in zip((first, second), streams, strict=True):
+        while any(engine.has_work for engine in engines):
+            for engine, stream in zip(engines, streams, strict=True):
                 with torch.cuda.stream(stream):
-                    llm._engine.step()
+                    engine.step()
     assert [r.output_token_ids for r in requests] == [list(expected.token_ids)] * 2

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.wide_model import write_wide_model
-from tiercel.llm import LLM
+from tests.engine.wide_model import open_wide, write_wide_model
 from tiercel.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -21,14 +20,22 @@ def path(tmp_path_factory):
     return write_wide_model(tmp_path_factory.mktemp("model") / "m.gguf")
 
 
-@pytest.fixture(autouse=True)
-def _whole_prompts(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def _whole_prompts():
     """A prompt found in the cache has keys from other products: other bits, same class."""
-    monkeypatch.setenv("TIERCEL_PREFIX_CACHE", "0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIERCEL_PREFIX_CACHE", "0")
+        yield
 
 
 def open_llm(path, **options):
-    return LLM(path, device="cuda", gpu_memory_utilization=0.3, max_num_seqs=4, **options)
+    return open_wide(path, max_num_seqs=4, **options)
+
+
+@pytest.fixture(scope="module")
+def llm(path, _whole_prompts):
+    with open_llm(path) as llm:
+        yield llm
 
 
 def run(llm, prompt, params=GREEDY):
@@ -54,12 +61,11 @@ def decode_logits(llm, prompt, count):
 
 
 @pytest.mark.parametrize("prompt", PROMPTS[1:], ids=len)
-def test_logits_are_close_to_those_of_the_other_kernels(path, prompt):
+def test_logits_are_close_to_those_of_the_other_kernels(llm, prompt):
     """Steps against one pass over the same tokens, which takes kernels for many tokens."""
-    with open_llm(path) as llm:
-        assert llm._engine.runner.model.step is not None
-        tokens, logits = decode_logits(llm, prompt, 40)
-        whole = llm.logits([*prompt, *tokens[:-1]])
+    assert llm._engine.runner.model.step is not None
+    tokens, logits = decode_logits(llm, prompt, 40)
+    whole = llm.logits([*prompt, *tokens[:-1]])
     expected = torch.as_tensor(whole)[len(prompt) :].to(logits)
     assert logits.shape == expected.shape
     nmse = (logits - expected).square().sum(1) / expected.square().sum(1)
@@ -72,12 +78,11 @@ def test_logits_are_close_to_those_of_the_other_kernels(path, prompt):
     assert torch.equal(logits.argmax(1)[is_clear], expected.argmax(1)[is_clear])
 
 
-def test_a_replay_has_the_bits_of_an_eager_step(path):
-    with open_llm(path) as llm:
-        replayed = [run(llm, prompt) for prompt in PROMPTS]
-        again = [run(llm, prompt) for prompt in PROMPTS]
-        llm._engine.runner.decode_steps._graphs = {}
-        eager = [run(llm, prompt) for prompt in PROMPTS]
+def test_a_replay_has_the_bits_of_an_eager_step(llm, monkeypatch):
+    replayed = [run(llm, prompt) for prompt in PROMPTS]
+    again = [run(llm, prompt) for prompt in PROMPTS]
+    monkeypatch.setattr(llm._engine.runner.decode_steps, "_graphs", {})
+    eager = [run(llm, prompt) for prompt in PROMPTS]
     for answers in (again, eager):
         assert [a.token_ids for a in answers] == [a.token_ids for a in replayed]
         assert [a.logprobs for a in answers] == [a.logprobs for a in replayed]
@@ -90,35 +95,34 @@ def test_a_replay_has_the_bits_of_an_eager_step(path):
 def test_switches_leave_it_out(path, monkeypatch, name, value):
     """Then a token has the bits that it has in a batch."""
     monkeypatch.setenv(name, value)
-    with open_llm(path) as llm:
-        assert llm._engine.runner.model.step is None
-        alone = run(llm, PROMPTS[1])
-        together = llm.generate([{"prompt_token_ids": p} for p in (PROMPTS[1],) * 3], GREEDY)
+    with open_llm(path) as other:
+        assert other._engine.runner.model.step is None
+        alone = run(other, PROMPTS[1])
+        together = other.generate([{"prompt_token_ids": p} for p in (PROMPTS[1],) * 3], GREEDY)
         assert [o.outputs[0].logprobs for o in together] == [alone.logprobs] * 3
 
 
-def test_a_lone_row_that_verifies_nothing_decodes_as_without_speculation(path):
+def test_a_lone_row_that_verifies_nothing_decodes_as_without_speculation(llm, path):
     tokens = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
-    with open_llm(path) as llm:
-        plain = [run(llm, prompt, tokens).token_ids for prompt in PROMPTS]
-    with open_llm(path, spec="ngram") as llm:
-        assert llm._engine.runner.model.step is not None
-        llm._engine.scheduler.policy.costs = [(4, 1e9)]
-        assert [run(llm, prompt, tokens).token_ids for prompt in PROMPTS] == plain
-        logged = [run(llm, prompt).token_ids for prompt in PROMPTS]  # draws behind the graph
+    plain = [run(llm, prompt, tokens).token_ids for prompt in PROMPTS]
+    with open_llm(path, spec="ngram") as drafts:
+        assert drafts._engine.runner.model.step is not None
+        drafts._engine.scheduler.policy.costs = [(4, 1e9)]
+        assert [run(drafts, prompt, tokens).token_ids for prompt in PROMPTS] == plain
+        logged = [run(drafts, prompt).token_ids for prompt in PROMPTS]  # draws behind the graph
     assert logged == plain
 
 
-def test_two_engines_side_by_side(path):
-    with open_llm(path) as first, open_llm(path) as second:
-        expected = run(first, PROMPTS[2])
-        requests = []
-        for llm in (first, second):
+def test_two_engines_side_by_side(llm, path):
+    expected = run(llm, PROMPTS[2])
+    with open_llm(path) as second:
+        engines, requests = (llm._engine, second._engine), []
+        for engine in engines:
             requests.append(llm._inputs.request(PROMPTS[2], GREEDY, 0))
-            llm._engine.submit(requests[-1])
+            engine.submit(requests[-1])
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-        while first._engine.has_work or second._engine.has_work:
-            for llm, stream in zip((first, second), streams, strict=True):
+        while any(engine.has_work for engine in engines):
+            for engine, stream in zip(engines, streams, strict=True):
                 with torch.cuda.stream(stream):
-                    llm._engine.step()
+                    engine.step()
     assert [r.output_token_ids for r in requests] == [list(expected.token_ids)] * 2

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.gguf_files import tiny_model
+from tests.tiny_llm import open_on_gpu
 from tiercel.errors import ModelNotFoundError
-from tiercel.llm import LLM
 from tiercel.loader.hub import resolve
 from tiercel.params import SamplingParams
 
@@ -28,8 +28,8 @@ def path(tmp_path, request):
     )
 
 
-def open_on_gpu(path, **options):
-    return LLM(path, device="cuda", gpu_memory_utilization=0.2, max_num_seqs=16, **options)
+def open_for_lists(path, **options):
+    return open_on_gpu(path, max_num_seqs=16, **options)
 
 
 def alone(llm):
@@ -45,7 +45,7 @@ def alone(llm):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_packed_items_equal_each_alone(path, dtype):
-    with open_on_gpu(path, dtype=dtype) as llm:
+    with open_for_lists(path, dtype=dtype) as llm:
         outputs = [llm.score(QUERY, ITEMS, label_token_ids=LABELS) for _ in range(2)]
         assert [output.usage.cached_tokens for output in outputs] == [0, 128]
         expected = alone(llm)
@@ -63,7 +63,7 @@ def test_steps_with_items_wait_for_nothing_and_mix_with_decode(path, monkeypatch
     monkeypatch.setenv("TIERCEL_SYNC_DEBUG", "1")
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
     greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    with open_on_gpu(path, dtype="float32", max_num_batched_tokens=96) as llm:
+    with open_for_lists(path, dtype="float32", max_num_batched_tokens=96) as llm:
         expected = llm.score(QUERY, ITEMS, label_token_ids=LABELS).logprobs
         stream = llm.stream({"prompt_token_ids": QUERY[:70]}, greedy)
         ids = list(next(stream).token_ids)
@@ -75,7 +75,7 @@ def test_steps_with_items_wait_for_nothing_and_mix_with_decode(path, monkeypatch
 
 @pytest.mark.gpu
 def test_an_items_tokens_change_no_bit_of_another(path):
-    with open_on_gpu(path, dtype="float16") as llm:
+    with open_for_lists(path, dtype="float16") as llm:
         llm.score(QUERY, ITEMS, label_token_ids=LABELS)
         before = llm.score(QUERY, ITEMS, label_token_ids=LABELS).logprobs
         changed = [*ITEMS]
@@ -83,7 +83,7 @@ def test_an_items_tokens_change_no_bit_of_another(path):
         after = llm.score(QUERY, changed, label_token_ids=LABELS).logprobs
     kept = [i for i in range(len(ITEMS)) if i != 5]
     assert np.array_equal(before[kept], after[kept])
-    assert not np.array_equal(before[5], after[5])
+    assert np.abs(before[5] - after[5]).max() > 0
 
 
 @pytest.mark.gpu
@@ -108,9 +108,9 @@ def test_graphs_serve_lists_of_any_layout(path):
         ids += [token_id for delta in stream for token_id in delta.token_ids]
         return outputs, ids
 
-    with open_on_gpu(path, dtype="float32") as llm:
+    with open_for_lists(path, dtype="float32") as llm:
         graphs, ids = run(llm)
-    with open_on_gpu(path, dtype="float32") as llm:
+    with open_for_lists(path, dtype="float32") as llm:
         llm._engine.runner.prompt_steps.largest = 0
         eager, expected_ids = run(llm)
     assert ids == expected_ids
@@ -123,7 +123,7 @@ def test_a_graphs_result_is_that_of_the_padded_step(path, monkeypatch):
     """Bit by bit, over a list that is scored again and again: cold, then behind a hit."""
 
     def run():
-        with open_on_gpu(path, dtype="float16") as llm:
+        with open_for_lists(path, dtype="float16") as llm:
             return [llm.score(QUERY, ITEMS, label_token_ids=LABELS).logprobs for _ in range(4)]
 
     replayed = run()
@@ -139,9 +139,9 @@ def test_a_graphs_result_is_that_of_the_padded_step(path, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_packing_in_16_bits_is_no_worse_than_each_alone(path, dtype):
     """Against the logits of float32: half as much error again at most, and no bias to packing."""
-    with open_on_gpu(path, dtype="float32") as llm:
+    with open_for_lists(path, dtype="float32") as llm:
         truth = alone(llm)
-    with open_on_gpu(path, dtype=dtype) as llm:
+    with open_for_lists(path, dtype=dtype) as llm:
         separate = np.abs(alone(llm) - truth)
         outputs = [llm.score(QUERY, ITEMS, label_token_ids=LABELS) for _ in range(4)]
     for output in outputs:
@@ -161,7 +161,7 @@ def test_the_class_of_16_bits_on_the_default_model():
     items = ["apple", "a heavy hammer", "banana", "the moon", "two ripe cherries", "a", "wet stone"]
     labels = [" Yes", " No"]
     for dtype in ("float16", "bfloat16"):
-        with open_on_gpu(default_model, dtype=dtype, max_model_len=512) as llm:
+        with open_for_lists(default_model, dtype=dtype, max_model_len=512) as llm:
             packed = [llm.score(query, items, labels, suffix="\nAnswer:") for _ in range(3)]
             alone_ = [llm.score(query, [item], labels, suffix="\nAnswer:") for item in items]
         expected = np.concatenate([output.logprobs for output in alone_])

@@ -8,8 +8,8 @@ import torch
 from tests.gguf_files import tiny_model
 from tests.mtp_model import mtp_model
 from tests.test_llm_spec import counted
+from tests.tiny_llm import open_on_gpu
 from tiercel.engine.graphs import LARGEST_VERIFY_BUCKET, buckets
-from tiercel.llm import LLM
 from tiercel.params import SamplingParams
 
 PROMPTS = [
@@ -36,9 +36,12 @@ def path(tmp_path):
     return tiny_model(tmp_path / "m.gguf", metadata={"llama.context_length": 512})
 
 
-def open_on_gpu(path, **options):
-    sizes = {"gpu_memory_utilization": 0.2, "max_num_seqs": 32}
-    return LLM(path, device="cuda", **(sizes | options))
+def open_for_many(path, **options):
+    """Drafts are always verified: their costs, measured beside other tests, would not tell."""
+    llm = open_on_gpu(path, max_num_seqs=32, **options)
+    if llm._engine.scheduler.policy is not None:
+        llm._engine.scheduler.policy.costs = ()
+    return llm
 
 
 def ids_of(outputs):
@@ -50,10 +53,10 @@ def ids_of(outputs):
 @pytest.mark.parametrize("count", [1, 2])
 def test_greedy_answers_are_those_of_plain_decoding(path, count, num_spec_tokens):
     """Within the range of row-invariant kernels: rows times places up to 16."""
-    with open_on_gpu(path, dtype="float32") as llm:
+    with open_for_many(path, dtype="float32") as llm:
         plain = ids_of(llm.generate(PROMPTS[:count], GREEDY))
     options = {"dtype": "float32", "spec": "ngram", "num_spec_tokens": num_spec_tokens}
-    with open_on_gpu(path, **options) as llm:
+    with open_for_many(path, **options) as llm:
         counts = counted(llm)
         assert ids_of(llm.generate(PROMPTS[:count], GREEDY)) == plain
     assert counts["right"] > 0
@@ -63,10 +66,10 @@ def test_greedy_answers_are_those_of_plain_decoding(path, count, num_spec_tokens
 @pytest.mark.parametrize("spec", ["mtp", "hybrid"])
 def test_a_head_drafts_the_same_answers_and_waits_for_nothing(tmp_path, monkeypatch, spec):
     path = mtp_model(tmp_path / "mtp.gguf")
-    with open_on_gpu(path, dtype="float32") as llm:
+    with open_for_many(path, dtype="float32") as llm:
         plain = ids_of(llm.generate(PROMPTS[:2], GREEDY))
     monkeypatch.setenv("TIERCEL_SYNC_DEBUG", "1")
-    with open_on_gpu(path, dtype="float32", spec=spec, num_spec_tokens=4) as llm:
+    with open_for_many(path, dtype="float32", spec=spec, num_spec_tokens=4) as llm:
         assert ids_of(llm.generate(PROMPTS[:2], GREEDY)) == plain
         assert llm.draft_counts.num_accepted_tokens > 0
         llm.generate(PROMPTS, MIXED)
@@ -78,7 +81,7 @@ def test_a_replay_has_the_bits_of_an_eager_step(path, count):
     def run(llm):
         return [output.outputs[0].logprobs for output in llm.generate(PROMPTS[:count], GREEDY)]
 
-    with open_on_gpu(path, spec="ngram", num_spec_tokens=4) as llm:
+    with open_for_many(path, spec="ngram", num_spec_tokens=4) as llm:
         steps = llm._engine.runner.decode_steps
         sizes = len(buckets(32)) + len(buckets(32, LARGEST_VERIFY_BUCKET))
         assert len(steps._graphs) == 2 * sizes
@@ -92,7 +95,7 @@ def test_a_replay_has_the_bits_of_an_eager_step(path, count):
 def test_no_step_waits_for_the_device(path, monkeypatch, overlap):
     monkeypatch.setenv("TIERCEL_SYNC_DEBUG", "1")
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
-    with open_on_gpu(path, spec="ngram", num_spec_tokens=4) as llm:
+    with open_for_many(path, spec="ngram", num_spec_tokens=4) as llm:
         counts = counted(llm)
         outputs = llm.generate(PROMPTS, MIXED)
         llm.generate(PROMPTS, GREEDY)
@@ -105,8 +108,7 @@ def test_drafts_are_fresh_however_late_the_host_learns(path, monkeypatch):
     rates = []
     for overlap in ("0", "1"):
         monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
-        with open_on_gpu(path, spec="ngram", num_spec_tokens=4) as llm:
-            llm._engine.scheduler.policy.costs = ()  # verify whatever there is
+        with open_for_many(path, spec="ngram", num_spec_tokens=4) as llm:
             llm.generate(PROMPTS, GREEDY)
             counts = llm.draft_counts
             rates.append(counts.num_accepted_tokens / counts.num_draft_tokens)
@@ -119,7 +121,7 @@ def test_overlap_changes_no_answer(path, monkeypatch, dtype):
     answers = []
     for overlap in ("0", "1"):
         monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
-        with open_on_gpu(path, spec="ngram", num_spec_tokens=4, dtype=dtype) as llm:
+        with open_for_many(path, spec="ngram", num_spec_tokens=4, dtype=dtype) as llm:
             # Rows times places up to 16: beyond, a product's bits depend on what it verifies.
             answers.append(ids_of(llm.generate(PROMPTS[:3], MIXED[:3])))
     assert answers[0] == answers[1]
@@ -127,7 +129,7 @@ def test_overlap_changes_no_answer(path, monkeypatch, dtype):
 
 @pytest.mark.gpu
 def test_no_step_that_verifies_is_eager(path, monkeypatch):
-    with open_on_gpu(path, spec="ngram", num_spec_tokens=4) as llm:
+    with open_for_many(path, spec="ngram", num_spec_tokens=4) as llm:
         steps, seen = llm._engine.runner.decode_steps, []
         run = steps._run
         monkeypatch.setattr(steps, "_run", lambda *a: (seen.append(a[2]), run(*a))[1])
@@ -142,7 +144,7 @@ def test_no_step_that_verifies_is_eager(path, monkeypatch):
 def test_steps_draw_and_draft_within_their_graph(path, tmp_path, monkeypatch, spec):
     path = path if spec == "ngram" else mtp_model(tmp_path / "mtp.gguf")
     params = SamplingParams(temperature=0.4, seed=1, max_tokens=60, ignore_eos=True)
-    with open_on_gpu(path, spec=spec, num_spec_tokens=4) as llm:
+    with open_for_many(path, spec=spec, num_spec_tokens=4) as llm:
         engine = llm._engine
         requests = [llm._inputs.request(p["prompt_token_ids"], params, i)
                     for i, p in enumerate(PROMPTS)]  # fmt: skip
@@ -167,7 +169,7 @@ def test_nothing_compiles_once_the_model_is_loaded(path, monkeypatch):
     def refuse(*_arguments, **_options):
         raise AssertionError("compiled after loading")
 
-    with open_on_gpu(path, spec="ngram") as llm:
+    with open_for_many(path, spec="ngram") as llm:
         monkeypatch.setattr("triton.runtime.jit.JITFunction._do_compile", refuse)
         monkeypatch.setattr("tiercel.kernels.rtc.compile_cubin", refuse)
         llm.generate(PROMPTS, MIXED)
@@ -179,7 +181,7 @@ def test_a_rejected_draft_leaves_no_trace(path):
     """Behind the run the cache holds, in all live places, what one without drafts leaves."""
     held = []
     for spec in ("off", "ngram"):
-        with open_on_gpu(path, dtype="float32", spec=spec, num_spec_tokens=3) as llm:
+        with open_for_many(path, dtype="float32", spec=spec, num_spec_tokens=3) as llm:
             request = llm._inputs.request(PROMPTS[0]["prompt_token_ids"], GREEDY, 0)
             engine = llm._engine
             engine.submit(request)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.gguf_files import tiny_model
+from tests.tiny_llm import open_on_gpu
 from tiercel.engine.graphs import buckets
-from tiercel.llm import LLM
 from tiercel.params import SamplingParams
 
 PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 250 for j in range(5 + 9 * i)]} for i in range(7)]
@@ -42,8 +42,8 @@ def path(tmp_path):
     return tiny_model(tmp_path / "m.gguf", metadata={"llama.context_length": 512})
 
 
-def open_on_gpu(path, **options):
-    return LLM(path, device="cuda", gpu_memory_utilization=0.2, max_num_seqs=32, **options)
+def open_for_many(path, **options):
+    return open_on_gpu(path, max_num_seqs=32, **options)
 
 
 @pytest.mark.gpu
@@ -55,7 +55,7 @@ def test_a_replay_has_the_bits_of_an_eager_step(path, count):
         outputs = llm.generate(PROMPTS[:count], params)
         return [output.outputs[0].logprobs for output in outputs]
 
-    with open_on_gpu(path) as llm:
+    with open_for_many(path) as llm:
         steps = llm._engine.runner.decode_steps
         assert len(steps._graphs) == len(buckets(32))
         replayed = run(llm)
@@ -66,11 +66,11 @@ def test_a_replay_has_the_bits_of_an_eager_step(path, count):
 @pytest.mark.gpu
 def test_graphs_can_be_switched_off(path, monkeypatch):
     monkeypatch.setenv("TIERCEL_CUDA_GRAPH", "0")
-    with open_on_gpu(path) as llm:
+    with open_for_many(path) as llm:
         assert not llm._engine.runner.decode_steps._graphs
         (eager,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=20))
     monkeypatch.setenv("TIERCEL_CUDA_GRAPH", "1")
-    with open_on_gpu(path) as llm:
+    with open_for_many(path) as llm:
         (replayed,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=20))
     assert eager.outputs[0].token_ids == replayed.outputs[0].token_ids
 
@@ -102,7 +102,7 @@ def long_path(tmp_path, request):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_replayed_prompt_has_the_bits_of_a_padded_eager_step(long_path, monkeypatch, dtype):
-    with open_on_gpu(long_path, dtype=dtype) as llm:
+    with open_for_many(long_path, dtype=dtype) as llm:
         steps = llm._engine.runner.prompt_steps
         assert all(padded.graph is not None for padded in steps._padded.values())
         assert len({size for size, _ in steps._padded}) == 30
@@ -112,7 +112,7 @@ def test_a_replayed_prompt_has_the_bits_of_a_padded_eager_step(long_path, monkey
                 assert all(not plane[0].any() for plane in planes.values())  # the null block
         assert steps.largest == 4096
     monkeypatch.setenv("TIERCEL_CUDA_GRAPH", "0")
-    with open_on_gpu(long_path, dtype=dtype) as llm:
+    with open_for_many(long_path, dtype=dtype) as llm:
         steps = llm._engine.runner.prompt_steps
         assert all(padded.graph is None for padded in steps._padded.values())
         assert ask_prompts(llm) == replayed
@@ -120,9 +120,9 @@ def test_a_replayed_prompt_has_the_bits_of_a_padded_eager_step(long_path, monkey
 
 @pytest.mark.gpu
 def test_padding_changes_a_prompt_by_rounding_alone(long_path):
-    with open_on_gpu(long_path, dtype="float32") as llm:
+    with open_for_many(long_path, dtype="float32") as llm:
         padded = ask_prompts(llm)
-    with open_on_gpu(long_path, dtype="float32") as llm:
+    with open_for_many(long_path, dtype="float32") as llm:
         llm._engine.runner.prompt_steps.largest = 0
         plain = ask_prompts(llm)
     for own, expected in zip(padded, plain, strict=True):
@@ -147,7 +147,7 @@ def test_graphs_are_captured_beside_a_thread_that_uses_the_device(path):
     thread = threading.Thread(target=use)
     thread.start()
     try:
-        with open_on_gpu(path) as llm:
+        with open_for_many(path) as llm:
             llm.generate(PROMPTS[0], READ)
     finally:
         has_ended.set()
@@ -161,7 +161,7 @@ def test_no_step_waits_for_the_device(path, monkeypatch, overlap):
     """PyTorch raises where anything within a step waits; mixed parameters take every stage."""
     monkeypatch.setenv("TIERCEL_SYNC_DEBUG", "1")
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
-    with open_on_gpu(path) as llm:
+    with open_for_many(path) as llm:
         outputs = llm.generate(PROMPTS, MIXED)
         llm.logits([1, 2, 3])
     assert all(output.outputs[0].finish_reason in ("stop", "length") for output in outputs)
@@ -170,7 +170,7 @@ def test_no_step_waits_for_the_device(path, monkeypatch, overlap):
 @pytest.mark.gpu
 def test_sync_debug_finds_a_wait(path, monkeypatch):
     monkeypatch.setenv("TIERCEL_SYNC_DEBUG", "1")
-    with open_on_gpu(path) as llm:
+    with open_for_many(path) as llm:
         sampler = llm._engine.runner.sampler
         apply = sampler._process
         sampler._process = lambda logits, *rest: (logits.sum().item(), apply(logits, *rest))
@@ -183,7 +183,7 @@ def test_overlap_changes_no_answer(path, monkeypatch):
     answers = []
     for overlap in ("0", "1"):
         monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
-        with open_on_gpu(path) as llm:
+        with open_for_many(path) as llm:
             outputs = llm.generate(PROMPTS, MIXED)
             answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1]
@@ -192,7 +192,7 @@ def test_overlap_changes_no_answer(path, monkeypatch):
 @pytest.mark.gpu
 def test_two_engines_side_by_side(path):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with open_on_gpu(path) as first, open_on_gpu(path) as second:
+    with open_for_many(path) as first, open_for_many(path) as second:
         (a,), (b,) = first.generate(PROMPTS[2], params), second.generate(PROMPTS[2], params)
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
 
@@ -201,7 +201,7 @@ def test_two_engines_side_by_side(path):
 @pytest.mark.parametrize("place", ["prompt_steps", "logits"])
 def test_a_step_without_memory_fails_its_newest_request_alone(path, place):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    with open_on_gpu(path) as llm:
+    with open_for_many(path) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)]
         runner = llm._engine.runner
         owner = runner.model if place == "logits" else runner
@@ -231,7 +231,7 @@ def test_nothing_compiles_once_the_model_is_loaded(tmp_path, monkeypatch):
     def refuse(*_arguments, **_options):
         raise AssertionError("compiled after loading")
 
-    with open_on_gpu(path) as llm:
+    with open_for_many(path) as llm:
         monkeypatch.setattr("triton.runtime.jit.JITFunction._do_compile", refuse)
         monkeypatch.setattr("tiercel.kernels.rtc.compile_cubin", refuse)
         greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

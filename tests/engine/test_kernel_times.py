@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.gguf_files import tiny_model
+from tests.tiny_llm import gpu_share
 from tiercel.engine import kernel_times
 from tiercel.engine.build import load_model
 from tiercel.engine.device_timing import Ceilings, calls_us, measure_ceilings, times_us
@@ -15,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def load(path, device="cpu", **options):
-    given = {"max_model_len": 256, "max_num_seqs": 4, "gpu_memory_utilization": 0.1} | options
+    given = {"max_model_len": 256, "max_num_seqs": 4} | options
     return load_model(path, LoadOptions(device=device, dtype="float32", **given), None)
 
 
@@ -89,7 +90,8 @@ def test_calls_are_timed_in_turn():
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
-    loaded = load(tiny_model(tmp_path / "m.gguf", hidden=256, ff=256), "cuda")
+    path = tiny_model(tmp_path / "m.gguf", hidden=256, ff=256)
+    loaded = load(path, "cuda", gpu_memory_utilization=gpu_share())
     found = measure(loaded, [1, 40], [AttentionCase(2, 1, 100), AttentionCase(1, 90, 90)])
     assert len(found) == 12
     ceilings = measure_ceilings(torch.device("cuda"), torch.float16)

@@ -105,14 +105,23 @@ def test_weights_that_do_not_fit_are_refused_with_figures(monkeypatch):
 
 
 def test_a_share_of_the_whole_gpu_beside_what_others_hold(monkeypatch):
-    free = [70 * GIB]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 80 * GIB))
+    free, held = 70 * GIB, 3 * GIB  # by another engine of this process
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held)
     half, all_of_it = MemoryBudget(CUDA, 0.5), MemoryBudget(CUDA, 1.0)
-    assert half.left() == 40 * GIB, "10 GiB of another process are not its own"
+    assert half.left() == 40 * GIB, "10 GiB of others are not its own"
     assert all_of_it.left() == 70 * GIB, "not more than is free"
-    free[0] = 55 * GIB
+    held += 15 * GIB
+    free -= 15 * GIB
     half.reserve(5 * GIB)
     assert half.left() == 20 * GIB
+    free -= 30 * GIB  # another process starts beside it
+    assert half.left() == 20 * GIB
+    assert all_of_it.left() == 25 * GIB
+    free -= 10 * GIB
+    assert half.left() == 10 * GIB, "free, less what it keeps for later"
+    free += 45 * GIB  # and ends
+    assert half.left() == 20 * GIB, "its share does not grow"
 
 
 def test_a_cpu_gives_part_of_what_is_available():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import synthetic_model
+from tests.tiny_llm import open_on_gpu
 
 
 def write_wide_model(path: Path) -> Path:
@@ -16,3 +17,8 @@ def write_wide_model(path: Path) -> Path:
         patch.setitem(synthetic_model.SHAPES, "four-layers", shape)
         synthetic_model.write("four-layers", path)
     return path
+
+
+def open_wide(path, **options):
+    """On a GPU; dense copies of its weights are kept where twice as much memory is left."""
+    return open_on_gpu(path, gib=8, **options)

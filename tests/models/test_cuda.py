@@ -5,6 +5,7 @@ import pytest
 
 from tests import parity
 from tests.models.test_default_model import CASE
+from tests.tiny_llm import open_on_gpu
 from tiercel.llm import LLM
 from tiercel.params import SamplingParams
 
@@ -22,7 +23,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def cuda_llm(default_model):
-    with LLM(default_model, device="cuda", max_num_batched_tokens=512) as llm:
+    with open_on_gpu(default_model, gib=8, max_num_batched_tokens=512) as llm:
         yield llm
 
 

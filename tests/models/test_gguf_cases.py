@@ -1,15 +1,12 @@
 """Three tiny GGUF files against logits that were computed in float64 from their decoded weights."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from tiercel.llm import LLM
+from tests.tiny_llm import DATA, NAMES, open_on_gpu, open_tiny
 from tiercel.params import SamplingParams
 
-DATA = Path(__file__).parents[1] / "data/gguf"
-NAMES = ("qwen3-tiny", "llama-tiny", "gemma3-tiny")
+OPEN = {"cpu": open_tiny, "cuda": open_on_gpu}
 # Per dtype: NMSE of all logits, and the lead of the best logit from which a greedy token must
 # agree.
 BOUNDS = {"float32": (1e-9, 1e-3), "float16": (5e-5, 0.1), "bfloat16": (2e-3, 0.5)}
@@ -38,7 +35,7 @@ def case(request):
 @pytest.mark.parametrize("chunk", [7, 64], ids=["chunks of 7", "whole"])
 def test_logits_match_the_float64_forward(case, device, dtype, chunk):
     path, expected = case
-    with LLM(path, device=device, dtype=dtype, max_num_batched_tokens=chunk) as llm:
+    with OPEN[device](path, dtype=dtype, max_num_seqs=4, max_num_batched_tokens=chunk) as llm:
         logits = llm.logits(expected["tokens"].tolist())
     assert logits.shape == expected["logits"].shape
     assert nmse(logits, expected["logits"]) <= BOUNDS[dtype][0]
@@ -49,7 +46,7 @@ def test_greedy_tokens_match_up_to_the_first_near_tie(case, device, dtype):
     path, expected = case
     greedy, leads = expected["greedy"].tolist(), expected["greedy_lead"]
     params = SamplingParams(temperature=0, max_tokens=len(greedy), ignore_eos=True)
-    with LLM(path, device=device, dtype=dtype) as llm:
+    with OPEN[device](path, dtype=dtype, max_num_seqs=4) as llm:
         ids = llm.generate({"prompt_token_ids": expected["greedy_prompt"].tolist()}, params)
     near_ties = np.flatnonzero(leads < BOUNDS[dtype][1])
     stop = int(near_ties[0]) if near_ties.size else len(greedy)

@@ -5,7 +5,7 @@ import pytest
 from tests.gguf_files import ENCODERS, tiny_model
 from tests.models.test_gguf_cases import BOUNDS, nmse
 from tests.parity import log_softmax
-from tiercel.llm import LLM
+from tests.tiny_llm import open_on_gpu, open_tiny
 from tiercel.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -16,11 +16,11 @@ ERROR = 0.1  # of log-probabilities in 16 bits; gemma3 has the largest
 
 def check(path):
     """All logits of a prompt, and decode steps behind it in a graph."""
-    with LLM(path, device="cuda", dtype="float16", gpu_memory_utilization=0.1) as llm:
+    with open_on_gpu(path, dtype="float16", max_num_seqs=4) as llm:
         logits = llm.logits(PROMPT)
         (output,) = llm.generate({"prompt_token_ids": PROMPT}, GREEDY)
     answer = output.outputs[0]
-    with LLM(path, device="cpu", dtype="float32") as llm:
+    with open_tiny(path) as llm:
         expected = llm.logits([*PROMPT, *answer.token_ids])
     assert nmse(logits, expected[: len(PROMPT)]) <= BOUNDS["float16"][0]
     steps = log_softmax(expected[len(PROMPT) - 1 : -1])

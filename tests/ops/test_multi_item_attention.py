@@ -243,7 +243,7 @@ def test_a_wrong_mask_is_seen(change, device):
     right = case.expected(6)
     for out in (case.op(6), case.launch(triton_config(), 6)):
         assert relative_error(out, right) < TOLERANCE[torch.float32]
-        assert not relative_error(out, wrong) < 1e-3
+        assert relative_error(out, wrong) > 1e-3
 
 
 def test_items_do_not_see_each_other(device):
@@ -255,7 +255,7 @@ def test_items_do_not_see_each_other(device):
     for old, new in zip(before, (case.op(), case.launch(triton_config())), strict=True):
         assert torch.equal(old[:7], new[:7])
         assert torch.equal(old[16:], new[16:])
-        assert not torch.isclose(old[7:16], new[7:16]).any(dim=1).all()
+        assert (old[7:16] - new[7:16]).abs().max() > 1e-2
 
 
 # ---- errors

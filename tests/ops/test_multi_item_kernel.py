@@ -115,7 +115,7 @@ def test_items_of_the_cuda_kernel_do_not_see_each_other(variant, prefix, device)
         for old, new in zip(before, outs(), strict=True):
             assert torch.equal(old[: rows.start], new[: rows.start])
             assert torch.equal(old[rows.stop :], new[rows.stop :])
-            assert not torch.equal(old[rows], new[rows])
+            assert (old[rows] - new[rows]).abs().max() > 0
 
 
 @needs_hopper

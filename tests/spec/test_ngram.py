@@ -1,11 +1,9 @@
 """Drafts of real traffic are those of the oracle, whoever had the row before."""
 
 import pytest
-import torch
 
 from tests.test_llm_spec import some_prompts
-from tests.tiny_llm import DATA, open_tiny
-from tiercel.llm import LLM
+from tests.tiny_llm import DATA, open_on_gpu, open_tiny
 from tiercel.params import SamplingParams
 from tiercel.reference.ngram_index import FirstOccurrences
 from tiercel.spec.config import SpecConfig
@@ -62,7 +60,6 @@ def test_drafts_are_those_of_the_oracle(monkeypatch, overlap):
 
 @pytest.mark.gpu
 def test_drafts_are_those_of_the_oracle_on_a_gpu():
-    sizes = {"max_num_seqs": 3, "gpu_memory_utilization": 0.2, "dtype": "float32"}
-    with LLM(DATA / "qwen3-tiny.gguf", device="cuda", spec="ngram", **sizes) as llm:
-        assert torch.cuda.is_available()
+    sizes = {"max_num_seqs": 3, "dtype": "float32"}
+    with open_on_gpu(DATA / "qwen3-tiny.gguf", spec="ngram", **sizes) as llm:
         check_traffic(llm)

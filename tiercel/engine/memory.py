@@ -20,15 +20,18 @@ GIB = 2**30
 class MemoryBudget:
     """What this process may take of a device, from when it was made.
 
-    Of a GPU: a share of its whole memory, and not more than is free; what other processes hold does
-    not count as taken. Of a CPU: a share of what is available.
+    Of a GPU: a share of its whole memory, and not more than is free. Taken is what PyTorch took in
+    this process: free memory also tells of other processes, which may start or end meanwhile. Of a
+    CPU: a share of what is available.
     """
 
     def __init__(self, device: torch.device, utilization: float) -> None:
         self._device = device
         self._utilization = utilization
         self._reserved = 0
-        self._free_at_start = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what earlier work left there is free too
+            self._held_at_start = torch.cuda.memory_reserved(device)
 
     def reserve(self, num_bytes: int) -> None:
         """Keep bytes for later."""
@@ -38,7 +41,7 @@ class MemoryBudget:
         """Bytes that may still be taken; negative if too much is."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
-            taken = self._free_at_start - free
+            taken = torch.cuda.memory_reserved(self._device) - self._held_at_start
             return min(int(self._utilization * total) - taken, free) - self._reserved
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
