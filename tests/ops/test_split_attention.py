@@ -17,7 +17,7 @@ DTYPES = [torch.float16, torch.bfloat16]
 SCALE = 0.2
 
 
-def run_kernel(q, k_cache, v_cache, batch, *, window=0, max_seq_len=None, shares=0, folds=None):
+def run_kernel(q, k_cache, v_cache, batch, *, window=0, max_seq_len=None, **options):
     """With poisoned results and workspaces; max_seq_len loosens the bounds."""
     tokens, heads, head_dim = q.shape
     splits = kernel.num_splits(max_seq_len or batch.max_seq_len, batch.max_query_len, window)
@@ -41,8 +41,7 @@ def run_kernel(q, k_cache, v_cache, batch, *, window=0, max_seq_len=None, shares
         window,
         batch.max_query_len,
         config,
-        shares=shares,
-        folds=folds,
+        **options,
     )
     return out
 
@@ -158,7 +157,8 @@ def test_rows_do_not_depend_on_the_batch(shape, window, device):
     case = make_case(requests, shape, 64, torch.float16, device)
     out = run_kernel(*case[:4], window=window)
     others = [{"shares": 1}, {"shares": 17}, {"shares": 999}, {"max_seq_len": 9000}]
-    others += [{"folds": True, **other} for other in others] + [{"folds": False}]
+    ways = [{"folds": True}, {"heads_inside": False}, {"heads_inside": True}]
+    others += [{**way, **other} for way in ways for other in others] + [{"folds": False}]
     for other in others:
         assert torch.equal(out, run_kernel(*case[:4], window=window, **other))
     stop = 0
@@ -170,13 +170,15 @@ def test_rows_do_not_depend_on_the_batch(shape, window, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 500])
 def test_shares_cut_anywhere(window, device):
-    """Rows of one CTA, of two and of many, added up here or there, are the same bit for bit."""
+    """Rows of one CTA, of two and of many, added up here or there, are the same bit for bit.
+
+    So are they in both orders of units.
+    """
     case = make_case([(1, 700), (3, 1000), (2, 3000), (1, 5)], (8, 2, 128), 64, torch.half, device)
     expected = run_kernel(*case[:4], window=window, folds=False)
     for shares in range(1, 60):
-        assert torch.equal(
-            expected, run_kernel(*case[:4], window=window, shares=shares, folds=True)
-        )
+        for way in ({"folds": True}, {"folds": False, "heads_inside": shares % 2 == 0}):
+            assert torch.equal(expected, run_kernel(*case[:4], window=window, shares=shares, **way))
 
 
 @pytest.mark.gpu

@@ -14,9 +14,15 @@ from tiercel.kernels import rtc
 from tiercel.kernels import split_attention as kernel
 
 CPU = torch.device("cpu")
-# Borders of tiles and splits, one key, rows that several CTAs share.
-LENGTHS = (1, 63, 64, 65, 127, 128, 129, 300, 700)
-FOLDS = (False, True)
+# Borders of tiles and splits, one key, rows that several CTAs share; of 165 the last token's window
+# of 100 leaves out the first key of a tile.
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 165, 300, 700)
+# Where splits are added up, and in which order units lie.
+WAYS = (
+    {"folds": True},
+    {"folds": False, "heads_inside": False},
+    {"folds": False, "heads_inside": True},
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +47,14 @@ def run(processor, case, window, shares, **options):
     return run_kernel(q, k_cache, v_cache, batch, window=window, shares=shares, **options)
 
 
-def check_source(processor, requests, shape, window, dtype, *, all_folds=FOLDS, shares=5):
-    """Against the oracle; bit for bit alone, in shares of any size, with sums in either kernel."""
+def check_source(processor, requests, shape, window, dtype, *, ways=WAYS, shares=5):
+    """Against the oracle; bit for bit alone, in shares of any size, in every way."""
     case = make_case(requests, shape, 64, dtype, CPU, poison=float("nan"))
     first = run(processor, case, window, shares, folds=True)
     check_case(case, window, first)
-    for folds in all_folds:
-        for others in (1, 16):
-            assert torch.equal(first, run(processor, case, window, others, folds=folds))
+    for way in ways:
+        for others in (1, 7, 16):
+            assert torch.equal(first, run(processor, case, window, others, **way))
     stop = 0
     for request, queries in enumerate(case[3].query_lens):
         stop += queries
@@ -66,7 +72,7 @@ def test_rows_of_one_tile(queries, heads, window, processor):
 def test_rows_of_two_tiles(processor):
     """7 heads a group, which tiles of 8 rows cut."""
     requests = [(2, 140), (2, 2), (2, 64), (2, 900), (2, 257)]
-    check_source(processor, requests, (14, 2, 64), 0, torch.bfloat16, all_folds=(True,))
+    check_source(processor, requests, (14, 2, 64), 0, torch.bfloat16, ways=WAYS[:1])
 
 
 def test_requests_of_no_tokens_or_no_keys(processor):
@@ -76,8 +82,8 @@ def test_requests_of_no_tokens_or_no_keys(processor):
     expected = alone(case, 0, 2, 0, shares=1, folds=True)
     batch.cu_seqlens_q.copy_(torch.tensor([0, 2, 3, 3]))  # the last has no token
     batch.seq_lens.copy_(torch.tensor([70, 0, 65]))  # the second has no key
-    for folds in FOLDS:
-        out = run_kernel(*case[:4], shares=5, folds=folds)
+    for way in WAYS:
+        out = run_kernel(*case[:4], shares=5, **way)
         assert torch.equal(out[:2], expected)
         assert (out[2] == 0.0).all()
         assert out[3].isnan().all()

@@ -46,6 +46,10 @@ _HEADERS = ("attention_splits", "split_walk")
 # are shared, and the second kernel begins sooner alone: 1 x 1,024 4.8 us, 6.0 with sums; 16 x 600
 # (128 tiles) 13.3 and 13.9; 32 x 512 (256 tiles) 21.7 and 18.4 (H200, docs/notes/attention.md).
 LEAST_FOLDED = {64: 128, 128: 192, 256: 128}
+# Tiles of rows, up to which units lie by splits, and heads inside of them as in the cache: it takes
+# 1 x 3,000 7.4 us, by heads 8.0; 4 x 600 6.0 and 6.3; 4 x 4,096 the same; 1 x 32,768 38.9 and 38.4.
+# Beyond, long rows lose: 8 x 600 (64 tiles) 9.6 and 9.8, but 8 x 8,192 71.9 and 70.0 (H200).
+MOST_HEADS_INSIDE = 32
 H200_SMEM = 227 << 10
 
 
@@ -176,6 +180,15 @@ def select_folds(head_dim: int, row_tiles: int, slots: int) -> bool:
     return row_tiles >= LEAST_FOLDED[head_dim] or slots == 1
 
 
+def select_heads_inside(row_tiles: int) -> bool:
+    """Whether units lie by splits, then heads, where the first kernel adds up nothing. Pure.
+
+    Args:
+        row_tiles: of all requests and key heads.
+    """
+    return row_tiles <= MOST_HEADS_INSIDE
+
+
 def select_merge(results: int, slots: int, *, folds: bool) -> MergeConfig:
     """Choose the launch for `results` elements, each of at most `slots` splits. Pure."""
     if folds:
@@ -270,6 +283,7 @@ def launch_split_attention(
     *,
     shares: int = 0,
     folds: bool | None = None,
+    heads_inside: bool | None = None,
 ) -> None:
     """Enqueue both kernels on the current stream; the op has checked and allocated.
 
@@ -294,17 +308,15 @@ def launch_split_attention(
         config: from `select_split_attention`.
         shares: CTAs among which the work is spread; 0: all that the device holds at once.
         folds: as `select_folds` says if None; no part of the result.
+        heads_inside: as `select_heads_inside` says if None; no part of the result.
     """
-    tokens, heads, head_dim = q.shape
-    reqs, slots = seq_lens.shape[0], partials.shape[1]
+    (tokens, heads, head_dim), (block_size, kv_heads) = q.shape, k_cache.shape[1:3]
+    reqs, slots, group = seq_lens.shape[0], partials.shape[1], heads // kv_heads
     if tokens == 0:
         return
-    _, block_size, kv_heads, _ = k_cache.shape
-    group = heads // kv_heads
     shares = shares or _num_sms(q.device) * config.ctas
-    if folds is None:
-        tiles = reqs * kv_heads * -(-max_query_len * group // (8 * config.row_tiles))
-        folds = select_folds(head_dim, tiles, slots)
+    tiles = reqs * kv_heads * -(-max_query_len * group // (8 * config.row_tiles))
+    folds = select_folds(head_dim, tiles, slots) if folds is None else folds
     source = attention_source(head_dim, q.dtype, block_size, config, folds=folds)
     of_both = [*map(rtc.pointer, (cu_seqlens_q, seq_lens, partials, stats, out))]
     sizes = [ctypes.c_int(size) for size in (reqs, kv_heads, group, slots, window or NO_WINDOW)]
@@ -318,6 +330,7 @@ def launch_split_attention(
             *map(ctypes.c_int64, (q.stride(0), q.stride(1), block_tables.stride(0))),
             *sizes,
             ctypes.c_float(scale * LOG2_E),
+            ctypes.c_int(select_heads_inside(tiles) if heads_inside is None else heads_inside),
         ],
         is_dependent=is_dependent(q.device),
     )

@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) merge_splits(
                out + line * D + slab * 32 + (threadIdx.x & 31), first, splits);
   };
 #if FOLDS
-  const Lengths lengths{nullptr, cu_seqlens, seq_lens, reqs, kv_heads, group, window};
+  const Lengths lengths{nullptr, cu_seqlens, seq_lens, reqs, kv_heads, group, window, 0};
   const int share = blockIdx.x;
   Walk at;
   at.measure(lengths);

@@ -6,7 +6,7 @@
 // a query of a head of the group). Units lie in a row by (request, head, tile of rows, split), as
 // many places long as they have tiles; each CTA takes those that begin in its equal share of all
 // places. So any mix of lengths spreads evenly, by lengths that only the device knows. Which CTA
-// computes a unit is no part of its result.
+// computes a unit is no part of its result, nor is their order (split_walk.cuh has a second one).
 //
 // With FOLDS, a CTA that has the first split of a tile of rows adds up the splits that follow. If it
 // has all of them, that is the result; else the sum takes the place of the last one that it has. All
@@ -56,11 +56,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     float2* stats,        // (tokens * heads, slots): maximum and sum
     u16* out,             // (tokens * heads, D)
     i64 q_token_stride, i64 q_head_stride, i64 table_stride,  // elements
-    int reqs, int kv_heads, int group, int slots, int window, float scale_log2) {
+    int reqs, int kv_heads, int group, int slots, int window, float scale_log2,
+    int heads_inside) {  // of splits, see split_walk.cuh
   extern __shared__ __align__(128) unsigned char memory[];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const u32 smem = shared_address(memory);
-  const Lengths lengths{rows, cu_seqlens, seq_lens, reqs, kv_heads, group, window};
+  const Lengths lengths{rows, cu_seqlens, seq_lens, reqs, kv_heads, group, window, heads_inside};
   let_dependents_start();
 
   Walk ahead;
@@ -117,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
         copy16(there + KV_BYTES, is_read ? v_cache + from : v_cache, is_read);
       }
     }
-    if (has_queries && ahead.has_new_queries()) {
+    if (has_queries && ahead.has_new_queries(lengths)) {
 #pragma unroll
       for (int i = 0; i < ROWS; i += LINES) {
         if (ROWS % LINES && line + i >= ROWS) break;
@@ -155,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   for (int i = 0; i < STAGES - 1; ++i) {
     if (!ahead.is_over()) {
       const bool is_new = ahead.tile * TILE + TILE > ahead.of.seq_len - ahead.of.queries;
-      if (!has_waited && (is_new || (i > 0 && ahead.has_new_queries()))) {
+      if (!has_waited && (is_new || (i > 0 && ahead.has_new_queries(lengths)))) {
         wait_for_predecessor();
         has_waited = true;
       }
@@ -192,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 
     if (here.is_first()) {
       if (FOLDS && here.begins_rows()) is_ours = true;
-      if (is_start || here.has_new_queries()) {
+      if (is_start || here.has_new_queries(lengths)) {
 #pragma unroll
         for (int r = 0; r < NR; ++r) {
 #pragma unroll
@@ -252,13 +253,23 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 #pragma unroll
       for (int r = 0; r < NR; ++r)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int key = here.tile * TILE + 64 * t + 16 * warp + group_lane + i / 2 * 8;
-          const int last = position[r][i % 2];
-          const float both = __fadd_rn(score[t][r][i], odd[r][i]);
-          score[t][r][i] =
-              key <= last && key > last - window ? __fmul_rn(both, scale_log2) : NEG_INF;
-        }
+        for (int i = 0; i < 4; ++i)
+          score[t][r][i] = __fmul_rn(__fadd_rn(score[t][r][i], odd[r][i]), scale_log2);
+    }
+    // Most tiles are seen by every row.
+    const int first_key = here.tile * TILE;
+    const int first_position = here.of.seq_len - here.of.queries + tokens_of(here.row_tile * ROWS);
+    if (first_key + TILE - 1 > first_position || first_key < here.of.seq_len - window) {
+#pragma unroll
+      for (int t = 0; t < KT; ++t)
+#pragma unroll
+        for (int r = 0; r < NR; ++r)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int key = first_key + 64 * t + 16 * warp + group_lane + i / 2 * 8;
+            const int last = position[r][i % 2];
+            if (key > last || key <= last - window) score[t][r][i] = NEG_INF;
+          }
     }
 #pragma unroll
     for (int r = 0; r < NR; ++r)

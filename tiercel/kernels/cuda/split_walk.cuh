@@ -1,7 +1,8 @@
 // A walk over the units of one CTA and their tiles (split_attention.cu).
 //
 // With FOLDS, all splits of a tile of rows are one CTA's wherever lengths allow it at 1 / SLACK of a
-// share: such rows have no partial results. Macros: TILE, NR, FOLDS.
+// share: such rows have no partial results. Without, a launch may have the heads of a split side by
+// side, as they are in the cache, in place of the splits of a head. Macros: TILE, NR, FOLDS.
 #define SLACK 24       // 264 CTAs in use of 256 are 1 / 32
 #define ROWS (8 * NR)  // of a tile
 
@@ -10,6 +11,8 @@ struct Lengths {
   const int* cu_seqlens;
   const int* seq_lens;
   int reqs, kv_heads, group, window;
+  int heads_inside;  // of splits; else splits are inside of heads
+  DEV bool has_heads_inside() const { return !FOLDS && heads_inside; }
 };
 
 struct Walk {
@@ -104,8 +107,13 @@ struct Walk {
   }
   // Goes to the tile of rows of a place; where that begins.
   DEV int find_rows(const Lengths& lengths, int at) {
-    const int base = find_request(lengths, at), rows = (at - base) / tiles();
+    return enter_rows_of(find_request(lengths, at), at);
+  }
+  // The same for a place of this request, which begins at `base`.
+  DEV int enter_rows_of(int base, int at) {
+    const int rows = (at - base) / tiles();
     kv_head = rows / row_tiles, row_tile = rows - kv_head * row_tiles;
+    enter_rows();
     return base + rows * tiles();
   }
   // The first split of the rows at hand that begins `offset` places behind them or later.
@@ -120,19 +128,34 @@ struct Walk {
     const int from = border(share);
     place = stop = border(share + 1);
     if (from >= stop) return;
-    place = find_rows(lengths, from);
+    const int base = find_request(lengths, from);
     find_table(lengths, lane_row);
-    const int offset = from - place;
-    enter_rows();
-    if (offset == 0) return;
-    const int at = split_behind(offset);
-    if (!is_whole && at <= last_split()) {
-      enter_split(at);
+    if (lengths.has_heads_inside() ? find_unit(lengths, base, from) : find_split(lengths, base, from))
+      next_request(lengths);
+  }
+  // The first unit of this request, which begins at `base`, at a place or later; whether all of them
+  // are before it.
+  DEV bool find_unit(const Lengths& lengths, int base, int at) {
+    const int units = row_tiles * lengths.kv_heads;  // of a split
+    enter_split(split_of((first_tile() + (at - base) / units) * TILE));
+    const int begins = base + (begin - first_tile()) * units, tiles = end - begin;
+    const int unit = (at - begins + tiles - 1) / tiles;
+    place = begins + unit * tiles;
+    kv_head = unit / row_tiles, row_tile = unit - kv_head * row_tiles;
+    return unit == units && next_split();
+  }
+  DEV bool find_split(const Lengths& lengths, int base, int at) {
+    place = enter_rows_of(base, at);
+    const int offset = at - place;
+    if (offset == 0) return false;
+    const int behind = split_behind(offset);
+    if (!is_whole && behind <= last_split()) {
+      enter_split(behind);
       place += begin - first_tile();
-    } else {
-      place += tiles();
-      next_rows(lengths);
+      return false;
     }
+    place += tiles();
+    return next_rows(lengths);
   }
   DEV void find_table(const Lengths& lengths, int lane_row) {
     table_row = request < 32 ? __shfl_sync(~0u, lane_row, request) : lengths.rows[request];
@@ -144,25 +167,45 @@ struct Walk {
   DEV bool ends_rows() const { return end > last_tile(); }
   DEV bool ends_share() const { return !is_whole && place + end - begin >= stop; }
   // Whether other queries are needed than for the tile before.
-  DEV bool has_new_queries() const { return is_first() && begins_rows(); }
+  DEV bool has_new_queries(const Lengths& lengths) const {
+    return is_first() && (begins_rows() || lengths.has_heads_inside());
+  }
   DEV void advance(const Lengths& lengths) {
     if (++tile < end) return;
+    if (lengths.has_heads_inside() ? leave_unit(lengths) : leave_split(lengths))
+      next_request(lengths);
+  }
+  // The next unit, or true where the next request has it.
+  DEV bool leave_unit(const Lengths& lengths) {
+    place += end - begin;
+    tile = begin;
+    if (++row_tile < row_tiles) return false;
+    row_tile = 0;
+    return ++kv_head == lengths.kv_heads && next_split();
+  }
+  DEV bool next_split() {
+    kv_head = 0;
+    if (ends_rows()) return !is_over();
+    enter_split(split + 1);
+    return false;
+  }
+  DEV bool leave_split(const Lengths& lengths) {
     if (!is_whole) place += end - begin;
     if (!ends_rows()) {
       enter_split(split + 1);
-      return;
+      return false;
     }
     if (is_whole) place += tiles();
-    next_rows(lengths);
+    return next_rows(lengths);
   }
-  // The next tile of rows, of the next head or request where there is none.
-  DEV void next_rows(const Lengths& lengths) {
+  // The same for the next tile of rows.
+  DEV bool next_rows(const Lengths& lengths) {
     enter_rows();
-    if (++row_tile < row_tiles) return;
+    if (++row_tile < row_tiles) return false;
     row_tile = 0;
-    if (++kv_head < lengths.kv_heads || is_over()) return;
+    if (++kv_head < lengths.kv_heads || is_over()) return false;
     kv_head = 0;
-    next_request(lengths);
+    return true;
   }
   DEV void next_request(const Lengths& lengths) {
     do ++request, enter(lengths);
