@@ -185,6 +185,13 @@ def test_mixed_parts_lie_end_to_end(dtype, device):
         assert relative_error(piece, alone.double()) < (3e-3 if dtype == torch.bfloat16 else 2e-6)
 
 
+def assert_fills(x, weight, result):
+    """A result goes where it is asked to go."""
+    out = torch.full_like(result, torch.nan)
+    assert linear(x, weight, out_dtype=result.dtype, out=out) is out
+    assert torch.equal(out, result)
+
+
 @pytest.mark.parametrize("has_copy", [True, False])
 @pytest.mark.parametrize("rows", [1, MAX_TOKENS, MAX_TOKENS + 1, MOST_PACKED_ROWS + 1])
 def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
@@ -210,6 +217,7 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
         results[torch.float32] = linear(x.to(device), weight, out_dtype=torch.float32)
     for dtype, result in results.items():
         assert result.dtype == dtype
+        assert_fills(x.to(device), weight, result)
         for piece, part in zip(result.split((40, 24, 17), dim=1), parts, strict=True):
             assert relative_error(piece, oracle.linear(x, decoded([part]))) < 2e-3
     for at, segment in ((slice(0, 40), weight.segments[0]), (slice(64, 81), weight.segments[2])):
@@ -338,6 +346,7 @@ def test_wide_results(rows, dtype, device):
     x = torch.randn(rows, 576).to(dtype)
     out = linear(x.to(device), weight, out_dtype=torch.float32)
     assert out.dtype == torch.float32
+    assert_fills(x.to(device), weight, out)
     expected = oracle.linear(x, dense.cpu())
     # PyTorch has no product of 16-bit inputs with a float32 result on a CPU. So few rows are not
     # worth widening the weights: the result is rounded to float16 on its way (half of 2**-11). On
@@ -381,6 +390,7 @@ def test_any_number_of_rows(name, has_copy, device):
     alone = torch.cat([linear(row[None].to(device), weight) for row in x])
     for rows in (2, 9, MAX_TOKENS, MAX_TOKENS + 1, MOST_PACKED_ROWS + 1):
         out = linear(x[:rows].to(device), weight)
+        assert_fills(x[:rows].to(device), weight, out)
         assert relative_error(out, expected[:rows]) < 2e-3
         assert torch.equal(out, alone[:rows]) or rows > MAX_TOKENS
 

@@ -162,8 +162,7 @@ class DecodeSteps:
         """
         keys = self._keys()
         keys.sort(key=lambda key: key[0] * key[1], reverse=True)
-        # Without this copy each graph would keep logits of its own, 1.5 GB together at 151,936
-        # tokens of vocabulary; it costs 17 us at 64 rows.
+        # Shared: logits of their own would be 1.5 GB together at 151,936 tokens of vocabulary.
         shape = (keys[0][0] * keys[0][1], self._model.config.vocab_size)
         self._logits = torch.empty(shape, dtype=torch.float32, device=self._config.device)
         for done, key in enumerate(keys):
@@ -205,10 +204,9 @@ class DecodeSteps:
         def run(
             forward: Callable[[Batch], Tensor] = self._model.forward,
         ) -> tuple[StepStates, tuple[Tensor, Tensor] | None]:
-            result, states = self._run(inputs, num_drafts, width, lengths, forward)
+            _, states = self._run(inputs, num_drafts, width, lengths, forward, logits)
             if is_whole:
-                return states, self._finish(inputs[0], result, num_drafts, width, states)
-            logits.copy_(result)
+                return states, self._finish(inputs[0], logits, num_drafts, width, states)
             return states, None
 
         graph, (states, results) = recorder.record(run, partial(run, self._model.forward_sample))
@@ -296,17 +294,22 @@ class DecodeSteps:
         width: int,
         context_lens: tuple[int, ...],
         forward: Callable[[Batch], Tensor],
+        logits: Tensor | None = None,
     ) -> tuple[Tensor, StepStates]:
-        """Logits of all places of a step with equal ones; sets `num_drafts` if it has drafts."""
+        """Logits of all places of a step with equal ones; sets `num_drafts` if it has drafts.
+
+        logits: where they go; None for a new tensor.
+        """
         rows, count = inputs[0], inputs.shape[1]
         if width == 1:
             starts = self._starts_of(count, width)
-            return self._forward(rows, starts, None, (1,) * count, context_lens, forward)
+            return self._forward(rows, starts, None, (1,) * count, context_lens, forward, logits)
         drafts = self._rows.drafts.draft_ids
         torch.minimum(drafts[:, 0].index_select(0, rows), inputs[1], out=num_drafts)
         taken = StepDrafts(drafts, num_drafts)
         starts = self._starts_of(count, width)
-        return self._forward(rows, starts, taken, (width,) * count, context_lens, forward)
+        widths = (width,) * count
+        return self._forward(rows, starts, taken, widths, context_lens, forward, logits)
 
     def _forward(
         self,
@@ -316,6 +319,7 @@ class DecodeSteps:
         widths: tuple[int, ...],
         context_lens: tuple[int, ...] | None,
         forward: Callable[[Batch], Tensor],
+        logits: Tensor | None = None,
     ) -> tuple[Tensor, StepStates]:
         config, state, total = self._config, self._rows, sum(widths)
         inputs = prepare_step(
@@ -350,7 +354,7 @@ class DecodeSteps:
         )
         hidden = forward(batch)
         states = StepStates(batch, hidden, widths[0] if len(set(widths)) == 1 else None)
-        return self._model.logits(hidden, batch.logits_rows), states
+        return self._model.logits(hidden, out=logits), states
 
 
 def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:

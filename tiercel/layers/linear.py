@@ -18,5 +18,5 @@ class Linear:
         self.bias = bias
         self.out_dtype = out_dtype
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.out_dtype)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return linear(x, self.weight, self.bias, self.out_dtype, out)

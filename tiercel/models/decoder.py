@@ -168,17 +168,21 @@ class Decoder:
         norm = self.norm
         return rms_norm(take_rows(hidden, rows), norm.weight, norm.eps, torch.float32)
 
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+    def logits(
+        self, hidden: Tensor, rows: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Logits at some token places.
 
         Args:
             hidden: (T, hidden) from `forward`.
-            rows: (L,) int32 token places.
+            rows: (L,) int32 token places; None for all.
+            out: (L, vocab_size) float32 for the result; None for a new tensor.
 
         Returns:
             (L, vocab_size) float32.
         """
-        return self._capped(self.head(self.norm(take_rows(hidden, rows))))
+        x = hidden if rows is None else take_rows(hidden, rows)
+        return self._capped(self.head(self.norm(x), out))
 
     def token_logits(self, hidden: Tensor, rows: Tensor, token_ids: Tensor) -> Tensor:
         """Logits of some tokens alone: their rows of the head are multiplied, the others not read.

@@ -247,6 +247,7 @@ def linear(
     weight: LinearWeight,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """X @ W^T + bias.
 
@@ -256,6 +257,7 @@ def linear(
         bias: (out_features,), dtype of the result; None for none.
         out_dtype: float32 for the result of a weight prepared `wide`, unrounded but for fewer than
             `WIDE_ROWS` rows on a CPU, which pass through float16; None for the dtype of x.
+        out: (rows, out_features) contiguous of that dtype, for the result; None for a new tensor.
 
     Returns:
         (rows, out_features). Sums are float32; the product is rounded once, a bias added after it.
@@ -270,21 +272,27 @@ def linear(
         )
     out_dtype = out_dtype or x.dtype
     if weight.dense is not None and x.shape[0] > _most_packed(weight):
-        out = _multiply_dense(x, weight.dense, out_dtype)
+        result = _multiply_dense(x, weight.dense, out_dtype, out)
     elif len(weight.segments) == 1:
-        out = _multiply(x, weight.segments[0], out_dtype, weight)
+        result = _multiply(x, weight.segments[0], out_dtype, weight, out)
     else:
-        out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
+        result = _empty(x, weight.shape[0], out_dtype) if out is None else out
         row = 0
         for segment in weight.segments:
             rows = _num_rows(segment)
-            piece = out[:, row : row + rows]
+            piece = result[:, row : row + rows]
             if isinstance(segment, Q4kWeight):
                 _multiply_packed(x, segment, piece, weight)
             else:
                 piece.copy_(_multiply(x, segment, out_dtype, weight))
             row += rows
-    return out if bias is None else out.add_(bias)
+    if out is not None and result is not out:
+        result = out.copy_(result)
+    return result if bias is None else result.add_(bias)
+
+
+def _empty(x: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty((x.shape[0], columns), dtype=dtype, device=x.device)
 
 
 def _most_packed(weight: LinearWeight) -> int:
@@ -301,16 +309,17 @@ def _multiply(
     segment: Tensor | Int4Planes | Q4kWeight,
     out_dtype: torch.dtype,
     weight: LinearWeight,
+    out: Tensor | None = None,
 ) -> Tensor:
+    """X @ segment^T, in `out` where that is given and costs no copy."""
     if isinstance(segment, Int4Planes):
         return int4_planes.int4_matmul(x, segment)
     if isinstance(segment, Q4kWeight):
-        shape = (x.shape[0], segment.tensor.shape[0])
-        out = torch.empty(shape, dtype=out_dtype, device=x.device)
+        out = _empty(x, segment.tensor.shape[0], out_dtype) if out is None else out
         _multiply_packed(x, segment, out, weight)
         return out
     if x.is_cuda:
-        return _multiply_dense(x, segment, out_dtype)
+        return _multiply_dense(x, segment, out_dtype, out)
     if out_dtype == segment.dtype:
         return _multiply_rows(x, segment)
     if x.shape[0] < WIDE_ROWS:
@@ -320,9 +329,11 @@ def _multiply(
     return torch.cat([wide_x @ piece.to(out_dtype).t() for piece in slices], dim=1)
 
 
-def _multiply_dense(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """X @ weight^T of dense weights on a GPU."""
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
+def _multiply_dense(
+    x: Tensor, weight: Tensor, out_dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """X @ weight^T of dense weights on a GPU, in `out` if that is given."""
+    out = _empty(x, weight.shape[0], out_dtype) if out is None else out
     launch_linear(x, weight, out)
     return out
 
