@@ -26,6 +26,26 @@
 //
 // Macros: D (head_dim: 64, 128, 256), TILE (keys: 64, 128), BLOCK_SIZE (of the cache, a multiple of
 // 64), NR (tiles of 8 rows: 1 to 4), STAGES, CTAS (an SM, for the registers), IS_BF16, FOLDS.
+//
+// Candidates, off by default (benchmarks/split_attention_variants.py): LEAN_FETCH (tiles that are read
+// whole have code of their own), EARLY_SUMS (sums of a split meet with its last weights), SCATTERS
+// (lanes share the reduction of several rows), STORES_MATRICES (weights by stmatrix), VALUE_CHAINS
+// (2: other bits).
+#ifndef LEAN_FETCH
+#define LEAN_FETCH 0
+#endif
+#ifndef EARLY_SUMS
+#define EARLY_SUMS 0
+#endif
+#ifndef SCATTERS
+#define SCATTERS 0
+#endif
+#ifndef STORES_MATRICES
+#define STORES_MATRICES 0
+#endif
+#ifndef VALUE_CHAINS
+#define VALUE_CHAINS 1
+#endif
 #define WARPS 4
 #define KT (TILE / 64)               // times 16 keys: what a warp scores
 #define SPAN (TILE < BLOCK_SIZE ? TILE : BLOCK_SIZE)  // keys of a tile that lie in one block
@@ -43,6 +63,33 @@
 DEV u32 swizzled(int row, int piece, int pieces) {
   return (row * pieces + (piece ^ (row & 7))) * 16;
 }
+
+#if SCATTERS
+// What 8 lanes with equal lane % 4 have of NR * 2 rows, reduced: lane 4 g + t gets that of tile
+// `row_of_group(g)` and row 2 t + g % 2. In the order of a butterfly over all rows.
+template <class F> DEV float reduce(const float (&of)[NR][2], int lane, F both) {
+  float x[4];
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    if (r >= NR) break;
+    const float other = __shfl_xor_sync(~0u, lane & 4 ? of[r][0] : of[r][1], 4);
+    x[r] = both(lane & 4 ? of[r][1] : of[r][0], other);
+  }
+#pragma unroll
+  for (int r = 0; r < 4; r += 2) {
+    if (r >= NR) break;
+    const float sent = r + 1 == NR ? x[r] : lane & 8 ? x[r] : x[r + 1];
+    const float kept = r + 1 == NR ? x[r] : lane & 8 ? x[r + 1] : x[r];
+    x[r] = both(kept, __shfl_xor_sync(~0u, sent, 8));
+  }
+  const float sent = NR < 3 ? x[0] : lane & 16 ? x[0] : x[2];
+  const float kept = NR < 3 ? x[0] : lane & 16 ? x[2] : x[0];
+  return both(kept, __shfl_xor_sync(~0u, sent, 16));
+}
+DEV int row_of_group(int group_lane) {
+  return NR == 1 ? 0 : NR == 2 ? group_lane >> 1 & 1 : min(group_lane >> 1, NR - 1);
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     const u16* q,         // (tokens, heads, D)
@@ -103,6 +150,36 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     const u32 to = smem + slot * STAGE_BYTES;
     const int key = ahead.tile * TILE;
     const bool is_whole = key >= ahead.of.low && key + TILE <= ahead.of.seq_len;
+#if LEAN_FETCH
+    const int in_block = BLOCKS == 1 ? key % BLOCK_SIZE : 0;
+    if (is_whole) {
+#pragma unroll
+      for (int b = 0; b < BLOCKS; ++b) {
+        const i64 first = (i64)blocks[b] * BLOCK_SIZE + in_block + line;
+        const i64 from = first * key_stride + ahead.kv_head * D + piece * 8;
+        const u16 *k_from = k_cache + from, *v_from = v_cache + from;
+#pragma unroll
+        for (int i = 0; i < SPAN; i += LINES) {
+          const u32 there = to + swizzled(line + b * SPAN + i, piece, PIECES);
+          copy16(there, k_from);
+          copy16(there + KV_BYTES, v_from);
+          k_from += LINES * key_stride, v_from += LINES * key_stride;
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < TILE; i += LINES) {
+        // Nothing outside the visible keys is read: it may be another request's, or NaN.
+        const int row = i + line;
+        const bool is_read = key + row >= ahead.of.low && key + row < ahead.of.seq_len;
+        const i64 first = (i64)(i < SPAN ? blocks[0] : blocks[BLOCKS - 1]) * BLOCK_SIZE + in_block;
+        const i64 from = (first + row % SPAN) * key_stride + ahead.kv_head * D + piece * 8;
+        const u32 there = to + swizzled(row, piece, PIECES);
+        copy16(there, is_read ? k_cache + from : k_cache, is_read);
+        copy16(there + KV_BYTES, is_read ? v_cache + from : v_cache, is_read);
+      }
+    }
+#else
 #pragma unroll
     for (int i = 0; i < TILE; i += LINES) {
       const i64 first = (i64)blocks[i / SPAN] * BLOCK_SIZE + (BLOCKS == 1 ? key % BLOCK_SIZE : 0);
@@ -118,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
         copy16(there + KV_BYTES, is_read ? v_cache + from : v_cache, is_read);
       }
     }
+#endif
     if (has_queries && ahead.has_new_queries(lengths)) {
 #pragma unroll
       for (int i = 0; i < ROWS; i += LINES) {
@@ -271,6 +349,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
             if (key > last || key <= last - window) score[t][r][i] = NEG_INF;
           }
     }
+#if SCATTERS
+    float most_of_warp[NR][2];
+#pragma unroll
+    for (int r = 0; r < NR; ++r)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        most_of_warp[r][h] = fmaxf(score[0][r][h], score[0][r][2 + h]);
+#pragma unroll
+        for (int t = 1; t < KT; ++t)
+          most_of_warp[r][h] =
+              fmaxf(most_of_warp[r][h], fmaxf(score[t][r][h], score[t][r][2 + h]));
+      }
+    const u32 own_row = (8 * row_of_group(group_lane) + row_lane + (group_lane & 1)) * 16 + warp * 4;
+    store_float(smem + MAXIMA + own_row,
+                reduce(most_of_warp, lane, [](float x, float y) { return fmaxf(x, y); }));
+#else
 #pragma unroll
     for (int r = 0; r < NR; ++r)
 #pragma unroll
@@ -285,6 +379,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
         if (group_lane == 0)
           store_float(smem + MAXIMA + (8 * r + row_lane + h) * 16 + warp * 4, most);
       }
+#endif
     __syncthreads();  // maxima
 #pragma unroll
     for (int r = 0; r < NR; ++r)
@@ -302,9 +397,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
         for (int t = 0; t < KT; ++t) {
           const float low = exp2_fast(score[t][r][h] - shift);
           const float high = exp2_fast(score[t][r][2 + h] - shift);
+#if STORES_MATRICES
+          score[t][r][h] = low, score[t][r][2 + h] = high;
+#else
           const u32 both = pack(low, high), at = smem + WEIGHTS + 2 * group_lane;
           store_half(at + swizzled(row, 8 * t + 2 * warp, TILE / 8), both);
           store_half(at + swizzled(row, 8 * t + 2 * warp + 1, TILE / 8), both >> 16);
+#endif
           sum[r][h] = __fadd_rn(sum[r][h], __fadd_rn(low, high));
         }
 #pragma unroll
@@ -313,6 +412,36 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
           acc[d][r][2 + h] = __fmul_rn(acc[d][r][2 + h], decay);
         }
       }
+#if STORES_MATRICES
+#pragma unroll
+    for (int r = 0; r < NR; ++r)
+#pragma unroll
+      for (int t = 0; t < KT; ++t)
+        store_transposed(smem + WEIGHTS + swizzled(8 * r + (lane & 7),
+                                                   8 * t + 2 * warp + (lane / 8 & 1), TILE / 8),
+                         pack(score[t][r][0], score[t][r][1]),
+                         pack(score[t][r][2], score[t][r][3]));
+#endif
+    const auto meet_sums = [&]() {
+#if SCATTERS
+      const float of_warp = reduce(sum, lane, [](float x, float y) { return __fadd_rn(x, y); });
+      const int row = 8 * row_of_group(group_lane) + row_lane + (group_lane & 1);
+      store_float(smem + SUMS + row * 16 + warp * 4, of_warp);
+#else
+#pragma unroll
+      for (int r = 0; r < NR; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float of_warp = sum[r][h];
+#pragma unroll
+          for (int step = 4; step < 32; step <<= 1)
+            of_warp = __fadd_rn(of_warp, __shfl_xor_sync(~0u, of_warp, step));
+          if (group_lane == 0)
+            store_float(smem + SUMS + (8 * r + row_lane + h) * 16 + warp * 4, of_warp);
+        }
+#endif
+    };
+    if (EARLY_SUMS && here.is_last()) meet_sums();
     __syncthreads();  // weights
 
     // All keys of the tile times this warp's columns.
@@ -334,28 +463,34 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
       for (int k = 0; k < TILE / 16; ++k)
         load_transposed(a[k], values + swizzled(16 * k + (lane & 7) + lane / 16 * 8,
                                                 2 * (warp * DT + d) + (lane / 8 & 1), PIECES));
+#if VALUE_CHAINS == 2
+      float odd[NR][4] = {};
+#pragma unroll
+      for (int k = 0; k < TILE / 16; ++k)
+#pragma unroll
+        for (int r = 0; r < NR; ++r)
+          mma(k & 1 ? odd[r] : acc[d][r], a[k], weight[r][k][0], weight[r][k][1]);
+#pragma unroll
+      for (int r = 0; r < NR; ++r)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[d][r][i] = __fadd_rn(acc[d][r][i], odd[r][i]);
+#else
 #pragma unroll
       for (int k = 0; k < TILE / 16; ++k)
 #pragma unroll
         for (int r = 0; r < NR; ++r) mma(acc[d][r], a[k], weight[r][k][0], weight[r][k][1]);
+#endif
     }
 
     if (here.is_last()) {
-#pragma unroll
-      for (int r = 0; r < NR; ++r)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float of_warp = sum[r][h];
-#pragma unroll
-          for (int step = 4; step < 32; step <<= 1)
-            of_warp = __fadd_rn(of_warp, __shfl_xor_sync(~0u, of_warp, step));
-          if (group_lane == 0)
-            store_float(smem + SUMS + (8 * r + row_lane + h) * 16 + warp * 4, of_warp);
-        }
-      __syncthreads();  // sums
+      if (!EARLY_SUMS) {
+        meet_sums();
+        __syncthreads();  // sums
+      }
       const bool is_done = is_ours && here.ends_rows();
       const bool is_stored = !is_done && (!is_ours || here.ends_share());
-      const int in_row = here.split - here.first_split();  // slot 0 is the first visible one
+      int in_row = 0;  // slot 0 is the first visible one
+      if (!LEAN_STEPS || is_stored) in_row = here.split - here.first_split();
 #pragma unroll
       for (int r = 0; r < NR; ++r)
 #pragma unroll
