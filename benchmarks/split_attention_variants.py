@@ -53,16 +53,17 @@ def macros(**values: int) -> dict[str, Any]:
     return {"VARIANT": tuple(values.items())}
 
 
-LEAN = {"LEAN_FETCH": 1, "LEAN_STEPS": 1}
+LEAN = {"LEAN_FETCH": 1, "LEAN_STEPS": 1, "LEAN_ADDRESSES": 1}
 SHARED = {"EARLY_SUMS": 1, "SCATTERS": 1, "STORES_MATRICES": 1}
 CANDIDATES = [
     Candidate("today"),
     Candidate("lean fetch", macros(LEAN_FETCH=1)),
-    Candidate("lean fetch and steps", macros(**LEAN)),
+    Candidate("lean fetch, steps, addresses", macros(**LEAN)),
     Candidate("early sums", macros(EARLY_SUMS=1)),
     Candidate("scattered reductions", macros(SCATTERS=1)),
     Candidate("weights by stmatrix", macros(STORES_MATRICES=1)),
     Candidate("all of these", macros(**LEAN, **SHARED)),
+    Candidate("all, late fetch", macros(**LEAN, **SHARED, LATE_FETCH=1)),
     Candidate("all, two chains of values", macros(**LEAN, **SHARED, VALUE_CHAINS=2), (64,)),
     Candidate("units by heads", {"MOST_HEADS_INSIDE": 0}, most_tiles=kernel.MOST_HEADS_INSIDE),
 ]

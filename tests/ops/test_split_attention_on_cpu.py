@@ -109,7 +109,15 @@ def test_more_requests_than_lanes(processor):
     check_source(processor, requests, (4, 1, 128), 0, torch.float16, shares=11)
 
 
-CANDIDATES = ("LEAN_FETCH", "LEAN_STEPS", "EARLY_SUMS", "SCATTERS", "STORES_MATRICES")
+CANDIDATES = (
+    "LEAN_FETCH",
+    "LEAN_STEPS",
+    "LEAN_ADDRESSES",
+    "LATE_FETCH",
+    "EARLY_SUMS",
+    "SCATTERS",
+    "STORES_MATRICES",
+)
 
 
 @pytest.mark.slow
@@ -128,3 +136,10 @@ def test_candidates_change_no_bit(rows, head_dim, macros, processor, monkeypatch
         for way in WAYS:
             for shares in (3, 11, 40):
                 assert torch.equal(wanted, run(processor, case, window, shares, **way))
+
+
+@pytest.mark.slow
+def test_two_chains_of_values(processor, monkeypatch):
+    """A candidate with bits of its own: the same in every way."""
+    monkeypatch.setattr(kernel, "VARIANT", (("VALUE_CHAINS", 2),))
+    check_source(processor, [(2, 140), (2, 700), (1, 1)], (8, 2, 64), 0, torch.bfloat16)

@@ -28,11 +28,18 @@
 // 64), NR (tiles of 8 rows: 1 to 4), STAGES, CTAS (an SM, for the registers), IS_BF16, FOLDS.
 //
 // Candidates, off by default (benchmarks/split_attention_variants.py): LEAN_FETCH (tiles that are read
-// whole have code of their own), EARLY_SUMS (sums of a split meet with its last weights), SCATTERS
+// whole have code of their own), LEAN_STEPS (from split to split), LEAN_ADDRESSES (of fragments and of
+// table entries), LATE_FETCH (beside the scores' products), EARLY_SUMS (sums of a split meet with its last weights), SCATTERS
 // (lanes share the reduction of several rows), STORES_MATRICES (weights by stmatrix), VALUE_CHAINS
 // (2: other bits).
 #ifndef LEAN_FETCH
 #define LEAN_FETCH 0
+#endif
+#ifndef LEAN_ADDRESSES
+#define LEAN_ADDRESSES 0
+#endif
+#ifndef LATE_FETCH
+#define LATE_FETCH 0
 #endif
 #ifndef EARLY_SUMS
 #define EARLY_SUMS 0
@@ -105,9 +112,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     i64 q_token_stride, i64 q_head_stride, i64 table_stride,  // elements
     int reqs, int kv_heads, int group, int slots, int window, float scale_log2,
     int heads_inside) {  // of splits, see split_walk.cuh
+#if LEAN_ADDRESSES
+  extern __shared__ __align__(1024) unsigned char memory[];
+#else
   extern __shared__ __align__(128) unsigned char memory[];
+#endif
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+#if LEAN_ADDRESSES
+  // A constant that the compiler does not make again and again, from a slow register.
+  const u32 smem = __shfl_sync(~0u, shared_address(memory), 0);
+#else
   const u32 smem = shared_address(memory);
+#endif
   const Lengths lengths{rows, cu_seqlens, seq_lens, reqs, kv_heads, group, window, heads_inside};
   let_dependents_start();
 
@@ -123,6 +139,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   const i64 key_stride = (i64)kv_heads * D;
   auto find_blocks = [&](const Walk& at, int (&blocks)[BLOCKS]) {
     const int* table = tables + at.table_row * table_stride;
+#if LEAN_ADDRESSES
+    const int* from = table + (u32)at.tile * TILE / BLOCK_SIZE;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b)
+      blocks[b] = at.tile * TILE + b * SPAN < at.of.seq_len ? from[b] : 0;
+    return;
+#endif
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       const int key = at.tile * TILE + b * SPAN;
@@ -255,6 +278,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 
   // Lane 4 g + t holds rows 2 t and 2 t + 1 of a tile of 8, and keys or columns g and g + 8 of 16.
   const int group_lane = lane >> 2, row_lane = 2 * (lane & 3);
+#if LEAN_ADDRESSES
+  // Rows begin at multiples of their length, a power of 2: another piece is an exclusive or.
+  const u32 key_at = swizzled(16 * warp + (lane & 15), lane / 16, PIECES);
+  const u32 weight_at = smem + WEIGHTS + swizzled(lane & 7, lane / 8, TILE / 8);
+#endif
   u32 query[NR][D / 16][2];
   float acc[DT][NR][4], maximum[NR][2], sum[NR][2];
   float all_acc[DT][NR][4], all_maximum[NR][2], all_sum[NR][2];  // of splits that are added up
@@ -265,8 +293,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   while (!here.is_over()) {
     copy_wait<STAGES - 2>();
     __syncthreads();  // the tile is there, and the slot of the one before is free
+#if !LATE_FETCH
     if (!ahead.is_over()) fetch(slot == 0 ? STAGES - 1 : slot - 1, true);
     copy_commit();
+#endif
     const u32 keys = smem + slot * STAGE_BYTES, values = keys + KV_BYTES;
 
     if (here.is_first()) {
@@ -320,7 +350,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
         const int row = 64 * t + 16 * warp + (lane & 15);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
+#if LEAN_ADDRESSES
+          load_matrices(a[k], ((keys + key_at) ^ 32 * (first + k)) + 64 * t * D * 2);
+#else
           load_matrices(a[k], keys + swizzled(row, 2 * (first + k) + lane / 16, PIECES));
+#endif
 #pragma unroll
         for (int k = 0; k < 4; ++k)
 #pragma unroll
@@ -328,6 +362,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
             mma(k & 1 ? odd[r] : score[t][r], a[k], query[r][first + k][0],
                 query[r][first + k][1]);
       }
+#if LATE_FETCH
+      if (t == KT - 1) {
+        if (!ahead.is_over()) fetch(slot == 0 ? STAGES - 1 : slot - 1, true);
+        copy_commit();
+      }
+#endif
 #pragma unroll
       for (int r = 0; r < NR; ++r)
 #pragma unroll
@@ -451,8 +491,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 #pragma unroll
       for (int k = 0; k < TILE / 16; k += 2) {
         u32 x[4];
+#if LEAN_ADDRESSES
+        load_matrices(x, (weight_at ^ 32 * k) + 8 * r * TILE * 2);
+#else
         load_matrices(x, smem + WEIGHTS +
                              swizzled(8 * r + (lane & 7), 2 * k + lane / 8, TILE / 8));
+#endif
         weight[r][k][0] = x[0], weight[r][k][1] = x[1];
         weight[r][k + 1][0] = x[2], weight[r][k + 1][1] = x[3];
       }
@@ -506,6 +550,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 #pragma unroll
             for (int i = h; i < 4; i += 2)
               all_acc[d][r][i] = add_scaled(all_acc[d][r][i], decay, acc[d][r][i], weight);
+#if LEAN_STEPS
+          if (!is_done && !is_stored) continue;
+#endif
           const int token = tokens_of(packed), head = here.kv_head * group + packed - token * group;
           if (token >= here.of.queries) continue;
           const i64 line = (here.of.first_token + token) * (i64)(kv_heads * group) + head;
