@@ -107,39 +107,3 @@ def test_more_requests_than_lanes(processor):
     lengths = torch.randint(1, 200, (70,)).tolist()
     requests = [(1, length) for length in lengths]
     check_source(processor, requests, (4, 1, 128), 0, torch.float16, shares=11)
-
-
-CANDIDATES = (
-    "LEAN_FETCH",
-    "LEAN_STEPS",
-    "LEAN_ADDRESSES",
-    "LATE_FETCH",
-    "EARLY_SUMS",
-    "SCATTERS",
-    "STORES_MATRICES",
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("macros", [(name,) for name in CANDIDATES] + [CANDIDATES], ids=str)
-@pytest.mark.parametrize(("rows", "head_dim"), [(4, 64), (16, 256), (20, 128), (32, 64)])
-def test_candidates_change_no_bit(rows, head_dim, macros, processor, monkeypatch):
-    requests = [(4, 500), (1, 2700), (2, 129), (1, 1), (4, 64), (3, 257)]
-    shape = (rows // 2, 2, head_dim)
-    cases = [
-        (window, make_case(requests, shape, 64, torch.bfloat16, CPU, poison=float("nan")))
-        for window in (0, 90)
-    ]
-    expected = [run(processor, case, window, 7, folds=True) for window, case in cases]
-    monkeypatch.setattr(kernel, "VARIANT", tuple((name, 1) for name in macros))
-    for (window, case), wanted in zip(cases, expected, strict=True):
-        for way in WAYS:
-            for shares in (3, 11, 40):
-                assert torch.equal(wanted, run(processor, case, window, shares, **way))
-
-
-@pytest.mark.slow
-def test_two_chains_of_values(processor, monkeypatch):
-    """A candidate with bits of its own: the same in every way."""
-    monkeypatch.setattr(kernel, "VARIANT", (("VALUE_CHAINS", 2),))
-    check_source(processor, [(2, 140), (2, 700), (1, 1)], (8, 2, 64), 0, torch.bfloat16)

@@ -39,9 +39,6 @@ FINE_KEYS, FINE_END = 128, 2048
 MIDDLE_KEYS, MIDDLE_END = 256, 32768
 COARSE_KEYS = 512
 
-# Macros of candidates that wait for their measurement (benchmarks/split_attention_variants.py).
-VARIANT: tuple[tuple[str, int], ...] = ()
-
 _THREADS = 128
 _PTX = "attention_ptx"
 _HEADERS = ("attention_splits", "split_walk")
@@ -168,7 +165,6 @@ def attention_source(
         ("BLOCK_SIZE", block_size),
         ("STAGES", config.stages),
         ("CTAS", config.room),
-        *VARIANT,
     )
     return rtc.KernelSource("split_attention", macros, (_PTX, "split_ptx", *_HEADERS))
 

@@ -26,33 +26,6 @@
 //
 // Macros: D (head_dim: 64, 128, 256), TILE (keys: 64, 128), BLOCK_SIZE (of the cache, a multiple of
 // 64), NR (tiles of 8 rows: 1 to 4), STAGES, CTAS (an SM, for the registers), IS_BF16, FOLDS.
-//
-// Candidates, off by default (benchmarks/split_attention_variants.py): LEAN_FETCH (tiles that are read
-// whole have code of their own), LEAN_STEPS (from split to split), LEAN_ADDRESSES (of fragments and of
-// table entries), LATE_FETCH (beside the scores' products), EARLY_SUMS (sums of a split meet with its last weights), SCATTERS
-// (lanes share the reduction of several rows), STORES_MATRICES (weights by stmatrix), VALUE_CHAINS
-// (2: other bits).
-#ifndef LEAN_FETCH
-#define LEAN_FETCH 0
-#endif
-#ifndef LEAN_ADDRESSES
-#define LEAN_ADDRESSES 0
-#endif
-#ifndef LATE_FETCH
-#define LATE_FETCH 0
-#endif
-#ifndef EARLY_SUMS
-#define EARLY_SUMS 0
-#endif
-#ifndef SCATTERS
-#define SCATTERS 0
-#endif
-#ifndef STORES_MATRICES
-#define STORES_MATRICES 0
-#endif
-#ifndef VALUE_CHAINS
-#define VALUE_CHAINS 1
-#endif
 #define WARPS 4
 #define KT (TILE / 64)               // times 16 keys: what a warp scores
 #define SPAN (TILE < BLOCK_SIZE ? TILE : BLOCK_SIZE)  // keys of a tile that lie in one block
@@ -71,9 +44,8 @@ DEV u32 swizzled(int row, int piece, int pieces) {
   return (row * pieces + (piece ^ (row & 7))) * 16;
 }
 
-#if SCATTERS
 // What 8 lanes with equal lane % 4 have of NR * 2 rows, reduced: lane 4 g + t gets that of tile
-// `row_of_group(g)` and row 2 t + g % 2. In the order of a butterfly over all rows.
+// `row_of_group(g)` and row 2 t + g % 2. A third of the shuffles that all rows for all lanes take.
 template <class F> DEV float reduce(const float (&of)[NR][2], int lane, F both) {
   float x[4];
 #pragma unroll
@@ -96,7 +68,6 @@ template <class F> DEV float reduce(const float (&of)[NR][2], int lane, F both) 
 DEV int row_of_group(int group_lane) {
   return NR == 1 ? 0 : NR == 2 ? group_lane >> 1 & 1 : min(group_lane >> 1, NR - 1);
 }
-#endif
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     const u16* q,         // (tokens, heads, D)
@@ -112,18 +83,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     i64 q_token_stride, i64 q_head_stride, i64 table_stride,  // elements
     int reqs, int kv_heads, int group, int slots, int window, float scale_log2,
     int heads_inside) {  // of splits, see split_walk.cuh
-#if LEAN_ADDRESSES
   extern __shared__ __align__(1024) unsigned char memory[];
-#else
-  extern __shared__ __align__(128) unsigned char memory[];
-#endif
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-#if LEAN_ADDRESSES
   // A constant that the compiler does not make again and again, from a slow register.
   const u32 smem = __shfl_sync(~0u, shared_address(memory), 0);
-#else
-  const u32 smem = shared_address(memory);
-#endif
   const Lengths lengths{rows, cu_seqlens, seq_lens, reqs, kv_heads, group, window, heads_inside};
   let_dependents_start();
 
@@ -139,18 +102,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   const i64 key_stride = (i64)kv_heads * D;
   auto find_blocks = [&](const Walk& at, int (&blocks)[BLOCKS]) {
     const int* table = tables + at.table_row * table_stride;
-#if LEAN_ADDRESSES
     const int* from = table + (u32)at.tile * TILE / BLOCK_SIZE;
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b)
       blocks[b] = at.tile * TILE + b * SPAN < at.of.seq_len ? from[b] : 0;
-    return;
-#endif
-#pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) {
-      const int key = at.tile * TILE + b * SPAN;
-      blocks[b] = key < at.of.seq_len ? table[key / BLOCK_SIZE] : 0;
-    }
   };
   int blocks[BLOCKS];  // of the tile `ahead`: looked up before they are needed
   // A look-up in memory takes 2 us while keys stream.
@@ -173,7 +128,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     const u32 to = smem + slot * STAGE_BYTES;
     const int key = ahead.tile * TILE;
     const bool is_whole = key >= ahead.of.low && key + TILE <= ahead.of.seq_len;
-#if LEAN_FETCH
     const int in_block = BLOCKS == 1 ? key % BLOCK_SIZE : 0;
     if (is_whole) {
 #pragma unroll
@@ -202,23 +156,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
         copy16(there + KV_BYTES, is_read ? v_cache + from : v_cache, is_read);
       }
     }
-#else
-#pragma unroll
-    for (int i = 0; i < TILE; i += LINES) {
-      const i64 first = (i64)blocks[i / SPAN] * BLOCK_SIZE + (BLOCKS == 1 ? key % BLOCK_SIZE : 0);
-      const i64 from = (first + line + i % SPAN) * key_stride + ahead.kv_head * D + piece * 8;
-      const u32 there = to + swizzled(line + i, piece, PIECES);
-      if (is_whole) {
-        copy16(there, k_cache + from);
-        copy16(there + KV_BYTES, v_cache + from);
-      } else {
-        // Nothing outside the visible keys is read: it may be another request's, or NaN.
-        const bool is_read = key + line + i >= ahead.of.low && key + line + i < ahead.of.seq_len;
-        copy16(there, is_read ? k_cache + from : k_cache, is_read);
-        copy16(there + KV_BYTES, is_read ? v_cache + from : v_cache, is_read);
-      }
-    }
-#endif
     if (has_queries && ahead.has_new_queries(lengths)) {
 #pragma unroll
       for (int i = 0; i < ROWS; i += LINES) {
@@ -278,11 +215,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 
   // Lane 4 g + t holds rows 2 t and 2 t + 1 of a tile of 8, and keys or columns g and g + 8 of 16.
   const int group_lane = lane >> 2, row_lane = 2 * (lane & 3);
-#if LEAN_ADDRESSES
   // Rows begin at multiples of their length, a power of 2: another piece is an exclusive or.
   const u32 key_at = swizzled(16 * warp + (lane & 15), lane / 16, PIECES);
   const u32 weight_at = smem + WEIGHTS + swizzled(lane & 7, lane / 8, TILE / 8);
-#endif
   u32 query[NR][D / 16][2];
   float acc[DT][NR][4], maximum[NR][2], sum[NR][2];
   float all_acc[DT][NR][4], all_maximum[NR][2], all_sum[NR][2];  // of splits that are added up
@@ -293,10 +228,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   while (!here.is_over()) {
     copy_wait<STAGES - 2>();
     __syncthreads();  // the tile is there, and the slot of the one before is free
-#if !LATE_FETCH
     if (!ahead.is_over()) fetch(slot == 0 ? STAGES - 1 : slot - 1, true);
     copy_commit();
-#endif
     const u32 keys = smem + slot * STAGE_BYTES, values = keys + KV_BYTES;
 
     if (here.is_first()) {
@@ -347,14 +280,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 #pragma unroll
       for (int first = 0; first < D / 16; first += 4) {
         u32 a[4][4];
-        const int row = 64 * t + 16 * warp + (lane & 15);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-#if LEAN_ADDRESSES
           load_matrices(a[k], ((keys + key_at) ^ 32 * (first + k)) + 64 * t * D * 2);
-#else
-          load_matrices(a[k], keys + swizzled(row, 2 * (first + k) + lane / 16, PIECES));
-#endif
 #pragma unroll
         for (int k = 0; k < 4; ++k)
 #pragma unroll
@@ -362,12 +290,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
             mma(k & 1 ? odd[r] : score[t][r], a[k], query[r][first + k][0],
                 query[r][first + k][1]);
       }
-#if LATE_FETCH
-      if (t == KT - 1) {
-        if (!ahead.is_over()) fetch(slot == 0 ? STAGES - 1 : slot - 1, true);
-        copy_commit();
-      }
-#endif
 #pragma unroll
       for (int r = 0; r < NR; ++r)
 #pragma unroll
@@ -389,7 +311,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
             if (key > last || key <= last - window) score[t][r][i] = NEG_INF;
           }
     }
-#if SCATTERS
     float most_of_warp[NR][2];
 #pragma unroll
     for (int r = 0; r < NR; ++r)
@@ -404,22 +325,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     const u32 own_row = (8 * row_of_group(group_lane) + row_lane + (group_lane & 1)) * 16 + warp * 4;
     store_float(smem + MAXIMA + own_row,
                 reduce(most_of_warp, lane, [](float x, float y) { return fmaxf(x, y); }));
-#else
-#pragma unroll
-    for (int r = 0; r < NR; ++r)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float most = NEG_INF;
-#pragma unroll
-        for (int t = 0; t < KT; ++t)
-          most = fmaxf(most, fmaxf(score[t][r][h], score[t][r][2 + h]));
-#pragma unroll
-        for (int step = 4; step < 32; step <<= 1)
-          most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-        if (group_lane == 0)
-          store_float(smem + MAXIMA + (8 * r + row_lane + h) * 16 + warp * 4, most);
-      }
-#endif
     __syncthreads();  // maxima
 #pragma unroll
     for (int r = 0; r < NR; ++r)
@@ -437,13 +342,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
         for (int t = 0; t < KT; ++t) {
           const float low = exp2_fast(score[t][r][h] - shift);
           const float high = exp2_fast(score[t][r][2 + h] - shift);
-#if STORES_MATRICES
           score[t][r][h] = low, score[t][r][2 + h] = high;
-#else
-          const u32 both = pack(low, high), at = smem + WEIGHTS + 2 * group_lane;
-          store_half(at + swizzled(row, 8 * t + 2 * warp, TILE / 8), both);
-          store_half(at + swizzled(row, 8 * t + 2 * warp + 1, TILE / 8), both >> 16);
-#endif
           sum[r][h] = __fadd_rn(sum[r][h], __fadd_rn(low, high));
         }
 #pragma unroll
@@ -452,7 +351,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
           acc[d][r][2 + h] = __fmul_rn(acc[d][r][2 + h], decay);
         }
       }
-#if STORES_MATRICES
 #pragma unroll
     for (int r = 0; r < NR; ++r)
 #pragma unroll
@@ -461,28 +359,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
                                                    8 * t + 2 * warp + (lane / 8 & 1), TILE / 8),
                          pack(score[t][r][0], score[t][r][1]),
                          pack(score[t][r][2], score[t][r][3]));
-#endif
-    const auto meet_sums = [&]() {
-#if SCATTERS
-      const float of_warp = reduce(sum, lane, [](float x, float y) { return __fadd_rn(x, y); });
-      const int row = 8 * row_of_group(group_lane) + row_lane + (group_lane & 1);
-      store_float(smem + SUMS + row * 16 + warp * 4, of_warp);
-#else
-#pragma unroll
-      for (int r = 0; r < NR; ++r)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float of_warp = sum[r][h];
-#pragma unroll
-          for (int step = 4; step < 32; step <<= 1)
-            of_warp = __fadd_rn(of_warp, __shfl_xor_sync(~0u, of_warp, step));
-          if (group_lane == 0)
-            store_float(smem + SUMS + (8 * r + row_lane + h) * 16 + warp * 4, of_warp);
-        }
-#endif
-    };
-    if (EARLY_SUMS && here.is_last()) meet_sums();
-    __syncthreads();  // weights
+    if (here.is_last())
+      store_float(smem + SUMS + own_row,
+                  reduce(sum, lane, [](float x, float y) { return __fadd_rn(x, y); }));
+    __syncthreads();  // weights, and sums
 
     // All keys of the tile times this warp's columns.
     u32 weight[NR][TILE / 16][2];
@@ -491,12 +371,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 #pragma unroll
       for (int k = 0; k < TILE / 16; k += 2) {
         u32 x[4];
-#if LEAN_ADDRESSES
         load_matrices(x, (weight_at ^ 32 * k) + 8 * r * TILE * 2);
-#else
-        load_matrices(x, smem + WEIGHTS +
-                             swizzled(8 * r + (lane & 7), 2 * k + lane / 8, TILE / 8));
-#endif
         weight[r][k][0] = x[0], weight[r][k][1] = x[1];
         weight[r][k + 1][0] = x[2], weight[r][k + 1][1] = x[3];
       }
@@ -507,34 +382,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
       for (int k = 0; k < TILE / 16; ++k)
         load_transposed(a[k], values + swizzled(16 * k + (lane & 7) + lane / 16 * 8,
                                                 2 * (warp * DT + d) + (lane / 8 & 1), PIECES));
-#if VALUE_CHAINS == 2
-      float odd[NR][4] = {};
-#pragma unroll
-      for (int k = 0; k < TILE / 16; ++k)
-#pragma unroll
-        for (int r = 0; r < NR; ++r)
-          mma(k & 1 ? odd[r] : acc[d][r], a[k], weight[r][k][0], weight[r][k][1]);
-#pragma unroll
-      for (int r = 0; r < NR; ++r)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[d][r][i] = __fadd_rn(acc[d][r][i], odd[r][i]);
-#else
 #pragma unroll
       for (int k = 0; k < TILE / 16; ++k)
 #pragma unroll
         for (int r = 0; r < NR; ++r) mma(acc[d][r], a[k], weight[r][k][0], weight[r][k][1]);
-#endif
     }
 
     if (here.is_last()) {
-      if (!EARLY_SUMS) {
-        meet_sums();
-        __syncthreads();  // sums
-      }
       const bool is_done = is_ours && here.ends_rows();
       const bool is_stored = !is_done && (!is_ours || here.ends_share());
       int in_row = 0;  // slot 0 is the first visible one
-      if (!LEAN_STEPS || is_stored) in_row = here.split - here.first_split();
+      if (is_stored) in_row = here.split - here.first_split();
 #pragma unroll
       for (int r = 0; r < NR; ++r)
 #pragma unroll
@@ -550,9 +408,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 #pragma unroll
             for (int i = h; i < 4; i += 2)
               all_acc[d][r][i] = add_scaled(all_acc[d][r][i], decay, acc[d][r][i], weight);
-#if LEAN_STEPS
           if (!is_done && !is_stored) continue;
-#endif
           const int token = tokens_of(packed), head = here.kv_head * group + packed - token * group;
           if (token >= here.of.queries) continue;
           const i64 line = (here.of.first_token + token) * (i64)(kv_heads * group) + head;

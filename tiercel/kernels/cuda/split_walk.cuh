@@ -3,9 +3,6 @@
 // With FOLDS, all splits of a tile of rows are one CTA's wherever lengths allow it at 1 / SLACK of a
 // share: such rows have no partial results. Without, a launch may have the heads of a split side by
 // side, as they are in the cache, in place of the splits of a head. Macros: TILE, NR, FOLDS.
-#ifndef LEAN_STEPS  // a candidate: no branches from split to split
-#define LEAN_STEPS 0
-#endif
 #define SLACK 24       // 264 CTAs in use of 256 are 1 / 32
 #define ROWS (8 * NR)  // of a tile
 
@@ -55,15 +52,11 @@ struct Walk {
   }
   DEV void enter_rows() { enter_split(first_split()); }
   DEV void enter_next_split() {
-#if LEAN_STEPS
     const int key = end * TILE;
     const int keys = key < FINE_END ? FINE_KEYS : key < MIDDLE_END ? MIDDLE_KEYS : COARSE_KEYS;
     ++split;
     tile = begin = end;
     end = min(begin + keys / TILE, last_tile() + 1);
-#else
-    enter_split(split + 1);
-#endif
   }
   // Whether as much for a CTA is little more than its fair share.
   DEV static bool fits(int wanted, int fair) {
