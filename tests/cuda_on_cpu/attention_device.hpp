@@ -23,6 +23,13 @@ DEV float4 load_floats(u32 address) { return from_shared<float4>(address); }
 DEV void store_16(u32 address, uint4 x) { sts16(address, x.x, x.y, x.z, x.w); }
 DEV void store_float(u32 address, float x) { std::memcpy(shared(address, 4), &x, 4); }
 DEV void store_half(u32 address, u32 x) { sts2(address, (u16)x); }
+DEV void store_transposed(u32 address, u32 x0, u32 x1) {
+  const int lane = threadIdx.x & 31;
+  for (int i = 0; i < 4; ++i) {
+    const u32 row = __shfl_sync(~0u, address, i / 2 * 8 + 2 * (lane & 3) + i % 2);
+    sts2(row + 2 * (lane >> 2), (u16)((i < 2 ? x0 : x1) >> 16 * (i % 2)));
+  }
+}
 DEV void prefetch_line(const void*) {}
 
 struct Late { u8* at; std::vector<u8> data; };

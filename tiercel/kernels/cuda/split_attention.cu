@@ -44,6 +44,31 @@ DEV u32 swizzled(int row, int piece, int pieces) {
   return (row * pieces + (piece ^ (row & 7))) * 16;
 }
 
+// What 8 lanes with equal lane % 4 have of NR * 2 rows, reduced: lane 4 g + t gets that of tile
+// `row_of_group(g)` and row 2 t + g % 2. A third of the shuffles that all rows for all lanes take.
+template <class F> DEV float reduce(const float (&of)[NR][2], int lane, F both) {
+  float x[4];
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    if (r >= NR) break;
+    const float other = __shfl_xor_sync(~0u, lane & 4 ? of[r][0] : of[r][1], 4);
+    x[r] = both(lane & 4 ? of[r][1] : of[r][0], other);
+  }
+#pragma unroll
+  for (int r = 0; r < 4; r += 2) {
+    if (r >= NR) break;
+    const float sent = r + 1 == NR ? x[r] : lane & 8 ? x[r] : x[r + 1];
+    const float kept = r + 1 == NR ? x[r] : lane & 8 ? x[r + 1] : x[r];
+    x[r] = both(kept, __shfl_xor_sync(~0u, sent, 8));
+  }
+  const float sent = NR < 3 ? x[0] : lane & 16 ? x[0] : x[2];
+  const float kept = NR < 3 ? x[0] : lane & 16 ? x[2] : x[0];
+  return both(kept, __shfl_xor_sync(~0u, sent, 16));
+}
+DEV int row_of_group(int group_lane) {
+  return NR == 1 ? 0 : NR == 2 ? group_lane >> 1 & 1 : min(group_lane >> 1, NR - 1);
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     const u16* q,         // (tokens, heads, D)
     const u16* k_cache,   // (blocks, block_size, kv_heads, D)
@@ -58,9 +83,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     i64 q_token_stride, i64 q_head_stride, i64 table_stride,  // elements
     int reqs, int kv_heads, int group, int slots, int window, float scale_log2,
     int heads_inside) {  // of splits, see split_walk.cuh
-  extern __shared__ __align__(128) unsigned char memory[];
+  extern __shared__ __align__(1024) unsigned char memory[];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const u32 smem = shared_address(memory);
+  // A constant that the compiler does not make again and again, from a slow register.
+  const u32 smem = __shfl_sync(~0u, shared_address(memory), 0);
   const Lengths lengths{rows, cu_seqlens, seq_lens, reqs, kv_heads, group, window, heads_inside};
   let_dependents_start();
 
@@ -76,11 +102,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   const i64 key_stride = (i64)kv_heads * D;
   auto find_blocks = [&](const Walk& at, int (&blocks)[BLOCKS]) {
     const int* table = tables + at.table_row * table_stride;
+    const int* from = table + (u32)at.tile * TILE / BLOCK_SIZE;
 #pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) {
-      const int key = at.tile * TILE + b * SPAN;
-      blocks[b] = key < at.of.seq_len ? table[key / BLOCK_SIZE] : 0;
-    }
+    for (int b = 0; b < BLOCKS; ++b)
+      blocks[b] = at.tile * TILE + b * SPAN < at.of.seq_len ? from[b] : 0;
   };
   int blocks[BLOCKS];  // of the tile `ahead`: looked up before they are needed
   // A look-up in memory takes 2 us while keys stream.
@@ -103,17 +128,30 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     const u32 to = smem + slot * STAGE_BYTES;
     const int key = ahead.tile * TILE;
     const bool is_whole = key >= ahead.of.low && key + TILE <= ahead.of.seq_len;
+    const int in_block = BLOCKS == 1 ? key % BLOCK_SIZE : 0;
+    if (is_whole) {
 #pragma unroll
-    for (int i = 0; i < TILE; i += LINES) {
-      const i64 first = (i64)blocks[i / SPAN] * BLOCK_SIZE + (BLOCKS == 1 ? key % BLOCK_SIZE : 0);
-      const i64 from = (first + line + i % SPAN) * key_stride + ahead.kv_head * D + piece * 8;
-      const u32 there = to + swizzled(line + i, piece, PIECES);
-      if (is_whole) {
-        copy16(there, k_cache + from);
-        copy16(there + KV_BYTES, v_cache + from);
-      } else {
+      for (int b = 0; b < BLOCKS; ++b) {
+        const i64 first = (i64)blocks[b] * BLOCK_SIZE + in_block + line;
+        const i64 from = first * key_stride + ahead.kv_head * D + piece * 8;
+        const u16 *k_from = k_cache + from, *v_from = v_cache + from;
+#pragma unroll
+        for (int i = 0; i < SPAN; i += LINES) {
+          const u32 there = to + swizzled(line + b * SPAN + i, piece, PIECES);
+          copy16(there, k_from);
+          copy16(there + KV_BYTES, v_from);
+          k_from += LINES * key_stride, v_from += LINES * key_stride;
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < TILE; i += LINES) {
         // Nothing outside the visible keys is read: it may be another request's, or NaN.
-        const bool is_read = key + line + i >= ahead.of.low && key + line + i < ahead.of.seq_len;
+        const int row = i + line;
+        const bool is_read = key + row >= ahead.of.low && key + row < ahead.of.seq_len;
+        const i64 first = (i64)(i < SPAN ? blocks[0] : blocks[BLOCKS - 1]) * BLOCK_SIZE + in_block;
+        const i64 from = (first + row % SPAN) * key_stride + ahead.kv_head * D + piece * 8;
+        const u32 there = to + swizzled(row, piece, PIECES);
         copy16(there, is_read ? k_cache + from : k_cache, is_read);
         copy16(there + KV_BYTES, is_read ? v_cache + from : v_cache, is_read);
       }
@@ -177,6 +215,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 
   // Lane 4 g + t holds rows 2 t and 2 t + 1 of a tile of 8, and keys or columns g and g + 8 of 16.
   const int group_lane = lane >> 2, row_lane = 2 * (lane & 3);
+  // Rows begin at multiples of their length, a power of 2: another piece is an exclusive or.
+  const u32 key_at = swizzled(16 * warp + (lane & 15), lane / 16, PIECES);
+  const u32 weight_at = smem + WEIGHTS + swizzled(lane & 7, lane / 8, TILE / 8);
   u32 query[NR][D / 16][2];
   float acc[DT][NR][4], maximum[NR][2], sum[NR][2];
   float all_acc[DT][NR][4], all_maximum[NR][2], all_sum[NR][2];  // of splits that are added up
@@ -239,10 +280,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 #pragma unroll
       for (int first = 0; first < D / 16; first += 4) {
         u32 a[4][4];
-        const int row = 64 * t + 16 * warp + (lane & 15);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-          load_matrices(a[k], keys + swizzled(row, 2 * (first + k) + lane / 16, PIECES));
+          load_matrices(a[k], ((keys + key_at) ^ 32 * (first + k)) + 64 * t * D * 2);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
 #pragma unroll
@@ -271,20 +311,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
             if (key > last || key <= last - window) score[t][r][i] = NEG_INF;
           }
     }
+    float most_of_warp[NR][2];
 #pragma unroll
     for (int r = 0; r < NR; ++r)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float most = NEG_INF;
+        most_of_warp[r][h] = fmaxf(score[0][r][h], score[0][r][2 + h]);
 #pragma unroll
-        for (int t = 0; t < KT; ++t)
-          most = fmaxf(most, fmaxf(score[t][r][h], score[t][r][2 + h]));
-#pragma unroll
-        for (int step = 4; step < 32; step <<= 1)
-          most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-        if (group_lane == 0)
-          store_float(smem + MAXIMA + (8 * r + row_lane + h) * 16 + warp * 4, most);
+        for (int t = 1; t < KT; ++t)
+          most_of_warp[r][h] =
+              fmaxf(most_of_warp[r][h], fmaxf(score[t][r][h], score[t][r][2 + h]));
       }
+    const u32 own_row = (8 * row_of_group(group_lane) + row_lane + (group_lane & 1)) * 16 + warp * 4;
+    store_float(smem + MAXIMA + own_row,
+                reduce(most_of_warp, lane, [](float x, float y) { return fmaxf(x, y); }));
     __syncthreads();  // maxima
 #pragma unroll
     for (int r = 0; r < NR; ++r)
@@ -302,9 +342,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
         for (int t = 0; t < KT; ++t) {
           const float low = exp2_fast(score[t][r][h] - shift);
           const float high = exp2_fast(score[t][r][2 + h] - shift);
-          const u32 both = pack(low, high), at = smem + WEIGHTS + 2 * group_lane;
-          store_half(at + swizzled(row, 8 * t + 2 * warp, TILE / 8), both);
-          store_half(at + swizzled(row, 8 * t + 2 * warp + 1, TILE / 8), both >> 16);
+          score[t][r][h] = low, score[t][r][2 + h] = high;
           sum[r][h] = __fadd_rn(sum[r][h], __fadd_rn(low, high));
         }
 #pragma unroll
@@ -313,7 +351,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
           acc[d][r][2 + h] = __fmul_rn(acc[d][r][2 + h], decay);
         }
       }
-    __syncthreads();  // weights
+#pragma unroll
+    for (int r = 0; r < NR; ++r)
+#pragma unroll
+      for (int t = 0; t < KT; ++t)
+        store_transposed(smem + WEIGHTS + swizzled(8 * r + (lane & 7),
+                                                   8 * t + 2 * warp + (lane / 8 & 1), TILE / 8),
+                         pack(score[t][r][0], score[t][r][1]),
+                         pack(score[t][r][2], score[t][r][3]));
+    if (here.is_last())
+      store_float(smem + SUMS + own_row,
+                  reduce(sum, lane, [](float x, float y) { return __fadd_rn(x, y); }));
+    __syncthreads();  // weights, and sums
 
     // All keys of the tile times this warp's columns.
     u32 weight[NR][TILE / 16][2];
@@ -322,8 +371,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 #pragma unroll
       for (int k = 0; k < TILE / 16; k += 2) {
         u32 x[4];
-        load_matrices(x, smem + WEIGHTS +
-                             swizzled(8 * r + (lane & 7), 2 * k + lane / 8, TILE / 8));
+        load_matrices(x, (weight_at ^ 32 * k) + 8 * r * TILE * 2);
         weight[r][k][0] = x[0], weight[r][k][1] = x[1];
         weight[r][k + 1][0] = x[2], weight[r][k + 1][1] = x[3];
       }
@@ -341,21 +389,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     }
 
     if (here.is_last()) {
-#pragma unroll
-      for (int r = 0; r < NR; ++r)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float of_warp = sum[r][h];
-#pragma unroll
-          for (int step = 4; step < 32; step <<= 1)
-            of_warp = __fadd_rn(of_warp, __shfl_xor_sync(~0u, of_warp, step));
-          if (group_lane == 0)
-            store_float(smem + SUMS + (8 * r + row_lane + h) * 16 + warp * 4, of_warp);
-        }
-      __syncthreads();  // sums
       const bool is_done = is_ours && here.ends_rows();
       const bool is_stored = !is_done && (!is_ours || here.ends_share());
-      const int in_row = here.split - here.first_split();  // slot 0 is the first visible one
+      int in_row = 0;  // slot 0 is the first visible one
+      if (is_stored) in_row = here.split - here.first_split();
 #pragma unroll
       for (int r = 0; r < NR; ++r)
 #pragma unroll
@@ -371,6 +408,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 #pragma unroll
             for (int i = h; i < 4; i += 2)
               all_acc[d][r][i] = add_scaled(all_acc[d][r][i], decay, acc[d][r][i], weight);
+          if (!is_done && !is_stored) continue;
           const int token = tokens_of(packed), head = here.kv_head * group + packed - token * group;
           if (token >= here.of.queries) continue;
           const i64 line = (here.of.first_token + token) * (i64)(kv_heads * group) + head;

@@ -20,6 +20,23 @@ DEV void load_transposed(u32 (&x)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
 }
+// Two 8x8 matrices, each transposed; lane i % 16 has the address of row i % 8 of matrix i / 8. A
+// register of lane 4 g + t has column g of rows 2 t and 2 t + 1.
+DEV void store_transposed(u32 address, u32 x0, u32 x1) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               ::"r"(address), "r"(x0), "r"(x1) : "memory");
+#else
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 row = __shfl_sync(~0u, address, i / 2 * 8 + 2 * (lane & 3) + i % 2);
+    const u32 x = i < 2 ? x0 : x1;
+    asm volatile("st.shared.u16 [%0], %1;"
+                 ::"r"(row + 2 * (lane >> 2)), "h"((u16)(i % 2 ? x >> 16 : x)) : "memory");
+  }
+#endif
+}
 DEV void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }

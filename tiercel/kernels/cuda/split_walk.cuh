@@ -51,6 +51,13 @@ struct Walk {
     tile = begin;
   }
   DEV void enter_rows() { enter_split(first_split()); }
+  DEV void enter_next_split() {
+    const int key = end * TILE;
+    const int keys = key < FINE_END ? FINE_KEYS : key < MIDDLE_END ? MIDDLE_KEYS : COARSE_KEYS;
+    ++split;
+    tile = begin = end;
+    end = min(begin + keys / TILE, last_tile() + 1);
+  }
   // Whether as much for a CTA is little more than its fair share.
   DEV static bool fits(int wanted, int fair) {
     return (i64)wanted * SLACK <= (i64)fair * (SLACK + 1);
@@ -186,13 +193,13 @@ struct Walk {
   DEV bool next_split() {
     kv_head = 0;
     if (ends_rows()) return !is_over();
-    enter_split(split + 1);
+    enter_next_split();
     return false;
   }
   DEV bool leave_split(const Lengths& lengths) {
     if (!is_whole) place += end - begin;
     if (!ends_rows()) {
-      enter_split(split + 1);
+      enter_next_split();
       return false;
     }
     if (is_whole) place += tiles();
