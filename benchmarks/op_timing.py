@@ -156,10 +156,15 @@ def measure_case(
 
 
 def bench(
-    cases: Iterable[Case], device: torch.device, ceilings: Ceilings, seconds: float = SECONDS
+    cases: Iterable[Case],
+    device: torch.device,
+    ceilings: Ceilings,
+    seconds: float = SECONDS,
+    out: Path | None = None,
 ) -> dict[str, Any]:
-    """Time all cases, print a line each, and return the report."""
-    rows = []
+    """Time all cases, print a line each, and return the report; `out` holds it so far."""
+    rows: list[dict[str, Any]] = []
+    head = {"environment": environment(device), "ceilings": asdict(ceilings)}
     for case in cases:
         row = measure_case(case, device, ceilings, seconds)
         rows.append(row)
@@ -168,9 +173,10 @@ def bench(
             f"{row['fraction_of_floor']:>8.1%}{row.get('peer_over_op', 0.0):>8.2f}x peer",
             flush=True,
         )
+        save(out, head | {"results": rows})
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return {"environment": environment(device), "ceilings": asdict(ceilings), "results": rows}
+    return head | {"results": rows}
 
 
 def parse(doc: str) -> argparse.ArgumentParser:
@@ -191,5 +197,4 @@ def main(doc: str, cases: Callable[[torch.device], Iterable[Case]]) -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
-    report = bench(cases(device), device, measure_ceilings(device), arguments.seconds)
-    save(arguments.out, report)
+    bench(cases(device), device, measure_ceilings(device), arguments.seconds, arguments.out)
