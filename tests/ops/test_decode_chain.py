@@ -81,6 +81,22 @@ def test_a_token_has_the_same_bits_in_every_batch(six, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [7, 16])
+def test_many_launches_have_the_same_bits(tokens, device):
+    """Sums were overwritten while they were read, here once in 150 launches."""
+    model = make_model(("o", "gate_up"), 4, device)
+    attended, start = make_inputs(tokens, device)
+    x = start.clone()
+    heads = decode_chain(attended, x, model.weights, model.exchange)
+    different = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(4000):
+        again = start.clone()
+        found = decode_chain(attended, again, model.weights, model.exchange)
+        different += (again != x).any() | (found != heads).any()
+    assert different == 0
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [3, 16])
 def test_replays_have_the_bits_of_direct_launches(tokens, device):
     """Launches that depend on each other, 40 steps."""
