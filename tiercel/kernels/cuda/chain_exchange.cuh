@@ -68,8 +68,8 @@ struct Adder {
     const u32 from = smem + Layout::SUMS + buffer * Layout::SUM + nt * 512 + 16 * lane;
     add_parts(first, from), add_parts(second, from + 8 * NT * 512);
     __syncwarp();
-    // Warps that wait for room overwrite the sums within 0.2 us, and an arrival overtakes reads under
-    // way: so its address takes them in, which changes nothing as m < 65536.
+    // Warps that wait for room overwrite the sums at once, and an arrival does not wait for reads
+    // under way: so its address takes them in, which changes nothing as m < 65536.
     const u32 read = (__float_as_uint(first[0]) | __float_as_uint(second[0])) & (u32)g.m >> 16;
     const u32 empty = smem + Layout::EMPTY + 8 * (BUFFERS * rank + buffer);
     if (lane < 2) bar_arrive_there(address_in(empty | read, lane));
