@@ -1,6 +1,7 @@
 """`LLM.score`: each item gets what it gets alone, whatever it is computed with."""
 
 import asyncio
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -103,19 +104,14 @@ def test_labels_may_be_normalised_among_each_other(llm):
 
 
 def test_labels_that_are_compared_need_their_rows_of_the_head_only(tiny, monkeypatch):
-    model, shapes = tiny._engine.runner.model, []
-    head = model.head
-
-    def watched(x, out):
-        shapes.append(x.shape)
-        return head(x, out)
-
-    watched.weight = head.weight
-    monkeypatch.setattr(model, "head", watched)
+    model = tiny._engine.runner.model
+    head = Mock(wraps=model.head, weight=model.head.weight)
+    monkeypatch.setattr(model, "head", head)
     tiny.score(QUERY, [*ITEMS, []], label_token_ids=IDS, normalize="labels")
-    assert sum(rows for rows, _ in shapes) == 0
+    assert sum(len(call.args[0]) for call in head.call_args_list) == 0
     tiny.score(QUERY, [*ITEMS, []], label_token_ids=IDS)
-    assert sum(rows for rows, _ in shapes) == len(ITEMS) + 1, "one row for each item"
+    rows = sum(len(call.args[0]) for call in head.call_args_list)
+    assert rows == len(ITEMS) + 1, "one row for each item"
 
 
 def test_a_suffix_stands_behind_every_item(llm):
