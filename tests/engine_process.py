@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from time import perf_counter
 
+from tests.patience import PATIENCE_S
 from tests.tiny_llm import LLAMA, greedy
 from tiercel.engine.client import EngineClient
 from tiercel.engine.inputs import InputProcessor
@@ -56,7 +57,7 @@ async def read(stream):
     return [update async for update in stream]
 
 
-async def wait_until(condition, seconds=10.0):
+async def wait_until(condition, seconds=PATIENCE_S):
     deadline = perf_counter() + seconds
     while not condition():
         assert perf_counter() < deadline, "it did not happen in time"

@@ -62,14 +62,14 @@ def test_however_it_is_cut(size):
 
 def test_times():
     sample = measure(
-        [piece(""), piece(" a"), piece(" b"), piece("", "stop"), USAGE, DONE], gap_s=0.03
+        [piece(""), piece(" a"), piece(" b"), piece("", "stop"), USAGE, DONE], gap_s=0.2
     )
     assert len(sample.piece_s) == 2
     assert sample.first_s == pytest.approx(sample.piece_s[0], abs=1e-6)
-    assert sample.first_s >= 0.03  # a piece without text is no first token
-    assert sample.piece_s[1] - sample.piece_s[0] >= 0.025
-    assert sample.latency_s - sample.piece_s[1] >= 0.025  # to the last piece
-    assert sample.latency_s < 1
+    assert sample.first_s >= 0.2  # a piece without text is no first token
+    assert sample.piece_s[1] - sample.piece_s[0] >= 0.05
+    assert sample.latency_s - sample.piece_s[1] >= 0.05  # to the last piece
+    assert sample.latency_s < 30
 
 
 def test_pieces_that_come_together_are_one_to_the_reader():

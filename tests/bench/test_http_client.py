@@ -182,7 +182,7 @@ def test_silence_ends_at_its_time():
         [[[b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel"], [HELLO]]], timeout_s=0.2
     )
     assert kinds(results) == ["timeout"]
-    assert 0.2 <= time.perf_counter() - began_s < 5
+    assert 0.2 <= time.perf_counter() - began_s < 30
 
 
 def test_nobody_listens():

@@ -4,9 +4,8 @@ import asyncio
 import os
 import random
 import signal
-import time
 from dataclasses import replace
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from tests.engine_process import (
     wait_until,
 )
 from tests.gguf_files import tiny_model
+from tests.patience import PATIENCE_S
 from tests.tiny_llm import LLAMA, PROMPTS, greedy, ids_of, open_tiny
 from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.messages import (
@@ -266,7 +266,7 @@ def test_an_abort_in_any_state_frees_the_request(bench, state):
 def test_a_full_queue_refuses_at_once_and_exactly(bench):
     async def main(client, make):
         def submit():
-            return client.submit(make([3] * 20, greedy(100)))
+            return client.submit(make([3] * 20, greedy(200)))
 
         # Two places to run, three to wait: all at once, and one by one behind running ones.
         for is_burst in (True, False):
@@ -276,13 +276,13 @@ def test_a_full_queue_refuses_at_once_and_exactly(bench):
                 if not is_burst and len(streams) <= 2:
                     await anext(streams[-1])
             assert client.num_waiting == 3
-            start = perf_counter()
+            start = thread_time()
             for count in (1, 2):
                 with pytest.raises(QueueFullError) as caught:
                     client.check_room(count)
             with pytest.raises(QueueFullError):
                 submit()
-            assert perf_counter() - start < 0.05
+            assert thread_time() - start < 0.05
             assert 1 <= caught.value.retry_after_s <= 60
             client.abort(streams[4].request)
             assert client.num_waiting == 2
@@ -358,7 +358,6 @@ def test_cancels_by_the_hundred_leave_nothing_behind(bench):
         whole = make("the thin man", greedy(30))
         await read(client.submit(whole))
         num_cancelled = num_answered = 0
-        start = perf_counter()
         while num_cancelled < 500:
             requests = [
                 make([rng.randrange(200)] * rng.randrange(1, 90), greedy(rng.randrange(1, 40)))
@@ -376,13 +375,11 @@ def test_cancels_by_the_hundred_leave_nothing_behind(bench):
                 await read(stream)
                 num_answered += 1
                 assert mixed.output_token_ids == whole.output_token_ids
-        seconds = perf_counter() - start
         await wait_idle(client, make)
         assert num_answered == 5
         assert descriptors() == before
-        return seconds
 
-    assert bench.run(main) < 10
+    bench.run(main)
 
 
 @pytest.mark.reliability
@@ -419,10 +416,8 @@ def test_counters_add_up(bench):
             await read(client.submit(make([4] * 20, greedy(7))))
         await wait_idle(client, make)  # one more token behind a prompt of two
         # The counters of its last step come up to 0.1 s behind its token.
-        deadline = time.monotonic() + 5
-        while client.stats.num_generation_tokens < before.num_generation_tokens + 22:
-            assert time.monotonic() < deadline, client.stats
-            await asyncio.sleep(0.01)
+        enough = before.num_generation_tokens + 22
+        await wait_until(lambda: client.stats.num_generation_tokens >= enough)
         client.on_stats = None
         return before, client.stats, heard
 
@@ -466,7 +461,7 @@ def test_who_waits_for_an_engine_to_forget_hears_of_its_death():
         await asyncio.sleep(0.1)
         assert not forgetting.done()
         os.kill(client.pid, signal.SIGKILL)
-        await asyncio.wait_for(forgetting, 5)
+        await asyncio.wait_for(forgetting, PATIENCE_S)
         await client.forget()  # nobody is there
         await client.close()
 
@@ -478,10 +473,10 @@ def test_what_is_live_at_the_end_is_drained_then_aborted():
         client = await open_client(**{**SMALL, "max_num_seqs": 3})
         make = Maker(client.info)
         pid = client.pid
-        short, long = make("a", greedy(30)), make("a", greedy(2000))
+        short, long = make("a", greedy(8)), make("a", greedy(2000))
         streams = [client.submit(short), client.submit(long)]
         await anext(streams[1])
-        closing = asyncio.create_task(client.close(0.3))
+        closing = asyncio.create_task(client.close(0.6))
         await asyncio.sleep(0)
         assert client.state is EngineState.DRAINING
         with pytest.raises(EngineDeadError, match="draining"):
@@ -507,9 +502,7 @@ def test_an_engine_may_be_closed_while_it_loads():
             client.check_room()
         waiting = asyncio.create_task(client.wait_ready())
         await asyncio.sleep(0.1)
-        start = perf_counter()
-        await client.close()
-        assert perf_counter() - start < 2
+        await asyncio.wait_for(client.close(), PATIENCE_S)
         assert not is_alive(pid)
         with pytest.raises(EngineDeadError):
             await waiting

@@ -6,6 +6,7 @@ from collections import deque
 
 import pytest
 
+from tests.patience import PATIENCE_S, wait_for
 from tiercel.engine.engine import RequestUpdate
 from tiercel.engine.faults import Faults
 from tiercel.engine.loop import EngineLoop
@@ -123,16 +124,13 @@ class Running:
         """Wait until all that was asked for is done."""
         done = threading.Event()
         self.loop.call(done.set)
-        assert done.wait(5)
-        deadline = time.perf_counter() + 5
-        while self.engine.has_work and time.perf_counter() < deadline:
-            time.sleep(0.001)
-        assert not self.engine.has_work
+        assert done.wait(PATIENCE_S)
+        wait_for(lambda: not self.engine.has_work)
 
     def __exit__(self, *_):
         self.loop.shutdown()
         if self.thread.is_alive():
-            self.thread.join(5)
+            self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
 
 

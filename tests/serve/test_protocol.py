@@ -11,6 +11,7 @@ import pytest
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
+from tests.patience import wait_for
 from tests.serve.harness import error_of, read_all, status_of
 from tests.serve.thread_server import is_healthy, thread_server
 from tiercel.params import Limits
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.reliability
 SHORT = Limits(
     max_head_seconds=0.6,
     max_body_gap_seconds=0.6,
-    max_body_seconds=2.5,
     max_body_bytes=1 << 20,
     max_connections=700,
 )
@@ -126,8 +126,7 @@ def test_a_head_that_stops_behind_a_large_body_is_closed(quick):
         sock.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body))
         time.sleep(0.05)
         sock.sendall(body + HEAD)
-        seconds, answer = seconds_until_closed(sock)
-    assert seconds < 3
+        answer = read_all(sock)
     assert answer.startswith(b"HTTP/1.1 200 OK")
     assert b" 408 " in answer
 
@@ -226,39 +225,39 @@ def test_a_trailer_is_no_header(quick):
     assert b"x-request-id: mine" not in answer
 
 
-def seconds_until_closed(sock, sends=b"", gap=0.1):
-    """Send a byte now and then until the other side closes; returns the seconds and the answer."""
-    started = time.monotonic()
+def trickle(sock, data, gap=0.05):
+    """Send a byte now and then until the other side closes; returns the answer and what was sent.
+
+    Where no deadline counts from the first byte, all of the data gets through.
+    """
     sock.settimeout(gap)
     received = b""
-    for place in range(600):
-        with contextlib.suppress(ConnectionError):
-            if place < len(sends):
-                sock.sendall(sends[place : place + 1])
+    for place in range(len(data)):
         try:
+            sock.sendall(data[place : place + 1])
             chunk = sock.recv(4096)
         except TimeoutError:
             continue
         except ConnectionError:
-            break
+            return received, place
         received += chunk
         if not chunk:
-            break
-    return time.monotonic() - started, received
+            return received, place
+    return received, len(data)
 
 
 def test_a_connection_that_says_nothing_is_closed(quick):
-    with quick.connect() as sock:
-        seconds, answer = seconds_until_closed(sock)
-    assert 0.4 < seconds < 3
-    assert answer == b""
+    started = time.monotonic()
+    with quick.connect(timeout=15) as sock:
+        assert sock.recv(4096) == b""
+    assert time.monotonic() - started > SHORT.max_head_seconds - 0.01
 
 
-@pytest.mark.parametrize("data", [HEAD * 5, b"\r\n" * 50])
+@pytest.mark.parametrize("data", [HEAD + b"X: y\r\n" * 50, b"\r\n" * 170])
 def test_a_head_byte_by_byte_is_closed_at_the_deadline(quick, data):
     with quick.connect() as sock:
-        seconds, answer = seconds_until_closed(sock, data, gap=0.05)
-    assert 0.4 < seconds < 3
+        answer, num_sent = trickle(sock, data)
+    assert num_sent < len(data)
     assert status_of(answer) in (408, None)
 
 
@@ -266,8 +265,10 @@ def test_a_second_head_byte_by_byte_is_closed_too(quick):
     with quick.connect() as sock:
         sock.sendall(HEAD + b"\r\n")
         assert status_of(sock.recv(4096)) == 200
-        seconds, _ = seconds_until_closed(sock, HEAD, gap=0.05)
-    assert 0.4 < seconds < 3
+        data = HEAD + b"X: y\r\n" * 50
+        answer, num_sent = trickle(sock, data)
+    assert num_sent < len(data)
+    assert status_of(answer) in (408, None)
 
 
 def test_a_kept_connection_may_be_idle_longer_than_a_head_may_take(quick):
@@ -281,18 +282,20 @@ def test_a_kept_connection_may_be_idle_longer_than_a_head_may_take(quick):
 def test_a_body_that_stops_is_408(quick):
     with quick.connect() as sock:
         sock.sendall(POST + b'Content-Length: 100\r\n\r\n{"prompt"')
-        seconds, answer = seconds_until_closed(sock)
-    assert 0.4 < seconds < 2.2  # not only when the whole body is late
+        answer = read_all(sock)
     assert status_of(answer) == 408
-    assert error_of(answer)["code"] == "request_timeout"
+    error = error_of(answer)
+    assert error["code"] == "request_timeout"
+    assert error["message"] == "nothing more of the request's body came for 0.6 seconds."
 
 
-def test_a_body_byte_by_byte_is_408_at_its_deadline(quick):
-    with quick.connect() as sock:
+def test_a_body_byte_by_byte_is_408_at_its_deadline():
+    with thread_server(limits=Limits(max_body_seconds=0.6)) as patient, patient.connect() as sock:
         sock.sendall(POST + b"Content-Length: 1000\r\n\r\n")
-        seconds, answer = seconds_until_closed(sock, b" " * 1000, gap=0.1)
-    assert 2.2 < seconds < 6
+        answer, num_sent = trickle(sock, b" " * 999)
+    assert num_sent < 999
     assert status_of(answer) == 408
+    assert error_of(answer)["message"] == "the body of the request took more than 0.6 seconds."
 
 
 def test_an_answer_may_take_longer_than_any_deadline_of_its_request(quick):
@@ -349,29 +352,27 @@ def test_slow_connections_leave_others_unhurt(quick):
     slow = [quick.connect() for _ in range(500)]
     stop = threading.Event()
 
-    def trickle():
+    def send_slowly():
         for place in range(10):
             for sock in slow:
                 with contextlib.suppress(OSError):
                     sock.send(HEAD[place : place + 1])
             stop.wait(0.05)
 
-    thread = threading.Thread(target=trickle)
+    thread = threading.Thread(target=send_slowly)
     thread.start()
     try:
-        with httpx.Client(base_url=quick.url) as http:
+        with httpx.Client(base_url=quick.url, timeout=20) as http:
             for _ in range(20):
-                started = time.monotonic()
                 response = http.post("/tokenize", json={"prompt": "a b"})
                 assert response.json()["count"] == 4
-                assert time.monotonic() - started < 1
     finally:
         stop.set()
         thread.join()
-    closed = [seconds_until_closed(sock)[0] for sock in slow]
     for sock in slow:
-        sock.close()
-    assert max(closed) < 5
+        with sock, contextlib.suppress(ConnectionError):
+            while sock.recv(4096):  # or a TimeoutError
+                pass
 
 
 def test_connections_over_the_bound_are_503():
@@ -384,16 +385,14 @@ def test_connections_over_the_bound_are_503():
             assert status_of(answer) == 503
             assert error_of(answer)["code"] == "too_many_connections"
         idle.pop().close()
-        time.sleep(0.1)
-        assert status_of(small.send_raw(HEAD + b"Connection: close\r\n\r\n")) == 200
+        wait_for(lambda: is_healthy(small))
         crowd = [small.connect() for _ in range(100)]
         for sock in crowd:
             assert status_of(read_all(sock)) in (503, None)
             sock.close()
         for sock in idle:
             sock.close()
-        time.sleep(0.1)
-        assert is_healthy(small)
+        wait_for(lambda: is_healthy(small))
 
 
 def test_every_request_of_a_lost_connection_hears_of_it():
@@ -404,8 +403,5 @@ def test_every_request_of_a_lost_connection_hears_of_it():
             sock.sendall(HEAD.replace(b"/health", b"/gone") + b"\r\n" + HEAD + b"\r\n")
             time.sleep(0.2)
             assert endpoint.num_left == 0
-        for _ in range(100):
-            if endpoint.num_left:
-                break
-            time.sleep(0.01)
+        wait_for(lambda: endpoint.num_left)
         assert endpoint.num_left == 1

@@ -8,6 +8,7 @@ import time
 import httpx
 import pytest
 
+from tests.patience import wait_for
 from tests.serve.harness import NAME, check_alive, children_of, num_descriptors, start_server
 
 pytestmark = pytest.mark.reliability
@@ -127,10 +128,7 @@ def gauges(server):
 
 
 def wait_idle(server):
-    deadline = time.monotonic() + 20
-    while gauges(server) != [0.0, 0.0, 0.0]:
-        assert time.monotonic() < deadline, gauges(server)
-        time.sleep(0.1)
+    wait_for(lambda: gauges(server) == [0.0, 0.0, 0.0])
 
 
 @pytest.fixture(scope="module")

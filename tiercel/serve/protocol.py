@@ -242,7 +242,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _arm_gap(self) -> None:
         if self._gap is not None:
             self._gap.cancel()
-        self._gap = self.loop.call_later(self._limits.max_body_gap_seconds, self._on_late_body)
+        self._gap = self.loop.call_later(self._limits.max_body_gap_seconds, self._on_body_gap)
 
     def _disarm(self) -> None:
         for timer in (self._deadline, self._gap):
@@ -262,11 +262,19 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()  # nothing was asked, so nothing is answered
 
     def _on_late_body(self) -> None:
-        if self.flow.read_paused:
+        seconds = self._limits.max_body_seconds
+        self._refuse_body(f"the body of the request took more than {seconds:g} seconds.")
+
+    def _on_body_gap(self) -> None:
+        seconds = self._limits.max_body_gap_seconds
+        self._refuse_body(f"nothing more of the request's body came for {seconds:g} seconds.")
+
+    def _refuse_body(self, message: str) -> None:
+        if self.flow.read_paused:  # its reader is late, not the client
             self._arm(self._limits.max_body_seconds, self._on_late_body)
             self._arm_gap()
         else:
-            self._refuse(408, "the body of the request did not arrive in time.")
+            self._refuse(408, message)
 
 
 class _RefusedError(Exception):

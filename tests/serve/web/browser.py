@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
+from tests.patience import PATIENCE_S
 from tests.serve.web.server import Stage, running_server
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-WAIT_MS = 5000
 LOADING_FAILED = "Failed to load resource"
 
 
@@ -66,7 +66,8 @@ def opened_session() -> Iterator[Session]:
         # Without a sandbox: containers and CI machines run tests as root.
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         page = browser.new_context().new_page()
-        page.set_default_timeout(WAIT_MS)
+        page.set_default_timeout(1000 * PATIENCE_S)
+        expect.set_options(timeout=1000 * PATIENCE_S)
         page.on("pageerror", lambda error: watch.errors.append(str(error)))
         page.on("console", lambda m: watch.errors.append(m.text) if m.type == "error" else None)
         page.on("request", lambda request: watch.requests.append(request.url))
