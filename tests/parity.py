@@ -31,8 +31,14 @@ BITS16 = Profile(0.02, 0.15, 0.25, 0.01, 0.3)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return logits - log_sums(logits)[:, None]
+
+
+def log_sums(logits: np.ndarray) -> np.ndarray:
+    """What logits of each row are above log-probabilities."""
+    most = logits.max(axis=-1)
+    shifted = logits - most[:, None]
+    return most + np.log(np.exp(shifted, out=shifted).sum(axis=-1, dtype=np.float64))
 
 
 def measure(llm, case) -> dict[str, float]:
@@ -40,21 +46,22 @@ def measure(llm, case) -> dict[str, float]:
     greedy, top5, flips = [], [], [0.0]
     for prompt in case["prompts"]:
         ids, answer = prompt["ids"], prompt["greedy"]
-        logprobs = log_softmax(llm.logits(ids + answer["ids"]))
+        logits = llm.logits(ids + answer["ids"])
+        above = log_sums(logits)
         for entry in prompt["last"]:
-            row = logprobs[entry["pos"]]
+            row = logits[entry["pos"]] - above[entry["pos"]]
             top5 += [
                 abs(row[i] - v)
                 for i, v in zip(entry["top5_ids"], entry["f32_logprobs"], strict=True)
             ]
         for step, token_id in enumerate(answer["ids"]):
-            row = logprobs[len(ids) - 1 + step]
+            row = logits[len(ids) - 1 + step] - above[len(ids) - 1 + step]
             greedy.append(abs(row[token_id] - answer["f32_logprobs"][step]))
             if row.argmax() != answer["f32_top1_ids"][step]:
                 flips.append(answer["f32_margins"][step])
     text = case["eval_text"]
-    logprobs = log_softmax(llm.logits(text["ids"]))
-    chosen = logprobs[np.arange(len(text["ids"]) - 1), text["ids"][1:]]
+    logits = llm.logits(text["ids"])
+    chosen = logits[np.arange(len(text["ids"]) - 1), text["ids"][1:]] - log_sums(logits)[:-1]
     return {
         "greedy_median": float(np.median(greedy)),
         "greedy_p99": float(np.percentile(greedy, 99)),

@@ -1,5 +1,6 @@
 """A busy batch: whatever comes, goes and gives way, each answer is the one it gives alone."""
 
+import functools
 import random
 
 import pytest
@@ -12,11 +13,33 @@ from tiercel.params import SamplingParams
 NUM_REQUESTS = 64
 
 
-def run_alone(llm, request):
-    llm._engine.submit(request)
-    while llm._engine.has_work:
-        llm._engine.step()
-    return request.output_token_ids
+def make_prompts(name):
+    """Prompts and numbers of tokens to answer; some begin the same."""
+    draw = random.Random(name)
+    prompts = [
+        [draw.randrange(5, 250) for _ in range(draw.choice((1, 3, 20, 60, 64, 65, 130)))]
+        for _ in range(NUM_REQUESTS - 8)
+    ]
+    prompts += [[*prompts[0], *prompts[i]][:130] for i in range(8)]
+    return prompts, [draw.choice((1, 5, 40, 90, 90)) for _ in prompts]
+
+
+def make_requests(llm, name):
+    for prompt, length in zip(*make_prompts(name), strict=True):
+        yield llm._inputs.request(prompt, SamplingParams(temperature=0, max_tokens=length), 0)
+
+
+@functools.cache
+def answers_alone(name):
+    """Of each request of `make_prompts`."""
+    answers = []
+    with open_tiny(DATA / f"{name}.gguf", max_model_len=256) as llm:
+        for request in make_requests(llm, name):
+            llm._engine.submit(request)
+            while llm._engine.has_work:
+                llm._engine.step()
+            answers.append(request.output_token_ids)
+    return answers
 
 
 def run_busy(engine, requests, draw):
@@ -41,19 +64,7 @@ def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(monkeypatch, name
     """Random lengths and arrivals, aborts, and a cache that forces preemptions."""
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
     draw = random.Random(f"{name} {overlap}")
-    prompts = [
-        [draw.randrange(5, 250) for _ in range(draw.choice((1, 3, 20, 60, 64, 65, 130, 200)))]
-        for _ in range(NUM_REQUESTS - 8)
-    ]
-    prompts += [[*prompts[0], *prompts[i]][:200] for i in range(8)]  # some begin the same
-    lengths = [draw.choice((1, 5, 20, 40)) for _ in prompts]
-
-    def make(llm, i):
-        params = SamplingParams(temperature=0, max_tokens=lengths[i])
-        return llm._inputs.request(prompts[i], params, 0)
-
-    with open_tiny(DATA / f"{name}.gguf", max_model_len=256) as llm:
-        alone = [run_alone(llm, make(llm, i)) for i in range(NUM_REQUESTS)]
+    alone = answers_alone(name)
     sizes = engine_module.cache_blocks
 
     def few(groups, **options):
@@ -62,9 +73,9 @@ def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(monkeypatch, name
     monkeypatch.setattr(engine_module, "cache_blocks", few)
     options = {"max_num_seqs": 16, "max_num_batched_tokens": 96, "max_model_len": 256}
     with open_tiny(DATA / f"{name}.gguf", **options) as llm:
-        requests = [make(llm, i) for i in range(NUM_REQUESTS)]
+        requests = list(make_requests(llm, name))
         aborted = run_busy(llm._engine, requests, draw)
-        assert llm._engine.scheduler.num_preemptions > 0
+        assert llm._engine.scheduler.num_preemptions > 3
         assert aborted
         assert_idle(llm)
     for request, expected in zip(requests, alone, strict=True):

@@ -49,7 +49,8 @@ def run_forked(arguments):
 
 def main():
     folder, *arguments = sys.argv[1:]
-    run(["inspect", "missing-file"])  # imports what the command imports
+    # This imports what the command imports.
+    run(["missing-file" if word == "{}" else word for word in arguments])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     base = run_forked(["--help"])["peak_bytes"]
     for path in sorted(Path(folder).iterdir()):
