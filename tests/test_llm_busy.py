@@ -29,17 +29,18 @@ def make_requests(llm, name):
         yield llm._inputs.request(prompt, SamplingParams(temperature=0, max_tokens=length), 0)
 
 
+def run_alone(llm, request):
+    llm._engine.submit(request)
+    while llm._engine.has_work:
+        llm._engine.step()
+    return request.output_token_ids
+
+
 @functools.cache
 def answers_alone(name):
     """Of each request of `make_prompts`."""
-    answers = []
     with open_tiny(DATA / f"{name}.gguf", max_model_len=256) as llm:
-        for request in make_requests(llm, name):
-            llm._engine.submit(request)
-            while llm._engine.has_work:
-                llm._engine.step()
-            answers.append(request.output_token_ids)
-    return answers
+        return [run_alone(llm, request) for request in make_requests(llm, name)]
 
 
 def run_busy(engine, requests, draw):
