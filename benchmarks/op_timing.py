@@ -6,7 +6,8 @@
 - On a GPU one CUDA graph holds a call per input, so the host's launch cost stays out and the gap
   between graph nodes stays in, as in a decode step; an empty node is measured beside it. On a CPU
   calls are timed one by one.
-- The op is timed twice, before and after its peer: a difference below that spread is noise.
+- The op is timed twice, before and after its peer: a difference below that spread is noise. Inputs
+  in other places of memory give other times, too: ``--repeats`` shows by how much.
 - Floor: the larger of bytes / measured bandwidth and flops / measured matrix rate, of this device
   in this process.
 """
@@ -155,18 +156,33 @@ def measure_case(
     return {key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()}
 
 
+def measure_repeatedly(
+    case: Case, device: torch.device, ceilings: Ceilings, seconds: float, repeats: int
+) -> dict[str, Any]:
+    """The middle one of so many measurements, each with inputs made anew, and all medians."""
+    rows = []
+    for _ in range(repeats):
+        rows.append(measure_case(case, device, ceilings, seconds))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    medians = [row["median_us"] for row in rows]
+    row = sorted(rows, key=lambda row: row["median_us"])[(repeats - 1) // 2]
+    return row | ({"medians_us": medians} if repeats > 1 else {})
+
+
 def bench(
     cases: Iterable[Case],
     device: torch.device,
     ceilings: Ceilings,
     seconds: float = SECONDS,
     out: Path | None = None,
+    repeats: int = 1,
 ) -> dict[str, Any]:
     """Time all cases, print a line each, and return the report; `out` holds it so far."""
     rows: list[dict[str, Any]] = []
     head = {"environment": environment(device), "ceilings": asdict(ceilings)}
     for case in cases:
-        row = measure_case(case, device, ceilings, seconds)
+        row = measure_repeatedly(case, device, ceilings, seconds, repeats)
         rows.append(row)
         print(
             f"{row['name']:<44}{row['median_us']:>10.2f} us{row['floor_us']:>10.2f} floor"
@@ -174,8 +190,6 @@ def bench(
             flush=True,
         )
         save(out, head | {"results": rows})
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
     return head | {"results": rows}
 
 
@@ -193,8 +207,16 @@ def main(doc: str, cases: Callable[[torch.device], Iterable[Case]]) -> None:
     parser = parse(doc)
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of a measurement, about")
+    parser.add_argument("--only", default="", help="cases whose names hold this text")
+    parser.add_argument("--repeats", type=int, default=1, help="of a case, with inputs made anew")
     arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        parser.error(f"--repeats is {arguments.repeats}; it must be at least 1.")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
-    bench(cases(device), device, measure_ceilings(device), arguments.seconds, arguments.out)
+    chosen = [case for case in cases(device) if arguments.only in case.name]
+    if not chosen:
+        parser.error(f"--only {arguments.only!r} is in no case's name.")
+    ceilings = measure_ceilings(device)
+    bench(chosen, device, ceilings, arguments.seconds, arguments.out, arguments.repeats)
