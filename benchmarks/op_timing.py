@@ -202,21 +202,36 @@ def parse(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(doc: str, cases: Callable[[torch.device], Iterable[Case]]) -> None:
-    """Run one op's benchmark from the command line."""
+def parse_cases(doc: str, seconds: float = SECONDS) -> argparse.ArgumentParser:
+    """Those, and the options of `bench_chosen`."""
     parser = parse(doc)
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of a measurement, about")
+    parser.add_argument("--seconds", type=float, default=seconds, help="of a measurement, about")
     parser.add_argument("--only", default="", help="cases whose names hold this text")
     parser.add_argument("--repeats", type=int, default=1, help="of a case, with inputs made anew")
-    arguments = parser.parse_args()
+    return parser
+
+
+def bench_chosen(
+    arguments: argparse.Namespace,
+    cases: Iterable[Case],
+    device: torch.device,
+    ceilings: Ceilings | None = None,
+) -> dict[str, Any]:
+    """Time what the options of `parse_cases` choose."""
     if arguments.repeats < 1:
-        parser.error(f"--repeats is {arguments.repeats}; it must be at least 1.")
+        raise SystemExit(f"error: --repeats is {arguments.repeats}; it must be at least 1.")
+    chosen = [case for case in cases if arguments.only in case.name]
+    if not chosen:
+        raise SystemExit(f"error: --only {arguments.only!r} is in no case's name.")
+    ceilings = ceilings or measure_ceilings(device)
+    return bench(chosen, device, ceilings, arguments.seconds, arguments.out, arguments.repeats)
+
+
+def main(doc: str, cases: Callable[[torch.device], Iterable[Case]]) -> None:
+    """Run one op's benchmark from the command line."""
+    arguments = parse_cases(doc).parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
-    chosen = [case for case in cases(device) if arguments.only in case.name]
-    if not chosen:
-        parser.error(f"--only {arguments.only!r} is in no case's name.")
-    ceilings = measure_ceilings(device)
-    bench(chosen, device, ceilings, arguments.seconds, arguments.out, arguments.repeats)
+    bench_chosen(arguments, cases(device), device)

@@ -20,7 +20,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.common import save
-from benchmarks.op_timing import Case, bench, measure_ceilings, parse, relative_error
+from benchmarks.op_timing import (
+    Case,
+    bench_chosen,
+    measure_ceilings,
+    parse_cases,
+    relative_error,
+)
 from tiercel.batch import Batch
 from tiercel.ops.paged_attention import paged_attention
 from tiercel.reference import paged_attention as oracle
@@ -240,9 +246,7 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 def run() -> None:
-    parser = parse(__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file for the figures")
-    parser.add_argument("--seconds", type=float, default=0.2, help="of a measurement, about")
+    parser = parse_cases(__doc__, seconds=0.2)
     parser.add_argument("--sweep", action="store_true", help="candidates of the split kernel too")
     arguments = parser.parse_args()
     if arguments.threads:
@@ -253,7 +257,8 @@ def run() -> None:
     if arguments.sweep:  # imported here: it needs Triton
         sweep = import_module("benchmarks.paged_attention_sweep").sweep
         swept = sweep(device, ceilings, arguments.out)
-    save(arguments.out, bench(cases(device), device, ceilings, arguments.seconds) | swept)
+    report = bench_chosen(arguments, cases(device), device, ceilings)
+    save(arguments.out, report | swept)
 
 
 if __name__ == "__main__":
