@@ -13,7 +13,6 @@ contiguous keys of equal lengths: what is lost to it is the price of gathering a
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 
 import torch
 from torch import Tensor
