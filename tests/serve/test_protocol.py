@@ -304,6 +304,18 @@ def test_an_answer_may_take_longer_than_any_deadline_of_its_request(quick):
     assert time.monotonic() - started > SHORT.max_head_seconds + 0.2
 
 
+def test_an_old_client_gets_a_stream_without_chunks(quick):
+    answer = quick.send_raw(b"GET /slow HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert status_of(head) == 200
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body == b"x" * 10
+    answer = quick.send_raw(b"GET /health HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
+    assert b"content-length: 15\r\n" in answer
+    assert answer.endswith(b'{"status":"ok"}')
+
+
 def test_a_stray_line_break_behind_a_request_does_not_end_its_answer(quick):
     with quick.connect() as sock:
         sock.sendall(HEAD.replace(b"/health", b"/slow") + b"Connection: close\r\n\r\n")

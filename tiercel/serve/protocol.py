@@ -192,6 +192,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes = self._framing_bytes = 0
         self.scope[_DROP] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.send = _Unframed(self.cycle)  # type: ignore[method-assign]
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
         self._arm(self._limits.max_body_seconds, self._on_late_body)
@@ -275,6 +277,30 @@ class LimitedProtocol(HttpToolsProtocol):
             self._arm_gap()
         else:
             self._refuse(408, message)
+
+
+class _Unframed:
+    """`send` of a cycle whose HTTP/1.0 client knows no chunks.
+
+    An answer of unknown length ends with its connection (RFC 9112, section 6.3).
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._has_no_length = False
+
+    async def __call__(self, message: Any) -> None:
+        """Pass a message on, without the chunks that uvicorn would write."""
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            self._has_no_length = b"content-length" not in names
+            if self._has_no_length:
+                cycle.chunked_encoding = False
+        elif self._has_no_length:
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn counts
+        await self._send(message)
 
 
 class _RefusedError(Exception):
