@@ -415,19 +415,27 @@ def test_a_unix_socket(tiny, log_path, tmp_path):
         assert path.exists() is (signum is signal.SIGKILL)
 
 
+def limit_files(count):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))
+
+
 def is_up(http):
     with contextlib.suppress(httpx.HTTPError):
         return http.get("/health").status_code == 200
     return False
 
 
+def test_too_few_descriptors_for_any_connection(tiny):
+    result = tiercel("serve", tiny, preexec_fn=lambda: limit_files(40))
+    assert error_line(result) == (
+        "error: This process may open 40 files; the server needs 49 at least. "
+        "Raise the limit: ulimit -n 1024."
+    )
+
+
 def test_few_descriptors(tiny, log_path):
     """F12: with `ulimit -n 64` connections too many are refused, and nothing spins."""
-
-    def few():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-
-    with start_server(tiny, log_path=log_path, preexec_fn=few) as server:
+    with start_server(tiny, log_path=log_path, preexec_fn=lambda: limit_files(64)) as server:
         crowd = [server.connect() for _ in range(150)]
         time.sleep(0.5)
         spent = cpu_seconds(server.process.pid)

@@ -52,10 +52,11 @@ def serve(
     from tiercel.engine.client import EngineClient
     from tiercel.serve.logs import set_up_logs
     from tiercel.serve.metrics import Metrics
-    from tiercel.serve.server import run_server
+    from tiercel.serve.server import fit_descriptors, run_server
     from tiercel.serve.state import ServerState
 
     settings = make_settings(server, defaults, limits)
+    settings = replace(settings, limits=fit_descriptors(settings.limits))
     tracing = make_tracing(server)
     level = "error" if common.quiet else "debug" if common.verbose else server.log_level
     with _bound(server) as (sockets, url):

@@ -114,6 +114,9 @@ def fit_descriptors(limits: Limits) -> Limits:
     """Lower the bound of connections to what the process may open.
 
     So that a connection too many is told so, and `accept` never fails for want of a descriptor.
+
+    Raises:
+        ArgumentError: there would be none.
     """
     if sys.platform == "win32":
         return limits
@@ -125,7 +128,12 @@ def fit_descriptors(limits: Limits) -> Limits:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         room = soft - OWN_DESCRIPTORS - EXTRA_CONNECTIONS
-        return replace(limits, max_connections=max(1, min(limits.max_connections, room)))
+        if room < 1:
+            raise ArgumentError(
+                f"This process may open {soft} files; the server needs {soft + 1 - room} at least.",
+                hint="Raise the limit: ulimit -n 1024.",
+            )
+        return replace(limits, max_connections=min(limits.max_connections, room))
     return limits
 
 
@@ -158,7 +166,7 @@ def run_server(state: ServerState, sockets: list[socket.socket], drain_seconds: 
     Raises:
         TiercelError: the model cannot be loaded.
     """
-    config = make_config(create_app(state), state, fit_descriptors(state.settings.limits))
+    config = make_config(create_app(state), state, state.settings.limits)
     Server(config, state, drain_seconds).run(sockets)
     failure = None if state.watch is None else state.watch.failure
     if failure is not None and not isinstance(failure, EngineDeadError):
