@@ -602,6 +602,23 @@ def test_a_call_that_the_length_cuts_ends_by_length():
     assert ARGUMENTS.startswith(choice["message"]["tool_calls"][0]["function"]["arguments"])
 
 
+@pytest.mark.parametrize(("stop", "reason"), [("{c}", "stop"), ("</tool_call>", "tool_calls")])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_call_that_a_stop_string_cuts_is_not_to_be_carried_out(stop, reason, is_stream):
+    arguments = '{"word": "a {c}"}'
+    body = {**CHAT, "tools": [TOOL], "tool_choice": "required", "stop": stop, "stream": is_stream}
+    response = post(body, answering(called("look_up", arguments)))
+    if is_stream:
+        answer = read_chat(response.content)[0][0]
+        found, ((_, _, said),) = answer.finish_reasons, answer.calls
+    else:
+        choice = response.json()["choices"][0]
+        found = [choice["finish_reason"]]
+        said = choice["message"]["tool_calls"][0]["function"]["arguments"]
+    assert found == [reason]
+    assert said == arguments.partition(stop)[0]
+
+
 @pytest.mark.parametrize(
     ("fields", "is_constrained"),
     [

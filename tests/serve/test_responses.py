@@ -161,6 +161,15 @@ def test_an_answer_that_the_length_cuts_is_incomplete(is_stream):
     assert whole["output"][0]["status"] == "incomplete"
 
 
+def test_a_call_that_a_stop_string_cuts_is_incomplete():
+    text = called("look_up", '{"word": "abc"}')
+    body = {"tools": [TOOL], "tool_choice": "required", "stop": "b"}
+    (call,) = post(body, answering(text)).json()["output"]
+    assert (call["arguments"], call["status"]) == ('{"word": "a', "incomplete")
+    (whole,) = post({**body, "stop": "z"}, answering(text)).json()["output"]
+    assert whole["status"] == "completed"
+
+
 def test_an_empty_answer_has_an_empty_message():
     whole = post({}, answering("")).json()
     assert whole["output"][0]["content"][0]["text"] == ""

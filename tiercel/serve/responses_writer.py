@@ -151,7 +151,9 @@ class ResponsesWriter:
         is_whole = piece.finish_reason != "length"
         self._response.status = "completed" if is_whole else "incomplete"
         self._response.incomplete_details = None if is_whole else Incomplete()
-        self._close(self._response.status)
+        # Calls that are whole end an answer as such: a stop string has cut this one.
+        is_cut = piece.finish_reason == "stop" and isinstance(self._item, OutputCall)
+        self._close("incomplete" if is_cut else self._response.status)
 
     def _shown_logprobs(self, generation: Generation, piece: Piece) -> list[TokenLogprob]:
         """Those of the text: reasoning comes first, and has none here."""
