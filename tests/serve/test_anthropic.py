@@ -293,7 +293,10 @@ WRONG = [
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
     ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text"),
-    ({"messages": [{"role": "user", "content": [RESULT]}]}, "tool_call_id"),
+    (
+        {"system": "x", "messages": [USER, {"role": "user", "content": [RESULT]}]},
+        "messages[1].content[0].tool_use_id is 'toolu_1'",
+    ),
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}, USER]}, "content[0]"),
     ({"temperature": 1.5}, "temperature"),
     ({"top_p": 0}, "top_p"),
