@@ -647,6 +647,11 @@ def test_the_form_of_an_answer_reaches_the_engine(fields, is_constrained):
 FORMS = [
     ({"guided_json": {"type": "no such type"}}, "guided_json", "invalid_schema"),
     ({"guided_json": "{not JSON"}, "guided_json", None),
+    ({"response_format": {"type": "json_object", "schema": {"type": "nope"}}}, "response_format",
+     "invalid_schema"),
+    ({"response_format": {"type": "json_schema", "schema": {"type": "nope"}}}, "response_format",
+     "invalid_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", None),
     ({"guided_regex": "(a"}, "guided_regex", "invalid_schema"),
     ({"guided_grammar": "no grammar"}, "guided_grammar", "invalid_schema"),
     ({"guided_regex": "a" * 5000}, "guided_regex", "schema_too_complex"),
