@@ -264,6 +264,34 @@ def test_a_server_may_have_lower_bounds():
         assert refusal({**CHAT, **fields}, limits=limits)["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("limit", "fields", "param"),
+    [
+        ({"max_schema_bytes": 9}, {"guided_json": {"type": "null"}}, "guided_json"),
+        ({"max_schema_bytes": 3}, {"guided_choice": ["ab", "cd"]}, "guided_choice"),
+        ({"max_schema_nodes": 1}, {"guided_json": {"type": "null"}}, "guided_json"),
+        ({"max_schema_nodes": 1}, {"guided_choice": ["ab", "cd"]}, "guided_choice"),
+        ({"max_schema_depth": 1}, {"guided_json": {"type": "null"}}, "guided_json"),
+        ({"max_regex_bytes": 1}, {"guided_regex": "ab"}, "guided_regex"),
+        ({"max_regex_bytes": 1}, {"guided_json": {"pattern": "ab"}}, "guided_json"),
+        ({"max_grammar_bytes": 9}, {"guided_grammar": 'start: "a"'}, "guided_grammar"),
+        ({"max_schema_nodes": 1}, {"tools": [TOOL]}, "tools[0].function.parameters"),
+        ({"max_schema_depth": 1}, {"tools": [TOOL]}, "tools[0].function.parameters"),
+    ],
+    ids=str,
+)
+def test_a_server_may_take_smaller_forms(limit, fields, param):
+    error = refusal({**CHAT, **fields}, limits=Limits(**limit))
+    assert (error["param"], error["code"]) == (param, "schema_too_complex")
+
+
+def test_a_server_may_take_shorter_names_of_tools():
+    error = refusal({**CHAT, "tools": [TOOL]}, limits=Limits(max_tool_name_chars=6))
+    assert error["param"] == "tools[0]"
+    body = {**CHAT, "tools": [TOOL], "tool_choice": "none"}
+    assert post(body, roomy(), limits=Limits(max_tool_name_chars=7)).status_code == 200
+
+
 @pytest.mark.reliability
 def test_another_model_is_404_and_never_a_path():
     """A16."""
