@@ -135,6 +135,23 @@ def test_thinking_text_and_tools_are_blocks():
     assert bare(message) == bare(plain)
 
 
+@pytest.mark.parametrize(
+    ("text", "options", "kinds"),
+    [
+        ("<think>why", {"reason": "length"}, ["thinking"]),
+        (f"a\n{called('look_up', '{}')}\nb", {}, ["text", "tool_use", "text"]),
+    ],
+    ids=["cut thinking", "text around a call"],
+)
+def test_a_plain_answer_has_the_blocks_of_its_stream(text, options, kinds):
+    template = THINKING + "{{ tools | tojson }}{# <tool_call> #}"
+    body = {"tools": [TOOL]}
+    plain = post(body, answering(text, template=template, **options)).json()
+    stream = post({**body, "stream": True}, answering(text, template=template, **options))
+    assert [block["type"] for block in plain["content"]] == kinds
+    assert bare(plain) == bare(read_stream(stream)[0])
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
     ("body", "text", "options", "reason", "sequence"),
@@ -270,6 +287,15 @@ def test_thinking_past_its_budget_is_closed(is_stream, group):
     usage = message["usage"]
     assert usage["output_tokens"] == 20 + len(tokenizer.encode("yes")) + 1
     assert usage["input_tokens"] == len(first.prompt_token_ids)
+
+
+def test_half_a_character_of_closed_thinking_does_not_reach_the_answer():
+    client = FakeClient(info=fake_info(chat_template=THINKING, max_model_len=1024))
+    client.script = lambda request: says("yes" if len(client.submitted) == 2 else "é" * 9)(request)
+    body = {"thinking": {"type": "enabled", "budget_tokens": 5}, "max_tokens": 60}
+    thinking, text = post(body, client).json()["content"]
+    assert thinking["thinking"] == "éé\N{REPLACEMENT CHARACTER}"
+    assert text["text"] == "yes"
 
 
 def test_a_budget_that_is_not_reached_changes_nothing():
