@@ -368,6 +368,18 @@ def test_errors_have_types_of_their_own():
     assert (name, value["type"], value["error"]["type"]) == ("error", "error", "api_error")
 
 
+def test_threads_are_refused_so_that_a_client_goes_on_without():
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        error = post({"thread": thread}, FakeClient()).json()["error"]
+        assert error["details"] == {
+            "error_code": "thread_unsupported_request",
+            "unsupported": ["thread"],
+        }
+        assert error["type"] == "invalid_request_error"
+    assert post({"thread": None}).status_code == 200
+    assert "details" not in post({"max_tokens": 0}).json()["error"]
+
+
 def test_pings_while_waiting(monkeypatch):
     monkeypatch.setattr(respond, "KEEP_ALIVE_SECONDS", 0.03)
     client = FakeClient()
