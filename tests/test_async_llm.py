@@ -23,6 +23,7 @@ from tiercel.errors import (
     EngineDeadError,
     InvalidRequestError,
     ModelNotFoundError,
+    OutOfMemoryError,
 )
 from tiercel.params import SamplingParams
 
@@ -235,11 +236,34 @@ def test_hundreds_of_cancels_leave_nothing_behind(llm):
     run(llm, main)
 
 
+def test_a_request_that_fails_leaves_no_task_of_the_others(llm, monkeypatch):
+    engine = llm._readers.loop._engine
+    submit = engine.submit
+
+    def submit_some(request):
+        if request.prompt_token_ids == [7]:
+            raise OutOfMemoryError("no room.")
+        submit(request)
+
+    monkeypatch.setattr(engine, "submit", submit_some)
+
+    async def main():
+        before = asyncio.all_tasks()
+        prompts = [{"prompt_token_ids": ids} for ids in ([5], [7], [9])]
+        with pytest.raises(OutOfMemoryError):
+            await llm.generate(prompts, greedy(1000))
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == before
+
+    run(llm, main)
+
+
 def test_wrong_calls_are_refused_before_anything_runs(llm):
     async def main():
         for error, match, call in (
             (ArgumentError, "2 prompts but 1", llm.generate(["a", "b"], [greedy()])),
             (ArgumentError, "cannot be read", llm.generate([5])),
+            (ArgumentError, "prompts=5", llm.generate(5)),
             (InvalidRequestError, "prompt_token_ids", llm.generate({"prompt_token_ids": [-1]})),
             (ContextLengthError, "2048", llm.logits([1] * 2049)),
             (InvalidRequestError, "role", llm.chat([{"role": "x", "content": ""}])),

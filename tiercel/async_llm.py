@@ -311,14 +311,18 @@ class AsyncLLM:
         """Run requests to their end; being cancelled ends them."""
         readers = self._open()
         start_s = perf_counter()
+        tasks: list[asyncio.Task[None]] = []
         try:
             for answer in answers:
                 if answer.request.grammar is not None:
                     await asyncio.to_thread(self._matchers.attach, answer.request)
             streams = [readers.submit(answer.request).stream for answer in answers]
-            pairs = zip(answers, streams, strict=True)
-            await asyncio.gather(*(_read(readers, *pair, start_s, take) for pair in pairs))
+            for answer, stream in zip(answers, streams, strict=True):
+                tasks.append(asyncio.create_task(_read(readers, answer, stream, start_s, take)))
+            await asyncio.gather(*tasks)
         finally:
+            for task in tasks:
+                task.cancel()  # where one has failed, the others would wait for ever
             for answer in answers:
                 readers.abort(answer.request)
 

@@ -135,6 +135,23 @@ def test_thinking_text_and_tools_are_blocks():
     assert bare(message) == bare(plain)
 
 
+@pytest.mark.parametrize(
+    ("text", "options", "kinds"),
+    [
+        ("<think>why", {"reason": "length"}, ["thinking"]),
+        (f"a\n{called('look_up', '{}')}\nb", {}, ["text", "tool_use", "text"]),
+    ],
+    ids=["cut thinking", "text around a call"],
+)
+def test_a_plain_answer_has_the_blocks_of_its_stream(text, options, kinds):
+    template = THINKING + "{{ tools | tojson }}{# <tool_call> #}"
+    body = {"tools": [TOOL]}
+    plain = post(body, answering(text, template=template, **options)).json()
+    stream = post({**body, "stream": True}, answering(text, template=template, **options))
+    assert [block["type"] for block in plain["content"]] == kinds
+    assert bare(plain) == bare(read_stream(stream)[0])
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
     ("body", "text", "options", "reason", "sequence"),
@@ -272,6 +289,15 @@ def test_thinking_past_its_budget_is_closed(is_stream, group):
     assert usage["input_tokens"] == len(first.prompt_token_ids)
 
 
+def test_half_a_character_of_closed_thinking_does_not_reach_the_answer():
+    client = FakeClient(info=fake_info(chat_template=THINKING, max_model_len=1024))
+    client.script = lambda request: says("yes" if len(client.submitted) == 2 else "é" * 9)(request)
+    body = {"thinking": {"type": "enabled", "budget_tokens": 5}, "max_tokens": 60}
+    thinking, text = post(body, client).json()["content"]
+    assert thinking["thinking"] == "éé\N{REPLACEMENT CHARACTER}"
+    assert text["text"] == "yes"
+
+
 def test_a_budget_that_is_not_reached_changes_nothing():
     client = answering("why</think>yes", template=THINKING)
     body = {"thinking": {"type": "enabled", "budget_tokens": 49}}
@@ -293,7 +319,10 @@ WRONG = [
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
     ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text"),
-    ({"messages": [{"role": "user", "content": [RESULT]}]}, "tool_call_id"),
+    (
+        {"system": "x", "messages": [USER, {"role": "user", "content": [RESULT]}]},
+        "messages[1].content[0].tool_use_id is 'toolu_1'",
+    ),
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}, USER]}, "content[0]"),
     ({"temperature": 1.5}, "temperature"),
     ({"top_p": 0}, "top_p"),
@@ -337,6 +366,18 @@ def test_errors_have_types_of_their_own():
     assert (response.status_code, response.json()["error"]["type"]) == (500, "api_error")
     name, value = read_events(post({"stream": True}, client).content)[-1]
     assert (name, value["type"], value["error"]["type"]) == ("error", "error", "api_error")
+
+
+def test_threads_are_refused_so_that_a_client_goes_on_without():
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        error = post({"thread": thread}, FakeClient()).json()["error"]
+        assert error["details"] == {
+            "error_code": "thread_unsupported_request",
+            "unsupported": ["thread"],
+        }
+        assert error["type"] == "invalid_request_error"
+    assert post({"thread": None}).status_code == 200
+    assert "details" not in post({"max_tokens": 0}).json()["error"]
 
 
 def test_pings_while_waiting(monkeypatch):

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from time import thread_time
-from typing import Annotated
+from typing import Annotated, Literal
 
 import httpx
 import msgspec
@@ -30,6 +30,14 @@ class Inner(msgspec.Struct):
     size: Annotated[int, Meta(ge=0, le=5)] = 0
 
 
+class Left(msgspec.Struct, tag_field="side", tag="left"):
+    """One of two kinds."""
+
+
+class Right(msgspec.Struct, tag_field="side", tag="right"):
+    """The other."""
+
+
 class Body(msgspec.Struct):
     """Of each kind of field one."""
 
@@ -39,6 +47,8 @@ class Body(msgspec.Struct):
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     messages: list[Inner] = []
     bias: dict[int, float] = {}
+    choice: Literal["auto", "none"] | Inner | None = None
+    turns: list[Left | Right] = []
 
 
 def refused(data, limits=LIMITS):
@@ -139,6 +149,8 @@ def test_numbers_without_end_cost_nothing(field, text):
         (b'{"bias": {"1": "x"}}', "bias[...]", "expected float"),
         (b'{"temperature": 3.5}', "temperature", "<= 2.0, but it is 3.5."),
         (b'{"n": "\\u0007 %s"}' % (b"x" * 1000), "n", "\\u0007"),
+        (b'{"choice": "a"}', "choice", 'expected auto | none, but it is "a".'),
+        (b'{"turns": [{"side": "a"}]}', "turns[0].side", 'expected left | right, but it is "a".'),
     ],
 )
 def test_a_wrong_field_is_named_with_value_and_rule(data, param, words):

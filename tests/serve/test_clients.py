@@ -10,6 +10,9 @@ import pytest
 from pydantic import BaseModel
 
 from tests.patience import wait_for
+from tests.serve.events import says
+from tests.serve.fake_client import FakeClient, fake_info
+from tests.serve.thread_server import thread_server
 
 MODEL = "tiny"  # the name that the server was given
 USER = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -317,6 +320,28 @@ def test_message_errors_have_the_classes_of_the_client(claude):
     assert caught.value.body["error"]["type"] == "invalid_request_error"
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.create(model="other", messages=USER, max_tokens=5)
+
+
+def test_the_tool_runner_of_the_client():
+    """It asks for a thread that the server keeps, and must learn that there is none."""
+    client = FakeClient(info=fake_info(max_model_len=1024))
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    client.script = lambda request: says("5" if len(client.submitted) == 2 else call)(request)
+
+    @anthropic.beta_tool
+    def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        return str(a + b)
+
+    with (
+        thread_server(client=client) as server,
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as claude,
+    ):
+        first, last = claude.beta.messages.tool_runner(
+            model=MODEL, max_tokens=50, tools=[add], messages=USER
+        )
+    assert (first.stop_reason, first.content[0].input) == ("tool_use", {"a": 2, "b": 3})
+    assert last.content[0].text == "5"
 
 
 # lm-eval, by hand

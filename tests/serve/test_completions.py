@@ -282,6 +282,22 @@ def test_echo_with_log_probabilities(is_stream, n, max_tokens):
     assert client.submitted[0].max_tokens == max_tokens
 
 
+@pytest.mark.parametrize("front", ["", "BOS"])
+def test_offsets_of_an_echoed_text_count_the_names_of_its_control_tokens(front):
+    tokenizer = fake_tokenizer()
+    bos, eos = tokenizer.token_text(tokenizer.bos_id), tokenizer.token_text(EOS)
+    prompt = f"{bos if front else ''}x{eos}y{eos}"
+    body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 2}
+    choice = post(body, reading(120, 121)).json()["choices"][0]
+    lists = choice["logprobs"]
+    assert choice["text"] == f"{prompt}xy"
+    assert lists["tokens"] == [bos, "x", eos, "y", eos, "x", "y"]
+    first = len(bos) if front else 0
+    assert lists["text_offset"][:2] == [0, first]
+    for token, place in zip(lists["tokens"][1:], lists["text_offset"][1:], strict=True):
+        assert choice["text"][place:].startswith(token)
+
+
 @pytest.mark.reliability
 def test_echo_of_half_characters():
     """A29: ids that are half of a character, lists of equal lengths."""

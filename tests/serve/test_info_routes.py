@@ -20,6 +20,7 @@ from tests.serve.fake_client import (
 from tests.serve.thread_server import thread_server
 from tiercel.engine.supervisor import EngineState
 from tiercel.serve import app as app_module
+from tiercel.serve import text_routes
 from tiercel.serve.model_watch import default_names
 from tiercel.serve.openapi import DOCS as OPENAPI_DOCS
 from tiercel.serve.static_files import read_files
@@ -202,6 +203,21 @@ def test_token_strs():
     tokenizer = fake_tokenizer()
     assert answer["token_strs"] == [tokenizer.token_text(i) for i in answer["tokens"]]
     assert "token_strs" not in post("/tokenize", {"prompt": "the"}).json()
+
+
+def test_many_tokens_are_named_off_the_loop(monkeypatch):
+    threads = set()
+    original = text_routes.token_name
+
+    def watched(*arguments):
+        threads.add(threading.current_thread().name)
+        return original(*arguments)
+
+    monkeypatch.setattr(text_routes, "MAX_LOOP_IDS", 2)
+    monkeypatch.setattr(text_routes, "token_name", watched)
+    body = {"prompt": "xyz", "add_special_tokens": False, "return_token_strs": True}
+    assert post("/tokenize", body).json()["token_strs"] == ["x", "y", "z"]
+    assert all(name.startswith("tiercel-serve") for name in threads)
 
 
 def test_tokenize_messages_gives_the_prompt_of_a_chat():

@@ -264,6 +264,34 @@ def test_a_server_may_have_lower_bounds():
         assert refusal({**CHAT, **fields}, limits=limits)["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("limit", "fields", "param"),
+    [
+        ({"max_schema_bytes": 9}, {"guided_json": {"type": "null"}}, "guided_json"),
+        ({"max_schema_bytes": 3}, {"guided_choice": ["ab", "cd"]}, "guided_choice"),
+        ({"max_schema_nodes": 1}, {"guided_json": {"type": "null"}}, "guided_json"),
+        ({"max_schema_nodes": 1}, {"guided_choice": ["ab", "cd"]}, "guided_choice"),
+        ({"max_schema_depth": 1}, {"guided_json": {"type": "null"}}, "guided_json"),
+        ({"max_regex_bytes": 1}, {"guided_regex": "ab"}, "guided_regex"),
+        ({"max_regex_bytes": 1}, {"guided_json": {"pattern": "ab"}}, "guided_json"),
+        ({"max_grammar_bytes": 9}, {"guided_grammar": 'start: "a"'}, "guided_grammar"),
+        ({"max_schema_nodes": 1}, {"tools": [TOOL]}, "tools[0].function.parameters"),
+        ({"max_schema_depth": 1}, {"tools": [TOOL]}, "tools[0].function.parameters"),
+    ],
+    ids=str,
+)
+def test_a_server_may_take_smaller_forms(limit, fields, param):
+    error = refusal({**CHAT, **fields}, limits=Limits(**limit))
+    assert (error["param"], error["code"]) == (param, "schema_too_complex")
+
+
+def test_a_server_may_take_shorter_names_of_tools():
+    error = refusal({**CHAT, "tools": [TOOL]}, limits=Limits(max_tool_name_chars=6))
+    assert error["param"] == "tools[0]"
+    body = {**CHAT, "tools": [TOOL], "tool_choice": "none"}
+    assert post(body, roomy(), limits=Limits(max_tool_name_chars=7)).status_code == 200
+
+
 @pytest.mark.reliability
 def test_another_model_is_404_and_never_a_path():
     """A16."""
@@ -602,6 +630,23 @@ def test_a_call_that_the_length_cuts_ends_by_length():
     assert ARGUMENTS.startswith(choice["message"]["tool_calls"][0]["function"]["arguments"])
 
 
+@pytest.mark.parametrize(("stop", "reason"), [("{c}", "stop"), ("</tool_call>", "tool_calls")])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_call_that_a_stop_string_cuts_is_not_to_be_carried_out(stop, reason, is_stream):
+    arguments = '{"word": "a {c}"}'
+    body = {**CHAT, "tools": [TOOL], "tool_choice": "required", "stop": stop, "stream": is_stream}
+    response = post(body, answering(called("look_up", arguments)))
+    if is_stream:
+        answer = read_chat(response.content)[0][0]
+        found, ((_, _, said),) = answer.finish_reasons, answer.calls
+    else:
+        choice = response.json()["choices"][0]
+        found = [choice["finish_reason"]]
+        said = choice["message"]["tool_calls"][0]["function"]["arguments"]
+    assert found == [reason]
+    assert said == arguments.partition(stop)[0]
+
+
 @pytest.mark.parametrize(
     ("fields", "is_constrained"),
     [
@@ -630,6 +675,11 @@ def test_the_form_of_an_answer_reaches_the_engine(fields, is_constrained):
 FORMS = [
     ({"guided_json": {"type": "no such type"}}, "guided_json", "invalid_schema"),
     ({"guided_json": "{not JSON"}, "guided_json", None),
+    ({"response_format": {"type": "json_object", "schema": {"type": "nope"}}}, "response_format",
+     "invalid_schema"),
+    ({"response_format": {"type": "json_schema", "schema": {"type": "nope"}}}, "response_format",
+     "invalid_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", None),
     ({"guided_regex": "(a"}, "guided_regex", "invalid_schema"),
     ({"guided_grammar": "no grammar"}, "guided_grammar", "invalid_schema"),
     ({"guided_regex": "a" * 5000}, "guided_regex", "schema_too_complex"),

@@ -161,6 +161,15 @@ def test_an_answer_that_the_length_cuts_is_incomplete(is_stream):
     assert whole["output"][0]["status"] == "incomplete"
 
 
+def test_a_call_that_a_stop_string_cuts_is_incomplete():
+    text = called("look_up", '{"word": "abc"}')
+    body = {"tools": [TOOL], "tool_choice": "required", "stop": "b"}
+    (call,) = post(body, answering(text)).json()["output"]
+    assert (call["arguments"], call["status"]) == ('{"word": "a', "incomplete")
+    (whole,) = post({**body, "stop": "z"}, answering(text)).json()["output"]
+    assert whole["status"] == "completed"
+
+
 def test_an_empty_answer_has_an_empty_message():
     whole = post({}, answering("")).json()
     assert whole["output"][0]["content"][0]["text"] == ""
@@ -287,12 +296,13 @@ def test_forms_and_choices_reach_the_engine():
     [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 1}],
     ids=["include", "number"],
 )
-def test_log_probabilities_are_those_of_the_text(fields):
-    text = "<think>why</think>yes"
+@pytest.mark.parametrize("gap", ["", "\n\n"])
+def test_log_probabilities_are_those_of_the_text(fields, gap):
+    text = f"<think>why</think>{gap}é"
     plain = post(fields, answering(text, template=THINKING)).json()
     shown = plain["output"][1]["content"][0]["logprobs"]
     tokens = [entry["token"] for entry in shown]
-    assert "".join(tokens[:-1]) == "yes"
+    assert len(tokens) == len(gap) + 3  # two halves of a character and the end
     assert shown[0]["logprob"] == made_up(0).logprob
     assert len(shown[0]["top_logprobs"]) == fields.get("top_logprobs", 0)
     values, last = read_stream(post({**fields, "stream": True}, answering(text, template=THINKING)))

@@ -3,6 +3,8 @@
 import importlib.metadata
 import json
 import os
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,6 +46,22 @@ def load(path, **options):
 @pytest.fixture(scope="module")
 def smollm(default_model):
     return load(default_model)
+
+
+@pytest.mark.parametrize("encode", ["encode", "encode_inner"])
+def test_a_long_text_does_not_hold_up_other_threads(encode):
+    tokenizer = load(DATA / "gguf/llama-tiny.gguf")
+    line = "the thin man ran in 2024, é😀\n"
+    ids, found = getattr(tokenizer, encode)(line), []
+    text = line * 3000
+    thread = threading.Thread(target=lambda: found.append(getattr(tokenizer, encode)(text)))
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        time.sleep(0)
+        turns += 1
+    assert turns > 50
+    assert found == [ids * 3000]
 
 
 def spm_metadata(**changes):

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 MAX_KEY_FILE_BYTES: Final = 1 << 20
 MAX_KEY_CHARS: Final = 1024
-# `SamplingParams` itself has these bounds; a server may only be stricter.
+# `SamplingParams` and its forms themselves have these bounds; a server may only be stricter.
 _CEILINGS: Final = (
     "max_n", "max_stop_strings", "max_stop_chars", "max_logit_bias", "max_logprobs",
-    "max_tool_name_chars",
+    "max_tool_name_chars", "max_schema_bytes", "max_schema_depth", "max_schema_nodes",
+    "max_regex_bytes", "max_grammar_bytes",
 )  # fmt: skip
 _MAY_BE_ZERO: Final = ("max_stop_strings", "max_logit_bias", "max_logprobs", "max_waiting_requests")
 _LARGEST: Final = 1 << 40

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,8 +72,10 @@ def list_prompts(
         params: one for all, one each, or None for the defaults.
 
     Raises:
-        ArgumentError: `params` is neither, or has another length than `prompts`.
+        ArgumentError: `prompts` is neither, or `params` is neither or of another length.
     """
+    if not isinstance(prompts, Iterable):
+        raise ArgumentError(f"prompts={shown(prompts)} is no prompt nor a list of them.")
     listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
     if params is None:
         params = SamplingParams()

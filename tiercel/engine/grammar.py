@@ -19,7 +19,7 @@ from typing import Final, Protocol
 
 from tiercel.engine.json_schema import read_schema
 from tiercel.engine.lark import LarkWriter, either, escape_regex, literal
-from tiercel.params import StructuredOutputs
+from tiercel.params import LIMITS, Limits, StructuredOutputs
 
 # Line ends that models write behind the end of their thinking.
 GAP: Final = r"/\n{1,4}/?"
@@ -99,6 +99,7 @@ def compile_spec(
     calls: CallGrammar | None = None,
     thinking: ThinkingForm | None = None,
     control_tokens: Mapping[str, int] | None = None,
+    limits: Limits = LIMITS,
 ) -> GrammarSpec | None:
     """The grammar of an answer.
 
@@ -108,6 +109,7 @@ def compile_spec(
         calls: tool calls it may or must hold; None for none.
         thinking: how the model thinks before it answers; None: it does not.
         control_tokens: id by name, to know which markers are tokens of their own.
+        limits: of a schema's size and depth; `outputs` itself has been checked.
 
     Returns:
         None if anything may be written.
@@ -119,7 +121,7 @@ def compile_spec(
         return None
     lark = LarkWriter(control_tokens or {})
     more: list[dict[str, object]] = []
-    form = None if outputs is None else _content(outputs, lark, more, max_tokens)
+    form = None if outputs is None else _content(outputs, lark, more, max_tokens, limits)
     if calls is None:
         parts = _Parts(lark, form, None, is_required=False)
     else:
@@ -129,11 +131,15 @@ def compile_spec(
 
 
 def _content(
-    outputs: StructuredOutputs, lark: LarkWriter, more: list[dict[str, object]], max_tokens: int
+    outputs: StructuredOutputs,
+    lark: LarkWriter,
+    more: list[dict[str, object]],
+    max_tokens: int,
+    limits: Limits,
 ) -> str:
     """The element for the visible text."""
     if isinstance(outputs.json, str):
-        return lark.json(read_schema(outputs.json, max_tokens))
+        return lark.json(read_schema(outputs.json, max_tokens, limits))
     if outputs.json_object:
         return lark.json({"type": "object"})
     if outputs.choice is not None:

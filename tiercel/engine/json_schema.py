@@ -13,7 +13,7 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 from tiercel.errors import InvalidRequestError
-from tiercel.params import LIMITS
+from tiercel.params import LIMITS, Limits
 
 # A multiple is checked digit by digit: an automaton of as many states as the number, and a hundred
 # times the nodes. 10,007 takes 20 ms to compile, 1,000,003 takes 5 s and 200 MB (llguidance 1.9.1).
@@ -32,27 +32,29 @@ def refuse(
     return error
 
 
-def read_schema(text: str, max_tokens: int) -> Mapping[str, Any] | bool:
+def read_schema(text: str, max_tokens: int, limits: Limits = LIMITS) -> Mapping[str, Any] | bool:
     """Parse and check a schema.
 
     Args:
         text: JSON, as `StructuredOutputs` keeps it.
         max_tokens: tokens of the context.
+        limits: of size and depth.
 
     Raises:
         InvalidRequestError: see `check_schema`.
     """
     schema: Mapping[str, Any] | bool = json.loads(text)
-    check_schema(schema, max_tokens)
+    check_schema(schema, max_tokens, limits)
     return schema
 
 
-def check_schema(schema: Mapping[str, Any] | bool, max_tokens: int) -> int:
+def check_schema(schema: Mapping[str, Any] | bool, max_tokens: int, limits: Limits = LIMITS) -> int:
     """Refuse what is too big to compile, leads out of the document, or cannot fit an answer.
 
     Args:
         schema: parsed JSON.
         max_tokens: tokens of the context; a minimum above it is refused.
+        limits: of size and depth.
 
     Returns:
         The number of its nodes: values, of objects and arrays those inside too.
@@ -64,20 +66,20 @@ def check_schema(schema: Mapping[str, Any] | bool, max_tokens: int) -> int:
     num_nodes = 0
     for node, depth, is_data in _walk(schema):
         num_nodes += 1
-        if num_nodes > LIMITS.max_schema_nodes:
+        if num_nodes > limits.max_schema_nodes:
             raise refuse(
                 "schema_too_complex",
-                f"the schema has more than {LIMITS.max_schema_nodes} values.",
+                f"the schema has more than {limits.max_schema_nodes} values.",
                 "Use a smaller one.",
             )
-        if depth > LIMITS.max_schema_depth:
+        if depth > limits.max_schema_depth:
             raise refuse(
                 "schema_too_complex",
-                f"the schema is nested deeper than {LIMITS.max_schema_depth} levels.",
+                f"the schema is nested deeper than {limits.max_schema_depth} levels.",
                 "Use a flatter one, or $defs.",
             )
         if isinstance(node, dict) and not is_data:
-            _check_keywords(node, schema, max_tokens)
+            _check_keywords(node, schema, max_tokens, limits)
     return num_nodes
 
 
@@ -93,7 +95,7 @@ def _walk(schema: object) -> Iterator[tuple[object, int, bool]]:
             stack += [(child, depth + 1, is_data) for child in node]
 
 
-def _check_keywords(node: dict[str, Any], root: object, max_tokens: int) -> None:
+def _check_keywords(node: dict[str, Any], root: object, max_tokens: int, limits: Limits) -> None:
     for keyword in _MINIMA:
         value = node.get(keyword)
         if isinstance(value, int | float) and value > max_tokens:
@@ -111,10 +113,10 @@ def _check_keywords(node: dict[str, Any], root: object, max_tokens: int) -> None
         )
     patterns = [node.get("pattern"), *_keys(node.get("patternProperties"))]
     for pattern in patterns:
-        if isinstance(pattern, str) and len(pattern.encode()) > LIMITS.max_regex_bytes:
+        if isinstance(pattern, str) and len(pattern.encode()) > limits.max_regex_bytes:
             raise refuse(
                 "schema_too_complex",
-                f"a pattern has more than {LIMITS.max_regex_bytes} bytes.",
+                f"a pattern has more than {limits.max_regex_bytes} bytes.",
                 "Use a shorter one.",
             )
     if isinstance(node.get("$ref"), str):

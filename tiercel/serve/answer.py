@@ -9,8 +9,9 @@ from tiercel.engine.inputs import InputProcessor
 from tiercel.engine.request import Request
 from tiercel.engine.streams import TokenUpdate
 from tiercel.serve.answer_text import AnswerText
-from tiercel.serve.events import ToolCallStart
+from tiercel.serve.events import ToolCallArguments, ToolCallStart
 from tiercel.serve.pieces import Piece
+from tiercel.serve.tool_parsers.reader import BrokenCallError, parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Answer:
         self.last_token_s: float | None = None
         self.finish_reason: str | None = None
         self._bound = bound
-        self._has_calls = False
+        self._arguments: list[str] | None = None  # of its last call, as far as they came
 
     def take(self, update: TokenUpdate) -> Piece:
         """Turn one update into a piece; the last one has the finish reason."""
@@ -75,8 +76,12 @@ class Answer:
             piece.events += self.text.close_thinking(self._bound.closing)
         elif reason is not None or self.text.matched is not None:
             self._finish(piece, update)
-        self._has_calls |= any(isinstance(event, ToolCallStart) for event in piece.events)
-        if piece.finish_reason == "stop" and self._has_calls:
+        for event in piece.events:
+            if isinstance(event, ToolCallStart):
+                self._arguments = []
+            elif isinstance(event, ToolCallArguments) and self._arguments is not None:
+                self._arguments.append(event.text)
+        if piece.finish_reason == "stop" and self._has_whole_calls():
             piece.finish_reason = "tool_calls"
         self.finish_reason = piece.finish_reason
         return piece
@@ -101,6 +106,15 @@ class Answer:
     def _num_left(self) -> int:
         closing = 0 if self._bound is None else len(self._bound.closing_ids)
         return self.request.max_tokens - self.text.num_tokens - closing
+
+    def _has_whole_calls(self) -> bool:
+        """Whether there are calls to carry out: a stop string may have cut the last one."""
+        if self._arguments is None:
+            return False
+        try:
+            return isinstance(parse_json("".join(self._arguments)), dict)
+        except BrokenCallError:
+            return False
 
     def _thinks_too_long(self) -> bool:
         bound, text = self._bound, self.text

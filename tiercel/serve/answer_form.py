@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from tiercel.engine.grammar import GrammarSpec, ThinkingForm, compile_spec
+from tiercel.engine.json_schema import refuse
 from tiercel.errors import InvalidRequestError
-from tiercel.params import StructuredOutputs
+from tiercel.params import Limits, StructuredOutputs
 from tiercel.serve.answer import ThinkingBound
 from tiercel.serve.errors import refusal
 from tiercel.serve.state import ServedModel, ServerState
 from tiercel.serve.tools import ToolUse
+
+_TOO_COMPLEX: Final = "schema_too_complex"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ async def compile_grammar(
             param=form.param,
         )
     try:
+        check_size(form.outputs, state.settings.limits)
         spec = await state.off_loop(
             compile_spec,
             form.outputs,
@@ -56,6 +61,7 @@ async def compile_grammar(
             calls=form.use,
             thinking=form.thinking,
             control_tokens=model.tokenizer.control_tokens,
+            limits=state.settings.limits,
         )
         if spec is not None:
             await model.grammars.check(spec)
@@ -65,6 +71,29 @@ async def compile_grammar(
         message = f"{form.param}: {error}"
         raise refusal(400, error.code, message, hint=error.hint, param=form.param) from None
     return spec
+
+
+def check_size(outputs: StructuredOutputs | None, limits: Limits) -> None:
+    """Hold a form to the bounds of this server, which may be lower than those of its type.
+
+    Raises:
+        InvalidRequestError: code `schema_too_complex`.
+    """
+    if outputs is None:
+        return
+    for what, text, limit in (
+        ("the schema", outputs.json, limits.max_schema_bytes),
+        ("choice", "".join(outputs.choice or ()), limits.max_schema_bytes),
+        ("regex", outputs.regex, limits.max_regex_bytes),
+        ("grammar", outputs.grammar, limits.max_grammar_bytes),
+    ):
+        size = len(text.encode()) if isinstance(text, str) else 0
+        if size > limit:
+            raise refuse(_TOO_COMPLEX, f"{what} has {size} bytes.", f"This server takes {limit}.")
+    num_choices = len(outputs.choice or ())
+    if num_choices > limits.max_schema_nodes:
+        most = f"This server takes {limits.max_schema_nodes}."
+        raise refuse(_TOO_COMPLEX, f"choice has {num_choices} strings.", most)
 
 
 async def bound_thinking(

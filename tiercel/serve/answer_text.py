@@ -68,7 +68,8 @@ class AnswerText:
 
     def close_thinking(self, closing: str) -> list[Event]:
         """End the reasoning with a marker that the model did not write."""
-        return self._reason(closing)
+        # A character that was cut there ends there too: what follows is another text.
+        return self._reason(self._detokenizer.finish() + closing)
 
     def push(self, token_id: int, *, ends: bool) -> list[Event]:
         """Add a token; returns what is certain now.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -23,7 +24,7 @@ from tiercel.serve.anthropic_types import (
 from tiercel.serve.anthropic_writer import AnthropicWriter
 from tiercel.serve.body import read_body
 from tiercel.serve.chat_input import ChatInput, encode_chat_input, prepare_chat
-from tiercel.serve.errors import unsupported
+from tiercel.serve.errors import THREADS_REFUSED, refusal, unsupported
 from tiercel.serve.fields import (
     check_stops,
     chosen,
@@ -116,6 +117,14 @@ def chat_input(body: PromptFields) -> ChatInput:
         InvalidRequestError: naming the field.
     """
     refuse_unless_neutral(body, NEUTRAL)
+    if body.thread is not UNSET and body.thread is not None:
+        raise refusal(
+            400,
+            THREADS_REFUSED,
+            "thread is not supported: nothing is kept between requests.",
+            hint="Send the whole conversation.",
+            param="thread",
+        )
     choice = body.tool_choice
     if choice is not None and choice.type == "tool" and choice.name is None:
         raise InvalidRequestError("tool_choice.name must be given.", param="tool_choice.name")

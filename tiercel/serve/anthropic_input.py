@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import msgspec
 
@@ -26,21 +26,25 @@ def template_input(body: PromptFields) -> list[Message]:
             messages.append(Message(role="system", content=text))
     if not body.messages:
         raise InvalidRequestError("messages is empty.", hint="Send one.", param="messages")
+    use_ids: set[str] = set()
     for place, message in enumerate(body.messages):
         param = f"messages[{place}].content"
         if message.role == "user":
-            _add_user(messages, message, param)
+            _add_user(messages, message, param, use_ids)
         else:
             _add_assistant(messages, message, param)
+            use_ids.update(call.id for call in messages[-1].tool_calls or ())
     return messages
 
 
-def _add_user(messages: list[Message], message: AnthropicMessage, param: str) -> None:
+def _add_user(
+    messages: list[Message], message: AnthropicMessage, param: str, use_ids: Set[str]
+) -> None:
     """Results of tools become messages of their own, in front of what the user says."""
     texts: list[Part] = []
     for block, name in _blocks(message, param):
         if block.type == "tool_result":
-            messages.append(_tool_result(block, name))
+            messages.append(_tool_result(block, name, use_ids))
         else:
             texts.append(Part(type="text", text=_block_text(block, name)))
     if not texts:
@@ -80,9 +84,14 @@ def _tool_use(block: Block, param: str) -> ToolCall:
     return ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=arguments))
 
 
-def _tool_result(block: Block, param: str) -> Message:
+def _tool_result(block: Block, param: str, use_ids: Set[str]) -> Message:
     if block.tool_use_id is None:
         raise InvalidRequestError(f"{param}.tool_use_id must be given.", param=param)
+    if block.tool_use_id not in use_ids:
+        shown = escaped(repr(block.tool_use_id), 80)
+        raise InvalidRequestError(
+            f"{param}.tool_use_id is {shown}, which no earlier tool_use has.", param=param
+        )
     text = "" if block.content is None else _text(block.content, f"{param}.content")
     if block.is_error:
         text = f"Error: {text}"  # templates have no other way to say so

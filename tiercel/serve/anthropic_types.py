@@ -96,6 +96,7 @@ class PromptFields(Struct, kw_only=True):
     mcp_servers: object = UNSET
     context_management: object = UNSET
     prefill: object = UNSET
+    thread: object = UNSET
 
 
 class CountRequest(PromptFields, kw_only=True):

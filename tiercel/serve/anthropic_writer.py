@@ -22,6 +22,7 @@ from tiercel.serve.generation import Generation
 from tiercel.serve.pieces import Piece, Usage
 from tiercel.serve.wire import Call, joined, new_id, said
 
+AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 _CALL_PREFIX: Final = "call_"
 _USE_PREFIX: Final = "toolu_"
@@ -64,17 +65,10 @@ class AnthropicWriter:
     def plain(self, generation: Generation, answers: Sequence[Piece]) -> object:
         """The whole answer."""
         piece = answers[0]
-        whole = said(piece.events)
-        blocks: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
-        if whole.reasoning:
-            blocks.append(ThinkingBlock(whole.reasoning))
-        if whole.content or not whole.calls:
-            blocks.append(TextBlock(whole.content))
-        blocks += [_tool_use(call) for call in whole.calls]
         return AnthropicAnswer(
             id=self._id,
             model=self._name,
-            content=blocks,
+            content=_blocks(piece.events) or [TextBlock("")],
             stop_reason=stop_reason(piece),
             stop_sequence=stop_sequence(piece),
             usage=usage_of(generation.usage()),
@@ -157,6 +151,20 @@ class AnthropicWriter:
         data = b"".join(self._events)
         self._events.clear()
         return data
+
+
+def _blocks(events: Sequence[Event]) -> list[AnswerBlock]:
+    """The blocks of a whole answer, in the order of its stream."""
+    calls = iter(said(events).calls)
+    blocks: list[AnswerBlock] = []
+    for event in joined(events):
+        if isinstance(event, ContentDelta):
+            blocks.append(TextBlock(event.text))
+        elif isinstance(event, ReasoningDelta):
+            blocks.append(ThinkingBlock(event.text))
+        elif isinstance(event, ToolCallStart):
+            blocks.append(_tool_use(next(calls)))
+    return blocks
 
 
 def _use_id(call_id: str) -> str:

@@ -187,6 +187,7 @@ def choose_tools(
         is_parallel=chat.is_parallel,
         has_form=has_form,
         max_tokens=model.info.max_model_len,
+        limits=state.settings.limits,
     )
     return ChosenTools(
         template=template,

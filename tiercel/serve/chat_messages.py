@@ -81,7 +81,7 @@ class Tool(Struct, kw_only=True):
 
 
 def check_tools(tools: Sequence[FunctionSpec], limits: Limits, param: str = "tools") -> None:
-    """Bound the tools and refuse names that stand twice.
+    """Bound the tools and their names, and refuse names that stand twice.
 
     Raises:
         InvalidRequestError: naming the tool.
@@ -100,6 +100,12 @@ def check_tools(tools: Sequence[FunctionSpec], limits: Limits, param: str = "too
                 param=f"{param}[{place}]",
             )
         seen.add(tool.name)
+        if len(tool.name) > limits.max_tool_name_chars:
+            raise InvalidRequestError(
+                f"{param}[{place}] has a name of {len(tool.name)} characters.",
+                hint=f"This server takes {limits.max_tool_name_chars}.",
+                param=f"{param}[{place}]",
+            )
 
 
 def template_tools(tools: Sequence[FunctionSpec]) -> list[dict[str, object]]:

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from typing import Final
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from tiercel.errors import InvalidRequestError, QueueFullError, TiercelError
 
 MAX_MESSAGE_CHARS: Final = 800  # 500 of a client's own text and what we say of it
 JSON_TYPE: Final = "application/json"
+THREADS_REFUSED: Final = "thread_unsupported_request"
 _SERVER_FAULT: Final = 500
 
 _TYPES: Final[Mapping[int, str]] = {
@@ -51,11 +53,19 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorObject
 
 
+class AnthropicErrorDetails(msgspec.Struct, frozen=True):
+    """What a client can act on: Anthropic's sends the whole conversation when it reads this."""
+
+    error_code: str
+    unsupported: list[str]
+
+
 class AnthropicErrorObject(msgspec.Struct, frozen=True):
     """The inside of an Anthropic error."""
 
     type: str
     message: str
+    details: AnthropicErrorDetails | UnsetType = UNSET
 
 
 class AnthropicErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
@@ -130,8 +140,14 @@ def anthropic_error_body(error: TiercelError, request_id: str) -> AnthropicError
     status = error.http_status
     default = "api_error" if status >= _SERVER_FAULT else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(status, default)
+    refused = error.code == THREADS_REFUSED
     return AnthropicErrorBody(
-        AnthropicErrorObject(type=kind, message=error_message(error, request_id)), request_id
+        AnthropicErrorObject(
+            type=kind,
+            message=error_message(error, request_id),
+            details=AnthropicErrorDetails(error.code, ["thread"]) if refused else UNSET,
+        ),
+        request_id,
     )
 
 

@@ -72,10 +72,11 @@ class JsonSchemaFormat(Struct, kw_only=True):
 
 
 class ResponseFormat(Struct, kw_only=True):
-    """What form an answer must have."""
+    """What form an answer must have; llama-server's clients write `schema` without a name."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, object] | bool | None = None
 
 
 class StructuredFields(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -336,14 +337,15 @@ def form_field(body: GenerationFields) -> str:
 def _of_format(form: ResponseFormat | None) -> StructuredOutputs | None:
     if form is None or form.type == "text":
         return None
+    schema = form.schema if form.json_schema is None else form.json_schema.schema
+    if schema is not None:
+        return make_structured("response_format", {"json": schema})
     if form.type == "json_object":
         return make_structured("response_format", {"json_object": True})
-    if form.json_schema is None or form.json_schema.schema is None:
-        raise InvalidRequestError(
-            "response_format has the type json_schema but no json_schema.schema.",
-            param="response_format.json_schema",
-        )
-    return make_structured("response_format", {"json": form.json_schema.schema})
+    raise InvalidRequestError(
+        "response_format has the type json_schema but no json_schema.schema.",
+        param="response_format.json_schema",
+    )
 
 
 def _of_fields(fields: StructuredFields | None) -> StructuredOutputs | None:

@@ -46,8 +46,8 @@ _REASONS: Final = frozenset(
         "invalid_http", "invalid_json", "invalid_request", "invalid_schema", "method_not_allowed",
         "model_not_found", "no_valid_token", "nonfinite_logits", "not_found", "not_supported",
         "out_of_memory", "queue_full", "queue_timeout", "request_timeout", "schema_too_complex",
-        "too_many_connections", "unsupported_content", "unsupported_media_type",
-        "unsupported_model", "unsupported_parameter",
+        "thread_unsupported_request", "too_many_connections", "unsupported_content",
+        "unsupported_media_type", "unsupported_model", "unsupported_parameter",
     }
 )  # fmt: skip
 

@@ -287,25 +287,43 @@ class CompletionWriter:
         ids = generation.answers[choice.index].request.prompt_token_ids
         first = generation.answers[choice.index // n * n].request  # it has read the prompt for all
         entries = generation.answers[choice.index].request.prompt_logprobs or first.prompt_logprobs
-        skips = body.skip_special_tokens is not False
+        prompt = self._prompts[choice.index // n]
         if body.echo:
-            prompt = self._prompts[choice.index // n]
             choice.text = prompt if isinstance(prompt, str) else self._decode(ids)
         if body.echo and lists is not None:
-            places = _Places(self._tokenizer, 0, skips_special=skips, is_continuation=False)
-            for token_id, entry in zip(ids, (None, *entries), strict=True):
-                lists.add(entry or token_id, places.next(token_id))
+            offsets = self._prompt_offsets(prompt, ids)
+            for token_id, entry, place in zip(ids, (None, *entries), offsets, strict=True):
+                lists.add(entry or token_id, place)
         if body.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(self._tokenizer, entries, body.prompt_logprobs)
         if body.return_token_ids:
             choice.prompt_token_ids = ids
         self._places[choice.index] = _Places(
-            self._tokenizer, len(choice.text), skips_special=skips, is_continuation=True
+            self._tokenizer,
+            len(choice.text),
+            skips_special=self._skips_special,
+            is_continuation=True,
         )
 
+    @property
+    def _skips_special(self) -> bool:
+        return self._body.skip_special_tokens is not False
+
     def _decode(self, ids: list[int]) -> str:
-        skips = self._body.skip_special_tokens is not False
-        return self._tokenizer.decode(ids, skip_special_tokens=skips)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)
+
+    def _prompt_offsets(self, prompt: str | list[int], ids: list[int]) -> list[int]:
+        """Where the tokens of an echo begin.
+
+        A text is echoed as it came: with what became control tokens, without a BOS in front.
+        """
+        tokenizer, num_added, skips = self._tokenizer, 0, self._skips_special
+        if isinstance(prompt, str):
+            skips = False
+            has_bos = ids[0] == tokenizer.bos_id
+            num_added = has_bos and not prompt.startswith(tokenizer.token_text(ids[0]))
+        places = _Places(tokenizer, 0, skips_special=skips, is_continuation=False)
+        return [0] * num_added + [places.next(token_id) for token_id in ids[num_added:]]
 
 
 class _Places:

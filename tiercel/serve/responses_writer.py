@@ -96,6 +96,7 @@ class ResponsesWriter:
         self._events: list[bytes] = []
         self._num_events = 0
         self._num_tokens = 0
+        self._waiting_logprobs: list[TokenLogprob] = []  # of tokens before the first text
 
     def plain(self, generation: Generation, answers: Sequence[Piece]) -> object:
         """The whole answer."""
@@ -135,7 +136,8 @@ class ResponsesWriter:
         return sse.KEEP_ALIVE
 
     def _take(self, generation: Generation, piece: Piece) -> None:
-        logprobs = self._shown_logprobs(generation, piece)
+        logprobs = self._waiting_logprobs + self._shown_logprobs(generation, piece)
+        self._waiting_logprobs = []
         for event in joined(piece.events):
             if isinstance(event, ContentDelta):
                 self._add_text(event.text, logprobs)
@@ -145,13 +147,17 @@ class ResponsesWriter:
         if piece.finish_reason is None:
             if logprobs and isinstance(self._item, OutputMessage):
                 self._add_text("", logprobs)
+            elif not isinstance(self._item, OutputCall):
+                self._waiting_logprobs = logprobs  # half a character, line ends behind thinking
             return
         if not self._response.output or (logprobs and isinstance(self._item, OutputMessage)):
             self._add_text("", logprobs)  # an answer has something, if only an empty message
         is_whole = piece.finish_reason != "length"
         self._response.status = "completed" if is_whole else "incomplete"
         self._response.incomplete_details = None if is_whole else Incomplete()
-        self._close(self._response.status)
+        # Calls that are whole end an answer as such: a stop string has cut this one.
+        is_cut = piece.finish_reason == "stop" and isinstance(self._item, OutputCall)
+        self._close("incomplete" if is_cut else self._response.status)
 
     def _shown_logprobs(self, generation: Generation, piece: Piece) -> list[TokenLogprob]:
         """Those of the text: reasoning comes first, and has none here."""

@@ -24,7 +24,7 @@ from tiercel.serve.prompts import encode_text, render_messages
 from tiercel.serve.route_docs import RouteDoc
 from tiercel.serve.state import ServedModel, ServerState
 
-MAX_LOOP_IDS: Final = 4 << 10  # longer lists are decoded in a thread
+MAX_LOOP_IDS: Final = 4 << 10  # longer lists are decoded and named in a thread
 
 
 class TemplateFields(Struct, kw_only=True):
@@ -110,7 +110,7 @@ def routes(state: ServerState) -> list[BaseRoute]:
         body = await read_body(request, TokenizeRequest, limits)
         _check_model(model, body.model)
         ids = await _token_ids(state, model, body)
-        names = [token_name(model, i) or "" for i in ids] if body.return_token_strs else UNSET
+        names = await _names(state, model, ids) if body.return_token_strs else UNSET
         return json_response(TokenizeAnswer(ids, len(ids), model.info.max_model_len, names))
 
     async def detokenize(request: Request) -> Response:
@@ -181,6 +181,13 @@ def _chat(body: TemplateFields, messages: Sequence[Message]) -> ChatInput:
         has_generation_prompt=body.add_generation_prompt,
         continues_final=bool(body.continue_final_message),
     )
+
+
+async def _names(state: ServerState, model: ServedModel, ids: list[int]) -> list[str]:
+    def names() -> list[str]:
+        return [token_name(model, token_id) or "" for token_id in ids]
+
+    return names() if len(ids) <= MAX_LOOP_IDS else await state.off_loop(names)
 
 
 async def _text(state: ServerState, model: ServedModel, ids: list[int]) -> str:

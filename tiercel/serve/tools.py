@@ -15,6 +15,7 @@ from typing import Final
 from tiercel.engine.grammar import CallForm
 from tiercel.engine.lark import LarkWriter
 from tiercel.errors import ArgumentError, InvalidRequestError
+from tiercel.params import LIMITS, Limits
 from tiercel.serve.tool_parsers.deepseek import DeepSeekFormat
 from tiercel.serve.tool_parsers.format import ToolFormat, ToolSpec, check_parameters
 from tiercel.serve.tool_parsers.gemma import GemmaFormat
@@ -161,7 +162,7 @@ def make_tool_use(
     is_parallel: bool,
     has_form: bool,
     max_tokens: int,
-    param: str = "tools",
+    limits: Limits = LIMITS,
 ) -> ToolUse | None:
     """What a request's `tools`, `tool_choice` and `parallel_tool_calls` ask for.
 
@@ -174,7 +175,7 @@ def make_tool_use(
         has_form: the answer must otherwise have a form (a schema, ...), so that calls stand in its
             place and not within text.
         max_tokens: tokens of the context.
-        param: the field that tools stand in.
+        limits: of this server.
 
     Returns:
         None if no call may come.
@@ -190,12 +191,12 @@ def make_tool_use(
         raise InvalidRequestError(
             "tool_choice is required but there are no tools.", param="tool_choice"
         )
-    check_parameters(tools, max_tokens, param)
+    check_parameters(tools, max_tokens, limits)
     if not tools or (choice == "none" and named is None):
         return None
     if selected is None:
         raise InvalidRequestError(
-            "tools are switched off here, or this model takes no messages.", param=param
+            "tools are switched off here, or this model takes no messages.", param="tools"
         )
     must = choice == "required" or named is not None
     if selected.format.is_anchored and has_form and not must:

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from tokenizers import Tokenizer as Encoder
+
 from tiercel.errors import ArgumentError, InvalidRequestError
 from tiercel.text.tokenizer_build import SPACE_MARK, Encoders, build_encoders, is_unicode
 from tiercel.text.tokenizer_data import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, TokenizerData
@@ -30,6 +32,8 @@ from tiercel.text.tokenizer_json import (
 # The regex engine gives up, by a panic, after 10 million steps in one match: 10 million
 # spaces in a row are enough. A longer text is refused before it gets there.
 MAX_TEXT_CHARS: Final = 1 << 23
+# Longer texts are encoded without the interpreter's lock: 0.5 MB take over a second.
+_SHORT_CHARS: Final = 4 << 10
 # Ends of a turn or a text, by the name that a vocabulary gives them.
 STOP_NAMES: Final = (
     "<|im_end|>",
@@ -42,6 +46,15 @@ STOP_NAMES: Final = (
     "<start_function_response>",  # FunctionGemma: what follows is the caller's to write
 )
 _HIDDEN_TYPES: Final = frozenset({UNKNOWN, CONTROL})
+
+
+def _encode(encoder: Encoder, text: str) -> list[int]:
+    """Ids of a text; a long one lets other threads run meanwhile."""
+    if len(text) <= _SHORT_CHARS:
+        ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
+    else:  # a list, for `encode` keeps the lock; both give the same
+        ids = encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 def _byte_alphabet() -> dict[int, int]:
@@ -280,8 +293,7 @@ class Tokenizer:
                 `MAX_TEXT_CHARS`.
         """
         check_text(text)
-        encoder = self._encoders.chat if parse_special else self._encoders.plain
-        ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
+        ids = _encode(self._encoders.chat if parse_special else self._encoders.plain, text)
         if not add_special_tokens:
             return ids
         eos_id = self._special.eos_id
@@ -296,8 +308,7 @@ class Tokenizer:
             InvalidRequestError: as `encode`.
         """
         check_text(text)
-        ids: list[int] = self._encoders.plain_inner.encode(text, add_special_tokens=False).ids
-        return ids
+        return _encode(self._encoders.plain_inner, text)
 
     def with_bos(self, ids: list[int]) -> list[int]:
         """Put BOS first where the model wants it and the ids do not begin with it."""

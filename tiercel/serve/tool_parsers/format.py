@@ -9,14 +9,14 @@ from tiercel.engine.grammar import CallForm
 from tiercel.engine.json_schema import check_schema, refuse
 from tiercel.engine.lark import LarkWriter
 from tiercel.errors import InvalidRequestError
-from tiercel.params import LIMITS
+from tiercel.params import Limits
 from tiercel.serve.tool_parsers.reader import Pieces, Reader
 
 # Keywords by which a schema may name properties elsewhere than in `properties`.
 _OPEN: Final = frozenset(
     {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 )
-MAX_TOOL_VALUES: Final = 4 * LIMITS.max_schema_nodes  # of all tools together
+MAX_TOOLS_SIZE: Final = 4  # of all tools together, in times of one schema's values
 
 
 class ToolSpec(Protocol):
@@ -74,22 +74,22 @@ def arguments_schema(tool: ToolSpec) -> Mapping[str, Any]:
     return schema
 
 
-def check_parameters(tools: Sequence[ToolSpec], max_tokens: int, param: str) -> None:
+def check_parameters(tools: Sequence[ToolSpec], max_tokens: int, limits: Limits) -> None:
     """Refuse schemas of arguments that are too big, or describe no object.
 
     Args:
         tools: of a request.
         max_tokens: tokens of the context.
-        param: the field that they stand in.
+        limits: of this server.
 
     Raises:
         InvalidRequestError: code `invalid_schema` or `schema_too_complex`; `param` names the tool.
     """
     num_values = 0
     for place, tool in enumerate(tools):
-        where = f"{param}[{place}].function.parameters"
+        where = f"tools[{place}].function.parameters"
         try:
-            num_values += check_schema(tool.parameters or {}, max_tokens)
+            num_values += check_schema(tool.parameters or {}, max_tokens, limits)
             kind = (tool.parameters or {}).get("type", "object")
             if kind != "object":
                 raise refuse("invalid_schema", f"the arguments have the type {kind!r:.40}.")
@@ -97,11 +97,12 @@ def check_parameters(tools: Sequence[ToolSpec], max_tokens: int, param: str) -> 
             raised = refuse(error.code, f"{where}: {error}", error.hint)
             raised.param = where
             raise raised from None
-    if num_values > MAX_TOOL_VALUES:
+    most = MAX_TOOLS_SIZE * limits.max_schema_nodes
+    if num_values > most:
         too_many = refuse(
             "schema_too_complex",
-            f"the schemas of {param} have {num_values} values together.",
-            f"Use at most {MAX_TOOL_VALUES}.",
+            f"the schemas of tools have {num_values} values together.",
+            f"Use at most {most}.",
         )
-        too_many.param = param
+        too_many.param = "tools"
         raise too_many
