@@ -71,19 +71,20 @@ class World:
     window: int = 0
     memory_errors: frozenset[int] = frozenset()
     max_drafts: int = 0
+    spare_places: int = 0
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self):
-        groups = [GroupBlocks(self.num_blocks)]
+        groups, most_places = [GroupBlocks(self.num_blocks)], self.budget + self.spare_places
         if self.window:
-            most = 1 + -(-(self.window + self.budget) // self.block_size)
+            most = 1 + -(-(self.window + most_places) // self.block_size)
             groups.append(GroupBlocks(1 + most, self.window))
         self.cache = CacheManager(
-            groups, self.block_size, self.budget, has_prefix_cache=self.has_prefix_cache
+            groups, self.block_size, most_places, has_prefix_cache=self.has_prefix_cache
         )
         self.scheduler = Scheduler(
             self.cache, self.max_num_seqs, self.budget, least_computed=1,
-            policy=DraftPolicy() if self.max_drafts else None,
+            policy=DraftPolicy(spare_places=self.spare_places) if self.max_drafts else None,
         )  # fmt: skip
         self.runner = FakeRunner(
             self.cache, self.max_num_seqs, self.budget, memory_errors=set(self.memory_errors)
@@ -267,6 +268,7 @@ def worlds(draw, has_prefix_cache=False, has_window=False, fails=True, drafts=Fa
         window=draw(st.integers(1, 6)) if has_window else 0,
         memory_errors=frozenset() if fails else draw(st.frozensets(st.integers(1, 30), max_size=3)),
         max_drafts=draw(st.integers(1, 5)) if drafts else 0,
+        spare_places=draw(st.integers(0, 4)) if drafts else 0,
     )
 
 

@@ -1,4 +1,4 @@
-"""Where the head writes: into places that its row holds, whoever drafts beside it."""
+"""Where the head writes: into places that its row holds, and there are enough of them."""
 
 import pytest
 import torch
@@ -47,3 +47,20 @@ def test_the_head_writes_into_blocks_of_its_own_row_alone(monkeypatch, tmp_path,
             engine.step()
     assert not wrong
     assert num_seen > 300
+
+
+def test_a_window_has_room_for_the_drafts_behind_a_prompt(monkeypatch, tmp_path):
+    """A chunk that fills a step, and behind it what the head writes for 15 drafts."""
+    monkeypatch.setenv("TIERCEL_PREFIX_CACHE", "0")
+    monkeypatch.setattr(build, "BLOCK_SIZE", 16)
+    path = mtp_model(tmp_path / "mtp.gguf", arch="gemma3")
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 42, "max_model_len": 128}
+    with open_tiny(path, spec="mtp", num_spec_tokens=15, **sizes) as llm:
+        engine = llm._engine
+        request = llm._inputs.request([7] * 84, greedy(20), 0)
+        engine.submit(request)
+        for _ in range(2 + 20):  # two chunks, and no more steps than tokens
+            if engine.has_work:
+                engine.step()
+        assert len(request.output_token_ids) == 20
+        assert engine.scheduler.num_preemptions == 0

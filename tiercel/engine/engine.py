@@ -404,12 +404,14 @@ def build_engine(
 
         runner.bind_pools(make_pools([1] * len(groups)))
         budget.reserve(runner.measure_steps())
+        spare_places = max(0, num_head_drafts(config.spec) - 1)
+        most_places = config.max_num_batched_tokens + spare_places
         sizes = cache_blocks(
             groups,
             block_size=config.block_size,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            max_step_tokens=config.max_num_batched_tokens,
+            max_step_tokens=most_places,
             available=budget.left(),
         )
         runner.bind_pools(make_pools(sizes))
@@ -421,12 +423,11 @@ def build_engine(
         ) from error
     policy = None
     if config.spec.max_drafts:
-        spare_places = max(0, num_head_drafts(config.spec) - 1)
         policy = DraftPolicy(runner.decode_steps.verify_costs(), spare_places)
     cache = CacheManager(
         [GroupBlocks(size, group.spec.window) for group, size in zip(groups, sizes, strict=True)],
         config.block_size,
-        config.max_num_batched_tokens,
+        most_places,
         has_prefix_cache=config.prefix_cache,
     )
     scheduler = Scheduler(
