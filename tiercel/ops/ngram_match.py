@@ -181,6 +181,9 @@ def check_ngram_tensors(op: str, tensors: dict[str, Tensor], max_draft_tokens: i
             is_shaped = tensor.dim() == 2 and tensor.shape[0] == rows
             is_shaped = is_shaped and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
             shapes = f"({rows}, width) with adjacent tokens"
+            if tensor is drafts and rows > 1:  # written to: rows must not lie over each other
+                is_shaped = is_shaped and tensor.stride(0) >= tensor.shape[1]
+                shapes += " in rows of their own"
         else:
             wanted = (torch.int32,)
             if is_length:
@@ -229,7 +232,7 @@ def check_ngram_numbers(
         raise ArgumentError(
             f"{op}: max_draft_tokens={max_draft_tokens} is out of range.", hint="Use 0 or more."
         )
-    if convention not in QUERY_SHIFTS:
+    if convention not in tuple(QUERY_SHIFTS):  # a tuple: what has no hash is refused too
         raise ArgumentError(
             f"{op}: convention={convention!r} is unknown.", hint='Use "index" or "count".'
         )
