@@ -332,6 +332,20 @@ def test_a_step_without_memory_costs_one_request_of_those_that_draft(world):
     run_and_note(world)
 
 
+def test_a_lost_step_takes_no_blocks_from_those_that_sat_it_out():
+    """The last in turn has got blocks in the plan, but gives way for a step: it is not in it."""
+    plans = [Plan([1], 8), Plan([1] * 10, 1), Plan([1], 2), Plan([1, 1], 2, arrival=1)]
+    for step in range(1, 16):
+        World(plans, 1, 13, 3, 5, window=3, memory_errors=frozenset({step})).run()
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_blocks_to_zero_are_zeroed_though_their_step_is_lost(overlaps):
+    plans = [Plan([1], 9), Plan([3] * 4, 6, fails_at=0), Plan([5] * 4, 4, arrival=4)]
+    for step in range(1, 16):
+        World(plans, 1, 16, 3, 8, True, overlaps=overlaps, memory_errors=frozenset({step})).run()
+
+
 @pytest.mark.slow
 @settings(max_examples=3000, deadline=None)
 @given(
