@@ -148,6 +148,7 @@ def ngram_workspace(op: str, workspace: Tensor | None, input_ids: Tensor) -> Ten
     rows = input_ids.shape[0]
     if workspace is None:
         return make_ngram_workspace(rows, input_ids.device)
+    _check_tensor(op, "workspace", workspace)
     is_fit = workspace.dtype == torch.int64 and workspace.device == input_ids.device
     if not is_fit or workspace.numel() <= rows or not workspace.is_contiguous():
         raise ArgumentError(
@@ -218,7 +219,7 @@ def check_ngram_numbers(
         "max_draft_tokens": max_draft_tokens,
     }
     for name, number in numbers.items():
-        _check_integer(op, name, number)
+        check_integer(op, name, number)
     if not 1 <= max_ngram_size <= MAX_NGRAM_SIZE:
         raise ArgumentError(
             f"{op}: max_ngram_size={max_ngram_size} is out of range.",
@@ -257,7 +258,7 @@ def resolve_threshold(
     if threshold is None:
         threshold = read_integer(default[0], default=default[1])
     if not isinstance(threshold, Tensor):
-        _check_integer(op, "threshold", threshold)
+        check_integer(op, "threshold", threshold)
         return max(-MAX_THRESHOLD, min(int(threshold), MAX_THRESHOLD))
     if threshold.dtype != torch.int32 or threshold.numel() != 1 or threshold.device != device:
         raise ArgumentError(
@@ -272,6 +273,11 @@ def _check_tensor(op: str, name: str, value: object) -> None:
         raise ArgumentError(f"{op}: {name} is a {type(value).__name__}.", hint="Pass a tensor.")
 
 
-def _check_integer(op: str, name: str, value: object) -> None:
+def check_integer(op: str, name: str, value: object) -> None:
+    """Check the type of an option.
+
+    Raises:
+        ArgumentError: it is no integer.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ArgumentError(f"{op}: {name}={value!r:.80} is not an integer.", hint="Pass an int.")
