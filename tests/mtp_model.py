@@ -16,12 +16,13 @@ HIDDEN, LAYERS = 64, 2
 def mtp_model(
     path: Path,
     *,
+    arch: str = "qwen3",
     seed: int = 6,
     head_seed: int | None = None,
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a Qwen3 of two layers and a head.
+    """Write a model of two layers and a head.
 
     The head passes the hidden state on, nearly as it is, which leads to the token that the model
     has just said; and the model says one again now and then.
@@ -40,12 +41,12 @@ def mtp_model(
     prefix = f"blk.{LAYERS}.nextn"
     return tiny_model(
         path,
-        "qwen3",
+        arch,
         layers=LAYERS + 1,
         seed=seed,
         qtype="F32",
         tied=False,
-        metadata={"qwen3.nextn_predict_layers": 1, **(metadata or {})},
+        metadata={f"{arch}.nextn_predict_layers": 1, **(metadata or {})},
         tensors={
             "token_embd.weight": embedding.astype(np.float32),
             "output.weight": output.astype(np.float32),

@@ -1,11 +1,24 @@
 """The Python API on tiny models: what goes in, what is refused, and that nothing stays behind."""
 
+import signal
+
 import numpy as np
 import pytest
 import torch
 
 from tests.gguf_files import tiny_model
-from tests.tiny_llm import BOS, DATA, EOS, LLAMA, PROMPTS, assert_idle, greedy, ids_of, open_tiny
+from tests.tiny_llm import (
+    BOS,
+    DATA,
+    EOS,
+    LLAMA,
+    PROMPTS,
+    assert_idle,
+    greedy,
+    ids_of,
+    joined,
+    open_tiny,
+)
 from tiercel.engine.output import RequestOutput
 from tiercel.errors import ArgumentError, ContextLengthError, InvalidRequestError
 from tiercel.llm import LLM
@@ -306,6 +319,36 @@ def test_an_interrupted_step_frees_everything(llm, monkeypatch, where, kind):
     with pytest.raises(kind):
         list(llm.stream("a", greedy(8)))
     assert_idle(llm)
+    assert ids_of(llm.generate(PROMPTS, greedy(8))) == expected
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("where", ["submit", "schedule", "_enter", "commit", "_release"])
+def test_ctrl_c_amid_bookkeeping_frees_everything(llm, monkeypatch, where):
+    """It is put off until nothing is half done; another call's stream misses no token."""
+    expected = ids_of(llm.generate(PROMPTS, greedy(8)))
+    whole = llm.generate("a", greedy(30))[0].outputs[0].token_ids
+    owner = llm._engine if where == "submit" else llm._engine.scheduler
+    original, left = getattr(owner, where), 0
+
+    def interrupted(*args, **options):
+        nonlocal left
+        left -= 1
+        result = original(*args, **options)
+        if left == 0:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(owner, where, interrupted)
+    for count in (1, 4):
+        stream = llm.stream("a", greedy(30))
+        deltas = [next(stream)]
+        left = count
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, greedy(8))
+        assert joined([*deltas, *stream], "token_ids") == whole
+        assert_idle(llm)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert ids_of(llm.generate(PROMPTS, greedy(8))) == expected
 
 

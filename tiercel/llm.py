@@ -32,6 +32,7 @@ from tiercel.engine.answers import (
 )
 from tiercel.engine.build import load_model
 from tiercel.engine.engine import Engine
+from tiercel.engine.interrupts import deferred
 from tiercel.engine.messages import LoadOptions
 from tiercel.engine.output import RequestOutput, StreamDelta
 from tiercel.engine.request import Request, Status
@@ -345,17 +346,21 @@ class LLM:
         try:
             for request in requests:
                 self._matchers.attach(request)
-                engine.submit(request)
-                submitted.append(request)
-                self._takers[request.request_id] = take
+                with deferred():
+                    engine.submit(request)
+                    submitted.append(request)
+                    self._takers[request.request_id] = take
             while any(request.status is not Status.FINISHED for request in requests):
-                for update in engine.step():
-                    self._takers[update.request.request_id](update.request, update.new_token_ids)
+                with deferred():
+                    for update in engine.step():
+                        taker = self._takers[update.request.request_id]
+                        taker(update.request, update.new_token_ids)
                 yield
         finally:
-            for request in submitted:
-                engine.abort(request)
-                self._takers.pop(request.request_id, None)
+            with deferred():
+                for request in submitted:
+                    engine.abort(request)
+                    self._takers.pop(request.request_id, None)
 
     def _answers(
         self, prompt_ids: Sequence[list[int]], params: Sequence[SamplingParams]

@@ -250,6 +250,17 @@ def test_penalties_leave_bans_alone():
     assert greedy([1.0, 9.0, 0.5], params, output=[1, 1], banned=(1,)) == 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 2e-5, 1.0])
+@pytest.mark.parametrize("cut", [{}, {"top_p": 5e-324}, {"top_p": 0.5}, {"min_p": 1.0}])
+@pytest.mark.parametrize("repetition", [5e-324, 1e-45, 1e-38, 1e-20])
+def test_the_smallest_numbers_are_more_than_nothing(repetition, cut, temperature):
+    """They are above 0, so they hold: a token that was said before goes first, a ban stays one."""
+    fields = {"temperature": temperature, "repetition_penalty": repetition} | cut
+    params = SamplingParams(allowed_token_ids=(0, 1, 3), **fields)
+    request = make_request(params, prompt=(2, 3), output=(2,))
+    assert sample([[9.0, 9.0, 9.0, 1.0]], [request]).token_ids == [3]
+
+
 def kept_by_oracle(logits, top_k, top_p, min_p):
     """Ids that the three cuts leave, in float64; None if a bound is too close to call."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:top_k]

@@ -71,19 +71,20 @@ class World:
     window: int = 0
     memory_errors: frozenset[int] = frozenset()
     max_drafts: int = 0
+    spare_places: int = 0
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self):
-        groups = [GroupBlocks(self.num_blocks)]
+        groups, most_places = [GroupBlocks(self.num_blocks)], self.budget + self.spare_places
         if self.window:
-            most = 1 + -(-(self.window + self.budget) // self.block_size)
+            most = 1 + -(-(self.window + most_places) // self.block_size)
             groups.append(GroupBlocks(1 + most, self.window))
         self.cache = CacheManager(
-            groups, self.block_size, self.budget, has_prefix_cache=self.has_prefix_cache
+            groups, self.block_size, most_places, has_prefix_cache=self.has_prefix_cache
         )
         self.scheduler = Scheduler(
             self.cache, self.max_num_seqs, self.budget, least_computed=1,
-            policy=DraftPolicy() if self.max_drafts else None,
+            policy=DraftPolicy(spare_places=self.spare_places) if self.max_drafts else None,
         )  # fmt: skip
         self.runner = FakeRunner(
             self.cache, self.max_num_seqs, self.budget, memory_errors=set(self.memory_errors)
@@ -267,6 +268,7 @@ def worlds(draw, has_prefix_cache=False, has_window=False, fails=True, drafts=Fa
         window=draw(st.integers(1, 6)) if has_window else 0,
         memory_errors=frozenset() if fails else draw(st.frozensets(st.integers(1, 30), max_size=3)),
         max_drafts=draw(st.integers(1, 5)) if drafts else 0,
+        spare_places=draw(st.integers(0, 4)) if drafts else 0,
     )
 
 
@@ -328,6 +330,20 @@ def test_drafts_change_no_answer_with_a_window_and_the_prefix_cache(world):
 @given(world=worlds(drafts=True, has_prefix_cache=True, fails=False))
 def test_a_step_without_memory_costs_one_request_of_those_that_draft(world):
     run_and_note(world)
+
+
+def test_a_lost_step_takes_no_blocks_from_those_that_sat_it_out():
+    """The last in turn has got blocks in the plan, but gives way for a step: it is not in it."""
+    plans = [Plan([1], 8), Plan([1] * 10, 1), Plan([1], 2), Plan([1, 1], 2, arrival=1)]
+    for step in range(1, 16):
+        World(plans, 1, 13, 3, 5, window=3, memory_errors=frozenset({step})).run()
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_blocks_to_zero_are_zeroed_though_their_step_is_lost(overlaps):
+    plans = [Plan([1], 9), Plan([3] * 4, 6, fails_at=0), Plan([5] * 4, 4, arrival=4)]
+    for step in range(1, 16):
+        World(plans, 1, 16, 3, 8, True, overlaps=overlaps, memory_errors=frozenset({step})).run()
 
 
 @pytest.mark.slow

@@ -77,7 +77,8 @@ def test_rows_without_room_stay_in_the_reserve(device):
 def test_windows_below_the_least_size_do_not_count(device):
     case = replace(batch([1]), min_ngram_size=2)  # one token matches
     assert lengths(case, device) == [1]
-    assert lengths(replace(case, min_ngram_size=3), device) == [1]  # above the largest: legal
+    for above in (3, 65, 2**32 + 1, 2**70):  # above the largest: legal
+        assert lengths(replace(case, min_ngram_size=above), device) == [1]
     assert lengths(replace(case, min_ngram_size=1), device) == [6]
 
 

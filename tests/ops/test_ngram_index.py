@@ -100,6 +100,11 @@ def test_sizes_and_rows_are_checked(device):
     for tokens in (0, MAX_TOKENS + 1):
         with pytest.raises(ArgumentError, match=f"max_tokens={tokens} is out of range"):
             make_ngram_index(1, tokens, device)
+    with pytest.raises(ArgumentError, match="max_tokens='8' is not an integer"):
+        make_ngram_index(1, "8", device)
+    for count, match in ((-1, "rows=-1 is out of range"), (1.5, "rows=1.5 is not an integer")):
+        with pytest.raises(ArgumentError, match=match):
+            make_ngram_index(count, 8, device)
     case, _ = next(grow_batch(0))
     texts = NgramTexts(**case.tensors(device))
     rows = texts.input_ids.shape[0]

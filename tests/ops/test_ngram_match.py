@@ -319,6 +319,8 @@ def test_ops_name_the_bad_argument(op, device):
             fails(f"{op}: {name} .* strides", **{name: tensor.T.contiguous().T})
         if name in MATRICES[1:]:
             fails(f"{op}: {name} is torch.int32", **{name: tensor.int()})
+    shared = good["draft_tokens"][:1].expand_as(good["draft_tokens"])
+    fails(rf"{op}: draft_tokens .* strides \(0, 1\)", draft_tokens=shared)
     for size in (0, 65):
         fails(f"max_ngram_size={size} is out of range", {"max_ngram_size": size})
     if op == "hybrid_mtp_ngram":
@@ -326,6 +328,7 @@ def test_ops_name_the_bad_argument(op, device):
     fails("max_draft_tokens=-1 is out of range", {"max_draft_tokens": -1})
     fails("11 columns for 11 drafts", {"max_draft_tokens": 11})
     fails("convention='last' is unknown", {"convention": "last"})
+    fails(r"convention=\['count'\] is unknown", {"convention": ["count"]})
     fails("max_ngram_size=2.0 is not an integer", {"max_ngram_size": 2.0})
     fails("threshold='5' is not an integer", {"threshold": "5"})
     with pytest.raises(ArgumentError, match=r"threshold is torch.int64 \(1,\)"):

@@ -50,7 +50,7 @@ class CacheManager:
         Args:
             groups: those with blocks.
             block_size: tokens of a block.
-            max_step_tokens: new tokens of one sequence in one step, at most.
+            max_step_tokens: places of one sequence that a step writes, at most.
             has_prefix_cache: whether computed blocks are kept for other sequences.
         """
         self.block_size = block_size

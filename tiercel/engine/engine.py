@@ -21,6 +21,7 @@ from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import group_specs
 from tiercel.engine.capture import GraphRecorder
 from tiercel.engine.config import EngineConfig
+from tiercel.engine.interrupts import allowed
 from tiercel.engine.memory import MemoryBudget, cache_blocks
 from tiercel.engine.request import Request, Status
 from tiercel.engine.rows import Rows
@@ -137,7 +138,9 @@ class Engine:
         if plan is not None:
             self._pending.append((plan, None))
             try:
-                self._pending[-1] = plan, self._launch(plan)
+                with allowed():
+                    launch = self._launch(plan)
+                self._pending[-1] = plan, launch
             except torch.OutOfMemoryError:
                 updates += self._survive()
         assert plan or self._pending or not self.has_work, "submit admits only what fits"
@@ -195,7 +198,8 @@ class Engine:
         """Wait for the oldest step under way and apply its results."""
         plan, launch = self._pending[0]
         assert launch is not None, "only launched steps are collected"
-        drawn = self.runner.collect(launch)
+        with allowed():
+            drawn = self.runner.collect(launch)
         self._pending.popleft()
         alive = {p.row for p in plan.scheduled if p.request.status is Status.RUNNING}
         updates: list[RequestUpdate | None] = []
@@ -404,12 +408,14 @@ def build_engine(
 
         runner.bind_pools(make_pools([1] * len(groups)))
         budget.reserve(runner.measure_steps())
+        spare_places = max(0, num_head_drafts(config.spec) - 1)
+        most_places = config.max_num_batched_tokens + spare_places
         sizes = cache_blocks(
             groups,
             block_size=config.block_size,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            max_step_tokens=config.max_num_batched_tokens,
+            max_step_tokens=most_places,
             available=budget.left(),
         )
         runner.bind_pools(make_pools(sizes))
@@ -421,12 +427,11 @@ def build_engine(
         ) from error
     policy = None
     if config.spec.max_drafts:
-        spare_places = max(0, num_head_drafts(config.spec) - 1)
         policy = DraftPolicy(runner.decode_steps.verify_costs(), spare_places)
     cache = CacheManager(
         [GroupBlocks(size, group.spec.window) for group, size in zip(groups, sizes, strict=True)],
         config.block_size,
-        config.max_num_batched_tokens,
+        most_places,
         has_prefix_cache=config.prefix_cache,
     )
     scheduler = Scheduler(

@@ -82,7 +82,7 @@ def cache_blocks(
         block_size: tokens of a block.
         max_model_len: tokens of the longest sequence.
         max_num_seqs: sequences at once.
-        max_step_tokens: new tokens of a sequence in one step, at most.
+        max_step_tokens: places of a sequence that a step writes, at most.
         available: bytes.
 
     Raises:

@@ -12,6 +12,10 @@ from torch import Tensor
 from tiercel.engine.request import Request
 from tiercel.engine.rows import Rows, to_device
 
+# Of a repeated token's logit at most: finite, also divided by the least temperature. The difference
+# of two infinities would be no number.
+_MOST = 1e30
+
 
 class Penalties:
     """Which tokens each row has seen, and how often its answer holds each."""
@@ -55,7 +59,7 @@ class Penalties:
 
         repetition = column("repetition")
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(is_seen, repeated, logits)
+        logits = torch.where(is_seen, repeated.clamp(max=_MOST), logits)
         charge = count * column("frequency") + column("presence")
         penalised: Tensor = torch.where(is_used, logits - charge, logits)
         return penalised

@@ -29,6 +29,7 @@ from tiercel.params import SamplingParams
 from tiercel.seeds import mix_key
 
 NEG_INF = float("-inf")
+_LEAST = torch.finfo(torch.float32).tiny  # what is smaller may become 0 on its way to the rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +99,11 @@ class Sampler:
         rows, params, row = self._rows, request.params, request.row
         values = {
             "temperature": 0.0 if params.is_greedy else params.temperature,
-            "top_p": params.top_p,
+            "top_p": max(params.top_p, _LEAST),
             "min_p": params.min_p,
             "presence": params.presence_penalty,
             "frequency": params.frequency_penalty,
-            "repetition": params.repetition_penalty,
+            "repetition": max(params.repetition_penalty, _LEAST),
         }
         for name, value in values.items():
             rows.stage(rows.values[name], (row,), [value])

@@ -225,6 +225,10 @@ class Scheduler:
                 self._preempt(request)
             else:
                 self._release(request)
+        for request in self.running:  # not of this plan, which may yet have had blocks for them
+            self._write_table(request)
+        for blocks, lost in zip(self._unsound_blocks, plan.unsound_blocks, strict=True):
+            blocks += lost
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request in any state; what it holds is free once no step under way uses it."""
@@ -414,14 +418,18 @@ class Scheduler:
         request.block_ids = self.cache.enter(match)
         request.link, request.num_linked = match.link, match.num_blocks
         request.num_computed = request.num_committed = match.num_blocks * self.cache.block_size
-        self._writes[request.row] = [
-            BlockWrite(group, 0, ids) for group, ids in enumerate(match.block_ids) if ids
-        ]
+        self._write_table(request)
         has_begun = bool(request.output_token_ids) or request.num_items_done > 0
         if not has_begun:  # later hits are its own blocks, after a preemption
             request.num_cached = request.num_computed
             self.prefix_queries += request.num_tokens
             self.prefix_hits += request.num_computed
+
+    def _write_table(self, request: Request) -> None:
+        """Let the next plan bring all blocks of a row."""
+        self._writes[request.row] = [
+            BlockWrite(group, 0, tuple(ids)) for group, ids in enumerate(request.block_ids) if ids
+        ]
 
     def _grow(self, request: Request, num_tokens: int) -> None:
         writes = self.cache.grow(request.block_ids, num_tokens)

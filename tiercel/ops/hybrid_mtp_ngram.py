@@ -83,6 +83,8 @@ def hybrid_mtp_ngram(
     op = "hybrid_mtp_ngram"
     shift = check_ngram_numbers(op, max_ngram_size, min_ngram_size, max_draft_tokens, convention)
     batch = _make_batch(op, tensors, max_draft_tokens)
+    # Any number above the longest means the same, also one that the kernel cannot hold.
+    min_ngram_size = min(min_ngram_size, max_ngram_size + 1)
     limits = NgramLimits(max_ngram_size, min_ngram_size, max_draft_tokens, shift)
     default = (THRESHOLD_VARIABLE, THRESHOLD)
     threshold = resolve_threshold(op, threshold, default, input_ids.device)

@@ -17,6 +17,7 @@ from tiercel.kernels.ngram_search import NgramBatch, NgramLimits, draft_torch
 from tiercel.ops.ngram_match import (
     THRESHOLD,
     THRESHOLD_VARIABLE,
+    check_integer,
     check_ngram_numbers,
     make_match_batch,
     ngram_workspace,
@@ -93,6 +94,10 @@ def make_ngram_index(
         ArgumentError: a size is out of range.
     """
     check_ngram_numbers("ngram_index", max_ngram_size, min_ngram_size, 0, "count")
+    for name, number in (("rows", rows), ("max_tokens", max_tokens)):
+        check_integer("ngram_index", name, number)
+    if rows < 0:
+        raise ArgumentError(f"ngram_index: rows={rows} is out of range.", hint="Use 0 or more.")
     if min_ngram_size > max_ngram_size:
         raise ArgumentError(
             f"ngram_index: min_ngram_size={min_ngram_size} is above "

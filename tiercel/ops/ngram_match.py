@@ -148,6 +148,7 @@ def ngram_workspace(op: str, workspace: Tensor | None, input_ids: Tensor) -> Ten
     rows = input_ids.shape[0]
     if workspace is None:
         return make_ngram_workspace(rows, input_ids.device)
+    _check_tensor(op, "workspace", workspace)
     is_fit = workspace.dtype == torch.int64 and workspace.device == input_ids.device
     if not is_fit or workspace.numel() <= rows or not workspace.is_contiguous():
         raise ArgumentError(
@@ -181,6 +182,9 @@ def check_ngram_tensors(op: str, tensors: dict[str, Tensor], max_draft_tokens: i
             is_shaped = tensor.dim() == 2 and tensor.shape[0] == rows
             is_shaped = is_shaped and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
             shapes = f"({rows}, width) with adjacent tokens"
+            if tensor is drafts and rows > 1:  # written to: rows must not lie over each other
+                is_shaped = is_shaped and tensor.stride(0) >= tensor.shape[1]
+                shapes += " in rows of their own"
         else:
             wanted = (torch.int32,)
             if is_length:
@@ -215,7 +219,7 @@ def check_ngram_numbers(
         "max_draft_tokens": max_draft_tokens,
     }
     for name, number in numbers.items():
-        _check_integer(op, name, number)
+        check_integer(op, name, number)
     if not 1 <= max_ngram_size <= MAX_NGRAM_SIZE:
         raise ArgumentError(
             f"{op}: max_ngram_size={max_ngram_size} is out of range.",
@@ -229,7 +233,7 @@ def check_ngram_numbers(
         raise ArgumentError(
             f"{op}: max_draft_tokens={max_draft_tokens} is out of range.", hint="Use 0 or more."
         )
-    if convention not in QUERY_SHIFTS:
+    if convention not in tuple(QUERY_SHIFTS):  # a tuple: what has no hash is refused too
         raise ArgumentError(
             f"{op}: convention={convention!r} is unknown.", hint='Use "index" or "count".'
         )
@@ -254,7 +258,7 @@ def resolve_threshold(
     if threshold is None:
         threshold = read_integer(default[0], default=default[1])
     if not isinstance(threshold, Tensor):
-        _check_integer(op, "threshold", threshold)
+        check_integer(op, "threshold", threshold)
         return max(-MAX_THRESHOLD, min(int(threshold), MAX_THRESHOLD))
     if threshold.dtype != torch.int32 or threshold.numel() != 1 or threshold.device != device:
         raise ArgumentError(
@@ -269,6 +273,11 @@ def _check_tensor(op: str, name: str, value: object) -> None:
         raise ArgumentError(f"{op}: {name} is a {type(value).__name__}.", hint="Pass a tensor.")
 
 
-def _check_integer(op: str, name: str, value: object) -> None:
+def check_integer(op: str, name: str, value: object) -> None:
+    """Check the type of an option.
+
+    Raises:
+        ArgumentError: it is no integer.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ArgumentError(f"{op}: {name}={value!r:.80} is not an integer.", hint="Pass an int.")

@@ -78,13 +78,17 @@ class MtpProposer:
         self._places.copy_(text.num_tokens)
         drawing = SampleRows(text.token_ids, self._places, text.temperature, text.key)
         places = rows.long()
+        # Blocks are reserved for the drafts of rows that draft, up to the end of their answers.
+        end = torch.where(texts.drafts.draft_limit > 0, texts.num_prompt + texts.max_new, 0)
+        end = end.index_select(0, rows)
         for number in range(1, self._count + 1):
             logits = self._head.logits(h)
             ids, _ = sample_tokens(logits, rows, drawing, self._is_banned)
             texts.drafts.draft_ids[:, number].index_copy_(0, places, ids)
             if number < self._count:
                 last = last + 1
-                h = self._head.forward(self._next_batch(states.batch, rows, ids, last), h)
+                batch = self._next_batch(states.batch, rows, ids, last, end)
+                h = self._head.forward(batch, h)
         wanted = texts.drafts.num_wanted.index_select(0, rows).clamp(max=self._count)
         left = texts.num_prompt + texts.max_new - text.num_tokens - 1
         counts = torch.minimum(wanted, left.index_select(0, rows)).clamp_(min=0)
@@ -105,15 +109,18 @@ class MtpProposer:
         slots = torch.where(is_known, batch.slot_mapping, -1)
         return self._head.forward(replace(batch, input_ids=ids, slot_mapping=slots), states.hidden)
 
-    def _next_batch(self, step: Batch, rows: Tensor, ids: Tensor, position: Tensor) -> Batch:
-        """One more place of each row, behind its text: `ids` follow it."""
-        count, texts = rows.shape[0], self._texts
+    def _next_batch(
+        self, step: Batch, rows: Tensor, ids: Tensor, position: Tensor, end: Tensor
+    ) -> Batch:
+        """One more place of each row, behind its text: `ids` follow it.
+
+        end: (R,), places of a row that it may write.
+        """
+        count = rows.shape[0]
         position = position.clamp(min=0)
         block = step.block_tables[:, rows.long(), position.long() // self._block_size].long()
         slots = block * self._block_size + position % self._block_size
-        # Blocks are reserved up to the answer's end, and a draft beyond it is of no use.
-        end = (texts.num_prompt + texts.max_new).index_select(0, rows)
-        is_real = (position < end) & (rows < texts.num_prompt.shape[0] - 1)
+        is_real = (position < end) & (rows < self._texts.num_prompt.shape[0] - 1)
         is_cpu = rows.device.type == "cpu"
         lengths = position + 1
         bounds = tuple(lengths.tolist()) if is_cpu else (self._max_seq_len,) * count
