@@ -294,7 +294,12 @@ def from_gguf(
 def _rope_from_gguf(fields: Fields, head_dim: int) -> RopeConfig:
     base = fields.number("rope.freq_base", 10000.0)
     rotary_dim = fields.integer("rope.dimension_count", 2, head_dim, head_dim)
-    scaling = fields.text("rope.scaling.type", "none")
+    # Older files have a factor without a type, also under an older key: it is linear.
+    key = "rope.scaling.factor"
+    if fields.get(key) is None and fields.get("rope.scale_linear") is not None:
+        key = "rope.scale_linear"
+    untyped = "none" if fields.get(key) is None else "linear"
+    scaling = fields.text("rope.scaling.type", untyped)
     if scaling not in ("none", "linear", "yarn"):
         raise UnsupportedModelError(
             f"{fields.file}: {fields.prefix}rope.scaling.type is {scaling[:40]!r}.",
@@ -302,7 +307,7 @@ def _rope_from_gguf(fields: Fields, head_dim: int) -> RopeConfig:
         )
     if scaling == "none":
         return RopeConfig(base, rotary_dim)
-    factor = fields.number("rope.scaling.factor")
+    factor = fields.number(key)
     original = fields.integer("rope.scaling.original_context_length", 1, MAX_CONTEXT, MAX_CONTEXT)
     if scaling == "yarn" and original == MAX_CONTEXT:
         raise fields.fail("rope.scaling.original_context_length", None, "present with yarn")
