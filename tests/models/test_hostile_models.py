@@ -63,6 +63,14 @@ def test_a_rotary_factor_without_a_type_is_linear(tmp_path, keys, expected):
     assert (rope.scaling, rope.factor) == expected
 
 
+def test_other_constants_of_rotary_scaling_are_refused(tmp_path):
+    key = "qwen3.rope.scaling.yarn_beta_fast"
+    tiny_model(tmp_path / "model.gguf", "qwen3", metadata={key: 16.0})
+    with pytest.raises(UnsupportedModelError, match=r"yarn_beta_fast is 16\."):
+        open_source(tmp_path / "model.gguf")
+    open_source(tiny_model(tmp_path / "model.gguf", "qwen3", metadata={key: 32.0}))
+
+
 @pytest.mark.parametrize("pattern", [["a", "b"], [0.5, 1.0], [2, 1], [True], True, "text"])
 def test_a_pattern_of_windows_that_is_none(tmp_path, pattern):
     metadata = {"gemma3.attention.sliding_window_pattern": pattern}

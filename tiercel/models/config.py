@@ -17,6 +17,9 @@ from tiercel.errors import ModelFormatError, UnsupportedModelError
 
 MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_CONTEXT = 1024, 2**17, 1024, 2**26
 MAX_VOCAB, MAX_INNER = 2**24, 2**20
+# What GGUF files may say of rotary scaling beyond factor and context: only this runs.
+_ROPE_FIXED = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0}
+_ROPE_FIXED |= {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +297,13 @@ def from_gguf(
 def _rope_from_gguf(fields: Fields, head_dim: int) -> RopeConfig:
     base = fields.number("rope.freq_base", 10000.0)
     rotary_dim = fields.integer("rope.dimension_count", 2, head_dim, head_dim)
+    for name, fixed in _ROPE_FIXED.items():
+        value = fields.number(f"rope.scaling.{name}", fixed, low=-math.inf)
+        if value != fixed:
+            raise UnsupportedModelError(
+                f"{fields.file}: {fields.prefix}rope.scaling.{name} is {value:g}.",
+                hint=f"Tiercel knows {fixed:g} alone.",
+            )
     # Older files have a factor without a type, also under an older key: it is linear.
     key = "rope.scaling.factor"
     if fields.get(key) is None and fields.get("rope.scale_linear") is not None:
