@@ -150,15 +150,15 @@ class Fields:
         return int(value)
 
     def layer_integer(
-        self, key: str, high: int, num_layers: int, default: int | None = None
+        self, key: str, high: int, num_blocks: int, default: int | None = None
     ) -> int:
-        """An integer in [1, high], or an array of one per layer that are all equal."""
+        """An integer in [1, high], or an array of one per block that are all equal."""
         value = self.get(key)
         if isinstance(value, str | Mapping) or not hasattr(value, "__len__"):
             return self.integer(key, 1, high, default)
         is_right = all(_is_integer(entry) and 1 <= entry <= high for entry in value)
-        if len(value) != num_layers or not is_right:
-            raise self.fail(key, list(value), f"{num_layers} integers 1 to {high}")
+        if len(value) != num_blocks or not is_right:
+            raise self.fail(key, list(value), f"{num_blocks} integers 1 to {high}")
         if len({int(entry) for entry in value}) > 1:
             raise UnsupportedModelError(
                 f"{self.file}: {self.prefix}{key} differs from layer to layer.",
@@ -255,8 +255,9 @@ def from_gguf(
     fields = Fields(metadata, file, f"{architecture.name}.")
     hidden_size = fields.integer("embedding_length", 1, MAX_WIDTH)
     num_mtp_layers = fields.integer("nextn_predict_layers", 0, 1, 0)  # counted as blocks too
-    num_layers = fields.integer("block_count", 1 + num_mtp_layers, MAX_LAYERS) - num_mtp_layers
-    num_heads = fields.layer_integer("attention.head_count", MAX_HEADS, num_layers)
+    num_blocks = fields.integer("block_count", 1 + num_mtp_layers, MAX_LAYERS)
+    num_layers = num_blocks - num_mtp_layers
+    num_heads = fields.layer_integer("attention.head_count", MAX_HEADS, num_blocks)
     head_dim = fields.integer(
         "attention.key_length", 1, MAX_WIDTH, max(1, hidden_size // num_heads)
     )
@@ -273,10 +274,10 @@ def from_gguf(
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.layer_integer(
-            "attention.head_count_kv", MAX_HEADS, num_layers, num_heads
+            "attention.head_count_kv", MAX_HEADS, num_blocks, num_heads
         ),
         head_dim=head_dim,
-        intermediate_size=fields.layer_integer("feed_forward_length", MAX_INNER, num_layers),
+        intermediate_size=fields.layer_integer("feed_forward_length", MAX_INNER, num_blocks),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", high=1.0),
         max_position=fields.integer("context_length", 1, MAX_CONTEXT),
         tie_embeddings=False,  # decided by the presence of output.weight
