@@ -263,8 +263,9 @@ def test_wrong_calls_are_refused_before_anything_runs(llm):
         for error, match, call in (
             (ArgumentError, "2 prompts but 1", llm.generate(["a", "b"], [greedy()])),
             (ArgumentError, "cannot be read", llm.generate([5])),
-            (ArgumentError, "prompts=5", llm.generate(5)),
+            (ArgumentError, "of type int", llm.generate(5)),
             (InvalidRequestError, "prompt_token_ids", llm.generate({"prompt_token_ids": [-1]})),
+            (ArgumentError, "SamplingParams", llm.chat(MESSAGES, {"n": 1})),
             (ContextLengthError, "2048", llm.logits([1] * 2049)),
             (InvalidRequestError, "role", llm.chat([{"role": "x", "content": ""}])),
             (ContextLengthError, "2048", anext(llm.stream({"prompt_token_ids": [1] * 2048}))),
@@ -309,6 +310,16 @@ def test_an_event_loop_that_vanishes_leaves_nothing_behind(llm):
             task._log_destroy_pending = False
         with pytest.raises(RuntimeError):
             left.athrow(GeneratorExit).send(None)
+
+
+def test_a_fork_is_told_that_nothing_would_answer(llm, monkeypatch):
+    monkeypatch.setattr(llm, "_pid", 0)
+
+    async def main():
+        with pytest.raises(InvalidRequestError, match="the process that forked"):
+            await llm.generate("a", greedy())
+
+    asyncio.run(main())
 
 
 def test_closing_ends_open_streams_and_the_thread():

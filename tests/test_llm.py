@@ -93,6 +93,8 @@ def test_a_length_mismatch_is_refused(llm):
 def test_what_is_no_parameter_set_is_refused(llm, params):
     with pytest.raises(ArgumentError, match="SamplingParams"):
         llm.generate(["a"], params)
+    with pytest.raises(ArgumentError, match="SamplingParams"):
+        llm.stream("a", params)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +103,12 @@ def test_what_is_no_parameter_set_is_refused(llm, params):
 def test_what_is_no_prompt_is_refused(llm, prompt):
     with pytest.raises(ArgumentError, match="cannot be read"):
         llm.generate(["a", prompt])
+
+
+@pytest.mark.parametrize("prompts", [5, None, 1.5])
+def test_what_is_no_list_of_prompts_is_refused(llm, prompts):
+    with pytest.raises(ArgumentError, match="cannot be read"):
+        llm.generate(prompts)
 
 
 @pytest.mark.parametrize(
@@ -286,8 +294,10 @@ def test_request_ids_are_unique(llm):
 
 def test_a_closed_model_says_so():
     with open_tiny() as llm:
-        llm.generate("a", greedy(1))
+        stream = llm.stream("a", greedy(9))
+        next(stream)
     for call in (
+        lambda: next(stream),
         lambda: llm.generate("a"),
         lambda: next(llm.stream("a")),
         lambda: llm.logits([5]),
@@ -295,6 +305,8 @@ def test_a_closed_model_says_so():
         with pytest.raises(InvalidRequestError, match="closed"):
             call()
     llm.close()
+    stream.close()
+    assert not llm._takers
     assert llm.decode(llm.encode("still text")) == "still text"
 
 

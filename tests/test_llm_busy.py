@@ -2,10 +2,11 @@
 
 import functools
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.tiny_llm import DATA, NAMES, assert_idle, open_tiny
+from tests.tiny_llm import DATA, NAMES, PROMPTS, assert_idle, greedy, ids_of, open_tiny
 from tiercel.engine import engine as engine_module
 from tiercel.engine.request import Status
 from tiercel.params import SamplingParams
@@ -82,6 +83,18 @@ def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(monkeypatch, name
     for request, expected in zip(requests, alone, strict=True):
         got = request.output_token_ids
         assert got == (expected[: len(got)] if request in aborted else expected)
+
+
+def test_threads_that_share_a_model_get_their_own_answers():
+    def answer(i):
+        texts = [delta.text for delta in llm.stream(PROMPTS[i % len(PROMPTS)], greedy(9 + i))]
+        return "".join(texts), ids_of(llm.generate([f"{i}", f"the {i}"], greedy(20)))
+
+    with open_tiny(max_num_seqs=4) as llm:
+        expected = [answer(i) for i in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(answer, range(8))) == expected
+        assert_idle(llm)
 
 
 @pytest.mark.parametrize("overlap", ["0", "1"])

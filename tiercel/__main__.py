@@ -1,6 +1,18 @@
-"""`python -m tiercel` is the command `tiercel`."""
+"""The command `tiercel`, also as `python -m tiercel`: Ctrl-C ends its imports quietly too."""
 
-from tiercel.cli.main import main
+import importlib
+import sys
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Import the command line, run it and exit."""
+    try:
+        command_line = importlib.import_module("tiercel.cli.main")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(command_line.run(sys.argv[1:]))
+
 
 if __name__ == "__main__":
     main()

@@ -11,6 +11,7 @@ before the engine's next step.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from tiercel.engine.answers import (
     collect,
     list_prompts,
     make_answers,
+    pick_params,
     unit_vectors,
 )
 from tiercel.engine.build import LoadedModel, load_model
@@ -96,6 +98,7 @@ class AsyncLLM:
         self._inputs = loaded.inputs()
         self._score_inputs = loaded.score_inputs(self._inputs)
         self._matchers = loaded.matchers
+        self._pid = os.getpid()
         self._readers: Readers | None = Readers(loaded.engine, loaded.faults)
         self._thread = threading.Thread(
             target=self._readers.run, name="tiercel-engine", daemon=True
@@ -166,7 +169,9 @@ class AsyncLLM:
         ids = await self.encode_chat(
             messages, tools=tools, chat_template_kwargs=chat_template_kwargs
         )
-        return (await self._run([ids], [None], [params or SamplingParams(max_tokens=None)]))[0]
+        return (
+            await self._run([ids], [None], [pick_params(params, SamplingParams(max_tokens=None))])
+        )[0]
 
     async def encode_chat(
         self,
@@ -190,7 +195,7 @@ class AsyncLLM:
     ) -> AsyncIterator[StreamDelta]:
         """Continue a raw prompt piece by piece; leaving the loop early ends the request."""
         ids = await self._prompt_ids(prompt, parse_special=parse_special)
-        async with aclosing(self._stream(ids, params or SamplingParams())) as deltas:
+        async with aclosing(self._stream(ids, pick_params(params, SamplingParams()))) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -206,7 +211,7 @@ class AsyncLLM:
         ids = await self.encode_chat(
             messages, tools=tools, chat_template_kwargs=chat_template_kwargs
         )
-        wanted = params or SamplingParams(max_tokens=None)
+        wanted = pick_params(params, SamplingParams(max_tokens=None))
         async with aclosing(self._stream(ids, wanted)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -275,6 +280,10 @@ class AsyncLLM:
     def _open(self) -> Readers:
         if self._readers is None:
             raise InvalidRequestError("this AsyncLLM is closed.", hint="Make a new one.")
+        if os.getpid() != self._pid:  # a fork has no such thread: nothing would ever answer
+            raise InvalidRequestError(
+                "this AsyncLLM belongs to the process that forked.", hint="Make a new one."
+            )
         return self._readers
 
     async def _prompt_ids(self, prompt: Prompt, *, parse_special: bool) -> list[int]:

@@ -4,14 +4,15 @@
     llm.generate("The capital of France is", SamplingParams(temperature=0))
 
 `LLM` turns prompts into requests, runs the engine's loop until they are done, and turns token ids
-into text. One thread at a time may use it.
+into text. Threads may share it: they take turns, step by step, and each step serves them all.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -28,6 +29,7 @@ from tiercel.engine.answers import (
     collect,
     list_prompts,
     make_answers,
+    pick_params,
     unit_vectors,
 )
 from tiercel.engine.build import load_model
@@ -113,6 +115,8 @@ class LLM:
         self._score_inputs = loaded.score_inputs(self._inputs)
         self._matchers = loaded.matchers
         self._takers: dict[str, _Taker] = {}
+        # Of the engine and the takers. The garbage collector may end a stream within a step.
+        self._lock = threading.RLock()
 
     @property
     def _engine(self) -> Engine:
@@ -132,10 +136,11 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give weights and cache back; the object cannot be used afterwards."""
+        """Give weights and cache back; open streams end with an error, as does any later call."""
         if self._template is not None:
             self._template.close()
-        self._loaded = None
+        with self._lock:
+            self._loaded = None
         if self.config.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -206,7 +211,7 @@ class LLM:
             ContextLengthError: the conversation does not fit the context.
         """
         ids = self.encode_chat(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
-        return self._run([ids], [None], [params or SamplingParams(max_tokens=None)])[0]
+        return self._run([ids], [None], [pick_params(params, SamplingParams(max_tokens=None))])[0]
 
     def encode_chat(
         self,
@@ -229,7 +234,7 @@ class LLM:
     ) -> Iterator[StreamDelta]:
         """Continue a raw prompt piece by piece; leaving the loop early ends the request."""
         ids = self._inputs.prompt_ids(prompt, parse_special=parse_special)
-        return self._stream(self._answers([ids], [params or SamplingParams()]))
+        return self._stream(self._answers([ids], [pick_params(params, SamplingParams())]))
 
     def stream_chat(
         self,
@@ -241,7 +246,9 @@ class LLM:
     ) -> Iterator[StreamDelta]:
         """Answer a conversation piece by piece."""
         ids = self.encode_chat(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
-        return self._stream(self._answers([ids], [params or SamplingParams(max_tokens=None)]))
+        return self._stream(
+            self._answers([ids], [pick_params(params, SamplingParams(max_tokens=None))])
+        )
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Raw logits after each token of a given sequence (teacher-forced), for evaluation.
@@ -341,26 +348,38 @@ class LLM:
         The reader of a stream may make another call meanwhile. Each step serves all that are under
         way and hands each update to its own call's `take` (request, new ids).
         """
-        engine = self._engine
         submitted = []
         try:
             for request in requests:
                 self._matchers.attach(request)
-                with deferred():
-                    engine.submit(request)
+            with self._bookkeeping():
+                for request in requests:
+                    self._engine.submit(request)
                     submitted.append(request)
                     self._takers[request.request_id] = take
-            while any(request.status is not Status.FINISHED for request in requests):
-                with deferred():
-                    for update in engine.step():
-                        taker = self._takers[update.request.request_id]
-                        taker(update.request, update.new_token_ids)
+            while self._step(requests):
                 yield
         finally:
-            with deferred():
+            with self._bookkeeping():
                 for request in submitted:
-                    engine.abort(request)
+                    if self._loaded is not None:
+                        self._loaded.abort(request)
                     self._takers.pop(request.request_id, None)
+
+    def _step(self, requests: Sequence[Request]) -> bool:
+        """Run one step for all that are under way, unless `requests` have ended; whether it ran."""
+        with self._bookkeeping():
+            if all(request.status is Status.FINISHED for request in requests):
+                return False
+            for update in self._engine.step():
+                self._takers[update.request.request_id](update.request, update.new_token_ids)
+            return True
+
+    @contextmanager
+    def _bookkeeping(self) -> Generator[None]:
+        """Of the engine and the takers: no other thread, and Ctrl-C when nothing is half done."""
+        with deferred(), self._lock:
+            yield
 
     def _answers(
         self, prompt_ids: Sequence[list[int]], params: Sequence[SamplingParams]
@@ -410,3 +429,4 @@ class LLM:
             for _ in steps:
                 while ready:
                     yield ready.popleft()
+        yield from ready  # what a step of another thread brought

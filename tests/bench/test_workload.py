@@ -81,6 +81,10 @@ def test_lengths_are_read(text, expected):
     assert parse_lengths(text) == Lengths(*expected)
 
 
+def test_token_ids_begin_at_0():
+    assert parse_lengths("0:299", 0) == Lengths(0, 299)
+
+
 @pytest.mark.parametrize(
     "text", ["", "0", "-1", "9:3", ":3", "3:", "1:2:3", "1.5", "x", "\u0661", "1" * 10, "16777217"]
 )

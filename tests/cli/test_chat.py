@@ -6,6 +6,7 @@ import pty
 import select
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -137,6 +138,32 @@ def test_lines_of_a_pipe_are_messages(fake_llm, tiny, stdin, capsys, tmp_path):
     stdin("three")
     assert run(["chat", str(tiny), "--load", str(path), "--save", str(path)]) == 0
     assert len(json.loads(path.read_text())["messages"]) == 5
+
+
+def test_lines_of_a_pipe_may_end_as_on_windows(fake_llm, tiny, stdin, capsys):
+    stdin("one\r\n/quit\r\ntwo\r\n")
+    assert run(["chat", str(tiny)]) == 0
+    assert capsys.readouterr().out == " ONE\n"
+    assert fake_llm.calls[1][1][-1]["content"] == "one"
+
+
+def test_text_that_is_no_utf8_is_told_by_its_place(conversation):
+    with pytest.raises(ArgumentError, match="the message: character 2 is not valid UTF-8"):
+        conversation.take("hi\udcff")
+    with pytest.raises(ArgumentError, match="the system message: character 0 is not valid UTF-8"):
+        conversation.set_system("\udcff")
+    assert conversation.messages == []
+
+
+def test_a_file_that_cannot_be_written_is_named_as_given(conversation, tmp_path):
+    with pytest.raises(FileNotFoundError) as error_info:
+        conversation.take(f"/save {tmp_path}/missing/talk.json")
+    assert error_info.value.filename == f"{tmp_path}/missing/talk.json"
+
+
+def test_a_conversation_without_end_is_refused():
+    with pytest.raises(ArgumentError, match="/dev/zero: over 16777216 bytes"):
+        load_messages(Path("/dev/zero"))
 
 
 def test_an_error_in_a_pipe_ends_with_status_1(fake_llm, tiny, stdin, capsys):

@@ -14,7 +14,8 @@ import pytest
 import tiercel as package
 from tests.cli.harness import COMMAND, environment, error_line, tiercel
 from tests.gguf_files import tiny_model
-from tiercel.cli.main import make_app, run
+from tiercel.__main__ import main
+from tiercel.cli.main import _EXAMPLES, make_app, run
 
 COMMANDS = [
     "generate",
@@ -26,6 +27,8 @@ COMMANDS = [
     "bench",
     "bench serve",
     "bench throughput",
+    "bench speed",
+    "bench kernels",
     "doctor",
 ]
 
@@ -37,14 +40,15 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_fits_a_screen_and_has_two_examples(command):
-    process = tiercel(*command.split(), "--help")
+    process = tiercel(*command.split(), "--help", env={"COLUMNS": "60"})
     assert process.returncode == 0
     assert process.stderr == ""
     lines = process.stdout.splitlines()
     assert len(lines) <= 42
     assert max(map(len, lines)) <= 100
     examples = lines[lines.index("Examples:") + 1 :]
-    assert len([line for line in examples if line.startswith("  tiercel ")]) == 2
+    assert examples == [f"  {line}" for line in _EXAMPLES[command or "tiercel"]]  # to be copied
+    assert len(examples) == 2
     assert "\x1b" not in process.stdout
     assert " object at 0x" not in process.stdout
 
@@ -85,6 +89,7 @@ def test_the_module_is_the_command():
         (["generate", "x", "--temprature", "1"], "--temprature. Did you mean --temperature?"),
         (["generate", "x", "--max-tokens", "many"], "unable to convert"),
         (["generate", "x", "--max-tokens"], "--max-tokens"),
+        (["generate", "x", "--max-tokens", "2.5"], "--max-tokens: '2.5' is no whole number."),
         (["generate", "x", "--device", "gpu"], "use auto, cpu, cuda or cuda:N"),
         (["generate", "x", "--dtype", "int8"], "float32"),
         (["generate", "x", "y"], "y"),
@@ -227,6 +232,27 @@ def test_a_closed_pipe_ends_quietly(model):
     assert error == b""
 
 
+def test_help_into_a_closed_pipe_ends_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run(
+        [*COMMAND, "--help"], stdout=writer, stderr=subprocess.PIPE, env=environment(), check=False
+    )
+    os.close(writer)
+    assert process.returncode == 141
+    assert process.stderr == b""
+
+
+def test_ctrl_c_during_the_first_imports_ends_quietly(monkeypatch):
+    def interrupt(_name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupt)
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    assert exit_info.value.code == 130
+
+
 @pytest.mark.parametrize("stream", ["0", "1", "2", "0 1 2"])
 def test_closed_standard_streams(model, stream):
     close = " ".join(f"{number}>&-" for number in stream.split())
@@ -346,6 +372,7 @@ def test_options_of_other_commands_may_be_in_the_file(tmp_path, model, capsys):
         ("\x00", "is not TOML"),
         ("temperature = 'warm'\n", "unable to convert"),
         ("temperature = [1, 2]\n", "temperature"),
+        ("top_k = 2.5\n", "[top-k]: '2.5' is no whole number."),
     ],
 )
 def test_wrong_configuration_files(seen, tmp_path, capsys, text, words):
@@ -354,6 +381,18 @@ def test_wrong_configuration_files(seen, tmp_path, capsys, text, words):
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert words in error
+
+
+def test_a_configuration_file_without_end(capsys):
+    assert run(["generate", "x", "--config", "/dev/zero"]) == 2
+    assert "the configuration file is over" in capsys.readouterr().err
+
+
+def test_an_empty_variable_counts_as_unset(seen, tmp_path, monkeypatch):
+    for name in ("TEMPERATURE", "TOP_K", "STOP", "ECHO", "MODEL", "CONFIG"):
+        monkeypatch.setenv(f"TIERCEL_{name}", "")
+    run(["generate", "x", *write_config(tmp_path / "c.toml", "top_k = 11.0\n")])
+    assert seen == {"temperature": 0.7, "top_k": 11}
 
 
 def test_environment_value_that_cannot_be_read(capsys, monkeypatch):

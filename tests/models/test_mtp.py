@@ -18,13 +18,21 @@ NEXTN = f"blk.{LAYERS}.nextn"
 def test_the_file_says_that_it_has_a_head(tmp_path):
     config = open_source(mtp_model(tmp_path / "m.gguf")).config
     assert (config.num_layers, config.num_mtp_layers) == (LAYERS, 1)
+    heads = {"qwen3.attention.head_count": [4] * (LAYERS + 1)}  # the head is a block too
+    assert open_source(mtp_model(tmp_path / "m.gguf", metadata=heads)).config == config
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensors": {f"{NEXTN}.enorm.weight": None}}, "layers.2.mtp_embed_norm.weight"),
-        ({"tensors": {f"blk.{LAYERS}.attn_q.weight": None}}, "layers.2.q.weight"),
+        (
+            {"tensors": {f"{NEXTN}.enorm.weight": None}},
+            r"'blk\.2\.nextn\.enorm\.weight' is missing",
+        ),
+        (
+            {"tensors": {f"blk.{LAYERS}.attn_q.weight": None}},
+            r"'blk\.2\.attn_q\.weight' is missing",
+        ),
         ({"tensors": {f"{NEXTN}.eh_proj.weight": np.ones((HIDDEN, HIDDEN))}}, "64 x 64"),
         ({"metadata": {"qwen3.nextn_predict_layers": 2}}, "nextn_predict_layers is 2"),
         ({"metadata": {"qwen3.nextn_predict_layers": None}}, "does not belong to"),

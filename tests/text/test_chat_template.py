@@ -249,6 +249,16 @@ def test_dead_worker_is_replaced(worker):
     assert worker.pid != first
 
 
+def test_a_fork_starts_a_worker_of_its_own(worker, monkeypatch):
+    """Over one pipe, parent and child would read each other's answers."""
+    render(worker, CHATML)
+    parents = worker.pid
+    monkeypatch.setattr("tiercel.text.child_client.os.getpid", lambda: 1)
+    render(worker, CHATML)
+    assert worker.pid != parents
+    os.kill(parents, signal.SIGKILL)  # it was left alone
+
+
 PARENT = """
 import sys, time
 sys.path.insert(0, sys.argv[1])

@@ -53,6 +53,11 @@ class Trial(msgspec.Struct, frozen=True):
         return depth if self.batch == 1 else f"{depth} b{self.batch}"
 
     @property
+    def context(self) -> int:
+        """Tokens of each sequence at its end; steps behind nothing begin with one token."""
+        return max(1, self.prompt_tokens) + self.steps
+
+    @property
     def num_tokens(self) -> int:
         """Tokens whose time is taken, of all sequences."""
         return self.batch * (self.steps or self.prompt_tokens)
@@ -105,7 +110,7 @@ def make_trials(
 
 def context_of(trials: Sequence[Trial]) -> int:
     """Tokens that the longest sequence needs."""
-    return max(trial.prompt_tokens + trial.steps for trial in trials) + SPARE_TOKENS
+    return max(trial.context for trial in trials) + SPARE_TOKENS
 
 
 def measure_speed(

@@ -81,8 +81,12 @@ class WordScale(msgspec.Struct, frozen=True):
         return max(1, round((num_tokens - self.fixed) / self.per_word))
 
 
-def parse_lengths(text: str) -> Lengths:
+def parse_lengths(text: str, low: int = 1) -> Lengths:
     """Read `512` or `128:1024`.
+
+    Args:
+        text: of the option.
+        low: the least that is allowed: lengths begin at 1, token ids at 0.
 
     Raises:
         ValueError: it is neither, or out of range.
@@ -91,8 +95,8 @@ def parse_lengths(text: str) -> Lengths:
     if found is None:
         raise ValueError(f"{text!r} is no length; use a number or LOW:HIGH")
     lengths = Lengths(int(found.group(1)), int(found.group(2) or found.group(1)))
-    if not 1 <= lengths.low <= lengths.high <= MAX_LEN:
-        raise ValueError(f"{text!r} is out of range; use 1 to {MAX_LEN}, the smaller one first")
+    if not low <= lengths.low <= lengths.high <= MAX_LEN:
+        raise ValueError(f"{text!r} is out of range; use {low} to {MAX_LEN}, the smaller one first")
     return lengths
 
 

@@ -10,7 +10,7 @@ from cyclopts import Group
 
 from tiercel.cli.bench_options import write_table
 from tiercel.cli.options import EngineOptions
-from tiercel.cli.terminal import ProgressReporter
+from tiercel.cli.terminal import ProgressReporter, UsageError
 
 if TYPE_CHECKING:
     import msgspec
@@ -39,11 +39,28 @@ def load_for_bench(
         max_model_len: tokens of the longest sequence.
         max_num_seqs: sequences at once.
         seed: of the engine.
+
+    Raises:
+        UsageError: speculation, or more context than the model has, was asked for.
+        TiercelError: see `load_model`.
     """
     from tiercel import env
     from tiercel.loader.hub import resolve
+    from tiercel.models.source import open_source
 
-    path = resolve(model, offline=engine.offline, report=report)
+    if engine.spec != "off":
+        raise UsageError(
+            f"--spec {engine.spec}: single steps are measured without guesses.",
+            hint="Use bench throughput or bench serve.",
+        )
+    source = open_source(resolve(model, offline=engine.offline, report=report))
+    longest = source.config.max_position
+    if engine.max_model_len is None and max_model_len > longest:
+        raise UsageError(
+            f"the longest trial takes a context of {max_model_len} tokens but "
+            f"{source.path.name} has {longest}.",
+            hint="Measure shorter ones.",
+        )
     report("Loading PyTorch")
     env.shorten_openmp_spins()
     from tiercel.engine.build import load_model
@@ -58,7 +75,7 @@ def load_for_bench(
         seed=seed,
         offline=engine.offline,
     )
-    return load_model(path, options, report)
+    return load_model(source, options, report)
 
 
 def facts(loaded: LoadedModel, label: str | None) -> dict[str, Any]:

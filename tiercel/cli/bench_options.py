@@ -128,9 +128,9 @@ def make_workload(
     if not 0.0 <= options.temperature <= 2.0:
         raise UsageError(f"--temperature {options.temperature} is out of range.", hint="0 to 2.")
     lengths = {}
-    for name in ("input_len", "output_len", "token_ids"):
+    for name, low in (("input_len", 1), ("output_len", 1), ("token_ids", 0)):
         try:
-            lengths[name] = workload.parse_lengths(getattr(options, name))
+            lengths[name] = workload.parse_lengths(getattr(options, name), low)
         except ValueError as error:
             raise UsageError(f"--{name.replace('_', '-')}: {error}.") from error
     if options.file is None:

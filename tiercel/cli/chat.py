@@ -12,7 +12,7 @@ from cyclopts import Group, Parameter
 
 from tiercel.cli.loading import loaded, make_params
 from tiercel.cli.options import CommonOptions, EngineOptions, ModelName, SamplingOptions
-from tiercel.cli.terminal import note, say
+from tiercel.cli.terminal import note, say, say_os_error
 from tiercel.errors import TiercelError
 
 if TYPE_CHECKING:
@@ -74,8 +74,10 @@ def _talk(conversation: Conversation) -> None:
         try:
             if not conversation.take(text):
                 return
-        except (TiercelError, OSError) as error:
-            say("error", str(error), getattr(error, "hint", ""))
+        except TiercelError as error:
+            say("error", str(error), error.hint)
+        except OSError as error:
+            say_os_error(error)
         except KeyboardInterrupt:  # the second Ctrl-C within one answer
             note("\n(stopped)")
 
@@ -104,7 +106,7 @@ def _has_more_input() -> bool:
 def _read_pipe(conversation: Conversation) -> None:
     """Each line is a message or a command; the first error ends the program."""
     for line in sys.stdin:
-        if not conversation.take(line.removesuffix("\n")):
+        if not conversation.take(line.removesuffix("\n").removesuffix("\r")):
             return
         if conversation.stats is not None and conversation.stats.is_stopped:
             raise KeyboardInterrupt

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tiercel.cli.loading import check_answer
-from tiercel.cli.terminal import interrupt_asks, note, say, write
+from tiercel.cli.terminal import interrupt_asks, note, read_bounded, say, write
 from tiercel.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class Conversation:
 
     def set_system(self, text: str) -> None:
         """Put a system message first, replacing one that is there."""
+        _check_text("the system message", text)
         if self.messages and self.messages[0]["role"] == "system":
             self.messages.pop(0)
         if text:
@@ -90,6 +91,7 @@ class Conversation:
         """
         if not text.strip():
             return True
+        _check_text("the message", text)
         if text.startswith("//"):
             text = text[1:]
         elif text.startswith("/"):
@@ -106,6 +108,8 @@ class Conversation:
         try:
             part.write_bytes(data + b"\n")
             part.replace(path)
+        except OSError as error:  # which names a file that the user never heard of
+            raise OSError(error.errno, error.strerror, str(path)) from error
         finally:
             part.unlink(missing_ok=True)
 
@@ -206,6 +210,16 @@ class Conversation:
         )
 
 
+def _check_text(what: str, text: str) -> None:
+    """Refuse bytes of a terminal or a pipe that were no UTF-8: Python turned them to surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(
+            f"{what}: character {error.start} is not valid UTF-8.", hint="Write it in UTF-8."
+        ) from error
+
+
 def load_messages(path: Path) -> list[dict[str, str]]:
     """Read a saved conversation.
 
@@ -213,13 +227,14 @@ def load_messages(path: Path) -> list[dict[str, str]]:
         ArgumentError: the file is no saved conversation.
         OSError: it cannot be read.
     """
-    if path.stat().st_size > MAX_FILE_BYTES:
+    data = read_bounded(path, MAX_FILE_BYTES)
+    if data is None:
         raise ArgumentError(
-            f"{path}: {path.stat().st_size} bytes; at most {MAX_FILE_BYTES} are read.",
+            f"{path}: over {MAX_FILE_BYTES} bytes, and no more are read.",
             hint="Give a file that /save wrote.",
         )
     try:
-        file = msgspec.json.decode(path.read_bytes(), type=_File)
+        file = msgspec.json.decode(data, type=_File)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ArgumentError(
             f"{path}: no saved conversation: {error!s:.120}.", hint="Give a file that /save wrote."

@@ -34,13 +34,14 @@ from tiercel.cli.options import CommonOptions
 from tiercel.cli.pull import pull
 from tiercel.cli.score import score
 from tiercel.cli.serve import serve
-from tiercel.cli.settings import read_config
+from tiercel.cli.settings import check_whole_numbers, drop_empty_variables, read_config
 from tiercel.cli.terminal import (
     UsageError,
     exit_on_sigterm,
     mend_standard_streams,
     note,
     say,
+    say_os_error,
     show_log,
     silence_stdout,
 )
@@ -146,10 +147,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def make_app() -> App:
     """The commands as cyclopts knows them."""
-    from rich.console import Console
+    from tiercel.cli.console import HelpConsole
 
-    # With NO_COLOR rich keeps bold: no colour system at all keeps plain text plain.
-    is_plain = Console().no_color or not sys.stdout.isatty()
     app = App(
         name="tiercel",
         help=_HELP,
@@ -157,8 +156,8 @@ def make_app() -> App:
         version=_version,
         help_formatter=CompactFormatter(),
         default_parameter=Parameter(negative="", show_env_var=False),
-        config=_ENVIRONMENT,
-        console=Console(color_system=None if is_plain else "auto", highlight=False),
+        config=(_ENVIRONMENT, drop_empty_variables, check_whole_numbers),
+        console=HelpConsole(),
         help_format="plaintext",
         version_format="plaintext",
         result_action="return_value",
@@ -196,7 +195,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundA
     values = read_config(common.config, {name: _option_names(app, name) for name in _COMMANDS})
     name = next(name for name, function in _COMMANDS.items() if function is command)
     source = Dict(values[name], use_commands_as_keys=False, source=str(common.config))
-    app.config = (_ENVIRONMENT, source)
+    app.config = (_ENVIRONMENT, drop_empty_variables, source, check_whole_numbers)
     command, bound, _ = app.parse_args(arguments)
     return command, bound
 
@@ -244,8 +243,7 @@ def _report(error: Exception, *, is_verbose: bool) -> int:
     elif isinstance(error, MemoryError):
         say("error", "out of memory: this machine has too little.", "Use a smaller model.")
     elif isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else "input or output: "
-        say("error", f"{where}{error.strerror or error}.", "Check the path and the disk.")
+        say_os_error(error)
         if error.filename is None:
             silence_stdout()  # a full disk behind standard output fails again at exit
     else:

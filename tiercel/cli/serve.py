@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from tiercel.cli.options import CommonOptions, EngineOptions, ModelName
 from tiercel.cli.serve_options import BatchOptions, DefaultOptions, LimitOptions, ServerOptions
-from tiercel.cli.terminal import UsageError
+from tiercel.cli.terminal import UsageError, read_bounded
 from tiercel.errors import ArgumentError
 from tiercel.params import LIMITS, Limits, SamplingParams
 
@@ -232,9 +232,10 @@ def read_keys(path: Path) -> list[str]:
         OSError: it cannot be read.
     """
     try:
-        if path.stat().st_size > MAX_KEY_FILE_BYTES:
+        data = read_bounded(path, MAX_KEY_FILE_BYTES)
+        if data is None:
             raise UsageError(f"{path}: the file of keys is over {MAX_KEY_FILE_BYTES} bytes.")
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = data.decode().splitlines()
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: byte {error.start} is not valid UTF-8.") from None
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]

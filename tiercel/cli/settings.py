@@ -1,7 +1,8 @@
 """Where options come from besides the command line: `TIERCEL_<OPTION>`, then a TOML file.
 
-In the file a top-level key is an option of any command; a table named like a command holds options
-of that command alone and wins over the top level (`[bench.serve]` is the table of `bench serve`).
+An empty variable counts as unset, as it does for the switches of `env.py`. In the file a top-level
+key is an option of any command; a table named like a command holds options of that command alone
+and wins over the top level (`[bench.serve]` is the table of `bench serve`).
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from tiercel.cli.terminal import UsageError
+from tiercel.cli.terminal import UsageError, read_bounded
+
+if TYPE_CHECKING:
+    from cyclopts import App, ArgumentCollection
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -46,6 +50,42 @@ def read_config(path: Path, options: Mapping[str, frozenset[str]]) -> dict[str, 
     return result
 
 
+def drop_empty_variables(
+    _app: App, _commands: tuple[str, ...], arguments: ArgumentCollection
+) -> None:
+    """Forget options that came from empty environment variables."""
+    for argument in arguments:
+        argument.tokens[:] = [
+            token for token in argument.tokens if token.source != "env" or token.value
+        ]
+
+
+def check_whole_numbers(
+    _app: App, _commands: tuple[str, ...], arguments: ArgumentCollection
+) -> None:
+    """Refuse fractions where integers belong, which cyclopts would round.
+
+    Raises:
+        UsageError: naming the option and the value.
+    """
+    for argument in arguments:
+        if argument.hint is not int and int not in get_args(argument.hint):
+            continue
+        for token in argument.tokens:
+            if _is_fraction(token.value):
+                raise UsageError(
+                    f"{token.keyword}: {token.value!r:.40} is no whole number.",
+                    hint="Use an integer.",
+                )
+
+
+def _is_fraction(text: str) -> bool:
+    try:
+        return not float(text).is_integer()
+    except ValueError:  # no number at all, or a hexadecimal one: for cyclopts to judge
+        return False
+
+
 def _command_tables(
     path: Path, tables: Mapping[str, dict[str, Any]], commands: frozenset[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -64,12 +104,13 @@ def _command_tables(
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
+        data = read_bounded(path, MAX_CONFIG_BYTES)
+        if data is None:
             raise UsageError(
                 f"{path}: the configuration file is over {MAX_CONFIG_BYTES} bytes.",
                 hint="Give a TOML file of options.",
             )
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(data.decode())
     except OSError as error:
         raise UsageError(
             f"{path}: the configuration file cannot be read: {error.strerror}.",

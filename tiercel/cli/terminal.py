@@ -14,6 +14,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -58,6 +59,17 @@ def silence_stdout() -> None:
         os.close(target)
 
 
+def read_bounded(path: Path, limit: int) -> bytes | None:
+    """A file's bytes, or None if it has more than `limit`: a device or a pipe may never end.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as stream:
+        data = stream.read(limit + 1)
+    return None if len(data) > limit else data
+
+
 def has_colour() -> bool:
     """Whether standard error takes colour and bars."""
     if not sys.stderr.isatty():
@@ -79,6 +91,12 @@ def say(kind: str, message: str, hint: str = "") -> None:
     label = f"\x1b[1;31m{kind}:\x1b[0m" if kind == "error" and has_colour() else f"{kind}:"
     with contextlib.suppress(OSError, ValueError):
         print(f"{label} {text}", file=sys.stderr, flush=True)
+
+
+def say_os_error(error: OSError) -> None:
+    """Print what a file, a pipe or a disk refused, in the form of other errors."""
+    where = f"{error.filename}: " if error.filename else "input or output: "
+    say("error", f"{where}{error.strerror or error}.", "Check the path and the disk.")
 
 
 def note(text: str) -> None:

@@ -72,11 +72,18 @@ def list_prompts(
         params: one for all, one each, or None for the defaults.
 
     Raises:
-        ArgumentError: `prompts` is neither, or `params` is neither or of another length.
+        ArgumentError: `prompts` or `params` is none of these, or their lengths differ.
     """
-    if not isinstance(prompts, Iterable):
-        raise ArgumentError(f"prompts={shown(prompts)} is no prompt nor a list of them.")
-    listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+    listed: list[Prompt]
+    if isinstance(prompts, str | Mapping):
+        listed = [prompts]
+    elif isinstance(prompts, Iterable):
+        listed = list(prompts)
+    else:
+        raise ArgumentError(
+            f"prompts of type {type(prompts).__name__} cannot be read.",
+            hint='Pass a string, {"prompt_token_ids": [...]}, or a list of these.',
+        )
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
@@ -91,6 +98,19 @@ def list_prompts(
             hint="Pass one for all, or one each.",
         )
     return listed, list(params)
+
+
+def pick_params(params: SamplingParams | None, default: SamplingParams) -> SamplingParams:
+    """The parameters of a call with one prompt.
+
+    Raises:
+        ArgumentError: `params` is something else.
+    """
+    if params is None:
+        return default
+    if not isinstance(params, SamplingParams):
+        raise ArgumentError(f"params={shown(params)} is no SamplingParams.")
+    return params
 
 
 def make_answers(

@@ -73,6 +73,15 @@ def _layer_name(name: str, prefix: str, table: Mapping[str, str]) -> str | None:
     return f"layers.{int(index)}.{table[part]}.{kind}"
 
 
+def _file_name(name: str, top: Mapping[str, str], prefix: str, table: Mapping[str, str]) -> str:
+    for theirs, ours in top.items():
+        if ours == name:
+            return theirs
+    _, index, part, kind = name.split(".")
+    theirs = next(theirs for theirs, ours in table.items() if ours == part)
+    return f"{prefix}{index}.{theirs}.{kind}"
+
+
 def from_gguf(name: str) -> str | None:
     """Our name of a GGUF tensor, or None if it is not one that a model needs."""
     return _GGUF_TOP.get(name) or _layer_name(name, "blk.", _GGUF_LAYER)
@@ -81,3 +90,13 @@ def from_gguf(name: str) -> str | None:
 def from_hf(name: str, override: Mapping[str, str]) -> str | None:
     """Our name of a Hugging Face tensor; `override` holds suffixes that mean another thing."""
     return _HF_TOP.get(name) or _layer_name(name, "model.layers.", {**_HF_LAYER, **override})
+
+
+def to_gguf(name: str) -> str:
+    """What a GGUF file calls one of our tensors; undoes `from_gguf`."""
+    return _file_name(name, _GGUF_TOP, "blk.", _GGUF_LAYER)
+
+
+def to_hf(name: str, override: Mapping[str, str]) -> str:
+    """What a Hugging Face file calls one of our tensors; undoes `from_hf`."""
+    return _file_name(name, _HF_TOP, "model.layers.", {**_HF_LAYER, **override})

@@ -17,6 +17,9 @@ from tiercel.errors import ModelFormatError, UnsupportedModelError
 
 MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_CONTEXT = 1024, 2**17, 1024, 2**26
 MAX_VOCAB, MAX_INNER = 2**24, 2**20
+# What GGUF files may say of rotary scaling beyond factor and context: only this runs.
+_ROPE_FIXED = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0}
+_ROPE_FIXED |= {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +150,15 @@ class Fields:
         return int(value)
 
     def layer_integer(
-        self, key: str, high: int, num_layers: int, default: int | None = None
+        self, key: str, high: int, num_blocks: int, default: int | None = None
     ) -> int:
-        """An integer in [1, high], or an array of one per layer that are all equal."""
+        """An integer in [1, high], or an array of one per block that are all equal."""
         value = self.get(key)
         if isinstance(value, str | Mapping) or not hasattr(value, "__len__"):
             return self.integer(key, 1, high, default)
         is_right = all(_is_integer(entry) and 1 <= entry <= high for entry in value)
-        if len(value) != num_layers or not is_right:
-            raise self.fail(key, list(value), f"{num_layers} integers 1 to {high}")
+        if len(value) != num_blocks or not is_right:
+            raise self.fail(key, list(value), f"{num_blocks} integers 1 to {high}")
         if len({int(entry) for entry in value}) > 1:
             raise UnsupportedModelError(
                 f"{self.file}: {self.prefix}{key} differs from layer to layer.",
@@ -252,8 +255,9 @@ def from_gguf(
     fields = Fields(metadata, file, f"{architecture.name}.")
     hidden_size = fields.integer("embedding_length", 1, MAX_WIDTH)
     num_mtp_layers = fields.integer("nextn_predict_layers", 0, 1, 0)  # counted as blocks too
-    num_layers = fields.integer("block_count", 1 + num_mtp_layers, MAX_LAYERS) - num_mtp_layers
-    num_heads = fields.layer_integer("attention.head_count", MAX_HEADS, num_layers)
+    num_blocks = fields.integer("block_count", 1 + num_mtp_layers, MAX_LAYERS)
+    num_layers = num_blocks - num_mtp_layers
+    num_heads = fields.layer_integer("attention.head_count", MAX_HEADS, num_blocks)
     head_dim = fields.integer(
         "attention.key_length", 1, MAX_WIDTH, max(1, hidden_size // num_heads)
     )
@@ -270,10 +274,10 @@ def from_gguf(
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.layer_integer(
-            "attention.head_count_kv", MAX_HEADS, num_layers, num_heads
+            "attention.head_count_kv", MAX_HEADS, num_blocks, num_heads
         ),
         head_dim=head_dim,
-        intermediate_size=fields.layer_integer("feed_forward_length", MAX_INNER, num_layers),
+        intermediate_size=fields.layer_integer("feed_forward_length", MAX_INNER, num_blocks),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", high=1.0),
         max_position=fields.integer("context_length", 1, MAX_CONTEXT),
         tie_embeddings=False,  # decided by the presence of output.weight
@@ -294,7 +298,19 @@ def from_gguf(
 def _rope_from_gguf(fields: Fields, head_dim: int) -> RopeConfig:
     base = fields.number("rope.freq_base", 10000.0)
     rotary_dim = fields.integer("rope.dimension_count", 2, head_dim, head_dim)
-    scaling = fields.text("rope.scaling.type", "none")
+    for name, fixed in _ROPE_FIXED.items():
+        value = fields.number(f"rope.scaling.{name}", fixed, low=-math.inf)
+        if value != fixed:
+            raise UnsupportedModelError(
+                f"{fields.file}: {fields.prefix}rope.scaling.{name} is {value:g}.",
+                hint=f"Tiercel knows {fixed:g} alone.",
+            )
+    # Older files have a factor without a type, also under an older key: it is linear.
+    key = "rope.scaling.factor"
+    if fields.get(key) is None and fields.get("rope.scale_linear") is not None:
+        key = "rope.scale_linear"
+    untyped = "none" if fields.get(key) is None else "linear"
+    scaling = fields.text("rope.scaling.type", untyped)
     if scaling not in ("none", "linear", "yarn"):
         raise UnsupportedModelError(
             f"{fields.file}: {fields.prefix}rope.scaling.type is {scaling[:40]!r}.",
@@ -302,7 +318,7 @@ def _rope_from_gguf(fields: Fields, head_dim: int) -> RopeConfig:
         )
     if scaling == "none":
         return RopeConfig(base, rotary_dim)
-    factor = fields.number("rope.scaling.factor")
+    factor = fields.number(key)
     original = fields.integer("rope.scaling.original_context_length", 1, MAX_CONTEXT, MAX_CONTEXT)
     if scaling == "yarn" and original == MAX_CONTEXT:
         raise fields.fail("rope.scaling.original_context_length", None, "present with yarn")

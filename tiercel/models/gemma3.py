@@ -12,6 +12,8 @@ Source: "Gemma 3 Technical Report", arXiv 2503.19786.
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from tiercel.models.config import (
     MAX_CONTEXT,
     Architecture,
@@ -41,10 +43,12 @@ def _refine_gguf(config: ModelConfig, fields: Fields) -> ModelConfig:
         period = fields.integer(key, 0, 2**16, DEFAULT_PATTERN)
         layer_types = _pattern_types(config.num_layers, period)
     else:
-        is_sequence = hasattr(pattern, "__len__") and not isinstance(pattern, str)
-        if not is_sequence or len(pattern) != config.num_layers:
+        flags = pattern.tolist() if isinstance(pattern, np.ndarray) else []
+        if len(flags) != config.num_layers or not all(
+            isinstance(flag, int) and flag in (0, 1) for flag in flags
+        ):
             raise fields.fail(key, pattern, f"an integer or {config.num_layers} booleans")
-        layer_types = tuple("sliding" if bool(entry) else "full" for entry in pattern)
+        layer_types = tuple("sliding" if flag else "full" for flag in flags)
     scale = config.head_dim**-0.5
     if config.num_layers == LAYERS_OF_27B:
         scale = (config.hidden_size / config.num_heads) ** -0.5

@@ -166,7 +166,7 @@ def _open_gguf(path: Path) -> ModelSource:
     config = from_gguf(family, files.metadata, name, vocab_size)
     mapped = _map_names(files.tensors, tensor_names.from_gguf, name)
     config = replace(config, tie_embeddings="head.weight" not in mapped)
-    _check(config, mapped, files.tensors, name)
+    _check(config, mapped, files.tensors, name, tensor_names.to_gguf)
     tokenizer = TokenizerData.from_gguf(files.metadata, name)
     if len(tokenizer.tokens) > vocab_size:
         raise ModelFormatError(
@@ -212,7 +212,13 @@ def _open_folder(folder: Path) -> ModelSource:
     if config.tie_embeddings or values.get("tie_word_embeddings") is True:
         mapped.pop("head.weight", None)  # a copy of the embedding
     config = replace(config, tie_embeddings="head.weight" not in mapped)
-    _check(config, mapped, files.tensors, folder.name)
+    _check(
+        config,
+        mapped,
+        files.tensors,
+        folder.name,
+        lambda tensor: tensor_names.to_hf(tensor, family.hf_names_override),
+    )
     tokenizer_config = _read_json(folder / "tokenizer_config.json")
     generation = _read_json(folder / "generation_config.json")
     return ModelSource(
@@ -281,7 +287,11 @@ def _map_names(
 
 
 def _check(
-    config: ModelConfig, mapped: Mapping[str, str], tensors: Mapping[str, TensorInfo], file: str
+    config: ModelConfig,
+    mapped: Mapping[str, str],
+    tensors: Mapping[str, TensorInfo],
+    file: str,
+    file_name_of: Callable[[str], str],
 ) -> None:
     for name in mapped.values():
         if len(tensors[name].dims) > 2:
@@ -290,4 +300,4 @@ def _check(
                 hint="A dense decoder has vectors and matrices only.",
             )
     found = {ours: (name, tensors[name].shape) for ours, name in mapped.items()}
-    check_tensors(config, found, file)
+    check_tensors(config, found, file, file_name_of)

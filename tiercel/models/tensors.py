@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from tiercel.errors import ModelFormatError
 from tiercel.models.config import ModelConfig
@@ -47,7 +47,10 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int]]
 
 
 def check_tensors(
-    config: ModelConfig, found: Mapping[str, tuple[str, tuple[int, int]]], file: str
+    config: ModelConfig,
+    found: Mapping[str, tuple[str, tuple[int, int]]],
+    file: str,
+    file_name_of: Callable[[str], str],
 ) -> None:
     """Compare a file's tensors with what the config needs.
 
@@ -55,6 +58,7 @@ def check_tensors(
         config: the shape of the model.
         found: our name -> (the file's name, (out, in)).
         file: the file's name, for errors.
+        file_name_of: our name of a tensor -> the file's.
 
     Raises:
         ModelFormatError: a tensor is missing or surplus, or its shape disagrees.
@@ -64,7 +68,7 @@ def check_tensors(
         if name not in found:
             if name not in OPTIONAL:
                 raise ModelFormatError(
-                    f"{file}: the tensor for {name!r} is missing.",
+                    f"{file}: tensor {file_name_of(name)!r} is missing.",
                     hint="The file is incomplete or of another architecture: fetch it again.",
                 )
             continue

@@ -56,8 +56,15 @@ class _Slot:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
+        self.owner_pid = os.getpid()
+
+    def leave_to_parent(self) -> None:
+        """After a fork: the process is the parent's, who reads its answers and will end it."""
+        if self.owner_pid != os.getpid():
+            self.owner_pid, self.process = os.getpid(), None
 
     def end(self) -> None:
+        self.leave_to_parent()
         process, self.process = self.process, None
         if process is None:
             return
@@ -122,6 +129,7 @@ class ChildWorker:
             self._slot.end()
 
     def _running(self) -> subprocess.Popen[bytes]:
+        self._slot.leave_to_parent()
         process = self._slot.process
         return self._start() if process is None or process.poll() is not None else process
 
