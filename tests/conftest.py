@@ -1,5 +1,6 @@
 """Chooses interpreter or GPU once, before any kernel module is imported; shared fixtures."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,13 @@ def default_model() -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _memory() -> Iterator[None]:
-    """Give back what tests leave in PyTorch's cache: other workers use the same GPU."""
+    """Keep collections short, and give back what tests leave in PyTorch's cache.
+
+    Loading a model collects garbage, which takes 0.1 s and more where all modules of the tests are
+    looked at. Other workers use the same GPU.
+    """
+    gc.collect()
+    gc.freeze()
     yield
     if HAS_GPU:
         torch.cuda.empty_cache()
