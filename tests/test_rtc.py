@@ -169,7 +169,14 @@ def gemm_cases():
                 yield select_q4k_gemm(name, shape, tokens), name
 
 
-@pytest.mark.parametrize(("config", "name"), sorted(set(gemm_cases()), key=str), ids=str)
+# Two parts of a row compile as six do.
+GEMM_CASES = [
+    pytest.param(config, name, marks=[pytest.mark.slow] * (config.splits == 2))
+    for config, name in sorted(set(gemm_cases()), key=str)
+]
+
+
+@pytest.mark.parametrize(("config", "name"), GEMM_CASES, ids=str)
 def test_q4k_gemm_compiles_as_designed(config, name, tmp_path):
     """No spill worth the name, and products that do not wait for each other."""
     cubin = compile_here(gemm_source(name, torch.float16, config), tmp_path)
