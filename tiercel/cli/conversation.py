@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tiercel.cli.loading import check_answer
-from tiercel.cli.terminal import interrupt_asks, note, read_bounded, say, write
+from tiercel.cli.terminal import check_utf8, interrupt_asks, note, read_bounded, say, write
 from tiercel.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Conversation:
 
     def set_system(self, text: str) -> None:
         """Put a system message first, replacing one that is there."""
-        _check_text("the system message", text)
+        check_utf8("the system message", text, ArgumentError)
         if self.messages and self.messages[0]["role"] == "system":
             self.messages.pop(0)
         if text:
@@ -91,7 +91,7 @@ class Conversation:
         """
         if not text.strip():
             return True
-        _check_text("the message", text)
+        check_utf8("the message", text, ArgumentError)
         if text.startswith("//"):
             text = text[1:]
         elif text.startswith("/"):
@@ -208,16 +208,6 @@ class Conversation:
             f"{stats.num_tokens} tokens{ended}; first after {stats.first_token_s:.2f} s{speed}; "
             f"{len(self.messages)} messages"
         )
-
-
-def _check_text(what: str, text: str) -> None:
-    """Refuse bytes of a terminal or a pipe that were no UTF-8: Python turned them to surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ArgumentError(
-            f"{what}: character {error.start} is not valid UTF-8.", hint="Write it in UTF-8."
-        ) from error
 
 
 def load_messages(path: Path) -> list[dict[str, str]]:

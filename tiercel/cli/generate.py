@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 
 from tiercel.cli.loading import check_answer, loaded, make_params
 from tiercel.cli.options import CommonOptions, EngineOptions, ModelName, SamplingOptions
-from tiercel.cli.terminal import UsageError, note, write
+from tiercel.cli.terminal import UsageError, check_utf8, note, write
 
 if TYPE_CHECKING:
     from tiercel.engine.output import CompletionOutput, RequestOutput, StreamDelta
@@ -99,12 +99,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise UsageError("prompt: given twice, as an argument and by --file.", hint="Give one.")
     if prompt is not None:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(
-                f"prompt: character {error.start} is not valid UTF-8.", hint="Write it in UTF-8."
-            ) from error
+        check_utf8("prompt", prompt, UsageError)
         return prompt
     if file is not None:
         return _read_text(file, MAX_PROMPT_BYTES, "the prompt").removesuffix("\n")

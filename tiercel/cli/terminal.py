@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+    from tiercel.errors import ArgumentError
+
 _STAGE_SHOWN_AFTER_S = 1.0  # without a terminal, a stage is named only when it takes this long
 # Control characters but tab and newline: text of a model must not steer the terminal.
 _CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
@@ -68,6 +70,20 @@ def read_bounded(path: Path, limit: int) -> bytes | None:
     with path.open("rb") as stream:
         data = stream.read(limit + 1)
     return None if len(data) > limit else data
+
+
+def check_utf8(what: str, text: str, kind: type[UsageError | ArgumentError]) -> None:
+    """Refuse bytes of a command line, terminal or pipe that Python turned into surrogates.
+
+    Raises:
+        UsageError, ArgumentError: the `kind`, naming `what`.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise kind(
+            f"{what}: character {error.start} is not valid UTF-8.", hint="Write it in UTF-8."
+        ) from error
 
 
 def has_colour() -> bool:
