@@ -7,7 +7,6 @@ import pty
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from tests.bench.stand_in import StandIn
 from tests.cli.harness import COMMAND, environment
 from tests.gguf_files import tiny_model
 from tests.loopback import served
+from tests.patience import wait_for
 from tiercel.bench import environment as bench_environment
 from tiercel.cli.main import run
 
@@ -125,10 +125,7 @@ def test_ctrl_c_ends_with_what_has_come(server, tmp_path):
         text=True,
         env=environment(),
     ) as process:
-        deadline = time.perf_counter() + 60
-        while len(server.bodies) < 6:
-            assert time.perf_counter() < deadline
-            time.sleep(0.02)
+        wait_for(lambda: len(server.bodies) >= 6, 60)
         process.send_signal(signal.SIGINT)
         output, error = process.communicate(timeout=30)
     assert process.returncode == 130, error

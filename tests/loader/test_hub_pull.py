@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 
 from tests.loader.hub_server import COMMIT, Hub, Place
 from tests.loopback import served
+from tests.patience import wait_for
 from tiercel.errors import ModelNotFoundError
 from tiercel.loader import hub, hub_client, hub_folder, hub_pull
 
@@ -520,10 +520,7 @@ def test_two_processes_at_once_fetch_one_copy(server, folder):
 def test_a_killed_process_leaves_a_part_that_is_continued(server, folder):
     server.pause_s = 0.3
     child = start()
-    deadline = time.perf_counter() + 60
-    while not any((folder / part).stat().st_size for part in leftovers(folder)):
-        assert time.perf_counter() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: any((folder / part).stat().st_size for part in leftovers(folder)), 60)
     child.send_signal(signal.SIGKILL)
     child.communicate()
     assert file_names(folder / "tiny") == []
