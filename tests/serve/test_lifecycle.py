@@ -127,7 +127,7 @@ def test_states_while_the_engine_restarts(tiny, log_path):
         killed = time.monotonic()
         os.kill(engine, signal.SIGKILL)
         reader.join(PATIENCE_S)
-        assert time.monotonic() - killed < 5  # the promise is 1 s; a busy machine gets more
+        assert time.monotonic() - killed < 5  # a busy machine gets more than the test below
         assert "[DONE]" not in reader.text
         error = json.loads(reader.text.strip().rpartition("data: ")[2])["error"]
         assert error["code"] == "engine_restarting"
@@ -145,6 +145,21 @@ def test_states_while_the_engine_restarts(tiny, log_path):
             'engine_restarts_total{engine="0",model_name="tiny"} 1.0' in server.get("/metrics").text
         )
         assert server_engine(server) != engine
+
+
+@pytest.mark.slow
+def test_open_requests_hear_within_a_second_that_their_engine_is_gone(tiny, log_path):
+    """On a machine with nothing else to do."""
+    with start_server(tiny, log_path=log_path) as server:
+        for _ in range(3):
+            server.wait_ready()
+            readers = [Reader(server, STREAM | {"max_tokens": 1500}) for _ in range(4)]
+            killed = time.monotonic()
+            os.kill(server_engine(server), signal.SIGKILL)
+            for reader in readers:
+                reader.join(PATIENCE_S)
+            assert time.monotonic() - killed < 1
+            assert all("engine_restarting" in reader.text for reader in readers)
 
 
 def server_engine(server):
