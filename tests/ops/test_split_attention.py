@@ -301,8 +301,8 @@ def test_kernels_compile_everywhere(head_dim, arch, tmp_path):
     for rows, folds in ((4, False), (4, True), (32, True)) if arch == "sm_90a" else ((32, True),):
         config = kernel.select_split_attention(head_dim, rows)
         sources.add(kernel.attention_source(head_dim, torch.float16, 64, config, folds=folds))
-        for results, slots in ((1, 8), (1, 9), (1, 33), (1 << 20, 33)):
-            merge = kernel.select_merge(results, slots, folds=folds)
+        for results, slots in ((1, 8), (1, 9), (1, 33), (1 << 15, 33), (1 << 20, 33)):
+            merge = kernel.select_merge(results, slots, num_sms=132, folds=folds)
             dtype = torch.bfloat16
             sources.add(kernel.merge_source(head_dim, dtype, config, merge, folds=folds))
     for source in sources:

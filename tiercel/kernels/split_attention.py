@@ -83,25 +83,32 @@ class MergeConfig:
     Attributes:
         batch: splits that a warp asks for at once.
         warps: of a CTA.
+        columns: of a row, that a lane adds up: 1 or 2.
         ctas: that the registers of an SM hold: those that wait beside the first kernel need room.
     """
 
     batch: int
     warps: int
+    columns: int
     ctas: int
 
 
-_FOLDED_MERGE = MergeConfig(16, 8, 4)
+_FOLDED_MERGE = MergeConfig(16, 8, 1, 4)
 # By splits of a row: few are asked for all at once.
 _MERGES = (
-    (8, MergeConfig(8, 8, 5)),
-    (32, MergeConfig(32, 8, 3)),
-    (1 << 30, MergeConfig(48, 8, 2)),
+    (8, MergeConfig(8, 8, 1, 5)),
+    (32, MergeConfig(32, 8, 1, 3)),
+    (1 << 30, MergeConfig(48, 8, 1, 2)),
 )
 # Many splits of few rows: 1 x 16,384 20.0 us instead of 21.0, but 8 x 8,192, whose merges
 # do not all wait beside the first kernel, 71.9 instead of 69.5 (H200).
-_MERGE_OF_FEW_ROWS = MergeConfig(72, 4, 3)
+_MERGE_OF_FEW_ROWS = MergeConfig(72, 4, 1, 3)
 _FEW_RESULTS = 1 << 14  # elements
+# More results than CTAs of a column a lane can wait for, one an SM beside the first kernel: half as
+# many CTAs, of which two fit. 16 x 600 under a bound of 4,096 takes 13.1 us, 15.2 by the launch for
+# so many splits; 23 x 600 17.7 and 23.4; 16 x 2,048 37.3 and 39.5; 16 x 8,192 139 and 141 (H200).
+_MERGE_OF_MANY_ROWS = MergeConfig(16, 8, 2, 4)
+_RESULTS_OF_CTA = 256  # of 8 warps, a column a lane
 
 # (head_dim, most rows): best first; the last one needs the least memory (H200; variants:
 # docs/notes/attention.md).
@@ -189,10 +196,12 @@ def select_heads_inside(row_tiles: int) -> bool:
     return row_tiles <= MOST_HEADS_INSIDE
 
 
-def select_merge(results: int, slots: int, *, folds: bool) -> MergeConfig:
+def select_merge(results: int, slots: int, num_sms: int, *, folds: bool) -> MergeConfig:
     """Choose the launch for `results` elements, each of at most `slots` splits. Pure."""
     if folds:
         return _FOLDED_MERGE
+    if results > num_sms * _RESULTS_OF_CTA:
+        return _MERGE_OF_MANY_ROWS
     if slots > _MERGES[1][0] and results <= _FEW_RESULTS:
         return _MERGE_OF_FEW_ROWS
     return next(merge for most, merge in _MERGES if slots <= most)
@@ -213,6 +222,7 @@ def merge_source(
         *_split_macros(head_dim, dtype, config, folds=folds),
         ("BATCH", merge.batch),
         ("WARPS", merge.warps),
+        ("COLUMNS", merge.columns),
         ("CTAS", merge.ctas),
     )
     return rtc.KernelSource("merge_splits", macros, (_PTX, *_HEADERS))
@@ -252,7 +262,8 @@ def load_split_attention(
     for config, folds in itertools.product(configs, (False, True)):
         source = attention_source(head_dim, dtype, block_size, config, folds=folds)
         sources[source] = config.smem_bytes(head_dim)
-        merges = (_FOLDED_MERGE,) if folds else (_MERGE_OF_FEW_ROWS, *(one for _, one in _MERGES))
+        few_or_many = (_MERGE_OF_FEW_ROWS, _MERGE_OF_MANY_ROWS)
+        merges = (_FOLDED_MERGE,) if folds else (*few_or_many, *(one for _, one in _MERGES))
         for merge in merges:
             sources[merge_source(head_dim, dtype, config, merge, folds=folds)] = 0
     rtc.fill_cache(sources, rtc.device_arch(device))
@@ -336,10 +347,10 @@ def launch_split_attention(
     )
     if slots == 1 and folds:
         return  # no row is shared
-    merge = select_merge(out.numel(), slots, folds=folds)
+    merge = select_merge(out.numel(), slots, _num_sms(q.device), folds=folds)
     rtc.launch(
         rtc.load_kernel(merge_source(head_dim, q.dtype, config, merge, folds=folds), q.device),
-        shares if folds else -(-out.shape[1] // (32 * merge.warps)),
+        shares if folds else -(-out.shape[1] // (32 * merge.columns * merge.warps)),
         32 * merge.warps,
         [*of_both, *sizes, ctypes.c_int(max_query_len)],
         grid_y=1 if folds else reqs * max_query_len,

@@ -4,10 +4,11 @@
 // With FOLDS, the CTA that has a row's first split has added its own splits already, at the place of
 // the last of them; here those of the others follow, in order. As many CTAs as have shared a tile of
 // rows do that, each for its part of rows and columns. Without, every row has all splits to add.
-// Macros: as split_attention.cu, and BATCH (splits that a warp asks for at once), CTAS (an SM, for
-// the registers: those that wait beside the kernel ahead need room).
+// Macros: as split_attention.cu, and BATCH (splits that a warp asks for at once), COLUMNS (of a lane:
+// 1 or 2), CTAS (an SM, for the registers: those that wait beside the kernel ahead need room).
 #define CHUNKS ((BATCH + 31) / 32)
-#define SLABS (D / 32)  // of a row, a column a lane
+#define SLAB (32 * COLUMNS)  // columns of a warp
+#define SLABS (D / SLAB)     // of a row
 
 // A CTA's part of a tile of rows.
 struct Part {
@@ -16,9 +17,26 @@ struct Part {
   int first, splits;  // the place of what is added already, and the number of places
 };
 
+// Zeros where they are not read.
+DEV void load_columns(float (&x)[COLUMNS], const float* from, bool is_read) {
+#if COLUMNS == 1
+  x[0] = is_read ? __ldcg(from) : 0.f;
+#else
+  const float2 v = is_read ? __ldcg((const float2*)from) : make_float2(0.f, 0.f);
+  x[0] = v.x, x[1] = v.y;
+#endif
+}
+DEV void store_columns(u16* to, const float (&x)[COLUMNS]) {
+#if COLUMNS == 1
+  *to = (u16)pack(x[0], 0.f);
+#else
+  *(u32*)to = pack(x[0], x[1]);
+#endif
+}
+
 DEV void merge_slab(const float* partial, const float2* stat, u16* out, int first, int splits) {
   const int lane = threadIdx.x & 31;
-  float acc = 0.f, total = 0.f, maximum = NEG_INF;
+  float acc[COLUMNS] = {}, total = 0.f, maximum = NEG_INF;
   for (int base = first; base < splits; base += BATCH) {
     float2 of[CHUNKS];
 #pragma unroll
@@ -26,13 +44,13 @@ DEV void merge_slab(const float* partial, const float2* stat, u16* out, int firs
       const int at = base + 32 * i + lane;
       of[i] = at < splits && 32 * i + lane < BATCH ? __ldcg(stat + at) : make_float2(NEG_INF, 0.f);
     }
-    float x[BATCH];
+    float x[BATCH][COLUMNS];
 #pragma unroll
     for (int i = 0; i < BATCH; i += 8) {
       if (base + i >= splits) break;
 #pragma unroll
       for (int j = i; j < i + 8; ++j)
-        x[j] = base + j < splits ? __ldcg(partial + (base + j) * D + lane) : 0.f;
+        load_columns(x[j], partial + (base + j) * D + lane * COLUMNS, base + j < splits);
     }
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
@@ -52,11 +70,16 @@ DEV void merge_slab(const float* partial, const float2* stat, u16* out, int firs
         if (j % 8 == 0 && base + 32 * i + j >= splits) break;
         const float of_sum = __shfl_sync(~0u, decay, j), of_split = __shfl_sync(~0u, weight, j);
         total = add_scaled(total, of_sum, __shfl_sync(~0u, of[i].y, j), of_split);
-        acc = add_scaled(acc, of_sum, x[32 * i + j], of_split);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+          acc[c] = add_scaled(acc[c], of_sum, x[32 * i + j][c], of_split);
       }
     }
   }
-  *out = (u16)pack(__fdiv_rn(acc, total == 0.f ? 1.f : total), 0.f);  // 0 where nothing is seen
+  const float by = total == 0.f ? 1.f : total;  // 0 where nothing is seen
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) acc[c] = __fdiv_rn(acc[c], by);
+  store_columns(out + lane * COLUMNS, acc);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) merge_splits(
@@ -69,8 +92,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) merge_splits(
   let_dependents_start();
   const int warp = threadIdx.x >> 5;
   const auto merge = [&](i64 line, int slab, int first, int splits) {
-    merge_slab(partials + line * slots * D + slab * 32, stats + line * slots,
-               out + line * D + slab * 32 + (threadIdx.x & 31), first, splits);
+    merge_slab(partials + line * slots * D + slab * SLAB, stats + line * slots,
+               out + line * D + slab * SLAB, first, splits);
   };
 #if FOLDS
   const Lengths lengths{nullptr, cu_seqlens, seq_lens, reqs, kv_heads, group, window, 0};
