@@ -54,5 +54,6 @@ def run(
         heads = torch.full(shape, float("nan"), dtype=torch.float16)
     args = weights.arguments(attended, x, heads, exchange)
     assert ctypes.sizeof(args) == library.struct_bytes()
+    assert kernel.smem_bytes(x.shape[0], weights.types) == library.smem_bytes()
     assert library.run_chain(ctypes.byref(args), seed) == 0, "a hang"
     return heads

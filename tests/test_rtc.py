@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tiercel.errors import InternalError
-from tiercel.kernels import decode_chain, decode_step, rtc
+from tiercel.kernels import decode_chain, decode_step, rotary_kv_write, rtc
 from tiercel.kernels.multi_item_attention import cuda_source, select_multi_item_attention
 from tiercel.kernels.q4k_dequantize import dequantize_source
 from tiercel.kernels.q4k_gemm import (
@@ -225,6 +225,15 @@ def test_decode_step_compiles_as_designed(num_layers, slices, has_qk_norm, tmp_p
     assert not re.search(r"\b(?:LDL|STL)", text)
     for instruction in ("UBLKCP", "UTMALDG", "IDP.4A.U8.S8", "HMMA.16816.F32", "USETMAXREG"):
         assert instruction in text
+
+
+@pytest.mark.parametrize("head_dim", rotary_kv_write.HEAD_DIMS)
+def test_rotary_kv_write_fits_beside_the_decode_chain(head_dim, tmp_path):
+    """Whose threads leave 4096 registers of an SM."""
+    source = rotary_kv_write.cuda_source(48, 8, head_dim, torch.float16, has_norms=True)
+    check_no_spills(source, tmp_path)
+    registers = registers_of(compile_here(source, tmp_path), tmp_path)
+    assert registers * rotary_kv_write.THREADS <= 4096
 
 
 @pytest.mark.parametrize(("tokens", "is_six", "is_last"), [(8, False, True), (16, True, False)])

@@ -1,5 +1,5 @@
-// What attention_ptx.cuh, split_ptx.cuh and CUDA itself give split attention, for one processor; behind
-// q4k_device.hpp. What the kernel ahead writes is there when a CTA waits for it, and NaN until then.
+// What attention_ptx.cuh, split_ptx.cuh and CUDA itself give kernels that run by `run_launch.cpp`, for one
+// processor; behind q4k_device.hpp. What the kernel ahead writes is there when a CTA waits for it, and NaN until then.
 #undef THREADS
 #define THREADS (32 * WARPS)
 using std::max;
@@ -7,10 +7,14 @@ using std::max;
 struct alignas(8) float2 { float x, y; };
 static float2 make_float2(float x, float y) { return {x, y}; }
 DEV float __fadd_rn(float a, float b) { return a + b; }
+DEV float __fsub_rn(float a, float b) { return a - b; }
 DEV float __fmul_rn(float a, float b) { return a * b; }
 DEV float __fdiv_rn(float a, float b) { return a / b; }
 DEV float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 DEV int __ffs(u32 v) { return __builtin_ffs((int)v); }
+DEV void unpack(u32 both, float& low, float& high) {
+  low = of_16((u16)both), high = of_16((u16)(both >> 16));
+}
 DEV float exp2_fast(float x) { return std::exp2(x); }
 
 DEV void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {

@@ -165,6 +165,22 @@ def test_nonfinite_scales_stay_nonfinite(type_name, device):
     assert not out.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("type_name", TYPES)
+def test_rows_by_number(type_name, dtype, device):
+    """In any order, more than once, of rows that are strided; up to 16 and more of them."""
+    wide = as_tensor(random_blocks(type_name, 37, 5).reshape(37, -1), type_name, device)
+    weight = wide.cols(wide.qtype.block_weights, 4 * wide.qtype.block_weights)
+    whole = dequantize(weight, dtype)
+    for count, index_dtype in ((1, torch.int32), (16, torch.int64), (41, torch.int32)):
+        rows = torch.randint(0, 37, (count,), dtype=index_dtype).to(device)
+        rows[0] = 36
+        found = dequantize(weight, dtype, rows)
+        assert found.is_contiguous()
+        assert torch.equal(found, whole[rows.long()])
+    assert dequantize(weight, dtype, rows[:0]).shape == (0, weight.shape[1])
+
+
 def test_no_rows(device):
     weight = as_tensor(np.zeros((0, 144), np.uint8), "Q4_K", device)
     assert dequantize(weight, torch.bfloat16).shape == (0, 256)

@@ -27,8 +27,10 @@ CTAS, THREADS = 128, 640
 HIDDEN, HEADS_WIDTH, QK_ROWS = 4096, 6144, 5120
 MAX_TOKENS = 16
 CAPABILITY = (9, 0)
-SMEM_BYTES = 227 << 10
+SMEM_BYTES = 227 << 10  # the most that one CTA can have
 _COLUMN_BYTES, _COLUMNS = 4352, 16  # of 8 tokens and 256 columns; of a slice
+_UNIT_BYTES = {False: 2304, True: 3360}  # of a ring's place, where a matrix is Q6_K
+_WARPS = 16  # that multiply
 # (tiles of 8 tokens, whether a matrix is Q6_K) -> units of a warp in flight, unit columns of x,
 # buffers of sums. Others that fit are within 3% (H200, docs/notes/decode_chain.md).
 _RINGS = {
@@ -54,6 +56,11 @@ class ChainTypes:
     qk: bool = False
     v: bool = False
 
+    @property
+    def any_six(self) -> bool:
+        """Whether a place of a ring holds a unit of Q6_K."""
+        return any((self.o, self.gate_up, self.down, self.qk, self.v))
+
 
 def exchange_bytes(slices: int) -> int:
     """Of the buffer that activations travel through."""
@@ -65,12 +72,26 @@ def flag_words(slices: int) -> int:
     return (slices + 2) * 2 * CTAS
 
 
+def smem_bytes(tokens: int, types: ChainTypes) -> int:
+    """Shared memory of a CTA: `Layout` of cuda/chain_products.cuh.
+
+    Not all that there is: each CTA takes 1 KiB of an SM besides, so that behind one of 227 KiB none
+    of the next kernel's can wait, not even without shared memory. With what is left the rotation's
+    do (23 us of 2,743, 16 requests, H200, results/step_variants_h200.json).
+    """
+    tiles = -(-tokens // 8)
+    stages, x_slots, buffers = _RINGS[tiles, types.any_six]
+    columns, ring = x_slots * tiles * _COLUMN_BYTES, _WARPS * stages * _UNIT_BYTES[types.any_six]
+    sums, scratch = buffers * 16 * tiles * 512, 8 * tiles * 144
+    barriers = 8 * (2 * x_slots + buffers * (tiles + 2))
+    return columns + ring + sums + scratch + barriers + 8
+
+
 @functools.cache
 def cuda_source(tokens: int, slices: int, types: ChainTypes, *, is_last: bool) -> rtc.KernelSource:
     """The kernel for a number of tokens; `slices` of 4096 columns in a row of down."""
     tiles = -(-tokens // 8)
-    any_six = any((types.o, types.gate_up, types.down, types.qk, types.v))
-    stages, x_slots, buffers = _RINGS[tiles, any_six]
+    stages, x_slots, buffers = _RINGS[tiles, types.any_six]
     macros = (
         ("TOKENS", 8 * tiles),
         ("SLICES", slices),
@@ -80,7 +101,7 @@ def cuda_source(tokens: int, slices: int, types: ChainTypes, *, is_last: bool) -
         ("SIX_DOWN", int(types.down)),
         ("SIX_QK", int(types.qk)),
         ("SIX_V", int(types.v)),
-        ("ANY_SIX", int(any_six)),
+        ("ANY_SIX", int(types.any_six)),
         ("STAGES", stages),
         ("XSLOTS", x_slots),
         ("BUFFERS", buffers),
@@ -114,10 +135,13 @@ def load_decode_chain(
     slices: int, types: ChainTypes, device: torch.device, *, is_last: bool
 ) -> None:
     """Compile and load what `launch_decode_chain` launches."""
-    sources = [cuda_source(tokens, slices, types, is_last=is_last) for tokens in (8, 16)]
-    rtc.fill_cache(sources, rtc.device_arch(device))
-    for source in sources:
-        rtc.load_kernel(source, device, SMEM_BYTES)
+    sources = {
+        cuda_source(tokens, slices, types, is_last=is_last): smem_bytes(tokens, types)
+        for tokens in (8, 16)
+    }
+    rtc.fill_cache(list(sources), rtc.device_arch(device))
+    for source, smem in sources.items():
+        rtc.load_kernel(source, device, smem)
 
 
 def make_args(
@@ -179,5 +203,5 @@ def launch_decode_chain(
         is_dependent: see `rtc.launch`.
     """
     source = cuda_source(tokens, slices, types, is_last=is_last)
-    kernel = rtc.load_kernel(source, device, SMEM_BYTES)
+    kernel = rtc.load_kernel(source, device, smem_bytes(tokens, types))
     rtc.launch(kernel, CTAS, THREADS, [args], is_dependent=is_dependent, is_cooperative=True)

@@ -1,7 +1,8 @@
 """Quantised weights to a plain matrix on a GPU, from either layout, at the speed of memory.
 
-cuda/q4k_dequantize.cu rounds where `kernels/dequantize.py` does: the two are bit-exact. Floor: the
-planes read once and the result written once.
+cuda/q4k_dequantize.cu rounds where `kernels/dequantize.py` does: the two are bit-exact. Rows of the
+file's layout may be picked by number, where they lie. Floor: the planes read once and the result
+written once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tiercel.kernels import rtc
 from tiercel.kernels.q4k_matvec import OUT_CODES, KernelPlanes
 from tiercel.kernels.q4k_repack import TILE_ROWS
 from tiercel.kernels.q4k_types import UNIT_TYPES, num_units
+from tiercel.kernels.triton_launch import is_dependent
 
 _THREADS = 128  # four warps of four rows
 
@@ -32,7 +34,9 @@ def dequantize_source(type_name: str, dtype: torch.dtype, *, in_file: bool) -> r
     return rtc.KernelSource("q4k_dequantize", macros, headers)
 
 
-def launch_q4k_dequantize(planes: Sequence[Tensor], type_name: str, out: Tensor) -> None:
+def launch_q4k_dequantize(
+    planes: Sequence[Tensor], type_name: str, out: Tensor, index: Tensor | None = None
+) -> None:
     """Enqueue on the current stream; the op has checked and allocated.
 
     Args:
@@ -40,6 +44,7 @@ def launch_q4k_dequantize(planes: Sequence[Tensor], type_name: str, out: Tensor)
             strided by multiples of 16 bytes (Q4_K) or 2 (others).
         type_name: of `q4k_types.UNIT_TYPES`.
         out: (rows, in) float16, bfloat16 or float32 on the same device, contiguous, not empty.
+        index: (rows,) int32, which rows of the planes these are, in layout FILE; None for all.
     """
     rows, in_features = out.shape
     in_file = len(planes) == 1
@@ -49,7 +54,15 @@ def launch_q4k_dequantize(planes: Sequence[Tensor], type_name: str, out: Tensor)
         KernelPlanes.of(planes),
         rtc.pointer(out),
         ctypes.c_longlong(planes[0].stride(0) if in_file else 0),
+        ctypes.c_void_p(None if index is None else index.data_ptr()),
         ctypes.c_int(rows),
         ctypes.c_int(in_features),
     ]
-    rtc.launch(kernel, -(-rows // TILE_ROWS), _THREADS, arguments, grid_y=num_units(in_features))
+    rtc.launch(
+        kernel,
+        -(-rows // TILE_ROWS),
+        _THREADS,
+        arguments,
+        grid_y=num_units(in_features),
+        is_dependent=is_dependent(out.device),
+    )

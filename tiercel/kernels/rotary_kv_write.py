@@ -4,20 +4,32 @@ A program takes a few heads of one token. Query and key heads are normed (if the
 rotated in place, pairs (i, i + half); key and value heads go to the token's slot. A slot of -1 is
 skipped on the device, so that padding and unused drafts need no host decision.
 
+Heads of 16 bits that rotate whole go through cuda/rotary_kv_write.cu, all others through Triton
+(both measured in whole steps: docs/notes/decode_stages.md). They differ in their last bits, so the
+choice depends on the model alone, never on a step.
+
 Floor: each head is read once, queries and keys are written once, keys and values once more.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 import torch
 import triton
 import triton.language as tl
 
-from tiercel.kernels.triton_launch import TritonLaunch, wait_for_inputs
+from tiercel.kernels import rtc
+from tiercel.kernels.triton_launch import ALIGNMENT, TritonLaunch, is_dependent, wait_for_inputs
 
-_ELEMENTS = 1024  # of a program: 8 a thread in 4 warps
+THREADS = 128  # of a program
+_ELEMENTS = 8 * THREADS  # likewise
+# Of the CUDA kernel.
+CAPABILITY = (8, 0)
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.float16, torch.bfloat16)
+_MOST_ELEMENTS = 1 << 34  # of a layer's keys: 32-bit places of 4 elements
 
 
 @triton.jit
@@ -121,7 +133,30 @@ def _launch(count: int, kv_heads: int, head_dim: int, half: int) -> tuple[Triton
         "PAIRS": pairs,
         "REST": triton.next_power_of_2(rest) if rest else 0,
     }
-    return TritonLaunch(rotary_kv_write_kernel, 4, constants), -(-count // heads)
+    return TritonLaunch(rotary_kv_write_kernel, THREADS // 32, constants), -(-count // heads)
+
+
+@functools.cache
+def cuda_source(
+    count: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, has_norms: bool
+) -> rtc.KernelSource:
+    """The CUDA kernel for so many heads in all."""
+    macros = (
+        ("D", head_dim),
+        ("NUM_HEADS", count - 2 * kv_heads),
+        ("KV_HEADS", kv_heads),
+        ("HAS_NORMS", int(has_norms)),
+        ("IS_BF16", int(dtype == torch.bfloat16)),
+    )
+    return rtc.KernelSource("rotary_kv_write", macros, ("attention_ptx",))
+
+
+@functools.cache
+def has_cuda_kernel(head_dim: int, half: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether heads like these go through CUDA C++; no part of a step."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY:
+        return False
+    return head_dim in HEAD_DIMS and 2 * half == head_dim and dtype in DTYPES
 
 
 def launch_rotary_kv_write(
@@ -135,10 +170,33 @@ def launch_rotary_kv_write(
     k_weight: torch.Tensor | None,
     eps: float,
 ) -> None:
-    """Enqueue on the current stream; the op has checked. heads: (tokens, all heads, head_dim)."""
+    """Enqueue on the current stream; the op has checked. heads: (tokens, all heads, head_dim).
+
+    The launch may be dependent (`rtc.launch`), and the CUDA kernel reads positions and slots before
+    the wait: between their writing and the kernel ahead of this one there must be a kernel that
+    lets nothing start early, `prepare_step` or one of PyTorch's.
+    """
     tokens, count, head_dim = heads.shape
     if tokens == 0:
         return
-    launch, programs = _launch(count, k_cache.shape[2], head_dim, table.shape[2])
+    kv_heads, half, device = k_cache.shape[2], table.shape[2], heads.device
     tensors = (heads, positions, table, slots, k_cache, v_cache, q_weight, k_weight)
-    launch((tokens, programs, 1), tensors, (eps,))
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    # Of what is read and written in vectors. A head is a multiple of them, so no view of heads as
+    # the engine makes them fails this.
+    vectors = (addresses[place] for place in (0, 2, 4, 5, 6, 7))
+    fits = all(not address or address % ALIGNMENT == 0 for address in vectors)
+    fits = fits and k_cache.numel() <= _MOST_ELEMENTS
+    if not (fits and has_cuda_kernel(head_dim, half, heads.dtype, device)):
+        launch, programs = _launch(count, kv_heads, head_dim, half)
+        launch((tokens, programs, 1), tensors, (eps,))
+        return
+    source = cuda_source(count, kv_heads, head_dim, heads.dtype, has_norms=q_weight is not None)
+    rtc.launch(
+        rtc.load_kernel(source, device),
+        tokens,
+        THREADS,
+        [*map(ctypes.c_void_p, addresses), ctypes.c_float(eps)],
+        grid_y=-(-count * head_dim // _ELEMENTS),
+        is_dependent=is_dependent(device),
+    )

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from tiercel.kernels.triton_launch import dependent_options, wait_for_inputs
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -100,8 +102,10 @@ def best_of_part_kernel(
     parts,
     CHECKS: tl.constexpr,  # whether the logits are the raw ones
     PART: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """The best token of one part of one row."""
+    wait_for_inputs(IS_DEPENDENT)
     line = tl.program_id(0).to(tl.int64)  # L * vocab_size passes 2**31
     part = tl.program_id(1)
     row = tl.load(rows_ptr + line)
@@ -144,8 +148,10 @@ def append_best_kernel(
     scratch,  # the last row
     CHECKS: tl.constexpr,
     PARTS: tl.constexpr,  # power of two, >= parts
+    IS_DEPENDENT: tl.constexpr,
 ):
     """The best token of one row, appended to it."""
+    wait_for_inputs(IS_DEPENDENT)
     line = tl.program_id(0)
     row = tl.load(rows_ptr + line).to(tl.int64)  # S * token_stride passes 2**31
     index = tl.arange(0, PARTS)
@@ -193,6 +199,7 @@ def launch_sample_tokens(
     if lines == 0:
         return
     parts, checks = num_parts(vocab_size), is_sound is None
+    options = dependent_options(logits.device)
     best_of_part_kernel[(lines, parts)](
         logits,
         rows,
@@ -207,6 +214,7 @@ def launch_sample_tokens(
         CHECKS=checks,
         PART=PART,
         num_warps=WARPS,
+        **options,
     )
     append_best_kernel[(lines,)](
         rows,
@@ -223,4 +231,5 @@ def launch_sample_tokens(
         CHECKS=checks,
         PARTS=triton.next_power_of_2(parts),
         num_warps=1,
+        **options,
     )

@@ -17,5 +17,5 @@ class Embedding:
         self.scale = scale
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        rows = dequantize(self.table.take(token_ids), torch.float32)
+        rows = dequantize(self.table, torch.float32, token_ids)
         return rows if self.scale == 1.0 else rows.mul_(self.scale)

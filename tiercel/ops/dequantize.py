@@ -9,24 +9,26 @@ from tiercel.errors import ArgumentError
 from tiercel.kernels.dequantize import launch_dequantize
 from tiercel.kernels.q4k_dequantize import launch_q4k_dequantize
 from tiercel.ops.q4k_repack import q4k_repack
-from tiercel.quant import PLANES, Layout, QuantTensor
+from tiercel.quant import PLANES, Layout, QuantTensor, take_rows
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def dequantize(weight: QuantTensor, dtype: torch.dtype) -> Tensor:
-    """Decode a whole weight matrix.
+def dequantize(weight: QuantTensor, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
+    """Decode a weight matrix, or some rows of it.
 
     Args:
         weight: (out, in) in either layout, on any device; in layout FILE rows may be strided.
         dtype: float32, float16 or bfloat16.
+        rows: (n,) integer on the same device, which rows of layout FILE to decode, in that order;
+            None for all.
 
     Returns:
-        (out, in), contiguous, on the device of `weight`. Values are formed in float32, bit-exact
-        with the `gguf` package, and rounded once. Values beyond float16 become infinite.
+        (out or n, in), contiguous, on the device of `weight`. Values are formed in float32,
+        bit-exact with the `gguf` package, and rounded once. Values beyond float16 become infinite.
 
     Raises:
-        ArgumentError: another dtype, or a plane that does not fit the shape.
+        ArgumentError: another dtype, a plane that does not fit the shape, or rows of layout SOA.
 
     Source: the block formats of ggml (ggml-quants.c); drawn in kernels/dequantize.py.
     """
@@ -36,7 +38,7 @@ def dequantize(weight: QuantTensor, dtype: torch.dtype) -> Tensor:
             hint="Use float32, float16 or bfloat16.",
         )
     if weight.layout is Layout.SOA:
-        return _dequantize_planes(weight, dtype)
+        return _dequantize_planes(weight if rows is None else weight.take(rows), dtype)
     data = weight.planes["data"]
     num_rows, in_features = weight.shape
     ragged = in_features % weight.qtype.block_weights
@@ -47,13 +49,15 @@ def dequantize(weight: QuantTensor, dtype: torch.dtype) -> Tensor:
             f"of shape {weight.shape} needs {expected} torch.uint8, in rows of whole blocks.",
             hint=f"Cut rows at multiples of {weight.qtype.block_weights} weights.",
         )
-    out = torch.empty((num_rows, in_features), dtype=dtype, device=data.device)
+    count = num_rows if rows is None else rows.numel()
+    out = torch.empty((count, in_features), dtype=dtype, device=data.device)
     alignment = 16 if weight.qtype.block_bytes % 16 == 0 else 2
     is_aligned = data.stride(0) % alignment == 0 == data.data_ptr() % alignment
-    if is_aligned and _has_kernel(weight, data.device):
-        launch_q4k_dequantize(weight.ordered_planes(), weight.qtype.name, out)
+    if count and is_aligned and _has_kernel(weight, data.device):
+        index = None if rows is None else rows.int()
+        launch_q4k_dequantize(weight.ordered_planes(), weight.qtype.name, out, index)
     else:
-        launch_dequantize(data, weight.qtype.name, out)
+        launch_dequantize(data if rows is None else take_rows(data, rows), weight.qtype.name, out)
     return out
 
 

@@ -1,6 +1,6 @@
-// What both kernels of split attention take from PTX. No #include: NVRTC brings no headers.
-// tests/cuda_on_cpu/attention_device.hpp stands for it where there is no GPU. Macros: IS_BF16 (0:
-// fp16), the type of queries and cache.
+// What both kernels of split attention and rotary_kv_write.cu take from PTX. No #include: NVRTC
+// brings no headers. tests/cuda_on_cpu/attention_device.hpp stands for it where there is no GPU.
+// Macros: IS_BF16 (0: fp16), the type of queries and cache.
 #define DEV __device__ __forceinline__
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -20,6 +20,14 @@ DEV u32 pack(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
 #endif
   return y;
+}
+DEV void unpack(u32 both, float& low, float& high) {
+#if IS_BF16
+  low = __uint_as_float(both << 16), high = __uint_as_float(both & 0xffff0000u);
+#else
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+      : "=f"(low), "=f"(high) : "r"(both));
+#endif
 }
 // The next kernel may start as soon as there is room for it; this one waits for the one before.
 DEV void let_dependents_start() {

@@ -9,6 +9,7 @@
 #else
 #define PACK2 "cvt.rn.bf16x2.f32"
 #endif
+#define WARPS 4
 #define ROWS 4  // of a warp: their loads overlap
 
 DEV void store8(void* out, i64 at, const float (&v)[8]) {
@@ -96,11 +97,16 @@ DEV void decode(float (&v)[8], const Bytes& b, int lane) {
 #define GROUP_COLUMNS 256
 #define GROUP_FILE_BYTES (QTYPE == 4 ? 144 : 210)
 #endif
-extern "C" __global__ void __launch_bounds__(128) q4k_dequantize(
+extern "C" __global__ void __launch_bounds__(32 * WARPS) q4k_dequantize(
     Planes planes,  // of W
     void* out,      // (rows, columns) contiguous
     i64 row_bytes,  // from row to row, FILE
+    const int* index,  // (rows,), FILE: which rows of W these are; null: all in order
     int rows, int columns) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
   const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * ROWS;
   const int tile = blockIdx.x, column = blockIdx.y * 256 + 8 * lane;
   if (column >= columns) return;  // a row may end within a unit
@@ -109,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(128) q4k_dequantize(
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     const int row = min(tile * 16 + first + i, rows - 1);
-    const u8* at = planes.p0 + row * row_bytes + (i64)group * GROUP_FILE_BYTES;
+    const i64 from = IN_FILE && index ? index[row] : row;
+    const u8* at = planes.p0 + from * row_bytes + (i64)group * GROUP_FILE_BYTES;
     bytes[i] = load(planes, (i64)tile * groups + group, IN_FILE ? 0 : first + i, at, lane);
   }
 #pragma unroll

@@ -1,0 +1,82 @@
+"""The CUDA source of norm, rotation and cache write, lane by lane on a processor.
+
+CTAs and warps come in any order; heads may be NaN until they are waited for.
+"""
+
+import pytest
+import torch
+
+from tests.ops.test_rotary_kv_write import Case
+from tests.split_attention_on_cpu import Processor
+from tiercel.kernels import rotary_kv_write as kernel
+from tiercel.kernels import rtc
+
+CPU = torch.device("cpu")
+# One rounding of the result, and those of float32 before it.
+TOLERANCE = {torch.float16: 2**-11 + 1e-5, torch.bfloat16: 2**-8 + 1e-5}
+# (tokens, num_heads, num_kv_heads, head_dim): heads of all kinds in a CTA, CTAs without enough.
+SHAPES = [(5, 3, 1, 64), (3, 32, 8, 128), (7, 5, 5, 256), (1, 1, 1, 128)]
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory):
+    """Keeps what it compiled from test to test."""
+    return Processor(tmp_path_factory.mktemp("cuda_on_cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(processor, monkeypatch):
+    monkeypatch.setattr(rtc, "load_kernel", processor.load_kernel)
+    monkeypatch.setattr(rtc, "launch", processor.launch)
+    monkeypatch.setattr(kernel, "has_cuda_kernel", lambda *_: True)
+
+
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_oracle(shape, dtype, norms, processor):
+    case = Case(*shape, shape[-1] // 2, dtype, CPU, norms=norms)
+    before = case.heads.clone()
+    processor.seed += 1
+    case.run("kernel")
+    case.check(before, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
+def test_heads_are_read_behind_the_wait(norms, processor):
+    """They come late; the cache shows what was read of them."""
+    case = Case(6, 5, 3, 64, 32, torch.float16, CPU, norms=norms)
+    heads = case.heads.clone()
+    case.run("kernel")
+    in_time = case.guarded.clone()
+    case.guarded.fill_(float("nan"))
+    processor.late = [case.heads.copy_(heads)]
+    case.run("kernel")
+    assert torch.equal(case.guarded.view(torch.int16), in_time.view(torch.int16))
+
+
+def test_others_of_the_batch_change_no_bit(processor):
+    case = Case(7, 6, 2, 128, 64, torch.bfloat16, CPU, norms=True)
+    before, positions, slots = case.heads.clone(), case.positions, case.slots
+    case.run("kernel")
+    whole = case.heads
+    for token in range(7):
+        case.heads = before[token : token + 1].clone()
+        case.positions, case.slots = positions[token : token + 1], slots[token : token + 1]
+        case.run("kernel")
+        assert torch.equal(case.heads[0], whole[token])
+
+
+@pytest.mark.parametrize("what", ["heads at an odd address", "places of more than 32 bits"])
+def test_what_goes_through_triton(what, monkeypatch):
+    launches = []
+    monkeypatch.setattr(kernel, "_launch", lambda *_: (lambda *given: launches.append(given), 1))
+    case = Case(3, 2, 1, 64, 32, torch.float16, CPU, norms=True)
+    if what == "heads at an odd address":
+        storage = torch.empty(case.heads.numel() + 1, dtype=torch.float16)
+        case.heads = storage[1:].view(case.heads.shape)
+    else:
+        large = torch.empty(2**22 + 1, 64, 1, 64, dtype=torch.float16, device="meta")
+        case.caches = (large, large)
+    case.run("kernel")
+    assert len(launches) == 1
