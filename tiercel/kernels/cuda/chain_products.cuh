@@ -66,9 +66,9 @@ template <bool SIX> DEV void fetch_unit(const Planes& w, i64 unit, u32 slot, int
 }
 template <bool SIX> DEV void multiply_unit(float (&sum)[NT][4], u32 slot, u32 column, int lane) {
   if (SIX)
-    q6::multiply(sum, slot, q6::Tokens(column, lane), lane);
+    q6::multiply(sum, slot, q6::Tokens(column, lane), lane, [] {});
   else
-    q4::multiply(sum, slot, q4::Tokens(column, lane), lane);
+    q4::multiply(sum, slot, q4::Tokens(column, lane), lane, [] {});
 }
 // What a warp multiplies: columns `column` and 4 further of tile `pick` of two (of gate, or of
 // up) of the rows of CTA `owner`.

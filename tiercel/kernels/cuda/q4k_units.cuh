@@ -122,7 +122,8 @@ struct Source {  // the next unit of a warp, at the lane's bytes of each plane
 };
 #endif
 
-// ---- multiplying a unit: sum[nt] += d * (operand x tokens), in units of 2^-24
+// ---- multiplying a unit: sum[nt] += d * (operand x tokens), in units of 2^-24. loaded() is called
+// when all of the slot is in registers.
 #if QTYPE == 4
 struct Scales {  // of a row and the lane's two groups
   u32 low, high, mins;
@@ -143,7 +144,8 @@ DEV Scales unpack(const uint4& header, int t) {
   s.d = half_to_float(header.x & 0xffff), s.dmin = half_to_float(header.x >> 16);
   return s;
 }
-DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane) {
+template <class Loaded>
+DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane, Loaded loaded) {
   const int g = lane >> 2, t = lane & 3;
   const Scales s0 = unpack(lds16(slot + 2048 + 16 * g), t);
   const Scales s1 = unpack(lds16(slot + 2048 + 16 * (g + 8)), t);
@@ -157,6 +159,7 @@ DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane)
   for (int j = 0; j < 2; ++j) {
     const u32 mine = slot + 512 * j + 16 * lane;
     const uint4 w0 = lds16(mine), w1 = lds16(mine + 1024);
+    if (j == 1) loaded();
 #pragma unroll
     for (int k = 0; k < 4; k += 2) {
       uint4 low[NT], high[NT];
@@ -217,13 +220,15 @@ DEV u32 operand(u32 ql, u32 qh, int i, int odd, const Scales& s) {
                       : (low & 0x00f000f0u) | (high & 0x03000300u);
   return fma2(q, s.scale[i], s.offset[i]);
 }
-DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane) {
+template <class Loaded>
+DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane, Loaded loaded) {
   const int g = lane >> 2, t = lane & 3;
   const Scales s0 = unpack(slot, g, t), s1 = unpack(slot, g + 8, t);
   float part[NT][4] = {};
   const u32 mine = slot + 16 * lane;
   const uint4 a0 = lds16(mine), b0 = lds16(mine + 512), h0 = lds16(mine + 2048);
   const uint4 a1 = lds16(mine + 1024), b1 = lds16(mine + 1536), h1 = lds16(mine + 2560);
+  loaded();
 #pragma unroll
   for (int k = 0; k < 4; k += 2) {
 #pragma unroll

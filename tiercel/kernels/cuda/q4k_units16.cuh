@@ -78,12 +78,14 @@ DEV uint4 load_mask(u32 slot, int row, int t) {
   return make_uint4(v.x >> shift, v.y >> shift, v.z >> shift, v.w >> shift);
 #endif
 }
-// sum[nt] += weights x tokens, in units of 2^-24.
-DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane) {
+// sum[nt] += weights x tokens, in units of 2^-24; loaded as in q4k_units.cuh.
+template <class Loaded>
+DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane, Loaded loaded) {
   const int g = lane >> 2, t = lane & 3;
   const Scales s0 = unpack(slot, g, t), s1 = unpack(slot, g + 8, t);
   const uint4 q0 = lds16(slot + 16 * lane), q1 = lds16(slot + 512 + 16 * lane);
   const uint4 m0 = load_mask(slot, g, t), m1 = load_mask(slot, g + 8, t);
+  loaded();
   float part[NT][4] = {};
 #pragma unroll
   for (int k = 0; k < 4; k += 2) {

@@ -136,8 +136,9 @@ DEV void take_operands(u32 (&a)[4], const Row& r, int quad, int b, int t) {
 #pragma unroll
   for (int i = 0; i < 4 && ZERO_POINT; ++i) a[i] = add2(a[i], ZERO_POINT);
 }
-// sum[nt] += weights x tokens, in units of 2^-24.
-DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane) {
+// sum[nt] += weights x tokens, in units of 2^-24; loaded as in q4k_units.cuh.
+template <class Loaded>
+DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane, Loaded loaded) {
   const int t = lane & 3;
 #if MEANS
   const int g = lane >> 2;
@@ -165,6 +166,7 @@ DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane)
 #pragma unroll
   for (int quad = 0; quad < 2; ++quad) {
     const Row r0 = load_row(slot, 0, quad, lane), r1 = load_row(slot, 1, quad, lane);
+    if (quad == 1) loaded();
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
       u32 a0[4], a1[4];
