@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         need = 2 if item.get_closest_marker("multigpu") else int(needs_one)
         if need > torch.cuda.device_count():
             item.add_marker(pytest.mark.skip(reason=f"needs {need} GPU(s)"))
+
+
+def pytest_collection_finish() -> None:
+    """Interpret kernels without waste, if any were imported."""
+    if not HAS_GPU and "triton" in sys.modules:
+        from tests.quick_interpreter import quicken
+
+        quicken()
 
 
 @pytest.fixture
