@@ -14,6 +14,22 @@ os.environ.pop("TIERCEL_MODEL", None)  # a developer's own model must not replac
 import pytest
 import torch
 
+# Workers take whole files in this order (--no-loadscope-reorder), so that no long one begins last.
+LONG_FILES = (
+    "tests/test_rtc.py",
+    "tests/test_llm_spec.py",
+    "tests/ops/test_paged_attention.py",
+    "tests/test_llm_spec_forms.py",
+    "tests/serve/test_lifecycle.py",
+    "tests/ops/test_multi_item_attention.py",
+    "tests/serve/test_soak.py",
+    "tests/ops/test_split_attention.py",
+    "tests/cli/test_hostile.py",
+    "tests/test_llm_busy.py",
+    "tests/ops/test_ngram_match.py",
+    "tests/ops/test_verify_accept.py",
+)
+
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:  # Triton reads this when a kernel is decorated, so it must be set before imports
     os.environ["TRITON_INTERPRET"] = "1"
@@ -22,7 +38,9 @@ if IN_WORKER:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, visibly, what this machine cannot run."""
+    """Begin with what takes longest; skip, visibly, what this machine cannot run."""
+    places = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.location[0], len(places)))
     for item in items:
         needs_one = item.get_closest_marker("gpu") is not None
         need = 2 if item.get_closest_marker("multigpu") else int(needs_one)
