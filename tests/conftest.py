@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IN_WORKER:  # the workers share the cores; child processes inherit this too
     os.environ["OMP_NUM_THREADS"] = "1"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; children inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("TIERCEL_MODEL", None)  # a developer's own model must not replace the default one
 
 import pytest
