@@ -6,7 +6,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CLIENTS_VENV ?= .venv-clients
 CLIENTS := "litellm>=1.100,<2" mcp "lm-eval[api]==0.4.13"
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# pip compiles on one core, which is half of its work: done on all of them behind it.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	-c constraints.txt
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 BENCH ?= dequantize
 PROMPT ?= Why is the sky blue? Answer in three sentences.
 
@@ -17,7 +20,7 @@ demo: $(VENV)/.demo
 	@$(BIN)/tiercel generate --chat "$(PROMPT)" --max-tokens 120 --temperature 0
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # What needs a GPU, on a machine that has one; elsewhere all of it skips. Modules without such tests
 # are not imported: a machine for kernels may lack browsers and clients.
@@ -37,7 +40,7 @@ test-clients: $(VENV)/.dev $(CLIENTS_VENV)/.clients
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports
 
 # Runs one benchmark on this machine's CPU: make bench-cpu BENCH=dequantize
@@ -57,6 +60,7 @@ $(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "Installing Tiercel into $(VENV); the first time takes a few minutes." >&2
 	@if nvidia-smi -L >/dev/null 2>&1; then extra='[cuda]'; else extra=''; fi; \
 		$(PIP_INSTALL) -e ".$$extra"
+	@$(COMPILE)
 	@touch $@
 
 $(CLIENTS_VENV)/.clients: $(VENV)/.python
@@ -70,4 +74,5 @@ $(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "Installing Tiercel and its development tools into $(VENV); the first time takes a few minutes." >&2
 	@if nvidia-smi -L >/dev/null 2>&1; then extra=',cuda'; else extra=''; fi; \
 		$(PIP_INSTALL) -e ".[dev$$extra]"
+	@$(COMPILE)
 	@touch $@

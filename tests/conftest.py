@@ -2,16 +2,36 @@
 
 import gc
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IN_WORKER:  # the workers share the cores; child processes inherit this too
     os.environ["OMP_NUM_THREADS"] = "1"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; children inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("TIERCEL_MODEL", None)  # a developer's own model must not replace the default one
 
 import pytest
 import torch
+
+# Workers take whole files in this order (--no-loadscope-reorder), so that no long one begins last.
+LONG_FILES = (
+    "tests/test_rtc.py",
+    "tests/test_llm_spec.py",
+    "tests/ops/test_paged_attention.py",
+    "tests/test_llm_spec_forms.py",
+    "tests/serve/test_lifecycle.py",
+    "tests/ops/test_multi_item_attention.py",
+    "tests/serve/test_soak.py",
+    "tests/ops/test_split_attention.py",
+    "tests/cli/test_hostile.py",
+    "tests/test_llm_busy.py",
+    "tests/ops/test_ngram_match.py",
+    "tests/ops/test_verify_accept.py",
+)
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:  # Triton reads this when a kernel is decorated, so it must be set before imports
@@ -21,12 +41,22 @@ if IN_WORKER:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, visibly, what this machine cannot run."""
+    """Begin with what takes longest; skip, visibly, what this machine cannot run."""
+    places = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.location[0], len(places)))
     for item in items:
         needs_one = item.get_closest_marker("gpu") is not None
         need = 2 if item.get_closest_marker("multigpu") else int(needs_one)
         if need > torch.cuda.device_count():
             item.add_marker(pytest.mark.skip(reason=f"needs {need} GPU(s)"))
+
+
+def pytest_collection_finish() -> None:
+    """Interpret kernels without waste, if any were imported."""
+    if not HAS_GPU and "triton" in sys.modules:
+        from tests.quick_interpreter import quicken
+
+        quicken()
 
 
 @pytest.fixture

@@ -89,31 +89,45 @@ def test_greedy_answers_are_those_of_plain_decoding(
     assert 0 < counts["right"] <= counts["drafts"]
 
 
+def busy_requests(llm, name):
+    """Of all lengths, some beginning the same, with limits of drafts and noise now and then."""
+    draw = random.Random(name)
+    prompts = [
+        [draw.randrange(5, 250) for _ in range(draw.choice((1, 20, 60, 60, 62, 64, 65, 130, 200)))]
+        for _ in range(NUM_REQUESTS - 8)
+    ]
+    prompts += [[*prompts[0], *prompts[i]][:200] for i in range(8)]
+    for seed, prompt in enumerate(prompts):
+        params = SamplingParams(
+            temperature=draw.choice((0.0, 0.0, 1.0)),
+            max_tokens=draw.choice((1, 5, 20, 56)),
+            num_spec_tokens=draw.choice((None, None, 0, 2)),
+            seed=seed,
+        )
+        yield llm._inputs.request(prompt, params, 0)
+
+
+@pytest.fixture(scope="session")
+def alone_of(path_of):
+    """The answer to each of these requests alone, without speculation, of a model."""
+
+    @functools.cache
+    def answers(name):
+        with open_tiny(path_of(name), max_model_len=256) as llm:
+            return [run_alone(llm, request) for request in busy_requests(llm, name)]
+
+    return answers
+
+
 @pytest.mark.parametrize("overlap", ["0", "1"])
 @pytest.mark.parametrize(("name", "spec"), CASES)
 def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(
-    monkeypatch, path_of, name, spec, overlap
+    monkeypatch, path_of, alone_of, name, spec, overlap
 ):
     """Random lengths and arrivals, aborts, limits of drafts, and preemptions."""
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
     draw = random.Random(f"{name} {overlap} {spec}")
-    prompts = [
-        [draw.randrange(5, 250) for _ in range(draw.choice((1, 3, 20, 60, 64, 65, 130, 200)))]
-        for _ in range(NUM_REQUESTS - 8)
-    ]
-    prompts += [[*prompts[0], *prompts[i]][:200] for i in range(8)]  # some begin the same
-    lengths = [draw.choice((1, 5, 20, 56)) for _ in prompts]
-    limits = [draw.choice((None, None, 0, 2)) for _ in prompts]
-    temperatures = [draw.choice((0.0, 0.0, 1.0)) for _ in prompts]
-
-    def make(llm, i):
-        params = SamplingParams(
-            temperature=temperatures[i], max_tokens=lengths[i], num_spec_tokens=limits[i], seed=i
-        )
-        return llm._inputs.request(prompts[i], params, 0)
-
-    with open_tiny(path_of(name), max_model_len=256) as llm:
-        alone = [run_alone(llm, make(llm, i)) for i in range(NUM_REQUESTS)]
+    alone = alone_of(name)
     sizes = engine_module.cache_blocks
 
     def few(groups, **options):
@@ -121,7 +135,7 @@ def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(
 
     monkeypatch.setattr(engine_module, "cache_blocks", few)
     with open_tiny(path_of(name), spec=spec, num_spec_tokens=4, **DRAFTS) as llm:
-        requests = [make(llm, i) for i in range(NUM_REQUESTS)]
+        requests = list(busy_requests(llm, name))
         counts = counted(llm)
         aborted = run_busy(llm._engine, requests, draw)
         assert llm._engine.scheduler.num_preemptions > 0

@@ -30,6 +30,10 @@ from tiercel.kernels.q4k_types import UNIT_TYPES, tail_groups
 from tiercel.quant import QuantType
 
 ARCH = "sm_90a"
+# Sources tell sm_90 and newer from older ones, no more: of each side the end by default.
+ARCHS = [ARCH, "sm_80", "sm_120a"]
+RARE_ARCHS = ["sm_89", "sm_100a"]
+EVERY_ARCH = [*ARCHS, *(pytest.param(arch, marks=pytest.mark.slow) for arch in RARE_ARCHS)]
 
 
 def mia_source(variant="plain", dtype=torch.bfloat16, group=4, block_size=64, *, is_part=False):
@@ -133,9 +137,13 @@ Q4K_CASES = [
     pytest.param(source, ARCH, marks=[pytest.mark.slow] * is_rare(source, config))
     for source, config in Q4K_SOURCES.items()
 ] + [
-    pytest.param(source, arch, marks=[pytest.mark.slow] * ("q4k_fields" in source.headers))
+    pytest.param(
+        source,
+        arch,
+        marks=[pytest.mark.slow] * (arch in RARE_ARCHS or "q4k_fields" in source.headers),
+    )
     for source, config in Q4K_SOURCES.items()
-    for arch in ("sm_80", "sm_89", "sm_100a", "sm_120a")
+    for arch in (*ARCHS[1:], *RARE_ARCHS)
     if config is None
     or (("TOKENS", 16) in source.macros and (config.is_split or ("TAIL", 2) in source.macros))
 ]

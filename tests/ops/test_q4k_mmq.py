@@ -11,7 +11,7 @@ from tests.q4k_weights import (
     make_weight,
     relative_error,
 )
-from tests.test_rtc import compile_here
+from tests.test_rtc import EVERY_ARCH, compile_here
 from tiercel.errors import ArgumentError
 from tiercel.kernels import q4k_mmq as kernel
 from tiercel.kernels.q4k_matvec import DeviceLimits
@@ -22,7 +22,6 @@ from tiercel.reference import q4k_gemm as exact_oracle
 from tiercel.reference import q4k_mmq as oracle
 
 TYPES = [QuantType[name] for name in kernel.TYPES]
-ARCHS = ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
 # Sums in float32; the oracle rounds x as the kernel does, to the bit: one
 # code of 127 more or less would be 1e-3.
 TOLERANCE = 3e-5
@@ -145,12 +144,12 @@ def test_configs_fit_every_shape(qtype, limits):
                 assert config.splits == 1 or groups <= -(-rows // 16)  # tickets of a weight
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_the_quantiser_compiles_for(arch, tmp_path):
     assert compile_here(kernel.quantise_source(64), tmp_path, arch)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", EVERY_ARCH)
 @pytest.mark.parametrize("in_file", [False, True])
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
 def test_compiles_for(qtype, in_file, arch, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.paged_batches import DECODES, TOLERANCE, make_batch, make_case, relative_error
-from tests.test_rtc import compile_here
+from tests.test_rtc import EVERY_ARCH, compile_here
 from tiercel.kernels import split_attention as kernel
 from tiercel.reference import paged_attention as oracle
 
@@ -294,7 +294,7 @@ def test_selected_launch_fits(head_dim, rows, limit):
         assert config.ctas * (config.smem_bytes(head_dim) + 1024) <= 228 << 10
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_80", "sm_89", "sm_100a", "sm_120a"])
+@pytest.mark.parametrize("arch", EVERY_ARCH)
 @pytest.mark.parametrize("head_dim", kernel.HEAD_DIMS)
 def test_kernels_compile_everywhere(head_dim, arch, tmp_path):
     sources = set()  # some choices are the same
