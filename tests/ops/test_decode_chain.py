@@ -12,7 +12,12 @@ from tests.decode_chain_model import EPS, make_model
 from tests.q4k_weights import make_weight
 from tiercel.errors import ArgumentError
 from tiercel.kernels import decode_chain as kernel
-from tiercel.ops.decode_chain import MAX_TOKENS, decode_chain, prepare_decode_chain
+from tiercel.ops.decode_chain import (
+    MAX_TOKENS,
+    decode_chain,
+    make_exchange,
+    prepare_decode_chain,
+)
 from tiercel.ops.q4k_matvec import prepare_q4k
 from tiercel.quant import Layout, QuantType
 from tiercel.reference import decode_chain as oracle
@@ -97,6 +102,28 @@ def test_many_launches_have_the_same_bits(tokens, device):
 
 
 @pytest.mark.gpu
+def test_launches_of_all_shapes_share_an_exchange(device):
+    """Counters of tokens 8 and on lag behind; all of them wrap around at 2**32."""
+    models = [make_model((), 3, device, is_last=last) for last in (False, True)]
+    exchange = models[0].exchange
+    exchange.launches.fill_(-100)
+    exchange.counters.fill_(-800)
+    attended, start = make_inputs(MAX_TOKENS, device)
+    whole = start.clone()
+    all_heads = decode_chain(attended, whole, models[0].weights, exchange)
+    assert not whole.isnan().any()
+    different = torch.zeros((), dtype=torch.int64, device=device)
+    for launch in range(2000):
+        tokens, is_last = 1 + 7 * launch % MAX_TOKENS, launch % 5 == 3
+        x = start[:tokens].clone()
+        heads = decode_chain(attended[:tokens], x, models[is_last].weights, exchange)
+        different += (x != whole[:tokens]).any()
+        if heads is not None:
+            different += (heads != all_heads[:tokens]).any()
+    assert different == 0
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [3, 16])
 def test_replays_have_the_bits_of_direct_launches(tokens, device):
     """Launches that depend on each other, 40 steps."""
@@ -161,6 +188,37 @@ def test_source_in_any_order_of_warps(tokens, slices, six, is_last, tmp_path):
         assert torch.equal(first, second)
 
 
+@pytest.mark.slow
+def test_launches_of_all_shapes_share_an_exchange_in_the_source(tmp_path):
+    """Counters of tokens 8 and on lag behind; all of them wrap around at 2**32."""
+    models = [make_model((), 1, CPU, is_last=last) for last in (False, True)]
+    exchange = models[0].exchange
+    exchange.launches.fill_(-2)
+    exchange.counters.fill_(-16)
+    libraries = {}
+    for tokens, is_last in ((16, False), (5, False), (5, True)):
+        folder = tmp_path / f"{tokens} {is_last}"
+        folder.mkdir()
+        weights = models[is_last].weights
+        libraries[tokens, is_last] = decode_chain_on_cpu.build(tokens, weights, folder)
+    attended, start = make_inputs(MAX_TOKENS, CPU)
+    shapes = [(16, False), (5, True), (16, False), (5, False)]
+    for seed, (tokens, is_last) in enumerate(shapes):
+        exchange.data.fill_(0xFF)  # NaN
+        x, weights = start[:tokens].clone(), models[is_last].weights
+        library = libraries[tokens, is_last]
+        heads = decode_chain_on_cpu.run(
+            library, attended[:tokens].clone(), x, weights, exchange, seed=seed
+        )
+        if seed == 0:
+            whole, all_heads = x, heads
+        assert torch.equal(x, whole[:tokens])
+        assert is_last == (heads is None)
+        assert heads is None or torch.equal(heads, all_heads[:tokens])
+    assert (exchange.launches == torch.tensor([[2], [0]])).all()
+    assert (exchange.counters == torch.tensor([16, 0])).all()
+
+
 def pack(rows, columns, qtype=QuantType.Q4_K, layout=Layout.SOA):
     return prepare_q4k(make_weight(qtype, rows, columns, CPU), layout)
 
@@ -190,6 +248,8 @@ def test_wrong_arguments():
     for wrong in (attended.float(), attended[:2], attended[:, :2048], attended[:0]):
         with pytest.raises(ArgumentError, match="attended is"):
             decode_chain(wrong, x, model.weights, model.exchange)
+    with pytest.raises(ArgumentError, match="the exchange is for 3 slices of 4096, down has 1"):
+        decode_chain(attended, x, model.weights, make_exchange(3, CPU))
     many = make_inputs(MAX_TOKENS + 1, CPU)
     with pytest.raises(ArgumentError, match=r"attended is \(17, 4096\)"):
         decode_chain(*many, model.weights, model.exchange)

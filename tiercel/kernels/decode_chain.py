@@ -28,7 +28,8 @@ HIDDEN, HEADS_WIDTH, QK_ROWS = 4096, 6144, 5120
 MAX_TOKENS = 16
 CAPABILITY = (9, 0)
 SMEM_BYTES = 227 << 10  # the most that one CTA can have
-_COLUMN_BYTES, _COLUMNS = 4352, 16  # of 8 tokens and 256 columns; of a slice
+COLUMNS = 16  # of 256 in a slice
+_COLUMN_BYTES = 4352  # of 8 tokens
 _UNIT_BYTES = {False: 2304, True: 3360}  # of a ring's place, where a matrix is Q6_K
 _WARPS = 16  # that multiply
 # (tiles of 8 tokens, whether a matrix is Q6_K) -> units of a warp in flight, unit columns of x,
@@ -64,12 +65,7 @@ class ChainTypes:
 
 def exchange_bytes(slices: int) -> int:
     """Of the buffer that activations travel through."""
-    return (slices + 2) * _COLUMNS * _COLUMN_BYTES * 2
-
-
-def flag_words(slices: int) -> int:
-    """32-bit words of flags."""
-    return (slices + 2) * 2 * CTAS
+    return (slices + 2) * COLUMNS * _COLUMN_BYTES * 2
 
 
 def smem_bytes(tokens: int, types: ChainTypes) -> int:
@@ -125,7 +121,7 @@ class _Args(ctypes.Structure):
     _fields_ = (
         ("planes", KernelPlanes * 5),
         *((name, ctypes.c_void_p) for name in ("attended", "x", "heads", "mlp_norm", "next_norm")),
-        *((name, ctypes.c_void_p) for name in ("exchange", "squares", "flags")),
+        *((name, ctypes.c_void_p) for name in ("exchange", "squares", "launches", "counters")),
         ("m", ctypes.c_int),
         ("eps", ctypes.c_float),
     )
@@ -153,7 +149,8 @@ def make_args(
     next_norm: Tensor,
     exchange: Tensor,
     squares: Tensor,
-    flags: Tensor,
+    launches: Tensor,
+    counters: Tensor,
     eps: float,
 ) -> Any:
     """Args of the source. It holds addresses alone: the tensors must outlive the launch.
@@ -167,7 +164,8 @@ def make_args(
         next_norm: (HIDDEN,) float32, of the next layer's attention.
         exchange: (`exchange_bytes`,) uint8.
         squares: (2, CTAS, 2, 8) int32, zeros before the first launch.
-        flags: (`flag_words`,) int32, zeros before the first launch.
+        launches: (2, CTAS) int32, as the next zeros before the first launch.
+        counters: (slices + 2, COLUMNS, 2) int32, for layers of so many slices alone.
         eps: of the norms.
     """
     return _Args(
@@ -175,7 +173,8 @@ def make_args(
         attended.data_ptr(),
         x.data_ptr(),
         None if heads is None else heads.data_ptr(),
-        *(tensor.data_ptr() for tensor in (mlp_norm, next_norm, exchange, squares, flags)),
+        *(tensor.data_ptr() for tensor in (mlp_norm, next_norm, exchange, squares)),
+        *(tensor.data_ptr() for tensor in (launches, counters)),
         x.shape[0],
         eps,
     )

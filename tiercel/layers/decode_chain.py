@@ -85,7 +85,7 @@ def make_decode_chain(
     """
     if not can_decode_chain(device):
         return None
-    weights = []
+    weights: list[ChainWeights] = []
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
         linears = [layer.attention.output, layer.mlp.gate_up, layer.mlp.down]
         linears += [] if following is None else [following.attention.qkv]
@@ -103,10 +103,10 @@ def make_decode_chain(
             layer.mlp_norm.weight if following is None else following.attn_norm.weight,
             eps,
         )
-        if part is None:
+        if part is None or (weights and part.slices != weights[0].slices):
             return None
         weights.append(part)
-    exchange = make_exchange(max(part.slices for part in weights), device)
+    exchange = make_exchange(weights[0].slices, device)
     return DecodeChain(layers, weights, exchange, is_dependent=has_dependent_launch())
 
 

@@ -71,18 +71,25 @@ class ChainWeights:
             self.next_norm,
             exchange.data,
             exchange.squares,
-            exchange.flags,
+            exchange.launches,
+            exchange.counters,
             self.eps,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ChainExchange:
-    """Memory through which activations travel; one serves all layers, for calls in one stream."""
+    """Memory through which activations travel; one serves all layers, for calls in one stream.
+
+    Nothing is reset between calls: every CTA counts its launches, and each launch adds the same to
+    the counters of all kinds of activations, so all layers have as many slices. Counts wrap around
+    at 2**32; the kernel asks whether they are equal, never which is larger.
+    """
 
     data: Tensor
     squares: Tensor
-    flags: Tensor
+    launches: Tensor
+    counters: Tensor
 
 
 def can_decode_chain(device: torch.device) -> bool:
@@ -148,7 +155,8 @@ def make_exchange(slices: int, device: torch.device) -> ChainExchange:
     return ChainExchange(
         torch.zeros(kernel.exchange_bytes(slices), dtype=torch.uint8, device=device),
         torch.zeros((2, kernel.CTAS, 2, 8), dtype=torch.int32, device=device),
-        torch.zeros(kernel.flag_words(slices), dtype=torch.int32, device=device),
+        torch.zeros((2, kernel.CTAS), dtype=torch.int32, device=device),
+        torch.zeros((slices + 2, kernel.COLUMNS, 2), dtype=torch.int32, device=device),
     )
 
 
@@ -168,7 +176,7 @@ def decode_chain(
         attended: (tokens, 4096) float16, contiguous; 1 to 16 tokens.
         x: (tokens, 4096) float32, contiguous, the residual; mutated.
         weights: from `prepare_decode_chain`.
-        exchange: from `make_exchange`; no other call may use it meanwhile.
+        exchange: from `make_exchange`, of as many slices; no other call may use it meanwhile.
         is_dependent: see `rtc.launch`.
 
     Returns:
@@ -187,6 +195,12 @@ def decode_chain(
             f"decode_chain: attended is {tuple(attended.shape)} {attended.dtype}, x "
             f"{tuple(x.shape)} {x.dtype}.",
             hint=f"Pass 1 to {MAX_TOKENS} contiguous rows of {hidden}, float16 and float32.",
+        )
+    if exchange.counters.shape[0] != weights.slices + 2:
+        raise ArgumentError(
+            f"decode_chain: the exchange is for {exchange.counters.shape[0] - 2} slices of 4096, "
+            f"down has {weights.slices}.",
+            hint="Pass an exchange made for layers of as many slices: make_exchange.",
         )
     if not x.is_cuda:
         return _decode_chain_torch(attended, x, weights)

@@ -1,49 +1,35 @@
 // The warps that bring activations, and those that add up and publish, for decode_chain.cu;
 // chain_products.cuh before it.
 
-// ---- the warp that brings activations: a lane those that the same warps use, in their order
+// ---- the warp that brings activations: a lane a column of each kind, in their order
 DEV void bring(const Args& g, u8* memory, u32 smem, int rank, int lane) {
   cluster_sync();
   wait_for_inputs();
-  u32 epoch[NT];
+  u32 target[NT];  // what counters reach in this launch; modulo 2^32, as they count
 #pragma unroll
-  for (int nt = 0; nt < NT; ++nt) epoch[nt] = 1 + __ldcg(g.flags + nt * CTAS + blockIdx.x);
-  // This CTA's flags are not raised before all of its warps have looked.
+  for (int nt = 0; nt < NT; ++nt)
+    target[nt] = PUBLISHERS * (1 + __ldcg(g.launches + nt * CTAS + blockIdx.x));
+  // This CTA's launches are not counted before all of its warps have looked.
   bar_sync(2, 32 * (1 + NT));
   // CTAs begin at different columns: all want the same few lines of the L2 at once.
-  const int c = (lane + (blockIdx.x >> 1)) & 3, end = 2 * (KINDS - IS_LAST);
-  int next = lane < 4 ? 0 : end;
+  const int column = ((lane + (blockIdx.x >> 1)) & 3) + (lane & 4), end = KINDS - IS_LAST;
+  int kind = lane < SIDE ? 0 : end;
 #pragma unroll 1
-  while (__any_sync(~0u, next < end)) {
-    if (next == end) continue;
-    const int kind = next >> 1;
-    bool there[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      there[i] = true;
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt) {
-        const u32* flags = g.flags + (2 * kind + nt) * CTAS + 8 * (SIDE * rank + c + 4 * i);
-        const uint4 a = load_relaxed(flags), b = load_relaxed(flags + 4);
-        there[i] &= a.x == epoch[nt] && a.y == epoch[nt] && a.z == epoch[nt] && a.w == epoch[nt];
-        there[i] &= b.x == epoch[nt] && b.y == epoch[nt] && b.z == epoch[nt] && b.w == epoch[nt];
-      }
-    }
-    const bool lost = !(there[0] && there[1]) && is_lost(memory);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if ((next & 1) != i || !(there[i] || lost)) continue;
-      const int column = c + 4 * i, at = SIDE * (kind + 1) + column, slot = at % XSLOTS;
-      const int round = at / XSLOTS;
-      if (round > 0 && !bar_has_passed(smem + Layout::X_EMPTY + 8 * slot, (round - 1) & 1))
-        continue;
-      copy_fence();
-      const u32 bar = smem + Layout::X_FULL + 8 * slot;
-      const u8* from = g.exchange + (i64)(16 * kind + SIDE * rank + column) * COLUMN;
-      bar_expect(bar, COLUMN);
-      bulk_load(smem + Layout::X + slot * COLUMN, from, COLUMN, bar);
-      ++next;
-    }
+  while (__any_sync(~0u, kind < end)) {
+    if (kind == end) continue;
+    const int from = 16 * kind + SIDE * rank + column;
+    const uint2 count = load_relaxed2(g.counters + 2 * from);
+    const bool there = count.x == target[0] && (NT == 1 || count.y == target[NT - 1]);
+    if (!there && !is_lost(memory)) continue;
+    // Lanes share slots. None takes the next round for one before it: its last column had room,
+    // so all columns XSLOTS before that one were given back, and XSLOTS >= SIDE.
+    const int at = SIDE * (kind + 1) + column, slot = at % XSLOTS, round = at / XSLOTS;
+    if (round > 0 && !bar_has_passed(smem + Layout::X_EMPTY + 8 * slot, (round - 1) & 1)) continue;
+    copy_fence();
+    const u32 bar = smem + Layout::X_FULL + 8 * slot;
+    bar_expect(bar, COLUMN);
+    bulk_load(smem + Layout::X + slot * COLUMN, g.exchange + (i64)from * COLUMN, COLUMN, bar);
+    ++kind;
   }
 }
 
@@ -104,10 +90,11 @@ struct Adder {
   DEV u32 pack(float lo, float hi) {
     return (u32)float_to_half(lo) | (u32)float_to_half(hi) << 16;
   }
-  // What `rows` gave, as activations of the matrix that takes `kind`.
+  // What `rows` gave, as activations of the matrix that takes `kind`. Each launch publishes every
+  // kind, also what nobody reads or what others were waited for in vain: counters count launches.
   DEV void publish(const float (&v)[8], int kind) {
     const int q = lane & 3, n = 8 * nt + (lane >> 2), j = blockIdx.x & 7;
-    u8* to = g.exchange + (i64)(16 * kind + blockIdx.x / 8) * COLUMN;
+    u8* to = g.exchange + (i64)(16 * kind + blockIdx.x / PUBLISHERS) * COLUMN;
     const uint4 x = make_uint4(pack(v[0], v[2]), pack(v[1], v[3]), pack(v[4], v[6]),
                                pack(v[5], v[7]));
     *(uint4*)(to + ((4 * (j & 1) + q) * TOKENS + n) * 64 + 16 * ((j >> 1) ^ (q >> 1))) = x;
@@ -122,7 +109,7 @@ struct Adder {
     }
     copy_fence();
     __syncwarp();
-    if (lane == 0) store_release(g.flags + (2 * kind + nt) * CTAS + blockIdx.x, epoch);
+    if (lane == 0) add_release(g.counters + 2 * (16 * kind + blockIdx.x / PUBLISHERS) + nt);
   }
   // Adds to the residual and publishes x times the norm's weight.
   DEV void publish_normed(float (&residual)[8], const float (&w)[8], int kind) {
@@ -189,8 +176,10 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
   load8(norm, g.mlp_norm + first);
   cluster_sync();
   wait_for_inputs();
-  const u32 epoch = 1 + __ldcg(g.flags + nt * CTAS + blockIdx.x);
+  u32* launches = g.launches + nt * CTAS + blockIdx.x;
+  const u32 epoch = 1 + __ldcg(launches);
   bar_sync(2, 32 * (1 + NT));
+  if (lane == 0) *launches = epoch;
   Adder adder = {g, memory, smem, (u32)(Layout::SCRATCH + nt * 8 * SCRATCH_PITCH), epoch,
                  rank, nt, lane, 0};
   float* x = g.x + (i64)n * HIDDEN + first;

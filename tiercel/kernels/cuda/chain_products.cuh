@@ -9,6 +9,7 @@
 #define HIDDEN 4096
 #define HEADS_WIDTH 6144      // rows of q, k, v
 #define SIDE 8                // unit columns of a slice in a CTA
+#define PUBLISHERS 8          // CTAs that own a unit column of x
 #define SLOT (ANY_SIX ? 3360 : 2304)
 // Units of a warp, two columns of each tile: of o, gate and up, down, q k v.
 #define UNITS_O 2
@@ -16,6 +17,7 @@
 #define UNITS_DOWN (2 * SLICES)
 #define UNITS_QKV (IS_LAST ? 0 : 3)
 #define UNITS (UNITS_O + UNITS_GU + UNITS_DOWN + UNITS_QKV)
+static_assert(UNITS <= 32, "a lane of a warp knows where a unit lies");
 #define KINDS (SLICES + 2)    // of published x: of gate and up, slices of down, of q k v
 #define MOST_TICKS 2          // of the clock's upper half, 2.2 s each; no launch takes as long
 #define SCRATCH_PITCH 144     // 32 floats of a token, and 16 bytes
@@ -30,7 +32,8 @@ struct Args {
   const float *mlp_norm, *next_norm;  // (HIDDEN)
   u8* exchange;            // (KINDS, 16, COLUMN)
   uint4* squares;          // (2, CTAS, 2, 2), of 8 tokens each; two lowest bits: the epoch's
-  u32* flags;              // (KINDS, 2, CTAS)
+  u32* launches;           // (2, CTAS), before this one, that had such tokens; a CTA's own
+  u32* counters;           // (KINDS, 16, 2), of a column of 8 tokens: publications so far
   int m;
   float eps;
 };
@@ -73,28 +76,30 @@ template <bool SIX> DEV void multiply_unit(float (&sum)[NT][4], u32 slot, u32 co
 // What a warp multiplies: columns `column` and 4 further of tile `pick` of two (of gate, or of
 // up) of the rows of CTA `owner`.
 struct Share { int owner, pick, column; };
-// Unit `k` of a share in order of use.
-DEV void fetch(const Args& g, int k, const Share& w, u32 slot, int lane) {
+// Where unit `k` of a share in order of use lies: in its matrix, and 24 bits up which of Args'.
+DEV u32 place_of(int k, const Share& w) {
   const int two = 2 * w.owner, column = w.column + 4 * (k & 1);
-  if (k < UNITS_O) {
-    fetch_unit<SIX_O>(g.o, (i64)(two + w.pick) * 16 + column, slot, lane);
-  } else if (k < UNITS_O + UNITS_GU) {
-    const int i = (k - UNITS_O) >> 1;
-    const int tile = 256 * (i >> 1) + two + (i & 1) + w.pick * 256 * SLICES;
-    fetch_unit<SIX_GU>(g.gate_up, (i64)tile * 16 + column, slot, lane);
-  } else if (k < UNITS_O + UNITS_GU + UNITS_DOWN) {
-    const int slice = (k - UNITS_O - UNITS_GU) >> 1;
-    const i64 unit = (i64)(two + w.pick) * (16 * SLICES) + 16 * slice + column;
-    fetch_unit<SIX_DOWN>(g.down, unit, slot, lane);
-  } else if (k < UNITS - 1) {
-    fetch_unit<SIX_QK>(g.qk, (i64)(two + w.pick) * 16 + column, slot, lane);
-  } else if (k < UNITS) {
-    const int tile = 256 + w.owner, last = w.column + 4 * w.pick;
-    if (SIX_V != SIX_QK && tile >= 320)
-      fetch_unit<SIX_V>(g.v, (i64)(tile - 320) * 16 + last, slot, lane);
-    else
-      fetch_unit<SIX_QK>(g.qk, (i64)tile * 16 + last, slot, lane);
+  if (k < UNITS_O) return (two + w.pick) * 16 + column;
+  k -= UNITS_O;
+  if (k < UNITS_GU) {
+    const int i = k >> 1, tile = 256 * (i >> 1) + two + (i & 1) + w.pick * 256 * SLICES;
+    return 1 << 24 | tile * 16 + column;
   }
+  k -= UNITS_GU;
+  if (k < UNITS_DOWN) return 2 << 24 | (two + w.pick) * (16 * SLICES) + 16 * (k >> 1) + column;
+  k -= UNITS_DOWN;
+  if (k < UNITS_QKV - 1) return 3 << 24 | (two + w.pick) * 16 + column;
+  const int tile = 256 + w.owner, last = w.column + 4 * w.pick;
+  if (SIX_V != SIX_QK && tile >= 320) return 4 << 24 | (tile - 320) * 16 + last;
+  return 3 << 24 | tile * 16 + last;
+}
+DEV void fetch(const Args& g, u32 place, u32 slot, int lane) {
+  constexpr u32 SIXES = SIX_O | SIX_GU << 1 | SIX_DOWN << 2 | SIX_QK << 3 | SIX_V << 4;
+  const Planes& matrix = (&g.o)[place >> 24];
+  if (ANY_SIX && (SIXES >> (place >> 24) & 1))
+    fetch_unit<true>(matrix, place & 0xffffff, slot, lane);
+  else
+    fetch_unit<false>(matrix, place & 0xffffff, slot, lane);
 }
 // This CTA's half of the attention's outputs into the slots of the first matrix.
 DEV void stage_attended(const Args& g, u32 smem, int rank, int tid) {
@@ -125,9 +130,14 @@ DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
   const int half = warp >> 3, c = warp & 3;
   const Share share = {((int)blockIdx.x & ~1) + half, warp >> 2 & 1, SIDE * rank + c};
   const u32 ring = smem + Layout::RING + warp * STAGES * SLOT;
+  // Lane k knows where unit k lies: to find that out for each unit anew is a fifth of its
+  // instructions, 1.0 to 2.4 us a layer (H200, results/decode_chain_polls_h200.json).
+  const u32 places = place_of(min(lane, UNITS - 1), share);
   int fetched = 0, fetch_slot = 0, slot = 0;
   auto fetch_next = [&]() {
-    fetch(g, fetched++, share, ring + fetch_slot * SLOT, lane);
+    if (fetched < UNITS)
+      fetch(g, __shfl_sync(~0u, places, fetched), ring + fetch_slot * SLOT, lane);
+    ++fetched;
     copy_commit();
     fetch_slot = fetch_slot + 1 == STAGES ? 0 : fetch_slot + 1;
   };

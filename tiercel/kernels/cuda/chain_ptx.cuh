@@ -1,5 +1,5 @@
 // PTX forms that decode_chain.cu uses besides those of q4k_ptx.cuh and, behind it,
-// exchange_ptx.cuh: barriers and memory of a cluster of two CTAs, flags between CTAs.
+// exchange_ptx.cuh: barriers and memory of a cluster of two CTAs, counters of CTAs.
 // tests/cuda_on_cpu/chain_device.hpp stands for it where there is no GPU.
 #define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
 
@@ -57,12 +57,21 @@ DEV void cluster_sync() {
 }
 
 // ---- memory that CTAs share
-DEV void store_release(u32* p, u32 v) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+// Releases what this warp stored, behind __syncwarp; all that were added before stay released, as
+// each add continues their release sequences.
+DEV void add_release(u32* p) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory");
 }
-// Between stores of threads and bulk copies of what they stored. Flags are polled relaxed: bulk
-// copies read where flags and data meet, in the L2, and start only when all flags were seen. An
-// acquire for each poll waits for each load on its own, 0.7 us.
+// Each of the two on its own.
+DEV uint2 load_relaxed2(const u32* p) {
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p)
+               : "memory");
+  return v;
+}
+// Between stores of threads and bulk copies of what they stored. Counters are polled relaxed: bulk
+// copies read where counters and data meet, in the L2, and start only when the counts were seen.
+// An acquire for each poll waits for each load on its own, 0.7 us.
 DEV void copy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- launches, clock
