@@ -101,13 +101,19 @@ def test_many_launches_have_the_same_bits(tokens, device):
     assert different == 0
 
 
+def make_models_near_the_wrap(slices, device, launches):
+    """An inner layer and a last one; counts of their exchange wrap around after some launches."""
+    models = [make_model((), slices, device, is_last=last) for last in (False, True)]
+    exchange = models[0].exchange
+    exchange.launches.fill_(-launches)
+    exchange.counters.fill_(-8 * launches)
+    return models, exchange
+
+
 @pytest.mark.gpu
 def test_launches_of_all_shapes_share_an_exchange(device):
     """Counters of tokens 8 and on lag behind; all of them wrap around at 2**32."""
-    models = [make_model((), 3, device, is_last=last) for last in (False, True)]
-    exchange = models[0].exchange
-    exchange.launches.fill_(-100)
-    exchange.counters.fill_(-800)
+    models, exchange = make_models_near_the_wrap(3, device, 100)
     attended, start = make_inputs(MAX_TOKENS, device)
     whole = start.clone()
     all_heads = decode_chain(attended, whole, models[0].weights, exchange)
@@ -191,10 +197,7 @@ def test_source_in_any_order_of_warps(tokens, slices, six, is_last, tmp_path):
 @pytest.mark.slow
 def test_launches_of_all_shapes_share_an_exchange_in_the_source(tmp_path):
     """Counters of tokens 8 and on lag behind; all of them wrap around at 2**32."""
-    models = [make_model((), 1, CPU, is_last=last) for last in (False, True)]
-    exchange = models[0].exchange
-    exchange.launches.fill_(-2)
-    exchange.counters.fill_(-16)
+    models, exchange = make_models_near_the_wrap(1, CPU, 2)
     libraries = {}
     for tokens, is_last in ((16, False), (5, False), (5, True)):
         folder = tmp_path / f"{tokens} {is_last}"

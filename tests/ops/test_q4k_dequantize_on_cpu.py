@@ -4,17 +4,13 @@ import pytest
 import torch
 
 from tests.ops.test_dequantize import as_tensor, random_blocks
-from tests.split_attention_on_cpu import Processor
 from tiercel.kernels import q4k_dequantize as kernel
-from tiercel.kernels import rtc
 from tiercel.ops.dequantize import dequantize
 
 
 @pytest.mark.parametrize("type_name", ["Q4_K", "Q6_K", "Q5_K", "Q8_0"])
-def test_rows_by_number(type_name, monkeypatch, tmp_path):
-    processor = Processor(tmp_path)
-    monkeypatch.setattr(rtc, "load_kernel", processor.load_kernel)
-    monkeypatch.setattr(rtc, "launch", processor.launch)
+@pytest.mark.usefixtures("on_processor")
+def test_rows_by_number(type_name):
     weight = as_tensor(random_blocks(type_name, 21, 3).reshape(21, -1), type_name, "cpu")
     whole = dequantize(weight, torch.float32)
     for index in (None, torch.tensor([20]), torch.randint(0, 21, (35,))):

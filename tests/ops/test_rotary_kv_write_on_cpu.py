@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from tests.ops.test_rotary_kv_write import Case
-from tests.split_attention_on_cpu import Processor
 from tiercel.kernels import rotary_kv_write as kernel
-from tiercel.kernels import rtc
 
 CPU = torch.device("cpu")
 # One rounding of the result, and those of float32 before it.
@@ -34,16 +32,8 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def processor(tmp_path_factory):
-    """Keeps what it compiled from test to test."""
-    return Processor(tmp_path_factory.mktemp("cuda_on_cpu"))
-
-
 @pytest.fixture(autouse=True)
-def _on_cpu(processor, monkeypatch):
-    monkeypatch.setattr(rtc, "load_kernel", processor.load_kernel)
-    monkeypatch.setattr(rtc, "launch", processor.launch)
+def _on_cpu(on_processor, monkeypatch):
     monkeypatch.setattr(kernel, "has_cuda_kernel", lambda *_: True)
 
 

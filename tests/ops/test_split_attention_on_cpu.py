@@ -9,8 +9,6 @@ import torch
 
 from tests.ops.test_split_attention import alone, check_case, run_kernel
 from tests.paged_batches import make_case
-from tests.split_attention_on_cpu import Processor
-from tiercel.kernels import rtc
 from tiercel.kernels import split_attention as kernel
 
 CPU = torch.device("cpu")
@@ -25,16 +23,8 @@ WAYS = (
 )
 
 
-@pytest.fixture(scope="module")
-def processor(tmp_path_factory):
-    """Keeps what it compiled from test to test."""
-    return Processor(tmp_path_factory.mktemp("cuda_on_cpu"))
-
-
 @pytest.fixture(autouse=True)
-def _on_cpu(processor, monkeypatch):
-    monkeypatch.setattr(rtc, "load_kernel", processor.load_kernel)
-    monkeypatch.setattr(rtc, "launch", processor.launch)
+def _on_cpu(on_processor, monkeypatch):
     # So few that merges of some cases have a column a lane, of others two.
     monkeypatch.setattr(kernel, "_num_sms", lambda device: 4)
 

@@ -105,8 +105,8 @@ _MERGES = (
 _MERGE_OF_FEW_ROWS = MergeConfig(72, 4, 1, 3)
 _FEW_RESULTS = 1 << 14  # elements
 # More results than CTAs of a column a lane can wait for, one an SM beside the first kernel: half as
-# many CTAs, of which two fit. 16 x 600 under a bound of 4,096 takes 13.1 us, 15.2 by the launch for
-# so many splits; 23 x 600 17.7 and 23.4; 16 x 2,048 37.3 and 39.5; 16 x 8,192 139 and 141 (H200).
+# many CTAs, of which two fit. Under a bound of 40,960 tokens 16 x 600 takes 13.1 us, 15.2 by the
+# launch for so many splits; 23 x 600 17.7 and 23.4; 16 x 2,048 37.3 and 39.5 (H200).
 _MERGE_OF_MANY_ROWS = MergeConfig(16, 8, 2, 4)
 _RESULTS_OF_CTA = 256  # of 8 warps, a column a lane
 

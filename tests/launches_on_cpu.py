@@ -1,4 +1,4 @@
-"""Runs launches of split attention on a processor, kernel by kernel; see cuda_on_cpu/device.hpp."""
+"""Runs launches on a processor, kernel by kernel; see cuda_on_cpu/attention_device.hpp."""
 
 from __future__ import annotations
 
