@@ -146,15 +146,15 @@ def source_cases():
     are too large.
     """
     for qtype in TYPES:
-        yield qtype, 4352, 10, True, 2
-        yield qtype, 1280, 3, False, 2
-        yield qtype, 1280, 3, False, 1
-    for qtype in SMALL_BLOCKS:
         most = 1 if qtype is QuantType.Q8_0 else 2
-        yield qtype, 4384, 10, True, most
-        yield qtype, 96, 1, False, most
+        if qtype in SMALL_BLOCKS:
+            yield qtype, 4384, 10, True, most
+            yield qtype, 96, 1, False, most
+        yield qtype, 4352, 10, True, most
         for stages in range(1, most + 1):
-            yield qtype, 576, 16, False, stages
+            yield qtype, 1280, 3, False, stages
+            if qtype in SMALL_BLOCKS:
+                yield qtype, 576, 16, False, stages
 
 
 @pytest.mark.slow
