@@ -44,7 +44,7 @@ _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SMEM_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
-_SWIZZLE_128B, _PROMOTE_256B = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, _L2_PROMOTION_L2_256B
+_SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +421,7 @@ def _encode_tensor_map(
         (ctypes.c_uint32 * 3)(1, 1, 1),
         0,  # not interleaved
         _SWIZZLE_128B,
-        _PROMOTE_256B,
+        0,  # the last-level cache fetches no more than a box: less of heads that lie among others
         0,  # zeros outside
     )
     _check(code, f"describing {dims} in steps of {steps} by boxes {box}")
