@@ -62,18 +62,21 @@ class SplitAttentionConfig:
         stages: tiles of keys and values of a CTA, in flight or in use.
         ctas: resident on an SM.
         room: CTAs that the registers of an SM hold, more than `ctas` where merges wait beside them.
+        kept: requests at most, whose lengths lie in shared memory.
     """
 
     row_tiles: int
     stages: int
     ctas: int
     room: int
+    kept: int = 512
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory of a CTA: the ring, weights, maxima and sums."""
+        """Dynamic shared memory of a CTA: the ring, weights, maxima, sums and lengths."""
         rows, keys = 8 * self.row_tiles, TILE_KEYS[head_dim]
         stage = (2 * keys + rows) * head_dim * 2
-        return self.stages * stage + rows * (2 * keys + 2 * 4 * 4)
+        lengths = 4 * (3 * self.kept + 1)
+        return self.stages * stage + rows * (2 * keys + 2 * 4 * 4) + lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +118,10 @@ _RESULTS_OF_CTA = 256  # of 8 warps, a column a lane
 _LAUNCHES = {
     (64, 8): (SplitAttentionConfig(1, 3, 2, 4), SplitAttentionConfig(1, 2, 1, 1)),
     (64, 16): (SplitAttentionConfig(2, 3, 2, 2), SplitAttentionConfig(2, 2, 1, 1)),
-    (64, 24): (SplitAttentionConfig(3, 3, 2, 2), SplitAttentionConfig(3, 2, 1, 1)),
+    (64, 24): (SplitAttentionConfig(3, 3, 2, 2, kept=96), SplitAttentionConfig(3, 2, 1, 1)),
     (64, 32): (SplitAttentionConfig(4, 2, 2, 2),),
     (128, 8): (SplitAttentionConfig(1, 3, 2, 4), SplitAttentionConfig(1, 2, 1, 1)),
-    (128, 16): (SplitAttentionConfig(2, 3, 2, 2), SplitAttentionConfig(2, 2, 1, 1)),
+    (128, 16): (SplitAttentionConfig(2, 3, 2, 2, kept=192), SplitAttentionConfig(2, 2, 1, 1)),
     (128, 24): (SplitAttentionConfig(3, 2, 2, 2),),
     (128, 32): (SplitAttentionConfig(4, 2, 2, 2),),
     (256, 8): (SplitAttentionConfig(1, 3, 1, 1), SplitAttentionConfig(1, 2, 1, 1)),
@@ -172,6 +175,7 @@ def attention_source(
         ("BLOCK_SIZE", block_size),
         ("STAGES", config.stages),
         ("CTAS", config.room),
+        ("KEPT", config.kept),
     )
     return rtc.KernelSource("split_attention", macros, (_PTX, "split_ptx", *_HEADERS))
 

@@ -19,13 +19,15 @@
 // order, whatever the number of rows.
 //
 // Copies queue for some 4 us, and what else is read from memory waits in the same queue: blocks are
-// looked up a tile early, and the next request's table and the first queries come to the cache early.
+// looked up a tile early, the next request's table and the first queries come to the cache early, and
+// lengths are read once, to shared memory.
 //
 // With dependent launch, lengths, tables and keys older than this step are read before the kernel
 // ahead has ended: they must have been written before that one began (docs/notes/attention.md).
 //
 // Macros: D (head_dim: 64, 128, 256), TILE (keys: 64, 128), BLOCK_SIZE (of the cache, a multiple of
-// 64), NR (tiles of 8 rows: 1 to 4), STAGES, CTAS (an SM, for the registers), IS_BF16, FOLDS.
+// 64), NR (tiles of 8 rows: 1 to 4), STAGES, CTAS (an SM, for the registers), IS_BF16, FOLDS, KEPT
+// (requests whose lengths have room in shared memory).
 #define WARPS 4
 #define KT (TILE / 64)               // times 16 keys: what a warp scores
 #define SPAN (TILE < BLOCK_SIZE ? TILE : BLOCK_SIZE)  // keys of a tile that lie in one block
@@ -38,6 +40,7 @@
 #define WEIGHTS (STAGES * STAGE_BYTES)      // (ROWS, TILE) in 16 bits
 #define MAXIMA (WEIGHTS + ROWS * TILE * 2)  // (ROWS, WARPS) float
 #define SUMS (MAXIMA + ROWS * 16)           // (ROWS, WARPS) float
+#define LENGTHS (SUMS + ROWS * 16)          // (3 * KEPT + 1,) int
 
 // Where piece `piece` of row `row` lies among rows of `pieces` pieces, without bank conflicts.
 DEV u32 swizzled(int row, int piece, int pieces) {
@@ -87,8 +90,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   // A constant that the compiler does not make again and again, from a slow register.
   const u32 smem = __shfl_sync(~0u, shared_address(memory), 0);
-  const Lengths lengths{rows, cu_seqlens, seq_lens, reqs, kv_heads, group, window, heads_inside};
   let_dependents_start();
+  int* kept = (int*)(memory + LENGTHS);
+  const bool is_kept = reqs <= KEPT;
+  if (is_kept) {
+    for (int i = tid; i <= reqs; i += 32 * WARPS) {
+      const int request = min(i, reqs - 1);
+      const int row = rows[request], seq_len = seq_lens[request], first_token = cu_seqlens[i];
+      kept[2 * KEPT + i] = first_token;
+      if (i < reqs) kept[i] = row, kept[KEPT + i] = seq_len;
+    }
+    __syncthreads();
+  }
+  const Lengths lengths{is_kept ? kept : rows, is_kept ? kept + 2 * KEPT : cu_seqlens,
+                        is_kept ? kept + KEPT : seq_lens, reqs, kv_heads, group, window,
+                        heads_inside};
 
   Walk ahead;
   ahead.start(lengths, blockIdx.x);
@@ -113,8 +129,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     const int next = ahead.request + 1;
     if (tid || next >= reqs) return;
     Request of;
-    of.load(next, cu_seqlens, seq_lens, window);
-    if (of.seq_len > 0) prefetch_line(tables + rows[next] * table_stride + of.low / BLOCK_SIZE);
+    of.load(next, lengths.cu_seqlens, lengths.seq_lens, window);
+    if (of.seq_len > 0) prefetch_line(tables + lengths.rows[next] * table_stride + of.low / BLOCK_SIZE);
   };
   // Where this thread's piece of row `row` of a unit lies, or null.
   auto find_query = [&](const Walk& at, int row) {
@@ -198,6 +214,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
         wait_for_predecessor();
         has_waited = true;
       }
+      // What the kernel ahead reads at its end waits behind one tile of each CTA, not behind two.
+      if (i && !has_waited) copy_wait<0>();
       fetch(i, i > 0);
     }
     copy_commit();  // tiles are counted by groups
