@@ -125,14 +125,19 @@ def q4k_sources(name):
 
 
 def is_rare(source, config):
-    """Whether this reads the file's layout of a type that is neither Q4_K nor Q6_K."""
-    is_other = "q4k_fields" in source.headers and config is not None
-    return is_other and ("IN_FILE", 1) in source.macros
+    """Whether another one compiles much the same.
+
+    Of a type that is neither Q4_K nor Q6_K all but the planes' reader for 16 tokens and decoder, of
+    those two the file's layout for rows that are split.
+    """
+    is_file = ("IN_FILE", 1) in source.macros
+    if "q4k_fields" in source.headers:
+        return is_file or ("TOKENS", 1) in source.macros
+    return is_file and config is not None and config.is_split
 
 
 Q4K_SOURCES = {source: config for name in UNIT_TYPES for source, config in q4k_sources(name)}
-# All on Hopper, of most types those that read planes; elsewhere the widest of each type and layout,
-# and what decodes.
+# On Hopper, and elsewhere the widest of each type and layout and what decodes.
 Q4K_CASES = [
     pytest.param(source, ARCH, marks=[pytest.mark.slow] * is_rare(source, config))
     for source, config in Q4K_SOURCES.items()
@@ -177,9 +182,14 @@ def gemm_cases():
                 yield select_q4k_gemm(name, shape, tokens), name
 
 
-# Two parts of a row compile as six do.
+# Parts of a row compile as six do, numbers of tokens between the ends as those do.
 GEMM_CASES = [
-    pytest.param(config, name, marks=[pytest.mark.slow] * (config.splits == 2))
+    pytest.param(
+        config,
+        name,
+        marks=[pytest.mark.slow]
+        * (config.splits == 2 or config.tokens not in (TOKEN_CLASSES[0], TOKEN_CLASSES[-1])),
+    )
     for config, name in sorted(set(gemm_cases()), key=str)
 ]
 
@@ -204,7 +214,14 @@ def test_images_of_tokens_compile(name, tokens, tmp_path):
     assert compile_here(image_source(name, tokens), tmp_path)
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=str)
+# Another type and the largest group compile much as the others.
+SOURCE_CASES = [
+    pytest.param(source, marks=[pytest.mark.slow] * (number in (2, 4)))
+    for number, source in enumerate(SOURCES)
+]
+
+
+@pytest.mark.parametrize("source", SOURCE_CASES, ids=str)
 def test_multi_item_attention_compiles_as_designed(source, tmp_path):
     """Registers as setmaxnreg wants them, no spill among products, and none waits for itself."""
     cubin = compile_here(source, tmp_path)

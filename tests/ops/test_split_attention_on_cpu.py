@@ -4,6 +4,8 @@ Queries and new keys are NaN until they are waited for; CTAs and warps come in a
 anywhere in rows.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,18 @@ def test_rows_of_two_tiles(processor):
     """7 heads a group, which tiles of 8 rows cut."""
     requests = [(2, 140), (2, 2), (2, 64), (2, 900), (2, 257)]
     check_source(processor, requests, (14, 2, 64), 0, torch.bfloat16, ways=WAYS[:1])
+
+
+def test_more_requests_than_lengths_kept(processor, monkeypatch):
+    """Then lengths are read where they are."""
+    case = make_case([(1, 65), (2, 140), (1, 300), (1, 1)], (4, 1, 128), 64, torch.float16, CPU)
+    kept = run(processor, case, 0, 5, folds=True)
+    select = kernel.select_split_attention
+    monkeypatch.setattr(
+        kernel, "select_split_attention", lambda *shape: replace(select(*shape), kept=3)
+    )
+    for shares in (1, 5):
+        assert torch.equal(kept, run(processor, case, 0, shares, folds=True))
 
 
 def test_requests_of_no_tokens_or_no_keys(processor):
