@@ -24,6 +24,7 @@ LONG_FILES = (
     "tests/ops/test_paged_attention.py",
     "tests/test_llm_spec_forms.py",
     "tests/serve/test_lifecycle.py",
+    "tests/serve/test_surroundings.py",
     "tests/ops/test_multi_item_attention.py",
     "tests/serve/test_soak.py",
     "tests/ops/test_split_attention.py",

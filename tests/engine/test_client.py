@@ -1,9 +1,7 @@
 """Requests in a real engine process: streams, ends, aborts in every state, the queue's bound."""
 
 import asyncio
-import os
 import random
-import signal
 from dataclasses import replace
 from time import perf_counter, thread_time
 
@@ -14,16 +12,13 @@ import torch
 from tests.engine_process import (
     Maker,
     descriptors,
-    is_alive,
     make_client,
     open_client,
     read,
     wait_idle,
     wait_until,
 )
-from tests.gguf_files import tiny_model
-from tests.patience import PATIENCE_S
-from tests.tiny_llm import LLAMA, PROMPTS, greedy, ids_of, open_tiny
+from tests.tiny_llm import PROMPTS, greedy, ids_of, open_tiny
 from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.messages import (
     Delta,
@@ -41,12 +36,7 @@ from tiercel.engine.score_inputs import ScoreInputs
 from tiercel.engine.score_params import ScoreParams
 from tiercel.engine.supervisor import EngineState
 from tiercel.errors import (
-    ArgumentError,
-    EngineDeadError,
     InvalidRequestError,
-    ModelFormatError,
-    ModelNotFoundError,
-    OutOfMemoryError,
     QueueFullError,
 )
 from tiercel.params import SamplingParams
@@ -451,107 +441,3 @@ def test_an_engine_forgets_what_it_counted_and_kept(bench):
     assert hits == [0, 64, 0]
     assert totals == EngineStats()
     assert 90 <= after.num_prompt_tokens < 180
-
-
-def test_who_waits_for_an_engine_to_forget_hears_of_its_death():
-    async def main():
-        client = await open_client(**SMALL)
-        os.kill(client.pid, signal.SIGSTOP)
-        forgetting = asyncio.create_task(client.forget())
-        await asyncio.sleep(0.1)
-        assert not forgetting.done()
-        os.kill(client.pid, signal.SIGKILL)
-        await asyncio.wait_for(forgetting, PATIENCE_S)
-        await client.forget()  # nobody is there
-        await client.close()
-
-    asyncio.run(main())
-
-
-def test_what_is_live_at_the_end_is_drained_then_aborted():
-    async def main():
-        client = await open_client(**{**SMALL, "max_num_seqs": 3})
-        make = Maker(client.info)
-        pid = client.pid
-        short, long = make("a", greedy(8)), make("a", greedy(2000))
-        streams = [client.submit(short), client.submit(long)]
-        await anext(streams[1])
-        closing = asyncio.create_task(client.close(0.6))
-        await asyncio.sleep(0)
-        assert client.state is EngineState.DRAINING
-        with pytest.raises(EngineDeadError, match="draining"):
-            client.submit(make("a"))
-        outcome = await asyncio.gather(*(read(stream) for stream in streams))
-        await closing
-        await client.close()
-        assert [updates[-1].finish_reason for updates in outcome] == ["length", "abort"]
-        assert not is_alive(pid)
-        with pytest.raises(EngineDeadError):
-            await client.wait_ready()
-
-    asyncio.run(main())
-
-
-def test_an_engine_may_be_closed_while_it_loads():
-    async def main():
-        client = make_client()
-        await client.start()
-        pid = client.pid
-        assert client.state is EngineState.LOADING
-        with pytest.raises(EngineDeadError, match="loading"):
-            client.check_room()
-        waiting = asyncio.create_task(client.wait_ready())
-        await asyncio.sleep(0.1)
-        await asyncio.wait_for(client.close(), PATIENCE_S)
-        assert not is_alive(pid)
-        with pytest.raises(EngineDeadError):
-            await waiting
-
-    asyncio.run(main())
-
-
-@pytest.mark.reliability
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (ModelNotFoundError, "gone.gguf"),
-        (ModelFormatError, "cut.gguf"),
-        (OutOfMemoryError, "the cache of one sequence"),
-        (ArgumentError, "TIERCEL_FAULTS is set"),
-    ],
-)
-def test_errors_of_loading_keep_their_class_and_are_final(tmp_path, monkeypatch, kind, words):
-    path = tmp_path / words
-    if kind is ModelFormatError:
-        path.write_bytes(LLAMA.read_bytes()[:5000])
-    elif kind is OutOfMemoryError:
-        # 1 MiB of cache a token and 256 GiB in all, but 17 MB of weights.
-        path = tiny_model(
-            tmp_path / "wide.gguf",
-            layers=16,
-            hidden=32,
-            heads=64,
-            kv_heads=64,
-            head_dim=128,
-            context=2**18,
-        )
-    elif kind is ArgumentError:
-        path = LLAMA
-        monkeypatch.setenv("TIERCEL_FAULTS", "exit@start")
-
-    async def main():
-        client = make_client(path)
-        await client.start()
-        with pytest.raises(kind, match=words) as caught:
-            await client.wait_ready()
-        assert type(caught.value) is kind
-        await asyncio.wait_for(client.wait_ended(), 1)
-        assert client.state is EngineState.DEAD
-        assert client.num_restarts == 0
-        assert words in client.failure
-        assert client.pid is None
-        with pytest.raises(EngineDeadError, match="dead"):
-            client.check_room()
-        await client.close()
-
-    asyncio.run(main())

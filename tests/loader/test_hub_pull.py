@@ -1,97 +1,27 @@
 """A model of a hub arrives whole or not at all, whatever the hub, the network and the disk do."""
 
-import errno
 import hashlib
 import importlib.metadata
 import os
-import shutil
-import signal
-import subprocess
-import sys
-from collections import namedtuple
-from pathlib import Path
 
 import httpx2
 import pytest
 
-from tests.loader.hub_server import COMMIT, Hub, Place
+from tests.loader.hub_cases import (
+    FILE,
+    FOLDER,
+    GGUF,
+    MODEL,
+    OTHER,
+    file_names,
+    leftovers,
+    pull,
+    refusal,
+    resolve,
+)
+from tests.loader.hub_server import COMMIT, Hub
 from tests.loopback import served
-from tests.patience import wait_for
-from tiercel.errors import ModelNotFoundError
-from tiercel.loader import hub, hub_client, hub_folder, hub_pull
-
-GGUF = b"GGUF" + bytes(range(251)) * 2000  # half a megabyte, eight pieces of the server
-OTHER = b"GGUF" + bytes(range(7)) * 3000
-FOLDER = {
-    "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
-    "tokenizer.json": b"{}",
-    "model.safetensors": bytes(range(256)) * 40,
-    "README.md": b"words",
-}
-REPOSITORIES = {
-    "acme/tiny": {"tiny-Q4_K_M.gguf": GGUF, "tiny-Q8_0.gguf": OTHER, "README.md": b"words"},
-    "acme/folder": FOLDER,
-    "acme/split": {
-        "q/m-00001-of-00002.gguf": OTHER + b"1",
-        "q/m-00002-of-00002.gguf": OTHER + b"2",
-    },
-}
-MODEL = "acme/tiny"
-FILE = "tiny-Q4_K_M.gguf"
-
-
-@pytest.fixture(scope="module")
-def place():
-    place = Place()
-    with served(place) as place.address:
-        yield place
-
-
-@pytest.fixture
-def server(place, tmp_path, monkeypatch):
-    """A hub and an empty cache."""
-    for name in ("TIERCEL_MODEL", "TIERCEL_OFFLINE", "HF_TOKEN", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TIERCEL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub_pull, "RETRY_DELAYS_S", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(hub_client.constants, "HF_HUB_OFFLINE", False)  # read at its import
-    repositories = {name: dict(files) for name, files in REPOSITORIES.items()}
-    place.hub = Hub(repositories)
-    monkeypatch.setenv("HF_ENDPOINT", place.address)
-    return place.hub
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Where the files of `acme/tiny` lie."""
-    return tmp_path / "cache/models/hub/acme/tiny/main"
-
-
-def resolve(model=MODEL, offline=False, report=None):
-    return hub.resolve(model, offline=offline, report=report)
-
-
-def pull(model=MODEL, offline=False, report=None, **kwargs):
-    return hub.pull(model, offline=offline, report=report, **kwargs)
-
-
-def refusal(function, *args, **kwargs):
-    """The message and hint of the refusal, which must be one line."""
-    with pytest.raises(ModelNotFoundError) as caught:
-        function(*args, **kwargs)
-    text = f"{caught.value} {caught.value.hint}"
-    assert "\n" not in text
-    return text
-
-
-def file_names(folder):
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-
-
-def leftovers(folder):
-    return [name for name in file_names(folder) if name.endswith(".part")]
+from tiercel.loader import hub_client, hub_folder, hub_pull
 
 
 def test_a_model_is_fetched_once_and_then_needs_no_network(server, folder, monkeypatch):
@@ -386,180 +316,3 @@ def test_a_listing_that_is_none(server, tmp_path, listing):
     text = refusal(resolve)
     assert "is no list of files" in text or "names the commit" in text
     assert not list(tmp_path.rglob("*.gguf"))
-
-
-@pytest.mark.parametrize("damage", ["cut", "random", "gone"])
-def test_a_damaged_model_is_fetched_again(server, damage):
-    path = resolve()
-    if damage == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(GGUF[:100] if damage == "cut" else b"x" * len(GGUF))
-        os.utime(path, ns=(1, 1))
-    assert "switched off" in refusal(resolve, offline=True)
-    assert resolve().read_bytes() == GGUF
-
-
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"commit": "x", "files": [["a"]]}'])
-def test_a_damaged_listing_is_asked_for_again(server, folder, damage):
-    path = resolve()
-    (folder / ".state/listing").write_bytes(damage)
-    assert "switched off" in refusal(resolve, offline=True)
-    assert resolve() == path
-    assert len(server.asked("/storage/")) == 1  # the file itself was whole
-
-
-@pytest.mark.parametrize("variable", [False, True])
-def test_offline_asks_nothing(server, monkeypatch, variable):
-    if variable:
-        monkeypatch.setenv("TIERCEL_OFFLINE", "1")
-    for function in (resolve, pull):
-        assert "downloads are switched off" in refusal(function, offline=not variable)
-    assert not server.requests
-
-
-def test_the_librarys_own_offline_switch(server, monkeypatch):
-    monkeypatch.setattr(hub_client.constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set" in refusal(resolve)
-    assert not server.requests
-
-
-@pytest.mark.parametrize("version", [None, "1.33.0"])
-def test_the_missing_extra_is_named(server, monkeypatch, version):
-    def look(name):
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(importlib.metadata, "version", look)
-    assert "Run pip install 'tiercel[hub]'" in refusal(resolve)
-    assert not server.requests
-
-
-def test_nothing_heavy_is_imported_without_a_hub_name():
-    code = (
-        "import sys; from tiercel.loader import hub, hub_folder\n"
-        "hub.resolve('.', offline=False, report=None)\n"
-        "list(hub_folder.list_cached())\n"
-        "print(sorted({'huggingface_hub', 'httpx2', 'torch'} & set(sys.modules)))"
-    )
-    root = str(Path(__file__).parents[2])
-    output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
-    )
-    assert output.stdout.strip() == "[]"
-
-
-def test_a_full_disk_is_seen_before_the_download(server, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(10, 5, 5))
-    assert "is full; 1 MB are missing" in refusal(resolve)
-    assert not server.asked("/storage/")
-
-
-def test_a_disk_that_fills_up(server, folder, monkeypatch):
-    def full(_fd):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(hub_pull.os, "fsync", full)
-    assert "is full" in refusal(resolve)
-    assert file_names(folder / "tiny") == []
-    monkeypatch.undo()
-
-
-def test_a_cache_that_cannot_be_made(server, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv("TIERCEL_CACHE", str(tmp_path / "file"))
-    text = refusal(resolve)
-    assert "the model cannot be stored in" in text
-    assert "TIERCEL_CACHE" in text
-
-
-def test_a_read_only_cache(server, folder, monkeypatch):
-    real = os.open
-
-    def refuse(path, flags, *args, **kwargs):  # root may write anywhere: simulated
-        if flags & os.O_CREAT and str(path).endswith(".part"):
-            raise OSError(errno.EROFS, "Read-only file system", str(path))
-        return real(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refuse)
-    assert "cannot be stored" in refusal(resolve)
-    assert "Read-only file system" in refusal(resolve)
-    assert file_names(folder / "tiny") == []
-
-
-SCRIPT = "from tiercel.loader import hub; print(hub.resolve('{}', offline=False, report=None))"
-
-
-def start(model=MODEL):
-    """A process that fetches the model."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(model)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-@pytest.mark.timeout(120)
-def test_two_processes_at_once_fetch_one_copy(server, folder):
-    server.pause_s = 0.05
-    children = [start() for _ in range(2)]
-    for child in children:
-        output, error = child.communicate(timeout=60)
-        assert child.returncode == 0, error
-        assert Path(output.strip()).read_bytes() == GGUF
-    assert len(server.asked("/storage/")) == 1
-    assert not leftovers(folder)
-
-
-@pytest.mark.timeout(120)
-def test_a_killed_process_leaves_a_part_that_is_continued(server, folder):
-    server.pause_s = 0.3
-    child = start()
-    wait_for(lambda: any((folder / part).stat().st_size for part in leftovers(folder)), 60)
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
-    assert file_names(folder / "tiny") == []
-    server.pause_s = 0.0
-    server.requests.clear()
-    assert resolve().read_bytes() == GGUF
-    assert "range" in server.asked("/storage/")[0]
-
-
-def test_a_file_system_without_locks(server, folder, monkeypatch):
-    class NoLock(hub_folder.store.filelock.FileLock):
-        def _acquire(self):
-            raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(hub_folder.store.filelock, "FileLock", NoLock)
-    server.cut_after[FILE] = [150_000, 0, 0, 0, 0]
-    assert "cannot be reached" in refusal(resolve)
-    assert not leftovers(folder)  # another process could be writing: nothing is shared
-    server.cut_after.clear()
-    assert resolve().read_bytes() == GGUF
-
-
-def test_remove(server, tmp_path):
-    resolve(f"{MODEL}:Q8_0")
-    resolve()
-    pull(revision=COMMIT)
-    assert hub.remove(f"{MODEL}:Q8_0", revision="main", report=None) == len(OTHER)
-    assert [len(model.files) for model in hub_folder.list_cached()] == [1, 1]
-    assert hub.remove(MODEL, revision=COMMIT, report=None) > len(GGUF)
-    assert resolve(offline=True).exists()
-    assert hub.remove(MODEL, revision=None, report=None) > len(GGUF)
-    assert list(hub_folder.list_cached()) == []
-    assert not (tmp_path / "cache/models/hub/acme").exists()
-    for model in (MODEL, "acme/nothing", "smollm2"):
-        assert "hold" in refusal(hub.remove, model, revision=None, report=None)
-
-
-def test_an_existing_path_wins(server, tmp_path, monkeypatch):
-    (tmp_path / "acme/tiny").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert resolve() == Path("acme/tiny")
-    assert not server.requests

@@ -25,3 +25,9 @@ def default_server(default_model, tmp_path_factory):
     log_path = tmp_path_factory.mktemp("log") / "default_server.log"
     with start_server(default_model, log_path=log_path) as running:
         yield running
+
+
+@pytest.fixture
+def log_path(tmp_path):
+    """For the log of a server that a test starts itself."""
+    return tmp_path / "server.log"

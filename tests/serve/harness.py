@@ -174,3 +174,9 @@ def is_running(pid):
 
 def num_descriptors(pid):
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def is_answering(server):
+    with contextlib.suppress(httpx.HTTPError):
+        return server.get("/health").status_code == 200
+    return False

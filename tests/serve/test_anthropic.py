@@ -12,7 +12,8 @@ from tests.serve.fake_client import (
     fake_info,
     fake_tokenizer,
 )
-from tests.serve.test_openai_chat import ARGUMENTS, THINKING, called, prompt_of
+from tests.serve.test_openai_chat import ARGUMENTS, THINKING, prompt_of
+from tests.serve.test_openai_chat_tools import called
 from tiercel.engine.streams import TokenUpdate
 from tiercel.serve import respond
 

@@ -83,11 +83,11 @@ def ngram_source(
         ("UNROLL", config.unroll),
         ("CTAS", config.ctas),
     )
-    return rtc.KernelSource(op, macros, ("ngram_draft",))
+    return rtc.KernelSource(op, macros, ("ngram_tiles", "ngram_draft"))
 
 
 class _Args(ctypes.Structure):
-    """`Args` of ngram_draft.cuh."""
+    """`Args` of ngram_tiles.cuh."""
 
     _fields_ = (
         ("prompt", ctypes.c_void_p),

@@ -1,5 +1,5 @@
 // The search of ngram_match with an index of first occurrences, so that a step costs as much as it
-// has new tokens. Behind: ngram_draft.cuh. Host side: ngram_index.py.
+// has new tokens. Behind: ngram_tiles.cuh, ngram_draft.cuh. Host side: ngram_index.py.
 //
 // Per row and window size n: an open-addressing table of places, each with 8 bits of its window's
 // hash below it, so that slots of other windows need no look at their tokens. A place names a
@@ -19,7 +19,7 @@
 // another; else the last CTA divides the budget.
 // Extension (parts > 0): `parts` CTAs per row insert and nobody drafts.
 //
-// Macros besides those of ngram_draft.cuh: LARGEST_N, of the windows; up to 4 are held in registers.
+// Macros besides those of ngram_tiles.cuh: LARGEST_N, of the windows; 4 at most are in registers.
 #define EMPTY 0x7fffffff
 #define TAG_BITS 8
 #define TAGS ((1 << TAG_BITS) - 1)
@@ -99,7 +99,7 @@ __device__ __forceinline__ unsigned make_rank(const Args& a, int n, int place) {
   return (unsigned)(a.max_n - n) << PLACE_BITS | place;
 }
 
-// The key of ngram_draft.cuh.
+// The key of ngram_tiles.cuh.
 __device__ __forceinline__ u64 make_key(const Row& r, unsigned rank) {
   if (rank == NO_RANK) return NONE;
   const int place = rank & (1 << PLACE_BITS) - 1;

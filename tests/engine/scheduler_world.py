@@ -1,0 +1,266 @@
+"""Random requests and what happens to them, for tests of the scheduler; each plan is checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from tests.engine.fake_device import VOCAB_SIZE, FakeRunner, next_token
+from tiercel.cache.allocator import NULL_BLOCK
+from tiercel.cache.manager import CacheManager, GroupBlocks
+from tiercel.engine.config import EngineConfig
+from tiercel.engine.engine import Engine
+from tiercel.engine.request import Request, Status
+from tiercel.engine.scheduler import Scheduler
+from tiercel.engine.score import ScoreRead, ScoreTask
+from tiercel.params import SamplingParams
+from tiercel.spec.config import SpecConfig
+from tiercel.spec.policy import DraftPolicy
+
+STOP_IDS = frozenset({0})
+READS = ((ScoreRead(0, (1,)),),)  # the fake device has one value for each item
+
+
+def decode_alone(prompt, max_tokens, window=0):
+    """What a request must answer, one token after the other."""
+    output = []
+    while len(output) < max_tokens and (not output or output[-1] not in STOP_IDS):
+        output.append(next_token(prompt + output, window))
+    return output
+
+
+@dataclass
+class Plan:
+    """One request of a scenario and when things happen to it, in steps."""
+
+    prompt: list[int]
+    max_tokens: int
+    arrival: int = 0
+    abort: int | None = None
+    fails_at: int | None = None  # the draw with this number has non-finite logits
+    priority: int = 0
+    needs_last_token: bool = False
+    num_spec_tokens: int | None = None
+    items: list[tuple[int, ...]] | None = None  # to score; none: the prompt's end
+
+    @property
+    def num_tokens(self):
+        return len(self.prompt) + self.max_tokens + sum(map(len, self.items or ()))
+
+
+@dataclass
+class World:
+    """An engine with the fake device, and what a test wants to know of its run."""
+
+    plans: list[Plan]
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    budget: int
+    has_prefix_cache: bool = False
+    overlaps: bool = True
+    window: int = 0
+    memory_errors: frozenset[int] = frozenset()
+    max_drafts: int = 0
+    spare_places: int = 0
+    requests: list[Request] = field(default_factory=list)
+
+    def __post_init__(self):
+        groups, most_places = [GroupBlocks(self.num_blocks)], self.budget + self.spare_places
+        if self.window:
+            most = 1 + -(-(self.window + most_places) // self.block_size)
+            groups.append(GroupBlocks(1 + most, self.window))
+        self.cache = CacheManager(
+            groups, self.block_size, most_places, has_prefix_cache=self.has_prefix_cache
+        )
+        self.scheduler = Scheduler(
+            self.cache, self.max_num_seqs, self.budget, least_computed=1,
+            policy=DraftPolicy(spare_places=self.spare_places) if self.max_drafts else None,
+        )  # fmt: skip
+        self.runner = FakeRunner(
+            self.cache, self.max_num_seqs, self.budget, memory_errors=set(self.memory_errors)
+        )
+        longest = (self.num_blocks - 1) * self.block_size
+        config = EngineConfig(
+            torch.device("cpu"), torch.float32, longest, self.max_num_seqs, self.budget,
+            self.block_size, 0.9, 0, overlap=self.overlaps,
+            spec=SpecConfig("ngram", self.max_drafts) if self.max_drafts else SpecConfig(),
+        )  # fmt: skip
+        self.engine = Engine(self.scheduler, self.runner, config)
+        for i, plan in enumerate(self.plans):
+            params = SamplingParams(
+                # A prompt whose log-probabilities are asked for is computed whole: no hits.
+                prompt_logprobs=None if self.has_prefix_cache or plan.items is not None else 0,
+                bad_words=("x",) if plan.needs_last_token else (),
+                num_spec_tokens=plan.num_spec_tokens,
+            )
+            request = Request(
+                f"{i}", plan.prompt, params, 0, 0, STOP_IDS, plan.max_tokens,
+                priority=plan.priority,
+                score=None if plan.items is None else ScoreTask(tuple(plan.items), READS),
+            )  # fmt: skip
+            self.requests.append(request)
+            self.runner.fails_at[request.request_id] = plan.fails_at
+
+    def run(self):
+        """Step until all requests have arrived and ended; checks each step."""
+        limit = 60 + 60 * sum(plan.num_tokens for plan in self.plans)
+        last = max(plan.arrival for plan in self.plans)
+        step = 0
+        while step <= last or self.engine.has_work:
+            assert step < limit, "no progress"
+            for plan, request in zip(self.plans, self.requests, strict=True):
+                if plan.arrival == step:
+                    self.engine.submit(request)
+                if plan.abort == step and plan.arrival <= step:
+                    self.engine.abort(request)
+            self.step()
+            step += 1
+        self._check_the_end()
+
+    def step(self):
+        """One step of the engine."""
+        lengths = {r.request_id: len(r.output_token_ids) for r in self.requests}
+        ended = {r.request_id for r in self.requests if r.status is Status.FINISHED}
+        updates = self.engine.step()
+        self.check_ownership()
+        for update in updates:
+            request = update.request
+            assert request.request_id not in ended, "news of a request that had ended"
+        for request in self.requests:
+            told = [i for u in updates if u.request is request for i in u.new_token_ids]
+            assert request.output_token_ids[lengths[request.request_id] :] == told
+        self._check_turns()
+
+    def _check_turns(self):
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        for queue in (running, waiting):
+            turns = [(r.priority, r.arrival) for r in queue]
+            assert turns == sorted(turns)
+        if running and waiting and not self.has_prefix_cache:
+            first, last = waiting[0], running[-1]
+            # Only one that arrived after the last plan may have an earlier turn than a running one.
+            is_new = first.arrival == self.scheduler._num_added - 1
+            assert (last.priority, last.arrival) < (first.priority, first.arrival) or (
+                is_new or first.priority < last.priority
+            ), "not first come, first served"
+
+    def check_ownership(self):
+        """Blocks and rows belong to whom they are given, and to nobody else."""
+        for group, allocator in enumerate(self.cache.allocators):
+            held = [r.block_ids[group] for r in self.requests if r.block_ids]
+            owned = [block for blocks in held for block in blocks if block != NULL_BLOCK]
+            if not self.has_prefix_cache:
+                assert len(set(owned)) == len(owned), "a block has two owners"
+            free = allocator.num_blocks - 1 - len(set(owned))
+            assert allocator.num_free == free, "a block is lost"
+        rows = [r.row for r in self.requests if r.row >= 0]
+        assert len(set(rows)) == len(rows)
+        for request in self.requests:
+            holds = bool(request.block_ids) or request.row >= 0
+            is_used = request.status is Status.RUNNING or request.num_in_flight > 0
+            assert holds == is_used
+            assert 0 <= request.num_in_flight <= (1 if self.overlaps else 0)
+
+    def _check_the_end(self):
+        for allocator in self.cache.allocators:
+            assert allocator.num_free == allocator.num_blocks - 1
+        assert self.scheduler.schedule() is None
+        assert not self.runner.queue
+        for plan, request in zip(self.plans, self.requests, strict=True):
+            expected = decode_alone(plan.prompt, plan.max_tokens, self.window)
+            output = request.output_token_ids
+            assert request.status is Status.FINISHED
+            assert output == expected[: len(output)], "another answer than alone"
+            reason = (request.finish_reason, request.stop_reason)
+            if request.finish_reason == "abort":
+                assert plan.abort is not None
+                continue
+            if request.finish_reason == "error" and reason[1] == "out_of_memory":
+                assert self.memory_errors
+                continue
+            if plan.items is not None:
+                self._check_scores(plan, request)
+                continue
+            if not self.has_prefix_cache:
+                assert [e.token_id for e in request.prompt_logprobs] == plan.prompt[1:]
+            if request.finish_reason == "error":
+                assert reason[1] == "nonfinite_logits"
+                if self.max_drafts:  # a step may have yielded several
+                    assert len(output) >= plan.fails_at
+                else:
+                    assert len(output) == plan.fails_at
+                continue
+            assert output == expected
+            is_stopped = bool(output) and output[-1] in STOP_IDS
+            assert reason == (("stop", output[-1]) if is_stopped else ("length", None))
+            if not self.memory_errors:
+                wasted = self.runner.num_draws[request.request_id] - max(1, len(output))
+                assert wasted <= (1 if self.overlaps and is_stopped else 0), "drawn for nothing"
+
+    def _check_scores(self, plan, request):
+        run = self.runner.num_items_run.get(request.request_id, 0)
+        if not self.memory_errors:
+            assert run <= len(plan.items), "an item was computed twice"
+        if request.finish_reason == "error":
+            assert request.stop_reason == "nonfinite_logits"
+            assert plan.fails_at is not None
+            return
+        assert run >= len(plan.items)
+        assert (request.finish_reason, request.stop_reason) == ("length", None)
+        expected = [next_token([*plan.prompt, *item], self.window) for item in plan.items or [()]]
+        assert np.frombuffer(request.scores, "<f4").tolist() == expected
+
+
+def blocks_for(num_tokens, block_size):
+    return -(-num_tokens // block_size)
+
+
+@st.composite
+def scorings(draw, plan, tokens, budget):
+    """The same plan with items to score instead of an answer."""
+    item = st.lists(tokens, min_size=1, max_size=min(budget, 7)).map(tuple)
+    items = draw(st.lists(item, max_size=9))
+    prompt = [] if items and draw(st.integers(0, 3)) == 0 else plan.prompt
+    return replace(plan, prompt=prompt, max_tokens=0, items=items, needs_last_token=False)
+
+
+@st.composite
+def worlds(draw, has_prefix_cache=False, has_window=False, fails=True, drafts=False):
+    block_size = draw(st.integers(1, 4))
+    tokens = st.integers(0, 1 if has_prefix_cache else VOCAB_SIZE - 1)  # few: prompts begin alike
+    budget = draw(st.integers(1, 12))
+    plans = [
+        Plan(
+            prompt=draw(st.lists(tokens, min_size=1, max_size=11)),
+            max_tokens=draw(st.integers(0, 12)),
+            arrival=draw(st.integers(0, 6)),
+            abort=draw(st.none() | st.integers(0, 30)),
+            fails_at=draw(st.none() | st.integers(0, 8)) if fails else None,
+            priority=draw(st.integers(0, 1)),
+            needs_last_token=draw(st.integers(0, 3)) == 0,
+            num_spec_tokens=draw(st.none() | st.integers(0, 3)) if drafts else None,
+        )
+        for _ in range(draw(st.integers(2, 8)))
+    ]
+    plans = [
+        draw(scorings(plan, tokens, budget)) if draw(st.integers(0, 2)) == 0 else plan
+        for plan in plans
+    ]
+    need = max(blocks_for(len(p.prompt) + p.max_tokens, block_size) for p in plans)
+    return World(
+        plans,
+        block_size=block_size,
+        num_blocks=1 + need + draw(st.integers(0, 3)),
+        max_num_seqs=draw(st.integers(2, 6)),
+        budget=budget,
+        has_prefix_cache=has_prefix_cache,
+        overlaps=draw(st.booleans()),
+        window=draw(st.integers(1, 6)) if has_window else 0,
+        memory_errors=frozenset() if fails else draw(st.frozensets(st.integers(1, 30), max_size=3)),
+        max_drafts=draw(st.integers(1, 5)) if drafts else 0,
+        spare_places=draw(st.integers(0, 4)) if drafts else 0,
+    )
