@@ -29,8 +29,11 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("inspect", "{}", "--verify"), ("generate", "x", "--model", "{}"), ("chat", "{}")],
-    ids=lambda arguments: arguments[0],
+    [
+        pytest.param(("inspect", "{}", "--verify"), id="inspect"),
+        pytest.param(("generate", "x", "--model", "{}"), id="generate"),
+        pytest.param(("chat", "{}"), id="chat", marks=pytest.mark.slow),  # opens as generate does
+    ],
 )
 def test_every_hostile_file_is_refused(folder, arguments):
     process = subprocess.run(

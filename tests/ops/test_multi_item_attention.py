@@ -51,7 +51,10 @@ def test_cpu_matches_oracle_in_16_bits(requests, dtype):
 SOFTCAP, LSE_TOLERANCE = 0.7, 1e-4
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (0, SOFTCAP), (6, SOFTCAP)])
+@pytest.mark.parametrize(
+    ("window", "softcap"),
+    [(0, 0.0), pytest.param(0, SOFTCAP, marks=pytest.mark.slow), (6, SOFTCAP)],
+)
 @pytest.mark.parametrize("requests", (PLAIN | ITEMS).values(), ids=PLAIN | ITEMS)
 def test_soft_caps_and_sums_match_oracle(requests, window, softcap, device):
     """The op's own choice of a kernel, and the Triton kernel in parts of one step."""

@@ -130,7 +130,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     if (tid || next >= reqs) return;
     Request of;
     of.load(next, lengths.cu_seqlens, lengths.seq_lens, window);
-    if (of.seq_len > 0) prefetch_line(tables + lengths.rows[next] * table_stride + of.low / BLOCK_SIZE);
+    if (of.seq_len > 0)
+      prefetch_line(tables + lengths.rows[next] * table_stride + of.low / BLOCK_SIZE);
   };
   // Where this thread's piece of row `row` of a unit lies, or null.
   auto find_query = [&](const Walk& at, int row) {
