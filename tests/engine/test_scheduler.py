@@ -29,25 +29,25 @@ def run_and_note(world):
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(world=worlds())
 def test_every_plan_keeps_the_rules(world):
     run_and_note(world)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(world=worlds(has_prefix_cache=True))
 def test_every_plan_keeps_the_rules_with_the_prefix_cache(world):
     run_and_note(world)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(world=worlds(has_window=True))
 def test_every_plan_keeps_the_rules_with_a_window(world):
     run_and_note(world)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(world=worlds(has_window=True, has_prefix_cache=True))
 def test_every_plan_keeps_the_rules_with_a_window_and_the_prefix_cache(world):
     run_and_note(world)
@@ -59,13 +59,13 @@ def test_a_step_without_memory_costs_one_request(world):
     run_and_note(world)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(world=worlds(drafts=True))
 def test_drafts_change_no_answer(world):
     run_and_note(world)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(world=worlds(drafts=True, has_prefix_cache=True, has_window=True))
 def test_drafts_change_no_answer_with_a_window_and_the_prefix_cache(world):
     """Rejections, hits, aborts and preemptions at once: a block is kept of accepted tokens only."""
@@ -93,7 +93,7 @@ def test_blocks_to_zero_are_zeroed_though_their_step_is_lost(overlaps):
 
 
 @pytest.mark.slow
-@settings(max_examples=6000, deadline=None)
+@settings(max_examples=3000, deadline=None)
 @given(
     world=st.one_of(
         worlds(),

@@ -298,9 +298,7 @@ def test_selected_launch_fits(head_dim, rows, limit):
 @pytest.mark.parametrize("head_dim", kernel.HEAD_DIMS)
 def test_kernels_compile_everywhere(head_dim, arch, tmp_path):
     sources = set()  # some choices are the same
-    is_common = arch == "sm_90a" and head_dim == 128
-    # Merges take the same source whatever the head's size.
-    for rows, folds in ((4, False), (4, True), (32, True)) if is_common else ((32, True),):
+    for rows, folds in ((4, False), (4, True), (32, True)) if arch == "sm_90a" else ((32, True),):
         config = kernel.select_split_attention(head_dim, rows)
         sources.add(kernel.attention_source(head_dim, torch.float16, 64, config, folds=folds))
         for results, slots in ((1, 8), (1, 9), (1, 33), (1 << 15, 33), (1 << 20, 33)):
