@@ -15,6 +15,7 @@ DEV int __ffs(u32 v) { return __builtin_ffs((int)v); }
 DEV void unpack(u32 both, float& low, float& high) {
   low = of_16((u16)both), high = of_16((u16)(both >> 16));
 }
+DEV float reciprocal(float x) { return std::nextafter(1.f / x, 2.f); }  // as wrong as approximate
 DEV float exp2_fast(float x) { return std::exp2(x); }
 
 DEV void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -34,6 +35,7 @@ DEV void store_transposed(u32 address, u32 x0, u32 x1) {
     sts2(row + 2 * (lane >> 2), (u16)((i < 2 ? x0 : x1) >> 16 * (i % 2)));
   }
 }
+DEV void store_floats(u32 address, float4 x) { std::memcpy(shared(address, 16), &x, 16); }
 DEV void prefetch_line(const void*) {}
 
 struct Late { u8* at; std::vector<u8> data; };

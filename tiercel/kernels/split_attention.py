@@ -63,6 +63,7 @@ class SplitAttentionConfig:
         ctas: resident on an SM.
         room: CTAs that the registers of an SM hold, more than `ctas` where merges wait beside them.
         kept: requests at most, whose lengths lie in shared memory.
+        shared_sums: whether sums of rows lie there, too, while those of groups are in registers.
     """
 
     row_tiles: int
@@ -70,13 +71,15 @@ class SplitAttentionConfig:
     ctas: int
     room: int
     kept: int = 512
+    shared_sums: bool = True
 
     def smem_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory of a CTA: the ring, weights, maxima, sums and lengths."""
         rows, keys = 8 * self.row_tiles, TILE_KEYS[head_dim]
         stage = (2 * keys + rows) * head_dim * 2
+        sums = rows * (4 * head_dim + 32) if self.shared_sums else 0
         lengths = 4 * (3 * self.kept + 1)
-        return self.stages * stage + rows * (2 * keys + 2 * 4 * 4) + lengths
+        return self.stages * stage + rows * (2 * keys + 2 * 4 * 4 + 4) + sums + lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +120,27 @@ _RESULTS_OF_CTA = 256  # of 8 warps, a column a lane
 # docs/notes/attention.md).
 _LAUNCHES = {
     (64, 8): (SplitAttentionConfig(1, 3, 2, 4), SplitAttentionConfig(1, 2, 1, 1)),
-    (64, 16): (SplitAttentionConfig(2, 3, 2, 2), SplitAttentionConfig(2, 2, 1, 1)),
-    (64, 24): (SplitAttentionConfig(3, 3, 2, 2, kept=96), SplitAttentionConfig(3, 2, 1, 1)),
+    (64, 16): (SplitAttentionConfig(2, 3, 2, 2, kept=72), SplitAttentionConfig(2, 2, 1, 1)),
+    (64, 24): (
+        SplitAttentionConfig(3, 3, 2, 2, kept=96, shared_sums=False),
+        SplitAttentionConfig(3, 2, 1, 1),
+    ),
     (64, 32): (SplitAttentionConfig(4, 2, 2, 2),),
-    (128, 8): (SplitAttentionConfig(1, 3, 2, 4), SplitAttentionConfig(1, 2, 1, 1)),
-    (128, 16): (SplitAttentionConfig(2, 3, 2, 2, kept=192), SplitAttentionConfig(2, 2, 1, 1)),
+    (128, 8): (SplitAttentionConfig(1, 3, 2, 4, kept=376), SplitAttentionConfig(1, 2, 1, 1)),
+    (128, 16): (
+        SplitAttentionConfig(2, 3, 2, 2, kept=192, shared_sums=False),
+        SplitAttentionConfig(2, 2, 1, 1),
+    ),
     (128, 24): (SplitAttentionConfig(3, 2, 2, 2),),
-    (128, 32): (SplitAttentionConfig(4, 2, 2, 2),),
+    (128, 32): (
+        SplitAttentionConfig(4, 2, 2, 2),
+        SplitAttentionConfig(4, 2, 1, 1, shared_sums=False),
+    ),
     (256, 8): (SplitAttentionConfig(1, 3, 1, 1), SplitAttentionConfig(1, 2, 1, 1)),
-    (256, 16): (SplitAttentionConfig(2, 3, 1, 1), SplitAttentionConfig(2, 2, 1, 1)),
+    (256, 16): (
+        SplitAttentionConfig(2, 3, 1, 1, shared_sums=False),
+        SplitAttentionConfig(2, 2, 1, 1, shared_sums=False),
+    ),
 }
 _MOST_ROWS = {64: 32, 128: 32, 256: 16}
 
@@ -176,6 +191,7 @@ def attention_source(
         ("STAGES", config.stages),
         ("CTAS", config.room),
         ("KEPT", config.kept),
+        ("SHARED_SUMS", int(config.shared_sums)),
     )
     return rtc.KernelSource("split_attention", macros, (_PTX, "split_ptx", *_HEADERS))
 

@@ -11,6 +11,11 @@ DEV float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+DEV float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // Two floats as fp16 or bf16, the first in the low half.
 DEV u32 pack(float low, float high) {
   u32 y;

@@ -4,8 +4,12 @@
 // FINE_END, every MIDDLE_KEYS up to MIDDLE_END, every COARSE_KEYS beyond (split_attention.py).
 #define FINE (FINE_END / FINE_KEYS)
 #define MIDDLE (FINE + (MIDDLE_END - FINE_END) / MIDDLE_KEYS)
+#define GROUP 8  // splits whose sum is added to a row's; the first one has an index divisible by it
 #define NEG_INF (-__int_as_float(0x7f800000))
 
+DEV int keys_of_split(int key) {
+  return key < FINE_END ? FINE_KEYS : key < MIDDLE_END ? MIDDLE_KEYS : COARSE_KEYS;
+}
 DEV int split_of(int key) {
   if (key < FINE_END) return key / FINE_KEYS;
   if (key < MIDDLE_END) return FINE + (key - FINE_END) / MIDDLE_KEYS;

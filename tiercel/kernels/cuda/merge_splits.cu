@@ -1,11 +1,11 @@
 // The second kernel of split attention: rows that several CTAs share become their results. Behind:
 // attention_ptx.cuh, attention_splits.cuh, split_walk.cuh. Host side: split_attention.py.
 //
-// With FOLDS, the CTA that has a row's first split has added its own splits already, at the place of
-// the last of them; here those of the others follow, in order. As many CTAs as have shared a tile of
-// rows do that, each for its part of rows and columns. Without, every row has all splits to add.
-// Macros: as split_attention.cu, and BATCH (splits that a warp asks for at once), COLUMNS (of a lane:
-// 1 or 2), CTAS (an SM, for the registers: those that wait beside the kernel ahead need room).
+// With FOLDS, CTAs have added up groups of splits, and the one that has a row's first split its groups
+// (`is_held`); what is left is added here, in order. As many CTAs as have shared a tile of rows do
+// that, each for its part of rows and columns. Without, every row has all splits to add.
+// Macros: as split_attention.cu, and BATCH (splits that a warp asks for at once, whole groups), COLUMNS
+// (of a lane: 1 or 2), CTAS (an SM, for the registers: those that wait beside the kernel ahead need room).
 #define CHUNKS ((BATCH + 31) / 32)
 #define SLAB (32 * COLUMNS)  // columns of a warp
 #define SLABS (D / SLAB)     // of a row
@@ -14,7 +14,19 @@
 struct Part {
   int task, end;                     // slabs of its rows
   int first_token, head, first_row;  // of the tile
-  int first, splits;  // the place of what is added already, and the number of places
+  int begin;             // place of the rows
+  int low, first, last;  // splits: of the rows, to begin with (a group's first), of the rows
+  u32 held;              // of 32 splits from `first` on, those whose places have sums
+};
+
+// A warp's part of a row of results.
+struct Slab {
+  const float* partials;  // (slots, D), from its first column on
+  const float2* stats;    // (slots,)
+  u16* out;
+  DEV Slab(const float* all, const float2* all_stats, u16* results, int row, int slots, int slab)
+      : partials(all + (i64)row * slots * D + slab * SLAB), stats(all_stats + (i64)row * slots),
+        out(results + (i64)row * D + slab * SLAB) {}
 };
 
 // Zeros where they are not read.
@@ -34,52 +46,78 @@ DEV void store_columns(u16* to, const float (&x)[COLUMNS]) {
 #endif
 }
 
-DEV void merge_slab(const float* partial, const float2* stat, u16* out, int first, int splits) {
+// Adds up results of splits `first`, which begins a group, to `last`; the place of `low` is 0. A bit
+// of held(first split) says of each of 32 splits whether there is one.
+template <class F>
+DEV void merge_slab(const Slab& slab, int low, int first, int last, F held) {
   const int lane = threadIdx.x & 31;
   float acc[COLUMNS] = {}, total = 0.f, maximum = NEG_INF;
-  for (int base = first; base < splits; base += BATCH) {
+  for (int base = first; base <= last; base += BATCH) {
     float2 of[CHUNKS];
+    u32 is_there[CHUNKS];
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-      const int at = base + 32 * i + lane;
-      of[i] = at < splits && 32 * i + lane < BATCH ? __ldcg(stat + at) : make_float2(NEG_INF, 0.f);
+      is_there[i] = held(base + 32 * i) & (BATCH - 32 * i < 32 ? (1u << (BATCH - 32 * i) % 32) - 1 : ~0u);
+      of[i] = is_there[i] >> lane & 1 ? __ldcg(slab.stats + base + 32 * i + lane - low)
+                                      : make_float2(NEG_INF, 0.f);
     }
     float x[BATCH][COLUMNS];
 #pragma unroll
-    for (int i = 0; i < BATCH; i += 8) {
-      if (base + i >= splits) break;
+    for (int i = 0; i < BATCH; i += GROUP) {
+      if ((is_there[i / 32] >> i % 32 & ((1u << GROUP) - 1)) == 0) continue;
 #pragma unroll
-      for (int j = i; j < i + 8; ++j)
-        load_columns(x[j], partial + (base + j) * D + lane * COLUMNS, base + j < splits);
+      for (int j = i; j < i + GROUP; ++j)
+        load_columns(x[j], slab.partials + (base + j - low) * D + lane * COLUMNS,
+                     is_there[i / 32] >> j % 32 & 1);
     }
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-      if (base + 32 * i >= splits) break;
+      if (is_there[i] == 0) continue;
+      // Maxima of a group up to each split, then of all up to each group.
       float most = of[i].x;
 #pragma unroll
-      for (int step = 1; step < 32; step <<= 1) {
+      for (int step = 1; step < GROUP; step <<= 1) {
+        const float other = __shfl_up_sync(~0u, most, step);
+        if (lane % GROUP >= step) most = fmaxf(most, other);
+      }
+      float before = __shfl_up_sync(~0u, most, 1), decay, group_decay;
+      if (lane % GROUP == 0) before = NEG_INF;
+      const float weight = rise(before, of[i].x, decay);
+      const float of_group = __shfl_sync(~0u, most, lane | (GROUP - 1));
+      most = of_group;
+#pragma unroll
+      for (int step = GROUP; step < 32; step <<= 1) {
         const float other = __shfl_up_sync(~0u, most, step);
         if (lane >= step) most = fmaxf(most, other);
       }
-      float before = __shfl_up_sync(~0u, most, 1), decay;
-      before = lane ? fmaxf(before, maximum) : maximum;
-      const float weight = rise(before, of[i].x, decay);
+      before = __shfl_up_sync(~0u, most, GROUP);
+      before = lane < GROUP ? maximum : fmaxf(before, maximum);
+      const float group_weight = rise(before, of_group, group_decay);
       maximum = __shfl_sync(~0u, before, 31);
 #pragma unroll
-      for (int j = 0; j < min(32, BATCH - 32 * i); ++j) {
-        if (j % 8 == 0 && base + 32 * i + j >= splits) break;
-        const float of_sum = __shfl_sync(~0u, decay, j), of_split = __shfl_sync(~0u, weight, j);
-        total = add_scaled(total, of_sum, __shfl_sync(~0u, of[i].y, j), of_split);
+      for (int first_of = 0; first_of < min(32, BATCH - 32 * i); first_of += GROUP) {
+        if ((is_there[i] >> first_of & ((1u << GROUP) - 1)) == 0) continue;
+        float sum = 0.f, group_acc[COLUMNS] = {};
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c)
-          acc[c] = add_scaled(acc[c], of_sum, x[32 * i + j][c], of_split);
+        for (int j = first_of; j < first_of + GROUP; ++j) {
+          const float by = __shfl_sync(~0u, decay, j), of_split = __shfl_sync(~0u, weight, j);
+          sum = add_scaled(sum, by, __shfl_sync(~0u, of[i].y, j), of_split);
+#pragma unroll
+          for (int c = 0; c < COLUMNS; ++c)
+            group_acc[c] = add_scaled(group_acc[c], by, x[32 * i + j][c], of_split);
+        }
+        const float by = __shfl_sync(~0u, group_decay, first_of);
+        const float of_sum = __shfl_sync(~0u, group_weight, first_of);
+        total = add_scaled(total, by, sum, of_sum);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) acc[c] = add_scaled(acc[c], by, group_acc[c], of_sum);
       }
     }
   }
   const float by = total == 0.f ? 1.f : total;  // 0 where nothing is seen
 #pragma unroll
   for (int c = 0; c < COLUMNS; ++c) acc[c] = __fdiv_rn(acc[c], by);
-  store_columns(out + lane * COLUMNS, acc);
+  store_columns(slab.out + lane * COLUMNS, acc);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) merge_splits(
@@ -90,11 +128,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) merge_splits(
     u16* out,               // (tokens * heads, D)
     int reqs, int kv_heads, int group, int slots, int window, int most_queries) {
   let_dependents_start();
-  const int warp = threadIdx.x >> 5;
-  const auto merge = [&](i64 line, int slab, int first, int splits) {
-    merge_slab(partials + line * slots * D + slab * SLAB, stats + line * slots,
-               out + line * D + slab * SLAB, first, splits);
-  };
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #if FOLDS
   const Lengths lengths{nullptr, cu_seqlens, seq_lens, reqs, kv_heads, group, window, 0};
   const int share = blockIdx.x;
@@ -118,28 +152,43 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) merge_splits(
     part.task = tasks * (share - owner) / (last - owner + 1);
     part.end = tasks * (share - owner + 1) / (last - owner + 1);
     part.first_token = at.of.first_token, part.head = at.kv_head * group;
-    part.first = at.split_behind(at.border(owner + 1) - rows_at) - at.first_split() - 1;
-    part.splits = at.last_split() - at.first_split() + 1;
+    part.begin = rows_at;
+    // Behind the whole groups of the first CTA, whose sum is in the place of the last one.
+    const int whole = at.split_behind(at.border(owner + 1) - rows_at) & -GROUP;
+    part.first = max(whole - GROUP, at.first_split() & -GROUP);
+    part.low = at.first_split(), part.last = at.last_split();
+    part.held = __ballot_sync(~0u, at.is_held(rows_at, part.first + lane));
   }
   wait_for_predecessor();
   const int first_tasks = parts[0].end - parts[0].task;
   const int tasks = first_tasks + parts[1].end - parts[1].task;
   for (int i = warp; i < tasks; i += WARPS) {
     const bool is_second = i >= first_tasks;
-    const Part& part = is_second ? parts[1] : parts[0];
+    const Part part = is_second ? parts[1] : parts[0];
     const int task = is_second ? parts[1].task + i - first_tasks : parts[0].task + i;
     const int packed = part.first_row + task / SLABS, token = packed / group;
-    merge((part.first_token + token) * (i64)(kv_heads * group) + part.head + packed - token * group,
-          task % SLABS, part.first, part.splits);
+    const auto held = [&](int first) {
+      if (first < part.first + 32) return part.held >> (first - part.first);
+      at.find_rows(lengths, part.begin);
+      return __ballot_sync(~0u, at.is_held(part.begin, first + lane));
+    };
+    const int result = (part.first_token + token) * kv_heads * group + part.head + packed - token * group;
+    merge_slab(Slab(partials, stats, out, result, slots, task % SLABS), part.low, part.first,
+               part.last, held);
   }
 #else
   Request of;
   of.load(blockIdx.y / most_queries, cu_seqlens, seq_lens, window);
   const int query = blockIdx.y % most_queries, task = blockIdx.x * WARPS + warp;
-  const int position = of.seq_len - of.queries + query, first_split = split_of(of.low);
-  const int splits = position < 0 ? 0 : split_of(position) - first_split + 1;
+  const int position = of.seq_len - of.queries + query, low = split_of(of.low);
+  const int last = position < 0 ? -1 : split_of(position);
   wait_for_predecessor();  // who waits for this kernel waits for the ones ahead too
+  const auto held = [&](int first) {
+    return __ballot_sync(~0u, first + lane >= low && first + lane <= last);
+  };
   if (query < of.queries && task < kv_heads * group * SLABS)
-    merge((of.first_token + query) * (i64)(kv_heads * group) + task / SLABS, task % SLABS, 0, splits);
+    merge_slab(Slab(partials, stats, out, (of.first_token + query) * kv_heads * group + task / SLABS,
+                    slots, task % SLABS),
+               low, low & -GROUP, last, held);
 #endif
 }

@@ -40,7 +40,11 @@
 #define WEIGHTS (STAGES * STAGE_BYTES)      // (ROWS, TILE) in 16 bits
 #define MAXIMA (WEIGHTS + ROWS * TILE * 2)  // (ROWS, WARPS) float
 #define SUMS (MAXIMA + ROWS * 16)           // (ROWS, WARPS) float
-#define LENGTHS (SUMS + ROWS * 16)          // (3 * KEPT + 1,) int
+#define RESULTS (SUMS + ROWS * 16)          // (ROWS,) int: rows of `out`, or -1
+#define ROW_ACC (RESULTS + ROWS * 4)        // (DT, NR, THREADS, 4) float: sums of rows
+#define ROW_SCALE (ROW_ACC + NR * DT * 16 * 32 * WARPS)  // (NR, WARPS, 4 lanes, 4) float
+#define ROW_END (ROW_SCALE + NR * WARPS * 64)
+#define LENGTHS (SHARED_SUMS ? ROW_END : ROW_ACC)  // (3 * KEPT + 1,) int
 
 // Where piece `piece` of row `row` lies among rows of `pieces` pieces, without bank conflicts.
 DEV u32 swizzled(int row, int piece, int pieces) {
@@ -111,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   Walk here = ahead;
 
   // Row / group by a product, exact for rows * group < 2**20.
-  const u32 reciprocal = (1u << 20) / group + 1;
-  auto tokens_of = [&](int row) { return (int)(row * reciprocal >> 20); };
+  const u32 by_group = quotient(1 << 20, group) + 1;
+  auto tokens_of = [&](int row) { return (int)(row * by_group >> 20); };
 
   const int piece = tid % PIECES, line = tid / PIECES;
   const i64 key_stride = (i64)kv_heads * D;
@@ -141,24 +145,38 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     return query < at.of.queries ? q + from + piece * 8 : nullptr;
   };
   // The tile `ahead`, its queries where a unit begins and they are asked for; then the next one.
-  auto fetch = [&](int slot, bool has_queries) {
+  auto fetch = [&](int slot, bool has_queries, bool is_paced) {
     const u32 to = smem + slot * STAGE_BYTES;
     const int key = ahead.tile * TILE;
     const bool is_whole = key >= ahead.of.low && key + TILE <= ahead.of.seq_len;
     const int in_block = BLOCKS == 1 ? key % BLOCK_SIZE : 0;
+    if (has_queries && ahead.has_new_queries(lengths)) {
+#pragma unroll
+      for (int i = 0; i < ROWS; i += LINES) {
+        if (ROWS % LINES && line + i >= ROWS) break;
+        const u16* from = find_query(ahead, line + i);
+        copy16(to + 2 * KV_BYTES + swizzled(line + i, piece, PIECES), from ? from : q,
+               from != nullptr);
+      }
+    }
+    // Keys before values: scores begin when half of a tile is there.
     if (is_whole) {
 #pragma unroll
-      for (int b = 0; b < BLOCKS; ++b) {
-        const i64 first = (i64)blocks[b] * BLOCK_SIZE + in_block + line;
-        const i64 from = first * key_stride + ahead.kv_head * D + piece * 8;
-        const u16 *k_from = k_cache + from, *v_from = v_cache + from;
+      for (int half = 0; half < 2; ++half) {
+        const u16* cache = half ? v_cache : k_cache;
+        const u32 to_half = to + half * KV_BYTES;
+        if (is_paced) copy_wait<1>();
 #pragma unroll
-        for (int i = 0; i < SPAN; i += LINES) {
-          const u32 there = to + swizzled(line + b * SPAN + i, piece, PIECES);
-          copy16(there, k_from);
-          copy16(there + KV_BYTES, v_from);
-          k_from += LINES * key_stride, v_from += LINES * key_stride;
+        for (int b = 0; b < BLOCKS; ++b) {
+          const i64 first = (i64)blocks[b] * BLOCK_SIZE + in_block + line;
+          const u16* from = cache + first * key_stride + ahead.kv_head * D + piece * 8;
+#pragma unroll
+          for (int i = 0; i < SPAN; i += LINES) {
+            copy16(to_half + swizzled(line + b * SPAN + i, piece, PIECES), from);
+            from += LINES * key_stride;
+          }
         }
+        if (half == 0) copy_commit();
       }
     } else {
 #pragma unroll 1
@@ -172,15 +190,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
         copy16(there, is_read ? k_cache + from : k_cache, is_read);
         copy16(there + KV_BYTES, is_read ? v_cache + from : v_cache, is_read);
       }
-    }
-    if (has_queries && ahead.has_new_queries(lengths)) {
-#pragma unroll
-      for (int i = 0; i < ROWS; i += LINES) {
-        if (ROWS % LINES && line + i >= ROWS) break;
-        const u16* from = find_query(ahead, line + i);
-        copy16(to + 2 * KV_BYTES + swizzled(line + i, piece, PIECES), from ? from : q,
-               from != nullptr);
-      }
+      copy_commit();
     }
     const int request = ahead.request;
     ahead.advance(lengths);
@@ -215,11 +225,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
         wait_for_predecessor();
         has_waited = true;
       }
-      // What the kernel ahead reads at its end waits behind one tile of each CTA, not behind two.
-      if (i && !has_waited) copy_wait<0>();
-      fetch(i, i > 0);
+      fetch(i, i > 0, !has_waited);
+    } else {
+      copy_commit();
     }
-    copy_commit();  // tiles are counted by groups
+    copy_commit();
   }
   if (!here.is_over()) {
     ask_for_next_table();
@@ -239,20 +249,117 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   const u32 weight_at = smem + WEIGHTS + swizzled(lane & 7, lane / 8, TILE / 8);
   u32 query[NR][D / 16][2];
   float acc[DT][NR][4], maximum[NR][2], sum[NR][2];
-  float all_acc[DT][NR][4], all_maximum[NR][2], all_sum[NR][2];  // of splits that are added up
-  int position[NR][2];
+  // Of splits that are added up: of a group, then of all groups so far. A lane has maximum and sum
+  // of rows row_lane and row_lane + 1 of one tile of 8.
+  float all_acc[DT][NR][4], all_maximum[2], all_sum[2];
+  const int own_tile = min(group_lane, NR - 1);
+#if FOLDS && !SHARED_SUMS
+  float row_acc[DT][NR][4], row_maximum[2], row_sum[2];  // of the groups before
+#endif
+  // What the lane that has a row's maximum and sum has of it.
+  auto of_row = [&](float x, int r) { return NR == 1 ? x : __shfl_sync(~0u, x, 4 * r + lane % 4); };
+  const u32 row_scale = smem + ROW_SCALE + ((own_tile * WARPS + warp) * 4 + lane % 4) * 16;
+  const u32 row_sums = smem + ROW_ACC + tid * 16;
+  // The sum at hand becomes that of its row so far.
+  auto keep_row = [&]() {
+#if FOLDS && SHARED_SUMS
+    __syncwarp();  // all lanes have read the one before
+    if (group_lane < NR)
+      store_floats(row_scale,
+                   make_float4(all_maximum[0], all_maximum[1], all_sum[0], all_sum[1]));
+#pragma unroll
+    for (int d = 0; d < DT; ++d)
+#pragma unroll
+      for (int r = 0; r < NR; ++r) {
+        const float(&x)[4] = all_acc[d][r];
+        store_floats(row_sums + (d * NR + r) * 32 * WARPS * 16,
+                     make_float4(x[0], x[1], x[2], x[3]));
+      }
+    __syncwarp();
+#elif FOLDS
+#pragma unroll
+    for (int h = 0; h < 2; ++h) row_maximum[h] = all_maximum[h], row_sum[h] = all_sum[h];
+#pragma unroll
+    for (int d = 0; d < DT; ++d)
+#pragma unroll
+      for (int r = 0; r < NR; ++r)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) row_acc[d][r][i] = all_acc[d][r][i];
+#endif
+  };
+  // The row's sum so far takes the place of the one at hand, and that one is added if it is to be.
+  auto take_row = [&](bool is_added) {
+#if FOLDS
+#if SHARED_SUMS
+    const float4 v = load_floats(row_scale);
+    const float row_maximum[] = {v.x, v.y}, row_sum[] = {v.z, v.w};
+#endif
+    float decay[2], weight[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float most = row_maximum[h];
+      weight[h] = rise(most, is_added ? all_maximum[h] : NEG_INF, decay[h]);
+      if (!is_added) decay[h] = 1.f;
+      all_maximum[h] = most;
+      all_sum[h] = add_scaled(row_sum[h], decay[h], all_sum[h], weight[h]);
+    }
+#pragma unroll
+    for (int r = 0; r < NR; ++r) {
+      const float by[] = {of_row(decay[0], r), of_row(decay[1], r)};
+      const float of_group[] = {of_row(weight[0], r), of_row(weight[1], r)};
+#pragma unroll
+      for (int d = 0; d < DT; ++d) {
+#if SHARED_SUMS
+        const float4 x = load_floats(row_sums + (d * NR + r) * 32 * WARPS * 16);
+        const float sums[] = {x.x, x.y, x.z, x.w};
+#else
+        const float(&sums)[4] = row_acc[d][r];
+#endif
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          all_acc[d][r][i] = add_scaled(sums[i], by[i % 2], all_acc[d][r][i], of_group[i % 2]);
+      }
+    }
+#endif
+  };
+  // Row of `out` of a row of the tile, or -1.
+  auto result_of = [&](int row) { return ((const int*)(memory + RESULTS))[row]; };
+  // The sum at hand as the partial result of a split of the rows at hand.
+  auto store_partial = [&](const Walk& at, int split) {
+    const int in_row = split - at.first_split();  // slot 0 is the first visible one
+#pragma unroll
+    for (int r = 0; r < NR; ++r)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int result = result_of(8 * r + row_lane + h);
+        if (result < 0) continue;
+        const i64 to = (i64)result * slots + in_row;
+#pragma unroll
+        for (int d = 0; d < DT; ++d) {
+          float* column = partials + to * D + 16 * (warp * DT + d) + group_lane;
+          column[0] = all_acc[d][r][h], column[8] = all_acc[d][r][2 + h];
+        }
+        if (warp == 0 && group_lane == r)
+          stats[to] = make_float2(all_maximum[h], all_sum[h]);
+      }
+  };
   int slot = 0;
   bool is_start = true;
-  bool is_ours = false;  // the first split of these rows was this CTA's
+  bool is_ours = false;        // the first split of these rows was this CTA's
+  bool group_is_ours = false;  // that of this group
   while (!here.is_over()) {
-    copy_wait<STAGES - 2>();
-    __syncthreads();  // the tile is there, and the slot of the one before is free
-    if (!ahead.is_over()) fetch(slot == 0 ? STAGES - 1 : slot - 1, true);
+    copy_wait<2 * STAGES - 3>();
+    __syncthreads();  // keys are there, and the slot of the tile before is free
+    if (ahead.is_over())
+      copy_commit();
+    else
+      fetch(slot == 0 ? STAGES - 1 : slot - 1, true, false);
     copy_commit();
     const u32 keys = smem + slot * STAGE_BYTES, values = keys + KV_BYTES;
 
     if (here.is_first()) {
       if (FOLDS && here.begins_rows()) is_ours = true;
+      if (FOLDS && here.begins_group()) group_is_ours = true;
       if (is_start || here.has_new_queries(lengths)) {
 #pragma unroll
         for (int r = 0; r < NR; ++r) {
@@ -264,12 +371,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
             query[r][k][0] = x[0], query[r][k][1] = x[1];
             query[r][k + 1][0] = x[2], query[r][k + 1][1] = x[3];
           }
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int token = tokens_of(here.row_tile * ROWS + 8 * r + row_lane + h);
-            const int last = here.of.seq_len - here.of.queries + token;
-            position[r][h] = token < here.of.queries ? last : -1;  // sees nothing
-          }
+        }
+        if (tid < ROWS) {
+          const int packed = here.row_tile * ROWS + tid, token = tokens_of(packed);
+          const int head = here.kv_head * group + packed - token * group;
+          const int at = (here.of.first_token + token) * kv_heads * group + head;
+          ((int*)(memory + RESULTS))[tid] = token < here.of.queries ? at : -1;
         }
         is_start = false;
       }
@@ -281,13 +388,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
           for (int i = 0; i < 4; ++i) acc[d][r][i] = 0.f;
 #pragma unroll
         for (int h = 0; h < 2; ++h) maximum[r][h] = NEG_INF, sum[r][h] = 0.f;
-        if (is_ours && !here.begins_rows()) continue;
+      }
+      if (!group_is_ours || here.begins_group()) {
 #pragma unroll
-        for (int d = 0; d < DT; ++d)
+        for (int r = 0; r < NR; ++r)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) all_acc[d][r][i] = 0.f;
+          for (int d = 0; d < DT; ++d)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) all_maximum[r][h] = NEG_INF, all_sum[r][h] = 0.f;
+            for (int i = 0; i < 4; ++i) all_acc[d][r][i] = 0.f;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) all_maximum[h] = NEG_INF, all_sum[h] = 0.f;
       }
     }
 
@@ -320,15 +430,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     const int first_position = here.of.seq_len - here.of.queries + tokens_of(here.row_tile * ROWS);
     if (first_key + TILE - 1 > first_position || first_key < here.of.seq_len - window) {
 #pragma unroll
-      for (int t = 0; t < KT; ++t)
+      for (int r = 0; r < NR; ++r)
 #pragma unroll
-        for (int r = 0; r < NR; ++r)
+        for (int h = 0; h < 2; ++h) {
+          const int token = tokens_of(here.row_tile * ROWS + 8 * r + row_lane + h);
+          const int position = here.of.seq_len - here.of.queries + token;
+          const int last = token < here.of.queries ? position : -1;  // sees nothing
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int key = first_key + 64 * t + 16 * warp + group_lane + i / 2 * 8;
-            const int last = position[r][i % 2];
-            if (key > last || key <= last - window) score[t][r][i] = NEG_INF;
-          }
+          for (int t = 0; t < KT; ++t)
+#pragma unroll
+            for (int i = h; i < 4; i += 2) {
+              const int key = first_key + 64 * t + 16 * warp + group_lane + i / 2 * 8;
+              if (key > last || key <= last - window) score[t][r][i] = NEG_INF;
+            }
+        }
     }
     float most_of_warp[NR][2];
 #pragma unroll
@@ -381,7 +496,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     if (here.is_last())
       store_float(smem + SUMS + own_row,
                   reduce(sum, lane, [](float x, float y) { return __fadd_rn(x, y); }));
-    __syncthreads();  // weights, and sums
+    copy_wait<2 * STAGES - 2>();
+    __syncthreads();  // weights, sums and values
 
     // All keys of the tile times this warp's columns.
     u32 weight[NR][TILE / 16][2];
@@ -408,49 +524,56 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     }
 
     if (here.is_last()) {
-      const bool is_done = is_ours && here.ends_rows();
-      const bool is_stored = !is_done && (!is_ours || here.ends_share());
-      int in_row = 0;  // slot 0 is the first visible one
-      if (is_stored) in_row = here.split - here.first_split();
+      float decay[2], of_split[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float4 of = load_floats(smem + SUMS + (8 * own_tile + row_lane + h) * 16);
+        const float total = __fadd_rn(__fadd_rn(of.x, of.y), __fadd_rn(of.z, of.w));
+        float most = maximum[0][h];
+#pragma unroll
+        for (int r = 1; r < NR; ++r)
+          if (own_tile == r) most = maximum[r][h];
+        of_split[h] = rise(all_maximum[h], most, decay[h]);
+        all_sum[h] = add_scaled(all_sum[h], decay[h], total, of_split[h]);
+      }
 #pragma unroll
       for (int r = 0; r < NR; ++r)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int row = 8 * r + row_lane + h, packed = here.row_tile * ROWS + row;
-          const float4 of = load_floats(smem + SUMS + row * 16);
-          const float total = __fadd_rn(__fadd_rn(of.x, of.y), __fadd_rn(of.z, of.w));
-          float decay;
-          const float weight = rise(all_maximum[r][h], maximum[r][h], decay);
-          all_sum[r][h] = add_scaled(all_sum[r][h], decay, total, weight);
+          const float by = of_row(decay[h], r), weight_of_split = of_row(of_split[h], r);
 #pragma unroll
           for (int d = 0; d < DT; ++d)
 #pragma unroll
             for (int i = h; i < 4; i += 2)
-              all_acc[d][r][i] = add_scaled(all_acc[d][r][i], decay, acc[d][r][i], weight);
-          if (!is_done && !is_stored) continue;
-          const int token = tokens_of(packed), head = here.kv_head * group + packed - token * group;
-          if (token >= here.of.queries) continue;
-          const i64 line = (here.of.first_token + token) * (i64)(kv_heads * group) + head;
-          if (is_done) {
-            const float by = all_sum[r][h] == 0.f ? 1.f : all_sum[r][h];  // 0 in padding
+              all_acc[d][r][i] = add_scaled(all_acc[d][r][i], by, acc[d][r][i], weight_of_split);
+        }
+      const bool ends_group = here.ends_group(), ends_share = here.ends_share();
+      int split = here.split;  // whose place a sum takes
+      if (is_ours && !here.is_in_first_group() && (ends_group || ends_share)) {
+        if (!ends_group) store_partial(here, split), split = split / GROUP * GROUP - 1;
+        take_row(ends_group);
+      }
+      if (is_ours && here.ends_rows()) {
+#pragma unroll
+        for (int r = 0; r < NR; ++r)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float of = of_row(all_sum[h], r), by = of == 0.f ? 1.f : of;  // 0 in padding
+            const i64 result = result_of(8 * r + row_lane + h);
+            if (result < 0) continue;
 #pragma unroll
             for (int d = 0; d < DT; ++d) {
-              u16* column = out + line * D + 16 * (warp * DT + d) + group_lane;
+              u16* column = out + result * D + 16 * (warp * DT + d) + group_lane;
               const u32 both = pack(__fdiv_rn(all_acc[d][r][h], by),
                                     __fdiv_rn(all_acc[d][r][2 + h], by));
               column[0] = (u16)both, column[8] = (u16)(both >> 16);
             }
-          } else if (is_stored) {
-            const i64 to = line * slots + in_row;
-#pragma unroll
-            for (int d = 0; d < DT; ++d) {
-              float* column = partials + to * D + 16 * (warp * DT + d) + group_lane;
-              column[0] = all_acc[d][r][h], column[8] = all_acc[d][r][2 + h];
-            }
-            if (warp == 0 && group_lane == 0)
-              stats[to] = make_float2(all_maximum[r][h], all_sum[r][h]);
           }
-        }
+      } else if (!group_is_ours || ends_share || (ends_group && !is_ours)) {
+        store_partial(here, split);
+      } else if (is_ours && ends_group) {
+        keep_row();
+      }
     }
     here.advance(lengths);
     slot = slot + 1 == STAGES ? 0 : slot + 1;

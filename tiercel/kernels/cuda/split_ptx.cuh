@@ -55,6 +55,10 @@ DEV float4 load_floats(u32 address) {
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
   return x;
 }
+DEV void store_floats(u32 address, float4 x) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+               ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
 DEV void store_16(u32 address, uint4 x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
                ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
