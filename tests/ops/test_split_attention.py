@@ -291,7 +291,8 @@ def test_selected_launch_fits(head_dim, rows, limit):
         return
     assert config.smem_bytes(head_dim) <= limit
     if limit == kernel.H200_SMEM:  # as many as promised, with 1 KB each that the system takes
-        assert config.ctas * (config.smem_bytes(head_dim) + 1024) <= 228 << 10
+        merges = 2 if config.room > config.ctas else 0  # that wait beside them
+        assert config.ctas * (config.smem_bytes(head_dim) + 1024) + merges * 1024 <= 228 << 10
 
 
 @pytest.mark.parametrize("arch", EVERY_ARCH)

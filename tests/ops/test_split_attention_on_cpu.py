@@ -69,6 +69,12 @@ def test_rows_of_two_tiles(processor):
     check_source(processor, requests, (14, 2, 64), 0, torch.bfloat16, ways=WAYS[:1])
 
 
+def test_groups_of_splits(processor):
+    """Rows of several groups, which shares cut inside of and between."""
+    check_source(processor, [(1, 2400), (2, 1100)], (4, 2, 64), 0, torch.float16, ways=WAYS[:2])
+    check_source(processor, [(1, 2100)], (1, 1, 128), 1500, torch.float16, ways=WAYS[:2], shares=3)
+
+
 def test_more_requests_than_lengths_kept(processor, monkeypatch):
     """Then lengths are read where they are."""
     case = make_case([(1, 65), (2, 140), (1, 300), (1, 1)], (4, 1, 128), 64, torch.float16, CPU)

@@ -1,14 +1,14 @@
 """Attention of few new tokens per request over the paged cache, 16 bits, for tensor cores.
 
-cuda/split_attention.cu computes splits and adds them up to rows where one CTA has several of a row;
-cuda/merge_splits.cu adds up what is left. Splits end at fixed positions, their sums have one order,
-and both kernels add splits one at a time, in order: a token's result is bit for bit the same alone,
-in any batch, beside any drafts and under any bound of the lengths. How the work is spread is no
-part of it: every CTA takes an equal share of all tiles of all requests, which it finds from lengths
-on the device, so nothing waits for the longest request.
+cuda/split_attention.cu computes splits and adds them up, to groups of 8 and to rows, as far as one
+CTA has them; cuda/merge_splits.cu adds up what is left. Splits and groups end at fixed positions,
+and both kernels add splits to groups and groups to rows, one at a time, in order: a token's result
+is bit for bit the same alone, in any batch, beside any drafts and under any bound of the lengths.
+How the work is spread is no part of it: every CTA takes an equal share of all tiles of all
+requests, which it finds from lengths on the device, so nothing waits for the longest request.
 
-Floor: visible keys and values are read once. Partials add (head_dim + 2) * 4 bytes per row and
-split that is not added up at once, written and read in the last-level cache.
+Floor: visible keys and values are read once. Partials add (head_dim + 2) * 4 bytes per row and sum
+that another CTA's is added to, written and read in the last-level cache.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ COARSE_KEYS = 512
 _THREADS = 128
 _PTX = "attention_ptx"
 _HEADERS = ("attention_splits", "split_walk")
-# Tiles of rows, by head_dim, from which on the first kernel adds up splits. With fewer most rows
-# are shared, and the second kernel begins sooner alone: 1 x 1,024 4.8 us, 6.0 with sums; 16 x 600
-# (128 tiles) 13.3 and 13.9; 32 x 512 (256 tiles) 21.7 and 18.4 (H200, docs/notes/attention.md).
-LEAST_FOLDED = {64: 128, 128: 192, 256: 128}
+# Tiles of rows, from which on the first kernel adds up splits. With fewer, rows are shared by many
+# CTAs, and the second kernel begins sooner if it need not find their parts: 8 x 600 (64 tiles)
+# takes 8.9 us without sums and 9.8 with them, but 8 x 8,192 69.5 and 65.2. 128 tiles: 16 x 600
+# 12.0 and 12.5, 16 x 2,048 36.2 and 33.8, but of 24 rows 47.3 and 49.9 (H200).
+LEAST_FOLDED = 128
+LEAST_FOLDED_WIDE = 192  # of more than 8 rows, heads of 128
 # Tiles of rows, up to which units lie by splits, and heads inside of them as in the cache: it takes
 # 1 x 3,000 7.4 us, by heads 8.0; 4 x 600 6.0 and 6.3; 4 x 4,096 the same; 1 x 32,768 38.9 and 38.4.
 # Beyond, long rows lose: 8 x 600 (64 tiles) 9.6 and 9.8, but 8 x 8,192 71.9 and 70.0 (H200).
@@ -74,7 +76,7 @@ class SplitAttentionConfig:
     shared_sums: bool = True
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory of a CTA: the ring, weights, maxima, sums and lengths."""
+        """Dynamic shared memory of a CTA, as cuda/split_sums.cuh lays it out."""
         rows, keys = 8 * self.row_tiles, TILE_KEYS[head_dim]
         stage = (2 * keys + rows) * head_dim * 2
         sums = rows * (4 * head_dim + 32) if self.shared_sums else 0
@@ -193,18 +195,20 @@ def attention_source(
         ("KEPT", config.kept),
         ("SHARED_SUMS", int(config.shared_sums)),
     )
-    return rtc.KernelSource("split_attention", macros, (_PTX, "split_ptx", *_HEADERS))
+    return rtc.KernelSource("split_attention", macros, (_PTX, "split_ptx", *_HEADERS, "split_sums"))
 
 
-def select_folds(head_dim: int, row_tiles: int, slots: int) -> bool:
+def select_folds(head_dim: int, config: SplitAttentionConfig, row_tiles: int, slots: int) -> bool:
     """Whether the first kernel adds up a row's splits as far as one CTA has them. Pure.
 
     Args:
         head_dim: of the cache.
-        row_tiles: of all requests and key heads.
+        config: the launch.
+        row_tiles: tiles of its rows, of all requests and key heads.
         slots: splits of a row at most; with one there is no second kernel.
     """
-    return row_tiles >= LEAST_FOLDED[head_dim] or slots == 1
+    is_wide = head_dim == 128 and config.row_tiles > 1
+    return slots == 1 or row_tiles >= (LEAST_FOLDED_WIDE if is_wide else LEAST_FOLDED)
 
 
 def select_heads_inside(row_tiles: int) -> bool:
@@ -347,7 +351,7 @@ def launch_split_attention(
         return
     shares = shares or _num_sms(q.device) * config.ctas
     tiles = reqs * kv_heads * -(-max_query_len * group // (8 * config.row_tiles))
-    folds = select_folds(head_dim, tiles, slots) if folds is None else folds
+    folds = select_folds(head_dim, config, tiles, slots) if folds is None else folds
     source = attention_source(head_dim, q.dtype, block_size, config, folds=folds)
     of_both = [*map(rtc.pointer, (cu_seqlens_q, seq_lens, partials, stats, out))]
     sizes = [ctypes.c_int(size) for size in (reqs, kv_heads, group, slots, window or NO_WINDOW)]

@@ -1,6 +1,6 @@
 // Attention of few new tokens per request over the paged cache: results of splits, and of rows.
-// Behind: attention_ptx.cuh, split_ptx.cuh, attention_splits.cuh, split_walk.cuh. Host side, floor:
-// split_attention.py.
+// Behind: attention_ptx.cuh, split_ptx.cuh, attention_splits.cuh, split_walk.cuh, split_sums.cuh. Host
+// side, floor: split_attention.py.
 //
 // A unit of work is a split of one request, one key/value head and one tile of ROWS rows (a row is
 // a query of a head of the group). Units lie in a row by (request, head, tile of rows, split), as
@@ -8,9 +8,9 @@
 // places. So any mix of lengths spreads evenly, by lengths that only the device knows. Which CTA
 // computes a unit is no part of its result, nor is their order (split_walk.cuh has a second one).
 //
-// With FOLDS, a CTA that has the first split of a tile of rows adds up the splits that follow. If it
-// has all of them, that is the result; else the sum takes the place of the last one that it has. All
-// other splits are partial results of their own, for merge_splits.cu to add in the same order.
+// With FOLDS, a CTA adds up groups of splits as far as it has them from their first one on, and rows
+// as far as it has them from their first split on (split_sums.cuh). All other splits are partial
+// results of their own, for merge_splits.cu to add in the same order.
 //
 // Keys and values stream through a ring of STAGES tiles that runs ahead over units. Products are
 // transposed, keys and value columns as their 16 rows and queries as their 8 columns: 4 heads cost 8
@@ -20,62 +20,15 @@
 //
 // Copies queue for some 4 us, and what else is read from memory waits in the same queue: blocks are
 // looked up a tile early, the next request's table and the first queries come to the cache early, and
-// lengths are read once, to shared memory.
+// lengths are read once, to shared memory. Before the wait no more than a tile of copies is under way,
+// for what the kernel ahead reads at its end.
 //
 // With dependent launch, lengths, tables and keys older than this step are read before the kernel
 // ahead has ended: they must have been written before that one began (docs/notes/attention.md).
 //
 // Macros: D (head_dim: 64, 128, 256), TILE (keys: 64, 128), BLOCK_SIZE (of the cache, a multiple of
 // 64), NR (tiles of 8 rows: 1 to 4), STAGES, CTAS (an SM, for the registers), IS_BF16, FOLDS, KEPT
-// (requests whose lengths have room in shared memory).
-#define WARPS 4
-#define KT (TILE / 64)               // times 16 keys: what a warp scores
-#define SPAN (TILE < BLOCK_SIZE ? TILE : BLOCK_SIZE)  // keys of a tile that lie in one block
-#define BLOCKS (TILE / SPAN)         // of a tile
-#define PIECES (D / 8)               // of 16 bytes, of a row of keys
-#define LINES (32 * WARPS / PIECES)  // rows that all threads copy at once
-#define KV_BYTES (TILE * D * 2)
-#define STAGE_BYTES (2 * KV_BYTES + ROWS * D * 2)  // keys, values, and queries where a unit begins
-#define DT (D / WARPS / 16)                 // tiles of 16 value columns of a warp
-#define WEIGHTS (STAGES * STAGE_BYTES)      // (ROWS, TILE) in 16 bits
-#define MAXIMA (WEIGHTS + ROWS * TILE * 2)  // (ROWS, WARPS) float
-#define SUMS (MAXIMA + ROWS * 16)           // (ROWS, WARPS) float
-#define RESULTS (SUMS + ROWS * 16)          // (ROWS,) int: rows of `out`, or -1
-#define ROW_ACC (RESULTS + ROWS * 4)        // (DT, NR, THREADS, 4) float: sums of rows
-#define ROW_SCALE (ROW_ACC + NR * DT * 16 * 32 * WARPS)  // (NR, WARPS, 4 lanes, 4) float
-#define ROW_END (ROW_SCALE + NR * WARPS * 64)
-#define LENGTHS (SHARED_SUMS ? ROW_END : ROW_ACC)  // (3 * KEPT + 1,) int
-
-// Where piece `piece` of row `row` lies among rows of `pieces` pieces, without bank conflicts.
-DEV u32 swizzled(int row, int piece, int pieces) {
-  return (row * pieces + (piece ^ (row & 7))) * 16;
-}
-
-// What 8 lanes with equal lane % 4 have of NR * 2 rows, reduced: lane 4 g + t gets that of tile
-// `row_of_group(g)` and row 2 t + g % 2. A third of the shuffles that all rows for all lanes take.
-template <class F> DEV float reduce(const float (&of)[NR][2], int lane, F both) {
-  float x[4];
-#pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    if (r >= NR) break;
-    const float other = __shfl_xor_sync(~0u, lane & 4 ? of[r][0] : of[r][1], 4);
-    x[r] = both(lane & 4 ? of[r][1] : of[r][0], other);
-  }
-#pragma unroll
-  for (int r = 0; r < 4; r += 2) {
-    if (r >= NR) break;
-    const float sent = r + 1 == NR ? x[r] : lane & 8 ? x[r] : x[r + 1];
-    const float kept = r + 1 == NR ? x[r] : lane & 8 ? x[r + 1] : x[r];
-    x[r] = both(kept, __shfl_xor_sync(~0u, sent, 8));
-  }
-  const float sent = NR < 3 ? x[0] : lane & 16 ? x[0] : x[2];
-  const float kept = NR < 3 ? x[0] : lane & 16 ? x[2] : x[0];
-  return both(kept, __shfl_xor_sync(~0u, sent, 16));
-}
-DEV int row_of_group(int group_lane) {
-  return NR == 1 ? 0 : NR == 2 ? group_lane >> 1 & 1 : min(group_lane >> 1, NR - 1);
-}
-
+// (requests whose lengths have room in shared memory), SHARED_SUMS.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     const u16* q,         // (tokens, heads, D)
     const u16* k_cache,   // (blocks, block_size, kv_heads, D)
@@ -95,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   // A constant that the compiler does not make again and again, from a slow register.
   const u32 smem = __shfl_sync(~0u, shared_address(memory), 0);
   let_dependents_start();
-  int* kept = (int*)(memory + LENGTHS);
+  int *kept = (int*)(memory + LENGTHS), *results = (int*)(memory + RESULTS);
   const bool is_kept = reqs <= KEPT;
   if (is_kept) {
     for (int i = tid; i <= reqs; i += 32 * WARPS) {
@@ -144,7 +97,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     const i64 from = (at.of.first_token + query) * q_token_stride + head * q_head_stride;
     return query < at.of.queries ? q + from + piece * 8 : nullptr;
   };
-  // The tile `ahead`, its queries where a unit begins and they are asked for; then the next one.
+  // The tile `ahead`, its queries where a unit begins and they are asked for; then the next one. Two
+  // groups of copies, keys and values, so that scores begin when half of a tile is there; the second
+  // one is left open. Paced, a half waits for the one before the last one.
   auto fetch = [&](int slot, bool has_queries, bool is_paced) {
     const u32 to = smem + slot * STAGE_BYTES;
     const int key = ahead.tile * TILE;
@@ -159,7 +114,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
                from != nullptr);
       }
     }
-    // Keys before values: scores begin when half of a tile is there.
     if (is_whole) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -213,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     }
   };
 
-  // The first tiles, each a group of copies: keys of earlier steps before the wait, the rest behind
-  // it. The queries of the first unit go through registers, so that they wait for no tile.
+  // The first tiles: keys of earlier steps before the wait, the rest behind it. The queries of the first
+  // unit go through registers, so that they wait for no tile.
   if (!ahead.is_over()) find_blocks(ahead, blocks);
   bool has_waited = false;
 #pragma unroll 1
@@ -227,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
       }
       fetch(i, i > 0, !has_waited);
     } else {
-      copy_commit();
+      copy_commit();  // tiles are counted by groups
     }
     copy_commit();
   }
@@ -249,100 +203,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   const u32 weight_at = smem + WEIGHTS + swizzled(lane & 7, lane / 8, TILE / 8);
   u32 query[NR][D / 16][2];
   float acc[DT][NR][4], maximum[NR][2], sum[NR][2];
-  // Of splits that are added up: of a group, then of all groups so far. A lane has maximum and sum
-  // of rows row_lane and row_lane + 1 of one tile of 8.
-  float all_acc[DT][NR][4], all_maximum[2], all_sum[2];
-  const int own_tile = min(group_lane, NR - 1);
-#if FOLDS && !SHARED_SUMS
-  float row_acc[DT][NR][4], row_maximum[2], row_sum[2];  // of the groups before
-#endif
-  // What the lane that has a row's maximum and sum has of it.
-  auto of_row = [&](float x, int r) { return NR == 1 ? x : __shfl_sync(~0u, x, 4 * r + lane % 4); };
-  const u32 row_scale = smem + ROW_SCALE + ((own_tile * WARPS + warp) * 4 + lane % 4) * 16;
-  const u32 row_sums = smem + ROW_ACC + tid * 16;
-  // The sum at hand becomes that of its row so far.
-  auto keep_row = [&]() {
-#if FOLDS && SHARED_SUMS
-    __syncwarp();  // all lanes have read the one before
-    if (group_lane < NR)
-      store_floats(row_scale,
-                   make_float4(all_maximum[0], all_maximum[1], all_sum[0], all_sum[1]));
-#pragma unroll
-    for (int d = 0; d < DT; ++d)
-#pragma unroll
-      for (int r = 0; r < NR; ++r) {
-        const float(&x)[4] = all_acc[d][r];
-        store_floats(row_sums + (d * NR + r) * 32 * WARPS * 16,
-                     make_float4(x[0], x[1], x[2], x[3]));
-      }
-    __syncwarp();
-#elif FOLDS
-#pragma unroll
-    for (int h = 0; h < 2; ++h) row_maximum[h] = all_maximum[h], row_sum[h] = all_sum[h];
-#pragma unroll
-    for (int d = 0; d < DT; ++d)
-#pragma unroll
-      for (int r = 0; r < NR; ++r)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) row_acc[d][r][i] = all_acc[d][r][i];
-#endif
-  };
-  // The row's sum so far takes the place of the one at hand, and that one is added if it is to be.
-  auto take_row = [&](bool is_added) {
-#if FOLDS
-#if SHARED_SUMS
-    const float4 v = load_floats(row_scale);
-    const float row_maximum[] = {v.x, v.y}, row_sum[] = {v.z, v.w};
-#endif
-    float decay[2], weight[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float most = row_maximum[h];
-      weight[h] = rise(most, is_added ? all_maximum[h] : NEG_INF, decay[h]);
-      if (!is_added) decay[h] = 1.f;
-      all_maximum[h] = most;
-      all_sum[h] = add_scaled(row_sum[h], decay[h], all_sum[h], weight[h]);
-    }
-#pragma unroll
-    for (int r = 0; r < NR; ++r) {
-      const float by[] = {of_row(decay[0], r), of_row(decay[1], r)};
-      const float of_group[] = {of_row(weight[0], r), of_row(weight[1], r)};
-#pragma unroll
-      for (int d = 0; d < DT; ++d) {
-#if SHARED_SUMS
-        const float4 x = load_floats(row_sums + (d * NR + r) * 32 * WARPS * 16);
-        const float sums[] = {x.x, x.y, x.z, x.w};
-#else
-        const float(&sums)[4] = row_acc[d][r];
-#endif
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          all_acc[d][r][i] = add_scaled(sums[i], by[i % 2], all_acc[d][r][i], of_group[i % 2]);
-      }
-    }
-#endif
-  };
-  // Row of `out` of a row of the tile, or -1.
-  auto result_of = [&](int row) { return ((const int*)(memory + RESULTS))[row]; };
-  // The sum at hand as the partial result of a split of the rows at hand.
-  auto store_partial = [&](const Walk& at, int split) {
-    const int in_row = split - at.first_split();  // slot 0 is the first visible one
-#pragma unroll
-    for (int r = 0; r < NR; ++r)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int result = result_of(8 * r + row_lane + h);
-        if (result < 0) continue;
-        const i64 to = (i64)result * slots + in_row;
-#pragma unroll
-        for (int d = 0; d < DT; ++d) {
-          float* column = partials + to * D + 16 * (warp * DT + d) + group_lane;
-          column[0] = all_acc[d][r][h], column[8] = all_acc[d][r][2 + h];
-        }
-        if (warp == 0 && group_lane == r)
-          stats[to] = make_float2(all_maximum[h], all_sum[h]);
-      }
-  };
+  Sums sums(smem);
   int slot = 0;
   bool is_start = true;
   bool is_ours = false;        // the first split of these rows was this CTA's
@@ -376,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
           const int packed = here.row_tile * ROWS + tid, token = tokens_of(packed);
           const int head = here.kv_head * group + packed - token * group;
           const int at = (here.of.first_token + token) * kv_heads * group + head;
-          ((int*)(memory + RESULTS))[tid] = token < here.of.queries ? at : -1;
+          results[tid] = token < here.of.queries ? at : -1;
         }
         is_start = false;
       }
@@ -389,16 +250,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
 #pragma unroll
         for (int h = 0; h < 2; ++h) maximum[r][h] = NEG_INF, sum[r][h] = 0.f;
       }
-      if (!group_is_ours || here.begins_group()) {
-#pragma unroll
-        for (int r = 0; r < NR; ++r)
-#pragma unroll
-          for (int d = 0; d < DT; ++d)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) all_acc[d][r][i] = 0.f;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) all_maximum[h] = NEG_INF, all_sum[h] = 0.f;
-      }
+      if (!group_is_ours || here.begins_group()) sums.clear();
     }
 
     // Scores of 16 keys of 64: two chains of products, over even and odd steps.
@@ -524,59 +376,25 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     }
 
     if (here.is_last()) {
-      float decay[2], of_split[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float4 of = load_floats(smem + SUMS + (8 * own_tile + row_lane + h) * 16);
-        const float total = __fadd_rn(__fadd_rn(of.x, of.y), __fadd_rn(of.z, of.w));
-        float most = maximum[0][h];
-#pragma unroll
-        for (int r = 1; r < NR; ++r)
-          if (own_tile == r) most = maximum[r][h];
-        of_split[h] = rise(all_maximum[h], most, decay[h]);
-        all_sum[h] = add_scaled(all_sum[h], decay[h], total, of_split[h]);
-      }
-#pragma unroll
-      for (int r = 0; r < NR; ++r)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float by = of_row(decay[h], r), weight_of_split = of_row(of_split[h], r);
-#pragma unroll
-          for (int d = 0; d < DT; ++d)
-#pragma unroll
-            for (int i = h; i < 4; i += 2)
-              all_acc[d][r][i] = add_scaled(all_acc[d][r][i], by, acc[d][r][i], weight_of_split);
-        }
+      sums.add(acc, maximum);
       const bool ends_group = here.ends_group(), ends_share = here.ends_share();
-      int split = here.split;  // whose place a sum takes
+      const int first = here.first_split();  // its place is the first one
+      int place = here.split - first;
       if (is_ours && !here.is_in_first_group() && (ends_group || ends_share)) {
-        if (!ends_group) store_partial(here, split), split = split / GROUP * GROUP - 1;
-        take_row(ends_group);
+        if (!ends_group) {
+          sums.store(partials, stats, slots, place, results);
+          place = here.split / GROUP * GROUP - 1 - first;
+        }
+        sums.take_row(ends_group);
       }
-      if (is_ours && here.ends_rows()) {
-#pragma unroll
-        for (int r = 0; r < NR; ++r)
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float of = of_row(all_sum[h], r), by = of == 0.f ? 1.f : of;  // 0 in padding
-            const i64 result = result_of(8 * r + row_lane + h);
-            if (result < 0) continue;
-#pragma unroll
-            for (int d = 0; d < DT; ++d) {
-              u16* column = out + result * D + 16 * (warp * DT + d) + group_lane;
-              const u32 both = pack(__fdiv_rn(all_acc[d][r][h], by),
-                                    __fdiv_rn(all_acc[d][r][2 + h], by));
-              column[0] = (u16)both, column[8] = (u16)(both >> 16);
-            }
-          }
-      } else if (!group_is_ours || ends_share || (ends_group && !is_ours)) {
-        store_partial(here, split);
-      } else if (is_ours && ends_group) {
-        keep_row();
-      }
+      if (is_ours && here.ends_rows())
+        sums.finish(out, results);
+      else if (!group_is_ours || ends_share || (ends_group && !is_ours))
+        sums.store(partials, stats, slots, place, results);
+      else if (ends_group)
+        sums.keep_row();
     }
     here.advance(lengths);
     slot = slot + 1 == STAGES ? 0 : slot + 1;
   }
-
 }
