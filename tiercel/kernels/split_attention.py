@@ -42,12 +42,12 @@ COARSE_KEYS = 512
 _THREADS = 128
 _PTX = "attention_ptx"
 _HEADERS = ("attention_splits", "split_walk")
-# Tiles of rows, from which on the first kernel adds up splits. With fewer, rows are shared by many
-# CTAs, and the second kernel begins sooner if it need not find their parts: 8 x 600 (64 tiles)
-# takes 8.9 us without sums and 9.8 with them, but 8 x 8,192 69.5 and 65.2. 128 tiles: 16 x 600
-# 12.0 and 12.5, 16 x 2,048 36.2 and 33.8, but of 24 rows 47.3 and 49.9 (H200).
-LEAST_FOLDED = 128
-LEAST_FOLDED_WIDE = 192  # of more than 8 rows, heads of 128
+# Tiles of rows, by head_dim, from which on the first kernel adds up splits. With fewer, rows are
+# shared by many CTAs, and the second kernel begins sooner if it need not find their parts: 8 x 600
+# (64 tiles) takes 8.9 us without sums and 9.8 with them, but 8 x 8,192 69.5 and 65.2. 16 x 600 (128
+# tiles) 12.0 and 12.5, 16 x 2,048 36.2 and 33.8; whole steps of 16 requests of 512 tokens take 7%
+# longer with them (H200, docs/notes/attention.md).
+LEAST_FOLDED = {64: 128, 128: 192, 256: 128}
 # Tiles of rows, up to which units lie by splits, and heads inside of them as in the cache: it takes
 # 1 x 3,000 7.4 us, by heads 8.0; 4 x 600 6.0 and 6.3; 4 x 4,096 the same; 1 x 32,768 38.9 and 38.4.
 # Beyond, long rows lose: 8 x 600 (64 tiles) 9.6 and 9.8, but 8 x 8,192 71.9 and 70.0 (H200).
@@ -128,7 +128,7 @@ _LAUNCHES = {
         SplitAttentionConfig(3, 2, 1, 1),
     ),
     (64, 32): (SplitAttentionConfig(4, 2, 2, 2),),
-    (128, 8): (SplitAttentionConfig(1, 3, 2, 4, kept=376), SplitAttentionConfig(1, 2, 1, 1)),
+    (128, 8): (SplitAttentionConfig(1, 3, 2, 4, kept=256), SplitAttentionConfig(1, 2, 1, 1)),
     (128, 16): (
         SplitAttentionConfig(2, 3, 2, 2, kept=192, shared_sums=False),
         SplitAttentionConfig(2, 2, 1, 1),
@@ -198,17 +198,15 @@ def attention_source(
     return rtc.KernelSource("split_attention", macros, (_PTX, "split_ptx", *_HEADERS, "split_sums"))
 
 
-def select_folds(head_dim: int, config: SplitAttentionConfig, row_tiles: int, slots: int) -> bool:
+def select_folds(head_dim: int, row_tiles: int, slots: int) -> bool:
     """Whether the first kernel adds up a row's splits as far as one CTA has them. Pure.
 
     Args:
         head_dim: of the cache.
-        config: the launch.
-        row_tiles: tiles of its rows, of all requests and key heads.
+        row_tiles: of all requests and key heads.
         slots: splits of a row at most; with one there is no second kernel.
     """
-    is_wide = head_dim == 128 and config.row_tiles > 1
-    return slots == 1 or row_tiles >= (LEAST_FOLDED_WIDE if is_wide else LEAST_FOLDED)
+    return row_tiles >= LEAST_FOLDED[head_dim] or slots == 1
 
 
 def select_heads_inside(row_tiles: int) -> bool:
@@ -351,7 +349,7 @@ def launch_split_attention(
         return
     shares = shares or _num_sms(q.device) * config.ctas
     tiles = reqs * kv_heads * -(-max_query_len * group // (8 * config.row_tiles))
-    folds = select_folds(head_dim, config, tiles, slots) if folds is None else folds
+    folds = select_folds(head_dim, tiles, slots) if folds is None else folds
     source = attention_source(head_dim, q.dtype, block_size, config, folds=folds)
     of_both = [*map(rtc.pointer, (cu_seqlens_q, seq_lens, partials, stats, out))]
     sizes = [ctypes.c_int(size) for size in (reqs, kv_heads, group, slots, window or NO_WINDOW)]
