@@ -80,8 +80,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     for (int b = 0; b < BLOCKS; ++b)
       blocks[b] = at.tile * TILE + b * SPAN < at.of.seq_len ? from[b] : 0;
   };
-  // Few rows of many splits: the kernel ahead, if it is such a call's second one, has much to read.
-  const bool has_long_merges = lengths.has_heads_inside() && ahead.most > 4;
   int blocks[BLOCKS];  // of the tile `ahead`: looked up before they are needed
   // A look-up in memory takes 2 us while keys stream.
   auto ask_for_next_table = [&]() {
@@ -101,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
   };
   // The tile `ahead`, its queries where a unit begins and they are asked for; then the next one. Two
   // groups of copies, keys and values, so that scores begin when half of a tile is there; the second
-  // one is left open. Paced, a half waits for the one before the last one, or for the last one.
+  // one is left open. Paced, a half waits for the one before the last one.
   auto fetch = [&](int slot, bool has_queries, bool is_paced) {
     const u32 to = smem + slot * STAGE_BYTES;
     const int key = ahead.tile * TILE;
@@ -121,7 +119,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
       for (int half = 0; half < 2; ++half) {
         const u16* cache = half ? v_cache : k_cache;
         const u32 to_half = to + half * KV_BYTES;
-        if (is_paced && has_long_merges) copy_wait<0>();
         if (is_paced) copy_wait<1>();
 #pragma unroll
         for (int b = 0; b < BLOCKS; ++b) {
