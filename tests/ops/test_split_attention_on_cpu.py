@@ -115,6 +115,14 @@ def test_every_launch(head_dim, rows, window, processor):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("few_results", [0, 1 << 20])
+def test_more_splits_than_a_merge_asks_for(few_results, processor, monkeypatch):
+    """In chunks of 32, and in several rounds."""
+    monkeypatch.setattr(kernel, "_FEW_RESULTS", few_results)
+    check_source(processor, [(1, 9000)], (1, 1, 64), 0, torch.float16, ways=WAYS[:2], shares=3)
+
+
+@pytest.mark.slow
 def test_more_requests_than_lanes(processor):
     lengths = torch.randint(1, 200, (70,)).tolist()
     requests = [(1, length) for length in lengths]
