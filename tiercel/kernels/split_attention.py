@@ -122,13 +122,13 @@ _RESULTS_OF_CTA = 256  # of 8 warps, a column a lane
 # docs/notes/attention.md).
 _LAUNCHES = {
     (64, 8): (SplitAttentionConfig(1, 3, 2, 4), SplitAttentionConfig(1, 2, 1, 1)),
-    (64, 16): (SplitAttentionConfig(2, 3, 2, 2, kept=72), SplitAttentionConfig(2, 2, 1, 1)),
+    (64, 16): (SplitAttentionConfig(2, 3, 2, 2, kept=120), SplitAttentionConfig(2, 2, 1, 1)),
     (64, 24): (
         SplitAttentionConfig(3, 3, 2, 2, kept=96, shared_sums=False),
         SplitAttentionConfig(3, 2, 1, 1),
     ),
     (64, 32): (SplitAttentionConfig(4, 2, 2, 2),),
-    (128, 8): (SplitAttentionConfig(1, 3, 2, 4, kept=256), SplitAttentionConfig(1, 2, 1, 1)),
+    (128, 8): (SplitAttentionConfig(1, 3, 2, 4, kept=376), SplitAttentionConfig(1, 2, 1, 1)),
     (128, 16): (
         SplitAttentionConfig(2, 3, 2, 2, kept=192, shared_sums=False),
         SplitAttentionConfig(2, 2, 1, 1),
