@@ -161,7 +161,7 @@ HOSTILE = {
     "long string": ("{{ 'x' * 10**10 }}", "memory"),
     "doubling": (
         "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s * 2 %}{% endfor %}",
-        "memory",
+        "memory|took more than 2 s",  # the machine may be busy
     ),
     "power tower": ("{{ 9**(9**9) }}", "took more than 2 s"),
     "power tower at run time": (
