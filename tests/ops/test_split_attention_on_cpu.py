@@ -72,7 +72,7 @@ def test_rows_of_two_tiles(processor):
 def test_groups_of_splits(processor):
     """Rows of several groups, which shares cut inside of and between."""
     check_source(processor, [(1, 1300), (2, 1100)], (4, 2, 64), 0, torch.float16, ways=WAYS[:2])
-    check_source(processor, [(1, 2100)], (1, 1, 128), 1500, torch.float16, ways=WAYS[:2], shares=3)
+    check_source(processor, [(1, 2100)], (1, 1, 64), 1500, torch.float16, ways=WAYS[:1], shares=3)
 
 
 def test_more_requests_than_lengths_kept(processor, monkeypatch):
