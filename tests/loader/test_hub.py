@@ -18,7 +18,7 @@ from pathlib import Path
 import filelock
 import pytest
 
-from tiercel.errors import ModelNotFoundError
+from tests.loader import hub_cases
 from tiercel.loader import fetch, hub, store
 from tiercel.loader.fetch import CatalogueEntry
 
@@ -98,12 +98,7 @@ def resolve(model=None, offline=False, report=None):
 
 
 def refusal(*args, **kwargs):
-    """The message and hint of the refusal, which must be one line."""
-    with pytest.raises(ModelNotFoundError) as caught:
-        resolve(*args, **kwargs)
-    text = f"{caught.value} {caught.value.hint}"
-    assert "\n" not in text
-    return text
+    return hub_cases.refusal(resolve, *args, **kwargs)
 
 
 def files_of(tmp_path):

@@ -14,7 +14,7 @@
 struct Part {
   int task, end;                     // slabs of its rows
   int first_token, head, first_row;  // of the tile
-  int begin;                         // place of the rows
+  int begin;             // place of the rows
   int low, first, last;  // splits: of the rows, to begin with (a group's first), of the rows
   u32 held;              // of 32 splits from `first` on, those whose places have sums
 };
@@ -57,8 +57,7 @@ DEV void merge_slab(const Slab& slab, int low, int first, int last, F held) {
     u32 is_there[CHUNKS];
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-      const int splits = BATCH - 32 * i;
-      is_there[i] = held(base + 32 * i) & (splits < 32 ? (1u << splits % 32) - 1 : ~0u);
+      is_there[i] = held(base + 32 * i) & (BATCH - 32 * i < 32 ? (1u << (BATCH - 32 * i) % 32) - 1 : ~0u);
       of[i] = is_there[i] >> lane & 1 ? __ldcg(slab.stats + base + 32 * i + lane - low)
                                       : make_float2(NEG_INF, 0.f);
     }
@@ -71,20 +70,19 @@ DEV void merge_slab(const Slab& slab, int low, int first, int last, F held) {
         load_columns(x[j], slab.partials + (base + j - low) * D + lane * COLUMNS,
                      is_there[i / 32] >> j % 32 & 1);
     }
-    // Of each chunk's splits and groups: maxima of a group up to each split, then of all up to each
-    // group. Chunk by chunk only at the end, as a chain of shuffles takes 300 cycles.
-    float decay[CHUNKS], weight[CHUNKS], group_decay[CHUNKS], group_weight[CHUNKS];
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
+      if (is_there[i] == 0) continue;
+      // Maxima of a group up to each split, then of all up to each group.
       float most = of[i].x;
 #pragma unroll
       for (int step = 1; step < GROUP; step <<= 1) {
         const float other = __shfl_up_sync(~0u, most, step);
         if (lane % GROUP >= step) most = fmaxf(most, other);
       }
-      float before = __shfl_up_sync(~0u, most, 1);
+      float before = __shfl_up_sync(~0u, most, 1), decay, group_decay;
       if (lane % GROUP == 0) before = NEG_INF;
-      weight[i] = rise(before, of[i].x, decay[i]);
+      const float weight = rise(before, of[i].x, decay);
       const float of_group = __shfl_sync(~0u, most, lane | (GROUP - 1));
       most = of_group;
 #pragma unroll
@@ -94,25 +92,22 @@ DEV void merge_slab(const Slab& slab, int low, int first, int last, F held) {
       }
       before = __shfl_up_sync(~0u, most, GROUP);
       before = lane < GROUP ? maximum : fmaxf(before, maximum);
-      group_weight[i] = rise(before, of_group, group_decay[i]);
+      const float group_weight = rise(before, of_group, group_decay);
       maximum = __shfl_sync(~0u, before, 31);
-    }
-#pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
 #pragma unroll
       for (int first_of = 0; first_of < min(32, BATCH - 32 * i); first_of += GROUP) {
         if ((is_there[i] >> first_of & ((1u << GROUP) - 1)) == 0) continue;
         float sum = 0.f, group_acc[COLUMNS] = {};
 #pragma unroll
         for (int j = first_of; j < first_of + GROUP; ++j) {
-          const float by = __shfl_sync(~0u, decay[i], j), of_split = __shfl_sync(~0u, weight[i], j);
+          const float by = __shfl_sync(~0u, decay, j), of_split = __shfl_sync(~0u, weight, j);
           sum = add_scaled(sum, by, __shfl_sync(~0u, of[i].y, j), of_split);
 #pragma unroll
           for (int c = 0; c < COLUMNS; ++c)
             group_acc[c] = add_scaled(group_acc[c], by, x[32 * i + j][c], of_split);
         }
-        const float by = __shfl_sync(~0u, group_decay[i], first_of);
-        const float of_sum = __shfl_sync(~0u, group_weight[i], first_of);
+        const float by = __shfl_sync(~0u, group_decay, first_of);
+        const float of_sum = __shfl_sync(~0u, group_weight, first_of);
         total = add_scaled(total, by, sum, of_sum);
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) acc[c] = add_scaled(acc[c], by, group_acc[c], of_sum);

@@ -88,8 +88,8 @@ struct Walk {
     const int lane = threadIdx.x & 31;
     of_lane = (u32)(lengths.reqs + 31) / 32;
     upto = 0;
-#pragma unroll 4
-    for (int i = 0; i < of_lane; ++i) {  // lengths may be in memory: several at once
+#pragma unroll 1
+    for (int i = 0; i < of_lane; ++i) {
       request = min(lane * of_lane + i, lengths.reqs - 1);
       enter(lengths);
       upto += lane * of_lane + i < lengths.reqs ? places(lengths) : 0;
