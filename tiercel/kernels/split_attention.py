@@ -45,8 +45,8 @@ _HEADERS = ("attention_splits", "split_walk")
 # Tiles of rows, by head_dim, from which on the first kernel adds up splits. With fewer, rows are
 # shared by many CTAs, and the second kernel begins sooner if it need not find their parts: 8 x 600
 # (64 tiles) takes 8.9 us without sums and 9.8 with them, but 8 x 8,192 69.5 and 65.2. 16 x 600 (128
-# tiles) 12.0 and 12.5, 16 x 2,048 36.2 and 33.8; whole steps of 16 requests of 512 tokens take 7%
-# longer with them (H200, docs/notes/attention.md).
+# tiles) 12.0 and 12.5, 16 x 2,048 36.2 and 33.8; whole steps of 16 requests of 512 tokens took 7%
+# longer with them than another day's without (H200, docs/notes/attention.md).
 LEAST_FOLDED = {64: 128, 128: 192, 256: 128}
 # Tiles of rows, up to which units lie by splits, and heads inside of them as in the cache: it takes
 # 1 x 3,000 7.4 us, by heads 8.0; 4 x 600 6.0 and 6.3; 4 x 4,096 the same; 1 x 32,768 38.9 and 38.4.
@@ -122,7 +122,7 @@ _RESULTS_OF_CTA = 256  # of 8 warps, a column a lane
 # docs/notes/attention.md).
 _LAUNCHES = {
     (64, 8): (SplitAttentionConfig(1, 3, 2, 4), SplitAttentionConfig(1, 2, 1, 1)),
-    (64, 16): (SplitAttentionConfig(2, 3, 2, 2, kept=120), SplitAttentionConfig(2, 2, 1, 1)),
+    (64, 16): (SplitAttentionConfig(2, 3, 2, 2, kept=72), SplitAttentionConfig(2, 2, 1, 1)),
     (64, 24): (
         SplitAttentionConfig(3, 3, 2, 2, kept=96, shared_sums=False),
         SplitAttentionConfig(3, 2, 1, 1),
