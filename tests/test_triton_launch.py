@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tiercel.kernels.triton_launch import TritonLaunch, is_dependent, wait_for_inputs
+from tiercel.kernels import rtc
+from tiercel.kernels.triton_launch import TritonLaunch, wait_for_inputs
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,6 @@ def test_the_switch_and_the_device_decide(device, monkeypatch):
     expected = torch.cuda.get_device_capability(device) >= (9, 0)
     for text, wanted in (("1", expected), ("0", False)):
         monkeypatch.setenv("TIERCEL_PDL", text)
-        is_dependent.cache_clear()
-        assert is_dependent(device) is wanted
-    is_dependent.cache_clear()
+        rtc.is_dependent.cache_clear()
+        assert rtc.is_dependent(device) is wanted
+    rtc.is_dependent.cache_clear()

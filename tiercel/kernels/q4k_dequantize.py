@@ -17,7 +17,6 @@ from tiercel.kernels import rtc
 from tiercel.kernels.q4k_matvec import OUT_CODES, KernelPlanes
 from tiercel.kernels.q4k_repack import TILE_ROWS
 from tiercel.kernels.q4k_types import UNIT_TYPES, num_units
-from tiercel.kernels.triton_launch import is_dependent
 
 _THREADS = 128  # four warps of four rows
 
@@ -64,5 +63,5 @@ def launch_q4k_dequantize(
         _THREADS,
         arguments,
         grid_y=num_units(in_features),
-        is_dependent=is_dependent(out.device),
+        is_dependent=rtc.is_dependent(out.device),
     )

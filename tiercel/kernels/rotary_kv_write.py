@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tiercel.kernels import rtc
-from tiercel.kernels.triton_launch import ALIGNMENT, TritonLaunch, is_dependent, wait_for_inputs
+from tiercel.kernels.triton_launch import ALIGNMENT, TritonLaunch, wait_for_inputs
 
 THREADS = 128  # of a program
 _ELEMENTS = 8 * THREADS  # likewise
@@ -198,5 +198,5 @@ def launch_rotary_kv_write(
         THREADS,
         [*map(ctypes.c_void_p, addresses), ctypes.c_float(eps)],
         grid_y=-(-count * head_dim // _ELEMENTS),
-        is_dependent=is_dependent(device),
+        is_dependent=rtc.is_dependent(device),
     )

@@ -325,6 +325,12 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 @functools.cache
+def is_dependent(device: torch.device) -> bool:
+    """Whether kernels on a device may start before the one ahead ends; read once a process."""
+    return device.type == "cuda" and has_dependent_launch(device)
+
+
+@functools.cache
 def _attributes(kinds: tuple[int, ...]) -> Any:
     """Attributes of a launch, each set to 1; the driver only reads them."""
     return (_LaunchAttribute * len(kinds))(*(_LaunchAttribute(kind, 1) for kind in kinds))

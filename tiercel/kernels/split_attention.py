@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels import rtc
-from tiercel.kernels.triton_launch import is_dependent
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30  # longer than any sequence, and no sum with it passes 2**31
@@ -365,7 +364,7 @@ def launch_split_attention(
             ctypes.c_float(scale * LOG2_E),
             ctypes.c_int(select_heads_inside(tiles) if heads_inside is None else heads_inside),
         ],
-        is_dependent=is_dependent(q.device),
+        is_dependent=rtc.is_dependent(q.device),
     )
     if slots == 1 and folds:
         return  # no row is shared
@@ -376,5 +375,5 @@ def launch_split_attention(
         32 * merge.warps,
         [*of_both, *sizes, ctypes.c_int(max_query_len)],
         grid_y=1 if folds else reqs * max_query_len,
-        is_dependent=is_dependent(q.device),
+        is_dependent=rtc.is_dependent(q.device),
     )

@@ -14,7 +14,6 @@ launches (docs/notes/decode_stages.md).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,15 +36,9 @@ def wait_for_inputs(IS_DEPENDENT: tl.constexpr):
         gdc_wait()
 
 
-@functools.cache
-def is_dependent(device: torch.device) -> bool:
-    """Whether kernels on a device may start before the one ahead ends; read once a process."""
-    return device.type == "cuda" and rtc.has_dependent_launch(device)
-
-
 def dependent_options(device: torch.device) -> dict[str, bool]:
     """What Triton's own call of a kernel with IS_DEPENDENT takes besides its arguments."""
-    dependent = is_dependent(device)
+    dependent = rtc.is_dependent(device)
     return {"IS_DEPENDENT": dependent} | ({"launch_pdl": True} if dependent else {})
 
 
@@ -126,7 +119,7 @@ class TritonLaunch:
         device: torch.device,
     ) -> tuple[Any, bool]:
         """The kernel, loaded on a device, and whether its launches are dependent."""
-        dependent = is_dependent(device)
+        dependent = rtc.is_dependent(device)
         pointers = [
             None if dtype is None else _Pointer(dtype, is_aligned=is_aligned)
             for dtype, is_aligned in zip(dtypes, are_aligned, strict=True)
