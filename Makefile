@@ -13,7 +13,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 BENCH ?= dequantize
 PROMPT ?= Why is the sky blue? Answer in three sentences.
 
-.PHONY: demo test test-gpu sanitize test-clients lint bench-cpu clean
+.PHONY: demo test test-gpu sanitize test-clients mutants lint bench-cpu clean
 
 # The default model answers on the terminal; the first run fetches it.
 demo: $(VENV)/.demo
@@ -36,6 +36,10 @@ sanitize: $(VENV)/.dev
 # The server and pytest run in the usual one.
 test-clients: $(VENV)/.dev $(CLIENTS_VENV)/.clients
 	CLIENTS_PYTHON=$(CLIENTS_VENV)/bin/python $(BIN)/python -m pytest -m clients tests/clients
+
+# Faults in one line, each of which a test must notice: 20 to 40 minutes on two cores.
+mutants: $(VENV)/.dev
+	$(BIN)/python -m tests.mutations.run
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
