@@ -22,6 +22,7 @@ LIMIT_S = 60
 
 def run_forked(arguments):
     """Run one command line in a child; returns what it did."""
+    sys.stdout.flush()  # else the child prints again what the parent has not printed yet
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         start = time.perf_counter()
         child = os.fork()
