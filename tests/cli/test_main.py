@@ -2,12 +2,9 @@
 
 import json
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ import tiercel as package
 from tests.cli.harness import COMMAND, environment, error_line, tiercel
 from tests.gguf_files import tiny_model
 from tiercel.__main__ import main
-from tiercel.cli.main import _EXAMPLES, make_app, run
+from tiercel.cli.main import _EXAMPLES, run
 
 COMMANDS = [
     "generate",
@@ -415,24 +412,3 @@ def test_shell_completion_is_written(tmp_path, shell):
     )
     assert process.returncode == 0, process.stderr
     assert "generate" in target.read_text()
-
-
-def documented_commands():
-    """(page, words) of each command that stands in a line of its own, or at the end of a pipe."""
-    root = Path(__file__).parents[2]
-    for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
-        text = page.read_text().replace("\\\n", " ")
-        for line in re.findall(r"^ *(?:[^`\n]*\| )?tiercel (.*)$", text, re.MULTILINE):
-            words = shlex.split(line.split(" | ")[0], comments=True)
-            yield page.name, words[: words.index(">")] if ">" in words else words
-
-
-def test_documented_commands_are_understood():
-    commands = [(page, words) for page, words in documented_commands() if words[:1]]
-    assert len(commands) > 30
-    app = make_app()
-    for page, words in commands:
-        _, bound, unused, *_ = app.parse_known_args(words)
-        assert not unused, (page, words)
-        is_doubled = "prompt" in bound.arguments and "file" in bound.arguments
-        assert not is_doubled, (page, words)

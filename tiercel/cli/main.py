@@ -65,7 +65,11 @@ _COMMANDS: dict[str, Callable[..., int]] = {
 }
 _GROUPS = {"bench": "Measure the speed of a server or of the engine; alone as bench speed."}
 _DEFAULTS = {"bench": "speed"}  # of a group: the command that stands for it
-_HELP = "Run language models from GGUF files and model folders, on CPU and CUDA."
+_COMMON_FLAGS = frozenset({"--verbose", "-v", "--quiet", "-q"})  # of CommonOptions, like --config
+_HELP = (
+    "Run language models from GGUF files and model folders, on CPU and CUDA.\n\n"
+    "Every command takes -v (--verbose), -q (--quiet) and --config PATH, before or after its name."
+)
 _EXAMPLES = {
     "tiercel": (
         'tiercel generate "The capital of France is" --max-tokens 8',
@@ -201,12 +205,37 @@ def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundA
 
 
 def _name_command(arguments: Sequence[str]) -> Sequence[str]:
-    """Put in the command of a group that is called alone or with options only."""
-    group, rest = arguments[:1], arguments[1:]
-    is_alone = not rest or (rest[0].startswith("-") and rest[0] not in ("--help", "-h"))
-    if is_alone and group and group[0] in _DEFAULTS:
-        return [*group, _DEFAULTS[group[0]], *rest]
-    return arguments
+    """Put the command first: options of every command that stand before it follow it.
+
+    A group that is called alone or with options only gets its default command.
+    """
+    common, rest = _split_common(arguments)
+    if not rest or (rest[0] not in _COMMANDS and rest[0] not in _GROUPS):
+        return rest  # help, the version, or an unknown command
+    names, rest = [rest[0]], rest[1:]
+    if names[0] in _GROUPS:
+        more, rest = _split_common(rest)
+        common = [*common, *more]
+        if not rest or (rest[0].startswith("-") and rest[0] not in ("--help", "-h")):
+            names.append(_DEFAULTS[names[0]])
+        elif f"{names[0]} {rest[0]}" in _COMMANDS:
+            names, rest = [*names, rest[0]], rest[1:]
+        else:
+            common = []  # help of the group, or an unknown command
+    return [*names, *common, *rest]
+
+
+def _split_common(arguments: Sequence[str]) -> tuple[list[str], Sequence[str]]:
+    """Split off the options of every command with which the arguments begin."""
+    end = 0
+    while end < len(arguments):
+        if arguments[end] in _COMMON_FLAGS or arguments[end].startswith("--config="):
+            end += 1
+        elif arguments[end] == "--config":
+            end += 2
+        else:
+            break
+    return list(arguments[:end]), arguments[end:]
 
 
 def _option_names(app: App, command: str) -> frozenset[str]:
