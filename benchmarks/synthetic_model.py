@@ -3,8 +3,9 @@
     python -m benchmarks.synthetic_model qwen3-8b qwen3-8b.gguf
 
 Types are those of a Q4_K_M file: Q4_K, with Q6_K for half of attn_v and ffn_down and for the output
-matrix, float32 norms. Weights are random codes under scales that keep activations near 1. The
-tokenizer is 256 byte tokens and made-up words. It needs the `gguf` package (extra `dev`).
+matrix (the embedding, where that is the output matrix too), float32 norms and biases. Weights are
+random codes under scales that keep activations near 1. The tokenizer is 256 byte tokens and made-up
+words. It needs the `gguf` package (extra `dev`).
 """
 
 from __future__ import annotations
@@ -33,13 +34,26 @@ class Shape:
     intermediate: int
     vocab: int = 151_936
     context: int = 40_960
-    arch: str = "qwen3"  # or llama: no norms of q and k
+    arch: str = "qwen3"  # qwen2: biases of q, k and v; gemma3: norms around attention and MLP
+    tied: bool = False  # the embedding is the output matrix
+    window: int = 0  # of gemma3's sliding layers, five of six
 
 
 SHAPES = {
-    "qwen3-0.6b": Shape(1024, 28, 16, 8, 128, 3072),
+    "qwen3-0.6b": Shape(1024, 28, 16, 8, 128, 3072, tied=True),
+    "qwen3-1.7b": Shape(2048, 28, 16, 8, 128, 6144, tied=True),
+    "qwen3-4b": Shape(2560, 36, 32, 8, 128, 9728, tied=True),
     "qwen3-8b": Shape(4096, 36, 32, 8, 128, 12288),
+    "qwen3-14b": Shape(5120, 40, 40, 8, 128, 17408),
+    "qwen3-32b": Shape(5120, 64, 64, 8, 128, 25600),
+    "qwen2.5-7b": Shape(3584, 28, 28, 4, 128, 18944, 152_064, 32_768, "qwen2"),
+    "llama3-1b": Shape(2048, 16, 32, 8, 64, 8192, 128_256, 131_072, "llama", tied=True),
+    "llama3-3b": Shape(3072, 28, 24, 8, 128, 8192, 128_256, 131_072, "llama", tied=True),
     "llama3-8b": Shape(4096, 32, 32, 8, 128, 14336, 128_256, 131_072, "llama"),
+    "llama3-70b": Shape(8192, 80, 64, 8, 128, 28672, 128_256, 131_072, "llama"),
+    "gemma3-4b": Shape(2560, 34, 8, 4, 256, 10240, 262_144, 131_072, "gemma3", True, 1024),
+    "gemma3-12b": Shape(3840, 48, 16, 8, 256, 15360, 262_144, 131_072, "gemma3", True, 1024),
+    "gemma3-27b": Shape(5376, 62, 32, 16, 128, 21504, 262_144, 131_072, "gemma3", True, 1024),
 }
 
 
@@ -73,12 +87,12 @@ class Weights:
         return data.reshape(out, -1)
 
 
-def write(name: str, path: Path, seed: int = 0) -> None:
+def write(model: str, path: Path, seed: int = 0) -> None:
     """Write one model."""
-    shape, weights = SHAPES[name], Weights(seed)
+    shape, weights = SHAPES[model], Weights(seed)
     q4_k, q6_k = gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q6_K
     writer = gguf.GGUFWriter(path, shape.arch)
-    write_metadata(writer, name, shape)
+    write_metadata(writer, model, shape)
 
     def matrix(tensor: str, kind: gguf.GGMLQuantizationType, out: int, inner: int) -> None:
         writer.add_tensor(f"{tensor}.weight", weights.tensor(kind, out, inner), raw_dtype=kind)
@@ -86,8 +100,9 @@ def write(name: str, path: Path, seed: int = 0) -> None:
     def norm(tensor: str, size: int) -> None:
         writer.add_tensor(f"{tensor}.weight", np.ones(size, np.float32))
 
-    matrix("token_embd", q4_k, shape.vocab, shape.hidden)
-    matrix("output", q6_k, shape.vocab, shape.hidden)
+    matrix("token_embd", q6_k if shape.tied else q4_k, shape.vocab, shape.hidden)
+    if not shape.tied:
+        matrix("output", q6_k, shape.vocab, shape.hidden)
     norm("output_norm", shape.hidden)
     q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     for layer in range(shape.layers):
@@ -95,9 +110,15 @@ def write(name: str, path: Path, seed: int = 0) -> None:
         better = q6_k if has_more_bits(layer, shape.layers) else q4_k
         norm(f"{block}.attn_norm", shape.hidden)
         norm(f"{block}.ffn_norm", shape.hidden)
-        if shape.arch == "qwen3":
+        if shape.arch in ("qwen3", "gemma3"):
             norm(f"{block}.attn_q_norm", shape.head_dim)
             norm(f"{block}.attn_k_norm", shape.head_dim)
+        if shape.arch == "gemma3":
+            norm(f"{block}.post_attention_norm", shape.hidden)
+            norm(f"{block}.post_ffw_norm", shape.hidden)
+        if shape.arch == "qwen2":
+            for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+                writer.add_tensor(f"{block}.attn_{name}.bias", np.zeros(size, np.float32))
         matrix(f"{block}.attn_q", q4_k, q_size, shape.hidden)
         matrix(f"{block}.attn_k", q4_k, kv_size, shape.hidden)
         matrix(f"{block}.attn_v", better, kv_size, shape.hidden)
@@ -122,6 +143,8 @@ def write_metadata(writer: gguf.GGUFWriter, name: str, shape: Shape) -> None:
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
+    if shape.window:
+        writer.add_sliding_window(shape.window)
     writer.add_rope_freq_base(1e6)
     writer.add_layer_norm_rms_eps(1e-6)
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
