@@ -13,7 +13,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 BENCH ?= dequantize
 PROMPT ?= Why is the sky blue? Answer in three sentences.
 
-.PHONY: demo test test-gpu sanitize test-clients mutants lint bench-cpu clean
+.PHONY: demo test test-gpu sanitize test-clients mutants lint bench-cpu wheel clean
 
 # The default model answers on the terminal; the first run fetches it.
 demo: $(VENV)/.demo
@@ -50,6 +50,11 @@ lint: $(VENV)/.dev
 # Runs one benchmark on this machine's CPU: make bench-cpu BENCH=dequantize
 bench-cpu: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.$(BENCH) --device cpu
+
+# Builds dist/tiercel-*.whl.
+wheel: $(VENV)/.python
+	@rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 
 clean:
 	rm -rf $(VENV) $(CLIENTS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
