@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.harness import environment
+from tests.cli.harness import environment, error_line, tiercel
 from tests.gguf_files import tiny_model
 from tests.serve.harness import start_server
 from tests.tiny_llm import LLAMA
@@ -145,3 +145,20 @@ def test_a_server_answers_without_extras(bare, tmp_path):
         answer = server.post("/v1/score", body | {"label_token_ids": [5, 6]})
         assert answer.status_code == 200, answer.text
         assert server.get("/metrics").status_code == 200
+
+
+@pytest.mark.parametrize("module", ["torch", "tokenizers"])
+def test_a_missing_package_is_said_in_one_line(bare, module, tmp_path):
+    env = bare | {"HIDDEN_MODULES": module}
+    line = error_line(tiercel("generate", "the cat", "-m", LLAMA, env=env))
+    assert f"the Python package of module '{module}' is missing. Install Tiercel again" in line
+    done = tiercel("-v", "generate", "the cat", "-m", LLAMA, env=env)
+    assert "Traceback (most recent call last)" in done.stderr
+
+
+def test_a_server_that_lacks_a_package_ends_without_trying_again(bare):
+    env = bare | {"HIDDEN_MODULES": "torch"}
+    done = tiercel("serve", LLAMA, "--port", "0", "--device", "cpu", env=env, timeout=60)
+    assert done.returncode == 1
+    assert "the Python package of module 'torch' is missing" in done.stderr.splitlines()[-1]
+    assert "restart 1" not in done.stderr

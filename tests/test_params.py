@@ -339,6 +339,7 @@ def test_error_tree():
         "InternalError": (500, "internal_error"),
         "QueueFullError": (429, "queue_full"),
         "EngineDeadError": (503, "engine_restarting"),
+        "InstallationError": (500, "broken_installation"),
         "BenchError": (500, "bench_failed"),
     }
     assert TiercelError("x").hint == ""

@@ -102,6 +102,20 @@ class OutOfMemoryError(TiercelError):
     code = "out_of_memory"
 
 
+class InstallationError(TiercelError):
+    """A package that Tiercel needs is missing: trying again finds the same."""
+
+    code = "broken_installation"
+
+    @classmethod
+    def of(cls, error: ModuleNotFoundError) -> InstallationError:
+        """Describe an import that failed."""
+        return cls(
+            f"the Python package of module {error.name or str(error)!r} is missing.",
+            hint="Install Tiercel again with pip; --verbose shows what needs the package.",
+        )
+
+
 class BenchError(TiercelError):
     """A measurement that cannot go on: the message says what the server did."""
 

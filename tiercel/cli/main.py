@@ -45,7 +45,7 @@ from tiercel.cli.terminal import (
     show_log,
     silence_stdout,
 )
-from tiercel.errors import TiercelError
+from tiercel.errors import InstallationError, TiercelError
 
 _ENVIRONMENT = Env("TIERCEL_", command=False)
 _CUDA_LINE = re.compile(r"^cuda\b[^=]*= *'([^']+)'", re.MULTILINE)
@@ -257,6 +257,8 @@ def _report(error: Exception, *, is_verbose: bool) -> int:
     if is_verbose:
         with contextlib.suppress(OSError, ValueError):
             traceback.print_exception(error)
+    if isinstance(error, ModuleNotFoundError):
+        error = InstallationError.of(error)
     hint = getattr(error, "hint", "")
     if isinstance(error, UsageError):
         say("error", str(error), hint)

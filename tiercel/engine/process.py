@@ -40,7 +40,7 @@ from tiercel.engine.messages import (
     encode,
     plain_text,
 )
-from tiercel.errors import TiercelError
+from tiercel.errors import InstallationError, TiercelError
 from tiercel.models.source import find_source
 
 if TYPE_CHECKING:
@@ -130,7 +130,9 @@ def main(descriptor: int, parent: int) -> NoReturn:
         _run(start.options, link, opened)
     except TiercelError as error:
         link.send(Failed(ErrorInfo.of(error)))
-    except Exception as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
+    except ModuleNotFoundError as error:
+        link.send(Failed(ErrorInfo.of(InstallationError.of(error)), _detail(error)))
+    except Exception as error:  # noqa: BLE001 - whatever it was, the parent must be told
         link.send(_failure(error, opened))
     os._exit(1)
 
@@ -177,9 +179,13 @@ def _failure(error: Exception, opened: Future[EngineSession]) -> Failed:
     line = f"{type(error).__name__}: {error}".splitlines()[0]
     return Failed(
         ErrorInfo("InternalError", plain_text(line[:_LOG_CHARS])),
-        plain_text("".join(traceback.format_exception(error))[-_DETAIL_CHARS:]),
+        _detail(error),
         opened.result().suspects() if opened.done() else (),
     )
+
+
+def _detail(error: Exception) -> str:
+    return plain_text("".join(traceback.format_exception(error))[-_DETAIL_CHARS:])
 
 
 def _die_with(parent: int) -> None:
