@@ -40,7 +40,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         hardware["cores"] = os.cpu_count()
         hardware["threads"] = torch.get_num_threads()
     head = about(command_line(sys.argv), utc_now(), hardware)
-    head["versions"]["torch"] = torch.__version__
+    head["versions"]["torch"] = str(torch.__version__)
     if torch.version.cuda is not None:
         head["versions"]["cuda"] = torch.version.cuda
     return head

@@ -97,9 +97,9 @@ def encode(figures: Figures) -> str:
     Raises:
         ValueError: it is larger than a file of figures may be.
     """
-    head = {name: value for name, value in msgspec.to_builtins(figures).items() if value}
+    head = {name: getattr(figures, name) for name in figures.__struct_fields__}
     rows = head.pop("rows")
-    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items() if value]
     body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     text = "\n".join(["{", *lines, ' "rows": [', body, " ]", "}", ""])
     if text.count("\n") > MAX_LINES or len(text) > MAX_BYTES:
