@@ -254,8 +254,11 @@ def histogram(name: str, seconds: list[float]) -> list[Row]:
 
 
 def _git(*arguments: str) -> str:
-    """What git prints; nothing outside of a checkout."""
-    answer = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    """What git prints; nothing outside of a checkout, or without git."""
+    try:
+        answer = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
     return answer.stdout.strip()
 
 
