@@ -24,6 +24,7 @@ import torch
 from benchmarks.common import environment
 from benchmarks.figures import save
 from tiercel import LLM, SamplingParams
+from tiercel.engine.capture import GraphRecorder
 
 DEPTHS = (0, 1024, 8192, 32768)
 STEPS, REPETITIONS = 128, 5
@@ -103,7 +104,7 @@ def main() -> None:
         if not is_on:
             with torch.inference_mode():
                 model.step = None
-                steps.capture()
+                steps.capture(GraphRecorder(llm.config.device))
         elif model.step is None:
             raise SystemExit(f"{options.model.name}: the kernel for whole steps does not take it.")
         label = "megakernel" if is_on else "kernel by kernel"
