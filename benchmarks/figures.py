@@ -245,10 +245,10 @@ def histogram(name: str, seconds: list[float]) -> list[Row]:
     if not seconds:
         return []
     counts, edges = np.histogram(seconds, HISTOGRAM_BINS)
-    edges = [round(edge, DECIMALS) for edge in edges.tolist()]
+    ends = [round(edge, DECIMALS) for edge in edges.tolist()]
     return [
         {"name": f"histogram of {name}", "from_s": low, "to_s": high, "count": count}
-        for count, low, high in zip(counts.tolist(), edges, edges[1:], strict=False)
+        for count, low, high in zip(counts.tolist(), ends, ends[1:], strict=False)
         if count
     ]
 
