@@ -23,7 +23,7 @@ import math
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +35,7 @@ from tiercel.bench.report import Level
 from tiercel.bench.speed import Trial
 from tiercel.bench.statistics import Spread, inter_token_s
 
+ROOT = Path(__file__).parents[1]
 MAX_LINES, MAX_BYTES = 2000, 200_000  # of a file: figures, not samples
 HISTOGRAM_BINS = 20
 DECIMALS = 9  # of the edges of a histogram, in seconds
@@ -146,21 +147,28 @@ def flat(row: Mapping[str, Any]) -> Row:
     for name, value in row.items():
         if isinstance(value, Mapping):
             result |= {f"{name}_{inner}": x for inner, x in flat(value).items()}
-        elif isinstance(value, list | tuple) and isinstance(value[0], str):
-            result[name] = ", ".join(value)
         elif isinstance(value, list | tuple):
-            result[f"{name}_median"] = statistics.median(value)
-            result[f"{name}_min"], result[f"{name}_max"] = min(value), max(value)
-            result[f"{name}_count"] = len(value)
+            result |= _summed_up(name, value)
         else:
             result[name] = value
     return result
 
 
+def _summed_up(name: str, values: Sequence[Any]) -> Row:
+    if values and isinstance(values[0], str):
+        return {name: ", ".join(values)}
+    row: Row = {f"{name}_count": len(values)}
+    if values:
+        row |= {f"{name}_median": statistics.median(values)}
+        row |= {f"{name}_min": min(values), f"{name}_max": max(values)}
+    return row
+
+
 def revision() -> str:
-    """The commit of this checkout, and whether its files are those of the commit."""
+    """The commit of this checkout, and whether what runs is as in the commit."""
     at = _git("rev-parse", "--short", "HEAD")
-    return f"{at}{' with changes' if _git('status', '--porcelain', '-uno') else ''}" or "unknown"
+    changes = _git("status", "--porcelain", "-uno", "--", "tiercel", "benchmarks/*.py")
+    return f"{at} with changes" if changes else at or "unknown"
 
 
 def about(command: str, date: str, hardware: Mapping[str, str | int]) -> dict[str, Any]:
@@ -256,7 +264,9 @@ def histogram(name: str, seconds: list[float]) -> list[Row]:
 def _git(*arguments: str) -> str:
     """What git prints; nothing outside of a checkout, or without git."""
     try:
-        answer = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+        answer = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         return ""
     return answer.stdout.strip()

@@ -186,7 +186,7 @@ def bench(
     repeats: int = 1,
 ) -> list[dict[str, Any]]:
     """Time all cases, print a line each, and return all rows; `out` holds them so far."""
-    rows = [ceilings.row()]
+    head, rows = environment(device), [ceilings.row()]
     for case in cases:
         row = measure_repeatedly(case, device, ceilings, seconds, repeats)
         rows.append(row)
@@ -195,7 +195,7 @@ def bench(
             f"{row['fraction_of_floor']:>8.1%}{row.get('peer_over_op', 0.0):>8.2f}x peer",
             flush=True,
         )
-        save(out, environment(device), rows)
+        save(out, head, rows)
     return rows
 
 

@@ -2,7 +2,9 @@
 
 import json
 import random
+import shutil
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -107,6 +109,7 @@ def test_flat_rows_keep_what_sums_a_list_up():
     assert row.pop("t_us_median") == statistics.median(times)
     assert (row.pop("t_us_min"), row.pop("t_us_max")) == (min(times), max(times))
     assert row == {"a": 1, "b_c": "x", "b_d_e_us": 2.5, "t_us_count": 13, "n": "y, z"}
+    assert figures.flat({"t_us": []}) == {"t_us_count": 0}
 
 
 def test_a_histogram_counts_every_time_once():
@@ -227,9 +230,22 @@ def test_the_head_of_a_run_is_accepted(tmp_path):
     figures.save(tmp_path / "outside.json", head, ROWS)
 
 
-def test_changed_files_show_in_the_revision(monkeypatch):
-    answers = {"rev-parse": "695d571", "status": " M tiercel/env.py"}
-    monkeypatch.setattr(figures, "_git", lambda name, *_: answers[name])
-    assert figures.revision() == "695d571 with changes"
-    answers["status"] = ""
-    assert figures.revision() == "695d571"
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_changed_sources_show_in_the_revision(tmp_path, monkeypatch):
+    """But not the file that a benchmark is writing."""
+    names = ("tiercel/env.py", "benchmarks/figures.py", "benchmarks/results/x.json", "README.md")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    author = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "x"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    at = figures.revision()
+    shown = []
+    for name in names:
+        (tmp_path / name).write_text("2")
+        shown.append(figures.revision() == f"{at} with changes")
+        (tmp_path / name).write_text("1")
+    assert shown == [True, True, False, False]
+    assert figures.revision() == at
