@@ -1,21 +1,18 @@
-"""What every benchmark shares: environment, medians of timings, bandwidth, JSON results."""
+"""What every benchmark shares: environment, medians of timings, bandwidth."""
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tiercel.bench.environment import command_line, cpu_name, installed_version, utc_now
+from benchmarks.figures import about
+from tiercel.bench.environment import command_line, cpu_name, utc_now
 from tiercel.engine.device_timing import calls_us
 
 
@@ -30,32 +27,23 @@ class Timing:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Where figures come from: command, revision, versions, hardware."""
-    revision = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    info: dict[str, Any] = {
-        "command": command_line(sys.argv),
-        "utc": utc_now(),
-        "revision": revision.stdout.strip() or None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": installed_version("triton"),
-        "tiercel": installed_version("tiercel"),
-        "device": str(device),
-    }
+    """Where figures come from: the head of a file of figures."""
+    hardware: dict[str, str | int | None] = {"device": str(device)}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        info["gpu"] = properties.name
-        info["multiprocessors"] = properties.multi_processor_count
-        info["l2_bytes"] = properties.L2_cache_size
-        info["cuda"] = torch.version.cuda
+        hardware["gpu"] = properties.name
+        hardware["multiprocessors"] = properties.multi_processor_count
+        hardware["l2_bytes"] = properties.L2_cache_size
     else:
-        info["cpu"] = cpu_name()
-        info["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
-        info["cores"] = os.cpu_count()
-        info["threads"] = torch.get_num_threads()
-    return info
+        hardware["cpu"] = cpu_name()
+        hardware["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+        hardware["cores"] = os.cpu_count()
+        hardware["threads"] = torch.get_num_threads()
+    head = about(command_line(sys.argv), utc_now(), hardware)
+    head["versions"]["torch"] = str(torch.__version__)
+    if torch.version.cuda is not None:
+        head["versions"]["cuda"] = torch.version.cuda
+    return head
 
 
 def time_us(run: Callable[[], object], device: torch.device, samples: int = 20) -> Timing:
@@ -71,10 +59,3 @@ def copy_gbps(device: torch.device) -> float:
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / time_us(lambda: target.copy_(source), device).median_us / 1e3
-
-
-def save(path: Path | None, report: dict[str, Any]) -> None:
-    """Write a report as JSON; nothing happens without a path."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=2) + "\n")

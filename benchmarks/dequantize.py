@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.common import copy_gbps, environment, save, time_us
+from benchmarks.common import copy_gbps, environment, time_us
+from benchmarks.figures import save
 from tiercel.kernels.dequantize import DECODERS
 from tiercel.ops.dequantize import dequantize
 from tiercel.quant import Layout, QuantTensor, QuantType
@@ -47,8 +49,8 @@ def check(weight: QuantTensor) -> None:
 
 
 def measure(
-    type_name: str, dtype_name: str, device: torch.device, samples: int
-) -> dict[str, object]:
+    type_name: str, dtype_name: str, device: torch.device, samples: int, peak: float
+) -> dict[str, Any]:
     shape = SHAPES[device.type]
     weight = make_weight(type_name, shape, device)
     check(weight)
@@ -58,11 +60,12 @@ def measure(
     return {
         "type": type_name,
         "dtype": dtype_name,
-        "shape": shape,
+        "shape": f"{shape[0]}x{shape[1]}",
         "file_bytes": weight.nbytes,
         "bytes_moved": moved,
         "file_gbps": weight.nbytes / timing.median_us / 1e3,
         "moved_gbps": moved / timing.median_us / 1e3,
+        "fraction_of_copy": moved / timing.median_us / 1e3 / peak,
         **asdict(timing),
     }
 
@@ -76,18 +79,16 @@ def main() -> None:
     device = torch.device(arguments.device)
     peak = copy_gbps(device)
     print(f"copy bandwidth {peak:.1f} GB/s")
-    rows = []
+    rows: list[dict[str, object]] = [{"name": "copy of the device", "copy_gbps": peak}]
     for type_name in DECODERS:
         for dtype_name in DTYPES:
-            row = measure(type_name, dtype_name, device, arguments.samples)
-            row["fraction_of_copy"] = row["moved_gbps"] / peak
+            row = measure(type_name, dtype_name, device, arguments.samples, peak)
             rows.append(row)
             print(
                 f"{type_name:<8}{dtype_name:<10}{row['median_us']:>10.0f} us"
                 f"{row['file_gbps']:>8.2f} GB/s of file{row['fraction_of_copy']:>8.1%} of copy"
             )
-    report = {"environment": environment(device), "copy_gbps": peak, "results": rows}
-    save(arguments.out, report)
+    save(arguments.out, environment(device), rows)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
@@ -24,6 +25,7 @@ try:
 except ImportError:  # a peer, not a dependency
     httpx = None
 
+from benchmarks.figures import about, save
 from tiercel.bench import environment
 from tiercel.bench.completions import Completion, CompletionServer
 from tiercel.bench.http_client import HttpClient, parse_address
@@ -144,7 +146,7 @@ def main() -> None:
     results = []
     try:
         for concurrency in (1, 16, 64):
-            row = {"concurrency": concurrency}
+            row: dict[str, Any] = {"concurrency": concurrency, "tokens_per_answer": TOKENS}
             row["ours"] = measure(ours, port, concurrency, arguments.rounds)
             if httpx is not None:
                 row["httpx"] = measure(with_httpx, port, concurrency, arguments.rounds)
@@ -152,22 +154,16 @@ def main() -> None:
             costs = ", ".join(
                 f"{name} {figures['cpu_us_per_token']:.1f} us a token"
                 for name, figures in row.items()
-                if name != "concurrency"
+                if isinstance(figures, dict)
             )
             print(f"{concurrency:>3} at once: {costs}")
     finally:
         child.kill()
         child.wait()
-    if arguments.out is not None:
-        report = {
-            "command": environment.command_line(sys.argv),
-            "utc": environment.utc_now(),
-            "versions": environment.versions("uvloop", "httptools", "httpx", "msgspec"),
-            "hardware": environment.hardware(),
-            "tokens_per_answer": TOKENS,
-            "results": results,
-        }
-        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    command = environment.command_line(sys.argv)
+    head = about(command, environment.utc_now(), environment.hardware())
+    head["versions"] |= environment.versions("uvloop", "httptools", "httpx", "msgspec")
+    save(arguments.out, head, results)
 
 
 if __name__ == "__main__":

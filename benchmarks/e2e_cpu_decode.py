@@ -28,7 +28,8 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.common import environment, save
+from benchmarks.common import environment
+from benchmarks.figures import save
 from tiercel.bench.environment import installed_version
 from tiercel.llm import LLM
 from tiercel.loader.hub import resolve
@@ -209,12 +210,11 @@ class Worker:
 
 
 def summary(turns: list[Turn]) -> dict[str, Any]:
-    """Medians, and every figure they come from."""
+    """Every figure; a file keeps median, least and largest of them."""
     result: dict[str, Any] = {}
     for name in ("decode_tok_s", "wall_decode_tok_s", "prompt_tok_s"):
         every = [round(getattr(turn, name), 2) for turn in turns]
-        result[name] = statistics.median(every)
-        result[f"{name}_runs"] = every
+        result[name.replace("tok_s", "tokens_per_second")] = every
     return result
 
 
@@ -224,8 +224,12 @@ def equal_tokens(a: list[int], b: list[int]) -> int:
     return next((place for place, (x, y) in enumerate(pairs) if x != y), len(a))
 
 
-def measure(settings: Settings, repetitions: int) -> dict[str, Any]:
-    """Run the engines in turn; the first turn of each only warms up."""
+def measure(settings: Settings, repetitions: int) -> list[dict[str, Any]]:
+    """Run the engines in turn; the first turn of each only warms up.
+
+    Returns:
+        A row for each engine, and one that compares them.
+    """
     makers: dict[str, Callable[[Settings], Engine]] = {"tiercel": Tiercel}
     if llama_cpp is None:
         print(MISSING)
@@ -245,19 +249,21 @@ def measure(settings: Settings, repetitions: int) -> dict[str, Any]:
             if repetition >= 0:
                 turns[name].append(turn)
                 print(f"{name:<10}{turn.decode_tok_s:>9.1f} decode{turn.prompt_tok_s:>9.1f} prompt")
-    report: dict[str, Any] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, worker in workers.items():
-        report[name] = {"engine": worker.ask("describe"), **summary(turns[name])}
+        rows[name] = {"engine": name, "build": worker.ask("describe"), **summary(turns[name])}
         worker.close()
-    report["prompt_ids_agree"] = all(ids == short for ids in prompts.values())
+    both: dict[str, Any] = {"engine": "both"}
+    both["prompt_ids_agree"] = all(ids == short for ids in prompts.values())
     if llama_cpp is None:
-        return report | {"llama_cpp": MISSING}
+        return [*rows.values(), both]
     for what in ("decode", "prompt"):
-        ours, theirs = (report[name][f"{what}_tok_s"] for name in ("tiercel", "llama_cpp"))
-        report[f"{what}_ratio"] = round(ours / theirs, 3)
+        every = (rows[name][f"{what}_tokens_per_second"] for name in ("tiercel", "llama_cpp"))
+        ours, theirs = map(statistics.median, every)
+        both[f"{what}_ratio"] = round(ours / theirs, 3)
     answers = (turns[name][-1].token_ids for name in ("tiercel", "llama_cpp"))
-    report["equal_leading_tokens"] = equal_tokens(*answers)
-    return report
+    both["equal_leading_tokens"] = equal_tokens(*answers)
+    return [*rows.values(), both]
 
 
 def main() -> None:
@@ -272,13 +278,12 @@ def main() -> None:
     path = resolve(arguments.model, offline=False, report=None)
     sizes = (arguments.threads, arguments.new_tokens, arguments.prompt_tokens)
     settings = Settings(str(path), *sizes)
-    report = measure(settings, arguments.repetitions)
+    rows = measure(settings, arguments.repetitions)
     asked = asdict(settings) | {"model": path.name, "model_bytes": path.stat().st_size}
-    report = {"environment": environment(torch.device("cpu")), "settings": asked, **report}
     for what in ("decode", "prompt"):
-        if f"{what}_ratio" in report:
-            print(f"{what}: {report[f'{what}_ratio']:.2f} times llama.cpp")
-    save(arguments.out, report)
+        if f"{what}_ratio" in rows[-1]:
+            print(f"{what}: {rows[-1][f'{what}_ratio']:.2f} times llama.cpp")
+    save(arguments.out, environment(torch.device("cpu")), [asked | row for row in rows])
 
 
 if __name__ == "__main__":

@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import environment, save
+from benchmarks.common import environment
+from benchmarks.figures import save
 from tiercel import LLM, SamplingParams
+from tiercel.engine.capture import GraphRecorder
 
 DEPTHS = (0, 1024, 8192, 32768)
 STEPS, REPETITIONS = 128, 5
@@ -61,22 +63,27 @@ def floor_bytes(llm: LLM, depth: int) -> int:
     return weights + per_token * (depth + STEPS // 2)
 
 
-def measure(llm: LLM, depths: list[int]) -> dict[str, Any]:
+def measure(llm: LLM, depths: list[int], label: str) -> list[dict[str, Any]]:
     """All depths, as the engine is."""
-    result = {}
+    rows = []
     for depth in depths:
         tokens_per_second(llm, depth)
         rates = [tokens_per_second(llm, depth) for _ in range(REPETITIONS)]
         floor = READ_BYTES_PER_SECOND / floor_bytes(llm, depth)
         mean = statistics.mean(rates)
-        result[f"tg{STEPS} @ d{depth}"] = {
-            "tokens_per_second": round(mean, 1),
-            "deviation": round(statistics.stdev(rates), 2),
-            "floor": round(floor, 1),
-            "share_of_floor": round(mean / floor, 3),
-        }
+        rows.append(
+            {
+                "kernel": label,
+                "name": f"tg{STEPS} @ d{depth}",
+                "depth": depth,
+                "tokens_per_second": round(mean, 1),
+                "deviation_tokens_per_second": round(statistics.stdev(rates), 2),
+                "floor_tokens_per_second": round(floor, 1),
+                "share_of_floor": round(mean / floor, 3),
+            }
+        )
         print(f"depth {depth}: {mean:.1f} tokens/s, {mean / floor:.1%} of the floor", flush=True)
-    return result
+    return rows
 
 
 def main() -> None:
@@ -90,21 +97,20 @@ def main() -> None:
     os.environ["TIERCEL_MEGAKERNEL"] = "1"
     longest = max(options.depths) + STEPS + 16
     llm = LLM(options.model, max_model_len=longest, max_num_seqs=1)
-    report: dict[str, Any] = environment(llm.config.device)
-    report["load_seconds"] = round(time.perf_counter() - start, 2)
-    report["model"] = options.model.name
+    load_s = round(time.perf_counter() - start, 2)
+    rows: list[dict[str, Any]] = [{"model": options.model.name, "load_s": load_s}]
     model, steps = llm._engine.runner.model, llm._engine.runner.decode_steps
     for is_on in (True, False):
         if not is_on:
             with torch.inference_mode():
                 model.step = None
-                steps.capture()
+                steps.capture(GraphRecorder(llm.config.device))
         elif model.step is None:
             raise SystemExit(f"{options.model.name}: the kernel for whole steps does not take it.")
         label = "megakernel" if is_on else "kernel by kernel"
         print(label)
-        report[label] = measure(llm, options.depths)
-    save(options.out, report)
+        rows += measure(llm, options.depths, label)
+    save(options.out, environment(llm.config.device), rows)
 
 
 if __name__ == "__main__":

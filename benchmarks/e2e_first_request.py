@@ -29,7 +29,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import environment, save
+from benchmarks.common import environment
+from benchmarks.figures import save
 
 LENGTHS = (77, 300, 1000)  # of prompts, tokens
 STARTS = 2  # of a server, for each length
@@ -136,7 +137,7 @@ def run() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
     rows: list[dict[str, object]] = []
-    report = {"environment": environment(torch.device(arguments.device)), "results": rows}
+    head = environment(torch.device(arguments.device))
     for length in arguments.lengths:
         for start in range(arguments.starts):
             with run_server(arguments.model, arguments.device) as (address, pid):
@@ -151,15 +152,18 @@ def run() -> None:
                 row = {
                     "prompt_tokens": length,
                     "behind": behind,
-                    "first_token_ms": times,
-                    "ratio": times[0] / times[-1],
-                    "ratio_to_median": times[0] / statistics.median(times[1:]),
+                    "first_ms": times[0],
+                    "later_ms": times[1:],
+                    "last_ms": times[-1],
+                    "first_over_last": times[0] / times[-1],
+                    "first_over_median": times[0] / statistics.median(times[1:]),
                 }
                 rows.append(row)
                 text = " ".join(f"{x:.2f}" for x in times)
-                print(f"{length} tokens behind {behind}: {text} ms, {row['ratio']:.2f} times")
+                ratio = times[0] / times[-1]
+                print(f"{length} tokens behind {behind}: {text} ms, {ratio:.2f} times")
                 sys.stdout.flush()
-                save(arguments.out, report)
+                save(arguments.out, head, rows)
 
 
 if __name__ == "__main__":

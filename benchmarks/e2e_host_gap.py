@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import environment, save
+from benchmarks.common import environment
+from benchmarks.figures import save
 from tiercel import LLM, SamplingParams
 
 BATCHES = (1, 8, 64)
@@ -103,15 +104,13 @@ def main() -> None:
     options = parser.parse_args()
     start = time.perf_counter()
     llm = LLM(options.model, max_model_len=options.max_model_len)
-    report: dict[str, Any] = environment(llm.config.device)
-    report["load_seconds"] = round(time.perf_counter() - start, 2)
-    report["model"] = options.model.name
-    report["batches"] = {}
+    load_s = round(time.perf_counter() - start, 2)
+    rows: list[dict[str, Any]] = [{"model": options.model.name, "load_s": load_s}]
     for batch in BATCHES:
         result = gaps(llm, batch) | {"tokens_per_second": tokens_per_second(llm, batch)}
-        report["batches"][batch] = result
+        rows.append({"batch": batch, **result})
         print(f"batch {batch}: {result}")
-    save(options.out, report)
+    save(options.out, environment(llm.config.device), rows)
 
 
 if __name__ == "__main__":

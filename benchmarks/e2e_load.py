@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import environment, save
+from benchmarks.common import environment
+from benchmarks.figures import save
 from tiercel import LLM, SamplingParams
 
 MAX_MODEL_LEN = 8192
@@ -173,20 +174,21 @@ def main() -> None:
         print(json.dumps(load_once(options.model, options.began, has_stages=options.stages)))
         return
     read_s = read_through(options.model)
-    report: dict[str, Any] = environment(torch.device("cuda"))
-    report |= {
-        "model": options.model.name,
-        "bytes": options.model.stat().st_size,
-        "read_file_s": read_s,
-        "needed_s": NEEDED_S,
-    }
+    size = options.model.stat().st_size
+    file = {"name": "file", "model": options.model.name, "bytes": size, "read_file_s": read_s}
+    rows: list[dict[str, Any]] = [file | {"needed_s": NEEDED_S}]
     if options.cold:
-        report["cold"] = run_child(options.model, has_stages=False)
-    report["warm"] = [run_child(options.model, has_stages=False) for _ in range(options.repeats)]
-    report["total_s"] = statistics.median(load["total_s"] for load in report["warm"])
-    report["in stages"] = run_child(options.model, has_stages=True)
-    print(json.dumps(report, indent=1))
-    save(options.out, report)
+        rows.append({"name": "cold", **run_child(options.model, has_stages=False)})
+    warm = [run_child(options.model, has_stages=False) for _ in range(options.repeats)]
+    rows += [{"name": "warm", **load} for load in warm]
+    rows.append({"name": "warm, median", "total_s": statistics.median(x["total_s"] for x in warm)})
+    load = run_child(options.model, has_stages=True)
+    stages, imports = load.pop("stages_s"), load.pop("imports_s")
+    rows.append({"name": "in stages", **load})
+    rows += [{"name": f"stage: {name}", "s": seconds} for name, seconds in stages.items()]
+    rows += [{"name": f"import of {name}", "s": seconds} for name, seconds in imports.items()]
+    print(*rows, sep="\n")
+    save(options.out, environment(torch.device("cuda")), rows)
 
 
 if __name__ == "__main__":

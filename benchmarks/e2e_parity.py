@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import environment, save
+from benchmarks.common import environment
+from benchmarks.figures import save
 from tests import parity
 from tiercel.llm import LLM
 from tiercel.params import SamplingParams
@@ -36,7 +37,11 @@ def measure_default(model: str | None, device: str, dtype: str) -> dict[str, Any
         metrics = llm.generate("Once upon a time", params)[0].metrics
         seconds = metrics.finished_s - (metrics.first_token_s or 0.0)
         mixed = measure_mixed_batch(llm)
-    return {"dtype": dtype, **figures, "decode_tok_s": (NEW_TOKENS - 1) / seconds, **mixed}
+    speed = {"decode_tokens_per_second": (NEW_TOKENS - 1) / seconds}
+    bounds = vars(PROFILES[dtype])
+    return (
+        {"model": DEFAULT, "dtype": dtype, "error": figures, "error_bound": bounds} | speed | mixed
+    )
 
 
 def measure_mixed_batch(llm: LLM) -> dict[str, Any]:
@@ -53,8 +58,8 @@ def measure_mixed_batch(llm: LLM) -> dict[str, Any]:
     return {"mixed_prompts": len(prompts), "mixed_prompts_with_equal_greedy_ids": equal}
 
 
-def measure_tiny(device: str, dtype: str) -> dict[str, float]:
-    result = {}
+def measure_tiny(device: str, dtype: str) -> list[dict[str, Any]]:
+    rows = []
     for path in sorted(DATA.glob("*.gguf")):
         case = np.load(path.with_suffix(".npz"))
         with LLM(path, device=device, dtype=dtype) as llm:
@@ -62,8 +67,8 @@ def measure_tiny(device: str, dtype: str) -> dict[str, float]:
         error = ((logits - case["logits"]) ** 2).sum() / (
             case["logits"].astype(np.float64) ** 2
         ).sum()
-        result[path.stem] = float(error)
-    return result
+        rows.append({"model": path.stem, "dtype": dtype, "nmse": float(error)})
+    return rows
 
 
 def main() -> None:
@@ -73,16 +78,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     dtypes = [d for d in PROFILES if d != "float16" or arguments.device != "cpu"]
-    report = {
-        "environment": environment(torch.device(arguments.device)),
-        "bounds": {dtype: vars(PROFILES[dtype]) for dtype in dtypes},
-        "default_model": [measure_default(arguments.model, arguments.device, d) for d in dtypes],
-        "tiny_nmse": {dtype: measure_tiny(arguments.device, dtype) for dtype in dtypes},
-    }
-    for row in report["default_model"]:
-        print(row)
-    print(report["tiny_nmse"])
-    save(arguments.out, report)
+    rows = [measure_default(arguments.model, arguments.device, dtype) for dtype in dtypes]
+    rows += [row for dtype in dtypes for row in measure_tiny(arguments.device, dtype)]
+    print(*rows, sep="\n")
+    save(arguments.out, environment(torch.device(arguments.device)), rows)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -35,7 +34,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import environment, save
+from benchmarks.common import environment
+from benchmarks.figures import save
 from tiercel import LLM, AsyncLLM
 from tiercel.engine.score import ScoreRead, ScoreTask
 
@@ -176,18 +176,18 @@ async def run_callers(llm: AsyncLLM, callers: int, prefix: int, seconds: float) 
     }
 
 
-async def measure_load(path: Path, options: dict[str, Any], seconds: float) -> dict[str, Any]:
+async def measure_load(path: Path, options: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
     """Levels of load, and the best of those that meet each limit."""
     prefix = min(LOAD_PREFIX, options["max_model_len"] // 2)
     async with AsyncLLM(path, **options) as llm:
         await run_callers(llm, 4, prefix, seconds / 2)
         levels = [await run_callers(llm, callers, prefix, seconds) for callers in CALLERS]
-    best = {}
+    best = []
     for limit in LIMITS_MS:
         rates = [x["items_per_s"] for x in levels if x["p99_ms"] <= limit]
-        best[f"p99_{limit}_ms"] = max(rates, default=0.0)
-    shape = {"prefix": prefix, "items": LOAD_ITEMS, "queries": LOAD_QUERIES}
-    return {**shape, "levels": levels, "items_per_s_at": best}
+        best.append({"most_p99_ms": limit, "items_per_s": max(rates, default=0.0)})
+    shape = {"model": path.stem, "prefix": prefix, "items": LOAD_ITEMS, "queries": LOAD_QUERIES}
+    return [{"name": "load", **shape, **row} for row in levels + best]
 
 
 def report(row: dict[str, Any]) -> None:
@@ -220,23 +220,23 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=4096)
     options = parser.parse_args()
     engine = {"max_model_len": options.max_model_len, "max_num_batched_tokens": options.step_tokens}
-    result: dict[str, Any] = {"model": options.model.stem, "options": engine, "results": []}
+    rows: list[dict[str, Any]] = []
     with LLM(options.model, **engine) as llm:
-        result = environment(llm.config.device) | result
+        head = environment(llm.config.device)
         roofline = None
         if llm.config.device.type == "cuda":
-            result["gemm_tflops"] = round(gemm_tflops(), 1)
+            rows.append({"name": "matrix products", "gemm_tflops": round(gemm_tflops(), 1)})
             roofline = Roofline(llm)
         for prefix, count in itertools.product(options.prefixes, options.lists):
             row = measure(llm, roofline, prefix, count, options.seconds)
             report(row)
-            result["results"].append(row)
-            save(options.out, result)
+            rows.append({"name": "list", "model": options.model.stem, **engine, **row})
+            save(options.out, head, rows)
     if options.load:
         seconds = max(1.0, 4 * options.seconds)
-        result["load"] = asyncio.run(measure_load(options.model, engine, seconds))
-        print(json.dumps(result["load"]), flush=True)
-        save(options.out, result)
+        loads = asyncio.run(measure_load(options.model, engine, seconds))
+        print(*loads, sep="\n", flush=True)
+        save(options.out, head, rows + loads)
 
 
 if __name__ == "__main__":

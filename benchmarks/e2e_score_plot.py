@@ -8,13 +8,14 @@ A panel for each model and length of query; readable in greyscale.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+
+from benchmarks.figures import Row, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,30 +43,29 @@ COLUMNS = 2
 
 def draw(paths: Sequence[Path], figure_path: Path) -> None:
     """Write the figure as its ending says."""
-    reports = [json.loads(path.read_text()) for path in paths]
-    kinds = [
-        (report, prefix)
-        for report in reports
-        for prefix in sorted({row["prefix"] for row in report["results"]})
-    ]
+    files = [read(path) for path in paths]
+    kinds: dict[tuple[str, int], list[Row]] = {}
+    for file in files:
+        lists = [row for row in file.rows if row["name"] == "list"]
+        for row in sorted(lists, key=lambda row: row["prefix"]):
+            kinds.setdefault((row["model"], row["prefix"]), []).append(row)
     num_rows = -(-len(kinds) // COLUMNS)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(4.2 * COLUMNS, 0.9 + 2.8 * num_rows), layout="constrained")
         panels = figure.subplots(num_rows, COLUMNS, squeeze=False, sharey=True).ravel()
-        for panel, (report, prefix) in zip(panels, kinds, strict=False):
-            rows = [row for row in report["results"] if row["prefix"] == prefix]
-            draw_panel(panel, rows, f"{report['model']}, query of {prefix} tokens")
+        for panel, ((model, prefix), rows) in zip(panels, kinds.items(), strict=False):
+            draw_panel(panel, rows, f"{model}, query of {prefix} tokens")
         for panel in panels[len(kinds) :]:
             panel.set_visible(False)
         lines, words = panels[0].get_legend_handles_labels()
         figure.legend(lines, words, loc="outside lower center", ncols=3, fontsize=8)
-        where = reports[0].get("gpu") or reports[0].get("cpu")
+        where = files[0].hardware.get("gpu") or files[0].hardware.get("cpu")
         figure.suptitle(f"Scoring a list on one {where}", fontsize=9)
         metadata = {"Date": None} if figure_path.suffix == ".svg" else None
         figure.savefig(figure_path, metadata=metadata)
 
 
-def draw_panel(panel: Axes, rows: list[dict[str, Any]], title: str) -> None:
+def draw_panel(panel: Axes, rows: list[Row], title: str) -> None:
     at = [row["items"] for row in rows]
     for name, words, line, grey, marker in LINES:
         key = f"{name}_items_per_s"

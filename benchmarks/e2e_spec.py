@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.common import environment, save
+from benchmarks.common import environment
+from benchmarks.figures import save
 from benchmarks.spec_texts import KINDS, make_jobs, prompt_texts
 from tiercel import LLM, SamplingParams
 from tiercel.engine import engine as engine_module
@@ -159,6 +160,7 @@ def measure_drafts(
     places = before.accepted_per_pos + [0] * len(counts.accepted_per_pos)
     verified = max(1, counts.num_drafts - before.num_drafts)
     return {
+        "name": "text",
         "kind": work.kind,
         "batch": work.batch,
         "drafts": limit,
@@ -173,10 +175,12 @@ def measure_drafts(
             2,
         ),
         "draft_tokens": counts.num_draft_tokens - before.num_draft_tokens,
-        "right_by_place": [
-            round((now - then) / verified, 3)
-            for now, then in zip(counts.accepted_per_pos, places, strict=False)
-        ],
+        "right_share": {
+            str(place): round((now - then) / verified, 3)
+            for place, (now, then) in enumerate(
+                zip(counts.accepted_per_pos, places, strict=False), 1
+            )
+        },
     }
 
 
@@ -216,15 +220,17 @@ def trace(llm: LLM, batch: int, given: GivenSampler | None) -> dict[str, Any]:
     for e in sorted(kernels, key=lambda e: e.time_range.start):
         busy += max(0.0, e.time_range.end - max(end, e.time_range.start))
         end = max(end, e.time_range.end)
-    waits = Counter(event.name for event in inside)
+    for name, count in Counter(event.name for event in inside).items():
+        print(f"{count} times {name} within launches of {batch} requests", flush=True)
     return {
+        "name": "trace",
         "batch": batch,
         "steps": steps,
         "step_us": round((last - first) / steps, 1),
         "busy_share": round(busy / (last - first), 3),
         "draft_and_accept_us": round(own / steps, 1),
         "draft_and_accept_share": round(own / (last - first), 4),
-        "waits_in_launches": dict(waits),
+        "waits_in_launches": len(inside),
     }
 
 
@@ -261,32 +267,36 @@ def main() -> None:
         spec=options.spec,
         num_spec_tokens=options.num_spec_tokens,
     )
-    report: dict[str, Any] = environment(llm.config.device)
-    report["load_seconds"] = round(time.perf_counter() - start, 2)
-    report["model"] = llm.source.path.name
-    report["spec"] = {"method": options.spec, "num_spec_tokens": llm.config.spec.max_drafts}
-    report["tokens"] = (
-        "given continuations, not the model's" if options.given else "the model's own"
-    )
-    report["verify_costs"] = [
-        (rows, round(cost, 3)) for rows, cost in llm._engine.scheduler.policy.costs
+    head = environment(llm.config.device)
+    engine = {
+        "name": "engine",
+        "model": llm.source.path.name,
+        "load_s": round(time.perf_counter() - start, 2),
+        "spec": options.spec,
+        "num_spec_tokens": llm.config.spec.max_drafts,
+        "answers": "given continuations, not the model's" if options.given else "the model's own",
+    }
+    rows: list[dict[str, Any]] = [engine]
+    rows += [
+        {"name": "cost of verifying", "batch": batch, "extra_time_share": round(cost, 3)}
+        for batch, cost in llm._engine.scheduler.policy.costs
     ]
-    shown = ("load_seconds", "tokens", "verify_costs")
-    print({name: report[name] for name in shown}, flush=True)
+    print(*rows, sep="\n", flush=True)
     sampler = llm._engine.runner.sampler
     given = sampler if isinstance(sampler, GivenSampler) else None
-    report["traces"], report["cases"] = [], []
+    waits = 0
     for batch in options.trace:
-        report["traces"].append(trace(llm, batch, given))
-        print(report["traces"][-1], flush=True)
+        rows.append(trace(llm, batch, given))
+        waits += rows[-1]["waits_in_launches"]
+        print(rows[-1], flush=True)
     for kind in options.kinds:
         for batch in options.batches:
             work = Work(kind, batch, options.length, options.repeats)
             found = measure(llm, work, given, options.limits or [None])
-            report["cases"] += found
+            rows += found
             print(*found, sep="\n", flush=True)
-            save(options.out, report)  # what is done stays if the rest is cut off
-    if any(found["waits_in_launches"] for found in report["traces"]):
+            save(options.out, head, rows)  # what is done stays if the rest is cut off
+    if waits:
         raise SystemExit("the host waited for the device within a step")
 
 

@@ -23,7 +23,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import e2e_host_gap
-from benchmarks.common import environment, save
+from benchmarks.common import environment
+from benchmarks.figures import save
 from tiercel import LLM
 
 PROMPTS = (300, 512, 1008, 4096)
@@ -35,8 +36,8 @@ def wait() -> None:
     torch.cuda.current_stream().synchronize()
 
 
-def traced(run: Callable[[], object], steps: int) -> dict[str, Any]:
-    """Microseconds of each kernel in a step."""
+def traced(shape: dict[str, Any], run: Callable[[], object], steps: int) -> list[dict[str, Any]]:
+    """A row with the sums of a step of this shape, and one for each of its largest kernels."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(steps):
             run()
@@ -47,14 +48,19 @@ def traced(run: Callable[[], object], steps: int) -> dict[str, Any]:
         if is_kernel and not event.name.startswith(("Memcpy", "Memset")):
             times[event.name[:80]].append(event.time_range.elapsed_us())
     largest = sorted(times.items(), key=lambda item: -sum(item[1]))[:MOST_KERNELS]
-    return {
+    sums = {
         "kernels": round(sum(map(len, times.values())) / steps),
         "sum_us": sum(map(sum, times.values())) / steps,
-        "by_name": {name: {"us": sum(t) / steps, "count": len(t) / steps} for name, t in largest},
     }
+    kernels = [
+        {"kernel": name, "us": sum(t) / steps, "launches_per_step": len(t) / steps}
+        for name, t in largest
+    ]
+    keys = {name: shape[name] for name in ("what", "batch", "prompt_tokens") if name in shape}
+    return [shape | sums, *(keys | row for row in kernels)]
 
 
-def measure_prompt(llm: LLM, tokens: int) -> dict[str, Any]:
+def measure_prompt(llm: LLM, tokens: int) -> list[dict[str, Any]]:
     """One prompt, launched eagerly: wall clock, and the host's part of it."""
     runner = llm._engine.runner
     runner.model.forward_sample = runner.model.forward  # scratch steps through every layer
@@ -67,15 +73,17 @@ def measure_prompt(llm: LLM, tokens: int) -> dict[str, Any]:
         wait()
         walls.append(time.perf_counter() - start)
     wall = statistics.median(walls)
-    return {
+    row = {
+        "what": "prompt",
         "prompt_tokens": tokens,
         "wall_ms": 1e3 * wall,
         "host_ms": 1e3 * statistics.median(hosts),
         "tokens_per_second": tokens / wall,
-    } | traced(lambda: runner.run_scratch([tokens]), TRACED)
+    }
+    return traced(row, lambda: runner.run_scratch([tokens]), TRACED)
 
 
-def measure_decode(llm: LLM, batch: int, prompt: int) -> dict[str, Any]:
+def measure_decode(llm: LLM, batch: int, prompt: int) -> list[dict[str, Any]]:
     """Steady decode steps of a batch."""
     e2e_host_gap.PROMPT_TOKENS = prompt
     steps = e2e_host_gap.stream_steps(llm, batch, 128)
@@ -87,16 +95,18 @@ def measure_decode(llm: LLM, batch: int, prompt: int) -> dict[str, Any]:
         next(steps)
     wait()
     step = (time.perf_counter() - start) / 64
-    kernels = traced(lambda: next(steps), TRACED)
-    steps.close()
-    while llm._engine.has_work:
-        llm._engine.step()
-    return {
+    row = {
+        "what": "decode",
         "batch": batch,
         "prompt_tokens": prompt,
         "step_ms": 1e3 * step,
         "tokens_per_second": batch / step,
-    } | kernels
+    }
+    rows = traced(row, lambda: next(steps), TRACED)
+    steps.close()
+    while llm._engine.has_work:
+        llm._engine.step()
+    return rows
 
 
 def main() -> None:
@@ -107,13 +117,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     llm = LLM(options.model, max_model_len=options.max_model_len)
-    report: dict[str, Any] = environment(llm.config.device)
-    report["model"] = options.model.name
-    report["prompts"] = [measure_prompt(llm, tokens) for tokens in PROMPTS]
-    report["decode"] = [measure_decode(llm, *shape) for shape in BATCHES]
-    for row in (*report["prompts"], *report["decode"]):
-        print({name: value for name, value in row.items() if name != "by_name"}, flush=True)
-    save(options.out, report)
+    rows = [row for tokens in PROMPTS for row in measure_prompt(llm, tokens)]
+    rows += [row for shape in BATCHES for row in measure_decode(llm, *shape)]
+    rows = [{"model": options.model.name, **row} for row in rows]
+    print(*(row for row in rows if "kernel" not in row), sep="\n", flush=True)
+    save(options.out, environment(llm.config.device), rows)
 
 
 if __name__ == "__main__":

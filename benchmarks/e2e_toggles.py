@@ -9,8 +9,7 @@ a side costs is the difference to the loads with all defaults, which come first 
 those of `tiercel bench speed`: a prompt of 512 tokens, 32 greedy steps of one sequence and 16 of 8
 behind 128 tokens each, 16 of 64 behind 32; medians. Inputs are alike for all.
 
-A call may measure some toggles alone (`--toggles`); a file that is there keeps its runs, and each
-run has defaults of its own to be compared with.
+A call may measure some toggles alone (`--toggles`), beside defaults of its own.
 """
 
 from __future__ import annotations
@@ -28,14 +27,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import environment, save
+from benchmarks.common import environment
+from benchmarks.figures import save
 from tiercel import env
 from tiercel.bench.speed import Trial, context_of, measure_speed
 from tiercel.engine.build import load_model
 from tiercel.engine.messages import LoadOptions
 
 TRIALS = (Trial(1, 512), Trial(1, 128, 32), Trial(8, 128, 16), Trial(64, 32, 16))
-NAMES = ("prefill 512", "decode batch 1", "decode batch 8", "decode batch 64")
+NAMES = tuple(f"{name}_tokens_per_second" for name in ("pp512", "tg32_b1", "tg16_b8", "tg16_b64"))
 REPETITIONS = 3
 # What each toggle is when nobody sets it.
 TOGGLES = {
@@ -85,10 +85,6 @@ def measure_apart(model: Path, switches: dict[str, str]) -> dict[str, float]:
     return result
 
 
-def _exists(path: Path | None) -> bool:
-    return path is not None and path.exists()
-
-
 def main() -> None:
     """Measure one model."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -102,22 +98,17 @@ def main() -> None:
         return
     if set_before := env.switches():
         raise SystemExit(f"toggles are set already: {set_before}")
-    runs = json.loads(options.out.read_text())["runs"] if _exists(options.out) else []
-    report: dict[str, Any] = environment(torch.device("cuda"))
-    report |= {"model": options.model.name, "defaults": measure(options.model, {}), "toggles": {}}
-    runs.append(report)
+    head, model = environment(torch.device("cuda")), {"model": options.model.name}
+    rows: list[dict[str, Any]] = [model | {"toggle": "none"} | measure(options.model, {})]
     for name in options.toggles:
         default = str(int(TOGGLES[name]()))
         other = "10"[int(default)]
         run = measure_apart if name in ONCE_A_PROCESS else measure
-        report["toggles"][name] = {
-            "default": default,
-            default: report["defaults"],
-            other: run(options.model, {name: other}),
-        }
-        save(options.out, {"runs": runs})
-    report["defaults again"] = measure(options.model, {})
-    save(options.out, {"runs": runs})
+        side = {"toggle": name, "default": default, "value": other}
+        rows.append(model | side | run(options.model, {name: other}))
+        save(options.out, head, rows)
+    rows.append(model | {"toggle": "none, again"} | measure(options.model, {}))
+    save(options.out, head, rows)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Timing, copy_gbps, environment, save
+from benchmarks.common import Timing, copy_gbps, environment
+from benchmarks.figures import save
 from tiercel.engine.device_timing import (
     cache_bytes,
     graph_us,
@@ -78,6 +79,12 @@ class Ceilings:
     copy_gbps: float
     tflops: dict[str, float]
     empty_node_us: float
+
+    def row(self) -> dict[str, Any]:
+        """As a row of a file of figures."""
+        rates = {f"{name.removeprefix('torch.')}_tflops": x for name, x in self.tflops.items()}
+        fields = {name: value for name, value in asdict(self).items() if name != "tflops"}
+        return {"name": "ceilings of the device", **fields, **rates}
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -177,10 +184,9 @@ def bench(
     seconds: float = SECONDS,
     out: Path | None = None,
     repeats: int = 1,
-) -> dict[str, Any]:
-    """Time all cases, print a line each, and return the report; `out` holds it so far."""
-    rows: list[dict[str, Any]] = []
-    head = {"environment": environment(device), "ceilings": asdict(ceilings)}
+) -> list[dict[str, Any]]:
+    """Time all cases, print a line each, and return all rows; `out` holds them so far."""
+    head, rows = environment(device), [ceilings.row()]
     for case in cases:
         row = measure_repeatedly(case, device, ceilings, seconds, repeats)
         rows.append(row)
@@ -189,8 +195,8 @@ def bench(
             f"{row['fraction_of_floor']:>8.1%}{row.get('peer_over_op', 0.0):>8.2f}x peer",
             flush=True,
         )
-        save(out, head | {"results": rows})
-    return head | {"results": rows}
+        save(out, head, rows)
+    return rows
 
 
 def parse(doc: str) -> argparse.ArgumentParser:
@@ -217,7 +223,7 @@ def bench_chosen(
     cases: Iterable[Case],
     device: torch.device,
     ceilings: Ceilings | None = None,
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """Time what the options of `parse_cases` choose."""
     if arguments.repeats < 1:
         raise SystemExit(f"error: --repeats is {arguments.repeats}; it must be at least 1.")

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import act_mul, linear, paged_attention, rms_norm, rotary_kv_write
-from benchmarks.common import save
+from benchmarks.common import environment
+from benchmarks.figures import save
 from benchmarks.op_timing import bench, measure_ceilings, parse
 
 OPS = {
@@ -33,9 +34,10 @@ def main() -> None:
     print(ceilings)
     for name in arguments.only:
         print(f"--- {name}")
-        report = bench(OPS[name].cases(device), device, ceilings)
+        rows = bench(OPS[name].cases(device), device, ceilings)
         if arguments.out_dir:
-            save(arguments.out_dir / f"{name}{arguments.suffix}.json", report)
+            path = arguments.out_dir / f"{name}{arguments.suffix}.json"
+            save(path, environment(device), rows)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ contiguous keys of equal lengths: what is lost to it is the price of gathering a
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.common import save
+from benchmarks.common import environment
+from benchmarks.figures import save
 from benchmarks.op_timing import (
     Case,
     bench_chosen,
@@ -256,12 +258,12 @@ def run() -> None:
         torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     ceilings = measure_ceilings(device)
-    swept: dict[str, object] = {}
+    swept: list[dict[str, Any]] = []
     if arguments.sweep:  # imported here: it needs Triton
         sweep = import_module("benchmarks.paged_attention_sweep").sweep
         swept = sweep(device, ceilings, arguments.out)
-    report = bench_chosen(arguments, cases(device), device, ceilings)
-    save(arguments.out, report | swept)
+    rows = bench_chosen(arguments, cases(device), device, ceilings)
+    save(arguments.out, environment(device), rows + swept)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.common import environment, save
+from benchmarks.common import environment
+from benchmarks.figures import save
 from benchmarks.op_timing import Ceilings, num_sets, relative_error, time_inputs
 from benchmarks.paged_attention import BLOCK_SIZE, Inputs, Shape, make_case, make_inputs
 from tiercel.kernels import paged_attention as kernel
@@ -140,7 +141,7 @@ def rank(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         config = PagedAttentionConfig(**{name: row[name] for name in names})
         fractions.setdefault(config, {})[row["name"]] = row.get("fraction_of_floor", 0.0)
     ranked = [
-        {"config": asdict(config), "text": describe(config), "fractions": of}
+        {"text": describe(config), "fractions": of}
         | {"mean": statistics.geometric_mean(of.values())}
         for config, of in fractions.items()
         if min(of.values()) > 0.0
@@ -148,25 +149,29 @@ def rank(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(ranked, key=lambda entry: -entry["mean"])
 
 
-def sweep(device: torch.device, ceilings: Ceilings, out: Path | None) -> dict[str, Any]:
+def sweep(device: torch.device, ceilings: Ceilings, out: Path | None) -> list[dict[str, Any]]:
     """Time the candidates on every swept shape, and save after each, so that nothing is lost.
 
     Returns:
-        "sweep", a row per shape and config, and "ranked", by head_dim.
+        A row for each shape and config, then one for each config of a head_dim, best first.
     """
-    report: dict[str, Any] = {"sweep": [], "ranked": {}}
-    about = {"environment": environment(device), "ceilings": asdict(ceilings)}
+    head = environment(device)
+    rows: list[dict[str, Any]] = []
     for shape in SWEPT:
-        report["sweep"] += sweep_shape(shape, device, ceilings)
+        rows += sweep_shape(shape, device, ceilings)
         torch.cuda.empty_cache()
-        save(out, about | report)
+        save(out, head, [ceilings.row(), *rows])
+    means: list[dict[str, Any]] = []
     for head_dim in sorted({shape.head_dim for shape in SWEPT}):
         names = {shape.name for shape in SWEPT if shape.head_dim == head_dim}
-        ranked = rank([row for row in report["sweep"] if row["name"] in names])
-        report["ranked"][str(head_dim)] = ranked
+        ranked = rank([row for row in rows if row["name"] in names])
+        means += [
+            {"head_dim": head_dim, "name": entry["text"], "mean_fraction": entry["mean"]}
+            for entry in ranked
+        ]
         print(f"--- head_dim {head_dim}: mean fraction of the floor, then that of each shape")
         for entry in ranked[:12]:
             each = " ".join(f"{fraction:.0%}" for fraction in entry["fractions"].values())
             print(f"{entry['text']:<66}{entry['mean']:>8.1%}   {each}")
-    save(out, about | report)
-    return report
+    save(out, head, [ceilings.row(), *rows, *means])
+    return rows + means

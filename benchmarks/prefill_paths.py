@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import environment, save
+from benchmarks.common import environment
+from benchmarks.figures import save
 from benchmarks.op_timing import measure_ceilings, time_inputs
 from benchmarks.q4k_matvec import MATRICES, random_part
 from tiercel.kernels.linear import launch_linear
@@ -119,7 +120,7 @@ def measure_matrix(
         row = {
             "matrix": f"{qtype.name} {shape[0]}x{shape[1]}",
             "tokens": tokens,
-            "us": {name: round(value, 2) for name, value in us.items()},
+            **{f"{name}_us": round(value, 2) for name, value in us.items()},
             "floor_us": round(max(packed_us, flops_us), 2),
             "floor_of_copy_us": round(max(copy_us, flops_us), 2),
         }
@@ -138,12 +139,11 @@ def main() -> None:
     device = torch.device("cuda")
     ceilings = measure_ceilings(device)
     tflops = ceilings.tflops[str(torch.bfloat16)]
-    report: dict[str, Any] = environment(device)
-    report |= {"read_gbps": ceilings.read_gbps, "tflops": tflops, "results": []}
+    head, rows = environment(device), [ceilings.row()]
     for qtype, *shape in MATRICES:
         size = (shape[0], shape[1])
-        report["results"] += measure_matrix(qtype, size, ceilings.read_gbps, tflops)
-        save(options.out, report)
+        rows += measure_matrix(qtype, size, ceilings.read_gbps, tflops)
+        save(options.out, head, rows)
 
 
 if __name__ == "__main__":

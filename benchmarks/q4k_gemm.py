@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import save
+from benchmarks.common import environment
+from benchmarks.figures import save
 from benchmarks.op_timing import Case, bench, measure_ceilings, parse, relative_error, time_inputs
 from benchmarks.q4k_matvec import CHECKED_ROWS, MATRICES, Inputs, random_part
 from tiercel.ops.dequantize import dequantize
@@ -119,6 +120,5 @@ if __name__ == "__main__":
     parser.add_argument("--out")
     options = parser.parse_args()
     on = torch.device("cuda")
-    report = bench(cases(on), on, measure_ceilings(on), SECONDS)
-    report["ways"] = time_ways(on)
-    save(options.out, report)
+    rows = bench(cases(on), on, measure_ceilings(on), SECONDS)
+    save(options.out, environment(on), rows + time_ways(on))

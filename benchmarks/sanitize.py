@@ -17,7 +17,6 @@ so named, which is faster.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -30,6 +29,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import environment
+from benchmarks.figures import save
 from benchmarks.sanitize_engine import CASES
 
 ROOT = Path(__file__).parents[1]
@@ -73,13 +74,13 @@ def sanitize(tool: str, target: str, selected: str, kernels: str, limit_s: float
         if kernels
         else [f"--kernel-name-exclude=kernel_substring={name}" for name in NOT_WATCHED]
     )
-    environment = dict(os.environ)
+    variables = dict(os.environ)
     if target in CASES:
         command += [sys.executable, "-m", "benchmarks.sanitize_engine", target]
     else:
         if tool == "memcheck":
             selected = f"({selected}) and {CAPTURING}" if selected else CAPTURING
-            environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+            variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         command += [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
         command += ["-k", selected] if selected else []
         command += test_files(target)
@@ -88,7 +89,7 @@ def sanitize(tool: str, target: str, selected: str, kernels: str, limit_s: float
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment,
+        env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -100,14 +101,14 @@ def sanitize(tool: str, target: str, selected: str, kernels: str, limit_s: float
         os.killpg(process.pid, signal.SIGKILL)
         output = process.communicate()[0]
         return row | {"is_clean": False, "summary": f"not done after {limit_s:.0f} s",
-                      "found": _HAZARD.findall(output)[:10]}  # fmt: skip
+                      "found": "\n".join(_HAZARD.findall(output)[:10])}  # fmt: skip
     summary = _SUMMARY.findall(output)
     tests = [line for line in output.splitlines() if _ENDING.match(line)]
     return row | {
         "seconds": round(time.perf_counter() - start, 1),
         "is_clean": process.returncode == 0 and bool(summary) and bool(tests),
         "summary": "; ".join([*summary, *tests]) if summary and tests else output[-500:],
-        "found": _HAZARD.findall(output)[:10],
+        "found": "\n".join(_HAZARD.findall(output)[:10]),
     }
 
 
@@ -132,10 +133,9 @@ def main() -> None:
             rows.append(row)
             state = "clean" if row["is_clean"] else "NOT CLEAN"
             print(f"{row['target']:<24}{row['tool']:<12}{state:<11}{row['summary']}", flush=True)
-            for line in row.get("found", ()):
+            for line in row["found"].splitlines():
                 print(f"    {line}", flush=True)
-    if options.out is not None:
-        options.out.write_text(json.dumps({"results": rows}, indent=2) + "\n")
+    save(options.out, environment(torch.device("cuda")), rows)
     if not all(row["is_clean"] for row in rows):
         raise SystemExit(1)
 

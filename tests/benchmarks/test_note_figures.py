@@ -1,0 +1,88 @@
+"""Tables of measurements name their file and its revision, and each file has a page that names it.
+
+A section, here, goes from a heading or a paragraph that begins in bold to the next one.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import figures
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "benchmarks/results").iterdir())
+REVISIONS = {path.stem: figures.read(path).short_revision for path in RESULTS}
+NOTES = sorted((ROOT / "docs/notes").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *NOTES]
+NAME = re.compile(r"\b([a-z]\w*)\.json\b")
+PRINTED = "from printed output"  # of a run whose figures were not kept in a file
+NUMBERS = re.compile(r"\|.*\| [*~+-]*\d")
+SETTINGS = re.compile(r"\| (?:option|what|row|name|field)\b")
+TABLE = re.compile(r"(?:^\|.*\n)+", re.M)
+
+
+def sections(text):
+    return re.split(r"^(?=#|\*\*)", text, flags=re.M)
+
+
+def named(text):
+    return {name for name in NAME.findall(text) if name in REVISIONS}
+
+
+def is_measured(table):
+    """Whether cells after the first column begin with numbers that are no limits or defaults."""
+    return bool(NUMBERS.search(table)) and not SETTINGS.match(table)
+
+
+def unnamed_tables(text):
+    """Tables of measurements in sections that say nowhere where these come from."""
+    return [
+        table.splitlines()[0]
+        for section in sections(text)
+        for table in TABLE.findall(section)
+        if is_measured(table) and not named(section) and PRINTED not in section
+    ]
+
+
+def old_revisions(text):
+    """Files that a section names without the revision that they measured."""
+    return [
+        f"{name}.json, {REVISIONS[name]}"
+        for section in sections(text)
+        for name in sorted(named(section))
+        if REVISIONS[name] not in section
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_name_their_file(page):
+    assert unnamed_tables(page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_are_named_with_their_revision(page):
+    """So figures of an older revision say so."""
+    assert old_revisions(page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_are_there(page):
+    paths = re.findall(r"benchmarks/results/([\w.]+\.json)", page.read_text())
+    names = re.findall(r"`(\w+_h200)\.json`", page.read_text())
+    assert {Path(path).stem for path in paths} | set(names) <= REVISIONS.keys()
+
+
+def test_each_file_is_named_by_a_page():
+    pages = "\n".join(page.read_text() for page in PAGES)
+    assert named(pages) == REVISIONS.keys()
+
+
+def test_a_table_without_a_file_and_a_file_without_its_revision_are_found():
+    table = "| shape | us |\n|---|---|\n| 64 x 512 | 32.8 |\n"
+    name, revision = next(iter(REVISIONS.items()))
+    above = f"## Figures\n`{name}.json`, revision {revision}:\n\n"
+    assert unnamed_tables(above + table) == old_revisions(above + table) == []
+    assert unnamed_tables(above + "## Others\n" + table) == ["| shape | us |"]
+    assert unnamed_tables(f"**Others**, {PRINTED}:\n\n" + table) == []
+    assert old_revisions(above.replace(revision, "0000000")) == [f"{name}.json, {revision}"]
