@@ -11,9 +11,12 @@ that is not marked equivalent was noticed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,12 +24,20 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
+from typing import NoReturn
 
 from tests.mutations.mutation import ROOT, Mutation, read_mutations
 
 TIMEOUT_S = 600  # a fault may hang its tests: that is noticed too
 KINDS = ("killed", "survived", "equivalent", "broken")
 _PASSED, _FAILED, _COLLECTION_FAILED = 0, 1, 2  # exit statuses of pytest
+# Libraries whose imports take most of a short test's time: a fork has them already.
+_PRELOADED = ["torch", "numpy", "pytest", "hypothesis", "msgspec", "tokenizers", "transformers"]
+_ENVIRONMENT = {
+    "PYTHONDONTWRITEBYTECODE": "1",  # bytecode is chosen by time and size, which may be kept
+    "OMP_NUM_THREADS": "1",
+}
+_FORKS = multiprocessing.get_context("forkserver")
 
 
 def copy_repository(target: Path) -> None:
@@ -46,24 +57,35 @@ def copy_repository(target: Path) -> None:
 
 def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
     """Run tests in a copy until one fails; returns pytest's status and the end of its output."""
-    kept = {name: v for name, v in os.environ.items() if not name.startswith("PYTEST_")}
-    # Bytecode is chosen by time and size of its source, which a mutation may keep.
-    changed = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=kept | changed,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return _FAILED, f"no end after {TIMEOUT_S} s"
-    return done.returncode, (done.stdout + done.stderr)[-3000:]
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch) / "output"
+        process = _FORKS.Process(target=_run_pytest, args=(folder, list(tests), output))
+        process.start()
+        process.join(TIMEOUT_S)
+        if process.exitcode is None:
+            os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
+            process.join()
+            return _FAILED, f"no end after {TIMEOUT_S} s"
+        text = output.read_text(errors="replace") if output.exists() else ""
+        return process.exitcode, text[-3000:]
+
+
+def _run_pytest(folder: Path, tests: Sequence[str], output: Path) -> NoReturn:
+    """In a fork that has imported libraries and nothing of this repository's."""
+    os.setsid()
+    with open(output, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("tests", "tiercel", "benchmarks"):
+            del sys.modules[name]
+    sys.path[:] = [str(folder), *(p for p in sys.path if p not in ("", str(ROOT)))]
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        del os.environ[name]
+    os.environ["PYTHONPATH"] = str(folder)
+    os.chdir(folder)
+    pytest = importlib.import_module("pytest")
+    sys.exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])))
 
 
 def try_mutation(mutation: Mutation, folder: Path) -> str:
@@ -79,7 +101,7 @@ def try_mutation(mutation: Mutation, folder: Path) -> str:
         status, output = run_tests(folder, mutation.tests)
     finally:
         path.write_text(original)
-    if status in (_FAILED, _COLLECTION_FAILED):
+    if status in (_FAILED, _COLLECTION_FAILED) or status < 0:  # or by a signal
         return "killed"
     if status != _PASSED:
         return f"broken: pytest ended with {status}\n{output}"
@@ -95,6 +117,8 @@ def choose(mutations: Sequence[Mutation], only: Sequence[str], sample: int) -> l
 def run_all(mutations: Sequence[Mutation], jobs: int) -> dict[str, str]:
     """Try mutations in `jobs` copies side by side; returns what became of each by name."""
     results: dict[str, str] = {}
+    os.environ.update(_ENVIRONMENT)
+    _FORKS.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         folders: Queue[Path] = Queue()
         for number in range(jobs):
