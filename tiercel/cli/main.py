@@ -45,6 +45,7 @@ from tiercel.cli.terminal import (
     show_log,
     silence_stdout,
 )
+from tiercel.cli.wrong_use import describe_wrong_use
 from tiercel.errors import InstallationError, TiercelError
 
 _ENVIRONMENT = Env("TIERCEL_", command=False)
@@ -264,10 +265,7 @@ def _report(error: Exception, *, is_verbose: bool) -> int:
         say("error", str(error), hint)
         return 2
     if isinstance(error, CycloptsError):
-        chain = " ".join(["tiercel", *(error.command_chain or ())])
-        text = str(error)
-        text = text if text.endswith((".", "?")) else f"{text}."
-        say("error", f"{chain}: {text[:1].lower()}{text[1:]}", f"See {chain} --help.")
+        say("error", *describe_wrong_use(error))
         return 2
     if isinstance(error, TiercelError):
         say("error", str(error), hint)
