@@ -1,4 +1,7 @@
-"""Random requests and what happens to them, for tests of the scheduler; each plan is checked."""
+"""Random requests and what happens to them, for tests of the scheduler.
+
+Each plan, and all that is held behind it, must be exactly what `scheduler_oracle.py` predicts.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests.engine.fake_device import VOCAB_SIZE, FakeRunner, next_token
+from tests.engine.scheduler_oracle import Oracle
 from tiercel.cache.allocator import NULL_BLOCK
 from tiercel.cache.manager import CacheManager, GroupBlocks
 from tiercel.engine.config import EngineConfig
@@ -43,6 +47,7 @@ class Plan:
     fails_at: int | None = None  # the draw with this number has non-finite logits
     priority: int = 0
     needs_last_token: bool = False
+    reads_prompt: bool = False  # its log-probabilities: it is computed whole, without hits
     num_spec_tokens: int | None = None
     items: list[tuple[int, ...]] | None = None  # to score; none: the prompt's end
 
@@ -66,7 +71,9 @@ class World:
     memory_errors: frozenset[int] = frozenset()
     max_drafts: int = 0
     spare_places: int = 0
+    least_computed: int = 1
     requests: list[Request] = field(default_factory=list)
+    tables: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def __post_init__(self):
         groups, most_places = [GroupBlocks(self.num_blocks)], self.budget + self.spare_places
@@ -77,9 +84,14 @@ class World:
             groups, self.block_size, most_places, has_prefix_cache=self.has_prefix_cache
         )
         self.scheduler = Scheduler(
-            self.cache, self.max_num_seqs, self.budget, least_computed=1,
+            self.cache, self.max_num_seqs, self.budget, least_computed=self.least_computed,
             policy=DraftPolicy(spare_places=self.spare_places) if self.max_drafts else None,
         )  # fmt: skip
+        self.oracle = Oracle(
+            self.cache, self.max_num_seqs, self.budget, most_places, self.least_computed,
+            self.spare_places if self.max_drafts else None,
+        )  # fmt: skip
+        self._watch()
         self.runner = FakeRunner(
             self.cache, self.max_num_seqs, self.budget, memory_errors=set(self.memory_errors)
         )
@@ -92,8 +104,7 @@ class World:
         self.engine = Engine(self.scheduler, self.runner, config)
         for i, plan in enumerate(self.plans):
             params = SamplingParams(
-                # A prompt whose log-probabilities are asked for is computed whole: no hits.
-                prompt_logprobs=None if self.has_prefix_cache or plan.items is not None else 0,
+                prompt_logprobs=0 if plan.reads_prompt else None,
                 bad_words=("x",) if plan.needs_last_token else (),
                 num_spec_tokens=plan.num_spec_tokens,
             )
@@ -104,6 +115,87 @@ class World:
             )  # fmt: skip
             self.requests.append(request)
             self.runner.fails_at[request.request_id] = plan.fails_at
+
+    def _watch(self):
+        """Let the oracle hear of every call of the scheduler, and judge every plan."""
+        scheduler, oracle = self.scheduler, self.oracle
+        add, schedule, commit = scheduler.add, scheduler.schedule, scheduler.commit
+        withdraw, finish = scheduler.withdraw, scheduler.finish
+
+        def watched_schedule():
+            expected, plan = oracle.plan(), schedule()
+            self._check_plan(plan, expected)
+            self._check_state()
+            return plan
+
+        def watched_commit(part, *, is_sound, new_token_ids=()):
+            commit(part, is_sound=is_sound, new_token_ids=new_token_ids)
+            oracle.commit(part.request, part.request.is_unsound, new_token_ids)
+
+        scheduler.schedule, scheduler.commit = watched_schedule, watched_commit
+        scheduler.add = lambda request: (add(request), oracle.add(request))
+        scheduler.withdraw = lambda plan: (withdraw(plan), oracle.withdraw(plan))
+        scheduler.finish = lambda request, *reasons: (
+            finish(request, *reasons),
+            oracle.finish(request),
+        )
+
+    def _check_plan(self, plan, expected):
+        if plan is None:
+            assert expected == []
+            return
+        told = [
+            (p.request, p.row, p.start, p.num_query, p.num_drafts, p.samples, p.enters, p.items)
+            for p in plan.scheduled
+        ]
+        names = ("start", "query", "drafts", "samples", "enters", "items")
+        assert told == [(a.request, a.row, *(part[name] for name in names)) for a, part in expected]
+        assert [p.num_tokens for p in plan.scheduled] == [part["tokens"] for _, part in expected]
+        assert plan.step_id == self.oracle.step_id
+        for group, blocks in enumerate(plan.unsound_blocks):
+            assert len(set(blocks)) == len(blocks)
+            assert set(blocks) == self.oracle.unsound[group]
+            self.oracle.unsound[group].clear()
+        written = set()
+        for row, write in plan.new_blocks:
+            table = self.tables.setdefault((write.group, row), [])
+            stop = write.start + len(write.block_ids)
+            places = {(write.group, row, i) for i in range(write.start, stop)}
+            assert not places & written, "a place twice"
+            written |= places
+            table += [NULL_BLOCK] * (stop - len(table))
+            table[write.start : stop] = write.block_ids
+        for request in self.scheduler.running:
+            for group, held in enumerate(request.block_ids):
+                assert self.tables.get((group, request.row), [])[: len(held)] == held
+
+    def _check_state(self):
+        """All that the scheduler and the cache hold is what the oracle holds."""
+        scheduler, oracle = self.scheduler, self.oracle
+        for status, queue in ((Status.RUNNING, "running"), (Status.WAITING, "waiting")):
+            assert getattr(scheduler, queue) == [a.request for a in oracle.queue(status)]
+        for request, own in oracle.accounts.items():
+            assert (
+                request.status, request.row, request.num_computed, request.num_committed,
+                request.num_items_planned, request.num_items_done, request.num_in_flight,
+                request.num_ahead, request.num_linked, request.num_cached, request.block_ids,
+                request.leader,
+            ) == (
+                own.status, own.row, own.computed, own.committed,
+                own.items_planned, own.items_done, len(own.flights),
+                own.ahead, own.num_kept, own.cached, own.held,
+                own.leader and own.leader.request,
+            )  # fmt: skip
+        for allocator, pool in zip(self.cache.allocators, oracle.pools, strict=True):
+            assert sorted(allocator._free) == pool.free
+            assert list(allocator._idle) == pool.idle
+            for block in range(allocator.num_blocks):
+                assert allocator._references[block] == pool.readers.get(block, 0)
+        if self.has_prefix_cache:
+            assert len(self.cache._prefix._entries) == len(oracle.table)
+        assert sorted(scheduler._free_rows) == sorted(oracle.rows)
+        counts = scheduler.num_preemptions, scheduler.prefix_queries, scheduler.prefix_hits
+        assert counts == (oracle.num_preemptions, oracle.queries, oracle.hits)
 
     def run(self):
         """Step until all requests have arrived and ended; checks each step."""
@@ -126,6 +218,7 @@ class World:
         lengths = {r.request_id: len(r.output_token_ids) for r in self.requests}
         ended = {r.request_id for r in self.requests if r.status is Status.FINISHED}
         updates = self.engine.step()
+        self._check_state()
         self.check_ownership()
         for update in updates:
             request = update.request
@@ -185,7 +278,7 @@ class World:
             if plan.items is not None:
                 self._check_scores(plan, request)
                 continue
-            if not self.has_prefix_cache:
+            if plan.reads_prompt:
                 assert [e.token_id for e in request.prompt_logprobs] == plan.prompt[1:]
             if request.finish_reason == "error":
                 assert reason[1] == "nonfinite_logits"
@@ -225,7 +318,9 @@ def scorings(draw, plan, tokens, budget):
     item = st.lists(tokens, min_size=1, max_size=min(budget, 7)).map(tuple)
     items = draw(st.lists(item, max_size=9))
     prompt = [] if items and draw(st.integers(0, 3)) == 0 else plan.prompt
-    return replace(plan, prompt=prompt, max_tokens=0, items=items, needs_last_token=False)
+    return replace(
+        plan, prompt=prompt, max_tokens=0, items=items, needs_last_token=False, reads_prompt=False
+    )
 
 
 @st.composite
@@ -242,6 +337,7 @@ def worlds(draw, has_prefix_cache=False, has_window=False, fails=True, drafts=Fa
             fails_at=draw(st.none() | st.integers(0, 8)) if fails else None,
             priority=draw(st.integers(0, 1)),
             needs_last_token=draw(st.integers(0, 3)) == 0,
+            reads_prompt=draw(st.integers(0, 3)) == 0,
             num_spec_tokens=draw(st.none() | st.integers(0, 3)) if drafts else None,
         )
         for _ in range(draw(st.integers(2, 8)))
@@ -263,4 +359,5 @@ def worlds(draw, has_prefix_cache=False, has_window=False, fails=True, drafts=Fa
         memory_errors=frozenset() if fails else draw(st.frozensets(st.integers(1, 30), max_size=3)),
         max_drafts=draw(st.integers(1, 5)) if drafts else 0,
         spare_places=draw(st.integers(0, 4)) if drafts else 0,
+        least_computed=draw(st.integers(1, 4)),
     )

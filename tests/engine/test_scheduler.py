@@ -29,50 +29,50 @@ def run_and_note(world):
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(world=worlds())
 def test_every_plan_keeps_the_rules(world):
     run_and_note(world)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(world=worlds(has_prefix_cache=True))
 def test_every_plan_keeps_the_rules_with_the_prefix_cache(world):
     run_and_note(world)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(world=worlds(has_window=True))
 def test_every_plan_keeps_the_rules_with_a_window(world):
     run_and_note(world)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(world=worlds(has_window=True, has_prefix_cache=True))
 def test_every_plan_keeps_the_rules_with_a_window_and_the_prefix_cache(world):
     run_and_note(world)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(world=worlds(has_prefix_cache=True, fails=False))
 def test_a_step_without_memory_costs_one_request(world):
     run_and_note(world)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(world=worlds(drafts=True))
 def test_drafts_change_no_answer(world):
     run_and_note(world)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(world=worlds(drafts=True, has_prefix_cache=True, has_window=True))
 def test_drafts_change_no_answer_with_a_window_and_the_prefix_cache(world):
     """Rejections, hits, aborts and preemptions at once: a block is kept of accepted tokens only."""
     run_and_note(world)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(world=worlds(drafts=True, has_prefix_cache=True, fails=False))
 def test_a_step_without_memory_costs_one_request_of_those_that_draft(world):
     run_and_note(world)
