@@ -176,7 +176,8 @@ class World:
             assert getattr(scheduler, queue) == [a.request for a in oracle.queue(status)]
         for request, own in oracle.accounts.items():
             if request.status is Status.WAITING:
-                assert not (request.prompt_logprobs or request.next_drafts), "of an earlier run"
+                assert request.next_drafts == ()
+                assert request.prompt_logprobs == []
             assert (
                 request.status, request.row, request.num_computed, request.num_committed,
                 request.num_items_planned, request.num_items_done, request.num_in_flight,

@@ -489,7 +489,8 @@ class Scheduler:
         while (request.num_linked + 1) * size <= request.num_committed:
             start = request.num_linked * size
             known = request.tokens(start, start + size)
-            tokens = (*known, *new_token_ids[: size - len(known)])
+            first = start + len(known) - request.num_tokens  # a step may fill several blocks
+            tokens = (*known, *new_token_ids[first : first + size - len(known)])
             request.link = self.cache.keep(
                 request.link, tokens, request.block_ids, request.num_linked
             )
