@@ -6,7 +6,7 @@ Answers must equal decoding each prompt alone, with and without overlapping step
 from __future__ import annotations
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.scheduler_world import STOP_IDS, Plan, World, blocks_for, decode_alone, worlds
@@ -16,6 +16,12 @@ from tiercel.engine.request import Request, Status
 from tiercel.engine.scheduler import Scheduler
 from tiercel.errors import OutOfMemoryError
 from tiercel.params import SamplingParams
+
+
+# To shrink a world takes minutes: `test_many_more_runs` does that.
+quick = settings(
+    deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate), report_multiple_bugs=False
+)
 
 
 def run_and_note(world):
@@ -29,50 +35,50 @@ def run_and_note(world):
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(quick, max_examples=200)
 @given(world=worlds())
 def test_every_plan_keeps_the_rules(world):
     run_and_note(world)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(quick, max_examples=200)
 @given(world=worlds(has_prefix_cache=True))
 def test_every_plan_keeps_the_rules_with_the_prefix_cache(world):
     run_and_note(world)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(quick, max_examples=150)
 @given(world=worlds(has_window=True))
 def test_every_plan_keeps_the_rules_with_a_window(world):
     run_and_note(world)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(quick, max_examples=150)
 @given(world=worlds(has_window=True, has_prefix_cache=True))
 def test_every_plan_keeps_the_rules_with_a_window_and_the_prefix_cache(world):
     run_and_note(world)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(quick, max_examples=100)
 @given(world=worlds(has_prefix_cache=True, fails=False))
 def test_a_step_without_memory_costs_one_request(world):
     run_and_note(world)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(quick, max_examples=200)
 @given(world=worlds(drafts=True))
 def test_drafts_change_no_answer(world):
     run_and_note(world)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(quick, max_examples=200)
 @given(world=worlds(drafts=True, has_prefix_cache=True, has_window=True))
 def test_drafts_change_no_answer_with_a_window_and_the_prefix_cache(world):
     """Rejections, hits, aborts and preemptions at once: a block is kept of accepted tokens only."""
     run_and_note(world)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(quick, max_examples=100)
 @given(world=worlds(drafts=True, has_prefix_cache=True, fails=False))
 def test_a_step_without_memory_costs_one_request_of_those_that_draft(world):
     run_and_note(world)
@@ -115,18 +121,18 @@ def test_a_second_prompt_computes_only_what_the_first_does_not_share():
     assert (world.scheduler.prefix_queries, world.scheduler.prefix_hits) == (24, 8)
 
 
-@pytest.mark.parametrize("max_drafts", [0, 3])
-def test_an_answer_is_kept_for_prompts_that_go_on_from_it(max_drafts):
+@pytest.mark.parametrize(("size", "max_drafts"), [(4, 0), (4, 3), (1, 3)])
+def test_an_answer_is_kept_for_prompts_that_go_on_from_it(size, max_drafts):
     """All of its full blocks: those too that one step of several tokens has filled."""
     prompt = [3, 5, 7]
     answer = decode_alone(prompt, 14)
     plans = [Plan(prompt, 14), Plan([*prompt, *answer, 1, 1], 1, arrival=18)]
-    world = World(plans, 4, 40, 4, 16, has_prefix_cache=True, max_drafts=max_drafts)
+    world = World(plans, size, 40, 4, 16, has_prefix_cache=True, max_drafts=max_drafts)
     world.run()
     if max_drafts:
         assert world.runner.num_right > 0
     computed = len(prompt) + len(answer) - 1
-    assert world.requests[1].num_cached == computed // 4 * 4
+    assert world.requests[1].num_cached == computed // size * size
 
 
 def test_requests_that_come_together_compute_their_start_once():

@@ -1,0 +1,103 @@
+"""Options of a model: what a caller gives arrives, within bounds that are named where passed."""
+
+import inspect
+
+import pytest
+import torch
+
+from tests.tiny_llm import LLAMA
+from tiercel import async_llm, llm
+from tiercel.engine.build import BLOCK_SIZE, resolve_config
+from tiercel.engine.messages import LoadOptions
+from tiercel.errors import ArgumentError
+from tiercel.models.source import open_source
+
+CONTEXT = 2048  # of the tiny model
+# Each option with a value that is not its default.
+GIVEN = {
+    "device": "cpu",
+    "dtype": "bfloat16",
+    "max_model_len": 77,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 19,
+    "gpu_memory_utilization": 0.25,
+    "seed": -5,
+    "spec": "ngram",
+    "num_spec_tokens": 4,
+    "offline": True,
+}
+
+
+class Seen(Exception):
+    """Stops loading."""
+
+
+@pytest.mark.parametrize("module", [llm, async_llm], ids=lambda module: module.__name__)
+def test_every_option_reaches_the_loader(monkeypatch, module):
+    kind = module.LLM if module is llm else module.AsyncLLM
+    seen = []
+
+    def load(model, options, progress):
+        seen.append((model, options, progress))
+        raise Seen
+
+    monkeypatch.setattr(module, "load_model", load)
+    names = set(inspect.signature(kind.__init__).parameters) - {"self", "model", "progress"}
+    assert names == GIVEN.keys()
+    for options in ({}, GIVEN, *({name: value} for name, value in GIVEN.items())):
+        with pytest.raises(Seen):
+            kind("m", progress=print, **options)
+        assert seen.pop() == ("m", LoadOptions(**options), print)
+    defaults = LoadOptions()
+    assert all(getattr(defaults, name) != value for name, value in GIVEN.items())
+
+
+def resolve(**options):
+    return resolve_config(open_source(LLAMA), LoadOptions(**({"device": "cpu"} | options)))
+
+
+def test_options_become_the_configuration():
+    config = resolve(**GIVEN)
+    assert (config.device, config.dtype) == (torch.device("cpu"), torch.bfloat16)
+    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "seed"):
+        assert getattr(config, name) == GIVEN[name]
+    assert config.gpu_memory_utilization == 0.25
+    assert (config.spec.method, config.spec.max_drafts) == ("ngram", 4)
+    assert config.block_size == BLOCK_SIZE == 64
+
+
+def test_defaults():
+    config = resolve()
+    assert (config.max_model_len, config.max_num_seqs) == (CONTEXT, 16)
+    assert (config.max_num_batched_tokens, config.gpu_memory_utilization) == (2048, 0.9)
+    assert (config.seed, config.spec.max_drafts) == (0, 0)
+    assert (config.prefix_cache, config.overlap) == (True, False)
+    assert (config.cuda_graphs, config.sync_debug) == (False, False)
+    assert resolve(spec="ngram").spec.max_drafts == 5
+    assert resolve(spec="ngram", num_spec_tokens=0).spec.method == "off"
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("max_model_len", 1, CONTEXT),
+        ("max_num_seqs", 1, 4096),
+        ("max_num_batched_tokens", 1, 2**20),
+        ("seed", -(2**63), 2**63 - 1),
+        ("num_spec_tokens", 0, 15),
+    ],
+)
+def test_bounds_are_allowed_and_what_is_beyond_is_not(name, low, high):
+    for value in (low, high):
+        resolve(spec="ngram", **{name: value})
+    for value in (low - 1, high + 1):
+        with pytest.raises(ArgumentError, match=f"{name}={value} is out of range") as caught:
+            resolve(spec="ngram", **{name: value})
+        assert caught.value.hint == f"Use {low} to {high}."
+
+
+def test_switches_of_the_environment(monkeypatch):
+    for name, field in (("PREFIX_CACHE", "prefix_cache"), ("OVERLAP", "overlap")):
+        for text, expected in (("0", False), ("1", True)):
+            monkeypatch.setenv(f"TIERCEL_{name}", text)
+            assert getattr(resolve(), field) is expected
