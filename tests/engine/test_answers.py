@@ -1,4 +1,4 @@
-"""From the requests of a call to its results: whose answer is whose, what it counts, when it came."""
+"""From the requests of a call to its results: whose answer is whose, what it counts, and when."""
 
 import itertools
 import random

@@ -28,7 +28,7 @@ GIVEN = {
 }
 
 
-class Seen(Exception):
+class SeenError(Exception):
     """Stops loading."""
 
 
@@ -39,13 +39,13 @@ def test_every_option_reaches_the_loader(monkeypatch, module):
 
     def load(model, options, progress):
         seen.append((model, options, progress))
-        raise Seen
+        raise SeenError
 
     monkeypatch.setattr(module, "load_model", load)
     names = set(inspect.signature(kind.__init__).parameters) - {"self", "model", "progress"}
     assert names == GIVEN.keys()
     for options in ({}, GIVEN, *({name: value} for name, value in GIVEN.items())):
-        with pytest.raises(Seen):
+        with pytest.raises(SeenError):
             kind("m", progress=print, **options)
         assert seen.pop() == ("m", LoadOptions(**options), print)
     defaults = LoadOptions()

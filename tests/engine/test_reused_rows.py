@@ -6,6 +6,7 @@ with garbage before: what is drawn, drafted and read must be, step by step, what
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 
@@ -22,6 +23,8 @@ from tiercel.engine.request import Status
 from tiercel.engine.sampler import _Edits
 from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.params import SamplingParams, StructuredOutputs
+from tiercel.seeds import mix_key
+from tiercel.spec.policy import FIRST_CHANCE
 
 TEXT = [97 + i * i % 7 for i in range(40)]  # pairs come again: drafts are made
 LETTERS = {"temperature": 1.2, "allowed_token_ids": tuple(range(97, 104)), "seed": 5}
@@ -216,6 +219,82 @@ def test_nothing_of_a_row_full_of_garbage_is_left_when_a_request_enters_it(expec
         poison_at_each_entry(llm)
         for kind in KINDS:
             assert run(llm, kind) == expected[kind], kind
+
+
+def check_row(llm, part):
+    """Each column of a row that was just entered holds what the request asks, and nothing else."""
+    request, row, runner = part.request, part.row, llm._engine.runner
+    rows, sampler, params = runner.rows, runner.sampler, part.request.params
+    tokens = [*request.prompt_token_ids, *request.output_token_ids]
+    assert rows.token_ids[row, : len(tokens)].tolist() == tokens
+    vocab_size = llm.source.config.vocab_size
+    told = {
+        "num_tokens": len(tokens), "num_computed": part.start,
+        "top_k": params.top_k or vocab_size, "key": mix_key(request.seed, request.stream),
+        "num_prompt": len(request.prompt_token_ids), "max_new": request.max_tokens,
+    }  # fmt: skip
+    assert {name: getattr(rows, name)[row].item() for name in told} == told
+    limit = request.draft_limit
+    told = {"draft_limit": limit, "num_wanted": limit, "num_idle": 0}
+    assert {name: getattr(rows.drafts, name)[row].item() for name in told} == told
+    assert rows.drafts.draft_ids[row, 0] == 0
+    values = {
+        "temperature": params.temperature, "top_p": params.top_p, "min_p": params.min_p,
+        "presence": params.presence_penalty, "frequency": params.frequency_penalty,
+        "repetition": params.repetition_penalty,
+    }  # fmt: skip
+    assert {name: values[row].item() for name, values in rows.values.items()} == pytest.approx(
+        values, rel=1e-6
+    )
+    assert rows.drafts.acceptance[row].item() == pytest.approx(FIRST_CHANCE, rel=1e-6)
+    for group, held in enumerate(request.block_ids):
+        assert rows.block_tables[group, row, : len(held)].tolist() == held
+    if params.has_penalties:
+        counts, is_in_prompt = sampler._penalties._tables()
+        seen = [request.output_token_ids.count(i) for i in range(vocab_size)]
+        assert counts[row].tolist() == seen
+        assert set(is_in_prompt[row].nonzero().flatten().tolist()) == set(request.prompt_token_ids)
+    edits = sampler._edits.get(row) or _Edits()
+    allowed, bias = params.allowed_token_ids, params.logit_bias
+    assert (edits.banned is None) == (allowed is None)
+    assert allowed is None or (~edits.banned).nonzero().flatten().tolist() == sorted(allowed)
+    assert (edits.bias_ids is None) == (not bias)
+    assert not bias or edits.bias_ids.tolist() == list(bias)
+    assert (edits.stop_ids is None) == (not params.min_tokens)
+    assert bool(edits.bad_words) == bool(params.bad_words)
+    assert not runner.proposer._index.inserted[row].any()
+
+
+def test_a_row_that_is_entered_holds_what_its_request_asks(monkeypatch):
+    """Also again, behind a step that was lost: then the answer so far is counted too."""
+    with open_one_row() as llm:
+        poison_at_each_entry(llm)
+        runner, checked = llm._engine.runner, []
+        write, collect = runner._write_rows, runner.collect
+
+        def watched(plan):
+            write(plan)
+            for part in plan.scheduled:
+                if part.enters:
+                    check_row(llm, part)
+                    checked.append(len(part.request.output_token_ids))
+
+        def lose_some(launch):
+            if runner.lost_at == llm._engine.scheduler._step_id:
+                raise RuntimeError("lost")
+            return collect(launch)
+
+        monkeypatch.setattr(runner, "_write_rows", watched)
+        monkeypatch.setattr(runner, "collect", lose_some)
+        for kind in KINDS:
+            request = make_request(llm, kind)
+            runner.lost_at = llm._engine.scheduler._step_id + 5
+            llm._engine.submit(request)
+            while llm._engine.has_work:
+                with contextlib.suppress(RuntimeError):
+                    llm._engine.step()
+        assert max(checked) > 1
+        assert len(checked) > len(KINDS)
 
 
 @pytest.mark.parametrize("where", ["launch", "apply", "collect"])

@@ -17,7 +17,6 @@ from tiercel.engine.scheduler import Scheduler
 from tiercel.errors import OutOfMemoryError
 from tiercel.params import SamplingParams
 
-
 # To shrink a world takes minutes: `test_many_more_runs` does that.
 quick = settings(
     deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate), report_multiple_bugs=False
