@@ -364,3 +364,23 @@ def worlds(draw, has_prefix_cache=False, has_window=False, fails=True, drafts=Fa
         spare_places=draw(st.integers(0, 4)) if drafts else 0,
         least_computed=draw(st.integers(1, 4)),
     )
+
+
+@st.composite
+def scored_worlds(draw):
+    """Answers that draft beside long lists of items, which ask for more than half of a step."""
+    tokens, budget = st.integers(1, VOCAB_SIZE - 1), draw(st.integers(6, 20))
+    answers = [
+        Plan(draw(st.lists(tokens, min_size=1, max_size=2)), draw(st.integers(8, 16)))
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    item = st.lists(tokens, min_size=1, max_size=budget - 3).map(tuple)
+    lists = [
+        Plan([1], 0, draw(st.integers(0, 4)), items=draw(st.lists(item, min_size=2, max_size=9)))
+        for _ in range(draw(st.integers(2, 3)))
+    ]
+    return World(
+        [*answers, *lists],
+        block_size=4, num_blocks=60, max_num_seqs=8, budget=budget, max_drafts=7,
+        overlaps=draw(st.booleans()),
+    )  # fmt: skip

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.scheduler_world import STOP_IDS, Plan, World, blocks_for, decode_alone, worlds
+from tests.engine.scheduler_world import (
+    STOP_IDS,
+    Plan,
+    World,
+    blocks_for,
+    decode_alone,
+    scored_worlds,
+    worlds,
+)
 from tiercel.cache.allocator import NULL_BLOCK
 from tiercel.cache.manager import CacheManager, GroupBlocks
 from tiercel.engine.request import Request, Status
@@ -67,6 +75,12 @@ def test_a_step_without_memory_costs_one_request(world):
 @settings(quick, max_examples=200)
 @given(world=worlds(drafts=True))
 def test_drafts_change_no_answer(world):
+    run_and_note(world)
+
+
+@settings(quick, max_examples=60)
+@given(world=scored_worlds())
+def test_drafts_leave_room_for_the_longest_item_that_is_next(world):
     run_and_note(world)
 
 
