@@ -311,6 +311,8 @@ class Sampler:
             return values.index_select(0, rows).unsqueeze(1)
 
         temperature = column(state.values["temperature"])
+        # Padding of the vocabulary is banned by the draw, too late for shares of what remains.
+        logits = logits.masked_fill(self.is_banned.view(torch.bool), NEG_INF)
         kept = is_kept(
             logits / temperature,
             column(state.top_k),
