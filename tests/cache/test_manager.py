@@ -107,6 +107,7 @@ def test_what_an_empty_cache_holds():
     assert CacheManager([GroupBlocks(11)], SIZE, 8).capacity == 40
     # A window of 6 and a step of 8 lie in 5 blocks at most: with them any length fits.
     assert CacheManager([GroupBlocks(11), GroupBlocks(6, 6)], SIZE, 8).capacity == 40
+    assert CacheManager([GroupBlocks(11), GroupBlocks(5, 6)], SIZE, 8).capacity == 16
     assert CacheManager([GroupBlocks(11), GroupBlocks(4, 6)], SIZE, 8).capacity == 12
 
 

@@ -136,3 +136,17 @@ def test_an_entry_without_its_full_block_is_gone():
     full.allocate(2)
     assert cache.find([1, 2, 3, 4]).num_blocks == 0
     assert len(sliding.allocate(8)) == 8, "its other block can still be given away"
+
+
+def test_what_is_left_of_a_former_entry_takes_no_later_one_of_its_tokens_along():
+    full, sliding = BlockAllocator(2), BlockAllocator(4)
+    cache = PrefixCache([full, sliding], [0, 4], SIZE)
+    for _ in range(2):  # the second takes the full block of the first away
+        blocks = [*full.allocate(1), *sliding.allocate(1)]
+        cache.keep(ROOT, [1, 2, 3], blocks)
+        full.free(blocks[:1])
+        sliding.free(blocks[1:])
+    assert sliding.num_idle == 2
+    sliding.allocate(2)  # one was free; of the idle ones that of the first has waited longest
+    match = cache.find([1, 2, 3, 4])
+    assert match.block_ids == ((blocks[0],), (blocks[1],))

@@ -74,6 +74,7 @@ class World:
     least_computed: int = 1
     requests: list[Request] = field(default_factory=list)
     tables: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    lost: list = field(default_factory=list)  # accounts of the last plan that was withdrawn
 
     def __post_init__(self):
         groups, most_places = [GroupBlocks(self.num_blocks)], self.budget + self.spare_places
@@ -134,11 +135,22 @@ class World:
 
         scheduler.schedule, scheduler.commit = watched_schedule, watched_commit
         scheduler.add = lambda request: (add(request), oracle.add(request))
-        scheduler.withdraw = lambda plan: (withdraw(plan), oracle.withdraw(plan))
-        scheduler.finish = lambda request, *reasons: (
-            finish(request, *reasons),
-            oracle.finish(request),
-        )
+
+        def watched_withdraw(plan):
+            self.lost = [oracle.accounts[part.request] for part in plan.scheduled]
+            withdraw(plan)
+            oracle.withdraw(plan)
+
+        scheduler.withdraw = watched_withdraw
+
+        def watched_finish(request, reason, stop_reason=None):
+            if stop_reason == "out_of_memory":
+                alive = [a for a in self.lost if a.status is not Status.FINISHED]
+                assert oracle.accounts[request] is max(alive, key=lambda account: account.number)
+            finish(request, reason, stop_reason)
+            oracle.finish(request)
+
+        scheduler.finish = watched_finish
 
     def _check_plan(self, plan, expected):
         if plan is None:
@@ -165,6 +177,8 @@ class World:
             written |= places
             table += [NULL_BLOCK] * (stop - len(table))
             table[write.start : stop] = write.block_ids
+        rows = {request.row for request in self.requests}
+        assert {row for row, _ in plan.new_blocks} <= rows, "tables of rows that are free"
         for request in self.scheduler.running:
             for group, held in enumerate(request.block_ids):
                 assert self.tables.get((group, request.row), [])[: len(held)] == held
@@ -192,6 +206,7 @@ class World:
         for allocator, pool in zip(self.cache.allocators, oracle.pools, strict=True):
             assert sorted(allocator._free) == pool.free
             assert list(allocator._idle) == pool.idle
+            assert allocator._kept.keys() == pool.kept.keys()
             for block in range(allocator.num_blocks):
                 assert allocator._references[block] == pool.readers.get(block, 0)
         if self.has_prefix_cache:

@@ -42,37 +42,37 @@ def run_and_note(world):
     )
 
 
-@settings(quick, max_examples=200)
+@settings(quick, max_examples=140)
 @given(world=worlds())
 def test_every_plan_keeps_the_rules(world):
     run_and_note(world)
 
 
-@settings(quick, max_examples=200)
+@settings(quick, max_examples=140)
 @given(world=worlds(has_prefix_cache=True))
 def test_every_plan_keeps_the_rules_with_the_prefix_cache(world):
     run_and_note(world)
 
 
-@settings(quick, max_examples=150)
+@settings(quick, max_examples=110)
 @given(world=worlds(has_window=True))
 def test_every_plan_keeps_the_rules_with_a_window(world):
     run_and_note(world)
 
 
-@settings(quick, max_examples=150)
+@settings(quick, max_examples=110)
 @given(world=worlds(has_window=True, has_prefix_cache=True))
 def test_every_plan_keeps_the_rules_with_a_window_and_the_prefix_cache(world):
     run_and_note(world)
 
 
-@settings(quick, max_examples=100)
+@settings(quick, max_examples=70)
 @given(world=worlds(has_prefix_cache=True, fails=False))
 def test_a_step_without_memory_costs_one_request(world):
     run_and_note(world)
 
 
-@settings(quick, max_examples=200)
+@settings(quick, max_examples=140)
 @given(world=worlds(drafts=True))
 def test_drafts_change_no_answer(world):
     run_and_note(world)
@@ -84,14 +84,14 @@ def test_drafts_leave_room_for_the_longest_item_that_is_next(world):
     run_and_note(world)
 
 
-@settings(quick, max_examples=200)
+@settings(quick, max_examples=140)
 @given(world=worlds(drafts=True, has_prefix_cache=True, has_window=True))
 def test_drafts_change_no_answer_with_a_window_and_the_prefix_cache(world):
     """Rejections, hits, aborts and preemptions at once: a block is kept of accepted tokens only."""
     run_and_note(world)
 
 
-@settings(quick, max_examples=100)
+@settings(quick, max_examples=70)
 @given(world=worlds(drafts=True, has_prefix_cache=True, fails=False))
 def test_a_step_without_memory_costs_one_request_of_those_that_draft(world):
     run_and_note(world)
@@ -132,6 +132,29 @@ def test_a_second_prompt_computes_only_what_the_first_does_not_share():
     world.run()
     assert [request.num_cached for request in world.requests] == [0, 8]  # 2 whole blocks of 4
     assert (world.scheduler.prefix_queries, world.scheduler.prefix_hits) == (24, 8)
+
+
+def test_a_preemption_amid_a_list_of_items_repeats_neither_scores_nor_counts():
+    """An older answer grows and takes the blocks of a list that is half done."""
+    num_amid = 0
+    for num_blocks in range(7, 11):
+        items = [(i, 2, 3) for i in range(1, 10)]
+        plans = [
+            Plan([1], 9),
+            Plan([2] * 5, 0, arrival=1, items=items),
+            Plan([2] * 5, 1, arrival=9),
+        ]
+        world = World(plans, 2, num_blocks, 3, 4, has_prefix_cache=True)
+        preempt = world.scheduler._preempt
+
+        def watched(request, preempt=preempt):
+            nonlocal num_amid
+            num_amid += request.num_items_done > 0
+            preempt(request)
+
+        world.scheduler._preempt = watched
+        world.run()
+    assert num_amid > 0
 
 
 @pytest.mark.parametrize(("size", "max_drafts"), [(4, 0), (4, 3), (1, 3)])
