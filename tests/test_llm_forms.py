@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.gguf_files import tiny_model
+from tests.test_llm_busy import run_alone
 from tests.tiny_llm import DATA, assert_idle, open_tiny
 from tiercel.errors import InvalidRequestError, UnsupportedModelError
 from tiercel.params import SamplingParams, StructuredOutputs
@@ -88,6 +89,23 @@ def test_vectors_of_an_embedding_model(tmp_path, kind, chunk):
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-6)
     np.testing.assert_allclose(vectors, alone, atol=1e-5)
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [2048, 7])
+def test_a_mean_is_one_over_all_tokens_of_the_prompt(tmp_path, chunk):
+    """Before its length becomes 1, which hides every scale."""
+    path = tiny_model(tmp_path / "m.gguf", metadata={"llama.pooling_type": 1})
+    with open_tiny(path, max_num_batched_tokens=chunk) as llm:
+        runner, seen = llm._engine.runner, []
+        real = runner.model.hidden_states
+        runner.model.hidden_states = lambda *args: seen.append(real(*args)) or seen[-1]
+        request = llm._inputs.embedding_request("they ran and ran and ran", "mean")
+        run_alone(llm, request)
+        runner.model.hidden_states = real
+        states = np.concatenate([piece.numpy() for piece in seen])
+    assert len(states) == len(request.prompt_token_ids) > 7
+    vector = np.frombuffer(request.embedding, "<f4")
+    np.testing.assert_allclose(vector, states.mean(axis=0, dtype=np.float64), atol=1e-5)
 
 
 def test_a_model_that_pools_nothing_has_no_vectors():

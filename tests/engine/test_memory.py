@@ -131,6 +131,48 @@ def test_a_cpu_gives_part_of_what_is_available():
     assert 0 < MemoryBudget(CPU, 0.1).left() <= memory.CPU_SHARE * total
 
 
+def test_what_a_cpu_gives_is_four_fifths_less_what_is_kept_for_later(monkeypatch):
+    text = "MemTotal: 900 kB\nMemFree: 7 kB\nMemAvailable:    500 kB\nSwapFree: 1 kB\n"
+    monkeypatch.setattr(memory.Path, "read_text", lambda self: text)
+    budget = MemoryBudget(CPU, 0.1)
+    assert budget.left() == 400 * 1024
+    budget.reserve(1000)
+    budget.reserve(24)
+    assert budget.left() == 399 * 1024
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=3, max_size=3),
+    lengths=st.tuples(st.integers(1, 90), st.integers(1, 8), st.integers(1, 12)),
+    window=st.integers(1, 60),
+    available=st.integers(0, 40_000),
+)
+def test_no_group_gets_less_than_its_share_or_more_than_there_is(sizes, lengths, window, available):
+    """Three kinds of groups against sums written out block by block, in whole numbers."""
+    longest, num_seqs, block_size = lengths
+    groups = [
+        make_group(sizes[0]), make_group(sizes[1], "sliding", window=window),
+        make_group(sizes[2], "state", state_len=3),
+    ]  # fmt: skip
+    needs = [
+        len(range(0, longest, block_size)),
+        len(range(0, min(longest, window + 9 + block_size), block_size)),
+    ]
+    per_block = [size * block_size for size in sizes[:2]]
+    one = sum(need * size for need, size in zip(needs, per_block, strict=True))
+    left = available - sum(per_block) - (num_seqs + 1) * 3 * sizes[2]
+    options = {"block_size": block_size, "max_model_len": longest, "max_num_seqs": num_seqs}
+    if left < one:
+        with pytest.raises(OutOfMemoryError):
+            cache_blocks(groups, max_step_tokens=9, available=available, **options)
+        return
+    found = cache_blocks(groups, max_step_tokens=9, available=available, **options)
+    for got, need in zip(found, [*needs, 0], strict=True):
+        exact = min(num_seqs * need, left * need // one)
+        assert 1 + exact - (left * need % one == 0) <= got <= 1 + exact  # float may miss by one
+
+
 def test_no_figure_from_the_system(monkeypatch):
     monkeypatch.setattr(memory.Path, "read_text", lambda self: "MemTotal: 1 kB\n")
     with pytest.raises(OutOfMemoryError, match="how much memory"):

@@ -1,14 +1,19 @@
 """What crosses the socket arrives as it was sent; what is no message is refused."""
 
+import asyncio
 import dataclasses
 import logging
 import math
+import socket
+from unittest import mock
 
 import pytest
 
 from tiercel import errors
 from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.messages import (
+    MAX_FROM_ENGINE_BYTES,
+    MAX_TO_ENGINE_BYTES,
     Abort,
     Delta,
     Embedding,
@@ -35,9 +40,10 @@ from tiercel.engine.messages import (
     encode,
     split_prompt_logprobs,
 )
-from tiercel.engine.process import LinkHandler
+from tiercel.engine.process import EngineLink, LinkHandler
 from tiercel.engine.request import Request, TokenLogprobs
 from tiercel.engine.score import ScoreRead, ScoreTask
+from tiercel.engine.spawn import _Connection
 from tiercel.errors import EngineDeadError, InternalError, InvalidRequestError, TiercelError
 from tiercel.params import SamplingParams, StructuredOutputs
 
@@ -183,6 +189,49 @@ def test_a_frame_over_the_limit_is_refused_before_it_is_kept():
     with pytest.raises(EngineDeadError, match="101 bytes"):
         list(reader.feed((101).to_bytes(4, "little")))
     assert [bytes(b) for b in FrameReader(100).feed((100).to_bytes(4, "little") + b"x" * 100)]
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("limit", [0, 1, 5, 255, 256, 70_000])
+def test_frames_up_to_the_limit_are_read_and_none_beyond(limit):
+    """Behind sound frames too, which are handed out first."""
+    sizes = sorted({0, limit // 2, max(0, limit - 1), limit})
+    bodies = [bytes([size % 251]) * size for size in sizes]
+    sound = b"".join(len(body).to_bytes(4, "little") + body for body in bodies)
+    for size in (limit + 1, limit + 256, 2**32 - 1):
+        reader, got = FrameReader(limit), []
+        with pytest.raises(EngineDeadError, match=f"a message of {size} bytes is over the limit"):
+            got.extend(map(bytes, reader.feed(sound + size.to_bytes(4, "little"))))
+        assert got == bodies
+
+
+@pytest.mark.reliability
+def test_each_side_takes_what_the_other_may_send():
+    """A prompt of a million ids goes to the engine, a tokenizer file of 256 MiB comes from it."""
+    assert MAX_TO_ENGINE_BYTES == 64 * 2**20 > 5_000_000
+    assert MAX_FROM_ENGINE_BYTES == 320 * 2**20 > 256 * 2**20
+    for limit in (MAX_TO_ENGINE_BYTES, MAX_TO_ENGINE_BYTES + 1):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(limit.to_bytes(4, "little"))
+            theirs.shutdown(socket.SHUT_WR)
+            messages = EngineLink(ours).messages()
+            if limit > MAX_TO_ENGINE_BYTES:
+                with pytest.raises(EngineDeadError, match="over the limit"):
+                    next(messages)
+            else:
+                assert list(messages) == []
+
+    async def main():
+        for limit in (MAX_FROM_ENGINE_BYTES, MAX_FROM_ENGINE_BYTES + 1):
+            transport, heard = mock.Mock(), []
+            connection = _Connection(heard.append)
+            connection.connection_made(transport)
+            connection.data_received(encode(FROM_ENGINE[0]) + limit.to_bytes(4, "little"))
+            assert heard == FROM_ENGINE[:1]
+            assert transport.abort.called == (limit > MAX_FROM_ENGINE_BYTES)
+
+    asyncio.run(main())
 
 
 @pytest.mark.reliability

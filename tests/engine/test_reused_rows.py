@@ -154,6 +154,14 @@ def test_the_kinds_here_decide(expected):
     )
 
 
+def test_the_greedy_kind_is_what_the_logits_say(expected):
+    """So that the others are not compared with an engine that is wrong in the same way."""
+    prompt, answer = TEXT, expected["greedy"][0][0]
+    with open_one_row() as llm:
+        logits = llm.logits([*prompt, *answer])
+    assert logits[len(prompt) - 1 : -1].argmax(axis=1).tolist() == answer
+
+
 def test_each_kind_is_the_same_behind_each_other_kind_on_one_row(expected):
     walk = every_pair(list(KINDS))
     assert len(set(itertools.pairwise(walk))) == len(KINDS) ** 2
@@ -274,6 +282,7 @@ def test_a_row_that_is_entered_holds_what_its_request_asks(monkeypatch):
 
         def watched(plan):
             write(plan)
+            assert not runner.rows._staged, "they would be written again"
             for part in plan.scheduled:
                 if part.enters:
                     check_row(llm, part)
