@@ -38,7 +38,11 @@ KINDS = {
     "biased": (TEXT[:3], {"seed": 3, "logit_bias": {98: 60.0, 101: 60.0, 99: -100}}, {}),
     "words": (TEXT[:12], LETTERS | {"bad_words": ("ab", "c")}, {}),
     "letters": (TEXT, LETTERS, {}),
-    "least": (TEXT[:20], LETTERS | {"min_tokens": 6, "stop_token_ids": (97, 98, 99, 100)}, {}),
+    "least": (
+        TEXT[:20],
+        LETTERS | {"seed": 6, "min_tokens": 6, "stop_token_ids": (97, 98, 99, 100)},
+        {},
+    ),
     "form": (TEXT[:6], {"temperature": 0.0}, {"form": StructuredOutputs(regex="(ab|cd){2,3}")}),
     "logprobs": (TEXT[:7], {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2}, {}),
     "few drafts": (TEXT, LETTERS | {"num_spec_tokens": 1}, {}),
@@ -145,6 +149,7 @@ def test_the_kinds_here_decide(expected):
     outputs = {kind: results for kind, (results, _) in expected.items()}
     reasons = [results[3] for results in outputs.values()]
     assert {"stop", "length", "abort", "error"} == set(reasons)
+    assert len(outputs["least"][0]) == 7, "it ends where it first may"
     steps = [step for _, drawn in expected.values() for step in drawn if step]
     drafts = sum(step.num_drafts for step in steps)
     right = sum(len(step.token_ids) - 1 for step in steps)
@@ -360,8 +365,10 @@ def assert_close(results, expected, what):
         np.testing.assert_allclose(values, others, atol=2e-4, rtol=1e-4, err_msg=what)
 
 
-@pytest.mark.parametrize("overlap", ["0", "1"])
-def test_a_busy_batch_on_rows_full_of_garbage_answers_as_alone(monkeypatch, expected, overlap):
+@pytest.mark.parametrize(("overlap", "spec"), [("0", "ngram"), ("1", "ngram"), ("1", "off")])
+def test_a_busy_batch_on_rows_full_of_garbage_answers_as_alone(
+    monkeypatch, expected, overlap, spec
+):
     """Many of each kind at once, preempted and aborted: rows go from kind to kind."""
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
     sizes, draw = engine_module.cache_blocks, random.Random(overlap)
@@ -371,7 +378,7 @@ def test_a_busy_batch_on_rows_full_of_garbage_answers_as_alone(monkeypatch, expe
     )  # fmt: skip
     kinds = [kind for kind in KINDS if kind not in ("aborted", "unsound")] * 2
     draw.shuffle(kinds)
-    with open_one_row(max_num_seqs=3, max_num_batched_tokens=48) as llm:
+    with open_one_row(max_num_seqs=3, max_num_batched_tokens=48, spec=spec) as llm:
         poison_at_each_entry(llm)
         engine = llm._engine
         requests = [make_request(llm, kind) for kind in kinds]
