@@ -92,7 +92,7 @@ def test_vectors_of_an_embedding_model(tmp_path, kind, chunk):
 
 
 @pytest.mark.parametrize("chunk", [2048, 7])
-def test_a_mean_is_one_over_all_tokens_of_the_prompt(tmp_path, chunk):
+def test_a_mean_is_one_over_all_tokens_and_the_last_state_that_of_the_last(tmp_path, chunk):
     """Before its length becomes 1, which hides every scale."""
     path = tiny_model(tmp_path / "m.gguf", metadata={"llama.pooling_type": 1})
     with open_tiny(path, max_num_batched_tokens=chunk) as llm:
@@ -103,9 +103,12 @@ def test_a_mean_is_one_over_all_tokens_of_the_prompt(tmp_path, chunk):
         run_alone(llm, request)
         runner.model.hidden_states = real
         states = np.concatenate([piece.numpy() for piece in seen])
+        last = llm._inputs.embedding_request("they ran and ran and ran", "last")
+        run_alone(llm, last)
     assert len(states) == len(request.prompt_token_ids) > 7
     vector = np.frombuffer(request.embedding, "<f4")
     np.testing.assert_allclose(vector, states.mean(axis=0, dtype=np.float64), atol=1e-5)
+    np.testing.assert_allclose(np.frombuffer(last.embedding, "<f4"), states[-1], atol=1e-5)
 
 
 def test_a_model_that_pools_nothing_has_no_vectors():
