@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gguf_files import tiny_model
+from tests.tiny_llm import greedy, open_tiny
 from tiercel.cache.spec import CacheGroup, KVCacheSpec, Plane
 from tiercel.engine import config, engine, memory
 from tiercel.engine.config import resolve_count, resolve_device, resolve_dtype, resolve_share
@@ -281,3 +282,47 @@ def test_packed_share_counts_weights(tmp_path, qtype, least, most):
     path = tmp_path / "m.gguf"
     tiny_model(path, qtype=qtype)
     assert least <= engine.packed_share(open_source(path)) <= most
+
+
+class LoadingError(Exception):
+    """Stops loading."""
+
+
+@pytest.mark.parametrize(
+    ("left", "expected"), [(200, True), (199, False), (60, False), (59, OutOfMemoryError)]
+)
+def test_dense_copies_of_weights_take_half_of_the_memory_at_most(monkeypatch, left, expected):
+    """100 bytes with copies, 60 without."""
+    seen = []
+
+    def read(source, device, load, *, dense_copies):
+        seen.append(dense_copies)
+        raise LoadingError
+
+    of_bytes(monkeypatch, left)
+    sizes = {True: 100, False: 60}
+    monkeypatch.setattr(engine, "weight_bytes", lambda *_, dense_copies: sizes[dense_copies])
+    monkeypatch.setattr(engine, "WeightReader", read)
+    with pytest.raises(OutOfMemoryError if expected is OutOfMemoryError else LoadingError):
+        open_tiny()
+    assert seen == ([] if expected is OutOfMemoryError else [expected])
+
+
+@pytest.mark.parametrize("spec", ["off", "ngram"])
+@pytest.mark.parametrize("longest", [64, 65, 124, 128])
+def test_rows_and_pools_have_room_for_the_longest_text(longest, spec):
+    with open_tiny(max_model_len=longest, max_num_seqs=3, spec=spec) as llm:
+        rows, scheduler = llm._engine.runner.rows, llm._engine.scheduler
+        pools, num_drafts = llm._engine.runner.pools, llm.config.spec.max_drafts
+        per_sequence = -(-longest // 64)
+        assert num_drafts == (5 if spec == "ngram" else 0)
+        assert rows.token_ids.shape == (4, longest + 1 + num_drafts)
+        assert rows.block_tables.shape == (1, 4, -(-(longest + num_drafts) // 64))
+        assert [allocator.num_blocks for allocator in scheduler.cache.allocators] == [
+            1 + 3 * per_sequence
+        ]
+        for plane in pools[0].layers[0].values():
+            assert plane.shape[:2] == (1 + 3 * per_sequence, 64)
+        assert scheduler.max_num_batched_tokens == llm.config.max_num_batched_tokens
+        (output,) = llm.generate({"prompt_token_ids": [5] * (longest - 4)}, greedy(None))
+        assert len(output.outputs[0].token_ids) == 4
