@@ -246,6 +246,41 @@ def test_preempted_requests_are_counted_and_enter_once():
         assert running.listener.ends == {"a": "length", "b": "length"}
 
 
+@pytest.mark.parametrize("end", ["abort", "stop"])
+def test_late_news_of_a_request_that_was_ended_are_dropped(end):
+    """Its last step was under way: the engine reports on it once more."""
+    with Running() as running:
+        engine, late, requests = running.engine, [], [make_request("a", 100), make_request("b", 9)]
+        step, finish = engine.step, engine._finish
+
+        def ending(request, reason, stop_reason=None):
+            finish(request, reason, stop_reason)
+            if reason == end:
+                late.append(RequestUpdate(request, (7,)))
+
+        def stepping():
+            told = [*late, *step()]
+            late.clear()
+            return told
+
+        engine.step, engine._finish = stepping, ending
+
+        def after_step(_):
+            if len(running.listener.steps) == 2:
+                how = getattr(running.loop, end)
+                how(requests[0], *(["x"] if end == "stop" else []))
+
+        running.listener.after_step = after_step
+        for request in requests:
+            running.loop.submit(request)
+        running.start()
+        running.settle()
+        told = [[u.request.request_id for u in s.updates] for s in running.listener.steps]
+        assert told == [["a", "b"]] * 2 + [["b"]] * 7
+        assert running.listener.ends == {"b": "length"}
+        assert running.loop.num_live == 0
+
+
 @pytest.mark.reliability
 def test_out_of_memory_ends_the_newest_request_and_the_others_go_on():
     with Running(Faults.parse("oom@2", is_enabled=True)) as running:
