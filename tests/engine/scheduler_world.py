@@ -399,3 +399,36 @@ def scored_worlds(draw):
         block_size=4, num_blocks=60, max_num_seqs=8, budget=budget, max_drafts=7,
         overlaps=draw(st.booleans()),
     )  # fmt: skip
+
+
+@st.composite
+def crowded_worlds(draw):
+    """Long answers in a cache for hardly more than one of them: most give way, some more than once.
+
+    With drafts, windows, hits and lists of items, or without.
+    """
+    tokens, drafts = st.integers(1, draw(st.sampled_from((2, 12)))), draw(st.booleans())
+    item = st.lists(tokens, min_size=1, max_size=3).map(tuple)
+    plans = [
+        Plan(
+            draw(st.lists(tokens, min_size=1, max_size=6)),
+            draw(st.integers(6, 14)),
+            arrival=draw(st.integers(0, 3)),
+            priority=draw(st.integers(0, 1)),
+            needs_last_token=draw(st.integers(0, 4)) == 4,
+            reads_prompt=draw(st.integers(0, 3)) == 3,
+        )
+        for _ in range(draw(st.integers(3, 6)))
+    ]
+    if draw(st.booleans()):
+        items = draw(st.lists(item, min_size=4, max_size=9))
+        plans.append(Plan(draw(st.lists(tokens, min_size=1, max_size=6)), 0, items=items))
+    block_size = draw(st.integers(1, 3))
+    need = max(blocks_for(len(p.prompt) + p.max_tokens, block_size) for p in plans)
+    return World(
+        plans, block_size=block_size, num_blocks=1 + need + draw(st.integers(0, 2)),
+        max_num_seqs=draw(st.integers(2, 5)), budget=draw(st.integers(3, 12)),
+        has_prefix_cache=draw(st.booleans()), overlaps=draw(st.booleans()),
+        window=draw(st.sampled_from((0, 3))), max_drafts=3 * drafts,
+        spare_places=draw(st.integers(0, 2)) * drafts,
+    )  # fmt: skip

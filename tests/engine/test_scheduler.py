@@ -14,6 +14,7 @@ from tests.engine.scheduler_world import (
     Plan,
     World,
     blocks_for,
+    crowded_worlds,
     decode_alone,
     scored_worlds,
     worlds,
@@ -75,6 +76,12 @@ def test_a_step_without_memory_costs_one_request(world):
 @settings(quick, max_examples=140)
 @given(world=worlds(drafts=True))
 def test_drafts_change_no_answer(world):
+    run_and_note(world)
+
+
+@settings(quick, max_examples=110)
+@given(world=crowded_worlds())
+def test_those_that_give_way_lose_nothing_but_time(world):
     run_and_note(world)
 
 
