@@ -102,6 +102,9 @@ def run(llm, kind):
     engine.submit(request)
     while engine.has_work:
         engine.step()
+        if request.row >= 0 and request.draft_limit and drawn and drawn[-1]:
+            chance = engine.runner.rows.drafts.acceptance[request.row].item()
+            assert request.acceptance == pytest.approx(chance, rel=1e-5), "the host's estimate"
         if len(request.output_token_ids) >= asked.get("abort_after", 99):
             engine.abort(request)
     engine.runner.collect = collect
