@@ -368,6 +368,28 @@ def assert_close(results, expected, what):
         np.testing.assert_allclose(values, others, atol=2e-4, rtol=1e-4, err_msg=what)
 
 
+@pytest.mark.parametrize("num_steps", [1, 3, 6])
+def test_blocks_with_nan_are_zeroed_before_anyone_else_has_them(expected, num_steps):
+    with open_one_row() as llm:
+        engine, request = llm._engine, make_request(llm, "letters")
+        engine.submit(request)
+        for _ in range(num_steps):
+            engine.step()
+        planes = [
+            plane
+            for pool in engine.runner.pools
+            for planes in pool.layers.values()
+            for plane in planes.values()
+        ]
+        for plane in planes:
+            plane[request.block_ids[0]] = float("nan")  # as a sum that has overflown leaves it
+        while engine.has_work:
+            engine.step()
+        assert (request.finish_reason, request.stop_reason) == ("error", "nonfinite_logits")
+        assert run(llm, "greedy") == expected["greedy"]
+        assert all(plane.isfinite().all() for plane in planes)
+
+
 @pytest.mark.parametrize(("overlap", "spec"), [("0", "ngram"), ("1", "ngram"), ("1", "off")])
 def test_a_busy_batch_on_rows_full_of_garbage_answers_as_alone(
     monkeypatch, expected, overlap, spec
