@@ -119,6 +119,7 @@ def fill(request):
     task, values = request.score, []
     for number, item in enumerate(task.items or ((),)):
         sequence = [*request.prompt_token_ids, *item]
+        assert task.num_values(number) == len(values)
         for read in task.reads[number % len(task.reads)]:
             seen = sequence[: len(sequence) - read.back]
             values += [value_of(seen, token_id) for token_id in read.token_ids]
