@@ -194,18 +194,14 @@ def test_a_follower_goes_on_when_its_leader_leaves():
     assert [request.finish_reason for request in world.requests] != ["abort"] * 3
 
 
-@pytest.mark.parametrize("arrival", range(4, 9))
-def test_a_prompt_that_differs_in_an_earlier_block_leads_nobody(arrival):
+def test_a_prompt_that_differs_in_an_earlier_block_leads_nobody():
     """It computes a block of the same tokens right now, but behind other ones."""
     first, shared = [[i] * 4 for i in (1, 2)], [3] * 20
-    plans = [
-        Plan([*first[1], 5, 5], 1),
-        Plan([*first[0], *shared], 1, arrival=3),
-        Plan([*first[1], *shared], 1, arrival=arrival),
-    ]
-    world = World(plans, 4, 40, 3, 5, has_prefix_cache=True)
+    plans = [Plan([*start, 5, 5], 1) for start in first]
+    plans += [Plan([*start, *shared], 1, arrival=5) for start in first]
+    world = World(plans, 4, 40, 4, 64, has_prefix_cache=True)
     world.run()
-    assert world.requests[2].num_cached == 4
+    assert [request.num_cached for request in world.requests] == [0, 0, 4, 4]
 
 
 def test_others_overtake_a_request_that_waits_for_its_start():

@@ -135,7 +135,7 @@ def test_values_find_their_item_and_label(make_inputs, tokenizer, seed):
     step, num_seqs = draw.choice(((14, 8), (9, 2), (40, 8)))
     query = "".join(draw.choice("xyz") for _ in range(draw.randrange(1, 9)))
     items = ["".join(draw.choice("pqrs") for _ in range(draw.randrange(12))) for _ in range(9)]
-    labels = draw.choice((("a", "b"), ("a", "bc", "bd"), ("ab", "abc", "d", "abd")))
+    labels = draw.choice((("a", "b"), ("ab", "cd", "cef"), ("ab", "abc", "d", "abd")))
     params = ScoreParams(
         labels=labels,
         suffix=draw.choice(("", "uv")),
