@@ -26,8 +26,9 @@ class ControlFinder:
         while found := self._start.search(text, position):
             start = position = found.start()
             for length in self._lengths[text[start]]:
-                if text[start : start + length] in self._tokens:
-                    position = start + length
+                token = text[start : start + length]
+                if token in self._tokens:
+                    position = start + len(token)  # near the end it may be shorter than `length`
                     yield start, position
                     break
             else:
