@@ -71,7 +71,11 @@ def refusal(function, *arguments):
         ("ä/b", None),
         ("a/b c", None),
         ("https://host/name", None),
+        ("a" * 97 + "/b", None),
         ("a/" + "b" * 97, None),
+        ("a/b:" + "c" * 256, None),
+        ("a" * 96 + "/" + "b" * 96, ("a" * 96, "b" * 96, None)),
+        ("a/b:" + "c" * 255, ("a", "b", "c" * 255)),
     ],
 )
 def test_parse(text, expected):
@@ -136,7 +140,13 @@ def test_a_pattern_takes_files_of_any_kind():
     assert "pickled" in refusal(select_matching, files(FOLDER), "*", "o/n")
 
 
-@pytest.mark.parametrize("name", ["a.gguf", "sub/a b+c.gguf", "ä.gguf", "a..b", ".gitattributes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a.gguf", "sub/a b+c.gguf", "ä.gguf", "a..b", ".gitattributes"),
+        *("a" * 200, "ä" * 100, "/".join("abcdefgh")),
+    ],
+)
 def test_safe_file_names(name):
     check_file_name(name)
 
@@ -145,7 +155,7 @@ def test_safe_file_names(name):
     "name",
     [
         *("../x", "a/../../x", "/etc/x", "a//x", "./x", "", "a/", "a\\x", "C:x", "x\n", "x\x00"),
-        *("x.", "x ", "a" * 201, "/".join("abcdefghi"), "\udcff", "\u202egguf"),
+        *("x.", "x ", "a" * 201, "ä" * 101, "/".join("abcdefghi"), "\udcff", "\u202egguf"),
     ],
 )
 def test_unsafe_file_names(name):
@@ -155,9 +165,11 @@ def test_unsafe_file_names(name):
 @pytest.mark.parametrize("revision", ["", "..", "a/../b", "-x", "a b", "a\n", "a%2F", "x" * 129])
 def test_revisions_that_are_none(revision):
     check_revision("refs/pr/1")
+    check_revision("x" * 128)
     assert "no name of a revision" in refusal(check_revision, revision)
 
 
 def test_names_are_shown_on_one_short_line():
     assert show("a\n\x1b[0m") == "a\\n\\x1b[0m"
-    assert show("x" * 500) == "x" * 120 + "..."
+    assert show("x" * 120) == "x" * 120
+    assert show("x" * 121) == show("x" * 500) == "x" * 120 + "..."
