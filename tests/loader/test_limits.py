@@ -312,3 +312,12 @@ def test_shards_of_an_index(tmp_path):
         shards = {f"t{i}": f"{i:04}.safetensors" for i in range(count)}
         (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": shards}))
         assert ("too many shards" in safetensors_refusal(tmp_path, Exception)) == (count > 1024)
+
+
+def test_tensors_of_an_index_are_no_shards(tmp_path):
+    """A shard holds thousands of tensors: only the files count."""
+    tensors = {f"t{i}": entry(shape=(1,), offsets=(4 * i, 4 * i + 4)) for i in range(1100)}
+    write(tmp_path / "a.safetensors", tensors, bytes(4400))
+    index = {"weight_map": dict.fromkeys(tensors, "a.safetensors")}
+    (tmp_path / INDEX_NAME).write_text(json.dumps(index))
+    assert len(read_safetensors(tmp_path).tensors) == 1100

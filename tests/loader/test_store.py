@@ -1,0 +1,105 @@
+"""When a file of the cache counts as whole: its size always, its hash once for each change."""
+
+import hashlib
+import os
+import random
+
+import pytest
+
+from tiercel.loader import store
+from tiercel.loader.store import Content
+
+DATA = random.Random(0).randbytes(3 * 4096 + 5)
+
+
+def sha256_of(data):
+    return Content(len(data), hashlib.sha256(data).hexdigest())
+
+
+def git_name_of(data):
+    """As `git hash-object` names a file."""
+    header = b"blob " + str(len(data)).encode() + b"\0"
+    return Content(len(data), hashlib.sha1(header + data, usedforsecurity=False).hexdigest())
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often a file was hashed."""
+    calls = []
+    original = store.hash_file
+
+    def count(*arguments):
+        calls.append(arguments[0])
+        return original(*arguments)
+
+    monkeypatch.setattr(store, "hash_file", count)
+    monkeypatch.setattr(store, "CHUNK_BYTES", 4096)
+    return calls
+
+
+@pytest.mark.parametrize("content_of", [sha256_of, git_name_of])
+def test_a_file_is_whole_if_every_byte_is_right(content_of, tmp_path):
+    path, stamp = tmp_path / "x", tmp_path / "x.ok"
+    content = content_of(DATA)
+    for data in (DATA, DATA[:-1], DATA + b"x", b"", b"y" + DATA[1:], DATA[:-1] + b"\0"):
+        path.write_bytes(data)
+        stamp.unlink(missing_ok=True)
+        is_whole = data == DATA
+        assert store.is_sound(path, content, stamp, None) == is_whole
+        assert stamp.exists() == is_whole
+        assert store.is_present(path, content) == (len(data) == len(DATA))
+    path.unlink()
+    assert not store.is_sound(path, content, stamp, None)
+    assert not store.is_present(path, content)
+    path.mkdir()
+    assert not store.is_sound(path, content, stamp, None)
+    assert not store.is_present(path, content)
+
+
+def test_the_known_names_of_git():
+    """An empty file and one of a line, as git itself names them."""
+    assert git_name_of(b"").digest == "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
+    content = Content(6, "ce013625030ba8dba906f756967f9e9ca394464a")
+    hasher = content.hasher()
+    hasher.update(b"hello\n")
+    assert hasher.hexdigest() == content.digest
+
+
+def test_a_file_is_hashed_once_for_each_change(counted, tmp_path):
+    path, stamp = tmp_path / "x", tmp_path / "x.ok"
+    path.write_bytes(DATA)
+    content = sha256_of(DATA)
+    for _ in range(3):
+        assert store.is_sound(path, content, stamp, None)
+    assert len(counted) == 1
+    os.utime(path, ns=(1, path.stat().st_mtime_ns + 1))  # changed, though of the same size
+    assert store.is_sound(path, content, stamp, None)
+    assert len(counted) == 2
+    path.write_bytes(b"z" + DATA[1:])
+    os.utime(path, ns=(5, 5))
+    assert not store.is_sound(path, content, stamp, None)
+    assert len(counted) == 3
+    other = Content(len(DATA), "0" * 64)  # the stamp is of another hash
+    assert not store.is_sound(path, other, stamp, None)
+    moved = path.rename(tmp_path / "y")  # and of another path
+    moved.write_bytes(DATA)
+    os.utime(moved, ns=(5, 5))
+    assert store.is_sound(moved, content, stamp, None)
+    assert len(counted) == 5
+
+
+def test_progress_counts_every_byte(counted, tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(DATA)
+    seen = []
+    store.is_sound(path, sha256_of(DATA), tmp_path / "ok", lambda *told: seen.append(told))
+    assert [done for _, done, _ in seen] == [4096, 8192, 12288, len(DATA)]
+    assert {(what, total) for what, _, total in seen} == {("Checking x", len(DATA))}
+
+
+def test_names_beside_a_file(tmp_path):
+    assert store.stamp_path(tmp_path / "m.gguf") == tmp_path / "m.gguf.ok"
+    parts = {store.part_path(tmp_path / "m.gguf") for _ in range(20)}
+    assert all(p.parent == tmp_path and p.name.startswith("m.gguf.") for p in parts)
+    assert all(part.suffix == ".part" for part in parts)
+    assert len(parts) == 20
