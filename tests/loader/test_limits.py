@@ -101,7 +101,7 @@ def test_a_file_at_the_bound_is_read_and_one_beyond_is_refused(name, path):
     assert words in str(refusal(path))
 
 
-# The start of a file, its size, and what a refusal of its count says.
+# The start of a file and its size, at the bound and beyond; what a refusal of its count says.
 COUNTED = {
     "tensors": (
         head(num_tensors=262_144), 24 + 32 * 262_144,
@@ -124,7 +124,7 @@ COUNTED = {
     "strings": (
         head(array_head("k", STRING, 1 << 22) + b"\xff" * 8, num_pairs=1), 40 << 20,
         head(array_head("k", STRING, (1 << 22) + 1) + b"\xff" * 8, num_pairs=1), 40 << 20,
-        "is 4194305 but Tiercel reads at most 4194304",
+        "array length at byte 41 is 4194305 but Tiercel reads at most 4194304",
     ),
     "bytes of strings": (
         head(array_head("k", STRING, 3) + b"\xff" * 8, num_pairs=1), 24 + 25 + 3 * 8,
@@ -134,7 +134,7 @@ COUNTED = {
     "parts": (
         head(pair("split.count", Typed(U16, 1024))), 200,
         head(pair("split.count", Typed(U16, 1025))), 200,
-        "'split.count' is 1025. At most 1024 parts",
+        "At most 1024 parts are read",
     ),
     "weights": (
         one_tensor(dims=(2**60 - 1,)), 400, one_tensor(dims=(2**60,)), 400, "below 2**60",
@@ -150,7 +150,7 @@ def test_a_count_at_its_bound_is_not_what_is_refused(name, path):
     inside, inside_bytes, beyond, beyond_bytes, words = COUNTED[name]
     sparse(path, inside, inside_bytes)
     error = refusal(path)
-    assert words not in f"{error} {error.hint}"
+    assert words.partition(" is ")[0].partition(" 1024")[0] not in f"{error} {error.hint}"
     sparse(path, beyond, beyond_bytes)
     error = refusal(path)
     assert words in f"{error} {error.hint}"

@@ -8,6 +8,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from tiercel.errors import ModelFormatError, UnsupportedModelError
 from tiercel.text import tokenizer_json
+from tiercel.text.chat_template import ChatTemplate, encode_chat
+from tiercel.text.template_client import TemplateWorker
 from tiercel.text.tokenizer import Tokenizer
 
 TEXTS = ("hello", " hello  hello", "naïve 你好 😀", "a<|end|>b<think>c", "<s>hello", "")
@@ -184,3 +186,115 @@ def test_normalizer_of_the_file_is_kept(tmp_path):
     peer.normalizer = normalizers.NFC()
     tokenizer = read(tmp_path, peer.to_str())
     assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
+
+
+# --- Ends, spaces and added tokens, as the library itself has them --------------------------------
+
+SINGLES = ["$A", "<s> $A", "$A <|end|>", "<s> $A <|end|>", "<s> <s> $A", "$A <|im_end|>"]
+
+
+@pytest.mark.parametrize("single", SINGLES)
+def test_ends_are_those_of_the_post_processor(single, tmp_path):
+    peer = byte_level()
+    names = ("<s>", "<|end|>", "<|im_end|>")
+    special = [(name, peer.token_to_id(name)) for name in names]
+    peer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+    config = {"bos_token": "<s>", "eos_token": "<|end|>"}
+    tokenizer = read(tmp_path, peer.to_str(), config)
+    assert tokenizer.add_bos == single.startswith("<s>")
+    assert tokenizer.add_eos == single.endswith("<|end|>")
+    for text in ("hello", "hell o"):
+        ids = tokenizer.encode(text, add_special_tokens=True)
+        if single not in ("<s> <s> $A", "$A <|im_end|>"):  # one of each, and the file's own EOS
+            assert ids == peer.encode(text).ids
+        inner = peer.encode(text, add_special_tokens=False).ids
+        first = [tokenizer.bos_id] if tokenizer.add_bos else []
+        assert ids == [*first, *inner, *([tokenizer.eos_id] if tokenizer.add_eos else [])]
+    wanted = {"add_bos_token": not tokenizer.add_bos, "add_eos_token": not tokenizer.add_eos}
+    changed_mind = read(tmp_path, peer.to_str(), {**config, **wanted})  # it has the last word
+    assert changed_mind.add_bos is not tokenizer.add_bos
+    assert changed_mind.add_eos is not tokenizer.add_eos
+
+
+DECODERS = {
+    "strip one": ([decoders.Strip(" ", 1, 0)], True),
+    "strip at the end": ([decoders.Strip(" ", 0, 1)], False),
+    "strip nothing": ([decoders.Strip(" ", 0, 0)], False),
+    "strip another": ([decoders.Strip("_", 1, 0)], False),
+    "no strip": ([], False),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_space_in_front_goes_where_the_decoder_says_so(name, tmp_path):
+    steps, strips = DECODERS[name]
+    peer = sentencepiece_style()
+    peer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *steps]
+    )
+    tokenizer = read(tmp_path, peer.to_str())
+    assert tokenizer.strips_leading_space is strips
+    for text in ("hello", " hello", "é hell", "hell  o"):
+        ids = peer.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(ids) == peer.decode(ids)
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_a_metaspace_decoder_takes_what_it_put_in_front(scheme, tmp_path):
+    peer = sentencepiece_style()
+    peer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    peer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    tokenizer = read(tmp_path, peer.to_str())
+    assert tokenizer.strips_leading_space == (scheme != "never")
+    for text in ("hell", " hell", "hell hell"):
+        ids = peer.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == peer.decode(ids)
+
+
+def test_added_tokens_are_matched_wherever_plain_text_is_encoded(tmp_path):
+    """User-defined ones in every text, control tokens where the caller allows them."""
+    tokenizer = read(tmp_path, byte_level().to_str())
+    think, end = tokenizer.encode("<think>"), tokenizer.control_tokens["<|end|>"]
+    assert len(think) == 1
+    assert set(tokenizer.control_tokens) == {"<s>", "<|end|>", "<|im_end|>"}
+    text = "hello<think><|end|>hello"
+    for encode in (tokenizer.encode, tokenizer.encode_inner):
+        assert encode(text).count(think[0]) == 1
+        assert end not in encode(text)
+    ids = tokenizer.encode(text, parse_special=True)
+    assert (ids.count(think[0]), ids.count(end)) == (1, 1)
+    assert not tokenizer.is_special(think[0])
+    assert tokenizer.is_special(end)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    worker = TemplateWorker()
+    yield worker
+    worker.close()
+
+
+def rendered(worker, tokenizer, source):
+    template = ChatTemplate(source, worker=worker)
+    return encode_chat(tokenizer, template, [{"role": "user", "content": "x"}])
+
+
+def test_parts_of_a_prompt_are_marked_as_one_text(worker, tmp_path):
+    """A prompt is cut at its control tokens; only its first part opens the text."""
+    peer = sentencepiece_style()
+    tokenizer = read(tmp_path, peer.to_str())
+    for source in ("hell</s>hell", "</s>hell", "hell</s></s>hell</s>hell", "hell"):
+        ids = peer.encode(source, add_special_tokens=False).ids
+        assert rendered(worker, tokenizer, source) == ids
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("right", [True, False])
+def test_control_tokens_take_whitespace_on_their_own_sides(worker, left, right, tmp_path):
+    peer = byte_level()
+    peer.add_special_tokens([tokenizers.AddedToken("<cut>", lstrip=left, rstrip=right)])
+    tokenizer = read(tmp_path, peer.to_str(), {"add_bos_token": False})
+    for source in ("a <cut> b", "<cut> <cut>", " <cut>\n\nb <cut>", "a<cut>b", "a \n<cut>"):
+        ids = peer.encode(source, add_special_tokens=False).ids
+        assert rendered(worker, tokenizer, source) == ids, source
