@@ -179,6 +179,8 @@ HOSTILE = {
     "nothing_covers_the_data": ({}, None),
     "product_mismatch": ({"a": entry(shape=(2, 5))}, None),
     "product_wraps": ({"a": entry(shape=(2**32, 2**32))}, None),
+    "offsets_shorter": ({"a": entry(shape=(8,), offsets=(0, 28))}, None),
+    "offsets_longer": ({"a": entry(shape=(7,), offsets=(0, 32))}, None),
     "past_end": ({"a": entry(shape=(2, 8), offsets=(0, 64))}, None),
     "offsets_reversed": ({"a": entry(offsets=(32, 0))}, None),
     "offsets_negative": ({"a": entry(offsets=(-32, 0))}, None),

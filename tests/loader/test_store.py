@@ -38,15 +38,18 @@ def counted(monkeypatch):
 
 
 @pytest.mark.parametrize("content_of", [sha256_of, git_name_of])
-def test_a_file_is_whole_if_every_byte_is_right(content_of, tmp_path):
+def test_a_file_is_whole_if_every_byte_is_right(content_of, counted, tmp_path):
+    """A file of another size is not even hashed."""
     path, stamp = tmp_path / "x", tmp_path / "x.ok"
     content = content_of(DATA)
     for data in (DATA, DATA[:-1], DATA + b"x", b"", b"y" + DATA[1:], DATA[:-1] + b"\0"):
         path.write_bytes(data)
         stamp.unlink(missing_ok=True)
+        counted.clear()
         is_whole = data == DATA
         assert store.is_sound(path, content, stamp, None) == is_whole
         assert stamp.exists() == is_whole
+        assert len(counted) == (len(data) == len(DATA))
         assert store.is_present(path, content) == (len(data) == len(DATA))
     path.unlink()
     assert not store.is_sound(path, content, stamp, None)

@@ -1,5 +1,6 @@
 """Metrics: names that dashboards expect, counting on engine events, totals over restarts."""
 
+import random
 import re
 
 import pytest
@@ -191,3 +192,122 @@ def test_requests_of_clients_are_counted():
     assert values[("request_success_total", ("finished_reason", "length"))] == 2
     assert values[("time_to_first_token_seconds_count",)] == 2
     assert values[("request_params_max_tokens_sum",)] == 2
+
+
+# --- Every counter, against sums over random messages --------------------------------------------
+
+TOTALS = {  # name in the metrics: field of the message
+    "prompt_tokens": "num_prompt_tokens",
+    "generation_tokens": "num_generation_tokens",
+    "prefix_cache_queries": "prefix_queries",
+    "prefix_cache_hits": "prefix_hits",
+    "num_preemptions": "num_preemptions",
+    "nonfinite_logits": "num_nonfinite",
+    "engine_steps": "num_steps",
+    "gpu_step_seconds": "step_seconds",
+    "spec_decode_num_drafts": "num_drafts",
+    "spec_decode_num_draft_tokens": "num_draft_tokens",
+}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_totals_are_the_sums_of_what_each_engine_counted(seed):
+    """Messages of several engines, one after the other; each counts from zero."""
+    rng = random.Random(seed)
+    metrics, sums, per_position, steps = Metrics(), dict.fromkeys(TOTALS, 0), [0] * 4, []
+    num_restarts = rng.randint(0, 3)
+    for _ in range(1 + num_restarts):
+        now = dict.fromkeys(TOTALS.values(), 0)
+        positions = [0] * rng.randint(0, 4)
+        for _ in range(rng.randint(1, 4)):
+            for name, field in TOTALS.items():
+                growth = rng.randint(1, 9) if name == "engine_steps" else rng.randint(0, 50)
+                now[field] += growth
+                sums[name] += growth
+            for place in range(len(positions)):
+                growth = rng.randint(0, 3)
+                positions[place] += growth
+                per_position[place] += growth
+            tokens = tuple(rng.randint(1, 3000) for _ in range(rng.randint(0, 3)))
+            steps += tokens
+            now["accepted_per_pos"] = tuple(positions)
+            metrics.take_stats(EngineStats(**now, iteration_tokens=tokens))
+            if rng.random() < 0.3:  # a message that brings nothing new
+                metrics.take_stats(EngineStats(**now))
+        metrics.forget_engine()
+    values = read(render(metrics, num_restarts=num_restarts))
+    assert {name: values[(f"{name}_total",)] for name in TOTALS} == sums
+    assert values[("spec_decode_num_accepted_tokens_total",)] == sum(per_position)
+    for place, count in enumerate(per_position):
+        key = ("spec_decode_num_accepted_tokens_per_pos_total", ("position", str(place)))
+        assert values.get(key, 0) == count
+    assert values[("iteration_tokens_total_sum",)] == sum(steps)
+    assert values[("iteration_tokens_total_count",)] == len(steps)
+    assert values[("engine_restarts_total",)] == num_restarts
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_requests_add_up(seed):
+    rng = random.Random(seed)
+    metrics = Metrics()
+    seen = {}
+
+    def observe(name, value):
+        seen[f"{name}_sum"] = seen.get(f"{name}_sum", 0) + value
+        seen[f"{name}_count"] = seen.get(f"{name}_count", 0) + 1
+
+    reasons = []
+    for _ in range(rng.randint(1, 6)):
+        n = rng.randint(1, 3)
+        queue, prefill, decode = (rng.choice([None, rng.uniform(0, 3)]) for _ in range(3))
+        request = FinishedRequest(
+            finish_reasons=tuple(rng.choices(["stop", "length", "abort"], k=n)),
+            num_prompt_tokens=rng.randint(1, 500),
+            num_generation_tokens=tuple(rng.randint(0, 40) for _ in range(n)),
+            n=n, max_tokens=rng.randint(1, 99), total_s=rng.uniform(0, 9),
+            queue_s=queue, prefill_s=prefill, decode_s=decode,
+        )  # fmt: skip
+        metrics.count_finished(request)
+        reasons += request.finish_reasons
+        observe("request_prompt_tokens", request.num_prompt_tokens)
+        observe("request_params_n", n)
+        observe("request_params_max_tokens", request.max_tokens)
+        observe("e2e_request_latency_seconds", request.total_s)
+        for count in request.num_generation_tokens:
+            observe("request_generation_tokens", count)
+        for name, seconds in (("queue", queue), ("prefill", prefill), ("decode", decode)):
+            if seconds is not None:
+                observe(f"request_{name}_time_seconds", seconds)
+        if prefill is not None and decode is not None:
+            observe("request_inference_time_seconds", prefill + decode)
+            longest = max(request.num_generation_tokens)
+            if longest > 1:  # steps between the tokens of the longest answer
+                observe("request_time_per_output_token_seconds", decode / (longest - 1))
+    values = read(render(metrics))
+    for name, value in seen.items():
+        assert values[(name,)] == pytest.approx(value), name
+    for reason in ("stop", "length", "abort"):
+        key = ("request_success_total", ("finished_reason", reason))
+        assert values.get(key, 0) == reasons.count(reason)
+
+
+def test_what_happens_at_the_door_is_counted_apart():
+    metrics = Metrics()
+    metrics.count_unknown_fields(3)
+    metrics.count_unknown_fields(2)
+    for _ in range(4):
+        metrics.count_disconnect()
+    metrics.count_score_items(7, 11)
+    metrics.count_score_items(1, 2)
+    for code in ("queue_full", "queue_full", "not_found", "made_up", "invented"):
+        metrics.count_rejected(code)
+    for kills, restarts in ((1, 0), (3, 2), (3, 2), (9, 5)):
+        values = read(render(metrics, num_template_kills=kills, num_restarts=restarts))
+        assert values[("template_kills_total",)] == kills
+        assert values[("engine_restarts_total",)] == restarts
+    assert values[("unknown_fields_total",)] == 5
+    assert values[("client_disconnects_total",)] == 4
+    assert values[("score_items_total",)] == 8
+    assert values[("score_tiles_skipped_total",)] == 13
+    for reason, count in (("queue_full", 2), ("not_found", 1), ("other", 2)):
+        assert values[("requests_rejected_total", ("reason", reason))] == count

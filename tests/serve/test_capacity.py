@@ -1,0 +1,134 @@
+"""What the model and its cache can take: the last token passes, one beyond it does not."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from tests.serve.call_writers import Tool
+from tests.serve.fake_client import FakeClient, ask, fake_info, fake_tokenizer
+from tests.serve.test_limits import quick_client, refusal_of, refused_param
+from tiercel.params import Limits
+from tiercel.serve import scoring
+from tiercel.serve.admission import check_capacity, check_queue
+from tiercel.serve.tool_parsers.format import check_parameters
+
+pytestmark = pytest.mark.reliability
+
+
+def model_of(**info):
+    return SimpleNamespace(info=SimpleNamespace(**info))
+
+
+def test_answers_to_one_prompt_share_its_blocks():
+    """All shapes of a small cache, against the sum of what is held at the end."""
+    for capacity, context in ((20, 12), (12, 12), (7, 12)):
+        model = model_of(capacity_tokens=capacity, max_model_len=context)
+        for num_prompt, n, max_tokens in itertools.product(range(1, 12), (1, 2, 3), range(1, 16)):
+            answer = min(max_tokens, context - num_prompt)
+            fits = num_prompt + n * answer <= capacity
+            prompts = [[0], [0] * num_prompt]  # each prompt is looked at
+            fits = fits and 1 + n * min(max_tokens, context - 1) <= capacity
+            found = refused_param(check_capacity, model, prompts, n, max_tokens)
+            assert found == (None if fits else "n" if n > 1 else "max_tokens")
+        assert refused_param(check_capacity, model, [[0] * 11], 16, None) is None
+
+
+def test_what_runs_and_waits_bounds_the_answers():
+    model = model_of(max_num_seqs=3)
+    for count in range(1, 12):
+        found = refused_param(check_queue, model, count, Limits(max_waiting_requests=5))
+        assert found == (None if count <= 8 else "n")
+
+
+def test_a_list_to_score_fits_by_its_longest_prompt():
+    model = model_of(capacity_tokens=10)
+    for longest in (1, 10, 11):
+        requests = [SimpleNamespace(prompt_token_ids=[0] * n) for n in (1, longest, 2)]
+        found = refused_param(scoring.check_capacity, model, requests, "query")
+        assert found == ("query" if longest > 10 else None)
+    assert refused_param(scoring.check_capacity, model, [], "query") is None
+
+
+def test_schemas_of_all_tools_are_counted_together():
+    """Four times the values of one schema."""
+    limits = Limits(max_schema_nodes=20)
+    schema = {"properties": {str(i): {} for i in range(8)}}
+    tools = [Tool(f"f{i}", schema) for i in range(20)]
+    fits = [refusal_of(check_parameters, tools[:n], 256, limits) is None for n in range(20)]
+    # How many values one schema has: the least bound that takes it.
+    one = next(
+        bound
+        for bound in range(1, 30)
+        if refusal_of(check_parameters, tools[:1], 256, Limits(max_schema_nodes=bound)) is None
+    )
+    assert one > 8
+    assert sum(fits) - 1 == 80 // one
+    error = refusal_of(check_parameters, tools, 256, limits)
+    assert (error.param, error.code) == ("tools", "schema_too_complex")
+
+
+RAW = {"model": "tiny", "max_tokens": 1}
+
+
+def statuses(*bodies, path="/v1/completions", **info):
+    client = quick_client()
+    client.info = fake_info(**info)
+    calls = [("POST", path, {"json": {**RAW, **body}}) for body in bodies]
+    return [
+        200 if response.status_code == 200 else response.json()["error"]["code"]
+        for response in ask(*calls, client=client)
+    ]
+
+
+def test_token_ids_end_with_the_vocabulary():
+    last = fake_tokenizer().vocab_size - 1
+    prompts = [[0, last], [last + 1], [0, last + 1, 1], [-1], [[0], [last]], [[0], [last + 1]]]
+    found = statuses(*({"prompt": prompt} for prompt in prompts))
+    assert found == [200, *["invalid_request"] * 3, 200, "invalid_request"]
+
+
+@pytest.mark.parametrize("context", [64, 100])
+def test_a_prompt_leaves_a_place_for_one_token(context):
+    prompts = [{"prompt": [97] * count} for count in (1, context - 1, context, context + 1)]
+    found = statuses(*prompts, max_model_len=context)
+    assert found == [200, 200, *["context_length_exceeded"] * 2]
+    found = statuses(*({**body, "max_tokens": 0, "echo": True} for body in prompts),
+                     max_model_len=context)  # fmt: skip
+    assert found[:2] == [200, 200]
+    assert found[-1] == "context_length_exceeded"
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized(monkeypatch):
+    """64 bytes for each token of the context; a character may have several."""
+    tokenized = []
+    tokenizer = type(fake_tokenizer())
+    original = tokenizer.encode
+
+    def record(self, text, **options):
+        tokenized.append(len(text))
+        return original(self, text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", record)
+    for character, size in (("a", 64 * 20), ("é", 32 * 20)):
+        for more in (0, 1):
+            tokenized.clear()
+            (found,) = statuses({"prompt": character * (size + more)}, max_model_len=20)
+            assert found == "context_length_exceeded"
+            assert (size + more in tokenized) == (more == 0)
+
+
+def test_what_is_left_of_the_context_bounds_an_answer():
+    client = FakeClient()
+    bodies = [{"prompt": [97] * 60, "max_tokens": m} for m in (1, 3, 4, 5, 1000)]
+    client.info = fake_info(max_model_len=64)
+    ask(*[("POST", "/v1/completions", {"json": {**RAW, **body}}) for body in bodies], client=client)
+    assert [request.max_tokens for request in client.submitted] == [1, 3, 4, 4, 4]
+
+
+def test_the_page_is_sent_anew_for_another_tag():
+    (page,) = ask(("GET", "/"))
+    for tag, status in ((page.headers["etag"], 304), ('"other"', 200), ("*x", 200)):
+        (again,) = ask(("GET", "/", {"headers": {"if-none-match": tag}}))
+        assert again.status_code == status
+        assert again.content == (b"" if status == 304 else page.content)
