@@ -151,3 +151,92 @@ def test_switches_that_are_set(monkeypatch):
     for read in (env.switches, env.has_prefill_mmq):
         with pytest.raises(ArgumentError, match="TIERCEL_PREFILL_MMQ='never' cannot be read"):
             read()
+
+
+# Every switch: its reader, its default, and what else forbids it.
+SWITCHES = {
+    "OFFLINE": (env.is_offline, False, {}),
+    "PREFIX_CACHE": (env.has_prefix_cache, True, {}),
+    "CUDA_GRAPH": (env.has_cuda_graphs, True, {}),
+    "Q4K_SOA": (env.has_q4k_soa, True, {}),
+    "PDL": (env.has_dependent_launch, True, {}),
+    "PREFILL_GEMM": (env.has_prefill_gemm, True, {"EXACT": "1"}),
+    "FUSED_GEMM": (env.has_fused_gemm, True, {}),
+    "PREFILL_MMQ": (env.has_prefill_mmq, False, {"INT8_ACTIVATIONS": "0"}),
+    "EXACT": (env.is_exact, False, {}),
+    "INT8_ACTIVATIONS": (env.has_int8_activations, True, {}),
+    "MEGAKERNEL": (env.has_megakernel, True, {"EXACT": "1", "INT8_ACTIVATIONS": "0"}),
+    "DECODE_CHAIN": (env.has_decode_chain, True, {"EXACT": "1"}),
+    "SYNC_DEBUG": (env.is_sync_debug, False, {}),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_hears_its_own_name_and_what_forbids_it(name, monkeypatch):
+    read, default, forbidden_by = SWITCHES[name]
+    for other in SWITCHES:
+        monkeypatch.delenv(f"TIERCEL_{other}", raising=False)
+    assert read() is default
+    for value in ("0", "1"):
+        monkeypatch.setenv(f"TIERCEL_{name}", value)
+        assert read() is (value == "1")
+        for other in SWITCHES.keys() - {name}:
+            for setting in ("0", "1"):
+                with monkeypatch.context() as patch:
+                    patch.setenv(f"TIERCEL_{other}", setting)
+                    is_forbidden = forbidden_by.get(other) == setting
+                    assert read() is (value == "1" and not is_forbidden), (other, setting)
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_overlap_has_the_default_of_its_caller(default, monkeypatch):
+    monkeypatch.delenv("TIERCEL_OVERLAP", raising=False)
+    assert env.has_overlap(default=default) is default
+    for value in ("0", "1"):
+        monkeypatch.setenv("TIERCEL_OVERLAP", value)
+        assert env.has_overlap(default=default) is (value == "1")
+
+
+def test_reports_name_every_switch_of_an_engine(monkeypatch):
+    names = {*SWITCHES, "OVERLAP"} - {"OFFLINE"}
+    for name in names:
+        monkeypatch.setenv(f"TIERCEL_{name}", "1")
+    assert env.switches() == {f"TIERCEL_{name}": "1" for name in names}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, "https://huggingface.co"),
+        ("", "https://huggingface.co"),
+        ("https://mirror.example/hub//", "https://mirror.example/hub"),
+        ("http://localhost:1", "http://localhost:1"),
+    ],
+)
+def test_the_address_of_the_hub(value, expected, monkeypatch):
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("HF_ENDPOINT", value)
+    assert env.hub_endpoint() == expected
+
+
+def test_integers_of_18_digits(monkeypatch):
+    for text in ("9" * 18, "-" + "9" * 18):
+        monkeypatch.setenv("TIERCEL_X", text)
+        assert env.read_integer("TIERCEL_X", default=0) == int(text)
+    monkeypatch.setenv("TIERCEL_X", "1" * 19)
+    with pytest.raises(ArgumentError, match="cannot be read"):
+        env.read_integer("TIERCEL_X", default=0)
+
+
+def test_a_wait_that_the_user_set_stays(monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    env.shorten_openmp_spins()
+    assert os.environ["GOMP_SPINCOUNT"] == "3000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    env.shorten_openmp_spins()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.setenv("TIERCEL_FAULTS", "die")
+    assert env.faults() == "die"
+    monkeypatch.delenv("TIERCEL_FAULTS")
+    assert env.faults() == ""

@@ -55,6 +55,7 @@ def test_byte_level_models_get_ends_where_the_file_says_so():
     end = make_bpe().eos_id
     for changes, expected in (
         ({}, []),
+        ({"bos_token_id": end}, []),
         ({"add_bos_token": True}, []),  # the file names no BOS
         ({"add_bos_token": True, "bos_token_id": end}, [end]),
     ):
