@@ -1,4 +1,4 @@
-"""`tiercel score`: the order of items, lines at their bound, and memory that `inspect` foretells."""
+"""`tiercel score`: the order of items and lines at their bound; what `inspect` adds up."""
 
 import io
 import math
