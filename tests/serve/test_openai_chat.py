@@ -12,7 +12,8 @@ from tests.serve.fake_client import (
 )
 from tiercel.engine.request import TokenLogprobs
 from tiercel.engine.streams import TokenUpdate
-from tiercel.params import Limits
+from tiercel.params import Limits, SamplingParams
+from tiercel.serve.state import SamplingDefaults
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
@@ -103,8 +104,22 @@ def test_what_is_left_out_has_the_defaults_of_the_api():
     client = FakeClient()
     assert post(CHAT, client).status_code == 200
     request = client.submitted[0]
-    assert (request.params.temperature, request.params.top_p, request.params.n) == (1.0, 1.0, 1)
+    assert request.params == SamplingParams(max_tokens=None)
     assert request.max_tokens == 256 - len(request.prompt_token_ids)  # the rest of the context
+
+
+def test_what_is_left_out_has_the_defaults_of_the_server():
+    """A value of the request wins, also one that switches something off."""
+    defaults = {"temperature": 0.3, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "max_tokens": 5}
+    defaults["repetition_penalty"] = 1.2
+    given = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "max_tokens": 9}
+    given["repetition_penalty"] = 1
+    client = FakeClient()
+    for body in (CHAT, {**CHAT, **given}):
+        assert post(body, client, sampling=SamplingDefaults(**defaults)).status_code == 200
+    first, second = (request.params for request in client.submitted)
+    assert first == SamplingParams(**defaults)
+    assert second == SamplingParams(**given)
 
 
 def test_null_is_left_out():
