@@ -177,6 +177,23 @@ def test_keys_of_arguments_are_told_apart(name):
         assert list(told.items()) == list(arguments.items())
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_a_request_allows(name):
+    """All choices: a named tool is the only one, must be called, and once."""
+    for choice in ("auto", "required"):
+        for parallel in (True, False):
+            for named in (None, "now"):
+                use = use_of(name, choice, parallel=parallel, named=named)
+                must = choice == "required" or named is not None
+                assert use.is_required == must
+                assert use.is_parallel == (parallel and named is None)
+                assert use.is_anchored == (must or FORMATS[name].is_anchored)
+                found = [tool.name for tool in use.tools]
+                assert found == (["now"] if named else [tool.name for tool in TOOLS])
+    assert use_of(name, "none") is None
+    assert use_of(name, "none", named="now").is_required  # a name is a choice
+
+
 def test_markers_of_all_formats_are_known():
     """A parser that needs the names of control tokens must see each marker of its format."""
     for name, form in FORMATS.items():

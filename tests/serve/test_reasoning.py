@@ -40,6 +40,7 @@ CASES = [
     (OPEN, "hm</think>Four.", ("hm", "Four.")),
     (OPEN, "\n\na\n\nb\n\n</think>\n\n\n c\n", ("a\n\nb", " c\n")),
     (OPEN, "</think>\n\nFour.", ("", "Four.")),
+    (OPEN, "\n  hm \n</think>\n\n  x ", ("  hm ", "  x ")),  # line ends alone are markup
     (OPEN, "never ends\n", ("never ends\n", "")),
     (OPEN, "never ends </thin", ("never ends </thin", "")),
     (OPEN, "<think> a <think></think>b</think>c", ("<think> a <think>", "b</think>c")),

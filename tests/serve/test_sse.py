@@ -44,3 +44,12 @@ def test_every_way_to_split_lines_finds_one_data_line(text, more):
 
 def test_the_name_comes_first():
     assert encode_event([1], "x.y") == b"event: x.y\ndata: [1]\n\n"
+
+
+@pytest.mark.parametrize("text", list("\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"), ids=ascii)
+def test_no_line_break_of_unicode_is_sent_as_it_is(text):
+    data = encode_event({"text": f"a{text}b"}, "delta").decode()
+    assert data.splitlines()[:1] == ["event: delta"]
+    assert data.splitlines()[2:] == [""]
+    assert json.loads(data.splitlines()[1].removeprefix("data: ")) == {"text": f"a{text}b"}
+    assert data.endswith("\n\n")

@@ -126,6 +126,12 @@ def test_events_made_one_say_the_same(seed):
     assert sum(event.num_chars for event in runs) == chars
 
 
+def test_pieces_of_two_calls_stay_apart():
+    """Also where the start of the second came before."""
+    events = [ToolCallArguments(0, "{"), ToolCallArguments(0, "}"), ToolCallArguments(1, "{}")]
+    assert joined(events) == [ToolCallArguments(0, "{}"), ToolCallArguments(1, "{}")]
+
+
 def test_why_an_answer_ended_in_the_words_of_each_api():
     words = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
     for reason, theirs in words.items():
