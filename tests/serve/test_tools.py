@@ -145,6 +145,8 @@ BROKEN = {
         '<tool_call>\n{"name": "now", "arguments": {"a": }}\n</tool_call>',
         '<tool_call>\n{"name": "now", "arguments": {"a": NaN}}\n</tool_call>',
         '<tool_call>\n{"name": "now", "arguments": {"a": 1}\n</tool_call>',
+        '<tool_call>\n{"name": "now", "arguments": {"a": 1}, "id": }\n</tool_call>',
+        '<tool_call>\n{"name": "now", "arguments": {"a": 1},}\n</tool_call>',
         "<tool_call><tool_call></tool_call>",
     ],
     "qwen3_coder": [

@@ -60,7 +60,8 @@ def read_call(reader: Reader) -> Reading[None]:
             yield CallStart(head[1])
             yield from stream_object(reader)
             yield from reader.space()
-            yield from reader.literal("}")
+            if (yield from reader.literal("}", ",")) == ",":
+                yield from _skip_members(reader)
             return
         first = _FIRST_KEY.match(rest) if seen < _MAX_HEAD_CHARS else None
         if first is not None and first[1] not in _KEYS:
@@ -71,6 +72,25 @@ def read_call(reader: Reader) -> Reading[None]:
             return
         seen = len(rest)
         yield from reader.wait()
+
+
+def _skip_members(reader: Reader) -> Reading[None]:
+    """Read what follows the arguments, an id for instance, and the brace that closes the call.
+
+    Raises:
+        BrokenCallError: it is no JSON, or does not end.
+    """
+    balance, text = Balance(), '{"arguments": {},'
+    balance.feed(text)
+    end = -1
+    while end < 0:
+        yield from reader.more(1)
+        rest = reader.rest
+        end = balance.feed(rest)
+        text += reader.take(len(rest) if end < 0 else end)
+        if end < 0:
+            yield from reader.wait()
+    parse_json(text)
 
 
 def _whole_call(text: str) -> Iterable[CallStart | CallText]:
