@@ -106,3 +106,37 @@ def test_names_beside_a_file(tmp_path):
     assert all(p.parent == tmp_path and p.name.startswith("m.gguf.") for p in parts)
     assert all(part.suffix == ".part" for part in parts)
     assert len(parts) == 20
+
+
+def test_a_folder_of_ours_in_the_temporary_folder_is_used_again(tmp_path, monkeypatch):
+    """One that is a link, a file or another user's is not: it could be swapped under us."""
+    monkeypatch.setattr(store.tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"tiercel-{os.getuid()}"
+    for _ in range(2):
+        assert store.fallback_folder(tmp_path / "unusable") == own
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.rmdir()
+    own.write_text("")
+    (tmp_path / "elsewhere").mkdir()
+    made = {store.fallback_folder(tmp_path)}
+    own.unlink()
+    own.symlink_to(tmp_path / "elsewhere")
+    made.add(store.fallback_folder(tmp_path))
+    own.unlink()
+    monkeypatch.setattr(store.os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
+    (tmp_path / f"tiercel-{store.os.getuid()}").mkdir()
+    made.add(store.fallback_folder(tmp_path))
+    assert len(made) == 3
+    assert all(path.name.startswith("tiercel-") and path.parent == tmp_path for path in made)
+    assert not {own, tmp_path / f"tiercel-{store.os.getuid()}"} & made
+    assert all(path.stat().st_mode & 0o777 == 0o700 for path in made)
+
+
+def test_the_folder_of_models_is_made_where_it_can_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(store.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TIERCEL_CACHE", str(tmp_path / "new" / "cache"))
+    assert store.models_folder() == tmp_path / "new/cache/models"
+    assert store.models_folder().is_dir()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TIERCEL_CACHE", str(tmp_path / "file"))
+    assert store.models_folder() == tmp_path / f"tiercel-{os.getuid()}"

@@ -1,5 +1,7 @@
 """Tokens to text, reasoning and calls: what is held back, where it stops, what is counted."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,6 +93,39 @@ def test_tokens_behind_a_stop_string_are_not_counted():
 def test_no_stop_before_min_tokens():
     _, text = answer(SamplingParams(stop=["a"], min_tokens=3, max_tokens=None))
     assert feed(text, TOKENIZER.encode("aaxaax"), reason="length").content == "aax"
+
+
+@pytest.mark.parametrize("includes", [False, True])
+@pytest.mark.parametrize("min_tokens", range(7))
+def test_stop_strings_are_looked_for_behind_min_tokens(min_tokens, includes):
+    """As vLLM does: within the text of the tokens after those. All answers of six letters."""
+    ids = {letter: TOKENIZER.encode(letter) for letter in "ab"}
+    assert all(len(found) == 1 for found in ids.values())
+    for letters in itertools.product("ab", repeat=6):
+        params = SamplingParams(stop=["ab", "b"], min_tokens=min_tokens, max_tokens=None,
+                                include_stop_str_in_output=includes)  # fmt: skip
+        _, text = answer(params)
+        found = feed(text, [i for letter in letters for i in ids[letter]], reason="length")
+        whole = "".join(letters)
+        first, rest = whole[:min_tokens], whole[min_tokens:]
+        places = [(rest.find(stop), rank) for rank, stop in enumerate(["ab", "b"]) if stop in rest]
+        matched = ["ab", "b"][min(places)[1]] if places else None
+        shown = rest if matched is None else rest[: min(places)[0]] + matched * includes
+        assert (found.content, text.matched) == (first + shown, matched)
+        used = min(places)[0] + len(matched) if matched else len(rest)
+        assert text.num_tokens == len(first) + used
+
+
+@pytest.mark.parametrize("includes", [False, True])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_an_end_token_that_was_asked_for_is_shown_where_stops_are(includes, reason):
+    params = SamplingParams(stop_token_ids=[120], include_stop_str_in_output=includes,
+                            max_tokens=None)  # fmt: skip
+    _, text = answer(params)
+    ids = [*TOKENIZER.encode("xa"), 120]
+    shown = "xax" if includes or reason == "length" else "xa"
+    assert feed(text, ids, reason=reason).content == shown
+    assert text.num_tokens == 3
 
 
 def test_a_character_cut_by_the_end_is_shown_once():

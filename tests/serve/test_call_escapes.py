@@ -3,6 +3,8 @@
 The writers of `call_writers.py` and the parsers are two sides: what one writes the other reads.
 """
 
+import itertools
+import json
 import random
 
 import pytest
@@ -175,6 +177,26 @@ def test_keys_of_arguments_are_told_apart(name):
         found = read(use, [WRITERS[name]([("now", arguments)])], is_constrained=True)
         ((_, told),) = values(found)
         assert list(told.items()) == list(arguments.items())
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+def test_the_keys_of_a_call_come_in_any_order(name, key):
+    """Also with an id and a type beside them; the arguments as an object, as text, or left out."""
+    use = use_of(name, tools=(ANY,))
+    given = {"word": 'a"}{', "deep": {"a": [1]}}
+    for arguments in (given, json.dumps(given), {}, None):
+        entries = {"name": "any_thing", "id": "call_1", "type": "function"}
+        expected = given if arguments else {}
+        if arguments is not None:
+            entries[key] = arguments
+        for order in itertools.permutations(entries):
+            body = json.dumps({name: entries[name] for name in order})
+            text = f"<tool_call>\n{body}\n</tool_call>" if name == "hermes" else body
+            for pieces in ([text], text):
+                found = read(use, pieces, is_constrained=False)
+                assert values(found) == [("any_thing", expected)], body
+                assert content(found) == ""
 
 
 @pytest.mark.parametrize("name", WRITERS)

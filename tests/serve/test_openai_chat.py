@@ -394,6 +394,18 @@ def test_log_probabilities_and_their_bytes():
     )
 
 
+def test_log_probabilities_need_no_number_of_alternatives():
+    client = answering("xy")
+    for fields, expected in (
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 3}, 3),
+        ({"logprobs": False}, None),
+        ({}, None),
+    ):
+        assert post({**CHAT, **fields}, client).status_code == 200
+        assert client.submitted[-1].params.logprobs == expected
+
+
 def test_a_chosen_token_need_not_be_among_the_best():
     client = FakeClient()
     entry = TokenLogprobs(120, -9.0, ((97, -0.5),))
