@@ -1,11 +1,14 @@
 """When a file of the cache counts as whole: its size always, its hash once for each change."""
 
+import errno
 import hashlib
 import os
 import random
+from pathlib import Path
 
 import pytest
 
+from tiercel.errors import ModelNotFoundError
 from tiercel.loader import store
 from tiercel.loader.store import Content
 
@@ -140,3 +143,42 @@ def test_the_folder_of_models_is_made_where_it_can_be(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TIERCEL_CACHE", str(tmp_path / "file"))
     assert store.models_folder() == tmp_path / f"tiercel-{os.getuid()}"
+
+
+def test_whether_a_folder_can_be_written(tmp_path, monkeypatch):
+    """A full disk does not count as read-only: it gets an error of its own."""
+    assert store.is_writable(tmp_path) is True
+    assert list(tmp_path.iterdir()) == []
+    assert store.is_writable(tmp_path / "none") is False
+    for number, expected in (
+        (errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EROFS, False), (errno.EACCES, False),
+    ):  # fmt: skip
+
+        def fail(number=number, **_):
+            raise OSError(number, "no")
+
+        monkeypatch.setattr(store.tempfile, "TemporaryFile", fail)
+        assert store.is_writable(tmp_path) is expected
+
+
+def test_no_home_folder_is_no_folder_named_tilde(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(store.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(store.env, "cache_dir", lambda: Path("~/.cache/tiercel"))
+    assert store.models_folder() == tmp_path / f"tiercel-{os.getuid()}"
+    assert not (tmp_path / "~").exists()
+    monkeypatch.setattr(store.env, "cache_dir", lambda: Path("relative"))
+    assert store.models_folder() == tmp_path / "relative/models"
+
+
+def test_the_lock_is_held_and_given_back(tmp_path):
+    path = tmp_path / "lock"
+    told = []
+    with store.locked(path, None, 1.0) as is_alone:
+        assert is_alone is True
+        again = store.locked(path, lambda *what: told.append(what), 0.01)
+        with pytest.raises(ModelNotFoundError, match="another process has held it"), again:
+            pass
+    assert told == [("Waiting for another process that fetches the model", 0, 0)]
+    with store.locked(path, None, 1.0) as is_alone:
+        assert is_alone is True
