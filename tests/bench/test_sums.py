@@ -8,6 +8,7 @@ import pytest
 from tiercel.bench.completions import Sample
 from tiercel.bench.drafts import DraftFigures
 from tiercel.bench.floor import ModelCost, floor_seconds
+from tiercel.bench.speed import Trial
 from tiercel.bench.statistics import Bounds, spread, summarise
 from tiercel.engine.device_timing import Ceilings
 
@@ -146,3 +147,19 @@ def test_drafts_of_a_level_are_the_difference_of_its_ends(seed):
     assert added == DraftFigures(5, 20, more)
     assert added.acceptance == pytest.approx(sum(more) / 20)
     assert added.place_rates() == [pytest.approx(count / 5) for count in more]
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_tokens", "context", "name"),
+    [
+        ((1, 40, 0), 40, 40, "pp40"),
+        ((3, 40, 0), 120, 40, "pp40"),
+        ((1, 0, 6), 6, 7, "tg6 @ d0"),
+        ((1, 1, 6), 6, 7, "tg6 @ d1"),
+        ((3, 20, 5), 15, 25, "tg5 @ d20 b3"),
+    ],
+)
+def test_tokens_of_a_trial(shape, num_tokens, context, name):
+    """Of all sequences: those of the prompt, or of the steps alone."""
+    trial = Trial(*shape)
+    assert (trial.num_tokens, trial.context, trial.name) == (num_tokens, context, name)

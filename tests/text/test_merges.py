@@ -10,7 +10,7 @@ import pytest
 import regex
 
 from tests.gguf_files import byte_characters
-from tests.text.test_tokenizer import KEY, make_bpe
+from tests.text.test_tokenizer import KEY, make_bpe, spm_metadata
 from tiercel.text.tokenizer import Tokenizer
 from tiercel.text.tokenizer_build import SPLITS, build_encoders
 from tiercel.text.tokenizer_data import TokenizerData
@@ -143,3 +143,13 @@ def test_a_merge_may_begin_with_a_space():
     metadata[KEY + "merges"].pop()
     data = TokenizerData.from_gguf(metadata, "x.gguf")
     assert data.merges == ((" ", "a"), ("a", " "))
+
+
+def test_merges_are_kept_only_where_a_folder_and_a_key_are_given(tmp_path):
+    data = TokenizerData.from_gguf(spm_metadata(), "x.gguf")
+    for folder, key in ((None, "key"), (tmp_path, ""), (None, "")):
+        Tokenizer.from_gguf(data, cache_dir=folder, cache_key=key)
+        assert list(tmp_path.iterdir()) == []
+    for key in ("one", "two", "one"):
+        Tokenizer.from_gguf(data, cache_dir=tmp_path, cache_key=key)
+    assert len(list(tmp_path.iterdir())) == 2
