@@ -429,6 +429,7 @@ def test_messages_are_normalised_in_a_copy():
         (USER * 100_000, "messages", "holds 100000 messages"),
         (["Hi"], "messages[0]", "must be an object"),
         ([{1: 2}], "messages[0]", "must be an object"),
+        ([{**USER[0], 1: 2}], "messages[0]", "must be an object"),
         ([{"content": "Hi"}], "messages[0].role", "it must be one of"),
         ([{"role": "root", "content": "Hi"}], "messages[0].role", "is 'root'"),
         ([{"role": ["user"], "content": "Hi"}], "messages[0].role", "is a list"),

@@ -3,7 +3,9 @@
 The oracles are the paper's loop over one piece and the published patterns in Python's `regex`.
 """
 
+import hashlib
 import random
+import struct
 from itertools import pairwise
 
 import pytest
@@ -153,3 +155,18 @@ def test_merges_are_kept_only_where_a_folder_and_a_key_are_given(tmp_path):
     for key in ("one", "two", "one"):
         Tokenizer.from_gguf(data, cache_dir=tmp_path, cache_key=key)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("ids", [(282, 0), (0, 282), (281, 281, 2**32 - 1, 0), (5,)])
+def test_kept_merges_name_tokens_of_the_vocabulary(ids, tmp_path):
+    """An entry with a right hash and wrong ids is made again, as a damaged one is."""
+    data = TokenizerData.from_gguf(spm_metadata(), "x.gguf")
+    assert len(data.tokens) == 282
+    expected = Tokenizer.from_gguf(data, cache_dir=tmp_path, cache_key="k").encode("the hello")
+    (entry,) = tmp_path.iterdir()
+    whole = entry.read_bytes()
+    body = whole[40:72] + struct.pack(f"<{len(ids)}I", *ids)
+    entry.write_bytes(whole[:8] + hashlib.sha256(body).digest() + body)
+    again = Tokenizer.from_gguf(data, cache_dir=tmp_path, cache_key="k")
+    assert again.encode("the hello") == expected
+    assert entry.read_bytes() == whole
