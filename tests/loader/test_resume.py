@@ -45,6 +45,7 @@ class Source:
     @contextlib.contextmanager
     def __call__(self, start):
         self.starts.append(start)
+        assert len(self.starts) < 50, "asked without end"
         count, is_lost, has_ranges = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         start = start if has_ranges else 0
 
