@@ -298,3 +298,16 @@ def test_control_tokens_take_whitespace_on_their_own_sides(worker, left, right, 
     for source in ("a <cut> b", "<cut> <cut>", " <cut>\n\nb <cut>", "a<cut>b", "a \n<cut>"):
         ids = peer.encode(source, add_special_tokens=False).ids
         assert rendered(worker, tokenizer, source) == ids, source
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece_style])
+def test_the_vocabulary_ends_with_the_last_id_or_the_last_row(make, tmp_path):
+    peer = make()
+    size = peer.get_vocab_size(with_added_tokens=True)
+    assert read(tmp_path, peer.to_str()).vocab_size == size
+    for rows in (size, size + 1, size + 9):
+        tokenizer = read(tmp_path, peer.to_str(), vocab_size=rows)
+        assert tokenizer.vocab_size == rows
+        assert tokenizer.unused_ids == tuple(range(size, rows))
+    with pytest.raises(ModelFormatError, match=f"holds {size} tokens but the model has {size - 1}"):
+        read(tmp_path, peer.to_str(), vocab_size=size - 1)
