@@ -1,13 +1,23 @@
 """What the model and its cache can take: the last token passes, one beyond it does not."""
 
+import asyncio
 import itertools
 from types import SimpleNamespace
 
 import pytest
 
 from tests.serve.call_writers import Tool
-from tests.serve.fake_client import FakeClient, ask, fake_info, fake_tokenizer
+from tests.serve.fake_client import (
+    FakeClient,
+    ask,
+    fake_app,
+    fake_info,
+    fake_tokenizer,
+    running,
+)
 from tests.serve.test_limits import quick_client, refusal_of, refused_param
+from tiercel.engine.messages import EngineStats
+from tiercel.engine.supervisor import EngineState
 from tiercel.params import Limits
 from tiercel.serve import scoring
 from tiercel.serve.admission import check_capacity, check_queue
@@ -132,3 +142,34 @@ def test_the_page_is_sent_anew_for_another_tag():
         (again,) = ask(("GET", "/", {"headers": {"if-none-match": tag}}))
         assert again.status_code == status
         assert again.content == (b"" if status == 304 else page.content)
+
+
+def test_an_engine_that_was_started_again_says_anew_what_it_holds():
+    """Its cache may have another size, and it counts from zero."""
+    client = quick_client()
+    app = fake_app(client)
+    state = app.state.server
+
+    async def run():
+        async with running(app) as http:
+            client.stats = EngineStats(num_steps=5, num_prompt_tokens=100)
+            state.metrics.take_stats(client.stats)
+            first = state.model
+            client.num_restarts = 1
+            for engine_state, info in (
+                (EngineState.RESTARTING, fake_info(num_blocks=33)),
+                (EngineState.READY, None),
+            ):
+                client.state, client.info = engine_state, info
+                state.watch._renew()
+                assert state.model is first
+            client.state, client.info = EngineState.READY, fake_info(num_blocks=33)
+            state.watch._renew()
+            assert state.model.info is client.info
+            assert state.model.tokenizer is first.tokenizer
+            state.metrics.take_stats(EngineStats(num_steps=9, num_prompt_tokens=7))
+            return (await http.get("/metrics")).text
+
+    text = asyncio.run(run())
+    assert 'num_gpu_blocks="33"' in text
+    assert 'tiercel:prompt_tokens_total{engine="0",model_name="tiny"} 107.0' in text
