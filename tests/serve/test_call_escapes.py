@@ -200,6 +200,19 @@ def test_the_keys_of_a_call_come_in_any_order(name, key):
 
 
 @pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("is_constrained", [True, False])
+def test_text_comes_before_a_call_where_markers_tell_them_apart(name, is_constrained):
+    """JSON and lists of Python without markers are calls at the start of an answer alone."""
+    calls = [("look_up", {"word": "tin", "kind": "noun"})]
+    text = "Let me look.\n" + WRITERS[name](calls)
+    found = read(use_of(name), [text], is_constrained=is_constrained)
+    if name in ("llama3_json", "pythonic"):
+        assert (values(found), content(found)) == ([], text)
+    else:
+        assert (values(found), content(found)) == (calls, "Let me look.")
+
+
+@pytest.mark.parametrize("name", WRITERS)
 def test_what_a_request_allows(name):
     """All choices: a named tool is the only one, must be called, and once."""
     for choice in ("auto", "required"):

@@ -18,8 +18,9 @@ from tests.serve.fake_client import (
 from tests.serve.test_limits import quick_client, refusal_of, refused_param
 from tiercel.engine.messages import EngineStats
 from tiercel.engine.supervisor import EngineState
+from tiercel.errors import ArgumentError
 from tiercel.params import Limits
-from tiercel.serve import scoring
+from tiercel.serve import scoring, server
 from tiercel.serve.admission import check_capacity, check_queue
 from tiercel.serve.tool_parsers.format import check_parameters
 
@@ -173,3 +174,48 @@ def test_an_engine_that_was_started_again_says_anew_what_it_holds():
     text = asyncio.run(run())
     assert 'num_gpu_blocks="33"' in text
     assert 'tiercel:prompt_tokens_total{engine="0",model_name="tiny"} 107.0' in text
+
+
+class Descriptors:
+    """How many files a process may open, as `resource` tells and sets it."""
+
+    RLIMIT_NOFILE, RLIM_INFINITY = 7, -1
+
+    def __init__(self, soft, hard, *, may_raise=True):
+        self.soft, self.hard, self.may_raise = soft, hard, may_raise
+
+    def getrlimit(self, kind):
+        assert kind == self.RLIMIT_NOFILE
+        return self.soft, self.hard
+
+    def setrlimit(self, kind, values):
+        if not self.may_raise:
+            raise ValueError("not allowed")
+        assert self.hard == self.RLIM_INFINITY or values[0] <= self.hard
+        self.soft, self.hard = values
+
+
+@pytest.mark.parametrize("may_raise", [True, False])
+def test_connections_fit_what_the_process_may_open(may_raise, monkeypatch):
+    """The soft limit is raised as far as is needed and allowed; what is left bounds connections."""
+    own = server.OWN_DESCRIPTORS + server.EXTRA_CONNECTIONS
+    for wanted in (1, 50):
+        needed = wanted + own
+        for soft in (-1, own, own + 1, needed - 1, needed, needed + 9):
+            for hard in (-1, own, needed - 1, needed, needed + 9):
+                if hard != -1 and not 0 <= soft <= hard:
+                    continue
+                found = Descriptors(soft, hard, may_raise=may_raise)
+                monkeypatch.setattr(server, "resource", found)
+                is_enough = soft == -1 or soft >= needed
+                after = soft
+                if not is_enough and may_raise:
+                    after = needed if hard == -1 else min(hard, needed)
+                room = wanted if is_enough else after - own
+                limits = Limits(max_connections=wanted)
+                if room < 1:
+                    with pytest.raises(ArgumentError, match="may open"):
+                        server.fit_descriptors(limits)
+                else:
+                    assert server.fit_descriptors(limits).max_connections == min(wanted, room)
+                assert found.soft == after
