@@ -347,3 +347,28 @@ def test_what_no_truncation_helps_is_refused():
     client = FakeClient()
     post({"input": turns(1), "truncation": "auto"}, client)  # it fits as it is
     assert "q00 " in prompt_of(client)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_only_an_answer_that_is_whole_has_a_time_of_its_end(is_stream):
+    for reason, is_whole in (("stop", True), ("length", False)):
+        response = post({"stream": is_stream}, answering("xy", reason=reason))
+        whole = read_stream(response)[1]["response"] if is_stream else response.json()
+        assert (whole["status"] == "completed") == is_whole
+        assert (whole["completed_at"] is not None) == is_whole
+        assert not is_whole or whole["completed_at"] >= whole["created_at"]
+
+
+def test_log_probabilities_wait_for_the_text_of_their_tokens():
+    """A token that is half a character opens no message; nothing is lost or told twice."""
+    body = {"include": ["message.output_text.logprobs"]}
+    for text in ("é", "aé", "éa", "日本", "a"):
+        values, last = read_stream(post({**body, "stream": True}, answering(text)))
+        deltas = [v for v in values if v["type"] == "response.output_text.delta"]
+        assert "".join(delta["delta"] for delta in deltas) == text
+        assert deltas[0]["delta"], "a message begins with text"
+        shown = last["response"]["output"][0]["content"][0]["logprobs"]
+        assert [entry for delta in deltas for entry in delta["logprobs"]] == shown
+        plain = post(body, answering(text)).json()["output"][0]["content"][0]["logprobs"]
+        assert shown == plain
+        assert b"".join(bytes(entry["bytes"] or ()) for entry in shown).decode() == text
