@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serve.events import read_chat, says
+from tests.serve.events import read_chat, read_events, says
 from tests.serve.fake_client import (
     CHAT_TEMPLATE,
     FakeClient,
@@ -452,3 +452,24 @@ def test_one_answer_reads_the_prompt_for_all():
     client = FakeClient()
     post({**CHAT, "n": 3, "prompt_logprobs": 1}, client)
     assert [r.params.prompt_logprobs for r in client.submitted] == [1, None, None]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_is_said_of_the_prompt_is_said_once(n):
+    """In the first chunk of the first answer, where it was asked for; nowhere else."""
+    for fields, names in (
+        ({}, set()),
+        ({"return_token_ids": True}, {"prompt_token_ids"}),
+        ({"prompt_logprobs": 0}, {"prompt_logprobs"}),
+        ({"return_token_ids": True, "prompt_logprobs": 0}, {"prompt_token_ids", "prompt_logprobs"}),
+    ):
+        body = {**CHAT, **fields, "n": n, "stream": True}
+        events = [value for _, value in read_events(post(body, answering("xy")).content)]
+        chunks = [value for value in events if isinstance(value, dict)]
+        said = [set(chunk) & {"prompt_token_ids", "prompt_logprobs"} for chunk in chunks]
+        assert said[0] == names
+        assert not any(said[1:])
+        roles = [c["index"] for v in chunks for c in v["choices"] if "role" in c["delta"]]
+        assert sorted(roles) == list(range(n))
+        has_ids = [c for v in chunks for c in v["choices"] if "token_ids" in c]
+        assert bool(has_ids) == ("return_token_ids" in fields)
