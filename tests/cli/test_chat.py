@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.harness import COMMAND, environment, tiercel
 from tiercel.cli import chat as chat_module
+from tiercel.cli import conversation as conversation_module
 from tiercel.cli.conversation import Conversation, load_messages
 from tiercel.cli.main import run
 from tiercel.errors import ArgumentError, ContextLengthError
@@ -236,3 +237,44 @@ def test_ctrl_c_on_a_terminal_stops_the_answer_only(default_model):
         process.kill()
         process.wait()
         os.close(leader)
+
+
+class Clock:
+    """A clock that tests set forward."""
+
+    now_s = 10.0
+
+    def perf_counter(self):
+        return self.now_s
+
+
+def test_figures_of_an_answer_are_those_of_its_tokens(conversation, fake_llm, monkeypatch, capsys):
+    """The first token after 2 seconds, each later one after half a second."""
+    clock = Clock()
+
+    def tick(index):
+        clock.now_s += 0.5 if index else 2.0
+
+    monkeypatch.setattr(conversation_module, "time", clock)
+    monkeypatch.setattr(fake_llm, "on_token", staticmethod(tick))
+    for text, shown in (
+        ("one", "1 tokens; first after 2.00 s; 2 messages"),
+        ("one two three", "3 tokens; first after 2.00 s, then 2.0 tokens/s; 4 messages"),
+    ):
+        conversation.take(text)
+        stats = conversation.stats
+        count = len(text.split())
+        assert (stats.num_tokens, stats.is_stopped) == (count, False)
+        assert (stats.first_token_s, stats.total_s) == (2.0, 2.0 + 0.5 * (count - 1))
+        capsys.readouterr()
+        conversation.take("/stats")
+        assert capsys.readouterr().err == f"{shown}\n"
+
+
+def test_each_new_try_has_a_random_stream_of_its_own(conversation, fake_llm):
+    """And the next message the one that was asked for."""
+    for text in ("one", "/regen", "/regen", "two", "/regen"):
+        conversation.take(text)
+    seeds = [call[2].seed for call in fake_llm.calls if call[0] == "stream_chat"]
+    assert seeds == [3, 4, 5, 3, 4]
+    assert roles(conversation) == ["user", "assistant"] * 2
