@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
@@ -20,6 +20,9 @@ MAX_VOCAB, MAX_INNER = 2**24, 2**20
 # What GGUF files may say of rotary scaling beyond factor and context: only this runs.
 _ROPE_FIXED = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0}
 _ROPE_FIXED |= {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+# Names of transformers' activations that are one of ours.
+_HF_ACTIVATIONS = {"silu": "silu", "swish": "silu"}
+_HF_ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,9 @@ class RopeConfig:
         low_freq_factor: ``llama3`` only.
         high_freq_factor: ``llama3`` only.
         attention_factor: ``yarn``: multiplies cos and sin; None for 1 + 0.1 ln(factor).
+        beta_fast: ``yarn``: pairs that turn more often over the original context are kept.
+        beta_slow: ``yarn``: pairs that turn less often are divided by the factor.
+        truncate: ``yarn``: the bounds between both are rounded to whole pairs, outwards.
     """
 
     base: float
@@ -45,6 +51,9 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,9 @@ class Architecture:
         interleaved_gguf: its GGUF files hold q and k rows permuted for rotation of adjacent pairs.
         hf_norm_offset: added to RMSNorm weights of Hugging Face files (GGUF files include it).
         hf_names_override: tensor suffixes of Hugging Face files that differ from the usual ones.
+        hf_rope_theta: rotary base where a `config.json` names none.
+        hf_ties_head: whether a `config.json` that does not say so has no head of its own.
+        hf_activation_key: the field of a `config.json` that names the activation.
         refine_gguf: completes a config from GGUF metadata.
         refine_hf: completes a config from a `config.json`.
         model: ``module:Class`` that runs it.
@@ -115,6 +127,9 @@ class Architecture:
     interleaved_gguf: bool = False
     hf_norm_offset: float = 0.0
     hf_names_override: Mapping[str, str] = field(default_factory=dict)
+    hf_rope_theta: float = 10000.0
+    hf_ties_head: bool = False
+    hf_activation_key: str = "hidden_act"
     refine_gguf: Callable[[ModelConfig, Fields], ModelConfig] | None = None
     refine_hf: Callable[[ModelConfig, Fields], ModelConfig] | None = None
     model: str = "tiercel.models.decoder:Decoder"
@@ -187,6 +202,15 @@ class Fields:
             raise self.fail(key, value, "text")
         return value
 
+    def boolean(self, key: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(key, value, "true or false")
+        return value
+
     def mapping(self, key: str) -> Fields:
         """A nested mapping (empty if absent), whose errors name the path."""
         value = self.get(key)
@@ -216,16 +240,22 @@ def _finish(config: ModelConfig, fields: Fields) -> ModelConfig:
 
 
 def _check_rope(rope: RopeConfig, head_dim: int, file: str) -> None:
-    if rope.rotary_dim % 2 or rope.rotary_dim > head_dim:
+    if rope.rotary_dim % 2 or not 2 <= rope.rotary_dim <= head_dim:
         raise ModelFormatError(
             f"{file}: {rope.rotary_dim} rotary dimensions in a head of {head_dim}.",
-            hint="The number must be even and at most the head size.",
+            hint="The number must be even, at least 2 and at most the head size.",
         )
     # Both scalings divide by what is 0 here.
     if rope.scaling == "yarn" and rope.base <= 1:
         raise ModelFormatError(
             f"{file}: rotary scaling yarn with a base of {rope.base:g}.",
             hint="The base must be above 1.",
+        )
+    if rope.scaling == "yarn" and rope.beta_fast <= rope.beta_slow:
+        raise ModelFormatError(
+            f"{file}: rotary scaling yarn with beta_fast {rope.beta_fast:g} and beta_slow "
+            f"{rope.beta_slow:g}.",
+            hint="The fast one must be above the slow one.",
         )
     if rope.scaling == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
         raise ModelFormatError(
@@ -319,9 +349,8 @@ def _rope_from_gguf(fields: Fields, head_dim: int) -> RopeConfig:
     if scaling == "none":
         return RopeConfig(base, rotary_dim)
     factor = fields.number(key)
-    original = fields.integer("rope.scaling.original_context_length", 1, MAX_CONTEXT, MAX_CONTEXT)
-    if scaling == "yarn" and original == MAX_CONTEXT:
-        raise fields.fail("rope.scaling.original_context_length", None, "present with yarn")
+    default = None if scaling == "yarn" else 0  # linear has no use for it
+    original = fields.integer("rope.scaling.original_context_length", 1, MAX_CONTEXT, default)
     return RopeConfig(base, rotary_dim, scaling, factor, original)
 
 
@@ -351,9 +380,11 @@ def from_hf(architecture: Architecture, values: Mapping[str, Any], file: str) ->
         intermediate_size=fields.integer("intermediate_size", 1, MAX_INNER),
         norm_eps=fields.number("rms_norm_eps", 1e-6, high=1.0),
         max_position=fields.integer("max_position_embeddings", 1, MAX_CONTEXT),
-        tie_embeddings=False,  # decided by the presence of lm_head.weight
-        activation=architecture.activation,
-        rope=read_hf_rope(fields, head_dim),
+        tie_embeddings=fields.boolean("tie_word_embeddings", default=architecture.hf_ties_head),
+        activation=_hf_activation(architecture, fields),
+        rope=read_hf_rope(
+            fields, head_dim, fields.number("rope_theta", architecture.hf_rope_theta)
+        ),
         layer_types=("full",) * num_layers,
         attention_scale=head_dim**-0.5,
         qk_norm=architecture.qk_norm,
@@ -366,18 +397,39 @@ def from_hf(architecture: Architecture, values: Mapping[str, Any], file: str) ->
     return _finish(config, fields)
 
 
-def read_hf_rope(fields: Fields, head_dim: int, kind: str = "full_attention") -> RopeConfig:
+def _hf_activation(architecture: Architecture, fields: Fields) -> str:
+    key = architecture.hf_activation_key
+    if fields.get(key) is None:
+        return architecture.activation
+    name = fields.text(key, "")
+    if name not in _HF_ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"{fields.file}: {key} is {name[:40]!r}.",
+            hint=f"Tiercel knows {', '.join(_HF_ACTIVATIONS)}.",
+        )
+    return _HF_ACTIVATIONS[name]
+
+
+def read_hf_rope(
+    fields: Fields, head_dim: int, base: float, kind: str = "full_attention"
+) -> RopeConfig:
     """The rotary embedding of layers of `kind`.
 
     The older form is `rope_theta` with `rope_scaling`; the newer one `rope_parameters`, either flat
     or one object per layer type.
+
+    Args:
+        fields: of the `config.json`.
+        head_dim: size of a head.
+        base: where the parameters name none.
+        kind: of the layers.
     """
     parameters = fields.mapping("rope_parameters")
     if isinstance(parameters.get(kind), Mapping):
         parameters = parameters.mapping(kind)
     if not parameters.values:
         parameters = fields.mapping("rope_scaling")
-    base = parameters.number("rope_theta", fields.number("rope_theta", 10000.0))
+    base = parameters.number("rope_theta", base)
     scaling = parameters.text("rope_type", parameters.text("type", "default"))
     share = parameters.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * share)
@@ -393,16 +445,28 @@ def read_hf_rope(fields: Fields, head_dim: int, kind: str = "full_attention") ->
         return RopeConfig(base, rotary_dim, scaling, factor)
     fallback = fields.integer("max_position_embeddings", 1, MAX_CONTEXT)
     original = parameters.integer("original_max_position_embeddings", 1, MAX_CONTEXT, fallback)
-    attention_factor = parameters.get("attention_factor")
-    return RopeConfig(
-        base,
-        rotary_dim,
-        scaling,
-        factor,
-        original,
-        low_freq_factor=parameters.number("low_freq_factor", 1.0),
-        high_freq_factor=parameters.number("high_freq_factor", 4.0),
-        attention_factor=None
-        if attention_factor is None
-        else parameters.number("attention_factor"),
+    rope = RopeConfig(base, rotary_dim, scaling, factor, original)
+    if scaling == "llama3":
+        return replace(
+            rope,
+            low_freq_factor=parameters.number("low_freq_factor", 1.0),
+            high_freq_factor=parameters.number("high_freq_factor", 4.0),
+        )
+    return replace(
+        rope,
+        attention_factor=_attention_factor(parameters, factor),
+        beta_fast=parameters.number("beta_fast", 32.0),
+        beta_slow=parameters.number("beta_slow", 1.0),
+        truncate=parameters.boolean("truncate", default=True),
     )
+
+
+def _attention_factor(parameters: Fields, factor: float) -> float | None:
+    """Of YaRN; the ratio of two scales counts only where both are there and not 0."""
+    if parameters.get("attention_factor") is not None:
+        return parameters.number("attention_factor")
+    if not (parameters.get("mscale") and parameters.get("mscale_all_dim")):
+        return None
+    growth = 0.1 * math.log(max(1.0, factor))
+    mscale, of_all = parameters.number("mscale"), parameters.number("mscale_all_dim")
+    return (1 + mscale * growth) / (1 + of_all * growth)

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tiercel.errors import UnsupportedModelError
 from tiercel.models.config import (
     MAX_CONTEXT,
     Architecture,
@@ -27,6 +28,7 @@ LAYERS_OF_27B = (
     62  # this size alone scales attention by hidden_size / num_heads instead of head_dim
 )
 DEFAULT_PATTERN = 6
+SLIDING_BASE = 10000.0  # rotary base of sliding layers
 
 
 def _pattern_types(num_layers: int, pattern: int) -> tuple[str, ...]:
@@ -34,6 +36,15 @@ def _pattern_types(num_layers: int, pattern: int) -> tuple[str, ...]:
     return tuple(
         "full" if pattern and i % pattern == pattern - 1 else "sliding" for i in range(num_layers)
     )
+
+
+def _softcap(fields: Fields) -> float:
+    """Files without a soft cap leave it out, or say 0."""
+    key = "final_logit_softcapping"
+    value = fields.get(key)
+    if value is None or (isinstance(value, int | float) and value == 0):
+        return 0.0
+    return fields.number(key)
 
 
 def _refine_gguf(config: ModelConfig, fields: Fields) -> ModelConfig:
@@ -52,8 +63,7 @@ def _refine_gguf(config: ModelConfig, fields: Fields) -> ModelConfig:
     scale = config.head_dim**-0.5
     if config.num_layers == LAYERS_OF_27B:
         scale = (config.hidden_size / config.num_heads) ** -0.5
-    base = fields.number("rope.freq_base_swa", 10000.0)
-    softcap = fields.get("final_logit_softcapping")
+    base = fields.number("rope.freq_base_swa", SLIDING_BASE)
     return replace(
         config,
         layer_types=layer_types,
@@ -61,13 +71,16 @@ def _refine_gguf(config: ModelConfig, fields: Fields) -> ModelConfig:
         rope_sliding=RopeConfig(base, config.rope.rotary_dim),
         attention_scale=scale,
         embedding_scale=config.hidden_size**0.5,
-        logit_softcap=fields.number("final_logit_softcapping", low=-1.0)
-        if softcap is not None
-        else 0.0,
+        logit_softcap=_softcap(fields),
     )
 
 
 def _refine_hf(config: ModelConfig, fields: Fields) -> ModelConfig:
+    if fields.boolean("use_bidirectional_attention", default=False):
+        raise UnsupportedModelError(
+            f"{fields.file}: use_bidirectional_attention is true.",
+            hint="Tiercel runs this family with causal attention only.",
+        )
     names = fields.get("layer_types")
     if names is None:
         period = fields.integer("sliding_window_pattern", 0, 2**16, DEFAULT_PATTERN)
@@ -78,13 +91,11 @@ def _refine_hf(config: ModelConfig, fields: Fields) -> ModelConfig:
         if not is_list or len(names) != config.num_layers or any(n not in known for n in names):
             raise fields.fail("layer_types", names, f"{config.num_layers} of {sorted(known)}")
         layer_types = tuple(known[name] for name in names)
+    base = fields.number("rope_local_base_freq", SLIDING_BASE)
     if isinstance(fields.mapping("rope_parameters").get("sliding_attention"), dict):
-        rope_sliding = read_hf_rope(fields, config.head_dim, "sliding_attention")
+        rope_sliding = read_hf_rope(fields, config.head_dim, base, "sliding_attention")
     else:
-        rope_sliding = RopeConfig(
-            fields.number("rope_local_base_freq", 10000.0), config.rope.rotary_dim
-        )
-    softcap = fields.get("final_logit_softcapping")
+        rope_sliding = RopeConfig(base, config.rope.rotary_dim)
     return replace(
         config,
         layer_types=layer_types,
@@ -92,9 +103,7 @@ def _refine_hf(config: ModelConfig, fields: Fields) -> ModelConfig:
         rope_sliding=rope_sliding,
         attention_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
         embedding_scale=config.hidden_size**0.5,
-        logit_softcap=fields.number("final_logit_softcapping", low=-1.0)
-        if softcap is not None
-        else 0.0,
+        logit_softcap=_softcap(fields),
     )
 
 
@@ -104,6 +113,9 @@ ARCHITECTURE = Architecture(
     qk_norm=True,
     sandwich_norms=True,
     hf_norm_offset=1.0,
+    hf_rope_theta=1e6,
+    hf_ties_head=True,
+    hf_activation_key="hidden_activation",
     hf_names_override={
         "post_attention_layernorm": "post_attn_norm",
         "pre_feedforward_layernorm": "mlp_norm",

@@ -9,10 +9,6 @@ from torch import Tensor
 
 from tiercel.models.config import RopeConfig
 
-# YaRN keeps dimensions that turn more than 32 times over the original context, and scales fully
-# those that turn less than once.
-YARN_FAST, YARN_SLOW = 32.0, 1.0
-
 
 def inverse_frequencies(rope: RopeConfig, factors: Tensor | None = None) -> Tensor:
     """Angle per position of each pair, (rotary_dim / 2,) float64.
@@ -42,8 +38,10 @@ def _yarn(rope: RopeConfig, frequencies: Tensor) -> Tensor:
         length = rope.original_context / (2 * math.pi * turns)
         return rope.rotary_dim * math.log(length) / (2 * math.log(rope.base))
 
-    low = max(math.floor(dimension(YARN_FAST)), 0)
-    high = min(math.ceil(dimension(YARN_SLOW)), rope.rotary_dim - 1)
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
     pair = torch.arange(frequencies.numel(), dtype=torch.float64)
     kept = 1 - ((pair - low) / max(0.001, high - low)).clamp(0, 1)
     return frequencies * ((1 - kept) / rope.factor + kept)

@@ -209,7 +209,7 @@ def _open_folder(folder: Path) -> ModelSource:
         lambda tensor: tensor_names.from_hf(tensor, family.hf_names_override),
         folder.name,
     )
-    if config.tie_embeddings or values.get("tie_word_embeddings") is True:
+    if config.tie_embeddings:
         mapped.pop("head.weight", None)  # a copy of the embedding
     config = replace(config, tie_embeddings="head.weight" not in mapped)
     _check(
