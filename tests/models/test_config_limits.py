@@ -201,6 +201,12 @@ def test_bounds_of_scalings_are_apart():
     refused("low_freq_factor 3 and high_freq_factor 2", hf, **llama3(3, 2))
 
 
+def test_both_embeddings_of_gemma3_are_checked():
+    scaling = LLAMA3 | {"low_freq_factor": 5.0}
+    for kind in ("full_attention", "sliding_attention"):
+        refused("high_freq_factor 4", hf, rope_parameters={kind: scaling})
+
+
 def test_yarn_needs_a_base_above_1():
     hf(rope_theta=1.001, rope_scaling=YARN)
     for base in (1.0, 0.5):
@@ -383,6 +389,12 @@ def test_the_query_scale_of_gemma3_in_gguf_files(layers):
     config = gguf(block_count=layers, **{"attention.key_length": 24})
     assert config.attention_scale == expected
     assert gguf("qwen3", block_count=62, **{"attention.key_length": 24}).attention_scale == 24**-0.5
+
+
+def test_eps_by_default():
+    for arch in ("llama", "qwen2", "qwen3", "gemma3"):
+        assert hf(arch, rms_norm_eps=None).norm_eps == 1e-6  # of all classes of transformers
+    refused("rms_epsilon is None", gguf, **{"attention.layer_norm_rms_epsilon": None})
 
 
 def test_scales_by_default():

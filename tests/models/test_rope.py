@@ -113,6 +113,20 @@ def test_a_factor_of_at_most_1_has_no_scale():
         assert rope_table(rope, 1)[0, 0, 0] == pytest.approx(scale)
 
 
+@pytest.mark.parametrize(
+    "scales",
+    [{"mscale": 1.3}, {"mscale_all_dim": 2.0}, {"mscale": 1.3, "mscale_all_dim": 0.0},
+     {"mscale": 0.0, "mscale_all_dim": 1.3}, {"mscale": 0.7, "mscale_all_dim": 0.7},
+     {"mscale": 0.7, "mscale_all_dim": 2.0, "attention_factor": 1.5}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("factor", [0.5, 1.0, 8.0])
+def test_scales_of_yarn_count_together(scales, factor):
+    rope = {"rope_type": "yarn", "rope_theta": 900.0, "factor": factor} | scales
+    rope["original_max_position_embeddings"] = 200
+    check(read_hf(rope_parameters=rope).rope, reference_rope(rope, 16, CONTEXT))
+
+
 def gemma_values(rng):
     """Fields of both rotary embeddings, each left out now and then, in both forms."""
     fields = {}
