@@ -34,6 +34,7 @@ CLASSES = {
 }
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 WEIGHT_STD = 0.3
+SCALINGS = ("default", "linear", "yarn", "llama3")
 _ROPE_TYPES = ("type", "rope_type")
 
 Values = dict[str, Any]
@@ -124,13 +125,12 @@ def sample_rope(
     head_dim: int,
     context: int,
     *,
-    kinds: tuple[str, ...] = ("default", "linear", "yarn", "llama3"),
+    kind: str,
     has_options: bool = True,
     most_original: int = 40000,
     most_base: float = 1e6,
 ) -> tuple[Values, dict[str, Values]]:
     """Rotary parameters of which each decides, and changes of one each."""
-    kind = rng.choice(kinds)
     while True:
         rope: Values = {"rope_type": kind, "rope_theta": log_uniform(rng, 20, most_base)}
         rope |= _scaled_rope(rng, kind, most_original, has_options=has_options)
@@ -155,7 +155,7 @@ def spell_rope(rope: Values, spelling: str) -> Values:
 # --- Whole configs -----------------------------------------------------------------------------
 
 
-def _sizes(rng: random.Random, family: str) -> Values:
+def _sizes(rng: random.Random, family: str, turn: int) -> Values:
     kv_heads, group = rng.choice((1, 2, 3)), rng.choice((1, 2, 3, 4))
     heads = kv_heads * group
     # transformers wants a multiple of the heads, which is not heads * head_dim.
@@ -165,31 +165,33 @@ def _sizes(rng: random.Random, family: str) -> Values:
         "vocab_size": NUM_TOKENS + rng.randint(0, 30),
         "hidden_size": hidden,
         "intermediate_size": rng.randint(20, 90),
-        "num_hidden_layers": rng.randint(3, 4) if family == "gemma3" else rng.randint(1, 3),
+        "num_hidden_layers": rng.randint(3, 4) if family == "gemma3" else rng.randint(2, 3),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": rng.randint(200, 400),
         "rms_norm_eps": log_uniform(rng, 3e-3, 0.5),
-        "tie_word_embeddings": rng.random() < 0.5,
+        "tie_word_embeddings": turn % 2 == 1,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
 
 
-def _gemma_fields(rng: random.Random, values: Values, *, for_gguf: bool) -> dict[str, Values]:
+def _gemma_fields(
+    rng: random.Random, values: Values, turn: int, *, for_gguf: bool
+) -> dict[str, Values]:
     """Add what Gemma 3 alone has; returns changes."""
     layers, window = values["num_hidden_layers"], rng.randint(3, 40)
-    types = ["sliding_attention", "full_attention"]
-    types += [rng.choice(types) for _ in range(layers - 2)]
-    rng.shuffle(types)
+    types = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"][:layers]
+    if rng.random() < 0.5:
+        types = [types[0], *types[:-1]]
     pattern: Values = {"layer_types": types}
     swapped: Values = {"layer_types": types[::-1]}
-    if types == types[::-1] or rng.random() < 0.5:
+    if types == types[::-1] or turn % 3 == 0:
         pattern, swapped = {"sliding_window_pattern": 2}, {"sliding_window_pattern": 3}
     scalar = values["head_dim"] if for_gguf else rng.randint(4, 64)
-    cap = None if rng.random() < 0.3 else round(rng.uniform(1, 4), 2)
+    cap = None if turn % 4 == 1 else round(rng.uniform(1, 4), 2)
     values |= pattern | {
         "sliding_window": window,
         "query_pre_attn_scalar": scalar,
@@ -203,16 +205,25 @@ def _gemma_fields(rng: random.Random, values: Values, *, for_gguf: bool) -> dict
     return changes | dict.fromkeys(pattern, swapped)
 
 
-def sample_config(rng: random.Random, family: str, *, for_gguf: bool = False) -> Sample:
-    """A point of the space of configs; `for_gguf`: of what GGUF metadata can say."""
-    values = _sizes(rng, family)
+def sample_config(
+    rng: random.Random, family: str, turn: int = 0, *, for_gguf: bool = False
+) -> Sample:
+    """A point of the space of configs.
+
+    Args:
+        rng: of the sizes and numbers.
+        family: one of `CLASSES`.
+        turn: of scalings, heads, soft caps: each comes up in four turns.
+        for_gguf: only what GGUF metadata can say.
+    """
+    values = _sizes(rng, family, turn)
     eps = {"rms_norm_eps": values["rms_norm_eps"] / 4}
     changes: dict[str, Values] = {"rms_norm_eps": eps}
     if family == "gemma3":
-        changes |= _gemma_fields(rng, values, for_gguf=for_gguf)
+        changes |= _gemma_fields(rng, values, turn, for_gguf=for_gguf)
     key = "hidden_activation" if family == "gemma3" else "hidden_act"
     usual = family == "gemma3"
-    chosen = usual if for_gguf else rng.random() < 0.5
+    chosen = usual if for_gguf else turn % 4 < 2
     values[key] = ACTIVATIONS[chosen]
     if not for_gguf:
         changes[key] = {key: ACTIVATIONS[not chosen]}
@@ -220,6 +231,7 @@ def sample_config(rng: random.Random, family: str, *, for_gguf: bool = False) ->
         rng,
         values["head_dim"],
         values["max_position_embeddings"],
+        kind=SCALINGS[(turn + for_gguf) % 4],
         has_options=not for_gguf,
         most_original=3000,  # slower pairs hardly turn in a short prompt
         most_base=3e4,

@@ -225,7 +225,7 @@ def test_other_scalings_are_refused(kind):
 
 def test_rotating_dimensions_are_even_and_fit():
     for share, dims in ((1.0, 16), (0.5, 8), (0.125, 2), (0.99, None), (0.1, None), (1.2, None),
-                        (0.07, None)):  # fmt: skip
+                        (0.07, None), (0.05, None)):  # fmt: skip
         fields = {"partial_rotary_factor": share}
         if dims is None:
             refused("rotary dimensions in a head of 16", hf, "llama", **fields)

@@ -62,7 +62,7 @@ def test_config_json_equals_transformers(kind):
     for seed in range(60 if kind == "yarn" else 20):
         rng = random.Random(seed)
         head_dim = 2 * rng.randint(4, 64)
-        rope, _ = sample_rope(rng, head_dim, CONTEXT, kinds=(kind,))
+        rope, _ = sample_rope(rng, head_dim, CONTEXT, kind=kind)
         spelling = rng.choice(("rope_parameters", "type", "rope_type"))
         values = spell_rope(rope, spelling) | {"head_dim": head_dim}
         check(read_hf(**values).rope, reference_rope(rope, head_dim, CONTEXT))
@@ -73,7 +73,7 @@ def test_gguf_metadata_equals_transformers(kind):
     for seed in range(20):
         rng = random.Random(seed)
         head_dim = 2 * rng.randint(4, 64)
-        rope, _ = sample_rope(rng, head_dim, CONTEXT, kinds=(kind,), has_options=False)
+        rope, _ = sample_rope(rng, head_dim, CONTEXT, kind=kind, has_options=False)
         keys = {"attention.key_length": head_dim, "rope.freq_base": rope["rope_theta"]}
         if kind != "default":
             keys |= {"rope.scaling.type": kind, "rope.scaling.factor": rope["factor"]}
@@ -116,7 +116,7 @@ def test_a_factor_of_at_most_1_has_no_scale():
 @pytest.mark.parametrize(
     "scales",
     [{"mscale": 1.3}, {"mscale_all_dim": 2.0}, {"mscale": 1.3, "mscale_all_dim": 0.0},
-     {"mscale": 0.0, "mscale_all_dim": 1.3}, {"mscale": 0.7, "mscale_all_dim": 0.7},
+     {"mscale": 0.0, "mscale_all_dim": 1.3}, {"mscale": 0.7, "mscale_all_dim": 2.0},
      {"mscale": 0.7, "mscale_all_dim": 2.0, "attention_factor": 1.5}],
     ids=str,
 )  # fmt: skip
@@ -136,7 +136,8 @@ def gemma_values(rng):
         full = {"rope_type": "default"} if rng.random() < 0.5 else scaling
         parameters = {"full_attention": full | bases[0]}
         if rng.random() < 0.7:
-            parameters["sliding_attention"] = {"rope_type": "default"} | bases[1]
+            sliding = {"rope_type": "default"} if rng.random() < 0.7 else scaling
+            parameters["sliding_attention"] = sliding | bases[1]
         fields["rope_parameters"] = parameters
     elif rng.random() < 0.5:
         fields["rope_scaling"] = scaling

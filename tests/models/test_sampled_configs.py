@@ -44,7 +44,7 @@ def decisive_case(family, seed, *, for_gguf):
     """
     rng = random.Random(f"{family} {seed}")
     for _ in range(MOST_TRIES):
-        sample = sample_config(rng, family, for_gguf=for_gguf)
+        sample = sample_config(rng, family, seed, for_gguf=for_gguf)
         model = make_model(sample.values)
         ids = rng.choices(range(sample.values["vocab_size"]), k=PROMPT_LEN)
         expected, state = logits_of(model, ids), model.state_dict()

@@ -80,8 +80,8 @@ class Case:
         }
         caches = (self.k_cache, self.v_cache, self.tables)
         lengths = (self.query_lens, self.context_lens)
-        options = {"window": window, **items, **changes}
-        return multi_item_attention(self.q, *caches, *lengths, SCALE, **options)
+        options = {"window": window, "scale": SCALE, **items, **changes}
+        return multi_item_attention(self.q, *caches, *lengths, **options)
 
     def expected(self, window=0, softcap=0.0):
         return self.expected_both(window, softcap)[0]

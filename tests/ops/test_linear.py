@@ -28,6 +28,7 @@ from tiercel.ops.linear import (
 )
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.ops.q4k_mmq import q4k_mmq
+from tiercel.ops.q4k_repack import q4k_repack
 from tiercel.quant import Layout, QuantTensor, QuantType
 from tiercel.reference import linear as oracle
 
@@ -286,6 +287,36 @@ def test_bytes_at_rest():
         assert found == expected
         dense = resting_bytes(QuantType.Q4_K, shape, torch.bfloat16, "cuda", dense_copies=copies)
         assert dense == 100 * 512 * 2
+
+
+@pytest.mark.parametrize("qtype", QuantType, ids=lambda q: q.name)
+def test_bytes_at_rest_are_those_of_the_planes(qtype):
+    """On a GPU: of layout SOA, in whole groups, and of the copy; on a CPU: of the form."""
+    for columns in (qtype.block_weights * 3, qtype.block_weights * 8):
+        part = make_weight(qtype.name, 32, columns)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            find = partial(resting_bytes, qtype, part.shape, dtype)
+            copy = 32 * columns * dtype.itemsize
+            is_packed = dtype == torch.float16 and qtype in quant.PLANES
+            packed = q4k_repack(part, Layout.SOA).nbytes if is_packed else 0
+            assert find("cuda", dense_copies=True) == packed + copy
+            assert find("cuda", dense_copies=False) == (packed or copy)
+            has_planes = dtype == torch.bfloat16 and qtype.name in PACKED
+            for dense_copies in (True, False):
+                found = find("cpu", dense_copies=dense_copies)
+                assert found == (part.nbytes if has_planes else copy)
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), [(100, 7), (576, 1000), (1030, 48)])
+def test_rows_on_a_cpu_do_not_depend_on_their_number(in_features, out_features):
+    """From 4 rows on, bit for bit: a prompt in other chunks gives what it gave."""
+    weight = prepare_linear([make_weight("F32", out_features, in_features)], torch.float32, CPU)
+    x = torch.randn(23, in_features)
+    whole = linear(x, weight)
+    for rows in (4, 5, 6, 7, 8, 9, 15, 17, 22):
+        for first in (0, 23 - rows):
+            out = linear(x[first : first + rows], weight)
+            assert torch.equal(out, whole[first : first + rows])
 
 
 @pytest.mark.gpu

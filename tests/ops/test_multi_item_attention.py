@@ -276,6 +276,8 @@ def test_items_do_not_see_each_other(device):
         ({"starts": (14, 31)}, "item_start of request 0 at index 29 is 31"),
         ({"starts": (11, 21)}, "item_start of request 0 at index 26 is 21"),
         ({"window": -1}, "scale=0.15, window=-1 and softcap=0.0"),
+        ({"scale": 0.0}, "scale=0.0, window=0 and softcap=0.0"),
+        ({"scale": -0.1}, "scale=-0.1, window=0"),
         ({"softcap": -2.0}, "scale=0.15, window=0 and softcap=-2.0"),
         ({"softcap": float("nan")}, "softcap=nan"),
         ({"lse": torch.zeros(15, 2)}, r"lse is torch.float32 \(15, 2\)"),

@@ -154,5 +154,7 @@ def test_op_names_the_bad_argument(device):
         rms_norm(torch.randn(6, 4, device=device).t(), weight, EPS)
     with pytest.raises(ArgumentError, match=r"the update is \(3, 6\) but x is \(4, 6\)"):
         rms_norm(x, weight, EPS, update=x[:3])
+    with pytest.raises(ArgumentError, match=r"the update is \(4, 6\)"):
+        rms_norm(x, weight, EPS, update=torch.randn(6, 4, device=device).t())
     with pytest.raises(ArgumentError, match=r"update_weight is torch.float32 \(5,\)"):
         rms_norm(x, weight, EPS, update=x.clone(), update_weight=weight[:5])

@@ -119,6 +119,18 @@ def test_the_cache_holds_the_bits_of_the_heads(run, device):
 
 
 @pytest.mark.parametrize("run", ["kernel", "op"])
+def test_slot_0_is_a_slot(run, device):
+    """The least slot that is written, beside one that is not."""
+    case = Case(3, 4, 2, 8, 4, torch.float32, device, norms=False)
+    case.slots = torch.tensor([-1, 0, 14], device=device)
+    case.run(run)
+    for slot, token in ((0, 1), (14, 2)):
+        assert torch.equal(case.caches[0][slot // 5, slot % 5], case.heads[token, 4:6])
+        assert torch.equal(case.caches[1][slot // 5, slot % 5], case.heads[token, 6:])
+    assert int(case.caches[0].isfinite().sum()) == 2 * 2 * 8
+
+
+@pytest.mark.parametrize("run", ["kernel", "op"])
 def test_a_tokens_bits_are_its_own(run, device):
     case = Case(7, 6, 2, 64, 32, torch.float16, device, norms=True)
     before = case.heads.clone()
@@ -176,6 +188,16 @@ def test_op_names_the_bad_argument(device):
         rotary_kv_write(
             heads, positions, table, k[..., :7].contiguous(), v[..., :7].contiguous(), slots
         )
+    with pytest.raises(ArgumentError, match=r"heads \(5, 1, 8\) do not fit a cache of"):
+        rotary_kv_write(heads[:, :1].contiguous(), positions, table, k, v, slots)
+    with pytest.raises(ArgumentError, match=r"table is \(5000, 2, 5\) for heads of 8"):
+        rotary_kv_write(heads, positions, torch.cat((table, table[..., :1]), 2), k, v, slots)
+    with pytest.raises(ArgumentError, match=r"table is \(5000, 3, 4\)"):
+        rotary_kv_write(heads, positions, torch.cat((table, table[:, :1]), 1), k, v, slots)
+    with pytest.raises(ArgumentError, match=r"caches torch.float32 and torch.float16"):
+        rotary_kv_write(heads, positions, table, k, v.half(), slots)
+    with pytest.raises(ArgumentError, match=r"k_weight is torch.float32 \(7,\) for heads of 8"):
+        rotary_kv_write(heads, positions, table, k, v, slots, q_weight=weight, k_weight=weight[:7])
     with pytest.raises(ArgumentError, match=r"heads are torch.float16, caches torch.float32"):
         rotary_kv_write(heads.half(), positions, table, k, v, slots)
     with pytest.raises(ArgumentError, match="k_weight is missing"):
