@@ -61,8 +61,12 @@ def check_logits(path, model, ids):
         actual = llm.logits(ids)
         (output,) = llm.generate({"prompt_token_ids": ids}, greedy(ANSWER_LEN, logprobs=0))
     assert worst(actual, expected) < TOLERANCE
-    answer = output.outputs[0]
-    following = torch.from_numpy(logits_of(model, ids + answer.token_ids))[PROMPT_LEN - 1 : -1]
+    check_answer(model, ids, output.outputs[0])
+
+
+def check_answer(model, ids, answer):
+    """Each token is the best one, with its log-probability."""
+    following = torch.from_numpy(logits_of(model, ids + answer.token_ids))[len(ids) - 1 : -1]
     logprobs = following.log_softmax(dim=1)
     largest = float(following.abs().max())
     for row, token, entry in zip(logprobs, answer.token_ids, answer.logprobs, strict=True):
@@ -84,3 +88,16 @@ def test_folders_equal_transformers(tmp_path, family, seed):
 def test_gguf_files_equal_transformers(tmp_path, family, seed):
     sample, model, ids = decisive_case(family, seed, for_gguf=True)
     check_logits(write_as_gguf(tmp_path / "model.gguf", sample, model), model, ids)
+
+
+def test_blocks_of_a_window_are_used_again(tmp_path):
+    """So full and sliding layers come to have their keys in different slots."""
+    sample, model, ids = decisive_case("gemma3", 0, for_gguf=False)
+    path = write_folder(tmp_path, sample.values, own_tensors(model))
+    prompts = [ids, ids[:70], ids[7:138]]
+    with open_tiny(path, max_num_batched_tokens=CHUNK) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], greedy(70, logprobs=0)
+        )
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check_answer(model, prompt, output.outputs[0])
