@@ -8,7 +8,7 @@ import pytest
 
 from tiercel.errors import ModelFormatError, UnsupportedModelError
 from tiercel.models.config import from_gguf, from_hf
-from tiercel.models.registry import architecture
+from tiercel.models.registry import architecture, hf_architecture
 
 HF = {
     "vocab_size": 300,
@@ -252,6 +252,40 @@ def test_constants_of_gguf_scalings_are_the_usual_ones():
         for other in (value + 0.5, 0.0, -1.0):
             fields = scaling | {key: other}
             unsupported(f"{name} is", gguf, **fields)
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_kinds_of_rotary_parameters(name):
+    for value in (3, "yarn", [YARN], True):
+        refused(f"{name} is", hf, **{name: value})
+    for key in ("type", "rope_type"):
+        refused(f"{name}.{key} is 3", hf, **{name: {key: 3}})
+    refused("truncate is 1", hf, **{name: YARN | {"truncate": 1}})
+    refused("rope.scaling.type is 3", gguf, **{"rope.scaling.type": 3})
+
+
+def test_long_values_are_shown_in_part():
+    for length, shown in ((58, "a" * 58 + "'"), (59, "a" * 56 + "..."), (500, "a" * 56 + "...")):
+        refused(f"hidden_size is '{shown}.", hf, hidden_size="a" * length)
+
+
+def test_names_of_architectures():
+    for names, expected in (
+        (["LlamaForCausalLM"], "llama"),
+        (["Qwen2ForCausalLM"], "qwen2"),
+        (["Other", "Qwen3ForCausalLM", "LlamaForCausalLM"], "qwen3"),
+        (["Gemma3ForCausalLM"], "gemma3"),
+    ):
+        assert hf_architecture(names, "f").name == expected
+        assert architecture(expected, "f").name == expected
+    for names in ([], ["Other"], ["llama"]):
+        assert (
+            "Gemma3ForCausalLM, Llama"
+            in unsupported("architectures [", hf_architecture, names, "f").hint
+        )
+    for length, shown in ((40, "a" * 40), (41, "a" * 37 + "..."), (90, "a" * 37 + "...")):
+        error = unsupported(f"architecture '{shown}'", architecture, "a" * length, "f")
+        assert "gemma3, llama, qwen2, qwen3" in error.hint
 
 
 # --- Layers

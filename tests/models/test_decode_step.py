@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from tests.decode_step_model import EPS, SCALE, V_AND_DOWN, make_model
+from tests.hf_models import make_model as make_hf_model
+from tests.hf_models import own_tensors, sample_config, write_folder
 from tests.tiny_llm import greedy, open_tiny
 from tiercel.layers import decode_step as layers
 from tiercel.layers.attention import Attention, AttentionShape
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
+from tiercel.models import decoder
 from tiercel.ops.decode_step import DecoderShape
 from tiercel.ops.linear import LinearWeight
 from tiercel.ops.q4k_matvec import prepare_q4k
@@ -84,6 +89,44 @@ def test_a_layer_that_does_not_fit_leaves_it_out():
     assert layers.make_decode_step([layer], SHAPE, EPS, CPU) is not None
     layer.mlp.gate_up = make_linear(mixed["gate"], mixed["down"], layout=Layout.FILE)
     assert layers.make_decode_step([layer], SHAPE, EPS, CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "is_plain"),
+    [
+        ("llama", {"hidden_act": "silu"}, True),
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, False),
+        ("qwen3", {"hidden_act": "silu"}, True),
+        ("qwen2", {"hidden_act": "silu"}, False),  # biases
+        ("gemma3", {"hidden_activation": "silu", "layer_types": ["full_attention"] * 3}, False),
+    ],
+)
+def test_what_the_kernel_is_told_of_a_model(tmp_path, monkeypatch, family, fields, is_plain):
+    values = sample_config(random.Random(1), family).values | {"num_hidden_layers": 3} | fields
+    write_folder(tmp_path, values, own_tensors(make_hf_model(values)))
+    seen = []
+    monkeypatch.setattr(decoder, "make_decode_step", lambda *args: seen.append(args))
+    with open_tiny(tmp_path, max_model_len=77) as llm:
+        model = llm._engine.runner.model
+    ((parts, shape, eps, _),) = seen
+    assert shape == DecoderShape(
+        num_layers=3,
+        hidden_size=values["hidden_size"],
+        intermediate_size=values["intermediate_size"],
+        num_heads=values["num_attention_heads"],
+        num_kv_heads=values["num_key_value_heads"],
+        head_dim=values["head_dim"],
+        rotary_dim=values["head_dim"],
+        max_tokens=77,
+        is_plain=is_plain,
+    )
+    assert eps == values["rms_norm_eps"]
+    for part, layer in zip(parts, model.layers, strict=True):
+        norms = layer.attention.head_norms
+        assert part.attn_norm is layer.attn_norm.weight
+        assert part.mlp_norm is layer.mlp_norm.weight
+        assert (part.attention, part.mlp) == (layer.attention, layer.mlp)
+        assert part.head_norms == (() if norms is None else (norms.q, norms.k))
 
 
 def test_a_cpu_has_none():
