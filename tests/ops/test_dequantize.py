@@ -10,7 +10,8 @@ from tests.q4k_weights import HALVES
 from tiercel.errors import ArgumentError
 from tiercel.kernels import dequantize as kernel
 from tiercel.ops.dequantize import dequantize
-from tiercel.quant import Layout, QuantTensor, QuantType
+from tiercel.ops.q4k_repack import q4k_repack
+from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
 from tiercel.reference import dequantize as oracle
 
 TYPES = [qtype.name for qtype in QuantType]
@@ -179,6 +180,16 @@ def test_rows_by_number(type_name, dtype, device):
         assert found.is_contiguous()
         assert torch.equal(found, whole[rows.long()])
     assert dequantize(weight, dtype, rows[:0]).shape == (0, weight.shape[1])
+
+
+@pytest.mark.parametrize("type_name", [qtype.name for qtype in PLANES])
+def test_layouts_decode_alike(type_name, device):
+    weight = as_tensor(random_blocks(type_name, 19, 5).reshape(19, -1), type_name, device)
+    packed = q4k_repack(weight, Layout.SOA)
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(dequantize(packed, dtype), dequantize(weight, dtype))
+    with pytest.raises(ArgumentError, match="layout SOA cannot be cut"):
+        dequantize(packed, torch.float32, torch.tensor([0], device=device))
 
 
 def test_no_rows(device):

@@ -426,3 +426,13 @@ def test_op_names_the_bad_argument(device):
         paged_attention(q[:, :8], k_cache, v_cache, batch, 0.1)
     with pytest.raises(ArgumentError, match=r"q \(2, 9, 32\)"):
         paged_attention(q[..., :32], k_cache, v_cache, batch, 0.1)
+    for tensors in ((q.half(), k_cache, v_cache), (q, k_cache.half(), v_cache),
+                    (q, k_cache, v_cache.half())):  # fmt: skip
+        with pytest.raises(ArgumentError, match=r"q is torch.float.*, caches are"):
+            paged_attention(*tensors, batch, 0.1)
+    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k_cache, v_cache)]
+    every_other = torch.cat((q, q), dim=2)[..., ::2]
+    for tensors in ((q, strided[0], v_cache), (q, k_cache, strided[1]), (q, k_cache[:8], v_cache),
+                    (q, k_cache, v_cache[:8]), (every_other, k_cache, v_cache)):  # fmt: skip
+        with pytest.raises(ArgumentError, match="are not equal and contiguous"):
+            paged_attention(*tensors, batch, 0.1)
