@@ -33,5 +33,5 @@ def test_a_wrong_rope_base_fails_the_profile(default_model, monkeypatch):
         decoder, "rope_table", lambda rope, *rest: right(replace(rope, base=1e4), *rest)
     )
     with LLM(default_model, dtype="float32") as llm:
-        figures = parity.measure(llm, CASE)
+        figures = parity.measure(llm, CASE | {"prompts": CASE["prompts"][:1]})
     assert figures["text_mean"] > 0.05
