@@ -78,10 +78,7 @@ class WeightReader:
 
     def vector(self, name: str) -> Tensor:
         """A vector, (n,) float32 on the device."""
-        values = dequantize(self._view(name), torch.float32).flatten()
-        if name.count(".") > 1 and self._is_permuted(name):
-            values = values[self._order(values.numel())]
-        return values.to(self.device)
+        return dequantize(self._view(name), torch.float32).flatten().to(self.device)
 
     def norm_weight(self, name: str) -> Tensor:
         """An RMSNorm weight, (n,) float32 on the device, with what the format leaves out added."""
