@@ -206,6 +206,13 @@ def test_the_embedding_has_a_row_for_each_token(tmp_path):
     assert "has 299 rows" in raised.value.hint
 
 
+def test_two_names_of_one_tensor_are_refused(tmp_path):
+    tensors = {"blk.01.attn_norm.weight": np.ones(64)}
+    path = tiny_model(tmp_path / "m.gguf", "qwen2", tensors=tensors)
+    with pytest.raises(ModelFormatError, match=r"blk\.0?1\.attn_norm.* mean the same"):
+        open_source(path)
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
 def test_the_head_of_a_gguf_file_is_its_own_where_it_is_there(tmp_path, arch, is_tied):
@@ -233,6 +240,18 @@ def test_chat_templates_of_a_folder(folder):
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "a"}]}))
     assert open_source(folder).chat_template is None
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{", "", '{"a": NaN}', '"x"', "{" * 5000])
+def test_text_files_are_objects(folder, text):
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        before = (folder / name).read_text() if (folder / name).is_file() else "{}"
+        (folder / name).write_text(text)
+        with pytest.raises(ModelFormatError, match=name) as raised:
+            open_source(folder)
+        assert "JSON object" in raised.value.hint
+        (folder / name).write_text(before)
+    open_source(folder)
 
 
 def test_text_files_have_a_most_size(folder, monkeypatch):

@@ -203,6 +203,7 @@ def test_no_rows(device):
         ((2, 256), torch.zeros(2, 143, dtype=torch.uint8), torch.float32),
         ((3, 256), torch.zeros(2, 144, dtype=torch.uint8), torch.float32),
         ((2, 250), torch.zeros(2, 144, dtype=torch.uint8), torch.float32),
+        ((2, 300), torch.zeros(2, 144, dtype=torch.uint8), torch.float32),
         ((2, 256), torch.zeros(2, 144, dtype=torch.int8), torch.float32),
         ((2, 256), torch.zeros(288, dtype=torch.uint8), torch.float32),
         ((2, 256), torch.zeros(2, 144, dtype=torch.uint8), torch.float64),

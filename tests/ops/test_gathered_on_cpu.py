@@ -33,7 +33,7 @@ def check_long_contexts(window, dtype):
     for length in LENGTHS:
         for queries in (1, 2, length - 511, rng.randint(1, length)):
             requests = [(queries, length), (1, rng.randint(1, 600))]
-            block_size = rng.choice((16, 64))
+            block_size = rng.choice((16, 48, 64))
             case = make_case(requests, SHAPE, block_size, dtype, CPU, is_run=rng.random() < 0.3)
             out = paged_attention(*case[:4], 0.3, window=window)
             assert relative_error(out, expected_of(case, 0.3, window)) < TOLERANCE[dtype]

@@ -122,6 +122,16 @@ def test_without_items_attention_is_causal(window, device):
     assert relative_error(out, case.expected(window)) < TOLERANCE[dtype]
 
 
+def test_where_all_is_prefix_there_are_no_items(device):
+    """Their starts are not read then, and no keys of this step are needed."""
+    case = make_case(PLAIN["mixed"], (9, 3, 64), 64, torch.float32, device)
+    starts = torch.full_like(case.item_start, 10**6)
+    for more in (0, 7):
+        prefixes = [length + more for length in case.context_lens]
+        out = case.op(prefix_len=prefixes, item_start=starts, k_new=None, v_new=None)
+        assert relative_error(out, case.expected()) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(32, 8, 128), (9, 3, 64)], ids=str)
 def test_a_plan_serves_all_layers(shape, device):
@@ -272,6 +282,12 @@ def test_items_do_not_see_each_other(device):
         ({"prefix_len": None}, "do not both lie on the host"),
         ({"prefix_len": [20]}, r"prefix_len \(20,\) and item_start \(15,\) int32 do not fit 2"),
         ({"prefix_len": [-1, 5]}, r"prefix_len \(-1, 5\)"),
+        (
+            {"item_start": torch.zeros(14).int()},
+            r"item_start \(14,\) int32 do not fit 2 requests, 15",
+        ),
+        ({"item_start": torch.zeros(15).long()}, r"item_start \(15,\) int64 do not fit"),
+        ({"prefix_len": [20, 5, 5]}, r"prefix_len \(20, 5, 5\)"),
         ({"starts": (14, 19)}, "item_start of request 0 at index 29 is 19"),
         ({"starts": (14, 31)}, "item_start of request 0 at index 29 is 31"),
         ({"starts": (11, 21)}, "item_start of request 0 at index 26 is 21"),

@@ -62,6 +62,15 @@ def test_planes_hold_each_byte_once(qtype):
         assert places == set(range(16 * size))
 
 
+def test_groups_are_128_or_256_weights():
+    """Those of a row that a tensor core takes together; the last is filled up."""
+    for qtype in TYPES:
+        group = 128 if qtype.block_weights == 32 else 256
+        assert qtype.block_weights * qtype.group_blocks == group
+        for columns in (qtype.block_weights, group, group + qtype.block_weights, 5 * group):
+            assert qtype.num_groups(columns) == -(-columns // group)
+
+
 def test_tiles_have_one_size():
     assert kernel.TILE_ROWS == TILE_ROWS
 

@@ -122,6 +122,12 @@ def test_an_update_is_added_first(rows, hidden, update_dtype, has_weight, run, d
     assert torch.equal(x._base, stored)  # nothing beside the rows was written
 
 
+def test_a_column_of_its_own_may_have_any_stride(device):
+    x, weight = torch.randn(1, 5, device=device).t(), torch.randn(1, device=device)
+    assert x.stride(1) != 1
+    check(rms_norm(x, weight, EPS), x, weight)
+
+
 def test_no_rows(device):
     x, weight = torch.empty(0, 8, device=device), torch.randn(8, device=device)
     assert rms_norm(x, weight, EPS, update=x.half()).shape == (0, 8)
