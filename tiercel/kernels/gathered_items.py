@@ -66,8 +66,6 @@ def attend_items(
                     lse[rows] = sums
             else:
                 out[rows] = attend_masked(q[rows], k, v, mask, rule.scale)
-            if not prefix:  # delimiters see nothing then: 0 instead of 0 / 0
-                out[rows].masked_fill_(~mask.any(dim=1)[:, None, None], 0.0)
         at += new
 
 
