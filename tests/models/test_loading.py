@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,10 +20,13 @@ from tests.hf_models import (
     write_as_gguf,
     write_folder,
 )
+from tests.mtp_model import mtp_model
 from tests.tiny_llm import open_tiny
 from tiercel.errors import ModelFormatError
+from tiercel.loader import names
 from tiercel.models import source as source_module
 from tiercel.models.source import open_source
+from tiercel.models.tensors import check_tensors
 from tiercel.models.weights import WeightReader, unpermute_rows
 
 CPU = torch.device("cpu")
@@ -152,6 +156,35 @@ def test_llama_files_of_heads_that_rotate_in_part(tmp_path):
     with open_tiny(path) as llm:
         actual = llm.logits(ids)
     np.testing.assert_allclose(actual, expected, atol=TOLERANCE * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("arch", [*CLASSES, "head for drafts"])
+def test_every_tensor_counts(tmp_path, arch):
+    """One that is missing, of another shape or surplus is named; only the head may be left out."""
+    path = tmp_path / "m.gguf"
+    path = mtp_model(path) if arch not in CLASSES else tiny_model(path, arch, tied=False)
+    source = open_source(path)
+    found = {ours: (stored, source.tensors[stored].shape) for ours, stored in source.names.items()}
+    check = partial(check_tensors, source.config, file="f", file_name_of=names.to_gguf)
+    check(found)
+    for ours, (stored, (rows, columns)) in found.items():
+        others = {name: value for name, value in found.items() if name != ours}
+        if ours == "head.weight":
+            check(others)
+        else:
+            with pytest.raises(ModelFormatError, match=f"tensor {stored!r} is missing"):
+                check(others)
+        for shape in ((rows + 1, columns), (rows, columns + 1), (rows, columns - 1)):
+            with pytest.raises(ModelFormatError, match=f"tensor {stored!r} is {shape[0]} x"):
+                check({**others, ours: (stored, shape)})
+    layers = source.config.num_layers + source.config.num_mtp_layers
+    surplus = [f"layers.{layers}.q.weight", "layers.0.o.bias", "layers.0.mtp_proj.weight"]
+    surplus += [] if arch == "qwen2" else ["layers.0.q.bias"]
+    surplus += ["layers.0.q_norm.weight"] if arch in ("llama", "qwen2") else []
+    surplus += [] if arch == "gemma3" else ["layers.0.post_mlp_norm.weight"]
+    for ours in surplus:
+        with pytest.raises(ModelFormatError, match="'more' does not belong to"):
+            check({**found, ours: ("more", (1, 64))})
 
 
 def test_divisors_of_frequencies_are_one_for_each_pair(tmp_path):

@@ -291,6 +291,7 @@ def test_items_do_not_see_each_other(device):
         ({"starts": (14, 19)}, "item_start of request 0 at index 29 is 19"),
         ({"starts": (14, 31)}, "item_start of request 0 at index 29 is 31"),
         ({"starts": (11, 21)}, "item_start of request 0 at index 26 is 21"),
+        ({"starts": (11, 23)}, "item_start of request 0 at index 26 is 23"),
         ({"window": -1}, "scale=0.15, window=-1 and softcap=0.0"),
         ({"scale": 0.0}, "scale=0.0, window=0 and softcap=0.0"),
         ({"scale": -0.1}, "scale=-0.1, window=0"),
@@ -336,8 +337,8 @@ def test_op_names_the_bad_argument(device):
     call(r"q \(2, 9, 32\)", q=case.q[..., :32])
     call("q has 1 tokens, query_lens 2", q=case.q[:1])
     call(r"query_lens \[?\(?6", query_lens=[6])
-    call(r"query_lens", query_lens=[0])
-    call(r"query_lens", context_lens=[5, 5])
+    call(r"query_lens \(0,\) do not fit context_lens \(5,\)", query_lens=[0])
+    call(r"query_lens \(2,\) do not fit context_lens \(5, 5\)", context_lens=[5, 5])
     call("hold too few blocks", tables=case.tables[:, :0])
     call(r"block_tables \(2, 2\)", tables=case.tables.repeat(2, 1))
     call("block_tables are torch.int64", tables=case.tables.long())
