@@ -105,6 +105,10 @@ def test_the_original_context_is_the_whole_one_by_default():
         found = read_hf(rope_scaling=rope | options).rope
         check(found, reference_rope(rope | options, 16, CONTEXT))
         assert found.original_context == CONTEXT
+        # Older files name it beside the parameters.
+        found = read_hf(rope_scaling=rope | options, original_max_position_embeddings=70).rope
+        original = {"original_max_position_embeddings": 70}
+        check(found, reference_rope(rope | options | original, 16, CONTEXT))
 
 
 def test_a_factor_of_at_most_1_has_no_scale():

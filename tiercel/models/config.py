@@ -444,7 +444,9 @@ def read_hf_rope(
     if scaling == "linear":
         return RopeConfig(base, rotary_dim, scaling, factor)
     fallback = fields.integer("max_position_embeddings", 1, MAX_CONTEXT)
-    original = parameters.integer("original_max_position_embeddings", 1, MAX_CONTEXT, fallback)
+    key = "original_max_position_embeddings"  # in older files beside the parameters
+    fallback = fields.integer(key, 1, MAX_CONTEXT, fallback)
+    original = parameters.integer(key, 1, MAX_CONTEXT, fallback)
     rope = RopeConfig(base, rotary_dim, scaling, factor, original)
     if scaling == "llama3":
         return replace(
