@@ -322,6 +322,8 @@ def test_defaults_of_sizes():
     config = gguf(**fields, embedding_length=57)
     assert (config.num_kv_heads, config.head_dim) == (4, 14)
     assert config.attention_scale == 14**-0.5
+    refused("1 rotary dimensions in a head of 1", hf, head_dim=None, hidden_size=3)
+    refused("1 rotary dimensions in a head of 1", gguf, **fields, embedding_length=3)
     for fields in ({"attention.value_length": 15}, {"attention.value_length": 17}):
         unsupported("dimensions and values", gguf, **fields)
     assert gguf(**{"attention.value_length": 16}) == gguf()
