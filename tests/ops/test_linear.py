@@ -149,6 +149,7 @@ def test_codes_are_those_of_the_file(name):
     codes = int4_planes.READERS[name](name, part.planes["data"].unflatten(1, (-1, block_bytes)))
     groups = codes.q.view(16, -1, 32).double()
     weights = codes.scale.double().unsqueeze(-1) * groups + codes.zero.double().unsqueeze(-1)
+    assert codes.bits == int(name[1])
     assert int(codes.q.max()) < 2**codes.bits
     assert relative_error(weights.flatten(1), decoded([part])) < 1e-6
 
