@@ -128,7 +128,7 @@ def combinations():
         yield pytest.param(*case, marks=[pytest.mark.slow] * (sum(places) % 2))
 
 
-@pytest.mark.parametrize(("form", "feature", "spec"), combinations())
+@pytest.mark.parametrize(("form", "feature", "spec"), list(combinations()))
 def test_the_answer_is_that_of_plain_decoding(engines, expected_of, form, feature, spec):
     plain, llm = engines[spec]
     expected = expected_of(plain, form, feature)

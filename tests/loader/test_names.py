@@ -22,7 +22,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "arch", "parts"), CASES, ids=lambda x: str(x)[:20])
+@pytest.mark.parametrize(
+    ("family", "arch", "parts"), CASES, ids=("llama", "qwen3", "gemma3", "drafts")
+)
 def test_a_tensor_has_one_name_of_ours_in_both_kinds_of_files(family, arch, parts):
     theirs = gguf.get_tensor_name_map(arch, 12)
     override = family.hf_names_override
