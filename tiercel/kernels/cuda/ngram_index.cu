@@ -108,10 +108,6 @@ __device__ __forceinline__ u64 make_key(const Row& r, unsigned rank) {
   return (u64)(rank >> PLACE_BITS) << 40 | kind | (u64)(is_prompt ? place : place - r.prompt_len);
 }
 
-__device__ __forceinline__ void prefetch(const void* place) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(place));
-}
-
 // What a thread does in a table: insert a window, look one up (place < 0), or nothing (n == 0).
 struct Job {
   int n, place;
@@ -126,12 +122,7 @@ struct News {
 
 // At once, with the rest of the row table: not behind a look at it.
 __device__ __forceinline__ int2 read_inserted(const Index& x, int row) {
-  int2 v;
-  asm volatile("ld.global.v2.s32 {%0, %1}, [%2];"
-               : "=r"(v.x), "=r"(v.y)
-               : "l"(x.inserted + 2 * row)
-               : "memory");
-  return v;
+  return load_pair(x.inserted + 2 * row);
 }
 
 __device__ __forceinline__ News find_news(const Row& r, int2 inserted) {
@@ -154,10 +145,7 @@ __device__ __forceinline__ Job make_insertion(const Row& r, const News& news, un
 
 __device__ __forceinline__ void read_slots(const int* slots, int (&slot)[GROUP]) {
 #pragma unroll
-  for (int k = 0; k < GROUP; k += 4) // past L1: others write them
-    asm volatile("ld.volatile.global.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(slot[k]), "=r"(slot[k + 1]), "=r"(slot[k + 2]), "=r"(slot[k + 3])
-                 : "l"(slots + k));
+  for (int k = 0; k < GROUP; k += 4) load_volatile((int(&)[4])slot[k], slots + k);
 }
 
 // An insertion under way: `slot` is where the window goes, null for nowhere, and `old` what was
@@ -351,9 +339,7 @@ __device__ __forceinline__ void extend(const Args& a, const Index& x, Shared& s)
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) ngram_index(const Args a,
                                                                        const Index x) {
   __shared__ Shared s;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory"); // the kernel before this one has ended
-#endif
+  wait_for_predecessor();
   if (x.parts == 0) step(a, x, s);
   else extend(a, x, s);
 }

@@ -1,6 +1,6 @@
 // Drafts by n-gram search, shared by ngram_match.cu and hybrid_mtp_ngram.cu: one launch searches,
-// divides the budget and writes. Here the search; ngram_draft.cuh, behind this file, does the rest.
-// Host side: ngram_launch.py; proofs of the rules: ngram_search.py.
+// divides the budget and writes. Here the search, after ngram_ptx.cuh; ngram_draft.cuh, after this
+// file, does the rest. Host side: ngram_launch.py; proofs of the rules: ngram_search.py.
 //
 // One pass: the window that ends at token i of a haystack matches n tokens iff the longest common
 // suffix of hay[0..i] and the query is at least n. So the wanted window has the smallest
@@ -32,7 +32,6 @@ typedef long long Length;
 #else
 typedef int Length;
 #endif
-typedef unsigned long long u64;
 #define LANES (16 / TOKEN_BYTES) // tokens of a load
 #define MAX_N 64
 #define FULL 0xffffffffu
@@ -140,12 +139,6 @@ struct Text {
   __device__ __forceinline__ u64 kind(int j) const { return j < split ? 0 : GENERATED; }
 };
 
-__device__ __forceinline__ u64 read_key(const u64* key) { // past L1: other CTAs lower it
-  u64 value;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(key) : "memory");
-  return value;
-}
-
 __device__ __forceinline__ u64 warp_min(u64 value) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) {
@@ -243,10 +236,7 @@ __device__ __forceinline__ bool prune(const Args& a, Shared& s, int& rows, int& 
 
 __device__ __forceinline__ Vector load_vector(const Token* source) {
   Vector v;
-  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(((int*)&v)[0]), "=r"(((int*)&v)[1]), "=r"(((int*)&v)[2]),
-                 "=r"(((int*)&v)[3])
-               : "l"(source));
+  load_constant((int(&)[4])v, source);
   return v;
 }
 

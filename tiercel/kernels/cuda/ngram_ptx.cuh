@@ -1,0 +1,40 @@
+// What the n-gram kernels take from PTX: loads, and the wait for the kernel before. No #include:
+// NVRTC brings no headers. tests/cuda_on_cpu/ngram_device.hpp stands for it where there is no GPU.
+typedef unsigned long long u64;
+
+__device__ __forceinline__ u64 read_key(const u64* key) { // past L1: other CTAs lower it
+  u64 value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(key) : "memory");
+  return value;
+}
+
+// 16 bytes that no kernel writes meanwhile.
+__device__ __forceinline__ void load_constant(int (&word)[4], const void* from) {
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "l"(from));
+}
+
+// 16 bytes past L1: others write them.
+__device__ __forceinline__ void load_volatile(int (&word)[4], const int* from) {
+  asm volatile("ld.volatile.global.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "l"(from));
+}
+
+// At once, where it is written, not where it is needed.
+__device__ __forceinline__ int2 load_pair(const int* from) {
+  int2 v;
+  asm volatile("ld.global.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void prefetch(const void* place) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(place));
+}
+
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory"); // the kernel before this one has ended
+#endif
+}
