@@ -18,6 +18,8 @@ from torch import Tensor
 from tiercel.kernels import rtc
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
+# What stands for headers of the kernels, beside what stands for those of attention.
+STAND_INS = {"ngram_ptx": "ngram_device"}
 
 
 @dataclass
@@ -48,12 +50,18 @@ class Processor:
         if compiler is None or "f16c" not in Path("/proc/cpuinfo").read_text():
             pytest.skip("needs g++ and an x86 processor with F16C")
         cuda = files("tiercel.kernels") / "cuda"
-        device = [HERE / f"{name}.hpp" for name in ("device", "q4k_device", "attention_device")]
+        own = [STAND_INS[name] for name in source.headers if name in STAND_INS]
+        names = ("device", "q4k_device", "attention_device", *own)
+        device = [HERE / f"{name}.hpp" for name in names]
         headers = [cuda / f"{name}.cuh" for name in source.headers if not name.endswith("_ptx")]
         run = [HERE / "run_each_cta.hpp", HERE / "run_launch.cpp"]
-        parts = (*device, *headers, cuda / f"{source.name}.cu", *run)
-        macros = (*source.macros, ("KERNEL", source.name))
-        text = "".join(f"#define {name} {value}\n" for name, value in macros)
+        parts = (*headers, cuda / f"{source.name}.cu", *run)
+        macros = "".join(
+            f"#undef {name}\n#define {name} {value}\n"
+            for name, value in (*source.macros, ("KERNEL", source.name))
+        )
+        # Once more after the files that stand for the device, which use some of these names.
+        text = macros + "".join(part.read_text() for part in device) + macros
         base = self.folder / f"{source.name}_{len(self.libraries)}"
         path, library = base.with_suffix(".cpp"), base.with_suffix(".so")
         path.write_text(text + "".join(part.read_text() for part in parts))

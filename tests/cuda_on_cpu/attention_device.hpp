@@ -47,3 +47,9 @@ DEV void wait_for_predecessor() {
     for (const Late& one : late) std::memcpy(one.at, one.data.data(), one.data.size());
   late_for = {-1, -1};
 }
+// Shared memory of fixed size, if a source has some; the linker knows where it is.
+extern "C" __attribute__((weak)) u8 __start_shared_memory[], __stop_shared_memory[];
+static void poison_shared_memory() {
+  if (__start_shared_memory)
+    std::memset(__start_shared_memory, 0xEE, __stop_shared_memory - __start_shared_memory);
+}

@@ -15,6 +15,7 @@ static void enter_kernel() {
 }
 static void start_cta() {
   late_for = blockIdx;
+  poison_shared_memory();
   for (const Late& one : late) std::memset(one.at, 0xFF, one.data.size());
 }
 

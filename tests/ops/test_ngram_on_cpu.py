@@ -1,0 +1,186 @@
+"""The CUDA sources of the n-gram drafters, lane by lane on a processor.
+
+The ops run as on a GPU, up to the launch. CTAs come in any order, so any may be the last one, which
+divides the budget; tiles are so small that short texts have several, and blocks of threads so small
+that a scan over rows carries over.
+"""
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ngram_batches import POISON, grow_batch, make_batch, pack_batches
+from tests.ngram_brute_force import (
+    check_cases,
+    expected,
+    long_texts,
+    many_drafts,
+    many_rows,
+    one_window,
+    random_cases,
+)
+from tiercel.kernels import hybrid_mtp_ngram, ngram_index, ngram_match, rtc
+from tiercel.kernels.ngram_launch import NgramConfig
+from tiercel.ops.ngram_index import (
+    NgramIndex,
+    NgramTexts,
+    extend_ngram_index,
+    make_ngram_index,
+)
+from tiercel.ops.ngram_index import ngram_index as draft_from_index
+from tiercel.ops.ngram_match import make_ngram_workspace
+
+CPU = torch.device("cpu")
+OPS = ("ngram_match", "hybrid_mtp_ngram")
+# Tokens and lengths; each takes a compiler a second.
+DTYPES = {
+    "ngram_match": ((torch.int32, torch.int64), (torch.int64, torch.int32)),
+    "hybrid_mtp_ngram": ((torch.int32, torch.int32), (torch.int64, torch.int64)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(on_processor, monkeypatch):
+    """Launches of all kinds: sizes of tiles, whether rows are looked at first, processors."""
+    draw = random.Random(0)
+
+    def choose(*_, **__):
+        on_processor.seed += 1
+        return NgramConfig(64, 2, 1, draw.choice((3, 3, 4, 6, 9)), draw.random() < 0.7)
+
+    for module in (ngram_match, hybrid_mtp_ngram):
+        monkeypatch.setattr(module, "select_ngram", choose)
+    monkeypatch.setattr(ngram_index, "select_ngram_index", choose)
+    monkeypatch.setattr(rtc, "has_dependent_launch", lambda device: False)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(multi_processor_count=draw.randrange(1, 6)),
+    )
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("op", OPS)
+def test_random_batches(op, kind):
+    assert check_cases(random_cases(op, kind), DTYPES[op][kind]) > 500
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_long_texts_in_many_tiles(op):
+    assert check_cases(list(long_texts(op)), DTYPES[op][0]) > 100
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_many_drafts_of_a_row(op):
+    assert check_cases(list(many_drafts(op)), DTYPES[op][1]) > 1000
+
+
+@pytest.mark.parametrize("dtypes", DTYPES["ngram_match"], ids=str)
+@pytest.mark.parametrize("kind", [0, 1], ids=["prompt", "generated"])
+def test_one_window_at_each_place(kind, dtypes):
+    """The first and last places of tiles and loads too."""
+    cases = list(one_window(kind)) * 3  # under launches of their own
+    assert check_cases(cases, dtypes) > 12 * 85
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("op", OPS)
+def test_many_rows(op, kind):
+    """The budget of a block of rows begins where that of the one before has ended."""
+    check_cases(list(many_rows(op)), DTYPES[op][kind])
+
+
+def follow(run, dtypes, draw, *, capacity=0):
+    """One index along a run of batches; returns how many tokens were drafted."""
+    first, drafted = run[0][0], 0
+    rows = len(first.arrays["input_ids"])
+    room = sum(first.arrays[name].shape[1] for name in ("input_ids", "token_ids_all"))
+    sizes = {name: getattr(first, name) for name in ("max_ngram_size", "min_ngram_size")}
+    index = make_ngram_index(rows, room, CPU, **sizes)
+    if capacity:
+        index = NgramIndex(
+            index.slots[..., :capacity].contiguous(), index.inserted, *sizes.values()
+        )
+    workspace = make_ngram_workspace(rows, CPU)
+    for case, fresh in run:
+        _, (tensors,) = pack_batches([case], CPU, *dtypes)
+        texts = NgramTexts(**tensors)
+        for row in fresh:
+            index.clear(int(row))
+        if draw.random() < 0.4:
+            extend_ngram_index(index, texts, workspace=workspace)
+            assert workspace.tolist() == [0] + [-1] * rows
+        threshold = torch.tensor([case.threshold], dtype=torch.int32)
+        options = {"threshold": threshold, "convention": case.convention}
+        drafts, lens = draft_from_index(index, texts, workspace=workspace, **options)
+        assert (drafts.tolist(), lens.tolist()) == expected(case)
+        assert workspace.tolist() == [0] + [-1] * rows
+        drafted += int(lens.sum()) - int((lens > 0).sum())
+    return drafted
+
+
+def runs(seeds, largest, **sizes):
+    """Runs of growing texts, for windows of up to `largest` tokens."""
+    for seed in seeds:
+        run = list(grow_batch(seed, **sizes))
+        if largest == 64:
+            longest = run[0][0].max_ngram_size + seed % 7 + 3
+            run = [(replace(case, max_ngram_size=longest), fresh) for case, fresh in run]
+        if 4 * (largest == 64) < run[0][0].max_ngram_size <= largest:
+            yield run
+
+
+# Windows whose tokens are in registers, and longer ones.
+LARGEST = pytest.mark.parametrize(
+    ("largest", "dtypes"), [*zip((4, 64), DTYPES["ngram_match"], strict=True)], ids=("4", "64")
+)
+
+
+@LARGEST
+def test_indices_of_growing_texts(largest, dtypes):
+    draw = random.Random(largest)
+    assert sum(follow(run, dtypes, draw) for run in runs(range(40), largest)) > 200
+
+
+@LARGEST
+def test_indices_of_texts_that_grow_in_leaps(largest, dtypes):
+    """More windows than threads; of many tokens, so that bits of hashes are equal by chance."""
+    draw, rng, drafted = random.Random(largest), np.random.default_rng(largest), 0
+    sizes = {"num_steps": 60, "max_rows": 3, "max_room": 300}
+    for run in runs(range(30), largest, **sizes):
+        fresh = [set().union(*(rows for _, rows in run[i - 14 : i + 1])) for i in range(14, 60, 15)]
+        names = ("input_ids", "token_ids_all")
+        texts = {name: rng.integers(0, 30, run[0][0].arrays[name].shape) for name in names}
+        cases = [replace(case, arrays=case.arrays | texts) for case, _ in run[14::15]]
+        drafted += follow(list(zip(cases, fresh, strict=True)), dtypes, draw)
+    assert drafted > 50
+
+
+@LARGEST
+def test_indices_that_are_nearly_full(largest, dtypes):
+    """Windows lie far from where their hashes say, and at the end of a table go on at its start."""
+    draw, drafted = random.Random(largest), 0
+    for run in runs(range(100, 160), largest):
+        room = sum(run[0][0].arrays[name].shape[1] for name in ("input_ids", "token_ids_all"))
+        drafted += follow(run, dtypes, draw, capacity=max(16, 1 << room.bit_length()))
+    assert drafted > 100
+
+
+def test_a_table_that_was_not_cleared_drafts_nothing_but_tokens():
+    """It may hold anything; texts lie between columns of poison."""
+    rng = np.random.default_rng(0)
+    for seed in range(40):
+        case = make_batch("ngram_match", seed)
+        _, (tensors,) = pack_batches([case], CPU, *DTYPES["ngram_match"][0])
+        rows = len(case.arrays["input_ids"])
+        sizes = {"max_ngram_size": min(4, case.max_ngram_size), "min_ngram_size": 1}
+        index = make_ngram_index(rows, 100, CPU, **sizes)
+        slots = rng.integers(0, 150 << 8, index.slots.shape) | (rng.random(index.slots.shape) < 0.2)
+        index.slots.copy_(torch.from_numpy(slots))
+        drafts, _ = draft_from_index(index, NgramTexts(**tensors), threshold=10**4)
+        assert set(drafts.flatten().tolist()) <= {POISON, *range(6)}
