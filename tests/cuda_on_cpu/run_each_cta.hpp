@@ -9,6 +9,10 @@ static void enter() {
   give_way();
 }
 
+// Where a thread fails, the others wait for it in vain: a hang, which the caller reports.
+static void wait_for_good() {
+  for (;;) give_way();
+}
 constexpr size_t STACK = 64 << 10;
 static int run_cta(u8* stacks, std::mt19937& random, u32 smem_bytes) {
   std::vector<Thread> threads(THREADS);
@@ -46,6 +50,7 @@ static int run_cta(u8* stacks, std::mt19937& random, u32 smem_bytes) {
 // 1: a hang, 2: shared memory behind what the launch asks for was written.
 static int run_grid(int grid_x, int grid_y, int smem_bytes, int seed) {
   std::mt19937 random(seed);
+  give_up = wait_for_good;
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   u8* stacks = (u8*)mmap(nullptr, THREADS * STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
   int result = 0;
