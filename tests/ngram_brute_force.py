@@ -7,6 +7,7 @@ all. Lengths outside of their room are cut, which the oracles leave to the ops.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -159,17 +160,29 @@ def long_texts(op):
 
 
 def one_window(kind):
-    """At each place of texts that never match but there."""
-    length, query = 90, [1, 2, 3]
-    places = range(length - 2)
-    prompts, generated = [], []
-    for place in places:
-        text = np.arange(100, 100 + length)
-        text[place : place + 3] = query
-        prompts.append([7, 8] if kind else text)
-        generated.append([*(text if kind else []), *query])
-    for longest in (1, 2, 3, 4):
-        yield rows_of(len(places), prompts, generated, threshold=10**5, max_ngram_size=longest)
+    """At each place of texts that never match but there, of four lengths."""
+    query = [1, 2, 3]
+    for length, longest in itertools.product(range(50, 54), (1, 2, 4)):
+        prompts, generated = [], []
+        for place in range(length - 2):
+            text = np.arange(100, 100 + length)
+            text[place : place + 3] = query
+            prompts.append([7, 8] if kind else text)
+            generated.append([*(text if kind else []), *query])
+        yield rows_of(length - 2, prompts, generated, threshold=10**5, max_ngram_size=longest)
+
+
+def every_budget(op):
+    """Few rows, some of them in prefill, under each budget from none to all."""
+    for seed in range(12):
+        case = make_batch(op, seed, max_rows=5, max_room=20)
+        arrays = dict(case.arrays)
+        if op == "ngram_match":
+            rng = np.random.default_rng(seed)
+            arrays["seq_lens_encoder"] = (rng.random(len(arrays["input_ids"])) < 0.4).astype(int)
+        most = int(arrays["seq_lens_this_time"].sum()) + 6 * len(arrays["input_ids"])
+        for threshold in range(-1, most):
+            yield replace(case, arrays=arrays, threshold=threshold)
 
 
 def many_rows(op):

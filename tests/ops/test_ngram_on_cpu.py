@@ -16,6 +16,7 @@ import torch
 from tests.ngram_batches import POISON, grow_batch, make_batch, pack_batches
 from tests.ngram_brute_force import (
     check_cases,
+    every_budget,
     expected,
     long_texts,
     many_drafts,
@@ -84,8 +85,13 @@ def test_many_drafts_of_a_row(op):
 @pytest.mark.parametrize("kind", [0, 1], ids=["prompt", "generated"])
 def test_one_window_at_each_place(kind, dtypes):
     """The first and last places of tiles and loads too."""
-    cases = list(one_window(kind)) * 3  # under launches of their own
-    assert check_cases(cases, dtypes) > 12 * 85
+    cases = list(one_window(kind)) * 2  # under launches of their own
+    assert check_cases(cases, dtypes) > 24 * 45
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_budget(op):
+    assert check_cases(list(every_budget(op)), DTYPES[op][0]) > 100
 
 
 @pytest.mark.parametrize("kind", [0, 1])
