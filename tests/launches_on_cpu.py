@@ -55,7 +55,9 @@ class Processor:
         device = [HERE / f"{name}.hpp" for name in names]
         headers = [cuda / f"{name}.cuh" for name in source.headers if not name.endswith("_ptx")]
         run = [HERE / "run_each_cta.hpp", HERE / "run_launch.cpp"]
-        parts = (*headers, cuda / f"{source.name}.cu", *run)
+        own_source = HERE / f"{source.name}.cu"
+        kernel = own_source if own_source.exists() else cuda / own_source.name
+        parts = (*headers, kernel, *run)
         macros = "".join(
             f"#undef {name}\n#define {name} {value}\n"
             for name, value in (*source.macros, ("KERNEL", source.name))
