@@ -7,6 +7,7 @@ cache is NaN wherever nothing was written.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -44,7 +45,7 @@ class Head:
 
     def forward(self, batch, hidden):
         starts = batch.cu_seqlens_q.tolist()
-        lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+        lengths = [stop - start for start, stop in itertools.pairwise(starts)]
         assert tuple(lengths) == batch.query_lens
         assert (batch.num_tokens, batch.num_reqs) == (len(hidden), len(lengths))
         assert batch.max_query_len == max(lengths)

@@ -100,6 +100,7 @@ def test_drafts_follow_the_last_token(run, is_padded, device):
     arguments = drafts if run is launch else (StepDrafts(*drafts),)
     results = run(*case, sum(widths), 4, *arguments)
     assert [t.tolist() for t in results] == list(expected[:4])
+    assert case[1].tolist() == expected[4]
 
 
 def test_wrong_drafts_are_named(device):

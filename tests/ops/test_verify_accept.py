@@ -142,6 +142,8 @@ def test_matches_oracle(num_reqs, most, vocab, is_ragged, has_probs, run, device
         wanted = oracle.wanted(chance, 0.2, limit)
         is_retry = wanted == 0 and limit and not row.drafts and idle[engine_row] + 1 >= RETRY_STEPS
         assert case.drafts.num_wanted[engine_row] == (1 if is_retry else wanted)
+        rests = 0 if row.drafts or is_retry else idle[engine_row] + 1
+        assert case.drafts.num_idle[engine_row] == rests
     assert torch.equal(case.state.token_ids, texts), "only new tokens are written"
 
 
@@ -352,6 +354,37 @@ def test_a_row_that_is_always_wrong_stops_and_tries_again(run, device):
     assert 0 < first < 20
     assert sum(wrong[first:]) in (1, 2), "one draft in 32 steps"
     assert set(right) == {4}
+
+
+@RUNS
+def test_drafts_are_planned_as_the_oracle_says(run, device):
+    """Chances, limits, thresholds and rests; a chance equal to `theta` is not taken."""
+    size, most, retries = 30, 4, 0
+    case = Case(size, most, 11, device)
+    case.rows = torch.arange(size, dtype=torch.int32, device=device)  # none is scratch
+    case.state.temperature.zero_()
+    for theta in (0.0, 0.25, 0.9):
+        case.theta.fill_(theta)
+        case.used.copy_(torch.arange(size) % (most + 1) * (torch.rand(size) < 0.6))
+        chances = torch.rand(size + 2).round(decimals=1)
+        chances[::4] = 0.25
+        case.drafts.acceptance.copy_(chances)
+        idle = RETRY_STEPS - 2 + torch.arange(size + 2) % 4
+        case.drafts.num_idle.copy_(idle)
+        case.drafts.draft_limit.copy_(torch.randint(0, most + 1, (size + 2,)))
+        case.state.num_tokens.fill_(1)
+        result = case(run)
+        for row in range(size):
+            count, limit = int(case.used[row]), int(case.drafts.draft_limit[row])
+            chance = oracle.learned(float(chances[row]), count, int(result.num_new[row]) - 1)
+            wanted = oracle.wanted(chance, theta, limit)
+            rests = 0 if count else int(idle[row]) + 1
+            if wanted == 0 and limit and rests >= RETRY_STEPS:
+                wanted, rests, retries = 1, 0, retries + 1
+            assert float(case.drafts.acceptance[row]) == pytest.approx(chance, abs=1e-6)
+            assert int(case.drafts.num_wanted[row]) == wanted
+            assert int(case.drafts.num_idle[row]) == rests
+    assert retries > 5
 
 
 def test_wrong_shapes_are_named(device):

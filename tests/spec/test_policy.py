@@ -1,11 +1,14 @@
 """When a step verifies: if what it may win is worth what it costs, and now and then to see."""
 
+import random
+
 import pytest
 
 from tiercel.errors import ArgumentError
 from tiercel.ops.verify_accept import RETRY_STEPS
 from tiercel.reference import verify_accept as oracle
 from tiercel.spec.config import MAX_DRAFTS, num_head_drafts, resolve_spec
+from tiercel.spec.counts import DraftCounts
 from tiercel.spec.policy import TRIAL_SHARE, DraftPolicy, learned
 
 COSTS = [(1, 0.1), (4, 0.2), (16, 0.5)]
@@ -54,6 +57,52 @@ def test_new_rows_are_tried_at_once_after_steps_that_paid():
         True,
         *[False] * (RETRY_STEPS - 1),
     ]
+
+
+def test_every_decision_is_that_of_the_rule():
+    """What is won beyond a token a row, against its cost; a trial rests as long as it costs."""
+    draw, seen = random.Random(0), {True: 0, False: 0}
+    for _ in range(60):
+        costs = [(size, draw.choice((0.0, 0.1, 0.3, 1.0, 5.0))) for size in (1, 3, 8)]
+        costs = costs[: draw.randrange(4)]
+        policy, rest = DraftPolicy(costs), 0
+        for _ in range(150):
+            num_rows = draw.randrange(1, 11)
+            count = draw.randrange(num_rows + 1)
+            chances = (0.0, 0.01, 0.3, 0.5, 0.9)
+            drafts = [(draw.randrange(1, 5), draw.choice(chances)) for _ in range(count)]
+            rest += 1
+            gain = sum(chance**j for most, chance in drafts for j in range(1, most + 1))
+            large = [cost for size, cost in costs if size >= num_rows]
+            if not drafts or (costs and not large):
+                expected = False
+            else:
+                cost = large[0] if costs else 0.0
+                expected = gain > cost * num_rows
+                if not expected and rest >= max(RETRY_STEPS, cost / TRIAL_SHARE):
+                    expected, rest = True, 0
+            assert policy.pays(drafts, num_rows) is expected
+            seen[expected] += 1
+    assert min(seen.values()) > 500
+
+
+def test_counts_are_sums_over_steps():
+    draw = random.Random(1)
+    for _ in range(30):
+        counts, steps = DraftCounts(), []
+        for _ in range(draw.randrange(20)):
+            num_drafts = draw.choice((0, 0, 1, 2, 5))
+            steps.append((num_drafts, draw.randrange(num_drafts + 1), draw.randrange(3)))
+            counts.add(*steps[-1])
+        verified = [step for step in steps if step[0]]
+        assert counts.num_steps == len(steps)
+        assert counts.num_drafts == len(verified)
+        assert counts.num_draft_tokens == sum(step[0] for step in steps)
+        assert counts.num_accepted_tokens == sum(step[1] for step in steps)
+        assert counts.num_trimmed_tokens == sum(step[2] for step in steps)
+        most = max((step[0] for step in steps), default=0)
+        right = [sum(step[1] > place for step in steps) for place in range(most)]
+        assert counts.accepted_per_pos == right
 
 
 @pytest.mark.parametrize(("num_drafts", "num_right"), [(1, 0), (1, 1), (5, 2), (5, 5), (3, 0)])
