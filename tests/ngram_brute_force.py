@@ -7,7 +7,6 @@ all. Lengths outside of their room are cut, which the oracles leave to the ops.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -160,16 +159,18 @@ def long_texts(op):
 
 
 def one_window(kind):
-    """At each place of texts that never match but there, of four lengths."""
+    """At each place of texts that never match but there, of many lengths."""
     query = [1, 2, 3]
-    for length, longest in itertools.product(range(50, 54), (1, 2, 4)):
+    for length in range(50, 71):
         prompts, generated = [], []
         for place in range(length - 2):
             text = np.arange(100, 100 + length)
             text[place : place + 3] = query
             prompts.append([7, 8] if kind else text)
             generated.append([*(text if kind else []), *query])
-        yield rows_of(length - 2, prompts, generated, threshold=10**5, max_ngram_size=longest)
+        yield rows_of(
+            length - 2, prompts, generated, threshold=10**5, max_ngram_size=1 + length % 4
+        )
 
 
 def every_budget(op):
