@@ -19,7 +19,24 @@ from tiercel.kernels import rtc
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 # What stands for headers of the kernels, beside what stands for those of attention.
-STAND_INS = {"ngram_ptx": "ngram_device"}
+STAND_INS = {"ngram_ptx": "ngram_device", "hopper": "hopper_device"}
+
+
+def aligned(argument: Any) -> tuple[ctypes.Array[ctypes.c_char], int]:
+    """A copy at a multiple of 64 bytes, where it is."""
+    size = ctypes.sizeof(argument)
+    buffer = ctypes.create_string_buffer(size + 64)
+    place = (ctypes.addressof(buffer) + 63) & ~63
+    ctypes.memmove(place, ctypes.addressof(argument), size)
+    return buffer, place
+
+
+def encode_tensor_map(
+    address: int, kind: int, dims: Sequence[int], steps: Sequence[int], box: Sequence[int]
+) -> rtc.TensorMap:
+    """In place of the driver's: what cuda_on_cpu/hopper_device.hpp reads."""
+    words = (ctypes.c_uint64 * 16)(address, *dims, *steps, *box)
+    return rtc.TensorMap.from_buffer_copy(words)
 
 
 @dataclass
@@ -53,7 +70,11 @@ class Processor:
         own = [STAND_INS[name] for name in source.headers if name in STAND_INS]
         names = ("device", "q4k_device", "attention_device", *own)
         device = [HERE / f"{name}.hpp" for name in names]
-        headers = [cuda / f"{name}.cuh" for name in source.headers if not name.endswith("_ptx")]
+        headers = [
+            cuda / f"{name}.cuh"
+            for name in source.headers
+            if not name.endswith("_ptx") and name not in STAND_INS
+        ]
         run = [HERE / "run_each_cta.hpp", HERE / "run_launch.cpp"]
         own_source = HERE / f"{source.name}.cu"
         kernel = own_source if own_source.exists() else cuda / own_source.name
@@ -89,6 +110,7 @@ class Processor:
             size = ctypes.c_size_t(tensor.numel() * tensor.element_size())
             library.add_late(ctypes.c_void_p(tensor.data_ptr()), size)
         self.late.clear()
-        places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        held = [aligned(argument) for argument in arguments]
+        places = (ctypes.c_void_p * len(arguments))(*(place for _, place in held))
         failure = library.run(places, grid, grid_y, smem_bytes, self.seed)
         assert failure == 0, {1: "a hang", 2: "more shared memory than asked for"}[failure]

@@ -200,6 +200,18 @@ DEV void send(u32 to, u32 bar, std::vector<u8> data) {
   std::memset(here().smem + to, 0xEE, data.size());
   here().copies.push_back({to, bar, std::move(data)});
 }
+// Some copies arrive, in any order.
+static void deliver(Cta& cta, std::mt19937& random) {
+  for (int n = random() % 3; n > 0 && !cta.copies.empty(); --n) {
+    std::swap(cta.copies[random() % cta.copies.size()], cta.copies.back());
+    const Copy& copy = cta.copies.back();
+    std::memcpy(cta.smem + copy.to, copy.data.data(), copy.data.size());
+    MBarrier& b = cta.mbarriers[copy.bar];
+    b.bytes -= (long)copy.data.size();
+    advance(b);
+    cta.copies.pop_back(), ++events;
+  }
+}
 DEV void bulk_load(u32 to, const void* from, u32 bytes, u32 bar) {
   if (to % 16 || (u64)from % 16 || bytes % 16) fail("alignment of a bulk copy");
   send(to, bar, std::vector<u8>((const u8*)from, (const u8*)from + bytes));

@@ -37,18 +37,6 @@ struct Step {
     for (Thread* thread : warp.threads)
       if (!thread->is_done) current = thread, switch_stack(&scheduler, thread->stack);
   }
-  // Some copies arrive, in any order.
-  void deliver(Cta& cta) {
-    for (int n = random() % 3; n > 0 && !cta.copies.empty(); --n) {
-      std::swap(cta.copies[random() % cta.copies.size()], cta.copies.back());
-      const Copy& copy = cta.copies.back();
-      std::memcpy(cta.smem + copy.to, copy.data.data(), copy.data.size());
-      MBarrier& b = cta.mbarriers[copy.bar];
-      b.bytes -= (long)copy.data.size();
-      advance(b);
-      cta.copies.pop_back(), ++events;
-    }
-  }
   // Warps that live among some CTAs.
   int run(int first, int last) {
     const int per_cta = THREADS / WARP;
@@ -66,7 +54,7 @@ struct Step {
         if (warps[i].live && random() % slowness[i] == 0) resume(warps[i]);
       }
       if (live == 0) return 0;
-      for (int i = first; i < last; ++i) deliver(ctas[i]);
+      for (int i = first; i < last; ++i) deliver(ctas[i], random);
       idle = events == seen ? idle + 1 : 0, seen = events;
       if (idle && idle % 500 == 0) ++clock_turns;  // nothing moves: time passes
     }

@@ -30,6 +30,7 @@ static int run_cta(u8* stacks, std::mt19937& random, u32 smem_bytes) {
   }
   u64 seen = events;
   for (int idle = 0; idle < 1000;) {
+    deliver(ctas[0], random);
     int live = 0;
     for (Warp& warp : warps) {
       live += warp.live;

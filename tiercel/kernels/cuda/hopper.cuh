@@ -1,10 +1,12 @@
 // PTX forms of Hopper (sm_90a) that kernels share: wgmma, mbarrier, TMA, named barriers, arithmetic.
-// No #include: NVRTC brings no headers. Macro: IS_BF16 (0: fp16), the type of matrix operands.
+// No #include: NVRTC brings no headers. Macro: IS_BF16 (0: fp16), the type of matrix operands. Where
+// there is no GPU, tests/cuda_on_cpu/hopper_device.hpp stands for it.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
 struct __align__(64) TMap { unsigned char b[128]; };
+#define DYNAMIC_SHARED(name) extern __shared__ unsigned char name[]
 
 // ---- wgmma: m64nNk16, A and B from shared memory (scores); m64n128k16, A from registers and B
 // transposed (product with V). Accumulators are the first N / 2 operands.
@@ -71,6 +73,9 @@ __device__ __forceinline__ u32 smem_u32(const void* p) { return (u32)__cvta_gene
 __device__ __forceinline__ void mbar_init(u32 b, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(count));
 }
+__device__ __forceinline__ void fence_mbar_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void mbar_expect(u32 b, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(bytes)
                : "memory");
@@ -99,6 +104,13 @@ __device__ __forceinline__ void tma3(u32 dst, const TMap* m, u32 bar, int x, int
       "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(dst),
       "l"(m), "r"(bar), "r"(x), "r"(y), "r"(z)
       : "memory");
+}
+// A warpgroup gives registers back, or takes more, up to N a thread.
+template <int N> __device__ __forceinline__ void lower_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void raise_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 // Bounds of loops around wgmma go through this: without it ptxas serialises the products (C7520).
 __device__ __forceinline__ int uni(int x) { return __shfl_sync(~0u, x, 0); }

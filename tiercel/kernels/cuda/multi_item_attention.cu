@@ -321,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
     int* __restrict__ counter,              // (4,): next work and CTAs done, zeros before and after;
                                             // number of tiles, heads_first: see locate
     int kv_heads, int table_stride, float sl2, float thr) {
-  extern __shared__ unsigned char raw[];
+  DYNAMIC_SHARED(raw);
   __shared__ __align__(8) u64 bars[2 * STAGES + 2 * QBUF];
   __shared__ int2 work[QBUF]; // tile (-1: no more) and KV head
   const u32 smem = (smem_u32(raw) + 1023) & ~1023u;
@@ -337,12 +337,12 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
       mbar_init(qfull + 8 * i, 1);
       mbar_init(qempty + 8 * i, 4 * NWG);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_mbar_init();
   }
   __syncthreads();
   const int grp = uni(threadIdx.x >> 7);
   if (grp == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    lower_registers<40>();
     if (threadIdx.x != 0) return;
     State st{0, 0};
     int qs = 0;
@@ -403,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
     if (has_pend) issue(pend, &v_map, &v_new_map, ring, st);
     if (atomicAdd(counter + 1, 1) == (int)gridDim.x - 1) { counter[0] = 0; counter[1] = 0; }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    raise_registers<232>();
     const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, q4 = lane & 3;
     const Consts k{ring, grp - 1, sl2, thr, out, sums};
     State st{0, 0};
