@@ -104,6 +104,7 @@ class Processor:
         is_dependent: bool = False,
     ) -> None:
         """As of rtc, at once."""
+        assert grid > 0 < grid_y, "a launch of nothing, which the driver refuses"
         library, smem_bytes = kernel
         for tensor in self.late:
             assert tensor.is_contiguous()

@@ -163,7 +163,7 @@ def one_window(kind):
     query = [1, 2, 3]
     for length in range(50, 71):
         prompts, generated = [], []
-        for place in range(length - 2):
+        for place in np.random.default_rng(length).permutation(length - 2):
             text = np.arange(100, 100 + length)
             text[place : place + 3] = query
             prompts.append([7, 8] if kind else text)

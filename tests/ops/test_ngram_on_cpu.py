@@ -5,6 +5,7 @@ divides the budget; tiles are so small that short texts have several, and blocks
 that a scan over rows carries over.
 """
 
+import math
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,13 +26,9 @@ from tests.ngram_brute_force import (
     random_cases,
 )
 from tiercel.kernels import hybrid_mtp_ngram, ngram_index, ngram_match, rtc
+from tiercel.kernels.ngram_index import EMPTY_SLOT
 from tiercel.kernels.ngram_launch import NgramConfig
-from tiercel.ops.ngram_index import (
-    NgramIndex,
-    NgramTexts,
-    extend_ngram_index,
-    make_ngram_index,
-)
+from tiercel.ops.ngram_index import NgramTexts, extend_ngram_index, make_ngram_index
 from tiercel.ops.ngram_index import ngram_index as draft_from_index
 from tiercel.ops.ngram_match import make_ngram_workspace
 
@@ -60,7 +57,7 @@ def _on_cpu(on_processor, monkeypatch):
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
-        lambda device: SimpleNamespace(multi_processor_count=draw.randrange(1, 6)),
+        lambda device: SimpleNamespace(multi_processor_count=draw.choice((1, 2, 5, 17))),
     )
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
 
@@ -108,10 +105,9 @@ def follow(run, dtypes, draw, *, capacity=0):
     room = sum(first.arrays[name].shape[1] for name in ("input_ids", "token_ids_all"))
     sizes = {name: getattr(first, name) for name in ("max_ngram_size", "min_ngram_size")}
     index = make_ngram_index(rows, room, CPU, **sizes)
-    if capacity:
-        index = NgramIndex(
-            index.slots[..., :capacity].contiguous(), index.inserted, *sizes.values()
-        )
+    shape = (*index.slots.shape[:2], capacity or index.slots.shape[2])
+    guarded = torch.full((math.prod(shape) + 64,), EMPTY_SLOT, dtype=torch.int32)
+    index = replace(index, slots=guarded[:-64].view(shape))
     workspace = make_ngram_workspace(rows, CPU)
     for case, fresh in run:
         _, (tensors,) = pack_batches([case], CPU, *dtypes)
@@ -129,8 +125,28 @@ def follow(run, dtypes, draw, *, capacity=0):
         drafts, lens = draft_from_index(index, texts, workspace=workspace, **options)
         assert (drafts.tolist(), lens.tolist()) == expected(case)
         assert workspace.tolist() == [0] + [-1] * rows
+        check_tables(index, case)
+        assert bool((guarded[-64:] == EMPTY_SLOT).all())
         drafted += int(lens.sum()) - int((lens > 0).sum())
     return drafted
+
+
+def check_tables(index, case):
+    """The table of a row and a size has the first place of each window, once."""
+    is_active = (case.arrays["seq_lens_encoder"] > 0) | (case.arrays["seq_lens_decoder"] > 0)
+    for row in np.flatnonzero(is_active):
+        start = int(case.arrays["prompt_lens"][row, 0])
+        prompt = case.arrays["input_ids"][row, : int(case.arrays["input_ids_len"][row, 0])].tolist()
+        step = int(case.arrays["step_idx"][row, 0])
+        answer = case.arrays["token_ids_all"][row, start : start + step].tolist()
+        for size in range(index.min_ngram_size, index.max_ngram_size + 1):
+            first = {}
+            for text, base in ((prompt, 0), (answer, len(prompt))):
+                for follower in range(size, len(text)):
+                    first.setdefault(tuple(text[follower - size : follower]), base + follower)
+            slots = index.slots[row, size - index.min_ngram_size]
+            places = slots[slots != EMPTY_SLOT] >> 8  # of a slot's bits, 8 are of a hash
+            assert sorted(places.tolist()) == sorted(first.values())
 
 
 def runs(seeds, largest, **sizes):

@@ -88,6 +88,20 @@ def test_equal_logits_give_the_lowest_id(run, device):
 
 
 @RUNS
+@pytest.mark.parametrize("vocab_size", [2048, 4096, 4098])
+def test_every_token_may_be_the_best(vocab_size, run, device):
+    """The first and the last ones of all parts of a row."""
+    places = [p for end in range(0, vocab_size + 1, 2048) for p in range(end - 2, end + 2)]
+    places = [place for place in [*places, vocab_size - 1] if 0 <= place < vocab_size]
+    state = make_state(len(places) + 1, device)
+    logits = torch.randn(len(places), vocab_size, device=device)
+    logits[range(len(places)), places] = 60.0
+    clean = torch.zeros(vocab_size, dtype=torch.uint8, device=device)
+    rows = torch.arange(len(places), device=device).int()
+    assert run(logits, rows, state, clean)[0].tolist() == places
+
+
+@RUNS
 @pytest.mark.parametrize("kind", ["undone noise", "beyond noise", "far apart"])
 def test_a_draw_is_decided_in_float64(kind, run, device):
     """Scores that are equal in float32, logits that leave no room for noise, and large ones."""
