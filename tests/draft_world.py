@@ -27,13 +27,14 @@ class Head:
 
     def __init__(self, num_blocks):
         self.embedding, self.out = torch.randn(VOCAB, DIM).double(), torch.randn(DIM, VOCAB)
-        self.inner = torch.randn(DIM, DIM).double()
+        self.inner, self.phase = torch.randn(DIM, DIM).double(), torch.randn(DIM).double()
         self.cache = torch.full((num_blocks * BLOCK, DIM), torch.nan, dtype=torch.float64)
         self.written = []  # of each call: (row, position, slot)
 
     def entry(self, token, hidden, position):
         """What the cache holds for a place: of its hidden state and the next token."""
-        return torch.tanh(self.embedding[token] + hidden @ self.inner + 0.3 * position)
+        turn = torch.sin(self.phase * position)
+        return torch.tanh(0.5 * (self.embedding[token] + hidden @ self.inner + turn))
 
     def state(self, entries):
         """Of the last place of some."""
@@ -95,7 +96,7 @@ class World:
         limits[1::4] = 0
         self.texts = DraftTexts(
             SampleRows(
-                torch.full((size, room), 4, **ints),
+                torch.randint(0, 4, (size, room), **ints),  # of rows before
                 torch.zeros(size, **ints),
                 temperature,
                 torch.tensor([mix_key(row, 5) for row in range(size)]),

@@ -95,7 +95,7 @@ def check_step(world, proposer, count, wanted_of, *, is_padded):
 def test_drafts_are_those_of_the_head_step_by_step(count):
     """Prompts in chunks, drafts accepted or not, rows that do not draft, and ends of answers."""
     made = 0
-    for seed in range(6):
+    for seed in range(4):
         torch.manual_seed(seed)
         world = World(5, count)
         proposer = make_proposer(world, count)
@@ -107,14 +107,14 @@ def test_drafts_are_those_of_the_head_step_by_step(count):
                 lambda world, row: wanted_of_head(world, row, count),
                 is_padded=step % 3 == 2,
             )
-    assert made > 100
+    assert made > 60
 
 
 @pytest.mark.parametrize("config", [SpecConfig("hybrid", 5), SpecConfig("hybrid", 3, 1, 2)])
 def test_what_followed_the_head_s_draft_comes_behind_it(config):
     """Texts of four tokens, so that most ends have stood before."""
     made = 0
-    for seed in range(10):
+    for seed in range(6):
         torch.manual_seed(seed)
         world = World(5, config.max_drafts)
         proposer = HybridProposer(world.texts, make_proposer(world, 1), config)
@@ -126,4 +126,4 @@ def test_what_followed_the_head_s_draft_comes_behind_it(config):
                 lambda world, row: wanted_of_both(world, row, config),
                 is_padded=step % 3 == 2,
             )
-    assert made > 100
+    assert made > 60
