@@ -142,7 +142,7 @@ class World:
         is_padded: all requests have as many places, and some are scratch.
         """
         width = 1 + self.count
-        requests, drawn = [], []
+        requests, got = [], []
         for row in torch.randperm(self.num_rows).tolist():
             if self.has_ended(row) or torch.rand(()) < 0.2:
                 continue
@@ -151,11 +151,11 @@ class World:
                 continue
             requests.append(self._advance(row, width if is_padded else 0))
             if self.computed[row] >= self.prompts[row]:
-                drawn.append(len(requests) - 1)
+                got.append(len(requests) - 1)
         if is_padded or not requests:
             requests += [self._scratch(width)] * 2
-            drawn += range(len(requests) - 2, len(requests))
-        return self._states(requests, drawn, width if is_padded else None)
+            got += range(len(requests) - 2, len(requests))
+        return self._states(requests, got, width if is_padded else None)
 
     def _scratch(self, width):
         return self.num_rows, 0, width, [], [-1] * width
@@ -194,7 +194,7 @@ class World:
         table = self.tables[0, row].tolist()
         return [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(first, first + count)]
 
-    def _states(self, requests, drawn, width):
+    def _states(self, requests, got, width):
         lengths = tuple(count for _, _, count, _, _ in requests)
         hidden = torch.full((sum(lengths), DIM), torch.nan, dtype=torch.float64)
         starts = torch.tensor([0, *lengths]).cumsum(0)
@@ -221,8 +221,8 @@ class World:
             max_query_len=max(lengths),
             max_seq_len=max(contexts),
         )
-        of = None if len(drawn) == len(requests) else tuple(drawn)
-        return StepStates(batch, hidden, width, of), rows[drawn]
+        of = None if len(got) == len(requests) else tuple(got)
+        return StepStates(batch, hidden, width, of), rows[got]
 
     def known(self, states):
         """(row, position, slot) of a step's places whose next token is known."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from tiercel.kernels import rtc
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
-# What stands for headers of the kernels, beside what stands for those of attention.
+# Files that replace headers of kernels, beside those that replace attention's.
 STAND_INS = {"ngram_ptx": "ngram_device", "hopper": "hopper_device"}
 
 
@@ -83,7 +83,7 @@ class Processor:
             f"#undef {name}\n#define {name} {value}\n"
             for name, value in (*source.macros, ("KERNEL", source.name))
         )
-        # Once more after the files that stand for the device, which use some of these names.
+        # Once more after the files that replace the device, which use some of these names.
         text = macros + "".join(part.read_text() for part in device) + macros
         base = self.folder / f"{source.name}_{len(self.libraries)}"
         path, library = base.with_suffix(".cpp"), base.with_suffix(".so")

@@ -107,7 +107,7 @@ class Case:
         whole = []
 
         def poisoned(count, *shape, dtype=torch.float32):
-            """With rows behind it that must stay as they are."""
+            """With rows after it that must stay as they are."""
             shape = (count + 64, *shape)
             whole.append(torch.full(shape, float("nan"), dtype=dtype, device=self.q.device))
             return whole[-1][:count]

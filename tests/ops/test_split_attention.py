@@ -25,10 +25,10 @@ def run_kernel(q, k_cache, v_cache, batch, *, window=0, max_seq_len=None, **opti
         head_dim, batch.max_query_len * heads // k_cache.shape[2]
     )
     nan = {"fill_value": float("nan"), "device": q.device}
-    behind = tokens + 32  # a tile of rows may end so far behind the last token
-    out = torch.full((behind, heads * head_dim), dtype=q.dtype, **nan)
-    partials = torch.full((behind * heads, splits, head_dim), **nan)
-    stats = torch.full((behind * heads, splits, 2), **nan)
+    room = tokens + 32  # a tile of rows may end so far after the last token
+    out = torch.full((room, heads * head_dim), dtype=q.dtype, **nan)
+    partials = torch.full((room * heads, splits, head_dim), **nan)
+    stats = torch.full((room * heads, splits, 2), **nan)
     kernel.launch_split_attention(
         q,
         k_cache,

@@ -1,4 +1,4 @@
-"""Drafts of a head, and those of the text behind them: of rows in all states, step after step."""
+"""Drafts of a head, and those of the text after them: of rows in all states, step after step."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def wanted_of_head(world, row, count):
 
 
 def wanted_of_both(world, row, config):
-    """The head's first draft, and what followed the text's end with it where it first stood."""
+    """The head's first draft, and what followed the text's end with it where it first came up."""
     drafts = wanted_of_head(world, row, 1)
     prompt = world.texts.sampling.token_ids[row, : world.prompts[row]].tolist()
     answer = world.texts.sampling.token_ids[row, world.prompts[row] : world.length(row)].tolist()
@@ -111,8 +111,8 @@ def test_drafts_are_those_of_the_head_step_by_step(count):
 
 
 @pytest.mark.parametrize("config", [SpecConfig("hybrid", 5), SpecConfig("hybrid", 3, 1, 2)])
-def test_what_followed_the_head_s_draft_comes_behind_it(config):
-    """Texts of four tokens, so that most ends have stood before."""
+def test_what_followed_the_head_s_draft_comes_after_it(config):
+    """Texts of four tokens, so that most ends have come up before."""
     made = 0
     for seed in range(6):
         torch.manual_seed(seed)

@@ -1,5 +1,5 @@
 // What the n-gram kernels take from PTX: loads, and the wait for the kernel before. No #include:
-// NVRTC brings no headers. tests/cuda_on_cpu/ngram_device.hpp stands for it where there is no GPU.
+// NVRTC brings no headers. tests/cuda_on_cpu/ngram_device.hpp replaces it where there is no GPU.
 typedef unsigned long long u64;
 
 __device__ __forceinline__ u64 read_key(const u64* key) { // past L1: other CTAs lower it
