@@ -20,6 +20,27 @@ from tiercel.kernels import rtc
 HERE = Path(__file__).parent / "cuda_on_cpu"
 
 
+def compile_library(text: str, folder: Path, name: str, *flags: str) -> ctypes.CDLL:
+    """Compile a kernel's source with what stands for a GPU; skip where that cannot be."""
+    compiler = shutil.which("g++")
+    if compiler is None or "f16c" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("needs g++ and an x86 processor with F16C")
+    path, library = folder / f"{name}.cpp", folder / f"{name}.so"
+    path.write_text(text)
+    options = ["-std=c++17", "-mf16c", "-mfma", "-ffp-contract=off", "-fno-strict-aliasing"]
+    options += ["-fno-stack-protector", "-fno-exceptions", "-w"]
+    command = [compiler, *options, *flags, "-shared", "-fPIC", "-o", library, path]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library))
+
+
+def describe_failure(library: ctypes.CDLL, failure: int) -> str:
+    """What a run of a library ended with, in words."""
+    library.failure_of_run.restype = ctypes.c_char_p
+    words = {1: "a hang", 2: "more shared memory than the launch asks for"}
+    return words.get(failure) or library.failure_of_run().decode()
+
+
 @dataclass
 class Processor:
     """Takes the place of `load_kernel` and `launch` of `rtc`.
@@ -44,9 +65,6 @@ class Processor:
         return self.libraries[source], smem_bytes
 
     def _build(self, source: rtc.KernelSource) -> ctypes.CDLL:
-        compiler = shutil.which("g++")
-        if compiler is None or "f16c" not in Path("/proc/cpuinfo").read_text():
-            pytest.skip("needs g++ and an x86 processor with F16C")
         cuda = files("tiercel.kernels") / "cuda"
         device = [HERE / f"{name}.hpp" for name in ("device", "q4k_device", "attention_device")]
         headers = [cuda / f"{name}.cuh" for name in source.headers if not name.endswith("_ptx")]
@@ -54,13 +72,9 @@ class Processor:
         parts = (*device, *headers, cuda / f"{source.name}.cu", *run)
         macros = (*source.macros, ("KERNEL", source.name))
         text = "".join(f"#define {name} {value}\n" for name, value in macros)
-        base = self.folder / f"{source.name}_{len(self.libraries)}"
-        path, library = base.with_suffix(".cpp"), base.with_suffix(".so")
-        path.write_text(text + "".join(part.read_text() for part in parts))
-        flags = ["-O1", "-std=c++17", "-mf16c", "-mfma", "-ffp-contract=off"]
-        flags += ["-fno-strict-aliasing", "-fno-stack-protector", "-fno-exceptions", "-w"]
-        subprocess.run([compiler, *flags, "-shared", "-fPIC", "-o", library, path], check=True)
-        return ctypes.CDLL(str(library))
+        text += "".join(part.read_text() for part in parts)
+        name = f"{source.name}_{len(self.libraries)}"
+        return compile_library(text, self.folder, name, "-O1")
 
     def launch(
         self,
@@ -81,4 +95,4 @@ class Processor:
         self.late.clear()
         places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         failure = library.run(places, grid, grid_y, smem_bytes, self.seed)
-        assert failure == 0, {1: "a hang", 2: "more shared memory than asked for"}[failure]
+        assert failure == 0, describe_failure(library, failure)

@@ -18,16 +18,14 @@ DEV void bar_expect(u32 bar, u32 bytes) { mbar_expect(bar, bytes); }
 DEV void bar_arrive_here(u32 bar) { mbar_arrive(bar); }
 DEV bool bar_has_passed(u32 bar, u32 parity) {
   give_way();
-  return mbarrier(bar).phase != parity;
+  return has_passed(bar, parity);
 }
 DEV void bar_wait(u32 bar, u32 parity) { slot_wait(bar, parity); }
 DEV u32 address_in(u32 a, u32 rank) { return a | (rank + 1) << 24; }
 DEV void send_there(u32 a, const float (&v)[4], u32 bar) {
   const InCta there(a);
-  std::memcpy(shared(a & PLACE, 16), v, 16);
-  MBarrier& b = mbarrier(bar & PLACE);
-  b.bytes -= 16;
-  advance(b);
+  shared(a & PLACE, 16);
+  send(a & PLACE, bar & PLACE, std::vector<u8>((const u8*)v, (const u8*)v + 16));
 }
 DEV void bar_arrive_there(u32 a) {
   const InCta there(a);

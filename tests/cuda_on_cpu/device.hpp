@@ -4,10 +4,13 @@
 // accesses between CTAs, and speed, are not.
 //
 // A warp's collective waits for all its lanes. Copies to shared memory arrive late and in any
-// order; until then their place holds 0xEE. Wrong alignment, addresses and arrivals end the process.
+// order; until then their place holds 0xEE. Wrong alignment, addresses and arrivals end the run with
+// a message, and so does an access outside memory.
 #include <sys/mman.h>
 #include <algorithm>
 #include <cmath>
+#include <csetjmp>
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -41,9 +44,9 @@ constexpr int WARP = 32;
 struct Index { int x; };
 struct Warp;
 struct Thread { void* stack; int tid, cta; Warp* warp; bool is_done; };
-struct Warp { Thread* threads[WARP]; int arrived; u32 turn; int live; u8 values[2][WARP][32]; };
+struct Warp { Thread* threads[WARP]; int arrived; u32 turn; int live; alignas(64) u8 values[2][WARP][64]; };
 struct NamedBarrier { int arrived = 0; u32 turn = 0; };
-struct MBarrier { int count = 0, pending = 0; long bytes = 0; u32 phase = 0; };
+struct MBarrier { int count = 0, pending = 0; long bytes = 0; u32 phase = 0; bool was_seen = true; };
 struct Copy { u32 to, bar; std::vector<u8> data; };
 struct Cta {
   u8* smem;
@@ -57,10 +60,9 @@ static std::vector<Cta> ctas;
 static u64 events;      // whatever may let a waiting thread go on
 static u32 clock_turns;
 
-[[noreturn]] static void fail(const char* what) {
-  std::fprintf(stderr, "thread %d of CTA %d: %s\n", current->tid, current->cta, what);
-  std::abort();
-}
+static char failure[128];  // what ended the run
+
+extern "C" const char* failure_of_run() { return failure; }
 extern "C" void switch_stack(void** from, void* to);
 asm(R"(
 switch_stack:
@@ -71,6 +73,36 @@ switch_stack:
   ret
 )");
 DEV void give_way() { switch_stack(&current->stack, scheduler); }
+// A thread does not go on; the scheduler (no current thread) does, and looks at `failure`.
+static void fail(const char* what) {
+  if (!failure[0])
+    std::snprintf(failure, sizeof failure, "thread %d of CTA %d: %s", current ? current->tid : -1,
+                  current ? current->cta : -1, what);
+  while (current) give_way();
+}
+enum { DONE, HANG, BEYOND_SHARED_MEMORY, FAILED };  // how a run ends
+static sigjmp_buf before_run;
+static void on_fault(int) { siglongjmp(before_run, 1); }
+// Runs; an address outside memory ends the run, not the process.
+template <class Run> static int guard(Run run) {
+  static u8 stack_of_handler[64 << 10];
+  stack_t stack = {}, old_stack;
+  stack.ss_sp = stack_of_handler, stack.ss_size = sizeof stack_of_handler;
+  sigaltstack(&stack, &old_stack);
+  struct sigaction action = {}, old_fault, old_bus;
+  action.sa_handler = on_fault, action.sa_flags = SA_ONSTACK;
+  sigaction(SIGSEGV, &action, &old_fault), sigaction(SIGBUS, &action, &old_bus);
+  failure[0] = 0;
+  int result = FAILED;
+  if (sigsetjmp(before_run, 1))
+    std::snprintf(failure, sizeof failure, "thread %d of CTA %d: an address outside memory",
+                  current ? current->tid : -1, current ? current->cta : -1);
+  else
+    result = run();
+  sigaction(SIGSEGV, &old_fault, nullptr), sigaction(SIGBUS, &old_bus, nullptr);
+  sigaltstack(&old_stack, nullptr);
+  return failure[0] ? (int)FAILED : result;
+}
 DEV Cta& here() { return ctas[current->cta]; }
 DEV int lane_id() { return current->tid % WARP; }
 
@@ -79,12 +111,12 @@ template <class T> struct Lanes {
   const u8* values;
   T operator[](int lane) const {
     T v;
-    std::memcpy(&v, values + 32 * lane, sizeof v);
+    std::memcpy(&v, values + 64 * lane, sizeof v);
     return v;
   }
 };
 template <class T> DEV Lanes<T> collect(const T& v) {
-  static_assert(sizeof(T) <= 32, "of a lane");
+  static_assert(sizeof(T) <= 64, "of a lane");
   Warp& w = *current->warp;
   const u32 turn = w.turn;
   std::memcpy(w.values[turn & 1][lane_id()], &v, sizeof v);
@@ -140,7 +172,10 @@ DEV MBarrier& mbarrier(u32 at) {
 }
 DEV void advance(MBarrier& b) {
   if (b.pending < 0) fail("too many arrivals");
-  if (b.pending == 0 && b.bytes == 0) b.phase ^= 1, b.pending = b.count, ++events;
+  if (b.pending || b.bytes) return;
+  // Waits tell a phase from its neighbours alone.
+  if (!b.was_seen) fail("a phase of an mbarrier ends before the one before it was waited for");
+  b.phase ^= 1, b.pending = b.count, b.was_seen = false, ++events;
 }
 DEV void mbar_init(u32 at, u32 count) {
   if (at % 8) fail("alignment of an mbarrier");
@@ -156,7 +191,11 @@ DEV void mbar_arrive(u32 at) {
   --mbarrier(at).pending;
   advance(mbarrier(at));
 }
-DEV void slot_wait(u32 at, u32 parity) { while (mbarrier(at).phase == parity) give_way(); }
+DEV bool has_passed(u32 at, u32 parity) {
+  MBarrier& b = mbarrier(at);
+  return b.phase != parity && (b.was_seen = true);
+}
+DEV void slot_wait(u32 at, u32 parity) { while (!has_passed(at, parity)) give_way(); }
 DEV void mbar_fence() {}
 DEV void drop_registers() {}
 DEV void take_registers() {}
@@ -266,17 +305,21 @@ template <bool TRANSPOSED> DEV void load_matrices(u32 (&r)[4], u32 a) {
   __syncwarp();  // nobody writes there before all lanes have read
 }
 struct Operands { u32 a[4], b[2]; };
+struct alignas(64) OperandFloats { float a[4][2], b[2][2]; };
+DEV void widen(float (&to)[2], u32 both) {
+  to[0] = of_16((u16)both), to[1] = of_16((u16)(both >> 16));
+}
 // m16n8k(8 halves): fragments as PTX deals them.
 DEV void multiply_add(float (&d)[4], const Operands& own, int halves) {
-  const auto lanes = collect(own);
-  for (int i = 0; i < 4; ++i) {
-    const int row = lane_id() / 4, column = 2 * (lane_id() % 4) + i % 2;
-    for (int k = 0; k < 8 * halves; ++k) {
-      const u32 a = lanes[4 * row + k % 8 / 2].a[2 * (k / 8) + i / 2];
-      const u32 b = lanes[4 * column + k % 8 / 2].b[k / 8];
-      d[i] += of_16((u16)(a >> 16 * (k % 2))) * of_16((u16)(b >> 16 * (k % 2)));
-    }
-  }
+  OperandFloats floats;
+  for (int i = 0; i < 2 * halves; ++i) widen(floats.a[i], own.a[i]);
+  for (int i = 0; i < halves; ++i) widen(floats.b[i], own.b[i]);
+  const auto* lanes = (const OperandFloats*)collect(floats).values;
+  const auto *rows = lanes + lane_id() / 4 * 4, *columns = lanes + 8 * (lane_id() % 4);
+  for (int i = 0; i < 4; ++i)
+    for (int k = 0; k < 8 * halves; ++k)
+      d[i] += rows[k % 8 / 2].a[2 * (k / 8) + i / 2][k % 2] *
+              columns[4 * (i % 2) + k % 8 / 2].b[k / 8][k % 2];
 }
 DEV void mma_k16(float (&d)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
   multiply_add(d, {{a0, 0, a2, 0}, {b0, b1}}, 2);

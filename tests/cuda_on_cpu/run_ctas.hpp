@@ -34,12 +34,16 @@ struct Step {
     munmap(stacks, THREADS_ALL * STACK);
   }
   void resume(Warp& warp) {
-    for (Thread* thread : warp.threads)
+    const int turn = random() % 2 * (WARP - 1);  // the first lane first, or the last
+    for (int i = 0; i < WARP; ++i) {
+      Thread* thread = warp.threads[i ^ turn];
       if (!thread->is_done) current = thread, switch_stack(&scheduler, thread->stack);
+    }
   }
   // Some copies arrive, in any order.
   void deliver(Cta& cta) {
-    for (int n = random() % 3; n > 0 && !cta.copies.empty(); --n) {
+    current = nullptr;
+    for (int n = random() % (3 + cta.copies.size() / 8); n > 0 && !cta.copies.empty(); --n) {
       std::swap(cta.copies[random() % cta.copies.size()], cta.copies.back());
       const Copy& copy = cta.copies.back();
       std::memcpy(cta.smem + copy.to, copy.data.data(), copy.data.size());
@@ -65,19 +69,22 @@ struct Step {
         live += warps[i].live;
         if (warps[i].live && random() % slowness[i] == 0) resume(warps[i]);
       }
-      if (live == 0) return 0;
+      if (live == 0) return DONE;
       for (int i = first; i < last; ++i) deliver(ctas[i]);
+      if (failure[0]) return FAILED;
       idle = events == seen ? idle + 1 : 0, seen = events;
       if (idle && idle % 500 == 0) ++clock_turns;  // nothing moves: time passes
     }
-    return 1;
+    return HANG;
   }
 };
 
-// The CTAs from `late` on start when the others have ended. 1: a hang.
+// The CTAs from `late` on start when the others have ended.
 static int run_all(int seed, int late) {
   events = clock_turns = 0;
-  Step step(seed);
-  const int result = step.run(0, late);
-  return result || late == CTAS ? result : step.run(late, CTAS);
+  return guard([=] {
+    Step step(seed);
+    const int result = step.run(0, late);
+    return result || late == CTAS ? result : step.run(late, CTAS);
+  });
 }

@@ -25,7 +25,7 @@ static int run_cta(u8* stacks, std::mt19937& random, u32 smem_bytes) {
     warps[i / WARP].threads[i % WARP] = &threads[i], warps[i / WARP].live = WARP;
   }
   u64 seen = events;
-  for (int idle = 0; idle < 1000;) {
+  for (int idle = 0; idle < 1000 && !failure[0];) {
     int live = 0;
     for (Warp& warp : warps) {
       live += warp.live;
@@ -35,15 +35,14 @@ static int run_cta(u8* stacks, std::mt19937& random, u32 smem_bytes) {
     }
     if (live == 0) {
       for (u32 at = smem_bytes; at < SMEM; ++at)
-        if (memory[at] != 0xEE) return 2;
-      return 0;
+        if (memory[at] != 0xEE) return BEYOND_SHARED_MEMORY;
+      return DONE;
     }
     idle = events == seen ? idle + 1 : 0, seen = events;
   }
-  return 1;
+  return HANG;
 }
 
-// 1: a hang, 2: shared memory behind what the launch asks for was written.
 static int run_grid(int grid_x, int grid_y, int smem_bytes, int seed) {
   std::mt19937 random(seed);
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -53,11 +52,14 @@ static int run_grid(int grid_x, int grid_y, int smem_bytes, int seed) {
   std::vector<int> order(grid_x * grid_y);
   for (int i = 0; i < (int)order.size(); ++i) order[i] = i;
   std::shuffle(order.begin(), order.end(), random);
-  for (int i : order) {
-    block_at = {i % grid_x, i / grid_x};
-    start_cta();
-    result = result ? result : run_cta(stacks, random, smem_bytes);
-  }
+  result = guard([&] {
+    for (int i : order) {
+      block_at = {i % grid_x, i / grid_x};
+      start_cta();
+      result = result ? result : run_cta(stacks, random, smem_bytes);
+    }
+    return result;
+  });
   munmap(stacks, THREADS * STACK);
   return result;
 }
