@@ -39,13 +39,16 @@ def run(
     seed: int = 0,
 ) -> Tensor | None:
     """As `ops.decode_chain`; `seed` draws the order of warps."""
-    heads = None
-    if weights.qkv:
-        shape = (x.shape[0], kernel.HEADS_WIDTH)
-        heads = torch.full(shape, float("nan"), dtype=torch.float16)
-    args = weights.arguments(attended, x, heads, exchange)
+    wide = torch.full((x.shape[0] + 2, kernel.HIDDEN), float("nan"))
+    wide_heads = torch.full((x.shape[0] + 2, kernel.HEADS_WIDTH), float("nan")).half()
+    wide[1:-1] = x
+    heads = wide_heads[1:-1] if weights.qkv else None
+    args = weights.arguments(attended, wide[1:-1], heads, exchange)
     assert ctypes.sizeof(args) == library.struct_bytes()
     assert kernel.smem_bytes(x.shape[0], weights.types) == library.smem_bytes()
     failure = library.run_chain(ctypes.byref(args), seed)
     assert failure == 0, describe_failure(library, failure)
+    x.copy_(wide[1:-1])
+    for beside in (wide, wide_heads):  # nothing else was written
+        assert beside[::x.shape[0] + 1].isnan().all()
     return heads

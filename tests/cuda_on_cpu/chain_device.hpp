@@ -35,7 +35,7 @@ DEV void cluster_sync() {
   NamedBarrier& b = clusters[current->cta / 2];
   const u32 turn = b.turn;
   if (++b.arrived == 2 * 640) b.arrived = 0, ++b.turn, ++events;
-  while (b.turn == turn) give_way();
+  wait_while(b.turn, turn);
 }
 DEV void add_release(u32* p) { ++*p, ++events; }
 DEV uint2 load_relaxed2(const u32* p) {

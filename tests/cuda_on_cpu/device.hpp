@@ -43,8 +43,23 @@ constexpr u32 SMEM = 227 << 10;
 constexpr int WARP = 32;
 struct Index { int x; };
 struct Warp;
-struct Thread { void* stack; int tid, cta; Warp* warp; bool is_done; };
-struct Warp { Thread* threads[WARP]; int arrived; u32 turn; int live; alignas(64) u8 values[2][WARP][64]; };
+struct Thread {
+  void* stack;
+  int tid, cta;
+  Warp* warp;
+  bool is_done;
+  const u32* word = nullptr;  // it waits while this word has this value
+  u32 value = 0;
+};
+struct Matrices { float a[16][16], b[8][16]; };  // rows of A, columns of B
+struct Warp {
+  Thread* threads[WARP];
+  int arrived;
+  u32 turn;
+  int live;
+  u8 values[2][WARP][32];
+  alignas(32) Matrices matrices[2];
+};
 struct NamedBarrier { int arrived = 0; u32 turn = 0; };
 struct MBarrier { int count = 0, pending = 0; long bytes = 0; u32 phase = 0; bool was_seen = true; };
 struct Copy { u32 to, bar; std::vector<u8> data; };
@@ -73,6 +88,25 @@ switch_stack:
   ret
 )");
 DEV void give_way() { switch_stack(&current->stack, scheduler); }
+DEV void wait_while(const u32& word, u32 value) {
+  current->word = &word, current->value = value;
+  while (word == value) give_way();
+  current->word = nullptr;
+}
+// Lets a warp run, through some collectives of it; its first lane first, or its last.
+static void resume(Warp& warp, std::mt19937& random) {
+  const int turn = random() % 2 * (WARP - 1);
+  for (int left = 1 + random() % 16; left; --left) {
+    bool has_run = false;
+    for (int i = 0; i < WARP; ++i) {
+      Thread* thread = warp.threads[i ^ turn];
+      if (thread->is_done || (thread->word && *thread->word == thread->value)) continue;
+      current = thread, has_run |= thread->word != nullptr;
+      switch_stack(&scheduler, thread->stack);
+    }
+    if (!has_run) return;
+  }
+}
 // A thread does not go on; the scheduler (no current thread) does, and looks at `failure`.
 static void fail(const char* what) {
   if (!failure[0])
@@ -111,17 +145,17 @@ template <class T> struct Lanes {
   const u8* values;
   T operator[](int lane) const {
     T v;
-    std::memcpy(&v, values + 64 * lane, sizeof v);
+    std::memcpy(&v, values + 32 * lane, sizeof v);
     return v;
   }
 };
 template <class T> DEV Lanes<T> collect(const T& v) {
-  static_assert(sizeof(T) <= 64, "of a lane");
+  static_assert(sizeof(T) <= 32, "of a lane");
   Warp& w = *current->warp;
   const u32 turn = w.turn;
   std::memcpy(w.values[turn & 1][lane_id()], &v, sizeof v);
   if (++w.arrived == WARP) w.arrived = 0, ++w.turn, ++events;
-  while (w.turn == turn) give_way();
+  wait_while(w.turn, turn);
   return {w.values[turn & 1][0]};
 }
 template <class T> DEV T __shfl_sync(u32, T v, int lane) { return collect(v)[lane % WARP]; }
@@ -162,7 +196,7 @@ DEV u32 arrive(int id, int count) {
 DEV void bar_arrive(int id, int count) { arrive(id, count); }
 DEV void bar_sync(int id, int count) {
   const u32 turn = arrive(id, count);
-  while (here().named[id].turn == turn) give_way();
+  wait_while(here().named[id].turn, turn);
 }
 #define __syncthreads() bar_sync(0, THREADS)
 DEV MBarrier& mbarrier(u32 at) {
@@ -195,7 +229,10 @@ DEV bool has_passed(u32 at, u32 parity) {
   MBarrier& b = mbarrier(at);
   return b.phase != parity && (b.was_seen = true);
 }
-DEV void slot_wait(u32 at, u32 parity) { while (!has_passed(at, parity)) give_way(); }
+DEV void slot_wait(u32 at, u32 parity) {
+  wait_while(mbarrier(at).phase, parity);
+  has_passed(at, parity);
+}
 DEV void mbar_fence() {}
 DEV void drop_registers() {}
 DEV void take_registers() {}
@@ -305,21 +342,26 @@ template <bool TRANSPOSED> DEV void load_matrices(u32 (&r)[4], u32 a) {
   __syncwarp();  // nobody writes there before all lanes have read
 }
 struct Operands { u32 a[4], b[2]; };
-struct alignas(64) OperandFloats { float a[4][2], b[2][2]; };
-DEV void widen(float (&to)[2], u32 both) {
+DEV void widen(float* to, u32 both) {
   to[0] = of_16((u16)both), to[1] = of_16((u16)(both >> 16));
+}
+typedef float Floats8 __attribute__((vector_size(32)));
+DEV float dot(const float* a, const float* b, int halves) {
+  Floats8 sums = {};
+  for (int half = 0; half < halves; ++half) sums += ((const Floats8*)a)[half] * ((const Floats8*)b)[half];
+  float sum = 0;
+  for (int i = 0; i < 8; ++i) sum += sums[i];
+  return sum;
 }
 // m16n8k(8 halves): fragments as PTX deals them.
 DEV void multiply_add(float (&d)[4], const Operands& own, int halves) {
-  OperandFloats floats;
-  for (int i = 0; i < 2 * halves; ++i) widen(floats.a[i], own.a[i]);
-  for (int i = 0; i < halves; ++i) widen(floats.b[i], own.b[i]);
-  const auto* lanes = (const OperandFloats*)collect(floats).values;
-  const auto *rows = lanes + lane_id() / 4 * 4, *columns = lanes + 8 * (lane_id() % 4);
-  for (int i = 0; i < 4; ++i)
-    for (int k = 0; k < 8 * halves; ++k)
-      d[i] += rows[k % 8 / 2].a[2 * (k / 8) + i / 2][k % 2] *
-              columns[4 * (i % 2) + k % 8 / 2].b[k / 8][k % 2];
+  Matrices& m = current->warp->matrices[current->warp->turn & 1];
+  const int row = lane_id() / 4, column = 2 * (lane_id() % 4);
+  for (int i = 0; i < 2 * halves; ++i)
+    widen(&m.a[row + 8 * (i % 2)][8 * (i / 2) + column], own.a[i]);
+  for (int i = 0; i < halves; ++i) widen(&m.b[row][8 * i + column], own.b[i]);
+  __syncwarp();
+  for (int i = 0; i < 4; ++i) d[i] += dot(m.a[row + 8 * (i / 2)], m.b[column + i % 2], halves);
 }
 DEV void mma_k16(float (&d)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
   multiply_add(d, {{a0, 0, a2, 0}, {b0, b1}}, 2);

@@ -66,20 +66,19 @@ template <int N> DEV void product(float (&sums)[N], const u32* weights, u32 toke
   own_products().back().push_back({sums, weights, tokens, 2 * N});
 }
 DEV void multiply(const Product& p) {
-  OperandFloats own;
-  for (int i = 0; i < 4; ++i) widen(own.a[i], p.weights[i]);
-  const auto* lanes = (const OperandFloats*)collect(own).values + lane_id() / 4 * 4;
+  Matrices& m = current->warp->matrices[current->warp->turn & 1];
+  const int g = lane_id() / 4, column = 2 * (lane_id() % 4);
+  for (int i = 0; i < 4; ++i) widen(&m.a[g + 8 * (i % 2)][8 * (i / 2) + column], p.weights[i]);
+  __syncwarp();
   for (int n = 2 * (lane_id() % 4); n < p.columns; n += n % 2 ? 7 : 1) {
     const u32 row = (p.tokens << 4) + 128 * n;  // 64 columns, chunks of 16 bytes swizzled
-    float token[16];
+    alignas(32) float token[16];
     for (int k = 0; k < 16; ++k) {
       const u32 at = row + 2 * k;
       token[k] = half_to_float(from_shared<u16>(at ^ (at >> 7 & 7) << 4));
     }
     for (int half = 0; half < 2; ++half)
-      for (int k = 0; k < 16; ++k)
-        p.sums[n / 8 * 4 + 2 * half + n % 2] +=
-            lanes[k % 8 / 2].a[2 * (k / 8) + half][k % 2] * token[k];
+      p.sums[n / 8 * 4 + 2 * half + n % 2] += dot(m.a[g + 8 * half], token, 2);
   }
 }
 DEV void wg_fence() {}
@@ -114,7 +113,7 @@ DEV void cluster_sync() {
   const u32 turn = cluster.turn;
   if (++cluster.arrived == num_threads * (int)ctas.size())
     cluster.arrived = 0, ++cluster.turn, ++events;
-  while (cluster.turn == turn) give_way();
+  wait_while(cluster.turn, turn);
 }
 
 // ---- dependent launch

@@ -33,13 +33,6 @@ struct Step {
     for (Cta& cta : ctas) std::free(cta.smem);
     munmap(stacks, THREADS_ALL * STACK);
   }
-  void resume(Warp& warp) {
-    const int turn = random() % 2 * (WARP - 1);  // the first lane first, or the last
-    for (int i = 0; i < WARP; ++i) {
-      Thread* thread = warp.threads[i ^ turn];
-      if (!thread->is_done) current = thread, switch_stack(&scheduler, thread->stack);
-    }
-  }
   // Some copies arrive, in any order.
   void deliver(Cta& cta) {
     current = nullptr;
@@ -67,7 +60,7 @@ struct Step {
       int live = 0;
       for (int i : order) {
         live += warps[i].live;
-        if (warps[i].live && random() % slowness[i] == 0) resume(warps[i]);
+        if (warps[i].live && random() % slowness[i] == 0) resume(warps[i], random);
       }
       if (live == 0) return DONE;
       for (int i = first; i < last; ++i) deliver(ctas[i]);

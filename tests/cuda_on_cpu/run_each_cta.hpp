@@ -29,9 +29,7 @@ static int run_cta(u8* stacks, std::mt19937& random, u32 smem_bytes) {
     int live = 0;
     for (Warp& warp : warps) {
       live += warp.live;
-      if (warp.live && random() % 4)
-        for (Thread* thread : warp.threads)
-          if (!thread->is_done) current = thread, switch_stack(&scheduler, thread->stack);
+      if (warp.live && random() % 4) resume(warp, random);
     }
     if (live == 0) {
       for (u32 at = smem_bytes; at < SMEM; ++at)

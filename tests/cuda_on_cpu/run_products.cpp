@@ -46,13 +46,6 @@ struct Cluster {
   ~Cluster() {
     for (u8* memory : memories) std::free(memory);
   }
-  void resume(Warp& warp) {
-    const int turn = random() % 2 * (WARP - 1);  // the first lane first, or the last
-    for (int i = 0; i < WARP; ++i) {
-      Thread* thread = warp.threads[i ^ turn];
-      if (!thread->is_done) current = thread, switch_stack(&scheduler, thread->stack);
-    }
-  }
   void deliver(Cta& cta) {  // some copies arrive, in any order
     current = nullptr;
     for (int n = random() % 3; n > 0 && !cta.copies.empty(); --n) {
@@ -73,7 +66,7 @@ struct Cluster {
       for (size_t i = 0; i < warps.size(); ++i) {
         Warp& warp = warps[(first + i) % warps.size()];
         live += warp.live;
-        if (warp.live && random() % hurry == 0) resume(warp);
+        if (warp.live && random() % hurry == 0) resume(warp, random);
       }
       if (live == 0) {
         for (u8* memory : memories)
