@@ -52,7 +52,7 @@ def make_model(masks, slices, device, seed=0, *, has_qk_norm=True, inner=None):
     generator = torch.Generator(device).manual_seed(seed)
 
     def near_one(size):
-        return 0.7 + 0.6 * torch.rand(size, device=device, generator=generator)
+        return 0.25 + 1.5 * torch.rand(size, device=device, generator=generator)
 
     builder = DecodeStepBuilder(masks, slices, device)
     layers, norms, head_norms = [], [], []

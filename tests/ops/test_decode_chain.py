@@ -172,9 +172,9 @@ def test_the_last_layer_has_no_next_one(device):
 # Every matrix of either type, v of the type of q and k or not; one tile of tokens or two, one slice
 # or two, the last layer. `launches`: of the same inputs, the second time each at another place.
 SOURCE_CASES = [
-    pytest.param(5, 2, ("gate_up", "v"), False, 1),
-    pytest.param(11, 1, ("o", "down", "qk"), False, 2),
-    pytest.param(2, 1, (), True, 1),
+    pytest.param(5, 2, ("gate_up", "v"), False, 1, id="slices"),
+    pytest.param(11, 1, ("o", "down", "qk"), False, 2, id="tiles"),
+    pytest.param(2, 1, (), True, 1, id="last"),
     pytest.param(5, 2, (), False, 2, marks=pytest.mark.slow),
     pytest.param(11, 1, V_AND_DOWN, False, 2, marks=pytest.mark.slow),
     pytest.param(16, 1, ALL, False, 2, marks=pytest.mark.slow),

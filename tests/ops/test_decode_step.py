@@ -176,20 +176,43 @@ def on_cpu(tmp_path_factory):
     return decode_step_on_cpu.build(1, 1, folder, has_qk_norm=True)
 
 
-def run_on_cpu(library, length, **options):
-    """What the kernel's source makes of a token, with new key and value, and what it should."""
-    cpu = torch.device("cpu")
-    model = make_model([V_AND_DOWN], 1, cpu)
+def run_on_cpu(library, model, length, **options):
+    """What the kernel's source makes of a token, with new keys and values, and what it should."""
+    cpu, num_layers = torch.device("cpu"), len(model.layers)
     batch, num_blocks = make_batch(length, cpu)
-    planes = make_planes(1, num_blocks, batch, cpu)[:2]
+    planes = make_planes(num_layers, num_blocks, batch, cpu)[:2]
     x, copies = torch.randn(1, HIDDEN), [[plane.clone() for plane in side] for side in planes]
     out = decode_step_on_cpu.run(library, x, model.weights, *copies, batch, **options)
     expected = decode_step(x, model.weights, prepare_caches(*planes), batch)
     slot = int(batch.slot_mapping[0, 0])
+    for copy, plane in zip(sum(copies, []), sum(planes, []), strict=True):
+        others = torch.arange(plane.flatten(0, 1).shape[0]) != slot
+        pair = [side.flatten(0, 1)[others].view(torch.int16) for side in (copy, plane)]
+        assert torch.equal(*pair)  # no other token was written
     return [
-        torch.cat([result.flatten(), *(side[0].flatten(0, 1)[slot].flatten() for side in sides)])
+        [result[0], *(plane.flatten(0, 1)[slot].flatten() for side in sides for plane in side)]
         for result, sides in ((out, copies), (expected, planes))
     ]
+
+
+@pytest.mark.parametrize(
+    ("masks", "inner", "has_qk_norm", "length"),
+    [
+        # Tiles of keys for all groups of warps.
+        pytest.param((V_AND_DOWN, ALL_Q6 - V_AND_DOWN), 4096, True, 2100, id="layers"),
+        # The second slice is not full; no key but the new one.
+        pytest.param((0,), 4096 + 1792, False, 1, id="slices"),
+    ],
+)
+def test_source_matches_op(masks, inner, has_qk_norm, length, tmp_path):
+    """Each matrix of either type; keys and values of each layer."""
+    slices = -(-inner // 4096)
+    model = make_model(
+        masks, slices, torch.device("cpu"), inner=inner, has_qk_norm=has_qk_norm
+    )
+    library = decode_step_on_cpu.build(len(masks), slices, tmp_path, has_qk_norm=has_qk_norm)
+    for result, expected in zip(*run_on_cpu(library, model, length), strict=True):
+        assert relative_error(result, expected.double()) < TOLERANCE * len(masks)
 
 
 @pytest.mark.slow
@@ -199,16 +222,19 @@ def test_source_in_any_order_of_warps(on_cpu, length):
     results = []
     for seed in range(2):
         torch.manual_seed(0)
-        result, expected = run_on_cpu(on_cpu, length, seed=seed)
-        assert relative_error(result, expected.double()) < TOLERANCE
-        results.append(result)
+        model = make_model([V_AND_DOWN], 1, torch.device("cpu"))
+        found, wanted = run_on_cpu(on_cpu, model, length, seed=seed)
+        for result, expected in zip(found, wanted, strict=True):
+            assert relative_error(result, expected.double()) < TOLERANCE
+        results.append(torch.cat(found))
     assert torch.equal(*results)
 
 
 @pytest.mark.slow
 def test_source_ends_without_its_neighbours(on_cpu):
     """CTAs that wait for others in vain end after a while, with NaN."""
-    result, _ = run_on_cpu(on_cpu, 70, late=120)
+    model = make_model([V_AND_DOWN], 1, torch.device("cpu"))
+    (result, *_), _ = run_on_cpu(on_cpu, model, 70, late=120)
     assert result[: 120 * 32].isnan().all()
 
 

@@ -24,7 +24,10 @@ def make_config(qtype, columns, tokens, launch, grid=1, *, is_split=False):
 
 
 def multiply(tensor, x, config, dtype=torch.float32):
-    """The kernel's result; nothing beside it is written, and it can be launched again."""
+    """The kernel's result; nothing beside x is read, nor written beside the result.
+
+    And the tickets are ready for another launch.
+    """
     (tokens, columns), rows = x.shape, tensor.shape[0]
     tiles = -(-rows // TILE_ROWS)
     shape = (kernel.num_slices(columns), tokens, tiles * TILE_ROWS)
@@ -53,11 +56,12 @@ def sources(cases):
 # Rows of small blocks end within a unit: in its first group of four blocks or in its second. One
 # unit of Q8_0 is as large as two of another type.
 CASES = [(qtype, 768) for qtype in TYPES if qtype not in SMALL_BLOCKS]
-CASES += [(qtype, columns) for qtype in SMALL_BLOCKS for columns in (576, 1504)]
+CASES += [(qtype, 576 + 64 * (i % 2)) for i, qtype in enumerate(SMALL_BLOCKS)]
+CASES += [(qtype, 1504) for qtype in SMALL_BLOCKS]
 
 
 def config_of_case(qtype, columns):
-    return make_config(qtype, columns, 16, (2, 1, 1, 2) if columns != 576 else (1, 2, 1, 1))
+    return make_config(qtype, columns, 16, (1, 2, 1, 1) if columns < 768 else (2, 1, 1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +76,9 @@ def _every_type(built_products):
 def test_every_type_matches_oracle(qtype, columns, products):
     """And both layouts give the same bits."""
     part = make_weight(qtype, ROWS, columns, CPU)
-    x = make_tokens(11, columns, CPU)
+    around = torch.full((13, columns), float("nan"), dtype=torch.float16)
+    around[1:-1] = make_tokens(11, columns, CPU)
+    x = around[1:-1]
     expected = oracle.q4k_matvec(x, part.planes["data"], qtype.name)
     results = []
     for seed, layout in enumerate(Layout):
