@@ -102,8 +102,9 @@ def _in_namespace(number: int, source: rtc.KernelSource) -> str:
     is_replaced = {name: name == "hopper" or name.endswith("_ptx") for name in source.headers}
     names = [f"{name}.cuh" for name in source.headers if not is_replaced[name]]
     text = "".join((cuda / name).read_text() for name in (*names, f"{source.name}.cu"))
-    own = set(re.findall(r"^#define (\w+)", text, re.MULTILINE)) | {name for name, _ in source.macros}
+    own = {*re.findall(r"^#define (\w+)", text, re.MULTILINE), *dict(source.macros)}
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
     ends = "".join(f"#undef {name}\n" for name in sorted(own))
+    ends += "#undef THREADS\n#define THREADS num_threads\n"
     text = text.replace('extern "C" ', "")
-    return f"{macros}namespace kernel_{number} {{\n{text}}}\n{ends}#undef THREADS\n#define THREADS num_threads\n"
+    return f"{macros}namespace kernel_{number} {{\n{text}}}\n{ends}"

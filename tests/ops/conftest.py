@@ -22,6 +22,13 @@ def on_processor(processor, monkeypatch):
 
 
 @pytest.fixture(scope="module")
+def chosen(request):
+    """Parameters of this module's tests that run: what no test needs is not compiled."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return [item.callspec.params for item in items if hasattr(item, "callspec")]
+
+
+@pytest.fixture(scope="module")
 def built_products(tmp_path_factory):
     """Keeps the products that it compiled from test to test."""
     return Products(tmp_path_factory.mktemp("products_on_cpu"))

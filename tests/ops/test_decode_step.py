@@ -185,10 +185,11 @@ def run_on_cpu(library, model, length, **options):
     out = decode_step_on_cpu.run(library, x, model.weights, *copies, batch, **options)
     expected = decode_step(x, model.weights, prepare_caches(*planes), batch)
     slot = int(batch.slot_mapping[0, 0])
-    for copy, plane in zip(sum(copies, []), sum(planes, []), strict=True):
+    pairs = [pair for side in zip(copies, planes, strict=True) for pair in zip(*side, strict=True)]
+    for copy, plane in pairs:
         others = torch.arange(plane.flatten(0, 1).shape[0]) != slot
-        pair = [side.flatten(0, 1)[others].view(torch.int16) for side in (copy, plane)]
-        assert torch.equal(*pair)  # no other token was written
+        rest = [side.flatten(0, 1)[others].view(torch.int16) for side in (copy, plane)]
+        assert torch.equal(*rest)  # no other token was written
     return [
         [result[0], *(plane.flatten(0, 1)[slot].flatten() for side in sides for plane in side)]
         for result, sides in ((out, copies), (expected, planes))
@@ -207,9 +208,7 @@ def run_on_cpu(library, model, length, **options):
 def test_source_matches_op(masks, inner, has_qk_norm, length, tmp_path):
     """Each matrix of either type; keys and values of each layer."""
     slices = -(-inner // 4096)
-    model = make_model(
-        masks, slices, torch.device("cpu"), inner=inner, has_qk_norm=has_qk_norm
-    )
+    model = make_model(masks, slices, torch.device("cpu"), inner=inner, has_qk_norm=has_qk_norm)
     library = decode_step_on_cpu.build(len(masks), slices, tmp_path, has_qk_norm=has_qk_norm)
     for result, expected in zip(*run_on_cpu(library, model, length), strict=True):
         assert relative_error(result, expected.double()) < TOLERANCE * len(masks)

@@ -31,12 +31,15 @@ def decode(planes, type_name, shape, dtype, index=None):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _all_together(built_products):
+def _all_together(built_products, chosen):
     """One translation unit: with a kernel of its own each takes half as long as all of them."""
-    cases = [(name, torch.float32, in_file) for name in TYPES for in_file in (False, True)]
-    cases += [(name, dtype, True) for name in HALVED for dtype in (torch.float16, torch.bfloat16)]
+    cases = [(params["type_name"], params.get("dtype", torch.float32)) for params in chosen]
     built_products.build(
-        [kernel.dequantize_source(name, dtype, in_file=in_file) for name, dtype, in_file in cases]
+        [
+            kernel.dequantize_source(name, dtype, in_file=in_file)
+            for name, dtype in cases
+            for in_file in (False, True)
+        ]
     )
 
 

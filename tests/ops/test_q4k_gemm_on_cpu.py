@@ -38,21 +38,18 @@ def multiply(x, weight, config, dtype=torch.float32):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _all_together(built_products):
+def _all_together(built_products, chosen):
     """One translation unit: each of its own takes half as long as all of them."""
-    sources = [
-        source
-        for qtype in TYPES
-        for config in CONFIGS
-        for source in (
-            kernel.image_source(qtype.name, config.tokens),
-            kernel.gemm_source(qtype.name, torch.float32, config),
-        )
-    ]
-    halves = [
-        kernel.gemm_source("Q4_K", dtype, CONFIGS[0]) for dtype in (torch.float16, torch.bfloat16)
-    ]
-    built_products.build(sources + halves)
+    usual = {"qtype": TYPES[0], "config": CONFIGS[0], "dtype": torch.float32}
+    sources = []
+    for params in ({**usual, **params} for params in chosen):
+        name, config = params["qtype"].name, params["config"]
+        sources += [
+            kernel.image_source(name, config.tokens),
+            kernel.gemm_source(name, torch.float32, config),
+            kernel.gemm_source(name, params["dtype"], config),
+        ]
+    built_products.build(sources)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

@@ -1,15 +1,13 @@
 """The CUDA sources of products with 8-bit tokens, on a processor: each layout, tile and split."""
 
-import itertools
-
 import pytest
 import torch
 
 from tests.ops.test_q4k_mmq import TOLERANCE, TYPES
 from tests.q4k_weights import make_tokens, make_weight, relative_error
 from tiercel.kernels import q4k_mmq as kernel
-from tiercel.ops.q4k_mmq import q4k_mmq
 from tiercel.ops.q4k_matvec import prepare_q4k
+from tiercel.ops.q4k_mmq import q4k_mmq
 from tiercel.ops.q4k_repack import q4k_repack
 from tiercel.quant import Layout
 from tiercel.reference import q4k_mmq as oracle
@@ -46,17 +44,20 @@ def multiply(x, tensor, config, dtype=torch.float32):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _all_together(built_products):
+def _all_together(built_products, chosen):
     """One translation unit: each of its own takes half as long as all of them."""
-    whole = [kernel.make_config(config.tokens) for config in CONFIGS]
-    sources = [kernel.quantise_source(config.tokens) for config in CONFIGS]
-    cases = itertools.product(TYPES, whole, (False, True))
-    sources += [
-        kernel.mmq_source(qtype.name, torch.float32, config, in_file=in_file)
-        for qtype, config, in_file in cases
-        if config is whole[0] or not in_file
-    ]
-    sources += [kernel.mmq_source("Q4_K", dtype, whole[0], in_file=False) for dtype in HALVES]
+    usual = {"qtype": TYPES[0], "config": CONFIGS[0], "dtype": torch.float32}
+    sources = []
+    for params in ({**usual, **params} for params in (*chosen, {})):
+        name, whole = params["qtype"].name, kernel.make_config(params["config"].tokens)
+        sources += [
+            kernel.quantise_source(whole.tokens),
+            *(
+                kernel.mmq_source(name, dtype, whole, in_file=in_file)
+                for dtype in (torch.float32, params["dtype"])
+                for in_file in (False, True)
+            ),
+        ]
     built_products.build(sources)
 
 
