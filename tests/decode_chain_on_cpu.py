@@ -37,8 +37,9 @@ def run(
     exchange: ChainExchange,
     *,
     seed: int = 0,
+    late: int = kernel.CTAS,
 ) -> Tensor | None:
-    """As `ops.decode_chain`; `seed` draws the order of warps."""
+    """As `ops.decode_chain`; `seed` draws the order of warps, CTAs from `late` on start last."""
     wide = torch.full((x.shape[0] + 2, kernel.HIDDEN), float("nan"))
     wide_heads = torch.full((x.shape[0] + 2, kernel.HEADS_WIDTH), float("nan")).half()
     wide[1:-1] = x
@@ -46,7 +47,7 @@ def run(
     args = weights.arguments(attended, wide[1:-1], heads, exchange)
     assert ctypes.sizeof(args) == library.struct_bytes()
     assert kernel.smem_bytes(x.shape[0], weights.types) == library.smem_bytes()
-    failure = library.run_chain(ctypes.byref(args), seed)
+    failure = library.run_chain(ctypes.byref(args), seed, late)
     assert failure == 0, describe_failure(library, failure)
     x.copy_(wide[1:-1])
     for beside in (wide, wide_heads):  # nothing else was written

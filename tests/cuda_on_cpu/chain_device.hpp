@@ -4,6 +4,7 @@
 #undef THREADS
 #define blockIdx (Index{current->cta})
 #define __cluster_dims__(...)
+#define CTAS 128
 
 static std::vector<NamedBarrier> clusters;
 struct InCta {  // for a while this thread is in that CTA of its cluster
@@ -44,6 +45,16 @@ DEV uint2 load_relaxed2(const u32* p) {
   return make_uint2(p[0], p[1]);
 }
 DEV void copy_fence() {}
-DEV void wait_for_inputs() {}
+// What the kernel ahead writes is NaN until all threads wait for it.
+struct Late { u8* at; std::vector<u8> data; };
+static std::vector<Late> late;
+static u32 num_waiting, has_ended;
+DEV void wait_for_inputs() {
+  if (++num_waiting == CTAS * 640) {
+    for (const Late& one : late) std::memcpy(one.at, one.data.data(), one.data.size());
+    has_ended = 1, ++events;
+  }
+  wait_while(has_ended, 0);
+}
 DEV void launch_next() {}
 DEV bool __all_sync(u32, bool v) { return !__reduce_max_sync(~0u, !v); }

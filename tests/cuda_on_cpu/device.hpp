@@ -55,7 +55,7 @@ struct Matrices { float a[16][16], b[8][16]; };  // rows of A, columns of B
 struct Warp {
   Thread* threads[WARP];
   int arrived;
-  u32 turn;
+  u32 turn, clock;
   int live;
   u8 values[2][WARP][32];
   alignas(32) Matrices matrices[2];
@@ -154,7 +154,8 @@ template <class T> DEV Lanes<T> collect(const T& v) {
   Warp& w = *current->warp;
   const u32 turn = w.turn;
   std::memcpy(w.values[turn & 1][lane_id()], &v, sizeof v);
-  if (++w.arrived == WARP) w.arrived = 0, ++w.turn, ++events;
+  // No event: warps that poll have collectives too.
+  if (++w.arrived == WARP) w.arrived = 0, ++w.turn, w.clock = clock_turns;
   wait_while(w.turn, turn);
   return {w.values[turn & 1][0]};
 }
@@ -236,7 +237,8 @@ DEV void slot_wait(u32 at, u32 parity) {
 DEV void mbar_fence() {}
 DEV void drop_registers() {}
 DEV void take_registers() {}
-DEV u32 clock_high() { return clock_turns; }
+// A warp's lanes, which go on one by one, see one time behind a collective.
+DEV u32 clock_high() { return std::max(current->warp->clock, clock_turns - 1); }
 DEV int unknown(int x) { return x; }
 
 // ---- memory

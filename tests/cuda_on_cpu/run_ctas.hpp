@@ -52,7 +52,7 @@ struct Step {
     std::vector<int> order, slowness(warps.size(), 1);
     for (int i = first * per_cta; i < last * per_cta; ++i) order.push_back(i);
     u64 seen = events, idle = 0;
-    for (u64 round = 0; idle < 20000; ++round) {
+    for (u64 round = 0; idle < 1500; ++round) {
       if (round % 8 == 0) {  // an eighth of the warps runs in few rounds only
         std::shuffle(order.begin(), order.end(), random);
         for (int& slow : slowness) slow = random() % 8 ? 1 : 2 + random() % 6;
@@ -66,7 +66,7 @@ struct Step {
       for (int i = first; i < last; ++i) deliver(ctas[i]);
       if (failure[0]) return FAILED;
       idle = events == seen ? idle + 1 : 0, seen = events;
-      if (idle && idle % 500 == 0) ++clock_turns;  // nothing moves: time passes
+      if (idle && idle % 150 == 0) ++clock_turns;  // nothing moves: time passes
     }
     return HANG;
   }
@@ -74,7 +74,7 @@ struct Step {
 
 // The CTAs from `late` on start when the others have ended.
 static int run_all(int seed, int late) {
-  events = clock_turns = 0;
+  events = 0, clock_turns = 1;
   return guard([=] {
     Step step(seed);
     const int result = step.run(0, late);

@@ -25,7 +25,7 @@ static int run_cta(u8* stacks, std::mt19937& random, u32 smem_bytes) {
     warps[i / WARP].threads[i % WARP] = &threads[i], warps[i / WARP].live = WARP;
   }
   u64 seen = events;
-  for (int idle = 0; idle < 1000 && !failure[0];) {
+  for (int idle = 0; idle < 20000 && !failure[0];) {
     int live = 0;
     for (Warp& warp : warps) {
       live += warp.live;

@@ -60,13 +60,17 @@ struct Cluster {
   }
   int run(u32 smem_bytes) {
     u64 seen = events;
-    for (int idle = 0; idle < 1000 && !failure[0];) {
+    std::vector<int> slowness(warps.size());
+    int idle = 0;
+    for (u64 round = 0; idle < 2000 && !failure[0]; ++round) {
+      if (round % 32 == 0)  // a quarter of the warps runs in few rounds only
+        for (int& slow : slowness) slow = random() % 4 ? 1 : 2 + random() % 30;
       int live = 0;
-      const int first = random() % warps.size(), hurry = 1 + random() % 4;
-      for (size_t i = 0; i < warps.size(); ++i) {
-        Warp& warp = warps[(first + i) % warps.size()];
-        live += warp.live;
-        if (warp.live && random() % hurry == 0) resume(warp, random);
+      const int first = random() % warps.size();
+      for (size_t n = 0; n < warps.size(); ++n) {
+        const size_t i = (first + n) % warps.size();
+        live += warps[i].live;
+        if (warps[i].live && random() % slowness[i] == 0) resume(warps[i], random);
       }
       if (live == 0) {
         for (u8* memory : memories)

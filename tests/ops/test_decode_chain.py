@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -182,11 +183,23 @@ SOURCE_CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def build_source(tmp_path_factory):
+    """Compiles the source for a number of tokens and a model; once for each."""
+
+    @functools.cache
+    def build(tokens, slices, six, is_last):
+        model = make_model(six, slices, CPU, is_last=is_last)
+        folder = tmp_path_factory.mktemp("chain")
+        return model, decode_chain_on_cpu.build(tokens, model.weights, folder)
+
+    return build
+
+
 @pytest.mark.parametrize(("tokens", "slices", "six", "is_last", "launches"), SOURCE_CASES, ids=str)
-def test_source_in_any_order_of_warps(tokens, slices, six, is_last, launches, tmp_path):
+def test_source_in_any_order_of_warps(tokens, slices, six, is_last, launches, build_source):
     """It is right, and neither who comes first nor a token's place changes a bit."""
-    model = make_model(six, slices, CPU, is_last=is_last)
-    library = decode_chain_on_cpu.build(tokens, model.weights, tmp_path)
+    model, library = build_source(tokens, slices, six, is_last)
     attended, start = make_inputs(tokens, CPU)
     expected = start.clone()
     expected_heads = decode_chain(attended, expected, model.weights, model.exchange)
@@ -209,6 +222,15 @@ def test_source_in_any_order_of_warps(tokens, slices, six, is_last, launches, tm
     added = torch.tensor([launches, launches if tokens > 8 else 0])  # tokens 8 and on: the second
     assert (model.exchange.launches == added[:, None] - 2).all()
     assert (model.exchange.counters == 8 * (added - 2)).all()
+
+
+def test_source_ends_without_its_neighbours(build_source):
+    """CTAs that wait for others in vain end after a while, with NaN."""
+    model, library = build_source(2, 1, (), True)
+    attended, x = make_inputs(2, CPU)
+    exchange = make_exchange(1, CPU)
+    decode_chain_on_cpu.run(library, attended, x, model.weights, exchange, late=120)
+    assert x[:, : 120 * 32].isnan().all()
 
 
 @pytest.mark.slow
