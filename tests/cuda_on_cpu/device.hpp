@@ -212,6 +212,14 @@ DEV void advance(MBarrier& b) {
   if (!b.was_seen) fail("a phase of an mbarrier ends before the one before it was waited for");
   b.phase ^= 1, b.pending = b.count, b.was_seen = false, ++events;
 }
+// After a kernel: no barrier has arrivals that ended no phase.
+static int check_ends() {
+  current = nullptr;
+  for (const Cta& cta : ctas)
+    for (const auto& [at, b] : cta.mbarriers)
+      if (b.pending != b.count || b.bytes) fail("an mbarrier ends within a phase");
+  return DONE;
+}
 DEV void mbar_init(u32 at, u32 count) {
   if (at % 8) fail("alignment of an mbarrier");
   MBarrier& b = here().mbarriers[at];

@@ -62,7 +62,7 @@ struct Step {
         live += warps[i].live;
         if (warps[i].live && random() % slowness[i] == 0) resume(warps[i], random);
       }
-      if (live == 0) return DONE;
+      if (live == 0) return check_ends();
       for (int i = first; i < last; ++i) deliver(ctas[i]);
       if (failure[0]) return FAILED;
       idle = events == seen ? idle + 1 : 0, seen = events;

@@ -76,7 +76,7 @@ struct Cluster {
         for (u8* memory : memories)
           for (u32 at = smem_bytes; at < SMEM; ++at)
             if (memory[at] != 0xEE) return BEYOND_SHARED_MEMORY;
-        return DONE;
+        return check_ends();
       }
       for (Cta& cta : ctas) deliver(cta);
       idle = events == seen ? idle + 1 : 0, seen = events;
