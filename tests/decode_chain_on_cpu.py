@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from importlib.resources import files
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
+from tests.launches_on_cpu import compile_library, describe_failure
 from tiercel.kernels import decode_chain as kernel
 from tiercel.ops.decode_chain import ChainExchange, ChainWeights
 
@@ -20,9 +18,6 @@ HERE = Path(__file__).parent / "cuda_on_cpu"
 
 def build(tokens: int, weights: ChainWeights, folder: Path) -> ctypes.CDLL:
     """Compile the source with what stands for a GPU; skip where that cannot be."""
-    compiler = shutil.which("g++")
-    if compiler is None or "f16c" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("needs g++ and an x86 processor with F16C")
     source = kernel.cuda_source(tokens, weights.slices, weights.types, is_last=not weights.qkv)
     cuda = files("tiercel.kernels") / "cuda"
     device = [HERE / f"{name}.hpp" for name in ("device", "q4k_device", "chain_device")]
@@ -30,12 +25,8 @@ def build(tokens: int, weights: ChainWeights, folder: Path) -> ctypes.CDLL:
     run = [HERE / "run_ctas.hpp", HERE / "run_decode_chain.cpp"]
     parts = (*device, *headers, cuda / f"{source.name}.cu", *run)
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
-    path, library = folder / "chain.cpp", folder / "chain.so"
-    path.write_text(macros + "".join(part.read_text() for part in parts))
-    flags = ["-O2", "-std=c++17", "-mf16c", "-mfma", "-fno-strict-aliasing"]
-    flags += ["-fno-stack-protector", "-w", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, "-o", library, path], check=True)
-    return ctypes.CDLL(str(library))
+    text = macros + "".join(part.read_text() for part in parts)
+    return compile_library(text, folder, "chain", "-O2")
 
 
 def run(
@@ -46,14 +37,19 @@ def run(
     exchange: ChainExchange,
     *,
     seed: int = 0,
+    late: int = kernel.CTAS,
 ) -> Tensor | None:
-    """As `ops.decode_chain`; `seed` draws the order of warps."""
-    heads = None
-    if weights.qkv:
-        shape = (x.shape[0], kernel.HEADS_WIDTH)
-        heads = torch.full(shape, float("nan"), dtype=torch.float16)
-    args = weights.arguments(attended, x, heads, exchange)
+    """As `ops.decode_chain`; `seed` draws the order of warps, CTAs from `late` on start last."""
+    wide = torch.full((x.shape[0] + 2, kernel.HIDDEN), float("nan"))
+    wide_heads = torch.full((x.shape[0] + 2, kernel.HEADS_WIDTH), float("nan")).half()
+    wide[1:-1] = x
+    heads = wide_heads[1:-1] if weights.qkv else None
+    args = weights.arguments(attended, wide[1:-1], heads, exchange)
     assert ctypes.sizeof(args) == library.struct_bytes()
     assert kernel.smem_bytes(x.shape[0], weights.types) == library.smem_bytes()
-    assert library.run_chain(ctypes.byref(args), seed) == 0, "a hang"
+    failure = library.run_chain(ctypes.byref(args), seed, late)
+    assert failure == 0, describe_failure(library, failure)
+    x.copy_(wide[1:-1])
+    for beside in (wide, wide_heads):  # nothing else was written
+        assert beside[:: x.shape[0] + 1].isnan().all()
     return heads

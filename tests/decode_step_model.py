@@ -12,7 +12,7 @@ from tiercel.ops.decode_step import DecodeStepBuilder, DecodeStepWeights
 from tiercel.ops.dequantize import dequantize
 from tiercel.quant import Layout, QuantTensor, QuantType
 
-EPS, SCALE = 1e-6, HEAD**-0.5
+EPS, SCALE = 0.2, HEAD**-0.5  # the former so large that it shows
 POSITIONS = 64
 V_AND_DOWN = 1 << 2 | 1 << 5  # the matrices of a layer that are Q6_K in half of a Q4_K_M file
 ROWS = {"q": HIDDEN, "k": 1024, "v": 1024, "o": HIDDEN, "down": HIDDEN}
@@ -52,7 +52,7 @@ def make_model(masks, slices, device, seed=0, *, has_qk_norm=True, inner=None):
     generator = torch.Generator(device).manual_seed(seed)
 
     def near_one(size):
-        return 0.7 + 0.6 * torch.rand(size, device=device, generator=generator)
+        return 0.25 + 1.5 * torch.rand(size, device=device, generator=generator)
 
     builder = DecodeStepBuilder(masks, slices, device)
     layers, norms, head_norms = [], [], []

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 import struct
-import subprocess
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
+from tests.launches_on_cpu import compile_library, describe_failure
 from tiercel.batch import Batch
 from tiercel.kernels import decode_step as kernel
 from tiercel.ops.decode_step import DecodeStepWeights
@@ -25,21 +23,13 @@ MAP_BYTES = 128
 
 def build(num_layers: int, slices: int, folder: Path, *, has_qk_norm: bool) -> ctypes.CDLL:
     """Compile the source with what stands for a GPU; skip where that cannot be."""
-    compiler = shutil.which("g++")
-    has_f16c = "f16c" in Path("/proc/cpuinfo").read_text() if compiler else False
-    if not has_f16c:
-        pytest.skip("needs g++ and an x86 processor with F16C")
     source = kernel.cuda_source(num_layers, slices, has_qk_norm=has_qk_norm)
     cuda = files("tiercel.kernels") / "cuda"
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
     headers = [cuda / f"{name}.cuh" for name in kernel.PARTS]
     parts = [HERE / "device.hpp", *headers, cuda / "decode_step.cu", *RUN]
     text = macros + "".join(part.read_text() for part in parts)
-    path, library = folder / "step.cpp", folder / "step.so"
-    path.write_text(text)
-    flags = ["-O2", "-std=c++17", "-mf16c", "-fno-strict-aliasing", "-fno-stack-protector", "-w"]
-    subprocess.run([compiler, *flags, "-shared", "-fPIC", "-o", library, path], check=True)
-    return ctypes.CDLL(str(library))
+    return compile_library(text, folder, "step", "-O2")
 
 
 def run(
@@ -83,5 +73,6 @@ def run(
         eps=weights.eps,
         scale=weights.scale,
     )
-    assert library.run_step(ctypes.byref(args), ctypes.byref(caches), seed, late) == 0, "a hang"
+    failure = library.run_step(ctypes.byref(args), ctypes.byref(caches), seed, late)
+    assert failure == 0, describe_failure(library, failure)
     return out

@@ -39,6 +39,27 @@ def encode_tensor_map(
     return rtc.TensorMap.from_buffer_copy(words)
 
 
+def compile_library(text: str, folder: Path, name: str, *flags: str) -> ctypes.CDLL:
+    """Compile a kernel's source with what stands for a GPU; skip where that cannot be."""
+    compiler = shutil.which("g++")
+    if compiler is None or "f16c" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("needs g++ and an x86 processor with F16C")
+    path, library = folder / f"{name}.cpp", folder / f"{name}.so"
+    path.write_text(text)
+    options = ["-std=c++17", "-mf16c", "-mfma", "-ffp-contract=off", "-fno-strict-aliasing"]
+    options += ["-fno-stack-protector", "-fno-exceptions", "-w"]
+    command = [compiler, *options, *flags, "-shared", "-fPIC", "-o", library, path]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library))
+
+
+def describe_failure(library: ctypes.CDLL, failure: int) -> str:
+    """What a run of a library ended with, in words."""
+    library.failure_of_run.restype = ctypes.c_char_p
+    words = {1: "a hang", 2: "more shared memory than the launch asks for"}
+    return words.get(failure) or library.failure_of_run().decode()
+
+
 @dataclass
 class Processor:
     """Takes the place of `load_kernel` and `launch` of `rtc`.
@@ -63,9 +84,6 @@ class Processor:
         return self.libraries[source], smem_bytes
 
     def _build(self, source: rtc.KernelSource) -> ctypes.CDLL:
-        compiler = shutil.which("g++")
-        if compiler is None or "f16c" not in Path("/proc/cpuinfo").read_text():
-            pytest.skip("needs g++ and an x86 processor with F16C")
         cuda = files("tiercel.kernels") / "cuda"
         own = [STAND_INS[name] for name in source.headers if name in STAND_INS]
         names = ("device", "q4k_device", "attention_device", *own)
@@ -85,13 +103,9 @@ class Processor:
         )
         # Once more after the files that replace the device, which use some of these names.
         text = macros + "".join(part.read_text() for part in device) + macros
-        base = self.folder / f"{source.name}_{len(self.libraries)}"
-        path, library = base.with_suffix(".cpp"), base.with_suffix(".so")
-        path.write_text(text + "".join(part.read_text() for part in parts))
-        flags = ["-O1", "-std=c++17", "-mf16c", "-mfma", "-ffp-contract=off"]
-        flags += ["-fno-strict-aliasing", "-fno-stack-protector", "-fno-exceptions", "-w"]
-        subprocess.run([compiler, *flags, "-shared", "-fPIC", "-o", library, path], check=True)
-        return ctypes.CDLL(str(library))
+        text += "".join(part.read_text() for part in parts)
+        name = f"{source.name}_{len(self.libraries)}"
+        return compile_library(text, self.folder, name, "-O1")
 
     def launch(
         self,
@@ -114,4 +128,4 @@ class Processor:
         held = [aligned(argument) for argument in arguments]
         places = (ctypes.c_void_p * len(arguments))(*(place for _, place in held))
         failure = library.run(places, grid, grid_y, smem_bytes, self.seed)
-        assert failure == 0, {1: "a hang", 2: "more shared memory than asked for"}[failure]
+        assert failure == 0, describe_failure(library, failure)

@@ -4,10 +4,13 @@
 // accesses between CTAs, and speed, are not.
 //
 // A warp's collective waits for all its lanes. Copies to shared memory arrive late and in any
-// order; until then their place holds 0xEE. Wrong alignment, addresses and arrivals end the process.
+// order; until then their place holds 0xEE. Wrong alignment, addresses and arrivals end the run with
+// a message, and so does an access outside memory.
 #include <sys/mman.h>
 #include <algorithm>
 #include <cmath>
+#include <csetjmp>
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -40,10 +43,25 @@ constexpr u32 SMEM = 227 << 10;
 constexpr int WARP = 32;
 struct Index { int x; };
 struct Warp;
-struct Thread { void* stack; int tid, cta; Warp* warp; bool is_done; };
-struct Warp { Thread* threads[WARP]; int arrived; u32 turn; int live; u8 values[2][WARP][32]; };
+struct Thread {
+  void* stack;
+  int tid, cta;
+  Warp* warp;
+  bool is_done;
+  const u32* word = nullptr;  // it waits while this word has this value
+  u32 value = 0;
+};
+struct Matrices { float a[16][16], b[8][16]; };  // rows of A, columns of B
+struct Warp {
+  Thread* threads[WARP];
+  int arrived;
+  u32 turn, clock;
+  int live;
+  u8 values[2][WARP][32];
+  alignas(32) Matrices matrices[2];
+};
 struct NamedBarrier { int arrived = 0; u32 turn = 0; };
-struct MBarrier { int count = 0, pending = 0; long bytes = 0; u32 phase = 0; };
+struct MBarrier { int count = 0, pending = 0; long bytes = 0; u32 phase = 0; bool was_seen = true; };
 struct Copy { u32 to, bar; std::vector<u8> data; };
 struct Cta {
   u8* smem;
@@ -57,11 +75,9 @@ static std::vector<Cta> ctas;
 static u64 events;      // whatever may let a waiting thread go on
 static u32 clock_turns;
 
-static void (*give_up)() = std::abort;
-static void fail(const char* what) {
-  std::fprintf(stderr, "thread %d of CTA %d: %s\n", current->tid, current->cta, what);
-  give_up();
-}
+static char failure[128];  // what ended the run
+
+extern "C" const char* failure_of_run() { return failure; }
 extern "C" void switch_stack(void** from, void* to);
 asm(R"(
 switch_stack:
@@ -72,6 +88,55 @@ switch_stack:
   ret
 )");
 DEV void give_way() { switch_stack(&current->stack, scheduler); }
+DEV void wait_while(const u32& word, u32 value) {
+  current->word = &word, current->value = value;
+  while (word == value) give_way();
+  current->word = nullptr;
+}
+// Lets a warp run, through some collectives of it; its first lane first, or its last.
+static void resume(Warp& warp, std::mt19937& random) {
+  const int turn = random() % 2 * (WARP - 1);
+  for (int left = 1 + random() % 16; left; --left) {
+    bool has_run = false;
+    for (int i = 0; i < WARP; ++i) {
+      Thread* thread = warp.threads[i ^ turn];
+      if (thread->is_done || (thread->word && *thread->word == thread->value)) continue;
+      current = thread, has_run |= thread->word != nullptr;
+      switch_stack(&scheduler, thread->stack);
+    }
+    if (!has_run) return;
+  }
+}
+// A thread does not go on; the scheduler (no current thread) does, and looks at `failure`.
+static void fail(const char* what) {
+  if (!failure[0])
+    std::snprintf(failure, sizeof failure, "thread %d of CTA %d: %s", current ? current->tid : -1,
+                  current ? current->cta : -1, what);
+  while (current) give_way();
+}
+enum { DONE, HANG, BEYOND_SHARED_MEMORY, FAILED };  // how a run ends
+static sigjmp_buf before_run;
+static void on_fault(int) { siglongjmp(before_run, 1); }
+// Runs; an address outside memory ends the run, not the process.
+template <class Run> static int guard(Run run) {
+  static u8 stack_of_handler[64 << 10];
+  stack_t stack = {}, old_stack;
+  stack.ss_sp = stack_of_handler, stack.ss_size = sizeof stack_of_handler;
+  sigaltstack(&stack, &old_stack);
+  struct sigaction action = {}, old_fault, old_bus;
+  action.sa_handler = on_fault, action.sa_flags = SA_ONSTACK;
+  sigaction(SIGSEGV, &action, &old_fault), sigaction(SIGBUS, &action, &old_bus);
+  failure[0] = 0;
+  int result = FAILED;
+  if (sigsetjmp(before_run, 1))
+    std::snprintf(failure, sizeof failure, "thread %d of CTA %d: an address outside memory",
+                  current ? current->tid : -1, current ? current->cta : -1);
+  else
+    result = run();
+  sigaction(SIGSEGV, &old_fault, nullptr), sigaction(SIGBUS, &old_bus, nullptr);
+  sigaltstack(&old_stack, nullptr);
+  return failure[0] ? (int)FAILED : result;
+}
 DEV Cta& here() { return ctas[current->cta]; }
 DEV int lane_id() { return current->tid % WARP; }
 
@@ -89,8 +154,9 @@ template <class T> DEV Lanes<T> collect(const T& v) {
   Warp& w = *current->warp;
   const u32 turn = w.turn;
   std::memcpy(w.values[turn & 1][lane_id()], &v, sizeof v);
-  if (++w.arrived == WARP) w.arrived = 0, ++w.turn, ++events;
-  while (w.turn == turn) give_way();
+  // No event: warps that poll have collectives too.
+  if (++w.arrived == WARP) w.arrived = 0, ++w.turn, w.clock = clock_turns;
+  wait_while(w.turn, turn);
   return {w.values[turn & 1][0]};
 }
 template <class T> DEV T __shfl_sync(u32, T v, int lane) { return collect(v)[lane % WARP]; }
@@ -131,7 +197,7 @@ DEV u32 arrive(int id, int count) {
 DEV void bar_arrive(int id, int count) { arrive(id, count); }
 DEV void bar_sync(int id, int count) {
   const u32 turn = arrive(id, count);
-  while (here().named[id].turn == turn) give_way();
+  wait_while(here().named[id].turn, turn);
 }
 #define __syncthreads() bar_sync(0, THREADS)
 DEV MBarrier& mbarrier(u32 at) {
@@ -141,7 +207,18 @@ DEV MBarrier& mbarrier(u32 at) {
 }
 DEV void advance(MBarrier& b) {
   if (b.pending < 0) fail("too many arrivals");
-  if (b.pending == 0 && b.bytes == 0) b.phase ^= 1, b.pending = b.count, ++events;
+  if (b.pending || b.bytes) return;
+  // Waits tell a phase from its neighbours alone.
+  if (!b.was_seen) fail("a phase of an mbarrier ends before the one before it was waited for");
+  b.phase ^= 1, b.pending = b.count, b.was_seen = false, ++events;
+}
+// After a kernel: no barrier has arrivals that ended no phase.
+static int check_ends() {
+  current = nullptr;
+  for (const Cta& cta : ctas)
+    for (const auto& [at, b] : cta.mbarriers)
+      if (b.pending != b.count || b.bytes) fail("an mbarrier ends within a phase");
+  return DONE;
 }
 DEV void mbar_init(u32 at, u32 count) {
   if (at % 8) fail("alignment of an mbarrier");
@@ -157,11 +234,19 @@ DEV void mbar_arrive(u32 at) {
   --mbarrier(at).pending;
   advance(mbarrier(at));
 }
-DEV void slot_wait(u32 at, u32 parity) { while (mbarrier(at).phase == parity) give_way(); }
+DEV bool has_passed(u32 at, u32 parity) {
+  MBarrier& b = mbarrier(at);
+  return b.phase != parity && (b.was_seen = true);
+}
+DEV void slot_wait(u32 at, u32 parity) {
+  wait_while(mbarrier(at).phase, parity);
+  has_passed(at, parity);
+}
 DEV void mbar_fence() {}
 DEV void drop_registers() {}
 DEV void take_registers() {}
-DEV u32 clock_high() { return clock_turns; }
+// A warp's lanes, which go on one by one, see one time behind a collective.
+DEV u32 clock_high() { return std::max(current->warp->clock, clock_turns - 1); }
 DEV int unknown(int x) { return x; }
 
 // ---- memory
@@ -202,7 +287,8 @@ DEV void send(u32 to, u32 bar, std::vector<u8> data) {
 }
 // Some copies arrive, in any order.
 static void deliver(Cta& cta, std::mt19937& random) {
-  for (int n = random() % 3; n > 0 && !cta.copies.empty(); --n) {
+  current = nullptr;
+  for (int n = random() % (3 + cta.copies.size() / 8); n > 0 && !cta.copies.empty(); --n) {
     std::swap(cta.copies[random() % cta.copies.size()], cta.copies.back());
     const Copy& copy = cta.copies.back();
     std::memcpy(cta.smem + copy.to, copy.data.data(), copy.data.size());
@@ -279,17 +365,26 @@ template <bool TRANSPOSED> DEV void load_matrices(u32 (&r)[4], u32 a) {
   __syncwarp();  // nobody writes there before all lanes have read
 }
 struct Operands { u32 a[4], b[2]; };
+DEV void widen(float* to, u32 both) {
+  to[0] = of_16((u16)both), to[1] = of_16((u16)(both >> 16));
+}
+typedef float Floats8 __attribute__((vector_size(32)));
+DEV float dot(const float* a, const float* b, int halves) {
+  Floats8 sums = {};
+  for (int half = 0; half < halves; ++half) sums += ((const Floats8*)a)[half] * ((const Floats8*)b)[half];
+  float sum = 0;
+  for (int i = 0; i < 8; ++i) sum += sums[i];
+  return sum;
+}
 // m16n8k(8 halves): fragments as PTX deals them.
 DEV void multiply_add(float (&d)[4], const Operands& own, int halves) {
-  const auto lanes = collect(own);
-  for (int i = 0; i < 4; ++i) {
-    const int row = lane_id() / 4, column = 2 * (lane_id() % 4) + i % 2;
-    for (int k = 0; k < 8 * halves; ++k) {
-      const u32 a = lanes[4 * row + k % 8 / 2].a[2 * (k / 8) + i / 2];
-      const u32 b = lanes[4 * column + k % 8 / 2].b[k / 8];
-      d[i] += of_16((u16)(a >> 16 * (k % 2))) * of_16((u16)(b >> 16 * (k % 2)));
-    }
-  }
+  Matrices& m = current->warp->matrices[current->warp->turn & 1];
+  const int row = lane_id() / 4, column = 2 * (lane_id() % 4);
+  for (int i = 0; i < 2 * halves; ++i)
+    widen(&m.a[row + 8 * (i % 2)][8 * (i / 2) + column], own.a[i]);
+  for (int i = 0; i < halves; ++i) widen(&m.b[row][8 * i + column], own.b[i]);
+  __syncwarp();
+  for (int i = 0; i < 4; ++i) d[i] += dot(m.a[row + 8 * (i / 2)], m.b[column + i % 2], halves);
 }
 DEV void mma_k16(float (&d)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
   multiply_add(d, {{a0, 0, a2, 0}, {b0, b1}}, 2);

@@ -33,6 +33,7 @@ DEV void sts16(u32 a, u32 x, u32 y, u32 z, u32 w) {
   const u32 v[] = {x, y, z, w};
   std::memcpy(shared(a, 16), v, 16);
 }
+DEV void sts4(u32 a, u32 v) { std::memcpy(shared(a, 4), &v, 4); }
 DEV void sts2(u32 a, u16 v) { std::memcpy(shared(a, 2), &v, 2); }
 DEV void copy16_of(u32 to, const void* from, int bytes) {
   if (bytes && (u64)from % 16) fail("alignment of a copy");
@@ -49,12 +50,10 @@ template <int N> DEV void copy_wait() {
     for (const Pending& copy : own.front()) std::memcpy(shared(copy.to, 16), copy.data, 16);
 }
 DEV u32 fma2(u32 a, u32 b, u32 c) {
-  u32 d = 0;
-  for (int i = 0; i < 32; i += 16)
-    d |= (u32)float_to_half((float)((double)half_to_float((u16)(a >> i)) *
-                                        half_to_float((u16)(b >> i)) +
-                                    half_to_float((u16)(c >> i)))) << i;
-  return d;
+  const auto wide = [](u32 v) { return __builtin_ia32_vcvtph2ps(Halves{(short)v, (short)(v >> 16)}); };
+  // The product is exact in float32.
+  const Halves d = __builtin_ia32_vcvtps2ph(wide(a) * wide(b) + wide(c), 0);
+  return (u16)d[0] | (u32)(u16)d[1] << 16;
 }
 DEV u32 mul2(u32 a, u32 b) { return fma2(a, b, 0x80008000u); }
 DEV u32 add2(u32 a, u32 b) { return fma2(a, 0x3c003c00u, b); }

@@ -33,17 +33,13 @@ struct Step {
     for (Cta& cta : ctas) std::free(cta.smem);
     munmap(stacks, THREADS_ALL * STACK);
   }
-  void resume(Warp& warp) {
-    for (Thread* thread : warp.threads)
-      if (!thread->is_done) current = thread, switch_stack(&scheduler, thread->stack);
-  }
   // Warps that live among some CTAs.
   int run(int first, int last) {
     const int per_cta = THREADS / WARP;
     std::vector<int> order, slowness(warps.size(), 1);
     for (int i = first * per_cta; i < last * per_cta; ++i) order.push_back(i);
     u64 seen = events, idle = 0;
-    for (u64 round = 0; idle < 20000; ++round) {
+    for (u64 round = 0; idle < 1500; ++round) {
       if (round % 8 == 0) {  // an eighth of the warps runs in few rounds only
         std::shuffle(order.begin(), order.end(), random);
         for (int& slow : slowness) slow = random() % 8 ? 1 : 2 + random() % 6;
@@ -51,21 +47,24 @@ struct Step {
       int live = 0;
       for (int i : order) {
         live += warps[i].live;
-        if (warps[i].live && random() % slowness[i] == 0) resume(warps[i]);
+        if (warps[i].live && random() % slowness[i] == 0) resume(warps[i], random);
       }
-      if (live == 0) return 0;
+      if (live == 0) return check_ends();
       for (int i = first; i < last; ++i) deliver(ctas[i], random);
+      if (failure[0]) return FAILED;
       idle = events == seen ? idle + 1 : 0, seen = events;
-      if (idle && idle % 500 == 0) ++clock_turns;  // nothing moves: time passes
+      if (idle && idle % 150 == 0) ++clock_turns;  // nothing moves: time passes
     }
-    return 1;
+    return HANG;
   }
 };
 
-// The CTAs from `late` on start when the others have ended. 1: a hang.
+// The CTAs from `late` on start when the others have ended.
 static int run_all(int seed, int late) {
-  events = clock_turns = 0;
-  Step step(seed);
-  const int result = step.run(0, late);
-  return result || late == CTAS ? result : step.run(late, CTAS);
+  events = 0, clock_turns = 1;
+  return guard([=] {
+    Step step(seed);
+    const int result = step.run(0, late);
+    return result || late == CTAS ? result : step.run(late, CTAS);
+  });
 }

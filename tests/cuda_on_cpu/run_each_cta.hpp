@@ -8,11 +8,6 @@ static void enter() {
   current->is_done = true, --current->warp->live, ++events;
   give_way();
 }
-
-// Where a thread fails, the others wait for it in vain: a hang, which the caller reports.
-static void wait_for_good() {
-  for (;;) give_way();
-}
 constexpr size_t STACK = 64 << 10;
 static int run_cta(u8* stacks, std::mt19937& random, u32 smem_bytes) {
   std::vector<Thread> threads(THREADS);
@@ -29,29 +24,25 @@ static int run_cta(u8* stacks, std::mt19937& random, u32 smem_bytes) {
     warps[i / WARP].threads[i % WARP] = &threads[i], warps[i / WARP].live = WARP;
   }
   u64 seen = events;
-  for (int idle = 0; idle < 1000;) {
+  for (int idle = 0; idle < 20000 && !failure[0];) {
     deliver(ctas[0], random);
     int live = 0;
     for (Warp& warp : warps) {
       live += warp.live;
-      if (warp.live && random() % 4)
-        for (Thread* thread : warp.threads)
-          if (!thread->is_done) current = thread, switch_stack(&scheduler, thread->stack);
+      if (warp.live && random() % 4) resume(warp, random);
     }
     if (live == 0) {
       for (u32 at = smem_bytes; at < SMEM; ++at)
-        if (memory[at] != 0xEE) return 2;
-      return 0;
+        if (memory[at] != 0xEE) return BEYOND_SHARED_MEMORY;
+      return DONE;
     }
     idle = events == seen ? idle + 1 : 0, seen = events;
   }
-  return 1;
+  return HANG;
 }
 
-// 1: a hang, 2: shared memory behind what the launch asks for was written.
 static int run_grid(int grid_x, int grid_y, int smem_bytes, int seed) {
   std::mt19937 random(seed);
-  give_up = wait_for_good;
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   u8* stacks = (u8*)mmap(nullptr, THREADS * STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
   int result = 0;
@@ -59,11 +50,14 @@ static int run_grid(int grid_x, int grid_y, int smem_bytes, int seed) {
   std::vector<int> order(grid_x * grid_y);
   for (int i = 0; i < (int)order.size(); ++i) order[i] = i;
   std::shuffle(order.begin(), order.end(), random);
-  for (int i : order) {
-    block_at = {i % grid_x, i / grid_x};
-    start_cta();
-    result = result ? result : run_cta(stacks, random, smem_bytes);
-  }
+  result = guard([&] {
+    for (int i : order) {
+      block_at = {i % grid_x, i / grid_x};
+      start_cta();
+      result = result ? result : run_cta(stacks, random, smem_bytes);
+    }
+    return result;
+  });
   munmap(stacks, THREADS * STACK);
   return result;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -169,29 +170,67 @@ def test_the_last_layer_has_no_next_one(device):
     assert torch.equal(x, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tokens", "slices", "six", "is_last"),
-    [(5, 2, (), False), (11, 1, V_AND_DOWN, False), (2, 1, ("o",), True)],
-)
-def test_source_in_any_order_of_warps(tokens, slices, six, is_last, tmp_path):
-    """Neither who comes first nor a token's place changes a bit."""
-    model = make_model(six, slices, CPU, is_last=is_last)
-    library = decode_chain_on_cpu.build(tokens, model.weights, tmp_path)
+# Every matrix of either type, v of the type of q and k or not; one tile of tokens or two, one slice
+# or two, the last layer. `launches`: of the same inputs, the second time each at another place.
+SOURCE_CASES = [
+    pytest.param(5, 2, ("gate_up", "v"), False, 1, id="slices"),
+    pytest.param(11, 1, ("o", "down", "qk"), False, 2, id="tiles"),
+    pytest.param(2, 1, (), True, 1, id="last"),
+    pytest.param(5, 2, (), False, 2, marks=pytest.mark.slow),
+    pytest.param(11, 1, V_AND_DOWN, False, 2, marks=pytest.mark.slow),
+    pytest.param(16, 1, ALL, False, 2, marks=pytest.mark.slow),
+    pytest.param(2, 1, ("o",), True, 2, marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module")
+def build_source(tmp_path_factory):
+    """Compiles the source for a number of tokens and a model; once for each."""
+
+    @functools.cache
+    def build(tokens, slices, six, is_last):
+        model = make_model(six, slices, CPU, is_last=is_last)
+        folder = tmp_path_factory.mktemp("chain")
+        return model, decode_chain_on_cpu.build(tokens, model.weights, folder)
+
+    return build
+
+
+@pytest.mark.parametrize(("tokens", "slices", "six", "is_last", "launches"), SOURCE_CASES, ids=str)
+def test_source_in_any_order_of_warps(tokens, slices, six, is_last, launches, build_source):
+    """It is right, and neither who comes first nor a token's place changes a bit."""
+    model, library = build_source(tokens, slices, six, is_last)
     attended, start = make_inputs(tokens, CPU)
     expected = start.clone()
-    decode_chain(attended, expected, model.weights, model.exchange)
+    expected_heads = decode_chain(attended, expected, model.weights, model.exchange)
+    model.exchange.launches.fill_(-2)  # counts wrap around at 2**32
+    model.exchange.counters.fill_(-16)
     results = []
-    for seed in range(2):  # the second time each token has another place
+    for seed in range(launches):
+        model.exchange.data.fill_(0xFF)  # NaN
         x = start.roll(seed, 0)
         heads = decode_chain_on_cpu.run(
             library, attended.roll(seed, 0), x, model.weights, model.exchange, seed=seed
         )
-        x = x.roll(-seed, 0)
-        assert relative_error(x - start, (expected - start).double()) < TOLERANCE
-        results.append((x, torch.zeros(()) if heads is None else heads.roll(-seed, 0)))
-    for first, second in zip(*results, strict=True):
+        assert (heads is None) == is_last
+        results.append([y.roll(-seed, 0) for y in (x, heads) if y is not None])
+    assert relative_error(results[0][0] - start, (expected - start).double()) < TOLERANCE
+    if not is_last:
+        assert relative_error(results[0][1], expected_heads.double()) < TOLERANCE
+    for first, second in zip(results[0], results[-1], strict=True):
         assert torch.equal(first, second)
+    added = torch.tensor([launches, launches if tokens > 8 else 0])  # tokens 8 and on: the second
+    assert (model.exchange.launches == added[:, None] - 2).all()
+    assert (model.exchange.counters == 8 * (added - 2)).all()
+
+
+def test_source_ends_without_its_neighbours(build_source):
+    """CTAs that wait for others in vain end after a while, with NaN."""
+    model, library = build_source(2, 1, (), True)
+    attended, x = make_inputs(2, CPU)
+    exchange = make_exchange(1, CPU)
+    decode_chain_on_cpu.run(library, attended, x, model.weights, exchange, late=120)
+    assert x[:, : 120 * 32].isnan().all()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import pairwise
 
@@ -26,6 +27,7 @@ from tiercel.ops.decode_step import (
 from tiercel.quant import Layout, QuantTensor, QuantType
 from tiercel.reference import decode_step as oracle
 
+CPU = torch.device("cpu")
 HIDDEN, HEAD, KV_HEADS = kernel.HIDDEN, kernel.HEAD, kernel.KV_HEADS
 # Of a layer. A code of 8 bits that falls on the other side changes an input by 1 / 127 of the
 # largest in its group.
@@ -110,6 +112,7 @@ def relative_error(actual, expected):
 
 
 ALL_Q6 = 63
+SLICES_INNER = 4096 + 1792  # two slices, the second not full
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -170,45 +173,74 @@ def test_matches_oracle(masks, slices, has_qk_norm, device):
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory):
-    """The kernel's source for one layer, compiled for a processor."""
-    folder = tmp_path_factory.mktemp("cuda_on_cpu")
-    return decode_step_on_cpu.build(1, 1, folder, has_qk_norm=True)
+def build_source(tmp_path_factory):
+    """Compiles the source for a model on a processor; once for each."""
+
+    @functools.cache
+    def build(masks, inner, has_qk_norm):
+        slices = -(-inner // 4096)
+        model = make_model(masks, slices, CPU, inner=inner, has_qk_norm=has_qk_norm)
+        folder = tmp_path_factory.mktemp("step")
+        return model, decode_step_on_cpu.build(len(masks), slices, folder, has_qk_norm=has_qk_norm)
+
+    return build
 
 
-def run_on_cpu(library, length, **options):
-    """What the kernel's source makes of a token, with new key and value, and what it should."""
-    cpu = torch.device("cpu")
-    model = make_model([V_AND_DOWN], 1, cpu)
-    batch, num_blocks = make_batch(length, cpu)
-    planes = make_planes(1, num_blocks, batch, cpu)[:2]
+def run_on_cpu(library, model, length, **options):
+    """What the kernel's source makes of a token, with new keys and values, and what it should."""
+    num_layers = len(model.layers)
+    batch, num_blocks = make_batch(length, CPU)
+    planes = make_planes(num_layers, num_blocks, batch, CPU)[:2]
     x, copies = torch.randn(1, HIDDEN), [[plane.clone() for plane in side] for side in planes]
     out = decode_step_on_cpu.run(library, x, model.weights, *copies, batch, **options)
     expected = decode_step(x, model.weights, prepare_caches(*planes), batch)
     slot = int(batch.slot_mapping[0, 0])
+    pairs = [pair for side in zip(copies, planes, strict=True) for pair in zip(*side, strict=True)]
+    for copy, plane in pairs:
+        others = torch.arange(plane.flatten(0, 1).shape[0]) != slot
+        rest = [side.flatten(0, 1)[others].view(torch.int16) for side in (copy, plane)]
+        assert torch.equal(*rest)  # no other token was written
     return [
-        torch.cat([result.flatten(), *(side[0].flatten(0, 1)[slot].flatten() for side in sides)])
+        [result[0], *(plane.flatten(0, 1)[slot].flatten() for side in sides for plane in side)]
         for result, sides in ((out, copies), (expected, planes))
     ]
 
 
+@pytest.mark.parametrize(
+    ("masks", "inner", "has_qk_norm", "length"),
+    [
+        # Tiles of keys for all groups of warps.
+        pytest.param((V_AND_DOWN, ALL_Q6 - V_AND_DOWN), 4096, True, 2100, id="layers"),
+        # No key but the new one.
+        pytest.param((0,), SLICES_INNER, False, 1, id="slices"),
+    ],
+)
+def test_source_matches_op(masks, inner, has_qk_norm, length, build_source):
+    """Each matrix of either type; keys and values of each layer."""
+    model, library = build_source(masks, inner, has_qk_norm)
+    for result, expected in zip(*run_on_cpu(library, model, length), strict=True):
+        assert relative_error(result, expected.double()) < TOLERANCE * len(masks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 70, 2500])
-def test_source_in_any_order_of_warps(on_cpu, length):
+def test_source_in_any_order_of_warps(build_source, length):
     """No index, wait or reuse of shared memory depends on who comes first: bit by bit."""
+    model, library = build_source((V_AND_DOWN,), 4096, True)
     results = []
     for seed in range(2):
         torch.manual_seed(0)
-        result, expected = run_on_cpu(on_cpu, length, seed=seed)
-        assert relative_error(result, expected.double()) < TOLERANCE
-        results.append(result)
+        found, wanted = run_on_cpu(library, model, length, seed=seed)
+        for result, expected in zip(found, wanted, strict=True):
+            assert relative_error(result, expected.double()) < TOLERANCE
+        results.append(torch.cat(found))
     assert torch.equal(*results)
 
 
-@pytest.mark.slow
-def test_source_ends_without_its_neighbours(on_cpu):
+def test_source_ends_without_its_neighbours(build_source):
     """CTAs that wait for others in vain end after a while, with NaN."""
-    result, _ = run_on_cpu(on_cpu, 70, late=120)
+    model, library = build_source((0,), SLICES_INNER, False)
+    (result, *_), _ = run_on_cpu(library, model, 70, late=120)
     assert result[: 120 * 32].isnan().all()
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests import q4k_on_cpu
 from tests.q4k_weights import (
     check_dependent_launches,
     make_tokens,
@@ -12,11 +11,9 @@ from tests.q4k_weights import (
 )
 from tiercel.errors import ArgumentError
 from tiercel.kernels import q4k_matvec as kernel
-from tiercel.kernels.q4k_types import num_units
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear import select_form
 from tiercel.ops.q4k_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
-from tiercel.ops.q4k_repack import q4k_repack
 from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
 from tiercel.reference import q4k_matvec as oracle
 
@@ -137,46 +134,6 @@ def test_every_launch_sums_in_one_order(qtype, device):
             )
             assert torch.equal(out, expected)
             assert not weight.tickets.any()  # ready for the next launch
-
-
-def source_cases():
-    """Rows that are split, or end within a unit; one tile at a time or two.
-
-    Last, units of a warp in flight: with one the next is asked for at another place. Two of Q8_0
-    are too large.
-    """
-    for qtype in TYPES:
-        most = 1 if qtype is QuantType.Q8_0 else 2
-        if qtype in SMALL_BLOCKS:
-            yield qtype, 4384, 10, True, most
-            yield qtype, 96, 1, False, most
-        yield qtype, 4352, 10, True, most
-        for stages in range(1, most + 1):
-            yield qtype, 1280, 3, False, stages
-            if qtype in SMALL_BLOCKS:
-                yield qtype, 576, 16, False, stages
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("qtype", "columns", "tokens", "is_split", "stages"), list(source_cases()), ids=str
-)
-def test_source_on_a_processor(qtype, columns, tokens, is_split, stages, tmp_path):
-    """The kernel's source, lane by lane: against the oracle, and from both layouts bit by bit."""
-    part = make_weight(qtype, 33, columns, torch.device("cpu"))
-    x = make_tokens(tokens, columns, torch.device("cpu"))
-    config = kernel.make_config(
-        qtype.name, num_units(columns), tokens, 2, stages, 1, 2, 1, 1, is_split=is_split
-    )
-    assert config.smem_bytes <= kernel.H200.smem_bytes
-    results = []
-    for layout in Layout:
-        tensor = q4k_repack(part, layout)
-        library = q4k_on_cpu.build(tensor, config, tmp_path)
-        results.append(q4k_on_cpu.run(library, x, tensor, config))
-    expected = oracle.q4k_matvec(x, part.planes["data"], qtype.name)
-    assert pooled_error(results[0], expected, x) < TOLERANCE[qtype]
-    assert torch.equal(*results)
 
 
 @pytest.mark.gpu

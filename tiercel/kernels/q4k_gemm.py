@@ -95,7 +95,7 @@ def _macros(type_name: str, tokens: int) -> tuple[tuple[str, int], ...]:
 
 def image_source(type_name: str, tokens: int) -> rtc.KernelSource:
     """The kernel that lays out the tokens."""
-    return rtc.KernelSource("q4k_image", _macros(type_name, tokens))
+    return rtc.KernelSource("q4k_image", _macros(type_name, tokens), ("q4k_ptx",))
 
 
 def gemm_source(type_name: str, out_dtype: torch.dtype, config: Q4kGemmConfig) -> rtc.KernelSource:
@@ -108,7 +108,7 @@ def gemm_source(type_name: str, out_dtype: torch.dtype, config: Q4kGemmConfig) -
         ("OUT", OUT_CODES[out_dtype]),
         ("IS_BF16", 0),
     )
-    return rtc.KernelSource("q4k_gemm", macros, ("hopper",))
+    return rtc.KernelSource("q4k_gemm", macros, ("hopper", "q4k_gemm_ptx"))
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 // PTX forms that decode_chain.cu uses besides those of q4k_ptx.cuh and, behind it,
 // exchange_ptx.cuh: barriers and memory of a cluster of two CTAs, counters of CTAs.
 // tests/cuda_on_cpu/chain_device.hpp stands for it where there is no GPU.
-#define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
 
 // ---- barriers in shared memory, of this CTA
 DEV void bar_init(u32 bar, u32 count) {
@@ -74,9 +73,6 @@ DEV uint2 load_relaxed2(const u32* p) {
 // An acquire for each poll waits for each load on its own, 0.7 us.
 DEV void copy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// ---- launches, clock
-DEV void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEV void launch_next() { asm volatile("griddepcontrol.launch_dependents;"); }
 // Of 96 registers that a warp begins with.
 DEV void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 104;"); }
 DEV void drop_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 64;"); }

@@ -4,11 +4,6 @@
 //
 // A warp decodes 256 columns of four rows of a tile; lane l takes the columns 8 l .. 8 l + 7, so a
 // warp's store is one run of memory. Where their bytes lie: quant.py and q4k_units.cuh.
-#if OUT == 0
-#define PACK2 "cvt.rn.f16x2.f32"
-#else
-#define PACK2 "cvt.rn.bf16x2.f32"
-#endif
 #define WARPS 4
 #define ROWS 4  // of a warp: their loads overlap
 
@@ -20,7 +15,7 @@ DEV void store8(void* out, i64 at, const float (&v)[8]) {
   u32 w[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    asm(PACK2 " %0, %1, %2;" : "=r"(w[i]) : "f"(v[2 * i + 1]), "f"(v[2 * i]));
+    w[i] = OUT == 0 ? pack_fp16(v[2 * i], v[2 * i + 1]) : pack_bf16(v[2 * i], v[2 * i + 1]);
   *(uint4*)((u16*)out + at) = make_uint4(w[0], w[1], w[2], w[3]);
 #endif
 }
@@ -103,10 +98,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) q4k_dequantize(
     i64 row_bytes,  // from row to row, FILE
     const int* index,  // (rows,), FILE: which rows of W these are; null: all in order
     int rows, int columns) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  launch_next();
+  wait_for_inputs();
   const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * ROWS;
   const int tile = blockIdx.x, column = blockIdx.y * 256 + 8 * lane;
   if (column >= columns) return;  // a row may end within a unit

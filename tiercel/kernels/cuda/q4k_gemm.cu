@@ -1,6 +1,6 @@
 // y = x W^T for some dozens of tokens and a K-quantised W: weights are decoded to fp16 in registers
-// and multiplied by wgmma, 64 rows x TOKENS x 16 columns each; hopper.cuh before it. Macros besides
-// its own: QTYPE (4: Q4_K, 6: Q6_K), TOKENS (32, 64, 96 or 128), WGS (warpgroups of 64 rows in a
+// and multiplied by wgmma, 64 rows x TOKENS x 16 columns each; q4k_gemm_ptx.cuh before it. Macros
+// besides its own: QTYPE (4: Q4_K, 6: Q6_K), TOKENS (32, 64, 96 or 128), WGS (warpgroups of 64 rows in a
 // CTA), STAGES (units in flight), SPLITS (CTAs of a cluster that share a row's sum), OUT (0 fp16,
 // 1 bf16, 2 float32).
 //
@@ -13,10 +13,6 @@
 //
 // The order of a row's sum depends on SPLITS, so on the launch: rows are not invariant here, but a
 // launch gives the same bits every time. The CTAs of a cluster add up through shared memory.
-#define DEV __device__ __forceinline__
-typedef unsigned char u8;
-typedef long long i64;
-
 #if QTYPE == 4
 #define TILE_BYTES 2304
 #else
@@ -28,84 +24,11 @@ typedef long long i64;
 #define STAGE_BYTES ((X_BYTES + W_BYTES + 1023) / 1024 * 1024)
 #define SUM_STRIDE (ROWS + 4)  // floats from token to token: no bank conflicts
 
-struct Planes {
-  const u8 *p0, *p1, *p2, *p3;  // Q4_K qs, header; Q6_K ql, qh, scales, d
-};
-
-// ---- PTX
-#define R16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define R48 R32 ", " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define PRODUCT(n, regs, a0, a1, a2, a3, b, h)                                               \
-  "{ .reg .b64 db; mov.b64 db, {%" b ", %" h "};\n"                                          \
-  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.f16.f16 {" regs "}, {%" a0 ", %" a1 ", %" a2 \
-  ", %" a3 "}, db, 1, 1, 1, 0; }\n"
-DEV void product(float (&d)[TOKENS / 2], const u32* a, u32 b) {
-#if TOKENS == 32
-  asm volatile(PRODUCT("32", R16, "16", "17", "18", "19", "20", "21")
-               : F16(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(DESC_HI));
-#elif TOKENS == 64
-  asm volatile(PRODUCT("64", R32, "32", "33", "34", "35", "36", "37")
-               : F32(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(DESC_HI));
-#elif TOKENS == 96
-  asm volatile(PRODUCT("96", R48, "48", "49", "50", "51", "52", "53")
-               : F32(0), F16(32)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(DESC_HI));
-#else
-  asm volatile(PRODUCT("128", R64, "64", "65", "66", "67", "68", "69")
-               : F32(0), F32(32)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(DESC_HI));
-#endif
-}
-DEV void copy_bulk(u32 to, const u8* from, int bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-DEV uint4 lds16(u32 a) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
-  return v;
-}
-DEV void sts(u32 a, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory"); }
-DEV float load_of(u32 a, int rank) {  // a float in the shared memory of a CTA of the cluster
-  float v;
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(a), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there));
-  return v;
-}
-DEV void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-DEV u32 add2(u32 a, u32 b) {
-  u32 d;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-DEV u32 mul2(u32 a, u32 b) {
-  u32 d;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-DEV u32 fma2(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-DEV u32 word(const uint4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
-// Byte k of v in both halves, as the fp16 1024 + byte.
-DEV u32 byte_pair(u32 v, int k) { return __byte_perm(v, 0x64646464u, 0x4040u | k | k << 8); }
 DEV void store(void* out, i64 at, float y) {
 #if OUT == 0
-  asm volatile("{ .reg .b16 h; cvt.rn.f16.f32 h, %1; st.global.b16 [%0], h; }" ::"l"((u16*)out + at),
-               "f"(y) : "memory");
+  ((u16*)out)[at] = float_to_half(y);
 #elif OUT == 1
-  asm volatile("{ .reg .b16 h; cvt.rn.bf16.f32 h, %1; st.global.b16 [%0], h; }" ::"l"((u16*)out + at),
-               "f"(y) : "memory");
+  ((u16*)out)[at] = float_to_bf16(y);
 #else
   ((float*)out)[at] = y;
 #endif
@@ -164,12 +87,9 @@ struct Unit {
 struct Row {  // factors of a row's four groups: value = (q - 32) * scale, / 16 for high nibbles
   u32 scale[4];
   DEV Row(u32 slot, int row, int t) {
-    uint2 half;
-    u16 bits;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(half.x), "=r"(half.y) : "r"(slot + 3072 + 16 * row + 8 * (t >> 1)));
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(slot + 3328 + 2 * row));
-    const u32 d = mul2((u32)bits | (u32)bits << 16, SIXTEEN);
+    const uint2 half = lds8(slot + 3072 + 16 * row + 8 * (t >> 1));
+    const u32 bits = lds2(slot + 3328 + 2 * row);
+    const u32 d = mul2(bits | bits << 16, SIXTEEN);
     const u32 bytes = __byte_perm(half.x, half.y, t & 1 ? 0x7531 : 0x6420) ^ 0x80808080u;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -235,7 +155,7 @@ DEV void produce(const Planes& w, const u8* image, const Work& work, u32 ring, u
     __syncwarp();
     fetch_weights(w, work, i, ring + i * STAGE_BYTES, full + 8 * i, lane);
   }
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_inputs();
   if (lane == 0)
     for (int i = 0; i < early; ++i)
       copy_bulk(ring + i * STAGE_BYTES, image + (i64)i * X_BYTES, X_BYTES, full + 8 * i);
@@ -295,19 +215,16 @@ extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 
              const u8* image,  // of the tokens
              void* out,        // (m, >= rows), out_stride elements from row to row
              int rows, int blocks, int m, int out_stride) {
-  extern __shared__ __align__(1024) u8 memory[];
+  SHARED_MEMORY(memory);
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   const int tid = threadIdx.x, lane = tid & 31, warp = uni(tid >> 5);
   const int rank = blockIdx.y;
   const u32 ring = smem_u32(memory), full = smem_u32(barriers);
-  asm volatile("griddepcontrol.launch_dependents;");
+  launch_next();
   if (tid == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * i));
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(full + 8 * (STAGES + i)),
-                   "n"(4 * WGS));
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int i = 0; i < STAGES; ++i)
+      mbar_init(full + 8 * i, 1), mbar_init(full + 8 * (STAGES + i), 4 * WGS);
+    mbar_fence();
   }
   __syncthreads();
   const Work work = {(int)blockIdx.x * 4 * WGS, (rows + 15) / 16, blocks * rank / SPLITS,

@@ -24,9 +24,7 @@ DEV void store(void* out, i64 at, float y) {
 #if OUT == 0
   ((u16*)out)[at] = float_to_half(y);
 #elif OUT == 1
-  u16 h;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(y));
-  ((u16*)out)[at] = h;
+  ((u16*)out)[at] = float_to_bf16(y);
 #else
   ((float*)out)[at] = y;
 #endif
@@ -41,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
     float* partial,   // (slices, m, tiles * 16), IS_SPLIT
     u32* tickets,     // (tiles,) zero, and zero again at the end: of each group's tiles, IS_SPLIT
     int rows, int blocks, int m, int x_stride, int out_stride) {
-  extern __shared__ __align__(128) u8 memory[];
+  SHARED_MEMORY(memory);
   const u32 tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(~0u, tid >> 5, 0);
   const u32 group = warp / PARTS, part = warp % PARTS;
   const int tiles = (u32)(rows + 15) / 16;
@@ -56,9 +54,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
   const u32 sum_step = (u32)(units + SLICE - 1) / SLICE * PARTS * PART_STEP;  // of a group's buffer
   const u32 mine = smem + WARPS * STAGES * SLOT + group * BUFFERS * sum_step;
   const u32 placed = smem + WARPS * STAGES * SLOT + GROUPS * BUFFERS * sum_step;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
+  launch_next();
 
   const int step = gridDim.x * GROUPS, start = blockIdx.x * GROUPS + group;
   const int of_tile = (units + PARTS - 1 - part) / PARTS;  // units of this warp
@@ -77,9 +73,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
   };
 #pragma unroll
   for (int i = 0; i < EARLY; ++i) fetch_next();
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_inputs();
   // The warps of a part, one in each group, place what they use: 32 columns of a token a lane.
   // Neighbours take groups of a unit, then tokens, which lie in different banks.
   const int pieces = TOKENS * of_tile * 8;

@@ -39,26 +39,15 @@
 #define SUM_STRIDE (ROWS + 4)
 #define MAGIC 0x4b400000  // 1.5 * 2^23 as a float; sums below 2^22 stay in its mantissa
 
-DEV void sts4(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 DEV void stsf(u32 a, float v) { sts4(a, __float_as_uint(v)); }
 DEV float2 ldsf2(u32 a) {
   const uint2 v = lds8(a);
   return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
 }
 #if QTYPE == 4
-DEV void product(int (&c)[4], const u32 (&a)[4], uint2 b) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
-      : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(MAGIC));
-}
+DEV void product(int (&c)[4], const u32 (&a)[4], uint2 b) { mma_unsigned(c, a, b, MAGIC); }
 #else
-DEV void product(int (&c)[4], const u32 (&a)[2], u32 b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 "
-      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
-      : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(b), "r"(MAGIC));
-}
+DEV void product(int (&c)[4], const u32 (&a)[2], u32 b) { mma_signed(c, a, b, MAGIC); }
 #endif
 
 // ---- fetching
@@ -309,9 +298,7 @@ DEV void store(void* out, i64 at, float y) {
 #if OUT == 0
   ((u16*)out)[at] = float_to_half(y);
 #elif OUT == 1
-  u16 h;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(y));
-  ((u16*)out)[at] = h;
+  ((u16*)out)[at] = float_to_bf16(y);
 #else
   ((float*)out)[at] = y;
 #endif
@@ -325,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) q4k_mmq(
     float* partial,   // (parts, m, rows of all CTAs) if there are several parts
     u32* tickets,     // (tiles of tokens * of rows) zeros, and zeros again at the end, likewise
     int rows, int blocks, int m, int out_stride) {
-  extern __shared__ __align__(128) u8 memory[];
+  SHARED_MEMORY(memory);
   __shared__ u32 ticket;
   const int tid = threadIdx.x, lane = tid & 31, warp = __shfl_sync(~0u, tid >> 5, 0);
   const int parts = gridDim.z, part = blockIdx.z;
@@ -334,15 +321,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) q4k_mmq(
   const u32 ring = shared_address(memory), tables = ring + STAGES * STAGE_BYTES;
   Weights weights(planes, blockIdx.y * TILES, rows, blocks, first, tid);
   image += ((i64)blockIdx.x * blocks + first) * X_BYTES + 16 * tid;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
+  launch_next();
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i)
     if (i < count) weights.fetch(ring + i * STAGE_BYTES);
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_inputs();
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
     if (i < count) fetch_tokens(image, ring + i * STAGE_BYTES, tid);

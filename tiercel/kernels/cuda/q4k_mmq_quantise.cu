@@ -3,18 +3,11 @@
 //
 // A thread takes 64 columns of a token, two groups of 32: x = d * q with |q| <= 127 and d of 22
 // bits, so that 1.5 * 2^23 * d is exact; and d * sum(q) / 32 as two fp16, value and rest.
-DEV float larger(float a, float b) {  // NaN stays NaN
-  float c;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-  return c;
-}
 extern "C" __global__ void q4k_mmq_quantise(const uint4* x,  // (m, blocks * 256) fp16
                                             u8* image,       // see q4k_mmq.cu
                                             int m, int blocks) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  launch_next();
+  wait_for_inputs();
   // Neighbours are tokens of a tile: what they write lies together.
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   const int n = (int)(i % TOKENS), pair = (int)(i / TOKENS % (blocks * 4));
@@ -33,7 +26,7 @@ extern "C" __global__ void q4k_mmq_quantise(const uint4* x,  // (m, blocks * 256
 #pragma unroll
     for (int k = 0; k < 32; ++k) {
       f[k] = half_to_float(word(v[4 * j + k / 8], k / 2 % 4) >> (k & 1) * 16 & 0xffff);
-      most = larger(most, fabsf(f[k]));
+      most = max_or_nan(most, fabsf(f[k]));
     }
     const float d = __uint_as_float(__float_as_uint(most * (1.f / 127)) & ~3u);
     const float inverse = d > 0 ? 127.f / most : 0.f;

@@ -1,0 +1,128 @@
+// What q4k_ptx.cuh, hopper.cuh, q4k_gemm_ptx.cuh and CUDA itself give kernels that run by
+// `run_products.cpp`, for one processor; behind q4k_device.hpp. The CTAs of a cluster run together.
+//
+// What the kernel ahead writes is NaN until a CTA waits for it. A product of a warpgroup reads its
+// operands as late as it may: when its group is waited for.
+#undef blockIdx
+#undef gridDim
+#undef THREADS
+#undef __shared__
+#define __shared__ static
+#define __cluster_dims__(...)
+struct Box { int x, y, z; };
+static Box grid, first_block;  // of the launch; of the cluster, whose CTAs differ in y
+static int num_threads;        // of a CTA
+#define blockIdx (Box{first_block.x, first_block.y + current->cta, first_block.z})
+#define gridDim grid
+#define blockDim (Index{num_threads})
+#define THREADS num_threads
+
+struct alignas(8) float2 { float x, y; };
+static float2 make_float2(float x, float y) { return {x, y}; }
+DEV float __fadd_rn(float a, float b) { return a + b; }
+DEV float __fsub_rn(float a, float b) { return a - b; }
+DEV float __fmul_rn(float a, float b) { return a * b; }
+DEV float max_or_nan(float a, float b) { return a != a ? a : b != b ? b : std::max(a, b); }
+DEV u16 float_to_bf16(float f) {
+  const u32 v = bits<u32>(f);
+  return f != f ? 0x7fff : (v + 0x7fff + (v >> 16 & 1)) >> 16;
+}
+DEV u32 pack_fp16(float lo, float hi) { return float_to_half(lo) | (u32)float_to_half(hi) << 16; }
+DEV u32 pack_bf16(float lo, float hi) { return float_to_bf16(lo) | (u32)float_to_bf16(hi) << 16; }
+
+// ---- products of bytes: fragments as PTX deals them
+struct ByteOperands { u32 a[4], b[2]; };
+template <class Weight>
+DEV void multiply_bytes(int (&c)[4], const ByteOperands& own, int halves, int start) {
+  const auto lanes = collect(own);
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane_id() / 4, column = 2 * (lane_id() % 4) + i % 2;
+    c[i] = start;
+    for (int k = 0; k < 16 * halves; ++k) {
+      const u32 a = lanes[4 * row + k % 16 / 4].a[2 * (k / 16) + i / 2];
+      const u32 b = lanes[4 * column + k % 16 / 4].b[k / 16];
+      c[i] += (int)(Weight)(a >> 8 * (k % 4)) * (int)(signed char)(b >> 8 * (k % 4));
+    }
+  }
+}
+DEV void mma_unsigned(int (&c)[4], const u32 (&a)[4], uint2 b, int start) {
+  multiply_bytes<u8>(c, {{a[0], a[1], a[2], a[3]}, {b.x, b.y}}, 2, start);
+}
+DEV void mma_signed(int (&c)[4], const u32 (&a)[2], u32 b, int start) {
+  multiply_bytes<signed char>(c, {{a[0], a[1]}, {b}}, 1, start);
+}
+
+// ---- products of a warpgroup: m64n(N)k16, weights in registers, tokens in shared memory
+struct Product { float* sums; const u32* weights; u32 tokens; int columns; };
+typedef std::deque<std::vector<Product>> ProductGroups;  // of a thread; the last is open
+static std::vector<ProductGroups> products;              // by CTA and thread
+DEV ProductGroups& own_products() { return products[current->cta * MOST_THREADS + current->tid]; }
+constexpr u32 NO_OFFSET = 0;
+DEV u32 mdesc(u32 address, u32 stride) {
+  if (address % 1024 || stride != NO_OFFSET) fail("a matrix descriptor");
+  return address >> 4;
+}
+template <int N> DEV void product(float (&sums)[N], const u32* weights, u32 tokens) {
+  own_products().back().push_back({sums, weights, tokens, 2 * N});
+}
+DEV void multiply(const Product& p) {
+  Matrices& m = current->warp->matrices[current->warp->turn & 1];
+  const int g = lane_id() / 4, column = 2 * (lane_id() % 4);
+  for (int i = 0; i < 4; ++i) widen(&m.a[g + 8 * (i % 2)][8 * (i / 2) + column], p.weights[i]);
+  __syncwarp();
+  for (int n = 2 * (lane_id() % 4); n < p.columns; n += n % 2 ? 7 : 1) {
+    const u32 row = (p.tokens << 4) + 128 * n;  // 64 columns, chunks of 16 bytes swizzled
+    alignas(32) float token[16];
+    for (int k = 0; k < 16; ++k) {
+      const u32 at = row + 2 * k;
+      token[k] = half_to_float(from_shared<u16>(at ^ (at >> 7 & 7) << 4));
+    }
+    for (int half = 0; half < 2; ++half)
+      p.sums[n / 8 * 4 + 2 * half + n % 2] += dot(m.a[g + 8 * half], token, 2);
+  }
+}
+DEV void wg_fence() {}
+DEV void wg_commit() { own_products().emplace_back(); }
+template <int N> DEV void wg_wait() {
+  auto& own = own_products();
+  for (; own.size() > N + 1; own.pop_front())
+    for (const Product& p : own.front()) multiply(p);
+  __syncwarp();
+}
+template <int N> DEV void pin(float (&)[N]) {}
+DEV int uni(int x) { return __shfl_sync(~0u, x, 0); }
+DEV u32 uniform(u32 x) {
+  if (__reduce_max_sync(~0u, x) != x) fail("lanes differ");
+  return x;
+}
+
+// ---- memory and barriers
+DEV void mbar_wait(u32 at, u32 parity) { slot_wait(at, parity); }
+DEV void copy_bulk(u32 to, const u8* from, int bytes, u32 barrier) {
+  bulk_load(to, from, bytes, barrier);
+}
+DEV void sts(u32 a, float v) { std::memcpy(shared(a, 4), &v, 4); }
+DEV float load_of(u32 a, int rank) {
+  float v;
+  shared(a, 4);
+  std::memcpy(&v, ctas[rank].smem + a, 4);
+  return v;
+}
+static NamedBarrier cluster;
+DEV void cluster_sync() {
+  const u32 turn = cluster.turn;
+  if (++cluster.arrived == num_threads * (int)ctas.size())
+    cluster.arrived = 0, ++cluster.turn, ++events;
+  wait_while(cluster.turn, turn);
+}
+
+// ---- dependent launch
+struct Late { u8* at; std::vector<u8> data; };
+static std::vector<Late> late;
+static bool has_waited;
+DEV void launch_next() {}
+DEV void wait_for_inputs() {
+  if (!has_waited)
+    for (const Late& one : late) std::memcpy(one.at, one.data.data(), one.data.size());
+  has_waited = true;
+}

@@ -1,0 +1,75 @@
+"""The CUDA sources of products with dozens of tokens, on a processor: each tile, ring and split."""
+
+import pytest
+import torch
+
+from tests.ops.test_q4k_gemm import TOLERANCE
+from tests.q4k_weights import make_tokens, make_weight, relative_error
+from tiercel.kernels import q4k_gemm as kernel
+from tiercel.ops.q4k_gemm import TYPES
+from tiercel.ops.q4k_repack import q4k_repack
+from tiercel.quant import Layout
+from tiercel.reference import q4k_gemm as oracle
+
+CPU = torch.device("cpu")
+COLUMNS = 1280  # five units: rings of two come round
+# Tiles of tokens, warpgroups and CTAs of a row's sum, each at several values.
+CONFIGS = [
+    kernel.Q4kGemmConfig(tokens=32, groups=1, splits=1, stages=2),
+    kernel.Q4kGemmConfig(tokens=64, groups=2, splits=2, stages=2),
+    kernel.Q4kGemmConfig(tokens=96, groups=1, splits=4, stages=2),
+    kernel.Q4kGemmConfig(tokens=128, groups=1, splits=1, stages=2),
+]
+
+
+def multiply(x, weight, config, dtype=torch.float32):
+    """The kernels' result; nothing beside it is written."""
+    tensor = q4k_repack(weight, Layout.SOA)
+    image = torch.full(kernel.image_shape(*x.shape, config), float("nan"), dtype=torch.float16)
+    wide = torch.full((x.shape[0] + 2, weight.shape[0] + 3), float("nan"), dtype=dtype)
+    out = wide[1:-1, 2:-1]
+    kernel.launch_q4k_gemm(
+        x, tensor.ordered_planes(), tensor.qtype.name, image, out, config, is_dependent=True
+    )
+    found = out.clone()
+    out.fill_(float("nan"))
+    assert wide.isnan().all()
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_together(built_products, chosen):
+    """One translation unit: each of its own takes half as long as all of them."""
+    usual = {"qtype": TYPES[0], "config": CONFIGS[0], "dtype": torch.float32}
+    sources = []
+    for params in ({**usual, **params} for params in chosen):
+        name, config = params["qtype"].name, params["config"]
+        sources += [
+            kernel.image_source(name, config.tokens),
+            kernel.gemm_source(name, torch.float32, config),
+            kernel.gemm_source(name, params["dtype"], config),
+        ]
+    built_products.build(sources)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("qtype", TYPES, ids=lambda qtype: qtype.name)
+def test_matches_oracle(qtype, config, products):
+    """In any order of copies and warps, with the same bits."""
+    weight = make_weight(qtype, 70, COLUMNS, CPU)
+    tokens = 35 if config.tokens <= 64 else config.tokens - 5  # of 32: two tiles
+    x = make_tokens(tokens, COLUMNS, CPU)
+    expected = oracle.q4k_gemm(x, weight.planes["data"], qtype.name)
+    results = []
+    for products.seed in range(2 if config.tokens <= 64 else 1):
+        products.late.append(x)  # the kernel ahead writes it
+        results.append(multiply(x, weight, config))
+        assert torch.equal(results[0], results[-1])
+    assert relative_error(results[0], expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_results_are_rounded_once(dtype, products):
+    weight, x = make_weight(TYPES[0], 17, COLUMNS, CPU), make_tokens(5, COLUMNS, CPU)
+    exact = multiply(x, weight, CONFIGS[0])
+    assert torch.equal(multiply(x, weight, CONFIGS[0], dtype), exact.to(dtype))

@@ -1,0 +1,110 @@
+"""Runs launches of quantised products on a processor; see cuda_on_cpu/products_device.hpp."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.launches_on_cpu import compile_library, describe_failure
+from tiercel.kernels import rtc
+
+HERE = Path(__file__).parent / "cuda_on_cpu"
+DEVICE = ("device", "q4k_device", "products_device")  # of a GPU, for a processor
+
+
+@dataclass(frozen=True)
+class Built:
+    """A kernel: `number` of those of a library."""
+
+    library: ctypes.CDLL
+    number: int
+    cluster: int
+    smem_bytes: int
+
+
+@dataclass
+class Products:
+    """Takes the place of `load_kernel` and `launch` of `rtc`.
+
+    Attributes:
+        folder: for what is compiled.
+        seed: decides the order of clusters and warps.
+        late: what the kernel ahead of the first launch writes.
+    """
+
+    folder: Path
+    seed: int = 0
+    late: list[Tensor] = field(default_factory=list)
+    built: dict[rtc.KernelSource, Built] = field(default_factory=dict)
+
+    def build(self, sources: Sequence[rtc.KernelSource]) -> None:
+        """Compile sources together, which is cheaper; skip where no processor can stand for a GPU.
+
+        Each is in a namespace of its own.
+        """
+        sources = [source for source in dict.fromkeys(sources) if source not in self.built]
+        if not sources:
+            return
+        text = "".join((HERE / f"{name}.hpp").read_text() for name in DEVICE)
+        text = f"#pragma GCC optimize(2)\n{text}#pragma GCC reset_options\n"
+        text += "".join(_in_namespace(i, source) for i, source in enumerate(sources))
+        names = [f"call_one<kernel_{i}::{source.name}>" for i, source in enumerate(sources)]
+        text += f"#define KERNELS {', '.join(names)}\n" + (HERE / "run_products.cpp").read_text()
+        loaded = compile_library(text, self.folder, f"products_{len(self.built)}", "-O0")
+        for number, source in enumerate(sources):
+            cluster = dict(source.macros).get("SPLITS", 1)
+            self.built[source] = Built(loaded, number, cluster, 0)
+
+    def load_kernel(
+        self, source: rtc.KernelSource, device: torch.device, smem_bytes: int = 0
+    ) -> Built:
+        """As of rtc."""
+        self.build([source])
+        found = self.built[source]
+        return Built(found.library, found.number, found.cluster, smem_bytes)
+
+    def launch(
+        self,
+        kernel: Built,
+        grid: int,
+        threads: int,
+        arguments: Sequence[Any],
+        *,
+        grid_y: int = 1,
+        grid_z: int = 1,
+        is_dependent: bool = False,
+    ) -> None:
+        """As of rtc, and done when it returns."""
+        library = kernel.library
+        for tensor in self.late:
+            assert tensor.is_contiguous()
+            size = ctypes.c_size_t(tensor.numel() * tensor.element_size())
+            library.add_late(ctypes.c_void_p(tensor.data_ptr()), size)
+        self.late.clear()
+        places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        sizes = (ctypes.c_int * 3)(grid, grid_y, grid_z)
+        numbers = (kernel.cluster, kernel.smem_bytes, self.seed)
+        failure = library.run(kernel.number, places, sizes, threads, *numbers)
+        assert failure == 0, describe_failure(library, failure)
+
+
+def _in_namespace(number: int, source: rtc.KernelSource) -> str:
+    """Headers and file of a source, with its macros; those that it defines go no further."""
+    cuda = files("tiercel.kernels") / "cuda"
+    is_replaced = {name: name == "hopper" or name.endswith("_ptx") for name in source.headers}
+    names = [f"{name}.cuh" for name in source.headers if not is_replaced[name]]
+    text = "".join((cuda / name).read_text() for name in (*names, f"{source.name}.cu"))
+    own = {*re.findall(r"^#define (\w+)", text, re.MULTILINE), *dict(source.macros)}
+    macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
+    ends = "".join(f"#undef {name}\n" for name in sorted(own))
+    ends += "#undef THREADS\n#define THREADS num_threads\n"
+    text = text.replace('extern "C" ', "")
+    return f"{macros}namespace kernel_{number} {{\n{text}}}\n{ends}"
