@@ -37,7 +37,7 @@ sanitize: $(VENV)/.dev
 test-clients: $(VENV)/.dev $(CLIENTS_VENV)/.clients
 	CLIENTS_PYTHON=$(CLIENTS_VENV)/bin/python $(BIN)/python -m pytest -m clients tests/clients
 
-# Faults in one line, each of which a test must notice: 20 to 40 minutes on two cores.
+# Faults in one line, each of which a test must notice: 18 minutes on two cores.
 mutants: $(VENV)/.dev
 	$(BIN)/python -m tests.mutations.run
 

@@ -114,31 +114,45 @@ def choose(mutations: Sequence[Mutation], only: Sequence[str], sample: int) -> l
     return chosen if not sample else chosen[:: max(1, len(chosen) // sample)][:sample]
 
 
+def check_original(folders: Sequence[Path], mutations: Sequence[Mutation]) -> None:
+    """Run all named tests once without a mutation, each file's in one of the copies.
+
+    Raises:
+        SystemExit: they do not pass, so that nothing would follow from a failure.
+    """
+    files: dict[str, list[str]] = {}
+    for test in sorted({test for mutation in mutations for test in mutation.tests}):
+        files.setdefault(test.partition("::")[0], []).append(test)
+    shares: list[list[str]] = [[] for _ in folders]
+    for number, tests in enumerate(files.values()):
+        shares[number % len(shares)] += tests
+    used = [share for share in shares if share]  # no tests would mean all tests
+    with ThreadPoolExecutor(len(folders)) as pool:
+        for status, output in pool.map(run_tests, folders, used):
+            if status != _PASSED:
+                raise SystemExit(f"without any mutation the tests do not pass:\n{output}")
+
+
 def run_all(mutations: Sequence[Mutation], jobs: int) -> dict[str, str]:
     """Try mutations in `jobs` copies side by side; returns what became of each by name."""
     results: dict[str, str] = {}
     os.environ.update(_ENVIRONMENT)
     _FORKS.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
-        folders: Queue[Path] = Queue()
-        for number in range(jobs):
-            folder = Path(scratch) / str(number)
+        copies = [Path(scratch) / str(number) for number in range(jobs)]
+        free: Queue[Path] = Queue()
+        for folder in copies:
             copy_repository(folder)
-            folders.put(folder)
-        tests = sorted({test for mutation in mutations for test in mutation.tests})
-        status, output = run_tests(folders.queue[0], tests)
-        if status != _PASSED:
-            raise SystemExit(f"without any mutation the tests do not pass:\n{output}")
+            free.put(folder)
+        check_original(copies, mutations)
 
         def work(mutation: Mutation) -> None:
-            folder = folders.get()
+            folder = free.get()
             try:
                 results[mutation.name] = result = try_mutation(mutation, folder)
             finally:
-                folders.put(folder)
-            print(
-                f"{result.partition(chr(10))[0]:10} {mutation.name:14} {mutation.file}", flush=True
-            )
+                free.put(folder)
+            print(f"{result.split(':')[0]:10} {mutation.name:17} {mutation.file}", flush=True)
             if result == "survived":
                 print(f"           - {mutation.old!r}\n           + {mutation.new!r}", flush=True)
 
