@@ -34,10 +34,10 @@ from benchmarks.figures import save
 from benchmarks.spec_texts import KINDS, make_jobs, prompt_texts
 from tiercel import LLM, SamplingParams
 from tiercel.engine import engine as engine_module
+from tiercel.engine.plan import SchedulerOutput
 from tiercel.engine.request import Request, Status
 from tiercel.engine.runner import Launch
 from tiercel.engine.sampler import Sampler
-from tiercel.engine.scheduler import SchedulerOutput
 from tiercel.ops.verify_accept import Verified
 
 BATCHES = (1, 8, 16, 64)

@@ -87,6 +87,7 @@ class AsyncLLM:
             spec=spec,
             num_spec_tokens=num_spec_tokens,
             offline=offline,
+            timed_steps=True,
         )
         loaded: LoadedModel = load_model(model, options, progress)
         self.source = loaded.source

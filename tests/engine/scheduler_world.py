@@ -20,6 +20,7 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.request import Request, Status
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.score import ScoreRead, ScoreTask
+from tiercel.engine.step_budget import StepBudget
 from tiercel.params import SamplingParams
 from tiercel.spec.config import SpecConfig
 from tiercel.spec.policy import DraftPolicy
@@ -85,7 +86,8 @@ class World:
             groups, self.block_size, most_places, has_prefix_cache=self.has_prefix_cache
         )
         self.scheduler = Scheduler(
-            self.cache, self.max_num_seqs, self.budget, least_computed=self.least_computed,
+            self.cache, self.max_num_seqs, StepBudget(self.budget, is_timed=False),
+            least_computed=self.least_computed,
             policy=DraftPolicy(spare_places=self.spare_places) if self.max_drafts else None,
         )  # fmt: skip
         self.oracle = Oracle(

@@ -323,6 +323,6 @@ def test_rows_and_pools_have_room_for_the_longest_text(longest, spec):
         ]
         for plane in pools[0].layers[0].values():
             assert plane.shape[:2] == (1 + 3 * per_sequence, 64)
-        assert scheduler.max_num_batched_tokens == llm.config.max_num_batched_tokens
+        assert scheduler.budget.max_tokens == llm.config.max_num_batched_tokens
         (output,) = llm.generate({"prompt_token_ids": [5] * (longest - 4)}, greedy(None))
         assert len(output.outputs[0].token_ids) == 4

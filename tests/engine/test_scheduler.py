@@ -23,6 +23,7 @@ from tiercel.cache.allocator import NULL_BLOCK
 from tiercel.cache.manager import CacheManager, GroupBlocks
 from tiercel.engine.request import Request, Status
 from tiercel.engine.scheduler import Scheduler
+from tiercel.engine.step_budget import StepBudget
 from tiercel.errors import OutOfMemoryError
 from tiercel.params import SamplingParams
 
@@ -324,7 +325,11 @@ def put(scheduler, prompt, output, num_computed):
 
 
 def small_scheduler(num_blocks, max_num_seqs, budget):
-    return Scheduler(CacheManager([GroupBlocks(num_blocks)], 4, budget), max_num_seqs, budget)
+    return Scheduler(
+        CacheManager([GroupBlocks(num_blocks)], 4, budget),
+        max_num_seqs,
+        StepBudget(budget, is_timed=False),
+    )
 
 
 def test_decode_steps_go_before_an_older_prompt():

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.ops.test_multi_item_packed import CASES
 from tiercel.engine.packed_items import pack_items
+from tiercel.engine.plan import ScheduledRow
 from tiercel.engine.request import Request
-from tiercel.engine.scheduler import ScheduledRow
 from tiercel.engine.score import ScoreRead, ScoreTask, make_trie, skipped_tiles
 from tiercel.engine.score_reads import ScorePiece
 from tiercel.ops.linear import LinearWeight, linear, pick_rows

@@ -151,6 +151,7 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
         sync_debug=device.type == "cuda" and env.is_sync_debug(),
         spec=spec,
         seed=resolve_count("seed", options.seed, 0, 2**63 - 1, low=-(2**63)),
+        timed_steps=options.timed_steps and device.type == "cpu",
     )
 
 

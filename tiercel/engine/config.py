@@ -36,6 +36,7 @@ class EngineConfig:
         overlap: whether a step is planned and enqueued while the one before it runs.
         sync_debug: whether a wait for the device within a step is an error.
         spec: how drafts are made.
+        timed_steps: whether the time of a step is bounded, not only its tokens; see `StepBudget`.
     """
 
     device: torch.device
@@ -51,6 +52,7 @@ class EngineConfig:
     overlap: bool = False
     sync_debug: bool = False
     spec: SpecConfig = NO_DRAFTS
+    timed_steps: bool = False
 
 
 def resolve_count(name: str, value: object, default: int, high: int, low: int = 1) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -23,12 +24,14 @@ from tiercel.engine.capture import GraphRecorder
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.interrupts import allowed
 from tiercel.engine.memory import MemoryBudget, cache_blocks
+from tiercel.engine.plan import SchedulerOutput
 from tiercel.engine.request import Request, Status
 from tiercel.engine.rows import Rows
 from tiercel.engine.runner import Launch, ModelRunner
 from tiercel.engine.sampled import Sampled
 from tiercel.engine.sampler import Sampler
-from tiercel.engine.scheduler import Scheduler, SchedulerOutput
+from tiercel.engine.scheduler import Scheduler
+from tiercel.engine.step_budget import StepBudget
 from tiercel.errors import InvalidRequestError, OutOfMemoryError
 from tiercel.models import registry
 from tiercel.models.decoder import Decoder
@@ -59,11 +62,26 @@ class RequestUpdate:
 class Engine:
     """Runs requests together over one model and one cache."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        config: EngineConfig,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """Set up.
+
+        Args:
+            scheduler: plans its steps.
+            runner: runs them.
+            config: resolved.
+            clock: seconds, by which steps are timed.
+        """
         self.scheduler = scheduler
         self.runner = runner
         self.config = config
         self.draft_counts = DraftCounts()
+        self._clock = clock
         self._pending: deque[tuple[SchedulerOutput, Launch | None]] = deque()
 
     @property
@@ -137,10 +155,13 @@ class Engine:
         updates: list[RequestUpdate] = []
         if plan is not None:
             self._pending.append((plan, None))
+            started_s = self._clock()
             try:
                 with allowed():
                     launch = self._launch(plan)
                 self._pending[-1] = plan, launch
+                # On a CPU, where this counts, a launch runs the step to its end.
+                self.scheduler.budget.learn(plan.chunks, self._clock() - started_s)
             except torch.OutOfMemoryError:
                 updates += self._survive()
         assert plan or self._pending or not self.has_work, "submit admits only what fits"
@@ -437,7 +458,7 @@ def build_engine(
     scheduler = Scheduler(
         cache,
         config.max_num_seqs,
-        config.max_num_batched_tokens,
+        StepBudget(config.max_num_batched_tokens, is_timed=config.timed_steps),
         policy=policy,
     )
     return Engine(scheduler, runner, config)

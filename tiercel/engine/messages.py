@@ -39,6 +39,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
         enable_fault_injection: whether ``TIERCEL_FAULTS`` may be set; see `faults.py`.
         warm_up: run every kind of request once before the first real one; on a GPU it is done
             always.
+        timed_steps: on a CPU bound the time of steps, because streams wait for them; answers may
+            then depend on the speed of the machine in their last bits.
     """
 
     model: str | None = None
@@ -54,6 +56,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     offline: bool | None = None
     enable_fault_injection: bool = False
     warm_up: bool = False
+    timed_steps: bool = False
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,7 +54,8 @@ def open_session(
         TiercelError: see `load_model`.
     """
     started_s = perf_counter()
-    loaded = load_model(source, msgspec.structs.replace(options, warm_up=True), report)
+    options = msgspec.structs.replace(options, warm_up=True, timed_steps=True)
+    loaded = load_model(source, options, report)
     loaded.matchers.prepare()
     if not options.enable_fault_injection:  # faults count steps from the first on
         rehearse(loaded)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tiercel.batch import PackedItems
+from tiercel.engine.plan import ScheduledRow
 from tiercel.engine.rows import to_device
-from tiercel.engine.scheduler import ScheduledRow
 from tiercel.ops.prepare_step import StepInputs
 
 

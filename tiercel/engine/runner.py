@@ -28,13 +28,13 @@ from tiercel.engine.graphs import (
     VerifiedStep,
 )
 from tiercel.engine.packed_items import PackedStep, pack_items
+from tiercel.engine.plan import ScheduledRow, SchedulerOutput
 from tiercel.engine.prompt_graphs import PromptSteps
 from tiercel.engine.prompt_reads import PromptPiece, read_prompt
 from tiercel.engine.request import Request
 from tiercel.engine.rows import Rows, lists_to_device, to_device
 from tiercel.engine.sampled import DeviceSample, Sampled, host_result
 from tiercel.engine.sampler import Sampler, is_plain
-from tiercel.engine.scheduler import ScheduledRow, SchedulerOutput
 from tiercel.engine.score_reads import ScorePiece, read_scores
 from tiercel.models.decoder import Decoder
 from tiercel.ops.prepare_step import prepare_step

@@ -24,6 +24,9 @@ A request to score has a prompt like any other. What its chunks leave of a step'
 its items, as many whole ones as fit, from the step on that computes the end of the prompt. Items
 hold no blocks, and those whose results are in are never computed again, whatever happens to the
 request.
+
+The tokens of a step are bounded by `StepBudget`, on a CPU by the time of its chunks too. An item
+that such a bound would never let in has a step without other chunks.
 """
 
 from __future__ import annotations
@@ -31,11 +34,13 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tiercel.cache.manager import BlockWrite, CacheManager
 from tiercel.cache.prefix import ROOT, PrefixMatch
+from tiercel.engine.plan import ScheduledRow, SchedulerOutput
 from tiercel.engine.request import Request, Status
+from tiercel.engine.step_budget import Chunk, StepBudget, StepRoom
 from tiercel.ops.paged_attention import MAX_DECODE_QUERIES
 from tiercel.spec.policy import DraftPolicy
 
@@ -45,76 +50,13 @@ from tiercel.spec.policy import DraftPolicy
 LEAST_COMPUTED = MAX_DECODE_QUERIES + 1
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRow:
-    """One request's part of a step.
-
-    Attributes:
-        request: whose.
-        row: its engine row.
-        start: first place that is computed, at most, if steps with drafts are under way.
-        num_query: new tokens of prompt and output, >= 1 if there are no items.
-        samples: the step reaches the last token, so it yields the next one.
-        enters: the request got its engine row in this step.
-        items: which items of its `score` are computed behind them, and
-        num_item_tokens: their tokens.
-        num_drafts: guesses behind the last token at most, each of which may yield one more.
-    """
-
-    request: Request
-    row: int
-    start: int
-    num_query: int
-    samples: bool
-    enters: bool = False
-    items: range = range(0)
-    num_item_tokens: int = 0
-    num_drafts: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """New tokens, of drafts and items too."""
-        return self.num_query + self.num_drafts + self.num_item_tokens
-
-    @property
-    def num_ahead(self) -> int:
-        """Tokens that the step adds at most."""
-        return self.num_drafts + self.samples
-
-    @property
-    def has_scores(self) -> bool:
-        """Whether the step yields values of the request's `score`."""
-        request = self.request
-        if request.score is None:
-            return False
-        is_read = self.start + self.num_query == len(request.prompt_token_ids)
-        return bool(self.items) or (is_read and not request.num_items)
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """The plan of one step.
-
-    Attributes:
-        step_id: counts from 1.
-        scheduled: rows with single new tokens first.
-        new_blocks: what goes into the block tables, (row, write) each.
-        unsound_blocks: per cache group, freed blocks to zero before anyone writes to them.
-    """
-
-    step_id: int
-    scheduled: tuple[ScheduledRow, ...]
-    new_blocks: tuple[tuple[int, BlockWrite], ...]
-    unsound_blocks: tuple[tuple[int, ...], ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """New tokens of the step."""
-        return sum(row.num_tokens for row in self.scheduled)
-
-
 def _turn(request: Request) -> tuple[int, int]:
     return request.priority, request.arrival
+
+
+def _take(room: StepRoom, part: ScheduledRow) -> None:
+    """Note that a part is in a step."""
+    room.take(Chunk(part.start, part.num_tokens), is_answer=not part.is_chunk)
 
 
 def _is_chunk(request: Request) -> bool:
@@ -129,13 +71,13 @@ class Scheduler:
         self,
         cache: CacheManager,
         max_num_seqs: int,
-        max_num_batched_tokens: int,
+        budget: StepBudget,
         least_computed: int = LEAST_COMPUTED,
         policy: DraftPolicy | None = None,
     ) -> None:
         self.cache = cache
         self.policy = policy
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.budget = budget
         self.least_computed = least_computed
         self.waiting: list[Request] = []  # both in order of turn
         self.running: list[Request] = []
@@ -245,34 +187,38 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
 
     def _plan_running(self, planned: dict[int, ScheduledRow]) -> None:
-        budget = self.max_num_batched_tokens
         sits_out: set[Request] = set()
-        num_answers = sum(not _is_chunk(request) for request in self.running)
+        num_answers = self._num_answers()
+        room = self.budget.open(has_answers=num_answers > 0)
         spare = self._spare_tokens(num_answers)
         # Decode steps before prompt chunks: a long prompt must not stall the others.
         for number, request in enumerate(sorted(self.running, key=_is_chunk)):
-            if budget == 0:
+            if room.num_tokens == 0:
                 break
             if request.status is not Status.RUNNING or request in sits_out:
                 continue  # it gave way to an earlier one
             if not self._may_run(request):
                 continue
             # An equal share of what is left, rounded up; the first rows leave some to the others.
-            part = self._plan(request, budget, -(-spare // max(1, num_answers - number)))
+            part = self._plan(request, room, -(-spare // max(1, num_answers - number)))
             if not part.num_tokens:
-                continue  # its next item waits for a step with more room
+                continue  # its next chunk or item waits for a step with more room
             if part.num_drafts and not self.cache.can_grow(request.block_ids, self._places(part)):
                 part = replace(part, num_drafts=0)
             if self._reserve(request, self._places(part), planned, sits_out):
                 planned[request.row] = part
-                budget -= part.num_tokens
+                _take(room, part)
                 spare -= part.num_drafts
+
+    def _num_answers(self) -> int:
+        """Running requests whose next step takes one token, and drafts."""
+        return sum(not _is_chunk(request) for request in self.running)
 
     def _spare_tokens(self, num_answers: int) -> int:
         """Tokens of a step that guesses may take: every answer goes on, and prompts and items."""
         if not self._is_verifying:
             return 0
-        most = self.max_num_batched_tokens - num_answers
+        most = self.budget.max_tokens - num_answers
         items = (
             request.score.items[request.num_items_planned]
             for request in self.running
@@ -283,9 +229,11 @@ class Scheduler:
         return max(0, min(spare, most - max(map(len, items), default=0)))
 
     def _plan_waiting(self, planned: dict[int, ScheduledRow]) -> None:
-        budget = self.max_num_batched_tokens - sum(part.num_tokens for part in planned.values())
+        room = self.budget.open(has_answers=self._num_answers() > 0)
+        for part in planned.values():
+            _take(room, part)
         index = 0
-        while budget > 0 and index < len(self.waiting) and self._free_rows:
+        while room.num_tokens > 0 and index < len(self.waiting) and self._free_rows:
             request = self.waiting[index]
             if self._follows(request):
                 index += 1
@@ -294,14 +242,14 @@ class Scheduler:
             if self._lead(request, match):
                 index += 1
                 continue
-            if not self._can_enter(request, match, budget):
+            if not self._can_enter(request, match, room):
                 break
             del self.waiting[index]
             self._enter(request, match)
-            part = replace(self._plan(request, budget, 0), enters=True)
+            part = replace(self._plan(request, room, 0), enters=True)
             self._grow(request, self._places(part))
             planned[request.row] = part
-            budget -= part.num_tokens
+            _take(room, part)
 
     def _may_run(self, request: Request) -> bool:
         if request.num_in_flight and request.needs_last_token:
@@ -312,21 +260,24 @@ class Scheduler:
         sampled = len(request.output_token_ids) + request.num_ahead
         return not request.num_ahead or sampled < request.max_tokens
 
-    def _plan(self, request: Request, budget: int, most_drafts: int) -> ScheduledRow:
-        missing = request.bound - request.num_computed
-        num_query = min(missing, budget)
-        part = ScheduledRow(
-            request, request.row, request.num_computed, num_query, num_query == missing
-        )
+    def _plan(self, request: Request, room: StepRoom, most_drafts: int) -> ScheduledRow:
+        missing, start = request.bound - request.num_computed, request.num_computed
+        most = room.for_chunk(start) if _is_chunk(request) else room.num_tokens
+        num_query = min(missing, most)
+        part = ScheduledRow(request, request.row, start, num_query, num_query == missing)
         if request.score is None:
             return self._with_drafts(part, most_drafts) if self._is_verifying else part
         first = stop = request.num_items_planned
-        left = most = budget - num_query
         items = request.score.items  # nothing is left for them before the prompt's end
+        if not missing and first < len(items) and room.has_room_for(len(items[first]), start):
+            most = max(most, len(items[first]))
+        left = for_items = most - num_query
         while stop < len(items) and len(items[stop]) <= left:
             left -= len(items[stop])
             stop += 1
-        return replace(part, samples=False, items=range(first, stop), num_item_tokens=most - left)
+        return replace(
+            part, samples=False, items=range(first, stop), num_item_tokens=for_items - left
+        )
 
     def _places(self, part: ScheduledRow) -> int:
         """Places of the cache that a row needs for its part of a step."""
@@ -400,13 +351,14 @@ class Scheduler:
                 return True
         return False
 
-    def _can_enter(self, request: Request, match: PrefixMatch, budget: int) -> bool:
-        if request.score is not None and match.num_blocks * self.cache.block_size == (
-            request.num_tokens
-        ):
-            items = request.score.items
-            if len(items[request.num_items_planned]) > budget:
+    def _can_enter(self, request: Request, match: PrefixMatch, room: StepRoom) -> bool:
+        start = match.num_blocks * self.cache.block_size
+        if request.score is not None and start == request.num_tokens:
+            item = request.score.items[request.num_items_planned]
+            if not room.has_room_for(len(item), start):
                 return False  # it would have nothing to do in this step
+        elif not room.for_chunk(start):
+            return False
         # One whose prompt alone is asked for never needs more than that.
         most = len(request.prompt_token_ids) + request.max_tokens
         spare = 0 if self.policy is None else self.policy.spare_places

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tiercel.engine.copies import HostCopies
+from tiercel.engine.plan import ScheduledRow
 from tiercel.engine.prompt_reads import LOGITS_SLICE
 from tiercel.engine.request import Request
 from tiercel.engine.rows import to_device
-from tiercel.engine.scheduler import ScheduledRow
 from tiercel.engine.score import ScoreRead
 from tiercel.models.decoder import Decoder
 

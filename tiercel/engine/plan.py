@@ -1,0 +1,91 @@
+"""The plan of one step: all that the runner is told of it.
+
+A step computes some rows: the last token of an answer with its drafts, a chunk of a prompt, items
+to score, in any mixture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiercel.cache.manager import BlockWrite
+from tiercel.engine.request import Request
+from tiercel.engine.step_budget import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """One request's part of a step.
+
+    Attributes:
+        request: whose.
+        row: its engine row.
+        start: first place that is computed, at most, if steps with drafts are under way.
+        num_query: new tokens of prompt and output, >= 1 if there are no items.
+        samples: the step reaches the last token, so it yields the next one.
+        enters: the request got its engine row in this step.
+        items: which items of its `score` are computed behind them, and
+        num_item_tokens: their tokens.
+        num_drafts: guesses behind the last token at most, each of which may yield one more.
+    """
+
+    request: Request
+    row: int
+    start: int
+    num_query: int
+    samples: bool
+    enters: bool = False
+    items: range = range(0)
+    num_item_tokens: int = 0
+    num_drafts: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens, of drafts and items too."""
+        return self.num_query + self.num_drafts + self.num_item_tokens
+
+    @property
+    def is_chunk(self) -> bool:
+        """Whether it is more than the last token of an answer with its drafts."""
+        return self.num_query > 1 or bool(self.items)
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens that the step adds at most."""
+        return self.num_drafts + self.samples
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether the step yields values of the request's `score`."""
+        request = self.request
+        if request.score is None:
+            return False
+        is_read = self.start + self.num_query == len(request.prompt_token_ids)
+        return bool(self.items) or (is_read and not request.num_items)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """The plan of one step.
+
+    Attributes:
+        step_id: counts from 1.
+        scheduled: rows with single new tokens first.
+        new_blocks: what goes into the block tables, (row, write) each.
+        unsound_blocks: per cache group, freed blocks to zero before anyone writes to them.
+    """
+
+    step_id: int
+    scheduled: tuple[ScheduledRow, ...]
+    new_blocks: tuple[tuple[int, BlockWrite], ...]
+    unsound_blocks: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of the step."""
+        return sum(row.num_tokens for row in self.scheduled)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """What it computes of prompts and items."""
+        return [Chunk(row.start, row.num_tokens) for row in self.scheduled if row.is_chunk]

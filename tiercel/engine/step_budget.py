@@ -1,0 +1,178 @@
+"""How many new tokens a step takes, so that on a CPU its time stays bounded.
+
+While a prompt is computed, every running stream waits for the end of the step. On a CPU a step of
+2,048 tokens takes seconds, so its tokens follow from a model of its time that each step corrects:
+
+    seconds = fixed + token_s * tokens + pair_s * pairs
+
+`tokens` are those of prompt chunks and of items to score, `pairs` the keys that each of them
+attends to: late chunks of a long prompt are slower. `fixed` is the time of a step without chunks:
+it reads the weights once and computes a token of each answer. An error of the model is shared
+between the two rates in proportion to their parts of the prediction, on a logarithmic scale, so
+neither rate can become negative and a correction never overshoots: the chunk sizes do not
+oscillate. Steps that were too long count more than steps that were too short.
+
+The first chunk of a step always has tokens, so prompts advance on any machine; and a step may last
+twice the fixed time, so that on a slow machine not all of it is spent on reading weights.
+
+The sizes of chunks depend on the speed of the machine and the last bits of a prompt's values depend
+on the sizes of chunks. The bound is therefore for engines whose requests are streamed side by side
+(the server, `AsyncLLM`), whose batches depend on arrival times anyway; `LLM` has none. A GPU needs
+none either: its steps are short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+BESIDE_ANSWERS_S: Final = 0.25  # of a step while answers are generated
+ALONE_S: Final = 1.0  # of a step of prompts and items alone: arrivals and aborts wait for its end
+MOST_FIXED: Final = 2.0  # a step may take as many times its fixed part, whatever the bounds above
+CHUNK_TOKENS: Final = 16  # the least that the first chunk has; chunks are cut to multiples of it
+FIRST_TOKENS: Final = 64  # of the first chunk, when nothing is known
+MOST_GROWTH: Final = 2  # times the tokens of the largest step so far: larger ones are unknown
+# Keys that cost as much as the matrix products of a token, before steps tell.
+FIRST_PAIRS_PER_TOKEN: Final = 4096
+GAIN_SLOWER: Final = 0.7  # share of an error that is corrected after a step that was too long
+GAIN_FASTER: Final = 0.3  # or too short
+MOST_ERROR: Final = math.log(30.0)  # of one step: a machine that was suspended is no slow one
+LEAST_OWN: Final = 0.1  # share of a step's time that counts as its chunks', at least
+
+
+class Chunk(NamedTuple):
+    """New tokens of one request: `num_tokens` after `start` others."""
+
+    start: int
+    num_tokens: int
+
+    @property
+    def num_pairs(self) -> float:
+        """Keys that the tokens attend to, together."""
+        return self.num_tokens * (self.start + (self.num_tokens + 1) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds of a token's matrix products, and of one key that it attends to."""
+
+    token_s: float
+    pair_s: float
+
+    def seconds(self, chunk: Chunk) -> float:
+        """Predicted time of a chunk."""
+        return self.token_s * chunk.num_tokens + self.pair_s * chunk.num_pairs
+
+    def tokens_within(self, seconds: float, start: int) -> int:
+        """Tokens after `start` others that take so many seconds."""
+        first = self.token_s + self.pair_s * (start + 0.5)
+        return int(2 * seconds / (first + math.sqrt(first**2 + 2 * self.pair_s * seconds)))
+
+
+@dataclass(slots=True)
+class StepRoom:
+    """What one step may still take.
+
+    Attributes:
+        num_tokens: new tokens of any kind.
+        chunk_tokens: tokens of prompts and items.
+        seconds: for prompts and items; None without a bound.
+        rates: of the machine; None while nothing is known of it.
+        has_chunk: whether the step has a chunk of a prompt or items already.
+    """
+
+    num_tokens: int
+    chunk_tokens: int
+    seconds: float | None
+    rates: Rates | None
+    has_chunk: bool = False
+
+    def for_chunk(self, start: int) -> int:
+        """Tokens that a chunk after `start` others may have; the first one of a step has some."""
+        if self.seconds is None:
+            return self.num_tokens
+        count = self.chunk_tokens
+        if self.rates is not None:
+            count = min(count, self.rates.tokens_within(max(0.0, self.seconds), start))
+        count -= count % CHUNK_TOKENS
+        least = 0 if self.has_chunk else CHUNK_TOKENS
+        return min(max(count, least), self.num_tokens)
+
+    def has_room_for(self, item_tokens: int, start: int) -> bool:
+        """Whether the step may take an item after `start` tokens; a large one has it for itself."""
+        fits_alone = not self.has_chunk and item_tokens <= self.num_tokens
+        return fits_alone or item_tokens <= self.for_chunk(start)
+
+    def take(self, chunk: Chunk, *, is_answer: bool) -> None:
+        """Note what the step has: an answer's new token with its drafts, or a chunk."""
+        self.num_tokens -= chunk.num_tokens
+        if is_answer:
+            return
+        self.has_chunk = True
+        self.chunk_tokens -= chunk.num_tokens
+        if self.seconds is not None and self.rates is not None:
+            self.seconds -= self.rates.seconds(chunk)
+
+
+class StepBudget:
+    """Bounds the steps of one engine, and learns from each how long the next may be.
+
+    Attributes:
+        max_tokens: new tokens of one step at most, whatever their time.
+    """
+
+    def __init__(self, max_tokens: int, *, is_timed: bool) -> None:
+        """Set up.
+
+        Args:
+            max_tokens: see there.
+            is_timed: whether time bounds steps too.
+        """
+        self.max_tokens = max_tokens
+        self._is_timed = is_timed
+        self._fixed_s: float | None = None
+        self._rates: Rates | None = None
+        self._largest = FIRST_TOKENS // MOST_GROWTH
+
+    def open(self, *, has_answers: bool) -> StepRoom:
+        """The room of a new step; `has_answers`: whether it generates tokens of answers."""
+        if not self._is_timed:
+            return StepRoom(self.max_tokens, self.max_tokens, None, None)
+        fixed_s = self._fixed_s or 0.0
+        bound_s = BESIDE_ANSWERS_S if has_answers else ALONE_S
+        seconds = max(bound_s, MOST_FIXED * fixed_s) - fixed_s
+        return StepRoom(self.max_tokens, MOST_GROWTH * self._largest, seconds, self._rates)
+
+    def learn(self, chunks: Iterable[Chunk], seconds: float) -> None:
+        """Correct the model of the time by a step.
+
+        Args:
+            chunks: of its prompts and items; none: a step of answers alone.
+            seconds: that it took.
+        """
+        tokens, pairs = 0, 0.0
+        for chunk in chunks:
+            tokens += chunk.num_tokens
+            pairs += chunk.num_pairs
+        if not tokens:
+            before = seconds if self._fixed_s is None else self._fixed_s
+            self._fixed_s = before + GAIN_FASTER * (seconds - before)
+            return
+        self._largest = max(self._largest, tokens)
+        own_s = max(seconds - (self._fixed_s or 0.0), LEAST_OWN * seconds)
+        if self._rates is None:
+            token_s = own_s / (tokens + pairs / FIRST_PAIRS_PER_TOKEN)
+            self._rates = Rates(token_s, token_s / FIRST_PAIRS_PER_TOKEN)
+            return
+        parts = self._rates.token_s * tokens, self._rates.pair_s * pairs
+        share = parts[1] / sum(parts)
+        error = math.log(own_s / sum(parts))
+        error = min(MOST_ERROR, max(-MOST_ERROR, error))
+        gain = GAIN_SLOWER if error > 0 else GAIN_FASTER
+        step = gain * error / (share**2 + (1 - share) ** 2)
+        self._rates = Rates(
+            self._rates.token_s * math.exp(step * (1 - share)),
+            self._rates.pair_s * math.exp(step * share),
+        )
