@@ -185,7 +185,7 @@ def test_one_long_pause_is_no_new_speed():
     budget = warmed_up(machine)
     before = read_prompt(machine, budget, 6000)[-2][0]
     budget.learn([Chunk(0, before)], 3600.0)
-    assert budget.open(has_answers=True).for_chunk(0) < before / 4
+    assert before / 20 < budget.open(has_answers=True).for_chunk(0) < before / 4
     assert read_prompt(machine, budget, 12000)[-2][0] > 0.8 * before
 
 

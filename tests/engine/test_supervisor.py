@@ -141,7 +141,7 @@ def test_a_stopped_engine_is_killed_when_there_is_work(bench):
         assert client.state is EngineState.READY, "without work its silence means nothing"
         stream = client.submit(make("a", greedy(5)))
         await assert_dies(stream, PATIENCE_S)
-        await wait_until(lambda: client.failure == "no step in 1 s while there was work")
+        await wait_until(lambda: (client.failure or "").startswith("no progress in"))
         assert not is_alive(pid)
 
     bench.run(main)

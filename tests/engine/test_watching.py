@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tiercel.engine import supervisor as supervisor_module
+from tiercel.engine import watchdog as watchdog_module
 from tiercel.engine.messages import (
+    Advanced,
     EngineStats,
     ErrorInfo,
     Failed,
@@ -25,9 +26,10 @@ from tiercel.engine.supervisor import (
     SupervisorSettings,
     _cause,
 )
+from tiercel.engine.watchdog import Watchdog
 from tiercel.errors import ModelFormatError
 
-TICKS = 10  # in which the seconds of a heartbeat are counted
+TICKS = 10  # in which the least time of a watchdog is counted
 
 
 def make_supervisor(settings=None, is_busy=lambda: True):
@@ -72,6 +74,9 @@ class FakeEngine:
         self.calls.append(why)
 
 
+SIGNS = (Outputs(0.0, 0, (), ()), Stats(EngineStats()), Advanced(0.1))
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_silence_counts_only_without_a_pause_and_while_there_is_work(monkeypatch, seed):
     """Random signs of life and idle times; the engine is killed at the tenth silent tick in row."""
@@ -88,17 +93,61 @@ def test_silence_counts_only_without_a_pause_and_while_there_is_work(monkeypatch
         is_sign = draw.random() < 0.1
         busy[0] = draw.random() < 0.95
         if is_sign:
-            made._on_message(draw.choice((Outputs(0.0, 0, (), ()), Stats(EngineStats()))))
+            made._on_message(draw.choice(SIGNS))
         elif draw.random() < 0.5:  # no sign: others than the step loop send these
             made._on_message(draw.choice((Progress("x", 1, 2), Log(20, "x", "y"))))
         silent = 0 if is_sign or not busy[0] else silent + 1
         if silent == TICKS:
             expected.append(len(slept))
 
-    monkeypatch.setattr(supervisor_module.asyncio, "sleep", sleep)
-    asyncio.run(made._watch(engine))
+    monkeypatch.setattr(watchdog_module.asyncio, "sleep", sleep)
+    asyncio.run(made._watchdog.watch(engine))
     assert [len(slept) - 1] == expected, "one sleep more, for the stacks"
-    assert engine.calls == ["stacks", "no step in 7 s while there was work"]
+    assert engine.calls == ["stacks", "no progress in 7 s while there was work"]
+
+
+def silent_ticks_until_killed(monkeypatch, watchdog):
+    engine, slept = FakeEngine(), []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+        assert len(slept) < 10000
+
+    monkeypatch.setattr(watchdog_module.asyncio, "sleep", sleep)
+    asyncio.run(watchdog.watch(engine))
+    return len(slept) - 1, engine.calls[-1]
+
+
+def test_the_patience_with_an_engine_follows_its_speed(monkeypatch):
+    """20 times the longest pause of late, and never less than the least time."""
+    watchdog = Watchdog(2.0, lambda: True)
+    assert silent_ticks_until_killed(monkeypatch, watchdog)[0] == TICKS
+    for pause_s in (0.01, 0.5, 0.2):
+        watchdog.note(Advanced(pause_s))
+    assert silent_ticks_until_killed(monkeypatch, watchdog) == (
+        5 * TICKS, "no progress in 10 s while there was work",
+    )  # fmt: skip
+    for _ in range(31):
+        watchdog.note(Advanced(0.11))
+    assert watchdog.limit_s == pytest.approx(4.0), "0.5 s are forgotten, 0.2 s are not"
+    watchdog.note(Advanced(0.0))
+    assert watchdog.limit_s == pytest.approx(2.2)
+    for _ in range(32):
+        watchdog.note(Advanced(0.05))
+    assert watchdog.limit_s == 2.0
+
+
+def test_a_step_that_advances_may_last_for_ever(monkeypatch):
+    watchdog, engine, signs = Watchdog(2.0, lambda: True), FakeEngine(), []
+
+    async def sleep(seconds):
+        signs.append(seconds)
+        if len(signs) < 1000 and len(signs) % 9 == 0:
+            watchdog.note(Advanced(0.0))
+
+    monkeypatch.setattr(watchdog_module.asyncio, "sleep", sleep)
+    asyncio.run(watchdog.watch(engine))
+    assert len(signs) - 1 == 999 + TICKS, "the last sign came with the 999th tick"
 
 
 def test_progress_is_a_share():

@@ -9,6 +9,9 @@
     oom@STEP             that step runs out of memory
     raise@STEP           that step fails, as all do after an error of the GPU
     nan:SLOT@STEP        the logits of the engine row SLOT are NaN in that step
+    slow:MS@start        every step takes MS milliseconds more for each new token, in many parts
+                         with a sign of life after each: a slow machine, not a hang
+    slow:MS@STEP         the same from that step on
 
 They are refused unless fault injection was enabled where the engine is configured: a variable that
 was left behind must not break a server.
@@ -19,7 +22,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -33,13 +36,21 @@ _AT_START: Final = 0
 _FAULT: Final = re.compile(
     r"(?P<kind>\w+)(?::(?P<value>\d{1,9}(?:\.\d{1,9})?))?@(?P<step>start|[1-9]\d{0,8})"
 )
-_NEEDS_VALUE: Final = {"exit": False, "sleep": True, "oom": False, "raise": False, "nan": True}
-_MAY_BE_AT_START: Final = ("exit", "sleep")
+_NEEDS_VALUE: Final = {
+    "exit": False,
+    "sleep": True,
+    "oom": False,
+    "raise": False,
+    "nan": True,
+    "slow": True,
+}
+_MAY_BE_AT_START: Final = ("exit", "sleep", "slow")
+_SLOW_PART_S: Final = 0.05  # between two signs of life of a slow step
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault; `value` is a row or seconds, 0 where it has none; `step` 0 is the start."""
+    """One fault; `value` is a row, seconds or ms, 0 where it has none; `step` 0 is the start."""
 
     kind: str
     value: float
@@ -91,6 +102,21 @@ class Faults:
             elif fault.kind == "raise":
                 raise RuntimeError(f"step {step} failed, as TIERCEL_FAULTS asks.")
 
+    def slow_down(self, step: int, num_tokens: int, pulse: Callable[[], object]) -> None:
+        """Let a step last longer.
+
+        Args:
+            step: which.
+            num_tokens: its new tokens.
+            pulse: called after each part of the time.
+        """
+        slow = (f for f in self.faults if f.kind == "slow" and f.step <= step)
+        left_s = sum(fault.value for fault in slow) * num_tokens / 1000
+        while left_s > 0:
+            time.sleep(min(left_s, _SLOW_PART_S))
+            left_s -= _SLOW_PART_S
+            pulse()
+
     def on_logits(self, step: int, logits: Tensor, rows: Sequence[int]) -> None:
         """Spoil logits of a step, in place.
 
@@ -116,5 +142,5 @@ def _read(text: str) -> Fault:
             return Fault(kind, float(value or 0), _AT_START if step == "start" else int(step))
     raise ArgumentError(
         f"TIERCEL_FAULTS: {text[:40]!r} cannot be read.",
-        hint="Use exit, sleep:SECONDS, oom, raise or nan:SLOT, then @STEP or @start.",
+        hint="Use exit, sleep:SECONDS, oom, raise, nan:SLOT or slow:MS, then @STEP or @start.",
     )

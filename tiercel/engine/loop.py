@@ -80,16 +80,11 @@ class LoopListener(Protocol):
 
 
 class EngineLoop:
-    """Runs one engine; `run` on one thread, everything else from any.
-
-    Attributes:
-        heartbeat_s: `perf_counter` at the last sign of life.
-    """
+    """Runs one engine; `run` on one thread, everything else from any."""
 
     def __init__(
         self, engine: SteppingEngine, listener: LoopListener, faults: Faults | None = None
     ) -> None:
-        self.heartbeat_s = perf_counter()
         self._engine = engine
         self._listener = listener
         self._faults = faults or Faults()
@@ -192,10 +187,8 @@ class EngineLoop:
         for update in updates:
             if update.request.finish_reason is not None:
                 del self._live[update.request]
-        self.heartbeat_s = perf_counter()
-        self._listener.on_step(
-            StepResult(started, self.heartbeat_s - started, entered, num_preempted, updates)
-        )
+        seconds = perf_counter() - started
+        self._listener.on_step(StepResult(started, seconds, entered, num_preempted, updates))
 
     def _note_changes(self) -> tuple[tuple[Request, ...], int]:
         """Requests that have begun, and how many were preempted."""

@@ -6,6 +6,7 @@ MessagePack array whose first item is its number (`tag`), then its fields in the
     to the engine     1 Start   2 NewRequest   3 Abort   4 Stop   5 Forget
     from the engine  16 Progress  17 Ready  18 Outputs  19 PromptLogprobs  20 Refused  21 Stats
                      22 Log  23 Failed  24 Embedding  25 Scores  26 Forgotten
+                     28 Advanced
 
 `Start` is the first message and comes once. A request is named by its key, a number that its client
 counts up from 1; its id travels for the log alone. Closing the socket ends the engine.
@@ -352,6 +353,15 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=21):
     stats: EngineStats
 
 
+class Advanced(msgspec.Struct, frozen=True, array_like=True, tag=28):
+    """A step has got further; see `Pulse`.
+
+    longest_s: the longest time from one advance to the next since the message before.
+    """
+
+    longest_s: float
+
+
 class Log(msgspec.Struct, frozen=True, array_like=True, tag=22):
     """A line for the log of the server; `level` as in `logging`."""
 
@@ -384,6 +394,7 @@ FromEngine = (
     | Scores
     | Refused
     | Stats
+    | Advanced
     | Log
     | Failed
     | Forgotten

@@ -88,10 +88,19 @@ class ModelRunner:
         is_cuda = config.device.type == "cuda"
         self._copy_stream = torch.cuda.Stream(config.device) if is_cuda else None
 
+    def watch(self, pulse: Callable[[], None]) -> None:
+        """Let steps call `pulse` when they have advanced: on a CPU, where a launch computes.
+
+        A GPU computes its layers after the host has gone on; its sign is that `collect` returns.
+        """
+        if self.config.device.type == "cpu":
+            self.model.pulse = pulse
+
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> Launch:
         """Enqueue a step."""
         self._write_rows(plan)
+        self.faults.slow_down(plan.step_id, plan.num_tokens, self.model.pulse)
         parts = plan.scheduled
         pieces: list[Piece] = []
         if any(part.request.draft_limit for part in parts):

@@ -32,6 +32,7 @@ from tiercel.engine.messages import (
     ToEngine,
     split_prompt_logprobs,
 )
+from tiercel.engine.pulse import Pulse
 from tiercel.engine.request import Request
 from tiercel.errors import TiercelError
 
@@ -47,7 +48,9 @@ class EngineSession:
         self.loop = EngineLoop(loaded.engine, self, loaded.faults)
         self._matchers = loaded.matchers
         self._send = send
+        self._pulse = Pulse(send)
         self._engine = loaded.engine
+        self._engine.runner.watch(self._pulse)
         self._counters = Counters(loaded.engine)
         self._stats_s = 0.0
         self._requests: dict[int, Request] = {}
@@ -88,6 +91,7 @@ class EngineSession:
 
     def on_step(self, result: StepResult) -> None:
         """Send what a step did."""
+        self._pulse()
         self._counters.add(result)
         entered = [
             Entered(key, request.num_cached)
@@ -114,6 +118,7 @@ class EngineSession:
 
     def on_idle(self) -> None:
         """Send the counters as they stand."""
+        self._pulse.rest()
         self._send_stats()
 
     def _forget_history(self) -> None:

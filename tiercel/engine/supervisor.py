@@ -1,6 +1,6 @@
 """Keeps an engine process alive: hears of its death, ends one that hangs, starts the next one.
 
-A process that hangs is found by its silence while there is work. A death is answered by a new
+A process that hangs is found by its silence (`engine/watchdog.py`). A death is answered by a new
 process after a delay that doubles; too many deaths in too short a time end the attempts. An error
 that says what is wrong with the model or the options (no such file, a broken one, too little
 memory) before any engine was ready is final: the next attempt would find the same.
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from time import perf_counter
-from typing import Final
 
 from tiercel.engine.messages import (
     ErrorInfo,
@@ -25,18 +24,14 @@ from tiercel.engine.messages import (
     FromEngine,
     LoadOptions,
     Log,
-    Outputs,
     Progress,
     Ready,
-    Stats,
 )
 from tiercel.engine.spawn import EngineProcess, start_engine
+from tiercel.engine.watchdog import Watchdog
 from tiercel.errors import EngineDeadError, InternalError, TiercelError
 
 _LOG = logging.getLogger(__name__)
-
-_HEARTBEAT_TICKS: Final = 10
-_STACKS_SECONDS: Final = 0.2  # for the stacks of a hung engine to reach the log
 
 
 class EngineState(StrEnum):
@@ -58,7 +53,7 @@ class SupervisorSettings:
             long as the one before.
         max_restarts: within the window; the death after them is the last.
         window_s: how long a restart is remembered.
-        heartbeat_s: how long the engine may be silent while there is work.
+        heartbeat_s: how long a step may go without an advance, at least; see `Watchdog`.
         exit_grace_s: how long a process whose socket is closed may take to end before it is killed.
     """
 
@@ -117,11 +112,11 @@ class Supervisor:
         self.num_restarts = 0
         self._options = options
         self._settings = settings
-        self._hear, self._tell_lost, self._is_busy = on_message, on_lost, is_busy
+        self._hear, self._tell_lost = on_message, on_lost
+        self._watchdog = Watchdog(settings.heartbeat_s, is_busy)
         self._engine: EngineProcess | None = None
         self._last: Failed | None = None  # how the last process ended
         self._was_ready = False
-        self._num_signs = 0  # of life: messages that the step loop has sent
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._settled = asyncio.Event()  # ready, or there will be no engine any more
@@ -214,9 +209,9 @@ class Supervisor:
         """Watch a process until it is gone."""
         if self._stopping.is_set():
             engine.close()
-        heartbeat = asyncio.create_task(self._watch(engine))
+        watch = asyncio.create_task(self._watchdog.watch(engine))
         await engine.wait_lost()
-        heartbeat.cancel()
+        watch.cancel()
         is_wanted = self._stopping.is_set()
         self.state = EngineState.DRAINING if is_wanted else EngineState.RESTARTING
         self._settled.clear()
@@ -228,23 +223,6 @@ class Supervisor:
             self._last = engine.failed or Failed(ErrorInfo("EngineDeadError", _cause(status)))
             _LOG.error("the engine process ended: %s", self.failure)
 
-    async def _watch(self, engine: EngineProcess) -> None:
-        """Kill a process that makes no step though there is work.
-
-        Ticks are counted, not seconds: while this process itself is stopped, the engine may be
-        well.
-        """
-        seconds = self._settings.heartbeat_s
-        num_silent, seen = 0, self._num_signs
-        while num_silent < _HEARTBEAT_TICKS:
-            await asyncio.sleep(seconds / _HEARTBEAT_TICKS)
-            is_silent = self._num_signs == seen and self._is_busy()
-            num_silent = num_silent + 1 if is_silent else 0
-            seen = self._num_signs
-        engine.dump_stacks()
-        await asyncio.sleep(_STACKS_SECONDS)
-        engine.give_up(f"no step in {seconds:g} s while there was work")
-
     def _final_error(self) -> TiercelError | None:
         """What is wrong with model or options, if an engine was never ready because of it."""
         if self._last is None or self._was_ready:
@@ -254,9 +232,8 @@ class Supervisor:
 
     def _on_message(self, message: FromEngine) -> None:
         self._hear(message)
-        if isinstance(message, Outputs | Stats):
-            self._num_signs += 1
-        elif isinstance(message, Progress):
+        self._watchdog.note(message)
+        if isinstance(message, Progress):
             self.progress = min(1.0, message.done / message.total) if message.total else 0.0
         elif isinstance(message, Log):
             logging.getLogger(message.logger).log(message.level, "%s", message.text)

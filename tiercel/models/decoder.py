@@ -12,7 +12,7 @@ is float32 throughout, because sums of Gemma's activations pass the range of flo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +67,11 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A dense decoder with its weights on one device."""
+    """A dense decoder with its weights on one device.
+
+    Attributes:
+        pulse: called after each layer and each product of the head; does nothing unless replaced.
+    """
 
     def __init__(
         self, config: ModelConfig, weights: WeightReader, dtype: torch.dtype, num_positions: int
@@ -82,6 +86,7 @@ class Decoder:
         """
         self.config = config
         self.dtype = dtype
+        self.pulse: Callable[[], None] = _unwatched
         builder = _LayerBuilder(config, weights, dtype, num_positions)
         self.embedding = Embedding(weights.stored("embed.weight"), config.embedding_scale)
         self.layers = [builder.layer(i) for i in range(config.num_layers)]
@@ -149,6 +154,7 @@ class Decoder:
             if kind not in plans:
                 plans[kind] = layer.attention.plan(batch)
             update = layer(x, update, batch, plans[kind])
+            self.pulse()
         if update is None:
             return x
         if self.last_update_norm is not None:
@@ -202,8 +208,13 @@ class Decoder:
         return self._capped(linear(x, picked, out_dtype=torch.float32))
 
     def _capped(self, logits: Tensor) -> Tensor:
+        self.pulse()
         cap = self.config.logit_softcap
         return logits if cap == 0.0 else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _unwatched() -> None:
+    """Do nothing."""
 
 
 class MtpHead:
