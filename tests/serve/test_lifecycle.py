@@ -270,6 +270,7 @@ WRONG = {
     "limit": (["--max-body-bytes", "0"], 2, "--max-body-bytes 0 is out of range"),
     "limit over the ceiling": (["--max-n", "17"], 2, "--max-n 17 is out of range. Use 1 to 16"),
     "drain": (["--drain-seconds", "-1"], 2, "--drain-seconds"),
+    "hang": (["--hang-seconds", "0.5"], 2, "--hang-seconds 0.5 is out of range. Use 1 or more"),
     "temperature": (["--temperature", "3"], 2, "temperature=3.0 is out of range"),
     "origin": (["--cors-origin", "example.org"], 2, "--cors-origin example.org: no origin"),
     "prefix": (["--metrics-prefix", "a:b"], 2, "--metrics-prefix"),
@@ -293,6 +294,21 @@ def test_wrong_options_are_one_line_before_anything_loads(name, capsys, monkeypa
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     assert words in captured.err
+
+
+def test_how_long_an_engine_may_hang_is_an_option(monkeypatch):
+    from tiercel.cli.main import run
+
+    limits = []
+
+    def run_server(state, _sockets, _drain_seconds):
+        limits.append(state.client._supervisor._watchdog.limit_s)
+        return 0
+
+    monkeypatch.setattr("tiercel.serve.server.run_server", run_server)
+    for arguments in ([], ["--hang-seconds", "7.5"]):
+        assert run(["serve", "missing.gguf", "--port", "0", *arguments]) == 0
+    assert limits == [60.0, 7.5]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n# only\n\n", b"\xff\xfe", b"a\x01b\n"])

@@ -51,6 +51,7 @@ def serve(
 ) -> int:
     """Serve a model over HTTP; further options: docs/server.md."""
     from tiercel.engine.client import EngineClient
+    from tiercel.engine.supervisor import SupervisorSettings
     from tiercel.serve.logs import set_up_logs
     from tiercel.serve.metrics import Metrics
     from tiercel.serve.server import fit_descriptors, run_server
@@ -66,7 +67,11 @@ def serve(
         _warn(server, settings)
         settings = replace(settings, url=url)
         options = _load_options(model, server, engine, batch, defaults)
-        client = EngineClient(options, max_waiting=settings.limits.max_waiting_requests)
+        client = EngineClient(
+            options,
+            max_waiting=settings.limits.max_waiting_requests,
+            settings=SupervisorSettings(heartbeat_s=server.hang_seconds),
+        )
         metrics = Metrics(settings.metrics_prefix)
         state = ServerState(settings, client, metrics, tracing=tracing)
         return run_server(state, sockets, server.drain_seconds)
@@ -92,6 +97,10 @@ def make_settings(
     for name in ("drain_seconds", "slow_client_seconds"):
         if not 0 <= getattr(server, name) <= _LARGEST:
             raise UsageError(f"--{name.replace('_', '-')} must be 0 or more seconds.")
+    if not 1 <= server.hang_seconds <= _LARGEST:
+        raise UsageError(
+            f"--hang-seconds {server.hang_seconds:g} is out of range.", hint="Use 1 or more."
+        )
     if not server.metrics_prefix.isidentifier() or not server.metrics_prefix.isascii():
         raise UsageError("--metrics-prefix must be letters, digits and '_'.", hint="Use vllm.")
     if not all(server.served_model_name):

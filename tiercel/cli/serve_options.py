@@ -47,6 +47,9 @@ class ServerOptions:
     allowed_host: Annotated[tuple[str, ...], _HIDDEN] = ()
     no_ui: Annotated[bool, Parameter(negative="", help="Serve no web page.")] = False
     drain_seconds: Annotated[float, Parameter(help="For running requests at the end.")] = 30.0
+    hang_seconds: Annotated[
+        float, Parameter(help="Restart an engine without progress; 1 or more.")
+    ] = 60.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Parameter(help="debug, info, warning or error."),
