@@ -7,6 +7,7 @@ import torch
 
 from tests.tiny_llm import LLAMA
 from tiercel import async_llm, llm
+from tiercel.engine import build
 from tiercel.engine.build import BLOCK_SIZE, resolve_config
 from tiercel.engine.messages import LoadOptions
 from tiercel.errors import ArgumentError
@@ -47,13 +48,21 @@ def test_every_option_reaches_the_loader(monkeypatch, module):
     for options in ({}, GIVEN, *({name: value} for name, value in GIVEN.items())):
         with pytest.raises(SeenError):
             kind("m", progress=print, **options)
-        assert seen.pop() == ("m", LoadOptions(**options), print)
+        expected = LoadOptions(**options, timed_steps=module is async_llm)
+        assert seen.pop() == ("m", expected, print)
     defaults = LoadOptions()
     assert all(getattr(defaults, name) != value for name, value in GIVEN.items())
 
 
 def resolve(**options):
     return resolve_config(open_source(LLAMA), LoadOptions(**({"device": "cpu"} | options)))
+
+
+def test_time_bounds_steps_where_it_was_requested_and_on_a_cpu_alone(monkeypatch):
+    assert not resolve().timed_steps
+    assert resolve(timed_steps=True).timed_steps
+    monkeypatch.setattr(build, "resolve_device", lambda _: torch.device("cuda:0"))
+    assert not resolve(timed_steps=True).timed_steps
 
 
 def test_options_become_the_configuration():
