@@ -160,8 +160,8 @@ class Engine:
                 with allowed():
                     launch = self._launch(plan)
                 self._pending[-1] = plan, launch
-                # On a CPU, where this counts, a launch runs the step to its end.
-                self.scheduler.budget.learn(plan.chunks, self._clock() - started_s)
+                if self.scheduler.budget.is_timed:  # on a CPU: a launch runs the step to its end
+                    self.scheduler.budget.learn(plan.chunks, self._clock() - started_s)
             except torch.OutOfMemoryError:
                 updates += self._survive()
         assert plan or self._pending or not self.has_work, "submit admits only what fits"

@@ -56,7 +56,10 @@ def _turn(request: Request) -> tuple[int, int]:
 
 def _take(room: StepRoom, part: ScheduledRow) -> None:
     """Note that a part is in a step."""
-    room.take(Chunk(part.start, part.num_tokens), is_answer=not part.is_chunk)
+    if part.is_chunk:
+        room.take_chunk(Chunk(part.start, part.num_tokens))
+    else:
+        room.num_tokens -= part.num_tokens
 
 
 def _is_chunk(request: Request) -> bool:
@@ -229,6 +232,8 @@ class Scheduler:
         return max(0, min(spare, most - max(map(len, items), default=0)))
 
     def _plan_waiting(self, planned: dict[int, ScheduledRow]) -> None:
+        if not self.waiting:
+            return
         room = self.budget.open(has_answers=self._num_answers() > 0)
         for part in planned.values():
             _take(room, part)

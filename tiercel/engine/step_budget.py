@@ -107,11 +107,9 @@ class StepRoom:
         fits_alone = not self.has_chunk and item_tokens <= self.num_tokens
         return fits_alone or item_tokens <= self.for_chunk(start)
 
-    def take(self, chunk: Chunk, *, is_answer: bool) -> None:
-        """Note what the step has: an answer's new token with its drafts, or a chunk."""
+    def take_chunk(self, chunk: Chunk) -> None:
+        """Note that the step has a chunk; of answers, whose time is fixed, `num_tokens` alone."""
         self.num_tokens -= chunk.num_tokens
-        if is_answer:
-            return
         self.has_chunk = True
         self.chunk_tokens -= chunk.num_tokens
         if self.seconds is not None and self.rates is not None:
@@ -123,24 +121,19 @@ class StepBudget:
 
     Attributes:
         max_tokens: new tokens of one step at most, whatever their time.
+        is_timed: whether time bounds steps too.
     """
 
     def __init__(self, max_tokens: int, *, is_timed: bool) -> None:
-        """Set up.
-
-        Args:
-            max_tokens: see there.
-            is_timed: whether time bounds steps too.
-        """
         self.max_tokens = max_tokens
-        self._is_timed = is_timed
+        self.is_timed = is_timed
         self._fixed_s: float | None = None
         self._rates: Rates | None = None
         self._largest = FIRST_TOKENS // MOST_GROWTH
 
     def open(self, *, has_answers: bool) -> StepRoom:
         """The room of a new step; `has_answers`: whether it generates tokens of answers."""
-        if not self._is_timed:
+        if not self.is_timed:
             return StepRoom(self.max_tokens, self.max_tokens, None, None)
         fixed_s = self._fixed_s or 0.0
         bound_s = BESIDE_ANSWERS_S if has_answers else ALONE_S
