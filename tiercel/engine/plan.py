@@ -20,13 +20,13 @@ class ScheduledRow:
     Attributes:
         request: whose.
         row: its engine row.
-        start: first place that is computed, at most, if steps with drafts are under way.
+        start: first position that is computed, at most, if steps with drafts are under way.
         num_query: new tokens of prompt and output, >= 1 if there are no items.
         samples: the step reaches the last token, so it yields the next one.
         enters: the request got its engine row in this step.
-        items: which items of its `score` are computed behind them, and
-        num_item_tokens: their tokens.
-        num_drafts: guesses behind the last token at most, each of which may yield one more.
+        items: which items of its `score` are computed after them.
+        num_item_tokens: tokens of these items.
+        num_drafts: draft tokens after the last token, at most; each may yield one more.
     """
 
     request: Request
@@ -71,8 +71,8 @@ class SchedulerOutput:
     Attributes:
         step_id: counts from 1.
         scheduled: rows with single new tokens first.
-        new_blocks: what goes into the block tables, (row, write) each.
-        unsound_blocks: per cache group, freed blocks to zero before anyone writes to them.
+        new_blocks: entries of the block tables to write, (row, write) each.
+        unsound_blocks: per cache group, freed blocks to zero before they are written again.
     """
 
     step_id: int
