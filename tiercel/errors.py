@@ -16,11 +16,13 @@ class TiercelError(Exception):
         code: the stable, machine-readable name of the error.
         hint: one sentence that says what would be right; may be empty.
         retry_after_s: whole seconds after which trying again makes sense; None: it does not.
+        is_final: a client that repeats requests by itself must not repeat this one.
     """
 
     http_status = 500
     code = "internal_error"
     retry_after_s: int | None = None
+    is_final = False
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -92,7 +94,7 @@ class EngineDeadError(TiercelError):
 
     http_status = 503
     code = "engine_restarting"
-    retry_after_s = 1
+    retry_after_s: int | None = 1
 
 
 class OutOfMemoryError(TiercelError):

@@ -84,9 +84,9 @@ def bench():
     made.runner.close()
 
 
-async def assert_dies(stream, seconds=5.0):
+async def assert_dies(stream, seconds=5.0, words="under way"):
     """A stream ends with the error of a dead engine: in 1 s, and a busy machine gets more."""
-    with pytest.raises(EngineDeadError, match="under way"):
+    with pytest.raises(EngineDeadError, match=words):
         await asyncio.wait_for(read(stream), seconds)
     assert stream.request.finish_reason == "error"
 
@@ -170,7 +170,7 @@ def test_an_engine_that_fails_at_each_start_is_given_up(monkeypatch):
             await asyncio.wait_for(client.wait_ready(), 20)
         await asyncio.wait_for(client.wait_ended(), 1)
         assert client.state is EngineState.DEAD
-        assert client.num_restarts == 3
+        assert client.num_restarts == 1, "the second one ended alike"
         assert client.pid is None
         await client.close()
         assert client.state is EngineState.DEAD
@@ -204,7 +204,7 @@ def test_a_step_that_fails_names_its_requests_and_why(monkeypatch, caplog):
         client = await open_client(settings=quick, enable_fault_injection=True, **CHUNKED)
         make = Maker(client.info)
         streams = [client.submit(make("a", greedy(50))) for _ in range(3)]
-        await asyncio.gather(*(assert_dies(stream, PATIENCE_S) for stream in streams))
+        await asyncio.gather(*(assert_dies(stream, PATIENCE_S, "is dead") for stream in streams))
         lengths = [len(stream.request.output_token_ids) for stream in streams]
         assert (lengths[0], lengths[2]) == (3, 0)
         assert lengths[1] in (2, 3)  # it may have come while the first step was asleep

@@ -27,7 +27,6 @@ from tiercel.engine.supervisor import (
     _cause,
 )
 from tiercel.engine.watchdog import Watchdog
-from tiercel.errors import ModelFormatError
 
 TICKS = 10  # in which the least time of a watchdog is counted
 
@@ -35,7 +34,7 @@ TICKS = 10  # in which the least time of a watchdog is counted
 def make_supervisor(settings=None, is_busy=lambda: True):
     heard = []
     made = Supervisor(
-        LoadOptions(), settings or SupervisorSettings(), heard.append, lambda _: None, is_busy
+        LoadOptions(), settings or SupervisorSettings(), heard.append, lambda *_: None, is_busy
     )
     return made, heard
 
@@ -169,25 +168,6 @@ def test_lines_of_the_engine_go_to_the_log_at_their_level(caplog):
     lines = [(r.name, r.levelno, r.getMessage()) for r in caplog.records]
     assert lines[0] == ("tiercel.x", logging.WARNING, "100% %s")
     assert [line[2] for line in lines[1:]] == ["the engine failed: trace"]
-
-
-@pytest.mark.parametrize("was_ready", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "is_about_the_model"),
-    [("ModelFormatError", True), ("OutOfMemoryError", True), ("InternalError", False),
-     ("EngineDeadError", False), ("ValueError", False)],
-)  # fmt: skip
-def test_an_error_of_the_model_is_final_until_an_engine_was_ready(
-    kind, is_about_the_model, was_ready
-):
-    made, _ = make_supervisor()
-    assert made._final_error() is None
-    made._last, made._was_ready = Failed(ErrorInfo(kind, "why")), was_ready
-    error = made._final_error()
-    assert (error is not None) == (is_about_the_model and not was_ready)
-    if kind == "ModelFormatError" and not was_ready:
-        assert type(error) is ModelFormatError
-    assert made.failure == "why"
 
 
 def test_a_status_is_told_in_words():

@@ -2,7 +2,9 @@
 
 import json
 import random
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -273,6 +275,23 @@ def test_chat_templates_of_a_folder(folder):
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "a"}]}))
     assert open_source(folder).chat_template is None
+
+
+def test_the_files_of_a_model_are_all_named(folder, tmp_path):
+    """What a server compares before it starts another engine on them."""
+    (folder / "1_Pooling").mkdir()
+    for name in ("1_Pooling/config.json", "chat_template.jinja", "README.md"):
+        (folder / name).write_text("{}")
+    names = [str(path.relative_to(folder)) for path in open_source(folder).file_paths]
+    assert names[0] == "model.safetensors"
+    assert {"config.json", "tokenizer.json", "chat_template.jinja"} < set(names)
+    assert "1_Pooling/config.json" in names
+    assert "README.md" not in names
+    source = open_source(tiny_model(tmp_path / "m.gguf"))
+    assert source.file_paths == (tmp_path / "m.gguf",)
+    parts = tuple(SimpleNamespace(path=tmp_path / f"{number}.gguf") for number in range(3))
+    split = replace(source, files=replace(source.files, parts=parts))
+    assert split.file_paths == tuple(part.path for part in parts)
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "{", "", '{"a": NaN}', '"x"', "{" * 5000])

@@ -133,6 +133,12 @@ class FakeClient:
         return struct.pack(f"<{len(values)}f", *values)
 
     @property
+    def final_error(self):
+        error = EngineDeadError("the engine is dead: m.gguf changed since the start.")
+        error.code, error.retry_after_s, error.is_final = "engine_dead", None, True
+        return error
+
+    @property
     def num_running(self):
         return len(self._streams)
 

@@ -75,13 +75,35 @@ def test_probes_follow_the_engine(state, was_ready, health_status, word):
     if health_status == 503:
         assert health.json()["error"]["code"] == "engine_dead"
     assert ready.status_code == 503
-    assert ready.json() == {"status": word, "progress": 0.25}
+    reason = {"reason": str(FakeClient().final_error)} if word == "dead" else {}
+    assert ready.json() == {"status": word, "progress": 0.25, **reason}
     assert 1 <= int(ready.headers["retry-after"]) <= 60
     assert models.status_code == (200 if was_ready else 503)
     if not was_ready:
         assert models.json()["error"]["code"] == "engine_loading"
         assert models.json()["error"]["type"] == "overloaded_error"
         assert int(models.headers["retry-after"]) >= 1
+
+
+def test_a_server_that_ends_because_its_engine_is_dead_says_so():
+    """Not that it is draining: kept connections are answered until the process is gone."""
+
+    async def probe():
+        client = FakeClient()
+        async with running(fake_app(client)) as http:
+            client.state = EngineState.DEAD
+            http._transport.app.state.server.is_draining = True
+            body = {"model": NAME, "prompt": "a"}
+            return await http.get("/ready"), await http.post("/v1/completions", json=body)
+
+    ready, refused = asyncio.run(probe())
+    assert ready.json()["status"] == "dead"
+    assert "m.gguf changed since the start" in ready.json()["reason"]
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (503, "engine_dead")
+    assert "m.gguf changed since the start" in error["message"]
+    assert refused.headers["x-should-retry"] == "false"
+    assert "retry-after" not in refused.headers
 
 
 def test_health_is_quick_and_waits_for_nothing():

@@ -366,7 +366,33 @@ def test_an_engine_that_never_starts_ends_in_70(tiny, log_path):
     assert process.wait(180) == 70
     process.stdout.close()
     assert url
-    assert "the engine is given up after 5 restarts" in log_path.read_text()
+    given_up = "the engine is given up after 1 restart: it ended with status 3"
+    assert given_up in log_path.read_text()
+
+
+@pytest.mark.parametrize("is_valid", [False, True])
+def test_a_model_file_that_changed_ends_the_server_with_one_line(
+    is_valid, tiny, tmp_path, log_path
+):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(tiny.read_bytes())
+    with start_server(path, log_path=log_path, is_probed=False) as server:
+        reader = Reader(server, STREAM | {"max_tokens": 1500})
+        if is_valid:
+            path.write_bytes(tiny.read_bytes())
+        else:
+            os.truncate(path, 1000)
+        os.kill(server_engine(server), signal.SIGBUS)  # as under a truncated mapping
+        reader.join(PATIENCE_S)
+        error = json.loads(reader.text.strip().rpartition("data: ")[2])["error"]
+        assert error["code"] == "engine_dead"
+        assert "m.gguf changed since the start: " in error["message"]
+        assert server.process.wait(PATIENCE_S) == 70
+        lines = [line for line in server.log.splitlines() if "m.gguf changed" in line]
+        assert len(lines) == 1
+        given_up = "the engine is given up after 0 restarts: it was ended by signal SIGBUS, and m.g"
+        assert given_up in lines[0]
+        assert "Traceback" not in server.log
 
 
 def test_faults_are_off_by_default(tiny, log_path):

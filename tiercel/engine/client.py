@@ -121,6 +121,11 @@ class EngineClient:
         return self._supervisor.failure
 
     @property
+    def final_error(self) -> EngineDeadError:
+        """What a request gets once the engine is dead; meaningless before."""
+        return self._supervisor.final_error
+
+    @property
     def pid(self) -> int | None:
         """The engine process, or None while there is none."""
         return self._supervisor.pid
@@ -165,6 +170,8 @@ class EngineClient:
             QueueFullError: more than `max_waiting` would wait; `retry_after_s` is an estimate.
             EngineDeadError: no engine is ready.
         """
+        if self.state is EngineState.DEAD:
+            raise self.final_error
         if self.state is not EngineState.READY:
             raise EngineDeadError(
                 f"the engine is {self.state.value}.", hint="Ask /ready, then send it again."
@@ -310,19 +317,21 @@ class EngineClient:
             TokenUpdate(delta.new_token_ids, delta.logprobs, delta.finish_reason, delta.stop_reason)
         )
 
-    def _on_lost(self, suspects: tuple[str, ...]) -> None:
+    def _on_lost(self, suspects: tuple[str, ...], final: EngineDeadError | None) -> None:
         """End every stream of an engine that has died; log whose step it may have been."""
         ran = [s.request.request_id for key, s in self._live.items() if key not in self._waiting]
         names = suspects or tuple(ran)
         if names:
             _LOG.error("requests of the engine's last step: %s", ", ".join(names))
         for key in list(self._live):
-            self._remove(key).push(
-                EngineDeadError(
-                    "the engine ended while this request was under way.",
-                    hint="It is started again: send the request again.",
-                )
-            )
+            self._remove(key).push(final or _lost_error())
         self.stats = EngineStats()
         self._ends.clear()
         self._has_forgotten.set()  # there is nobody who would know
+
+
+def _lost_error() -> EngineDeadError:
+    return EngineDeadError(
+        "the engine ended while this request was under way.",
+        hint="It is started again: send the request again.",
+    )

@@ -6,7 +6,7 @@ MessagePack array whose first item is its number (`tag`), then its fields in the
     to the engine     1 Start   2 NewRequest   3 Abort   4 Stop   5 Forget
     from the engine  16 Progress  17 Ready  18 Outputs  19 PromptLogprobs  20 Refused  21 Stats
                      22 Log  23 Failed  24 Embedding  25 Scores  26 Forgotten
-                     28 Advanced
+                     28 Advanced  29 Opened
 
 `Start` is the first message and comes once. A request is named by its key, a number that its client
 counts up from 1; its id travels for the log alone. Closing the socket ends the engine.
@@ -24,6 +24,7 @@ from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.request import Request, TokenLogprobs
 from tiercel.engine.score import ScoreTask
 from tiercel.errors import EngineDeadError, TiercelError
+from tiercel.loader.stamps import FileStamp
 from tiercel.params import SamplingParams
 
 LENGTH_BYTES = 4
@@ -276,6 +277,12 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag=16):
     total: int
 
 
+class Opened(msgspec.Struct, frozen=True, array_like=True, tag=29):
+    """The model's files were found and checked; loading begins."""
+
+    files: tuple[FileStamp, ...]
+
+
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=17):
     """The model is loaded."""
 
@@ -387,6 +394,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=23):
 ToEngine = Start | NewRequest | Abort | Stop | Forget
 FromEngine = (
     Progress
+    | Opened
     | Ready
     | Outputs
     | PromptLogprobs

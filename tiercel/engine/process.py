@@ -33,6 +33,7 @@ from tiercel.engine.messages import (
     FromEngine,
     LoadOptions,
     Log,
+    Opened,
     Progress,
     Start,
     ToEngine,
@@ -41,6 +42,7 @@ from tiercel.engine.messages import (
     plain_text,
 )
 from tiercel.errors import InstallationError, TiercelError
+from tiercel.loader.stamps import read_stamp
 from tiercel.models.source import find_source
 
 if TYPE_CHECKING:
@@ -155,6 +157,7 @@ def _run(options: LoadOptions, link: EngineLink, opened: Future[EngineSession]) 
     Faults.parse(env.faults(), is_enabled=options.enable_fault_injection).at_start()
     report = _Reporter(link)
     source = find_source(options.model, offline=options.offline, report=report)
+    link.send(Opened(tuple(read_stamp(path) for path in source.file_paths)))
     report("Loading PyTorch")
     env.shorten_openmp_spins()
     from tiercel.engine.opening import open_session

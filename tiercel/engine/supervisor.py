@@ -1,9 +1,8 @@
 """Keeps an engine process alive: hears of its death, ends one that hangs, starts the next one.
 
 A process that hangs is found by its silence (`engine/watchdog.py`). A death is answered by a new
-process after a delay that doubles; too many deaths in too short a time end the attempts. An error
-that says what is wrong with the model or the options (no such file, a broken one, too little
-memory) before any engine was ready is final: the next attempt would find the same.
+process after a delay that doubles; too many deaths in too short a time end the attempts, and so
+does a death after which the next process would end alike (`deaths.py`).
 """
 
 from __future__ import annotations
@@ -18,18 +17,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 from time import perf_counter
 
+from tiercel.engine.deaths import Deaths
 from tiercel.engine.messages import (
     ErrorInfo,
     Failed,
     FromEngine,
     LoadOptions,
     Log,
+    Opened,
     Progress,
     Ready,
 )
 from tiercel.engine.spawn import EngineProcess, start_engine
 from tiercel.engine.watchdog import Watchdog
-from tiercel.errors import EngineDeadError, InternalError, TiercelError
+from tiercel.errors import EngineDeadError
 
 _LOG = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Supervisor:
         options: LoadOptions,
         settings: SupervisorSettings,
         on_message: Callable[[FromEngine], None],
-        on_lost: Callable[[tuple[str, ...]], None],
+        on_lost: Callable[[tuple[str, ...], EngineDeadError | None], None],
         is_busy: Callable[[], bool],
     ) -> None:
         """Set up; nothing is started.
@@ -104,7 +105,8 @@ class Supervisor:
             options: sent to each process.
             settings: see there.
             on_message: hears each message of the engine.
-            on_lost: hears of each death, with the requests that the engine named as suspects.
+            on_lost: called at each death with the requests that the engine named as suspects, and
+                with the final error if there will be no other engine.
             is_busy: whether the engine has work, so that silence means that it hangs.
         """
         self.state = EngineState.LOADING
@@ -115,8 +117,8 @@ class Supervisor:
         self._hear, self._tell_lost = on_message, on_lost
         self._watchdog = Watchdog(settings.heartbeat_s, is_busy)
         self._engine: EngineProcess | None = None
-        self._last: Failed | None = None  # how the last process ended
-        self._was_ready = False
+        self._deaths = Deaths()
+        self._policy = RestartPolicy(settings)
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._settled = asyncio.Event()  # ready, or there will be no engine any more
@@ -129,7 +131,12 @@ class Supervisor:
     @property
     def failure(self) -> str | None:
         """Why the last process ended; None if none did."""
-        return None if self._last is None else self._last.error.message
+        return self._deaths.failure
+
+    @property
+    def final_error(self) -> EngineDeadError:
+        """What clients are told once the engine is dead."""
+        return self._deaths.final_error()
 
     @property
     def unsent_bytes(self) -> int:
@@ -161,8 +168,8 @@ class Supervisor:
         """
         await self._settled.wait()
         if self.state is not EngineState.READY:
-            why = self.failure or "it was closed"
-            raise self._final_error() or EngineDeadError(f"there is no engine: {why}.")
+            why = (self.failure or "it was closed").rstrip(".")
+            raise self._deaths.load_error() or EngineDeadError(f"there is no engine: {why}.")
 
     async def wait_ended(self) -> None:
         """Wait until there will be no engine any more: starting was given up, or `stop` called."""
@@ -177,14 +184,13 @@ class Supervisor:
         await self.wait_ended()
 
     async def _supervise(self, engine: EngineProcess | None) -> None:
-        policy = RestartPolicy(self._settings)
         while True:
-            if engine is not None:
-                await self._live(engine)
-            delay = None if self._final_error() else policy.next_delay(perf_counter())
+            if engine is None:
+                delay = self._policy.next_delay(perf_counter())
+            else:
+                delay = await self._live(engine)
             if delay is None and not self._stopping.is_set():
-                _LOG.error("the engine is given up after %d restarts", self.num_restarts)
-                self.state = EngineState.DEAD
+                self._give_up()
             if delay is None or await self._is_stopped_within(delay):
                 self._settled.set()
                 return
@@ -198,6 +204,7 @@ class Supervisor:
     async def _start_again(self) -> EngineProcess | None:
         self.num_restarts += 1
         self.progress = 0.0
+        self._deaths.note_start()
         _LOG.warning("restart %d of the engine", self.num_restarts)
         try:
             self._engine = await start_engine(self._options, self._on_message)
@@ -205,8 +212,19 @@ class Supervisor:
             _LOG.error("no engine process: %s", error.strerror)
         return self._engine
 
-    async def _live(self, engine: EngineProcess) -> None:
-        """Watch a process until it is gone."""
+    def _give_up(self) -> None:
+        self.state = EngineState.DEAD
+        plural = "" if self.num_restarts == 1 else "s"
+        _LOG.error(
+            "the engine is given up after %d restart%s: %s", self.num_restarts, plural, self.failure
+        )
+
+    async def _live(self, engine: EngineProcess) -> float | None:
+        """Watch a process until it is gone.
+
+        Returns:
+            Seconds until the next one is started; None if it is not.
+        """
         if self._stopping.is_set():
             engine.close()
         watch = asyncio.create_task(self._watchdog.watch(engine))
@@ -217,18 +235,23 @@ class Supervisor:
         self._settled.clear()
         # Those who wait for tokens hear of it before the process is cleaned up.
         self._engine = None
-        self._tell_lost(() if engine.failed is None else engine.failed.suspects)
+        self._deaths.note_loss()
+        delay = self._policy.next_delay(perf_counter())
+        is_final = (delay is None or self._deaths.is_hopeless) and not is_wanted
+        if is_final:
+            self.state = EngineState.DEAD
+        suspects = () if engine.failed is None else engine.failed.suspects
+        self._tell_lost(suspects, self.final_error if is_final else None)
         status = await engine.reap(self._settings.exit_grace_s)
-        if not is_wanted:
-            self._last = engine.failed or Failed(ErrorInfo("EngineDeadError", _cause(status)))
-            _LOG.error("the engine process ended: %s", self.failure)
-
-    def _final_error(self) -> TiercelError | None:
-        """What is wrong with model or options, if an engine was never ready because of it."""
-        if self._last is None or self._was_ready:
+        if is_wanted:
             return None
-        error = self._last.error.error()
-        return None if isinstance(error, InternalError | EngineDeadError) else error
+        died = ErrorInfo(EngineDeadError.__name__, _cause(status))
+        self._deaths.note_cause(died if engine.failed is None else engine.failed.error)
+        if is_final or self._deaths.is_hopeless:
+            return None
+        _LOG.error("the engine process ended: %s", self.failure)
+        return delay
+
 
     def _on_message(self, message: FromEngine) -> None:
         self._hear(message)
@@ -240,9 +263,12 @@ class Supervisor:
         elif isinstance(message, Failed):
             if message.detail:
                 _LOG.error("the engine failed: %s", message.detail)
+        elif isinstance(message, Opened):
+            if not self._deaths.note_files(message.files) and self._engine is not None:
+                self._engine.kill()  # what changed is found when it is gone
         elif isinstance(message, Ready) and not self._stopping.is_set():
             self.state, self.progress = EngineState.READY, 1.0
-            self._was_ready = True
+            self._deaths.note_ready()
             self._settled.set()
 
 

@@ -34,6 +34,7 @@ MAX_JSON_BYTES = 16 * 2**20
 EMBEDDING = "token_embd.weight"
 # Pooling by the first token and by a ranking head are for models that Tiercel does not run.
 _GGUF_POOLING = {1: "mean", 3: "last"}
+_HF_TEXT_FILES = ("*.json", "*.jinja", "1_Pooling/*.json")
 _HF_POOLING = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
 
 
@@ -103,6 +104,15 @@ class ModelSource:
             if modes.get(key) is True:
                 return name
         return None
+
+    @property
+    def file_paths(self) -> tuple[Path, ...]:
+        """Every file that the model is made of, those with weights first."""
+        weights = tuple(part.path for part in self.files.parts)
+        if self.format == "gguf":
+            return weights
+        others = (path for kind in _HF_TEXT_FILES for path in self.path.glob(kind))
+        return (*weights, *sorted(others))
 
     @property
     def file_key(self) -> str:

@@ -169,6 +169,8 @@ def _response(error: TiercelError, body: ErrorBody | AnthropicErrorBody) -> Resp
         headers["connection"] = "close"  # the rest of the body is not read
     if error.retry_after_s is not None:
         headers["retry-after"] = str(min(60, max(1, error.retry_after_s)))
+    if error.is_final:
+        headers["x-should-retry"] = "false"  # the OpenAI and Anthropic clients repeat any 5xx
     return Response(
         msgspec.json.encode(body),
         status_code=error.http_status,

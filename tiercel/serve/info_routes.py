@@ -13,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 
 from tiercel import __version__
 from tiercel.engine.supervisor import EngineState
-from tiercel.errors import EngineDeadError
 from tiercel.serve.errors import JSON_TYPE, refusal
 from tiercel.serve.metrics import CONTENT_TYPE
 from tiercel.serve.route_docs import RouteDoc
@@ -37,10 +36,11 @@ class Health(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True, omit_defaults=True):
-    """Whether requests are taken; `progress` of loading, 0 to 1."""
+    """Whether requests are taken; `progress` of loading, 0 to 1; `reason` if the engine is dead."""
 
     status: Literal["ready", "loading", "restarting", "draining", "dead"]
     progress: float | None = None
+    reason: str | None = None
 
 
 class Version(Struct, frozen=True):
@@ -122,9 +122,7 @@ def json_response(value: object, status_code: int = 200) -> Response:
 def _health(state: ServerState) -> Route:
     async def health(_request: Request) -> Response:
         if state.client.state is EngineState.DEAD:
-            error = EngineDeadError("The engine failed too often; the server ends.")
-            error.code = "engine_dead"
-            raise error
+            raise state.client.final_error
         return json_response(Health())
 
     return Route("/health", health)
@@ -135,7 +133,8 @@ def _ready(state: ServerState) -> Route:
         status = _ready_status(state)
         if status == "ready":
             return json_response(Ready("ready"))
-        answer = json_response(Ready(status, round(state.client.progress, 3)), 503)
+        reason = str(state.client.final_error) if status == "dead" else None
+        answer = json_response(Ready(status, round(state.client.progress, 3), reason), 503)
         answer.headers["retry-after"] = _RETRY_SECONDS[status]
         return answer
 
@@ -146,10 +145,10 @@ def _ready_status(
     state: ServerState,
 ) -> Literal["ready", "loading", "restarting", "draining", "dead"]:
     engine = state.client.state
-    if state.is_draining or engine is EngineState.DRAINING:
-        return "draining"
     if engine is EngineState.DEAD:
         return "dead"
+    if state.is_draining or engine is EngineState.DRAINING:
+        return "draining"
     if state.model is None:
         return "loading"
     return "ready" if engine is EngineState.READY else "restarting"

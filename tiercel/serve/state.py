@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 from starlette.requests import Request
 
 from tiercel.engine.inputs import InputProcessor
+from tiercel.engine.supervisor import EngineState
 from tiercel.errors import EngineDeadError, ModelNotFoundError
 from tiercel.params import LIMITS, Limits
 from tiercel.serve.errors import escaped, overloaded
@@ -191,9 +192,12 @@ class ServerState:
         """The model, for a route that needs it; the engine may still be restarting.
 
         Raises:
-            EngineDeadError: 503, the first start is not done.
+            EngineDeadError: 503, the first start is not done, or the server ends because its engine
+                is dead.
             QueueFullError: 503 `draining`.
         """
+        if self.is_draining and self.client.state is EngineState.DEAD:
+            raise self.client.final_error
         if self.is_draining:
             raise overloaded("draining", "The server is shutting down.", 1)
         if self.model is None:
