@@ -26,6 +26,7 @@ from tiercel.engine.messages import (
     LoadOptions,
     Log,
     NewRequest,
+    Opened,
     Outputs,
     Progress,
     PromptLogprobs,
@@ -45,6 +46,7 @@ from tiercel.engine.request import Request, TokenLogprobs
 from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.engine.spawn import _Connection
 from tiercel.errors import EngineDeadError, InternalError, InvalidRequestError, TiercelError
+from tiercel.loader.stamps import FileStamp
 from tiercel.params import SamplingParams, StructuredOutputs
 
 PARAMS = SamplingParams(
@@ -70,6 +72,7 @@ REQUEST = Request(
     stop_ids=frozenset({5, 6}),
     max_tokens=9,
     priority=-3,
+    client="10.0.0.1",
     grammar=GrammarSpec('{"grammars": []}'),
     pooling="mean",
     score=ScoreTask(((1, 2), (3,)), ((ScoreRead(1, (5, 6)), ScoreRead(0, (7,))),)),
@@ -110,6 +113,7 @@ TO_ENGINE = [
 ]
 FROM_ENGINE = [
     Progress("Loading", 3, 2**40),
+    Opened((FileStamp(b"/m\xff.gguf", 2**40, -1, 2**64 - 1),)),
     Ready(INFO),
     Outputs(
         1.25,
@@ -158,7 +162,7 @@ def test_a_request_arrives_with_all_that_it_asks_for():
         field.name
         for field in dataclasses.fields(Request)
         if field.default is field.default_factory is dataclasses.MISSING
-    ] + ["priority", "grammar", "pooling", "score"]
+    ] + ["priority", "client", "grammar", "pooling", "score"]
     assert set(asked) | {"key"} == set(NewRequest.__struct_fields__)
     for name in asked:
         assert getattr(arrived, name) == getattr(REQUEST, name), name

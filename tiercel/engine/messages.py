@@ -216,6 +216,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
     grammar: GrammarSpec | None
     pooling: str | None
     score: ScoreTask | None
+    client: str
 
     @staticmethod
     def of(key: int, request: Request) -> NewRequest:
@@ -233,6 +234,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
             request.grammar,
             request.pooling,
             request.score,
+            request.client,
         )
 
     def request(self) -> Request:
@@ -249,6 +251,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
             grammar=self.grammar,
             pooling=self.pooling,
             score=self.score,
+            client=self.client,
         )
 
 

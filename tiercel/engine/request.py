@@ -45,7 +45,8 @@ class Request:
     """One sequence to continue.
 
     Attributes:
-        request_id: unique in the engine.
+        request_id: names it in the log; unique, but that a server's answers to one HTTP request
+            share the id of that.
         prompt_token_ids: never empty, but for a `score` with items.
         params: sampling parameters.
         stream: which of `n` answers this is; answer i draws from the random stream (seed, i).
@@ -55,6 +56,7 @@ class Request:
         priority: smaller goes first; equal ones in order of arrival.
         pooling: ``mean`` or ``last``: its hidden states become a vector; nothing is generated.
         score: items behind its prompt, or places in it, to be scored; nothing is generated.
+        client: who sent it; grammars of different clients are compiled in turn.
         grammar: what its answer must match; None: anything.
         matcher: follows its answer through `grammar`; made before the engine gets it.
         arrival: its place in the order of arrival.
@@ -91,6 +93,7 @@ class Request:
     max_tokens: int
     wants_logits: bool = False
     priority: int = 0
+    client: str = ""
     grammar: GrammarSpec | None = None
     pooling: str | None = None
     score: ScoreTask | None = None

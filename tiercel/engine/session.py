@@ -1,12 +1,15 @@
 """The engine process once PyTorch is loaded: a model, its loop, and the messages about them.
 
 The thread of the loop sends; another one reads what the parent sends and puts it into the loop's
-inbox.
+inbox. A request with a grammar makes a detour over the thread that compiles: steps and other
+requests do not wait for it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from time import perf_counter
 from typing import Final
 
@@ -14,6 +17,7 @@ from tiercel.engine.build import LoadedModel
 from tiercel.engine.counters import Counters
 from tiercel.engine.engine import RequestUpdate
 from tiercel.engine.loop import EngineLoop, StepResult, is_first, token_update
+from tiercel.engine.matchers import MatcherQueue
 from tiercel.engine.messages import (
     Abort,
     Delta,
@@ -46,7 +50,10 @@ class EngineSession:
 
     def __init__(self, loaded: LoadedModel, send: Send) -> None:
         self.loop = EngineLoop(loaded.engine, self, loaded.faults)
-        self._matchers = loaded.matchers
+        self._matchers = MatcherQueue(
+            loaded.matchers.attach, self._is_wanted, self._on_matcher, self._on_broken
+        )
+        self._lock = threading.Lock()  # a request is submitted or ended, not both
         self._send = send
         self._pulse = Pulse(send)
         self._engine = loaded.engine
@@ -65,7 +72,8 @@ class EngineSession:
         elif isinstance(message, Forget):
             self.loop.call(self._forget_history)
         elif isinstance(message, Abort | Stop):
-            request_to_end = self._forget(message.key)
+            with self._lock:
+                request_to_end = self._forget(message.key)
             if request_to_end is None:
                 return  # it has ended meanwhile
             if isinstance(message, Stop):
@@ -75,15 +83,32 @@ class EngineSession:
 
     def _take(self, message: NewRequest) -> None:
         request = message.request()
-        try:
-            self._matchers.attach(request)
-        except TiercelError as error:
-            self._send(Refused(message.key, ErrorInfo.of(error)))
-            return
         self._requests[message.key] = request
         self._keys[request] = message.key
-        self.loop.submit(request)
-        self.loop.call(lambda: self._note_key(message.key))
+        if request.grammar is None:
+            self._submit(request)
+        else:
+            self._matchers.put(request)
+
+    def _submit(self, request: Request) -> None:
+        with self._lock:
+            key = self._keys.get(request)
+            if key is not None:  # else it was aborted meanwhile
+                self.loop.submit(request)
+                self.loop.call(lambda: self._note_key(key))
+
+    def _is_wanted(self, request: Request) -> bool:
+        return request in self._keys
+
+    def _on_matcher(self, request: Request, error: TiercelError | None) -> None:
+        if error is None:
+            self._submit(request)
+        else:
+            self.on_refused(request, error)
+
+    def _on_broken(self, call: Future[None]) -> None:
+        """Let the loop fail with what the other thread failed with."""
+        self.loop.call(call.result)
 
     def suspects(self) -> tuple[str, ...]:
         """Ids of the requests of a step that failed."""
@@ -127,7 +152,7 @@ class EngineSession:
         self._send(Forgotten())
 
     def _note_key(self, key: int) -> None:
-        self._last_key = key
+        self._last_key = max(self._last_key, key)
 
     def _forget(self, key: int) -> Request | None:
         request = self._requests.pop(key, None)

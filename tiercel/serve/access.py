@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tiercel.errors import InvalidRequestError
 from tiercel.serve.errors import refusal
-from tiercel.serve.state import AccessSettings
+from tiercel.serve.state import KEY_DIGEST, AccessSettings
 
 LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 # Open to everyone: probes, and the page, which asks for the key itself.
@@ -155,6 +155,8 @@ class KeyCheck:
                     "The API key is wrong." if keys else "An API key is needed.",
                     hint="Send Authorization: Bearer KEY, or x-api-key: KEY.",
                 )
+            known = keys[matches.index(True)]
+            scope[KEY_DIGEST] = hashlib.sha256(known).hexdigest()
         await self._app(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:

@@ -99,6 +99,7 @@ class Answer:
         )
         rest = inputs.request(ids, params, first.stream, grammar=self._bound.grammar)
         rest.seed, rest.priority = first.seed, first.priority
+        rest.request_id, rest.client = first.request_id, first.client
         self.running, self.is_cut = rest, False
         return rest
 

@@ -26,12 +26,14 @@ class AnswerForm:
         use: the calls that it may hold.
         thinking: how it thinks before it answers.
         param: the field that asks for the form.
+        client: who asks for it; forms of different clients are compiled in turn.
     """
 
     outputs: StructuredOutputs | None
     use: ToolUse | None = None
     thinking: ThinkingForm | None = None
     param: str = "response_format"
+    client: str = ""
 
 
 async def compile_grammar(
@@ -42,6 +44,7 @@ async def compile_grammar(
     Raises:
         InvalidRequestError: code `invalid_schema` or `schema_too_complex`; or the model has no
             token that ends an answer, and the form must be kept.
+        QueueFullError: too many forms wait to be compiled, or for too long.
     """
     if form.outputs is None and form.use is None:
         return None
@@ -64,7 +67,7 @@ async def compile_grammar(
             limits=state.settings.limits,
         )
         if spec is not None:
-            await model.grammars.check(spec)
+            await model.grammars.check(spec, form.client)
     except InvalidRequestError as error:
         if error.param is not None:
             raise

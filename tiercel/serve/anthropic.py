@@ -37,7 +37,13 @@ from tiercel.serve.info_routes import json_response
 from tiercel.serve.model_route import model_routes
 from tiercel.serve.respond import respond, while_connected
 from tiercel.serve.route_docs import RouteDoc
-from tiercel.serve.state import SamplingDefaults, ServedModel, ServerState, request_id
+from tiercel.serve.state import (
+    SamplingDefaults,
+    ServedModel,
+    ServerState,
+    request_id,
+    sender_of,
+)
 
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "container": (),
@@ -97,7 +103,7 @@ async def _answer(
         )
     check_stops("stop_sequences", body.stop_sequences, state.settings.limits)
     params = _params(body, state.settings.sampling)
-    wanted = await prepare_chat(state, model, chat_input(body), params)
+    wanted = await prepare_chat(state, model, chat_input(body), params, sender_of(request))
     is_stream = bool(body.stream)
     generation = Generation(state, model, wanted, is_stream=is_stream)
     writer = AnthropicWriter(model.name, request_id(request))

@@ -140,7 +140,7 @@ class Boundary:
         started_s = perf_counter()
         request_id = _request_id(scope)
         scope["tiercel.request_id"] = request_id
-        line = scope[REQUEST_LOG] = RequestLog()
+        line = scope[REQUEST_LOG] = RequestLog(request_id)
         span = self._tracing.begin(scope, line) if self._tracing else None
         status = 0
 
@@ -175,7 +175,7 @@ class Boundary:
         finally:
             if self._tracing and span is not None:
                 self._tracing.end(span, scope, line, status, request_id)
-            log_request(scope, line, status, perf_counter() - started_s, request_id)
+            log_request(scope, line, status, perf_counter() - started_s)
 
 
 def _request_id(scope: Scope) -> str:

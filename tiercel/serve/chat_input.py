@@ -26,7 +26,7 @@ from tiercel.serve.errors import refusal, unsupported
 from tiercel.serve.generation import GenerationRequest
 from tiercel.serve.prompts import Conversation, encode_messages, request_template
 from tiercel.serve.reasoning import ReasoningSplitter, prompt_tail, select_reasoning_format
-from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.state import Sender, ServedModel, ServerState
 from tiercel.serve.tool_prompt import write_tools
 from tiercel.serve.tools import ToolUse, make_tool_use, select_tool_format
 from tiercel.text.chat_template import ChatTemplate
@@ -94,7 +94,11 @@ class ChosenTools:
 
 
 async def prepare_chat(
-    state: ServerState, model: ServedModel, chat: ChatInput, params: SamplingParams
+    state: ServerState,
+    model: ServedModel,
+    chat: ChatInput,
+    params: SamplingParams,
+    sender: Sender,
 ) -> GenerationRequest:
     """What a conversation asks of the engine.
 
@@ -110,7 +114,7 @@ async def prepare_chat(
     if thinking is not None and chat.continues_final and not thinking.is_open:
         thinking = None  # the answer has begun already
     param = chat.form_param if outputs is not None else "tools"
-    form = AnswerForm(outputs, chosen.use, thinking, param)
+    form = AnswerForm(outputs, chosen.use, thinking, param, sender.client)
     grammar = await compile_grammar(state, model, form)
     names = model.tokenizer.control_tokens
     parsers = ParserMaker(
@@ -128,6 +132,7 @@ async def prepare_chat(
         make_parsers=parsers,
         grammar=grammar,
         thinking=bound,
+        sender=sender,
         priority=chat.priority,
         param=chat.param,
     )

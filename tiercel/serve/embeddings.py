@@ -26,7 +26,7 @@ from tiercel.serve.model_route import model_routes
 from tiercel.serve.prompts import encode_text
 from tiercel.serve.route_docs import RouteDoc
 from tiercel.serve.split_prompts import Prompt, check_token_ids, split_prompts
-from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.state import ServedModel, ServerState, sender_of
 
 FLOAT_BYTES: Final = 4
 
@@ -100,7 +100,12 @@ async def _answer(
     check_counts(len(texts), 1, state.settings.limits, "input")
     prompts = [await _input_ids(state, model, text) for text in texts]
     wanted = GenerationRequest(
-        tuple(prompts), SamplingParams(), max_tokens=0, pooling=model.info.pooling, param="input"
+        tuple(prompts),
+        SamplingParams(),
+        max_tokens=0,
+        pooling=model.info.pooling,
+        param="input",
+        sender=sender_of(request),
     )
     generation = Generation(state, model, wanted, is_stream=False)
     generation.start()

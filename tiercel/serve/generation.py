@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Final
 
@@ -31,7 +31,7 @@ from tiercel.serve.errors import overloaded
 from tiercel.serve.logs import RequestLog
 from tiercel.serve.metrics import FinishedRequest
 from tiercel.serve.pieces import Piece, PieceLine, Usage
-from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.state import Sender, ServedModel, ServerState
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class GenerationRequest:
         priority: smaller goes first.
         pooling: ``mean`` or ``last``: the hidden states become a vector, and nothing is generated.
         param: the field that holds the prompts.
+        sender: where the request comes from.
     """
 
     prompts: tuple[list[int], ...]
@@ -61,6 +62,7 @@ class GenerationRequest:
     priority: int = 0
     pooling: str | None = None
     param: str = "prompt"
+    sender: Sender = field(default_factory=Sender)
 
 
 class Generation:
@@ -305,6 +307,7 @@ def _make_answer(
     except InvalidRequestError as error:
         error.param = wanted.param if error.param == "prompt" else error.param
         raise
+    request.request_id, request.client = wanted.sender.request_id, wanted.sender.client
     request.priority = wanted.priority
     request.pooling = wanted.pooling
     text = AnswerText(request, model.tokenizer, wanted.make_parsers())

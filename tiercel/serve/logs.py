@@ -32,6 +32,7 @@ class RequestLog:
     """What the line at the end of a request says; the route that generates fills it in.
 
     Attributes:
+        request_id: of the HTTP request.
         prompt_tokens: of all prompts.
         cached_tokens: of these, found in the prefix cache.
         completion_tokens: of all answers.
@@ -42,6 +43,7 @@ class RequestLog:
         trace_id: of the trace that the request belongs to, where traces are sent.
     """
 
+    request_id: str = ""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
@@ -58,16 +60,14 @@ def request_log(request: Request) -> RequestLog:
     return line
 
 
-def log_request(
-    scope: Mapping[str, object], line: RequestLog, status: int, total_s: float, request_id: str
-) -> None:
+def log_request(scope: Mapping[str, object], line: RequestLog, status: int, total_s: float) -> None:
     """Write the line of a request that has ended; probes only where details are asked for."""
     path = str(scope["path"])
     level = logging.DEBUG if path in PROBES else logging.INFO
     if not _LOGGER.isEnabledFor(level):
         return
     fields: dict[str, object] = {
-        "request_id": request_id,
+        "request_id": line.request_id,
         "method": scope["method"],
         "path": path,
         "status": status,

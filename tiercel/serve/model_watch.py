@@ -174,7 +174,9 @@ def make_checker(
     if not tokenizer.stop_ids:
         return None
     checker = GrammarChecker(
-        read_token_table(tokenizer, vocab_size), seconds=state.settings.limits.max_grammar_seconds
+        read_token_table(tokenizer, vocab_size),
+        seconds=state.settings.limits.max_grammar_seconds,
+        max_wait_s=state.settings.limits.max_queue_seconds,
     )
     if state.settings.has_warm_workers:
         checker.start()

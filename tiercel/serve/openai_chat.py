@@ -42,7 +42,14 @@ from tiercel.serve.openai_types import (
 from tiercel.serve.pieces import Piece
 from tiercel.serve.respond import respond
 from tiercel.serve.route_docs import RouteDoc
-from tiercel.serve.state import ServedModel, ServerState, ServeSettings, request_id
+from tiercel.serve.state import (
+    Sender,
+    ServedModel,
+    ServerState,
+    ServeSettings,
+    request_id,
+    sender_of,
+)
 from tiercel.serve.token_texts import chat_logprobs, prompt_logprobs
 from tiercel.serve.wire import UsageMeter, end_of, fingerprint, joined, new_id, said, usage_object
 
@@ -129,7 +136,7 @@ async def _answer(
 ) -> Response:
     model.check_name(body.model)
     check_chat(body, state.settings)
-    wanted = await chat_generation(state, model, body)
+    wanted = await chat_generation(state, model, body, sender_of(request))
     is_stream = bool(body.stream)
     generation = Generation(state, model, wanted, is_stream=is_stream)
     writer = ChatWriter(model, state.settings, body, request_id(request))
@@ -160,7 +167,7 @@ def check_chat(body: ChatRequest, settings: ServeSettings) -> None:
 
 
 async def chat_generation(
-    state: ServerState, model: ServedModel, body: ChatRequest
+    state: ServerState, model: ServedModel, body: ChatRequest, sender: Sender
 ) -> GenerationRequest:
     """What a chat request asks for.
 
@@ -196,7 +203,7 @@ async def chat_generation(
         priority=body.priority or 0,
         form_param=form_field(body),
     )
-    return await prepare_chat(state, model, chat, params)
+    return await prepare_chat(state, model, chat, params, sender)
 
 
 class ChatWriter:

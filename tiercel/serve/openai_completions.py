@@ -48,7 +48,7 @@ from tiercel.serve.prompts import encode_text
 from tiercel.serve.respond import respond
 from tiercel.serve.route_docs import RouteDoc
 from tiercel.serve.split_prompts import Prompt, check_token_ids, split_prompts
-from tiercel.serve.state import ServedModel, ServerState, request_id
+from tiercel.serve.state import Sender, ServedModel, ServerState, request_id, sender_of
 from tiercel.serve.token_texts import completion_top, finite, prompt_logprobs, token_name
 from tiercel.serve.wire import UsageMeter, end_of, fingerprint, new_id, usage_object
 from tiercel.text.detokenize import Detokenizer
@@ -100,7 +100,7 @@ async def _answer(
     check_completion(body, state)
     prompts = split_prompts(body.prompt, "prompt")
     check_counts(len(prompts), body.n or 1, state.settings.limits)
-    wanted = await completion_generation(state, model, body, prompts)
+    wanted = await completion_generation(state, model, body, prompts, sender_of(request))
     is_stream = bool(body.stream)
     generation = Generation(state, model, wanted, is_stream=is_stream)
     writer = CompletionWriter(model, body, prompts, request_id(request))
@@ -138,6 +138,7 @@ async def completion_generation(
     model: ServedModel,
     body: CompletionRequest,
     prompts: Sequence[str | list[int]],
+    sender: Sender,
 ) -> GenerationRequest:
     """What a request for completions asks for.
 
@@ -158,7 +159,7 @@ async def completion_generation(
         prompt_logprobs=of_prompt,
         structured=structured,
     )
-    form = AnswerForm(structured, param=form_field(body))
+    form = AnswerForm(structured, param=form_field(body), client=sender.client)
     ids = [await _prompt_ids(state, model, prompt, body) for prompt in prompts]
     return GenerationRequest(
         prompts=tuple(ids),
@@ -166,6 +167,7 @@ async def completion_generation(
         max_tokens=0 if max_tokens == 0 else None,
         grammar=await compile_grammar(state, model, form),
         priority=body.priority or 0,
+        sender=sender,
     )
 
 

@@ -26,7 +26,7 @@ from tiercel.serve.responses_input import input_messages, input_tools
 from tiercel.serve.responses_types import ResponseObject, ResponsesRequest, ResponseToolChoice
 from tiercel.serve.responses_writer import ResponsesWriter, new_response
 from tiercel.serve.route_docs import RouteDoc
-from tiercel.serve.state import ServedModel, ServerState, request_id
+from tiercel.serve.state import Sender, ServedModel, ServerState, request_id, sender_of
 
 LOGPROBS: Final = "message.output_text.logprobs"
 # What needs answers that are kept, or tools of a vendor; see `fields.NEUTRAL`.
@@ -64,7 +64,7 @@ async def _answer(
 ) -> Response:
     model.check_name(body.model)
     _check(body, state)
-    wanted = await _generation(state, model, body)
+    wanted = await _generation(state, model, body, sender_of(request))
     is_stream = bool(body.stream)
     generation = Generation(state, model, wanted, is_stream=is_stream)
     writer = ResponsesWriter(
@@ -104,7 +104,7 @@ def _num_top(body: ResponsesRequest) -> int | None:
 
 
 async def _generation(
-    state: ServerState, model: ServedModel, body: ResponsesRequest
+    state: ServerState, model: ServedModel, body: ResponsesRequest, sender: Sender
 ) -> GenerationRequest:
     defaults = state.settings.sampling
     params = make_params(
@@ -132,7 +132,7 @@ async def _generation(
         param="input",
         form_param="text.format",
     )
-    return await prepare_chat(state, model, chat, params)
+    return await prepare_chat(state, model, chat, params, sender)
 
 
 def _structured(body: ResponsesRequest) -> StructuredOutputs | None:

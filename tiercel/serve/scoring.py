@@ -108,6 +108,8 @@ async def run_job(state: ServerState, job: Job[Result], line: RequestLog) -> Res
         for first in range(0, len(job.requests), REQUESTS_AT_ONCE):
             window = job.requests[first : first + REQUESTS_AT_ONCE]
             state.client.check_room(len(window))
+            for request in window:
+                request.request_id = line.request_id
             own = [state.client.submit(request) for request in window]
             streams += own
             with _time_limits(state, own, started_s):

@@ -36,6 +36,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 NUM_THREADS: Final = 8  # tokenizing, big bodies; templates and grammars wait on their own processes
 NUM_TEMPLATE_WORKERS: Final = 2
+KEY_DIGEST: Final = "tiercel.key_digest"  # of the scope: hex, where a key was needed and right
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,19 @@ class ServeSettings:
     slow_client_seconds: float = 60.0
     metrics_prefix: str = "tiercel"
     url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Where a request comes from.
+
+    Attributes:
+        request_id: of the HTTP request, for the log.
+        client: the digest of its key where keys are needed, else the address of its connection.
+    """
+
+    request_id: str = ""
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,3 +244,9 @@ def request_id(request: Request) -> str:
     """The id that the answer's `x-request-id` carries."""
     identifier: str = request.scope["tiercel.request_id"]
     return identifier
+
+
+def sender_of(request: Request) -> Sender:
+    """Where a request comes from, to be fair to others."""
+    peer = "" if request.client is None else request.client.host
+    return Sender(request_id(request), request.scope.get(KEY_DIGEST, peer))
