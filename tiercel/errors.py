@@ -97,6 +97,14 @@ class EngineDeadError(TiercelError):
     retry_after_s: int | None = 1
 
 
+class EngineDiedTwiceError(TiercelError):
+    """Two engines ended while they worked on the same request: it may end a third."""
+
+    http_status = 500
+    code = "engine_died_twice"
+    is_final = True
+
+
 class OutOfMemoryError(TiercelError):
     """Something does not fit into memory: the message says what was needed and what to lower."""
 

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
 from tests.cli.harness import environment, error_line, tiercel
@@ -368,6 +369,34 @@ def test_an_engine_that_never_starts_ends_in_70(tiny, log_path):
     assert url
     given_up = "the engine is given up after 1 restart: it ended with status 3"
     assert given_up in log_path.read_text()
+
+
+def test_a_request_that_ends_two_engines_is_not_repeated_by_clients(tiny, log_path):
+    env = {"TIERCEL_FAULTS": "exit@5"}  # in each engine
+    sent = []
+    with start_server(tiny, *FAULTS, log_path=log_path, env=env, is_probed=False) as server:
+        first = server.post("/v1/completions", STREAM | {"stream": False})
+        assert (first.status_code, first.json()["error"]["code"]) == (503, "engine_restarting")
+        assert "x-should-retry" not in first.headers
+        server.wait_ready()
+        with (
+            httpx.Client(event_hooks={"request": [sent.append]}) as http,
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", http_client=http) as client,
+            pytest.raises(openai.InternalServerError) as caught,
+        ):
+            client.completions.create(
+                model=NAME, prompt="the thin man", max_tokens=60, temperature=0,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+        assert len(sent) == 1, "the client does not send it again"
+        assert caught.value.status_code == 500
+        assert caught.value.code == "engine_died_twice"
+        assert "for the second time. Do not send it again unchanged" in str(caught.value)
+        lines = [line for line in server.log.splitlines() if "last step" in line]
+        ids = [first.headers["x-request-id"], caught.value.response.headers["x-request-id"]]
+        assert [line.rpartition(": ")[2] for line in lines] == [*ids, ids[1]]
+        assert all(name.startswith("req_") for name in ids)
+        assert "Traceback" not in server.log
 
 
 @pytest.mark.parametrize("is_valid", [False, True])

@@ -6,6 +6,7 @@ import hashlib
 import pytest
 
 from tests.serve.fake_client import NAME, FakeClient, fake_app, fake_info, running
+from tiercel.errors import EngineDiedTwiceError
 from tiercel.serve.access import digest
 from tiercel.serve.grammar_check import GrammarChecker
 from tiercel.serve.state import AccessSettings
@@ -40,6 +41,20 @@ def test_requests_of_the_engine_carry_the_id_of_the_answer(path):
     assert submitted, answer.text
     assert answer.headers["x-request-id"].startswith("req_")
     assert {request.request_id for request in submitted} == {answer.headers["x-request-id"]}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_a_final_error_is_worded_for_the_client_who_must_not_repeat_it(path):
+    async def ask():
+        client = FakeClient()
+        client.script = lambda _: [EngineDiedTwiceError("for the second time.", hint="Stop.")]
+        async with running(fake_app(client)) as http:
+            return await http.post(path, json={"model": NAME, **BODIES[path]})
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 500
+    assert answer.headers["x-should-retry"] == "false"
+    assert answer.json()["error"]["message"] == "for the second time. Stop."
 
 
 @pytest.fixture

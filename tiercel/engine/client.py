@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Final
 
@@ -43,7 +43,8 @@ from tiercel.engine.messages import (
 from tiercel.engine.request import Request
 from tiercel.engine.streams import ABORTED, TokenStream, TokenUpdate
 from tiercel.engine.supervisor import EngineState, Supervisor, SupervisorSettings
-from tiercel.errors import EngineDeadError, QueueFullError
+from tiercel.engine.suspects import Suspects
+from tiercel.errors import EngineDeadError, EngineDiedTwiceError, QueueFullError
 from tiercel.params import LIMITS
 
 _LOG = logging.getLogger(__name__)
@@ -89,9 +90,11 @@ class EngineClient:
         self._keys: dict[Request, int] = {}
         self._waiting: dict[int, None] = {}  # oldest first: neither entered nor ended
         self._ends: deque[float] = deque(maxlen=_RATE_SAMPLES)
+        settings = settings or SupervisorSettings()
+        self._suspects = Suspects(settings.window_s)
         self._supervisor = Supervisor(
             options,
-            settings or SupervisorSettings(),
+            settings,
             self._on_message,
             self._on_lost,
             self._is_busy,
@@ -313,21 +316,40 @@ class EngineClient:
         if delta.finish_reason is not None:
             self._remove(delta.key)
             self._ends.append(perf_counter())
+            if delta.finish_reason != "error":
+                self._suspects.note_answer(stream.request)
         stream.push(
             TokenUpdate(delta.new_token_ids, delta.logprobs, delta.finish_reason, delta.stop_reason)
         )
 
     def _on_lost(self, suspects: tuple[str, ...], final: EngineDeadError | None) -> None:
         """End every stream of an engine that has died; log whose step it may have been."""
-        ran = [s.request.request_id for key, s in self._live.items() if key not in self._waiting]
-        names = suspects or tuple(ran)
-        if names:
-            _LOG.error("requests of the engine's last step: %s", ", ".join(names))
+        ran = [s.request for key, s in self._live.items() if key not in self._waiting]
+        named = [request for request in ran if request.request_id in suspects] or ran
+        again = self._suspects.note_death(named, perf_counter())
+        if named:
+            _LOG.error("requests of the engine's last step: %s", _ids(named))
+        if again:
+            _LOG.error("of these, seen in the last step of another engine: %s", _ids(again))
         for key in list(self._live):
-            self._remove(key).push(final or _lost_error())
+            stream = self._remove(key)
+            is_again = any(request is stream.request for request in again)
+            stream.push(final or (_died_twice_error() if is_again else _lost_error()))
         self.stats = EngineStats()
         self._ends.clear()
         self._has_forgotten.set()  # there is nobody who would know
+
+
+def _ids(requests: Sequence[Request]) -> str:
+    """The ids of requests for the log; answers to one HTTP request share its id."""
+    return ", ".join(dict.fromkeys(request.request_id for request in requests))
+
+
+def _died_twice_error() -> EngineDiedTwiceError:
+    return EngineDiedTwiceError(
+        "the engine ended while this request was under way, for the second time.",
+        hint="Do not send it again unchanged; the log of the server says what ended the engine.",
+    )
 
 
 def _lost_error() -> EngineDeadError:

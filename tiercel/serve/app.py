@@ -192,7 +192,7 @@ def _known(error: Exception, scope: Scope, request_id: str) -> TiercelError:
         return _router_error(error, scope)
     fields: Mapping[str, object] = {"request_id": request_id}
     if isinstance(error, TiercelError):
-        if error.http_status == InternalError.http_status:
+        if error.http_status == InternalError.http_status and not error.is_final:
             _LOG.error("%s: %s", error.code, error, exc_info=error, extra={"fields": fields})
         return error
     _LOG.error("a request failed", exc_info=error, extra={"fields": fields})

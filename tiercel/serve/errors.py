@@ -114,8 +114,11 @@ def escaped(text: str, max_chars: int = MAX_MESSAGE_CHARS) -> str:
 
 
 def error_message(error: TiercelError, request_id: str) -> str:
-    """What the client is told: message and hint, or for a fault of ours where to look."""
-    if error.http_status == _SERVER_FAULT:
+    """What the client is told: message and hint, or for a fault of ours where to look.
+
+    A final error is worded for clients, whatever its status.
+    """
+    if error.http_status == _SERVER_FAULT and not error.is_final:
         return f"The server failed at this request. Its log tells more under {request_id}."
     return escaped(f"{error} {error.hint}".strip())
 
