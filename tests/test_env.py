@@ -78,10 +78,23 @@ def test_paths(monkeypatch, tmp_path):
     assert not env.cache_dir().exists()
 
 
-def test_child_environment_is_a_copy(monkeypatch):
+SECRETS = (
+    *("TIERCEL_API_KEY", "TIERCEL_API_KEY_FILE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
+    *("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"),
+)
+
+
+def test_child_environment_is_a_copy_without_secrets(monkeypatch):
     monkeypatch.setenv("TIERCEL_MODEL", "x")
+    for name in SECRETS:
+        monkeypatch.delenv(name, raising=False)
+    without = dict(os.environ)
+    for name in SECRETS:
+        monkeypatch.setenv(name, f"secret-{name}")
     child = env.child_environment()
-    assert child == dict(os.environ)
+    assert child == without
+    tokens = {name: f"secret-{name}" for name in SECRETS if "TOKEN" in name}
+    assert env.child_environment(has_hub_token=True) == without | tokens
     child["TIERCEL_MODEL"] = "y"
     assert os.environ["TIERCEL_MODEL"] == "x"
 

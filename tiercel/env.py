@@ -11,6 +11,12 @@ import platformdirs
 from tiercel.errors import ArgumentError
 
 _BOOLEANS = {"0": False, "1": True}
+# What opens the server, or the collector of its traces: no process but the server's own needs it.
+_SERVER_SECRETS = (
+    *("TIERCEL_API_KEY", "TIERCEL_API_KEY_FILE"),
+    *("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"),
+)
+_HUB_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 def read_flag(name: str, *, default: bool) -> bool:
@@ -171,9 +177,14 @@ def faults() -> str:
     return os.environ.get("TIERCEL_FAULTS", "")
 
 
-def child_environment() -> dict[str, str]:
-    """The environment that a child process (pip, the engine) inherits."""
-    return dict(os.environ)
+def child_environment(*, has_hub_token: bool = False) -> dict[str, str]:
+    """The environment that a child process (pip, the engine) inherits: this one less its secrets.
+
+    Args:
+        has_hub_token: whether it asks the model hub, so that it needs the hub's token.
+    """
+    hidden = _SERVER_SECRETS if has_hub_token else _SERVER_SECRETS + _HUB_SECRETS
+    return {name: value for name, value in os.environ.items() if name not in hidden}
 
 
 def shorten_openmp_spins() -> None:

@@ -343,6 +343,26 @@ def test_an_engine_leaves_when_its_socket_closes(state, monkeypatch):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_no_key_reaches_an_engine_process_and_a_token_only_one_that_fetches(
+    is_offline, monkeypatch
+):
+    monkeypatch.setenv("TIERCEL_API_KEY", "secret-key")
+    monkeypatch.setenv("HF_TOKEN", "secret-token")
+
+    async def main():
+        client = make_client(offline=is_offline)
+        await client.start()
+        found = Path(f"/proc/{client.pid}/environ").read_text()
+        await client.close()
+        return found
+
+    found = asyncio.run(main())
+    assert "PATH=" in found
+    assert "secret-key" not in found
+    assert ("secret-token" in found) is not is_offline
+
+
 def test_the_engine_loads_nothing_of_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "msgspec.py").write_text("raise SystemExit(99)")
     monkeypatch.chdir(tmp_path)

@@ -120,6 +120,21 @@ def test_fetches_with_pip_once_and_reports_progress(entry, tmp_path, monkeypatch
     assert resolve(entry.name, offline=True) == path
 
 
+def test_pip_gets_no_secret(entry, tmp_path, monkeypatch):
+    """A module in the place of pip writes down what it was given."""
+    seen = tmp_path / "environ"
+    (tmp_path / "pip.py").write_text(
+        f"import os, pathlib\npathlib.Path({str(seen)!r}).write_text(repr(dict(os.environ)))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TIERCEL_API_KEY", "secret-key")
+    monkeypatch.setenv("HF_TOKEN", "secret-token")
+    refusal()
+    assert "PYTHONPATH" in seen.read_text()
+    assert "secret-key" not in seen.read_text()
+    assert "secret-token" not in seen.read_text()
+
+
 def test_a_wrong_wheel_is_refused_by_pip(entry, wheel, tmp_path):
     make_wheel(wheel.parent, content=CONTENT + b"evil")
     text = refusal()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import tiercel
+from tiercel import env
 
 _SECRET_OPTIONS: Final = ("--api-key",)
 _NVIDIA_SMI_TIMEOUT_S: Final = 20.0
@@ -81,7 +82,12 @@ def hardware() -> dict[str, str]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(
-            query, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_TIMEOUT_S
+            query,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_NVIDIA_SMI_TIMEOUT_S,
+            env=env.child_environment(),
         )
     except (OSError, subprocess.SubprocessError):
         return facts  # no driver

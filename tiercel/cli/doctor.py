@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from cyclopts import Group, Parameter
 
 import tiercel
+from tiercel import env
 from tiercel.cli.options import CommonOptions
 from tiercel.cli.terminal import one_line, write
 
@@ -130,6 +131,7 @@ def _driver() -> dict[str, Any]:
             text=True,
             timeout=_NVIDIA_SMI_TIMEOUT_S,
             check=True,
+            env=env.child_environment(),
         )
     except (OSError, subprocess.SubprocessError) as error:
         return {"nvidia_smi": path, "error": one_line(str(error))}
@@ -137,7 +139,6 @@ def _driver() -> dict[str, Any]:
 
 
 def _cache() -> dict[str, Any]:
-    from tiercel import env
     from tiercel.loader import hub, store
 
     folder = env.cache_dir().absolute()

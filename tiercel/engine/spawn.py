@@ -171,7 +171,7 @@ async def start_engine(
                 stdin=subprocess.DEVNULL,
                 stdout=_log_descriptor(),
                 stderr=_log_descriptor(),
-                env=env.child_environment(),
+                env=env.child_environment(has_hub_token=not options.offline),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
