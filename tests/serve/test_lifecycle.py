@@ -260,8 +260,20 @@ def test_a_taken_port_fails_at_once():
 
 
 WRONG = {
-    "bad host": (["--host", "no.such.host.invalid"], 1, "--host no.such.host.invalid"),
-    "foreign address": (["--host", "192.0.2.1"], 1, "192.0.2.1:8000: "),
+    "bad host": (["--host", "no.such.host.invalid", "--no-key"], 1, "--host no.such.host.inv"),
+    "foreign address": (["--host", "192.0.2.1", "--no-key"], 1, "192.0.2.1:8000: "),
+    "no key": (
+        ["--host", "0.0.0.0"],
+        2,
+        "there is no key. Set TIERCEL_API_KEY or --api-key-file, ",
+    ),
+    "key and none": (["--no-key", "--api-key", "x"], 2, "--no-key is given, and a key too."),
+    "socket and port": (
+        ["--uds", "x.sock", "--port", "8000"],
+        2,
+        "--port 8000 is of no use",
+    ),
+    "socket and host": (["--uds", "x.sock", "--host", "::1"], 2, "--host ::1 is of no use beside"),
     "port": (["--port", "70000"], 2, "--port 70000 is out of range"),
     "no key file": (["--api-key-file", "missing.txt"], 1, "missing.txt: No such file"),
     "empty key": (["--api-key", ""], 2, "a key is empty"),
@@ -433,7 +445,7 @@ def test_faults_are_off_by_default(tiny, log_path):
 
 def test_a_warning_beyond_loopback_without_a_key(tiny, log_path):
     for key, expected in (None, True), ("secret-key-1", False):
-        arguments = ["--host", "0.0.0.0"] + ([] if key is None else ["--api-key", key])
+        arguments = ["--host", "0.0.0.0"] + (["--no-key"] if key is None else ["--api-key", key])
         process, url = spawn(tiny, "--port", 0, *arguments, log_path=log_path)
         assert url.startswith("http://0.0.0.0:")
         port = int(url.rpartition(":")[2])
@@ -441,7 +453,7 @@ def test_a_warning_beyond_loopback_without_a_key(tiny, log_path):
         process.kill()
         process.stdout.close()
         process.wait(5)
-        assert ("without a key" in log_path.read_text()) is expected
+        assert ("there is no key" in log_path.read_text()) is expected
         assert "secret-key-1" not in log_path.read_text()
 
 

@@ -71,15 +71,13 @@ class EngineOptions:
     ] = None
     gpu_memory_utilization: Annotated[
         float,
-        Parameter(validator=Number(gt=0, lte=1), help="Share of GPU memory to use.", show=False),
+        Parameter(validator=Number(gt=0, lte=1), help="Share of GPU memory to use."),
     ] = 0.9
     spec: Annotated[
         Literal["off", "ngram", "mtp", "hybrid"],
         Parameter(help="Guess tokens ahead: off, ngram, mtp or hybrid."),
     ] = "off"
-    num_spec_tokens: Annotated[
-        int | None, Parameter(help="Guesses in a step; else 5.", show=False)
-    ] = None
+    num_spec_tokens: Annotated[int | None, Parameter(help="Guesses in a step [5].")] = None
     offline: Annotated[bool, Parameter(negative="", help="Never download.")] = False
 
 

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from tiercel.cli.options import CommonOptions, EngineOptions, ModelName
-from tiercel.cli.serve_options import BatchOptions, DefaultOptions, LimitOptions, ServerOptions
+from tiercel.cli.serve_options import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    BatchOptions,
+    DefaultOptions,
+    LimitOptions,
+    ServerOptions,
+)
 from tiercel.cli.terminal import UsageError, read_bounded
 from tiercel.errors import ArgumentError
 from tiercel.params import LIMITS, Limits, SamplingParams
@@ -49,7 +56,7 @@ def serve(
     limits: LimitOptions = LimitOptions(),  # noqa: B008 - frozen
     common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
 ) -> int:
-    """Serve a model over HTTP; further options: docs/server.md."""
+    """Serve a model over HTTP, by OpenAI's and Anthropic's APIs (docs/server.md)."""
     from tiercel.engine.client import EngineClient
     from tiercel.engine.supervisor import SupervisorSettings
     from tiercel.serve.logs import set_up_logs
@@ -92,8 +99,7 @@ def make_settings(
         sampling = make_defaults(defaults)
     except ArgumentError as error:
         raise UsageError(str(error), hint=error.hint) from error
-    if not 0 <= server.port <= 65535:
-        raise UsageError(f"--port {server.port} is out of range.", hint="Use 0 to 65535.")
+    _check_address(server)
     for name in ("drain_seconds", "slow_client_seconds"):
         if not 0 <= getattr(server, name) <= _LARGEST:
             raise UsageError(f"--{name.replace('_', '-')} must be 0 or more seconds.")
@@ -124,6 +130,17 @@ def make_settings(
         slow_client_seconds=server.slow_client_seconds,
         metrics_prefix=server.metrics_prefix,
     )
+
+
+def _check_address(server: ServerOptions) -> None:
+    """Refuse a port that cannot be, and an address beside a Unix socket."""
+    if server.port is not None and not 0 <= server.port <= 65535:
+        raise UsageError(f"--port {server.port} is out of range.", hint="Use 0 to 65535.")
+    for name, value in (("--host", server.host), ("--port", server.port)):
+        if server.uds is not None and value is not None:
+            raise UsageError(
+                f"{name} {value} is of no use beside --uds {server.uds}.", hint="Give one of them."
+            )
 
 
 def _check_parsers(server: ServerOptions) -> None:
@@ -201,7 +218,7 @@ def make_access(server: ServerOptions) -> AccessSettings:
     """Who may ask.
 
     Raises:
-        UsageError: a key or origin that cannot be.
+        UsageError: a key or origin that cannot be, or no key where other machines may ask.
         OSError: the file of keys cannot be read.
     """
     from tiercel.serve.access import LOOPBACK_HOSTS, digest, is_loopback
@@ -221,10 +238,21 @@ def make_access(server: ServerOptions) -> AccessSettings:
             raise UsageError(
                 f"--cors-origin {origin}: no origin.", hint="Write https://example.org, or *."
             )
-    is_local = server.uds is not None or is_loopback(server.host)
+    host = _host(server)
+    is_local = server.uds is not None or is_loopback(host)
+    if keys and server.no_key:
+        raise UsageError(
+            "--no-key is given, and a key too.",
+            hint="Leave out --no-key, or --api-key, --api-key-file and TIERCEL_API_KEY.",
+        )
+    if not (is_local or keys or server.no_key):
+        raise UsageError(
+            f"--host {host} lets other machines in, and there is no key.",
+            hint="Set TIERCEL_API_KEY or --api-key-file, or add --no-key to let all of them ask.",
+        )
     hosts = {name.lower() for name in server.allowed_host}
     if is_local and server.uds is None:
-        hosts |= {*LOOPBACK_HOSTS, server.host.lower()}
+        hosts |= {*LOOPBACK_HOSTS, host.lower()}
     return AccessSettings(
         key_digests=tuple(digest(key) for _, key in keys),
         allowed_hosts=frozenset(hosts) or None,
@@ -287,8 +315,9 @@ def _bound(server: ServerOptions) -> Iterator[tuple[list[socket.socket], str]]:
         sockets = [bind_unix(server.uds)]
         url = f"http+unix://{server.uds}"
     else:
-        sockets = bind(server.host, server.port)
-        host = f"[{server.host}]" if ":" in server.host else server.host
+        host = _host(server)
+        sockets = bind(host, DEFAULT_PORT if server.port is None else server.port)
+        host = f"[{host}]" if ":" in host else host
         url = f"http://{host}:{sockets[0].getsockname()[1]}"
     try:
         yield sockets, url
@@ -297,6 +326,10 @@ def _bound(server: ServerOptions) -> Iterator[tuple[list[socket.socket], str]]:
             bound.close()
         if server.uds is not None:
             server.uds.unlink(missing_ok=True)
+
+
+def _host(server: ServerOptions) -> str:
+    return DEFAULT_HOST if server.host is None else server.host
 
 
 def _print_url(url: str) -> None:
@@ -308,11 +341,8 @@ def _print_url(url: str) -> None:
 def _warn(server: ServerOptions, settings: ServeSettings) -> None:
     from tiercel.serve.access import is_loopback
 
-    if server.uds is None and not is_loopback(server.host) and not settings.access.key_digests:
-        _LOG.warning(
-            "listening beyond this machine without a key: whoever reaches %s may use the model;"
-            " set --api-key or TIERCEL_API_KEY",
-            server.host,
-        )
+    host = _host(server)
+    if server.uds is None and not is_loopback(host) and not settings.access.key_digests:
+        _LOG.warning("every machine that reaches %s may use the model: there is no key", host)
     if server.log_prompts:
         _LOG.warning("prompts and answers are written to the log")

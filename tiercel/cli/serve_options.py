@@ -1,4 +1,4 @@
-"""The options of `tiercel serve`. Those that few people need are documented in docs/server.md only.
+"""The options of `tiercel serve`, in the groups of its help.
 
 A bound of a sampling parameter (the first group of `Limits`) may be lowered here, not raised: the
 parameters check it wherever they are made.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
@@ -16,9 +16,13 @@ from cyclopts.validators import Number
 from tiercel.cli.options import MODEL_GROUP
 from tiercel.params import LIMITS
 
+DEFAULT_HOST: Final = "127.0.0.1"
+DEFAULT_PORT: Final = 8000
 SERVER_GROUP = Group("Server", sort_key=1)
 DEFAULTS_GROUP = Group("Defaults of requests", sort_key=3)
-_HIDDEN = Parameter(show=False, negative="")
+FORMS_GROUP = Group("Requests and answers", sort_key=3.1)
+LOG_GROUP = Group("Log, metrics, traces", sort_key=3.2)
+LIMITS_GROUP = Group("Limits", sort_key=3.3)
 
 
 @Parameter(name="*", group=SERVER_GROUP)
@@ -26,8 +30,14 @@ _HIDDEN = Parameter(show=False, negative="")
 class ServerOptions:
     """Where the server listens, to whom, and what it says."""
 
-    host: Annotated[str, Parameter(help="Address to listen at.")] = "127.0.0.1"
-    port: Annotated[int, Parameter(help="0 takes a free one and prints it.")] = 8000
+    # None stands for the default, so that one given beside --uds is seen.
+    host: Annotated[
+        str | None, Parameter(help=f"Address to listen at [{DEFAULT_HOST}].", show_default=False)
+    ] = None
+    port: Annotated[
+        int | None,
+        Parameter(help=f"0 takes a free one and prints it [{DEFAULT_PORT}].", show_default=False),
+    ] = None
     uds: Annotated[
         Path | None, Parameter(help="Unix socket instead of a port.", show_default=False)
     ] = None
@@ -40,34 +50,70 @@ class ServerOptions:
     api_key_file: Annotated[
         Path | None, Parameter(help="File with a key per line.", show_default=False)
     ] = None
+    no_key: Annotated[
+        bool, Parameter(negative="", help="Listen to other machines without a key: all may ask.")
+    ] = False
     cors_origin: Annotated[
         tuple[str, ...],
         Parameter(negative="", help="Origin of pages that may ask; repeatable."),
     ] = ()
-    allowed_host: Annotated[tuple[str, ...], _HIDDEN] = ()
+    allowed_host: Annotated[
+        tuple[str, ...], Parameter(negative="", help="Further name in Host headers; repeatable.")
+    ] = ()
     no_ui: Annotated[bool, Parameter(negative="", help="Serve no web page.")] = False
     drain_seconds: Annotated[float, Parameter(help="For running requests at the end.")] = 30.0
     hang_seconds: Annotated[
         float, Parameter(help="Restart an engine without progress; 1 or more.")
     ] = 60.0
+    slow_client_seconds: Annotated[
+        float, Parameter(help="After which a reader that takes nothing is given up.")
+    ] = 60.0
+    enable_fault_injection: Annotated[
+        bool, Parameter(negative="", help="Let TIERCEL_FAULTS break the engine, for tests.")
+    ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Parameter(help="debug, info, warning or error."),
+        Parameter(group=LOG_GROUP, help="debug, info, warning or error."),
     ] = "info"
-    log_format: Annotated[Literal["text", "json"], Parameter(help="text or json.")] = "text"
-    log_prompts: Annotated[bool, _HIDDEN] = False
-    otlp_traces_endpoint: Annotated[str | None, _HIDDEN] = None
-    metrics_auth: Annotated[Literal["none", "key"] | None, _HIDDEN] = None
-    metrics_prefix: Annotated[str, _HIDDEN] = "tiercel"
-    tool_parser: Annotated[str | None, _HIDDEN] = None
-    reasoning_parser: Annotated[str | None, _HIDDEN] = None
-    reasoning_field: Annotated[Literal["reasoning_content", "both"], _HIDDEN] = "reasoning_content"
-    priority_field: Annotated[bool, _HIDDEN] = False
-    strict_fields: Annotated[bool, _HIDDEN] = False
-    trust_request_chat_template: Annotated[bool, _HIDDEN] = False
-    no_special_in_prompt: Annotated[bool, _HIDDEN] = False
-    slow_client_seconds: Annotated[float, _HIDDEN] = 60.0
-    enable_fault_injection: Annotated[bool, _HIDDEN] = False
+    log_format: Annotated[
+        Literal["text", "json"], Parameter(group=LOG_GROUP, help="text or json.")
+    ] = "text"
+    log_prompts: Annotated[
+        bool, Parameter(negative="", group=LOG_GROUP, help="Write prompts and answers to the log.")
+    ] = False
+    otlp_traces_endpoint: Annotated[
+        str | None, Parameter(group=LOG_GROUP, help="Collector that gets a span per request.")
+    ] = None
+    metrics_auth: Annotated[
+        Literal["none", "key"] | None,
+        Parameter(group=LOG_GROUP, help="none or key: what /metrics asks [none on loopback]."),
+    ] = None
+    metrics_prefix: Annotated[
+        str, Parameter(group=LOG_GROUP, help="First part of metrics' names.")
+    ] = "tiercel"
+    tool_parser: Annotated[
+        str | None, Parameter(group=FORMS_GROUP, help="Form of tool calls, or none [the model's].")
+    ] = None
+    reasoning_parser: Annotated[
+        str | None, Parameter(group=FORMS_GROUP, help="Form of reasoning, or none [the model's].")
+    ] = None
+    reasoning_field: Annotated[
+        Literal["reasoning_content", "both"],
+        Parameter(group=FORMS_GROUP, help="both: also in the field reasoning."),
+    ] = "reasoning_content"
+    priority_field: Annotated[
+        bool, Parameter(negative="", group=FORMS_GROUP, help="Requests may set priority.")
+    ] = False
+    strict_fields: Annotated[
+        bool, Parameter(negative="", group=FORMS_GROUP, help="Refuse unknown fields.")
+    ] = False
+    trust_request_chat_template: Annotated[
+        bool, Parameter(negative="", group=FORMS_GROUP, help="Requests may bring a chat_template.")
+    ] = False
+    no_special_in_prompt: Annotated[
+        bool,
+        Parameter(negative="", group=FORMS_GROUP, help="Take <|...|> in prompts as plain text."),
+    ] = False
 
 
 @Parameter(name="*", group=MODEL_GROUP)
@@ -90,50 +136,78 @@ class DefaultOptions:
     """What a request gets where it says nothing."""
 
     temperature: Annotated[float | None, Parameter(help="Else 1.", show_default=False)] = None
-    top_p: Annotated[float | None, _HIDDEN] = None
-    top_k: Annotated[int | None, _HIDDEN] = None
-    min_p: Annotated[float | None, _HIDDEN] = None
-    repeat_penalty: Annotated[float | None, _HIDDEN] = None
+    top_p: Annotated[float | None, Parameter(help="Else 1, which is off.")] = None
+    top_k: Annotated[int | None, Parameter(help="Else 0, which keeps all.")] = None
+    min_p: Annotated[float | None, Parameter(help="Else 0, which is off.")] = None
+    repeat_penalty: Annotated[float | None, Parameter(help="Else 1, which is off.")] = None
     max_tokens: Annotated[
         int | None, Parameter(help="Else what is left; completions 16.", show_default=False)
     ] = None
     seed: Annotated[int, Parameter(group=MODEL_GROUP, help="Of requests without one.")] = 0
 
 
-@Parameter(name="*", group=SERVER_GROUP)
+@Parameter(name="*", group=LIMITS_GROUP)
 @dataclass(frozen=True, slots=True)
 class LimitOptions:
     """Fields of `Limits`, by the same names."""
 
-    max_n: Annotated[int, _HIDDEN] = LIMITS.max_n
-    max_stop_strings: Annotated[int, _HIDDEN] = LIMITS.max_stop_strings
-    max_stop_chars: Annotated[int, _HIDDEN] = LIMITS.max_stop_chars
-    max_logit_bias: Annotated[int, _HIDDEN] = LIMITS.max_logit_bias
-    max_logprobs: Annotated[int, _HIDDEN] = LIMITS.max_logprobs
-    max_score_items: Annotated[int, _HIDDEN] = LIMITS.max_score_items
-    max_score_tokens: Annotated[int, _HIDDEN] = LIMITS.max_score_tokens
-    max_body_bytes: Annotated[int, _HIDDEN] = LIMITS.max_body_bytes
-    max_json_depth: Annotated[int, _HIDDEN] = LIMITS.max_json_depth
-    max_json_members: Annotated[int, _HIDDEN] = LIMITS.max_json_members
-    max_prompts: Annotated[int, _HIDDEN] = LIMITS.max_prompts
-    max_answers: Annotated[int, _HIDDEN] = LIMITS.max_answers
-    max_messages: Annotated[int, _HIDDEN] = LIMITS.max_messages
-    max_tools: Annotated[int, _HIDDEN] = LIMITS.max_tools
-    max_tool_name_chars: Annotated[int, _HIDDEN] = LIMITS.max_tool_name_chars
-    max_schema_bytes: Annotated[int, _HIDDEN] = LIMITS.max_schema_bytes
-    max_schema_depth: Annotated[int, _HIDDEN] = LIMITS.max_schema_depth
-    max_schema_nodes: Annotated[int, _HIDDEN] = LIMITS.max_schema_nodes
-    max_regex_bytes: Annotated[int, _HIDDEN] = LIMITS.max_regex_bytes
-    max_grammar_bytes: Annotated[int, _HIDDEN] = LIMITS.max_grammar_bytes
-    max_grammar_seconds: Annotated[float, _HIDDEN] = LIMITS.max_grammar_seconds
-    max_waiting_requests: Annotated[int, Parameter(help="Beyond them 429.")] = (
+    max_n: Annotated[int, Parameter(help="Answers to a prompt.")] = LIMITS.max_n
+    max_stop_strings: Annotated[int, Parameter(help="Stop strings of a request.")] = (
+        LIMITS.max_stop_strings
+    )
+    max_stop_chars: Annotated[int, Parameter(help="Characters of a stop string.")] = (
+        LIMITS.max_stop_chars
+    )
+    max_logit_bias: Annotated[int, Parameter(help="Entries of logit_bias.")] = LIMITS.max_logit_bias
+    max_logprobs: Annotated[int, Parameter(help="Likely tokens at each place.")] = (
+        LIMITS.max_logprobs
+    )
+    max_score_items: Annotated[int, Parameter(help="Items of a list to score.")] = (
+        LIMITS.max_score_items
+    )
+    max_score_tokens: Annotated[int, Parameter(help="Tokens of query and items.")] = (
+        LIMITS.max_score_tokens
+    )
+    max_body_bytes: Annotated[int, Parameter(help="Of a request.")] = LIMITS.max_body_bytes
+    max_json_depth: Annotated[int, Parameter(help="Nesting of a body.")] = LIMITS.max_json_depth
+    max_json_members: Annotated[int, Parameter(help="Values in a body.")] = LIMITS.max_json_members
+    max_prompts: Annotated[int, Parameter(help="Prompts of a request.")] = LIMITS.max_prompts
+    max_answers: Annotated[int, Parameter(help="Prompts times answers.")] = LIMITS.max_answers
+    max_messages: Annotated[int, Parameter(help="Messages of a chat.")] = LIMITS.max_messages
+    max_tools: Annotated[int, Parameter(help="Tools of a request.")] = LIMITS.max_tools
+    max_tool_name_chars: Annotated[int, Parameter(help="Characters of a tool's name.")] = (
+        LIMITS.max_tool_name_chars
+    )
+    max_schema_bytes: Annotated[int, Parameter(help="Of a JSON schema.")] = LIMITS.max_schema_bytes
+    max_schema_depth: Annotated[int, Parameter(help="Nesting of a JSON schema.")] = (
+        LIMITS.max_schema_depth
+    )
+    max_schema_nodes: Annotated[int, Parameter(help="Parts of a JSON schema.")] = (
+        LIMITS.max_schema_nodes
+    )
+    max_regex_bytes: Annotated[int, Parameter(help="Of a regular expression.")] = (
+        LIMITS.max_regex_bytes
+    )
+    max_grammar_bytes: Annotated[int, Parameter(help="Of a grammar.")] = LIMITS.max_grammar_bytes
+    max_grammar_seconds: Annotated[float, Parameter(help="For compiling a form of answers.")] = (
+        LIMITS.max_grammar_seconds
+    )
+    max_waiting_requests: Annotated[int, Parameter(help="That wait; beyond them 429.")] = (
         LIMITS.max_waiting_requests
     )
-    max_queue_seconds: Annotated[float, _HIDDEN] = LIMITS.max_queue_seconds
-    max_request_seconds: Annotated[float | None, _HIDDEN] = LIMITS.max_request_seconds
-    max_connections: Annotated[int, _HIDDEN] = LIMITS.max_connections
-    max_header_bytes: Annotated[int, _HIDDEN] = LIMITS.max_header_bytes
-    max_headers: Annotated[int, _HIDDEN] = LIMITS.max_headers
-    max_head_seconds: Annotated[float, _HIDDEN] = LIMITS.max_head_seconds
-    max_body_gap_seconds: Annotated[float, _HIDDEN] = LIMITS.max_body_gap_seconds
-    max_body_seconds: Annotated[float, _HIDDEN] = LIMITS.max_body_seconds
+    max_queue_seconds: Annotated[float, Parameter(help="In the queue.")] = LIMITS.max_queue_seconds
+    max_request_seconds: Annotated[float | None, Parameter(help="For a whole request.")] = (
+        LIMITS.max_request_seconds
+    )
+    max_connections: Annotated[int, Parameter(help="At once.")] = LIMITS.max_connections
+    max_header_bytes: Annotated[int, Parameter(help="Of all headers.")] = LIMITS.max_header_bytes
+    max_headers: Annotated[int, Parameter(help="Of a request.")] = LIMITS.max_headers
+    max_head_seconds: Annotated[float, Parameter(help="For the headers to arrive.")] = (
+        LIMITS.max_head_seconds
+    )
+    max_body_gap_seconds: Annotated[float, Parameter(help="Between two parts of a body.")] = (
+        LIMITS.max_body_gap_seconds
+    )
+    max_body_seconds: Annotated[float, Parameter(help="For the whole body to arrive.")] = (
+        LIMITS.max_body_seconds
+    )
