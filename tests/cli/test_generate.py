@@ -52,6 +52,22 @@ def test_prompt_from_standard_input(generate, fake_llm, stdin):
     assert asked(fake_llm)[1] == "héllo wörld"
 
 
+@pytest.mark.parametrize("flags", [(), ("--chat",), ("--json",)], ids=str)
+def test_an_empty_prompt_is_refused_before_anything_loads(
+    flags, generate, fake_llm, stdin, tmp_path
+):
+    assert generate("", *flags, status=2) == (
+        "error: prompt: the prompt is empty. Give at least one character.\n"
+    )
+    for text in ("", "\n"):
+        stdin(text)
+        assert "standard input: the prompt is empty." in generate(*flags, status=2)
+        (tmp_path / "p.txt").write_text(text)
+        file = ("--file", str(tmp_path / "p.txt"))
+        assert "p.txt: the prompt is empty." in generate(*file, *flags, status=2)
+    assert fake_llm.calls == []
+
+
 def test_input_that_is_no_text(generate, stdin, tmp_path):
     stdin(b"abc\xff")
     assert "standard input: byte 3 is not valid UTF-8" in generate(status=2)

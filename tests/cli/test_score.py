@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import sys
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from tests.cli.harness import error_line, tiercel
 from tests.tiny_llm import LLAMA, open_tiny
-from tiercel.cli.main import run
+from tiercel.cli.main import _EXAMPLES, run
 
 QUERY = "so said "
 ITEMS = ["the thin man", "a", "in 2024 they ran", "é😀"]
@@ -54,9 +55,33 @@ def test_the_table_is_sorted_by_the_first_label(score, items, expected):
     for row, number in zip(rows, order, strict=True):
         cells = row.split(maxsplit=3)
         assert cells[3] == ITEMS[number]
-        assert cells[1:3] == [f"{p:.4f}" for p in expected.probs[number]]
+        shown = [float(cell) for cell in cells[1:3]]
+        np.testing.assert_allclose(shown, expected.probs[number], rtol=0.05, atol=5e-5)
     assert captured.err.startswith("4 items in ")
     assert captured.err.count("\n") == 1
+
+
+def test_small_shares_are_not_shown_as_0(score, items, monkeypatch):
+    with open_tiny() as llm:
+        real = llm.score(QUERY, ITEMS, LABELS)
+    real.probs[:] = [[1.0, 0.0], [0.5, 4.9e-5], [0.25, 6e-5], [1.2e-7, 1e-30]]
+    monkeypatch.setattr("tiercel.llm.LLM.score", lambda *_args, **_options: real)
+    captured = score("--query", QUERY, "--items", items, "--labels", ",".join(LABELS))
+    rows = [row.split(maxsplit=3)[1:3] for row in captured.out.splitlines()[1:]]
+    assert rows == [
+        ["1.0000", "0.0000"], ["0.5000", "4.9e-05"], ["0.2500", "0.0001"], ["1.2e-07", "1.0e-30"],
+    ]  # fmt: skip
+
+
+def test_the_table_of_the_example_in_help_has_shares_of_the_labels(score, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.txt").write_text("apple\nhammer\n")
+    command, *arguments = shlex.split(_EXAMPLES["score"][0])[1:]
+    assert command == "score"
+    rows = [row.split() for row in score(*arguments).out.splitlines()[1:]]
+    assert len(rows) == 2
+    for row in rows:
+        assert float(row[1]) + float(row[2]) == pytest.approx(1, abs=2e-4)
 
 
 def test_json_tells_all(score, items, expected, tmp_path):

@@ -94,21 +94,29 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from the argument, the file or standard input; one final newline is dropped.
 
     Raises:
-        UsageError: none or two were given, or it is no UTF-8 text.
+        UsageError: none or two were given, or it is empty or no UTF-8 text.
     """
     if prompt is not None and file is not None:
         raise UsageError("prompt: given twice, as an argument and by --file.", hint="Give one.")
     if prompt is not None:
         check_utf8("prompt", prompt, UsageError)
-        return prompt
-    if file is not None:
-        return _read_text(file, MAX_PROMPT_BYTES, "the prompt").removesuffix("\n")
+        where, text = "prompt", prompt
+    elif file is not None:
+        where, text = str(file), _read_text(file, MAX_PROMPT_BYTES, "the prompt").removesuffix("\n")
+    else:
+        where, text = "standard input", _read_input().removesuffix("\n")
+    if not text:
+        raise UsageError(f"{where}: the prompt is empty.", hint="Give at least one character.")
+    return text
+
+
+def _read_input() -> str:
     if sys.stdin.isatty():
         raise UsageError(
             "prompt: none was given.", hint="Write it as an argument, pipe it in, or use --file."
         )
     data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
-    return _text(data, MAX_PROMPT_BYTES, "standard input", "the prompt").removesuffix("\n")
+    return _text(data, MAX_PROMPT_BYTES, "standard input", "the prompt")
 
 
 def read_form(schema: Path | None, grammar: Path | None) -> StructuredOutputs | None:

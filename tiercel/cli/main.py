@@ -86,7 +86,8 @@ _EXAMPLES = {
     ),
     "serve": ("tiercel serve", "tiercel serve model.gguf --port 0 --api-key-file keys.txt"),
     "score": (
-        'tiercel score --query "Is this a fruit? " --items words.txt --labels " Yes, No"',
+        'tiercel score --query "Is this a fruit? " --items words.txt --labels " Yes, No"'
+        " --normalize labels",
         "tiercel score --file lists.jsonl --labels Yes,No --normalize labels > scores.jsonl",
     ),
     "inspect": ("tiercel inspect model.gguf", "tiercel inspect model.gguf --verify --json"),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES: Final = 256 << 20
 MAX_LINE_BYTES: Final = 32 << 20
+_LEAST_DECIMAL: Final = 5e-5  # what four decimals round up
 _FIELDS: Final = ("query", "items", "labels", "label_token_ids", "suffix", "normalize")
 _GROUP = Group("Items and output", sort_key=1)
 
@@ -57,7 +58,7 @@ def score(
     suffix: Annotated[str, Parameter(group=_GROUP, help="Text between item and label.")] = "",
     normalize: Annotated[
         Literal["vocab", "labels"],
-        Parameter(group=_GROUP, help="Share among all tokens (vocab) or among the labels."),
+        Parameter(group=_GROUP, help="Shares among all tokens (vocab), or labels alone."),
     ] = "vocab",
     long_items: Annotated[
         Literal["refuse", "skip", "cut"],
@@ -179,8 +180,13 @@ def _write_table(
     write(f"{'item':>6}{''.join(heads)}  text\n")
     for number in order:
         row = output.probs[number].tolist()
-        cells = [f"{p:{width}.4f}" for p, width in zip(row, widths, strict=True)]
+        cells = [_share(p).rjust(width) for p, width in zip(row, widths, strict=True)]
         write(f"{number + 1:>6}{''.join(cells)}  {one_line(texts[number])}\n")
+
+
+def _share(p: float) -> str:
+    """Four decimals, or two digits of what they would show as 0."""
+    return f"{p:.1e}" if 0 < p < _LEAST_DECIMAL else f"{p:.4f}"
 
 
 def _numbers(row: list[float]) -> list[float | None]:
