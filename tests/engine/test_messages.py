@@ -112,7 +112,7 @@ TO_ENGINE = [
     Stop(7, "né"),
 ]
 FROM_ENGINE = [
-    Progress("Loading", 3, 2**40),
+    Progress("Loading", 3, 2**40, 0.25),
     Opened((FileStamp(b"/m\xff.gguf", 2**40, -1, 2**64 - 1),)),
     Ready(INFO),
     Outputs(

@@ -33,7 +33,9 @@ def sent(monkeypatch):
 
 def test_answers_and_scores_are_rehearsed_and_leave_no_trace(sent):
     loaded = load_model(LLAMA, LoadOptions(device="cpu"), None)
-    rehearse(loaded)
+    heard = []
+    rehearse(loaded, lambda *step: heard.append(step))
+    assert heard == [("Rehearsing", done, 3) for done in range(4)]
     deltas = [d for m in sent if isinstance(m, Outputs) for d in m.deltas]
     reasons = [d.finish_reason for d in deltas if d.finish_reason]
     assert reasons == ["length"] * 3  # an answer, one with log-probabilities, a list
@@ -48,14 +50,14 @@ def test_answers_and_scores_are_rehearsed_and_leave_no_trace(sent):
 
 def test_a_context_without_room_is_not_rehearsed(sent):
     loaded = load_model(LLAMA, LoadOptions(device="cpu", max_model_len=3), None)
-    rehearse(loaded)
+    rehearse(loaded, lambda *_: None)
     assert not sent
 
 
 @pytest.mark.parametrize("has_faults", [False, True])
 def test_an_engine_is_ready_behind_its_rehearsal(monkeypatch, has_faults):
     order = []
-    monkeypatch.setattr(opening, "rehearse", lambda _: order.append("rehearse"))
+    monkeypatch.setattr(opening, "rehearse", lambda *_: order.append("rehearse"))
     options = LoadOptions(device="cpu", enable_fault_injection=has_faults)
     open_session(open_source(LLAMA), options, lambda *_: None, lambda m: order.append(type(m)))
     assert order == ([Ready] if has_faults else ["rehearse", Ready])

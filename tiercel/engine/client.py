@@ -32,6 +32,7 @@ from tiercel.engine.messages import (
     LoadOptions,
     NewRequest,
     Outputs,
+    Progress,
     PromptLogprobs,
     Ready,
     Refused,
@@ -62,6 +63,7 @@ class EngineClient:
         info: of the engine that was ready last; None before the first.
         stats: as the engine sent them last.
         on_stats: hears each of them; some fields count from message to message.
+        on_progress: hears of the stages of a start.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
         self.on_stats: Callable[[EngineStats], None] | None = None
+        self.on_progress: Callable[[Progress], None] | None = None
         self._max_waiting = max_waiting
         self._is_draining = False
         self._has_forgotten = asyncio.Event()
@@ -110,7 +113,7 @@ class EngineClient:
 
     @property
     def progress(self) -> float:
-        """How far fetching or loading has come, 0 to 1."""
+        """How far the start of this engine process has come, 0 to 1; it never falls."""
         return self._supervisor.progress
 
     @property
@@ -284,6 +287,8 @@ class EngineClient:
         elif isinstance(message, PromptLogprobs | Embedding | Scores | Refused):
             if message.key in self._live:  # else it was aborted meanwhile
                 self._on_part(message)
+        elif isinstance(message, Progress) and self.on_progress is not None:
+            self.on_progress(message)
         elif isinstance(message, Ready):
             self.info = message.info
         elif isinstance(message, Forgotten):

@@ -273,11 +273,18 @@ class Forget(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=16):
-    """How far fetching or loading has come, in bytes; `total` is 0 where unknown."""
+    """How far a stage of fetching or loading has come, in a unit of its own.
+
+    Attributes:
+        what: the stage.
+        done, total: of it; the total is 0 where unknown.
+        share: of the whole start, 0 to 1; it never falls (`start_progress.py`).
+    """
 
     what: str
     done: int
     total: int
+    share: float
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, tag=29):

@@ -58,24 +58,26 @@ def open_session(
     loaded = load_model(source, options, report)
     loaded.matchers.prepare()
     if not options.enable_fault_injection:  # faults count steps from the first on
-        rehearse(loaded)
+        rehearse(loaded, report)
     session = EngineSession(loaded, send)
     send(Ready(describe(loaded, perf_counter() - started_s)))
     return session
 
 
-def rehearse(loaded: LoadedModel) -> None:
+def rehearse(loaded: LoadedModel, report: Report) -> None:
     """Answer some requests one after the other; nothing of them is kept or counted.
 
     Args:
         loaded: with nothing to do.
+        report: hears how many are done.
     """
-    frames = (
-        encode(NewRequest.of(key, request)) for key, request in enumerate(_requests(loaded), 1)
-    )
+    requests = list(_requests(loaded))
+    frames = [encode(NewRequest.of(key, request)) for key, request in enumerate(requests, 1)]
+    frames.reverse()
 
     def hand_over() -> None:
-        frame = next(frames, None)
+        report("Rehearsing", len(requests) - len(frames), len(requests))
+        frame = frames.pop() if frames else None
         if frame is None:
             session.loop.shutdown()
         else:

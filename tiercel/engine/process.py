@@ -41,6 +41,7 @@ from tiercel.engine.messages import (
     encode,
     plain_text,
 )
+from tiercel.engine.start_progress import Phase, StartProgress
 from tiercel.errors import InstallationError, TiercelError
 from tiercel.loader.stamps import read_stamp
 from tiercel.models.source import find_source
@@ -143,14 +144,16 @@ class _Reporter:
     """Sends progress, not more often than anyone looks."""
 
     def __init__(self, link: EngineLink) -> None:
+        self.start = StartProgress()
         self._link = link
         self._sent_s = 0.0
 
     def __call__(self, what: str, done: int = 0, total: int = 0) -> None:
+        self.start.take(what, done, total)
         now = perf_counter()
         if now - self._sent_s >= _PROGRESS_SECONDS or done >= total:
             self._sent_s = now
-            self._link.send(Progress(what, done, total))
+            self._link.send(Progress(what, done, total, self.start.share))
 
 
 def _run(options: LoadOptions, link: EngineLink, opened: Future[EngineSession]) -> None:
@@ -158,6 +161,7 @@ def _run(options: LoadOptions, link: EngineLink, opened: Future[EngineSession]) 
     report = _Reporter(link)
     source = find_source(options.model, offline=options.offline, report=report)
     link.send(Opened(tuple(read_stamp(path) for path in source.file_paths)))
+    report.start.phase = Phase.LOAD
     report("Loading PyTorch")
     env.shorten_openmp_spins()
     from tiercel.engine.opening import open_session

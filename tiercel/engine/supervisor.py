@@ -87,7 +87,7 @@ class Supervisor:
 
     Attributes:
         state: where the engine stands.
-        progress: how far fetching or loading has come, 0 to 1.
+        progress: how far the start of this process has come, 0 to 1; it never falls.
         num_restarts: processes started after the first.
     """
 
@@ -257,7 +257,7 @@ class Supervisor:
         self._hear(message)
         self._watchdog.note(message)
         if isinstance(message, Progress):
-            self.progress = min(1.0, message.done / message.total) if message.total else 0.0
+            self.progress = message.share
         elif isinstance(message, Log):
             logging.getLogger(message.logger).log(message.level, "%s", message.text)
         elif isinstance(message, Failed):
