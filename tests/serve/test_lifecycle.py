@@ -4,6 +4,8 @@ import contextlib
 import functools
 import json
 import os
+import pty
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from tests.cli.harness import environment, error_line, tiercel
+from tests.cli.harness import COMMAND, environment, error_line, tiercel
 from tests.patience import PATIENCE_S, wait_for
 from tests.serve.harness import (
     NAME,
@@ -105,6 +107,50 @@ def test_states_while_loading_and_ready(tiny, log_path):
         line = next(line for line in server.log.splitlines() if line.endswith(" ready"))
         assert f"url={server.url} model={NAME} context_tokens=2048 kv_cache_tokens=" in line
         assert f"try: curl {server.url}/v1/chat/completions" in server.log
+
+
+def test_progress_rises_and_the_log_names_each_stage_once(tiny, log_path):
+    with start_server(tiny, log_path=log_path, is_ready=False) as server:
+        wait_for(lambda: is_answering(server))
+        told = []
+        while (answer := server.get("/ready")).status_code != 200:
+            told.append(answer.json()["progress"])
+            time.sleep(0.01)
+        lines = re.findall(r"INFO serve stage=(\S+|\".*?\") starting$", server.log, re.MULTILINE)
+    assert told == sorted(told)
+    assert told[0] < 0.5 < told[-1] <= 1
+    assert lines == [
+        '"Loading PyTorch"', "Loading", '"Warming up"', "Rehearsing", '"Rehearsing requests"'
+    ]  # fmt: skip
+    assert "throughput" not in server.log
+    assert "\r" not in server.log
+
+
+def test_a_terminal_has_one_line_that_is_rewritten(tiny):
+    ours, theirs = pty.openpty()
+    environ = environment(OMP_NUM_THREADS="1", TERM="xterm")
+    environ.pop("NO_COLOR", None)
+    process = subprocess.Popen(
+        [*COMMAND, "serve", str(tiny), "--port", "0"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, env=environ,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    try:
+        with contextlib.suppress(OSError):  # its end closes the terminal
+            while b"try: curl" not in shown:
+                shown += os.read(ours, 1 << 16)
+    finally:
+        process.terminate()
+        process.stdout.close()
+        process.wait(PATIENCE_S)
+        os.close(ours)
+    lines = shown.decode().split("\r\n")
+    assert "\r\x1b[KLoading PyTorch ..." in lines[0]
+    assert "\r\x1b[KRehearsing requests 100%\r\x1b[K20" in lines[0]
+    assert lines[0].endswith(" ready")
+    assert "\r" not in "".join(lines[1:])
+    assert "starting" not in shown.decode()
 
 
 def test_states_while_the_engine_restarts(tiny, log_path):

@@ -24,7 +24,7 @@ from tiercel.cli.serve_options import (
     LimitOptions,
     ServerOptions,
 )
-from tiercel.cli.terminal import UsageError, read_bounded
+from tiercel.cli.terminal import UsageError, has_colour, read_bounded
 from tiercel.errors import ArgumentError
 from tiercel.params import LIMITS, Limits, SamplingParams
 
@@ -69,7 +69,7 @@ def serve(
     tracing = make_tracing(server)
     level = "error" if common.quiet else "debug" if common.verbose else server.log_level
     with _bound(server) as (sockets, url):
-        set_up_logs(getattr(logging, level.upper()), server.log_format)
+        show_status = set_up_logs(getattr(logging, level.upper()), server.log_format)
         _print_url(url)
         _warn(server, settings)
         settings = replace(settings, url=url)
@@ -80,7 +80,14 @@ def serve(
             settings=SupervisorSettings(heartbeat_s=server.hang_seconds),
         )
         metrics = Metrics(settings.metrics_prefix)
-        state = ServerState(settings, client, metrics, tracing=tracing)
+        has_status = server.log_format == "text" and not common.quiet and has_colour()
+        state = ServerState(
+            settings,
+            client,
+            metrics,
+            tracing=tracing,
+            show_status=show_status if has_status else None,
+        )
         return run_server(state, sockets, server.drain_seconds)
 
 

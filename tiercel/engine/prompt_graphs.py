@@ -150,7 +150,7 @@ class PromptSteps:
                 buffers[shape].fill(plan)
             step = _cut(self._inputs, size, buffers)
             self._padded[key] = _Padded(step, buffers, self._record(step, recorder))
-        if progress is not None:
+        if progress is not None and wanted:  # on a CPU there is none
             progress(len(wanted), len(wanted))
 
     def _record(self, step: Batch, recorder: GraphRecorder | None) -> torch.cuda.CUDAGraph | None:

@@ -36,7 +36,10 @@ class Health(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True, omit_defaults=True):
-    """Whether requests are taken; `progress` of loading, 0 to 1; `reason` if the engine is dead."""
+    """Whether requests are taken.
+
+    `progress` of the start, 0 to 1, only rises; `reason` is given if the engine is dead.
+    """
 
     status: Literal["ready", "loading", "restarting", "draining", "dead"]
     progress: float | None = None
@@ -133,8 +136,9 @@ def _ready(state: ServerState) -> Route:
         status = _ready_status(state)
         if status == "ready":
             return json_response(Ready("ready"))
+        progress = 0.0 if state.watch is None else state.watch.progress
         reason = str(state.client.final_error) if status == "dead" else None
-        answer = json_response(Ready(status, round(state.client.progress, 3), reason), 503)
+        answer = json_response(Ready(status, round(progress, 3), reason), 503)
         answer.headers["retry-after"] = _RETRY_SECONDS[status]
         return answer
 

@@ -8,10 +8,12 @@ them keys. Prompts and answers are never among them unless the server was asked 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -22,6 +24,8 @@ from tiercel.serve.errors import escaped
 
 LogFormat = Literal["text", "json"]
 MAX_LINE_CHARS: Final = 64 << 10  # a traceback is one escaped line too
+_ERASE_LINE: Final = "\r\x1b[K"
+_LEAST_COLUMNS: Final = 20
 REQUEST_LOG: Final = "tiercel.request_log"
 PROBES: Final = frozenset({"/health", "/ready", "/metrics", "/version"})
 _LOGGER: Final = logging.getLogger("tiercel.serve.request")
@@ -125,14 +129,44 @@ def _message(formatter: logging.Formatter, record: logging.LogRecord) -> str:
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to standard error; what cannot be written is lost without a word."""
+    """Writes to standard error; what cannot be written is lost without a word.
+
+    On a terminal a last line may be shown that is no part of the log and is rewritten.
+    """
+
+    _status = ""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Nothing: a closed pipe behind standard error must not stop the server."""
 
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line above the last one."""
+        status = self._status
+        self._rewrite("")
+        super().emit(record)
+        self._rewrite(status)
 
-def set_up_logs(level: int, log_format: LogFormat) -> None:
-    """Send the package's log to standard error, and nothing of the libraries' below a warning."""
+    def show_status(self, text: str) -> None:
+        """Rewrite the last line; "" takes it away."""
+        with contextlib.nullcontext() if self.lock is None else self.lock:
+            self._rewrite(text)
+
+    def _rewrite(self, text: str) -> None:
+        if text == self._status:
+            return
+        self._status = text
+        columns = shutil.get_terminal_size().columns
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.write(_ERASE_LINE + escaped(text, max(_LEAST_COLUMNS, columns) - 1))
+            self.stream.flush()
+
+
+def set_up_logs(level: int, log_format: LogFormat) -> Callable[[str], None]:
+    """Send the package's log to standard error, and nothing of the libraries' below a warning.
+
+    Returns:
+        What rewrites a line after the log, for a terminal alone.
+    """
     handler = _Stderr(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     others = max(level, logging.ERROR)
@@ -141,3 +175,4 @@ def set_up_logs(level: int, log_format: LogFormat) -> None:
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(least)
+    return handler.show_status

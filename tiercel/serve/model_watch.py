@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import logging
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
+from time import perf_counter
 from typing import Final
 
 import msgspec
@@ -14,7 +16,7 @@ import msgspec
 from tiercel import env
 from tiercel.engine.grammar_matcher import read_token_table
 from tiercel.engine.inputs import InputProcessor
-from tiercel.engine.messages import EngineInfo, EngineStats
+from tiercel.engine.messages import EngineInfo
 from tiercel.engine.supervisor import EngineState
 from tiercel.engine.tokenizer_parcel import unpack_tokenizer
 from tiercel.errors import TiercelError
@@ -22,7 +24,9 @@ from tiercel.loader.hub import CATALOGUE
 from tiercel.serve.clock import created_now
 from tiercel.serve.grammar_check import GrammarChecker
 from tiercel.serve.rehearsal import MakeApp, rehearse
+from tiercel.serve.startup import Startup
 from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.throughput import Throughput
 from tiercel.text.chat_template import ChatTemplate
 from tiercel.text.tokenizer import Tokenizer
 
@@ -34,15 +38,24 @@ _REPORT_SECONDS: Final = 10.0
 class ModelWatch:
     """Two tasks of the application: one waits for the engine, one reports."""
 
-    def __init__(self, state: ServerState, make_app: MakeApp) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        make_app: MakeApp,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         """Set up.
 
         Args:
             state: of the server.
             make_app: the routes around another state, for the rehearsal.
+            clock: in seconds, for rates.
         """
         self._state = state
         self._make_app = make_app
+        self._clock = clock
+        self._startup = Startup(state.show_status)
+        self._throughput: Throughput | None = None  # from when requests are taken on
         self._tasks: list[asyncio.Task[None]] = []
         self._num_restarts = 0
 
@@ -50,6 +63,12 @@ class ModelWatch:
     def is_over(self) -> bool:
         """Whether there will be no engine any more, or no model."""
         return bool(self._tasks) and self._tasks[0].done()
+
+    @property
+    def progress(self) -> float:
+        """How far the start has come, 0 to 1; it never falls while the engine lives."""
+        share = self._state.client.progress
+        return self._startup.progress(share) if self._state.model is None else share
 
     @property
     def failure(self) -> TiercelError | None:
@@ -72,17 +91,21 @@ class ModelWatch:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError, TiercelError):
                 await task
+        self._startup.end()
 
     async def _follow(self) -> None:
         state = self._state
+        state.client.on_progress = self._startup.hear
         await state.client.start()
         info = await state.client.wait_ready()
         model = await state.off_loop(make_model, state, info)
         if state.settings.is_rehearsed:
-            await rehearse(state, model, self._make_app)
+            await rehearse(state, model, self._make_app, self._startup.hear_rehearsal)
         state.client.on_stats = state.metrics.take_stats
         state.metrics.set_model(model.name, info)
         state.model = model
+        self._throughput = Throughput(self._clock())
+        self._startup.end()
         _say_ready(
             model,
             state.settings.url,
@@ -91,13 +114,11 @@ class ModelWatch:
         await state.client.wait_ended()
 
     async def _report(self) -> None:
-        before, waited_s = self._state.client.stats, 0.0
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             self._renew()
-            waited_s += _TICK_SECONDS
-            if waited_s >= _REPORT_SECONDS:
-                before, waited_s = self._say_throughput(before), 0.0
+            if self._throughput is not None:
+                self._say_throughput(self._throughput)
 
     def _renew(self) -> None:
         """Take over what a restarted engine says of itself: its cache may have another size."""
@@ -105,30 +126,29 @@ class ModelWatch:
         if client.num_restarts != self._num_restarts:
             self._num_restarts = client.num_restarts
             state.metrics.forget_engine()
+            if self._throughput is not None:
+                self._throughput.forget_engine()
         model, info = state.model, client.info
         if model is None or info is None or client.state is not EngineState.READY:
             return
         if info is not model.info:
             state.model = replace(model, info=info)
             state.metrics.set_model(model.name, info)
+            self._startup.end()
             _LOG.info("the engine is ready again")
 
-    def _say_throughput(self, before: EngineStats) -> EngineStats:
+    def _say_throughput(self, throughput: Throughput) -> None:
         client = self._state.client
-        now = client.stats
-        num_steps = now.num_steps - before.num_steps
-        if num_steps > 0:
-            prompt = now.num_prompt_tokens - before.num_prompt_tokens
-            generated = now.num_generation_tokens - before.num_generation_tokens
+        rates = throughput.take(client.stats, self._clock(), _REPORT_SECONDS)
+        if rates is not None:
             fields = {
-                "prompt_tokens_per_s": prompt / _REPORT_SECONDS,
-                "generation_tokens_per_s": generated / _REPORT_SECONDS,
+                "prompt_tokens_per_s": rates.prompt,
+                "generation_tokens_per_s": rates.generation,
                 "running": client.num_running,
                 "waiting": client.num_waiting,
-                "kv_cache_percent": now.kv_cache_usage * 100,
+                "kv_cache_percent": client.stats.kv_cache_usage * 100,
             }
             _LOG.info("throughput", extra={"fields": fields})
-        return now
 
 
 def default_names(file_name: str) -> tuple[str, ...]:

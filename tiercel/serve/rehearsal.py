@@ -63,13 +63,19 @@ def _bodies(info: EngineInfo, number: int, *, is_stream: bool) -> _Bodies:
     return streams + _SCORING
 
 
-async def rehearse(state: ServerState, model: ServedModel, make_app: MakeApp) -> None:
+async def rehearse(
+    state: ServerState,
+    model: ServedModel,
+    make_app: MakeApp,
+    report: Callable[[int, int], None],
+) -> None:
     """Ask every route that generates or scores; a refusal is no failure.
 
     Args:
         state: of the server; it has no model yet.
         model: that it will serve.
         make_app: the routes around a state.
+        report: hears how many requests are answered, and of how many.
     """
     stage = replace(
         state,
@@ -80,9 +86,16 @@ async def rehearse(state: ServerState, model: ServedModel, make_app: MakeApp) ->
         tracing=None,
     )
     app = make_app(stage)
-    for number, is_stream in enumerate(_ROUNDS[model.info.device.partition(":")[0]]):
-        for path, fields in _bodies(model.info, number, is_stream=is_stream):
-            await _ask(app, path, msgspec.json.encode({"model": model.name, **fields}))
+    rounds = _ROUNDS[model.info.device.partition(":")[0]]
+    asked = [
+        body
+        for number, is_stream in enumerate(rounds)
+        for body in _bodies(model.info, number, is_stream=is_stream)
+    ]
+    for done, (path, fields) in enumerate(asked):
+        report(done, len(asked))
+        await _ask(app, path, msgspec.json.encode({"model": model.name, **fields}))
+    report(len(asked), len(asked))
     await state.client.forget()
     gc.collect()
     gc.freeze()  # what is there stays: collections need not look at it in the middle of a request

@@ -180,6 +180,8 @@ class ServerState:
         is_draining: the server is going down and takes nothing new.
         watch: follows the engine, while the application runs.
         tracing: sends spans to a collector; None where nobody asked for it.
+        show_status: rewrites the last line of a terminal, which says how a start goes on; None
+            where there is no terminal.
         pool: threads for what would hold up the event loop.
         template_workers: the processes that render templates.
         template_slots: as many as there are template processes.
@@ -192,6 +194,7 @@ class ServerState:
     is_draining: bool = False
     watch: ModelWatch | None = None
     tracing: Tracing | None = None
+    show_status: Callable[[str], None] | None = None
     pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, "tiercel-serve")
     )
