@@ -1,6 +1,7 @@
 """The environment: what each variable means, and that a value that cannot be read is refused."""
 
 import os
+import re
 from pathlib import Path
 
 import platformdirs
@@ -76,6 +77,38 @@ def test_paths(monkeypatch, tmp_path):
     assert env.default_model_path() == tmp_path / "a b.gguf"
     assert env.cache_dir() == tmp_path / "none yet"
     assert not env.cache_dir().exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("TIERCEL_API_KEYS", "TIERCEL_API_KEY"),
+        ("TIERCEL_SERVE_PORT", "TIERCEL_PORT"),
+        ("TIERCEL_MEGA_KERNEL", "TIERCEL_MEGAKERNEL"),
+        ("TIERCEL_CACHE_DIR", "TIERCEL_CACHE"),
+        ("TIERCEL_SERVICE_HOST", None),
+        ("TIERCEL_", None),
+    ],
+)
+def test_a_variable_that_nothing_reads(monkeypatch, name, nearest):
+    for other in [other for other in os.environ if other.startswith("TIERCEL_")]:
+        monkeypatch.delenv(other)
+    options = ("TIERCEL_PORT", "TIERCEL_API_KEY", "TIERCEL_HOST")
+    for known in ("TIERCEL_PORT", "TIERCEL_PDL", "TIERCEL_FAULTS"):
+        monkeypatch.setenv(known, "1")
+    monkeypatch.setenv(name, "")
+    assert env.unknown_variables(options) == ()  # empty counts as unset
+    monkeypatch.setenv(name, "1")
+    assert env.unknown_variables(options) == (name,)
+    assert env.unknown_variables(()) == tuple(sorted((name, "TIERCEL_PORT")))
+    assert env.nearest_variable(name, options) == nearest
+
+
+def test_every_variable_of_the_source_is_known():
+    source = Path(env.__file__).read_text()
+    read = set(re.findall(r'(?:read_flag|read_integer|environ.get)\(\s*"(TIERCEL_\w+)"', source))
+    assert len(read) > 15
+    assert read <= {*env._SWITCHES, *env._SETTINGS}
 
 
 SECRETS = (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import platformdirs
@@ -11,6 +13,20 @@ import platformdirs
 from tiercel.errors import ArgumentError
 
 _BOOLEANS = {"0": False, "1": True}
+_SWITCHES = tuple(
+    f"TIERCEL_{name}"
+    for name in (
+        *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "PREFILL_MMQ", "FUSED_GEMM"),
+        *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
+        "SYNC_DEBUG",
+    )
+)
+_SETTINGS = (
+    *("TIERCEL_MODEL", "TIERCEL_CACHE", "TIERCEL_OFFLINE", "TIERCEL_FAULTS"),
+    "TIERCEL_TEST_MODELS",  # of the project's tests
+)
+_PREFIX = "TIERCEL_"
+_CUTOFF = 0.57  # of difflib, after the prefix: SERVE_PORT is PORT, SERVICE_HOST is nothing
 # What opens the server, or the collector of its traces: no process but the server's own needs it.
 _SERVER_SECRETS = (
     *("TIERCEL_API_KEY", "TIERCEL_API_KEY_FILE"),
@@ -146,13 +162,22 @@ def switches() -> dict[str, str]:
     Raises:
         ArgumentError: a value is neither 0 nor 1.
     """
-    names = (
-        *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "PREFILL_MMQ", "FUSED_GEMM"),
-        *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
-        "SYNC_DEBUG",
-    )
-    found = [f"TIERCEL_{name}" for name in names if os.environ.get(f"TIERCEL_{name}", "")]
+    found = [name for name in _SWITCHES if os.environ.get(name, "")]
     return {name: str(int(read_flag(name, default=False))) for name in found}
+
+
+def unknown_variables(options: Iterable[str]) -> tuple[str, ...]:
+    """The ``TIERCEL_`` variables that are set, but neither read here nor any of `options`."""
+    known = {*_SWITCHES, *_SETTINGS, *options}
+    found = (name for name, value in os.environ.items() if name.startswith(_PREFIX) and value)
+    return tuple(sorted(name for name in found if name not in known))
+
+
+def nearest_variable(name: str, options: Iterable[str]) -> str | None:
+    """The variable, of those read here and `options`, that a wrong name was meant to be."""
+    known = [other.removeprefix(_PREFIX) for other in sorted({*_SWITCHES, *_SETTINGS, *options})]
+    nearest = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1, _CUTOFF)
+    return f"{_PREFIX}{nearest[0]}" if nearest else None
 
 
 def default_model_path() -> Path | None:

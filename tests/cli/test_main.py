@@ -416,6 +416,27 @@ def test_environment_value_that_cannot_be_read(capsys, monkeypatch):
     assert "TIERCEL_TOP_K" in error or "--top-k" in error
 
 
+def test_variables_that_no_command_reads_are_said_in_one_line(capsys, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("TIERCEL_")]:
+        monkeypatch.delenv(name)
+    known = {"TEMPERATURE": "0", "PORT": "1", "OTLP_TRACES_ENDPOINT": "http://x", "EXACT": "1"}
+    for name, value in known.items():
+        monkeypatch.setenv(f"TIERCEL_{name}", value)
+    command = ["inspect", "missing.gguf"]
+    assert run(command) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    for name in ("SERVE_PORT", "API_KEYS", "SERVICE_HOST"):
+        monkeypatch.setenv(f"TIERCEL_{name}", "secret")
+    assert run([*command, "-q"]) == 1
+    assert capsys.readouterr().err.splitlines() == [error]
+    assert run(command) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: set, but read by no command: TIERCEL_API_KEYS (TIERCEL_API_KEY?),"
+        " TIERCEL_SERVE_PORT (TIERCEL_PORT?), TIERCEL_SERVICE_HOST.",
+        error,
+    ]
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shell_completion_is_written(tmp_path, shell):
     target = tmp_path / "completion"

@@ -21,6 +21,7 @@ from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Dict, Env
 
 import tiercel
+from tiercel import env
 from tiercel.cli.bench_kernels import bench_kernels
 from tiercel.cli.bench_serve import bench_serve
 from tiercel.cli.bench_speed import bench_speed
@@ -137,6 +138,8 @@ def run(arguments: Sequence[str]) -> int:
         command, bound = _parse(arguments)
         common = next((v for v in bound.arguments.values() if isinstance(v, CommonOptions)), common)
         _set_up_messages(common)
+        if not common.quiet:
+            _warn_of_variables()
         status = command(*bound.args, **bound.kwargs)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -252,6 +255,19 @@ def _set_up_messages(common: CommonOptions) -> None:
     show_log(is_verbose=common.verbose, is_quiet=common.quiet)
     if not common.verbose:
         warnings.simplefilter("ignore")  # other libraries talk to programmers
+
+
+def _warn_of_variables() -> None:
+    """Say which variables are set that no command reads; those of options are many."""
+    if not env.unknown_variables(()):
+        return
+    app = make_app()
+    names = {name for command in _COMMANDS for name in _option_names(app, command)}
+    options = {f"TIERCEL_{name.upper().replace('-', '_')}" for name in names | {"config"}}
+    found = [(name, env.nearest_variable(name, options)) for name in env.unknown_variables(options)]
+    if found:
+        told = [f"{name} ({near}?)" if near else name for name, near in found]
+        say("warning", f"set, but read by no command: {', '.join(told)}.")
 
 
 def _report(error: Exception, *, is_verbose: bool) -> int:
