@@ -141,12 +141,12 @@ def stdin_of(monkeypatch):
 def test_a_prompt_is_read_to_its_bound(tmp_path, stdin_of, monkeypatch):
     monkeypatch.setattr(generate, "MAX_PROMPT_BYTES", 10)
     path = tmp_path / "prompt.txt"
-    for data in (b"", b"a\n", b"a\n\n", b"123456789\n", "é".encode() * 5, b"\r\n"):
+    for data in (b" ", b"a\n", b"a\n\n", b"123456789\n", "é".encode() * 5, b"\r\n"):
         expected = data.decode().removesuffix("\n")  # one final line end is the editor's
         path.write_bytes(data)
         stdin_of(data)
         assert generate.read_prompt(None, path) == generate.read_prompt(None, None) == expected
-    for data in (b"12345678901", "é".encode() * 5 + b"x", b"\xff", b"ab\xc3"):
+    for data in (b"12345678901", "é".encode() * 5 + b"x", b"\xff", b"ab\xc3", b"", b"\n"):
         path.write_bytes(data)
         stdin_of(data)
         assert is_refused(generate.read_prompt, None, path)

@@ -5,7 +5,7 @@ import torch
 
 from tests.gguf_files import tiny_model
 from tests.tiny_llm import gpu_share
-from tiercel.engine import kernel_times
+from tiercel.engine import device_timing, kernel_times
 from tiercel.engine.build import load_model
 from tiercel.engine.device_timing import Ceilings, calls_us, measure_ceilings, times_us
 from tiercel.engine.kernel_times import AttentionCase, KernelTime, measure_kernels
@@ -86,6 +86,84 @@ def test_calls_are_timed_in_turn():
     assert len(samples) == 5
     assert samples == sorted(samples)
     assert len(times_us([lambda: None], CPU, 1e-9)) == 7
+
+
+class Clock:
+    """Stands still but for what is said to take time."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def slow(self, function, seconds):
+        """The function, taking so many seconds of this clock; some depend on its arguments."""
+
+        def call(*args, **kwargs):
+            self.now += seconds(*args) if callable(seconds) else seconds
+            return function(*args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(device_timing, "time", made)
+    monkeypatch.setattr(device_timing, "CPU_SIZES", (64, 128))
+    monkeypatch.setattr(torch, "sum", made.slow(torch.sum, 1.0))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seconds", "expected"),
+    [
+        (torch.bfloat16, {"bfloat16": 40.0, "float32": 2.0, "packed": 1.0}, 1.0),
+        (torch.bfloat16, {"bfloat16": 40.0, "float32": 2.0, "packed": 3.0}, 2.0),
+        (torch.bfloat16, {"bfloat16": 0.5, "float32": 2.0, "packed": 1.0}, 0.5),
+        (torch.float32, {"float32": 2.0, "packed": 4.0}, 2.0),
+    ],
+    ids=["4 bits", "widened", "16 bits", "float32"],
+)
+def test_the_ceiling_of_a_processor_is_that_of_its_fastest_product(
+    dtype, seconds, expected, clock, monkeypatch
+):
+    """A dense product in bfloat16 may be the slowest by far, and a model not use it."""
+    dense = clock.slow(torch.mm, lambda a, _: seconds[str(a.dtype).removeprefix("torch.")])
+    packed = clock.slow(device_timing.linear, seconds["packed"])
+    monkeypatch.setattr(torch, "mm", dense)
+    monkeypatch.setattr(device_timing, "linear", packed)
+    found = measure_ceilings(CPU, dtype, 1)
+    assert found.tflops == pytest.approx(2 * 64**3 / expected / 1e12)
+
+
+def test_products_grow_while_a_call_is_short(clock, monkeypatch):
+    mm = clock.slow(torch.mm, lambda a, _: 1e-3 if len(a) == 64 else 2e-3)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(device_timing, "linear", clock.slow(device_timing.linear, 1.0))
+    found = measure_ceilings(CPU, torch.float32, 1)
+    assert found.tflops == pytest.approx(2 * 128**3 / 2e-3 / 1e12)
+
+
+def test_the_fastest_call_counts(clock, monkeypatch):
+    seconds = iter([0.2, 0.05, 0.1])
+    run = clock.slow(lambda: None, lambda: next(seconds))
+    assert device_timing._fastest_us(run) == pytest.approx(5e4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "read"), [(1, 8 << 20), ((9 << 20) + 3, 9 << 20), (1 << 40, 512 << 20)]
+)
+def test_as_much_is_read_as_a_step_does(asked, read, clock, monkeypatch):
+    """A model that fits the caches is read from there, and so is what it is compared with."""
+    sizes = []
+    monkeypatch.setattr(torch, "sum", clock.slow(lambda *_args, **_options: None, 1.0))
+    monkeypatch.setattr(
+        torch, "randint", lambda _low, _high, shape, **_options: sizes.append(shape[0])
+    )
+    assert device_timing.read_gbps(CPU, asked) == pytest.approx(read / 1e9)
+    assert sizes == [read // 8]
 
 
 @pytest.mark.gpu

@@ -3,7 +3,8 @@
 A step reads every matrix once, as the file stores it, and the keys and values that its tokens see.
 A token costs two operations for each weight of a layer and four for each key and dimension of a
 head; only logits that are used cost the head. The floor is the longer of the bytes at the rate of
-reading and the operations at the rate of a large product. Activations are left out.
+reading and the operations at the rate of a large product, on a CPU the fastest of those that a
+model may use. Activations are left out.
 """
 
 from __future__ import annotations

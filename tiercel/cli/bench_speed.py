@@ -73,8 +73,8 @@ def bench_speed(
         from tiercel.engine.device_timing import measure_ceilings
 
         report("Measuring the device")
-        ceilings = measure_ceilings(loaded.config.device, loaded.config.dtype)
         cost = model_cost(loaded.source, loaded.config.dtype.itemsize)
+        ceilings = measure_ceilings(loaded.config.device, loaded.config.dtype, cost.weight_bytes)
         try:
             done.extend(
                 compare_to_floor(trial, rates, cost, ceilings)

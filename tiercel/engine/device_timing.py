@@ -7,16 +7,28 @@ graph nodes stays in, as in a decode step. On a CPU calls are timed one by one.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+from tiercel.ops.linear import linear, prepare_linear
+from tiercel.quant import Layout, QuantTensor, QuantType
 
 LEAST_SAMPLES, MOST_SAMPLES = 7, 200
 CEILING_SAMPLES = 20
+READ_BYTES = 128 << 20
+LEAST_READ_BYTES, MOST_READ_BYTES = 8 << 20, 512 << 20
+# Of square products on a CPU: a larger one while a call is so short that threads wait much of it.
+CPU_SIZES = (512, 1024, 2048, 4096)
+ENOUGH_US = 20_000
+CPU_SECONDS = 0.3  # of each; the fastest call counts, the others shared the machine
 Call = Callable[[], object]
 
 
@@ -28,20 +40,85 @@ class Ceilings:
     tflops: float
 
 
-def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measure reading from memory and matrix products of a dtype."""
-    return Ceilings(read_gbps(device), matrix_tflops(dtype, device))
+def measure_ceilings(
+    device: torch.device, dtype: torch.dtype, read_bytes: int = READ_BYTES
+) -> Ceilings:
+    """Measure reading from memory and the products of a model with activations of a dtype.
+
+    Args:
+        device: to measure.
+        dtype: of the activations.
+        read_bytes: that a step reads: on a CPU caches help a small model, and this as much.
+    """
+    read = read_gbps(device, read_bytes)
+    if device.type == "cuda":
+        return Ceilings(read, matrix_tflops(dtype, device))
+    return Ceilings(read, max(_fastest_tflops(product) for product in _cpu_products(dtype)))
 
 
-def read_gbps(device: torch.device) -> float:
-    """The rate of summing 64-bit integers from memory."""
-    num_bytes = 128 << 20
+def read_gbps(device: torch.device, num_bytes: int = READ_BYTES) -> float:
+    """The rate of summing 64-bit integers from memory.
+
+    Args:
+        device: to measure.
+        num_bytes: to sum on a CPU, within bounds; a GPU reads as much as there is room for.
+    """
     if device.type == "cuda":  # beside a model, which may have left little
         num_bytes = min(4 << 30, torch.cuda.mem_get_info(device)[0] // 16 * 8)
+    else:
+        num_bytes = min(MOST_READ_BYTES, max(LEAST_READ_BYTES, num_bytes)) // 8 * 8
     words = torch.randint(-(2**40), 2**40, (num_bytes // 8,), device=device)
     total = torch.empty((), dtype=torch.int64, device=device)
     run = lambda: torch.sum(words, dim=0, out=total)  # noqa: E731
+    if device.type == "cpu":
+        return num_bytes / _fastest_us(run) / 1e3
     return num_bytes / statistics.median(calls_us([run], device, CEILING_SAMPLES)) / 1e3
+
+
+def _cpu_products(dtype: torch.dtype) -> Iterator[Callable[[int], Call]]:
+    """What a model may multiply with: each makes a square product of a size.
+
+    Its dense matrices, in 16 bits widened where that is faster, and 4-bit ones in the form in which
+    they rest. Without instructions for bfloat16 its dense product is the slowest by far: 0.0003
+    TFLOP/s, float32 0.013, 4 bits 0.026 (2 cores with AVX2, torch 2.13).
+    """
+    for kind in {dtype: None, torch.float32: None}:
+        yield partial(_dense_product, kind)
+    yield partial(_packed_product, dtype)
+
+
+def _dense_product(dtype: torch.dtype, size: int) -> Call:
+    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return partial(torch.mm, a, b, out=torch.empty_like(a))
+
+
+def _packed_product(dtype: torch.dtype, size: int) -> Call:
+    qtype = QuantType.Q4_0
+    blocks = torch.randint(0, 256, (size, size // qtype.block_weights, qtype.block_bytes))
+    blocks[..., 0], blocks[..., 1] = 0, 0x3C  # the scale: 1 as float16
+    data = {"data": blocks.to(torch.uint8).flatten(1)}
+    weight = QuantTensor(qtype, Layout.FILE, (size, size), data)
+    x: Tensor = torch.randn(size, size).to(dtype)
+    return partial(linear, x, prepare_linear([weight], dtype, torch.device("cpu")))
+
+
+def _fastest_tflops(make: Callable[[int], Call]) -> float:
+    best = 0.0
+    for size in CPU_SIZES:
+        us = _fastest_us(make(size))
+        best = max(best, 2 * size**3 / us / 1e6)
+        if us >= ENOUGH_US:
+            break
+    return best
+
+
+def _fastest_us(call: Call) -> float:
+    """Microseconds of the fastest of some calls on a CPU."""
+    best, ends_s = math.inf, time.perf_counter() + CPU_SECONDS
+    while True:
+        best = min(best, _once_us(call, torch.device("cpu")))
+        if time.perf_counter() >= ends_s:
+            return best
 
 
 def matrix_tflops(dtype: torch.dtype, device: torch.device) -> float:
