@@ -47,8 +47,17 @@ def test_choices_and_splits(server, folder):
     assert resolve(f"{MODEL}:q8_0").read_bytes() == OTHER
     assert resolve(f"{MODEL}:{FILE}").read_bytes() == GGUF
     assert file_names(folder / "tiny") == [FILE, "tiny-Q8_0.gguf"]
-    first = resolve("acme/split")
+    seen = []
+    first = resolve("acme/split", report=lambda *step: seen.append(step))
     assert first.name == "m-00001-of-00002.gguf"
+    fetching = [step for step in seen if step[0].startswith("Fetching")]
+    assert {what for what, _, _ in fetching} == {"Fetching 2 files of acme/split (0 MB)"}
+    both = len(first.read_bytes()) + len(OTHER + b"2")
+    assert {total for _, _, total in fetching} == {both}
+    counts = [done for _, done, _ in fetching]
+    assert counts == sorted(counts)
+    assert len(first.read_bytes()) in counts
+    assert counts[-1] == both
     assert (first.parent / "m-00002-of-00002.gguf").read_bytes() == OTHER + b"2"
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -76,7 +77,8 @@ def pull(name: HubName, revision: str, *, pattern: str | None, report: Report | 
         missing = [file for file in selection.files if not folder.is_sound(file, report)]
         parts = [_part_path(folder, file, is_alone) for file in missing]
         _check_space(folder, missing, parts)
-        for file, part in zip(missing, parts, strict=True):
+        reports = _joined(report, name, missing)
+        for file, part, report_file in zip(missing, parts, reports, strict=True):
             path = folder.path(file.name)
             path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -86,7 +88,7 @@ def pull(name: HubName, revision: str, *, pattern: str | None, report: Report | 
                 return client.file(name, listing.commit, file, start)
 
             try:
-                _fetch(opened, name, file, part, report)
+                _fetch(opened, name, file, part, report_file)
                 part.replace(path)
             finally:
                 if not is_alone:
@@ -94,6 +96,28 @@ def pull(name: HubName, revision: str, *, pattern: str | None, report: Report | 
             folder.is_sound(file, None)  # leaves the stamp
         folder.write_listing(listing.commit, listing.files)
     return folder.path(selection.entry)
+
+
+def _joined(
+    report: Report | None, name: HubName, files: Sequence[RemoteFile]
+) -> list[Report | None]:
+    """What each file's fetch tells: of several files, bytes count as those of one."""
+    if report is None or len(files) < 2:
+        return [report] * len(files)
+    total = sum(file.content.size_bytes for file in files)
+    what = f"Fetching {len(files)} files of {name.repository} ({total / 1e6:.0f} MB)"
+    reports: list[Report | None] = []
+    before = 0
+    for file in files:
+        reports.append(partial(_report_part, report, what, before, total))
+        before += file.content.size_bytes
+    return reports
+
+
+def _report_part(
+    report: Report, what: str, before: int, total: int, _part: str, done: int, _size: int
+) -> None:
+    report(what, before + done, total)
 
 
 def _part_path(folder: HubFolder, file: RemoteFile, is_alone: bool) -> Path:
