@@ -68,6 +68,7 @@ class AsyncLLM:
         seed: int = 0,
         spec: str = "off",
         num_spec_tokens: int | None = None,
+        threads: int | None = None,
         offline: bool | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
@@ -86,6 +87,7 @@ class AsyncLLM:
             seed=seed,
             spec=spec,
             num_spec_tokens=num_spec_tokens,
+            threads=threads,
             offline=offline,
             timed_steps=True,
         )

@@ -65,6 +65,7 @@ class LLM:
         seed: int = 0,
         spec: str = "off",
         num_spec_tokens: int | None = None,
+        threads: int | None = None,
         offline: bool | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
@@ -83,6 +84,8 @@ class LLM:
             seed: of requests without a seed of their own.
             spec: ``off``, or how to guess tokens ahead: ``ngram``, ``mtp``, ``hybrid``.
             num_spec_tokens: guesses in a step at most, 0 to 15; None for 5.
+            threads: of products on a CPU, of the whole process; None for PyTorch's own number, and
+                not more than affinity and container give.
             offline: never download; None to follow ``TIERCEL_OFFLINE``.
             progress: called with (what, done, total) in bytes while fetching and loading.
 
@@ -101,6 +104,7 @@ class LLM:
             seed=seed,
             spec=spec,
             num_spec_tokens=num_spec_tokens,
+            threads=threads,
             offline=offline,
         )
         loaded = load_model(model, options, progress)

@@ -8,8 +8,13 @@ import pytest
 
 from tests.cli.harness import environment
 from tests.gguf_files import tiny_model
+from tests.large_models import sparse_model
 from tests.tiny_llm import DATA
+from tiercel import machine
 from tiercel.cli.main import run
+from tiercel.machine import Memory
+from tiercel.models.footprint import weight_footprint
+from tiercel.models.source import open_source
 
 
 @pytest.fixture
@@ -94,3 +99,21 @@ def test_no_pytorch(tiny):
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True, capture_output=True)
+
+
+def test_memory_is_what_the_engine_will_take(facts, tmp_path, capsys, monkeypatch):
+    """A file of 5.0 GB: each device and dtype with its forms, and what there is here."""
+    path = sparse_model(tmp_path / "8b.gguf", "qwen3-8b")
+    memory = Memory(4_800_000_000, 24_000_000_000, 6_000_000_000)
+    monkeypatch.setattr(machine, "read_memory", lambda: memory)
+    found = facts(path)["memory"]
+    assert found["file_weight_bytes"] == pytest.approx(5.02e9, rel=1e-3)
+    for device, dtypes in found["at_rest"].items():
+        for dtype, weights in dtypes.items():
+            planned = weight_footprint(open_source(path), dtype, device)
+            assert weights["weight_bytes"] == planned.nbytes == sum(weights["forms"].values())
+    assert (found["available_bytes"], found["limit_bytes"]) == (memory.available, memory.limit)
+    assert run(["inspect", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "on a CPU, bfloat16     7.3 GB (4-bit planes 3.7 GB, bfloat16 2.0 GB, float16" in text
+    assert "available here         4.8 GB, within a limit of 6.0 GB" in text

@@ -10,8 +10,9 @@ import pytest
 
 from tests.tiny_llm import DATA
 from tiercel.cli import score
-from tiercel.cli.inspect import _kv_bytes, _quantisation_mix
+from tiercel.cli.inspect import _quantisation_mix
 from tiercel.errors import ArgumentError
+from tiercel.models.footprint import cache_bytes
 from tiercel.models.source import open_source
 
 
@@ -53,7 +54,8 @@ def test_the_cache_of_a_context_is_foretold(name):
             if kind == "sliding" and num_tokens > config.sliding_window:
                 kept = config.sliding_window
             expected += kept * config.num_kv_heads * config.head_dim * 2 * 2
-        assert _kv_bytes(config, num_tokens) == expected
+        assert cache_bytes(config, num_tokens, "bfloat16") == expected
+        assert cache_bytes(config, num_tokens, "float32") == 2 * expected
 
 
 def test_the_mix_of_types_adds_up_and_begins_with_the_largest():

@@ -101,7 +101,7 @@ class World:
         longest = (self.num_blocks - 1) * self.block_size
         config = EngineConfig(
             torch.device("cpu"), torch.float32, longest, self.max_num_seqs, self.budget,
-            self.block_size, 0.9, 0, overlap=self.overlaps,
+            self.block_size, 0.9, 0, 1, overlap=self.overlaps,
             spec=SpecConfig("ngram", self.max_drafts) if self.max_drafts else SpecConfig(),
         )  # fmt: skip
         self.engine = Engine(self.scheduler, self.runner, config)

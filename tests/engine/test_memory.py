@@ -1,18 +1,29 @@
 """What does not fit is refused with figures, and what device and dtype mean on this machine."""
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gguf_files import tiny_model
-from tests.tiny_llm import greedy, open_tiny
+from tests.tiny_llm import LLAMA, greedy, open_tiny
 from tiercel.cache.spec import CacheGroup, KVCacheSpec, Plane
-from tiercel.engine import config, engine, memory
-from tiercel.engine.config import resolve_count, resolve_device, resolve_dtype, resolve_share
+from tiercel.engine import engine, memory
+from tiercel.engine.build import resolve_config
+from tiercel.engine.config import (
+    dtypes_from,
+    resolve_count,
+    resolve_device,
+    resolve_dtype,
+    resolve_share,
+)
 from tiercel.engine.memory import GIB, MemoryBudget, cache_blocks
+from tiercel.engine.messages import LoadOptions
 from tiercel.errors import ArgumentError, OutOfMemoryError
 from tiercel.llm import LLM
+from tiercel.machine import Memory
+from tiercel.models.footprint import Footprint, cache_bytes, weight_footprint
 from tiercel.models.source import open_source
 
 CPU = torch.device("cpu")
@@ -96,13 +107,54 @@ def of_bytes(monkeypatch, num_bytes):
     monkeypatch.setattr(MemoryBudget, "left", lambda self: num_bytes)
 
 
-def test_weights_that_do_not_fit_are_refused_with_figures(monkeypatch):
-    of_bytes(monkeypatch, 3 * GIB)
-    MemoryBudget(CPU, 0.9).check_weights(3 * GIB)
+def weights(gib, dtype="bfloat16"):
+    return Footprint(dtype, {"dense": int(gib * GIB)})
+
+
+def budget_of(available_gib, limit_gib=None):
+    """Of a CPU with so much memory available."""
+    limit = None if limit_gib is None else int(limit_gib * GIB)
+    memory = Memory(int(available_gib * GIB), 64 * GIB, limit)
+    return MemoryBudget(CPU, 0.9, lambda: memory)
+
+
+def test_weights_that_do_not_fit_are_refused_with_figures():
+    budget = budget_of(5)
+    budget.check_weights(weights(4), [])
     with pytest.raises(OutOfMemoryError) as caught:
-        MemoryBudget(CPU, 0.9).check_weights(int(7.5 * GIB))
-    assert str(caught.value) == "the weights need about 7.5 GiB but cpu has 3.0 GiB to use."
-    assert "smaller" in caught.value.hint
+        budget.check_weights(weights(7.5, "float32"), [weights(3.5)])
+    assert str(caught.value) == (
+        "the weights need about 7.5 GiB in float32 but cpu has 4.0 GiB to use "
+        "(80% of the 5.0 GiB available)."
+    )
+    assert caught.value.hint == "Use --dtype bfloat16: it needs 3.5 GiB."
+
+
+@pytest.mark.parametrize(
+    ("needed", "others", "expected"),
+    [
+        (weights(6), [weights(9, "float32")], "It takes 7.5 GiB of free memory; or use a smaller"),
+        (weights(9, "float32"), [weights(6)], "It takes 7.5 GiB of free memory (--dtype bfloat16)"),
+        (weights(9, "float32"), [], "It takes 11.2 GiB of free memory; or use a smaller"),
+    ],
+    ids=["smallest already", "another is smaller", "no other"],
+)
+def test_the_hint_names_another_dtype_only_if_that_fits(needed, others, expected):
+    with pytest.raises(OutOfMemoryError) as caught:
+        budget_of(5, limit_gib=6).check_weights(needed, others)
+    assert "(80% of the 5.0 GiB available within a limit of 6.0 GiB)" in str(caught.value)
+    assert caught.value.hint.startswith(expected)
+
+
+def test_a_gpu_is_refused_with_its_own_figures(monkeypatch):
+    of_bytes(monkeypatch, 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    with pytest.raises(OutOfMemoryError) as caught:
+        MemoryBudget(CUDA, 0.9).check_weights(weights(5), [weights(4, "float16")])
+    assert str(caught.value) == (
+        "the weights need about 5.0 GiB in bfloat16 but cuda:1 has 3.0 GiB to use."
+    )
+    assert caught.value.hint.startswith("It takes 4.0 GiB (--dtype float16); or use")
 
 
 def test_a_share_of_the_whole_gpu_beside_what_others_hold(monkeypatch):
@@ -126,16 +178,12 @@ def test_a_share_of_the_whole_gpu_beside_what_others_hold(monkeypatch):
 
 
 def test_a_cpu_gives_part_of_what_is_available():
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    total = int(fields["MemTotal"].split()[0]) * 1024
+    total = psutil.virtual_memory().total
     assert 0 < MemoryBudget(CPU, 0.1).left() <= memory.CPU_SHARE * total
 
 
-def test_what_a_cpu_gives_is_four_fifths_less_what_is_kept_for_later(monkeypatch):
-    text = "MemTotal: 900 kB\nMemFree: 7 kB\nMemAvailable:    500 kB\nSwapFree: 1 kB\n"
-    monkeypatch.setattr(memory.Path, "read_text", lambda self: text)
-    budget = MemoryBudget(CPU, 0.1)
+def test_what_a_cpu_gives_is_four_fifths_less_what_is_kept_for_later():
+    budget = MemoryBudget(CPU, 0.1, lambda: Memory(500 * 1024, 900 * 1024, None))
     assert budget.left() == 400 * 1024
     budget.reserve(1000)
     budget.reserve(24)
@@ -174,10 +222,9 @@ def test_no_group_gets_less_than_its_share_or_more_than_there_is(sizes, lengths,
         assert 1 + exact - (left * need % one == 0) <= got <= 1 + exact  # float may miss by one
 
 
-def test_no_figure_from_the_system(monkeypatch):
-    monkeypatch.setattr(memory.Path, "read_text", lambda self: "MemTotal: 1 kB\n")
+def test_no_figure_from_the_system():
     with pytest.raises(OutOfMemoryError, match="how much memory"):
-        MemoryBudget(CPU, 0.9).left()
+        MemoryBudget(CPU, 0.9, lambda: None).left()
 
 
 @pytest.mark.reliability
@@ -227,32 +274,50 @@ def test_a_device_of_torch_is_understood():
     assert resolve_device(CPU) == CPU
 
 
+def ask_nothing(dtype):
+    raise AssertionError(f"the memory decides nothing here: {dtype}")
+
+
 @pytest.mark.parametrize("name", ["half", "fp16", "", "FLOAT32", None, torch.float32])
 def test_unknown_dtype(name):
     with pytest.raises(ArgumentError) as caught:
-        resolve_dtype(name, CPU, "gguf", 0.5)
+        resolve_dtype(name, CPU, "gguf", ask_nothing)
     assert f"dtype={name!r}" in str(caught.value)
     assert "float32, float16, bfloat16" in caught.value.hint
 
 
 def test_float16_is_refused_on_a_cpu():
     with pytest.raises(ArgumentError, match="dtype='float16'"):
-        resolve_dtype("float16", CPU, "gguf", 0.5)
-    assert resolve_dtype("float16", CUDA, "hf", 0.5) == torch.float16
+        resolve_dtype("float16", CPU, "gguf", ask_nothing)
+    assert resolve_dtype("float16", CUDA, "hf", ask_nothing) == torch.float16
 
 
 def test_dtypes(monkeypatch):
     for device in (CPU, CUDA):
-        assert resolve_dtype("float32", device, "gguf", 0.5) == torch.float32
-        assert resolve_dtype("bfloat16", device, "gguf", 0.5) == torch.bfloat16
-    assert resolve_dtype("auto", CUDA, "gguf", 0.5) == torch.float16
-    assert resolve_dtype("auto", CUDA, "hf", 0.5) == torch.bfloat16
-    for is_native, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(
-            config, "_cpu_multiplies_bfloat16", lambda is_native=is_native: is_native
-        )
-        assert resolve_dtype("auto", CPU, "gguf", 0.5) == expected
-        assert resolve_dtype("auto", CPU, "gguf", 0.95) == torch.bfloat16, "nearly all is packed"
+        assert resolve_dtype("float32", device, "gguf", ask_nothing) == torch.float32
+        assert resolve_dtype("bfloat16", device, "gguf", ask_nothing) == torch.bfloat16
+    assert resolve_dtype("auto", CUDA, "gguf", ask_nothing) == torch.float16
+    assert resolve_dtype("auto", CUDA, "hf", ask_nothing) == torch.bfloat16
+    assert dtypes_from(torch.float32, CPU) == ["float32", "bfloat16"]
+    assert dtypes_from(torch.float16, CUDA) == ["float16", "float32", "bfloat16"]
+    for capability in ("AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
+        assert resolve_dtype("auto", CPU, "gguf", ask_nothing) == torch.bfloat16
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert resolve_dtype("auto", CPU, "gguf", lambda dtype: dtype == "float32") == torch.float32
+    assert resolve_dtype("auto", CPU, "gguf", lambda dtype: dtype != "float32") == torch.bfloat16
+
+
+@pytest.mark.parametrize(("spare_bytes", "expected"), [(0, torch.float32), (-1, torch.bfloat16)])
+def test_float32_is_taken_where_weights_and_one_sequence_fit(monkeypatch, spare_bytes, expected):
+    """On a processor without fast planes; weights alone are not enough."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    source = open_source(LLAMA)
+    needed = weight_footprint(source, "float32", "cpu").nbytes
+    needed += cache_bytes(source.config, 100, "float32")
+    of_bytes(monkeypatch, needed + spare_bytes)
+    options = LoadOptions(device="cpu", max_model_len=100)
+    assert resolve_config(source, options).dtype == expected
 
 
 @pytest.mark.parametrize(
@@ -277,13 +342,6 @@ def test_share(value):
     assert resolve_share(0.5) == 0.5
 
 
-@pytest.mark.parametrize(("qtype", "least", "most"), [("Q8_0", 0.5, 1.0), ("F16", 0.0, 0.0)])
-def test_packed_share_counts_weights(tmp_path, qtype, least, most):
-    path = tmp_path / "m.gguf"
-    tiny_model(path, qtype=qtype)
-    assert least <= engine.packed_share(open_source(path)) <= most
-
-
 class LoadingError(Exception):
     """Stops loading."""
 
@@ -300,8 +358,11 @@ def test_dense_copies_of_weights_take_half_of_the_memory_at_most(monkeypatch, le
         raise LoadingError
 
     of_bytes(monkeypatch, left)
-    sizes = {True: 100, False: 60}
-    monkeypatch.setattr(engine, "weight_bytes", lambda *_, dense_copies: sizes[dense_copies])
+
+    def measure(*_, dtype, dense_copies=False, **__):
+        return Footprint(dtype, {"packed": 60, "copies": 40 * dense_copies})
+
+    monkeypatch.setattr(engine, "weight_footprint", measure)
     monkeypatch.setattr(engine, "WeightReader", read)
     with pytest.raises(OutOfMemoryError if expected is OutOfMemoryError else LoadingError):
         open_tiny()

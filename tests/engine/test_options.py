@@ -1,5 +1,6 @@
 """Options of a model: what a caller gives arrives, within bounds that are named where passed."""
 
+import asyncio
 import inspect
 
 import pytest
@@ -9,6 +10,7 @@ from tests.tiny_llm import LLAMA
 from tiercel import async_llm, llm
 from tiercel.engine import build
 from tiercel.engine.build import BLOCK_SIZE, resolve_config
+from tiercel.engine.config import resolve_threads
 from tiercel.engine.messages import LoadOptions
 from tiercel.errors import ArgumentError
 from tiercel.models.source import open_source
@@ -25,6 +27,7 @@ GIVEN = {
     "seed": -5,
     "spec": "ngram",
     "num_spec_tokens": 4,
+    "threads": 3,
     "offline": True,
 }
 
@@ -70,7 +73,7 @@ def test_options_become_the_configuration():
     assert (config.device, config.dtype) == (torch.device("cpu"), torch.bfloat16)
     for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "seed"):
         assert getattr(config, name) == GIVEN[name]
-    assert config.gpu_memory_utilization == 0.25
+    assert (config.gpu_memory_utilization, config.threads) == (0.25, 3)
     assert (config.spec.method, config.spec.max_drafts) == ("ngram", 4)
     assert config.block_size == BLOCK_SIZE == 64
 
@@ -110,3 +113,27 @@ def test_switches_of_the_environment(monkeypatch):
         for text, expected in (("0", False), ("1", True)):
             monkeypatch.setenv(f"TIERCEL_{name}", text)
             assert getattr(resolve(), field) is expected
+
+
+@pytest.mark.parametrize("value", [0, -1, 1025, 1.5, "2", True])
+def test_threads_out_of_range(value):
+    with pytest.raises(ArgumentError, match=r"threads=.* is out of range") as caught:
+        resolve(threads=value)
+    assert caught.value.hint == "Use 1 to 1024."
+
+
+def test_threads_are_those_of_pytorch_within_what_may_be_used(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    assert [resolve_threads(None, usable) for usable in (1, 4, 6, 64)] == [1, 4, 6, 6]
+    assert resolve_threads(9, 4) == 9, "what was requested wins"
+    monkeypatch.setattr(build, "usable_cpus", lambda: 4)
+    assert resolve().threads == 4
+
+
+@pytest.mark.parametrize("kind", [llm.LLM, async_llm.AsyncLLM], ids=lambda kind: kind.__name__)
+def test_threads_reach_pytorch(monkeypatch, kind):
+    seen = []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    loaded = kind(LLAMA, device="cpu", threads=2)
+    asyncio.run(loaded.close()) if kind is async_llm.AsyncLLM else loaded.close()
+    assert seen == [2]

@@ -52,7 +52,7 @@ def on_cpu(monkeypatch):
     current = Stream()
     monkeypatch.setattr(upload_module, "_PIECE_BYTES", 10)
     monkeypatch.setattr(upload_module, "_MOST_THREADS", 3)
-    monkeypatch.setattr(upload_module.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(upload_module, "usable_cpus", lambda: 8)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)

@@ -12,18 +12,17 @@ from tiercel import quant
 from tiercel.errors import ArgumentError
 from tiercel.kernels import int4_planes
 from tiercel.kernels import linear as kernel
+from tiercel.ops import linear as op
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear import (
     FUSED_ROWS,
     MAX_ROWS,
     MOST_PACKED_ROWS,
     WIDE_ROWS,
-    WIDE_SLICE,
+    WIDE_WEIGHTS,
     LinearWeight,
     linear,
     prepare_linear,
-    resting_bytes,
-    select_form,
     select_rows,
 )
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
@@ -31,6 +30,7 @@ from tiercel.ops.q4k_mmq import q4k_mmq
 from tiercel.ops.q4k_repack import q4k_repack
 from tiercel.quant import Layout, QuantTensor, QuantType
 from tiercel.reference import linear as oracle
+from tiercel.resting import INT4_PLANES, ITEM_BYTES, head_dtype, resting_bytes, select_form
 
 CPU = torch.device("cpu")
 # Relative, of whole results (norms). float32: sums of up to 1000 products.
@@ -41,6 +41,7 @@ DENSE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # weights and, in the types with a minimum, larger than the weight's own: see the test of packing.
 PLANES = 6e-3
 PACKED = sorted(int4_planes.PLANES)
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # (rows, in, out): one decode step, odd counts, more rows than a tile; out of planes in 16s.
 SHAPES = [(1, 256, 16), (3, 512, 48), (33, 768, 112), (5, 1024, 400)]
 
@@ -284,28 +285,75 @@ def test_bytes_at_rest():
     """A K-quant of 100 x 512 on a GPU: its blocks, and 16-bit copies where they are kept."""
     shape, file_bytes = (100, 512), 100 * 2 * 144
     for copies, expected in ((True, file_bytes + 100 * 512 * 2), (False, file_bytes)):
-        found = resting_bytes(QuantType.Q4_K, shape, torch.float16, "cuda", dense_copies=copies)
+        found = resting_bytes(QuantType.Q4_K, shape, "float16", "cuda", dense_copies=copies)
         assert found == expected
-        dense = resting_bytes(QuantType.Q4_K, shape, torch.bfloat16, "cuda", dense_copies=copies)
+        dense = resting_bytes(QuantType.Q4_K, shape, "bfloat16", "cuda", dense_copies=copies)
         assert dense == 100 * 512 * 2
+
+
+def resting_tensors(weight):
+    """Everything that a prepared weight holds."""
+    for segment in weight.segments:
+        if isinstance(segment, torch.Tensor):
+            yield segment
+        else:
+            yield from (segment.packed, segment.scale_zero)
 
 
 @pytest.mark.parametrize("qtype", QuantType, ids=lambda q: q.name)
 def test_bytes_at_rest_are_those_of_the_planes(qtype):
-    """On a GPU: of layout SOA, in whole groups, and of the copy; on a CPU: of the form."""
-    for columns in (qtype.block_weights * 3, qtype.block_weights * 8):
+    """On a GPU: of layout SOA, in whole groups, and of the copy; on a CPU: of what is prepared."""
+    for columns in (qtype.block_weights * 32, qtype.block_weights * 96):
         part = make_weight(qtype.name, 32, columns)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            find = partial(resting_bytes, qtype, part.shape, dtype)
+        for dtype, name in NAMES.items():
+            find = partial(resting_bytes, qtype, part.shape, name)
             copy = 32 * columns * dtype.itemsize
             is_packed = dtype == torch.float16 and qtype in quant.PLANES
             packed = q4k_repack(part, Layout.SOA).nbytes if is_packed else 0
             assert find("cuda", dense_copies=True) == packed + copy
             assert find("cuda", dense_copies=False) == (packed or copy)
-            has_planes = dtype == torch.bfloat16 and qtype.name in PACKED
+            resting = resting_tensors(prepare_linear([part], dtype, CPU))
+            on_cpu = sum(tensor.numel() * tensor.element_size() for tensor in resting)
             for dense_copies in (True, False):
-                found = find("cpu", dense_copies=dense_copies)
-                assert found == (part.nbytes if has_planes else copy)
+                assert find("cpu", dense_copies=dense_copies) == on_cpu
+    assert {name: dtype.itemsize for dtype, name in NAMES.items()} == ITEM_BYTES
+
+
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+@pytest.mark.parametrize("rows", [1, WIDE_ROWS - 1, WIDE_ROWS, 9])
+def test_dense_bfloat16_is_widened_where_it_is_not_native(rows, capability, monkeypatch):
+    """Q6_K does not pack: with AVX2 its products of many rows are formed in float32."""
+    monkeypatch.setattr(op, "has_native_bfloat16", lambda: capability == "AVX512")
+    monkeypatch.setattr(op, "WIDE_WEIGHTS", 512 * 20)  # three slices
+    seen = []
+    real = torch.nn.functional.linear
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, w: seen.append((x.dtype, len(w))) or real(x, w)
+    )
+    part = make_weight("Q6_K", 48, 512)
+    weight = prepare_linear([part], torch.bfloat16, CPU)
+    assert weight.segments[0].dtype == torch.bfloat16
+    x = torch.randn(rows, 512).bfloat16()
+    out = linear(x, weight)
+    assert out.dtype == torch.bfloat16
+    assert out.shape == (rows, 48)
+    assert relative_error(out, oracle.linear(x, decoded([part]))) < DENSE[torch.bfloat16]
+    is_wide = capability == "AVX2" and rows >= WIDE_ROWS
+    assert seen == (
+        [(torch.float32, 20)] * 2 + [(torch.float32, 8)] if is_wide else [(x.dtype, 48)]
+    )
+
+
+def test_native_bfloat16_is_what_pytorch_says(monkeypatch):
+    for capability, is_supported, expected in (
+        ("AVX512", True, True), ("AVX512", False, False), ("AVX2", True, False),
+        ("DEFAULT", False, False),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
+        monkeypatch.setattr(
+            torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda s=is_supported: s, raising=False
+        )
+        assert op.has_native_bfloat16() == expected
 
 
 def product_in_fours(x, weight, real=torch.nn.functional.linear):
@@ -401,14 +449,15 @@ def test_wide_results(rows, dtype, device):
 
 @pytest.mark.parametrize("rows", [1, WIDE_ROWS])
 def test_wide_weights_larger_than_a_slice(rows, device):
-    part = make_weight("Q4_0", WIDE_SLICE + 33, 32)
+    num_rows = WIDE_WEIGHTS // 512  # of a slice
+    part = make_weight("Q4_0", num_rows + 33, 512)
     weight = prepare_linear([part], torch.bfloat16, device, wide=True)
-    x = torch.randn(rows, 32).bfloat16()
+    x = torch.randn(rows, 512).bfloat16()
     out = linear(x.to(device), weight, out_dtype=torch.float32)
     expected = oracle.linear(x, weight.segments[0].cpu())
     is_rounded = device.type == "cpu" and rows < WIDE_ROWS
     assert relative_error(out, expected) < (2**-12 if is_rounded else 1e-5)
-    assert relative_error(out[:, WIDE_SLICE:], expected[:, WIDE_SLICE:]) < 2**-11
+    assert relative_error(out[:, num_rows:], expected[:, num_rows:]) < 2**-11
 
 
 @pytest.mark.parametrize("name", ["F32", "Q4_0", "Q8_0"])
@@ -441,17 +490,24 @@ def test_any_number_of_rows(name, has_copy, device):
 def test_form_of_every_type():
     for qtype in QuantType:
         for out_features in (1, 16, 24, 576):
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                packs = dtype == torch.float16 and qtype in quant.PLANES
-                form = select_form(qtype.name, out_features, dtype, "cuda")
+            for dtype in ITEM_BYTES:
+                packs = dtype == "float16" and qtype in quant.PLANES
+                form = select_form(qtype, out_features, dtype, "cuda")
                 assert form == ("q4k" if packs else "dense")
-                form = select_form(qtype.name, out_features, dtype, "cpu")
-                if dtype == torch.bfloat16 and out_features % 16 == 0 and qtype.name in PACKED:
+                form = select_form(qtype, out_features, dtype, "cpu")
+                if dtype == "bfloat16" and out_features % 16 == 0 and qtype.name in PACKED:
                     assert form == f"planes{int4_planes.PLANES[qtype.name]}"
                 else:
                     assert form == "dense"
     # One plane holds 16 levels, so exactly the 4-bit types have one.
     assert {name for name in PACKED if int4_planes.PLANES[name] == 1} == {"Q4_0", "Q4_1", "Q4_K"}
+    assert {qtype.name: count for qtype, count in INT4_PLANES.items()} == int4_planes.PLANES
+
+
+def test_the_head_keeps_11_bits_on_a_cpu():
+    assert head_dtype("bfloat16", "cpu") == "float16"
+    for dtype, device in (("float32", "cpu"), ("bfloat16", "cuda"), ("float16", "cuda")):
+        assert head_dtype(dtype, device) == dtype
 
 
 def test_block_sizes_are_those_of_the_types():

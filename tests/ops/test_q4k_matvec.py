@@ -12,10 +12,10 @@ from tests.q4k_weights import (
 from tiercel.errors import ArgumentError
 from tiercel.kernels import q4k_matvec as kernel
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.linear import select_form
 from tiercel.ops.q4k_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
 from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
 from tiercel.reference import q4k_matvec as oracle
+from tiercel.resting import select_form
 
 TYPES = list(PLANES)
 SMALL_BLOCKS = [qtype for qtype in TYPES if qtype.block_weights == 32]
@@ -189,7 +189,7 @@ def test_wrong_arguments(device):
 
 def test_forms_and_types_agree():
     """What `linear` keeps packed is what this op reads."""
-    packed = {q for q in QuantType if select_form(q.name, 64, torch.float16, "cuda") == "q4k"}
+    packed = {q for q in QuantType if select_form(q, 64, "float16", "cuda") == "q4k"}
     assert packed == set(TYPES)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import shlex
 import subprocess
@@ -15,6 +14,7 @@ from typing import Final
 
 import tiercel
 from tiercel import env
+from tiercel.machine import usable_cpus
 
 _SECRET_OPTIONS: Final = ("--api-key",)
 _NVIDIA_SMI_TIMEOUT_S: Final = 20.0
@@ -76,9 +76,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 def hardware() -> dict[str, str]:
     """Processor, cores and GPUs of this machine."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity is not None else os.cpu_count()
-    facts = {"cpu": cpu_name(), "cores": str(cores)}
+    facts = {"cpu": cpu_name(), "cores": str(usable_cpus())}
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(

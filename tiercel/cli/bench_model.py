@@ -72,6 +72,7 @@ def load_for_bench(
         max_model_len=engine.max_model_len or max_model_len,
         max_num_seqs=max_num_seqs,
         gpu_memory_utilization=engine.gpu_memory_utilization,
+        threads=engine.threads,
         seed=seed,
         offline=engine.offline,
     )

@@ -111,6 +111,7 @@ def _measure(
         gpu_memory_utilization=engine.gpu_memory_utilization,
         spec=engine.spec,
         num_spec_tokens=engine.num_spec_tokens,
+        threads=engine.threads,
         seed=options.seed,
         progress=report,
     ) as llm:

@@ -18,6 +18,7 @@ import tiercel
 from tiercel import env
 from tiercel.cli.options import CommonOptions
 from tiercel.cli.terminal import one_line, write
+from tiercel.machine import read_memory, usable_cpus
 
 _GROUP = Group("Report", sort_key=1)
 _NVIDIA_SMI_TIMEOUT_S = 20.0
@@ -51,21 +52,16 @@ def doctor(
 
 
 def _system() -> dict[str, Any]:
-    pages = {"memory_bytes": "SC_PHYS_PAGES", "memory_free_bytes": "SC_AVPHYS_PAGES"}
-    memory: dict[str, int | None] = dict.fromkeys(pages)
-    if hasattr(os, "sysconf"):
-        page_bytes = os.sysconf("SC_PAGE_SIZE")
-        for key, name in pages.items():
-            if name in os.sysconf_names:
-                memory[key] = os.sysconf(name) * page_bytes
-    affinity = getattr(os, "sched_getaffinity", None)
+    memory = read_memory()
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
-        "cpus": len(affinity(0)) if affinity is not None else os.cpu_count(),
+        "cpus": usable_cpus(),
         "cpu_features": _cpu_features(),
-        **memory,
+        "memory_bytes": None if memory is None else memory.total,
+        "memory_free_bytes": None if memory is None else memory.available,
+        "memory_limit_bytes": None if memory is None else memory.limit,
     }
 
 

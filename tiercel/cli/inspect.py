@@ -17,12 +17,14 @@ from tiercel.cli.options import CommonOptions, ModelName
 from tiercel.cli.terminal import ProgressReporter, one_line, say, write
 
 if TYPE_CHECKING:
-    from tiercel.models.config import ModelConfig
     from tiercel.models.source import ModelSource
 
 _GROUP = Group("Inspection", sort_key=1)
 _MAX_SHOWN = 60  # characters of one metadata value
-_KV_BYTES = 2  # keys and values are kept in 16 bits each
+_KV_DTYPE = "bfloat16"  # of keys and values where nothing else was requested: 16 bits each
+# In the order in which `--dtype auto` prefers them: docs/models.md.
+_DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("float16", "bfloat16", "float32")}
+_DEVICE_NAMES = {"cpu": "on a CPU", "cuda": "on a GPU"}
 _LABEL_WIDTH = 22
 
 
@@ -69,9 +71,6 @@ def inspect_model(
 def describe(source: ModelSource) -> dict[str, Any]:
     """The facts that need only the header, as plain JSON values."""
     config = source.config
-    used = [source.tensors[name] for name in source.names.values()]
-    kv_full_bytes = _kv_bytes(config, config.max_position)
-    weight_bytes = sum(tensor.nbytes for tensor in used)
     return {
         "file": {
             "path": str(source.path),
@@ -83,12 +82,7 @@ def describe(source: ModelSource) -> dict[str, Any]:
         "general": _general(source.metadata),
         "config": _config_facts(source),
         "weights": _quantisation_mix(source),
-        "memory": {
-            "weight_bytes": weight_bytes,
-            "kv_bytes_per_1000_tokens": _kv_bytes(config, 1000),
-            "kv_bytes_full_context": kv_full_bytes,
-            "total_bytes_full_context": weight_bytes + kv_full_bytes,
-        },
+        "memory": _memory(source),
         "runs": {
             "architecture": config.arch,
             "is_supported": True,
@@ -99,13 +93,28 @@ def describe(source: ModelSource) -> dict[str, Any]:
     }
 
 
-def _kv_bytes(config: ModelConfig, num_tokens: int) -> int:
-    """Keys and values of one sequence; sliding layers keep those inside their window."""
-    kept = [
-        min(num_tokens, config.sliding_window) if kind == "sliding" else num_tokens
-        for kind in config.layer_types
-    ]
-    return 2 * config.num_kv_heads * config.head_dim * _KV_BYTES * sum(kept)
+def _memory(source: ModelSource) -> dict[str, Any]:
+    """What weights, keys and values take, on each device and in each dtype."""
+    from tiercel.machine import read_memory
+    from tiercel.models.footprint import cache_bytes, weight_footprint
+
+    config = source.config
+    here = read_memory()
+    at_rest = {
+        device: {
+            footprint.dtype: {"weight_bytes": footprint.nbytes, "forms": dict(footprint.forms)}
+            for footprint in (weight_footprint(source, dtype, device) for dtype in dtypes)
+        }
+        for device, dtypes in _DTYPES.items()
+    }
+    return {
+        "file_weight_bytes": sum(source.tensors[name].nbytes for name in source.names.values()),
+        "at_rest": at_rest,
+        "kv_bytes_per_1000_tokens": cache_bytes(config, 1000, _KV_DTYPE),
+        "kv_bytes_full_context": cache_bytes(config, config.max_position, _KV_DTYPE),
+        "available_bytes": None if here is None else here.available,
+        "limit_bytes": None if here is None else here.limit,
+    }
 
 
 def _format_name(source: ModelSource) -> str:
@@ -203,10 +212,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
         share = f"{row['tensors']:>5} tensors {row['weights'] / 1e6:>10.1f} M weights"
         _print_row(row["type"], f"{share} {_size(row['bytes']):>10}")
     write("\nMemory\n")
-    _print_row("weights", _size(memory["weight_bytes"]))
-    _print_row("per 1000 tokens", _size(memory["kv_bytes_per_1000_tokens"]))
-    context = facts["config"]["max_position"]
-    _print_row(f"all {context} tokens", f"{_size(memory['total_bytes_full_context'])} with weights")
+    _print_memory(memory, facts["config"]["max_position"])
     runs = facts["runs"]
     write("\nRuns\n")
     template = "generate and chat" if runs["has_chat_template"] else "generate (no chat template)"
@@ -224,6 +230,21 @@ def _print_facts(facts: dict[str, Any]) -> None:
         write(f"\nChat template\n{facts['chat_template'] or '(none)'}\n")
     if facts.get("verified"):
         write("\nEvery weight was read: no NaN, no infinity.\n")
+
+
+def _print_memory(memory: Mapping[str, Any], context: int) -> None:
+    _print_row("weights in the file", _size(memory["file_weight_bytes"]))
+    for device, dtypes in memory["at_rest"].items():
+        for dtype, weights in dtypes.items():
+            parts = (f"{name} {_size(size)}" for name, size in weights["forms"].items() if size)
+            shown = f"{_size(weights['weight_bytes'])} ({', '.join(parts)})"
+            _print_row(f"{_DEVICE_NAMES[device]}, {dtype}", shown)
+    _print_row("per 1000 tokens", _size(memory["kv_bytes_per_1000_tokens"]))
+    _print_row(f"all {context} tokens", _size(memory["kv_bytes_full_context"]))
+    if memory["available_bytes"] is not None:
+        limit = memory["limit_bytes"]
+        bound = "" if limit is None else f", within a limit of {_size(limit)}"
+        _print_row("available here", _size(memory["available_bytes"]) + bound)
 
 
 def _print_section(title: str, values: Mapping[str, Any]) -> None:

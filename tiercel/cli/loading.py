@@ -44,6 +44,7 @@ def loaded(
             gpu_memory_utilization=engine.gpu_memory_utilization,
             spec=engine.spec,
             num_spec_tokens=engine.num_spec_tokens,
+            threads=engine.threads,
             seed=sampling.seed,
             progress=report,
         )

@@ -69,6 +69,12 @@ class EngineOptions:
         int | None,
         Parameter(validator=Number(gte=1), help="Context in tokens.", show_default=False),
     ] = None
+    threads: Annotated[
+        int | None,
+        Parameter(
+            validator=Number(gte=1, lte=1024), help="CPU threads; else all.", show_default=False
+        ),
+    ] = None
     gpu_memory_utilization: Annotated[
         float,
         Parameter(validator=Number(gt=0, lte=1), help="Share of GPU memory to use."),

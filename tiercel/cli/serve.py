@@ -307,6 +307,7 @@ def _load_options(
         gpu_memory_utilization=engine.gpu_memory_utilization,
         spec=engine.spec,
         num_spec_tokens=engine.num_spec_tokens,
+        threads=engine.threads,
         seed=defaults.seed,
         offline=engine.offline or None,
         enable_fault_injection=server.enable_fault_injection,

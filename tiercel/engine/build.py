@@ -10,23 +10,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tiercel import env
 from tiercel.engine.config import (
     EngineConfig,
+    dtype_name,
     resolve_count,
     resolve_device,
     resolve_dtype,
     resolve_share,
+    resolve_threads,
 )
-from tiercel.engine.engine import Engine, build_engine, packed_share
+from tiercel.engine.engine import Engine, build_engine
 from tiercel.engine.faults import Faults
 from tiercel.engine.inputs import InputProcessor
 from tiercel.engine.matchers import Matchers
+from tiercel.engine.memory import MemoryBudget
 from tiercel.engine.messages import EngineInfo, LoadOptions, plain_text
 from tiercel.engine.score_inputs import ScoreInputs
 from tiercel.engine.tokenizer_parcel import pack_tokenizer
 from tiercel.engine.warm_up import warm_up
 from tiercel.errors import ArgumentError
+from tiercel.machine import usable_cpus
+from tiercel.models.footprint import cache_bytes, weight_footprint
 from tiercel.models.source import ModelSource, find_source
 from tiercel.spec.config import resolve_spec
 from tiercel.text.tokenizer import Tokenizer
@@ -103,6 +110,7 @@ def load_model(
         else find_source(model, offline=options.offline, report=report)
     )
     config = resolve_config(source, options)
+    torch.set_num_threads(config.threads)
     tokenizer = source.tokenizer(env.cache_dir() / "tokenizers")
     engine = build_engine(source, config, tokenizer, report)
     if options.warm_up or config.device.type == "cuda":
@@ -130,10 +138,18 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
             hint="Use ngram, which any model can.",
         )
     longest = source.config.max_position
+    max_model_len = resolve_count("max_model_len", options.max_model_len, longest, longest)
+    utilization = resolve_share(options.gpu_memory_utilization)
+
+    def fits(dtype: str) -> bool:
+        needed = weight_footprint(source, dtype, device.type, has_draft_head=spec.has_head).nbytes
+        needed += cache_bytes(source.config, max_model_len, dtype)
+        return needed <= MemoryBudget(device, utilization).left()
+
     return EngineConfig(
         device=device,
-        dtype=resolve_dtype(options.dtype, device, source.format, packed_share(source)),
-        max_model_len=resolve_count("max_model_len", options.max_model_len, longest, longest),
+        dtype=resolve_dtype(options.dtype, device, source.format, fits),
+        max_model_len=max_model_len,
         max_num_seqs=resolve_count(
             "max_num_seqs", options.max_num_seqs, MAX_SEQS[device.type], 4096
         ),
@@ -144,7 +160,7 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
             2**20,
         ),
         block_size=BLOCK_SIZE,
-        gpu_memory_utilization=resolve_share(options.gpu_memory_utilization),
+        gpu_memory_utilization=utilization,
         prefix_cache=env.has_prefix_cache(),
         cuda_graphs=device.type == "cuda" and env.has_cuda_graphs(),
         overlap=env.has_overlap(default=device.type == "cuda"),
@@ -152,6 +168,7 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
         spec=spec,
         seed=resolve_count("seed", options.seed, 0, 2**63 - 1, low=-(2**63)),
         timed_steps=options.timed_steps and device.type == "cpu",
+        threads=resolve_threads(options.threads, usable_cpus()),
     )
 
 
@@ -172,7 +189,7 @@ def describe(loaded: LoadedModel, load_seconds: float) -> EngineInfo:
         block_size=config.block_size,
         num_blocks=loaded.engine.scheduler.cache.allocators[0].num_blocks,
         device=str(config.device),
-        dtype=str(config.dtype).removeprefix("torch."),
+        dtype=dtype_name(config.dtype),
         seed=config.seed,
         spec=config.spec.method,
         num_spec_tokens=config.spec.max_drafts,

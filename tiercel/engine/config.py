@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,11 @@ from tiercel.errors import ArgumentError
 from tiercel.params import shown
 from tiercel.spec.config import NO_DRAFTS, SpecConfig
 
-# Without native bfloat16 (AVX2) planes decode 3.3 times as fast as dense float32 (83 against 25
-# tokens/s of the default model), but what stays dense multiplies 7 times slower at 64 rows.
-MIN_PACKED_SHARE = 0.9
+# Capabilities of PyTorch with fast 4-bit planes and dense rows in bfloat16. Without (the "default"
+# build of PyTorch's kernels on x86) a row through planes takes 36 ms where float32 takes 2.9 (4096
+# x 4096, docs/notes/cpu_decode.md); other processors were not measured.
+BFLOAT16_CAPABILITIES = ("AVX2", "AVX512")
+MAX_THREADS = 1024
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
@@ -31,6 +34,7 @@ class EngineConfig:
         block_size: tokens of a cache block.
         gpu_memory_utilization: share of the device's memory that may be used, (0, 1].
         seed: of requests without one.
+        threads: of products on a CPU.
         prefix_cache: whether computed blocks are kept for prompts that begin the same.
         cuda_graphs: whether decode steps are captured at start and replayed.
         overlap: whether a step is planned and enqueued while the one before it runs.
@@ -47,6 +51,7 @@ class EngineConfig:
     block_size: int
     gpu_memory_utilization: float
     seed: int
+    threads: int
     prefix_cache: bool = True
     cuda_graphs: bool = False
     overlap: bool = False
@@ -111,19 +116,20 @@ def resolve_device(name: str | torch.device) -> torch.device:
 
 
 def resolve_dtype(
-    name: str, device: torch.device, file_format: str, packed_share: float
+    name: str, device: torch.device, file_format: str, fits: Callable[[str], bool]
 ) -> torch.dtype:
     """The dtype of products and cache.
 
     ``auto`` on a GPU: float16 for GGUF files (their weights lie in its range and it keeps 3 more
-    bits), bfloat16 for Hugging Face folders. On a CPU: bfloat16 where the processor multiplies it
-    natively or nearly all weights stay packed with it; else float32.
+    bits), bfloat16 for Hugging Face folders. On a CPU: the fastest that fits its memory. That is
+    bfloat16 with AVX2 or AVX-512, where quantised weights stay packed; on other processors float32,
+    and bfloat16 where float32 does not fit.
 
     Args:
-        name: what was asked for.
+        name: what was requested.
         device: where.
         file_format: ``gguf`` or ``hf``.
-        packed_share: of the weights, those that a CPU keeps as 4-bit planes with bfloat16.
+        fits: whether weights and the cache of one sequence fit the memory in a dtype.
 
     Raises:
         ArgumentError: an unknown name, or float16 on a CPU, which has no fast products for it.
@@ -131,8 +137,9 @@ def resolve_dtype(
     if name == "auto":
         if device.type == "cuda":
             return torch.float16 if file_format == "gguf" else torch.bfloat16
-        is_fast = _cpu_multiplies_bfloat16() or packed_share >= MIN_PACKED_SHARE
-        return torch.bfloat16 if is_fast else torch.float32
+        capability = torch.backends.cpu.get_cpu_capability()
+        is_float32 = capability not in BFLOAT16_CAPABILITIES and fits("float32")
+        return torch.float32 if is_float32 else torch.bfloat16
     if name not in DTYPES:
         raise ArgumentError(
             f"dtype={name!r} is unknown.", hint=f"Use auto or one of {', '.join(DTYPES)}."
@@ -144,7 +151,28 @@ def resolve_dtype(
     return DTYPES[name]
 
 
-def _cpu_multiplies_bfloat16() -> bool:
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as options spell it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtypes_from(dtype: torch.dtype, device: torch.device) -> list[str]:
+    """A dtype, then the others that a device has."""
+    others = [
+        name
+        for name, other in DTYPES.items()
+        if other != dtype and (device.type == "cuda" or name != "float16")
+    ]
+    return [dtype_name(dtype), *others]
+
+
+def resolve_threads(value: object, usable_cpus: int) -> int:
+    """Threads of products on a CPU; None means PyTorch's own number, within what may be used.
+
+    PyTorch counts cores and knows of no quota: threads beyond it wait for each other in turn.
+
+    Raises:
+        ArgumentError: no whole number, or one out of range.
+    """
+    default = min(torch.get_num_threads(), usable_cpus)
+    return resolve_count("threads", value, default, MAX_THREADS)

@@ -21,7 +21,7 @@ from tiercel.cache.manager import CacheManager, GroupBlocks
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import group_specs
 from tiercel.engine.capture import GraphRecorder
-from tiercel.engine.config import EngineConfig
+from tiercel.engine.config import EngineConfig, dtype_name, dtypes_from
 from tiercel.engine.interrupts import allowed
 from tiercel.engine.memory import MemoryBudget, cache_blocks
 from tiercel.engine.plan import SchedulerOutput
@@ -35,9 +35,9 @@ from tiercel.engine.step_budget import StepBudget
 from tiercel.errors import InvalidRequestError, OutOfMemoryError
 from tiercel.models import registry
 from tiercel.models.decoder import Decoder
+from tiercel.models.footprint import weight_footprint
 from tiercel.models.source import ModelSource
 from tiercel.models.weights import WeightReader
-from tiercel.ops.linear import resting_bytes, select_form
 from tiercel.spec.config import num_head_drafts
 from tiercel.spec.counts import DraftCounts
 from tiercel.spec.hybrid import HybridProposer
@@ -304,27 +304,6 @@ def _prompt_problem(request: Request) -> str | None:
     return "nonfinite_logits"
 
 
-def weight_bytes(
-    source: ModelSource, dtype: torch.dtype, device: torch.device, *, dense_copies: bool
-) -> int:
-    """What the weights take on a device, in the forms that `prepare_linear` gives them."""
-    return sum(
-        resting_bytes(info.qtype, info.shape, dtype, device.type, dense_copies=dense_copies)
-        for info in source.tensors.values()
-    )
-
-
-def packed_share(source: ModelSource) -> float:
-    """Of all weights, the share that a CPU keeps as 4-bit planes when products are bfloat16."""
-    packed = total = 0
-    for info in source.tensors.values():
-        size = info.shape[0] * info.shape[1]
-        total += size
-        if select_form(info.qtype.name, info.shape[0], torch.bfloat16, "cpu") != "dense":
-            packed += size
-    return packed / total
-
-
 def _make_runner(
     model: Decoder, num_groups: int, config: EngineConfig, tokenizer: Tokenizer
 ) -> ModelRunner:
@@ -385,6 +364,24 @@ def _capture(runner: ModelRunner, progress: Callable[[str, int, int], None] | No
         recorder.finish()
 
 
+def _has_room_for_copies(source: ModelSource, config: EngineConfig, budget: MemoryBudget) -> bool:
+    """Whether packed weights keep dense copies.
+
+    Raises:
+        OutOfMemoryError: the weights do not even fit without.
+    """
+    device = config.device
+    measure = partial(
+        weight_footprint, source, device_type=device.type, has_draft_head=config.spec.has_head
+    )
+    with_copies = measure(dtype=dtype_name(config.dtype), dense_copies=True)
+    if with_copies.nbytes <= COPIES_SHARE * budget.left():
+        return True
+    needed, *others = (measure(dtype=name) for name in dtypes_from(config.dtype, device))
+    budget.check_weights(needed, others)
+    return False
+
+
 def build_engine(
     source: ModelSource,
     config: EngineConfig,
@@ -405,10 +402,7 @@ def build_engine(
     """
     device = config.device
     budget = MemoryBudget(device, config.gpu_memory_utilization)
-    with_copies = weight_bytes(source, config.dtype, device, dense_copies=True)
-    dense_copies = with_copies <= COPIES_SHARE * budget.left()
-    if not dense_copies:
-        budget.check_weights(weight_bytes(source, config.dtype, device, dense_copies=False))
+    dense_copies = _has_room_for_copies(source, config, budget)
     load = None if progress is None else partial(progress, "Loading")
     try:
         num_mtp_layers = source.config.num_mtp_layers if config.spec.has_head else 0

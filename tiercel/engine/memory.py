@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
 
 from tiercel.cache.spec import CacheGroup
 from tiercel.errors import OutOfMemoryError
+from tiercel.machine import Memory, read_memory
+from tiercel.models.footprint import Footprint
 
 # Of the memory that is free on a CPU when the model starts. The rest is for activations and other
 # programs.
@@ -22,12 +23,25 @@ class MemoryBudget:
 
     Of a GPU: a share of its whole memory, and not more than is free. Taken is what PyTorch took in
     this process: free memory also tells of other processes, which may start or end meanwhile. Of a
-    CPU: a share of what is available.
+    CPU: a share of what is available within the limits of control groups.
     """
 
-    def __init__(self, device: torch.device, utilization: float) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        utilization: float,
+        read_main: Callable[[], Memory | None] = read_memory,
+    ) -> None:
+        """Start to count.
+
+        Args:
+            device: whose memory.
+            utilization: share of a GPU's memory.
+            read_main: reads the main memory, for a CPU.
+        """
         self._device = device
         self._utilization = utilization
+        self._read_main = read_main
         self._reserved = 0
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what earlier work left there is free too
@@ -43,24 +57,55 @@ class MemoryBudget:
             free, total = torch.cuda.mem_get_info(self._device)
             taken = torch.cuda.memory_reserved(self._device) - self._held_at_start
             return min(int(self._utilization * total) - taken, free) - self._reserved
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(int(line.split()[1]) * 1024 * CPU_SHARE) - self._reserved
-        raise OutOfMemoryError("the system does not tell how much memory is available.")
+        return int(self._main().available * CPU_SHARE) - self._reserved
 
-    def check_weights(self, needed_bytes: int) -> None:
+    def check_weights(self, needed: Footprint, others: Sequence[Footprint]) -> None:
         """Refuse a model whose weights alone do not fit.
 
+        Args:
+            needed: the weights in the dtype that was chosen.
+            others: in the other dtypes of the device.
+
         Raises:
-            OutOfMemoryError: with both figures.
+            OutOfMemoryError: with both figures, and what would fit.
         """
-        left = self.left()
-        if needed_bytes > left:
-            raise OutOfMemoryError(
-                f"the weights need about {needed_bytes / GIB:.1f} GiB but {self._device} has "
-                f"{max(0, left) / GIB:.1f} GiB to use.",
-                hint="Use a smaller model or a smaller quantisation.",
-            )
+        left = max(0, self.left())
+        if needed.nbytes <= left:
+            return
+        raise OutOfMemoryError(
+            f"the weights need about {_gib(needed.nbytes)} in {needed.dtype} but {self._device} "
+            f"has {_gib(left)} to use{self._origin()}.",
+            hint=self._remedy(needed, others, left),
+        )
+
+    def _main(self) -> Memory:
+        memory = self._read_main()
+        if memory is None:
+            raise OutOfMemoryError("the system does not tell how much memory is available.")
+        return memory
+
+    def _origin(self) -> str:
+        """Where the figure of a CPU comes from."""
+        if self._device.type == "cuda":
+            return ""
+        memory = self._main()
+        limit = "" if memory.limit is None else f" within a limit of {_gib(memory.limit)}"
+        return f" ({CPU_SHARE:.0%} of the {_gib(memory.available)} available{limit})"
+
+    def _remedy(self, needed: Footprint, others: Sequence[Footprint], left: int) -> str:
+        smallest = min((needed, *others), key=lambda footprint: footprint.nbytes)
+        if smallest.nbytes <= left:
+            return f"Use --dtype {smallest.dtype}: it needs {_gib(smallest.nbytes)}."
+        least = "" if smallest is needed else f" (--dtype {smallest.dtype})"
+        if self._device.type == "cpu":
+            needs = f"It takes {_gib(smallest.nbytes / CPU_SHARE)} of free memory{least}"
+        else:
+            needs = f"It takes {_gib(smallest.nbytes)}{least}"
+        return f"{needs}; or use a smaller model or a smaller quantisation."
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
 
 
 def cache_blocks(

@@ -56,6 +56,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     spec: str = "off"
     num_spec_tokens: int | None = None
     offline: bool | None = None
+    threads: int | None = None
     enable_fault_injection: bool = False
     warm_up: bool = False
     timed_steps: bool = False

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 GROUP = 32
-ROW_MULTIPLE = 16  # what the operator asks of output features
 PACK_ROWS = (
     4096  # rows widened to int32 at once; a multiple of the 64 that the operator interleaves
 )

@@ -6,7 +6,6 @@ page faults: 6.8 GB/s, while pinned memory crosses the bus at 50 (H200, PCIe 5).
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -14,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from tiercel.machine import usable_cpus
 
 # Only pieces of one tensor are under way together: so small that most tensors have several.
 _PIECE_BYTES: Final = 2 << 20
@@ -26,7 +27,7 @@ class Uploader:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        count = min(_MOST_THREADS, os.cpu_count() or 1)
+        count = min(_MOST_THREADS, usable_cpus())
         self._pool = ThreadPoolExecutor(count)
         self._pieces = torch.empty((count, _PIECE_BYTES), dtype=torch.uint8, pin_memory=True)
         self._fetched = [torch.cuda.Event() for _ in range(count)]

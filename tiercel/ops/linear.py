@@ -29,10 +29,12 @@ from tiercel.ops.q4k_gemm import TYPES as FUSED_TYPES
 from tiercel.ops.q4k_gemm import has_q4k_gemm, load_q4k_gemm, q4k_gemm
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.ops.q4k_mmq import has_q4k_mmq, load_q4k_mmq, q4k_mmq
-from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
+from tiercel.quant import PLANES, Layout, QuantTensor
+from tiercel.resting import head_dtype, select_form
 
-# From here on a float32 product of float16 weights is faster widened in slices than as rows of dot
-# products: 42 against 143 GFLOP/s (2 cores, torch 2.13), equal at 3 rows.
+# From here on a product of 16-bit weights that the processor does not multiply natively is faster
+# widened in slices than as rows of dot products: float16 42 against 143 GFLOP/s (2 cores, torch
+# 2.13), equal at 3 rows; bfloat16 with AVX2 docs/notes/cpu_decode.md.
 WIDE_ROWS = 4
 MAX_ROWS = 2**31 - 1
 EXACT_ROWS = 4  # rows of a product from which on a CPU treats each alike (float32)
@@ -42,7 +44,9 @@ MOST_PACKED_ROWS = 64
 # Rows up to which the fused product beats cuBLAS on a dense copy (64 rows of Qwen3-8B's gate and up
 # 36 against 52 us, o 11 and 11; 128 rows 56 and 55, 15 and 14), and decoding for the call.
 FUSED_ROWS = {True: 96, False: 256}  # H200, docs/notes/q4k.md
-WIDE_SLICE = 8192  # output rows widened at once: 19 MB of float32 at 576 columns
+# Weights widened at once: 4 MB of float32 stay in the cache. 64 rows through 40,000 x 2,048 take
+# 400 to 500 ms, 620 to 770 with 8,192 output rows at once (AVX2 and AVX512, torch 2.13).
+WIDE_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +78,6 @@ class PathRows(NamedTuple):
     mmq: int
 
 
-def select_form(qtype_name: str, out_features: int, dtype: torch.dtype, device_type: str) -> str:
-    """How a matrix rests: ``dense``, ``planes1`` / ``planes2`` (CPU), or ``q4k`` (GPU, quantised).
-
-    Measured by benchmarks/linear.py against dense bfloat16: one row is 4 times as fast in one plane
-    and twice in two, at a quarter to a half of the memory; 32 rows take 1.3 and 2.5 times as long
-    (2 cores with AVX512, torch 2.13). Other activations than bfloat16 have no fast operator.
-
-    On a GPU, one row of 24576 x 4096: 15.4 us from Q4_K, 52 from dense float16; 16 rows 24 and 53
-    (H200, q4k_matvec_h200.json). The operands of its products are float16.
-    """
-    if device_type == "cuda":
-        is_packed = dtype == torch.float16 and QuantType[qtype_name] in PLANES
-        return "q4k" if is_packed else "dense"
-    packs = device_type == "cpu" and dtype == torch.bfloat16 and qtype_name in int4_planes.PLANES
-    if not packs or out_features % int4_planes.ROW_MULTIPLE:
-        return "dense"
-    return f"planes{int4_planes.PLANES[qtype_name]}"
-
-
 def select_rows(*, has_copy: bool, has_fused: bool, has_mmq: bool, uses_gemm: bool) -> PathRows:
     """Which path packed weights take; beyond all limits, the copy or decoded weights.
 
@@ -112,23 +97,6 @@ def select_rows(*, has_copy: bool, has_fused: bool, has_mmq: bool, uses_gemm: bo
     if has_fused:
         return PathRows(MAX_TOKENS, FUSED_ROWS[has_copy], 0)
     return PathRows(MAX_TOKENS if has_copy else MOST_PACKED_ROWS, 0, 0)
-
-
-def resting_bytes(
-    qtype: QuantType,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device_type: str,
-    *,
-    dense_copies: bool,
-) -> int:
-    """About what `prepare_linear` makes of a matrix (out_features, in_features)."""
-    form = select_form(qtype.name, shape[0], dtype, device_type)
-    group = qtype.block_weights * qtype.group_blocks if form == "q4k" else 1
-    columns = -(-shape[1] // group) * group
-    packed = shape[0] * qtype.row_bytes(columns) if form != "dense" else 0
-    is_dense = form == "dense" or (form == "q4k" and dense_copies)
-    return packed + (shape[0] * shape[1] * dtype.itemsize if is_dense else 0)
 
 
 def prepare_linear(
@@ -158,11 +126,11 @@ def prepare_linear(
             f"linear: parts have {[part.shape[1] for part in parts]} columns.",
             hint="Pass equal ones.",
         )
-    if wide and device.type == "cpu" and dtype != torch.float32:
-        dtype = torch.float16  # 11 significant bits; bfloat16's 8 would tie logits
+    if wide:
+        dtype = getattr(torch, head_dtype(_name(dtype), device.type))
 
     def form(part: QuantTensor) -> str:
-        return select_form(part.qtype.name, part.shape[0], dtype, device.type)
+        return select_form(part.qtype, part.shape[0], _name(dtype), device.type)
 
     shape = (sum(part.shape[0] for part in parts), in_features)
     if any(form(part) == "q4k" for part in parts):
@@ -300,6 +268,10 @@ def _most_packed(weight: LinearWeight) -> int:
     return max(weight.reader_rows, weight.fused_rows, weight.mmq_rows)
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _num_rows(segment: Tensor | Int4Planes | Q4kWeight) -> int:
     return segment.tensor.shape[0] if isinstance(segment, Q4kWeight) else segment.shape[0]
 
@@ -320,13 +292,31 @@ def _multiply(
         return out
     if x.is_cuda:
         return _multiply_dense(x, segment, out_dtype, out)
+    if x.shape[0] >= WIDE_ROWS and _is_widened(segment.dtype):
+        return _multiply_widened(x, segment).to(out_dtype)
     if out_dtype == segment.dtype:
         return _multiply_rows(x, segment)
-    if x.shape[0] < WIDE_ROWS:
-        return torch.nn.functional.linear(x.to(segment.dtype), segment).to(out_dtype)
-    wide_x = x.to(out_dtype)
-    slices = segment.split(WIDE_SLICE)
-    return torch.cat([wide_x @ piece.to(out_dtype).t() for piece in slices], dim=1)
+    return torch.nn.functional.linear(x.to(segment.dtype), segment).to(out_dtype)
+
+
+def _is_widened(dtype: torch.dtype) -> bool:
+    """Whether products of many rows by weights of a type are faster in float32 on this CPU."""
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and not has_native_bfloat16())
+
+
+def has_native_bfloat16() -> bool:
+    """Whether this processor has instructions for products in bfloat16 that PyTorch uses."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def _multiply_widened(x: Tensor, weight: Tensor) -> Tensor:
+    """X @ weight^T in float32, a slice of output rows at a time."""
+    wide_x = _pad_rows(x.float())
+    slices = weight.split(max(1, WIDE_WEIGHTS // weight.shape[1]))
+    products = [torch.nn.functional.linear(wide_x, piece.float()) for piece in slices]
+    return torch.cat(products, dim=1)[: x.shape[0]]
 
 
 def _multiply_dense(
@@ -354,13 +344,19 @@ def _multiply_packed(x: Tensor, segment: Q4kWeight, out: Tensor, weight: LinearW
 
 
 def _multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """X @ weight^T on a CPU, where from 4 rows on a row's bits do not depend on their number.
+    """X @ weight^T on a CPU; of fewer than 4 rows each is a product of its own.
 
-    PyTorch's product (MKL) takes rows in fours, and what is left in other orders of sums: so that
-    gets company. Of fewer than 4 rows each is a product of its own, which decoding is faster with.
+    Decoding is faster so.
     """
-    rows = x.shape[0]
-    if rows < EXACT_ROWS or rows % EXACT_ROWS == 0:
+    if x.shape[0] < EXACT_ROWS:
         return torch.nn.functional.linear(x, weight)
-    padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % EXACT_ROWS))
-    return torch.nn.functional.linear(padded, weight)[:rows]
+    return torch.nn.functional.linear(_pad_rows(x), weight)[: x.shape[0]]
+
+
+def _pad_rows(x: Tensor) -> Tensor:
+    """Rows filled up to a multiple of 4, so that a row's bits do not depend on their number.
+
+    PyTorch's product (MKL) takes rows in fours, and what is left in other orders of sums.
+    """
+    missing = -x.shape[0] % EXACT_ROWS
+    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x

@@ -1,0 +1,106 @@
+"""What a model takes in memory: the plan against the tensors of a loaded one, and true shapes."""
+
+import gc
+
+import pytest
+import torch
+
+from tests.gguf_files import tiny_model
+from tests.large_models import sparse_model
+from tests.mtp_model import mtp_model
+from tiercel.engine.memory import GIB, MemoryBudget
+from tiercel.errors import OutOfMemoryError
+from tiercel.kernels.int4_planes import Int4Planes
+from tiercel.llm import LLM
+from tiercel.machine import Memory
+from tiercel.models.footprint import cache_bytes, weight_footprint
+from tiercel.models.source import open_source
+
+CPU = torch.device("cpu")
+
+
+def loaded_bytes(llm):
+    """Bytes of the weights of a loaded model: everything that its layers multiply or add."""
+    model = llm._engine.runner.model
+    linears = [model.head]
+    norms = [model.norm]
+    for layer in model.layers:
+        linears += [layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down]
+        norms += [layer.attn_norm, layer.mlp_norm]
+    total = model.embedding.table.nbytes
+    for linear in linears:
+        for segment in linear.weight.segments:
+            planes = [segment.packed, segment.scale_zero] if isinstance(segment, Int4Planes) else []
+            total += sum(tensor.nbytes for tensor in planes or [segment])
+    return total + sum(norm.weight.nbytes for norm in norms)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("qtype", "arch"),
+    [("Q8_0", "llama"), ("Q4_K", "llama"), ("Q6_K", "llama"), ("Q4_1", "qwen2")],
+)
+def test_the_plan_is_what_loading_makes(tmp_path, qtype, arch, dtype):
+    """Tied and not, packed and dense: to the byte."""
+    path = tiny_model(
+        tmp_path / "m.gguf",
+        arch,
+        qtype=qtype,
+        hidden=256,
+        head_dim=64,
+        ff=512,
+        tied=arch != "llama",
+    )
+    planned = weight_footprint(open_source(path), dtype, "cpu")
+    with LLM(path, device="cpu", dtype=dtype) as llm:
+        biases = 0 if arch == "llama" else 2 * (256 + 128 + 128) * 4  # kept beside, in the dtype
+        assert loaded_bytes(llm) == planned.nbytes - biases
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return open_source(sparse_model(tmp_path_factory.mktemp("large") / "8b.gguf", "qwen3-8b"))
+
+
+def test_a_common_gguf_takes_little_more_than_its_file(qwen3):
+    """Qwen3-8B Q4_K_M, 5.0 GB: it took 30.5 GiB where 80% of the weights pack."""
+    footprint = weight_footprint(qwen3, "bfloat16", "cpu")
+    assert footprint.nbytes / GIB == pytest.approx(6.79, abs=0.01)
+    assert footprint.forms["4-bit planes"] == 5_964_300_288 * 20 // 32
+    assert footprint.forms["bfloat16"] == 981_467_136 * 2  # Q6_K, of which there are no planes
+    assert footprint.forms["float16"] == 151_936 * 4096 * 2  # the output matrix
+    assert footprint.forms["as stored"] == 151_936 * 4096 // 256 * 144
+    assert weight_footprint(qwen3, "float32", "cpu").nbytes / GIB == pytest.approx(28.5, abs=0.1)
+    packed = weight_footprint(qwen3, "float16", "cuda")
+    assert packed.nbytes / GIB == pytest.approx(4.68, abs=0.01)
+    copies = weight_footprint(qwen3, "float16", "cuda", dense_copies=True)
+    assert copies.nbytes - packed.nbytes == 2 * (6_945_767_424 + 151_936 * 4096)
+    assert cache_bytes(qwen3.config, 40_960, "bfloat16") == 40_960 * 36 * 2 * 8 * 128 * 2
+
+
+def test_layers_that_only_draft_count_if_they_are_loaded(tmp_path):
+    source = open_source(mtp_model(tmp_path / "m.gguf"))
+    with_head = weight_footprint(source, "float32", "cpu", has_draft_head=True).nbytes
+    assert with_head > weight_footprint(source, "float32", "cpu").nbytes
+
+
+def test_a_container_of_6_gb_refuses_with_the_numbers(qwen3):
+    """Neither dtype fits 80% of it: the error says what would."""
+    limit = 6_000_000_000
+    budget = MemoryBudget(CPU, 0.9, lambda: Memory(limit - 200_000_000, 24 * GIB, limit))
+    plans = [weight_footprint(qwen3, dtype, "cpu") for dtype in ("bfloat16", "float32")]
+    with pytest.raises(OutOfMemoryError) as caught:
+        budget.check_weights(plans[0], plans[1:])
+    assert str(caught.value) == (
+        "the weights need about 6.8 GiB in bfloat16 but cpu has 4.3 GiB to use (80% of the 5.4 GiB "
+        "available within a limit of 5.6 GiB)."
+    )
+    assert caught.value.hint == (
+        "It takes 8.5 GiB of free memory; or use a smaller model or a smaller quantisation."
+    )
+    roomy = MemoryBudget(CPU, 0.9, lambda: Memory(12 * GIB, 24 * GIB, 12 * GIB))
+    roomy.check_weights(plans[0], plans[1:])
+    with pytest.raises(OutOfMemoryError) as caught:
+        roomy.check_weights(plans[1], plans[:1])
+    assert caught.value.hint == "Use --dtype bfloat16: it needs 6.8 GiB."

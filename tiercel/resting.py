@@ -1,0 +1,91 @@
+"""How weights rest in memory: the form that each matrix takes on a device, and its bytes.
+
+The loader (`ops/linear.py`), the choice of a dtype, the memory check and `tiercel inspect` all ask
+this module, so that they cannot disagree. Forms:
+
+    dense     (out, in) in the dtype of the activations
+    planes1   CPU, bfloat16: one plane of 4-bit codes, with a scale and a zero per 32 weights
+    planes2   two such planes, for types of 5 and 8 bits
+    q4k       GPU, float16: the blocks of the file, rearranged; beside a dense copy if there is room
+
+What cannot rest packed on a CPU (Q6_K, whose groups of 16 the 4-bit operator does not have, Q2_K,
+Q3_K and the IQ4 types) rests dense: in bfloat16, which rounds a weight as the scales of planes are
+rounded. Expanding such blocks in each product was left out: 13 operators per weight cost more than
+the product itself (docs/notes/cpu_decode.md). Free of PyTorch; a dtype is its name.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tiercel.quant import PLANES, QuantType
+
+# Planes of the CPU operator for each type: it has groups of 32 weights with a zero.
+INT4_PLANES: Final = {
+    QuantType.Q4_0: 1,
+    QuantType.Q4_1: 1,
+    QuantType.Q4_K: 1,
+    QuantType.Q5_0: 2,
+    QuantType.Q5_1: 2,
+    QuantType.Q5_K: 2,
+    QuantType.Q8_0: 2,
+}
+INT4_ROW_MULTIPLE: Final = 16  # what the CPU operator requires of output features
+ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+_PLANE_GROUP_BYTES: Final = 20  # of 32 weights: 16 of codes, two bfloat16
+_PLANE_GROUP: Final = 32
+
+
+def select_form(qtype: QuantType, out_features: int, dtype: str, device_type: str) -> str:
+    """Choose how a matrix rests: ``planes1``, ``planes2``, ``q4k`` or ``dense``.
+
+    Args:
+        qtype: how the file stores it.
+        out_features: its rows.
+        dtype: of the activations.
+        device_type: ``cpu`` or ``cuda``.
+    """
+    if device_type == "cuda":
+        return "q4k" if dtype == "float16" and qtype in PLANES else "dense"
+    packs = dtype == "bfloat16" and qtype in INT4_PLANES
+    if not packs or out_features % INT4_ROW_MULTIPLE:
+        return "dense"
+    return f"planes{INT4_PLANES[qtype]}"
+
+
+def head_dtype(dtype: str, device_type: str) -> str:
+    """The dtype in which the output matrix rests where it is dense.
+
+    float16 in place of bfloat16 on a CPU: 11 significant bits, where 8 would make logits tie.
+    """
+    return "float16" if device_type == "cpu" and dtype == "bfloat16" else dtype
+
+
+def resting_bytes(
+    qtype: QuantType,
+    shape: tuple[int, int],
+    dtype: str,
+    device_type: str,
+    *,
+    dense_copies: bool,
+) -> int:
+    """Bytes of what `prepare_linear` makes of a matrix.
+
+    Args:
+        qtype: how the file stores it.
+        shape: (out_features, in_features).
+        dtype: of the activations; for the output matrix, of `head_dtype`.
+        device_type: ``cpu`` or ``cuda``.
+        dense_copies: whether packed weights on a GPU keep a dense copy.
+    """
+    out_features, in_features = shape
+    form = select_form(qtype, out_features, dtype, device_type)
+    dense = out_features * in_features * ITEM_BYTES[dtype]
+    if form == "dense":
+        return dense
+    if form != "q4k":
+        groups = out_features * in_features // _PLANE_GROUP
+        return groups * INT4_PLANES[qtype] * _PLANE_GROUP_BYTES
+    group = qtype.block_weights * qtype.group_blocks
+    columns = -(-in_features // group) * group
+    return out_features * qtype.row_bytes(columns) + (dense if dense_copies else 0)
