@@ -7,6 +7,7 @@ load no PyTorch.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,12 +51,15 @@ _MODULES = {
     "SamplingParams": "tiercel.params",
     "StructuredOutputs": "tiercel.params",
 }
+_ENGINES = ("LLM", "AsyncLLM")  # the names that import PyTorch
 
 
 def __getattr__(name: str) -> object:
     """Import the module that defines a public name (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module 'tiercel' has no attribute {name!r}")
+    if name in _ENGINES and "torch" not in sys.modules:
+        importlib.import_module("tiercel.env").shorten_openmp_spins()
     module = importlib.import_module(_MODULES.get(name, "tiercel.errors"))
     return getattr(module, name)
 

@@ -13,6 +13,7 @@ Free of PyTorch.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Final
 
 import psutil
+
+from tiercel.errors import InstallationError
 
 ROOT: Final = Path("/")
 _GROUPS: Final = Path("sys/fs/cgroup")
@@ -45,6 +48,25 @@ class Memory:
     available: int
     total: int
     limit: int | None
+
+
+def check_platform(platform: str = sys.platform) -> str | None:
+    """A warning for the user of a platform other than Linux; None on Linux.
+
+    Args:
+        platform: as `sys.platform` names it.
+
+    Raises:
+        InstallationError: Tiercel does not run there.
+    """
+    if platform == "linux":
+        return None
+    if platform == "win32":
+        raise InstallationError(
+            "Tiercel does not run on Windows itself.", hint="Use WSL 2, where it is Linux."
+        )
+    name = "macOS" if platform == "darwin" else platform
+    return f"Tiercel was not tested on a real {name} machine; it runs on the CPU alone there."
 
 
 def read_memory(root: Path = ROOT) -> Memory | None:

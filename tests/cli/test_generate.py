@@ -151,7 +151,7 @@ def test_options_reach_the_model(generate, fake_llm, tiny, monkeypatch):
         *["--gpu-memory-utilization", "0.5", "--offline", "--temperature", "0", "--top-p", "0.5"],
         *["--top-k", "3", "--min-p", "0.1", "--repeat-penalty", "1.5", "--max-tokens", "9"],
         *["--stop", "a b", "--stop", "c", "--no-special-in-prompt"],
-        *["--spec", "ngram", "--num-spec-tokens", "3"],
+        *["--spec", "ngram", "--num-spec-tokens", "3", "--threads", "2"],
     )
     _, model, options = asked(fake_llm, "load")
     assert model.path == tiny, "the checked file itself: it is not opened again"
@@ -165,6 +165,7 @@ def test_options_reach_the_model(generate, fake_llm, tiny, monkeypatch):
         "gpu_memory_utilization": 0.5,
         "spec": "ngram",
         "num_spec_tokens": 3,
+        "threads": 2,
         "seed": 5,
     }
     _, _, params, parse_special = asked(fake_llm)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from tiercel import env
 from tiercel.cli.options import CommonOptions, EngineOptions, SamplingOptions
-from tiercel.cli.terminal import ProgressReporter, UsageError
+from tiercel.cli.terminal import ProgressReporter, UsageError, say
 from tiercel.errors import ArgumentError, InternalError, InvalidRequestError
+from tiercel.machine import check_platform
 
 if TYPE_CHECKING:
     from tiercel.engine.output import CompletionOutput, StreamDelta
@@ -29,6 +30,9 @@ def loaded(
     from tiercel.loader.hub import resolve
     from tiercel.models.source import open_source
 
+    warning = check_platform()
+    if warning is not None and not common.quiet:
+        say("warning", warning)
     with ProgressReporter(is_quiet=common.quiet) as report:
         path = resolve(model, offline=engine.offline, report=report)
         source = open_source(path)  # an unsound file ends here, before PyTorch is imported

@@ -26,6 +26,7 @@ from tiercel.cli.serve_options import (
 )
 from tiercel.cli.terminal import UsageError, has_colour, read_bounded
 from tiercel.errors import ArgumentError
+from tiercel.machine import check_platform
 from tiercel.params import LIMITS, Limits, SamplingParams
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def serve(
     from tiercel.serve.server import fit_descriptors, run_server
     from tiercel.serve.state import ServerState
 
+    warning = check_platform()
     settings = make_settings(server, defaults, limits)
     settings = replace(settings, limits=fit_descriptors(settings.limits))
     tracing = make_tracing(server)
@@ -71,6 +73,8 @@ def serve(
     with _bound(server) as (sockets, url):
         show_status = set_up_logs(getattr(logging, level.upper()), server.log_format)
         _print_url(url)
+        if warning is not None:
+            _LOG.warning(warning)
         _warn(server, settings)
         settings = replace(settings, url=url)
         options = _load_options(model, server, engine, batch, defaults)

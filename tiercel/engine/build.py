@@ -32,7 +32,7 @@ from tiercel.engine.score_inputs import ScoreInputs
 from tiercel.engine.tokenizer_parcel import pack_tokenizer
 from tiercel.engine.warm_up import warm_up
 from tiercel.errors import ArgumentError
-from tiercel.machine import usable_cpus
+from tiercel.machine import check_platform, usable_cpus
 from tiercel.models.footprint import cache_bytes, weight_footprint
 from tiercel.models.source import ModelSource, find_source
 from tiercel.spec.config import resolve_spec
@@ -102,7 +102,9 @@ def load_model(
         ModelNotFoundError, ModelFormatError, UnsupportedModelError: the model.
         ArgumentError: an option, or faults that nobody has enabled.
         OutOfMemoryError: weights, or the cache of one sequence, do not fit.
+        InstallationError: not on this platform.
     """
+    check_platform()
     faults = Faults.parse(env.faults(), is_enabled=options.enable_fault_injection)
     source = (
         model

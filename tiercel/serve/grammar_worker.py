@@ -51,7 +51,7 @@ def main() -> None:
     """Answer requests until the parent leaves."""
     write_message({"ready": True})
     vocabulary = read_vocabulary(read_message(parent_id()))
-    limit_memory()
+    is_limited = limit_memory()
 
     def answer(request: dict[str, Any]) -> Mapping[str, object]:
         try:
@@ -60,7 +60,7 @@ def main() -> None:
             return {"code": error.code, "message": str(error), "hint": error.hint}
         return {}
 
-    write_message({"ready": True})
+    write_message({"ready": True, "is_limited": is_limited})
     answer_requests(answer)
 
 

@@ -19,11 +19,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Final
 
+import psutil
+
 from tiercel.errors import InternalError
 from tiercel.text.child import isolated_command
+from tiercel.text.child_loop import MEMORY_BYTES
 
 START_SECONDS: Final = 30.0  # an interpreter and a few modules, 0.2 s on an idle machine
 _CHUNK_BYTES: Final = 1 << 20
+_WATCH_SECONDS: Final = 0.02  # between looks at the memory of a child that no kernel bounds
 
 
 class WorkerLostError(Exception):
@@ -56,6 +60,7 @@ class _Slot:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
+        self.most_bytes: int | None = None  # of memory; None where the kernel bounds it
         self.owner_pid = os.getpid()
 
     def leave_to_parent(self) -> None:
@@ -118,7 +123,8 @@ class ChildWorker:
         with self._lock:
             process = self._running()
             try:
-                return _exchange(process, blob, perf_counter() + timeout_s)
+                deadline = perf_counter() + timeout_s
+                return _exchange(process, blob, deadline, self._slot.most_bytes)
             except WorkerLostError:
                 self._slot.end()
                 raise
@@ -136,10 +142,8 @@ class ChildWorker:
     def _start(self) -> subprocess.Popen[bytes]:
         self._slot.end()
         program = self._program
-        command = isolated_command(program.script, program.packages)
-        command.insert(3, str(os.getpid()))
         process = subprocess.Popen(
-            command,
+            _command(program),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -154,12 +158,14 @@ class ChildWorker:
                 os.set_blocking(pipe.fileno(), False)
         deadline = perf_counter() + START_SECONDS
         try:
-            _exchange(process, None, deadline)
+            ready = _exchange(process, None, deadline)
             if program.opening is not None:
-                _exchange(process, json.dumps(program.opening()).encode(), deadline)
+                ready = _exchange(process, json.dumps(program.opening()).encode(), deadline)
         except WorkerLostError:
             self._slot.end()
             raise InternalError(f"the {program.name} process did not start.") from None
+        is_limited = ready["is_limited"]
+        self._slot.most_bytes = None if is_limited else _resident(process.pid) + MEMORY_BYTES
         return process
 
 
@@ -207,10 +213,28 @@ class ChildWorkers:
             worker.close()
 
 
+def _command(program: ChildProgram) -> list[str]:
+    """The argument list of a child: the script, this process's id, folders of its packages."""
+    command = isolated_command(program.script, program.packages)
+    command.insert(3, str(os.getpid()))
+    return command
+
+
 def _exchange(
-    process: subprocess.Popen[bytes], blob: bytes | None, deadline: float
+    process: subprocess.Popen[bytes],
+    blob: bytes | None,
+    deadline: float,
+    most_bytes: int | None = None,
 ) -> dict[str, object]:
-    """Write a frame (None: nothing) while reading one; both ends may block, so neither may."""
+    """Write a frame while reading one; both ends may block, so neither may.
+
+    Args:
+        process: the child.
+        blob: the frame's content; None to write nothing.
+        deadline: of `perf_counter`.
+        most_bytes: of memory that the child may hold; None where the kernel bounds it.
+    """
+    pause = _WATCH_SECONDS if most_bytes is not None else START_SECONDS
     if process.stdin is None or process.stdout is None:
         raise WorkerLostError(is_timeout=False)
     outgoing = memoryview(b"" if blob is None else len(blob).to_bytes(4, "big") + blob)
@@ -221,9 +245,11 @@ def _exchange(
             selector.register(process.stdin, selectors.EVENT_WRITE)
         while len(incoming) < 4 or len(incoming) < 4 + int.from_bytes(incoming[:4], "big"):
             remaining = deadline - perf_counter()
-            ready = selector.select(remaining) if remaining > 0 else []
-            if not ready:
+            if remaining <= 0:
                 raise WorkerLostError(is_timeout=True)
+            ready = selector.select(min(remaining, pause))
+            if most_bytes is not None and _resident(process.pid) > most_bytes:
+                raise WorkerLostError(is_timeout=False)
             for key, _ in ready:
                 if key.fileobj is process.stdout:
                     incoming += _read_some(process.stdout.fileno())
@@ -233,6 +259,14 @@ def _exchange(
                     selector.unregister(process.stdin)
     answer: dict[str, object] = json.loads(incoming[4:])
     return answer
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that a process holds; 0 where the system does not tell."""
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except (OSError, psutil.Error):
+        return 0
 
 
 def _read_some(descriptor: int) -> bytes:

@@ -8,14 +8,25 @@ which the script adds to its path before it imports anything else.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
-import resource
 import select
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, Final
 
+
+def _find_limits() -> ModuleType | None:
+    """The module that sets limits of a process; not every platform has it."""
+    try:
+        return importlib.import_module("resource")
+    except ImportError:
+        return None
+
+
+_LIMITS: Final = _find_limits()
 MEMORY_BYTES: Final = 512 << 20  # above what the process holds when it is ready
 PARENT_CHECK_SECONDS: Final = 1.0
 
@@ -41,21 +52,39 @@ def read_message(parent: int) -> dict[str, Any]:
     return message
 
 
-def limit_memory() -> None:
-    """Bound the address space; no core files, no files at all."""
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[0])
-    size = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+def limit_memory() -> bool:
+    """Bound the address space; no core files, no files at all.
+
+    Returns:
+        Whether the kernel keeps to the bound. Only Linux does: elsewhere the parent watches.
+    """
+    if _LIMITS is None:
+        return False
+    _LIMITS.setrlimit(_LIMITS.RLIMIT_CORE, (0, 0))
+    _LIMITS.setrlimit(_LIMITS.RLIMIT_FSIZE, (0, 0))
+    if sys.platform != "linux":
+        return False
+    size = _address_space() + MEMORY_BYTES
+    _LIMITS.setrlimit(_LIMITS.RLIMIT_AS, (size, size))
+    return True
+
+
+def _address_space() -> int:
+    """Bytes of addresses in use; a bound above what the process has taken where none tells."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return MEMORY_BYTES
 
 
 def allow_cpu(seconds: int) -> None:
     """Give this request its CPU time: the limit counts from the start of the process."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
+    if _LIMITS is None:
+        return
+    usage = _LIMITS.getrusage(_LIMITS.RUSAGE_SELF)
     used = int(usage.ru_utime + usage.ru_stime) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, resource.RLIM_INFINITY))
+    _LIMITS.setrlimit(_LIMITS.RLIMIT_CPU, (used + seconds, _LIMITS.RLIM_INFINITY))
 
 
 def _read_exactly(size: int, parent: int) -> bytes:

@@ -5,7 +5,8 @@ the template compiles), nor a string of 10^10 characters. So this process limits
 time, the parent kills it at its deadline, and it holds no secret: no environment, no file but its
 own libraries.
 
-Messages, in the frames of `child_client.py`; the first one out is ``{"ready": true}``. In:
+Messages, in the frames of `child_client.py`; the first one out is ``ready``, with
+``is_limited``: whether the kernel bounds its memory. In:
 ``source``, ``context`` (null: compile only), ``max_chars``, ``cpu_seconds``. Out: ``text``, or
 ``error`` (``syntax``, ``raised``, ``failed``), ``message`` and, for syntax, ``line``.
 """
@@ -153,8 +154,7 @@ def main() -> None:
     """Answer requests until the parent leaves."""
     renderer = Renderer()
     renderer.answer({"source": "{{ 1 }}", "context": {}, "max_chars": 1})  # import what is lazy
-    limit_memory()
-    write_message({"ready": True})
+    write_message({"ready": True, "is_limited": limit_memory()})
     answer_requests(renderer.answer)
 
 
