@@ -1,6 +1,7 @@
 """Memory and processors within the limits of control groups: fake trees, and a real group."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cli.harness import environment
+from tests.cli.harness import COMMAND, environment
+from tests.large_models import sparse_model
 from tiercel.machine import read_memory, usable_cpus
 
 GB = 10**9
 UNLIMITED_V1 = 9223372036854771712
+LIMITS = ("memory.max", "memory.limit_in_bytes")
 
 
 @pytest.fixture
@@ -196,3 +199,26 @@ def test_a_real_group(real_group, tmp_path):
     assert limit == 400 << 20
     assert (250 << 20) < before <= limit
     assert after > before - (20 << 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
+def test_a_container_of_6_gb_refuses_a_model_with_the_numbers(real_group, tmp_path):
+    """Instead of being killed while it loads: weights of 6.8 GiB, or 28.5 in float32."""
+    limit = next(path for path in LIMITS if (real_group / path).exists())
+    try:
+        (real_group / limit).write_text(str(6 * GB))
+    except OSError:
+        pytest.skip("the group above has a tighter limit")
+    if psutil.virtual_memory().available < 7 * GB:
+        pytest.skip("the machine itself has no more")
+    model = sparse_model(tmp_path / "8b.gguf", "qwen3-8b")
+    enter = f'echo $$ > "{real_group}/cgroup.procs"; exec "$@"'
+    arguments = ["generate", "x", "-m", str(model), "--dtype", "bfloat16", "--device", "cpu"]
+    done = subprocess.run(
+        ["bash", "-c", enter, "bash", *COMMAND, *arguments],
+        env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert re.search(r"the weights need about 6\.8 GiB in bfloat16 but cpu has [34]\.", done.stderr)
+    assert re.search(r"80% of the 5\.\d GiB available within a limit of 5\.6 GiB", done.stderr)
+    assert "It takes 8.5 GiB of free memory" in done.stderr

@@ -10,8 +10,8 @@ this module, so that they cannot disagree. Forms:
 
 What cannot rest packed on a CPU (Q6_K, whose groups of 16 the 4-bit operator does not have, Q2_K,
 Q3_K and the IQ4 types) rests dense: in bfloat16, which rounds a weight as the scales of planes are
-rounded. Expanding such blocks in each product was left out: 13 operators per weight cost more than
-the product itself (docs/notes/cpu_decode.md). Free of PyTorch; a dtype is its name.
+rounded. Decoding such blocks in each product takes 40 times as long as the product of bfloat16
+weights (docs/notes/cpu_decode.md). Free of PyTorch; a dtype is its name.
 """
 
 from __future__ import annotations
