@@ -194,11 +194,21 @@ class AsyncLLM:
         )
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, parse_special: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        parse_special: bool = True,
+        progress: Callable[[int, int], None] | None = None,
     ) -> AsyncIterator[StreamDelta]:
-        """Continue a raw prompt piece by piece; leaving the loop early ends the request."""
+        """Continue a raw prompt piece by piece; leaving the loop early ends the request.
+
+        `progress` is called with (prompt tokens computed, prompt tokens), at most four times a
+        second, as long as the prompt is computed.
+        """
         ids = await self._prompt_ids(prompt, parse_special=parse_special)
-        async with aclosing(self._stream(ids, pick_params(params, SamplingParams()))) as deltas:
+        wanted = pick_params(params, SamplingParams())
+        async with aclosing(self._stream(ids, wanted, progress)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -209,13 +219,14 @@ class AsyncLLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> AsyncIterator[StreamDelta]:
-        """Answer a conversation piece by piece."""
+        """Answer a conversation piece by piece; `progress` as in `stream`."""
         ids = await self.encode_chat(
             messages, tools=tools, chat_template_kwargs=chat_template_kwargs
         )
         wanted = pick_params(params, SamplingParams(max_tokens=None))
-        async with aclosing(self._stream(ids, wanted)) as deltas:
+        async with aclosing(self._stream(ids, wanted, progress)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -305,10 +316,15 @@ class AsyncLLM:
         await self._read_all(answers, lambda _: None)
         return collect(texts, answers)
 
-    async def _stream(self, ids: list[int], params: SamplingParams) -> AsyncGenerator[StreamDelta]:
+    async def _stream(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        progress: Callable[[int, int], None] | None,
+    ) -> AsyncGenerator[StreamDelta]:
         answers = make_answers(self._inputs, self.tokenizer, [ids], [params])
         ready: asyncio.Queue[StreamDelta | None] = asyncio.Queue()
-        reading = asyncio.create_task(self._read_all(answers, ready.put_nowait))
+        reading = asyncio.create_task(self._read_all(answers, ready.put_nowait, progress))
         reading.add_done_callback(lambda _: ready.put_nowait(None))
         try:
             while (delta := await ready.get()) is not None:
@@ -318,7 +334,10 @@ class AsyncLLM:
             reading.cancel()
 
     async def _read_all(
-        self, answers: Sequence[Answer], take: Callable[[StreamDelta], None]
+        self,
+        answers: Sequence[Answer],
+        take: Callable[[StreamDelta], None],
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Run requests to their end; being cancelled ends them."""
         readers = self._open()
@@ -329,6 +348,9 @@ class AsyncLLM:
                 if answer.request.grammar is not None:
                     await asyncio.to_thread(self._matchers.attach, answer.request)
             streams = [readers.submit(answer.request).stream for answer in answers]
+            if progress is not None:  # all answers have one prompt
+                num_tokens = len(answers[0].request.prompt_token_ids)
+                streams[0].on_progress = lambda computed: progress(computed, num_tokens)
             for answer, stream in zip(answers, streams, strict=True):
                 tasks.append(asyncio.create_task(_read(readers, answer, stream, start_s, take)))
             await asyncio.gather(*tasks)

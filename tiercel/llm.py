@@ -37,6 +37,7 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.interrupts import deferred
 from tiercel.engine.messages import LoadOptions
 from tiercel.engine.output import RequestOutput, StreamDelta
+from tiercel.engine.prompt_progress import report_prompts
 from tiercel.engine.request import Request, Status
 from tiercel.engine.score_inputs import ScoreOutput, Text
 from tiercel.engine.score_params import ScoreParams
@@ -174,6 +175,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         parse_special: bool = True,
+        progress: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
         """Continue raw prompts, all together.
 
@@ -181,6 +183,8 @@ class LLM:
             prompts: a string, ``{"prompt_token_ids": [...]}``, or a list of these.
             params: one for all, or one each; None for the defaults (16 tokens, temperature 1).
             parse_special: whether the text of a control token in a prompt becomes its id.
+            progress: called with (prompt tokens computed, prompt tokens) after each step, as long
+                as prompts are computed.
 
         Returns:
             One result per prompt, in input order.
@@ -192,7 +196,7 @@ class LLM:
         listed, every = list_prompts(prompts, params)
         ids = [self._inputs.prompt_ids(prompt, parse_special=parse_special) for prompt in listed]
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
-        return self._run(ids, texts, every)
+        return self._run(ids, texts, every, progress)
 
     def chat(
         self,
@@ -201,6 +205,7 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> RequestOutput:
         """Answer a conversation through the model's chat template.
 
@@ -209,13 +214,15 @@ class LLM:
             params: None for the defaults, with what is left of the context as the limit.
             tools: function descriptions, passed to the template.
             chat_template_kwargs: further variables of the template.
+            progress: see `generate`.
 
         Raises:
             InvalidRequestError: wrong messages, or a model without a chat template.
             ContextLengthError: the conversation does not fit the context.
         """
         ids = self.encode_chat(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
-        return self._run([ids], [None], [pick_params(params, SamplingParams(max_tokens=None))])[0]
+        wanted = pick_params(params, SamplingParams(max_tokens=None))
+        return self._run([ids], [None], [wanted], progress)[0]
 
     def encode_chat(
         self,
@@ -234,11 +241,19 @@ class LLM:
         )
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, parse_special: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        parse_special: bool = True,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[StreamDelta]:
-        """Continue a raw prompt piece by piece; leaving the loop early ends the request."""
+        """Continue a raw prompt piece by piece; leaving the loop early ends the request.
+
+        The arguments are those of `generate`.
+        """
         ids = self._inputs.prompt_ids(prompt, parse_special=parse_special)
-        return self._stream(self._answers([ids], [pick_params(params, SamplingParams())]))
+        return self._stream(self._answers([ids], [pick_params(params, SamplingParams())]), progress)
 
     def stream_chat(
         self,
@@ -247,12 +262,12 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[StreamDelta]:
-        """Answer a conversation piece by piece."""
+        """Answer a conversation piece by piece; the arguments are those of `chat`."""
         ids = self.encode_chat(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
-        return self._stream(
-            self._answers([ids], [pick_params(params, SamplingParams(max_tokens=None))])
-        )
+        wanted = pick_params(params, SamplingParams(max_tokens=None))
+        return self._stream(self._answers([ids], [wanted]), progress)
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Raw logits after each token of a given sequence (teacher-forced), for evaluation.
@@ -408,6 +423,7 @@ class LLM:
         prompt_ids: Sequence[list[int]],
         texts: Sequence[str | None],
         params: Sequence[SamplingParams],
+        progress: Callable[[int, int], None] | None,
     ) -> list[RequestOutput]:
         start = perf_counter()
         answers = self._answers(prompt_ids, params)
@@ -417,11 +433,14 @@ class LLM:
             self._push(answer, new_ids)
             answer.note_time(perf_counter() - start, has_tokens=bool(new_ids))
 
-        for _ in self._steps([answer.request for answer in answers.values()], take):
-            pass
+        requests = [answer.request for answer in answers.values()]
+        for _ in self._steps(requests, take):
+            report_prompts(requests, progress)
         return collect(texts, list(answers.values()))
 
-    def _stream(self, answers: Mapping[str, Answer]) -> Iterator[StreamDelta]:
+    def _stream(
+        self, answers: Mapping[str, Answer], progress: Callable[[int, int], None] | None
+    ) -> Iterator[StreamDelta]:
         ready: deque[StreamDelta] = deque()
 
         def take(request: Request, new_ids: tuple[int, ...]) -> None:
@@ -431,6 +450,7 @@ class LLM:
         requests = [answer.request for answer in answers.values()]
         with closing(self._steps(requests, take)) as steps:
             for _ in steps:
+                report_prompts(requests, progress)
                 while ready:
                     yield ready.popleft()
         yield from ready  # what a step of another thread brought

@@ -2,7 +2,8 @@
 
     client = FakeClient()                       # answers every prompt with " the end" and EOS
     client.answer_with("some text")             # the same text for every request
-    client.script = lambda request: [...]       # or steps: TokenUpdate, float (seconds), exception
+    client.script = lambda request: [...]       # or steps: TokenUpdate, float (seconds), exception,
+                                                # Computed (tokens of the prompt so far)
     app = fake_app(client)                      # the whole application, ready to serve
     async with running(app): ...                # its lifespan, then httpx.ASGITransport(app)
 
@@ -76,6 +77,13 @@ def fake_info(**changes):
         "load_seconds": 0.1,
     }
     return EngineInfo(**{**fields, **changes})
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A step of a script: so many tokens of the prompt are computed."""
+
+    num_tokens: int
 
 
 @dataclass
@@ -215,6 +223,9 @@ class FakeClient:
         for step in steps:
             if isinstance(step, int | float):
                 await asyncio.sleep(step)
+                continue
+            if isinstance(step, Computed):
+                stream.advance(step.num_tokens)
                 continue
             if isinstance(step, BaseException):
                 self._streams.pop(id(request), None)

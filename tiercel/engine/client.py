@@ -34,6 +34,7 @@ from tiercel.engine.messages import (
     Outputs,
     Progress,
     PromptLogprobs,
+    PromptProgress,
     Ready,
     Refused,
     Scores,
@@ -54,6 +55,9 @@ MAX_RETRY_SECONDS: Final = 60
 MAX_UNSENT_BYTES: Final = 64 * 2**20  # of an engine that does not read
 _RATE_SAMPLES: Final = 32  # ends of requests from which the speed of the queue is estimated
 _POLL_SECONDS: Final = 0.02
+
+# Messages for the stream of one request.
+StreamPart = PromptLogprobs | PromptProgress | Embedding | Scores | Refused
 
 
 class EngineClient:
@@ -284,7 +288,7 @@ class EngineClient:
             self.stats = message.stats
             if self.on_stats is not None:
                 self.on_stats(message.stats)
-        elif isinstance(message, PromptLogprobs | Embedding | Scores | Refused):
+        elif isinstance(message, StreamPart):
             if message.key in self._live:  # else it was aborted meanwhile
                 self._on_part(message)
         elif isinstance(message, Progress) and self.on_progress is not None:
@@ -295,10 +299,12 @@ class EngineClient:
             self.stats = EngineStats()
             self._has_forgotten.set()
 
-    def _on_part(self, message: PromptLogprobs | Embedding | Scores | Refused) -> None:
+    def _on_part(self, message: StreamPart) -> None:
         stream = self._live[message.key]
         if isinstance(message, PromptLogprobs):
             stream.add_prompt_logprobs(message.entries)
+        elif isinstance(message, PromptProgress):
+            stream.advance(message.num_computed)
         elif isinstance(message, Embedding):
             stream.set_embedding(message.embedding)
         elif isinstance(message, Scores):

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from tiercel.engine.engine import RequestUpdate
 from tiercel.engine.faults import Faults
+from tiercel.engine.prompt_progress import ProgressReports
 from tiercel.engine.request import Request, Status
 from tiercel.engine.streams import TokenUpdate
 from tiercel.errors import OutOfMemoryError, TiercelError
@@ -43,6 +44,7 @@ class StepResult:
         entered: requests whose first step it was.
         num_preempted: requests that gave their memory back and wait again.
         updates: new tokens, ends.
+        computing: requests to report the progress of: part of their prompt is computed.
     """
 
     started_s: float
@@ -50,6 +52,7 @@ class StepResult:
     entered: tuple[Request, ...]
     num_preempted: int
     updates: Sequence[RequestUpdate]
+    computing: tuple[Request, ...] = ()
 
 
 def is_first(update: RequestUpdate) -> bool:
@@ -92,6 +95,7 @@ class EngineLoop:
         self._inbox: deque[Callable[[], None]] = deque()
         self._has_news = threading.Condition()
         self._is_stopping = False
+        self._reports = ProgressReports()
         # In order of arrival: every request that has not ended, with its status behind the last
         # step; None before its first one.
         self._live: dict[Request, Status | None] = {}
@@ -187,8 +191,11 @@ class EngineLoop:
         for update in updates:
             if update.request.finish_reason is not None:
                 del self._live[update.request]
-        seconds = perf_counter() - started
-        self._listener.on_step(StepResult(started, seconds, entered, num_preempted, updates))
+        ended = perf_counter()
+        computing = self._reports.take(self._live, ended)
+        self._listener.on_step(
+            StepResult(started, ended - started, entered, num_preempted, updates, computing)
+        )
 
     def _note_changes(self) -> tuple[tuple[Request, ...], int]:
         """Requests that have begun, and how many were preempted."""

@@ -6,7 +6,7 @@ MessagePack array whose first item is its number (`tag`), then its fields in the
     to the engine     1 Start   2 NewRequest   3 Abort   4 Stop   5 Forget
     from the engine  16 Progress  17 Ready  18 Outputs  19 PromptLogprobs  20 Refused  21 Stats
                      22 Log  23 Failed  24 Embedding  25 Scores  26 Forgotten
-                     28 Advanced  29 Opened
+                     27 PromptProgress  28 Advanced  29 Opened
 
 `Start` is the first message and comes once. A request is named by its key, a number that its client
 counts up from 1; its id travels for the log alone. Closing the socket ends the engine.
@@ -344,6 +344,13 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, tag=19):
     entries: tuple[TokenLogprobs, ...]
 
 
+class PromptProgress(msgspec.Struct, frozen=True, array_like=True, tag=27):
+    """How many tokens of a prompt are computed, after a step that did not finish the prompt."""
+
+    key: int
+    num_computed: int
+
+
 class Embedding(msgspec.Struct, frozen=True, array_like=True, tag=24):
     """The vector of a request with `pooling`, before its only delta; see `Request.embedding`."""
 
@@ -409,6 +416,7 @@ FromEngine = (
     | Ready
     | Outputs
     | PromptLogprobs
+    | PromptProgress
     | Embedding
     | Scores
     | Refused

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
 from tiercel.engine import streams
+from tiercel.engine.engine import RequestUpdate
 from tiercel.engine.faults import Faults
 from tiercel.engine.loop import EngineLoop, SteppingEngine, StepResult, is_first, token_update
 from tiercel.engine.messages import NewRequest
+from tiercel.engine.prompt_progress import num_computed
 from tiercel.engine.request import Request
 from tiercel.engine.streams import TokenStream
 from tiercel.errors import EngineDeadError, InvalidRequestError, TiercelError
@@ -94,19 +96,16 @@ class Readers:
             if reader is not None:
                 enter = partial(reader.stream.enter, result.started_s, twin.num_cached)
                 calls.setdefault(reader.event_loop, []).append(enter)
+        for twin in result.computing:
+            reader = self._by_twin.get(twin)
+            if reader is not None:
+                advance = partial(reader.stream.advance, num_computed(twin))
+                calls.setdefault(reader.event_loop, []).append(advance)
         for update in result.updates:
             reader = self._by_twin.get(update.request)
             if reader is None:
                 continue
-            listed = calls.setdefault(reader.event_loop, [])
-            if is_first(update) and update.request.prompt_logprobs:
-                entries = tuple(update.request.prompt_logprobs)
-                listed.append(partial(reader.stream.add_prompt_logprobs, entries))
-            if is_first(update) and update.request.embedding:
-                listed.append(partial(reader.stream.set_embedding, update.request.embedding))
-            if is_first(update) and update.request.scores:
-                listed.append(partial(reader.stream.set_scores, update.request.scores))
-            listed.append(partial(reader.stream.push, token_update(update)))
+            calls.setdefault(reader.event_loop, []).extend(_calls_of(reader.stream, update))
             if update.request.finish_reason is not None:
                 self._forget(reader)
         for event_loop, listed in calls.items():
@@ -149,6 +148,18 @@ class Readers:
         for reader in list(self._by_twin.values()):
             self._forget(reader)
             self._deliver(reader.event_loop, [partial(reader.stream.push, error)])
+
+
+def _calls_of(stream: TokenStream, update: RequestUpdate) -> Iterator[Callable[[], None]]:
+    """What hands one update to its stream."""
+    request = update.request
+    if is_first(update) and request.prompt_logprobs:
+        yield partial(stream.add_prompt_logprobs, tuple(request.prompt_logprobs))
+    if is_first(update) and request.embedding:
+        yield partial(stream.set_embedding, request.embedding)
+    if is_first(update) and request.scores:
+        yield partial(stream.set_scores, request.scores)
+    yield partial(stream.push, token_update(update))
 
 
 def _make(calls: Sequence[Callable[[], None]]) -> None:

@@ -29,6 +29,7 @@ from tiercel.engine.messages import (
     FromEngine,
     NewRequest,
     Outputs,
+    PromptProgress,
     Refused,
     Scores,
     Stats,
@@ -36,6 +37,7 @@ from tiercel.engine.messages import (
     ToEngine,
     split_prompt_logprobs,
 )
+from tiercel.engine.prompt_progress import num_computed
 from tiercel.engine.pulse import Pulse
 from tiercel.engine.request import Request
 from tiercel.errors import TiercelError
@@ -131,6 +133,10 @@ class EngineSession:
         if entered or deltas or self._last_key != self._told_key:
             self._told_key = self._last_key
             self._send(Outputs(result.started_s, self._last_key, tuple(entered), tuple(deltas)))
+        for request in result.computing:
+            key = self._keys.get(request)
+            if key is not None:
+                self._send(PromptProgress(key, num_computed(request)))
         if perf_counter() - self._stats_s >= STATS_SECONDS:
             self._send_stats()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tiercel.engine.request import Request, Status, TokenLogprobs
@@ -46,12 +46,15 @@ class TokenStream:
         request: the reader's; see the module.
         submitted_s: `perf_counter` when it was submitted.
         entered_s: when its first step began; None while it waits.
+        on_progress: called with the number of prompt tokens computed, while the prompt is not
+            finished.
     """
 
     def __init__(self, request: Request, submitted_s: float) -> None:
         self.request = request
         self.submitted_s = submitted_s
         self.entered_s: float | None = None
+        self.on_progress: Callable[[int], None] | None = None
         self._ready: deque[TokenUpdate | TiercelError] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -80,6 +83,11 @@ class TokenStream:
         """Note that the request has left the queue."""
         self.entered_s = started_s
         self.request.num_cached = num_cached
+
+    def advance(self, num_computed: int) -> None:
+        """Report how many tokens of the prompt are computed."""
+        if self.on_progress is not None:
+            self.on_progress(num_computed)
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
         """Take log-probabilities of the prompt; they come before the first update."""

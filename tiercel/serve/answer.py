@@ -11,6 +11,7 @@ from tiercel.engine.streams import TokenUpdate
 from tiercel.serve.answer_text import AnswerText
 from tiercel.serve.events import ToolCallArguments, ToolCallStart
 from tiercel.serve.pieces import Piece
+from tiercel.serve.prompt_meter import PromptMeter
 from tiercel.serve.tool_parsers.reader import BrokenCallError, parse_json
 
 
@@ -43,6 +44,7 @@ class Answer:
         is_cut: its thinking has been closed and the rest must be asked for.
         first_token_s, last_token_s: `perf_counter` of these tokens.
         finish_reason: None until it is done.
+        meter: of the progress of its prompt, if the client wants it.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Answer:
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.finish_reason: str | None = None
+        self.meter: PromptMeter | None = None
         self._bound = bound
         self._arguments: list[str] | None = None  # of its last call, as far as they came
 

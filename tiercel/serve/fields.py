@@ -140,6 +140,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
     guided_json: dict[str, object] | str | None = None

@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import Final
 
@@ -31,6 +32,7 @@ from tiercel.serve.errors import overloaded
 from tiercel.serve.logs import RequestLog
 from tiercel.serve.metrics import FinishedRequest
 from tiercel.serve.pieces import Piece, PieceLine, Usage
+from tiercel.serve.prompt_meter import PromptMeter
 from tiercel.serve.state import Sender, ServedModel, ServerState
 
 _LOG: Final = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class GenerationRequest:
         pooling: ``mean`` or ``last``: the hidden states become a vector, and nothing is generated.
         param: the field that holds the prompts.
         sender: where the request comes from.
+        returns_progress: whether a stream has pieces about the progress of its prompts.
     """
 
     prompts: tuple[list[int], ...]
@@ -63,6 +66,7 @@ class GenerationRequest:
     pooling: str | None = None
     param: str = "prompt"
     sender: Sender = field(default_factory=Sender)
+    returns_progress: bool = False
 
 
 class Generation:
@@ -101,6 +105,7 @@ class Generation:
         self._timers: list[asyncio.TimerHandle] = []
         self._is_stream = is_stream
         self._line = PieceLine(is_stream=is_stream)
+        self._returns_progress = wanted.returns_progress and is_stream
         self._num_open = len(self.answers)
         self._failure: BaseException | None = None
         self._news = asyncio.Event()
@@ -121,6 +126,9 @@ class Generation:
             raise
         loop = asyncio.get_running_loop()
         for answer, stream in zip(self.answers, self._streams, strict=True):
+            if self._returns_progress:
+                answer.meter = PromptMeter(stream)
+                stream.on_progress = partial(self._put_progress, answer.index, answer.meter)
             task = loop.create_task(self._read(answer, stream))
             task.add_done_callback(self._on_done)
             self._tasks.append(task)
@@ -227,6 +235,8 @@ class Generation:
                 raise ended_early(update)
             now = perf_counter()
             piece = answer.take(update)
+            if answer.meter is not None:
+                piece.progress = answer.meter.finish(now)
             self._observe(answer, len(piece.token_ids), now)
             self._line.put(piece)
             if self._is_stream:
@@ -240,6 +250,12 @@ class Generation:
                 self._num_open -= 1
                 return
         raise InternalError("a stream of tokens ended without a reason.")
+
+    def _put_progress(self, index: int, meter: PromptMeter, num_computed: int) -> None:
+        progress = meter.advance(num_computed, perf_counter())
+        if progress is not None:
+            self._line.put(Piece(index, progress=progress))
+            self._news.set()
 
     def _go_on(self, answer: Answer) -> TokenStream:
         """Ask for the rest of an answer whose thinking was closed; its blocks are still cached."""

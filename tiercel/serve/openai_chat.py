@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -51,7 +52,16 @@ from tiercel.serve.state import (
     sender_of,
 )
 from tiercel.serve.token_texts import chat_logprobs, prompt_logprobs
-from tiercel.serve.wire import UsageMeter, end_of, fingerprint, joined, new_id, said, usage_object
+from tiercel.serve.wire import (
+    UsageMeter,
+    end_of,
+    fingerprint,
+    joined,
+    new_id,
+    progress_object,
+    said,
+    usage_object,
+)
 
 # Known to clients of this route; see `fields.NEUTRAL`.
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
@@ -203,7 +213,8 @@ async def chat_generation(
         priority=body.priority or 0,
         form_param=form_field(body),
     )
-    return await prepare_chat(state, model, chat, params, sender)
+    wanted = await prepare_chat(state, model, chat, params, sender)
+    return replace(wanted, returns_progress=bool(body.return_progress))
 
 
 class ChatWriter:
@@ -249,6 +260,11 @@ class ChatWriter:
         """The chunks of one piece."""
         self._meter.count(piece)
         chunks: list[bytes] = []
+        if piece.progress is not None:
+            more = {"prompt_progress": progress_object(piece.progress)}
+            chunks.append(self._chunk(generation, piece.index, {}, {}, more))
+        if piece.is_progress_alone:
+            return b"".join(chunks)
         if piece.index not in self._begun:
             chunks.append(self._first_chunk(generation, piece.index))
         # What comes with the tokens goes into one chunk, whatever their text became.

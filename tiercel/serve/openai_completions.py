@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Final
 
 from msgspec import Meta, UnsetType
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
@@ -50,7 +51,14 @@ from tiercel.serve.route_docs import RouteDoc
 from tiercel.serve.split_prompts import Prompt, check_token_ids, split_prompts
 from tiercel.serve.state import Sender, ServedModel, ServerState, request_id, sender_of
 from tiercel.serve.token_texts import completion_top, finite, prompt_logprobs, token_name
-from tiercel.serve.wire import UsageMeter, end_of, fingerprint, new_id, usage_object
+from tiercel.serve.wire import (
+    UsageMeter,
+    end_of,
+    fingerprint,
+    new_id,
+    progress_object,
+    usage_object,
+)
 from tiercel.text.detokenize import Detokenizer
 from tiercel.text.tokenizer import Tokenizer
 
@@ -168,6 +176,7 @@ async def completion_generation(
         grammar=await compile_grammar(state, model, form),
         priority=body.priority or 0,
         sender=sender,
+        returns_progress=bool(body.return_progress),
     )
 
 
@@ -235,12 +244,16 @@ class CompletionWriter:
 
     def piece(self, generation: Generation, piece: Piece) -> bytes:
         """The chunk of one piece, if it says anything."""
+        progress = self._progress(piece, generation)
+        if piece.is_progress_alone:
+            return progress
         self._meter.count(piece)
         choice = self._choice(generation, piece)
         shows_tokens = self._body.logprobs is not None or self._body.return_token_ids
         if not (choice.text or choice.finish_reason or (shows_tokens and piece.token_ids)):
-            return b""
-        return sse.encode_event(self._completion([choice], self._meter.so_far(generation)))
+            return progress
+        chunk = self._completion([choice], self._meter.so_far(generation))
+        return progress + sse.encode_event(chunk)
 
     def end(self, generation: Generation) -> bytes:
         """Usage, if asked for, and the line that says that all is said."""
@@ -248,6 +261,14 @@ class CompletionWriter:
         if usage is None:
             return sse.DONE
         return sse.encode_event(self._completion([], usage)) + sse.DONE
+
+    def _progress(self, piece: Piece, generation: Generation) -> bytes:
+        """The chunk about the progress of a prompt, if there is some."""
+        if piece.progress is None:
+            return b""
+        choices = [CompletionChoice(piece.index)]
+        chunk = self._completion(choices, self._meter.so_far(generation))
+        return sse.encode_event(replace(chunk, prompt_progress=progress_object(piece.progress)))
 
     def _completion(
         self, choices: list[CompletionChoice], usage: UsageObject | UnsetType | None

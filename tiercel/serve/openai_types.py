@@ -117,6 +117,19 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class PromptProgressObject(Struct, frozen=True):
+    """Progress of a prompt in a stream with `return_progress`, in tokens; as llama-server has it.
+
+    Of `total`, `processed` tokens are computed or were found in the prefix cache (`cache`);
+    `time_ms` counts from the prompt's first step.
+    """
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
 class CompletionLogprobs(Struct, frozen=True):
     """Four lists of equal lengths; the first token of an echoed prompt has null entries."""
 
@@ -149,3 +162,4 @@ class Completion(Struct, frozen=True):
     choices: list[CompletionChoice]
     usage: UsageObject | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
+    prompt_progress: PromptProgressObject | UnsetType = UNSET

@@ -12,6 +12,23 @@ MAX_WAITING_PIECES: Final = 1024
 MAX_WAITING_CHARS: Final = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How far the computation of one answer's prompt has come.
+
+    Attributes:
+        total: tokens of the prompt.
+        cached: of these, found in the prefix cache.
+        processed: of these, computed so far or found in the prefix cache.
+        seconds: since its first step began.
+    """
+
+    total: int
+    cached: int
+    processed: int
+    seconds: float
+
+
 @dataclass(slots=True)
 class Piece:
     """What became certain of one answer since the piece before.
@@ -24,6 +41,7 @@ class Piece:
         num_tokens: tokens of the answer up to here.
         finish_reason: ``stop``, ``length`` or ``tool_calls``; in the last piece only.
         stop_reason: with it: the stop string or id, if one decided.
+        progress: of the prompt, if the client wants it; comes before the first token.
     """
 
     index: int
@@ -33,6 +51,13 @@ class Piece:
     num_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    progress: PromptProgress | None = None
+
+    @property
+    def is_progress_alone(self) -> bool:
+        """Whether it holds nothing but the progress of the prompt."""
+        has_answer = bool(self.events or self.token_ids) or self.finish_reason is not None
+        return self.progress is not None and not has_answer
 
     def add(self, later: Piece) -> None:
         """Join the piece that follows."""
@@ -40,6 +65,7 @@ class Piece:
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.num_tokens = later.num_tokens
+        self.progress = later.progress or self.progress
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 

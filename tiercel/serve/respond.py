@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Final, Protocol, TypeVar
 
 import msgspec
@@ -29,6 +29,7 @@ from tiercel.serve.state import request_id, server_state
 
 T = TypeVar("T")
 _LOG: Final = logging.getLogger(__name__)
+# Of a stream without news, queued requests included; proxies end a silent answer after 30 to 60 s.
 KEEP_ALIVE_SECONDS: Final = 15.0
 # Each names up to 20 tokens: more of them are written in a thread, some 5 ms on the loop.
 MAX_LOOP_LOGPROBS: Final = 256
@@ -153,12 +154,13 @@ class EventStream(Response):
         Raises:
             SlowClientError: the reader takes nothing.
         """
-        write = _Outlet(send, self._state.settings.slow_client_seconds).write
+        outlet = _Outlet(send, self._state.settings.slow_client_seconds)
+        write = outlet.write
         await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
         generation, writer = self._generation, self._writer
         try:
             await write(writer.start(generation))
-            while pieces := await self._next_pieces(write):
+            while pieces := await self._next_pieces(outlet):
                 if _are_long(generation, pieces):
                     data = await self._state.off_loop(self._write, pieces)
                 else:
@@ -177,13 +179,13 @@ class EventStream(Response):
     def _write(self, pieces: Sequence[Piece]) -> bytes:
         return b"".join([self._writer.piece(self._generation, piece) for piece in pieces])
 
-    async def _next_pieces(self, write: Callable[[bytes], Awaitable[None]]) -> list[Piece]:
+    async def _next_pieces(self, outlet: _Outlet) -> list[Piece]:
         while True:
             try:
-                async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+                async with asyncio.timeout_at(outlet.last_write_s + KEEP_ALIVE_SECONDS):
                     return await self._generation.pieces()
             except TimeoutError:
-                await write(self._writer.keep_alive())
+                await outlet.write(self._writer.keep_alive())
 
     def _broken(self, error: TiercelError) -> bytes:
         self._line.error = error.code
@@ -195,11 +197,16 @@ class SlowClientError(Exception):
 
 
 class _Outlet:
-    """Writes to the connection, as long as its reader takes something."""
+    """Writes to the connection, as long as its reader takes something.
+
+    Attributes:
+        last_write_s: time of the event loop when bytes were last written.
+    """
 
     def __init__(self, send: Send, limit_s: float) -> None:
         self._send = send
         self._limit_s = limit_s
+        self.last_write_s = asyncio.get_running_loop().time()
 
     async def write(self, data: bytes, *, is_last: bool = False) -> None:
         """Write, once what was written before is nearly gone."""
@@ -212,3 +219,4 @@ class _Outlet:
                 )
         except TimeoutError:
             raise SlowClientError from None
+        self.last_write_s = asyncio.get_running_loop().time()

@@ -20,8 +20,14 @@ from tiercel.serve.events import (
 )
 from tiercel.serve.fields import StreamOptions
 from tiercel.serve.generation import Generation
-from tiercel.serve.openai_types import CompletionDetails, FinishReason, PromptDetails, UsageObject
-from tiercel.serve.pieces import Piece, Usage
+from tiercel.serve.openai_types import (
+    CompletionDetails,
+    FinishReason,
+    PromptDetails,
+    PromptProgressObject,
+    UsageObject,
+)
+from tiercel.serve.pieces import Piece, PromptProgress, Usage
 from tiercel.serve.state import ServedModel
 
 
@@ -63,6 +69,16 @@ def usage_object(usage: Usage) -> UsageObject:
         total_tokens=usage.prompt + usage.completion,
         prompt_tokens_details=PromptDetails(usage.cached),
         completion_tokens_details=CompletionDetails(usage.reasoning),
+    )
+
+
+def progress_object(progress: PromptProgress) -> PromptProgressObject:
+    """The `prompt_progress` of a chunk."""
+    return PromptProgressObject(
+        total=progress.total,
+        cache=progress.cached,
+        processed=progress.processed,
+        time_ms=round(1000 * progress.seconds),
     )
 
 
