@@ -11,12 +11,14 @@ class FakeLLM:
     """Answers every prompt with its words in upper case, one token a word.
 
     The class attributes are for one test each: `calls` records what was asked, `fail_after` ends an
-    answer with an error, `on_token` is called before each token.
+    answer with an error, `on_token` is called before each token, `prompt_steps` are what `progress`
+    is called with.
     """
 
     calls: ClassVar[list] = []
     fail_after = None
     on_token = None
+    prompt_steps: ClassVar[tuple] = ()
 
     def __init__(self, model=None, **options):
         self.calls.append(("load", model, options))
@@ -27,25 +29,32 @@ class FakeLLM:
     def decode(self, ids, *, skip_special_tokens=True):
         return "".join(f"<{token_id}>" for token_id in ids)
 
-    def stream(self, prompt, params=None, *, parse_special=True):
+    def stream(self, prompt, params=None, *, parse_special=True, progress=None):
         self.calls.append(("stream", prompt, params, parse_special))
-        return self._pieces(prompt)
+        return self._pieces(prompt, progress)
 
-    def stream_chat(self, messages, params=None):
+    def stream_chat(self, messages, params=None, *, progress=None):
         self.calls.append(("stream_chat", messages, params))
         if sum(len(message["content"]) for message in messages) > 1000:
             raise ContextLengthError("prompt has 1001 tokens.", hint="Shorten the prompt.")
-        return self._pieces(messages[-1]["content"])
+        return self._pieces(messages[-1]["content"], progress)
 
-    def generate(self, prompts, params=None, *, parse_special=True):
+    def generate(self, prompts, params=None, *, parse_special=True, progress=None):
         self.calls.append(("generate", prompts, params, parse_special))
+        self._report(progress)
         return [self._whole(prompt, params) for prompt in prompts]
 
-    def chat(self, messages, params=None):
+    def chat(self, messages, params=None, *, progress=None):
         self.calls.append(("chat", messages, params))
+        self._report(progress)
         return self._whole(messages[-1]["content"], params)
 
-    def _pieces(self, text):
+    def _report(self, progress):
+        for step in self.prompt_steps:
+            progress(*step)
+
+    def _pieces(self, text, progress):
+        self._report(progress)
         try:
             for index, word in enumerate(text.upper().split()):
                 if self.on_token is not None:

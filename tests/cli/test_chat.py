@@ -6,6 +6,7 @@ import pty
 import select
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from tests.cli.harness import COMMAND, environment, tiercel
 from tiercel.cli import chat as chat_module
 from tiercel.cli import conversation as conversation_module
+from tiercel.cli import terminal
 from tiercel.cli.conversation import Conversation, load_messages
 from tiercel.cli.main import run
 from tiercel.errors import ArgumentError, ContextLengthError
@@ -35,6 +37,19 @@ def test_history_is_sent_with_each_message(conversation, fake_llm, capsys):
     sent = [call[1] for call in fake_llm.calls if call[0] == "stream_chat"]
     assert [len(messages) for messages in sent] == [1, 3]
     assert sent[1][1] == {"role": "assistant", "content": " ONE"}
+
+
+def test_a_long_conversation_shows_its_progress(conversation, fake_llm, monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "_PROMPT_SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(fake_llm, "prompt_steps", ((35, 100), (70, 100)))
+    conversation.take("one")
+    assert capsys.readouterr() == (" ONE\n", "")  # no terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    conversation.take("two")
+    captured = capsys.readouterr()
+    assert captured.out == " TWO\n"
+    text = "reading prompt, 70%"
+    assert captured.err == f"\rreading prompt, 35%\r{text}\r{' ' * len(text)}\r"
 
 
 def test_system_message(conversation, capsys):

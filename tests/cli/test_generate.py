@@ -1,14 +1,17 @@
 """`tiercel generate`: where the prompt comes from, what goes where, and real text at the end."""
 
+import io
 import json
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 
 from tests.cli.harness import COMMAND, environment, error_line, tiercel
 from tests.tiny_llm import LLAMA
+from tiercel.cli import terminal
 from tiercel.cli.main import run
 from tiercel.loader.hub import resolve
 from tiercel.params import StructuredOutputs
@@ -38,6 +41,48 @@ def test_text_is_exact_without_a_terminal(generate):
 
 def test_echo(generate):
     assert generate("one two", "--echo") == "one two ONE TWO"
+
+
+class Terminal(io.StringIO):
+    """A standard stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_shown"),
+    [
+        ((), True),
+        (("--chat",), True),
+        (("--n", "2"), True),
+        (("--chat", "--logprobs", "1"), True),
+        (("--quiet",), False),
+    ],
+    ids=["stream", "chat", "answers", "chat answers", "quiet"],
+)
+def test_a_long_prompt_shows_its_progress(fake_llm, tiny, monkeypatch, arguments, is_shown):
+    monkeypatch.setattr(terminal, "_PROMPT_SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(fake_llm, "prompt_steps", ((35, 100),))
+    # One terminal: the line is erased before the answer is written.
+    both = Terminal()
+    monkeypatch.setattr(sys, "stderr", both)
+    monkeypatch.setattr(sys, "stdout", both)
+    assert run(["generate", "--model", str(tiny), "one", *arguments]) == 0
+    shown, _, rest = both.getvalue().rpartition("\r")
+    assert ("reading prompt, 35%" in shown) == is_shown
+    assert "ONE" not in shown
+    assert "ONE" in rest
+
+
+def test_an_echo_on_the_terminal_is_not_overwritten(fake_llm, tiny, monkeypatch):
+    monkeypatch.setattr(terminal, "_PROMPT_SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(fake_llm, "prompt_steps", ((35, 100),))
+    both = Terminal()
+    monkeypatch.setattr(sys, "stderr", both)
+    monkeypatch.setattr(sys, "stdout", both)
+    assert run(["generate", "--model", str(tiny), "one", "--echo"]) == 0
+    assert "reading prompt" not in both.getvalue()
 
 
 def test_prompt_from_a_file_loses_one_newline(generate, fake_llm, tmp_path):

@@ -5,7 +5,14 @@ import logging
 import sys
 
 from tiercel.cli import terminal
-from tiercel.cli.terminal import ProgressReporter, one_line, say, show_log, write
+from tiercel.cli.terminal import (
+    ProgressReporter,
+    PromptLine,
+    one_line,
+    say,
+    show_log,
+    write,
+)
 
 
 class Terminal(io.StringIO):
@@ -88,3 +95,35 @@ def test_warnings_of_the_package_are_lines(capsys):
     show_log(is_verbose=True, is_quiet=False)
     logger.debug("shown")
     assert capsys.readouterr().err == "warning: the cache is full\ndebug: shown\n"
+
+
+def show_prompt(monkeypatch, stream, *, is_quiet=False):
+    """A prompt of 100 tokens in five steps of 0.4 s."""
+    now = [0.0]
+    monkeypatch.setattr(terminal.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(sys, "stderr", stream)
+    with PromptLine(is_quiet=is_quiet) as line:
+        for done in (20, 40, 60, 80, 99):
+            now[0] += 0.4
+            line(done, 100)
+    return stream.getvalue()
+
+
+def test_a_long_prompt_shows_its_progress_and_erases_it(monkeypatch):
+    text = show_prompt(monkeypatch, Terminal())
+    *shown, erased, end = text.split("\r")[1:]
+    assert shown == [f"reading prompt, {share}%" for share in (60, 80, 99)]
+    assert (erased, end) == (" " * len("reading prompt, 99%"), "")
+
+
+def test_progress_of_a_prompt_is_for_terminals_alone(monkeypatch):
+    assert show_prompt(monkeypatch, io.StringIO()) == ""
+    assert show_prompt(monkeypatch, Terminal(), is_quiet=True) == ""
+
+
+def test_a_short_prompt_leaves_no_trace(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with PromptLine(is_quiet=False) as line:
+        line(50, 100)
+    assert stream.getvalue() == ""

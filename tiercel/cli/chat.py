@@ -46,7 +46,7 @@ def chat(
     params = make_params(sampling, max_tokens=None)
     is_terminal = sys.stdin.isatty()
     with loaded(model, engine, sampling, common) as llm:
-        conversation = Conversation(llm, params, messages, save_path=save)
+        conversation = Conversation(llm, params, messages, save_path=save, is_quiet=common.quiet)
         if system is not None:
             conversation.set_system(system)
         if is_terminal and not common.quiet:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tiercel.cli.loading import check_answer
-from tiercel.cli.terminal import check_utf8, interrupt_asks, note, read_bounded, say, write
+from tiercel.cli.terminal import (
+    PromptLine,
+    check_utf8,
+    interrupt_asks,
+    note,
+    read_bounded,
+    say,
+    write,
+)
 from tiercel.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -67,12 +75,15 @@ class Conversation:
         params: SamplingParams,
         messages: list[dict[str, str]],
         save_path: Path | None = None,
+        *,
+        is_quiet: bool = False,
     ) -> None:
         self.messages = messages
         self.stats: AnswerStats | None = None
         self._llm = llm
         self._params = params
         self._save_path = save_path
+        self._is_quiet = is_quiet
         self._num_tries = 0
 
     def set_system(self, text: str) -> None:
@@ -142,8 +153,9 @@ class Conversation:
         first_s = 0.0
         is_stopped = False
         started_s = time.perf_counter()
-        with interrupt_asks() as is_asked_to_stop:
-            for delta in self._llm.stream_chat(messages, self._next_params()):
+        with interrupt_asks() as is_asked_to_stop, PromptLine(is_quiet=self._is_quiet) as line:
+            for delta in self._llm.stream_chat(messages, self._next_params(), progress=line):
+                line.erase()
                 first_s = first_s or time.perf_counter() - started_s
                 num_tokens += len(delta.token_ids)
                 pieces.append(delta.text)

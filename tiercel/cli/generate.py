@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 
 from tiercel.cli.loading import check_answer, loaded, make_params
 from tiercel.cli.options import CommonOptions, EngineOptions, ModelName, SamplingOptions
-from tiercel.cli.terminal import UsageError, check_utf8, note, write
+from tiercel.cli.terminal import PromptLine, UsageError, check_utf8, note, write
 
 if TYPE_CHECKING:
     from tiercel.engine.output import CompletionOutput, RequestOutput, StreamDelta
@@ -72,13 +72,15 @@ def generate(
         logprobs=logprobs,
         form=read_form(schema, grammar),
     )
-    with loaded(model, engine, sampling, common) as llm:
+    # After an echo on the terminal the progress would overwrite its last line.
+    is_quiet = common.quiet or (echo and sys.stdout.isatty())
+    with loaded(model, engine, sampling, common) as llm, PromptLine(is_quiet=is_quiet) as line:
         started_s = time.perf_counter()
         if n == 1 and not json and logprobs is None:
-            deltas = _deltas(llm, text, params, chat, not no_special_in_prompt)
-            num_tokens = _stream(deltas, params, text, echo)
+            deltas = _deltas(llm, text, params, chat, not no_special_in_prompt, line)
+            num_tokens = _stream(deltas, params, text, echo, line)
         else:
-            output = _complete(llm, text, params, chat, not no_special_in_prompt)
+            output = _complete(llm, text, params, chat, not no_special_in_prompt, line)
             num_tokens = sum(len(answer.token_ids) for answer in output.outputs)
             if json:
                 write(json_module.dumps(_as_json(llm, output, text, echo)) + "\n")
@@ -159,11 +161,16 @@ def _text(data: bytes, limit: int, name: str, what: str) -> str:
 
 
 def _deltas(
-    llm: LLM, text: str, params: SamplingParams, is_chat: bool, parse_special: bool
+    llm: LLM,
+    text: str,
+    params: SamplingParams,
+    is_chat: bool,
+    parse_special: bool,
+    line: PromptLine,
 ) -> Iterator[StreamDelta]:
     if is_chat:
-        return llm.stream_chat([{"role": "user", "content": text}], params)
-    return llm.stream(text, params, parse_special=parse_special)
+        return llm.stream_chat([{"role": "user", "content": text}], params, progress=line)
+    return llm.stream(text, params, parse_special=parse_special, progress=line)
 
 
 def _note_cut(params: SamplingParams, answer: StreamDelta | CompletionOutput) -> None:
@@ -171,13 +178,20 @@ def _note_cut(params: SamplingParams, answer: StreamDelta | CompletionOutput) ->
         note("The answer was cut at --max-tokens, so its form is not complete.")
 
 
-def _stream(deltas: Iterator[StreamDelta], params: SamplingParams, text: str, is_echo: bool) -> int:
+def _stream(
+    deltas: Iterator[StreamDelta],
+    params: SamplingParams,
+    text: str,
+    is_echo: bool,
+    line: PromptLine,
+) -> int:
     """Write the pieces as they come; returns the number of tokens."""
     num_tokens = 0
     last = text if is_echo else ""
     if is_echo:
         write(text)
     for delta in deltas:
+        line.erase()
         check_answer(delta)
         _note_cut(params, delta)
         num_tokens += len(delta.token_ids)
@@ -190,12 +204,18 @@ def _stream(deltas: Iterator[StreamDelta], params: SamplingParams, text: str, is
 
 
 def _complete(
-    llm: LLM, text: str, params: SamplingParams, is_chat: bool, parse_special: bool
+    llm: LLM,
+    text: str,
+    params: SamplingParams,
+    is_chat: bool,
+    parse_special: bool,
+    line: PromptLine,
 ) -> RequestOutput:
     if is_chat:
-        output = llm.chat([{"role": "user", "content": text}], params)
+        output = llm.chat([{"role": "user", "content": text}], params, progress=line)
     else:
-        output = llm.generate([text], params, parse_special=parse_special)[0]
+        output = llm.generate([text], params, parse_special=parse_special, progress=line)[0]
+    line.erase()
     for answer in output.outputs:
         check_answer(answer)
         _note_cut(params, answer)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from tiercel.errors import ArgumentError
 
+_PROMPT_SHOWN_AFTER_S = 1.0
 _STAGE_SHOWN_AFTER_S = 1.0  # without a terminal, a stage is named only when it takes this long
 # Control characters but tab and newline: text of a model must not steer the terminal.
 _CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
@@ -199,6 +200,38 @@ class ProgressReporter:
             self._task = self._bar.add_task(one_line(what), total=total or None)
             self._bar.start()
         self._bar.update(self._task, completed=done, total=total or None)
+
+
+class PromptLine:
+    """Shows on a terminal how much of a long prompt is computed, in one line that it erases."""
+
+    def __init__(self, *, is_quiet: bool) -> None:
+        self._is_shown = not is_quiet and sys.stderr.isatty()
+        self._started_s = time.perf_counter()
+        self._width = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.erase()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Report the tokens computed, of all tokens."""
+        if self._is_shown and time.perf_counter() - self._started_s > _PROMPT_SHOWN_AFTER_S:
+            text = f"reading prompt, {100 * done // total}%"
+            self._print(f"\r{text}")
+            self._width = len(text)
+
+    def erase(self) -> None:
+        """Remove the line: what follows begins in its first column."""
+        if self._width:
+            self._print(f"\r{' ' * self._width}\r")
+            self._width = 0
+
+    def _print(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(text, end="", file=sys.stderr, flush=True)
 
 
 def exit_on_sigterm() -> None:
