@@ -256,6 +256,12 @@ class SamplingParams:
         """Whether earlier tokens change the logits."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
+    @property
+    def has_edits(self) -> bool:
+        """Whether tokens are banned or biased."""
+        has_bans = self.allowed_token_ids is not None or bool(self.bad_words or self.min_tokens)
+        return has_bans or bool(self.logit_bias)
+
 
 def _number(
     name: str, value: object, low: float, high: float, allowed: str, *, is_open: bool = False

@@ -22,6 +22,7 @@ from time import perf_counter
 import httpx
 
 from tiercel.engine.messages import EngineInfo, EngineStats
+from tiercel.engine.request import TokenLogprobs
 from tiercel.engine.streams import ABORTED, TokenStream, TokenUpdate, stop
 from tiercel.engine.supervisor import EngineState
 from tiercel.engine.tokenizer_parcel import pack_tokenizer, unpack_tokenizer
@@ -182,7 +183,10 @@ class FakeClient:
         self.submitted.append(request)
         stream = TokenStream(request, perf_counter())
         stream.enter(perf_counter(), 0)
-        if request.score is not None:
+        if request.score is not None and request.score.sample_keys is not None:
+            entry = TokenLogprobs(97, -0.5, ((97, -0.5), (98, -1.5)))
+            stream.set_item_tokens([entry] * request.num_items)
+        elif request.score is not None:
             stream.set_scores(self.values_of(request))
         self._streams[id(request)] = stream
         self._tasks[id(request)] = asyncio.create_task(self._play(request, stream))

@@ -29,6 +29,7 @@ from tiercel.engine.messages import (
     Forget,
     Forgotten,
     FromEngine,
+    ItemTokens,
     LoadOptions,
     NewRequest,
     Outputs,
@@ -57,7 +58,7 @@ _RATE_SAMPLES: Final = 32  # ends of requests from which the speed of the queue 
 _POLL_SECONDS: Final = 0.02
 
 # Messages for the stream of one request.
-StreamPart = PromptLogprobs | PromptProgress | Embedding | Scores | Refused
+StreamPart = PromptLogprobs | PromptProgress | Embedding | Scores | ItemTokens | Refused
 
 
 class EngineClient:
@@ -309,6 +310,8 @@ class EngineClient:
             stream.set_embedding(message.embedding)
         elif isinstance(message, Scores):
             stream.set_scores(message.scores)
+        elif isinstance(message, ItemTokens):
+            stream.set_item_tokens(message.entries)
         else:
             self._remove(message.key).push(message.error.error())
 

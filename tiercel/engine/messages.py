@@ -6,7 +6,7 @@ MessagePack array whose first item is its number (`tag`), then its fields in the
     to the engine     1 Start   2 NewRequest   3 Abort   4 Stop   5 Forget
     from the engine  16 Progress  17 Ready  18 Outputs  19 PromptLogprobs  20 Refused  21 Stats
                      22 Log  23 Failed  24 Embedding  25 Scores  26 Forgotten
-                     27 PromptProgress  28 Advanced  29 Opened
+                     27 PromptProgress  28 Advanced  29 Opened  30 ItemTokens
 
 `Start` is the first message and comes once. A request is named by its key, a number that its client
 counts up from 1; its id travels for the log alone. Closing the socket ends the engine.
@@ -365,6 +365,13 @@ class Scores(msgspec.Struct, frozen=True, array_like=True, tag=25):
     scores: bytes
 
 
+class ItemTokens(msgspec.Struct, frozen=True, array_like=True, tag=30):
+    """The tokens of a request with `score.sample_keys`, before its only delta."""
+
+    key: int
+    entries: tuple[TokenLogprobs, ...]
+
+
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=20):
     """A request that the engine does not take."""
 
@@ -419,6 +426,7 @@ FromEngine = (
     | PromptProgress
     | Embedding
     | Scores
+    | ItemTokens
     | Refused
     | Stats
     | Advanced

@@ -159,6 +159,8 @@ def _calls_of(stream: TokenStream, update: RequestUpdate) -> Iterator[Callable[[
         yield partial(stream.set_embedding, request.embedding)
     if is_first(update) and request.scores:
         yield partial(stream.set_scores, request.scores)
+    if is_first(update) and request.item_tokens:
+        yield partial(stream.set_item_tokens, tuple(request.item_tokens))
     yield partial(stream.push, token_update(update))
 
 

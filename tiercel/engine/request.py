@@ -80,6 +80,8 @@ class Request:
         num_linked: how many of its blocks the chain up to there holds.
         embedding: with `pooling`: hidden_size float32, little-endian, not scaled.
         scores: with `score`: its values, float32, little-endian, as far as they are in.
+        item_tokens: with `score.sample_keys`: the next token after each item, as far as they are
+            in, with as many of the most likely tokens as `params.logprobs` says.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error``, once finished.
         stop_reason: the stop id or string, or what went wrong.
     """
@@ -124,6 +126,7 @@ class Request:
     prompt_logits: list[Tensor] = field(default_factory=list)
     embedding: bytes = b""
     scores: bytes = b""
+    item_tokens: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

@@ -35,12 +35,17 @@ from tiercel.engine.request import Request
 from tiercel.engine.rows import Rows, lists_to_device, to_device
 from tiercel.engine.sampled import DeviceSample, Sampled, host_result
 from tiercel.engine.sampler import Sampler, is_plain
-from tiercel.engine.score_reads import ScorePiece, read_scores
+from tiercel.engine.score_reads import (
+    ItemTokensPiece,
+    ScorePiece,
+    read_item_tokens,
+    read_scores,
+)
 from tiercel.models.decoder import Decoder
 from tiercel.ops.prepare_step import prepare_step
 from tiercel.spec.texts import Proposer, StepStates
 
-Piece = PromptPiece | ScorePiece
+Piece = PromptPiece | ScorePiece | ItemTokensPiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,9 +300,16 @@ class ModelRunner:
             if part.request.reads_prompt:
                 pieces += read_prompt(self.model, part, hidden, place)
             if part.has_scores:
-                pieces += read_scores(self.model, part, hidden, place, self.sampler.is_banned)
+                pieces += self._read_items(part, hidden, place)
         states = StepStates(batch, hidden, None, tuple(drawn))
         return drawn_there, self.model.logits(hidden, batch.logits_rows), states
+
+    def _read_items(self, part: ScheduledRow, hidden: Tensor, place: int) -> Sequence[Piece]:
+        """Read what a part of a step with scores or sampled items yields."""
+        task = part.request.score
+        if task is not None and task.sample_keys is not None:
+            return read_item_tokens(self.model, part, hidden, place, self.sampler)
+        return read_scores(self.model, part, hidden, place, self.sampler.is_banned)
 
     def _batch(
         self,

@@ -23,7 +23,7 @@ from tiercel.engine.penalties import Penalties
 from tiercel.engine.request import Request
 from tiercel.engine.rows import Rows, to_device
 from tiercel.engine.sampled import DeviceSample, top_logprobs
-from tiercel.ops.sample_tokens import sample_tokens
+from tiercel.ops.sample_tokens import SampleRows, draw_torch, sample_tokens
 from tiercel.ops.verify_accept import Verified, verify_accept
 from tiercel.params import SamplingParams
 from tiercel.seeds import mix_key
@@ -107,10 +107,10 @@ class Sampler:
         }
         for name, value in values.items():
             rows.stage(rows.values[name], (row,), [value])
-        rows.stage(rows.top_k, (row,), [params.top_k if params.top_k > 0 else self._vocab_size])
+        rows.stage(rows.top_k, (row,), [self._top_k(params)])
         rows.stage(rows.key, (row,), [mix_key(request.seed, request.stream)])
         self._edits.pop(row, None)
-        if _has_edits(params):
+        if params.has_edits:
             self._edits[row] = self._make_edits(request)
         if params.has_penalties:
             self._penalties.enter(request)
@@ -172,6 +172,38 @@ class Sampler:
             self.is_banned, self._theta, is_sound,
         )  # fmt: skip
 
+    def draw(
+        self, logits: Tensor, params: SamplingParams, keys: Tensor, places: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Sample from logits that belong to no row; nothing is appended.
+
+        Args:
+            logits: (L, vocab_size) float32, the raw ones; unchanged.
+            params: of all L; without penalties and edits.
+            keys: (L,) int64, see `seeds.py`.
+            places: (L,) int32, where in its text each sampled token will stand.
+
+        Returns:
+            As `sample_tokens`.
+        """
+        count, device = len(logits), logits.device
+        rows = torch.arange(count, dtype=torch.int32, device=device)
+        temperature = torch.full(
+            (count,), 0.0 if params.is_greedy else params.temperature, device=device
+        )
+        state = SampleRows(rows, places, temperature, keys)
+        is_sound = None
+        if _is_cut(params):
+            is_sound = logits.isfinite().all(dim=1).to(torch.uint8)
+            logits = self._cut(
+                logits,
+                temperature.unsqueeze(1),
+                torch.full((count, 1), self._top_k(params), device=device),
+                torch.full((count, 1), max(params.top_p, _LEAST), device=device),
+                torch.full((count, 1), params.min_p, device=device),
+            )
+        return draw_torch(logits, rows, places, state, self.is_banned, is_sound)
+
     def _count(
         self, lines: _Lines, rows: Tensor, chosen: Tensor, verified: Verified | None
     ) -> None:
@@ -231,8 +263,9 @@ class Sampler:
         cutting = [i for i, r in enumerate(requests) if _is_cut(r.params)]
         if cutting:
             index = self._index(lines.of(cutting))
-            cut = self._cut(logits.index_select(0, index), self._rows_of(lines, cutting, rows))
-            logits.index_copy_(0, index, cut)
+            picked = logits.index_select(0, index)
+            columns = self._cut_columns(self._rows_of(lines, cutting, rows))
+            logits.index_copy_(0, index, self._cut(picked, *columns))
 
     def _rows_of(self, lines: _Lines, numbers: Sequence[int], rows: Tensor) -> Tensor:
         """The engine row of each line of some rows."""
@@ -304,21 +337,21 @@ class Sampler:
             ban = torch.where(is_early, NEG_INF, 0.0).unsqueeze(1)
             own.index_add_(1, edits.stop_ids, ban.expand(-1, len(edits.stop_ids)))
 
-    def _cut(self, logits: Tensor, rows: Tensor) -> Tensor:
-        state = self._rows
+    def _top_k(self, params: SamplingParams) -> int:
+        return params.top_k if params.top_k > 0 else self._vocab_size
 
-        def column(values: Tensor) -> Tensor:
-            return values.index_select(0, rows).unsqueeze(1)
+    def _cut_columns(self, rows: Tensor) -> list[Tensor]:
+        """Of some rows: temperature, top-k, top-p and min-p, (rows, 1) each."""
+        values = self._rows.values
+        columns = (values["temperature"], self._rows.top_k, values["top_p"], values["min_p"])
+        return [column.index_select(0, rows).unsqueeze(1) for column in columns]
 
-        temperature = column(state.values["temperature"])
+    def _cut(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    ) -> Tensor:
         # Padding of the vocabulary is banned by the draw, too late for shares of what remains.
         logits = logits.masked_fill(self.is_banned.view(torch.bool), NEG_INF)
-        kept = is_kept(
-            logits / temperature,
-            column(state.top_k),
-            column(state.values["top_p"]),
-            column(state.values["min_p"]),
-        )
+        kept = is_kept(logits / temperature, top_k, top_p, min_p)
         return logits.masked_fill_(~kept, NEG_INF)
 
 
@@ -354,16 +387,6 @@ class _Lines:
         return [i for i, _ in pairs], [k for _, k in pairs]
 
 
-def _has_edits(params: SamplingParams) -> bool:
-    """Whether a request changes its own logits beyond penalties and cuts."""
-    return bool(
-        params.allowed_token_ids is not None
-        or params.bad_words
-        or params.min_tokens
-        or params.logit_bias
-    )
-
-
 def _is_cut(params: SamplingParams) -> bool:
     is_cut = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
     return is_cut and not params.is_greedy
@@ -377,7 +400,7 @@ def is_plain(request: Request) -> bool:
 def _is_changed(request: Request) -> bool:
     params = request.params
     has_grammar = request.matcher is not None
-    return has_grammar or _has_edits(params) or params.has_penalties or _is_cut(params)
+    return has_grammar or params.has_edits or params.has_penalties or _is_cut(params)
 
 
 def is_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

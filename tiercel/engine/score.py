@@ -46,11 +46,14 @@ class ScoreTask:
         reads: what is read of a sequence; sequence i takes `reads[i % len(reads)]`.
         is_relative: values are logits, to be compared among the tokens of one read, instead of
             log-probabilities over the vocabulary. All reads name the same tokens then.
+        sample_keys: if not None, there are no reads: the next token after each item is sampled, by
+            the parameters of the request and the item's own key of noise (`seeds.py`).
     """
 
     items: tuple[tuple[int, ...], ...]
     reads: tuple[tuple[ScoreRead, ...], ...]
     is_relative: bool = False
+    sample_keys: tuple[int, ...] | None = None
 
     @property
     def num_tokens(self) -> int:

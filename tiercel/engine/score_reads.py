@@ -18,10 +18,14 @@ from tiercel.engine.plan import ScheduledRow
 from tiercel.engine.prompt_reads import LOGITS_SLICE
 from tiercel.engine.request import Request
 from tiercel.engine.rows import to_device
+from tiercel.engine.sampled import TopLogprobs, top_logprobs
+from tiercel.engine.sampler import Sampler
 from tiercel.engine.score import ScoreRead
 from tiercel.models.decoder import Decoder
 
 VALUE_BYTES = 4
+# Rows of logits sampled at once: noise takes as much memory twice, in 64 bits.
+ITEMS_SLICE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,33 @@ class ScorePiece:
         kept = self.request.scores[: self.first * VALUE_BYTES]
         self.request.scores = kept + values.tobytes()
         self.request.is_unsound |= not bool(np.isfinite(values).all())
+
+
+@dataclass(frozen=True, slots=True)
+class ItemTokensPiece:
+    """The next tokens after some items of a request, from the item number `first` on.
+
+    Attributes:
+        problems: (count,) uint8, of `ops/sample_tokens.py`.
+        read: of the sampled tokens.
+    """
+
+    request: Request
+    first: int
+    problems: Tensor
+    read: TopLogprobs
+
+    def copied(self, copies: HostCopies) -> ItemTokensPiece:
+        """The same on its way to the host."""
+        read = self.read.copied(copies)
+        return ItemTokensPiece(self.request, self.first, copies.add(self.problems), read)
+
+    def deliver(self) -> None:
+        """Give it to the request; it has arrived on the host."""
+        counts = [self.request.params.logprobs or 0] * len(self.problems)
+        # A step that was interrupted after this point is repeated: its tokens replace these.
+        self.request.item_tokens[self.first :] = self.read.entries(counts)
+        self.request.is_unsound |= bool(self.problems.any())
 
 
 def read_scores(
@@ -81,6 +112,38 @@ def read_scores(
             values = picked - total.index_select(0, own_there)
         pieces.append(ScorePiece(part.request, first, values))
         first += len(ids)
+    return pieces
+
+
+def read_item_tokens(
+    model: Decoder, part: ScheduledRow, hidden: Tensor, place: int, sampler: Sampler
+) -> list[ItemTokensPiece]:
+    """Sample the next token after each item of a part of a step.
+
+    Args:
+        model: whose head and last norm to use.
+        part: with items, of a task with `sample_keys`.
+        hidden: (T, hidden_size) of the step.
+        place: where the part begins in it.
+        sampler: of the engine.
+    """
+    request, task = part.request, part.request.score
+    assert task is not None, "only a task has items"
+    assert task.sample_keys is not None, "the caller has looked"
+    lengths = np.array([len(task.items[number]) for number in part.items], np.int64)
+    rows = place + part.num_query - 1 + np.cumsum(lengths)
+    places = len(request.prompt_token_ids) + lengths
+    keys = np.array(task.sample_keys[part.items.start : part.items.stop], np.int64)
+    pieces = []
+    for start in range(0, len(rows), ITEMS_SLICE):
+        own = slice(start, start + ITEMS_SLICE)
+        count = len(rows[own])
+        on_device = to_device(np.concatenate((rows[own], places[own], keys[own])), hidden.device)
+        rows_there, places_there, keys_there = on_device.split(count)
+        logits = model.logits(hidden, rows_there.int())
+        token_ids, problems = sampler.draw(logits, request.params, keys_there, places_there.int())
+        read = top_logprobs(logits, token_ids, request.params.logprobs or 0)
+        pieces.append(ItemTokensPiece(request, part.items.start + start, problems, read))
     return pieces
 
 

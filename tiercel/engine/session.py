@@ -27,6 +27,7 @@ from tiercel.engine.messages import (
     Forget,
     Forgotten,
     FromEngine,
+    ItemTokens,
     NewRequest,
     Outputs,
     PromptProgress,
@@ -174,6 +175,8 @@ class EngineSession:
                 self._send(Embedding(key, update.request.embedding))
             if update.request.scores:
                 self._send(Scores(key, update.request.scores))
+            if update.request.item_tokens:
+                self._send(ItemTokens(key, tuple(update.request.item_tokens)))
         if update.request.finish_reason is not None:
             self._forget(key)
         now = token_update(update)

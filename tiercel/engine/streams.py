@@ -101,6 +101,10 @@ class TokenStream:
         """Take the values of a request with `score`; they come before the only update."""
         self.request.scores = scores
 
+    def set_item_tokens(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Take the tokens sampled after items; they come before the only update."""
+        self.request.item_tokens = list(entries)
+
     def push(self, item: TokenUpdate | TiercelError) -> None:
         """Hand an update, or the error that ends the request, to the reader.
 

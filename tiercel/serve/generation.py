@@ -2,6 +2,9 @@
 
     GenerationRequest -> Generation, start() -> a task per answer -> pieces() or finished()
 
+Prompts of one list that ask for one token each and share a start run as one request of the engine
+(`shared_answers.py`); their answers come from it as if each had run alone.
+
 Adapters hold the wire format only. A task per answer takes the engine's updates as they come, so
 times are measured on engine events and a stop string ends the engine's work at once, however slow
 the client reads. Pieces wait for the reader in a bounded line: beyond `MAX_WAITING_PIECES` or
@@ -15,13 +18,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Final
 
 from tiercel.engine.grammar import GrammarSpec
+from tiercel.engine.request import Request
+from tiercel.engine.shared_start import SharedStart, find_shared_starts
 from tiercel.engine.streams import TokenStream
 from tiercel.errors import InternalError, InvalidRequestError, TiercelError
 from tiercel.params import SamplingParams
@@ -33,9 +38,11 @@ from tiercel.serve.logs import RequestLog
 from tiercel.serve.metrics import FinishedRequest
 from tiercel.serve.pieces import Piece, PieceLine, Usage
 from tiercel.serve.prompt_meter import PromptMeter
+from tiercel.serve.shared_answers import SharedAnswers
 from tiercel.serve.state import Sender, ServedModel, ServerState
 
 _LOG: Final = logging.getLogger(__name__)
+MAX_LOOP_TOKENS: Final = 32 << 10  # longer lists of prompts are compared in a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +106,7 @@ class Generation:
             for prompt_index in range(len(wanted.prompts))
             for stream in range(self._n)
         ]
+        self._shared: list[SharedStart] = []
         self.started_s = perf_counter()
         self._streams: list[TokenStream] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -110,28 +118,46 @@ class Generation:
         self._failure: BaseException | None = None
         self._news = asyncio.Event()
 
+    async def share_starts(self) -> None:
+        """Find prompts that share a start; call before `start` for a list of prompts."""
+        info, requests = self._model.info, [answer.request for answer in self.answers]
+        find = partial(
+            find_shared_starts,
+            self._model.inputs,
+            requests,
+            longest_item=info.max_num_batched_tokens - info.max_num_seqs,
+        )
+        num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        is_short = num_tokens <= MAX_LOOP_TOKENS
+        self._shared = find() if is_short else await self._state.off_loop(find)
+
     def start(self) -> None:
         """Hand the requests to the engine, all or none.
 
         Raises:
             QueueFullError, EngineDeadError: none was taken.
         """
-        self._state.client.check_room(len(self.answers))
+        num_apart = len(self.answers) - sum(len(shared.members) for shared in self._shared)
+        self._state.client.check_room(num_apart + len(self._shared))
         self.started_s = perf_counter()
         try:
-            for answer in self.answers:
-                self._streams.append(self._state.client.submit(answer.request))
+            groups = [SharedAnswers(s, self._submit(s.carrier)) for s in self._shared]
+            members = {stream.request: stream for group in groups for stream in group.streams}
+            streams = [
+                members.get(answer.request) or self._submit(answer.request)
+                for answer in self.answers
+            ]
         except TiercelError:
             self.close()
             raise
         loop = asyncio.get_running_loop()
-        for answer, stream in zip(self.answers, self._streams, strict=True):
+        for group in groups:
+            self._add_task(group.distribute())
+        for answer, stream in zip(self.answers, streams, strict=True):
             if self._returns_progress:
                 answer.meter = PromptMeter(stream)
                 stream.on_progress = partial(self._put_progress, answer.index, answer.meter)
-            task = loop.create_task(self._read(answer, stream))
-            task.add_done_callback(self._on_done)
-            self._tasks.append(task)
+            self._add_task(self._read(answer, stream))
         limits = self._state.settings.limits
         self._timers.append(loop.call_later(limits.max_queue_seconds, self._check_queue))
         if limits.max_request_seconds is not None:
@@ -229,6 +255,16 @@ class Generation:
         """Tokens of prompts whose log-probabilities have come."""
         return sum(len(answer.request.prompt_logprobs) for answer in self.answers)
 
+    def _submit(self, request: Request) -> TokenStream:
+        stream = self._state.client.submit(request)
+        self._streams.append(stream)
+        return stream
+
+    def _add_task(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._on_done)
+        self._tasks.append(task)
+
     async def _read(self, answer: Answer, stream: TokenStream) -> None:
         async for update in stream:
             if update.finish_reason in ("error", "abort"):
@@ -259,11 +295,8 @@ class Generation:
 
     def _go_on(self, answer: Answer) -> TokenStream:
         """Ask for the rest of an answer whose thinking was closed; its blocks are still cached."""
-        client = self._state.client
-        client.abort(answer.running)
-        stream = client.submit(answer.ask_for_rest(self._model.inputs))
-        self._streams.append(stream)
-        return stream
+        self._state.client.abort(answer.running)
+        return self._submit(answer.ask_for_rest(self._model.inputs))
 
     def _observe(self, answer: Answer, num_new: int, now: float) -> None:
         if not num_new:

@@ -111,6 +111,8 @@ async def _answer(
     wanted = await completion_generation(state, model, body, prompts, sender_of(request))
     is_stream = bool(body.stream)
     generation = Generation(state, model, wanted, is_stream=is_stream)
+    if len(prompts) > 1 and wanted.params.n == 1:
+        await generation.share_starts()
     writer = CompletionWriter(model, body, prompts, request_id(request))
     return await respond(request, generation, writer, is_stream=is_stream)
 
