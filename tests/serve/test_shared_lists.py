@@ -270,6 +270,18 @@ def test_a_shared_start_is_computed_once(tmp_path):
         )
 
 
+def test_in_16_bits_a_list_shares_its_start_by_the_prefix_cache():
+    """Packed items would be rounded in another order than prompts of their own."""
+    with served(DATA / "llama-tiny.gguf", dtype="bfloat16") as running:
+        expected = running.one_by_one(LIST)
+        whole = running.ask(LIST)
+        assert running.client.num_requests == len(LIST)
+        size = running.client.info.block_size
+        cached = len(START) // size * size * (len(LIST) - 1)
+        assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+        assert [c["text"] for c in whole["choices"]] == [c["text"] for c in expected]
+
+
 def test_families_of_prompts_share_their_own_starts(tiny):
     """Two queries after one instruction, each with documents."""
     starts = [[*START[:64], *[50 + query] * 100] for query in range(2)]
