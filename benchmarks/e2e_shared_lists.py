@@ -3,17 +3,17 @@
     python -m benchmarks.e2e_shared_lists --out benchmarks/results/e2e_shared_lists.json
 
 A reranker asks about 64 documents after 2,000 tokens of instruction and query, with `max_tokens` 1
-and `logprobs`, on a CPU through the server. Three ways, each with a start of its own, which no
-request has had before:
+and `logprobs`, on a CPU through the server:
 
-    list                        one request with all prompts
-    one by one                  a request for each; the prefix cache has the start after the first
-    one by one, without cache   the same on a server with TIERCEL_PREFIX_CACHE=0
+    list                          one request with all prompts, whose start is new
+    one by one                    a request for each, whose start is new: the first one caches it
+    one by one, after the list    the prompts of the list again: all find its start
+    one by one, without cache     the same prompts on a server with TIERCEL_PREFIX_CACHE=0
+    one prompt as long            as many tokens as the list must compute: the floor
 
-The list's prompts are those of the last way, and the answers are compared. Needed: the list takes
-an eighth of the time of one by one without cache. The floor of the list is the time of a prompt
-with as many tokens as the list must compute. In float32 (`--dtype`) a list runs as packed items, in
-16 bits as prompts that share the start by the prefix cache.
+Needed: the list takes an eighth of the time of one by one without cache. The answers to the same
+prompts are compared. In float32 (`--dtype`) a list runs as packed items, in 16 bits as prompts that
+share the start by the prefix cache.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import os
 import random
 import time
 import urllib.request
+from collections import defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,34 @@ from benchmarks.e2e_first_request import model_id, run_server
 from benchmarks.figures import save
 from tiercel.loader.hub import resolve
 
+SAME_PROMPTS = ("one by one, after the list", "one by one, without cache")
 NUM_IDS = 10_000  # of the vocabulary, to choose from
 TOP_LOGPROBS = 5
+
+
+@dataclass(frozen=True)
+class Run:
+    """All prompts once."""
+
+    seconds: float
+    answers: list[dict[str, Any]]
+
+
+@dataclass
+class Way:
+    """What repeats of one way took; tokens and answers are those of the last one."""
+
+    seconds: list[float] = field(default_factory=list)
+    computed: int = 0
+    choices: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, run: Run) -> None:
+        """Note a repeat."""
+        self.seconds.append(run.seconds)
+        self.choices = [choice for answer in run.answers for choice in answer["choices"]]
+        usages = [answer["usage"] for answer in run.answers]
+        cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+        self.computed = sum(usage["prompt_tokens"] for usage in usages) - cached
 
 
 def make_prompts(seed: int, arguments: argparse.Namespace) -> list[list[int]]:
@@ -68,25 +96,20 @@ def complete(address: str, name: str, prompt: list[int] | list[list[int]]) -> di
         return result
 
 
-def ask_list(address: str, prompts: list[list[int]]) -> tuple[float, list[dict[str, Any]], int]:
-    """Seconds of one request with all prompts, its choices, its cached tokens."""
+def ask_list(address: str, prompts: list[list[int]]) -> Run:
+    """One request with all prompts."""
     name = model_id(address)
     began = time.perf_counter()
     answer = complete(address, name, prompts)
-    seconds = time.perf_counter() - began
-    return seconds, answer["choices"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return Run(time.perf_counter() - began, [answer])
 
 
-def ask_each(address: str, prompts: list[list[int]]) -> tuple[float, list[dict[str, Any]], int]:
-    """The same of a request for each prompt, one after another."""
+def ask_each(address: str, prompts: list[list[int]]) -> Run:
+    """A request for each prompt, one after another."""
     name = model_id(address)
-    choices, cached = [], 0
     began = time.perf_counter()
-    for prompt in prompts:
-        answer = complete(address, name, prompt)
-        choices += answer["choices"]
-        cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return time.perf_counter() - began, choices, cached
+    answers = [complete(address, name, prompt) for prompt in prompts]
+    return Run(time.perf_counter() - began, answers)
 
 
 def largest_difference(
@@ -104,44 +127,37 @@ def largest_difference(
 
 def measure(model: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each way."""
-    num_tokens = arguments.prompts * (arguments.shared + arguments.own)
-    num_needed = arguments.shared + arguments.prompts * arguments.own
-    samples: dict[str, list[float]] = {"list": [], "one by one": [], "one prompt as long": []}
-    cached: dict[str, int] = {"one prompt as long": 0}
+    ways: dict[str, Way] = defaultdict(Way)
     with run_server(model, "cpu") as (address, _):
         for repeat in range(arguments.repeats):
-            prompts = make_prompts(3 * repeat, arguments)
-            seconds, choices, cached["list"] = ask_list(address, prompts)
-            samples["list"].append(seconds)
-            others = make_prompts(3 * repeat + 1, arguments)
-            seconds, _, cached["one by one"] = ask_each(address, others)
-            samples["one by one"].append(seconds)
-            whole = make_prompts(3 * repeat + 2, arguments)[0]
-            long = [whole[i % len(whole)] for i in range(num_needed)]
-            samples["one prompt as long"].append(ask_each(address, [long])[0])
+            prompts, others, whole = (make_prompts(3 * repeat + i, arguments) for i in range(3))
+            ways["list"].add(ask_list(address, prompts))
+            ways["one by one"].add(ask_each(address, others))
+            ways["one by one, after the list"].add(ask_each(address, prompts))
+            num_needed = arguments.shared + arguments.prompts * arguments.own
+            long = [whole[0][i % len(whole[0])] for i in range(num_needed)]
+            ways["one prompt as long"].add(ask_each(address, [long]))
     os.environ["TIERCEL_PREFIX_CACHE"] = "0"
     with run_server(model, "cpu") as (address, _):
-        seconds, expected, cached["one by one, without cache"] = ask_each(address, prompts)
-    samples["one by one, without cache"] = [seconds]
-    num_other, difference = largest_difference(choices, expected)
-    best = {name: min(times) for name, times in samples.items()}
-    return [
-        {
+        ways["one by one, without cache"].add(ask_each(address, prompts))
+    rows = []
+    for name, way in ways.items():
+        row: dict[str, Any] = {
             "name": name,
             "model": model.name,
             "dtype": arguments.dtype,
             "prompts": arguments.prompts,
             "shared_tokens": arguments.shared,
             "own_tokens": arguments.own,
-            "computed_tokens": (num_needed if name == "one prompt as long" else num_tokens)
-            - cached[name],
-            "seconds": times,
-            "time_over_list": best[name] / best["list"],
-            "answers_with_another_token": num_other,
-            "largest_error_logprob": difference,
+            "computed_tokens": way.computed,
+            "seconds": way.seconds,
+            "time_over_list": min(way.seconds) / min(ways["list"].seconds),
         }
-        for name, times in samples.items()
-    ]
+        if name in SAME_PROMPTS:
+            num_other, difference = largest_difference(way.choices, ways["list"].choices)
+            row |= {"other_tokens": num_other, "largest_error_logprob": difference}
+        rows.append(row)
+    return rows
 
 
 def run() -> None:
@@ -158,9 +174,11 @@ def run() -> None:
     head = environment(torch.device("cpu"))
     rows = measure(resolve(arguments.model, offline=False, report=None), arguments)
     for row in rows:
-        seconds = min(row["seconds"])
-        print(f"{row['name']}: {seconds:.2f} s, {row['time_over_list']:.2f} times the list")
-    print(f"largest difference of a log-probability: {rows[0]['largest_error_logprob']:.1e}")
+        text = f"{row['name']}: {row['computed_tokens']} tokens, {min(row['seconds']):.2f} s, "
+        text += f"{row['time_over_list']:.2f} times the list"
+        if "largest_error_logprob" in row:
+            text += f", log-probabilities within {row['largest_error_logprob']:.1e}"
+        print(text)
     save(arguments.out, head, rows)
 
 
