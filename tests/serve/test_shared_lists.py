@@ -326,15 +326,15 @@ def test_a_list_that_ends_early(monkeypatch):
     """NaN after one item: the list fails as it does one by one."""
     with served(DATA / "llama-tiny.gguf") as running:
         sampler = running.client.engine.runner.sampler
-        draw = sampler.draw
+        sample = sampler.sample
 
         def spoilt(logits, *arguments):
             logits[3] = float("nan")
-            return draw(logits, *arguments)
+            return sample(logits, *arguments)
 
-        monkeypatch.setattr(sampler, "draw", spoilt)
+        monkeypatch.setattr(sampler, "sample", spoilt)
         assert running.ask(LIST, 500)["error"]["code"] == "nonfinite_logits"
-        monkeypatch.setattr(sampler, "draw", draw)
+        monkeypatch.setattr(sampler, "sample", sample)
         assert len(running.ask(LIST)["choices"]) == len(LIST)
 
 

@@ -172,8 +172,8 @@ class Sampler:
             self.is_banned, self._theta, is_sound,
         )  # fmt: skip
 
-    def draw(
-        self, logits: Tensor, params: SamplingParams, keys: Tensor, places: Tensor
+    def sample(
+        self, logits: Tensor, params: SamplingParams, keys: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Sample from logits that belong to no row; nothing is appended.
 
@@ -181,7 +181,7 @@ class Sampler:
             logits: (L, vocab_size) float32, the raw ones; unchanged.
             params: of all L; without penalties and edits.
             keys: (L,) int64, see `seeds.py`.
-            places: (L,) int32, where in its text each sampled token will stand.
+            positions: (L,) int32, of each sampled token in its text.
 
         Returns:
             As `sample_tokens`.
@@ -191,7 +191,7 @@ class Sampler:
         temperature = torch.full(
             (count,), 0.0 if params.is_greedy else params.temperature, device=device
         )
-        state = SampleRows(rows, places, temperature, keys)
+        state = SampleRows(rows, positions, temperature, keys)
         is_sound = None
         if _is_cut(params):
             is_sound = logits.isfinite().all(dim=1).to(torch.uint8)
@@ -202,7 +202,7 @@ class Sampler:
                 torch.full((count, 1), max(params.top_p, _LEAST), device=device),
                 torch.full((count, 1), params.min_p, device=device),
             )
-        return draw_torch(logits, rows, places, state, self.is_banned, is_sound)
+        return draw_torch(logits, rows, positions, state, self.is_banned, is_sound)
 
     def _count(
         self, lines: _Lines, rows: Tensor, chosen: Tensor, verified: Verified | None

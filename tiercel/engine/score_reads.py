@@ -24,7 +24,7 @@ from tiercel.engine.score import ScoreRead
 from tiercel.models.decoder import Decoder
 
 VALUE_BYTES = 4
-# Rows of logits sampled at once: noise takes as much memory twice, in 64 bits.
+# Rows of logits sampled together: their noise takes twice their memory, in 64 bits.
 ITEMS_SLICE = 64
 
 
@@ -132,16 +132,18 @@ def read_item_tokens(
     assert task.sample_keys is not None, "the caller has looked"
     lengths = np.array([len(task.items[number]) for number in part.items], np.int64)
     rows = place + part.num_query - 1 + np.cumsum(lengths)
-    places = len(request.prompt_token_ids) + lengths
+    positions = len(request.prompt_token_ids) + lengths
     keys = np.array(task.sample_keys[part.items.start : part.items.stop], np.int64)
     pieces = []
     for start in range(0, len(rows), ITEMS_SLICE):
         own = slice(start, start + ITEMS_SLICE)
         count = len(rows[own])
-        on_device = to_device(np.concatenate((rows[own], places[own], keys[own])), hidden.device)
-        rows_there, places_there, keys_there = on_device.split(count)
+        on_device = to_device(np.concatenate((rows[own], positions[own], keys[own])), hidden.device)
+        rows_there, positions_there, keys_there = on_device.split(count)
         logits = model.logits(hidden, rows_there.int())
-        token_ids, problems = sampler.draw(logits, request.params, keys_there, places_there.int())
+        token_ids, problems = sampler.sample(
+            logits, request.params, keys_there, positions_there.int()
+        )
         read = top_logprobs(logits, token_ids, request.params.logprobs or 0)
         pieces.append(ItemTokensPiece(request, part.items.start + start, problems, read))
     return pieces
