@@ -135,6 +135,7 @@ def test_the_carrier_samples_as_its_members():
     (shared,) = find_shared_starts(INPUTS, requests, longest_item=100)
     carrier = shared.carrier
     assert (carrier.params, carrier.priority, carrier.max_tokens) == (params, 4, 0)
+    assert carrier.request_id == requests[0].request_id
     assert carrier.score.sample_keys == (mix_key(9, 0),) * 2
 
 
