@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 from tiercel.errors import ArgumentError
@@ -261,6 +261,30 @@ class SamplingParams:
         """Whether tokens are banned or biased."""
         has_bans = self.allowed_token_ids is not None or bool(self.bad_words or self.min_tokens)
         return has_bans or bool(self.logit_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Sampling parameters of requests that do not say; None: not set here.
+
+    `SamplingParams` gives the meanings.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The values that are set, by field."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def over(self, others: SamplingDefaults) -> SamplingDefaults:
+        """These values, and for fields without one those of `others`."""
+        return replace(others, **self.given())
 
 
 def _number(

@@ -47,7 +47,7 @@ from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.engine.spawn import _Connection
 from tiercel.errors import EngineDeadError, InternalError, InvalidRequestError, TiercelError
 from tiercel.loader.stamps import FileStamp
-from tiercel.params import SamplingParams, StructuredOutputs
+from tiercel.params import SamplingDefaults, SamplingParams, StructuredOutputs
 
 PARAMS = SamplingParams(
     n=3,
@@ -104,6 +104,7 @@ INFO = EngineInfo(
     chat_template=None,
     pooling="last",
     load_seconds=1.5,
+    sampling_defaults=SamplingDefaults(temperature=0.6, top_k=20),
 )
 TO_ENGINE = [
     Start(LoadOptions(model="m", max_num_seqs=3, offline=True, enable_fault_injection=True)),

@@ -19,6 +19,7 @@ from tests.serve.fake_client import (
 )
 from tests.serve.thread_server import thread_server
 from tiercel.engine.supervisor import EngineState
+from tiercel.params import SamplingDefaults
 from tiercel.serve import app as app_module
 from tiercel.serve import text_routes
 from tiercel.serve.model_watch import default_names
@@ -141,6 +142,17 @@ def test_models():
         "id", "object", "created", "owned_by", "root", "parent", "max_model_len",
     }  # fmt: skip
     assert (card["object"], card["max_model_len"], card["root"]) == ("model", 256, "tiny")
+
+
+def test_a_card_tells_the_sampling_defaults_that_are_set():
+    ours, others = SamplingDefaults(temperature=0.5), SamplingDefaults(0.6, top_k=20, max_tokens=9)
+    client = FakeClient(info=fake_info(sampling_defaults=others))
+    paths = [("GET", path) for path in ("/v1/models", "/v1/models/tiny")]
+    listed, one = ask(*paths, client=client, sampling=ours)
+    assert one.json() == listed.json()["data"][0]
+    assert one.json()["sampling_defaults"] == {"temperature": 0.5, "top_k": 20}
+    (off,) = ask(paths[1], client=FakeClient(info=client.info), has_model_defaults=False)
+    assert "sampling_defaults" not in off.json()
 
 
 def test_the_model_is_named_after_its_file_by_default():

@@ -1,5 +1,7 @@
 """`/v1/chat/completions`: every field is honoured or refused by name, plain and streamed alike."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.serve.events import read_chat, read_events, says
@@ -12,8 +14,7 @@ from tests.serve.fake_client import (
 )
 from tiercel.engine.request import TokenLogprobs
 from tiercel.engine.streams import TokenUpdate
-from tiercel.params import Limits, SamplingParams
-from tiercel.serve.state import SamplingDefaults
+from tiercel.params import Limits, SamplingDefaults, SamplingParams
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
@@ -120,6 +121,36 @@ def test_what_is_left_out_has_the_defaults_of_the_server():
     first, second = (request.params for request in client.submitted)
     assert first == SamplingParams(**defaults)
     assert second == SamplingParams(**given)
+
+
+MODEL_DEFAULTS = {"temperature": 0.6, "top_p": 0.8, "top_k": 20, "min_p": 0.2}
+MODEL_DEFAULTS["repetition_penalty"] = 1.1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "max_tokens"),
+    [
+        ("/v1/chat/completions", {**CHAT}, None),
+        ("/v1/completions", {"model": "tiny", "prompt": "a"}, 16),
+        ("/v1/responses", {"model": "tiny", "input": "a"}, None),
+        ("/v1/messages", {**CHAT, "max_tokens": 4}, 4),
+    ],
+)
+def test_the_file_of_the_model_sets_defaults(path, body, max_tokens):
+    """Request over option of the server over the model's file over the API."""
+    client = FakeClient(info=fake_info(sampling_defaults=SamplingDefaults(**MODEL_DEFAULTS)))
+    calls = [("POST", path, {"json": sent}) for sent in (body, {**body, "top_k": 0})]
+    first, _ = ask(*calls, client=client)
+    assert first.status_code == 200, first.text
+    ask(calls[0], client=client, sampling=SamplingDefaults(temperature=0.0))
+    ask(calls[0], client=client, has_model_defaults=False)
+    expected = SamplingParams(**MODEL_DEFAULTS, max_tokens=max_tokens)
+    assert [request.params for request in client.submitted] == [
+        expected,
+        replace(expected, top_k=0),
+        replace(expected, temperature=0.0),
+        SamplingParams(max_tokens=max_tokens),
+    ]
 
 
 def test_null_is_left_out():

@@ -27,11 +27,11 @@ from tiercel.cli.serve_options import (
 from tiercel.cli.terminal import UsageError, has_colour, read_bounded
 from tiercel.errors import ArgumentError
 from tiercel.machine import check_platform
-from tiercel.params import LIMITS, Limits, SamplingParams
+from tiercel.params import LIMITS, Limits, SamplingDefaults, SamplingParams
 
 if TYPE_CHECKING:
     from tiercel.engine.messages import LoadOptions
-    from tiercel.serve.state import AccessSettings, SamplingDefaults, ServeSettings
+    from tiercel.serve.state import AccessSettings, ServeSettings
     from tiercel.serve.tracing import Tracing
 
 MAX_KEY_FILE_BYTES: Final = 1 << 20
@@ -127,6 +127,7 @@ def make_settings(
         limits=make_limits(limits),
         access=make_access(server),
         sampling=sampling,
+        has_model_defaults=not defaults.no_model_defaults,
         tool_parser=server.tool_parser,
         reasoning_parser=server.reasoning_parser,
         is_reasoning_mirrored=server.reasoning_field == "both",
@@ -210,8 +211,6 @@ def make_defaults(options: DefaultOptions) -> SamplingDefaults:
     Raises:
         ArgumentError: one is out of range.
     """
-    from tiercel.serve.state import SamplingDefaults
-
     given = {
         "temperature": options.temperature,
         "top_p": options.top_p,

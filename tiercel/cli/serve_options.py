@@ -135,14 +135,21 @@ class BatchOptions:
 class DefaultOptions:
     """What a request gets where it says nothing."""
 
-    temperature: Annotated[float | None, Parameter(help="Else 1.", show_default=False)] = None
-    top_p: Annotated[float | None, Parameter(help="Else 1, which is off.")] = None
-    top_k: Annotated[int | None, Parameter(help="Else 0, which keeps all.")] = None
-    min_p: Annotated[float | None, Parameter(help="Else 0, which is off.")] = None
-    repeat_penalty: Annotated[float | None, Parameter(help="Else 1, which is off.")] = None
+    temperature: Annotated[
+        float | None, Parameter(help="Else the model's, else 1.", show_default=False)
+    ] = None
+    top_p: Annotated[float | None, Parameter(help="Else the model's, else 1 (off).")] = None
+    top_k: Annotated[int | None, Parameter(help="Else the model's, else 0 (off).")] = None
+    min_p: Annotated[float | None, Parameter(help="Else the model's, else 0 (off).")] = None
+    repeat_penalty: Annotated[
+        float | None, Parameter(help="Else the model's, else 1 (off).")
+    ] = None
     max_tokens: Annotated[
         int | None, Parameter(help="Else what is left; completions 16.", show_default=False)
     ] = None
+    no_model_defaults: Annotated[
+        bool, Parameter(negative="", help="Take none of these from the model's file.")
+    ] = False
     seed: Annotated[int, Parameter(group=MODEL_GROUP, help="Of requests without one.")] = 0
 
 

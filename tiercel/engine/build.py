@@ -200,5 +200,6 @@ def describe(loaded: LoadedModel, load_seconds: float) -> EngineInfo:
         tokenizer=pack_tokenizer(source),
         chat_template=None if template is None else plain_text(template),
         pooling=source.pooling,
+        sampling_defaults=source.sampling_defaults,
         load_seconds=load_seconds,
     )

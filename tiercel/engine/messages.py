@@ -25,7 +25,7 @@ from tiercel.engine.request import Request, TokenLogprobs
 from tiercel.engine.score import ScoreTask
 from tiercel.errors import EngineDeadError, TiercelError
 from tiercel.loader.stamps import FileStamp
-from tiercel.params import SamplingParams
+from tiercel.params import SamplingDefaults, SamplingParams
 
 LENGTH_BYTES = 4
 MAX_TO_ENGINE_BYTES = 64 * 2**20  # a prompt of a million ids takes 5 MB
@@ -87,6 +87,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer: for `unpack_tokenizer`.
         chat_template: Jinja source, or None.
         pooling: ``mean`` or ``last`` if the file declares an embedding model, else None.
+        sampling_defaults: of the model's file, for requests that do not say.
         load_seconds: of loading weights, PyTorch itself not counted.
     """
 
@@ -112,6 +113,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None
     pooling: str | None
     load_seconds: float
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
 
     @property
     def capacity_tokens(self) -> int:

@@ -26,7 +26,9 @@ from tiercel.loader.safetensors import SafetensorsFiles, read_safetensors
 from tiercel.loader.verify import find_nonfinite
 from tiercel.models import registry
 from tiercel.models.config import Architecture, ModelConfig, from_gguf, from_hf
+from tiercel.models.sampling_defaults import GGUF_KEYS, HF_KEYS, read_sampling_defaults
 from tiercel.models.tensors import check_tensors
+from tiercel.params import SamplingDefaults
 from tiercel.text.tokenizer import Tokenizer
 from tiercel.text.tokenizer_data import TokenizerData
 
@@ -52,6 +54,7 @@ class ModelSource:
         is_interleaved: rows of q and k are stored for rotation of adjacent pairs.
         norm_offset: what the file leaves out of RMSNorm weights.
         chat_template: Jinja source, or None.
+        sampling_defaults: of the publisher, for requests that do not say.
     """
 
     path: Path
@@ -63,6 +66,7 @@ class ModelSource:
     is_interleaved: bool
     norm_offset: float
     chat_template: str | None
+    sampling_defaults: SamplingDefaults
     files: GGUFFile | SafetensorsFiles
     tokenizer_data: TokenizerData | Mapping[str, Any]
 
@@ -193,6 +197,7 @@ def _open_gguf(path: Path) -> ModelSource:
         is_interleaved=family.interleaved_gguf,
         norm_offset=0.0,
         chat_template=tokenizer.chat_template,
+        sampling_defaults=read_sampling_defaults(files.metadata, GGUF_KEYS, name),
         files=files,
         tokenizer_data=tokenizer,
     )
@@ -241,6 +246,9 @@ def _open_folder(folder: Path) -> ModelSource:
         is_interleaved=False,
         norm_offset=family.hf_norm_offset,
         chat_template=_folder_template(folder, tokenizer_config),
+        sampling_defaults=read_sampling_defaults(
+            generation, HF_KEYS, f"{folder.name}/generation_config.json"
+        ),
         files=files,
         tokenizer_data={"tokenizer_config": tokenizer_config, "generation_config": generation},
     )

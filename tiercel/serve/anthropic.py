@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from tiercel.errors import ArgumentError, InvalidRequestError
-from tiercel.params import SamplingParams, StructuredOutputs
+from tiercel.params import SamplingDefaults, SamplingParams, StructuredOutputs
 from tiercel.serve.anthropic_input import template_functions, template_input
 from tiercel.serve.anthropic_types import (
     AnthropicAnswer,
@@ -37,13 +37,7 @@ from tiercel.serve.info_routes import json_response
 from tiercel.serve.model_route import model_routes
 from tiercel.serve.respond import respond, while_connected
 from tiercel.serve.route_docs import RouteDoc
-from tiercel.serve.state import (
-    SamplingDefaults,
-    ServedModel,
-    ServerState,
-    request_id,
-    sender_of,
-)
+from tiercel.serve.state import ServedModel, ServerState, request_id, sender_of
 
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "container": (),
@@ -102,7 +96,7 @@ async def _answer(
             param="thinking.budget_tokens",
         )
     check_stops("stop_sequences", body.stop_sequences, state.settings.limits)
-    params = _params(body, state.settings.sampling)
+    params = _params(body, model.sampling)
     wanted = await prepare_chat(state, model, chat_input(body), params, sender_of(request))
     is_stream = bool(body.stream)
     generation = Generation(state, model, wanted, is_stream=is_stream)

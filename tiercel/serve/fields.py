@@ -14,10 +14,10 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from tiercel.errors import ArgumentError, InvalidRequestError
-from tiercel.params import LIMITS, Limits, SamplingParams, StructuredOutputs
+from tiercel.params import LIMITS, Limits, SamplingDefaults, SamplingParams, StructuredOutputs
 from tiercel.serve.body import Int64, TokenId
 from tiercel.serve.errors import refusal, unsupported
-from tiercel.serve.state import SamplingDefaults, ServeSettings
+from tiercel.serve.state import ServeSettings
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -52,6 +52,16 @@ class Version(Struct, frozen=True):
     version: str
 
 
+class DefaultsCard(Struct, frozen=True, omit_defaults=True):
+    """What requests to a model get where they do not say, as far as it is not the API's default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
 class ModelCard(Struct, frozen=True):
     """A served model; aliases have cards of their own."""
 
@@ -62,6 +72,7 @@ class ModelCard(Struct, frozen=True):
     object: Literal["model"] = "model"
     owned_by: str = "tiercel"
     parent: None = None
+    sampling_defaults: DefaultsCard | UnsetType = UNSET
 
 
 class ModelList(Struct, frozen=True):
@@ -214,7 +225,21 @@ def _model_routes(state: ServerState) -> list[BaseRoute]:
 
 
 def _card(model: ServedModel, name: str) -> ModelCard:
-    return ModelCard(name, model.created, model.name, model.info.max_model_len)
+    defaults = model.sampling
+    sampling = DefaultsCard(
+        temperature=defaults.temperature,
+        top_p=defaults.top_p,
+        top_k=defaults.top_k,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
+    )
+    return ModelCard(
+        name,
+        model.created,
+        model.name,
+        model.info.max_model_len,
+        sampling_defaults=UNSET if sampling == DefaultsCard() else sampling,
+    )
 
 
 def token_name(model: ServedModel, token_id: int | None) -> str | None:

@@ -21,11 +21,12 @@ from tiercel.engine.supervisor import EngineState
 from tiercel.engine.tokenizer_parcel import unpack_tokenizer
 from tiercel.errors import TiercelError
 from tiercel.loader.hub import CATALOGUE
+from tiercel.params import SamplingDefaults
 from tiercel.serve.clock import created_now
 from tiercel.serve.grammar_check import GrammarChecker
 from tiercel.serve.rehearsal import MakeApp, rehearse
 from tiercel.serve.startup import Startup
-from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.state import ServedModel, ServerState, ServeSettings
 from tiercel.serve.throughput import Throughput
 from tiercel.text.chat_template import ChatTemplate
 from tiercel.text.tokenizer import Tokenizer
@@ -183,8 +184,16 @@ def make_model(state: ServerState, info: EngineInfo) -> ServedModel:
             seed=info.seed,
         ),
         grammars=make_checker(state, tokenizer, info.vocab_size),
+        sampling=_defaults(state.settings, info),
         created=created_now(),
     )
+
+
+def _defaults(settings: ServeSettings, info: EngineInfo) -> SamplingDefaults:
+    """Options of the server win over the model's file."""
+    if not settings.has_model_defaults:
+        return settings.sampling
+    return settings.sampling.over(info.sampling_defaults)
 
 
 def make_checker(

@@ -184,14 +184,13 @@ async def chat_generation(
     Raises:
         InvalidRequestError: wrong messages, tools or forms.
     """
-    settings = state.settings
     max_tokens = body.max_completion_tokens
     max_tokens = body.max_tokens if max_tokens is None else max_tokens
     params = make_params(
         body,
-        settings.sampling,
+        model.sampling,
         n=body.n or 1,
-        max_tokens=settings.sampling.max_tokens if max_tokens is None else max_tokens,
+        max_tokens=model.sampling.max_tokens if max_tokens is None else max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         structured=structured_outputs(body),

@@ -156,13 +156,13 @@ async def completion_generation(
         InvalidRequestError: a wrong prompt or form.
     """
     structured = structured_outputs(body)
-    max_tokens = chosen(body.max_tokens, state.settings.sampling.max_tokens, DEFAULT_MAX_TOKENS)
+    max_tokens = chosen(body.max_tokens, model.sampling.max_tokens, DEFAULT_MAX_TOKENS)
     of_prompt = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         of_prompt = max(of_prompt or 0, body.logprobs)
     params = make_params(
         body,
-        state.settings.sampling,
+        model.sampling,
         n=body.n or 1,
         max_tokens=max(1, max_tokens),
         logprobs=body.logprobs,

@@ -69,7 +69,7 @@ async def _answer(
     generation = Generation(state, model, wanted, is_stream=is_stream)
     writer = ResponsesWriter(
         model.tokenizer,
-        new_response(body, model.name, state.settings.sampling),
+        new_response(body, model.name, model.sampling),
         request_id(request),
         num_top=_num_top(body),
     )
@@ -106,7 +106,7 @@ def _num_top(body: ResponsesRequest) -> int | None:
 async def _generation(
     state: ServerState, model: ServedModel, body: ResponsesRequest, sender: Sender
 ) -> GenerationRequest:
-    defaults = state.settings.sampling
+    defaults = model.sampling
     params = make_params(
         body,
         defaults,

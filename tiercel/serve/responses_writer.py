@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from tiercel.engine.request import TokenLogprobs
 from tiercel.errors import TiercelError
+from tiercel.params import SamplingDefaults
 from tiercel.serve import sse
 from tiercel.serve.clock import created_now
 from tiercel.serve.errors import error_message
@@ -38,7 +39,6 @@ from tiercel.serve.responses_types import (
     TextConfig,
     TextFormat,
 )
-from tiercel.serve.state import SamplingDefaults
 from tiercel.serve.token_texts import chat_logprobs
 from tiercel.serve.wire import joined, new_id
 from tiercel.text.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from tiercel.engine.inputs import InputProcessor
 from tiercel.engine.supervisor import EngineState
 from tiercel.errors import EngineDeadError, ModelNotFoundError
-from tiercel.params import LIMITS, Limits
+from tiercel.params import LIMITS, Limits, SamplingDefaults
 from tiercel.serve.errors import escaped, overloaded
 from tiercel.text.chat_template import ChatTemplate
 from tiercel.text.template_client import TemplateWorkers
@@ -57,18 +57,6 @@ class AccessSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What a request gets where it says nothing; None: the API's own default."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ServeSettings:
     """How the server was asked to be.
 
@@ -76,7 +64,8 @@ class ServeSettings:
         served_names: names that `model` may hold; answers carry the first. Empty: the model's own.
         limits: bounds of every route.
         access: keys, hosts, origins.
-        sampling: defaults of requests.
+        sampling: defaults of requests; they win over those of the model's file.
+        has_model_defaults: the model's file may set defaults of requests.
         tool_parser: name, ``none``, or None to choose by the model.
         reasoning_parser: the same.
         is_reasoning_mirrored: reasoning goes to `reasoning` besides `reasoning_content`.
@@ -97,7 +86,8 @@ class ServeSettings:
     served_names: tuple[str, ...] = ()
     limits: Limits = LIMITS
     access: AccessSettings = AccessSettings()
-    sampling: SamplingDefaults = SamplingDefaults()
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    has_model_defaults: bool = True
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     is_reasoning_mirrored: bool = False
@@ -139,6 +129,7 @@ class ServedModel:
         inputs: makes requests for it.
         grammars: finds out whether a form can be enforced; None: none can, the model has no token
             that ends an answer.
+        sampling: defaults of requests, by the server's options and the model's file.
         created: Unix seconds at which it was first ready.
     """
 
@@ -148,6 +139,7 @@ class ServedModel:
     template: ChatTemplate | None
     inputs: InputProcessor
     grammars: GrammarChecker | None
+    sampling: SamplingDefaults
     created: int
 
     @property
