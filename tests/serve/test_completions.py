@@ -156,7 +156,6 @@ def test_the_default_length_is_16():
         ({"echo": 1}, "echo"),
         ({"stream_options": {}}, "stream_options"),
         ({"typical_p": 0.5}, "typical_p"),
-        ({"store": True}, "store"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ],
     ids=str,

@@ -141,11 +141,11 @@ NUMBERS = {
 }  # fmt: skip
 MORE = {
     ChatRequest: {
-        "max_tokens": (1, 2147483647, 1), "max_completion_tokens": (1, 2147483647, 1),
+        "max_tokens": (-1, 2147483647, 1), "max_completion_tokens": (-1, 2147483647, 1),
         "top_logprobs": (0, 20, 1),
     },
     CompletionRequest: {
-        "max_tokens": (0, 2147483647, 1), "logprobs": (0, 20, 1), "best_of": (1, 16, 1),
+        "max_tokens": (-1, 2147483647, 1), "logprobs": (0, 20, 1), "best_of": (1, 16, 1),
     },
 }  # fmt: skip
 BASES = {

@@ -173,8 +173,8 @@ def test_an_answer_longer_than_the_context_is_cut_to_it():
 NUMBERS = {
     # field: the values of A8 that have a documented meaning
     "n": (1,),
-    "max_tokens": (2**31 - 1,),
-    "max_completion_tokens": (2**31 - 1,),
+    "max_tokens": (-1, 2**31 - 1),
+    "max_completion_tokens": (-1, 2**31 - 1),
     "temperature": (0, 1.5),
     "top_p": (),
     "top_k": (-1, 0, 2**31 - 1),
@@ -216,9 +216,7 @@ REFUSED = {
     "function_call": "auto",
     "audio": {"voice": "x"},
     "modalities": ["text", "audio"],
-    "prediction": {"type": "content", "content": "x"},
     "web_search_options": {},
-    "store": True,
     "moderation": {"model": "x"},
     "typical_p": 0.5,
     "chat_template": "{{ 1 }}",
@@ -226,7 +224,6 @@ REFUSED = {
     "use_beam_search": True,
     "truncate_prompt_tokens": 5,
     "logits_processors": ["x"],
-    "verbosity": "high",
     "documents": [{"text": "x"}],
     "grammar": 'root ::= "x"',
 }

@@ -47,12 +47,13 @@ def read_sampling_defaults(
             continue
         if isinstance(value, float):
             value = float(f"{value:.{_FLOAT32_DIGITS}g}")  # GGUF holds 0.6 as 0.60000002
+        given: dict[str, Any] = {name: value}
         try:
-            SamplingParams(**{name: value})
+            SamplingParams(**given)
         except ArgumentError as error:
             wrong.append(f"{key} is {shown(value)}; {error.hint}")
         else:
-            found[name] = value
+            found |= given
     if wrong:
         _LOG.warning("%s: sampling defaults are ignored: %s", file, " ".join(wrong))
     return SamplingDefaults(**found)

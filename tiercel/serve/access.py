@@ -30,7 +30,7 @@ _CORS_METHODS: Final = "GET, POST, HEAD, OPTIONS"
 # The official clients add headers of their own; a star stands for all but `authorization`.
 _CORS_HEADERS: Final = "authorization, content-type, x-api-key, x-request-id, *"
 _CORS_SECONDS: Final = "600"
-_CORS_EXPOSED: Final = b"x-request-id, retry-after"
+_CORS_EXPOSED: Final = b"x-request-id, x-tiercel-ignored, retry-after"
 CORS_ANSWER: Final = "tiercel.cors"  # of the scope: headers of the answer, also of a refusal
 
 

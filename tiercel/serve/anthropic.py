@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute, Route
 
 from tiercel.errors import ArgumentError, InvalidRequestError
 from tiercel.params import SamplingDefaults, SamplingParams, StructuredOutputs
-from tiercel.serve.anthropic_input import template_functions, template_input
+from tiercel.serve.anthropic_input import ignored_fields, template_functions, template_input
 from tiercel.serve.anthropic_types import (
     AnthropicAnswer,
     CountAnswer,
@@ -24,15 +24,16 @@ from tiercel.serve.anthropic_types import (
 from tiercel.serve.anthropic_writer import AnthropicWriter
 from tiercel.serve.body import read_body
 from tiercel.serve.chat_input import ChatInput, encode_chat_input, prepare_chat
-from tiercel.serve.errors import THREADS_REFUSED, refusal, unsupported
+from tiercel.serve.engine_fields import refuse_unless_neutral
+from tiercel.serve.errors import THREADS_REFUSED, refusal
 from tiercel.serve.fields import (
     check_stops,
     chosen,
     make_structured,
-    refuse_unless_neutral,
     with_param,
 )
 from tiercel.serve.generation import Generation
+from tiercel.serve.ignored import note_ignored
 from tiercel.serve.info_routes import json_response
 from tiercel.serve.model_route import model_routes
 from tiercel.serve.respond import respond, while_connected
@@ -42,7 +43,6 @@ from tiercel.serve.state import ServedModel, ServerState, request_id, sender_of
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "container": (),
     "mcp_servers": ([],),
-    "context_management": (),
     "prefill": (),
 }
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
@@ -76,6 +76,7 @@ def routes(state: ServerState) -> list[BaseRoute]:
     async def count(request: Request) -> Response:
         model = state.ready_model()
         body = await read_body(request, CountRequest, state.settings.limits)
+        note_ignored(request, ignored_fields(body))
         return await while_connected(request, _count(state, model, body))
 
     return [
@@ -95,6 +96,7 @@ async def _answer(
             hint="Lower it.",
             param="thinking.budget_tokens",
         )
+    note_ignored(request, ignored_fields(body))
     check_stops("stop_sequences", body.stop_sequences, state.settings.limits)
     params = _params(body, model.sampling)
     wanted = await prepare_chat(state, model, chat_input(body), params, sender_of(request))
@@ -157,8 +159,6 @@ def _check_thinking(thinking: Thinking) -> None:
             f"thinking.budget_tokens has no place where thinking is {thinking.type}.",
             param="thinking.budget_tokens",
         )
-    if thinking.display == "omitted":
-        raise unsupported("thinking.display", "must be summarized: thinking is shown whole")
 
 
 def _params(body: MessagesRequest, defaults: SamplingDefaults) -> SamplingParams:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from typing import Final
 
 import msgspec
 
 from tiercel.errors import InvalidRequestError
 from tiercel.serve.anthropic_types import AnthropicMessage, AnthropicTool, Block, PromptFields
 from tiercel.serve.chat_messages import FunctionCall, FunctionSpec, Message, Part, ToolCall
-from tiercel.serve.errors import escaped, refusal, unsupported
+from tiercel.serve.engine_fields import given_fields
+from tiercel.serve.errors import escaped, refusal
+
+OWN_TOOLS: Final = (None, "custom")
+_VENDOR_BLOCKS: Final = ("redacted_thinking", "server_tool_use", "mcp_tool_use")
 
 
 def template_input(body: PromptFields) -> list[Message]:
@@ -29,7 +34,11 @@ def template_input(body: PromptFields) -> list[Message]:
     use_ids: set[str] = set()
     for place, message in enumerate(body.messages):
         param = f"messages[{place}].content"
-        if message.role == "user":
+        if message.role == "system" and all(m.role == "system" for m in messages):
+            text = _text(message.content, param)
+            messages.append(Message(role="system", content=text))
+        elif message.role != "assistant":
+            # Templates take a system text only at the start.
             _add_user(messages, message, param, use_ids)
         else:
             _add_assistant(messages, message, param)
@@ -66,7 +75,7 @@ def _add_assistant(messages: list[Message], message: AnthropicMessage, param: st
             last.reasoning_content = (last.reasoning_content or "") + (block.thinking or "")
         elif block.type == "tool_use":
             last.tool_calls = [*(last.tool_calls or ()), _tool_use(block, name)]
-        else:
+        elif not _is_ignored(block):
             assert isinstance(last.content, str), "it was made here"
             last.content += _block_text(block, name)
 
@@ -75,6 +84,25 @@ def _blocks(message: AnthropicMessage, param: str) -> list[tuple[Block, str]]:
     if isinstance(message.content, str):
         return [(Block(type="text", text=message.content), param)]
     return [(block, f"{param}[{place}]") for place, block in enumerate(message.content)]
+
+
+def _is_ignored(block: Block) -> bool:
+    """Whether a block of the assistant is the vendor's alone: what it holds cannot be read here."""
+    return block.type in _VENDOR_BLOCKS or block.type.endswith("_tool_result")
+
+
+def ignored_fields(body: PromptFields) -> list[str]:
+    """The fields, tools and blocks of a request that are left out."""
+    names = given_fields(body, ("context_management",))
+    if body.thinking is not None and body.thinking.display == "omitted":
+        names.append("thinking.display")
+    for place, tool in enumerate(body.tools or ()):
+        names += [f"tools[{place}]"] * (tool.type not in OWN_TOOLS)
+    for place, message in enumerate(body.messages):
+        if message.role == "assistant":
+            blocks = _blocks(message, f"messages[{place}].content")
+            names += [name for block, name in blocks if _is_ignored(block)]
+    return names
 
 
 def _tool_use(block: Block, param: str) -> ToolCall:
@@ -122,14 +150,15 @@ def _block_text(block: Block, param: str) -> str:
 def template_functions(tools: Sequence[AnthropicTool]) -> list[FunctionSpec]:
     """The functions that the model may call.
 
+    Tools that the vendor defines are left out: see `ignored_fields`.
+
     Raises:
-        InvalidRequestError: 400 `unsupported_parameter` for a tool that runs at the vendor.
+        InvalidRequestError: a tool has no schema.
     """
     specs = []
     for place, tool in enumerate(tools):
-        if tool.type not in (None, "custom"):
-            shown = escaped(repr(tool.type), 40)
-            raise unsupported(f"tools[{place}].type", f"is {shown}; only your own tools work here")
+        if tool.type not in OWN_TOOLS:
+            continue
         if tool.input_schema is None:
             raise InvalidRequestError(
                 f"tools[{place}].input_schema must be given.", param=f"tools[{place}].input_schema"

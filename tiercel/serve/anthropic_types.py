@@ -31,12 +31,12 @@ class Block(Struct, kw_only=True):
 class AnthropicMessage(Struct, kw_only=True):
     """A turn of the conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
 class AnthropicTool(Struct, kw_only=True):
-    """A tool; those of the client are the only kind."""
+    """A tool; other kinds than those of the client are ignored."""
 
     name: ToolName
     input_schema: dict[str, object] | None = None

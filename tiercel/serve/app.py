@@ -46,6 +46,7 @@ from tiercel.serve.errors import (
     new_request_id,
     refusal,
 )
+from tiercel.serve.ignored import ignored_header
 from tiercel.serve.logs import REQUEST_LOG, RequestLog, log_request
 from tiercel.serve.model_watch import ModelWatch
 from tiercel.serve.state import ServerState
@@ -151,6 +152,7 @@ class Boundary:
                 message["headers"] = [
                     *message.get("headers", ()),
                     *scope.get(CORS_ANSWER, ()),
+                    *ignored_header(scope),
                     (b"x-request-id", request_id.encode()),
                     (b"x-content-type-options", b"nosniff"),
                 ]

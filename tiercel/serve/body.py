@@ -21,6 +21,7 @@ from starlette.requests import Request
 from tiercel.errors import InvalidRequestError
 from tiercel.params import Limits
 from tiercel.serve.errors import escaped, refusal
+from tiercel.serve.ignored import note_ignored
 from tiercel.serve.state import server_state
 
 T = TypeVar("T")
@@ -59,8 +60,8 @@ class Scan:
 async def read_body(request: Request, type_: type[T], limits: Limits) -> T:
     """Read, check and decode the body.
 
-    Fields of the outermost object that `type_` does not have are counted, and refused where the
-    server is strict.
+    Fields of the outermost object that `type_` does not have are counted and named in a header of
+    the answer, and refused where the server is strict.
 
     Args:
         request: its body must not have been read.
@@ -80,6 +81,7 @@ async def read_body(request: Request, type_: type[T], limits: Limits) -> T:
     else:
         value, unknown = decode(data, type_, limits)
     if unknown:
+        note_ignored(request, unknown)
         state.metrics.count_unknown_fields(len(unknown))
         if state.settings.is_strict:
             raise InvalidRequestError(

@@ -16,6 +16,7 @@ from msgspec import UNSET, Meta, Struct
 from tiercel.errors import InvalidRequestError
 from tiercel.params import LIMITS, Limits
 from tiercel.serve.errors import escaped, refusal, unsupported
+from tiercel.serve.json_text import close_object
 
 ToolName = Annotated[
     str, Meta(min_length=1, max_length=LIMITS.max_tool_name_chars, pattern="^[A-Za-z0-9_-]+$")
@@ -199,13 +200,16 @@ def _template_call(call: ToolCall, param: str, calls: dict[str, str]) -> dict[st
 def read_arguments(text: str, param: str) -> dict[str, object]:
     """The object that the JSON text of a call's arguments stands for.
 
+    A call that `max_tokens` has cut comes back in the history of its conversation: what is there of
+    its arguments counts.
+
     Raises:
-        InvalidRequestError: it is no JSON object.
+        InvalidRequestError: it is no JSON object, nor the start of one.
     """
     try:
         value: Any = msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError):
-        value = None
+        value = close_object(text)
     if not isinstance(value, dict):
         raise _wrong(param, f"is {escaped(repr(text), 80)}; it must be a JSON object as text")
     return value

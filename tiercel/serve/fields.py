@@ -11,19 +11,32 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct
 
 from tiercel.errors import ArgumentError, InvalidRequestError
 from tiercel.params import LIMITS, Limits, SamplingDefaults, SamplingParams, StructuredOutputs
 from tiercel.serve.body import Int64, TokenId
+from tiercel.serve.engine_fields import (
+    ALIASES,
+    IGNORED,
+    NEUTRAL,
+    EngineFields,
+    given_fields,
+    refuse_unless_neutral,
+    refuse_windows,
+    take_aliases,
+)
 from tiercel.serve.errors import refusal, unsupported
 from tiercel.serve.state import ServeSettings
 
 T = TypeVar("T")
 
+NO_BOUND: Final = -1  # of `max_tokens`: the rest of the context
+
 Count = Annotated[int, Meta(ge=0, le=LIMITS.max_tokens)]
 PositiveCount = Annotated[int, Meta(ge=1, le=LIMITS.max_tokens)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+TokenBound = Annotated[int, Meta(ge=NO_BOUND, le=LIMITS.max_tokens)]
 Answers = Annotated[int, Meta(ge=1, le=LIMITS.max_n)]
 Temperature = Annotated[float, Meta(ge=0, le=LIMITS.max_temperature)]
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -39,17 +52,14 @@ Bias = Annotated[
     dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=LIMITS.max_logit_bias)
 ]
 
-# Known elsewhere and not honoured here: only the value that changes nothing is taken.
-NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
-    "typical_p": (1, 1.0),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "truncate_prompt_tokens": (),
-    "logits_processors": ([],),
-    "spaces_between_special_tokens": (True,),
-    "mirostat": (0,),
-    "grammar": ("",),
-    "json_schema": ({},),
+# vLLM's older names, llama-server's and SGLang's -> field of `StructuredOutputs`.
+_FORM_KINDS: Final[Mapping[str, str]] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
 }
 _FIELD: Final = re.compile(r"\w+")
 
@@ -89,7 +99,7 @@ class StructuredFields(Struct, kw_only=True, forbid_unknown_fields=True):
     json_object: bool | None = None
 
 
-class SamplingFields(Struct, kw_only=True):
+class SamplingFields(EngineFields, kw_only=True):
     """How tokens are chosen and where an answer stops."""
 
     temperature: Temperature | None = None
@@ -97,6 +107,7 @@ class SamplingFields(Struct, kw_only=True):
     top_k: TopK | None = None
     min_p: MinShare | None = None
     repetition_penalty: Repetition | None = None
+    repeat_penalty: Repetition | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     min_tokens: Count | None = None
@@ -105,12 +116,16 @@ class SamplingFields(Struct, kw_only=True):
     stop: Stop | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[StopText], Meta(max_length=LIMITS.max_logit_bias)] | None = None
     num_spec_tokens: Count | None = None
     logit_bias: Bias | None = None
     priority: Priority | None = None
+    n_predict: TokenBound | None = None
+    max_new_tokens: TokenBound | None = None
+    n_probs: Logprobs | None = None
     # These change nothing in an answer.
     user: object = UNSET
     metadata: object = UNSET
@@ -119,16 +134,6 @@ class SamplingFields(Struct, kw_only=True):
     prompt_cache_retention: object = UNSET
     service_tier: object = UNSET
     store: bool | None = None
-    # See `NEUTRAL`.
-    typical_p: object = UNSET
-    use_beam_search: object = UNSET
-    length_penalty: object = UNSET
-    truncate_prompt_tokens: object = UNSET
-    logits_processors: object = UNSET
-    spaces_between_special_tokens: object = UNSET
-    mirostat: object = UNSET
-    grammar: object = UNSET
-    json_schema: object = UNSET
 
 
 class GenerationFields(SamplingFields, kw_only=True):
@@ -147,33 +152,22 @@ class GenerationFields(SamplingFields, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-
-
-def refuse_unless_neutral(body: Struct, table: Mapping[str, tuple[object, ...]]) -> None:
-    """Refuse fields that are known, not honoured, and hold more than a value without effect.
-
-    Args:
-        body: a request.
-        table: field -> the values that change nothing; null and an absent field never do.
-
-    Raises:
-        InvalidRequestError: 400 `unsupported_parameter`.
-    """
-    for name, neutral in table.items():
-        value = getattr(body, name)
-        if isinstance(value, UnsetType) or value is None:
-            continue
-        if not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
-            raise unsupported(name)
+    json_schema: dict[str, object] | str | None = None
+    regex: str | None = None
 
 
 def check_sampling(body: SamplingFields, settings: ServeSettings) -> None:
     """Check what the types cannot: what depends on another field or on the server.
 
+    Args:
+        body: its fields get the values of their aliases.
+        settings: of the server.
+
     Raises:
         InvalidRequestError: naming the field.
     """
     refuse_unless_neutral(body, NEUTRAL)
+    take_aliases(body, ALIASES)
     check_stops("stop", body.stop, settings.limits)
     check_bound("logit_bias", len(body.logit_bias or ()), settings.limits.max_logit_bias, "entries")
     if body.priority is not None and not settings.has_priority_field:
@@ -219,8 +213,36 @@ def check_common(body: GenerationFields, settings: ServeSettings) -> None:
         )
     most = settings.limits.max_logprobs
     check_bound("prompt_logprobs", body.prompt_logprobs or 0, most, "alternatives")
-    if body.store:
-        raise unsupported("store", "must be false: nothing is kept here")
+
+
+def ignored_sampling(body: SamplingFields) -> list[str]:
+    """The fields of a request that change nothing in its answer, unless their clients expect so."""
+    return given_fields(body, IGNORED) + ["store"] * bool(body.store)
+
+
+def token_bound(param: str, value: int | None, default: int | None) -> int | None:
+    """The most tokens of an answer.
+
+    Args:
+        param: the field, for the error.
+        value: of the request; `NO_BOUND` wins over the default.
+        default: of the server.
+
+    Returns:
+        At least 1; None for the rest of the context.
+
+    Raises:
+        InvalidRequestError: there would be no answer.
+    """
+    if value == 0:
+        raise InvalidRequestError(
+            f"{param}=0 leaves no room for an answer.",
+            hint=f"Use 1 or more, or {NO_BOUND} for the rest of the context.",
+            param=param,
+        )
+    if value is None:
+        return default
+    return None if value == NO_BOUND else value
 
 
 def chosen(value: T | None, default: T | None, last: T) -> T:
@@ -255,7 +277,7 @@ def make_params(
         InvalidRequestError: fields that contradict each other; `param` names one.
     """
     try:
-        return SamplingParams(
+        params = SamplingParams(
             n=n,
             temperature=chosen(body.temperature, defaults.temperature, 1.0),
             top_p=chosen(body.top_p, defaults.top_p, 1.0),
@@ -282,6 +304,9 @@ def make_params(
         )
     except ArgumentError as error:
         raise with_param(error) from None
+    if params.has_penalties:
+        refuse_windows(body)
+    return params
 
 
 def with_param(error: ArgumentError, param: str = "") -> InvalidRequestError:
@@ -311,12 +336,7 @@ def structured_outputs(body: GenerationFields) -> StructuredOutputs | None:
         "response_format": _of_format(body.response_format),
         "structured_outputs": _of_fields(body.structured_outputs),
     }
-    for name, kind in (
-        ("guided_json", "json"),
-        ("guided_regex", "regex"),
-        ("guided_choice", "choice"),
-        ("guided_grammar", "grammar"),
-    ):
+    for name, kind in _FORM_KINDS.items():
         value = getattr(body, name)
         asked[name] = None if value is None else make_structured(name, {kind: value})
     given = [name for name, value in asked.items() if value is not None]
@@ -331,7 +351,7 @@ def structured_outputs(body: GenerationFields) -> StructuredOutputs | None:
 
 def form_field(body: GenerationFields) -> str:
     """The field that says what form the answer must have."""
-    names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    names = ("structured_outputs", *_FORM_KINDS)
     return next((name for name in names if getattr(body, name) is not None), "response_format")
 
 

@@ -16,20 +16,23 @@ from tiercel.serve import sse
 from tiercel.serve.chat_input import ChatInput, prepare_chat
 from tiercel.serve.chat_messages import Message, Tool, ToolName
 from tiercel.serve.clock import created_now
+from tiercel.serve.engine_fields import given_fields, refuse_unless_neutral, take_aliases
 from tiercel.serve.errors import error_body
 from tiercel.serve.events import ContentDelta, Event, ReasoningDelta, ToolCallStart
 from tiercel.serve.fields import (
     GenerationFields,
     Logprobs,
-    PositiveCount,
+    TokenBound,
     check_bound,
     check_common,
     form_field,
+    ignored_sampling,
     make_params,
-    refuse_unless_neutral,
     structured_outputs,
+    token_bound,
 )
 from tiercel.serve.generation import Generation, GenerationRequest
+from tiercel.serve.ignored import note_ignored
 from tiercel.serve.model_route import model_routes
 from tiercel.serve.openai_types import (
     AnswerMessage,
@@ -63,20 +66,20 @@ from tiercel.serve.wire import (
     usage_object,
 )
 
-# Known to clients of this route; see `fields.NEUTRAL`.
+# Known to clients of this route; see `engine_fields.py`.
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
     "modalities": (["text"],),
-    "prediction": (),
     "web_search_options": (),
     "moderation": (),
-    "verbosity": ("medium",),
     "echo": (False,),
     "best_of": (1,),
     "add_special_tokens": (False,),
 }
+
+ALIASES: Final = {"n_predict": "max_tokens", "max_new_tokens": "max_tokens"}
 
 
 class NamedFunction(Struct, kw_only=True):
@@ -96,8 +99,8 @@ class ChatRequest(GenerationFields, kw_only=True):
     """The body of a chat completion."""
 
     messages: list[Message]
-    max_completion_tokens: PositiveCount | None = None
-    max_tokens: PositiveCount | None = None
+    max_completion_tokens: TokenBound | None = None
+    max_tokens: TokenBound | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     tools: list[Tool] | None = None
@@ -117,7 +120,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     prediction: object = UNSET
     web_search_options: object = UNSET
     moderation: object = UNSET
-    verbosity: object = UNSET
+    verbosity: Literal["low", "medium", "high"] | None = None
     echo: object = UNSET
     best_of: object = UNSET
     add_special_tokens: object = UNSET
@@ -146,11 +149,18 @@ async def _answer(
 ) -> Response:
     model.check_name(body.model)
     check_chat(body, state.settings)
+    note_ignored(request, _ignored(body))
     wanted = await chat_generation(state, model, body, sender_of(request))
     is_stream = bool(body.stream)
     generation = Generation(state, model, wanted, is_stream=is_stream)
     writer = ChatWriter(model, state.settings, body, request_id(request))
     return await respond(request, generation, writer, is_stream=is_stream)
+
+
+def _ignored(body: ChatRequest) -> list[str]:
+    """A prediction only saves time, and how verbose a model is follows from its training alone."""
+    names = ignored_sampling(body) + given_fields(body, ("prediction",))
+    return names + ["verbosity"] * (body.verbosity not in (None, "medium"))
 
 
 def check_chat(body: ChatRequest, settings: ServeSettings) -> None:
@@ -161,6 +171,10 @@ def check_chat(body: ChatRequest, settings: ServeSettings) -> None:
     """
     check_common(body, settings)
     refuse_unless_neutral(body, NEUTRAL)
+    take_aliases(body, ALIASES)
+    if body.n_probs:
+        take_aliases(body, {"n_probs": "top_logprobs"})
+        body.logprobs = True
     most = settings.limits.max_logprobs
     check_bound("top_logprobs", body.top_logprobs or 0, most, "alternatives")
     if body.top_logprobs is not None and not body.logprobs:
@@ -184,13 +198,15 @@ async def chat_generation(
     Raises:
         InvalidRequestError: wrong messages, tools or forms.
     """
-    max_tokens = body.max_completion_tokens
-    max_tokens = body.max_tokens if max_tokens is None else max_tokens
+    default = model.sampling.max_tokens
+    max_tokens = token_bound("max_tokens", body.max_tokens, default)
+    if body.max_completion_tokens is not None:
+        max_tokens = token_bound("max_completion_tokens", body.max_completion_tokens, default)
     params = make_params(
         body,
         model.sampling,
         n=body.n or 1,
-        max_tokens=model.sampling.max_tokens if max_tokens is None else max_tokens,
+        max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         structured=structured_outputs(body),

@@ -23,20 +23,24 @@ from tiercel.serve import sse
 from tiercel.serve.admission import check_counts
 from tiercel.serve.answer_form import AnswerForm, compile_grammar
 from tiercel.serve.clock import created_now
+from tiercel.serve.engine_fields import take_aliases
 from tiercel.serve.errors import error_body, unsupported
 from tiercel.serve.events import ContentDelta
 from tiercel.serve.fields import (
-    Count,
+    NO_BOUND,
     GenerationFields,
     Logprobs,
+    TokenBound,
     check_bound,
     check_common,
     chosen,
     form_field,
+    ignored_sampling,
     make_params,
     structured_outputs,
 )
 from tiercel.serve.generation import Generation, GenerationRequest
+from tiercel.serve.ignored import note_ignored
 from tiercel.serve.model_route import model_routes
 from tiercel.serve.openai_types import (
     Completion,
@@ -63,6 +67,7 @@ from tiercel.text.detokenize import Detokenizer
 from tiercel.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS: Final = 16
+ALIASES: Final = {"n_predict": "max_tokens", "max_new_tokens": "max_tokens"}
 # Prefix, suffix and middle marks of models that fill in: Qwen2.5-Coder, StarCoder, CodeGemma.
 FIM_MARKS: Final = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -75,7 +80,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     """The body of a raw completion."""
 
     prompt: Prompt
-    max_tokens: Count | None = None
+    max_tokens: TokenBound | None = None
     echo: bool | None = None
     logprobs: Logprobs | None = None
     best_of: Annotated[int, Meta(ge=1, le=LIMITS.max_n)] | None = None
@@ -106,6 +111,7 @@ async def _answer(
 ) -> Response:
     model.check_name(body.model)
     check_completion(body, state)
+    note_ignored(request, ignored_sampling(body))
     prompts = split_prompts(body.prompt, "prompt")
     check_counts(len(prompts), body.n or 1, state.settings.limits)
     wanted = await completion_generation(state, model, body, prompts, sender_of(request))
@@ -124,6 +130,9 @@ def check_completion(body: CompletionRequest, state: ServerState) -> None:
         InvalidRequestError: naming the field.
     """
     check_common(body, state.settings)
+    take_aliases(body, ALIASES)
+    if body.n_probs:
+        take_aliases(body, {"n_probs": "logprobs"})
     most = state.settings.limits.max_logprobs
     check_bound("logprobs", body.logprobs or 0, most, "alternatives")
     n = body.n or 1
@@ -164,7 +173,7 @@ async def completion_generation(
         body,
         model.sampling,
         n=body.n or 1,
-        max_tokens=max(1, max_tokens),
+        max_tokens=None if max_tokens == NO_BOUND else max(1, max_tokens),
         logprobs=body.logprobs,
         prompt_logprobs=of_prompt,
         structured=structured,

@@ -9,37 +9,60 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
+from tiercel.errors import InvalidRequestError
 from tiercel.params import StructuredOutputs
 from tiercel.serve.chat_input import ChatInput, prepare_chat
-from tiercel.serve.errors import escaped, unsupported
+from tiercel.serve.engine_fields import IGNORED as ENGINE_IGNORED
+from tiercel.serve.engine_fields import given_fields, refuse_unless_neutral, take_aliases
+from tiercel.serve.errors import unsupported
 from tiercel.serve.fields import (
     check_bound,
     check_sampling,
     make_params,
     make_structured,
-    refuse_unless_neutral,
+    token_bound,
 )
 from tiercel.serve.generation import Generation, GenerationRequest
+from tiercel.serve.ignored import note_ignored
 from tiercel.serve.model_route import model_routes
 from tiercel.serve.respond import respond
-from tiercel.serve.responses_input import input_messages, input_tools
+from tiercel.serve.responses_input import (
+    HONOURED_TOOLS,
+    ignored_input,
+    input_messages,
+    input_tools,
+)
 from tiercel.serve.responses_types import ResponseObject, ResponsesRequest, ResponseToolChoice
 from tiercel.serve.responses_writer import ResponsesWriter, new_response
 from tiercel.serve.route_docs import RouteDoc
 from tiercel.serve.state import Sender, ServedModel, ServerState, request_id, sender_of
 
 LOGPROBS: Final = "message.output_text.logprobs"
-# What needs answers that are kept, or tools of a vendor; see `fields.NEUTRAL`.
+# What needs answers that are kept, or is said otherwise here; see `engine_fields.py`.
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
     "background": (False,),
-    "max_tool_calls": (),
     "moderation": (),
-    "context_management": (),
     "add_special_tokens": (False,),
+    "n": (1,),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "response_format": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "json_schema": (),
+    "regex": (),
 }
+ALIASES: Final = dict.fromkeys(
+    ("n_predict", "max_new_tokens", "max_tokens", "max_completion_tokens"), "max_output_tokens"
+)
+# What bounds or trims the work of a vendor's own tools and store.
+IGNORED: Final = ("max_tool_calls", "context_management")
 
 DOCS: Final = (
     RouteDoc(
@@ -64,6 +87,7 @@ async def _answer(
 ) -> Response:
     model.check_name(body.model)
     _check(body, state)
+    note_ignored(request, _ignored(body))
     wanted = await _generation(state, model, body, sender_of(request))
     is_stream = bool(body.stream)
     generation = Generation(state, model, wanted, is_stream=is_stream)
@@ -79,21 +103,32 @@ async def _answer(
 def _check(body: ResponsesRequest, state: ServerState) -> None:
     check_sampling(body, state.settings)
     refuse_unless_neutral(body, NEUTRAL)
+    take_aliases(body, ALIASES)
+    if body.n_probs:
+        take_aliases(body, {"n_probs": "top_logprobs"})
     most = state.settings.limits.max_logprobs
     check_bound("top_logprobs", body.top_logprobs or 0, most, "alternatives")
-    for name in body.include or ():
-        if name != LOGPROBS:
-            raise unsupported("include", f"holds {escaped(repr(name), 80)}, which is not supported")
-    if body.text is not None and body.text.verbosity not in (None, "medium"):
-        raise unsupported("text.verbosity")
-    reasoning = body.reasoning
-    if reasoning is not None:
-        for name in ("summary", "generate_summary"):
-            if getattr(reasoning, name) not in (None, "auto"):
-                raise unsupported(f"reasoning.{name}", "is not supported: reasoning is shown whole")
     choice = body.tool_choice
-    if isinstance(choice, ResponseToolChoice) and (choice.type != "function" or not choice.name):
-        raise unsupported("tool_choice", "must be none, auto, required or name a function")
+    if isinstance(choice, ResponseToolChoice):
+        if choice.type not in HONOURED_TOOLS or not choice.name:
+            raise unsupported("tool_choice", "must be none, auto, required or name a tool")
+        if choice.name not in {t.name for t in body.tools or () if t.type == choice.type}:
+            raise InvalidRequestError(
+                f"tool_choice names {choice.name!r:.80}, which is none of the tools.",
+                param="tool_choice",
+            )
+
+
+def _ignored(body: ResponsesRequest) -> list[str]:
+    """The fields of a request that are not honoured because they change no answer here."""
+    names = given_fields(body, (*IGNORED, *ENGINE_IGNORED))
+    names += ["include"] * any(name != LOGPROBS for name in body.include or ())
+    if body.text is not None:
+        names += ["text.verbosity"] * (body.text.verbosity not in (None, "medium"))
+    for name in ("summary", "generate_summary") if body.reasoning is not None else ():
+        value = getattr(body.reasoning, name)
+        names += [f"reasoning.{name}"] * (value not in (None, "auto"))
+    return names + ignored_input(body)
 
 
 def _num_top(body: ResponsesRequest) -> int | None:
@@ -111,9 +146,7 @@ async def _generation(
         body,
         defaults,
         n=1,
-        max_tokens=(
-            defaults.max_tokens if body.max_output_tokens is None else body.max_output_tokens
-        ),
+        max_tokens=token_bound("max_output_tokens", body.max_output_tokens, defaults.max_tokens),
         logprobs=_num_top(body),
         prompt_logprobs=None,
         structured=_structured(body),

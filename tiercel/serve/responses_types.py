@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Struct
 
 from tiercel.serve.chat_messages import Part, ToolName
-from tiercel.serve.fields import Logprobs, PositiveCount, SamplingFields
+from tiercel.serve.fields import Logprobs, SamplingFields, TokenBound
 from tiercel.serve.openai_types import PromptDetails, TokenLogprob
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -26,6 +26,7 @@ class InputItem(Struct, kw_only=True):
     call_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     name: ToolName | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[Part] | None = None
     # What an item carries when it comes from an earlier answer.
     id: object = UNSET
@@ -35,18 +36,27 @@ class InputItem(Struct, kw_only=True):
     phase: object = UNSET
 
 
+class CustomFormat(Struct, kw_only=True):
+    """What the input of a freeform tool looks like."""
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
 class ResponseTool(Struct, kw_only=True):
-    """A tool; functions are the only kind."""
+    """A tool: a function, or a freeform one (`custom`); other kinds are ignored."""
 
     type: str
     name: ToolName | None = None
     description: str | None = None
     parameters: dict[str, object] | None = None
     strict: bool | None = None
+    format: CustomFormat | None = None
 
 
 class ResponseToolChoice(Struct, kw_only=True):
-    """A choice that names a function."""
+    """A choice that names a function or a freeform tool."""
 
     type: str
     name: ToolName | None = None
@@ -89,7 +99,9 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     model: str
     input: str | list[InputItem]
     instructions: str | None = None
-    max_output_tokens: PositiveCount | None = None
+    max_output_tokens: TokenBound | None = None
+    max_tokens: TokenBound | None = None
+    max_completion_tokens: TokenBound | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -103,6 +115,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, object] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+    client_metadata: object = UNSET
     background: bool | None = None
     previous_response_id: object = UNSET
     conversation: object = UNSET
@@ -111,6 +124,17 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     moderation: object = UNSET
     context_management: object = UNSET
     add_special_tokens: object = UNSET
+    n: object = UNSET
+    logprobs: object = UNSET
+    prompt_logprobs: object = UNSET
+    response_format: object = UNSET
+    structured_outputs: object = UNSET
+    guided_json: object = UNSET
+    guided_regex: object = UNSET
+    guided_choice: object = UNSET
+    guided_grammar: object = UNSET
+    json_schema: object = UNSET
+    regex: object = UNSET
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):
@@ -155,7 +179,17 @@ class OutputCall(Struct, tag_field="type", tag="function_call"):
     status: Status = "in_progress"
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(Struct, tag_field="type", tag="custom_tool_call"):
+    """A freeform tool that the model calls; `input` is a text of any form."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str = ""
+    status: Status = "in_progress"
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class InputDetails(PromptDetails, frozen=True):

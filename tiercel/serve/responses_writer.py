@@ -14,16 +14,19 @@ from tiercel.errors import TiercelError
 from tiercel.params import SamplingDefaults
 from tiercel.serve import sse
 from tiercel.serve.clock import created_now
+from tiercel.serve.custom_tools import InputReader
 from tiercel.serve.errors import error_message
 from tiercel.serve.events import ContentDelta, Event, ReasoningDelta, ToolCallStart
-from tiercel.serve.fields import chosen
+from tiercel.serve.fields import chosen, token_bound
 from tiercel.serve.generation import Generation
 from tiercel.serve.openai_types import TokenLogprob
 from tiercel.serve.pieces import Piece, Usage
+from tiercel.serve.responses_input import CUSTOM, HONOURED_TOOLS
 from tiercel.serve.responses_types import (
     Incomplete,
     InputDetails,
     OutputCall,
+    OutputCustomCall,
     OutputDetails,
     OutputItem,
     OutputMessage,
@@ -57,14 +60,14 @@ def new_response(body: ResponsesRequest, name: str, defaults: SamplingDefaults) 
         temperature=chosen(body.temperature, defaults.temperature, 1.0),
         top_p=chosen(body.top_p, defaults.top_p, 1.0),
         tool_choice=body.tool_choice or "auto",
-        tools=body.tools or [],
+        tools=[tool for tool in body.tools or () if tool.type in HONOURED_TOOLS],
         text=TextConfig(format=text.format or TextFormat(), verbosity=text.verbosity),
         reasoning=body.reasoning or ReasoningConfig(),
         truncation=body.truncation or "disabled",
         top_logprobs=body.top_logprobs or 0,
         metadata=body.metadata or {},
         instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens,
+        max_output_tokens=token_bound("max_output_tokens", body.max_output_tokens, None),
         user=body.user,
     )
 
@@ -92,6 +95,8 @@ class ResponsesWriter:
         self._response = response
         self._request_id = request_id
         self._num_top = num_top
+        self._custom = frozenset(tool.name for tool in response.tools if tool.type == CUSTOM)
+        self._input = InputReader()  # of the freeform call that is open
         self._item: OutputItem | None = None
         self._events: list[bytes] = []
         self._num_events = 0
@@ -147,7 +152,7 @@ class ResponsesWriter:
         if piece.finish_reason is None:
             if logprobs and isinstance(self._item, OutputMessage):
                 self._add_text("", logprobs)
-            elif not isinstance(self._item, OutputCall):
+            elif not isinstance(self._item, OutputCall | OutputCustomCall):
                 self._waiting_logprobs = logprobs  # half a character, line ends behind thinking
             return
         if not self._response.output or (logprobs and isinstance(self._item, OutputMessage)):
@@ -156,7 +161,8 @@ class ResponsesWriter:
         self._response.status = "completed" if is_whole else "incomplete"
         self._response.incomplete_details = None if is_whole else Incomplete()
         # Calls that are whole end an answer as such: a stop string has cut this one.
-        is_cut = piece.finish_reason == "stop" and isinstance(self._item, OutputCall)
+        is_call = isinstance(self._item, OutputCall | OutputCustomCall)
+        is_cut = piece.finish_reason == "stop" and is_call
         self._close("incomplete" if is_cut else self._response.status)
 
     def _shown_logprobs(self, generation: Generation, piece: Piece) -> list[TokenLogprob]:
@@ -173,11 +179,22 @@ class ResponsesWriter:
             self._add_reasoning(event.text)
         elif isinstance(event, ToolCallStart):
             self._close("completed")
-            self._open(OutputCall(new_id("fc_"), event.id, event.name))
+            if event.name in self._custom:
+                self._input = InputReader()
+                self._open(OutputCustomCall(new_id("ctc_"), event.id, event.name))
+            else:
+                self._open(OutputCall(new_id("fc_"), event.id, event.name))
+        elif isinstance(self._item, OutputCustomCall):
+            self._add_input(self._item, self._input.push(event.text))
         else:
             assert isinstance(self._item, OutputCall), "arguments follow the start of their call"
             self._item.arguments += event.text
             self._emit_inside("response.function_call_arguments.delta", {"delta": event.text})
+
+    def _add_input(self, item: OutputCustomCall, text: str) -> None:
+        item.input += text
+        if text:
+            self._emit_inside("response.custom_tool_call_input.delta", {"delta": text})
 
     def _add_text(self, text: str, logprobs: list[TokenLogprob]) -> None:
         item = self._item
@@ -214,7 +231,10 @@ class ResponsesWriter:
         if item is None:
             return
         item.status = status
-        if isinstance(item, OutputCall):
+        if isinstance(item, OutputCustomCall):
+            self._add_input(item, self._input.finish())
+            self._emit_inside("response.custom_tool_call_input.done", {"input": item.input})
+        elif isinstance(item, OutputCall):
             fields = {"name": item.name, "arguments": item.arguments}
             self._emit_inside("response.function_call_arguments.done", fields)
         elif isinstance(item, OutputReasoning):
