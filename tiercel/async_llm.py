@@ -141,6 +141,10 @@ class AsyncLLM:
             ),
         )
 
+    async def default_sampling_params(self) -> SamplingParams:
+        """`SamplingParams` with the sampling defaults of the model's file, if it has any."""
+        return SamplingParams(**self.source.sampling_defaults.given())
+
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; see `Tokenizer.decode`."""
         return await _off_loop(

@@ -161,6 +161,10 @@ class LLM:
         """Text of token ids; see `Tokenizer.decode`."""
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def default_sampling_params(self) -> SamplingParams:
+        """`SamplingParams` with the sampling defaults of the model's file, if it has any."""
+        return SamplingParams(**self.source.sampling_defaults.given())
+
     @property
     def draft_counts(self) -> DraftCounts:
         """How many tokens were guessed so far, and how many of them were right, by place."""

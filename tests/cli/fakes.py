@@ -22,6 +22,7 @@ class FakeLLM:
 
     def __init__(self, model=None, **options):
         self.calls.append(("load", model, options))
+        self.source = model
 
     def close(self):
         self.calls.append(("close",))

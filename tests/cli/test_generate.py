@@ -10,11 +10,12 @@ import sys
 import pytest
 
 from tests.cli.harness import COMMAND, environment, error_line, tiercel
+from tests.gguf_files import tiny_model
 from tests.tiny_llm import LLAMA
 from tiercel.cli import terminal
 from tiercel.cli.main import run
 from tiercel.loader.hub import resolve
-from tiercel.params import StructuredOutputs
+from tiercel.params import SamplingParams, StructuredOutputs
 
 
 @pytest.fixture
@@ -181,6 +182,31 @@ def test_an_answer_of_a_real_model_has_the_form(tmp_path):
 
 def test_prompt_that_looks_like_an_option(generate):
     assert generate("--", "--temperature") == " --TEMPERATURE"
+
+
+PUBLISHED = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "options", "expected"),
+    [
+        ({}, [], {"temperature": 0.7, "top_p": 0.95}),
+        (PUBLISHED, [], {"temperature": 0.6, "top_p": 0.95, "top_k": 20}),
+        (PUBLISHED, ["--temperature", "0", "--top-k", "0"], {"temperature": 0, "top_p": 0.95}),
+        ({"general.sampling.penalty_repeat": 1.1}, ["--repeat-penalty", "1"],
+         {"temperature": 0.7, "top_p": 0.95}),
+    ],
+    ids=["commands", "file", "option", "neutral"],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_option_wins_over_the_file_and_the_file_over_the_command(
+    command, metadata, options, expected, fake_llm, stdin, tmp_path, capsys
+):
+    path = tiny_model(tmp_path / "m.gguf", metadata=metadata)
+    stdin("hi\n")
+    assert run([command, "--model", str(path), "--max-tokens", "4", "--seed", "3", *options]) == 0
+    (params,) = [call[2] for call in fake_llm.calls if call[0] in ("stream", "stream_chat")]
+    assert params == SamplingParams(**expected, max_tokens=4, seed=3)
 
 
 def test_options_reach_the_model(generate, fake_llm, tiny, monkeypatch):

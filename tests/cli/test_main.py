@@ -348,7 +348,7 @@ def seen(monkeypatch):
 def test_flags_win_over_environment_over_file(seen, tmp_path, monkeypatch):
     config = write_config(tmp_path / "c.toml", "temperature = 0.1\ntop_k = 11\n")
     run(["generate", "x"])
-    assert seen == {"temperature": 0.7, "top_k": 0}
+    assert seen == {"temperature": None, "top_k": None}
     run(["generate", "x", *config])
     assert seen == {"temperature": 0.1, "top_k": 11}
     monkeypatch.setenv("TIERCEL_TEMPERATURE", "0.2")
@@ -365,7 +365,7 @@ def test_flags_win_over_environment_over_file(seen, tmp_path, monkeypatch):
 def test_a_table_of_the_file_is_for_its_command(seen, tmp_path):
     text = "top-k = 11\n[generate]\ntop-k = 12\n[chat]\ntemperature = 0.9\n"
     run(["generate", "x", *write_config(tmp_path / "c.toml", text)])
-    assert seen == {"temperature": 0.7, "top_k": 12}
+    assert seen == {"temperature": None, "top_k": 12}
 
 
 def test_options_of_other_commands_may_be_in_the_file(tmp_path, model, capsys):
@@ -406,7 +406,7 @@ def test_an_empty_variable_counts_as_unset(seen, tmp_path, monkeypatch):
     for name in ("TEMPERATURE", "TOP_K", "STOP", "ECHO", "MODEL", "CONFIG"):
         monkeypatch.setenv(f"TIERCEL_{name}", "")
     run(["generate", "x", *write_config(tmp_path / "c.toml", "top_k = 11.0\n")])
-    assert seen == {"temperature": 0.7, "top_k": 11}
+    assert seen == {"temperature": None, "top_k": 11}
 
 
 def test_environment_value_that_cannot_be_read(capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """Sampling defaults of a model's publisher: generation_config.json and `general.sampling.*`."""
 
+import asyncio
 import json
 import logging
 import math
@@ -9,9 +10,11 @@ import pytest
 
 from tests.gguf_files import tiny_model
 from tests.models.test_hf import make_checkpoint
+from tiercel.async_llm import AsyncLLM
+from tiercel.llm import LLM
 from tiercel.models.sampling_defaults import GGUF_KEYS, HF_KEYS, read_sampling_defaults
 from tiercel.models.source import open_source
-from tiercel.params import SamplingDefaults
+from tiercel.params import SamplingDefaults, SamplingParams
 
 DEFAULTS = SamplingDefaults(
     temperature=0.6, top_p=0.95, top_k=20, min_p=0.05, repetition_penalty=1.1
@@ -91,3 +94,16 @@ def test_one_warning_names_every_wrong_value(caplog):
 def test_a_value_wins_over_those_below_it():
     over = SamplingDefaults(temperature=0.0, top_k=3).over(SamplingDefaults(0.5, 0.9))
     assert over == SamplingDefaults(temperature=0.0, top_p=0.9, top_k=3)
+
+
+def test_the_python_api_gives_them_as_parameters(tmp_path):
+    path = tiny_model(tmp_path / "m.gguf", metadata=IN_GGUF)
+    with LLM(path, device="cpu") as llm:
+        params = llm.default_sampling_params()
+    assert params == SamplingParams(**DEFAULTS.given())
+
+    async def ask():
+        async with AsyncLLM(path, device="cpu") as llm:
+            return await llm.default_sampling_params()
+
+    assert asyncio.run(ask()) == params

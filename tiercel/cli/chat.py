@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from tiercel.cli.loading import loaded, make_params
+from tiercel.cli.loading import loaded, make_params, with_model_defaults
 from tiercel.cli.options import CommonOptions, EngineOptions, ModelName, SamplingOptions
 from tiercel.cli.terminal import note, say, say_os_error
 from tiercel.errors import TiercelError
@@ -46,6 +46,7 @@ def chat(
     params = make_params(sampling, max_tokens=None)
     is_terminal = sys.stdin.isatty()
     with loaded(model, engine, sampling, common) as llm:
+        params = with_model_defaults(params, sampling, llm)
         conversation = Conversation(llm, params, messages, save_path=save, is_quiet=common.quiet)
         if system is not None:
             conversation.set_system(system)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from tiercel.cli.loading import check_answer, loaded, make_params
+from tiercel.cli.loading import check_answer, loaded, make_params, with_model_defaults
 from tiercel.cli.options import CommonOptions, EngineOptions, ModelName, SamplingOptions
 from tiercel.cli.terminal import PromptLine, UsageError, check_utf8, note, write
 
@@ -75,6 +75,7 @@ def generate(
     # After an echo on the terminal the progress would overwrite its last line.
     is_quiet = common.quiet or (echo and sys.stdout.isatty())
     with loaded(model, engine, sampling, common) as llm, PromptLine(is_quiet=is_quiet) as line:
+        params = with_model_defaults(params, sampling, llm)
         started_s = time.perf_counter()
         if n == 1 and not json and logprobs is None:
             deltas = _deltas(llm, text, params, chat, not no_special_in_prompt, line)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 from tiercel import env
 from tiercel.cli.options import CommonOptions, EngineOptions, SamplingOptions
@@ -15,7 +16,10 @@ from tiercel.machine import check_platform
 if TYPE_CHECKING:
     from tiercel.engine.output import CompletionOutput, StreamDelta
     from tiercel.llm import LLM
-    from tiercel.params import SamplingParams, StructuredOutputs
+    from tiercel.params import SamplingDefaults, SamplingParams, StructuredOutputs
+
+DEFAULT_TEMPERATURE: Final = 0.7  # where neither an option nor the model's file has one
+DEFAULT_TOP_P: Final = 0.95
 
 
 @contextlib.contextmanager
@@ -85,26 +89,43 @@ def make_params(
     logprobs: int | None = None,
     form: StructuredOutputs | None = None,
 ) -> SamplingParams:
-    """The sampling parameters that the options ask for, validated.
+    """The sampling parameters that the options ask for, validated before a model is loaded.
 
     Raises:
         UsageError: a value is out of range.
     """
-    from tiercel.params import SamplingParams
+    from tiercel.params import SamplingDefaults, SamplingParams
 
     try:
-        return SamplingParams(
+        params = SamplingParams(
             n=n,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
             seed=sampling.seed,
             stop=stop,
             max_tokens=sampling.max_tokens if sampling.max_tokens is not None else max_tokens,
             logprobs=logprobs,
-            repetition_penalty=sampling.repeat_penalty,
             structured_outputs=form,
         )
+        defaults = SamplingDefaults(temperature=DEFAULT_TEMPERATURE, top_p=DEFAULT_TOP_P)
+        return replace(params, **_given(sampling).over(defaults).given())
     except ArgumentError as error:
         raise UsageError(str(error), hint=error.hint) from error
+
+
+def with_model_defaults(
+    params: SamplingParams, sampling: SamplingOptions, llm: LLM
+) -> SamplingParams:
+    """The parameters with the defaults of the model's file where an option was not given."""
+    chosen = _given(sampling).over(llm.source.sampling_defaults)
+    return replace(params, **chosen.given())
+
+
+def _given(sampling: SamplingOptions) -> SamplingDefaults:
+    from tiercel.params import SamplingDefaults
+
+    return SamplingDefaults(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repeat_penalty,
+    )

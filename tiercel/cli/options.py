@@ -93,9 +93,23 @@ class SamplingOptions:
     """How tokens are chosen."""
 
     max_tokens: Annotated[int | None, Parameter(help="Longest answer.", show_default=False)] = None
-    temperature: Annotated[float, Parameter(help="0 is greedy.")] = 0.7
-    top_p: Annotated[float, Parameter(help="Nucleus sampling; 1 is off.")] = 0.95
-    top_k: Annotated[int, Parameter(help="Most likely tokens to keep; 0 keeps all.")] = 0
-    min_p: Annotated[float, Parameter(help="Least share of the best probability.")] = 0.0
-    repeat_penalty: Annotated[float, Parameter(help="Above 1 avoids repetition.")] = 1.0
+    temperature: Annotated[
+        float | None, Parameter(help="0 is greedy [the model's, else 0.7].", show_default=False)
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Parameter(help="Nucleus sampling; 1 is off [the model's, else 0.95].", show_default=False),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        Parameter(help="Most likely tokens to keep [the model's, else all].", show_default=False),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        Parameter(help="Least share of the best [the model's, else 0].", show_default=False),
+    ] = None
+    repeat_penalty: Annotated[
+        float | None,
+        Parameter(help="Above 1 avoids repetition [the model's, else 1].", show_default=False),
+    ] = None
     seed: Annotated[int, Parameter(help="Same seed, same answer.")] = 0
