@@ -5,7 +5,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 VENV ?= .venv
 BIN := $(VENV)/bin
 CLIENTS_VENV ?= .venv-clients
-CLIENTS := "litellm>=1.100,<2" mcp "lm-eval[api]==0.4.13"
+CLIENTS := "litellm>=1.100,<2" mcp "lm-eval[api]==0.4.13" "instructor==1.17.*"
 # pip compiles on one core, which is half of its work: done on all of them behind it.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	-c constraints.txt
@@ -32,7 +32,7 @@ test-gpu: $(VENV)/.dev
 sanitize: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.sanitize
 
-# litellm and lm-eval need an older client of OpenAI's than the other tests: their own environment.
+# litellm, lm-eval and instructor need an older client of OpenAI's: an environment of their own.
 # The server and pytest run in the usual one.
 test-clients: $(VENV)/.dev $(CLIENTS_VENV)/.clients
 	CLIENTS_PYTHON=$(CLIENTS_VENV)/bin/python $(BIN)/python -m pytest -m clients tests/clients
