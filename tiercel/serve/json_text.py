@@ -48,8 +48,6 @@ def close_object(text: str) -> dict[str, object] | None:
         elif mark == ",":
             end, end_closers = token.start(), closers
         elif mark in "}]":
-            if closers[:1] != mark:
-                return None
             closers = closers[1:]
             end, end_closers = token.end(), closers
         else:
