@@ -45,7 +45,7 @@ class Limits:
     max_answers: int = 1024  # prompts times n
     max_messages: int = 2048
     max_tools: int = 128
-    max_tool_name_chars: int = 64
+    max_tool_name_chars: int = 128  # as at Anthropic; names of MCP tools pass 64
     max_schema_bytes: int = 256 << 10
     max_schema_depth: int = 32
     max_schema_nodes: int = 5000

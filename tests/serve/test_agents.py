@@ -187,6 +187,13 @@ def test_claude_code_gets_a_call_of_its_tool():
     assert (block["name"], block["input"]) == ("Read", {"file_path": "/a", "limit": 5})
 
 
+def test_a_tool_of_a_server_of_tools_may_have_a_long_name():
+    name = "mcp__plugin_browser_browser__browser_take_screenshot_of_an_element"
+    tool = {**fixture("claude_code_first_turn")["tools"][0], "name": name}
+    response = send("claude_code_first_turn", answering("x"), tools=[tool])
+    assert response.status_code == 200, response.text
+
+
 def test_cline_gets_the_rest_of_the_context():
     client = answering("Done.")
     (answer,) = read_chat(send("cline", client).content)[0].values()

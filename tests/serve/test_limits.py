@@ -30,7 +30,7 @@ def test_the_bounds_are_those_of_the_documentation():
         max_temperature=2.0, max_tokens=2147483647, max_prompt_bytes_per_token=64,
         max_score_items=4096, max_score_tokens=1000000, max_body_bytes=33554432, max_json_depth=64,
         max_json_members=200000, max_prompts=256, max_answers=1024, max_messages=2048,
-        max_tools=128, max_tool_name_chars=64, max_schema_bytes=262144, max_schema_depth=32,
+        max_tools=128, max_tool_name_chars=128, max_schema_bytes=262144, max_schema_depth=32,
         max_schema_nodes=5000, max_regex_bytes=4096, max_grammar_bytes=65536,
         max_grammar_seconds=2.0, max_waiting_requests=512, max_queue_seconds=120.0,
         max_request_seconds=None, max_connections=2048, max_header_bytes=65536, max_headers=100,
@@ -281,7 +281,7 @@ def test_tools_and_their_names():
     assert refused_param(check_tools, [FunctionSpec(name="abcd")], limits) is None
     assert refused_param(check_tools, [tools[0], FunctionSpec(name="abcde")], limits) == "tools[1]"
     assert refused_param(check_tools, [*tools[:2], tools[0]], limits) == "tools[2]"
-    for name, is_sound in (("f" * 64, True), ("f" * 65, False), ("", False), ("a.b", False),
+    for name, is_sound in (("f" * 128, True), ("f" * 129, False), ("", False), ("a.b", False),
                            ("a-B_9", True), ("a b", False)):  # fmt: skip
         given = {"type": "function", "function": {"name": name}}
         assert is_taken(ChatRequest, tools=[given]) == is_sound, name
