@@ -11,6 +11,8 @@ import pytest
 from tests.gguf_files import tiny_model
 from tests.models.test_hf import make_checkpoint
 from tiercel.async_llm import AsyncLLM
+from tiercel.engine.build import describe, load_model
+from tiercel.engine.messages import LoadOptions
 from tiercel.llm import LLM
 from tiercel.models.sampling_defaults import GGUF_KEYS, HF_KEYS, read_sampling_defaults
 from tiercel.models.source import open_source
@@ -107,3 +109,9 @@ def test_the_python_api_gives_them_as_parameters(tmp_path):
             return await llm.default_sampling_params()
 
     assert asyncio.run(ask()) == params
+
+
+def test_the_engine_tells_them_to_the_server(tmp_path):
+    path = tiny_model(tmp_path / "m.gguf", metadata=IN_GGUF)
+    loaded = load_model(path, LoadOptions(device="cpu"), None)
+    assert describe(loaded, 0.0).sampling_defaults == DEFAULTS
