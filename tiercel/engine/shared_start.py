@@ -91,5 +91,6 @@ def _carrier(inputs: InputProcessor, members: Sequence[Request], num_shared: int
     first = members[0]
     carrier = inputs.score_request(first.prompt_token_ids[:num_shared], task)
     carrier.request_id = first.request_id  # logs name the caller's request
+    carrier.client = first.client
     carrier.params, carrier.priority = first.params, first.priority
     return carrier
