@@ -81,4 +81,4 @@ def test_clients_are_told_apart_by_their_keys_or_else_their_addresses(path, chec
     assert checked == [hashlib.sha256(key).hexdigest() for key in (b"one", b"two")]
     assert {request.client for request in submitted} == set(checked)
     asyncio.run(send(BODIES[path] | FORM, path, headers={"x-api-key": "one"}))
-    assert checked[2:] == ["127.0.0.1"], "keys that nobody checks are no clients"
+    assert checked[2:] == ["127.0.0.1"], "a key that is not checked names no client"

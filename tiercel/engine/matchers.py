@@ -1,8 +1,8 @@
 """What follows the answers of one model through their grammars.
 
-Compiling a grammar takes up to a second. So it is never done on the thread of the loop: a caller in
-the process of the engine does it before the request is submitted, and requests of other processes
-wait for a thread of its own (`MatcherQueue`), which the compiler leaves free to others meanwhile.
+Compiling a grammar takes up to a second, so it is not done on the thread of the loop. A caller in
+the engine's process compiles before it submits the request; requests from another process are
+compiled on a thread of their own (`MatcherQueue`). The compiler releases the GIL meanwhile.
 """
 
 from __future__ import annotations
