@@ -339,6 +339,7 @@ def test_error_tree():
         "InternalError": (500, "internal_error"),
         "QueueFullError": (429, "queue_full"),
         "EngineDeadError": (503, "engine_restarting"),
+        "EngineDiedTwiceError": (500, "engine_died_twice"),
         "InstallationError": (500, "broken_installation"),
         "BenchError": (500, "bench_failed"),
     }
