@@ -303,7 +303,7 @@ def resting_tensors(weight):
 @pytest.mark.parametrize("qtype", QuantType, ids=lambda q: q.name)
 def test_bytes_at_rest_are_those_of_the_planes(qtype):
     """On a GPU: of layout SOA, in whole groups, and of the copy; on a CPU: of what is prepared."""
-    for columns in (qtype.block_weights * 32, qtype.block_weights * 96):
+    for columns in (qtype.block_weights * 3, qtype.block_weights * 8):
         part = make_weight(qtype.name, 32, columns)
         for dtype, name in NAMES.items():
             find = partial(resting_bytes, qtype, part.shape, name)
