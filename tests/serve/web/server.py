@@ -85,6 +85,10 @@ Escaped \\*stars\\*, AT&amp;T, 2 * 3 * 4 and $$x_1 * y_1$$ \\(a_1 * b_1\\).
 """
 
 
+def _cards() -> list[dict[str, Any]]:
+    return [{"id": MODEL, "object": "model", "max_model_len": 8192}]
+
+
 @dataclass(slots=True)
 class Stage:
     """What the stand-in does, and what it saw; tests change and read it."""
@@ -92,6 +96,7 @@ class Stage:
     key: str | None = None
     status: str = "ready"
     progress: float = 0.0
+    cards: list[dict[str, Any]] = field(default_factory=_cards)  # of the served models
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of chat requests
     num_cancelled: int = 0
     base: str = ""  # http://127.0.0.1:port
@@ -99,6 +104,7 @@ class Stage:
     def reset(self) -> None:
         """Forget what was seen and set."""
         self.key, self.status, self.progress = None, "ready", 0.0
+        self.cards = _cards()
         self.bodies.clear()
         self.num_cancelled = 0
 
@@ -261,8 +267,8 @@ def _denied(request: Request) -> Response | None:
 
 
 async def _models(request: Request) -> Response:
-    card = {"id": MODEL, "object": "model", "max_model_len": 8192}
-    return _denied(request) or JSONResponse({"object": "list", "data": [card]})
+    cards = request.app.state.stage.cards
+    return _denied(request) or JSONResponse({"object": "list", "data": cards})
 
 
 async def _ready(request: Request) -> Response:

@@ -97,6 +97,7 @@ class App {
     find("import-file").addEventListener("change", (event) => this.#takeFiles(event.target));
     find("server-action").addEventListener("click", () => this.#reconnect());
     find("forget-key").addEventListener("click", () => this.#forgetKey());
+    find("model").addEventListener("change", () => this.#modelChosen());
     for (const button of document.querySelectorAll("[data-suggestion]")) {
       button.addEventListener("click", () => this.#suggest(button.dataset.suggestion));
     }
@@ -337,6 +338,7 @@ class App {
     const isRunning = this.#chat.runOf(conversation) !== null;
     const isEmpty = conversation.turns.length === 0;
     find("title").textContent = conversation.title;
+    find("title").title = conversation.title; // whole where its end is cut
     document.title = isEmpty ? "Tiercel" : `${conversation.title} – Tiercel`;
     find("welcome").hidden = !isEmpty;
     find("stop").hidden = !isRunning;
@@ -396,6 +398,11 @@ class App {
     this.#update();
   }
 
+  #modelChosen() {
+    const select = find("model");
+    select.title = select.value; // whole where its end is cut
+  }
+
   #showModels(models) {
     const select = find("model");
     const chosen = select.value;
@@ -403,6 +410,7 @@ class App {
     if (models.some(({ id }) => id === chosen)) select.value = chosen;
     select.disabled = models.length < 2;
     select.hidden = models.length === 0;
+    this.#modelChosen();
     const { id, contextTokens } = models[0] ?? {};
     const size = contextTokens?.toLocaleString("en");
     const context = size ? ` with ${size} tokens of context` : "";

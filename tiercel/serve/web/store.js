@@ -8,7 +8,7 @@ const PREFIX = "tiercel.conversation.";
 const FILE_FORMAT = "tiercel-conversations";
 const FILE_VERSION = 1;
 const MAX_FILE_BYTES = 64 * 1024 * 1024;
-const TITLE_CHARACTERS = 60;
+const TITLE_CHARACTERS = 200; // the places that show a title cut it to their own width
 const ANSWER_ENDS = ["done", "stopped", "interrupted", "failed"];
 
 /** A random name; crypto.randomUUID does not exist on pages that came over plain HTTP. */
