@@ -237,6 +237,20 @@ def test_the_page_is_served_under_its_policy():
     assert head.headers["content-length"] == str(len(page.content))
 
 
+def test_a_packaged_library_is_kept_by_browsers_and_the_page_is_asked_for_again():
+    """The library's addresses hold its version: what they hold never changes."""
+    library = sorted(name for name in read_files() if "/" in name)
+    own = sorted(set(read_files()) - set(library))
+    assert {name.rpartition(".")[2] for name in library} == {"css", "js", "txt", "woff2"}
+    kept = ask(*[("GET", f"/ui/{name}") for name in library])
+    checked = ask(("GET", "/"), *[("GET", f"/ui/{name}") for name in own])
+    immutable = "public, max-age=31536000, immutable"
+    assert {response.headers["cache-control"] for response in kept} == {immutable}
+    assert {response.headers["cache-control"] for response in checked} == {"no-cache"}
+    fonts = [r for name, r in zip(library, kept, strict=True) if name.endswith(".woff2")]
+    assert {response.headers["content-type"] for response in fonts} == {"font/woff2"}
+
+
 def test_the_page_can_be_switched_off():
     paths = ["/", "/favicon.ico", "/ui/app.js"]
     for response in ask(*[("GET", path) for path in paths], has_ui=False):

@@ -6,8 +6,11 @@ No name of a request ever reaches the file system: what is not in the table is 4
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Final
 
 from starlette.requests import Request
@@ -23,9 +26,14 @@ _MEDIA_TYPES: Final = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
+    ".woff2": "font/woff2",
 }
 _INDEX: Final = "index.html"
 _ICON: Final = "favicon.svg"
+# A packaged library is in a directory of its version, so that its addresses never change content.
+_VERSIONED: Final = re.compile(r"[a-z]+-[0-9.]+/")
+_KEPT: Final = "public, max-age=31536000, immutable"
+_ASKED_AGAIN: Final = "no-cache"  # each time; the answer is mostly 304
 _POLICY: Final = (
     "default-src 'self'; base-uri 'self'; form-action 'none'; frame-ancestors 'none';"
     " object-src 'none'; require-trusted-types-for 'script'"
@@ -39,18 +47,29 @@ class StaticFile:
     content: bytes
     media_type: str
     etag: str
+    cache_control: str
 
 
 def read_files() -> dict[str, StaticFile]:
-    """The page's files by name."""
+    """The page's files by name; the name of a library's file begins with its directory."""
     files = {}
-    for entry in resources.files("tiercel.serve").joinpath("web").iterdir():
-        kind = _MEDIA_TYPES.get(f".{entry.name.rpartition('.')[2]}")
-        if kind is not None and entry.is_file():
+    for name, entry in _entries(resources.files("tiercel.serve").joinpath("web"), ""):
+        kind = _MEDIA_TYPES.get(f".{name.rpartition('.')[2]}")
+        if kind is not None:
             content = entry.read_bytes()
             etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            files[entry.name] = StaticFile(content, kind, etag)
+            cache_control = _KEPT if _VERSIONED.match(name) else _ASKED_AGAIN
+            files[name] = StaticFile(content, kind, etag, cache_control)
     return files
+
+
+def _entries(directory: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
+    """All files under a directory with their names from there."""
+    for entry in directory.iterdir():
+        if entry.is_dir():
+            yield from _entries(entry, f"{prefix}{entry.name}/")
+        else:
+            yield f"{prefix}{entry.name}", entry
 
 
 def routes(state: ServerState) -> list[BaseRoute]:
@@ -77,7 +96,7 @@ def _answer(request: Request, file: StaticFile | None) -> Response:
         raise refusal(404, "not_found", "The page has no such file.")
     headers = {
         "content-security-policy": _POLICY,
-        "cache-control": "no-cache",  # ask again each time; the answer is mostly 304
+        "cache-control": file.cache_control,
         "etag": file.etag,
         "referrer-policy": "no-referrer",
     }

@@ -26,6 +26,8 @@ MEDIA_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+    ".woff2": "font/woff2",
 }
 POLICY = "default-src 'self'; require-trusted-types-for 'script'; form-action 'none'"
 MODEL = "SmolLM2-135M-Instruct"
@@ -97,6 +99,7 @@ class Stage:
     status: str = "ready"
     progress: float = 0.0
     cards: list[dict[str, Any]] = field(default_factory=_cards)  # of the served models
+    text: str | None = None  # the next answers, whatever the message
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of chat requests
     num_cancelled: int = 0
     base: str = ""  # http://127.0.0.1:port
@@ -105,6 +108,7 @@ class Stage:
         """Forget what was seen and set."""
         self.key, self.status, self.progress = None, "ready", 0.0
         self.cards = _cards()
+        self.text = None
         self.bodies.clear()
         self.num_cancelled = 0
 
@@ -119,8 +123,15 @@ def _question(body: dict[str, Any]) -> str:
     return str(body["messages"][-1].get("content") or "").rpartition("\n\n")[2]
 
 
-def _deltas(message: str, last: dict[str, Any]) -> list[dict[str, Any]]:
-    """The pieces of the scripted answer."""
+def _pieces(text: str) -> list[dict[str, Any]]:
+    size = max(7, len(text) // 200)
+    return [{"content": text[i : i + size]} for i in range(0, len(text), size)]
+
+
+def _deltas(message: str, last: dict[str, Any], text: str | None) -> list[dict[str, Any]]:
+    """The pieces of the scripted answer; of `text` if there is one."""
+    if text is not None:
+        return _pieces(text)
     if last["role"] == "tool":
         return [{"content": f"The function says **{last['content']}**."}]
     if "think" in message:
@@ -150,7 +161,7 @@ def _deltas(message: str, last: dict[str, Any]) -> list[dict[str, Any]]:
     text = next((text for name, text in texts.items() if name in message), None)
     if text is None:
         text = f"You said: {message}"
-    return [{"content": text[i : i + 7]} for i in range(0, len(text), 7)]
+    return _pieces(text)
 
 
 class _Answer:
@@ -175,7 +186,7 @@ class _Answer:
 
     async def stream(self) -> AsyncIterator[bytes]:
         is_slow = "slow" in self.message
-        deltas = _deltas(self.message, self.last)
+        deltas = _deltas(self.message, self.last, self.stage.text)
         if is_slow:
             deltas = [{"content": f"word{i} "} for i in range(NUM_SLOW_TOKENS)]
         try:
@@ -303,7 +314,7 @@ def make_app(stage: Stage) -> Starlette:
         routes=[
             Route("/", _index),
             Route("/favicon.ico", _icon),
-            Route("/ui/{name}", _file),
+            Route("/ui/{name:path}", _file),
             Route("/ready", _ready),
             Route("/v1/models", _models),
             Route("/v1/chat/completions", _chat, methods=["POST"]),
@@ -312,7 +323,8 @@ def make_app(stage: Stage) -> Starlette:
         ]
     )
     app.state.stage = stage
-    app.state.files = {path.name: path.read_bytes() for path in WEB.iterdir()}
+    paths = [path for path in WEB.rglob("*") if path.is_file()]
+    app.state.files = {str(path.relative_to(WEB)): path.read_bytes() for path in paths}
     return app
 
 

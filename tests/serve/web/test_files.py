@@ -1,16 +1,20 @@
 """The files of the web page, without a browser: size, policy, references."""
 
 import re
+import tomllib
+from hashlib import sha256
 from html.parser import HTMLParser
 
 import pytest
 
 from tests.serve.web.server import MEDIA_TYPES, WEB
 
-FILES = sorted(WEB.iterdir())
+FILES = sorted(path for path in WEB.iterdir() if path.is_file())  # our own
+(LIBRARY,) = (path for path in WEB.iterdir() if path.is_dir())
 SCRIPTS = [path for path in FILES if path.suffix == ".js"]
 MAX_BYTES = 150 * 1024
 MAX_LINES = 500
+SUM = re.compile(r"[0-9a-f]{64}  ")
 # The only address in the files is a name: SVG documents must state it.
 SVG_NAMESPACE = 'xmlns="http://www.w3.org/2000/svg"'
 
@@ -83,6 +87,36 @@ def test_no_file_names_another_server(path):
 def test_no_script_makes_markup_or_code_from_strings(path):
     sinks = (
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|srcdoc"
-        r"|DOMParser|setHTML|\beval\b|new Function|\bimport\(|set(?:Timeout|Interval)\(\s*[\"'`]"
+        r"|DOMParser|setHTML|\beval\b|new Function|set(?:Timeout|Interval)\(\s*[\"'`]"
+        rf'|\bimport\((?!"\./{LIBRARY.name}/katex\.min\.js"\))'
     )
     assert re.findall(sinks, path.read_text()) == []
+
+
+# --- the packaged library ---
+
+
+def test_the_library_is_what_its_origin_says():
+    """Each file has the sum that was noted when it came; nothing else is there but two texts."""
+    origin = (LIBRARY / "ORIGIN.txt").read_text()
+    assert f"KaTeX {LIBRARY.name.removeprefix('katex-')}:" in origin
+    noted = dict(reversed(line.split("  ")) for line in origin.splitlines() if SUM.match(line))
+    paths = {p.relative_to(LIBRARY).as_posix(): p for p in LIBRARY.rglob("*") if p.is_file()}
+    assert set(paths) - set(noted) == {"ORIGIN.txt", "fonts/OFL.txt"}
+    assert {name: sha256(paths[name].read_bytes()).hexdigest() for name in noted} == noted
+
+
+def test_the_package_names_the_licences_of_the_library():
+    with (WEB.parents[2] / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    assert project["license"] == "Apache-2.0 AND MIT AND OFL-1.1"
+    named = {WEB.parents[2] / name for name in project["license-files"]}
+    assert {LIBRARY / "LICENSE.txt", LIBRARY / "fonts/OFL.txt"} <= named
+    assert all(path.is_file() for path in named)
+
+
+def test_the_style_sheet_of_the_library_asks_for_packaged_fonts():
+    urls = re.findall(r"url\((.*?)\)", (LIBRARY / "katex.min.css").read_text())
+    wanted = {url for url in urls if url.endswith(".woff2")}
+    assert wanted == {f"fonts/{path.name}" for path in LIBRARY.glob("fonts/*.woff2")}
+    assert all(url.startswith("fonts/") for url in urls)

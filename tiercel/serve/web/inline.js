@@ -7,9 +7,10 @@
  */
 
 import { element } from "./dom.js";
+import { formula } from "./math.js";
 
 const MAX_NESTING = 24; // deeper emphasis stays as typed: layout of very deep trees overflows
-const MAX_FORMULA_CHARACTERS = 500;
+const MAX_FORMULA_CHARACTERS = 4000; // what is longer is no formula
 const MAX_TARGET_CHARACTERS = 2048;
 const PUNCTUATION = /[\p{P}\p{S}]/u;
 const SPACE = /\s/u;
@@ -19,6 +20,9 @@ const ENTITY = /&(?:#(\d{1,7})|#[xX]([0-9a-fA-F]{1,6})|(amp|lt|gt|quot|apos|nbsp
 const LINE_BREAK = /<br ?\/?>/iy;
 const NAMED = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
 const ESCAPABLE = /[!-/:-@[-`{-~]/;
+const WORDY = /[\p{L}\p{N}]/u;
+const ORDINAL = /^(?:th|st|nd|rd|s)(?![\p{L}\p{N}])/u; // as in "the $n$th element"
+const NO_FORMULA_START = /^\s*[),.;:!?]/; // between the dollars of "cheap ($), dear ($$)"
 
 /** The address if a link may lead there, else null: other schemes can run code or open programs. */
 export function safeAddress(text) {
@@ -44,6 +48,8 @@ class InlineParser {
   #brackets = []; // places of [ that may become links
   #depths = new Map(); // element -> how deep its own nesting goes
   #lastTicks = null; // run length -> last position at which a run of it begins
+  #unclosed = new Set(); // ends of formulas that the text has no more of
+  #dollars = null; // number of dollars -> places that may end a formula, the next one last
 
   constructor(text) {
     this.#text = text;
@@ -89,8 +95,8 @@ class InlineParser {
 
   #escape() {
     const next = this.#text[this.#position + 1] ?? "";
-    if (next === "(" && this.#math("\\)")) return;
-    if (next === "[" && this.#math("\\]")) return;
+    if (next === "(" && this.#math("\\)", false)) return;
+    if (next === "[" && this.#math("\\]", true)) return;
     if (next === "\n") {
       this.#append(element("br"), 2);
     } else if (ESCAPABLE.test(next)) {
@@ -101,19 +107,46 @@ class InlineParser {
     }
   }
 
-  #dollar() {
-    const isDouble = this.#text[this.#position + 1] === "$";
-    if (!isDouble || !this.#math("$$")) this.#take(1);
+  #math(closer, isDisplay) {
+    const start = this.#position + 2;
+    const end = this.#unclosed.has(closer) ? -1 : this.#text.indexOf(closer, start);
+    if (end < 0) this.#unclosed.add(closer);
+    return this.#formula(2, end, isDisplay);
   }
 
-  /** Formulas are shown as they were written: nothing in them is emphasis. */
-  #math(closer) {
-    const start = this.#position + 2;
-    const line = this.#text.slice(start, start + MAX_FORMULA_CHARACTERS).split("\n", 1)[0];
-    const end = line.indexOf(closer);
-    if (end <= 0) return false;
-    const formula = element("span", { class: "math" }, line.slice(0, end).trim());
-    this.#append(formula, end + 4);
+  #dollar() {
+    let width = 1;
+    while (this.#text[this.#position + width] === "$") width += 1;
+    if (width === 1 && this.#singleDollar()) return;
+    if (width === 2 && this.#formula(2, this.#closingDollars(2), true)) return;
+    this.#take(width);
+  }
+
+  /** As in Pandoc: no space within the dollars, no letter or digit around them. */
+  #singleDollar() {
+    const start = this.#position + 1;
+    if (SPACE.test(this.#text[start] ?? " ") || WORDY.test(this.#text[start - 2] ?? "")) return false;
+    const end = this.#closingDollars(1);
+    if (end < 0 || end - start > MAX_FORMULA_CHARACTERS) return false;
+    const source = this.#text.slice(start, end);
+    return !source.includes("\n") && !isProse(source) && this.#formula(1, end, false);
+  }
+
+  /** Where the next dollars are that may end a formula; -1 if there are none. */
+  #closingDollars(width) {
+    this.#dollars ??= closingDollars(this.#text);
+    const places = this.#dollars.get(width);
+    while (places.length && places.at(-1) <= this.#position) places.pop();
+    return places.at(-1) ?? -1;
+  }
+
+  /** Takes what is up to `end`, between marks of this width, as a formula if it can be one. */
+  #formula(width, end, isDisplay) {
+    const start = this.#position + width;
+    if (end < 0 || end - start > MAX_FORMULA_CHARACTERS) return false;
+    const source = this.#text.slice(start, end).trim();
+    if (!source || source.includes("`") || NO_FORMULA_START.test(source)) return false;
+    this.#append(formula(source, isDisplay), end + width - this.#position);
     return true;
   }
 
@@ -273,6 +306,38 @@ class InlineParser {
   #depthWithin(node) {
     return Math.max(0, ...Array.from(node.children, (child) => this.#depths.get(child) ?? 0));
   }
+}
+
+/** The dollars that may end a formula, by their number; the first of them is last. */
+function closingDollars(text) {
+  const places = new Map([[1, []], [2, []]]);
+  for (let i = 0; i < text.length; i += 1) {
+    if (text[i] === "\\") i += 1; // what follows is escaped
+    else if (text[i] === "$") i = addDollars(text, i, places);
+  }
+  for (const found of places.values()) found.reverse();
+  return places;
+}
+
+/** Notes a run of dollars if it may end a formula; the position of its last one. */
+function addDollars(text, start, places) {
+  let end = start;
+  while (text[end + 1] === "$") end += 1;
+  const width = end + 1 - start;
+  if (width === 2 || (width === 1 && closesFormula(text, start))) places.get(width).push(start);
+  return end;
+}
+
+function closesFormula(text, at) {
+  if (at === 0 || SPACE.test(text[at - 1])) return false;
+  return !WORDY.test(text[at + 1] ?? "") || ORDINAL.test(text.slice(at + 1, at + 4));
+}
+
+/** Whether dollars belong to prices: a number with words after it is between them. */
+function isProse(source) {
+  if (!/^\d/.test(source)) return false;
+  const plain = source.replace(/\\[a-zA-Z]+(?:\{[^{}]*\})?/g, " ");
+  return /(?:^|[\s,.(])\p{L}{2,}(?=[\s,.;:!?)]|$)/u.test(plain);
 }
 
 function isEdge(char) {

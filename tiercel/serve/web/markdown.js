@@ -10,6 +10,7 @@
 import { codeBlock } from "./code.js";
 import { element } from "./dom.js";
 import { inlineNodes } from "./inline.js";
+import { formula } from "./math.js";
 
 const MAX_NESTING = 10; // quotes and lists within each other; what is deeper is shown as typed
 const FENCE = /^( {0,3})(`{3,}|~{3,})[ \t]*(.*)$/;
@@ -57,7 +58,7 @@ class BlockParser {
   #depth;
   #at = 0;
   #blocks = [];
-  #unclosedMath = new Set();
+  #noMath = new Map(); // end of a formula -> the line before which no block has such an end
 
   constructor(text, depth = 0) {
     this.#lines = text.split(/\r\n|\r|\n/).map((line) => line.replaceAll("\t", "    "));
@@ -86,7 +87,7 @@ class BlockParser {
     else if (QUOTE.test(line) && mayNest) this.#quote();
     else if (ITEM.test(line) && mayNest) this.#list(ITEM.exec(line));
     else if (this.#isTable(this.#at)) this.#table();
-    else if (!this.#math(line)) this.#paragraph();
+    else if (!this.#math()) this.#paragraph();
   }
 
   #fence([, indent, marks, info]) {
@@ -220,35 +221,42 @@ class BlockParser {
     this.#add(start, "table", () => tableNode(header, sides, rows));
   }
 
-  #math(line) {
-    const opener = line.trimStart().slice(0, 2);
-    const closer = MATH_CLOSERS[opener];
-    if (!closer || this.#unclosedMath.has(closer)) return false;
+  #math() {
     const start = this.#at;
-    let end = start;
-    let text = line.trim().slice(2);
-    const lines = [];
-    while (!text.trimEnd().endsWith(closer)) {
-      lines.push(text);
-      end += 1;
-      if (end >= this.#lines.length) {
-        this.#unclosedMath.add(closer); // One failed search is enough for the whole text.
-        return false;
-      }
-      text = this.#lines[end];
-    }
-    lines.push(text.trimEnd().slice(0, -closer.length));
-    this.#at = end + 1;
-    const formula = lines.join("\n").trim();
-    this.#add(start, "math", () => element("pre", { class: "math", tabindex: 0 }, formula));
+    const math = this.#mathAt(start);
+    if (!math) return false;
+    this.#at = math.end + 1;
+    this.#add(start, "math", () => formula(math.source, true));
     return true;
+  }
+
+  /** The formula that fills the lines from `at` to `end`: {source, end}, or null. */
+  #mathAt(at) {
+    const first = this.#lines[at].trimStart();
+    const closer = MATH_CLOSERS[first.slice(0, 2)];
+    if (!closer || at < (this.#noMath.get(closer) ?? 0)) return null;
+    const lines = [];
+    let end = at;
+    for (let text = first.slice(2); text !== undefined && !isFence(text); text = this.#lines[end]) {
+      const length = text.indexOf(closer);
+      lines.push(length < 0 ? text : text.slice(0, length));
+      if (length >= 0) {
+        const source = lines.join("\n").trim();
+        if (source && isBlank(text.slice(length + closer.length))) return { source, end };
+        break;
+      }
+      end += 1;
+    }
+    this.#noMath.set(closer, end); // One failed search is enough for all lines on its way.
+    return null;
   }
 
   #interrupts(at) {
     const line = this.#lines[at];
     const starts = [HEADING, RULE, QUOTE].some((pattern) => pattern.test(line));
     const item = ITEM.exec(line);
-    return starts || isFence(line) || (item !== null && item[5] !== "");
+    if (starts || isFence(line) || (item !== null && item[5] !== "")) return true;
+    return this.#mathAt(at) !== null;
   }
 
   #paragraph() {

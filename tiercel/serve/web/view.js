@@ -247,8 +247,11 @@ export class ConversationView {
     this.#actions = actions;
     this.#scroller.addEventListener("scroll", () => this.#noteScroll(), { passive: true });
     this.#latest.addEventListener("click", () => this.follow());
-    // A banner above or a longer message below takes room away: the end stays in sight.
-    new ResizeObserver(() => this.#keepUp()).observe(this.#scroller);
+    // A banner above or a longer message below takes room away, a formula grows when it is typeset:
+    // the end stays in sight.
+    const observer = new ResizeObserver(() => this.#keepUp());
+    observer.observe(this.#scroller);
+    observer.observe(this.#log);
   }
 
   show(conversation, run) {
