@@ -73,17 +73,15 @@ def test_what_a_formula_is(page):
 def test_formulas_are_typeset_by_the_library_that_comes_with_the_first(page, stage, watch):
     ask(page, "no formula, $5")
     assert [url for url in watch.requests if "katex" in url] == []
-    stage.text = (
-        "The roots of $ax^2 + bx + c = 0$ are\n$$\n\\frac{-b \\pm \\sqrt{D}}{2a}\n$$\nhere."
-    )
+    stage.text = "The roots of $ax^2 + bx + c$ are\n$$\n\\frac{-b \\pm \\sqrt{D}}{2a}\n$$\nhere."
     ask(page, "and now")
     expect(page.locator(".math.is-typeset")).to_have_count(2)
     assert typeset(page) == ["ax^2 + bx + c", "\\frac{-b \\pm \\sqrt{D}}{2a}"]
-    loaded = {url.rpartition("/")[2] for url in watch.requests if "katex" in url}
+    page.wait_for_function("() => [...document.fonts].some((font) => font.status === 'loaded')")
+    urls = [url for url in watch.requests if "katex" in url]
+    loaded = {url.rpartition("/")[2] for url in urls}
     assert {"katex.min.js", "katex.min.css", "KaTeX_Math-Italic.woff2"} <= loaded
-    assert all(
-        url.startswith(f"{stage.base}/ui/katex-") for url in watch.requests if "katex" in url
-    )
+    assert all(url.startswith(f"{stage.base}/ui/katex-") for url in urls)
     line, fraction = (place.bounding_box()["height"] for place in page.locator(".math").all())
     assert fraction > 1.7 * line  # its style sheet and its styles hold
     ink = "getComputedStyle(document.querySelector('.katex-html .mord')).color"
@@ -106,7 +104,9 @@ def test_an_answer_that_grows_by_its_formulas_stays_at_its_end(page, stage):
     stage.text = "line\n\n" * 40 + f"$$\\begin{{matrix}}{rows}\\end{{matrix}}$$"
     ask(page, "tall")
     expect(page.locator(".math.is-typeset")).to_have_count(1)
-    page.wait_for_function("scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 2")
+    page.wait_for_function(
+        "() => scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 2"
+    )
 
 
 def test_a_wide_formula_scrolls_within_its_answer(page, stage):
@@ -211,7 +211,7 @@ def test_a_page_that_holds_too_much_shows_sources(page):
         for (let i = 0; i < 200; i += 1) log.append(line.cloneNode(true));
     }""")
     page.evaluate(SHOW, "last $x$")
-    page.wait_for_function("window.katex")
+    page.wait_for_function("() => window.katex")
     page.wait_for_timeout(100)
     assert typeset(page) == []
     page.evaluate("log.replaceChildren(log.lastChild)")
