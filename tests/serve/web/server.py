@@ -100,6 +100,8 @@ class Stage:
     progress: float = 0.0
     cards: list[dict[str, Any]] = field(default_factory=_cards)  # of the served models
     text: str | None = None  # the next answers, whatever the message
+    is_reading: bool = False  # no token comes as long as this holds
+    read: list[dict[str, Any]] = field(default_factory=list)  # what is said meanwhile, in order
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of chat requests
     num_cancelled: int = 0
     base: str = ""  # http://127.0.0.1:port
@@ -108,7 +110,8 @@ class Stage:
         """Forget what was seen and set."""
         self.key, self.status, self.progress = None, "ready", 0.0
         self.cards = _cards()
-        self.text = None
+        self.text, self.is_reading = None, False
+        self.read.clear()
         self.bodies.clear()
         self.num_cancelled = 0
 
@@ -184,6 +187,16 @@ class _Answer:
         }
         return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode()
 
+    async def _progress(self) -> AsyncIterator[bytes]:
+        """Chunks without a choice, for as long as the stage reads the prompt."""
+        num_sent = 0
+        while self.stage.is_reading:
+            for progress in self.stage.read[num_sent:]:
+                num_sent += 1
+                chunk = {"object": "chat.completion.chunk", "choices": []}
+                yield f"data: {json.dumps({**chunk, 'prompt_progress': progress})}\n\n".encode()
+            await asyncio.sleep(0.005)
+
     async def stream(self) -> AsyncIterator[bytes]:
         is_slow = "slow" in self.message
         deltas = _deltas(self.message, self.last, self.stage.text)
@@ -192,6 +205,8 @@ class _Answer:
         try:
             yield b": keep-alive\n\n"
             yield self._chunk({"role": "assistant", "content": ""}, 0, None)
+            async for progress in self._progress():
+                yield progress
             for i, delta in enumerate(deltas):
                 if i == 2 and "drop" in self.message:
                     await asyncio.sleep(0.2)  # a browser forgets what its page has not read yet

@@ -28,7 +28,9 @@ def test_an_answer_streams_with_its_figures(page, stage):
     assert body["model"] == MODEL
     assert body["messages"] == [{"role": "user", "content": "hello **there**"}]
     assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
-    assert set(body) == {"model", "messages", "stream", "stream_options"}  # no field unasked
+    assert body["return_progress"] is True
+    fields = {"model", "messages", "stream", "stream_options", "return_progress"}
+    assert set(body) == fields  # no field unasked
 
     assert ask(page, "again") == "You said: again"
     assert [m["role"] for m in stage.bodies[1]["messages"]] == ["user", "assistant", "user"]

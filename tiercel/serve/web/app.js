@@ -7,7 +7,7 @@
  */
 
 import { Chat, appended } from "./chat.js";
-import { element, icon } from "./dom.js";
+import { element, icon, setText } from "./dom.js";
 import { Panels, Toast, downloadFile, setUpTheme } from "./layout.js";
 import { ScorePanel, setUpTabs } from "./score.js";
 import { Keyring, Server } from "./server.js";
@@ -320,7 +320,9 @@ class App {
     this.#frame = requestAnimationFrame(() => {
       this.#frame = 0;
       const run = this.#chat.runOf(this.#current);
-      if (run) this.#view.updateLast(run);
+      if (!run) return;
+      this.#view.updateLast(run);
+      setText(find("announcer"), run.notice);
     });
   }
 
@@ -335,7 +337,8 @@ class App {
 
   #update() {
     const conversation = this.#current;
-    const isRunning = this.#chat.runOf(conversation) !== null;
+    const run = this.#chat.runOf(conversation);
+    const isRunning = run !== null;
     const isEmpty = conversation.turns.length === 0;
     find("title").textContent = conversation.title;
     find("title").title = conversation.title; // whole where its end is cut
@@ -343,7 +346,7 @@ class App {
     find("welcome").hidden = !isEmpty;
     find("stop").hidden = !isRunning;
     find("send").hidden = isRunning;
-    if (isRunning) find("announcer").textContent = "Answering…";
+    if (isRunning) setText(find("announcer"), run.notice);
     document.body.classList.toggle("is-running", isRunning);
     document.body.classList.toggle("is-empty", isEmpty);
     this.#history.show(this.#store.list(), conversation.id, this.#chat.runningIds);

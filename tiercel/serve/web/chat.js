@@ -6,12 +6,36 @@ import { ApiError, streamChat } from "./api.js";
 import { AnswerBuilder, hasOutput, newAnswer, requestMessages, shownAnswer } from "./answer.js";
 
 const SAVE_MS = 2000; // a running answer is written this often, and when it ends
+const PATIENCE_MS = 1000; // after it the reader is told how much of the prompt has been read
+const ANSWERING = "Answering…";
+const ANNOUNCED_PERCENT = 25; // a screen reader says so in steps of this size
+
+/** A running answer: words for the reader while there is no token, and for screen readers. */
+function makeRun() {
+  return {
+    controller: new AbortController(),
+    waiting: "",
+    notice: ANSWERING,
+    percent: null, // of the prompt, while it is read
+    announcedStep: null,
+    isSlow: false, // the first token has taken longer than anyone waits without a word
+    savedAt: performance.now(),
+    isLeft: false,
+  };
+}
+
+/** How much of what is not in the server's cache has been read; null if that is not known. */
+function percentRead(progress) {
+  const { total, cache = 0, processed } = progress ?? {};
+  const share = (processed - cache) / (total - cache);
+  return Number.isFinite(share) ? Math.round(100 * Math.min(Math.max(share, 0), 1)) : null;
+}
 
 export class Chat {
   #server;
   #keyring;
   #store;
-  #runs = new Map(); // conversation id -> {controller, waiting, savedAt, isLeft}
+  #runs = new Map(); // conversation id -> run, see makeRun()
   #listener;
 
   /** The listener has grown(conversation), changed(conversation), ended(conversation, end). */
@@ -44,8 +68,7 @@ export class Chat {
     const turn = turnForAnswer(conversation);
     const answer = shownAnswer(turn);
     const earlier = conversation.turns.slice(0, -1);
-    const controller = new AbortController();
-    const run = { controller, waiting: "", savedAt: performance.now(), isLeft: false };
+    const run = makeRun();
     this.#runs.set(conversation.id, run);
     this.#listener.changed(conversation);
     const body = {
@@ -53,6 +76,7 @@ export class Chat {
       messages: requestMessages(conversation.system, earlier),
       stream: true,
       stream_options: { include_usage: true, continuous_usage_stats: true },
+      return_progress: true,
     };
     try {
       await this.#stream(conversation, run, answer, body);
@@ -71,15 +95,37 @@ export class Chat {
     await this.#server.whenStarted(signal);
     this.#wait(conversation, run, "Waiting for the first token…");
     const builder = new AnswerBuilder(answer, performance.now());
-    for await (const chunk of this.#chunks(body, signal)) {
-      builder.add(chunk, performance.now());
-      this.#listener.grown(conversation);
-      if (performance.now() - run.savedAt > SAVE_MS) {
-        run.savedAt = performance.now();
-        this.#store.save(conversation);
+    const timer = setTimeout(() => {
+      run.isSlow = true;
+      this.#tellProgress(conversation, run);
+    }, PATIENCE_MS);
+    try {
+      for await (const chunk of this.#chunks(body, signal)) {
+        builder.add(chunk, performance.now());
+        run.percent = answer.stats ? null : percentRead(chunk.prompt_progress) ?? run.percent;
+        this.#tellProgress(conversation, run);
+        if (performance.now() - run.savedAt > SAVE_MS) {
+          run.savedAt = performance.now();
+          this.#store.save(conversation);
+        }
       }
+    } finally {
+      clearTimeout(timer);
     }
     builder.finish();
+  }
+
+  /** Says what has been read of the prompt; until that is known the words before it stay. */
+  #tellProgress(conversation, run) {
+    if (run.percent === null) {
+      run.notice = ANSWERING;
+    } else if (run.isSlow) {
+      run.waiting = `Reading prompt, ${run.percent}%`;
+      const step = Math.floor(run.percent / ANNOUNCED_PERCENT);
+      if (step !== run.announcedStep) run.notice = run.waiting;
+      run.announcedStep = step;
+    }
+    this.#listener.grown(conversation);
   }
 
   #wait(conversation, run, words) {
