@@ -12,7 +12,7 @@ from tests.serve.web.server import MEDIA_TYPES, WEB
 FILES = sorted(path for path in WEB.iterdir() if path.is_file())  # our own
 (LIBRARY,) = (path for path in WEB.iterdir() if path.is_dir())
 SCRIPTS = [path for path in FILES if path.suffix == ".js"]
-MAX_BYTES = 150 * 1024
+MAX_BYTES = 160 * 1024  # of our own; the packaged library comes with the first formula
 MAX_LINES = 500
 SUM = re.compile(r"[0-9a-f]{64}  ")
 # The only address in the files is a name: SVG documents must state it.

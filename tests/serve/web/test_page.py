@@ -30,7 +30,7 @@ def test_an_answer_streams_with_its_figures(page, stage):
     assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert body["return_progress"] is True
     fields = {"model", "messages", "stream", "stream_options", "return_progress"}
-    assert set(body) == fields  # no field unasked
+    assert set(body) == fields | {"temperature", "top_p"}  # no field unasked
 
     assert ask(page, "again") == "You said: again"
     assert [m["role"] for m in stage.bodies[1]["messages"]] == ["user", "assistant", "user"]
@@ -126,7 +126,53 @@ def test_settings_reach_the_request(page, stage):
     expect(page.locator("#system")).to_have_value("Be brief.")
     page.click("#reset-sampling")
     ask(page, "again")
-    assert not set(fields) & set(stage.bodies[1])
+    sent = {name: value for name, value in stage.bodies[1].items() if name in fields}
+    assert sent == {"temperature": 0.7, "top_p": 0.95}  # those of the command line
+
+
+DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.8, "min_p": 0, "repetition_penalty": 1.05}
+
+
+@pytest.mark.parametrize(
+    ("defaults", "shown", "sent"),
+    [
+        (None, {"temperature": "0.7", "top_p": "0.95", "top_k": "default"}, (0.7, 0.95)),
+        ({}, {"temperature": "0.7", "top_p": "0.95", "min_p": "default"}, (0.7, 0.95)),
+        (DEFAULTS, {name: str(value) for name, value in DEFAULTS.items()}, (None, None)),
+        ({"temperature": 0}, {"temperature": "0", "top_p": "0.95"}, (None, 0.95)),
+        ({"temperature": "x<b>", "top_p": None}, {"temperature": "0.7"}, (0.7, 0.95)),
+    ],
+)
+def test_defaults_are_the_servers_or_those_of_the_command_line(page, stage, defaults, shown, sent):
+    """An empty field shows what holds, and is sent only where the server would take another."""
+    if defaults is not None:
+        stage.cards[0]["sampling_defaults"] = defaults
+    page.reload()
+    expect(page.locator("#model option")).to_have_count(1)
+    page.click("#open-settings")
+    for name, text in shown.items():
+        expect(page.locator(f"#sampling-{name}")).to_have_attribute("placeholder", text)
+    ask(page, "hello")
+    (body,) = stage.bodies
+    assert (body.get("temperature"), body.get("top_p")) == sent
+    assert not {"top_k", "min_p", "repetition_penalty"} & set(body)
+    page.fill("#sampling-temperature", "1.5")
+    ask(page, "again")
+    assert stage.bodies[1]["temperature"] == 1.5
+    assert stage.bodies[1].get("top_p") == sent[1]
+
+
+def test_another_model_has_defaults_of_its_own(page, stage):
+    stage.cards[0]["sampling_defaults"] = {"temperature": 0.6, "top_p": 1}
+    stage.cards.append({"id": "another"})
+    page.reload()
+    expect(page.locator("#model option")).to_have_count(2)
+    page.click("#open-settings")
+    expect(page.locator("#sampling-temperature")).to_have_attribute("placeholder", "0.6")
+    page.select_option("#model", "another")
+    expect(page.locator("#sampling-temperature")).to_have_attribute("placeholder", "0.7")
+    ask(page, "hello")
+    assert (stage.bodies[0]["model"], stage.bodies[0]["temperature"]) == ("another", 0.7)
 
 
 def test_a_wrong_setting_is_said_and_not_sent(page, stage):

@@ -87,7 +87,7 @@ export async function readReady(signal) {
   };
 }
 
-/** Lists the served models: [{id, contextTokens}]. */
+/** Lists the served models: [{id, contextTokens, samplingDefaults}]. */
 export async function readModels(key, signal) {
   const response = await request("v1/models", { key, signal });
   if (!response.ok) throw await errorOfResponse(response);
@@ -98,7 +98,14 @@ export async function readModels(key, signal) {
     .map((model) => ({
       id: model.id,
       contextTokens: Number.isInteger(model.max_model_len) ? model.max_model_len : null,
+      samplingDefaults: numbersOf(model.sampling_defaults),
     }));
+}
+
+/** What the server takes for a field that a request leaves out; only numbers can be such. */
+function numbersOf(object) {
+  const entries = object !== null && typeof object === "object" ? Object.entries(object) : [];
+  return new Map(entries.filter(([, value]) => Number.isFinite(value)));
 }
 
 /** Sends an object and reads the object that answers it. */

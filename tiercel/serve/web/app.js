@@ -404,6 +404,8 @@ class App {
   #modelChosen() {
     const select = find("model");
     select.title = select.value; // whole where its end is cut
+    const chosen = this.#server.models.find(({ id }) => id === select.value);
+    if (chosen) this.#settings.showDefaults(chosen.samplingDefaults);
   }
 
   #showModels(models) {

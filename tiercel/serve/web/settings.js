@@ -1,8 +1,9 @@
 /**
  * The settings panel: system prompt, sampling fields, tools.
  *
- * An empty field is not sent, so that the model's own default holds; a wrong one is said at once
- * and keeps the next message from being sent.
+ * An empty field is not sent, so that the default of the model and its server holds; where the server
+ * names none, `FALLBACKS` are sent instead. A wrong field is said at once and keeps the next message
+ * from being sent.
  */
 
 import { element, setText } from "./dom.js";
@@ -19,6 +20,12 @@ const FIELDS = [
   { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, hint: "per use" },
   { name: "repetition_penalty", label: "Repetition penalty", above: 0, max: 10, hint: "1 is none" },
 ];
+
+// Those of the command line: at the API's own temperature of 1 small models write nonsense.
+const FALLBACKS = new Map([
+  ["temperature", 0.7],
+  ["top_p", 0.95],
+]);
 
 /** What is wrong with the text of a field, in words; null if nothing is. */
 function problemOf(field, text) {
@@ -55,6 +62,7 @@ export class Settings {
   #storage;
   #values; // field name -> text
   #inputs = new Map(); // field name -> {field, input, message}
+  #defaults = new Map(); // field name -> what the server takes for it
   #tools = document.getElementById("tools");
   #toolsError = document.getElementById("tools-error");
   #system = document.getElementById("system");
@@ -65,6 +73,7 @@ export class Settings {
     this.#values = storage.readObject(STORAGE_KEY) ?? {};
     const list = document.getElementById("sampling");
     list.append(...FIELDS.map((field) => this.#makeField(field)));
+    this.showDefaults(this.#defaults);
     this.#tools.value = this.#textOf("tools");
     this.#tools.addEventListener("input", () => {
       this.#checkTools();
@@ -79,14 +88,22 @@ export class Settings {
     this.#system.value = text;
   }
 
+  /** Shows what an empty field means: the server's defaults by field name, or ours. */
+  showDefaults(defaults) {
+    this.#defaults = defaults;
+    for (const [name, { input }] of this.#inputs) {
+      input.placeholder = defaults.get(name) ?? FALLBACKS.get(name) ?? "default";
+    }
+  }
+
   /** What a request says: {body} or {problem: the field to mend}. */
   read() {
     const body = {};
     for (const [name, { field, input }] of this.#inputs) {
       const text = input.value.trim();
-      if (!text) continue;
-      if (problemOf(field, text)) return { problem: input };
-      body[name] = Number(text.replace(",", "."));
+      if (text && problemOf(field, text)) return { problem: input };
+      if (text) body[name] = Number(text.replace(",", "."));
+      else if (FALLBACKS.has(name) && !this.#defaults.has(name)) body[name] = FALLBACKS.get(name);
     }
     const { tools, problem } = readTools(this.#tools.value);
     if (problem) return { problem: this.#tools };
@@ -107,7 +124,6 @@ export class Settings {
       inputmode: field.isInteger ? "numeric" : "decimal",
       autocomplete: "off",
       spellcheck: "false",
-      placeholder: "default",
       "aria-describedby": `${id}-note`,
       input: () => this.#changed(field.name),
     });
