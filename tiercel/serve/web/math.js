@@ -139,10 +139,9 @@ function copySource(event) {
   const selection = document.getSelection();
   if (!selection.rangeCount || selection.isCollapsed) return;
   const range = selection.getRangeAt(0).cloneRange();
-  const first = formulaAround(range.startContainer);
-  const last = formulaAround(range.endContainer);
-  if (first) range.setStartBefore(first);
-  if (last) range.setEndAfter(last);
+  const { commonAncestorContainer: node } = range;
+  const around = (node instanceof Element ? node : node.parentElement)?.closest(".math");
+  if (around) range.selectNode(around); // a part of one formula stands for all of it
   const copied = element("div", { class: "copied" }, range.cloneContents());
   const formulas = copied.querySelectorAll(".math");
   if (!formulas.length) return;
@@ -151,8 +150,4 @@ function copySource(event) {
   event.clipboardData.setData("text/plain", copied.innerText); // with the breaks between blocks
   copied.remove();
   event.preventDefault();
-}
-
-function formulaAround(node) {
-  return (node instanceof Element ? node : node.parentElement)?.closest(".math");
 }
