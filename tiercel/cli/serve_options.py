@@ -141,9 +141,9 @@ class DefaultOptions:
     top_p: Annotated[float | None, Parameter(help="Else the model's, else 1 (off).")] = None
     top_k: Annotated[int | None, Parameter(help="Else the model's, else 0 (off).")] = None
     min_p: Annotated[float | None, Parameter(help="Else the model's, else 0 (off).")] = None
-    repeat_penalty: Annotated[
-        float | None, Parameter(help="Else the model's, else 1 (off).")
-    ] = None
+    repeat_penalty: Annotated[float | None, Parameter(help="Else the model's, else 1 (off).")] = (
+        None
+    )
     max_tokens: Annotated[
         int | None, Parameter(help="Else what is left; completions 16.", show_default=False)
     ] = None

@@ -252,7 +252,6 @@ class Supervisor:
         _LOG.error("the engine process ended: %s", self.failure)
         return delay
 
-
     def _on_message(self, message: FromEngine) -> None:
         self._hear(message)
         self._watchdog.note(message)
