@@ -18,7 +18,6 @@ from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
 from tiercel.layers.norm import RMSNorm
 from tiercel.ops.decode_chain import (
-    MAX_TOKENS,
     ChainExchange,
     ChainWeights,
     can_decode_chain,
@@ -54,10 +53,11 @@ class DecodeChain:
         self.weights = weights
         self.exchange = exchange
         self.is_dependent = is_dependent
+        self.max_tokens = min(part.geometry.max_tokens for part in weights)
 
     def takes(self, batch: Batch) -> bool:
         """Whether a batch has so few tokens, and no items to score."""
-        return 1 <= batch.num_tokens <= MAX_TOKENS and batch.items is None
+        return 1 <= batch.num_tokens <= self.max_tokens and batch.items is None
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x: (T, hidden) float32, mutated; returns it, behind the last layer."""
@@ -86,6 +86,7 @@ def make_decode_chain(
     if not can_decode_chain(device):
         return None
     weights: list[ChainWeights] = []
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
         linears = [layer.attention.output, layer.mlp.gate_up, layer.mlp.down]
         linears += [] if following is None else [following.attention.qkv]
@@ -102,11 +103,12 @@ def make_decode_chain(
             layer.mlp_norm.weight,
             layer.mlp_norm.weight if following is None else following.attn_norm.weight,
             eps,
+            num_sms,
         )
-        if part is None or (weights and part.slices != weights[0].slices):
+        if not isinstance(part, ChainWeights):
             return None
         weights.append(part)
-    exchange = make_exchange(weights[0].slices, device)
+    exchange = make_exchange(weights[0].geometry, device)
     return DecodeChain(layers, weights, exchange, is_dependent=has_dependent_launch())
 
 
