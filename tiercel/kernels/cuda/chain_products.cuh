@@ -100,7 +100,6 @@ DEV int number_of(int cta) { return (cta & 1) * (CTAS / 2) + (cta >> 1); }
 DEV bool owns(int number, int round, int count) { return CTAS * round + number < count; }
 // Columns of a half, i = 0, 1, ..., are in classes i % 4. How many one class has.
 DEV int columns_of(int columns, int four) { return (columns / 2 - four + 3) >> 2; }
-template <bool VALUE> struct Constant { static constexpr bool value = VALUE; };
 // What a warp multiplies: columns of class `four` of the half of CTA `rank`, tile `pick` of two (of
 // gate, or of up) of the rows of CTA number `owner`.
 struct Share { int owner, pick, four, rank; };
@@ -178,21 +177,27 @@ DEV void stage_attended(const Args& g, u32 smem, int rank, int tid) {
   }
 }
 
-DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
-  // Warps w % 4 share a quarter of the SM: each has all classes, and rows of both CTAs.
-  const int four = warp >> 2, row = warp + four & 3, half = row >> 1;
-  const Share share = {number_of(((int)blockIdx.x & ~1) + half), row & 1, four, rank};
-  const u32 ring = smem + Layout::RING + warp * STAGES * SLOT;
+// ---- a warp that multiplies
+struct Multiplier {
+  const Args& g;
+  Share share;
+  u32 smem, ring;
+  int lane;
   // Lane k knows where units k, k + 32, ... lie: to find that out for each unit anew is a fifth of
   // its instructions, 1.0 to 2.4 us a layer (H200, results/decode_chain_polls_h200.json).
   u32 places[PLACES], left[PLACES];
+  int fetch_slot, slot;           // of the ring
+  u32 sums, full, empty;          // of the rows' owner
+  int step, at;                   // sums sent; columns of this warp's class
+
+  DEV void find_units() {
 #pragma unroll
-  for (int i = 0; i < PLACES; ++i) {
-    places[i] = 32 * i + lane < UNITS ? place_of(32 * i + lane, share) : NO_UNIT;
-    left[i] = __ballot_sync(~0u, places[i] != NO_UNIT);
+    for (int i = 0; i < PLACES; ++i) {
+      places[i] = 32 * i + lane < UNITS ? place_of(32 * i + lane, share) : NO_UNIT;
+      left[i] = __ballot_sync(~0u, places[i] != NO_UNIT);
+    }
   }
-  int fetch_slot = 0, slot = 0;
-  auto fetch_next = [&]() {
+  DEV void fetch_next() {
     u32 place = NO_UNIT;
 #pragma unroll
     for (int i = 0; i < PLACES; ++i) {
@@ -204,24 +209,30 @@ DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
     if (place != NO_UNIT) fetch(g, place, ring + fetch_slot * SLOT, lane);
     copy_commit();
     fetch_slot = fetch_slot + 1 == STAGES ? 0 : fetch_slot + 1;
-  };
-#pragma unroll 1
-  for (int i = 0; i < STAGES; ++i) fetch_next();
-  cluster_sync();
-  wait_for_inputs();
-  stage_attended(g, smem, rank, 32 * warp + lane);
-  // Before the barrier of these warps, so that all of them find all of these slots in use.
-  if (warp == 0 && lane < COLUMNS_O / 2)
-    bar_arrive_here(smem + Layout::X_FULL + 8 * slot_of(lane & 3, lane >> 2));
-  bar_sync(1, 32 * WARPS);
-
+  }
+  DEV u32 take() {
+    copy_wait<STAGES - 1>();
+    __syncwarp();
+    return ring + slot * SLOT;
+  }
+  DEV void give_back() {
+    __syncwarp();
+    fetch_next();
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
+  }
+  // Column `at` of class `of`, when it is there.
+  DEV u32 open(int of, int at) {
+    const int slot = slot_of(of, at);
+    bar_wait(smem + Layout::X_FULL + 8 * slot, at / CLASS_SLOTS & 1);
+    return smem + Layout::X + slot * COLUMN;
+  }
+  // Sixteen arrivals give a column back: four of each warp of its class, or one of every warp.
+  DEV void close() {
+    __syncwarp();
+    if (lane < 4) bar_arrive_here(smem + Layout::X_EMPTY + 8 * slot_of(share.four, at));
+  }
   // Parts of a tile meet in the order 4 rank + class, tile after tile.
-  const u32 part = (8 * share.pick + 4 * rank) * NT * 512 + 16 * lane;
-  const u32 sums = address_in(smem + Layout::SUMS + part, half);
-  const u32 full = address_in(smem + Layout::FULL, half);
-  const u32 empty = smem + Layout::EMPTY + 8 * BUFFERS * half;
-  int step = 0;
-  auto send = [&](const float (&sum)[NT][4], int of) {
+  DEV void send(const float (&sum)[NT][4], int of) {
     const int buffer = step % BUFFERS;
     bar_wait(empty + 8 * buffer, (step / BUFFERS & 1) ^ 1);
     const u32 to = sums + buffer * Layout::SUM + of * NT * 512;
@@ -229,88 +240,94 @@ DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
     for (int nt = 0; nt < NT; ++nt)
       send_there(to + nt * 512, sum[nt], full + 8 * (NT * buffer + nt));
     ++step;
-  };
-  auto take = [&]() {
-    copy_wait<STAGES - 1>();
-    __syncwarp();
-    return ring + slot * SLOT;
-  };
-  auto give_back = [&]() {
-    __syncwarp();
-    fetch_next();
-    slot = slot + 1 == STAGES ? 0 : slot + 1;
-  };
-  auto open = [&](int of, int at) {
-    const int slot = slot_of(of, at);
-    bar_wait(smem + Layout::X_FULL + 8 * slot, at / CLASS_SLOTS & 1);
-    return smem + Layout::X + slot * COLUMN;
-  };
-  // Sixteen arrivals give a column back: four of each warp of its class, or one of every warp.
-  auto close = [&](int at) {
-    __syncwarp();
-    if (lane < 4) bar_arrive_here(smem + Layout::X_EMPTY + 8 * slot_of(four, at));
-  };
+  }
 
-  int at = 0;  // of this warp's columns
-  auto multiply_rows = [&](auto is_six, int count) {
+  // A matrix whose rows are groups of the residual.
+  template <bool SIX> DEV void multiply_rows(int count) {
     float sum[ROUNDS_X][NT][4] = {};
     const int end = at + count;
 #pragma unroll 1
     for (; at < end; ++at) {
-      const u32 x = open(four, at);
+      const u32 x = open(share.four, at);
 #pragma unroll
       for (int round = 0; round < ROUNDS_X; ++round) {
         if (!owns(share.owner, round, GROUPS_X)) continue;
-        multiply_unit<decltype(is_six)::value>(sum[round], take(), x, lane);
+        multiply_unit<SIX>(sum[round], take(), x, lane);
         give_back();
       }
-      close(at);
+      close();
     }
 #pragma unroll
     for (int round = 0; round < ROUNDS_X; ++round)
-      if (owns(share.owner, round, GROUPS_X)) send(sum[round], four);
-  };
-  const int in_x = columns_of(COLUMNS_X, four);
-  multiply_rows(Constant<SIX_O>(), columns_of(COLUMNS_O, four));
+      if (owns(share.owner, round, GROUPS_X)) send(sum[round], share.four);
+  }
   // Classes have unequal numbers of columns: a warp takes another one in each step.
+  DEV void multiply_gate_up() {
 #pragma unroll 1
-  for (int i = 0; i < 2 * ROUNDS_H && owns(share.owner, i >> 1, GROUPS_H); ++i) {
-    const int of = four + i & 3, first = columns_of(COLUMNS_O, of), end = columns_of(COLUMNS_X, of);
-    float sum[NT][4] = {};
+    for (int i = 0; i < 2 * ROUNDS_H && owns(share.owner, i >> 1, GROUPS_H); ++i) {
+      const int of = share.four + i & 3, first = columns_of(COLUMNS_O, of);
+      const int count = columns_of(COLUMNS_X, of);
+      float sum[NT][4] = {};
 #pragma unroll 1
-    for (int k = 0; k < end; ++k) {
-      multiply_unit<SIX_GU>(sum, take(), open(of, first + k), lane);
-      give_back();
+      for (int k = 0; k < count; ++k) {
+        multiply_unit<SIX_GU>(sum, take(), open(of, first + k), lane);
+        give_back();
+      }
+      send(sum, of);
     }
-    send(sum, of);
+    if (lane < COLUMNS_X / 2) {
+      const int of = lane & 3, k = columns_of(COLUMNS_O, of) + (lane >> 2);
+      open(of, k);
+      bar_arrive_here(smem + Layout::X_EMPTY + 8 * slot_of(of, k));
+    }
+    at += columns_of(COLUMNS_X, share.four);
   }
-  if (lane < COLUMNS_X / 2) open(lane & 3, columns_of(COLUMNS_O, lane & 3) + (lane >> 2));
-  __syncwarp();
-  if (lane < COLUMNS_X / 2) {
-    const int at = columns_of(COLUMNS_O, lane & 3) + (lane >> 2);
-    bar_arrive_here(smem + Layout::X_EMPTY + 8 * slot_of(lane & 3, at));
-  }
-  launch_next();
-  at += in_x;
-  multiply_rows(Constant<SIX_DOWN>(), columns_of(COLUMNS_H, four));
-#if !IS_LAST
-  auto multiply_tile = [&](int tile, int from, int by) {
+  DEV void multiply_tile(int tile, int from, int by) {
     float sum[NT][4] = {};
 #pragma unroll 1
-    for (int i = from; i < in_x; i += by) {
-      const u32 x = open(four, at + i), unit = take();
+    for (int i = from; i < columns_of(COLUMNS_X, share.four); i += by) {
+      const u32 x = open(share.four, at + i), unit = take();
       if (SIX_V != SIX_QK && tile >= QK_TILES)
         multiply_unit<SIX_V>(sum, unit, x, lane);
       else
         multiply_unit<SIX_QK>(sum, unit, x, lane);
       give_back();
     }
-    send(sum, four);
-  };
+    send(sum, share.four);
+  }
+  DEV void multiply_qkv() {
 #pragma unroll 1
-  for (int i = 0; i < ROUNDS_QKV && owns(share.owner, i, QKV_TILES / 2); ++i)
-    multiply_tile(2 * (CTAS * i + share.owner) + share.pick, 0, 1);
-  const int single = 2 * CTAS * ROUNDS_QKV + share.owner;  // columns of both picks are added up
-  if (HAS_SINGLES && single < QKV_TILES) multiply_tile(single, share.pick, 2);
+    for (int i = 0; i < ROUNDS_QKV && owns(share.owner, i, QKV_TILES / 2); ++i)
+      multiply_tile(2 * (CTAS * i + share.owner) + share.pick, 0, 1);
+    const int single = 2 * CTAS * ROUNDS_QKV + share.owner;  // columns of both picks are added up
+    if (HAS_SINGLES && single < QKV_TILES) multiply_tile(single, share.pick, 2);
+  }
+};
+
+DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
+  // Warps w % 4 share a quarter of the SM: each has all classes, and rows of both CTAs.
+  const int four = warp >> 2, row = warp + four & 3, half = row >> 1, pick = row & 1;
+  const u32 part = (8 * pick + 4 * rank) * NT * 512 + 16 * lane;
+  Multiplier own = {g, {number_of(((int)blockIdx.x & ~1) + half), pick, four, rank}, smem,
+                    smem + Layout::RING + warp * STAGES * SLOT, lane};
+  own.sums = address_in(smem + Layout::SUMS + part, half);
+  own.full = address_in(smem + Layout::FULL, half);
+  own.empty = smem + Layout::EMPTY + 8 * BUFFERS * half;
+  own.find_units();
+#pragma unroll 1
+  for (int i = 0; i < STAGES; ++i) own.fetch_next();
+  cluster_sync();
+  wait_for_inputs();
+  stage_attended(g, smem, rank, 32 * warp + lane);
+  // Before the barrier of these warps, so that all of them find all of these slots in use.
+  if (warp == 0 && lane < COLUMNS_O / 2)
+    bar_arrive_here(smem + Layout::X_FULL + 8 * slot_of(lane & 3, lane >> 2));
+  bar_sync(1, 32 * WARPS);
+  own.multiply_rows<SIX_O>(columns_of(COLUMNS_O, four));
+  own.multiply_gate_up();
+  launch_next();
+  own.multiply_rows<SIX_DOWN>(columns_of(COLUMNS_H, four));
+#if !IS_LAST
+  own.multiply_qkv();
 #endif
 }
