@@ -23,11 +23,11 @@ PUBLISHED = {
     "qwen3-4b": (ChainShape(2560, 4096, 9728, 5120, 1024), 16),
     "qwen3-8b": (ChainShape(4096, 4096, 12288, 5120, 1024), 16),
     "qwen3-14b": (ChainShape(5120, 5120, 17408, 6144, 1024), 16),
-    "qwen3-32b": (ChainShape(5120, 8192, 25600, 9216, 1024), 8),
+    "qwen3-32b": (ChainShape(5120, 8192, 25600, 9216, 1024), 16),
     "llama3-1b": (ChainShape(2048, 2048, 8192, 2560, 512), 16),
     "llama3-3b": (ChainShape(3072, 3072, 8192, 4096, 1024), 16),
     "llama3-8b": (ChainShape(4096, 4096, 14336, 5120, 1024), 16),
-    "llama3-70b": (ChainShape(8192, 8192, 28672, 9216, 1024), 8),
+    "llama3-70b": (ChainShape(8192, 8192, 28672, 9216, 1024), 16),
     "qwen2.5-7b": (ChainShape(3584, 3584, 18944, 4096, 512), 16),
     "gemma3-1b": (ChainShape(1152, 1024, 6912, 1280, 256), "hidden is 1152"),
     "gemma3-4b": (ChainShape(2560, 2048, 10240, 3072, 1024), 16),
@@ -59,9 +59,16 @@ def test_ctas_are_pairs_of_sms(num_sms, ctas):
 
 
 def test_wide_attention_leaves_room_for_fewer_tokens():
-    """13 columns a half are a class of 4; two tiles of tokens have slots for 3."""
-    for attended, most in ((6144, 16), (6656, 8)):
+    """17 columns a half are a class of 5; two tiles of tokens have slots for 4."""
+    for attended, most in ((8192, 16), (8704, 8)):
         assert partition(ChainShape(4096, attended, 8192, 512), FOUR, 128).max_tokens == most
+
+
+def test_slots_are_as_many_as_a_width_needs():
+    """So that as many units as possible are in flight."""
+    for attended, slots, stages in ((6144, 12, 2), (6656, 16, 1)):
+        ring = partition(ChainShape(4096, attended, 8192, 512), SIX, 128).ring(2)
+        assert (ring.slots, ring.stages) == (slots, stages)
 
 
 def test_a_refusal_says_what_does_not_fit():

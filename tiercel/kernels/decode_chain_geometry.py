@@ -67,13 +67,14 @@ class Ring:
     buffers: int
 
 
-# (tiles of 8 tokens, whether a matrix is Q6_K). Others that fit are within 3% (H200,
-# docs/notes/decode_chain.md).
+# (tiles of 8 tokens, whether a matrix is Q6_K): the first with enough slots is taken. Others that
+# fit are within 3% for Qwen3-8B (H200, docs/notes/decode_chain.md); 16 slots of two tiles leave
+# room for one unit of Q6_K in flight.
 _RINGS = {
-    (1, False): Ring(3, 20, 2),
-    (1, True): Ring(2, 24, 2),
-    (2, False): Ring(2, 12, 1),
-    (2, True): Ring(2, 12, 1),
+    (1, False): (Ring(3, 20, 2),),
+    (1, True): (Ring(2, 24, 2),),
+    (2, False): (Ring(2, 12, 1), Ring(2, 16, 1)),
+    (2, True): (Ring(2, 12, 1), Ring(1, 16, 1)),
 }
 
 
@@ -94,8 +95,8 @@ class Geometry:
     max_tokens: int
 
     def ring(self, tiles: int) -> Ring:
-        """Of launches of so many tiles of 8 tokens."""
-        return _RINGS[tiles, self.types.any_six]
+        """Of launches of so many tiles of 8 tokens, at most `max_tokens`."""
+        return _fitting(tiles, self.shape, self.types)[0]
 
     @property
     def columns(self) -> int:
@@ -136,13 +137,15 @@ def partition(shape: ChainShape, types: ChainTypes, num_sms: int) -> Geometry | 
             return Refusal(f"{name} is {rows}, not a multiple of {2 * TILE}")
     if shape.hidden > MOST_ROUNDS * GROUP * ctas:
         return Refusal(f"hidden is {shape.hidden}; at most {MOST_ROUNDS * GROUP * ctas} fits")
-    half = max(shape.hidden, shape.attended) // (2 * COLUMN)  # in shared memory at once
-    fitting = [
-        8 * tiles
-        for tiles in (1, 2)
-        if _RINGS[tiles, types.any_six].slots // _CLASSES >= -(-half // _CLASSES)
-    ]
+    fitting = [8 * tiles for tiles in (1, 2) if _fitting(tiles, shape, types)]
     if not fitting:
         width = max(shape.hidden, shape.attended)
         return Refusal(f"{width} columns do not fit shared memory")
     return Geometry(shape, types, ctas, max(fitting))
+
+
+def _fitting(tiles: int, shape: ChainShape, types: ChainTypes) -> list[Ring]:
+    """Those with slots for half of the columns of o, and of x."""
+    half = max(shape.hidden, shape.attended) // (2 * COLUMN)
+    in_class = -(-half // _CLASSES)
+    return [r for r in _RINGS[tiles, types.any_six] if r.slots // _CLASSES >= in_class]

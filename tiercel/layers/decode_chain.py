@@ -24,6 +24,7 @@ from tiercel.ops.decode_chain import (
     decode_chain,
     make_exchange,
     prepare_decode_chain,
+    select_decode_chain,
 )
 from tiercel.ops.q4k_matvec import Q4kWeight
 
@@ -83,7 +84,7 @@ def make_decode_chain(
         eps: of all norms.
         device: where the weights are.
     """
-    if not can_decode_chain(device):
+    if select_decode_chain(layers[0].mlp_norm.weight.shape[0]) or not can_decode_chain(device):
         return None
     weights: list[ChainWeights] = []
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count

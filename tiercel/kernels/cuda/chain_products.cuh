@@ -99,7 +99,12 @@ template <bool SIX> DEV void multiply_unit(float (&sum)[NT][4], u32 slot, u32 co
 DEV int number_of(int cta) { return (cta & 1) * (CTAS / 2) + (cta >> 1); }
 DEV bool owns(int number, int round, int count) { return CTAS * round + number < count; }
 // Columns of a half, i = 0, 1, ..., are in classes i % 4. How many one class has.
-DEV int columns_of(int columns, int four) { return (columns / 2 - four + 3) >> 2; }
+DEV int columns_of(int columns, int four) {
+  return columns % 8 ? (columns / 2 - four + 3) >> 2 : columns / 8;
+}
+// The class that a warp of class `four` takes in step `i` of gate and up: where classes have unequal
+// numbers of columns, another one in each step.
+DEV int turned(int four, int i) { return COLUMNS_X % 8 ? four + i & 3 : four; }
 // What a warp multiplies: columns of class `four` of the half of CTA `rank`, tile `pick` of two (of
 // gate, or of up) of the rows of CTA number `owner`.
 struct Share { int owner, pick, four, rank; };
@@ -119,7 +124,7 @@ DEV u32 place_of(int k, const Share& w) {
   k -= UNITS_O;
   if (k < UNITS_GU) {
     const int step = k / MOST_OF(COLUMNS_X), round = step >> 1;
-    const int i = (w.four + step & 3) + 4 * (k % MOST_OF(COLUMNS_X));
+    const int i = turned(w.four, step) + 4 * (k % MOST_OF(COLUMNS_X));
     const int tile = 2 * (CTAS * round + w.owner) + (step & 1) + w.pick * (INNER / 16);
     return unit_at(1, tile, COLUMNS_X, i, w.rank, owns(w.owner, round, GROUPS_H));
   }
@@ -220,11 +225,14 @@ struct Multiplier {
     fetch_next();
     slot = slot + 1 == STAGES ? 0 : slot + 1;
   }
-  // Column `at` of class `of`, when it is there.
+  // Column `at` of class `of`.
+  DEV u32 place(int of, int at) { return smem + Layout::X + slot_of(of, at) * COLUMN; }
+  DEV void wait(int of, int at) {
+    bar_wait(smem + Layout::X_FULL + 8 * slot_of(of, at), at / CLASS_SLOTS & 1);
+  }
   DEV u32 open(int of, int at) {
-    const int slot = slot_of(of, at);
-    bar_wait(smem + Layout::X_FULL + 8 * slot, at / CLASS_SLOTS & 1);
-    return smem + Layout::X + slot * COLUMN;
+    wait(of, at);
+    return place(of, at);
   }
   // Sixteen arrivals give a column back: four of each warp of its class, or one of every warp.
   DEV void close() {
@@ -261,26 +269,29 @@ struct Multiplier {
     for (int round = 0; round < ROUNDS_X; ++round)
       if (owns(share.owner, round, GROUPS_X)) send(sum[round], share.four);
   }
-  // Classes have unequal numbers of columns: a warp takes another one in each step.
   DEV void multiply_gate_up() {
 #pragma unroll 1
     for (int i = 0; i < 2 * ROUNDS_H && owns(share.owner, i >> 1, GROUPS_H); ++i) {
-      const int of = share.four + i & 3, first = columns_of(COLUMNS_O, of);
+      const int of = turned(share.four, i), first = columns_of(COLUMNS_O, of);
       const int count = columns_of(COLUMNS_X, of);
       float sum[NT][4] = {};
 #pragma unroll 1
       for (int k = 0; k < count; ++k) {
-        multiply_unit<SIX_GU>(sum, take(), open(of, first + k), lane);
+        if (i < 4) wait(of, first + k);  // later steps multiply columns of earlier ones
+        multiply_unit<SIX_GU>(sum, take(), place(of, first + k), lane);
         give_back();
       }
       send(sum, of);
     }
-    if (lane < COLUMNS_X / 2) {
+    const int end = at + columns_of(COLUMNS_X, share.four);
+    if (COLUMNS_X % 8 == 0) {  // no other class has read this one's columns
+      for (; at < end; ++at) close();
+    } else if (lane < COLUMNS_X / 2) {
       const int of = lane & 3, k = columns_of(COLUMNS_O, of) + (lane >> 2);
-      open(of, k);
+      wait(of, k);
       bar_arrive_here(smem + Layout::X_EMPTY + 8 * slot_of(of, k));
     }
-    at += columns_of(COLUMNS_X, share.four);
+    at = end;
   }
   DEV void multiply_tile(int tile, int from, int by) {
     float sum[NT][4] = {};
