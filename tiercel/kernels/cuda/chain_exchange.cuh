@@ -188,6 +188,9 @@ struct Adder {
 
 DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane) {
   const int number = number_of(blockIdx.x), n = 8 * nt + (lane >> 2);
+  auto first_of = [&](int round) { return 32 * (CTAS * round + number) + 8 * (lane & 3); };
+  float norm[8] = {};  // of the next sums: from cold memory, so long before it is needed
+  if (owns(number, 0, GROUPS_X)) load8(norm, g.mlp_norm + first_of(0));
   cluster_sync();
   wait_for_inputs();
   u32* launches = g.launches + nt * CTAS + blockIdx.x;
@@ -197,17 +200,16 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
   Adder adder = {g, memory, smem, (u32)(Layout::SCRATCH + nt * 8 * SCRATCH_PITCH), epoch,
                  rank, nt, lane, 0};
   float y[4], z[4], scale[2];
-  // What a group needs of memory is asked for before its sums are waited for.
-  auto add_to_residual = [&](int kind, const float* weights) {
+  auto add_to_residual = [&](int kind, const float* weights, const float* next_weights) {
 #pragma unroll 1
     for (int round = 0; round < ROUNDS_X && owns(number, round, GROUPS_X); ++round) {
-      const int group = CTAS * round + number, first = 32 * group + 8 * (lane & 3);
-      float* x = g.x + (i64)n * HIDDEN + first;
-      float residual[8] = {}, norm[8];
-      load8(norm, weights + first);
+      float* x = g.x + (i64)n * HIDDEN + first_of(round);
+      float residual[8] = {};
       if (n < g.m) load8(residual, x);
       adder.reduce(y, z), adder.lay(y, 0), adder.lay(z, 1);
-      adder.publish_normed(residual, norm, kind, group);
+      adder.publish_normed(residual, norm, kind, CTAS * round + number);
+      const bool has_more = owns(number, round + 1, GROUPS_X);
+      load8(norm, has_more ? weights + first_of(round + 1) : next_weights + first_of(0));
       if (n >= g.m) continue;
       const float factor = adder.one_or_nan();
 #pragma unroll
@@ -216,7 +218,7 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
       *(float4*)(x + 4) = make_float4(residual[4], residual[5], residual[6], residual[7]);
     }
   };
-  add_to_residual(0, g.mlp_norm);
+  add_to_residual(0, g.mlp_norm, g.next_norm);
   adder.norms(scale, 0);
 #pragma unroll 1
   for (int round = 0; round < ROUNDS_H && owns(number, round, GROUPS_H); ++round) {
@@ -234,7 +236,7 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
     adder.rows(h);
     adder.publish(h, FIRST_H, CTAS * round + number);
   }
-  add_to_residual(1, g.next_norm);
+  add_to_residual(1, g.next_norm, g.next_norm);
 #if !IS_LAST
   adder.norms(scale, 1);
   auto store = [&](const float (&y)[4], int tile) {
