@@ -25,9 +25,10 @@ from tiercel.quant import Layout, QuantTensor, QuantType
 
 _TYPES = (QuantType.Q4_K, QuantType.Q6_K)
 # One token of width 1024 is 5% slower than kernel by kernel, steps of 8 and 16 are 8 and 12% faster
-# (H200, results/bench_speed_chain_more_h200.json); a layer of width 8192 is up to 7% slower with
-# one token (results/decode_chain_sizes_h200.json). Between them one token is 4% slower to 29% faster.
-# All steps go one way, so that a token's bits are the same in each.
+# (H200, results/bench_speed_chain_more_h200.json); a layer of width 8192 is up to 4% slower with
+# one token (results/decode_chain_sizes_h200.json). Between them one token is 4% slower to 29%
+# faster, 8 and 16 are 10 to 33% faster (docs/notes/dense_sizes.md). All steps of a model go one
+# way, so that a token's bits are the same in each.
 _WIDTHS = range(2048, 8192)
 
 
