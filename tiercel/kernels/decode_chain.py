@@ -134,7 +134,7 @@ def make_args(
     Args:
         attended: (tokens, attended) float16, outputs of the attention.
         x: (tokens, hidden) float32, the residual, updated in place.
-        heads: (tokens, heads_width) float16, q, k, v of the next layer; None behind the last.
+        heads: (tokens, heads_width) float16, q, k, v of the next layer; None after the last.
         planes: of o, gate and up, down, q and k (and v, if of the same type), v.
         mlp_norm: (hidden,) float32.
         next_norm: (hidden,) float32, of the next layer's attention.

@@ -41,7 +41,7 @@ class ChainShape:
         hidden: of the residual.
         attended: of the attention's outputs, num_heads * head_dim.
         inner: of the inputs of down.
-        qk_rows: of q and k of the next layer, with v where that is of the same type; 0 behind the
+        qk_rows: of q and k of the next layer, with v where that is of the same type; 0 after the
             last layer.
         v_rows: of v, where it is of another type, else 0.
     """
