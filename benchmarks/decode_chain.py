@@ -1,6 +1,7 @@
-"""From one attention of Qwen3-8B (Q4_K_M) to the next in one launch, in a graph, by tokens.
+"""From one attention to the next in one launch, in a graph, by model (Q4_K_M) and tokens.
 
-    python -m benchmarks.decode_chain --out benchmarks/results/decode_chain_h200.json
+    python -m benchmarks.decode_chain --out benchmarks/results/decode_chain_sizes_h200.json
+    python -m benchmarks.decode_chain --only qwen3-8b
 
 The peer is what single kernels take for the same: products, norms, SwiGLU. Floor: the weights of
 four matrices once. Attention is not part of it; `tiercel bench speed` has whole steps.
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
 from benchmarks.q4k_matvec import random_part
+from benchmarks.synthetic_model import SHAPES, Shape
+from tiercel.kernels.decode_chain_geometry import Geometry, Refusal
 from tiercel.ops.act_mul import act_mul
 from tiercel.ops.decode_chain import (
     ChainExchange,
@@ -30,8 +33,9 @@ from tiercel.ops.rms_norm import rms_norm
 from tiercel.quant import Layout, QuantTensor, QuantType
 from tiercel.reference import decode_chain as oracle
 
-HIDDEN, SLICES, EPS = 4096, 3, 1e-6
+EPS = 1e-6
 TOKENS = (1, 4, 8, 16)
+MODELS = [name for name, shape in SHAPES.items() if shape.arch in ("qwen3", "llama")]
 
 
 @dataclass(frozen=True)
@@ -41,25 +45,25 @@ class Inputs:
     parts: dict[str, list[QuantTensor]]
     packed: dict[str, list[Q4kWeight]]
     weights: ChainWeights
-    exchange: ChainExchange
     attended: Tensor
     x: Tensor
 
 
-def make_inputs(tokens: int, seed: int, exchange: ChainExchange, *, more_bits: bool) -> Inputs:
+def make_inputs(shape: Shape, tokens: int, seed: int, *, more_bits: bool) -> Inputs:
     """Random weights of the real shapes; those of v and down in Q6_K if they have more bits."""
     wide = QuantType.Q6_K if more_bits else QuantType.Q4_K
-    inner = SLICES * HIDDEN
+    hidden, attended = shape.hidden, shape.heads * shape.head_dim
+    v_rows = shape.kv_heads * shape.head_dim
     shapes = {
-        "o": [(QuantType.Q4_K, (HIDDEN, HIDDEN))],
-        "gate_up": [(QuantType.Q4_K, (2 * inner, HIDDEN))],
-        "down": [(wide, (HIDDEN, inner))],
-        "qkv": [(QuantType.Q4_K, (6144, HIDDEN))],
+        "o": [(QuantType.Q4_K, (hidden, attended))],
+        "gate_up": [(QuantType.Q4_K, (2 * shape.intermediate, hidden))],
+        "down": [(wide, (hidden, shape.intermediate))],
+        "qkv": [(QuantType.Q4_K, (attended + 2 * v_rows, hidden))],
     }
     if more_bits:
-        shapes["qkv"] = [(QuantType.Q4_K, (5120, HIDDEN)), (wide, (1024, HIDDEN))]
+        shapes["qkv"] = [(QuantType.Q4_K, (attended + v_rows, hidden)), (wide, (v_rows, hidden))]
     parts = {
-        name: [random_part(qtype, shape, 10 * seed + i) for i, (qtype, shape) in enumerate(kinds)]
+        name: [random_part(qtype, size, 10 * seed + i) for i, (qtype, size) in enumerate(kinds)]
         for name, kinds in shapes.items()
     }
     packed = {
@@ -67,12 +71,28 @@ def make_inputs(tokens: int, seed: int, exchange: ChainExchange, *, more_bits: b
         for name, some in parts.items()
     }
     # Random weights have a mean: with norms of 1 some residuals pass what the kernel can take.
-    norm = torch.full((HIDDEN,), 0.1, device="cuda")
-    weights = prepare_decode_chain(*packed.values(), norm, norm, EPS)
-    assert weights is not None
+    norm = torch.full((hidden,), 0.1, device="cuda")
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    weights = prepare_decode_chain(*packed.values(), norm, norm, EPS, num_sms)
+    assert not isinstance(weights, Refusal), weights.reason
     generator = torch.Generator("cuda").manual_seed(seed)
-    attended, x = torch.randn(2, tokens, HIDDEN, device="cuda", generator=generator)
-    return Inputs(parts, packed, weights, exchange, attended.half(), x)
+    attention = torch.randn(tokens, attended, device="cuda", generator=generator)
+    x = torch.randn(tokens, hidden, device="cuda", generator=generator)
+    return Inputs(parts, packed, weights, attention.half(), x)
+
+
+class Exchanges:
+    """One for each geometry; layers of a model share it, whatever their types."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], ChainExchange] = {}
+
+    def of(self, geometry: Geometry) -> ChainExchange:
+        """That of a geometry."""
+        kind = geometry.columns, geometry.groups
+        if kind not in self._known:
+            self._known[kind] = make_exchange(geometry, torch.device("cuda"))
+        return self._known[kind]
 
 
 def run_single(inputs: Inputs) -> Tensor:
@@ -85,14 +105,7 @@ def run_single(inputs: Inputs) -> Tensor:
     return torch.cat([q4k_matvec(h, part) for part in packed["qkv"]], dim=1)
 
 
-def run_chain(inputs: Inputs) -> Tensor | None:
-    """In one launch."""
-    return decode_chain(
-        inputs.attended, inputs.x, inputs.weights, inputs.exchange, is_dependent=True
-    )
-
-
-def check(inputs: Inputs) -> float:
+def check(inputs: Inputs, exchange: ChainExchange) -> float:
     """Relative error of q, k, v."""
     layer = {
         name: torch.cat([dequantize(part, torch.float32) for part in parts])
@@ -101,21 +114,27 @@ def check(inputs: Inputs) -> float:
     layer["gate"], layer["up"] = layer.pop("gate_up").chunk(2)
     layer |= {"mlp_norm": inputs.weights.mlp_norm, "next_norm": inputs.weights.next_norm}
     x = inputs.x.clone()
-    heads = run_chain(inputs)
+    heads = decode_chain(inputs.attended, inputs.x, inputs.weights, exchange)
     _, expected = oracle.decode_chain(inputs.attended, x, layer, EPS)
     assert heads is not None
     return relative_error(heads, expected)
 
 
-def make_case(tokens: int, exchange: ChainExchange, *, more_bits: bool) -> Case:
-    """A number of tokens and a kind of layer."""
-    sample = make_inputs(1, 0, exchange, more_bits=more_bits)
-    planes = [plane for matrix in sample.weights.planes() for plane in matrix]
+def make_case(model: str, tokens: int, exchanges: Exchanges, *, more_bits: bool) -> Case | None:
+    """A number of tokens and a kind of layer; None for more tokens than the kernel takes."""
+    shape = SHAPES[model]
+    weights = make_inputs(shape, 1, 0, more_bits=more_bits).weights
+    if tokens > weights.geometry.max_tokens:
+        return None
+    planes = [plane for matrix in weights.planes() for plane in matrix]
+    exchange = exchanges.of(weights.geometry)
     return Case(
-        name=f"{'v, down in Q6_K' if more_bits else 'all in Q4_K'}, tokens={tokens}",
-        make=lambda seed: make_inputs(tokens, seed, exchange, more_bits=more_bits),
-        run=run_chain,
-        check=check,
+        name=f"{model}, {'v, down in Q6_K' if more_bits else 'all in Q4_K'}, tokens={tokens}",
+        make=lambda seed: make_inputs(shape, tokens, seed, more_bits=more_bits),
+        run=lambda inputs: decode_chain(
+            inputs.attended, inputs.x, inputs.weights, exchange, is_dependent=True
+        ),
+        check=lambda inputs: check(inputs, exchange),
         tolerance=1e-3,
         num_bytes=sum(plane.nbytes for plane in planes),
         peer=run_single,
@@ -124,13 +143,16 @@ def make_case(tokens: int, exchange: ChainExchange, *, more_bits: bool) -> Case:
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    """Yield one Case per kind of layer and number of tokens."""
+    """Yield one Case per model, kind of layer and number of tokens."""
     if device.type == "cpu":
         raise SystemExit("decode_chain: this kernel runs on a GPU.")
-    exchange = make_exchange(SLICES, device)
-    for more_bits in (False, True):
-        for tokens in TOKENS:
-            yield make_case(tokens, exchange, more_bits=more_bits)
+    exchanges = Exchanges()
+    for model in MODELS:
+        for more_bits in (False, True):
+            for tokens in TOKENS:
+                case = make_case(model, tokens, exchanges, more_bits=more_bits)
+                if case is not None:
+                    yield case
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.decode_step_model import random_matrix
+from tiercel.kernels.decode_chain_geometry import ChainShape, Refusal
 from tiercel.ops.decode_chain import (
     ChainExchange,
     ChainWeights,
@@ -39,24 +40,33 @@ class Model:
         return layer | norms
 
 
-def make_model(six, slices, device, seed=0, *, is_last=False):
-    """Random layers; `six` names those of `o gate_up down qk v` that are Q6_K."""
+def qwen3_8b(slices=3):
+    """Its widths; `slices` of 4096 columns in a row of down."""
+    return ChainShape(4096, 4096, 4096 * slices, 5120, 1024)
+
+
+def make_model(six, shape, device, seed=0, *, is_last=False, num_sms=128):
+    """Random layers; `six` names those of `o gate_up down qk v` that are Q6_K.
+
+    The shape is that of q and k on their own; where v is of the same type, they are one matrix.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     shapes = {
-        "o": (4096, 4096),
-        "gate_up": (8192 * slices, 4096),
-        "down": (4096, 4096 * slices),
-        "qk": (5120, 4096),
-        "v": (1024, 4096),
+        "o": (shape.hidden, shape.attended),
+        "gate_up": (2 * shape.inner, shape.hidden),
+        "down": (shape.hidden, shape.inner),
+        "qk": (shape.qk_rows, shape.hidden),
+        "v": (shape.v_rows, shape.hidden),
     }
     parts = {
-        name: random_matrix(*shape, QuantType.Q6_K if name in six else QuantType.Q4_K, generator)
-        for name, shape in shapes.items()
+        name: random_matrix(*size, QuantType.Q6_K if name in six else QuantType.Q4_K, generator)
+        for name, size in shapes.items()
     }
     qkv = [parts.pop("qk"), parts.pop("v")]
     if qkv[0].qtype is qkv[1].qtype:
         data = torch.cat([part.planes["data"] for part in qkv])
-        qkv = [QuantTensor(qkv[0].qtype, Layout.FILE, (6144, 4096), {"data": data})]
+        size = (shape.heads_width, shape.hidden)
+        qkv = [QuantTensor(qkv[0].qtype, Layout.FILE, size, {"data": data})]
     matrices = {name: [part] for name, part in parts.items()} | {"qkv": qkv}
     packed = {
         name: [prepare_q4k(part, Layout.SOA) for part in segments]
@@ -64,7 +74,9 @@ def make_model(six, slices, device, seed=0, *, is_last=False):
     }
     if is_last:
         packed["qkv"] = []
-    norms = [0.7 + 0.6 * torch.rand(4096, device=device, generator=generator) for _ in range(2)]
-    weights = prepare_decode_chain(*packed.values(), *norms, EPS)
-    assert weights is not None
-    return Model(weights, make_exchange(slices, generator.device), matrices)
+    norms = [
+        0.7 + 0.6 * torch.rand(shape.hidden, device=device, generator=generator) for _ in range(2)
+    ]
+    weights = prepare_decode_chain(*packed.values(), *norms, EPS, num_sms)
+    assert not isinstance(weights, Refusal), weights.reason
+    return Model(weights, make_exchange(weights.geometry, generator.device), matrices)

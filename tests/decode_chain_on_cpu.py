@@ -18,7 +18,7 @@ HERE = Path(__file__).parent / "cuda_on_cpu"
 
 def build(tokens: int, weights: ChainWeights, folder: Path) -> ctypes.CDLL:
     """Compile the source with what stands for a GPU; skip where that cannot be."""
-    source = kernel.cuda_source(tokens, weights.slices, weights.types, is_last=not weights.qkv)
+    source = kernel.cuda_source(tokens, weights.geometry)
     cuda = files("tiercel.kernels") / "cuda"
     device = [HERE / f"{name}.hpp" for name in ("device", "q4k_device", "chain_device")]
     headers = [cuda / f"{name}.cuh" for name in source.headers if not name.endswith("_ptx")]
@@ -37,17 +37,18 @@ def run(
     exchange: ChainExchange,
     *,
     seed: int = 0,
-    late: int = kernel.CTAS,
+    late: int | None = None,
 ) -> Tensor | None:
     """As `ops.decode_chain`; `seed` draws the order of warps, CTAs from `late` on start last."""
-    wide = torch.full((x.shape[0] + 2, kernel.HIDDEN), float("nan"))
-    wide_heads = torch.full((x.shape[0] + 2, kernel.HEADS_WIDTH), float("nan")).half()
+    geometry, rows = weights.geometry, x.shape[0] + 2
+    wide = torch.full((rows, x.shape[1]), float("nan"))
+    wide_heads = torch.full((rows, geometry.shape.heads_width), float("nan")).half()
     wide[1:-1] = x
     heads = wide_heads[1:-1] if weights.qkv else None
     args = weights.arguments(attended, wide[1:-1], heads, exchange)
     assert ctypes.sizeof(args) == library.struct_bytes()
-    assert kernel.smem_bytes(x.shape[0], weights.types) == library.smem_bytes()
-    failure = library.run_chain(ctypes.byref(args), seed, late)
+    assert kernel.smem_bytes(x.shape[0], geometry) == library.smem_bytes()
+    failure = library.run_chain(ctypes.byref(args), seed, geometry.ctas if late is None else late)
     assert failure == 0, describe_failure(library, failure)
     x.copy_(wide[1:-1])
     for beside in (wide, wide_heads):  # nothing else was written

@@ -15,6 +15,7 @@ import torch
 
 from tiercel.errors import InternalError
 from tiercel.kernels import decode_chain, decode_step, rotary_kv_write, rtc
+from tiercel.kernels.decode_chain_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.multi_item_attention import cuda_source, select_multi_item_attention
 from tiercel.kernels.q4k_dequantize import dequantize_source
 from tiercel.kernels.q4k_gemm import (
@@ -261,11 +262,19 @@ def test_rotary_kv_write_fits_beside_the_decode_chain(head_dim, tmp_path):
     assert registers * rotary_kv_write.THREADS <= 4096
 
 
-@pytest.mark.parametrize(("tokens", "is_six", "is_last"), [(8, False, True), (16, True, False)])
-def test_decode_chain_compiles_as_designed(tokens, is_six, is_last, tmp_path):
+@pytest.mark.parametrize(
+    ("tokens", "is_six", "shape"),
+    [
+        (8, False, ChainShape(4096, 4096, 12288, 0)),  # the last layer of Qwen3-8B
+        (16, True, ChainShape(4096, 4096, 12288, 5120, 1024)),
+        (16, False, ChainShape(5120, 5120, 17408, 7168)),  # Qwen3-14B
+    ],
+    ids=["last", "six", "wide"],
+)
+def test_decode_chain_compiles_as_designed(tokens, is_six, shape, tmp_path):
     """640 threads an SM, and few spills; products and copies are those of the reader."""
-    types = decode_chain.ChainTypes(False, False, is_six, False, is_six)
-    cubin = compile_here(decode_chain.cuda_source(tokens, 3, types, is_last=is_last), tmp_path)
+    geometry = partition(shape, ChainTypes(False, False, is_six, False, is_six), 132)
+    cubin = compile_here(decode_chain.cuda_source(tokens, geometry), tmp_path)
     assert registers_of(cubin, tmp_path) * 640 <= 65536
     text = ask(cubin, tmp_path, "nvdisasm", "-c")
     assert len(re.findall(r"\b(?:LDL|STL)", text)) <= 32

@@ -4,7 +4,6 @@
 #undef THREADS
 #define blockIdx (Index{current->cta})
 #define __cluster_dims__(...)
-#define CTAS 128
 
 static std::vector<NamedBarrier> clusters;
 struct InCta {  // for a while this thread is in that CTA of its cluster
@@ -57,4 +56,5 @@ DEV void wait_for_inputs() {
   wait_while(has_ended, 0);
 }
 DEV void launch_next() {}
+DEV int __ffs(u32 v) { return __builtin_ffs((int)v); }
 DEV bool __all_sync(u32, bool v) { return !__reduce_max_sync(~0u, !v); }

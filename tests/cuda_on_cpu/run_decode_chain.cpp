@@ -12,7 +12,7 @@ extern "C" int run_chain(const Args* args, int seed, int first_late_cta) {
   chain_args = args;
   late.clear(), num_waiting = has_ended = 0;
   if (first_late_cta == CTAS) {
-    make_late((void*)args->attended, args->m * HIDDEN * sizeof(u16));
+    make_late((void*)args->attended, args->m * ATTENDED * sizeof(u16));
     make_late(args->x, args->m * HIDDEN * sizeof(float));
   } else {
     has_ended = 1;

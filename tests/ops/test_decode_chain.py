@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
 
 from tests import decode_chain_on_cpu
-from tests.decode_chain_model import EPS, make_model
+from tests.decode_chain_model import EPS, make_model, qwen3_8b
 from tests.q4k_weights import make_weight
 from tiercel.errors import ArgumentError
 from tiercel.kernels import decode_chain as kernel
+from tiercel.kernels.decode_chain_geometry import ChainShape, ChainTypes, Refusal, partition
 from tiercel.ops.decode_chain import (
-    MAX_TOKENS,
     decode_chain,
     make_exchange,
     prepare_decode_chain,
+    select_decode_chain,
 )
 from tiercel.ops.q4k_matvec import prepare_q4k
 from tiercel.quant import Layout, QuantType
@@ -28,14 +28,23 @@ V_AND_DOWN = ("v", "down")  # Q6_K in half of the layers of a Q4_K_M file
 ALL = ("o", "gate_up", "down", "qk", "v")
 # Inputs of four matrices are rounded to float16, weights of Q6_K to 11 bits, one after the other.
 TOLERANCE = 1e-3
+MAX_TOKENS = 16
+QWEN3_8B = qwen3_8b()
+# Of 32 SMs or fewer, which tests may have for a GPU. Two groups of the residual for some CTAs, one
+# for others; halves of 3 and 5 columns; a last round of half the CTAs; single tiles of q, k and v.
+TWO_GROUPS = ChainShape(1536, 1024, 2560, 1024, 512)
+# A column a half, which leaves classes without one; tiles of q, k and v for 12 CTAs of 16.
+NARROW = ChainShape(512, 512, 1024, 256, 128)
+# Attention wider than the residual, which leaves CTAs without a group of it; the last layer.
+WIDE_ATTENTION = ChainShape(1024, 1536, 3072, 256, 128)
 
 
-def make_inputs(tokens, device, seed=0):
+def make_inputs(tokens, device, seed=0, shape=QWEN3_8B):
     """Tokens of different size; some columns stand out."""
     generator = torch.Generator(device).manual_seed(seed)
     sizes = 10.0 ** torch.linspace(-1, 2, tokens, device=device)[:, None]
-    attended = torch.randn(tokens, 4096, device=device, generator=generator)
-    x = torch.randn(tokens, 4096, device=device, generator=generator) * sizes
+    attended = torch.randn(tokens, shape.attended, device=device, generator=generator)
+    x = torch.randn(tokens, shape.hidden, device=device, generator=generator) * sizes
     x[:, ::97] *= 20
     return attended.half(), x
 
@@ -46,7 +55,7 @@ def relative_error(actual, expected):
 
 def run_both(model, tokens, device):
     """The largest error, of what is added to the residual and of q, k, v; NaN if one is."""
-    attended, x = make_inputs(tokens, device)
+    attended, x = make_inputs(tokens, device, shape=model.weights.geometry.shape)
     before = x.clone()
     expected, heads = oracle.decode_chain(attended, x, model.dense(), EPS)
     found = decode_chain(attended, x, model.weights, model.exchange)
@@ -57,7 +66,7 @@ def run_both(model, tokens, device):
 
 @pytest.mark.parametrize("six", [(), V_AND_DOWN])
 def test_cpu_matches_oracle(six):
-    assert run_both(make_model(six, 1, CPU), 3, CPU) < TOLERANCE
+    assert run_both(make_model(six, TWO_GROUPS, CPU), 3, CPU) < TOLERANCE
 
 
 @pytest.mark.gpu
@@ -65,15 +74,48 @@ def test_cpu_matches_oracle(six):
     ("six", "slices"), [((), 3), (V_AND_DOWN, 3), (ALL, 1), (("qk",), 2), (("o", "gate_up"), 4)]
 )
 def test_matches_oracle(six, slices, device):
-    model = make_model(six, slices, device)
+    model = make_model(six, qwen3_8b(slices), device)
     for tokens in (1, 2, 7, 8, 9, 16):
         assert run_both(model, tokens, device) < TOLERANCE, tokens
+
+
+# Of published sizes other than Qwen3-8B: hidden, heads, inner, rows of q and k and of v.
+SIZES = {
+    "qwen3-0.6b": ChainShape(1024, 2048, 3072, 3072, 1024),
+    "qwen3-1.7b": ChainShape(2048, 2048, 6144, 3072, 1024),
+    "qwen3-4b": ChainShape(2560, 4096, 9728, 5120, 1024),
+    "qwen3-14b": ChainShape(5120, 5120, 17408, 6144, 1024),
+    "qwen3-32b": ChainShape(5120, 8192, 25600, 9216, 1024),
+    "llama3-1b": ChainShape(2048, 2048, 8192, 2560, 512),
+    "llama3-3b": ChainShape(3072, 3072, 8192, 4096, 1024),
+    "llama3-8b": ChainShape(4096, 4096, 14336, 5120, 1024),
+    "llama3-70b": ChainShape(8192, 8192, 28672, 9216, 1024),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("six", [(), V_AND_DOWN], ids=["four", "six"])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size_matches_oracle_with_bits_of_its_own(size, six, device):
+    """In launches of few tokens and many; twice, and whatever stands beside a token."""
+    model = make_model(six, SIZES[size], device)
+    most = model.weights.geometry.max_tokens
+    for tokens in {1, most - 1, most}:
+        assert run_both(model, tokens, device) < TOLERANCE, tokens
+    attended, start = make_inputs(most, device, shape=model.weights.geometry.shape)
+    whole = start.clone()
+    heads = decode_chain(attended, whole, model.weights, model.exchange)
+    for first in range(most):
+        x = start[first:].clone()
+        found = decode_chain(attended[first:], x, model.weights, model.exchange)
+        assert torch.equal(x, whole[first:])
+        assert torch.equal(found, heads[first:])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("six", [(), V_AND_DOWN])
 def test_a_token_has_the_same_bits_in_every_batch(six, device):
-    model = make_model(six, 3, device)
+    model = make_model(six, QWEN3_8B, device)
     attended, x = make_inputs(MAX_TOKENS, device)
     whole = x.clone()
     heads = decode_chain(attended, whole, model.weights, model.exchange)
@@ -87,11 +129,13 @@ def test_a_token_has_the_same_bits_in_every_batch(six, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", [qwen3_8b(4), *SIZES.values()], ids=["wide", *SIZES])
 @pytest.mark.parametrize("tokens", [7, 16])
-def test_many_launches_have_the_same_bits(tokens, device):
-    """Sums were overwritten while they were read, here once in 150 launches."""
-    model = make_model(("o", "gate_up"), 4, device)
-    attended, start = make_inputs(tokens, device)
+def test_many_launches_have_the_same_bits(tokens, shape, device):
+    """Sums were overwritten while they were read, in the widest once in 150 launches."""
+    model = make_model(("o", "gate_up"), shape, device)
+    tokens = min(tokens, model.weights.geometry.max_tokens)
+    attended, start = make_inputs(tokens, device, shape=shape)
     x = start.clone()
     heads = decode_chain(attended, x, model.weights, model.exchange)
     different = torch.zeros((), dtype=torch.int64, device=device)
@@ -102,9 +146,11 @@ def test_many_launches_have_the_same_bits(tokens, device):
     assert different == 0
 
 
-def make_models_near_the_wrap(slices, device, launches):
+def make_models_near_the_wrap(shape, device, launches, num_sms=128):
     """An inner layer and a last one; counts of their exchange wrap around after some launches."""
-    models = [make_model((), slices, device, is_last=last) for last in (False, True)]
+    models = [
+        make_model((), shape, device, is_last=last, num_sms=num_sms) for last in (False, True)
+    ]
     exchange = models[0].exchange
     exchange.launches.fill_(-launches)
     exchange.counters.fill_(-8 * launches)
@@ -114,7 +160,7 @@ def make_models_near_the_wrap(slices, device, launches):
 @pytest.mark.gpu
 def test_launches_of_all_shapes_share_an_exchange(device):
     """Counters of tokens 8 and on lag behind; all of them wrap around at 2**32."""
-    models, exchange = make_models_near_the_wrap(3, device, 100)
+    models, exchange = make_models_near_the_wrap(QWEN3_8B, device, 100)
     attended, start = make_inputs(MAX_TOKENS, device)
     whole = start.clone()
     all_heads = decode_chain(attended, whole, models[0].weights, exchange)
@@ -134,7 +180,9 @@ def test_launches_of_all_shapes_share_an_exchange(device):
 @pytest.mark.parametrize("tokens", [3, 16])
 def test_replays_have_the_bits_of_direct_launches(tokens, device):
     """Launches that depend on each other, 40 steps."""
-    models = [make_model(six, 3, device, seed) for seed, six in enumerate(((), V_AND_DOWN, ()))]
+    models = [
+        make_model(six, QWEN3_8B, device, seed) for seed, six in enumerate(((), V_AND_DOWN, ()))
+    ]
     exchange = models[0].exchange
     attended, start = make_inputs(tokens, device)
 
@@ -162,7 +210,7 @@ def test_replays_have_the_bits_of_direct_launches(tokens, device):
 
 @pytest.mark.gpu
 def test_the_last_layer_has_no_next_one(device):
-    model, whole = (make_model((), 3, device, is_last=last) for last in (True, False))
+    model, whole = (make_model((), QWEN3_8B, device, is_last=last) for last in (True, False))
     attended, x = make_inputs(5, device)
     expected = x.clone()
     decode_chain(attended, expected, whole.weights, whole.exchange)
@@ -170,16 +218,17 @@ def test_the_last_layer_has_no_next_one(device):
     assert torch.equal(x, expected)
 
 
-# Every matrix of either type, v of the type of q and k or not; one tile of tokens or two, one slice
-# or two, the last layer. `launches`: of the same inputs, the second time each at another place.
+# Every matrix of either type, v of the type of q and k or not; one tile of tokens or two; the last
+# layer. `launches`: of the same inputs, the second time each at another place.
 SOURCE_CASES = [
-    pytest.param(5, 2, ("gate_up", "v"), False, 1, id="slices"),
-    pytest.param(11, 1, ("o", "down", "qk"), False, 2, id="tiles"),
-    pytest.param(2, 1, (), True, 1, id="last"),
-    pytest.param(5, 2, (), False, 2, marks=pytest.mark.slow),
-    pytest.param(11, 1, V_AND_DOWN, False, 2, marks=pytest.mark.slow),
-    pytest.param(16, 1, ALL, False, 2, marks=pytest.mark.slow),
-    pytest.param(2, 1, ("o",), True, 2, marks=pytest.mark.slow),
+    pytest.param(5, TWO_GROUPS, 32, ("gate_up", "v"), False, 2, id="two_groups"),
+    pytest.param(11, NARROW, 16, ("o", "down", "qk"), False, 2, id="tiles"),
+    pytest.param(2, WIDE_ATTENTION, 48, (), True, 2, id="last"),
+    pytest.param(11, TWO_GROUPS, 32, V_AND_DOWN, False, 1, id="two_tiles"),
+    pytest.param(16, NARROW, 20, ALL, False, 2, id="six"),
+    pytest.param(5, qwen3_8b(1), 128, V_AND_DOWN, False, 1, id="8b", marks=pytest.mark.slow),
+    pytest.param(3, SIZES["qwen3-4b"], 128, (), False, 1, id="4b", marks=pytest.mark.slow),
+    pytest.param(9, SIZES["qwen3-14b"], 128, (), False, 1, id="14b", marks=pytest.mark.slow),
 ]
 
 
@@ -188,19 +237,19 @@ def build_source(tmp_path_factory):
     """Compiles the source for a number of tokens and a model; once for each."""
 
     @functools.cache
-    def build(tokens, slices, six, is_last):
-        model = make_model(six, slices, CPU, is_last=is_last)
+    def build(tokens, shape, num_sms, six, is_last):
+        model = make_model(six, shape, CPU, is_last=is_last, num_sms=num_sms)
         folder = tmp_path_factory.mktemp("chain")
         return model, decode_chain_on_cpu.build(tokens, model.weights, folder)
 
     return build
 
 
-@pytest.mark.parametrize(("tokens", "slices", "six", "is_last", "launches"), SOURCE_CASES, ids=str)
-def test_source_in_any_order_of_warps(tokens, slices, six, is_last, launches, build_source):
-    """It is right, and neither who comes first nor a token's place changes a bit."""
-    model, library = build_source(tokens, slices, six, is_last)
-    attended, start = make_inputs(tokens, CPU)
+@pytest.mark.parametrize(("tokens", "shape", "num_sms", "six", "is_last", "launches"), SOURCE_CASES)
+def test_source_in_any_order_of_warps(tokens, shape, num_sms, six, is_last, launches, build_source):
+    """It is right, and neither the order of warps nor a token's place changes a bit."""
+    model, library = build_source(tokens, shape, num_sms, six, is_last)
+    attended, start = make_inputs(tokens, CPU, shape=shape)
     expected = start.clone()
     expected_heads = decode_chain(attended, expected, model.weights, model.exchange)
     model.exchange.launches.fill_(-2)  # counts wrap around at 2**32
@@ -226,24 +275,25 @@ def test_source_in_any_order_of_warps(tokens, slices, six, is_last, launches, bu
 
 def test_source_ends_without_its_neighbours(build_source):
     """CTAs that wait for others in vain end after a while, with NaN."""
-    model, library = build_source(2, 1, (), True)
-    attended, x = make_inputs(2, CPU)
-    exchange = make_exchange(1, CPU)
-    decode_chain_on_cpu.run(library, attended, x, model.weights, exchange, late=120)
-    assert x[:, : 120 * 32].isnan().all()
+    model, library = build_source(2, WIDE_ATTENTION, 48, (), True)
+    attended, x = make_inputs(2, CPU, shape=WIDE_ATTENTION)
+    exchange = make_exchange(model.weights.geometry, CPU)
+    decode_chain_on_cpu.run(library, attended, x, model.weights, exchange, late=40)
+    # Numbers of a cluster's CTAs are 24 apart; of 32 groups the late ones own 20 to 23.
+    owned = [group for group in range(32) if not 20 <= group % 24 < 24]
+    assert x.unflatten(1, (32, 32))[:, owned].isnan().all()
 
 
-@pytest.mark.slow
 def test_launches_of_all_shapes_share_an_exchange_in_the_source(tmp_path):
     """Counters of tokens 8 and on lag behind; all of them wrap around at 2**32."""
-    models, exchange = make_models_near_the_wrap(1, CPU, 2)
+    models, exchange = make_models_near_the_wrap(NARROW, CPU, 2, num_sms=16)
     libraries = {}
     for tokens, is_last in ((16, False), (5, False), (5, True)):
         folder = tmp_path / f"{tokens} {is_last}"
         folder.mkdir()
         weights = models[is_last].weights
         libraries[tokens, is_last] = decode_chain_on_cpu.build(tokens, weights, folder)
-    attended, start = make_inputs(MAX_TOKENS, CPU)
+    attended, start = make_inputs(MAX_TOKENS, CPU, shape=NARROW)
     shapes = [(16, False), (5, True), (16, False), (5, False)]
     for seed, (tokens, is_last) in enumerate(shapes):
         exchange.data.fill_(0xFF)  # NaN
@@ -265,43 +315,55 @@ def pack(rows, columns, qtype=QuantType.Q4_K, layout=Layout.SOA):
     return prepare_q4k(make_weight(qtype, rows, columns, CPU), layout)
 
 
-def test_what_does_not_fit():
-    norm = torch.ones(4096)
-    o, down, gate_up = pack(4096, 4096), pack(4096, 4096), pack(8192, 4096)
-    qkv = pack(6144, 4096)
+def test_what_does_not_fit_says_why():
+    norm = torch.ones(512)
+    o, down, gate_up = pack(512, 1024), pack(512, 1536), pack(3072, 512)
+    qkv = pack(256, 512)
 
     def prepare(o=o, gate_up=gate_up, down=down, qkv=(qkv,)):
-        return prepare_decode_chain([o], [gate_up], [down], qkv, norm, norm, EPS)
+        found = prepare_decode_chain([o], [gate_up], [down], qkv, norm, norm, EPS, 16)
+        return found.reason if isinstance(found, Refusal) else found.geometry.shape
 
-    assert prepare() is not None
-    assert prepare(qkv=()) is not None
-    assert prepare(qkv=(pack(5120, 4096), pack(1024, 4096, QuantType.Q6_K))) is not None
-    assert prepare(qkv=(pack(5120, 4096), pack(1024, 4096))) is None
-    assert prepare(o=pack(4096, 4096, QuantType.Q5_K)) is None
-    assert prepare(o=pack(4096, 4096, layout=Layout.FILE)) is None
-    assert prepare(o=pack(4096, 2048)) is None
-    assert prepare(qkv=(pack(5120, 4096),)) is None
-    assert prepare(gate_up=pack(4096, 4096)) is None
+    assert prepare() == ChainShape(512, 1024, 1536, 256)
+    assert prepare(qkv=()) == ChainShape(512, 1024, 1536, 0)
+    v = pack(64, 512, QuantType.Q6_K)
+    assert prepare(qkv=(qkv, v)) == ChainShape(512, 1024, 1536, 256, 64)
+    assert prepare(qkv=(qkv, pack(64, 512))) == "q, k and v: two segments of one type"
+    assert prepare(qkv=(qkv, v, qkv)) == "q, k and v: 3 segments of different types"
+    assert prepare(o=pack(512, 512, QuantType.Q5_K)) == "o: Q5_K in layout SOA"
+    assert prepare(down=pack(512, 1536, layout=Layout.FILE)) == "down: Q4_K in layout FILE"
+    assert prepare(o=pack(256, 1024)).startswith("matrices of shapes [(256, 1024)")
+    assert prepare(gate_up=pack(1536, 512)).startswith("matrices of shapes")
+    assert prepare(qkv=(pack(256, 1024),)).startswith("matrices of shapes")
+    assert prepare(o=pack(512, 768)) == "attended is 768, not a multiple of 512"
+    assert prepare(qkv=(pack(272, 512),)) == "qk_rows is 272, not a multiple of 32"
 
 
 def test_wrong_arguments():
-    model = make_model((), 1, CPU)
-    attended, x = make_inputs(3, CPU)
-    for wrong in (attended.float(), attended[:2], attended[:, :2048], attended[:0]):
+    model = make_model((), NARROW, CPU, num_sms=16)
+    attended, x = make_inputs(3, CPU, shape=NARROW)
+    for wrong in (attended.float(), attended[:2], attended[:, :256], attended[:0]):
         with pytest.raises(ArgumentError, match="attended is"):
             decode_chain(wrong, x, model.weights, model.exchange)
-    with pytest.raises(ArgumentError, match="the exchange is for 3 slices of 4096, down has 1"):
-        decode_chain(attended, x, model.weights, make_exchange(3, CPU))
-    many = make_inputs(MAX_TOKENS + 1, CPU)
-    with pytest.raises(ArgumentError, match=r"attended is \(17, 4096\)"):
+    other = partition(TWO_GROUPS, ChainTypes(False, False, False), 32)
+    with pytest.raises(ArgumentError, match=r"is for 22 columns of 256, the layer has 8\."):
+        decode_chain(attended, x, model.weights, make_exchange(other, CPU))
+    many = make_inputs(MAX_TOKENS + 1, CPU, shape=NARROW)
+    with pytest.raises(ArgumentError, match=r"attended is \(17, 512\)"):
         decode_chain(*many, model.weights, model.exchange)
 
 
-def test_sources_fit_shared_memory():
-    """Beside a CTA of the next kernel, of 1 KiB as each has."""
-    for tokens in (1, 8, 9, 16):
-        for six in (False, True):
-            types = replace(kernel.ChainTypes(False, False, False), down=six)
-            assert kernel.smem_bytes(tokens, types) + 1024 <= kernel.SMEM_BYTES
-            macros = dict(kernel.cuda_source(tokens, 3, types, is_last=False).macros)
-            assert macros["XSLOTS"] % 4 == 0
+@pytest.mark.parametrize("six", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_sources_fit_shared_memory(size, six):
+    """Beside a CTA of the next kernel, of 1 KiB as each has, but for 16 tokens of the widest."""
+    geometry = partition(SIZES[size], ChainTypes(False, False, six), 132)
+    for tokens in (1, geometry.max_tokens):
+        beside = 1024 if tokens == 1 or geometry.ring(2).slots == 12 else 0
+        assert kernel.smem_bytes(tokens, geometry) + beside <= kernel.SMEM_BYTES
+
+
+def test_widths_that_are_not_faster_go_kernel_by_kernel():
+    chosen = [size for size, shape in SIZES.items() if not select_decode_chain(shape.hidden)]
+    assert chosen == [size for size in SIZES if size not in ("qwen3-0.6b", "llama3-70b")]
+    assert select_decode_chain(1024) == "a token of width 1024 is not faster than kernel by kernel"

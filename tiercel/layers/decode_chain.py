@@ -18,13 +18,13 @@ from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
 from tiercel.layers.norm import RMSNorm
 from tiercel.ops.decode_chain import (
-    MAX_TOKENS,
     ChainExchange,
     ChainWeights,
     can_decode_chain,
     decode_chain,
     make_exchange,
     prepare_decode_chain,
+    select_decode_chain,
 )
 from tiercel.ops.q4k_matvec import Q4kWeight
 
@@ -54,10 +54,11 @@ class DecodeChain:
         self.weights = weights
         self.exchange = exchange
         self.is_dependent = is_dependent
+        self.max_tokens = min(part.geometry.max_tokens for part in weights)
 
     def takes(self, batch: Batch) -> bool:
         """Whether a batch has so few tokens, and no items to score."""
-        return 1 <= batch.num_tokens <= MAX_TOKENS and batch.items is None
+        return 1 <= batch.num_tokens <= self.max_tokens and batch.items is None
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x: (T, hidden) float32, mutated; returns it, behind the last layer."""
@@ -83,9 +84,10 @@ def make_decode_chain(
         eps: of all norms.
         device: where the weights are.
     """
-    if not can_decode_chain(device):
+    if select_decode_chain(layers[0].mlp_norm.weight.shape[0]) or not can_decode_chain(device):
         return None
     weights: list[ChainWeights] = []
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
         linears = [layer.attention.output, layer.mlp.gate_up, layer.mlp.down]
         linears += [] if following is None else [following.attention.qkv]
@@ -102,11 +104,12 @@ def make_decode_chain(
             layer.mlp_norm.weight,
             layer.mlp_norm.weight if following is None else following.attn_norm.weight,
             eps,
+            num_sms,
         )
-        if part is None or (weights and part.slices != weights[0].slices):
+        if not isinstance(part, ChainWeights):
             return None
         weights.append(part)
-    exchange = make_exchange(weights[0].slices, device)
+    exchange = make_exchange(weights[0].geometry, device)
     return DecodeChain(layers, weights, exchange, is_dependent=has_dependent_launch())
 
 

@@ -11,15 +11,25 @@ from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels import decode_chain as kernel
-from tiercel.kernels.decode_chain import ChainTypes
+from tiercel.kernels.decode_chain_geometry import (
+    ChainShape,
+    ChainTypes,
+    Geometry,
+    Refusal,
+    partition,
+)
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_matvec import Q4kWeight
 from tiercel.ops.q4k_repack import q4k_repack
 from tiercel.quant import Layout, QuantTensor, QuantType
 
-MAX_TOKENS = kernel.MAX_TOKENS
 _TYPES = (QuantType.Q4_K, QuantType.Q6_K)
-_MOST_SLICES = 4
+# One token of width 1024 is 5% slower than kernel by kernel, steps of 8 and 16 are 8 and 12% faster
+# (H200, results/bench_speed_chain_more_h200.json); a layer of width 8192 is up to 4% slower with
+# one token (results/decode_chain_sizes_h200.json). Between them one token is 4% slower to 29%
+# faster, 8 and 16 are 10 to 33% faster (docs/notes/dense_sizes.md). All steps of a model go one
+# way, so that a token's bits are the same in each.
+_WIDTHS = range(2048, 8192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +37,13 @@ class ChainWeights:
     """What lies between two attentions.
 
     Attributes:
-        o: output projection (4096, 4096) of this layer's attention.
-        gate_up: (2 * inner, 4096), gate first.
-        down: (4096, inner).
-        qkv: of the next layer: q, k and v (6144, 4096), or q and k (5120, 4096), and v; empty
-            behind the last layer.
-        mlp_norm: (4096,) float32.
-        next_norm: (4096,) float32, of the next attention; behind the last layer nobody reads it.
-        types: which of them are Q6_K.
+        o: output projection (hidden, attended) of this layer's attention.
+        gate_up: (2 * inner, hidden), gate first.
+        down: (hidden, inner).
+        qkv: of the next layer: q, k and v in one, or q and k, and v; empty after the last layer.
+        mlp_norm: (hidden,) float32.
+        next_norm: (hidden,) float32, of the next attention; not read after the last layer.
+        geometry: how they are dealt out.
         eps: of both norms.
     """
 
@@ -44,13 +53,8 @@ class ChainWeights:
     qkv: tuple[QuantTensor, ...]
     mlp_norm: Tensor
     next_norm: Tensor
-    types: ChainTypes
+    geometry: Geometry
     eps: float
-
-    @property
-    def slices(self) -> int:
-        """Of 4096 columns in a row of down."""
-        return self.down.shape[1] // kernel.HIDDEN
 
     def planes(self) -> list[tuple[Tensor, ...]]:
         """Of the five matrices that the kernel knows; () for those that are not there."""
@@ -82,7 +86,7 @@ class ChainExchange:
     """Memory through which activations travel; one serves all layers, for calls in one stream.
 
     Nothing is reset between calls: every CTA counts its launches, and each launch adds the same to
-    the counters of all kinds of activations, so all layers have as many slices. Counts wrap around
+    the counters of all columns, so all layers have as many. Counts wrap around
     at 2**32; the kernel asks whether they are equal, never which is larger.
     """
 
@@ -97,6 +101,13 @@ def can_decode_chain(device: torch.device) -> bool:
     return kernel.can_run(device)
 
 
+def select_decode_chain(hidden: int) -> str:
+    """Why a width that fits goes kernel by kernel; "" if it does not. Measured on an H200."""
+    if hidden in _WIDTHS:
+        return ""
+    return f"a token of width {hidden} is not faster than kernel by kernel"
+
+
 def prepare_decode_chain(
     o: Sequence[Q4kWeight],
     gate_up: Sequence[Q4kWeight],
@@ -105,58 +116,61 @@ def prepare_decode_chain(
     mlp_norm: Tensor,
     next_norm: Tensor,
     eps: float,
-) -> ChainWeights | None:
-    """Bring matrices at rest together, each given as the segments of its rows; None if unfit.
-
-    Fitting: the sizes of Qwen3-8B, inner a multiple of 4096 up to 16384; Q4_K and Q6_K as planes,
-    one segment a matrix but for v.
+    num_sms: int,
+) -> ChainWeights | Refusal:
+    """Bring matrices at rest together, each given as the segments of its rows.
 
     Args:
         o: see `ChainWeights`, as the rest.
         gate_up: of one type.
         down: of one segment.
-        qkv: one or two segments; none behind the last layer.
-        mlp_norm: (4096,) float32.
-        next_norm: (4096,) float32.
+        qkv: one or two segments; none after the last layer.
+        mlp_norm: (hidden,) float32.
+        next_norm: (hidden,) float32.
         eps: of both norms.
+        num_sms: of the device.
+
+    Returns:
+        What `decode_chain` takes, or why it does not take these matrices: a width that does not
+        fit, another type than Q4_K and Q6_K, or another layout than planes.
     """
-    hidden = kernel.HIDDEN
+    names = ("o", "gate and up", "down", "q, k and v")
     parts = [[weight.tensor for weight in segments] for segments in (o, gate_up, down, qkv)]
-    is_known = all(p.qtype in _TYPES and p.layout is Layout.SOA for part in parts for p in part)
-    shapes = [[tensor.shape for tensor in part] for part in parts]
-    inner = shapes[2][0][1]
-    fits = inner % hidden == 0 and inner <= _MOST_SLICES * hidden
-    fits = fits and shapes[:3] == [[(hidden, hidden)], [(2 * inner, hidden)], [(hidden, inner)]]
-    split = [(kernel.QK_ROWS, hidden), (kernel.HEADS_WIDTH - kernel.QK_ROWS, hidden)]
-    if not (is_known and fits and shapes[3] in ([], [(kernel.HEADS_WIDTH, hidden)], split)):
-        return None
+    for name, part in zip(names, parts, strict=True):
+        unfit = [p for p in part if p.qtype not in _TYPES or p.layout is not Layout.SOA]
+        if unfit:
+            return Refusal(f"{name}: {unfit[0].qtype.name} in layout {unfit[0].layout.name}")
+        if len(part) > (2 if part is parts[3] else 1):
+            return Refusal(f"{name}: {len(part)} segments of different types")
     six = [[p.qtype is QuantType.Q6_K for p in part] for part in parts]
     qk, v = (six[3][0], six[3][-1]) if six[3] else (False, False)
     if len(six[3]) == 2 and qk == v:
-        return None
+        return Refusal("q, k and v: two segments of one type")
     types = ChainTypes(six[0][0], six[1][0], six[2][0], qk, v)
-    weights = ChainWeights(
-        parts[0][0],
-        parts[1][0],
-        parts[2][0],
-        tuple(parts[3]),
-        mlp_norm,
-        next_norm,
-        types,
-        eps,
-    )
+    rows = [part.shape[0] for part in parts[3]]
+    hidden, inner = parts[2][0].shape
+    shape = ChainShape(hidden, parts[0][0].shape[1], inner, *(rows or [0]))
+    given = [p.shape for part in parts for p in part]
+    expected = [(hidden, shape.attended), (2 * inner, hidden), (hidden, inner)]
+    if given != expected + [(num_rows, hidden) for num_rows in rows]:
+        return Refusal(f"matrices of shapes {given}")
+    geometry = partition(shape, types, num_sms)
+    if isinstance(geometry, Refusal):
+        return geometry
+    o_, gate_up_, down_ = (part[0] for part in parts[:3])
+    weights = ChainWeights(o_, gate_up_, down_, tuple(parts[3]), mlp_norm, next_norm, geometry, eps)
     if mlp_norm.is_cuda:
-        kernel.load_decode_chain(weights.slices, types, mlp_norm.device, is_last=not qkv)
+        kernel.load_decode_chain(geometry, mlp_norm.device)
     return weights
 
 
-def make_exchange(slices: int, device: torch.device) -> ChainExchange:
-    """For layers of so many slices."""
+def make_exchange(geometry: Geometry, device: torch.device) -> ChainExchange:
+    """For layers of a geometry, and others of as many columns over as many CTAs."""
     return ChainExchange(
-        torch.zeros(kernel.exchange_bytes(slices), dtype=torch.uint8, device=device),
-        torch.zeros((2, kernel.CTAS, 2, 8), dtype=torch.int32, device=device),
-        torch.zeros((2, kernel.CTAS), dtype=torch.int32, device=device),
-        torch.zeros((slices + 2, kernel.COLUMNS, 2), dtype=torch.int32, device=device),
+        torch.zeros(kernel.exchange_bytes(geometry), dtype=torch.uint8, device=device),
+        torch.zeros((2, geometry.groups, 2, 8), dtype=torch.int32, device=device),
+        torch.zeros((2, geometry.ctas), dtype=torch.int32, device=device),
+        torch.zeros((geometry.columns, 2), dtype=torch.int32, device=device),
     )
 
 
@@ -173,47 +187,48 @@ def decode_chain(
     A token's bits depend on no other token.
 
     Args:
-        attended: (tokens, 4096) float16, contiguous; 1 to 16 tokens.
-        x: (tokens, 4096) float32, contiguous, the residual; mutated.
+        attended: (tokens, attended) float16, contiguous; 1 to `geometry.max_tokens` tokens.
+        x: (tokens, hidden) float32, contiguous, the residual; mutated.
         weights: from `prepare_decode_chain`.
-        exchange: from `make_exchange`, of as many slices; no other call may use it meanwhile.
+        exchange: from `make_exchange`, of as many columns; no other call may use it meanwhile.
         is_dependent: see `rtc.launch`.
 
     Returns:
-        (tokens, 6144) float16; None behind the last layer. Inputs of matrices are rounded to
-        float16: residual times norm weight, before 1 / rms, which is applied to sums.
+        (tokens, rows of q, k, v) float16; None after the last layer. Inputs of matrices are rounded
+        to float16: residual times norm weight, before 1 / rms, which is applied to sums.
 
     Raises:
         ArgumentError: the shapes or dtypes disagree.
     """
-    tokens, hidden = x.shape[0], kernel.HIDDEN
-    is_right = tuple(x.shape) == tuple(attended.shape) == (tokens, hidden)
+    geometry, tokens = weights.geometry, x.shape[0]
+    shape = geometry.shape
+    is_right = tuple(x.shape) == (tokens, shape.hidden)
+    is_right = is_right and tuple(attended.shape) == (tokens, shape.attended)
     is_right = is_right and x.dtype == torch.float32 and attended.dtype == torch.float16
     is_right = is_right and x.is_contiguous() and attended.is_contiguous()
-    if not is_right or not 1 <= tokens <= MAX_TOKENS:
+    if not is_right or not 1 <= tokens <= geometry.max_tokens:
         raise ArgumentError(
             f"decode_chain: attended is {tuple(attended.shape)} {attended.dtype}, x "
             f"{tuple(x.shape)} {x.dtype}.",
-            hint=f"Pass 1 to {MAX_TOKENS} contiguous rows of {hidden}, float16 and float32.",
+            hint=f"Pass 1 to {geometry.max_tokens} contiguous rows of {shape.attended} float16 "
+            f"and {shape.hidden} float32.",
         )
-    if exchange.counters.shape[0] != weights.slices + 2:
+    if exchange.counters.shape[0] != geometry.columns:
         raise ArgumentError(
-            f"decode_chain: the exchange is for {exchange.counters.shape[0] - 2} slices of 4096, "
-            f"down has {weights.slices}.",
-            hint="Pass an exchange made for layers of as many slices: make_exchange.",
+            f"decode_chain: the exchange is for {exchange.counters.shape[0]} columns of 256, "
+            f"the layer has {geometry.columns}.",
+            hint="Pass an exchange made for layers of as many columns: make_exchange.",
         )
     if not x.is_cuda:
         return _decode_chain_torch(attended, x, weights)
     heads = None
     if weights.qkv:
-        heads = torch.empty((tokens, kernel.HEADS_WIDTH), dtype=torch.float16, device=x.device)
+        heads = torch.empty((tokens, shape.heads_width), dtype=torch.float16, device=x.device)
     kernel.launch_decode_chain(
         weights.arguments(attended, x, heads, exchange),
         tokens,
-        weights.slices,
-        weights.types,
+        geometry,
         x.device,
-        is_last=heads is None,
         is_dependent=is_dependent,
     )
     return heads

@@ -1,7 +1,7 @@
 // The warps that bring activations, and those that add up and publish, for decode_chain.cu;
 // chain_products.cuh before it.
 
-// ---- the warp that brings activations: a lane a column of each kind, in their order
+// ---- the warp that brings activations: a lane a slot, whose columns it knows in their order
 DEV void bring(const Args& g, u8* memory, u32 smem, int rank, int lane) {
   cluster_sync();
   wait_for_inputs();
@@ -12,24 +12,29 @@ DEV void bring(const Args& g, u8* memory, u32 smem, int rank, int lane) {
   // This CTA's launches are not counted before all of its warps have looked.
   bar_sync(2, 32 * (1 + NT));
   // CTAs begin at different columns: all want the same few lines of the L2 at once.
-  const int column = ((lane + (blockIdx.x >> 1)) & 3) + (lane & 4), end = KINDS - IS_LAST;
-  int kind = lane < SIDE ? 0 : end;
+  const int four = (lane / CLASS_SLOTS + (blockIdx.x >> 1)) & 3;
+  const int in_o = columns_of(COLUMNS_O, four), in_x = columns_of(COLUMNS_X, four);
+  const int in_h = columns_of(COLUMNS_H, four);
+  const int end = lane < XSLOTS ? in_o + in_x + in_h + (IS_LAST ? 0 : in_x) : 0;
+  int at = lane % CLASS_SLOTS;
+  if (at < in_o) at += CLASS_SLOTS;  // attention's outputs are there already
 #pragma unroll 1
-  while (__any_sync(~0u, kind < end)) {
-    if (kind == end) continue;
-    const int from = 16 * kind + SIDE * rank + column;
+  while (__any_sync(~0u, at < end)) {
+    if (at >= end) continue;
+    int i = at - in_o, first = 0;
+    if (i >= in_x) i -= in_x, first = FIRST_H;
+    if (first && i >= in_h) i -= in_h, first = FIRST_QKV;
+    const int from = first + 2 * (four + 4 * i) + rank;
     const uint2 count = load_relaxed2(g.counters + 2 * from);
     const bool there = count.x == target[0] && (NT == 1 || count.y == target[NT - 1]);
     if (!there && !is_lost(memory)) continue;
-    // Lanes share slots. None takes the next round for one before it: its last column had room,
-    // so all columns XSLOTS before that one were given back, and XSLOTS >= SIDE.
-    const int at = SIDE * (kind + 1) + column, slot = at % XSLOTS, round = at / XSLOTS;
+    const int slot = slot_of(four, at), round = at / CLASS_SLOTS;
     if (round > 0 && !bar_has_passed(smem + Layout::X_EMPTY + 8 * slot, (round - 1) & 1)) continue;
     copy_fence();
     const u32 bar = smem + Layout::X_FULL + 8 * slot;
     bar_expect(bar, COLUMN);
     bulk_load(smem + Layout::X + slot * COLUMN, g.exchange + (i64)from * COLUMN, COLUMN, bar);
-    ++kind;
+    at += CLASS_SLOTS;
   }
 }
 
@@ -90,11 +95,12 @@ struct Adder {
   DEV u32 pack(float lo, float hi) {
     return (u32)float_to_half(lo) | (u32)float_to_half(hi) << 16;
   }
-  // What `rows` gave, as activations of the matrix that takes `kind`. Each launch publishes every
-  // kind, also what nobody reads or what others were waited for in vain: counters count launches.
-  DEV void publish(const float (&v)[8], int kind) {
-    const int q = lane & 3, n = 8 * nt + (lane >> 2), j = blockIdx.x & 7;
-    u8* to = g.exchange + (i64)(16 * kind + blockIdx.x / PUBLISHERS) * COLUMN;
+  // What `rows` gave, as a group of the matrix whose columns begin at `first`. Each launch publishes
+  // all groups, also unread ones or what others were waited for in vain: counters count launches.
+  DEV void publish(const float (&v)[8], int first, int group) {
+    const int q = lane & 3, n = 8 * nt + (lane >> 2), j = group % PUBLISHERS;
+    const int column = first + group / PUBLISHERS;
+    u8* to = g.exchange + (i64)column * COLUMN;
     const uint4 x = make_uint4(pack(v[0], v[2]), pack(v[1], v[3]), pack(v[4], v[6]),
                                pack(v[5], v[7]));
     *(uint4*)(to + ((4 * (j & 1) + q) * TOKENS + n) * 64 + 16 * ((j >> 1) ^ (q >> 1))) = x;
@@ -109,10 +115,11 @@ struct Adder {
     }
     copy_fence();
     __syncwarp();
-    if (lane == 0) add_release(g.counters + 2 * (16 * kind + blockIdx.x / PUBLISHERS) + nt);
+    if (lane == 0) add_release(g.counters + 2 * column + nt);
   }
-  // Adds to the residual and publishes x times the norm's weight.
-  DEV void publish_normed(float (&residual)[8], const float (&w)[8], int kind) {
+  // Adds to the residual and publishes x times the norm's weight; `kind` 0: this layer's, 1: the
+  // next one's.
+  DEV void publish_normed(float (&residual)[8], const float (&w)[8], int kind, int group) {
     float v[8], squares = 0;
     rows(v);
 #pragma unroll
@@ -132,32 +139,17 @@ struct Adder {
     own.z = __float_as_uint(__shfl_sync(~0u, squares, 16 * lane + 8));
     own.w = __float_as_uint(__shfl_sync(~0u, squares, 16 * lane + 12));
     own.w |= epoch & 3;
-    if (lane < 2) store_relaxed(squares_of(kind, blockIdx.x) + lane, own);
-    publish(v, kind);
+    if (lane < 2) store_relaxed(squares_of(kind, group) + lane, own);
+    publish(v, kind ? FIRST_QKV : 0, group);
   }
-  DEV uint4* squares_of(int kind, int cta) const {
-    return g.squares + (((kind ? CTAS : 0) + cta) * 2 + nt) * 2;
+  DEV uint4* squares_of(int kind, int group) const {
+    return g.squares + ((kind * GROUPS_X + group) * 2 + nt) * 2;
   }
-  // 1 / rms of tokens 2 t and 2 t + 1 and what the sums lack, from all CTAs' squares.
+  // 1 / rms of tokens 2 t and 2 t + 1 and what the sums lack, from all groups' squares.
   DEV void norms(float (&scale)[2], int kind) {
-    uint4 v[4][2];
-    bool there;
-    do {
-      there = true;
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        v[i >> 1][i & 1] = load_relaxed(squares_of(kind, 32 * (i >> 1) + lane) + (i & 1));
-#pragma unroll
-      for (int i = 0; i < 8; ++i) there &= (v[i >> 1][i & 1].w & 3) == (epoch & 3);
-    } while (!__all_sync(~0u, there) && !is_lost(memory));
     float s[8] = {};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint4& own = v[i >> 1][i & 1];
-      const int first = 4 * (i & 1);
-      s[first] += __uint_as_float(own.x), s[first + 1] += __uint_as_float(own.y);
-      s[first + 2] += __uint_as_float(own.z), s[first + 3] += __uint_as_float(own.w & ~3u);
-    }
+#pragma unroll 1
+    for (int from = lane; from < GROUPS_X + lane; from += 128) add_squares(s, kind, from);
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       for (int o = 16; o; o >>= 1) s[i] += __shfl_xor_sync(~0u, s[i], o);
@@ -168,12 +160,37 @@ struct Adder {
       scale[i] = rsqrtf(mine * (1.f / HIDDEN) + g.eps) * GROW;
     }
   }
+  // Of groups `from`, 32 further, ...: four of them.
+  DEV void add_squares(float (&s)[8], int kind, int from) {
+    uint4 v[4][2];
+    bool there;
+    do {
+      there = true;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int group = from + 32 * (i >> 1);
+        v[i >> 1][i & 1] = make_uint4(0, 0, 0, epoch & 3);
+        if (GROUPS_X % 128 == 0 || group < GROUPS_X)
+          v[i >> 1][i & 1] = load_relaxed(squares_of(kind, group) + (i & 1));
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) there &= (v[i >> 1][i & 1].w & 3) == (epoch & 3);
+    } while (!__all_sync(~0u, there) && !is_lost(memory));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint4& own = v[i >> 1][i & 1];
+      const int first = 4 * (i & 1);
+      s[first] += __uint_as_float(own.x), s[first + 1] += __uint_as_float(own.y);
+      s[first + 2] += __uint_as_float(own.z), s[first + 3] += __uint_as_float(own.w & ~3u);
+    }
+  }
 };
 
 DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane) {
-  const int first = 32 * blockIdx.x + 8 * (lane & 3), n = 8 * nt + (lane >> 2);
-  float norm[8];  // of the next norm: from cold memory, so long before it is needed
-  load8(norm, g.mlp_norm + first);
+  const int number = number_of(blockIdx.x), n = 8 * nt + (lane >> 2);
+  auto first_of = [&](int round) { return 32 * (CTAS * round + number) + 8 * (lane & 3); };
+  float norm[8] = {};  // of the next sums: from cold memory, so long before it is needed
+  if (owns(number, 0, GROUPS_X)) load8(norm, g.mlp_norm + first_of(0));
   cluster_sync();
   wait_for_inputs();
   u32* launches = g.launches + nt * CTAS + blockIdx.x;
@@ -182,15 +199,29 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
   if (lane == 0) *launches = epoch;
   Adder adder = {g, memory, smem, (u32)(Layout::SCRATCH + nt * 8 * SCRATCH_PITCH), epoch,
                  rank, nt, lane, 0};
-  float* x = g.x + (i64)n * HIDDEN + first;
-  float residual[8] = {}, y[4], z[4], scale[2];
-  if (n < g.m) load8(residual, x);
-  adder.reduce(y, z), adder.lay(y, 0), adder.lay(z, 1);
-  adder.publish_normed(residual, norm, 0);
-  load8(norm, g.next_norm + first);
+  float y[4], z[4], scale[2];
+  auto add_to_residual = [&](int kind, const float* weights, const float* next_weights) {
+#pragma unroll 1
+    for (int round = 0; round < ROUNDS_X && owns(number, round, GROUPS_X); ++round) {
+      float* x = g.x + (i64)n * HIDDEN + first_of(round);
+      float residual[8] = {};
+      if (n < g.m) load8(residual, x);
+      adder.reduce(y, z), adder.lay(y, 0), adder.lay(z, 1);
+      adder.publish_normed(residual, norm, kind, CTAS * round + number);
+      const bool has_more = owns(number, round + 1, GROUPS_X);
+      load8(norm, has_more ? weights + first_of(round + 1) : next_weights + first_of(0));
+      if (n >= g.m) continue;
+      const float factor = adder.one_or_nan();
+#pragma unroll
+      for (int i = 0; i < 8; ++i) residual[i] *= factor;
+      *(float4*)x = make_float4(residual[0], residual[1], residual[2], residual[3]);
+      *(float4*)(x + 4) = make_float4(residual[4], residual[5], residual[6], residual[7]);
+    }
+  };
+  add_to_residual(0, g.mlp_norm, g.next_norm);
   adder.norms(scale, 0);
 #pragma unroll 1
-  for (int s = 0; s < SLICES; ++s) {
+  for (int round = 0; round < ROUNDS_H && owns(number, round, GROUPS_H); ++round) {
 #pragma unroll 1
     for (int u = 0; u < 2; ++u) {
       adder.reduce(y, z);  // gate, up
@@ -203,19 +234,11 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
     }
     float h[8];
     adder.rows(h);
-    adder.publish(h, 1 + s);
+    adder.publish(h, FIRST_H, CTAS * round + number);
   }
-  adder.reduce(y, z), adder.lay(y, 0), adder.lay(z, 1);
-  adder.publish_normed(residual, norm, KINDS - 1);
-  const float factor = adder.one_or_nan();
-  if (n < g.m) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) residual[i] *= factor;
-    *(float4*)x = make_float4(residual[0], residual[1], residual[2], residual[3]);
-    *(float4*)(x + 4) = make_float4(residual[4], residual[5], residual[6], residual[7]);
-  }
+  add_to_residual(1, g.next_norm, g.next_norm);
 #if !IS_LAST
-  adder.norms(scale, KINDS - 1);
+  adder.norms(scale, 1);
   auto store = [&](const float (&y)[4], int tile) {
     const float factor = adder.one_or_nan();
     u16* to = g.heads + 16 * tile + (lane >> 2);
@@ -223,14 +246,21 @@ DEV void add_all(const Args& g, u8* memory, u32 smem, int rank, int nt, int lane
     for (int k = 0; k < 4; ++k) {
       const int token = 8 * nt + 2 * (lane & 3) + (k & 1);
       if (token < g.m)
-        to[(i64)token * HEADS_WIDTH + 8 * (k >> 1)] = float_to_half(y[k] * scale[k & 1] * factor);
+        to[(i64)token * 16 * QKV_TILES + 8 * (k >> 1)] =
+            float_to_half(y[k] * scale[k & 1] * factor);
     }
   };
-  adder.reduce(y, z);
-  store(y, 2 * blockIdx.x), store(z, 2 * blockIdx.x + 1);
-  adder.reduce(y, z);
+#pragma unroll 1
+  for (int round = 0; round < ROUNDS_QKV && owns(number, round, QKV_TILES / 2); ++round) {
+    adder.reduce(y, z);
+    store(y, 2 * (CTAS * round + number)), store(z, 2 * (CTAS * round + number) + 1);
+  }
+  const int single = 2 * CTAS * ROUNDS_QKV + number;
+  if (HAS_SINGLES && single < QKV_TILES) {
+    adder.reduce(y, z);
 #pragma unroll
-  for (int k = 0; k < 4; ++k) y[k] += z[k];
-  store(y, 256 + blockIdx.x);
+    for (int k = 0; k < 4; ++k) y[k] += z[k];
+    store(y, single);
+  }
 #endif
 }

@@ -1,24 +1,39 @@
 // Sizes, shared memory and the warps that multiply, for decode_chain.cu, which says what they are;
 // chain_six.cuh and q4k_units.cuh before it, which left namespace q6 open.
 }  // namespace q6
-#define CTAS 128
 #define WARPS 16              // that multiply
 #define FETCHER WARPS         // the warp that brings activations
 #define REDUCER (WARPS + 2)   // the first of NT warps that add up and publish
 #define THREADS 640
-#define HIDDEN 4096
-#define HEADS_WIDTH 6144      // rows of q, k, v
-#define SIDE 8                // unit columns of a slice in a CTA
-#define PUBLISHERS 8          // CTAs that own a unit column of x
+#define PUBLISHERS 8          // groups of 32 columns in a unit column of x
 #define SLOT (ANY_SIX ? 3360 : 2304)
-// Units of a warp, two columns of each tile: of o, gate and up, down, q k v.
-#define UNITS_O 2
-#define UNITS_GU (4 * SLICES)
-#define UNITS_DOWN (2 * SLICES)
-#define UNITS_QKV (IS_LAST ? 0 : 3)
-#define UNITS (UNITS_O + UNITS_GU + UNITS_DOWN + UNITS_QKV)
-static_assert(UNITS <= 32, "a lane of a warp knows where a unit lies");
-#define KINDS (SLICES + 2)    // of published x: of gate and up, slices of down, of q k v
+// Unit columns of 256 of what o, gate and up, down multiply; every second is of one CTA of a cluster.
+#define COLUMNS_O (ATTENDED / 256)
+#define COLUMNS_X (HIDDEN / 256)
+#define COLUMNS_H (INNER / 256)
+// Groups of 32 columns of x and of down's input, dealt over all CTAs in rounds.
+#define GROUPS_X (HIDDEN / 32)
+#define GROUPS_H (INNER / 32)
+#define ROUNDS_X ((GROUPS_X + CTAS - 1) / CTAS)
+#define ROUNDS_H ((GROUPS_H + CTAS - 1) / CTAS)
+// Tiles of q, k, v: pairs of them in rounds; one a CTA in the end where so few are left.
+#define REST_TILES (QKV_TILES % (2 * CTAS))
+#define HAS_SINGLES (REST_TILES > 0 && REST_TILES <= CTAS)
+#define ROUNDS_QKV (QKV_TILES / (2 * CTAS) + (REST_TILES > CTAS))
+#define IS_LAST (QKV_TILES == 0)
+#define CLASS_SLOTS (XSLOTS / 4)
+#define MOST_OF(columns) (((columns) / 2 + 3) / 4)  // unit columns of a class
+// Units of a warp at most: of o, gate and up, down, q k v.
+#define UNITS_O (ROUNDS_X * MOST_OF(COLUMNS_O))
+#define UNITS_GU (2 * ROUNDS_H * MOST_OF(COLUMNS_X))
+#define UNITS_DOWN (ROUNDS_X * MOST_OF(COLUMNS_H))
+#define UNITS_SINGLES (HAS_SINGLES ? (MOST_OF(COLUMNS_X) + 1) / 2 : 0)
+#define UNITS (UNITS_O + UNITS_GU + UNITS_DOWN + ROUNDS_QKV * MOST_OF(COLUMNS_X) + UNITS_SINGLES)
+#define PLACES ((UNITS + 31) / 32)  // that a lane knows
+#define NO_UNIT 0xffffffffu
+// Where published columns begin: x of gate and up, then down's input, then x of q, k, v.
+#define FIRST_H COLUMNS_X
+#define FIRST_QKV (COLUMNS_X + COLUMNS_H)
 #define MOST_TICKS 2          // of the clock's upper half, 2.2 s each; no launch takes as long
 #define SCRATCH_PITCH 144     // 32 floats of a token, and 16 bytes
 #define SHRINK (1.f / 16)     // keeps residual x norm weight within fp16
@@ -26,14 +41,14 @@ static_assert(UNITS <= 32, "a lane of a warp knows where a unit lies");
 
 struct Args {
   Planes o, gate_up, down, qk, v;
-  const uint4* attended;   // (m, HIDDEN) fp16
+  const uint4* attended;   // (m, ATTENDED) fp16
   float* x;                // (m, HIDDEN), in place
-  u16* heads;              // (m, HEADS_WIDTH) fp16, not IS_LAST
+  u16* heads;              // (m, 16 QKV_TILES) fp16, not IS_LAST
   const float *mlp_norm, *next_norm;  // (HIDDEN)
-  u8* exchange;            // (KINDS, 16, COLUMN)
-  uint4* squares;          // (2, CTAS, 2, 2), of 8 tokens each; two lowest bits: the epoch's
+  u8* exchange;            // (2 COLUMNS_X + COLUMNS_H, COLUMN)
+  uint4* squares;          // (2, GROUPS_X, 2, 2), of 8 tokens each; two lowest bits: the epoch's
   u32* launches;           // (2, CTAS), before this one, that had such tokens; a CTA's own
-  u32* counters;           // (KINDS, 16, 2), of a column of 8 tokens: publications so far
+  u32* counters;           // (2 COLUMNS_X + COLUMNS_H, 2), of 8 tokens: publications so far
   int m;
   float eps;
 };
@@ -46,8 +61,13 @@ struct Layout {
   static constexpr int EMPTY = FULL + 8 * BUFFERS * NT;  // by owner, buffer
   static constexpr int LOST = EMPTY + 16 * BUFFERS, START = LOST + 4, TOTAL = START + 4;
 };
-// So a slot is always used by the same four warps: the parity of its barriers is unambiguous.
-static_assert(XSLOTS % 4 == 0 && XSLOTS >= SIDE, "slots of activations");
+// All columns of a class of o, and of x, are in shared memory at once.
+static_assert(XSLOTS % 4 == 0 && CLASS_SLOTS >= MOST_OF(COLUMNS_O) &&
+                  CLASS_SLOTS >= MOST_OF(COLUMNS_X),
+              "slots of activations");
+static_assert(HIDDEN % 512 == 0 && ATTENDED % 512 == 0 && INNER % 512 == 0 && CTAS % 2 == 0,
+              "halves of unit columns");
+static_assert(QKV_TILES % 2 == 0 && QK_TILES % 2 == 0 && ROUNDS_X <= 2, "tiles in pairs");
 static_assert(Layout::TOTAL <= 232448 && Layout::X_FULL % 8 == 0, "shared memory of an SM");
 
 DEV bool is_lost(u8* memory) {
@@ -73,25 +93,52 @@ template <bool SIX> DEV void multiply_unit(float (&sum)[NT][4], u32 slot, u32 co
   else
     q4::multiply(sum, slot, q4::Tokens(column, lane), lane, [] {});
 }
-// What a warp multiplies: columns `column` and 4 further of tile `pick` of two (of gate, or of
-// up) of the rows of CTA `owner`.
-struct Share { int owner, pick, column; };
+// ---- who multiplies what
+// The number of a CTA in every round. Both CTAs of a cluster multiply what either owns, so those that
+// a last round leaves out are one of two clusters' CTAs first.
+DEV int number_of(int cta) { return (cta & 1) * (CTAS / 2) + (cta >> 1); }
+DEV bool owns(int number, int round, int count) { return CTAS * round + number < count; }
+// Columns of a half, i = 0, 1, ..., are in classes i % 4. How many one class has.
+DEV int columns_of(int columns, int four) {
+  return columns % 8 ? (columns / 2 - four + 3) >> 2 : columns / 8;
+}
+// The class that a warp of class `four` takes in step `i` of gate and up: where classes have unequal
+// numbers of columns, another one in each step.
+DEV int turned(int four, int i) { return COLUMNS_X % 8 ? four + i & 3 : four; }
+// What a warp multiplies: columns of class `four` of the half of CTA `rank`, tile `pick` of two (of
+// gate, or of up) of the rows of CTA number `owner`.
+struct Share { int owner, pick, four, rank; };
+DEV u32 unit_at(int matrix, int tile, int columns, int i, int rank, bool is_there) {
+  if (!is_there || i >= columns / 2) return NO_UNIT;
+  return matrix << 24 | tile * columns + 2 * i + rank;
+}
+// Unit `k` of a matrix whose rows are groups of the residual: all rounds of a column, then the next.
+DEV u32 place_in_rows(int matrix, int columns, int k, const Share& w) {
+  const int round = k % ROUNDS_X, i = w.four + 4 * (k / ROUNDS_X);
+  const int tile = 2 * (CTAS * round + w.owner) + w.pick;
+  return unit_at(matrix, tile, columns, i, w.rank, owns(w.owner, round, GROUPS_X));
+}
 // Where unit `k` of a share in order of use lies: in its matrix, and 24 bits up which of Args'.
 DEV u32 place_of(int k, const Share& w) {
-  const int two = 2 * w.owner, column = w.column + 4 * (k & 1);
-  if (k < UNITS_O) return (two + w.pick) * 16 + column;
+  if (k < UNITS_O) return place_in_rows(0, COLUMNS_O, k, w);
   k -= UNITS_O;
   if (k < UNITS_GU) {
-    const int i = k >> 1, tile = 256 * (i >> 1) + two + (i & 1) + w.pick * 256 * SLICES;
-    return 1 << 24 | tile * 16 + column;
+    const int step = k / MOST_OF(COLUMNS_X), round = step >> 1;
+    const int i = turned(w.four, step) + 4 * (k % MOST_OF(COLUMNS_X));
+    const int tile = 2 * (CTAS * round + w.owner) + (step & 1) + w.pick * (INNER / 16);
+    return unit_at(1, tile, COLUMNS_X, i, w.rank, owns(w.owner, round, GROUPS_H));
   }
   k -= UNITS_GU;
-  if (k < UNITS_DOWN) return 2 << 24 | (two + w.pick) * (16 * SLICES) + 16 * (k >> 1) + column;
+  if (k < UNITS_DOWN) return place_in_rows(2, COLUMNS_H, k, w);
   k -= UNITS_DOWN;
-  if (k < UNITS_QKV - 1) return 3 << 24 | (two + w.pick) * 16 + column;
-  const int tile = 256 + w.owner, last = w.column + 4 * w.pick;
-  if (SIX_V != SIX_QK && tile >= 320) return 4 << 24 | (tile - 320) * 16 + last;
-  return 3 << 24 | tile * 16 + last;
+  const int round = k / MOST_OF(COLUMNS_X);
+  const bool is_single = round >= ROUNDS_QKV;
+  if (is_single) k = 2 * (k - ROUNDS_QKV * MOST_OF(COLUMNS_X)) + w.pick;
+  const int i = w.four + 4 * (is_single ? k : k % MOST_OF(COLUMNS_X));
+  const int tile = is_single ? 2 * CTAS * ROUNDS_QKV + w.owner
+                             : 2 * (CTAS * round + w.owner) + w.pick;
+  const int first = SIX_V != SIX_QK && tile >= QK_TILES ? QK_TILES : 0;
+  return unit_at(first ? 4 : 3, tile - first, COLUMNS_X, i, w.rank, tile < QKV_TILES);
 }
 DEV void fetch(const Args& g, u32 place, u32 slot, int lane) {
   constexpr u32 SIXES = SIX_O | SIX_GU << 1 | SIX_DOWN << 2 | SIX_QK << 3 | SIX_V << 4;
@@ -101,140 +148,197 @@ DEV void fetch(const Args& g, u32 place, u32 slot, int lane) {
   else
     fetch_unit<false>(matrix, place & 0xffffff, slot, lane);
 }
+// Places of activations in shared memory: a class has slots of its own, and counts its columns.
+DEV int slot_of(int four, int at) { return four * CLASS_SLOTS + at % CLASS_SLOTS; }
+
 // This CTA's half of the attention's outputs into the slots of the first matrix.
 DEV void stage_attended(const Args& g, u32 smem, int rank, int tid) {
-  uint4 v[NT][4];  // 32 columns each
+  constexpr int PIECES = 8 * (COLUMNS_O / 2), ALL = PIECES * TOKENS;  // of 32 columns
+#pragma unroll 1
+  for (int first = tid; first < ALL; first += 32 * WARPS * NT) {
+    uint4 v[NT][4];
 #pragma unroll
-  for (int i = 0; i < NT; ++i) {
-    const int n = (tid >> 6) + 8 * i, at = tid & 63;
-    const uint4* from = g.attended + (min(n, g.m - 1) * HIDDEN + rank * 2048 + at * 32) / 8;
+    for (int i = 0; i < NT; ++i) {
+      const int item = min(first + 32 * WARPS * i, ALL - 1), n = item / PIECES, at = item % PIECES;
+      const int column = 2 * (at >> 3) + rank, row = min(n, g.m - 1);
+      const uint4* from = g.attended + (row * ATTENDED + column * 256 + (at & 7) * 32) / 8;
 #pragma unroll
-    for (int q = 0; q < 4; ++q) v[i][q] = from[q];
-  }
-#pragma unroll
-  for (int i = 0; i < NT; ++i) {
-    const int n = (tid >> 6) + 8 * i, j = tid & 7;
-    const u32 to = smem + Layout::X + (tid >> 3 & 7) * COLUMN;
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      const uint4 r = reorder(v[i][q]);
-      sts16(to + ((4 * (j & 1) + q) * TOKENS + n) * 64 + 16 * ((j >> 1) ^ (q >> 1)), r.x, r.y, r.z,
-            r.w);
+      for (int q = 0; q < 4; ++q) v[i][q] = from[q];
     }
-    const float mean = mean32(v[i][0], v[i][1], v[i][2], v[i][3]);
-    stage_mean(to, mean, n, j >> 1, j & 1, 2);
+#pragma unroll
+    for (int i = 0; i < NT; ++i) {
+      const int item = first + 32 * WARPS * i, n = item / PIECES, at = item % PIECES, j = at & 7;
+      if (item >= ALL) break;
+      const u32 to = smem + Layout::X + slot_of(at >> 3 & 3, at >> 5) * COLUMN;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const uint4 r = reorder(v[i][q]);
+        sts16(to + ((4 * (j & 1) + q) * TOKENS + n) * 64 + 16 * ((j >> 1) ^ (q >> 1)), r.x, r.y,
+              r.z, r.w);
+      }
+      const float mean = mean32(v[i][0], v[i][1], v[i][2], v[i][3]);
+      stage_mean(to, mean, n, j >> 1, j & 1, 2);
+    }
   }
 }
 
-DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
-  const int half = warp >> 3, c = warp & 3;
-  const Share share = {((int)blockIdx.x & ~1) + half, warp >> 2 & 1, SIDE * rank + c};
-  const u32 ring = smem + Layout::RING + warp * STAGES * SLOT;
-  // Lane k knows where unit k lies: to find that out for each unit anew is a fifth of its
-  // instructions, 1.0 to 2.4 us a layer (H200, results/decode_chain_polls_h200.json).
-  const u32 places = place_of(min(lane, UNITS - 1), share);
-  int fetched = 0, fetch_slot = 0, slot = 0;
-  auto fetch_next = [&]() {
-    if (fetched < UNITS)
-      fetch(g, __shfl_sync(~0u, places, fetched), ring + fetch_slot * SLOT, lane);
-    ++fetched;
+// ---- a warp that multiplies
+struct Multiplier {
+  const Args& g;
+  Share share;
+  u32 smem, ring;
+  int lane;
+  // Lane k knows where units k, k + 32, ... lie: to find that out for each unit anew is a fifth of
+  // its instructions, 1.0 to 2.4 us a layer (H200, results/decode_chain_polls_h200.json).
+  u32 places[PLACES], left[PLACES];
+  int fetch_slot, slot;           // of the ring
+  u32 sums, full, empty;          // of the rows' owner
+  int step, at;                   // sums sent; columns of this warp's class
+
+  DEV void find_units() {
+#pragma unroll
+    for (int i = 0; i < PLACES; ++i) {
+      places[i] = 32 * i + lane < UNITS ? place_of(32 * i + lane, share) : NO_UNIT;
+      left[i] = __ballot_sync(~0u, places[i] != NO_UNIT);
+    }
+  }
+  DEV void fetch_next() {
+    u32 place = NO_UNIT;
+#pragma unroll
+    for (int i = 0; i < PLACES; ++i) {
+      if (place == NO_UNIT && left[i]) {
+        place = __shfl_sync(~0u, places[i], __ffs(left[i]) - 1);
+        left[i] &= left[i] - 1;
+      }
+    }
+    if (place != NO_UNIT) fetch(g, place, ring + fetch_slot * SLOT, lane);
     copy_commit();
     fetch_slot = fetch_slot + 1 == STAGES ? 0 : fetch_slot + 1;
-  };
-#pragma unroll 1
-  for (int i = 0; i < STAGES; ++i) fetch_next();
-  cluster_sync();
-  wait_for_inputs();
-  stage_attended(g, smem, rank, 32 * warp + lane);
-  bar_sync(1, 32 * WARPS);
-  if (warp == 0 && lane < SIDE) bar_arrive_here(smem + Layout::X_FULL + 8 * lane);
-
-  // Parts of a tile meet in the order 4 rank + c, tile after tile.
-  const u32 part = (8 * share.pick + 4 * rank + c) * NT * 512 + 16 * lane;
-  const u32 sums = address_in(smem + Layout::SUMS + part, half);
-  const u32 full = address_in(smem + Layout::FULL, half);
-  const u32 empty = smem + Layout::EMPTY + 8 * BUFFERS * half;
-  int step = 0;
-  auto send = [&](const float (&sum)[NT][4]) {
-    const int buffer = step % BUFFERS;
-    bar_wait(empty + 8 * buffer, (step / BUFFERS & 1) ^ 1);
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt)
-      send_there(sums + buffer * Layout::SUM + nt * 512, sum[nt], full + 8 * (NT * buffer + nt));
-    ++step;
-  };
-  auto take = [&]() {
+  }
+  DEV u32 take() {
     copy_wait<STAGES - 1>();
     __syncwarp();
     return ring + slot * SLOT;
-  };
-  auto give_back = [&]() {
+  }
+  DEV void give_back() {
     __syncwarp();
     fetch_next();
     slot = slot + 1 == STAGES ? 0 : slot + 1;
-  };
-  // Column `at` of all columns of activations in order.
-  auto place = [&](int at) { return smem + Layout::X + at % XSLOTS * COLUMN; };
-  auto open = [&](int at) {
-    bar_wait(smem + Layout::X_FULL + 8 * (at % XSLOTS), at / XSLOTS & 1);
-    return place(at);
-  };
-  auto close = [&](int at) {
-    __syncwarp();
-    if (lane == 0) bar_arrive_here(smem + Layout::X_EMPTY + 8 * (at % XSLOTS));
-  };
-
-  int at = c;
-  {
-    float sum[NT][4] = {};
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i, at += 4) {
-      multiply_unit<SIX_O>(sum, take(), open(at), lane);
-      give_back();
-      close(at);
-    }
-    send(sum);
   }
-  {
-    open(at), open(at + 4);
+  // Column `at` of class `of`.
+  DEV u32 place(int of, int at) { return smem + Layout::X + slot_of(of, at) * COLUMN; }
+  DEV void wait(int of, int at) {
+    bar_wait(smem + Layout::X_FULL + 8 * slot_of(of, at), at / CLASS_SLOTS & 1);
+  }
+  DEV u32 open(int of, int at) {
+    wait(of, at);
+    return place(of, at);
+  }
+  // Sixteen arrivals give a column back: four of each warp of its class, or one of every warp.
+  DEV void close() {
+    __syncwarp();
+    if (lane < 4) bar_arrive_here(smem + Layout::X_EMPTY + 8 * slot_of(share.four, at));
+  }
+  // Parts of a tile meet in the order 4 rank + class, tile after tile.
+  DEV void send(const float (&sum)[NT][4], int of) {
+    const int buffer = step % BUFFERS;
+    bar_wait(empty + 8 * buffer, (step / BUFFERS & 1) ^ 1);
+    const u32 to = sums + buffer * Layout::SUM + of * NT * 512;
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt)
+      send_there(to + nt * 512, sum[nt], full + 8 * (NT * buffer + nt));
+    ++step;
+  }
+
+  // A matrix whose rows are groups of the residual.
+  template <bool SIX> DEV void multiply_rows(int count) {
+    float sum[ROUNDS_X][NT][4] = {};
+    const int end = at + count;
 #pragma unroll 1
-    for (int i = 0; i < 2 * SLICES; ++i) {
-      float sum[NT][4] = {};
-#pragma unroll 1
-      for (int k = 0; k < 2; ++k) {
-        multiply_unit<SIX_GU>(sum, take(), place(at + 4 * k), lane);
+    for (; at < end; ++at) {
+      const u32 x = open(share.four, at);
+#pragma unroll
+      for (int round = 0; round < ROUNDS_X; ++round) {
+        if (!owns(share.owner, round, GROUPS_X)) continue;
+        multiply_unit<SIX>(sum[round], take(), x, lane);
         give_back();
       }
-      send(sum);
+      close();
     }
-    close(at), close(at + 4);
-    at += SIDE;
+#pragma unroll
+    for (int round = 0; round < ROUNDS_X; ++round)
+      if (owns(share.owner, round, GROUPS_X)) send(sum[round], share.four);
   }
-  launch_next();
-  {
+  DEV void multiply_gate_up() {
+#pragma unroll 1
+    for (int i = 0; i < 2 * ROUNDS_H && owns(share.owner, i >> 1, GROUPS_H); ++i) {
+      const int of = turned(share.four, i), first = columns_of(COLUMNS_O, of);
+      const int count = columns_of(COLUMNS_X, of);
+      float sum[NT][4] = {};
+#pragma unroll 1
+      for (int k = 0; k < count; ++k) {
+        if (i < 4) wait(of, first + k);  // later steps multiply columns of earlier ones
+        multiply_unit<SIX_GU>(sum, take(), place(of, first + k), lane);
+        give_back();
+      }
+      send(sum, of);
+    }
+    const int end = at + columns_of(COLUMNS_X, share.four);
+    if (COLUMNS_X % 8 == 0) {  // no other class has read this one's columns
+      for (; at < end; ++at) close();
+    } else if (lane < COLUMNS_X / 2) {
+      const int of = lane & 3, k = columns_of(COLUMNS_O, of) + (lane >> 2);
+      wait(of, k);
+      bar_arrive_here(smem + Layout::X_EMPTY + 8 * slot_of(of, k));
+    }
+    at = end;
+  }
+  DEV void multiply_tile(int tile, int from, int by) {
     float sum[NT][4] = {};
 #pragma unroll 1
-    for (int i = 0; i < UNITS_DOWN; ++i, at += 4) {
-      multiply_unit<SIX_DOWN>(sum, take(), open(at), lane);
+    for (int i = from; i < columns_of(COLUMNS_X, share.four); i += by) {
+      const u32 x = open(share.four, at + i), unit = take();
+      if (SIX_V != SIX_QK && tile >= QK_TILES)
+        multiply_unit<SIX_V>(sum, unit, x, lane);
+      else
+        multiply_unit<SIX_QK>(sum, unit, x, lane);
       give_back();
-      close(at);
     }
-    send(sum);
+    send(sum, share.four);
   }
-#if !IS_LAST
-  float sum[NT][4] = {};
+  DEV void multiply_qkv() {
 #pragma unroll 1
-  for (int i = 0; i < 2; ++i) {
-    multiply_unit<SIX_QK>(sum, take(), open(at + 4 * i), lane);
-    give_back();
+    for (int i = 0; i < ROUNDS_QKV && owns(share.owner, i, QKV_TILES / 2); ++i)
+      multiply_tile(2 * (CTAS * i + share.owner) + share.pick, 0, 1);
+    const int single = 2 * CTAS * ROUNDS_QKV + share.owner;  // columns of both picks are added up
+    if (HAS_SINGLES && single < QKV_TILES) multiply_tile(single, share.pick, 2);
   }
-  send(sum);
-  float last[NT][4] = {};
-  const u32 x = open(at + 4 * share.pick);
-  if (SIX_V != SIX_QK && 256 + share.owner >= 320)
-    multiply_unit<SIX_V>(last, take(), x, lane);
-  else
-    multiply_unit<SIX_QK>(last, take(), x, lane);
-  send(last);
+};
+
+DEV void multiply_all(const Args& g, u32 smem, int rank, int warp, int lane) {
+  // Warps w % 4 share a quarter of the SM: each has all classes, and rows of both CTAs.
+  const int four = warp >> 2, row = warp + four & 3, half = row >> 1, pick = row & 1;
+  const u32 part = (8 * pick + 4 * rank) * NT * 512 + 16 * lane;
+  Multiplier own = {g, {number_of(((int)blockIdx.x & ~1) + half), pick, four, rank}, smem,
+                    smem + Layout::RING + warp * STAGES * SLOT, lane};
+  own.sums = address_in(smem + Layout::SUMS + part, half);
+  own.full = address_in(smem + Layout::FULL, half);
+  own.empty = smem + Layout::EMPTY + 8 * BUFFERS * half;
+  own.find_units();
+#pragma unroll 1
+  for (int i = 0; i < STAGES; ++i) own.fetch_next();
+  cluster_sync();
+  wait_for_inputs();
+  stage_attended(g, smem, rank, 32 * warp + lane);
+  // Before the barrier of these warps, so that all of them find all of these slots in use.
+  if (warp == 0 && lane < COLUMNS_O / 2)
+    bar_arrive_here(smem + Layout::X_FULL + 8 * slot_of(lane & 3, lane >> 2));
+  bar_sync(1, 32 * WARPS);
+  own.multiply_rows<SIX_O>(columns_of(COLUMNS_O, four));
+  own.multiply_gate_up();
+  launch_next();
+  own.multiply_rows<SIX_DOWN>(columns_of(COLUMNS_H, four));
+#if !IS_LAST
+  own.multiply_qkv();
 #endif
 }

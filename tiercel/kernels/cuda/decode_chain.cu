@@ -2,28 +2,30 @@
 // behind the headers of kernels/decode_chain.py. Why each part is as it is:
 // docs/notes/decode_chain.md. Host side: ops/decode_chain.py.
 //
-// Split: 128 CTAs in clusters of two. A CTA owns 32 rows of o and of down, 32 pairs of gate
-// and up of each 4096, 48 rows of q, k, v. Both CTAs of a cluster multiply the rows of both,
-// each with half of the columns of a slice of 4096: unit columns 8 rank to 8 rank + 7. Of its
-// 16 warps, 8 multiply each CTA's rows; a warp takes columns c and c + 4 of the half, of every
-// second tile.
+// Split: CTAS in clusters of two. Groups of 32 columns of x (rows of o and down), groups of 32
+// columns of down's input (rows of gate and up) and tiles of q, k, v are dealt over the CTAs in
+// rounds, the last of which may leave some out. Both CTAs of a cluster multiply the rows of both,
+// each with every second unit column of 256. Of its 16 warps, 8 multiply each CTA's rows: of two
+// tiles at a time, a quarter of the columns. So any width that is a multiple of 512 will do; one that
+// 32 x CTAS does not divide leaves warps idle in a last round.
 //
 // Weights: a warp streams its units through a ring of its own, in order of use over all
 // matrices. Sums: st.async to shared memory of the rows' owner; its barrier counts bytes. A
 // warp for each 8 tokens adds the parts in a fixed order, so a token's bits depend on nothing
 // but itself.
 //
-// Exchange: what a CTA owns of the next x is a group of 32 columns, published in the order in
-// which units take it; then it adds one to a counter of the column of 256, for each 8 tokens.
-// Eight CTAs own a column, so its counter has grown by eight in each launch that had such tokens,
+// Exchange: a group of 32 columns of the next x is published in the order in
+// which units take it; then its CTA adds one to a counter of the column of 256, for each 8 tokens.
+// A column has eight groups, so its counter has grown by eight in each launch that had such tokens,
 // and nothing is ever reset. One warp of each CTA polls the counters, two words of a column where
 // flags of CTAs were sixteen: 6 us a layer more at 16 tokens, 3 at fewer (H200,
 // results/decode_chain_polls_h200.json); and fetches x by bulk copies, a column at a
 // time. Waiting for others is bounded: after MOST_TICKS a CTA waits no more, and its results
 // become NaN; it publishes all the same, so counters stay right.
 //
-// Macros: TOKENS (8 or 16), SLICES (of 4096 columns in a row of down), IS_LAST (no next q, k,
-// v), SIX_* (matrices of Q6_K), ANY_SIX, STAGES (units of a warp in flight), XSLOTS (columns of
+// Macros: HIDDEN, ATTENDED (width of the attention's outputs), INNER (of down's inputs), QK_TILES
+// and QKV_TILES (of 16 rows, of q and k and of all; 0 without a next layer), CTAS, TOKENS (8 or 16),
+// SIX_* (matrices of Q6_K), ANY_SIX, STAGES (units of a warp in flight), XSLOTS (columns of
 // x in shared memory), BUFFERS (of sums).
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     decode_chain(const __grid_constant__ Args g) {
@@ -33,7 +35,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   const u32 smem = shared_address(memory);
   if (tid == 0) {
     for (int i = 0; i < XSLOTS; ++i)
-      bar_init(smem + Layout::X_FULL + 8 * i, 1), bar_init(smem + Layout::X_EMPTY + 8 * i, 4);
+      bar_init(smem + Layout::X_FULL + 8 * i, 1), bar_init(smem + Layout::X_EMPTY + 8 * i, WARPS);
     for (int i = 0; i < BUFFERS * NT; ++i) bar_init(smem + Layout::FULL + 8 * i, 1);
     for (int i = 0; i < 2 * BUFFERS; ++i) bar_init(smem + Layout::EMPTY + 8 * i, NT);
     *(u32*)(memory + Layout::LOST) = 0;

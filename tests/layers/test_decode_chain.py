@@ -1,0 +1,40 @@
+"""Which steps go from attention to attention in one launch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tiercel.kernels.decode_chain_geometry import ChainShape, ChainTypes, partition
+from tiercel.layers import decode_chain as layers
+from tiercel.layers.decode_chain import DecodeChain, make_decode_chain
+
+TYPES = ChainTypes(o=False, gate_up=False, down=False)
+
+
+def make_chain(*widths):
+    """Of layers whose attention has these widths; no more of them is asked for."""
+    shapes = [ChainShape(2048, width, 2048, 512) for width in widths]
+    weights = [SimpleNamespace(geometry=partition(shape, TYPES, 132)) for shape in shapes]
+    return DecodeChain((), weights, None, is_dependent=False)
+
+
+@pytest.mark.parametrize(("widths", "most"), [((2048, 2048), 16), ((2048, 8704), 8)])
+def test_a_step_has_no_more_tokens_than_every_layer_takes(widths, most):
+    chain = make_chain(*widths)
+    taken = [
+        tokens
+        for tokens in range(20)
+        if chain.takes(SimpleNamespace(num_tokens=tokens, items=None))
+    ]
+    assert taken == list(range(1, most + 1))
+    assert not chain.takes(SimpleNamespace(num_tokens=1, items=object()))
+
+
+def test_a_width_that_is_not_faster_is_left_out_before_weights_are_looked_at(monkeypatch):
+    monkeypatch.setattr(layers, "can_decode_chain", lambda device: pytest.fail("was asked"))
+    norm = SimpleNamespace(weight=torch.ones(1024))
+    layer = SimpleNamespace(mlp_norm=norm)
+    assert make_decode_chain([layer], 1e-6, torch.device("cpu")) is None
