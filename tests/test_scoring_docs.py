@@ -10,7 +10,7 @@ PAGE = (Path(__file__).parents[1] / "docs/scoring.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 QUERY, REVIEWS = (text for kind, text in BLOCKS if kind == "text")
 COMMON = {"model", "config", "verbose", "quiet", "help", "version", "device", "dtype", "offline"}
-COMMON |= {"max-model-len", "gpu-memory-utilization", "spec", "num-spec-tokens"}
+COMMON |= {"max-model-len", "gpu-memory-utilization", "spec", "num-spec-tokens", "threads"}
 
 
 def texts(table):

@@ -59,7 +59,7 @@ def make_engine(costs=SLOW, *, is_timed=True, most=MOST, max_num_seqs=6):
         cache, max_num_seqs, StepBudget(most, is_timed=is_timed), least_computed=1
     )
     config = EngineConfig(
-        torch.device("cpu"), torch.float32, 30000, max_num_seqs, most, 64, 0.9, 0
+        torch.device("cpu"), torch.float32, 30000, max_num_seqs, most, 64, 0.9, 0, 1
     )  # fmt: skip
     return Engine(scheduler, runner, config, lambda: runner.now_s)
 
