@@ -80,6 +80,14 @@ def test_the_model_keeps_the_distances_of_its_neighbours_on_a_desktop(page, stag
     assert gaps[0] < 12
 
 
+def test_the_arrow_stays_beside_the_chosen_model_however_long_other_names_are(page, stage):
+    widths = []
+    for other in ("m", LONG_NAME):
+        found = boxes(page, 1280, [MODEL, other], stage)
+        widths.append(found["model"]["right"] - found["model"]["left"])
+    assert widths[0] == pytest.approx(widths[1], abs=1)
+
+
 def test_on_a_phone_the_model_and_the_buttons_are_in_rows_of_their_own(page, stage):
     found = boxes(page, 390, [LONG_NAME, MODEL], stage)
     assert found["model"]["top"] >= found["New conversation"]["bottom"]
