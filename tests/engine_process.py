@@ -8,9 +8,9 @@ from time import perf_counter
 
 from tests.patience import PATIENCE_S
 from tests.tiny_llm import LLAMA, greedy
+from tiercel.config import LoadOptions
 from tiercel.engine.client import EngineClient
 from tiercel.engine.inputs import InputProcessor
-from tiercel.engine.messages import LoadOptions
 from tiercel.engine.supervisor import EngineState, SupervisorSettings
 from tiercel.engine.tokenizer_parcel import unpack_tokenizer
 

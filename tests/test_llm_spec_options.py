@@ -12,10 +12,10 @@ from tests.test_llm_busy import run_alone, run_busy
 from tests.test_llm_spec import METHODS, path_of, some_prompts
 from tests.tiny_llm import DATA, assert_idle, ids_of, open_tiny
 from tiercel.cache.prefix import ROOT
+from tiercel.config import SpecConfig
 from tiercel.engine import build
 from tiercel.engine import engine as engine_module
 from tiercel.params import SamplingParams, StructuredOutputs
-from tiercel.spec.config import SpecConfig
 
 __all__ = ["path_of"]  # a fixture
 

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tiercel.config import LoadOptions
 from tiercel.engine.answers import (
     Answer,
     Prompt,
@@ -36,7 +37,6 @@ from tiercel.engine.answers import (
 )
 from tiercel.engine.build import LoadedModel, load_model
 from tiercel.engine.loop import EngineLoop
-from tiercel.engine.messages import LoadOptions
 from tiercel.engine.output import RequestOutput, StreamDelta
 from tiercel.engine.readers import Readers
 from tiercel.engine.request import Request
@@ -349,8 +349,11 @@ class AsyncLLM:
         tasks: list[asyncio.Task[None]] = []
         try:
             for answer in answers:
-                if answer.request.grammar is not None:
-                    await asyncio.to_thread(self._matchers.attach, answer.request)
+                request = answer.request
+                if request.grammar is not None:
+                    request.matcher = await asyncio.to_thread(
+                        self._matchers.make, request.grammar, request.stop_ids
+                    )
             streams = [readers.submit(answer.request).stream for answer in answers]
             if progress is not None:  # all answers have one prompt
                 num_tokens = len(answers[0].request.prompt_token_ids)

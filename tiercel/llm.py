@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tiercel.config import LoadOptions
 from tiercel.engine.answers import (
     Answer,
     Prompt,
@@ -35,7 +36,6 @@ from tiercel.engine.answers import (
 from tiercel.engine.build import load_model
 from tiercel.engine.engine import Engine
 from tiercel.engine.interrupts import deferred
-from tiercel.engine.messages import LoadOptions
 from tiercel.engine.output import RequestOutput, StreamDelta
 from tiercel.engine.prompt_progress import report_prompts
 from tiercel.engine.request import Request, Status
@@ -374,7 +374,7 @@ class LLM:
         submitted = []
         try:
             for request in requests:
-                self._matchers.attach(request)
+                request.matcher = self._matchers.make(request.grammar, request.stop_ids)
             with self._bookkeeping():
                 for request in requests:
                     self._engine.submit(request)

@@ -13,9 +13,9 @@ from tiercel.bench.speed import (
     measure_speed,
     speed_table,
 )
+from tiercel.config import LoadOptions
 from tiercel.engine.build import load_model
 from tiercel.engine.device_timing import Ceilings
-from tiercel.engine.messages import LoadOptions
 from tiercel.errors import ContextLengthError
 from tiercel.models.source import open_source
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from tests.engine.fake_device import FakeRunner
 from tests.engine.scheduler_world import READS, STOP_IDS, decode_alone
 from tiercel.cache.manager import CacheManager, GroupBlocks
-from tiercel.engine.config import EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.request import Request, Status
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.score import ScoreTask
 from tiercel.engine.step_budget import ALONE_S, BESIDE_ANSWERS_S, Chunk, StepBudget
+from tiercel.engine_config import EngineConfig
 from tiercel.params import SamplingParams
 
 MOST = 2048  # tokens of a step

@@ -26,18 +26,16 @@ def test_a_request_with_a_grammar_gets_a_matcher():
     tokenizer = SOURCE.tokenizer()
     matchers = Matchers(tokenizer, VOCAB)
     free = make_request(tokenizer, SamplingParams())
-    matchers.attach(free)
-    assert free.matcher is None
+    assert matchers.make(free.grammar, free.stop_ids) is None
     assert matchers._vocabulary is None, "nobody has asked for it"
     bound = [
         make_request(tokenizer, SamplingParams(structured_outputs=StructuredOutputs(regex=regex)))
         for regex in ("a|b", "c")
     ]
-    for request in bound:
-        matchers.attach(request)
+    made = [matchers.make(request.grammar, request.stop_ids) for request in bound]
     (a,), (c,) = tokenizer.encode("a"), tokenizer.encode("c")
-    assert [request.matcher.num_valid([a]) for request in bound] == [1, 0]
-    assert [request.matcher.num_valid([c]) for request in bound] == [0, 1]
+    assert [matcher.num_valid([a]) for matcher in made] == [1, 0]
+    assert [matcher.num_valid([c]) for matcher in made] == [0, 1]
 
 
 def test_a_grammar_that_cannot_be_enforced_is_refused():
@@ -45,7 +43,7 @@ def test_a_grammar_that_cannot_be_enforced_is_refused():
     request = make_request(tokenizer, SamplingParams())
     request.grammar = GrammarSpec("{}")
     with pytest.raises(InvalidRequestError):
-        Matchers(tokenizer, VOCAB).attach(request)
+        Matchers(tokenizer, VOCAB).make(request.grammar, request.stop_ids)
 
 
 def test_a_model_that_never_ends_an_answer_takes_no_grammar():
@@ -56,4 +54,4 @@ def test_a_model_that_never_ends_an_answer_takes_no_grammar():
     request = make_request(tokenizer, SamplingParams())
     request.grammar = GrammarSpec("{}")
     with pytest.raises(InvalidRequestError, match="ends an answer"):
-        Matchers(tokenizer, VOCAB).attach(request)
+        Matchers(tokenizer, VOCAB).make(request.grammar, request.stop_ids)

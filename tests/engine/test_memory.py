@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.gguf_files import tiny_model
 from tests.tiny_llm import LLAMA, greedy, open_tiny
 from tiercel.cache.spec import CacheGroup, KVCacheSpec, Plane
+from tiercel.config import LoadOptions
 from tiercel.engine import engine, memory
 from tiercel.engine.build import resolve_config
 from tiercel.engine.config import (
@@ -19,7 +20,6 @@ from tiercel.engine.config import (
     resolve_share,
 )
 from tiercel.engine.memory import GIB, MemoryBudget, cache_blocks
-from tiercel.engine.messages import LoadOptions
 from tiercel.errors import ArgumentError, OutOfMemoryError
 from tiercel.llm import LLM
 from tiercel.machine import Memory

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from tiercel import errors
+from tiercel.config import LoadOptions
 from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.messages import (
     MAX_FROM_ENGINE_BYTES,
@@ -23,7 +24,6 @@ from tiercel.engine.messages import (
     ErrorInfo,
     Failed,
     FrameReader,
-    LoadOptions,
     Log,
     NewRequest,
     Opened,

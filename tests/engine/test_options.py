@@ -8,10 +8,10 @@ import torch
 
 from tests.tiny_llm import LLAMA
 from tiercel import async_llm, llm
+from tiercel.config import LoadOptions
 from tiercel.engine import build
 from tiercel.engine.build import BLOCK_SIZE, resolve_config
 from tiercel.engine.config import resolve_threads
-from tiercel.engine.messages import LoadOptions
 from tiercel.errors import ArgumentError
 from tiercel.models.source import open_source
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_llm import greedy
+from tiercel.config import LoadOptions
 from tiercel.engine.build import load_model
-from tiercel.engine.messages import Advanced, LoadOptions, NewRequest, Stats
+from tiercel.engine.messages import Advanced, NewRequest, Stats
 from tiercel.engine.pulse import MESSAGE_SECONDS, Pulse
 from tiercel.engine.session import EngineSession
 

@@ -2,32 +2,32 @@
 
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from tests.patience import PATIENCE_S, wait_for
 from tests.tiny_llm import LLAMA, greedy
+from tiercel.config import LoadOptions
 from tiercel.engine.build import load_model
 from tiercel.engine.grammar import GrammarSpec
-from tiercel.engine.messages import Abort, LoadOptions, NewRequest, Outputs, Refused
+from tiercel.engine.messages import Abort, NewRequest, Outputs, Refused
 from tiercel.engine.session import EngineSession
 from tiercel.errors import InvalidRequestError
 
 
 class Compiler:
-    """Attaches nothing, and nothing before `permit` says so; `begun` names the requests."""
+    """Makes nothing, and nothing before `permit` says so; `begun` names the grammars."""
 
     def __init__(self):
         self.begun = []
         self.permits = threading.Semaphore(0)
 
-    def attach(self, request):
-        self.begun.append(request.request_id)
+    def make(self, grammar, stop_ids):
+        self.begun.append(grammar.text)
         assert self.permits.acquire(timeout=PATIENCE_S)
-        if request.request_id == "refused":
+        if grammar.text == "refused":
             raise InvalidRequestError("no.")
-        if request.request_id == "broken":
+        if grammar.text == "broken":
             raise MemoryError("the compiler")
 
     def permit(self, count=1):
@@ -40,8 +40,8 @@ class Running:
     def __init__(self):
         self.loaded = load_model(LLAMA, LoadOptions(device="cpu"), None)
         self.compiler, self.sent, self.failed = Compiler(), [], []
-        matchers = SimpleNamespace(attach=self.compiler.attach)
-        self.session = EngineSession(replace(self.loaded, matchers=matchers), self.sent.append)
+        loaded = replace(self.loaded, matchers=self.compiler)
+        self.session = EngineSession(loaded, self.sent.append)
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
         self.keys = {}

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tiercel.engine.request import Request, Status, TokenLogprobs
-from tiercel.engine.streams import ABORTED, TokenStream, TokenUpdate, stop
+from tiercel.engine.request import ABORTED, Request, Status, TokenLogprobs, TokenUpdate
+from tiercel.engine.streams import TokenStream, stop
 from tiercel.errors import EngineDeadError
 from tiercel.params import SamplingParams
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from tiercel.config import LoadOptions
 from tiercel.engine import watchdog as watchdog_module
 from tiercel.engine.messages import (
     Advanced,
     EngineStats,
     ErrorInfo,
     Failed,
-    LoadOptions,
     Log,
     Outputs,
     Progress,

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.tiny_llm import open_tiny
+from tiercel.config import MAX_DECODE_QUERIES
 from tiercel.layers import attention
-from tiercel.ops.paged_attention import MAX_DECODE_QUERIES
 
 FEW, PROMPT = "paged_attention", "multi_item_attention"
 

@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 import torch
 
+from tiercel.config import RETRY_STEPS
 from tiercel.errors import ArgumentError
 from tiercel.kernels import verify_accept as kernel
 from tiercel.ops.sample_tokens import NO_TOKEN, NONFINITE, OK, SampleRows, sample_tokens
 from tiercel.ops.verify_accept import (
-    RETRY_STEPS,
     UNSOUND_DRAFT,
     DraftRows,
     Verified,

@@ -4,8 +4,7 @@ import json
 from dataclasses import dataclass, field
 
 from tests.serve.fake_client import fake_tokenizer
-from tiercel.engine.request import TokenLogprobs
-from tiercel.engine.streams import TokenUpdate
+from tiercel.engine.request import TokenLogprobs, TokenUpdate
 
 
 def read_events(data):

@@ -22,8 +22,8 @@ from time import perf_counter
 import httpx
 
 from tiercel.engine.messages import EngineInfo, EngineStats
-from tiercel.engine.request import TokenLogprobs
-from tiercel.engine.streams import ABORTED, TokenStream, TokenUpdate, stop
+from tiercel.engine.request import ABORTED, TokenLogprobs, TokenUpdate
+from tiercel.engine.streams import TokenStream, stop
 from tiercel.engine.supervisor import EngineState
 from tiercel.engine.tokenizer_parcel import pack_tokenizer, unpack_tokenizer
 from tiercel.errors import EngineDeadError, QueueFullError

@@ -9,7 +9,7 @@ import pytest
 
 from tests.serve.fake_client import FakeClient, ask
 from tests.serve.test_body import Anything, post
-from tiercel.engine.streams import TokenUpdate
+from tiercel.engine.request import TokenUpdate
 from tiercel.errors import InvalidRequestError
 from tiercel.params import LIMITS, Limits
 from tiercel.serve.admission import check_counts

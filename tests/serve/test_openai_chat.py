@@ -12,8 +12,7 @@ from tests.serve.fake_client import (
     fake_info,
     fake_tokenizer,
 )
-from tiercel.engine.request import TokenLogprobs
-from tiercel.engine.streams import TokenUpdate
+from tiercel.engine.request import TokenLogprobs, TokenUpdate
 from tiercel.params import Limits, SamplingDefaults, SamplingParams
 
 PATH = "/v1/chat/completions"

@@ -19,8 +19,9 @@ from tests.serve.events import read_events
 from tests.serve.fake_client import FakeClient
 from tests.serve.thread_server import thread_server
 from tests.tiny_llm import DATA, NAMES
-from tiercel.engine.build import describe, load_model
-from tiercel.engine.messages import LoadOptions
+from tiercel.config import LoadOptions
+from tiercel.engine.build import load_model
+from tiercel.engine.opening import describe
 from tiercel.engine.readers import Readers
 from tiercel.params import Limits
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.draft_world import BLOCK, World
 from tests.ngram_brute_force import best_place
-from tiercel.spec.config import SpecConfig
+from tiercel.config import SpecConfig
 from tiercel.spec.hybrid import HybridProposer
 from tiercel.spec.mtp import MtpProposer
 

@@ -4,9 +4,9 @@ import pytest
 
 from tests.test_llm_spec import some_prompts
 from tests.tiny_llm import DATA, open_on_gpu, open_tiny
+from tiercel.config import SpecConfig
 from tiercel.params import SamplingParams
 from tiercel.reference.ngram_index import FirstOccurrences
-from tiercel.spec.config import SpecConfig
 
 
 def oracle_draft(prompt, answer, count, config):

@@ -4,10 +4,9 @@ import random
 
 import pytest
 
+from tiercel.config import MAX_DRAFTS, RETRY_STEPS, num_head_drafts, resolve_spec
 from tiercel.errors import ArgumentError
-from tiercel.ops.verify_accept import RETRY_STEPS
 from tiercel.reference import verify_accept as oracle
-from tiercel.spec.config import MAX_DRAFTS, num_head_drafts, resolve_spec
 from tiercel.spec.counts import DraftCounts
 from tiercel.spec.policy import TRIAL_SHARE, DraftPolicy, learned
 

@@ -63,8 +63,8 @@ def load_for_bench(
         )
     report("Loading PyTorch")
     env.shorten_openmp_spins()
+    from tiercel.config import LoadOptions
     from tiercel.engine.build import load_model
-    from tiercel.engine.messages import LoadOptions
 
     options = LoadOptions(
         device=engine.device,

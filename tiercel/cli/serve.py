@@ -30,7 +30,7 @@ from tiercel.machine import check_platform
 from tiercel.params import LIMITS, Limits, SamplingDefaults, SamplingParams
 
 if TYPE_CHECKING:
-    from tiercel.engine.messages import LoadOptions
+    from tiercel.config import LoadOptions
     from tiercel.serve.state import AccessSettings, ServeSettings
     from tiercel.serve.tracing import Tracing
 
@@ -298,7 +298,7 @@ def _load_options(
     batch: BatchOptions,
     defaults: DefaultOptions,
 ) -> LoadOptions:
-    from tiercel.engine.messages import LoadOptions
+    from tiercel.config import LoadOptions
 
     return LoadOptions(
         model=model,

@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 from tiercel import env
+from tiercel.config import LoadOptions, resolve_spec
 from tiercel.engine.config import (
-    EngineConfig,
-    dtype_name,
     resolve_count,
     resolve_device,
     resolve_dtype,
@@ -27,15 +26,13 @@ from tiercel.engine.faults import Faults
 from tiercel.engine.inputs import InputProcessor
 from tiercel.engine.matchers import Matchers
 from tiercel.engine.memory import MemoryBudget
-from tiercel.engine.messages import EngineInfo, LoadOptions, plain_text
 from tiercel.engine.score_inputs import ScoreInputs
-from tiercel.engine.tokenizer_parcel import pack_tokenizer
 from tiercel.engine.warm_up import warm_up
+from tiercel.engine_config import EngineConfig
 from tiercel.errors import ArgumentError
 from tiercel.machine import check_platform, usable_cpus
 from tiercel.models.footprint import cache_bytes, weight_footprint
 from tiercel.models.source import ModelSource, find_source
-from tiercel.spec.config import resolve_spec
 from tiercel.text.tokenizer import Tokenizer
 
 MAX_SEQS = {"cpu": 16, "cuda": 256}
@@ -171,35 +168,4 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
         seed=resolve_count("seed", options.seed, 0, 2**63 - 1, low=-(2**63)),
         timed_steps=options.timed_steps and device.type == "cpu",
         threads=resolve_threads(options.threads, usable_cpus()),
-    )
-
-
-def describe(loaded: LoadedModel, load_seconds: float) -> EngineInfo:
-    """What another process may know of a loaded model."""
-    source, config = loaded.source, loaded.config
-    template = source.chat_template
-    return EngineInfo(
-        model_name=plain_text(source.path.name),
-        architecture=source.family.name,
-        file_format=source.format,
-        vocab_size=source.config.vocab_size,
-        hidden_size=source.config.hidden_size,
-        max_position=source.config.max_position,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=config.block_size,
-        num_blocks=loaded.engine.scheduler.cache.allocators[0].num_blocks,
-        device=str(config.device),
-        dtype=dtype_name(config.dtype),
-        seed=config.seed,
-        spec=config.spec.method,
-        num_spec_tokens=config.spec.max_drafts,
-        has_prefix_cache=config.prefix_cache,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        tokenizer=pack_tokenizer(source),
-        chat_template=None if template is None else plain_text(template),
-        pooling=source.pooling,
-        sampling_defaults=source.sampling_defaults,
-        load_seconds=load_seconds,
     )

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Final
 
+from tiercel.config import LoadOptions
 from tiercel.engine import streams
 from tiercel.engine.messages import (
     Abort,
@@ -30,7 +31,6 @@ from tiercel.engine.messages import (
     Forgotten,
     FromEngine,
     ItemTokens,
-    LoadOptions,
     NewRequest,
     Outputs,
     Progress,
@@ -43,8 +43,8 @@ from tiercel.engine.messages import (
     Stop,
     encode,
 )
-from tiercel.engine.request import Request
-from tiercel.engine.streams import ABORTED, TokenStream, TokenUpdate
+from tiercel.engine.request import ABORTED, Request, TokenUpdate
+from tiercel.engine.streams import TokenStream
 from tiercel.engine.supervisor import EngineState, Supervisor, SupervisorSettings
 from tiercel.engine.suspects import Suspects
 from tiercel.errors import EngineDeadError, EngineDiedTwiceError, QueueFullError

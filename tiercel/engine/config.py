@@ -1,16 +1,14 @@
-"""What the engine was asked to be, and what it resolved that to."""
+"""Options of a model, each checked and resolved against this machine."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from tiercel.errors import ArgumentError
 from tiercel.params import shown
-from tiercel.spec.config import NO_DRAFTS, SpecConfig
 
 # Capabilities of PyTorch with fast 4-bit planes and dense rows in bfloat16. Without (the "default"
 # build of PyTorch's kernels on x86) a row through planes takes 36 ms where float32 takes 2.9 (4096
@@ -19,45 +17,6 @@ BFLOAT16_CAPABILITIES = ("AVX2", "AVX512")
 MAX_THREADS = 1024
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Resolved settings.
-
-    Attributes:
-        device: ``cpu`` or ``cuda:i``.
-        dtype: of products, of the cache.
-        max_model_len: tokens of one sequence, prompt and answer.
-        max_num_seqs: requests that run at once.
-        max_num_batched_tokens: new tokens of one step.
-        block_size: tokens of a cache block.
-        gpu_memory_utilization: share of the device's memory that may be used, (0, 1].
-        seed: of requests without one.
-        threads: of products on a CPU.
-        prefix_cache: whether computed blocks are kept for prompts that begin the same.
-        cuda_graphs: whether decode steps are captured at start and replayed.
-        overlap: whether a step is planned and enqueued while the one before it runs.
-        sync_debug: whether a wait for the device within a step is an error.
-        spec: how drafts are made.
-        timed_steps: whether the time of a step is bounded, not only its tokens; see `StepBudget`.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    gpu_memory_utilization: float
-    seed: int
-    threads: int
-    prefix_cache: bool = True
-    cuda_graphs: bool = False
-    overlap: bool = False
-    sync_debug: bool = False
-    spec: SpecConfig = NO_DRAFTS
-    timed_steps: bool = False
 
 
 def resolve_count(name: str, value: object, default: int, high: int, low: int = 1) -> int:

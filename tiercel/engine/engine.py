@@ -20,8 +20,9 @@ import torch
 from tiercel.cache.manager import CacheManager, GroupBlocks
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import group_specs
+from tiercel.config import num_head_drafts
 from tiercel.engine.capture import GraphRecorder
-from tiercel.engine.config import EngineConfig, dtype_name, dtypes_from
+from tiercel.engine.config import dtype_name, dtypes_from
 from tiercel.engine.interrupts import allowed
 from tiercel.engine.memory import MemoryBudget, cache_blocks
 from tiercel.engine.plan import SchedulerOutput
@@ -32,13 +33,13 @@ from tiercel.engine.sampled import Sampled
 from tiercel.engine.sampler import Sampler
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step_budget import StepBudget
+from tiercel.engine_config import EngineConfig
 from tiercel.errors import InvalidRequestError, OutOfMemoryError
 from tiercel.models import registry
 from tiercel.models.decoder import Decoder
 from tiercel.models.footprint import weight_footprint
 from tiercel.models.source import ModelSource
 from tiercel.models.weights import WeightReader
-from tiercel.spec.config import num_head_drafts
 from tiercel.spec.counts import DraftCounts
 from tiercel.spec.hybrid import HybridProposer
 from tiercel.spec.mtp import MtpProposer

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from tiercel.batch import Batch
 from tiercel.engine.capture import GraphRecorder
-from tiercel.engine.config import EngineConfig
 from tiercel.engine.rows import Rows, to_device
 from tiercel.engine.sampler import DraftSlots, Sampler
+from tiercel.engine_config import EngineConfig
 from tiercel.models.decoder import Decoder
 from tiercel.ops.prepare_step import StepDrafts, prepare_step
 from tiercel.spec.texts import Proposer, StepStates

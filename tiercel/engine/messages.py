@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from tiercel import errors
+from tiercel.config import LoadOptions
 from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.request import Request, TokenLogprobs
 from tiercel.engine.score import ScoreTask
@@ -31,35 +32,6 @@ LENGTH_BYTES = 4
 MAX_TO_ENGINE_BYTES = 64 * 2**20  # a prompt of a million ids takes 5 MB
 MAX_FROM_ENGINE_BYTES = 320 * 2**20  # a tokenizer file holds up to 256 MiB
 PROMPT_LOGPROBS_PER_MESSAGE = 1024  # 300 KB with 20 alternatives each: decoded in 5 ms
-
-
-class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller may ask of a model when it is loaded; see `LLM.__init__` for the fields.
-
-    Attributes:
-        model: path or catalogue name; None for the default model.
-        enable_fault_injection: whether ``TIERCEL_FAULTS`` may be set; see `faults.py`.
-        warm_up: run every kind of request once before the first real one; on a GPU it is done
-            always.
-        timed_steps: on a CPU bound the time of steps, because streams wait for them; answers may
-            then depend on the speed of the machine in their last bits.
-    """
-
-    model: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float = 0.9
-    seed: int = 0
-    spec: str = "off"
-    num_spec_tokens: int | None = None
-    offline: bool | None = None
-    threads: int | None = None
-    enable_fault_injection: bool = False
-    warm_up: bool = False
-    timed_steps: bool = False
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

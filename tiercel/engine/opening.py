@@ -15,21 +15,25 @@ from typing import Final
 
 import msgspec
 
-from tiercel.engine.build import LoadedModel, Report, describe, load_model
+from tiercel.config import LoadOptions
+from tiercel.engine.build import LoadedModel, Report, load_model
+from tiercel.engine.config import dtype_name
 from tiercel.engine.messages import (
     LENGTH_BYTES,
+    EngineInfo,
     FromEngine,
-    LoadOptions,
     NewRequest,
     Outputs,
     Ready,
     Refused,
     decode_to_engine,
     encode,
+    plain_text,
 )
 from tiercel.engine.request import Request
 from tiercel.engine.score_params import ScoreParams
 from tiercel.engine.session import EngineSession, Send
+from tiercel.engine.tokenizer_parcel import pack_tokenizer
 from tiercel.models.source import ModelSource
 from tiercel.params import SamplingParams
 
@@ -110,3 +114,34 @@ def _requests(loaded: LoadedModel) -> Iterator[Request]:
             yield inputs.request(prompt, params, 0)
         job = scores.job(prompt, [[0], [1]], ScoreParams(label_token_ids=[0, 1]))
         yield from job.requests
+
+
+def describe(loaded: LoadedModel, load_seconds: float) -> EngineInfo:
+    """What another process may know of a loaded model."""
+    source, config = loaded.source, loaded.config
+    template = source.chat_template
+    return EngineInfo(
+        model_name=plain_text(source.path.name),
+        architecture=source.family.name,
+        file_format=source.format,
+        vocab_size=source.config.vocab_size,
+        hidden_size=source.config.hidden_size,
+        max_position=source.config.max_position,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        num_blocks=loaded.engine.scheduler.cache.allocators[0].num_blocks,
+        device=str(config.device),
+        dtype=dtype_name(config.dtype),
+        seed=config.seed,
+        spec=config.spec.method,
+        num_spec_tokens=config.spec.max_drafts,
+        has_prefix_cache=config.prefix_cache,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        tokenizer=pack_tokenizer(source),
+        chat_template=None if template is None else plain_text(template),
+        pooling=source.pooling,
+        sampling_defaults=source.sampling_defaults,
+        load_seconds=load_seconds,
+    )

@@ -24,6 +24,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from tiercel import env
+from tiercel.config import LoadOptions
 from tiercel.engine.faults import Faults
 from tiercel.engine.messages import (
     MAX_TO_ENGINE_BYTES,
@@ -31,7 +32,6 @@ from tiercel.engine.messages import (
     Failed,
     FrameReader,
     FromEngine,
-    LoadOptions,
     Log,
     Opened,
     Progress,

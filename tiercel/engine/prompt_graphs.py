@@ -24,8 +24,8 @@ from torch import Tensor
 
 from tiercel.batch import Batch, PackedItems
 from tiercel.engine.capture import GraphRecorder
-from tiercel.engine.config import EngineConfig
 from tiercel.engine.rows import Rows
+from tiercel.engine_config import EngineConfig
 from tiercel.layers.attention import Attention, AttentionShape
 from tiercel.models.config import ModelConfig
 from tiercel.models.decoder import Decoder

@@ -18,7 +18,6 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
 from tiercel.engine.capture import GRAPH_BYTES
-from tiercel.engine.config import EngineConfig
 from tiercel.engine.copies import HostCopies
 from tiercel.engine.faults import Faults
 from tiercel.engine.graphs import (
@@ -41,6 +40,7 @@ from tiercel.engine.score_reads import (
     read_item_tokens,
     read_scores,
 )
+from tiercel.engine_config import EngineConfig
 from tiercel.models.decoder import Decoder
 from tiercel.ops.prepare_step import prepare_step
 from tiercel.spec.texts import Proposer, StepStates

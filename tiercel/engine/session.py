@@ -17,7 +17,6 @@ from tiercel.engine.build import LoadedModel
 from tiercel.engine.counters import Counters
 from tiercel.engine.engine import RequestUpdate
 from tiercel.engine.loop import EngineLoop, StepResult, is_first, token_update
-from tiercel.engine.matchers import MatcherQueue
 from tiercel.engine.messages import (
     Abort,
     Delta,
@@ -42,6 +41,7 @@ from tiercel.engine.prompt_progress import num_computed
 from tiercel.engine.pulse import Pulse
 from tiercel.engine.request import Request
 from tiercel.errors import TiercelError
+from tiercel.ipc.matcher_queue import MatcherQueue
 
 STATS_SECONDS: Final = 0.1
 
@@ -54,7 +54,7 @@ class EngineSession:
     def __init__(self, loaded: LoadedModel, send: Send) -> None:
         self.loop = EngineLoop(loaded.engine, self, loaded.faults)
         self._matchers = MatcherQueue(
-            loaded.matchers.attach, self._is_wanted, self._on_matcher, self._on_broken
+            loaded.matchers, self._is_wanted, self._on_matcher, self._on_broken
         )
         self._lock = threading.Lock()  # a request is submitted or ended, not both
         self._send = send

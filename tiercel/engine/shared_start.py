@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from tiercel.engine.inputs import InputProcessor
 from tiercel.engine.prompt_families import find_families
-from tiercel.engine.request import Request
+from tiercel.engine.request import Request, TokenUpdate
 from tiercel.engine.score import ScoreTask
-from tiercel.engine.streams import TokenUpdate
 from tiercel.seeds import mix_key
 
 

@@ -23,13 +23,13 @@ from typing import Final, cast
 
 import tiercel
 from tiercel import env
+from tiercel.config import LoadOptions
 from tiercel.engine.messages import (
     MAX_FROM_ENGINE_BYTES,
     ErrorInfo,
     Failed,
     FrameReader,
     FromEngine,
-    LoadOptions,
     Start,
     decode_from_engine,
     encode,

@@ -10,30 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
-from tiercel.engine.request import Request, Status, TokenLogprobs
+from tiercel.engine.request import Request, Status, TokenLogprobs, TokenUpdate
 from tiercel.errors import TiercelError
-
-
-@dataclass(frozen=True, slots=True)
-class TokenUpdate:
-    """What one step did for one request.
-
-    Attributes:
-        new_token_ids: may be empty in the last update.
-        logprobs: one per new token if they were asked for, else empty.
-        finish_reason: set in the last update only: ``stop``, ``length``, ``abort`` or ``error``.
-        stop_reason: with it: the stop id or string, or what went wrong.
-    """
-
-    new_token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-
-ABORTED = TokenUpdate((), (), "abort", None)
 
 
 class TokenStream:

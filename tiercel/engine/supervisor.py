@@ -17,17 +17,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from time import perf_counter
 
+from tiercel.config import LoadOptions
 from tiercel.engine.deaths import Deaths
-from tiercel.engine.messages import (
-    ErrorInfo,
-    Failed,
-    FromEngine,
-    LoadOptions,
-    Log,
-    Opened,
-    Progress,
-    Ready,
-)
+from tiercel.engine.messages import ErrorInfo, Failed, FromEngine, Log, Opened, Progress, Ready
 from tiercel.engine.spawn import EngineProcess, start_engine
 from tiercel.engine.watchdog import Watchdog
 from tiercel.errors import EngineDeadError

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from tiercel.batch import Batch, PackedItems
 from tiercel.cache.spec import KVCacheSpec, attention_spec
+from tiercel.config import MAX_DECODE_QUERIES
 from tiercel.layers.linear import Linear
 from tiercel.ops.multi_item_attention import (
     multi_item_attention,
     plan_multi_item_attention,
     tile_multi_item_attention,
 )
-from tiercel.ops.paged_attention import MAX_DECODE_QUERIES, paged_attention, prepare_paged_attention
+from tiercel.ops.paged_attention import paged_attention, prepare_paged_attention
 from tiercel.ops.rotary_kv_write import rotary_kv_write
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tiercel.batch import Batch
+from tiercel.config import MAX_DECODE_QUERIES
 from tiercel.errors import ArgumentError
 from tiercel.kernels.gathered_attention import attend_one, first_key, gather_cache
 
-MAX_DECODE_QUERIES = 16  # new tokens of a request, up to which the split kernel takes it
 MAX_DECODE_HEAD_DIM = 256  # beyond, its tiles do not fit
 LEAST_DECODE_BLOCK = 16  # tokens; the smallest tile of a matrix product
 

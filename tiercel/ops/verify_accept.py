@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tiercel.config import ACCEPTANCE_DECAY, RETRY_STEPS
 from tiercel.errors import ArgumentError
 from tiercel.ops.sample_tokens import (
     NONFINITE,
@@ -31,8 +32,6 @@ UNSOUND_DRAFT = 3
 """A problem of a row besides those of `sample_tokens`: its tokens are good, but the logits behind
 one of its drafts were NaN or infinite, and so may be what that draft left in the cache."""
 
-RETRY_STEPS = 32  # steps without drafts until a row that was often wrong tries one again
-KEPT = 0.875  # of the old estimate at each trial: 8 trials matter
 REJECTION = -1  # steps a row's key to that of the noise of `draft_probs`
 LEAST_REST = 1e-10  # of max(0, p - q); below, p and q are equal but for rounding
 
@@ -275,8 +274,8 @@ def _plan(
 ) -> None:
     """Learn from the trials and say how many drafts to make."""
     chance = drafts.acceptance.index_select(0, rows)
-    chance = 1.0 - (1.0 - chance) * KEPT ** num_right.float()
-    chance = torch.where(num_right < num_drafts, chance * KEPT, chance)
+    chance = 1.0 - (1.0 - chance) * ACCEPTANCE_DECAY ** num_right.float()
+    chance = torch.where(num_right < num_drafts, chance * ACCEPTANCE_DECAY, chance)
     limit = drafts.draft_limit.index_select(0, rows)
     wanted, power = torch.zeros_like(limit), torch.ones_like(chance)
     for j in range(1, drafts.draft_ids.shape[1]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from tiercel.engine.streams import TokenUpdate
+from tiercel.engine.request import TokenUpdate
 from tiercel.errors import InternalError, InvalidRequestError, TiercelError
 from tiercel.params import Limits
 from tiercel.serve.errors import overloaded, refusal

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.inputs import InputProcessor
-from tiercel.engine.request import Request
-from tiercel.engine.streams import TokenUpdate
+from tiercel.engine.request import Request, TokenUpdate
 from tiercel.serve.answer_text import AnswerText
 from tiercel.serve.events import ToolCallArguments, ToolCallStart
 from tiercel.serve.pieces import Piece

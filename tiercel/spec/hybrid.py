@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiercel.config import SpecConfig
 from tiercel.ops.hybrid_mtp_ngram import hybrid_mtp_ngram
 from tiercel.ops.ngram_match import make_ngram_workspace
-from tiercel.spec.config import SpecConfig
 from tiercel.spec.mtp import MtpProposer
 from tiercel.spec.ngram import NO_BUDGET
 from tiercel.spec.texts import DraftTexts, StepStates

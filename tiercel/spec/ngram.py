@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from tiercel.config import SpecConfig
 from tiercel.ops.ngram_index import (
     NgramTexts,
     extend_ngram_index,
@@ -20,7 +21,6 @@ from tiercel.ops.ngram_index import (
     ngram_index,
 )
 from tiercel.ops.ngram_match import make_ngram_workspace
-from tiercel.spec.config import SpecConfig
 from tiercel.spec.texts import DraftTexts, StepStates
 
 # Drafts of a batch have no common budget here: a step that verifies has a place for each.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Final
 
-from tiercel.ops.verify_accept import KEPT, RETRY_STEPS
+from tiercel.config import ACCEPTANCE_DECAY, RETRY_STEPS
 
 FIRST_CHANCE: Final = 0.6  # that a draft is right, of a row that has had none
 # A draft with a smaller chance is not made. On a GPU a place in a step that verifies costs nothing
@@ -23,8 +23,8 @@ TRIAL_SHARE: Final = 0.02
 
 def learned(chance: float, num_drafts: int, num_right: int) -> float:
     """The estimate of a row after a step, as `verify_accept` makes it."""
-    chance = 1.0 - (1.0 - chance) * KEPT**num_right
-    return chance * KEPT if num_right < num_drafts else chance
+    chance = 1.0 - (1.0 - chance) * ACCEPTANCE_DECAY**num_right
+    return chance * ACCEPTANCE_DECAY if num_right < num_drafts else chance
 
 
 class DraftPolicy:

@@ -1,15 +1,29 @@
-"""How drafts are made: the settings of an engine, checked."""
+"""What a caller may ask of a model when it is loaded, and limits that host and device share.
+
+Free of PyTorch: the HTTP process and the scheduler read these too. What the engine resolves the
+options to is `engine_config.py`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from tiercel.errors import ArgumentError
-from tiercel.ops.paged_attention import MAX_DECODE_QUERIES
+
+MAX_DECODE_QUERIES: Final = 16
+"""New tokens of a request, up to which decode attention takes it."""
+
+RETRY_STEPS: Final = 32
+"""Steps without drafts until a row that was often wrong tries one again."""
+
+ACCEPTANCE_DECAY: Final = 0.875
+"""Share of the old acceptance estimate that each trial keeps: 8 trials matter."""
 
 METHODS: Final = ("off", "ngram", "mtp", "hybrid")
-MAX_DRAFTS: Final = MAX_DECODE_QUERIES - 1  # the attention of a step with few tokens takes these
+MAX_DRAFTS: Final = MAX_DECODE_QUERIES - 1  # decode attention takes these and the last token
 DEFAULT_DRAFTS: Final = 5
 
 
@@ -72,3 +86,32 @@ def resolve_spec(method: object, num_spec_tokens: object) -> SpecConfig:
     if method == "off" or count == 0:
         return NO_DRAFTS
     return SpecConfig(str(method), count)
+
+
+class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caller may ask of a model when it is loaded; see `LLM.__init__` for the fields.
+
+    Attributes:
+        model: path or catalogue name; None for the default model.
+        enable_fault_injection: whether ``TIERCEL_FAULTS`` may be set; see `faults.py`.
+        warm_up: run every kind of request once before the first real one; on a GPU it is done
+            always.
+        timed_steps: on a CPU bound the time of steps, because streams wait for them; answers may
+            then depend on the speed of the machine in their last bits.
+    """
+
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    seed: int = 0
+    spec: str = "off"
+    num_spec_tokens: int | None = None
+    offline: bool | None = None
+    threads: int | None = None
+    enable_fault_injection: bool = False
+    warm_up: bool = False
+    timed_steps: bool = False

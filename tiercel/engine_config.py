@@ -1,0 +1,48 @@
+"""What the engine was asked to be, resolved against the model and this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tiercel.config import NO_DRAFTS, SpecConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Resolved settings.
+
+    Attributes:
+        device: ``cpu`` or ``cuda:i``.
+        dtype: of products, of the cache.
+        max_model_len: tokens of one sequence, prompt and answer.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: new tokens of one step.
+        block_size: tokens of a cache block.
+        gpu_memory_utilization: share of the device's memory that may be used, (0, 1].
+        seed: of requests without one.
+        threads: of products on a CPU.
+        prefix_cache: whether computed blocks are kept for prompts that begin the same.
+        cuda_graphs: whether decode steps are captured at start and replayed.
+        overlap: whether a step is planned and enqueued while the one before it runs.
+        sync_debug: whether a wait for the device within a step is an error.
+        spec: how drafts are made.
+        timed_steps: whether the time of a step is bounded, not only its tokens; see `StepBudget`.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    gpu_memory_utilization: float
+    seed: int
+    threads: int
+    prefix_cache: bool = True
+    cuda_graphs: bool = False
+    overlap: bool = False
+    sync_debug: bool = False
+    spec: SpecConfig = NO_DRAFTS
+    timed_steps: bool = False
