@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tiercel.engine.grammar import compile_spec
-from tiercel.engine.grammar_matcher import GrammarMatcher, GrammarVocabulary
+from tiercel.grammar.matcher import GrammarMatcher, GrammarVocabulary
+from tiercel.grammar.spec import compile_spec
 from tiercel.params import StructuredOutputs
 
 CONTEXT = 2048

@@ -73,7 +73,7 @@ class StructuredOutputs:
     """The form that an answer must have; exactly one field is given.
 
     Whether the form can be enforced is found where the request is made: see
-    `tiercel/engine/grammar.py`.
+    `tiercel/grammar/spec.py`.
 
     Attributes:
         json: JSON schema, as an object or as JSON text; kept as text.

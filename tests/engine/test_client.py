@@ -19,7 +19,6 @@ from tests.engine_process import (
     wait_until,
 )
 from tests.tiny_llm import PROMPTS, greedy, ids_of, open_tiny
-from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.messages import (
     Delta,
     EngineInfo,
@@ -39,6 +38,7 @@ from tiercel.errors import (
     InvalidRequestError,
     QueueFullError,
 )
+from tiercel.grammar.spec import GrammarSpec
 from tiercel.params import SamplingParams
 
 # One place to run and short chunks: a request can be caught in each of its states.

@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from tests.tiny_llm import LLAMA
-from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.inputs import InputProcessor
 from tiercel.errors import ContextLengthError, InvalidRequestError
+from tiercel.grammar.spec import GrammarSpec
 from tiercel.models.source import open_source
 from tiercel.params import LIMITS, SamplingParams
 from tiercel.seeds import mix_key

@@ -11,7 +11,6 @@ import pytest
 
 from tiercel import errors
 from tiercel.config import LoadOptions
-from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.messages import (
     MAX_FROM_ENGINE_BYTES,
     MAX_TO_ENGINE_BYTES,
@@ -46,6 +45,7 @@ from tiercel.engine.request import Request, TokenLogprobs
 from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.engine.spawn import _Connection
 from tiercel.errors import EngineDeadError, InternalError, InvalidRequestError, TiercelError
+from tiercel.grammar.spec import GrammarSpec
 from tiercel.loader.stamps import FileStamp
 from tiercel.params import SamplingDefaults, SamplingParams, StructuredOutputs
 

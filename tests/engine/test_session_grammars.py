@@ -9,10 +9,10 @@ from tests.patience import PATIENCE_S, wait_for
 from tests.tiny_llm import LLAMA, greedy
 from tiercel.config import LoadOptions
 from tiercel.engine.build import load_model
-from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.messages import Abort, NewRequest, Outputs, Refused
 from tiercel.engine.session import EngineSession
 from tiercel.errors import InvalidRequestError
+from tiercel.grammar.spec import GrammarSpec
 
 
 class Compiler:

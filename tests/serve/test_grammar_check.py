@@ -11,9 +11,9 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tests.tiny_llm import LLAMA
-from tiercel.engine.grammar import GrammarSpec, compile_spec
-from tiercel.engine.grammar_matcher import read_token_table
 from tiercel.errors import InternalError, InvalidRequestError, QueueFullError
+from tiercel.grammar.matcher import read_token_table
+from tiercel.grammar.spec import GrammarSpec, compile_spec
 from tiercel.models.source import open_source
 from tiercel.params import StructuredOutputs
 from tiercel.serve import grammar_check

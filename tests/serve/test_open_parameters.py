@@ -6,7 +6,7 @@ from tests.grammar_walk import CONTEXT, Walker
 from tests.serve.call_writers import WRITERS, Tool
 from tests.serve.test_tools import use_of
 from tests.tiny_llm import LLAMA
-from tiercel.engine.grammar import compile_spec
+from tiercel.grammar.spec import compile_spec
 from tiercel.models.source import open_source
 from tiercel.serve.tool_parsers.format import arguments_schema
 

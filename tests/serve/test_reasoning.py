@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.text.test_tokenizer import make_bpe
-from tiercel.engine.grammar import ThinkingForm
 from tiercel.errors import ArgumentError
+from tiercel.grammar.spec import ThinkingForm
 from tiercel.models.source import open_source
 from tiercel.serve.events import ContentDelta, ReasoningDelta
 from tiercel.serve.reasoning import (

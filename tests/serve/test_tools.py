@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.grammar_walk import CONTEXT, Walker
 from tests.serve.call_writers import BAR, DSML, NOW, TOOLS, WRITERS, Tool
 from tests.tiny_llm import LLAMA
-from tiercel.engine.grammar import ThinkingForm, compile_spec
 from tiercel.errors import ArgumentError, InvalidRequestError
+from tiercel.grammar.spec import ThinkingForm, compile_spec
 from tiercel.models.source import open_source
 from tiercel.params import StructuredOutputs
 from tiercel.serve.events import ContentDelta, ToolCallArguments, ToolCallStart

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from tiercel.engine.grammar import GrammarSpec, compile_spec
 from tiercel.engine.request import Request
 from tiercel.engine.score import ScoreTask
 from tiercel.errors import (
@@ -16,6 +15,7 @@ from tiercel.errors import (
     InvalidRequestError,
     UnsupportedModelError,
 )
+from tiercel.grammar.spec import GrammarSpec, compile_spec
 from tiercel.params import LIMITS, SamplingParams, StructuredOutputs, shown
 from tiercel.seeds import mix_key
 from tiercel.text.tokenizer import Tokenizer

@@ -21,10 +21,10 @@ import msgspec
 
 from tiercel import errors
 from tiercel.config import LoadOptions
-from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.request import Request, TokenLogprobs
 from tiercel.engine.score import ScoreTask
 from tiercel.errors import EngineDeadError, TiercelError
+from tiercel.grammar.spec import GrammarSpec
 from tiercel.loader.stamps import FileStamp
 from tiercel.params import SamplingDefaults, SamplingParams
 

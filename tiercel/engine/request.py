@@ -7,14 +7,14 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from tiercel.cache.prefix import ROOT
-from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.score import ScoreTask
+from tiercel.grammar.spec import GrammarSpec
 from tiercel.params import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tiercel.engine.grammar_matcher import GrammarMatcher
+    from tiercel.grammar.matcher import GrammarMatcher
 
 
 class Status(Enum):

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from tiercel.engine.fair_queue import FairQueue
-from tiercel.engine.matchers import Matchers
 from tiercel.engine.request import Request
 from tiercel.errors import TiercelError
+from tiercel.grammar.matchers import Matchers
 
 
 class MatcherQueue:

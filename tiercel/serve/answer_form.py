@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tiercel.engine.grammar import GrammarSpec, ThinkingForm, compile_spec
-from tiercel.engine.json_schema import refuse
 from tiercel.errors import InvalidRequestError
+from tiercel.grammar.json_schema import refuse
+from tiercel.grammar.spec import GrammarSpec, ThinkingForm, compile_spec
 from tiercel.params import Limits, StructuredOutputs
 from tiercel.serve.answer import ThinkingBound
 from tiercel.serve.errors import refusal

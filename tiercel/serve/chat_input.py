@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tiercel.engine.grammar import ThinkingForm
 from tiercel.errors import ContextLengthError, ModelFormatError
+from tiercel.grammar.spec import ThinkingForm
 from tiercel.params import LIMITS, SamplingParams
 from tiercel.serve.answer_form import AnswerForm, bound_thinking, compile_grammar
 from tiercel.serve.answer_text import Parsers

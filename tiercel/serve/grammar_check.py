@@ -23,10 +23,10 @@ from time import perf_counter
 from typing import Final
 
 from tiercel.engine.fair_queue import FairQueue
-from tiercel.engine.grammar import GrammarSpec
-from tiercel.engine.grammar_matcher import TOO_COMPLEX, TokenTable
-from tiercel.engine.json_schema import refuse
 from tiercel.errors import QueueFullError
+from tiercel.grammar.json_schema import refuse
+from tiercel.grammar.matcher import TOO_COMPLEX, TokenTable
+from tiercel.grammar.spec import GrammarSpec
 from tiercel.params import LIMITS
 from tiercel.serve.errors import overloaded
 from tiercel.text.child_client import ChildProgram, ChildWorkers, WorkerLostError

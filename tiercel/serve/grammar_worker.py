@@ -20,9 +20,9 @@ from typing import Any
 
 sys.path.extend(sys.argv[2:])  # the folders of the packages
 
-from tiercel.engine.grammar import GrammarSpec
-from tiercel.engine.grammar_matcher import GrammarMatcher, GrammarVocabulary, TokenTable
 from tiercel.errors import InvalidRequestError
+from tiercel.grammar.matcher import GrammarMatcher, GrammarVocabulary, TokenTable
+from tiercel.grammar.spec import GrammarSpec
 from tiercel.text.child_loop import (
     answer_requests,
     limit_memory,

@@ -14,12 +14,12 @@ from typing import Final
 import msgspec
 
 from tiercel import env
-from tiercel.engine.grammar_matcher import read_token_table
 from tiercel.engine.inputs import InputProcessor
 from tiercel.engine.messages import EngineInfo
 from tiercel.engine.supervisor import EngineState
 from tiercel.engine.tokenizer_parcel import unpack_tokenizer
 from tiercel.errors import TiercelError
+from tiercel.grammar.matcher import read_token_table
 from tiercel.loader.hub import CATALOGUE
 from tiercel.params import SamplingDefaults
 from tiercel.serve.clock import created_now

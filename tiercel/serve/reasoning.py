@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from tiercel.engine.grammar import ThinkingForm
 from tiercel.errors import ArgumentError
+from tiercel.grammar.spec import ThinkingForm
 from tiercel.serve.events import ContentDelta, Event, ReasoningDelta
 from tiercel.serve.tool_parsers.reader import open_end
 from tiercel.text.tokenizer import Tokenizer

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from tiercel.engine.grammar import CallForm
-from tiercel.engine.lark import LarkWriter
 from tiercel.errors import ArgumentError, InvalidRequestError
+from tiercel.grammar.lark import LarkWriter
+from tiercel.grammar.spec import CallForm
 from tiercel.params import LIMITS, Limits
 from tiercel.serve.tool_parsers.deepseek import DeepSeekFormat
 from tiercel.serve.tool_parsers.format import ToolFormat, ToolSpec, check_parameters

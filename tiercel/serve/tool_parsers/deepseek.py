@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from tiercel.engine.grammar import CallForm
-from tiercel.engine.lark import LarkWriter, either, literal
+from tiercel.grammar.lark import LarkWriter, either, literal
+from tiercel.grammar.spec import CallForm
 from tiercel.serve.tool_parsers.format import ToolSpec, arguments_schema
 from tiercel.serve.tool_parsers.reader import (
     CallEnd,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from tiercel.engine.grammar import CallForm
-from tiercel.engine.json_schema import check_schema, refuse
-from tiercel.engine.lark import LarkWriter
 from tiercel.errors import InvalidRequestError
+from tiercel.grammar.json_schema import check_schema, refuse
+from tiercel.grammar.lark import LarkWriter
+from tiercel.grammar.spec import CallForm
 from tiercel.params import Limits
 from tiercel.serve.tool_parsers.reader import Pieces, Reader
 

@@ -16,8 +16,8 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
-from tiercel.engine.grammar import CallForm
-from tiercel.engine.lark import LarkWriter, either, literal
+from tiercel.grammar.lark import LarkWriter, either, literal
+from tiercel.grammar.spec import CallForm
 from tiercel.serve.tool_parsers.format import ToolSpec, arguments_schema
 from tiercel.serve.tool_parsers.literal_grammar import LiteralGrammar, Notation
 from tiercel.serve.tool_parsers.reader import (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tiercel.engine.lark import LarkWriter, either, literal
+from tiercel.grammar.lark import LarkWriter, either, literal
 from tiercel.serve.tool_parsers.schema_kinds import resolve
 from tiercel.serve.tool_parsers.tagged_calls import properties_of
 

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from tiercel.engine.grammar import GrammarSpec
-from tiercel.engine.json_schema import refuse
 from tiercel.errors import InvalidRequestError
+from tiercel.grammar.json_schema import refuse
+from tiercel.grammar.spec import GrammarSpec
 
 if TYPE_CHECKING:
     from tiercel.text.tokenizer import Tokenizer

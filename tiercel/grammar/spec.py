@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from tiercel.engine.json_schema import read_schema
-from tiercel.engine.lark import LarkWriter, either, escape_regex, literal
+from tiercel.grammar.json_schema import read_schema
+from tiercel.grammar.lark import LarkWriter, either, escape_regex, literal
 from tiercel.params import LIMITS, Limits, StructuredOutputs
 
 # Line ends that models write behind the end of their thinking.

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from tests.grammar_walk import CONTEXT, Walker, allowed, mask
 from tests.tiny_llm import DATA
-from tiercel.engine import grammar_matcher
-from tiercel.engine.grammar import ThinkingForm, compile_spec
-from tiercel.engine.grammar_matcher import GrammarVocabulary, grammar_error
 from tiercel.engine.inputs import InputProcessor
-from tiercel.engine.json_schema import check_schema
 from tiercel.errors import ArgumentError, InvalidRequestError
+from tiercel.grammar import matcher as grammar_matcher
+from tiercel.grammar.json_schema import check_schema
+from tiercel.grammar.matcher import GrammarVocabulary, grammar_error
+from tiercel.grammar.spec import ThinkingForm, compile_spec
 from tiercel.models.source import open_source
 from tiercel.params import LIMITS, SamplingParams, StructuredOutputs
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tiercel.engine.grammar import GrammarSpec
-from tiercel.engine.grammar_matcher import GrammarMatcher, GrammarVocabulary
 from tiercel.errors import InvalidRequestError
+from tiercel.grammar.matcher import GrammarMatcher, GrammarVocabulary
+from tiercel.grammar.spec import GrammarSpec
 from tiercel.text.tokenizer import Tokenizer
 
 

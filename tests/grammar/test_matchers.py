@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from tests.tiny_llm import LLAMA
-from tiercel.engine.grammar import GrammarSpec
 from tiercel.engine.inputs import InputProcessor
-from tiercel.engine.matchers import Matchers
 from tiercel.errors import InvalidRequestError
+from tiercel.grammar.matchers import Matchers
+from tiercel.grammar.spec import GrammarSpec
 from tiercel.models.source import open_source
 from tiercel.params import SamplingParams, StructuredOutputs
 from tiercel.text.tokenizer import Tokenizer
