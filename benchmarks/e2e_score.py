@@ -37,7 +37,7 @@ import torch
 from benchmarks.common import environment
 from benchmarks.figures import save
 from tiercel import LLM, AsyncLLM
-from tiercel.engine.score import ScoreRead, ScoreTask
+from tiercel.request.score_task import ScoreRead, ScoreTask
 
 ITEM_LEN = 30
 LABELS = [11, 222]

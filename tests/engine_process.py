@@ -10,9 +10,9 @@ from tests.patience import PATIENCE_S
 from tests.tiny_llm import LLAMA, greedy
 from tiercel.config import LoadOptions
 from tiercel.engine.client import EngineClient
-from tiercel.engine.inputs import InputProcessor
 from tiercel.engine.supervisor import EngineState, SupervisorSettings
 from tiercel.engine.tokenizer_parcel import unpack_tokenizer
+from tiercel.request.inputs import InputProcessor
 
 # The tiny model gains nothing from a second thread, and loses much where others use the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -19,10 +19,10 @@ from tests.tiny_llm import (
     joined,
     open_tiny,
 )
-from tiercel.engine.output import RequestOutput
 from tiercel.errors import ArgumentError, ContextLengthError, InvalidRequestError
 from tiercel.llm import LLM
 from tiercel.params import SamplingParams
+from tiercel.request.output import RequestOutput
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import pytest
 
 from tests.tiny_llm import DATA, NAMES, PROMPTS, assert_idle, greedy, ids_of, open_tiny
 from tiercel.engine import engine as engine_module
-from tiercel.engine.request import Status
 from tiercel.params import SamplingParams
+from tiercel.request.request import Status
 
 NUM_REQUESTS = 64
 

@@ -26,7 +26,14 @@ import numpy.typing as npt
 import torch
 
 from tiercel.config import LoadOptions
-from tiercel.engine.answers import (
+from tiercel.engine.build import LoadedModel, load_model
+from tiercel.engine.loop import EngineLoop
+from tiercel.engine.readers import Readers
+from tiercel.engine.streams import TokenStream
+from tiercel.errors import InvalidRequestError
+from tiercel.models.source import ModelSource
+from tiercel.params import SamplingParams
+from tiercel.request.answers import (
     Answer,
     Prompt,
     collect,
@@ -35,17 +42,10 @@ from tiercel.engine.answers import (
     pick_params,
     unit_vectors,
 )
-from tiercel.engine.build import LoadedModel, load_model
-from tiercel.engine.loop import EngineLoop
-from tiercel.engine.output import RequestOutput, StreamDelta
-from tiercel.engine.readers import Readers
-from tiercel.engine.request import Request
-from tiercel.engine.score_inputs import ScoreOutput, Text
-from tiercel.engine.score_params import ScoreParams
-from tiercel.engine.streams import TokenStream
-from tiercel.errors import InvalidRequestError
-from tiercel.models.source import ModelSource
-from tiercel.params import SamplingParams
+from tiercel.request.output import RequestOutput, StreamDelta
+from tiercel.request.request import Request
+from tiercel.request.score_inputs import ScoreOutput, Text
+from tiercel.request.score_params import ScoreParams
 from tiercel.text.chat_template import ChatTemplate, encode_chat
 
 T = TypeVar("T")

@@ -24,7 +24,14 @@ import numpy.typing as npt
 import torch
 
 from tiercel.config import LoadOptions
-from tiercel.engine.answers import (
+from tiercel.engine.build import load_model
+from tiercel.engine.engine import Engine
+from tiercel.engine.interrupts import deferred
+from tiercel.engine.prompt_progress import report_prompts
+from tiercel.errors import InvalidRequestError
+from tiercel.models.source import ModelSource
+from tiercel.params import SamplingParams
+from tiercel.request.answers import (
     Answer,
     Prompt,
     collect,
@@ -33,17 +40,10 @@ from tiercel.engine.answers import (
     pick_params,
     unit_vectors,
 )
-from tiercel.engine.build import load_model
-from tiercel.engine.engine import Engine
-from tiercel.engine.interrupts import deferred
-from tiercel.engine.output import RequestOutput, StreamDelta
-from tiercel.engine.prompt_progress import report_prompts
-from tiercel.engine.request import Request, Status
-from tiercel.engine.score_inputs import ScoreOutput, Text
-from tiercel.engine.score_params import ScoreParams
-from tiercel.errors import InvalidRequestError
-from tiercel.models.source import ModelSource
-from tiercel.params import SamplingParams
+from tiercel.request.output import RequestOutput, StreamDelta
+from tiercel.request.request import Request, Status
+from tiercel.request.score_inputs import ScoreOutput, Text
+from tiercel.request.score_params import ScoreParams
 from tiercel.spec.counts import DraftCounts
 from tiercel.text.chat_template import ChatTemplate, encode_chat
 

@@ -2,9 +2,9 @@
 
 from typing import ClassVar
 
-from tiercel.engine.output import CompletionOutput, RequestMetrics, RequestOutput, StreamDelta
-from tiercel.engine.request import TokenLogprobs
 from tiercel.errors import ContextLengthError
+from tiercel.request.output import CompletionOutput, RequestMetrics, RequestOutput, StreamDelta
+from tiercel.request.request import TokenLogprobs
 
 
 class FakeLLM:

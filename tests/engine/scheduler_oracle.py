@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tiercel.engine.request import Request, Status
+from tiercel.request.request import Request, Status
 
 
 @dataclass(eq=False)

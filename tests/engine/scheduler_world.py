@@ -17,12 +17,12 @@ from tiercel.cache.allocator import NULL_BLOCK
 from tiercel.cache.manager import CacheManager, GroupBlocks
 from tiercel.config import SpecConfig
 from tiercel.engine.engine import Engine
-from tiercel.engine.request import Request, Status
 from tiercel.engine.scheduler import Scheduler
-from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.engine.step_budget import StepBudget
 from tiercel.engine_config import EngineConfig
 from tiercel.params import SamplingParams
+from tiercel.request.request import Request, Status
+from tiercel.request.score_task import ScoreRead, ScoreTask
 from tiercel.spec.policy import DraftPolicy
 
 STOP_IDS = frozenset({0})

@@ -29,10 +29,6 @@ from tiercel.engine.messages import (
     Ready,
     Refused,
 )
-from tiercel.engine.output import OutputText
-from tiercel.engine.request import Request, Status
-from tiercel.engine.score_inputs import ScoreInputs
-from tiercel.engine.score_params import ScoreParams
 from tiercel.engine.supervisor import EngineState
 from tiercel.errors import (
     InvalidRequestError,
@@ -40,6 +36,10 @@ from tiercel.errors import (
 )
 from tiercel.grammar.spec import GrammarSpec
 from tiercel.params import SamplingParams
+from tiercel.request.output import OutputText
+from tiercel.request.request import Request, Status
+from tiercel.request.score_inputs import ScoreInputs
+from tiercel.request.score_params import ScoreParams
 
 # One place to run and short chunks: a request can be caught in each of its states.
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_waiting": 3}

@@ -10,10 +10,10 @@ from tests.engine_process import make_client
 from tiercel.engine import client as client_module
 from tiercel.engine.client import MAX_UNSENT_BYTES
 from tiercel.engine.messages import Delta, Entered, Outputs, Ready
-from tiercel.engine.request import Request
 from tiercel.engine.supervisor import EngineState
 from tiercel.errors import EngineDeadError, QueueFullError
 from tiercel.params import SamplingParams
+from tiercel.request.request import Request
 
 
 def open_queue(max_waiting, max_num_seqs):

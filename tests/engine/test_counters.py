@@ -8,9 +8,9 @@ import pytest
 from tiercel.engine.counters import Counters
 from tiercel.engine.engine import RequestUpdate
 from tiercel.engine.loop import StepResult
-from tiercel.engine.request import Request
-from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.params import SamplingParams
+from tiercel.request.request import Request
+from tiercel.request.score_task import ScoreRead, ScoreTask
 from tiercel.spec.counts import DraftCounts
 
 

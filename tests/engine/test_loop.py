@@ -10,9 +10,9 @@ from tests.patience import PATIENCE_S, wait_for
 from tiercel.engine.engine import RequestUpdate
 from tiercel.engine.faults import Faults
 from tiercel.engine.loop import EngineLoop
-from tiercel.engine.request import Request, Status
 from tiercel.errors import InvalidRequestError, OutOfMemoryError
 from tiercel.params import SamplingParams
+from tiercel.request.request import Request, Status
 
 
 def make_request(name="a", max_tokens=3):

@@ -41,13 +41,13 @@ from tiercel.engine.messages import (
     split_prompt_logprobs,
 )
 from tiercel.engine.process import EngineLink, LinkHandler
-from tiercel.engine.request import Request, TokenLogprobs
-from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.engine.spawn import _Connection
 from tiercel.errors import EngineDeadError, InternalError, InvalidRequestError, TiercelError
 from tiercel.grammar.spec import GrammarSpec
 from tiercel.loader.stamps import FileStamp
 from tiercel.params import SamplingDefaults, SamplingParams, StructuredOutputs
+from tiercel.request.request import Request, TokenLogprobs
+from tiercel.request.score_task import ScoreRead, ScoreTask
 
 PARAMS = SamplingParams(
     n=3,

@@ -6,9 +6,9 @@ from tests.engine_process import Maker, open_client, read
 from tests.tiny_llm import LLAMA, greedy
 from tiercel.async_llm import AsyncLLM
 from tiercel.engine.prompt_progress import REPORT_SECONDS, ProgressReports, num_computed
-from tiercel.engine.request import Request, Status
 from tiercel.llm import LLM
 from tiercel.params import SamplingParams
+from tiercel.request.request import Request, Status
 
 PROMPT = [5] * 100
 SMALL = {

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from tiercel.engine.request import ABORTED, Request, Status, TokenLogprobs, TokenUpdate
 from tiercel.engine.streams import TokenStream, stop
 from tiercel.errors import EngineDeadError
 from tiercel.params import SamplingParams
+from tiercel.request.request import ABORTED, Request, Status, TokenLogprobs, TokenUpdate
 
 
 def make_stream():

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from tests.tiny_llm import LLAMA
-from tiercel.engine.inputs import InputProcessor
 from tiercel.errors import InvalidRequestError
 from tiercel.grammar.matchers import Matchers
 from tiercel.grammar.spec import GrammarSpec
 from tiercel.models.source import open_source
 from tiercel.params import SamplingParams, StructuredOutputs
+from tiercel.request.inputs import InputProcessor
 from tiercel.text.tokenizer import Tokenizer
 
 SOURCE = open_source(LLAMA)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.grammar_walk import CONTEXT, Walker, allowed, mask
 from tests.tiny_llm import DATA
-from tiercel.engine.inputs import InputProcessor
 from tiercel.errors import ArgumentError, InvalidRequestError
 from tiercel.grammar import matcher as grammar_matcher
 from tiercel.grammar.json_schema import check_schema
@@ -19,6 +18,7 @@ from tiercel.grammar.matcher import GrammarVocabulary, grammar_error
 from tiercel.grammar.spec import ThinkingForm, compile_spec
 from tiercel.models.source import open_source
 from tiercel.params import LIMITS, SamplingParams, StructuredOutputs
+from tiercel.request.inputs import InputProcessor
 
 PERSON = {
     "type": "object",

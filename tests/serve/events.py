@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 
 from tests.serve.fake_client import fake_tokenizer
-from tiercel.engine.request import TokenLogprobs, TokenUpdate
+from tiercel.request.request import TokenLogprobs, TokenUpdate
 
 
 def read_events(data):

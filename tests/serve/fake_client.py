@@ -22,12 +22,12 @@ from time import perf_counter
 import httpx
 
 from tiercel.engine.messages import EngineInfo, EngineStats
-from tiercel.engine.request import ABORTED, TokenLogprobs, TokenUpdate
 from tiercel.engine.streams import TokenStream, stop
 from tiercel.engine.supervisor import EngineState
 from tiercel.engine.tokenizer_parcel import pack_tokenizer, unpack_tokenizer
 from tiercel.errors import EngineDeadError, QueueFullError
 from tiercel.models.source import open_source
+from tiercel.request.request import ABORTED, TokenLogprobs, TokenUpdate
 from tiercel.serve.app import create_app
 from tiercel.serve.metrics import Metrics
 from tiercel.serve.state import ServerState, ServeSettings

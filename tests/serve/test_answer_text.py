@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.serve.fake_client import fake_info, fake_tokenizer
-from tiercel.engine.inputs import InputProcessor
-from tiercel.engine.output import OutputText
 from tiercel.params import SamplingParams
+from tiercel.request.inputs import InputProcessor
+from tiercel.request.output import OutputText
 from tiercel.serve.answer_text import AnswerText, Parsers
 from tiercel.serve.events import ContentDelta, ReasoningDelta
 from tiercel.serve.wire import joined, said

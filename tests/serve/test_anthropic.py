@@ -14,7 +14,7 @@ from tests.serve.fake_client import (
 )
 from tests.serve.test_openai_chat import ARGUMENTS, THINKING, prompt_of
 from tests.serve.test_openai_chat_tools import called
-from tiercel.engine.request import TokenUpdate
+from tiercel.request.request import TokenUpdate
 from tiercel.serve import respond
 
 PATH = "/v1/messages"

@@ -8,7 +8,7 @@ import pytest
 from tests.serve.events import read_events, says
 from tests.serve.fake_client import FakeClient, ask, fake_tokenizer
 from tests.serve.test_generation import answering
-from tiercel.engine.request import TokenLogprobs, TokenUpdate
+from tiercel.request.request import TokenLogprobs, TokenUpdate
 from tiercel.serve import openai_completions, respond
 
 PATH = "/v1/completions"

@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from tests.serve.fake_client import FakeClient, ask, fake_info, fake_tokenizer
 from tests.tiny_llm import open_tiny
-from tiercel.engine.score import make_trie
+from tiercel.request.score_task import make_trie
 from tiercel.serve.decision_input import answer_labels, input_messages, question_text
 from tiercel.serve.decision_types import (
     Choice,

@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from tests.serve.fake_client import FakeClient, ask, fake_info
-from tiercel.engine.request import TokenUpdate
+from tiercel.request.request import TokenUpdate
 
 PATH = "/v1/embeddings"
 ASK = {"model": "tiny", "input": "ab"}

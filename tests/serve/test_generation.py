@@ -12,9 +12,9 @@ from tests.patience import wait_for
 from tests.serve.events import read_chat, read_events, says, updates
 from tests.serve.fake_client import FakeClient, ask, fake_info, fake_state, fake_tokenizer
 from tests.serve.thread_server import is_healthy, thread_server
-from tiercel.engine.request import TokenUpdate
 from tiercel.errors import EngineDeadError, InternalError
 from tiercel.params import Limits, SamplingParams
+from tiercel.request.request import TokenUpdate
 from tiercel.serve import pieces as module
 from tiercel.serve import respond
 from tiercel.serve.generation import Generation, GenerationRequest

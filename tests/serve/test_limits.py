@@ -9,9 +9,9 @@ import pytest
 
 from tests.serve.fake_client import FakeClient, ask
 from tests.serve.test_body import Anything, post
-from tiercel.engine.request import TokenUpdate
 from tiercel.errors import InvalidRequestError
 from tiercel.params import LIMITS, Limits
+from tiercel.request.request import TokenUpdate
 from tiercel.serve.admission import check_counts
 from tiercel.serve.body import decode, scan
 from tiercel.serve.chat_messages import FunctionSpec, Message, check_tools, template_messages

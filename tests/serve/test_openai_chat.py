@@ -12,8 +12,8 @@ from tests.serve.fake_client import (
     fake_info,
     fake_tokenizer,
 )
-from tiercel.engine.request import TokenLogprobs, TokenUpdate
 from tiercel.params import Limits, SamplingDefaults, SamplingParams
+from tiercel.request.request import TokenLogprobs, TokenUpdate
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}

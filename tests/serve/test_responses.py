@@ -8,7 +8,7 @@ from tests.serve.events import made_up, read_events, says, updates
 from tests.serve.fake_client import CHAT_TEMPLATE, FakeClient, ask, fake_info, fake_tokenizer
 from tests.serve.test_openai_chat import ARGUMENTS, THINKING, prompt_of
 from tests.serve.test_openai_chat_tools import called
-from tiercel.engine.request import TokenUpdate
+from tiercel.request.request import TokenUpdate
 
 PATH = "/v1/responses"
 ASK = {"model": "tiny", "input": "hi"}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.serve.fake_client import SCORED, FakeClient, ask, fake_app, fake_info, running
 from tests.tiny_llm import open_tiny
-from tiercel.engine.score import skipped_tiles
+from tiercel.request.score_task import skipped_tiles
 from tiercel.serve import relevance
 
 PATH = "/v1/score"

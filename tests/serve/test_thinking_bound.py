@@ -6,9 +6,9 @@ import pytest
 
 from tests.serve.fake_client import fake_info, fake_tokenizer
 from tests.serve.test_answer_text import Marked
-from tiercel.engine.inputs import InputProcessor
-from tiercel.engine.request import TokenUpdate
 from tiercel.params import SamplingParams
+from tiercel.request.inputs import InputProcessor
+from tiercel.request.request import TokenUpdate
 from tiercel.serve.answer import Answer, ThinkingBound
 from tiercel.serve.answer_text import AnswerText, Parsers
 from tiercel.serve.wire import said

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from tests.serve.fake_client import fake_tokenizer
-from tiercel.engine.request import TokenLogprobs
 from tiercel.errors import InternalError, QueueFullError, TiercelError
+from tiercel.request.request import TokenLogprobs
 from tiercel.serve.anthropic_writer import stop_reason, usage_of
 from tiercel.serve.errors import (
     anthropic_error_response,

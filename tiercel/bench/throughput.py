@@ -19,8 +19,8 @@ from tiercel.bench.statistics import Bounds, summarise
 from tiercel.params import SamplingParams
 
 if TYPE_CHECKING:
-    from tiercel.engine.output import RequestOutput
     from tiercel.llm import LLM
+    from tiercel.request.output import RequestOutput
 
 WARM_UP_TOKENS = 8  # of each answer of the warm-up
 

@@ -16,9 +16,9 @@ from tiercel.cli.options import CommonOptions, EngineOptions, ModelName, Samplin
 from tiercel.cli.terminal import PromptLine, UsageError, check_utf8, note, write
 
 if TYPE_CHECKING:
-    from tiercel.engine.output import CompletionOutput, RequestOutput, StreamDelta
     from tiercel.llm import LLM
     from tiercel.params import SamplingParams, StructuredOutputs
+    from tiercel.request.output import CompletionOutput, RequestOutput, StreamDelta
 
 DEFAULT_MAX_TOKENS = 256
 MAX_PROMPT_BYTES = 256 << 20

@@ -14,9 +14,9 @@ from tiercel.errors import ArgumentError, InternalError, InvalidRequestError
 from tiercel.machine import check_platform
 
 if TYPE_CHECKING:
-    from tiercel.engine.output import CompletionOutput, StreamDelta
     from tiercel.llm import LLM
     from tiercel.params import SamplingDefaults, SamplingParams, StructuredOutputs
+    from tiercel.request.output import CompletionOutput, StreamDelta
 
 DEFAULT_TEMPERATURE: Final = 0.7  # where neither an option nor the model's file has one
 DEFAULT_TOP_P: Final = 0.95

@@ -19,8 +19,8 @@ from tiercel.cli.terminal import ProgressReporter, UsageError, note, one_line, w
 from tiercel.errors import TiercelError
 
 if TYPE_CHECKING:
-    from tiercel.engine.score_inputs import ScoreOutput
     from tiercel.llm import LLM
+    from tiercel.request.score_inputs import ScoreOutput
 
 MAX_FILE_BYTES: Final = 256 << 20
 MAX_LINE_BYTES: Final = 32 << 20

@@ -23,9 +23,7 @@ from tiercel.engine.config import (
 )
 from tiercel.engine.engine import Engine, build_engine
 from tiercel.engine.faults import Faults
-from tiercel.engine.inputs import InputProcessor
 from tiercel.engine.memory import MemoryBudget
-from tiercel.engine.score_inputs import ScoreInputs
 from tiercel.engine.warm_up import warm_up
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import ArgumentError
@@ -33,6 +31,8 @@ from tiercel.grammar.matchers import Matchers
 from tiercel.machine import check_platform, usable_cpus
 from tiercel.models.footprint import cache_bytes, weight_footprint
 from tiercel.models.source import ModelSource, find_source
+from tiercel.request.inputs import InputProcessor
+from tiercel.request.score_inputs import ScoreInputs
 from tiercel.text.tokenizer import Tokenizer
 
 MAX_SEQS = {"cpu": 16, "cuda": 256}

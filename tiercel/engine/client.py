@@ -43,12 +43,12 @@ from tiercel.engine.messages import (
     Stop,
     encode,
 )
-from tiercel.engine.request import ABORTED, Request, TokenUpdate
 from tiercel.engine.streams import TokenStream
 from tiercel.engine.supervisor import EngineState, Supervisor, SupervisorSettings
 from tiercel.engine.suspects import Suspects
 from tiercel.errors import EngineDeadError, EngineDiedTwiceError, QueueFullError
 from tiercel.params import LIMITS
+from tiercel.request.request import ABORTED, Request, TokenUpdate
 
 _LOG = logging.getLogger(__name__)
 

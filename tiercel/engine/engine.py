@@ -26,7 +26,6 @@ from tiercel.engine.config import dtype_name, dtypes_from
 from tiercel.engine.interrupts import allowed
 from tiercel.engine.memory import MemoryBudget, cache_blocks
 from tiercel.engine.plan import SchedulerOutput
-from tiercel.engine.request import Request, Status
 from tiercel.engine.rows import Rows
 from tiercel.engine.runner import Launch, ModelRunner
 from tiercel.engine.sampled import Sampled
@@ -40,6 +39,7 @@ from tiercel.models.decoder import Decoder
 from tiercel.models.footprint import weight_footprint
 from tiercel.models.source import ModelSource
 from tiercel.models.weights import WeightReader
+from tiercel.request.request import Request, Status
 from tiercel.spec.counts import DraftCounts
 from tiercel.spec.hybrid import HybridProposer
 from tiercel.spec.mtp import MtpProposer

@@ -18,8 +18,8 @@ from typing import Protocol
 from tiercel.engine.engine import RequestUpdate
 from tiercel.engine.faults import Faults
 from tiercel.engine.prompt_progress import ProgressReports
-from tiercel.engine.request import Request, Status, TokenUpdate
 from tiercel.errors import OutOfMemoryError, TiercelError
+from tiercel.request.request import Request, Status, TokenUpdate
 
 
 class SteppingEngine(Protocol):

@@ -21,12 +21,12 @@ import msgspec
 
 from tiercel import errors
 from tiercel.config import LoadOptions
-from tiercel.engine.request import Request, TokenLogprobs
-from tiercel.engine.score import ScoreTask
 from tiercel.errors import EngineDeadError, TiercelError
 from tiercel.grammar.spec import GrammarSpec
 from tiercel.loader.stamps import FileStamp
 from tiercel.params import SamplingDefaults, SamplingParams
+from tiercel.request.request import Request, TokenLogprobs
+from tiercel.request.score_task import ScoreTask
 
 LENGTH_BYTES = 4
 MAX_TO_ENGINE_BYTES = 64 * 2**20  # a prompt of a million ids takes 5 MB

@@ -30,12 +30,12 @@ from tiercel.engine.messages import (
     encode,
     plain_text,
 )
-from tiercel.engine.request import Request
-from tiercel.engine.score_params import ScoreParams
 from tiercel.engine.session import EngineSession, Send
 from tiercel.engine.tokenizer_parcel import pack_tokenizer
 from tiercel.models.source import ModelSource
 from tiercel.params import SamplingParams
+from tiercel.request.request import Request
+from tiercel.request.score_params import ScoreParams
 
 # On a GPU, whose steps are short, what the interpreter adapts to counts too.
 ROUNDS: Final = {"cpu": 1, "cuda": 4}

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiercel.engine.request import Request
 from tiercel.engine.rows import Rows, to_device
+from tiercel.request.request import Request
 
 # Of a repeated token's logit at most: finite, also divided by the least temperature. The difference
 # of two infinities would be no number.

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercel.cache.manager import BlockWrite
-from tiercel.engine.request import Request
 from tiercel.engine.step_budget import Chunk
+from tiercel.request.request import Request
 
 
 @dataclass(frozen=True, slots=True)

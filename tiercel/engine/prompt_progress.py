@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from tiercel.engine.request import Request, Status
+from tiercel.request.request import Request, Status
 
 REPORT_SECONDS: Final = 0.25  # between two reports of one request
 

@@ -20,9 +20,9 @@ from tiercel.engine.faults import Faults
 from tiercel.engine.loop import EngineLoop, SteppingEngine, StepResult, is_first, token_update
 from tiercel.engine.messages import NewRequest
 from tiercel.engine.prompt_progress import num_computed
-from tiercel.engine.request import Request
 from tiercel.engine.streams import TokenStream
 from tiercel.errors import EngineDeadError, InvalidRequestError, TiercelError
+from tiercel.request.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tiercel.engine.request import Request
 from tiercel.ops.sample_tokens import SampleRows
 from tiercel.ops.verify_accept import DraftRows
+from tiercel.request.request import Request
 from tiercel.spec.policy import FIRST_CHANCE
 from tiercel.spec.texts import DraftTexts
 

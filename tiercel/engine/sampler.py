@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from tiercel.engine.penalties import Penalties
-from tiercel.engine.request import Request
 from tiercel.engine.rows import Rows, to_device
 from tiercel.engine.sampled import DeviceSample, top_logprobs
 from tiercel.ops.sample_tokens import SampleRows, draw_torch, sample_tokens
 from tiercel.ops.verify_accept import Verified, verify_accept
 from tiercel.params import SamplingParams
+from tiercel.request.request import Request
 from tiercel.seeds import mix_key
 
 NEG_INF = float("-inf")

@@ -39,9 +39,9 @@ from tiercel.engine.messages import (
 )
 from tiercel.engine.prompt_progress import num_computed
 from tiercel.engine.pulse import Pulse
-from tiercel.engine.request import Request
 from tiercel.errors import TiercelError
 from tiercel.ipc.matcher_queue import MatcherQueue
+from tiercel.request.request import Request
 
 STATS_SECONDS: Final = 0.1
 

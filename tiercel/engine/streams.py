@@ -11,8 +11,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from tiercel.engine.request import Request, Status, TokenLogprobs, TokenUpdate
 from tiercel.errors import TiercelError
+from tiercel.request.request import Request, Status, TokenLogprobs, TokenUpdate
 
 
 class TokenStream:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from tiercel.engine.request import Request
+from tiercel.request.request import Request
 
 
 def content_digest(request: Request) -> bytes:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Final
 
 from tiercel.engine.engine import Engine
-from tiercel.engine.request import Request
-from tiercel.engine.score import ScoreRead, ScoreTask
 from tiercel.params import SamplingParams
+from tiercel.request.request import Request
+from tiercel.request.score_task import ScoreRead, ScoreTask
 
 NUM_ITEMS: Final = 20  # to score
 SCORED_BEHIND: Final = 2048  # tokens: few items behind so many take kernels of their own

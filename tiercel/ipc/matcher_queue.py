@@ -11,9 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from tiercel.engine.fair_queue import FairQueue
-from tiercel.engine.request import Request
 from tiercel.errors import TiercelError
 from tiercel.grammar.matchers import Matchers
+from tiercel.request.request import Request
 
 
 class MatcherQueue:

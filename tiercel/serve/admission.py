@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from tiercel.engine.request import TokenUpdate
 from tiercel.errors import InternalError, InvalidRequestError, TiercelError
 from tiercel.params import Limits
+from tiercel.request.request import TokenUpdate
 from tiercel.serve.errors import overloaded, refusal
 from tiercel.serve.state import ServedModel
 

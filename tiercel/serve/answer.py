@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tiercel.engine.inputs import InputProcessor
-from tiercel.engine.request import Request, TokenUpdate
 from tiercel.grammar.spec import GrammarSpec
+from tiercel.request.inputs import InputProcessor
+from tiercel.request.request import Request, TokenUpdate
 from tiercel.serve.answer_text import AnswerText
 from tiercel.serve.events import ToolCallArguments, ToolCallStart
 from tiercel.serve.pieces import Piece

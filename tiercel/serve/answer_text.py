@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercel.engine.request import Request
+from tiercel.request.request import Request
 from tiercel.serve.events import ContentDelta, Event, Parser, ReasoningParser
 from tiercel.text.detokenize import Detokenizer
 from tiercel.text.stop_strings import StopStrings

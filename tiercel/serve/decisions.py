@@ -22,11 +22,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from tiercel.engine.request import Request
-from tiercel.engine.score import make_trie
-from tiercel.engine.score_run import ScoreRun, make_run
 from tiercel.errors import ArgumentError, ContextLengthError
 from tiercel.params import LIMITS
+from tiercel.request.request import Request
+from tiercel.request.score_run import ScoreRun, make_run
+from tiercel.request.score_task import make_trie
 from tiercel.serve.decision_input import answer_labels, input_messages, question_text
 from tiercel.serve.decision_types import (
     MAX_QUESTIONS,

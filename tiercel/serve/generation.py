@@ -24,12 +24,12 @@ from functools import partial
 from time import perf_counter
 from typing import Final
 
-from tiercel.engine.request import Request
-from tiercel.engine.shared_start import SharedStart, find_shared_starts
 from tiercel.engine.streams import TokenStream
 from tiercel.errors import InternalError, InvalidRequestError, TiercelError
 from tiercel.grammar.spec import GrammarSpec
 from tiercel.params import SamplingParams
+from tiercel.request.request import Request
+from tiercel.request.shared_start import SharedStart, find_shared_starts
 from tiercel.serve.admission import check_capacity, check_counts, check_queue, ended_early
 from tiercel.serve.answer import Answer, ThinkingBound
 from tiercel.serve.answer_text import AnswerText, Parsers

@@ -14,7 +14,6 @@ from typing import Final
 import msgspec
 
 from tiercel import env
-from tiercel.engine.inputs import InputProcessor
 from tiercel.engine.messages import EngineInfo
 from tiercel.engine.supervisor import EngineState
 from tiercel.engine.tokenizer_parcel import unpack_tokenizer
@@ -22,6 +21,7 @@ from tiercel.errors import TiercelError
 from tiercel.grammar.matcher import read_token_table
 from tiercel.loader.hub import CATALOGUE
 from tiercel.params import SamplingDefaults
+from tiercel.request.inputs import InputProcessor
 from tiercel.serve.clock import created_now
 from tiercel.serve.grammar_check import GrammarChecker
 from tiercel.serve.rehearsal import MakeApp, rehearse

@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from tiercel.engine.request import TokenLogprobs
 from tiercel.errors import InvalidRequestError, TiercelError
 from tiercel.params import LIMITS
+from tiercel.request.request import TokenLogprobs
 from tiercel.serve import sse
 from tiercel.serve.admission import check_counts
 from tiercel.serve.answer_form import AnswerForm, compile_grammar

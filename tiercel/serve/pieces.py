@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from tiercel.engine.request import TokenLogprobs
+from tiercel.request.request import TokenLogprobs
 from tiercel.serve.events import Event
 
 MAX_WAITING_PIECES: Final = 1024

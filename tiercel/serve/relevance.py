@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tiercel.engine.score_inputs import ScoreJob
-from tiercel.engine.score_params import ScoreParams
 from tiercel.errors import ArgumentError, InvalidRequestError
 from tiercel.params import LIMITS
+from tiercel.request.score_inputs import ScoreJob
+from tiercel.request.score_params import ScoreParams
 from tiercel.serve.errors import refusal
 from tiercel.serve.prompts import Conversation, render_messages
 from tiercel.serve.scoring import MAX_LOOP_CHARS, make_job

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tiercel.engine.request import TokenLogprobs
 from tiercel.errors import TiercelError
 from tiercel.params import SamplingDefaults
+from tiercel.request.request import TokenLogprobs
 from tiercel.serve import sse
 from tiercel.serve.clock import created_now
 from tiercel.serve.custom_tools import InputReader

@@ -17,10 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from tiercel.engine.request import Request as EngineRequest
-from tiercel.engine.score_inputs import PACKED, ScoreJob, ScoreOutput, ScoreUsage
-from tiercel.engine.score_params import ScoreParams
 from tiercel.errors import InvalidRequestError
+from tiercel.request.request import Request as EngineRequest
+from tiercel.request.score_inputs import PACKED, ScoreJob, ScoreOutput, ScoreUsage
+from tiercel.request.score_params import ScoreParams
 from tiercel.serve.body import TokenId
 from tiercel.serve.info_routes import json_response
 from tiercel.serve.logs import request_log

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Final, Protocol, TypeVar
 
-from tiercel.engine.request import Request
-from tiercel.engine.score import skipped_tiles
-from tiercel.engine.score_inputs import ScoreInputs, ScoreJob, Text
-from tiercel.engine.score_params import ScoreParams
 from tiercel.engine.streams import TokenStream
 from tiercel.errors import ArgumentError, InvalidRequestError
+from tiercel.request.request import Request
+from tiercel.request.score_inputs import ScoreInputs, ScoreJob, Text
+from tiercel.request.score_params import ScoreParams
+from tiercel.request.score_task import skipped_tiles
 from tiercel.serve.admission import ended_early
 from tiercel.serve.errors import overloaded
 from tiercel.serve.logs import RequestLog

@@ -1,9 +1,9 @@
-"""Answers that one request of the engine computes together; see `engine/shared_start.py`."""
+"""Answers that one request of the engine computes together; see `request/shared_start.py`."""
 
 from __future__ import annotations
 
-from tiercel.engine.shared_start import SharedStart
 from tiercel.engine.streams import TokenStream
+from tiercel.request.shared_start import SharedStart
 from tiercel.serve.admission import ended_early
 
 

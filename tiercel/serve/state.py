@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from tiercel.engine.inputs import InputProcessor
 from tiercel.engine.supervisor import EngineState
 from tiercel.errors import EngineDeadError, ModelNotFoundError
 from tiercel.params import LIMITS, Limits, SamplingDefaults
+from tiercel.request.inputs import InputProcessor
 from tiercel.serve.errors import escaped, overloaded
 from tiercel.text.chat_template import ChatTemplate
 from tiercel.text.template_client import TemplateWorkers

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Final
 
-from tiercel.engine.request import TokenLogprobs
+from tiercel.request.request import TokenLogprobs
 from tiercel.serve.openai_types import LogprobEntry, PromptLogprobs, RankedLogprob, TokenLogprob
 from tiercel.text.tokenizer import Tokenizer
 

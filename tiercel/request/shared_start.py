@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiercel.engine.inputs import InputProcessor
-from tiercel.engine.prompt_families import find_families
-from tiercel.engine.request import Request, TokenUpdate
-from tiercel.engine.score import ScoreTask
+from tiercel.request.inputs import InputProcessor
+from tiercel.request.prompt_families import find_families
+from tiercel.request.request import Request, TokenUpdate
+from tiercel.request.score_task import ScoreTask
 from tiercel.seeds import mix_key
 
 

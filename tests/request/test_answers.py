@@ -6,11 +6,11 @@ import random
 import numpy as np
 import pytest
 
-from tiercel.engine.answers import Answer, collect, unit_vectors
-from tiercel.engine.output import OutputText
-from tiercel.engine.request import Request, TokenLogprobs
 from tiercel.errors import InternalError
 from tiercel.params import SamplingParams
+from tiercel.request.answers import Answer, collect, unit_vectors
+from tiercel.request.output import OutputText
+from tiercel.request.request import Request, TokenLogprobs
 
 
 class Bytes:

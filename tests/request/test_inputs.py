@@ -5,11 +5,11 @@ import itertools
 import pytest
 
 from tests.tiny_llm import LLAMA
-from tiercel.engine.inputs import InputProcessor
 from tiercel.errors import ContextLengthError, InvalidRequestError
 from tiercel.grammar.spec import GrammarSpec
 from tiercel.models.source import open_source
 from tiercel.params import LIMITS, SamplingParams
+from tiercel.request.inputs import InputProcessor
 from tiercel.seeds import mix_key
 
 CONTEXT, VOCAB = 12, 272

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercel.engine.request import Request, TokenLogprobs
 from tiercel.params import SamplingParams
+from tiercel.request.request import Request, TokenLogprobs
 from tiercel.text.detokenize import Detokenizer
 from tiercel.text.stop_strings import StopStrings
 from tiercel.text.tokenizer import Tokenizer

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from tiercel.engine.request import Request
-from tiercel.engine.score import ScoreTask
 from tiercel.errors import (
     ArgumentError,
     ContextLengthError,
@@ -17,6 +15,8 @@ from tiercel.errors import (
 )
 from tiercel.grammar.spec import GrammarSpec, compile_spec
 from tiercel.params import LIMITS, SamplingParams, StructuredOutputs, shown
+from tiercel.request.request import Request
+from tiercel.request.score_task import ScoreTask
 from tiercel.seeds import mix_key
 from tiercel.text.tokenizer import Tokenizer
 

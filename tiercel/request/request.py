@@ -7,9 +7,9 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from tiercel.cache.prefix import ROOT
-from tiercel.engine.score import ScoreTask
 from tiercel.grammar.spec import GrammarSpec
 from tiercel.params import SamplingParams
+from tiercel.request.score_task import ScoreTask
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercel.engine.output import OutputText
-from tiercel.engine.request import Request, TokenLogprobs
 from tiercel.params import SamplingParams
+from tiercel.request.output import OutputText
+from tiercel.request.request import Request, TokenLogprobs
 
 EOS, NAMED = 256, 257
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tiercel.engine.inputs import InputProcessor
-from tiercel.engine.output import (
+from tiercel.errors import ArgumentError, InternalError
+from tiercel.params import SamplingParams, shown
+from tiercel.request.inputs import InputProcessor
+from tiercel.request.output import (
     CompletionOutput,
     OutputText,
     RequestMetrics,
     RequestOutput,
     StreamDelta,
 )
-from tiercel.engine.request import Request
-from tiercel.errors import ArgumentError, InternalError
-from tiercel.params import SamplingParams, shown
+from tiercel.request.request import Request
 from tiercel.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Sequence[int]]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tiercel.engine.inputs import InputProcessor
-from tiercel.engine.request import Request
-from tiercel.engine.score import LabelTrie, Node, ScoreRead, ScoreTask
 from tiercel.errors import InternalError
+from tiercel.request.inputs import InputProcessor
+from tiercel.request.request import Request
+from tiercel.request.score_task import LabelTrie, Node, ScoreRead, ScoreTask
 
 
 @dataclass(frozen=True, slots=True)

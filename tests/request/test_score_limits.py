@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from tests.tiny_llm import LLAMA
-from tiercel.engine.inputs import InputProcessor
-from tiercel.engine.score_inputs import ScoreInputs
-from tiercel.engine.score_params import ScoreParams
 from tiercel.errors import ArgumentError, ContextLengthError
 from tiercel.models.source import open_source
 from tiercel.params import LIMITS
+from tiercel.request.inputs import InputProcessor
+from tiercel.request.score_inputs import ScoreInputs
+from tiercel.request.score_params import ScoreParams
 
 CONTEXT = 60
 IDS = (5, 9, 200)

@@ -10,13 +10,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiercel.engine.inputs import InputProcessor
-from tiercel.engine.request import Request
-from tiercel.engine.score import make_trie
-from tiercel.engine.score_params import ScoreParams
-from tiercel.engine.score_run import ScoreRun, make_run
 from tiercel.errors import ArgumentError, ContextLengthError
 from tiercel.params import LIMITS, Limits, shown
+from tiercel.request.inputs import InputProcessor
+from tiercel.request.request import Request
+from tiercel.request.score_params import ScoreParams
+from tiercel.request.score_run import ScoreRun, make_run
+from tiercel.request.score_task import make_trie
 from tiercel.text.tokenizer import Tokenizer
 
 Text = str | Sequence[int]
