@@ -7,7 +7,7 @@ For each bound of a step's tokens a server is started. One stream runs; after a 
 sent and until its first token arrived, the prompt's time to its first token, and how often the
 engine was started again. Needed: the largest gap beside the prompt is at most 4 times the median
 there, and no restart. To compare with steps that time does not bound, check out a revision without
-`engine/step_budget.py`.
+`scheduler/step_budget.py`.
 """
 
 from __future__ import annotations

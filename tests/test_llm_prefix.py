@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.tiny_llm import DATA, assert_idle, greedy, open_tiny
-from tiercel.engine.scheduler import LEAST_COMPUTED
+from tiercel.scheduler.scheduler import LEAST_COMPUTED
 
 SHARED = [(7 * i) % 250 for i in range(220)]
 PROMPTS = [{"prompt_token_ids": [*SHARED, *tail]} for tail in ([1, 2, 3], [4], [1, 2, 9, 9])]

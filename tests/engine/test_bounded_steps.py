@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.fake_device import FakeRunner
-from tests.engine.scheduler_world import READS, STOP_IDS, decode_alone
+from tests.scheduler.scheduler_world import READS, STOP_IDS, decode_alone
 from tiercel.cache.manager import CacheManager, GroupBlocks
 from tiercel.engine.engine import Engine
-from tiercel.engine.scheduler import Scheduler
-from tiercel.engine.step_budget import ALONE_S, BESIDE_ANSWERS_S, Chunk, StepBudget
 from tiercel.engine_config import EngineConfig
 from tiercel.params import SamplingParams
 from tiercel.request.request import Request, Status
 from tiercel.request.score_task import ScoreTask
+from tiercel.scheduler.scheduler import Scheduler
+from tiercel.scheduler.step_budget import ALONE_S, BESIDE_ANSWERS_S, Chunk, StepBudget
 
 MOST = 2048  # tokens of a step
 SLOW = {"fixed_s": 0.02, "token_s": 2e-3, "pair_s": 1e-7}

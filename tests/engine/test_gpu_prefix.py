@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.tiny_llm import DATA, NAMES, greedy, open_on_gpu
-from tiercel.engine.scheduler import LEAST_COMPUTED
+from tiercel.scheduler.scheduler import LEAST_COMPUTED
 
 pytestmark = pytest.mark.gpu
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.ops.test_multi_item_packed import CASES
 from tiercel.engine.packed_items import pack_items
-from tiercel.engine.plan import ScheduledRow
 from tiercel.engine.score_reads import ScorePiece
 from tiercel.ops.linear import LinearWeight, linear, pick_rows
 from tiercel.ops.prepare_step import StepInputs
 from tiercel.params import SamplingParams
 from tiercel.request.request import Request
 from tiercel.request.score_task import ScoreRead, ScoreTask, make_trie, skipped_tiles
+from tiercel.scheduler.plan import ScheduledRow
 
 
 def scoring(prompt, items):

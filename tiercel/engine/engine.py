@@ -25,13 +25,10 @@ from tiercel.engine.capture import GraphRecorder
 from tiercel.engine.config import dtype_name, dtypes_from
 from tiercel.engine.interrupts import allowed
 from tiercel.engine.memory import MemoryBudget, cache_blocks
-from tiercel.engine.plan import SchedulerOutput
 from tiercel.engine.rows import Rows
 from tiercel.engine.runner import Launch, ModelRunner
 from tiercel.engine.sampled import Sampled
 from tiercel.engine.sampler import Sampler
-from tiercel.engine.scheduler import Scheduler
-from tiercel.engine.step_budget import StepBudget
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import InvalidRequestError, OutOfMemoryError
 from tiercel.models import registry
@@ -40,6 +37,9 @@ from tiercel.models.footprint import weight_footprint
 from tiercel.models.source import ModelSource
 from tiercel.models.weights import WeightReader
 from tiercel.request.request import Request, Status
+from tiercel.scheduler.plan import SchedulerOutput
+from tiercel.scheduler.scheduler import Scheduler
+from tiercel.scheduler.step_budget import StepBudget
 from tiercel.spec.counts import DraftCounts
 from tiercel.spec.hybrid import HybridProposer
 from tiercel.spec.mtp import MtpProposer

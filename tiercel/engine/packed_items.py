@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from tiercel.batch import PackedItems
-from tiercel.engine.plan import ScheduledRow
 from tiercel.engine.rows import to_device
 from tiercel.ops.prepare_step import StepInputs
+from tiercel.scheduler.plan import ScheduledRow
 
 
 @dataclass(frozen=True, slots=True)

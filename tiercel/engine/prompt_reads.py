@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tiercel.engine.copies import HostCopies
-from tiercel.engine.plan import ScheduledRow
 from tiercel.engine.rows import to_device
 from tiercel.engine.sampled import TopLogprobs, top_logprobs
 from tiercel.models.decoder import Decoder
 from tiercel.request.request import Request
+from tiercel.scheduler.plan import ScheduledRow
 
 # Rows of logits computed at once where prompt places are read: 50 MB each at 49,152 tokens of
 # vocabulary.

@@ -27,7 +27,6 @@ from tiercel.engine.graphs import (
     VerifiedStep,
 )
 from tiercel.engine.packed_items import PackedStep, pack_items
-from tiercel.engine.plan import ScheduledRow, SchedulerOutput
 from tiercel.engine.prompt_graphs import PromptSteps
 from tiercel.engine.prompt_reads import PromptPiece, read_prompt
 from tiercel.engine.rows import Rows, lists_to_device, to_device
@@ -43,6 +42,7 @@ from tiercel.engine_config import EngineConfig
 from tiercel.models.decoder import Decoder
 from tiercel.ops.prepare_step import prepare_step
 from tiercel.request.request import Request
+from tiercel.scheduler.plan import ScheduledRow, SchedulerOutput
 from tiercel.spec.texts import Proposer, StepStates
 
 Piece = PromptPiece | ScorePiece | ItemTokensPiece

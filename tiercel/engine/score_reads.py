@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tiercel.engine.copies import HostCopies
-from tiercel.engine.plan import ScheduledRow
 from tiercel.engine.prompt_reads import LOGITS_SLICE
 from tiercel.engine.rows import to_device
 from tiercel.engine.sampled import TopLogprobs, top_logprobs
@@ -22,6 +21,7 @@ from tiercel.engine.sampler import Sampler
 from tiercel.models.decoder import Decoder
 from tiercel.request.request import Request
 from tiercel.request.score_task import ScoreRead
+from tiercel.scheduler.plan import ScheduledRow
 
 VALUE_BYTES = 4
 # Rows of logits sampled together: their noise takes twice their memory, in 64 bits.

@@ -12,17 +12,17 @@ import torch
 from hypothesis import strategies as st
 
 from tests.engine.fake_device import VOCAB_SIZE, FakeRunner, next_token
-from tests.engine.scheduler_oracle import Oracle
+from tests.scheduler.scheduler_oracle import Oracle
 from tiercel.cache.allocator import NULL_BLOCK
 from tiercel.cache.manager import CacheManager, GroupBlocks
 from tiercel.config import SpecConfig
 from tiercel.engine.engine import Engine
-from tiercel.engine.scheduler import Scheduler
-from tiercel.engine.step_budget import StepBudget
 from tiercel.engine_config import EngineConfig
 from tiercel.params import SamplingParams
 from tiercel.request.request import Request, Status
 from tiercel.request.score_task import ScoreRead, ScoreTask
+from tiercel.scheduler.scheduler import Scheduler
+from tiercel.scheduler.step_budget import StepBudget
 from tiercel.spec.policy import DraftPolicy
 
 STOP_IDS = frozenset({0})

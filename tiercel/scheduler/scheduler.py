@@ -39,9 +39,9 @@ from dataclasses import replace
 from tiercel.cache.manager import BlockWrite, CacheManager
 from tiercel.cache.prefix import ROOT, PrefixMatch
 from tiercel.config import MAX_DECODE_QUERIES
-from tiercel.engine.plan import ScheduledRow, SchedulerOutput
-from tiercel.engine.step_budget import Chunk, StepBudget, StepRoom
 from tiercel.request.request import Request, Status
+from tiercel.scheduler.plan import ScheduledRow, SchedulerOutput
+from tiercel.scheduler.step_budget import Chunk, StepBudget, StepRoom
 from tiercel.spec.policy import DraftPolicy
 
 # Tokens that a hit leaves to compute, for it must give the bits of a prompt computed whole.

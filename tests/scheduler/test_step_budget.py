@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercel.engine import step_budget
-from tiercel.engine.step_budget import (
+from tiercel.scheduler import step_budget
+from tiercel.scheduler.step_budget import (
     ALONE_S,
     BESIDE_ANSWERS_S,
     CHUNK_TOKENS,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercel.cache.manager import BlockWrite
-from tiercel.engine.step_budget import Chunk
 from tiercel.request.request import Request
+from tiercel.scheduler.step_budget import Chunk
 
 
 @dataclass(frozen=True, slots=True)

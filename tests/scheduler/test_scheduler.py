@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.scheduler_world import (
+from tests.scheduler.scheduler_world import (
     STOP_IDS,
     Plan,
     World,
@@ -21,11 +21,11 @@ from tests.engine.scheduler_world import (
 )
 from tiercel.cache.allocator import NULL_BLOCK
 from tiercel.cache.manager import CacheManager, GroupBlocks
-from tiercel.engine.scheduler import Scheduler
-from tiercel.engine.step_budget import StepBudget
 from tiercel.errors import OutOfMemoryError
 from tiercel.params import SamplingParams
 from tiercel.request.request import Request, Status
+from tiercel.scheduler.scheduler import Scheduler
+from tiercel.scheduler.step_budget import StepBudget
 
 # To shrink a world takes minutes: `test_many_more_runs` does that.
 quick = settings(
