@@ -24,7 +24,7 @@ import torch
 from benchmarks.common import environment
 from benchmarks.figures import save
 from tiercel import LLM, SamplingParams
-from tiercel.engine.capture import GraphRecorder
+from tiercel.runner.graph_capture import GraphRecorder
 
 DEPTHS = (0, 1024, 8192, 32768)
 STEPS, REPETITIONS = 128, 5

@@ -34,10 +34,10 @@ from benchmarks.figures import save
 from benchmarks.spec_texts import KINDS, make_jobs, prompt_texts
 from tiercel import LLM, SamplingParams
 from tiercel.engine import engine as engine_module
-from tiercel.engine.runner import Launch
-from tiercel.engine.sampler import Sampler
 from tiercel.ops.verify_accept import Verified
 from tiercel.request.request import Request, Status
+from tiercel.runner.runner import Launch
+from tiercel.runner.sampler import Sampler
 from tiercel.scheduler.plan import SchedulerOutput
 
 BATCHES = (1, 8, 16, 64)

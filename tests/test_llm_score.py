@@ -9,11 +9,11 @@ import torch
 
 from tests.tiny_llm import BOS, DATA, LLAMA, NAMES, assert_idle, greedy, ids_of, open_tiny
 from tiercel.async_llm import AsyncLLM
-from tiercel.engine import runner as runner_module
-from tiercel.engine.packed_items import pack_items
 from tiercel.errors import ArgumentError, InternalError
 from tiercel.llm import LLM
 from tiercel.params import StructuredOutputs
+from tiercel.runner import runner as runner_module
+from tiercel.runner.packed_items import pack_items
 
 TOLERANCE = 1e-4  # nats: float32 sums in another order
 QUERY = [(7 * i) % 250 for i in range(150)]

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import torch
 
 from tiercel.cache.allocator import NULL_BLOCK
-from tiercel.engine.sampled import Sampled
-from tiercel.engine.score_reads import ScorePiece
 from tiercel.request.request import Request, Status, TokenLogprobs
+from tiercel.runner.sampler_output import Sampled
+from tiercel.runner.score_readback import ScorePiece
 
 VOCAB_SIZE = 13
 POISON = -1  # what a step with unsound logits leaves in the cache

@@ -9,8 +9,8 @@ from tests.gguf_files import tiny_model
 from tests.mtp_model import mtp_model
 from tests.test_llm_spec import counted
 from tests.tiny_llm import open_on_gpu
-from tiercel.engine.graphs import LARGEST_VERIFY_BUCKET, buckets
 from tiercel.params import SamplingParams
+from tiercel.runner.decode_graphs import LARGEST_VERIFY_BUCKET, buckets
 
 PROMPTS = [
     {"prompt_token_ids": [(7 * i + j) % (9 + 3 * i) + 5 for j in range(12 + 9 * i)]}

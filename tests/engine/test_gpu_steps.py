@@ -10,8 +10,8 @@ import torch
 
 from tests.gguf_files import tiny_model
 from tests.tiny_llm import open_on_gpu
-from tiercel.engine.graphs import buckets
 from tiercel.params import SamplingParams
+from tiercel.runner.decode_graphs import buckets
 
 PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 250 for j in range(5 + 9 * i)]} for i in range(7)]
 MIXED = [

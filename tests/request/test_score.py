@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ops.test_multi_item_packed import CASES
-from tiercel.engine.packed_items import pack_items
-from tiercel.engine.score_reads import ScorePiece
 from tiercel.ops.linear import LinearWeight, linear, pick_rows
 from tiercel.ops.prepare_step import StepInputs
 from tiercel.params import SamplingParams
 from tiercel.request.request import Request
 from tiercel.request.score_task import ScoreRead, ScoreTask, make_trie, skipped_tiles
+from tiercel.runner.packed_items import pack_items
+from tiercel.runner.score_readback import ScorePiece
 from tiercel.scheduler.plan import ScheduledRow
 
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.serve.fake_client import fake_info, fake_tokenizer
-from tiercel.engine.sampled import TopLogprobs
-from tiercel.engine.score_reads import ItemTokensPiece
 from tiercel.params import SamplingParams
 from tiercel.request.inputs import InputProcessor
 from tiercel.request.prompt_families import MIN_SHARED_TOKENS, find_families
 from tiercel.request.request import Request, TokenLogprobs
 from tiercel.request.score_task import ScoreTask
 from tiercel.request.shared_start import find_shared_starts
+from tiercel.runner.sampler_output import TopLogprobs
+from tiercel.runner.score_readback import ItemTokensPiece
 from tiercel.seeds import mix_key
 
 START = list(range(40))

@@ -21,14 +21,9 @@ from tiercel.cache.manager import CacheManager, GroupBlocks
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import group_specs
 from tiercel.config import num_head_drafts
-from tiercel.engine.capture import GraphRecorder
 from tiercel.engine.config import dtype_name, dtypes_from
 from tiercel.engine.interrupts import allowed
 from tiercel.engine.memory import MemoryBudget, cache_blocks
-from tiercel.engine.rows import Rows
-from tiercel.engine.runner import Launch, ModelRunner
-from tiercel.engine.sampled import Sampled
-from tiercel.engine.sampler import Sampler
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import InvalidRequestError, OutOfMemoryError
 from tiercel.models import registry
@@ -37,6 +32,11 @@ from tiercel.models.footprint import weight_footprint
 from tiercel.models.source import ModelSource
 from tiercel.models.weights import WeightReader
 from tiercel.request.request import Request, Status
+from tiercel.runner.graph_capture import GraphRecorder
+from tiercel.runner.row_state import Rows
+from tiercel.runner.runner import Launch, ModelRunner
+from tiercel.runner.sampler import Sampler
+from tiercel.runner.sampler_output import Sampled
 from tiercel.scheduler.plan import SchedulerOutput
 from tiercel.scheduler.scheduler import Scheduler
 from tiercel.scheduler.step_budget import StepBudget

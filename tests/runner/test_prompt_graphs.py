@@ -8,9 +8,9 @@ import torch
 from tests.ops.multi_item_cases import ITEMS, PLAIN, make_case, relative_error
 from tests.tiny_llm import greedy, ids_of, open_tiny
 from tiercel.batch import PackedItems
-from tiercel.engine.prompt_graphs import LARGEST, padded_lengths, padded_size, padded_sizes
 from tiercel.ops.multi_item_attention import multi_item_attention
 from tiercel.params import SamplingParams
+from tiercel.runner.prompt_graphs import LARGEST, padded_lengths, padded_size, padded_sizes
 
 LAYOUTS = {**ITEMS, **{f"plain, {name}": requests for name, requests in PLAIN.items()}}
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiercel.engine.copies import HostCopies
-from tiercel.engine.rows import to_device
-from tiercel.engine.sampled import TopLogprobs, top_logprobs
 from tiercel.models.decoder import Decoder
 from tiercel.request.request import Request
+from tiercel.runner.host_copies import HostCopies
+from tiercel.runner.row_state import to_device
+from tiercel.runner.sampler_output import TopLogprobs, top_logprobs
 from tiercel.scheduler.plan import ScheduledRow
 
 # Rows of logits computed at once where prompt places are read: 50 MB each at 49,152 tokens of

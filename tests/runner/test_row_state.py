@@ -18,11 +18,11 @@ from tests.tiny_llm import DATA, assert_idle, open_tiny
 from tiercel.engine import build
 from tiercel.engine import engine as engine_module
 from tiercel.engine.faults import Fault, Faults
-from tiercel.engine.sampler import _Edits
 from tiercel.grammar.spec import compile_spec
 from tiercel.params import SamplingParams, StructuredOutputs
 from tiercel.request.request import Status
 from tiercel.request.score_task import ScoreRead, ScoreTask
+from tiercel.runner.sampler import _Edits
 from tiercel.seeds import mix_key
 from tiercel.spec.policy import FIRST_CHANCE
 

@@ -17,31 +17,31 @@ from torch import Tensor
 
 from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
-from tiercel.engine.capture import GRAPH_BYTES
-from tiercel.engine.copies import HostCopies
 from tiercel.engine.faults import Faults
-from tiercel.engine.graphs import (
+from tiercel.engine_config import EngineConfig
+from tiercel.models.decoder import Decoder
+from tiercel.ops.prepare_step import prepare_step
+from tiercel.request.request import Request
+from tiercel.runner.decode_graphs import (
     LARGEST_BUCKET,
     LARGEST_VERIFY_BUCKET,
     DecodeSteps,
     VerifiedStep,
 )
-from tiercel.engine.packed_items import PackedStep, pack_items
-from tiercel.engine.prompt_graphs import PromptSteps
-from tiercel.engine.prompt_reads import PromptPiece, read_prompt
-from tiercel.engine.rows import Rows, lists_to_device, to_device
-from tiercel.engine.sampled import DeviceSample, Sampled, host_result
-from tiercel.engine.sampler import Sampler, is_plain
-from tiercel.engine.score_reads import (
+from tiercel.runner.graph_capture import GRAPH_BYTES
+from tiercel.runner.host_copies import HostCopies
+from tiercel.runner.packed_items import PackedStep, pack_items
+from tiercel.runner.prompt_graphs import PromptSteps
+from tiercel.runner.prompt_readback import PromptPiece, read_prompt
+from tiercel.runner.row_state import Rows, lists_to_device, to_device
+from tiercel.runner.sampler import Sampler, is_plain
+from tiercel.runner.sampler_output import DeviceSample, Sampled, host_result
+from tiercel.runner.score_readback import (
     ItemTokensPiece,
     ScorePiece,
     read_item_tokens,
     read_scores,
 )
-from tiercel.engine_config import EngineConfig
-from tiercel.models.decoder import Decoder
-from tiercel.ops.prepare_step import prepare_step
-from tiercel.request.request import Request
 from tiercel.scheduler.plan import ScheduledRow, SchedulerOutput
 from tiercel.spec.texts import Proposer, StepStates
 

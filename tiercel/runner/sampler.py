@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiercel.engine.penalties import Penalties
-from tiercel.engine.rows import Rows, to_device
-from tiercel.engine.sampled import DeviceSample, top_logprobs
 from tiercel.ops.sample_tokens import SampleRows, draw_torch, sample_tokens
 from tiercel.ops.verify_accept import Verified, verify_accept
 from tiercel.params import SamplingParams
 from tiercel.request.request import Request
+from tiercel.runner.penalties import Penalties
+from tiercel.runner.row_state import Rows, to_device
+from tiercel.runner.sampler_output import DeviceSample, top_logprobs
 from tiercel.seeds import mix_key
 
 NEG_INF = float("-inf")

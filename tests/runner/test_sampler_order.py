@@ -11,10 +11,10 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.engine.test_sampler import make_request
-from tiercel.engine.rows import Rows
-from tiercel.engine.sampler import Sampler
+from tests.runner.test_sampler import make_request
 from tiercel.params import SamplingParams
+from tiercel.runner.row_state import Rows
+from tiercel.runner.sampler import Sampler
 
 VOCAB = 23
 PADDING = 22

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from tiercel.batch import Batch
-from tiercel.engine.capture import GraphRecorder
-from tiercel.engine.rows import Rows, to_device
-from tiercel.engine.sampler import DraftSlots, Sampler
 from tiercel.engine_config import EngineConfig
 from tiercel.models.decoder import Decoder
 from tiercel.ops.prepare_step import StepDrafts, prepare_step
+from tiercel.runner.graph_capture import GraphRecorder
+from tiercel.runner.row_state import Rows, to_device
+from tiercel.runner.sampler import DraftSlots, Sampler
 from tiercel.spec.texts import Proposer, StepStates
 
 LARGEST_BUCKET = 256  # rows; larger steps run unpadded and eagerly

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.test_sampler import make_request, sample
+from tests.runner.test_sampler import make_request, sample
 from tiercel.params import SamplingParams
 
 NUM_DRAWS = 16_000

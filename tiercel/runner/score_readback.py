@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiercel.engine.copies import HostCopies
-from tiercel.engine.prompt_reads import LOGITS_SLICE
-from tiercel.engine.rows import to_device
-from tiercel.engine.sampled import TopLogprobs, top_logprobs
-from tiercel.engine.sampler import Sampler
 from tiercel.models.decoder import Decoder
 from tiercel.request.request import Request
 from tiercel.request.score_task import ScoreRead
+from tiercel.runner.host_copies import HostCopies
+from tiercel.runner.prompt_readback import LOGITS_SLICE
+from tiercel.runner.row_state import to_device
+from tiercel.runner.sampler import Sampler
+from tiercel.runner.sampler_output import TopLogprobs, top_logprobs
 from tiercel.scheduler.plan import ScheduledRow
 
 VALUE_BYTES = 4

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tiercel.batch import PackedItems
-from tiercel.engine.rows import to_device
 from tiercel.ops.prepare_step import StepInputs
+from tiercel.runner.row_state import to_device
 from tiercel.scheduler.plan import ScheduledRow
 
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tiercel.engine.rows import Rows
-from tiercel.engine.sampled import host_result, top_logprobs
-from tiercel.engine.sampler import DraftSlots, Sampler, is_kept
 from tiercel.params import SamplingParams
 from tiercel.request.request import Request, TokenLogprobs
+from tiercel.runner.row_state import Rows
+from tiercel.runner.sampler import DraftSlots, Sampler, is_kept
+from tiercel.runner.sampler_output import host_result, top_logprobs
 
 NEG_INF = float("-inf")
 GREEDY = SamplingParams(temperature=0)

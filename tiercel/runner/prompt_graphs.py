@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from tiercel.batch import Batch, PackedItems
-from tiercel.engine.capture import GraphRecorder
-from tiercel.engine.rows import Rows
 from tiercel.engine_config import EngineConfig
 from tiercel.layers.attention import Attention, AttentionShape
 from tiercel.models.config import ModelConfig
 from tiercel.models.decoder import Decoder
+from tiercel.runner.graph_capture import GraphRecorder
+from tiercel.runner.row_state import Rows
 
 if TYPE_CHECKING:
     from tiercel.kernels.attention_tiles import PlanBuffer, PlannedTiles

@@ -9,10 +9,10 @@ from itertools import islice
 import msgspec
 from torch import Tensor
 
-from tiercel.engine.copies import HostCopies
 from tiercel.ops.sample_tokens import NO_TOKEN, NONFINITE
 from tiercel.ops.verify_accept import UNSOUND_DRAFT
 from tiercel.request.request import Request, TokenLogprobs
+from tiercel.runner.host_copies import HostCopies
 
 PROBLEMS = {NONFINITE: "nonfinite_logits", NO_TOKEN: "no_valid_token"}
 

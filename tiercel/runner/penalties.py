@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiercel.engine.rows import Rows, to_device
 from tiercel.request.request import Request
+from tiercel.runner.row_state import Rows, to_device
 
 # Of a repeated token's logit at most: finite, also divided by the least temperature. The difference
 # of two infinities would be no number.
