@@ -37,7 +37,7 @@ NEEDED_S = 10.0
 NUM_PACKAGES = 8  # whose imports are listed
 # What counts as which stage: module, what in it, name.
 STAGES = (
-    ("tiercel.engine.build", "find_source", "map and check the file"),
+    ("tiercel.engine.load", "find_source", "map and check the file"),
     ("tiercel.models.source", "ModelSource.tokenizer", "tokenizer"),
     ("tiercel.models.registry", "model_class", "import of the model"),
     ("tiercel.engine.engine", "WeightReader.file_tensor", "views of the file"),
@@ -52,8 +52,8 @@ STAGES = (
     ("tiercel.runner.runner", "ModelRunner.measure_steps", "measure memory"),
     ("tiercel.runner.prompt_graphs", "PromptSteps.capture", "graphs of prompts"),
     ("tiercel.runner.decode_graphs", "DecodeSteps.capture", "graphs of answers"),
-    ("tiercel.engine.build", "warm_up", "warm-up"),
-    ("tiercel.engine.build", "build_engine", "rest of the engine"),
+    ("tiercel.engine.load", "warm_up", "warm-up"),
+    ("tiercel.engine.load", "build_engine", "rest of the engine"),
     ("tiercel.llm", "LLM.generate", "first token"),
 )
 

@@ -32,7 +32,7 @@ from benchmarks.figures import save
 from tiercel import env
 from tiercel.bench.speed import Trial, context_of, measure_speed
 from tiercel.config import LoadOptions
-from tiercel.engine.build import load_model
+from tiercel.engine.load import load_model
 
 TRIALS = (Trial(1, 512), Trial(1, 128, 32), Trial(8, 128, 16), Trial(64, 32, 16))
 NAMES = tuple(f"{name}_tokens_per_second" for name in ("pp512", "tg32_b1", "tg16_b8", "tg16_b64"))

@@ -13,8 +13,8 @@ from tests.test_llm_spec import METHODS, path_of, some_prompts
 from tests.tiny_llm import DATA, assert_idle, ids_of, open_tiny
 from tiercel.cache.prefix import ROOT
 from tiercel.config import SpecConfig
-from tiercel.engine import build
 from tiercel.engine import engine as engine_module
+from tiercel.engine import load as build
 from tiercel.params import SamplingParams, StructuredOutputs
 
 __all__ = ["path_of"]  # a fixture

@@ -17,7 +17,7 @@ from tiercel import machine
 from tiercel.cli import loading
 from tiercel.cli import serve as serve_command
 from tiercel.cli.main import run
-from tiercel.engine import build
+from tiercel.engine import load as build
 from tiercel.errors import InstallationError, InvalidRequestError
 from tiercel.llm import LLM
 from tiercel.text import child_client

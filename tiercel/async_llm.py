@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from tiercel.config import LoadOptions
-from tiercel.engine.build import LoadedModel, load_model
+from tiercel.engine.load import LoadedModel, load_model
 from tiercel.engine.loop import EngineLoop
 from tiercel.engine.readers import Readers
 from tiercel.engine.streams import TokenStream

@@ -24,9 +24,9 @@ import numpy.typing as npt
 import torch
 
 from tiercel.config import LoadOptions
-from tiercel.engine.build import load_model
 from tiercel.engine.engine import Engine
 from tiercel.engine.interrupts import deferred
+from tiercel.engine.load import load_model
 from tiercel.engine.prompt_progress import report_prompts
 from tiercel.errors import InvalidRequestError
 from tiercel.models.source import ModelSource

@@ -11,15 +11,15 @@ from tests.tiny_llm import LLAMA, greedy, open_tiny
 from tiercel.cache.spec import CacheGroup, KVCacheSpec, Plane
 from tiercel.config import LoadOptions
 from tiercel.engine import engine, memory
-from tiercel.engine.build import resolve_config
-from tiercel.engine.config import (
+from tiercel.engine.load import resolve_config
+from tiercel.engine.memory import GIB, MemoryBudget, cache_blocks
+from tiercel.engine.options import (
     dtypes_from,
     resolve_count,
     resolve_device,
     resolve_dtype,
     resolve_share,
 )
-from tiercel.engine.memory import GIB, MemoryBudget, cache_blocks
 from tiercel.errors import ArgumentError, OutOfMemoryError
 from tiercel.llm import LLM
 from tiercel.machine import Memory

@@ -6,7 +6,7 @@ import pytest
 
 from tiercel.config import LoadOptions
 from tiercel.engine import opening
-from tiercel.engine.build import load_model
+from tiercel.engine.load import load_model
 from tiercel.engine.messages import Outputs, Ready, Refused, Scores
 from tiercel.engine.opening import open_session, rehearse
 from tiercel.engine.session import EngineSession

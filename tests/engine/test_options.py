@@ -9,9 +9,9 @@ import torch
 from tests.tiny_llm import LLAMA
 from tiercel import async_llm, llm
 from tiercel.config import LoadOptions
-from tiercel.engine import build
-from tiercel.engine.build import BLOCK_SIZE, resolve_config
-from tiercel.engine.config import resolve_threads
+from tiercel.engine import load as build
+from tiercel.engine.load import BLOCK_SIZE, resolve_config
+from tiercel.engine.options import resolve_threads
 from tiercel.errors import ArgumentError
 from tiercel.models.source import open_source
 

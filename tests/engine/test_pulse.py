@@ -6,7 +6,7 @@ import pytest
 
 from tests.tiny_llm import greedy
 from tiercel.config import LoadOptions
-from tiercel.engine.build import load_model
+from tiercel.engine.load import load_model
 from tiercel.engine.messages import Advanced, NewRequest, Stats
 from tiercel.engine.pulse import MESSAGE_SECONDS, Pulse
 from tiercel.engine.session import EngineSession

@@ -8,7 +8,7 @@ import pytest
 from tests.patience import PATIENCE_S, wait_for
 from tests.tiny_llm import LLAMA, greedy
 from tiercel.config import LoadOptions
-from tiercel.engine.build import load_model
+from tiercel.engine.load import load_model
 from tiercel.engine.messages import Abort, NewRequest, Outputs, Refused
 from tiercel.engine.session import EngineSession
 from tiercel.errors import InvalidRequestError

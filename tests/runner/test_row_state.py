@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.tiny_llm import DATA, assert_idle, open_tiny
-from tiercel.engine import build
 from tiercel.engine import engine as engine_module
+from tiercel.engine import load as build
 from tiercel.engine.faults import Fault, Faults
 from tiercel.grammar.spec import compile_spec
 from tiercel.params import SamplingParams, StructuredOutputs

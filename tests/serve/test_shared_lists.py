@@ -20,7 +20,7 @@ from tests.serve.fake_client import FakeClient
 from tests.serve.thread_server import thread_server
 from tests.tiny_llm import DATA, NAMES
 from tiercel.config import LoadOptions
-from tiercel.engine.build import load_model
+from tiercel.engine.load import load_model
 from tiercel.engine.opening import describe
 from tiercel.engine.readers import Readers
 from tiercel.params import Limits

@@ -5,7 +5,7 @@ import torch
 
 from tests.mtp_model import mtp_model
 from tests.tiny_llm import greedy, open_tiny
-from tiercel.engine import build
+from tiercel.engine import load as build
 
 
 @pytest.mark.parametrize("overlap", ["0", "1"])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import msgspec
 
     from tiercel.bench.tables import Table
-    from tiercel.engine.build import LoadedModel
+    from tiercel.engine.load import LoadedModel
 
 TRIAL_GROUP = Group("Trials", sort_key=1)
 
@@ -64,7 +64,7 @@ def load_for_bench(
     report("Loading PyTorch")
     env.shorten_openmp_spins()
     from tiercel.config import LoadOptions
-    from tiercel.engine.build import load_model
+    from tiercel.engine.load import load_model
 
     options = LoadOptions(
         device=engine.device,

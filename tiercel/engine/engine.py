@@ -21,9 +21,9 @@ from tiercel.cache.manager import CacheManager, GroupBlocks
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import group_specs
 from tiercel.config import num_head_drafts
-from tiercel.engine.config import dtype_name, dtypes_from
 from tiercel.engine.interrupts import allowed
 from tiercel.engine.memory import MemoryBudget, cache_blocks
+from tiercel.engine.options import dtype_name, dtypes_from
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import InvalidRequestError, OutOfMemoryError
 from tiercel.models import registry

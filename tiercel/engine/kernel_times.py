@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tiercel.batch import Batch
-from tiercel.engine.build import LoadedModel
 from tiercel.engine.device_timing import Call, Ceilings, cache_bytes, times_us
+from tiercel.engine.load import LoadedModel
 from tiercel.errors import ArgumentError
 from tiercel.layers.attention import Attention
 from tiercel.layers.linear import Linear

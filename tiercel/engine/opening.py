@@ -16,8 +16,7 @@ from typing import Final
 import msgspec
 
 from tiercel.config import LoadOptions
-from tiercel.engine.build import LoadedModel, Report, load_model
-from tiercel.engine.config import dtype_name
+from tiercel.engine.load import LoadedModel, Report, load_model
 from tiercel.engine.messages import (
     LENGTH_BYTES,
     EngineInfo,
@@ -30,6 +29,7 @@ from tiercel.engine.messages import (
     encode,
     plain_text,
 )
+from tiercel.engine.options import dtype_name
 from tiercel.engine.session import EngineSession, Send
 from tiercel.engine.tokenizer_parcel import pack_tokenizer
 from tiercel.models.source import ModelSource

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from time import perf_counter
 from typing import Final
 
-from tiercel.engine.build import LoadedModel
 from tiercel.engine.counters import Counters
 from tiercel.engine.engine import RequestUpdate
+from tiercel.engine.load import LoadedModel
 from tiercel.engine.loop import EngineLoop, StepResult, is_first, token_update
 from tiercel.engine.messages import (
     Abort,

@@ -14,16 +14,16 @@ import torch
 
 from tiercel import env
 from tiercel.config import LoadOptions, resolve_spec
-from tiercel.engine.config import (
+from tiercel.engine.engine import Engine, build_engine
+from tiercel.engine.faults import Faults
+from tiercel.engine.memory import MemoryBudget
+from tiercel.engine.options import (
     resolve_count,
     resolve_device,
     resolve_dtype,
     resolve_share,
     resolve_threads,
 )
-from tiercel.engine.engine import Engine, build_engine
-from tiercel.engine.faults import Faults
-from tiercel.engine.memory import MemoryBudget
 from tiercel.engine.warm_up import warm_up
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import ArgumentError
