@@ -75,7 +75,7 @@ def kill_engine(server: int) -> None:
     """End the engine process of a server."""
     for children in Path(f"/proc/{server}/task").glob("*/children"):
         for child in children.read_text().split():
-            if b"tiercel.engine.process" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"tiercel.ipc.process" in Path(f"/proc/{child}/cmdline").read_bytes():
                 os.kill(int(child), signal.SIGKILL)
                 return
     raise SystemExit("the server has no engine process")

@@ -9,9 +9,9 @@ from time import perf_counter
 from tests.patience import PATIENCE_S
 from tests.tiny_llm import LLAMA, greedy
 from tiercel.config import LoadOptions
-from tiercel.engine.client import EngineClient
-from tiercel.engine.supervisor import EngineState, SupervisorSettings
-from tiercel.engine.tokenizer_parcel import unpack_tokenizer
+from tiercel.ipc.client import EngineClient
+from tiercel.ipc.supervisor import EngineState, SupervisorSettings
+from tiercel.ipc.tokenizer_wire import unpack_tokenizer
 from tiercel.request.inputs import InputProcessor
 
 # The tiny model gains nothing from a second thread, and loses much where others use the cores.

@@ -28,9 +28,9 @@ import torch
 from tiercel.config import LoadOptions
 from tiercel.engine.load import LoadedModel, load_model
 from tiercel.engine.loop import EngineLoop
-from tiercel.engine.readers import Readers
-from tiercel.engine.streams import TokenStream
 from tiercel.errors import InvalidRequestError
+from tiercel.ipc.asyncio_bridge import Readers
+from tiercel.ipc.streams import TokenStream
 from tiercel.models.source import ModelSource
 from tiercel.params import SamplingParams
 from tiercel.request.answers import (

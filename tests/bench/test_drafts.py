@@ -4,7 +4,7 @@ import pytest
 
 from tests.serve.test_metrics import render
 from tiercel.bench.drafts import DraftFigures, read_metrics
-from tiercel.engine.messages import EngineStats
+from tiercel.ipc.messages import EngineStats
 from tiercel.serve.metrics import Metrics
 
 

@@ -13,7 +13,7 @@ from tests.models.test_hf import make_checkpoint
 from tiercel.async_llm import AsyncLLM
 from tiercel.config import LoadOptions
 from tiercel.engine.load import load_model
-from tiercel.engine.opening import describe
+from tiercel.ipc.startup import describe
 from tiercel.llm import LLM
 from tiercel.models.sampling_defaults import GGUF_KEYS, HF_KEYS, read_sampling_defaults
 from tiercel.models.source import open_source

@@ -21,11 +21,11 @@ from time import perf_counter
 
 import httpx
 
-from tiercel.engine.messages import EngineInfo, EngineStats
-from tiercel.engine.streams import TokenStream, stop
-from tiercel.engine.supervisor import EngineState
-from tiercel.engine.tokenizer_parcel import pack_tokenizer, unpack_tokenizer
 from tiercel.errors import EngineDeadError, QueueFullError
+from tiercel.ipc.messages import EngineInfo, EngineStats
+from tiercel.ipc.streams import TokenStream, stop
+from tiercel.ipc.supervisor import EngineState
+from tiercel.ipc.tokenizer_wire import pack_tokenizer, unpack_tokenizer
 from tiercel.models.source import open_source
 from tiercel.request.request import ABORTED, TokenLogprobs, TokenUpdate
 from tiercel.serve.app import create_app

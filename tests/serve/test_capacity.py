@@ -16,9 +16,9 @@ from tests.serve.fake_client import (
     running,
 )
 from tests.serve.test_limits import quick_client, refusal_of, refused_param
-from tiercel.engine.messages import EngineStats
-from tiercel.engine.supervisor import EngineState
 from tiercel.errors import ArgumentError
+from tiercel.ipc.messages import EngineStats
+from tiercel.ipc.supervisor import EngineState
 from tiercel.params import Limits
 from tiercel.serve import scoring, server
 from tiercel.serve.admission import check_capacity, check_queue

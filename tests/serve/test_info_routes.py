@@ -18,7 +18,7 @@ from tests.serve.fake_client import (
     running,
 )
 from tests.serve.thread_server import thread_server
-from tiercel.engine.supervisor import EngineState
+from tiercel.ipc.supervisor import EngineState
 from tiercel.params import SamplingDefaults
 from tiercel.serve import app as app_module
 from tiercel.serve import text_routes

@@ -70,7 +70,7 @@ class Reader(threading.Thread):
 def test_the_server_imports_no_torch():
     code = (
         "import sys\n"
-        "import tiercel.cli.serve, tiercel.engine.client, tiercel.serve.server\n"
+        "import tiercel.cli.serve, tiercel.ipc.client, tiercel.serve.server\n"
         "print(sorted({'torch', 'triton', 'transformers'} & set(sys.modules)))"
     )
     result = subprocess.run(

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.fake_client import FakeClient, ask, fake_info
-from tiercel.engine.messages import EngineStats
+from tiercel.ipc.messages import EngineStats
 from tiercel.serve.metrics import FinishedRequest, Metrics
 
 # As vLLM's dashboards and autoscalers ask for them.

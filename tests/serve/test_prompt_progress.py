@@ -8,7 +8,7 @@ from tests.engine_process import make_client
 from tests.serve.events import read_events, says, updates
 from tests.serve.fake_client import Computed, FakeClient, ask
 from tests.serve.thread_server import thread_server
-from tiercel.engine.streams import TokenStream
+from tiercel.ipc.streams import TokenStream
 from tiercel.serve import respond
 from tiercel.serve.prompt_meter import PromptMeter
 

@@ -9,7 +9,7 @@ import pytest
 from tests.gguf_files import tiny_model
 from tests.serve.fake_client import CHAT_TEMPLATE, FakeClient, ask, fake_app, fake_info, running
 from tiercel.config import LoadOptions
-from tiercel.engine.client import EngineClient
+from tiercel.ipc.client import EngineClient
 from tiercel.serve.app import create_app
 from tiercel.serve.metrics import Metrics
 from tiercel.serve.state import ServerState, ServeSettings

@@ -21,8 +21,8 @@ from tests.serve.thread_server import thread_server
 from tests.tiny_llm import DATA, NAMES
 from tiercel.config import LoadOptions
 from tiercel.engine.load import load_model
-from tiercel.engine.opening import describe
-from tiercel.engine.readers import Readers
+from tiercel.ipc.asyncio_bridge import Readers
+from tiercel.ipc.startup import describe
 from tiercel.params import Limits
 
 TOLERANCE = 1e-4  # nats: float32 sums in another order

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from tests.serve.fake_client import FakeClient, fake_app, fake_info, fake_state, running
-from tiercel.engine.messages import EngineStats, Progress
+from tiercel.ipc.messages import EngineStats, Progress
 from tiercel.serve import model_watch
 from tiercel.serve.logs import set_up_logs
 from tiercel.serve.model_watch import ModelWatch

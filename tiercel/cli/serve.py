@@ -58,8 +58,8 @@ def serve(
     common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
 ) -> int:
     """Serve a model over HTTP, by OpenAI's and Anthropic's APIs (docs/server.md)."""
-    from tiercel.engine.client import EngineClient
-    from tiercel.engine.supervisor import SupervisorSettings
+    from tiercel.ipc.client import EngineClient
+    from tiercel.ipc.supervisor import SupervisorSettings
     from tiercel.serve.logs import set_up_logs
     from tiercel.serve.metrics import Metrics
     from tiercel.serve.server import fit_descriptors, run_server

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from tiercel.engine.fair_queue import FairQueue
 from tiercel.errors import TiercelError
 from tiercel.grammar.matchers import Matchers
+from tiercel.ipc.fair_queue import FairQueue
 from tiercel.request.request import Request
 
 

@@ -24,9 +24,9 @@ from functools import partial
 from time import perf_counter
 from typing import Final
 
-from tiercel.engine.streams import TokenStream
 from tiercel.errors import InternalError, InvalidRequestError, TiercelError
 from tiercel.grammar.spec import GrammarSpec
+from tiercel.ipc.streams import TokenStream
 from tiercel.params import SamplingParams
 from tiercel.request.request import Request
 from tiercel.request.shared_start import SharedStart, find_shared_starts

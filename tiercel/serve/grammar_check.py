@@ -22,11 +22,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Final
 
-from tiercel.engine.fair_queue import FairQueue
 from tiercel.errors import QueueFullError
 from tiercel.grammar.json_schema import refuse
 from tiercel.grammar.matcher import TOO_COMPLEX, TokenTable
 from tiercel.grammar.spec import GrammarSpec
+from tiercel.ipc.fair_queue import FairQueue
 from tiercel.params import LIMITS
 from tiercel.serve.errors import overloaded
 from tiercel.text.child_client import ChildProgram, ChildWorkers, WorkerLostError

@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from tiercel import __version__
-from tiercel.engine.supervisor import EngineState
+from tiercel.ipc.supervisor import EngineState
 from tiercel.serve.errors import JSON_TYPE, refusal
 from tiercel.serve.metrics import CONTENT_TYPE
 from tiercel.serve.route_docs import RouteDoc

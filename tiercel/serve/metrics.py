@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from tiercel.engine.messages import EngineInfo, EngineStats
+from tiercel.ipc.messages import EngineInfo, EngineStats
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 # vLLM's buckets of the first token, 1 ms to 43 minutes.

@@ -14,11 +14,11 @@ from typing import Final
 import msgspec
 
 from tiercel import env
-from tiercel.engine.messages import EngineInfo
-from tiercel.engine.supervisor import EngineState
-from tiercel.engine.tokenizer_parcel import unpack_tokenizer
 from tiercel.errors import TiercelError
 from tiercel.grammar.matcher import read_token_table
+from tiercel.ipc.messages import EngineInfo
+from tiercel.ipc.supervisor import EngineState
+from tiercel.ipc.tokenizer_wire import unpack_tokenizer
 from tiercel.loader.hub import CATALOGUE
 from tiercel.params import SamplingDefaults
 from tiercel.request.inputs import InputProcessor

@@ -6,7 +6,7 @@ first token of the answer.
 
 from __future__ import annotations
 
-from tiercel.engine.streams import TokenStream
+from tiercel.ipc.streams import TokenStream
 from tiercel.serve.pieces import PromptProgress
 
 

@@ -4,7 +4,7 @@ The first request of a kind makes decoders of its body, fills caches of types an
 the first time, on both sides of the socket to the engine: 2 ms on the way to a first token that
 takes 4. So each route that generates or scores is asked once or more, through a state of its own:
 its metrics are thrown away, nothing is logged, and in the end the engine forgets what it counted
-and kept. An engine that is started again rehearses its own side (`engine/opening.py`); this one has
+and kept. An engine that is started again rehearses its own side (`ipc/startup.py`); this one has
 answered by then.
 """
 
@@ -20,8 +20,8 @@ from typing import Final
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from tiercel.engine.messages import EngineInfo
 from tiercel.errors import TiercelError
+from tiercel.ipc.messages import EngineInfo
 from tiercel.serve.errors import new_request_id
 from tiercel.serve.logs import REQUEST_LOG, RequestLog
 from tiercel.serve.metrics import Metrics

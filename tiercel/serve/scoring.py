@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Final, Protocol, TypeVar
 
-from tiercel.engine.streams import TokenStream
 from tiercel.errors import ArgumentError, InvalidRequestError
+from tiercel.ipc.streams import TokenStream
 from tiercel.request.request import Request
 from tiercel.request.score_inputs import ScoreInputs, ScoreJob, Text
 from tiercel.request.score_params import ScoreParams

@@ -23,8 +23,8 @@ from typing import Final
 import uvicorn
 from starlette.types import ASGIApp
 
-from tiercel.engine.supervisor import EngineState
 from tiercel.errors import ArgumentError, EngineDeadError
+from tiercel.ipc.supervisor import EngineState
 from tiercel.params import Limits
 from tiercel.serve.app import create_app
 from tiercel.serve.protocol import EXTRA_CONNECTIONS, KEEP_ALIVE_SECONDS, LimitedProtocol

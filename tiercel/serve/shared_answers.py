@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiercel.engine.streams import TokenStream
+from tiercel.ipc.streams import TokenStream
 from tiercel.request.shared_start import SharedStart
 from tiercel.serve.admission import ended_early
 

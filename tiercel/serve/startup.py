@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from tiercel.engine.messages import Progress
+from tiercel.ipc.messages import Progress
 
 _LOG: Final = logging.getLogger("tiercel.serve")
 ENGINE_SHARE: Final = 0.9

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from tiercel.engine.supervisor import EngineState
 from tiercel.errors import EngineDeadError, ModelNotFoundError
+from tiercel.ipc.supervisor import EngineState
 from tiercel.params import LIMITS, Limits, SamplingDefaults
 from tiercel.request.inputs import InputProcessor
 from tiercel.serve.errors import escaped, overloaded
@@ -25,8 +25,8 @@ from tiercel.text.template_client import TemplateWorkers
 from tiercel.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tiercel.engine.client import EngineClient
-    from tiercel.engine.messages import EngineInfo
+    from tiercel.ipc.client import EngineClient
+    from tiercel.ipc.messages import EngineInfo
     from tiercel.serve.grammar_check import GrammarChecker
     from tiercel.serve.metrics import Metrics
     from tiercel.serve.model_watch import ModelWatch

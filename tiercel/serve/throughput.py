@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercel.engine.messages import EngineStats
+from tiercel.ipc.messages import EngineStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ from time import perf_counter
 from typing import Final
 
 from tiercel.config import LoadOptions
-from tiercel.engine import streams
-from tiercel.engine.messages import (
+from tiercel.errors import EngineDeadError, EngineDiedTwiceError, QueueFullError
+from tiercel.ipc import streams
+from tiercel.ipc.messages import (
     Abort,
     Delta,
     Embedding,
@@ -43,10 +44,9 @@ from tiercel.engine.messages import (
     Stop,
     encode,
 )
-from tiercel.engine.streams import TokenStream
-from tiercel.engine.supervisor import EngineState, Supervisor, SupervisorSettings
-from tiercel.engine.suspects import Suspects
-from tiercel.errors import EngineDeadError, EngineDiedTwiceError, QueueFullError
+from tiercel.ipc.streams import TokenStream
+from tiercel.ipc.supervisor import EngineState, Supervisor, SupervisorSettings
+from tiercel.ipc.suspects import Suspects
 from tiercel.params import LIMITS
 from tiercel.request.request import ABORTED, Request, TokenUpdate
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.engine_process import Maker, open_client, read, wait_restarted
 from tests.tiny_llm import greedy
-from tiercel.engine.suspects import Suspects, content_digest
 from tiercel.errors import EngineDeadError, EngineDiedTwiceError
+from tiercel.ipc.suspects import Suspects, content_digest
 from tiercel.params import SamplingParams
 from tiercel.request.request import Request
 

@@ -1,6 +1,6 @@
 """Tells an engine that computes for long from one that hangs.
 
-The engine says when a step advances (`engine/pulse.py`) and how long it took at most from one
+The engine says when a step advances (`ipc/pulse.py`) and how long it took at most from one
 advance to the next. While there is work, its silence is measured against that: an engine counts as
 hung when it has been silent for `PATIENCE` times the longest of its recent pauses, and for a least
 time that an option sets. A step may take as long as it likes while it advances.
@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from tiercel.engine.messages import Advanced, FromEngine, Outputs, Stats
-from tiercel.engine.spawn import EngineProcess
+from tiercel.ipc.messages import Advanced, FromEngine, Outputs, Stats
+from tiercel.ipc.spawn import EngineProcess
 
 PATIENCE: Final = 20  # pauses between two advances
 NUM_PAUSES: Final = 32  # messages that are remembered; they come up to five times a second

@@ -6,7 +6,6 @@ import signal
 
 import pytest
 
-from tests.engine.test_client import SMALL
 from tests.engine_process import (
     Maker,
     is_alive,
@@ -15,9 +14,9 @@ from tests.engine_process import (
     read,
 )
 from tests.gguf_files import tiny_model
+from tests.ipc.test_client import SMALL
 from tests.patience import PATIENCE_S
 from tests.tiny_llm import LLAMA, greedy
-from tiercel.engine.supervisor import EngineState
 from tiercel.errors import (
     ArgumentError,
     EngineDeadError,
@@ -25,6 +24,7 @@ from tiercel.errors import (
     ModelNotFoundError,
     OutOfMemoryError,
 )
+from tiercel.ipc.supervisor import EngineState
 
 
 def test_who_waits_for_an_engine_to_forget_hears_of_its_death():

@@ -13,11 +13,14 @@ from concurrent.futures import Future
 from time import perf_counter
 from typing import Final
 
-from tiercel.engine.counters import Counters
 from tiercel.engine.engine import RequestUpdate
 from tiercel.engine.load import LoadedModel
 from tiercel.engine.loop import EngineLoop, StepResult, is_first, token_update
-from tiercel.engine.messages import (
+from tiercel.engine.prompt_progress import num_computed
+from tiercel.errors import TiercelError
+from tiercel.ipc.counters import Counters
+from tiercel.ipc.matcher_queue import MatcherQueue
+from tiercel.ipc.messages import (
     Abort,
     Delta,
     Embedding,
@@ -37,10 +40,7 @@ from tiercel.engine.messages import (
     ToEngine,
     split_prompt_logprobs,
 )
-from tiercel.engine.prompt_progress import num_computed
-from tiercel.engine.pulse import Pulse
-from tiercel.errors import TiercelError
-from tiercel.ipc.matcher_queue import MatcherQueue
+from tiercel.ipc.pulse import Pulse
 from tiercel.request.request import Request
 
 STATS_SECONDS: Final = 0.1

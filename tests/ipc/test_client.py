@@ -19,7 +19,12 @@ from tests.engine_process import (
     wait_until,
 )
 from tests.tiny_llm import PROMPTS, greedy, ids_of, open_tiny
-from tiercel.engine.messages import (
+from tiercel.errors import (
+    InvalidRequestError,
+    QueueFullError,
+)
+from tiercel.grammar.spec import GrammarSpec
+from tiercel.ipc.messages import (
     Delta,
     EngineInfo,
     EngineStats,
@@ -29,12 +34,7 @@ from tiercel.engine.messages import (
     Ready,
     Refused,
 )
-from tiercel.engine.supervisor import EngineState
-from tiercel.errors import (
-    InvalidRequestError,
-    QueueFullError,
-)
-from tiercel.grammar.spec import GrammarSpec
+from tiercel.ipc.supervisor import EngineState
 from tiercel.params import SamplingParams
 from tiercel.request.output import OutputText
 from tiercel.request.request import Request, Status

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tiercel.engine.streams import TokenStream, stop
 from tiercel.errors import EngineDeadError
+from tiercel.ipc.streams import TokenStream, stop
 from tiercel.params import SamplingParams
 from tiercel.request.request import ABORTED, Request, Status, TokenLogprobs, TokenUpdate
 

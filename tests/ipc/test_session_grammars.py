@@ -9,10 +9,10 @@ from tests.patience import PATIENCE_S, wait_for
 from tests.tiny_llm import LLAMA, greedy
 from tiercel.config import LoadOptions
 from tiercel.engine.load import load_model
-from tiercel.engine.messages import Abort, NewRequest, Outputs, Refused
-from tiercel.engine.session import EngineSession
 from tiercel.errors import InvalidRequestError
 from tiercel.grammar.spec import GrammarSpec
+from tiercel.ipc.messages import Abort, NewRequest, Outputs, Refused
+from tiercel.ipc.session import EngineSession
 
 
 class Compiler:

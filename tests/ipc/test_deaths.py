@@ -2,9 +2,9 @@
 
 import pytest
 
-from tiercel.engine.deaths import Deaths
-from tiercel.engine.messages import ErrorInfo
 from tiercel.errors import ModelFormatError
+from tiercel.ipc.deaths import Deaths
+from tiercel.ipc.messages import ErrorInfo
 from tiercel.loader.stamps import read_stamp
 
 KILLED = ErrorInfo("EngineDeadError", "it was ended by signal SIGKILL")

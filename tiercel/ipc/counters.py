@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import StepResult, is_first
-from tiercel.engine.messages import EngineStats
+from tiercel.ipc.messages import EngineStats
 
 
 @dataclass(slots=True)

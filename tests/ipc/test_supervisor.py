@@ -26,9 +26,9 @@ from tests.engine_process import (
 )
 from tests.patience import PATIENCE_S, wait_for
 from tests.tiny_llm import LLAMA, greedy
-from tiercel.engine import spawn
-from tiercel.engine.supervisor import EngineState, RestartPolicy, SupervisorSettings
 from tiercel.errors import EngineDeadError
+from tiercel.ipc import spawn
+from tiercel.ipc.supervisor import EngineState, RestartPolicy, SupervisorSettings
 
 pytestmark = pytest.mark.reliability
 ROOT = Path(__file__).parents[2]

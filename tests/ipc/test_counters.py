@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tiercel.engine.counters import Counters
 from tiercel.engine.engine import RequestUpdate
 from tiercel.engine.loop import StepResult
+from tiercel.ipc.counters import Counters
 from tiercel.params import SamplingParams
 from tiercel.request.request import Request
 from tiercel.request.score_task import ScoreRead, ScoreTask

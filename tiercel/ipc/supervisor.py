@@ -1,6 +1,6 @@
 """Keeps an engine process alive: hears of its death, ends one that hangs, starts the next one.
 
-A process that hangs is found by its silence (`engine/watchdog.py`). A death is answered by a new
+A process that hangs is found by its silence (`ipc/watchdog.py`). A death is answered by a new
 process after a delay that doubles; too many deaths in too short a time end the attempts, and so
 does a death after which the next process would end alike (`deaths.py`).
 """
@@ -18,11 +18,11 @@ from enum import StrEnum
 from time import perf_counter
 
 from tiercel.config import LoadOptions
-from tiercel.engine.deaths import Deaths
-from tiercel.engine.messages import ErrorInfo, Failed, FromEngine, Log, Opened, Progress, Ready
-from tiercel.engine.spawn import EngineProcess, start_engine
-from tiercel.engine.watchdog import Watchdog
 from tiercel.errors import EngineDeadError
+from tiercel.ipc.deaths import Deaths
+from tiercel.ipc.messages import ErrorInfo, Failed, FromEngine, Log, Opened, Progress, Ready
+from tiercel.ipc.spawn import EngineProcess, start_engine
+from tiercel.ipc.watchdog import Watchdog
 
 _LOG = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from tiercel.config import LoadOptions
-from tiercel.engine import watchdog as watchdog_module
-from tiercel.engine.messages import (
+from tiercel.ipc import watchdog as watchdog_module
+from tiercel.ipc.messages import (
     Advanced,
     EngineStats,
     ErrorInfo,
@@ -19,14 +19,14 @@ from tiercel.engine.messages import (
     Progress,
     Stats,
 )
-from tiercel.engine.supervisor import (
+from tiercel.ipc.supervisor import (
     EngineState,
     RestartPolicy,
     Supervisor,
     SupervisorSettings,
     _cause,
 )
-from tiercel.engine.watchdog import Watchdog
+from tiercel.ipc.watchdog import Watchdog
 
 TICKS = 10  # in which the least time of a watchdog is counted
 

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from tiercel import env
 from tiercel.config import LoadOptions
 from tiercel.engine.faults import Faults
-from tiercel.engine.messages import (
+from tiercel.errors import InstallationError, TiercelError
+from tiercel.ipc.messages import (
     MAX_TO_ENGINE_BYTES,
     ErrorInfo,
     Failed,
@@ -41,13 +42,12 @@ from tiercel.engine.messages import (
     encode,
     plain_text,
 )
-from tiercel.engine.start_progress import Phase, StartProgress
-from tiercel.errors import InstallationError, TiercelError
+from tiercel.ipc.start_progress import Phase, StartProgress
 from tiercel.loader.stamps import read_stamp
 from tiercel.models.source import find_source
 
 if TYPE_CHECKING:
-    from tiercel.engine.session import EngineSession
+    from tiercel.ipc.session import EngineSession
 
 _PR_SET_PDEATHSIG: Final = 1
 _CHUNK_BYTES: Final = 1 << 18
@@ -164,7 +164,7 @@ def _run(options: LoadOptions, link: EngineLink, opened: Future[EngineSession]) 
     report.start.phase = Phase.LOAD
     report("Loading PyTorch")
     env.shorten_openmp_spins()
-    from tiercel.engine.opening import open_session
+    from tiercel.ipc.startup import open_session
 
     session = open_session(source, options, report, link.send)
     gc.freeze()  # what is there stays: collections need not look at it in the middle of a step

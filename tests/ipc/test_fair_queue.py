@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from tiercel.engine.fair_queue import FairQueue
+from tiercel.ipc.fair_queue import FairQueue
 
 
 def test_many_items_of_one_client_delay_another_by_one():

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.gguf_files import tiny_model
 from tests.tiny_llm import DATA, NAMES
-from tiercel.engine.tokenizer_parcel import pack_tokenizer, unpack_tokenizer
+from tiercel.ipc.tokenizer_wire import pack_tokenizer, unpack_tokenizer
 from tiercel.models.source import open_source
 
 TEXTS = ["", "the thin man", " naïve 你好 😀\n\n", "<|im_end|><s>x", "1234567 don't"]

@@ -17,7 +17,8 @@ import msgspec
 
 from tiercel.config import LoadOptions
 from tiercel.engine.load import LoadedModel, Report, load_model
-from tiercel.engine.messages import (
+from tiercel.engine.options import dtype_name
+from tiercel.ipc.messages import (
     LENGTH_BYTES,
     EngineInfo,
     FromEngine,
@@ -29,9 +30,8 @@ from tiercel.engine.messages import (
     encode,
     plain_text,
 )
-from tiercel.engine.options import dtype_name
-from tiercel.engine.session import EngineSession, Send
-from tiercel.engine.tokenizer_parcel import pack_tokenizer
+from tiercel.ipc.session import EngineSession, Send
+from tiercel.ipc.tokenizer_wire import pack_tokenizer
 from tiercel.models.source import ModelSource
 from tiercel.params import SamplingParams
 from tiercel.request.request import Request

@@ -19,8 +19,8 @@ from tests.engine_process import (
     wait_until,
 )
 from tests.tiny_llm import DATA, LLAMA, greedy
-from tiercel.engine.supervisor import EngineState
 from tiercel.errors import EngineDeadError
+from tiercel.ipc.supervisor import EngineState
 
 pytestmark = pytest.mark.reliability
 

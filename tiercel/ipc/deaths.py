@@ -7,8 +7,8 @@ was ready; two processes in a row ended before they were ready, for the same rea
 
 from __future__ import annotations
 
-from tiercel.engine.messages import ErrorInfo
 from tiercel.errors import EngineDeadError, InternalError, TiercelError
+from tiercel.ipc.messages import ErrorInfo
 from tiercel.loader.stamps import FileStamp, find_change
 
 

@@ -7,9 +7,9 @@ import pytest
 from tests.tiny_llm import greedy
 from tiercel.config import LoadOptions
 from tiercel.engine.load import load_model
-from tiercel.engine.messages import Advanced, NewRequest, Stats
-from tiercel.engine.pulse import MESSAGE_SECONDS, Pulse
-from tiercel.engine.session import EngineSession
+from tiercel.ipc.messages import Advanced, NewRequest, Stats
+from tiercel.ipc.pulse import MESSAGE_SECONDS, Pulse
+from tiercel.ipc.session import EngineSession
 
 LLAMA = Path(__file__).parents[1] / "data/gguf/llama-tiny.gguf"
 

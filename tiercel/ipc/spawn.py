@@ -24,7 +24,8 @@ from typing import Final, cast
 import tiercel
 from tiercel import env
 from tiercel.config import LoadOptions
-from tiercel.engine.messages import (
+from tiercel.errors import EngineDeadError
+from tiercel.ipc.messages import (
     MAX_FROM_ENGINE_BYTES,
     ErrorInfo,
     Failed,
@@ -34,7 +35,6 @@ from tiercel.engine.messages import (
     decode_from_engine,
     encode,
 )
-from tiercel.errors import EngineDeadError
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _POLL_SECONDS: Final = 0.02
 # package is an argument, so that an installed package and a source tree behave alike.
 _BOOT: Final = (
     "import sys; sys.path.append(sys.argv[1]);"
-    " from tiercel.engine.process import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    " from tiercel.ipc.process import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 

@@ -11,7 +11,9 @@ import pytest
 
 from tiercel import errors
 from tiercel.config import LoadOptions
-from tiercel.engine.messages import (
+from tiercel.errors import EngineDeadError, InternalError, InvalidRequestError, TiercelError
+from tiercel.grammar.spec import GrammarSpec
+from tiercel.ipc.messages import (
     MAX_FROM_ENGINE_BYTES,
     MAX_TO_ENGINE_BYTES,
     Abort,
@@ -40,10 +42,8 @@ from tiercel.engine.messages import (
     encode,
     split_prompt_logprobs,
 )
-from tiercel.engine.process import EngineLink, LinkHandler
-from tiercel.engine.spawn import _Connection
-from tiercel.errors import EngineDeadError, InternalError, InvalidRequestError, TiercelError
-from tiercel.grammar.spec import GrammarSpec
+from tiercel.ipc.process import EngineLink, LinkHandler
+from tiercel.ipc.spawn import _Connection
 from tiercel.loader.stamps import FileStamp
 from tiercel.params import SamplingDefaults, SamplingParams, StructuredOutputs
 from tiercel.request.request import Request, TokenLogprobs

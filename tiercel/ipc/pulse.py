@@ -11,7 +11,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Final
 
-from tiercel.engine.messages import Advanced
+from tiercel.ipc.messages import Advanced
 
 MESSAGE_SECONDS: Final = 0.2  # between two messages at least
 

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.engine.test_client import fake_info
 from tests.engine_process import make_client
-from tiercel.engine import client as client_module
-from tiercel.engine.client import MAX_UNSENT_BYTES
-from tiercel.engine.messages import Delta, Entered, Outputs, Ready
-from tiercel.engine.supervisor import EngineState
+from tests.ipc.test_client import fake_info
 from tiercel.errors import EngineDeadError, QueueFullError
+from tiercel.ipc import client as client_module
+from tiercel.ipc.client import MAX_UNSENT_BYTES
+from tiercel.ipc.messages import Delta, Entered, Outputs, Ready
+from tiercel.ipc.supervisor import EngineState
 from tiercel.params import SamplingParams
 from tiercel.request.request import Request
 

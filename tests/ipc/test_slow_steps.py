@@ -8,8 +8,8 @@ from tests.engine_process import Maker, open_client, read, wait_until
 from tests.gguf_files import tiny_model
 from tests.patience import PATIENCE_S
 from tests.tiny_llm import LLAMA, greedy
-from tiercel.engine.supervisor import SupervisorSettings
 from tiercel.errors import EngineDeadError
+from tiercel.ipc.supervisor import SupervisorSettings
 
 pytestmark = pytest.mark.reliability
 WATCHED = SupervisorSettings(first_delay_s=0.05, heartbeat_s=1.0, max_restarts=0)

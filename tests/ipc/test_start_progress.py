@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tiercel.engine.start_progress import Phase, StartProgress
+from tiercel.ipc.start_progress import Phase, StartProgress
 
 
 def shares(progress, *steps):

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from tiercel.config import LoadOptions
-from tiercel.engine import opening
 from tiercel.engine.load import load_model
-from tiercel.engine.messages import Outputs, Ready, Refused, Scores
-from tiercel.engine.opening import open_session, rehearse
-from tiercel.engine.session import EngineSession
+from tiercel.ipc import startup as opening
+from tiercel.ipc.messages import Outputs, Ready, Refused, Scores
+from tiercel.ipc.session import EngineSession
+from tiercel.ipc.startup import open_session, rehearse
 from tiercel.models.source import open_source
 
 LLAMA = Path(__file__).parents[1] / "data/gguf/llama-tiny.gguf"
