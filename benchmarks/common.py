@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.figures import about
 from tiercel.bench.environment import command_line, cpu_name, utc_now
-from tiercel.engine.device_timing import calls_us
+from tiercel.profiling.device_timing import calls_us
 
 
 @dataclass(frozen=True)

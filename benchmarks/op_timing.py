@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.common import Timing, copy_gbps, environment
 from benchmarks.figures import save
-from tiercel.engine.device_timing import (
+from tiercel.profiling.device_timing import (
     cache_bytes,
     graph_us,
     matrix_tflops,

@@ -14,10 +14,10 @@ from tiercel.bench.speed import (
     speed_table,
 )
 from tiercel.config import LoadOptions
-from tiercel.engine.device_timing import Ceilings
 from tiercel.engine.load import load_model
 from tiercel.errors import ContextLengthError
 from tiercel.models.source import open_source
+from tiercel.profiling.device_timing import Ceilings
 
 
 def load(trials):

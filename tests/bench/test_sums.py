@@ -10,7 +10,7 @@ from tiercel.bench.drafts import DraftFigures
 from tiercel.bench.floor import ModelCost, floor_seconds
 from tiercel.bench.speed import Trial
 from tiercel.bench.statistics import Bounds, spread, summarise
-from tiercel.engine.device_timing import Ceilings
+from tiercel.profiling.device_timing import Ceilings
 
 
 def percentile(values, share):

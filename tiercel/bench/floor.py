@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from tiercel.engine.device_timing import Ceilings
     from tiercel.models.source import ModelSource
+    from tiercel.profiling.device_timing import Ceilings
 
 
 class ModelCost(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""A model's kernels beside what the device allows; measured by engine/kernel_times.py."""
+"""A model's kernels beside what the device allows; measured by profiling/kernel_times.py."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from tiercel.bench.floor import ModelCost, floor_seconds
 from tiercel.params import SamplingParams
 
 if TYPE_CHECKING:
-    from tiercel.engine.device_timing import Ceilings
     from tiercel.engine.load import LoadedModel
+    from tiercel.profiling.device_timing import Ceilings
 
 FORMAT: Final = 1
 SPARE_TOKENS: Final = 64  # of each sequence: those that begin first decode while others begin

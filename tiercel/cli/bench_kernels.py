@@ -60,8 +60,8 @@ def bench_kernels(
             max_num_seqs=max((requests for requests, _ in shapes), default=1),
         )
         from tiercel.bench.kernels import KernelReport, KernelRow, kernel_table
-        from tiercel.engine.device_timing import measure_ceilings
-        from tiercel.engine.kernel_times import AttentionCase, measure_kernels
+        from tiercel.profiling.device_timing import measure_ceilings
+        from tiercel.profiling.kernel_times import AttentionCase, measure_kernels
 
         report("Measuring the device")
         ceilings = measure_ceilings(loaded.config.device, loaded.config.dtype)

@@ -70,7 +70,7 @@ def bench_speed(
             max_num_seqs=max(trial.batch for trial in trials),
             seed=seed,
         )
-        from tiercel.engine.device_timing import measure_ceilings
+        from tiercel.profiling.device_timing import measure_ceilings
 
         report("Measuring the device")
         cost = model_cost(loaded.source, loaded.config.dtype.itemsize)

@@ -6,11 +6,11 @@ import torch
 from tests.gguf_files import tiny_model
 from tests.tiny_llm import gpu_share
 from tiercel.config import LoadOptions
-from tiercel.engine import device_timing, kernel_times
-from tiercel.engine.device_timing import Ceilings, calls_us, measure_ceilings, times_us
-from tiercel.engine.kernel_times import AttentionCase, KernelTime, measure_kernels
 from tiercel.engine.load import load_model
 from tiercel.errors import ArgumentError
+from tiercel.profiling import device_timing, kernel_times
+from tiercel.profiling.device_timing import Ceilings, calls_us, measure_ceilings, times_us
+from tiercel.profiling.kernel_times import AttentionCase, KernelTime, measure_kernels
 
 CPU = torch.device("cpu")
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from tiercel.batch import Batch
-from tiercel.engine.device_timing import Call, Ceilings, cache_bytes, times_us
 from tiercel.engine.load import LoadedModel
 from tiercel.errors import ArgumentError
 from tiercel.layers.attention import Attention
 from tiercel.layers.linear import Linear
 from tiercel.ops.q4k_matvec import Q4kWeight
+from tiercel.profiling.device_timing import Call, Ceilings, cache_bytes, times_us
 
 
 @dataclass(frozen=True, slots=True)
