@@ -30,7 +30,8 @@ from tiercel.ops.decode_chain import (
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_matvec import Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.ops.rms_norm import rms_norm
-from tiercel.quant import Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import decode_chain as oracle
 
 EPS = 1e-6

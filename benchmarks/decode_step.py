@@ -28,7 +28,8 @@ from tiercel.ops.decode_step import (
     prepare_caches,
 )
 from tiercel.ops.dequantize import dequantize
-from tiercel.quant import QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import QuantType
 from tiercel.reference import decode_step as oracle
 
 LAYERS, SLICES = 36, 3

@@ -22,7 +22,8 @@ from benchmarks.common import copy_gbps, environment, time_us
 from benchmarks.figures import save
 from tiercel.kernels.dequantize import DECODERS
 from tiercel.ops.dequantize import dequantize
-from tiercel.quant import Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import dequantize as oracle
 
 SHAPES = {"cpu": (1024, 4096), "cuda": (12288, 4096)}

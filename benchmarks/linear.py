@@ -19,7 +19,8 @@ from tests.gguf_files import quantised
 from tiercel.kernels.int4_planes import Int4Planes
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear import LinearWeight, linear, prepare_linear
-from tiercel.quant import Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import linear as oracle
 
 # Matrices (out, in) of SmolLM2-135M on a CPU, of an 8B model on a GPU.

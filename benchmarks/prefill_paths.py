@@ -30,7 +30,8 @@ from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_gemm import load_q4k_gemm, q4k_gemm
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.ops.q4k_mmq import load_q4k_mmq, q4k_mmq
-from tiercel.quant import TILE_ROWS, Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import TILE_ROWS, Layout, QuantType
 
 TOKENS = (16, 32, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192)
 MOST_HEAD_TOKENS = 256  # of an output matrix: the last of each prompt

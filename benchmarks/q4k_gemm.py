@@ -21,7 +21,7 @@ from benchmarks.q4k_matvec import CHECKED_ROWS, MATRICES, Inputs, random_part
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_gemm import q4k_gemm
 from tiercel.ops.q4k_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
-from tiercel.quant import Layout, QuantType
+from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import q4k_gemm as oracle
 
 TOKENS = (17, 32, 64, 96, 128, 192, 256, 512, 1024, 4096)

@@ -18,7 +18,8 @@ from tiercel.kernels.linear import launch_linear
 from tiercel.loader.verify import SCALE_FIELDS
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_matvec import Q4kWeight, prepare_q4k, q4k_matvec
-from tiercel.quant import Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import q4k_matvec as oracle
 
 CHECKED_ROWS = 32  # rows of W that the oracle decodes

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.op_timing import Case, main
 from benchmarks.q4k_matvec import make_case
-from tiercel.quant import PLANES, Layout, QuantType
+from tiercel.quant_types import PLANES, Layout, QuantType
 
 SHAPE = (24576, 4096)
 SMALL = (

@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.op_timing import Case, main
 from tiercel.ops.q4k_repack import q4k_repack
-from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import PLANES, Layout, QuantType
 from tiercel.reference import q4k_repack as oracle
 
 SHAPES = {"cuda": ((24576, 4096), (4096, 12288)), "cpu": ((1024, 4096),)}

@@ -16,7 +16,8 @@ from tiercel.ops.decode_chain import (
 )
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_matvec import prepare_q4k
-from tiercel.quant import Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 
 EPS = 0.2  # of both norms: large enough to show
 

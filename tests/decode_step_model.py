@@ -10,7 +10,8 @@ from tiercel.kernels.decode_step import HEAD, HIDDEN
 from tiercel.kernels.decode_stream import MATRICES
 from tiercel.ops.decode_step import DecodeStepBuilder, DecodeStepWeights
 from tiercel.ops.dequantize import dequantize
-from tiercel.quant import Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 
 EPS, SCALE = 0.2, HEAD**-0.5  # the former so large that it shows
 POSITIONS = 64

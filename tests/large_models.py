@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.synthetic_model import SHAPES, has_more_bits
 from tests.gguf_files import TYPE_IDS, assemble, pair, record, tiny_tokenizer
-from tiercel.quant import QuantType
+from tiercel.quant_types import QuantType
 
 _ALIGNMENT = 32
 

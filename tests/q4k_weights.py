@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from tiercel.ops.q4k_matvec import prepare_q4k
-from tiercel.quant import Layout, QuantTensor
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout
 
 # First bytes of the fp16 fields of a block.
 HALVES = {

@@ -8,7 +8,8 @@ from gguf.quants import dequantize
 
 from tests.gguf_files import ENCODERS
 from tiercel.errors import ArgumentError, ModelFormatError
-from tiercel.quant import GGML_TYPES, Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import GGML_TYPES, Layout, QuantType
 
 FLOATS = {"F32", "F16", "BF16"}
 

@@ -28,7 +28,7 @@ from tiercel.kernels.q4k_gemm import (
 from tiercel.kernels.q4k_matvec import cuda_source as cuda_source_q4k
 from tiercel.kernels.q4k_matvec import select_q4k_matvec
 from tiercel.kernels.q4k_types import UNIT_TYPES, tail_groups
-from tiercel.quant import QuantType
+from tiercel.quant_types import QuantType
 
 ARCH = "sm_90a"
 # Sources tell sm_90 and newer from older ones, no more: of each side the end by default.

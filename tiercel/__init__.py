@@ -10,6 +10,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
+from tiercel.version import __version__
+
 if TYPE_CHECKING:
     from tiercel.async_llm import AsyncLLM
     from tiercel.errors import (
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     )
     from tiercel.llm import LLM
     from tiercel.params import SamplingParams, StructuredOutputs
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

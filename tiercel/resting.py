@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tiercel.quant import PLANES, QuantType
+from tiercel.quant_types import PLANES, QuantType
 
 # Planes of the CPU operator for each type: it has groups of 32 weights with a zero.
 INT4_PLANES: Final = {

@@ -8,9 +8,9 @@ import pytest
 
 from tests.patience import PATIENCE_S, wait_for
 from tiercel.engine.engine import RequestUpdate
-from tiercel.engine.faults import Faults
 from tiercel.engine.loop import EngineLoop
 from tiercel.errors import InvalidRequestError, OutOfMemoryError
+from tiercel.faults import Faults
 from tiercel.params import SamplingParams
 from tiercel.request.request import Request, Status
 

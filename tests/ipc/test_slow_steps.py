@@ -1,4 +1,4 @@
-"""Engine processes on a machine that is slow, or seems to be; see `slow` in `engine/faults.py`."""
+"""Engine processes on a machine that is slow, or seems to be; see `slow` in `faults.py`."""
 
 import asyncio
 

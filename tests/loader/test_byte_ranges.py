@@ -14,7 +14,7 @@ from tiercel.errors import ModelFormatError
 from tiercel.loader.gguf import read_gguf
 from tiercel.loader.mapped import MappedFile, TensorInfo, check_no_overlap
 from tiercel.loader.safetensors import read_safetensors
-from tiercel.quant import QuantType
+from tiercel.quant_types import QuantType
 
 pytestmark = pytest.mark.reliability
 

@@ -35,7 +35,7 @@ from tests.gguf_files import (
 )
 from tiercel.errors import ModelFormatError, ModelNotFoundError
 from tiercel.loader.gguf import read_gguf
-from tiercel.quant import QuantType
+from tiercel.quant_types import QuantType
 
 DATA = Path(__file__).parents[1] / "data" / "gguf"
 CASES = ["qwen3-tiny", "llama-tiny", "gemma3-tiny"]

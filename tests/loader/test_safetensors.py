@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tiercel.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from tiercel.loader.safetensors import INDEX_NAME, read_safetensors
-from tiercel.quant import QuantType
+from tiercel.quant_types import QuantType
 
 ALLOWED = (ModelFormatError, UnsupportedModelError)
 

@@ -10,7 +10,7 @@ from tiercel.loader import verify
 from tiercel.loader.gguf import read_gguf
 from tiercel.loader.safetensors import read_safetensors
 from tiercel.loader.verify import NonFinite, find_nonfinite
-from tiercel.quant import QuantType
+from tiercel.quant_types import QuantType
 
 NAN, INF, NEGATIVE_INF = b"\x01\x7c", b"\x00\x7c", b"\x00\xfc"
 ROWS, BLOCKS = 5, 3

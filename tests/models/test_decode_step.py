@@ -19,7 +19,8 @@ from tiercel.models import decoder
 from tiercel.ops.decode_step import DecoderShape
 from tiercel.ops.linear import LinearWeight
 from tiercel.ops.q4k_matvec import prepare_q4k
-from tiercel.quant import Layout, QuantTensor
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout
 
 SHAPE = DecoderShape(1, 4096, 4096, 32, 8, 128, 128, 40960, is_plain=True)
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from tiercel.ops.decode_chain import (
     select_decode_chain,
 )
 from tiercel.ops.q4k_matvec import prepare_q4k
-from tiercel.quant import Layout, QuantType
+from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import decode_chain as oracle
 
 CPU = torch.device("cpu")

@@ -24,7 +24,8 @@ from tiercel.ops.decode_step import (
     select_decode_step,
     select_masks,
 )
-from tiercel.quant import Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import decode_step as oracle
 
 CPU = torch.device("cpu")

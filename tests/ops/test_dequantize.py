@@ -11,7 +11,8 @@ from tiercel.errors import ArgumentError
 from tiercel.kernels import dequantize as kernel
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_repack import q4k_repack
-from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import PLANES, Layout, QuantType
 from tiercel.reference import dequantize as oracle
 
 TYPES = [qtype.name for qtype in QuantType]

@@ -28,7 +28,8 @@ from tiercel.ops.linear import (
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.ops.q4k_mmq import q4k_mmq
 from tiercel.ops.q4k_repack import q4k_repack
-from tiercel.quant import Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import linear as oracle
 from tiercel.resting import INT4_PLANES, ITEM_BYTES, head_dtype, resting_bytes, select_form
 

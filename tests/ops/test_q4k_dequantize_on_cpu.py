@@ -7,7 +7,7 @@ from tests.ops.test_dequantize import as_tensor, random_blocks
 from tiercel.kernels import q4k_dequantize as kernel
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_repack import q4k_repack
-from tiercel.quant import PLANES, Layout, QuantType
+from tiercel.quant_types import PLANES, Layout, QuantType
 
 TYPES = [qtype.name for qtype in PLANES]
 HALVED = ["Q6_K", "Q5_1"]  # also decoded to 16 bits: of other types that is the same code

@@ -13,7 +13,7 @@ from tiercel.errors import ArgumentError
 from tiercel.kernels import q4k_gemm as kernel
 from tiercel.ops.q4k_gemm import TYPES, has_q4k_gemm, q4k_gemm
 from tiercel.ops.q4k_matvec import prepare_q4k
-from tiercel.quant import Layout
+from tiercel.quant_types import Layout
 from tiercel.reference import q4k_gemm as oracle
 
 # A weight is rounded to float16, its factors before that: 2**-12 each, random.

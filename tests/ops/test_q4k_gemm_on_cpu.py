@@ -8,7 +8,7 @@ from tests.q4k_weights import make_tokens, make_weight, relative_error
 from tiercel.kernels import q4k_gemm as kernel
 from tiercel.ops.q4k_gemm import TYPES
 from tiercel.ops.q4k_repack import q4k_repack
-from tiercel.quant import Layout
+from tiercel.quant_types import Layout
 from tiercel.reference import q4k_gemm as oracle
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from tiercel.errors import ArgumentError
 from tiercel.kernels import q4k_matvec as kernel
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
-from tiercel.quant import PLANES, Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import PLANES, Layout, QuantType
 from tiercel.reference import q4k_matvec as oracle
 from tiercel.resting import select_form
 

@@ -8,7 +8,7 @@ from tests.q4k_weights import make_tokens, make_weight, pooled_error
 from tiercel.kernels import q4k_matvec as kernel
 from tiercel.kernels.q4k_types import num_units, tail_groups
 from tiercel.ops.q4k_repack import q4k_repack
-from tiercel.quant import TILE_ROWS, Layout, QuantType
+from tiercel.quant_types import TILE_ROWS, Layout, QuantType
 from tiercel.reference import q4k_matvec as oracle
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from tiercel.kernels import q4k_mmq as kernel
 from tiercel.kernels.q4k_matvec import DeviceLimits
 from tiercel.ops.q4k_matvec import prepare_q4k
 from tiercel.ops.q4k_mmq import q4k_mmq
-from tiercel.quant import Layout, QuantType
+from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import q4k_gemm as exact_oracle
 from tiercel.reference import q4k_mmq as oracle
 

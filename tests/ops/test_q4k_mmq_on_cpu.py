@@ -9,7 +9,7 @@ from tiercel.kernels import q4k_mmq as kernel
 from tiercel.ops.q4k_matvec import prepare_q4k
 from tiercel.ops.q4k_mmq import q4k_mmq
 from tiercel.ops.q4k_repack import q4k_repack
-from tiercel.quant import Layout
+from tiercel.quant_types import Layout
 from tiercel.reference import q4k_mmq as oracle
 
 CPU = torch.device("cpu")

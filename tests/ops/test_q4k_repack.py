@@ -7,7 +7,8 @@ import torch
 from tiercel.errors import ArgumentError
 from tiercel.kernels import q4k_repack as kernel
 from tiercel.ops.q4k_repack import q4k_repack
-from tiercel.quant import PLANES, TILE_ROWS, Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import PLANES, TILE_ROWS, Layout, QuantType
 from tiercel.reference import q4k_repack as oracle
 
 TYPES = list(PLANES)

@@ -17,7 +17,7 @@ import torch
 from tests.tiny_llm import DATA, assert_idle, open_tiny
 from tiercel.engine import engine as engine_module
 from tiercel.engine import load as build
-from tiercel.engine.faults import Fault, Faults
+from tiercel.faults import Fault, Faults
 from tiercel.grammar.spec import compile_spec
 from tiercel.params import SamplingParams, StructuredOutputs
 from tiercel.request.request import Status

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import tiercel
 from tiercel import env
 from tiercel.machine import usable_cpus
+from tiercel.version import __version__
 
 _SECRET_OPTIONS: Final = ("--api-key",)
 _NVIDIA_SMI_TIMEOUT_S: Final = 20.0
@@ -71,7 +71,7 @@ def versions(*packages: str) -> dict[str, str]:
     """Our version, Python's and those of packages; one that is missing is left out."""
     found = {package: installed_version(package) for package in packages}
     present = {package: version for package, version in found.items() if version is not None}
-    return {"python": platform.python_version(), "tiercel": tiercel.__version__, **present}
+    return {"python": platform.python_version(), "tiercel": __version__, **present}
 
 
 def hardware() -> dict[str, str]:

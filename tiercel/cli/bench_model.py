@@ -81,14 +81,14 @@ def load_for_bench(
 
 def facts(loaded: LoadedModel, label: str | None) -> dict[str, Any]:
     """What every result tells: command, time, versions, hardware, switches, model."""
-    import tiercel
     from tiercel import env
     from tiercel.bench import environment
+    from tiercel.version import __version__
 
     return {
         "command": environment.command_line(sys.argv),
         "utc": environment.utc_now(),
-        "label": label or f"tiercel {tiercel.__version__}",
+        "label": label or f"tiercel {__version__}",
         "versions": environment.versions("torch", "triton"),
         "hardware": environment.hardware(),
         "switches": env.switches(),

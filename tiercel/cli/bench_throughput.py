@@ -144,15 +144,15 @@ def _show(
     is_partial: bool,
     output: OutputOptions,
 ) -> None:
-    import tiercel
     from tiercel.bench import environment
     from tiercel.bench.report import Report
+    from tiercel.version import __version__
 
     report = Report(
         kind="throughput",
         command=environment.command_line(sys.argv),
         utc=environment.utc_now(),
-        label=output.label or f"tiercel {tiercel.__version__} offline",
+        label=output.label or f"tiercel {__version__} offline",
         versions=environment.versions("torch", "triton"),
         hardware=environment.hardware(),
         target={},

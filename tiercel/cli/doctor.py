@@ -14,11 +14,11 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-import tiercel
 from tiercel import env
 from tiercel.cli.options import CommonOptions
 from tiercel.cli.terminal import one_line, write
 from tiercel.machine import read_memory, usable_cpus
+from tiercel.version import __version__
 
 _GROUP = Group("Report", sort_key=1)
 _NVIDIA_SMI_TIMEOUT_S = 20.0
@@ -33,7 +33,7 @@ def doctor(
 ) -> int:
     """Report GPU, driver, PyTorch, memory, cache, compiled kernels and versions."""
     report = {
-        "tiercel": tiercel.__version__,
+        "tiercel": __version__,
         "system": _system(),
         "packages": {name: _version_of(name) for name in _PACKAGES},
         "torch": _torch(),

@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Dict, Env
 
-import tiercel
 from tiercel import env
 from tiercel.cli.bench_kernels import bench_kernels
 from tiercel.cli.bench_serve import bench_serve
@@ -48,6 +47,7 @@ from tiercel.cli.terminal import (
 )
 from tiercel.cli.wrong_use import describe_wrong_use
 from tiercel.errors import InstallationError, TiercelError
+from tiercel.version import __version__
 
 _ENVIRONMENT = Env("TIERCEL_", command=False)
 _CUDA_LINE = re.compile(r"^cuda\b[^=]*= *'([^']+)'", re.MULTILINE)
@@ -302,7 +302,7 @@ def _report(error: Exception, *, is_verbose: bool) -> int:
 
 
 def _version() -> str:
-    lines = [f"tiercel {tiercel.__version__}"]
+    lines = [f"tiercel {__version__}"]
     try:
         torch = importlib.metadata.distribution("torch")
     except importlib.metadata.PackageNotFoundError:

@@ -15,7 +15,6 @@ import torch
 from tiercel import env
 from tiercel.config import LoadOptions, resolve_spec
 from tiercel.engine.engine import Engine, build_engine
-from tiercel.engine.faults import Faults
 from tiercel.engine.memory import MemoryBudget
 from tiercel.engine.options import (
     resolve_count,
@@ -27,6 +26,7 @@ from tiercel.engine.options import (
 from tiercel.engine.warm_up import warm_up
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import ArgumentError
+from tiercel.faults import Faults
 from tiercel.grammar.matchers import Matchers
 from tiercel.machine import check_platform, usable_cpus
 from tiercel.models.footprint import cache_bytes, weight_footprint

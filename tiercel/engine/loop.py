@@ -16,9 +16,9 @@ from time import perf_counter
 from typing import Protocol
 
 from tiercel.engine.engine import RequestUpdate
-from tiercel.engine.faults import Faults
 from tiercel.engine.prompt_progress import ProgressReports
 from tiercel.errors import OutOfMemoryError, TiercelError
+from tiercel.faults import Faults
 from tiercel.request.request import Request, Status, TokenUpdate
 
 

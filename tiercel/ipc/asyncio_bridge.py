@@ -15,10 +15,10 @@ from functools import partial
 from time import perf_counter
 
 from tiercel.engine.engine import RequestUpdate
-from tiercel.engine.faults import Faults
 from tiercel.engine.loop import EngineLoop, SteppingEngine, StepResult, is_first, token_update
 from tiercel.engine.prompt_progress import num_computed
 from tiercel.errors import EngineDeadError, InvalidRequestError, TiercelError
+from tiercel.faults import Faults
 from tiercel.ipc import streams
 from tiercel.ipc.messages import NewRequest
 from tiercel.ipc.streams import TokenStream

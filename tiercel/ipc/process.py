@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from tiercel import env
 from tiercel.config import LoadOptions
-from tiercel.engine.faults import Faults
 from tiercel.errors import InstallationError, TiercelError
+from tiercel.faults import Faults
 from tiercel.ipc.messages import (
     MAX_TO_ENGINE_BYTES,
     ErrorInfo,

@@ -21,7 +21,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Final, cast
 
-import tiercel
 from tiercel import env
 from tiercel.config import LoadOptions
 from tiercel.errors import EngineDeadError
@@ -187,7 +186,7 @@ async def start_engine(
 
 
 def _command(descriptor: int) -> list[str]:
-    root = Path(tiercel.__file__).parents[1]
+    root = Path(__file__).parents[2]
     return [sys.executable, "-P", "-c", _BOOT, str(root), str(descriptor), str(os.getpid())]
 
 

@@ -29,7 +29,8 @@ from tiercel.ops.decode_step import (
 )
 from tiercel.ops.q4k_matvec import Q4kWeight
 from tiercel.ops.q4k_repack import q4k_repack
-from tiercel.quant import Layout, QuantTensor
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from tiercel.loader.mapped import (
     check_no_overlap,
     shown,
 )
-from tiercel.quant import GGML_TYPES, QuantType
+from tiercel.quant_types import GGML_TYPES, QuantType
 
 MIN_RECORD_BYTES = 8 + 4 + 8 + 4 + 8
 MAX_TENSOR_NAME_BYTES = 255  # the format says 64; longer ones exist

@@ -21,10 +21,10 @@ import msgspec
 from huggingface_hub import constants, errors, get_session, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-import tiercel
 from tiercel.errors import ModelNotFoundError
 from tiercel.loader.hub_names import HubName, RemoteFile, show
 from tiercel.loader.store import Content
+from tiercel.version import __version__
 
 MAX_LISTING_BYTES = 16 << 20
 MAX_REDIRECTS = 5
@@ -85,7 +85,7 @@ class HubClient:
         self._endpoint = endpoint
         self._is_local = _is_loopback(endpoint)
         self._check_address(endpoint, "HF_ENDPOINT")
-        headers = build_hf_headers(library_name="tiercel", library_version=tiercel.__version__)
+        headers = build_hf_headers(library_name="tiercel", library_version=__version__)
         self._headers = headers | {"accept-encoding": "identity"}
 
     def list_files(self, name: HubName, revision: str) -> Listing:

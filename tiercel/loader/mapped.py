@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiercel.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
-from tiercel.quant import QuantType
+from tiercel.quant_types import QuantType
 
 MAX_ECHO_CHARS = 60  # of a value from a file, in an error message
 MAX_NAME_CHARS = 120  # of a file's own name, in an error message

@@ -32,7 +32,7 @@ from tiercel.loader.mapped import (
     shown,
     shown_name,
 )
-from tiercel.quant import QuantType
+from tiercel.quant_types import QuantType
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

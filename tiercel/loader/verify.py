@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiercel.loader.mapped import TensorInfo, shown
-from tiercel.quant import QuantType
+from tiercel.quant_types import QuantType
 
 CHUNK_BYTES = 8 << 20
 

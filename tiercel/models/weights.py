@@ -11,7 +11,8 @@ from torch import Tensor
 from tiercel.models.source import ModelSource
 from tiercel.models.upload import Uploader
 from tiercel.ops.dequantize import dequantize
-from tiercel.quant import Layout, QuantTensor
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout
 
 
 def unpermute_rows(heads: int, head_dim: int, rotary_dim: int) -> Tensor:

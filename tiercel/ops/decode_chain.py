@@ -21,7 +21,8 @@ from tiercel.kernels.decode_chain_geometry import (
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_matvec import Q4kWeight
 from tiercel.ops.q4k_repack import q4k_repack
-from tiercel.quant import Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 
 _TYPES = (QuantType.Q4_K, QuantType.Q6_K)
 # One token of width 1024 is 5% slower than kernel by kernel, steps of 8 and 16 are 8 and 12% faster

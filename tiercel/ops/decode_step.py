@@ -15,7 +15,8 @@ from tiercel.kernels import decode_step as kernel
 from tiercel.kernels import decode_stream
 from tiercel.kernels.decode_stream import MATRICES
 from tiercel.ops.dequantize import dequantize
-from tiercel.quant import Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 
 _TYPES = (QuantType.Q4_K, QuantType.Q6_K)
 _GROUP = 32  # activations with one scale

@@ -9,7 +9,8 @@ from tiercel.errors import ArgumentError
 from tiercel.kernels.dequantize import launch_dequantize
 from tiercel.kernels.q4k_dequantize import launch_q4k_dequantize
 from tiercel.ops.q4k_repack import q4k_repack
-from tiercel.quant import PLANES, Layout, QuantTensor, take_rows
+from tiercel.quant import QuantTensor, take_rows
+from tiercel.quant_types import PLANES, Layout
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

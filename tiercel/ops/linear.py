@@ -29,7 +29,8 @@ from tiercel.ops.q4k_gemm import TYPES as FUSED_TYPES
 from tiercel.ops.q4k_gemm import has_q4k_gemm, load_q4k_gemm, q4k_gemm
 from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.ops.q4k_mmq import has_q4k_mmq, load_q4k_mmq, q4k_mmq
-from tiercel.quant import PLANES, Layout, QuantTensor
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import PLANES, Layout
 from tiercel.resting import head_dtype, select_form
 
 # From here on a product of 16-bit weights that the processor does not multiply natively is faster

@@ -11,7 +11,7 @@ from tiercel.errors import ArgumentError
 from tiercel.kernels import q4k_gemm as kernel
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_matvec import Q4kWeight, prepare_result
-from tiercel.quant import Layout, QuantType
+from tiercel.quant_types import Layout, QuantType
 
 TYPES = (QuantType.Q4_K, QuantType.Q6_K)
 

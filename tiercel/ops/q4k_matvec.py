@@ -11,7 +11,8 @@ from tiercel.errors import ArgumentError
 from tiercel.kernels import q4k_matvec as kernel
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_repack import q4k_repack
-from tiercel.quant import PLANES, TILE_ROWS, Layout, QuantTensor
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import PLANES, TILE_ROWS, Layout
 
 MAX_TOKENS = kernel.MAX_TOKENS
 

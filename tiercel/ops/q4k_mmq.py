@@ -12,7 +12,7 @@ from tiercel.kernels import q4k_mmq as kernel
 from tiercel.kernels.q4k_matvec import device_limits
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.q4k_matvec import Q4kWeight, prepare_result
-from tiercel.quant import Layout, QuantType
+from tiercel.quant_types import Layout, QuantType
 
 GROUP = 32  # columns of a token that share a scale
 

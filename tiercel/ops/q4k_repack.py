@@ -6,7 +6,8 @@ import torch
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels.q4k_repack import Field, pack_plane, unpack_plane
-from tiercel.quant import PLANES, TILE_ROWS, Layout, Plane, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import PLANES, TILE_ROWS, Layout, Plane, QuantType
 
 
 def q4k_repack(weight: QuantTensor, layout: Layout) -> QuantTensor:

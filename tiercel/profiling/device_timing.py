@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from tiercel.ops.linear import linear, prepare_linear
-from tiercel.quant import Layout, QuantTensor, QuantType
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 
 LEAST_SAMPLES, MOST_SAMPLES = 7, 200
 CEILING_SAMPLES = 20

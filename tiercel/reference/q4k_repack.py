@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tiercel.quant import PLANES, TILE_ROWS, Plane, QuantType
+from tiercel.quant_types import PLANES, TILE_ROWS, Plane, QuantType
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
-from tiercel.engine.faults import Faults
 from tiercel.engine_config import EngineConfig
+from tiercel.faults import Faults
 from tiercel.models.decoder import Decoder
 from tiercel.ops.prepare_step import prepare_step
 from tiercel.request.request import Request

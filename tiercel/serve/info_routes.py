@@ -11,12 +11,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from tiercel import __version__
 from tiercel.ipc.supervisor import EngineState
 from tiercel.serve.errors import JSON_TYPE, refusal
 from tiercel.serve.metrics import CONTENT_TYPE
 from tiercel.serve.route_docs import RouteDoc
 from tiercel.serve.state import ServedModel, ServerState
+from tiercel.version import __version__
 
 _RETRY_SECONDS: Final = {"loading": "5", "restarting": "2", "draining": "5", "dead": "60"}
 # Parts of OpenAI's API that are not served, and what a client is told.

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from tiercel import __version__
 from tiercel.serve.errors import JSON_TYPE, AnthropicErrorBody, ErrorBody
 from tiercel.serve.route_docs import EVENTS, JSON, RouteDoc
+from tiercel.version import __version__
 
 PATH: Final = "/openapi.json"
 DOCS: Final = (RouteDoc(PATH, "This description."),)

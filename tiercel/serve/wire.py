@@ -10,7 +10,6 @@ from typing import Final
 
 from msgspec import UNSET, UnsetType
 
-from tiercel import __version__
 from tiercel.serve.events import (
     ContentDelta,
     Event,
@@ -29,6 +28,7 @@ from tiercel.serve.openai_types import (
 )
 from tiercel.serve.pieces import Piece, PromptProgress, Usage
 from tiercel.serve.state import ServedModel
+from tiercel.version import __version__
 
 
 @dataclass(slots=True)

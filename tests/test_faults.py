@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tests.tiny_llm import LLAMA, open_tiny
-from tiercel.engine import faults as faults_module
-from tiercel.engine.faults import Fault, Faults
+from tiercel import faults as faults_module
 from tiercel.errors import ArgumentError, OutOfMemoryError
+from tiercel.faults import Fault, Faults
 
 
 def test_faults_are_off_by_default(monkeypatch):

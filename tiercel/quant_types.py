@@ -1,0 +1,137 @@
+"""Storage types of weights as data: blocks of the file, and the planes that GPU kernels read.
+
+A GGML type packs a row of weights into blocks of `block_weights` weights and `block_bytes` bytes.
+Rows are whole blocks, so a tensor of shape (out, in) in layout FILE is one plane `data` of (out, in
+/ block_weights * block_bytes) bytes, exactly as the file stores it. The float types have a block of
+one weight. The byte-level meaning of each block is drawn in `kernels/dequantize.py`.
+
+In layout SOA the fields of the blocks lie in planes of their own, in the order in which the tensor
+cores of a GPU take them: each plane is (tiles, groups, 16 * bytes of a group) for tiles of 16 rows,
+the last filled up with zeros. A group is one block of 256 weights or four of 32, the last of a row
+filled up with zeros. `PLANES` says which bytes of a block a plane holds and how the 16 rows of a
+tile share its last axis; `ops/q4k_repack.py` goes from one layout to the other.
+
+Free of PyTorch, so that a file can be inspected without it; `quant.py` has the tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class QuantType(Enum):
+    """A storage type of weights; the value is (GGML id, weights per block, bytes per block)."""
+
+    F32 = (0, 1, 4)
+    F16 = (1, 1, 2)
+    BF16 = (30, 1, 2)
+    Q4_0 = (2, 32, 18)
+    Q4_1 = (3, 32, 20)
+    Q5_0 = (6, 32, 22)
+    Q5_1 = (7, 32, 24)
+    Q8_0 = (8, 32, 34)
+    Q2_K = (10, 256, 84)
+    Q3_K = (11, 256, 110)
+    Q4_K = (12, 256, 144)
+    Q5_K = (13, 256, 176)
+    Q6_K = (14, 256, 210)
+    IQ4_NL = (20, 32, 18)
+    IQ4_XS = (23, 256, 136)
+
+    @property
+    def ggml_id(self) -> int:
+        """The number that a GGUF file stores."""
+        return self.value[0]
+
+    @property
+    def block_weights(self) -> int:
+        """Weights in one block; 1 for the float types."""
+        return self.value[1]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.value[2]
+
+    @property
+    def is_float(self) -> bool:
+        """Whether a weight is stored as a plain float."""
+        return self.block_weights == 1
+
+    @property
+    def group_blocks(self) -> int:
+        """Blocks of a row that lie together in layout SOA."""
+        return 4 if self.block_weights == 32 else 1
+
+    def num_groups(self, in_features: int) -> int:
+        """Groups of a row in layout SOA; the last may be filled up with zeros."""
+        return -(-in_features // (self.block_weights * self.group_blocks))
+
+    def row_bytes(self, in_features: int) -> int:
+        """Bytes of one row of `in_features` weights, which must be whole blocks."""
+        return in_features // self.block_weights * self.block_bytes
+
+
+GGML_TYPES = {qtype.ggml_id: qtype for qtype in QuantType}
+
+
+class Layout(Enum):
+    """How the planes of a tensor lie in memory."""
+
+    FILE = "file"  # one plane `data`: the bytes of the file
+    SOA = "soa"  # the planes of `PLANES`, in tiles of 16 rows
+
+
+TILE_ROWS = 16  # output rows of a tensor-core tile, and of a tile of layout SOA
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Bytes [start, start + size) of each block, as a plane of layout SOA.
+
+    Those of a group, block after block, are pieces in the order (outer, pieces, inner), or (pieces,
+    inner, outer) if they are woven. In a tile of one group column the rows 0..7 lie before the rows
+    8..15; within each half the order is (pieces, row, outer, inner): where a row's bytes of a piece
+    are 64, the 32 lanes of a warp (4 * row + outer) read one piece as 512 bytes in turn.
+    """
+
+    name: str
+    start: int
+    size: int
+    outer: int = 1
+    pieces: int = 1
+    inner: int = 1
+    is_woven: bool = False
+
+
+_D, _DM = Plane("d", 0, 2), Plane("dm", 0, 4)
+_HEADER = Plane("header", 0, 16)
+PLANES = {
+    QuantType.Q4_0: (Plane("qs", 2, 16, 4, 1, 4, is_woven=True), _D),
+    QuantType.Q4_1: (Plane("qs", 4, 16, 4, 1, 4, is_woven=True), _DM),
+    QuantType.Q5_0: (Plane("qs", 6, 16, 4, 1, 4, is_woven=True), Plane("qh", 2, 4), _D),
+    QuantType.Q5_1: (Plane("qs", 8, 16, 4, 1, 4, is_woven=True), Plane("qh", 4, 4), _DM),
+    QuantType.Q8_0: (Plane("qs", 2, 32, 4, 2, 4, is_woven=True), _D),
+    QuantType.Q2_K: (Plane("qs", 16, 64), Plane("scales", 0, 16), Plane("dm", 80, 4)),
+    QuantType.Q3_K: (
+        Plane("qs", 32, 64),
+        Plane("hmask", 0, 32),
+        Plane("scales", 96, 12),
+        Plane("d", 108, 2),
+    ),
+    QuantType.Q4_K: (Plane("qs", 16, 128, 4, 2, 1), _HEADER),
+    QuantType.Q5_K: (
+        Plane("qs", 48, 128, 4, 2, 4, is_woven=True),
+        Plane("qh", 16, 32),
+        _HEADER,
+    ),
+    QuantType.Q6_K: (
+        Plane("ql", 0, 128, 2, 2, 2),
+        Plane("qh", 128, 64),
+        Plane("scales", 192, 16),
+        Plane("d", 208, 2),
+    ),
+    QuantType.IQ4_NL: (Plane("qs", 2, 16, 4, 1, 4, is_woven=True), _D),
+    QuantType.IQ4_XS: (Plane("qs", 8, 128, 4, 2, 4, is_woven=True), Plane("header", 0, 8)),
+}
