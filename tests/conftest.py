@@ -23,7 +23,7 @@ LONG_FILES = (
     "tests/test_llm_spec.py",
     "tests/ops/test_paged_attention.py",
     "tests/test_llm_spec_forms.py",
-    "tests/serve/test_lifecycle.py",
+    "tests/serve/lifecycle/test_lifecycle.py",
     "tests/serve/test_surroundings.py",
     "tests/ops/test_multi_item_attention.py",
     "tests/serve/test_soak.py",

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tests.mtp_model import mtp_model
-from tests.serve.call_writers import Tool
+from tests.serve.generation.tools.call_writers import Tool
 from tests.test_llm_spec import METHODS, counted
 from tests.tiny_llm import DATA, assert_idle, joined, open_tiny
 from tiercel.grammar.spec import ThinkingForm, compile_spec
 from tiercel.params import SamplingParams, StructuredOutputs
-from tiercel.serve.tools import FORMATS, SelectedFormat, make_tool_use
+from tiercel.serve.generation.tools.tools import FORMATS, SelectedFormat, make_tool_use
 
 SCHEMA = {
     "type": "object",

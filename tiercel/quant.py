@@ -1,4 +1,4 @@
-"""Quantised weights from the file to the kernel: `QuantTensor`, of the types in `quant_types.py`."""
+"""Quantised weights from the file to the kernel: `QuantTensor`, of a type in `quant_types.py`."""
 
 from __future__ import annotations
 

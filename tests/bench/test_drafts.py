@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.serve.test_metrics import render
+from tests.serve.http.test_metrics import render
 from tiercel.bench.drafts import DraftFigures, read_metrics
 from tiercel.ipc.messages import EngineStats
-from tiercel.serve.metrics import Metrics
+from tiercel.serve.http.metrics import Metrics
 
 
 def test_the_metrics_of_a_server_are_read():

@@ -22,7 +22,7 @@ from tiercel.cli.options import check_device
 from tiercel.cli.serve_options import LimitOptions, ServerOptions
 from tiercel.cli.terminal import UsageError, one_line, read_bounded
 from tiercel.params import LIMITS, Limits
-from tiercel.serve.access import LOOPBACK_HOSTS, digest
+from tiercel.serve.http.access import LOOPBACK_HOSTS, digest
 
 CEILINGS = {
     "max_n", "max_stop_strings", "max_stop_chars", "max_logit_bias", "max_logprobs",

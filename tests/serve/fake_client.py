@@ -29,7 +29,7 @@ from tiercel.ipc.tokenizer_wire import pack_tokenizer, unpack_tokenizer
 from tiercel.models.source import open_source
 from tiercel.request.request import ABORTED, TokenLogprobs, TokenUpdate
 from tiercel.serve.app import create_app
-from tiercel.serve.metrics import Metrics
+from tiercel.serve.http.metrics import Metrics
 from tiercel.serve.state import ServerState, ServeSettings
 from tiercel.text.template_client import TemplateWorkers
 

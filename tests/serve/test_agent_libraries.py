@@ -13,9 +13,9 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
 
+from tests.serve.api.openai.test_chat_tools import called
 from tests.serve.events import says
 from tests.serve.fake_client import FakeClient, fake_info
-from tests.serve.test_openai_chat_tools import called
 from tests.serve.thread_server import thread_server
 
 MODEL = "tiny"  # the name that the server was given

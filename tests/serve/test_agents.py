@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.serve.api.openai.test_chat import prompt_of
+from tests.serve.api.openai.test_chat_tools import called
+from tests.serve.api.openai.test_responses import read_stream
 from tests.serve.events import read_chat, read_events, says
 from tests.serve.fake_client import FakeClient, ask, fake_info
-from tests.serve.test_openai_chat import prompt_of
-from tests.serve.test_openai_chat_tools import called
-from tests.serve.test_responses import read_stream
 
 FOLDER = Path(__file__).parents[1] / "data/agents"
 RESPONSES, MESSAGES, CHAT = "/v1/responses", "/v1/messages", "/v1/chat/completions"

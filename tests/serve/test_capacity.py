@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.serve.call_writers import Tool
 from tests.serve.fake_client import (
     FakeClient,
     ask,
@@ -15,14 +14,16 @@ from tests.serve.fake_client import (
     fake_tokenizer,
     running,
 )
+from tests.serve.generation.tools.call_writers import Tool
 from tests.serve.test_limits import quick_client, refusal_of, refused_param
 from tiercel.errors import ArgumentError
 from tiercel.ipc.messages import EngineStats
 from tiercel.ipc.supervisor import EngineState
 from tiercel.params import Limits
-from tiercel.serve import scoring, server
-from tiercel.serve.admission import check_capacity, check_queue
-from tiercel.serve.tool_parsers.format import check_parameters
+from tiercel.serve import server
+from tiercel.serve.api.scoring import scoring
+from tiercel.serve.generation.admission import check_capacity, check_queue
+from tiercel.serve.generation.tools.parsers.format import check_parameters
 
 pytestmark = pytest.mark.reliability
 

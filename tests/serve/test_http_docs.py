@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tiercel.serve.anthropic_types import MessagesRequest
-from tiercel.serve.decision_types import DecisionsRequest
-from tiercel.serve.embeddings import EmbeddingRequest
-from tiercel.serve.openai_chat import ChatRequest
-from tiercel.serve.openai_completions import CompletionRequest
-from tiercel.serve.rerank import RerankRequest
-from tiercel.serve.responses_types import ResponsesRequest
-from tiercel.serve.score import ScoreRequest
+from tiercel.serve.api.anthropic.messages_types import MessagesRequest
+from tiercel.serve.api.openai.chat import ChatRequest
+from tiercel.serve.api.openai.completions import CompletionRequest
+from tiercel.serve.api.openai.embeddings import EmbeddingRequest
+from tiercel.serve.api.openai.responses_types import ResponsesRequest
+from tiercel.serve.api.scoring.decision_types import DecisionsRequest
+from tiercel.serve.api.scoring.rerank import RerankRequest
+from tiercel.serve.api.scoring.score import ScoreRequest
 
 PAGE = (Path(__file__).parents[2] / "docs/http_api.md").read_text()
 EXAMPLES = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)

@@ -8,18 +8,23 @@ import json
 import pytest
 
 from tests.serve.fake_client import FakeClient, ask
-from tests.serve.test_body import Anything, post
+from tests.serve.http.test_body import Anything, post
 from tiercel.errors import InvalidRequestError
 from tiercel.params import LIMITS, Limits
 from tiercel.request.request import TokenUpdate
-from tiercel.serve.admission import check_counts
-from tiercel.serve.body import decode, scan
-from tiercel.serve.chat_messages import FunctionSpec, Message, check_tools, template_messages
-from tiercel.serve.errors import escaped
-from tiercel.serve.events import ContentDelta
-from tiercel.serve.openai_chat import ChatRequest
-from tiercel.serve.openai_completions import CompletionRequest
-from tiercel.serve.pieces import Piece, PieceLine
+from tiercel.serve.api.openai.chat import ChatRequest
+from tiercel.serve.api.openai.completions import CompletionRequest
+from tiercel.serve.generation.admission import check_counts
+from tiercel.serve.generation.chat_messages import (
+    FunctionSpec,
+    Message,
+    check_tools,
+    template_messages,
+)
+from tiercel.serve.generation.events import ContentDelta
+from tiercel.serve.generation.pieces import Piece, PieceLine
+from tiercel.serve.http.body import decode, scan
+from tiercel.serve.http.errors import escaped
 
 pytestmark = pytest.mark.reliability
 

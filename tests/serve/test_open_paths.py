@@ -10,9 +10,9 @@ import pytest
 
 from tests.serve.fake_client import fake_app, running
 from tiercel.errors import InvalidRequestError
-from tiercel.serve.access import KeyCheck, digest
+from tiercel.serve.http.access import KeyCheck, digest
+from tiercel.serve.http.static_files import read_files
 from tiercel.serve.state import AccessSettings
-from tiercel.serve.static_files import read_files
 
 pytestmark = pytest.mark.reliability
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.serve.fake_client import fake_app
-from tests.serve.test_metrics import render
+from tests.serve.http.test_metrics import render
 from tiercel.cli.main import make_app
 from tiercel.cli.serve_options import LimitOptions
-from tiercel.serve.metrics import Metrics
+from tiercel.serve.http.metrics import Metrics
 
 TEXT = (Path(__file__).parents[2] / "docs/server.md").read_text()
 COMMANDS = [

@@ -31,8 +31,8 @@ from tiercel.params import LIMITS, Limits, SamplingDefaults, SamplingParams
 
 if TYPE_CHECKING:
     from tiercel.config import LoadOptions
+    from tiercel.serve.http.tracing import Tracing
     from tiercel.serve.state import AccessSettings, ServeSettings
-    from tiercel.serve.tracing import Tracing
 
 MAX_KEY_FILE_BYTES: Final = 1 << 20
 MAX_KEY_CHARS: Final = 1024
@@ -60,8 +60,8 @@ def serve(
     """Serve a model over HTTP, by OpenAI's and Anthropic's APIs (docs/server.md)."""
     from tiercel.ipc.client import EngineClient
     from tiercel.ipc.supervisor import SupervisorSettings
-    from tiercel.serve.logs import set_up_logs
-    from tiercel.serve.metrics import Metrics
+    from tiercel.serve.http.logs import set_up_logs
+    from tiercel.serve.http.metrics import Metrics
     from tiercel.serve.server import fit_descriptors, run_server
     from tiercel.serve.state import ServerState
 
@@ -157,8 +157,8 @@ def _check_address(server: ServerOptions) -> None:
 
 def _check_parsers(server: ServerOptions) -> None:
     """Refuse an unknown name before the model is loaded."""
-    from tiercel.serve.reasoning import select_reasoning_format
-    from tiercel.serve.tools import select_tool_format
+    from tiercel.serve.generation.reasoning import select_reasoning_format
+    from tiercel.serve.generation.tools.tools import select_tool_format
 
     select_tool_format("", "", server.tool_parser)
     select_reasoning_format("", server.reasoning_parser)
@@ -179,7 +179,7 @@ def make_tracing(server: ServerOptions) -> Tracing | None:
             hint="Write one like http://localhost:4318/v1/traces.",
         )
     try:
-        from tiercel.serve.tracing import Tracing
+        from tiercel.serve.http.tracing import Tracing
     except ImportError as error:
         raise UsageError(
             f"--otlp-traces-endpoint needs a package that is missing: {error.name}.",
@@ -231,7 +231,7 @@ def make_access(server: ServerOptions) -> AccessSettings:
         UsageError: a key or origin that cannot be, or no key where other machines may ask.
         OSError: the file of keys cannot be read.
     """
-    from tiercel.serve.access import LOOPBACK_HOSTS, digest, is_loopback
+    from tiercel.serve.http.access import LOOPBACK_HOSTS, digest, is_loopback
     from tiercel.serve.state import AccessSettings
 
     keys = [("--api-key", key) for key in server.api_key]
@@ -350,7 +350,7 @@ def _print_url(url: str) -> None:
 
 
 def _warn(server: ServerOptions, settings: ServeSettings) -> None:
-    from tiercel.serve.access import is_loopback
+    from tiercel.serve.http.access import is_loopback
 
     host = _host(server)
     if server.uds is None and not is_loopback(host) and not settings.access.key_digests:

@@ -3,8 +3,8 @@
 The warm-up runs an engine's steps; between the socket and these lies Python that then still runs
 for the first time: decoders of messages, the loop, the answers' encoders. So some requests come in
 as frames, through a session of their own that nobody hears. It is done in the engine process, hence
-for each that takes the place of one that died, when the server itself (`serve/rehearsal.py`) has
-long answered others.
+for each that takes the place of one that died, when the server itself
+(`serve/lifecycle/rehearsal.py`) has long answered others.
 """
 
 from __future__ import annotations

@@ -24,31 +24,24 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tiercel.errors import InternalError, TiercelError
-from tiercel.serve import (
-    anthropic,
-    decisions,
-    embeddings,
-    info_routes,
-    openai_chat,
-    openai_completions,
-    openapi,
-    rerank,
-    responses,
-    score,
-    static_files,
-    text_routes,
-)
-from tiercel.serve.access import CORS_ANSWER, Cors, HostCheck, KeyCheck
-from tiercel.serve.errors import (
+from tiercel.serve.api import info_routes, text_routes
+from tiercel.serve.api.anthropic import messages as anthropic
+from tiercel.serve.api.openai import chat as openai_chat
+from tiercel.serve.api.openai import completions as openai_completions
+from tiercel.serve.api.openai import embeddings, responses
+from tiercel.serve.api.scoring import decisions, rerank, score
+from tiercel.serve.http import openapi, static_files
+from tiercel.serve.http.access import CORS_ANSWER, Cors, HostCheck, KeyCheck
+from tiercel.serve.http.errors import (
     anthropic_error_response,
     error_response,
     escaped,
     new_request_id,
     refusal,
 )
-from tiercel.serve.ignored import ignored_header
-from tiercel.serve.logs import REQUEST_LOG, RequestLog, log_request
-from tiercel.serve.model_watch import ModelWatch
+from tiercel.serve.http.ignored import ignored_header
+from tiercel.serve.http.logs import REQUEST_LOG, RequestLog, log_request
+from tiercel.serve.lifecycle.model_watch import ModelWatch
 from tiercel.serve.state import ServerState
 
 # Each has `routes` and their `DOCS`. The router tries one after the other: probes come first.

@@ -27,7 +27,7 @@ from tiercel.errors import ArgumentError, EngineDeadError
 from tiercel.ipc.supervisor import EngineState
 from tiercel.params import Limits
 from tiercel.serve.app import create_app
-from tiercel.serve.protocol import EXTRA_CONNECTIONS, KEEP_ALIVE_SECONDS, LimitedProtocol
+from tiercel.serve.http.protocol import EXTRA_CONNECTIONS, KEEP_ALIVE_SECONDS, LimitedProtocol
 from tiercel.serve.state import ServerState
 
 if sys.platform != "win32":

@@ -19,7 +19,7 @@ from tiercel.errors import EngineDeadError, ModelNotFoundError
 from tiercel.ipc.supervisor import EngineState
 from tiercel.params import LIMITS, Limits, SamplingDefaults
 from tiercel.request.inputs import InputProcessor
-from tiercel.serve.errors import escaped, overloaded
+from tiercel.serve.http.errors import escaped, overloaded
 from tiercel.text.chat_template import ChatTemplate
 from tiercel.text.template_client import TemplateWorkers
 from tiercel.text.tokenizer import Tokenizer
@@ -27,10 +27,10 @@ from tiercel.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tiercel.ipc.client import EngineClient
     from tiercel.ipc.messages import EngineInfo
-    from tiercel.serve.grammar_check import GrammarChecker
-    from tiercel.serve.metrics import Metrics
-    from tiercel.serve.model_watch import ModelWatch
-    from tiercel.serve.tracing import Tracing
+    from tiercel.serve.generation.grammar_check import GrammarChecker
+    from tiercel.serve.http.metrics import Metrics
+    from tiercel.serve.http.tracing import Tracing
+    from tiercel.serve.lifecycle.model_watch import ModelWatch
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,0 +1,145 @@
+"""`/v1/embeddings`: one vector per text, from the hidden states that the model's file says to pool.
+
+A model that is no embedding model has no such vector, and a request for one is refused: the mean of
+a chat model's states is a number for everything and good for nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from tiercel.params import LIMITS, SamplingParams
+from tiercel.serve.api.model_route import model_routes
+from tiercel.serve.api.split_prompts import Prompt, check_token_ids, split_prompts
+from tiercel.serve.generation.admission import check_counts
+from tiercel.serve.generation.generation import Generation, GenerationRequest
+from tiercel.serve.generation.prompts import encode_text
+from tiercel.serve.http.errors import JSON_TYPE, refusal, unsupported
+from tiercel.serve.http.logs import request_log
+from tiercel.serve.http.route_docs import RouteDoc
+from tiercel.serve.state import ServedModel, ServerState, sender_of
+
+FLOAT_BYTES: Final = 4
+
+
+class EmbeddingRequest(Struct, kw_only=True):
+    """The body of a request."""
+
+    model: str
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=LIMITS.max_tokens)] | None = None
+    user: object = UNSET
+
+
+class Embedding(Struct, frozen=True):
+    """One vector: numbers, or little-endian float32 in base64."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(Struct, frozen=True):
+    """Tokens of all texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingAnswer(Struct, frozen=True):
+    """The vectors, in the order of the texts."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
+DOCS: Final = (
+    RouteDoc(
+        "/v1/embeddings",
+        "Vectors of texts.",
+        EmbeddingRequest,
+        EmbeddingAnswer,
+        "post",
+        errors=(404, 429, 503),
+    ),
+)
+
+
+def routes(state: ServerState) -> list[BaseRoute]:
+    """The routes of this module."""
+    return model_routes(state, ("/v1/embeddings",), EmbeddingRequest, _answer)
+
+
+async def _answer(
+    state: ServerState, model: ServedModel, request: Request, body: EmbeddingRequest
+) -> Response:
+    model.check_name(body.model)
+    if model.info.pooling is None:
+        raise refusal(
+            400,
+            "unsupported_model",
+            f"{model.name} is no embedding model.",
+            hint="Serve one whose file says how to pool.",
+            param="model",
+        )
+    if body.dimensions not in (None, model.info.hidden_size):
+        raise unsupported("dimensions", f"must be {model.info.hidden_size} for this model")
+    texts = split_prompts(body.input, "input")
+    check_counts(len(texts), 1, state.settings.limits, "input")
+    prompts = [await _input_ids(state, model, text) for text in texts]
+    wanted = GenerationRequest(
+        tuple(prompts),
+        SamplingParams(),
+        max_tokens=0,
+        pooling=model.info.pooling,
+        param="input",
+        sender=sender_of(request),
+    )
+    generation = Generation(state, model, wanted, is_stream=False)
+    generation.start()
+    try:
+        await generation.finished()
+        num_tokens = generation.usage().prompt
+    finally:
+        generation.report(request_log(request))
+    vectors = [answer.request.embedding for answer in generation.answers]
+    data = [
+        Embedding(index, shown(vector, body.encoding_format))
+        for index, vector in enumerate(vectors)
+    ]
+    answer = EmbeddingAnswer(data, model.name, EmbeddingUsage(num_tokens, num_tokens))
+    return Response(msgspec.json.encode(answer), media_type=JSON_TYPE)
+
+
+async def _input_ids(state: ServerState, model: ServedModel, text: str | list[int]) -> list[int]:
+    if isinstance(text, str):
+        special = state.settings.parse_special
+        return await encode_text(state, model, text, parse_special=special, add_special=True)
+    check_token_ids(model, text, "input")
+    return text
+
+
+def shown(vector: bytes, encoding: str | None) -> list[float] | str:
+    """A vector of length 1 as asked for.
+
+    Args:
+        vector: little-endian float32, of any length.
+        encoding: ``base64`` or not.
+    """
+    form = f"<{len(vector) // FLOAT_BYTES}f"
+    numbers = struct.unpack(form, vector)
+    length = math.hypot(*numbers) or 1.0
+    unit = [number / length for number in numbers]
+    return base64.b64encode(struct.pack(form, *unit)).decode() if encoding == "base64" else unit

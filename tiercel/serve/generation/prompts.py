@@ -1,0 +1,159 @@
+"""Text and conversations to token ids, without holding up the event loop.
+
+A short text is encoded in place; a long one in a thread. A template renders in one of a few
+processes that can be killed; who comes while all are busy waits on the loop, not in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from tiercel.errors import ContextLengthError, ModelFormatError
+from tiercel.params import LIMITS
+from tiercel.serve.http.errors import overloaded, refusal, unsupported
+from tiercel.serve.state import ServedModel, ServerState
+from tiercel.text.chat_template import ChatTemplate, check_messages, encode_chat
+from tiercel.text.tokenizer import check_text
+
+MAX_LOOP_CHARS: Final = 4 << 10  # longer text is encoded in a thread: 1 ms here
+
+
+async def encode_text(
+    state: ServerState, model: ServedModel, text: str, *, parse_special: bool, add_special: bool
+) -> list[int]:
+    """Token ids of a text.
+
+    Args:
+        state: of this server.
+        model: whose tokenizer.
+        text: of a client.
+        parse_special: whether the text of a control token becomes its id.
+        add_special: whether BOS and EOS are added where the model wants them.
+
+    Raises:
+        ContextLengthError: so long that it cannot fit; nothing was encoded.
+        InvalidRequestError: no Unicode text.
+    """
+    size = len(text.encode("utf-8", "surrogatepass"))
+    context = model.info.max_model_len
+    if size > context * LIMITS.max_prompt_bytes_per_token:
+        raise ContextLengthError(
+            f"prompt has {size} bytes but the context holds {context} tokens, answer included.",
+            hint="Shorten the prompt.",
+            param="prompt",
+        )
+    check_text(text, "prompt")
+    encode = model.tokenizer.encode
+    if len(text) <= MAX_LOOP_CHARS:
+        return encode(text, parse_special=parse_special, add_special_tokens=add_special)
+    return await state.off_loop(
+        encode, text, parse_special=parse_special, add_special_tokens=add_special
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a template renders; see `encode_chat`."""
+
+    messages: Sequence[Mapping[str, object]]
+    tools: Sequence[Mapping[str, object]] | None = None
+    documents: Sequence[Mapping[str, object]] | None = None
+    add_generation_prompt: bool = True
+    continues_final: bool = False
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    template: ChatTemplate | None = None  # instead of the model's own
+
+
+async def encode_messages(
+    state: ServerState, model: ServedModel, conversation: Conversation
+) -> list[int]:
+    """Token ids of a conversation, as the model's template writes it.
+
+    Raises:
+        InvalidRequestError: 400 `chat_template_error`, or a wrong message.
+        QueueFullError: 503 `queue_timeout`, no template process became free.
+    """
+    async with template_slot(state):
+        return await state.off_loop(
+            encode_chat,
+            model.tokenizer,
+            conversation.template or model.template,
+            conversation.messages,
+            tools=conversation.tools,
+            documents=conversation.documents,
+            add_generation_prompt=conversation.add_generation_prompt,
+            continues_final=conversation.continues_final,
+            template_kwargs=conversation.template_kwargs,
+        )
+
+
+async def render_messages(
+    state: ServerState, model: ServedModel, conversation: Conversation
+) -> str:
+    """The text of a conversation, as the model's template writes it.
+
+    Raises:
+        InvalidRequestError, QueueFullError: as `encode_messages`.
+    """
+    template = conversation.template or model.template
+    if template is None:
+        raise refusal(400, "chat_template_error", "this model has no chat template.")
+    async with template_slot(state):
+        return await state.off_loop(
+            template.render,
+            check_messages(conversation.messages),
+            tools=conversation.tools,
+            documents=conversation.documents,
+            add_generation_prompt=conversation.add_generation_prompt,
+            template_kwargs=conversation.template_kwargs,
+        )
+
+
+def knows_developer(model: ServedModel) -> bool:
+    """Whether the model's template has the role `developer`."""
+    return model.template is not None and "developer" in model.template.source
+
+
+def request_template(
+    state: ServerState, model: ServedModel, source: str | None
+) -> ChatTemplate | None:
+    """The template that a request brings.
+
+    Raises:
+        InvalidRequestError: the server takes none, or it is too long.
+    """
+    if source is None:
+        return None
+    if not state.settings.trusts_templates:
+        raise unsupported(
+            "chat_template", "is off on this server; it starts with --trust-request-chat-template"
+        )
+    try:
+        return ChatTemplate.from_tokenizer(
+            model.tokenizer, source=source, worker=state.template_workers
+        )
+    except ModelFormatError as error:
+        raise refusal(400, "chat_template_error", str(error), param="chat_template") from None
+
+
+@contextlib.asynccontextmanager
+async def template_slot(state: ServerState) -> AsyncIterator[None]:
+    """Hold one of the places at the template processes.
+
+    Raises:
+        QueueFullError: 503 `queue_timeout`, none became free in time.
+    """
+    slots = state.template_slots
+    try:
+        async with asyncio.timeout(state.settings.limits.max_queue_seconds):
+            await slots.acquire()
+    except TimeoutError:
+        raise overloaded("queue_timeout", "No template process became free in time.", 30) from None
+    try:
+        yield
+    finally:
+        slots.release()

@@ -1,0 +1,231 @@
+"""Follows the engine: makes the served model when it is ready, counts, and says what goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from time import perf_counter
+from typing import Final
+
+import msgspec
+
+from tiercel import env
+from tiercel.errors import TiercelError
+from tiercel.grammar.matcher import read_token_table
+from tiercel.ipc.messages import EngineInfo
+from tiercel.ipc.supervisor import EngineState
+from tiercel.ipc.tokenizer_wire import unpack_tokenizer
+from tiercel.loader.hub import CATALOGUE
+from tiercel.params import SamplingDefaults
+from tiercel.request.inputs import InputProcessor
+from tiercel.serve.generation.grammar_check import GrammarChecker
+from tiercel.serve.http.clock import created_now
+from tiercel.serve.lifecycle.rehearsal import MakeApp, rehearse
+from tiercel.serve.lifecycle.startup import Startup
+from tiercel.serve.lifecycle.throughput import Throughput
+from tiercel.serve.state import ServedModel, ServerState, ServeSettings
+from tiercel.text.chat_template import ChatTemplate
+from tiercel.text.tokenizer import Tokenizer
+
+_LOG: Final = logging.getLogger("tiercel.serve")
+_TICK_SECONDS: Final = 1.0
+_REPORT_SECONDS: Final = 10.0
+
+
+class ModelWatch:
+    """Two tasks of the application: one waits for the engine, one reports."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        make_app: MakeApp,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """Set up.
+
+        Args:
+            state: of the server.
+            make_app: the routes around another state, for the rehearsal.
+            clock: in seconds, for rates.
+        """
+        self._state = state
+        self._make_app = make_app
+        self._clock = clock
+        self._startup = Startup(state.show_status)
+        self._throughput: Throughput | None = None  # from when requests are taken on
+        self._tasks: list[asyncio.Task[None]] = []
+        self._num_restarts = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there will be no engine any more, or no model."""
+        return bool(self._tasks) and self._tasks[0].done()
+
+    @property
+    def progress(self) -> float:
+        """How far the start has come, 0 to 1; it never falls while the engine lives."""
+        share = self._state.client.progress
+        return self._startup.progress(share) if self._state.model is None else share
+
+    @property
+    def failure(self) -> TiercelError | None:
+        """Why the model could not be loaded; None if that is not what ended it."""
+        if not self.is_over or self._tasks[0].cancelled():
+            return None
+        error = self._tasks[0].exception()
+        if error is not None and not isinstance(error, TiercelError):
+            raise error
+        return error
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._report())]
+
+    async def stop(self) -> None:
+        """End the tasks."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError, TiercelError):
+                await task
+        self._startup.end()
+
+    async def _follow(self) -> None:
+        state = self._state
+        state.client.on_progress = self._startup.hear
+        await state.client.start()
+        info = await state.client.wait_ready()
+        model = await state.off_loop(make_model, state, info)
+        if state.settings.is_rehearsed:
+            await rehearse(state, model, self._make_app, self._startup.hear_rehearsal)
+        state.client.on_stats = state.metrics.take_stats
+        state.metrics.set_model(model.name, info)
+        state.model = model
+        self._throughput = Throughput(self._clock())
+        self._startup.end()
+        _say_ready(
+            model,
+            state.settings.url,
+            needs_key=bool(state.settings.access.key_digests),
+        )
+        await state.client.wait_ended()
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            self._renew()
+            if self._throughput is not None:
+                self._say_throughput(self._throughput)
+
+    def _renew(self) -> None:
+        """Take over what a restarted engine says of itself: its cache may have another size."""
+        state, client = self._state, self._state.client
+        if client.num_restarts != self._num_restarts:
+            self._num_restarts = client.num_restarts
+            state.metrics.forget_engine()
+            if self._throughput is not None:
+                self._throughput.forget_engine()
+        model, info = state.model, client.info
+        if model is None or info is None or client.state is not EngineState.READY:
+            return
+        if info is not model.info:
+            state.model = replace(model, info=info)
+            state.metrics.set_model(model.name, info)
+            self._startup.end()
+            _LOG.info("the engine is ready again")
+
+    def _say_throughput(self, throughput: Throughput) -> None:
+        client = self._state.client
+        rates = throughput.take(client.stats, self._clock(), _REPORT_SECONDS)
+        if rates is not None:
+            fields = {
+                "prompt_tokens_per_s": rates.prompt,
+                "generation_tokens_per_s": rates.generation,
+                "running": client.num_running,
+                "waiting": client.num_waiting,
+                "kv_cache_percent": client.stats.kv_cache_usage * 100,
+            }
+            _LOG.info("throughput", extra={"fields": fields})
+
+
+def default_names(file_name: str) -> tuple[str, ...]:
+    """Names of a model that was given none: the catalogue's, the file's without and with ending."""
+    stem = file_name.removesuffix(".gguf")
+    listed = [entry.name for entry in CATALOGUE if entry.member.endswith(f"/{file_name}")]
+    return tuple(dict.fromkeys((*listed, stem, file_name)))
+
+
+def make_model(state: ServerState, info: EngineInfo) -> ServedModel:
+    """Build tokenizer and template; takes up to a second.
+
+    Raises:
+        ModelFormatError: the chat template has a syntax error.
+    """
+    tokenizer = unpack_tokenizer(info.tokenizer, env.cache_dir() / "tokenizers")
+    template = ChatTemplate.from_tokenizer(
+        tokenizer, source=info.chat_template, worker=state.template_workers, name=info.model_name
+    )
+    if template is not None:
+        template.check()
+    return ServedModel(
+        names=state.settings.served_names or default_names(info.model_name),
+        info=info,
+        tokenizer=tokenizer,
+        template=template,
+        inputs=InputProcessor(
+            tokenizer,
+            vocab_size=info.vocab_size,
+            max_position=info.max_position,
+            max_model_len=info.max_model_len,
+            seed=info.seed,
+        ),
+        grammars=make_checker(state, tokenizer, info.vocab_size),
+        sampling=_defaults(state.settings, info),
+        created=created_now(),
+    )
+
+
+def _defaults(settings: ServeSettings, info: EngineInfo) -> SamplingDefaults:
+    """Options of the server win over the model's file."""
+    if not settings.has_model_defaults:
+        return settings.sampling
+    return settings.sampling.over(info.sampling_defaults)
+
+
+def make_checker(
+    state: ServerState, tokenizer: Tokenizer, vocab_size: int
+) -> GrammarChecker | None:
+    """What checks grammars for a model; None where an answer could not end."""
+    if not tokenizer.stop_ids:
+        return None
+    checker = GrammarChecker(
+        read_token_table(tokenizer, vocab_size),
+        seconds=state.settings.limits.max_grammar_seconds,
+        max_wait_s=state.settings.limits.max_queue_seconds,
+    )
+    if state.settings.has_warm_workers:
+        checker.start()
+    return checker
+
+
+def _say_ready(model: ServedModel, url: str, *, needs_key: bool) -> None:
+    fields = {
+        "url": url,
+        "model": model.name,
+        "context_tokens": model.info.max_model_len,
+        "kv_cache_tokens": model.info.capacity_tokens,
+        "device": model.info.device,
+    }
+    _LOG.info("ready", extra={"fields": fields})
+    key = " -H 'authorization: Bearer '$TIERCEL_API_KEY" if needs_key else ""
+    question = {"model": model.name, "messages": [{"role": "user", "content": "Hello"}]}
+    _LOG.info(
+        "try: curl %s/v1/chat/completions%s -H 'content-type: application/json' -d %s",
+        url,
+        key,
+        shlex.quote(msgspec.json.encode(question).decode()),
+    )
