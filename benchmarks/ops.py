@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import act_mul, linear, paged_attention, rms_norm, rotary_kv_write
+from benchmarks import act_mul, linear, rms_norm, rotary_kv_write
+from benchmarks import decode_attention as paged_attention
 from benchmarks.common import environment
 from benchmarks.figures import save
 from benchmarks.op_timing import bench, measure_ceilings, parse

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from tiercel.errors import InternalError
-from tiercel.kernels import decode_chain, decode_step, rotary_kv_write, rtc
+from tiercel.kernels import decode_chain, decode_step, rtc
+from tiercel.kernels.attention import rotary_kv_write
+from tiercel.kernels.attention.prefill_attention import cuda_source, select_multi_item_attention
 from tiercel.kernels.decode_chain_geometry import ChainShape, ChainTypes, partition
-from tiercel.kernels.multi_item_attention import cuda_source, select_multi_item_attention
 from tiercel.kernels.q4k_dequantize import dequantize_source
 from tiercel.kernels.q4k_gemm import (
     TOKEN_CLASSES,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tiercel.kernels.attention_tiles import MultiItemAttentionPlan
+    from tiercel.kernels.attention.prefill_attention_tiles import MultiItemAttentionPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels.rotary_kv_write import launch_rotary_kv_write
+from tiercel.kernels.attention.rotary_kv_write import launch_rotary_kv_write
 from tiercel.ops.rotary_kv_write import rotary_kv_write
 from tiercel.reference import rotary_kv_write as oracle
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.ops.test_rotary_kv_write import Case
-from tiercel.kernels import rotary_kv_write as kernel
+from tiercel.kernels.attention import rotary_kv_write as kernel
 
 CPU = torch.device("cpu")
 # One rounding of the result, and those of float32 before it.

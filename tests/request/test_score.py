@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.ops.test_multi_item_packed import CASES
+from tests.ops.test_multi_item_attention import CASES
 from tiercel.ops.linear import LinearWeight, linear, pick_rows
 from tiercel.ops.prepare_step import StepInputs
 from tiercel.params import SamplingParams

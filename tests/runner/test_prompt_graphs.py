@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.ops.multi_item_cases import ITEMS, PLAIN, make_case, relative_error
+from tests.ops.prefill_attention_cases import ITEMS, PLAIN, make_case, relative_error
 from tests.tiny_llm import greedy, ids_of, open_tiny
 from tiercel.batch import PackedItems
-from tiercel.ops.multi_item_attention import multi_item_attention
+from tiercel.ops.prefill_attention import multi_item_attention
 from tiercel.params import SamplingParams
 from tiercel.runner.prompt_graphs import LARGEST, padded_lengths, padded_size, padded_sizes
 

@@ -20,16 +20,19 @@ from tiercel.batch import Batch, PackedItems
 from tiercel.cache.spec import KVCacheSpec, attention_spec
 from tiercel.config import MAX_DECODE_QUERIES
 from tiercel.layers.linear import Linear
-from tiercel.ops.multi_item_attention import (
+from tiercel.ops.decode_attention import paged_attention, prepare_paged_attention
+from tiercel.ops.prefill_attention import (
     multi_item_attention,
     plan_multi_item_attention,
     tile_multi_item_attention,
 )
-from tiercel.ops.paged_attention import paged_attention, prepare_paged_attention
 from tiercel.ops.rotary_kv_write import rotary_kv_write
 
 if TYPE_CHECKING:
-    from tiercel.kernels.attention_tiles import MultiItemAttentionPlan, PlannedTiles
+    from tiercel.kernels.attention.prefill_attention_tiles import (
+        MultiItemAttentionPlan,
+        PlannedTiles,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def rotary_kv_write(
     _check_caches(heads, k_cache, v_cache)
     _check_weights(heads.shape[2], q_weight, k_weight)
     if heads.is_cuda:
-        from tiercel.kernels.rotary_kv_write import launch_rotary_kv_write
+        from tiercel.kernels.attention.rotary_kv_write import launch_rotary_kv_write
 
         launch_rotary_kv_write(
             heads, positions, table, k_cache, v_cache, slot_mapping, q_weight, k_weight, eps

@@ -31,7 +31,7 @@ from torch import Tensor
 from tiercel.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from tiercel.kernels.multi_item_attention import MultiItemAttentionConfig
+    from tiercel.kernels.attention.prefill_attention import MultiItemAttentionConfig
 
 ModelKey = tuple[torch.dtype, int, int, int]
 TILE_INTS = 8

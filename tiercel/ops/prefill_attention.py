@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels.attention_lengths import ScoreRule, StepLengths, read_lengths
-from tiercel.kernels.attention_tiles import read_positions
-from tiercel.kernels.gathered_items import attend_items
+from tiercel.kernels.attention.prefill_attention_lengths import ScoreRule, StepLengths, read_lengths
+from tiercel.kernels.attention.prefill_attention_tiles import read_positions
+from tiercel.ops.prefill_attention_torch import attend_items
 
 if TYPE_CHECKING:
-    from tiercel.kernels.attention_tiles import ModelKey, MultiItemAttentionPlan, PlannedTiles
-    from tiercel.kernels.multi_item_attention import MultiItemAttentionConfig
+    from tiercel.kernels.attention.prefill_attention import MultiItemAttentionConfig
+    from tiercel.kernels.attention.prefill_attention_tiles import (
+        ModelKey,
+        MultiItemAttentionPlan,
+        PlannedTiles,
+    )
 
 
 def multi_item_attention(
@@ -350,7 +354,12 @@ def _plan_tiles(
     *,
     has_lse: bool,
 ) -> PlannedTiles:
-    from tiercel.kernels.attention_tiles import PlannedTiles, cut_tiles, make_tiles, part_steps
+    from tiercel.kernels.attention.prefill_attention_tiles import (
+        PlannedTiles,
+        cut_tiles,
+        make_tiles,
+        part_steps,
+    )
 
     step = config.block_m // group
     tiles = make_tiles(lengths.query, lengths.context, lengths.prefix, lengths.item_start, step)
@@ -386,7 +395,7 @@ def _fitting_config(
 def _config(
     k_cache: Tensor, group: int, window: int, softcap: float, longest: int
 ) -> MultiItemAttentionConfig:
-    from tiercel.kernels.multi_item_attention import select_multi_item_attention
+    from tiercel.kernels.attention.prefill_attention import select_multi_item_attention
 
     return select_multi_item_attention(
         k_cache.dtype,
@@ -413,7 +422,7 @@ def _attend_cuda(
     scores: ScoreRule,
     lse: Tensor | None,
 ) -> None:
-    from tiercel.kernels.multi_item_attention import PartBuffers, launch_multi_item_attention
+    from tiercel.kernels.attention.prefill_attention import PartBuffers, launch_multi_item_attention
 
     group = q.shape[1] // k_cache.shape[2]
     if plan is None:

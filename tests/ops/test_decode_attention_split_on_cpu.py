@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ops.test_split_attention import alone, check_case, run_kernel
+from tests.ops.test_decode_attention_split import alone, check_case, run_kernel
 from tests.paged_batches import make_case
-from tiercel.kernels import split_attention as kernel
+from tiercel.kernels.attention import decode_attention_split as kernel
 
 CPU = torch.device("cpu")
 # Borders of tiles and splits, one key, rows that several CTAs share; of 165 the last token's window

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from benchmarks.multi_item_peers import BEST_US, ITEM_LENS
+from benchmarks.prefill_attention_peers import BEST_US, ITEM_LENS
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ops.multi_item_cases import (
+from tests.ops.prefill_attention_cases import (
     FINITE,
     ITEMS,
     LARGE,
@@ -20,10 +20,10 @@ from tests.ops.multi_item_cases import (
     triton_config,
 )
 from tiercel.errors import ArgumentError
-from tiercel.kernels import multi_item_attention as kernel
-from tiercel.kernels.attention_tiles import cut_tiles, make_tiles, part_steps
-from tiercel.ops.multi_item_attention import plan_multi_item_attention
-from tiercel.reference import multi_item_attention as oracle
+from tiercel.kernels.attention import prefill_attention as kernel
+from tiercel.kernels.attention.prefill_attention_tiles import cut_tiles, make_tiles, part_steps
+from tiercel.ops.prefill_attention import plan_multi_item_attention
+from tiercel.reference import prefill_attention as oracle
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")

@@ -7,10 +7,10 @@ import torch
 
 from tests.paged_batches import DECODES, TOLERANCE, make_batch, make_case, relative_error
 from tiercel.errors import ArgumentError
-from tiercel.kernels import gathered_attention
-from tiercel.kernels import paged_attention as kernel
-from tiercel.ops.paged_attention import paged_attention
-from tiercel.reference import paged_attention as oracle
+from tiercel.kernels.attention import decode_attention as kernel
+from tiercel.ops import decode_attention_torch as gathered_attention
+from tiercel.ops.decode_attention import paged_attention
+from tiercel.reference import decode_attention as oracle
 
 # (heads, kv_heads, head_dim) of SmolLM2, Qwen2.5-0.5B and Gemma 3, and one without groups.
 HEADS = [(9, 3, 64), (14, 2, 64), (4, 1, 256), (3, 3, 40)]

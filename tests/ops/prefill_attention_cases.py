@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tiercel.kernels import multi_item_attention as kernel
-from tiercel.kernels.attention_tiles import PlannedTiles, cut_tiles, make_tiles
-from tiercel.ops.multi_item_attention import multi_item_attention
-from tiercel.reference import multi_item_attention as oracle
+from tiercel.kernels.attention import prefill_attention as kernel
+from tiercel.kernels.attention.prefill_attention_tiles import PlannedTiles, cut_tiles, make_tiles
+from tiercel.ops.prefill_attention import multi_item_attention
+from tiercel.reference import prefill_attention as oracle
 
 # A request: (cached tokens, P, item lengths); 0 is a token that sees the prefix alone. Without
 # items P is the whole length.

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercel.ops.multi_item_attention import multi_item_attention, multi_item_attention_packed
-from tiercel.reference import multi_item_attention as oracle
+from tiercel.ops.prefill_attention import multi_item_attention, multi_item_attention_packed
+from tiercel.reference import prefill_attention as oracle
 
 NUM_CHUNKS, CHUNK = 20, 500  # of the whole sweep
 # (heads, kv_heads, head_dim), block size, dtype; the first two run the CUDA kernel on Hopper.

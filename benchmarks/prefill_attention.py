@@ -1,6 +1,6 @@
 """Prefill attention against its floor, beside cuDNN and FlashAttention 2 on contiguous tensors.
 
-    python -m benchmarks.multi_item_attention --device cuda --out results/multi_item_attention.json
+    python -m benchmarks.prefill_attention --device cuda --out results/multi_item_attention.json
 
 Floor: 4 * head_dim operations per visible pair of a head and a key, at the rate of a bf16 product
 of 8192^3 measured in the same run. The op gets a plan, as all layers of a step but one do; planning
@@ -14,7 +14,7 @@ it does at its power limit. Kernels of a row run one after the other; compare wi
 --suite scoring: the shapes that peers of multi-item scoring were timed on (multi_item_peers.py),
 the same with the prefix computed in the launch, and few items on a long prefix, with tiles cut into
 parts and whole. --suite sweep times the Triton kernel in other tiles, for the table in
-kernels/multi_item_attention.py.
+kernels/attention/prefill_attention.py.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.common import environment
 from benchmarks.figures import save
-from benchmarks.multi_item_shapes import SCORING_SHAPES, SHAPES, SWEEP, SWEEP_SHAPES, Shape
 from benchmarks.op_timing import parse, relative_error
-from tiercel.ops.multi_item_attention import multi_item_attention, plan_multi_item_attention
-from tiercel.reference import multi_item_attention as oracle
+from benchmarks.prefill_attention_shapes import SCORING_SHAPES, SHAPES, SWEEP, SWEEP_SHAPES, Shape
+from tiercel.ops.prefill_attention import multi_item_attention, plan_multi_item_attention
+from tiercel.reference import prefill_attention as oracle
 
 BLOCK_SIZE = 64
 WARM_SECONDS, LEAST_CALLS, MOST_SAMPLES = 0.12, 10, 30
@@ -137,9 +137,9 @@ def run_op(inputs: Inputs, plan: Any) -> Tensor:
 
 def make_variant(inputs: Inputs, **changes: Any) -> Callable[[Inputs], Tensor]:
     """The kernel in another configuration than the selected one, on whole tiles."""
-    attention_tiles = import_module("tiercel.kernels.attention_tiles")
+    attention_tiles = import_module("tiercel.kernels.attention.prefill_attention_tiles")
     kernel = import_module(
-        "tiercel.kernels.multi_item_attention"
+        "tiercel.kernels.attention.prefill_attention"
     )  # needs Triton, so not at the top
     shape = inputs.shape
     select = kernel.select_multi_item_attention

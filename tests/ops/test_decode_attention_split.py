@@ -8,8 +8,8 @@ import torch
 
 from tests.paged_batches import DECODES, TOLERANCE, make_batch, make_case, relative_error
 from tests.test_rtc import EVERY_ARCH, compile_here
-from tiercel.kernels import split_attention as kernel
-from tiercel.reference import paged_attention as oracle
+from tiercel.kernels.attention import decode_attention_split as kernel
+from tiercel.reference import decode_attention as oracle
 
 # Groups of 3, 7, 20, 4, 1, 2 heads: they fill tiles of rows, and cut queries, unevenly.
 HEADS = [(6, 2, 64), (14, 2, 64), (20, 1, 128), (32, 8, 128), (2, 2, 256), (8, 4, 256)]

@@ -9,10 +9,10 @@ import random
 import pytest
 import torch
 
-from tests.ops.test_split_attention import check_case
-from tests.ops.test_split_attention_on_cpu import run
+from tests.ops.test_decode_attention_split import check_case
+from tests.ops.test_decode_attention_split_on_cpu import run
 from tests.paged_batches import make_case
-from tiercel.kernels import split_attention as kernel
+from tiercel.kernels.attention import decode_attention_split as kernel
 
 CPU = torch.device("cpu")
 # 8 splits of 64 keys, 4 of 128, then of 256.

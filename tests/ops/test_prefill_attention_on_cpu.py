@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.launches_on_cpu import encode_tensor_map
-from tests.ops.multi_item_cases import (
+from tests.ops.prefill_attention_cases import (
     FINITE,
     TOLERANCE,
     assert_lse,

@@ -1,7 +1,7 @@
 """Candidate configs of the Triton kernel of paged attention, timed: what its table is chosen from.
 
-Run by `python -m benchmarks.paged_attention --device cuda --sweep`. Splits are one choice per
-head_dim, whatever the batch (see kernels/paged_attention.py), so configs are ranked by the
+Run by `python -m benchmarks.decode_attention --device cuda --sweep`. Splits are one choice per
+head_dim, whatever the batch (see kernels/attention/decode_attention.py), so configs are ranked by the
 geometric mean of their fractions of the floor over all swept shapes of that head_dim.
 """
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.common import environment
+from benchmarks.decode_attention import BLOCK_SIZE, Inputs, Shape, make_case, make_inputs
 from benchmarks.figures import save
 from benchmarks.op_timing import Ceilings, num_sets, relative_error, time_inputs
-from benchmarks.paged_attention import BLOCK_SIZE, Inputs, Shape, make_case, make_inputs
-from tiercel.kernels import paged_attention as kernel
-from tiercel.kernels.paged_attention import PagedAttentionConfig
-from tiercel.ops.paged_attention import paged_attention
+from tiercel.kernels.attention import decode_attention as kernel
+from tiercel.kernels.attention.decode_attention import PagedAttentionConfig
+from tiercel.ops.decode_attention import paged_attention
 
 SWEPT = [
     Shape(64, 1, 4096),

@@ -27,8 +27,11 @@ from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels import rtc
-from tiercel.kernels.attention_tiles import MultiItemAttentionPlan
-from tiercel.kernels.multi_item_triton import merge_parts_kernel, multi_item_attention_kernel
+from tiercel.kernels.attention.prefill_attention_tiles import MultiItemAttentionPlan
+from tiercel.kernels.attention.prefill_attention_triton import (
+    merge_parts_kernel,
+    multi_item_attention_kernel,
+)
 
 LOG2_E = 1.4426950408889634
 
@@ -47,7 +50,7 @@ _FAST_FROM_KEYS = 2048
 
 # head_dim up to -> rows, keys, warps, stages of 16-bit types. Chosen by what ptxas makes of them
 # (sm_90, Triton 3.6): no spill up to 128, where 4 warps spill 336 bytes; 48 bytes at 256. Not swept
-# on a device yet: benchmarks/multi_item_attention.py --suite sweep.
+# on a device yet: benchmarks/prefill_attention.py --suite sweep.
 _TRITON_TILES = (
     (64, (128, 64, 4, 3)),
     (128, (128, 64, 8, 2)),

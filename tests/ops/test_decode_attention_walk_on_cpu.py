@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tiercel.kernels import rtc
-from tiercel.kernels import split_attention as kernel
+from tiercel.kernels.attention import decode_attention_split as kernel
 
 TILE = 64
 STARTS = [*range(0, 512, 128), *range(512, 1024, 256), *range(1024, 9000, 512)]  # of splits

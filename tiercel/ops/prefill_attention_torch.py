@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tiercel.kernels.attention_lengths import ScoreRule, StepLengths
-from tiercel.kernels.gathered_attention import (
+from tiercel.kernels.attention.prefill_attention_lengths import ScoreRule, StepLengths
+from tiercel.ops.decode_attention_torch import (
     attend_masked,
     attend_one,
     first_key,

@@ -1,7 +1,7 @@
 """Attention over the paged cache against its floor, beside PyTorch's on keys that lie ready.
 
-    python -m benchmarks.paged_attention --device cuda --out results/paged_attention_h200.json
-    python -m benchmarks.paged_attention --device cuda --sweep --out results/paged_attention.json
+    python -m benchmarks.decode_attention --device cuda --out results/paged_attention_h200.json
+    python -m benchmarks.decode_attention --device cuda --sweep --out results/paged_attention.json
 
 The second also times candidate configs of the Triton kernel (paged_attention_sweep.py).
 
@@ -29,8 +29,8 @@ from benchmarks.op_timing import (
     relative_error,
 )
 from tiercel.batch import Batch
-from tiercel.ops.paged_attention import paged_attention
-from tiercel.reference import paged_attention as oracle
+from tiercel.ops.decode_attention import paged_attention
+from tiercel.reference import decode_attention as oracle
 
 BLOCK_SIZE = 64
 
@@ -260,7 +260,7 @@ def run() -> None:
     ceilings = measure_ceilings(device)
     swept: list[dict[str, Any]] = []
     if arguments.sweep:  # imported here: it needs Triton
-        sweep = import_module("benchmarks.paged_attention_sweep").sweep
+        sweep = import_module("benchmarks.decode_attention_sweep").sweep
         swept = sweep(device, ceilings, arguments.out)
     rows = bench_chosen(arguments, cases(device), device, ceilings)
     save(arguments.out, environment(device), rows + swept)

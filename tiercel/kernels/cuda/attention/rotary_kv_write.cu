@@ -1,5 +1,5 @@
 // Norm, rotation and cache write of heads that rotate whole; attention_ptx.cuh before it. Host side,
-// floor: kernels/rotary_kv_write.py.
+// floor: kernels/attention/rotary_kv_write.py.
 //
 // D / 8 lanes take a head, each of them four pairs (i, i + D / 2). Between a step's products this is
 // a chain of latencies, so what can be is read before the wait: the token's position and slot, its

@@ -10,7 +10,7 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.config import MAX_DECODE_QUERIES
 from tiercel.errors import ArgumentError
-from tiercel.kernels.gathered_attention import attend_one, first_key, gather_cache
+from tiercel.ops.decode_attention_torch import attend_one, first_key, gather_cache
 
 MAX_DECODE_HEAD_DIM = 256  # beyond, its tiles do not fit
 LEAST_DECODE_BLOCK = 16  # tokens; the smallest tile of a matrix product
@@ -25,7 +25,7 @@ def prepare_paged_attention(k_cache: Tensor, num_heads: int) -> None:
     """
     if not k_cache.is_cuda:
         return
-    from tiercel.kernels import split_attention
+    from tiercel.kernels.attention import decode_attention_split as split_attention
 
     _, block_size, kv_heads, head_dim = k_cache.shape
     device, dtype = k_cache.device, k_cache.dtype
@@ -131,7 +131,8 @@ def _decode(
     group: int,
     window: int,
 ) -> Tensor:
-    from tiercel.kernels import paged_attention, split_attention
+    from tiercel.kernels.attention import decode_attention as paged_attention
+    from tiercel.kernels.attention import decode_attention_split as split_attention
     from tiercel.kernels.rtc import max_smem_bytes
 
     (tokens, heads, head_dim), block_size = q.shape, k_cache.shape[1]

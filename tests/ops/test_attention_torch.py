@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ops import multi_item_cases
-from tests.ops.multi_item_cases import assert_lse
+from tests.ops import prefill_attention_cases as multi_item_cases
+from tests.ops.prefill_attention_cases import assert_lse
 from tests.paged_batches import TOLERANCE, make_case, relative_error
 from tiercel.errors import ArgumentError
-from tiercel.kernels.gathered_attention import TILE, attend_one, first_key, gather_cache
-from tiercel.kernels.gathered_items import BLOCK_ROWS, _blocks
-from tiercel.ops.paged_attention import paged_attention
-from tiercel.reference.multi_item_attention import multi_item_attention as oracle
+from tiercel.ops.decode_attention import paged_attention
+from tiercel.ops.decode_attention_torch import TILE, attend_one, first_key, gather_cache
+from tiercel.ops.prefill_attention_torch import BLOCK_ROWS, _blocks
+from tiercel.reference.prefill_attention import multi_item_attention as oracle
 
 CPU = torch.device("cpu")
 SHAPE = (2, 1, 8)
