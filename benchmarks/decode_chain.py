@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
-from benchmarks.q4k_matvec import random_part
+from benchmarks.packed_matvec import random_part
 from benchmarks.synthetic_model import SHAPES, Shape
 from tiercel.kernels.decode_chain_geometry import Geometry, Refusal
 from tiercel.ops.act_mul import act_mul
@@ -28,7 +28,7 @@ from tiercel.ops.decode_chain import (
     prepare_decode_chain,
 )
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.q4k_matvec import Q4kWeight, prepare_q4k, q4k_matvec
+from tiercel.ops.packed_matvec import Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.ops.rms_norm import rms_norm
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
-from benchmarks.q4k_matvec import random_part
+from benchmarks.packed_matvec import random_part
 from benchmarks.synthetic_model import has_more_bits
 from tiercel.batch import Batch
 from tiercel.kernels.decode_step import BLOCK_TOKENS, HEAD, HIDDEN, KV_HEADS

@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.common import copy_gbps, environment, time_us
 from benchmarks.figures import save
-from tiercel.kernels.dequantize import DECODERS
 from tiercel.ops.dequantize import dequantize
+from tiercel.ops.dequantize_torch import DECODERS
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import dequantize as oracle

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
 from tests.gguf_files import quantised
-from tiercel.kernels.int4_planes import Int4Planes
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear import LinearWeight, linear, prepare_linear
+from tiercel.ops.linear_torch import Int4Planes
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import linear as oracle

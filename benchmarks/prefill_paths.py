@@ -24,12 +24,12 @@ from torch import Tensor
 from benchmarks.common import environment
 from benchmarks.figures import save
 from benchmarks.op_timing import measure_ceilings, time_inputs
-from benchmarks.q4k_matvec import MATRICES, random_part
-from tiercel.kernels.linear import launch_linear
+from benchmarks.packed_matvec import MATRICES, random_part
+from tiercel.kernels.packed.linear import launch_linear
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.q4k_gemm import load_q4k_gemm, q4k_gemm
-from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
-from tiercel.ops.q4k_mmq import load_q4k_mmq, q4k_mmq
+from tiercel.ops.packed_gemm import load_q4k_gemm, q4k_gemm
+from tiercel.ops.packed_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
+from tiercel.ops.packed_mmq import load_q4k_mmq, q4k_mmq
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import TILE_ROWS, Layout, QuantType
 

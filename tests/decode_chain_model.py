@@ -15,7 +15,7 @@ from tiercel.ops.decode_chain import (
     prepare_decode_chain,
 )
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.q4k_matvec import prepare_q4k
+from tiercel.ops.packed_matvec import prepare_q4k
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 

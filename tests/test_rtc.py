@@ -18,17 +18,17 @@ from tiercel.kernels import decode_chain, decode_step, rtc
 from tiercel.kernels.attention import rotary_kv_write
 from tiercel.kernels.attention.prefill_attention import cuda_source, select_multi_item_attention
 from tiercel.kernels.decode_chain_geometry import ChainShape, ChainTypes, partition
-from tiercel.kernels.q4k_dequantize import dequantize_source
-from tiercel.kernels.q4k_gemm import (
+from tiercel.kernels.packed.packed_dequantize import dequantize_source
+from tiercel.kernels.packed.packed_gemm import (
     TOKEN_CLASSES,
     gemm_source,
     image_source,
     make_config,
     select_q4k_gemm,
 )
-from tiercel.kernels.q4k_matvec import cuda_source as cuda_source_q4k
-from tiercel.kernels.q4k_matvec import select_q4k_matvec
-from tiercel.kernels.q4k_types import UNIT_TYPES, tail_groups
+from tiercel.kernels.packed.packed_matvec import cuda_source as cuda_source_q4k
+from tiercel.kernels.packed.packed_matvec import select_q4k_matvec
+from tiercel.kernels.packed.packed_types import UNIT_TYPES, tail_groups
 from tiercel.quant_types import QuantType
 
 ARCH = "sm_90a"

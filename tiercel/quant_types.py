@@ -3,13 +3,13 @@
 A GGML type packs a row of weights into blocks of `block_weights` weights and `block_bytes` bytes.
 Rows are whole blocks, so a tensor of shape (out, in) in layout FILE is one plane `data` of (out, in
 / block_weights * block_bytes) bytes, exactly as the file stores it. The float types have a block of
-one weight. The byte-level meaning of each block is drawn in `kernels/dequantize.py`.
+one weight. The byte-level meaning of each block is drawn in `ops/dequantize_torch.py`.
 
 In layout SOA the fields of the blocks lie in planes of their own, in the order in which the tensor
 cores of a GPU take them: each plane is (tiles, groups, 16 * bytes of a group) for tiles of 16 rows,
 the last filled up with zeros. A group is one block of 256 weights or four of 32, the last of a row
 filled up with zeros. `PLANES` says which bytes of a block a plane holds and how the 16 rows of a
-tile share its last axis; `ops/q4k_repack.py` goes from one layout to the other.
+tile share its last axis; `ops/packed_repack.py` goes from one layout to the other.
 
 Free of PyTorch, so that a file can be inspected without it; `quant.py` has the tensors.
 """

@@ -18,7 +18,7 @@ from tiercel.layers.mlp import GatedMLP
 from tiercel.models import decoder
 from tiercel.ops.decode_step import DecoderShape
 from tiercel.ops.linear import LinearWeight
-from tiercel.ops.q4k_matvec import prepare_q4k
+from tiercel.ops.packed_matvec import prepare_q4k
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout
 

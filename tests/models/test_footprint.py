@@ -10,11 +10,11 @@ from tests.large_models import sparse_model
 from tests.mtp_model import mtp_model
 from tiercel.engine.memory import GIB, MemoryBudget
 from tiercel.errors import OutOfMemoryError
-from tiercel.kernels.int4_planes import Int4Planes
 from tiercel.llm import LLM
 from tiercel.machine import Memory
 from tiercel.models.footprint import cache_bytes, weight_footprint
 from tiercel.models.source import open_source
+from tiercel.ops.linear_torch import Int4Planes
 
 CPU = torch.device("cpu")
 

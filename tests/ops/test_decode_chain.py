@@ -9,7 +9,7 @@ import torch
 
 from tests import decode_chain_on_cpu
 from tests.decode_chain_model import EPS, make_model, qwen3_8b
-from tests.q4k_weights import make_weight
+from tests.packed_weights import make_weight
 from tiercel.errors import ArgumentError
 from tiercel.kernels import decode_chain as kernel
 from tiercel.kernels.decode_chain_geometry import ChainShape, ChainTypes, Refusal, partition
@@ -19,7 +19,7 @@ from tiercel.ops.decode_chain import (
     prepare_decode_chain,
     select_decode_chain,
 )
-from tiercel.ops.q4k_matvec import prepare_q4k
+from tiercel.ops.packed_matvec import prepare_q4k
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import decode_chain as oracle
 

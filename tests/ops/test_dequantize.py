@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.gguf_files import quantised
-from tests.q4k_weights import HALVES
+from tests.packed_weights import HALVES
 from tiercel.errors import ArgumentError
-from tiercel.kernels import dequantize as kernel
+from tiercel.ops import dequantize_torch as kernel
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.q4k_repack import q4k_repack
+from tiercel.ops.packed_repack import q4k_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, Layout, QuantType
 from tiercel.reference import dequantize as oracle

@@ -10,9 +10,9 @@ import torch
 from tests.gguf_files import quantised
 from tiercel import quant
 from tiercel.errors import ArgumentError
-from tiercel.kernels import int4_planes
-from tiercel.kernels import linear as kernel
+from tiercel.kernels.packed import linear as kernel
 from tiercel.ops import linear as op
+from tiercel.ops import linear_torch as int4_planes
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear import (
     FUSED_ROWS,
@@ -25,9 +25,9 @@ from tiercel.ops.linear import (
     prepare_linear,
     select_rows,
 )
-from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
-from tiercel.ops.q4k_mmq import q4k_mmq
-from tiercel.ops.q4k_repack import q4k_repack
+from tiercel.ops.packed_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
+from tiercel.ops.packed_mmq import q4k_mmq
+from tiercel.ops.packed_repack import q4k_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import linear as oracle

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tiercel.kernels import rtc
 from tiercel.kernels.decode_chain_geometry import CTAS, TILE, Geometry
-from tiercel.kernels.q4k_matvec import KernelPlanes
+from tiercel.kernels.packed.packed_matvec import KernelPlanes
 
 THREADS = 640
 CAPABILITY = (9, 0)

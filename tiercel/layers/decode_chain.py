@@ -26,7 +26,7 @@ from tiercel.ops.decode_chain import (
     prepare_decode_chain,
     select_decode_chain,
 )
-from tiercel.ops.q4k_matvec import Q4kWeight
+from tiercel.ops.packed_matvec import Q4kWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from tiercel.ops.decode_step import (
     select_decode_step,
     select_masks,
 )
-from tiercel.ops.q4k_matvec import Q4kWeight
-from tiercel.ops.q4k_repack import q4k_repack
+from tiercel.ops.packed_matvec import Q4kWeight
+from tiercel.ops.packed_repack import q4k_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout
 

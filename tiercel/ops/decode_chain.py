@@ -19,8 +19,8 @@ from tiercel.kernels.decode_chain_geometry import (
     partition,
 )
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.q4k_matvec import Q4kWeight
-from tiercel.ops.q4k_repack import q4k_repack
+from tiercel.ops.packed_matvec import Q4kWeight
+from tiercel.ops.packed_repack import q4k_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 

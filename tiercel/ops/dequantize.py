@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels.dequantize import launch_dequantize
-from tiercel.kernels.q4k_dequantize import launch_q4k_dequantize
-from tiercel.ops.q4k_repack import q4k_repack
+from tiercel.kernels.packed.packed_dequantize import launch_q4k_dequantize
+from tiercel.ops.dequantize_torch import launch_dequantize
+from tiercel.ops.packed_repack import q4k_repack
 from tiercel.quant import QuantTensor, take_rows
 from tiercel.quant_types import PLANES, Layout
 
@@ -31,7 +31,7 @@ def dequantize(weight: QuantTensor, dtype: torch.dtype, rows: Tensor | None = No
     Raises:
         ArgumentError: another dtype, a plane that does not fit the shape, or rows of layout SOA.
 
-    Source: the block formats of ggml (ggml-quants.c); drawn in kernels/dequantize.py.
+    Source: the block formats of ggml (ggml-quants.c); drawn in ops/dequantize_torch.py.
     """
     if dtype not in _DTYPES:
         raise ArgumentError(

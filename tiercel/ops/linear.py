@@ -1,8 +1,8 @@
 """x @ W^T with W prepared once for its device: which form it rests in, which kernel reads it.
 
-On a CPU in bfloat16 a quantised matrix stays packed (`kernels/int4_planes.py`). On a GPU in float16
-quantised ones stay packed: for up to 16 rows (`ops/q4k_matvec.py`), Q4_K and Q6_K for some more on
-Hopper (`ops/q4k_gemm.py`) or with x of 8 bits (`ops/q4k_mmq.py`), and beside a dense copy for many
+On a CPU in bfloat16 a quantised matrix stays packed (`ops/linear_torch.py`). On a GPU in float16
+quantised ones stay packed: for up to 16 rows (`ops/packed_matvec.py`), Q4_K and Q6_K for some more on
+Hopper (`ops/packed_gemm.py`) or with x of 8 bits (`ops/packed_mmq.py`), and beside a dense copy for many
 rows where there is memory for one. Everything else rests dense in the dtype of the activations.
 Matrices that share an input are prepared together and multiplied in one call where their forms
 agree.
@@ -20,15 +20,15 @@ from torch import Tensor
 
 from tiercel.env import has_fused_gemm, has_prefill_gemm, has_prefill_mmq, has_q4k_soa
 from tiercel.errors import ArgumentError
-from tiercel.kernels import int4_planes
-from tiercel.kernels.int4_planes import Int4Planes
-from tiercel.kernels.linear import launch_linear
+from tiercel.kernels.packed.linear import launch_linear
 from tiercel.kernels.rtc import has_dependent_launch
+from tiercel.ops import linear_torch as int4_planes
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.q4k_gemm import TYPES as FUSED_TYPES
-from tiercel.ops.q4k_gemm import has_q4k_gemm, load_q4k_gemm, q4k_gemm
-from tiercel.ops.q4k_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
-from tiercel.ops.q4k_mmq import has_q4k_mmq, load_q4k_mmq, q4k_mmq
+from tiercel.ops.linear_torch import Int4Planes
+from tiercel.ops.packed_gemm import TYPES as FUSED_TYPES
+from tiercel.ops.packed_gemm import has_q4k_gemm, load_q4k_gemm, q4k_gemm
+from tiercel.ops.packed_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
+from tiercel.ops.packed_mmq import has_q4k_mmq, load_q4k_mmq, q4k_mmq
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, Layout
 from tiercel.resting import head_dtype, select_form

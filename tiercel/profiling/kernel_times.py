@@ -19,7 +19,7 @@ from tiercel.engine.load import LoadedModel
 from tiercel.errors import ArgumentError
 from tiercel.layers.attention import Attention
 from tiercel.layers.linear import Linear
-from tiercel.ops.q4k_matvec import Q4kWeight
+from tiercel.ops.packed_matvec import Q4kWeight
 from tiercel.profiling.device_timing import Call, Ceilings, cache_bytes, times_us
 
 

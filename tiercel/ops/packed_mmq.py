@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels import q4k_mmq as kernel
-from tiercel.kernels.q4k_matvec import device_limits
+from tiercel.kernels.packed import packed_mmq as kernel
+from tiercel.kernels.packed.packed_matvec import device_limits
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.q4k_matvec import Q4kWeight, prepare_result
+from tiercel.ops.packed_matvec import Q4kWeight, prepare_result
 from tiercel.quant_types import Layout, QuantType
 
 GROUP = 32  # columns of a token that share a scale

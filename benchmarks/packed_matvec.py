@@ -1,6 +1,6 @@
 """Up to 16 tokens times K-quantised matrices of an 8B model, in graphs, from cold memory.
 
-    python -m benchmarks.q4k_matvec --out benchmarks/results/q4k_matvec_h200.json
+    python -m benchmarks.packed_matvec --out benchmarks/results/q4k_matvec_h200.json
 
 Floor: the matrix's bytes, x and the result moved once. Launches depend on the one before (PDL), as
 between neighbours of a chain, unless the name says "plain"; "file" reads the layout of the file.
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
-from tiercel.kernels.linear import launch_linear
+from tiercel.kernels.packed.linear import launch_linear
 from tiercel.loader.verify import SCALE_FIELDS
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.q4k_matvec import Q4kWeight, prepare_q4k, q4k_matvec
+from tiercel.ops.packed_matvec import Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
-from tiercel.reference import q4k_matvec as oracle
+from tiercel.reference import packed_matvec as oracle
 
 CHECKED_ROWS = 32  # rows of W that the oracle decodes
 # (type, rows, columns): qkv, o, gate and up, down, v, down, head.

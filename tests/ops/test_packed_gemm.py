@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from tests.q4k_weights import (
+from tests.packed_weights import (
     check_dependent_launches,
     make_tokens,
     make_weight,
     relative_error,
 )
 from tiercel.errors import ArgumentError
-from tiercel.kernels import q4k_gemm as kernel
-from tiercel.ops.q4k_gemm import TYPES, has_q4k_gemm, q4k_gemm
-from tiercel.ops.q4k_matvec import prepare_q4k
+from tiercel.kernels.packed import packed_gemm as kernel
+from tiercel.ops.packed_gemm import TYPES, has_q4k_gemm, q4k_gemm
+from tiercel.ops.packed_matvec import prepare_q4k
 from tiercel.quant_types import Layout
-from tiercel.reference import q4k_gemm as oracle
+from tiercel.reference import packed_gemm as oracle
 
 # A weight is rounded to float16, its factors before that: 2**-12 each, random.
 TOLERANCE = 6e-4

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from tiercel.ops.q4k_matvec import prepare_q4k
+from tiercel.ops.packed_matvec import prepare_q4k
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout
 

@@ -1,4 +1,4 @@
-// Quantised weights to a plain matrix, every operation rounded as in kernels/dequantize.py:
+// Quantised weights to a plain matrix, every operation rounded as in ops/dequantize_torch.py:
 // bit-exact with it; q4k_ptx.cuh before it. Macros: QTYPE (4: Q4_K, 6: Q6_K, others: q4k_decode.cuh
 // before it), IN_FILE (layout), OUT (0 fp16, 1 bf16, 2 float32).
 //

@@ -1,6 +1,6 @@
 """K-quants from the layout of the file to planes, against a copy of the same bytes.
 
-    python -m benchmarks.q4k_repack --out benchmarks/results/q4k_repack_h200.json
+    python -m benchmarks.packed_repack --out benchmarks/results/q4k_repack_h200.json
 
 Floor: each byte read once and written once. It runs once per matrix, at load.
 """
@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from benchmarks.op_timing import Case, main
-from tiercel.ops.q4k_repack import q4k_repack
+from tiercel.ops.packed_repack import q4k_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, Layout, QuantType
-from tiercel.reference import q4k_repack as oracle
+from tiercel.reference import packed_repack as oracle
 
 SHAPES = {"cuda": ((24576, 4096), (4096, 12288)), "cpu": ((1024, 4096),)}
 CHECKED_ROWS = 16

@@ -38,7 +38,7 @@ DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
 }
 
 #if IS_TABLE
-// V of kernels/dequantize.py for the eight nibbles of a word, plus 128: (0..3), (4..7).
+// V of ops/dequantize_torch.py for the eight nibbles of a word, plus 128: (0..3), (4..7).
 DEV uint2 look_up(u32 w) {
   const u32 which = 0x32103210u | (w & 0x88888888u) >> 1, place = w & 0x77777777u;
   uint2 v;
@@ -49,7 +49,7 @@ DEV uint2 look_up(u32 w) {
   return v;
 }
 #endif
-// Six bits of four scales or minima of Q4_K's header; see kernels/dequantize.py.
+// Six bits of four scales or minima of Q4_K's header; see ops/dequantize_torch.py.
 DEV u32 six_bits(u32 low, u32 high, bool is_second) {
   return is_second ? (high & 0x0f0f0f0fu) | (low >> 2 & 0x30303030u) : low & 0x3f3f3f3fu;
 }

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels import q4k_matvec as kernel
+from tiercel.kernels.packed import packed_matvec as kernel
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.q4k_repack import q4k_repack
+from tiercel.ops.packed_repack import q4k_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, TILE_ROWS, Layout
 

@@ -40,7 +40,7 @@ DEV void store(void* out, i64 at, float y) {
 struct Row {  // factors of a row's two groups: value = q * scale + least
   u32 low, high, low_least, high_least;
   DEV Row(const uint4& header, int t) {
-    // Six-bit fields of the four groups of the block's half; see kernels/dequantize.py.
+    // Six-bit fields of the four groups of the block's half; see ops/dequantize_torch.py.
     const bool second = t >= 2;
     const u32 shift = second ? 2 : 0, mask = second ? 0x30303030u : 0x3f3f3f3fu;
     const u32 rest = second ? 0x0f0f0f0fu : 0u;

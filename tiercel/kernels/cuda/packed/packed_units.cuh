@@ -130,7 +130,7 @@ struct Scales {  // of a row and the lane's two groups
   float d, dmin;
 };
 DEV Scales unpack(const uint4& header, int t) {
-  // Six-bit fields of the four groups of the block's half; see kernels/dequantize.py.
+  // Six-bit fields of the four groups of the block's half; see ops/dequantize_torch.py.
   const bool second = t >= 2;
   const u32 shift = second ? 2 : 0, low = second ? 0x30303030u : 0x3f3f3f3fu;
   const u32 high = second ? 0x0f0f0f0fu : 0u;

@@ -1,6 +1,6 @@
-"""As benchmarks/q4k_matvec.py, for the other types: 8B's widest matrix, and those of small models.
+"""As benchmarks/packed_matvec.py, for the other types: 8B's widest matrix, and those of small models.
 
-    python -m benchmarks.q4k_matvec_types --seconds 0.1 --out FILE.json
+    python -m benchmarks.packed_matvec_types --seconds 0.1 --out FILE.json
 
 Small models mix types in rows that are no multiple of 256: SmolLM2-135M has 576 columns (gate and
 up in Q4_1, the head in Q8_0), Gemma 3 270M has 640 (Q5_0).
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.op_timing import Case, main
-from benchmarks.q4k_matvec import make_case
+from benchmarks.packed_matvec import make_case
 from tiercel.quant_types import PLANES, Layout, QuantType
 
 SHAPE = (24576, 4096)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels import rtc
-from tiercel.kernels.q4k_matvec import BLOCK, H200, OUT_CODES, DeviceLimits, KernelPlanes
-from tiercel.kernels.q4k_repack import TILE_ROWS
+from tiercel.kernels.packed.packed_matvec import BLOCK, H200, OUT_CODES, DeviceLimits, KernelPlanes
+from tiercel.kernels.packed.packed_repack import TILE_ROWS
 
 CAPABILITY = (8, 0)  # cp.async and products of 8 bits in tiles of 16 x 8
 TYPES = ("Q4_K", "Q6_K")

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from tests.ops.test_q4k_mmq import TOLERANCE, TYPES
-from tests.q4k_weights import make_tokens, make_weight, relative_error
-from tiercel.kernels import q4k_mmq as kernel
-from tiercel.ops.q4k_matvec import prepare_q4k
-from tiercel.ops.q4k_mmq import q4k_mmq
-from tiercel.ops.q4k_repack import q4k_repack
+from tests.ops.test_packed_mmq import TOLERANCE, TYPES
+from tests.packed_weights import make_tokens, make_weight, relative_error
+from tiercel.kernels.packed import packed_mmq as kernel
+from tiercel.ops.packed_matvec import prepare_q4k
+from tiercel.ops.packed_mmq import q4k_mmq
+from tiercel.ops.packed_repack import q4k_repack
 from tiercel.quant_types import Layout
-from tiercel.reference import q4k_mmq as oracle
+from tiercel.reference import packed_mmq as oracle
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 133, 1024  # two CTAs, the second with a part of a tile; more units than stages

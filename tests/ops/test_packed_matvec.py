@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from tests.q4k_weights import (
+from tests.packed_weights import (
     check_dependent_launches,
     make_tokens,
     make_weight,
     pooled_error,
 )
 from tiercel.errors import ArgumentError
-from tiercel.kernels import q4k_matvec as kernel
+from tiercel.kernels.packed import packed_matvec as kernel
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.q4k_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
+from tiercel.ops.packed_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, Layout, QuantType
-from tiercel.reference import q4k_matvec as oracle
+from tiercel.reference import packed_matvec as oracle
 from tiercel.resting import select_form
 
 TYPES = list(PLANES)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.q4k_weights import (
+from tests.packed_weights import (
     check_dependent_launches,
     make_tokens,
     make_weight,
@@ -13,13 +13,13 @@ from tests.q4k_weights import (
 )
 from tests.test_rtc import EVERY_ARCH, compile_here
 from tiercel.errors import ArgumentError
-from tiercel.kernels import q4k_mmq as kernel
-from tiercel.kernels.q4k_matvec import DeviceLimits
-from tiercel.ops.q4k_matvec import prepare_q4k
-from tiercel.ops.q4k_mmq import q4k_mmq
+from tiercel.kernels.packed import packed_mmq as kernel
+from tiercel.kernels.packed.packed_matvec import DeviceLimits
+from tiercel.ops.packed_matvec import prepare_q4k
+from tiercel.ops.packed_mmq import q4k_mmq
 from tiercel.quant_types import Layout, QuantType
-from tiercel.reference import q4k_gemm as exact_oracle
-from tiercel.reference import q4k_mmq as oracle
+from tiercel.reference import packed_gemm as exact_oracle
+from tiercel.reference import packed_mmq as oracle
 
 TYPES = [QuantType[name] for name in kernel.TYPES]
 # Sums in float32; the oracle rounds x as the kernel does, to the bit: one

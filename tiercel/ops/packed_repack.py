@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels.q4k_repack import Field, pack_plane, unpack_plane
+from tiercel.kernels.packed.packed_repack import Field, pack_plane, unpack_plane
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, TILE_ROWS, Layout, Plane, QuantType
 

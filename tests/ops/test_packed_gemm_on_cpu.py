@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.ops.test_q4k_gemm import TOLERANCE
-from tests.q4k_weights import make_tokens, make_weight, relative_error
-from tiercel.kernels import q4k_gemm as kernel
-from tiercel.ops.q4k_gemm import TYPES
-from tiercel.ops.q4k_repack import q4k_repack
+from tests.ops.test_packed_gemm import TOLERANCE
+from tests.packed_weights import make_tokens, make_weight, relative_error
+from tiercel.kernels.packed import packed_gemm as kernel
+from tiercel.ops.packed_gemm import TYPES
+from tiercel.ops.packed_repack import q4k_repack
 from tiercel.quant_types import Layout
-from tiercel.reference import q4k_gemm as oracle
+from tiercel.reference import packed_gemm as oracle
 
 CPU = torch.device("cpu")
 COLUMNS = 1280  # five units: rings of two come round

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.ops.test_q4k_matvec import SMALL_BLOCKS, TOLERANCE, TYPES
-from tests.q4k_weights import make_tokens, make_weight, pooled_error
-from tiercel.kernels import q4k_matvec as kernel
-from tiercel.kernels.q4k_types import num_units, tail_groups
-from tiercel.ops.q4k_repack import q4k_repack
+from tests.ops.test_packed_matvec import SMALL_BLOCKS, TOLERANCE, TYPES
+from tests.packed_weights import make_tokens, make_weight, pooled_error
+from tiercel.kernels.packed import packed_matvec as kernel
+from tiercel.kernels.packed.packed_types import num_units, tail_groups
+from tiercel.ops.packed_repack import q4k_repack
 from tiercel.quant_types import TILE_ROWS, Layout, QuantType
-from tiercel.reference import q4k_matvec as oracle
+from tiercel.reference import packed_matvec as oracle
 
 CPU = torch.device("cpu")
 ROWS = 35  # two tiles and a part of one

@@ -1,6 +1,6 @@
 """Quantised weights to a plain matrix on a GPU, from either layout, at the speed of memory.
 
-cuda/q4k_dequantize.cu rounds where `kernels/dequantize.py` does: the two are bit-exact. Rows of the
+cuda/q4k_dequantize.cu rounds where `ops/dequantize_torch.py` does: the two are bit-exact. Rows of the
 file's layout may be picked by number, where they lie. Floor: the planes read once and the result
 written once.
 """
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels import rtc
-from tiercel.kernels.q4k_matvec import OUT_CODES, KernelPlanes
-from tiercel.kernels.q4k_repack import TILE_ROWS
-from tiercel.kernels.q4k_types import UNIT_TYPES, num_units
+from tiercel.kernels.packed.packed_matvec import OUT_CODES, KernelPlanes
+from tiercel.kernels.packed.packed_repack import TILE_ROWS
+from tiercel.kernels.packed.packed_types import UNIT_TYPES, num_units
 
 _THREADS = 128  # four warps of four rows
 

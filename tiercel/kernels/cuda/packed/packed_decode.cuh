@@ -82,7 +82,7 @@ DEV Bytes load(const Planes& w, i64 group, int row, const u8* blocks, int lane) 
   for (int i = 0; i < 4; ++i) b.q[i] = at.pair<0>(first + 2 * i);
   return b;
 }
-// V of kernels/dequantize.py.
+// V of ops/dequantize_torch.py.
 DEV int value_of(int q) {
   constexpr signed char V[] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                1,    13,   25,  38,  53,  69,  89,  113};

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels import q4k_gemm as kernel
+from tiercel.kernels.packed import packed_gemm as kernel
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.q4k_matvec import Q4kWeight, prepare_result
+from tiercel.ops.packed_matvec import Q4kWeight, prepare_result
 from tiercel.quant_types import Layout, QuantType
 
 TYPES = (QuantType.Q4_K, QuantType.Q6_K)

@@ -1,6 +1,6 @@
 """Many tokens of 8 bits times K-quantised matrices of an 8B model, in graphs, from cold memory.
 
-    python -m benchmarks.q4k_mmq --out benchmarks/results/q4k_mmq_h200.json
+    python -m benchmarks.packed_mmq --out benchmarks/results/q4k_mmq_h200.json
 
 Floor: the larger of the matrix's bytes, x and the result moved once, and the products at the
 measured rate of bfloat16 (that of 8 bits would be twice as high). Launches depend on the one
@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.op_timing import Case, main, relative_error
-from benchmarks.q4k_gemm import make_case
-from benchmarks.q4k_matvec import CHECKED_ROWS, MATRICES, Inputs
-from tiercel.ops.q4k_mmq import q4k_mmq
-from tiercel.reference import q4k_mmq as oracle
+from benchmarks.packed_gemm import make_case
+from benchmarks.packed_matvec import CHECKED_ROWS, MATRICES, Inputs
+from tiercel.ops.packed_mmq import q4k_mmq
+from tiercel.reference import packed_mmq as oracle
 
 TOKENS = (32, 64, 128, 256, 512, 2048)
 CHECKED_TOKENS = 8

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels import q4k_repack as kernel
-from tiercel.ops.q4k_repack import q4k_repack
+from tiercel.kernels.packed import packed_repack as kernel
+from tiercel.ops.packed_repack import q4k_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, TILE_ROWS, Layout, QuantType
-from tiercel.reference import q4k_repack as oracle
+from tiercel.reference import packed_repack as oracle
 
 TYPES = list(PLANES)
 # (rows, blocks): less than a tile, one tile, one row more and less, several.
@@ -77,7 +77,7 @@ def test_tiles_have_one_size():
 
 
 def test_lanes_read_512_bytes_in_turn():
-    """Piece j of lane 4 * row + t: the layout that kernels/cuda/q4k_units.cuh loads."""
+    """Piece j of lane 4 * row + t: the layout that kernels/cuda/packed/packed_units.cuh loads."""
     low = PLANES[QuantType.Q4_K][0]
     for row in range(16):
         for t in range(4):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.ops.test_dequantize import as_tensor, random_blocks
-from tiercel.kernels import q4k_dequantize as kernel
+from tiercel.kernels.packed import packed_dequantize as kernel
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.q4k_repack import q4k_repack
+from tiercel.ops.packed_repack import q4k_repack
 from tiercel.quant_types import PLANES, Layout, QuantType
 
 TYPES = [qtype.name for qtype in PLANES]

@@ -1,6 +1,6 @@
 """Dozens of tokens times K-quantised matrices of an 8B model, in graphs, from cold memory.
 
-    python -m benchmarks.q4k_gemm --out benchmarks/results/q4k_gemm_h200.json
+    python -m benchmarks.packed_gemm --out benchmarks/results/q4k_gemm_h200.json
 
 Floor: the larger of the matrix's bytes, x and the result moved once, and the products at the
 measured matrix rate. Launches depend on the one before (PDL). The peer is cuBLAS on dense float16
@@ -17,12 +17,12 @@ from torch import Tensor
 from benchmarks.common import environment
 from benchmarks.figures import save
 from benchmarks.op_timing import Case, bench, measure_ceilings, parse, relative_error, time_inputs
-from benchmarks.q4k_matvec import CHECKED_ROWS, MATRICES, Inputs, random_part
+from benchmarks.packed_matvec import CHECKED_ROWS, MATRICES, Inputs, random_part
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.q4k_gemm import q4k_gemm
-from tiercel.ops.q4k_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
+from tiercel.ops.packed_gemm import q4k_gemm
+from tiercel.ops.packed_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
 from tiercel.quant_types import Layout, QuantType
-from tiercel.reference import q4k_gemm as oracle
+from tiercel.reference import packed_gemm as oracle
 
 TOKENS = (17, 32, 64, 96, 128, 192, 256, 512, 1024, 4096)
 MOST_READER_TOKENS = 128
