@@ -7,7 +7,11 @@ import torch
 from tests.ngram_batches import check_batches, grow_batch, pack_batches
 from tests.test_rtc import check_no_spills
 from tiercel.errors import ArgumentError
-from tiercel.kernels.ngram_index import EMPTY_SLOT, ngram_index_source, select_ngram_index
+from tiercel.kernels.speculation.ngram_index import (
+    EMPTY_SLOT,
+    ngram_index_source,
+    select_ngram_index,
+)
 from tiercel.ops.ngram_index import (
     MAX_TOKENS,
     NgramTexts,

@@ -20,7 +20,7 @@ from tests.ngram_batches import (
 )
 from tests.test_rtc import check_no_spills
 from tiercel.errors import ArgumentError
-from tiercel.kernels.ngram_launch import ngram_source, select_ngram
+from tiercel.kernels.speculation.ngram_launch import ngram_source, select_ngram
 from tiercel.ops.ngram_match import make_ngram_workspace
 from tiercel.reference import ngram_match as oracle
 

@@ -25,9 +25,10 @@ from tests.ngram_brute_force import (
     one_window,
     random_cases,
 )
-from tiercel.kernels import hybrid_mtp_ngram, ngram_index, ngram_match, rtc
-from tiercel.kernels.ngram_index import EMPTY_SLOT
-from tiercel.kernels.ngram_launch import NgramConfig
+from tiercel.kernels import rtc
+from tiercel.kernels.speculation import hybrid_mtp_ngram, ngram_index, ngram_match
+from tiercel.kernels.speculation.ngram_index import EMPTY_SLOT
+from tiercel.kernels.speculation.ngram_launch import NgramConfig
 from tiercel.ops.ngram_index import NgramTexts, extend_ngram_index, make_ngram_index
 from tiercel.ops.ngram_index import ngram_index as draft_from_index
 from tiercel.ops.ngram_match import make_ngram_workspace

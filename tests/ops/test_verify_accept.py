@@ -10,7 +10,7 @@ import torch
 
 from tiercel.config import RETRY_STEPS
 from tiercel.errors import ArgumentError
-from tiercel.kernels import verify_accept as kernel
+from tiercel.kernels.speculation import verify_accept as kernel
 from tiercel.ops.sample_tokens import NO_TOKEN, NONFINITE, OK, SampleRows, sample_tokens
 from tiercel.ops.verify_accept import (
     UNSOUND_DRAFT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tiercel.kernels.ngram_search import NgramBatch, NgramLimits, draft_torch
+from tiercel.kernels.speculation.ngram_search import NgramBatch, NgramLimits, draft_torch
 from tiercel.ops.ngram_match import (
     check_ngram_numbers,
     check_ngram_tensors,
@@ -99,7 +99,7 @@ def _draft(
     if not batch.prompt.is_cuda:
         draft_torch(batch, limits, int(threshold))
         return
-    from tiercel.kernels.hybrid_mtp_ngram import launch_hybrid_mtp_ngram
+    from tiercel.kernels.speculation.hybrid_mtp_ngram import launch_hybrid_mtp_ngram
 
     workspace = ngram_workspace("hybrid_mtp_ngram", workspace, batch.prompt)
     launch_hybrid_mtp_ngram(batch, limits, threshold, workspace)

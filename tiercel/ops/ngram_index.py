@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels.ngram_search import NgramBatch, NgramLimits, draft_torch
+from tiercel.kernels.speculation.ngram_search import NgramBatch, NgramLimits, draft_torch
 from tiercel.ops.ngram_match import (
     THRESHOLD,
     THRESHOLD_VARIABLE,
@@ -184,7 +184,7 @@ def _launch(
     *,
     is_step: bool,
 ) -> None:
-    from tiercel.kernels.ngram_index import launch_ngram_index
+    from tiercel.kernels.speculation.ngram_index import launch_ngram_index
 
     workspace = ngram_workspace("ngram_index", workspace, batch.prompt)
     state = (index.slots, index.inserted)

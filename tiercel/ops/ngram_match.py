@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tiercel.env import read_integer
 from tiercel.errors import ArgumentError
-from tiercel.kernels.ngram_search import NgramBatch, NgramLimits, draft_torch
+from tiercel.kernels.speculation.ngram_search import NgramBatch, NgramLimits, draft_torch
 
 MAX_NGRAM_SIZE = 64  # tokens of a window that the kernel holds
 THRESHOLD_VARIABLE, THRESHOLD = "INFER_WITH_REFERENCE_TOKENUM_THRESHOLD", 128
@@ -104,7 +104,7 @@ def _draft(
     if not batch.prompt.is_cuda:
         draft_torch(batch, limits, int(threshold))
         return
-    from tiercel.kernels.ngram_match import launch_ngram_match
+    from tiercel.kernels.speculation.ngram_match import launch_ngram_match
 
     workspace = ngram_workspace("ngram_match", workspace, batch.prompt)
     launch_ngram_match(batch, limits, threshold, workspace)

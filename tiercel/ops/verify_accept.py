@@ -135,7 +135,7 @@ def verify_accept(
     """
     _check(logits, starts, rows, num_drafts, state, drafts, is_banned, draft_probs)
     if logits.is_cuda:
-        from tiercel.kernels.verify_accept import launch_verify_accept
+        from tiercel.kernels.speculation.verify_accept import launch_verify_accept
 
         width = drafts.draft_ids.shape[1]
         packed = rows.new_empty((rows.shape[0], width + 3))

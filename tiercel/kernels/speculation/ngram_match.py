@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tiercel.kernels.ngram_launch import launch_ngram, select_ngram
-from tiercel.kernels.ngram_search import NgramBatch, NgramLimits
+from tiercel.kernels.speculation.ngram_launch import launch_ngram, select_ngram
+from tiercel.kernels.speculation.ngram_search import NgramBatch, NgramLimits
 
 
 def launch_ngram_match(

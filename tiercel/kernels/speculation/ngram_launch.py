@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels import rtc
-from tiercel.kernels.ngram_search import NgramBatch, NgramLimits
+from tiercel.kernels.speculation.ngram_search import NgramBatch, NgramLimits
 
 NgramOp = Literal["ngram_match", "hybrid_mtp_ngram", "ngram_index"]
 # Bytes of all texts up to -> log2 of a tile, whether the row table is read first. Between 1 MiB and
