@@ -48,7 +48,7 @@ STAGES = (
     ("tiercel.ops.linear", "dequantize", "dense copies"),
     ("tiercel.models.decoder", "prepare_linear", "rest of the weights"),
     ("tiercel.models.decoder", "_LayerBuilder.step", "weights of the step's kernel"),
-    ("tiercel.kernels.triton_launch", "TritonLaunch._compile", "load Triton kernels"),
+    ("tiercel.kernels.runtime.triton_launch", "TritonLaunch._compile", "load Triton kernels"),
     ("tiercel.runner.runner", "ModelRunner.measure_steps", "measure memory"),
     ("tiercel.runner.prompt_graphs", "PromptSteps.capture", "graphs of prompts"),
     ("tiercel.runner.decode_graphs", "DecodeSteps.capture", "graphs of answers"),

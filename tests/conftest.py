@@ -19,7 +19,7 @@ import torch
 
 # Workers take whole files in this order (--no-loadscope-reorder), so that no long one begins last.
 LONG_FILES = (
-    "tests/test_rtc.py",
+    "tests/kernels/test_rtc.py",
     "tests/test_llm_spec.py",
     "tests/ops/test_decode_attention.py",
     "tests/test_llm_spec_forms.py",

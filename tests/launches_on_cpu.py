@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiercel.kernels import rtc
+from tiercel.kernels.runtime import rtc
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 # Files that replace headers of kernels, beside those that replace attention's.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.launches_on_cpu import compile_library, describe_failure
-from tiercel.kernels import rtc
+from tiercel.kernels.runtime import rtc
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 DEVICE = ("device", "q4k_device", "products_device")  # of a GPU, for a processor

@@ -171,7 +171,7 @@ def test_nothing_compiles_once_the_model_is_loaded(path, monkeypatch):
 
     with open_for_many(path, spec="ngram") as llm:
         monkeypatch.setattr("triton.runtime.jit.JITFunction._do_compile", refuse)
-        monkeypatch.setattr("tiercel.kernels.rtc.compile_cubin", refuse)
+        monkeypatch.setattr("tiercel.kernels.runtime.rtc.compile_cubin", refuse)
         llm.generate(PROMPTS, MIXED)
         llm.generate([PROMPTS[i % 7] for i in range(30)], GREEDY)
 

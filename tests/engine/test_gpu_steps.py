@@ -233,7 +233,7 @@ def test_nothing_compiles_once_the_model_is_loaded(tmp_path, monkeypatch):
 
     with open_for_many(path) as llm:
         monkeypatch.setattr("triton.runtime.jit.JITFunction._do_compile", refuse)
-        monkeypatch.setattr("tiercel.kernels.rtc.compile_cubin", refuse)
+        monkeypatch.setattr("tiercel.kernels.runtime.rtc.compile_cubin", refuse)
         greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         for length in (1, 2, 7, 16, 17, 63, 64, 65, 129, 300, 1000, 2049, 4000):
             llm.generate({"prompt_token_ids": [i % 250 for i in range(length)]}, greedy)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.launches_on_cpu import Processor
 from tests.products_on_cpu import Products
-from tiercel.kernels import rtc
+from tiercel.kernels.runtime import rtc
 
 
 @pytest.fixture(scope="module")

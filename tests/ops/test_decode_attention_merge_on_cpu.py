@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.ops.test_decode_attention_split import split_of
-from tiercel.kernels import rtc
 from tiercel.kernels.attention import decode_attention_split as kernel
 from tiercel.kernels.attention.decode_attention_split import MergeConfig
+from tiercel.kernels.runtime import rtc
 
 # Each takes a compiler 2 s: splits asked for at once, columns of a lane, heads, results.
 KINDS = {

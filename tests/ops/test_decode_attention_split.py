@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.kernels.test_rtc import EVERY_ARCH, compile_here
 from tests.paged_batches import DECODES, TOLERANCE, make_batch, make_case, relative_error
-from tests.test_rtc import EVERY_ARCH, compile_here
 from tiercel.kernels.attention import decode_attention_split as kernel
 from tiercel.reference import decode_attention as oracle
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tiercel.kernels import rtc
 from tiercel.kernels.attention import decode_attention_split as kernel
+from tiercel.kernels.runtime import rtc
 
 TILE = 64
 STARTS = [*range(0, 512, 128), *range(512, 1024, 256), *range(1024, 9000, 512)]  # of splits

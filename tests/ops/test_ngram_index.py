@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.test_rtc import check_no_spills
 from tests.ngram_batches import check_batches, grow_batch, pack_batches
-from tests.test_rtc import check_no_spills
 from tiercel.errors import ArgumentError
 from tiercel.kernels.speculation.ngram_index import (
     EMPTY_SLOT,

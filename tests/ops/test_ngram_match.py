@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.test_rtc import check_no_spills
 from tests.ngram_batches import (
     INT32_ROWS,
     MATRICES,
@@ -18,7 +19,6 @@ from tests.ngram_batches import (
     make_batch,
     pack_batches,
 )
-from tests.test_rtc import check_no_spills
 from tiercel.errors import ArgumentError
 from tiercel.kernels.speculation.ngram_launch import ngram_source, select_ngram
 from tiercel.ops.ngram_match import make_ngram_workspace

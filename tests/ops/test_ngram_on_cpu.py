@@ -25,7 +25,7 @@ from tests.ngram_brute_force import (
     one_window,
     random_cases,
 )
-from tiercel.kernels import rtc
+from tiercel.kernels.runtime import rtc
 from tiercel.kernels.speculation import hybrid_mtp_ngram, ngram_index, ngram_match
 from tiercel.kernels.speculation.ngram_index import EMPTY_SLOT
 from tiercel.kernels.speculation.ngram_launch import NgramConfig

@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 
+from tests.kernels.test_rtc import EVERY_ARCH, compile_here
 from tests.packed_weights import (
     check_dependent_launches,
     make_tokens,
     make_weight,
     relative_error,
 )
-from tests.test_rtc import EVERY_ARCH, compile_here
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_mmq as kernel
 from tiercel.kernels.packed.packed_matvec import DeviceLimits

@@ -17,7 +17,7 @@ from tests.ops.prefill_attention_cases import (
     make_case,
     relative_error,
 )
-from tiercel.kernels import rtc
+from tiercel.kernels.runtime import rtc
 
 # Variant, dtype, heads of a group, block size, parts of so many steps (0: whole). Each takes a
 # compiler 3 s.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels import prepare_step as kernel
+from tiercel.kernels.sampling import prepare_step as kernel
 from tiercel.ops.prepare_step import StepDrafts, prepare_step
 from tiercel.reference import prepare_step as oracle
 

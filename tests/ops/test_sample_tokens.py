@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels import sample_tokens as kernel
+from tiercel.kernels.sampling import sample_tokens as kernel
 from tiercel.ops.sample_tokens import (
     NO_TOKEN,
     NONFINITE,

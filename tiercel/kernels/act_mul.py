@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tiercel.kernels.triton_launch import TritonLaunch, wait_for_inputs
+from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
 
 BLOCK = 1024  # elements a program covers: 4 warps x 8 elements a thread
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel.kernels import rtc
 from tiercel.kernels.decode_chain_geometry import CTAS, TILE, Geometry
 from tiercel.kernels.packed.packed_matvec import KernelPlanes
+from tiercel.kernels.runtime import rtc
 
 THREADS = 640
 CAPABILITY = (9, 0)

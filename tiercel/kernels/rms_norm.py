@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels.triton_launch import TritonLaunch, wait_for_inputs
+from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
 
 MAX_HIDDEN = 16384  # one row in the registers of 16 warps
 _WARPS_BY_HIDDEN = ((1024, 4), (8192, 8), (MAX_HIDDEN, 16))

@@ -133,7 +133,7 @@ def _decode(
 ) -> Tensor:
     from tiercel.kernels.attention import decode_attention as paged_attention
     from tiercel.kernels.attention import decode_attention_split as split_attention
-    from tiercel.kernels.rtc import max_smem_bytes
+    from tiercel.kernels.runtime.rtc import max_smem_bytes
 
     (tokens, heads, head_dim), block_size = q.shape, k_cache.shape[1]
     bounds = (batch.max_seq_len, batch.max_query_len, window)

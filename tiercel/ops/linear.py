@@ -21,7 +21,7 @@ from torch import Tensor
 from tiercel.env import has_fused_gemm, has_prefill_gemm, has_prefill_mmq, has_q4k_soa
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed.linear import launch_linear
-from tiercel.kernels.rtc import has_dependent_launch
+from tiercel.kernels.runtime.rtc import has_dependent_launch
 from tiercel.ops import linear_torch as int4_planes
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear_torch import Int4Planes

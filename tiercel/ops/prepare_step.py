@@ -82,7 +82,7 @@ def prepare_step(
         torch.empty((block_tables.shape[0], num_tokens), dtype=torch.int64, device=device),
     )
     if rows.is_cuda:
-        from tiercel.kernels.prepare_step import launch_prepare_step
+        from tiercel.kernels.sampling.prepare_step import launch_prepare_step
 
         launch_prepare_step(
             token_ids,

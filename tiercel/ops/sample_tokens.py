@@ -76,7 +76,7 @@ def sample_tokens(
             hint="Pass contiguous float32 logits, a row for each and a ban for each column.",
         )
     if logits.is_cuda:
-        from tiercel.kernels.sample_tokens import launch_sample_tokens, num_parts
+        from tiercel.kernels.sampling.sample_tokens import launch_sample_tokens, num_parts
 
         token_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
         problems = torch.empty(num_rows, dtype=torch.uint8, device=logits.device)

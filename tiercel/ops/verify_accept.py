@@ -170,7 +170,7 @@ def make_scratch(
     logits: Tensor, num_slots: int, *, has_probs: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What the kernels of one call leave to each other."""
-    from tiercel.kernels.sample_tokens import num_parts
+    from tiercel.kernels.sampling.sample_tokens import num_parts
 
     parts, device = num_parts(logits.shape[1]), logits.device
 

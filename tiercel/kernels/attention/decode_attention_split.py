@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiercel.kernels import rtc
+from tiercel.kernels.runtime import rtc
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30  # longer than any sequence, and no sum with it passes 2**31

@@ -26,12 +26,12 @@ import triton
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels import rtc
 from tiercel.kernels.attention.prefill_attention_tiles import MultiItemAttentionPlan
 from tiercel.kernels.attention.prefill_attention_triton import (
     merge_parts_kernel,
     multi_item_attention_kernel,
 )
+from tiercel.kernels.runtime import rtc
 
 LOG2_E = 1.4426950408889634
 

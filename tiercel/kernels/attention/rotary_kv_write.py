@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tiercel.kernels import rtc
-from tiercel.kernels.triton_launch import ALIGNMENT, TritonLaunch, wait_for_inputs
+from tiercel.kernels.runtime import rtc
+from tiercel.kernels.runtime.triton_launch import ALIGNMENT, TritonLaunch, wait_for_inputs
 
 THREADS = 128  # of a program
 _ELEMENTS = 8 * THREADS  # likewise

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tiercel.kernels import rtc
 from tiercel.kernels.packed.packed_matvec import OUT_CODES, KernelPlanes
 from tiercel.kernels.packed.packed_repack import TILE_ROWS
 from tiercel.kernels.packed.packed_types import UNIT_TYPES, num_units
+from tiercel.kernels.runtime import rtc
 
 _THREADS = 128  # four warps of four rows
 

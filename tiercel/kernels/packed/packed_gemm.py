@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiercel.kernels import rtc
 from tiercel.kernels.packed.packed_matvec import BLOCK, OUT_CODES, KernelPlanes
+from tiercel.kernels.runtime import rtc
 
 CAPABILITY = (9, 0)
 TOKEN_CLASSES = (32, 64, 96, 128)  # tokens of a tile; more go in several tiles

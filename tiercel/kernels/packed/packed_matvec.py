@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiercel.kernels import rtc
 from tiercel.kernels.packed.packed_repack import TILE_ROWS
 from tiercel.kernels.packed.packed_types import UNIT_TYPES, num_units, tail_groups
+from tiercel.kernels.runtime import rtc
 
 MAX_TOKENS = 16
 CAPABILITY = (8, 0)  # cp.async and m16n8k16

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tiercel.kernels import rtc
 from tiercel.kernels.packed.packed_matvec import BLOCK, H200, OUT_CODES, DeviceLimits, KernelPlanes
 from tiercel.kernels.packed.packed_repack import TILE_ROWS
+from tiercel.kernels.runtime import rtc
 
 CAPABILITY = (8, 0)  # cp.async and products of 8 bits in tiles of 16 x 8
 TYPES = ("Q4_K", "Q6_K")

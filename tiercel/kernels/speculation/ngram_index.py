@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tiercel.kernels import rtc
+from tiercel.kernels.runtime import rtc
 from tiercel.kernels.speculation.ngram_launch import NgramConfig, make_args, ngram_source
 from tiercel.kernels.speculation.ngram_search import NgramBatch, NgramLimits
 

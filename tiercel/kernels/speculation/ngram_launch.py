@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels import rtc
+from tiercel.kernels.runtime import rtc
 from tiercel.kernels.speculation.ngram_search import NgramBatch, NgramLimits
 
 NgramOp = Literal["ngram_match", "hybrid_mtp_ngram", "ngram_index"]

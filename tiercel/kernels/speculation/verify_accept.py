@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tiercel.kernels.sample_tokens import (
+from tiercel.kernels.sampling.sample_tokens import (
     PART,
     WARPS,
     best_drawn,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tiercel.kernels.triton_launch import dependent_options, wait_for_inputs
+from tiercel.kernels.runtime.triton_launch import dependent_options, wait_for_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor

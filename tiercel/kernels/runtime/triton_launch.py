@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tiercel.kernels import rtc
+from tiercel.kernels.runtime import rtc
 
 ALIGNMENT = 16  # bytes, of a vector load
 

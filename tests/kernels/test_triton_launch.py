@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tiercel.kernels import rtc
-from tiercel.kernels.triton_launch import TritonLaunch, wait_for_inputs
+from tiercel.kernels.runtime import rtc
+from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tiercel.errors import InternalError
-from tiercel.kernels import rtc
+from tiercel.kernels.runtime import rtc
 
 STREAM = 77
 

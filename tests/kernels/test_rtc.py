@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tiercel.errors import InternalError
-from tiercel.kernels import decode_chain, decode_step, rtc
+from tiercel.kernels import decode_chain, decode_step
 from tiercel.kernels.attention import rotary_kv_write
 from tiercel.kernels.attention.prefill_attention import cuda_source, select_multi_item_attention
 from tiercel.kernels.decode_chain_geometry import ChainShape, ChainTypes, partition
@@ -29,6 +29,7 @@ from tiercel.kernels.packed.packed_gemm import (
 from tiercel.kernels.packed.packed_matvec import cuda_source as cuda_source_q4k
 from tiercel.kernels.packed.packed_matvec import select_q4k_matvec
 from tiercel.kernels.packed.packed_types import UNIT_TYPES, tail_groups
+from tiercel.kernels.runtime import rtc
 from tiercel.quant_types import QuantType
 
 ARCH = "sm_90a"
