@@ -3,7 +3,7 @@
     python -m benchmarks.rms_norm --device cuda --out benchmarks/results/rms_norm_h200.json
 
 Floor: x and the update are read once, the sum and the result written once. The table of warps in
-kernels/rms_norm.py is judged here.
+kernels/fused/rms_norm.py is judged here.
 """
 
 from collections.abc import Iterator

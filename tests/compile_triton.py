@@ -12,8 +12,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from tiercel.kernels import act_mul, rms_norm
 from tiercel.kernels.attention import rotary_kv_write
+from tiercel.kernels.fused import act_mul, rms_norm
 from tiercel.kernels.runtime import rtc
 
 HALF, FLOAT, INT, LONG = torch.float16, torch.float32, torch.int32, torch.int64

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from tiercel.errors import InternalError
-from tiercel.kernels import decode_chain, decode_step
 from tiercel.kernels.attention import rotary_kv_write
 from tiercel.kernels.attention.prefill_attention import cuda_source, select_multi_item_attention
-from tiercel.kernels.decode_chain_geometry import ChainShape, ChainTypes, partition
+from tiercel.kernels.fused import fused_decode_step as decode_step
+from tiercel.kernels.fused import fused_layer_tail as decode_chain
+from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.packed.packed_dequantize import dequantize_source
 from tiercel.kernels.packed.packed_gemm import (
     TOKEN_CLASSES,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels import act_mul as kernel
+from tiercel.kernels.fused import act_mul as kernel
 from tiercel.ops.act_mul import ACTIVATIONS, act_mul
 from tiercel.reference import act_mul as oracle
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels import rms_norm as kernel
+from tiercel.kernels.fused import rms_norm as kernel
 from tiercel.ops.rms_norm import rms_norm
 from tiercel.reference import rms_norm as oracle
 

@@ -23,16 +23,16 @@ from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import KVCacheSpec
 from tiercel.env import has_decode_chain, has_megakernel
 from tiercel.layers.attention import Attention, AttentionShape, HeadNorms, PromptPlan
-from tiercel.layers.decode_chain import ChainLayer, DecodeChain, make_decode_chain
-from tiercel.layers.decode_step import DecodeStep, StepLayer, make_decode_step
 from tiercel.layers.embedding import Embedding
+from tiercel.layers.fused_decode_step import DecodeStep, StepLayer, make_decode_step
+from tiercel.layers.fused_layer_tail import ChainLayer, DecodeChain, make_decode_chain
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
 from tiercel.layers.norm import RMSNorm
 from tiercel.models.config import ModelConfig
 from tiercel.models.rope import rope_table
 from tiercel.models.weights import WeightReader
-from tiercel.ops.decode_step import DecoderShape
+from tiercel.ops.fused_decode_step import DecoderShape
 from tiercel.ops.linear import linear, pick_rows, prepare_linear
 from tiercel.ops.rms_norm import rms_norm
 from tiercel.quant import take_rows

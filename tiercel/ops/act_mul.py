@@ -34,7 +34,7 @@ def act_mul(x: Tensor, activation: str) -> Tensor:
     if x.stride(1) != 1:
         raise ArgumentError(f"act_mul: x has inner stride {x.stride(1)}.", hint="Pass 1.")
     if x.is_cuda:
-        from tiercel.kernels.act_mul import launch_act_mul
+        from tiercel.kernels.fused.act_mul import launch_act_mul
 
         out = torch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype, device=x.device)
         launch_act_mul(x, out, activation)

@@ -56,7 +56,7 @@ def rms_norm(
             hint="Pass a contiguous one of the same shape.",
         )
     if x.is_cuda:
-        from tiercel.kernels.rms_norm import launch_rms_norm
+        from tiercel.kernels.fused.rms_norm import launch_rms_norm
 
         out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
         launch_rms_norm(x, weight, out, eps, update, update_weight)

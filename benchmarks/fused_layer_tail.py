@@ -1,7 +1,7 @@
 """From one attention to the next in one launch, in a graph, by model (Q4_K_M) and tokens.
 
-    python -m benchmarks.decode_chain --out benchmarks/results/decode_chain_sizes_h200.json
-    python -m benchmarks.decode_chain --only qwen3-8b
+    python -m benchmarks.fused_layer_tail --out benchmarks/results/decode_chain_sizes_h200.json
+    python -m benchmarks.fused_layer_tail --only qwen3-8b
 
 The peer is what single kernels take for the same: products, norms, SwiGLU. Floor: the weights of
 four matrices once. Attention is not part of it; `tiercel bench speed` has whole steps.
@@ -18,21 +18,21 @@ from torch import Tensor
 from benchmarks.op_timing import Case, main, relative_error
 from benchmarks.packed_matvec import random_part
 from benchmarks.synthetic_model import SHAPES, Shape
-from tiercel.kernels.decode_chain_geometry import Geometry, Refusal
+from tiercel.kernels.fused.fused_layer_tail_geometry import Geometry, Refusal
 from tiercel.ops.act_mul import act_mul
-from tiercel.ops.decode_chain import (
+from tiercel.ops.dequantize import dequantize
+from tiercel.ops.fused_layer_tail import (
     ChainExchange,
     ChainWeights,
     decode_chain,
     make_exchange,
     prepare_decode_chain,
 )
-from tiercel.ops.dequantize import dequantize
 from tiercel.ops.packed_matvec import Q4kWeight, prepare_q4k, q4k_matvec
 from tiercel.ops.rms_norm import rms_norm
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
-from tiercel.reference import decode_chain as oracle
+from tiercel.reference import fused_layer_tail as oracle
 
 EPS = 1e-6
 TOKENS = (1, 4, 8, 16)

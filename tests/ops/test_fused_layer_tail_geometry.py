@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiercel.kernels.decode_chain_geometry import (
+from tiercel.kernels.fused.fused_layer_tail_geometry import (
     ChainShape,
     ChainTypes,
     Geometry,

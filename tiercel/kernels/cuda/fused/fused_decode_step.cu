@@ -1,6 +1,6 @@
 // All layers of a dense decoder for one new token, in one launch; hopper.cuh, decode_ptx.cuh,
 // decode_units.cuh, decode_exchange.cuh, decode_products.cuh and decode_attention.cuh before it.
-// Why each part is as it is: docs/notes/decode_step.md. Host side: ops/decode_step.py.
+// Why each part is as it is: docs/notes/decode_step.md. Host side: ops/fused_decode_step.py.
 //
 // Split: 128 CTAs x 16 consumer warps. A CTA owns 32 rows of q, 8 of k, 8 of v, 32 of o and down,
 // 32 pairs of (gate, up) of each 4096; a warp takes two rows (a pair) at a time. So no CTA has more

@@ -1,6 +1,6 @@
 // From one attention of a dense decoder to the next for m <= TOKENS tokens in one launch;
-// behind the headers of kernels/decode_chain.py. Why each part is as it is:
-// docs/notes/decode_chain.md. Host side: ops/decode_chain.py.
+// behind the headers of kernels/fused/fused_layer_tail.py. Why each part is as it is:
+// docs/notes/decode_chain.md. Host side: ops/fused_layer_tail.py.
 //
 // Split: CTAS in clusters of two. Groups of 32 columns of x (rows of o and down), groups of 32
 // columns of down's input (rows of gate and up) and tiles of q, k, v are dealt over the CTAs in

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel.kernels.decode_stream import CTAS, GROUPS
+from tiercel.kernels.fused.fused_decode_step_stream import CTAS, GROUPS
 from tiercel.kernels.runtime import rtc
 
 HIDDEN, HEAD, KV_HEADS, HEADS = 4096, 128, 8, 4  # HEADS: query heads of a key/value head

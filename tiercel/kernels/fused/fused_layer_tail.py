@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel.kernels.decode_chain_geometry import CTAS, TILE, Geometry
+from tiercel.kernels.fused.fused_layer_tail_geometry import CTAS, TILE, Geometry
 from tiercel.kernels.packed.packed_matvec import KernelPlanes
 from tiercel.kernels.runtime import rtc
 

@@ -9,14 +9,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests import decode_step_on_cpu
-from tests.decode_step_model import EPS, POSITIONS, ROWS, SCALE, V_AND_DOWN, make_model
+from tests import fused_decode_step_on_cpu as decode_step_on_cpu
+from tests.fused_decode_step_model import EPS, POSITIONS, ROWS, SCALE, V_AND_DOWN, make_model
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
-from tiercel.kernels import decode_step as kernel
-from tiercel.kernels import decode_stream
-from tiercel.kernels.decode_stream import MATRICES
-from tiercel.ops.decode_step import (
+from tiercel.kernels.fused import fused_decode_step as kernel
+from tiercel.kernels.fused import fused_decode_step_stream as decode_stream
+from tiercel.kernels.fused.fused_decode_step_stream import MATRICES
+from tiercel.ops.fused_decode_step import (
     DecoderShape,
     DecodeStepBuilder,
     decode_step,
@@ -26,7 +26,7 @@ from tiercel.ops.decode_step import (
 )
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
-from tiercel.reference import decode_step as oracle
+from tiercel.reference import fused_decode_step as oracle
 
 CPU = torch.device("cpu")
 HIDDEN, HEAD, KV_HEADS = kernel.HIDDEN, kernel.HEAD, kernel.KV_HEADS

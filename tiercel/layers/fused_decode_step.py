@@ -16,7 +16,7 @@ from tiercel.batch import Batch
 from tiercel.layers.attention import Attention
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
-from tiercel.ops.decode_step import (
+from tiercel.ops.fused_decode_step import (
     DecoderShape,
     DecodeStepBuilder,
     DecodeStepCaches,
@@ -45,7 +45,7 @@ class StepLayer:
 
 
 class DecodeStep:
-    """Runs one token of one request; see ops/decode_step.py."""
+    """Runs one token of one request; see ops/fused_decode_step.py."""
 
     def __init__(self, weights: DecodeStepWeights) -> None:
         self.weights = weights

@@ -1,6 +1,6 @@
 """All layers of Qwen3-8B (Q4_K_M) for one token in one launch, in a graph, by depth of the context.
 
-    python -m benchmarks.decode_step --out benchmarks/results/decode_step_h200.json
+    python -m benchmarks.fused_decode_step --out benchmarks/results/decode_step_h200.json
 
 Floor: the weights of all layers, keys and values of the context once. Embedding, last norm and
 output matrix are not part of it; benchmarks/e2e_decode.py has whole steps.
@@ -18,19 +18,19 @@ from benchmarks.op_timing import Case, main, relative_error
 from benchmarks.packed_matvec import random_part
 from benchmarks.synthetic_model import has_more_bits
 from tiercel.batch import Batch
-from tiercel.kernels.decode_step import BLOCK_TOKENS, HEAD, HIDDEN, KV_HEADS
-from tiercel.kernels.decode_stream import MATRICES
-from tiercel.ops.decode_step import (
+from tiercel.kernels.fused.fused_decode_step import BLOCK_TOKENS, HEAD, HIDDEN, KV_HEADS
+from tiercel.kernels.fused.fused_decode_step_stream import MATRICES
+from tiercel.ops.dequantize import dequantize
+from tiercel.ops.fused_decode_step import (
     DecodeStepBuilder,
     DecodeStepCaches,
     DecodeStepWeights,
     decode_step,
     prepare_caches,
 )
-from tiercel.ops.dequantize import dequantize
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import QuantType
-from tiercel.reference import decode_step as oracle
+from tiercel.reference import fused_decode_step as oracle
 
 LAYERS, SLICES = 36, 3
 DEPTHS = (0, 1024, 8192, 32767)

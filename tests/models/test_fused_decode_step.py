@@ -7,16 +7,16 @@ import random
 import pytest
 import torch
 
-from tests.decode_step_model import EPS, SCALE, V_AND_DOWN, make_model
+from tests.fused_decode_step_model import EPS, SCALE, V_AND_DOWN, make_model
 from tests.hf_models import make_model as make_hf_model
 from tests.hf_models import own_tensors, sample_config, write_folder
 from tests.tiny_llm import greedy, open_tiny
-from tiercel.layers import decode_step as layers
+from tiercel.layers import fused_decode_step as layers
 from tiercel.layers.attention import Attention, AttentionShape
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
 from tiercel.models import decoder
-from tiercel.ops.decode_step import DecoderShape
+from tiercel.ops.fused_decode_step import DecoderShape
 from tiercel.ops.linear import LinearWeight
 from tiercel.ops.packed_matvec import prepare_q4k
 from tiercel.quant import QuantTensor

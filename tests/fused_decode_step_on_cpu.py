@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.launches_on_cpu import compile_library, describe_failure
 from tiercel.batch import Batch
-from tiercel.kernels import decode_step as kernel
-from tiercel.ops.decode_step import DecodeStepWeights
+from tiercel.kernels.fused import fused_decode_step as kernel
+from tiercel.ops.fused_decode_step import DecodeStepWeights
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 RUN = (HERE / "run_ctas.hpp", HERE / "run_decode_step.cpp")

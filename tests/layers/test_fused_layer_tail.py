@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tiercel.kernels.decode_chain_geometry import ChainShape, ChainTypes, partition
-from tiercel.layers import decode_chain as layers
-from tiercel.layers.decode_chain import DecodeChain, make_decode_chain
+from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
+from tiercel.layers import fused_layer_tail as layers
+from tiercel.layers.fused_layer_tail import DecodeChain, make_decode_chain
 
 TYPES = ChainTypes(o=False, gate_up=False, down=False)
 

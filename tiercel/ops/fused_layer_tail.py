@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels import decode_chain as kernel
-from tiercel.kernels.decode_chain_geometry import (
+from tiercel.kernels.fused import fused_layer_tail as kernel
+from tiercel.kernels.fused.fused_layer_tail_geometry import (
     ChainShape,
     ChainTypes,
     Geometry,

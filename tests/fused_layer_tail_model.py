@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.decode_step_model import random_matrix
-from tiercel.kernels.decode_chain_geometry import ChainShape, Refusal
-from tiercel.ops.decode_chain import (
+from tests.fused_decode_step_model import random_matrix
+from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, Refusal
+from tiercel.ops.dequantize import dequantize
+from tiercel.ops.fused_layer_tail import (
     ChainExchange,
     ChainWeights,
     make_exchange,
     prepare_decode_chain,
 )
-from tiercel.ops.dequantize import dequantize
 from tiercel.ops.packed_matvec import prepare_q4k
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
-from tiercel.kernels import decode_step as kernel
-from tiercel.kernels import decode_stream
-from tiercel.kernels.decode_stream import MATRICES
+from tiercel.kernels.fused import fused_decode_step as kernel
+from tiercel.kernels.fused import fused_decode_step_stream as decode_stream
+from tiercel.kernels.fused.fused_decode_step_stream import MATRICES
 from tiercel.ops.dequantize import dequantize
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
@@ -52,7 +52,7 @@ class DecodeStepWeights:
     """The weights of all layers as `decode_step` reads them.
 
     Attributes:
-        stream: (CTAs, bytes) uint8; kernels/decode_stream.py draws it.
+        stream: (CTAs, bytes) uint8; kernels/fused/fused_decode_step_stream.py draws it.
         starts: where each group of warps begins in its rows.
         masks: of each layer, bit i set if matrix i is Q6_K, else Q4_K.
         norms: (2 * layers, hidden) float32, of attention and MLP in turn.

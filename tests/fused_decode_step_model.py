@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tiercel.kernels.decode_step import HEAD, HIDDEN
-from tiercel.kernels.decode_stream import MATRICES
-from tiercel.ops.decode_step import DecodeStepBuilder, DecodeStepWeights
+from tiercel.kernels.fused.fused_decode_step import HEAD, HIDDEN
+from tiercel.kernels.fused.fused_decode_step_stream import MATRICES
 from tiercel.ops.dequantize import dequantize
+from tiercel.ops.fused_decode_step import DecodeStepBuilder, DecodeStepWeights
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 

@@ -7,13 +7,18 @@ import functools
 import pytest
 import torch
 
-from tests import decode_chain_on_cpu
-from tests.decode_chain_model import EPS, make_model, qwen3_8b
+from tests import fused_layer_tail_on_cpu as decode_chain_on_cpu
+from tests.fused_layer_tail_model import EPS, make_model, qwen3_8b
 from tests.packed_weights import make_weight
 from tiercel.errors import ArgumentError
-from tiercel.kernels import decode_chain as kernel
-from tiercel.kernels.decode_chain_geometry import ChainShape, ChainTypes, Refusal, partition
-from tiercel.ops.decode_chain import (
+from tiercel.kernels.fused import fused_layer_tail as kernel
+from tiercel.kernels.fused.fused_layer_tail_geometry import (
+    ChainShape,
+    ChainTypes,
+    Refusal,
+    partition,
+)
+from tiercel.ops.fused_layer_tail import (
     decode_chain,
     make_exchange,
     prepare_decode_chain,
@@ -21,7 +26,7 @@ from tiercel.ops.decode_chain import (
 )
 from tiercel.ops.packed_matvec import prepare_q4k
 from tiercel.quant_types import Layout, QuantType
-from tiercel.reference import decode_chain as oracle
+from tiercel.reference import fused_layer_tail as oracle
 
 CPU = torch.device("cpu")
 V_AND_DOWN = ("v", "down")  # Q6_K in half of the layers of a Q4_K_M file

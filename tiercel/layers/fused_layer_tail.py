@@ -17,7 +17,7 @@ from tiercel.layers.attention import Attention
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
 from tiercel.layers.norm import RMSNorm
-from tiercel.ops.decode_chain import (
+from tiercel.ops.fused_layer_tail import (
     ChainExchange,
     ChainWeights,
     can_decode_chain,
@@ -40,7 +40,7 @@ class ChainLayer:
 
 
 class DecodeChain:
-    """Runs all layers of a step of a few tokens; see ops/decode_chain.py."""
+    """Runs all layers of a step of a few tokens; see ops/fused_layer_tail.py."""
 
     def __init__(
         self,

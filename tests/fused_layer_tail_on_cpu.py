@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.launches_on_cpu import compile_library, describe_failure
-from tiercel.kernels import decode_chain as kernel
-from tiercel.ops.decode_chain import ChainExchange, ChainWeights
+from tiercel.kernels.fused import fused_layer_tail as kernel
+from tiercel.ops.fused_layer_tail import ChainExchange, ChainWeights
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 
