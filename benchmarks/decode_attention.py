@@ -1,9 +1,9 @@
 """Attention over the paged cache against its floor, beside PyTorch's on keys that lie ready.
 
     python -m benchmarks.decode_attention --device cuda --out results/paged_attention_h200.json
-    python -m benchmarks.decode_attention --device cuda --sweep --out results/paged_attention.json
+    python -m benchmarks.decode_attention --device cuda --sweep --out results/decode_attention.json
 
-The second also times candidate configs of the Triton kernel (paged_attention_sweep.py).
+The second also times candidate configs of the Triton kernel (decode_attention_sweep.py).
 
 Floor: the larger of the visible keys and values, the queries and the result moved once, and the
 products over visible keys at the measured matrix rate. The peer is scaled_dot_product_attention on
@@ -29,7 +29,7 @@ from benchmarks.op_timing import (
     relative_error,
 )
 from tiercel.batch import Batch
-from tiercel.ops.decode_attention import paged_attention
+from tiercel.ops.decode_attention import decode_attention
 from tiercel.reference import decode_attention as oracle
 
 BLOCK_SIZE = 64
@@ -161,7 +161,7 @@ def make_check(shape: Shape) -> Callable[[Inputs], float]:
     """Compare a few tokens with the oracle: each as the only query of the keys up to it."""
 
     def check(inputs: Inputs) -> float:
-        out = paged_attention(
+        out = decode_attention(
             inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch, 0.1, window=shape.window
         )
         keys, values = inputs.entries(inputs.k_cache), inputs.entries(inputs.v_cache)
@@ -170,7 +170,7 @@ def make_check(shape: Shape) -> Callable[[Inputs], float]:
             for query in {0, shape.queries // 2, shape.queries - 1}:
                 _, high = shape.visible(query)
                 token = request * shape.queries + query
-                expected = oracle.paged_attention(
+                expected = oracle.decode_attention(
                     inputs.q[token : token + 1].cpu(),
                     [keys[request, :high].cpu()],
                     [values[request, :high].cpu()],
@@ -220,7 +220,7 @@ def make_case(shape: Shape, device: torch.device) -> Case:
 
     def run(pair: tuple[Inputs, object]) -> Tensor:
         inputs = pair[0]
-        return paged_attention(
+        return decode_attention(
             inputs.q, inputs.k_cache, inputs.v_cache, inputs.batch, 0.1, window=shape.window
         )
 

@@ -1,8 +1,8 @@
 """Candidate configs of the Triton kernel of paged attention, timed: what its table is chosen from.
 
 Run by `python -m benchmarks.decode_attention --device cuda --sweep`. Splits are one choice per
-head_dim, whatever the batch (see kernels/attention/decode_attention.py), so configs are ranked by the
-geometric mean of their fractions of the floor over all swept shapes of that head_dim.
+head_dim, whatever the batch (see kernels/attention/decode_attention.py), so configs are ranked by
+the geometric mean of their fractions of the floor over all swept shapes of that head_dim.
 """
 
 import itertools
@@ -21,8 +21,8 @@ from benchmarks.decode_attention import BLOCK_SIZE, Inputs, Shape, make_case, ma
 from benchmarks.figures import save
 from benchmarks.op_timing import Ceilings, num_sets, relative_error, time_inputs
 from tiercel.kernels.attention import decode_attention as kernel
-from tiercel.kernels.attention.decode_attention import PagedAttentionConfig
-from tiercel.ops.decode_attention import paged_attention
+from tiercel.kernels.attention.decode_attention import DecodeAttentionConfig
+from tiercel.ops.decode_attention import decode_attention
 
 SWEPT = [
     Shape(64, 1, 4096),
@@ -47,14 +47,14 @@ PROGRAMS = (1056, 2112, 4224)
 SWEEP_S = 0.1  # of one measurement
 
 
-def run_config(inputs: Inputs, config: PagedAttentionConfig) -> Tensor:
+def run_config(inputs: Inputs, config: DecodeAttentionConfig) -> Tensor:
     """What the op does for decode steps, with another config."""
     q, batch = inputs.q, inputs.batch
     rows, head_dim = q.shape[0] * q.shape[1], q.shape[2]
     splits = config.num_splits(batch.max_seq_len, batch.max_query_len, 0)
     partials = torch.empty((rows, splits, head_dim), dtype=torch.float32, device=q.device)
     out = torch.empty((q.shape[0], q.shape[1] * head_dim), dtype=q.dtype, device=q.device)
-    kernel.launch_paged_attention(
+    kernel.launch_decode_attention(
         q,
         inputs.k_cache,
         inputs.v_cache,
@@ -73,7 +73,7 @@ def run_config(inputs: Inputs, config: PagedAttentionConfig) -> Tensor:
     return out
 
 
-def candidates(shipped: PagedAttentionConfig) -> Iterator[PagedAttentionConfig]:
+def candidates(shipped: DecodeAttentionConfig) -> Iterator[DecodeAttentionConfig]:
     """The shipped config, then every combination, then what only some shapes are sensitive to."""
     yield shipped
     for (fine, end, coarse), stages, programs in itertools.product(SPLITS, STAGES, PROGRAMS):
@@ -88,7 +88,7 @@ def candidates(shipped: PagedAttentionConfig) -> Iterator[PagedAttentionConfig]:
     for rows in (16, 32, 64):
         yield replace(shipped, most_rows=rows)
     for splits, cols in itertools.product((16, 32, 64), (16, 32, 64)):
-        yield replace(shipped, merge_splits=splits, merge_cols=cols)
+        yield replace(shipped, decode_attention_merge=splits, merge_cols=cols)
 
 
 def sweep_shape(shape: Shape, device: torch.device, ceilings: Ceilings) -> list[dict[str, Any]]:
@@ -96,10 +96,10 @@ def sweep_shape(shape: Shape, device: torch.device, ceilings: Ceilings) -> list[
     case = make_case(shape, device)
     inputs = [make_inputs(shape, seed, device) for seed in range(num_sets(case, device))]
     first = inputs[0]
-    expected = paged_attention(first.q, first.k_cache, first.v_cache, first.batch, 0.1)
+    expected = decode_attention(first.q, first.k_cache, first.v_cache, first.batch, 0.1)
     floor_us = case.num_bytes / max(ceilings.read_gbps, ceilings.copy_gbps) / 1e3
     rows: list[dict[str, Any]] = []
-    for config in candidates(kernel.select_paged_attention(shape.head_dim, 2, BLOCK_SIZE)):
+    for config in candidates(kernel.select_decode_attention(shape.head_dim, 2, BLOCK_SIZE)):
         row: dict[str, Any] = {"name": shape.name, **asdict(config)}
         try:
             error = relative_error(run_config(first, config), expected)
@@ -121,12 +121,12 @@ def sweep_shape(shape: Shape, device: torch.device, ceilings: Ceilings) -> list[
     return sorted(rows, key=lambda row: -row.get("fraction_of_floor", 0.0))
 
 
-def describe(config: PagedAttentionConfig) -> str:
+def describe(config: DecodeAttentionConfig) -> str:
     """A config in a line."""
     return (
         f"splits {config.fine_keys}<{config.fine_end}<{config.coarse_keys} "
         f"stages {config.num_stages} programs {config.programs} rows {config.most_rows} "
-        f"merge {config.merge_splits}x{config.merge_cols}"
+        f"merge {config.decode_attention_merge}x{config.merge_cols}"
     )
 
 
@@ -135,10 +135,10 @@ def rank(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     rows: of one head_dim. A config that failed anywhere is left out.
     """
-    names = [field.name for field in fields(PagedAttentionConfig)]
-    fractions: dict[PagedAttentionConfig, dict[str, float]] = {}
+    names = [field.name for field in fields(DecodeAttentionConfig)]
+    fractions: dict[DecodeAttentionConfig, dict[str, float]] = {}
     for row in rows:
-        config = PagedAttentionConfig(**{name: row[name] for name in names})
+        config = DecodeAttentionConfig(**{name: row[name] for name in names})
         fractions.setdefault(config, {})[row["name"]] = row.get("fraction_of_floor", 0.0)
     ranked = [
         {"text": describe(config), "fractions": of}

@@ -28,7 +28,7 @@ from tiercel.runner.graph_capture import GraphRecorder
 
 DEPTHS = (0, 1024, 8192, 32768)
 STEPS, REPETITIONS = 128, 5
-READ_BYTES_PER_SECOND = 4.53e12  # of an H200, measured; docs/notes/q4k.md
+READ_BYTES_PER_SECOND = 4.53e12  # of an H200, measured; docs/notes/packed_products.md
 
 
 def tokens_per_second(llm: LLM, depth: int) -> float:

@@ -40,7 +40,7 @@ REPETITIONS = 3
 # What each toggle is when nobody sets it.
 TOGGLES = {
     "TIERCEL_MEGAKERNEL": env.has_megakernel,
-    "TIERCEL_DECODE_CHAIN": env.has_decode_chain,
+    "TIERCEL_DECODE_CHAIN": env.has_fused_layer_tail,
     "TIERCEL_INT8_ACTIVATIONS": env.has_int8_activations,
     "TIERCEL_PDL": env.has_dependent_launch,
     "TIERCEL_CUDA_GRAPH": env.has_cuda_graphs,

@@ -22,10 +22,10 @@ from tiercel.kernels.fused.fused_decode_step import BLOCK_TOKENS, HEAD, HIDDEN, 
 from tiercel.kernels.fused.fused_decode_step_stream import MATRICES
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.fused_decode_step import (
-    DecodeStepBuilder,
-    DecodeStepCaches,
-    DecodeStepWeights,
-    decode_step,
+    FusedDecodeStepBuilder,
+    FusedDecodeStepCaches,
+    FusedDecodeStepWeights,
+    fused_decode_step,
     prepare_caches,
 )
 from tiercel.quant import QuantTensor
@@ -42,7 +42,7 @@ V_AND_DOWN = 1 << 2 | 1 << 5
 class Model:
     """Weights for the kernel, and the same as in a file."""
 
-    weights: DecodeStepWeights
+    weights: FusedDecodeStepWeights
     parts: list[dict[str, list[QuantTensor]]]
 
 
@@ -51,14 +51,14 @@ class Inputs:
     """A token behind `depth` others."""
 
     x: Tensor
-    caches: DecodeStepCaches
+    caches: FusedDecodeStepCaches
     batch: Batch
 
 
 def make_model(device: torch.device) -> Model:
     """Random weights of the real shapes and types."""
     masks = [V_AND_DOWN * has_more_bits(i, LAYERS) for i in range(LAYERS)]
-    builder = DecodeStepBuilder(masks, SLICES, device)
+    builder = FusedDecodeStepBuilder(masks, SLICES, device)
     kv_size = KV_HEADS * HEAD
     rows = {"q": HIDDEN, "k": kv_size, "v": kv_size, "o": HIDDEN, "down": HIDDEN}
     parts: list[dict[str, list[QuantTensor]]] = []
@@ -146,15 +146,15 @@ def make_case(model: Model, depth: int, device: torch.device) -> Case:
     kv_bytes = LAYERS * 2 * KV_HEADS * HEAD * 2 * (depth + 1)
 
     def check(inputs: Inputs) -> float:
-        out = decode_step(inputs.x, model.weights, inputs.caches, inputs.batch)
+        out = fused_decode_step(inputs.x, model.weights, inputs.caches, inputs.batch)
         layers, turn = OracleLayers(model, inputs), model.weights.rope[0]
-        expected, _ = oracle.decode_step(inputs.x[0], layers, turn, EPS, SCALE)
+        expected, _ = oracle.fused_decode_step(inputs.x[0], layers, turn, EPS, SCALE)
         return relative_error(out[0], expected)
 
     return Case(
         name=f"Qwen3-8B Q4_K_M depth={depth}",
         make=lambda seed: make_inputs(depth, device, seed),
-        run=lambda inputs: decode_step(inputs.x, model.weights, inputs.caches, inputs.batch),
+        run=lambda inputs: fused_decode_step(inputs.x, model.weights, inputs.caches, inputs.batch),
         check=check,
         tolerance=5e-2,  # codes of 8 bits that fall on the other side, over 36 layers
         num_bytes=model.weights.stream.numel() + kv_bytes,
@@ -165,7 +165,7 @@ def make_case(model: Model, depth: int, device: torch.device) -> Case:
 def cases(device: torch.device) -> Iterator[Case]:
     """Yield one Case per depth."""
     if device.type == "cpu":
-        raise SystemExit("decode_step: this kernel runs on a GPU.")
+        raise SystemExit("fused_decode_step: this kernel runs on a GPU.")
     model = make_model(device)
     for depth in DEPTHS:
         yield make_case(model, depth, device)

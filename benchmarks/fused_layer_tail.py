@@ -24,11 +24,11 @@ from tiercel.ops.dequantize import dequantize
 from tiercel.ops.fused_layer_tail import (
     ChainExchange,
     ChainWeights,
-    decode_chain,
+    fused_layer_tail,
     make_exchange,
-    prepare_decode_chain,
+    prepare_fused_layer_tail,
 )
-from tiercel.ops.packed_matvec import Q4kWeight, prepare_q4k, q4k_matvec
+from tiercel.ops.packed_matvec import PackedWeight, packed_matvec, prepare_packed
 from tiercel.ops.rms_norm import rms_norm
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
@@ -44,7 +44,7 @@ class Inputs:
     """A layer and its tokens."""
 
     parts: dict[str, list[QuantTensor]]
-    packed: dict[str, list[Q4kWeight]]
+    packed: dict[str, list[PackedWeight]]
     weights: ChainWeights
     attended: Tensor
     x: Tensor
@@ -68,13 +68,13 @@ def make_inputs(shape: Shape, tokens: int, seed: int, *, more_bits: bool) -> Inp
         for name, kinds in shapes.items()
     }
     packed = {
-        name: [prepare_q4k(part, Layout.SOA, is_dependent=True) for part in some]
+        name: [prepare_packed(part, Layout.SOA, is_dependent=True) for part in some]
         for name, some in parts.items()
     }
     # Random weights have a mean: with norms of 1 some residuals pass what the kernel can take.
     norm = torch.full((hidden,), 0.1, device="cuda")
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    weights = prepare_decode_chain(*packed.values(), norm, norm, EPS, num_sms)
+    weights = prepare_fused_layer_tail(*packed.values(), norm, norm, EPS, num_sms)
     assert not isinstance(weights, Refusal), weights.reason
     generator = torch.Generator("cuda").manual_seed(seed)
     attention = torch.randn(tokens, attended, device="cuda", generator=generator)
@@ -99,11 +99,13 @@ class Exchanges:
 def run_single(inputs: Inputs) -> Tensor:
     """The same by a kernel for each part."""
     weights, packed = inputs.weights, inputs.packed
-    update = q4k_matvec(inputs.attended, packed["o"][0])
+    update = packed_matvec(inputs.attended, packed["o"][0])
     h = rms_norm(inputs.x, weights.mlp_norm, EPS, torch.float16, update=update)
-    update = q4k_matvec(act_mul(q4k_matvec(h, packed["gate_up"][0]), "silu"), packed["down"][0])
+    update = packed_matvec(
+        act_mul(packed_matvec(h, packed["gate_up"][0]), "silu"), packed["down"][0]
+    )
     h = rms_norm(inputs.x, weights.next_norm, EPS, torch.float16, update=update)
-    return torch.cat([q4k_matvec(h, part) for part in packed["qkv"]], dim=1)
+    return torch.cat([packed_matvec(h, part) for part in packed["qkv"]], dim=1)
 
 
 def check(inputs: Inputs, exchange: ChainExchange) -> float:
@@ -115,8 +117,8 @@ def check(inputs: Inputs, exchange: ChainExchange) -> float:
     layer["gate"], layer["up"] = layer.pop("gate_up").chunk(2)
     layer |= {"mlp_norm": inputs.weights.mlp_norm, "next_norm": inputs.weights.next_norm}
     x = inputs.x.clone()
-    heads = decode_chain(inputs.attended, inputs.x, inputs.weights, exchange)
-    _, expected = oracle.decode_chain(inputs.attended, x, layer, EPS)
+    heads = fused_layer_tail(inputs.attended, inputs.x, inputs.weights, exchange)
+    _, expected = oracle.fused_layer_tail(inputs.attended, x, layer, EPS)
     assert heads is not None
     return relative_error(heads, expected)
 
@@ -132,7 +134,7 @@ def make_case(model: str, tokens: int, exchanges: Exchanges, *, more_bits: bool)
     return Case(
         name=f"{model}, {'v, down in Q6_K' if more_bits else 'all in Q4_K'}, tokens={tokens}",
         make=lambda seed: make_inputs(shape, tokens, seed, more_bits=more_bits),
-        run=lambda inputs: decode_chain(
+        run=lambda inputs: fused_layer_tail(
             inputs.attended, inputs.x, inputs.weights, exchange, is_dependent=True
         ),
         check=lambda inputs: check(inputs, exchange),
@@ -146,7 +148,7 @@ def make_case(model: str, tokens: int, exchanges: Exchanges, *, more_bits: bool)
 def cases(device: torch.device) -> Iterator[Case]:
     """Yield one Case per model, kind of layer and number of tokens."""
     if device.type == "cpu":
-        raise SystemExit("decode_chain: this kernel runs on a GPU.")
+        raise SystemExit("fused_layer_tail: this kernel runs on a GPU.")
     exchanges = Exchanges()
     for model in MODELS:
         for more_bits in (False, True):

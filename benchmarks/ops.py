@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import act_mul, linear, rms_norm, rotary_kv_write
-from benchmarks import decode_attention as paged_attention
+from benchmarks import decode_attention as decode_attention
 from benchmarks.common import environment
 from benchmarks.figures import save
 from benchmarks.op_timing import bench, measure_ceilings, parse
@@ -18,7 +18,7 @@ OPS = {
     "rotary_kv_write": rotary_kv_write,
     "act_mul": act_mul,
     "linear": linear,
-    "paged_attention": paged_attention,
+    "decode_attention": decode_attention,
 }
 
 

@@ -19,8 +19,8 @@ from benchmarks.figures import save
 from benchmarks.op_timing import Case, bench, measure_ceilings, parse, relative_error, time_inputs
 from benchmarks.packed_matvec import CHECKED_ROWS, MATRICES, Inputs, random_part
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.packed_gemm import q4k_gemm
-from tiercel.ops.packed_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
+from tiercel.ops.packed_gemm import packed_gemm
+from tiercel.ops.packed_matvec import MAX_TOKENS, packed_matvec, prepare_packed
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import packed_gemm as oracle
 
@@ -50,7 +50,7 @@ def make_case(
 
     def make(seed: int) -> Inputs:
         part = random_part(qtype, shape, seed)
-        weight = prepare_q4k(part, Layout.SOA, is_dependent=True)
+        weight = prepare_packed(part, Layout.SOA, is_dependent=True)
         x = torch.randn(tokens, shape[1], device="cuda").half()
         dense = dequantize(part, torch.float16)
         out = torch.empty(tokens, shape[0], dtype=torch.float16, device="cuda")
@@ -72,26 +72,26 @@ def make_case(
 
 def error_of(inputs: Inputs) -> float:
     """Of some rows, against the oracle."""
-    out = q4k_gemm(inputs.x, inputs.weight)[:, :CHECKED_ROWS]
+    out = packed_gemm(inputs.x, inputs.weight)[:, :CHECKED_ROWS]
     data, name = inputs.part.planes["data"], inputs.part.qtype.name
-    return relative_error(out.cpu(), oracle.q4k_gemm(inputs.x, data, name))
+    return relative_error(out.cpu(), oracle.packed_gemm(inputs.x, data, name))
 
 
 def cases(device: torch.device) -> Iterator[Case]:
     """Yield one Case per matrix and number of tokens; a GPU's kernels alone."""
     if device.type == "cpu":
-        raise SystemExit("q4k_gemm: these kernels run on a GPU; a CPU has benchmarks/linear.py.")
+        raise SystemExit("packed_gemm: these kernels run on a GPU; a CPU has benchmarks/linear.py.")
     for qtype, *shape in MATRICES:
         rows, columns = shape
         for tokens in TOKENS:
-            yield make_case(q4k_gemm, error_of, 6e-4, qtype, (rows, columns), tokens)
+            yield make_case(packed_gemm, error_of, 6e-4, qtype, (rows, columns), tokens)
 
 
 def reader(inputs: Inputs) -> None:
     """16 tokens at a time."""
     for first in range(0, len(inputs.x), MAX_TOKENS):
         rows = slice(first, first + MAX_TOKENS)
-        q4k_matvec(inputs.x[rows], inputs.weight, out=inputs.out[rows])
+        packed_matvec(inputs.x[rows], inputs.weight, out=inputs.out[rows])
 
 
 def decoded(inputs: Inputs) -> None:

@@ -17,7 +17,7 @@ from benchmarks.op_timing import Case, main, relative_error
 from tiercel.kernels.packed.linear import launch_linear
 from tiercel.loader.verify import SCALE_FIELDS
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.packed_matvec import Q4kWeight, prepare_q4k, q4k_matvec
+from tiercel.ops.packed_matvec import PackedWeight, packed_matvec, prepare_packed
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import packed_matvec as oracle
@@ -41,7 +41,7 @@ class Inputs:
 
     x: Tensor
     part: QuantTensor
-    weight: Q4kWeight
+    weight: PackedWeight
     dense: Tensor
     out: Tensor
 
@@ -67,16 +67,16 @@ def make_case(
 
     def make(seed: int) -> Inputs:
         part = random_part(qtype, shape, seed)
-        weight = prepare_q4k(part, layout, is_dependent=is_dependent)
+        weight = prepare_packed(part, layout, is_dependent=is_dependent)
         x = torch.randn(tokens, shape[1], device="cuda").half()
         dense = dequantize(part, torch.float16) if has_peer else x
         out = torch.empty(tokens, shape[0], dtype=out_dtype, device="cuda")
         return Inputs(x, part.rows(0, CHECKED_ROWS).to(torch.device("cpu")), weight, dense, out)
 
     def check(inputs: Inputs) -> float:
-        out = q4k_matvec(inputs.x, inputs.weight, out_dtype)[:, :CHECKED_ROWS]
+        out = packed_matvec(inputs.x, inputs.weight, out_dtype)[:, :CHECKED_ROWS]
         data = inputs.part.planes["data"]
-        return relative_error(out.cpu(), oracle.q4k_matvec(inputs.x, data, qtype.name))
+        return relative_error(out.cpu(), oracle.packed_matvec(inputs.x, data, qtype.name))
 
     label = "" if layout is Layout.SOA else " file"
     weight_bytes = shape[0] * qtype.row_bytes(shape[1])
@@ -84,7 +84,7 @@ def make_case(
         name=f"{qtype.name} {shape[0]}x{shape[1]} tokens={tokens}{label}"
         + ("" if is_dependent else " plain"),
         make=make,
-        run=lambda inputs: q4k_matvec(inputs.x, inputs.weight, out=inputs.out),
+        run=lambda inputs: packed_matvec(inputs.x, inputs.weight, out=inputs.out),
         check=check,
         tolerance=5e-4,
         num_bytes=weight_bytes + tokens * (2 * shape[1] + out_dtype.itemsize * shape[0]),
@@ -99,7 +99,9 @@ def make_case(
 def cases(device: torch.device) -> Iterator[Case]:
     """Yield one Case per matrix, tokens and way to launch; a GPU's kernels alone."""
     if device.type == "cpu":
-        raise SystemExit("q4k_matvec: these kernels run on a GPU; a CPU has benchmarks/linear.py.")
+        raise SystemExit(
+            "packed_matvec: these kernels run on a GPU; a CPU has benchmarks/linear.py."
+        )
     for qtype, *shape in MATRICES:
         rows, columns = shape
         for tokens in (1, 2, 4, 8, 16):

@@ -1,4 +1,4 @@
-"""As benchmarks/packed_matvec.py, for the other types: 8B's widest matrix, and those of small models.
+"""benchmarks/packed_matvec.py for the other types: 8B's widest matrix, matrices of small models.
 
     python -m benchmarks.packed_matvec_types --seconds 0.1 --out FILE.json
 
@@ -26,7 +26,9 @@ SMALL = (
 def cases(device: torch.device) -> Iterator[Case]:
     """Yield one Case per matrix, tokens and layout; a GPU's kernels alone."""
     if device.type == "cpu":
-        raise SystemExit("q4k_matvec: these kernels run on a GPU; a CPU has benchmarks/linear.py.")
+        raise SystemExit(
+            "packed_matvec: these kernels run on a GPU; a CPU has benchmarks/linear.py."
+        )
     for qtype in PLANES:
         if qtype not in (QuantType.Q4_K, QuantType.Q6_K):
             for tokens in (1, 8, 16):

@@ -15,7 +15,7 @@ import torch
 from benchmarks.op_timing import Case, main, relative_error
 from benchmarks.packed_gemm import make_case
 from benchmarks.packed_matvec import CHECKED_ROWS, MATRICES, Inputs
-from tiercel.ops.packed_mmq import q4k_mmq
+from tiercel.ops.packed_mmq import packed_mmq
 from tiercel.reference import packed_mmq as oracle
 
 TOKENS = (32, 64, 128, 256, 512, 2048)
@@ -24,19 +24,19 @@ CHECKED_TOKENS = 8
 
 def error_of(inputs: Inputs) -> float:
     """Of some tokens and rows, against the oracle."""
-    out = q4k_mmq(inputs.x, inputs.weight)[-CHECKED_TOKENS:, :CHECKED_ROWS]
+    out = packed_mmq(inputs.x, inputs.weight)[-CHECKED_TOKENS:, :CHECKED_ROWS]
     data, name = inputs.part.planes["data"], inputs.part.qtype.name
-    return relative_error(out.cpu(), oracle.q4k_mmq(inputs.x[-CHECKED_TOKENS:], data, name))
+    return relative_error(out.cpu(), oracle.packed_mmq(inputs.x[-CHECKED_TOKENS:], data, name))
 
 
 def cases(device: torch.device) -> Iterator[Case]:
     """Yield one Case per matrix and number of tokens; a GPU's kernels alone."""
     if device.type == "cpu":
-        raise SystemExit("q4k_mmq: these kernels run on a GPU; a CPU has benchmarks/linear.py.")
+        raise SystemExit("packed_mmq: these kernels run on a GPU; a CPU has benchmarks/linear.py.")
     for qtype, *shape in MATRICES:
         rows, columns = shape
         for tokens in TOKENS:
-            yield make_case(q4k_mmq, error_of, 5e-4, qtype, (rows, columns), tokens)
+            yield make_case(packed_mmq, error_of, 5e-4, qtype, (rows, columns), tokens)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.op_timing import Case, main
-from tiercel.ops.packed_repack import q4k_repack
+from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, Layout, QuantType
 from tiercel.reference import packed_repack as oracle
@@ -33,15 +33,15 @@ def check(weight: QuantTensor) -> float:
     """0 where a tile's planes are those of the oracle, else 1."""
     qtype = weight.qtype
     data = weight.rows(0, CHECKED_ROWS).planes["data"].cpu().numpy()
-    expected = oracle.q4k_repack(data.reshape(CHECKED_ROWS, -1, qtype.block_bytes), qtype)
-    planes = q4k_repack(weight, Layout.SOA).planes
+    expected = oracle.packed_repack(data.reshape(CHECKED_ROWS, -1, qtype.block_bytes), qtype)
+    planes = packed_repack(weight, Layout.SOA).planes
     same = (np.array_equal(planes[name][:1].cpu().numpy(), expected[name]) for name in expected)
     return 0.0 if all(same) else 1.0
 
 
 def run(weight: QuantTensor) -> QuantTensor:
     """The op."""
-    return q4k_repack(weight, Layout.SOA)
+    return packed_repack(weight, Layout.SOA)
 
 
 def copy(weight: QuantTensor) -> torch.Tensor:

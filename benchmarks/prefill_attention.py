@@ -1,6 +1,6 @@
 """Prefill attention against its floor, beside cuDNN and FlashAttention 2 on contiguous tensors.
 
-    python -m benchmarks.prefill_attention --device cuda --out results/multi_item_attention.json
+    python -m benchmarks.prefill_attention --device cuda --out results/prefill_attention.json
 
 Floor: 4 * head_dim operations per visible pair of a head and a key, at the rate of a bf16 product
 of 8192^3 measured in the same run. The op gets a plan, as all layers of a step but one do; planning
@@ -11,10 +11,10 @@ How: calls over inputs of more than 240 MB in turn, in a CUDA graph, after 0.12 
 The warm-up matters: a card at rest boosts for tens of milliseconds and reads up to 10% better than
 it does at its power limit. Kernels of a row run one after the other; compare within a run only.
 
---suite scoring: the shapes that peers of multi-item scoring were timed on (multi_item_peers.py),
-the same with the prefix computed in the launch, and few items on a long prefix, with tiles cut into
-parts and whole. --suite sweep times the Triton kernel in other tiles, for the table in
-kernels/attention/prefill_attention.py.
+--suite scoring: the shapes that peers of multi-item scoring were timed on
+(prefill_attention_peers.py), the same with the prefix computed in the launch, and few items on a
+long prefix, with tiles cut into parts and whole. --suite sweep times the Triton kernel in other
+tiles, for the table in kernels/attention/prefill_attention.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from benchmarks.common import environment
 from benchmarks.figures import save
 from benchmarks.op_timing import parse, relative_error
 from benchmarks.prefill_attention_shapes import SCORING_SHAPES, SHAPES, SWEEP, SWEEP_SHAPES, Shape
-from tiercel.ops.prefill_attention import multi_item_attention, plan_multi_item_attention
+from tiercel.ops.prefill_attention import plan_prefill_attention, prefill_attention
 from tiercel.reference import prefill_attention as oracle
 
 BLOCK_SIZE = 64
@@ -109,7 +109,7 @@ def make_inputs(shape: Shape, seed: int, device: torch.device) -> Inputs:
 
 def make_plan(inputs: Inputs) -> Any:
     shape = inputs.shape
-    return plan_multi_item_attention(
+    return plan_prefill_attention(
         *inputs.lengths(),
         num_heads=shape.heads,
         k_cache=inputs.k_cache,
@@ -121,7 +121,7 @@ def make_plan(inputs: Inputs) -> Any:
 def run_op(inputs: Inputs, plan: Any) -> Tensor:
     shape = inputs.shape
     new = {"k_new": inputs.k_new, "v_new": inputs.v_new} if shape.items else {}
-    return multi_item_attention(
+    return prefill_attention(
         inputs.q,
         inputs.k_cache,
         inputs.v_cache,
@@ -137,12 +137,12 @@ def run_op(inputs: Inputs, plan: Any) -> Tensor:
 
 def make_variant(inputs: Inputs, **changes: Any) -> Callable[[Inputs], Tensor]:
     """The kernel in another configuration than the selected one, on whole tiles."""
-    attention_tiles = import_module("tiercel.kernels.attention.prefill_attention_tiles")
+    prefill_attention_tiles = import_module("tiercel.kernels.attention.prefill_attention_tiles")
     kernel = import_module(
         "tiercel.kernels.attention.prefill_attention"
     )  # needs Triton, so not at the top
     shape = inputs.shape
-    select = kernel.select_multi_item_attention
+    select = kernel.select_prefill_attention
     group = shape.heads // shape.kv_heads
     is_triton = changes.get("variant") == "triton"
     capability = (8, 0) if is_triton else torch.cuda.get_device_capability()
@@ -152,16 +152,16 @@ def make_variant(inputs: Inputs, **changes: Any) -> Callable[[Inputs], Tensor]:
     starts = None if inputs.item_start is None else inputs.item_start.numpy()
     lengths = (*inputs.lengths(), [shape.prefix] * shape.batch)
     step = config.block_m // group
-    tiles = attention_tiles.make_tiles(*lengths, starts, step)
+    tiles = prefill_attention_tiles.make_tiles(*lengths, starts, step)
     own = np.zeros(0, np.int32) if starts is None else starts
     model = (inputs.q.dtype, shape.head_dim, group, BLOCK_SIZE)
-    planned = attention_tiles.PlannedTiles(config, model, tiles, own, None, step)
+    planned = prefill_attention_tiles.PlannedTiles(config, model, tiles, own, None, step)
     plan = planned.upload(inputs.q.device)
 
     def run(item: Inputs) -> Tensor:
         out = torch.empty(item.q.shape, dtype=item.q.dtype, device=item.q.device)
         tensors = (item.q, item.k_cache, item.v_cache, item.tables, item.k_new, item.v_new, out)
-        kernel.launch_multi_item_attention(*tensors, plan, shape.head_dim**-0.5, window)
+        kernel.launch_prefill_attention(*tensors, plan, shape.head_dim**-0.5, window)
         return out.flatten(1)
 
     return run
@@ -176,7 +176,7 @@ def check(inputs: Inputs, out: Tensor) -> float:
         for cache, new in ((inputs.k_cache, inputs.k_new), (inputs.v_cache, inputs.v_new))
     )
     starts = None if inputs.item_start is None else inputs.item_start[-rows:]
-    expected, _ = oracle.multi_item_attention(
+    expected, _ = oracle.prefill_attention(
         inputs.q[-rows:],
         [keys],
         [values],

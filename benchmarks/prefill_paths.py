@@ -27,9 +27,9 @@ from benchmarks.op_timing import measure_ceilings, time_inputs
 from benchmarks.packed_matvec import MATRICES, random_part
 from tiercel.kernels.packed.linear import launch_linear
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.packed_gemm import load_q4k_gemm, q4k_gemm
-from tiercel.ops.packed_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
-from tiercel.ops.packed_mmq import load_q4k_mmq, q4k_mmq
+from tiercel.ops.packed_gemm import load_packed_gemm, packed_gemm
+from tiercel.ops.packed_matvec import MAX_TOKENS, PackedWeight, packed_matvec, prepare_packed
+from tiercel.ops.packed_mmq import load_packed_mmq, packed_mmq
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import TILE_ROWS, Layout, QuantType
 
@@ -45,7 +45,7 @@ SLICE_BYTES = 24 << 20  # of decoded weights
 class Inputs:
     """A weight at rest, its dense copy, tokens and a result."""
 
-    weight: Q4kWeight
+    weight: PackedWeight
     dense: Tensor
     x: Tensor
     out: Tensor
@@ -54,7 +54,7 @@ class Inputs:
 def reader(inputs: Inputs) -> None:
     for first in range(0, len(inputs.x), MAX_TOKENS):
         rows = slice(first, first + MAX_TOKENS)
-        q4k_matvec(inputs.x[rows], inputs.weight, out=inputs.out[rows])
+        packed_matvec(inputs.x[rows], inputs.weight, out=inputs.out[rows])
 
 
 def decoded(inputs: Inputs) -> None:
@@ -76,23 +76,23 @@ def sliced(inputs: Inputs) -> None:
 
 WAYS: dict[str, Callable[[Inputs], object]] = {
     "reader": reader,
-    "fused": lambda inputs: q4k_gemm(inputs.x, inputs.weight, out=inputs.out),
-    "mmq": lambda inputs: q4k_mmq(inputs.x, inputs.weight, out=inputs.out),
+    "fused": lambda inputs: packed_gemm(inputs.x, inputs.weight, out=inputs.out),
+    "mmq": lambda inputs: packed_mmq(inputs.x, inputs.weight, out=inputs.out),
     "copy": lambda inputs: launch_linear(inputs.x, inputs.dense, inputs.out),
     "decoded": decoded,
     "sliced": sliced,
 }
 
 
-def make_weights(qtype: QuantType, shape: tuple[int, int]) -> list[tuple[Q4kWeight, Tensor]]:
+def make_weights(qtype: QuantType, shape: tuple[int, int]) -> list[tuple[PackedWeight, Tensor]]:
     """As many as pass the cache, with dense copies."""
     count = max(2, min(16, int(COLD_BYTES / (shape[0] * qtype.row_bytes(shape[1])))))
     made = []
     for seed in range(count):
-        weight = prepare_q4k(random_part(qtype, shape, seed), Layout.SOA, is_dependent=True)
+        weight = prepare_packed(random_part(qtype, shape, seed), Layout.SOA, is_dependent=True)
         made.append((weight, dequantize(weight.tensor, torch.float16)))
-    load_q4k_gemm(made[0][0], torch.float16)
-    load_q4k_mmq(made[0][0], torch.float16)
+    load_packed_gemm(made[0][0], torch.float16)
+    load_packed_mmq(made[0][0], torch.float16)
     return made
 
 

@@ -9,7 +9,7 @@ import torch
 from tiercel.kernels.fused.fused_decode_step import HEAD, HIDDEN
 from tiercel.kernels.fused.fused_decode_step_stream import MATRICES
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.fused_decode_step import DecodeStepBuilder, DecodeStepWeights
+from tiercel.ops.fused_decode_step import FusedDecodeStepBuilder, FusedDecodeStepWeights
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 
@@ -36,7 +36,7 @@ def random_matrix(rows, columns, qtype, generator):
 class Model:
     """Weights for the kernel, and the same for the oracle."""
 
-    weights: DecodeStepWeights
+    weights: FusedDecodeStepWeights
     layers: list[dict[str, torch.Tensor | QuantTensor]]
 
     def dense(self, layer):
@@ -55,7 +55,7 @@ def make_model(masks, slices, device, seed=0, *, has_qk_norm=True, inner=None):
     def near_one(size):
         return 0.25 + 1.5 * torch.rand(size, device=device, generator=generator)
 
-    builder = DecodeStepBuilder(masks, slices, device)
+    builder = FusedDecodeStepBuilder(masks, slices, device)
     layers, norms, head_norms = [], [], []
     for index, mask in enumerate(masks):
         layer = {}

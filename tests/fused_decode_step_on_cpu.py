@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -14,20 +13,21 @@ from torch import Tensor
 from tests.launches_on_cpu import compile_library, describe_failure
 from tiercel.batch import Batch
 from tiercel.kernels.fused import fused_decode_step as kernel
-from tiercel.ops.fused_decode_step import DecodeStepWeights
+from tiercel.kernels.runtime import rtc
+from tiercel.ops.fused_decode_step import FusedDecodeStepWeights
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
-RUN = (HERE / "run_ctas.hpp", HERE / "run_decode_step.cpp")
+RUN = (HERE / "run_ctas.hpp", HERE / "run_fused_decode_step.cpp")
 MAP_BYTES = 128
 
 
 def build(num_layers: int, slices: int, folder: Path, *, has_qk_norm: bool) -> ctypes.CDLL:
     """Compile the source with what stands for a GPU; skip where that cannot be."""
     source = kernel.cuda_source(num_layers, slices, has_qk_norm=has_qk_norm)
-    cuda = files("tiercel.kernels") / "cuda"
+    cuda = rtc.source_files()
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
-    headers = [cuda / f"{name}.cuh" for name in kernel.PARTS]
-    parts = [HERE / "device.hpp", *headers, cuda / "decode_step.cu", *RUN]
+    headers = [cuda[f"{name}.cuh"] for name in kernel.PARTS]
+    parts = [HERE / "device.hpp", *headers, cuda["fused_decode_step.cu"], *RUN]
     text = macros + "".join(part.read_text() for part in parts)
     return compile_library(text, folder, "step", "-O2")
 
@@ -35,7 +35,7 @@ def build(num_layers: int, slices: int, folder: Path, *, has_qk_norm: bool) -> c
 def run(
     library: ctypes.CDLL,
     x: Tensor,
-    weights: DecodeStepWeights,
+    weights: FusedDecodeStepWeights,
     k: Sequence[Tensor],
     v: Sequence[Tensor],
     batch: Batch,
@@ -43,7 +43,7 @@ def run(
     seed: int = 0,
     late: int = 128,
 ) -> Tensor:
-    """As `ops.decode_step`; `seed` draws the order of warps, CTAs from `late` on start last."""
+    """As `ops.fused_decode_step`; `seed` orders warps, CTAs from `late` on start last."""
     structures = kernel._structures(len(k))
     sizes = tuple(ctypes.sizeof(structure) for structure in structures)
     assert sizes == tuple(library.struct_bytes(i) for i in range(2))

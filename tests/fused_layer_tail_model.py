@@ -13,9 +13,9 @@ from tiercel.ops.fused_layer_tail import (
     ChainExchange,
     ChainWeights,
     make_exchange,
-    prepare_decode_chain,
+    prepare_fused_layer_tail,
 )
-from tiercel.ops.packed_matvec import prepare_q4k
+from tiercel.ops.packed_matvec import prepare_packed
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 
@@ -70,7 +70,7 @@ def make_model(six, shape, device, seed=0, *, is_last=False, num_sms=128):
         qkv = [QuantTensor(qkv[0].qtype, Layout.FILE, size, {"data": data})]
     matrices = {name: [part] for name, part in parts.items()} | {"qkv": qkv}
     packed = {
-        name: [prepare_q4k(part, Layout.SOA) for part in segments]
+        name: [prepare_packed(part, Layout.SOA) for part in segments]
         for name, segments in matrices.items()
     }
     if is_last:
@@ -78,6 +78,6 @@ def make_model(six, shape, device, seed=0, *, is_last=False, num_sms=128):
     norms = [
         0.7 + 0.6 * torch.rand(shape.hidden, device=device, generator=generator) for _ in range(2)
     ]
-    weights = prepare_decode_chain(*packed.values(), *norms, EPS, num_sms)
+    weights = prepare_fused_layer_tail(*packed.values(), *norms, EPS, num_sms)
     assert not isinstance(weights, Refusal), weights.reason
     return Model(weights, make_exchange(weights.geometry, generator.device), matrices)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from tests.launches_on_cpu import compile_library, describe_failure
 from tiercel.kernels.fused import fused_layer_tail as kernel
+from tiercel.kernels.runtime import rtc
 from tiercel.ops.fused_layer_tail import ChainExchange, ChainWeights
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
@@ -19,11 +19,11 @@ HERE = Path(__file__).parent / "cuda_on_cpu"
 def build(tokens: int, weights: ChainWeights, folder: Path) -> ctypes.CDLL:
     """Compile the source with what stands for a GPU; skip where that cannot be."""
     source = kernel.cuda_source(tokens, weights.geometry)
-    cuda = files("tiercel.kernels") / "cuda"
+    cuda = rtc.source_files()
     device = [HERE / f"{name}.hpp" for name in ("device", "q4k_device", "chain_device")]
-    headers = [cuda / f"{name}.cuh" for name in source.headers if not name.endswith("_ptx")]
-    run = [HERE / "run_ctas.hpp", HERE / "run_decode_chain.cpp"]
-    parts = (*device, *headers, cuda / f"{source.name}.cu", *run)
+    headers = [cuda[f"{name}.cuh"] for name in source.headers if not name.endswith("_ptx")]
+    run = [HERE / "run_ctas.hpp", HERE / "run_fused_layer_tail.cpp"]
+    parts = (*device, *headers, cuda[f"{source.name}.cu"], *run)
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
     text = macros + "".join(part.read_text() for part in parts)
     return compile_library(text, folder, "chain", "-O2")
@@ -39,7 +39,7 @@ def run(
     seed: int = 0,
     late: int | None = None,
 ) -> Tensor | None:
-    """As `ops.decode_chain`; `seed` draws the order of warps, CTAs from `late` on start last."""
+    """As `ops.fused_layer_tail`; `seed` sets the order of warps, CTAs from `late` on start last."""
     geometry, rows = weights.geometry, x.shape[0] + 2
     wide = torch.full((rows, x.shape[1]), float("nan"))
     wide_heads = torch.full((rows, geometry.shape.heads_width), float("nan")).half()

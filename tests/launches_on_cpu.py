@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -84,18 +83,18 @@ class Processor:
         return self.libraries[source], smem_bytes
 
     def _build(self, source: rtc.KernelSource) -> ctypes.CDLL:
-        cuda = files("tiercel.kernels") / "cuda"
+        cuda = rtc.source_files()
         own = [STAND_INS[name] for name in source.headers if name in STAND_INS]
         names = ("device", "q4k_device", "attention_device", *own)
         device = [HERE / f"{name}.hpp" for name in names]
         headers = [
-            cuda / f"{name}.cuh"
+            cuda[f"{name}.cuh"]
             for name in source.headers
             if not name.endswith("_ptx") and name not in STAND_INS
         ]
         run = [HERE / "run_each_cta.hpp", HERE / "run_launch.cpp"]
         own_source = HERE / f"{source.name}.cu"
-        kernel = own_source if own_source.exists() else cuda / own_source.name
+        kernel = own_source if own_source.exists() else cuda[own_source.name]
         parts = (*headers, kernel, *run)
         macros = "".join(
             f"#undef {name}\n#define {name} {value}\n"

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from tiercel.ops.packed_matvec import prepare_q4k
+from tiercel.ops.packed_matvec import prepare_packed
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout
 
@@ -48,7 +48,7 @@ def check_dependent_launches(op, qtype, tokens, device):
     """Each product reads what the one before wrote: 50 replays, bits of direct launches."""
     is_dependent = torch.cuda.get_device_capability() >= (9, 0)
     parts = [make_weight(qtype, 1024, 1024, device, seed) for seed in range(4)]
-    weights = [prepare_q4k(p, Layout.SOA, is_dependent=is_dependent) for p in parts]
+    weights = [prepare_packed(p, Layout.SOA, is_dependent=is_dependent) for p in parts]
     start = make_tokens(tokens, 1024, device) * 0.01
 
     def chain(y, weights):
@@ -64,7 +64,7 @@ def check_dependent_launches(op, qtype, tokens, device):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = chain(x, weights)
-    plain = [prepare_q4k(p, Layout.SOA) for p in parts]
+    plain = [prepare_packed(p, Layout.SOA) for p in parts]
     for step in range(50):
         x.copy_(start * (1 + step / 50))
         graph.replay()

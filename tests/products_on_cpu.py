@@ -6,7 +6,6 @@ import ctypes
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +97,10 @@ class Products:
 
 def _in_namespace(number: int, source: rtc.KernelSource) -> str:
     """Headers and file of a source, with its macros; those that it defines go no further."""
-    cuda = files("tiercel.kernels") / "cuda"
+    cuda = rtc.source_files()
     is_replaced = {name: name == "hopper" or name.endswith("_ptx") for name in source.headers}
     names = [f"{name}.cuh" for name in source.headers if not is_replaced[name]]
-    text = "".join((cuda / name).read_text() for name in (*names, f"{source.name}.cu"))
+    text = "".join(cuda[name].read_text() for name in (*names, f"{source.name}.cu"))
     own = {*re.findall(r"^#define (\w+)", text, re.MULTILINE), *dict(source.macros)}
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
     ends = "".join(f"#undef {name}\n" for name in sorted(own))

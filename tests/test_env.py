@@ -166,7 +166,7 @@ def test_the_kernel_between_attentions_can_be_forbidden(monkeypatch, values, exp
         monkeypatch.delenv(name, raising=False)
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-    assert env.has_decode_chain() is expected
+    assert env.has_fused_layer_tail() is expected
 
 
 @pytest.mark.parametrize("value", ["0", "1"])
@@ -212,7 +212,7 @@ SWITCHES = {
     "EXACT": (env.is_exact, False, {}),
     "INT8_ACTIVATIONS": (env.has_int8_activations, True, {}),
     "MEGAKERNEL": (env.has_megakernel, True, {"EXACT": "1", "INT8_ACTIVATIONS": "0"}),
-    "DECODE_CHAIN": (env.has_decode_chain, True, {"EXACT": "1"}),
+    "DECODE_CHAIN": (env.has_fused_layer_tail, True, {"EXACT": "1"}),
     "SYNC_DEBUG": (env.is_sync_debug, False, {}),
 }
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tiercel.kernels.attention.prefill_attention_tiles import MultiItemAttentionPlan
+    from tiercel.kernels.attention.prefill_attention_tiles import PrefillAttentionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +74,4 @@ class Batch:
     max_query_len: int
     max_seq_len: int
     items: PackedItems | None = None
-    plans: Mapping[Hashable, MultiItemAttentionPlan] | None = None
+    plans: Mapping[Hashable, PrefillAttentionPlan] | None = None

@@ -112,7 +112,7 @@ def has_fused_gemm() -> bool:
 def has_prefill_mmq() -> bool:
     """Whether ``TIERCEL_PREFILL_MMQ`` rounds many tokens to 8 bits for every product that can.
 
-    Off: on an H200 another path was faster at every size (docs/notes/q4k.md).
+    Off: on an H200 another path was faster at every size (docs/notes/packed_products.md).
     ``TIERCEL_INT8_ACTIVATIONS`` can forbid it too.
     """
     return read_flag("TIERCEL_PREFILL_MMQ", default=False) and has_int8_activations()
@@ -138,7 +138,7 @@ def has_megakernel() -> bool:
     return is_on and has_int8_activations() and not is_exact()
 
 
-def has_decode_chain() -> bool:
+def has_fused_layer_tail() -> bool:
     """Whether ``TIERCEL_DECODE_CHAIN`` lets one kernel run from attention to attention.
 
     For a few tokens; it has other bits than single kernels, so ``TIERCEL_EXACT`` forbids it too.

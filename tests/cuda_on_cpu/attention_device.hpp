@@ -1,4 +1,4 @@
-// What attention_ptx.cuh, split_ptx.cuh and CUDA itself give kernels that run by `run_launch.cpp`, for one
+// What attention_ptx.cuh, decode_attention_ptx.cuh and CUDA itself give kernels that run by `run_launch.cpp`, for one
 // processor; behind q4k_device.hpp. What the kernel ahead writes is there when a CTA waits for it, and NaN until then.
 #undef THREADS
 #define THREADS (32 * WARPS)

@@ -1,4 +1,4 @@
-// What chain_ptx.cuh gives, for one processor; behind q4k_device.hpp. An address in a cluster has the
+// What fused_layer_tail_ptx.cuh gives, for one processor; behind q4k_device.hpp. An address in a cluster has the
 // CTA's rank and one above its lower 24 bits.
 #undef blockIdx
 #undef THREADS

@@ -1,5 +1,5 @@
-// What hopper.cuh, decode_ptx.cuh and CUDA itself give a kernel, for one processor: a thread of the
-// device is a coroutine, and run_decode_step.cpp resumes warps in random order. So a kernel's
+// What hopper.cuh, fused_decode_step_ptx.cuh and CUDA itself give a kernel, for one processor: a thread of the
+// device is a coroutine, and run_fused_decode_step.cpp resumes warps in random order. So a kernel's
 // indices, waits and reuse of shared memory are checked without a GPU; the order of its memory
 // accesses between CTAs, and speed, are not.
 //

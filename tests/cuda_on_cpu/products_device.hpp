@@ -1,4 +1,4 @@
-// What q4k_ptx.cuh, hopper.cuh, q4k_gemm_ptx.cuh and CUDA itself give kernels that run by
+// What packed_ptx.cuh, hopper.cuh, packed_gemm_ptx.cuh and CUDA itself give kernels that run by
 // `run_products.cpp`, for one processor; behind q4k_device.hpp. The CTAs of a cluster run together.
 //
 // What the kernel ahead writes is NaN until a CTA waits for it. A product of a warpgroup reads its

@@ -1,4 +1,4 @@
-// What q4k_ptx.cuh gives, for one processor; behind device.hpp.
+// What packed_ptx.cuh gives, for one processor; behind device.hpp.
 //
 // A copy to shared memory arrives when its thread waits for it; until then its place holds 0xEE.
 #include <deque>

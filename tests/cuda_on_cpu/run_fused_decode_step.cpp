@@ -1,8 +1,8 @@
-// Runs decode_step on one processor; behind device.hpp, the source (decode_step.PARTS) and
+// Runs fused_decode_step on one processor; behind device.hpp, the source (fused_decode_step.PARTS) and
 // run_ctas.hpp.
 static const Args* step_args;
 static const Caches* step_caches;
-static void enter_kernel() { decode_step(*step_args, *step_caches); }
+static void enter_kernel() { fused_decode_step(*step_args, *step_caches); }
 
 extern "C" int struct_bytes(int i) { return i ? sizeof(Caches) : sizeof(Args); }
 extern "C" int run_step(const Args* args, const Caches* caches, int seed, int late) {

@@ -1,6 +1,6 @@
-// Runs decode_chain on one processor; behind device.hpp, its sources and run_ctas.hpp.
+// Runs fused_layer_tail on one processor; behind device.hpp, its sources and run_ctas.hpp.
 static const Args* chain_args;
-static void enter_kernel() { decode_chain(*chain_args); }
+static void enter_kernel() { fused_layer_tail(*chain_args); }
 
 extern "C" int struct_bytes() { return sizeof(Args); }
 extern "C" int smem_bytes() { return Layout::TOTAL; }

@@ -15,9 +15,9 @@ import torch
 
 from tiercel.errors import InternalError
 from tiercel.kernels.attention import rotary_kv_write
-from tiercel.kernels.attention.prefill_attention import cuda_source, select_multi_item_attention
-from tiercel.kernels.fused import fused_decode_step as decode_step
-from tiercel.kernels.fused import fused_layer_tail as decode_chain
+from tiercel.kernels.attention.prefill_attention import cuda_source, select_prefill_attention
+from tiercel.kernels.fused import fused_decode_step as fused_decode_step
+from tiercel.kernels.fused import fused_layer_tail as fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.packed.packed_dequantize import dequantize_source
 from tiercel.kernels.packed.packed_gemm import (
@@ -25,10 +25,10 @@ from tiercel.kernels.packed.packed_gemm import (
     gemm_source,
     image_source,
     make_config,
-    select_q4k_gemm,
+    select_packed_gemm,
 )
-from tiercel.kernels.packed.packed_matvec import cuda_source as cuda_source_q4k
-from tiercel.kernels.packed.packed_matvec import select_q4k_matvec
+from tiercel.kernels.packed.packed_matvec import cuda_source as cuda_source_packed
+from tiercel.kernels.packed.packed_matvec import select_packed_matvec
 from tiercel.kernels.packed.packed_types import UNIT_TYPES, tail_groups
 from tiercel.kernels.runtime import rtc
 from tiercel.quant_types import QuantType
@@ -42,7 +42,7 @@ EVERY_ARCH = [*ARCHS, *(pytest.param(arch, marks=pytest.mark.slow) for arch in R
 
 def mia_source(variant="plain", dtype=torch.bfloat16, group=4, block_size=64, *, is_part=False):
     longest = 4096 if variant == "fast" else 100
-    config = select_multi_item_attention(dtype, 128, group, block_size, 0, 0.0, longest, (9, 0))
+    config = select_prefill_attention(dtype, 128, group, block_size, 0, 0.0, longest, (9, 0))
     assert config.variant == variant
     return cuda_source(config, dtype, group, block_size, is_part=is_part)
 
@@ -111,7 +111,7 @@ def registers_of(cubin, folder):
     return int(re.search(r"REG:(\d+)", usage)[1])
 
 
-def q4k_sources(name):
+def packed_sources(name):
     """Kernels of a type in both layouts: for one token and 16, for rows split, cut and not."""
     sizes = (1024, 4096, 12288) if name in ("Q4_K", "Q6_K") else (12288,)
     if QuantType[name].block_weights == 32:
@@ -119,10 +119,10 @@ def q4k_sources(name):
     for in_file in (False, True):
         for tokens in (1, 16):
             for columns in sizes:
-                config = select_q4k_matvec(name, (24576, columns), tokens)
+                config = select_packed_matvec(name, (24576, columns), tokens)
                 tail = tail_groups(columns)
                 yield (
-                    cuda_source_q4k(name, tail, torch.float32, config, in_file=in_file),
+                    cuda_source_packed(name, tail, torch.float32, config, in_file=in_file),
                     config,
                 )
         yield dequantize_source(name, torch.bfloat16, in_file=in_file), None
@@ -135,23 +135,23 @@ def is_rare(source, config):
     those two the file's layout for rows that are split.
     """
     is_file = ("IN_FILE", 1) in source.macros
-    if "q4k_fields" in source.headers:
+    if "packed_fields" in source.headers:
         return is_file or ("TOKENS", 1) in source.macros
     return is_file and config is not None and config.is_split
 
 
-Q4K_SOURCES = {source: config for name in UNIT_TYPES for source, config in q4k_sources(name)}
+PACKED_SOURCES = {source: config for name in UNIT_TYPES for source, config in packed_sources(name)}
 # On Hopper, and elsewhere the widest of each type and layout and what decodes.
 Q4K_CASES = [
     pytest.param(source, ARCH, marks=[pytest.mark.slow] * is_rare(source, config))
-    for source, config in Q4K_SOURCES.items()
+    for source, config in PACKED_SOURCES.items()
 ] + [
     pytest.param(
         source,
         arch,
-        marks=[pytest.mark.slow] * (arch in RARE_ARCHS or "q4k_fields" in source.headers),
+        marks=[pytest.mark.slow] * (arch in RARE_ARCHS or "packed_fields" in source.headers),
     )
-    for source, config in Q4K_SOURCES.items()
+    for source, config in PACKED_SOURCES.items()
     for arch in (*ARCHS[1:], *RARE_ARCHS)
     if config is None
     or (("TOKENS", 16) in source.macros and (config.is_split or ("TAIL", 2) in source.macros))
@@ -162,7 +162,7 @@ Q4K_CASES = [
 def test_q4k_kernels_compile_everywhere(source, arch, tmp_path):
     """Without spills worth the name on Hopper, products of tensor cores, 16-byte loads."""
     cubin = compile_here(source, tmp_path, arch)
-    config = Q4K_SOURCES[source]
+    config = PACKED_SOURCES[source]
     if arch != ARCH or config is None:
         return
     threads = 32 * config.parts * config.groups * config.ctas
@@ -183,7 +183,7 @@ def gemm_cases():
         for tokens in TOKEN_CLASSES:
             yield make_config(name, tokens, 3, 1), name
             for shape in ((6144, 4096), (4096, 12288), (24576, 4096), (1024, 4096)):
-                yield select_q4k_gemm(name, shape, tokens), name
+                yield select_packed_gemm(name, shape, tokens), name
 
 
 # Parts of a row compile as six do, numbers of tokens between the ends as those do.
@@ -247,9 +247,9 @@ def test_multi_item_attention_compiles_as_designed(source, tmp_path):
 )
 def test_decode_step_compiles_as_designed(num_layers, slices, has_qk_norm, tmp_path):
     """640 threads an SM, nothing in local memory: 60 bytes of spills cost 17% of the time."""
-    source = decode_step.cuda_source(num_layers, slices, has_qk_norm=has_qk_norm)
+    source = fused_decode_step.cuda_source(num_layers, slices, has_qk_norm=has_qk_norm)
     cubin = compile_here(source, tmp_path)
-    assert registers_of(cubin, tmp_path) * decode_step.THREADS <= 65536
+    assert registers_of(cubin, tmp_path) * fused_decode_step.THREADS <= 65536
     text = ask(cubin, tmp_path, "nvdisasm", "-c")
     assert not re.search(r"\b(?:LDL|STL)", text)
     for instruction in ("UBLKCP", "UTMALDG", "IDP.4A.U8.S8", "HMMA.16816.F32", "USETMAXREG"):
@@ -277,7 +277,7 @@ def test_rotary_kv_write_fits_beside_the_decode_chain(head_dim, tmp_path):
 def test_decode_chain_compiles_as_designed(tokens, is_six, shape, tmp_path):
     """640 threads an SM, and few spills; products and copies are those of the reader."""
     geometry = partition(shape, ChainTypes(False, False, is_six, False, is_six), 132)
-    cubin = compile_here(decode_chain.cuda_source(tokens, geometry), tmp_path)
+    cubin = compile_here(fused_layer_tail.cuda_source(tokens, geometry), tmp_path)
     assert registers_of(cubin, tmp_path) * 640 <= 65536
     text = ask(cubin, tmp_path, "nvdisasm", "-c")
     assert len(re.findall(r"\b(?:LDL|STL)", text)) <= 32
@@ -287,7 +287,7 @@ def test_decode_chain_compiles_as_designed(tokens, is_six, shape, tmp_path):
 
 def test_a_refused_source_shows_the_log():
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
-    source = rtc.KernelSource("multi_item_attention", (("GROUP", 4), ("IS_BF16", 1)), ("hopper",))
+    source = rtc.KernelSource("prefill_attention", (("GROUP", 4), ("IS_BF16", 1)), ("hopper",))
     with pytest.raises(InternalError, match=r'(?s)for sm_90a.*identifier "PAGE" is undefined'):
         rtc.compile_cubin(source, ARCH)
 
@@ -361,7 +361,7 @@ def test_a_refused_source_among_several_is_an_error(compiled, tmp_path, monkeypa
 def test_the_cache_is_in_tiercels_folder_by_default(compiled, tmp_path, monkeypatch):
     monkeypatch.setenv("TIERCEL_CACHE", str(tmp_path))
     rtc.load_cubin(SOURCES[0], ARCH)
-    assert [path.name[:21] for path in (tmp_path / "cubins").iterdir()] == ["multi_item_attention-"]
+    assert [path.name[:21] for path in (tmp_path / "cubins").iterdir()] == ["prefill_attention-"]
 
 
 @pytest.mark.reliability

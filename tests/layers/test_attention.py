@@ -6,7 +6,7 @@ from tests.tiny_llm import open_tiny
 from tiercel.config import MAX_DECODE_QUERIES
 from tiercel.layers import attention
 
-FEW, PROMPT = "paged_attention", "multi_item_attention"
+FEW, PROMPT = "decode_attention", "prefill_attention"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.layers import fused_layer_tail as layers
-from tiercel.layers.fused_layer_tail import DecodeChain, make_decode_chain
+from tiercel.layers.fused_layer_tail import FusedLayerTail, make_fused_layer_tail
 
 TYPES = ChainTypes(o=False, gate_up=False, down=False)
 
@@ -18,7 +18,7 @@ def make_chain(*widths):
     """Of layers whose attention has these widths; no more of them is asked for."""
     shapes = [ChainShape(2048, width, 2048, 512) for width in widths]
     weights = [SimpleNamespace(geometry=partition(shape, TYPES, 132)) for shape in shapes]
-    return DecodeChain((), weights, None, is_dependent=False)
+    return FusedLayerTail((), weights, None, is_dependent=False)
 
 
 @pytest.mark.parametrize(("widths", "most"), [((2048, 2048), 16), ((2048, 8704), 8)])
@@ -34,7 +34,7 @@ def test_a_step_has_no_more_tokens_than_every_layer_takes(widths, most):
 
 
 def test_a_width_that_is_not_faster_is_left_out_before_weights_are_looked_at(monkeypatch):
-    monkeypatch.setattr(layers, "can_decode_chain", lambda device: pytest.fail("was asked"))
+    monkeypatch.setattr(layers, "can_fused_layer_tail", lambda device: pytest.fail("was asked"))
     norm = SimpleNamespace(weight=torch.ones(1024))
     layer = SimpleNamespace(mlp_norm=norm)
-    assert make_decode_chain([layer], 1e-6, torch.device("cpu")) is None
+    assert make_fused_layer_tail([layer], 1e-6, torch.device("cpu")) is None

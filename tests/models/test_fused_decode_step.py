@@ -18,7 +18,7 @@ from tiercel.layers.mlp import GatedMLP
 from tiercel.models import decoder
 from tiercel.ops.fused_decode_step import DecoderShape
 from tiercel.ops.linear import LinearWeight
-from tiercel.ops.packed_matvec import prepare_q4k
+from tiercel.ops.packed_matvec import prepare_packed
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def _here(monkeypatch):
     """Packing is the same on every device; only the kernel needs a GPU."""
-    monkeypatch.setattr(layers, "can_decode_step", lambda _device: True)
+    monkeypatch.setattr(layers, "can_fused_decode_step", lambda _device: True)
 
 
 def make_linear(*parts, layout=Layout.SOA):
@@ -40,7 +40,7 @@ def make_linear(*parts, layout=Layout.SOA):
         if following is None or following.qtype is not part.qtype:
             data = torch.cat(joined)
             whole = QuantTensor(part.qtype, Layout.FILE, (len(data), part.shape[1]), {"data": data})
-            segments.append(prepare_q4k(whole, layout))
+            segments.append(prepare_packed(whole, layout))
             joined = []
     rows = sum(part.shape[0] for part in parts)
     return Linear(LinearWeight(tuple(segments), (rows, parts[0].shape[1])))
@@ -65,7 +65,7 @@ def test_layers_are_packed_as_the_file_has_them(layout):
     model = make_model([V_AND_DOWN], 1, CPU)
     expected = model.weights
     layer = make_layer(model.layers[0], expected.rope, layout=layout)
-    step = layers.make_decode_step([layer], SHAPE, EPS, CPU)
+    step = layers.make_fused_decode_step([layer], SHAPE, EPS, CPU)
     assert step is not None
     found = step.weights
     assert found.masks == (V_AND_DOWN,)
@@ -83,13 +83,13 @@ def test_a_layer_that_does_not_fit_leaves_it_out():
     dense = LinearWeight((torch.zeros(4096, 4096),), (4096, 4096))
     mixed = make_model([V_AND_DOWN], 1, CPU).layers[0]
     wrong_shape = DecoderShape(1, 4096, 4096, 32, 8, 128, 64, 40960, is_plain=True)
-    assert layers.make_decode_step([layer], wrong_shape, EPS, CPU) is None
+    assert layers.make_fused_decode_step([layer], wrong_shape, EPS, CPU) is None
     layer.attention.output = Linear(dense)
-    assert layers.make_decode_step([layer], SHAPE, EPS, CPU) is None
+    assert layers.make_fused_decode_step([layer], SHAPE, EPS, CPU) is None
     layer.attention.output = make_linear(model.layers[0]["o"], layout=Layout.FILE)
-    assert layers.make_decode_step([layer], SHAPE, EPS, CPU) is not None
+    assert layers.make_fused_decode_step([layer], SHAPE, EPS, CPU) is not None
     layer.mlp.gate_up = make_linear(mixed["gate"], mixed["down"], layout=Layout.FILE)
-    assert layers.make_decode_step([layer], SHAPE, EPS, CPU) is None
+    assert layers.make_fused_decode_step([layer], SHAPE, EPS, CPU) is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_the_kernel_is_told_of_a_model(tmp_path, monkeypatch, family, field
     values = sample_config(random.Random(1), family).values | {"num_hidden_layers": 3} | fields
     write_folder(tmp_path, values, own_tensors(make_hf_model(values)))
     seen = []
-    monkeypatch.setattr(decoder, "make_decode_step", lambda *args: seen.append(args))
+    monkeypatch.setattr(decoder, "make_fused_decode_step", lambda *args: seen.append(args))
     with open_tiny(tmp_path, max_model_len=77) as llm:
         model = llm._engine.runner.model
     ((parts, shape, eps, _),) = seen
@@ -131,7 +131,7 @@ def test_what_the_kernel_is_told_of_a_model(tmp_path, monkeypatch, family, field
 
 
 def test_a_cpu_has_none():
-    assert not layers.can_decode_step(CPU)
+    assert not layers.can_fused_decode_step(CPU)
 
 
 class Recorder:

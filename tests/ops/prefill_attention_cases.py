@@ -6,7 +6,7 @@ import torch
 
 from tiercel.kernels.attention import prefill_attention as kernel
 from tiercel.kernels.attention.prefill_attention_tiles import PlannedTiles, cut_tiles, make_tiles
-from tiercel.ops.prefill_attention import multi_item_attention
+from tiercel.ops.prefill_attention import prefill_attention
 from tiercel.reference import prefill_attention as oracle
 
 # A request: (cached tokens, P, item lengths); 0 is a token that sees the prefix alone. Without
@@ -81,14 +81,14 @@ class Case:
         caches = (self.k_cache, self.v_cache, self.tables)
         lengths = (self.query_lens, self.context_lens)
         options = {"window": window, "scale": SCALE, **items, **changes}
-        return multi_item_attention(self.q, *caches, *lengths, **options)
+        return prefill_attention(self.q, *caches, *lengths, **options)
 
     def expected(self, window=0, softcap=0.0):
         return self.expected_both(window, softcap)[0]
 
     def expected_both(self, window=0, softcap=0.0):
         lengths = (self.query_lens, SCALE, window, self.prefix_len, self.item_start, softcap)
-        return oracle.multi_item_attention(self.q, self.keys, self.values, *lengths)
+        return oracle.prefill_attention(self.q, self.keys, self.values, *lengths)
 
     def launch(self, config, window=0, *, heads_first=None, softcap=0.0, steps=0):
         """A kernel in a variant of choice, on an output of NaN; `steps` > 0: in parts."""
@@ -118,7 +118,7 @@ class Case:
             lse = poisoned(*self.q.shape[:2])
             buffers = kernel.PartBuffers(poisoned(*rows), poisoned(*rows[:2]), lse)
         tensors = (self.q, self.k_cache, self.v_cache, self.tables, self.k_new, self.v_new, out)
-        kernel.launch_multi_item_attention(*tensors, plan, SCALE, window, softcap, buffers)
+        kernel.launch_prefill_attention(*tensors, plan, SCALE, window, softcap, buffers)
         assert all(rows[-64:].isnan().all() for rows in whole)
         return (out.flatten(1), lse) if steps else out.flatten(1)
 
@@ -189,8 +189,8 @@ def assert_lse(actual, expected, atol):
 
 
 def triton_config(block_m=16, block_n=16):
-    return kernel.MultiItemAttentionConfig("triton", block_m, block_n, 4, 1)
+    return kernel.PrefillAttentionConfig("triton", block_m, block_n, 4, 1)
 
 
 def cuda_config(variant):
-    return kernel.MultiItemAttentionConfig(variant, 128, 128, 12, 5)
+    return kernel.PrefillAttentionConfig(variant, 128, 128, 12, 5)

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ops import prefill_attention_cases as multi_item_cases
+from tests.ops import prefill_attention_cases as prefill_attention_cases
 from tests.ops.prefill_attention_cases import assert_lse
 from tests.paged_batches import TOLERANCE, make_case, relative_error
 from tiercel.errors import ArgumentError
-from tiercel.ops.decode_attention import paged_attention
+from tiercel.ops.decode_attention import decode_attention
 from tiercel.ops.decode_attention_torch import TILE, attend_one, first_key, gather_cache
 from tiercel.ops.prefill_attention_torch import BLOCK_ROWS, _blocks
-from tiercel.reference.prefill_attention import multi_item_attention as oracle
+from tiercel.reference.prefill_attention import prefill_attention as oracle
 
 CPU = torch.device("cpu")
 SHAPE = (2, 1, 8)
@@ -35,7 +35,7 @@ def check_long_contexts(window, dtype):
             requests = [(queries, length), (1, rng.randint(1, 600))]
             block_size = rng.choice((16, 48, 64))
             case = make_case(requests, SHAPE, block_size, dtype, CPU, is_run=rng.random() < 0.3)
-            out = paged_attention(*case[:4], 0.3, window=window)
+            out = decode_attention(*case[:4], 0.3, window=window)
             assert relative_error(out, expected_of(case, 0.3, window)) < TOLERANCE[dtype]
 
 
@@ -57,7 +57,7 @@ def test_blocks_before_a_window_may_be_gone(window):
         low = max(0, context - queries - window + 1) // 64
         batch.block_tables[0, int(batch.rows[0]), :low] = 0
         k_cache[0] = v_cache[0] = 1000.0
-        out = paged_attention(*case[:4], 0.3, window=window)
+        out = decode_attention(*case[:4], 0.3, window=window)
         assert relative_error(out, expected_of(case, 0.3, window)) < TOLERANCE[torch.float32]
 
 
@@ -114,8 +114,8 @@ def test_blocks_hold_whole_items():
         most = rng.choice((3, 100, 400))
         items = [rng.randint(1, most) for _ in range(rng.randint(1, 30))]
         before, prefix = rng.randint(0, 9), rng.randint(0, 50)
-        _, length = multi_item_cases.item_starts(0, prefix, items)
-        starts = multi_item_cases.item_starts(prefix, prefix, items)[0]
+        _, length = prefill_attention_cases.item_starts(0, prefix, items)
+        starts = prefill_attention_cases.item_starts(prefix, prefix, items)[0]
         rows = torch.tensor([0] * before + starts, dtype=torch.int32).numpy()
         blocks = _blocks(rows, before, before + length - prefix)
         assert [a for a, _ in blocks] == [before, *(b for _, b in blocks[:-1])]
@@ -139,7 +139,7 @@ MANY = {
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (40, 0.7), (520, 0.0)])
 @pytest.mark.parametrize("requests", MANY.values(), ids=MANY)
 def test_many_rows_of_items_match_oracle(requests, window, softcap):
-    case = multi_item_cases.make_case(requests, SHAPE, 64, torch.float32, CPU)
+    case = prefill_attention_cases.make_case(requests, SHAPE, 64, torch.float32, CPU)
     expected, sums = case.expected_both(window, softcap)
     out = case.op(window, softcap=softcap)
     assert relative_error(out, expected) < TOLERANCE[torch.float32]
@@ -152,7 +152,9 @@ def test_many_rows_of_items_match_oracle(requests, window, softcap):
 def test_the_table_holds_each_block_of_the_prefix():
     """Exactly as many are enough, one less is refused."""
     for prefix, blocks in ((1, 1), (16, 1), (17, 2), (48, 3), (49, 4)):
-        case = multi_item_cases.make_case([(prefix, prefix, [3])], SHAPE, 16, torch.float32, CPU)
+        case = prefill_attention_cases.make_case(
+            [(prefix, prefix, [3])], SHAPE, 16, torch.float32, CPU
+        )
         out = case.op()
         assert torch.equal(replace(case, tables=case.tables[:, :blocks]).op(), out)
         with pytest.raises(ArgumentError, match="hold too few blocks"):

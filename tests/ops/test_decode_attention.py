@@ -8,8 +8,8 @@ import torch
 from tests.paged_batches import DECODES, TOLERANCE, make_batch, make_case, relative_error
 from tiercel.errors import ArgumentError
 from tiercel.kernels.attention import decode_attention as kernel
-from tiercel.ops import decode_attention_torch as gathered_attention
-from tiercel.ops.decode_attention import paged_attention
+from tiercel.ops import decode_attention_torch as decode_attention_torch
+from tiercel.ops.decode_attention import decode_attention
 from tiercel.reference import decode_attention as oracle
 
 # (heads, kv_heads, head_dim) of SmolLM2, Qwen2.5-0.5B and Gemma 3, and one without groups.
@@ -32,11 +32,11 @@ def check_op(requests, shape, block_size, window, dtype, device, *, is_run=False
         requests, shape, block_size, dtype, device, is_run=is_run
     )
     scale = 0.4 if shape[2] == 64 else 1 / 16  # not 1 / sqrt(head_dim): scale is an argument
-    out = paged_attention(q, k_cache, v_cache, batch, scale, window=window)
+    out = decode_attention(q, k_cache, v_cache, batch, scale, window=window)
     assert out.dtype == dtype
     assert out.shape == (batch.num_tokens, shape[0] * shape[2])
     query_lens = list(batch.query_lens)
-    expected = oracle.paged_attention(q.cpu(), keys, values, query_lens, scale, window)
+    expected = oracle.decode_attention(q.cpu(), keys, values, query_lens, scale, window)
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
@@ -74,7 +74,7 @@ def test_which_keys_each_token_sees(queries, window, dtype, device):
     for key in range(context):
         v_cache.zero_()
         v_cache[blocks[key // 4], key % 4] = 1000.0
-        out = paged_attention(q * 0.1, k_cache, v_cache, batch, 0.1, window=window).float().cpu()
+        out = decode_attention(q * 0.1, k_cache, v_cache, batch, 0.1, window=window).float().cpu()
         is_seen = (positions >= key) & (positions < key + (window or context))
         assert (out[is_seen] > 1.0).all()  # a weight of at least a thousandth
         assert (out[~is_seen] == 0.0).all()
@@ -90,9 +90,9 @@ def test_attend_one_matches_oracle(shape, queries, keys, window, dtype, device):
         torch.randn(tokens, count + 2, head_dim).to(dtype)[:, 1:-1]
         for tokens, count in ((queries, heads), (keys, kv_heads), (keys, kv_heads))
     )
-    out = gathered_attention.attend_one(q.to(device), k.to(device), v.to(device), 0.2, window)
+    out = decode_attention_torch.attend_one(q.to(device), k.to(device), v.to(device), 0.2, window)
     assert out.shape == q.shape
-    expected = oracle.paged_attention(q, [k], [v], [queries], 0.2, window)
+    expected = oracle.decode_attention(q, [k], [v], [queries], 0.2, window)
     assert relative_error(out.flatten(1), expected) < TOLERANCE[dtype]
 
 
@@ -114,13 +114,13 @@ KERNEL_DTYPES = [torch.float32, *on_gpu(torch.float16, torch.bfloat16)]
 
 def select(head_dim, dtype, block_size, device):
     """The shipped config; interpreted, where programs cost milliseconds, it merges whole heads."""
-    config = kernel.select_paged_attention(head_dim, dtype.itemsize, block_size)
+    config = kernel.select_decode_attention(head_dim, dtype.itemsize, block_size)
     return replace(config, merge_cols=256) if device.type == "cpu" else config
 
 
 def short_splits(config):
     """A config whose splits end every 64 keys up to 128 and every 128 beyond, merged two by two."""
-    return replace(config, fine_keys=64, fine_end=128, coarse_keys=128, merge_splits=2)
+    return replace(config, fine_keys=64, fine_end=128, coarse_keys=128, decode_attention_merge=2)
 
 
 def run_kernel(q, k_cache, v_cache, batch, scale, *, window=0, config=None, max_seq_len=None):
@@ -130,7 +130,7 @@ def run_kernel(q, k_cache, v_cache, batch, scale, *, window=0, config=None, max_
     splits = config.num_splits(max_seq_len or batch.max_seq_len, batch.max_query_len, window)
     nan, rows = {"fill_value": float("nan"), "device": q.device}, num_tokens * heads
     out = torch.full((num_tokens, heads * head_dim), dtype=q.dtype, **nan)
-    kernel.launch_paged_attention(
+    kernel.launch_decode_attention(
         q,
         k_cache,
         v_cache,
@@ -158,7 +158,7 @@ def check_kernel(requests, shape, block_size, window, dtype, device, *, shorten=
     config = short_splits(config) if shorten else config
     out = run_kernel(q, k_cache, v_cache, batch, 0.2, window=window, config=config)
     query_lens = list(batch.query_lens)
-    expected = oracle.paged_attention(q.cpu(), keys, values, query_lens, 0.2, window)
+    expected = oracle.decode_attention(q.cpu(), keys, values, query_lens, 0.2, window)
     assert relative_error(out, expected) < TOLERANCE[dtype]
     for token in range(batch.num_tokens):  # a short request weighs little in the whole
         assert relative_error(out[token], expected[token]) < 4 * TOLERANCE[dtype]
@@ -241,7 +241,7 @@ def test_keys_before_the_window_are_not_read(device):
         batch.block_tables[0, row, : low // 64] = 0
         v_cache[batch.block_tables[0, row, low // 64], : low % 64] = float("nan")
     out = run_kernel(q, k_cache, v_cache, batch, 0.2, window=window)
-    expected = oracle.paged_attention(q.cpu(), keys, values, [3, 1, 2], 0.2, window)
+    expected = oracle.decode_attention(q.cpu(), keys, values, [3, 1, 2], 0.2, window)
     assert relative_error(out, expected) < TOLERANCE[torch.float16]
 
 
@@ -305,7 +305,7 @@ def test_requests_of_no_tokens_or_no_keys(device):
     batch.cu_seqlens_q.copy_(torch.tensor([0, 2, 3, 3]))  # the last has no token
     batch.seq_lens.copy_(torch.tensor([70, 0, 65]))  # the second has no key
     out = run_kernel(q, k_cache, v_cache, batch, 0.2)
-    expected = oracle.paged_attention(q[:2].cpu(), keys[:1], values[:1], [2], 0.2)
+    expected = oracle.decode_attention(q[:2].cpu(), keys[:1], values[:1], [2], 0.2)
     assert relative_error(out[:2], expected) < TOLERANCE[torch.float16]
     assert (out[2] == 0.0).all()
     assert out[3].isnan().all()
@@ -314,7 +314,7 @@ def test_requests_of_no_tokens_or_no_keys(device):
 @pytest.mark.parametrize("window", [0, 1, 40, 700])
 @pytest.mark.parametrize("max_query_len", [1, 5])
 def test_partials_have_room_for_every_split(max_query_len, window):
-    config = kernel.select_paged_attention(128, 2, 64)
+    config = kernel.select_decode_attention(128, 2, 64)
 
     def split_of(key):
         late = max(0, key - config.fine_end) // config.coarse_keys
@@ -332,7 +332,7 @@ def test_partials_have_room_for_every_split(max_query_len, window):
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 80, 96, 128, 192, 256])
 def test_selected_tiles_fit(head_dim, itemsize, block_size):
-    config = kernel.select_paged_attention(head_dim, itemsize, block_size)
+    config = kernel.select_decode_attention(head_dim, itemsize, block_size)
     assert block_size % config.tile_keys == 0
     assert config.fine_keys % config.tile_keys == config.coarse_keys % config.tile_keys == 0
     assert config.fine_end % config.fine_keys == 0
@@ -346,10 +346,10 @@ def test_op_waits_for_nothing(device):
     q, k_cache, v_cache, batch, _, _ = make_case(
         DECODES["mixed"], (9, 3, 64), 64, torch.bfloat16, device
     )
-    first = paged_attention(q, k_cache, v_cache, batch, 0.1)  # compiles
+    first = decode_attention(q, k_cache, v_cache, batch, 0.1)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        second = paged_attention(q, k_cache, v_cache, batch, 0.1)
+        second = decode_attention(q, k_cache, v_cache, batch, 0.1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(first, second)
@@ -362,10 +362,10 @@ def test_a_replay_reads_the_lengths_of_now(queries, window, device):
     """One graph for every length up to its bound; the tables and queries change as well."""
     case = make_case([(queries, 4000)] * 7, (8, 2, 128), 64, torch.bfloat16, device)
     q, k_cache, v_cache, batch, _, _ = case
-    paged_attention(q, k_cache, v_cache, batch, 0.1, window=window)  # compiles
+    decode_attention(q, k_cache, v_cache, batch, 0.1, window=window)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = paged_attention(q, k_cache, v_cache, batch, 0.1, window=window)
+        out = decode_attention(q, k_cache, v_cache, batch, 0.1, window=window)
     for _ in range(3):
         lengths = torch.randint(queries, 4000, (7,))
         batch.seq_lens.copy_(lengths)
@@ -374,7 +374,7 @@ def test_a_replay_reads_the_lengths_of_now(queries, window, device):
         out.fill_(float("nan"))
         graph.replay()
         eager = replace(batch, max_seq_len=int(lengths.max()))
-        expected = paged_attention(q, k_cache, v_cache, eager, 0.1, window=window)
+        expected = decode_attention(q, k_cache, v_cache, eager, 0.1, window=window)
         assert torch.equal(out, expected)
 
 
@@ -384,7 +384,7 @@ def test_gathered_entries_are_those_of_the_table(is_run, device):
     blocks = [3, 4, 5, 6] if is_run else [3, 4, 6, 5]
     table = torch.tensor([*blocks, 0, 0], dtype=torch.int32, device=device)
     for length in (1, 4, 5, 13, 16):
-        out = gathered_attention.gather_cache(cache, table, length)
+        out = decode_attention_torch.gather_cache(cache, table, length)
         assert torch.equal(out, cache[blocks].flatten(0, 1)[:length])
         is_view = out.data_ptr() == cache[3].data_ptr()
         assert is_view == (device.type == "cpu" and (is_run or length <= 8))
@@ -396,8 +396,8 @@ def test_the_cache_group_is_chosen(device):
     )
     other, own = torch.zeros_like(batch.block_tables), batch.block_tables
     batch = replace(batch, block_tables=torch.cat((other, own)))
-    out = paged_attention(q, k_cache, v_cache, batch, 0.1, group=1)
-    expected = oracle.paged_attention(q.cpu(), keys, values, list(batch.query_lens), 0.1)
+    out = decode_attention(q, k_cache, v_cache, batch, 0.1, group=1)
+    expected = oracle.decode_attention(q.cpu(), keys, values, list(batch.query_lens), 0.1)
     assert relative_error(out, expected) < TOLERANCE[torch.float32]
 
 
@@ -406,33 +406,33 @@ def test_caches_and_queries_are_left_alone(device):
         BATCHES["mixed"], (9, 3, 64), 4, torch.bfloat16, device
     )
     before = [tensor.clone() for tensor in (q, k_cache, v_cache)]
-    first = paged_attention(q, k_cache, v_cache, batch, 0.1, window=5)
+    first = decode_attention(q, k_cache, v_cache, batch, 0.1, window=5)
     assert all(torch.equal(a, b) for a, b in zip((q, k_cache, v_cache), before, strict=True))
-    assert torch.equal(first, paged_attention(q, k_cache, v_cache, batch, 0.1, window=5))
+    assert torch.equal(first, decode_attention(q, k_cache, v_cache, batch, 0.1, window=5))
 
 
 def test_no_requests(device):
     batch, _ = make_batch([], 4, device)
     q = torch.empty(0, 9, 64, device=device)
     cache = torch.zeros(4, 4, 3, 64, device=device)
-    assert paged_attention(q, cache, cache, batch, 0.1).shape == (0, 9 * 64)
+    assert decode_attention(q, cache, cache, batch, 0.1).shape == (0, 9 * 64)
 
 
 def test_op_names_the_bad_argument(device):
     q, k_cache, v_cache, batch, _, _ = make_case([(2, 5)], (9, 3, 64), 4, torch.float32, device)
     with pytest.raises(ArgumentError, match=r"q \(1, 9, 64\) does not fit 2 tokens"):
-        paged_attention(q[:1], k_cache, v_cache, batch, 0.1)
+        decode_attention(q[:1], k_cache, v_cache, batch, 0.1)
     with pytest.raises(ArgumentError, match=r"q \(2, 8, 64\) .* a cache of \(9, 4, 3, 64\)"):
-        paged_attention(q[:, :8], k_cache, v_cache, batch, 0.1)
+        decode_attention(q[:, :8], k_cache, v_cache, batch, 0.1)
     with pytest.raises(ArgumentError, match=r"q \(2, 9, 32\)"):
-        paged_attention(q[..., :32], k_cache, v_cache, batch, 0.1)
+        decode_attention(q[..., :32], k_cache, v_cache, batch, 0.1)
     for tensors in ((q.half(), k_cache, v_cache), (q, k_cache.half(), v_cache),
                     (q, k_cache, v_cache.half())):  # fmt: skip
         with pytest.raises(ArgumentError, match=r"q is torch.float.*, caches are"):
-            paged_attention(*tensors, batch, 0.1)
+            decode_attention(*tensors, batch, 0.1)
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k_cache, v_cache)]
     every_other = torch.cat((q, q), dim=2)[..., ::2]
     for tensors in ((q, strided[0], v_cache), (q, k_cache, strided[1]), (q, k_cache[:8], v_cache),
                     (q, k_cache, v_cache[:8]), (every_other, k_cache, v_cache)):  # fmt: skip
         with pytest.raises(ArgumentError, match="are not equal and contiguous"):
-            paged_attention(*tensors, batch, 0.1)
+            decode_attention(*tensors, batch, 0.1)

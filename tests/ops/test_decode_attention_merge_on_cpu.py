@@ -84,7 +84,7 @@ def test_rows_are_the_sums_of_their_splits(kind, window, processor):
             wanted[token] = expected(values, own)
     guarded = torch.full((tokens + 2, heads * head_dim), math.nan, dtype=dtype)
     out = guarded[1:-1]
-    config = kernel.select_split_attention(head_dim, 8)
+    config = kernel.select_decode_attention_split(head_dim, 8)
     source = kernel.merge_source(head_dim, dtype, config, merge, folds=False)
     sizes = (len(REQUESTS), kv_heads, group, slots, window or kernel.NO_WINDOW, most)
     processor.seed += 1

@@ -21,7 +21,7 @@ def run_kernel(q, k_cache, v_cache, batch, *, window=0, max_seq_len=None, **opti
     """With poisoned results and workspaces; max_seq_len loosens the bounds."""
     tokens, heads, head_dim = q.shape
     splits = kernel.num_splits(max_seq_len or batch.max_seq_len, batch.max_query_len, window)
-    config = kernel.select_split_attention(
+    config = kernel.select_decode_attention_split(
         head_dim, batch.max_query_len * heads // k_cache.shape[2]
     )
     nan = {"fill_value": float("nan"), "device": q.device}
@@ -29,7 +29,7 @@ def run_kernel(q, k_cache, v_cache, batch, *, window=0, max_seq_len=None, **opti
     out = torch.full((room, heads * head_dim), dtype=q.dtype, **nan)
     partials = torch.full((room * heads, splits, head_dim), **nan)
     stats = torch.full((room * heads, splits, 2), **nan)
-    kernel.launch_split_attention(
+    kernel.launch_decode_attention_split(
         q,
         k_cache,
         v_cache,
@@ -61,7 +61,7 @@ def check_case(case, window, out):
     q, _, _, batch, keys, values = case
     dtype = q.dtype
     query_lens = list(batch.query_lens)
-    expected = oracle.paged_attention(q.cpu(), keys, values, query_lens, SCALE, window)
+    expected = oracle.decode_attention(q.cpu(), keys, values, query_lens, SCALE, window)
     assert relative_error(out, expected) < TOLERANCE[dtype]
     for token in range(batch.num_tokens):  # a short request weighs little in the whole
         assert relative_error(out[token], expected[token]) < 4 * TOLERANCE[dtype]
@@ -139,7 +139,7 @@ def test_keys_before_the_window_are_not_read(device):
         batch.block_tables[0, row, : low // 64] = 0
         v_cache[batch.block_tables[0, row, low // 64], : low % 64] = float("nan")
     out = run_kernel(q, k_cache, v_cache, batch, window=window)
-    expected = oracle.paged_attention(q.cpu(), keys, values, [3, 1, 2], SCALE, window)
+    expected = oracle.decode_attention(q.cpu(), keys, values, [3, 1, 2], SCALE, window)
     assert relative_error(out, expected) < TOLERANCE[torch.float16]
 
 
@@ -230,7 +230,7 @@ def test_requests_of_no_tokens_or_no_keys(device):
     batch.cu_seqlens_q.copy_(torch.tensor([0, 2, 3, 3]))  # the last has no token
     batch.seq_lens.copy_(torch.tensor([70, 0, 65]))  # the second has no key
     out = run_kernel(q, k_cache, v_cache, batch)
-    expected = oracle.paged_attention(q[:2].cpu(), keys[:1], values[:1], [2], SCALE)
+    expected = oracle.decode_attention(q[:2].cpu(), keys[:1], values[:1], [2], SCALE)
     assert relative_error(out[:2], expected) < TOLERANCE[torch.float16]
     assert (out[2] == 0.0).all()
     assert out[3].isnan().all()
@@ -247,7 +247,7 @@ def test_many_requests_of_random_lengths(device):
     )
     batch.seq_lens.copy_(lengths)
     out = run_kernel(q, k_cache, v_cache, batch)
-    expected = oracle.paged_attention(q.cpu(), keys, values, [1] * 150, SCALE)
+    expected = oracle.decode_attention(q.cpu(), keys, values, [1] * 150, SCALE)
     is_empty = lengths == 0
     assert relative_error(out[~is_empty], expected[~is_empty]) < TOLERANCE[torch.float16]
     assert (out[is_empty] == 0.0).all()
@@ -290,7 +290,7 @@ def test_splits_end_with_tiles():
 @pytest.mark.parametrize("rows", [1, 4, 16, 17, 64])
 @pytest.mark.parametrize("head_dim", kernel.HEAD_DIMS)
 def test_selected_launch_fits(head_dim, rows, limit):
-    config = kernel.select_split_attention(head_dim, rows, limit)
+    config = kernel.select_decode_attention_split(head_dim, rows, limit)
     if head_dim == 256 and limit < 163 << 10:
         assert config.smem_bytes(head_dim) > limit  # `is_supported` says no
         return
@@ -305,7 +305,7 @@ def test_selected_launch_fits(head_dim, rows, limit):
 def test_kernels_compile_everywhere(head_dim, arch, tmp_path):
     sources = set()  # some choices are the same
     for rows, folds in ((4, False), (4, True), (32, True)) if arch == "sm_90a" else ((32, True),):
-        config = kernel.select_split_attention(head_dim, rows)
+        config = kernel.select_decode_attention_split(head_dim, rows)
         sources.add(kernel.attention_source(head_dim, torch.float16, 64, config, folds=folds))
         for results, slots in ((1, 8), (1, 9), (1, 33), (1 << 15, 33), (1 << 20, 33)):
             merge = kernel.select_merge(results, slots, num_sms=132, folds=folds)

@@ -79,9 +79,9 @@ def test_more_requests_than_lengths_kept(processor, monkeypatch):
     """Then lengths are read where they are."""
     case = make_case([(1, 65), (2, 140), (1, 300), (1, 1)], (4, 1, 128), 64, torch.float16, CPU)
     kept = run(processor, case, 0, 5, folds=True)
-    select = kernel.select_split_attention
+    select = kernel.select_decode_attention_split
     monkeypatch.setattr(
-        kernel, "select_split_attention", lambda *shape: replace(select(*shape), kept=3)
+        kernel, "select_decode_attention_split", lambda *shape: replace(select(*shape), kept=3)
     )
     for shares in (1, 5):
         assert torch.equal(kept, run(processor, case, 0, shares, folds=True))

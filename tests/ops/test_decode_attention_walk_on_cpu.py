@@ -1,7 +1,7 @@
 """How the work of split attention is shared: every unit once, in order, evenly, on a processor.
 
-What the walk of split_walk.cuh knows of each unit is held against a list of all units, made from
-their definition.
+What the walk of decode_attention_walk.cuh knows of each unit is held against a list of all units,
+made from their definition.
 """
 
 import ctypes
@@ -93,7 +93,7 @@ def draw_case(draw):
 def test_every_unit_is_walked_once_in_order(folds, inside, processor):
     row_tiles_of = 1 if folds else 2  # tiles of 8 rows
     macros = (*MACROS, ("NR", row_tiles_of), ("FOLDS", int(folds)))
-    headers = ("attention_ptx", "attention_splits", "split_walk")
+    headers = ("attention_ptx", "decode_attention_splits", "decode_attention_walk")
     source = rtc.KernelSource("walk_units", macros, headers)
     walk = processor.load_kernel(source, torch.device("cpu"))
     draw, num_whole, num_shared = random.Random(int(folds)), 0, 0

@@ -10,7 +10,7 @@ from tests.packed_weights import HALVES
 from tiercel.errors import ArgumentError
 from tiercel.ops import dequantize_torch as kernel
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.packed_repack import q4k_repack
+from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, Layout, QuantType
 from tiercel.reference import dequantize as oracle
@@ -186,7 +186,7 @@ def test_rows_by_number(type_name, dtype, device):
 @pytest.mark.parametrize("type_name", [qtype.name for qtype in PLANES])
 def test_layouts_decode_alike(type_name, device):
     weight = as_tensor(random_blocks(type_name, 19, 5).reshape(19, -1), type_name, device)
-    packed = q4k_repack(weight, Layout.SOA)
+    packed = packed_repack(weight, Layout.SOA)
     for dtype in (torch.float32, torch.float16):
         assert torch.equal(dequantize(packed, dtype), dequantize(weight, dtype))
     with pytest.raises(ArgumentError, match="layout SOA cannot be cut"):

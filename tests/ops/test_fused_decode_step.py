@@ -9,19 +9,19 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests import fused_decode_step_on_cpu as decode_step_on_cpu
+from tests import fused_decode_step_on_cpu as fused_decode_step_on_cpu
 from tests.fused_decode_step_model import EPS, POSITIONS, ROWS, SCALE, V_AND_DOWN, make_model
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
 from tiercel.kernels.fused import fused_decode_step as kernel
-from tiercel.kernels.fused import fused_decode_step_stream as decode_stream
+from tiercel.kernels.fused import fused_decode_step_stream as fused_decode_step_stream
 from tiercel.kernels.fused.fused_decode_step_stream import MATRICES
 from tiercel.ops.fused_decode_step import (
     DecoderShape,
-    DecodeStepBuilder,
-    decode_step,
+    FusedDecodeStepBuilder,
+    fused_decode_step,
     prepare_caches,
-    select_decode_step,
+    select_fused_decode_step,
     select_masks,
 )
 from tiercel.quant import QuantTensor
@@ -95,9 +95,9 @@ def run_both(model, length, device, *, rounds=True):
         for i in range(num_layers)
     ]
     turn = model.weights.rope[int(batch.positions[0])]
-    expected, new = oracle.decode_step(x[0], layers, turn, EPS, SCALE, rounds=rounds)
+    expected, new = oracle.fused_decode_step(x[0], layers, turn, EPS, SCALE, rounds=rounds)
     before = [plane.clone() for plane in (*k, *v)]
-    out = decode_step(x, model.weights, prepare_caches(k, v), batch)
+    out = fused_decode_step(x, model.weights, prepare_caches(k, v), batch)
     slot = int(batch.slot_mapping[0, 0])
     wanted = torch.stack([pair[i] for i in range(2) for pair in new])
     written = torch.stack([plane.flatten(0, 1)[slot] for plane in (*k, *v)])
@@ -122,18 +122,18 @@ def test_packing_keeps_every_byte(name, qtype):
     slices = 2 if name == "down" else 1
     rows = ROWS.get(name, 2 * HIDDEN)
     data = torch.randint(0, 256, (rows, qtype.row_bytes(4096 * slices)), dtype=torch.uint8)
-    packed = decode_stream.pack_matrix(name, data)
+    packed = fused_decode_step_stream.pack_matrix(name, data)
     assert packed.numel() == data.numel()
-    assert torch.equal(decode_stream.unpack_matrix(name, packed), data)
+    assert torch.equal(fused_decode_step_stream.unpack_matrix(name, packed), data)
 
 
 def test_places_cover_the_stream():
     """Every byte of it belongs to one matrix of one layer, in the order of use."""
     masks, slices = (0, V_AND_DOWN, ALL_Q6), 3
-    stream, starts = decode_stream.make_stream(masks, slices, torch.device("meta"))
+    stream, starts = fused_decode_step_stream.make_stream(masks, slices, torch.device("meta"))
     covered = []
     for layer in range(3):
-        places = decode_stream.matrix_places(masks, slices, starts, layer)
+        places = fused_decode_step_stream.matrix_places(masks, slices, starts, layer)
         covered += [span for name in MATRICES for span in places[name]]
     covered.sort()
     assert covered[0][0] == 0
@@ -182,7 +182,9 @@ def build_source(tmp_path_factory):
         slices = -(-inner // 4096)
         model = make_model(masks, slices, CPU, inner=inner, has_qk_norm=has_qk_norm)
         folder = tmp_path_factory.mktemp("step")
-        return model, decode_step_on_cpu.build(len(masks), slices, folder, has_qk_norm=has_qk_norm)
+        return model, fused_decode_step_on_cpu.build(
+            len(masks), slices, folder, has_qk_norm=has_qk_norm
+        )
 
     return build
 
@@ -193,8 +195,8 @@ def run_on_cpu(library, model, length, **options):
     batch, num_blocks = make_batch(length, CPU)
     planes = make_planes(num_layers, num_blocks, batch, CPU)[:2]
     x, copies = torch.randn(1, HIDDEN), [[plane.clone() for plane in side] for side in planes]
-    out = decode_step_on_cpu.run(library, x, model.weights, *copies, batch, **options)
-    expected = decode_step(x, model.weights, prepare_caches(*planes), batch)
+    out = fused_decode_step_on_cpu.run(library, x, model.weights, *copies, batch, **options)
+    expected = fused_decode_step(x, model.weights, prepare_caches(*planes), batch)
     slot = int(batch.slot_mapping[0, 0])
     pairs = [pair for side in zip(copies, planes, strict=True) for pair in zip(*side, strict=True)]
     for copy, plane in pairs:
@@ -264,7 +266,7 @@ def test_scratch_writes_nothing(device):
     k, v, _ = make_planes(1, num_blocks, batch, device)
     batch = replace(batch, slot_mapping=torch.full_like(batch.slot_mapping, -1))
     caches, x = prepare_caches(k, v), torch.randn(1, HIDDEN, device=device)
-    out = decode_step(x, model.weights, caches, batch)
+    out = fused_decode_step(x, model.weights, caches, batch)
     assert out.isfinite().all()
     assert k[0].isnan().all()
     assert v[0].isnan().all()
@@ -296,11 +298,11 @@ def test_replays_have_the_bits_of_a_launch(device):
             plane.copy_(old)
         return torch.cat(results)
 
-    direct = steps(lambda y: decode_step(y, model.weights, caches, batch))
+    direct = steps(lambda y: fused_decode_step(y, model.weights, caches, batch))
     x = start.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode_step(x, model.weights, caches, batch)
+        out = fused_decode_step(x, model.weights, caches, batch)
 
     def replay(y):
         x.copy_(y)
@@ -316,10 +318,10 @@ SHAPE = DecoderShape(36, 4096, 12288, 32, 8, 128, 128, 40960, is_plain=True)
 
 
 def test_selection_names_what_does_not_fit():
-    assert select_decode_step(SHAPE) == ""
-    assert select_decode_step(replace(SHAPE, intermediate_size=14336)) == ""
+    assert select_fused_decode_step(SHAPE) == ""
+    assert select_fused_decode_step(replace(SHAPE, intermediate_size=14336)) == ""
     for size in (9216, 16640):
-        assert select_decode_step(replace(SHAPE, intermediate_size=size))
+        assert select_fused_decode_step(replace(SHAPE, intermediate_size=size))
     for name, value in {
         "hidden_size": 2560,
         "intermediate_size": 14330,
@@ -329,9 +331,9 @@ def test_selection_names_what_does_not_fit():
         "rotary_dim": 64,
         "num_layers": 200,
     }.items():
-        assert select_decode_step(replace(SHAPE, **{name: value})) == f"{name} is {value}"
-    assert "262144 tokens" in select_decode_step(replace(SHAPE, max_tokens=262144))
-    assert select_decode_step(replace(SHAPE, is_plain=False))
+        assert select_fused_decode_step(replace(SHAPE, **{name: value})) == f"{name} is {value}"
+    assert "262144 tokens" in select_fused_decode_step(replace(SHAPE, max_tokens=262144))
+    assert select_fused_decode_step(replace(SHAPE, is_plain=False))
 
 
 def test_masks_name_the_types():
@@ -343,7 +345,7 @@ def test_masks_name_the_types():
 
 
 def test_wrong_arguments(device):
-    builder = DecodeStepBuilder((0,), 1, torch.device("meta"))
+    builder = FusedDecodeStepBuilder((0,), 1, torch.device("meta"))
     wrong = QuantTensor(QuantType.Q6_K, Layout.FILE, (4096, 4096), {})
     with pytest.raises(ArgumentError, match="q of layer 0 is Q6_K"):
         builder.add(0, dict.fromkeys(MATRICES, (wrong,)))

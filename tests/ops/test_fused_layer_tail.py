@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from tests import fused_layer_tail_on_cpu as decode_chain_on_cpu
+from tests import fused_layer_tail_on_cpu as fused_layer_tail_on_cpu
 from tests.fused_layer_tail_model import EPS, make_model, qwen3_8b
 from tests.packed_weights import make_weight
 from tiercel.errors import ArgumentError
@@ -19,12 +19,12 @@ from tiercel.kernels.fused.fused_layer_tail_geometry import (
     partition,
 )
 from tiercel.ops.fused_layer_tail import (
-    decode_chain,
+    fused_layer_tail,
     make_exchange,
-    prepare_decode_chain,
-    select_decode_chain,
+    prepare_fused_layer_tail,
+    select_fused_layer_tail,
 )
-from tiercel.ops.packed_matvec import prepare_q4k
+from tiercel.ops.packed_matvec import prepare_packed
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import fused_layer_tail as oracle
 
@@ -62,8 +62,8 @@ def run_both(model, tokens, device):
     """The largest error, of what is added to the residual and of q, k, v; NaN if one is."""
     attended, x = make_inputs(tokens, device, shape=model.weights.geometry.shape)
     before = x.clone()
-    expected, heads = oracle.decode_chain(attended, x, model.dense(), EPS)
-    found = decode_chain(attended, x, model.weights, model.exchange)
+    expected, heads = oracle.fused_layer_tail(attended, x, model.dense(), EPS)
+    found = fused_layer_tail(attended, x, model.weights, model.exchange)
     added = expected - before.double()
     errors = relative_error(x.double() - before.double(), added), relative_error(found, heads)
     return torch.tensor(errors).max().item()
@@ -109,10 +109,10 @@ def test_every_size_matches_oracle_with_bits_of_its_own(size, six, device):
         assert run_both(model, tokens, device) < TOLERANCE, tokens
     attended, start = make_inputs(most, device, shape=model.weights.geometry.shape)
     whole = start.clone()
-    heads = decode_chain(attended, whole, model.weights, model.exchange)
+    heads = fused_layer_tail(attended, whole, model.weights, model.exchange)
     for first in range(most):
         x = start[first:].clone()
-        found = decode_chain(attended[first:], x, model.weights, model.exchange)
+        found = fused_layer_tail(attended[first:], x, model.weights, model.exchange)
         assert torch.equal(x, whole[first:])
         assert torch.equal(found, heads[first:])
 
@@ -123,12 +123,12 @@ def test_a_token_has_the_same_bits_in_every_batch(six, device):
     model = make_model(six, QWEN3_8B, device)
     attended, x = make_inputs(MAX_TOKENS, device)
     whole = x.clone()
-    heads = decode_chain(attended, whole, model.weights, model.exchange)
+    heads = fused_layer_tail(attended, whole, model.weights, model.exchange)
     for tokens in range(1, MAX_TOKENS + 1):
         for _ in range(3):
             order = torch.randperm(MAX_TOKENS, device=device)[:tokens]
             some = x[order]
-            found = decode_chain(attended[order], some, model.weights, model.exchange)
+            found = fused_layer_tail(attended[order], some, model.weights, model.exchange)
             assert torch.equal(some, whole[order])
             assert torch.equal(found, heads[order])
 
@@ -142,11 +142,11 @@ def test_many_launches_have_the_same_bits(tokens, shape, device):
     tokens = min(tokens, model.weights.geometry.max_tokens)
     attended, start = make_inputs(tokens, device, shape=shape)
     x = start.clone()
-    heads = decode_chain(attended, x, model.weights, model.exchange)
+    heads = fused_layer_tail(attended, x, model.weights, model.exchange)
     different = torch.zeros((), dtype=torch.int64, device=device)
     for _ in range(4000):
         again = start.clone()
-        found = decode_chain(attended, again, model.weights, model.exchange)
+        found = fused_layer_tail(attended, again, model.weights, model.exchange)
         different += (again != x).any() | (found != heads).any()
     assert different == 0
 
@@ -168,13 +168,13 @@ def test_launches_of_all_shapes_share_an_exchange(device):
     models, exchange = make_models_near_the_wrap(QWEN3_8B, device, 100)
     attended, start = make_inputs(MAX_TOKENS, device)
     whole = start.clone()
-    all_heads = decode_chain(attended, whole, models[0].weights, exchange)
+    all_heads = fused_layer_tail(attended, whole, models[0].weights, exchange)
     assert not whole.isnan().any()
     different = torch.zeros((), dtype=torch.int64, device=device)
     for launch in range(2000):
         tokens, is_last = 1 + 7 * launch % MAX_TOKENS, launch % 5 == 3
         x = start[:tokens].clone()
-        heads = decode_chain(attended[:tokens], x, models[is_last].weights, exchange)
+        heads = fused_layer_tail(attended[:tokens], x, models[is_last].weights, exchange)
         different += (x != whole[:tokens]).any()
         if heads is not None:
             different += (heads != all_heads[:tokens]).any()
@@ -194,7 +194,7 @@ def test_replays_have_the_bits_of_direct_launches(tokens, device):
     def steps(x, *, is_dependent):
         outputs = attended
         for model in models:
-            heads = decode_chain(outputs, x, model.weights, exchange, is_dependent=is_dependent)
+            heads = fused_layer_tail(outputs, x, model.weights, exchange, is_dependent=is_dependent)
             outputs = heads[:, :4096].contiguous()
         return heads
 
@@ -218,8 +218,8 @@ def test_the_last_layer_has_no_next_one(device):
     model, whole = (make_model((), QWEN3_8B, device, is_last=last) for last in (True, False))
     attended, x = make_inputs(5, device)
     expected = x.clone()
-    decode_chain(attended, expected, whole.weights, whole.exchange)
-    assert decode_chain(attended, x, model.weights, model.exchange) is None
+    fused_layer_tail(attended, expected, whole.weights, whole.exchange)
+    assert fused_layer_tail(attended, x, model.weights, model.exchange) is None
     assert torch.equal(x, expected)
 
 
@@ -245,7 +245,7 @@ def build_source(tmp_path_factory):
     def build(tokens, shape, num_sms, six, is_last):
         model = make_model(six, shape, CPU, is_last=is_last, num_sms=num_sms)
         folder = tmp_path_factory.mktemp("chain")
-        return model, decode_chain_on_cpu.build(tokens, model.weights, folder)
+        return model, fused_layer_tail_on_cpu.build(tokens, model.weights, folder)
 
     return build
 
@@ -256,14 +256,14 @@ def test_source_in_any_order_of_warps(tokens, shape, num_sms, six, is_last, laun
     model, library = build_source(tokens, shape, num_sms, six, is_last)
     attended, start = make_inputs(tokens, CPU, shape=shape)
     expected = start.clone()
-    expected_heads = decode_chain(attended, expected, model.weights, model.exchange)
+    expected_heads = fused_layer_tail(attended, expected, model.weights, model.exchange)
     model.exchange.launches.fill_(-2)  # counts wrap around at 2**32
     model.exchange.counters.fill_(-16)
     results = []
     for seed in range(launches):
         model.exchange.data.fill_(0xFF)  # NaN
         x = start.roll(seed, 0)
-        heads = decode_chain_on_cpu.run(
+        heads = fused_layer_tail_on_cpu.run(
             library, attended.roll(seed, 0), x, model.weights, model.exchange, seed=seed
         )
         assert (heads is None) == is_last
@@ -283,7 +283,7 @@ def test_source_ends_without_its_neighbours(build_source):
     model, library = build_source(2, WIDE_ATTENTION, 48, (), True)
     attended, x = make_inputs(2, CPU, shape=WIDE_ATTENTION)
     exchange = make_exchange(model.weights.geometry, CPU)
-    decode_chain_on_cpu.run(library, attended, x, model.weights, exchange, late=40)
+    fused_layer_tail_on_cpu.run(library, attended, x, model.weights, exchange, late=40)
     # Numbers of a cluster's CTAs are 24 apart; of 32 groups the late ones own 20 to 23.
     owned = [group for group in range(32) if not 20 <= group % 24 < 24]
     assert x.unflatten(1, (32, 32))[:, owned].isnan().all()
@@ -297,14 +297,14 @@ def test_launches_of_all_shapes_share_an_exchange_in_the_source(tmp_path):
         folder = tmp_path / f"{tokens} {is_last}"
         folder.mkdir()
         weights = models[is_last].weights
-        libraries[tokens, is_last] = decode_chain_on_cpu.build(tokens, weights, folder)
+        libraries[tokens, is_last] = fused_layer_tail_on_cpu.build(tokens, weights, folder)
     attended, start = make_inputs(MAX_TOKENS, CPU, shape=NARROW)
     shapes = [(16, False), (5, True), (16, False), (5, False)]
     for seed, (tokens, is_last) in enumerate(shapes):
         exchange.data.fill_(0xFF)  # NaN
         x, weights = start[:tokens].clone(), models[is_last].weights
         library = libraries[tokens, is_last]
-        heads = decode_chain_on_cpu.run(
+        heads = fused_layer_tail_on_cpu.run(
             library, attended[:tokens].clone(), x, weights, exchange, seed=seed
         )
         if seed == 0:
@@ -317,7 +317,7 @@ def test_launches_of_all_shapes_share_an_exchange_in_the_source(tmp_path):
 
 
 def pack(rows, columns, qtype=QuantType.Q4_K, layout=Layout.SOA):
-    return prepare_q4k(make_weight(qtype, rows, columns, CPU), layout)
+    return prepare_packed(make_weight(qtype, rows, columns, CPU), layout)
 
 
 def test_what_does_not_fit_says_why():
@@ -326,7 +326,7 @@ def test_what_does_not_fit_says_why():
     qkv = pack(256, 512)
 
     def prepare(o=o, gate_up=gate_up, down=down, qkv=(qkv,)):
-        found = prepare_decode_chain([o], [gate_up], [down], qkv, norm, norm, EPS, 16)
+        found = prepare_fused_layer_tail([o], [gate_up], [down], qkv, norm, norm, EPS, 16)
         return found.reason if isinstance(found, Refusal) else found.geometry.shape
 
     assert prepare() == ChainShape(512, 1024, 1536, 256)
@@ -349,13 +349,13 @@ def test_wrong_arguments():
     attended, x = make_inputs(3, CPU, shape=NARROW)
     for wrong in (attended.float(), attended[:2], attended[:, :256], attended[:0]):
         with pytest.raises(ArgumentError, match="attended is"):
-            decode_chain(wrong, x, model.weights, model.exchange)
+            fused_layer_tail(wrong, x, model.weights, model.exchange)
     other = partition(TWO_GROUPS, ChainTypes(False, False, False), 32)
     with pytest.raises(ArgumentError, match=r"is for 22 columns of 256, the layer has 8\."):
-        decode_chain(attended, x, model.weights, make_exchange(other, CPU))
+        fused_layer_tail(attended, x, model.weights, make_exchange(other, CPU))
     many = make_inputs(MAX_TOKENS + 1, CPU, shape=NARROW)
     with pytest.raises(ArgumentError, match=r"attended is \(17, 512\)"):
-        decode_chain(*many, model.weights, model.exchange)
+        fused_layer_tail(*many, model.weights, model.exchange)
 
 
 @pytest.mark.parametrize("six", [False, True])
@@ -369,6 +369,8 @@ def test_sources_fit_shared_memory(size, six):
 
 
 def test_widths_that_are_not_faster_go_kernel_by_kernel():
-    chosen = [size for size, shape in SIZES.items() if not select_decode_chain(shape.hidden)]
+    chosen = [size for size, shape in SIZES.items() if not select_fused_layer_tail(shape.hidden)]
     assert chosen == [size for size in SIZES if size not in ("qwen3-0.6b", "llama3-70b")]
-    assert select_decode_chain(1024) == "a token of width 1024 is not faster than kernel by kernel"
+    assert (
+        select_fused_layer_tail(1024) == "a token of width 1024 is not faster than kernel by kernel"
+    )

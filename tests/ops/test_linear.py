@@ -12,7 +12,7 @@ from tiercel import quant
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import linear as kernel
 from tiercel.ops import linear as op
-from tiercel.ops import linear_torch as int4_planes
+from tiercel.ops import linear_torch as linear_torch
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear import (
     FUSED_ROWS,
@@ -25,9 +25,9 @@ from tiercel.ops.linear import (
     prepare_linear,
     select_rows,
 )
-from tiercel.ops.packed_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
-from tiercel.ops.packed_mmq import q4k_mmq
-from tiercel.ops.packed_repack import q4k_repack
+from tiercel.ops.packed_matvec import MAX_TOKENS, PackedWeight, packed_matvec, prepare_packed
+from tiercel.ops.packed_mmq import packed_mmq
+from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import linear as oracle
@@ -41,7 +41,7 @@ DENSE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # Planes round scale and zero of a group instead of each weight. Both errors are shared by 32
 # weights and, in the types with a minimum, larger than the weight's own: see the test of packing.
 PLANES = 6e-3
-PACKED = sorted(int4_planes.PLANES)
+PACKED = sorted(linear_torch.PLANES)
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # (rows, in, out): one decode step, odd counts, more rows than a tile; out of planes in 16s.
 SHAPES = [(1, 256, 16), (3, 512, 48), (33, 768, 112), (5, 1024, 400)]
@@ -116,12 +116,12 @@ def test_planes_match_oracle(rows, in_features, out_features, name):
     part = make_weight(name, out_features, in_features)
     weight = prepare_linear([part], torch.bfloat16, CPU)
     planes = weight.segments[0]
-    assert planes.count == int4_planes.PLANES[name]
+    assert planes.count == linear_torch.PLANES[name]
     x = torch.randn(rows, in_features).bfloat16()
     out = linear(x, weight)
     assert out.dtype == torch.bfloat16
     assert relative_error(out, oracle.linear(x, decoded([part]))) < PLANES
-    assert torch.equal(out, int4_planes.int4_matmul(x, planes))
+    assert torch.equal(out, linear_torch.int4_matmul(x, planes))
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -134,8 +134,8 @@ def test_packing_errs_like_rounding_to_bfloat16(name):
     """
     part = make_weight(name, 64, 768)
     expected = decoded([part])
-    planes = int4_planes.pack_planes([(name, part.planes["data"])])
-    weights = int4_planes.int4_matmul(torch.eye(768).bfloat16(), planes).t()
+    planes = linear_torch.pack_planes([(name, part.planes["data"])])
+    weights = linear_torch.int4_matmul(torch.eye(768).bfloat16(), planes).t()
     dense = relative_error(expected.bfloat16(), expected)
     assert relative_error(weights, expected) < 2.5 * dense
     largest = expected.view(64, -1, 32).abs().amax(dim=2, keepdim=True)
@@ -147,8 +147,8 @@ def test_packing_errs_like_rounding_to_bfloat16(name):
 def test_codes_are_those_of_the_file(name):
     """Before any rounding: scale * q + zero is the weight."""
     part = make_weight(name, 16, 512)
-    block_bytes = int4_planes.BLOCK_BYTES[name]
-    codes = int4_planes.READERS[name](name, part.planes["data"].unflatten(1, (-1, block_bytes)))
+    block_bytes = linear_torch.BLOCK_BYTES[name]
+    codes = linear_torch.READERS[name](name, part.planes["data"].unflatten(1, (-1, block_bytes)))
     groups = codes.q.view(16, -1, 32).double()
     weights = codes.scale.double().unsqueeze(-1) * groups + codes.zero.double().unsqueeze(-1)
     assert codes.bits == int(name[1])
@@ -209,7 +209,7 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
         weight = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
     else:
         dense = decoded(parts).half()
-        first, last = (prepare_q4k(part, Layout.SOA) for part in (parts[0], parts[2]))
+        first, last = (prepare_packed(part, Layout.SOA) for part in (parts[0], parts[2]))
         segments = (first, dense[40:64], last)
         limits = select_rows(has_copy=has_copy, has_fused=False, has_mmq=False, uses_gemm=True)
         weight = LinearWeight(segments, (81, 512), dense if has_copy else None, *limits)
@@ -225,7 +225,7 @@ def test_packed_k_quants_beside_dense_parts(rows, has_copy, device):
         for piece, part in zip(result.split((40, 24, 17), dim=1), parts, strict=True):
             assert relative_error(piece, oracle.linear(x, decoded([part]))) < 2e-3
     for at, segment in ((slice(0, 40), weight.segments[0]), (slice(64, 81), weight.segments[2])):
-        alone = q4k_matvec(x[:1].to(device), segment)
+        alone = packed_matvec(x[:1].to(device), segment)
         assert torch.equal(out[:1, at], alone) or not is_packed
 
 
@@ -272,11 +272,11 @@ def test_tokens_of_8_bits_on_request(has_copy, soa, device, monkeypatch):
     weight = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
     x = torch.randn(300, 1024).half().to(device)
     for rows in (17, 65, 300):
-        whole = torch.cat([q4k_mmq(x[:rows], segment) for segment in weight.segments], dim=1)
+        whole = torch.cat([packed_mmq(x[:rows], segment) for segment in weight.segments], dim=1)
         assert torch.equal(linear(x[:rows], weight), whole)
         expected = oracle.linear(x[:rows].cpu(), decoded(parts))
         assert 1e-3 < relative_error(whole, expected) < 2e-2
-    assert torch.equal(linear(x[:16], weight)[:, :200], q4k_matvec(x[:16], weight.segments[0]))
+    assert torch.equal(linear(x[:16], weight)[:, :200], packed_matvec(x[:16], weight.segments[0]))
     monkeypatch.setenv("TIERCEL_PREFILL_GEMM", "0")
     reader = prepare_linear(parts, torch.float16, device, dense_copies=has_copy)
     assert torch.equal(linear(x, reader)[:16], linear(x[:16], weight))
@@ -310,7 +310,7 @@ def test_bytes_at_rest_are_those_of_the_planes(qtype):
             find = partial(resting_bytes, qtype, part.shape, name)
             copy = 32 * columns * dtype.itemsize
             is_packed = dtype == torch.float16 and qtype in quant.PLANES
-            packed = q4k_repack(part, Layout.SOA).nbytes if is_packed else 0
+            packed = packed_repack(part, Layout.SOA).nbytes if is_packed else 0
             assert find("cuda", dense_copies=True) == packed + copy
             assert find("cuda", dense_copies=False) == (packed or copy)
             resting = resting_tensors(prepare_linear([part], dtype, CPU))
@@ -477,7 +477,7 @@ def test_any_number_of_rows(name, has_copy, device):
     columns = 576 if QuantType[name].block_weights == 32 else 768
     part = make_weight(name, 100, columns)
     weight = prepare_linear([part], torch.float16, device, dense_copies=has_copy)
-    assert isinstance(weight.segments[0], Q4kWeight)
+    assert isinstance(weight.segments[0], PackedWeight)
     x = (torch.randn(MOST_PACKED_ROWS + 1, columns) / 10).half()
     expected = oracle.linear(x, decoded([part]))
     alone = torch.cat([linear(row[None].to(device), weight) for row in x])
@@ -497,12 +497,12 @@ def test_form_of_every_type():
                 assert form == ("q4k" if packs else "dense")
                 form = select_form(qtype, out_features, dtype, "cpu")
                 if dtype == "bfloat16" and out_features % 16 == 0 and qtype.name in PACKED:
-                    assert form == f"planes{int4_planes.PLANES[qtype.name]}"
+                    assert form == f"planes{linear_torch.PLANES[qtype.name]}"
                 else:
                     assert form == "dense"
     # One plane holds 16 levels, so exactly the 4-bit types have one.
-    assert {name for name in PACKED if int4_planes.PLANES[name] == 1} == {"Q4_0", "Q4_1", "Q4_K"}
-    assert {qtype.name: count for qtype, count in INT4_PLANES.items()} == int4_planes.PLANES
+    assert {name for name in PACKED if linear_torch.PLANES[name] == 1} == {"Q4_0", "Q4_1", "Q4_K"}
+    assert {qtype.name: count for qtype, count in INT4_PLANES.items()} == linear_torch.PLANES
 
 
 def test_the_head_keeps_11_bits_on_a_cpu():
@@ -513,8 +513,8 @@ def test_the_head_keeps_11_bits_on_a_cpu():
 
 def test_block_sizes_are_those_of_the_types():
     sizes = {name: QuantType[name].block_bytes for name in PACKED}
-    assert sizes == int4_planes.BLOCK_BYTES
-    assert set(int4_planes.READERS) == set(PACKED)
+    assert sizes == linear_torch.BLOCK_BYTES
+    assert set(linear_torch.READERS) == set(PACKED)
 
 
 def test_op_names_the_bad_argument(device):

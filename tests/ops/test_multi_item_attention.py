@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tiercel.errors import ArgumentError
-from tiercel.ops.prefill_attention import multi_item_attention_packed
+from tiercel.ops.prefill_attention import multi_item_attention
 from tiercel.reference.prefill_attention import make_mask
 
-FILE = Path(__file__).parents[1] / "data/multi_item_cases.npz"
+FILE = Path(__file__).parents[1] / "data/prefill_attention_cases.npz"
 BLOCK = 16
 # Relative, of whole results: sums of up to 200 float32 products; one rounding of 16-bit weights
 # and of the result.
@@ -68,7 +68,7 @@ def test_sums_of_the_public_cases(name, device):
     case = CASES[name]
     given = arguments(case, torch.float32, device)
     lse = torch.full(given["q"].shape[:2], float("nan"), device=device)
-    multi_item_attention_packed(**given, lse=lse)
+    multi_item_attention(**given, lse=lse)
     expected = torch.from_numpy(case["arrays"]["lse"])
     torch.testing.assert_close(lse.cpu(), expected, rtol=0, atol=2e-5)
 
@@ -77,14 +77,14 @@ def test_a_delimiter_influences_nobody(device):
     """Whatever token it is: other queries, keys and values change no bit of an item."""
     case = CASES["worked_example"]
     changed = arguments(case, torch.float32, device)
-    before = multi_item_attention_packed(**changed)
+    before = multi_item_attention(**changed)
     places = changed["token_pos_in_items_ptr"].to(torch.int64)
     first = case["prefix_len"] - (changed["context_lens"][0] - changed["query_lens"][0])
     rows = first + (places == 0).nonzero()[:, 0]
     for name in ("q", "k_new", "v_new"):
         changed[name] = changed[name].clone()
         changed[name][rows] = 100.0
-    after = multi_item_attention_packed(**changed)
+    after = multi_item_attention(**changed)
     others = torch.ones(len(before), dtype=torch.bool)
     others[rows] = False
     assert torch.equal(before[others], after[others])
@@ -105,7 +105,7 @@ def test_the_cases_have_all_layouts():
 def test_public_cases(name, device):
     case = CASES[name]
     for dtype in TOLERANCE if device.type == "cuda" else [torch.float32]:
-        out = multi_item_attention_packed(**arguments(case, dtype, device))
+        out = multi_item_attention(**arguments(case, dtype, device))
         assert relative_error(out, case) < TOLERANCE[dtype]
 
 
@@ -136,7 +136,7 @@ def test_a_plain_causal_mask_is_seen(name, device):
         "token_pos_in_items_ptr": places,
         "max_item_len_ptr": torch.tensor([max(count, stride)]).to(torch.uint16),
     }
-    out = multi_item_attention_packed(**changed)
+    out = multi_item_attention(**changed)
     assert relative_error(out, case) > 0.05
 
 
@@ -153,7 +153,7 @@ def test_requests_of_two_strides_share_a_call(device):
     }
     both |= {name: one[name] * 2 for name in ("query_lens", "context_lens")}
     both |= {"token_pos_in_items_ptr": torch.cat((row, row)), "token_pos_in_items_len": stride}
-    out = multi_item_attention_packed(**(one | both))
+    out = multi_item_attention(**(one | both))
     assert torch.equal(*out.chunk(2))
     assert relative_error(out[: len(out) // 2], first) < TOLERANCE[torch.float32]
 
@@ -184,4 +184,4 @@ def test_the_bad_argument_is_named(changes, message, device):
         places[index] = value
     case["token_pos_in_items_ptr"] = places.to(torch.uint16)
     with pytest.raises(ArgumentError, match=message):
-        multi_item_attention_packed(**(case | changes))
+        multi_item_attention(**(case | changes))

@@ -6,7 +6,7 @@ import torch
 from tests.ops.test_dequantize import as_tensor, random_blocks
 from tiercel.kernels.packed import packed_dequantize as kernel
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.packed_repack import q4k_repack
+from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant_types import PLANES, Layout, QuantType
 
 TYPES = [qtype.name for qtype in PLANES]
@@ -24,7 +24,7 @@ def decode(planes, type_name, shape, dtype, index=None):
     """The kernel's result; nothing beside it is written."""
     rows, columns = shape
     room = torch.full((rows + 2, columns), float("nan"), dtype=dtype)
-    kernel.launch_q4k_dequantize(planes, type_name, room[1:-1], index)
+    kernel.launch_packed_dequantize(planes, type_name, room[1:-1], index)
     assert room[0].isnan().all()
     assert room[-1].isnan().all()
     return room[1:-1]
@@ -48,7 +48,7 @@ def _all_together(built_products, chosen):
 def test_bits_are_those_of_the_op(type_name, layout, products):
     weight = make_matrix(type_name)
     expected = dequantize(weight, torch.float32)
-    planes = q4k_repack(weight, layout).ordered_planes()
+    planes = packed_repack(weight, layout).ordered_planes()
     found = decode(planes, type_name, weight.shape, torch.float32)
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 

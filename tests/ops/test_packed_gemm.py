@@ -11,8 +11,8 @@ from tests.packed_weights import (
 )
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_gemm as kernel
-from tiercel.ops.packed_gemm import TYPES, has_q4k_gemm, q4k_gemm
-from tiercel.ops.packed_matvec import prepare_q4k
+from tiercel.ops.packed_gemm import TYPES, has_packed_gemm, packed_gemm
+from tiercel.ops.packed_matvec import prepare_packed
 from tiercel.quant_types import Layout
 from tiercel.reference import packed_gemm as oracle
 
@@ -25,7 +25,7 @@ SHAPES = [(1, 256), (17, 512), (129, 768), (200, 1280), (1000, 512)]
 @pytest.fixture
 def hopper(device):
     """The device, if the kernel runs there; a CPU has the op's other path."""
-    if device.type == "cuda" and not has_q4k_gemm(device):
+    if device.type == "cuda" and not has_packed_gemm(device):
         pytest.skip("the kernel is built for Hopper")
     return device
 
@@ -34,12 +34,12 @@ def hopper(device):
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_matches_oracle(rows, columns, qtype, hopper):
     part = make_weight(qtype, rows, columns, hopper)
-    weight = prepare_q4k(part, Layout.SOA)
+    weight = prepare_packed(part, Layout.SOA)
     x = make_tokens(300, columns, hopper)
-    expected = oracle.q4k_gemm(x, part.planes["data"], qtype.name)
+    expected = oracle.packed_gemm(x, part.planes["data"], qtype.name)
     for tokens in (1, 17, 33, 64, 70, 128, 300):
         wide = torch.full((tokens + 2, rows + 3), float("nan"), device=hopper)
-        out = q4k_gemm(x[:tokens], weight, out=wide[1:-1, 2 : rows + 2])
+        out = packed_gemm(x[:tokens], weight, out=wide[1:-1, 2 : rows + 2])
         assert out.data_ptr() == wide[1:, 2:].data_ptr()
         assert relative_error(out, expected[:tokens]) < TOLERANCE, tokens
         wide[1:-1, 2 : rows + 2] = float("nan")
@@ -49,10 +49,10 @@ def test_matches_oracle(rows, columns, qtype, hopper):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
 def test_results_are_rounded_once(qtype, dtype, hopper):
-    weight = prepare_q4k(make_weight(qtype, 40, 768, hopper), Layout.SOA)
+    weight = prepare_packed(make_weight(qtype, 40, 768, hopper), Layout.SOA)
     x = make_tokens(19, 768, hopper)
-    exact = q4k_gemm(x, weight, torch.float32)
-    out = q4k_gemm(x, weight, dtype)
+    exact = packed_gemm(x, weight, torch.float32)
+    out = packed_gemm(x, weight, dtype)
     assert out.dtype == dtype
     assert torch.equal(out, exact.to(dtype))
 
@@ -62,9 +62,9 @@ def test_results_are_rounded_once(qtype, dtype, hopper):
 def test_every_launch_is_right(qtype, hopper):
     """Tokens of a tile, rows of a CTA and CTAs of a cluster, each at every value."""
     part = make_weight(qtype, 330, 2304, hopper)
-    weight = prepare_q4k(part, Layout.SOA)
+    weight = prepare_packed(part, Layout.SOA)
     x = make_tokens(150, 2304, hopper)
-    expected = oracle.q4k_gemm(x, part.planes["data"], qtype.name)
+    expected = oracle.packed_gemm(x, part.planes["data"], qtype.name)
     planes = weight.tensor.ordered_planes()
     for tokens in kernel.TOKEN_CLASSES:
         for groups, splits in [(1, 1), (2, 1), (3, 1), (3, 2), (2, 3), (2, 4), (1, 6), (1, 8)]:
@@ -73,7 +73,7 @@ def test_every_launch_is_right(qtype, hopper):
             results = []
             for _ in range(2):
                 out = torch.full((150, 330), float("nan"), device=hopper)
-                kernel.launch_q4k_gemm(
+                kernel.launch_packed_gemm(
                     x, planes, qtype.name, image, out, config, is_dependent=False
                 )
                 results.append(out)
@@ -84,7 +84,7 @@ def test_every_launch_is_right(qtype, hopper):
 @pytest.mark.gpu
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
 def test_dependent_launches_in_a_graph(qtype, hopper):
-    check_dependent_launches(q4k_gemm, qtype, 40, hopper)
+    check_dependent_launches(packed_gemm, qtype, 40, hopper)
 
 
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
@@ -92,7 +92,7 @@ def test_configs_fit_every_shape(qtype):
     for rows in (1, 576, 1024, 4096, 6144, 24576, 151936):
         for columns in (256, 512, 1024, 3072, 4096, 9728, 12288, 25600):
             for tokens in (1, 17, 32, 33, 64, 100, 128, 129, 1000):
-                config = kernel.select_q4k_gemm(qtype.name, (rows, columns), tokens)
+                config = kernel.select_packed_gemm(qtype.name, (rows, columns), tokens)
                 assert config.tokens >= min(tokens, 128)
                 assert 1 <= config.splits <= columns // 256
                 assert config.stages >= 2
@@ -103,19 +103,19 @@ def test_configs_fit_every_shape(qtype):
 
 
 def test_no_tokens(hopper):
-    weight = prepare_q4k(make_weight(TYPES[0], 17, 256, hopper), Layout.SOA)
-    assert q4k_gemm(torch.empty(0, 256).half().to(hopper), weight).shape == (0, 17)
+    weight = prepare_packed(make_weight(TYPES[0], 17, 256, hopper), Layout.SOA)
+    assert packed_gemm(torch.empty(0, 256).half().to(hopper), weight).shape == (0, 17)
 
 
 def test_wrong_arguments(device):
     part = make_weight(TYPES[0], 17, 512, device)
-    weight = prepare_q4k(part, Layout.SOA)
+    weight = prepare_packed(part, Layout.SOA)
     x = torch.zeros(20, 512, dtype=torch.float16, device=device)
     for bad in (x.float(), x[:, :256], x[0], x.t().contiguous().t()):
-        with pytest.raises(ArgumentError, match="q4k_gemm: x is"):
-            q4k_gemm(bad, weight)
+        with pytest.raises(ArgumentError, match="packed_gemm: x is"):
+            packed_gemm(bad, weight)
     with pytest.raises(ArgumentError, match="in layout FILE"):
-        q4k_gemm(x, prepare_q4k(part, Layout.FILE))
+        packed_gemm(x, prepare_packed(part, Layout.FILE))
     for bad in (torch.zeros(20, 16), torch.zeros(17, 20).t(), torch.zeros(20, 17).double()):
-        with pytest.raises(ArgumentError, match="q4k_gemm: out is"):
-            q4k_gemm(x, weight, out=bad.to(device))
+        with pytest.raises(ArgumentError, match="packed_gemm: out is"):
+            packed_gemm(x, weight, out=bad.to(device))

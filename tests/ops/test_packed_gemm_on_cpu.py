@@ -7,7 +7,7 @@ from tests.ops.test_packed_gemm import TOLERANCE
 from tests.packed_weights import make_tokens, make_weight, relative_error
 from tiercel.kernels.packed import packed_gemm as kernel
 from tiercel.ops.packed_gemm import TYPES
-from tiercel.ops.packed_repack import q4k_repack
+from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant_types import Layout
 from tiercel.reference import packed_gemm as oracle
 
@@ -15,20 +15,20 @@ CPU = torch.device("cpu")
 COLUMNS = 1280  # five units: rings of two come round
 # Tiles of tokens, warpgroups and CTAs of a row's sum, each at several values.
 CONFIGS = [
-    kernel.Q4kGemmConfig(tokens=32, groups=1, splits=1, stages=2),
-    kernel.Q4kGemmConfig(tokens=64, groups=2, splits=2, stages=2),
-    kernel.Q4kGemmConfig(tokens=96, groups=1, splits=4, stages=2),
-    kernel.Q4kGemmConfig(tokens=128, groups=1, splits=1, stages=2),
+    kernel.PackedGemmConfig(tokens=32, groups=1, splits=1, stages=2),
+    kernel.PackedGemmConfig(tokens=64, groups=2, splits=2, stages=2),
+    kernel.PackedGemmConfig(tokens=96, groups=1, splits=4, stages=2),
+    kernel.PackedGemmConfig(tokens=128, groups=1, splits=1, stages=2),
 ]
 
 
 def multiply(x, weight, config, dtype=torch.float32):
     """The kernels' result; nothing beside it is written."""
-    tensor = q4k_repack(weight, Layout.SOA)
+    tensor = packed_repack(weight, Layout.SOA)
     image = torch.full(kernel.image_shape(*x.shape, config), float("nan"), dtype=torch.float16)
     wide = torch.full((x.shape[0] + 2, weight.shape[0] + 3), float("nan"), dtype=dtype)
     out = wide[1:-1, 2:-1]
-    kernel.launch_q4k_gemm(
+    kernel.launch_packed_gemm(
         x, tensor.ordered_planes(), tensor.qtype.name, image, out, config, is_dependent=True
     )
     found = out.clone()
@@ -59,7 +59,7 @@ def test_matches_oracle(qtype, config, products):
     weight = make_weight(qtype, 70, COLUMNS, CPU)
     tokens = 35 if config.tokens <= 64 else config.tokens - 5  # of 32: two tiles
     x = make_tokens(tokens, COLUMNS, CPU)
-    expected = oracle.q4k_gemm(x, weight.planes["data"], qtype.name)
+    expected = oracle.packed_gemm(x, weight.planes["data"], qtype.name)
     results = []
     for products.seed in range(2 if config.tokens <= 64 else 1):
         products.late.append(x)  # the kernel ahead writes it

@@ -12,7 +12,7 @@ from tests.packed_weights import (
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_matvec as kernel
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.packed_matvec import MAX_TOKENS, prepare_q4k, q4k_matvec
+from tiercel.ops.packed_matvec import MAX_TOKENS, packed_matvec, prepare_packed
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, Layout, QuantType
 from tiercel.reference import packed_matvec as oracle
@@ -43,11 +43,11 @@ def test_matches_oracle(shape, qtype, device):
     rows, columns = shape
     part = make_weight(qtype, rows, columns, device)
     x = make_tokens(5, columns, device)
-    expected = oracle.q4k_matvec(x, part.planes["data"], qtype.name)
+    expected = oracle.packed_matvec(x, part.planes["data"], qtype.name)
     for layout in Layout:
-        weight = prepare_q4k(part, layout)
+        weight = prepare_packed(part, layout)
         wide = torch.full((7, rows + 3), float("nan"), device=device)
-        out = q4k_matvec(x, weight, out=wide[1:6, 2 : rows + 2])
+        out = packed_matvec(x, weight, out=wide[1:6, 2 : rows + 2])
         assert out.data_ptr() == wide[1:6, 2:].data_ptr()
         assert pooled_error(out, expected, x) < TOLERANCE[qtype]
         wide[1:6, 2 : rows + 2] = float("nan")
@@ -65,14 +65,14 @@ def test_every_size_matches_decoded_weights(rows, columns, qtype, device):
     """Each result alone, against the size of what it sums: one of them may be near zero."""
     part = make_weight(qtype, rows, columns, device)
     dense = dequantize(part, torch.float32).double().cpu()
-    weights = [prepare_q4k(part, layout) for layout in Layout]
+    weights = [prepare_packed(part, layout) for layout in Layout]
     for tokens in (1, 2, 3, 8, 9, 16):
         x = make_tokens(tokens, columns, device)
         exact = x.double().cpu()
         expected, size = exact @ dense.t(), (exact**2 @ (dense**2).t()).sqrt()
         for weight in weights:
             out = torch.full((tokens, rows), float("nan"), device=device)
-            q4k_matvec(x, weight, out=out)
+            packed_matvec(x, weight, out=out)
             error = (out.double().cpu() - expected).abs() / size
             assert error.max().item() < WORST[qtype]
 
@@ -92,25 +92,25 @@ def test_a_tokens_bits_are_its_own(shape, qtype, device):
     rows, columns = shape
     part = make_weight(qtype, rows, columns, device)
     x = make_tokens(MAX_TOKENS, columns, device)
-    weight = prepare_q4k(part, Layout.SOA)
-    file_weight = prepare_q4k(part, Layout.FILE)
-    whole = q4k_matvec(x, weight, torch.float32)
+    weight = prepare_packed(part, Layout.SOA)
+    file_weight = prepare_packed(part, Layout.FILE)
+    whole = packed_matvec(x, weight, torch.float32)
     for tokens in range(1, MAX_TOKENS + 1):
-        first = q4k_matvec(x[:tokens], weight, torch.float32)
+        first = packed_matvec(x[:tokens], weight, torch.float32)
         assert torch.equal(first, whole[:tokens])
-        last = q4k_matvec(x[-tokens:], file_weight, torch.float32)
+        last = packed_matvec(x[-tokens:], file_weight, torch.float32)
         assert torch.equal(last, whole[-tokens:])
 
 
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
 def test_every_launch_sums_in_one_order(qtype, device):
-    """What `select_q4k_matvec` may change between shapes does not change a bit."""
+    """What `select_packed_matvec` may change between shapes does not change a bit."""
     if device.type == "cpu":
         pytest.skip("launches differ on a GPU alone")
     part = make_weight(qtype, 70, 8448, device)
-    weight = prepare_q4k(part, Layout.SOA)
+    weight = prepare_packed(part, Layout.SOA)
     x = make_tokens(4, 8448, device)
-    expected = q4k_matvec(x, weight, torch.float32)
+    expected = packed_matvec(x, weight, torch.float32)
     for groups, stages, early, buffers, is_split in (
         (1, 1, 1, 1, False),
         (2, 2, 1, 1, True),
@@ -123,7 +123,7 @@ def test_every_launch_sums_in_one_order(qtype, device):
             )
             out = torch.full((4, 70), float("nan"), device=device)
             partial = torch.full((3, 4, 80), float("nan"), device=device)
-            kernel.launch_q4k_matvec(
+            kernel.launch_packed_matvec(
                 x,
                 weight.tensor.ordered_planes(),
                 qtype.name,
@@ -140,7 +140,7 @@ def test_every_launch_sums_in_one_order(qtype, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
 def test_dependent_launches_in_a_graph(qtype, device):
-    check_dependent_launches(q4k_matvec, qtype, 2, device)
+    check_dependent_launches(packed_matvec, qtype, 2, device)
 
 
 # An H200, a device with 99 KiB a CTA (sm_89, sm_120), one with few multiprocessors.
@@ -154,7 +154,7 @@ def test_configs_fit_every_shape(qtype, limits):
     for rows in (1, 576, 1024, 4096, 6144, 24576, 151936):
         for columns in (256, 576, 640, 1024, 1536, 2048, 4096, 5120, 9728, 12288, 17408, 25600):
             for tokens in range(1, MAX_TOKENS + 1):
-                config = kernel.select_q4k_matvec(qtype.name, (rows, columns), tokens, limits)
+                config = kernel.select_packed_matvec(qtype.name, (rows, columns), tokens, limits)
                 assert config.smem_bytes <= limits.smem_bytes
                 assert 1 <= config.early <= config.stages
                 assert 0 < config.grid * config.groups < rows / 16 + 1 + config.groups
@@ -162,30 +162,32 @@ def test_configs_fit_every_shape(qtype, limits):
                 assert config.parts == (4 if columns <= 1024 else 8)
                 most = kernel.token_class(tokens, qtype.name, limits)
                 assert most >= min(tokens, 4 if qtype is QuantType.Q8_0 else 8)  # large units
-                assert kernel.select_q4k_matvec(qtype.name, (rows, columns), most, limits) == config
+                assert (
+                    kernel.select_packed_matvec(qtype.name, (rows, columns), most, limits) == config
+                )
 
 
 def test_no_tokens(device):
-    weight = prepare_q4k(make_weight(QuantType.Q4_K, 17, 256, device), Layout.SOA)
-    assert q4k_matvec(torch.empty(0, 256).half().to(device), weight).shape == (0, 17)
+    weight = prepare_packed(make_weight(QuantType.Q4_K, 17, 256, device), Layout.SOA)
+    assert packed_matvec(torch.empty(0, 256).half().to(device), weight).shape == (0, 17)
 
 
 def test_wrong_arguments(device):
     part = make_weight(QuantType.Q4_K, 17, 512, device)
-    weight = prepare_q4k(part, Layout.SOA)
+    weight = prepare_packed(part, Layout.SOA)
     x = torch.zeros(2, 512, dtype=torch.float16, device=device)
     for bad in (x.float(), x[:, :256], x.repeat(9, 1), x[0], x.t().contiguous().t()):
-        with pytest.raises(ArgumentError, match="q4k_matvec: x is"):
-            q4k_matvec(bad, weight)
+        with pytest.raises(ArgumentError, match="packed_matvec: x is"):
+            packed_matvec(bad, weight)
     for bad in (torch.zeros(2, 16), torch.zeros(17, 2).t(), torch.zeros(2, 17).double()):
-        with pytest.raises(ArgumentError, match="q4k_matvec: out is"):
-            q4k_matvec(x, weight, out=bad.to(device))
+        with pytest.raises(ArgumentError, match="packed_matvec: out is"):
+            packed_matvec(x, weight, out=bad.to(device))
     empty = QuantTensor(part.qtype, part.layout, (0, 512), {"data": part.planes["data"][:0]})
     with pytest.raises(ArgumentError, match="is not read here"):
-        prepare_q4k(empty, Layout.SOA)
+        prepare_packed(empty, Layout.SOA)
     dense = QuantTensor(QuantType.F16, Layout.FILE, (1, 4), {"data": part.planes["data"][:1, :8]})
     with pytest.raises(ArgumentError, match="F16 of shape"):
-        prepare_q4k(dense, Layout.SOA)
+        prepare_packed(dense, Layout.SOA)
 
 
 def test_forms_and_types_agree():
@@ -197,7 +199,7 @@ def test_forms_and_types_agree():
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
 def test_both_layouts_decode_alike(qtype, device):
     part = make_weight(qtype, 21, 768 if qtype not in SMALL_BLOCKS else 736, device)
-    weight = prepare_q4k(part, Layout.SOA).tensor
+    weight = prepare_packed(part, Layout.SOA).tensor
     plain = part.to(torch.device("cpu"))
     for dtype in kernel.OUT_CODES:
         expected = dequantize(plain, dtype).view(torch.uint8)

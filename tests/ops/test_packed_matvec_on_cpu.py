@@ -7,7 +7,7 @@ from tests.ops.test_packed_matvec import SMALL_BLOCKS, TOLERANCE, TYPES
 from tests.packed_weights import make_tokens, make_weight, pooled_error
 from tiercel.kernels.packed import packed_matvec as kernel
 from tiercel.kernels.packed.packed_types import num_units, tail_groups
-from tiercel.ops.packed_repack import q4k_repack
+from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant_types import TILE_ROWS, Layout, QuantType
 from tiercel.reference import packed_matvec as oracle
 
@@ -35,7 +35,7 @@ def multiply(tensor, x, config, dtype=torch.float32):
     wide = torch.full((tokens + 2, rows + 3), float("nan"), dtype=dtype)
     out = wide[1:-1, 2 : rows + 2]
     planes = tensor.ordered_planes()
-    kernel.launch_q4k_matvec(
+    kernel.launch_packed_matvec(
         x, planes, tensor.qtype.name, out, partial, tickets, config, is_dependent=True
     )
     found = out.clone()
@@ -80,12 +80,12 @@ def test_every_type_matches_oracle(qtype, columns, products):
     around = torch.full((13, columns), float("nan"), dtype=torch.float16)
     around[1:-1] = make_tokens(11, columns, CPU)
     x = around[1:-1]
-    expected = oracle.q4k_matvec(x, part.planes["data"], qtype.name)
+    expected = oracle.packed_matvec(x, part.planes["data"], qtype.name)
     results = []
     for seed, layout in enumerate(Layout):
         products.seed = seed
         products.late.append(x)  # the kernel ahead writes it
-        results.append(multiply(q4k_repack(part, layout), x, config_of_case(qtype, columns)))
+        results.append(multiply(packed_repack(part, layout), x, config_of_case(qtype, columns)))
     assert pooled_error(results[0], expected, x) < TOLERANCE[qtype]
     assert torch.equal(*results)
 
@@ -111,14 +111,14 @@ def _every_launch(built_products):
 
 @pytest.mark.usefixtures("_every_launch")
 def test_every_launch_sums_in_one_order(products):
-    """What `select_q4k_matvec` may change, and tokens beside one, do not change a bit of it."""
+    """What `select_packed_matvec` may change, and tokens beside one, do not change a bit of it."""
     part = make_weight(QuantType.Q4_K, 53, LONG, CPU)
     x = make_tokens(16, LONG, CPU)
-    expected = oracle.q4k_matvec(x, part.planes["data"], "Q4_K")
+    expected = oracle.packed_matvec(x, part.planes["data"], "Q4_K")
     whole = None
     for seed, (most, config) in enumerate(reversed(LAUNCHES)):
         products.seed = seed
-        tensor = q4k_repack(part, list(Layout)[seed % 2])
+        tensor = packed_repack(part, list(Layout)[seed % 2])
         for tokens in {most, max(1, most - 3)}:
             found = multiply(tensor, x[:tokens], config)
             whole = found if whole is None else whole
@@ -129,7 +129,7 @@ def test_every_launch_sums_in_one_order(products):
 @pytest.mark.usefixtures("_every_launch")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_results_are_rounded_once(dtype, products):
-    tensor = q4k_repack(make_weight(QuantType.Q4_K, ROWS, LONG, CPU), Layout.SOA)
+    tensor = packed_repack(make_weight(QuantType.Q4_K, ROWS, LONG, CPU), Layout.SOA)
     x, config = make_tokens(3, LONG, CPU), LAUNCHES[1][1]
     exact = multiply(tensor, x, config)
     assert torch.equal(multiply(tensor, x, config, dtype), exact.to(dtype))
@@ -149,7 +149,7 @@ def test_every_type_and_launch(qtype, stages, products):
         products.build(list(sources([(qtype, columns, config, torch.float32)])))
         part = make_weight(qtype, 33, columns, CPU)
         x = make_tokens(tokens, columns, CPU)
-        results = [multiply(q4k_repack(part, layout), x, config) for layout in Layout]
-        expected = oracle.q4k_matvec(x, part.planes["data"], qtype.name)
+        results = [multiply(packed_repack(part, layout), x, config) for layout in Layout]
+        expected = oracle.packed_matvec(x, part.planes["data"], qtype.name)
         assert pooled_error(results[0], expected, x) < TOLERANCE[qtype]
         assert torch.equal(*results)

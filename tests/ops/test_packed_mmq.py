@@ -15,8 +15,8 @@ from tests.packed_weights import (
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_mmq as kernel
 from tiercel.kernels.packed.packed_matvec import DeviceLimits
-from tiercel.ops.packed_matvec import prepare_q4k
-from tiercel.ops.packed_mmq import q4k_mmq
+from tiercel.ops.packed_matvec import prepare_packed
+from tiercel.ops.packed_mmq import packed_mmq
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import packed_gemm as exact_oracle
 from tiercel.reference import packed_mmq as oracle
@@ -33,12 +33,12 @@ SHAPES = [(5, 256), (17, 512), (129, 768), (200, 1280)]
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_matches_oracle(rows, columns, qtype, device):
     part = make_weight(qtype, rows, columns, device)
-    weights = [prepare_q4k(part, layout) for layout in Layout]
+    weights = [prepare_packed(part, layout) for layout in Layout]
     x = make_tokens(300, columns, device)
-    expected = oracle.q4k_mmq(x, part.planes["data"], qtype.name)
+    expected = oracle.packed_mmq(x, part.planes["data"], qtype.name)
     for weight, tokens in itertools.product(weights, (1, 33, 70, 300)):
         wide = torch.full((tokens + 2, rows + 3), float("nan"), device=device)
-        out = q4k_mmq(x[:tokens], weight, out=wide[1:-1, 2 : rows + 2])
+        out = packed_mmq(x[:tokens], weight, out=wide[1:-1, 2 : rows + 2])
         assert out.data_ptr() == wide[1:, 2:].data_ptr()
         assert relative_error(out, expected[:tokens]) < TOLERANCE, (weight.tensor.layout, tokens)
         assert not weight.tickets.any()  # ready for the next launch
@@ -51,18 +51,18 @@ def test_rounding_of_x_stays_within_its_limit(qtype, device):
     """NMSE against the product with x itself; a whole model may have 2e-2."""
     part = make_weight(qtype, 100, 1024, device)
     x = make_tokens(40, 1024, device)
-    expected = exact_oracle.q4k_gemm(x, part.planes["data"], qtype.name)
-    out = q4k_mmq(x, prepare_q4k(part, Layout.SOA), torch.float32)
+    expected = exact_oracle.packed_gemm(x, part.planes["data"], qtype.name)
+    out = packed_mmq(x, prepare_packed(part, Layout.SOA), torch.float32)
     assert relative_error(out, expected) ** 2 < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
 def test_results_are_rounded_once(qtype, dtype, device):
-    weight = prepare_q4k(make_weight(qtype, 40, 768, device), Layout.SOA)
+    weight = prepare_packed(make_weight(qtype, 40, 768, device), Layout.SOA)
     x = make_tokens(19, 768, device)
-    exact = q4k_mmq(x, weight, torch.float32)
-    out = q4k_mmq(x, weight, dtype)
+    exact = packed_mmq(x, weight, torch.float32)
+    out = packed_mmq(x, weight, dtype)
     assert out.dtype == dtype
     assert torch.equal(out, exact.to(dtype))
 
@@ -70,13 +70,13 @@ def test_results_are_rounded_once(qtype, dtype, device):
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
 def test_zeros_and_what_is_no_number(qtype, device):
     """A group of zeros is nothing; infinity and NaN stay with their token."""
-    weight = prepare_q4k(make_weight(qtype, 40, 768, device), Layout.SOA)
+    weight = prepare_packed(make_weight(qtype, 40, 768, device), Layout.SOA)
     x = make_tokens(20, 768, device)
-    usual = q4k_mmq(x, weight)
+    usual = packed_mmq(x, weight)
     x[3] = 0
     x[5, 64:128] = 0
     x[7, 300], x[9, 700] = float("inf"), float("nan")
-    out = q4k_mmq(x, weight)
+    out = packed_mmq(x, weight)
     assert not out[3].any()
     assert not out[7].isfinite().any()
     assert out[9].isnan().all()
@@ -90,9 +90,9 @@ def test_zeros_and_what_is_no_number(qtype, device):
 def test_every_launch_is_right(qtype, device):
     """Tokens of a CTA and CTAs of a sum, each at every value, from both layouts: same bits."""
     part = make_weight(qtype, 330, 1280, device)
-    weights = [prepare_q4k(part, layout) for layout in Layout]
+    weights = [prepare_packed(part, layout) for layout in Layout]
     x = make_tokens(150, 1280, device)
-    expected = oracle.q4k_mmq(x, part.planes["data"], qtype.name)
+    expected = oracle.packed_mmq(x, part.planes["data"], qtype.name)
     for tokens in kernel.TOKEN_TILES:
         for splits in (1, 2, 3, 5):
             config = kernel.make_config(tokens, splits)
@@ -100,7 +100,7 @@ def test_every_launch_is_right(qtype, device):
             results = []
             for weight in (*weights, weights[0]):
                 out = torch.full((150, 330), float("nan"), device=device)
-                kernel.launch_q4k_mmq(
+                kernel.launch_packed_mmq(
                     x,
                     weight.tensor.ordered_planes(),
                     qtype.name,
@@ -121,7 +121,7 @@ def test_every_launch_is_right(qtype, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
 def test_dependent_launches_in_a_graph(qtype, device):
-    check_dependent_launches(q4k_mmq, qtype, 40, device)
+    check_dependent_launches(packed_mmq, qtype, 40, device)
 
 
 # An H200, an A100, a device with 99 KiB a CTA (sm_89, sm_120).
@@ -136,7 +136,7 @@ def test_configs_fit_every_shape(qtype, limits):
     for rows in (1, 576, 1024, 4096, 6144, 24576, 151936):
         for columns in (256, 512, 1024, 3072, 4096, 9728, 12288, 25600):
             for tokens in (1, 17, 32, 33, 64, 100, 128, 129, 1000, 8192):
-                config = kernel.select_q4k_mmq(qtype.name, (rows, columns), tokens, limits)
+                config = kernel.select_packed_mmq(qtype.name, (rows, columns), tokens, limits)
                 assert config.tokens in tiles
                 assert 1 <= config.splits <= columns // 256
                 assert config.smem_bytes(qtype.name) <= limits.smem_bytes
@@ -159,17 +159,17 @@ def test_compiles_for(qtype, in_file, arch, tmp_path):
 
 
 def test_no_tokens(device):
-    weight = prepare_q4k(make_weight(TYPES[0], 17, 256, device), Layout.SOA)
-    assert q4k_mmq(torch.empty(0, 256).half().to(device), weight).shape == (0, 17)
+    weight = prepare_packed(make_weight(TYPES[0], 17, 256, device), Layout.SOA)
+    assert packed_mmq(torch.empty(0, 256).half().to(device), weight).shape == (0, 17)
 
 
 def test_wrong_arguments(device):
     part = make_weight(TYPES[0], 17, 512, device)
-    weight = prepare_q4k(part, Layout.SOA)
+    weight = prepare_packed(part, Layout.SOA)
     x = torch.zeros(20, 512, dtype=torch.float16, device=device)
     for bad in (x.float(), x[:, :256], x[0], x.t().contiguous().t()):
-        with pytest.raises(ArgumentError, match="q4k_mmq: x is"):
-            q4k_mmq(bad, weight)
+        with pytest.raises(ArgumentError, match="packed_mmq: x is"):
+            packed_mmq(bad, weight)
     for bad in (torch.zeros(20, 16), torch.zeros(17, 20).t(), torch.zeros(20, 17).double()):
-        with pytest.raises(ArgumentError, match="q4k_mmq: out is"):
-            q4k_mmq(x, weight, out=bad.to(device))
+        with pytest.raises(ArgumentError, match="packed_mmq: out is"):
+            packed_mmq(x, weight, out=bad.to(device))

@@ -6,9 +6,9 @@ import torch
 from tests.ops.test_packed_mmq import TOLERANCE, TYPES
 from tests.packed_weights import make_tokens, make_weight, relative_error
 from tiercel.kernels.packed import packed_mmq as kernel
-from tiercel.ops.packed_matvec import prepare_q4k
-from tiercel.ops.packed_mmq import q4k_mmq
-from tiercel.ops.packed_repack import q4k_repack
+from tiercel.ops.packed_matvec import prepare_packed
+from tiercel.ops.packed_mmq import packed_mmq
+from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant_types import Layout
 from tiercel.reference import packed_mmq as oracle
 
@@ -25,7 +25,7 @@ def multiply(x, tensor, config, dtype=torch.float32):
     wide = torch.full((tokens + 2, rows + 3), float("nan"), dtype=dtype)
     out = wide[1:-1, 2:-1]
     tickets = torch.zeros(-(-rows // 16), dtype=torch.int32)
-    kernel.launch_q4k_mmq(
+    kernel.launch_packed_mmq(
         x,
         tensor.ordered_planes(),
         tensor.qtype.name,
@@ -67,9 +67,9 @@ def test_matches_oracle(qtype, config, products):
     weight = make_weight(qtype, ROWS, COLUMNS, CPU)
     tokens = 37 if config.tokens == 32 else config.tokens - 3  # two tiles, or a part of one
     x = make_tokens(tokens, COLUMNS, CPU)
-    expected = oracle.q4k_mmq(x, weight.planes["data"], qtype.name)
+    expected = oracle.packed_mmq(x, weight.planes["data"], qtype.name)
     products.late.append(x)  # the kernel ahead writes it
-    found = multiply(x, q4k_repack(weight, Layout.SOA), config)
+    found = multiply(x, packed_repack(weight, Layout.SOA), config)
     assert relative_error(found, expected) < TOLERANCE
 
 
@@ -79,13 +79,13 @@ def test_layouts_give_the_same_bits(qtype, products):
     weight, x = make_weight(qtype, ROWS, COLUMNS, CPU), make_tokens(7, COLUMNS, CPU)
     results = []
     for products.seed, layout in enumerate(Layout):
-        results.append(multiply(x, q4k_repack(weight, layout), CONFIGS[0]))
+        results.append(multiply(x, packed_repack(weight, layout), CONFIGS[0]))
     assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_results_are_rounded_once(dtype, products):
-    tensor = q4k_repack(make_weight(TYPES[0], 17, COLUMNS, CPU), Layout.SOA)
+    tensor = packed_repack(make_weight(TYPES[0], 17, COLUMNS, CPU), Layout.SOA)
     x = make_tokens(5, COLUMNS, CPU)
     exact = multiply(x, tensor, CONFIGS[0])
     assert torch.equal(multiply(x, tensor, CONFIGS[0], dtype), exact.to(dtype))
@@ -97,10 +97,10 @@ def test_zeros_infinity_and_nan(products):
     x = make_tokens(6, COLUMNS, CPU)
     x[1], x[2, 64:128] = 0, 0
     x[3, 300], x[4, 700] = float("inf"), float("nan")
-    found = multiply(x, q4k_repack(weight, Layout.SOA), CONFIGS[0])
+    found = multiply(x, packed_repack(weight, Layout.SOA), CONFIGS[0])
     assert not found[1].any()
     assert found[4].isnan().all()
     assert not found[3].isfinite().any()
     others = [0, 2, 5]
-    expected = q4k_mmq(x[others], prepare_q4k(weight, Layout.SOA), torch.float32)
+    expected = packed_mmq(x[others], prepare_packed(weight, Layout.SOA), torch.float32)
     assert relative_error(found[others], expected.double()) < TOLERANCE

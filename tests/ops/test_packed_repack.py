@@ -6,7 +6,7 @@ import torch
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_repack as kernel
-from tiercel.ops.packed_repack import q4k_repack
+from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, TILE_ROWS, Layout, QuantType
 from tiercel.reference import packed_repack as oracle
@@ -28,9 +28,9 @@ def make_weight(qtype, rows, blocks, device="cpu"):
 @pytest.mark.parametrize(("rows", "blocks"), SHAPES)
 def test_planes_match_oracle(rows, blocks, qtype, device):
     weight = make_weight(qtype, rows, blocks, device)
-    packed = q4k_repack(weight, Layout.SOA)
+    packed = packed_repack(weight, Layout.SOA)
     data = weight.planes["data"].cpu().numpy().reshape(rows, blocks, qtype.block_bytes)
-    expected = oracle.q4k_repack(data, qtype)
+    expected = oracle.packed_repack(data, qtype)
     assert list(packed.planes) == list(expected)
     for name, plane in packed.planes.items():
         assert plane.is_contiguous()
@@ -41,12 +41,12 @@ def test_planes_match_oracle(rows, blocks, qtype, device):
 @pytest.mark.parametrize(("rows", "blocks"), [*SHAPES, (0, 2), (3, 0)])
 def test_round_trip(rows, blocks, qtype, device):
     weight = make_weight(qtype, rows, blocks, device)
-    packed = q4k_repack(weight, Layout.SOA)
+    packed = packed_repack(weight, Layout.SOA)
     assert packed.layout is Layout.SOA
     assert packed.shape == weight.shape
     whole = -(-blocks // qtype.group_blocks) * qtype.group_blocks
     assert packed.nbytes == -(-rows // 16) * 16 * whole * qtype.block_bytes
-    back = q4k_repack(packed, Layout.FILE)
+    back = packed_repack(packed, Layout.FILE)
     assert back.layout is Layout.FILE
     assert torch.equal(back.planes["data"], weight.planes["data"])
 
@@ -96,7 +96,7 @@ def test_lanes_read_512_bytes_in_turn():
 
 @pytest.mark.parametrize("qtype", [QuantType.Q4_0, QuantType.Q5_1, QuantType.IQ4_NL], ids=str)
 def test_four_lanes_share_each_block_of_32(qtype):
-    """Lane 4 * row + t holds bytes 4 t .. 4 t + 3 of four blocks: see q4k_units32.cuh."""
+    """Lane 4 * row + t holds bytes 4 t .. 4 t + 3 of four blocks: see packed_units32.cuh."""
     low = PLANES[qtype][0]
     for row in range(16):
         for block in range(4):
@@ -107,27 +107,27 @@ def test_four_lanes_share_each_block_of_32(qtype):
 
 def test_same_layout_is_returned_as_it_is():
     weight = make_weight(QuantType.Q4_K, 3, 2)
-    assert q4k_repack(weight, Layout.FILE) is weight
-    packed = q4k_repack(weight, Layout.SOA)
-    assert q4k_repack(packed, Layout.SOA) is packed
+    assert packed_repack(weight, Layout.FILE) is weight
+    packed = packed_repack(weight, Layout.SOA)
+    assert packed_repack(packed, Layout.SOA) is packed
 
 
 def test_wrong_arguments():
     data = torch.zeros(2, 34, dtype=torch.uint8)
     with pytest.raises(ArgumentError, match="F16 has one layout"):
-        q4k_repack(QuantTensor(QuantType.F16, Layout.FILE, (2, 17), {"data": data}), Layout.SOA)
+        packed_repack(QuantTensor(QuantType.F16, Layout.FILE, (2, 17), {"data": data}), Layout.SOA)
     for shape, plane in (((2, 256), data), ((2, 250), data), ((2, 256), data.int())):
         weight = QuantTensor(QuantType.Q4_K, Layout.FILE, shape, {"data": plane})
         with pytest.raises(ArgumentError, match="do not hold Q4_K"):
-            q4k_repack(weight, Layout.SOA)
-    packed = q4k_repack(make_weight(QuantType.Q6_K, 3, 2), Layout.SOA)
+            packed_repack(weight, Layout.SOA)
+    packed = packed_repack(make_weight(QuantType.Q6_K, 3, 2), Layout.SOA)
     short = QuantTensor(packed.qtype, packed.layout, (17, 512), packed.planes)
     with pytest.raises(ArgumentError, match="do not hold Q6_K"):
-        q4k_repack(short, Layout.FILE)
+        packed_repack(short, Layout.FILE)
 
 
 def test_packed_tensors_are_not_cut():
-    packed = q4k_repack(make_weight(QuantType.Q4_K, 16, 2), Layout.SOA)
+    packed = packed_repack(make_weight(QuantType.Q4_K, 16, 2), Layout.SOA)
     for cut in (
         lambda: packed.rows(0, 1),
         lambda: packed.cols(0, 256),

@@ -21,7 +21,7 @@ from tests.ops.prefill_attention_cases import (
 )
 from tiercel.errors import ArgumentError
 from tiercel.kernels.attention import prefill_attention as kernel
-from tiercel.ops.prefill_attention import multi_item_attention, plan_multi_item_attention
+from tiercel.ops.prefill_attention import plan_prefill_attention, prefill_attention
 from tiercel.reference import prefill_attention as oracle
 
 # ---- the op
@@ -141,9 +141,7 @@ def test_a_plan_serves_all_layers(shape, device):
         )
         items = {"prefix_len": first.prefix_len, "item_start": first.item_start}
         lengths = (first.query_lens, first.context_lens)
-        plan = plan_multi_item_attention(
-            *lengths, num_heads=shape[0], k_cache=first.k_cache, **items
-        )
+        plan = plan_prefill_attention(*lengths, num_heads=shape[0], k_cache=first.k_cache, **items)
         for case in (first, second, first):
             assert torch.equal(case.op(plan=plan), case.op())
         other = make_case([(0, 70, [])], shape, 64, torch.bfloat16, device, poison=FINITE)
@@ -153,13 +151,13 @@ def test_a_plan_serves_all_layers(shape, device):
 
 def test_a_cpu_needs_no_plan():
     cache = torch.zeros(3, 16, 2, 8)
-    assert plan_multi_item_attention([3], [5], num_heads=4, k_cache=cache) is None
+    assert plan_prefill_attention([3], [5], num_heads=4, k_cache=cache) is None
 
 
 def test_no_requests(device):
     cache = torch.zeros(4, 16, 3, 64, device=device)
     q, tables = torch.empty(0, 9, 64, device=device), torch.zeros(0, 4, device=device).int()
-    assert multi_item_attention(q, cache, cache, tables, [], [], 0.1).shape == (0, 9 * 64)
+    assert prefill_attention(q, cache, cache, tables, [], [], 0.1).shape == (0, 9 * 64)
 
 
 def test_arguments_are_left_alone(device):
@@ -198,7 +196,7 @@ def test_triton_matches_oracle(shape, block_size, window, tile, dtype, device):
 def test_triton_matches_oracle_in_selected_tiles(head_dim, device):
     """As launched: tiles of 128 rows; over several of them where a GPU makes it bearable."""
     shape, dtype = (6, 2, head_dim), torch.float16
-    config = kernel.select_multi_item_attention(dtype, head_dim, 3, 64, 0, 0.0, 100, (8, 0))
+    config = kernel.select_prefill_attention(dtype, head_dim, 3, 64, 0, 0.0, 100, (8, 0))
     large = [LARGE[3], LARGE[-2]] if device.type == "cuda" else [[(100, 190, []), (5, 70, [9, 40])]]
     for requests in large:
         case = make_case(requests, shape, 64, dtype, device)
@@ -250,7 +248,7 @@ def test_a_wrong_mask_is_seen(change, device):
         [torch.roll(x, change.get("context", 0), 0) for x in rows]
         for rows in (case.keys, case.values)
     )
-    wrong, _ = oracle.multi_item_attention(
+    wrong, _ = oracle.prefill_attention(
         case.q, keys, values, case.query_lens, SCALE, window, prefix, starts
     )
     right = case.expected(6)

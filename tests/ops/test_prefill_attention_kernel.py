@@ -22,7 +22,7 @@ from tests.ops.prefill_attention_cases import (
 from tiercel.errors import ArgumentError
 from tiercel.kernels.attention import prefill_attention as kernel
 from tiercel.kernels.attention.prefill_attention_tiles import cut_tiles, make_tiles, part_steps
-from tiercel.ops.prefill_attention import plan_multi_item_attention
+from tiercel.ops.prefill_attention import plan_prefill_attention
 from tiercel.reference import prefill_attention as oracle
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -83,7 +83,7 @@ def test_few_rows_on_a_long_prefix_are_cut_into_parts(device):
         case.v_cache.nan_to_num_(FINITE)
         options = {"prefix_len": case.prefix_len, "item_start": case.item_start}
         lengths = (case.query_lens, case.context_lens)
-        plan = plan_multi_item_attention(*lengths, num_heads=32, k_cache=case.k_cache, **options)
+        plan = plan_prefill_attention(*lengths, num_heads=32, k_cache=case.k_cache, **options)
         assert plan.num_part_rows > len(case.q)
         lse = torch.full(case.q.shape[:2], float("nan"), device=device)
         expected, sums = case.expected_both()
@@ -135,7 +135,7 @@ def test_graph_replay_equals_eager(heads, device):
     case = make_case(LARGE[-2], heads, 64, torch.bfloat16, device, poison=FINITE)
     items = {"prefix_len": case.prefix_len, "item_start": case.item_start}
     lengths = (case.query_lens, case.context_lens)
-    plan = plan_multi_item_attention(*lengths, num_heads=heads[0], k_cache=case.k_cache, **items)
+    plan = plan_prefill_attention(*lengths, num_heads=heads[0], k_cache=case.k_cache, **items)
     eager = case.op(plan=plan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -152,7 +152,7 @@ def test_graph_replay_equals_eager(heads, device):
 def test_select_knows_what_the_cuda_kernel_is_built_for():
     hopper = (9, 0)
     shape = (torch.bfloat16, 128, 4, 64, 0, 0.0, 100, hopper)
-    select = kernel.select_multi_item_attention
+    select = kernel.select_prefill_attention
     assert select(*shape).variant == "plain"
     assert select(*shape[:6], 2047, hopper).variant == "plain"
     assert select(*shape[:6], 2048, hopper).variant == "fast"
@@ -174,14 +174,14 @@ def test_select_tiles_hold_a_token_and_are_launchable():
     for dtype in TOLERANCE:
         for head_dim in (16, 40, 64, 96, 128, 192, 256, 512):
             for group in (1, 3, 7, 8, 64, 71):
-                config = kernel.select_multi_item_attention(
+                config = kernel.select_prefill_attention(
                     dtype, head_dim, group, 64, 0, 0.0, 9, (8, 0)
                 )
                 assert config.block_m >= max(16, group)
                 assert config.block_n >= 16
                 assert 64 % config.block_n == 0  # one page per step
     with pytest.raises(ArgumentError, match="head_dim 513"):
-        kernel.select_multi_item_attention(torch.float16, 513, 1, 64, 0, 0.0, 9, (8, 0))
+        kernel.select_prefill_attention(torch.float16, 513, 1, 64, 0, 0.0, 9, (8, 0))
 
 
 def lengths_of(requests):

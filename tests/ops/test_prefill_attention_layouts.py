@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercel.ops.prefill_attention import multi_item_attention, multi_item_attention_packed
+from tiercel.ops.prefill_attention import multi_item_attention, prefill_attention
 from tiercel.reference import prefill_attention as oracle
 
 NUM_CHUNKS, CHUNK = 20, 500  # of the whole sweep
@@ -123,7 +123,7 @@ class Pool:
             for row, own in zip(padded, places, strict=True):
                 row[: len(own)] = own
             longest = [max(own, default=0) for own in places]
-            out = multi_item_attention_packed(
+            out = multi_item_attention(
                 q,
                 *caches,
                 *lengths,
@@ -134,7 +134,7 @@ class Pool:
                 **options,
             )
         else:
-            out = multi_item_attention(
+            out = prefill_attention(
                 q, *caches, *lengths, prefix_len=prefixes, item_start=item_start, **options
             )
         keys, values = (
@@ -142,7 +142,7 @@ class Pool:
             for cache, new in ((self.k_cache, k_new), (self.v_cache, v_new))
         )
         window, softcap = layout.window, layout.softcap
-        expected, _ = oracle.multi_item_attention(
+        expected, _ = oracle.prefill_attention(
             q, keys, values, queries, SCALE, window, prefixes, item_start, softcap
         )
         error = (out - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-9)

@@ -8,7 +8,7 @@ import torch
 from tests.ops.prefill_attention_cases import ITEMS, PLAIN, make_case, relative_error
 from tests.tiny_llm import greedy, ids_of, open_tiny
 from tiercel.batch import PackedItems
-from tiercel.ops.prefill_attention import multi_item_attention
+from tiercel.ops.prefill_attention import prefill_attention
 from tiercel.params import SamplingParams
 from tiercel.runner.prompt_graphs import LARGEST, padded_lengths, padded_size, padded_sizes
 
@@ -43,7 +43,7 @@ def test_padding_sees_nothing_and_changes_nobody(requests, device):
     def grown(x):
         return torch.cat((x, torch.randn(missing, *x.shape[1:], device=device)))
 
-    out = multi_item_attention(
+    out = prefill_attention(
         grown(case.q),
         case.k_cache,
         case.v_cache,

@@ -20,18 +20,18 @@ from tiercel.batch import Batch, PackedItems
 from tiercel.cache.spec import KVCacheSpec, attention_spec
 from tiercel.config import MAX_DECODE_QUERIES
 from tiercel.layers.linear import Linear
-from tiercel.ops.decode_attention import paged_attention, prepare_paged_attention
+from tiercel.ops.decode_attention import decode_attention, prepare_decode_attention
 from tiercel.ops.prefill_attention import (
-    multi_item_attention,
-    plan_multi_item_attention,
-    tile_multi_item_attention,
+    plan_prefill_attention,
+    prefill_attention,
+    tile_prefill_attention,
 )
 from tiercel.ops.rotary_kv_write import rotary_kv_write
 
 if TYPE_CHECKING:
     from tiercel.kernels.attention.prefill_attention_tiles import (
-        MultiItemAttentionPlan,
         PlannedTiles,
+        PrefillAttentionPlan,
     )
 
 
@@ -55,7 +55,7 @@ class PromptPlan:
         tables: (R, max_blocks) int32, the block table of each request.
     """
 
-    tiles: MultiItemAttentionPlan | None
+    tiles: PrefillAttentionPlan | None
     tables: Tensor
 
 
@@ -95,7 +95,7 @@ class Attention:
     def bind_cache(self, planes: dict[str, Tensor], group: int) -> None:
         """Take the planes that this layer writes and reads, found through a group's tables."""
         self.k_cache, self.v_cache, self.group = planes["k"], planes["v"], group
-        prepare_paged_attention(self.k_cache, self.shape.num_heads)
+        prepare_decode_attention(self.k_cache, self.shape.num_heads)
 
     def plan(self, batch: Batch) -> PromptPlan | None:
         """For all layers of this shape and group; None where no query is long."""
@@ -105,7 +105,7 @@ class Attention:
         if batch.plans is not None:
             return PromptPlan(batch.plans[self.shape], tables)
         items = batch.items
-        tiles = plan_multi_item_attention(
+        tiles = plan_prefill_attention(
             batch.query_lens,
             batch.context_lens,
             num_heads=self.shape.num_heads,
@@ -120,7 +120,7 @@ class Attention:
         self, query_lens: Sequence[int], context_lens: Sequence[int], items: PackedItems
     ) -> PlannedTiles:
         """What `plan` uploads, for whoever keeps plans in a buffer; one kernel for all lengths."""
-        return tile_multi_item_attention(
+        return tile_prefill_attention(
             query_lens,
             context_lens,
             num_heads=self.shape.num_heads,
@@ -170,14 +170,14 @@ class Attention:
         shape, caches = self.shape, (self.k_cache, self.v_cache)
         q = heads[:, : shape.num_heads]
         if plan is None:
-            return paged_attention(
+            return decode_attention(
                 q, *caches, batch, shape.scale, group=self.group, window=shape.window
             )
         items = batch.items
         k = v = None
         if items is not None:
             k, v = heads[:, shape.num_heads :].chunk(2, dim=1)
-        return multi_item_attention(
+        return prefill_attention(
             q,
             *caches,
             plan.tables,

@@ -18,17 +18,17 @@ from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
 from tiercel.ops.fused_decode_step import (
     DecoderShape,
-    DecodeStepBuilder,
-    DecodeStepCaches,
-    DecodeStepWeights,
-    can_decode_step,
-    decode_step,
+    FusedDecodeStepBuilder,
+    FusedDecodeStepCaches,
+    FusedDecodeStepWeights,
+    can_fused_decode_step,
+    fused_decode_step,
     prepare_caches,
-    select_decode_step,
+    select_fused_decode_step,
     select_masks,
 )
-from tiercel.ops.packed_matvec import Q4kWeight
-from tiercel.ops.packed_repack import q4k_repack
+from tiercel.ops.packed_matvec import PackedWeight
+from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout
 
@@ -44,12 +44,12 @@ class StepLayer:
     mlp: GatedMLP
 
 
-class DecodeStep:
+class FusedDecodeStep:
     """Runs one token of one request; see ops/fused_decode_step.py."""
 
-    def __init__(self, weights: DecodeStepWeights) -> None:
+    def __init__(self, weights: FusedDecodeStepWeights) -> None:
         self.weights = weights
-        self.caches: DecodeStepCaches | None = None  # set by bind_cache
+        self.caches: FusedDecodeStepCaches | None = None  # set by bind_cache
         self.group = 0
 
     def bind_cache(self, planes: Sequence[dict[str, Tensor]], group: int) -> None:
@@ -64,12 +64,12 @@ class DecodeStep:
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x: (1, hidden) float32; returns the same, behind the last layer."""
         assert self.caches is not None, "takes() was asked"
-        return decode_step(x, self.weights, self.caches, batch, self.group)
+        return fused_decode_step(x, self.weights, self.caches, batch, self.group)
 
 
-def make_decode_step(
+def make_fused_decode_step(
     layers: Sequence[StepLayer], shape: DecoderShape, eps: float, device: torch.device
-) -> DecodeStep | None:
+) -> FusedDecodeStep | None:
     """Copy the layers' weights for the kernel; None where it does not fit device, shape or types.
 
     Args:
@@ -78,14 +78,14 @@ def make_decode_step(
         eps: of all norms.
         device: where the weights are.
     """
-    if select_decode_step(shape) or not can_decode_step(device):
+    if select_fused_decode_step(shape) or not can_fused_decode_step(device):
         return None
     cuts = [_cut(layer, shape) for layer in layers]
     known = [cut for cut in cuts if cut is not None]
     masks = select_masks([{name: part.qtypes for name, part in cut.items()} for cut in known])
     if masks is None or len(known) < len(cuts):
         return None
-    builder = DecodeStepBuilder(masks, shape.slices, device)
+    builder = FusedDecodeStepBuilder(masks, shape.slices, device)
     norms: list[Tensor] = []
     head_norms: list[Tensor] = []
     for index, (layer, cut) in enumerate(zip(layers, known, strict=True)):
@@ -93,7 +93,7 @@ def make_decode_step(
         norms += [layer.attn_norm, layer.mlp_norm]
         head_norms += layer.head_norms
     attention = layers[0].attention
-    return DecodeStep(
+    return FusedDecodeStep(
         builder.finish(
             norms,
             head_norms,
@@ -116,7 +116,8 @@ class _Rows:
 
     def in_file_layout(self) -> list[QuantTensor]:
         return [
-            q4k_repack(tensor, Layout.FILE).rows(first, last) for tensor, first, last in self.places
+            packed_repack(tensor, Layout.FILE).rows(first, last)
+            for tensor, first, last in self.places
         ]
 
 
@@ -144,10 +145,10 @@ def _cut_linear(linear: Linear, sizes: Sequence[int]) -> list[tuple[QuantTensor,
     segments = iter(linear.weight.segments)
     segment, first = next(segments), 0
     for size in sizes:
-        rows = segment.tensor.shape[0] if isinstance(segment, Q4kWeight) else segment.shape[0]
+        rows = segment.tensor.shape[0] if isinstance(segment, PackedWeight) else segment.shape[0]
         if first == rows:
             segment, first = next(segments), 0
-        whole = segment.tensor if isinstance(segment, Q4kWeight) else None
+        whole = segment.tensor if isinstance(segment, PackedWeight) else None
         found.append(None if whole is None else (whole, first, first + size))
         first += size
     return found

@@ -20,13 +20,13 @@ from tiercel.layers.norm import RMSNorm
 from tiercel.ops.fused_layer_tail import (
     ChainExchange,
     ChainWeights,
-    can_decode_chain,
-    decode_chain,
+    can_fused_layer_tail,
+    fused_layer_tail,
     make_exchange,
-    prepare_decode_chain,
-    select_decode_chain,
+    prepare_fused_layer_tail,
+    select_fused_layer_tail,
 )
-from tiercel.ops.packed_matvec import Q4kWeight
+from tiercel.ops.packed_matvec import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ChainLayer:
     mlp: GatedMLP
 
 
-class DecodeChain:
+class FusedLayerTail:
     """Runs all layers of a step of a few tokens; see ops/fused_layer_tail.py."""
 
     def __init__(
@@ -68,15 +68,15 @@ class DecodeChain:
         for layer, weights in zip(self.layers, self.weights, strict=True):
             assert heads is not None, "only the last layer has no next one"
             attended = layer.attention.between(heads, batch, plan)
-            heads = decode_chain(
+            heads = fused_layer_tail(
                 attended, x, weights, self.exchange, is_dependent=self.is_dependent
             )
         return x
 
 
-def make_decode_chain(
+def make_fused_layer_tail(
     layers: Sequence[ChainLayer], eps: float, device: torch.device
-) -> DecodeChain | None:
+) -> FusedLayerTail | None:
     """Bring the layers' weights together; None where device, shapes or types do not fit.
 
     Args:
@@ -84,7 +84,9 @@ def make_decode_chain(
         eps: of all norms.
         device: where the weights are.
     """
-    if select_decode_chain(layers[0].mlp_norm.weight.shape[0]) or not can_decode_chain(device):
+    if select_fused_layer_tail(layers[0].mlp_norm.weight.shape[0]) or not can_fused_layer_tail(
+        device
+    ):
         return None
     weights: list[ChainWeights] = []
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -96,7 +98,7 @@ def make_decode_chain(
         if len(known) < len(linears):
             return None
         o, gate_up, down = known[:3]
-        part = prepare_decode_chain(
+        part = prepare_fused_layer_tail(
             o,
             gate_up,
             down,
@@ -110,11 +112,11 @@ def make_decode_chain(
             return None
         weights.append(part)
     exchange = make_exchange(weights[0].geometry, device)
-    return DecodeChain(layers, weights, exchange, is_dependent=has_dependent_launch())
+    return FusedLayerTail(layers, weights, exchange, is_dependent=has_dependent_launch())
 
 
-def _packed(linear: Linear) -> list[Q4kWeight] | None:
+def _packed(linear: Linear) -> list[PackedWeight] | None:
     """A matrix's segments; None if one is not packed, or it has a bias."""
     segments = linear.weight.segments
-    packed = [segment for segment in segments if isinstance(segment, Q4kWeight)]
+    packed = [segment for segment in segments if isinstance(segment, PackedWeight)]
     return packed if linear.bias is None and len(packed) == len(segments) else None

@@ -21,11 +21,11 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import KVCacheSpec
-from tiercel.env import has_decode_chain, has_megakernel
+from tiercel.env import has_fused_layer_tail, has_megakernel
 from tiercel.layers.attention import Attention, AttentionShape, HeadNorms, PromptPlan
 from tiercel.layers.embedding import Embedding
-from tiercel.layers.fused_decode_step import DecodeStep, StepLayer, make_decode_step
-from tiercel.layers.fused_layer_tail import ChainLayer, DecodeChain, make_decode_chain
+from tiercel.layers.fused_decode_step import FusedDecodeStep, StepLayer, make_fused_decode_step
+from tiercel.layers.fused_layer_tail import ChainLayer, FusedLayerTail, make_fused_layer_tail
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
 from tiercel.layers.norm import RMSNorm
@@ -103,11 +103,13 @@ class Decoder:
         )
         self.head = Linear(wide, out_dtype=torch.float32)
         # One kernel for a single token, where it fits.
-        self.step: DecodeStep | None = None
+        self.step: FusedDecodeStep | None = None
         if has_megakernel() and weights.dense_copies:
             self.step = builder.step(self.layers, num_positions)
         # From attention to attention in one kernel for a few tokens, where it fits.
-        self.chain: DecodeChain | None = builder.chain(self.layers) if has_decode_chain() else None
+        self.chain: FusedLayerTail | None = (
+            builder.chain(self.layers) if has_fused_layer_tail() else None
+        )
         self.draft_head = builder.draft_head(self) if config.num_mtp_layers else None
 
     @property
@@ -341,7 +343,7 @@ class _LayerBuilder:
             weight, torch.cat([self.weights.vector(name) for name in names]).to(self.dtype)
         )
 
-    def step(self, layers: Sequence[DecoderLayer], num_positions: int) -> DecodeStep | None:
+    def step(self, layers: Sequence[DecoderLayer], num_positions: int) -> FusedDecodeStep | None:
         """All layers as one kernel, if it fits them."""
         config = self.config
         shape = DecoderShape(
@@ -369,9 +371,9 @@ class _LayerBuilder:
                     layer.mlp,
                 )
             )
-        return make_decode_step(parts, shape, config.norm_eps, self.weights.device)
+        return make_fused_decode_step(parts, shape, config.norm_eps, self.weights.device)
 
-    def chain(self, layers: Sequence[DecoderLayer]) -> DecodeChain | None:
+    def chain(self, layers: Sequence[DecoderLayer]) -> FusedLayerTail | None:
         """From attention to attention as one kernel, if it fits them."""
         config = self.config
         is_plain = config.activation == "silu" and set(config.layer_types) == {"full"}
@@ -381,7 +383,7 @@ class _LayerBuilder:
             ChainLayer(layer.attn_norm, layer.attention, layer.mlp_norm, layer.mlp)
             for layer in layers
         ]
-        return make_decode_chain(parts, config.norm_eps, self.weights.device)
+        return make_fused_layer_tail(parts, config.norm_eps, self.weights.device)
 
     def draft_head(self, model: Decoder) -> MtpHead:
         index = self.config.num_layers

@@ -16,7 +16,7 @@ MAX_DECODE_HEAD_DIM = 256  # beyond, its tiles do not fit
 LEAST_DECODE_BLOCK = 16  # tokens; the smallest tile of a matrix product
 
 
-def prepare_paged_attention(k_cache: Tensor, num_heads: int) -> None:
+def prepare_decode_attention(k_cache: Tensor, num_heads: int) -> None:
     """Load every kernel that decode steps on a cache may need, so that none waits for it.
 
     Args:
@@ -25,18 +25,18 @@ def prepare_paged_attention(k_cache: Tensor, num_heads: int) -> None:
     """
     if not k_cache.is_cuda:
         return
-    from tiercel.kernels.attention import decode_attention_split as split_attention
+    from tiercel.kernels.attention import decode_attention_split as decode_attention_split
 
     _, block_size, kv_heads, head_dim = k_cache.shape
     device, dtype = k_cache.device, k_cache.dtype
-    if split_attention.is_supported(head_dim, dtype, block_size, device):
+    if decode_attention_split.is_supported(head_dim, dtype, block_size, device):
         group = num_heads // kv_heads
-        split_attention.load_split_attention(
+        decode_attention_split.load_decode_attention_split(
             head_dim, dtype, block_size, group, MAX_DECODE_QUERIES, device
         )
 
 
-def paged_attention(
+def decode_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -70,7 +70,7 @@ def paged_attention(
     Raises:
         ArgumentError: the shapes or dtypes disagree, or the caches are not contiguous.
 
-    Sources: "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+    Sources: "Efficient Memory Management for Large Language Model Serving with DecodeAttention",
     arXiv 2309.06180; splits along keys: "Flash-Decoding for long-context inference", 2023.
     """
     _check(q, k_cache, v_cache, batch)
@@ -96,19 +96,19 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> None:
         or q.shape[2] != k_cache.shape[3]
     ):
         raise ArgumentError(
-            f"paged_attention: q {tuple(q.shape)} does not fit {batch.num_tokens} tokens and "
+            f"decode_attention: q {tuple(q.shape)} does not fit {batch.num_tokens} tokens and "
             f"a cache of {tuple(k_cache.shape)}.",
             hint="Heads must be a multiple of the cache's, with equal head sizes.",
         )
     if q.dtype != k_cache.dtype or q.dtype != v_cache.dtype:
         raise ArgumentError(
-            f"paged_attention: q is {q.dtype}, caches are {k_cache.dtype} and {v_cache.dtype}.",
+            f"decode_attention: q is {q.dtype}, caches are {k_cache.dtype} and {v_cache.dtype}.",
             hint="Pass one dtype.",
         )
     contiguous = k_cache.is_contiguous() and v_cache.is_contiguous() and q.stride(2) == 1
     if k_cache.shape != v_cache.shape or not contiguous:
         raise ArgumentError(
-            f"paged_attention: caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)} are not "
+            f"decode_attention: caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)} are not "
             f"equal and contiguous, or q has inner stride {q.stride(2)} instead of 1.",
             hint="Pass contiguous caches of one shape, and q with adjacent elements of a head.",
         )
@@ -131,23 +131,25 @@ def _decode(
     group: int,
     window: int,
 ) -> Tensor:
-    from tiercel.kernels.attention import decode_attention as paged_attention
-    from tiercel.kernels.attention import decode_attention_split as split_attention
+    from tiercel.kernels.attention import decode_attention as decode_attention
+    from tiercel.kernels.attention import decode_attention_split as decode_attention_split
     from tiercel.kernels.runtime.rtc import max_smem_bytes
 
     (tokens, heads, head_dim), block_size = q.shape, k_cache.shape[1]
     bounds = (batch.max_seq_len, batch.max_query_len, window)
     is_aligned = q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
-    if is_aligned and split_attention.is_supported(head_dim, q.dtype, block_size, q.device):
+    if is_aligned and decode_attention_split.is_supported(head_dim, q.dtype, block_size, q.device):
         rows = batch.max_query_len * heads // k_cache.shape[2]
         launch = partial(
-            split_attention.launch_split_attention,
-            config=split_attention.select_split_attention(head_dim, rows, max_smem_bytes(q.device)),
+            decode_attention_split.launch_decode_attention_split,
+            config=decode_attention_split.select_decode_attention_split(
+                head_dim, rows, max_smem_bytes(q.device)
+            ),
         )
-        splits = split_attention.num_splits(*bounds)
+        splits = decode_attention_split.num_splits(*bounds)
     else:
-        config = paged_attention.select_paged_attention(head_dim, q.element_size(), block_size)
-        launch = partial(paged_attention.launch_paged_attention, config=config)
+        config = decode_attention.select_decode_attention(head_dim, q.element_size(), block_size)
+        launch = partial(decode_attention.launch_decode_attention, config=config)
         splits = config.num_splits(*bounds)
     partials = torch.empty((tokens * heads, splits, head_dim), dtype=torch.float32, device=q.device)
     out = q.new_empty((tokens, heads * head_dim))

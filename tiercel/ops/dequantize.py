@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels.packed.packed_dequantize import launch_q4k_dequantize
+from tiercel.kernels.packed.packed_dequantize import launch_packed_dequantize
 from tiercel.ops.dequantize_torch import launch_dequantize
-from tiercel.ops.packed_repack import q4k_repack
+from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant import QuantTensor, take_rows
 from tiercel.quant_types import PLANES, Layout
 
@@ -56,7 +56,7 @@ def dequantize(weight: QuantTensor, dtype: torch.dtype, rows: Tensor | None = No
     is_aligned = data.stride(0) % alignment == 0 == data.data_ptr() % alignment
     if count and is_aligned and _has_kernel(weight, data.device):
         index = None if rows is None else rows.int()
-        launch_q4k_dequantize(weight.ordered_planes(), weight.qtype.name, out, index)
+        launch_packed_dequantize(weight.ordered_planes(), weight.qtype.name, out, index)
     else:
         launch_dequantize(data if rows is None else take_rows(data, rows), weight.qtype.name, out)
     return out
@@ -65,9 +65,9 @@ def dequantize(weight: QuantTensor, dtype: torch.dtype, rows: Tensor | None = No
 def _dequantize_planes(weight: QuantTensor, dtype: torch.dtype) -> Tensor:
     device = next(iter(weight.planes.values())).device
     if not _has_kernel(weight, device):
-        return dequantize(q4k_repack(weight, Layout.FILE), dtype)
+        return dequantize(packed_repack(weight, Layout.FILE), dtype)
     out = torch.empty(weight.shape, dtype=dtype, device=device)
-    launch_q4k_dequantize(weight.ordered_planes(), weight.qtype.name, out)
+    launch_packed_dequantize(weight.ordered_planes(), weight.qtype.name, out)
     return out
 
 

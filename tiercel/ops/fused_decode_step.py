@@ -12,7 +12,7 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
 from tiercel.kernels.fused import fused_decode_step as kernel
-from tiercel.kernels.fused import fused_decode_step_stream as decode_stream
+from tiercel.kernels.fused import fused_decode_step_stream as fused_decode_step_stream
 from tiercel.kernels.fused.fused_decode_step_stream import MATRICES
 from tiercel.ops.dequantize import dequantize
 from tiercel.quant import QuantTensor
@@ -44,12 +44,12 @@ class DecoderShape:
     @property
     def slices(self) -> int:
         """Slices of 4096 columns in a row of down; the last one may be filled up with zeros."""
-        return -(-self.intermediate_size // decode_stream.COLUMNS)
+        return -(-self.intermediate_size // fused_decode_step_stream.COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeStepWeights:
-    """The weights of all layers as `decode_step` reads them.
+class FusedDecodeStepWeights:
+    """The weights of all layers as `fused_decode_step` reads them.
 
     Attributes:
         stream: (CTAs, bytes) uint8; kernels/fused/fused_decode_step_stream.py draws it.
@@ -77,7 +77,7 @@ class DecodeStepWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeStepCaches:
+class FusedDecodeStepCaches:
     """Keys and values of all layers, (blocks, 64, kv_heads, head_dim) each, and their addresses."""
 
     k: tuple[Tensor, ...]
@@ -85,7 +85,7 @@ class DecodeStepCaches:
     on_device: Any
 
 
-def select_decode_step(shape: DecoderShape) -> str:
+def select_fused_decode_step(shape: DecoderShape) -> str:
     """Why a decoder does not fit the kernel; "" if it does. Its types: see `select_masks`.
 
     Fitting: Qwen3-8B, Llama-3-8B and models of their sizes, with or without norms of q and k.
@@ -97,12 +97,12 @@ def select_decode_step(shape: DecoderShape) -> str:
         "num_kv_heads": (shape.num_kv_heads, kernel.KV_HEADS),
         "head_dim": (shape.head_dim, kernel.HEAD),
         "rotary_dim": (shape.rotary_dim, kernel.HEAD),
-        "intermediate_size": (shape.intermediate_size % decode_stream.BLOCK, 0),
+        "intermediate_size": (shape.intermediate_size % fused_decode_step_stream.BLOCK, 0),
     }
     for name, (value, fitting) in wanted.items():
         if value != fitting:
             return f"{name} is {getattr(shape, name)}"
-    filled = shape.intermediate_size / (shape.slices * decode_stream.COLUMNS)
+    filled = shape.intermediate_size / (shape.slices * fused_decode_step_stream.COLUMNS)
     if shape.slices > kernel.MOST_SLICES or filled < _LEAST_FILLED:
         return f"intermediate_size is {shape.intermediate_size}"
     if shape.num_layers > kernel.MOST_LAYERS:
@@ -128,12 +128,12 @@ def select_masks(layers: Sequence[Mapping[str, Sequence[str]]]) -> tuple[int, ..
     return tuple(masks)
 
 
-def can_decode_step(device: torch.device) -> bool:
+def can_fused_decode_step(device: torch.device) -> bool:
     """Whether a device runs the kernel: Hopper with 128 SMs at least."""
     return kernel.can_run(device)
 
 
-class DecodeStepBuilder:
+class FusedDecodeStepBuilder:
     """Collects the weights of all layers, so that no two copies of one lie beside each other."""
 
     def __init__(self, masks: Sequence[int], slices: int, device: torch.device) -> None:
@@ -146,7 +146,7 @@ class DecodeStepBuilder:
         """
         self.masks = tuple(masks)
         self.slices = slices
-        self.stream, self.starts = decode_stream.make_stream(masks, slices, device)
+        self.stream, self.starts = fused_decode_step_stream.make_stream(masks, slices, device)
 
     def add(self, layer: int, matrices: Mapping[str, Sequence[QuantTensor]]) -> None:
         """Write a layer.
@@ -158,24 +158,24 @@ class DecodeStepBuilder:
         Raises:
             ArgumentError: a type is not that of the layer's mask.
         """
-        places = decode_stream.matrix_places(self.masks, self.slices, self.starts, layer)
+        places = fused_decode_step_stream.matrix_places(self.masks, self.slices, self.starts, layer)
         for i, name in enumerate(MATRICES):
             parts = matrices[name]
             expected = _TYPES[self.masks[layer] >> i & 1]
             if any(part.qtype is not expected for part in parts):
                 raise ArgumentError(
-                    f"decode_step: {name} of layer {layer} is {parts[0].qtype.name}.",
+                    f"fused_decode_step: {name} of layer {layer} is {parts[0].qtype.name}.",
                     hint=f"Its mask says {expected.name}.",
                 )
             data = [part.planes["data"] for part in parts]
             rows = data[0] if len(data) == 1 else torch.stack(data, dim=1).flatten(0, 1)
-            packed = decode_stream.pack_matrix(name, self._filled(name, rows, expected))
-            decode_stream.write_matrix(self.stream, places[name], packed)
+            packed = fused_decode_step_stream.pack_matrix(name, self._filled(name, rows, expected))
+            fused_decode_step_stream.write_matrix(self.stream, places[name], packed)
 
     def _filled(self, name: str, rows: Tensor, qtype: QuantType) -> Tensor:
         """Whole slices: blocks of zeros are weights of zero."""
-        wide = self.slices * decode_stream.COLUMNS
-        row_bytes = qtype.row_bytes(wide if name == "down" else decode_stream.COLUMNS)
+        wide = self.slices * fused_decode_step_stream.COLUMNS
+        row_bytes = qtype.row_bytes(wide if name == "down" else fused_decode_step_stream.COLUMNS)
         num_rows = 2 * wide if name == "gate_up" else rows.shape[0]
         missing = (0, row_bytes - rows.shape[1], 0, num_rows - rows.shape[0])
         return torch.nn.functional.pad(rows, missing) if any(missing) else rows
@@ -188,19 +188,19 @@ class DecodeStepBuilder:
         *,
         eps: float,
         scale: float,
-    ) -> DecodeStepWeights:
+    ) -> FusedDecodeStepWeights:
         """Weights with everything else that a step reads; on a GPU the kernel is loaded.
 
         Args:
             norms: (hidden,) float32, of attention and MLP of each layer in turn.
             head_norms: (head_dim,) float32, of q and k of each layer in turn; none without.
-            rope: see `DecodeStepWeights`.
+            rope: see `FusedDecodeStepWeights`.
             eps: of all norms.
             scale: of the scores.
         """
         device = self.stream.device
         words = kernel.exchange_words(self.slices)
-        weights = DecodeStepWeights(
+        weights = FusedDecodeStepWeights(
             self.stream,
             self.starts,
             self.masks,
@@ -213,13 +213,13 @@ class DecodeStepBuilder:
             scale,
         )
         if device.type == "cuda":
-            kernel.load_decode_step(
+            kernel.load_fused_decode_step(
                 len(self.masks), self.slices, device, has_qk_norm=bool(head_norms)
             )
         return weights
 
 
-def prepare_caches(k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> DecodeStepCaches:
+def prepare_caches(k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> FusedDecodeStepCaches:
     """Describe the caches of all layers to the kernel.
 
     Args:
@@ -234,15 +234,19 @@ def prepare_caches(k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> De
         is_right = tuple(plane.shape[1:]) == tail and plane.is_contiguous()
         if not is_right or plane.dtype != torch.float16:
             raise ArgumentError(
-                f"decode_step: a cache is {tuple(plane.shape)} {plane.dtype}.",
+                f"fused_decode_step: a cache is {tuple(plane.shape)} {plane.dtype}.",
                 hint=f"Pass contiguous (blocks, {', '.join(map(str, tail))}) float16.",
             )
     on_device = kernel.make_caches(k_caches, v_caches) if k_caches[0].is_cuda else None
-    return DecodeStepCaches(tuple(k_caches), tuple(v_caches), on_device)
+    return FusedDecodeStepCaches(tuple(k_caches), tuple(v_caches), on_device)
 
 
-def decode_step(
-    x: Tensor, weights: DecodeStepWeights, caches: DecodeStepCaches, batch: Batch, group: int = 0
+def fused_decode_step(
+    x: Tensor,
+    weights: FusedDecodeStepWeights,
+    caches: FusedDecodeStepCaches,
+    batch: Batch,
+    group: int = 0,
 ) -> Tensor:
     """Pass one token through all layers; its keys and values go to the cache.
 
@@ -253,7 +257,7 @@ def decode_step(
 
     Args:
         x: (1, hidden) float32, the embedding of the token.
-        weights: from `DecodeStepBuilder`.
+        weights: from `FusedDecodeStepBuilder`.
         caches: from `prepare_caches`.
         batch: one request with one token; lengths, blocks and slot are read on the device.
         group: the cache group of all layers.
@@ -266,11 +270,11 @@ def decode_step(
     """
     if x.shape != (1, kernel.HIDDEN) or x.dtype != torch.float32 or batch.num_tokens != 1:
         raise ArgumentError(
-            f"decode_step: x is {tuple(x.shape)} {x.dtype} for {batch.num_tokens} tokens.",
+            f"fused_decode_step: x is {tuple(x.shape)} {x.dtype} for {batch.num_tokens} tokens.",
             hint=f"Pass one token: (1, {kernel.HIDDEN}) float32.",
         )
     if not x.is_cuda:
-        return _decode_step_torch(x[0], weights, caches, batch, group)[None]
+        return _fused_decode_step_torch(x[0], weights, caches, batch, group)[None]
     out = torch.empty_like(x)
     weights.exchange.fill_(kernel.EXCHANGE_EMPTY)
     args = kernel.make_args(
@@ -291,7 +295,7 @@ def decode_step(
         eps=weights.eps,
         scale=weights.scale,
     )
-    kernel.launch_decode_step(
+    kernel.launch_fused_decode_step(
         args,
         caches.on_device,
         len(weights.masks),
@@ -318,8 +322,12 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * weight * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
 
 
-def _decode_step_torch(
-    x: Tensor, weights: DecodeStepWeights, caches: DecodeStepCaches, batch: Batch, group: int
+def _fused_decode_step_torch(
+    x: Tensor,
+    weights: FusedDecodeStepWeights,
+    caches: FusedDecodeStepCaches,
+    batch: Batch,
+    group: int,
 ) -> Tensor:
     """The kernel's arithmetic, matrix by matrix."""
     tables = batch.block_tables[group, batch.rows[0]]
@@ -329,12 +337,14 @@ def _decode_step_torch(
     slots += tokens % kernel.BLOCK_TOKENS
     cos, sin = weights.rope[int(batch.positions[0])]
     for layer, mask in enumerate(weights.masks):
-        places = decode_stream.matrix_places(weights.masks, weights.slices, weights.starts, layer)
+        places = fused_decode_step_stream.matrix_places(
+            weights.masks, weights.slices, weights.starts, layer
+        )
 
         def times(name: str, y: Tensor, mask: int = mask, places: Any = places) -> Tensor:
             is_q6 = bool(mask >> MATRICES.index(name) & 1)
-            packed = decode_stream.read_matrix(weights.stream, places[name], is_q6=is_q6)
-            data = decode_stream.unpack_matrix(name, packed)
+            packed = fused_decode_step_stream.read_matrix(weights.stream, places[name], is_q6=is_q6)
+            data = fused_decode_step_stream.unpack_matrix(name, packed)
             shape = (data.shape[0], y.shape[0])
             matrix = QuantTensor(_TYPES[is_q6], Layout.FILE, shape, {"data": data})
             return dequantize(matrix, torch.float32) @ _rounded(y)

@@ -19,8 +19,8 @@ from tiercel.kernels.fused.fused_layer_tail_geometry import (
     partition,
 )
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.packed_matvec import Q4kWeight
-from tiercel.ops.packed_repack import q4k_repack
+from tiercel.ops.packed_matvec import PackedWeight
+from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 
@@ -66,7 +66,7 @@ class ChainWeights:
     def arguments(
         self, attended: Tensor, x: Tensor, heads: Tensor | None, exchange: ChainExchange
     ) -> Any:
-        """Of the kernel, for tensors as in `decode_chain` that outlive its launch."""
+        """Of the kernel, for tensors as in `fused_layer_tail` that outlive its launch."""
         return kernel.make_args(
             attended,
             x,
@@ -97,23 +97,23 @@ class ChainExchange:
     counters: Tensor
 
 
-def can_decode_chain(device: torch.device) -> bool:
+def can_fused_layer_tail(device: torch.device) -> bool:
     """Whether a device runs the kernel: Hopper with 128 SMs at least."""
     return kernel.can_run(device)
 
 
-def select_decode_chain(hidden: int) -> str:
+def select_fused_layer_tail(hidden: int) -> str:
     """Why a width that fits goes kernel by kernel; "" if it does not. Measured on an H200."""
     if hidden in _WIDTHS:
         return ""
     return f"a token of width {hidden} is not faster than kernel by kernel"
 
 
-def prepare_decode_chain(
-    o: Sequence[Q4kWeight],
-    gate_up: Sequence[Q4kWeight],
-    down: Sequence[Q4kWeight],
-    qkv: Sequence[Q4kWeight],
+def prepare_fused_layer_tail(
+    o: Sequence[PackedWeight],
+    gate_up: Sequence[PackedWeight],
+    down: Sequence[PackedWeight],
+    qkv: Sequence[PackedWeight],
     mlp_norm: Tensor,
     next_norm: Tensor,
     eps: float,
@@ -132,7 +132,7 @@ def prepare_decode_chain(
         num_sms: of the device.
 
     Returns:
-        What `decode_chain` takes, or why it does not take these matrices: a width that does not
+        What `fused_layer_tail` takes, or why it does not take these matrices: a width that does not
         fit, another type than Q4_K and Q6_K, or another layout than planes.
     """
     names = ("o", "gate and up", "down", "q, k and v")
@@ -161,7 +161,7 @@ def prepare_decode_chain(
     o_, gate_up_, down_ = (part[0] for part in parts[:3])
     weights = ChainWeights(o_, gate_up_, down_, tuple(parts[3]), mlp_norm, next_norm, geometry, eps)
     if mlp_norm.is_cuda:
-        kernel.load_decode_chain(geometry, mlp_norm.device)
+        kernel.load_fused_layer_tail(geometry, mlp_norm.device)
     return weights
 
 
@@ -175,7 +175,7 @@ def make_exchange(geometry: Geometry, device: torch.device) -> ChainExchange:
     )
 
 
-def decode_chain(
+def fused_layer_tail(
     attended: Tensor,
     x: Tensor,
     weights: ChainWeights,
@@ -190,7 +190,7 @@ def decode_chain(
     Args:
         attended: (tokens, attended) float16, contiguous; 1 to `geometry.max_tokens` tokens.
         x: (tokens, hidden) float32, contiguous, the residual; mutated.
-        weights: from `prepare_decode_chain`.
+        weights: from `prepare_fused_layer_tail`.
         exchange: from `make_exchange`, of as many columns; no other call may use it meanwhile.
         is_dependent: see `rtc.launch`.
 
@@ -209,23 +209,23 @@ def decode_chain(
     is_right = is_right and x.is_contiguous() and attended.is_contiguous()
     if not is_right or not 1 <= tokens <= geometry.max_tokens:
         raise ArgumentError(
-            f"decode_chain: attended is {tuple(attended.shape)} {attended.dtype}, x "
+            f"fused_layer_tail: attended is {tuple(attended.shape)} {attended.dtype}, x "
             f"{tuple(x.shape)} {x.dtype}.",
             hint=f"Pass 1 to {geometry.max_tokens} contiguous rows of {shape.attended} float16 "
             f"and {shape.hidden} float32.",
         )
     if exchange.counters.shape[0] != geometry.columns:
         raise ArgumentError(
-            f"decode_chain: the exchange is for {exchange.counters.shape[0]} columns of 256, "
+            f"fused_layer_tail: the exchange is for {exchange.counters.shape[0]} columns of 256, "
             f"the layer has {geometry.columns}.",
             hint="Pass an exchange made for layers of as many columns: make_exchange.",
         )
     if not x.is_cuda:
-        return _decode_chain_torch(attended, x, weights)
+        return _fused_layer_tail_torch(attended, x, weights)
     heads = None
     if weights.qkv:
         heads = torch.empty((tokens, shape.heads_width), dtype=torch.float16, device=x.device)
-    kernel.launch_decode_chain(
+    kernel.launch_fused_layer_tail(
         weights.arguments(attended, x, heads, exchange),
         tokens,
         geometry,
@@ -235,11 +235,11 @@ def decode_chain(
     return heads
 
 
-def _decode_chain_torch(attended: Tensor, x: Tensor, weights: ChainWeights) -> Tensor | None:
+def _fused_layer_tail_torch(attended: Tensor, x: Tensor, weights: ChainWeights) -> Tensor | None:
     """Each token on its own, so that its bits do not depend on the others."""
 
     def times(matrix: QuantTensor, row: Tensor) -> Tensor:
-        dense = dequantize(q4k_repack(matrix, Layout.FILE), torch.float32)
+        dense = dequantize(packed_repack(matrix, Layout.FILE), torch.float32)
         return torch.stack([dense @ token for token in row.half().float()])
 
     def norm(weight: Tensor) -> Tensor:

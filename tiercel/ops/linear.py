@@ -1,11 +1,11 @@
 """x @ W^T with W prepared once for its device: which form it rests in, which kernel reads it.
 
 On a CPU in bfloat16 a quantised matrix stays packed (`ops/linear_torch.py`). On a GPU in float16
-quantised ones stay packed: for up to 16 rows (`ops/packed_matvec.py`), Q4_K and Q6_K for some more on
-Hopper (`ops/packed_gemm.py`) or with x of 8 bits (`ops/packed_mmq.py`), and beside a dense copy for many
-rows where there is memory for one. Everything else rests dense in the dtype of the activations.
-Matrices that share an input are prepared together and multiplied in one call where their forms
-agree.
+quantised ones stay packed: for up to 16 rows (`ops/packed_matvec.py`), Q4_K and Q6_K for some more
+on Hopper (`ops/packed_gemm.py`) or with x of 8 bits (`ops/packed_mmq.py`), and beside a dense copy
+for many rows where there is memory for one. Everything else rests dense in the dtype of the
+activations. Matrices that share an input are prepared together and multiplied in one call where
+their forms agree.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tiercel.env import has_fused_gemm, has_prefill_gemm, has_prefill_mmq, has_q
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed.linear import launch_linear
 from tiercel.kernels.runtime.rtc import has_dependent_launch
-from tiercel.ops import linear_torch as int4_planes
+from tiercel.ops import linear_torch as linear_torch
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear_torch import Int4Planes
 from tiercel.ops.packed_gemm import TYPES as FUSED_TYPES
-from tiercel.ops.packed_gemm import has_q4k_gemm, load_q4k_gemm, q4k_gemm
-from tiercel.ops.packed_matvec import MAX_TOKENS, Q4kWeight, prepare_q4k, q4k_matvec
-from tiercel.ops.packed_mmq import has_q4k_mmq, load_q4k_mmq, q4k_mmq
+from tiercel.ops.packed_gemm import has_packed_gemm, load_packed_gemm, packed_gemm
+from tiercel.ops.packed_matvec import MAX_TOKENS, PackedWeight, packed_matvec, prepare_packed
+from tiercel.ops.packed_mmq import has_packed_mmq, load_packed_mmq, packed_mmq
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, Layout
 from tiercel.resting import head_dtype, select_form
@@ -40,11 +40,11 @@ WIDE_ROWS = 4
 MAX_ROWS = 2**31 - 1
 EXACT_ROWS = 4  # rows of a product from which on a CPU treats each alike (float32)
 # Rows up to which packed weights go 16 at a time where there is no dense copy. Qwen3-8B's gate and
-# up at 64 rows: 97 us, 125 for decoding and cuBLAS (H200, docs/notes/q4k.md).
+# up at 64 rows: 97 us, 125 for decoding and cuBLAS (H200, docs/notes/packed_products.md).
 MOST_PACKED_ROWS = 64
 # Rows up to which the fused product beats cuBLAS on a dense copy (64 rows of Qwen3-8B's gate and up
 # 36 against 52 us, o 11 and 11; 128 rows 56 and 55, 15 and 14), and decoding for the call.
-FUSED_ROWS = {True: 96, False: 256}  # H200, docs/notes/q4k.md
+FUSED_ROWS = {True: 96, False: 256}  # H200, docs/notes/packed_products.md
 # Weights widened at once: 4 MB of float32 stay in the cache. 64 rows through 40,000 x 2,048 take
 # 400 to 500 ms, 620 to 770 with 8,192 output rows at once (AVX2 and AVX512, torch 2.13).
 WIDE_WEIGHTS = 1 << 20
@@ -63,7 +63,7 @@ class LinearWeight:
         mmq_rows: rows up to which beyond both x is rounded to 8 bits.
     """
 
-    segments: tuple[Tensor | Int4Planes | Q4kWeight, ...]
+    segments: tuple[Tensor | Int4Planes | PackedWeight, ...]
     shape: tuple[int, int]
     dense: Tensor | None = None
     reader_rows: int = MAX_TOKENS
@@ -137,14 +137,14 @@ def prepare_linear(
     if any(form(part) == "q4k" for part in parts):
         out_dtype = torch.float32 if wide else dtype
         return _prepare_packed(parts, dtype, out_dtype, device, dense_copies=dense_copies)
-    segments: list[Tensor | Int4Planes | Q4kWeight] = []
+    segments: list[Tensor | Int4Planes | PackedWeight] = []
     for kind, members in groupby(parts, key=form):
         if kind == "dense":
             dense = [dequantize(part.to(device), dtype) for part in members]
             segments.append(dense[0] if len(dense) == 1 else torch.cat(dense))
         else:
             pieces = [(part.qtype.name, part.planes["data"]) for part in members]
-            segments.append(int4_planes.pack_planes(pieces))
+            segments.append(linear_torch.pack_planes(pieces))
     return LinearWeight(tuple(segments), shape)
 
 
@@ -162,7 +162,7 @@ def _prepare_packed(
     is_dependent = has_dependent_launch(device)
     moved = [part.to(device) for part in parts]
     dense = torch.empty(shape, dtype=dtype, device=device) if dense_copies else None
-    segments: list[Tensor | Int4Planes | Q4kWeight] = []
+    segments: list[Tensor | Int4Planes | PackedWeight] = []
     row = 0
     for qtype, members in groupby(moved, key=lambda part: part.qtype):
         data = [part.planes["data"] for part in members]
@@ -171,7 +171,7 @@ def _prepare_packed(
         rows = slice(row, row + joined.shape[0])
         row += joined.shape[0]
         if qtype in PLANES:
-            segments.append(prepare_q4k(whole, layout, out_dtype, is_dependent=is_dependent))
+            segments.append(prepare_packed(whole, layout, out_dtype, is_dependent=is_dependent))
             if dense is not None:
                 dense[rows] = dequantize(whole, dtype)
         elif dense is not None:
@@ -179,10 +179,10 @@ def _prepare_packed(
             segments.append(dense[rows])
         else:
             segments.append(dequantize(whole, dtype))
-    packed = [segment for segment in segments if isinstance(segment, Q4kWeight)]
-    can_fuse = layout is Layout.SOA and has_q4k_gemm(device)
+    packed = [segment for segment in segments if isinstance(segment, PackedWeight)]
+    can_fuse = layout is Layout.SOA and has_packed_gemm(device)
     can_fuse = can_fuse and all(segment.tensor.qtype in FUSED_TYPES for segment in packed)
-    can_mmq = all(has_q4k_mmq(segment.tensor.qtype, device) for segment in packed)
+    can_mmq = all(has_packed_mmq(segment.tensor.qtype, device) for segment in packed)
     limits = select_rows(
         has_copy=dense is not None,
         has_fused=has_fused_gemm() and can_fuse,
@@ -191,9 +191,9 @@ def _prepare_packed(
     )
     for segment in packed:
         if limits.fused:
-            load_q4k_gemm(segment, out_dtype)
+            load_packed_gemm(segment, out_dtype)
         if limits.mmq:
-            load_q4k_mmq(segment, out_dtype)
+            load_packed_mmq(segment, out_dtype)
     return LinearWeight(tuple(segments), shape, dense, *limits)
 
 
@@ -250,7 +250,7 @@ def linear(
         for segment in weight.segments:
             rows = _num_rows(segment)
             piece = result[:, row : row + rows]
-            if isinstance(segment, Q4kWeight):
+            if isinstance(segment, PackedWeight):
                 _multiply_packed(x, segment, piece, weight)
             else:
                 piece.copy_(_multiply(x, segment, out_dtype, weight))
@@ -273,21 +273,21 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _num_rows(segment: Tensor | Int4Planes | Q4kWeight) -> int:
-    return segment.tensor.shape[0] if isinstance(segment, Q4kWeight) else segment.shape[0]
+def _num_rows(segment: Tensor | Int4Planes | PackedWeight) -> int:
+    return segment.tensor.shape[0] if isinstance(segment, PackedWeight) else segment.shape[0]
 
 
 def _multiply(
     x: Tensor,
-    segment: Tensor | Int4Planes | Q4kWeight,
+    segment: Tensor | Int4Planes | PackedWeight,
     out_dtype: torch.dtype,
     weight: LinearWeight,
     out: Tensor | None = None,
 ) -> Tensor:
     """X @ segment^T, in `out` where that is given and costs no copy."""
     if isinstance(segment, Int4Planes):
-        return int4_planes.int4_matmul(x, segment)
-    if isinstance(segment, Q4kWeight):
+        return linear_torch.int4_matmul(x, segment)
+    if isinstance(segment, PackedWeight):
         out = _empty(x, segment.tensor.shape[0], out_dtype) if out is None else out
         _multiply_packed(x, segment, out, weight)
         return out
@@ -329,17 +329,17 @@ def _multiply_dense(
     return out
 
 
-def _multiply_packed(x: Tensor, segment: Q4kWeight, out: Tensor, weight: LinearWeight) -> None:
+def _multiply_packed(x: Tensor, segment: PackedWeight, out: Tensor, weight: LinearWeight) -> None:
     """Write X @ segment^T to columns of the result."""
     rows = x.shape[0]
     if rows <= weight.reader_rows:
         for first in range(0, rows, MAX_TOKENS):
             few = slice(first, first + MAX_TOKENS)
-            q4k_matvec(x[few], segment, out=out[few])
+            packed_matvec(x[few], segment, out=out[few])
     elif rows <= weight.fused_rows:
-        q4k_gemm(x, segment, out=out)
+        packed_gemm(x, segment, out=out)
     elif rows <= weight.mmq_rows:
-        q4k_mmq(x, segment, out=out)
+        packed_mmq(x, segment, out=out)
     else:
         out.copy_(_multiply_dense(x, dequantize(segment.tensor, x.dtype), out.dtype))
 

@@ -10,38 +10,38 @@ from torch import Tensor
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_gemm as kernel
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.packed_matvec import Q4kWeight, prepare_result
+from tiercel.ops.packed_matvec import PackedWeight, prepare_result
 from tiercel.quant_types import Layout, QuantType
 
 TYPES = (QuantType.Q4_K, QuantType.Q6_K)
 
 
 @functools.cache
-def has_q4k_gemm(device: torch.device) -> bool:
+def has_packed_gemm(device: torch.device) -> bool:
     """Whether this op's kernel runs on a CUDA device."""
     return torch.cuda.get_device_capability(device) == kernel.CAPABILITY
 
 
-def _is_read(weight: Q4kWeight) -> bool:
+def _is_read(weight: PackedWeight) -> bool:
     return weight.tensor.layout is Layout.SOA and weight.tensor.qtype in TYPES
 
 
-def load_q4k_gemm(weight: Q4kWeight, out_dtype: torch.dtype) -> None:
-    """Load every kernel that `q4k_gemm` may launch for a weight on a GPU."""
+def load_packed_gemm(weight: PackedWeight, out_dtype: torch.dtype) -> None:
+    """Load every kernel that `packed_gemm` may launch for a weight on a GPU."""
     tensor = weight.tensor
     device = tensor.ordered_planes()[0].device
-    if _is_read(weight) and has_q4k_gemm(device):
-        kernel.load_q4k_gemm(tensor.qtype.name, tensor.shape, out_dtype, device)
+    if _is_read(weight) and has_packed_gemm(device):
+        kernel.load_packed_gemm(tensor.qtype.name, tensor.shape, out_dtype, device)
 
 
-def q4k_gemm(
-    x: Tensor, weight: Q4kWeight, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+def packed_gemm(
+    x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
     """X @ W^T by tensor cores, the weights decoded on their way to them.
 
     Args:
         x: (tokens, in) float16, contiguous, on the weight's device.
-        weight: from `prepare_q4k`, in layout SOA.
+        weight: from `prepare_packed`, in layout SOA.
         out_dtype: float16, bfloat16 or float32; None for that of `out`, or float16.
         out: (tokens, rows) to write to, unit inner stride; None for a new one.
 
@@ -56,18 +56,19 @@ def q4k_gemm(
     is_input = x.dim() == 2 and x.shape[1] == in_features and x.is_contiguous()
     if not is_input or x.dtype != torch.float16 or not _is_read(weight):
         raise ArgumentError(
-            f"q4k_gemm: x is {tuple(x.shape)} {x.dtype} but the weight takes rows of {in_features} "
-            f"and is {weight.tensor.qtype.name} in layout {weight.tensor.layout.name}.",
+            f"packed_gemm: x is {tuple(x.shape)} {x.dtype} but the weight takes rows of "
+            f"{in_features} and is {weight.tensor.qtype.name} in layout "
+            f"{weight.tensor.layout.name}.",
             hint=f"Pass contiguous (tokens, {in_features}) float16 and Q4_K or Q6_K in layout SOA.",
         )
-    out = prepare_result("q4k_gemm", x, rows, out_dtype, out)
+    out = prepare_result("packed_gemm", x, rows, out_dtype, out)
     if not x.is_cuda:
         return out.copy_(x.float() @ dequantize(weight.tensor, torch.float32).t())
     if x.shape[0]:
         name = weight.tensor.qtype.name
-        config = kernel.select_q4k_gemm(name, weight.tensor.shape, x.shape[0])
+        config = kernel.select_packed_gemm(name, weight.tensor.shape, x.shape[0])
         image = x.new_empty(kernel.image_shape(x.shape[0], in_features, config))
         planes = weight.tensor.ordered_planes()
         is_dependent = weight.is_dependent
-        kernel.launch_q4k_gemm(x, planes, name, image, out, config, is_dependent=is_dependent)
+        kernel.launch_packed_gemm(x, planes, name, image, out, config, is_dependent=is_dependent)
     return out

@@ -10,7 +10,7 @@ from torch import Tensor
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_matvec as kernel
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.packed_repack import q4k_repack
+from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, TILE_ROWS, Layout
 
@@ -18,7 +18,7 @@ MAX_TOKENS = kernel.MAX_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
-class Q4kWeight:
+class PackedWeight:
     """A quantised matrix (rows, in) at rest.
 
     Attributes:
@@ -32,30 +32,30 @@ class Q4kWeight:
     is_dependent: bool
 
 
-def prepare_q4k(
+def prepare_packed(
     weight: QuantTensor,
     layout: Layout,
     out_dtype: torch.dtype = torch.float16,
     *,
     is_dependent: bool = False,
-) -> Q4kWeight:
-    """Bring a matrix into a layout and, on a GPU, load every kernel that `q4k_matvec` may launch.
+) -> PackedWeight:
+    """Lay a matrix out and, on a GPU, load every kernel that `packed_matvec` may launch.
 
     Args:
         weight: of a type in `quant.PLANES`, at least one row and one block, on any device.
         layout: to read from.
         out_dtype: of the results; kernels of another are loaded by its first product.
-        is_dependent: see `Q4kWeight`; needs Hopper or later.
+        is_dependent: see `PackedWeight`; needs Hopper or later.
 
     Raises:
         ArgumentError: the type has no planes, a plane does not fit, or there is no weight.
     """
     if weight.qtype not in PLANES or 0 in weight.shape:
         raise ArgumentError(
-            f"q4k_matvec: {weight.qtype.name} of shape {weight.shape} is not read here.",
+            f"packed_matvec: {weight.qtype.name} of shape {weight.shape} is not read here.",
             hint=f"Types: {', '.join(qtype.name for qtype in PLANES)}, at least one row.",
         )
-    packed = q4k_repack(weight, layout)
+    packed = packed_repack(weight, layout)
     planes = {name: plane.contiguous() for name, plane in packed.planes.items()}
     tensor = QuantTensor(packed.qtype, layout, packed.shape, planes)
     device = next(iter(planes.values())).device
@@ -64,10 +64,10 @@ def prepare_q4k(
     if device.type == "cuda":
         in_file = layout is Layout.FILE
         name = tensor.qtype.name
-        kernel.load_q4k_matvec(name, tensor.shape, out_dtype, device, in_file=in_file)
+        kernel.load_packed_matvec(name, tensor.shape, out_dtype, device, in_file=in_file)
         # A dependent launch reads weights before the kernel ahead of it has ended.
         torch.cuda.current_stream(device).synchronize()
-    return Q4kWeight(tensor, tickets, is_dependent)
+    return PackedWeight(tensor, tickets, is_dependent)
 
 
 def prepare_result(
@@ -96,14 +96,14 @@ def prepare_result(
     return out
 
 
-def q4k_matvec(
-    x: Tensor, weight: Q4kWeight, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+def packed_matvec(
+    x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
     """X @ W^T for up to 16 tokens; a token's bits depend on neither the others nor the layout.
 
     Args:
         x: (tokens, in) float16, contiguous, on the weight's device; at most 16 tokens.
-        weight: from `prepare_q4k`.
+        weight: from `prepare_packed`.
         out_dtype: float16, bfloat16 or float32; None for that of `out`, or float16.
         out: (tokens, rows) to write to, unit inner stride; None for a new one.
 
@@ -118,13 +118,13 @@ def q4k_matvec(
     is_input = x.dim() == 2 and x.shape[1] == in_features and x.is_contiguous()
     if not is_input or x.dtype != torch.float16 or x.shape[0] > MAX_TOKENS:
         raise ArgumentError(
-            f"q4k_matvec: x is {tuple(x.shape)} {x.dtype} but the weight takes up to {MAX_TOKENS} "
-            f"rows of {in_features}.",
+            f"packed_matvec: x is {tuple(x.shape)} {x.dtype} but the weight takes up to "
+            f"{MAX_TOKENS} rows of {in_features}.",
             hint=f"Pass contiguous (tokens, {in_features}) float16.",
         )
-    out = prepare_result("q4k_matvec", x, rows, out_dtype, out)
+    out = prepare_result("packed_matvec", x, rows, out_dtype, out)
     if not x.is_cuda:
-        return _q4k_matvec_torch(x, weight.tensor, out)
+        return _packed_matvec_torch(x, weight.tensor, out)
     limits = kernel.device_limits(x.device)
     largest = kernel.token_class(MAX_TOKENS, weight.tensor.qtype.name, limits)
     for first in range(0, x.shape[0], largest):
@@ -132,16 +132,16 @@ def q4k_matvec(
     return out
 
 
-def _launch(x: Tensor, weight: Q4kWeight, out: Tensor, limits: kernel.DeviceLimits) -> None:
+def _launch(x: Tensor, weight: PackedWeight, out: Tensor, limits: kernel.DeviceLimits) -> None:
     """One launch for as many tokens as it can take."""
     tensor, name = weight.tensor, weight.tensor.qtype.name
-    config = kernel.select_q4k_matvec(name, tensor.shape, x.shape[0], limits)
+    config = kernel.select_packed_matvec(name, tensor.shape, x.shape[0], limits)
     partial = None
     if config.is_split:
         slices = kernel.num_slices(tensor.shape[1])
         shape = (slices, x.shape[0], weight.tickets.shape[0] * TILE_ROWS)
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-    kernel.launch_q4k_matvec(
+    kernel.launch_packed_matvec(
         x,
         tensor.ordered_planes(),
         name,
@@ -153,9 +153,9 @@ def _launch(x: Tensor, weight: Q4kWeight, out: Tensor, limits: kernel.DeviceLimi
     )
 
 
-def _q4k_matvec_torch(x: Tensor, weight: QuantTensor, out: Tensor) -> Tensor:
+def _packed_matvec_torch(x: Tensor, weight: QuantTensor, out: Tensor) -> Tensor:
     """Each token on its own, so that its bits do not depend on the others."""
-    dense = dequantize(q4k_repack(weight, Layout.FILE), torch.float32)
+    dense = dequantize(packed_repack(weight, Layout.FILE), torch.float32)
     for token, row in enumerate(x.float()):
         out[token] = dense @ row
     return out

@@ -11,38 +11,38 @@ from tiercel.errors import ArgumentError
 from tiercel.kernels.packed import packed_mmq as kernel
 from tiercel.kernels.packed.packed_matvec import device_limits
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.packed_matvec import Q4kWeight, prepare_result
+from tiercel.ops.packed_matvec import PackedWeight, prepare_result
 from tiercel.quant_types import Layout, QuantType
 
 GROUP = 32  # columns of a token that share a scale
 
 
 @functools.cache
-def has_q4k_mmq(qtype: QuantType, device: torch.device) -> bool:
+def has_packed_mmq(qtype: QuantType, device: torch.device) -> bool:
     """Whether this op's kernel reads a type on a CUDA device."""
     is_capable = torch.cuda.get_device_capability(device) >= kernel.CAPABILITY
     known = is_capable and qtype.name in kernel.TYPES
     return known and bool(kernel.fitting_tiles(qtype.name, device_limits(device)))
 
 
-def load_q4k_mmq(weight: Q4kWeight, out_dtype: torch.dtype) -> None:
-    """Load every kernel that `q4k_mmq` may launch for a weight on a GPU."""
+def load_packed_mmq(weight: PackedWeight, out_dtype: torch.dtype) -> None:
+    """Load every kernel that `packed_mmq` may launch for a weight on a GPU."""
     tensor = weight.tensor
     device = weight.tickets.device
-    if has_q4k_mmq(tensor.qtype, device):
+    if has_packed_mmq(tensor.qtype, device):
         in_file = tensor.layout is Layout.FILE
         limits = device_limits(device)
-        kernel.load_q4k_mmq(tensor.qtype.name, out_dtype, device, limits, in_file=in_file)
+        kernel.load_packed_mmq(tensor.qtype.name, out_dtype, device, limits, in_file=in_file)
 
 
-def q4k_mmq(
-    x: Tensor, weight: Q4kWeight, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+def packed_mmq(
+    x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
     """X @ W^T with x rounded to 8 bits, each 32 columns of a token under a scale of their own.
 
     Args:
         x: (tokens, in) float16, contiguous, on the weight's device.
-        weight: from `prepare_q4k`, Q4_K or Q6_K.
+        weight: from `prepare_packed`, Q4_K or Q6_K.
         out_dtype: float16, bfloat16 or float32; None for that of `out`, or float16.
         out: (tokens, rows) to write to, unit inner stride; None for a new one.
 
@@ -59,24 +59,24 @@ def q4k_mmq(
     qtype = weight.tensor.qtype
     if not is_input or x.dtype != torch.float16 or qtype.name not in kernel.TYPES:
         raise ArgumentError(
-            f"q4k_mmq: x is {tuple(x.shape)} {x.dtype} but the weight takes rows of {in_features} "
-            f"and is {qtype.name}.",
+            f"packed_mmq: x is {tuple(x.shape)} {x.dtype} but the weight takes rows of "
+            f"{in_features} and is {qtype.name}.",
             hint=f"Pass contiguous (tokens, {in_features}) float16 and one of "
             f"{', '.join(kernel.TYPES)}.",
         )
-    out = prepare_result("q4k_mmq", x, rows, out_dtype, out)
+    out = prepare_result("packed_mmq", x, rows, out_dtype, out)
     if not x.is_cuda:
         return out.copy_(_rounded(x) @ dequantize(weight.tensor, torch.float32).t())
     if x.shape[0]:
         limits = device_limits(x.device)
-        config = kernel.select_q4k_mmq(qtype.name, weight.tensor.shape, x.shape[0], limits)
+        config = kernel.select_packed_mmq(qtype.name, weight.tensor.shape, x.shape[0], limits)
         shape = kernel.image_shape(x.shape[0], in_features, config)
         image = torch.empty(shape, dtype=torch.uint8, device=x.device)
         partial = None
         if config.splits > 1:
             sums = kernel.partial_shape(x.shape[0], rows, config)
             partial = torch.empty(sums, dtype=torch.float32, device=x.device)
-        kernel.launch_q4k_mmq(
+        kernel.launch_packed_mmq(
             x,
             weight.tensor.ordered_planes(),
             qtype.name,

@@ -10,7 +10,7 @@ from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, TILE_ROWS, Layout, Plane, QuantType
 
 
-def q4k_repack(weight: QuantTensor, layout: Layout) -> QuantTensor:
+def packed_repack(weight: QuantTensor, layout: Layout) -> QuantTensor:
     """Bring a matrix from one layout to another; every byte is kept.
 
     Args:
@@ -28,7 +28,7 @@ def q4k_repack(weight: QuantTensor, layout: Layout) -> QuantTensor:
     qtype, shape = weight.qtype, weight.shape
     if qtype not in PLANES:
         raise ArgumentError(
-            f"q4k_repack: {qtype.name} has one layout, that of the file.",
+            f"packed_repack: {qtype.name} has one layout, that of the file.",
             hint=f"Types with planes: {', '.join(known.name for known in PLANES)}.",
         )
     _check(weight)
@@ -71,7 +71,7 @@ def _check(weight: QuantTensor) -> None:
     is_bytes = all(plane.dtype == torch.uint8 for plane in weight.planes.values())
     if in_features % qtype.block_weights or found != expected or not is_bytes:
         raise ArgumentError(
-            f"q4k_repack: planes {found} do not hold {qtype.name} of shape {weight.shape} in "
+            f"packed_repack: planes {found} do not hold {qtype.name} of shape {weight.shape} in "
             f"layout {weight.layout.name}.",
             hint=f"Needed: {expected} torch.uint8, in rows of whole blocks.",
         )

@@ -15,15 +15,15 @@ from tiercel.kernels.attention.prefill_attention_tiles import read_positions
 from tiercel.ops.prefill_attention_torch import attend_items
 
 if TYPE_CHECKING:
-    from tiercel.kernels.attention.prefill_attention import MultiItemAttentionConfig
+    from tiercel.kernels.attention.prefill_attention import PrefillAttentionConfig
     from tiercel.kernels.attention.prefill_attention_tiles import (
         ModelKey,
-        MultiItemAttentionPlan,
         PlannedTiles,
+        PrefillAttentionPlan,
     )
 
 
-def multi_item_attention(
+def prefill_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -39,7 +39,7 @@ def multi_item_attention(
     k_new: Tensor | None = None,
     v_new: Tensor | None = None,
     lse: Tensor | None = None,
-    plan: MultiItemAttentionPlan | None = None,
+    plan: PrefillAttentionPlan | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T + mask) v for every new token; keys below P are in the cache already.
 
@@ -67,7 +67,7 @@ def multi_item_attention(
         v_new: like k_new.
         lse: (T, num_heads) float32 contiguous, filled with the natural logarithm of the sum of
             exponentials; -inf where nothing is seen.
-        plan: from `plan_multi_item_attention` for these lengths, one for all layers; without it a
+        plan: from `plan_prefill_attention` for these lengths, one for all layers; without it a
             GPU call plans for itself, which a graph cannot capture. A CPU ignores it.
 
     Returns:
@@ -90,7 +90,7 @@ def multi_item_attention(
     if k_new is None or v_new is None:
         if lengths.has_items:
             raise ArgumentError(
-                "multi_item_attention: there are items, but not both k_new and v_new.",
+                "prefill_attention: there are items, but not both k_new and v_new.",
                 hint="Pass this step's keys and values: those of items are not in the cache.",
             )
         k_new = v_new = k_cache.flatten(0, 1)  # not read
@@ -103,7 +103,7 @@ def multi_item_attention(
     return out.flatten(1)
 
 
-def plan_multi_item_attention(
+def plan_prefill_attention(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     *,
@@ -114,7 +114,7 @@ def plan_multi_item_attention(
     prefix_len: Sequence[int] | None = None,
     item_start: Tensor | None = None,
     has_lse: bool = False,
-) -> MultiItemAttentionPlan | None:
+) -> PrefillAttentionPlan | None:
     """Plan the tiles of a step once for all layers of one kind; None on a CPU, which needs none.
 
     Args:
@@ -140,7 +140,7 @@ def plan_multi_item_attention(
     return tiles.upload(k_cache.device)
 
 
-def tile_multi_item_attention(
+def tile_prefill_attention(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     *,
@@ -170,7 +170,7 @@ def tile_multi_item_attention(
     return _plan_tiles(lengths, group, k_cache, scores, config, has_lse=False)
 
 
-def multi_item_attention_packed(
+def multi_item_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -229,12 +229,12 @@ def multi_item_attention_packed(
     for name, (tensor, dtype, count) in named.items():
         if tensor.dtype != dtype or tensor.shape != (count,):
             raise ArgumentError(
-                f"multi_item_attention: {name} is {tensor.dtype} {tuple(tensor.shape)}.",
+                f"prefill_attention: {name} is {tensor.dtype} {tuple(tensor.shape)}.",
                 hint=f"Pass {dtype} ({count},) for {len(query_lens)} requests.",
             )
     prefixes, places, longest = (x.cpu().numpy().astype(np.int64) for x, *_ in named.values())
     starts = read_positions(query_lens, context_lens, prefixes, places, longest)
-    return multi_item_attention(
+    return prefill_attention(
         q,
         k_cache,
         v_cache,
@@ -263,14 +263,14 @@ def _check_tensors(
     )
     if not is_fit:
         raise ArgumentError(
-            f"multi_item_attention: q {tuple(q.shape)} does not fit a cache of "
+            f"prefill_attention: q {tuple(q.shape)} does not fit a cache of "
             f"{tuple(k_cache.shape)}.",
             hint="Heads must be a multiple of the cache's, with equal head sizes.",
         )
     contiguous = k_cache.is_contiguous() and v_cache.is_contiguous()
     if k_cache.shape != v_cache.shape or not contiguous:
         raise ArgumentError(
-            f"multi_item_attention: caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)} are "
+            f"prefill_attention: caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)} are "
             "not equal and contiguous.",
             hint="Pass contiguous caches of one shape.",
         )
@@ -278,14 +278,14 @@ def _check_tensors(
     for name, tensor in (("k_new", k_new), ("v_new", v_new)):
         if tensor is not None and tuple(tensor.shape) != new:
             raise ArgumentError(
-                f"multi_item_attention: {name} has shape {tuple(tensor.shape)}.",
+                f"prefill_attention: {name} has shape {tuple(tensor.shape)}.",
                 hint=f"For these queries and caches it is {new}.",
             )
     tensors = [q, k_cache, v_cache, *(x for x in (k_new, v_new) if x is not None)]
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
     if len(kinds) > 1:
         raise ArgumentError(
-            f"multi_item_attention: tensors are of {sorted(map(str, kinds))}.",
+            f"prefill_attention: tensors are of {sorted(map(str, kinds))}.",
             hint="Pass one dtype and one device.",
         )
 
@@ -293,25 +293,24 @@ def _check_tensors(
 def _check_step(q: Tensor, k_cache: Tensor, block_tables: Tensor, lengths: StepLengths) -> None:
     if len(q) != sum(lengths.query):
         raise ArgumentError(
-            f"multi_item_attention: q has {len(q)} tokens, query_lens {sum(lengths.query)}.",
+            f"prefill_attention: q has {len(q)} tokens, query_lens {sum(lengths.query)}.",
             hint="Pass the queries of all requests end to end.",
         )
     blocks = -(-max(lengths.prefix, default=0) // k_cache.shape[1])
     if block_tables.dtype != torch.int32 or block_tables.device != q.device:
         raise ArgumentError(
-            f"multi_item_attention: block_tables are {block_tables.dtype} on "
-            f"{block_tables.device}.",
+            f"prefill_attention: block_tables are {block_tables.dtype} on {block_tables.device}.",
             hint=f"Pass int32 on {q.device}.",
         )
     if block_tables.dim() != 2 or len(block_tables) != len(lengths.query):
         raise ArgumentError(
-            f"multi_item_attention: block_tables {tuple(block_tables.shape)} do not fit "
+            f"prefill_attention: block_tables {tuple(block_tables.shape)} do not fit "
             f"{len(lengths.query)} requests.",
             hint="Select one row per request.",
         )
     if block_tables.shape[1] < blocks or (block_tables.numel() and block_tables.stride(1) != 1):
         raise ArgumentError(
-            f"multi_item_attention: block_tables {tuple(block_tables.shape)} hold too few blocks, "
+            f"prefill_attention: block_tables {tuple(block_tables.shape)} hold too few blocks, "
             "or they are not adjacent.",
             hint=f"These prefixes need {blocks} blocks of {k_cache.shape[1]} tokens.",
         )
@@ -320,7 +319,7 @@ def _check_step(q: Tensor, k_cache: Tensor, block_tables: Tensor, lengths: StepL
 def _check_scores(scores: ScoreRule, q: Tensor, lse: Tensor | None) -> None:
     if not scores.scale > 0 or scores.window < 0 or not scores.softcap >= 0:
         raise ArgumentError(
-            f"multi_item_attention: scale={scores.scale}, window={scores.window} and "
+            f"prefill_attention: scale={scores.scale}, window={scores.window} and "
             f"softcap={scores.softcap} cannot be used.",
             hint="Use a scale above 0, and a window and a soft-cap of 0 (none) or more.",
         )
@@ -331,7 +330,7 @@ def _check_scores(scores: ScoreRule, q: Tensor, lse: Tensor | None) -> None:
         or not lse.is_contiguous()
     ):
         raise ArgumentError(
-            f"multi_item_attention: lse is {lse.dtype} {tuple(lse.shape)} on {lse.device}.",
+            f"prefill_attention: lse is {lse.dtype} {tuple(lse.shape)} on {lse.device}.",
             hint=f"Pass contiguous float32 {tuple(q.shape[:2])} on {q.device}.",
         )
 
@@ -350,7 +349,7 @@ def _plan_tiles(
     group: int,
     k_cache: Tensor,
     scores: ScoreRule,
-    config: MultiItemAttentionConfig,
+    config: PrefillAttentionConfig,
     *,
     has_lse: bool,
 ) -> PlannedTiles:
@@ -387,17 +386,17 @@ def _model_key(group: int, k_cache: Tensor) -> ModelKey:
 
 def _fitting_config(
     lengths: StepLengths, group: int, k_cache: Tensor, scores: ScoreRule
-) -> MultiItemAttentionConfig:
+) -> PrefillAttentionConfig:
     window = scores.window if scores.window < max(lengths.context) else 0
     return _config(k_cache, group, window, scores.softcap, max(lengths.prefix))
 
 
 def _config(
     k_cache: Tensor, group: int, window: int, softcap: float, longest: int
-) -> MultiItemAttentionConfig:
-    from tiercel.kernels.attention.prefill_attention import select_multi_item_attention
+) -> PrefillAttentionConfig:
+    from tiercel.kernels.attention.prefill_attention import select_prefill_attention
 
-    return select_multi_item_attention(
+    return select_prefill_attention(
         k_cache.dtype,
         k_cache.shape[3],
         group,
@@ -418,11 +417,11 @@ def _attend_cuda(
     v_new: Tensor,
     out: Tensor,
     lengths: StepLengths,
-    plan: MultiItemAttentionPlan | None,
+    plan: PrefillAttentionPlan | None,
     scores: ScoreRule,
     lse: Tensor | None,
 ) -> None:
-    from tiercel.kernels.attention.prefill_attention import PartBuffers, launch_multi_item_attention
+    from tiercel.kernels.attention.prefill_attention import PartBuffers, launch_prefill_attention
 
     group = q.shape[1] // k_cache.shape[2]
     if plan is None:
@@ -433,7 +432,7 @@ def _attend_cuda(
     is_alike = plan.model == _model_key(group, k_cache) and plan.num_tokens == len(q)
     if not is_alike or (lse is not None and not has_parts):
         raise ArgumentError(
-            f"multi_item_attention: the plan is of {plan.num_tokens} tokens and {plan.model}, "
+            f"prefill_attention: the plan is of {plan.num_tokens} tokens and {plan.model}, "
             f"the call of {len(q)} and {_model_key(group, k_cache)}, lse: {lse is not None}.",
             hint="Make the plan from the lengths and the shape of this call.",
         )
@@ -447,4 +446,4 @@ def _attend_cuda(
         )
     tensors = (q, k_cache, v_cache, block_tables, k_new, v_new, out)
     numbers = (scores.scale, scores.window, scores.softcap)
-    launch_multi_item_attention(*tensors, plan, *numbers, buffers)
+    launch_prefill_attention(*tensors, plan, *numbers, buffers)

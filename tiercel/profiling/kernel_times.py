@@ -19,7 +19,7 @@ from tiercel.engine.load import LoadedModel
 from tiercel.errors import ArgumentError
 from tiercel.layers.attention import Attention
 from tiercel.layers.linear import Linear
-from tiercel.ops.packed_matvec import Q4kWeight
+from tiercel.ops.packed_matvec import PackedWeight
 from tiercel.profiling.device_timing import Call, Ceilings, cache_bytes, times_us
 
 
@@ -100,7 +100,7 @@ def _products(loaded: LoadedModel) -> dict[str, list[Linear]]:
 def _weight_bytes(linear: Linear) -> int:
     total = 0
     for segment in linear.weight.segments:
-        if isinstance(segment, Q4kWeight):
+        if isinstance(segment, PackedWeight):
             total += segment.tensor.nbytes
         elif isinstance(segment, Tensor):
             total += segment.nbytes

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def paged_attention(
+def decode_attention(
     q: Tensor,
     k: list[Tensor],
     v: list[Tensor],

@@ -32,7 +32,7 @@ def rotate(head: Tensor, turn: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin))
 
 
-def decode_step(
+def fused_decode_step(
     x: Tensor,
     layers: Sequence[Mapping[str, Tensor]],
     turn: Tensor,

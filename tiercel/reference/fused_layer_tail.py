@@ -13,7 +13,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean() + eps).sqrt() * weight
 
 
-def decode_chain(
+def fused_layer_tail(
     attended: Tensor, x: Tensor, layer: Mapping[str, Tensor], eps: float
 ) -> tuple[Tensor, Tensor]:
     """From the outputs of one attention to the inputs of the next, token by token.

@@ -9,7 +9,7 @@ from torch import Tensor
 from tiercel.reference.dequantize import dequantize
 
 
-def q4k_matvec(x: Tensor, data: Tensor, type_name: str) -> Tensor:
+def packed_matvec(x: Tensor, data: Tensor, type_name: str) -> Tensor:
     """X @ W^T.
 
     Args:

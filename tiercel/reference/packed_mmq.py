@@ -37,7 +37,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(values), torch.from_numpy(steps)
 
 
-def q4k_mmq(x: Tensor, data: Tensor, type_name: str) -> Tensor:
+def packed_mmq(x: Tensor, data: Tensor, type_name: str) -> Tensor:
     """Rounded x @ W^T.
 
     Args:

@@ -10,7 +10,7 @@ from tiercel.quant_types import PLANES, TILE_ROWS, Plane, QuantType
 Bytes = npt.NDArray[np.uint8]
 
 
-def q4k_repack(data: Bytes, qtype: QuantType) -> dict[str, Bytes]:
+def packed_repack(data: Bytes, qtype: QuantType) -> dict[str, Bytes]:
     """Blocks of the file to planes.
 
     Args:

@@ -31,7 +31,7 @@ def make_mask(
     return mask
 
 
-def multi_item_attention(
+def prefill_attention(
     q: Tensor,
     k: list[Tensor],
     v: list[Tensor],

@@ -37,7 +37,7 @@ LEAST_ROWS = 16  # N and M of the smallest matrix product
 
 
 @dataclass(frozen=True, slots=True)
-class PagedAttentionConfig:
+class DecodeAttentionConfig:
     """Where splits and tiles end, and how they are launched.
 
     Attributes:
@@ -49,7 +49,7 @@ class PagedAttentionConfig:
         programs: how many the grid should have, about; not part of any result.
         num_warps: of the first kernel.
         num_stages: tiles in flight plus one.
-        merge_splits: splits that the second kernel reads at once.
+        decode_attention_merge: splits that the second kernel reads at once.
         merge_cols: columns of a head that one of its programs merges.
     """
 
@@ -61,7 +61,7 @@ class PagedAttentionConfig:
     programs: int
     num_warps: int
     num_stages: int
-    merge_splits: int = 32
+    decode_attention_merge: int = 32
     merge_cols: int = 32
 
     def num_splits(self, max_seq_len: int, max_query_len: int, window: int) -> int:
@@ -83,7 +83,7 @@ class PagedAttentionConfig:
         return min(self.most_rows, max(LEAST_ROWS, rows))
 
 
-def select_paged_attention(head_dim: int, itemsize: int, block_size: int) -> PagedAttentionConfig:
+def select_decode_attention(head_dim: int, itemsize: int, block_size: int) -> DecodeAttentionConfig:
     """Choose splits and tiles. Pure, and blind to the batch: splits decide the bits of a result.
 
     itemsize: bytes of an element of the cache; block_size: a power of two, at least 16.
@@ -91,13 +91,13 @@ def select_paged_attention(head_dim: int, itemsize: int, block_size: int) -> Pag
     # Of 469 configs: within 1 point of the best fraction of the floor for heads of 128, within 4
     # for 64 and 256 (H200, results/paged_attention_h200.json).
     if itemsize == 4:  # no tensor cores: each operand of a product lies in registers
-        return PagedAttentionConfig(16, LEAST_ROWS, 256, 2048, 512, 2112, 4, 2)
+        return DecodeAttentionConfig(16, LEAST_ROWS, 256, 2048, 512, 2112, 4, 2)
     if block_size < 64:
         # One shape of tile: across shapes, warps might share these short tiles in other orders.
-        return PagedAttentionConfig(block_size, LEAST_ROWS, 256, 2048, 512, 2112, 4, 4)
+        return DecodeAttentionConfig(block_size, LEAST_ROWS, 256, 2048, 512, 2112, 4, 4)
     if head_dim > 128:
-        return PagedAttentionConfig(64, 16, 128, 2048, 512, 2112, 4, 3)
-    return PagedAttentionConfig(64, 32, 128, 2048, 512, 2112, 4, 3)
+        return DecodeAttentionConfig(64, 16, 128, 2048, 512, 2112, 4, 3)
+    return DecodeAttentionConfig(64, 32, 128, 2048, 512, 2112, 4, 3)
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def store_split(
 
 # Not specialised: a kernel for each divisibility of a bound would be compiled between two steps.
 @triton.jit(do_not_specialize=["kv_heads", "group", "slots", "window"])
-def paged_attention_kernel(
+def decode_attention_kernel(
     q_ptr,  # (tokens, heads, HEAD_DIM)
     k_ptr,  # (blocks, BLOCK_SIZE, kv_heads, HEAD_DIM)
     v_ptr,  # like k
@@ -262,7 +262,7 @@ def paged_attention_kernel(
 
 
 @triton.jit(do_not_specialize=["heads", "slots", "window"])
-def merge_splits_kernel(
+def decode_attention_merge_kernel(
     partials_ptr,  # (tokens * heads, slots, HEAD_DIM) float32
     stats_ptr,  # (tokens * heads, slots, 2) float32: maximum and sum
     out_ptr,  # (tokens * heads, HEAD_DIM)
@@ -323,7 +323,7 @@ def merge_splits_kernel(
     tl.store(out_ptr + row * HEAD_DIM + cols, out.to(out_ptr.dtype.element_ty), mask=in_head)
 
 
-def launch_paged_attention(
+def launch_decode_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -337,7 +337,7 @@ def launch_paged_attention(
     scale: float,
     window: int,
     max_query_len: int,
-    config: PagedAttentionConfig,
+    config: DecodeAttentionConfig,
 ) -> None:
     """Enqueue both kernels on the current stream; the op has checked and allocated.
 
@@ -360,7 +360,7 @@ def launch_paged_attention(
         "enable_fp_fusion": False,
         **dependent_options(q.device),
     }
-    paged_attention_kernel[(kv_heads * row_tiles, parts, reqs)](
+    decode_attention_kernel[(kv_heads * row_tiles, parts, reqs)](
         q,
         k_cache,
         v_cache,
@@ -388,7 +388,7 @@ def launch_paged_attention(
         **splits,
     )
     col_tiles = triton.cdiv(head_dim, config.merge_cols)
-    merge_splits_kernel[(heads * col_tiles, max_query_len, reqs)](
+    decode_attention_merge_kernel[(heads * col_tiles, max_query_len, reqs)](
         partials,
         stats,
         out,
@@ -398,7 +398,7 @@ def launch_paged_attention(
         slots,
         window or NO_WINDOW,
         HEAD_DIM=head_dim,
-        SPLITS=config.merge_splits,
+        SPLITS=config.decode_attention_merge,
         COLS=config.merge_cols,
         num_warps=4,
         **splits,

@@ -1,11 +1,12 @@
 """Attention of few new tokens per request over the paged cache, 16 bits, for tensor cores.
 
-cuda/split_attention.cu computes splits and adds them up, to groups of 8 and to rows, as far as one
-CTA has them; cuda/merge_splits.cu adds up what is left. Splits and groups end at fixed positions,
-and both kernels add splits to groups and groups to rows, one at a time, in order: a token's result
-is bit for bit the same alone, in any batch, beside any drafts and under any bound of the lengths.
-How the work is spread is no part of it: every CTA takes an equal share of all tiles of all
-requests, which it finds from lengths on the device, so nothing waits for the longest request.
+cuda/decode_attention_split.cu computes splits and adds them up, to groups of 8 and to rows, as far
+as one CTA has them; cuda/decode_attention_merge.cu adds up what is left. Splits and groups end at
+fixed positions, and both kernels add splits to groups and groups to rows, one at a time, in order:
+a token's result is bit for bit the same alone, in any batch, beside any drafts and under any bound
+of the lengths. How the work is spread is no part of it: every CTA takes an equal share of all tiles
+of all requests, which it finds from lengths on the device, so nothing waits for the longest
+request.
 
 Floor: visible keys and values are read once. Partials add (head_dim + 2) * 4 bytes per row and sum
 that another CTA's is added to, written and read in the last-level cache.
@@ -40,7 +41,7 @@ COARSE_KEYS = 512
 
 _THREADS = 128
 _PTX = "attention_ptx"
-_HEADERS = ("attention_splits", "split_walk")
+_HEADERS = ("decode_attention_splits", "decode_attention_walk")
 # Tiles of rows, by head_dim, from which on the first kernel adds up splits. With fewer, rows are
 # shared by many CTAs, and the second kernel begins sooner if it need not find their parts: 8 x 600
 # (64 tiles) takes 8.9 us without sums and 9.8 with them, but 8 x 8,192 69.5 and 65.2. 16 x 600 (128
@@ -55,7 +56,7 @@ H200_SMEM = 227 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class SplitAttentionConfig:
+class DecodeAttentionSplitConfig:
     """A launch; no part of the result.
 
     Attributes:
@@ -75,7 +76,7 @@ class SplitAttentionConfig:
     shared_sums: bool = True
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory of a CTA, as cuda/split_sums.cuh lays it out."""
+        """Dynamic shared memory of a CTA, as cuda/decode_attention_sums.cuh lays it out."""
         rows, keys = 8 * self.row_tiles, TILE_KEYS[head_dim]
         stage = (2 * keys + rows) * head_dim * 2
         sums = rows * (4 * head_dim + 32) if self.shared_sums else 0
@@ -120,27 +121,33 @@ _RESULTS_OF_CTA = 256  # of 8 warps, a column a lane
 # (head_dim, most rows): best first; the last one needs the least memory (H200; variants:
 # docs/notes/attention.md).
 _LAUNCHES = {
-    (64, 8): (SplitAttentionConfig(1, 3, 2, 4), SplitAttentionConfig(1, 2, 1, 1)),
-    (64, 16): (SplitAttentionConfig(2, 3, 2, 2, kept=72), SplitAttentionConfig(2, 2, 1, 1)),
+    (64, 8): (DecodeAttentionSplitConfig(1, 3, 2, 4), DecodeAttentionSplitConfig(1, 2, 1, 1)),
+    (64, 16): (
+        DecodeAttentionSplitConfig(2, 3, 2, 2, kept=72),
+        DecodeAttentionSplitConfig(2, 2, 1, 1),
+    ),
     (64, 24): (
-        SplitAttentionConfig(3, 3, 2, 2, kept=96, shared_sums=False),
-        SplitAttentionConfig(3, 2, 1, 1),
+        DecodeAttentionSplitConfig(3, 3, 2, 2, kept=96, shared_sums=False),
+        DecodeAttentionSplitConfig(3, 2, 1, 1),
     ),
-    (64, 32): (SplitAttentionConfig(4, 2, 2, 2),),
-    (128, 8): (SplitAttentionConfig(1, 3, 2, 4, kept=376), SplitAttentionConfig(1, 2, 1, 1)),
+    (64, 32): (DecodeAttentionSplitConfig(4, 2, 2, 2),),
+    (128, 8): (
+        DecodeAttentionSplitConfig(1, 3, 2, 4, kept=376),
+        DecodeAttentionSplitConfig(1, 2, 1, 1),
+    ),
     (128, 16): (
-        SplitAttentionConfig(2, 3, 2, 2, kept=192, shared_sums=False),
-        SplitAttentionConfig(2, 2, 1, 1),
+        DecodeAttentionSplitConfig(2, 3, 2, 2, kept=192, shared_sums=False),
+        DecodeAttentionSplitConfig(2, 2, 1, 1),
     ),
-    (128, 24): (SplitAttentionConfig(3, 2, 2, 2),),
+    (128, 24): (DecodeAttentionSplitConfig(3, 2, 2, 2),),
     (128, 32): (
-        SplitAttentionConfig(4, 2, 2, 2),
-        SplitAttentionConfig(4, 2, 1, 1, shared_sums=False),
+        DecodeAttentionSplitConfig(4, 2, 2, 2),
+        DecodeAttentionSplitConfig(4, 2, 1, 1, shared_sums=False),
     ),
-    (256, 8): (SplitAttentionConfig(1, 3, 1, 1), SplitAttentionConfig(1, 2, 1, 1)),
+    (256, 8): (DecodeAttentionSplitConfig(1, 3, 1, 1), DecodeAttentionSplitConfig(1, 2, 1, 1)),
     (256, 16): (
-        SplitAttentionConfig(2, 3, 1, 1, shared_sums=False),
-        SplitAttentionConfig(2, 2, 1, 1, shared_sums=False),
+        DecodeAttentionSplitConfig(2, 3, 1, 1, shared_sums=False),
+        DecodeAttentionSplitConfig(2, 2, 1, 1, shared_sums=False),
     ),
 }
 _MOST_ROWS = {64: 32, 128: 32, 256: 16}
@@ -157,9 +164,9 @@ def is_supported(head_dim: int, dtype: torch.dtype, block_size: int, device: tor
     )
 
 
-def select_split_attention(
+def select_decode_attention_split(
     head_dim: int, rows: int, smem_limit: int = H200_SMEM
-) -> SplitAttentionConfig:
+) -> DecodeAttentionSplitConfig:
     """Choose the launch for requests of at most `rows` queries times heads of a group. Pure.
 
     smem_limit: bytes of shared memory that a CTA may have.
@@ -183,7 +190,12 @@ def num_splits(max_seq_len: int, max_query_len: int, window: int) -> int:
 
 
 def attention_source(
-    head_dim: int, dtype: torch.dtype, block_size: int, config: SplitAttentionConfig, *, folds: bool
+    head_dim: int,
+    dtype: torch.dtype,
+    block_size: int,
+    config: DecodeAttentionSplitConfig,
+    *,
+    folds: bool,
 ) -> rtc.KernelSource:
     """The first kernel as built for one kind of call."""
     macros = (
@@ -194,7 +206,11 @@ def attention_source(
         ("KEPT", config.kept),
         ("SHARED_SUMS", int(config.shared_sums)),
     )
-    return rtc.KernelSource("split_attention", macros, (_PTX, "split_ptx", *_HEADERS, "split_sums"))
+    return rtc.KernelSource(
+        "decode_attention_split",
+        macros,
+        (_PTX, "decode_attention_ptx", *_HEADERS, "decode_attention_sums"),
+    )
 
 
 def select_folds(head_dim: int, row_tiles: int, slots: int) -> bool:
@@ -231,7 +247,7 @@ def select_merge(results: int, slots: int, num_sms: int, *, folds: bool) -> Merg
 def merge_source(
     head_dim: int,
     dtype: torch.dtype,
-    config: SplitAttentionConfig,
+    config: DecodeAttentionSplitConfig,
     merge: MergeConfig,
     *,
     folds: bool,
@@ -246,11 +262,11 @@ def merge_source(
         ("COLUMNS", merge.columns),
         ("CTAS", merge.ctas),
     )
-    return rtc.KernelSource("merge_splits", macros, (_PTX, *_HEADERS))
+    return rtc.KernelSource("decode_attention_merge", macros, (_PTX, *_HEADERS))
 
 
 def _split_macros(
-    head_dim: int, dtype: torch.dtype, config: SplitAttentionConfig, *, folds: bool
+    head_dim: int, dtype: torch.dtype, config: DecodeAttentionSplitConfig, *, folds: bool
 ) -> tuple[tuple[str, int], ...]:
     return (
         ("D", head_dim),
@@ -267,7 +283,7 @@ def _split_macros(
 
 
 @functools.cache  # every layer asks
-def load_split_attention(
+def load_decode_attention_split(
     head_dim: int,
     dtype: torch.dtype,
     block_size: int,
@@ -278,7 +294,7 @@ def load_split_attention(
     """Load all that launches of up to `queries` tokens may need; call it before the first step."""
     limit = rtc.max_smem_bytes(device)
     rows = range(group, queries * group + 1, group)
-    configs = {select_split_attention(head_dim, count, limit) for count in rows}
+    configs = {select_decode_attention_split(head_dim, count, limit) for count in rows}
     sources: dict[rtc.KernelSource, int] = {}
     for config, folds in itertools.product(configs, (False, True)):
         source = attention_source(head_dim, dtype, block_size, config, folds=folds)
@@ -297,7 +313,7 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch_split_attention(
+def launch_decode_attention_split(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -311,7 +327,7 @@ def launch_split_attention(
     scale: float,
     window: int,
     max_query_len: int,
-    config: SplitAttentionConfig,
+    config: DecodeAttentionSplitConfig,
     *,
     shares: int = 0,
     folds: bool | None = None,
@@ -337,7 +353,7 @@ def launch_split_attention(
         scale: multiplies the scores.
         window: 0 is none.
         max_query_len: bounds the new tokens of a request.
-        config: from `select_split_attention`.
+        config: from `select_decode_attention_split`.
         shares: CTAs among which the work is spread; 0: all that the device holds at once.
         folds: as `select_folds` says if None; no part of the result.
         heads_inside: as `select_heads_inside` says if None; no part of the result.

@@ -4,12 +4,12 @@ A request has a prefix of P tokens (a plain one: all its tokens), whose keys lie
 have items behind it, whose keys lie in this step's projections. Token i sees key k iff k <= i and
 (k < P or k >= item_start[i]).
 
-Tiles: see attention_tiles.py. A tile walks its own items and then the pages it sees; what lies
-between is skipped, and only steps that a bound cuts are masked.
+Tiles: see prefill_attention_tiles.py. A tile walks its own items and then the pages it sees; what
+lies between is skipped, and only steps that a bound cuts are masked.
 
-Two kernels read one table. cuda/multi_item_attention.cu: Hopper, head_dim 128, 16 bits, no window
-and no soft-cap. multi_item_triton.py: everything else. Floor of both: 4 * head_dim operations
-for every visible pair of a token's head and a key, at the rate of a matrix product.
+Two kernels read one table. cuda/prefill_attention.cu: Hopper, head_dim 128, 16 bits, no window
+and no soft-cap. prefill_attention_triton.py: everything else. Floor of both: 4 * head_dim
+operations for every visible pair of a token's head and a key, at the rate of a matrix product.
 
 Where tiles were cut into parts, both write float32 results of parts and the base-2 logarithms of
 their sums, which a kernel of that file merges.
@@ -26,10 +26,10 @@ import triton
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels.attention.prefill_attention_tiles import MultiItemAttentionPlan
+from tiercel.kernels.attention.prefill_attention_tiles import PrefillAttentionPlan
 from tiercel.kernels.attention.prefill_attention_triton import (
     merge_parts_kernel,
-    multi_item_attention_kernel,
+    prefill_attention_kernel,
 )
 from tiercel.kernels.runtime import rtc
 
@@ -62,7 +62,7 @@ _TRITON_FLOAT32 = (32, 16, 4, 1)  # no tensor cores; 32 keys spill 8 KB at head_
 
 
 @dataclass(frozen=True, slots=True)
-class MultiItemAttentionConfig:
+class PrefillAttentionConfig:
     """Which kernel, and the Triton kernel's launch.
 
     Attributes:
@@ -80,7 +80,7 @@ class MultiItemAttentionConfig:
     num_stages: int
 
 
-def select_multi_item_attention(
+def select_prefill_attention(
     dtype: torch.dtype,
     head_dim: int,
     group: int,
@@ -89,7 +89,7 @@ def select_multi_item_attention(
     softcap: float,
     longest: int,
     capability: tuple[int, int],
-) -> MultiItemAttentionConfig:
+) -> PrefillAttentionConfig:
     """Choose the kernel. Pure: equal in every process, readable by a test.
 
     Args:
@@ -107,7 +107,7 @@ def select_multi_item_attention(
     """
     if head_dim > MAX_HEAD_DIM:
         raise ArgumentError(
-            f"multi_item_attention: head_dim {head_dim} does not fit a tile.",
+            f"prefill_attention: head_dim {head_dim} does not fit a tile.",
             hint=f"The limit on a GPU is {MAX_HEAD_DIM}.",
         )
     is_built = (
@@ -119,13 +119,13 @@ def select_multi_item_attention(
     )
     if is_built and not window and not softcap:
         variant: Literal["plain", "fast"] = "fast" if longest >= _FAST_FROM_KEYS else "plain"
-        return MultiItemAttentionConfig(variant, _CUDA_ROWS, 128, 12, 5)
+        return PrefillAttentionConfig(variant, _CUDA_ROWS, 128, 12, 5)
     if dtype == torch.float32:
         rows, keys, warps, stages = _TRITON_FLOAT32
     else:
         rows, keys, warps, stages = next(t for limit, t in _TRITON_TILES if head_dim <= limit)
     rows = max(rows, triton.next_power_of_2(group))  # a tile holds at least one token
-    return MultiItemAttentionConfig("triton", rows, keys, warps, stages)
+    return PrefillAttentionConfig("triton", rows, keys, warps, stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class PartBuffers:
     lse: Tensor | None
 
 
-def launch_multi_item_attention(
+def launch_prefill_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -151,7 +151,7 @@ def launch_multi_item_attention(
     k_new: Tensor,
     v_new: Tensor,
     out: Tensor,
-    plan: MultiItemAttentionPlan,
+    plan: PrefillAttentionPlan,
     scale: float,
     window: int,
     softcap: float = 0.0,
@@ -206,14 +206,14 @@ def _launch_triton(
     k_new: Tensor,
     v_new: Tensor,
     out: Tensor,
-    plan: MultiItemAttentionPlan,
+    plan: PrefillAttentionPlan,
     scale: float,
     window: int,
     softcap: float,
     buffers: PartBuffers | None,
 ) -> None:
     heads, kv_heads, head_dim = q.shape[1], k_cache.shape[2], q.shape[2]
-    multi_item_attention_kernel[(len(plan.tiles) * kv_heads,)](
+    prefill_attention_kernel[(len(plan.tiles) * kv_heads,)](
         q,
         k_cache,
         v_cache,
@@ -248,7 +248,7 @@ def _launch_triton(
 
 
 def cuda_source(
-    config: MultiItemAttentionConfig,
+    config: PrefillAttentionConfig,
     dtype: torch.dtype,
     group: int,
     block_size: int,
@@ -263,7 +263,7 @@ def cuda_source(
         ("FAST_LOOP", int(config.variant == "fast")),
         ("IS_PART", int(is_part)),
     )
-    return rtc.KernelSource("multi_item_attention", macros, ("hopper",))
+    return rtc.KernelSource("prefill_attention", macros, ("hopper",))
 
 
 def _launch_cuda(
@@ -274,7 +274,7 @@ def _launch_cuda(
     k_new: Tensor,
     v_new: Tensor,
     out: Tensor,
-    plan: MultiItemAttentionPlan,
+    plan: PrefillAttentionPlan,
     scale: float,
     buffers: PartBuffers | None,
 ) -> None:

@@ -65,14 +65,14 @@ def read_lengths(
     pairs = zip(query, context, strict=False)
     if len(query) != len(context) or not all(0 < new <= length for new, length in pairs):
         raise ArgumentError(
-            f"multi_item_attention: query_lens {query} do not fit context_lens {context}.",
+            f"prefill_attention: query_lens {query} do not fit context_lens {context}.",
             hint="Give each request 1 or more new tokens, at most its length.",
         )
     if prefix_len is None and item_start is None:
         return StepLengths(query, context, context, None)
     if prefix_len is None or item_start is None or item_start.is_cuda:
         raise ArgumentError(
-            "multi_item_attention: prefix_len and item_start do not both lie on the host.",
+            "prefill_attention: prefix_len and item_start do not both lie on the host.",
             hint="Pass both, a sequence and a CPU tensor, or neither.",
         )
     prefix = tuple(min(p, length) for p, length in zip(prefix_len, context, strict=False))
@@ -84,7 +84,7 @@ def read_lengths(
         or starts.dtype != np.int32
     ):
         raise ArgumentError(
-            f"multi_item_attention: prefix_len {tuple(prefix_len)} and item_start "
+            f"prefill_attention: prefix_len {tuple(prefix_len)} and item_start "
             f"{starts.shape} {starts.dtype} do not fit {len(query)} requests, {sum(query)} tokens.",
             hint="Pass a prefix_len >= 0 per request and an int32 item_start per token.",
         )
@@ -114,7 +114,7 @@ def _check_items(
         if not is_sound.all():
             bad = int(np.argmin(is_sound))
             raise ArgumentError(
-                f"multi_item_attention: item_start of request {request} at index {least + bad} "
+                f"prefill_attention: item_start of request {request} at index {least + bad} "
                 f"is {int(own[bad])}.",
                 hint=f"From index {least} on (prefix and cached tokens end there) it must rise, "
                 f"from {least} or more to at most a token's own index + 1.",

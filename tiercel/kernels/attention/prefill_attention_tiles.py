@@ -31,7 +31,7 @@ from torch import Tensor
 from tiercel.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from tiercel.kernels.attention.prefill_attention import MultiItemAttentionConfig
+    from tiercel.kernels.attention.prefill_attention import PrefillAttentionConfig
 
 ModelKey = tuple[torch.dtype, int, int, int]
 TILE_INTS = 8
@@ -42,11 +42,11 @@ _LEAST_SAVED, _LEAST_STEPS = 5, 3
 
 
 @dataclass(frozen=True, slots=True)
-class MultiItemAttentionPlan:
+class PrefillAttentionPlan:
     """The tiles of one step on the device; serves all layers of one kind, on one stream.
 
     Attributes:
-        config: see `select_multi_item_attention`.
+        config: see `select_prefill_attention`.
         model: it was made for: dtype, head_dim, query heads of a key/value head, block_size.
         tiles: (num_tiles, 8) int32, see above; of a buffer, as many as it holds.
         item_start: (T,) int32; read only where a tile has item keys.
@@ -61,7 +61,7 @@ class MultiItemAttentionPlan:
         part_stride: rows from one part of a token to its next.
     """
 
-    config: MultiItemAttentionConfig
+    config: PrefillAttentionConfig
     model: ModelKey
     tiles: Tensor
     item_start: Tensor
@@ -200,7 +200,7 @@ def read_positions(
         count = length - prefix
         if not 0 <= count <= stride:
             raise ArgumentError(
-                f"multi_item_attention: request {request} has a prefix of {prefix} and a length of "
+                f"prefill_attention: request {request} has a prefix of {prefix} and a length of "
                 f"{length} but token_pos_in_items_len={stride}.",
                 hint="The prefix lies within the length, and what follows it within one row.",
             )
@@ -218,7 +218,7 @@ def _check_positions(own: npt.NDArray[np.int64], longest: int, request: int) -> 
     if not is_sound.all() or own.max(initial=0) > longest:
         bad = int(np.argmax(~is_sound | (own > longest)))
         raise ArgumentError(
-            f"multi_item_attention: token_pos_in_items of request {request} is {own[bad]} at "
+            f"prefill_attention: token_pos_in_items of request {request} is {own[bad]} at "
             f"{bad}, max_item_len {longest}.",
             hint="Positions count 1, 2, .. within an item, up to max_item_len, with 0 between.",
         )
@@ -237,8 +237,8 @@ class PlannedTiles:
     """The tiles of one step on the host.
 
     Attributes:
-        config: see `select_multi_item_attention`.
-        model: see `MultiItemAttentionPlan`.
+        config: see `select_prefill_attention`.
+        model: see `PrefillAttentionPlan`.
         tiles: (num_tiles, 8) int32.
         item_start: (T,) int32, or empty: no token has items.
         parts: (T, 2) int32 of `cut_tiles`, or None.
@@ -246,7 +246,7 @@ class PlannedTiles:
         most_parts: number of tiles up to which some were cut.
     """
 
-    config: MultiItemAttentionConfig
+    config: PrefillAttentionConfig
     model: ModelKey
     tiles: npt.NDArray[np.int32]
     item_start: npt.NDArray[np.int32]
@@ -255,7 +255,7 @@ class PlannedTiles:
     most_parts: int = 0
 
     @property
-    def kind(self) -> tuple[MultiItemAttentionConfig, bool]:
+    def kind(self) -> tuple[PrefillAttentionConfig, bool]:
         """What a graph is captured for: the kernel, and whether parts are merged."""
         return self.config, self.parts is not None
 
@@ -264,7 +264,7 @@ class PlannedTiles:
         """T; each token is in one tile that begins with the first page key."""
         return int(self.tiles[self.tiles[:, 6] == 0, 1].sum())
 
-    def upload(self, device: torch.device) -> MultiItemAttentionPlan:
+    def upload(self, device: torch.device) -> PrefillAttentionPlan:
         """Copy them to the device, without waiting for it."""
         capacity = (len(self.tiles), max(self.num_tokens, len(self.item_start)))
         return self._read(self.host_table(*capacity).to(device, non_blocking=True), *capacity)
@@ -299,11 +299,11 @@ class PlannedTiles:
 
     def _read(
         self, data: Tensor, max_tiles: int, max_tokens: int, *, has_items: bool | None = None
-    ) -> MultiItemAttentionPlan:
+    ) -> PrefillAttentionPlan:
         has_parts = self.parts is not None
         sizes = _sizes(max_tiles, max_tokens, has_parts=has_parts)
         table, counter, parts, starts = data.split(sizes)
-        return MultiItemAttentionPlan(
+        return PrefillAttentionPlan(
             config=self.config,
             model=self.model,
             tiles=table.view(-1, TILE_INTS),
@@ -331,7 +331,7 @@ class PlanBuffer:
     data: Tensor
     max_tiles: int
     max_tokens: int
-    plan: MultiItemAttentionPlan
+    plan: PrefillAttentionPlan
 
     def fill(self, planned: PlannedTiles) -> None:
         """Enqueue the copy of other tiles of the same kind."""

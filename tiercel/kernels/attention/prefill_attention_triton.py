@@ -1,4 +1,4 @@
-"""Prefill attention in Triton, and the merge of parts; see multi_item_attention.py."""
+"""Prefill attention in Triton, and the merge of parts; see prefill_attention.py."""
 
 import triton
 import triton.language as tl
@@ -151,7 +151,7 @@ def _attend_items(
 # Not specialised: a kernel for each divisibility of a length would be compiled between two steps.
 # fmt: off
 @triton.jit(do_not_specialize=["table_stride", "kv_heads", "window", "cap_scale"])
-def multi_item_attention_kernel(
+def prefill_attention_kernel(
     q_ptr,  # (T, heads, HEAD_DIM)
     k_cache_ptr,  # (num_blocks, PAGE, kv_heads, HEAD_DIM)
     v_cache_ptr,  # like k_cache

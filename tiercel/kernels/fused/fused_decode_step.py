@@ -1,4 +1,4 @@
-"""All layers of a dense decoder for one new token in one launch (cuda/decode_step.cu).
+"""All layers of a dense decoder for one new token in one launch (cuda/fused_decode_step.cu).
 
 128 CTAs hold a whole SM each and hand activations to each other through memory: 6 exchanges a
 layer. They must run side by side, so the launch is cooperative: the driver refuses it where they
@@ -27,7 +27,12 @@ SPLITS, MOST_TILES = 16, 64  # of a key/value head; of a group of warps
 MOST_TOKENS = TILE_KEYS * SPLITS * GROUPS * MOST_TILES  # of a context
 MOST_SLICES = 4  # of 4096 columns in a row of down
 MOST_LAYERS = 96  # whose tensor maps and addresses still fit a kernel's parameters
-PARTS = ("decode_units", "decode_exchange", "decode_products", "decode_attention")  # of the source
+PARTS = (
+    "fused_decode_step_units",
+    "fused_decode_step_exchange",
+    "fused_decode_step_products",
+    "fused_decode_step_attention",
+)  # of the source
 CAPABILITY = (9, 0)
 THREADS, SMEM_BYTES = 640, 227 << 10  # all that a CTA can have
 EXCHANGE_EMPTY = -1  # what words of the exchange hold before a launch
@@ -48,7 +53,9 @@ def cuda_source(num_layers: int, slices: int, *, has_qk_norm: bool) -> rtc.Kerne
         ("HAS_QK_NORM", int(has_qk_norm)),
         ("IS_BF16", 0),
     )
-    return rtc.KernelSource("decode_step", macros, ("hopper", "decode_ptx", "exchange_ptx", *PARTS))
+    return rtc.KernelSource(
+        "fused_decode_step", macros, ("hopper", "fused_decode_step_ptx", "exchange_ptx", *PARTS)
+    )
 
 
 def can_run(device: torch.device) -> bool:
@@ -85,15 +92,15 @@ def _structures(num_layers: int) -> tuple[type[ctypes.Structure], type[ctypes.St
     )
 
 
-def load_decode_step(
+def load_fused_decode_step(
     num_layers: int, slices: int, device: torch.device, *, has_qk_norm: bool
 ) -> None:
-    """Compile and load what `launch_decode_step` launches."""
+    """Compile and load what `launch_fused_decode_step` launches."""
     rtc.load_kernel(cuda_source(num_layers, slices, has_qk_norm=has_qk_norm), device, SMEM_BYTES)
 
 
 def make_caches(k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> Any:
-    """What the kernel needs to know of the caches of all layers, see `launch_decode_step`."""
+    """What the kernel needs to know of the caches of all layers, see `launch_fused_decode_step`."""
     caches = _structures(len(k_caches))[1]()
     for layer, planes in enumerate(zip(k_caches, v_caches, strict=True)):
         for i, plane in enumerate(planes):
@@ -129,7 +136,7 @@ def make_args(
     Args:
         x: (1, HIDDEN) float32.
         out: (1, HIDDEN) float32.
-        stream: (CTAS, bytes) uint8, see `decode_stream`.
+        stream: (CTAS, bytes) uint8, see `fused_decode_step_stream`.
         group_at: where each group begins in a row of it.
         masks: of each layer, the matrices that are Q6_K.
         norms: (2 * layers, HIDDEN) float32, attention and MLP in turn.
@@ -161,7 +168,7 @@ def make_args(
     )
 
 
-def launch_decode_step(
+def launch_fused_decode_step(
     args: Any,
     caches: Any,
     num_layers: int,

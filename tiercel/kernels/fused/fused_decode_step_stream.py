@@ -3,8 +3,8 @@
 CTA c of 128 owns rows 32 c .. of q, o and down, 8 c .. of k and v, and of gate and up the pairs
 32 c .. of each 4096: so what a slice of down reads comes from all CTAs at once. Its 16 warps are 4
 groups of 4; a warp takes two rows at a time, of gate and up one each. A unit is one row x 4096
-columns (`decode_units.cuh` draws its bytes); a slot is one unit for each warp of a group.
-In memory: CTA, group, then in order of use: layer, matrix, iteration, and there
+columns (`fused_decode_step_units.cuh` draws its bytes); a slot is one unit for each warp of a
+group. In memory: CTA, group, then in order of use: layer, matrix, iteration, and there
 
     slot of the first rows | slot of the second rows | of Q6_K: a slot of the parts C of both
 

@@ -1,8 +1,8 @@
-"""From one attention to the next in one launch, for up to 16 tokens (cuda/decode_chain.cu).
+"""From one attention to the next in one launch, for up to 16 tokens (cuda/fused_layer_tail.cu).
 
 The output projection, gate and up, down and the next layer's q, k, v, with residual, norms and
 SwiGLU between them. CTAs in clusters of two hold a whole SM each and hand activations to each
-other through memory; `decode_chain_geometry.py` says which widths that fits. They must run side
+other through memory; `fused_layer_tail_geometry.py` says which widths that fits. They must run side
 by side, so the launch is cooperative; it may be dependent too (the driver takes both). Should a CTA
 come late all the same, the others stop waiting after seconds and the result is NaN, never a hang.
 
@@ -30,9 +30,9 @@ _COLUMN_BYTES = 4352  # of 8 tokens
 _UNIT_BYTES = {False: 2304, True: 3360}  # of a ring's place, where a matrix is Q6_K
 _WARPS = 16  # that multiply
 _HEADERS = (
-    *("q4k_ptx", "chain_ptx", "exchange_ptx", "q4k_tokens"),
-    *("chain_four", "q4k_units", "chain_six", "q4k_units"),
-    *("chain_products", "chain_exchange"),
+    *("packed_ptx", "fused_layer_tail_ptx", "exchange_ptx", "packed_tokens"),
+    *("fused_layer_tail_four", "packed_units", "fused_layer_tail_six", "packed_units"),
+    *("fused_layer_tail_products", "fused_layer_tail_exchange"),
 )
 
 
@@ -42,7 +42,7 @@ def exchange_bytes(geometry: Geometry) -> int:
 
 
 def smem_bytes(tokens: int, geometry: Geometry) -> int:
-    """Shared memory of a CTA: `Layout` of cuda/chain_products.cuh.
+    """Shared memory of a CTA: `Layout` of cuda/fused_layer_tail_products.cuh.
 
     Not all that there is: each CTA takes 1 KiB of an SM besides, so that behind one of 227 KiB none
     of the next kernel's can wait, not even without shared memory. With what is left the rotation's
@@ -82,7 +82,7 @@ def cuda_source(tokens: int, geometry: Geometry) -> rtc.KernelSource:
         ("MEANS", 32),
         ("IN_FILE", 0),
     )
-    return rtc.KernelSource("decode_chain", macros, _HEADERS)
+    return rtc.KernelSource("fused_layer_tail", macros, _HEADERS)
 
 
 def can_run(device: torch.device) -> bool:
@@ -105,8 +105,8 @@ class _Args(ctypes.Structure):
     )
 
 
-def load_decode_chain(geometry: Geometry, device: torch.device) -> None:
-    """Compile and load what `launch_decode_chain` launches."""
+def load_fused_layer_tail(geometry: Geometry, device: torch.device) -> None:
+    """Compile and load what `launch_fused_layer_tail` launches."""
     sources = {
         cuda_source(tokens, geometry): smem_bytes(tokens, geometry)
         for tokens in range(8, geometry.max_tokens + 1, 8)
@@ -156,7 +156,7 @@ def make_args(
     )
 
 
-def launch_decode_chain(
+def launch_fused_layer_tail(
     args: Any, tokens: int, geometry: Geometry, device: torch.device, *, is_dependent: bool
 ) -> None:
     """Enqueue on the current stream; the op has checked and allocated.

@@ -68,7 +68,7 @@ class Ring:
 
 
 # (tiles of 8 tokens, whether a matrix is Q6_K): the first with enough slots is taken. Others that
-# fit are within 3% for Qwen3-8B (H200, docs/notes/decode_chain.md); 16 slots of two tiles leave
+# fit are within 3% for Qwen3-8B (H200, docs/notes/fused_layer_tail.md); 16 slots of two tiles leave
 # room for one unit of Q6_K in flight.
 _RINGS = {
     (1, False): (Ring(3, 20, 2),),

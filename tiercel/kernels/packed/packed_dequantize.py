@@ -1,8 +1,8 @@
 """Quantised weights to a plain matrix on a GPU, from either layout, at the speed of memory.
 
-cuda/q4k_dequantize.cu rounds where `ops/dequantize_torch.py` does: the two are bit-exact. Rows of the
-file's layout may be picked by number, where they lie. Floor: the planes read once and the result
-written once.
+cuda/packed_dequantize.cu rounds where `ops/dequantize_torch.py` does: the two are bit-exact. Rows
+of the file's layout may be picked by number, where they lie. Floor: the planes read once and the
+result written once.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def dequantize_source(type_name: str, dtype: torch.dtype, *, in_file: bool) -> r
         ("IN_FILE", int(in_file)),
         ("OUT", OUT_CODES[dtype]),
     )
-    has_fields = "q4k_fields" in UNIT_TYPES[type_name].headers
-    headers = ("q4k_ptx", "q4k_fields", "q4k_decode") if has_fields else ("q4k_ptx",)
-    return rtc.KernelSource("q4k_dequantize", macros, headers)
+    has_fields = "packed_fields" in UNIT_TYPES[type_name].headers
+    headers = ("packed_ptx", "packed_fields", "packed_decode") if has_fields else ("packed_ptx",)
+    return rtc.KernelSource("packed_dequantize", macros, headers)
 
 
-def launch_q4k_dequantize(
+def launch_packed_dequantize(
     planes: Sequence[Tensor], type_name: str, out: Tensor, index: Tensor | None = None
 ) -> None:
     """Enqueue on the current stream; the op has checked and allocated.
@@ -41,7 +41,7 @@ def launch_q4k_dequantize(
     Args:
         planes: in their order; one, (rows, row_bytes), in the file's layout: its rows may be
             strided by multiples of 16 bytes (Q4_K) or 2 (others).
-        type_name: of `q4k_types.UNIT_TYPES`.
+        type_name: of `packed_types.UNIT_TYPES`.
         out: (rows, in) float16, bfloat16 or float32 on the same device, contiguous, not empty.
         index: (rows,) int32, which rows of the planes these are, in layout FILE; None for all.
     """

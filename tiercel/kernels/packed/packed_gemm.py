@@ -1,8 +1,8 @@
 """y = x W^T for 17 to some hundreds of tokens and a K-quantised W, at the speed of reading W.
 
-Two launches. cuda/q4k_image.cu lays the tokens out as tensor cores want them in shared memory,
-cuda/q4k_gemm.cu streams W and that image through a ring, decodes W in registers and multiplies by
-wgmma. Hopper alone has the instructions; elsewhere such products take decoded weights.
+Two launches. cuda/packed_image.cu lays the tokens out as tensor cores want them in shared memory,
+cuda/packed_gemm.cu streams W and that image through a ring, decodes W in registers and multiplies
+by wgmma. Hopper alone has the instructions; elsewhere such products take decoded weights.
 
 Floor: the larger of the planes read once and 2 * tokens * rows * columns operations.
 """
@@ -33,7 +33,7 @@ _AT_ONCE = {1: 132, 2: 128, 3: 96, 4: 96, 6: 96, 8: 64}
 
 
 @dataclass(frozen=True, slots=True)
-class Q4kGemmConfig:
+class PackedGemmConfig:
     """A launch.
 
     Attributes:
@@ -58,14 +58,14 @@ def _stage_bytes(type_name: str, tokens: int, groups: int) -> int:
     return -(-used // 1024) * 1024
 
 
-def make_config(type_name: str, tokens: int, groups: int, splits: int) -> Q4kGemmConfig:
+def make_config(type_name: str, tokens: int, groups: int, splits: int) -> PackedGemmConfig:
     """The launch with as many stages as fit."""
     stages = _SMEM_BYTES // _stage_bytes(type_name, tokens, groups)
-    return Q4kGemmConfig(tokens, groups, splits, min(stages, _MOST_STAGES))
+    return PackedGemmConfig(tokens, groups, splits, min(stages, _MOST_STAGES))
 
 
 @functools.cache
-def select_q4k_gemm(type_name: str, shape: tuple[int, int], tokens: int) -> Q4kGemmConfig:
+def select_packed_gemm(type_name: str, shape: tuple[int, int], tokens: int) -> PackedGemmConfig:
     """Choose the launch by counting waves. Pure: equal in every process, readable by a test.
 
     Args:
@@ -95,10 +95,12 @@ def _macros(type_name: str, tokens: int) -> tuple[tuple[str, int], ...]:
 
 def image_source(type_name: str, tokens: int) -> rtc.KernelSource:
     """The kernel that lays out the tokens."""
-    return rtc.KernelSource("q4k_image", _macros(type_name, tokens), ("q4k_ptx",))
+    return rtc.KernelSource("packed_image", _macros(type_name, tokens), ("packed_ptx",))
 
 
-def gemm_source(type_name: str, out_dtype: torch.dtype, config: Q4kGemmConfig) -> rtc.KernelSource:
+def gemm_source(
+    type_name: str, out_dtype: torch.dtype, config: PackedGemmConfig
+) -> rtc.KernelSource:
     """The kernel that multiplies, as built for one kind of call."""
     macros = (
         *_macros(type_name, config.tokens),
@@ -108,41 +110,41 @@ def gemm_source(type_name: str, out_dtype: torch.dtype, config: Q4kGemmConfig) -
         ("OUT", OUT_CODES[out_dtype]),
         ("IS_BF16", 0),
     )
-    return rtc.KernelSource("q4k_gemm", macros, ("hopper", "q4k_gemm_ptx"))
+    return rtc.KernelSource("packed_gemm", macros, ("hopper", "packed_gemm_ptx"))
 
 
 @functools.cache
 def _kernels(
-    type_name: str, out_dtype: torch.dtype, config: Q4kGemmConfig, device: torch.device
+    type_name: str, out_dtype: torch.dtype, config: PackedGemmConfig, device: torch.device
 ) -> tuple[rtc.Kernel, rtc.Kernel]:
     image = rtc.load_kernel(image_source(type_name, config.tokens), device)
     source = gemm_source(type_name, out_dtype, config)
     return image, rtc.load_kernel(source, device, config.smem_bytes(type_name))
 
 
-def load_q4k_gemm(
+def load_packed_gemm(
     type_name: str, shape: tuple[int, int], out_dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Load what `select_q4k_gemm` may choose for a matrix and one tile of tokens."""
-    configs = [select_q4k_gemm(type_name, shape, tokens) for tokens in TOKEN_CLASSES]
+    """Load what `select_packed_gemm` may choose for a matrix and one tile of tokens."""
+    configs = [select_packed_gemm(type_name, shape, tokens) for tokens in TOKEN_CLASSES]
     sources = [gemm_source(type_name, out_dtype, config) for config in configs]
     rtc.fill_cache(sources, rtc.device_arch(device))
     for config in configs:
         _kernels(type_name, out_dtype, config, device)
 
 
-def image_shape(tokens: int, in_features: int, config: Q4kGemmConfig) -> tuple[int, int]:
+def image_shape(tokens: int, in_features: int, config: PackedGemmConfig) -> tuple[int, int]:
     """Of the image of so many tokens, float16: tiles by places."""
     return -(-tokens // config.tokens), config.tokens * in_features
 
 
-def launch_q4k_gemm(
+def launch_packed_gemm(
     x: Tensor,
     planes: Sequence[Tensor],
     type_name: str,
     image: Tensor,
     out: Tensor,
-    config: Q4kGemmConfig,
+    config: PackedGemmConfig,
     *,
     is_dependent: bool,
 ) -> None:
@@ -154,7 +156,7 @@ def launch_q4k_gemm(
         type_name: of W.
         image: of `image_shape`, float16, overwritten.
         out: (tokens, rows) float16, bfloat16 or float32, unit inner stride.
-        config: from `select_q4k_gemm`.
+        config: from `select_packed_gemm`.
         is_dependent: see `rtc.launch`.
     """
     tokens, in_features = x.shape

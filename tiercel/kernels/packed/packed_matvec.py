@@ -1,6 +1,6 @@
 """y = x W^T for up to 16 tokens and a K-quantised W, on tensor cores, read at the speed of memory.
 
-One reader for every number of tokens: cuda/q4k_matvec.cu streams tiles of 16 rows through the
+One reader for every number of tokens: cuda/packed_matvec.cu streams tiles of 16 rows through the
 fragments of a 16 x 8 product whose columns are tokens. The order in which a row is summed depends
 on its length alone, so a token's result has the same bits alone, in any batch of up to 16, at any
 place in it, and from either layout of the weights. Weights become fp16 operands (exact integers for
@@ -43,7 +43,7 @@ class DeviceLimits:
 H200 = DeviceLimits(132, 227 << 10)
 
 # (type, tokens) -> groups, stages, early, buffers, best first; those that do not fit are passed
-# over. From one run of all launches on an H200 (cold, dependent; docs/notes/q4k.md).
+# over. From one run of all launches on an H200 (cold, dependent; docs/notes/packed_products.md).
 _LAUNCHES = {
     ("Q4_K", 1): ((2, 3, 1, 2), (2, 2, 1, 2), (1, 2, 1, 2)),
     ("Q4_K", 4): ((2, 3, 1, 2), (2, 2, 1, 2)),
@@ -67,7 +67,7 @@ _LARGE_TILES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Q4kMatvecConfig:
+class PackedMatvecConfig:
     """A launch.
 
     Attributes:
@@ -122,9 +122,9 @@ def token_class(tokens: int, type_name: str, limits: DeviceLimits = H200) -> int
 
 
 @functools.cache
-def select_q4k_matvec(
+def select_packed_matvec(
     type_name: str, shape: tuple[int, int], tokens: int, limits: DeviceLimits = H200
-) -> Q4kMatvecConfig:
+) -> PackedMatvecConfig:
     """Choose the launch. Pure: equal in every process, readable by a test.
 
     Whatever it chooses, the result has the same bits.
@@ -181,12 +181,12 @@ def make_config(
     grid: int,
     *,
     is_split: bool,
-) -> Q4kMatvecConfig:
+) -> PackedMatvecConfig:
     """A launch for rows of `blocks` units and a class of tokens; the rest as in the config."""
     parts = _PARTS if blocks > _PARTS // 2 else _PARTS // 2
     units = min(blocks, SLICE_BLOCKS) if is_split else blocks
     smem = smem_bytes(type_name, units, tokens, parts, groups * buffers, parts * groups * stages)
-    return Q4kMatvecConfig(
+    return PackedMatvecConfig(
         tokens, parts, groups, stages, early, buffers, ctas, is_split, grid, smem
     )
 
@@ -200,7 +200,7 @@ def smem_bytes(
         type_name: of the weights.
         units: of a row that the CTA sums.
         tokens: rows of x.
-        parts: see `Q4kMatvecConfig`.
+        parts: see `PackedMatvecConfig`.
         sum_buffers: of all groups.
         ring_units: of all warps.
     """
@@ -215,7 +215,7 @@ def cuda_source(
     type_name: str,
     tail: int,
     out_dtype: torch.dtype,
-    config: Q4kMatvecConfig,
+    config: PackedMatvecConfig,
     *,
     in_file: bool,
 ) -> rtc.KernelSource:
@@ -237,11 +237,11 @@ def cuda_source(
         ("BUFFERS", config.buffers),
         ("CTAS", config.ctas),
     )
-    return rtc.KernelSource("q4k_matvec", macros, unit.headers)
+    return rtc.KernelSource("packed_matvec", macros, unit.headers)
 
 
 @functools.cache  # every layer has the same few shapes
-def load_q4k_matvec(
+def load_packed_matvec(
     type_name: str,
     shape: tuple[int, int],
     out_dtype: torch.dtype,
@@ -249,11 +249,11 @@ def load_q4k_matvec(
     *,
     in_file: bool,
 ) -> None:
-    """Load what `select_q4k_matvec` may choose for a matrix; call it before a graph is captured."""
+    """Load what `select_packed_matvec` may choose for a matrix, before a graph is captured."""
     limits = device_limits(device)
     sources = {}
     for tokens in {token_class(most, type_name, limits) for most in _TOKEN_CLASSES}:
-        config = select_q4k_matvec(type_name, shape, tokens, limits)
+        config = select_packed_matvec(type_name, shape, tokens, limits)
         tail = tail_groups(shape[1])
         source = cuda_source(type_name, tail, out_dtype, config, in_file=in_file)
         sources[source] = config.smem_bytes
@@ -276,14 +276,14 @@ class KernelPlanes(ctypes.Structure):
         return result
 
 
-def launch_q4k_matvec(
+def launch_packed_matvec(
     x: Tensor,
     planes: Sequence[Tensor],
     type_name: str,
     out: Tensor,
     partial: Tensor | None,
     tickets: Tensor | None,
-    config: Q4kMatvecConfig,
+    config: PackedMatvecConfig,
     *,
     is_dependent: bool,
 ) -> None:
@@ -296,7 +296,7 @@ def launch_q4k_matvec(
         out: (tokens, rows) float16, bfloat16 or float32, unit inner stride.
         partial: (slices, tokens, rows up to a multiple of 16) float32 where the config splits.
         tickets: (tiles,) int32 zeros where it splits; zeros again afterwards.
-        config: from `select_q4k_matvec`.
+        config: from `select_packed_matvec`.
         is_dependent: see `rtc.launch`.
     """
     tokens, in_features = x.shape

@@ -1,7 +1,7 @@
 """y = x W^T with x rounded to 8 bits and a K-quantised W, by the integer products of tensor cores.
 
-Two launches. cuda/q4k_mmq_quantise.cu rounds each 32 columns of a token to 8 bits with a scale of
-their own, cuda/q4k_mmq.cu streams W and them through a ring. W stays as small as its file, in
+Two launches. cuda/packed_mmq_quantise.cu rounds each 32 columns of a token to 8 bits with a scale
+of their own, cuda/packed_mmq.cu streams W and them through a ring. W stays as small as its file, in
 either layout with the same bits, and nothing of it is rounded; each group's sum is scaled in
 float32, and those two FMAs a sum are what bounds it: about as many cycles as the products.
 
@@ -44,7 +44,7 @@ _MOST_SPLITS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Q4kMmqConfig:
+class PackedMmqConfig:
     """A launch.
 
     Attributes:
@@ -67,9 +67,9 @@ class Q4kMmqConfig:
         return max(ring, self.tokens * (ROWS + 4) * 4)
 
 
-def make_config(tokens: int, splits: int = 1) -> Q4kMmqConfig:
+def make_config(tokens: int, splits: int = 1) -> PackedMmqConfig:
     """The launch for one of `TOKEN_TILES`."""
-    return Q4kMmqConfig(tokens, splits, *_RINGS[tokens])
+    return PackedMmqConfig(tokens, splits, *_RINGS[tokens])
 
 
 def fitting_tiles(type_name: str, limits: DeviceLimits) -> list[int]:
@@ -79,9 +79,9 @@ def fitting_tiles(type_name: str, limits: DeviceLimits) -> list[int]:
 
 
 @functools.cache
-def select_q4k_mmq(
+def select_packed_mmq(
     type_name: str, shape: tuple[int, int], tokens: int, limits: DeviceLimits = H200
-) -> Q4kMmqConfig:
+) -> PackedMmqConfig:
     """Choose the launch that should take least. Pure: equal in every process, readable by a test.
 
     Args:
@@ -93,7 +93,7 @@ def select_q4k_mmq(
     units, row_tiles = shape[1] // BLOCK, -(-shape[0] // ROWS)
     num_tickets = -(-shape[0] // TILE_ROWS)  # that a weight has
 
-    def cost_us(config: Q4kMmqConfig) -> float:
+    def cost_us(config: PackedMmqConfig) -> float:
         groups = row_tiles * -(-tokens // config.tokens)
         if config.splits > 1 and groups > num_tickets:
             return float("inf")
@@ -111,11 +111,11 @@ def select_q4k_mmq(
 
 def quantise_source(tokens: int) -> rtc.KernelSource:
     """The kernel that rounds x, for tiles of so many tokens."""
-    return rtc.KernelSource("q4k_mmq_quantise", (("TOKENS", tokens),), ("q4k_ptx",))
+    return rtc.KernelSource("packed_mmq_quantise", (("TOKENS", tokens),), ("packed_ptx",))
 
 
 def mmq_source(
-    type_name: str, out_dtype: torch.dtype, config: Q4kMmqConfig, *, in_file: bool
+    type_name: str, out_dtype: torch.dtype, config: PackedMmqConfig, *, in_file: bool
 ) -> rtc.KernelSource:
     """The kernel that multiplies, as built for one kind of call."""
     macros = (
@@ -126,14 +126,14 @@ def mmq_source(
         ("CTAS", config.ctas),
         ("OUT", OUT_CODES[out_dtype]),
     )
-    return rtc.KernelSource("q4k_mmq", macros, ("q4k_ptx",))
+    return rtc.KernelSource("packed_mmq", macros, ("packed_ptx",))
 
 
 @functools.cache
 def _kernels(
     type_name: str,
     out_dtype: torch.dtype,
-    config: Q4kMmqConfig,
+    config: PackedMmqConfig,
     device: torch.device,
     *,
     in_file: bool,
@@ -144,7 +144,7 @@ def _kernels(
 
 
 @functools.cache  # every layer has the same few types
-def load_q4k_mmq(
+def load_packed_mmq(
     type_name: str,
     out_dtype: torch.dtype,
     device: torch.device,
@@ -152,7 +152,7 @@ def load_q4k_mmq(
     *,
     in_file: bool,
 ) -> None:
-    """Load what `select_q4k_mmq` may choose for a type; call it before a graph is captured."""
+    """Load what `select_packed_mmq` may choose for a type; call it before a graph is captured."""
     configs = [make_config(tokens) for tokens in fitting_tiles(type_name, limits)]
     sources = [mmq_source(type_name, out_dtype, c, in_file=in_file) for c in configs]
     rtc.fill_cache(sources, rtc.device_arch(device))
@@ -160,17 +160,17 @@ def load_q4k_mmq(
         _kernels(type_name, out_dtype, config, device, in_file=in_file)
 
 
-def image_shape(tokens: int, in_features: int, config: Q4kMmqConfig) -> tuple[int, int]:
+def image_shape(tokens: int, in_features: int, config: PackedMmqConfig) -> tuple[int, int]:
     """Of the image of so many tokens, uint8: tiles by bytes."""
     return -(-tokens // config.tokens), config.tokens * in_features // BLOCK * _TOKEN_BYTES
 
 
-def partial_shape(tokens: int, rows: int, config: Q4kMmqConfig) -> tuple[int, int, int]:
+def partial_shape(tokens: int, rows: int, config: PackedMmqConfig) -> tuple[int, int, int]:
     """Of the sums that pass through memory: splits, tokens, rows of all CTAs."""
     return config.splits, tokens, -(-rows // ROWS) * ROWS
 
 
-def launch_q4k_mmq(
+def launch_packed_mmq(
     x: Tensor,
     planes: Sequence[Tensor],
     type_name: str,
@@ -178,7 +178,7 @@ def launch_q4k_mmq(
     out: Tensor,
     partial: Tensor | None,
     tickets: Tensor,
-    config: Q4kMmqConfig,
+    config: PackedMmqConfig,
     *,
     is_dependent: bool,
 ) -> None:
@@ -192,7 +192,7 @@ def launch_q4k_mmq(
         out: (tokens, rows) float16, bfloat16 or float32, unit inner stride.
         partial: of `partial_shape`, float32, where the config splits.
         tickets: (tiles,) int32 zeros; zeros again afterwards.
-        config: from `select_q4k_mmq`.
+        config: from `select_packed_mmq`.
         is_dependent: see `rtc.launch`.
     """
     tokens, in_features = x.shape

@@ -27,9 +27,9 @@ class UnitType:
     like: str
 
 
-_OWN = ("q4k_ptx", "q4k_tokens", "q4k_units")
-_BY_32 = ("q4k_ptx", "q4k_tokens", "q4k_fields", "q4k_fetch", "q4k_units32")
-_BY_16 = ("q4k_ptx", "q4k_tokens", "q4k_fields", "q4k_fetch", "q4k_units16")
+_OWN = ("packed_ptx", "packed_tokens", "packed_units")
+_BY_32 = ("packed_ptx", "packed_tokens", "packed_fields", "packed_fetch", "packed_units32")
+_BY_16 = ("packed_ptx", "packed_tokens", "packed_fields", "packed_fetch", "packed_units16")
 UNIT_TYPES = {
     "Q4_K": UnitType(4, _OWN, 2304, 32, "Q4_K"),
     "Q6_K": UnitType(6, _OWN, 3360, 0, "Q6_K"),

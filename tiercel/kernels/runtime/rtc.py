@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,16 @@ class KernelSource:
         return "".join(map(_read_source, names))
 
 
+@functools.cache
+def source_files() -> dict[str, Traversable]:
+    """Every file of kernels/cuda/ by its name, which is unique among the families."""
+    families = (files("tiercel.kernels") / "cuda").iterdir()
+    return {entry.name: entry for family in families for entry in family.iterdir()}
+
+
 @functools.cache  # a model asks for hundreds of kernels, which share a dozen files
 def _read_source(name: str) -> str:
-    text = (files("tiercel.kernels") / "cuda" / name).read_text("utf-8")
-    return f'#line 1 "{name}"\n{text}'
+    return f'#line 1 "{name}"\n{source_files()[name].read_text("utf-8")}'
 
 
 @dataclass(frozen=True, slots=True)

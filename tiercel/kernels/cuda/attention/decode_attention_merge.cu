@@ -1,10 +1,10 @@
 // The second kernel of split attention: rows that several CTAs share become their results. Behind:
-// attention_ptx.cuh, attention_splits.cuh, split_walk.cuh. Host side: split_attention.py.
+// attention_ptx.cuh, decode_attention_splits.cuh, decode_attention_walk.cuh. Host side: decode_attention_split.py.
 //
 // With FOLDS, CTAs have added up groups of splits, and the one that has a row's first split its groups
 // (`is_held`); what is left is added here, in order. As many CTAs as have shared a tile of rows do
 // that, each for its part of rows and columns. Without, every row has all splits to add.
-// Macros: as split_attention.cu, and BATCH (splits that a warp asks for at once, whole groups), COLUMNS
+// Macros: as decode_attention_split.cu, and BATCH (splits that a warp asks for at once, whole groups), COLUMNS
 // (of a lane: 1 or 2), CTAS (an SM, for the registers: those that wait beside the kernel ahead need room).
 #define CHUNKS ((BATCH + 31) / 32)
 #define SLAB (32 * COLUMNS)  // columns of a warp
@@ -120,7 +120,7 @@ DEV void merge_slab(const Slab& slab, int low, int first, int last, F held) {
   store_columns(slab.out + lane * COLUMNS, acc);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) merge_splits(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_merge(
     const int* cu_seqlens,  // (reqs + 1,)
     const int* seq_lens,    // (reqs,)
     const float* partials,  // (tokens * heads, slots, D)

@@ -1,16 +1,16 @@
 // Attention of few new tokens per request over the paged cache: results of splits, and of rows.
-// Behind: attention_ptx.cuh, split_ptx.cuh, attention_splits.cuh, split_walk.cuh, split_sums.cuh. Host
-// side, floor: split_attention.py.
+// Behind: attention_ptx.cuh, decode_attention_ptx.cuh, decode_attention_splits.cuh, decode_attention_walk.cuh, decode_attention_sums.cuh. Host
+// side, floor: decode_attention_split.py.
 //
 // A unit of work is a split of one request, one key/value head and one tile of ROWS rows (a row is
 // a query of a head of the group). Units lie in a row by (request, head, tile of rows, split), as
 // many places long as they have tiles; each CTA takes those that begin in its equal share of all
 // places. So any mix of lengths spreads evenly, by lengths that only the device knows. Which CTA
-// computes a unit is no part of its result, nor is their order (split_walk.cuh has a second one).
+// computes a unit is no part of its result, nor is their order (decode_attention_walk.cuh has a second one).
 //
 // With FOLDS, a CTA adds up groups of splits as far as it has them from their first one on, and rows
-// as far as it has them from their first split on (split_sums.cuh). All other splits are partial
-// results of their own, for merge_splits.cu to add in the same order.
+// as far as it has them from their first split on (decode_attention_sums.cuh). All other splits are partial
+// results of their own, for decode_attention_merge.cu to add in the same order.
 //
 // Keys and values stream through a ring of STAGES tiles that runs ahead over units. Products are
 // transposed, keys and value columns as their 16 rows and queries as their 8 columns: 4 heads cost 8
@@ -29,7 +29,7 @@
 // Macros: D (head_dim: 64, 128, 256), TILE (keys: 64, 128), BLOCK_SIZE (of the cache, a multiple of
 // 64), NR (tiles of 8 rows: 1 to 4), STAGES, CTAS (an SM, for the registers), IS_BF16, FOLDS, KEPT
 // (requests whose lengths have room in shared memory), SHARED_SUMS.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_split(
     const u16* q,         // (tokens, heads, D)
     const u16* k_cache,   // (blocks, block_size, kv_heads, D)
     const u16* v_cache,   // like k_cache
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) split_attention(
     u16* out,             // (tokens * heads, D)
     i64 q_token_stride, i64 q_head_stride, i64 table_stride,  // elements
     int reqs, int kv_heads, int group, int slots, int window, float scale_log2,
-    int heads_inside) {  // of splits, see split_walk.cuh
+    int heads_inside) {  // of splits, see decode_attention_walk.cuh
   extern __shared__ __align__(1024) unsigned char memory[];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   // A constant that the compiler does not make again and again, from a slow register.

@@ -1,7 +1,7 @@
 // Where the keys of a request are cut, and how sums of splits are added; behind attention_ptx.cuh.
 //
 // Splits end at fixed positions, so that no sum depends on the batch: every FINE_KEYS up to
-// FINE_END, every MIDDLE_KEYS up to MIDDLE_END, every COARSE_KEYS beyond (split_attention.py).
+// FINE_END, every MIDDLE_KEYS up to MIDDLE_END, every COARSE_KEYS beyond (decode_attention_split.py).
 #define FINE (FINE_END / FINE_KEYS)
 #define MIDDLE (FINE + (MIDDLE_END - FINE_END) / MIDDLE_KEYS)
 #define GROUP 8  // splits whose sum is added to a row's; the first one has an index divisible by it

@@ -1,12 +1,12 @@
-// Shared memory of a CTA of split_attention.cu, and sums over splits; behind attention_splits.cuh and
-// split_walk.cuh.
+// Shared memory of a CTA of decode_attention_split.cu, and sums over splits; behind decode_attention_splits.cuh and
+// decode_attention_walk.cuh.
 //
 // Splits are added to the sum of their group, groups to the sum of their row, one at a time and in order,
 // so that bits do not depend on which CTA has what. A sum's place among partial results is that of its
 // last split. Where a CTA's share ends inside of a group of a row that it has from the first split on,
 // the row's sum, in the place of the group before, and the group's are two.
 //
-// Macros: as split_attention.cu. With SHARED_SUMS the row's sum lies in shared memory while a group's is
+// Macros: as decode_attention_split.cu. With SHARED_SUMS the row's sum lies in shared memory while a group's is
 // made, else in registers.
 #define WARPS 4
 #define KT (TILE / 64)               // times 16 keys: what a warp scores

@@ -1,4 +1,4 @@
-// A walk over the units of one CTA and their tiles (split_attention.cu).
+// A walk over the units of one CTA and their tiles (decode_attention_split.cu).
 //
 // With FOLDS, all splits of a tile of rows are one CTA's wherever lengths allow it at 1 / SLACK of a
 // share: such rows have no partial results. Without, a launch may have the heads of a split side by

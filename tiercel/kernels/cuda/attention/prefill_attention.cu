@@ -1,7 +1,7 @@
 // Prefill attention over a paged cache for Hopper (sm_90a), head_dim 128: plain causal, chunked and
 // multi-item. Token i of a request sees key k iff k <= i and (k < P or k >= its item_start); i and k
 // are indices in the sequence, P is its prefix (a plain request: its whole length). Keys below P lie
-// in pages, item keys in this step's projections. Host side: multi_item_attention.py.
+// in pages, item keys in this step's projections. Host side: prefill_attention.py.
 //
 // Persistent grid, one CTA per SM. Warpgroup 0 is the producer: one thread issues TMA boxes into a
 // ring of K and V slots, in the order K0, K1 V0, K2 V1, ... over all tiles. Warpgroups 1 and 2 own
@@ -307,7 +307,7 @@ __device__ __forceinline__ void issue(const Load& ld, const TMap* pages, const T
   advance(st);
 }
 
-extern "C" __global__ void __launch_bounds__(NTHR, 1) multi_item_attention(
+extern "C" __global__ void __launch_bounds__(NTHR, 1) prefill_attention(
     const __grid_constant__ TMap q_map,     // (tokens, heads, D), boxes of TOKENS x GROUP x 64
     const __grid_constant__ TMap k_map,     // (slots, kv_heads, D), boxes of PBOX x 1 x 64
     const __grid_constant__ TMap v_map,     // like k_map

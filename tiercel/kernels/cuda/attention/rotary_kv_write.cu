@@ -4,7 +4,7 @@
 // D / 8 lanes take a head, each of them four pairs (i, i + D / 2). Between a step's products this is
 // a chain of latencies, so what can be is read before the wait: the token's position and slot, its
 // row of the table, the weights. Positions and slots must therefore have been written before the
-// kernel ahead began. 32 registers and no shared memory let CTAs wait beside one of decode_chain.cu,
+// kernel ahead began. 32 registers and no shared memory let CTAs wait beside one of fused_layer_tail.cu,
 // whose 640 threads leave 4096 registers of an SM.
 //
 // Macros: D (head_dim: 64, 128, 256), NUM_HEADS (of queries), KV_HEADS, HAS_NORMS, IS_BF16.

@@ -1,6 +1,6 @@
-// All layers of a dense decoder for one new token, in one launch; hopper.cuh, decode_ptx.cuh,
-// decode_units.cuh, decode_exchange.cuh, decode_products.cuh and decode_attention.cuh before it.
-// Why each part is as it is: docs/notes/decode_step.md. Host side: ops/fused_decode_step.py.
+// All layers of a dense decoder for one new token, in one launch; hopper.cuh, fused_decode_step_ptx.cuh,
+// fused_decode_step_units.cuh, fused_decode_step_exchange.cuh, fused_decode_step_products.cuh and fused_decode_step_attention.cuh before it.
+// Why each part is as it is: docs/notes/fused_decode_step.md. Host side: ops/fused_decode_step.py.
 //
 // Split: 128 CTAs x 16 consumer warps. A CTA owns 32 rows of q, 8 of k, 8 of v, 32 of o and down,
 // 32 pairs of (gate, up) of each 4096; a warp takes two rows (a pair) at a time. So no CTA has more
@@ -22,7 +22,7 @@
 //
 // Macros: LAYERS, SLICES (of 4096 columns in a row of down), HAS_QK_NORM.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    decode_step(const __grid_constant__ Args g, const __grid_constant__ Caches caches) {
+    fused_decode_step(const __grid_constant__ Args g, const __grid_constant__ Caches caches) {
   SHARED_MEMORY(memory);
   const int tid = threadIdx.x, lane = tid & 31, cta = blockIdx.x;
   const int warp = __shfl_sync(~0u, tid >> 5, 0);

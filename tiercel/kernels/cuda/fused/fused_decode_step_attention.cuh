@@ -1,5 +1,5 @@
 // Attention of one token of a layer, from rows of q, k, v to records of the inputs of o, for
-// decode_step.cu; decode_products.cuh before it.
+// fused_decode_step.cu; fused_decode_step_products.cuh before it.
 
 // 64 threads bring the norms of q and k to shared memory.
 DEV void load_head_norms(const Args& g, u32 smem, int layer, int i) {

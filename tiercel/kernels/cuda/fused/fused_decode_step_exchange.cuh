@@ -1,5 +1,5 @@
-// Sizes, shared memory and the exchange of activations between CTAs, for decode_step.cu, which says
-// what they are; hopper.cuh and decode_ptx.cuh before it.
+// Sizes, shared memory and the exchange of activations between CTAs, for fused_decode_step.cu, which says
+// what they are; hopper.cuh and fused_decode_step_ptx.cuh before it.
 #define CTAS 128
 #define WARPS 16
 #define GROUP 4   // warps

@@ -1,5 +1,5 @@
-// The stream of weights, keys and values, and the products of one matrix, for decode_step.cu;
-// decode_units.cuh and decode_exchange.cuh before it.
+// The stream of weights, keys and values, and the products of one matrix, for fused_decode_step.cu;
+// fused_decode_step_units.cuh and fused_decode_step_exchange.cuh before it.
 
 // ---- the stream
 DEV int pairs_of(int kind, int group) {  // of a warp; those of QKV: q, then k (group 0) or v (1)

@@ -1,4 +1,4 @@
-// PTX forms that decode_units.cuh and decode_step.cu use; hopper.cuh before it. All that a
+// PTX forms that fused_decode_step_units.cuh and fused_decode_step.cu use; hopper.cuh before it. All that a
 // processor would do in another way is in these two headers and exchange_ptx.cuh behind them: tests/cuda_on_cpu/ has both for one.
 #define DEV __device__ __forceinline__
 #define SHARED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]

@@ -1,5 +1,5 @@
-// Products of one row's 4096 weights (a unit) with int8 activations, for decode_step.cu;
-// decode_ptx.cuh before it. Lane l of a warp owns columns 128 l .. 128 l + 127 and keeps their
+// Products of one row's 4096 weights (a unit) with int8 activations, for fused_decode_step.cu;
+// fused_decode_step_ptx.cuh before it. Lane l of a warp owns columns 128 l .. 128 l + 127 and keeps their
 // activations in registers: from shared memory they would cost four bytes of traffic for each byte
 // of weights.
 //

@@ -1,6 +1,6 @@
 // From one attention of a dense decoder to the next for m <= TOKENS tokens in one launch;
 // behind the headers of kernels/fused/fused_layer_tail.py. Why each part is as it is:
-// docs/notes/decode_chain.md. Host side: ops/fused_layer_tail.py.
+// docs/notes/fused_layer_tail.md. Host side: ops/fused_layer_tail.py.
 //
 // Split: CTAS in clusters of two. Groups of 32 columns of x (rows of o and down), groups of 32
 // columns of down's input (rows of gate and up) and tiles of q, k, v are dealt over the CTAs in
@@ -28,7 +28,7 @@
 // SIX_* (matrices of Q6_K), ANY_SIX, STAGES (units of a warp in flight), XSLOTS (columns of
 // x in shared memory), BUFFERS (of sums).
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
-    decode_chain(const __grid_constant__ Args g) {
+    fused_layer_tail(const __grid_constant__ Args g) {
   SHARED_MEMORY(memory);
   const int tid = threadIdx.x, lane = tid & 31, rank = blockIdx.x & 1;
   const int warp = __shfl_sync(~0u, tid >> 5, 0);

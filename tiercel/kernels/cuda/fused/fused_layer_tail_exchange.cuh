@@ -1,5 +1,5 @@
-// The warps that bring activations, and those that add up and publish, for decode_chain.cu;
-// chain_products.cuh before it.
+// The warps that bring activations, and those that add up and publish, for fused_layer_tail.cu;
+// fused_layer_tail_products.cuh before it.
 
 // ---- the warp that brings activations: a lane a slot, whose columns it knows in their order
 DEV void bring(const Args& g, u8* memory, u32 smem, int rank, int lane) {

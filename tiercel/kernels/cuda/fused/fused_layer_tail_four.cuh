@@ -1,4 +1,4 @@
-// Units of Q4_K for decode_chain.cu: q4k_units.cuh comes behind it, into namespace q4. Macro:
+// Units of Q4_K for fused_layer_tail.cu: packed_units.cuh comes behind it, into namespace q4. Macro:
 // TOKENS, a multiple of 8.
 //
 // Activations of a unit's 256 columns ("column", COLUMN bytes) lie in one order for both types:

@@ -1,5 +1,5 @@
-// Sizes, shared memory and the warps that multiply, for decode_chain.cu, which says what they are;
-// chain_six.cuh and q4k_units.cuh before it, which left namespace q6 open.
+// Sizes, shared memory and the warps that multiply, for fused_layer_tail.cu, which says what they are;
+// fused_layer_tail_six.cuh and packed_units.cuh before it, which left namespace q6 open.
 }  // namespace q6
 #define WARPS 16              // that multiply
 #define FETCHER WARPS         // the warp that brings activations

@@ -1,4 +1,4 @@
-// PTX forms that decode_chain.cu uses besides those of q4k_ptx.cuh and, behind it,
+// PTX forms that fused_layer_tail.cu uses besides those of packed_ptx.cuh and, behind it,
 // exchange_ptx.cuh: barriers and memory of a cluster of two CTAs, counters of CTAs.
 // tests/cuda_on_cpu/chain_device.hpp stands for it where there is no GPU.
 

@@ -1,5 +1,5 @@
 }  // namespace q4
-// Units of Q6_K for decode_chain.cu: q4k_units.cuh comes again behind it, into namespace q6.
+// Units of Q6_K for fused_layer_tail.cu: packed_units.cuh comes again behind it, into namespace q6.
 #undef QTYPE
 #undef FILE_BYTES
 #define QTYPE 6

@@ -1,4 +1,4 @@
-// A lane's bytes of eight columns and what they mean, for q4k_dequantize.cu; behind q4k_fields.cuh.
+// A lane's bytes of eight columns and what they mean, for packed_dequantize.cu; behind packed_fields.cuh.
 // Macros: QTYPE, IN_FILE.
 //
 // Bytes are fetched in pairs, wherever a layout has them: lanes of a warp share what they read.

@@ -1,9 +1,9 @@
 // Quantised weights to a plain matrix, every operation rounded as in ops/dequantize_torch.py:
-// bit-exact with it; q4k_ptx.cuh before it. Macros: QTYPE (4: Q4_K, 6: Q6_K, others: q4k_decode.cuh
+// bit-exact with it; packed_ptx.cuh before it. Macros: QTYPE (4: Q4_K, 6: Q6_K, others: packed_decode.cuh
 // before it), IN_FILE (layout), OUT (0 fp16, 1 bf16, 2 float32).
 //
 // A warp decodes 256 columns of four rows of a tile; lane l takes the columns 8 l .. 8 l + 7, so a
-// warp's store is one run of memory. Where their bytes lie: quant.py and q4k_units.cuh.
+// warp's store is one run of memory. Where their bytes lie: quant.py and packed_units.cuh.
 #define WARPS 4
 #define ROWS 4  // of a warp: their loads overlap
 
@@ -92,7 +92,7 @@ DEV void decode(float (&v)[8], const Bytes& b, int lane) {
 #define GROUP_COLUMNS 256
 #define GROUP_FILE_BYTES (QTYPE == 4 ? 144 : 210)
 #endif
-extern "C" __global__ void __launch_bounds__(32 * WARPS) q4k_dequantize(
+extern "C" __global__ void __launch_bounds__(32 * WARPS) packed_dequantize(
     Planes planes,  // of W
     void* out,      // (rows, columns) contiguous
     i64 row_bytes,  // from row to row, FILE

@@ -1,5 +1,5 @@
-// How a unit of the types of q4k_fields.cuh reaches shared memory, from either layout; behind that.
-// Macros besides its own: IN_FILE (layout), TAIL (see q4k_matvec.cu), SLOT (bytes of a unit).
+// How a unit of the types of packed_fields.cuh reaches shared memory, from either layout; behind that.
+// Macros besides its own: IN_FILE (layout), TAIL (see packed_matvec.cu), SLOT (bytes of a unit).
 //
 // A unit is 16 rows x 256 columns: a block of each row, or two groups of four blocks of 32 columns.
 // The second group of a row's last unit may be missing (TAIL 1..4): it is zeros in the slot. In the

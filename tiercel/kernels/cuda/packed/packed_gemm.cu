@@ -1,11 +1,11 @@
 // y = x W^T for some dozens of tokens and a K-quantised W: weights are decoded to fp16 in registers
-// and multiplied by wgmma, 64 rows x TOKENS x 16 columns each; q4k_gemm_ptx.cuh before it. Macros
+// and multiplied by wgmma, 64 rows x TOKENS x 16 columns each; packed_gemm_ptx.cuh before it. Macros
 // besides its own: QTYPE (4: Q4_K, 6: Q6_K), TOKENS (32, 64, 96 or 128), WGS (warpgroups of 64 rows in a
 // CTA), STAGES (units in flight), SPLITS (CTAs of a cluster that share a row's sum), OUT (0 fp16,
 // 1 bf16, 2 float32).
 //
 // A producer warp copies, for each unit of 256 columns, the planes of its rows' tiles (quant.py) and
-// the image of the tokens (q4k_image.cu) into a ring. Warp w of the consumers owns tile w: what
+// the image of the tokens (packed_image.cu) into a ring. Warp w of the consumers owns tile w: what
 // quant.py draws for m16n8k16 is also the fragment of a warp in wgmma. A weight is
 //   16 w = (16 d * scale) * q - 16 dmin * min   (Q4_K),   (16 d * scale) * (q - 32)   (Q6_K)
 // with the factors rounded to fp16 and one rounding after: 16 keeps the factors of real files out of
@@ -211,7 +211,7 @@ DEV void consume(float (&sum)[TOKENS / 2], int count, u32 ring, u32 full, int wa
 }
 
 extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(128 * WGS + 32, 1)
-    q4k_gemm(Planes planes,    // of W
+    packed_gemm(Planes planes,    // of W
              const u8* image,  // of the tokens
              void* out,        // (m, >= rows), out_stride elements from row to row
              int rows, int blocks, int m, int out_stride) {

@@ -1,4 +1,4 @@
-// PTX forms that q4k_gemm.cu uses besides those of hopper.cuh, which comes before it. Macro: TOKENS.
+// PTX forms that packed_gemm.cu uses besides those of hopper.cuh, which comes before it. Macro: TOKENS.
 // tests/cuda_on_cpu/products_device.hpp stands for both where there is no GPU.
 #define DEV __device__ __forceinline__
 #define SHARED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]

@@ -1,5 +1,5 @@
 // y = x W^T for m <= TOKENS tokens and a quantised W, at the speed of reading W; a header of units
-// (q4k_units*.cuh) before it. Macros besides its own: TAIL (of a row's last unit the groups of 32
+// (packed_units*.cuh) before it. Macros besides its own: TAIL (of a row's last unit the groups of 32
 // columns that it has, 0 for all 8), SLOT (bytes of a unit), PARTS (warps that share a tile of 16
 // rows: 8, or 4 where a row has no more units), GROUPS (tiles at a time in a CTA), STAGES (units of
 // a warp in flight), EARLY (of them, before x is asked for), BUFFERS (of sums), OUT (0 fp16, 1 bf16,
@@ -32,7 +32,7 @@ DEV void store(void* out, i64 at, float y) {
 DEV void group_sync(int group) { bar_sync(group + 1, 32 * PARTS); }
 DEV void part_sync(int part) { bar_sync(GROUPS + 1 + part, 32 * GROUPS); }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) packed_matvec(
     Planes planes,    // of W
     const uint4* x,   // (m, blocks * 256) fp16
     void* out,        // (m, >= rows), out_stride elements from row to row
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
   // Neighbours take groups of a unit, then tokens, which lie in different banks.
   const int pieces = TOKENS * of_tile * 8;
   // With many tokens CTAs begin at different pieces: all want the same few lines of the L2 at once
-  // (16 tokens 0.4 us faster; one token 0.2 slower, docs/notes/q4k.md).
+  // (16 tokens 0.4 us faster; one token 0.2 slower, docs/notes/packed_products.md).
   const int turn = NT > 1 ? (int)((i64)pieces * blockIdx.x / gridDim.x) & ~31 : 0;
   uint4 v[4];
   int b, n;  // unit of the row and token of a piece
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) q4k_matvec(
           __syncwarp();
           fetch_next();
         });
-#else  // 24576 x 4096 (Q4_K), one token: 1 us faster than the above (docs/notes/q4k.md)
+#else  // 24576 x 4096 (Q4_K), one token: 1 us faster than the above (docs/notes/packed_products.md)
         multiply(sum, ring + slot * SLOT, tokens, lane, [] {});
         __syncwarp();
         fetch_next();

@@ -1,4 +1,4 @@
-// y = x W^T with x of 8 bits and a K-quantised W, by products of integers; q4k_ptx.cuh before it.
+// y = x W^T with x of 8 bits and a K-quantised W, by products of integers; packed_ptx.cuh before it.
 // Macros besides its own: QTYPE (4: Q4_K, 6: Q6_K), IN_FILE (layout of W), TOKENS (of a CTA: 32, 64
 // or 128), CTAS (of an SM, for the registers), STAGES (units in the ring: 2 or more), OUT (0 fp16,
 // 1 bf16, 2 float32).
@@ -305,7 +305,7 @@ DEV void store(void* out, i64 at, float y) {
 }
 
 // Grid: tiles of tokens, of rows, parts of a row's sum.
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS) q4k_mmq(
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) packed_mmq(
     Planes planes,    // of W
     const u8* image,  // of x, (tiles of tokens, blocks, X_BYTES)
     void* out,        // (m, >= rows), out_stride elements from row to row

@@ -1,10 +1,10 @@
-// Tokens to 8 bits for q4k_mmq.cu, which draws their image; q4k_ptx.cuh before it. Macro: TOKENS
+// Tokens to 8 bits for packed_mmq.cu, which draws their image; packed_ptx.cuh before it. Macro: TOKENS
 // (of a tile).
 //
 // A thread takes 64 columns of a token, two groups of 32: x = d * q with |q| <= 127 and d of 22
 // bits, so that 1.5 * 2^23 * d is exact; and d * sum(q) / 32 as two fp16, value and rest.
-extern "C" __global__ void q4k_mmq_quantise(const uint4* x,  // (m, blocks * 256) fp16
-                                            u8* image,       // see q4k_mmq.cu
+extern "C" __global__ void packed_mmq_quantise(const uint4* x,  // (m, blocks * 256) fp16
+                                            u8* image,       // see packed_mmq.cu
                                             int m, int blocks) {
   launch_next();
   wait_for_inputs();

@@ -1,4 +1,4 @@
-// Activations in shared memory, as the units of q4k_units*.cuh take them; q4k_ptx.cuh before it.
+// Activations in shared memory, as the units of packed_units*.cuh take them; packed_ptx.cuh before it.
 // Macros: TOKENS (room for so many), MEANS (bytes of means of a unit and token: 0, 32 or 64).
 //
 // Of a unit of 256 columns, lane 4 g + t takes 8 pieces of 8 columns in fragment order from token

@@ -1,5 +1,5 @@
 // Units of K-quants for tensor cores: 16 rows x 256 columns of weights to fragments of
-// mma.m16n8k16; q4k_ptx.cuh and q4k_tokens.cuh before it. Macros: QTYPE (4: Q4_K, 6: Q6_K), NT
+// mma.m16n8k16; packed_ptx.cuh and packed_tokens.cuh before it. Macros: QTYPE (4: Q4_K, 6: Q6_K), NT
 // (tiles of 8 tokens), IN_FILE (layout of the weights).
 //
 // Lane = 4 g + t of a warp holds rows g and g + 8, as the product wants it. Which columns a lane

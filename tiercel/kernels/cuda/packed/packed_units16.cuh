@@ -1,7 +1,7 @@
-// Units of Q2_K and Q3_K, whose scales hold for 16 columns; behind q4k_fetch.cuh. Macros: QTYPE (2,
+// Units of Q2_K and Q3_K, whose scales hold for 16 columns; behind packed_fetch.cuh. Macros: QTYPE (2,
 // 3), NT.
 //
-// Columns of a lane as of Q6_K in q4k_units.cuh: with h = t / 2, e = t % 2 the weights
+// Columns of a lane as of Q6_K in packed_units.cuh: with h = t / 2, e = t % 2 the weights
 // 128 h + 32 i + 16 e + l, i < 4, l < 16. Their two low bits are bits 2 i and up of
 // qs[32 h + 16 e + l], the third of Q3_K is bit 4 h + i of hmask[16 e + l]. Integers stay where
 // they lie in a byte, so scales are divided by 4^i. Operands are exact: |scale * q| <= 45 (Q2_K),
@@ -78,7 +78,7 @@ DEV uint4 load_mask(u32 slot, int row, int t) {
   return make_uint4(v.x >> shift, v.y >> shift, v.z >> shift, v.w >> shift);
 #endif
 }
-// sum[nt] += weights x tokens, in units of 2^-24; loaded as in q4k_units.cuh.
+// sum[nt] += weights x tokens, in units of 2^-24; loaded as in packed_units.cuh.
 template <class Loaded>
 DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane, Loaded loaded) {
   const int g = lane >> 2, t = lane & 3;
