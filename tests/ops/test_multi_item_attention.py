@@ -11,7 +11,7 @@ from tiercel.errors import ArgumentError
 from tiercel.ops.prefill_attention import multi_item_attention
 from tiercel.reference.prefill_attention import make_mask
 
-FILE = Path(__file__).parents[1] / "data/prefill_attention_cases.npz"
+FILE = Path(__file__).parents[1] / "data/multi_item_cases.npz"
 BLOCK = 16
 # Relative, of whole results: sums of up to 200 float32 products; one rounding of 16-bit weights
 # and of the result.

@@ -16,8 +16,8 @@ from tiercel.errors import EngineDeadError, InternalError
 from tiercel.params import Limits, SamplingParams
 from tiercel.request.request import TokenUpdate
 from tiercel.serve.api import respond
+from tiercel.serve.generation import pieces as module
 from tiercel.serve.generation.generation import Generation, GenerationRequest
-from tiercel.serve.generation.generation import pieces as module
 from tiercel.serve.lifecycle.model_watch import make_model
 
 pytestmark = pytest.mark.reliability
@@ -412,7 +412,7 @@ def test_a_client_that_leaves_is_noticed(is_stream, when):
 
 def test_a_client_that_leaves_while_its_prompt_is_rendered(monkeypatch):
     """The template may take seconds; nothing is submitted for nobody."""
-    from tiercel.serve.generation.generation import prompts
+    from tiercel.serve.generation import prompts
 
     original = prompts.encode_chat
 

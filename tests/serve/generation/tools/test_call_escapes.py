@@ -8,10 +8,10 @@ import json
 import random
 
 import pytest
-from tiercel.serve.generation.generation.tools.parsers import gemma, pythonic
 
 from tests.serve.generation.tools.call_writers import TOOLS, WRITERS, Tool
 from tests.serve.generation.tools.test_tools import content, read, use_of, values
+from tiercel.serve.generation.tools.parsers import gemma, pythonic
 from tiercel.serve.generation.tools.tools import FORMATS
 
 SCRAPS = [
