@@ -144,8 +144,14 @@ def test_launch_parameters_cover_the_row():
         assert last <= num_warps  # longer rows never get fewer warps
         last = num_warps
     assert kernel.select_rms_norm(kernel.MAX_HIDDEN)[0] == kernel.MAX_HIDDEN
+
+
+def test_a_row_that_does_not_fit_a_block_is_refused_before_the_launch(device, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    hidden = kernel.MAX_HIDDEN + 1
+    x, weight = torch.randn(1, hidden, device=device), torch.randn(hidden, device=device)
     with pytest.raises(ArgumentError, match="a row of 16385 does not fit"):
-        kernel.select_rms_norm(kernel.MAX_HIDDEN + 1)
+        rms_norm(x, weight, EPS)
 
 
 def test_op_names_the_bad_argument(device):

@@ -146,7 +146,9 @@ class FusedDecodeStepBuilder:
         """
         self.masks = tuple(masks)
         self.slices = slices
-        self.stream, self.starts = fused_decode_step_stream.make_stream(masks, slices, device)
+        num_bytes, self.starts = fused_decode_step_stream.stream_layout(masks, slices)
+        shape = (fused_decode_step_stream.CTAS, num_bytes)
+        self.stream = torch.empty(shape, dtype=torch.uint8, device=device)
 
     def add(self, layer: int, matrices: Mapping[str, Sequence[QuantTensor]]) -> None:
         """Write a layer.

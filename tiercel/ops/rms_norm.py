@@ -34,7 +34,8 @@ def rms_norm(
         The shape of x, contiguous. Sums are float32, rounded once.
 
     Raises:
-        ArgumentError: the shapes disagree, a weight is not float32, or the inner stride is not 1.
+        ArgumentError: the shapes disagree, a weight is not float32, the inner stride is not 1, or a
+            row on a GPU has more than 16384 elements.
 
     Source: "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
@@ -56,14 +57,30 @@ def rms_norm(
             hint="Pass a contiguous one of the same shape.",
         )
     if x.is_cuda:
-        from tiercel.kernels.fused.rms_norm import launch_rms_norm
-
-        out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
-        launch_rms_norm(x, weight, out, eps, update, update_weight)
-        return out
+        return _norm_on_gpu(x, weight, eps, out_dtype or x.dtype, update, update_weight)
     if update is not None:
         x.add_(update if update_weight is None else _norm(update, update_weight, eps))
     return _norm(x, weight, eps).to(out_dtype or x.dtype)
+
+
+def _norm_on_gpu(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out_dtype: torch.dtype,
+    update: Tensor | None,
+    update_weight: Tensor | None,
+) -> Tensor:
+    from tiercel.kernels.fused.rms_norm import MAX_HIDDEN, launch_rms_norm
+
+    if x.shape[1] > MAX_HIDDEN:
+        raise ArgumentError(
+            f"rms_norm: a row of {x.shape[1]} does not fit one block.",
+            hint=f"The limit is {MAX_HIDDEN}.",
+        )
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    launch_rms_norm(x, weight, out, eps, update, update_weight)
+    return out
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

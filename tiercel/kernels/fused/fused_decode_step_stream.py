@@ -128,13 +128,10 @@ def unpack_matrix(name: str, packed: Tensor) -> Tensor:
     return _join(parts)
 
 
-def make_stream(
-    masks: Sequence[int], slices: int, device: torch.device
-) -> tuple[Tensor, tuple[int, ...]]:
-    """Room for the weights of all layers: (CTAS, bytes) uint8, and where each group begins."""
+def stream_layout(masks: Sequence[int], slices: int) -> tuple[int, tuple[int, ...]]:
+    """Bytes of a CTA's weights of all layers, and where each group begins among them."""
     sizes = [sum(layer_bytes(mask, slices, g) for mask in masks) for g in range(GROUPS)]
-    starts = tuple(sum(sizes[:g]) for g in range(GROUPS))
-    return torch.empty((CTAS, sum(sizes)), dtype=torch.uint8, device=device), starts
+    return sum(sizes), tuple(sum(sizes[:g]) for g in range(GROUPS))
 
 
 def matrix_places(

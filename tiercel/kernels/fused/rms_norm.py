@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tiercel.errors import ArgumentError
 from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
 
 MAX_HIDDEN = 16384  # one row in the registers of 16 warps
@@ -18,13 +17,13 @@ _WARPS_BY_HIDDEN = ((1024, 4), (8192, 8), (MAX_HIDDEN, 16))
 
 
 def select_rms_norm(hidden: int) -> tuple[int, int]:
-    """Columns of a program, a power of two, and its warps. Pure: readable by a test."""
-    for limit, num_warps in _WARPS_BY_HIDDEN:
-        if hidden <= limit:
-            return triton.next_power_of_2(hidden), num_warps
-    raise ArgumentError(
-        f"rms_norm: a row of {hidden} does not fit one block.", hint=f"The limit is {MAX_HIDDEN}."
-    )
+    """Columns of a program, a power of two, and its warps. Pure: readable by a test.
+
+    Args:
+        hidden: elements of a row, at most MAX_HIDDEN.
+    """
+    num_warps = next(warps for limit, warps in _WARPS_BY_HIDDEN if hidden <= limit)
+    return triton.next_power_of_2(hidden), num_warps
 
 
 @triton.jit
