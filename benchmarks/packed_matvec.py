@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
-from tiercel.kernels.packed.linear import launch_linear
 from tiercel.loader.verify import SCALE_FIELDS
 from tiercel.ops.dequantize import dequantize
+from tiercel.ops.linear_torch import dense_matmul
 from tiercel.ops.packed_matvec import PackedWeight, packed_matvec, prepare_packed
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
@@ -89,7 +89,7 @@ def make_case(
         tolerance=5e-4,
         num_bytes=weight_bytes + tokens * (2 * shape[1] + out_dtype.itemsize * shape[0]),
         flops=2 * tokens * shape[0] * shape[1],
-        peer=(lambda inputs: launch_linear(inputs.x, inputs.dense, inputs.out))
+        peer=(lambda inputs: dense_matmul(inputs.x, inputs.dense, inputs.out))
         if has_peer
         else None,
         peer_name="cuBLAS, dense float16 weights" if has_peer else "",

@@ -25,8 +25,8 @@ from benchmarks.common import environment
 from benchmarks.figures import save
 from benchmarks.op_timing import measure_ceilings, time_inputs
 from benchmarks.packed_matvec import MATRICES, random_part
-from tiercel.kernels.packed.linear import launch_linear
 from tiercel.ops.dequantize import dequantize
+from tiercel.ops.linear_torch import dense_matmul
 from tiercel.ops.packed_gemm import load_packed_gemm, packed_gemm
 from tiercel.ops.packed_matvec import MAX_TOKENS, PackedWeight, packed_matvec, prepare_packed
 from tiercel.ops.packed_mmq import load_packed_mmq, packed_mmq
@@ -58,7 +58,7 @@ def reader(inputs: Inputs) -> None:
 
 
 def decoded(inputs: Inputs) -> None:
-    launch_linear(inputs.x, dequantize(inputs.weight.tensor, torch.float16), inputs.out)
+    dense_matmul(inputs.x, dequantize(inputs.weight.tensor, torch.float16), inputs.out)
 
 
 def sliced(inputs: Inputs) -> None:
@@ -71,14 +71,14 @@ def sliced(inputs: Inputs) -> None:
         planes = {name: plane[tiles] for name, plane in tensor.planes.items()}
         shape = (last - first, tensor.shape[1])
         piece = QuantTensor(tensor.qtype, tensor.layout, shape, planes)
-        launch_linear(inputs.x, dequantize(piece, torch.float16), inputs.out[:, first:last])
+        dense_matmul(inputs.x, dequantize(piece, torch.float16), inputs.out[:, first:last])
 
 
 WAYS: dict[str, Callable[[Inputs], object]] = {
     "reader": reader,
     "fused": lambda inputs: packed_gemm(inputs.x, inputs.weight, out=inputs.out),
     "mmq": lambda inputs: packed_mmq(inputs.x, inputs.weight, out=inputs.out),
-    "copy": lambda inputs: launch_linear(inputs.x, inputs.dense, inputs.out),
+    "copy": lambda inputs: dense_matmul(inputs.x, inputs.dense, inputs.out),
     "decoded": decoded,
     "sliced": sliced,
 }

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from tiercel.env import has_fused_gemm, has_prefill_gemm, has_prefill_mmq, has_q4k_soa
 from tiercel.errors import ArgumentError
-from tiercel.kernels.packed.linear import launch_linear
 from tiercel.kernels.runtime.rtc import has_dependent_launch
-from tiercel.ops import linear_torch as linear_torch
+from tiercel.ops import linear_torch
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear_torch import Int4Planes
 from tiercel.ops.packed_gemm import TYPES as FUSED_TYPES
@@ -325,7 +324,7 @@ def _multiply_dense(
 ) -> Tensor:
     """X @ weight^T of dense weights on a GPU, in `out` if that is given."""
     out = _empty(x, weight.shape[0], out_dtype) if out is None else out
-    launch_linear(x, weight, out)
+    linear_torch.dense_matmul(x, weight, out)
     return out
 
 

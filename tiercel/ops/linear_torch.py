@@ -1,4 +1,6 @@
-"""Weights as 4-bit planes for PyTorch's weight-only matmul on a CPU.
+"""Products by PyTorch: by cuBLAS on a GPU, and on a CPU weights as 4-bit planes.
+
+The planes are those of PyTorch's weight-only matmul.
 
 That operator holds w = (q - 8) * scale + zero with q of 4 bits and one scale and zero per 32
 inputs, the group of every type here: so 4-bit types are one plane, exactly. A 5- or 8-bit type is
@@ -139,6 +141,20 @@ def _plane_codes(name: str, data: Tensor) -> _Codes:
         torch.cat((torch.zeros_like(low_zero), low_zero), dim=1),
         4,
     )
+
+
+def dense_matmul(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write x @ weight^T by cuBLAS, on a resident 16-bit or 32-bit copy of the weights.
+
+    Args:
+        x: (rows, in).
+        weight: (out, in), dtype of x.
+        out: (rows, out), dtype of x, or float32: then nothing is rounded after the accumulation.
+    """
+    if out.dtype == x.dtype:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
 
 
 def int4_matmul(x: Tensor, planes: Int4Planes) -> Tensor:
