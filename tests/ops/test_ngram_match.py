@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ from tests.ngram_batches import (
     pack_batches,
 )
 from tiercel.errors import ArgumentError
-from tiercel.kernels.speculation.ngram_launch import ngram_source, select_ngram
-from tiercel.ops.ngram_match import make_ngram_workspace
+from tiercel.kernels.speculation.ngram_launch import NgramConfig, ngram_source, select_ngram
+from tiercel.ops.ngram_match import check_ngram_tiles, make_ngram_workspace
 from tiercel.reference import ngram_match as oracle
 
 CASES = list(load_cases(Path(__file__).parents[1] / "data" / "ngram_cases.npz"))
@@ -462,3 +463,13 @@ def test_large_batches(op, rows, length, dtype, device):
     assert bool((tensors["seq_lens_this_time"] == 5).all())
     expected = torch.tensor([4, 5, 6, 7], device=device)
     assert bool((tensors["draft_tokens"][:, 1:5] == expected).all())
+
+
+def test_more_tiles_than_can_be_counted_are_refused():
+    wide = torch.empty((2**20, 2**23), dtype=torch.int64, device="meta")
+    batch = SimpleNamespace(prompt=wide, generated=wide)
+    config = NgramConfig(512, 4, 2, 12, is_pruning=True)
+    with pytest.raises(ArgumentError, match="1048576 rows of 2049 tiles are too many"):
+        check_ngram_tiles("ngram_match", batch, config)
+    batch = SimpleNamespace(prompt=wide[: 2**19], generated=wide[: 2**19])
+    check_ngram_tiles("ngram_match", batch, config)

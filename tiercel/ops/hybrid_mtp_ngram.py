@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tiercel.kernels.speculation.ngram_search import NgramBatch, NgramLimits, draft_torch
+from tiercel.kernels.speculation.ngram_batch import NgramBatch, NgramLimits
 from tiercel.ops.ngram_match import (
     check_ngram_numbers,
     check_ngram_tensors,
+    check_ngram_tiles,
     ngram_workspace,
     resolve_threshold,
 )
+from tiercel.ops.ngram_match_torch import draft_torch
 
 THRESHOLD_VARIABLE, THRESHOLD = "SPEC_TOKENUM_THRESHOLD", 1024
 
@@ -99,10 +101,15 @@ def _draft(
     if not batch.prompt.is_cuda:
         draft_torch(batch, limits, int(threshold))
         return
-    from tiercel.kernels.speculation.hybrid_mtp_ngram import launch_hybrid_mtp_ngram
+    from tiercel.kernels.speculation.hybrid_mtp_ngram import (
+        launch_hybrid_mtp_ngram,
+        select_hybrid_mtp_ngram,
+    )
 
     workspace = ngram_workspace("hybrid_mtp_ngram", workspace, batch.prompt)
-    launch_hybrid_mtp_ngram(batch, limits, threshold, workspace)
+    config = select_hybrid_mtp_ngram(batch)
+    check_ngram_tiles("hybrid_mtp_ngram", batch, config)
+    launch_hybrid_mtp_ngram(batch, limits, threshold, workspace, config)
 
 
 def _make_batch(op: str, tensors: dict[str, Tensor], max_draft_tokens: int) -> NgramBatch:

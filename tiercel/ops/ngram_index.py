@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels.speculation.ngram_search import NgramBatch, NgramLimits, draft_torch
+from tiercel.kernels.speculation.ngram_batch import NgramBatch, NgramLimits
 from tiercel.ops.ngram_match import (
     THRESHOLD,
     THRESHOLD_VARIABLE,
@@ -23,6 +23,7 @@ from tiercel.ops.ngram_match import (
     ngram_workspace,
     resolve_threshold,
 )
+from tiercel.ops.ngram_match_torch import draft_torch
 
 _EMPTY_SLOT = 0x7FFFFFFF
 MAX_TOKENS = 2**23 - 1  # of a row: 8 of a slot's bits tell windows apart

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from tiercel.env import read_integer
 from tiercel.errors import ArgumentError
-from tiercel.kernels.speculation.ngram_search import NgramBatch, NgramLimits, draft_torch
+from tiercel.kernels.speculation.ngram_batch import NgramBatch, NgramLimits
+from tiercel.kernels.speculation.ngram_launch import MAX_ITEMS, NgramConfig, num_tiles
+from tiercel.ops.ngram_match_torch import draft_torch
 
 MAX_NGRAM_SIZE = 64  # tokens of a window that the kernel holds
 THRESHOLD_VARIABLE, THRESHOLD = "INFER_WITH_REFERENCE_TOKENUM_THRESHOLD", 128
@@ -104,10 +106,12 @@ def _draft(
     if not batch.prompt.is_cuda:
         draft_torch(batch, limits, int(threshold))
         return
-    from tiercel.kernels.speculation.ngram_match import launch_ngram_match
+    from tiercel.kernels.speculation.ngram_match import launch_ngram_match, select_ngram_match
 
     workspace = ngram_workspace("ngram_match", workspace, batch.prompt)
-    launch_ngram_match(batch, limits, threshold, workspace)
+    config = select_ngram_match(batch)
+    check_ngram_tiles("ngram_match", batch, config)
+    launch_ngram_match(batch, limits, threshold, workspace, config)
 
 
 def make_match_batch(op: str, tensors: dict[str, Tensor], max_draft_tokens: int) -> NgramBatch:
@@ -202,6 +206,20 @@ def check_ngram_tensors(op: str, tensors: dict[str, Tensor], max_draft_tokens: i
         raise ArgumentError(
             f"{op}: draft_tokens has {drafts.shape[1]} columns for {max_draft_tokens} drafts.",
             hint=f"Pass {1 + max_draft_tokens} or more: slot 0 holds the last token.",
+        )
+
+
+def check_ngram_tiles(op: str, batch: NgramBatch, config: NgramConfig) -> None:
+    """Check that a launch can count its tiles.
+
+    Raises:
+        ArgumentError: it cannot.
+    """
+    rows, tiles = batch.prompt.shape[0], num_tiles(batch, config)
+    if rows * tiles > MAX_ITEMS:
+        raise ArgumentError(
+            f"{op}: {rows} rows of {tiles} tiles are too many.",
+            hint="Pass fewer rows or shorter ones.",
         )
 
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tiercel.kernels.speculation.ngram_launch import launch_ngram, select_ngram
-from tiercel.kernels.speculation.ngram_search import NgramBatch, NgramLimits
+from tiercel.kernels.speculation.ngram_batch import NgramBatch, NgramLimits
+from tiercel.kernels.speculation.ngram_launch import NgramConfig, launch_ngram, select_ngram
 
 
 def launch_hybrid_mtp_ngram(
-    batch: NgramBatch, limits: NgramLimits, threshold: int | Tensor, workspace: Tensor
+    batch: NgramBatch,
+    limits: NgramLimits,
+    threshold: int | Tensor,
+    workspace: Tensor,
+    config: NgramConfig,
 ) -> None:
     """Enqueue on the current stream; the op has checked and allocated."""
-    rows, room = batch.prompt.shape
-    config = select_ngram(rows, room, batch.prompt.element_size(), is_private=False)
     launch_ngram("hybrid_mtp_ngram", batch, limits, threshold, workspace, config)
+
+
+def select_hybrid_mtp_ngram(batch: NgramBatch) -> NgramConfig:
+    """Choose the launch."""
+    rows, room = batch.prompt.shape
+    return select_ngram(rows, room, batch.prompt.element_size(), is_private=False)

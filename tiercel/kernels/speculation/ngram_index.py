@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels.runtime import rtc
+from tiercel.kernels.speculation.ngram_batch import NgramBatch, NgramLimits
 from tiercel.kernels.speculation.ngram_launch import NgramConfig, make_args, ngram_source
-from tiercel.kernels.speculation.ngram_search import NgramBatch, NgramLimits
 
 EMPTY_SLOT = 0x7FFFFFFF
 _SIZES = (4, 64)  # largest windows of a kernel: in registers alone, and any

@@ -15,9 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tiercel.errors import ArgumentError
 from tiercel.kernels.runtime import rtc
-from tiercel.kernels.speculation.ngram_search import NgramBatch, NgramLimits
+from tiercel.kernels.speculation.ngram_batch import NgramBatch, NgramLimits
 
 NgramOp = Literal["ngram_match", "hybrid_mtp_ngram", "ngram_index"]
 # Bytes of all texts up to -> log2 of a tile, whether the row table is read first. Between 1 MiB and
@@ -29,7 +28,7 @@ _TILES = (
     (24 << 20, 11, True),
     (math.inf, 12, True),
 )
-_MAX_ITEMS = 2**31 - 1  # tiles of all rows are counted in int32
+MAX_ITEMS = 2**31 - 1  # tiles of all rows are counted in int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +120,13 @@ class _Args(ctypes.Structure):
     )
 
 
+def num_tiles(batch: NgramBatch, config: NgramConfig) -> int:
+    """Tiles of a row at most; those of all rows must not be more than `MAX_ITEMS`."""
+    lanes = 16 // batch.prompt.element_size()
+    rooms = (batch.prompt.shape[1], batch.generated.shape[1])
+    return -(-sum(room // lanes + 2 for room in rooms) >> config.log2_tile)
+
+
 def make_args(
     batch: NgramBatch,
     limits: NgramLimits,
@@ -129,12 +135,10 @@ def make_args(
     config: NgramConfig,
 ) -> _Args:
     """The kernel's only argument."""
-    rooms = (batch.prompt.shape[1], batch.generated.shape[1])
 
     def place(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
-    lanes = 16 // batch.prompt.element_size()
     on_device = threshold if isinstance(threshold, Tensor) else None
     return _Args(
         place(batch.prompt),
@@ -154,7 +158,8 @@ def make_args(
         batch.generated.stride(0),
         batch.drafts.stride(0),
         batch.prompt.shape[0],
-        *rooms,
+        batch.prompt.shape[1],
+        batch.generated.shape[1],
         batch.drafts.shape[1],
         limits.max_ngram_size,
         limits.min_ngram_size,
@@ -162,7 +167,7 @@ def make_args(
         limits.query_shift,
         0 if isinstance(threshold, Tensor) else threshold,
         config.log2_tile,
-        -(-sum(room // lanes + 2 for room in rooms) >> config.log2_tile),
+        num_tiles(batch, config),
         config.is_pruning,
     )
 
@@ -179,24 +184,16 @@ def launch_ngram(
 
     Args:
         op: which rule.
-        batch: at least one row.
+        batch: at least one row, at most `MAX_ITEMS` tiles.
         limits: of the op.
         threshold: the budget, or a device int32 that holds it.
         workspace: (1 + rows,) int64: 0, then -1; the kernel leaves it so.
         config: from `select_ngram`.
-
-    Raises:
-        ArgumentError: more tiles than can be counted.
     """
     args = make_args(batch, limits, threshold, workspace, config)
-    items = args.rows * args.max_tiles
-    if items > _MAX_ITEMS:
-        raise ArgumentError(
-            f"{op}: {args.rows} rows of {args.max_tiles} tiles are too many.",
-            hint="Pass fewer rows or shorter ones.",
-        )
     source = ngram_source(op, config, batch.prompt.element_size(), batch.steps.element_size())
     device = batch.prompt.device
     kernel = rtc.load_kernel(source, device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    rtc.launch(kernel, max(1, min(items, config.ctas * processors)), config.threads, [args])
+    most = config.ctas * processors
+    rtc.launch(kernel, max(1, min(args.rows * args.max_tiles, most)), config.threads, [args])

@@ -1,6 +1,6 @@
 // Drafts by n-gram search, shared by ngram_match.cu and hybrid_mtp_ngram.cu: one launch searches,
 // divides the budget and writes. Here the search, after ngram_ptx.cuh; ngram_draft.cuh, after this
-// file, does the rest. Host side: ngram_launch.py; proofs of the rules: ngram_search.py.
+// file, does the rest. Host side: ngram_launch.py; proofs of the rules: ops/ngram_match_torch.py.
 //
 // One pass: the window that ends at token i of a haystack matches n tokens iff the longest common
 // suffix of hay[0..i] and the query is at least n. So the wanted window has the smallest

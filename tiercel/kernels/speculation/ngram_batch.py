@@ -1,0 +1,55 @@
+"""The arguments of the n-gram drafters as their ops hand them to kernels and to the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NgramBatch:
+    """The tensors of a call, checked; B rows. Vectors are (B,), lengths all int64 or all int32.
+
+    Attributes:
+        prompt: (B, prompt room) int64 or int32, as all tokens.
+        prompt_lens: tokens of a prompt.
+        generated: (B, generated room).
+        generated_start: where in its row the generated text begins; None: at 0.
+        steps: committed generated tokens.
+        draft_limit: int32, drafts of a row at most, of `ngram_match`; None in the other op.
+        drafts: (B, draft room); mutated.
+        lens: int32; mutated.
+        encoder: int32, of `ngram_match`; None in the other op.
+        decoder: int32.
+        max_dec: limit of generated tokens.
+    """
+
+    prompt: Tensor
+    prompt_lens: Tensor
+    generated: Tensor
+    generated_start: Tensor | None
+    steps: Tensor
+    draft_limit: Tensor | None
+    drafts: Tensor
+    lens: Tensor
+    encoder: Tensor | None
+    decoder: Tensor
+    max_dec: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NgramLimits:
+    """What does not depend on the row.
+
+    Attributes:
+        max_ngram_size: longest window.
+        min_ngram_size: shortest window.
+        max_draft_tokens: drafts of a row at most, with those of the MTP head.
+        query_shift: 1 if the query ends with G[s], 0 if with G[s-1].
+    """
+
+    max_ngram_size: int
+    min_ngram_size: int
+    max_draft_tokens: int
+    query_shift: int
