@@ -30,7 +30,8 @@ from tiercel.models.source import open_source
 from tiercel.request.request import ABORTED, TokenLogprobs, TokenUpdate
 from tiercel.serve.app import create_app
 from tiercel.serve.http.metrics import Metrics
-from tiercel.serve.state import ServerState, ServeSettings
+from tiercel.serve.settings import ServeSettings
+from tiercel.serve.state import ServerState
 from tiercel.text.template_client import TemplateWorkers
 
 MODEL_FILE = Path(__file__).parents[1] / "data/gguf/llama-tiny.gguf"

@@ -163,10 +163,10 @@ def test_an_engine_that_was_started_again_says_anew_what_it_holds():
                 (EngineState.READY, None),
             ):
                 client.state, client.info = engine_state, info
-                state.watch._renew()
+                app.state.engine_monitor._renew()
                 assert state.model is first
             client.state, client.info = EngineState.READY, fake_info(num_blocks=33)
-            state.watch._renew()
+            app.state.engine_monitor._renew()
             assert state.model.info is client.info
             assert state.model.tokenizer is first.tokenizer
             state.metrics.take_stats(EngineStats(num_steps=9, num_prompt_tokens=7))

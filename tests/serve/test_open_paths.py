@@ -12,7 +12,7 @@ from tests.serve.fake_client import fake_app, running
 from tiercel.errors import InvalidRequestError
 from tiercel.serve.http.access import KeyCheck, digest
 from tiercel.serve.http.static_files import read_files
-from tiercel.serve.state import AccessSettings
+from tiercel.serve.settings import AccessSettings
 
 pytestmark = pytest.mark.reliability
 

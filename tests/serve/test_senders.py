@@ -7,9 +7,9 @@ import pytest
 
 from tests.serve.fake_client import NAME, FakeClient, fake_app, fake_info, running
 from tiercel.errors import EngineDiedTwiceError
-from tiercel.serve.generation.grammar_check import GrammarChecker
+from tiercel.serve.grammar_check import GrammarChecker
 from tiercel.serve.http.access import digest
-from tiercel.serve.state import AccessSettings
+from tiercel.serve.settings import AccessSettings
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 QUESTION = {"type": "predicate", "instructions": "Is it so?"}

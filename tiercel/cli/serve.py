@@ -32,7 +32,7 @@ from tiercel.params import LIMITS, Limits, SamplingDefaults, SamplingParams
 if TYPE_CHECKING:
     from tiercel.config import LoadOptions
     from tiercel.serve.http.tracing import Tracing
-    from tiercel.serve.state import AccessSettings, ServeSettings
+    from tiercel.serve.settings import AccessSettings, ServeSettings
 
 MAX_KEY_FILE_BYTES: Final = 1 << 20
 MAX_KEY_CHARS: Final = 1024
@@ -63,6 +63,7 @@ def serve(
     from tiercel.serve.http.logs import set_up_logs
     from tiercel.serve.http.metrics import Metrics
     from tiercel.serve.server import fit_descriptors, run_server
+    from tiercel.serve.startup_progress import StartupProgress
     from tiercel.serve.state import ServerState
 
     warning = check_platform()
@@ -90,7 +91,7 @@ def serve(
             client,
             metrics,
             tracing=tracing,
-            show_status=show_status if has_status else None,
+            startup=StartupProgress(show_status if has_status else None),
         )
         return run_server(state, sockets, server.drain_seconds)
 
@@ -103,7 +104,7 @@ def make_settings(
     Raises:
         UsageError: naming the option.
     """
-    from tiercel.serve.state import ServeSettings
+    from tiercel.serve.settings import ServeSettings
 
     try:
         _check_parsers(server)
@@ -232,7 +233,7 @@ def make_access(server: ServerOptions) -> AccessSettings:
         OSError: the file of keys cannot be read.
     """
     from tiercel.serve.http.access import LOOPBACK_HOSTS, digest, is_loopback
-    from tiercel.serve.state import AccessSettings
+    from tiercel.serve.settings import AccessSettings
 
     keys = [("--api-key", key) for key in server.api_key]
     if server.api_key_file is not None:

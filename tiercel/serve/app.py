@@ -41,7 +41,7 @@ from tiercel.serve.http.errors import (
 )
 from tiercel.serve.http.ignored import ignored_header
 from tiercel.serve.http.logs import REQUEST_LOG, RequestLog, log_request
-from tiercel.serve.lifecycle.model_watch import ModelWatch
+from tiercel.serve.lifecycle.engine_monitor import EngineMonitor
 from tiercel.serve.state import ServerState
 
 # Each has `routes` and their `DOCS`. The router tries one after the other: probes come first.
@@ -85,21 +85,22 @@ def create_app(state: ServerState) -> Starlette:
 def _routes(state: ServerState) -> list[BaseRoute]:
     """All routes, with their description and the page."""
     found = [route for module in _MODULES for route in module.routes(state)]
+    pages = static_files.routes() if state.settings.has_ui else []
     docs = [doc for module in _MODULES for doc in module.DOCS]
-    return [*found, *openapi.routes(docs), *static_files.routes(state)]
+    return [*found, *openapi.routes(docs), *pages]
 
 
 @contextlib.asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     """Start the engine and follow it; give everything back at the end."""
     state: ServerState = app.state.server
-    watch = ModelWatch(state, _bare_app)
-    watch.start()
-    state.watch = watch
+    monitor = EngineMonitor(state, _bare_app)
+    monitor.start()
+    app.state.engine_monitor = monitor
     try:
         yield
     finally:
-        await watch.stop()
+        await monitor.stop()
         await state.client.close(0.0)
         if state.tracing:
             await state.tracing.close()

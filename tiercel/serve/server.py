@@ -168,9 +168,8 @@ def run_server(state: ServerState, sockets: list[socket.socket], drain_seconds: 
     """
     config = make_config(create_app(state), state, state.settings.limits)
     Server(config, state, drain_seconds).run(sockets)
-    failure = None if state.watch is None else state.watch.failure
-    if failure is not None and not isinstance(failure, EngineDeadError):
-        raise failure
+    if state.failure is not None and not isinstance(state.failure, EngineDeadError):
+        raise state.failure
     return GAVE_UP if state.client.state is EngineState.DEAD else 0
 
 
@@ -191,8 +190,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """End too when the engine will not come back."""
-        watch = self._state.watch
-        if watch is not None and watch.is_over:
+        if self._state.is_over:
             self.should_exit = True
         return await super().on_tick(counter)
 

@@ -24,7 +24,7 @@ from tiercel.serve import app as app_module
 from tiercel.serve.api import text_routes
 from tiercel.serve.http.openapi import DOCS as OPENAPI_DOCS
 from tiercel.serve.http.static_files import read_files
-from tiercel.serve.lifecycle.model_watch import default_names
+from tiercel.serve.lifecycle.engine_monitor import default_names
 from tiercel.text.chat_template import ChatTemplate, encode_chat
 
 MESSAGES = [{"role": "user", "content": "the end"}]

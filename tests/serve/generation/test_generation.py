@@ -18,7 +18,7 @@ from tiercel.request.request import TokenUpdate
 from tiercel.serve.api import respond
 from tiercel.serve.generation import pieces as module
 from tiercel.serve.generation.generation import Generation, GenerationRequest
-from tiercel.serve.lifecycle.model_watch import make_model
+from tiercel.serve.lifecycle.engine_monitor import make_model
 
 pytestmark = pytest.mark.reliability
 

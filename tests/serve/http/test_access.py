@@ -15,7 +15,7 @@ from tiercel.serve.http import access
 from tiercel.serve.http.access import LOOPBACK_HOSTS, digest, is_known_key, is_loopback
 from tiercel.serve.http.logs import JsonFormatter, TextFormatter
 from tiercel.serve.http.static_files import read_files
-from tiercel.serve.state import AccessSettings
+from tiercel.serve.settings import AccessSettings
 
 pytestmark = pytest.mark.reliability
 

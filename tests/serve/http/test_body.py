@@ -17,7 +17,8 @@ from starlette.responses import JSONResponse
 from tests.serve.fake_client import fake_state
 from tiercel.errors import InvalidRequestError
 from tiercel.params import LIMITS, Limits
-from tiercel.serve.http.body import MAX_LOOP_BYTES, Int64, decode, read_body, scan
+from tiercel.serve.api.request_body import read_body
+from tiercel.serve.http.body import MAX_LOOP_BYTES, Int64, decode, scan
 from tiercel.serve.http.errors import error_response
 
 pytestmark = pytest.mark.reliability

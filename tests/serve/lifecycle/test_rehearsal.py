@@ -12,7 +12,8 @@ from tiercel.config import LoadOptions
 from tiercel.ipc.client import EngineClient
 from tiercel.serve.app import create_app
 from tiercel.serve.http.metrics import Metrics
-from tiercel.serve.state import ServerState, ServeSettings
+from tiercel.serve.settings import ServeSettings
+from tiercel.serve.state import ServerState
 
 NUM_ANSWERS = 5  # bodies; on a CPU as streams
 NUM_SCORES = 3  # lists and questions

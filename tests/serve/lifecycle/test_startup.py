@@ -8,10 +8,10 @@ import pytest
 from tests.serve.fake_client import FakeClient, fake_app, fake_info, fake_state, running
 from tiercel.ipc.messages import EngineStats, Progress
 from tiercel.serve.http.logs import set_up_logs
-from tiercel.serve.lifecycle import model_watch
-from tiercel.serve.lifecycle.model_watch import ModelWatch
-from tiercel.serve.lifecycle.startup import Startup
+from tiercel.serve.lifecycle import engine_monitor
+from tiercel.serve.lifecycle.engine_monitor import EngineMonitor
 from tiercel.serve.lifecycle.throughput import Rates, Throughput
+from tiercel.serve.startup_progress import StartupProgress
 
 STEPS = [
     Progress("Fetching m (9 MB)", 0, 9, 0.0),
@@ -25,7 +25,7 @@ ERASE = "\r\x1b[K"
 
 def test_without_a_terminal_the_log_has_a_line_for_each_stage(caplog):
     caplog.set_level(logging.INFO, logger="tiercel")
-    startup = Startup(None)
+    startup = StartupProgress(None)
     for step in STEPS:
         startup.hear(step)
     for done in range(4):
@@ -38,7 +38,7 @@ def test_without_a_terminal_the_log_has_a_line_for_each_stage(caplog):
 def test_a_terminal_gets_every_step_and_the_log_none(caplog):
     caplog.set_level(logging.INFO, logger="tiercel")
     shown = []
-    startup = Startup(shown.append)
+    startup = StartupProgress(shown.append)
     for step in STEPS:
         startup.hear(step)
     startup.hear_rehearsal(1, 3)
@@ -51,7 +51,7 @@ def test_a_terminal_gets_every_step_and_the_log_none(caplog):
 
 
 def test_the_engine_and_the_rehearsal_share_the_progress():
-    startup = Startup(None)
+    startup = StartupProgress(None)
     assert startup.progress(0.5) == pytest.approx(0.45)
     assert startup.progress(1.0) == pytest.approx(0.9)
     startup.hear_rehearsal(1, 4)
@@ -67,7 +67,7 @@ def test_ready_tells_of_a_progress_that_only_rises():
     play, told = client.script, []
 
     def watched(request):
-        told.append(app.state.server.watch.progress)
+        told.append(app.state.server.progress)
         return play(request)
 
     client.script = watched
@@ -153,7 +153,7 @@ def test_a_new_engine_counts_from_zero():
 def test_no_throughput_line_tells_of_the_rehearsal(monkeypatch, caplog):
     """The clock passes an hour in the rehearsal; lines begin with what is asked after it."""
     caplog.set_level(logging.INFO, logger="tiercel")
-    monkeypatch.setattr(model_watch, "_TICK_SECONDS", 0.001)
+    monkeypatch.setattr(engine_monitor, "_TICK_SECONDS", 0.001)
     client, now = FakeClient(), [0.0]
     state = fake_state(client, is_rehearsed=True)
     is_rehearsed = asyncio.Event()
@@ -165,18 +165,18 @@ def test_no_throughput_line_tells_of_the_rehearsal(monkeypatch, caplog):
         client.stats = EngineStats()
         is_rehearsed.set()
 
-    monkeypatch.setattr(model_watch, "rehearse", rehearse)
-    watch = ModelWatch(state, lambda state: None, lambda: now[0])
+    monkeypatch.setattr(engine_monitor, "rehearse", rehearse)
+    monitor = EngineMonitor(state, lambda state: None, lambda: now[0])
 
     async def use():
-        watch.start()
+        monitor.start()
         await is_rehearsed.wait()
         while state.model is None:
             await asyncio.sleep(0.001)
         client.stats = stats(3, 60, 6)
         now[0] += 20
         await asyncio.sleep(0.02)
-        await watch.stop()
+        await monitor.stop()
 
     asyncio.run(use())
     state.close()

@@ -27,7 +27,7 @@ from tiercel.serve.api.engine_fields import (
 )
 from tiercel.serve.http.body import Int64, TokenId
 from tiercel.serve.http.errors import refusal, unsupported
-from tiercel.serve.state import ServeSettings
+from tiercel.serve.settings import ServeSettings
 
 T = TypeVar("T")
 

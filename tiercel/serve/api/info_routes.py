@@ -15,7 +15,8 @@ from tiercel.ipc.supervisor import EngineState
 from tiercel.serve.http.errors import JSON_TYPE, refusal
 from tiercel.serve.http.metrics import CONTENT_TYPE
 from tiercel.serve.http.route_docs import RouteDoc
-from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import ServerState
 from tiercel.version import __version__
 
 _RETRY_SECONDS: Final = {"loading": "5", "restarting": "2", "draining": "5", "dead": "60"}
@@ -147,9 +148,8 @@ def _ready(state: ServerState) -> Route:
         status = _ready_status(state)
         if status == "ready":
             return json_response(Ready("ready"))
-        progress = 0.0 if state.watch is None else state.watch.progress
         reason = str(state.client.final_error) if status == "dead" else None
-        answer = json_response(Ready(status, round(progress, 3), reason), 503)
+        answer = json_response(Ready(status, round(state.progress, 3), reason), 503)
         answer.headers["retry-after"] = _RETRY_SECONDS[status]
         return answer
 

@@ -9,9 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from tiercel.serve.api.request_body import read_body
 from tiercel.serve.api.respond import while_connected
-from tiercel.serve.http.body import read_body
-from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import ServerState
 
 T = TypeVar("T")
 Answer = Callable[[ServerState, ServedModel, Request, T], Coroutine[None, None, Response]]

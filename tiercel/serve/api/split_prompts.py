@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tiercel.errors import ContextLengthError, InvalidRequestError
 from tiercel.serve.http.body import TokenId
-from tiercel.serve.state import ServedModel
+from tiercel.serve.served_model import ServedModel
 
 Prompt = str | list[str | TokenId | list[TokenId]]
 

@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute, Route
 
 from tiercel.errors import InvalidRequestError
 from tiercel.serve.api.info_routes import json_response, token_name
+from tiercel.serve.api.request_body import read_body
 from tiercel.serve.generation.chat_input import (
     ChatInput,
     choose_tools,
@@ -20,9 +21,10 @@ from tiercel.serve.generation.chat_input import (
 )
 from tiercel.serve.generation.chat_messages import Message, Tool
 from tiercel.serve.generation.prompts import encode_text, render_messages
-from tiercel.serve.http.body import TokenId, read_body
+from tiercel.serve.http.body import TokenId
 from tiercel.serve.http.route_docs import RouteDoc
-from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import ServerState
 
 MAX_LOOP_IDS: Final = 4 << 10  # longer lists are decoded and named in a thread
 

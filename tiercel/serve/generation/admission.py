@@ -9,7 +9,7 @@ from tiercel.errors import InternalError, InvalidRequestError, TiercelError
 from tiercel.params import Limits
 from tiercel.request.request import TokenUpdate
 from tiercel.serve.http.errors import overloaded, refusal
-from tiercel.serve.state import ServedModel
+from tiercel.serve.served_model import ServedModel
 
 _ENDINGS: Final = {
     "no_valid_token": "no token is left that may be generated.",

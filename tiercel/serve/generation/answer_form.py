@@ -12,7 +12,8 @@ from tiercel.params import Limits, StructuredOutputs
 from tiercel.serve.generation.answer import ThinkingBound
 from tiercel.serve.generation.tools.tools import ToolUse
 from tiercel.serve.http.errors import refusal
-from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import ServerState
 
 _TOO_COMPLEX: Final = "schema_too_complex"
 

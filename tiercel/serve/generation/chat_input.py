@@ -32,7 +32,8 @@ from tiercel.serve.generation.reasoning import (
 from tiercel.serve.generation.tools.tool_prompt import write_tools
 from tiercel.serve.generation.tools.tools import ToolUse, make_tool_use, select_tool_format
 from tiercel.serve.http.errors import refusal, unsupported
-from tiercel.serve.state import Sender, ServedModel, ServerState
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import Sender, ServerState
 from tiercel.text.chat_template import ChatTemplate
 
 

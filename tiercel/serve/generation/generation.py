@@ -44,7 +44,8 @@ from tiercel.serve.generation.shared_answers import SharedAnswers
 from tiercel.serve.http.errors import overloaded
 from tiercel.serve.http.logs import RequestLog
 from tiercel.serve.http.metrics import FinishedRequest
-from tiercel.serve.state import Sender, ServedModel, ServerState
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import Sender, ServerState
 
 _LOG: Final = logging.getLogger(__name__)
 MAX_LOOP_TOKENS: Final = 32 << 10  # longer lists of prompts are compared in a thread

@@ -15,7 +15,8 @@ from typing import Final
 from tiercel.errors import ContextLengthError, ModelFormatError
 from tiercel.params import LIMITS
 from tiercel.serve.http.errors import overloaded, refusal, unsupported
-from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import ServerState
 from tiercel.text.chat_template import ChatTemplate, check_messages, encode_chat
 from tiercel.text.tokenizer import check_text
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tiercel.errors import InvalidRequestError
 from tiercel.serve.http.errors import refusal
-from tiercel.serve.state import KEY_DIGEST, AccessSettings
+from tiercel.serve.settings import AccessSettings
 
 LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 # Open to everyone: probes, and the page, which asks for the key itself.
@@ -31,6 +31,7 @@ _CORS_METHODS: Final = "GET, POST, HEAD, OPTIONS"
 _CORS_HEADERS: Final = "authorization, content-type, x-api-key, x-request-id, *"
 _CORS_SECONDS: Final = "600"
 _CORS_EXPOSED: Final = b"x-request-id, x-tiercel-ignored, retry-after"
+KEY_DIGEST: Final = "tiercel.key_digest"  # of the scope: hex, where a key was needed and right
 CORS_ANSWER: Final = "tiercel.cors"  # of the scope: headers of the answer, also of a refusal
 
 

@@ -21,8 +21,6 @@ from starlette.requests import Request
 from tiercel.errors import InvalidRequestError
 from tiercel.params import Limits
 from tiercel.serve.http.errors import escaped, refusal
-from tiercel.serve.http.ignored import note_ignored
-from tiercel.serve.state import server_state
 
 T = TypeVar("T")
 MAX_LOOP_BYTES: Final = 256 << 10  # above this, decoding would hold up other requests
@@ -55,41 +53,6 @@ class Scan:
 
     keys: frozenset[str]
     num_members: int
-
-
-async def read_body(request: Request, type_: type[T], limits: Limits) -> T:
-    """Read, check and decode the body.
-
-    Fields of the outermost object that `type_` does not have are counted and named in a header of
-    the answer, and refused where the server is strict.
-
-    Args:
-        request: its body must not have been read.
-        type_: a msgspec struct; its integer fields have bounds.
-        limits: of this server.
-
-    Raises:
-        InvalidRequestError: 415 `unsupported_media_type`; 413 `body_too_large`; 400 `invalid_json`
-            with the position; 400 `invalid_request` with `param`.
-        ClientDisconnect: nobody waits for an answer any more.
-    """
-    check_headers(request.headers, limits)
-    data = await _read_bytes(request, limits.max_body_bytes)
-    state = server_state(request)
-    if len(data) > MAX_LOOP_BYTES:
-        value, unknown = await state.off_loop(decode, data, type_, limits)
-    else:
-        value, unknown = decode(data, type_, limits)
-    if unknown:
-        note_ignored(request, unknown)
-        state.metrics.count_unknown_fields(len(unknown))
-        if state.settings.is_strict:
-            raise InvalidRequestError(
-                f"{escaped(unknown[0], 200)} is no field of this route.",
-                hint="The server was started with --strict-fields.",
-                param=unknown[0],
-            )
-    return value
 
 
 def check_headers(headers: Mapping[str, str], limits: Limits) -> None:
@@ -129,7 +92,13 @@ def _too_large(limit: int, found: str) -> InvalidRequestError:
     )
 
 
-async def _read_bytes(request: Request, limit: int) -> bytes:
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """The bytes of a body.
+
+    Raises:
+        InvalidRequestError: 413 `body_too_large`.
+        ClientDisconnect: the client has left.
+    """
     chunks = bytearray()
     async for chunk in request.stream():
         if len(chunks) + len(chunk) > limit:

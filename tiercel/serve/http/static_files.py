@@ -18,7 +18,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from tiercel.serve.http.errors import refusal
-from tiercel.serve.state import ServerState
 
 _MEDIA_TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -72,10 +71,8 @@ def _entries(directory: Traversable, prefix: str) -> Iterator[tuple[str, Travers
             yield f"{prefix}{entry.name}", entry
 
 
-def routes(state: ServerState) -> list[BaseRoute]:
-    """The routes of the page; none where it is switched off."""
-    if not state.settings.has_ui:
-        return []
+def routes() -> list[BaseRoute]:
+    """The routes of the page."""
     files = read_files()
 
     async def index(request: Request) -> Response:

@@ -25,7 +25,8 @@ from tiercel.ipc.messages import EngineInfo
 from tiercel.serve.http.errors import new_request_id
 from tiercel.serve.http.logs import REQUEST_LOG, RequestLog
 from tiercel.serve.http.metrics import Metrics
-from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import ServerState
 
 _LOG: Final = logging.getLogger(__name__)
 MakeApp = Callable[[ServerState], ASGIApp]
@@ -82,7 +83,6 @@ async def rehearse(
         settings=replace(state.settings, logs_prompts=False),
         metrics=Metrics(),
         model=model,
-        watch=None,
         tracing=None,
     )
     app = make_app(stage)

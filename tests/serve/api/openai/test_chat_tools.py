@@ -136,9 +136,9 @@ def test_a_form_that_cannot_be_kept_is_refused(fields, param, code):
 
 
 def test_a_model_without_an_end_keeps_no_form(monkeypatch):
-    from tiercel.serve.lifecycle import model_watch
+    from tiercel.serve.lifecycle import engine_monitor
 
-    monkeypatch.setattr(model_watch, "make_checker", lambda *_: None)
+    monkeypatch.setattr(engine_monitor, "make_checker", lambda *_: None)
     assert refusal({**CHAT, "guided_choice": ["a"]})["param"] == "guided_choice"
     assert refusal({**CHAT, "tools": [TOOL], "tool_choice": "required"})["param"] == "tools"
     client = answering(called("look_up", "{}"))

@@ -35,14 +35,15 @@ from tiercel.serve.api.fields import (
 )
 from tiercel.serve.api.info_routes import json_response
 from tiercel.serve.api.model_route import model_routes
+from tiercel.serve.api.request_body import read_body
 from tiercel.serve.api.respond import respond, while_connected
 from tiercel.serve.generation.chat_input import ChatInput, encode_chat_input, prepare_chat
 from tiercel.serve.generation.generation import Generation
-from tiercel.serve.http.body import read_body
 from tiercel.serve.http.errors import THREADS_REFUSED, refusal
 from tiercel.serve.http.ignored import note_ignored
 from tiercel.serve.http.route_docs import RouteDoc
-from tiercel.serve.state import ServedModel, ServerState, request_id, sender_of
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import ServerState, request_id, sender_of
 
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "container": (),

@@ -57,14 +57,9 @@ from tiercel.serve.http.clock import created_now
 from tiercel.serve.http.errors import error_body
 from tiercel.serve.http.ignored import note_ignored
 from tiercel.serve.http.route_docs import RouteDoc
-from tiercel.serve.state import (
-    Sender,
-    ServedModel,
-    ServerState,
-    ServeSettings,
-    request_id,
-    sender_of,
-)
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.settings import ServeSettings
+from tiercel.serve.state import Sender, ServerState, request_id, sender_of
 
 # Known to clients of this route; see `engine_fields.py`.
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {

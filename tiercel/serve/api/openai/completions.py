@@ -62,7 +62,8 @@ from tiercel.serve.http.clock import created_now
 from tiercel.serve.http.errors import error_body, unsupported
 from tiercel.serve.http.ignored import note_ignored
 from tiercel.serve.http.route_docs import RouteDoc
-from tiercel.serve.state import Sender, ServedModel, ServerState, request_id, sender_of
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import Sender, ServerState, request_id, sender_of
 from tiercel.text.detokenize import Detokenizer
 from tiercel.text.tokenizer import Tokenizer
 

@@ -26,7 +26,8 @@ from tiercel.serve.generation.prompts import encode_text
 from tiercel.serve.http.errors import JSON_TYPE, refusal, unsupported
 from tiercel.serve.http.logs import request_log
 from tiercel.serve.http.route_docs import RouteDoc
-from tiercel.serve.state import ServedModel, ServerState, sender_of
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import ServerState, sender_of
 
 FLOAT_BYTES: Final = 4
 

@@ -39,7 +39,8 @@ from tiercel.serve.generation.generation import Generation, GenerationRequest
 from tiercel.serve.http.errors import unsupported
 from tiercel.serve.http.ignored import note_ignored
 from tiercel.serve.http.route_docs import RouteDoc
-from tiercel.serve.state import Sender, ServedModel, ServerState, request_id, sender_of
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import Sender, ServerState, request_id, sender_of
 
 LOGPROBS: Final = "message.output_text.logprobs"
 # What needs answers that are kept, or is said otherwise here; see `engine_fields.py`.

@@ -27,7 +27,7 @@ from tiercel.serve.generation.events import (
 )
 from tiercel.serve.generation.generation import Generation
 from tiercel.serve.generation.pieces import Piece, PromptProgress, Usage
-from tiercel.serve.state import ServedModel
+from tiercel.serve.served_model import ServedModel
 from tiercel.version import __version__
 
 

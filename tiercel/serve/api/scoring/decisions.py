@@ -50,7 +50,8 @@ from tiercel.serve.api.scoring.scoring import check_capacity, run_job
 from tiercel.serve.generation.prompts import knows_developer, template_slot
 from tiercel.serve.http.logs import request_log
 from tiercel.serve.http.route_docs import RouteDoc
-from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import ServerState
 from tiercel.text.chat_template import encode_around
 from tiercel.text.tokenizer import Tokenizer, check_text
 

@@ -20,7 +20,8 @@ from tiercel.request.score_params import ScoreParams
 from tiercel.serve.api.scoring.scoring import MAX_LOOP_CHARS, make_job
 from tiercel.serve.generation.prompts import Conversation, render_messages
 from tiercel.serve.http.errors import refusal
-from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import ServerState
 from tiercel.text.tokenizer import Tokenizer, check_text
 
 # As Qwen3-Reranker was trained; other models understand it too.

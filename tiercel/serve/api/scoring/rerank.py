@@ -18,7 +18,8 @@ from tiercel.serve.api.scoring.relevance import RelevanceForm, make_form, make_r
 from tiercel.serve.api.scoring.scoring import run_job
 from tiercel.serve.http.logs import request_log
 from tiercel.serve.http.route_docs import RouteDoc
-from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import ServerState
 
 PATHS: Final = ("/v1/rerank", "/rerank", "/v2/rerank")
 

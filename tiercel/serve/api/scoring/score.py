@@ -28,7 +28,8 @@ from tiercel.serve.api.scoring.scoring import make_job, run_job
 from tiercel.serve.http.body import TokenId
 from tiercel.serve.http.logs import request_log
 from tiercel.serve.http.route_docs import RouteDoc
-from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import ServerState
 
 PATH: Final = "/v1/score"
 ALIAS: Final = "/score"

@@ -23,7 +23,8 @@ from tiercel.serve.generation.admission import ended_early
 from tiercel.serve.http.errors import overloaded
 from tiercel.serve.http.logs import RequestLog
 from tiercel.serve.http.metrics import FinishedRequest
-from tiercel.serve.state import ServedModel, ServerState
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.state import ServerState
 
 Result = TypeVar("Result", covariant=True)
 MAX_LOOP_CHARS: Final = 4 << 10  # longer lists are tokenized in a thread

@@ -16,8 +16,8 @@ from tiercel.grammar.matcher import read_token_table
 from tiercel.grammar.spec import GrammarSpec, compile_spec
 from tiercel.models.source import open_source
 from tiercel.params import StructuredOutputs
-from tiercel.serve.generation import grammar_check
-from tiercel.serve.generation.grammar_check import GrammarChecker
+from tiercel.serve import grammar_check
+from tiercel.serve.grammar_check import GrammarChecker
 
 # Few bytes, five seconds and 200 MB to compile; our own limit on schemas does not see it here.
 SLOW = 'start: %json {"type": "integer", "multipleOf": 1000003}'

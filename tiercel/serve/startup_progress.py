@@ -16,10 +16,10 @@ _LOG: Final = logging.getLogger("tiercel.serve")
 ENGINE_SHARE: Final = 0.9
 
 
-class Startup:
+class StartupProgress:
     """Follows starts of the engine, one after the other."""
 
-    def __init__(self, show: Callable[[str], None] | None) -> None:
+    def __init__(self, show: Callable[[str], None] | None = None) -> None:
         """Set up.
 
         Args:

@@ -22,12 +22,13 @@ from tiercel.ipc.tokenizer_wire import unpack_tokenizer
 from tiercel.loader.hub import CATALOGUE
 from tiercel.params import SamplingDefaults
 from tiercel.request.inputs import InputProcessor
-from tiercel.serve.generation.grammar_check import GrammarChecker
+from tiercel.serve.grammar_check import GrammarChecker
 from tiercel.serve.http.clock import created_now
 from tiercel.serve.lifecycle.rehearsal import MakeApp, rehearse
-from tiercel.serve.lifecycle.startup import Startup
 from tiercel.serve.lifecycle.throughput import Throughput
-from tiercel.serve.state import ServedModel, ServerState, ServeSettings
+from tiercel.serve.served_model import ServedModel
+from tiercel.serve.settings import ServeSettings
+from tiercel.serve.state import ServerState
 from tiercel.text.chat_template import ChatTemplate
 from tiercel.text.tokenizer import Tokenizer
 
@@ -36,7 +37,7 @@ _TICK_SECONDS: Final = 1.0
 _REPORT_SECONDS: Final = 10.0
 
 
-class ModelWatch:
+class EngineMonitor:
     """Two tasks of the application: one waits for the engine, one reports."""
 
     def __init__(
@@ -55,31 +56,10 @@ class ModelWatch:
         self._state = state
         self._make_app = make_app
         self._clock = clock
-        self._startup = Startup(state.show_status)
+        self._startup = state.startup
         self._throughput: Throughput | None = None  # from when requests are taken on
         self._tasks: list[asyncio.Task[None]] = []
         self._num_restarts = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether there will be no engine any more, or no model."""
-        return bool(self._tasks) and self._tasks[0].done()
-
-    @property
-    def progress(self) -> float:
-        """How far the start has come, 0 to 1; it never falls while the engine lives."""
-        share = self._state.client.progress
-        return self._startup.progress(share) if self._state.model is None else share
-
-    @property
-    def failure(self) -> TiercelError | None:
-        """Why the model could not be loaded; None if that is not what ended it."""
-        if not self.is_over or self._tasks[0].cancelled():
-            return None
-        error = self._tasks[0].exception()
-        if error is not None and not isinstance(error, TiercelError):
-            raise error
-        return error
 
     def start(self) -> None:
         """Begin to follow."""
@@ -95,6 +75,16 @@ class ModelWatch:
         self._startup.end()
 
     async def _follow(self) -> None:
+        """Serve the model until the engine ends; the state says how that came."""
+        try:
+            await self._serve_model()
+        except Exception as error:
+            self._state.failure = error
+            raise
+        finally:
+            self._state.is_over = True
+
+    async def _serve_model(self) -> None:
         state = self._state
         state.client.on_progress = self._startup.hear
         await state.client.start()
