@@ -1,0 +1,182 @@
+"""Digests of all cubins, to show that a change of the CUDA sources changes no machine code.
+
+    python -m tests.kernels.cubin_digests --arch sm_80 --arch sm_90a --arch sm_120a OUT.json
+    python -m tests.kernels.cubin_digests --compare BEFORE.json AFTER.json
+
+Needs NVRTC, no GPU. OUT.json maps an architecture, and a kernel with its macros, to the SHA-256 of
+its cubin. Both files must be made by the same compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from tests.kernels.test_rtc import PACKED_SOURCES, SOURCES, gemm_cases
+from tiercel.kernels.attention import decode_attention_split, rotary_kv_write
+from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
+from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
+from tiercel.kernels.packed import packed_mmq
+from tiercel.kernels.packed.packed_gemm import TOKEN_CLASSES, gemm_source, image_source
+from tiercel.kernels.packed.packed_matvec import H200
+from tiercel.kernels.runtime import rtc
+from tiercel.kernels.speculation.ngram_index import ngram_index_source, select_ngram_index
+from tiercel.kernels.speculation.ngram_launch import ngram_source, select_ngram
+
+HOPPER = "sm_90a"
+# Kernels of wgmma, TMA or clusters.
+HOPPER_ONLY = ("prefill_attention", "packed_gemm", "fused_decode_step", "fused_layer_tail")
+DTYPES = (torch.float16, torch.bfloat16)
+CHAINS = [  # tokens, widths, matrices of Q6_K
+    (8, ChainShape(4096, 4096, 12288, 0), ChainTypes(o=False, gate_up=False, down=False)),
+    (16, ChainShape(4096, 4096, 12288, 0), ChainTypes(o=False, gate_up=False, down=True)),
+    (8, ChainShape(4096, 4096, 12288, 5120, 1024), ChainTypes(False, False, True, v=True)),
+    (16, ChainShape(4096, 4096, 12288, 5120, 1024), ChainTypes(False, False, True, v=True)),
+    (16, ChainShape(4096, 4096, 12288, 6144), ChainTypes(True, True, True, qk=True, v=True)),
+    (8, ChainShape(5120, 5120, 17408, 7168), ChainTypes(False, False, False)),
+    (16, ChainShape(5120, 5120, 17408, 7168), ChainTypes(False, False, False)),
+]
+
+
+def decode_attention_sources() -> Iterator[rtc.KernelSource]:
+    """Both kernels, for all numbers of rows and kinds of merges."""
+    smem_limits = (decode_attention_split.H200_SMEM, 99 << 10)
+    cases = itertools.product((64, 128, 256), DTYPES, (False, True))
+    for head_dim, dtype, folds in cases:
+        rows = (8, 16, 24, 32)
+        configs = {
+            decode_attention_split.select_decode_attention_split(head_dim, count, limit)
+            for count, limit in itertools.product(rows, smem_limits)
+        }
+        merges = {
+            decode_attention_split.select_merge(results, slots, 132, folds=folds)
+            for results, slots in itertools.product((1 << 10, 1 << 15, 1 << 24), (2, 20, 90))
+        }
+        for config in sorted(configs, key=str):
+            for block_size in (64, 128):
+                yield decode_attention_split.attention_source(
+                    head_dim, dtype, block_size, config, folds=folds
+                )
+            for merge in sorted(merges, key=str):
+                yield decode_attention_split.merge_source(
+                    head_dim, dtype, config, merge, folds=folds
+                )
+
+
+def fused_sources() -> Iterator[rtc.KernelSource]:
+    """The step of a decoder, and its layers from one attention to the next."""
+    for num_layers, slices, has_qk_norm in ((36, 3, True), (32, 3, False), (96, 4, True)):
+        yield fused_decode_step.cuda_source(num_layers, slices, has_qk_norm=has_qk_norm)
+    for tokens, shape, types in CHAINS:
+        yield fused_layer_tail.cuda_source(tokens, partition(shape, types, 132))
+
+
+def packed_sources() -> Iterator[rtc.KernelSource]:
+    """Products with quantised weights and what they need."""
+    yield from PACKED_SOURCES
+    for config, name in sorted(set(gemm_cases()), key=str):
+        yield gemm_source(name, torch.float16, config)
+    for name, tokens in itertools.product(("Q4_K", "Q6_K"), TOKEN_CLASSES):
+        yield image_source(name, tokens)
+    for name, in_file in itertools.product(("Q4_K", "Q6_K"), (False, True)):
+        for tokens in packed_mmq.fitting_tiles(name, H200):
+            config = packed_mmq.make_config(tokens)
+            yield packed_mmq.quantise_source(tokens)
+            yield packed_mmq.mmq_source(name, torch.float16, config, in_file=in_file)
+
+
+def ngram_sources() -> Iterator[rtc.KernelSource]:
+    """Searches, and the index of one, for tokens and lengths of 4 and 8 bytes."""
+    for token_bytes, length_bytes in itertools.product((4, 8), (4, 8)):
+        for num_rows, room in ((8, 4096), (512, 65536)):
+            for is_private in (False, True):
+                config = select_ngram(num_rows, room, token_bytes, is_private=is_private)
+                yield ngram_source("ngram_match", config, token_bytes, length_bytes)
+                yield ngram_source("hybrid_mtp_ngram", config, token_bytes, length_bytes)
+        for is_step, size in itertools.product((False, True), (3, 10)):
+            config = select_ngram_index(is_step=is_step)
+            yield ngram_index_source(config, token_bytes, length_bytes, size)
+
+
+def all_sources() -> list[rtc.KernelSource]:
+    """Each kernel in representative configurations."""
+    sources = [*SOURCES, *packed_sources(), *decode_attention_sources()]
+    for head_dim, dtype in itertools.product(rotary_kv_write.HEAD_DIMS, DTYPES):
+        for has_norms in (False, True):
+            sources.append(rotary_kv_write.cuda_source(48, 8, head_dim, dtype, has_norms=has_norms))
+    sources += [*fused_sources(), *ngram_sources()]
+    return list(dict.fromkeys(sources))
+
+
+def label(source: rtc.KernelSource) -> str:
+    """The kernel and its macros, in words."""
+    return " ".join([source.name, *(f"{name}={value}" for name, value in source.macros)])
+
+
+def digest_all(archs: list[str], only: str, keep: Path | None) -> dict[str, dict[str, str]]:
+    """Compile for each architecture; `keep` is a folder for the cubins."""
+
+    def digest(source: rtc.KernelSource, arch: str) -> str:
+        cubin = rtc.compile_cubin(source, arch)
+        if keep is not None:
+            (keep / f"{label(source)} {arch}.cubin").write_bytes(cubin)
+        return hashlib.sha256(cubin).hexdigest()
+
+    digests: dict[str, dict[str, str]] = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for arch in archs:
+            sources = [
+                source
+                for source in all_sources()
+                if only in label(source) and (arch == HOPPER or source.name not in HOPPER_ONLY)
+            ]
+            found = pool.map(digest, sources, itertools.repeat(arch))
+            digests[arch] = dict(zip(map(label, sources), found, strict=True))
+    return digests
+
+
+def differences(before: Path, after: Path) -> list[str]:
+    """What differs between two files, a line each."""
+    first, second = (json.loads(path.read_text()) for path in (before, after))
+    lines = []
+    for arch in sorted({*first, *second}):
+        old, new = first.get(arch, {}), second.get(arch, {})
+        for kernel in sorted({*old, *new}):
+            if kernel not in new or kernel not in old:
+                lines.append(f"{arch} {kernel}: only in {before if kernel in old else after}")
+            elif old[kernel] != new[kernel]:
+                lines.append(f"{arch} {kernel}: differs")
+    return lines
+
+
+def main() -> int:
+    """Write digests, or compare two files of them; 1 where they differ."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, nargs="?", help="where to write the digests")
+    parser.add_argument("--arch", action="append", help="for instance sm_90a, repeatable")
+    parser.add_argument("--only", default="", help="compile what has this in its name or macros")
+    parser.add_argument("--keep", type=Path, help="folder for the cubins themselves")
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
+    args = parser.parse_args()
+    if args.compare:
+        lines = differences(*args.compare)
+        count = sum(map(len, json.loads(args.compare[0].read_text()).values()))
+        print(*lines, f"{len(lines)} of {count} cubins differ", sep="\n")
+        return bool(lines)
+    digests = digest_all(args.arch or [HOPPER], args.only, args.keep)
+    args.out.write_text(json.dumps(digests, indent=1))
+    print(*(f"{arch}: {len(kernels)} cubins" for arch, kernels in digests.items()), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
