@@ -41,7 +41,9 @@ from benchmarks.common import environment
 from benchmarks.figures import save
 from benchmarks.op_timing import parse, relative_error
 from benchmarks.prefill_attention_shapes import SCORING_SHAPES, SHAPES, SWEEP, SWEEP_SHAPES, Shape
+from tiercel.kernels.attention.prefill_attention_tiles import make_tiles
 from tiercel.ops.prefill_attention import plan_prefill_attention, prefill_attention
+from tiercel.ops.prefill_attention_plan import PlannedTiles
 from tiercel.reference import prefill_attention as oracle
 
 BLOCK_SIZE = 64
@@ -137,7 +139,6 @@ def run_op(inputs: Inputs, plan: Any) -> Tensor:
 
 def make_variant(inputs: Inputs, **changes: Any) -> Callable[[Inputs], Tensor]:
     """The kernel in another configuration than the selected one, on whole tiles."""
-    prefill_attention_tiles = import_module("tiercel.kernels.attention.prefill_attention_tiles")
     kernel = import_module(
         "tiercel.kernels.attention.prefill_attention"
     )  # needs Triton, so not at the top
@@ -152,10 +153,10 @@ def make_variant(inputs: Inputs, **changes: Any) -> Callable[[Inputs], Tensor]:
     starts = None if inputs.item_start is None else inputs.item_start.numpy()
     lengths = (*inputs.lengths(), [shape.prefix] * shape.batch)
     step = config.block_m // group
-    tiles = prefill_attention_tiles.make_tiles(*lengths, starts, step)
+    tiles = make_tiles(*lengths, starts, step)
     own = np.zeros(0, np.int32) if starts is None else starts
     model = (inputs.q.dtype, shape.head_dim, group, BLOCK_SIZE)
-    planned = prefill_attention_tiles.PlannedTiles(config, model, tiles, own, None, step)
+    planned = PlannedTiles(config, model, tiles, own, None, step)
     plan = planned.upload(inputs.q.device)
 
     def run(item: Inputs) -> Tensor:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from tiercel.kernels.attention import prefill_attention as kernel
-from tiercel.kernels.attention.prefill_attention_tiles import PlannedTiles, cut_tiles, make_tiles
+from tiercel.kernels.attention.prefill_attention_tiles import cut_tiles, make_tiles
 from tiercel.ops.prefill_attention import prefill_attention
+from tiercel.ops.prefill_attention_plan import PlannedTiles
 from tiercel.reference import prefill_attention as oracle
 
 # A request: (cached tokens, P, item lengths); 0 is a token that sees the prefix alone. Without

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiercel.errors import ArgumentError
-from tiercel.ops.prefill_attention import multi_item_attention
+from tiercel.ops.multi_item_attention import multi_item_attention
 from tiercel.reference.prefill_attention import make_mask
 
 FILE = Path(__file__).parents[1] / "data/multi_item_cases.npz"

@@ -180,8 +180,13 @@ def test_select_tiles_hold_a_token_and_are_launchable():
                 assert config.block_m >= max(16, group)
                 assert config.block_n >= 16
                 assert 64 % config.block_n == 0  # one page per step
+
+
+def test_a_head_that_does_not_fit_a_tile_is_refused_before_the_launch(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    k_cache = torch.empty(1, 64, 1, 513)
     with pytest.raises(ArgumentError, match="head_dim 513"):
-        kernel.select_prefill_attention(torch.float16, 513, 1, 64, 0, 0.0, 9, (8, 0))
+        plan_prefill_attention([9], [9], num_heads=1, k_cache=k_cache)
 
 
 def lengths_of(requests):

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercel.ops.prefill_attention import multi_item_attention, prefill_attention
+from tiercel.ops.multi_item_attention import multi_item_attention
+from tiercel.ops.prefill_attention import prefill_attention
 from tiercel.reference import prefill_attention as oracle
 
 NUM_CHUNKS, CHUNK = 20, 500  # of the whole sweep

@@ -29,10 +29,8 @@ from tiercel.ops.prefill_attention import (
 from tiercel.ops.rotary_kv_write import rotary_kv_write
 
 if TYPE_CHECKING:
-    from tiercel.kernels.attention.prefill_attention_tiles import (
-        PlannedTiles,
-        PrefillAttentionPlan,
-    )
+    from tiercel.kernels.attention.prefill_attention_tiles import PrefillAttentionPlan
+    from tiercel.ops.prefill_attention_plan import PlannedTiles
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.kernels.attention.prefill_attention_lengths import ScoreRule, StepLengths, read_lengths
-from tiercel.kernels.attention.prefill_attention_tiles import read_positions
+from tiercel.kernels.attention.prefill_attention_tiles import (
+    ModelKey,
+    PrefillAttentionConfig,
+    PrefillAttentionPlan,
+    cut_tiles,
+    make_tiles,
+    part_steps,
+)
+from tiercel.ops.prefill_attention_plan import PlannedTiles, ScoreRule, StepLengths, read_lengths
 from tiercel.ops.prefill_attention_torch import attend_items
-
-if TYPE_CHECKING:
-    from tiercel.kernels.attention.prefill_attention import PrefillAttentionConfig
-    from tiercel.kernels.attention.prefill_attention_tiles import (
-        ModelKey,
-        PlannedTiles,
-        PrefillAttentionPlan,
-    )
 
 
 def prefill_attention(
@@ -74,7 +72,8 @@ def prefill_attention(
         (T, num_heads * head_dim), dtype of q; softmax in float32; zeros where nothing is seen.
 
     Raises:
-        ArgumentError: shapes, dtypes or lengths disagree, or an item begins outside of its step.
+        ArgumentError: shapes, dtypes or lengths disagree, an item begins outside of its step, or
+            head_dim is above 512 on a GPU.
 
     Sources: FlashInfer pull request 1015 (the mask); "FlashAttention-3", arXiv 2407.08608.
     """
@@ -168,88 +167,6 @@ def tile_prefill_attention(
     scores, group = ScoreRule(1.0, window, 0.0), num_heads // k_cache.shape[2]
     config = _config(k_cache, group, window, 0.0, longest=0)
     return _plan_tiles(lengths, group, k_cache, scores, config, has_lse=False)
-
-
-def multi_item_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    scale: float,
-    *,
-    prefix_len_ptr: Tensor,
-    token_pos_in_items_ptr: Tensor,
-    token_pos_in_items_len: int,
-    max_item_len_ptr: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    window: int = 0,
-    softcap: float = 0.0,
-    lse: Tensor | None = None,
-) -> Tensor:
-    """The op under the four arguments of FlashInfer; they are read on the host.
-
-    Args:
-        q: as in the op, and so those that are not named here.
-        k_cache: as in the op.
-        v_cache: as in the op.
-        block_tables: as in the op.
-        query_lens: as in the op.
-        context_lens: as in the op.
-        scale: as in the op.
-        prefix_len_ptr: (R,) uint32, P of each request.
-        token_pos_in_items_ptr: (R * stride,) uint16: of the tokens from P on, 1 to L within an item
-            and 0 for a delimiter, which may be left out; what lies beyond a request's length is
-            not read.
-        token_pos_in_items_len: stride.
-        max_item_len_ptr: (R,) uint16, the longest item of each request. Only checked: tiles are
-            skipped exactly without it.
-        k_new: as in the op.
-        v_new: as in the op.
-        window: as in the op.
-        softcap: as in the op.
-        lse: as in the op.
-
-    Raises:
-        ArgumentError: as in the op; or an argument does not fit, with its value.
-
-    Source: FlashInfer pull request 1015.
-    """
-    named = {
-        "prefix_len_ptr": (prefix_len_ptr, torch.uint32, len(query_lens)),
-        "token_pos_in_items_ptr": (
-            token_pos_in_items_ptr,
-            torch.uint16,
-            len(query_lens) * token_pos_in_items_len,
-        ),
-        "max_item_len_ptr": (max_item_len_ptr, torch.uint16, len(query_lens)),
-    }
-    for name, (tensor, dtype, count) in named.items():
-        if tensor.dtype != dtype or tensor.shape != (count,):
-            raise ArgumentError(
-                f"prefill_attention: {name} is {tensor.dtype} {tuple(tensor.shape)}.",
-                hint=f"Pass {dtype} ({count},) for {len(query_lens)} requests.",
-            )
-    prefixes, places, longest = (x.cpu().numpy().astype(np.int64) for x, *_ in named.values())
-    starts = read_positions(query_lens, context_lens, prefixes, places, longest)
-    return prefill_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        query_lens,
-        context_lens,
-        scale,
-        window=window,
-        softcap=softcap,
-        prefix_len=prefixes.tolist(),
-        item_start=torch.from_numpy(starts),
-        k_new=k_new,
-        v_new=v_new,
-        lse=lse,
-    )
 
 
 def _check_tensors(
@@ -353,13 +270,6 @@ def _plan_tiles(
     *,
     has_lse: bool,
 ) -> PlannedTiles:
-    from tiercel.kernels.attention.prefill_attention_tiles import (
-        PlannedTiles,
-        cut_tiles,
-        make_tiles,
-        part_steps,
-    )
-
     step = config.block_m // group
     tiles = make_tiles(lengths.query, lengths.context, lengths.prefix, lengths.item_start, step)
     parts, steps = None, 0
@@ -394,8 +304,13 @@ def _fitting_config(
 def _config(
     k_cache: Tensor, group: int, window: int, softcap: float, longest: int
 ) -> PrefillAttentionConfig:
-    from tiercel.kernels.attention.prefill_attention import select_prefill_attention
+    from tiercel.kernels.attention.prefill_attention import MAX_HEAD_DIM, select_prefill_attention
 
+    if k_cache.shape[3] > MAX_HEAD_DIM:
+        raise ArgumentError(
+            f"prefill_attention: head_dim {k_cache.shape[3]} does not fit a tile.",
+            hint=f"The limit on a GPU is {MAX_HEAD_DIM}.",
+        )
     return select_prefill_attention(
         k_cache.dtype,
         k_cache.shape[3],

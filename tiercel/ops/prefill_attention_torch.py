@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tiercel.kernels.attention.prefill_attention_lengths import ScoreRule, StepLengths
 from tiercel.ops.decode_attention_torch import (
     attend_masked,
     attend_one,
@@ -21,6 +20,7 @@ from tiercel.ops.decode_attention_torch import (
     gather_cache,
     place_mask,
 )
+from tiercel.ops.prefill_attention_plan import ScoreRule, StepLengths
 
 BLOCK_ROWS = 256
 

@@ -31,7 +31,7 @@ from tiercel.runner.graph_capture import GraphRecorder
 from tiercel.runner.row_state import Rows
 
 if TYPE_CHECKING:
-    from tiercel.kernels.attention.prefill_attention_tiles import PlanBuffer, PlannedTiles
+    from tiercel.ops.prefill_attention_plan import PlanBuffer, PlannedTiles
 
 # A step of more tokens than this over a layer's weights keeps the device busy for longer than the
 # host takes to launch it: 1,424 tokens of 8 B parameters.

@@ -25,8 +25,10 @@ import torch
 import triton
 from torch import Tensor
 
-from tiercel.errors import ArgumentError
-from tiercel.kernels.attention.prefill_attention_tiles import PrefillAttentionPlan
+from tiercel.kernels.attention.prefill_attention_tiles import (
+    PrefillAttentionConfig,
+    PrefillAttentionPlan,
+)
 from tiercel.kernels.attention.prefill_attention_triton import (
     merge_parts_kernel,
     prefill_attention_kernel,
@@ -61,25 +63,6 @@ MAX_HEAD_DIM = 512
 _TRITON_FLOAT32 = (32, 16, 4, 1)  # no tensor cores; 32 keys spill 8 KB at head_dim 256
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillAttentionConfig:
-    """Which kernel, and the Triton kernel's launch.
-
-    Attributes:
-        variant: "plain" or "fast" of the CUDA kernel, or "triton".
-        block_m: packed rows of a tile, tokens times heads of a group.
-        block_n: keys of a step.
-        num_warps: of a program.
-        num_stages: steps in flight.
-    """
-
-    variant: Literal["plain", "fast", "triton"]
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
 def select_prefill_attention(
     dtype: torch.dtype,
     head_dim: int,
@@ -94,22 +77,14 @@ def select_prefill_attention(
 
     Args:
         dtype: of queries and cache.
-        head_dim: elements of a head.
+        head_dim: elements of a head, at most MAX_HEAD_DIM.
         group: query heads of a key/value head.
         block_size: tokens of a page.
         window: 0 for none, or for one that no sequence reaches.
         softcap: 0 for none.
         longest: the most page keys of a request.
         capability: of the device, (major, minor).
-
-    Raises:
-        ArgumentError: head_dim is above 512.
     """
-    if head_dim > MAX_HEAD_DIM:
-        raise ArgumentError(
-            f"prefill_attention: head_dim {head_dim} does not fit a tile.",
-            hint=f"The limit on a GPU is {MAX_HEAD_DIM}.",
-        )
     is_built = (
         capability == CUDA_CAPABILITY
         and dtype in (torch.bfloat16, torch.float16)

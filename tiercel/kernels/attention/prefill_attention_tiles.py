@@ -21,17 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-
-from tiercel.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from tiercel.kernels.attention.prefill_attention import PrefillAttentionConfig
 
 ModelKey = tuple[torch.dtype, int, int, int]
 TILE_INTS = 8
@@ -39,6 +34,25 @@ PART_KEYS = 128  # parts end at its multiples: the page step of the CUDA kernel
 # A part costs about two steps beside its own, and the merge as much as two more: to be worth it,
 # parts must save this many steps of the longest tile.
 _LEAST_SAVED, _LEAST_STEPS = 5, 3
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAttentionConfig:
+    """Which kernel, and the Triton kernel's launch.
+
+    Attributes:
+        variant: "plain" or "fast" of the CUDA kernel, or "triton".
+        block_m: packed rows of a tile, tokens times heads of a group.
+        block_n: keys of a step.
+        num_warps: of a program.
+        num_stages: steps in flight.
+    """
+
+    variant: Literal["plain", "fast", "triton"]
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,170 +183,3 @@ def cut_tiles(
         rows[row : row + count, 0] = tokens_per_tile * firsts[tile] + np.arange(count)
         rows[row : row + count, 1] = counts[tile]
     return cut, rows
-
-
-def read_positions(
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    prefix_lens: npt.NDArray[np.int64],
-    positions: npt.NDArray[np.int64],
-    longest: npt.NDArray[np.int64],
-) -> npt.NDArray[np.int32]:
-    """From positions within items, as FlashInfer takes them, to where items begin.
-
-    Args:
-        query_lens: new tokens of each request.
-        context_lens: its length with them.
-        prefix_lens: (R,) P of each request.
-        positions: (R * stride,) of the tokens from P on: 1 to L within an item, 0 for a delimiter.
-        longest: (R,) the longest item of each request.
-
-    Returns:
-        (T,) int32 `item_start`.
-
-    Raises:
-        ArgumentError: a prefix or a position cannot be.
-    """
-    stride = len(positions) // max(1, len(query_lens))
-    starts = [np.zeros(0, np.int64)]
-    for request, (new, length) in enumerate(zip(query_lens, context_lens, strict=True)):
-        prefix = int(prefix_lens[request])
-        count = length - prefix
-        if not 0 <= count <= stride:
-            raise ArgumentError(
-                f"prefill_attention: request {request} has a prefix of {prefix} and a length of "
-                f"{length} but token_pos_in_items_len={stride}.",
-                hint="The prefix lies within the length, and what follows it within one row.",
-            )
-        own = positions[request * stride :][:count]
-        _check_positions(own, int(longest[request]), request)
-        whole = np.concatenate((np.zeros(prefix, np.int64), np.arange(prefix, length) - own + 1))
-        starts.append(whole[length - new :])
-    return np.concatenate(starts).astype(np.int32)
-
-
-def _check_positions(own: npt.NDArray[np.int64], longest: int, request: int) -> None:
-    """Positions count up from a delimiter, or from 1."""
-    before = np.concatenate(([0], own[:-1]))
-    is_sound = (own <= 1) | (own == before + 1)
-    if not is_sound.all() or own.max(initial=0) > longest:
-        bad = int(np.argmax(~is_sound | (own > longest)))
-        raise ArgumentError(
-            f"prefill_attention: token_pos_in_items of request {request} is {own[bad]} at "
-            f"{bad}, max_item_len {longest}.",
-            hint="Positions count 1, 2, .. within an item, up to max_item_len, with 0 between.",
-        )
-
-
-def _sizes(max_tiles: int, max_tokens: int, *, has_parts: bool) -> tuple[int, int, int, int]:
-    """Numbers of tiles, counter, parts and item starts, as they lie one behind the other.
-
-    Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for other pointers.
-    """
-    return TILE_INTS * max_tiles, 4, 4 * -(-max_tokens // 2) * has_parts, max_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedTiles:
-    """The tiles of one step on the host.
-
-    Attributes:
-        config: see `select_prefill_attention`.
-        model: see `PrefillAttentionPlan`.
-        tiles: (num_tiles, 8) int32.
-        item_start: (T,) int32, or empty: no token has items.
-        parts: (T, 2) int32 of `cut_tiles`, or None.
-        tokens_per_tile: at most.
-        most_parts: number of tiles up to which some were cut.
-    """
-
-    config: PrefillAttentionConfig
-    model: ModelKey
-    tiles: npt.NDArray[np.int32]
-    item_start: npt.NDArray[np.int32]
-    parts: npt.NDArray[np.int32] | None
-    tokens_per_tile: int
-    most_parts: int = 0
-
-    @property
-    def kind(self) -> tuple[PrefillAttentionConfig, bool]:
-        """What a graph is captured for: the kernel, and whether parts are merged."""
-        return self.config, self.parts is not None
-
-    @property
-    def num_tokens(self) -> int:
-        """T; each token is in one tile that begins with the first page key."""
-        return int(self.tiles[self.tiles[:, 6] == 0, 1].sum())
-
-    def upload(self, device: torch.device) -> PrefillAttentionPlan:
-        """Copy them to the device, without waiting for it."""
-        capacity = (len(self.tiles), max(self.num_tokens, len(self.item_start)))
-        return self._read(self.host_table(*capacity).to(device, non_blocking=True), *capacity)
-
-    def make_buffer(self, num_tokens: int, num_reqs: int, device: torch.device) -> PlanBuffer:
-        """Room for any step of this kind with up to so many tokens and requests."""
-        most = -(-num_tokens // self.tokens_per_tile) + num_reqs
-        capacity = (most if self.parts is None else self.most_parts, num_tokens)
-        total = sum(_sizes(*capacity, has_parts=self.parts is not None))
-        data = torch.zeros(total, dtype=torch.int32, device=device)
-        return PlanBuffer(data, *capacity, self._read(data, *capacity, has_items=True))
-
-    def host_table(self, max_tiles: int, max_tokens: int) -> Tensor:
-        """All of it in one pinned buffer, laid out for so many tiles and tokens."""
-        tiles, parts = self.tiles, self.parts
-        sizes = _sizes(max_tiles, max_tokens, has_parts=parts is not None)
-        host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=torch.cuda.is_available())
-        table, counter, places, starts = np.split(host.numpy(), np.cumsum(sizes[:-1]))
-        table[: tiles.size] = tiles.ravel()
-        heads_first = 2 * int(self._is_item.sum()) < len(tiles)
-        counter[:] = (0, 0, len(tiles), heads_first)
-        starts[: len(self.item_start)] = self.item_start
-        if parts is not None:
-            places[: parts.size] = parts.ravel()
-        return host
-
-    @property
-    def _is_item(self) -> npt.NDArray[np.bool_]:
-        tiles = self.tiles
-        has_keys: npt.NDArray[np.bool_] = tiles[:, 5] < tiles[:, 1] + tiles[:, 2]
-        return has_keys
-
-    def _read(
-        self, data: Tensor, max_tiles: int, max_tokens: int, *, has_items: bool | None = None
-    ) -> PrefillAttentionPlan:
-        has_parts = self.parts is not None
-        sizes = _sizes(max_tiles, max_tokens, has_parts=has_parts)
-        table, counter, parts, starts = data.split(sizes)
-        return PrefillAttentionPlan(
-            config=self.config,
-            model=self.model,
-            tiles=table.view(-1, TILE_INTS),
-            item_start=starts,
-            counter=counter,
-            parts=parts.view(-1, 2),
-            has_items=bool(self._is_item.any()) if has_items is None else has_items,
-            num_tokens=max_tokens,
-            num_part_rows=self.tokens_per_tile * max_tiles * has_parts,
-            part_stride=self.tokens_per_tile,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PlanBuffer:
-    """Device memory for plans of one kind; a graph that reads `plan` serves whatever is there.
-
-    Attributes:
-        data: int32.
-        max_tiles: that it holds.
-        max_tokens: that it holds.
-        plan: what lies there.
-    """
-
-    data: Tensor
-    max_tiles: int
-    max_tokens: int
-    plan: PrefillAttentionPlan
-
-    def fill(self, planned: PlannedTiles) -> None:
-        """Enqueue the copy of other tiles of the same kind."""
-        self.data.copy_(planned.host_table(self.max_tiles, self.max_tokens), non_blocking=True)
