@@ -1,9 +1,8 @@
 """Attention over the paged cache against its floor, beside PyTorch's on keys that lie ready.
 
     python -m benchmarks.decode_attention --device cuda --out results/paged_attention_h200.json
-    python -m benchmarks.decode_attention --device cuda --sweep --out results/decode_attention.json
 
-The second also times candidate configs of the Triton kernel (decode_attention_sweep.py).
+`benchmarks.decode_attention_sweep` times candidate configs of the Triton kernel.
 
 Floor: the larger of the visible keys and values, the queries and the result moved once, and the
 products over visible keys at the measured matrix rate. The peer is scaled_dot_product_attention on
@@ -12,22 +11,12 @@ contiguous keys of equal lengths: what is lost to it is the price of gathering a
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.common import environment
-from benchmarks.figures import save
-from benchmarks.op_timing import (
-    Case,
-    bench_chosen,
-    measure_ceilings,
-    parse_cases,
-    relative_error,
-)
+from benchmarks.op_timing import Case, bench_chosen, parse_cases, relative_error
 from tiercel.batch import Batch
 from tiercel.ops.decode_attention import decode_attention
 from tiercel.reference import decode_attention as oracle
@@ -251,19 +240,11 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 def run() -> None:
-    parser = parse_cases(__doc__, seconds=0.2)
-    parser.add_argument("--sweep", action="store_true", help="candidates of the split kernel too")
-    arguments = parser.parse_args()
+    arguments = parse_cases(__doc__, seconds=0.2).parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
-    ceilings = measure_ceilings(device)
-    swept: list[dict[str, Any]] = []
-    if arguments.sweep:  # imported here: it needs Triton
-        sweep = import_module("benchmarks.decode_attention_sweep").sweep
-        swept = sweep(device, ceilings, arguments.out)
-    rows = bench_chosen(arguments, cases(device), device, ceilings)
-    save(arguments.out, environment(device), rows + swept)
+    bench_chosen(arguments, cases(device), device)
 
 
 if __name__ == "__main__":

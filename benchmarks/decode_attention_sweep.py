@@ -1,8 +1,10 @@
-"""Candidate configs of the Triton kernel of paged attention, timed: what its table is chosen from.
+"""Candidate configs of the Triton kernel of decode attention, timed: its table is chosen from them.
 
-Run by `python -m benchmarks.decode_attention --device cuda --sweep`. Splits are one choice per
-head_dim, whatever the batch (see kernels/attention/decode_attention.py), so configs are ranked by
-the geometric mean of their fractions of the floor over all swept shapes of that head_dim.
+    python -m benchmarks.decode_attention_sweep --out results/decode_attention_sweep.json
+
+Splits are one choice per head_dim, whatever the batch (kernels/attention/decode_attention.py), so
+configs are ranked by the geometric mean of their fractions of the floor over all swept shapes of
+that head_dim.
 """
 
 import itertools
@@ -19,7 +21,14 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.common import environment
 from benchmarks.decode_attention import BLOCK_SIZE, Inputs, Shape, make_case, make_inputs
 from benchmarks.figures import save
-from benchmarks.op_timing import Ceilings, num_sets, relative_error, time_inputs
+from benchmarks.op_timing import (
+    Ceilings,
+    measure_ceilings,
+    num_sets,
+    parse,
+    relative_error,
+    time_inputs,
+)
 from tiercel.kernels.attention import decode_attention as kernel
 from tiercel.kernels.attention.decode_attention import DecodeAttentionConfig
 from tiercel.ops.decode_attention import decode_attention
@@ -88,7 +97,7 @@ def candidates(shipped: DecodeAttentionConfig) -> Iterator[DecodeAttentionConfig
     for rows in (16, 32, 64):
         yield replace(shipped, most_rows=rows)
     for splits, cols in itertools.product((16, 32, 64), (16, 32, 64)):
-        yield replace(shipped, decode_attention_merge=splits, merge_cols=cols)
+        yield replace(shipped, merge_splits=splits, merge_cols=cols)
 
 
 def sweep_shape(shape: Shape, device: torch.device, ceilings: Ceilings) -> list[dict[str, Any]]:
@@ -126,7 +135,7 @@ def describe(config: DecodeAttentionConfig) -> str:
     return (
         f"splits {config.fine_keys}<{config.fine_end}<{config.coarse_keys} "
         f"stages {config.num_stages} programs {config.programs} rows {config.most_rows} "
-        f"merge {config.decode_attention_merge}x{config.merge_cols}"
+        f"merge {config.merge_splits}x{config.merge_cols}"
     )
 
 
@@ -149,11 +158,11 @@ def rank(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(ranked, key=lambda entry: -entry["mean"])
 
 
-def sweep(device: torch.device, ceilings: Ceilings, out: Path | None) -> list[dict[str, Any]]:
+def sweep(device: torch.device, ceilings: Ceilings, out: Path | None) -> None:
     """Time the candidates on every swept shape, and save after each, so that nothing is lost.
 
-    Returns:
-        A row for each shape and config, then one for each config of a head_dim, best first.
+    The file gets a row for each shape and config, then one for each config of a head_dim, best
+    first.
     """
     head = environment(device)
     rows: list[dict[str, Any]] = []
@@ -174,4 +183,15 @@ def sweep(device: torch.device, ceilings: Ceilings, out: Path | None) -> list[di
             each = " ".join(f"{fraction:.0%}" for fraction in entry["fractions"].values())
             print(f"{entry['text']:<66}{entry['mean']:>8.1%}   {each}")
     save(out, head, [ceilings.row(), *rows, *means])
-    return rows + means
+
+
+def run() -> None:
+    parser = parse(__doc__)
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    sweep(device, measure_ceilings(device), arguments.out)
+
+
+if __name__ == "__main__":
+    run()

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import act_mul, linear, rms_norm, rotary_kv_write
-from benchmarks import decode_attention as decode_attention
+from benchmarks import act_mul, decode_attention, linear, rms_norm, rotary_kv_write
 from benchmarks.common import environment
 from benchmarks.figures import save
 from benchmarks.op_timing import bench, measure_ceilings, parse
