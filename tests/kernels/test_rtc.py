@@ -16,8 +16,7 @@ import torch
 from tiercel.errors import InternalError
 from tiercel.kernels.attention import rotary_kv_write
 from tiercel.kernels.attention.prefill_attention import cuda_source, select_prefill_attention
-from tiercel.kernels.fused import fused_decode_step as fused_decode_step
-from tiercel.kernels.fused import fused_layer_tail as fused_layer_tail
+from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.packed.packed_dequantize import dequantize_source
 from tiercel.kernels.packed.packed_gemm import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ops import prefill_attention_cases as prefill_attention_cases
+from tests.ops import prefill_attention_cases
 from tests.ops.prefill_attention_cases import assert_lse
 from tests.paged_batches import TOLERANCE, make_case, relative_error
 from tiercel.errors import ArgumentError

@@ -8,7 +8,7 @@ import torch
 from tests.paged_batches import DECODES, TOLERANCE, make_batch, make_case, relative_error
 from tiercel.errors import ArgumentError
 from tiercel.kernels.attention import decode_attention as kernel
-from tiercel.ops import decode_attention_torch as decode_attention_torch
+from tiercel.ops import decode_attention_torch
 from tiercel.ops.decode_attention import decode_attention
 from tiercel.reference import decode_attention as oracle
 
@@ -120,7 +120,7 @@ def select(head_dim, dtype, block_size, device):
 
 def short_splits(config):
     """A config whose splits end every 64 keys up to 128 and every 128 beyond, merged two by two."""
-    return replace(config, fine_keys=64, fine_end=128, coarse_keys=128, decode_attention_merge=2)
+    return replace(config, fine_keys=64, fine_end=128, coarse_keys=128, merge_splits=2)
 
 
 def run_kernel(q, k_cache, v_cache, batch, scale, *, window=0, config=None, max_seq_len=None):

@@ -9,12 +9,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests import fused_decode_step_on_cpu as fused_decode_step_on_cpu
+from tests import fused_decode_step_on_cpu
 from tests.fused_decode_step_model import EPS, POSITIONS, ROWS, SCALE, V_AND_DOWN, make_model
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
 from tiercel.kernels.fused import fused_decode_step as kernel
-from tiercel.kernels.fused import fused_decode_step_stream as fused_decode_step_stream
+from tiercel.kernels.fused import fused_decode_step_stream
 from tiercel.kernels.fused.fused_decode_step_stream import MATRICES
 from tiercel.ops.fused_decode_step import (
     DecoderShape,

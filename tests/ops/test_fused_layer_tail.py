@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from tests import fused_layer_tail_on_cpu as fused_layer_tail_on_cpu
+from tests import fused_layer_tail_on_cpu
 from tests.fused_layer_tail_model import EPS, make_model, qwen3_8b
 from tests.packed_weights import make_weight
 from tiercel.errors import ArgumentError

@@ -11,7 +11,7 @@ from tests.gguf_files import quantised
 from tiercel import quant
 from tiercel.errors import ArgumentError
 from tiercel.ops import linear as op
-from tiercel.ops import linear_torch as linear_torch
+from tiercel.ops import linear_torch
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear import (
     FUSED_ROWS,

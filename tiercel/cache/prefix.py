@@ -10,7 +10,7 @@ An entry names a block in each cache group. Groups give blocks away on their own
 its block in a sliding group, where only the blocks of the last window are needed, and leaves the
 table when it lacks one that every continuation needs.
 
-Source: "Efficient Memory Management for Large Language Model Serving with DecodeAttention",
+Source: "Efficient Memory Management for Large Language Model Serving with PagedAttention",
 arXiv 2309.06180, section 4.4; the chain of vLLM's automatic prefix caching.
 """
 

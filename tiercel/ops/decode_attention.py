@@ -25,7 +25,7 @@ def prepare_decode_attention(k_cache: Tensor, num_heads: int) -> None:
     """
     if not k_cache.is_cuda:
         return
-    from tiercel.kernels.attention import decode_attention_split as decode_attention_split
+    from tiercel.kernels.attention import decode_attention_split
 
     _, block_size, kv_heads, head_dim = k_cache.shape
     device, dtype = k_cache.device, k_cache.dtype
@@ -70,7 +70,7 @@ def decode_attention(
     Raises:
         ArgumentError: the shapes or dtypes disagree, or the caches are not contiguous.
 
-    Sources: "Efficient Memory Management for Large Language Model Serving with DecodeAttention",
+    Sources: "Efficient Memory Management for Large Language Model Serving with PagedAttention",
     arXiv 2309.06180; splits along keys: "Flash-Decoding for long-context inference", 2023.
     """
     _check(q, k_cache, v_cache, batch)
@@ -131,8 +131,8 @@ def _decode(
     group: int,
     window: int,
 ) -> Tensor:
-    from tiercel.kernels.attention import decode_attention as decode_attention
-    from tiercel.kernels.attention import decode_attention_split as decode_attention_split
+    from tiercel.kernels.attention import decode_attention as triton_kernel
+    from tiercel.kernels.attention import decode_attention_split
     from tiercel.kernels.runtime.rtc import max_smem_bytes
 
     (tokens, heads, head_dim), block_size = q.shape, k_cache.shape[1]
@@ -148,8 +148,8 @@ def _decode(
         )
         splits = decode_attention_split.num_splits(*bounds)
     else:
-        config = decode_attention.select_decode_attention(head_dim, q.element_size(), block_size)
-        launch = partial(decode_attention.launch_decode_attention, config=config)
+        config = triton_kernel.select_decode_attention(head_dim, q.element_size(), block_size)
+        launch = partial(triton_kernel.launch_decode_attention, config=config)
         splits = config.num_splits(*bounds)
     partials = torch.empty((tokens * heads, splits, head_dim), dtype=torch.float32, device=q.device)
     out = q.new_empty((tokens, heads * head_dim))

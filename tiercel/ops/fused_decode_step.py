@@ -12,7 +12,7 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
 from tiercel.kernels.fused import fused_decode_step as kernel
-from tiercel.kernels.fused import fused_decode_step_stream as fused_decode_step_stream
+from tiercel.kernels.fused import fused_decode_step_stream
 from tiercel.kernels.fused.fused_decode_step_stream import MATRICES
 from tiercel.ops.dequantize import dequantize
 from tiercel.quant import QuantTensor

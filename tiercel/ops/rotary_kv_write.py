@@ -45,7 +45,7 @@ def rotary_kv_write(
     All is float32 inside and rounded once; on a CPU also between norm and rotation.
 
     Sources: "RoFormer", arXiv 2104.09864, in the half-split form of GPT-NeoX; "Efficient Memory
-    Management for Large Language Model Serving with DecodeAttention", arXiv 2309.06180.
+    Management for Large Language Model Serving with PagedAttention", arXiv 2309.06180.
     """
     _check(heads, positions, table, slot_mapping)
     _check_caches(heads, k_cache, v_cache)

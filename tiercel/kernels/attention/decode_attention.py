@@ -49,7 +49,7 @@ class DecodeAttentionConfig:
         programs: how many the grid should have, about; not part of any result.
         num_warps: of the first kernel.
         num_stages: tiles in flight plus one.
-        decode_attention_merge: splits that the second kernel reads at once.
+        merge_splits: splits that the second kernel reads at once.
         merge_cols: columns of a head that one of its programs merges.
     """
 
@@ -61,7 +61,7 @@ class DecodeAttentionConfig:
     programs: int
     num_warps: int
     num_stages: int
-    decode_attention_merge: int = 32
+    merge_splits: int = 32
     merge_cols: int = 32
 
     def num_splits(self, max_seq_len: int, max_query_len: int, window: int) -> int:
@@ -398,7 +398,7 @@ def launch_decode_attention(
         slots,
         window or NO_WINDOW,
         HEAD_DIM=head_dim,
-        SPLITS=config.decode_attention_merge,
+        SPLITS=config.merge_splits,
         COLS=config.merge_cols,
         num_warps=4,
         **splits,

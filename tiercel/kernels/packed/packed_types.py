@@ -1,4 +1,4 @@
-"""What the kernels of cuda/q4k_*.cu must know of each type of quantised weights."""
+"""What the kernels of cuda/packed/packed_*.cu must know of each type of quantised weights."""
 
 from __future__ import annotations
 
