@@ -7,8 +7,8 @@ from tests.gguf_files import NUM_TOKENS, tiny_model
 from tests.parity import log_softmax
 from tests.tiny_llm import DATA, EOS, NAMES, PROMPTS, assert_idle, greedy, ids_of, joined, open_tiny
 from tiercel.engine import engine as engine_module
-from tiercel.engine import load as build_module
 from tiercel.errors import OutOfMemoryError
+from tiercel.models.decoder import Decoder
 from tiercel.params import SamplingParams
 from tiercel.runner import prompt_readback as reads_module
 
@@ -64,7 +64,7 @@ def test_a_batch_of_mixed_lengths_equals_one_by_one(name):
 
 
 def with_few_blocks(monkeypatch, num_blocks, **options):
-    monkeypatch.setattr(build_module, "BLOCK_SIZE", 8)
+    monkeypatch.setattr(Decoder, "block_size", 8)
     monkeypatch.setattr(engine_module, "cache_blocks", lambda groups, **sizes: [num_blocks])
     llm = open_tiny(max_model_len=64, **options)
     preempt, counted = llm._engine.scheduler._preempt, []

@@ -15,6 +15,7 @@ from tiercel.cache.prefix import ROOT
 from tiercel.config import SpecConfig
 from tiercel.engine import engine as engine_module
 from tiercel.engine import load as build
+from tiercel.models.decoder import Decoder
 from tiercel.params import SamplingParams, StructuredOutputs
 
 __all__ = ["path_of"]  # a fixture
@@ -120,7 +121,7 @@ def test_blocks_are_kept_for_others_when_all_their_tokens_are_accepted(monkeypat
     draw = random.Random(spec)
     path = path_of("mtp") if spec != "ngram" else DATA / "qwen3-tiny.gguf"
     params = make_params(FEW | {"max_tokens": 48})
-    monkeypatch.setattr(build, "BLOCK_SIZE", 16)
+    monkeypatch.setattr(Decoder, "block_size", 16)
     texts = [[draw.randrange(97, 105) for _ in range(draw.choice((5, 20, 40)))] for _ in range(6)]
     with open_tiny(path, max_model_len=192) as llm:
         alone = [run_alone(llm, llm._inputs.request(text, params, 0)) for text in texts]

@@ -14,12 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tiercel.kernels.attention.prefill_attention_tiles import PrefillAttentionPlan
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +29,21 @@ class PackedItems:
 
     prefix_len: tuple[int, ...]
     item_start: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLengths:
+    """The lengths of a step as the host knows them; attention metadata is planned from these.
+
+    Attributes:
+        query_lens: new tokens of each request.
+        context_lens: its length with them.
+        items: of the step.
+    """
+
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    items: PackedItems
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +67,8 @@ class Batch:
         max_query_len: bound of `query_lens`.
         max_seq_len: bound of `seq_lens`.
         items: None in a step without any.
-        plans: of the attention by its shape, where they lie ready: in a graph.
+        plans: attention metadata that was made ahead of the step, by keys of the model; its layers
+            alone read it. None: they plan from the lengths.
     """
 
     input_ids: Tensor
@@ -74,4 +86,4 @@ class Batch:
     max_query_len: int
     max_seq_len: int
     items: PackedItems | None = None
-    plans: Mapping[Hashable, PrefillAttentionPlan] | None = None
+    plans: Mapping[Hashable, object] | None = None

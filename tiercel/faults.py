@@ -24,12 +24,9 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final, Protocol
 
 from tiercel.errors import ArgumentError, OutOfMemoryError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 EXIT_STATUS: Final = 3
 _AT_START: Final = 0
@@ -46,6 +43,13 @@ _NEEDS_VALUE: Final = {
 }
 _MAY_BE_AT_START: Final = ("exit", "sleep", "slow")
 _SLOW_PART_S: Final = 0.05  # between two signs of life of a slow step
+
+
+class Rows(Protocol):
+    """What a tensor of logits offers."""
+
+    def __setitem__(self, index: Any, value: Any, /) -> None:
+        """Set a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ class Faults:
             left_s -= _SLOW_PART_S
             pulse()
 
-    def on_logits(self, step: int, logits: Tensor, rows: Sequence[int]) -> None:
+    def on_logits(self, step: int, logits: Rows, rows: Sequence[int]) -> None:
         """Spoil logits of a step, in place.
 
         Args:

@@ -10,9 +10,10 @@ from tests.tiny_llm import LLAMA
 from tiercel import async_llm, llm
 from tiercel.config import LoadOptions
 from tiercel.engine import load as build
-from tiercel.engine.load import BLOCK_SIZE, resolve_config
+from tiercel.engine.load import resolve_config
 from tiercel.engine.options import resolve_threads
 from tiercel.errors import ArgumentError
+from tiercel.models.decoder import Decoder
 from tiercel.models.source import open_source
 
 CONTEXT = 2048  # of the tiny model
@@ -75,7 +76,7 @@ def test_options_become_the_configuration():
         assert getattr(config, name) == GIVEN[name]
     assert (config.gpu_memory_utilization, config.threads) == (0.25, 3)
     assert (config.spec.method, config.spec.max_drafts) == ("ngram", 4)
-    assert config.block_size == BLOCK_SIZE == 64
+    assert config.block_size == Decoder.block_size == 64
 
 
 def test_defaults():

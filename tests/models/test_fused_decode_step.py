@@ -15,7 +15,7 @@ from tiercel.layers import fused_decode_step as layers
 from tiercel.layers.attention import Attention, AttentionShape
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
-from tiercel.models import decoder
+from tiercel.models import decoder_build
 from tiercel.ops.fused_decode_step import DecoderShape
 from tiercel.ops.linear import LinearWeight
 from tiercel.ops.packed_matvec import prepare_packed
@@ -106,7 +106,7 @@ def test_what_the_kernel_is_told_of_a_model(tmp_path, monkeypatch, family, field
     values = sample_config(random.Random(1), family).values | {"num_hidden_layers": 3} | fields
     write_folder(tmp_path, values, own_tensors(make_hf_model(values)))
     seen = []
-    monkeypatch.setattr(decoder, "make_fused_decode_step", lambda *args: seen.append(args))
+    monkeypatch.setattr(decoder_build, "make_fused_decode_step", lambda *args: seen.append(args))
     with open_tiny(tmp_path, max_model_len=77) as llm:
         model = llm._engine.runner.model
     ((parts, shape, eps, _),) = seen

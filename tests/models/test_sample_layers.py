@@ -5,7 +5,7 @@ import torch
 
 from tests.gguf_files import quantised, tiny_model
 from tests.tiny_llm import open_tiny
-from tiercel.models.decoder import DecoderLayer
+from tiercel.layers.decoder_layer import DecoderLayer
 
 
 def sampled(llm, monkeypatch):

@@ -8,6 +8,7 @@ import torch
 from tests.ops.prefill_attention_cases import ITEMS, PLAIN, make_case, relative_error
 from tests.tiny_llm import greedy, ids_of, open_tiny
 from tiercel.batch import PackedItems
+from tiercel.models.decoder import Decoder
 from tiercel.ops.prefill_attention import prefill_attention
 from tiercel.params import SamplingParams
 from tiercel.runner.prompt_graphs import LARGEST, padded_lengths, padded_size, padded_sizes
@@ -66,10 +67,11 @@ def test_padding_sees_nothing_and_changes_nobody(requests, device):
 )
 def test_sizes_end_where_the_device_is_busy(hidden, heads, intermediate, largest):
     sizes = {"hidden_size": hidden, "num_heads": heads, "intermediate_size": intermediate}
-    model = SimpleNamespace(num_kv_heads=8, head_dim=128, **sizes)
-    assert padded_sizes(model, 8192)[-1] == largest
-    assert padded_sizes(model, 100) == [16, 32, 64, 128]
-    assert padded_sizes(model, 1) == [16]
+    config = SimpleNamespace(num_kv_heads=8, head_dim=128, **sizes)
+    weights = Decoder.weights_per_layer.fget(SimpleNamespace(config=config))
+    assert padded_sizes(weights, 8192)[-1] == largest
+    assert padded_sizes(weights, 100) == [16, 32, 64, 128]
+    assert padded_sizes(weights, 1) == [16]
 
 
 def test_a_step_of_full_size_stays_as_it_is():

@@ -16,9 +16,9 @@ import torch
 
 from tests.tiny_llm import DATA, assert_idle, open_tiny
 from tiercel.engine import engine as engine_module
-from tiercel.engine import load as build
 from tiercel.faults import Fault, Faults
 from tiercel.grammar.spec import compile_spec
+from tiercel.models.decoder import Decoder
 from tiercel.params import SamplingParams, StructuredOutputs
 from tiercel.request.request import Status
 from tiercel.request.score_task import ScoreRead, ScoreTask
@@ -114,7 +114,7 @@ def run(llm, kind):
 
 def settle(patch):
     patch.setenv("TIERCEL_PREFIX_CACHE", "0")
-    patch.setattr(build, "BLOCK_SIZE", 8)
+    patch.setattr(Decoder, "block_size", 8)
 
 
 @pytest.fixture(autouse=True)

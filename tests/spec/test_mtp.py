@@ -5,14 +5,14 @@ import torch
 
 from tests.mtp_model import mtp_model
 from tests.tiny_llm import greedy, open_tiny
-from tiercel.engine import load as build
+from tiercel.models.decoder import Decoder
 
 
 @pytest.mark.parametrize("overlap", ["0", "1"])
 def test_the_head_writes_into_blocks_of_its_own_row_alone(monkeypatch, tmp_path, overlap):
     """Also for a row that does not draft, for whose drafts no block is reserved."""
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
-    monkeypatch.setattr(build, "BLOCK_SIZE", 16)
+    monkeypatch.setattr(Decoder, "block_size", 16)
     with open_tiny(
         mtp_model(tmp_path / "mtp.gguf"), spec="mtp", num_spec_tokens=7, max_num_seqs=3
     ) as llm:
@@ -52,7 +52,7 @@ def test_the_head_writes_into_blocks_of_its_own_row_alone(monkeypatch, tmp_path,
 def test_a_window_has_room_for_the_drafts_behind_a_prompt(monkeypatch, tmp_path):
     """A chunk that fills a step, and behind it what the head writes for 15 drafts."""
     monkeypatch.setenv("TIERCEL_PREFIX_CACHE", "0")
-    monkeypatch.setattr(build, "BLOCK_SIZE", 16)
+    monkeypatch.setattr(Decoder, "block_size", 16)
     path = mtp_model(tmp_path / "mtp.gguf", arch="gemma3")
     sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 42, "max_model_len": 128}
     with open_tiny(path, spec="mtp", num_spec_tokens=15, **sizes) as llm:

@@ -8,48 +8,24 @@ that; there a step is collected at once, in the same loop.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import isfinite
 from time import perf_counter
 
 import numpy as np
 import torch
 
-from tiercel.cache.manager import CacheManager, GroupBlocks
-from tiercel.cache.pool import CachePool
-from tiercel.cache.spec import group_specs
-from tiercel.config import num_head_drafts
 from tiercel.engine.interrupts import allowed
-from tiercel.engine.memory import MemoryBudget, cache_blocks
-from tiercel.engine.options import dtype_name, dtypes_from
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import InvalidRequestError, OutOfMemoryError
-from tiercel.models import registry
-from tiercel.models.decoder import Decoder
-from tiercel.models.footprint import weight_footprint
-from tiercel.models.source import ModelSource
-from tiercel.models.weights import WeightReader
 from tiercel.request.request import Request, Status
-from tiercel.runner.graph_capture import GraphRecorder
-from tiercel.runner.row_state import Rows
 from tiercel.runner.runner import Launch, ModelRunner
-from tiercel.runner.sampler import Sampler
 from tiercel.runner.sampler_output import Sampled
 from tiercel.scheduler.plan import SchedulerOutput
 from tiercel.scheduler.scheduler import Scheduler
-from tiercel.scheduler.step_budget import StepBudget
 from tiercel.spec.counts import DraftCounts
-from tiercel.spec.hybrid import HybridProposer
-from tiercel.spec.mtp import MtpProposer
-from tiercel.spec.ngram import NgramProposer
-from tiercel.spec.policy import FIRST_CHANCE, LEAST_CHANCE, DraftPolicy, learned
-from tiercel.spec.texts import Proposer
-from tiercel.text.tokenizer import Tokenizer
-
-# Of a GPU's memory, what weights with dense copies of packed ones may take: the rest is cache.
-COPIES_SHARE = 0.5
+from tiercel.spec.policy import FIRST_CHANCE, learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,157 +279,3 @@ def _prompt_problem(request: Request) -> str | None:
     if request.output_token_ids or all(isfinite(e.logprob) for e in request.prompt_logprobs):
         return None
     return "nonfinite_logits"
-
-
-def _make_runner(
-    model: Decoder, num_groups: int, config: EngineConfig, tokenizer: Tokenizer
-) -> ModelRunner:
-    """Rows, the sampler and who drafts, around a model."""
-    spec, vocab_size = config.spec, model.config.vocab_size
-    # Places of drafts may lie behind those of the longest text.
-    max_blocks = -(-(config.max_model_len + spec.max_drafts) // config.block_size)
-    rows = Rows(
-        config.max_num_seqs,
-        config.max_model_len,
-        num_groups,
-        max_blocks,
-        config.device,
-        spec.max_drafts,
-    )
-    sampler = Sampler(
-        [*tokenizer.unused_ids, *range(tokenizer.vocab_size, vocab_size)],
-        vocab_size,
-        rows,
-        lambda word: [tokenizer.encode(word), tokenizer.encode(" " + word)],
-        LEAST_CHANCE[config.device.type],
-    )
-    return ModelRunner(model, rows, sampler, config, _make_proposer(model, rows, sampler, config))
-
-
-def _make_proposer(
-    model: Decoder, rows: Rows, sampler: Sampler, config: EngineConfig
-) -> Proposer | None:
-    """Who drafts; None without speculation."""
-    spec, texts = config.spec, rows.draft_texts
-    if spec.method == "off":
-        return None
-    if not spec.has_head:
-        return NgramProposer(texts, spec)
-    assert model.draft_head is not None, "resolve_config has checked"
-    mtp = MtpProposer(
-        texts,
-        model.draft_head,
-        sampler.is_banned,
-        num_head_drafts(spec),
-        config.block_size,
-        config.max_model_len + spec.max_drafts,
-    )
-    return mtp if spec.method == "mtp" else HybridProposer(texts, mtp, spec)
-
-
-def _capture(runner: ModelRunner, progress: Callable[[str, int, int], None] | None) -> None:
-    """Make the steps ready that have fixed sizes."""
-    config = runner.config
-    recorder = GraphRecorder(config.device) if config.cuda_graphs else None
-    runner.prompt_steps.capture(
-        recorder, None if progress is None else partial(progress, "Capturing prompts")
-    )
-    if recorder is not None:
-        runner.decode_steps.capture(
-            recorder, None if progress is None else partial(progress, "Capturing")
-        )
-        recorder.finish()
-
-
-def _has_room_for_copies(source: ModelSource, config: EngineConfig, budget: MemoryBudget) -> bool:
-    """Whether packed weights keep dense copies.
-
-    Raises:
-        OutOfMemoryError: the weights do not even fit without.
-    """
-    device = config.device
-    measure = partial(
-        weight_footprint, source, device_type=device.type, has_draft_head=config.spec.has_head
-    )
-    with_copies = measure(dtype=dtype_name(config.dtype), dense_copies=True)
-    if with_copies.nbytes <= COPIES_SHARE * budget.left():
-        return True
-    needed, *others = (measure(dtype=name) for name in dtypes_from(config.dtype, device))
-    budget.check_weights(needed, others)
-    return False
-
-
-def build_engine(
-    source: ModelSource,
-    config: EngineConfig,
-    tokenizer: Tokenizer,
-    progress: Callable[[str, int, int], None] | None = None,
-) -> Engine:
-    """Load a model, make room for its cache, and capture its decode graphs.
-
-    Args:
-        source: a checked file.
-        config: resolved.
-        tokenizer: of the model.
-        progress: hears (what, done, total).
-
-    Raises:
-        OutOfMemoryError: weights or cache do not fit; the message says what was needed and what to
-            lower.
-    """
-    device = config.device
-    budget = MemoryBudget(device, config.gpu_memory_utilization)
-    dense_copies = _has_room_for_copies(source, config, budget)
-    load = None if progress is None else partial(progress, "Loading")
-    try:
-        num_mtp_layers = source.config.num_mtp_layers if config.spec.has_head else 0
-        model = registry.model_class(source.family)(
-            replace(source.config, num_mtp_layers=num_mtp_layers),
-            WeightReader(source, device, load, dense_copies=dense_copies),
-            config.dtype,
-            config.max_model_len + config.spec.max_drafts,
-        )
-        groups = group_specs(model.cache_specs())
-        runner = _make_runner(model, len(groups), config, tokenizer)
-
-        def make_pools(sizes: Sequence[int]) -> list[CachePool]:
-            return [
-                CachePool(group, size, config.block_size, config.max_num_seqs + 1, str(device))
-                for group, size in zip(groups, sizes, strict=True)
-            ]
-
-        runner.bind_pools(make_pools([1] * len(groups)))
-        budget.reserve(runner.measure_steps())
-        spare_places = max(0, num_head_drafts(config.spec) - 1)
-        most_places = config.max_num_batched_tokens + spare_places
-        sizes = cache_blocks(
-            groups,
-            block_size=config.block_size,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_step_tokens=most_places,
-            available=budget.left(),
-        )
-        runner.bind_pools(make_pools(sizes))
-        _capture(runner, progress)
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(
-            f"{device} ran out of memory while loading: {str(error).splitlines()[0]}",
-            hint="Use a smaller model, or lower max_model_len.",
-        ) from error
-    policy = None
-    if config.spec.max_drafts:
-        policy = DraftPolicy(runner.decode_steps.verify_costs(), spare_places)
-    cache = CacheManager(
-        [GroupBlocks(size, group.spec.window) for group, size in zip(groups, sizes, strict=True)],
-        config.block_size,
-        most_places,
-        has_prefix_cache=config.prefix_cache,
-    )
-    scheduler = Scheduler(
-        cache,
-        config.max_num_seqs,
-        StepBudget(config.max_num_batched_tokens, is_timed=config.timed_steps),
-        policy=policy,
-    )
-    return Engine(scheduler, runner, config)

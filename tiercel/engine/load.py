@@ -14,7 +14,8 @@ import torch
 
 from tiercel import env
 from tiercel.config import LoadOptions, resolve_spec
-from tiercel.engine.engine import Engine, build_engine
+from tiercel.engine.build import build_engine
+from tiercel.engine.engine import Engine
 from tiercel.engine.memory import MemoryBudget
 from tiercel.engine.options import (
     resolve_count,
@@ -30,6 +31,7 @@ from tiercel.faults import Faults
 from tiercel.grammar.matchers import Matchers
 from tiercel.machine import check_platform, usable_cpus
 from tiercel.models.footprint import cache_bytes, weight_footprint
+from tiercel.models.model import model_class
 from tiercel.models.source import ModelSource, find_source
 from tiercel.request.inputs import InputProcessor
 from tiercel.request.score_inputs import ScoreInputs
@@ -39,7 +41,6 @@ MAX_SEQS = {"cpu": 16, "cuda": 256}
 # A CPU gains nothing from longer chunks; a GPU needs some thousand tokens to be bound by
 # arithmetic.
 MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
-BLOCK_SIZE = 64
 
 Report = Callable[[str, int, int], None]
 
@@ -158,7 +159,7 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
             MAX_BATCHED_TOKENS[device.type],
             2**20,
         ),
-        block_size=BLOCK_SIZE,
+        block_size=model_class(source.family).block_size,
         gpu_memory_utilization=utilization,
         prefix_cache=env.has_prefix_cache(),
         cuda_graphs=device.type == "cuda" and env.has_cuda_graphs(),

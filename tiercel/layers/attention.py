@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,11 +25,8 @@ from tiercel.ops.prefill_attention import (
     prefill_attention,
     tile_prefill_attention,
 )
+from tiercel.ops.prefill_attention_plan import PlannedTiles, PrefillAttentionPlan
 from tiercel.ops.rotary_kv_write import rotary_kv_write
-
-if TYPE_CHECKING:
-    from tiercel.kernels.attention.prefill_attention_tiles import PrefillAttentionPlan
-    from tiercel.ops.prefill_attention_plan import PlannedTiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +97,9 @@ class Attention:
             return None
         tables = batch.block_tables[self.group].index_select(0, batch.rows)
         if batch.plans is not None:
-            return PromptPlan(batch.plans[self.shape], tables)
+            kept = batch.plans[self.shape]
+            assert isinstance(kept, PrefillAttentionPlan), "made by `tiles`"
+            return PromptPlan(kept, tables)
         items = batch.items
         tiles = plan_prefill_attention(
             batch.query_lens,

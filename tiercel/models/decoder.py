@@ -7,71 +7,46 @@
 What families do differently (`models/llama.py`, `qwen3.py`, `gemma3.py`) is data in `ModelConfig`:
 norms of q and k heads, biases, sandwich norms, windows and rotary bases per layer. The residual x
 is float32 throughout, because sums of Gemma's activations pass the range of float16; products take
-`dtype`.
+`dtype`. `decoder_build.py` loads the parts, `mtp.py` has the head that drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from tiercel.batch import Batch
+from tiercel.batch import Batch, BatchLengths
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import KVCacheSpec
 from tiercel.env import has_fused_layer_tail, has_megakernel
-from tiercel.layers.attention import Attention, AttentionShape, HeadNorms, PromptPlan
-from tiercel.layers.embedding import Embedding
-from tiercel.layers.fused_decode_step import FusedDecodeStep, StepLayer, make_fused_decode_step
-from tiercel.layers.fused_layer_tail import ChainLayer, FusedLayerTail, make_fused_layer_tail
-from tiercel.layers.linear import Linear
-from tiercel.layers.mlp import GatedMLP
-from tiercel.layers.norm import RMSNorm
+from tiercel.layers.attention import Attention, AttentionShape, PromptPlan
+from tiercel.layers.decoder_layer import DecoderLayer
+from tiercel.layers.fused_decode_step import FusedDecodeStep
+from tiercel.layers.fused_layer_tail import FusedLayerTail
 from tiercel.models.config import ModelConfig
-from tiercel.models.rope import rope_table
+from tiercel.models.decoder_build import DecoderBuilder
+from tiercel.models.decoder_timing import dense_attention, dense_products
+from tiercel.models.model import TimedAttention, TimedProduct
 from tiercel.models.weights import WeightReader
-from tiercel.ops.fused_decode_step import DecoderShape
-from tiercel.ops.linear import linear, pick_rows, prepare_linear
+from tiercel.ops.linear import linear, pick_rows
+from tiercel.ops.prefill_attention_plan import PlannedTiles
 from tiercel.ops.rms_norm import rms_norm
 from tiercel.quant import take_rows
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """Attention and MLP with their norms.
-
-    What a part adds to the residual waits for the next norm, which adds it in the same pass; with
-    sandwich norms (Gemma) it also norms it first.
-    """
-
-    attn_norm: RMSNorm
-    attention: Attention
-    mlp_norm: RMSNorm
-    mlp: GatedMLP
-
-    def __call__(
-        self, x: Tensor, update: Tensor | None, batch: Batch, plan: PromptPlan | None
-    ) -> Tensor:
-        """What waits to be added behind this layer, (T, hidden).
-
-        Args:
-            x: (T, hidden) float32, updated in place.
-            update: (T, hidden), what waits before this layer; None before the first.
-            batch: the step.
-            plan: of the step, for this layer's shape and group.
-        """
-        update = self.attention(self.attn_norm(x, update), batch, plan)
-        return self.mlp(self.mlp_norm(x, update))
-
-
 class Decoder:
-    """A dense decoder with its weights on one device.
+    """A dense decoder with its weights on one device; the methods are those of `Model`.
 
     Attributes:
         pulse: called after each layer and each product of the head; does nothing unless replaced.
     """
+
+    block_size: ClassVar[int] = 64
+    state_dtype: ClassVar[torch.dtype] = torch.float32
+    packs_items: ClassVar[bool] = True
 
     def __init__(
         self, config: ModelConfig, weights: WeightReader, dtype: torch.dtype, num_positions: int
@@ -86,35 +61,45 @@ class Decoder:
         """
         self.config = config
         self.dtype = dtype
-        self.pulse: Callable[[], None] = _unwatched
-        builder = _LayerBuilder(config, weights, dtype, num_positions)
-        self.embedding = Embedding(weights.stored("embed.weight"), config.embedding_scale)
+        self.pulse: Callable[[], None] = _do_nothing
+        builder = DecoderBuilder(config, weights, dtype, num_positions)
+        self.embedding = builder.embedding()
         self.layers = [builder.layer(i) for i in range(config.num_layers)]
         self._samples = [self.layers[i] for i in builder.sample_layers()]
+        # Layers of one shape share their plans.
+        self._planners: dict[AttentionShape, Attention] = {}
+        for layer in self.layers:
+            self._planners.setdefault(layer.attention.shape, layer.attention)
         self.last_update_norm = builder.last_update_norm()
         self.norm = builder.norm("norm")
-        head = "head.weight" if weights.has("head.weight") else "embed.weight"
-        wide = prepare_linear(
-            [weights.file_tensor(head)],
-            dtype,
-            weights.device,
-            wide=True,
-            dense_copies=weights.dense_copies,
-        )
-        self.head = Linear(wide, out_dtype=torch.float32)
+        self.head = builder.head()
         # One kernel for a single token, where it fits.
         self.step: FusedDecodeStep | None = None
         if has_megakernel() and weights.dense_copies:
-            self.step = builder.step(self.layers, num_positions)
+            self.step = builder.fused_step(self.layers, num_positions)
         # From attention to attention in one kernel for a few tokens, where it fits.
         self.chain: FusedLayerTail | None = (
-            builder.chain(self.layers) if has_fused_layer_tail() else None
+            builder.fused_tail(self.layers) if has_fused_layer_tail() else None
         )
-        self.draft_head = builder.draft_head(self) if config.num_mtp_layers else None
+        self.draft_head = (
+            builder.draft_head(self.embedding, self.head) if config.num_mtp_layers else None
+        )
+
+    @property
+    def state_width(self) -> int:
+        """Elements of a token's state: the residual's."""
+        return self.config.hidden_size
+
+    @property
+    def weights_per_layer(self) -> int:
+        """Weights that a token is multiplied with in one layer."""
+        config = self.config
+        heads = config.num_heads + config.num_kv_heads
+        return config.hidden_size * (2 * heads * config.head_dim + 3 * config.intermediate_size)
 
     @property
     def _cached_layers(self) -> list[DecoderLayer]:
-        """All with a cache, that of the draft head last."""
+        """All layers with a cache, that of the draft head last."""
         return self.layers + ([] if self.draft_head is None else [self.draft_head.layer])
 
     def cache_specs(self) -> list[KVCacheSpec]:
@@ -122,12 +107,19 @@ class Decoder:
         return [layer.attention.cache_spec(self.dtype) for layer in self._cached_layers]
 
     def bind_cache(self, pools: Sequence[CachePool]) -> None:
-        """Give each layer its planes; a pool's place is that of its block tables."""
+        """Give each layer its planes; a pool's index is that of its block tables."""
         for group, pool in enumerate(pools):
             for index, planes in pool.layers.items():
                 self._cached_layers[index].attention.bind_cache(planes, group)
         if self.step is not None:  # all layers are in one group: full attention
             self.step.bind_cache([pools[0].layers[i] for i in range(len(self.layers))], 0)
+
+    def plan(self, lengths: BatchLengths) -> dict[AttentionShape, PlannedTiles]:
+        """Tiles of prefill attention, by the shape of the layers that share them."""
+        return {
+            shape: attention.tiles(lengths.query_lens, lengths.context_lens, lengths.items)
+            for shape, attention in self._planners.items()
+        }
 
     def forward(self, batch: Batch) -> Tensor:
         """Pass the new tokens through all layers.
@@ -138,9 +130,9 @@ class Decoder:
         return self._pass(self.layers, batch)
 
     def forward_sample(self, batch: Batch) -> Tensor:
-        """Launch what `forward` launches, each but once: one layer of every kind.
+        """Launch what `forward` launches, each kernel once: one layer of every kind.
 
-        For loading kernels and measuring memory; the result has the shape of `forward`'s alone.
+        For loading kernels and measuring memory; only the shape of the result is that of `forward`.
         """
         return self._pass(self._samples, batch)
 
@@ -164,11 +156,11 @@ class Decoder:
         return x.add_(update)
 
     def hidden_states(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Normed hidden states at some token places, as embedding models give them.
+        """Normed hidden states of some tokens, as embedding models give them.
 
         Args:
             hidden: (T, hidden) from `forward`.
-            rows: (L,) int32 token places.
+            rows: (L,) int32 indices of tokens.
 
         Returns:
             (L, hidden) float32.
@@ -179,11 +171,11 @@ class Decoder:
     def logits(
         self, hidden: Tensor, rows: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Logits at some token places.
+        """Logits of some tokens.
 
         Args:
             hidden: (T, hidden) from `forward`.
-            rows: (L,) int32 token places; None for all.
+            rows: (L,) int32 indices of tokens; None for all.
             out: (L, vocab_size) float32 for the result; None for a new tensor.
 
         Returns:
@@ -193,11 +185,11 @@ class Decoder:
         return self._capped(self.head(self.norm(x), out))
 
     def token_logits(self, hidden: Tensor, rows: Tensor, token_ids: Tensor) -> Tensor:
-        """Logits of some tokens alone: their rows of the head are multiplied, the others not read.
+        """Logits of some token ids alone: only their rows of the head are read and multiplied.
 
         Args:
             hidden: (T, hidden) from `forward`.
-            rows: (L,) int32 token places.
+            rows: (L,) int32 indices of tokens.
             token_ids: (K,) int64.
 
         Returns:
@@ -214,213 +206,14 @@ class Decoder:
         cap = self.config.logit_softcap
         return logits if cap == 0.0 else logits.div_(cap).tanh_().mul_(cap)
 
+    def timed_products(self) -> list[TimedProduct]:
+        """The matrix products of a token's way, for profiling."""
+        return dense_products(self.layers, self.head)
 
-def _unwatched() -> None:
-    """Do nothing."""
-
-
-class MtpHead:
-    """A layer that drafts: from a token's hidden state and the next token, the one after that.
-
-        x = layer(proj([norm(embedding[next token]), norm(hidden)]))
-        logits = head(norm(x))
-
-    It has a cache of its own, at the same places, and shares the model's embedding and head.
-
-    Source: "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.2.
-    """
-
-    def __init__(
-        self,
-        model: Decoder,
-        embed_norm: RMSNorm,
-        hidden_norm: RMSNorm,
-        proj: Linear,
-        layer: DecoderLayer,
-        norm: RMSNorm,
-    ) -> None:
-        self.layer = layer
-        self._model = model
-        self._embed_norm = embed_norm
-        self._hidden_norm = hidden_norm
-        self._proj = proj
-        self._norm = norm
-
-    def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """Pass some places through the layer.
-
-        Args:
-            batch: of the places p, with the tokens that stand at p + 1.
-            hidden: (T, hidden) float32 at p, of the model's `forward` or of this one.
-
-        Returns:
-            (T, hidden) float32.
-        """
-        embedded = self._embed_norm(self._model.embedding(batch.input_ids))
-        x = self._proj(torch.cat((embedded, self._hidden_norm(hidden)), dim=1)).float()
-        return x.add_(self.layer(x, None, batch, self.layer.attention.plan(batch)))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(L, vocab_size) float32 of the tokens at p + 2, from (L, hidden) of `forward`."""
-        return self._model.head(self._norm(hidden))
+    def timed_attention(self, batch: Batch) -> list[TimedAttention]:
+        """The attention of each kind of layer in a step, for profiling."""
+        return dense_attention(self.layers, batch)
 
 
-class _LayerBuilder:
-    """Turns a file's tensors into layers."""
-
-    def __init__(
-        self, config: ModelConfig, weights: WeightReader, dtype: torch.dtype, num_positions: int
-    ) -> None:
-        self.config = config
-        self.weights = weights
-        self.dtype = dtype
-        factors = weights.vector("rope_factors").cpu() if weights.has("rope_factors") else None
-        self.rope = {"full": rope_table(config.rope, num_positions, factors).to(weights.device)}
-        if config.rope_sliding is not None:
-            self.rope["sliding"] = rope_table(config.rope_sliding, num_positions).to(weights.device)
-
-    def sample_layers(self) -> list[int]:
-        """The first layer, which adds nothing, and of the others the first of each kind.
-
-        Layers of a kind have matrices of the same types and shapes, and the same attention.
-        """
-        source = self.weights.source
-        found: dict[tuple[object, ...], int] = {}
-        for index in range(self.config.num_layers):
-            prefix = f"layers.{index}."
-            own = {
-                name.removeprefix(prefix): (
-                    source.tensors[stored].qtype,
-                    source.tensors[stored].shape,
-                )
-                for name, stored in source.names.items()
-                if name.startswith(prefix)
-            }
-            kind = (index == 0, self.config.layer_types[index], *sorted(own.items()))
-            found.setdefault(kind, index)
-        return list(found.values())
-
-    def norm(self, name: str, update_norm: str | None = None) -> RMSNorm:
-        """The norm of a name; `update_norm` is the one that an update passes before it."""
-        return RMSNorm(
-            self.weights.norm_weight(f"{name}.weight"),
-            self.config.norm_eps,
-            self.dtype,
-            self.sandwich_weight(update_norm),
-        )
-
-    def sandwich_weight(self, name: str | None) -> Tensor | None:
-        """The weight of an output norm, if the model has them."""
-        if name is None or not self.config.sandwich_norms:
-            return None
-        return self.weights.norm_weight(f"{name}.weight")
-
-    def last_update_norm(self) -> RMSNorm | None:
-        """The output norm of the last layer's MLP: float32, there is nothing to round it for."""
-        weight = self.sandwich_weight(f"layers.{self.config.num_layers - 1}.post_mlp_norm")
-        return None if weight is None else RMSNorm(weight, self.config.norm_eps, torch.float32)
-
-    def head_norms(self, prefix: str) -> HeadNorms | None:
-        """Norms of query and key heads, if the model has them."""
-        if not self.config.qk_norm:
-            return None
-        q, k = (self.weights.norm_weight(f"{prefix}.{part}_norm.weight") for part in "qk")
-        return HeadNorms(q, k, self.config.norm_eps)
-
-    def linear(self, prefix: str, *parts: str) -> Linear:
-        """One projection of parts that share their input, with biases if the file has them."""
-        tensors = [self.weights.file_tensor(f"{prefix}.{part}.weight") for part in parts]
-        weight = prepare_linear(
-            tensors,
-            self.dtype,
-            self.weights.device,
-            dense_copies=self.weights.dense_copies,
-        )
-        names = [f"{prefix}.{part}.bias" for part in parts]
-        if not self.weights.has(names[0]):
-            return Linear(weight)
-        return Linear(
-            weight, torch.cat([self.weights.vector(name) for name in names]).to(self.dtype)
-        )
-
-    def step(self, layers: Sequence[DecoderLayer], num_positions: int) -> FusedDecodeStep | None:
-        """All layers as one kernel, if it fits them."""
-        config = self.config
-        shape = DecoderShape(
-            num_layers=config.num_layers,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rotary_dim=config.rope.rotary_dim,
-            max_tokens=num_positions,
-            is_plain=config.activation == "silu"
-            and set(config.layer_types) == {"full"}
-            and not (config.qkv_bias or config.sandwich_norms),
-        )
-        parts = []
-        for layer in layers:
-            norms = layer.attention.head_norms
-            parts.append(
-                StepLayer(
-                    layer.attn_norm.weight,
-                    () if norms is None else (norms.q, norms.k),
-                    layer.attention,
-                    layer.mlp_norm.weight,
-                    layer.mlp,
-                )
-            )
-        return make_fused_decode_step(parts, shape, config.norm_eps, self.weights.device)
-
-    def chain(self, layers: Sequence[DecoderLayer]) -> FusedLayerTail | None:
-        """From attention to attention as one kernel, if it fits them."""
-        config = self.config
-        is_plain = config.activation == "silu" and set(config.layer_types) == {"full"}
-        if not is_plain or config.sandwich_norms or self.dtype != torch.float16:
-            return None
-        parts = [
-            ChainLayer(layer.attn_norm, layer.attention, layer.mlp_norm, layer.mlp)
-            for layer in layers
-        ]
-        return make_fused_layer_tail(parts, config.norm_eps, self.weights.device)
-
-    def draft_head(self, model: Decoder) -> MtpHead:
-        index = self.config.num_layers
-        prefix = f"layers.{index}"
-        return MtpHead(
-            model,
-            self.norm(f"{prefix}.mtp_embed_norm"),
-            self.norm(f"{prefix}.mtp_hidden_norm"),
-            self.linear(prefix, "mtp_proj"),
-            self.layer(index),
-            self.norm(f"{prefix}.mtp_norm"),
-        )
-
-    def layer(self, index: int) -> DecoderLayer:
-        config, prefix = self.config, f"layers.{index}"
-        kind = config.layer_types[index] if index < config.num_layers else "full"
-        shape = AttentionShape(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.attention_scale,
-            config.sliding_window if kind == "sliding" else 0,
-        )
-        attention = Attention(
-            shape,
-            self.linear(prefix, "q", "k", "v"),
-            self.linear(prefix, "o"),
-            self.rope[kind],
-            self.head_norms(prefix),
-        )
-        mlp = GatedMLP(
-            self.linear(prefix, "gate", "up"), self.linear(prefix, "down"), config.activation
-        )
-        before = f"layers.{index - 1}.post_mlp_norm" if index else None
-        return DecoderLayer(
-            self.norm(f"{prefix}.attn_norm", before),
-            attention,
-            self.norm(f"{prefix}.mlp_norm", f"{prefix}.post_attn_norm"),
-            mlp,
-        )
+def _do_nothing() -> None:
+    """The pulse of a model that is not watched."""

@@ -1,15 +1,15 @@
-"""Which architectures Tiercel runs, by the names that model files use. Imported on demand."""
+"""Which architectures Tiercel runs, by the names that model files use. Imported on demand.
+
+Free of PyTorch: a family names the class that runs it (`models/model.py` imports that).
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiercel.errors import UnsupportedModelError
 from tiercel.models.config import Architecture
-
-if TYPE_CHECKING:
-    from tiercel.models.decoder import Decoder
 
 # One line per architecture: the name in GGUF files, the class in Hugging Face files, the record.
 _GGUF = {
@@ -60,9 +60,3 @@ def hf_architecture(names: list[str], file: str) -> Architecture:
         f"{file}: architectures {names!r:.80} are not supported.",
         hint=f"Tiercel runs {', '.join(sorted(_HF))}.",
     )
-
-
-def model_class(family: Architecture) -> type[Decoder]:
-    """The class that runs a family; importing it loads PyTorch."""
-    result: type[Decoder] = _load(family.model)
-    return result

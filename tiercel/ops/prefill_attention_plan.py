@@ -19,7 +19,9 @@ from tiercel.kernels.attention.prefill_attention_tiles import (
     TILE_INTS,
     ModelKey,
     PrefillAttentionConfig,
-    PrefillAttentionPlan,
+)
+from tiercel.kernels.attention.prefill_attention_tiles import (
+    PrefillAttentionPlan as PrefillAttentionPlan,  # layers keep one
 )
 
 

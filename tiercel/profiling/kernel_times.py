@@ -17,9 +17,7 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.engine.load import LoadedModel
 from tiercel.errors import ArgumentError
-from tiercel.layers.attention import Attention
-from tiercel.layers.linear import Linear
-from tiercel.ops.packed_matvec import PackedWeight
+from tiercel.models.model import TimedProduct
 from tiercel.profiling.device_timing import Call, Ceilings, cache_bytes, times_us
 
 
@@ -77,56 +75,32 @@ def measure_kernels(
     Raises:
         ArgumentError: a case does not fit the cache.
     """
-    for name, linears in _products(loaded).items():
+    for product in loaded.engine.runner.model.timed_products():
         for count in tokens:
-            report(f"Measuring {name}, {count} tokens")
-            yield _time_product(loaded, name, linears, count, seconds)
+            report(f"Measuring {product.name}, {count} tokens")
+            yield _time_product(loaded, product, count, seconds)
     for case in attention:
         report(f"Measuring attention, {case.requests} x {case.context}")
         yield from _time_attention(loaded, case, seconds)
 
 
-def _products(loaded: LoadedModel) -> dict[str, list[Linear]]:
-    model = loaded.engine.runner.model
-    return {
-        "q, k, v": [layer.attention.qkv for layer in model.layers],
-        "o": [layer.attention.output for layer in model.layers],
-        "gate, up": [layer.mlp.gate_up for layer in model.layers],
-        "down": [layer.mlp.down for layer in model.layers],
-        "head": [model.head],
-    }
-
-
-def _weight_bytes(linear: Linear) -> int:
-    total = 0
-    for segment in linear.weight.segments:
-        if isinstance(segment, PackedWeight):
-            total += segment.tensor.nbytes
-        elif isinstance(segment, Tensor):
-            total += segment.nbytes
-        else:
-            total += segment.packed.nbytes + segment.scale_zero.nbytes
-    return total
-
-
 @torch.inference_mode()
 def _time_product(
-    loaded: LoadedModel, name: str, linears: Sequence[Linear], count: int, seconds: float
+    loaded: LoadedModel, product: TimedProduct, count: int, seconds: float
 ) -> KernelTime:
-    """Of the mean matrix: layers may differ in type."""
+    """The time of the mean matrix: layers may differ in type."""
     device, dtype = loaded.config.device, loaded.config.dtype
-    out, inner = linears[0].weight.shape
+    out, inner = product.shape
     x = torch.randn(count, inner, device=device).to(dtype)
-    calls: list[Call] = [partial(linear, x) for linear in linears]
-    weights = sum(_weight_bytes(linear) for linear in linears)
-    moved = weights // len(linears) + count * (inner + out) * x.itemsize
+    calls: list[Call] = [partial(call, x) for call in product.calls]
+    moved = product.weight_bytes // len(calls) + count * (inner + out) * x.itemsize
     return KernelTime(
-        f"{name} {out} x {inner}",
+        f"{product.name} {out} x {inner}",
         f"{count} tokens",
         moved,
         2 * count * out * inner,
         statistics.median(times_us(calls, device, seconds)),
-        weights > cache_bytes(device),
+        product.weight_bytes > cache_bytes(device),
     )
 
 
@@ -134,34 +108,16 @@ def _time_product(
 def _time_attention(
     loaded: LoadedModel, case: AttentionCase, seconds: float
 ) -> Iterator[KernelTime]:
-    """One line for each kind of layer."""
-    kinds: dict[object, list[Attention]] = {}
-    for layer in loaded.engine.runner.model.layers:
-        kinds.setdefault((layer.attention.shape, layer.attention.group), []).append(layer.attention)
-    batch = _make_batch(loaded, case)
-    for layers in kinds.values():
-        shape, cache = layers[0].shape, layers[0].k_cache
-        heads = torch.randn(
-            (batch.num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim),
-            device=cache.device,
-        ).to(cache.dtype)
-        plan = layers[0].plan(batch)
-        calls: list[Call] = [partial(layer.attend, heads, batch, plan) for layer in layers]
-        window = shape.window or case.context
-        seen = [
-            min(window, index + 1) for index in range(case.context - case.queries, case.context)
-        ]
-        keys = min(case.context, window + case.queries - 1)
-        width = shape.num_heads * shape.head_dim
-        kept = 2 * case.requests * keys * shape.num_kv_heads * shape.head_dim * cache.itemsize
+    """One result for each kind of layer."""
+    device = loaded.config.device
+    for attention in loaded.engine.runner.model.timed_attention(_make_batch(loaded, case)):
         yield KernelTime(
-            f"attention {shape.num_heads}/{shape.num_kv_heads} x {shape.head_dim}"
-            + (f", window {shape.window}" if shape.window else ""),
+            attention.name,
             f"{case.requests} x {case.queries} on {case.context}",
-            kept + 2 * batch.num_tokens * width * cache.itemsize,
-            4 * width * case.requests * sum(seen),
-            statistics.median(times_us(calls, cache.device, seconds)),
-            kept * len(layers) > cache_bytes(cache.device),
+            attention.num_bytes,
+            attention.flops,
+            statistics.median(times_us(attention.calls, device, seconds)),
+            attention.cache_bytes * len(attention.calls) > cache_bytes(device),
         )
 
 

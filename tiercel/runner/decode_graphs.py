@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tiercel.batch import Batch
 from tiercel.engine_config import EngineConfig
-from tiercel.models.decoder import Decoder
+from tiercel.models.model import Model
 from tiercel.ops.prepare_step import StepDrafts, prepare_step
 from tiercel.runner.graph_capture import GraphRecorder
 from tiercel.runner.row_state import Rows, to_device
@@ -88,7 +88,7 @@ class DecodeSteps:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         rows: Rows,
         config: EngineConfig,
         sampler: Sampler,

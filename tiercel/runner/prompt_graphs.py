@@ -13,25 +13,19 @@ steps run eagerly, with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tiercel.batch import Batch, PackedItems
+from tiercel.batch import Batch, BatchLengths, PackedItems
 from tiercel.engine_config import EngineConfig
-from tiercel.layers.attention import Attention, AttentionShape
-from tiercel.models.config import ModelConfig
-from tiercel.models.decoder import Decoder
+from tiercel.models.model import AttentionPlan, Model, PlanBuffer
 from tiercel.runner.graph_capture import GraphRecorder
 from tiercel.runner.row_state import Rows
-
-if TYPE_CHECKING:
-    from tiercel.ops.prefill_attention_plan import PlanBuffer, PlannedTiles
 
 # A step of more tokens than this over a layer's weights keeps the device busy for longer than the
 # host takes to launch it: 1,424 tokens of 8 B parameters.
@@ -49,19 +43,17 @@ def padded_size(num_tokens: int) -> int:
     return -(-num_tokens // step) * step
 
 
-def padded_sizes(model: ModelConfig, max_num_batched_tokens: int) -> list[int]:
+def padded_sizes(weights_per_layer: int, max_num_batched_tokens: int) -> list[int]:
     """All sizes that steps of a model are padded to, rising."""
-    heads = model.num_heads + model.num_kv_heads
-    layer = model.hidden_size * (2 * heads * model.head_dim + 3 * model.intermediate_size)
-    most = min(LARGEST, max(512, _BUSY // layer), max_num_batched_tokens)
+    most = min(LARGEST, max(512, _BUSY // weights_per_layer), max_num_batched_tokens)
     sizes = [padded_size(1)]
     while sizes[-1] < most:
         sizes.append(padded_size(sizes[-1] + 1))
     return sizes
 
 
-# A size, and of the plan of each shape whether its tiles are cut.
-_Key = tuple[int, tuple[bool, ...]]
+# A size, and the kind of each of the model's plans.
+_Key = tuple[int, tuple[Hashable, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +64,7 @@ class _Padded:
     """
 
     batch: Batch
-    plans: Mapping[AttentionShape, PlanBuffer]
+    plans: Mapping[Hashable, PlanBuffer]
     graph: torch.cuda.CUDAGraph | None
 
 
@@ -83,20 +75,17 @@ class PromptSteps:
         largest: tokens of the largest size; 0 on a CPU, which pads nothing.
     """
 
-    def __init__(self, model: Decoder, rows: Rows, config: EngineConfig) -> None:
+    def __init__(self, model: Model, rows: Rows, config: EngineConfig) -> None:
         self._model = model
         self._padded: dict[_Key, _Padded] = {}
-        self._layers: dict[AttentionShape, Attention] = {}  # those of a shape share their plans
-        for layer in model.layers:
-            self._layers.setdefault(layer.attention.shape, layer.attention)
         self._sizes: list[int] = []
         if config.device.type == "cuda":
-            self._sizes = padded_sizes(model.config, config.max_num_batched_tokens)
+            self._sizes = padded_sizes(model.weights_per_layer, config.max_num_batched_tokens)
         self.largest = max(self._sizes, default=0)
         self._inputs = _make_inputs(rows, self.largest)
         # What graphs leave; memory of their own, because they share the rest.
         self._hidden = torch.empty(
-            (self.largest, model.config.hidden_size), dtype=torch.float32, device=config.device
+            (self.largest, model.state_width), dtype=model.state_dtype, device=config.device
         )
         self._max_model_len = config.max_model_len
 
@@ -104,8 +93,8 @@ class PromptSteps:
         """Enqueue a step.
 
         Returns:
-            (T' >= T, hidden) float32, the residual before the last norm; of the places behind T
-            nothing is known. It holds until the next step is enqueued.
+            (T' >= T, state_width) states, of which those from T on are undefined. They hold until
+            the next step is enqueued.
         """
         if batch.num_tokens > self.largest or batch.num_reqs >= MOST_REQUESTS:
             return self._model.forward(batch)
@@ -115,8 +104,10 @@ class PromptSteps:
         if padded is None:
             return self._model.forward(batch)  # a device that cuts what none of `capture` is
         _write(self._inputs, batch, size)
-        for shape, plan in plans.items():
-            padded.plans[shape].fill(plan)
+        if not plans:
+            _write_lengths(self._inputs, batch, size)
+        for key, plan in plans.items():
+            padded.plans[key].fill(plan)
         if padded.graph is None:
             self._run(padded.batch, self._model.forward)
         else:
@@ -143,11 +134,13 @@ class PromptSteps:
                 progress(done, len(wanted))
             size = key[0]
             buffers = {
-                shape: plan.make_buffer(size, _num_reqs(size), device)
-                for shape, plan in plans.items()
+                name: plan.make_buffer(size, _num_reqs(size), device)
+                for name, plan in plans.items()
             }
-            for shape, plan in plans.items():
-                buffers[shape].fill(plan)
+            for name, plan in plans.items():
+                buffers[name].fill(plan)
+            if not plans:
+                self._inputs.cu_seqlens_q[1:].fill_(size)  # all are the first request's
             step = _cut(self._inputs, size, buffers)
             self._padded[key] = _Padded(step, buffers, self._record(step, recorder))
         if progress is not None and wanted:  # on a CPU there is none
@@ -164,7 +157,7 @@ class PromptSteps:
     def _run(self, step: Batch, forward: Callable[[Batch], Tensor]) -> None:
         self._hidden[: step.num_tokens].copy_(forward(step))
 
-    def _possible_plans(self) -> dict[_Key, dict[AttentionShape, PlannedTiles]]:
+    def _possible_plans(self) -> dict[_Key, Mapping[Hashable, AttentionPlan]]:
         """Of requests that fill a size, alone and behind prefixes; the largest first."""
         wanted = {}
         for size in reversed(self._sizes):
@@ -180,9 +173,9 @@ class PromptSteps:
         context_lens: tuple[int, ...],
         items: PackedItems | None,
         size: int,
-    ) -> dict[AttentionShape, PlannedTiles]:
+    ) -> Mapping[Hashable, AttentionPlan]:
         lengths = padded_lengths(query_lens, context_lens, items, size)
-        return {shape: layer.tiles(*lengths) for shape, layer in self._layers.items()}
+        return self._model.plan(BatchLengths(*lengths))
 
 
 def padded_lengths(
@@ -206,8 +199,8 @@ def padded_lengths(
     return (*query_lens, missing), (*context_lens, missing), padded
 
 
-def _key(size: int, plans: Mapping[AttentionShape, PlannedTiles]) -> _Key:
-    return size, tuple(plan.parts is not None for plan in plans.values())
+def _key(size: int, plans: Mapping[Hashable, AttentionPlan]) -> _Key:
+    return size, tuple(plan.kind for plan in plans.values())
 
 
 def _num_reqs(size: int) -> int:
@@ -225,8 +218,9 @@ def _make_inputs(rows: Rows, most: int) -> Batch:
     return Batch(
         input_ids=zeros(most),
         positions=zeros(most),
-        cu_seqlens_q=zeros(0),  # nobody reads it where plans lie ready
-        seq_lens=zeros(0),
+        # Read by models without plans alone.
+        cu_seqlens_q=zeros(MOST_REQUESTS + 1),
+        seq_lens=zeros(MOST_REQUESTS),
         rows=zeros(MOST_REQUESTS).fill_(rows.scratch),
         logits_rows=zeros(0),
         slot_mapping=torch.full((num_groups, most), -1, dtype=torch.int64, device=rows.device),
@@ -254,7 +248,19 @@ def _write(inputs: Batch, batch: Batch, size: int) -> None:
     inputs.slot_mapping[:, count:size].fill_(-1)
 
 
-def _cut(inputs: Batch, size: int, buffers: Mapping[AttentionShape, PlanBuffer]) -> Batch:
+def _write_lengths(inputs: Batch, batch: Batch, size: int) -> None:
+    """Bring a step's lengths to where graphs of a model without plans read them.
+
+    The padding is one more request, of length 0; requests after it are empty.
+    """
+    num_reqs = batch.num_reqs
+    inputs.cu_seqlens_q[: num_reqs + 1].copy_(batch.cu_seqlens_q)
+    inputs.cu_seqlens_q[num_reqs + 1 :].fill_(size)
+    inputs.seq_lens[:num_reqs].copy_(batch.seq_lens)
+    inputs.seq_lens[num_reqs:].fill_(0)
+
+
+def _cut(inputs: Batch, size: int, buffers: Mapping[Hashable, PlanBuffer]) -> Batch:
     """The part that a size reads, under lengths that any step could have."""
     num_reqs = _num_reqs(size)
     lengths = (*(1,) * (num_reqs - 1), size - num_reqs + 1)
@@ -263,6 +269,8 @@ def _cut(inputs: Batch, size: int, buffers: Mapping[AttentionShape, PlanBuffer])
         inputs,
         input_ids=inputs.input_ids[:size],
         positions=inputs.positions[:size],
+        cu_seqlens_q=inputs.cu_seqlens_q[: num_reqs + 1],
+        seq_lens=inputs.seq_lens[:num_reqs],
         rows=inputs.rows[:num_reqs],
         slot_mapping=inputs.slot_mapping[:, :size],
         query_lens=lengths,
@@ -272,5 +280,5 @@ def _cut(inputs: Batch, size: int, buffers: Mapping[AttentionShape, PlanBuffer])
         max_query_len=max(lengths),
         max_seq_len=max(lengths),
         items=PackedItems((0,) * num_reqs, torch.from_numpy(starts)),
-        plans={shape: buffer.plan for shape, buffer in buffers.items()},
+        plans={name: buffer.plan for name, buffer in buffers.items()},
     )

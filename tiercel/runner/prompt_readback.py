@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiercel.models.decoder import Decoder
+from tiercel.models.model import Model
 from tiercel.request.request import Request
 from tiercel.runner.host_copies import HostCopies
 from tiercel.runner.row_state import to_device
@@ -52,9 +52,7 @@ class PromptPiece:
             request.embedding = vector.tobytes()
 
 
-def read_prompt(
-    model: Decoder, part: ScheduledRow, hidden: Tensor, place: int
-) -> list[PromptPiece]:
+def read_prompt(model: Model, part: ScheduledRow, hidden: Tensor, place: int) -> list[PromptPiece]:
     """Read the prompt places of a chunk.
 
     Args:
@@ -85,7 +83,7 @@ def _lines(hidden: Tensor, place: int, start: int, stop: int) -> Tensor:
     return torch.arange(place + start, place + stop, device=hidden.device, dtype=torch.int32)
 
 
-def _pool(model: Decoder, part: ScheduledRow, hidden: Tensor, place: int) -> list[PromptPiece]:
+def _pool(model: Model, part: ScheduledRow, hidden: Tensor, place: int) -> list[PromptPiece]:
     request = part.request
     if request.pooling == "mean":
         states = model.hidden_states(hidden, _lines(hidden, place, 0, part.num_query))

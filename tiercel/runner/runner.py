@@ -19,7 +19,7 @@ from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
 from tiercel.engine_config import EngineConfig
 from tiercel.faults import Faults
-from tiercel.models.decoder import Decoder
+from tiercel.models.model import Model
 from tiercel.ops.prepare_step import prepare_step
 from tiercel.request.request import Request
 from tiercel.runner.decode_graphs import (
@@ -75,7 +75,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         rows: Rows,
         sampler: Sampler,
         config: EngineConfig,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiercel.models.decoder import Decoder
+from tiercel.models.model import Model
 from tiercel.request.request import Request
 from tiercel.request.score_task import ScoreRead
 from tiercel.runner.host_copies import HostCopies
@@ -77,7 +77,7 @@ class ItemTokensPiece:
 
 
 def read_scores(
-    model: Decoder, part: ScheduledRow, hidden: Tensor, place: int, is_padding: Tensor
+    model: Model, part: ScheduledRow, hidden: Tensor, place: int, is_padding: Tensor
 ) -> list[ScorePiece]:
     """Read what a part of a step yields.
 
@@ -116,7 +116,7 @@ def read_scores(
 
 
 def read_item_tokens(
-    model: Decoder, part: ScheduledRow, hidden: Tensor, place: int, sampler: Sampler
+    model: Model, part: ScheduledRow, hidden: Tensor, place: int, sampler: Sampler
 ) -> list[ItemTokensPiece]:
     """Sample the next token after each item of a part of a step.
 

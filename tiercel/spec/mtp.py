@@ -13,7 +13,6 @@ what the head is sure of is right, and no probabilities need to be kept.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,18 +20,9 @@ import torch
 from torch import Tensor
 
 from tiercel.batch import Batch
+from tiercel.models.model import DraftHead
 from tiercel.ops.sample_tokens import SampleRows, sample_tokens
 from tiercel.spec.texts import DraftTexts, StepStates
-
-
-class DraftHead(Protocol):
-    """What is needed of a model's head; see `models/decoder.py`."""
-
-    def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """States of the places of a batch."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of the tokens after next."""
 
 
 class MtpProposer:

@@ -1,0 +1,40 @@
+"""One layer of a dense decoder: attention and MLP, each with its norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tiercel.batch import Batch
+from tiercel.layers.attention import Attention, PromptPlan
+from tiercel.layers.mlp import GatedMLP
+from tiercel.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Attention and MLP with their norms.
+
+    The update that a part makes to the residual is added by the next norm, in the same pass; with
+    sandwich norms (Gemma) that norm first norms the update.
+    """
+
+    attn_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+
+    def __call__(
+        self, x: Tensor, update: Tensor | None, batch: Batch, plan: PromptPlan | None
+    ) -> Tensor:
+        """The update that the next norm adds to the residual, (T, hidden).
+
+        Args:
+            x: (T, hidden) float32, the residual, updated in place.
+            update: (T, hidden), of the layer before; None before the first layer.
+            batch: the step.
+            plan: of the step, for this layer's shape and group.
+        """
+        update = self.attention(self.attn_norm(x, update), batch, plan)
+        return self.mlp(self.mlp_norm(x, update))

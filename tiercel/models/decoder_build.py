@@ -1,0 +1,206 @@
+"""Loads a dense decoder: from the tensors of a file to layers, norms, head and fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tiercel.layers.attention import Attention, AttentionShape, HeadNorms
+from tiercel.layers.decoder_layer import DecoderLayer
+from tiercel.layers.embedding import Embedding
+from tiercel.layers.fused_decode_step import FusedDecodeStep, StepLayer, make_fused_decode_step
+from tiercel.layers.fused_layer_tail import ChainLayer, FusedLayerTail, make_fused_layer_tail
+from tiercel.layers.linear import Linear
+from tiercel.layers.mlp import GatedMLP
+from tiercel.layers.norm import RMSNorm
+from tiercel.models.config import ModelConfig
+from tiercel.models.mtp import MtpHead
+from tiercel.models.rope import rope_table
+from tiercel.models.weights import WeightReader
+from tiercel.ops.fused_decode_step import DecoderShape
+from tiercel.ops.linear import prepare_linear
+
+
+class DecoderBuilder:
+    """Turns a file's tensors into the parts of a decoder."""
+
+    def __init__(
+        self, config: ModelConfig, weights: WeightReader, dtype: torch.dtype, num_positions: int
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.dtype = dtype
+        factors = weights.vector("rope_factors").cpu() if weights.has("rope_factors") else None
+        self.rope = {"full": rope_table(config.rope, num_positions, factors).to(weights.device)}
+        if config.rope_sliding is not None:
+            self.rope["sliding"] = rope_table(config.rope_sliding, num_positions).to(weights.device)
+
+    def sample_layers(self) -> list[int]:
+        """The first layer, which adds nothing, and of the others the first of each kind.
+
+        Layers of a kind have matrices of the same types and shapes, and the same attention.
+        """
+        source = self.weights.source
+        found: dict[tuple[object, ...], int] = {}
+        for index in range(self.config.num_layers):
+            prefix = f"layers.{index}."
+            own = {
+                name.removeprefix(prefix): (
+                    source.tensors[stored].qtype,
+                    source.tensors[stored].shape,
+                )
+                for name, stored in source.names.items()
+                if name.startswith(prefix)
+            }
+            kind = (index == 0, self.config.layer_types[index], *sorted(own.items()))
+            found.setdefault(kind, index)
+        return list(found.values())
+
+    def norm(self, name: str, update_norm: str | None = None) -> RMSNorm:
+        """The norm of a name; `update_norm` is the one that an update passes before it."""
+        return RMSNorm(
+            self.weights.norm_weight(f"{name}.weight"),
+            self.config.norm_eps,
+            self.dtype,
+            self.sandwich_weight(update_norm),
+        )
+
+    def sandwich_weight(self, name: str | None) -> Tensor | None:
+        """The weight of an output norm, if the model has them."""
+        if name is None or not self.config.sandwich_norms:
+            return None
+        return self.weights.norm_weight(f"{name}.weight")
+
+    def last_update_norm(self) -> RMSNorm | None:
+        """The output norm of the last layer's MLP: float32, there is nothing to round it for."""
+        weight = self.sandwich_weight(f"layers.{self.config.num_layers - 1}.post_mlp_norm")
+        return None if weight is None else RMSNorm(weight, self.config.norm_eps, torch.float32)
+
+    def head_norms(self, prefix: str) -> HeadNorms | None:
+        """Norms of query and key heads, if the model has them."""
+        if not self.config.qk_norm:
+            return None
+        q, k = (self.weights.norm_weight(f"{prefix}.{part}_norm.weight") for part in "qk")
+        return HeadNorms(q, k, self.config.norm_eps)
+
+    def linear(self, prefix: str, *parts: str) -> Linear:
+        """One projection of parts that share their input, with biases if the file has them."""
+        tensors = [self.weights.file_tensor(f"{prefix}.{part}.weight") for part in parts]
+        weight = prepare_linear(
+            tensors,
+            self.dtype,
+            self.weights.device,
+            dense_copies=self.weights.dense_copies,
+        )
+        names = [f"{prefix}.{part}.bias" for part in parts]
+        if not self.weights.has(names[0]):
+            return Linear(weight)
+        return Linear(
+            weight, torch.cat([self.weights.vector(name) for name in names]).to(self.dtype)
+        )
+
+    def fused_step(
+        self, layers: Sequence[DecoderLayer], num_positions: int
+    ) -> FusedDecodeStep | None:
+        """All layers as one kernel, if it fits them."""
+        config = self.config
+        shape = DecoderShape(
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rotary_dim=config.rope.rotary_dim,
+            max_tokens=num_positions,
+            is_plain=config.activation == "silu"
+            and set(config.layer_types) == {"full"}
+            and not (config.qkv_bias or config.sandwich_norms),
+        )
+        parts = []
+        for layer in layers:
+            norms = layer.attention.head_norms
+            parts.append(
+                StepLayer(
+                    layer.attn_norm.weight,
+                    () if norms is None else (norms.q, norms.k),
+                    layer.attention,
+                    layer.mlp_norm.weight,
+                    layer.mlp,
+                )
+            )
+        return make_fused_decode_step(parts, shape, config.norm_eps, self.weights.device)
+
+    def fused_tail(self, layers: Sequence[DecoderLayer]) -> FusedLayerTail | None:
+        """From attention to attention as one kernel, if it fits them."""
+        config = self.config
+        is_plain = config.activation == "silu" and set(config.layer_types) == {"full"}
+        if not is_plain or config.sandwich_norms or self.dtype != torch.float16:
+            return None
+        parts = [
+            ChainLayer(layer.attn_norm, layer.attention, layer.mlp_norm, layer.mlp)
+            for layer in layers
+        ]
+        return make_fused_layer_tail(parts, config.norm_eps, self.weights.device)
+
+    def embedding(self) -> Embedding:
+        """The table of token embeddings, in its stored type."""
+        return Embedding(self.weights.stored("embed.weight"), self.config.embedding_scale)
+
+    def head(self) -> Linear:
+        """The output matrix; models without one of their own share the embedding's."""
+        weights = self.weights
+        head = "head.weight" if weights.has("head.weight") else "embed.weight"
+        wide = prepare_linear(
+            [weights.file_tensor(head)],
+            self.dtype,
+            weights.device,
+            wide=True,
+            dense_copies=weights.dense_copies,
+        )
+        return Linear(wide, out_dtype=torch.float32)
+
+    def draft_head(self, embedding: Embedding, head: Linear) -> MtpHead:
+        """The layer that drafts, around the model's embedding and head."""
+        index = self.config.num_layers
+        prefix = f"layers.{index}"
+        return MtpHead(
+            embedding,
+            head,
+            self.norm(f"{prefix}.mtp_embed_norm"),
+            self.norm(f"{prefix}.mtp_hidden_norm"),
+            self.linear(prefix, "mtp_proj"),
+            self.layer(index),
+            self.norm(f"{prefix}.mtp_norm"),
+        )
+
+    def layer(self, index: int) -> DecoderLayer:
+        """A layer by its number; that of the draft head follows the last one."""
+        config, prefix = self.config, f"layers.{index}"
+        kind = config.layer_types[index] if index < config.num_layers else "full"
+        shape = AttentionShape(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.attention_scale,
+            config.sliding_window if kind == "sliding" else 0,
+        )
+        attention = Attention(
+            shape,
+            self.linear(prefix, "q", "k", "v"),
+            self.linear(prefix, "o"),
+            self.rope[kind],
+            self.head_norms(prefix),
+        )
+        mlp = GatedMLP(
+            self.linear(prefix, "gate", "up"), self.linear(prefix, "down"), config.activation
+        )
+        before = f"layers.{index - 1}.post_mlp_norm" if index else None
+        return DecoderLayer(
+            self.norm(f"{prefix}.attn_norm", before),
+            attention,
+            self.norm(f"{prefix}.mlp_norm", f"{prefix}.post_attn_norm"),
+            mlp,
+        )

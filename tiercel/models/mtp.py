@@ -1,0 +1,60 @@
+"""The layer of a dense model that drafts: multi-token prediction (MTP)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiercel.batch import Batch
+from tiercel.layers.decoder_layer import DecoderLayer
+from tiercel.layers.embedding import Embedding
+from tiercel.layers.linear import Linear
+from tiercel.layers.norm import RMSNorm
+
+
+class MtpHead:
+    """A draft head: from a token's hidden state and the next token it predicts the one after that.
+
+        x = layer(proj([norm(embedding[next token]), norm(hidden)]))
+        logits = head(norm(x))
+
+    It has a cache of its own, at the same slots, and shares the model's embedding and head.
+
+    Source: "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.2.
+    """
+
+    def __init__(
+        self,
+        embedding: Embedding,
+        head: Linear,
+        embed_norm: RMSNorm,
+        hidden_norm: RMSNorm,
+        proj: Linear,
+        layer: DecoderLayer,
+        norm: RMSNorm,
+    ) -> None:
+        self.layer = layer
+        self._embedding = embedding
+        self._head = head
+        self._embed_norm = embed_norm
+        self._hidden_norm = hidden_norm
+        self._proj = proj
+        self._norm = norm
+
+    def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """Pass some positions through the layer.
+
+        Args:
+            batch: of the positions p, with the tokens at p + 1.
+            hidden: (T, hidden) float32 at p, of the model's `forward` or of this one.
+
+        Returns:
+            (T, hidden) float32.
+        """
+        embedded = self._embed_norm(self._embedding(batch.input_ids))
+        x = self._proj(torch.cat((embedded, self._hidden_norm(hidden)), dim=1)).float()
+        return x.add_(self.layer(x, None, batch, self.layer.attention.plan(batch)))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(L, vocab_size) float32 of the tokens at p + 2, from (L, hidden) of `forward`."""
+        return self._head(self._norm(hidden))
