@@ -245,8 +245,7 @@ class AsyncLLM:
                 pass
         finally:
             readers.abort(request)
-        pieces = [piece.numpy() for piece in reader.twin.prompt_logits]
-        return await asyncio.to_thread(np.concatenate, pieces)
+        return await asyncio.to_thread(np.concatenate, reader.twin.prompt_logits)
 
     async def embed(self, texts: str | Sequence[str]) -> npt.NDArray[np.float32]:
         """Vectors of texts, of an embedding model; see `LLM.embed`."""

@@ -286,7 +286,7 @@ class LLM:
         request = self._inputs.request(ids, SamplingParams(), 0, max_tokens=0, wants_logits=True)
         for _ in self._steps([request], lambda *_: None):
             pass
-        return np.concatenate([piece.numpy() for piece in request.prompt_logits])
+        return np.concatenate(request.prompt_logits)
 
     def embed(self, texts: str | Sequence[str]) -> npt.NDArray[np.float32]:
         """Vectors of texts, of an embedding model: its hidden states, pooled as its file says.

@@ -111,10 +111,10 @@ def test_vectors_have_length_one_and_keep_their_order():
     for count, scale in itertools.product((1, 2), (1e-6, 1.0, 1e6)):
         vector = scale * np.random.default_rng(count).standard_normal(5).astype("<f4")
         request = Request("", [1], SamplingParams(), 0, 0, frozenset(), 0)
-        request.embedding = vector.astype("<f4").tobytes()
+        request.embedding = vector.astype(np.float32)
         requests.append(request)
         expected.append(vector.astype(np.float64) / np.linalg.norm(vector.astype(np.float64)))
-    requests[2].embedding = np.zeros(5, "<f4").tobytes()
+    requests[2].embedding = np.zeros(5, np.float32)
     expected[2] = np.zeros(5)
     vectors = unit_vectors(requests, 5)
     assert vectors.dtype == np.float32

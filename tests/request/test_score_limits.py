@@ -124,7 +124,7 @@ def fill(request):
             seen = sequence[: len(sequence) - read.back]
             values += [value_of(seen, token_id) for token_id in read.token_ids]
     assert task.num_values(len(task.items) or 1) == len(values)
-    request.scores = np.array(values, "<f4").tobytes()
+    request.scores = np.array(values, np.float32)
     request.finish_reason = "length"
 
 

@@ -13,13 +13,13 @@ tokenizer is the one of tests/data/gguf/llama-tiny.gguf with a chat template add
 
 import asyncio
 import contextlib
-import struct
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from time import perf_counter
 
 import httpx
+import numpy as np
 
 from tiercel.errors import EngineDeadError, QueueFullError
 from tiercel.ipc.messages import EngineInfo, EngineStats
@@ -140,7 +140,7 @@ class FakeClient:
             length = (len(request.prompt_token_ids) + len(item)) / 16
             for read in task.reads[number % len(task.reads)]:
                 values += [-token_id - length for token_id in read.token_ids]
-        return struct.pack(f"<{len(values)}f", *values)
+        return np.array(values, np.float32)
 
     @property
     def final_error(self):

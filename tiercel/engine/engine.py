@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from math import isfinite
 from time import perf_counter
 
-import numpy as np
 import torch
 
 from tiercel.engine.interrupts import allowed
@@ -253,8 +252,8 @@ class Engine:
             return RequestUpdate(request, ())
         if request.max_tokens == 0:  # only its prompt was asked for
             if request.pooling == "mean":
-                total = np.frombuffer(request.embedding, "<f4")
-                request.embedding = (total / len(request.prompt_token_ids)).tobytes()
+                assert request.embedding is not None, "its prompt is computed"
+                request.embedding = request.embedding / len(request.prompt_token_ids)
             self.scheduler.finish(request, "length")
             return RequestUpdate(request, ())
         request.output_token_ids += new_token_ids

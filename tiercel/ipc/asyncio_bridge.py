@@ -155,9 +155,9 @@ def _calls_of(stream: TokenStream, update: RequestUpdate) -> Iterator[Callable[[
     request = update.request
     if is_first(update) and request.prompt_logprobs:
         yield partial(stream.add_prompt_logprobs, tuple(request.prompt_logprobs))
-    if is_first(update) and request.embedding:
+    if is_first(update) and request.embedding is not None:
         yield partial(stream.set_embedding, request.embedding)
-    if is_first(update) and request.scores:
+    if is_first(update) and len(request.scores):
         yield partial(stream.set_scores, request.scores)
     if is_first(update) and request.item_tokens:
         yield partial(stream.set_item_tokens, tuple(request.item_tokens))

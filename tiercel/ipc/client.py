@@ -43,6 +43,7 @@ from tiercel.ipc.messages import (
     Stats,
     Stop,
     encode,
+    read_values,
 )
 from tiercel.ipc.streams import TokenStream
 from tiercel.ipc.supervisor import EngineState, Supervisor, SupervisorSettings
@@ -307,9 +308,9 @@ class EngineClient:
         elif isinstance(message, PromptProgress):
             stream.advance(message.num_computed)
         elif isinstance(message, Embedding):
-            stream.set_embedding(message.embedding)
+            stream.set_embedding(read_values(message.embedding))
         elif isinstance(message, Scores):
-            stream.set_scores(message.scores)
+            stream.set_scores(read_values(message.scores))
         elif isinstance(message, ItemTokens):
             stream.set_item_tokens(message.entries)
         else:

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from tiercel import errors
 from tiercel.config import LoadOptions
@@ -326,14 +328,24 @@ class PromptProgress(msgspec.Struct, frozen=True, array_like=True, tag=27):
 
 
 class Embedding(msgspec.Struct, frozen=True, array_like=True, tag=24):
-    """The vector of a request with `pooling`, before its only delta; see `Request.embedding`."""
+    """The vector of a request with `pooling`, before its only delta; see `Request.embedding`.
+
+    Attributes:
+        key: the request.
+        embedding: float32, of `value_bytes`.
+    """
 
     key: int
     embedding: bytes
 
 
 class Scores(msgspec.Struct, frozen=True, array_like=True, tag=25):
-    """The values of a request with `score`, before its only delta; see `Request.scores`."""
+    """The values of a request with `score`, before its only delta; see `Request.scores`.
+
+    Attributes:
+        key: the request.
+        scores: float32, of `value_bytes`.
+    """
 
     key: int
     scores: bytes
@@ -477,6 +489,16 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | bytearray) -> A
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise EngineDeadError(f"a message cannot be read: {error!s:.200}.") from None
+
+
+def value_bytes(values: npt.NDArray[np.float32]) -> bytes:
+    """Float32 values as they travel: little-endian."""
+    return values.astype("<f4", copy=False).tobytes()
+
+
+def read_values(data: bytes) -> npt.NDArray[np.float32]:
+    """Float32 values from the bytes of `value_bytes`."""
+    return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
 
 
 def plain_text(text: str) -> str:

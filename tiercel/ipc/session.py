@@ -39,6 +39,7 @@ from tiercel.ipc.messages import (
     Stop,
     ToEngine,
     split_prompt_logprobs,
+    value_bytes,
 )
 from tiercel.ipc.pulse import Pulse
 from tiercel.request.request import Request
@@ -171,10 +172,10 @@ class EngineSession:
         if is_first(update):
             for message in split_prompt_logprobs(key, update.request.prompt_logprobs):
                 self._send(message)
-            if update.request.embedding:
-                self._send(Embedding(key, update.request.embedding))
-            if update.request.scores:
-                self._send(Scores(key, update.request.scores))
+            if update.request.embedding is not None:
+                self._send(Embedding(key, value_bytes(update.request.embedding)))
+            if len(update.request.scores):
+                self._send(Scores(key, value_bytes(update.request.scores)))
             if update.request.item_tokens:
                 self._send(ItemTokens(key, tuple(update.request.item_tokens)))
         if update.request.finish_reason is not None:

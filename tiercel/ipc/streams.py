@@ -11,6 +11,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from tiercel.errors import TiercelError
 from tiercel.request.request import Request, Status, TokenLogprobs, TokenUpdate
 
@@ -72,11 +75,11 @@ class TokenStream:
         """Take log-probabilities of the prompt; they come before the first update."""
         self.request.prompt_logprobs += entries
 
-    def set_embedding(self, embedding: bytes) -> None:
+    def set_embedding(self, embedding: npt.NDArray[np.float32]) -> None:
         """Take the vector of a request with `pooling`; it comes before the only update."""
         self.request.embedding = embedding
 
-    def set_scores(self, scores: bytes) -> None:
+    def set_scores(self, scores: npt.NDArray[np.float32]) -> None:
         """Take the values of a request with `score`; they come before the only update."""
         self.request.scores = scores
 

@@ -194,7 +194,8 @@ def unit_vectors(requests: Sequence[Request], size: int) -> npt.NDArray[np.float
     for vector, request in zip(vectors, requests, strict=True):
         if request.finish_reason == "error":
             raise InternalError(f"a text has no vector: {request.stop_reason}.")
-        vector[:] = np.frombuffer(request.embedding, "<f4")
+        assert request.embedding is not None, "a request with pooling ends with its vector"
+        vector[:] = request.embedding
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     vectors /= np.where(lengths == 0.0, np.float32(1.0), lengths)
     return vectors

@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from tiercel.cache.prefix import ROOT
 from tiercel.grammar.spec import GrammarSpec
 from tiercel.params import SamplingParams
 from tiercel.request.score_task import ScoreTask
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tiercel.grammar.matcher import GrammarMatcher
 
 
@@ -60,6 +61,10 @@ class TokenUpdate:
 ABORTED = TokenUpdate((), (), "abort", None)
 
 
+def _no_values() -> npt.NDArray[np.float32]:
+    return np.zeros(0, np.float32)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence to continue.
@@ -72,7 +77,7 @@ class Request:
         stream: which of `n` answers this is; answer i draws from the random stream (seed, i).
         stop_ids: token ids that end it.
         max_tokens: the limit after clamping to the context.
-        wants_logits: keep the logits of every prompt place in `prompt_logits`.
+        wants_logits: whether the logits of all prompt positions go to `prompt_logits`.
         priority: smaller goes first; equal ones in order of arrival.
         pooling: ``mean`` or ``last``: its hidden states become a vector; nothing is generated.
         score: items behind its prompt, or places in it, to be scored; nothing is generated.
@@ -98,8 +103,10 @@ class Request:
         num_cached: tokens that were found in the prefix cache when it first entered.
         link: the prefix cache's link of its last kept block, and
         num_linked: how many of its blocks the chain up to there holds.
-        embedding: with `pooling`: hidden_size float32, little-endian, not scaled.
-        scores: with `score`: its values, float32, little-endian, as far as they are in.
+        prompt_logits: logits of the prompt's positions, (positions, vocab_size) each, in order.
+        embedding: (hidden_size,), the vector of a request with `pooling`, not scaled; None before
+            it is computed.
+        scores: (values,), the values of `score` as far as they are in.
         item_tokens: with `score.sample_keys`: the next token after each item, as far as they are
             in, with as many of the most likely tokens as `params.logprobs` says.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error``, once finished.
@@ -143,9 +150,9 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logits: list[Tensor] = field(default_factory=list)
-    embedding: bytes = b""
-    scores: bytes = b""
+    prompt_logits: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    embedding: npt.NDArray[np.float32] | None = None
+    scores: npt.NDArray[np.float32] = field(default_factory=_no_values)
     item_tokens: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None

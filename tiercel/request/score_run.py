@@ -86,14 +86,13 @@ class ScoreRun:
         at = 0
         for number in self.packed:
             count = len(self.tries[number].edges)
-            own = np.frombuffer(self.requests[0].scores, "<f4")
-            values[number][:] = own[at : at + count]
+            values[number][:] = self.requests[0].scores[at : at + count]
             at += count
         for request, (number, node) in zip(self._separate, self.places, strict=True):
             columns = [
                 i for i, (at_node, _) in enumerate(self.tries[number].edges) if at_node == node
             ]
-            values[number][columns] = np.frombuffer(request.scores, "<f4")
+            values[number][columns] = request.scores
         return [
             np.array([own[list(label)].sum() for label in trie.labels])
             for own, trie in zip(values, self.tries, strict=True)

@@ -44,12 +44,11 @@ class PromptPiece:
             counts = [request.params.prompt_logprobs or 0] * len(self.read.token_ids)
             request.prompt_logprobs += self.read.entries(counts)
         elif request.pooling is None:
-            request.prompt_logits.append(self.read)
+            request.prompt_logits.append(self.read.numpy())
+        elif request.embedding is None:
+            request.embedding = self.read.numpy()
         else:
-            vector = self.read.numpy().astype("<f4")
-            if request.embedding:
-                vector = vector + np.frombuffer(request.embedding, "<f4")
-            request.embedding = vector.tobytes()
+            request.embedding = self.read.numpy() + request.embedding
 
 
 def read_prompt(model: Model, part: ScheduledRow, hidden: Tensor, place: int) -> list[PromptPiece]:

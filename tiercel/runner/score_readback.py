@@ -23,7 +23,6 @@ from tiercel.runner.sampler import Sampler
 from tiercel.runner.sampler_output import TopLogprobs, top_logprobs
 from tiercel.scheduler.plan import ScheduledRow
 
-VALUE_BYTES = 4
 # Rows of logits sampled together: their noise takes twice their memory, in 64 bits.
 ITEMS_SLICE = 64
 
@@ -42,10 +41,10 @@ class ScorePiece:
 
     def deliver(self) -> None:
         """Give it to the request; it has arrived on the host."""
-        values = self.values.numpy().astype("<f4")
-        # A step that was interrupted behind this point is repeated: its values replace these.
-        kept = self.request.scores[: self.first * VALUE_BYTES]
-        self.request.scores = kept + values.tobytes()
+        values = self.values.numpy()
+        # A step that was interrupted after this point is repeated: its values replace these.
+        kept = self.request.scores[: self.first]
+        self.request.scores = np.concatenate((kept, values))
         self.request.is_unsound |= not bool(np.isfinite(values).all())
 
 

@@ -421,7 +421,7 @@ class Scheduler:
         # start.
         request.prompt_logprobs.clear()
         request.prompt_logits.clear()
-        request.embedding = b""
+        request.embedding = None
         insort(self.waiting, request, key=_turn)
 
     def _release(self, request: Request) -> None:

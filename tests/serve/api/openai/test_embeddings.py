@@ -4,6 +4,7 @@ import base64
 import math
 import struct
 
+import numpy as np
 import pytest
 
 from tests.serve.fake_client import FakeClient, ask, fake_info
@@ -19,7 +20,7 @@ class PoolingClient(FakeClient):
     def submit(self, request):
         stream = super().submit(request)
         ids = request.prompt_token_ids
-        stream.set_embedding(struct.pack("<3f", ids[-1], len(ids), 0))
+        stream.set_embedding(np.array([ids[-1], len(ids), 0], np.float32))
         return stream
 
 

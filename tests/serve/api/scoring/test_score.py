@@ -3,9 +3,9 @@
 import asyncio
 import math
 import re
-import struct
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.serve.fake_client import SCORED, FakeClient, ask, fake_app, fake_info, running
@@ -297,7 +297,7 @@ def test_scores_sort_and_documents_are_returned_where_asked(monkeypatch):
                 for reads in request.score.reads:
                     for read in reads:
                         numbers += [share, 0.0][: len(read.token_ids)]
-            return struct.pack(f"<{len(numbers)}f", *numbers)
+            return np.array(numbers, np.float32)
 
     monkeypatch.setattr(relevance, "YES_NO", ("y", "n"))  # of one token each
     documents = ["cc", {"text": "d", "id": 7}, "eee"]

@@ -12,6 +12,8 @@ import struct
 from typing import Annotated, Final, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import UNSET, Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,8 +30,6 @@ from tiercel.serve.http.logs import request_log
 from tiercel.serve.http.route_docs import RouteDoc
 from tiercel.serve.served_model import ServedModel
 from tiercel.serve.state import ServerState, sender_of
-
-FLOAT_BYTES: Final = 4
 
 
 class EmbeddingRequest(Struct, kw_only=True):
@@ -115,13 +115,13 @@ async def _answer(
         num_tokens = generation.usage().prompt
     finally:
         generation.report(request_log(request))
-    vectors = [answer.request.embedding for answer in generation.answers]
-    data = [
-        Embedding(index, shown(vector, body.encoding_format))
-        for index, vector in enumerate(vectors)
-    ]
-    answer = EmbeddingAnswer(data, model.name, EmbeddingUsage(num_tokens, num_tokens))
-    return Response(msgspec.json.encode(answer), media_type=JSON_TYPE)
+    data = []
+    for index, answer in enumerate(generation.answers):
+        vector = answer.request.embedding
+        assert vector is not None, "a request with pooling ends with its vector"
+        data.append(Embedding(index, shown(vector, body.encoding_format)))
+    result = EmbeddingAnswer(data, model.name, EmbeddingUsage(num_tokens, num_tokens))
+    return Response(msgspec.json.encode(result), media_type=JSON_TYPE)
 
 
 async def _input_ids(state: ServerState, model: ServedModel, text: str | list[int]) -> list[int]:
@@ -132,15 +132,16 @@ async def _input_ids(state: ServerState, model: ServedModel, text: str | list[in
     return text
 
 
-def shown(vector: bytes, encoding: str | None) -> list[float] | str:
+def shown(vector: npt.NDArray[np.float32], encoding: str | None) -> list[float] | str:
     """A vector of length 1 as asked for.
 
     Args:
-        vector: little-endian float32, of any length.
+        vector: (hidden_size,), of any length.
         encoding: ``base64`` or not.
     """
-    form = f"<{len(vector) // FLOAT_BYTES}f"
-    numbers = struct.unpack(form, vector)
+    numbers: list[float] = vector.tolist()
     length = math.hypot(*numbers) or 1.0
     unit = [number / length for number in numbers]
-    return base64.b64encode(struct.pack(form, *unit)).decode() if encoding == "base64" else unit
+    if encoding != "base64":
+        return unit
+    return base64.b64encode(struct.pack(f"<{len(unit)}f", *unit)).decode()
