@@ -142,14 +142,14 @@ def test_blocks_are_kept_for_others_when_all_their_tokens_are_accepted(monkeypat
         keep, kept = scheduler.cache.keep, {ROOT: ()}
         find, found = scheduler.cache.find, []
 
-        def watched(link, token_ids, *others):
-            own = keep(link, token_ids, *others)
-            kept[own] = (*kept[link], *token_ids)
+        def watched(parent_key, token_ids, *others):
+            own = keep(parent_key, token_ids, *others)
+            kept[own] = (*kept[parent_key], *token_ids)
             return own
 
         def seen(token_ids):
             match = find(token_ids)
-            found.append(kept[match.link])
+            found.append(kept[match.parent_key])
             return match
 
         monkeypatch.setattr(scheduler.cache, "keep", watched)

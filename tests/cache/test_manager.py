@@ -22,8 +22,8 @@ class Sequence:
     tokens: list[int]
     held: list[list[int]]
     num_computed: int
-    link: int = ROOT
-    num_linked: int = 0
+    parent_key: int = ROOT
+    num_prefix_blocks: int = 0
 
 
 @dataclass
@@ -38,7 +38,7 @@ class World:
         if self.manager.can_enter(len(tokens) + 1, match):
             held = self.manager.enter(match)
             self.sequences.append(
-                Sequence(tokens, held, match.num_blocks * SIZE, match.link, match.num_blocks)
+                Sequence(tokens, held, match.num_blocks * SIZE, match.parent_key, match.num_blocks)
             )
 
     def compute(self, sequence, count):
@@ -51,15 +51,15 @@ class World:
             first = max(0, sequence.num_computed - group.window + 1) if group.window else 0
             assert NULL_BLOCK not in blocks[first // SIZE :], "a token that is seen has no block"
         sequence.num_computed = stop
-        while (sequence.num_linked + 1) * SIZE <= stop:
-            start = sequence.num_linked * SIZE
-            sequence.link = self.manager.keep(
-                sequence.link,
+        while (sequence.num_prefix_blocks + 1) * SIZE <= stop:
+            start = sequence.num_prefix_blocks * SIZE
+            sequence.parent_key = self.manager.keep(
+                sequence.parent_key,
                 sequence.tokens[start : start + SIZE],
                 sequence.held,
-                sequence.num_linked,
+                sequence.num_prefix_blocks,
             )
-            sequence.num_linked += 1
+            sequence.num_prefix_blocks += 1
         self.manager.trim(sequence.held, stop)
 
     def leave(self, sequence):

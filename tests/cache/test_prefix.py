@@ -13,9 +13,9 @@ SIZE = 3
 def fill(cache, allocator, tokens):
     """Compute a sequence: its blocks, full ones kept."""
     block_ids = allocator.allocate(-(-len(tokens) // SIZE))
-    link = ROOT
+    parent_key = ROOT
     for i in range(len(tokens) // SIZE):
-        link = cache.keep(link, tokens[i * SIZE : (i + 1) * SIZE], [block_ids[i]])
+        parent_key = cache.keep(parent_key, tokens[i * SIZE : (i + 1) * SIZE], [block_ids[i]])
     return block_ids
 
 
@@ -96,11 +96,11 @@ def test_what_is_found_holds_the_tokens_asked_for(sequences):
         allocator.share(matched)
         missing = -(-len(tokens) // SIZE) - len(matched)
         block_ids = [*matched, *allocator.allocate(missing)]
-        link = match.link
+        parent_key = match.parent_key
         for i in range(len(matched), len(block_ids)):
             content[block_ids[i]] = tokens[i * SIZE : (i + 1) * SIZE]
             if len(content[block_ids[i]]) == SIZE:
-                link = cache.keep(link, content[block_ids[i]], [block_ids[i]])
+                parent_key = cache.keep(parent_key, content[block_ids[i]], [block_ids[i]])
         allocator.free(block_ids)
         assert allocator.num_free == 6
 
@@ -108,10 +108,12 @@ def test_what_is_found_holds_the_tokens_asked_for(sequences):
 def test_a_sliding_group_needs_the_blocks_of_the_last_window_only():
     full, sliding = BlockAllocator(9), BlockAllocator(9)
     cache = PrefixCache([full, sliding], [0, 4], SIZE)
-    tokens, link = list(range(12)), ROOT
+    tokens, parent_key = list(range(12)), ROOT
     blocks = [full.allocate(4), sliding.allocate(4)]
     for i in range(4):
-        link = cache.keep(link, tokens[i * SIZE : (i + 1) * SIZE], [held[i] for held in blocks])
+        parent_key = cache.keep(
+            parent_key, tokens[i * SIZE : (i + 1) * SIZE], [held[i] for held in blocks]
+        )
     full.free(blocks[0])
     sliding.free(blocks[1])
     match = cache.find([*tokens, 0])
@@ -122,7 +124,7 @@ def test_a_sliding_group_needs_the_blocks_of_the_last_window_only():
     assert match.num_blocks == 3
     assert match.block_ids == (tuple(blocks[0][:3]), (0, 0, blocks[1][2]))
     # A block that is computed anew takes the place of the one that was given away.
-    cache.keep(match.link, tokens[9:], [0, sliding.allocate(1)[0]])
+    cache.keep(match.parent_key, tokens[9:], [0, sliding.allocate(1)[0]])
     assert cache.find([*tokens, 0]).num_blocks == 4
 
 

@@ -196,7 +196,7 @@ class World:
             assert (
                 request.status, request.row, request.num_computed, request.num_committed,
                 request.num_items_planned, request.num_items_done, request.num_in_flight,
-                request.num_ahead, request.num_linked, request.num_cached, request.block_ids,
+                request.num_ahead, request.num_prefix_blocks, request.num_cached, request.block_ids,
                 request.leader,
             ) == (
                 own.status, own.row, own.computed, own.committed,

@@ -152,11 +152,11 @@ class CacheManager:
                 writes.append(BlockWrite(group, start, (NULL_BLOCK,) * (stop - start)))
         return writes
 
-    def keep(self, link: int, token_ids: Sequence[int], held: HeldBlocks, index: int) -> int:
-        """Keep a sequence's computed block `index`, which follows `link`; returns its own link."""
+    def keep(self, parent_key: int, token_ids: Sequence[int], held: HeldBlocks, index: int) -> int:
+        """Keep a sequence's computed block `index`, which follows `parent_key`; returns its key."""
         if self._prefix is None:
             return ROOT
-        return self._prefix.keep(link, token_ids, [block_ids[index] for block_ids in held])
+        return self._prefix.keep(parent_key, token_ids, [block_ids[index] for block_ids in held])
 
     def forget(self) -> None:
         """Keep nothing of what no sequence holds."""

@@ -1,10 +1,10 @@
 """Full blocks of tokens that were computed before, found again by their content.
 
 What a block holds depends on its tokens and on all tokens before it. So an entry is found under
-(the link of the block before it, its token ids): a chain, as in a hash chain, but the table
-compares the token ids themselves, so that no collision can give one user's cache to another. A link
-is a number that is never used twice; an entry whose forerunner was given away is therefore never
-found again.
+(its parent key, its token ids), where the parent key is the key of the block before it: a chain, as
+in a hash chain, but the table compares the token ids themselves, so that no collision can give one
+user's cache to another. A key is a number that is never used twice; an entry whose parent was given
+away is therefore never found again.
 
 An entry names a block in each cache group. Groups give blocks away on their own: an entry may lack
 its block in a sliding group, where only the blocks of the last window are needed, and leaves the
@@ -22,7 +22,7 @@ from functools import partial
 
 from tiercel.cache.allocator import NULL_BLOCK, BlockAllocator
 
-ROOT = 0  # the link before a first block
+ROOT = 0  # the parent key of a first block
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +33,18 @@ class PrefixMatch:
         block_ids: per group, its blocks from the first token on; `NULL_BLOCK` for those that no
             later token reads.
         num_blocks: how many blocks of tokens.
-        link: of the last of them.
+        parent_key: key of the last of them, the parent key of the block after it.
     """
 
     block_ids: tuple[tuple[int, ...], ...]
     num_blocks: int
-    link: int
+    parent_key: int
 
 
 @dataclass(slots=True)
 class _Entry:
-    key: tuple[int, tuple[int, ...]]
-    link: int
+    found_under: tuple[int, tuple[int, ...]]  # parent key, token ids
+    key: int
     block_ids: list[int]  # per group; NULL_BLOCK where it was given away
 
 
@@ -65,21 +65,21 @@ class PrefixCache:
         self._windows = windows
         self._block_size = block_size
         self._entries: dict[tuple[int, tuple[int, ...]], _Entry] = {}
-        self._last_link = ROOT
+        self._last_key = ROOT
 
     def find(self, token_ids: Sequence[int]) -> PrefixMatch:
         """The longest kept start of a sequence, short of its last token.
 
         The last token is always computed, for its logits.
         """
-        size, link = self._block_size, ROOT
+        size, parent_key = self._block_size, ROOT
         entries: list[_Entry] = []
         for start in range(0, (len(token_ids) - 1) // size * size, size):
-            entry = self._entries.get((link, tuple(token_ids[start : start + size])))
+            entry = self._entries.get((parent_key, tuple(token_ids[start : start + size])))
             if entry is None:
                 break
             entries.append(entry)
-            link = entry.link
+            parent_key = entry.key
         while entries and not self._is_whole(entries):
             entries.pop()
         count = len(entries)
@@ -88,24 +88,24 @@ class PrefixCache:
             first = self._first_needed(count, window)
             ids = [entry.block_ids[group] for entry in entries[first:]]
             block_ids.append((*[NULL_BLOCK] * first, *ids))
-        return PrefixMatch(tuple(block_ids), count, entries[-1].link if entries else ROOT)
+        return PrefixMatch(tuple(block_ids), count, entries[-1].key if entries else ROOT)
 
-    def keep(self, link: int, token_ids: Sequence[int], block_ids: Sequence[int]) -> int:
-        """Keep a computed block of every group that follows `link`; returns its own link.
+    def keep(self, parent_key: int, token_ids: Sequence[int], block_ids: Sequence[int]) -> int:
+        """Keep a computed block of every group, which follows `parent_key`; returns its own key.
 
         Where an equal block is kept already, that one stays and this one is freed with its request.
         """
-        key = (link, tuple(token_ids))
-        entry = self._entries.get(key)
+        found_under = (parent_key, tuple(token_ids))
+        entry = self._entries.get(found_under)
         if entry is None:
-            self._last_link += 1
-            entry = _Entry(key, self._last_link, [NULL_BLOCK] * len(block_ids))
-            self._entries[key] = entry
+            self._last_key += 1
+            entry = _Entry(found_under, self._last_key, [NULL_BLOCK] * len(block_ids))
+            self._entries[found_under] = entry
         for group, block_id in enumerate(block_ids):
             if entry.block_ids[group] == NULL_BLOCK and block_id != NULL_BLOCK:
                 entry.block_ids[group] = block_id
                 self._allocators[group].keep(block_id, partial(self._forget, entry, group))
-        return entry.link
+        return entry.key
 
     def _first_needed(self, count: int, window: int) -> int:
         """The first of `count` blocks that the token behind them sees."""
@@ -129,5 +129,5 @@ class PrefixCache:
     def _forget(self, entry: _Entry, group: int, _block_id: int) -> None:
         entry.block_ids[group] = NULL_BLOCK
         is_broken = not self._windows[group] or not any(entry.block_ids)
-        if is_broken and self._entries.get(entry.key) is entry:
-            del self._entries[entry.key]
+        if is_broken and self._entries.get(entry.found_under) is entry:
+            del self._entries[entry.found_under]

@@ -101,8 +101,8 @@ class Request:
         leader: a request that computes the start of this one's prompt right now, worth waiting for,
         leader_blocks: until that many blocks of it are kept.
         num_cached: tokens that were found in the prefix cache when it first entered.
-        link: the prefix cache's link of its last kept block, and
-        num_linked: how many of its blocks the chain up to there holds.
+        parent_key: key of its last block in the prefix cache, the parent key of its next one.
+        num_prefix_blocks: blocks of it in the prefix cache, from the first on.
         prompt_logits: logits of the prompt's positions, (positions, vocab_size) each, in order.
         embedding: (hidden_size,), the vector of a request with `pooling`, not scaled; None before
             it is computed.
@@ -144,8 +144,8 @@ class Request:
     leader: Request | None = None
     leader_blocks: int = 0
     num_cached: int = 0
-    link: int = ROOT
-    num_linked: int = 0
+    parent_key: int = ROOT
+    num_prefix_blocks: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

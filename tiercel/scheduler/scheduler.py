@@ -332,7 +332,7 @@ class Scheduler:
         leader = request.leader
         if leader is None:
             return False
-        if leader.status is Status.RUNNING and leader.num_linked < request.leader_blocks:
+        if leader.status is Status.RUNNING and leader.num_prefix_blocks < request.leader_blocks:
             return True
         request.leader = None
         return False
@@ -343,7 +343,7 @@ class Scheduler:
         if not self.cache.keeps_prefixes or request.reads_prompt:
             return False
         for other in self.running:
-            if other.link != match.link or other.num_linked != match.num_blocks:
+            if other.parent_key != match.parent_key or other.num_prefix_blocks != match.num_blocks:
                 continue
             most = min(self._most_cached(request) // size, other.num_tokens // size)
             shared = match.num_blocks
@@ -373,7 +373,7 @@ class Scheduler:
         request.status, request.row = Status.RUNNING, heapq.heappop(self._free_rows)
         insort(self.running, request, key=_turn)
         request.block_ids = self.cache.enter(match)
-        request.link, request.num_linked = match.link, match.num_blocks
+        request.parent_key, request.num_prefix_blocks = match.parent_key, match.num_blocks
         request.num_computed = request.num_committed = match.num_blocks * self.cache.block_size
         self._write_table(request)
         has_begun = bool(request.output_token_ids) or request.num_items_done > 0
@@ -438,17 +438,17 @@ class Scheduler:
         request.num_computed = request.num_committed = 0
         request.next_drafts = ()
         request.num_items_planned = request.num_items_done
-        request.link, request.num_linked = ROOT, 0
+        request.parent_key, request.num_prefix_blocks = ROOT, 0
 
     def _keep(self, request: Request, new_token_ids: Sequence[int]) -> None:
         """Keep the blocks that are full of committed tokens for others."""
         size = self.cache.block_size
-        while (request.num_linked + 1) * size <= request.num_committed:
-            start = request.num_linked * size
+        while (request.num_prefix_blocks + 1) * size <= request.num_committed:
+            start = request.num_prefix_blocks * size
             known = request.tokens(start, start + size)
             first = start + len(known) - request.num_tokens  # a step may fill several blocks
             tokens = (*known, *new_token_ids[first : first + size - len(known)])
-            request.link = self.cache.keep(
-                request.link, tokens, request.block_ids, request.num_linked
+            request.parent_key = self.cache.keep(
+                request.parent_key, tokens, request.block_ids, request.num_prefix_blocks
             )
-            request.num_linked += 1
+            request.num_prefix_blocks += 1
