@@ -57,7 +57,7 @@ def run(llm, main):
 
     async def whole():
         result = await asyncio.wait_for(main(), 20)
-        loop = llm._readers.loop
+        loop = llm._bridge.loop
         idle = asyncio.Event()
         here = asyncio.get_running_loop()
         await asyncio.sleep(0)  # a stream that was left is closed in the next turn
@@ -65,8 +65,8 @@ def run(llm, main):
         await idle.wait()
         assert loop.num_live == 0
         assert loop._engine.scheduler.cache.usage == 0.0
-        assert not llm._readers._by_twin
-        assert not llm._readers._by_request
+        assert not llm._bridge._by_engine_request
+        assert not llm._bridge._by_request
         return result
 
     return asyncio.run(whole())
@@ -237,7 +237,7 @@ def test_hundreds_of_cancels_leave_nothing_behind(llm):
 
 
 def test_a_request_that_fails_leaves_no_task_of_the_others(llm, monkeypatch):
-    engine = llm._readers.loop._engine
+    engine = llm._bridge.loop._engine
     submit = engine.submit
 
     def submit_some(request):
@@ -299,7 +299,7 @@ def test_an_event_loop_that_vanishes_leaves_nothing_behind(llm):
     loop.close()
 
     async def main():
-        while llm._readers._by_twin:
+        while llm._bridge._by_engine_request:
             await asyncio.sleep(0.001)
 
     run(llm, main)
@@ -349,7 +349,7 @@ def test_closing_ends_open_streams_and_the_thread():
 def test_an_engine_that_fails_ends_every_stream_with_its_cause(monkeypatch):
     async def main():
         async with open_async() as llm:
-            engine = llm._readers.loop._engine
+            engine = llm._bridge.loop._engine
             step, left = engine.step, [5]
 
             def broken():

@@ -29,7 +29,7 @@ from tiercel.config import LoadOptions
 from tiercel.engine.load import LoadedModel, load_model
 from tiercel.engine.loop import EngineLoop
 from tiercel.errors import InvalidRequestError
-from tiercel.ipc.asyncio_bridge import Readers
+from tiercel.ipc.asyncio_bridge import AsyncioBridge
 from tiercel.ipc.streams import TokenStream
 from tiercel.models.source import ModelSource
 from tiercel.params import SamplingParams
@@ -102,13 +102,11 @@ class AsyncLLM:
         self._score_inputs = loaded.score_inputs(self._inputs)
         self._matchers = loaded.matchers
         self._pid = os.getpid()
-        self._readers: Readers | None = Readers(loaded.engine, loaded.faults)
-        self._thread = threading.Thread(
-            target=self._readers.run, name="tiercel-engine", daemon=True
-        )
+        self._bridge: AsyncioBridge | None = AsyncioBridge(loaded.engine, loaded.faults)
+        self._thread = threading.Thread(target=self._bridge.run, name="tiercel-engine", daemon=True)
         self._thread.start()
         # Also at the end of the program: PyTorch must not run while the interpreter is taken down.
-        self._finalizer = weakref.finalize(self, _end, self._readers.loop, self._thread)
+        self._finalizer = weakref.finalize(self, _end, self._bridge.loop, self._thread)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -126,7 +124,7 @@ class AsyncLLM:
         if self._template is not None:
             self._template.close()
         await asyncio.to_thread(self._finalizer)
-        self._readers = None
+        self._bridge = None
         if self.config.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -238,14 +236,14 @@ class AsyncLLM:
         """Raw logits after each token of a given sequence; see `LLM.logits`."""
         ids = self._inputs.prompt_ids({"prompt_token_ids": token_ids}, parse_special=False)
         request = self._inputs.request(ids, SamplingParams(), 0, max_tokens=0, wants_logits=True)
-        readers = self._open()
-        reader = readers.submit(request)
+        bridge = self._open()
+        bridged = bridge.submit(request)
         try:
-            async for _ in reader.stream:
+            async for _ in bridged.stream:
                 pass
         finally:
-            readers.abort(request)
-        return await asyncio.to_thread(np.concatenate, reader.twin.prompt_logits)
+            bridge.abort(request)
+        return await asyncio.to_thread(np.concatenate, bridged.engine_request.prompt_logits)
 
     async def embed(self, texts: str | Sequence[str]) -> npt.NDArray[np.float32]:
         """Vectors of texts, of an embedding model; see `LLM.embed`."""
@@ -285,23 +283,23 @@ class AsyncLLM:
 
     async def _read_to_end(self, requests: Sequence[Request]) -> None:
         """Run requests whose updates nobody looks at; being cancelled ends them."""
-        readers = self._open()
+        bridge = self._open()
         try:
-            for reader in [readers.submit(request) for request in requests]:
-                async for _ in reader.stream:
+            for bridged in [bridge.submit(request) for request in requests]:
+                async for _ in bridged.stream:
                     pass
         finally:
             for request in requests:
-                readers.abort(request)
+                bridge.abort(request)
 
-    def _open(self) -> Readers:
-        if self._readers is None:
+    def _open(self) -> AsyncioBridge:
+        if self._bridge is None:
             raise InvalidRequestError("this AsyncLLM is closed.", hint="Make a new one.")
         if os.getpid() != self._pid:  # a fork has no such thread: nothing would ever answer
             raise InvalidRequestError(
                 "this AsyncLLM belongs to the process that forked.", hint="Make a new one."
             )
-        return self._readers
+        return self._bridge
 
     async def _prompt_ids(self, prompt: Prompt, *, parse_special: bool) -> list[int]:
         size = len(prompt) if isinstance(prompt, str) else 0
@@ -343,7 +341,7 @@ class AsyncLLM:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Run requests to their end; being cancelled ends them."""
-        readers = self._open()
+        bridge = self._open()
         start_s = perf_counter()
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -353,22 +351,22 @@ class AsyncLLM:
                     request.matcher = await asyncio.to_thread(
                         self._matchers.make, request.grammar, request.stop_ids
                     )
-            streams = [readers.submit(answer.request).stream for answer in answers]
+            streams = [bridge.submit(answer.request).stream for answer in answers]
             if progress is not None:  # all answers have one prompt
                 num_tokens = len(answers[0].request.prompt_token_ids)
                 streams[0].on_progress = lambda computed: progress(computed, num_tokens)
             for answer, stream in zip(answers, streams, strict=True):
-                tasks.append(asyncio.create_task(_read(readers, answer, stream, start_s, take)))
+                tasks.append(asyncio.create_task(_read(bridge, answer, stream, start_s, take)))
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()  # where one has failed, the others would wait for ever
             for answer in answers:
-                readers.abort(answer.request)
+                bridge.abort(answer.request)
 
 
 async def _read(
-    readers: Readers,
+    bridge: AsyncioBridge,
     answer: Answer,
     stream: TokenStream,
     start_s: float,
@@ -378,7 +376,7 @@ async def _read(
     async for update in stream:
         piece = answer.text.push(update.new_token_ids)
         if answer.text.matched is not None:
-            readers.stop(answer.request, answer.text.matched)
+            bridge.stop(answer.request, answer.text.matched)
         answer.note_time(perf_counter() - start_s, has_tokens=bool(update.new_token_ids))
         take(answer.delta(piece, update.new_token_ids))
 

@@ -88,7 +88,7 @@ def test_progress_reaches_readers_in_this_process():
     async def main():
         seen = []
         async with AsyncLLM(LLAMA, **SMALL) as llm:
-            llm._readers.loop._reports.take = lambda requests, now_s: _partly_computed(requests)
+            llm._bridge.loop._reports.take = lambda requests, now_s: _partly_computed(requests)
             stream = llm.stream({"prompt_token_ids": PROMPT}, greedy(3), progress=note(seen))
             assert len([delta async for delta in stream]) == 3
         return seen

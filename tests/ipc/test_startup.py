@@ -6,10 +6,10 @@ import pytest
 
 from tiercel.config import LoadOptions
 from tiercel.engine.load import load_model
-from tiercel.ipc import startup as opening
+from tiercel.ipc import startup
 from tiercel.ipc.messages import Outputs, Ready, Refused, Scores
 from tiercel.ipc.session import EngineSession
-from tiercel.ipc.startup import open_session, rehearse
+from tiercel.ipc.startup import rehearse, start_session
 from tiercel.models.source import open_source
 
 LLAMA = Path(__file__).parents[1] / "data/gguf/llama-tiny.gguf"
@@ -58,7 +58,7 @@ def test_a_context_without_room_is_not_rehearsed(sent):
 @pytest.mark.parametrize("has_faults", [False, True])
 def test_an_engine_is_ready_behind_its_rehearsal(monkeypatch, has_faults):
     order = []
-    monkeypatch.setattr(opening, "rehearse", lambda *_: order.append("rehearse"))
+    monkeypatch.setattr(startup, "rehearse", lambda *_: order.append("rehearse"))
     options = LoadOptions(device="cpu", enable_fault_injection=has_faults)
-    open_session(open_source(LLAMA), options, lambda *_: None, lambda m: order.append(type(m)))
+    start_session(open_source(LLAMA), options, lambda *_: None, lambda m: order.append(type(m)))
     assert order == ([Ready] if has_faults else ["rehearse", Ready])

@@ -36,9 +36,9 @@ def test_of_a_gguf_file(name):
 
 def test_of_the_default_model(default_model, tmp_path):
     source = open_source(default_model)
-    parcel = pack_tokenizer(source)
-    assert len(parcel) < 2 * 2**20
-    assert_equal(source.tokenizer(tmp_path), unpack_tokenizer(parcel, tmp_path))
+    wire_bytes = pack_tokenizer(source)
+    assert len(wire_bytes) < 2 * 2**20
+    assert_equal(source.tokenizer(tmp_path), unpack_tokenizer(wire_bytes, tmp_path))
 
 
 def test_of_a_folder(tmp_path):

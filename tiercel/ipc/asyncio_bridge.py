@@ -1,7 +1,7 @@
-"""An engine loop for readers on event loops of the same process.
+"""A bridge between an engine loop on a thread and readers on asyncio event loops of this process.
 
-The engine goes on with a request while its reader is elsewhere. So each request exists twice: the
-reader's, which a `TokenStream` brings up to date, and the engine's twin of it.
+The engine runs ahead of the reader of a request. So each request exists twice: the caller's, which
+a `TokenStream` brings up to date as its updates are read, and the engine's, a clone of it.
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ from tiercel.engine.prompt_progress import num_computed
 from tiercel.errors import EngineDeadError, InvalidRequestError, TiercelError
 from tiercel.faults import Faults
 from tiercel.ipc import streams
-from tiercel.ipc.messages import NewRequest
 from tiercel.ipc.streams import TokenStream
 from tiercel.request.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
-    """Who reads a request.
+class BridgedRequest:
+    """A request under way.
 
     Attributes:
-        stream: of the reader's request.
-        twin: the engine's.
-        event_loop: on which the stream is read.
+        stream: updates of the caller's request.
+        engine_request: the engine's clone of that request.
+        event_loop: event loop on which the stream is read.
     """
 
     stream: TokenStream
-    twin: Request
+    engine_request: Request
     event_loop: asyncio.AbstractEventLoop
 
 
-class Readers:
-    """Runs one engine for them; `run` on a thread of its own, everything else on event loops."""
+class AsyncioBridge:
+    """Runs one engine; `run` on a thread of its own, everything else on event loops."""
 
     def __init__(self, engine: SteppingEngine, faults: Faults) -> None:
         self.loop = EngineLoop(engine, self, faults)
         self._lock = threading.Lock()
-        self._by_twin: dict[Request, Reader] = {}
-        self._by_request: dict[Request, Reader] = {}
+        self._by_engine_request: dict[Request, BridgedRequest] = {}
+        self._by_request: dict[Request, BridgedRequest] = {}
         self._ended: TiercelError | None = None
 
     def run(self) -> None:
@@ -57,83 +56,87 @@ class Readers:
         finally:
             self._end(sys.exception())
 
-    def submit(self, request: Request) -> Reader:
-        """Hand a request to the engine; whoever leaves early must call `abort`.
+    def submit(self, request: Request) -> BridgedRequest:
+        """Hand a request to the engine; a caller that leaves before its end must call `abort`.
 
         Raises:
             TiercelError: the loop has ended.
         """
-        twin = NewRequest.of(0, request).request()
-        twin.wants_logits, twin.matcher = request.wants_logits, request.matcher
-        reader = Reader(TokenStream(request, perf_counter()), twin, asyncio.get_running_loop())
+        bridged = BridgedRequest(
+            stream=TokenStream(request, perf_counter()),
+            engine_request=request.clone_for_engine(),
+            event_loop=asyncio.get_running_loop(),
+        )
         with self._lock:
             if self._ended is not None:
                 raise self._ended
-            self._by_twin[twin] = self._by_request[request] = reader
-        self.loop.submit(twin)
-        return reader
+            self._by_engine_request[bridged.engine_request] = bridged
+            self._by_request[request] = bridged
+        self.loop.submit(bridged.engine_request)
+        return bridged
 
     def abort(self, request: Request) -> None:
         """End a request in any state; nothing happens if its last update has arrived."""
-        reader = self._by_request.get(request)
-        if reader is not None:
-            self._forget(reader)
-            self.loop.abort(reader.twin)
+        bridged = self._by_request.get(request)
+        if bridged is not None:
+            self._forget(bridged)
+            self.loop.abort(bridged.engine_request)
 
     def stop(self, request: Request, stop_string: str) -> None:
         """End a request whose text reached a stop string; its stream ends without an update."""
         streams.stop(request, stop_string)
-        reader = self._by_request.get(request)
-        if reader is not None:
-            self._forget(reader)
-            self.loop.stop(reader.twin, stop_string)
+        bridged = self._by_request.get(request)
+        if bridged is not None:
+            self._forget(bridged)
+            self.loop.stop(bridged.engine_request, stop_string)
 
     def on_step(self, result: StepResult) -> None:
         """Hand out what a step did."""
         calls: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
-        for twin in result.entered:
-            reader = self._by_twin.get(twin)
-            if reader is not None:
-                enter = partial(reader.stream.enter, result.started_s, twin.num_cached)
-                calls.setdefault(reader.event_loop, []).append(enter)
-        for twin in result.computing:
-            reader = self._by_twin.get(twin)
-            if reader is not None:
-                advance = partial(reader.stream.advance, num_computed(twin))
-                calls.setdefault(reader.event_loop, []).append(advance)
+        for engine_request in result.entered:
+            bridged = self._by_engine_request.get(engine_request)
+            if bridged is not None:
+                enter = partial(bridged.stream.enter, result.started_s, engine_request.num_cached)
+                calls.setdefault(bridged.event_loop, []).append(enter)
+        for engine_request in result.computing:
+            bridged = self._by_engine_request.get(engine_request)
+            if bridged is not None:
+                advance = partial(bridged.stream.advance, num_computed(engine_request))
+                calls.setdefault(bridged.event_loop, []).append(advance)
         for update in result.updates:
-            reader = self._by_twin.get(update.request)
-            if reader is None:
+            bridged = self._by_engine_request.get(update.request)
+            if bridged is None:
                 continue
-            calls.setdefault(reader.event_loop, []).extend(_calls_of(reader.stream, update))
+            calls.setdefault(bridged.event_loop, []).extend(_calls_of(bridged.stream, update))
             if update.request.finish_reason is not None:
-                self._forget(reader)
+                self._forget(bridged)
         for event_loop, listed in calls.items():
             self._deliver(event_loop, listed)
 
     def on_refused(self, request: Request, error: TiercelError) -> None:
         """Hand out why a request was not taken."""
-        reader = self._by_twin.get(request)
-        if reader is not None:
-            self._forget(reader)
-            self._deliver(reader.event_loop, [partial(reader.stream.push, error)])
+        bridged = self._by_engine_request.get(request)
+        if bridged is not None:
+            self._forget(bridged)
+            self._deliver(bridged.event_loop, [partial(bridged.stream.push, error)])
 
     def on_idle(self) -> None:
         """Nothing to do."""
 
-    def _forget(self, reader: Reader) -> None:
-        self._by_twin.pop(reader.twin, None)
-        self._by_request.pop(reader.stream.request, None)
+    def _forget(self, bridged: BridgedRequest) -> None:
+        self._by_engine_request.pop(bridged.engine_request, None)
+        self._by_request.pop(bridged.stream.request, None)
 
     def _deliver(
         self, event_loop: asyncio.AbstractEventLoop, calls: Sequence[Callable[[], None]]
     ) -> None:
         try:
             event_loop.call_soon_threadsafe(_make, calls)
-        except RuntimeError:  # it was closed without a word: nobody reads these any more
-            for reader in [r for r in self._by_twin.values() if r.event_loop is event_loop]:
-                self._forget(reader)
-                self.loop.abort(reader.twin)
+        except RuntimeError:  # closed with streams still open: these are not read any more
+            unread = self._by_engine_request.values()
+            for bridged in [b for b in unread if b.event_loop is event_loop]:
+                self._forget(bridged)
+                self.loop.abort(bridged.engine_request)
 
     def _end(self, cause: BaseException | None) -> None:
         if cause is None:
@@ -145,13 +148,13 @@ class Readers:
             error.__cause__ = cause
         with self._lock:
             self._ended = error
-        for reader in list(self._by_twin.values()):
-            self._forget(reader)
-            self._deliver(reader.event_loop, [partial(reader.stream.push, error)])
+        for bridged in list(self._by_engine_request.values()):
+            self._forget(bridged)
+            self._deliver(bridged.event_loop, [partial(bridged.stream.push, error)])
 
 
 def _calls_of(stream: TokenStream, update: RequestUpdate) -> Iterator[Callable[[], None]]:
-    """What hands one update to its stream."""
+    """The calls that hand one update to its stream."""
     request = update.request
     if is_first(update) and request.prompt_logprobs:
         yield partial(stream.add_prompt_logprobs, tuple(request.prompt_logprobs))

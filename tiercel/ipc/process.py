@@ -126,17 +126,17 @@ def main(descriptor: int, parent: int) -> NoReturn:
     start = next(messages, None)
     if not isinstance(start, Start):
         leave()
-    opened: Future[EngineSession] = Future()
-    arguments = (messages, opened, link)
+    session: Future[EngineSession] = Future()
+    arguments = (messages, session, link)
     threading.Thread(target=_listen, args=arguments, name="ipc", daemon=True).start()
     try:
-        _run(start.options, link, opened)
+        _run(start.options, link, session)
     except TiercelError as error:
         link.send(Failed(ErrorInfo.of(error)))
     except ModuleNotFoundError as error:
         link.send(Failed(ErrorInfo.of(InstallationError.of(error)), _detail(error)))
     except Exception as error:  # noqa: BLE001 - whatever it was, the parent must be told
-        link.send(_failure(error, opened))
+        link.send(_failure(error, session))
     os._exit(1)
 
 
@@ -156,7 +156,7 @@ class _Reporter:
             self._link.send(Progress(what, done, total, self.start.share))
 
 
-def _run(options: LoadOptions, link: EngineLink, opened: Future[EngineSession]) -> None:
+def _run(options: LoadOptions, link: EngineLink, session: Future[EngineSession]) -> None:
     Faults.parse(env.faults(), is_enabled=options.enable_fault_injection).at_start()
     report = _Reporter(link)
     source = find_source(options.model, offline=options.offline, report=report)
@@ -164,30 +164,30 @@ def _run(options: LoadOptions, link: EngineLink, opened: Future[EngineSession]) 
     report.start.phase = Phase.LOAD
     report("Loading PyTorch")
     env.shorten_openmp_spins()
-    from tiercel.ipc.startup import open_session
+    from tiercel.ipc.startup import start_session
 
-    session = open_session(source, options, report, link.send)
+    started = start_session(source, options, report, link.send)
     gc.freeze()  # what is there stays: collections need not look at it in the middle of a step
-    opened.set_result(session)
-    session.loop.run()
+    session.set_result(started)
+    started.loop.run()
 
 
-def _listen(messages: Iterator[ToEngine], opened: Future[EngineSession], link: EngineLink) -> None:
+def _listen(messages: Iterator[ToEngine], session: Future[EngineSession], link: EngineLink) -> None:
     """Hand messages to the session; end the process when there are no more."""
     try:
         for message in messages:
-            opened.result().handle(message)
+            session.result().handle(message)
     except Exception as error:  # noqa: BLE001 - an engine that is deaf must not live on
-        link.send(_failure(error, opened))
+        link.send(_failure(error, session))
     leave()
 
 
-def _failure(error: Exception, opened: Future[EngineSession]) -> Failed:
+def _failure(error: Exception, session: Future[EngineSession]) -> Failed:
     line = f"{type(error).__name__}: {error}".splitlines()[0]
     return Failed(
         ErrorInfo("InternalError", plain_text(line[:_LOG_CHARS])),
         _detail(error),
-        opened.result().suspects() if opened.done() else (),
+        session.result().suspects() if session.done() else (),
     )
 
 

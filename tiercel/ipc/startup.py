@@ -43,7 +43,7 @@ _PROMPT_TOKENS: Final = 100
 _NUM_NEW: Final = 3  # tokens
 
 
-def open_session(
+def start_session(
     source: ModelSource, options: LoadOptions, report: Report, send: Send
 ) -> EngineSession:
     """Load a model, and say that it is ready.

@@ -66,14 +66,14 @@ def pack_tokenizer(source: ModelSource) -> bytes:
     return msgspec.msgpack.encode(_Files(content, dict(data), source.config.vocab_size))
 
 
-def unpack_tokenizer(parcel: bytes, cache_dir: Path | None = None) -> Tokenizer:
+def unpack_tokenizer(wire_bytes: bytes, cache_dir: Path | None = None) -> Tokenizer:
     """Build the tokenizer again.
 
     Args:
-        parcel: of `pack_tokenizer`.
+        wire_bytes: result of `pack_tokenizer`.
         cache_dir: keeps one that is slow to build; see `Tokenizer.from_gguf`.
     """
-    packed = msgspec.msgpack.decode(parcel, type=_Fields | _Files)
+    packed = msgspec.msgpack.decode(wire_bytes, type=_Fields | _Files)
     if isinstance(packed, _Files):
         return Tokenizer.from_json(
             "tokenizer.json",

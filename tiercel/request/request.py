@@ -157,6 +157,28 @@ class Request:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    def clone_for_engine(self) -> Request:
+        """A new request with the inputs of this one.
+
+        The engine advances the clone while a reader in the same process brings this one up to date.
+        """
+        return Request(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            params=self.params,
+            seed=self.seed,
+            stream=self.stream,
+            stop_ids=self.stop_ids,
+            max_tokens=self.max_tokens,
+            wants_logits=self.wants_logits,
+            priority=self.priority,
+            client=self.client,
+            grammar=self.grammar,
+            pooling=self.pooling,
+            score=self.score,
+            matcher=self.matcher,
+        )
+
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens."""

@@ -21,7 +21,7 @@ from tests.serve.thread_server import thread_server
 from tests.tiny_llm import DATA, NAMES
 from tiercel.config import LoadOptions
 from tiercel.engine.load import load_model
-from tiercel.ipc.asyncio_bridge import Readers
+from tiercel.ipc.asyncio_bridge import AsyncioBridge
 from tiercel.ipc.startup import describe
 from tiercel.params import Limits
 
@@ -45,8 +45,8 @@ class LoadedClient(FakeClient):
         loaded = load_model(model, LoadOptions(**options), None)
         super().__init__(info=describe(loaded, 0.0))
         self.engine = loaded.engine
-        self.readers = Readers(loaded.engine, loaded.faults)
-        self.thread = threading.Thread(target=self.readers.run, daemon=True)
+        self.bridge = AsyncioBridge(loaded.engine, loaded.faults)
+        self.thread = threading.Thread(target=self.bridge.run, daemon=True)
         self.thread.start()
         self.num_computed = self.num_requests = 0
         launch = self.engine.runner.launch
@@ -59,13 +59,13 @@ class LoadedClient(FakeClient):
 
     def submit(self, request):
         self.num_requests += 1
-        return self.readers.submit(request).stream
+        return self.bridge.submit(request).stream
 
     def abort(self, request):
-        self.readers.abort(request)
+        self.bridge.abort(request)
 
     def stop(self, request, stop_string):
-        self.readers.stop(request, stop_string)
+        self.bridge.stop(request, stop_string)
 
     def begin_anew(self):
         """Forget what was computed, and count from zero."""
@@ -74,7 +74,7 @@ class LoadedClient(FakeClient):
         self.num_computed = self.num_requests = 0
 
     def end(self):
-        self.readers.loop.shutdown()
+        self.bridge.loop.shutdown()
         self.thread.join()
 
 
