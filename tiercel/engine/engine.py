@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import isfinite
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from tiercel.engine.interrupts import allowed
@@ -253,7 +254,7 @@ class Engine:
         if request.max_tokens == 0:  # only its prompt was asked for
             if request.pooling == "mean":
                 assert request.embedding is not None, "its prompt is computed"
-                request.embedding = request.embedding / len(request.prompt_token_ids)
+                request.embedding = request.embedding / np.float32(len(request.prompt_token_ids))
             self.scheduler.finish(request, "length")
             return RequestUpdate(request, ())
         request.output_token_ids += new_token_ids
