@@ -6,7 +6,7 @@ import pytest
 from tests.gguf_files import NUM_TOKENS, tiny_model
 from tests.parity import log_softmax
 from tests.tiny_llm import DATA, EOS, NAMES, PROMPTS, assert_idle, greedy, ids_of, joined, open_tiny
-from tiercel.engine import engine as engine_module
+from tiercel.engine import build as engine_module
 from tiercel.errors import OutOfMemoryError
 from tiercel.models.decoder import Decoder
 from tiercel.params import SamplingParams

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.tiny_llm import DATA, NAMES, PROMPTS, assert_idle, greedy, ids_of, open_tiny
-from tiercel.engine import engine as engine_module
+from tiercel.engine import build as engine_module
 from tiercel.params import SamplingParams
 from tiercel.request.request import Status
 

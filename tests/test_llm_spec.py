@@ -15,7 +15,7 @@ from tests.mtp_model import mtp_model
 from tests.test_llm_busy import run_alone, run_busy
 from tests.tiny_llm import DATA, NAMES, assert_idle, greedy, ids_of, open_tiny
 from tiercel.cache.allocator import NULL_BLOCK
-from tiercel.engine import engine as engine_module
+from tiercel.engine import build as engine_module
 from tiercel.errors import ArgumentError
 from tiercel.params import SamplingParams
 from tiercel.request.score_params import ScoreParams

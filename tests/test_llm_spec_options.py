@@ -13,7 +13,7 @@ from tests.test_llm_spec import METHODS, path_of, some_prompts
 from tests.tiny_llm import DATA, assert_idle, ids_of, open_tiny
 from tiercel.cache.prefix import ROOT
 from tiercel.config import SpecConfig
-from tiercel.engine import engine as engine_module
+from tiercel.engine import build as engine_module
 from tiercel.engine import load as build
 from tiercel.models.decoder import Decoder
 from tiercel.params import SamplingParams, StructuredOutputs

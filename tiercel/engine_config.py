@@ -19,7 +19,7 @@ class EngineConfig:
         max_model_len: tokens of one sequence, prompt and answer.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: new tokens of one step.
-        block_size: tokens of a cache block.
+        block_size: tokens of a cache block, of the model's choice.
         gpu_memory_utilization: share of the device's memory that may be used, (0, 1].
         seed: of requests without one.
         threads: of products on a CPU.
@@ -28,6 +28,7 @@ class EngineConfig:
         overlap: whether a step is planned and enqueued while the one before it runs.
         sync_debug: whether a wait for the device within a step is an error.
         spec: how drafts are made.
+        packs_items: whether the model computes items to score after one prompt in one step.
         timed_steps: whether the time of a step is bounded, not only its tokens; see `StepBudget`.
     """
 
@@ -45,4 +46,5 @@ class EngineConfig:
     overlap: bool = False
     sync_debug: bool = False
     spec: SpecConfig = NO_DRAFTS
+    packs_items: bool = True
     timed_steps: bool = False

@@ -10,7 +10,7 @@ from tests.gguf_files import tiny_model
 from tests.tiny_llm import LLAMA, greedy, open_tiny
 from tiercel.cache.spec import CacheGroup, KVCacheSpec, Plane
 from tiercel.config import LoadOptions
-from tiercel.engine import engine, memory
+from tiercel.engine import build, memory
 from tiercel.engine.load import resolve_config
 from tiercel.engine.memory import GIB, MemoryBudget, cache_blocks
 from tiercel.engine.options import (
@@ -362,8 +362,8 @@ def test_dense_copies_of_weights_take_half_of_the_memory_at_most(monkeypatch, le
     def measure(*_, dtype, dense_copies=False, **__):
         return Footprint(dtype, {"packed": 60, "copies": 40 * dense_copies})
 
-    monkeypatch.setattr(engine, "weight_footprint", measure)
-    monkeypatch.setattr(engine, "WeightReader", read)
+    monkeypatch.setattr(build, "weight_footprint", measure)
+    monkeypatch.setattr(build, "WeightReader", read)
     with pytest.raises(OutOfMemoryError if expected is OutOfMemoryError else LoadingError):
         open_tiny()
     assert seen == ([] if expected is OutOfMemoryError else [expected])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.tiny_llm import DATA, assert_idle, open_tiny
-from tiercel.engine import engine as engine_module
+from tiercel.engine import build as engine_module
 from tiercel.faults import Fault, Faults
 from tiercel.grammar.spec import compile_spec
 from tiercel.models.decoder import Decoder

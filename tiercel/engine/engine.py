@@ -71,8 +71,13 @@ class Engine:
 
         Raises:
             OutOfMemoryError: it could never fit the cache.
-            InvalidRequestError: an item to score could never fit a step.
+            InvalidRequestError: an item to score could never fit a step, or the model packs none.
         """
+        if request.num_items and not self.config.packs_items:
+            raise InvalidRequestError(
+                "this model computes no items after a shared prompt.",
+                hint="Put each item into a prompt of its own.",
+            )
         longest = max(map(len, request.score.items), default=0) if request.score else 0
         if longest > self.config.max_num_batched_tokens:
             raise InvalidRequestError(

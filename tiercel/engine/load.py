@@ -6,9 +6,11 @@ Find the file, check it, resolve the options against it, load it.
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -42,6 +44,7 @@ MAX_SEQS = {"cpu": 16, "cuda": 256}
 # arithmetic.
 MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
+_LOG: Final = logging.getLogger(__name__)
 Report = Callable[[str, int, int], None]
 
 
@@ -83,6 +86,7 @@ class LoadedModel:
             max_model_len=self.config.max_model_len,
             max_step_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
+            packs_items=self.config.packs_items,
         )
 
 
@@ -111,6 +115,8 @@ def load_model(
     )
     config = resolve_config(source, options)
     torch.set_num_threads(config.threads)
+    if not config.packs_items:
+        _LOG.info("%s packs no items: each is scored by itself after its prompt.", source.path.name)
     tokenizer = source.tokenizer(env.cache_dir() / "tokenizers")
     engine = build_engine(source, config, tokenizer, report)
     if options.warm_up or config.device.type == "cuda":
@@ -146,6 +152,7 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
         needed += cache_bytes(source.config, max_model_len, dtype)
         return needed <= MemoryBudget(device, utilization).left()
 
+    model = model_class(source.family)
     return EngineConfig(
         device=device,
         dtype=resolve_dtype(options.dtype, device, source.format, fits),
@@ -159,13 +166,14 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
             MAX_BATCHED_TOKENS[device.type],
             2**20,
         ),
-        block_size=model_class(source.family).block_size,
+        block_size=model.block_size,
         gpu_memory_utilization=utilization,
         prefix_cache=env.has_prefix_cache(),
         cuda_graphs=device.type == "cuda" and env.has_cuda_graphs(),
         overlap=env.has_overlap(default=device.type == "cuda"),
         sync_debug=device.type == "cuda" and env.is_sync_debug(),
         spec=spec,
+        packs_items=model.packs_items,
         seed=resolve_count("seed", options.seed, 0, 2**63 - 1, low=-(2**63)),
         timed_steps=options.timed_steps and device.type == "cpu",
         threads=resolve_threads(options.threads, usable_cpus()),

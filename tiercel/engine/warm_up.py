@@ -102,7 +102,7 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
             prompt = [i % vocab_size for i in range(length)]
             _run(engine, Request("warm-up", prompt, params, 0, 0, frozenset({0}), NUM_NEW))
             engine.forget()  # the next one computes its whole prompt too
-    if config.device.type == "cuda":
+    if config.device.type == "cuda" and config.packs_items:
         longest = min(most, config.max_num_batched_tokens)
         _score_items(engine, min(longest, SCORED_BEHIND), vocab_size)
     engine.forget()

@@ -63,6 +63,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         pooling: ``mean`` or ``last`` if the file declares an embedding model, else None.
         sampling_defaults: of the model's file, for requests that do not say.
         load_seconds: of loading weights, PyTorch itself not counted.
+        packs_items: whether the model computes items to score after one prompt in one step.
     """
 
     model_name: str
@@ -88,6 +89,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     pooling: str | None
     load_seconds: float
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    packs_items: bool = True
+
+    @property
+    def longest_packed_item(self) -> int:
+        """Tokens of an item that a step is sure to hold; 0: the model packs none."""
+        return self.max_num_batched_tokens - self.max_num_seqs if self.packs_items else 0
 
     @property
     def capacity_tokens(self) -> int:

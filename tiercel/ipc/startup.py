@@ -144,4 +144,5 @@ def describe(loaded: LoadedModel, load_seconds: float) -> EngineInfo:
         pooling=source.pooling,
         sampling_defaults=source.sampling_defaults,
         load_seconds=load_seconds,
+        packs_items=config.packs_items,
     )

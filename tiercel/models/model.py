@@ -194,11 +194,15 @@ class Model(Protocol):
 
 
 class ModelClass(Protocol):
-    """A class of models; its `block_size` is known before anything is loaded."""
+    """A class of models, and what is known of it before anything is loaded."""
 
     @property
     def block_size(self) -> int:
-        """Tokens of a cache block."""
+        """See `Model`."""
+
+    @property
+    def packs_items(self) -> bool:
+        """See `Model`."""
 
     def __call__(
         self, config: ModelConfig, weights: WeightReader, dtype: torch.dtype, num_positions: int

@@ -137,6 +137,7 @@ class ScoreInputs:
         max_model_len: int,
         max_step_tokens: int,
         max_num_seqs: int,
+        packs_items: bool = True,
         limits: Limits = LIMITS,
     ) -> None:
         """Set up.
@@ -147,6 +148,8 @@ class ScoreInputs:
             max_model_len: the context that the engine was given.
             max_step_tokens: new tokens of a step of the engine.
             max_num_seqs: requests that run at once.
+            packs_items: whether the model computes items after one prompt in one step; else each
+                item is a prompt of its own, whose start is found in the prefix cache.
             limits: of items and tokens.
         """
         self._inputs = inputs
@@ -154,7 +157,7 @@ class ScoreInputs:
         self._max_model_len = max_model_len
         # What is left of a step when every other request takes a token of it: so an item always
         # gets its turn.
-        self._longest_packed = max_step_tokens - max_num_seqs
+        self._longest_packed = max_step_tokens - max_num_seqs if packs_items else 0
         self._limits = limits
 
     def job(self, query: Text, items: str | Sequence[Text], params: ScoreParams) -> ScoreJob:

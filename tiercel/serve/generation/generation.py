@@ -138,7 +138,7 @@ class Generation:
             find_shared_starts,
             self._model.inputs,
             requests,
-            longest_item=info.max_num_batched_tokens - info.max_num_seqs,
+            longest_item=info.longest_packed_item,
         )
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
         is_short = num_tokens <= MAX_LOOP_TOKENS

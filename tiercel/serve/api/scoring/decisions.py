@@ -206,8 +206,7 @@ def _make_job(
                 f"questions[{number}] has {len(item)} tokens behind an input of {len(prefix)}",
                 f"questions[{number}]" if len(prefix) < info.max_model_len else "input",
             )
-    longest = info.max_num_batched_tokens - info.max_num_seqs
-    run = make_run(model.inputs, prefix, items, tries, longest_packed=longest)
+    run = make_run(model.inputs, prefix, items, tries, longest_packed=info.longest_packed_item)
     return _Job(run, len(prefix) + sum(map(len, items)), len(items))
 
 

@@ -52,6 +52,7 @@ async def make_job(
         max_model_len=model.info.max_model_len,
         max_step_tokens=model.info.max_num_batched_tokens,
         max_num_seqs=model.info.max_num_seqs,
+        packs_items=model.info.packs_items,
         limits=state.settings.limits,
     )
     if len(query) + sum(map(len, items)) <= MAX_LOOP_CHARS:
