@@ -16,7 +16,8 @@ from tests.test_llm_spec import METHODS, counted
 from tests.tiny_llm import DATA, assert_idle, joined, open_tiny
 from tiercel.grammar.spec import ThinkingForm, compile_spec
 from tiercel.params import SamplingParams, StructuredOutputs
-from tiercel.serve.generation.tools.tools import FORMATS, SelectedFormat, make_tool_use
+from tiercel.serve.generation.tools.tool_choice import make_tool_use
+from tiercel.serve.generation.tools.tool_formats import FORMATS, SelectedFormat
 
 SCHEMA = {
     "type": "object",

@@ -36,10 +36,10 @@ from tiercel.ipc.messages import (
 )
 from tiercel.ipc.supervisor import EngineState
 from tiercel.params import SamplingParams
-from tiercel.request.output import OutputText
 from tiercel.request.request import Request, Status
 from tiercel.request.score_inputs import ScoreInputs
 from tiercel.request.score_params import ScoreParams
+from tiercel.request.text_stream import TextStream
 
 # One place to run and short chunks: a request can be caught in each of its states.
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_waiting": 3}
@@ -99,7 +99,7 @@ def test_answers_are_those_of_the_engine_in_this_process(bench, expected):
             outcome.append((request, client.submit(request)))
         texts = []
         for request, stream in outcome:
-            text = OutputText(request, make.tokenizer)
+            text = TextStream(request, make.tokenizer)
             async for update in stream:
                 text.push(update.new_token_ids)
             texts.append(text.text)
@@ -192,11 +192,11 @@ def test_seeded_answers_do_not_depend_on_the_process(bench, expected):
 def test_a_stop_string_ends_the_request_in_the_engine(bench):
     async def main(client, make):
         whole = make("the thin man", greedy(40))
-        text = OutputText(whole, make.tokenizer)
+        text = TextStream(whole, make.tokenizer)
         pieces = [text.push(update.new_token_ids) async for update in client.submit(whole)]
         wanted = next(piece for piece in pieces[5:] if piece.isalnum())
         request = make("the thin man", replace(greedy(2000), stop=[wanted]))
-        text = OutputText(request, make.tokenizer)
+        text = TextStream(request, make.tokenizer)
         stream = client.submit(request)
         async for update in stream:
             text.push(update.new_token_ids)

@@ -9,8 +9,8 @@ import pytest
 from tiercel.errors import InternalError
 from tiercel.params import SamplingParams
 from tiercel.request.answers import Answer, collect, unit_vectors
-from tiercel.request.output import OutputText
 from tiercel.request.request import Request, TokenLogprobs
+from tiercel.request.text_stream import TextStream
 
 
 class Bytes:
@@ -25,7 +25,7 @@ class Bytes:
 
 def make_answer(index, stream, params, prompt, output):
     request = Request(f"{index}-{stream}", prompt, params, 0, stream, frozenset(), 9)
-    answer = Answer(request, OutputText(request, Bytes()), index)
+    answer = Answer(request, TextStream(request, Bytes()), index)
     request.num_cached = 10 * index + stream
     request.prompt_logprobs += [TokenLogprobs(i, -0.5, ()) for i in prompt[1:]]
     for token_id in output:

@@ -21,7 +21,7 @@ from tiercel.ipc.messages import EngineStats
 from tiercel.ipc.supervisor import EngineState
 from tiercel.params import Limits
 from tiercel.serve import server
-from tiercel.serve.api.scoring import scoring
+from tiercel.serve.api.scoring import score_jobs as scoring
 from tiercel.serve.generation.admission import check_capacity, check_queue
 from tiercel.serve.generation.tools.parsers.format import check_parameters
 

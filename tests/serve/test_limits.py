@@ -21,8 +21,8 @@ from tiercel.serve.generation.chat_messages import (
     check_tools,
     template_messages,
 )
-from tiercel.serve.generation.events import ContentDelta
-from tiercel.serve.generation.pieces import Piece, PieceLine
+from tiercel.serve.generation.output_events import ContentDelta
+from tiercel.serve.generation.output_queue import CompletionDelta, OutputQueue
 from tiercel.serve.http.body import decode, scan
 from tiercel.serve.http.errors import escaped
 
@@ -306,11 +306,11 @@ def test_messages_of_one_request():
 @pytest.mark.parametrize("text", ["x", "x" * 2000])
 def test_pieces_wait_up_to_their_bounds(text):
     """1,024 pieces or a Mi of characters; after that a new one joins the last of its answer."""
-    line = PieceLine(is_stream=True)
+    line = OutputQueue(is_stream=True)
     count = 1100
     for place in range(count):
-        line.put(Piece(0, events=[ContentDelta(text)], num_tokens=place + 1))
-    line.put(Piece(1, events=[ContentDelta("other")], num_tokens=1))
+        line.put(CompletionDelta(0, events=[ContentDelta(text)], num_tokens=place + 1))
+    line.put(CompletionDelta(1, events=[ContentDelta("other")], num_tokens=1))
     pieces = line.take()
     most = 1024 if len(text) == 1 else -(-(1 << 20) // len(text))
     assert len(pieces) == most + 1
@@ -318,15 +318,15 @@ def test_pieces_wait_up_to_their_bounds(text):
     assert sum(len(piece.events) for piece in pieces[:-1]) == count
     assert pieces[-2].num_tokens == count
     assert line.take() == []
-    line.put(Piece(0, events=[ContentDelta("y")]))  # counted anew after a read
-    line.put(Piece(0, events=[ContentDelta("z")]))
+    line.put(CompletionDelta(0, events=[ContentDelta("y")]))  # counted anew after a read
+    line.put(CompletionDelta(0, events=[ContentDelta("z")]))
     assert len(line.take()) == 2
 
 
 def test_a_plain_answer_is_one_piece():
-    line = PieceLine(is_stream=False)
+    line = OutputQueue(is_stream=False)
     for place in range(5):
-        line.put(Piece(place % 2, events=[ContentDelta(str(place))], token_ids=[place]))
+        line.put(CompletionDelta(place % 2, events=[ContentDelta(str(place))], token_ids=[place]))
     pieces = line.take()
     assert [(piece.index, piece.token_ids) for piece in pieces] == [(0, [0, 2, 4]), (1, [1, 3])]
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.serve.fake_client import fake_app, running
 from tiercel.errors import InvalidRequestError
-from tiercel.serve.http.access import KeyCheck, digest
+from tiercel.serve.http.access import ApiKeyMiddleware, digest
 from tiercel.serve.http.static_files import read_files
 from tiercel.serve.settings import AccessSettings
 
@@ -77,7 +77,7 @@ def test_a_path_is_open_by_its_whole_name_or_its_beginning(is_metrics_open):
         passed.append(scope["path"])
 
     settings = AccessSettings(key_digests=(digest(KEY),), is_metrics_open=is_metrics_open)
-    check = KeyCheck(app, settings)
+    check = ApiKeyMiddleware(app, settings)
 
     async def try_all():
         for raw in raw_paths():

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.serve.events import read_chat
-from tests.serve.generation.test_forms import CASES, DRAWS, FORMS, STOPS, TEMPLATES
+from tests.serve.generation.test_structured_output import CASES, DRAWS, FORMS, STOPS, TEMPLATES
 from tests.serve.harness import start_server
 from tiercel.bench.drafts import read_metrics
 

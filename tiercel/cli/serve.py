@@ -139,7 +139,7 @@ def make_settings(
         has_ui=not server.no_ui,
         logs_prompts=server.log_prompts,
         has_warm_workers=True,
-        is_rehearsed=not server.enable_fault_injection,  # faults count steps from the first on
+        warms_up=not server.enable_fault_injection,  # faults count steps from the first on
         slow_client_seconds=server.slow_client_seconds,
         metrics_prefix=server.metrics_prefix,
     )
@@ -158,8 +158,8 @@ def _check_address(server: ServerOptions) -> None:
 
 def _check_parsers(server: ServerOptions) -> None:
     """Refuse an unknown name before the model is loaded."""
-    from tiercel.serve.generation.reasoning import select_reasoning_format
-    from tiercel.serve.generation.tools.tools import select_tool_format
+    from tiercel.serve.generation.reasoning_parser import select_reasoning_format
+    from tiercel.serve.generation.tools.tool_formats import select_tool_format
 
     select_tool_format("", "", server.tool_parser)
     select_reasoning_format("", server.reasoning_parser)

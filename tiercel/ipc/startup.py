@@ -4,7 +4,7 @@ The warm-up runs an engine's steps; between the socket and these lies Python tha
 for the first time: decoders of messages, the loop, the answers' encoders. So some requests come in
 as frames, through a session of their own that nobody hears. It is done in the engine process, hence
 for each that takes the place of one that died, when the server itself
-(`serve/lifecycle/rehearsal.py`) has long answered others.
+(`serve/lifecycle/warmup.py`) has long answered others.
 """
 
 from __future__ import annotations

@@ -11,14 +11,9 @@ import numpy.typing as npt
 from tiercel.errors import ArgumentError, InternalError
 from tiercel.params import SamplingParams, shown
 from tiercel.request.inputs import InputProcessor
-from tiercel.request.output import (
-    CompletionOutput,
-    OutputText,
-    RequestMetrics,
-    RequestOutput,
-    StreamDelta,
-)
+from tiercel.request.output import CompletionOutput, RequestMetrics, RequestOutput, StreamDelta
 from tiercel.request.request import Request
+from tiercel.request.text_stream import TextStream
 from tiercel.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Sequence[int]]
@@ -37,7 +32,7 @@ class Answer:
     """
 
     request: Request
-    text: OutputText
+    text: TextStream
     prompt_index: int
     first_token_s: float | None = None
     finished_s: float = 0.0
@@ -128,7 +123,7 @@ def make_answers(
     for index, (ids, wanted) in enumerate(zip(prompt_ids, params, strict=True)):
         for stream in range(wanted.n):
             request = inputs.request(ids, wanted, stream)
-            answers.append(Answer(request, OutputText(request, tokenizer), index))
+            answers.append(Answer(request, TextStream(request, tokenizer), index))
     return answers
 
 

@@ -1,6 +1,6 @@
 """Puts the application together: routes, what lies around them, and the model behind them.
 
-    Boundary -> HostCheck -> Cors -> KeyCheck -> router -> route
+    RequestMiddleware -> HostMiddleware -> CorsMiddleware -> ApiKeyMiddleware -> router -> route
 
 The boundary gives each request its id, turns every error into an answer of the shape that its route
 has, and writes the line of the log. It is the only place that catches whatever a route raises.
@@ -24,22 +24,22 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tiercel.errors import InternalError, TiercelError
-from tiercel.serve.api import info_routes, text_routes
+from tiercel.serve.api import info_routes, tokenize_routes
 from tiercel.serve.api.anthropic import messages as anthropic
 from tiercel.serve.api.openai import chat as openai_chat
 from tiercel.serve.api.openai import completions as openai_completions
 from tiercel.serve.api.openai import embeddings, responses
 from tiercel.serve.api.scoring import decisions, rerank, score
 from tiercel.serve.http import openapi, static_files
-from tiercel.serve.http.access import CORS_ANSWER, Cors, HostCheck, KeyCheck
+from tiercel.serve.http.access import CORS_ANSWER, ApiKeyMiddleware, CorsMiddleware, HostMiddleware
 from tiercel.serve.http.errors import (
     anthropic_error_response,
+    client_error,
     error_response,
     escaped,
     new_request_id,
-    refusal,
 )
-from tiercel.serve.http.ignored import ignored_header
+from tiercel.serve.http.ignored_fields import ignored_header
 from tiercel.serve.http.logs import REQUEST_LOG, RequestLog, log_request
 from tiercel.serve.lifecycle.engine_monitor import EngineMonitor
 from tiercel.serve.state import ServerState
@@ -47,7 +47,7 @@ from tiercel.serve.state import ServerState
 # Each has `routes` and their `DOCS`. The router tries one after the other: probes come first.
 _MODULES: Final = (
     info_routes,
-    text_routes,
+    tokenize_routes,
     openai_chat,
     openai_completions,
     responses,
@@ -69,10 +69,10 @@ def create_app(state: ServerState) -> Starlette:
     app = Starlette(
         routes=_routes(state),
         middleware=[
-            Middleware(Boundary, state=state),
-            Middleware(HostCheck, access=access),
-            Middleware(Cors, access=access),
-            Middleware(KeyCheck, access=access),
+            Middleware(RequestMiddleware, state=state),
+            Middleware(HostMiddleware, access=access),
+            Middleware(CorsMiddleware, access=access),
+            Middleware(ApiKeyMiddleware, access=access),
         ],
         exception_handlers={HTTPException: _raise_again},
         lifespan=_lifespan,
@@ -119,7 +119,7 @@ async def _raise_again(_request: object, error: Exception) -> Response:
     raise error
 
 
-class Boundary:
+class RequestMiddleware:
     """The outermost layer of a request."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
@@ -198,8 +198,8 @@ def _known(error: Exception, scope: Scope, request_id: str) -> TiercelError:
 def _router_error(error: HTTPException, scope: Scope) -> TiercelError:
     method, path = escaped(scope["method"], 20), escaped(scope["path"], _SHOWN_CHARS)
     if error.status_code == 405:
-        return refusal(405, "method_not_allowed", f"{path} does not take {method}.")
-    return refusal(404, "not_found", f"There is no route {path}.", hint="See /openapi.json.")
+        return client_error(405, "method_not_allowed", f"{path} does not take {method}.")
+    return client_error(404, "not_found", f"There is no route {path}.", hint="See /openapi.json.")
 
 
 def _answer(error: TiercelError, scope: Scope, request_id: str) -> Response:

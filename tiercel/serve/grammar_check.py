@@ -28,7 +28,7 @@ from tiercel.grammar.matcher import TOO_COMPLEX, TokenTable
 from tiercel.grammar.spec import GrammarSpec
 from tiercel.ipc.fair_queue import FairQueue
 from tiercel.params import LIMITS
-from tiercel.serve.http.errors import overloaded
+from tiercel.serve.http.errors import overload_error
 from tiercel.text.child_client import ChildProgram, ChildWorkers, WorkerLostError
 
 MAX_KEPT: Final = 256
@@ -139,7 +139,7 @@ class GrammarChecker:
                 await check.has_ended.wait()
         except TimeoutError:
             text = f"No grammar process became free in {self._max_wait_s:g} seconds."
-            raise overloaded("queue_timeout", text, 30) from None
+            raise overload_error("queue_timeout", text, 30) from None
         finally:
             check.num_tasks -= 1
             if not check.num_tasks and check.work is None:

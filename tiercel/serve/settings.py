@@ -45,7 +45,7 @@ class ServeSettings:
         logs_prompts: prompts and answers go to the log.
         has_warm_workers: the processes that check grammars start before the server is ready; else
             with the first grammar.
-        is_rehearsed: requests pass through the server before it is ready (`rehearsal.py`).
+        warms_up: requests pass through the server before it is ready (`rehearsal.py`).
         slow_client_seconds: a reader that takes nothing for so long is given up.
         metrics_prefix: first part of every metric's name.
         url: where the server is reached, for messages; "" in tests.
@@ -66,7 +66,7 @@ class ServeSettings:
     has_ui: bool = True
     logs_prompts: bool = False
     has_warm_workers: bool = False
-    is_rehearsed: bool = False
+    warms_up: bool = False
     slow_client_seconds: float = 60.0
     metrics_prefix: str = "tiercel"
     url: str = ""

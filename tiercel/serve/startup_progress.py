@@ -37,11 +37,11 @@ class StartupProgress:
         """
         return ENGINE_SHARE * engine_share + (1 - ENGINE_SHARE) * self._rehearsed
 
-    def hear(self, message: Progress) -> None:
+    def on_progress(self, message: Progress) -> None:
         """The engine says how far a stage has come."""
         self._tell(message.what, message.done, message.total)
 
-    def hear_rehearsal(self, done: int, total: int) -> None:
+    def on_warmup(self, done: int, total: int) -> None:
         """So many requests of the server's own have been answered."""
         self._rehearsed = done / total
         self._tell("Rehearsing requests", done, total)

@@ -19,7 +19,7 @@ from tiercel.errors import EngineDeadError
 from tiercel.ipc.client import EngineClient
 from tiercel.ipc.supervisor import EngineState
 from tiercel.serve.http.access import KEY_DIGEST
-from tiercel.serve.http.errors import overloaded
+from tiercel.serve.http.errors import overload_error
 from tiercel.serve.http.metrics import Metrics
 from tiercel.serve.http.tracing import Tracing
 from tiercel.serve.served_model import ServedModel
@@ -62,7 +62,7 @@ class ServerState:
         tracing: sends spans to a collector; None where tracing is off.
         pool: threads for what would hold up the event loop.
         template_workers: the processes that render templates.
-        template_slots: as many as there are template processes.
+        template_semaphore: as many as there are template processes.
     """
 
     settings: ServeSettings
@@ -80,7 +80,7 @@ class ServerState:
     template_workers: TemplateWorkers = field(
         default_factory=lambda: TemplateWorkers(NUM_TEMPLATE_WORKERS)
     )
-    template_slots: asyncio.Semaphore = field(
+    template_semaphore: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(NUM_TEMPLATE_WORKERS)
     )
 
@@ -101,7 +101,7 @@ class ServerState:
         if self.is_draining and self.client.state is EngineState.DEAD:
             raise self.client.final_error
         if self.is_draining:
-            raise overloaded("draining", "The server is shutting down.", 1)
+            raise overload_error("draining", "The server is shutting down.", 1)
         if self.model is None:
             error = EngineDeadError("The model is still loading.", hint="Ask /ready.")
             error.code = "engine_loading"
@@ -109,7 +109,7 @@ class ServerState:
             raise error
         return self.model
 
-    async def off_loop(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run_in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function that computes for long in a thread."""
         call = functools.partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self.pool, call)

@@ -21,7 +21,7 @@ from tests.serve.thread_server import thread_server
 from tiercel.ipc.supervisor import EngineState
 from tiercel.params import SamplingDefaults
 from tiercel.serve import app as app_module
-from tiercel.serve.api import text_routes
+from tiercel.serve.api import tokenize_routes
 from tiercel.serve.http.openapi import DOCS as OPENAPI_DOCS
 from tiercel.serve.http.static_files import read_files
 from tiercel.serve.lifecycle.engine_monitor import default_names
@@ -114,7 +114,7 @@ def test_health_is_quick_and_waits_for_nothing():
         busy = threading.Event()
         async with running(fake_app()) as http:
             state = http._transport.app.state.server
-            waiting = [asyncio.ensure_future(state.off_loop(busy.wait, 5)) for _ in range(20)]
+            waiting = [asyncio.ensure_future(state.run_in_thread(busy.wait, 5)) for _ in range(20)]
             times = []
             for _ in range(50):
                 started = perf_counter()
@@ -241,14 +241,14 @@ def test_token_strs():
 
 def test_many_tokens_are_named_off_the_loop(monkeypatch):
     threads = set()
-    original = text_routes.token_name
+    original = tokenize_routes.token_name
 
     def watched(*arguments):
         threads.add(threading.current_thread().name)
         return original(*arguments)
 
-    monkeypatch.setattr(text_routes, "MAX_LOOP_IDS", 2)
-    monkeypatch.setattr(text_routes, "token_name", watched)
+    monkeypatch.setattr(tokenize_routes, "MAX_LOOP_IDS", 2)
+    monkeypatch.setattr(tokenize_routes, "token_name", watched)
     body = {"prompt": "xyz", "add_special_tokens": False, "return_token_strs": True}
     assert post("/tokenize", body).json()["token_strs"] == ["x", "y", "z"]
     assert all(name.startswith("tiercel-serve") for name in threads)

@@ -15,8 +15,8 @@ from tests.serve.thread_server import is_healthy, thread_server
 from tiercel.errors import EngineDeadError, InternalError
 from tiercel.params import Limits, SamplingParams
 from tiercel.request.request import TokenUpdate
-from tiercel.serve.api import respond
-from tiercel.serve.generation import pieces as module
+from tiercel.serve.api import streaming_response
+from tiercel.serve.generation import output_queue as module
 from tiercel.serve.generation.generation import Generation, GenerationRequest
 from tiercel.serve.lifecycle.engine_monitor import make_model
 
@@ -324,7 +324,7 @@ def test_a_request_has_only_so_long(is_stream):
 
 
 def test_an_idle_stream_says_that_it_lives(monkeypatch):
-    monkeypatch.setattr(respond, "KEEP_ALIVE_SECONDS", 0.03)
+    monkeypatch.setattr(streaming_response, "KEEP_ALIVE_SECONDS", 0.03)
     client = scripted(0.2, *updates("ab"))
     response = post({**CHAT, "stream": True}, client=client)
     assert response.text.startswith(": keep-alive\n\n")
@@ -347,10 +347,10 @@ async def let_all_come(client):
     await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("bound", ["pieces", "chars"])
+@pytest.mark.parametrize("bound", ["deltas", "chars"])
 def test_what_waits_for_a_slow_reader_is_joined(monkeypatch, bound):
     """E4: bounded, and nothing is lost."""
-    name = "MAX_WAITING_PIECES" if bound == "pieces" else "MAX_WAITING_CHARS"
+    name = "MAX_QUEUED_DELTAS" if bound == "deltas" else "MAX_QUEUED_CHARS"
     monkeypatch.setattr(module, name, 10)
 
     async def run():
@@ -358,8 +358,8 @@ def test_what_waits_for_a_slow_reader_is_joined(monkeypatch, bound):
         generation = make_generation(client)
         generation.start()
         await let_all_come(client)
-        first = await generation.pieces()
-        return first, await generation.pieces()
+        first = await generation.next_deltas()
+        return first, await generation.next_deltas()
 
     pieces, rest = asyncio.run(run())
     assert len(pieces) == 10
@@ -375,9 +375,9 @@ def test_pieces_that_came_before_a_fault_are_given_first():
         generation = make_generation(client)
         generation.start()
         await let_all_come(client)
-        pieces = await generation.pieces()
+        pieces = await generation.next_deltas()
         with pytest.raises(InternalError):
-            await generation.pieces()
+            await generation.next_deltas()
         return pieces
 
     assert "".join(e.text for piece in asyncio.run(run()) for e in piece.events) == "ab"

@@ -9,8 +9,8 @@ from tests.serve.events import read_events, says, updates
 from tests.serve.fake_client import Computed, FakeClient, ask
 from tests.serve.thread_server import thread_server
 from tiercel.ipc.streams import TokenStream
-from tiercel.serve.api import respond
-from tiercel.serve.generation.prompt_meter import PromptMeter
+from tiercel.serve.api import streaming_response
+from tiercel.serve.generation.prompt_progress import PromptProgressTracker
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT = ("/v1/chat/completions", {"messages": USER})
@@ -107,7 +107,7 @@ def test_reported_numbers_only_rise():
     """A preempted request is computed again."""
     stream = TokenStream(Prompt, 0.0)
     stream.enter(1.0, 16)
-    meter = PromptMeter(stream)
+    meter = PromptProgressTracker(stream)
     first = meter.advance(48, 3.0)
     assert (first.total, first.cached, first.processed, first.seconds) == (100, 16, 48, 2.0)
     assert meter.advance(32, 3.5) is None
@@ -134,7 +134,7 @@ class QueuedClient(FakeClient):
     "route", [CHAT, RAW, ("/v1/responses", {"input": "hi"})], ids=lambda r: r[0]
 )
 def test_a_queued_stream_has_comments(monkeypatch, route):
-    monkeypatch.setattr(respond, "KEEP_ALIVE_SECONDS", 0.03)
+    monkeypatch.setattr(streaming_response, "KEEP_ALIVE_SECONDS", 0.03)
     client = QueuedClient()
     client.script = lambda request: [0.2, *updates("ab")]
     assert stream(route, client).content.count(KEEP_ALIVE) >= 2
@@ -142,7 +142,7 @@ def test_a_queued_stream_has_comments(monkeypatch, route):
 
 def test_a_stream_whose_tokens_show_nothing_has_comments(monkeypatch):
     """The text of a stop string that may follow is held back: an idle stream all the same."""
-    monkeypatch.setattr(respond, "KEEP_ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(streaming_response, "KEEP_ALIVE_SECONDS", 0.1)
     client = FakeClient()
     steps = updates("abcdefgh")
     client.script = lambda request: [part for step in steps for part in (0.03, step)]
@@ -152,7 +152,7 @@ def test_a_stream_whose_tokens_show_nothing_has_comments(monkeypatch):
 
 
 def test_the_official_clients_pass_over_what_comes_before_a_slow_first_token(monkeypatch):
-    monkeypatch.setattr(respond, "KEEP_ALIVE_SECONDS", 0.03)
+    monkeypatch.setattr(streaming_response, "KEEP_ALIVE_SECONDS", 0.03)
     client = FakeClient()
     client.script = lambda request: [0.1, Computed(2), 0.1, *says("a thin man")(request)]
     with thread_server(client=client) as server:
@@ -178,7 +178,7 @@ def test_the_official_clients_pass_over_what_comes_before_a_slow_first_token(mon
 
 def test_an_engine_whose_first_step_is_slow(monkeypatch):
     """Prompt steps of a real engine that each take 0.3 s: keep-alives, or their progress."""
-    monkeypatch.setattr(respond, "KEEP_ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(streaming_response, "KEEP_ALIVE_SECONDS", 0.1)
     monkeypatch.setenv("TIERCEL_FAULTS", "sleep:0.3@1,sleep:0.3@2,sleep:0.3@4,sleep:0.3@5")
     client = make_client(max_num_batched_tokens=32, max_num_seqs=2, enable_fault_injection=True)
     body = {"model": "tiny", "prompt": [5] * 40, "stream": True, "max_tokens": 2}

@@ -27,9 +27,9 @@ def test_without_a_terminal_the_log_has_a_line_for_each_stage(caplog):
     caplog.set_level(logging.INFO, logger="tiercel")
     startup = StartupProgress(None)
     for step in STEPS:
-        startup.hear(step)
+        startup.on_progress(step)
     for done in range(4):
-        startup.hear_rehearsal(done, 3)
+        startup.on_warmup(done, 3)
     startup.end()
     stages = [record.fields["stage"] for record in caplog.records]
     assert stages == ["Fetching m (9 MB)", "Loading PyTorch", "Loading", "Rehearsing requests"]
@@ -40,8 +40,8 @@ def test_a_terminal_gets_every_step_and_the_log_none(caplog):
     shown = []
     startup = StartupProgress(shown.append)
     for step in STEPS:
-        startup.hear(step)
-    startup.hear_rehearsal(1, 3)
+        startup.on_progress(step)
+    startup.on_warmup(1, 3)
     startup.end()
     assert shown == [
         "Fetching m (9 MB) 0%", "Fetching m (9 MB) 100%", "Loading PyTorch ...", "Loading 25%",
@@ -54,16 +54,16 @@ def test_the_engine_and_the_rehearsal_share_the_progress():
     startup = StartupProgress(None)
     assert startup.progress(0.5) == pytest.approx(0.45)
     assert startup.progress(1.0) == pytest.approx(0.9)
-    startup.hear_rehearsal(1, 4)
+    startup.on_warmup(1, 4)
     assert startup.progress(1.0) == pytest.approx(0.925)
-    startup.hear_rehearsal(4, 4)
+    startup.on_warmup(4, 4)
     assert startup.progress(1.0) == pytest.approx(1.0)
 
 
 def test_ready_tells_of_a_progress_that_only_rises():
     """The engine's own start is done; each request of the rehearsal finds the probe further on."""
     client = FakeClient(info=fake_info(max_model_len=1024, max_num_batched_tokens=1024))
-    app = fake_app(client, is_rehearsed=True)
+    app = fake_app(client, warms_up=True)
     play, told = client.script, []
 
     def watched(request):
@@ -155,22 +155,22 @@ def test_no_throughput_line_tells_of_the_rehearsal(monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="tiercel")
     monkeypatch.setattr(engine_monitor, "_TICK_SECONDS", 0.001)
     client, now = FakeClient(), [0.0]
-    state = fake_state(client, is_rehearsed=True)
-    is_rehearsed = asyncio.Event()
+    state = fake_state(client, warms_up=True)
+    is_warm = asyncio.Event()
 
-    async def rehearse(*_):
+    async def warm_up(*_):
         now[0] += 3600
         client.stats = stats(7, 1000, 100)
         await asyncio.sleep(0.02)
         client.stats = EngineStats()
-        is_rehearsed.set()
+        is_warm.set()
 
-    monkeypatch.setattr(engine_monitor, "rehearse", rehearse)
+    monkeypatch.setattr(engine_monitor, "warm_up", warm_up)
     monitor = EngineMonitor(state, lambda state: None, lambda: now[0])
 
     async def use():
         monitor.start()
-        await is_rehearsed.wait()
+        await is_warm.wait()
         while state.model is None:
             await asyncio.sleep(0.001)
         client.stats = stats(3, 60, 6)

@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from tiercel.ipc.supervisor import EngineState
-from tiercel.serve.http.errors import JSON_TYPE, refusal
+from tiercel.serve.http.errors import JSON_TYPE, client_error
 from tiercel.serve.http.metrics import CONTENT_TYPE
 from tiercel.serve.http.route_docs import RouteDoc
 from tiercel.serve.served_model import ServedModel
@@ -265,4 +265,4 @@ class _Refusal:
         self._why = why
 
     async def __call__(self, _scope: Scope, _receive: Receive, _send: Send) -> None:
-        raise refusal(404, "not_supported", self._why)
+        raise client_error(404, "not_supported", self._why)

@@ -10,7 +10,7 @@ from tiercel.errors import InvalidRequestError
 from tiercel.params import Limits
 from tiercel.serve.http.body import MAX_LOOP_BYTES, check_headers, decode, read_bytes
 from tiercel.serve.http.errors import escaped
-from tiercel.serve.http.ignored import note_ignored
+from tiercel.serve.http.ignored_fields import note_ignored
 from tiercel.serve.state import server_state
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ async def read_body(request: Request, type_: type[T], limits: Limits) -> T:
     data = await read_bytes(request, limits.max_body_bytes)
     state = server_state(request)
     if len(data) > MAX_LOOP_BYTES:
-        value, unknown = await state.off_loop(decode, data, type_, limits)
+        value, unknown = await state.run_in_thread(decode, data, type_, limits)
     else:
         value, unknown = decode(data, type_, limits)
     if unknown:

@@ -8,7 +8,7 @@ from typing import Final
 from tiercel.errors import InternalError, InvalidRequestError, TiercelError
 from tiercel.params import Limits
 from tiercel.request.request import TokenUpdate
-from tiercel.serve.http.errors import overloaded, refusal
+from tiercel.serve.http.errors import client_error, overload_error
 from tiercel.serve.served_model import ServedModel
 
 _ENDINGS: Final = {
@@ -91,13 +91,13 @@ def check_capacity(
             )
 
 
-def ended_early(update: TokenUpdate) -> TiercelError:
+def early_end_error(update: TokenUpdate) -> TiercelError:
     """The error of an answer that ended for the reason ``error`` or ``abort``."""
     if update.finish_reason == "abort":
-        return overloaded("draining", "The server is shutting down.", 1)
+        return overload_error("draining", "The server is shutting down.", 1)
     reason = str(update.stop_reason)
     if reason in _ENDINGS:
-        return refusal(400, reason, _ENDINGS[reason])
+        return client_error(400, reason, _ENDINGS[reason])
     error = InternalError(f"the answer ended with {reason}.")
     error.code = reason
     return error

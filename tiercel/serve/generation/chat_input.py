@@ -1,8 +1,8 @@
-"""One conversation, however it was written on the wire, to a generation request.
+"""A conversation, from whichever API it came, to a generation request.
 
-Messages and tools go through the model's template to prompt ids. Tools and the form of the answer
-become one grammar, which is checked before the engine hears of it, and the parsers that take the
-answer apart again.
+The chat template renders messages and tools, and the tokenizer makes the prompt ids. Tools and the
+structured output become one grammar, which is checked before the engine gets it, and parsers that
+split the output into reasoning, content and tool calls.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from tiercel.errors import ContextLengthError, ModelFormatError
 from tiercel.grammar.spec import ThinkingForm
 from tiercel.params import LIMITS, SamplingParams
-from tiercel.serve.generation.answer_form import AnswerForm, bound_thinking, compile_grammar
-from tiercel.serve.generation.answer_text import Parsers
 from tiercel.serve.generation.chat_messages import (
     FunctionSpec,
     Message,
@@ -23,15 +21,19 @@ from tiercel.serve.generation.chat_messages import (
     template_tools,
 )
 from tiercel.serve.generation.generation import GenerationRequest
+from tiercel.serve.generation.output_parser import Parsers
 from tiercel.serve.generation.prompts import Conversation, encode_messages, request_template
-from tiercel.serve.generation.reasoning import (
-    ReasoningSplitter,
+from tiercel.serve.generation.reasoning_parser import (
+    ThinkTagParser,
     prompt_tail,
     select_reasoning_format,
 )
+from tiercel.serve.generation.structured_output import OutputConstraints, compile_grammar
+from tiercel.serve.generation.thinking_budget import make_thinking_budget
+from tiercel.serve.generation.tools.tool_choice import ToolConstraints, make_tool_constraints
+from tiercel.serve.generation.tools.tool_formats import select_tool_format
 from tiercel.serve.generation.tools.tool_prompt import write_tools
-from tiercel.serve.generation.tools.tools import ToolUse, make_tool_use, select_tool_format
-from tiercel.serve.http.errors import refusal, unsupported
+from tiercel.serve.http.errors import client_error, unsupported_parameter
 from tiercel.serve.served_model import ServedModel
 from tiercel.serve.state import Sender, ServerState
 from tiercel.text.chat_template import ChatTemplate
@@ -39,27 +41,27 @@ from tiercel.text.chat_template import ChatTemplate
 
 @dataclass(frozen=True, slots=True)
 class ChatInput:
-    """A conversation and what is asked of its answer.
+    """A conversation, and what the request says about its completions.
 
     Attributes:
-        messages: as they came.
+        messages: messages of the request.
         tools: functions that the model may call.
-        tool_choice: ``none``, ``auto``, ``required``; None: ``auto``.
-        tool_name: the one function that must be called.
-        is_parallel: whether an answer may hold several calls.
-        effort: how much the model should think, for templates that know it.
+        tool_choice: ``none``, ``auto`` or ``required``; None: ``auto``.
+        tool_name: name of the one function that must be called.
+        is_parallel: whether a completion may hold several tool calls.
+        effort: reasoning effort, for templates that know it.
         template_kwargs: further variables of the template.
-        template: instead of the model's own.
-        documents: texts that the answer may draw on.
-        has_generation_prompt: whether the prompt ends where an answer begins; None: it does,
-            unless the last message is continued.
-        continues_final: the answer continues the last message, which is the assistant's.
-        stops_in_reasoning: stop strings also end the reasoning.
-        max_thinking: tokens that the model may think for; None: as many as it likes.
-        drops_oldest: turns from the start are left out until the rest fits the context.
-        priority: smaller goes first.
-        param: the field that holds the messages.
-        form_param: the field that says what form the answer must have.
+        template: chat template of the request, instead of the model's own.
+        documents: texts that the model may use.
+        has_generation_prompt: whether the prompt ends with the start of an assistant's turn; None:
+            it does, unless the last message is continued.
+        continues_final: whether the completion continues the last message, an assistant's.
+        stops_in_reasoning: whether stop strings also end the reasoning.
+        max_thinking: limit of the thinking in tokens; None: no limit.
+        drops_oldest: whether the oldest turns are left out until the conversation fits the context.
+        priority: scheduling priority; smaller goes first.
+        param: request field that holds the messages.
+        structured_param: request field that sets the structured output.
     """
 
     messages: Sequence[Message]
@@ -78,23 +80,23 @@ class ChatInput:
     drops_oldest: bool = False
     priority: int = 0
     param: str = "messages"
-    form_param: str = "response_format"
+    structured_param: str = "response_format"
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenTools:
-    """What a conversation's tools become for its model.
+class PreparedTools:
+    """The tools of a conversation, prepared for its model.
 
     Attributes:
-        template: that renders it; None: the model's own.
-        source: Jinja of either; None if there is none.
-        use: the calls that the answer may hold.
-        is_text: the template knows no tools, so messages of plain text tell the model of them.
+        template: chat template of the request; None: the model's own.
+        source: Jinja source of the template in use; None if there is none.
+        constraints: tool calls that a completion may hold.
+        is_text: whether messages of plain text describe the tools, because the template cannot.
     """
 
     template: ChatTemplate | None
     source: str | None
-    use: ToolUse | None
+    constraints: ToolConstraints | None
     is_text: bool
 
 
@@ -105,38 +107,43 @@ async def prepare_chat(
     params: SamplingParams,
     sender: Sender,
 ) -> GenerationRequest:
-    """What a conversation asks of the engine.
+    """The generation request of a conversation.
 
     Raises:
-        InvalidRequestError: naming what is wrong with messages, tools, template or form.
+        InvalidRequestError: messages, tools, template or structure are wrong; it names which.
         ContextLengthError: its text cannot fit; nothing was rendered.
     """
-    outputs = params.structured_outputs
-    chosen = choose_tools(state, model, chat, has_form=outputs is not None)
-    ids = await _fitting_ids(state, model, chat, chosen)
-    reasoning = select_reasoning_format(chosen.source, state.settings.reasoning_parser)
+    structured = params.structured_outputs
+    tools = prepare_tools(state, model, chat, is_structured=structured is not None)
+    ids = await _fitting_ids(state, model, chat, tools)
+    reasoning = select_reasoning_format(tools.source, state.settings.reasoning_parser)
     thinking = None if reasoning is None else reasoning.form(prompt_tail(model.tokenizer, ids))
     if thinking is not None and chat.continues_final and not thinking.is_open:
-        thinking = None  # the answer has begun already
-    param = chat.form_param if outputs is not None else "tools"
-    form = AnswerForm(outputs, chosen.use, thinking, param, sender.client)
-    grammar = await compile_grammar(state, model, form)
+        thinking = None  # the visible text has begun already
+    constraints = OutputConstraints(
+        structured,
+        tools.constraints,
+        thinking,
+        param=chat.structured_param if structured is not None else "tools",
+        client=sender.client,
+    )
+    grammar = await compile_grammar(state, model, constraints)
     names = model.tokenizer.control_tokens
-    parsers = ParserMaker(
+    parsers = ParserFactory(
         thinking=thinking,
-        use=chosen.use,
+        tools=tools.constraints,
         is_constrained=grammar is not None,
         stops_in_reasoning=chat.stops_in_reasoning,
         needs_special=(reasoning is not None and reasoning.needs_special(names))
-        or (chosen.use is not None and chosen.use.needs_special(names)),
+        or (tools.constraints is not None and tools.constraints.needs_special(names)),
     )
-    bound = await bound_thinking(state, model, form, chat.max_thinking)
+    budget = await make_thinking_budget(state, model, constraints, chat.max_thinking)
     return GenerationRequest(
         prompts=(ids,),
         params=params,
         make_parsers=parsers,
         grammar=grammar,
-        thinking=bound,
+        thinking=budget,
         sender=sender,
         priority=chat.priority,
         param=chat.param,
@@ -144,21 +151,21 @@ async def prepare_chat(
 
 
 @dataclass(frozen=True, slots=True)
-class ParserMaker:
-    """Makes the parsers of each answer to one conversation; see `Parsers`."""
+class ParserFactory:
+    """Factory of the parsers of each completion of one conversation; see `Parsers`."""
 
     thinking: ThinkingForm | None
-    use: ToolUse | None
+    tools: ToolConstraints | None
     is_constrained: bool
     stops_in_reasoning: bool
     needs_special: bool
 
     def __call__(self) -> Parsers:
-        """New parsers, for one answer."""
-        use = self.use
+        """New parsers, for one completion."""
+        tools = self.tools
         return Parsers(
-            reasoning=None if self.thinking is None else ReasoningSplitter(self.thinking),
-            tools=None if use is None else use.parser(is_constrained=self.is_constrained),
+            reasoning=None if self.thinking is None else ThinkTagParser(self.thinking),
+            tools=None if tools is None else tools.parser(is_constrained=self.is_constrained),
             stops_in_reasoning=self.stops_in_reasoning,
             needs_special=self.needs_special,
         )
@@ -170,12 +177,12 @@ async def encode_chat_input(state: ServerState, model: ServedModel, chat: ChatIn
     Raises:
         InvalidRequestError, ContextLengthError: as `prepare_chat`.
     """
-    return await _encode(state, model, chat, choose_tools(state, model, chat, has_form=False))
+    return await _encode(state, model, chat, prepare_tools(state, model, chat, is_structured=False))
 
 
-def choose_tools(
-    state: ServerState, model: ServedModel, chat: ChatInput, *, has_form: bool
-) -> ChosenTools:
+def prepare_tools(
+    state: ServerState, model: ServedModel, chat: ChatInput, *, is_structured: bool
+) -> PreparedTools:
     """Check tools and choice against each other and the model.
 
     Raises:
@@ -189,38 +196,38 @@ def choose_tools(
         model.info.architecture,
         state.settings.tool_parser,
     )
-    use = make_tool_use(
+    constraints = make_tool_constraints(
         selected,
         chat.tools,
         choice=chat.tool_choice or "auto",
         named=chat.tool_name,
         is_parallel=chat.is_parallel,
-        has_form=has_form,
+        is_structured=is_structured,
         max_tokens=model.info.max_model_len,
         limits=state.settings.limits,
     )
-    return ChosenTools(
+    return PreparedTools(
         template=template,
         source=None if source is None else source.source,
-        use=use,
+        constraints=constraints,
         is_text=selected is not None and not selected.is_in_template,
     )
 
 
 async def _fitting_ids(
-    state: ServerState, model: ServedModel, chat: ChatInput, chosen: ChosenTools
+    state: ServerState, model: ServedModel, chat: ChatInput, tools: PreparedTools
 ) -> list[int]:
-    """The prompt; if asked for, without as many of its oldest turns as do not fit."""
+    """The prompt ids; with `drops_oldest` without the oldest turns that do not fit."""
     if not chat.drops_oldest:
-        return await _encode(state, model, chat, chosen)
+        return await _encode(state, model, chat, tools)
     starts = [i for i, message in enumerate(chat.messages) if message.role == "user"]
-    starts = [0, *starts[1:]]  # what stands before the second turn of the user goes with the first
+    starts = [0, *starts[1:]]  # everything before the user's second turn goes with the first
     best: list[int] | None = None
     low, high = 0, len(starts) - 1
     while low <= high:
         middle = (low + high) // 2 if low else 0  # whole conversations usually fit
         try:
-            ids = await _encode(state, model, _from_turn(chat, starts[middle]), chosen)
+            ids = await _encode(state, model, _from_turn(chat, starts[middle]), tools)
             model.inputs.check_length(len(ids))
         except ContextLengthError as error:
             low = middle + 1
@@ -240,47 +247,50 @@ def _from_turn(chat: ChatInput, start: int) -> ChatInput:
 
 
 async def _encode(
-    state: ServerState, model: ServedModel, chat: ChatInput, chosen: ChosenTools
+    state: ServerState, model: ServedModel, chat: ChatInput, tools: PreparedTools
 ) -> list[int]:
-    conversation = make_conversation(state, model, chat, chosen)
+    conversation = make_conversation(state, model, chat, tools)
     try:
         return await encode_messages(state, model, conversation)
-    except ModelFormatError as error:  # the model's own template compiled when it was loaded
-        raise refusal(400, "chat_template_error", str(error), param="chat_template") from None
+    except ModelFormatError as error:  # of the request: the model's own compiled at load
+        raise client_error(400, "chat_template_error", str(error), param="chat_template") from None
 
 
 def make_conversation(
-    state: ServerState, model: ServedModel, chat: ChatInput, chosen: ChosenTools
+    state: ServerState, model: ServedModel, chat: ChatInput, tools: PreparedTools
 ) -> Conversation:
-    """What the template renders.
+    """The input of the chat template.
 
     Raises:
         InvalidRequestError: naming the message.
         ContextLengthError: its text cannot fit.
     """
     limits = state.settings.limits
-    is_known = chosen.source is not None and "developer" in chosen.source
-    messages = template_messages(chat.messages, limits, knows_developer=is_known, param=chat.param)
+    knows_developer = tools.source is not None and "developer" in tools.source
+    messages = template_messages(
+        chat.messages, limits, knows_developer=knows_developer, param=chat.param
+    )
     check_text_length(model, messages, chat.param)
-    tools = () if chosen.use is None else chat.tools
-    if chosen.is_text and (tools or any(m.role == "tool" or m.tool_calls for m in chat.messages)):
-        messages, tools = write_tools(messages, tools), ()
-    if chat.documents is not None and "documents" not in (chosen.source or ""):
-        raise unsupported("documents", "means nothing to this model's chat template")
+    functions = () if tools.constraints is None else chat.tools
+    has_calls = any(m.role == "tool" or m.tool_calls for m in chat.messages)
+    if tools.is_text and (functions or has_calls):
+        messages, functions = write_tools(messages, functions), ()
+    if chat.documents is not None and "documents" not in (tools.source or ""):
+        raise unsupported_parameter("documents", "means nothing to this model's chat template")
     has_prompt = chat.has_generation_prompt
     return Conversation(
         messages=messages,
-        tools=template_tools(tools) or None,
+        tools=template_tools(functions) or None,
         documents=chat.documents,
         add_generation_prompt=not chat.continues_final if has_prompt is None else has_prompt,
         continues_final=chat.continues_final,
         template_kwargs=_template_kwargs(chat),
-        template=chosen.template,
+        template=tools.template,
     )
 
 
 def _template_kwargs(chat: ChatInput) -> dict[str, object]:
-    """Variables of the template; no effort at all also means not to think, where that is one."""
+    """Variables of the template; effort `none` also switches thinking off, where it can be."""
     kwargs: dict[str, object] = {}
     if chat.effort is not None:
         kwargs["reasoning_effort"] = chat.effort
@@ -292,7 +302,7 @@ def _template_kwargs(chat: ChatInput) -> dict[str, object]:
 def check_text_length(
     model: ServedModel, messages: Sequence[Mapping[str, object]], param: str
 ) -> None:
-    """Refuse what cannot fit, whatever its tokens, before a template renders it.
+    """Refuse a conversation that cannot fit, however it is tokenized, before it is rendered.
 
     Raises:
         ContextLengthError: with both numbers.

@@ -15,8 +15,8 @@ from msgspec import UNSET, Meta, Struct
 
 from tiercel.errors import InvalidRequestError
 from tiercel.params import LIMITS, Limits
-from tiercel.serve.generation.json_text import close_object
-from tiercel.serve.http.errors import escaped, refusal, unsupported
+from tiercel.serve.generation.partial_json import close_object
+from tiercel.serve.http.errors import client_error, escaped, unsupported_parameter
 
 ToolName = Annotated[
     str, Meta(min_length=1, max_length=LIMITS.max_tool_name_chars, pattern="^[A-Za-z0-9_-]+$")
@@ -155,7 +155,7 @@ def _template_message(
 ) -> TemplateMessage:
     for name in ("function_call", "audio"):
         if getattr(message, name) not in (UNSET, None):
-            raise unsupported(f"{param}.{name}")
+            raise unsupported_parameter(f"{param}.{name}")
     is_system = message.role == "developer" and not knows_developer
     result: TemplateMessage = {"role": "system" if is_system else message.role}
     result["content"] = _content(message, param)
@@ -241,7 +241,7 @@ def part_text(part: Part, param: str) -> str:
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in TEXT_PARTS and part.type != "refusal":
         shown = escaped(repr(part.type), 40)
-        raise refusal(
+        raise client_error(
             400,
             "unsupported_content",
             f"{param} has the type {shown}; this model takes text parts only.",

@@ -14,7 +14,7 @@ from typing import Final
 
 from tiercel.errors import ContextLengthError, ModelFormatError
 from tiercel.params import LIMITS
-from tiercel.serve.http.errors import overloaded, refusal, unsupported
+from tiercel.serve.http.errors import client_error, overload_error, unsupported_parameter
 from tiercel.serve.served_model import ServedModel
 from tiercel.serve.state import ServerState
 from tiercel.text.chat_template import ChatTemplate, check_messages, encode_chat
@@ -51,7 +51,7 @@ async def encode_text(
     encode = model.tokenizer.encode
     if len(text) <= MAX_LOOP_CHARS:
         return encode(text, parse_special=parse_special, add_special_tokens=add_special)
-    return await state.off_loop(
+    return await state.run_in_thread(
         encode, text, parse_special=parse_special, add_special_tokens=add_special
     )
 
@@ -78,8 +78,8 @@ async def encode_messages(
         InvalidRequestError: 400 `chat_template_error`, or a wrong message.
         QueueFullError: 503 `queue_timeout`, no template process became free.
     """
-    async with template_slot(state):
-        return await state.off_loop(
+    async with free_template_worker(state):
+        return await state.run_in_thread(
             encode_chat,
             model.tokenizer,
             conversation.template or model.template,
@@ -102,9 +102,9 @@ async def render_messages(
     """
     template = conversation.template or model.template
     if template is None:
-        raise refusal(400, "chat_template_error", "this model has no chat template.")
-    async with template_slot(state):
-        return await state.off_loop(
+        raise client_error(400, "chat_template_error", "this model has no chat template.")
+    async with free_template_worker(state):
+        return await state.run_in_thread(
             template.render,
             check_messages(conversation.messages),
             tools=conversation.tools,
@@ -130,7 +130,7 @@ def request_template(
     if source is None:
         return None
     if not state.settings.trusts_templates:
-        raise unsupported(
+        raise unsupported_parameter(
             "chat_template", "is off on this server; it starts with --trust-request-chat-template"
         )
     try:
@@ -138,22 +138,24 @@ def request_template(
             model.tokenizer, source=source, worker=state.template_workers
         )
     except ModelFormatError as error:
-        raise refusal(400, "chat_template_error", str(error), param="chat_template") from None
+        raise client_error(400, "chat_template_error", str(error), param="chat_template") from None
 
 
 @contextlib.asynccontextmanager
-async def template_slot(state: ServerState) -> AsyncIterator[None]:
+async def free_template_worker(state: ServerState) -> AsyncIterator[None]:
     """Hold one of the places at the template processes.
 
     Raises:
         QueueFullError: 503 `queue_timeout`, none became free in time.
     """
-    slots = state.template_slots
+    slots = state.template_semaphore
     try:
         async with asyncio.timeout(state.settings.limits.max_queue_seconds):
             await slots.acquire()
     except TimeoutError:
-        raise overloaded("queue_timeout", "No template process became free in time.", 30) from None
+        raise overload_error(
+            "queue_timeout", "No template process became free in time.", 30
+        ) from None
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tiercel.errors import InvalidRequestError
-from tiercel.serve.http.errors import refusal
+from tiercel.serve.http.errors import client_error
 from tiercel.serve.settings import AccessSettings
 
 LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -55,7 +55,7 @@ def is_known_key(key: bytes, digests: Iterable[bytes]) -> bool:
     return any(matches)
 
 
-class HostCheck:
+class HostMiddleware:
     """Refuses requests for another name with 403."""
 
     def __init__(self, app: ASGIApp, access: AccessSettings) -> None:
@@ -74,7 +74,7 @@ class HostCheck:
                 raise InvalidRequestError("the request needs one Host header.")
             is_ours = self._hosts is None or not hosts or _host_name(hosts[0]) in self._hosts
             if not is_ours:
-                raise refusal(
+                raise client_error(
                     403,
                     "host_not_allowed",
                     "This server does not answer to the name in the Host header.",
@@ -90,7 +90,7 @@ def _host_name(host: str) -> str:
     return host.partition(":")[0].lower().removesuffix(".")
 
 
-class Cors:
+class CorsMiddleware:
     """Lets pages of allowed origins read the answers, and answers their preflights."""
 
     def __init__(self, app: ASGIApp, access: AccessSettings) -> None:
@@ -132,7 +132,7 @@ class Cors:
         return origin if origin in self._origins else None
 
 
-class KeyCheck:
+class ApiKeyMiddleware:
     """Asks for a key, as `Authorization: Bearer` or `x-api-key`."""
 
     def __init__(self, app: ASGIApp, access: AccessSettings) -> None:
@@ -150,7 +150,7 @@ class KeyCheck:
             keys = list(_keys(scope))
             matches = [is_known_key(key, self._digests) for key in keys]
             if not any(matches):
-                raise refusal(
+                raise client_error(
                     401,
                     "invalid_api_key",
                     "The API key is wrong." if keys else "An API key is needed.",

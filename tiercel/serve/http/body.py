@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from tiercel.errors import InvalidRequestError
 from tiercel.params import Limits
-from tiercel.serve.http.errors import escaped, refusal
+from tiercel.serve.http.errors import client_error, escaped
 
 T = TypeVar("T")
 MAX_LOOP_BYTES: Final = 256 << 10  # above this, decoding would hold up other requests
@@ -65,14 +65,14 @@ def check_headers(headers: Mapping[str, str], limits: Limits) -> None:
     charset = parameters.strip().lower().replace('"', "")
     if kind.strip().lower() != "application/json" or charset not in ("", "charset=utf-8"):
         found = headers.get("content-type")
-        raise refusal(
+        raise client_error(
             415,
             "unsupported_media_type",
             f"Content-Type is {escaped(repr(found), _SHOWN_CHARS)}." if found else "No type given.",
             hint="Send Content-Type: application/json.",
         )
     if headers.get("content-encoding", "identity").lower() != "identity":
-        raise refusal(
+        raise client_error(
             415,
             "unsupported_media_type",
             f"Content-Encoding {escaped(headers['content-encoding'], 40)} is not supported.",
@@ -84,7 +84,7 @@ def check_headers(headers: Mapping[str, str], limits: Limits) -> None:
 
 
 def _too_large(limit: int, found: str) -> InvalidRequestError:
-    return refusal(
+    return client_error(
         413,
         "body_too_large",
         f"the body has {found} bytes; the limit is {limit}.",
@@ -224,7 +224,7 @@ def _add_key(stack: list[set[str] | None], token: bytes, position: int) -> None:
 
 
 def _invalid_json(what: str) -> InvalidRequestError:
-    return refusal(
+    return client_error(
         400, "invalid_json", f"the body is not valid: {what}.", hint="Send one JSON object."
     )
 

@@ -80,7 +80,7 @@ def new_request_id() -> str:
     return f"req_{secrets.token_hex(12)}"
 
 
-def refusal(
+def client_error(
     http_status: int, code: str, message: str, *, hint: str = "", param: str | None = None
 ) -> InvalidRequestError:
     """An error of the client's that has a status or code of its own."""
@@ -90,12 +90,12 @@ def refusal(
     return error
 
 
-def unsupported(param: str, why: str = "is not supported") -> InvalidRequestError:
+def unsupported_parameter(param: str, why: str = "is not supported") -> InvalidRequestError:
     """400 `unsupported_parameter`: a known field that this server does not honour."""
-    return refusal(400, "unsupported_parameter", f"{param} {why}.", param=param)
+    return client_error(400, "unsupported_parameter", f"{param} {why}.", param=param)
 
 
-def overloaded(code: str, message: str, retry_after_s: int) -> QueueFullError:
+def overload_error(code: str, message: str, retry_after_s: int) -> QueueFullError:
     """503 for a request that may be sent again: `queue_timeout`, `draining`."""
     error = QueueFullError(message)
     error.http_status = 503

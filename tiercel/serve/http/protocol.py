@@ -31,7 +31,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from uvicorn.server import ServerState as UvicornState
 
 from tiercel.params import Limits
-from tiercel.serve.http.errors import error_body, new_request_id, refusal
+from tiercel.serve.http.errors import client_error, error_body, new_request_id
 
 LINGER_SECONDS: Final = 2.0
 KEEP_ALIVE_SECONDS: Final = 75  # of an idle connection, as proxies expect it
@@ -309,7 +309,9 @@ class _RefusedError(Exception):
 
 def _answer(status: int, message: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     request_id = new_request_id()
-    body = msgspec.json.encode(error_body(refusal(status, _CODES[status], message), request_id))
+    body = msgspec.json.encode(
+        error_body(client_error(status, _CODES[status], message), request_id)
+    )
     lines = [
         *headers,
         (b"content-type", b"application/json"),

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from tiercel.serve.http.errors import refusal
+from tiercel.serve.http.errors import client_error
 
 _MEDIA_TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -90,7 +90,7 @@ def routes() -> list[BaseRoute]:
 
 def _answer(request: Request, file: StaticFile | None) -> Response:
     if file is None:
-        raise refusal(404, "not_found", "The page has no such file.")
+        raise client_error(404, "not_found", "The page has no such file.")
     headers = {
         "content-security-policy": _POLICY,
         "cache-control": file.cache_control,

@@ -23,9 +23,9 @@ from tiercel.loader.hub import CATALOGUE
 from tiercel.params import SamplingDefaults
 from tiercel.request.inputs import InputProcessor
 from tiercel.serve.grammar_check import GrammarChecker
-from tiercel.serve.http.clock import created_now
-from tiercel.serve.lifecycle.rehearsal import MakeApp, rehearse
+from tiercel.serve.http.object_fields import created_now
 from tiercel.serve.lifecycle.throughput import Throughput
+from tiercel.serve.lifecycle.warmup import MakeApp, warm_up
 from tiercel.serve.served_model import ServedModel
 from tiercel.serve.settings import ServeSettings
 from tiercel.serve.state import ServerState
@@ -86,12 +86,12 @@ class EngineMonitor:
 
     async def _serve_model(self) -> None:
         state = self._state
-        state.client.on_progress = self._startup.hear
+        state.client.on_progress = self._startup.on_progress
         await state.client.start()
         info = await state.client.wait_ready()
-        model = await state.off_loop(make_model, state, info)
-        if state.settings.is_rehearsed:
-            await rehearse(state, model, self._make_app, self._startup.hear_rehearsal)
+        model = await state.run_in_thread(make_model, state, info)
+        if state.settings.warms_up:
+            await warm_up(state, model, self._make_app, self._startup.on_warmup)
         state.client.on_stats = state.metrics.take_stats
         state.metrics.set_model(model.name, info)
         state.model = model

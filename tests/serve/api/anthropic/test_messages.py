@@ -15,7 +15,7 @@ from tests.serve.fake_client import (
     fake_tokenizer,
 )
 from tiercel.request.request import TokenUpdate
-from tiercel.serve.api import respond
+from tiercel.serve.api import streaming_response
 
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "hi"}
@@ -379,7 +379,7 @@ def test_threads_are_refused_so_that_a_client_goes_on_without():
 
 
 def test_pings_while_waiting(monkeypatch):
-    monkeypatch.setattr(respond, "KEEP_ALIVE_SECONDS", 0.03)
+    monkeypatch.setattr(streaming_response, "KEEP_ALIVE_SECONDS", 0.03)
     client = FakeClient()
     client.script = lambda request: [0.2, *says("x")(request)]
     _, kinds = read_stream(post({"stream": True}, client))

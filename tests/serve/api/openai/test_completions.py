@@ -9,7 +9,7 @@ from tests.serve.events import read_events, says
 from tests.serve.fake_client import FakeClient, ask, fake_tokenizer
 from tests.serve.generation.test_generation import answering
 from tiercel.request.request import TokenLogprobs, TokenUpdate
-from tiercel.serve.api import respond
+from tiercel.serve.api import streaming_response
 from tiercel.serve.api.openai import completions as openai_completions
 
 PATH = "/v1/completions"
@@ -333,7 +333,7 @@ def test_streamed_log_probabilities_are_those_of_the_plain_answer():
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_many_log_probabilities_are_written_off_the_loop(is_stream, monkeypatch):
-    monkeypatch.setattr(respond, "MAX_LOOP_LOGPROBS", 3)
+    monkeypatch.setattr(streaming_response, "MAX_LOOP_LOGPROBS", 3)
     threads = set()
     original = openai_completions.completion_top
 

@@ -11,7 +11,7 @@ import pytest
 from tests.serve.fake_client import SCORED, FakeClient, ask, fake_app, fake_info, running
 from tests.tiny_llm import open_tiny
 from tiercel.request.score_task import skipped_tiles
-from tiercel.serve.api.scoring import relevance
+from tiercel.serve.api.scoring import relevance_prompt as relevance
 
 PATH = "/v1/score"
 ASK = {"model": "tiny", "query": "ab", "items": ["c", "de"], "labels": ["x", "y"]}

@@ -12,7 +12,7 @@ import pytest
 from tests.serve.generation.tools.call_writers import TOOLS, WRITERS, Tool
 from tests.serve.generation.tools.test_tools import content, read, use_of, values
 from tiercel.serve.generation.tools.parsers import gemma, pythonic
-from tiercel.serve.generation.tools.tools import FORMATS
+from tiercel.serve.generation.tools.tool_formats import FORMATS
 
 SCRAPS = [
     *('"', "'", "\\", "\\\\", '\\"', "\\'", "\\n", "\\u0041", "\\x41", "\n", "\r", "\t", " ", ""),

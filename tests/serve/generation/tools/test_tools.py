@@ -16,13 +16,9 @@ from tiercel.errors import ArgumentError, InvalidRequestError
 from tiercel.grammar.spec import ThinkingForm, compile_spec
 from tiercel.models.source import open_source
 from tiercel.params import StructuredOutputs
-from tiercel.serve.generation.events import ContentDelta, ToolCallArguments, ToolCallStart
-from tiercel.serve.generation.tools.tools import (
-    FORMATS,
-    SelectedFormat,
-    make_tool_use,
-    select_tool_format,
-)
+from tiercel.serve.generation.output_events import ContentDelta, ToolCallArguments, ToolCallStart
+from tiercel.serve.generation.tools.tool_choice import make_tool_constraints
+from tiercel.serve.generation.tools.tool_formats import FORMATS, SelectedFormat, select_tool_format
 
 # Marks of all formats, quotes, brackets, line ends and scripts: what an argument may well hold.
 HARD = 'a"b\\c\n\n{"x": [1]}</tool_call> <tool_call> é😀 {{7}} [f(x)]; </p> ```json `'
@@ -37,14 +33,14 @@ CALLS = [("look_up", ARGUMENTS), ("now", {}), ("mixed", {"x": 5}), ("mixed", {"x
 PREFIXES = ("", "Let me look.", "\n\n  Well:\n\n")
 
 
-def use_of(name, choice="auto", *, tools=TOOLS, parallel=True, named=None, has_form=False):
-    return make_tool_use(
+def use_of(name, choice="auto", *, tools=TOOLS, parallel=True, named=None, is_structured=False):
+    return make_tool_constraints(
         SelectedFormat(FORMATS[name], is_in_template=True),
         tools,
         choice=choice,
         named=named,
         is_parallel=parallel,
-        has_form=has_form,
+        is_structured=is_structured,
         max_tokens=CONTEXT,
     )
 
@@ -334,9 +330,9 @@ def test_calls_or_a_form_behind_thinking(tiny, name):
     """All three parts at once: thinking that mentions the markup, then calls or the schema."""
     if FORMATS[name].is_anchored:
         with pytest.raises(InvalidRequestError, match="cannot be told"):
-            use_of(name, "auto", has_form=True)
+            use_of(name, "auto", is_structured=True)
         return
-    use = use_of(name, "auto", has_form=True)
+    use = use_of(name, "auto", is_structured=True)
     assert use.is_anchored
     call = WRITERS[name](CALLS[1:2])
     spec = compile_spec(
@@ -450,12 +446,18 @@ def test_wrong_tools_are_refused(tools, options, param, code):
 def test_no_tools_no_use():
     assert use_of("hermes", tools=()) is None
     assert use_of("hermes", "none") is None
-    assert make_tool_use(
-        None, (), choice="auto", named=None, is_parallel=True, has_form=False, max_tokens=9
+    assert make_tool_constraints(
+        None, (), choice="auto", named=None, is_parallel=True, is_structured=False, max_tokens=9
     ) is None  # fmt: skip
     with pytest.raises(InvalidRequestError, match="switched off"):
-        make_tool_use(
-            None, TOOLS, choice="auto", named=None, is_parallel=True, has_form=False, max_tokens=9
+        make_tool_constraints(
+            None,
+            TOOLS,
+            choice="auto",
+            named=None,
+            is_parallel=True,
+            is_structured=False,
+            max_tokens=9,
         )
 
 

@@ -17,6 +17,7 @@ from tiercel.serve.api.anthropic.messages_input import (
     template_functions,
     template_input,
 )
+from tiercel.serve.api.anthropic.messages_output import AnthropicWriter
 from tiercel.serve.api.anthropic.messages_types import (
     AnthropicAnswer,
     CountAnswer,
@@ -25,22 +26,21 @@ from tiercel.serve.api.anthropic.messages_types import (
     PromptFields,
     Thinking,
 )
-from tiercel.serve.api.anthropic.messages_writer import AnthropicWriter
-from tiercel.serve.api.engine_fields import refuse_unless_neutral
-from tiercel.serve.api.fields import (
+from tiercel.serve.api.compat_fields import refuse_unless_neutral
+from tiercel.serve.api.info_routes import json_response
+from tiercel.serve.api.model_routes import model_routes
+from tiercel.serve.api.request_body import read_body
+from tiercel.serve.api.sampling_fields import (
     check_stops,
     chosen,
     make_structured,
     with_param,
 )
-from tiercel.serve.api.info_routes import json_response
-from tiercel.serve.api.model_route import model_routes
-from tiercel.serve.api.request_body import read_body
-from tiercel.serve.api.respond import respond, while_connected
+from tiercel.serve.api.streaming_response import respond, while_connected
 from tiercel.serve.generation.chat_input import ChatInput, encode_chat_input, prepare_chat
 from tiercel.serve.generation.generation import Generation
-from tiercel.serve.http.errors import THREADS_REFUSED, refusal
-from tiercel.serve.http.ignored import note_ignored
+from tiercel.serve.http.errors import THREADS_REFUSED, client_error
+from tiercel.serve.http.ignored_fields import note_ignored
 from tiercel.serve.http.route_docs import RouteDoc
 from tiercel.serve.served_model import ServedModel
 from tiercel.serve.state import ServerState, request_id, sender_of
@@ -125,7 +125,7 @@ def chat_input(body: PromptFields) -> ChatInput:
     """
     refuse_unless_neutral(body, NEUTRAL)
     if body.thread is not UNSET and body.thread is not None:
-        raise refusal(
+        raise client_error(
             400,
             THREADS_REFUSED,
             "thread is not supported: nothing is kept between requests.",
@@ -150,7 +150,7 @@ def chat_input(body: PromptFields) -> ChatInput:
         template_kwargs=kwargs,
         max_thinking=None if thinking is None else thinking.budget_tokens,
         continues_final=body.messages[-1].role == "assistant",
-        form_param="output_config.format",
+        structured_param="output_config.format",
     )
 
 

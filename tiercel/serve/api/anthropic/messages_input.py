@@ -14,7 +14,7 @@ from tiercel.serve.api.anthropic.messages_types import (
     Block,
     PromptFields,
 )
-from tiercel.serve.api.engine_fields import given_fields
+from tiercel.serve.api.compat_fields import given_fields
 from tiercel.serve.generation.chat_messages import (
     FunctionCall,
     FunctionSpec,
@@ -22,7 +22,7 @@ from tiercel.serve.generation.chat_messages import (
     Part,
     ToolCall,
 )
-from tiercel.serve.http.errors import escaped, refusal
+from tiercel.serve.http.errors import client_error, escaped
 
 OWN_TOOLS: Final = (None, "custom")
 _VENDOR_BLOCKS: Final = ("redacted_thinking", "server_tool_use", "mcp_tool_use")
@@ -146,7 +146,7 @@ def _text(content: str | Sequence[Block], param: str) -> str:
 def _block_text(block: Block, param: str) -> str:
     if block.type != "text":
         shown = escaped(repr(block.type), 40)
-        raise refusal(
+        raise client_error(
             400,
             "unsupported_content",
             f"{param} has the type {shown}, which is not supported here.",

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Struct
 
 from tiercel.params import LIMITS
-from tiercel.serve.api.fields import MinShare, PositiveCount, Share, StopText, TopK
+from tiercel.serve.api.sampling_fields import MinShare, PositiveCount, Share, StopText, TopK
 from tiercel.serve.generation.chat_messages import ToolName
 
 

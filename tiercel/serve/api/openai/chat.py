@@ -12,22 +12,17 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from tiercel.errors import InvalidRequestError, TiercelError
-from tiercel.serve.api.engine_fields import given_fields, refuse_unless_neutral, take_aliases
-from tiercel.serve.api.fields import (
-    GenerationFields,
-    Logprobs,
-    TokenBound,
-    check_bound,
-    check_common,
-    form_field,
-    ignored_sampling,
-    make_params,
-    structured_outputs,
-    token_bound,
+from tiercel.serve.api.assembled_message import assemble_message, merge_events
+from tiercel.serve.api.compat_fields import given_fields, refuse_unless_neutral, take_aliases
+from tiercel.serve.api.model_routes import model_routes
+from tiercel.serve.api.openai.completion_fields import (
+    StreamUsage,
+    finish_reason_of,
+    progress_object,
+    system_fingerprint,
+    usage_object,
 )
-from tiercel.serve.api.model_route import model_routes
-from tiercel.serve.api.openai.token_texts import chat_logprobs, prompt_logprobs
-from tiercel.serve.api.openai.types import (
+from tiercel.serve.api.openai.completion_types import (
     AnswerMessage,
     CalledFunction,
     CallObject,
@@ -36,26 +31,34 @@ from tiercel.serve.api.openai.types import (
     ChatLogprobs,
     PromptLogprobs,
 )
-from tiercel.serve.api.openai.wire import (
-    UsageMeter,
-    end_of,
-    fingerprint,
-    joined,
-    new_id,
-    progress_object,
-    said,
-    usage_object,
+from tiercel.serve.api.openai.logprobs import chat_logprobs, prompt_logprobs
+from tiercel.serve.api.sampling_fields import (
+    GenerationFields,
+    Logprobs,
+    TokenBound,
+    check_bound,
+    check_common,
+    ignored_sampling,
+    make_params,
+    structured_field,
+    structured_outputs,
+    token_bound,
 )
-from tiercel.serve.api.respond import respond
+from tiercel.serve.api.streaming_response import respond
 from tiercel.serve.generation.chat_input import ChatInput, prepare_chat
 from tiercel.serve.generation.chat_messages import Message, Tool, ToolName
-from tiercel.serve.generation.events import ContentDelta, Event, ReasoningDelta, ToolCallStart
 from tiercel.serve.generation.generation import Generation, GenerationRequest
-from tiercel.serve.generation.pieces import Piece
+from tiercel.serve.generation.output_events import (
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    ToolCallStart,
+)
+from tiercel.serve.generation.output_queue import CompletionDelta
 from tiercel.serve.http import sse
-from tiercel.serve.http.clock import created_now
 from tiercel.serve.http.errors import error_body
-from tiercel.serve.http.ignored import note_ignored
+from tiercel.serve.http.ignored_fields import note_ignored
+from tiercel.serve.http.object_fields import created_now, new_object_id
 from tiercel.serve.http.route_docs import RouteDoc
 from tiercel.serve.served_model import ServedModel
 from tiercel.serve.settings import ServeSettings
@@ -221,7 +224,7 @@ async def chat_generation(
         continues_final=bool(body.continue_final_message),
         stops_in_reasoning=bool(body.stop_in_reasoning),
         priority=body.priority or 0,
-        form_param=form_field(body),
+        structured_param=structured_field(body),
     )
     wanted = await prepare_chat(state, model, chat, params, sender)
     return replace(wanted, returns_progress=bool(body.return_progress))
@@ -237,14 +240,14 @@ class ChatWriter:
         self._body = body
         self._request_id = request_id
         self._is_mirrored = settings.is_reasoning_mirrored
-        self._id = new_id("chatcmpl-")
+        self._id = new_object_id("chatcmpl-")
         self._created = created_now()
         self._model = model.name
-        self._fingerprint = fingerprint(model)
-        self._meter = UsageMeter(body.stream_options)
+        self._fingerprint = system_fingerprint(model)
+        self._meter = StreamUsage(body.stream_options)
         self._begun: set[int] = set()
 
-    def plain(self, generation: Generation, answers: Sequence[Piece]) -> object:
+    def make_body(self, generation: Generation, answers: Sequence[CompletionDelta]) -> object:
         """The whole answer."""
         body = self._body
         return ChatCompletion(
@@ -253,55 +256,57 @@ class ChatWriter:
             created=self._created,
             model=self._model,
             system_fingerprint=self._fingerprint,
-            choices=[self._choice(piece) for piece in answers],
+            choices=[self._choice(delta) for delta in answers],
             usage=usage_object(generation.usage()),
             prompt_logprobs=self._prompt_logprobs(generation),
             prompt_token_ids=(
-                generation.answers[0].request.prompt_token_ids if body.return_token_ids else UNSET
+                generation.completions[0].request.prompt_token_ids
+                if body.return_token_ids
+                else UNSET
             ),
         )
 
-    def start(self, generation: Generation) -> bytes:
+    def write_start(self, generation: Generation) -> bytes:
         """Nothing: the first chunk comes with the first token."""
         del generation
         return b""
 
-    def piece(self, generation: Generation, piece: Piece) -> bytes:
-        """The chunks of one piece."""
-        self._meter.count(piece)
+    def write_delta(self, generation: Generation, delta: CompletionDelta) -> bytes:
+        """The chunks of one delta."""
+        self._meter.count(delta)
         chunks: list[bytes] = []
-        if piece.progress is not None:
-            more = {"prompt_progress": progress_object(piece.progress)}
-            chunks.append(self._chunk(generation, piece.index, {}, {}, more))
-        if piece.is_progress_alone:
+        if delta.progress is not None:
+            more = {"prompt_progress": progress_object(delta.progress)}
+            chunks.append(self._chunk(generation, delta.index, {}, {}, more))
+        if delta.is_progress_alone:
             return b"".join(chunks)
-        if piece.index not in self._begun:
-            chunks.append(self._first_chunk(generation, piece.index))
+        if delta.index not in self._begun:
+            chunks.append(self._first_chunk(generation, delta.index))
         # What comes with the tokens goes into one chunk, whatever their text became.
-        extra = self._token_fields(piece)
-        for event in joined(piece.events):
-            chunks.append(self._chunk(generation, piece.index, self._delta(event), extra))
+        extra = self._token_fields(delta)
+        for event in merge_events(delta.events):
+            chunks.append(self._chunk(generation, delta.index, self._delta(event), extra))
             extra = {}
-        if piece.finish_reason is not None:
-            extra["finish_reason"] = piece.finish_reason
-            extra["stop_reason"] = piece.stop_reason
-            chunks.append(self._chunk(generation, piece.index, {}, extra))
+        if delta.finish_reason is not None:
+            extra["finish_reason"] = delta.finish_reason
+            extra["stop_reason"] = delta.stop_reason
+            chunks.append(self._chunk(generation, delta.index, {}, extra))
         elif extra:
-            chunks.append(self._chunk(generation, piece.index, {"content": ""}, extra))
+            chunks.append(self._chunk(generation, delta.index, {"content": ""}, extra))
         return b"".join(chunks)
 
-    def end(self, generation: Generation) -> bytes:
+    def write_end(self, generation: Generation) -> bytes:
         """Usage, if asked for, and the line that says that all is said."""
         usage = self._meter.total(generation)
         if usage is None:
             return sse.DONE
         return sse.encode_event({**self._head(), "choices": [], "usage": usage}) + sse.DONE
 
-    def error(self, error: TiercelError) -> bytes:
+    def write_error(self, error: TiercelError) -> bytes:
         """The event that a broken stream ends with."""
         return sse.encode_event(error_body(error, self._request_id))
 
-    def keep_alive(self) -> bytes:
+    def write_keep_alive(self) -> bytes:
         """A comment."""
         return sse.KEEP_ALIVE
 
@@ -319,7 +324,7 @@ class ChatWriter:
         if not self._begun and self._body.prompt_logprobs is not None:
             more["prompt_logprobs"] = self._prompt_logprobs(generation)
         if not self._begun and self._body.return_token_ids:
-            more["prompt_token_ids"] = generation.answers[0].request.prompt_token_ids
+            more["prompt_token_ids"] = generation.completions[0].request.prompt_token_ids
         self._begun.add(index)
         return self._chunk(generation, index, {"role": "assistant", "content": ""}, {}, more)
 
@@ -339,12 +344,12 @@ class ChatWriter:
             chunk["usage"] = usage
         return sse.encode_event({**chunk, **more} if more else chunk)
 
-    def _token_fields(self, piece: Piece) -> dict[str, object]:
+    def _token_fields(self, delta: CompletionDelta) -> dict[str, object]:
         fields: dict[str, object] = {}
-        if self._body.logprobs and piece.logprobs:
-            fields["logprobs"] = self._logprobs(piece)
-        if self._body.return_token_ids and piece.token_ids:
-            fields["token_ids"] = piece.token_ids
+        if self._body.logprobs and delta.logprobs:
+            fields["logprobs"] = self._logprobs(delta)
+        if self._body.return_token_ids and delta.token_ids:
+            fields["token_ids"] = delta.token_ids
         return fields
 
     def _delta(self, event: Event) -> dict[str, object]:
@@ -360,8 +365,8 @@ class ChatWriter:
             return {"tool_calls": [call]}
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
 
-    def _choice(self, piece: Piece) -> ChatChoice:
-        whole = said(piece.events)
+    def _choice(self, delta: CompletionDelta) -> ChatChoice:
+        whole = assemble_message(delta.events)
         message = AnswerMessage(
             content=None if whole.calls and not whole.content else whole.content,
             reasoning_content=whole.reasoning or UNSET,
@@ -373,21 +378,21 @@ class ChatWriter:
             or UNSET,
         )
         return ChatChoice(
-            index=piece.index,
+            index=delta.index,
             message=message,
-            logprobs=self._logprobs(piece) if self._body.logprobs else None,
-            finish_reason=end_of(piece),
-            stop_reason=piece.stop_reason,
-            token_ids=piece.token_ids if self._body.return_token_ids else UNSET,
+            logprobs=self._logprobs(delta) if self._body.logprobs else None,
+            finish_reason=finish_reason_of(delta),
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self._body.return_token_ids else UNSET,
         )
 
-    def _logprobs(self, piece: Piece) -> ChatLogprobs:
+    def _logprobs(self, delta: CompletionDelta) -> ChatLogprobs:
         num_top = self._body.top_logprobs or 0
-        return ChatLogprobs(chat_logprobs(self._tokenizer, piece.logprobs, num_top))
+        return ChatLogprobs(chat_logprobs(self._tokenizer, delta.logprobs, num_top))
 
     def _prompt_logprobs(self, generation: Generation) -> PromptLogprobs | UnsetType:
         num_top = self._body.prompt_logprobs
         if num_top is None:
             return UNSET
-        entries = generation.answers[0].request.prompt_logprobs
+        entries = generation.completions[0].request.prompt_logprobs
         return prompt_logprobs(self._tokenizer, entries, num_top)

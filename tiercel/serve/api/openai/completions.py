@@ -19,8 +19,23 @@ from starlette.routing import BaseRoute
 from tiercel.errors import InvalidRequestError, TiercelError
 from tiercel.params import LIMITS
 from tiercel.request.request import TokenLogprobs
-from tiercel.serve.api.engine_fields import take_aliases
-from tiercel.serve.api.fields import (
+from tiercel.serve.api.compat_fields import take_aliases
+from tiercel.serve.api.model_routes import model_routes
+from tiercel.serve.api.openai.completion_fields import (
+    StreamUsage,
+    finish_reason_of,
+    progress_object,
+    system_fingerprint,
+    usage_object,
+)
+from tiercel.serve.api.openai.completion_types import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    UsageObject,
+)
+from tiercel.serve.api.openai.logprobs import completion_top, finite, prompt_logprobs, token_name
+from tiercel.serve.api.sampling_fields import (
     NO_BOUND,
     GenerationFields,
     Logprobs,
@@ -28,39 +43,23 @@ from tiercel.serve.api.fields import (
     check_bound,
     check_common,
     chosen,
-    form_field,
     ignored_sampling,
     make_params,
+    structured_field,
     structured_outputs,
 )
-from tiercel.serve.api.model_route import model_routes
-from tiercel.serve.api.openai.token_texts import completion_top, finite, prompt_logprobs, token_name
-from tiercel.serve.api.openai.types import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    UsageObject,
-)
-from tiercel.serve.api.openai.wire import (
-    UsageMeter,
-    end_of,
-    fingerprint,
-    new_id,
-    progress_object,
-    usage_object,
-)
-from tiercel.serve.api.respond import respond
 from tiercel.serve.api.split_prompts import Prompt, check_token_ids, split_prompts
+from tiercel.serve.api.streaming_response import respond
 from tiercel.serve.generation.admission import check_counts
-from tiercel.serve.generation.answer_form import AnswerForm, compile_grammar
-from tiercel.serve.generation.events import ContentDelta
 from tiercel.serve.generation.generation import Generation, GenerationRequest
-from tiercel.serve.generation.pieces import Piece
+from tiercel.serve.generation.output_events import ContentDelta
+from tiercel.serve.generation.output_queue import CompletionDelta
 from tiercel.serve.generation.prompts import encode_text
+from tiercel.serve.generation.structured_output import OutputConstraints, compile_grammar
 from tiercel.serve.http import sse
-from tiercel.serve.http.clock import created_now
-from tiercel.serve.http.errors import error_body, unsupported
-from tiercel.serve.http.ignored import note_ignored
+from tiercel.serve.http.errors import error_body, unsupported_parameter
+from tiercel.serve.http.ignored_fields import note_ignored
+from tiercel.serve.http.object_fields import created_now, new_object_id
 from tiercel.serve.http.route_docs import RouteDoc
 from tiercel.serve.served_model import ServedModel
 from tiercel.serve.state import Sender, ServerState, request_id, sender_of
@@ -119,7 +118,7 @@ async def _answer(
     is_stream = bool(body.stream)
     generation = Generation(state, model, wanted, is_stream=is_stream)
     if len(prompts) > 1 and wanted.params.n == 1:
-        await generation.share_starts()
+        await generation.share_prefixes()
     writer = CompletionWriter(model, body, prompts, request_id(request))
     return await respond(request, generation, writer, is_stream=is_stream)
 
@@ -150,7 +149,7 @@ def check_completion(body: CompletionRequest, state: ServerState) -> None:
             param="max_tokens",
         )
     if body.suffix is not None and body.echo:
-        raise unsupported("suffix", "does not go with echo")
+        raise unsupported_parameter("suffix", "does not go with echo")
 
 
 async def completion_generation(
@@ -179,7 +178,7 @@ async def completion_generation(
         prompt_logprobs=of_prompt,
         structured=structured,
     )
-    form = AnswerForm(structured, param=form_field(body), client=sender.client)
+    form = OutputConstraints(structured, param=structured_field(body), client=sender.client)
     ids = [await _prompt_ids(state, model, prompt, body) for prompt in prompts]
     return GenerationRequest(
         prompts=tuple(ids),
@@ -214,7 +213,7 @@ async def _infill_ids(
     marks = next((marks for marks in FIM_MARKS if all(mark in control for mark in marks)), None)
     if marks is None or not isinstance(prompt, str):
         why = "needs a model that was trained to fill in" if marks is None else "needs a text"
-        raise unsupported("suffix", why)
+        raise unsupported_parameter("suffix", why)
     parts = [
         await encode_text(state, model, text, parse_special=False, add_special=False)
         for text in (prompt, suffix)
@@ -237,91 +236,95 @@ class CompletionWriter:
         self._body = body
         self._prompts = prompts
         self._request_id = request_id
-        self._id = new_id("cmpl-")
+        self._id = new_object_id("cmpl-")
         self._created = created_now()
         self._model = model.name
-        self._fingerprint = fingerprint(model)
-        self._meter = UsageMeter(body.stream_options)
-        self._places: dict[int, _Places] = {}
+        self._fingerprint = system_fingerprint(model)
+        self._meter = StreamUsage(body.stream_options)
+        self._places: dict[int, _TextOffsets] = {}
 
-    def plain(self, generation: Generation, answers: Sequence[Piece]) -> object:
+    def make_body(self, generation: Generation, answers: Sequence[CompletionDelta]) -> object:
         """The whole answer."""
-        choices = [self._choice(generation, piece) for piece in answers]
+        choices = [self._choice(generation, delta) for delta in answers]
         return self._completion(choices, usage_object(generation.usage()))
 
-    def start(self, generation: Generation) -> bytes:
+    def write_start(self, generation: Generation) -> bytes:
         """Nothing: the first chunk comes with the first token."""
         del generation
         return b""
 
-    def piece(self, generation: Generation, piece: Piece) -> bytes:
-        """The chunk of one piece, if it says anything."""
-        progress = self._progress(piece, generation)
-        if piece.is_progress_alone:
+    def write_delta(self, generation: Generation, delta: CompletionDelta) -> bytes:
+        """The chunk of one delta, if it says anything."""
+        progress = self._progress(delta, generation)
+        if delta.is_progress_alone:
             return progress
-        self._meter.count(piece)
-        choice = self._choice(generation, piece)
+        self._meter.count(delta)
+        choice = self._choice(generation, delta)
         shows_tokens = self._body.logprobs is not None or self._body.return_token_ids
-        if not (choice.text or choice.finish_reason or (shows_tokens and piece.token_ids)):
+        if not (choice.text or choice.finish_reason or (shows_tokens and delta.token_ids)):
             return progress
         chunk = self._completion([choice], self._meter.so_far(generation))
         return progress + sse.encode_event(chunk)
 
-    def end(self, generation: Generation) -> bytes:
+    def write_end(self, generation: Generation) -> bytes:
         """Usage, if asked for, and the line that says that all is said."""
         usage = self._meter.total(generation)
         if usage is None:
             return sse.DONE
         return sse.encode_event(self._completion([], usage)) + sse.DONE
 
-    def _progress(self, piece: Piece, generation: Generation) -> bytes:
+    def _progress(self, delta: CompletionDelta, generation: Generation) -> bytes:
         """The chunk about the progress of a prompt, if there is some."""
-        if piece.progress is None:
+        if delta.progress is None:
             return b""
-        choices = [CompletionChoice(piece.index)]
+        choices = [CompletionChoice(delta.index)]
         chunk = self._completion(choices, self._meter.so_far(generation))
-        return sse.encode_event(replace(chunk, prompt_progress=progress_object(piece.progress)))
+        return sse.encode_event(replace(chunk, prompt_progress=progress_object(delta.progress)))
 
     def _completion(
         self, choices: list[CompletionChoice], usage: UsageObject | UnsetType | None
     ) -> Completion:
         return Completion(self._id, self._created, self._model, self._fingerprint, choices, usage)
 
-    def error(self, error: TiercelError) -> bytes:
+    def write_error(self, error: TiercelError) -> bytes:
         """The event that a broken stream ends with."""
         return sse.encode_event(error_body(error, self._request_id))
 
-    def keep_alive(self) -> bytes:
+    def write_keep_alive(self) -> bytes:
         """A comment."""
         return sse.KEEP_ALIVE
 
-    def _choice(self, generation: Generation, piece: Piece) -> CompletionChoice:
+    def _choice(self, generation: Generation, delta: CompletionDelta) -> CompletionChoice:
         body = self._body
-        choice = CompletionChoice(piece.index, stop_reason=piece.stop_reason)
-        lists = None if body.logprobs is None else _Lists(self._tokenizer, body.logprobs)
-        if piece.index not in self._places:
+        choice = CompletionChoice(delta.index, stop_reason=delta.stop_reason)
+        lists = None if body.logprobs is None else _LogprobLists(self._tokenizer, body.logprobs)
+        if delta.index not in self._places:
             self._begin(generation, choice, lists)
-        choice.text += "".join(e.text for e in piece.events if isinstance(e, ContentDelta))
+        choice.text += "".join(e.text for e in delta.events if isinstance(e, ContentDelta))
         if lists is not None:
-            places = self._places[piece.index]
-            for entry in piece.logprobs:
+            places = self._places[delta.index]
+            for entry in delta.logprobs:
                 lists.add(entry, places.next(entry.token_id))
             choice.logprobs = lists.lists
-        if piece.finish_reason is not None:
-            choice.finish_reason = end_of(piece)
+        if delta.finish_reason is not None:
+            choice.finish_reason = finish_reason_of(delta)
         if body.return_token_ids:
-            choice.token_ids = piece.token_ids
+            choice.token_ids = delta.token_ids
         return choice
 
     def _begin(
-        self, generation: Generation, choice: CompletionChoice, lists: _Lists | None
+        self, generation: Generation, choice: CompletionChoice, lists: _LogprobLists | None
     ) -> None:
         """What comes once per choice: the echo of its prompt and what is known of it."""
         body = self._body
         n = body.n or 1
-        ids = generation.answers[choice.index].request.prompt_token_ids
-        first = generation.answers[choice.index // n * n].request  # it has read the prompt for all
-        entries = generation.answers[choice.index].request.prompt_logprobs or first.prompt_logprobs
+        ids = generation.completions[choice.index].request.prompt_token_ids
+        first = generation.completions[
+            choice.index // n * n
+        ].request  # it has read the prompt for all
+        entries = (
+            generation.completions[choice.index].request.prompt_logprobs or first.prompt_logprobs
+        )
         prompt = self._prompts[choice.index // n]
         if body.echo:
             choice.text = prompt if isinstance(prompt, str) else self._decode(ids)
@@ -333,7 +336,7 @@ class CompletionWriter:
             choice.prompt_logprobs = prompt_logprobs(self._tokenizer, entries, body.prompt_logprobs)
         if body.return_token_ids:
             choice.prompt_token_ids = ids
-        self._places[choice.index] = _Places(
+        self._places[choice.index] = _TextOffsets(
             self._tokenizer,
             len(choice.text),
             skips_special=self._skips_special,
@@ -357,11 +360,11 @@ class CompletionWriter:
             skips = False
             has_bos = ids[0] == tokenizer.bos_id
             num_added = has_bos and not prompt.startswith(tokenizer.token_text(ids[0]))
-        places = _Places(tokenizer, 0, skips_special=skips, is_continuation=False)
+        places = _TextOffsets(tokenizer, 0, skips_special=skips, is_continuation=False)
         return [0] * num_added + [places.next(token_id) for token_id in ids[num_added:]]
 
 
-class _Places:
+class _TextOffsets:
     """Counts the characters in front of each token of one answer."""
 
     def __init__(
@@ -379,7 +382,7 @@ class _Places:
         return place
 
 
-class _Lists:
+class _LogprobLists:
     """The four lists of `logprobs`, of equal lengths."""
 
     def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:

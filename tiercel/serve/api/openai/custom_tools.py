@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from tiercel.serve.generation.json_text import whole_prefix
+from tiercel.serve.generation.partial_json import whole_prefix
 
 INPUT: Final = "input"
 PARAMETERS: Final[dict[str, object]] = {

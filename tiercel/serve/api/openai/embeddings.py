@@ -20,12 +20,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from tiercel.params import LIMITS, SamplingParams
-from tiercel.serve.api.model_route import model_routes
+from tiercel.serve.api.model_routes import model_routes
 from tiercel.serve.api.split_prompts import Prompt, check_token_ids, split_prompts
 from tiercel.serve.generation.admission import check_counts
 from tiercel.serve.generation.generation import Generation, GenerationRequest
 from tiercel.serve.generation.prompts import encode_text
-from tiercel.serve.http.errors import JSON_TYPE, refusal, unsupported
+from tiercel.serve.http.errors import JSON_TYPE, client_error, unsupported_parameter
 from tiercel.serve.http.logs import request_log
 from tiercel.serve.http.route_docs import RouteDoc
 from tiercel.serve.served_model import ServedModel
@@ -88,7 +88,7 @@ async def _answer(
 ) -> Response:
     model.check_name(body.model)
     if model.info.pooling is None:
-        raise refusal(
+        raise client_error(
             400,
             "unsupported_model",
             f"{model.name} is no embedding model.",
@@ -96,7 +96,9 @@ async def _answer(
             param="model",
         )
     if body.dimensions not in (None, model.info.hidden_size):
-        raise unsupported("dimensions", f"must be {model.info.hidden_size} for this model")
+        raise unsupported_parameter(
+            "dimensions", f"must be {model.info.hidden_size} for this model"
+        )
     texts = split_prompts(body.input, "input")
     check_counts(len(texts), 1, state.settings.limits, "input")
     prompts = [await _input_ids(state, model, text) for text in texts]
@@ -111,13 +113,13 @@ async def _answer(
     generation = Generation(state, model, wanted, is_stream=False)
     generation.start()
     try:
-        await generation.finished()
+        await generation.wait_finished()
         num_tokens = generation.usage().prompt
     finally:
         generation.report(request_log(request))
     data = []
-    for index, answer in enumerate(generation.answers):
-        vector = answer.request.embedding
+    for index, completion in enumerate(generation.completions):
+        vector = completion.request.embedding
         assert vector is not None, "a request with pooling ends with its vector"
         data.append(Embedding(index, shown(vector, body.encoding_format)))
     result = EmbeddingAnswer(data, model.name, EmbeddingUsage(num_tokens, num_tokens))

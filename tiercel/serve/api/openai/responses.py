@@ -11,33 +11,33 @@ from starlette.routing import BaseRoute
 
 from tiercel.errors import InvalidRequestError
 from tiercel.params import StructuredOutputs
-from tiercel.serve.api.engine_fields import IGNORED as ENGINE_IGNORED
-from tiercel.serve.api.engine_fields import given_fields, refuse_unless_neutral, take_aliases
-from tiercel.serve.api.fields import (
-    check_bound,
-    check_sampling,
-    make_params,
-    make_structured,
-    token_bound,
-)
-from tiercel.serve.api.model_route import model_routes
+from tiercel.serve.api.compat_fields import IGNORED as ENGINE_IGNORED
+from tiercel.serve.api.compat_fields import given_fields, refuse_unless_neutral, take_aliases
+from tiercel.serve.api.model_routes import model_routes
 from tiercel.serve.api.openai.responses_input import (
     HONOURED_TOOLS,
     ignored_input,
     input_messages,
     input_tools,
 )
+from tiercel.serve.api.openai.responses_output import ResponsesWriter, new_response
 from tiercel.serve.api.openai.responses_types import (
     ResponseObject,
     ResponsesRequest,
     ResponseToolChoice,
 )
-from tiercel.serve.api.openai.responses_writer import ResponsesWriter, new_response
-from tiercel.serve.api.respond import respond
+from tiercel.serve.api.sampling_fields import (
+    check_bound,
+    check_sampling,
+    make_params,
+    make_structured,
+    token_bound,
+)
+from tiercel.serve.api.streaming_response import respond
 from tiercel.serve.generation.chat_input import ChatInput, prepare_chat
 from tiercel.serve.generation.generation import Generation, GenerationRequest
-from tiercel.serve.http.errors import unsupported
-from tiercel.serve.http.ignored import note_ignored
+from tiercel.serve.http.errors import unsupported_parameter
+from tiercel.serve.http.ignored_fields import note_ignored
 from tiercel.serve.http.route_docs import RouteDoc
 from tiercel.serve.served_model import ServedModel
 from tiercel.serve.state import Sender, ServerState, request_id, sender_of
@@ -116,7 +116,9 @@ def _check(body: ResponsesRequest, state: ServerState) -> None:
     choice = body.tool_choice
     if isinstance(choice, ResponseToolChoice):
         if choice.type not in HONOURED_TOOLS or not choice.name:
-            raise unsupported("tool_choice", "must be none, auto, required or name a tool")
+            raise unsupported_parameter(
+                "tool_choice", "must be none, auto, required or name a tool"
+            )
         if choice.name not in {t.name for t in body.tools or () if t.type == choice.type}:
             raise InvalidRequestError(
                 f"tool_choice names {choice.name!r:.80}, which is none of the tools.",
@@ -168,7 +170,7 @@ async def _generation(
         drops_oldest=body.truncation == "auto",
         priority=body.priority or 0,
         param="input",
-        form_param="text.format",
+        structured_param="text.format",
     )
     return await prepare_chat(state, model, chat, params, sender)
 

@@ -17,7 +17,7 @@ from tiercel.serve.generation.chat_messages import (
     part_text,
     read_arguments,
 )
-from tiercel.serve.http.errors import escaped, refusal
+from tiercel.serve.http.errors import client_error, escaped
 
 CUSTOM: Final = "custom"
 HONOURED_TOOLS: Final = ("function", CUSTOM)
@@ -106,7 +106,7 @@ def _add_item(conversation: _Conversation, item: InputItem, param: str, call_ids
         conversation.add(Message(role="tool", content=text, tool_call_id=item.call_id))
     elif item.type not in IGNORED_ITEMS:
         shown = escaped(repr(item.type), 40)
-        raise refusal(
+        raise client_error(
             400,
             "unsupported_content",
             f"{param} has the type {shown}.",

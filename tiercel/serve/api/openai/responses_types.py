@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct
 
-from tiercel.serve.api.fields import Logprobs, SamplingFields, TokenBound
-from tiercel.serve.api.openai.types import PromptDetails, TokenLogprob
+from tiercel.serve.api.openai.completion_types import PromptDetails, TokenLogprob
+from tiercel.serve.api.sampling_fields import Logprobs, SamplingFields, TokenBound
 from tiercel.serve.generation.chat_messages import Part, ToolName
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]

@@ -24,7 +24,7 @@ from tiercel.serve.api.scoring.decision_types import (
     PredicateQuestion,
     Question,
 )
-from tiercel.serve.http.errors import escaped, refusal
+from tiercel.serve.http.errors import client_error, escaped
 
 MAX_JSON_LEVELS: Final = 32
 MAX_JSON_VALUES: Final = 10_000
@@ -94,7 +94,7 @@ def _item_text(
             raise _wrong(f"{param}.call_id", f"is {shown}; it must name an earlier {needed}")
         return "user", f"Result of {name}: {_text(item.output, f'{param}.output')}"
     known = ", ".join(("message", *_CALLS, *_OUTPUTS))
-    raise refusal(
+    raise client_error(
         400,
         "unsupported_content",
         f"{param} has the type {escaped(repr(item.type), 40)}.",
@@ -117,7 +117,7 @@ def _part_text(part: DecisionPart, param: str, *, is_answer: bool) -> str:
     if part.type not in kinds:
         shown = escaped(repr(part.type), 40)
         why = "this model takes no images" if part.type == "input_image" else "here it cannot be"
-        raise refusal(
+        raise client_error(
             400,
             "unsupported_content",
             f"{param} has the type {shown}; {why}.",

@@ -28,7 +28,7 @@ from tiercel.request.request import Request
 from tiercel.request.score_run import ScoreRun, make_run
 from tiercel.request.score_task import make_trie
 from tiercel.serve.api.info_routes import json_response
-from tiercel.serve.api.model_route import model_routes
+from tiercel.serve.api.model_routes import model_routes
 from tiercel.serve.api.scoring.decision_input import answer_labels, input_messages, question_text
 from tiercel.serve.api.scoring.decision_types import (
     MAX_QUESTIONS,
@@ -46,8 +46,8 @@ from tiercel.serve.api.scoring.decision_types import (
     Question,
     ScoreAnswer,
 )
-from tiercel.serve.api.scoring.scoring import check_capacity, run_job
-from tiercel.serve.generation.prompts import knows_developer, template_slot
+from tiercel.serve.api.scoring.score_jobs import check_capacity, run_job
+from tiercel.serve.generation.prompts import free_template_worker, knows_developer
 from tiercel.serve.http.logs import request_log
 from tiercel.serve.http.route_docs import RouteDoc
 from tiercel.serve.served_model import ServedModel
@@ -109,17 +109,17 @@ async def _answer(
     texts = [question_text(x, f"questions[{i}]") for i, x in enumerate(body.questions)]
     _check_texts(model, messages, texts)
     if model.template is None:
-        prefix, suffix = await state.off_loop(_encode_plainly, model.tokenizer, messages)
+        prefix, suffix = await state.run_in_thread(_encode_plainly, model.tokenizer, messages)
     else:
-        async with template_slot(state):
-            prefix, suffix = await state.off_loop(
+        async with free_template_worker(state):
+            prefix, suffix = await state.run_in_thread(
                 encode_around,
                 model.tokenizer,
                 model.template,
                 _open(messages, has_developer=knows_developer(model)),
                 template_kwargs={"enable_thinking": False},
             )
-    job = await state.off_loop(_make_job, model, prefix, suffix, texts, body.questions)
+    job = await state.run_in_thread(_make_job, model, prefix, suffix, texts, body.questions)
     check_capacity(model, job.requests, "input")
     values = await run_job(state, job, request_log(request))
     pairs = zip(body.questions, values, strict=True)

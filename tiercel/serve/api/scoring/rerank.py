@@ -13,9 +13,13 @@ from starlette.routing import BaseRoute
 from tiercel.errors import ArgumentError
 from tiercel.params import LIMITS
 from tiercel.serve.api.info_routes import json_response
-from tiercel.serve.api.model_route import model_routes
-from tiercel.serve.api.scoring.relevance import RelevanceForm, make_form, make_relevance_job
-from tiercel.serve.api.scoring.scoring import run_job
+from tiercel.serve.api.model_routes import model_routes
+from tiercel.serve.api.scoring.relevance_prompt import (
+    RelevancePrompt,
+    make_relevance_job,
+    make_relevance_prompt,
+)
+from tiercel.serve.api.scoring.score_jobs import run_job
 from tiercel.serve.http.logs import request_log
 from tiercel.serve.http.route_docs import RouteDoc
 from tiercel.serve.served_model import ServedModel
@@ -120,7 +124,7 @@ async def _answer(
     if not texts:
         raise ArgumentError("documents is empty.", hint="Give at least one.", param="documents")
     given = body.instruct if body.instruct is not None else body.instruction
-    form = await make_form(state, model, body.query, given)
+    form = await make_relevance_prompt(state, model, body.query, given)
     most = _most_tokens(body, form)
     job = await make_relevance_job(state, model, form, texts, most, "documents")
     output = await run_job(state, job, request_log(request))
@@ -140,7 +144,7 @@ async def _answer(
     return json_response(RerankAnswer(name, model.name, results, usage, errors))
 
 
-def _most_tokens(body: RerankRequest, form: RelevanceForm) -> int | None:
+def _most_tokens(body: RerankRequest, form: RelevancePrompt) -> int | None:
     """Tokens that a document may keep; None: all."""
     bounds = [] if body.max_tokens_per_doc is None else [body.max_tokens_per_doc]
     if body.truncate_prompt_tokens is not None:

@@ -22,9 +22,9 @@ from tiercel.request.request import Request as EngineRequest
 from tiercel.request.score_inputs import PACKED, ScoreJob, ScoreOutput, ScoreUsage
 from tiercel.request.score_params import ScoreParams
 from tiercel.serve.api.info_routes import json_response
-from tiercel.serve.api.model_route import model_routes
-from tiercel.serve.api.scoring.relevance import make_form, make_relevance_job
-from tiercel.serve.api.scoring.scoring import make_job, run_job
+from tiercel.serve.api.model_routes import model_routes
+from tiercel.serve.api.scoring.relevance_prompt import make_relevance_job, make_relevance_prompt
+from tiercel.serve.api.scoring.score_jobs import make_job, run_job
 from tiercel.serve.http.body import TokenId
 from tiercel.serve.http.logs import request_log
 from tiercel.serve.http.route_docs import RouteDoc
@@ -256,7 +256,7 @@ async def _answer_pairs(
         places.setdefault(text, []).append(place)
     jobs = []
     for text, own in places.items():
-        form = await make_form(state, model, text, None, pairs.fields[0])
+        form = await make_relevance_prompt(state, model, text, None, pairs.fields[0])
         seconds = [pairs.second[place] for place in own]
         jobs.append(await make_relevance_job(state, model, form, seconds, None, pairs.fields[1]))
     outputs = await run_job(state, _PairJob(jobs), request_log(request))

@@ -25,8 +25,8 @@ from tiercel.grammar.spec import CallForm
 from tiercel.serve.generation.tools.parsers.format import ToolSpec, arguments_schema
 from tiercel.serve.generation.tools.parsers.reader import (
     CallEnd,
+    CallEvents,
     CallStart,
-    Pieces,
     Reader,
     Reading,
     stream_object,
@@ -65,7 +65,7 @@ class DeepSeekFormat:
         del tools, is_constrained
         return (CALLS_BEGIN,)
 
-    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> Pieces:
+    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> CallEvents:
         """All calls of the answer."""
         del tools
         yield from reader.literal(CALLS_BEGIN)

@@ -10,7 +10,7 @@ from tiercel.grammar.json_schema import check_schema, refuse
 from tiercel.grammar.lark import LarkWriter
 from tiercel.grammar.spec import CallForm
 from tiercel.params import Limits
-from tiercel.serve.generation.tools.parsers.reader import Pieces, Reader
+from tiercel.serve.generation.tools.parsers.reader import CallEvents, Reader
 
 # Keywords by which a schema may name properties elsewhere than in `properties`.
 _OPEN: Final = frozenset(
@@ -56,7 +56,7 @@ class ToolFormat(Protocol):
         """What a block of calls begins with."""
         ...
 
-    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> Pieces:
+    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> CallEvents:
         """Read a block of calls, from its trigger to its end."""
         ...
 

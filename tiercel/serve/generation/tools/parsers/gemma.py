@@ -23,9 +23,9 @@ from tiercel.serve.generation.tools.parsers.literal_grammar import LiteralGramma
 from tiercel.serve.generation.tools.parsers.reader import (
     BrokenCallError,
     CallEnd,
+    CallEvents,
     CallStart,
     CallText,
-    Pieces,
     Reader,
     Reading,
     escape_json,
@@ -61,7 +61,7 @@ class GemmaFormat:
         del tools, is_constrained
         return (self._opening,)
 
-    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> Pieces:
+    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> CallEvents:
         """One call; the end of the answer may stand for the closing marker."""
         del tools
         yield from reader.literal(self._opening)

@@ -23,9 +23,9 @@ from tiercel.serve.generation.tools.parsers.reader import (
     Balance,
     BrokenCallError,
     CallEnd,
+    CallEvents,
     CallStart,
     CallText,
-    Pieces,
     Reader,
     Reading,
     parse_json,
@@ -129,7 +129,7 @@ class HermesFormat:
         del tools, is_constrained
         return (self.opening,)
 
-    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> Pieces:
+    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> CallEvents:
         """One call; the end of the answer may stand for the closing marker."""
         del tools
         yield from reader.literal(self.opening)
@@ -160,7 +160,7 @@ class Llama3Format:
         del tools
         return (self.tag, '{"name": "' if is_constrained else "{")
 
-    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> Pieces:
+    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> CallEvents:
         """All calls of the answer."""
         del tools
         yield from reader.optional(self.tag)

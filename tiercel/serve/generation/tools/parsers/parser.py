@@ -11,14 +11,19 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiercel.serve.generation.events import ContentDelta, Event, ToolCallArguments, ToolCallStart
+from tiercel.serve.generation.output_events import (
+    ContentDelta,
+    Event,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from tiercel.serve.generation.tools.parsers.reader import (
     BrokenCallError,
     CallEnd,
+    CallEvent,
+    CallEvents,
     CallStart,
     CallText,
-    Piece,
-    Pieces,
     Reader,
     open_end,
     parse_json,
@@ -38,7 +43,7 @@ class ParserSettings:
     """
 
     triggers: tuple[str, ...]
-    read_block: Callable[[Reader], Pieces]
+    read_block: Callable[[Reader], CallEvents]
     is_anchored: bool
     is_constrained: bool
 
@@ -54,7 +59,7 @@ class CallParser:
     def __init__(self, settings: ParserSettings) -> None:
         self._settings = settings
         self._reader = Reader()
-        self._block: Pieces | None = None
+        self._block: CallEvents | None = None
         self._mark = 0  # where the call begins that is being read
         self._space = ""  # whitespace that may turn out to stand before a call
         self._space_before = ""  # that of the block that is being read
@@ -63,7 +68,7 @@ class CallParser:
         self._num_calls = 0
         self._is_open = False  # a call was told and has not ended
         self._is_cut = False  # a call of a constrained answer broke off: nothing more is told
-        self._pieces: list[Piece] = []  # of a call that is not told yet
+        self._pending: list[CallEvent] = []  # of a call that is not told yet
 
     def push(self, text: str) -> list[Event]:
         """Add text; return what is certain now."""
@@ -145,9 +150,9 @@ class CallParser:
         events.append(ContentDelta(first))
         self._space = text[len(shown) :]
 
-    def _tell(self, piece: Piece, events: list[Event]) -> None:
+    def _tell(self, piece: CallEvent, events: list[Event]) -> None:
         if isinstance(piece, CallEnd):
-            if self._pieces:
+            if self._pending:
                 self._check()
             self._flush(events)
             self._num_calls += 1
@@ -155,7 +160,7 @@ class CallParser:
             self._space_before = ""
             self._mark = self._reader.position
             return
-        self._pieces.append(piece)
+        self._pending.append(piece)
         if self._settings.is_constrained:
             self._flush(events)
 
@@ -165,18 +170,18 @@ class CallParser:
         Raises:
             BrokenCallError: its arguments are no JSON object.
         """
-        text = "".join(piece.text for piece in self._pieces if isinstance(piece, CallText))
+        text = "".join(piece.text for piece in self._pending if isinstance(piece, CallText))
         if not isinstance(parse_json(text), dict):
             raise BrokenCallError("the arguments are no object")
 
     def _flush(self, events: list[Event]) -> None:
-        for piece in self._pieces:
+        for piece in self._pending:
             if isinstance(piece, CallStart):
                 self._is_open = True
                 events.append(ToolCallStart(self._num_calls, new_call_id(), piece.name))
             elif isinstance(piece, CallText) and piece.text:
                 events.append(ToolCallArguments(self._num_calls, piece.text))
-        self._pieces.clear()
+        self._pending.clear()
 
     def _end_block(self) -> None:
         self._block = None
@@ -186,7 +191,7 @@ class CallParser:
         """The block is none, or breaks off."""
         reader = self._reader
         self._block = None
-        self._pieces.clear()
+        self._pending.clear()
         self._at_start = False
         if self._settings.is_constrained and (self._is_open or reader.is_final):
             # Cut by the limit of tokens: what was told stays, and the rest is markup.

@@ -22,9 +22,9 @@ from tiercel.serve.generation.tools.parsers.literal_grammar import LiteralGramma
 from tiercel.serve.generation.tools.parsers.reader import (
     BrokenCallError,
     CallEnd,
+    CallEvents,
     CallStart,
     CallText,
-    Pieces,
     Reader,
     Reading,
 )
@@ -51,7 +51,7 @@ class PythonicFormat:
         del is_constrained
         return (_OPEN, *(f"[{tool.name}(" for tool in tools))
 
-    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> Pieces:
+    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> CallEvents:
         """All calls of the answer."""
         del tools
         yield from reader.optional(_OPEN)

@@ -43,9 +43,9 @@ class CallEnd:
     """The call is complete."""
 
 
-Piece = CallStart | CallText | CallEnd
-Pieces = Iterator[Piece | None]
-Reading = Generator[Piece | None, None, T]
+CallEvent = CallStart | CallText | CallEnd
+CallEvents = Iterator[CallEvent | None]
+Reading = Generator[CallEvent | None, None, T]
 
 
 class Reader:

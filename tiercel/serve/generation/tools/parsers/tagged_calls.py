@@ -32,9 +32,9 @@ from tiercel.serve.generation.tools.parsers.format import ToolSpec, arguments_sc
 from tiercel.serve.generation.tools.parsers.reader import (
     BrokenCallError,
     CallEnd,
+    CallEvents,
     CallStart,
     CallText,
-    Pieces,
     Reader,
     Reading,
     escape_json,
@@ -104,7 +104,7 @@ class QwenCoderFormat:
         del tools, is_constrained
         return (self.opening,)
 
-    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> Pieces:
+    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> CallEvents:
         """One call."""
         yield from reader.literal(self.opening)
         yield from reader.space()
@@ -186,7 +186,7 @@ class DsmlFormat:
         del tools, is_constrained
         return tuple(f"{self._tag(group)}>" for group in self._groups)
 
-    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> Pieces:
+    def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> CallEvents:
         """All calls of the answer."""
         del tools  # each value says itself what it is
         group = yield from reader.literal(*self.triggers((), is_constrained=True))
