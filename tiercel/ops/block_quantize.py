@@ -1,0 +1,437 @@
+"""Block formats of DeepSeek-V4: weights, activations and cache entries, encoded and decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from tiercel.errors import ArgumentError
+from tiercel.ops import block_quantize_torch as torch_ops
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class BlockFormat(Enum):
+    """A block format of weights; the value is the name in messages."""
+
+    FP8 = "fp8"  # E4M3, a scale per block of `QuantBlocks.block`
+    MXFP4 = "mxfp4"  # E2M1, an E8M0 scale per 32 columns
+    NVFP4 = "nvfp4"  # E2M1, an E4M3 scale per 16 columns and a float32 scale per matrix
+
+
+@dataclass(frozen=True, slots=True)
+class QuantBlocks:
+    """A matrix (out, in), or a stack of matrices (..., out, in), in a block format.
+
+    Attributes:
+        format: the block format.
+        q: FP8: (..., out, in) float8_e4m3fn. FP4: (..., out, in / 2) uint8, the even column in
+            bits 0 to 3.
+        scale: FP8: (..., ceil(out / block[0]), ceil(in / block[1])), uint8 for E8M0 or float32.
+            MXFP4: (..., out, in / 32) uint8, E8M0. NVFP4: (..., out, in / 16) float8_e4m3fn.
+        global_scale: NVFP4: (...) float32, one per matrix; None in the other formats.
+        is_reciprocal: NVFP4: whether a weight is divided by `global_scale` (compressed-tensors)
+            instead of multiplied.
+        block: FP8: rows and columns of a block; edge blocks may be partial.
+    """
+
+    format: BlockFormat
+    q: Tensor
+    scale: Tensor
+    global_scale: Tensor | None = None
+    is_reciprocal: bool = False
+    block: tuple[int, int] = (128, 128)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(..., out, in), in weights."""
+        columns = self.q.shape[-1] * (1 if self.format is BlockFormat.FP8 else 2)
+        return (*self.q.shape[:-1], columns)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes."""
+        planes = [self.q, self.scale, *([] if self.global_scale is None else [self.global_scale])]
+        return sum(plane.numel() * plane.element_size() for plane in planes)
+
+    def take(self, index: Tensor) -> QuantBlocks:
+        """A copy of the matrices `index` (n,) of a stack (experts, out, in), in that order."""
+        total = self.global_scale
+        return QuantBlocks(
+            self.format,
+            _take(self.q, index),
+            _take(self.scale, index),
+            None if total is None else total.index_select(0, index),
+            self.is_reciprocal,
+            self.block,
+        )
+
+
+def _take(plane: Tensor, index: Tensor) -> Tensor:
+    """Select along the first dimension; 8-bit floats are moved as bytes."""
+    if plane.dtype == torch.float8_e4m3fn:
+        return plane.view(torch.uint8).index_select(0, index).view(plane.dtype)
+    return plane.index_select(0, index)
+
+
+def block_quantize(
+    weight: Tensor,
+    block_format: BlockFormat,
+    *,
+    block: tuple[int, int] = (128, 128),
+    has_e8m0: bool = True,
+) -> QuantBlocks:
+    """Encode weights in a block format.
+
+    Scales: FP8 max(amax, 1e-4) / 448, raised to a power of two for E8M0; MXFP4
+    2^ceil(log2(amax / 6)); NVFP4 amax of the matrix / 2688, then E4M3 of the group's amax, at
+    least 2^-9. Values round to the nearest, ties to the even code, and saturate.
+
+    Args:
+        weight: (..., out, in), float32, bfloat16 or float16, on any device, with any strides.
+        block_format: the format.
+        block: FP8: rows and columns of a block.
+        has_e8m0: FP8: scales are E8M0 bytes; otherwise float32.
+
+    Returns:
+        Contiguous planes on the device of `weight`.
+
+    Raises:
+        ArgumentError: fewer than two dimensions, another dtype, FP4 columns that are no multiple
+            of the group, or a block below 1.
+
+    Sources: "OCP Microscaling Formats (MX) Specification" 1.0; NVIDIA's description of NVFP4; the
+    inference code published with DeepSeek-V4.
+    """
+    if weight.dim() < 2 or weight.dtype not in _FLOATS:
+        raise ArgumentError(
+            f"block_quantize: weight is {tuple(weight.shape)} {weight.dtype}.",
+            hint="Pass (..., out, in) in float32, bfloat16 or float16.",
+        )
+    if block_format is BlockFormat.FP8:
+        if min(block) < 1:
+            raise ArgumentError(f"block_quantize: block is {block}.", hint="Pass sizes >= 1.")
+        q, scale = torch_ops.quantize_fp8(weight, block, has_e8m0)
+        return QuantBlocks(block_format, q, scale, block=block)
+    group = 32 if block_format is BlockFormat.MXFP4 else 16
+    if weight.shape[-1] % group:
+        raise ArgumentError(
+            f"block_quantize: {weight.shape[-1]} columns are not whole groups of "
+            f"{block_format.value}.",
+            hint=f"Pass a multiple of {group}.",
+        )
+    if weight.numel() == 0:
+        raise ArgumentError(
+            f"block_quantize: weight is empty, {tuple(weight.shape)}.",
+            hint="Pass at least one row and one group of columns.",
+        )
+    if block_format is BlockFormat.MXFP4:
+        return QuantBlocks(block_format, *torch_ops.quantize_mxfp4(weight))
+    return QuantBlocks(block_format, *torch_ops.quantize_nvfp4(weight))
+
+
+def block_dequantize(blocks: QuantBlocks, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Decode weights of a block format.
+
+    Args:
+        blocks: one matrix or a stack, on any device.
+        dtype: float32, bfloat16 or float16.
+
+    Returns:
+        (..., out, in), contiguous. Values are formed in float32 and rounded once to `dtype`: with
+        FP8 and E8M0 or MXFP4 they are exact in float32; NVFP4 rounds in the product, or quotient,
+        with the global scale. An E8M0 byte of 255 gives NaN.
+
+    Raises:
+        ArgumentError: planes whose shapes or dtypes disagree, or another dtype.
+
+    Source: as `block_quantize`; compressed-tensors for the reciprocal global scale.
+    """
+    if dtype not in _FLOATS:
+        raise ArgumentError(
+            f"block_dequantize: dtype={dtype}.", hint="Use float32, bfloat16 or float16."
+        )
+    check_blocks(blocks, "block_dequantize")
+    if blocks.format is BlockFormat.FP8:
+        return torch_ops.dequantize_fp8(blocks.q, blocks.scale, blocks.block).to(dtype)
+    values = torch_ops.dequantize_fp4(blocks.q, blocks.scale)
+    if blocks.global_scale is not None:
+        total = blocks.global_scale[..., None, None]
+        values = values / total if blocks.is_reciprocal else values * total
+    return values.to(dtype)
+
+
+def check_blocks(blocks: QuantBlocks, name: str) -> None:
+    """Raise ArgumentError unless the planes of `blocks` fit each other; `name` is the op's."""
+    *stack, out, cols = blocks.shape
+    if blocks.format is BlockFormat.FP8:
+        rows = -(-out // blocks.block[0])
+        expected = (*stack, rows, -(-cols // blocks.block[1]))
+        q_dtype: torch.dtype = torch.float8_e4m3fn
+        scale_dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.float32)
+    else:
+        is_mx = blocks.format is BlockFormat.MXFP4
+        expected = (*stack, out, cols // (32 if is_mx else 16))
+        q_dtype = torch.uint8
+        scale_dtypes = (torch.uint8,) if is_mx else (torch.float8_e4m3fn,)
+    if blocks.q.dtype != q_dtype:
+        raise ArgumentError(
+            f"{name}: the weights of {blocks.format.value} are {blocks.q.dtype}.",
+            hint=f"Pass {q_dtype}; view the bytes of a container, never cast them.",
+        )
+    if tuple(blocks.scale.shape) != expected or blocks.scale.dtype not in scale_dtypes:
+        raise ArgumentError(
+            f"{name}: {blocks.format.value} weights {blocks.shape} have scales "
+            f"{tuple(blocks.scale.shape)} {blocks.scale.dtype}.",
+            hint=f"Pass {expected} in {' or '.join(map(str, scale_dtypes))}.",
+        )
+    total = blocks.global_scale
+    if (total is not None) != (blocks.format is BlockFormat.NVFP4):
+        raise ArgumentError(
+            f"{name}: {blocks.format.value} {'with' if total is not None else 'without'} a global "
+            "scale.",
+            hint="NVFP4 has one, the other formats have none.",
+        )
+    if total is not None and list(total.shape) != stack:
+        raise ArgumentError(
+            f"{name}: the global scale is {tuple(total.shape)} but the weights are {blocks.shape}.",
+            hint=f"Pass {tuple(stack)}: one number per matrix.",
+        )
+
+
+def mxfp4_to_nvfp4(blocks: QuantBlocks) -> QuantBlocks:
+    """Rewrite MXFP4 weights as NVFP4 with the same nibbles and exactly the same values.
+
+    The largest scale of a matrix in use becomes 2^8, the largest power of two of E4M3; each scale
+    is written twice. Groups of zeros alone take any scale. It reads the device once: an op for
+    conversion, not for a step.
+
+    Args:
+        blocks: MXFP4, a matrix or a stack.
+
+    Returns:
+        NVFP4 with a global scale of 2^-G per matrix; `q` is shared.
+
+    Raises:
+        ArgumentError: another format, or scales in use of a matrix that span more than 18 powers
+            of two.
+
+    Source: E4M3 holds the powers 2^-9 to 2^8.
+    """
+    if blocks.format is not BlockFormat.MXFP4:
+        raise ArgumentError(
+            f"mxfp4_to_nvfp4: the weights are {blocks.format.value}.", hint="Pass MXFP4."
+        )
+    check_blocks(blocks, "mxfp4_to_nvfp4")
+    parts = blocks.q.unflatten(-1, (blocks.scale.shape[-1], 16))
+    is_used = ((parts & 0x77) != 0).any(-1)
+    exponents = blocks.scale.int() - 127
+    top = torch.where(is_used, exponents, -126).amax(dim=(-2, -1))
+    shifted = exponents - top[..., None, None] + 8
+    if bool((is_used & (shifted < -9)).any()):
+        raise ArgumentError(
+            "mxfp4_to_nvfp4: the scales in use span more than 18 powers of two.",
+            hint="Keep this tensor in MXFP4, or quantise its decoded weights with an error report.",
+        )
+    scale = torch.exp2(shifted.clamp(-9, 8).float()).to(torch.float8_e4m3fn)
+    doubled = torch_ops.spread(scale.view(torch.uint8), 2, -1, 2 * scale.shape[-1])
+    total = torch.exp2((top - 8).float())
+    return QuantBlocks(
+        BlockFormat.NVFP4, blocks.q, doubled.contiguous().view(torch.float8_e4m3fn), total
+    )
+
+
+def e2m1_encode(x: Tensor) -> Tensor:
+    """Round to E2M1: (...) float to (...) uint8 codes 0..15, ties to the even code.
+
+    Values beyond 6 saturate, the sign of zero stays, NaN gives code 0. Source: OCP MX 1.0.
+    """
+    return torch_ops.e2m1_codes(x.float())
+
+
+def e2m1_decode(codes: Tensor) -> Tensor:
+    """Values of E2M1 codes: (...) uint8 0..15 to (...) float32. Source: OCP MX 1.0."""
+    return torch_ops.e2m1_values(codes)
+
+
+def round_fp8_g128(x: Tensor) -> Tensor:
+    """Round activations to E4M3 with a power-of-two scale per 128 channels, and decode.
+
+    Args:
+        x: (..., n) float; a last group below 128 channels has its own scale.
+
+    Returns:
+        (..., n), dtype of x.
+
+    Source: the inference code published with DeepSeek-V4, scale 2^ceil(log2(max(amax, 1e-4)/448)).
+    """
+    return torch_ops.round_fp8(x, 128).to(x.dtype)
+
+
+def round_fp4_g32(x: Tensor) -> Tensor:
+    """Round activations to E2M1 with a power-of-two scale per 32 channels, and decode.
+
+    Args:
+        x: (..., n) float; a last group below 32 channels has its own scale.
+
+    Returns:
+        (..., n), dtype of x.
+
+    Source: the inference code published with DeepSeek-V4, scale 2^ceil(log2(amax / 6)).
+    """
+    return torch_ops.round_fp4(x, torch_ops.INDEX_GROUP).to(x.dtype)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Rotate the last dimension by the normalised Walsh-Hadamard matrix.
+
+    Args:
+        x: (..., n) float, n a power of two.
+
+    Returns:
+        (..., n) float32; applied twice it gives x back.
+
+    Raises:
+        ArgumentError: n is not a power of two.
+
+    Source: the fast transform; natural (Hadamard) order, factor n^-0.5.
+    """
+    size = x.shape[-1]
+    if size < 1 or size & (size - 1):
+        raise ArgumentError(f"hadamard: {size} channels.", hint="Pass a power of two.")
+    return torch_ops.hadamard_rotate(x)
+
+
+def encode_kv_entries(x: Tensor, rotary_dim: int) -> Tensor:
+    """Encode key-value vectors as cache entries, 584 bytes for 512 channels of which 64 rotate.
+
+        0                    head_dim - rotary_dim channels in E4M3
+        head_dim - rotary    rotary_dim channels in bfloat16, little-endian
+        head_dim + rotary    an E8M0 scale per 64 E4M3 channels, zero padded to a multiple of 8
+
+    Args:
+        x: (..., head_dim) float, the last `rotary_dim` channels rotated.
+        rotary_dim: channels that stay bfloat16; the others must be whole groups of 64.
+
+    Returns:
+        (..., bytes) uint8, contiguous.
+
+    Raises:
+        ArgumentError: the channels are not whole groups.
+
+    Source: the cache of the inference code published with DeepSeek-V4; FlashMLA.
+    """
+    nope = x.shape[-1] - rotary_dim
+    if nope < torch_ops.KV_GROUP or nope % torch_ops.KV_GROUP or rotary_dim < 0:
+        raise ArgumentError(
+            f"encode_kv_entries: {x.shape[-1]} channels, {rotary_dim} of them rotated.",
+            hint="The channels that do not rotate must be a multiple of 64.",
+        )
+    return torch_ops.encode_kv(x, rotary_dim)
+
+
+def decode_kv_entries(entries: Tensor, rotary_dim: int, scales: Tensor | None = None) -> Tensor:
+    """Decode cache entries; see `encode_kv_entries` for the bytes.
+
+    Args:
+        entries: (..., bytes) uint8, may be strided; with `scales`, without the scale bytes.
+        rotary_dim: channels in bfloat16.
+        scales: (..., scale bytes) uint8, where a page keeps them in a part of their own.
+
+    Returns:
+        (..., head_dim) float32, exact.
+
+    Raises:
+        ArgumentError: a dtype other than uint8, or a number of bytes that no entry has.
+    """
+    if entries.dtype != torch.uint8:
+        raise ArgumentError(f"decode_kv_entries: entries are {entries.dtype}.", hint="Pass uint8.")
+    if scales is None:
+        # 64 channels and their scale byte, in full scale parts of 8: solve for the channels.
+        size = entries.shape[-1] - 2 * rotary_dim
+        nope = next((n for n in range(64, size, 64) if n + -(-n // 512) * 8 == size), 0)
+        entries, scales = (
+            entries[..., : nope + 2 * rotary_dim],
+            entries[..., nope + 2 * rotary_dim :],
+        )
+    nope = entries.shape[-1] - 2 * rotary_dim
+    if nope < 64 or nope % 64 or scales.shape[-1] < nope // 64:
+        raise ArgumentError(
+            f"decode_kv_entries: {tuple(entries.shape)} entries, {tuple(scales.shape)} scales, "
+            f"rotary_dim {rotary_dim}.",
+            hint="An entry has 64 k + 2 * rotary_dim data bytes and at least k scale bytes.",
+        )
+    return torch_ops.decode_kv(entries, scales, rotary_dim)
+
+
+def encode_index_keys(x: Tensor) -> Tensor:
+    """Encode rotated index keys, 68 bytes for 128 channels: packed E2M1, then E8M0 per 32.
+
+    Args:
+        x: (..., n) float after `hadamard`, n a multiple of 32.
+
+    Returns:
+        (..., n / 2 + n / 32) uint8, contiguous.
+
+    Raises:
+        ArgumentError: n is no multiple of 32.
+
+    Source: the indexer of the inference code published with DeepSeek-V4.
+    """
+    if x.shape[-1] < 32 or x.shape[-1] % 32:
+        raise ArgumentError(
+            f"encode_index_keys: {x.shape[-1]} channels.", hint="Pass a multiple of 32."
+        )
+    return torch_ops.encode_index(x)
+
+
+def decode_index_keys(keys: Tensor, scales: Tensor | None = None) -> Tensor:
+    """Decode index keys to the rotated vectors; see `encode_index_keys` for the bytes.
+
+    Args:
+        keys: (..., 17 k) uint8; with `scales`, (..., 16 k).
+        scales: (..., k) uint8, where a page keeps them in a part of their own.
+
+    Returns:
+        (..., 32 k) float32, exact.
+
+    Raises:
+        ArgumentError: a dtype other than uint8, or sizes that disagree.
+    """
+    if scales is None and keys.shape[-1] % 17 == 0:
+        num_groups = keys.shape[-1] // 17
+        keys, scales = keys[..., : 16 * num_groups], keys[..., 16 * num_groups :]
+    if keys.dtype != torch.uint8 or scales is None or keys.shape[-1] != 16 * scales.shape[-1]:
+        raise ArgumentError(
+            f"decode_index_keys: keys are {tuple(keys.shape)} {keys.dtype}.",
+            hint="Pass uint8, 16 bytes and one scale byte per 32 channels.",
+        )
+    return torch_ops.dequantize_fp4(keys, scales)
+
+
+def swizzle_scales(scale: Tensor) -> Tensor:
+    """Scale bytes in the tile order of Blackwell's block-scaled tensor cores.
+
+    Rows pad to 128 and columns to 4; byte (r, c) of a 512-byte tile goes to
+    (r % 32) * 16 + (r // 32) * 4 + c, tiles row-major.
+
+    Args:
+        scale: (rows, cols) of a one-byte dtype.
+
+    Returns:
+        (ceil(rows / 128) * ceil(cols / 4) * 512,) uint8, padding zero.
+
+    Raises:
+        ArgumentError: not two dimensions, or elements of more than a byte.
+
+    Source: cuBLAS documentation, "1D block scaling factors layout".
+    """
+    if scale.dim() != 2 or scale.element_size() != 1:
+        raise ArgumentError(
+            f"swizzle_scales: scale is {tuple(scale.shape)} {scale.dtype}.",
+            hint="Pass (rows, cols) of a one-byte dtype.",
+        )
+    return torch_ops.swizzle(scale.contiguous().view(torch.uint8))
