@@ -1,0 +1,149 @@
+"""The residual streams of DeepSeek-V4: reference, oracle, and properties of the mix."""
+
+import pytest
+import torch
+
+from tests.dsv4_cases import captured, case, poison, strided
+from tiercel.errors import ArgumentError
+from tiercel.ops.mhc_mix import mhc_mix_collapse, mhc_mix_post, mhc_mix_pre
+from tiercel.reference import mhc_mix as oracle
+
+OPTIONS = {"rms_eps": 1e-6, "hc_eps": 1e-6, "sinkhorn_iters": 20}
+EPS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
+SHAPES = [(1, 4, 24), (5, 4, 96), (3, 2, 33), (7, 3, 160)]  # tokens, streams, hidden
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8 + 1e-5, torch.float16: 2**-11 + 1e-5}
+
+
+def make_case(num_tokens, n, hidden, dtype, device):
+    """Random everywhere: equal streams, a symmetric comb or zero bases would hide faults."""
+    rows = n * (2 + n)
+    streams = torch.randn(num_tokens, n, hidden, device=device) * torch.arange(1, n + 1.0)[
+        :, None
+    ].to(device)
+    streams[-1] *= 1e-3  # so small that rms_eps decides
+    fn = torch.randn(rows, n * hidden, device=device) / (n * hidden) ** 0.5
+    scale = torch.tensor([1.3, 0.7, 1.9], device=device)
+    base = torch.randn(rows, device=device)
+    return strided(streams.to(dtype)), fn, scale, base
+
+
+def check(out, expected, dtype):
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_pre_matches_the_reference(device):
+    data = case("mhc", device)
+    x, post, comb = mhc_mix_pre(data["streams"], data["fn"], data["scale"], data["base"], **OPTIONS)
+    for name, out in (("x", x), ("post", post), ("comb", comb)):
+        torch.testing.assert_close(out, data[name], rtol=0, atol=1e-5)
+
+
+def test_post_matches_the_reference(device):
+    data = case("mhc", device)
+    out = mhc_mix_post(data["streams"], data["y"], data["post"], data["comb"])
+    torch.testing.assert_close(out, data["out"], rtol=0, atol=1e-5)
+
+
+def test_collapse_matches_the_reference(device):
+    data = case("mhc", device)
+    head = (data["head_fn"], data["head_scale"], data["head_base"])
+    out = mhc_mix_collapse(data["streams"], *head, **EPS)
+    torch.testing.assert_close(out, data["head_out"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pre_matches_oracle(shape, dtype, device):
+    streams, *weights = make_case(*shape, dtype, device)
+    before = streams.clone()
+    poison(device)
+    x, post, comb = mhc_mix_pre(streams, *weights, **OPTIONS)
+    assert torch.equal(streams, before)
+    assert x.dtype == dtype
+    arguments = [tensor.cpu() for tensor in (streams, *weights)]
+    pre, expected_post, expected_comb = oracle.coefficients(*arguments, 1e-6, 1e-6, 20)
+    check(x, oracle.pre_sum(arguments[0], pre), dtype)
+    check(post, expected_post, torch.float32)
+    check(comb, expected_comb, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_post_matches_oracle(shape, dtype, device):
+    num_tokens, n, hidden = shape
+    streams, *_ = make_case(*shape, dtype, device)
+    y = strided(torch.randn(num_tokens, hidden, device=device).to(dtype))
+    post = torch.rand(num_tokens, n, device=device)
+    comb = torch.rand(num_tokens, n, n, device=device)  # not symmetric
+    poison(device)
+    out = mhc_mix_post(streams, y, post, comb)
+    assert out.is_contiguous()
+    assert out.dtype == dtype
+    expected = oracle.post_sum(*(tensor.cpu() for tensor in (streams, y, post, comb)))
+    check(out, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_collapse_matches_oracle(shape, dtype, device):
+    num_streams = shape[1]
+    streams, fn, scale, base = make_case(*shape, dtype, device)
+    weights = (fn[:num_streams].contiguous(), scale[:1], base[:num_streams])
+    poison(device)
+    out = mhc_mix_collapse(streams, *weights, **EPS)
+    assert out.dtype == dtype
+    expected = oracle.collapse(*(tensor.cpu() for tensor in (streams, *weights)), 1e-6, 1e-6)
+    check(out, expected, dtype)
+
+
+def test_comb_is_doubly_stochastic(device):
+    streams, *weights = make_case(11, 4, 96, torch.float32, device)
+    _, _, comb = mhc_mix_pre(streams, *weights, **OPTIONS)
+    ones = torch.ones(11, 4, device=device)
+    torch.testing.assert_close(comb.sum(1), ones, rtol=0, atol=1e-5)  # the last step
+    torch.testing.assert_close(comb.sum(2), ones, rtol=0, atol=1e-2)
+    _, _, one = mhc_mix_pre(streams, *weights, **(OPTIONS | {"sinkhorn_iters": 1}))
+    assert (one.sum(2) - 1).abs().max() > 0.1  # the iterations matter here
+
+
+def test_large_coefficients_stay_finite(device):
+    streams, fn, scale, base = make_case(3, 4, 24, torch.float32, device)
+    for out in mhc_mix_pre(streams, fn, scale * 1e3, base * 1e3, **OPTIONS):
+        assert out.isfinite().all()
+
+
+def test_no_tokens(device):
+    streams, *weights = make_case(2, 4, 24, torch.bfloat16, device)
+    x, post, comb = mhc_mix_pre(streams[:0], *weights, **OPTIONS)
+    assert (x.shape, post.shape, comb.shape) == ((0, 24), (0, 4), (0, 4, 4))
+    assert mhc_mix_post(streams[:0], x, post, comb).shape == (0, 4, 24)
+
+
+def test_op_names_the_bad_argument(device):
+    streams, fn, scale, base = make_case(2, 4, 24, torch.float32, device)
+    with pytest.raises(ArgumentError, match=r"streams are \(4, 24\)"):
+        mhc_mix_pre(streams[0], fn, scale, base, **OPTIONS)
+    with pytest.raises(ArgumentError, match=r"fn, scale and base are \(\(24, 95\)") as error:
+        mhc_mix_pre(streams, fn[:, :95], scale, base, **OPTIONS)
+    assert "((24, 96), (3,), (24,)) in float32" in error.value.hint
+    with pytest.raises(ArgumentError, match=r"torch\.bfloat16"):
+        mhc_mix_pre(streams, fn.bfloat16(), scale, base, **OPTIONS)
+    with pytest.raises(ArgumentError, match="0 iterations"):
+        mhc_mix_pre(streams, fn, scale, base, **(OPTIONS | {"sinkhorn_iters": 0}))
+    with pytest.raises(ArgumentError, match=r"mhc_mix_collapse: fn, scale and base are"):
+        mhc_mix_collapse(streams, fn, scale, base, **EPS)
+    x, post, comb = mhc_mix_pre(streams, fn, scale, base, **OPTIONS)
+    with pytest.raises(ArgumentError, match=r"y, post and comb are \(\(1, 24\)"):
+        mhc_mix_post(streams, x[:1], post, comb)
+
+
+@pytest.mark.gpu
+def test_replay_equals_eager(device):
+    streams, *weights = make_case(5, 4, 96, torch.bfloat16, device)
+
+    def run():
+        x, post, comb = mhc_mix_pre(streams, *weights, **OPTIONS)
+        return mhc_mix_post(streams, x, post, comb)
+
+    assert torch.equal(captured(run), run())
