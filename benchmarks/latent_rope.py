@@ -1,0 +1,82 @@
+"""Head norm and rotation of DeepSeek-V4 against their floor in bytes.
+
+    python -m benchmarks.latent_rope --device cuda --out FILE.json
+
+Floor: the heads are read and written once; the table's rows are a token's 256 bytes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.op_timing import Case, main, relative_error
+from tiercel.ops.latent_rope import YarnScaling, latent_rope, rope_frequencies, rope_table
+from tiercel.reference import latent_rope as oracle
+
+ROTARY, HEAD_DIM, BASE, MAX_POSITIONS, EPS = 64, 512, 160000.0, 131072, 1e-6
+# What rotates: heads, channels, whether there is a norm, whether the rotation is inverse.
+PARTS = {
+    "Flash q": (64, HEAD_DIM, True, False),
+    "Pro q": (128, HEAD_DIM, True, False),
+    "kv": (1, HEAD_DIM, True, False),
+    "Flash attention output": (64, HEAD_DIM, False, True),
+    "Pro attention output": (128, HEAD_DIM, False, True),
+    "indexer q": (64, 128, False, False),
+}
+TOKENS = {"cuda": (1, 64, 4096), "cpu": (1, 16)}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Heads (T, heads, d) bfloat16 and their positions (T,) int64."""
+
+    x: Tensor
+    positions: Tensor
+
+
+def make_case(name: str, num_tokens: int, table: Tensor) -> Case:
+    num_heads, width, has_norm, is_inverse = PARTS[name]
+    device = table.device
+    eps = EPS if has_norm else None
+
+    def make(seed: int) -> Inputs:
+        generator = torch.Generator(device).manual_seed(seed)
+        x = torch.randn(num_tokens, num_heads, width, generator=generator, device=device)
+        positions = torch.randint(
+            0, MAX_POSITIONS, (num_tokens,), generator=generator, device=device
+        )
+        return Inputs(x.bfloat16(), positions)
+
+    def run(inputs: Inputs) -> Tensor:
+        return latent_rope(inputs.x, inputs.positions, table, eps=eps, inverse=is_inverse)
+
+    def check(inputs: Inputs) -> float:
+        angles = oracle.frequencies(ROTARY, BASE, 16.0, 65536)
+        expected = oracle.latent_rope(
+            inputs.x.cpu(), inputs.positions.cpu(), angles, eps, None, is_inverse
+        )
+        return relative_error(run(inputs).cpu(), expected)
+
+    return Case(
+        name=f"{name} tokens={num_tokens}",
+        make=make,
+        run=run,
+        check=check,
+        tolerance=5e-3,
+        num_bytes=num_tokens * (4 * num_heads * width + 4 * ROTARY),
+    )
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    """Yield one Case per part and number of tokens; bytes moved define the floor."""
+    frequencies = rope_frequencies(ROTARY, BASE, YarnScaling(16.0, 65536))
+    table = rope_table(frequencies, MAX_POSITIONS, device)
+    for num_tokens in TOKENS[device.type]:
+        for name in PARTS:
+            yield make_case(name, num_tokens, table)
+
+
+if __name__ == "__main__":
+    main(__doc__, cases)
