@@ -63,6 +63,14 @@ def test_mxfp4_becomes_nvfp4_exactly(device):
     assert torch.equal(block_dequantize(target), data["mxfp4.deq"])
 
 
+def test_scales_of_zeros_do_not_count(device):
+    weight = torch.ones(2, 64, device=device)
+    weight[1, :32] = 0.0
+    blocks = block_quantize(weight, BlockFormat.MXFP4)
+    blocks.scale[1, 0] = 200
+    assert torch.equal(block_dequantize(op.mxfp4_to_nvfp4(blocks)), weight)
+
+
 def test_mxfp4_of_a_wide_range_is_refused(device):
     weight = torch.ones(2, 64, device=device)
     weight[1, 32:] = 2.0**-17  # 18 scales: just fits
