@@ -1,0 +1,109 @@
+"""The router of DeepSeek-V4: reference, oracle, ties and extremes."""
+
+import pytest
+import torch
+
+from tests.dsv4_cases import captured, case, poison, strided
+from tiercel.errors import ArgumentError
+from tiercel.ops.moe_route import moe_route, moe_route_hash
+from tiercel.reference import moe_route as oracle
+
+SHAPES = [(1, 5, 1), (11, 10, 3), (7, 256, 6), (33, 384, 6), (4, 7, 7)]  # tokens, experts, topk
+
+
+def test_routes_match_the_reference(device):
+    data = case("router", device)
+    logits = data["x"] @ data["w"].t()
+    ids, weights = moe_route(strided(logits), data["bias"], topk=3, scale=1.5)
+    assert torch.equal(ids, data["ids"])
+    torch.testing.assert_close(weights, data["weights"], rtol=0, atol=1e-5)
+    # A table in which token 3 t + 1 has the experts of row t.
+    table = torch.full((3 * 11 + 2, 3), 9, device=device)
+    tokens = 3 * torch.arange(11, device=device) + 1
+    table[tokens] = data["hash_ids"]
+    ids, weights = moe_route_hash(logits, table, tokens.int(), scale=1.5)
+    assert torch.equal(ids, data["hash_ids"])
+    torch.testing.assert_close(weights, data["hash_weights"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "topk"), SHAPES)
+def test_routes_match_oracle(num_tokens, num_experts, topk, device):
+    logits = strided(3 * torch.randn(num_tokens, num_experts, device=device))
+    bias = torch.randn(num_experts, device=device)
+    poison(device)
+    ids, weights = moe_route(logits, bias, topk=topk, scale=2.5)
+    expected_ids, expected = oracle.learned(logits.cpu(), bias.cpu(), topk, 2.5)
+    assert torch.equal(ids.cpu(), expected_ids)
+    torch.testing.assert_close(weights.double().cpu(), expected, rtol=2e-6, atol=0)
+    table = torch.stack([torch.randperm(num_experts)[:topk] for _ in range(50)]).to(device)
+    tokens = torch.randint(0, 50, (num_tokens,), device=device)
+    ids, weights = moe_route_hash(logits, table, tokens, scale=2.5)
+    assert torch.equal(ids, table[tokens])
+    expected = oracle.weights(oracle.scores(logits.cpu()), ids.cpu(), 2.5)
+    torch.testing.assert_close(weights.double().cpu(), expected, rtol=2e-6, atol=0)
+
+
+def test_ties_go_to_the_lower_expert(device):
+    logits = torch.zeros(3, 200, device=device)
+    logits[1, 150] = 1.0
+    ids, _ = moe_route(logits, torch.zeros(200, device=device), topk=4, scale=1.0)
+    assert ids.tolist() == [[0, 1, 2, 3], [150, 0, 1, 2], [0, 1, 2, 3]]
+
+
+def test_the_bias_chooses_and_does_not_weigh(device):
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=device)
+    bias = torch.tensor([10.0, 0.0, 0.0, 0.0], device=device)
+    ids, weights = moe_route(logits, bias, topk=2, scale=1.0)
+    assert ids.tolist() == [[0, 3]]
+    score = torch.nn.functional.softplus(logits[0, [0, 3]]).sqrt()
+    torch.testing.assert_close(weights[0], score / score.sum())
+
+
+def test_extremes_stay_finite(device):
+    logits = torch.tensor([[-3e38, -60.0, -50.0], [100.0, 3e38, 0.0]], device=device)
+    _, weights = moe_route(logits, torch.zeros(3, device=device), topk=2, scale=1.5)
+    assert weights.isfinite().all()
+    torch.testing.assert_close(
+        weights.sum(1), torch.full((2,), 1.5, device=device), rtol=1e-2, atol=0
+    )
+    _, weights = moe_route(0 * logits - 3e38, torch.zeros(3, device=device), topk=2, scale=1.5)
+    assert torch.equal(weights, torch.zeros(2, 2, device=device))  # scores of 0: no NaN
+    logits[0, 1] = float("nan")
+    _, weights = moe_route(logits, torch.zeros(3, device=device), topk=2, scale=1.5)
+    assert weights[0].isnan().all()
+    assert weights[1].isfinite().all()
+
+
+def test_no_tokens(device):
+    ids, weights = moe_route(
+        torch.empty(0, 9, device=device), torch.zeros(9, device=device), topk=2, scale=1.0
+    )
+    assert (ids.shape, weights.shape) == ((0, 2), (0, 2))
+
+
+def test_op_names_the_bad_argument(device):
+    logits, bias = torch.randn(2, 9, device=device), torch.zeros(9, device=device)
+    table = torch.zeros(5, 2, dtype=torch.int64, device=device)
+    tokens = torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(ArgumentError, match=r"logits are \(9,\)"):
+        moe_route(logits[0], bias, topk=2, scale=1.0)
+    with pytest.raises(ArgumentError, match=r"bias is \(8,\)"):
+        moe_route(logits, bias[:8], topk=2, scale=1.0)
+    with pytest.raises(ArgumentError, match="topk=10 of 9 experts") as error:
+        moe_route(logits, bias, topk=10, scale=1.0)
+    assert error.value.hint == "Pass 1 to 9."
+    with pytest.raises(ArgumentError, match=r"table is \(5, 2\) torch.int32"):
+        moe_route_hash(logits, table.int(), tokens, scale=1.0)
+    with pytest.raises(ArgumentError, match=r"token ids are \(1,\)"):
+        moe_route_hash(logits, table, tokens[:1], scale=1.0)
+
+
+@pytest.mark.gpu
+def test_replay_equals_eager(device):
+    logits, bias = torch.randn(5, 256, device=device), torch.randn(256, device=device)
+
+    def run():
+        ids, weights = moe_route(logits, bias, topk=6, scale=1.5)
+        return ids + weights
+
+    assert torch.equal(captured(run), run())

@@ -1,0 +1,26 @@
+"""Oracle of DeepSeek-V4's router: one token after the other, in float64."""
+
+import torch
+from torch import Tensor
+
+
+def scores(logits: Tensor) -> Tensor:
+    """Square root of log(1 + e^z), float64."""
+    return torch.sqrt(torch.logaddexp(logits.double(), torch.zeros((), dtype=torch.float64)))
+
+
+def learned(logits: Tensor, bias: Tensor, topk: int, scale: float) -> tuple[Tensor, Tensor]:
+    """The best of scores + bias, ties to the lower expert: ids and weights (T, topk)."""
+    s = scores(logits)
+    ids = [
+        sorted(range(len(row)), key=lambda e, row=row: (-row[e], e))[:topk]
+        for row in (s + bias.double()).tolist()
+    ]
+    chosen = torch.tensor(ids, dtype=torch.int64).reshape(-1, topk)
+    return chosen, weights(s, chosen, scale)
+
+
+def weights(s: Tensor, ids: Tensor, scale: float) -> Tensor:
+    """Scores of the experts over their sum, times scale."""
+    chosen = torch.stack([s[t, row] for t, row in enumerate(ids)])
+    return chosen / (chosen.sum(1, keepdim=True) + 1e-20) * scale
