@@ -1,0 +1,47 @@
+"""A linear layer with groups: each group of inputs has weights and outputs of its own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tiercel.errors import ArgumentError
+from tiercel.ops.block_quantize import QuantBlocks, block_dequantize
+from tiercel.ops.grouped_linear_torch import product
+
+
+def grouped_linear(x: Tensor, weight: Tensor | QuantBlocks, num_groups: int) -> Tensor:
+    """Multiply each group of inputs by its own block of weights (wo_a of DeepSeek-V4).
+
+    Output j of group g is the sum over i of weight[g * out + j, i] * x[:, g * in + i]: a
+    block-diagonal product. With (T, heads, d) the groups are consecutive heads.
+
+    Args:
+        x: (T, groups * in), or (T, heads, d) with heads * d = groups * in; a float dtype, with any
+            strides.
+        weight: (groups * out, in), a float matrix or blocks; blocks are decoded whole, to 4 bytes
+            a weight.
+        num_groups: groups, >= 1.
+
+    Returns:
+        (T, groups * out), contiguous, dtype of x; float32 inside, rounded once.
+
+    Raises:
+        ArgumentError: sizes that disagree.
+
+    Source: the inference code published with DeepSeek-V4.
+    """
+    if x.dim() not in (2, 3) or not x.is_floating_point():
+        raise ArgumentError(
+            f"grouped_linear: x is {tuple(x.shape)} {x.dtype}.",
+            hint="Pass (tokens, inputs) or (tokens, heads, d) of a float dtype.",
+        )
+    rows, cols = weight.shape
+    inputs = x.shape[1:].numel()
+    if num_groups < 1 or rows % num_groups or inputs != num_groups * cols:
+        raise ArgumentError(
+            f"grouped_linear: x has {inputs} inputs, weight is {(rows, cols)}, "
+            f"num_groups={num_groups}.",
+            hint="Pass groups * in inputs and a weight of (groups * out, in).",
+        )
+    matrix = block_dequantize(weight) if isinstance(weight, QuantBlocks) else weight.float()
+    return product(x.flatten(1).float(), matrix, num_groups).to(x.dtype)
