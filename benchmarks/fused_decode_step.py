@@ -18,8 +18,13 @@ from benchmarks.op_timing import Case, main, relative_error
 from benchmarks.packed_matvec import random_part
 from benchmarks.synthetic_model import has_more_bits
 from tiercel.batch import Batch
-from tiercel.kernels.fused.fused_decode_step import BLOCK_TOKENS, HEAD, HIDDEN, KV_HEADS
-from tiercel.kernels.fused.fused_decode_step_stream import MATRICES
+from tiercel.kernels.fused.fused_decode_step_geometry import (
+    BLOCK_TOKENS,
+    HEAD,
+    HIDDEN,
+    KV_HEADS,
+    MATRICES,
+)
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.fused_decode_step import (
     FusedDecodeStepBuilder,

@@ -18,7 +18,8 @@ from torch import Tensor
 from benchmarks.op_timing import Case, main, relative_error
 from benchmarks.packed_matvec import random_part
 from benchmarks.synthetic_model import SHAPES, Shape
-from tiercel.kernels.fused.fused_layer_tail_geometry import Geometry, Refusal
+from tiercel.kernels.fused.fused_layer_tail_geometry import Geometry
+from tiercel.kernels.fused.fused_refusal import Refusal
 from tiercel.ops.act_mul import act_mul
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.fused_layer_tail import (

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tiercel.kernels.fused.fused_decode_step import HEAD, HIDDEN
-from tiercel.kernels.fused.fused_decode_step_stream import MATRICES
+from tiercel.kernels.fused.fused_decode_step_geometry import HEAD, HIDDEN, MATRICES
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.fused_decode_step import FusedDecodeStepBuilder, FusedDecodeStepWeights
 from tiercel.quant import QuantTensor

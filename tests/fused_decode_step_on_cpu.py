@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.launches_on_cpu import compile_library, describe_failure
 from tiercel.batch import Batch
 from tiercel.kernels.fused import fused_decode_step as kernel
+from tiercel.kernels.fused.fused_decode_step_geometry import BLOCK_TOKENS
 from tiercel.kernels.runtime import rtc
 from tiercel.ops.fused_decode_step import FusedDecodeStepWeights
 
@@ -49,7 +50,7 @@ def run(
     assert sizes == tuple(library.struct_bytes(i) for i in range(2))
     caches = structures[1]()
     for i, plane in enumerate(plane for pair in zip(k, v, strict=True) for plane in pair):
-        words = struct.pack("QQ", plane.data_ptr(), plane.shape[0] * kernel.BLOCK_TOKENS)
+        words = struct.pack("QQ", plane.data_ptr(), plane.shape[0] * BLOCK_TOKENS)
         ctypes.memmove(ctypes.addressof(caches.maps) + MAP_BYTES * i, words, len(words))
         caches.planes[i] = plane.data_ptr()
     exchange = torch.full_like(weights.exchange, kernel.EXCHANGE_EMPTY)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from tests.fused_decode_step_model import random_matrix
-from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, Refusal
+from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape
+from tiercel.kernels.fused.fused_refusal import Refusal
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.fused_layer_tail import (
     ChainExchange,

@@ -138,6 +138,24 @@ def has_megakernel() -> bool:
     return is_on and has_int8_activations() and not is_exact()
 
 
+def fused_decode_step_switch() -> str:
+    """The toggle that `has_megakernel` obeys where it is false, as ``NAME=value``; else ""."""
+    if not has_int8_activations():
+        return "TIERCEL_INT8_ACTIVATIONS=0"
+    return _first_of("TIERCEL_MEGAKERNEL")
+
+
+def fused_layer_tail_switch() -> str:
+    """The toggle that `has_fused_layer_tail` obeys where it is false, likewise."""
+    return _first_of("TIERCEL_DECODE_CHAIN")
+
+
+def _first_of(name: str) -> str:
+    if not read_flag(name, default=True):
+        return f"{name}=0"
+    return "TIERCEL_EXACT=1" if is_exact() else ""
+
+
 def has_fused_layer_tail() -> bool:
     """Whether ``TIERCEL_DECODE_CHAIN`` lets one kernel run from attention to attention.
 

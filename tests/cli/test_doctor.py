@@ -3,11 +3,15 @@
 import builtins
 import json
 import sys
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 import tiercel
 from tiercel.cli.main import run
+from tiercel.kernels.fused.fused_refusal import SMEM_BYTES
+from tiercel.kernels.runtime import rtc
 
 
 def test_json(capsys, default_model):
@@ -24,8 +28,40 @@ def test_json(capsys, default_model):
 def test_text(capsys):
     assert run(["doctor"]) == 0
     text = capsys.readouterr().out
-    for word in ("tiercel ", "python", "torch", "cuda_build", "nvidia_smi", "folder", "free_bytes"):
+    for word in (
+        "tiercel ",
+        "python",
+        "torch",
+        "cuda_build",
+        "nvidia_smi",
+        "fused_layer_tail",
+        "folder",
+    ):
         assert word in text
+
+
+@pytest.mark.parametrize(
+    ("gpu", "exact", "expected"),
+    [
+        (None, "0", "no GPU"),
+        ((9, 0, 132), "0", "can run"),
+        ((9, 0, 132), "1", "switched off by TIERCEL_EXACT=1"),
+        ((8, 0, 108), "1", "the GPU has compute capability 8.0, not 9.0 (Hopper)"),
+        ((9, 0, 114), "0", "the GPU has 114 SMs, fewer than 128"),
+    ],
+    ids=str,
+)
+def test_fused_kernels(capsys, monkeypatch, gpu, exact, expected):
+    monkeypatch.setenv("TIERCEL_EXACT", exact)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    if gpu is not None:
+        sms = SimpleNamespace(multi_processor_count=gpu[2])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu[:2])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: sms)
+        monkeypatch.setattr(rtc, "max_smem_bytes", lambda device: SMEM_BYTES)
+    assert run(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["fused_kernels"]
+    assert found == dict.fromkeys(("fused_decode_step", "fused_layer_tail"), expected)
 
 
 def test_pytorch_that_does_not_load_is_told(capsys, monkeypatch):

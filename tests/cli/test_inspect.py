@@ -80,6 +80,17 @@ def test_toggles_are_shown_and_checked(facts, tiny, capsys, monkeypatch):
     assert "TIERCEL_PREFILL_MMQ='maybe' cannot be read" in capsys.readouterr().err
 
 
+def test_fused_kernels_are_told_with_a_reason(facts, tiny, tmp_path, capsys):
+    large = sparse_model(tmp_path / "8b.gguf", "qwen3-8b")
+    assert set(facts(large)["runs"]["fused_kernels"].values()) == {"fits"}
+    found = facts(tiny)["runs"]["fused_kernels"]
+    assert "the kernel is built for 4096" in found["fused_decode_step"]
+    assert run(["inspect", str(tiny)]) == 0
+    text = capsys.readouterr().out
+    assert "Fused kernels (H100/H200, float16)" in text
+    assert f"fused_layer_tail       {found['fused_layer_tail']}" in text
+
+
 def test_names_in_a_file_cannot_steer_the_terminal(facts, tmp_path, capsys):
     path = tiny_model(
         tmp_path / "m.gguf", metadata={"general.name": "\x1b[2J\nerror: x" + "y" * 500}

@@ -10,6 +10,7 @@ import torch
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.layers import fused_layer_tail as layers
 from tiercel.layers.fused_layer_tail import FusedLayerTail, make_fused_layer_tail
+from tiercel.ops.fused_layer_tail import Refusal
 
 TYPES = ChainTypes(o=False, gate_up=False, down=False)
 
@@ -34,7 +35,14 @@ def test_a_step_has_no_more_tokens_than_every_layer_takes(widths, most):
 
 
 def test_a_width_that_is_not_faster_is_left_out_before_weights_are_looked_at(monkeypatch):
-    monkeypatch.setattr(layers, "can_fused_layer_tail", lambda device: pytest.fail("was asked"))
+    monkeypatch.setattr(layers, "refuse_device", lambda device: pytest.fail("was asked"))
     norm = SimpleNamespace(weight=torch.ones(1024))
     layer = SimpleNamespace(mlp_norm=norm)
-    assert make_fused_layer_tail([layer], 1e-6, torch.device("cpu")) is None
+    found = make_fused_layer_tail([layer], 1e-6, torch.device("cpu"))
+    assert found.reason.startswith("hidden_size is 1024;")
+
+
+def test_a_cpu_is_refused_with_a_reason():
+    layer = SimpleNamespace(mlp_norm=SimpleNamespace(weight=torch.ones(2048)))
+    found = make_fused_layer_tail([layer], 1e-6, torch.device("cpu"))
+    assert found == Refusal("the device is cpu, not a GPU")

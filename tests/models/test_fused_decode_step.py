@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,20 +17,20 @@ from tiercel.layers.attention import Attention, AttentionShape
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
 from tiercel.models import decoder_build
-from tiercel.ops.fused_decode_step import DecoderShape
+from tiercel.ops.fused_decode_step import DecoderShape, Refusal
 from tiercel.ops.linear import LinearWeight
 from tiercel.ops.packed_matvec import prepare_packed
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout
 
-SHAPE = DecoderShape(1, 4096, 4096, 32, 8, 128, 128, 40960, is_plain=True)
+SHAPE = DecoderShape(1, 4096, 4096, 32, 8, 128, 128, 40960)
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def _here(monkeypatch):
     """Packing is the same on every device; only the kernel needs a GPU."""
-    monkeypatch.setattr(layers, "can_fused_decode_step", lambda _device: True)
+    monkeypatch.setattr(layers, "refuse_device", lambda _device: None)
 
 
 def make_linear(*parts, layout=Layout.SOA):
@@ -66,7 +67,6 @@ def test_layers_are_packed_as_the_file_has_them(layout):
     expected = model.weights
     layer = make_layer(model.layers[0], expected.rope, layout=layout)
     step = layers.make_fused_decode_step([layer], SHAPE, EPS, CPU)
-    assert step is not None
     found = step.weights
     assert found.masks == (V_AND_DOWN,)
     assert torch.equal(found.stream, expected.stream)
@@ -82,27 +82,34 @@ def test_a_layer_that_does_not_fit_leaves_it_out():
     layer = make_layer(model.layers[0], model.weights.rope, layout=Layout.FILE)
     dense = LinearWeight((torch.zeros(4096, 4096),), (4096, 4096))
     mixed = make_model([V_AND_DOWN], 1, CPU).layers[0]
-    wrong_shape = DecoderShape(1, 4096, 4096, 32, 8, 128, 64, 40960, is_plain=True)
-    assert layers.make_fused_decode_step([layer], wrong_shape, EPS, CPU) is None
+
+    def make(shape=SHAPE):
+        return layers.make_fused_decode_step([layer], shape, EPS, CPU)
+
+    assert "rotary_dim is 64" in make(replace(SHAPE, rotary_dim=64)).reason
     layer.attention.output = Linear(dense)
-    assert layers.make_fused_decode_step([layer], SHAPE, EPS, CPU) is None
+    assert make() == Refusal("a matrix of layer 0 is not packed")
     layer.attention.output = make_linear(model.layers[0]["o"], layout=Layout.FILE)
-    assert layers.make_fused_decode_step([layer], SHAPE, EPS, CPU) is not None
+    assert isinstance(make(), layers.FusedDecodeStep)
     layer.mlp.gate_up = make_linear(mixed["gate"], mixed["down"], layout=Layout.FILE)
-    assert layers.make_fused_decode_step([layer], SHAPE, EPS, CPU) is None
+    assert make() == Refusal("gate_up of layer 0 is of two types, Q4_K and Q6_K")
 
 
 @pytest.mark.parametrize(
-    ("family", "fields", "is_plain"),
+    ("family", "fields", "unsupported"),
     [
-        ("llama", {"hidden_act": "silu"}, True),
-        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, False),
-        ("qwen3", {"hidden_act": "silu"}, True),
-        ("qwen2", {"hidden_act": "silu"}, False),  # biases
-        ("gemma3", {"hidden_activation": "silu", "layer_types": ["full_attention"] * 3}, False),
+        ("llama", {"hidden_act": "silu"}, ""),
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, "the activation is gelu_tanh, not silu"),
+        ("qwen3", {"hidden_act": "silu"}, ""),
+        ("qwen2", {"hidden_act": "silu"}, "q, k and v have biases"),
+        (
+            "gemma3",
+            {"hidden_activation": "silu", "layer_types": ["full_attention"] * 3},
+            "outputs of attention and MLP are normed",
+        ),
     ],
 )
-def test_what_the_kernel_is_told_of_a_model(tmp_path, monkeypatch, family, fields, is_plain):
+def test_what_the_kernel_is_told_of_a_model(tmp_path, monkeypatch, family, fields, unsupported):
     values = sample_config(random.Random(1), family).values | {"num_hidden_layers": 3} | fields
     write_folder(tmp_path, values, own_tensors(make_hf_model(values)))
     seen = []
@@ -119,7 +126,7 @@ def test_what_the_kernel_is_told_of_a_model(tmp_path, monkeypatch, family, field
         head_dim=values["head_dim"],
         rotary_dim=values["head_dim"],
         max_tokens=77,
-        is_plain=is_plain,
+        unsupported=unsupported,
     )
     assert eps == values["rms_norm_eps"]
     for part, layer in zip(parts, model.layers, strict=True):
@@ -131,7 +138,7 @@ def test_what_the_kernel_is_told_of_a_model(tmp_path, monkeypatch, family, field
 
 
 def test_a_cpu_has_none():
-    assert not layers.can_fused_decode_step(CPU)
+    assert layers.refuse_device(CPU) == Refusal("the device is cpu, not a GPU")
 
 
 class Recorder:

@@ -13,23 +13,24 @@ from tests import fused_decode_step_on_cpu
 from tests.fused_decode_step_model import EPS, POSITIONS, ROWS, SCALE, V_AND_DOWN, make_model
 from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
-from tiercel.kernels.fused import fused_decode_step as kernel
 from tiercel.kernels.fused import fused_decode_step_stream
-from tiercel.kernels.fused.fused_decode_step_stream import MATRICES
+from tiercel.kernels.fused.fused_decode_step_geometry import (
+    BLOCK_TOKENS,
+    HEAD,
+    HIDDEN,
+    KV_HEADS,
+    MATRICES,
+)
 from tiercel.ops.fused_decode_step import (
-    DecoderShape,
     FusedDecodeStepBuilder,
     fused_decode_step,
     prepare_caches,
-    select_fused_decode_step,
-    select_masks,
 )
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import fused_decode_step as oracle
 
 CPU = torch.device("cpu")
-HIDDEN, HEAD, KV_HEADS = kernel.HIDDEN, kernel.HEAD, kernel.KV_HEADS
 # Of a layer. A code of 8 bits that falls on the other side changes an input by 1 / 127 of the
 # largest in its group.
 TOLERANCE = 1.5e-2
@@ -37,12 +38,12 @@ TOLERANCE = 1.5e-2
 
 def make_batch(length, device, *, num_blocks=0, row=2, position=5):
     """One request in row 2 of 4 whose blocks lie in any order; its last token is new."""
-    needed = -(-length // kernel.BLOCK_TOKENS)
+    needed = -(-length // BLOCK_TOKENS)
     num_blocks = max(num_blocks, needed + 3)
     order = torch.randperm(num_blocks - 1)[:needed] + 1
     tables = torch.zeros((1, 4, max(needed, 1) + 2), dtype=torch.int32)
     tables[0, row, :needed] = order
-    slot = int(order[-1]) * kernel.BLOCK_TOKENS + (length - 1) % kernel.BLOCK_TOKENS
+    slot = int(order[-1]) * BLOCK_TOKENS + (length - 1) % BLOCK_TOKENS
 
     def ints(*values, dtype=torch.int32):
         return torch.tensor(values, dtype=dtype, device=device)
@@ -70,10 +71,10 @@ def make_planes(num_layers, num_blocks, batch, device):
     length = batch.context_lens[0]
     table = batch.block_tables[0, batch.rows[0]].long()
     tokens = torch.arange(length - 1, device=device)
-    slots = table[tokens // kernel.BLOCK_TOKENS] * kernel.BLOCK_TOKENS + tokens % 64
+    slots = table[tokens // BLOCK_TOKENS] * BLOCK_TOKENS + tokens % 64
     planes = []
     for _ in range(2 * num_layers):
-        shape = (num_blocks, kernel.BLOCK_TOKENS, KV_HEADS, HEAD)
+        shape = (num_blocks, BLOCK_TOKENS, KV_HEADS, HEAD)
         plane = torch.full(shape, float("nan"), dtype=torch.float16, device=device)
         values = torch.randn(length - 1, KV_HEADS, HEAD, device=device)
         plane.flatten(0, 1)[slots] = values.half()
@@ -312,36 +313,6 @@ def test_replays_have_the_bits_of_a_launch(device):
     replayed = steps(replay)
     assert replayed.isfinite().all()
     assert torch.equal(direct, replayed)
-
-
-SHAPE = DecoderShape(36, 4096, 12288, 32, 8, 128, 128, 40960, is_plain=True)
-
-
-def test_selection_names_what_does_not_fit():
-    assert select_fused_decode_step(SHAPE) == ""
-    assert select_fused_decode_step(replace(SHAPE, intermediate_size=14336)) == ""
-    for size in (9216, 16640):
-        assert select_fused_decode_step(replace(SHAPE, intermediate_size=size))
-    for name, value in {
-        "hidden_size": 2560,
-        "intermediate_size": 14330,
-        "num_heads": 40,
-        "num_kv_heads": 32,
-        "head_dim": 64,
-        "rotary_dim": 64,
-        "num_layers": 200,
-    }.items():
-        assert select_fused_decode_step(replace(SHAPE, **{name: value})) == f"{name} is {value}"
-    assert "262144 tokens" in select_fused_decode_step(replace(SHAPE, max_tokens=262144))
-    assert select_fused_decode_step(replace(SHAPE, is_plain=False))
-
-
-def test_masks_name_the_types():
-    plain = dict.fromkeys(MATRICES, ("Q4_K",)) | {"gate_up": ("Q4_K", "Q4_K")}
-    mixed = plain | {"v": ("Q6_K",), "down": ("Q6_K",)}
-    assert select_masks([plain, mixed]) == (0, V_AND_DOWN)
-    assert select_masks([plain, plain | {"q": ("Q8_0",)}]) is None
-    assert select_masks([plain | {"gate_up": ("Q4_K", "Q6_K")}]) is None
 
 
 def test_wrong_arguments(device):

@@ -15,14 +15,13 @@ from tiercel.kernels.fused import fused_layer_tail as kernel
 from tiercel.kernels.fused.fused_layer_tail_geometry import (
     ChainShape,
     ChainTypes,
-    Refusal,
     partition,
 )
+from tiercel.kernels.fused.fused_refusal import SMEM_BYTES, Refusal
 from tiercel.ops.fused_layer_tail import (
     fused_layer_tail,
     make_exchange,
     prepare_fused_layer_tail,
-    select_fused_layer_tail,
 )
 from tiercel.ops.packed_matvec import prepare_packed
 from tiercel.quant_types import Layout, QuantType
@@ -335,13 +334,14 @@ def test_what_does_not_fit_says_why():
     assert prepare(qkv=(qkv, v)) == ChainShape(512, 1024, 1536, 256, 64)
     assert prepare(qkv=(qkv, pack(64, 512))) == "q, k and v: two segments of one type"
     assert prepare(qkv=(qkv, v, qkv)) == "q, k and v: 3 segments of different types"
-    assert prepare(o=pack(512, 512, QuantType.Q5_K)) == "o: Q5_K in layout SOA"
-    assert prepare(down=pack(512, 1536, layout=Layout.FILE)) == "down: Q4_K in layout FILE"
+    assert prepare(o=pack(512, 512, QuantType.Q5_K)) == "o: Q5_K; the kernel reads Q4_K and Q6_K"
+    in_file = pack(512, 1536, layout=Layout.FILE)
+    assert "in the layout of the file" in prepare(down=in_file)
     assert prepare(o=pack(256, 1024)).startswith("matrices of shapes [(256, 1024)")
     assert prepare(gate_up=pack(1536, 512)).startswith("matrices of shapes")
     assert prepare(qkv=(pack(256, 1024),)).startswith("matrices of shapes")
-    assert prepare(o=pack(512, 768)) == "attended is 768, not a multiple of 512"
-    assert prepare(qkv=(pack(272, 512),)) == "qk_rows is 272, not a multiple of 32"
+    assert prepare(o=pack(512, 768)) == "num_heads * head_dim is 768, not a multiple of 512"
+    assert prepare(qkv=(pack(272, 512),)) == "q and k have 272 rows, not a multiple of 32"
 
 
 def test_wrong_arguments():
@@ -365,12 +365,4 @@ def test_sources_fit_shared_memory(size, six):
     geometry = partition(SIZES[size], ChainTypes(False, False, six), 132)
     for tokens in (1, geometry.max_tokens):
         beside = 1024 if tokens == 1 or geometry.ring(2).slots == 12 else 0
-        assert kernel.smem_bytes(tokens, geometry) + beside <= kernel.SMEM_BYTES
-
-
-def test_widths_that_are_not_faster_go_kernel_by_kernel():
-    chosen = [size for size, shape in SIZES.items() if not select_fused_layer_tail(shape.hidden)]
-    assert chosen == [size for size in SIZES if size not in ("qwen3-0.6b", "llama3-70b")]
-    assert (
-        select_fused_layer_tail(1024) == "a token of width 1024 is not faster than kernel by kernel"
-    )
+        assert kernel.smem_bytes(tokens, geometry) + beside <= SMEM_BYTES

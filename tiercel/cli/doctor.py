@@ -38,14 +38,15 @@ def doctor(
         "packages": {name: _version_of(name) for name in _PACKAGES},
         "torch": _torch(),
         "driver": _driver(),
+        "fused_kernels": _fused_kernels(),
         "cache": _cache(),
     }
     if json:
         write(json_module.dumps(report, indent=2) + "\n")
     else:
         write(f"tiercel {report['tiercel']}\n")
-        for title in ("system", "packages", "torch", "driver", "cache"):
-            write(f"\n{title}\n")
+        for title in ("system", "packages", "torch", "driver", "fused_kernels", "cache"):
+            write(f"\n{title.replace('_', ' ')}\n")
             for key, value in report[title].items():  # type: ignore[attr-defined]
                 write(f"  {key:<20} {_text(value)}\n")
     return 1 if "error" in report["torch"] else 0
@@ -132,6 +133,26 @@ def _driver() -> dict[str, Any]:
     except (OSError, subprocess.SubprocessError) as error:
         return {"nvidia_smi": path, "error": one_line(str(error))}
     return {"nvidia_smi": path, "gpus": [one_line(line) for line in result.stdout.splitlines()]}
+
+
+def _fused_kernels() -> dict[str, str]:
+    """Of each fused kernel, whether the first GPU here can run it, or why not."""
+    try:
+        import torch
+
+        from tiercel.models.fused_paths import FUSED_PATHS, switched_off
+        from tiercel.ops.fused_layer_tail import refuse_device
+    except (ImportError, OSError):
+        return {"error": "PyTorch does not load"}
+    refusals = switched_off()
+    if not torch.cuda.is_available():
+        return dict.fromkeys(FUSED_PATHS, "no GPU")
+    try:
+        device = refuse_device(torch.device("cuda", 0))
+    except RuntimeError as error:
+        return {"error": one_line(str(error))}
+    reasons = {name: device or refusals.get(name) for name in FUSED_PATHS}
+    return {name: "can run" if no is None else no.reason for name, no in reasons.items()}
 
 
 def _cache() -> dict[str, Any]:

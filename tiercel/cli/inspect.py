@@ -89,8 +89,17 @@ def describe(source: ModelSource) -> dict[str, Any]:
             "devices": ["cpu", "cuda"],
             "has_chat_template": source.chat_template is not None,
             "switches": env.switches(),
+            "fused_kernels": _fused_kernels(source),
         },
     }
+
+
+def _fused_kernels(source: ModelSource) -> dict[str, str]:
+    """Of each fused kernel, whether it fits the model on a Hopper GPU, or why not."""
+    from tiercel.models.fused_paths import refuse_model
+
+    refusals = refuse_model(source)
+    return {name: "fits" if no is None else no.reason for name, no in refusals.items()}
 
 
 def _memory(source: ModelSource) -> dict[str, Any]:
@@ -219,6 +228,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
     _print_row(runs["architecture"], f"supported: {template}, on CPU or CUDA")
     for name, value in runs["switches"].items():
         _print_row(name, value)
+    _print_section("Fused kernels (H100/H200, float16)", runs["fused_kernels"])
     if "tokenizer" in facts:
         _print_section("Tokenizer", facts["tokenizer"])
     if "tensors" in facts:

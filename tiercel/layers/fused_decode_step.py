@@ -21,11 +21,12 @@ from tiercel.ops.fused_decode_step import (
     FusedDecodeStepBuilder,
     FusedDecodeStepCaches,
     FusedDecodeStepWeights,
-    can_fused_decode_step,
+    Refusal,
     fused_decode_step,
+    partition,
     prepare_caches,
-    select_fused_decode_step,
-    select_masks,
+    refuse_device,
+    refuse_shape,
 )
 from tiercel.ops.packed_matvec import PackedWeight
 from tiercel.ops.packed_repack import packed_repack
@@ -69,8 +70,8 @@ class FusedDecodeStep:
 
 def make_fused_decode_step(
     layers: Sequence[StepLayer], shape: DecoderShape, eps: float, device: torch.device
-) -> FusedDecodeStep | None:
-    """Copy the layers' weights for the kernel; None where it does not fit device, shape or types.
+) -> FusedDecodeStep | Refusal:
+    """Copy the layers' weights for the kernel, or say why it does not fit shape, device or types.
 
     Args:
         layers: all of a decoder, of one shape.
@@ -78,14 +79,18 @@ def make_fused_decode_step(
         eps: of all norms.
         device: where the weights are.
     """
-    if select_fused_decode_step(shape) or not can_fused_decode_step(device):
-        return None
+    refusal = refuse_shape(shape) or refuse_device(device)
+    if refusal is not None:
+        return refusal
     cuts = [_cut(layer, shape) for layer in layers]
     known = [cut for cut in cuts if cut is not None]
-    masks = select_masks([{name: part.qtypes for name, part in cut.items()} for cut in known])
-    if masks is None or len(known) < len(cuts):
-        return None
-    builder = FusedDecodeStepBuilder(masks, shape.slices, device)
+    if len(known) < len(cuts):
+        return Refusal(f"a matrix of layer {cuts.index(None)} is not packed")
+    types = [{name: part.qtypes for name, part in cut.items()} for cut in known]
+    geometry = partition(shape, types)
+    if isinstance(geometry, Refusal):
+        return geometry
+    builder = FusedDecodeStepBuilder(geometry.masks, geometry.slices, device)
     norms: list[Tensor] = []
     head_norms: list[Tensor] = []
     for index, (layer, cut) in enumerate(zip(layers, known, strict=True)):

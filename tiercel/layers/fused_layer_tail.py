@@ -20,11 +20,12 @@ from tiercel.layers.norm import RMSNorm
 from tiercel.ops.fused_layer_tail import (
     ChainExchange,
     ChainWeights,
-    can_fused_layer_tail,
+    Refusal,
     fused_layer_tail,
     make_exchange,
     prepare_fused_layer_tail,
-    select_fused_layer_tail,
+    refuse_device,
+    refuse_width,
 )
 from tiercel.ops.packed_matvec import PackedWeight
 
@@ -76,27 +77,26 @@ class FusedLayerTail:
 
 def make_fused_layer_tail(
     layers: Sequence[ChainLayer], eps: float, device: torch.device
-) -> FusedLayerTail | None:
-    """Bring the layers' weights together; None where device, shapes or types do not fit.
+) -> FusedLayerTail | Refusal:
+    """Bring the layers' weights together, or say why device, shapes or types do not fit.
 
     Args:
         layers: all of a decoder, with SiLU, no windows and no output norms.
         eps: of all norms.
         device: where the weights are.
     """
-    if select_fused_layer_tail(layers[0].mlp_norm.weight.shape[0]) or not can_fused_layer_tail(
-        device
-    ):
-        return None
+    refusal = refuse_width(layers[0].mlp_norm.weight.shape[0]) or refuse_device(device)
+    if refusal is not None:
+        return refusal
     weights: list[ChainWeights] = []
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    for layer, following in zip(layers, [*layers[1:], None], strict=True):
+    for index, (layer, following) in enumerate(zip(layers, [*layers[1:], None], strict=True)):
         linears = [layer.attention.output, layer.mlp.gate_up, layer.mlp.down]
         linears += [] if following is None else [following.attention.qkv]
         segments = [_packed(linear) for linear in linears]
         known = [parts for parts in segments if parts is not None]
         if len(known) < len(linears):
-            return None
+            return Refusal(f"a matrix after the attention of layer {index} is not packed")
         o, gate_up, down = known[:3]
         part = prepare_fused_layer_tail(
             o,
@@ -108,8 +108,8 @@ def make_fused_layer_tail(
             eps,
             num_sms,
         )
-        if not isinstance(part, ChainWeights):
-            return None
+        if isinstance(part, Refusal):
+            return Refusal(f"{part.reason} (after the attention of layer {index})")
         weights.append(part)
     exchange = make_exchange(weights[0].geometry, device)
     return FusedLayerTail(layers, weights, exchange, is_dependent=has_dependent_launch())

@@ -21,7 +21,6 @@ from torch import Tensor
 from tiercel.batch import Batch, BatchLengths
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import KVCacheSpec
-from tiercel.env import has_fused_layer_tail, has_megakernel
 from tiercel.layers.attention import Attention, AttentionShape, PromptPlan
 from tiercel.layers.decoder_layer import DecoderLayer
 from tiercel.layers.fused_decode_step import FusedDecodeStep
@@ -29,8 +28,10 @@ from tiercel.layers.fused_layer_tail import FusedLayerTail
 from tiercel.models.config import ModelConfig
 from tiercel.models.decoder_build import DecoderBuilder
 from tiercel.models.decoder_timing import dense_attention, dense_products
+from tiercel.models.fused_paths import FUSED_PATHS, USED, log_fused_paths
 from tiercel.models.model import TimedAttention, TimedProduct
 from tiercel.models.weights import WeightReader
+from tiercel.ops.fused_decode_step import Refusal
 from tiercel.ops.linear import linear, pick_rows
 from tiercel.ops.prefill_attention_plan import PlannedTiles
 from tiercel.ops.rms_norm import rms_norm
@@ -42,6 +43,7 @@ class Decoder:
 
     Attributes:
         pulse: called after each layer and each product of the head; does nothing unless replaced.
+        fused_paths: of `models.fused_paths.FUSED_PATHS`, "used" or why not.
     """
 
     block_size: ClassVar[int] = 64
@@ -74,13 +76,16 @@ class Decoder:
         self.norm = builder.norm("norm")
         self.head = builder.head()
         # One kernel for a single token, where it fits.
-        self.step: FusedDecodeStep | None = None
-        if has_megakernel() and weights.dense_copies:
-            self.step = builder.fused_step(self.layers, num_positions)
+        step = builder.fused_step(self.layers, num_positions)
+        self.step: FusedDecodeStep | None = None if isinstance(step, Refusal) else step
         # From attention to attention in one kernel for a few tokens, where it fits.
-        self.chain: FusedLayerTail | None = (
-            builder.fused_tail(self.layers) if has_fused_layer_tail() else None
-        )
+        chain = builder.fused_tail(self.layers)
+        self.chain: FusedLayerTail | None = None if isinstance(chain, Refusal) else chain
+        self.fused_paths = {
+            name: made.reason if isinstance(made, Refusal) else USED
+            for name, made in zip(FUSED_PATHS, (step, chain), strict=True)
+        }
+        log_fused_paths(self.fused_paths, is_gpu=weights.device.type == "cuda")
         self.draft_head = (
             builder.draft_head(self.embedding, self.head) if config.num_mtp_layers else None
         )

@@ -16,10 +16,11 @@ from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
 from tiercel.layers.norm import RMSNorm
 from tiercel.models.config import ModelConfig
+from tiercel.models.fused_paths import decoder_shape, switched_off, unsupported_part
 from tiercel.models.mtp import MtpHead
 from tiercel.models.rope import rope_table
 from tiercel.models.weights import WeightReader
-from tiercel.ops.fused_decode_step import DecoderShape
+from tiercel.ops.fused_decode_step import Refusal
 from tiercel.ops.linear import prepare_linear
 
 
@@ -103,22 +104,14 @@ class DecoderBuilder:
 
     def fused_step(
         self, layers: Sequence[DecoderLayer], num_positions: int
-    ) -> FusedDecodeStep | None:
-        """All layers as one kernel, if it fits them."""
-        config = self.config
-        shape = DecoderShape(
-            num_layers=config.num_layers,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rotary_dim=config.rope.rotary_dim,
-            max_tokens=num_positions,
-            is_plain=config.activation == "silu"
-            and set(config.layer_types) == {"full"}
-            and not (config.qkv_bias or config.sandwich_norms),
-        )
+    ) -> FusedDecodeStep | Refusal:
+        """All layers as one kernel, or why it does not fit them."""
+        switch = switched_off().get("fused_decode_step")
+        if switch is not None:
+            return switch
+        if self.weights.device.type == "cuda" and not self.weights.dense_copies:
+            return Refusal("there is no memory for a second copy of the weights")
+        shape = decoder_shape(self.config, num_positions)
         parts = []
         for layer in layers:
             norms = layer.attention.head_norms
@@ -131,19 +124,23 @@ class DecoderBuilder:
                     layer.mlp,
                 )
             )
-        return make_fused_decode_step(parts, shape, config.norm_eps, self.weights.device)
+        return make_fused_decode_step(parts, shape, self.config.norm_eps, self.weights.device)
 
-    def fused_tail(self, layers: Sequence[DecoderLayer]) -> FusedLayerTail | None:
-        """From attention to attention as one kernel, if it fits them."""
-        config = self.config
-        is_plain = config.activation == "silu" and set(config.layer_types) == {"full"}
-        if not is_plain or config.sandwich_norms or self.dtype != torch.float16:
-            return None
+    def fused_tail(self, layers: Sequence[DecoderLayer]) -> FusedLayerTail | Refusal:
+        """From attention to attention as one kernel, or why it does not fit them."""
+        switch = switched_off().get("fused_layer_tail")
+        if switch is not None:
+            return switch
+        part = unsupported_part(self.config)
+        if part:
+            return Refusal(part)
+        if self.dtype != torch.float16:
+            return Refusal(f"dtype is {self.dtype}, not float16".replace("torch.", ""))
         parts = [
             ChainLayer(layer.attn_norm, layer.attention, layer.mlp_norm, layer.mlp)
             for layer in layers
         ]
-        return make_fused_layer_tail(parts, config.norm_eps, self.weights.device)
+        return make_fused_layer_tail(parts, self.config.norm_eps, self.weights.device)
 
     def embedding(self) -> Embedding:
         """The table of token embeddings, in its stored type."""

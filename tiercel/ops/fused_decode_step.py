@@ -13,38 +13,28 @@ from tiercel.batch import Batch
 from tiercel.errors import ArgumentError
 from tiercel.kernels.fused import fused_decode_step as kernel
 from tiercel.kernels.fused import fused_decode_step_stream
-from tiercel.kernels.fused.fused_decode_step_stream import MATRICES
+from tiercel.kernels.fused.fused_decode_step_geometry import (
+    BLOCK_TOKENS,
+    COLUMNS,
+    HEAD,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    MATRICES,
+    TYPES,
+)
+from tiercel.kernels.fused.fused_decode_step_geometry import DecoderShape as DecoderShape
+from tiercel.kernels.fused.fused_decode_step_geometry import partition as partition
+from tiercel.kernels.fused.fused_decode_step_geometry import refuse_shape as refuse_shape
+from tiercel.kernels.fused.fused_device import refuse_device as refuse_device
+from tiercel.kernels.fused.fused_refusal import CTAS
+from tiercel.kernels.fused.fused_refusal import Refusal as Refusal
 from tiercel.ops.dequantize import dequantize
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 
-_TYPES = (QuantType.Q4_K, QuantType.Q6_K)
+_TYPES = tuple(QuantType[name] for name in TYPES)
 _GROUP = 32  # activations with one scale
-_LEAST_FILLED = 7 / 8  # of the slices: reading zeros takes as long as reading weights
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """What decides whether the kernel fits a decoder.
-
-    Attributes:
-        is_plain: SiLU, full attention in all layers, no biases, no norms of outputs.
-    """
-
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rotary_dim: int
-    max_tokens: int
-    is_plain: bool
-
-    @property
-    def slices(self) -> int:
-        """Slices of 4096 columns in a row of down; the last one may be filled up with zeros."""
-        return -(-self.intermediate_size // fused_decode_step_stream.COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,54 +75,6 @@ class FusedDecodeStepCaches:
     on_device: Any
 
 
-def select_fused_decode_step(shape: DecoderShape) -> str:
-    """Why a decoder does not fit the kernel; "" if it does. Its types: see `select_masks`.
-
-    Fitting: Qwen3-8B, Llama-3-8B and models of their sizes, with or without norms of q and k.
-    """
-    hidden, heads = kernel.HIDDEN, kernel.HEADS * kernel.KV_HEADS
-    wanted = {
-        "hidden_size": (shape.hidden_size, hidden),
-        "num_heads": (shape.num_heads, heads),
-        "num_kv_heads": (shape.num_kv_heads, kernel.KV_HEADS),
-        "head_dim": (shape.head_dim, kernel.HEAD),
-        "rotary_dim": (shape.rotary_dim, kernel.HEAD),
-        "intermediate_size": (shape.intermediate_size % fused_decode_step_stream.BLOCK, 0),
-    }
-    for name, (value, fitting) in wanted.items():
-        if value != fitting:
-            return f"{name} is {getattr(shape, name)}"
-    filled = shape.intermediate_size / (shape.slices * fused_decode_step_stream.COLUMNS)
-    if shape.slices > kernel.MOST_SLICES or filled < _LEAST_FILLED:
-        return f"intermediate_size is {shape.intermediate_size}"
-    if shape.num_layers > kernel.MOST_LAYERS:
-        return f"num_layers is {shape.num_layers}"
-    if shape.max_tokens > kernel.MOST_TOKENS:
-        return f"contexts have up to {shape.max_tokens} tokens"
-    return "" if shape.is_plain else "it has parts that the kernel has not"
-
-
-def select_masks(layers: Sequence[Mapping[str, Sequence[str]]]) -> tuple[int, ...] | None:
-    """Which matrices of each layer are Q6_K; None if one is neither that nor Q4_K.
-
-    Args:
-        layers: of each, the types of each of `MATRICES`; gate and up must have the same one.
-    """
-    names = [qtype.name for qtype in _TYPES]
-    masks = []
-    for layer in layers:
-        kinds = [set(layer[name]) for name in MATRICES]
-        if any(len(kind) > 1 or not kind <= set(names) for kind in kinds):
-            return None
-        masks.append(sum(int(names[1] in kind) << i for i, kind in enumerate(kinds)))
-    return tuple(masks)
-
-
-def can_fused_decode_step(device: torch.device) -> bool:
-    """Whether a device runs the kernel: Hopper with 128 SMs at least."""
-    return kernel.can_run(device)
-
-
 class FusedDecodeStepBuilder:
     """Collects the weights of all layers, so that no two copies of one lie beside each other."""
 
@@ -147,7 +89,7 @@ class FusedDecodeStepBuilder:
         self.masks = tuple(masks)
         self.slices = slices
         num_bytes, self.starts = fused_decode_step_stream.stream_layout(masks, slices)
-        shape = (fused_decode_step_stream.CTAS, num_bytes)
+        shape = (CTAS, num_bytes)
         self.stream = torch.empty(shape, dtype=torch.uint8, device=device)
 
     def add(self, layer: int, matrices: Mapping[str, Sequence[QuantTensor]]) -> None:
@@ -176,8 +118,8 @@ class FusedDecodeStepBuilder:
 
     def _filled(self, name: str, rows: Tensor, qtype: QuantType) -> Tensor:
         """Whole slices: blocks of zeros are weights of zero."""
-        wide = self.slices * fused_decode_step_stream.COLUMNS
-        row_bytes = qtype.row_bytes(wide if name == "down" else fused_decode_step_stream.COLUMNS)
+        wide = self.slices * COLUMNS
+        row_bytes = qtype.row_bytes(wide if name == "down" else COLUMNS)
         num_rows = 2 * wide if name == "gate_up" else rows.shape[0]
         missing = (0, row_bytes - rows.shape[1], 0, num_rows - rows.shape[0])
         return torch.nn.functional.pad(rows, missing) if any(missing) else rows
@@ -231,7 +173,7 @@ def prepare_caches(k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> Fu
     Raises:
         ArgumentError: one has another shape or dtype.
     """
-    tail = (kernel.BLOCK_TOKENS, kernel.KV_HEADS, kernel.HEAD)
+    tail = (BLOCK_TOKENS, KV_HEADS, HEAD)
     for plane in (*k_caches, *v_caches):
         is_right = tuple(plane.shape[1:]) == tail and plane.is_contiguous()
         if not is_right or plane.dtype != torch.float16:
@@ -270,10 +212,10 @@ def fused_decode_step(
     Raises:
         ArgumentError: x or the batch is another.
     """
-    if x.shape != (1, kernel.HIDDEN) or x.dtype != torch.float32 or batch.num_tokens != 1:
+    if x.shape != (1, HIDDEN) or x.dtype != torch.float32 or batch.num_tokens != 1:
         raise ArgumentError(
             f"fused_decode_step: x is {tuple(x.shape)} {x.dtype} for {batch.num_tokens} tokens.",
-            hint=f"Pass one token: (1, {kernel.HIDDEN}) float32.",
+            hint=f"Pass one token: (1, {HIDDEN}) float32.",
         )
     if not x.is_cuda:
         return _fused_decode_step_torch(x[0], weights, caches, batch, group)[None]
@@ -335,8 +277,8 @@ def _fused_decode_step_torch(
     tables = batch.block_tables[group, batch.rows[0]]
     length, slot = int(batch.seq_lens[0]), int(batch.slot_mapping[group, 0])
     tokens = torch.arange(length - 1)
-    slots = tables[tokens // kernel.BLOCK_TOKENS].long() * kernel.BLOCK_TOKENS
-    slots += tokens % kernel.BLOCK_TOKENS
+    slots = tables[tokens // BLOCK_TOKENS].long() * BLOCK_TOKENS
+    slots += tokens % BLOCK_TOKENS
     cos, sin = weights.rope[int(batch.positions[0])]
     for layer, mask in enumerate(weights.masks):
         places = fused_decode_step_stream.matrix_places(
@@ -358,7 +300,7 @@ def _fused_decode_step_torch(
             return torch.cat((first * cos - second * sin, second * cos + first * sin), 1).half()
 
         h = _norm(x, weights.norms[2 * layer], weights.eps)
-        q, k, v = (times(name, h).unflatten(0, (-1, kernel.HEAD)) for name in MATRICES[:3])
+        q, k, v = (times(name, h).unflatten(0, (-1, HEAD)) for name in MATRICES[:3])
         q, k, v = turned(q, 0), turned(k, 1), v.half()
         keys, values = (
             torch.cat((plane[layer].flatten(0, 1)[slots], new[None])).float()
@@ -367,7 +309,7 @@ def _fused_decode_step_torch(
         if slot >= 0:
             caches.k[layer].flatten(0, 1)[slot] = k
             caches.v[layer].flatten(0, 1)[slot] = v
-        grouped = q.float().unflatten(0, (kernel.KV_HEADS, kernel.HEADS))
+        grouped = q.float().unflatten(0, (KV_HEADS, HEADS))
         scores = torch.einsum("ghd,tgd->ght", grouped, keys) * weights.scale
         o = torch.einsum("ght,tgd->ghd", scores.softmax(dim=2), values)
         x = x + times("o", o.flatten())

@@ -11,26 +11,15 @@ from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels.fused import fused_layer_tail as kernel
-from tiercel.kernels.fused.fused_layer_tail_geometry import (
-    ChainShape,
-    ChainTypes,
-    Geometry,
-    Refusal,
-    partition,
-)
+from tiercel.kernels.fused.fused_device import refuse_device as refuse_device
+from tiercel.kernels.fused.fused_layer_tail_geometry import Geometry, Matrix, partition_layer
+from tiercel.kernels.fused.fused_layer_tail_geometry import refuse_width as refuse_width
+from tiercel.kernels.fused.fused_refusal import Refusal as Refusal
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.packed_matvec import PackedWeight
 from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant import QuantTensor
-from tiercel.quant_types import Layout, QuantType
-
-_TYPES = (QuantType.Q4_K, QuantType.Q6_K)
-# One token of width 1024 is 5% slower than kernel by kernel, steps of 8 and 16 are 8 and 12% faster
-# (H200, results/bench_speed_chain_more_h200.json); a layer of width 8192 is up to 4% slower with
-# one token (results/decode_chain_sizes_h200.json). Between them one token is 4% slower to 29%
-# faster, 8 and 16 are 10 to 33% faster (docs/notes/dense_sizes.md). All steps of a model go one
-# way, so that a token's bits are the same in each.
-_WIDTHS = range(2048, 8192)
+from tiercel.quant_types import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +86,6 @@ class ChainExchange:
     counters: Tensor
 
 
-def can_fused_layer_tail(device: torch.device) -> bool:
-    """Whether a device runs the kernel: Hopper with 128 SMs at least."""
-    return kernel.can_run(device)
-
-
-def select_fused_layer_tail(hidden: int) -> str:
-    """Why a width that fits goes kernel by kernel; "" if it does not. Measured on an H200."""
-    if hidden in _WIDTHS:
-        return ""
-    return f"a token of width {hidden} is not faster than kernel by kernel"
-
-
 def prepare_fused_layer_tail(
     o: Sequence[PackedWeight],
     gate_up: Sequence[PackedWeight],
@@ -132,32 +109,16 @@ def prepare_fused_layer_tail(
         num_sms: of the device.
 
     Returns:
-        What `fused_layer_tail` takes, or why it does not take these matrices: a width that does not
-        fit, another type than Q4_K and Q6_K, or another layout than planes.
+        The weights of `fused_layer_tail`, or why it does not take these matrices: a width that does
+        not fit, another type than Q4_K and Q6_K, or another layout than planes.
     """
-    names = ("o", "gate and up", "down", "q, k and v")
     parts = [[weight.tensor for weight in segments] for segments in (o, gate_up, down, qkv)]
-    for name, part in zip(names, parts, strict=True):
-        unfit = [p for p in part if p.qtype not in _TYPES or p.layout is not Layout.SOA]
-        if unfit:
-            return Refusal(f"{name}: {unfit[0].qtype.name} in layout {unfit[0].layout.name}")
-        if len(part) > (2 if part is parts[3] else 1):
-            return Refusal(f"{name}: {len(part)} segments of different types")
-    six = [[p.qtype is QuantType.Q6_K for p in part] for part in parts]
-    qk, v = (six[3][0], six[3][-1]) if six[3] else (False, False)
-    if len(six[3]) == 2 and qk == v:
-        return Refusal("q, k and v: two segments of one type")
-    types = ChainTypes(six[0][0], six[1][0], six[2][0], qk, v)
-    rows = [part.shape[0] for part in parts[3]]
-    hidden, inner = parts[2][0].shape
-    shape = ChainShape(hidden, parts[0][0].shape[1], inner, *(rows or [0]))
-    given = [p.shape for part in parts for p in part]
-    expected = [(hidden, shape.attended), (2 * inner, hidden), (hidden, inner)]
-    if given != expected + [(num_rows, hidden) for num_rows in rows]:
-        return Refusal(f"matrices of shapes {given}")
-    geometry = partition(shape, types, num_sms)
+    matrices = [[Matrix(p.qtype.name, *p.shape) for p in part] for part in parts]
+    geometry = partition_layer(matrices[0], matrices[1], matrices[2], matrices[3], num_sms)
     if isinstance(geometry, Refusal):
         return geometry
+    if any(tensor.layout is not Layout.SOA for part in parts for tensor in part):
+        return Refusal("the weights are in the layout of the file (TIERCEL_Q4K_SOA=0)")
     o_, gate_up_, down_ = (part[0] for part in parts[:3])
     weights = ChainWeights(o_, gate_up_, down_, tuple(parts[3]), mlp_norm, next_norm, geometry, eps)
     if mlp_norm.is_cuda:

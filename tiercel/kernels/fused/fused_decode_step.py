@@ -18,23 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel.kernels.fused.fused_decode_step_stream import CTAS, GROUPS
+from tiercel.kernels.fused.fused_decode_step_geometry import (
+    GROUPS,
+    HEAD,
+    KV_HEADS,
+    SPLITS,
+    TILE_KEYS,
+)
+from tiercel.kernels.fused.fused_refusal import CTAS, SMEM_BYTES
 from tiercel.kernels.runtime import rtc
 
-HIDDEN, HEAD, KV_HEADS, HEADS = 4096, 128, 8, 4  # HEADS: query heads of a key/value head
-TILE_KEYS, BLOCK_TOKENS = 32, 64
-SPLITS, MOST_TILES = 16, 64  # of a key/value head; of a group of warps
-MOST_TOKENS = TILE_KEYS * SPLITS * GROUPS * MOST_TILES  # of a context
-MOST_SLICES = 4  # of 4096 columns in a row of down
-MOST_LAYERS = 96  # whose tensor maps and addresses still fit a kernel's parameters
 PARTS = (
     "fused_decode_step_units",
     "fused_decode_step_exchange",
     "fused_decode_step_products",
     "fused_decode_step_attention",
 )  # of the source
-CAPABILITY = (9, 0)
-THREADS, SMEM_BYTES = 640, 227 << 10  # all that a CTA can have
+THREADS = 640
 EXCHANGE_EMPTY = -1  # what words of the exchange hold before a launch
 LOG2_E = 1.4426950408889634
 
@@ -56,14 +56,6 @@ def cuda_source(num_layers: int, slices: int, *, has_qk_norm: bool) -> rtc.Kerne
     return rtc.KernelSource(
         "fused_decode_step", macros, ("hopper", "fused_decode_step_ptx", "exchange_ptx", *PARTS)
     )
-
-
-def can_run(device: torch.device) -> bool:
-    """Whether a device has the SMs, the shared memory and the instructions."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
-        return False
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return num_sms >= CTAS and rtc.max_smem_bytes(device) >= SMEM_BYTES
 
 
 @functools.cache

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-CTAS, GROUPS, GROUP_WARPS = 128, 4, 4
-COLUMNS = 4096  # of a unit
+from tiercel.kernels.fused.fused_decode_step_geometry import BLOCK, COLUMNS, GROUPS, MATRICES
+from tiercel.kernels.fused.fused_refusal import CTAS
+
+GROUP_WARPS = 4
 LANES = 32
-BLOCK = 256  # weights of a block of a file
 BLOCKS = COLUMNS // BLOCK
 UNIT_BYTES, SLOT_BYTES, SLOT_C_BYTES = 2304, 9216, 8448
 BLOCK_BYTES = {False: 144, True: 210}  # of 256 weights of Q4_K, of Q6_K
-MATRICES = ("q", "k", "v", "o", "gate_up", "down")  # bits of a layer's mask of Q6_K
 _QH_BYTES, _D_BYTES = 1024, 32  # of a unit's part C
 
 

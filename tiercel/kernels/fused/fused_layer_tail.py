@@ -19,13 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercel.kernels.fused.fused_layer_tail_geometry import CTAS, TILE, Geometry
+from tiercel.kernels.fused.fused_layer_tail_geometry import TILE, Geometry
 from tiercel.kernels.packed.packed_matvec import KernelPlanes
 from tiercel.kernels.runtime import rtc
 
 THREADS = 640
-CAPABILITY = (9, 0)
-SMEM_BYTES = 227 << 10  # the most that one CTA can have
 _COLUMN_BYTES = 4352  # of 8 tokens
 _UNIT_BYTES = {False: 2304, True: 3360}  # of a ring's place, where a matrix is Q6_K
 _WARPS = 16  # that multiply
@@ -83,14 +81,6 @@ def cuda_source(tokens: int, geometry: Geometry) -> rtc.KernelSource:
         ("IN_FILE", 0),
     )
     return rtc.KernelSource("fused_layer_tail", macros, _HEADERS)
-
-
-def can_run(device: torch.device) -> bool:
-    """Whether a device has the SMs, the shared memory and the instructions."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
-        return False
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return num_sms >= CTAS and rtc.max_smem_bytes(device) >= SMEM_BYTES
 
 
 class _Args(ctypes.Structure):

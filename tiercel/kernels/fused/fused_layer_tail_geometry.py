@@ -3,18 +3,38 @@
 Rows of o and down make groups of 32, rows of gate and up groups of 32 pairs, rows of q, k and v
 tiles of 16. The CTAs take a group each in rounds; a last round may leave some of them out. What
 decides is shared memory, where half of a matrix's input must fit, 256 columns a slot, in four
-classes of as many slots each.
+classes of as many slots each. Free of PyTorch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-CTAS = 128  # at most, in clusters of two, one an SM: not measured with all 132 of an H200
+from tiercel.kernels.fused.fused_refusal import (
+    CTAS,  # in clusters of two; not measured with all 132 SMs of an H200
+    Refusal,
+)
+
 COLUMN = 256  # columns of a unit of weights
 GROUP, TILE = 32, 16  # rows
 MOST_ROUNDS = 2  # of groups of the residual, which a CTA keeps in registers
+TYPES = ("Q4_K", "Q6_K")
+# One token of width 1024 is 5% slower than kernel by kernel, steps of 8 and 16 are 8 and 12% faster
+# (H200, results/bench_speed_chain_more_h200.json); a layer of width 8192 is up to 4% slower with
+# one token (results/decode_chain_sizes_h200.json). Between them one token is 4% slower to 29%
+# faster, 8 and 16 are 10 to 33% faster (docs/notes/dense_sizes.md). All steps of a model go one
+# way, so that a token's bits are the same in each.
+_WIDTHS = range(2048, 8192)
 _CLASSES = 4  # of columns
+# What the widths of a shape are called in a model's configuration.
+_NAMES = {
+    "hidden": "hidden_size",
+    "attended": "num_heads * head_dim",
+    "inner": "intermediate_size",
+    "qk_rows": "q and k",
+    "v_rows": "v",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +130,60 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why the kernel does not take a shape."""
+class Matrix:
+    """A matrix (rows, columns) of one type, such as "Q4_K"."""
 
-    reason: str
+    qtype: str
+    rows: int
+    columns: int
+
+
+def refuse_width(hidden: int) -> Refusal | None:
+    """Why a width that would fit goes kernel by kernel, measured; None if it does not."""
+    if hidden in _WIDTHS:
+        return None
+    low, high = _WIDTHS.start, _WIDTHS.stop
+    return Refusal(
+        f"hidden_size is {hidden}; below {low} and from {high} on single kernels are as fast"
+    )
+
+
+def partition_layer(
+    o: Sequence[Matrix],
+    gate_up: Sequence[Matrix],
+    down: Sequence[Matrix],
+    qkv: Sequence[Matrix],
+    num_sms: int,
+) -> Geometry | Refusal:
+    """Fit the matrices of a layer's tail to the kernel. Pure, as `partition`.
+
+    Args:
+        o: the output projection as segments of rows, each of one type.
+        gate_up: gate and up in one, likewise.
+        down: likewise.
+        qkv: q, k and v of the next layer, likewise; empty after the last layer.
+        num_sms: of the GPU.
+    """
+    parts = {"o": o, "gate and up": gate_up, "down": down, "q, k and v": qkv}
+    for name, part in parts.items():
+        unknown = [matrix.qtype for matrix in part if matrix.qtype not in TYPES]
+        if unknown:
+            return Refusal(f"{name}: {unknown[0]}; the kernel reads {TYPES[0]} and {TYPES[1]}")
+        if len(part) > (2 if part is qkv else 1):
+            return Refusal(f"{name}: {len(part)} segments of different types")
+    if len(qkv) == 2 and qkv[0].qtype == qkv[1].qtype:
+        return Refusal("q, k and v: two segments of one type")
+    is_six = [[matrix.qtype == TYPES[1] for matrix in part] for part in parts.values()]
+    qk, v = (is_six[3][0], is_six[3][-1]) if qkv else (False, False)
+    types = ChainTypes(is_six[0][0], is_six[1][0], is_six[2][0], qk, v)
+    rows = [matrix.rows for matrix in qkv]
+    hidden, inner = down[0].rows, down[0].columns
+    shape = ChainShape(hidden, o[0].columns, inner, *(rows or [0]))
+    given = [(matrix.rows, matrix.columns) for part in parts.values() for matrix in part]
+    expected = [(hidden, shape.attended), (2 * inner, hidden), (hidden, inner)]
+    if given != expected + [(num_rows, hidden) for num_rows in rows]:
+        return Refusal(f"matrices of shapes {given}")
+    return partition(shape, types, num_sms)
 
 
 def partition(shape: ChainShape, types: ChainTypes, num_sms: int) -> Geometry | Refusal:
@@ -130,13 +200,13 @@ def partition(shape: ChainShape, types: ChainTypes, num_sms: int) -> Geometry | 
     for name in ("hidden", "attended", "inner"):
         width = getattr(shape, name)
         if width <= 0 or width % (2 * COLUMN):
-            return Refusal(f"{name} is {width}, not a multiple of {2 * COLUMN}")
+            return Refusal(f"{_NAMES[name]} is {width}, not a multiple of {2 * COLUMN}")
     for name in ("qk_rows", "v_rows"):
         rows = getattr(shape, name)
         if rows % (2 * TILE):
-            return Refusal(f"{name} is {rows}, not a multiple of {2 * TILE}")
+            return Refusal(f"{_NAMES[name]} have {rows} rows, not a multiple of {2 * TILE}")
     if shape.hidden > MOST_ROUNDS * GROUP * ctas:
-        return Refusal(f"hidden is {shape.hidden}; at most {MOST_ROUNDS * GROUP * ctas} fits")
+        return Refusal(f"hidden_size is {shape.hidden}; at most {MOST_ROUNDS * GROUP * ctas} fits")
     fitting = [8 * tiles for tiles in (1, 2) if _fitting(tiles, shape, types)]
     if not fitting:
         width = max(shape.hidden, shape.attended)

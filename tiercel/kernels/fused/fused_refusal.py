@@ -1,0 +1,37 @@
+"""Why a fused kernel does not run a model or a device, as data that a person can read.
+
+Free of PyTorch, as the geometry files of the kernels are: `tiercel inspect` uses them everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CAPABILITY = (9, 0)
+CTAS = 128  # that must run side by side, one an SM
+SMEM_BYTES = 227 << 10  # all that a CTA can have
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A reason, without the kernel's name and without a full stop."""
+
+    reason: str
+
+
+def refuse_gpu(capability: tuple[int, int], num_sms: int, smem_bytes: int) -> Refusal | None:
+    """Why a GPU does not run the fused kernels; None if it does. Pure: readable by a test.
+
+    Args:
+        capability: of the GPU, (major, minor).
+        num_sms: its SMs.
+        smem_bytes: shared memory that a CTA can have.
+    """
+    if capability != CAPABILITY:
+        found, needed = (".".join(map(str, pair)) for pair in (capability, CAPABILITY))
+        return Refusal(f"the GPU has compute capability {found}, not {needed} (Hopper)")
+    if num_sms < CTAS:
+        return Refusal(f"the GPU has {num_sms} SMs, fewer than {CTAS}")
+    if smem_bytes < SMEM_BYTES:
+        return Refusal(f"a CTA can have {smem_bytes} bytes of shared memory, not {SMEM_BYTES}")
+    return None
