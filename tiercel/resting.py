@@ -6,7 +6,7 @@ this module, so that they cannot disagree. Forms:
     dense     (out, in) in the dtype of the activations
     planes1   CPU, bfloat16: one plane of 4-bit codes, with a scale and a zero per 32 weights
     planes2   two such planes, for types of 5 and 8 bits
-    q4k       GPU, float16: the blocks of the file, rearranged; beside a dense copy if there is room
+    packed    GPU, float16: the blocks of the file, rearranged; beside a dense copy if there is room
 
 What cannot rest packed on a CPU (Q6_K, whose groups of 16 the 4-bit operator does not have, Q2_K,
 Q3_K and the IQ4 types) rests dense: in bfloat16, which rounds a weight as the scales of planes are
@@ -37,7 +37,7 @@ _PLANE_GROUP: Final = 32
 
 
 def select_form(qtype: QuantType, out_features: int, dtype: str, device_type: str) -> str:
-    """Choose how a matrix rests: ``planes1``, ``planes2``, ``q4k`` or ``dense``.
+    """Choose how a matrix rests: ``planes1``, ``planes2``, ``packed`` or ``dense``.
 
     Args:
         qtype: how the file stores it.
@@ -46,7 +46,7 @@ def select_form(qtype: QuantType, out_features: int, dtype: str, device_type: st
         device_type: ``cpu`` or ``cuda``.
     """
     if device_type == "cuda":
-        return "q4k" if dtype == "float16" and qtype in PLANES else "dense"
+        return "packed" if dtype == "float16" and qtype in PLANES else "dense"
     packs = dtype == "bfloat16" and qtype in INT4_PLANES
     if not packs or out_features % INT4_ROW_MULTIPLE:
         return "dense"
@@ -83,7 +83,7 @@ def resting_bytes(
     dense = out_features * in_features * ITEM_BYTES[dtype]
     if form == "dense":
         return dense
-    if form != "q4k":
+    if form != "packed":
         groups = out_features * in_features // _PLANE_GROUP
         return groups * INT4_PLANES[qtype] * _PLANE_GROUP_BYTES
     group = qtype.block_weights * qtype.group_blocks

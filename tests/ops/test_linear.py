@@ -493,7 +493,7 @@ def test_form_of_every_type():
             for dtype in ITEM_BYTES:
                 packs = dtype == "float16" and qtype in quant.PLANES
                 form = select_form(qtype, out_features, dtype, "cuda")
-                assert form == ("q4k" if packs else "dense")
+                assert form == ("packed" if packs else "dense")
                 form = select_form(qtype, out_features, dtype, "cpu")
                 if dtype == "bfloat16" and out_features % 16 == 0 and qtype.name in PACKED:
                     assert form == f"planes{linear_torch.PLANES[qtype.name]}"

@@ -192,7 +192,7 @@ def test_wrong_arguments(device):
 
 def test_forms_and_types_agree():
     """What `linear` keeps packed is what this op reads."""
-    packed = {q for q in QuantType if select_form(q, 64, "float16", "cuda") == "q4k"}
+    packed = {q for q in QuantType if select_form(q, 64, "float16", "cuda") == "packed"}
     assert packed == set(TYPES)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FORM_NAMES: Final = {
     "planes1": "4-bit planes",
     "planes2": "pairs of 4-bit planes",
-    "q4k": "packed",
+    "packed": "packed",
 }
 STORED: Final = "as stored"
 

@@ -133,7 +133,7 @@ def prepare_linear(
         return select_form(part.qtype, part.shape[0], _name(dtype), device.type)
 
     shape = (sum(part.shape[0] for part in parts), in_features)
-    if any(form(part) == "q4k" for part in parts):
+    if any(form(part) == "packed" for part in parts):
         out_dtype = torch.float32 if wide else dtype
         return _prepare_packed(parts, dtype, out_dtype, device, dense_copies=dense_copies)
     segments: list[Tensor | Int4Planes | PackedWeight] = []
