@@ -7,11 +7,12 @@ import torch
 
 from tests.ops.prefill_attention_cases import ITEMS, PLAIN, make_case, relative_error
 from tests.tiny_llm import greedy, ids_of, open_tiny
-from tiercel.batch import PackedItems
+from tiercel.batch import BatchLengths, PackedItems
 from tiercel.models.decoder import Decoder
 from tiercel.ops.prefill_attention import prefill_attention
 from tiercel.params import SamplingParams
-from tiercel.runner.prompt_graphs import LARGEST, padded_lengths, padded_size, padded_sizes
+from tiercel.runner.prompt_graphs import LARGEST, padded_size, padded_sizes
+from tiercel.runner.step_inputs import padded_lengths
 
 LAYOUTS = {**ITEMS, **{f"plain, {name}": requests for name, requests in PLAIN.items()}}
 
@@ -37,7 +38,8 @@ def lengths_of(case):
 def test_padding_sees_nothing_and_changes_nobody(requests, device):
     case = make_case(requests, (4, 2, 64), 16, torch.float32, device, poison=0.0)
     size = padded_size(len(case.q))
-    queries, contexts, items = padded_lengths(*lengths_of(case), size)
+    padded = padded_lengths(*lengths_of(case), size)
+    queries, contexts, items = padded.query_lens, padded.context_lens, padded.items
     assert sum(queries) == len(items.item_start) == size
     missing = size - len(case.q)
 
@@ -76,8 +78,9 @@ def test_sizes_end_where_the_device_is_busy(hidden, heads, intermediate, largest
 
 def test_a_step_of_full_size_stays_as_it_is():
     case = make_case([(20, 20, [60, 4])], (4, 2, 64), 16, torch.float32, torch.device("cpu"))
-    assert padded_lengths(*lengths_of(case), 64) == lengths_of(case)
-    assert padded_lengths(*lengths_of(case), 128)[:2] == ((64, 64), (84, 64))
+    assert padded_lengths(*lengths_of(case), 64) == BatchLengths(*lengths_of(case))
+    padded = padded_lengths(*lengths_of(case), 128)
+    assert (padded.query_lens, padded.context_lens) == ((64, 64), (84, 64))
 
 
 def test_padded_lines_of_logits_change_nobody():

@@ -1,17 +1,21 @@
 """Drafts of a head, and those of the text after them: of rows in all states, step after step."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from tests.draft_world import BLOCK, World
 from tests.ngram_brute_force import best_place
 from tiercel.config import SpecConfig
+from tiercel.runner.step_inputs import make_draft_batch
 from tiercel.spec.hybrid import HybridProposer
 from tiercel.spec.mtp import MtpProposer
 
 
 def make_proposer(world, count):
-    return MtpProposer(world.texts, world.head, world.is_banned, count, BLOCK, 80)
+    make_batch = partial(make_draft_batch, world.tables, BLOCK, 80)
+    return MtpProposer(world.texts, world.head, world.is_banned, count, make_batch)
 
 
 def check_cache(world, states, rows, count):

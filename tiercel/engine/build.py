@@ -26,6 +26,7 @@ from tiercel.runner.graph_capture import GraphRecorder
 from tiercel.runner.row_state import Rows
 from tiercel.runner.runner import ModelRunner
 from tiercel.runner.sampler import Sampler
+from tiercel.runner.step_inputs import make_draft_batch
 from tiercel.scheduler.scheduler import Scheduler
 from tiercel.scheduler.step_budget import StepBudget
 from tiercel.spec.hybrid import HybridProposer
@@ -80,8 +81,12 @@ def _make_proposer(
         model.draft_head,
         sampler.is_banned,
         num_head_drafts(spec),
-        config.block_size,
-        config.max_model_len + spec.max_drafts,
+        partial(
+            make_draft_batch,
+            rows.block_tables,
+            config.block_size,
+            config.max_model_len + spec.max_drafts,
+        ),
     )
     return mtp if spec.method == "mtp" else HybridProposer(texts, mtp, spec)
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from tiercel.batch import Batch
 from tiercel.engine.load import LoadedModel
 from tiercel.errors import ArgumentError
 from tiercel.models.model import TimedProduct
 from tiercel.profiling.device_timing import Call, Ceilings, cache_bytes, times_us
+from tiercel.runner.step_inputs import make_timing_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,27 +133,6 @@ def _make_batch(loaded: LoadedModel, case: AttentionCase) -> Batch:
             f"blocks of {block_size}; the cache has {room}.",
             hint="Measure fewer or shorter ones, or give --gpu-memory-utilization more.",
         )
-    tokens = case.requests * case.queries
     order = 1 + torch.randperm(room)[: case.requests * blocks].view(1, case.requests, blocks)
-
-    def ints(values: Tensor | Sequence[int]) -> Tensor:
-        return torch.as_tensor(values).to(device, torch.int32)
-
-    ends = ints(range(0, tokens + 1, case.queries))
-    places = ints(range(case.context - case.queries, case.context))
-    return Batch(
-        input_ids=ints([0] * tokens),
-        positions=places.repeat(case.requests),
-        cu_seqlens_q=ends,
-        seq_lens=ints([case.context] * case.requests),
-        rows=ints(range(case.requests)),
-        logits_rows=ends[1:] - 1,
-        slot_mapping=torch.full((len(pools), tokens), -1, dtype=torch.int64, device=device),
-        block_tables=ints(order.expand(len(pools), -1, -1).contiguous()),
-        query_lens=(case.queries,) * case.requests,
-        context_lens=(case.context,) * case.requests,
-        num_tokens=tokens,
-        num_reqs=case.requests,
-        max_query_len=case.queries,
-        max_seq_len=case.context,
-    )
+    tables = order.expand(len(pools), -1, -1).contiguous().to(device, torch.int32)
+    return make_timing_batch(case.requests, case.queries, case.context, tables)

@@ -27,10 +27,11 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.engine_config import EngineConfig
 from tiercel.models.model import Model
-from tiercel.ops.prepare_step import StepDrafts, prepare_step
+from tiercel.ops.prepare_step import StepDrafts
 from tiercel.runner.graph_capture import GraphRecorder
 from tiercel.runner.row_state import Rows, to_device
 from tiercel.runner.sampler import DraftSlots, Sampler
+from tiercel.runner.step_inputs import BatchBuilder
 from tiercel.spec.texts import Proposer, StepStates
 
 LARGEST_BUCKET = 256  # rows; larger steps run unpadded and eagerly
@@ -99,6 +100,7 @@ class DecodeSteps:
         self._proposer = proposer
         self._rows = rows
         self._config = config
+        self._batches = BatchBuilder(rows, config)
         # By rows, places of each, and whether they are whole steps.
         self._graphs: dict[tuple[int, int, bool], _Captured] = {}
         self._buckets: dict[int, list[int]] = {}
@@ -328,36 +330,17 @@ class DecodeSteps:
         forward: Callable[[Batch], Tensor],
         logits: Tensor | None = None,
     ) -> tuple[Tensor, StepStates]:
-        config, state, total = self._config, self._rows, sum(widths)
-        inputs = prepare_step(
-            state.token_ids,
-            state.num_computed,
-            state.block_tables,
+        config = self._config
+        is_cpu = config.device.type == "cpu"
+        batch = self._batches.build(
             rows,
             starts,
-            total,
-            config.block_size,
-            drafts,
-        )
-        if context_lens is None:
-            context_lens = tuple(inputs.seq_lens.tolist())
-        is_cpu = config.device.type == "cpu"
-        batch = Batch(
-            input_ids=inputs.input_ids,
-            positions=inputs.positions,
-            cu_seqlens_q=starts,
-            seq_lens=inputs.seq_lens,
-            rows=rows,
-            logits_rows=self._places[:total],
-            slot_mapping=inputs.slot_mapping,
-            block_tables=state.block_tables,
-            query_lens=widths,
-            context_lens=context_lens,
-            num_tokens=total,
-            num_reqs=len(widths),
-            max_query_len=max(widths),
+            self._places[: sum(widths)],
+            widths,
+            context_lens,
+            drafts=drafts,
             # A graph serves every length; the attention kernel's result is blind to the bound.
-            max_seq_len=max(context_lens) if is_cpu else config.max_model_len + max(widths) - 1,
+            max_seq_len=None if is_cpu else config.max_model_len + max(widths) - 1,
         )
         hidden = forward(batch)
         states = StepStates(batch, hidden, widths[0] if len(set(widths)) == 1 else None)

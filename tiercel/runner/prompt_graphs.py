@@ -14,24 +14,28 @@ steps run eagerly, with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tiercel.batch import Batch, BatchLengths, PackedItems
+from tiercel.batch import Batch, PackedItems
 from tiercel.engine_config import EngineConfig
 from tiercel.models.model import AttentionPlan, Model, PlanBuffer
 from tiercel.runner.graph_capture import GraphRecorder
 from tiercel.runner.row_state import Rows
+from tiercel.runner.step_inputs import (
+    MAX_PADDED_REQS,
+    PaddedInputs,
+    max_padded_reqs,
+    padded_lengths,
+)
 
 # A step of more tokens than this over a layer's weights keeps the device busy for longer than the
 # host takes to launch it: 1,424 tokens of 8 B parameters.
 _BUSY = 2**38
 LARGEST = 4096  # tokens, however few the weights are
-MOST_REQUESTS = 257  # of a step, with the padding
 _LONG_PREFIX = 1024  # keys, from which on tiles may be cut
 
 
@@ -82,7 +86,7 @@ class PromptSteps:
         if config.device.type == "cuda":
             self._sizes = padded_sizes(model.weights_per_layer, config.max_num_batched_tokens)
         self.largest = max(self._sizes, default=0)
-        self._inputs = _make_inputs(rows, self.largest)
+        self._inputs = PaddedInputs(rows, self.largest)
         # What graphs leave; memory of their own, because they share the rest.
         self._hidden = torch.empty(
             (self.largest, model.state_width), dtype=model.state_dtype, device=config.device
@@ -96,16 +100,16 @@ class PromptSteps:
             (T' >= T, state_width) states, of which those from T on are undefined. They hold until
             the next step is enqueued.
         """
-        if batch.num_tokens > self.largest or batch.num_reqs >= MOST_REQUESTS:
+        if batch.num_tokens > self.largest or batch.num_reqs >= MAX_PADDED_REQS:
             return self._model.forward(batch)
         size = padded_size(batch.num_tokens)
         plans = self._plan(batch.query_lens, batch.context_lens, batch.items, size)
         padded = self._padded.get(_key(size, plans))
         if padded is None:
             return self._model.forward(batch)  # a device that cuts what none of `capture` is
-        _write(self._inputs, batch, size)
+        self._inputs.write(batch, size)
         if not plans:
-            _write_lengths(self._inputs, batch, size)
+            self._inputs.write_lengths(batch, size)
         for key, plan in plans.items():
             padded.plans[key].fill(plan)
         if padded.graph is None:
@@ -134,14 +138,15 @@ class PromptSteps:
                 progress(done, len(wanted))
             size = key[0]
             buffers = {
-                name: plan.make_buffer(size, _num_reqs(size), device)
+                name: plan.make_buffer(size, max_padded_reqs(size), device)
                 for name, plan in plans.items()
             }
             for name, plan in plans.items():
                 buffers[name].fill(plan)
             if not plans:
-                self._inputs.cu_seqlens_q[1:].fill_(size)  # all are the first request's
-            step = _cut(self._inputs, size, buffers)
+                self._inputs.clear_lengths(size)
+            kept = {name: buffer.plan for name, buffer in buffers.items()}
+            step = self._inputs.batch(size, kept)
             self._padded[key] = _Padded(step, buffers, self._record(step, recorder))
         if progress is not None and wanted:  # on a CPU there is none
             progress(len(wanted), len(wanted))
@@ -174,111 +179,8 @@ class PromptSteps:
         items: PackedItems | None,
         size: int,
     ) -> Mapping[Hashable, AttentionPlan]:
-        lengths = padded_lengths(query_lens, context_lens, items, size)
-        return self._model.plan(BatchLengths(*lengths))
-
-
-def padded_lengths(
-    query_lens: tuple[int, ...],
-    context_lens: tuple[int, ...],
-    items: PackedItems | None,
-    size: int,
-) -> tuple[tuple[int, ...], tuple[int, ...], PackedItems]:
-    """New tokens, lengths and items of a step, with a request for what is missing to `size`.
-
-    Its tokens see nothing: each would begin behind itself, and there is no prefix.
-    """
-    count = sum(query_lens)
-    if items is None:
-        items = PackedItems(context_lens, torch.zeros(count, dtype=torch.int32))
-    missing = size - count
-    if not missing:
-        return query_lens, context_lens, items
-    blind = torch.arange(1, missing + 1, dtype=torch.int32)
-    padded = PackedItems((*items.prefix_len, 0), torch.cat((items.item_start, blind)))
-    return (*query_lens, missing), (*context_lens, missing), padded
+        return self._model.plan(padded_lengths(query_lens, context_lens, items, size))
 
 
 def _key(size: int, plans: Mapping[Hashable, AttentionPlan]) -> _Key:
     return size, tuple(plan.kind for plan in plans.values())
-
-
-def _num_reqs(size: int) -> int:
-    """Requests of a size at most, with the padding: each has a token."""
-    return min(size, MOST_REQUESTS)
-
-
-def _make_inputs(rows: Rows, most: int) -> Batch:
-    """What all sizes read: scratch tokens at first."""
-
-    def zeros(count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.int32, device=rows.device)
-
-    num_groups = len(rows.block_tables)
-    return Batch(
-        input_ids=zeros(most),
-        positions=zeros(most),
-        # Read by models without plans alone.
-        cu_seqlens_q=zeros(MOST_REQUESTS + 1),
-        seq_lens=zeros(MOST_REQUESTS),
-        rows=zeros(MOST_REQUESTS).fill_(rows.scratch),
-        logits_rows=zeros(0),
-        slot_mapping=torch.full((num_groups, most), -1, dtype=torch.int64, device=rows.device),
-        block_tables=rows.block_tables,
-        query_lens=(),
-        context_lens=(),
-        num_tokens=0,
-        num_reqs=0,
-        max_query_len=0,
-        max_seq_len=0,
-    )
-
-
-def _write(inputs: Batch, batch: Batch, size: int) -> None:
-    """Bring a step's inputs to where graphs read them.
-
-    Old ids, positions and rows may stay behind them: they are valid, and nobody looks at what
-    becomes of them.
-    """
-    count = batch.num_tokens
-    inputs.input_ids[:count].copy_(batch.input_ids)
-    inputs.positions[:count].copy_(batch.positions)
-    inputs.rows[: batch.num_reqs].copy_(batch.rows)
-    inputs.slot_mapping[:, :count].copy_(batch.slot_mapping)
-    inputs.slot_mapping[:, count:size].fill_(-1)
-
-
-def _write_lengths(inputs: Batch, batch: Batch, size: int) -> None:
-    """Bring a step's lengths to where graphs of a model without plans read them.
-
-    The padding is one more request, of length 0; requests after it are empty.
-    """
-    num_reqs = batch.num_reqs
-    inputs.cu_seqlens_q[: num_reqs + 1].copy_(batch.cu_seqlens_q)
-    inputs.cu_seqlens_q[num_reqs + 1 :].fill_(size)
-    inputs.seq_lens[:num_reqs].copy_(batch.seq_lens)
-    inputs.seq_lens[num_reqs:].fill_(0)
-
-
-def _cut(inputs: Batch, size: int, buffers: Mapping[Hashable, PlanBuffer]) -> Batch:
-    """The part that a size reads, under lengths that any step could have."""
-    num_reqs = _num_reqs(size)
-    lengths = (*(1,) * (num_reqs - 1), size - num_reqs + 1)
-    starts = np.concatenate([np.arange(1, length + 1, dtype=np.int32) for length in lengths])
-    return replace(
-        inputs,
-        input_ids=inputs.input_ids[:size],
-        positions=inputs.positions[:size],
-        cu_seqlens_q=inputs.cu_seqlens_q[: num_reqs + 1],
-        seq_lens=inputs.seq_lens[:num_reqs],
-        rows=inputs.rows[:num_reqs],
-        slot_mapping=inputs.slot_mapping[:, :size],
-        query_lens=lengths,
-        context_lens=lengths,
-        num_tokens=size,
-        num_reqs=num_reqs,
-        max_query_len=max(lengths),
-        max_seq_len=max(lengths),
-        items=PackedItems((0,) * num_reqs, torch.from_numpy(starts)),
-        plans={name: buffer.plan for name, buffer in buffers.items()},
-    )

@@ -3,6 +3,11 @@
 Only what is common to every model may enter this file: it knows rows, blocks and lengths, but no
 layer. `launch` enqueues a whole step and returns: staged writes, inputs, the model, the draw, and
 copies of the results to pinned memory. `collect` waits for those copies alone.
+
+A step of prompts and of rows with drafts runs the model twice. The lengths of rows with drafts are
+known on the device alone, while tiles of prompts are planned on the host from exact lengths; and
+the pass over rows with drafts replays a graph of fixed addresses, which one pass over both would
+give up. A step of prompts and single tokens is one pass: there the host knows all lengths.
 """
 
 from __future__ import annotations
@@ -15,12 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
 from tiercel.engine_config import EngineConfig
 from tiercel.faults import Faults
 from tiercel.models.model import Model
-from tiercel.ops.prepare_step import prepare_step
 from tiercel.request.request import Request
 from tiercel.runner.decode_graphs import (
     LARGEST_BUCKET,
@@ -30,7 +33,7 @@ from tiercel.runner.decode_graphs import (
 )
 from tiercel.runner.graph_capture import GRAPH_BYTES
 from tiercel.runner.host_copies import HostCopies
-from tiercel.runner.packed_items import PackedStep, pack_items
+from tiercel.runner.packed_items import pack_items
 from tiercel.runner.prompt_graphs import PromptSteps
 from tiercel.runner.prompt_readback import PromptPiece, read_prompt
 from tiercel.runner.row_state import Rows, lists_to_device, to_device
@@ -42,6 +45,7 @@ from tiercel.runner.score_readback import (
     read_item_tokens,
     read_scores,
 )
+from tiercel.runner.step_inputs import BatchBuilder
 from tiercel.scheduler.plan import ScheduledRow, SchedulerOutput
 from tiercel.spec.texts import Proposer, StepStates
 
@@ -88,6 +92,7 @@ class ModelRunner:
         self.rows = rows
         self.sampler = sampler
         self.config = config
+        self._batches = BatchBuilder(rows, config)
         self.decode_steps = DecodeSteps(model, rows, config, sampler, proposer)
         self.prompt_steps = PromptSteps(model, rows, config)
         is_cuda = config.device.type == "cuda"
@@ -150,7 +155,7 @@ class ModelRunner:
         ends = np.cumsum([0, *query_lens])
         scratch = [self.rows.scratch] * len(query_lens)
         rows, starts, drawn = lists_to_device((scratch, ends, ends[1:] - 1), self.config.device)
-        batch = self._batch(query_lens, query_lens, rows, starts, drawn)
+        batch = self._batches.build(rows, starts, drawn, query_lens, query_lens)
         logits = self.model.logits(self.model.forward_sample(batch), batch.logits_rows)
         self.sampler(logits, (), rows)
 
@@ -294,7 +299,9 @@ class ModelRunner:
         )
         context_lens = [part.start + part.num_tokens for part in parts]
         packed = pack_items(parts) if any(part.items for part in parts) else None
-        batch = self._batch(lengths, context_lens, there, starts, lines_there, packed)
+        batch = self._batches.build(
+            there, starts, lines_there, lengths, context_lens, packed=packed
+        )
         hidden = self.prompt_steps(batch)[: batch.num_tokens]  # without what pads it
         for part, place in zip(parts, ends[:-1].tolist(), strict=True):
             if part.request.reads_prompt:
@@ -310,45 +317,6 @@ class ModelRunner:
         if task is not None and task.sample_keys is not None:
             return read_item_tokens(self.model, part, hidden, place, self.sampler)
         return read_scores(self.model, part, hidden, place, self.sampler.is_banned)
-
-    def _batch(
-        self,
-        query_lens: Sequence[int],
-        context_lens: Sequence[int],
-        rows: Tensor,
-        starts: Tensor,
-        logits_rows: Tensor,
-        packed: PackedStep | None = None,
-    ) -> Batch:
-        state, device = self.rows, self.config.device
-        inputs = prepare_step(
-            state.token_ids,
-            state.num_computed,
-            state.block_tables,
-            rows,
-            starts if packed is None else to_device(packed.cached_starts, device),
-            sum(query_lens) if packed is None else int(packed.cached_starts[-1]),
-            self.config.block_size,
-        )
-        if packed is not None:
-            inputs = packed.merged(inputs)
-        return Batch(
-            input_ids=inputs.input_ids,
-            positions=inputs.positions,
-            cu_seqlens_q=starts,
-            seq_lens=inputs.seq_lens,
-            rows=rows,
-            logits_rows=logits_rows,
-            slot_mapping=inputs.slot_mapping,
-            block_tables=state.block_tables,
-            query_lens=tuple(query_lens),
-            context_lens=tuple(context_lens),
-            num_tokens=sum(query_lens),
-            num_reqs=len(query_lens),
-            max_query_len=max(query_lens),
-            max_seq_len=max(context_lens),
-            items=None if packed is None else packed.items,
-        )
 
 
 def _is_decode(part: ScheduledRow) -> bool:

@@ -12,6 +12,7 @@ what the head is sure of is right, and no probabilities need to be kept.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +24,10 @@ from tiercel.batch import Batch
 from tiercel.models.model import DraftHead
 from tiercel.ops.sample_tokens import SampleRows, sample_tokens
 from tiercel.spec.texts import DraftTexts, StepStates
+
+# Builds the batch of one position of each row, from rows, the tokens that follow, positions, and
+# the positions up to which each row may write; `make_draft_batch` of the runner does.
+MakeDraftBatch = Callable[[Tensor, Tensor, Tensor, Tensor], Batch]
 
 
 class MtpProposer:
@@ -36,15 +41,13 @@ class MtpProposer:
         head: DraftHead,
         is_banned: Tensor,
         count: int,
-        block_size: int,
-        max_seq_len: int,
+        make_batch: MakeDraftBatch,
     ) -> None:
         self._texts = texts
         self._head = head
         self._is_banned = is_banned
         self._count = count
-        self._block_size = block_size
-        self._max_seq_len = max_seq_len
+        self._make_batch = make_batch
         # Where each row's next draft will stand: drafts are drawn like tokens behind its text.
         self._places = torch.zeros_like(texts.sampling.num_tokens)
 
@@ -77,7 +80,7 @@ class MtpProposer:
             texts.drafts.draft_ids[:, number].index_copy_(0, places, ids)
             if number < self._count:
                 last = last + 1
-                batch = self._next_batch(states.batch, rows, ids, last, end)
+                batch = self._make_batch(rows, ids, last, end)
                 h = self._head.forward(batch, h)
         wanted = texts.drafts.num_wanted.index_select(0, rows).clamp(max=self._count)
         left = texts.num_prompt + texts.max_new - text.num_tokens - 1
@@ -98,38 +101,6 @@ class MtpProposer:
         ids = torch.where(is_known, text.token_ids[rows.long(), column.long()], 0)
         slots = torch.where(is_known, batch.slot_mapping, -1)
         return self._head.forward(replace(batch, input_ids=ids, slot_mapping=slots), states.hidden)
-
-    def _next_batch(
-        self, step: Batch, rows: Tensor, ids: Tensor, position: Tensor, end: Tensor
-    ) -> Batch:
-        """One more place of each row, behind its text: `ids` follow it.
-
-        end: (R,), places of a row that it may write.
-        """
-        count = rows.shape[0]
-        position = position.clamp(min=0)
-        block = step.block_tables[:, rows.long(), position.long() // self._block_size].long()
-        slots = block * self._block_size + position % self._block_size
-        is_real = (position < end) & (rows < self._texts.num_prompt.shape[0] - 1)
-        is_cpu = rows.device.type == "cpu"
-        lengths = position + 1
-        bounds = tuple(lengths.tolist()) if is_cpu else (self._max_seq_len,) * count
-        return replace(
-            step,
-            input_ids=ids,
-            positions=position,
-            cu_seqlens_q=torch.arange(count + 1, dtype=torch.int32, device=rows.device),
-            seq_lens=lengths,
-            rows=rows,
-            slot_mapping=torch.where(is_real, slots, -1),
-            query_lens=(1,) * count,
-            context_lens=bounds,
-            num_tokens=count,
-            num_reqs=count,
-            max_query_len=1,
-            max_seq_len=max(bounds),
-            items=None,
-        )
 
 
 def _pick(starts: Tensor, drawn: tuple[int, ...] | None) -> Tensor:
