@@ -74,10 +74,10 @@ class GivenSampler(Sampler):
             own.copy_(ids, non_blocking=True)
         super().enter(request)
 
-    def __call__(self, logits: Tensor, requests: Any, rows: Tensor, slots: Any = None) -> Any:
-        if slots is None:
+    def __call__(self, logits: Tensor, requests: Any, rows: Tensor, layout: Any = None) -> Any:
+        if layout is None:
             self._raise_given(logits, rows)
-        return super().__call__(logits, requests, rows, slots)
+        return super().__call__(logits, requests, rows, layout)
 
     def accept(self, logits: Tensor, rows: Tensor, *others: Any) -> Verified:
         self._raise_given(logits, rows)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.op_timing import Case, main
 from tiercel.ops.sample_tokens import SampleRows
-from tiercel.ops.verify_accept import DraftRows, verify_accept
+from tiercel.ops.verify_accept import DraftRows, Verified, verify_accept
 from tiercel.reference import verify_accept as oracle
 
 # Each is: rows, drafts of each, vocabulary, temperature.
@@ -53,14 +53,14 @@ def run(inputs: Inputs) -> Tensor:
         inputs.drafts,
         inputs.is_banned,
         inputs.theta,
-    ).packed
+    ).table
 
 
 def check(inputs: Inputs) -> float:
     """The share of wrong counts and tokens, of the first rows."""
-    packed = run(inputs).tolist()
+    result = Verified(run(inputs).cpu())
     most, wrong = inputs.drafts.draft_ids.shape[1] - 1, 0
-    count = min(2, len(packed))
+    count = min(2, len(result.table))
     for r in range(count):
         row = oracle.Row(
             inputs.logits[r * (1 + most) : (r + 1) * (1 + most)].tolist(),
@@ -70,7 +70,7 @@ def check(inputs: Inputs) -> float:
             0,
         )
         tokens, _ = oracle.verify_accept(row, set())
-        wrong += packed[r][: packed[r][-3]] != tokens
+        wrong += result.token_ids[r, : int(result.num_new[r])].tolist() != tokens
     return wrong / count
 
 

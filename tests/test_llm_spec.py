@@ -248,8 +248,8 @@ def first_drafts(path, spec, **options):
 
         def watched(launch):
             results = collect(launch)
-            for draws in launch.draws:
-                for request in draws.requests:
+            for sampled in launch.sampled:
+                for request in sampled.requests:
                     result = results[request.row]
                     text = texts.setdefault(request, list(request.prompt_token_ids))
                     text += result.token_ids

@@ -21,8 +21,8 @@ import torch
 
 from tiercel.cache.allocator import NULL_BLOCK
 from tiercel.request.request import Request, Status, TokenLogprobs
-from tiercel.runner.sampler_output import Sampled
-from tiercel.runner.score_readback import ScorePiece
+from tiercel.runner.sampler_output import SampledTokens
+from tiercel.runner.score_readback import ScoreReadback
 
 VOCAB_SIZE = 13
 POISON = -1  # what a step with unsound logits leaves in the cache
@@ -53,8 +53,8 @@ class _Step:
     parts: list[_Part]
     new_blocks: tuple
     unsound_blocks: tuple
-    result: dict[int, Sampled] | None = None
-    scores: list[ScorePiece] = field(default_factory=list)
+    result: dict[int, SampledTokens] | None = None
+    scores: list[ScoreReadback] = field(default_factory=list)
 
 
 @dataclass
@@ -191,11 +191,11 @@ class FakeRunner:
         values = [float("nan")] * len(items)
         if part.row not in self.bad_rows:
             values = [float(self._next(part, item)) for item in items]
-        return ScorePiece(request, task.num_values(part.items.start), torch.tensor(values))
+        return ScoreReadback(request, task.num_values(part.items.start), torch.tensor(values))
 
     def _draw(self, part, drafts):
         if part.row in self.bad_rows:
-            return Sampled((0,), "nonfinite_logits", num_drafts=len(drafts))
+            return SampledTokens((0,), "nonfinite_logits", num_drafts=len(drafts))
         new = []
         for guess in [*drafts, None]:
             new.append(self._next(part, (), len(new)))
@@ -212,7 +212,7 @@ class FakeRunner:
                 self._stain(part.row, place)
         made = self._guess(part)
         self.row_drafts[part.row] = made
-        return Sampled(
+        return SampledTokens(
             tuple(new),
             num_drafts=len(drafts),
             next_drafts=tuple(made),

@@ -28,7 +28,7 @@ ROOM = 40
 def run_kernel(logits, starts, rows, used, state, drafts, banned, theta, sound=None, probs=None):
     """The kernels alone, into poisoned outputs."""
     width = drafts.draft_ids.shape[1]
-    packed = torch.full((rows.shape[0], width + 3), -9, dtype=torch.int32, device=logits.device)
+    table = torch.full((rows.shape[0], width + 3), -9, dtype=torch.int32, device=logits.device)
     scratch = make_scratch(logits, rows.shape[0] * width, has_probs=probs is not None)
     for tensor in scratch:
         tensor.fill_(float("nan") if tensor.is_floating_point() else -9)
@@ -37,9 +37,9 @@ def run_kernel(logits, starts, rows, used, state, drafts, banned, theta, sound=N
         (state.token_ids, state.num_tokens, state.temperature, state.key),
         (drafts.draft_ids, drafts.num_computed, drafts.draft_limit, drafts.num_wanted,
          drafts.acceptance, drafts.num_idle),
-        banned, theta, sound, probs, packed, scratch,
+        banned, theta, sound, probs, table, scratch,
     )  # fmt: skip
-    return Verified(packed)
+    return Verified(table)
 
 
 RUNS = pytest.mark.parametrize("run", [run_kernel, verify_accept], ids=["kernel", "op"])
@@ -240,13 +240,13 @@ def test_processed_logits_may_ban_by_infinity(run, device):
 def test_a_row_is_the_same_beside_others(run, device):
     torch.manual_seed(3)
     together = Case(6, 4, 2100, device)
-    expected = together(run).packed.clone()
+    expected = together(run).table.clone()
     for r in range(6):
         torch.manual_seed(3)
         alone = Case(6, 4, 2100, device)
         alone.rows, alone.used = alone.rows[r : r + 1], alone.used[r : r + 1]
         alone.starts = alone.starts[r : r + 2]
-        assert torch.equal(alone(run).packed[0], expected[r])
+        assert torch.equal(alone(run).table[0], expected[r])
 
 
 def chi_square(counts, probs, draws):

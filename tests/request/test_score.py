@@ -15,7 +15,7 @@ from tiercel.params import SamplingParams
 from tiercel.request.request import Request
 from tiercel.request.score_task import ScoreRead, ScoreTask, make_trie, skipped_tiles
 from tiercel.runner.packed_items import pack_items
-from tiercel.runner.score_readback import ScorePiece
+from tiercel.runner.score_readback import ScoreReadback
 from tiercel.scheduler.plan import ScheduledRow
 
 
@@ -118,10 +118,10 @@ def test_items_lie_among_the_tokens_of_rows():
 def test_values_of_a_repeated_step_replace_those_of_the_interrupted_one():
     request = scoring([1], [(2,), (3,), (4,)])
     for first, values in ((0, [1.0]), (1, [2.0, 2.5]), (1, [3.0, 4.0])):
-        ScorePiece(request, first, torch.tensor(values)).deliver()
+        ScoreReadback(request, first, torch.tensor(values)).deliver()
     assert request.scores.tolist() == [1.0, 3.0, 4.0]
     assert not request.is_unsound
-    ScorePiece(request, 0, torch.tensor([float("nan")])).deliver()
+    ScoreReadback(request, 0, torch.tensor([float("nan")])).deliver()
     assert request.is_unsound
 
 

@@ -14,7 +14,7 @@ from tiercel.request.request import Request, TokenLogprobs
 from tiercel.request.score_task import ScoreTask
 from tiercel.request.shared_start import find_shared_starts
 from tiercel.runner.sampler_output import TopLogprobs
-from tiercel.runner.score_readback import ItemTokensPiece
+from tiercel.runner.score_readback import ItemTokensReadback
 from tiercel.seeds import mix_key
 
 START = list(range(40))
@@ -168,7 +168,7 @@ def test_tokens_of_a_repeated_step_replace_those_of_the_interrupted_one():
             torch.full((count, 1), -0.5),
         )
         problems = torch.full((count,), problem, dtype=torch.uint8)
-        ItemTokensPiece(request, first, problems, read).deliver()
+        ItemTokensReadback(request, first, problems, read).deliver()
 
     deliver(0, [5])
     deliver(1, [6, 7])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tiercel.params import SamplingParams
 from tiercel.request.request import Request, TokenLogprobs
 from tiercel.runner.row_state import Rows
-from tiercel.runner.sampler import DraftSlots, Sampler, is_kept
-from tiercel.runner.sampler_output import host_result, top_logprobs
+from tiercel.runner.sampler import LogitsLayout, Sampler, is_kept
+from tiercel.runner.sampler_output import read_sampler_output, top_logprobs
 
 NEG_INF = float("-inf")
 GREEDY = SamplingParams(temperature=0)
@@ -54,7 +54,7 @@ def sample(logits, requests, *, banned=(), words=None):
     rows.apply()
     lines = torch.arange(len(requests), dtype=torch.int32)
     out = sampler(torch.tensor(logits, dtype=torch.float32), requests, lines)
-    result = Drawn.of(host_result(out, requests))
+    result = Drawn.of(read_sampler_output(out, requests))
     for request, token_id in zip(requests, result.token_ids, strict=True):
         assert rows.token_ids[request.row, request.num_tokens] == token_id
         assert rows.num_tokens[request.row] == request.num_tokens + 1
@@ -394,7 +394,7 @@ def test_lines_of_scratch_are_dropped():
     sampler.enter(request)
     rows.apply()
     out = sampler(torch.eye(3), [request], torch.tensor([1, 2, 2], dtype=torch.int32))
-    assert [result.token_ids for result in host_result(out, [request])] == [(0,)]
+    assert [result.token_ids for result in read_sampler_output(out, [request])] == [(0,)]
     assert rows.num_tokens.tolist() == [0, 2, 0]
 
 
@@ -441,7 +441,7 @@ def test_every_option_holds_at_each_draft(data):
         ids = torch.arange(len(requests), dtype=torch.int32)
         every = []
         for i in range(1 + most):
-            out = host_result(sampler(lines[:, i].clone(), requests, ids), requests)
+            out = read_sampler_output(sampler(lines[:, i].clone(), requests, ids), requests)
             for request, result in zip(requests, out, strict=True):
                 request.output_token_ids += result.token_ids
             every.append(out)
@@ -461,17 +461,17 @@ def test_every_option_holds_at_each_draft(data):
             rows.drafts.draft_ids[row, 1 : 1 + len(guess)] = torch.tensor(guess, dtype=torch.int32)
         widths = [1 + most if is_padded else 1 + len(guess) for guess in guesses]
         logits = torch.cat([line[:width] for line, width in zip(lines, widths, strict=True)])
-        slots = DraftSlots(
+        layout = LogitsLayout(
             torch.tensor([0, *widths]).cumsum(0).int(),
             torch.tensor([len(guess) for guess in guesses], dtype=torch.int32),
             tuple(widths),
             tuple(len(guess) for guess in guesses),
         )
         ids = torch.arange(len(requests), dtype=torch.int32)
-        sample = sampler(logits.clone(), requests, ids, slots)
+        output = sampler(logits.clone(), requests, ids, layout)
         made = rows.drafts.draft_ids[: len(requests)]
-        sample = replace(sample, token_ids=torch.cat((sample.token_ids, made), 1))
-        return host_result(sample, requests, widths)
+        output = replace(output, table=torch.cat((output.table, made), 1))
+        return read_sampler_output(output, requests, widths)
 
     for r, result in enumerate(run(all_at_once)):
         check_verified(result, [step[r] for step in plain], guesses[r])

@@ -21,7 +21,7 @@ from tiercel.engine_config import EngineConfig
 from tiercel.errors import InvalidRequestError, OutOfMemoryError
 from tiercel.request.request import Request, Status
 from tiercel.runner.runner import Launch, ModelRunner
-from tiercel.runner.sampler_output import Sampled
+from tiercel.runner.sampler_output import SampledTokens
 from tiercel.scheduler.plan import SchedulerOutput
 from tiercel.scheduler.scheduler import Scheduler
 from tiercel.spec.counts import DraftCounts
@@ -221,7 +221,9 @@ class Engine:
                 updates.append(self._end_scoring(request))
         return [update for update in updates if update is not None]
 
-    def _note_drafts(self, request: Request, result: Sampled, kept: tuple[int, ...] | None) -> None:
+    def _note_drafts(
+        self, request: Request, result: SampledTokens, kept: tuple[int, ...] | None
+    ) -> None:
         """Learn what a step's drafts were worth; `kept`: of its tokens, None for an ended row."""
         request.has_unsound_draft |= result.has_unsound_draft
         request.next_drafts = result.next_drafts
@@ -243,7 +245,7 @@ class Engine:
         return RequestUpdate(request, ())
 
     def _apply(
-        self, request: Request, result: Sampled, new_token_ids: tuple[int, ...]
+        self, request: Request, result: SampledTokens, new_token_ids: tuple[int, ...]
     ) -> RequestUpdate:
         """Give a request its drawn tokens, the last of which may end it."""
         problem = result.problem

@@ -19,6 +19,12 @@ from torch import Tensor
 
 from tiercel.config import ACCEPTANCE_DECAY, RETRY_STEPS
 from tiercel.errors import ArgumentError
+from tiercel.kernels.speculation.verify_accept_columns import (
+    NUM_COLUMNS,
+    NUM_NEW,
+    NUM_VERIFIED,
+    PROBLEM,
+)
 from tiercel.ops.sample_tokens import (
     NONFINITE,
     OK,
@@ -59,33 +65,43 @@ class DraftRows:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What R rows got.
+    """The new tokens of R rows, as columns of one table: one copy brings them to the host.
 
     Attributes:
-        packed: (R, K + 4) int32: the columns below in one tensor, for one copy to the host.
+        table: (R, K + 4) int32; its columns are in verify_accept_columns.py.
         token_ids: (R, 1 + K), the choice at each slot that the step used, else 0.
-        num_new: (R,), how many of them count, 1 or more.
-        problems: (R,), of the first slot, or `UNSOUND_DRAFT`.
-        num_drafts: (R,), drafts that were judged.
+        num_new: (R,), number of token ids that count, 1 or more.
+        problems: (R,), problem of the first slot, or `UNSOUND_DRAFT`.
+        num_drafts: (R,), drafts that were verified.
     """
 
-    packed: Tensor
+    table: Tensor
 
     @property
     def token_ids(self) -> Tensor:
-        return self.packed[:, :-3]
+        return self.table[:, :-NUM_COLUMNS]
 
     @property
     def num_new(self) -> Tensor:
-        return self.packed[:, -3]
+        return self.table[:, NUM_NEW - NUM_COLUMNS]
 
     @property
     def problems(self) -> Tensor:
-        return self.packed[:, -2]
+        return self.table[:, PROBLEM - NUM_COLUMNS]
 
     @property
     def num_drafts(self) -> Tensor:
-        return self.packed[:, -1]
+        return self.table[:, NUM_VERIFIED - NUM_COLUMNS]
+
+
+def split_drafts(joined: Tensor) -> tuple[Verified, Tensor]:
+    """Split a table and the drafts that follow it in one tensor.
+
+    joined: (R, K + 4 + 1 + K) int32: a table, and rows of `DraftRows.draft_ids`.
+    """
+    width = (joined.shape[1] - NUM_COLUMNS) // 2  # 1 + K
+    table, draft_ids = joined.split((width + NUM_COLUMNS, width), dim=1)
+    return Verified(table), draft_ids
 
 
 def verify_accept(
@@ -138,7 +154,7 @@ def verify_accept(
         from tiercel.kernels.speculation.verify_accept import launch_verify_accept
 
         width = drafts.draft_ids.shape[1]
-        packed = rows.new_empty((rows.shape[0], width + 3))
+        table = rows.new_empty((rows.shape[0], width + NUM_COLUMNS))
         launch_verify_accept(
             logits,
             starts,
@@ -157,10 +173,10 @@ def verify_accept(
             theta,
             is_sound,
             draft_probs,
-            packed,
+            table,
             make_scratch(logits, rows.shape[0] * width, has_probs=draft_probs is not None),
         )
-        return Verified(packed)
+        return Verified(table)
     return _verify(
         logits, starts, rows, num_drafts, state, drafts, is_banned, theta, is_sound, draft_probs
     )
@@ -210,8 +226,7 @@ def _verify(
         is_banned,
         None if is_sound is None else is_sound[line],
     )
-    packed = torch.zeros((num_reqs, width + 3), dtype=torch.int32)
-    result = Verified(packed)
+    result = Verified(torch.zeros((num_reqs, width + NUM_COLUMNS), dtype=torch.int32))
     problems = torch.zeros((num_reqs, width), dtype=torch.int32)
     result.token_ids[request, slot] = ids
     problems[request, slot] = codes.int()

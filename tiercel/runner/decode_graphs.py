@@ -30,7 +30,7 @@ from tiercel.models.model import Model
 from tiercel.ops.prepare_step import StepDrafts
 from tiercel.runner.graph_capture import GraphRecorder
 from tiercel.runner.row_state import Rows, to_device
-from tiercel.runner.sampler import DraftSlots, Sampler
+from tiercel.runner.sampler import LogitsLayout, Sampler
 from tiercel.runner.step_inputs import BatchBuilder
 from tiercel.spec.texts import Proposer, StepStates
 
@@ -64,15 +64,15 @@ class VerifiedStep:
     Attributes:
         rows: (B,) int32.
         logits: (L, vocab_size) float32.
-        slots: whose lines these are.
+        layout: engine rows of these logits rows.
         propose: drafts for `rows`, once their tokens are drawn.
-        results: of a whole step, which has drawn and drafted: `Verified.packed`, and the `rows` of
+        results: of a whole step, which has drawn and drafted: `Verified.table`, and the `rows` of
             `Rows.drafts`.
     """
 
     rows: Tensor
     logits: Tensor
-    slots: DraftSlots
+    layout: LogitsLayout
     propose: Callable[[], None]
     results: tuple[Tensor, Tensor] | None = None
 
@@ -147,10 +147,10 @@ class DecodeSteps:
         longest = [self._config.max_model_len] * len(rows)
         return self._replay(rows, most_drafts, (size, width, is_whole), longest)
 
-    def single_slots(self, count: int) -> DraftSlots:
-        """The slots of rows with one line each and no drafts."""
+    def single_layout(self, count: int) -> LogitsLayout:
+        """The layout of rows with one logits row each and no drafts."""
         starts = self._places[: count + 1]
-        return DraftSlots(starts, torch.zeros_like(starts[1:]), (1,) * count, (0,) * count)
+        return LogitsLayout(starts, torch.zeros_like(starts[1:]), (1,) * count, (0,) * count)
 
     @property
     def num_graphs(self) -> int:
@@ -228,7 +228,7 @@ class DecodeSteps:
         starts = self._starts_of(rows.shape[0], width)
         verified = self._sampler.accept(logits, rows, starts, num_drafts)
         self._propose(rows, states)
-        return verified.packed, self._rows.drafts.draft_ids.index_select(0, rows)
+        return verified.table, self._rows.drafts.draft_ids.index_select(0, rows)
 
     def _starts_of(self, size: int, width: int) -> Tensor:
         """The first lines of rows with equally many places."""
@@ -267,7 +267,7 @@ class DecodeSteps:
             return VerifiedStep(
                 inputs[0],
                 logits,
-                DraftSlots(starts, num_drafts, widths, planned),
+                LogitsLayout(starts, num_drafts, widths, planned),
                 partial(self._propose, inputs[0], states),
             )
         # As a rule the rows of the step before: copying them is 8 us of the device's time.
@@ -278,7 +278,7 @@ class DecodeSteps:
         return VerifiedStep(
             captured.inputs[0],
             captured.logits,
-            DraftSlots(starts, captured.num_drafts, widths, planned),
+            LogitsLayout(starts, captured.num_drafts, widths, planned),
             partial(self._propose, captured.inputs[0], captured.states),
             captured.results,
         )
@@ -293,8 +293,8 @@ class DecodeSteps:
         drafts = StepDrafts(self._rows.drafts.draft_ids, num_drafts)
         forward = self._model.forward
         logits, states = self._forward(on_device, starts, drafts, widths, None, forward)
-        slots = DraftSlots(starts, num_drafts, widths, tuple(most_drafts))
-        return VerifiedStep(on_device, logits, slots, partial(self._propose, on_device, states))
+        layout = LogitsLayout(starts, num_drafts, widths, tuple(most_drafts))
+        return VerifiedStep(on_device, logits, layout, partial(self._propose, on_device, states))
 
     def _run(
         self,

@@ -1,4 +1,4 @@
-"""Results on their way to the host, behind a step and beside the next one."""
+"""Device-to-host copies of results, after a step and beside the next one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class HostCopies:
-    """Copies of one step's results, on a stream of their own, behind one event."""
+    """Device-to-host copies of one step's results, on a stream of their own, with one event."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        """Begin behind everything enqueued so far; stream: for copies, None on a CPU."""
+        """Begin after all work enqueued so far; stream: for copies, None on a CPU."""
         self._stream = stream
         self._event = None if stream is None else torch.cuda.Event()
         if stream is not None:
@@ -23,7 +23,7 @@ class HostCopies:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)  # its memory is not given away before
+        tensor.record_stream(self._stream)  # its memory is not reused before the copy
         return host
 
     def finish(self) -> None:

@@ -12,23 +12,23 @@ from torch import Tensor
 from tiercel.request.request import Request
 from tiercel.runner.row_state import Rows, to_device
 
-# Of a repeated token's logit at most: finite, also divided by the least temperature. The difference
-# of two infinities would be no number.
+# Largest logit of a repeated token: finite, also divided by the least temperature. The difference
+# of two infinities would be NaN.
 _MOST = 1e30
 
 
 class Penalties:
-    """Which tokens each row has seen, and how often its answer holds each."""
+    """Counts of the tokens that each row has seen in its prompt and in its answer."""
 
     def __init__(self, vocab_size: int, rows: Rows) -> None:
         self._vocab_size = vocab_size
         self._rows = rows
-        # Made when a request first asks for a penalty: most never do.
+        # Made for the first request with a penalty: most never come.
         self._counts: Tensor | None = None  # (S, vocab_size) int32, of output tokens
         self._in_prompt: Tensor | None = None  # (S, vocab_size) bool
 
     def enter(self, request: Request) -> None:
-        """Count what a request holds that gets its row now: nothing of it is in flight."""
+        """Count the tokens of a request that gets its row now: none of them is in flight."""
         counts, in_prompt = self._tables()
         device, row = self._rows.device, request.row
 
@@ -43,9 +43,15 @@ class Penalties:
     def apply(
         self, logits: Tensor, rows: Tensor, drafts: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """Penalised logits of some lines, (P, vocab_size), of the engine rows (P,).
+        """Apply the penalties to some logits rows.
 
-        drafts: (P, K) int64 token ids, and (P, K) int32, 1 where one stands before its line.
+        Args:
+            logits: (P, vocab_size) float32.
+            rows: (P,), engine row of each.
+            drafts: (P, K) int64 token ids, and (P, K) int32, 1 for drafts before the logits row.
+
+        Returns:
+            (P, vocab_size) float32.
         """
         counts, in_prompt = self._tables()
         count = counts.index_select(0, rows)
@@ -65,12 +71,12 @@ class Penalties:
         return penalised
 
     def count(self, rows: Tensor, token_ids: Tensor, is_new: Tensor | None = None) -> None:
-        """Add drawn tokens to some rows.
+        """Add sampled tokens to the counts of some rows.
 
         Args:
-            rows: (P,).
-            token_ids: (P,), one for each; or (P, W) and
-            is_new: (P, W) int32, 1 for those that count.
+            rows: (P,), engine rows.
+            token_ids: (P,), one token for each row; or (P, W) with `is_new`.
+            is_new: (P, W) int32, 1 for the tokens that count.
         """
         counts, _ = self._tables()
         if is_new is None:

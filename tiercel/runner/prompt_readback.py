@@ -1,4 +1,4 @@
-"""What is asked of a prompt's own places: logits, log-probabilities, a pooled vector."""
+"""Reads a prompt's own positions: logits, log-probabilities, a pooled vector."""
 
 from __future__ import annotations
 
@@ -15,79 +15,86 @@ from tiercel.runner.row_state import to_device
 from tiercel.runner.sampler_output import TopLogprobs, top_logprobs
 from tiercel.scheduler.plan import ScheduledRow
 
-# Rows of logits computed at once where prompt places are read: 50 MB each at 49,152 tokens of
+# Logits rows computed together where prompt positions are read: 50 MB at 49,152 tokens of
 # vocabulary.
 LOGITS_SLICE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPiece:
-    """What was read of some prompt places of a request.
+class PromptReadback:
+    """Values that were read at some prompt positions of a request.
 
-    `read` is logits (places, vocab_size), log-probabilities, or the sum of hidden states
-    (hidden_size,) to pool.
+    Attributes:
+        request: the request.
+        values: logits (positions, vocab_size), log-probabilities, or the sum of hidden states
+            (hidden_size,) to pool.
     """
 
     request: Request
-    read: Tensor | TopLogprobs
+    values: Tensor | TopLogprobs
 
-    def copied(self, copies: HostCopies) -> PromptPiece:
-        """The same on its way to the host."""
-        if isinstance(self.read, Tensor):
-            return PromptPiece(self.request, copies.add(self.read))
-        return PromptPiece(self.request, self.read.copied(copies))
+    def to_host(self, copies: HostCopies) -> PromptReadback:
+        """The same values on the host, once `copies` have been waited for."""
+        if isinstance(self.values, Tensor):
+            return PromptReadback(self.request, copies.add(self.values))
+        return PromptReadback(self.request, self.values.to_host(copies))
 
     def deliver(self) -> None:
-        """Give it to the request; it has arrived on the host."""
+        """Give the values, which have arrived on the host, to the request."""
         request = self.request
-        if not isinstance(self.read, Tensor):
-            counts = [request.params.prompt_logprobs or 0] * len(self.read.token_ids)
-            request.prompt_logprobs += self.read.entries(counts)
+        if not isinstance(self.values, Tensor):
+            counts = [request.params.prompt_logprobs or 0] * len(self.values.token_ids)
+            request.prompt_logprobs += self.values.entries(counts)
         elif request.pooling is None:
-            request.prompt_logits.append(self.read.numpy())
+            request.prompt_logits.append(self.values.numpy())
         elif request.embedding is None:
-            request.embedding = self.read.numpy()
+            request.embedding = self.values.numpy()
         else:
-            request.embedding = self.read.numpy() + request.embedding
+            request.embedding = self.values.numpy() + request.embedding
 
 
-def read_prompt(model: Model, part: ScheduledRow, hidden: Tensor, place: int) -> list[PromptPiece]:
-    """Read the prompt places of a chunk.
+def read_prompt(
+    model: Model, part: ScheduledRow, hidden: Tensor, start: int
+) -> list[PromptReadback]:
+    """Read the prompt positions of a chunk.
 
     Args:
-        model: whose head and last norm to use.
+        model: model whose head and last norm to use.
         part: the chunk.
         hidden: (T, hidden_size) of the step.
-        place: where the chunk begins in it.
+        start: the chunk's first row in `hidden`.
     """
     request = part.request
     last = min(part.start + part.num_query, len(request.prompt_token_ids))
     if request.pooling is not None:
-        return _pool(model, part, hidden, place)
-    pieces = []
-    for start in range(part.start, last, LOGITS_SLICE):
-        stop = min(start + LOGITS_SLICE, last)
-        logits = model.logits(hidden, _lines(hidden, place, start - part.start, stop - part.start))
+        return _pool(model, part, hidden, start)
+    readbacks = []
+    for first in range(part.start, last, LOGITS_SLICE):
+        stop = min(first + LOGITS_SLICE, last)
+        rows = _row_range(hidden, start, first - part.start, stop - part.start)
+        logits = model.logits(hidden, rows)
         if request.wants_logits:
-            pieces.append(PromptPiece(request, logits))
+            readbacks.append(PromptReadback(request, logits))
             continue
-        following = request.prompt_token_ids[start + 1 : stop + 1]  # none after the last place
+        following = request.prompt_token_ids[first + 1 : stop + 1]  # none after the last position
         token_ids = to_device(np.array(following, np.int32), hidden.device)
         most = request.params.prompt_logprobs or 0
-        pieces.append(PromptPiece(request, top_logprobs(logits[: len(following)], token_ids, most)))
-    return pieces
+        logprobs = top_logprobs(logits[: len(following)], token_ids, most)
+        readbacks.append(PromptReadback(request, logprobs))
+    return readbacks
 
 
-def _lines(hidden: Tensor, place: int, start: int, stop: int) -> Tensor:
-    return torch.arange(place + start, place + stop, device=hidden.device, dtype=torch.int32)
+def _row_range(hidden: Tensor, start: int, first: int, stop: int) -> Tensor:
+    """Row numbers of `hidden`, [first, stop) of the chunk that begins at `start`."""
+    return torch.arange(start + first, start + stop, device=hidden.device, dtype=torch.int32)
 
 
-def _pool(model: Model, part: ScheduledRow, hidden: Tensor, place: int) -> list[PromptPiece]:
+def _pool(model: Model, part: ScheduledRow, hidden: Tensor, start: int) -> list[PromptReadback]:
     request = part.request
     if request.pooling == "mean":
-        states = model.hidden_states(hidden, _lines(hidden, place, 0, part.num_query))
-        return [PromptPiece(request, states.sum(dim=0))]
+        states = model.hidden_states(hidden, _row_range(hidden, start, 0, part.num_query))
+        return [PromptReadback(request, states.sum(dim=0))]
     if not part.samples:
         return []
-    line = _lines(hidden, place, part.num_query - 1, part.num_query)
-    return [PromptPiece(request, model.hidden_states(hidden, line)[0])]
+    last = _row_range(hidden, start, part.num_query - 1, part.num_query)
+    return [PromptReadback(request, model.hidden_states(hidden, last)[0])]

@@ -1,7 +1,8 @@
 """The persistent state of running requests on the device: one row each, and one for scratch.
 
-All columns lie in one int32 arena. The host stages small differences and `apply` brings them over
-in one copy and one scatter, whatever they are: tokens of a new prompt, blocks, sampling parameters.
+All columns are views of one int32 arena. The host stages small differences and `apply` brings them
+to the device in one copy and one scatter, whatever they are: tokens of a new prompt, blocks,
+sampling parameters.
 Staging buffers are fresh pinned memory, so the host may run ahead of the device with no barrier;
 the allocator gives a buffer out again only after the copy that reads it.
 """
@@ -43,14 +44,14 @@ def lists_to_device(
 
     Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for other pointers.
     """
-    places = [0]
+    offsets = [0]
     for values in lists:
-        places.append(places[-1] + -(-len(values) // 4) * 4)
-    host = np.zeros(places[-1], np.int32)
-    for start, values in zip(places, lists, strict=False):
+        offsets.append(offsets[-1] + -(-len(values) // 4) * 4)
+    host = np.zeros(offsets[-1], np.int32)
+    for start, values in zip(offsets, lists, strict=False):
         host[start : start + len(values)] = values
     joined = to_device(host, device)
-    pairs = zip(places, lists, strict=False)
+    pairs = zip(offsets, lists, strict=False)
     return tuple(joined[start : start + len(values)] for start, values in pairs)
 
 
@@ -59,14 +60,14 @@ class Rows:
 
     Attributes:
         token_ids: (S, max_model_len + 1 + K) int32, prompt and output.
-        num_tokens: (S,) int32, how many of them are known.
-        num_computed: (S,) int32, of these in the cache or on their way there.
+        num_tokens: (S,) int32, number of tokens that are known.
+        num_computed: (S,) int32, number of tokens that are in the cache or on their way there.
         block_tables: (G, S, max_blocks) int32.
-        top_k: (S,) int32; the vocabulary's size for all.
+        top_k: (S,) int32; the vocabulary's size for all tokens.
         values: (S,) float32 each: temperature, top_p, min_p; presence, frequency, repetition.
-        key: (S,) int64, of the noise.
+        key: (S,) int64, keys of the noise.
         drafts: columns of drafting; K = 0 without it, and then they are not used. Column 0 of
-            `draft_ids` says how many stand in the others.
+            `draft_ids` is the number of drafts in the columns after it.
         num_prompt: (S,) int32, tokens of the prompt.
         max_new: (S,) int32, tokens of the answer at most.
     """
@@ -94,10 +95,10 @@ class Rows:
         }
         total = sum(prod(shape) for shape in shapes.values())
         self._arena = torch.zeros(total, dtype=torch.int32, device=device)
-        pieces = torch.split_with_sizes(self._arena, [prod(shape) for shape in shapes.values()])
+        flat = torch.split_with_sizes(self._arena, [prod(shape) for shape in shapes.values()])
         columns = {
-            name: piece.view(shape)
-            for (name, shape), piece in zip(shapes.items(), pieces, strict=True)
+            name: column.view(shape)
+            for (name, shape), column in zip(shapes.items(), flat, strict=True)
         }
         self.key = columns["key"].view(torch.int64).squeeze(1)
         self.token_ids, self.block_tables = columns["token_ids"], columns["block_tables"]
@@ -126,7 +127,7 @@ class Rows:
         return DraftTexts(self.sampling, self.num_prompt, self.max_new, self.drafts)
 
     def enter_drafts(self, request: Request) -> None:
-        """Stage what drafting needs of a request that got its row."""
+        """Stage the drafting columns of a request that got its row."""
         drafts, row = self.drafts, (request.row,)
         values: tuple[tuple[Tensor, float], ...] = (
             (drafts.draft_limit, request.draft_limit),
@@ -140,16 +141,16 @@ class Rows:
             self.stage(column, row, [value])
         self.stage(drafts.draft_ids, (request.row, 0), [0])
 
-    def stage(self, column: Tensor, place: tuple[int, ...], values: Sequence[float]) -> None:
-        """Note values for `column[place]` and the places after it; no place twice before `apply`.
+    def stage(self, column: Tensor, index: tuple[int, ...], values: Sequence[float]) -> None:
+        """Stage values for `column[index]` and the elements after it; none twice before `apply`.
 
         Args:
-            column: one of this object's.
-            place: an index for each dimension.
-            values: in the column's dtype.
+            column: a column of this object.
+            index: an index for each dimension.
+            values: values in the column's dtype.
         """
         words = column.element_size() // 4
-        offset = sum(i * step for i, step in zip(place, column.stride(), strict=True))
+        offset = sum(i * step for i, step in zip(index, column.stride(), strict=True))
         start = int(column.storage_offset() + offset) * words
         self._staged.append((start, np.asarray(values, _NUMPY[column.dtype]).view(np.int32)))
 
@@ -157,10 +158,10 @@ class Rows:
         """Enqueue all staged writes: one copy, one scatter."""
         if not self._staged:
             return
-        places = [np.arange(start, start + len(data)) for start, data in self._staged]
-        # Places and values in one buffer: a copy to the device costs the same for both.
+        offsets = [np.arange(start, start + len(data)) for start, data in self._staged]
+        # Offsets and values in one buffer: a copy to the device costs the same for both.
         buffer = np.concatenate(
-            (np.concatenate(places).view(np.int32), *(data for _, data in self._staged))
+            (np.concatenate(offsets).view(np.int32), *(data for _, data in self._staged))
         )
         on_device = to_device(buffer, self.device)
         count = buffer.size // 3
@@ -169,5 +170,5 @@ class Rows:
         self._staged.clear()
 
     def forget_staged(self) -> None:
-        """Drop what was staged; rows whose writes are lost must enter anew."""
+        """Drop staged writes; rows whose writes are lost must enter anew."""
         self._staged.clear()

@@ -35,13 +35,13 @@ from tiercel.runner.graph_capture import GRAPH_BYTES
 from tiercel.runner.host_copies import HostCopies
 from tiercel.runner.packed_items import pack_items
 from tiercel.runner.prompt_graphs import PromptSteps
-from tiercel.runner.prompt_readback import PromptPiece, read_prompt
+from tiercel.runner.prompt_readback import PromptReadback, read_prompt
 from tiercel.runner.row_state import Rows, lists_to_device, to_device
 from tiercel.runner.sampler import Sampler, is_plain
-from tiercel.runner.sampler_output import DeviceSample, Sampled, host_result
+from tiercel.runner.sampler_output import SampledTokens, SamplerOutput, read_sampler_output
 from tiercel.runner.score_readback import (
-    ItemTokensPiece,
-    ScorePiece,
+    ItemTokensReadback,
+    ScoreReadback,
     read_item_tokens,
     read_scores,
 )
@@ -49,28 +49,28 @@ from tiercel.runner.step_inputs import BatchBuilder
 from tiercel.scheduler.plan import ScheduledRow, SchedulerOutput
 from tiercel.spec.texts import Proposer, StepStates
 
-Piece = PromptPiece | ScorePiece | ItemTokensPiece
+Readback = PromptReadback | ScoreReadback | ItemTokensReadback
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
-    """What is drawn together: for whom, lines of logits of each, and the result."""
+class SampledRequests:
+    """Requests sampled together, the sampler's output, and the number of logits rows of each."""
 
     requests: tuple[Request, ...]
-    sample: DeviceSample
+    output: SamplerOutput
     widths: tuple[int, ...] = ()
 
-    def copied(self, copies: HostCopies) -> Draws:
-        """The same on its way to the host."""
-        return Draws(self.requests, self.sample.copied(copies), self.widths)
+    def to_host(self, copies: HostCopies) -> SampledRequests:
+        """The same values on the host, once `copies` have been waited for."""
+        return SampledRequests(self.requests, self.output.to_host(copies), self.widths)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A step under way: what it draws and reads, on its way to the host."""
+    """A step under way: the tokens that it samples and the values that it reads."""
 
-    draws: tuple[Draws, ...]
-    pieces: tuple[Piece, ...]
+    sampled: tuple[SampledRequests, ...]
+    readbacks: tuple[Readback, ...]
     copies: HostCopies
 
 
@@ -112,31 +112,31 @@ class ModelRunner:
         self._write_rows(plan)
         self.faults.slow_down(plan.step_id, plan.num_tokens, self.model.pulse)
         parts = plan.scheduled
-        pieces: list[Piece] = []
+        readbacks: list[Readback] = []
         if any(part.request.draft_limit for part in parts):
-            draws = self._run_drafting(plan, pieces)
+            sampled = self._run_drafting(plan, readbacks)
         else:
-            draws = self._run_plain(plan, pieces)
+            sampled = self._run_plain(plan, readbacks)
         copies = HostCopies(self._copy_stream)
-        arriving = tuple(draw.copied(copies) for draw in draws)
-        read = tuple(piece.copied(copies) for piece in pieces)
+        tokens = tuple(entry.to_host(copies) for entry in sampled)
+        values = tuple(readback.to_host(copies) for readback in readbacks)
         copies.finish()
-        return Launch(arriving, read, copies)
+        return Launch(tokens, values, copies)
 
-    def collect(self, launch: Launch) -> dict[int, Sampled]:
-        """Wait for a launched step; what it drew, by engine row.
+    def collect(self, launch: Launch) -> dict[int, SampledTokens]:
+        """Wait for a launched step; returns its sampled tokens, by engine row.
 
-        What was read of prompts goes to their requests.
+        Values that were read of prompts go to their requests.
         """
         launch.copies.wait()
-        for piece in launch.pieces:
-            piece.deliver()
+        for readback in launch.readbacks:
+            readback.deliver()
         return {
-            request.row: result
-            for draws in launch.draws
-            for request, result in zip(
-                draws.requests,
-                host_result(draws.sample, draws.requests, draws.widths),
+            request.row: tokens
+            for sampled in launch.sampled
+            for request, tokens in zip(
+                sampled.requests,
+                read_sampler_output(sampled.output, sampled.requests, sampled.widths),
                 strict=True,
             )
         }
@@ -219,7 +219,7 @@ class ModelRunner:
             for plane in planes.values():
                 plane.index_fill_(0, ids, 0)
 
-    def _run_plain(self, plan: SchedulerOutput, pieces: list[Piece]) -> list[Draws]:
+    def _run_plain(self, plan: SchedulerOutput, readbacks: list[Readback]) -> list[SampledRequests]:
         """Run a step of which no row drafts."""
         parts = plan.scheduled
         sampling = tuple(part.request for part in parts if part.samples)
@@ -228,14 +228,18 @@ class ModelRunner:
             lengths = [part.start + 1 for part in parts]
             rows, logits = self.decode_steps([part.row for part in parts], lengths)
         else:
-            rows, logits, states = self._run_mixed(parts, pieces, self.decode_steps.padded)
+            rows, logits, states = self._run_mixed(parts, readbacks, self.decode_steps.padded)
         self.faults.on_logits(plan.step_id, logits, [request.row for request in sampling])
-        draws = [Draws(sampling, self.sampler(logits, sampling, rows))] if sampling else []
+        sampled = []
+        if sampling:
+            sampled.append(SampledRequests(sampling, self.sampler(logits, sampling, rows)))
         if states is not None and self.proposer is not None and self.proposer.reads_states:
             self.proposer.follow(states)  # who finds these blocks in the prefix cache may draft
-        return draws
+        return sampled
 
-    def _run_drafting(self, plan: SchedulerOutput, pieces: list[Piece]) -> list[Draws]:
+    def _run_drafting(
+        self, plan: SchedulerOutput, readbacks: list[Readback]
+    ) -> list[SampledRequests]:
         """Run a step with rows that draft.
 
         Their lengths are known on the device alone, so answers and chunks of prompts run one after
@@ -244,7 +248,7 @@ class ModelRunner:
         assert self.proposer is not None, "rows draft where somebody proposes"
         answers = [part for part in plan.scheduled if _is_decode(part)]
         others = [part for part in plan.scheduled if not _is_decode(part)]
-        draws = []
+        sampled = []
         if answers:
             requests = tuple(part.request for part in answers)
             step = self.decode_steps.verify(
@@ -252,36 +256,40 @@ class ModelRunner:
                 [part.num_drafts for part in answers],
                 is_whole=all(map(is_plain, requests)) and not self.faults.faults,
             )
-            draws.append(self._draw(plan.step_id, requests, step))
+            sampled.append(self._sample(plan.step_id, requests, step))
         if others:
             requests = tuple(part.request for part in others if part.samples)
-            rows, logits, states = self._run_mixed(others, pieces, lambda count: count)
+            rows, logits, states = self._run_mixed(others, readbacks, lambda count: count)
             seen = states if self.proposer.reads_states else None
             if requests:
-                slots = self.decode_steps.single_slots(len(requests))
+                layout = self.decode_steps.single_layout(len(requests))
                 propose = partial(self.proposer.propose, rows, seen)
-                step = VerifiedStep(rows, logits, slots, propose)
-                draws.append(self._draw(plan.step_id, requests, step))
+                step = VerifiedStep(rows, logits, layout, propose)
+                sampled.append(self._sample(plan.step_id, requests, step))
             elif seen is not None:
                 self.proposer.follow(seen)
-        return draws
+        return sampled
 
-    def _draw(self, step_id: int, requests: tuple[Request, ...], step: VerifiedStep) -> Draws:
-        """Draw, and draft what may follow, unless the step has done so."""
-        widths = step.slots.widths
+    def _sample(
+        self, step_id: int, requests: tuple[Request, ...], step: VerifiedStep
+    ) -> SampledRequests:
+        """Sample, and draft the tokens that may follow, unless the step has done so."""
+        widths = step.layout.widths
         if step.results is not None:
             # A tensor of its own: the next replay may begin before the copy to the host is done.
-            return Draws(requests, DeviceSample(torch.cat(step.results, 1)), widths)
-        line_rows = [r.row for r, w in zip(requests, widths, strict=True) for _ in range(w)]
-        self.faults.on_logits(step_id, step.logits, line_rows)
-        sample = self.sampler(step.logits, requests, step.rows, step.slots)
+            output = SamplerOutput(table=torch.cat(step.results, 1))
+            return SampledRequests(requests, output, widths)
+        engine_rows = [r.row for r, w in zip(requests, widths, strict=True) for _ in range(w)]
+        self.faults.on_logits(step_id, step.logits, engine_rows)
+        output = self.sampler(step.logits, requests, step.rows, step.layout)
+        assert output.table is not None, "there is a layout"
         step.propose()
         made = self.rows.drafts.draft_ids.index_select(0, step.rows)
-        joined = torch.cat((sample.token_ids, made), 1)
-        return Draws(requests, replace(sample, token_ids=joined), widths)
+        joined = torch.cat((output.table, made), 1)
+        return SampledRequests(requests, replace(output, table=joined), widths)
 
     def _run_mixed(
-        self, parts: Sequence[ScheduledRow], pieces: list[Piece], padded: Callable[[int], int]
+        self, parts: Sequence[ScheduledRow], readbacks: list[Readback], padded: Callable[[int], int]
     ) -> tuple[Tensor, Tensor, StepStates]:
         """Run chunks and single tokens together; rows and logits of those that sample, states.
 
@@ -305,13 +313,13 @@ class ModelRunner:
         hidden = self.prompt_steps(batch)[: batch.num_tokens]  # without what pads it
         for part, place in zip(parts, ends[:-1].tolist(), strict=True):
             if part.request.reads_prompt:
-                pieces += read_prompt(self.model, part, hidden, place)
+                readbacks += read_prompt(self.model, part, hidden, place)
             if part.has_scores:
-                pieces += self._read_items(part, hidden, place)
+                readbacks += self._read_items(part, hidden, place)
         states = StepStates(batch, hidden, None, tuple(drawn))
         return drawn_there, self.model.logits(hidden, batch.logits_rows), states
 
-    def _read_items(self, part: ScheduledRow, hidden: Tensor, place: int) -> Sequence[Piece]:
+    def _read_items(self, part: ScheduledRow, hidden: Tensor, place: int) -> Sequence[Readback]:
         """Read what a part of a step with scores or sampled items yields."""
         task = part.request.score
         if task is not None and task.sample_keys is not None:

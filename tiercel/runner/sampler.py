@@ -1,12 +1,12 @@
-"""Next tokens from logits, for mixed parameters in one batch, without a look from the host.
+"""The sampler: next tokens from logits, for mixed parameters in one batch; the host never waits.
 
 Order: grammar masks and bans (padding ids, `allowed_token_ids`, `bad_words`, stop tokens before
-`min_tokens`), penalties, `logit_bias`; cuts by top-k, top-p and min-p; then the draw
-(`ops/sample_tokens.py`). Each stage runs for the rows that ask for it, whose parameters it reads
+`min_tokens`), penalties, `logit_bias`; cuts by top-k, top-p and min-p; then the sample
+(`ops/sample_tokens.py`). Each stage runs for the rows that request it, whose parameters it reads
 from their persistent rows; a row's result depends on its own logits and key only.
 
-A row that verifies drafts has a line of logits behind each of them too. Everything holds there as
-if the drafts before it were in the answer already.
+A row that verifies drafts has a logits row after each of its drafts too. Every option holds there
+as if the drafts before it were in the answer already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tiercel.params import SamplingParams
 from tiercel.request.request import Request
 from tiercel.runner.penalties import Penalties
 from tiercel.runner.row_state import Rows, to_device
-from tiercel.runner.sampler_output import DeviceSample, top_logprobs
+from tiercel.runner.sampler_output import SamplerOutput, top_logprobs
 from tiercel.seeds import mix_key
 
 NEG_INF = float("-inf")
@@ -33,15 +33,15 @@ _LEAST = torch.finfo(torch.float32).tiny  # what is smaller may become 0 on its 
 
 
 @dataclass(frozen=True, slots=True)
-class DraftSlots:
-    """How lines of logits belong to R rows of which some verify drafts.
+class LogitsLayout:
+    """Which logits rows belong to which of R engine rows, some of which verify drafts.
 
     Attributes:
-        starts: (R + 1,) int32, the first line of each.
-        num_drafts: (R,) int32, drafts of each; lines behind them are padding.
-        widths: on the host, lines of each row that a request fills.
-        planned: drafts of each that the plan allows; of a row whose last token the host knows,
-            these are the first of `Request.next_drafts`.
+        starts: (R + 1,) int32, the first logits row of each engine row.
+        num_drafts: (R,) int32, number of drafts of each; logits rows after them are padding.
+        widths: number of logits rows of each engine row that a request fills, on the host.
+        planned: number of drafts of each that the plan allows. Of a row whose last token the host
+            knows, they are the first of `Request.next_drafts`.
     """
 
     starts: Tensor
@@ -52,7 +52,7 @@ class DraftSlots:
 
 @dataclass(frozen=True, slots=True)
 class _Edits:
-    """What one request changes in its logits, on the device."""
+    """The changes that one request makes to its logits, on the device."""
 
     banned: Tensor | None = None  # (vocab_size,) bool
     stop_ids: Tensor | None = None
@@ -62,7 +62,7 @@ class _Edits:
 
 
 class Sampler:
-    """Samples rows of logits and appends the tokens to their rows.
+    """Samples tokens from logits rows and appends them to their engine rows.
 
     Attributes:
         is_banned: (vocab_size,) uint8, 1 for padding of the vocabulary.
@@ -80,10 +80,10 @@ class Sampler:
 
         Args:
             banned_ids: token ids that no answer may hold (padding of the vocabulary).
-            vocab_size: columns of the logits.
-            rows: the engine's.
-            encode: the token sequences that spell a bad word.
-            least_chance: of a draft, to be worth making.
+            vocab_size: number of columns of the logits.
+            rows: rows of the engine.
+            encode: function that gives the token sequences that spell a bad word.
+            least_chance: least acceptance probability of a draft that is worth making.
         """
         self._rows = rows
         self._theta = torch.full((1,), least_chance, device=rows.device)
@@ -120,43 +120,43 @@ class Sampler:
         logits: Tensor,
         requests: Sequence[Request],
         rows: Tensor,
-        slots: DraftSlots | None = None,
-    ) -> DeviceSample:
-        """Draw, append and report.
+        layout: LogitsLayout | None = None,
+    ) -> SamplerOutput:
+        """Sample tokens and append them to their rows.
 
         Args:
             logits: (L, vocab_size) float32, the raw ones; changed in place.
-            requests: of the first rows; rows beyond are scratch.
+            requests: requests of the first rows; rows beyond are scratch.
             rows: (R,) int32, engine rows.
-            slots: whose lines they are; None: one of each row.
+            layout: the rows that the logits belong to; None: one logits row for each.
         """
-        lines = _Lines(requests, slots)
-        asked = tuple(i for i, r in enumerate(requests) if r.params.logprobs is not None)
+        logits_rows = _LogitsRows(requests, layout)
+        wanting = tuple(i for i, r in enumerate(requests) if r.params.logprobs is not None)
         is_changed = any(map(_is_changed, requests))
-        raw = logits.index_select(0, self._index(lines.of(asked))) if asked else None
+        raw = logits.index_select(0, self._index(logits_rows.of(wanting))) if wanting else None
         is_sound = None
         if is_changed:
             is_sound = logits.isfinite().all(dim=1).to(torch.uint8)
-            self._process(logits, lines, rows)
+            self._process(logits, logits_rows, rows)
         state = self._rows.sampling
-        if slots is None:
+        if layout is None:
             token_ids, problems = sample_tokens(logits, rows, state, self.is_banned, is_sound)
-            sample = DeviceSample(token_ids, problems)
+            output = SamplerOutput(token_ids, problems)
             chosen = token_ids
         else:
-            verified = self.accept(logits, rows, slots.starts, slots.num_drafts, is_sound)
-            sample = DeviceSample(verified.packed)
+            verified = self.accept(logits, rows, layout.starts, layout.num_drafts, is_sound)
+            output = SamplerOutput(table=verified.table)
             chosen = verified.token_ids
-        self._count(lines, rows, chosen, None if slots is None else verified)
+        self._count(requests, rows, chosen, None if layout is None else verified)
         if raw is None:
-            return sample
-        most = max(requests[i].params.logprobs or 0 for i in asked)
-        if slots is None:
-            chosen = chosen.index_select(0, self._index(asked))
+            return output
+        most = max(requests[i].params.logprobs or 0 for i in wanting)
+        if layout is None:
+            chosen = chosen.index_select(0, self._index(wanting))
         else:
-            picked = [self._index(part) for part in lines.slots_of(asked)]
-            chosen = chosen[picked[0], picked[1]]
-        return replace(sample, asked=asked, logprobs=top_logprobs(raw, chosen, most))
+            numbers, steps = map(self._index, logits_rows.rows_and_steps(wanting))
+            chosen = chosen[numbers, steps]
+        return replace(output, logprob_rows=wanting, logprobs=top_logprobs(raw, chosen, most))
 
     def accept(
         self,
@@ -166,7 +166,7 @@ class Sampler:
         num_drafts: Tensor,
         is_sound: Tensor | None = None,
     ) -> Verified:
-        """Choose, accept and append, of rows with drafts; see `verify_accept`."""
+        """Choose, accept and append tokens of rows with drafts; see `verify_accept`."""
         return verify_accept(
             logits, starts, rows, num_drafts, self._rows.sampling, self._rows.drafts,
             self.is_banned, self._theta, is_sound,
@@ -179,9 +179,9 @@ class Sampler:
 
         Args:
             logits: (L, vocab_size) float32, the raw ones; unchanged.
-            params: of all L; without penalties and edits.
+            params: parameters of all L rows, without penalties and edits.
             keys: (L,) int64, see `seeds.py`.
-            positions: (L,) int32, of each sampled token in its text.
+            positions: (L,) int32, position of each sampled token in its text.
 
         Returns:
             As `sample_tokens`.
@@ -205,21 +205,21 @@ class Sampler:
         return draw_torch(logits, rows, positions, state, self.is_banned, is_sound)
 
     def _count(
-        self, lines: _Lines, rows: Tensor, chosen: Tensor, verified: Verified | None
+        self, requests: Sequence[Request], rows: Tensor, chosen: Tensor, verified: Verified | None
     ) -> None:
         """Count the new tokens of rows with penalties."""
-        penalised = [i for i, r in enumerate(lines.requests) if r.params.has_penalties]
+        penalised = [i for i, r in enumerate(requests) if r.params.has_penalties]
         if not penalised:
             return
         index = self._index(penalised)
         is_new = None
         if verified is not None:
-            places = torch.arange(chosen.shape[1], device=rows.device)
-            is_new = (places < verified.num_new[index].unsqueeze(1)).int()
+            steps = torch.arange(chosen.shape[1], device=rows.device)
+            is_new = (steps < verified.num_new[index].unsqueeze(1)).int()
         self._penalties.count(rows[index], chosen[index], is_new)
 
-    def _index(self, lines: Sequence[int]) -> Tensor:
-        return to_device(np.array(lines, np.int64), self._rows.device)
+    def _index(self, numbers: Sequence[int]) -> Tensor:
+        return to_device(np.array(numbers, np.int64), self._rows.device)
 
     def _make_edits(self, request: Request) -> _Edits:
         params, device = request.params, self._rows.device
@@ -240,54 +240,55 @@ class Sampler:
         words = [ids for word in params.bad_words for ids in self._encode(word)]
         return _Edits(banned, stop_ids, bias_ids, biases, words)
 
-    def _process(self, logits: Tensor, lines: _Lines, rows: Tensor) -> None:
-        """Apply what requests ask to their lines, in place."""
-        requests = lines.requests
-        self._mask(logits, lines)
+    def _process(self, logits: Tensor, logits_rows: _LogitsRows, rows: Tensor) -> None:
+        """Apply the parameters of requests to their logits rows, in place."""
+        requests = logits_rows.requests
+        self._mask(logits, logits_rows)
         for i, request in enumerate(requests):
             edits = self._edits.get(request.row)
             if edits is not None:
-                self._ban(logits, lines, i, edits)
+                self._ban(logits, logits_rows, i, edits)
         penalised = [i for i, r in enumerate(requests) if r.params.has_penalties]
         if penalised:
-            index = self._index(lines.of(penalised))
+            index = self._index(logits_rows.of(penalised))
             picked = logits.index_select(0, index)
-            penalised_rows = self._rows_of(lines, penalised, rows)
-            drafts = self._drafts_before(lines, penalised, penalised_rows)
+            penalised_rows = self._rows_of(logits_rows, penalised, rows)
+            drafts = self._drafts_before(logits_rows, penalised, penalised_rows)
             logits.index_copy_(0, index, self._penalties.apply(picked, penalised_rows, drafts))
         for i, request in enumerate(requests):
             edits = self._edits.get(request.row)
             if edits is not None and edits.bias_ids is not None and edits.biases is not None:
-                own = logits[lines.span(i)]
+                own = logits[logits_rows.span(i)]
                 own.index_add_(1, edits.bias_ids, edits.biases.expand(len(own), -1))
         cutting = [i for i, r in enumerate(requests) if _is_cut(r.params)]
         if cutting:
-            index = self._index(lines.of(cutting))
+            index = self._index(logits_rows.of(cutting))
             picked = logits.index_select(0, index)
-            columns = self._cut_columns(self._rows_of(lines, cutting, rows))
+            columns = self._cut_columns(self._rows_of(logits_rows, cutting, rows))
             logits.index_copy_(0, index, self._cut(picked, *columns))
 
-    def _rows_of(self, lines: _Lines, numbers: Sequence[int], rows: Tensor) -> Tensor:
-        """The engine row of each line of some rows."""
-        return rows.index_select(0, self._index(lines.slots_of(numbers)[0]))
+    def _rows_of(self, logits_rows: _LogitsRows, numbers: Sequence[int], rows: Tensor) -> Tensor:
+        """The engine row of each logits row of some rows."""
+        return rows.index_select(0, self._index(logits_rows.rows_and_steps(numbers)[0]))
 
     def _drafts_before(
-        self, lines: _Lines, numbers: Sequence[int], rows: Tensor
+        self, logits_rows: _LogitsRows, numbers: Sequence[int], rows: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """What `Penalties.apply` asks of drafts, for the lines of some rows."""
-        if not lines.has_drafts:
+        """The drafts that `Penalties.apply` counts, for the logits rows of some rows."""
+        if not logits_rows.has_drafts:
             return None
-        slots = self._index(lines.slots_of(numbers)[1])
+        steps = self._index(logits_rows.rows_and_steps(numbers)[1])
         ids = self._rows.drafts.draft_ids.index_select(0, rows)[:, 1:].long()
-        places = torch.arange(ids.shape[1], device=rows.device)
-        return ids, (places < slots.unsqueeze(1)).int()
+        index = torch.arange(ids.shape[1], device=rows.device)
+        return ids, (index < steps.unsqueeze(1)).int()
 
-    def _mask(self, logits: Tensor, lines: _Lines) -> None:
-        """Ban what the grammars of some requests do not allow next."""
-        bound = [(i, r.matcher) for i, r in enumerate(lines.requests) if r.matcher is not None]
+    def _mask(self, logits: Tensor, logits_rows: _LogitsRows) -> None:
+        """Ban the tokens that the grammars of some requests do not allow next."""
+        requests = logits_rows.requests
+        bound = [(i, r.matcher) for i, r in enumerate(requests) if r.matcher is not None]
         if not bound:
             return
-        known = [lines.known_drafts(i) for i, _ in bound]
+        known = [logits_rows.known_drafts(i) for i, _ in bound]
         words = np.zeros((len(bound) + sum(map(len, known)), -(-self._vocab_size // 32)), np.int32)
         unfilled = iter(words)
         for (_, matcher), drafts in zip(bound, known, strict=True):
@@ -296,12 +297,12 @@ class Sampler:
                 matcher.advance(draft)
                 matcher.fill_mask(next(unfilled))
             matcher.rollback(len(drafts))
-        spans = [lines.span(i) for i, _ in bound]
+        spans = [logits_rows.span(i) for i, _ in bound]
         index = self._index(
             [
-                span.start + slot
+                span.start + step
                 for span, drafts in zip(spans, known, strict=True)
-                for slot in range(1 + len(drafts))
+                for step in range(1 + len(drafts))
             ]
         )
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
@@ -310,30 +311,31 @@ class Sampler:
         picked = logits.index_select(0, index).masked_fill_(~is_allowed, NEG_INF)
         logits.index_copy_(0, index, picked)
 
-    def _ban(self, logits: Tensor, lines: _Lines, number: int, edits: _Edits) -> None:
-        request, span = lines.requests[number], lines.span(number)
+    def _ban(self, logits: Tensor, logits_rows: _LogitsRows, number: int, edits: _Edits) -> None:
+        request, span = logits_rows.requests[number], logits_rows.span(number)
         own = logits[span]
         if edits.banned is not None:
             own.masked_fill_(edits.banned, NEG_INF)
         output = request.output_token_ids
-        text = [*output, *lines.known_drafts(number)] if edits.bad_words else output
-        for slot in range(1 + len(text) - len(output)):
-            length = len(output) + slot
+        text = [*output, *logits_rows.known_drafts(number)] if edits.bad_words else output
+        for step in range(1 + len(text) - len(output)):
+            length = len(output) + step
             for ids in edits.bad_words:
                 # The token that would complete a bad word.
                 before = len(ids) - 1
                 if before <= length and text[length - before : length] == ids[:-1]:
-                    own[slot, ids[-1]].fill_(NEG_INF)  # to assign a number would wait
+                    own[step, ids[-1]].fill_(NEG_INF)  # to assign a number would wait
         if edits.stop_ids is None:
             return
         least = request.params.min_tokens
-        if lines.slots is None:
-            drawn = len(output) + request.num_ahead - 1  # this step samples too
-            if drawn < least:
+        if logits_rows.layout is None:
+            num_sampled = len(output) + request.num_ahead - 1  # this step samples too
+            if num_sampled < least:
                 own.index_fill_(1, edits.stop_ids, NEG_INF)
-        elif len(output) < least:  # else it has drawn enough, whatever is under way
-            places = torch.arange(len(own), device=own.device) + self._rows.num_tokens[request.row]
-            is_early = places < len(request.prompt_token_ids) + least
+        elif len(output) < least:  # else it has enough tokens, whatever is under way
+            steps = torch.arange(len(own), device=own.device)
+            positions = steps + self._rows.num_tokens[request.row]
+            is_early = positions < len(request.prompt_token_ids) + least
             ban = torch.where(is_early, NEG_INF, 0.0).unsqueeze(1)
             own.index_add_(1, edits.stop_ids, ban.expand(-1, len(edits.stop_ids)))
 
@@ -341,7 +343,7 @@ class Sampler:
         return params.top_k if params.top_k > 0 else self._vocab_size
 
     def _cut_columns(self, rows: Tensor) -> list[Tensor]:
-        """Of some rows: temperature, top-k, top-p and min-p, (rows, 1) each."""
+        """The temperature, top-k, top-p and min-p of some rows, (rows, 1) each."""
         values = self._rows.values
         columns = (values["temperature"], self._rows.top_k, values["top_p"], values["min_p"])
         return [column.index_select(0, rows).unsqueeze(1) for column in columns]
@@ -349,39 +351,39 @@ class Sampler:
     def _cut(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
     ) -> Tensor:
-        # Padding of the vocabulary is banned by the draw, too late for shares of what remains.
+        # Sampling bans padding of the vocabulary too, but only after these cuts.
         logits = logits.masked_fill(self.is_banned.view(torch.bool), NEG_INF)
         kept = is_kept(logits / temperature, top_k, top_p, min_p)
         return logits.masked_fill_(~kept, NEG_INF)
 
 
-class _Lines:
-    """Which lines of logits belong to which of the rows that requests fill, on the host."""
+class _LogitsRows:
+    """Which logits rows belong to which of the rows that requests fill, on the host."""
 
-    def __init__(self, requests: Sequence[Request], slots: DraftSlots | None) -> None:
+    def __init__(self, requests: Sequence[Request], layout: LogitsLayout | None) -> None:
         self.requests = requests
-        self.slots = slots
-        self._ends = None if slots is None else [0, *accumulate(slots.widths)]
+        self.layout = layout
+        self._ends = None if layout is None else [0, *accumulate(layout.widths)]
         self.has_drafts = self._ends is not None and self._ends[-1] > len(requests)
 
     def span(self, number: int) -> slice:
-        """The lines of a row."""
+        """The logits rows of a row."""
         if self._ends is None:
             return slice(number, number + 1)
         return slice(self._ends[number], self._ends[number + 1])
 
     def known_drafts(self, number: int) -> tuple[int, ...]:
         """The drafts of a row whose last token the host knows."""
-        count = 0 if self.slots is None else self.slots.planned[number]
+        count = 0 if self.layout is None else self.layout.planned[number]
         return self.requests[number].next_drafts[:count]
 
     def of(self, numbers: Sequence[int]) -> list[int]:
-        """The lines of some rows."""
+        """The logits rows of some rows."""
         spans = map(self.span, numbers)
         return list(chain.from_iterable(range(span.start, span.stop) for span in spans))
 
-    def slots_of(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Of each line of some rows: the number of its row, and which of its lines it is."""
+    def rows_and_steps(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The number of the row of each logits row of some rows, and the drafts before it."""
         spans = [(i, self.span(i)) for i in numbers]
         pairs = [(i, k) for i, span in spans for k in range(span.stop - span.start)]
         return [i for i, _ in pairs], [k for _, k in pairs]
@@ -393,7 +395,7 @@ def _is_cut(params: SamplingParams) -> bool:
 
 
 def is_plain(request: Request) -> bool:
-    """Whether a request draws from the model's logits as they are, and asks for nothing more."""
+    """Whether a request samples from the model's logits as they are, without log-probabilities."""
     return request.params.logprobs is None and not _is_changed(request)
 
 
@@ -424,7 +426,7 @@ def is_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
     ordered = ordered.masked_fill(rank >= top_k, NEG_INF)
     probs = ordered.softmax(dim=1)
     before = probs.cumsum(dim=1) - probs
-    # The rounded sum may reach 1 early: top_p = 1 must not cut, whatever a neighbour asks.
+    # The rounded sum may reach 1 early: top_p = 1 must not cut, whatever a neighbour requests.
     kept = ((before < top_p) | (top_p >= 1.0)) & (probs >= min_p * probs[:, :1])
     kept &= rank < top_k
     return torch.empty_like(kept).scatter_(1, ids, kept)

@@ -1,4 +1,4 @@
-"""What a step drew, on the device, on its way to the host, and there."""
+"""The sampler's output: on the device, on its way to the host, and as tokens of each row there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from torch import Tensor
 
 from tiercel.ops.sample_tokens import NO_TOKEN, NONFINITE
-from tiercel.ops.verify_accept import UNSOUND_DRAFT
+from tiercel.ops.verify_accept import UNSOUND_DRAFT, split_drafts
 from tiercel.request.request import Request, TokenLogprobs
 from tiercel.runner.host_copies import HostCopies
 
@@ -19,13 +19,13 @@ PROBLEMS = {NONFINITE: "nonfinite_logits", NO_TOKEN: "no_valid_token"}
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """Log-probabilities of P places: of given tokens, and of the most likely ones.
+    """Log-probabilities at P positions: of given tokens, and of the most likely ones.
 
     Attributes:
-        token_ids: (P,) int32.
-        logprobs: (P,) float32 of these.
-        top_ids: (P, count) int64, best first.
-        top_logprobs: (P, count) float32.
+        token_ids: (P,) int32, the given tokens.
+        logprobs: (P,) float32, their log-probabilities.
+        top_ids: (P, count) int64, the most likely tokens, best first.
+        top_logprobs: (P, count) float32, their log-probabilities.
     """
 
     token_ids: Tensor
@@ -38,12 +38,12 @@ class TopLogprobs:
         """All four."""
         return self.token_ids, self.logprobs, self.top_ids, self.top_logprobs
 
-    def copied(self, copies: HostCopies) -> TopLogprobs:
-        """The same on its way to the host."""
+    def to_host(self, copies: HostCopies) -> TopLogprobs:
+        """The same values on the host, once `copies` have been waited for."""
         return TopLogprobs(*map(copies.add, self.tensors))
 
     def entries(self, counts: Sequence[int]) -> list[TokenLogprobs]:
-        """On the host: one entry per place, with its own count of the most likely tokens."""
+        """Entries of all positions, on the host, each with its own count of most likely tokens."""
         rows = zip(*(tensor.tolist() for tensor in self.tensors), counts, strict=True)
         return [
             TokenLogprobs(token_id, logprob, tuple(zip(ids[:n], values[:n], strict=True)))
@@ -52,43 +52,46 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceSample:
-    """Results of one step on the device, for R rows.
+class SamplerOutput:
+    """What the sampler yields for the R rows of a step.
+
+    A step without drafts has `token_ids` and `problems`; a step that verifies drafts has `table`.
 
     Attributes:
-        token_ids: (R,) int32; or, in one for one copy, (R, K + 4) of `Verified` and, once they are
-            made, (R, 1 + K) of `Rows.drafts`.
-        problems: (R,) uint8, of `ops/sample_tokens.py`; None if they are in `token_ids`.
-        asked: rows with log-probabilities, by their numbers, and
-        logprobs: of each of their lines.
+        token_ids: (R,) int32, the token of each row.
+        problems: (R,) uint8, problems of `ops/sample_tokens.py`.
+        table: (R, K + 4) int32, the table of `Verified`. New drafts follow it as (R, 1 + K) of
+            `Rows.drafts` once they are made, so that one copy brings both to the host.
+        logprob_rows: numbers of the rows that want log-probabilities.
+        logprobs: log-probabilities for all logits rows of these.
     """
 
-    token_ids: Tensor
+    token_ids: Tensor | None = None
     problems: Tensor | None = None
-    asked: tuple[int, ...] = ()
+    table: Tensor | None = None
+    logprob_rows: tuple[int, ...] = ()
     logprobs: TopLogprobs | None = None
 
-    def copied(self, copies: HostCopies) -> DeviceSample:
-        """The same on its way to the host."""
-        problems, logprobs = self.problems, self.logprobs
-        return DeviceSample(
-            copies.add(self.token_ids),
-            None if problems is None else copies.add(problems),
-            self.asked,
-            None if logprobs is None else logprobs.copied(copies),
+    def to_host(self, copies: HostCopies) -> SamplerOutput:
+        """The same values on the host, once `copies` have been waited for."""
+        token_ids, problems, table = (
+            None if tensor is None else copies.add(tensor)
+            for tensor in (self.token_ids, self.problems, self.table)
         )
+        logprobs = None if self.logprobs is None else self.logprobs.to_host(copies)
+        return SamplerOutput(token_ids, problems, table, self.logprob_rows, logprobs)
 
 
-class Sampled(msgspec.Struct, frozen=True):
-    """What a step did for one row, on the host; one is made for each row and step.
+class SampledTokens(msgspec.Struct, frozen=True):
+    """The tokens that a step sampled for one row, on the host; one is made for each row and step.
 
     Attributes:
-        token_ids: new ones, in order.
+        token_ids: new token ids, in order.
         problem: None, or ``nonfinite_logits`` / ``no_valid_token``.
-        logprobs: of each, if they were asked for.
-        num_drafts: drafts that were verified.
-        next_drafts: what the next step may verify.
-        has_unsound_draft: the logits behind a draft were not finite.
+        logprobs: log-probabilities of each, if they were requested.
+        num_drafts: number of drafts that were verified.
+        next_drafts: drafts that the next step may verify.
+        has_unsound_draft: whether the logits after a draft were not finite.
     """
 
     token_ids: tuple[int, ...]
@@ -99,54 +102,62 @@ class Sampled(msgspec.Struct, frozen=True):
     has_unsound_draft: bool = False
 
 
-def host_result(
-    sample: DeviceSample | None, requests: Sequence[Request], widths: Sequence[int] = ()
-) -> list[Sampled]:
-    """Read a step's results, which have arrived on the host; rows of scratch are dropped.
+def read_sampler_output(
+    output: SamplerOutput, requests: Sequence[Request], widths: Sequence[int] = ()
+) -> list[SampledTokens]:
+    """Read a step's output, which has arrived on the host; rows of scratch are dropped.
 
     Args:
-        sample: of the step.
-        requests: of its first rows.
-        widths: lines of each, if they verify drafts.
+        output: output of the step.
+        requests: requests of its first rows.
+        widths: number of logits rows of each, if they verify drafts.
     """
-    if sample is None:
-        return []
-    entries = _read_logprobs(sample, requests, widths)
-    if sample.problems is not None:
-        problems = sample.problems.tolist()
-        return [
-            Sampled((token_id,), PROBLEMS.get(problems[i]), entries.get(i, ()))
-            for i, token_id in enumerate(sample.token_ids[: len(requests)].tolist())
-        ]
-    results = []
-    width = (sample.token_ids.shape[1] - 3) // 2
-    for i, line in enumerate(sample.token_ids[: len(requests)].tolist()):
-        *token_ids, num_new, code, num_drafts = line[: width + 3]
-        num_made, *made = line[width + 3 :]
-        results.append(
-            Sampled(
-                tuple(token_ids[:num_new]),
-                PROBLEMS.get(code),
-                entries.get(i, ())[:num_new],
-                num_drafts,
-                tuple(made[:num_made]),
-                has_unsound_draft=code == UNSOUND_DRAFT,
-            )
+    entries = _read_logprobs(output, requests, widths)
+    if output.table is not None:
+        return _read_table(output.table[: len(requests)], entries)
+    assert output.token_ids is not None, "there is no table"
+    assert output.problems is not None, "there is no table"
+    problems = output.problems.tolist()
+    return [
+        SampledTokens((token_id,), PROBLEMS.get(problems[i]), entries.get(i, ()))
+        for i, token_id in enumerate(output.token_ids[: len(requests)].tolist())
+    ]
+
+
+def _read_table(
+    joined: Tensor, entries: dict[int, tuple[TokenLogprobs, ...]]
+) -> list[SampledTokens]:
+    """Read a table of `Verified` and the drafts after it; entries: log-probabilities by row."""
+    verified, draft_ids = split_drafts(joined)
+    columns = (
+        verified.token_ids, verified.num_new, verified.problems, verified.num_drafts, draft_ids,
+    )  # fmt: skip
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [
+        SampledTokens(
+            tuple(token_ids[:num_new]),
+            PROBLEMS.get(problem),
+            entries.get(i, ())[:num_new],
+            num_drafts,
+            tuple(made[:num_made]),
+            has_unsound_draft=problem == UNSOUND_DRAFT,
         )
-    return results
+        for i, (token_ids, num_new, problem, num_drafts, (num_made, *made)) in enumerate(rows)
+    ]
 
 
 def _read_logprobs(
-    sample: DeviceSample, requests: Sequence[Request], widths: Sequence[int]
+    output: SamplerOutput, requests: Sequence[Request], widths: Sequence[int]
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
-    """Log-probabilities of the rows that asked for them, one entry for each line."""
-    if sample.logprobs is None:
+    """Log-probabilities of the rows that want them, one entry for each logits row."""
+    if output.logprobs is None:
         return {}
-    sizes = [widths[i] if widths else 1 for i in sample.asked]
-    counts = [requests[i].params.logprobs or 0 for i in sample.asked]
+    numbers = output.logprob_rows
+    sizes = [widths[i] if widths else 1 for i in numbers]
+    counts = [requests[i].params.logprobs or 0 for i in numbers]
     each = [count for count, size in zip(counts, sizes, strict=True) for _ in range(size)]
-    entries = iter(sample.logprobs.entries(each))
-    return {i: tuple(islice(entries, size)) for i, size in zip(sample.asked, sizes, strict=True)}
+    entries = iter(output.logprobs.entries(each))
+    return {i: tuple(islice(entries, size)) for i, size in zip(numbers, sizes, strict=True)}
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> TopLogprobs:
@@ -154,8 +165,8 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> TopLogprobs:
 
     Args:
         logits: (P, vocab_size) float32, raw.
-        token_ids: (P,), one per row.
-        count: most likely tokens to report, best first; all if there are fewer.
+        token_ids: (P,), one for each row of logits.
+        count: number of most likely tokens, best first; all if there are fewer.
     """
     logprobs = logits.log_softmax(dim=1)
     chosen = logprobs.gather(1, token_ids.long().unsqueeze(1)).squeeze(1)

@@ -20,6 +20,7 @@ from tiercel.kernels.sampling.sample_tokens import (
     gumbel_noise,
     num_parts,
 )
+from tiercel.kernels.speculation import verify_accept_columns as columns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +32,10 @@ _NO_ID = tl.constexpr(2147483647)
 _LEAST_REST = tl.constexpr(1e-10)
 _KEPT = tl.constexpr(0.875)
 _RETRY_STEPS = tl.constexpr(32)
+_NUM_NEW = tl.constexpr(columns.NUM_NEW)
+_PROBLEM = tl.constexpr(columns.PROBLEM)
+_NUM_VERIFIED = tl.constexpr(columns.NUM_VERIFIED)
+_NUM_COLUMNS = tl.constexpr(columns.NUM_COLUMNS)
 
 
 @triton.jit
@@ -289,7 +294,7 @@ def accept_kernel(
     is_sound_ptr,  # (L,) uint8, read unless CHECKS
     scores_ptr,  # (R * width, parts) float64
     ids_ptr,  # (R * width, parts) int32
-    packed_ptr,  # (R, width + 3) int32
+    table_ptr,  # (R, width + 3) int32, columns as in verify_accept_columns.py
     parts,
     width,
     token_stride,
@@ -327,11 +332,11 @@ def accept_kernel(
     has_unsound = tl.max(tl.where(is_used & (problem == 1), 1, 0), axis=0) > 0
     first = tl.where(right == 0, last, 0)
     first = tl.where((first == 0) & has_unsound, 3, first)
-    out = packed_ptr + request * (width + 3)
+    out = table_ptr + request * (width + _NUM_COLUMNS)
     tl.store(out + slot, token, mask=slot < width)
-    tl.store(out + width, count)
-    tl.store(out + width + 1, first)
-    tl.store(out + width + 2, used)
+    tl.store(out + width + _NUM_NEW, count)
+    tl.store(out + width + _PROBLEM, first)
+    tl.store(out + width + _NUM_VERIFIED, used)
 
     is_real = row != scratch
     length = tl.load(num_tokens_ptr + row)
@@ -356,7 +361,7 @@ def launch_verify_accept(
     theta: Tensor,
     is_sound: Tensor | None,
     draft_probs: Tensor | None,
-    packed: Tensor,
+    table: Tensor,
     scratch: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """Enqueue on the current stream; the op has checked and allocated.
@@ -374,7 +379,7 @@ def launch_verify_accept(
         theta: chance of a draft worth making.
         is_sound: of each line, or None to look here.
         draft_probs: for the rule of rejection, or None.
-        packed: (R, width + 3) int32, overwritten.
+        table: (R, width + 3) int32, overwritten; its columns are in verify_accept_columns.py.
         scratch: scores, ids, sums, rest_scores, rest_ids; overwritten.
     """
     token_ids, num_tokens, temperature, key = state
@@ -403,6 +408,6 @@ def launch_verify_accept(
     accept_kernel[(num_reqs,)](
         starts, rows, num_drafts, token_ids, num_tokens, num_computed, draft_ids, draft_limit,
         num_wanted, acceptance, num_idle, theta, starts if is_sound is None else is_sound, scores,
-        ids, packed, parts, width, token_ids.shape[1], token_ids.shape[0] - 1,
+        ids, table, parts, width, token_ids.shape[1], token_ids.shape[0] - 1,
         CHECKS=checks, PARTS=padded, WIDTH=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
