@@ -13,13 +13,13 @@ from tests.gguf_files import tiny_model
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A sound model file of a few kilobytes with random weights."""
+    """A valid model file of a few kilobytes with random weights."""
     return tiny_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
 
 
 @pytest.fixture
 def fake_llm(monkeypatch):
-    """Replaces the model behind the commands; the file is still checked."""
+    """Replaces the model of the commands; the file is still checked."""
     monkeypatch.setattr("tiercel.llm.LLM", FakeLLM)
     monkeypatch.setattr(FakeLLM, "calls", [])
     return FakeLLM
@@ -27,7 +27,7 @@ def fake_llm(monkeypatch):
 
 @pytest.fixture
 def stdin(monkeypatch):
-    """Sets what standard input holds; it is no terminal."""
+    """Sets the contents of standard input, which is not a terminal."""
 
     def put(data):
         raw = data if isinstance(data, bytes) else data.encode()
@@ -38,7 +38,7 @@ def stdin(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _restored_process():
-    """`run` owns its process: give signals and log handlers back to pytest."""
+    """`run` owns its process: restore pytest's signals and log handlers."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)

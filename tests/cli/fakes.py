@@ -1,4 +1,4 @@
-"""A model that answers at once: the commands' own behaviour, without weights."""
+"""A model that answers immediately: the commands' own behaviour, without weights."""
 
 from typing import ClassVar
 
@@ -10,9 +10,9 @@ from tiercel.request.request import TokenLogprobs
 class FakeLLM:
     """Answers every prompt with its words in upper case, one token a word.
 
-    The class attributes are for one test each: `calls` records what was asked, `fail_after` ends an
-    answer with an error, `on_token` is called before each token, `prompt_steps` are what `progress`
-    is called with.
+    The class attributes are for one test each: `calls` records the calls, `fail_after` ends an
+    answer with an error, `on_token` is called before each token, `prompt_steps` are the arguments
+    of the calls of `progress`.
     """
 
     calls: ClassVar[list] = []

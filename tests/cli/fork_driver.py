@@ -21,8 +21,8 @@ LIMIT_S = 60
 
 
 def run_forked(arguments):
-    """Run one command line in a child; returns what it did."""
-    sys.stdout.flush()  # else the child prints again what the parent has not printed yet
+    """Run one command line in a child; returns its status, output and use of memory."""
+    sys.stdout.flush()  # else the child prints the parent's buffered output again
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         start = time.perf_counter()
         child = os.fork()
@@ -50,7 +50,7 @@ def run_forked(arguments):
 
 def main():
     folder, *arguments = sys.argv[1:]
-    # This imports what the command imports.
+    # This import brings in all that the command needs.
     run(["missing-file" if word == "{}" else word for word in arguments])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     base = run_forked(["--help"])["peak_bytes"]

@@ -1,4 +1,4 @@
-"""Runs the command line as a user does: a process of its own, with a clean environment."""
+"""Runs the command line as a user does: in a separate process, with a clean environment."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ _KEPT = ("TIERCEL_CACHE", "TIERCEL_OFFLINE")
 
 
 def environment(**changes):
-    """The environment without the caller's options, plus `changes`."""
+    """The environment without the developer's options, plus `changes`."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -1,4 +1,4 @@
-"""`tiercel bench` as a user runs it: tables, files, wrong use, Ctrl-C, and the offline twin."""
+"""`tiercel bench` as a user runs it: tables, files, usage errors, Ctrl-C, and offline runs."""
 
 import importlib.util
 import json
@@ -383,7 +383,7 @@ def test_kernels_to_table_and_files(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--spec", "ngram"], "--spec ngram: single steps are measured without guesses."),
+        (["--spec", "ngram"], "--spec ngram: single steps are measured without draft tokens."),
         (["--prompt", "600"], "tokens but tiny.gguf has 512. Measure shorter ones."),
     ],
 )

@@ -228,7 +228,7 @@ def test_ctrl_c_on_a_terminal_stops_the_answer_only(default_model):
         shown = shown.split(text, 1)[1]
 
     def interrupt_until(text):
-        """A signal between prompt and readline's wait is seen at the next key: send it again."""
+        """A signal between prompt and readline's wait is handled at the next key: send it again."""
         nonlocal shown
         while text not in shown:
             process.send_signal(signal.SIGINT)
@@ -245,7 +245,7 @@ def test_ctrl_c_on_a_terminal_stops_the_answer_only(default_model):
         os.write(leader, b"/stats\n")
         read_until(b"stopped; first after")
         read_until(b"> ")
-        interrupt_until(b"/quit ends")  # at the prompt it only reminds
+        interrupt_until(b"/quit ends")  # at the prompt it only prints a reminder
         os.write(leader, b"/quit\n")
         assert process.wait(60) == 0
     finally:
@@ -287,7 +287,7 @@ def test_figures_of_an_answer_are_those_of_its_tokens(conversation, fake_llm, mo
 
 
 def test_each_new_try_has_a_random_stream_of_its_own(conversation, fake_llm):
-    """And the next message the one that was asked for."""
+    """And the next message has the requested one."""
     for text in ("one", "/regen", "/regen", "two", "/regen"):
         conversation.take(text)
     seeds = [call[2].seed for call in fake_llm.calls if call[0] == "stream_chat"]

@@ -1,4 +1,4 @@
-"""`tiercel doctor`: works on any machine and tells what it found."""
+"""`tiercel doctor`: works on any machine and reports what it found."""
 
 import builtins
 import json

@@ -1,4 +1,4 @@
-"""`tiercel generate`: where the prompt comes from, what goes where, and real text at the end."""
+"""`tiercel generate`: sources of the prompt, standard output and error, and real text."""
 
 import io
 import json
@@ -45,7 +45,7 @@ def test_echo(generate):
 
 
 class Terminal(io.StringIO):
-    """A standard stream that says it is a terminal."""
+    """A standard stream that claims to be a terminal."""
 
     def isatty(self):
         return True

@@ -1,7 +1,7 @@
-"""What messages, help and pages tell users to do can be done.
+"""The instructions of messages, help and pages can be followed.
 
 Every text of the package is searched for options, commands, variables, extras and pages. Commands
-of `--help` and of the pages that need no network run for real, on a tiny model.
+of `--help` and of the pages that need no network are run, on a tiny model.
 """
 
 import ast
@@ -27,7 +27,7 @@ PIP_OPTIONS = {"no-deps", "only-binary", "disable-pip-version-check", "no-input"
 def texts(path):
     """(line, text) of each string that users may see; `{}` stands for a value.
 
-    Docstrings count in `cli/` alone: those of commands are their help.
+    Docstrings count in `cli/` only: those of commands are their help.
     """
     tree = ast.parse(path.read_text())
     holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -53,7 +53,7 @@ def option_names():
 
 
 def commands_of(path):
-    """Names of the commands that show the texts of a module: its own, or any."""
+    """Names of the commands that show the texts of a module: its own command, or any."""
     own = path.stem.replace("_options", "").replace("_", " ")
     return [own] if path.parent.name == "cli" and own in _COMMANDS else [*_COMMANDS]
 
@@ -147,7 +147,7 @@ def test_options_of_every_command_may_stand_before_it(option, tmp_path, monkeypa
     ids=" ".join,
 )
 def test_a_configuration_file_may_be_named_before_the_command(arguments, tmp_path, capsys):
-    """The file's wrong value is what the command complains of."""
+    """The command reports the wrong value in the file."""
     path = tmp_path / "options.toml"
     path.write_text("repetitions = 0\n")
     assert run([word.replace("{}", str(path)) for word in arguments]) == 2
@@ -188,7 +188,7 @@ def test_an_internal_error_says_how_to_see_more_and_that_works(monkeypatch, caps
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with every file that an example names."""
+    """A folder with every file that the examples name."""
     folder = tmp_path_factory.mktemp("examples")
     tiny_model(folder / "model.gguf", metadata={"llama.context_length": 256})
     for name in ("notes.txt", "prompt.txt", "words.txt", "reviews.txt", "query.txt"):
@@ -201,7 +201,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-RUN_HERE = ("generate", "chat", "score", "inspect", "doctor")  # others need a network or a server
+RUN_HERE = ("generate", "chat", "score", "inspect", "doctor")  # others need a network
 
 
 def examples():
@@ -219,7 +219,7 @@ def split(line):
     return words[: words.index(">")] if ">" in words else words
 
 
-EXAMPLES = sorted(set(examples()) - {"score"})  # that one reads lines with labels of their own
+EXAMPLES = sorted(set(examples()) - {"score"})  # without arguments it reads standard input
 
 
 @pytest.mark.parametrize("line", EXAMPLES)

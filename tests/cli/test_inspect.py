@@ -1,4 +1,4 @@
-"""`tiercel inspect`: facts of sound files, as text and as JSON, without PyTorch."""
+"""`tiercel inspect`: facts of valid files, as text and as JSON, without PyTorch."""
 
 import json
 import subprocess
@@ -113,7 +113,7 @@ def test_no_pytorch(tiny):
 
 
 def test_memory_is_what_the_engine_will_take(facts, tmp_path, capsys, monkeypatch):
-    """A file of 5.0 GB: each device and dtype with its forms, and what there is here."""
+    """A file of 5.0 GB: each device and dtype with its forms, and the memory of this machine."""
     path = sparse_model(tmp_path / "8b.gguf", "qwen3-8b")
     memory = Memory(4_800_000_000, 24_000_000_000, 6_000_000_000)
     monkeypatch.setattr(machine, "read_memory", lambda: memory)

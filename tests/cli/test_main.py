@@ -1,4 +1,4 @@
-"""The command line itself: help, version, wrong use, statuses, streams, where options come from."""
+"""The command line itself: help, version, usage errors, statuses, streams, sources of options."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_help_fits_a_screen_and_has_two_examples(command):
     assert process.returncode == 0
     assert process.stderr == ""
     lines = process.stdout.splitlines()
-    assert len(lines) <= 48 or command == "serve"  # which has a row for every bound
+    assert len(lines) <= 48 or command == "serve"  # serve has a row for every limit
     assert max(map(len, lines)) <= 100
     examples = lines[lines.index("Examples:") + 1 :]
     assert examples == [f"  {line}" for line in _EXAMPLES[command or "tiercel"]]  # to be copied
@@ -198,7 +198,7 @@ def test_no_colour_and_no_bars_without_a_terminal(model):
 
 
 def run_on_terminal(arguments, env):
-    """Run with standard error on a pseudo-terminal; returns status and what it showed."""
+    """Run with standard error on a pseudo-terminal; returns the status and its output."""
     import pty
 
     leader, follower = pty.openpty()

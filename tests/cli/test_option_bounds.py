@@ -1,4 +1,4 @@
-"""Options at the ends of their ranges: the last value is taken, the next one is a usage error."""
+"""Options at the ends of their ranges: the last value is accepted, the next is a usage error."""
 
 import argparse
 import io
@@ -142,7 +142,7 @@ def test_a_prompt_is_read_to_its_bound(tmp_path, stdin_of, monkeypatch):
     monkeypatch.setattr(generate, "MAX_PROMPT_BYTES", 10)
     path = tmp_path / "prompt.txt"
     for data in (b" ", b"a\n", b"a\n\n", b"123456789\n", "é".encode() * 5, b"\r\n"):
-        expected = data.decode().removesuffix("\n")  # one final line end is the editor's
+        expected = data.decode().removesuffix("\n")  # one final newline is the editor's
         path.write_bytes(data)
         stdin_of(data)
         assert generate.read_prompt(None, path) == generate.read_prompt(None, None) == expected

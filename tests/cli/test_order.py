@@ -1,4 +1,4 @@
-"""`tiercel score`: the order of items and lines at their bound; what `inspect` adds up."""
+"""`tiercel score`: the order of items, lines at their size limit; the sums of `inspect`."""
 
 import io
 import math
@@ -18,7 +18,7 @@ from tiercel.models.source import open_source
 
 @pytest.mark.parametrize("seed", range(10))
 def test_items_come_best_first_and_those_without_a_score_last(seed):
-    """Of equals the earlier item; NaN is worse than a probability of 0."""
+    """Of equal scores the earlier item is first; NaN is worse than a probability of 0."""
     rng = random.Random(seed)
     first = [rng.choice([0.0, 0.25, 0.5, 1.0, math.nan]) for _ in range(rng.randint(1, 12))]
     probs = np.array([[value, rng.random()] for value in first])
@@ -39,7 +39,7 @@ def test_a_line_is_read_to_its_bound(monkeypatch):
     rest = io.BytesIO(b"x" * 100 + b"\nnext\n")
     with pytest.raises(ArgumentError, match="the line is over 40 bytes"):
         score._read_line(b" " + line[:-1] + b"x", rest)
-    assert rest.readline() == b"next\n"  # the rest of the long line was passed over
+    assert rest.readline() == b"next\n"  # the remainder of the long line was skipped
 
 
 @pytest.mark.parametrize("name", ["gemma3-tiny", "llama-tiny", "qwen3-tiny"])

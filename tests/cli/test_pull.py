@@ -1,4 +1,4 @@
-"""`tiercel pull` against a hub on loopback: what it prints, and where."""
+"""`tiercel pull` with a hub on loopback: its output on standard output and error."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`tiercel score`: where queries and items come from, the table, JSON lines, bad lines."""
+"""`tiercel score`: sources of queries and items, the table, JSON lines, bad lines."""
 
 import io
 import json

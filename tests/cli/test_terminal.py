@@ -1,4 +1,4 @@
-"""Messages are one line, progress is off standard output, text cannot steer a terminal."""
+"""Messages are one line, progress is off standard output, text cannot control a terminal."""
 
 import io
 import logging
@@ -16,7 +16,7 @@ from tiercel.cli.terminal import (
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self):
         return True

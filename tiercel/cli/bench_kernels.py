@@ -1,4 +1,4 @@
-"""`tiercel bench kernels`: a model's products and attention against what the device allows."""
+"""`tiercel bench kernels`: a model's matrix products and attention compared with the roofline."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def bench_kernels(
     prompt: Annotated[
         str, Parameter(group=TRIAL_GROUP, help="Tokens of prompts, for attention; 0 for none.")
     ] = "512",
-    seconds: Annotated[float, Parameter(group=TRIAL_GROUP, help="Of a measurement.")] = 0.2,
+    seconds: Annotated[float, Parameter(group=TRIAL_GROUP, help="Length of a measurement.")] = 0.2,
     json: Annotated[Path | None, Parameter(group=TRIAL_GROUP, help="Write everything.")] = None,
-    plot: Annotated[Path | None, Parameter(group=TRIAL_GROUP, help="Draw it.")] = None,
+    plot: Annotated[Path | None, Parameter(group=TRIAL_GROUP, help="Plot it.")] = None,
     label: Annotated[str | None, Parameter(group=TRIAL_GROUP, help="Name in the table.")] = None,
     model: ModelName = None,
     engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
     common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
 ) -> int:
-    """Measure a model's kernels beside this device's ceilings, measured in the same run."""
+    """Measure a model's kernels and the device's ceilings (roofline) in the same run."""
     rows = [count for count in parse_counts("--tokens", tokens, high=MOST_TOKENS) if count]
     shapes = _parse_cases(decode)
     prompts = [count for count in parse_counts("--prompt", prompt, high=MOST_TOKENS) if count]
@@ -95,7 +95,7 @@ def bench_kernels(
 
 
 def _parse_cases(text: str) -> list[tuple[int, int]]:
-    """Read `1x4096,8x1024`; `0` is none."""
+    """Read `1x4096,8x1024`; `0` stands for no case."""
     if text == "0":
         return []
     found = [_CASE.fullmatch(part) for part in text.split(",")]

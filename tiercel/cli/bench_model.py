@@ -1,4 +1,4 @@
-"""What `bench speed` and `bench kernels` share: a model in this process, and what it was."""
+"""The model of `bench speed` and `bench kernels`: loaded in this process, and its facts."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def load_for_bench(
     """Find and load a model with room for what is measured.
 
     Args:
-        model: as on the command line.
-        engine: its `max_model_len`, if given, wins.
-        report: told of the progress.
+        model: model name as on the command line.
+        engine: engine options; its `max_model_len`, if given, takes precedence.
+        report: progress callback.
         max_model_len: tokens of the longest sequence.
-        max_num_seqs: sequences at once.
-        seed: of the engine.
+        max_num_seqs: number of concurrent sequences.
+        seed: seed of the engine.
 
     Raises:
-        UsageError: speculation, or more context than the model has, was asked for.
+        UsageError: drafts, or more context than the model has, were requested.
         TiercelError: see `load_model`.
     """
     from tiercel import env
@@ -50,7 +50,7 @@ def load_for_bench(
 
     if engine.spec != "off":
         raise UsageError(
-            f"--spec {engine.spec}: single steps are measured without guesses.",
+            f"--spec {engine.spec}: single steps are measured without draft tokens.",
             hint="Use bench throughput or bench serve.",
         )
     source = open_source(resolve(model, offline=engine.offline, report=report))
@@ -80,7 +80,7 @@ def load_for_bench(
 
 
 def facts(loaded: LoadedModel, label: str | None) -> dict[str, Any]:
-    """What every result tells: command, time, versions, hardware, switches, model."""
+    """Facts in every result: command, time, versions, hardware, switches, model."""
     from tiercel import env
     from tiercel.bench import environment
     from tiercel.version import __version__
@@ -105,15 +105,15 @@ def show(
     plot: Path | None,
     bars: tuple[list[str], list[float], str],
 ) -> None:
-    """Write the table, and the files that were asked for.
+    """Write the table, and the requested files.
 
     Args:
-        told: from `facts`.
-        report: goes to `json`.
-        table: goes to standard output.
-        json: where, if anywhere.
-        plot: likewise.
-        bars: names, values and what the values are, for the figure.
+        told: facts from `facts`.
+        report: the report for `json`.
+        table: the table for standard output.
+        json: path of the JSON file, or None.
+        plot: path of the figure, or None.
+        bars: names, values and the unit of the values, for the figure.
     """
     from tiercel.bench.files import save
 

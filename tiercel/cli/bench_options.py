@@ -1,4 +1,4 @@
-"""What the commands of `tiercel bench` share: options and output."""
+"""Options and output that the commands of `tiercel bench` share."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ MAX_REQUESTS = 10_000_000
 @Parameter(name="*", group=WORKLOAD_GROUP)
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """What is asked."""
+    """Requests of the workload."""
 
     input_len: Annotated[str, Parameter(help="Tokens of a prompt: N or LOW:HIGH.")] = "512"
-    output_len: Annotated[str, Parameter(help="Tokens of an answer, likewise.")] = "128"
+    output_len: Annotated[str, Parameter(help="Tokens of an answer: N or LOW:HIGH.")] = "128"
     file: Annotated[
         Path | None, Parameter(help='Prompts instead: lines {"prompt": ..., "max_tokens": N}.')
     ] = None
-    token_ids: Annotated[str, Parameter(help="Draw prompts from these ids.")] = "1000:30000"
+    token_ids: Annotated[str, Parameter(help="Sample prompts from these ids.")] = "1000:30000"
     temperature: Annotated[float, Parameter(help="0 is greedy.")] = 0.0
     seed: Annotated[int, Parameter(help="Same seed, same requests.")] = 0
     requests: Annotated[
         int | None, Parameter(help="For each load [4 times the load, at least 32].")
     ] = None
     warm_up: Annotated[
-        int | None, Parameter(help="Before each load, not counted [as many as run at once].")
+        int | None, Parameter(help="Before each load, not counted [the concurrency].")
     ] = None
 
 
 @Parameter(name="*", group=OUTPUT_GROUP)
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """Where the figures go."""
+    """Output of the figures."""
 
     json: Annotated[Path | None, Parameter(help="Write everything, each request too.")] = None
     plot: Annotated[Path | None, Parameter(help="Draw it, as .svg, .png or .pdf.")] = None
@@ -75,7 +75,7 @@ def parse_levels(text: str) -> list[int]:
 
 
 def parse_counts(name: str, text: str, *, low: int = 0, high: int = MAX_REQUESTS) -> list[int]:
-    """Read the counts of an option, each once.
+    """Read the counts of an option, without duplicates.
 
     Raises:
         UsageError: it is no list of counts.
@@ -111,11 +111,11 @@ def parse_rates(text: str) -> list[float]:
 def make_workload(
     options: WorkloadOptions,
 ) -> tuple[Workload, Sequence[Completion] | None]:
-    """The workload, and the prompts if they come from a file.
+    """Make the workload, with prompts from a file if one is given.
 
     Raises:
         UsageError: a value cannot be read or is out of range.
-        ArgumentError: the file holds something else.
+        ArgumentError: the file contains something else.
     """
     from tiercel.bench import workload
 
@@ -156,7 +156,7 @@ def parse_bounds(text: str | None) -> Bounds:
     """Read `first=500,inter=50,latency=9000`, or a part of it.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: the text cannot be read.
     """
     from tiercel.bench.statistics import Bounds
 
@@ -177,11 +177,11 @@ def parse_bounds(text: str | None) -> Bounds:
 
 
 def check_output(json: Path | None, plot: Path | None) -> None:
-    """Find out before the measurement what would fail after it; folders are made.
+    """Check before the measurement that its output can be written; folders are created.
 
     Raises:
-        UsageError: a file is a folder, the plot's ending is unknown, or matplotlib is missing.
-        OSError: a file's folder cannot be made or written to.
+        UsageError: the path is a folder, the plot's ending is unknown, or matplotlib is missing.
+        OSError: a file's folder cannot be created or written to.
     """
     import importlib.util
 
@@ -218,10 +218,10 @@ def show_report(report: Report, options: OutputOptions) -> None:
 
 
 def show_comparison(first: Path, second: Path, options: OutputOptions) -> None:
-    """Write the tables of two results, and draw both.
+    """Write the tables of two results, and plot both.
 
     Raises:
-        ArgumentError: a file holds no result, or they are of different shapes.
+        ArgumentError: a file contains no result, or the workloads differ.
     """
     from tiercel.bench import compare, tables
     from tiercel.bench import report as reports
@@ -240,7 +240,7 @@ def _draw(found: Sequence[Report], path: Path) -> None:
 
 
 def write_table(title: str, table: Table) -> None:
-    """A table of rich on a terminal, else plain columns under a title."""
+    """Write a rich table on a terminal, else plain columns under a title."""
     import sys
 
     from tiercel.bench.tables import plain

@@ -37,14 +37,14 @@ def bench_serve(
     /,
     *,
     served_model_name: Annotated[
-        str | None, Parameter(group=_SERVER_GROUP, help="Model to ask for [its first].")
+        str | None, Parameter(group=_SERVER_GROUP, help="Model name in requests [its first].")
     ] = None,
     api_key: Annotated[str | None, Parameter(group=_SERVER_GROUP, help="Bearer token.")] = None,
     timeout: Annotated[
-        float, Parameter(group=_SERVER_GROUP, help="Longest silence of an answer, seconds.")
+        float, Parameter(group=_SERVER_GROUP, help="Longest time without data, seconds.")
     ] = 600.0,
     concurrency: Annotated[
-        str | None, Parameter(group=LOAD_GROUP, help="Requests at once: 1,2,4 [1].")
+        str | None, Parameter(group=LOAD_GROUP, help="Concurrent requests: 1,2,4 [1].")
     ] = None,
     rate: Annotated[
         str | None, Parameter(group=LOAD_GROUP, help="Requests per second, Poisson: 0.5,1,2.")
@@ -89,7 +89,7 @@ def bench_serve(
 
 
 def _measure(client: HttpClient, plan: Plan, report: ProgressReporter) -> Measured:
-    """Run the plan on a loop of its own; uvloop, where there is one, costs half as much."""
+    """Run the plan on its own event loop; uvloop, where installed, costs half as much."""
     from tiercel.bench.serve import measure_server
 
     async def run() -> Measured:

@@ -1,4 +1,4 @@
-"""`tiercel bench` and `bench speed`: prompts, decoding, batches as llama-bench defines them."""
+"""`tiercel bench` and `bench speed`: prompts, decode steps and batches as in llama-bench."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ def bench_speed(
     prompt: Annotated[
         str, Parameter(group=TRIAL_GROUP, help="Prompt tokens: 512,1008; 0 for none.")
     ] = "512,1008,4096",
-    generate: Annotated[int, Parameter(group=TRIAL_GROUP, help="Steps; 0 for none.")] = 128,
+    generate: Annotated[int, Parameter(group=TRIAL_GROUP, help="Decode steps; 0 for none.")] = 128,
     depth: Annotated[
         str, Parameter(group=TRIAL_GROUP, help="Tokens in the cache before them: 0,8192.")
     ] = "0",
     batch: Annotated[
-        str, Parameter(group=TRIAL_GROUP, help="Sequences together: 8,16,64; 0 for none.")
+        str, Parameter(group=TRIAL_GROUP, help="Sequences per step: 8,16,64; 0 for none.")
     ] = "0",
     batch_prompt: Annotated[
-        int, Parameter(group=TRIAL_GROUP, help="Prompt tokens of each of them.")
+        int, Parameter(group=TRIAL_GROUP, help="Prompt tokens of each sequence.")
     ] = 512,
     repetitions: Annotated[
         int,
-        Parameter(name=("--repetitions", "--repeat"), group=TRIAL_GROUP, help="Of each trial."),
+        Parameter(
+            name=("--repetitions", "--repeat"), group=TRIAL_GROUP, help="Runs of each trial."
+        ),
     ] = 5,
-    seed: Annotated[int, Parameter(group=TRIAL_GROUP, help="Of the token ids.")] = 0,
+    seed: Annotated[int, Parameter(group=TRIAL_GROUP, help="Seed of the token ids.")] = 0,
     json: Annotated[Path | None, Parameter(group=TRIAL_GROUP, help="Write everything.")] = None,
     plot: Annotated[Path | None, Parameter(group=TRIAL_GROUP, help="Draw it.")] = None,
     label: Annotated[str | None, Parameter(group=TRIAL_GROUP, help="Name in the table.")] = None,

@@ -1,4 +1,4 @@
-"""`tiercel bench throughput`: the requests of `bench serve`, in this process."""
+"""`tiercel bench throughput`: the requests of `bench serve` on the engine in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def bench_throughput(
     *,
     concurrency: Annotated[
-        str | None, Parameter(group=LOAD_GROUP, help="Requests at once: 1,2,4 [the engine's].")
+        str | None, Parameter(group=LOAD_GROUP, help="Concurrent requests: 1,2,4 [the engine's].")
     ] = None,
     model: ModelName = None,
     workload: WorkloadOptions = WorkloadOptions(),  # noqa: B008 - frozen
@@ -73,7 +73,7 @@ def bench_throughput(
 
 
 def _check_ids(shape: Workload, source: ModelSource) -> None:
-    """Refuse ids that the model does not have; a file's are checked by the engine."""
+    """Refuse ids that the model does not have; ids of a file are checked by the engine."""
     vocab_size = source.config.vocab_size
     if shape.token_ids is not None and shape.token_ids.high >= vocab_size:
         raise UsageError(
@@ -93,7 +93,7 @@ def _measure(
     engine: EngineOptions,
     report: ProgressReporter,
 ) -> Level:
-    """Load the model for so many requests at once and measure it."""
+    """Load the model for the concurrency of the workload and measure it."""
     from tiercel import env
     from tiercel.bench import workload
 

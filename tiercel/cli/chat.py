@@ -30,7 +30,7 @@ def chat(
         str | None, Parameter(group=_GROUP, help="Instruction before the conversation.")
     ] = None,
     load: Annotated[
-        Path | None, Parameter(group=_GROUP, help="Go on with a saved conversation.")
+        Path | None, Parameter(group=_GROUP, help="Continue a saved conversation.")
     ] = None,
     save: Annotated[
         Path | None, Parameter(group=_GROUP, help="Save the conversation after each answer.")
@@ -84,7 +84,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _read_message() -> str:
-    """One message: a line, the lines of a paste, or lines that end in a backslash."""
+    """Read one message: a line, the lines of a paste, or lines that end in a backslash."""
     lines = [input(_PROMPT)]
     while True:
         if lines[-1].endswith("\\"):
@@ -99,7 +99,7 @@ def _read_message() -> str:
 def _has_more_input() -> bool:
     try:
         ready, _, _ = select.select([sys.stdin], [], [], _PASTE_GAP_S)
-    except (OSError, ValueError):  # a system whose select knows only sockets
+    except (OSError, ValueError):  # a system whose select supports only sockets
         return False
     return bool(ready)
 

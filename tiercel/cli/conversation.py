@@ -1,7 +1,7 @@
-"""The state of a chat: messages, the commands that change them, files, the last answer's figures.
+"""The state of a chat: messages, the commands that change them, files, figures of the last answer.
 
-The history always alternates as the template expects: an answer that was stopped stays as far as
-it came, and a message whose answer failed is not kept.
+The history always alternates as the template expects: of a stopped answer the text so far is kept,
+and a message whose answer failed is dropped.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ HELP = """\
 /reset         forget the conversation, keep the system message
 /system TEXT   set the system message; without TEXT, show it
 /save FILE     write the conversation to a file
-/load FILE     go on with a conversation from a file
+/load FILE     continue a conversation from a file
 /regen         answer the last message again
 /stats         figures of the last answer
 /quit          leave (also Ctrl-D)
-A line that ends in \\ goes on in the next; //text sends a message that begins with /."""
+A line that ends in \\ continues on the next; //text sends a message that begins with /."""
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True):
@@ -58,7 +58,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class AnswerStats:
-    """Figures of one answer; the first token's time includes reading the conversation."""
+    """Figures of one answer; the time to the first token includes processing the conversation."""
 
     num_tokens: int
     first_token_s: float
@@ -67,7 +67,7 @@ class AnswerStats:
 
 
 class Conversation:
-    """Messages and the model that answers them."""
+    """A conversation: its messages and the model that answers them."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Conversation:
         self._num_tries = 0
 
     def set_system(self, text: str) -> None:
-        """Put a system message first, replacing one that is there."""
+        """Set the first message to a system message, replacing an existing one."""
         check_utf8("the system message", text, ArgumentError)
         if self.messages and self.messages[0]["role"] == "system":
             self.messages.pop(0)
@@ -98,7 +98,7 @@ class Conversation:
         """Act on one input: a command or a message.
 
         Returns:
-            False when the user leaves.
+            False if the user leaves.
         """
         if not text.strip():
             return True
@@ -112,14 +112,14 @@ class Conversation:
         return True
 
     def save(self, path: Path) -> None:
-        """Write the messages as JSON; the file appears whole or not at all."""
+        """Write the messages as JSON; the file appears complete or not at all."""
         messages = [_Message(**message) for message in self.messages]
         data = msgspec.json.format(msgspec.json.encode(_File(messages)), indent=2)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             part.write_bytes(data + b"\n")
             part.replace(path)
-        except OSError as error:  # which names a file that the user never heard of
+        except OSError as error:  # the error names the temporary file, which the user does not know
             raise OSError(error.errno, error.strerror, str(path)) from error
         finally:
             part.unlink(missing_ok=True)
@@ -147,7 +147,7 @@ class Conversation:
         return True
 
     def _answer(self, messages: list[dict[str, str]]) -> None:
-        """Stream an answer to the last of `messages`; what fails leaves the history as it was."""
+        """Stream an answer to the last of `messages`; a failed one leaves the history unchanged."""
         pieces: list[str] = []
         num_tokens = 0
         first_s = 0.0
@@ -163,7 +163,7 @@ class Conversation:
                 check_answer(delta)
                 if is_asked_to_stop():
                     is_stopped = True
-                    break  # the stream ends with its last reference; the engine forgets the request
+                    break  # the stream ends with its last reference; the engine drops the request
         write("\n")
         self.stats = AnswerStats(num_tokens, first_s, time.perf_counter() - started_s, is_stopped)
         self.messages[:] = [*messages, {"role": "assistant", "content": "".join(pieces)}]
@@ -173,7 +173,7 @@ class Conversation:
             self.save(self._save_path)
 
     def _next_params(self) -> SamplingParams:
-        """The parameters, with another random stream for each new try of one message."""
+        """The parameters, with another random stream for each new attempt at one message."""
         if self._num_tries == 0 or self._params.seed is None:
             return self._params
         return replace(self._params, seed=self._params.seed + self._num_tries)
@@ -226,7 +226,7 @@ def load_messages(path: Path) -> list[dict[str, str]]:
     """Read a saved conversation.
 
     Raises:
-        ArgumentError: the file is no saved conversation.
+        ArgumentError: the file is not a saved conversation.
         OSError: it cannot be read.
     """
     data = read_bounded(path, MAX_FILE_BYTES)

@@ -1,4 +1,4 @@
-"""`tiercel doctor`: what this machine offers and what is installed, for people and bug reports."""
+"""`tiercel doctor`: what this machine offers and what is installed, for users and bug reports."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _system() -> dict[str, Any]:
 
 
 def _cpu_features() -> list[str]:
-    """The instruction sets that PyTorch's kernels make use of, as Linux names them."""
+    """The instruction sets that PyTorch's kernels use, by their Linux names."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -85,7 +85,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _torch() -> dict[str, Any]:
-    """PyTorch as it really loads, and the GPUs that it sees."""
+    """PyTorch as it actually loads, and the GPUs that it sees."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a library that torch needs is missing
@@ -117,7 +117,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _driver() -> dict[str, Any]:
-    """What nvidia-smi says, which works where PyTorch has no CUDA."""
+    """Output of nvidia-smi, which works where PyTorch has no CUDA."""
     path = shutil.which("nvidia-smi")
     if path is None:
         return {"nvidia_smi": None}

@@ -1,4 +1,4 @@
-"""`tiercel generate`: continue a prompt; the text goes to standard output as it comes."""
+"""`tiercel generate`: continue a prompt; the text is streamed to standard output."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def generate(
     ] = (),
     echo: Annotated[bool, Parameter(group=_GROUP, help="Write the prompt first.")] = False,
     logprobs: Annotated[
-        int | None, Parameter(group=_GROUP, help="Show this many likely tokens at each place.")
+        int | None, Parameter(group=_GROUP, help="Show this many likely tokens at each position.")
     ] = None,
     json: Annotated[
         bool, Parameter(group=_GROUP, help="Write one JSON object at the end.")
@@ -55,7 +55,7 @@ def generate(
         Path | None, Parameter(group=_GROUP, help="Lark grammar that the answer matches.")
     ] = None,
     no_special_in_prompt: Annotated[
-        bool, Parameter(group=_GROUP, help="Take <|...|> in the prompt as plain text.")
+        bool, Parameter(group=_GROUP, help="Treat <|...|> in the prompt as plain text.")
     ] = False,
     model: ModelName = None,
     engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
@@ -72,7 +72,7 @@ def generate(
         logprobs=logprobs,
         form=read_form(schema, grammar),
     )
-    # After an echo on the terminal the progress would overwrite its last line.
+    # After an echo on the terminal the progress line would overwrite the last line of the prompt.
     is_quiet = common.quiet or (echo and sys.stdout.isatty())
     with loaded(model, engine, sampling, common) as llm, PromptLine(is_quiet=is_quiet) as line:
         params = with_model_defaults(params, sampling, llm)
@@ -97,7 +97,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from the argument, the file or standard input; one final newline is dropped.
 
     Raises:
-        UsageError: none or two were given, or it is empty or no UTF-8 text.
+        UsageError: none or two were given, or the prompt is empty or not UTF-8 text.
     """
     if prompt is not None and file is not None:
         raise UsageError("prompt: given twice, as an argument and by --file.", hint="Give one.")
@@ -123,10 +123,10 @@ def _read_input() -> str:
 
 
 def read_form(schema: Path | None, grammar: Path | None) -> StructuredOutputs | None:
-    """The form of the answer that `--schema` or `--grammar` asks for.
+    """The form of the answer that `--schema` or `--grammar` sets.
 
     Raises:
-        UsageError: both were given, or a file holds no UTF-8 text or no such form.
+        UsageError: both were given, or a file contains no UTF-8 text or no valid form.
     """
     from tiercel.errors import ArgumentError
     from tiercel.params import LIMITS, StructuredOutputs
@@ -186,7 +186,7 @@ def _stream(
     is_echo: bool,
     line: PromptLine,
 ) -> int:
-    """Write the pieces as they come; returns the number of tokens."""
+    """Write the pieces as they arrive; returns the number of tokens."""
     num_tokens = 0
     last = text if is_echo else ""
     if is_echo:
@@ -200,7 +200,7 @@ def _stream(
             write(delta.text)
             last = delta.text
     if sys.stdout.isatty() and not last.endswith("\n"):
-        write("\n")  # the shell's next line; a pipe or file gets the exact text
+        write("\n")  # the shell's next line; a pipe or file gets exactly the text
     return num_tokens
 
 
@@ -234,7 +234,7 @@ def _write_answers(llm: LLM, output: RequestOutput, prefix: str) -> None:
 
 
 def _logprob_rows(llm: LLM, answer: CompletionOutput) -> list[dict[str, Any]]:
-    """Per token: its text, id and log-probability, and the most likely ones."""
+    """For each token its text, id and log-probability, and the most likely tokens."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text = llm.decode([token_id], skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""The shape of `--help`: plain aligned rows without boxes, so that a command fits one screen."""
+"""The layout of `--help`: plain aligned rows without boxes, so that a command fits one screen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class CompactFormatter(PlainFormatter):
-    """One row per option: its names and type, what it does, its default."""
+    """Help formatter with one row per option: names and type, meaning, default."""
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:  # noqa: ARG002
         """Print one group of options or commands."""
@@ -34,7 +34,7 @@ class CompactFormatter(PlainFormatter):
         options: ConsoleOptions,  # noqa: ARG002
         description: Any,
     ) -> None:
-        """Print what the command does; each group brings its own blank line."""
+        """Print the description of the command; each group brings its own blank line."""
         text = _plain(description)
         if text:
             console.print(text, markup=False)
@@ -51,7 +51,7 @@ def _label(entry: HelpEntry) -> str:
 
 
 def _plain(text: Any) -> str:
-    """The characters of one of cyclopts' texts, which it wraps for styling."""
+    """The plain characters of a cyclopts text, which is wrapped for styling."""
     return str(getattr(text, "primary_renderable", text or "")).strip()
 
 

@@ -1,6 +1,6 @@
-"""`tiercel inspect`: what a model file holds and what running it takes; no weights are loaded.
+"""`tiercel inspect`: the contents of a model file and the memory plan; no weights are loaded.
 
-Free of PyTorch. The reader is the one that loading uses: what this refuses, nothing loads.
+Free of PyTorch. It uses the same reader as loading: a file that it refuses cannot be loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _GROUP = Group("Inspection", sort_key=1)
 _MAX_SHOWN = 60  # characters of one metadata value
-_KV_DTYPE = "bfloat16"  # of keys and values where nothing else was requested: 16 bits each
+_KV_DTYPE = "bfloat16"  # of keys and values by default: 16 bits each
 # In the order in which `--dtype auto` prefers them: docs/models.md.
 _DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("float16", "bfloat16", "float32")}
 _DEVICE_NAMES = {"cpu": "on a CPU", "cuda": "on a GPU"}
@@ -103,7 +103,7 @@ def _fused_kernels(source: ModelSource) -> dict[str, str]:
 
 
 def _memory(source: ModelSource) -> dict[str, Any]:
-    """What weights, keys and values take, on each device and in each dtype."""
+    """Memory of weights, keys and values, on each device and in each dtype."""
     from tiercel.machine import read_memory
     from tiercel.models.footprint import cache_bytes, weight_footprint
 
@@ -132,7 +132,7 @@ def _format_name(source: ModelSource) -> str:
 
 
 def _general(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Name, author, licence and the like: scalars that say what the file is."""
+    """Name, author, licence and the like: scalars that describe the file."""
     general: dict[str, Any] = {
         key.removeprefix("general."): value
         for key, value in metadata.items()
@@ -272,7 +272,7 @@ def _print_row(label: str, value: Any) -> None:
 
 
 def _short(value: Any) -> str:
-    """One printable line; a file's own text is cut."""
+    """One printable line; long text of a file is cut."""
     text = one_line(str(value))
     return text if len(text) <= 2 * _MAX_SHOWN else text[: 2 * _MAX_SHOWN] + "..."
 

@@ -1,4 +1,4 @@
-"""From the options to a loaded model: find the file, check it, and only then import PyTorch."""
+"""Load a model as the options say: find the file, check it, and only then import PyTorch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ DEFAULT_TOP_P: Final = 0.95
 def loaded(
     model: str | None, engine: EngineOptions, sampling: SamplingOptions, common: CommonOptions
 ) -> Iterator[LLM]:
-    """Load the model for the length of the block.
+    """Load the model for the duration of the block.
 
     Raises:
-        TiercelError: it is not found, not sound, not supported, or does not fit.
+        TiercelError: the model is not found, damaged, not supported, or does not fit.
     """
     from tiercel.loader.hub import resolve
     from tiercel.models.source import open_source
@@ -39,7 +39,7 @@ def loaded(
         say("warning", warning)
     with ProgressReporter(is_quiet=common.quiet) as report:
         path = resolve(model, offline=engine.offline, report=report)
-        source = open_source(path)  # an unsound file ends here, before PyTorch is imported
+        source = open_source(path)  # a damaged file ends here, before PyTorch is imported
         report("Loading PyTorch")
         env.shorten_openmp_spins()
         from tiercel.llm import LLM
@@ -63,11 +63,11 @@ def loaded(
 
 
 def check_answer(answer: CompletionOutput | StreamDelta) -> None:
-    """Refuse an answer that the engine gave up.
+    """Refuse an answer that the engine aborted.
 
     Raises:
-        InternalError: it ended with an error instead of an end.
-        InvalidRequestError: the form that was asked for could not be followed further.
+        InternalError: the answer ended with an error.
+        InvalidRequestError: the requested form could not be followed further.
     """
     if answer.finish_reason == "error":
         if answer.stop_reason == "schema_too_complex":
@@ -89,7 +89,7 @@ def make_params(
     logprobs: int | None = None,
     form: StructuredOutputs | None = None,
 ) -> SamplingParams:
-    """The sampling parameters that the options ask for, validated before a model is loaded.
+    """The sampling parameters of the options, validated before a model is loaded.
 
     Raises:
         UsageError: a value is out of range.
@@ -114,7 +114,7 @@ def make_params(
 def with_model_defaults(
     params: SamplingParams, sampling: SamplingOptions, llm: LLM
 ) -> SamplingParams:
-    """The parameters with the defaults of the model's file where an option was not given."""
+    """The parameters, with the defaults of the model's file for options that were not given."""
     chosen = _given(sampling).over(llm.source.sampling_defaults)
     return replace(params, **chosen.given())
 

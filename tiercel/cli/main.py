@@ -1,8 +1,8 @@
-"""The command line: finds the command, runs it, and turns every end into a line and a status.
+"""The command line: finds the command, runs it, and turns every error into one line and a status.
 
-Nothing here or in the command modules imports PyTorch at the top: help and wrong use are instant.
-Status: 0 done, 1 failed, 2 wrong use, 70 `serve` gave up its engine, 130 Ctrl-C, 141 the reader
-closed the pipe, 143 SIGTERM.
+Nothing here or in the command modules imports PyTorch at the top: help and usage errors are fast.
+Status: 0 done, 1 failed, 2 wrong use, 70 `serve` gave up its engine, 130 Ctrl-C, 141 the program
+that reads the output closed the pipe, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "bench kernels": bench_kernels,
     "doctor": doctor,
 }
-_GROUPS = {"bench": "Measure the speed of a server or of the engine; alone as bench speed."}
-_DEFAULTS = {"bench": "speed"}  # of a group: the command that stands for it
+_GROUPS = {"bench": "Measure the speed of a server or of the engine; default: bench speed."}
+_DEFAULTS = {"bench": "speed"}  # the default command of a group
 _COMMON_FLAGS = frozenset({"--verbose", "-v", "--quiet", "-q"})  # of CommonOptions, like --config
 _HELP = (
     "Run language models from GGUF files and model folders, on CPU and CUDA.\n\n"
@@ -147,15 +147,15 @@ def run(arguments: Sequence[str]) -> int:
         return 141
     except KeyboardInterrupt:
         if sys.stderr.isatty():
-            note("")  # the shell's prompt starts a line of its own
+            note("")  # the shell's prompt starts on its own line
         return 130
-    except Exception as error:  # noqa: BLE001 - the last line: nothing may end in a traceback
+    except Exception as error:  # noqa: BLE001 - the last handler: no error may end in a traceback
         return _report(error, is_verbose=common.verbose)
     return status if isinstance(status, int) else 0
 
 
 def make_app() -> App:
-    """The commands as cyclopts knows them."""
+    """Make the cyclopts app with all commands."""
     from tiercel.cli.console import HelpConsole
 
     app = App(
@@ -194,7 +194,7 @@ def _epilogue(name: str) -> str:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:
-    """Bind the arguments; a configuration file that they name is read and they are bound again."""
+    """Bind the arguments; if they name a configuration file, read it and bind them again."""
     arguments = _name_command(arguments)
     app = make_app()
     command, bound, _ = app.parse_args(arguments)
@@ -210,9 +210,9 @@ def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundA
 
 
 def _name_command(arguments: Sequence[str]) -> Sequence[str]:
-    """Put the command first: options of every command that stand before it follow it.
+    """Put the command first, followed by the options of every command that were before it.
 
-    A group that is called alone or with options only gets its default command.
+    A group that is called alone or with options only runs its default command.
     """
     common, rest = _split_common(arguments)
     if not rest or (rest[0] not in _COMMANDS and rest[0] not in _GROUPS):
@@ -231,7 +231,7 @@ def _name_command(arguments: Sequence[str]) -> Sequence[str]:
 
 
 def _split_common(arguments: Sequence[str]) -> tuple[list[str], Sequence[str]]:
-    """Split off the options of every command with which the arguments begin."""
+    """Split off the leading options that every command has."""
     end = 0
     while end < len(arguments):
         if arguments[end] in _COMMON_FLAGS or arguments[end].startswith("--config="):
@@ -254,11 +254,11 @@ def _option_names(app: App, command: str) -> frozenset[str]:
 def _set_up_messages(common: CommonOptions) -> None:
     show_log(is_verbose=common.verbose, is_quiet=common.quiet)
     if not common.verbose:
-        warnings.simplefilter("ignore")  # other libraries talk to programmers
+        warnings.simplefilter("ignore")  # warnings of other libraries are for programmers
 
 
 def _warn_of_variables() -> None:
-    """Say which variables are set that no command reads; those of options are many."""
+    """Warn of the `TIERCEL_` variables that no command reads."""
     if not env.unknown_variables(()):
         return
     app = make_app()
@@ -271,7 +271,7 @@ def _warn_of_variables() -> None:
 
 
 def _report(error: Exception, *, is_verbose: bool) -> int:
-    """Say what went wrong in one line; returns the exit status."""
+    """Print in one line what went wrong; returns the exit status."""
     if is_verbose:
         with contextlib.suppress(OSError, ValueError):
             traceback.print_exception(error)
@@ -291,7 +291,7 @@ def _report(error: Exception, *, is_verbose: bool) -> int:
     elif isinstance(error, OSError):
         say_os_error(error)
         if error.filename is None:
-            silence_stdout()  # a full disk behind standard output fails again at exit
+            silence_stdout()  # a full disk at standard output fails again at exit
     else:
         say(
             "error",

@@ -1,6 +1,6 @@
-"""The options that several commands share, as dataclasses that cyclopts spreads into flags.
+"""The options that several commands share, as dataclasses that cyclopts turns into flags.
 
-Importing this loads no PyTorch: a wrong command line ends before anything heavy starts.
+Importing this loads no PyTorch: a usage error ends before anything heavy starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
 def check_device(_type: object, value: str) -> None:
-    """Refuse what cannot be the name of a device; whether it exists is found later."""
+    """Refuse text that cannot name a device; whether the device exists is checked later."""
     if not _DEVICE.fullmatch(value):
         raise ValueError(f"{value!r} is no device; use auto, cpu, cuda or cuda:N")
 
@@ -40,9 +40,9 @@ ModelName = Annotated[
 @Parameter(name="*", group=COMMON_GROUP)
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
-    """What every command takes."""
+    """Options of every command."""
 
-    config: Annotated[Path | None, Parameter(help="TOML file of options; flags win over it.")] = (
+    config: Annotated[Path | None, Parameter(help="TOML file of options; flags override it.")] = (
         None
     )
     verbose: Annotated[
@@ -81,16 +81,16 @@ class EngineOptions:
     ] = 0.9
     spec: Annotated[
         Literal["off", "ngram", "mtp", "hybrid"],
-        Parameter(help="Guess tokens ahead: off, ngram, mtp or hybrid."),
+        Parameter(help="Speculative decoding: off, ngram, mtp or hybrid."),
     ] = "off"
-    num_spec_tokens: Annotated[int | None, Parameter(help="Guesses in a step [5].")] = None
+    num_spec_tokens: Annotated[int | None, Parameter(help="Draft tokens in a step [5].")] = None
     offline: Annotated[bool, Parameter(negative="", help="Never download.")] = False
 
 
 @Parameter(name="*", group=SAMPLING_GROUP)
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How tokens are chosen."""
+    """How tokens are sampled."""
 
     max_tokens: Annotated[int | None, Parameter(help="Longest answer.", show_default=False)] = None
     temperature: Annotated[
@@ -106,7 +106,7 @@ class SamplingOptions:
     ] = None
     min_p: Annotated[
         float | None,
-        Parameter(help="Least share of the best [the model's, else 0].", show_default=False),
+        Parameter(help="Least probability, of the best [the model's, else 0].", show_default=False),
     ] = None
     repeat_penalty: Annotated[
         float | None,

@@ -1,6 +1,6 @@
-"""`tiercel pull`: fetch a model into the cache, and see or remove what is there.
+"""`tiercel pull`: download a model into the cache; list or remove the models in it.
 
-Standard output carries the path of the model, so that a script can go on with it.
+Standard output carries the path of the model, so that a script can use it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pull(
         str | None, Parameter(group=_GROUP, help="Branch, tag or commit [main].")
     ] = None,
     file: Annotated[
-        str | None, Parameter(group=_GROUP, help="Fetch the files that match this pattern.")
+        str | None, Parameter(group=_GROUP, help="Download the files that match this pattern.")
     ] = None,
     is_list: Annotated[
         bool,
@@ -39,7 +39,7 @@ def pull(
     offline: Annotated[bool, Parameter(group=_GROUP, help="Never download.")] = False,
     common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
 ) -> int:
-    """Fetch a model into the cache; a broken download goes on where it ended."""
+    """Download a model into the cache; an interrupted download resumes."""
     from tiercel.loader import hub, hub_names
 
     if is_list + rm + (file is not None) > 1:
@@ -76,7 +76,7 @@ def pull(
 
 
 def _list_cache() -> None:
-    """One row for each file of the cache: its size and the name that other commands take."""
+    """Print one row for each file of the cache: its size and its name for other commands."""
     from tiercel import env
     from tiercel.loader import hub, hub_folder, hub_names, store
 
@@ -92,7 +92,7 @@ def _list_cache() -> None:
 
 
 def _list_repository(name: HubName, revision: str, *, offline: bool) -> None:
-    """One row for each file that the hub has; what the cache holds is marked."""
+    """Print one row for each file on the hub; those in the cache are marked."""
     from tiercel.loader import hub, hub_folder
 
     folder = hub_folder.HubFolder(name, revision)

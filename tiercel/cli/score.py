@@ -1,4 +1,4 @@
-"""`tiercel score`: how likely labels are behind each of many items, as a table or as JSON lines."""
+"""`tiercel score`: how likely each label is after each of many items, as a table or JSON lines."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES: Final = 256 << 20
 MAX_LINE_BYTES: Final = 32 << 20
-_LEAST_DECIMAL: Final = 5e-5  # what four decimals round up
+_LEAST_DECIMAL: Final = 5e-5  # smallest value that rounds up to a nonzero fourth decimal
 _FIELDS: Final = ("query", "items", "labels", "label_token_ids", "suffix", "normalize")
 _GROUP = Group("Items and output", sort_key=1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """What holds for every list of a run."""
+    """Options that apply to every list of a run."""
 
     labels: list[str] | None
     suffix: str
@@ -53,24 +53,24 @@ def score(
         Path | None, Parameter(group=_GROUP, help="JSON lines to score [standard input].")
     ] = None,
     labels: Annotated[
-        str | None, Parameter(group=_GROUP, help="Texts to expect behind an item: Yes,No.")
+        str | None, Parameter(group=_GROUP, help="Possible texts after an item: Yes,No.")
     ] = None,
     suffix: Annotated[str, Parameter(group=_GROUP, help="Text between item and label.")] = "",
     normalize: Annotated[
         Literal["vocab", "labels"],
-        Parameter(group=_GROUP, help="Shares among all tokens (vocab), or labels alone."),
+        Parameter(group=_GROUP, help="Normalise over all tokens (vocab) or labels."),
     ] = "vocab",
     long_items: Annotated[
         Literal["refuse", "skip", "cut"],
         Parameter(group=_GROUP, help="Items over the context: refuse, skip or cut."),
     ] = "skip",
-    top: Annotated[int | None, Parameter(group=_GROUP, help="Show the best N items only.")] = None,
+    top: Annotated[int | None, Parameter(group=_GROUP, help="Show only the best N items.")] = None,
     json: Annotated[bool, Parameter(group=_GROUP, help="Write one JSON object.")] = False,
     model: ModelName = None,
     engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
     common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
 ) -> int:
-    """Score items behind a query by the probability of labels, best first."""
+    """Score items after a query by the probability of labels, best first."""
     listed = None if labels is None else labels.split(",")
     options = _Options(listed, suffix, normalize, long_items, top)
     _check_use(query, items, file, options)
@@ -98,7 +98,7 @@ def score(
 def _check_use(query: str | None, items: Path | None, file: Path | None, options: _Options) -> None:
     if (query is None) != (items is None):
         missing, given = ("--items", "--query") if items is None else ("--query", "--items")
-        raise UsageError(f"{missing}: is missing beside {given}.", hint="Give both.")
+        raise UsageError(f"{missing}: is missing, but {given} is given.", hint="Give both.")
     if query is not None and file is not None:
         raise UsageError("--file: excludes --query.", hint="Give queries inside the file.")
     if query is not None and options.labels is None:
@@ -113,7 +113,7 @@ def _read(path: Path) -> str:
     if len(data) > MAX_FILE_BYTES:
         raise UsageError(f"{path}: is over {MAX_FILE_BYTES} bytes.", hint="Cut it.")
     try:
-        return data.decode("utf-8-sig")  # without the mark that some editors put first
+        return data.decode("utf-8-sig")  # without the byte order mark that some editors write
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{path}: byte {error.start} is not valid UTF-8.", hint="Give it in UTF-8."
@@ -121,10 +121,10 @@ def _read(path: Path) -> str:
 
 
 def _read_items(path: Path) -> Iterator[str]:
-    """The items of a file; lines that are blank are none.
+    """The items of a file; blank lines are skipped.
 
     Raises:
-        UsageError: there are none, or a file of JSON lines has another line.
+        UsageError: there are none, or a line of JSON lines has another form.
     """
     lines = [line for line in _read(path).split("\n") if line.strip()]
     if not lines:
@@ -167,7 +167,7 @@ def _note_speed(count: int, seconds: float, common: CommonOptions) -> None:
 
 
 def _best_first(output: ScoreOutput, top: int | None) -> list[int]:
-    """Numbers of items by the probability of the first label; those without one are last."""
+    """Numbers of items by the probability of the first label; items with NaN are last."""
     first = [-1.0 if math.isnan(p) else p for p in output.probs[:, 0].tolist()]
     return sorted(range(len(first)), key=lambda i: -first[i])[:top]
 
@@ -185,12 +185,12 @@ def _write_table(
 
 
 def _share(p: float) -> str:
-    """Four decimals, or two digits of what they would show as 0."""
+    """Four decimals, or two significant digits where those would show 0."""
     return f"{p:.1e}" if 0 < p < _LEAST_DECIMAL else f"{p:.4f}"
 
 
 def _numbers(row: list[float]) -> list[float | None]:
-    """JSON has no NaN."""
+    """The row as JSON values: None instead of NaN, which JSON does not have."""
     return [None if math.isnan(value) else value for value in row]
 
 
@@ -231,7 +231,7 @@ def _open_lines(file: Path | None) -> IO[bytes]:
 
 
 def _score_lines(llm: LLM, lines: IO[bytes], options: _Options, common: CommonOptions) -> int:
-    """One line out for each line in, in order; 1 if one of them is an error."""
+    """Write one line for each line read, in order; returns 1 if one of them is an error."""
     started_s, count, has_errors = time.perf_counter(), 0, False
     with lines, ProgressReporter(is_quiet=common.quiet) as report:
         while line := lines.readline(MAX_LINE_BYTES + 1):
@@ -260,10 +260,10 @@ def _score_lines(llm: LLM, lines: IO[bytes], options: _Options, common: CommonOp
 
 
 def _read_line(line: bytes, lines: IO[bytes]) -> dict[str, Any]:
-    """What a line asks for.
+    """The request in a line.
 
     Raises:
-        ArgumentError: it is no object with a query and items, or has a field that nobody knows.
+        ArgumentError: it is no object with a query and items, or has an unknown field.
     """
     from tiercel.errors import ArgumentError
 

@@ -1,7 +1,7 @@
-"""`tiercel serve`: the HTTP server in front of an engine process of its own.
+"""`tiercel serve`: the HTTP server in front of a separate engine process.
 
-Everything that can be wrong with the command line is found before the port is bound, the port
-before the model loads. The URL goes to standard output at once, everything else to the log.
+Every error of the command line is found before the port is bound, and an error of the port before
+the model loads. The URL goes to standard output immediately, everything else to the log.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MAX_KEY_FILE_BYTES: Final = 1 << 20
 MAX_KEY_CHARS: Final = 1024
-# `SamplingParams` and its forms themselves have these bounds; a server may only be stricter.
+# `SamplingParams` and its forms have these bounds themselves; a server may only be stricter.
 _CEILINGS: Final = (
     "max_n", "max_stop_strings", "max_stop_chars", "max_logit_bias", "max_logprobs",
     "max_tool_name_chars", "max_schema_bytes", "max_schema_depth", "max_schema_nodes",
@@ -99,10 +99,10 @@ def serve(
 def make_settings(
     server: ServerOptions, defaults: DefaultOptions, limits: LimitOptions
 ) -> ServeSettings:
-    """The settings that the options ask for.
+    """Make the settings of the options.
 
     Raises:
-        UsageError: naming the option.
+        UsageError: the message names the option.
     """
     from tiercel.serve.settings import ServeSettings
 
@@ -139,25 +139,25 @@ def make_settings(
         has_ui=not server.no_ui,
         logs_prompts=server.log_prompts,
         has_warm_workers=True,
-        warms_up=not server.enable_fault_injection,  # faults count steps from the first on
+        warms_up=not server.enable_fault_injection,  # faults count steps from the first
         slow_client_seconds=server.slow_client_seconds,
         metrics_prefix=server.metrics_prefix,
     )
 
 
 def _check_address(server: ServerOptions) -> None:
-    """Refuse a port that cannot be, and an address beside a Unix socket."""
+    """Refuse an impossible port, and an address together with a Unix socket."""
     if server.port is not None and not 0 <= server.port <= 65535:
         raise UsageError(f"--port {server.port} is out of range.", hint="Use 0 to 65535.")
     for name, value in (("--host", server.host), ("--port", server.port)):
         if server.uds is not None and value is not None:
             raise UsageError(
-                f"{name} {value} is of no use beside --uds {server.uds}.", hint="Give one of them."
+                f"{name} {value} cannot be used with --uds {server.uds}.", hint="Give one of them."
             )
 
 
 def _check_parsers(server: ServerOptions) -> None:
-    """Refuse an unknown name before the model is loaded."""
+    """Refuse an unknown parser name before the model is loaded."""
     from tiercel.serve.generation.reasoning_parser import select_reasoning_format
     from tiercel.serve.generation.tools.tool_formats import select_tool_format
 
@@ -166,10 +166,10 @@ def _check_parsers(server: ServerOptions) -> None:
 
 
 def make_tracing(server: ServerOptions) -> Tracing | None:
-    """What sends traces, if a collector is named.
+    """Make the sender of traces, if a collector is named.
 
     Raises:
-        UsageError: naming what is missing or wrong.
+        UsageError: the message names what is missing or wrong.
     """
     endpoint = server.otlp_traces_endpoint
     if endpoint is None:
@@ -190,10 +190,10 @@ def make_tracing(server: ServerOptions) -> Tracing | None:
 
 
 def make_limits(options: LimitOptions) -> Limits:
-    """The bounds that the options ask for.
+    """Make the limits of the options.
 
     Raises:
-        UsageError: one is out of range.
+        UsageError: a value is out of range.
     """
     for name, value in asdict(options).items():
         low = 0 if name in _MAY_BE_ZERO else 1 if isinstance(value, int) else 1e-3
@@ -207,10 +207,10 @@ def make_limits(options: LimitOptions) -> Limits:
 
 
 def make_defaults(options: DefaultOptions) -> SamplingDefaults:
-    """The defaults of requests, checked as a request's own values are.
+    """The defaults of requests, checked like the values of a request.
 
     Raises:
-        ArgumentError: one is out of range.
+        ArgumentError: a value is out of range.
     """
     given = {
         "temperature": options.temperature,
@@ -226,11 +226,11 @@ def make_defaults(options: DefaultOptions) -> SamplingDefaults:
 
 
 def make_access(server: ServerOptions) -> AccessSettings:
-    """Who may ask.
+    """Which clients may use the server.
 
     Raises:
-        UsageError: a key or origin that cannot be, or no key where other machines may ask.
-        OSError: the file of keys cannot be read.
+        UsageError: an invalid key or origin, or no key where other machines have access.
+        OSError: the key file cannot be read.
     """
     from tiercel.serve.http.access import LOOPBACK_HOSTS, digest, is_loopback
     from tiercel.serve.settings import AccessSettings
@@ -273,10 +273,10 @@ def make_access(server: ServerOptions) -> AccessSettings:
 
 
 def read_keys(path: Path) -> list[str]:
-    """The keys of a file: one per line; empty lines and those that begin with # do not count.
+    """The keys of a file: one per line; empty lines and those that begin with # are skipped.
 
     Raises:
-        UsageError: it holds none, or is no text.
+        UsageError: it contains no key, or is not text.
         OSError: it cannot be read.
     """
     try:
@@ -320,7 +320,7 @@ def _load_options(
 
 @contextlib.contextmanager
 def _bound(server: ServerOptions) -> Iterator[tuple[list[socket.socket], str]]:
-    """The sockets to listen at and the URL; a Unix socket's file goes away at the end."""
+    """The sockets to listen at and the URL; the file of a Unix socket is removed at the end."""
     from tiercel.serve.server import bind, bind_unix
 
     if server.uds is not None:
@@ -345,7 +345,7 @@ def _host(server: ServerOptions) -> str:
 
 
 def _print_url(url: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads: the server runs all the same
+    with contextlib.suppress(OSError, ValueError):  # a closed standard output: serve all the same
         sys.stdout.write(f"{url}\n")
         sys.stdout.flush()
 

@@ -1,7 +1,7 @@
 """The options of `tiercel serve`, in the groups of its help.
 
 A bound of a sampling parameter (the first group of `Limits`) may be lowered here, not raised: the
-parameters check it wherever they are made.
+parameters check it themselves whenever they are created.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ LIMITS_GROUP = Group("Limits", sort_key=3.3)
 @Parameter(name="*", group=SERVER_GROUP)
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Where the server listens, to whom, and what it says."""
+    """Where the server listens, which clients it admits, and how it presents itself."""
 
-    # None stands for the default, so that one given beside --uds is seen.
+    # None stands for the default, so that an explicit value together with --uds is detected.
     host: Annotated[
         str | None, Parameter(help=f"Address to listen at [{DEFAULT_HOST}].", show_default=False)
     ] = None
     port: Annotated[
         int | None,
-        Parameter(help=f"0 takes a free one and prints it [{DEFAULT_PORT}].", show_default=False),
+        Parameter(help=f"0 chooses a free one and prints it [{DEFAULT_PORT}].", show_default=False),
     ] = None
     uds: Annotated[
         Path | None, Parameter(help="Unix socket instead of a port.", show_default=False)
@@ -45,28 +45,28 @@ class ServerOptions:
         tuple[str, ...], Parameter(negative="", help="Name that requests use; repeatable.")
     ] = ()
     api_key: Annotated[
-        tuple[str, ...], Parameter(negative="", help="Key to ask for; repeatable.")
+        tuple[str, ...], Parameter(negative="", help="Key that requests need; repeatable.")
     ] = ()
     api_key_file: Annotated[
         Path | None, Parameter(help="File with a key per line.", show_default=False)
     ] = None
     no_key: Annotated[
-        bool, Parameter(negative="", help="Listen to other machines without a key: all may ask.")
+        bool, Parameter(negative="", help="Listen to other machines without a key.")
     ] = False
     cors_origin: Annotated[
         tuple[str, ...],
-        Parameter(negative="", help="Origin of pages that may ask; repeatable."),
+        Parameter(negative="", help="Origin of allowed web pages; repeatable."),
     ] = ()
     allowed_host: Annotated[
         tuple[str, ...], Parameter(negative="", help="Further name in Host headers; repeatable.")
     ] = ()
     no_ui: Annotated[bool, Parameter(negative="", help="Serve no web page.")] = False
-    drain_seconds: Annotated[float, Parameter(help="For running requests at the end.")] = 30.0
+    drain_seconds: Annotated[float, Parameter(help="For running requests at shutdown.")] = 30.0
     hang_seconds: Annotated[
         float, Parameter(help="Restart an engine without progress; 1 or more.")
     ] = 60.0
     slow_client_seconds: Annotated[
-        float, Parameter(help="After which a reader that takes nothing is given up.")
+        float, Parameter(help="Close a stream that is not read for so long.")
     ] = 60.0
     enable_fault_injection: Annotated[
         bool, Parameter(negative="", help="Let TIERCEL_FAULTS break the engine, for tests.")
@@ -86,11 +86,11 @@ class ServerOptions:
     ] = None
     metrics_auth: Annotated[
         Literal["none", "key"] | None,
-        Parameter(group=LOG_GROUP, help="none or key: what /metrics asks [none on loopback]."),
+        Parameter(group=LOG_GROUP, help="none or key: access to /metrics [none on loopback]."),
     ] = None
-    metrics_prefix: Annotated[
-        str, Parameter(group=LOG_GROUP, help="First part of metrics' names.")
-    ] = "tiercel"
+    metrics_prefix: Annotated[str, Parameter(group=LOG_GROUP, help="Prefix of metric names.")] = (
+        "tiercel"
+    )
     tool_parser: Annotated[
         str | None, Parameter(group=FORMS_GROUP, help="Form of tool calls, or none [the model's].")
     ] = None
@@ -112,17 +112,18 @@ class ServerOptions:
     ] = False
     no_special_in_prompt: Annotated[
         bool,
-        Parameter(negative="", group=FORMS_GROUP, help="Take <|...|> in prompts as plain text."),
+        Parameter(negative="", group=FORMS_GROUP, help="Treat <|...|> in prompts as plain text."),
     ] = False
 
 
 @Parameter(name="*", group=MODEL_GROUP)
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """What runs at once."""
+    """Limits of concurrent work."""
 
     max_num_seqs: Annotated[
-        int | None, Parameter(validator=Number(gte=1), help="Requests at once.", show_default=False)
+        int | None,
+        Parameter(validator=Number(gte=1), help="Concurrent requests.", show_default=False),
     ] = None
     max_num_batched_tokens: Annotated[
         int | None,
@@ -133,7 +134,7 @@ class BatchOptions:
 @Parameter(name="*", group=DEFAULTS_GROUP)
 @dataclass(frozen=True, slots=True)
 class DefaultOptions:
-    """What a request gets where it says nothing."""
+    """Defaults of requests for fields that they leave out."""
 
     temperature: Annotated[
         float | None, Parameter(help="Else the model's, else 1.", show_default=False)
@@ -145,18 +146,19 @@ class DefaultOptions:
         None
     )
     max_tokens: Annotated[
-        int | None, Parameter(help="Else what is left; completions 16.", show_default=False)
+        int | None,
+        Parameter(help="Else the rest of the context; completions 16.", show_default=False),
     ] = None
     no_model_defaults: Annotated[
-        bool, Parameter(negative="", help="Take none of these from the model's file.")
+        bool, Parameter(negative="", help="Ignore the defaults in the model's file.")
     ] = False
-    seed: Annotated[int, Parameter(group=MODEL_GROUP, help="Of requests without one.")] = 0
+    seed: Annotated[int, Parameter(group=MODEL_GROUP, help="Seed of requests without one.")] = 0
 
 
 @Parameter(name="*", group=LIMITS_GROUP)
 @dataclass(frozen=True, slots=True)
 class LimitOptions:
-    """Fields of `Limits`, by the same names."""
+    """Fields of `Limits` under the same names."""
 
     max_n: Annotated[int, Parameter(help="Answers to a prompt.")] = LIMITS.max_n
     max_stop_strings: Annotated[int, Parameter(help="Stop strings of a request.")] = (
@@ -166,7 +168,7 @@ class LimitOptions:
         LIMITS.max_stop_chars
     )
     max_logit_bias: Annotated[int, Parameter(help="Entries of logit_bias.")] = LIMITS.max_logit_bias
-    max_logprobs: Annotated[int, Parameter(help="Likely tokens at each place.")] = (
+    max_logprobs: Annotated[int, Parameter(help="Likely tokens at each position.")] = (
         LIMITS.max_logprobs
     )
     max_score_items: Annotated[int, Parameter(help="Items of a list to score.")] = (
@@ -175,7 +177,7 @@ class LimitOptions:
     max_score_tokens: Annotated[int, Parameter(help="Tokens of query and items.")] = (
         LIMITS.max_score_tokens
     )
-    max_body_bytes: Annotated[int, Parameter(help="Of a request.")] = LIMITS.max_body_bytes
+    max_body_bytes: Annotated[int, Parameter(help="Bytes of a request.")] = LIMITS.max_body_bytes
     max_json_depth: Annotated[int, Parameter(help="Nesting of a body.")] = LIMITS.max_json_depth
     max_json_members: Annotated[int, Parameter(help="Values in a body.")] = LIMITS.max_json_members
     max_prompts: Annotated[int, Parameter(help="Prompts of a request.")] = LIMITS.max_prompts
@@ -196,19 +198,21 @@ class LimitOptions:
         LIMITS.max_regex_bytes
     )
     max_grammar_bytes: Annotated[int, Parameter(help="Of a grammar.")] = LIMITS.max_grammar_bytes
-    max_grammar_seconds: Annotated[float, Parameter(help="For compiling a form of answers.")] = (
+    max_grammar_seconds: Annotated[float, Parameter(help="For compiling a schema or grammar.")] = (
         LIMITS.max_grammar_seconds
     )
-    max_waiting_requests: Annotated[int, Parameter(help="That wait; beyond them 429.")] = (
+    max_waiting_requests: Annotated[int, Parameter(help="Waiting requests; beyond: 429.")] = (
         LIMITS.max_waiting_requests
     )
-    max_queue_seconds: Annotated[float, Parameter(help="In the queue.")] = LIMITS.max_queue_seconds
+    max_queue_seconds: Annotated[float, Parameter(help="Wait in the queue.")] = (
+        LIMITS.max_queue_seconds
+    )
     max_request_seconds: Annotated[float | None, Parameter(help="For a whole request.")] = (
         LIMITS.max_request_seconds
     )
     max_connections: Annotated[int, Parameter(help="At once.")] = LIMITS.max_connections
     max_header_bytes: Annotated[int, Parameter(help="Of all headers.")] = LIMITS.max_header_bytes
-    max_headers: Annotated[int, Parameter(help="Of a request.")] = LIMITS.max_headers
+    max_headers: Annotated[int, Parameter(help="Headers of a request.")] = LIMITS.max_headers
     max_head_seconds: Annotated[float, Parameter(help="For the headers to arrive.")] = (
         LIMITS.max_head_seconds
     )

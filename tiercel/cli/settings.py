@@ -1,8 +1,8 @@
-"""Where options come from besides the command line: `TIERCEL_<OPTION>`, then a TOML file.
+"""Sources of options besides the command line: `TIERCEL_<OPTION>`, then a TOML file.
 
 An empty variable counts as unset, as it does for the switches of `env.py`. In the file a top-level
-key is an option of any command; a table named like a command holds options of that command alone
-and wins over the top level (`[bench.serve]` is the table of `bench serve`).
+key is an option of any command. A table named like a command has options of that command only, and
+takes precedence over the top level (`[bench.serve]` is the table of `bench serve`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read_config(path: Path, options: Mapping[str, frozenset[str]]) -> dict[str, 
         The values for each command, by option name.
 
     Raises:
-        UsageError: the file cannot be read, or holds a key that is no option.
+        UsageError: the file cannot be read, or has a key that is not an option.
     """
     everything: frozenset[str] = frozenset().union(*options.values())
     result: dict[str, dict[str, Any]] = {command: {} for command in options}
@@ -53,7 +53,7 @@ def read_config(path: Path, options: Mapping[str, frozenset[str]]) -> dict[str, 
 def drop_empty_variables(
     _app: App, _commands: tuple[str, ...], arguments: ArgumentCollection
 ) -> None:
-    """Forget options that came from empty environment variables."""
+    """Drop options that come from empty environment variables."""
     for argument in arguments:
         argument.tokens[:] = [
             token for token in argument.tokens if token.source != "env" or token.value
@@ -63,10 +63,10 @@ def drop_empty_variables(
 def check_whole_numbers(
     _app: App, _commands: tuple[str, ...], arguments: ArgumentCollection
 ) -> None:
-    """Refuse fractions where integers belong, which cyclopts would round.
+    """Refuse fractions for integer options, which cyclopts would round.
 
     Raises:
-        UsageError: naming the option and the value.
+        UsageError: the message names the option and the value.
     """
     for argument in arguments:
         if argument.hint is not int and int not in get_args(argument.hint):
@@ -82,14 +82,14 @@ def check_whole_numbers(
 def _is_fraction(text: str) -> bool:
     try:
         return not float(text).is_integer()
-    except ValueError:  # no number at all, or a hexadecimal one: for cyclopts to judge
+    except ValueError:  # not a number, or a hexadecimal one: cyclopts decides
         return False
 
 
 def _command_tables(
     path: Path, tables: Mapping[str, dict[str, Any]], commands: frozenset[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The tables by command; one of a group of commands holds tables itself."""
+    """The tables by command; a table of a group of commands contains tables itself."""
     groups = {command.partition(" ")[0] for command in commands if " " in command}
     for name, table in tables.items():
         if name in groups:
@@ -124,7 +124,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _known(path: Path, shown: str, raw: str, known: frozenset[str]) -> str:
-    """The option's name as the command line spells it."""
+    """The option's name as it is spelled on the command line."""
     key = raw.replace("_", "-")
     if key in known:
         return key

@@ -1,4 +1,4 @@
-"""What the commands share towards the terminal: messages, progress, interrupts, safe text.
+"""Terminal output that the commands share: messages, progress, interrupts, safe text.
 
 Results go to standard output, everything else to standard error; bars and colour appear only where
 standard error is a terminal and NO_COLOR is unset.
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 _PROMPT_SHOWN_AFTER_S = 1.0
 _STAGE_SHOWN_AFTER_S = 1.0  # without a terminal, a stage is named only when it takes this long
-# Control characters but tab and newline: text of a model must not steer the terminal.
+# Control characters except tab and newline: a model's text must not control the terminal.
 _CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
 
 class UsageError(Exception):
-    """A wrong use of the command line that only the command itself can see: exit code 2."""
+    """A wrong use of the command line that only the command itself can detect: exit code 2."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class UsageError(Exception):
 
 
 def mend_standard_streams() -> None:
-    """Give closed standard streams a place to go, so that nothing fails for want of them."""
+    """Reopen closed standard streams on the null device, so that later reads and writes work."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -50,12 +50,12 @@ def mend_standard_streams() -> None:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # what the terminal's encoding lacks becomes '?'
+        if hasattr(stream, "reconfigure"):  # characters outside the encoding become '?'
             stream.reconfigure(errors="replace")
 
 
 def silence_stdout() -> None:
-    """Point standard output nowhere, so that the flush at exit cannot fail again."""
+    """Point standard output to the null device, so that the flush at exit cannot fail again."""
     with contextlib.suppress(OSError, ValueError):
         target = os.open(os.devnull, os.O_WRONLY)
         os.dup2(target, sys.stdout.fileno())
@@ -66,7 +66,7 @@ def read_bounded(path: Path, limit: int) -> bytes | None:
     """A file's bytes, or None if it has more than `limit`: a device or a pipe may never end.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as stream:
         data = stream.read(limit + 1)
@@ -77,7 +77,7 @@ def check_utf8(what: str, text: str, kind: type[UsageError | ArgumentError]) -> 
     """Refuse bytes of a command line, terminal or pipe that Python turned into surrogates.
 
     Raises:
-        UsageError, ArgumentError: the `kind`, naming `what`.
+        UsageError, ArgumentError: an error of class `kind` that names `what`.
     """
     try:
         text.encode()
@@ -88,7 +88,7 @@ def check_utf8(what: str, text: str, kind: type[UsageError | ArgumentError]) -> 
 
 
 def has_colour() -> bool:
-    """Whether standard error takes colour and bars."""
+    """Whether standard error supports colour and progress bars."""
     if not sys.stderr.isatty():
         return False
     from rich.console import Console
@@ -103,7 +103,7 @@ def one_line(text: str) -> str:
 
 
 def say(kind: str, message: str, hint: str = "") -> None:
-    """Print `kind: message hint` as one line on standard error; a broken one is ignored."""
+    """Print `kind: message hint` as one line on standard error; a broken stream is ignored."""
     text = one_line(f"{message} {hint}".strip())
     label = f"\x1b[1;31m{kind}:\x1b[0m" if kind == "error" and has_colour() else f"{kind}:"
     with contextlib.suppress(OSError, ValueError):
@@ -111,19 +111,19 @@ def say(kind: str, message: str, hint: str = "") -> None:
 
 
 def say_os_error(error: OSError) -> None:
-    """Print what a file, a pipe or a disk refused, in the form of other errors."""
+    """Print an error of a file, pipe or disk in the form of other errors."""
     where = f"{error.filename}: " if error.filename else "input or output: "
     say("error", f"{where}{error.strerror or error}.", "Check the path and the disk.")
 
 
 def note(text: str) -> None:
-    """Print a line for people on standard error."""
+    """Print a line for the user on standard error."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def write(text: str) -> None:
-    """Write a piece of a result to standard output at once."""
+    """Write a piece of a result to standard output and flush it."""
     if sys.stdout.isatty():
         text = text.translate(_CONTROL)
     sys.stdout.write(text)
@@ -131,14 +131,14 @@ def write(text: str) -> None:
 
 
 class _Messages(logging.Handler):
-    """Log records of the package as lines for people."""
+    """Logging handler that prints the package's log records as lines for the user."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.levelname.lower(), record.getMessage())
 
 
 def show_log(*, is_verbose: bool, is_quiet: bool) -> None:
-    """Send the package's warnings, with `is_verbose` its notes too, to standard error."""
+    """Send the package's warnings, and its notes if `is_verbose`, to standard error."""
     logger = logging.getLogger("tiercel")
     logger.handlers = [_Messages()]
     logger.propagate = False
@@ -146,7 +146,7 @@ def show_log(*, is_verbose: bool, is_quiet: bool) -> None:
 
 
 class ProgressReporter:
-    """Shows (what, done, total): a bar on a terminal, else one line per stage that takes long."""
+    """Progress as (what, done, total): a bar on a terminal, else one line per long stage."""
 
     def __init__(self, *, is_quiet: bool) -> None:
         self._is_quiet = is_quiet
@@ -164,7 +164,7 @@ class ProgressReporter:
         self.close()
 
     def __call__(self, what: str, done: int = 0, total: int = 0) -> None:
-        """Report progress; the unit is the caller's."""
+        """Report progress; the caller chooses the unit."""
         if self._is_quiet:
             return
         if what != self._stage:
@@ -179,7 +179,7 @@ class ProgressReporter:
             self._is_told = True
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
         self._bar = None
@@ -203,7 +203,7 @@ class ProgressReporter:
 
 
 class PromptLine:
-    """Shows on a terminal how much of a long prompt is computed, in one line that it erases."""
+    """Progress of a long prompt on a terminal, in one line that is erased at the end."""
 
     def __init__(self, *, is_quiet: bool) -> None:
         self._is_shown = not is_quiet and sys.stderr.isatty()
@@ -217,14 +217,14 @@ class PromptLine:
         self.erase()
 
     def __call__(self, done: int, total: int) -> None:
-        """Report the tokens computed, of all tokens."""
+        """Report how many of all tokens are computed."""
         if self._is_shown and time.perf_counter() - self._started_s > _PROMPT_SHOWN_AFTER_S:
             text = f"reading prompt, {100 * done // total}%"
             self._print(f"\r{text}")
             self._width = len(text)
 
     def erase(self) -> None:
-        """Remove the line: what follows begins in its first column."""
+        """Remove the line: later text begins in its first column."""
         if self._width:
             self._print(f"\r{' ' * self._width}\r")
             self._width = 0
@@ -235,7 +235,7 @@ class PromptLine:
 
 
 def exit_on_sigterm() -> None:
-    """Turn the first SIGTERM into an orderly exit with status 143; the second kills."""
+    """Turn the first SIGTERM into an orderly exit with status 143; a second one kills."""
 
     def handle(_number: int, _frame: types.FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -249,7 +249,7 @@ def exit_on_sigterm() -> None:
 def interrupt_asks() -> Iterator[Callable[[], bool]]:
     """Within the block the first Ctrl-C only sets a flag, which the yielded function reads.
 
-    An answer then stops between two tokens, with the engine in order. The second Ctrl-C raises.
+    An answer then stops between two tokens, and the engine stays usable. The second Ctrl-C raises.
     """
     is_asked = False
 

@@ -1,4 +1,4 @@
-"""What a wrong command line should have been, in words of its own where cyclopts' mislead."""
+"""Messages for usage errors, in our own words where those of cyclopts are misleading."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CUTOFF = 0.7  # of difflib: --temprature is --temperature, --temp is not --stop
 
 
 def describe_wrong_use(error: CycloptsError) -> tuple[str, str]:
-    """Say what is wrong with a command line, and what would be right.
+    """Describe what is wrong with a command line, and what would be right.
 
     Returns:
         The message and the hint.
@@ -41,6 +41,6 @@ def describe_wrong_use(error: CycloptsError) -> tuple[str, str]:
 
 
 def suggest(name: str, known: Sequence[str]) -> list[str]:
-    """Options that `name` begins, else the nearest one."""
+    """Options that begin with `name`, else the nearest one."""
     begun = sorted(option for option in known if option.startswith(name))[:MAX_SUGGESTIONS]
     return begun or difflib.get_close_matches(name, known, 1, CUTOFF)

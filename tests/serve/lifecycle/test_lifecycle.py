@@ -319,7 +319,7 @@ WRONG = {
         2,
         "--port 8000 is of no use",
     ),
-    "socket and host": (["--uds", "x.sock", "--host", "::1"], 2, "--host ::1 is of no use beside"),
+    "socket and host": (["--uds", "x.sock", "--host", "::1"], 2, "--host ::1 cannot be used with"),
     "port": (["--port", "70000"], 2, "--port 70000 is out of range"),
     "no key file": (["--api-key-file", "missing.txt"], 1, "missing.txt: No such file"),
     "empty key": (["--api-key", ""], 2, "a key is empty"),
