@@ -1,4 +1,4 @@
-"""Tiercel runs quantised language models.
+"""Tiercel: an LLM inference engine for quantised language models.
 
 The public names are resolved on first use, so that `import tiercel` and the command line's help
 load no PyTorch.

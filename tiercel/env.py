@@ -1,4 +1,4 @@
-"""The only reader of the environment: what each variable means, and what it may hold."""
+"""The only reader of the environment: the meaning and the allowed values of each variable."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _SETTINGS = (
     "TIERCEL_TEST_MODELS",  # of the project's tests
 )
 _PREFIX = "TIERCEL_"
-_CUTOFF = 0.57  # of difflib, after the prefix: SERVE_PORT is PORT, SERVICE_HOST is nothing
-# What opens the server, or the collector of its traces: no process but the server's own needs it.
+_CUTOFF = 0.57  # of difflib, after the prefix: SERVE_PORT is near PORT, SERVICE_HOST is not
+# Secrets of the server and of its trace collector: only the server's own process needs them.
 _SERVER_SECRETS = (
     *("TIERCEL_API_KEY", "TIERCEL_API_KEY_FILE"),
     *("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"),
@@ -77,35 +77,35 @@ def is_offline() -> bool:
 
 
 def has_prefix_cache() -> bool:
-    """Whether ``TIERCEL_PREFIX_CACHE`` leaves the prefix cache on."""
+    """Whether ``TIERCEL_PREFIX_CACHE`` allows the prefix cache."""
     return read_flag("TIERCEL_PREFIX_CACHE", default=True)
 
 
 def has_cuda_graphs() -> bool:
-    """Whether ``TIERCEL_CUDA_GRAPH`` leaves the capture of steps on."""
+    """Whether ``TIERCEL_CUDA_GRAPH`` allows steps to be captured in CUDA graphs."""
     return read_flag("TIERCEL_CUDA_GRAPH", default=True)
 
 
 def has_q4k_soa() -> bool:
-    """Whether ``TIERCEL_Q4K_SOA`` lets K-quants rest as planes on a GPU, else as in the file."""
+    """Whether ``TIERCEL_Q4K_SOA`` lets a GPU repack K-quants into planes, else as in the file."""
     return read_flag("TIERCEL_Q4K_SOA", default=True)
 
 
 def has_dependent_launch() -> bool:
-    """Whether ``TIERCEL_PDL`` lets kernels that can do so start before the one ahead ends."""
+    """Whether ``TIERCEL_PDL`` allows programmatic dependent launch of kernels."""
     return read_flag("TIERCEL_PDL", default=True)
 
 
 def has_prefill_gemm() -> bool:
-    """Whether ``TIERCEL_PREFILL_GEMM`` lets many tokens leave the reader of 16 tokens at a time.
+    """Whether ``TIERCEL_PREFILL_GEMM`` lets many tokens leave `packed_matvec`, 16 tokens at a time.
 
-    ``TIERCEL_EXACT`` keeps them there, because that reader alone is blind to their number.
+    ``TIERCEL_EXACT`` keeps them there, because only its bits do not depend on their number.
     """
     return read_flag("TIERCEL_PREFILL_GEMM", default=True) and not is_exact()
 
 
 def has_fused_gemm() -> bool:
-    """Whether ``TIERCEL_FUSED_GEMM`` lets some dozens of tokens multiply K-quants as they rest."""
+    """Whether ``TIERCEL_FUSED_GEMM`` lets some dozens of tokens use packed K-quants."""
     return read_flag("TIERCEL_FUSED_GEMM", default=True)
 
 
@@ -119,20 +119,20 @@ def has_prefill_mmq() -> bool:
 
 
 def is_exact() -> bool:
-    """Whether ``TIERCEL_EXACT`` asks for kernels whose bits do not depend on the batch."""
+    """Whether ``TIERCEL_EXACT`` requires kernels whose bits do not depend on the batch."""
     return read_flag("TIERCEL_EXACT", default=False)
 
 
 def has_int8_activations() -> bool:
-    """Whether ``TIERCEL_INT8_ACTIVATIONS`` lets a kernel round inputs of matrices to 8 bits."""
+    """Whether ``TIERCEL_INT8_ACTIVATIONS`` lets a kernel round activations to 8 bits."""
     return read_flag("TIERCEL_INT8_ACTIVATIONS", default=True)
 
 
 def has_megakernel() -> bool:
-    """Whether ``TIERCEL_MEGAKERNEL`` lets one kernel run a step of a single token.
+    """Whether ``TIERCEL_MEGAKERNEL`` allows the fused decode step for a single token.
 
-    It rounds inputs of matrices to 8 bits and has other bits than the kernels for more tokens, so
-    the two switches above can forbid it too.
+    It rounds activations to 8 bits and its bits differ from those of the kernels for more tokens,
+    so the two switches above can forbid it too.
     """
     is_on = read_flag("TIERCEL_MEGAKERNEL", default=True)
     return is_on and has_int8_activations() and not is_exact()
@@ -157,20 +157,20 @@ def _first_of(name: str) -> str:
 
 
 def has_fused_layer_tail() -> bool:
-    """Whether ``TIERCEL_DECODE_CHAIN`` lets one kernel run from attention to attention.
+    """Whether ``TIERCEL_DECODE_CHAIN`` allows the fused layer tail, from attention to attention.
 
-    For a few tokens; it has other bits than single kernels, so ``TIERCEL_EXACT`` forbids it too.
+    It serves a few tokens. Its bits differ from single kernels, so ``TIERCEL_EXACT`` forbids it.
     """
     return read_flag("TIERCEL_DECODE_CHAIN", default=True) and not is_exact()
 
 
 def has_overlap(*, default: bool) -> bool:
-    """Whether ``TIERCEL_OVERLAP`` lets a step be enqueued while the one before it runs."""
+    """Whether ``TIERCEL_OVERLAP`` lets a step be enqueued while the previous step runs."""
     return read_flag("TIERCEL_OVERLAP", default=default)
 
 
 def is_sync_debug() -> bool:
-    """Whether ``TIERCEL_SYNC_DEBUG`` makes a wait for the device within a step an error."""
+    """Whether ``TIERCEL_SYNC_DEBUG`` makes waiting for the device within a step an error."""
     return read_flag("TIERCEL_SYNC_DEBUG", default=False)
 
 
@@ -185,14 +185,14 @@ def switches() -> dict[str, str]:
 
 
 def unknown_variables(options: Iterable[str]) -> tuple[str, ...]:
-    """The ``TIERCEL_`` variables that are set, but neither read here nor any of `options`."""
+    """The ``TIERCEL_`` variables that are set but neither read here nor in `options`."""
     known = {*_SWITCHES, *_SETTINGS, *options}
     found = (name for name, value in os.environ.items() if name.startswith(_PREFIX) and value)
     return tuple(sorted(name for name in found if name not in known))
 
 
 def nearest_variable(name: str, options: Iterable[str]) -> str | None:
-    """The variable, of those read here and `options`, that a wrong name was meant to be."""
+    """The variable, of those read here and `options`, that a wrong name probably means."""
     known = [other.removeprefix(_PREFIX) for other in sorted({*_SWITCHES, *_SETTINGS, *options})]
     nearest = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1, _CUTOFF)
     return f"{_PREFIX}{nearest[0]}" if nearest else None
@@ -216,25 +216,25 @@ def hub_endpoint() -> str:
 
 
 def faults() -> str:
-    """What ``TIERCEL_FAULTS`` asks the engine to do wrong; "" for nothing."""
+    """The faults that ``TIERCEL_FAULTS`` injects into the engine; "" for none."""
     return os.environ.get("TIERCEL_FAULTS", "")
 
 
 def child_environment(*, has_hub_token: bool = False) -> dict[str, str]:
-    """The environment that a child process (pip, the engine) inherits: this one less its secrets.
+    """The environment that a child process (pip, the engine) inherits: this one without secrets.
 
     Args:
-        has_hub_token: whether it asks the model hub, so that it needs the hub's token.
+        has_hub_token: whether the child uses the model hub, so that it needs the hub's token.
     """
     hidden = _SERVER_SECRETS if has_hub_token else _SERVER_SECRETS + _HUB_SECRETS
     return {name: value for name, value in os.environ.items() if name not in hidden}
 
 
 def shorten_openmp_spins() -> None:
-    """Let PyTorch's CPU threads wait for each other briefly; call before PyTorch is imported.
+    """Shorten the spinning of PyTorch's CPU threads; call before PyTorch is imported.
 
     GNU OpenMP spins up to milliseconds at each join. On an idle machine 3,000 turns (about 50 us)
-    are as fast; on a busy one loading took up to 19 s by default and 3.5 s so
+    are as fast; on a busy machine loading took up to 19 s by default and 3.5 s with 3,000
     (docs/notes/cpu_decode.md). A value that the user set stays.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")

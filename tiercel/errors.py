@@ -1,22 +1,22 @@
 """Every error that Tiercel raises on purpose.
 
 A message says what was wrong with the value; `hint` says what would be right. Only `cli/` and
-`serve/` turn an error into text for people, so nothing here prints. All classes pickle and carry
-the HTTP code that the server answers with.
+`serve/` turn an error into text for the user, so nothing here prints. All classes can be pickled
+and carry the HTTP status that the server answers with.
 """
 
 from __future__ import annotations
 
 
 class TiercelError(Exception):
-    """Root of the tree.
+    """Base class of all errors.
 
     Attributes:
-        http_status: the status a server answers with.
+        http_status: the HTTP status of the server's answer.
         code: the stable, machine-readable name of the error.
         hint: one sentence that says what would be right; may be empty.
-        retry_after_s: whole seconds after which trying again makes sense; None: it does not.
-        is_final: a client that repeats requests by itself must not repeat this one.
+        retry_after_s: whole seconds after which a retry may succeed; None: a retry does not help.
+        is_final: whether a client that retries by itself must not retry this request.
     """
 
     http_status = 500
@@ -30,7 +30,7 @@ class TiercelError(Exception):
 
 
 class InvalidRequestError(TiercelError):
-    """A request that cannot be answered as asked; `param` names the field."""
+    """A request that cannot be answered; `param` names the field."""
 
     http_status = 400
     code = "invalid_request"
@@ -41,15 +41,15 @@ class InvalidRequestError(TiercelError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt, or prompt and answer, do not fit the context."""
+    """The prompt, or prompt and answer together, do not fit the context."""
 
     code = "context_length_exceeded"
 
 
 class ArgumentError(TiercelError, ValueError):
-    """A wrong argument of an op, of the Python API, or of an environment variable.
+    """An invalid argument of an op, of the Python API, or of an environment variable.
 
-    `param` names the place in a request, where the argument came from one.
+    `param` names the field of a request, if the argument came from one.
     """
 
     http_status = 400
@@ -61,7 +61,7 @@ class ArgumentError(TiercelError, ValueError):
 
 
 class ModelNotFoundError(TiercelError):
-    """No model of that name or path, or it could not be fetched."""
+    """There is no model of that name or path, or it could not be downloaded."""
 
     http_status = 404
     code = "model_not_found"
@@ -75,14 +75,14 @@ class ModelFormatError(TiercelError):
 
 
 class UnsupportedModelError(TiercelError):
-    """A sound file that holds what Tiercel does not run."""
+    """A valid model file with contents that Tiercel does not run."""
 
     http_status = 400
     code = "unsupported_model"
 
 
 class QueueFullError(TiercelError):
-    """More requests wait than the server takes; come back later."""
+    """More requests are waiting than the server accepts; retry later."""
 
     http_status = 429
     code = "queue_full"
@@ -90,7 +90,7 @@ class QueueFullError(TiercelError):
 
 
 class EngineDeadError(TiercelError):
-    """The engine process ended under a request, or is not up again yet."""
+    """The engine process ended during a request, or is not ready again yet."""
 
     http_status = 503
     code = "engine_restarting"
@@ -98,7 +98,7 @@ class EngineDeadError(TiercelError):
 
 
 class EngineDiedTwiceError(TiercelError):
-    """Two engines ended while they worked on the same request: it may end a third."""
+    """Two engines ended while they worked on the same request: it may end a third one."""
 
     http_status = 500
     code = "engine_died_twice"
@@ -106,14 +106,14 @@ class EngineDiedTwiceError(TiercelError):
 
 
 class OutOfMemoryError(TiercelError):
-    """Something does not fit into memory: the message says what was needed and what to lower."""
+    """Something does not fit into memory: the message says how much is needed and what to lower."""
 
     http_status = 500
     code = "out_of_memory"
 
 
 class InstallationError(TiercelError):
-    """A package that Tiercel needs is missing: trying again finds the same."""
+    """A package that Tiercel needs is missing: a retry does not help."""
 
     code = "broken_installation"
 
@@ -127,13 +127,13 @@ class InstallationError(TiercelError):
 
 
 class BenchError(TiercelError):
-    """A measurement that cannot go on: the message says what the server did."""
+    """A measurement that cannot continue: the message says what the server did."""
 
     code = "bench_failed"
 
 
 class InternalError(TiercelError):
-    """Our fault."""
+    """A fault in Tiercel."""
 
     http_status = 500
     code = "internal_error"

@@ -1,10 +1,10 @@
-"""What this process may use of the machine: memory and processors, control groups included.
+"""Memory and processors that this process may use, within the limits of its control groups.
 
-A container is a control group (cgroup) with limits: of memory the kernel kills what passes them, of
-processor time it stops all threads until the next period. Both are invisible in what the host
-reports. Each group from the process's own up to the root may have a limit; the tightest one counts.
-Pages of the page cache, such as those of a mapped model file, are charged to a group but are given
-back under pressure, so they count as free.
+A container is a control group (cgroup) with limits. The kernel kills processes that exceed the
+memory limit; at the limit of processor time it stops all threads until the next period. Both are
+invisible in what the host reports. Each group from the process's own up to the root may have a
+limit; the tightest one counts. Pages of the page cache, such as those of a mapped model file, are
+charged to a group but are released under pressure, so they count as free.
 
 Source: "Control Group v2" and "Memory Resource Controller" in the Linux kernel's documentation.
 Free of PyTorch.
@@ -26,12 +26,12 @@ from tiercel.errors import InstallationError
 
 ROOT: Final = Path("/")
 _GROUPS: Final = Path("sys/fs/cgroup")
-# Where each controller is mounted, below `_GROUPS`: version 2, version 2 beside 1, version 1.
+# Where each controller is mounted, below `_GROUPS`: version 2, version 2 with 1, version 1.
 _UNIFIED: Final = ("", "unified")
 _CPU: Final = ("cpu", "cpu,cpuacct")
 _RECLAIMABLE: Final = (
     "inactive_file", "active_file",  # version 2
-    "total_inactive_file", "total_active_file",  # version 1, the groups below included
+    "total_inactive_file", "total_active_file",  # version 1, child groups included
 )  # fmt: skip
 
 
@@ -40,8 +40,8 @@ class Memory:
     """Main memory, in bytes.
 
     Attributes:
-        available: what can be taken without swapping and within every limit.
-        total: of the machine.
+        available: memory that can be allocated without swapping and within every limit.
+        total: memory of the machine.
         limit: the tightest limit of a control group if it is below the machine's memory, else None.
     """
 
@@ -54,10 +54,10 @@ def check_platform(platform: str = sys.platform) -> str | None:
     """A warning for the user of a platform other than Linux; None on Linux.
 
     Args:
-        platform: as `sys.platform` names it.
+        platform: platform name as in `sys.platform`.
 
     Raises:
-        InstallationError: Tiercel does not run there.
+        InstallationError: Tiercel does not run on this platform.
     """
     if platform == "linux":
         return None
@@ -70,10 +70,10 @@ def check_platform(platform: str = sys.platform) -> str | None:
 
 
 def read_memory(root: Path = ROOT) -> Memory | None:
-    """Memory that this process may take; None where the system does not tell.
+    """Memory that this process may use; None where the system does not report it.
 
     Args:
-        root: the folder that holds ``proc`` and ``sys``.
+        root: the folder that contains ``proc`` and ``sys``.
     """
     found = _system_memory()
     if found is None:
@@ -91,12 +91,12 @@ def read_memory(root: Path = ROOT) -> Memory | None:
 def usable_cpus(root: Path = ROOT) -> int:
     """Processors that this process may use: its affinity, and the quotas of its control groups.
 
-    A part of a processor counts as a whole one: with one thread less it would be lost.
+    A fraction of a processor counts as a whole one: with one thread less it would be unused.
 
     Args:
-        root: the folder that holds ``proc`` and ``sys``.
+        root: the folder that contains ``proc`` and ``sys``.
     """
-    affinity = getattr(os, "sched_getaffinity", None)  # on Linux alone
+    affinity = getattr(os, "sched_getaffinity", None)  # only on Linux
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     for folder in _folders(root, "", _UNIFIED):
         quota, _, period = _read(folder / "cpu.max").partition(" ")
@@ -132,10 +132,10 @@ def _memory_groups(root: Path) -> Iterator[Path]:
 
 
 def _folders(root: Path, controller: str, mounts: tuple[str, ...]) -> Iterator[Path]:
-    """Folders of the process's group and those above it, for each place of the controller.
+    """Folders of the process's group and its ancestors, for each mount of the controller.
 
-    Inside a container the path of ``/proc/self/cgroup`` may be the host's, which is not mounted;
-    then the mount itself is the container's group.
+    Inside a container the path of ``/proc/self/cgroup`` may be that of the host, which is not
+    mounted; then the mount itself is the container's group.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
@@ -166,7 +166,7 @@ def _read_group(folder: Path) -> tuple[int | None, int, int]:
 
 
 def _read(path: Path) -> str:
-    """The text of a small file of the kernel; "" where it is not there or may not be read."""
+    """The text of a small file of the kernel; "" where it does not exist or cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
