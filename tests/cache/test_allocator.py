@@ -1,4 +1,4 @@
-"""Blocks are free or owned by one request, whatever the order of calls."""
+"""Blocks are free or owned by one request, in any order of calls."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Blocks of all groups at once: none lost, none doubled, whatever the order of calls."""
+"""Blocks of all groups: none lost, none doubled, in any order of calls."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ SIZE = 4
 
 @dataclass
 class Sequence:
-    """What the scheduler knows of one request."""
+    """The scheduler's state of one request."""
 
     tokens: list[int]
     held: list[list[int]]
@@ -105,7 +105,7 @@ def test_no_block_is_lost_or_doubled(windows, has_prefix_cache, calls):
 
 def test_what_an_empty_cache_holds():
     assert CacheManager([GroupBlocks(11)], SIZE, 8).capacity == 40
-    # A window of 6 and a step of 8 lie in 5 blocks at most: with them any length fits.
+    # A window of 6 and a step of 8 span at most 5 blocks: with them any length fits.
     assert CacheManager([GroupBlocks(11), GroupBlocks(6, 6)], SIZE, 8).capacity == 40
     assert CacheManager([GroupBlocks(11), GroupBlocks(5, 6)], SIZE, 8).capacity == 16
     assert CacheManager([GroupBlocks(11), GroupBlocks(4, 6)], SIZE, 8).capacity == 12

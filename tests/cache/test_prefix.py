@@ -1,4 +1,4 @@
-"""Kept blocks are found by their content alone and leave when needed, the last one first."""
+"""Kept blocks are found by their content only and are evicted when needed, the last one first."""
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ SIZE = 3
 
 
 def fill(cache, allocator, tokens):
-    """Compute a sequence: its blocks, full ones kept."""
+    """Compute a sequence: allocate its blocks, keep the full ones."""
     block_ids = allocator.allocate(-(-len(tokens) // SIZE))
     parent_key = ROOT
     for i in range(len(tokens) // SIZE):
@@ -20,7 +20,7 @@ def fill(cache, allocator, tokens):
 
 
 def found(cache, tokens):
-    """The blocks of the one group that begin a sequence."""
+    """The cached prefix blocks of a sequence, of the only group."""
     match = cache.find(tokens)
     assert match.num_blocks == len(match.block_ids[0])
     return match.block_ids[0]
@@ -41,7 +41,7 @@ def test_the_longest_common_run_of_whole_blocks_is_found(cache, allocator):
     assert found(cache, [1, 2, 3, 4, 5, 6, 7, 8]) == tuple(block_ids[:2])
     assert found(cache, [1, 2, 3, 4, 5, 6]) == tuple(block_ids[:1]), "not the last token"
     assert found(cache, [1, 2, 3, 4, 9, 6, 7]) == tuple(block_ids[:1])
-    assert found(cache, [4, 5, 6, 1]) == (), "the same tokens at another place"
+    assert found(cache, [4, 5, 6, 1]) == (), "the same tokens at another position"
     assert found(cache, [1]) == ()
 
 
@@ -55,7 +55,7 @@ def test_an_equal_block_is_kept_once(cache, allocator):
     first = fill(cache, allocator, [1, 2, 3])
     second = fill(cache, allocator, [1, 2, 3])
     allocator.free(second)
-    assert allocator.num_idle == 0, "the second is free at once"
+    assert allocator.num_idle == 0, "the second is free immediately"
     allocator.free(first)
     assert allocator.num_idle == 1
     assert found(cache, [1, 2, 3, 4]) == tuple(first)
@@ -83,7 +83,7 @@ def test_a_shared_block_is_not_given_away(cache, allocator):
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=20))
 def test_what_is_found_holds_the_tokens_asked_for(sequences):
-    """A pool that remembers what was written where: a hit reads back the sequence's own start."""
+    """A pool that remembers the writes: a hit reads back the sequence's own prefix."""
     allocator = BlockAllocator(7)
     cache = PrefixCache([allocator], [0], SIZE)
     content = {}
@@ -117,13 +117,13 @@ def test_a_sliding_group_needs_the_blocks_of_the_last_window_only():
     full.free(blocks[0])
     sliding.free(blocks[1])
     match = cache.find([*tokens, 0])
-    # The token at place 12 sees 9 .. 12: of the sliding group, the last block alone.
+    # The token at position 12 sees 9 .. 12: of the sliding group, only the last block.
     assert match.block_ids == (tuple(blocks[0]), (0, 0, 0, blocks[1][3]))
-    sliding.allocate(5)  # 4 were free: the last block, which went idle first, is given away
+    sliding.allocate(5)  # 4 were free: the last block, which went idle first, is evicted
     match = cache.find([*tokens, 0])
     assert match.num_blocks == 3
     assert match.block_ids == (tuple(blocks[0][:3]), (0, 0, blocks[1][2]))
-    # A block that is computed anew takes the place of the one that was given away.
+    # A recomputed block replaces the evicted one.
     cache.keep(match.parent_key, tokens[9:], [0, sliding.allocate(1)[0]])
     assert cache.find([*tokens, 0]).num_blocks == 4
 
@@ -137,13 +137,13 @@ def test_an_entry_without_its_full_block_is_gone():
     sliding.free(blocks[1])
     full.allocate(2)
     assert cache.find([1, 2, 3, 4]).num_blocks == 0
-    assert len(sliding.allocate(8)) == 8, "its other block can still be given away"
+    assert len(sliding.allocate(8)) == 8, "its other block can still be evicted"
 
 
 def test_what_is_left_of_a_former_entry_takes_no_later_one_of_its_tokens_along():
     full, sliding = BlockAllocator(2), BlockAllocator(4)
     cache = PrefixCache([full, sliding], [0, 4], SIZE)
-    for _ in range(2):  # the second takes the full block of the first away
+    for _ in range(2):  # the second takes the full block of the first
         blocks = [*full.allocate(1), *sliding.allocate(1)]
         cache.keep(ROOT, [1, 2, 3], blocks)
         full.free(blocks[:1])

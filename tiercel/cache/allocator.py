@@ -1,8 +1,8 @@
-"""Which blocks of the pool are free, and how many requests read each of the others.
+"""Block allocator: which blocks of the pool are free, and how many requests use each other block.
 
-Invariants: a block is referenced, or idle (nobody reads it but its content is worth keeping), or
-free; the null block is none of these. An idle block is given away, longest idle first, only when no
-free one is left.
+Invariants: a block is referenced, or idle (no request uses it but its content is worth keeping),
+or free; the null block is none of these. An idle block is evicted, longest idle first, only when
+no free block is left.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ NULL_BLOCK = 0
 
 
 class BlockAllocator:
-    """Hands out block ids 1 .. num_blocks - 1, lowest first, so that a lone request gets a run.
+    """Allocator of block ids 1 .. num_blocks - 1, lowest first, so that a lone request gets a run.
 
-    A CPU reads a run in place and copies what is scattered.
+    A CPU reads contiguous blocks in place and copies scattered ones.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -28,20 +28,20 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could hand out now: the free and the idle ones."""
+        """Number of blocks that `allocate` could return now: the free and the idle ones."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_idle(self) -> int:
-        """Blocks that nobody reads but that still hold what `keep` asked for."""
+        """Number of blocks that no request uses but whose content is kept."""
         return len(self._idle)
 
     def is_idle(self, block_id: int) -> bool:
-        """Whether nobody reads the block though its content is kept."""
+        """Whether no request uses the block though its content is kept."""
         return block_id in self._idle
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks with one reference each; the caller has checked `num_free`."""
+        """Allocate `count` blocks with one reference each; the caller has checked `num_free`."""
         assert count <= self.num_free, "the scheduler reserves before it allocates"
         free = self._free
         block_ids = [heapq.heappop(free) if free else self._evict() for _ in range(count)]
@@ -50,26 +50,26 @@ class BlockAllocator:
         return block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Add a reference to blocks that are kept."""
+        """Add a reference to kept blocks."""
         for block_id in block_ids:
             self._idle.pop(block_id, None)
             self._references[block_id] += 1
 
     def keep(self, block_id: int, on_evict: Callable[[int], None]) -> None:
-        """Let a referenced block become idle, not free; `on_evict` hears when it is given away."""
+        """Let a referenced block become idle, not free; `on_evict` is called when it is evicted."""
         self._kept[block_id] = on_evict
 
     def discard(self, block_id: int) -> bool:
-        """Let a referenced block become free, not idle; returns whether it has one reader only."""
+        """Let a referenced block become free, not idle; returns whether it has one reference."""
         on_evict = self._kept.pop(block_id, None)
         if on_evict is not None:
             on_evict(block_id)
         return self._references[block_id] == 1
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Take one reference away from each.
+        """Remove one reference from each block.
 
-        Of idle blocks the last one, which depends on all before it, is given away first.
+        Of idle blocks the last one, which depends on all before it, is evicted first.
         """
         for block_id in reversed(block_ids):
             self._references[block_id] -= 1

@@ -1,9 +1,9 @@
-"""The blocks of all cache groups: what a sequence holds, needs and gives back.
+"""Cache manager: the blocks that each sequence holds, needs and frees, in all cache groups.
 
-A sequence holds a list of block ids per group, one per block of tokens from its first token on.
-Groups without a window keep all of them. A sliding group gives back the blocks that no later token
-reads; `NULL_BLOCK` stands in their places, so that a place in the list is always the same token.
-State groups hold no blocks: their memory belongs to the engine row.
+A sequence has a list of block ids per group, one per block of tokens from its first token on.
+Groups without a window keep all blocks. A sliding group frees the blocks that no later token
+reads; `NULL_BLOCK` replaces them, so that an index of the list always means the same tokens.
+State groups have no blocks: their memory belongs to the engine row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GroupBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockWrite:
-    """Block ids that go into a row's block table from place `start` on."""
+    """Block ids that go into a row's block table from index `start` on."""
 
     group: int
     start: int
@@ -35,7 +35,7 @@ class BlockWrite:
 
 
 class CacheManager:
-    """Gives blocks of every group to sequences, and keeps the prefixes that they computed."""
+    """Allocates blocks of every group for sequences, and keeps computed prefixes for reuse."""
 
     def __init__(
         self,
@@ -45,18 +45,18 @@ class CacheManager:
         *,
         has_prefix_cache: bool = True,
     ) -> None:
-        """Set up.
+        """Set up the manager.
 
         Args:
-            groups: those with blocks.
+            groups: the groups that have blocks.
             block_size: tokens of a block.
-            max_step_tokens: places of one sequence that a step writes, at most.
+            max_step_tokens: most tokens of one sequence that a step writes.
             has_prefix_cache: whether computed blocks are kept for other sequences.
         """
         self.block_size = block_size
         self.groups = tuple(groups)
         self.allocators = [BlockAllocator(group.num_blocks) for group in groups]
-        # A sliding group holds one window and one step at most, at any place within a block.
+        # A sliding group holds at most one window and one step, at any offset within a block.
         self._most = [
             1 + self.blocks_for(group.window + max_step_tokens) if group.window else None
             for group in groups
@@ -72,12 +72,12 @@ class CacheManager:
         return self._prefix is not None
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of tokens that begin before `num_tokens`."""
+        """Number of blocks for tokens that begin before `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
     @property
     def usage(self) -> float:
-        """The share of blocks that sequences hold, 0 to 1, of the fullest group."""
+        """The share of blocks that sequences hold in the fullest group, 0 to 1."""
         return max(
             1.0 - allocator.num_free / max(1, allocator.num_blocks - 1)
             for allocator in self.allocators
@@ -85,7 +85,7 @@ class CacheManager:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest sequence that an empty cache holds."""
+        """Number of tokens of the longest sequence that fits an empty cache."""
         whole = [
             allocator.num_blocks - 1
             for allocator, most in zip(self.allocators, self._most, strict=True)
@@ -94,7 +94,7 @@ class CacheManager:
         return min(whole, default=2**31) * self.block_size
 
     def find(self, token_ids: Sequence[int]) -> PrefixMatch:
-        """The longest kept start of a sequence."""
+        """Find the longest cached prefix of a sequence."""
         if self._prefix is None:
             return PrefixMatch(tuple(() for _ in self.groups), 0, ROOT)
         return self._prefix.find(token_ids)
@@ -112,7 +112,7 @@ class CacheManager:
         return True
 
     def enter(self, match: PrefixMatch) -> HeldBlocks:
-        """The blocks of a sequence that starts with `match`; it becomes one of their readers."""
+        """The blocks of a sequence that starts with `match`, with a reference to each of them."""
         for allocator, block_ids in zip(self.allocators, match.block_ids, strict=True):
             allocator.share([block_id for block_id in block_ids if block_id != NULL_BLOCK])
         return [list(block_ids) for block_ids in match.block_ids]
@@ -126,7 +126,7 @@ class CacheManager:
         )
 
     def grow(self, held: HeldBlocks, num_tokens: int) -> list[BlockWrite]:
-        """Take the blocks that `num_tokens` need; the caller has asked `can_grow`."""
+        """Allocate the blocks that `num_tokens` need; the caller has checked `can_grow`."""
         writes = []
         for group, (allocator, block_ids) in enumerate(zip(self.allocators, held, strict=True)):
             missing = self.blocks_for(num_tokens) - len(block_ids)
@@ -159,18 +159,18 @@ class CacheManager:
         return self._prefix.keep(parent_key, token_ids, [block_ids[index] for block_ids in held])
 
     def forget(self) -> None:
-        """Keep nothing of what no sequence holds."""
+        """Drop all kept blocks that no sequence holds."""
         for allocator in self.allocators:
             allocator.forget()
 
     def discard(self, held: HeldBlocks) -> list[list[int]]:
-        """Forget what a sequence with unsound numbers has kept; per group, what it alone reads."""
+        """Drop blocks that a sequence with NaN kept; per group, return those that only it uses."""
         return [
             [i for i in block_ids if i != NULL_BLOCK and allocator.discard(i)]
             for allocator, block_ids in zip(self.allocators, held, strict=True)
         ]
 
     def release(self, held: HeldBlocks) -> None:
-        """Take back all blocks of a sequence."""
+        """Free all blocks of a sequence."""
         for allocator, block_ids in zip(self.allocators, held, strict=True):
             allocator.free([block_id for block_id in block_ids if block_id != NULL_BLOCK])

@@ -2,8 +2,8 @@
 
 A plane of a layer with blocks is (num_blocks, entries of a block, *entry shape), so that slot =
 block * block_size + offset indexes its flat view where an entry is a token; a plane of a state is
-(num_rows, state_len, *entry shape). Planes begin as zeros: what a mask hides is multiplied by 0 and
-must be finite.
+(num_rows, state_len, *entry shape). Planes are zero at first: masked entries are multiplied by 0
+and must be finite.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class CachePool:
     def __init__(
         self, group: CacheGroup, num_blocks: int, block_size: int, num_rows: int, device: str
     ) -> None:
-        """Allocate. A CPU commits the pages on first write, so an unused pool costs nothing.
+        """Allocate the planes. A CPU commits pages on first write, so an unused pool costs nothing.
 
         Args:
-            group: whose layers.
-            num_blocks: blocks including the null block; unused by a state.
+            group: the cache group.
+            num_blocks: number of blocks with the null block; unused by a state.
             block_size: tokens per block.
-            num_rows: engine rows; used by a state only.
-            device: where.
+            num_rows: number of engine rows; used by a state only.
+            device: device of the planes.
         """
         self.group = group
         self.num_blocks = num_blocks
@@ -52,7 +52,7 @@ def _make_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tens
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy leaves zeroing to the system, which does it page by page on first use; torch.zeros
-    # writes all of it at once: 1.4 s for the 6 GB of 16 sequences of 8,192 tokens.
+    # writes all pages: 1.4 s for the 6 GB of 16 sequences of 8,192 tokens.
     return (
         torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
     )

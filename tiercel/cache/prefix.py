@@ -1,14 +1,14 @@
-"""Full blocks of tokens that were computed before, found again by their content.
+"""Prefix cache: full blocks of tokens that were computed before, found by their content.
 
 What a block holds depends on its tokens and on all tokens before it. So an entry is found under
 (its parent key, its token ids), where the parent key is the key of the block before it: a chain, as
 in a hash chain, but the table compares the token ids themselves, so that no collision can give one
-user's cache to another. A key is a number that is never used twice; an entry whose parent was given
-away is therefore never found again.
+user's cache to another. A key is a number that is never reused; an entry whose parent was evicted
+is therefore never found again.
 
-An entry names a block in each cache group. Groups give blocks away on their own: an entry may lack
+An entry names a block in each cache group. Groups evict blocks independently: an entry may lack
 its block in a sliding group, where only the blocks of the last window are needed, and leaves the
-table when it lacks one that every continuation needs.
+table when it lacks a block that every continuation needs.
 
 Source: "Efficient Memory Management for Large Language Model Serving with PagedAttention",
 arXiv 2309.06180, section 4.4; the chain of vLLM's automatic prefix caching.
@@ -27,10 +27,10 @@ ROOT = 0  # the parent key of a first block
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The start of a sequence in kept blocks.
+    """The cached prefix of a sequence.
 
     Attributes:
-        block_ids: per group, its blocks from the first token on; `NULL_BLOCK` for those that no
+        block_ids: per group, the blocks from the first token on; `NULL_BLOCK` for blocks that no
             later token reads.
         num_blocks: how many blocks of tokens.
         parent_key: key of the last of them, the parent key of the block after it.
@@ -45,7 +45,7 @@ class PrefixMatch:
 class _Entry:
     found_under: tuple[int, tuple[int, ...]]  # parent key, token ids
     key: int
-    block_ids: list[int]  # per group; NULL_BLOCK where it was given away
+    block_ids: list[int]  # per group; NULL_BLOCK where the block was evicted
 
 
 class PrefixCache:
@@ -54,11 +54,11 @@ class PrefixCache:
     def __init__(
         self, allocators: Sequence[BlockAllocator], windows: Sequence[int], block_size: int
     ) -> None:
-        """Set up.
+        """Set up the prefix cache.
 
         Args:
             allocators: one per group.
-            windows: per group, tokens that a token sees; 0 for all.
+            windows: per group, the tokens that a token sees; 0 for all.
             block_size: tokens of a block, in every group.
         """
         self._allocators = allocators
@@ -68,7 +68,7 @@ class PrefixCache:
         self._last_key = ROOT
 
     def find(self, token_ids: Sequence[int]) -> PrefixMatch:
-        """The longest kept start of a sequence, short of its last token.
+        """Find the longest cached prefix of a sequence, without its last token.
 
         The last token is always computed, for its logits.
         """
@@ -91,9 +91,9 @@ class PrefixCache:
         return PrefixMatch(tuple(block_ids), count, entries[-1].key if entries else ROOT)
 
     def keep(self, parent_key: int, token_ids: Sequence[int], block_ids: Sequence[int]) -> int:
-        """Keep a computed block of every group, which follows `parent_key`; returns its own key.
+        """Keep a computed block of every group after `parent_key`; returns the block's own key.
 
-        Where an equal block is kept already, that one stays and this one is freed with its request.
+        If an equal block is kept already, it stays and this one is freed with its request.
         """
         found_under = (parent_key, tuple(token_ids))
         entry = self._entries.get(found_under)
@@ -108,15 +108,15 @@ class PrefixCache:
         return entry.key
 
     def _first_needed(self, count: int, window: int) -> int:
-        """The first of `count` blocks that the token behind them sees."""
+        """The first of `count` blocks that the token after them sees."""
         if not window:
             return 0
         return max(0, count * self._block_size - window + 1) // self._block_size
 
     def _is_whole(self, entries: Sequence[_Entry]) -> bool:
-        """Whether sliding groups still have what the token behind these entries sees.
+        """Whether sliding groups still have the blocks that the token after these entries sees.
 
-        A group without a window has all: an entry that loses such a block leaves the table.
+        A group without a window has all blocks: an entry that loses one leaves the table.
         """
         count = len(entries)
         return all(

@@ -1,8 +1,8 @@
-"""What a layer keeps for the tokens it has seen: planes per entry, in blocks of tokens.
+"""Cache layout of a layer: planes per entry, in blocks of tokens.
 
 A block is `block_size` tokens across all layers of a group; layers with equal specs form one group
-and share a pool and a column of block tables. Block 0 of every pool is the null block: nothing
-writes it, and unused columns of a block table point there.
+and share a pool and a column of block tables. Block 0 of every pool is the null block: it is never
+written, and unused columns of a block table point to it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What one layer keeps.
+    """Cache layout of one layer.
 
     Attributes:
         policy: ``full`` keeps every entry; ``sliding`` those of the last `window` tokens, in blocks
-            that are freed behind it; ``state`` a ring of `state_len` entries per engine row, in no
-            blocks.
+            that are freed after the window has passed; ``state`` a ring of `state_len` entries per
+            engine row, without blocks.
         planes: arrays per entry; dense attention keeps ``k`` and ``v``, (num_kv_heads, head_dim)
             each.
-        window: tokens that a token sees, itself included; sliding only.
-        tokens_per_entry: tokens that one entry stands for; divides the block size.
-        state_len: entries of a ring; state only.
+        window: number of tokens that a token sees, itself included; sliding only.
+        tokens_per_entry: number of tokens in one entry; divides the block size.
+        state_len: number of entries of a ring; state only.
     """
 
     policy: str
@@ -55,23 +55,23 @@ class KVCacheSpec:
         return sum(plane.entry_bytes for plane in self.planes)
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Bytes that one layer keeps for a block of `block_size` tokens; 0 for a state."""
+        """Bytes of one layer for a block of `block_size` tokens; 0 for a state."""
         if self.policy == "state":
             return 0
         return block_size // self.tokens_per_entry * self.entry_bytes
 
     def bytes_per_row(self) -> int:
-        """Bytes that one layer keeps for an engine row, whatever its length; 0 but for a state."""
+        """Bytes of one layer for an engine row of any length; 0 except for a state."""
         return self.state_len * self.entry_bytes
 
     def first_token(self, num_computed: int) -> int:
-        """The first token that the token at place `num_computed` sees."""
+        """The first token that the token at position `num_computed` sees."""
         return max(0, num_computed - self.window + 1) if self.policy == "sliding" else 0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers with one spec: `layers` are places in the list that `group_specs` was given."""
+    """Layers with one spec; `layers` are indices of the list that `group_specs` was given."""
 
     spec: KVCacheSpec
     layers: tuple[int, ...]
@@ -81,12 +81,12 @@ class CacheGroup:
         return len(self.layers) * self.spec.bytes_per_block(block_size)
 
     def bytes_per_row(self) -> int:
-        """Bytes of an engine row across the group's layers, blocks apart."""
+        """Bytes of an engine row across the group's layers, without blocks."""
         return len(self.layers) * self.spec.bytes_per_row()
 
 
 def group_specs(specs: Sequence[KVCacheSpec]) -> tuple[CacheGroup, ...]:
-    """Gather equal specs, in order of first appearance."""
+    """Group equal specs, in order of first appearance."""
     members: dict[KVCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         members.setdefault(spec, []).append(layer)
@@ -98,7 +98,7 @@ def attention_spec(
 ) -> KVCacheSpec:
     """The spec of dense attention: a key and a value of (num_kv_heads, head_dim) per token.
 
-    window: tokens that a token sees; 0 for all.
+    window: number of tokens that a token sees; 0 for all.
     """
     shape = (num_kv_heads, head_dim)
     planes = (Plane("k", dtype, shape), Plane("v", dtype, shape))
