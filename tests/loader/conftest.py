@@ -33,5 +33,5 @@ def server(place, tmp_path, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where the files of `acme/tiny` lie."""
+    """The folder of the files of `acme/tiny`."""
     return tmp_path / "cache/models/hub/acme/tiny/main"

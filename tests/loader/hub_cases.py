@@ -1,4 +1,4 @@
-"""A hub with a few repositories, and what its tests ask of it."""
+"""A hub with a few repositories, and helpers for its tests."""
 
 import pytest
 

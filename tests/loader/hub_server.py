@@ -9,11 +9,11 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-LARGE = 1000  # bytes; what is larger lies in large-file storage, behind a redirect
+LARGE = 1000  # bytes; larger files are in large-file storage, after a redirect
 
 
 class Place:
-    """An application whose hub changes from test to test: one start of a server serves all."""
+    """An application whose hub changes from test to test, so that one server start is enough."""
 
     def __init__(self):
         self.hub = None
@@ -27,19 +27,19 @@ def git_digest(data):
 
 
 class Hub:
-    """Repositories as {name: {file: bytes}}, and what goes wrong.
+    """Repositories as {name: {file: bytes}}, and their faults.
 
     Attributes:
-        requests: (path, headers) of all that was asked.
+        requests: (path, headers) of all requests.
         refusals: repository or file -> (status, X-Error-Code, X-Error-Message).
         cut_after: file -> list of byte counts; each answer takes one and breaks off there.
         served_instead: file -> other bytes than the listing promises.
         storage: address of the large-file storage; None for this server.
         has_ranges: whether Range is honoured.
-        range_shifts: each partial answer takes one and begins so many bytes later than asked.
-        pause_s: between pieces of 64 KiB.
+        range_shifts: offsets; each partial answer takes one and begins so many bytes too late.
+        pause_s: pause between pieces of 64 KiB.
         listing: body of the listing instead of the right one.
-        silence_s: before a listing comes.
+        silence_s: delay before a listing is sent.
     """
 
     def __init__(self, repositories):
@@ -69,7 +69,7 @@ class Hub:
         await self._app(scope, receive, send)
 
     def asked(self, kind):
-        """The requests whose path holds `kind`."""
+        """The requests whose path contains `kind`."""
         return [headers for path, headers in self.requests if kind in path]
 
     def _refusal(self, request, *keys):

@@ -1,4 +1,4 @@
-"""Which bytes belong to which tensor, against a map of the bytes: overlaps, gaps, the ends."""
+"""The bytes of each tensor, compared with a map of the bytes: overlaps, gaps, the ends."""
 
 import itertools
 import random
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.reliability
 
 
 def num_owners(ranges, size):
-    """(size,): tensors that each byte belongs to; None if a range leaves the data."""
+    """(size,): number of tensors that each byte belongs to; None if a range leaves the data."""
     owners = np.zeros(size, int)
     for begin, end in ranges:
         if not 0 <= begin <= end <= size:
@@ -31,7 +31,7 @@ def num_owners(ranges, size):
 
 @pytest.mark.parametrize("size", range(6, 12))
 def test_safetensors_cover_every_byte_once(size, tmp_path):
-    """All placements of one F16 and two F32 values, the data as long as they are or not."""
+    """All arrangements of one F16 and two F32 values, with data of that size or another."""
     path = tmp_path / "model.safetensors"
     num_read = 0
     for places in itertools.product(range(size), repeat=3):
@@ -89,7 +89,7 @@ def test_gguf_tensors_never_overlap_and_end_within_the_file(tmp_path):
 
 
 def test_overlaps_are_found_to_the_byte(tmp_path):
-    """The check itself, with ranges of any length: no format's alignment hides one byte."""
+    """The check itself, with ranges of any length: no format's alignment hides a single byte."""
     path = tmp_path / "any"
     path.write_bytes(bytes(64))
     file = MappedFile(path, 1)

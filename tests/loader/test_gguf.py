@@ -1,4 +1,4 @@
-"""The GGUF reader on sound files, against the `gguf` package and the test writer."""
+"""The GGUF reader on valid files, compared with the `gguf` package and the test writer."""
 
 import os
 import struct
@@ -42,7 +42,7 @@ CASES = ["qwen3-tiny", "llama-tiny", "gemma3-tiny"]
 
 
 def check_against_package(path):
-    """Every field and every tensor of a file is what the official package reads."""
+    """Every field and every tensor of a file equals the official package's."""
     mine, theirs = read_gguf(path), gguf.GGUFReader(path)
     expected = {k: f for k, f in theirs.fields.items() if not k.startswith("GGUF.")}
     assert list(mine.metadata) == list(expected)

@@ -1,4 +1,4 @@
-"""The GGUF reader on files that lie: one of our errors, in one line, and never a wild read."""
+"""The GGUF reader on hostile files: one of our errors, in one line, and never an invalid read."""
 
 import struct
 import tracemalloc
@@ -130,7 +130,7 @@ def test_cut_at_200_places_of_a_model(tmp_path):
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A sound file, and the path where its mutations are written."""
+    """A valid file, and the path where its mutations are written."""
     folder = tmp_path_factory.mktemp("mutations")
     return mixed_file(folder / "sound.gguf").read_bytes(), folder / "mutation.gguf"
 
@@ -142,7 +142,7 @@ def load_or_refuse(path, content):
     except ALLOWED:
         refusal(path)
         return
-    for name, info in file.tensors.items():  # what was accepted can be read to its last byte
+    for name, info in file.tensors.items():  # every byte of an accepted file can be read
         assert file.data(name).nbytes == info.nbytes
         file.data(name).sum()
 

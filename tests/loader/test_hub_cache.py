@@ -133,7 +133,7 @@ SCRIPT = "from tiercel.loader import hub; print(hub.resolve('{}', offline=False,
 
 
 def start(model=MODEL):
-    """A process that fetches the model."""
+    """A process that downloads the model."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT.format(model)],

@@ -1,4 +1,4 @@
-"""What the hub's answers may be: ranges, sizes, hashes and addresses at their bounds."""
+"""Answers of the hub: ranges, sizes, hashes and addresses at their bounds."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tiercel.loader.hub_client import ConnectionLostError, HubClient
 
 
 class Answer:
-    """As much of a response as is read here."""
+    """The part of a response that the client reads."""
 
     def __init__(self, headers=None, chunks=()):
         self.headers = headers or {}

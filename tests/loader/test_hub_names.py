@@ -1,4 +1,4 @@
-"""What a hub name means, and which of a repository's files it takes."""
+"""Hub names, and the files of a repository that they select."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def files(names):
 
 
 def taken(names, text):
-    """The names that `text` takes, and the one to open."""
+    """The names that `text` selects, and the one to open."""
     selection = select(files(names), parse(text))
     return [file.name for file in selection.files], selection.entry
 

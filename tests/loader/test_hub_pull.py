@@ -1,4 +1,4 @@
-"""A model of a hub arrives whole or not at all, whatever the hub, the network and the disk do."""
+"""A hub model is downloaded completely or not at all, whatever hub, network and disk do."""
 
 import hashlib
 import importlib.metadata
@@ -36,7 +36,7 @@ def test_a_model_is_fetched_once_and_then_needs_no_network(server, folder, monke
     assert [step[1] for step in fetching] == sorted(step[1] for step in fetching)
 
     server.requests.clear()
-    monkeypatch.setattr(importlib.metadata, "version", None)  # the library is not looked for
+    monkeypatch.setattr(importlib.metadata, "version", None)  # the library is not searched for
     monkeypatch.setattr("tiercel.loader.store.hash_file", None)  # nothing is hashed again
     assert resolve() == path
     assert resolve(f"{MODEL}:Q4_K_M", offline=True) == path
@@ -109,7 +109,7 @@ def test_a_later_run_continues_a_broken_one(server, folder):
     server.cut_after[FILE] = [150_000, 0, 0, 0, 0]
     text = refusal(resolve)
     assert "the hub cannot be reached" in text
-    assert "goes on where it ended" in text
+    assert "resumes where it ended" in text
     assert file_names(folder / "tiny") == []
     (part,) = leftovers(folder)
     have = (folder / part).stat().st_size
@@ -128,7 +128,7 @@ def test_another_part_than_asked_for_is_not_taken(server):
     ranges = [headers.get("range") for headers in server.asked("/storage/")]
     assert len(ranges) == 3
     assert ranges[1] is not None
-    assert ranges[2] == ranges[1]  # it went on, and not from the start
+    assert ranges[2] == ranges[1]  # it resumed, and not from the start
 
 
 def test_a_server_without_ranges_starts_again(server, folder):

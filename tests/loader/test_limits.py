@@ -1,7 +1,7 @@
 """The bounds of both readers: a file at a bound is read, one beyond it is refused for that bound.
 
-The numbers are repeated here: a bound that moved by accident must not go unnoticed. Where a file at
-a bound would be slow to read, it is broken behind the count: it is refused, but not for the count.
+The numbers are repeated here, so that an accidental change of a bound is noticed. Where a file at
+a bound would be slow to read, it is broken after the count: it is refused, but not for the count.
 """
 
 import json
@@ -101,7 +101,7 @@ def test_a_file_at_the_bound_is_read_and_one_beyond_is_refused(name, path):
     assert words in str(refusal(path))
 
 
-# The start of a file and its size, at the bound and beyond; what a refusal of its count says.
+# The start of a file and its size, at the bound and beyond; the text of a refusal of its count.
 COUNTED = {
     "tensors": (
         head(num_tensors=262_144), 24 + 32 * 262_144,
@@ -170,7 +170,7 @@ def test_items_of_an_array(path):
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_bytes_of_metadata(path, more):
-    """Four arrays end at 1 GiB, or one byte behind it."""
+    """Four arrays end at 1 GiB, or one byte after it."""
     with path.open("wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 4))
         for key in "abcd":
@@ -202,7 +202,7 @@ def test_bytes_of_one_string(kind, path):
 
 
 def texts_of(rng, num_bytes):
-    """Metadata whose texts, in scalars and arrays, have so many bytes together."""
+    """Metadata whose texts, in scalars and arrays, have this many bytes together."""
     pairs = {}
     while num_bytes:
         size = rng.randint(1, num_bytes)
@@ -315,7 +315,7 @@ def test_shards_of_an_index(tmp_path):
 
 
 def test_tensors_of_an_index_are_no_shards(tmp_path):
-    """A shard holds thousands of tensors: only the files count."""
+    """A shard contains thousands of tensors: only the files count."""
     tensors = {f"t{i}": entry(shape=(1,), offsets=(4 * i, 4 * i + 4)) for i in range(1100)}
     write(tmp_path / "a.safetensors", tensors, bytes(4400))
     index = {"weight_map": dict.fromkeys(tensors, "a.safetensors")}

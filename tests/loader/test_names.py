@@ -1,4 +1,4 @@
-"""Tensor names of both kinds of files, against the table of the `gguf` package."""
+"""Tensor names of both kinds of files, compared with the table of the `gguf` package."""
 
 import gguf
 import pytest
@@ -18,7 +18,7 @@ CASES = [
     (LLAMA, gguf.MODEL_ARCH.LLAMA, PARTS),
     (QWEN3, gguf.MODEL_ARCH.QWEN3, PARTS),
     (GEMMA3, gguf.MODEL_ARCH.GEMMA3, PARTS),
-    (QWEN3, gguf.MODEL_ARCH.GLM4_MOE, DRAFT_PARTS),  # the first with a head for drafts
+    (QWEN3, gguf.MODEL_ARCH.GLM4_MOE, DRAFT_PARTS),  # the first model with an MTP head
 ]
 
 

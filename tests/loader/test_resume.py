@@ -1,6 +1,6 @@
-"""A download in pieces: a source that cuts, repeats, restarts and lies, against what must come out.
+"""A download in pieces: a source that cuts, repeats, restarts and sends wrong bytes.
 
-The functions are called with a made-up source, so that every byte and every try is counted.
+The functions are called with a fake source, so that every byte and every attempt is counted.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ FILE = RemoteFile("m.gguf", Content(len(DATA), hashlib.sha256(DATA).hexdigest())
 
 @pytest.fixture(autouse=True)
 def waits(monkeypatch):
-    """The pauses between tries, which are not slept."""
+    """The pauses between attempts, which are not slept."""
     slept = []
     monkeypatch.setattr(hub_pull.time, "sleep", slept.append)
     monkeypatch.setattr(hub_pull, "RETRY_DELAYS_S", (1.0, 2.0, 4.0))
@@ -32,9 +32,9 @@ def waits(monkeypatch):
 
 
 class Source:
-    """Gives a file's bytes; each connection does what `script` says next, the last one for ever.
+    """A source of a file's bytes; each connection follows the next step of `script`, or the last.
 
-    A step is (bytes of this connection, whether it ends with an error, whether ranges are taken).
+    A step is (bytes of this connection, whether it ends with an error, whether it has ranges).
     """
 
     def __init__(self, script, data=DATA):
@@ -86,14 +86,14 @@ def test_random_cuts_end_in_the_whole_file(seed, tmp_path):
 
 
 def test_each_try_that_brings_bytes_is_followed_by_a_short_pause(tmp_path, waits):
-    """Only tries without a new byte add up."""
+    """Only attempts without a new byte add up."""
     fetch(Source([(100, True, True)]), tmp_path / "x.part")
     assert waits == [1.0] * 9
     waits.clear()
     source = Source([(0, True, True)] * 3 + [(500, True, True)] + [(0, True, True)] * 2 + [WHOLE])
     (tmp_path / "x.part").unlink()
     fetch(source, tmp_path / "x.part")
-    assert waits == [1.0, 2.0, 4.0, 1.0, 2.0, 4.0]  # the 500 bytes begin a new row
+    assert waits == [1.0, 2.0, 4.0, 1.0, 2.0, 4.0]  # the 500 bytes begin a new series
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
@@ -109,7 +109,7 @@ def test_a_source_that_brings_nothing_more_is_given_up(is_lost, tmp_path, waits)
 
 
 def test_a_restart_counts_as_progress_only_beyond_what_was_there(tmp_path):
-    """A server without ranges that always cuts at the same place is given up."""
+    """A server without ranges that always cuts at the same byte is given up."""
     source = Source([(400, True, False)])
     with pytest.raises(ModelNotFoundError, match="cannot be reached"):
         hub_pull._fetch(source, NAME, FILE, tmp_path / "x.part", None)
@@ -139,7 +139,7 @@ def test_a_source_that_never_ends_is_cut_at_the_size(tmp_path):
 
 
 def test_space_is_needed_for_what_is_missing(tmp_path, monkeypatch):
-    """Of all files, without the bytes of parts that are there; a file at the bound fits."""
+    """Of all files, without the bytes of existing parts; a file at the bound fits."""
     monkeypatch.setenv("TIERCEL_CACHE", str(tmp_path))
     folder = HubFolder(NAME)
     part = tmp_path / "a.part"

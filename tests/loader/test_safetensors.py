@@ -1,4 +1,4 @@
-"""The safetensors reader: sound files of the official package, and files that lie."""
+"""The safetensors reader: valid files of the official package, and hostile files."""
 
 import json
 import struct
@@ -215,7 +215,7 @@ def test_cut_at_every_byte(tmp_path):
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A sound file's bytes, and the folder where its mutations are written."""
+    """A valid file's bytes, and the folder where its mutations are written."""
     folder = tmp_path_factory.mktemp("mutations")
     save_file(sample(), folder / "sound.safetensors")
     return (folder / "sound.safetensors").read_bytes(), folder

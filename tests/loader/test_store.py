@@ -1,4 +1,4 @@
-"""When a file of the cache counts as whole: its size always, its hash once for each change."""
+"""Check that a file of the cache is complete: its size always, its hash once for each change."""
 
 import errno
 import hashlib
@@ -20,14 +20,14 @@ def sha256_of(data):
 
 
 def git_name_of(data):
-    """As `git hash-object` names a file."""
+    """The name of a file by `git hash-object`."""
     header = b"blob " + str(len(data)).encode() + b"\0"
     return Content(len(data), hashlib.sha1(header + data, usedforsecurity=False).hexdigest())
 
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How often a file was hashed."""
+    """The number of times that a file was hashed."""
     calls = []
     original = store.hash_file
 
@@ -63,7 +63,7 @@ def test_a_file_is_whole_if_every_byte_is_right(content_of, counted, tmp_path):
 
 
 def test_the_known_names_of_git():
-    """An empty file and one of a line, as git itself names them."""
+    """An empty file and a file of one line, with git's own names."""
     assert git_name_of(b"").digest == "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
     content = Content(6, "ce013625030ba8dba906f756967f9e9ca394464a")
     hasher = content.hasher()
@@ -112,7 +112,7 @@ def test_names_beside_a_file(tmp_path):
 
 
 def test_a_folder_of_ours_in_the_temporary_folder_is_used_again(tmp_path, monkeypatch):
-    """One that is a link, a file or another user's is not: it could be swapped under us."""
+    """A link, a file or another user's folder is not used: its contents could be swapped."""
     monkeypatch.setattr(store.tempfile, "tempdir", str(tmp_path))
     own = tmp_path / f"tiercel-{os.getuid()}"
     for _ in range(2):
@@ -146,7 +146,7 @@ def test_the_folder_of_models_is_made_where_it_can_be(tmp_path, monkeypatch):
 
 
 def test_whether_a_folder_can_be_written(tmp_path, monkeypatch):
-    """A full disk does not count as read-only: it gets an error of its own."""
+    """A full disk does not count as read-only: it has its own error."""
     assert store.is_writable(tmp_path) is True
     assert list(tmp_path.iterdir()) == []
     assert store.is_writable(tmp_path / "none") is False
@@ -179,6 +179,6 @@ def test_the_lock_is_held_and_given_back(tmp_path):
         again = store.locked(path, lambda *what: told.append(what), 0.01)
         with pytest.raises(ModelNotFoundError, match="another process has held it"), again:
             pass
-    assert told == [("Waiting for another process that fetches the model", 0, 0)]
+    assert told == [("Waiting for another process that downloads the model", 0, 0)]
     with store.locked(path, None, 1.0) as is_alone:
         assert is_alone is True

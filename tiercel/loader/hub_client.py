@@ -1,9 +1,9 @@
-"""Talks to a model hub through huggingface-hub's session: a repository's list, a file's bytes.
+"""Client of a model hub through huggingface-hub's session: a repository's list, a file's bytes.
 
-The library brings the user's token, proxy and certificates, and the meaning of the hub's errors.
-Its own download function is not used: it checks no hash of a file that came by plain HTTP, and it
-starts again where a download broke off (huggingface-hub 2.4). Every address, redirects too, must be
-https; plain http is allowed to this machine alone, for a local mirror or a test.
+The library provides the user's token, proxy and certificates, and the meaning of the hub's errors.
+Its own download function is not used: it does not check the hash of a file that came by plain
+HTTP, and it does not resume an interrupted download (huggingface-hub 2.4). Every address, also of
+redirects, must be https; plain http is allowed to this machine only, for a local mirror or a test.
 
 Importing this needs the extra `hub`.
 """
@@ -37,7 +37,7 @@ _WANTED = (200, 206, _REFUSED_RANGE)
 
 
 class ConnectionLostError(Exception):
-    """The hub did not answer, or stopped in the middle: worth another try."""
+    """The hub did not answer, or the connection broke: worth another attempt."""
 
 
 class _LargeFile(msgspec.Struct):
@@ -59,7 +59,7 @@ class _Repository(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A repository as it is at one commit."""
+    """The files of a repository at one commit."""
 
     commit: str
     files: tuple[RemoteFile, ...]
@@ -77,10 +77,10 @@ class HubClient:
     """A hub at one address."""
 
     def __init__(self, endpoint: str) -> None:
-        """Check the address; nothing is asked yet.
+        """Check the address; nothing is sent yet.
 
         Raises:
-            ModelNotFoundError: it is neither https nor this machine.
+            ModelNotFoundError: the address is neither https nor this machine.
         """
         self._endpoint = endpoint
         self._is_local = _is_loopback(endpoint)
@@ -92,10 +92,10 @@ class HubClient:
         """The files of a repository at a branch, tag or commit, with sizes and hashes.
 
         Raises:
-            ModelNotFoundError: there is none, it may not be read, or the hub's answer is no list.
+            ModelNotFoundError: the repository is missing or private, or the answer is no list.
             ConnectionLostError: the hub cannot be reached.
         """
-        quoted = revision.replace("/", "%2F")  # all that its characters allow
+        quoted = revision.replace("/", "%2F")  # the only character in it that needs quoting
         url = f"{self._endpoint}/api/models/{name.repository}/revision/{quoted}?blobs=true"
         with self._opened(url, name, revision, {}) as response, _named_losses():
             data = _read_at_most(response, MAX_LISTING_BYTES)
@@ -118,10 +118,10 @@ class HubClient:
 
     @contextlib.contextmanager
     def file(self, name: HubName, commit: str, file: RemoteFile, start: int) -> Iterator[Body]:
-        """A file's bytes from `start` on; from 0 where the server gives or takes no ranges.
+        """A file's bytes from `start` on; from 0 where the server does not support ranges.
 
         Raises:
-            ModelNotFoundError: it may not be read, is not there, or has another size.
+            ModelNotFoundError: the file is private, does not exist, or has another size.
             ConnectionLostError: the connection failed; also raised while the bytes are read.
         """
         url = hf_hub_url(name.repository, file.name, revision=commit, endpoint=self._endpoint)
@@ -139,7 +139,7 @@ class HubClient:
     def _opened(
         self, url: str, name: HubName, revision: str, headers: dict[str, str]
     ) -> Iterator[httpx2.Response]:
-        """Follow redirects by hand: each address is checked before it is asked.
+        """Follow redirects by hand: each address is checked before the request.
 
         httpx2 drops the token from the headers when a redirect leads to another origin.
         """
@@ -173,7 +173,7 @@ class HubClient:
         )
 
     def _check_status(self, response: httpx2.Response, name: HubName, revision: str) -> None:
-        """Turn the hub's refusal into one line."""
+        """Turn the hub's refusal into a one-line error."""
         if response.status_code in _WANTED:
             return
         where = name.repository
@@ -217,10 +217,10 @@ class HubClient:
 
 
 def _remote_file(file: _File) -> RemoteFile:
-    """The entry of a listing as we keep it.
+    """A file of a listing as a `RemoteFile`.
 
     Raises:
-        ValueError: it lacks the size or the hash.
+        ValueError: the entry has no size or no hash.
     """
     digest, size = file.blob_id or "", file.size
     if file.lfs is not None:
@@ -231,15 +231,15 @@ def _remote_file(file: _File) -> RemoteFile:
 
 
 def _range_start(response: httpx2.Response, start: int, size_bytes: int) -> int:
-    """The first byte of a partial answer, checked against what was asked for."""
+    """The first byte of a partial answer, checked against the requested range."""
     found = _RANGE.fullmatch(response.headers.get("content-range", ""))
     if found is None or int(found.group(1)) != start or int(found.group(3)) != size_bytes:
-        raise ConnectionLostError("the server sent another part of the file than was asked for")
+        raise ConnectionLostError("the server sent another part of the file than the requested one")
     return start
 
 
 def _read_at_most(response: httpx2.Response, limit: int) -> bytes:
-    """The body; of one beyond the limit, the first bytes, but more than the limit."""
+    """The body; of a body over the limit only its beginning, but more than the limit."""
     data = bytearray()
     for chunk in response.iter_bytes():
         data += chunk
@@ -250,12 +250,12 @@ def _read_at_most(response: httpx2.Response, limit: int) -> bytes:
 
 def _chunks(response: httpx2.Response) -> Iterator[bytes]:
     with _named_losses():
-        yield from response.iter_bytes()  # as they come: none waits to fill a chunk and is lost
+        yield from response.iter_bytes()  # as they arrive: none wait to fill a chunk and get lost
 
 
 @contextlib.contextmanager
 def _named_losses() -> Iterator[None]:
-    """Name what the network did in words of ours."""
+    """Turn errors of the network into our own messages."""
     try:
         yield
     except errors.OfflineModeIsEnabled:

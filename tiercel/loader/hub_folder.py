@@ -1,13 +1,13 @@
-"""Models of a hub in the cache: where they lie, what is there, and how they go.
+"""Hub models in the cache: their folders, their state, and their removal.
 
     models/hub/OWNER/NAME/REVISION/NAME/...           the files, as in the repository
-    models/hub/OWNER/NAME/REVISION/.state/listing     the repository's list when last fetched
+    models/hub/OWNER/NAME/REVISION/.state/listing     the repository's list at the last download
                                          /lock
-                                         /DIGEST.part a file that is not whole yet
-                                         /HASH.ok     says that a file was hashed
+                                         /DIGEST.part a file that is not complete yet
+                                         /HASH.ok     stamp of a file that was hashed
 
-A file gets its final name when its hash is right. What a broken download leaves is a `.part` of the
-wanted content; the next one goes on where it ends (`loader/hub_pull.py`).
+A file gets its final name when its hash is right. An interrupted download leaves a `.part` file of
+the wanted content; the next download resumes it (`loader/hub_pull.py`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tiercel.loader.hub_names import (
 from tiercel.loader.store import Content, Report
 
 MAX_LISTING_BYTES = 16 << 20
-WAIT_FOR_EVER = -1.0  # the lock of a process that dies is free
-_STATE = ".state"  # no name of a repository begins with a dot
+WAIT_FOR_EVER = -1.0  # the lock of a process that died is free
+_STATE = ".state"  # a repository's name never begins with a dot
 
 
 class _Listing(msgspec.Struct):
@@ -49,7 +49,7 @@ class _Listing(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """What the cache holds of a repository at a revision: its whole files."""
+    """The complete files of a repository at a revision in the cache."""
 
     repository: str
     revision: str
@@ -60,10 +60,10 @@ class HubFolder:
     """The folder of one repository at one revision; it may not exist."""
 
     def __init__(self, name: HubName, revision: str = DEFAULT_REVISION) -> None:
-        """Name the folder.
+        """Set the folder's path.
 
         Raises:
-            ModelNotFoundError: the revision is no name of one.
+            ModelNotFoundError: the revision is not a valid name.
         """
         check_revision(revision)
         self.name = name
@@ -72,20 +72,20 @@ class HubFolder:
         self.state = self.top / _STATE
 
     def read_listing(self) -> tuple[RemoteFile, ...]:
-        """The repository's files when it was last fetched; none if it never was."""
+        """The repository's files at the last download; empty if it was never downloaded."""
         path = self.state / "listing"
         try:
             if path.stat().st_size > MAX_LISTING_BYTES:
                 return ()
             listing = msgspec.json.decode(path.read_bytes(), type=_Listing)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return ()  # absent or damaged: it is fetched again
+            return ()  # absent or damaged: it is downloaded again
         return tuple(
             RemoteFile(name, Content(size, digest)) for name, size, digest in listing.files
         )
 
     def write_listing(self, commit: str, files: Iterable[RemoteFile]) -> None:
-        """Remember the repository's files."""
+        """Store the list of the repository's files."""
         rows = [(file.name, file.content.size_bytes, file.content.digest) for file in files]
         path = self.state / "listing"
         part = store.part_path(path)
@@ -93,10 +93,10 @@ class HubFolder:
         part.replace(path)
 
     def path(self, file: str | None) -> Path:
-        """Where a file of the repository lies, or the folder of all; no link leads there.
+        """Path of a file of the repository, or of the folder of all; no part of it is a link.
 
         Raises:
-            ModelNotFoundError: the name is not safe, or somebody put a link into the cache.
+            ModelNotFoundError: the name is not safe, or there is a link in the cache.
         """
         path = self.top / self.name.name
         if file is not None:
@@ -110,27 +110,27 @@ class HubFolder:
         return path
 
     def has(self, file: RemoteFile) -> bool:
-        """Whether a file of the right size is here; its bytes are not read."""
+        """Whether a file of the right size is in the cache; its bytes are not read."""
         try:
             return store.is_present(self.path(file.name), file.content)
         except ModelNotFoundError:
-            return False  # such a name is never fetched
+            return False  # a file of such a name is never downloaded
 
     def is_sound(self, file: RemoteFile, report: Report | None) -> bool:
-        """Whether the file is here and whole."""
+        """Whether the file is in the cache and complete."""
         stamp = self.state / f"{hashlib.sha256(file.name.encode()).hexdigest()[:32]}.ok"
         return store.is_sound(self.path(file.name), file.content, stamp, report)
 
     @contextlib.contextmanager
     def locked(self, report: Report | None) -> Iterator[bool]:
-        """Keep other processes out; yields False where the file system has no locks."""
+        """Lock out other processes; yields False where the file system has no locks."""
         self.state.mkdir(parents=True, exist_ok=True)
         with store.locked(self.state / "lock", report, WAIT_FOR_EVER) as is_alone:
             yield is_alone
 
 
 def list_cached() -> Iterator[CachedModel]:
-    """What the cache holds, by name."""
+    """The hub models in the cache, by name."""
     for state in sorted(_root().glob(f"*/*/*/{_STATE}")):
         owner, name, revision = state.parts[-4:-1]
         folder = HubFolder(HubName(owner, name), unquote(revision))
@@ -142,10 +142,10 @@ def remove(name: HubName, revision: str | None, report: Report | None) -> int:
     """Remove a repository from the cache, at one revision or at all, or the chosen file of it.
 
     Returns:
-        The number of bytes that the removed files had.
+        The number of bytes of the removed files.
 
     Raises:
-        ModelNotFoundError: it is not there, or cannot be removed.
+        ModelNotFoundError: it is not in the cache, or cannot be removed.
     """
     if revision is not None:
         tops = [HubFolder(name, revision).top]
@@ -169,7 +169,7 @@ def remove(name: HubName, revision: str | None, report: Report | None) -> int:
 
 
 def _remove_files(folder: HubFolder) -> int:
-    """Remove the folder, or the file that its name chooses; returns the bytes that were there."""
+    """Remove the folder, or the file that the name selects; returns the number of bytes."""
     if folder.name.choice is None:
         num_bytes = sum(path.stat().st_size for path in folder.top.rglob("*") if path.is_file())
         shutil.rmtree(folder.path(None), ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Names on a model hub: what a user may write, and which files of a repository it means.
+"""Names on a model hub: their syntax, and the files of a repository that they select.
 
 `owner/name` is a repository, `owner/name:CHOICE` one GGUF file in it, by its name or by its
 quantisation (`Q4_K_M`). Both the user's text and the repository's list of files are untrusted: a
@@ -22,7 +22,7 @@ DEFAULT_REVISION = "main"
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]{0,95})/([A-Za-z0-9][\w.-]{0,95})(?::(.{1,255}))?", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,127}", re.ASCII)
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_BESIDE_THE_MODEL = ("mmproj", "imatrix")  # GGUF files that hold no language model
+_BESIDE_THE_MODEL = ("mmproj", "imatrix")  # GGUF files without a language model
 _FOLDER_FILES = (
     "config.json",
     "generation_config.json",
@@ -32,8 +32,8 @@ _FOLDER_FILES = (
     "model.safetensors.index.json",
 )
 _MAX_COMPONENT_BYTES = 200  # file systems allow 255; a suffix of ours must fit
-_MAX_LISTED = 12  # names that a message repeats
-_MAX_SHOWN = 120  # characters of a name that a message repeats
+_MAX_LISTED = 12  # most names in a message
+_MAX_SHOWN = 120  # most characters of a name in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class HubName:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a repository: its path there, unchecked, and what it holds."""
+    """A file of a repository: its path there, unchecked, with size and digest."""
 
     name: str
     content: Content
@@ -64,11 +64,11 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What to fetch.
+    """The files to download.
 
     Attributes:
-        files: all that belong to the model.
-        entry: the file to open; None for the folder that holds all.
+        files: all files of the model.
+        entry: file to open; None for the folder with all files.
     """
 
     files: tuple[RemoteFile, ...]
@@ -76,7 +76,7 @@ class Selection:
 
 
 def parse(text: str) -> HubName | None:
-    """The hub name in a model argument; None if it cannot be one."""
+    """Parse the hub name in a model argument; None if it cannot be one."""
     found = _NAME.fullmatch(text)
     if found is None or ".." in text.partition(":")[0]:
         return None
@@ -84,10 +84,10 @@ def parse(text: str) -> HubName | None:
 
 
 def check_revision(revision: str) -> None:
-    """Refuse what cannot be a branch, a tag or a commit.
+    """Refuse text that cannot be a branch, a tag or a commit.
 
     Raises:
-        ModelNotFoundError: it has other characters, or `..`.
+        ModelNotFoundError: the text has other characters, or `..`.
     """
     if not _REVISION.fullmatch(revision) or ".." in revision:
         raise ModelNotFoundError(
@@ -96,10 +96,10 @@ def check_revision(revision: str) -> None:
 
 
 def check_file_name(name: str) -> None:
-    """Refuse a repository's file name that would leave the model's folder, or not open as it is.
+    """Refuse a repository's file name that leaves the model's folder or is not portable.
 
     Raises:
-        ModelNotFoundError: it is absolute, holds `..`, a backslash, a colon or control characters.
+        ModelNotFoundError: it is absolute, or has `..`, a backslash, a colon or control characters.
     """
     parts = name.split("/")
     is_plain = name.isprintable() and not any(char in name for char in '\\:*?"<>|')
@@ -113,14 +113,14 @@ def check_file_name(name: str) -> None:
 
 
 def select(files: Sequence[RemoteFile], name: HubName) -> Selection:
-    """Which files of a repository a name means.
+    """Select the files of a repository that a name means.
 
-    A repository with GGUF files gives one of them, with all parts of a split one: the one that is
-    named, else the only one, else the one in `DEFAULT_QUANTISATION`. Another repository gives its
-    safetensors folder.
+    Of a repository with GGUF files one is selected, with all parts if it is split: the named
+    file, else the only one, else the one in `DEFAULT_QUANTISATION`. Of another repository its
+    safetensors folder is selected.
 
     Raises:
-        ModelNotFoundError: nothing fits, or several do.
+        ModelNotFoundError: no file matches, or several do.
     """
     groups = _gguf_groups(files)
     where = show(name.repository)
@@ -140,10 +140,10 @@ def select(files: Sequence[RemoteFile], name: HubName) -> Selection:
 
 
 def select_matching(files: Sequence[RemoteFile], pattern: str, where: str) -> Selection:
-    """The files whose names match a pattern of the shell.
+    """Select the files whose names match a shell pattern.
 
     Raises:
-        ModelNotFoundError: none does, or one is pickled.
+        ModelNotFoundError: no file matches, or a matching file is pickled.
     """
     found = tuple(file for file in files if fnmatchcase(file.name, pattern))
     if not found:
@@ -160,7 +160,7 @@ def select_matching(files: Sequence[RemoteFile], pattern: str, where: str) -> Se
 
 
 def _gguf_groups(files: Iterable[RemoteFile]) -> dict[str, list[RemoteFile]]:
-    """The models by name without ending; the parts of a split one are together."""
+    """The models by name without ending; the parts of a split model are together."""
     groups: dict[str, list[RemoteFile]] = {}
     for file in files:
         lower = file.name.lower()
@@ -171,7 +171,7 @@ def _gguf_groups(files: Iterable[RemoteFile]) -> dict[str, list[RemoteFile]]:
 
 
 def _whole(group: list[RemoteFile], where: str) -> Selection:
-    """All parts of a model, checked to be all."""
+    """All parts of a model, checked to be complete."""
     parts = sorted(group, key=lambda file: file.name)
     split = _SPLIT.fullmatch(parts[0].name)
     wanted = int(split.group(3)) if split else 1
@@ -205,7 +205,7 @@ def _chosen(
 
 
 def _by_quantisation(groups: dict[str, list[RemoteFile]], tag: str) -> list[str]:
-    """The models whose name holds `tag` as a word of its own, whatever its case."""
+    """The models whose name contains `tag` as a separate word, in upper or lower case."""
     word = re.compile(rf"(?:^|[-./]){re.escape(tag)}(?:[-./]|$)", re.IGNORECASE)
     return [group for group in groups if word.search(group)]
 
@@ -239,6 +239,6 @@ def _listed(groups: Iterable[str]) -> str:
 
 
 def show(text: str) -> str:
-    """A name as a message may repeat it: one line, shortened, control characters escaped."""
+    """A name for a message: one line, shortened, control characters escaped."""
     escaped = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: _MAX_SHOWN + 1])
     return escaped if len(escaped) <= _MAX_SHOWN else escaped[:_MAX_SHOWN] + "..."

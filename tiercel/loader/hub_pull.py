@@ -1,6 +1,6 @@
-"""Fetches a model of a hub into the cache: resumable, hash-checked, one process at a time.
+"""Download of a hub model into the cache: resumable, hash-checked, one process at a time.
 
-Importing this needs the extra `hub`; `loader/hub.py` says so to those who lack it.
+Importing this needs the extra `hub`; `loader/hub.py` reports that the extra is missing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tiercel.loader.hub_names import (
 )
 from tiercel.loader.store import Content, Report
 
-RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # between tries that brought no new byte
+RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # between attempts that brought no new byte
 
 _Open = Callable[[int], contextlib.AbstractContextManager[Body]]
 
 
 def list_remote(name: HubName, revision: str) -> Listing:
-    """A repository's files as the hub has them.
+    """The list of a repository's files on the hub.
 
     Raises:
         ModelNotFoundError: the hub refuses or cannot be reached.
@@ -49,12 +49,12 @@ def list_remote(name: HubName, revision: str) -> Listing:
 
 
 def pull(name: HubName, revision: str, *, pattern: str | None, report: Report | None) -> Path:
-    """Fetch a model, or what has changed of it.
+    """Download a model, or the files of it that have changed.
 
     Args:
         name: the repository and the choice in it.
         revision: branch, tag or commit.
-        pattern: fetch the files that match it instead.
+        pattern: download the files that match it instead.
         report: called with (what, done, total) in bytes.
 
     Returns:
@@ -93,7 +93,7 @@ def pull(name: HubName, revision: str, *, pattern: str | None, report: Report | 
             finally:
                 if not is_alone:
                     part.unlink(missing_ok=True)
-            folder.is_sound(file, None)  # leaves the stamp
+            folder.is_sound(file, None)  # writes the stamp
         folder.write_listing(listing.commit, listing.files)
     return folder.path(selection.entry)
 
@@ -101,7 +101,7 @@ def pull(name: HubName, revision: str, *, pattern: str | None, report: Report | 
 def _joined(
     report: Report | None, name: HubName, files: Sequence[RemoteFile]
 ) -> list[Report | None]:
-    """What each file's fetch tells: of several files, bytes count as those of one."""
+    """Progress callback for one of several files: bytes count as those of a single download."""
     if report is None or len(files) < 2:
         return [report] * len(files)
     total = sum(file.content.size_bytes for file in files)
@@ -121,7 +121,7 @@ def _report_part(
 
 
 def _part_path(folder: HubFolder, file: RemoteFile, is_alone: bool) -> Path:
-    """Where a file grows; without a lock, where no other process can reach it."""
+    """Path of a growing file; without a lock, a path that no other process uses."""
     part = folder.state / f"{file.content.digest}.part"
     return part if is_alone else store.part_path(part)
 
@@ -129,9 +129,9 @@ def _part_path(folder: HubFolder, file: RemoteFile, is_alone: bool) -> Path:
 def _fetch(
     opened: _Open, name: HubName, file: RemoteFile, part: Path, report: Report | None
 ) -> None:
-    """Let `part` grow to the whole file; goes on where an earlier try ended.
+    """Download into `part` until the file is complete; resumes where an earlier attempt ended.
 
-    A file that was continued and has the wrong hash is fetched once more from its start: the old
+    A resumed file with a wrong hash is downloaded once more from its start: the old
     bytes may have been damaged.
     """
     is_continued = _size_of(part) > 0
@@ -148,7 +148,7 @@ def _fetch(
 def _try_fetch(
     opened: _Open, name: HubName, file: RemoteFile, part: Path, report: Report | None
 ) -> bool:
-    """Fetch what is missing of a file; returns whether the hash of all of it is right."""
+    """Download the missing bytes of a file; returns whether the hash of the whole file is right."""
     with _PartFile(part, file.content) as target:
         delays = iter(RETRY_DELAYS_S)
         farthest = target.num_bytes
@@ -156,7 +156,7 @@ def _try_fetch(
             error = _receive(opened, file, target, report)
             if target.num_bytes >= file.content.size_bytes:
                 break
-            if target.num_bytes > farthest:  # what came before a restart does not count again
+            if target.num_bytes > farthest:  # bytes from before a restart do not count again
                 farthest = target.num_bytes
                 delays = iter(RETRY_DELAYS_S)
             _wait(delays, name, error or ConnectionLostError("the connection ended early"))
@@ -166,7 +166,7 @@ def _try_fetch(
 def _receive(
     opened: _Open, file: RemoteFile, target: _PartFile, report: Report | None
 ) -> ConnectionLostError | None:
-    """Append what one connection brings; returns what ended it, if it was no good end."""
+    """Append the bytes of one connection; returns the error that ended it, if any."""
     size_bytes = file.content.size_bytes
     what = f"Fetching {file.name} ({size_bytes / 1e6:.0f} MB)"
     try:
@@ -185,7 +185,7 @@ def _receive(
 
 
 class _PartFile:
-    """A file that grows under its temporary name and is hashed meanwhile."""
+    """A file that grows under its temporary name and is hashed while it grows."""
 
     def __init__(self, path: Path, content: Content) -> None:
         self._content = content
@@ -209,14 +209,14 @@ class _PartFile:
         self.num_bytes += len(chunk)
 
     def restart(self) -> None:
-        """Forget what is there."""
+        """Drop the bytes so far."""
         self._stream.seek(0)
         self._stream.truncate()
         self._hasher = self._content.hasher()
         self.num_bytes = 0
 
     def is_right(self) -> bool:
-        """Whether all is there, flushed to the disk, and has the right hash."""
+        """Whether the file is complete, flushed to the disk, and has the right hash."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
         is_whole = self.num_bytes == self._content.size_bytes
@@ -224,16 +224,16 @@ class _PartFile:
 
 
 def _wait(delays: Iterator[float], name: HubName, error: ConnectionLostError) -> None:
-    """Pause before the next try.
+    """Pause before the next attempt.
 
     Raises:
-        ModelNotFoundError: there have been enough.
+        ModelNotFoundError: there were enough attempts.
     """
     delay_s = next(delays, None)
     if delay_s is None:
         raise ModelNotFoundError(
             f"{name.repository}: the hub cannot be reached: {show(str(error))}.",
-            hint="Check the network and run it again: a download goes on where it ended.",
+            hint="Check the network and run it again: a download resumes where it ended.",
         ) from error
     time.sleep(delay_s)
 
@@ -259,7 +259,7 @@ def _disk_full(folder: HubFolder, more: str = "") -> ModelNotFoundError:
 
 @contextlib.contextmanager
 def _storing(folder: HubFolder) -> Iterator[None]:
-    """Name what the disk refused."""
+    """Turn errors of the disk into one-line errors."""
     try:
         yield
     except OSError as error:

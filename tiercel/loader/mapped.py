@@ -1,9 +1,9 @@
-"""Weight files that nobody has checked yet: mapped read-only, ranges checked, errors worded.
+"""Unchecked weight files: mapped read-only, with checked ranges and worded errors.
 
-Both readers (`gguf.py`, `safetensors.py`) end in the same two things: `MappedFile` parts and
-`TensorInfo` records whose byte ranges were checked against the file. The rule of this module is
-that arithmetic on what a file claims is done in Python integers, which cannot wrap, and that
-nothing is allocated or viewed before the claim was compared with the file's size. The size is taken
+Both readers (`gguf.py`, `safetensors.py`) return the same two things: `MappedFile` parts and
+`TensorInfo` records whose byte ranges were checked against the file. The rule of this module:
+arithmetic on the claims of a file is done in Python integers, which cannot wrap, and
+nothing is allocated or viewed before the claim was compared with the file's size. The size is read
 once; a file that shrinks later is the owner's fault.
 """
 
@@ -36,14 +36,14 @@ FETCH_AGAIN = "The file is cut off or damaged: fetch it again."
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies.
+    """Location of one tensor.
 
     Attributes:
-        name: as the file spells it.
+        name: name as spelled in the file.
         dims: 1 to 4 sizes in file order: ``dims[0]`` is contiguous, so a matrix is (in, out).
-        qtype: the storage type.
+        qtype: storage type.
         nbytes: bytes of the tensor in the file.
-        part: index of the file that holds it, for models in several files.
+        part: index of the file that contains it, for models in several files.
         offset: first byte, counted from the start of that file.
     """
 
@@ -69,7 +69,7 @@ def shown(value: object) -> str:
 
 
 def shown_name(path: Path) -> str:
-    """The last part of a path without control characters, shortened: how every message begins."""
+    """The last part of a path without control characters, shortened: the start of messages."""
     name = path.name or str(path)
     if len(name) > MAX_NAME_CHARS:
         name = name[:MAX_NAME_CHARS] + "..."
@@ -85,7 +85,7 @@ class MappedFile:
         min_bytes: the least size that its format allows, at least 1.
 
     Raises:
-        ModelNotFoundError: no such file, or this user may not read it.
+        ModelNotFoundError: the file does not exist, or this user may not read it.
         ModelFormatError: not a regular file, or too short.
     """
 
@@ -114,7 +114,7 @@ class MappedFile:
             os.close(descriptor)
 
     def view(self, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """(num_bytes,) uint8, read-only, of the map itself; the caller has checked the range."""
+        """(num_bytes,) uint8, read-only view of the map; the caller has checked the range."""
         assert 0 <= offset <= offset + num_bytes <= self.size
         return np.frombuffer(memoryview(self.buffer)[offset : offset + num_bytes], np.uint8)
 
@@ -123,7 +123,7 @@ class MappedFile:
         return ModelFormatError(f"{self.name}: {message}", hint=hint)
 
     def unsupported(self, message: str, *, hint: str) -> UnsupportedModelError:
-        """The error for a sound file that Tiercel does not run."""
+        """The error for a valid file that Tiercel does not run."""
         return UnsupportedModelError(f"{self.name}: {message}", hint=hint)
 
     def _check_regular(self, mode: int) -> None:
@@ -199,9 +199,9 @@ class MappedTensors:
     """Checked tensors in one file or several.
 
     Attributes:
-        path: what was given, or the first file.
-        tensors: by name, of all files.
-        parts: the mapped files, usually one.
+        path: the given path, or the first file.
+        tensors: tensors of all files, by name.
+        parts: mapped files, usually one.
     """
 
     path: Path

@@ -1,8 +1,8 @@
-"""Tensor names of model files to ours.
+"""Tensor names of model files, translated to ours.
 
 Ours: `embed.weight`, `norm.weight`, `head.weight`, `rope_factors`, and per layer `layers.I.` with
 `q k v o gate up down` (`.weight`, `.bias`) and the norms `attn_norm q_norm k_norm post_attn_norm
-mlp_norm post_mlp_norm` (`.weight`). A head for drafts is one layer more, with `mtp_proj` and the
+mlp_norm post_mlp_norm` (`.weight`). An MTP head is one more layer, with `mtp_proj` and the
 norms `mtp_embed_norm mtp_hidden_norm mtp_norm`.
 """
 
@@ -88,15 +88,15 @@ def from_gguf(name: str) -> str | None:
 
 
 def from_hf(name: str, override: Mapping[str, str]) -> str | None:
-    """Our name of a Hugging Face tensor; `override` holds suffixes that mean another thing."""
+    """Our name of a Hugging Face tensor; `override` has suffixes with another meaning."""
     return _HF_TOP.get(name) or _layer_name(name, "model.layers.", {**_HF_LAYER, **override})
 
 
 def to_gguf(name: str) -> str:
-    """What a GGUF file calls one of our tensors; undoes `from_gguf`."""
+    """The GGUF name of one of our tensors; the inverse of `from_gguf`."""
     return _file_name(name, _GGUF_TOP, "blk.", _GGUF_LAYER)
 
 
 def to_hf(name: str, override: Mapping[str, str]) -> str:
-    """What a Hugging Face file calls one of our tensors; undoes `from_hf`."""
+    """The Hugging Face name of one of our tensors; the inverse of `from_hf`."""
     return _file_name(name, _HF_TOP, "model.layers.", {**_HF_LAYER, **override})

@@ -54,14 +54,14 @@ def read_safetensors(folder: Path) -> SafetensorsFiles:
     """Map and check the safetensors files of a model.
 
     Args:
-        folder: holds ``model.safetensors``, or ``model.safetensors.index.json`` and its shards. The
-            path of one ``.safetensors`` file is taken as well.
+        folder: folder with ``model.safetensors``, or ``model.safetensors.index.json`` and its
+            shards. The path of one ``.safetensors`` file is accepted as well.
 
     Returns:
         The files with every tensor checked; no tensor data has been read.
 
     Raises:
-        ModelNotFoundError: nothing of that name, or a shard is missing.
+        ModelNotFoundError: the path does not exist, or a shard is missing.
         ModelFormatError: a file breaks its format.
         UnsupportedModelError: pickle weights, or a tensor of another dtype.
     """
@@ -214,7 +214,7 @@ def _read_entry(
 
 
 def _are_sizes(value: object) -> bool:
-    """Whether `value` is a list of integers of at least 0; bool is no integer here."""
+    """Whether `value` is a list of integers of at least 0; bool does not count as an integer."""
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 

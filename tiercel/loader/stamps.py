@@ -1,8 +1,8 @@
-"""Identity of a model's files: are the files that were opened still the ones on the disk?
+"""Identity of a model's files: whether the files that were opened are still those on the disk.
 
-Compared are size, time of the last write and inode. The content is not read, which would take as
-long as loading. So a byte-identical copy in a file's place counts as a change, and a file that was
-moved away and back does not.
+The stamp compares size, time of the last write and inode. The content is not read, which would
+take as long as loading. So a byte-identical copy that replaces a file counts as a change, and a
+file that was moved away and back does not.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class FileStamp(msgspec.Struct, frozen=True, array_like=True):
     """Identity of one file.
 
     Attributes:
-        path: absolute, as the operating system encodes it.
-        num_bytes: its size.
+        path: absolute path, encoded as by the operating system.
+        num_bytes: size of the file.
         mtime_ns: time of the last write.
         inode: number of the file in its file system.
     """
@@ -35,10 +35,10 @@ class FileStamp(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read_stamp(path: Path) -> FileStamp:
-    """The identity of a file now.
+    """The current identity of a file.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist.
     """
     status = path.stat()
     name = os.fsencode(path.absolute())

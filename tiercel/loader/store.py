@@ -1,9 +1,9 @@
-"""The model cache on disk: its folder, its lock, and how a file in it is known to be whole.
+"""The model cache on disk: its folder, its lock, and the check that a file in it is complete.
 
 Invariant: a file under its final name is complete. It is written under a `.part` name, hashed,
-flushed, then renamed. A `.ok` file (the stamp) remembers size, time and hash, so that only the
-first use reads all of it. A lock keeps two processes from fetching twice; without a working lock
-(some network file systems) both fetch, and the last rename wins.
+flushed, then renamed. A `.ok` file (the stamp) records size, time and hash, so that only the
+first use reads the whole file. A lock keeps two processes from downloading twice; without a
+working lock (some network file systems) both download, and the last rename wins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tiercel.errors import ModelNotFoundError
 if TYPE_CHECKING:
     from hashlib import _Hash
 
-Report = Callable[[str, int, int], None]  # (what is done, bytes done, bytes in all)
+Report = Callable[[str, int, int], None]  # (what is done, bytes done, total bytes)
 
 CHUNK_BYTES = 1 << 20
 POLL_S = 0.2
@@ -40,10 +40,10 @@ _log = logging.getLogger("tiercel")
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a file must hold.
+    """Expected content of a file.
 
     Attributes:
-        size_bytes: its size.
+        size_bytes: size of the file.
         digest: SHA-256, 64 hexadecimal digits; or git's name for it, 40: the SHA-1 of a header and
             the bytes.
     """
@@ -52,7 +52,7 @@ class Content:
     digest: str
 
     def hasher(self) -> _Hash:
-        """A new hash object to feed the file's bytes to."""
+        """Make a new hash object for the file's bytes."""
         if len(self.digest) == 64:
             return hashlib.sha256()
         header = f"blob {self.size_bytes}\0".encode()
@@ -60,13 +60,13 @@ class Content:
 
 
 def models_folder() -> Path:
-    """The folder that keeps fetched models, made if need be.
+    """The folder of downloaded models, created if need be.
 
-    A cache folder that cannot be written but holds models is still read. One that cannot be made is
-    replaced, with a warning, by a folder of this user under the temporary folder.
+    A cache folder that cannot be written but contains models is still read. One that cannot be
+    created is replaced, with a warning, by a folder of this user under the temporary folder.
     """
     folder = env.cache_dir() / "models"
-    if not str(folder).startswith("~"):  # no home folder is known: platformdirs leaves the tilde
+    if not str(folder).startswith("~"):  # the home folder is unknown: platformdirs leaves the tilde
         folder = folder.absolute()
         if folder.is_dir() or _try_make(folder):
             return folder
@@ -82,12 +82,12 @@ def _try_make(folder: Path) -> bool:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be made in `folder`; a full disk does not count as read-only."""
+    """Whether files can be created in `folder`; a full disk does not count as read-only."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True
     except OSError as error:
-        return error.errno in FULL  # it gets an error of its own
+        return error.errno in FULL  # it has its own error
 
 
 def fallback_folder(unusable: Path) -> Path:
@@ -97,7 +97,7 @@ def fallback_folder(unusable: Path) -> Path:
     is_ours = False
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
-        stat = folder.lstat()  # another user may have made it, or a link, to swap files under us
+        stat = folder.lstat()  # another user may have created it, or a link, to swap files
         is_ours = folder.is_dir() and not folder.is_symlink()
         is_ours = is_ours and (not hasattr(os, "getuid") or stat.st_uid == os.getuid())
     if not is_ours:
@@ -111,12 +111,12 @@ def locked(path: Path, report: Report | None, timeout_s: float) -> Iterator[bool
     """Hold the lock at `path`; yields False where the file system has no locks.
 
     Args:
-        path: the lock file, made if need be.
-        report: told when another process has the lock.
-        timeout_s: how long to wait for it; -1 is for ever.
+        path: the lock file, created if need be.
+        report: called when another process has the lock.
+        timeout_s: longest wait for the lock; -1 waits for ever.
 
     Raises:
-        ModelNotFoundError: the other process still has it.
+        ModelNotFoundError: another process still has the lock.
     """
     lock = filelock.FileLock(path)
     try:
@@ -124,7 +124,7 @@ def locked(path: Path, report: Report | None, timeout_s: float) -> Iterator[bool
             lock.acquire(timeout=POLL_S)
         except filelock.Timeout:
             if report is not None:
-                report("Waiting for another process that fetches the model", 0, 0)
+                report("Waiting for another process that downloads the model", 0, 0)
             lock.acquire(timeout=timeout_s)
         is_alone = True
     except filelock.Timeout:
@@ -142,24 +142,24 @@ def locked(path: Path, report: Report | None, timeout_s: float) -> Iterator[bool
 
 
 def stamp_path(path: Path) -> Path:
-    """Where `is_sound` remembers, beside the file, that it was hashed."""
+    """Path of the stamp next to the file, where `is_sound` records that it was hashed."""
     return path.with_name(path.name + ".ok")
 
 
 def part_path(path: Path) -> Path:
-    """A name that no other process uses, beside `path`."""
+    """A temporary name next to `path` that no other process uses."""
     return path.with_name(f"{path.name}.{os.getpid()}-{time.time_ns():x}.part")
 
 
 def is_present(path: Path, content: Content) -> bool:
-    """Whether a file of the right size lies at `path`; its bytes are not read."""
+    """Whether `path` is a file of the right size; its bytes are not read."""
     with contextlib.suppress(OSError):
         return path.is_file() and path.stat().st_size == content.size_bytes
     return False
 
 
 def is_sound(path: Path, content: Content, stamp: Path, report: Report | None) -> bool:
-    """Whether `path` holds `content`: the size always, the hash once for each size and time."""
+    """Whether `path` has `content`: the size is checked always, the hash once per size and time."""
     try:
         stat = path.stat()
         if not path.is_file() or stat.st_size != content.size_bytes:
@@ -180,7 +180,7 @@ def is_sound(path: Path, content: Content, stamp: Path, report: Report | None) -
 
 
 def hash_file(path: Path, content: Content, report: Report | None) -> str:
-    """The digest of a file's bytes, of the kind that `content` has."""
+    """The digest of a file's bytes, of the same kind as in `content`."""
     hasher = content.hasher()
     done = 0
     with path.open("rb") as stream:

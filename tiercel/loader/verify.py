@@ -1,8 +1,8 @@
-"""Full scan of a model's bytes for numbers that are not finite, for `tiercel inspect --verify`.
+"""Full scan of a model's weights for NaN and infinity, for `tiercel inspect --verify`.
 
 A float weight, or the fp16 scale of a block, is NaN or infinite exactly when its exponent bits are
 all ones, so the scan compares bits and decodes nothing. It reads every byte once, in chunks, and
-holds one chunk's worth of bits.
+keeps the bits of one chunk in memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _EXPONENTS: Final = {
 
 
 class WeightFile(Protocol):
-    """What both readers return, as far as a scan needs it."""
+    """The interface of both readers that a scan needs."""
 
     @property
     def tensors(self) -> dict[str, TensorInfo]: ...
@@ -53,13 +53,13 @@ class WeightFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """A tensor that holds NaN or infinity; `str()` of it is the sentence for people.
+    """A tensor that contains NaN or infinity; `str()` of it is the sentence for the user.
 
     Attributes:
-        tensor: its name.
+        tensor: name of the tensor.
         field: "weight" of a float type, or the scale: "d", "m", "dmin".
-        row: the first output row that is affected.
-        count: affected weights or blocks in the whole tensor.
+        row: the first affected output row.
+        count: number of affected weights or blocks in the whole tensor.
     """
 
     tensor: str
@@ -78,7 +78,7 @@ class NonFinite:
 def find_nonfinite(
     file: WeightFile, on_progress: Callable[[int], None] | None = None
 ) -> Iterator[NonFinite]:
-    """Scan every tensor.
+    """Scan every tensor for NaN and infinity.
 
     Args:
         file: a `GGUFFile` or `SafetensorsFiles`.
@@ -119,7 +119,7 @@ def _nonfinite(chunk: npt.NDArray[np.uint8], qtype: QuantType, at: int) -> npt.N
         bits = chunk.view(dtype)
         is_bad = (bits & bits.dtype.type(mask)) == mask
         return is_bad
-    # The exponent of a little-endian fp16 lies in its second byte.
+    # The exponent of a little-endian fp16 is in its second byte.
     high = chunk.reshape(-1, qtype.block_bytes)[:, at + 1]
     is_bad = (high & 0x7C) == 0x7C
     return is_bad
