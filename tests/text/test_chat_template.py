@@ -63,7 +63,7 @@ def test_default_model_prompts(smollm, worker, case):
 
 
 def test_a_message_is_cut_where_its_text_goes_on(smollm, worker):
-    """What stands around it is what stands around a whole message, also where a template trims."""
+    """The text around it is that of a whole message, also where a template trims."""
     for source in (CHATML, CHATML.replace("m.content", "m.content | trim")):
         template = ChatTemplate(source, "", "", worker=worker)
         messages = [{"role": "system", "content": "Be brief."}, *USER]
@@ -99,7 +99,7 @@ def test_a_message_that_a_template_hides_cannot_go_on(smollm, worker):
 
 
 def test_the_last_message_is_continued(smollm, worker):
-    """The prompt ends with its text, as it is; a template that trims must not eat its end."""
+    """The prompt ends with its text, unchanged; a template that trims must not cut its end."""
     trimming = CHATML.replace("m.content", "m.content | trim")
     for source in (CHATML, trimming):
         template = ChatTemplate(source, worker=worker)
@@ -250,7 +250,7 @@ def test_dead_worker_is_replaced(worker):
 
 
 def test_a_fork_starts_a_worker_of_its_own(worker, monkeypatch):
-    """Over one pipe, parent and child would read each other's answers."""
+    """With one pipe, parent and child would read each other's answers."""
     render(worker, CHATML)
     parents = worker.pid
     monkeypatch.setattr("tiercel.text.child_client.os.getpid", lambda: 1)

@@ -1,4 +1,4 @@
-"""Streaming decoder: any split of any ids gives the text of all ids at once."""
+"""Streaming detokenizer: any split of any ids gives the text of all ids together."""
 
 import pytest
 from hypothesis import given, settings
@@ -39,7 +39,7 @@ def test_every_split_of_random_ids_joins_to_decode(tokenizer, skip, is_continuat
 @settings(max_examples=40, deadline=None)
 @given(ids=st.lists(st.integers(6, 261), max_size=12))
 def test_random_bytes(ids):
-    """Byte tokens alone: overlong forms, surrogates and cut characters are all likely."""
+    """Byte tokens only: overlong forms, surrogates and cut characters are all likely."""
     raw = bytes(i - 6 for i in ids)
     joined = "".join(stream(SPM, [[i] for i in ids]))
     assert joined == raw.decode("utf-8", "replace")
@@ -74,7 +74,7 @@ def test_leading_space_of_a_continuation_is_kept():
     ids = SPM.encode("the")
     assert stream(SPM, [ids]) == [" the", ""]
     assert stream(SPM, [ids], is_continuation=False) == ["the", ""]
-    # Only the first space of the text goes, also when a hidden token comes first.
+    # Only the first space of the text is removed, also after a hidden first token.
     twice = [SPM.control_tokens["<s>"], *ids, *ids]
     assert stream(SPM, [[i] for i in twice], is_continuation=False)[1:] == ["the", " the", ""]
 

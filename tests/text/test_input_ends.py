@@ -1,4 +1,4 @@
-"""BOS and EOS at the ends of an input: added where they lack, wherever else the text has them."""
+"""BOS and EOS at the ends of an input: added where missing, wherever else the text has them."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def worker():
 
 
 def with_ends(ids, *, add_bos, add_eos):
-    """What an input must be: the rule on the ids of the text alone."""
+    """The expected input: the rule applied to the ids of the text."""
     first = [BOS] if add_bos and ids[:1] != [BOS] else []
     last = [EOS] if add_eos and ids[-1:] != [EOS] else []
     return [*first, *ids, *last]
@@ -51,7 +51,7 @@ def test_a_model_without_the_token_gets_none(changes):
 
 
 def test_byte_level_models_get_ends_where_the_file_says_so():
-    """llama.cpp's defaults: SentencePiece-style vocabularies open with BOS, byte-level ones not."""
+    """llama.cpp's defaults: SentencePiece-style vocabularies get a BOS, byte-level ones do not."""
     end = make_bpe().eos_id
     for changes, expected in (
         ({}, []),
@@ -78,7 +78,7 @@ def test_byte_level_models_get_ends_where_the_file_says_so():
     ],
 )
 def test_a_prompt_opens_with_one_bos_wherever_its_template_writes_others(worker, source, ids):
-    """What a template writes later in the prompt stays, and replaces no BOS at the front."""
+    """A BOS that a template writes later in the prompt stays, and replaces none at the front."""
     tokenizer = make_spm()
     template = ChatTemplate(source, "<s>", "</s>", worker=worker)
     messages = [{"role": "user", "content": "<s></s>"}]  # text of a user is none of these tokens

@@ -1,4 +1,4 @@
-"""Byte-pair merges in the order of their rank, and the pieces of text that they stay within.
+"""Byte-pair merges in the order of their rank, and the pieces of text that bound them.
 
 The oracles are the paper's loop over one piece and the published patterns in Python's `regex`.
 """
@@ -28,7 +28,7 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# DeepSeek-V3's: three patterns, each applied to what the one before left whole.
+# DeepSeek-V3's: three patterns, each applied to the pieces that the previous one left whole.
 DEEPSEEK = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -93,7 +93,7 @@ def random_vocabulary(rng):
 
 
 def merged(ranked, piece):
-    """The paper's loop: of all neighbours the pair of least rank is joined, leftmost first."""
+    """The paper's loop: of all neighbours the pair of lowest rank is joined, leftmost first."""
     ranks = {pair: rank for rank, pair in enumerate(ranked)}
     parts = list(piece)
     while True:
@@ -125,7 +125,7 @@ def test_merges_are_applied_by_rank(seed):
 
 
 def test_a_whole_piece_is_looked_up_first_by_llama_bpe_alone():
-    """Llama 3 takes a piece that is a token as it is; the others merge it from its bytes."""
+    """Llama 3 uses a piece that is a token as is; other vocabularies merge it from its bytes."""
     merges = ["l l", "h e"]
     for name in SPLITS:
         tokenizer = make_bpe(pre=name, merges=merges)
@@ -159,7 +159,7 @@ def test_merges_are_kept_only_where_a_folder_and_a_key_are_given(tmp_path):
 
 @pytest.mark.parametrize("ids", [(282, 0), (0, 282), (281, 281, 2**32 - 1, 0), (5,)])
 def test_kept_merges_name_tokens_of_the_vocabulary(ids, tmp_path):
-    """An entry with a right hash and wrong ids is made again, as a damaged one is."""
+    """An entry with a right hash and wrong ids is rebuilt, like a damaged one."""
     data = TokenizerData.from_gguf(spm_metadata(), "x.gguf")
     assert len(data.tokens) == 282
     expected = Tokenizer.from_gguf(data, cache_dir=tmp_path, cache_key="k").encode("the hello")

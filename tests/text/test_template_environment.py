@@ -1,4 +1,4 @@
-"""The Jinja that templates find, against the one of transformers; and the bounds around it."""
+"""The Jinja environment of templates, compared with that of transformers; and its limits."""
 
 import itertools
 from datetime import datetime, timedelta
@@ -20,7 +20,7 @@ MESSAGES = [
 ]
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"b": {}, "a": None}}}]
 
-# Pieces of templates whose whitespace the settings of the environment decide.
+# Pieces of templates whose whitespace depends on the settings of the environment.
 BLOCKS = ["{% if true %}", "{%- if true %}", "{% if true -%}", "{%+ if true %}", "{# note #}"]
 SPACES = ["", " ", "\n", "\t \n", "\n\n  ", "x ", "x\n  "]
 WHITESPACE = [
@@ -59,14 +59,14 @@ def worker():
 
 
 def theirs(source, **options):
-    """What transformers renders; it takes conversations and gives (texts, masks)."""
+    """The rendering of transformers; it takes conversations and returns (texts, masks)."""
     options = {"add_generation_prompt": True, "tools": None, **options}
     texts, _ = render_jinja_template([MESSAGES], chat_template=source, **options)
     return texts[0]
 
 
 def test_whitespace_around_blocks_is_that_of_transformers(worker):
-    """All at once, with marks between them: each render of ours costs a message to the child."""
+    """All together, with marks between them: each rendering costs a message to the child."""
     marked = [f"{source}{{{{ '@' }}}}" for source in WHITESPACE]
     for first in range(0, len(marked), 200):
         source = "".join(marked[first : first + 200])
@@ -185,7 +185,7 @@ ALPHABET = "<ab>"
 
 
 def longest_first(text):
-    """From left to right, at each place the longest token that begins there."""
+    """Tokens from left to right, at each position the longest that begins there."""
     found, place = [], 0
     while place < len(text):
         lengths = [len(token) for token in TOKENS if token and text.startswith(token, place)]
@@ -196,7 +196,7 @@ def longest_first(text):
 
 
 def open_end(text):
-    """The longest end of a text, whitespace aside, that a token could begin with."""
+    """The longest end of a text, without whitespace, with which a token could begin."""
     end = len(text.rstrip())
     for start in range(end):
         if any(token.startswith(text[start:end]) for token in TOKENS if token):

@@ -1,4 +1,4 @@
-"""The bounds of vocabularies and texts: at each of them one is taken, one beyond is refused."""
+"""The bounds of vocabularies and texts: a value at the bound is accepted, one beyond refused."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def is_refused(function, *arguments, words, **options):
 
 
 def test_characters_of_a_text():
-    """No more than the regex engine stands, and Unicode to its last character."""
+    """No more than the regex engine can process, and Unicode up to its last character."""
     check_text("x" * 8_388_608)
     assert is_refused(check_text, "x" * 8_388_609, words="the limit is 8388608")
     for text in ("\ud7ff", "\ue000", "\U0010ffff", "\0", ""):
@@ -109,7 +109,7 @@ def test_ids_end_with_the_vocabulary(key):
 
 
 def test_kinds_of_tokens():
-    """0 to 6: what no tool described, 0, is ordinary text, as in llama.cpp."""
+    """0 to 6: 0, a token without a type, is ordinary text, as in llama.cpp."""
     tokens = ["<0x00>", "a", "<0x41>", "<b>", "<u>"]
     data = read(tokens, token_type=[BYTE, 0, BYTE, CONTROL, UNUSED])
     assert data.token_types == (BYTE, NORMAL, BYTE, CONTROL, UNUSED)

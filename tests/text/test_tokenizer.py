@@ -168,7 +168,7 @@ def test_tiny_files(name):
 
 
 def naive_spm(pieces, text):
-    """SentencePiece as its paper has it: join the best neighbours until none joins; O(n^3)."""
+    """SentencePiece as in its paper: join the best neighbours until none can be joined; O(n^3)."""
     parts = list(text)
     while True:
         joins = [

@@ -1,4 +1,4 @@
-"""Hugging Face tokenizer files: equal to the library that wrote them, hostile ones refused."""
+"""Hugging Face tokenizer files: equal to the library that wrote them, hostile files refused."""
 
 import json
 
@@ -34,7 +34,7 @@ def byte_level():
 
 
 def sentencepiece_style():
-    """Metaspace with "first", byte fallback, a prefix that decoding takes away."""
+    """Metaspace with "first", byte fallback, a prefix that decoding removes."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
     tokens += ["▁", "h", "e", "l", "o", "▁h", "el", "▁hel", "▁hell"]
     vocab = {t: i for i, t in enumerate(tokens)}
@@ -211,7 +211,7 @@ def test_ends_are_those_of_the_post_processor(single, tmp_path):
         first = [tokenizer.bos_id] if tokenizer.add_bos else []
         assert ids == [*first, *inner, *([tokenizer.eos_id] if tokenizer.add_eos else [])]
     wanted = {"add_bos_token": not tokenizer.add_bos, "add_eos_token": not tokenizer.add_eos}
-    changed_mind = read(tmp_path, peer.to_str(), {**config, **wanted})  # it has the last word
+    changed_mind = read(tmp_path, peer.to_str(), {**config, **wanted})  # its value takes precedence
     assert changed_mind.add_bos is not tokenizer.add_bos
     assert changed_mind.add_eos is not tokenizer.add_eos
 
@@ -281,7 +281,7 @@ def rendered(worker, tokenizer, source):
 
 
 def test_parts_of_a_prompt_are_marked_as_one_text(worker, tmp_path):
-    """A prompt is cut at its control tokens; only its first part opens the text."""
+    """A prompt is cut at its control tokens; only its first part is the start of the text."""
     peer = sentencepiece_style()
     tokenizer = read(tmp_path, peer.to_str())
     for source in ("hell</s>hell", "</s>hell", "hell</s></s>hell</s>hell", "hell"):

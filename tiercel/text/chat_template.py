@@ -1,13 +1,13 @@
-"""Messages to prompt ids: check them, render the model's template, keep users' text plain.
+"""Chat templates: check messages, render the model's template, encode the prompt safely.
 
 A template is a program from a model file. It runs in a child process (`template_worker.py`) that
-can be killed; what it raises or overruns costs one request.
+can be killed; an error or an overrun of its limits costs one request.
 
 A user's text must not become a control token. Before rendering, each control token inside a message
 is replaced by a sentinel of random digits, so that every control token in the rendered text was
-written by the template. The text is cut there, sentinels become text again, and each part is
-encoded plainly. The last characters of a string that could begin a control token are replaced too:
-two strings that the template puts side by side cannot form one.
+written by the template. The text is cut at these, sentinels become text again, and each part is
+encoded plainly. The last characters of a string that could begin a control token are replaced too,
+so that two strings that the template joins cannot form one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tiercel.text.tokenizer import Tokenizer
 
 MAX_SOURCE_CHARS: Final = 1 << 20
 RENDER_SECONDS: Final = 2.0
-CPU_SECONDS: Final = 3  # for a child whose parent was killed: nobody else would end it
+CPU_SECONDS: Final = 3  # for a child whose parent was killed: no other process would end it
 MAX_MESSAGES: Final = 2048
 MAX_DEPTH: Final = 64
 MIN_OUTPUT_CHARS: Final = 1 << 20
@@ -44,7 +44,7 @@ RESERVED_NAMES: Final = frozenset(
         "strftime_now",
     }
 )
-# What a template may end the prompt with, for models that always think.
+# Text with which a template may end the prompt, for models that always think.
 _THINKING: Final = "<think>"
 _THINKING_ENDS: Final = "</think>"
 _NO_TEMPLATE: Final = "this model has no chat template, so it cannot take messages."
@@ -59,8 +59,8 @@ class ChatTemplate:
         source: Jinja, as Hugging Face writes it.
         bos_token: text of BOS, or "".
         eos_token: text of EOS, or "".
-        worker: the process to render in; None: one of its own.
-        name: what messages call the file that the template is from.
+        worker: the process to render in; None: a new one.
+        name: name in messages of the file that the template is from.
 
     Raises:
         ModelFormatError: the source is longer than `MAX_SOURCE_CHARS`.
@@ -96,8 +96,8 @@ class ChatTemplate:
         """The template that came with a tokenizer, or None.
 
         Args:
-            tokenizer: gives the texts of BOS and EOS.
-            source: Jinja from a file beside the tokenizer; None: the tokenizer's own.
+            tokenizer: tokenizer with the texts of BOS and EOS.
+            source: Jinja from a file next to the tokenizer; None: the tokenizer's own.
             worker: see the class.
             name: see the class.
 
@@ -114,7 +114,7 @@ class ChatTemplate:
         return ChatTemplate(source, bos, eos, worker=worker, name=name)
 
     def check(self) -> None:
-        """Compile, as when a model is loaded.
+        """Compile the template, when a model is loaded.
 
         Raises:
             ModelFormatError: a syntax error, with its line; or compiling takes too long.
@@ -133,18 +133,18 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        """Render to text.
+        """Render the messages to text.
 
         Args:
             messages: as the template expects them; see `check_messages`.
             tools: tool descriptions, or None.
-            documents: texts that the answer may draw on, or None.
+            documents: texts that the answer may use, or None.
             add_generation_prompt: whether the text ends where the assistant's answer begins.
             template_kwargs: further variables; `RESERVED_NAMES` are refused.
 
         Raises:
             InvalidRequestError: the template refused the messages, failed, or overran its limits
-                (code "chat_template_error"); or an argument is no JSON or a reserved name.
+                (code "chat_template_error"); or an argument is not JSON or a reserved name.
             ModelFormatError: a syntax error in the template, with its line.
 
         Source: the variables and filters of docs/source/en/chat_templating.md in
@@ -291,14 +291,14 @@ def encode_chat(
     """Turn messages into prompt ids; no string in them becomes a control token.
 
     Args:
-        tokenizer: of the model.
-        template: of the model; None is refused.
+        tokenizer: tokenizer of the model.
+        template: template of the model; None is refused.
         messages: see `check_messages`.
         tools: see `ChatTemplate.render`.
         documents: see `ChatTemplate.render`.
         add_generation_prompt: see `ChatTemplate.render`.
-        continues_final: the prompt ends with the text of the last message, an assistant's, so that
-            the answer continues it.
+        continues_final: whether the prompt ends with the text of the last message, an assistant's,
+            so that the answer continues it.
         template_kwargs: see `ChatTemplate.render`.
 
     Returns:
@@ -334,13 +334,13 @@ def encode_around(
     *,
     template_kwargs: Mapping[str, object] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Prompt ids before and behind the end of the last message, whose text something else ends.
+    """Prompt ids before and after the end of the last message, whose text ends otherwise.
 
     Thinking that the template opens for the answer is closed.
 
     Args:
-        tokenizer: of the model.
-        template: of the model; None is refused.
+        tokenizer: tokenizer of the model.
+        template: template of the model; None is refused.
         messages: see `check_messages`.
         template_kwargs: see `ChatTemplate.render`.
 
@@ -355,10 +355,10 @@ def encode_around(
 
 
 class _Rendering:
-    """Messages on their way through a template, with control tokens of their own covered."""
+    """Messages on their way through a template, with their control tokens covered by sentinels."""
 
     def __init__(self, tokenizer: Tokenizer, messages: object, *, is_open: bool) -> None:
-        """`is_open`: the end of the last message is marked."""
+        """Cover the messages; `is_open` marks the end of the last one."""
         self.messages = check_messages(messages)
         self._tokenizer = tokenizer
         self._finder = ControlFinder(tokenizer.control_tokens)
@@ -377,7 +377,7 @@ class _Rendering:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        """What the template writes, still covered."""
+        """The output of the template, still with sentinels."""
         if template is None:
             error = _template_error(_NO_TEMPLATE)
             error.hint = "Send a raw prompt instead: `tiercel generate`, or `LLM.generate`."
@@ -392,14 +392,14 @@ class _Rendering:
         )
 
     def split(self, rendered: str) -> tuple[str, str]:
-        """What stands before the marked end, and behind it."""
+        """The text before the marked end, and after it."""
         before, mark, after = rendered.rpartition(self._shield.end_mark)
         if not mark:
             raise _template_error("the chat template does not show the last message.")
         return before, after
 
     def ids(self, rendered: str, *, is_inner: bool = False) -> list[int]:
-        """Token ids of rendered text; `is_inner`: of what follows other tokens."""
+        """Token ids of rendered text; `is_inner` if it follows other tokens."""
         return _encode_parts(
             self._tokenizer, self._finder, rendered, self._shield, is_inner=is_inner
         )

@@ -1,9 +1,9 @@
-"""How untrusted content gets a process of its own: the command line that starts it.
+"""Command line of an isolated child process for untrusted content.
 
 A child script imports the standard library and named packages only, so it starts in a tenth of a
 second. It runs isolated (``-I``: no environment variables, no user site, not the current folder);
-the folders of the packages travel as arguments, so an installed package and a source tree behave
-alike.
+the folders of the packages are passed as arguments, so an installed package and a source tree
+behave alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def isolated_command(script: str | Path, packages: Iterable[str]) -> list[str]:
     """The argument list that runs a script.
 
     Args:
-        script: file name beside this module, or a path.
+        script: file name in the folder of this module, or a path.
         packages: top-level packages that the script imports; their folders become its arguments.
     """
     folders: dict[str, None] = {}

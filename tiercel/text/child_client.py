@@ -1,4 +1,4 @@
-"""Parent side of a child process for untrusted content: start it, ask under a deadline, kill it.
+"""Parent side of a child process for untrusted content: start it, send requests, kill it.
 
 A frame on the child's standard input and output is ``u32 big-endian length, JSON in UTF-8``. The
 child's first frame says that it is ready (`child_loop.py`).
@@ -27,11 +27,11 @@ from tiercel.text.child_loop import MEMORY_BYTES
 
 START_SECONDS: Final = 30.0  # an interpreter and a few modules, 0.2 s on an idle machine
 _CHUNK_BYTES: Final = 1 << 20
-_WATCH_SECONDS: Final = 0.02  # between looks at the memory of a child that no kernel bounds
+_WATCH_SECONDS: Final = 0.02  # between checks of a child's memory where no kernel bounds it
 
 
 class WorkerLostError(Exception):
-    """The worker was killed at the deadline, or died; the next request gets a new one."""
+    """The worker died or was killed at the deadline; the next request gets a new worker."""
 
     def __init__(self, *, is_timeout: bool) -> None:
         super().__init__("timeout" if is_timeout else "died")
@@ -43,10 +43,10 @@ class ChildProgram:
     """A script that runs as a child.
 
     Attributes:
-        script: its path.
-        packages: what it imports besides the standard library.
-        name: what a message calls the process.
-        opening: makes the message that each new child gets first; None: it needs none.
+        script: path of the script.
+        packages: packages that it imports besides the standard library.
+        name: name of the process in messages.
+        opening: function that makes the first message to each new child; None: no such message.
     """
 
     script: Path
@@ -56,7 +56,7 @@ class ChildProgram:
 
 
 class _Slot:
-    """Holds the process apart from its owner, so that a finalizer can end it."""
+    """Holder of the process, separate from its owner, so that a finalizer can end it."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -64,7 +64,7 @@ class _Slot:
         self.owner_pid = os.getpid()
 
     def leave_to_parent(self) -> None:
-        """After a fork: the process is the parent's, who reads its answers and will end it."""
+        """After a fork: leave the process to the parent, which reads its answers and ends it."""
         if self.owner_pid != os.getpid():
             self.owner_pid, self.process = os.getpid(), None
 
@@ -83,8 +83,8 @@ class _Slot:
 class ChildWorker:
     """One child process, started at the first request and kept between requests.
 
-    Threads may share it; requests run one after the other. The child ends with its parent, however
-    the parent ends: its input closes, and a request in progress is bounded by its CPU limit.
+    Threads may share it; requests run one after the other. The child ends with its parent in every
+    case: its input closes, and a request in progress is bounded by its CPU limit.
     """
 
     def __init__(self, program: ChildProgram) -> None:
@@ -100,7 +100,7 @@ class ChildWorker:
         return None if process is None else process.pid
 
     def start(self) -> None:
-        """Start the child now, so that the first request need not wait for it.
+        """Start the child now, so that the first request does not wait for it.
 
         Raises:
             InternalError: no child can be started.
@@ -112,11 +112,11 @@ class ChildWorker:
         """Send one request and wait for its answer.
 
         Args:
-            message: what the script understands.
-            timeout_s: seconds for this request, starting up not counted.
+            message: request that the script understands.
+            timeout_s: seconds for this request, without the start of the child.
 
         Raises:
-            WorkerLostError: no answer in time, or the child died of its limits.
+            WorkerLostError: no answer in time, or the child died at its limits.
             InternalError: no child can be started.
         """
         blob = json.dumps(message).encode()
@@ -150,7 +150,7 @@ class ChildWorker:
             env={},
             cwd="/",
             bufsize=0,
-            start_new_session=True,  # Ctrl-C in the terminal is for the parent
+            start_new_session=True,  # Ctrl-C in the terminal goes to the parent
         )
         self._slot.process = process
         for pipe in (process.stdin, process.stdout):
@@ -170,10 +170,10 @@ class ChildWorker:
 
 
 class ChildWorkers:
-    """Several workers that share the requests; what one answers, any of them would.
+    """Several equal workers that share the requests.
 
     Attributes:
-        num_kills: workers that were killed at a deadline or died of their limits.
+        num_kills: number of workers that were killed at a deadline or died at their limits.
     """
 
     def __init__(self, program: ChildProgram, count: int) -> None:
@@ -193,7 +193,7 @@ class ChildWorkers:
             worker.start()
 
     def request(self, message: Mapping[str, object], timeout_s: float) -> dict[str, object]:
-        """Send one request to an idle worker; waits for one as long as it takes.
+        """Send one request to an idle worker; waits for one without a time limit.
 
         Raises:
             WorkerLostError, InternalError: as `ChildWorker.request`.
@@ -226,13 +226,13 @@ def _exchange(
     deadline: float,
     most_bytes: int | None = None,
 ) -> dict[str, object]:
-    """Write a frame while reading one; both ends may block, so neither may.
+    """Write a frame while reading one: both ends may block, so neither side may block the other.
 
     Args:
         process: the child.
-        blob: the frame's content; None to write nothing.
-        deadline: of `perf_counter`.
-        most_bytes: of memory that the child may hold; None where the kernel bounds it.
+        blob: content of the frame; None to write nothing.
+        deadline: deadline on the clock of `perf_counter`.
+        most_bytes: most memory of the child; None where the kernel bounds it.
     """
     pause = _WATCH_SECONDS if most_bytes is not None else START_SECONDS
     if process.stdin is None or process.stdout is None:
@@ -262,7 +262,7 @@ def _exchange(
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process holds; 0 where the system does not tell."""
+    """Bytes of memory of a process; 0 where the system does not report it."""
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except (OSError, psutil.Error):

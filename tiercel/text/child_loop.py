@@ -1,7 +1,7 @@
-"""Child side of a process for untrusted content: limits, frames, the loop.
+"""Child side of an isolated process for untrusted content: limits, frames, the loop.
 
-The child limits its own memory and time, the parent kills it at its deadline, and it holds no
-secret: no environment, no file but its own libraries. Frames are those of `child_client.py`; the
+The child limits its own memory and time, the parent kills it at its deadline, and it has no
+secret: no environment, no files but its own libraries. Frames are those of `child_client.py`; the
 arguments of the script are the parent's process id and then the folders that it may import from,
 which the script adds to its path before it imports anything else.
 """
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 
 def _find_limits() -> ModuleType | None:
-    """The module that sets limits of a process; not every platform has it."""
+    """The module that sets limits of a process, which some platforms lack."""
     try:
         return importlib.import_module("resource")
     except ImportError:
@@ -32,7 +32,7 @@ PARENT_CHECK_SECONDS: Final = 1.0
 
 
 def answer_requests(answer: Callable[[dict[str, Any]], Mapping[str, object]]) -> None:
-    """Answer requests until the parent leaves; each says in `cpu_seconds` how long it may take."""
+    """Answer requests until the parent ends; `cpu_seconds` of each request limits its time."""
     parent = parent_id()
     while True:
         request = read_message(parent)
@@ -56,7 +56,7 @@ def limit_memory() -> bool:
     """Bound the address space; no core files, no files at all.
 
     Returns:
-        Whether the kernel keeps to the bound. Only Linux does: elsewhere the parent watches.
+        Whether the kernel enforces the bound. Only Linux does: elsewhere the parent watches.
     """
     if _LIMITS is None:
         return False
@@ -70,7 +70,7 @@ def limit_memory() -> bool:
 
 
 def _address_space() -> int:
-    """Bytes of addresses in use; a bound above what the process has taken where none tells."""
+    """Bytes of addresses in use; where this is unknown, a bound above what the process uses."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -79,7 +79,7 @@ def _address_space() -> int:
 
 
 def allow_cpu(seconds: int) -> None:
-    """Give this request its CPU time: the limit counts from the start of the process."""
+    """Set this request's CPU time: the limit counts from the start of the process."""
     if _LIMITS is None:
         return
     usage = _LIMITS.getrusage(_LIMITS.RUSAGE_SELF)
@@ -88,7 +88,7 @@ def allow_cpu(seconds: int) -> None:
 
 
 def _read_exactly(size: int, parent: int) -> bytes:
-    """Read from standard input; leave when the parent has gone or closed the pipe."""
+    """Read from standard input; exit when the parent has ended or closed the pipe."""
     blob = bytearray()
     while len(blob) < size:
         if select.select([0], [], [], PARENT_CHECK_SECONDS)[0]:

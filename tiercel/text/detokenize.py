@@ -1,8 +1,9 @@
-"""Streaming decoder: ids in, text out, the pieces joined equal to decoding all ids at once.
+"""Streaming detokenizer: ids in, text out; the joined pieces equal decoding all ids together.
 
-A token may hold part of a character, so the unit here is the byte. Bytes that begin a character
-wait until it is whole; bytes that can never complete one become U+FFFD at once, a character cut by
-the end at `finish`. At most three bytes wait, and a push costs time in its own ids only.
+A token may contain part of a character, so the unit here is the byte. Bytes that begin a character
+wait until it is complete; bytes that can never complete one become U+FFFD immediately, a character
+cut by the end becomes U+FFFD at `finish`. At most three bytes wait, and the cost of a push depends
+on its own ids only.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ class Detokenizer:
     """Decoder of one answer.
 
     Args:
-        tokenizer: gives the bytes of each id.
+        tokenizer: tokenizer that gives the bytes of each id.
         skip_special_tokens: whether control tokens are left out; else their names are shown.
-        is_continuation: the text goes on after a prompt, so a space that opens it is kept; False
-            gives exactly what `Tokenizer.decode` gives for a text of its own.
+        is_continuation: whether the text follows a prompt, so that a leading space is kept; False
+            gives exactly the result of `Tokenizer.decode` for a separate text.
     """
 
     def __init__(
@@ -36,10 +37,10 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        """Add ids; return the text that is now certain.
+        """Add ids; return the text that is certain now.
 
         Raises:
-            ArgumentError: an id outside the vocabulary; no id of this call is taken.
+            ArgumentError: an id outside the vocabulary; no id of this call is added.
         """
         token_bytes = self._tokenizer.token_bytes
         new = b"".join([token_bytes(i, with_special=self._with_special) for i in ids])

@@ -1,4 +1,4 @@
-"""Keeps the text of clients from becoming control tokens while a template renders it."""
+"""Shield that keeps the text of clients from becoming control tokens during rendering."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 
 class ControlFinder:
-    """Finds control tokens in text, the longest at each place."""
+    """Finder of control tokens in text, the longest at each position."""
 
     def __init__(self, control_tokens: Mapping[str, int]) -> None:
         self._tokens = frozenset(token for token in control_tokens if token)
@@ -45,10 +45,10 @@ class ControlFinder:
 
 
 class Shield:
-    """Replaces control tokens by sentinels, and sentinels by the text they stand for.
+    """Replaces control tokens by sentinels, and sentinels by the text that they stand for.
 
-    A sentinel is digits only, so changes of case, JSON and trimming in a template leave it alone:
-    40 random ones, which no user can guess, and the number of the text.
+    A sentinel has digits only, so changes of case, JSON and trimming in a template do not alter it:
+    40 random digits, which no user can guess, and the number of the text.
     """
 
     def __init__(self, finder: ControlFinder) -> None:
@@ -60,7 +60,7 @@ class Shield:
 
     @property
     def end_mark(self) -> str:
-        """Stands where a message that is to be continued ends."""
+        """The mark of the end of a message that is to be continued."""
         return self._sentinel("")
 
     def cover(self, text: str) -> str:

@@ -1,10 +1,10 @@
-"""Stop strings on streamed text: where to cut, and what may already be shown.
+"""Stop strings on streamed text: where to cut, and how much text may already be shown.
 
-The rule: of all matches in the whole text the one that begins first wins, of those that begin
-together the first in the list. The answer is the same however the text was cut into pieces. Two
-things follow. Text that may still become a match is held back, at most one character less than the
-longest stop string; and a match is reported only when no earlier or higher-ranked one can still
-complete.
+The rule: of all matches in the whole text the one that begins first wins; of matches that begin
+together the first in the list wins. The answer is the same however the text was cut into pieces.
+Two things follow. Text that may still become a match is held back, at most one character less than
+the longest stop string; and a match is reported only when no earlier or higher-ranked match can
+still complete.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StopStrings:
         return self._matched
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; return what may be shown now and the stop string that matched, if one did.
+        """Add text; return the text that may be shown now and the stop string that matched, if any.
 
         After a match nothing more is emitted and the match is returned again.
         """
@@ -57,7 +57,7 @@ class StopStrings:
         return text[:shown], None
 
     def finish(self) -> tuple[str, str | None]:
-        """End the text: release what was held, or the match that waited for a better one."""
+        """End the text: release held text, or the match that waited for a better one."""
         if self._matched is not None:
             return "", self._matched
         text, self._held = self._held, ""

@@ -1,4 +1,4 @@
-"""The processes that render chat templates; what they are asked is in the worker's file."""
+"""The processes that render chat templates; their messages are described in the worker's file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PROGRAM: Final = ChildProgram(
 
 
 class TemplateWorker(ChildWorker):
-    """One process for templates."""
+    """A child process that renders templates."""
 
     def __init__(self) -> None:
         super().__init__(PROGRAM)
 
 
 class TemplateWorkers(ChildWorkers):
-    """Several of them."""
+    """Several template workers."""
 
     def __init__(self, count: int) -> None:
         super().__init__(PROGRAM, count)

@@ -1,8 +1,8 @@
-"""Child process that compiles and renders chat templates, which come from strangers.
+"""Child process that compiles and renders chat templates, which are untrusted.
 
 The sandbox stops attribute escapes, but neither two nested loops, nor a power tower (folded while
 the template compiles), nor a string of 10^10 characters. So this process limits its own memory and
-time, the parent kills it at its deadline, and it holds no secret: no environment, no file but its
+time, the parent kills it at its deadline, and it has no secret: no environment, no files but its
 own libraries.
 
 Messages, in the frames of `child_client.py`; the first one out is ``ready``, with
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 KEPT_TEMPLATES = 4
 KEPT_GLOBALS = frozenset({"range", "namespace"})  # `lipsum(n=...)` alone can run for ever
 MESSAGE_CHARS = 500
-# What a template can run into; anything else ends the process, and the parent says so.
+# Errors that a template can cause; any other one ends the process, and the parent reports it.
 FAILURES = (
     ArithmeticError,
     AttributeError,
@@ -51,7 +51,7 @@ class RaisedError(TemplateError):
 
 
 class OutputError(ValueError):
-    """The template wrote more than it may."""
+    """The template wrote more than its limit."""
 
 
 def raise_exception(message: object) -> NoReturn:
@@ -60,7 +60,7 @@ def raise_exception(message: object) -> NoReturn:
 
 
 def strftime_now(form: str) -> str:
-    """The local time in a form of the template's choice."""
+    """The local time in a format of the template's choice."""
     return datetime.now().strftime(form)
 
 
@@ -71,7 +71,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002, RUF100
 ) -> str:
-    """JSON without HTML escapes: the filter that model templates are written for."""
+    """JSON without HTML escapes: the filter that model templates expect."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -82,7 +82,7 @@ def to_json(
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox of Jinja; a forbidden attribute is an error at once, not an undefined value."""
+    """Jinja's sandbox; a forbidden attribute is an immediate error, not an undefined value."""
 
     def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
         kind = type(obj).__name__
@@ -90,7 +90,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def make_environment() -> Sandbox:
-    """The Jinja of Hugging Face templates, without loaders and the globals that can hang."""
+    """Jinja environment of Hugging Face templates, without loaders and globals that can hang."""
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     for name in set(environment.globals) - KEPT_GLOBALS:
         del environment.globals[name]
@@ -101,19 +101,19 @@ def make_environment() -> Sandbox:
 
 
 def failure(kind: str, message: str) -> dict[str, object]:
-    """An answer that carries an error."""
+    """An answer with an error."""
     return {"error": kind, "message": message[:MESSAGE_CHARS]}
 
 
 class Renderer:
-    """Compiles, keeps the last few templates, renders under an output cap."""
+    """Renderer that compiles, keeps the last few templates, and renders under an output limit."""
 
     def __init__(self) -> None:
         self._environment = make_environment()
         self._compiled: dict[str, Template] = {}
 
     def answer(self, request: Mapping[str, object]) -> dict[str, object]:
-        """One request to one answer; see the module."""
+        """Answer one request; see the module."""
         try:
             template = self._compile(str(request["source"]))
             context = request["context"]
@@ -151,9 +151,9 @@ class Renderer:
 
 
 def main() -> None:
-    """Answer requests until the parent leaves."""
+    """Answer requests until the parent ends."""
     renderer = Renderer()
-    renderer.answer({"source": "{{ 1 }}", "context": {}, "max_chars": 1})  # import what is lazy
+    renderer.answer({"source": "{{ 1 }}", "context": {}, "max_chars": 1})  # imports lazy modules
     write_message({"ready": True, "is_limited": limit_memory()})
     answer_requests(renderer.answer)
 

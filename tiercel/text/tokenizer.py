@@ -1,12 +1,12 @@
-"""Text to ids and back: one `Tokenizer` for GGUF metadata and for Hugging Face files.
+"""Tokenizer: text to ids and back, one class for GGUF metadata and for Hugging Face files.
 
-Two ways to encode. Plain (`parse_special=False`) is for the text of users: control tokens such as
-``<|im_end|>`` are letters like any others. With `parse_special=True`, for rendered templates and
-raw prompts, their text becomes their id. User-defined tokens are matched in both.
+There are two ways to encode. Plain (`parse_special=False`) is for the text of users: control tokens
+such as ``<|im_end|>`` are ordinary characters. With `parse_special=True`, for rendered templates
+and raw prompts, their text becomes their id. User-defined tokens are matched in both.
 
-Decoding is ours, not the library's: each token stands for exact bytes (`token_bytes`), decoded text
-is those bytes as UTF-8 with U+FFFD for what is not, and streaming (`detokenize.py`) gives the same
-text piece by piece.
+Decoding is ours, not the library's: each token has exact bytes (`token_bytes`), decoded text
+is those bytes as UTF-8 with U+FFFD for invalid bytes, and streaming (`detokenize.py`) gives the
+same text piece by piece.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tiercel.text.tokenizer_json import (
 )
 
 # The regex engine gives up, by a panic, after 10 million steps in one match: 10 million
-# spaces in a row are enough. A longer text is refused before it gets there.
+# spaces in a row are enough. A longer text is refused before that.
 MAX_TEXT_CHARS: Final = 1 << 23
 # Longer texts are encoded without the interpreter's lock: 0.5 MB take over a second.
 _SHORT_CHARS: Final = 4 << 10
-# Ends of a turn or a text, by the name that a vocabulary gives them.
+# End tokens of a turn or a text, by their name in a vocabulary.
 STOP_NAMES: Final = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -43,22 +43,22 @@ STOP_NAMES: Final = (
     "<|end|>",
     "<end_of_turn>",
     "<turn|>",
-    "<start_function_response>",  # FunctionGemma: what follows is the caller's to write
+    "<start_function_response>",  # FunctionGemma: the caller writes what follows
 )
 _HIDDEN_TYPES: Final = frozenset({UNKNOWN, CONTROL})
 
 
 def _encode(encoder: Encoder, text: str) -> list[int]:
-    """Ids of a text; a long one lets other threads run meanwhile."""
+    """Ids of a text; a long text lets other threads run meanwhile."""
     if len(text) <= _SHORT_CHARS:
         ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
-    else:  # a list, for `encode` keeps the lock; both give the same
+    else:  # a list, since `encode` keeps the lock; both give the same ids
         ids = encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 
 
 def _byte_alphabet() -> dict[int, int]:
-    """Code point to byte: printable Latin-1 bytes stand for themselves, the others from U+0100 on.
+    """Code point to byte: printable Latin-1 bytes map to themselves, other bytes from U+0100 on.
 
     Source: bytes_to_unicode of github.com/openai/gpt-2, src/encoder.py.
     """
@@ -75,9 +75,9 @@ class SpecialTokens:
     """Ids with a role.
 
     Attributes:
-        bos_id, eos_id, pad_id: None where the model has none.
+        bos_id, eos_id, pad_id: ids, or None where the model has none.
         stop_ids: every id that ends an answer, ascending.
-        add_bos, add_eos: whether an encoded input gets them when special tokens are asked for.
+        add_bos, add_eos: whether an encoded input gets them when special tokens are requested.
     """
 
     bos_id: int | None
@@ -92,14 +92,14 @@ class Tokenizer:
     """The tokenizer of one model, made by `from_gguf` or `from_file`; threads may share it.
 
     Attributes:
-        vocab_size: ids are 0 to vocab_size - 1.
+        vocab_size: size of the vocabulary; ids are 0 to vocab_size - 1.
         bos_id, eos_id, pad_id: ids, or None.
         stop_ids: ids that end an answer, ascending.
         add_bos, add_eos: see `encode`.
         control_tokens: id by text of every control token.
-        trimming: (takes whitespace before, after) by id, for the control tokens that take any.
-        unused_ids: ids that stand for nothing and must not be sampled, ascending.
-        strips_leading_space: encoding puts a space before a text, so decoding takes one away.
+        trimming: (strips whitespace before, after) by id, for the control tokens that strip any.
+        unused_ids: ids without a meaning, which must not be sampled, ascending.
+        strips_leading_space: whether encoding adds a space before a text and decoding strips it.
         chat_template: Jinja source from the file, or None.
     """
 
@@ -142,9 +142,9 @@ class Tokenizer:
 
         Args:
             data: the checked fields.
-            cache_dir: folder for what is slow to build; None: no cache. A folder that cannot be
-                written costs a warning, a damaged entry is made again.
-            cache_key: names the file's content (its hash, or path, size and time of change).
+            cache_dir: folder for slow results; None: no cache. A folder that cannot be written
+                costs a warning, a damaged entry is rebuilt.
+            cache_key: identity of the file's content (its hash, or path, size and time of change).
 
         Raises:
             ModelFormatError: the vocabulary gives too many merges.
@@ -209,11 +209,11 @@ class Tokenizer:
         *,
         vocab_size: int | None = None,
     ) -> Tokenizer:
-        """As `from_file`, of a file that was read already.
+        """Like `from_file`, for a file that was read already.
 
         Args:
-            name: what messages call the file.
-            content: its bytes.
+            name: name of the file in messages.
+            content: bytes of the file.
             tokenizer_config: see `from_file`.
             generation_config: see `from_file`.
             vocab_size: see `from_file`.
@@ -248,12 +248,12 @@ class Tokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        """The id that opens an input, or None."""
+        """The id at the start of an input, or None."""
         return self._special.bos_id
 
     @property
     def eos_id(self) -> int | None:
-        """The id that ends a text, or None."""
+        """The id at the end of a text, or None."""
         return self._special.eos_id
 
     @property
@@ -268,12 +268,12 @@ class Tokenizer:
 
     @property
     def add_bos(self) -> bool:
-        """Whether `encode` puts BOS first when special tokens are asked for."""
+        """Whether `encode` puts BOS first when special tokens are requested."""
         return self._special.add_bos
 
     @property
     def add_eos(self) -> bool:
-        """Whether `encode` puts EOS last when special tokens are asked for."""
+        """Whether `encode` puts EOS last when special tokens are requested."""
         return self._special.add_eos
 
     def encode(
@@ -286,10 +286,10 @@ class Tokenizer:
             parse_special: whether the text of a control token becomes its id. Never for a user's
                 text.
             add_special_tokens: whether BOS and EOS are added where the model wants them; one that
-                the text itself wrote is not doubled.
+                the text itself contains is not added again.
 
         Raises:
-            InvalidRequestError: a lone surrogate, which is no Unicode text, or more than
+            InvalidRequestError: a lone surrogate, which is not Unicode text, or more than
                 `MAX_TEXT_CHARS`.
         """
         check_text(text)
@@ -324,12 +324,12 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         is_continuation: bool = False,
     ) -> str:
-        """Turn ids into text; bytes that are no UTF-8 become U+FFFD.
+        """Turn ids into text; bytes that are not UTF-8 become U+FFFD.
 
         Args:
             ids: token ids.
             skip_special_tokens: whether control tokens are left out; else their names are shown.
-            is_continuation: the text goes on after a prompt, so a space that opens it is kept.
+            is_continuation: whether the text follows a prompt, so that a leading space is kept.
 
         Raises:
             ArgumentError: an id outside the vocabulary.
@@ -363,7 +363,7 @@ class Tokenizer:
             return token.replace(SPACE_MARK, " ").encode("utf-8", "surrogateescape")
         try:
             return bytes([_BYTE_OF_CHAR[ord(char)] for char in token])
-        except KeyError:  # a character outside the byte alphabet: such a token is literal text
+        except KeyError:  # a character outside the byte alphabet: the token is literal text
             return token.encode("utf-8", "surrogateescape")
 
     def token_text(self, token_id: int) -> str:
@@ -400,7 +400,7 @@ class Tokenizer:
 
 
 def check_text(text: str, param: str | None = None) -> None:
-    """Refuse text that UTF-8 cannot hold, and text without end.
+    """Refuse text that UTF-8 cannot encode, and text over the limit.
 
     Raises:
         InvalidRequestError: a lone surrogate, with its position; more than `MAX_TEXT_CHARS`.

@@ -1,10 +1,10 @@
-r"""From checked GGUF fields to encoders of the `tokenizers` library.
+r"""Builder of `tokenizers` encoders from checked GGUF fields.
 
-Two encoders share one BPE model, so the second costs nothing: `plain` matches user-defined tokens
-(type 4) alone, `chat` also matches control tokens (type 3). Text of a user goes through `plain`,
+Two encoders share one BPE model, so the second costs nothing: `plain` matches only user-defined
+tokens (type 4), `chat` also matches control tokens (type 3). Text of a user goes through `plain`,
 where no string can end a turn.
 
-A "llama" file holds scores but no merges. They are derived: for every token, each split into two
+A "llama" file has scores but no merges. They are derived: for every token, each split into two
 tokens is a merge, ordered by descending score of the result, ties by id, then by the ids of the two
 parts. For 262,144 tokens that is the slow part, so the merges are cached as pairs of token ids:
 reading 3 MB of ids and building the model from them takes half the time of parsing the library's
@@ -43,7 +43,7 @@ from tiercel.text.tokenizer_data import (
 
 _LOG = logging.getLogger(__name__)
 
-SPACE_MARK: Final = "\u2581"  # SentencePiece writes a space so
+SPACE_MARK: Final = "\u2581"  # SentencePiece's mark of a space
 
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _QWEN2: Final = (
@@ -65,7 +65,7 @@ SPLITS: Final[dict[str, tuple[str, ...]]] = {
         _DEEPSEEK_WORDS,
     ),
 }
-IGNORE_MERGES: Final = frozenset({"llama-bpe"})  # a whole piece in the vocabulary is taken as it is
+IGNORE_MERGES: Final = frozenset({"llama-bpe"})  # a whole piece in the vocabulary is used as is
 
 _MAGIC: Final = b"TCLMRG1\n"
 _HASH_BYTES: Final = 32
@@ -76,10 +76,10 @@ class Encoders:
     """The encoders of one vocabulary; all share one model.
 
     Attributes:
-        plain: matches user-defined tokens only.
-        chat: matches control tokens too.
-        plain_inner: as `plain`, for text that does not open the input (differs only where a
-            tokenizer file marks the first word).
+        plain: encoder that matches user-defined tokens only.
+        chat: encoder that matches control tokens too.
+        plain_inner: as `plain`, for text that is not at the start of the input (differs only where
+            a tokenizer file marks the first word).
     """
 
     plain: Tokenizer
@@ -92,8 +92,8 @@ def build_encoders(data: TokenizerData, cache_dir: Path | None, cache_key: str) 
 
     Args:
         data: the checked fields.
-        cache_dir: folder for derived merges, made if absent; None: no cache.
-        cache_key: names the file's content, for instance its hash; "": no cache.
+        cache_dir: folder for derived merges, created if absent; None: no cache.
+        cache_key: identity of the file's content, for instance its hash; "": no cache.
 
     Raises:
         ModelFormatError: the vocabulary gives too many merges.
@@ -128,7 +128,7 @@ def build_encoders(data: TokenizerData, cache_dir: Path | None, cache_key: str) 
 
 
 def _make_vocab(tokens: Sequence[str]) -> dict[str, int]:
-    """Id by text; of equal texts the first; without tokens that are no Unicode text."""
+    """Id by text; of equal texts the first; without tokens that are not Unicode text."""
     vocab = {token: i for i, token in reversed(list(enumerate(tokens)))}
     try:
         "".join(vocab).encode()
@@ -138,7 +138,7 @@ def _make_vocab(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether the text is free of lone surrogates, so that UTF-8 can hold it."""
+    """Whether the text has no lone surrogates, so that UTF-8 can encode it."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -193,7 +193,7 @@ def derive_merges(data: TokenizerData, vocab: dict[str, int]) -> array[int]:
     """
     merges = array("I")
     find = vocab.get
-    # `reverse` keeps the order of equal scores, so ties go by id.
+    # `reverse` keeps the order of equal scores, so ties are ordered by id.
     for result in sorted(range(len(data.tokens)), key=data.scores.__getitem__, reverse=True):
         if data.token_types[result] not in (NORMAL, USER_DEFINED):
             continue
@@ -227,7 +227,7 @@ def _hash_content(data: TokenizerData) -> bytes:
 
 
 def _read_cache(path: Path, content_hash: bytes, vocab_size: int) -> array[int] | None:
-    """The cached merges, or None when there are none; a damaged entry is removed."""
+    """The cached merges, or None if there are none; a damaged entry is removed."""
     try:
         blob = path.read_bytes()
     except OSError:

@@ -1,8 +1,8 @@
-"""What a GGUF file says about its tokenizer, checked field by field.
+"""The tokenizer fields of a GGUF file, checked one by one.
 
 Metadata is hostile until checked: each rule here names the key, the value found and the value
-allowed, so that nothing behind this module meets a wrong type, a wrong length or an id outside the
-vocabulary. Arrays may arrive as lists or as anything with ``tolist`` (NumPy views): this module
+allowed, so that later code never meets a wrong type, a wrong length or an id outside the
+vocabulary. Arrays may arrive as lists or as objects with ``tolist`` (NumPy views): this module
 imports neither.
 """
 
@@ -40,12 +40,12 @@ class TokenizerData:
     """The tokenizer fields of one GGUF file; build it with `from_gguf`, which checks them.
 
     Attributes:
-        name: the file name that opens every message.
+        name: file name at the start of every message.
         model: "gpt2" (byte-level BPE) or "llama" (SentencePiece-style BPE).
         pre: name of the split rule of "gpt2"; "" where absent.
         tokens: text by id.
-        token_types: `NORMAL` .. `BYTE` by id, same length.
-        scores: by id, same length, finite; empty where absent.
+        token_types: types by id, `NORMAL` .. `BYTE`, same length.
+        scores: scores by id, same length, finite; empty where absent.
         merges: (left, right) pairs in order of rank; empty for "llama".
         bos_id, eos_id, eot_id, unk_id, pad_id: ids inside the vocabulary, or None.
         add_bos, add_eos, add_space_prefix: the file's values, or llama.cpp's defaults.
@@ -75,11 +75,11 @@ class TokenizerData:
 
         Args:
             metadata: all key-value pairs; array values are sequences or have ``tolist``.
-            name: what messages call the file, without its folder.
+            name: name of the file in messages, without its folder.
 
         Raises:
             ModelFormatError: a field is missing, of a wrong type, or breaks a rule.
-            UnsupportedModelError: a sound file with another kind of tokenizer.
+            UnsupportedModelError: a valid file with another kind of tokenizer.
 
         Source: the keys of docs/gguf.md in github.com/ggml-org/ggml.
         """
@@ -126,7 +126,7 @@ def shown(value: object) -> str:
 
 
 class _Fields:
-    """Typed access to the metadata; what breaks a rule raises `ModelFormatError`."""
+    """Typed access to the metadata; a broken rule raises `ModelFormatError`."""
 
     def __init__(self, metadata: Mapping[str, object], name: str) -> None:
         self._metadata = metadata
@@ -159,7 +159,7 @@ class _Fields:
 
     def boolean(self, key: str, *, default: bool) -> bool:
         value = self._metadata.get(PREFIX + key, default)
-        # Arrays of NumPy have `item` too, and a length.
+        # NumPy arrays have `item` too, and a length.
         is_scalar = not hasattr(value, "__len__")
         plain = value.item() if is_scalar and hasattr(value, "item") else value
         if not isinstance(plain, bool):
@@ -209,7 +209,7 @@ def _read_types(fields: _Fields, vocab_size: int) -> tuple[int, ...]:
     for i, kind in enumerate(types):
         if not isinstance(kind, int) or isinstance(kind, bool):
             raise fields.error(f"{key}[{i}]", f"is {shown(kind)}", "it must be an integer")
-        # llama.cpp writes 0 for tokens that no tool described; it treats them as ordinary text.
+        # llama.cpp writes 0 for tokens without a type; it treats them as ordinary text.
         if not 0 <= kind <= BYTE:
             raise fields.error(f"{key}[{i}]", f"is {shown(kind)}", f"it must be 0 to {BYTE}")
         checked.append(kind or NORMAL)
@@ -239,7 +239,7 @@ def _check_length(fields: _Fields, key: str, length: int, vocab_size: int) -> No
 
 
 def _check_distinct(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Two tokens of one text would make one of them unreachable; padding may repeat."""
+    """Refuse two tokens of one text, one of which would be unreachable; padding may repeat."""
     first: dict[str, int] = {}
     for i, token in enumerate(tokens):
         if types[i] != UNUSED and first.setdefault(token, i) != i:
@@ -264,7 +264,7 @@ def _read_merges(fields: _Fields, tokens: Sequence[str]) -> tuple[tuple[str, str
     for i, merge in enumerate(merges):
         if not isinstance(merge, str):
             raise fields.error(f"{key}[{i}]", f"is {shown(merge)}", "every merge must be a string")
-        # A token of one space may stand on the left: the separator is the first space after it.
+        # A token of one space may be on the left: the separator is the first space after it.
         cut = merge.find(" ", 1)
         left, right = merge[:cut], merge[cut + 1 :]
         if cut < 1 or not right:

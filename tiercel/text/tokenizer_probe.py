@@ -1,4 +1,4 @@
-"""Child process: loads a tokenizer file before the engine does, so a fault kills nobody else.
+"""Child process that loads a tokenizer file before the engine does, so that a crash stays in it.
 
 Standard input: one line of JSON, then the tokenizer JSON. Exit status 0: it loads. With ``probe``
 set it also encodes texts that make a careless regular expression take exponential time; the
@@ -40,12 +40,12 @@ def _set_limits(settings: Mapping[str, int]) -> None:
 
 
 def main() -> None:
-    """Load, probe, leave; any exception becomes the last line of standard error."""
+    """Load, probe, exit; an exception becomes the last line of standard error."""
     settings = json.loads(sys.stdin.buffer.readline())
     sys.path.extend(sys.argv[1:])
-    from tokenizers import Tokenizer  # noqa: PLC0415 - the path arrives as an argument
+    from tokenizers import Tokenizer  # noqa: PLC0415 - the path is an argument
 
-    with contextlib.suppress(ImportError):  # without limits the parent's clock alone decides
+    with contextlib.suppress(ImportError):  # without limits only the parent's clock decides
         _set_limits(settings)
     tokenizer = Tokenizer.from_str(sys.stdin.buffer.read().decode())
     tokenizer.encode("Hello, world!")
