@@ -1,4 +1,4 @@
-"""A small report with figures that can be told apart."""
+"""A small report whose figures are all different."""
 
 from tiercel.bench.completions import Sample
 from tiercel.bench.report import Level, Load, Report

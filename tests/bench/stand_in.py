@@ -1,4 +1,4 @@
-"""A server of the OpenAI kind that answers as its script says, with known delays."""
+"""A scripted OpenAI-compatible server with known delays."""
 
 import asyncio
 import json
@@ -12,20 +12,20 @@ from starlette.routing import Route
 class StandIn:
     """Completions with `max_tokens` tokens, `piece_tokens` in each piece.
 
-    A prompt that is the name of a fault gets it: `429`, `503`, `drop`, `garbage`, `no_choices`,
+    A prompt that is the name of a fault causes it: `429`, `503`, `drop`, `garbage`, `no_choices`,
     `error_event`, `no_done`, `no_usage`, `silence`, `silence_inside`.
 
     Attributes:
-        bodies: of all completion requests, in order.
-        at_s: when each came.
-        first_s, gap_s: before the first piece, and between pieces.
-        takes_ids: whether prompts of token ids are taken.
+        bodies: bodies of all completion requests, in order.
+        at_s: arrival times of the requests.
+        first_s, gap_s: delays before the first piece, and between pieces.
+        takes_ids: whether prompts of token ids are accepted.
         words_per: tokens = words_per[0] + words_per[1] * words.
-        extra_tokens: counted in each prompt of ids besides the ids.
-        missing_tokens: by which each answer is shorter than asked for.
+        extra_tokens: tokens counted in each prompt of ids besides the ids.
+        missing_tokens: number by which each answer is shorter than requested.
         cached: reported cached tokens.
-        refuse_from: the number of the first request that gets a 503.
-        running, most_running: requests under way.
+        refuse_from: number of the first request that gets a 503.
+        running, most_running: concurrent requests, and their maximum.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""A streamed answer is read the same however it is cut; what is not an answer has a kind."""
+"""A streamed answer is parsed the same however it is cut; every other answer has an error kind."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ def test_however_it_is_cut(size):
     assert (sample.prompt_tokens, sample.completion_tokens) == (4, 7)
     assert sample.finish_reason == "length"
     assert sample.index == 3
-    assert len(sample.piece_s) <= 2  # seven tokens, two pieces with text, or fewer at once
+    assert len(sample.piece_s) <= 2  # seven tokens, two pieces with text; one if together
 
 
 def test_times():

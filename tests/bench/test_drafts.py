@@ -1,4 +1,4 @@
-"""What guesses were worth: totals of a server's metrics, and what a level added to them."""
+"""Acceptance of draft tokens: totals of a server's metrics, and the increase in a level."""
 
 import pytest
 

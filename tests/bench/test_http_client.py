@@ -1,4 +1,4 @@
-"""The measuring client against servers that hold the protocol, stretch it and break it."""
+"""The measuring client with servers that keep the protocol, stretch it and break it."""
 
 import asyncio
 import contextlib
@@ -46,10 +46,10 @@ def test_what_is_no_address(text):
 
 
 def talk(answers, *, requests=1, timeout_s=5.0, body=None):
-    """Send requests to a server whose connections act as `answers` says, one after the other.
+    """Send requests to a server whose connections follow `answers`, one after the other.
 
     Returns:
-        One exchange or error for each request, and what each connection had received.
+        One exchange or error for each request, and the bytes that each connection received.
     """
 
     async def main():
@@ -135,7 +135,7 @@ def test_a_connection_that_closes_under_the_request_is_tried_once_more_only_if_i
     assert kinds(results) == ["ok", "ok"]
     assert len(received) == 2
     results, received = talk([[[]], [[HELLO]]], requests=1)
-    assert kinds(results) == ["dropped"]  # a fresh one that does so is a fault of the server
+    assert kinds(results) == ["dropped"]  # a new connection that does so is a fault of the server
     assert len(received) == 1
 
 

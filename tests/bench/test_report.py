@@ -1,4 +1,4 @@
-"""Results survive the disk, compare only with their like, and read well."""
+"""Results survive saving and loading, are compared only with their like, and print well."""
 
 import json
 import re
@@ -151,7 +151,7 @@ def test_the_figure(tmp_path):
     plot.draw(found, path)
     text = path.read_text()
     for words in (
-        *("requests at once", "requests sent per second", "output tokens per second"),
+        *("concurrent requests", "requests sent per second", "output tokens per second"),
         *("time to first token, ms", "time per token, ms", "engine 1 p50", "engine 2 p99"),
         "a model; prompts of 8 to 16 tokens, answers of 4; measured from: A CPU, 2 cores",
     ):
@@ -172,7 +172,7 @@ def test_other_kinds_of_figure(tmp_path, ending):
 def test_figures_that_cannot_be_drawn(tmp_path):
     with pytest.raises(ArgumentError, match=r"written as \.jpg"):
         plot.draw([report()], tmp_path / "a.jpg")
-    with pytest.raises(ArgumentError, match="no level to draw"):
+    with pytest.raises(ArgumentError, match="no level to plot"):
         plot.draw([report(loads=())], tmp_path / "a.svg")
     failed = level(Load(4, concurrency=1), 1.0, error="timeout", piece_s=[])
     plot.draw([report(levels=[failed])], tmp_path / "a.svg")  # gaps where nothing was measured

@@ -1,4 +1,4 @@
-"""A whole measurement against a scripted server: counts, times, loads, prompts, what it refuses."""
+"""A whole measurement of a scripted server: counts, times, loads, prompts, refusals."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ SHAPE = Workload(Lengths(20, 40), Lengths(3, 6), seed=5, token_ids=Lengths(100, 
 
 
 class Place:
-    """One started server; each test puts its own stand-in there."""
+    """One started server; each test installs its own stand-in."""
 
     async def __call__(self, scope, receive, send):
         await self.server(scope, receive, send)
@@ -97,7 +97,7 @@ def test_times_are_those_of_the_server(server):
     shape = Workload(Lengths(5, 5), Lengths(4, 4), token_ids=Lengths(1, 9))
     (level,) = run(server, workload=shape, concurrency=[4]).levels
     summary = level.summary
-    # a sleep never ends early; how late it ends is the machine's business, within reason
+    # a sleep never ends early; how late it ends depends on the machine, within reason
     assert 0.06 <= summary.first_token.p50 < 0.16
     assert 0.02 * 0.95 <= summary.inter_token.p50 < 0.06
     assert 0.02 * 0.95 <= summary.gap.p50 < 0.06
@@ -145,7 +145,7 @@ def test_levels_have_the_same_lengths_and_other_prompts(server):
     measured = run(server, concurrency=[1, 4], rates=[200.0], num_requests=6)
     assert [level.load.name for level in measured.levels] == ["1 at once", "4 at once", "200/s"]
     prompts = [tuple(body["prompt"]) for body in server.bodies]
-    assert len(set(prompts)) == len(prompts) == 1 + 3 * 6  # one asks whether ids are taken
+    assert len(set(prompts)) == len(prompts) == 1 + 3 * 6  # one request probes for ids
     lengths = [sorted(map(len, prompts[i : i + 6])) for i in (1, 7, 13)]
     assert lengths[0] == lengths[1] == lengths[2]
 
@@ -284,7 +284,7 @@ def test_every_first_request_refused_ends_it_at_once(server):
 
 
 def test_a_warm_up_that_fails_as_a_whole_ends_it(server):
-    server.refuse_from = 2  # the one that asks whether ids are taken is answered
+    server.refuse_from = 2  # the request that probes for ids is answered
     with pytest.raises(BenchError, match="http_503: 503 it is"):
         run(server, concurrency=[2], num_warm_up=3)
     assert len(server.bodies) == 4

@@ -1,4 +1,4 @@
-"""Prompts, steps and batches: what is run, and what is counted."""
+"""Prompts, steps and batches: the work that runs, and the tokens that are counted."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def load(trials):
 
 
 class Clock:
-    """Each reading is a second after the one before."""
+    """A clock whose readings are one second apart."""
 
     def __init__(self):
         self.now = 0.0
@@ -46,7 +46,7 @@ def test_trials_are_those_of_the_options():
     names = ["pp512", "pp4096", "tg128 @ d0", "tg128 @ d8192", "tg128 @ d500 b8"]
     assert [trial.name for trial in trials] == names
     assert context_of(trials) == 8192 + 128 + speed.SPARE_TOKENS
-    assert context_of([Trial(1, 0, 4)]) == 1 + 4 + speed.SPARE_TOKENS  # behind a token
+    assert context_of([Trial(1, 0, 4)]) == 1 + 4 + speed.SPARE_TOKENS  # after a token
     assert make_trials([512], 0, [0, 8192], [8], 500) == [Trial(1, 512)]
 
 

@@ -7,7 +7,7 @@ from tiercel.bench.statistics import Bounds, Spread, inter_token_s, is_good, spr
 
 
 def sample(index=0, first=0.1, last=0.5, tokens=5, **kwargs):
-    """An answer whose pieces come evenly."""
+    """An answer whose pieces arrive at equal intervals."""
     step = (last - first) / max(tokens - 1, 1)
     fields = {
         "start_s": 0.0,
@@ -42,8 +42,8 @@ def test_tokens_are_counted_by_usage_not_by_pieces():
 
 def test_no_time_per_token_where_none_can_be_known():
     assert inter_token_s(sample(tokens=1)) is None
-    assert inter_token_s(sample(piece_s=[0.5])) is None  # all at once
-    assert inter_token_s(sample(piece_s=[])) == pytest.approx(0.1)  # offline: no pieces are seen
+    assert inter_token_s(sample(piece_s=[0.5])) is None  # all together
+    assert inter_token_s(sample(piece_s=[])) == pytest.approx(0.1)  # offline: there are no pieces
     assert inter_token_s(sample(first_s=None, latency_s=None)) is None
 
 
@@ -64,7 +64,7 @@ def test_a_level():
     assert summary.request_rate == pytest.approx(1.5)
     assert summary.completion_rate == pytest.approx(7.0)
     assert summary.total_rate == pytest.approx(22.0)
-    assert summary.first_token.mean == pytest.approx(0.2)  # the failed ones do not count
+    assert summary.first_token.mean == pytest.approx(0.2)  # failed ones do not count
     assert summary.latency.p50 == pytest.approx(0.6)
     assert summary.late.p50 == pytest.approx(0.25)
     assert summary.client_load == pytest.approx(0.25)

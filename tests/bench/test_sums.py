@@ -1,4 +1,4 @@
-"""Figures of a measurement over random samples, against plain sums; floors against a loop."""
+"""Figures of a measurement over random samples, compared with plain sums; floors with a loop."""
 
 import random
 import statistics
@@ -14,7 +14,7 @@ from tiercel.profiling.device_timing import Ceilings
 
 
 def percentile(values, share):
-    """Between the two nearest, as the docstring says."""
+    """The percentile between the two nearest values, as the docstring says."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -103,7 +103,7 @@ def test_percentiles_of_every_length(count):
 
 
 def least_seconds(cost, ceilings, batch, prompt_tokens, steps):
-    """The floor by walking over every token of every step."""
+    """The floor, computed over every token of every step."""
     num_bytes = flops = 0
     for step in range(steps or 1):
         num_bytes += cost.weight_bytes
@@ -160,6 +160,6 @@ def test_drafts_of_a_level_are_the_difference_of_its_ends(seed):
     ],
 )
 def test_tokens_of_a_trial(shape, num_tokens, context, name):
-    """Of all sequences: those of the prompt, or of the steps alone."""
+    """Of all sequences: the tokens of the prompt, or of the steps only."""
     trial = Trial(*shape)
     assert (trial.num_tokens, trial.context, trial.name) == (num_tokens, context, name)

@@ -1,4 +1,4 @@
-"""Requests are drawn from the seed alone: the same lengths everywhere, other contents each time."""
+"""Requests depend only on the seed: the same lengths everywhere, other contents each time."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Draws figures of `bench speed` and `bench kernels` as bars. Importing this needs matplotlib."""
+"""Bar charts of `bench speed` and `bench kernels`. Importing this needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tiercel.bench.plot import save_figure, style
 def draw_bars(
     names: Sequence[str], values: Sequence[float], axis: str, title: str, path: Path
 ) -> None:
-    """Write one horizontal bar for each name, its value beside it.
+    """Write one horizontal bar for each name, with its value next to it.
 
     Args:
-        names: from top to bottom.
-        values: of each; not negative.
-        axis: what the values are.
-        title: of the figure.
-        path: its ending is .svg, .png or .pdf.
+        names: names from top to bottom.
+        values: value of each name; not negative.
+        axis: label of the axis.
+        title: title of the figure.
+        path: file to write; its ending is .svg, .png or .pdf.
     """
     with style():
         figure = Figure(figsize=(8, 1 + 0.3 * len(names)), layout="constrained")

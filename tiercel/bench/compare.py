@@ -1,4 +1,4 @@
-"""Puts two results side by side, if they asked the same."""
+"""Comparison of two results with the same workload."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tiercel.errors import ArgumentError
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One figure of two results.
+    """One figure in two results.
 
     Attributes:
-        load: the level.
-        title: the figure.
-        first, second: its values; None where a result has none.
-        digits: after the point.
+        load: level of the figure.
+        title: title of the figure.
+        first, second: values; None where a result has none.
+        digits: digits after the point.
     """
 
     load: str
@@ -40,7 +40,7 @@ class Comparison:
 def compare(first: Report, second: Report) -> list[Comparison]:
     """Every figure that one of two results has.
 
-    A result of a server and one without a server compare: they have the same requests.
+    A result of a server and one without a server can be compared: they have the same requests.
 
     Raises:
         ArgumentError: workload, bounds or loads differ; the message names each difference.
@@ -60,7 +60,7 @@ def compare(first: Report, second: Report) -> list[Comparison]:
 
 
 def differences(first: Report, second: Report) -> list[str]:
-    """What keeps two results from being compared, one phrase for each."""
+    """The reasons why two results cannot be compared, one phrase for each."""
     found = []
     for name, a, b in (
         *_fields(first.workload, second.workload),

@@ -1,7 +1,7 @@
-"""Asks a server of the OpenAI kind for completions and notes when each piece of an answer came.
+"""Client of an OpenAI-compatible server that records the arrival of each piece of an answer.
 
-Token counts are the server's own (`usage`): a piece may hold several tokens, or a part of one. An
-answer without usage, with an error event, or cut before its end is an error with a kind of its own,
+Token counts are the server's own (`usage`): a piece may contain several tokens, or a part of one.
+An answer without usage, with an error event, or cut before its end is an error of its own kind,
 never a shorter answer.
 """
 
@@ -17,24 +17,24 @@ import msgspec
 from tiercel.bench.http_client import Exchange, ExchangeError, HttpClient
 
 MAX_LINE_BYTES = 16 << 20
-_MAX_DETAIL = 200  # characters of an error that are kept
+_MAX_DETAIL = 200  # most characters of an error
 
 
 class Sample(msgspec.Struct, omit_defaults=True):
-    """One request and what came of it. Times are seconds.
+    """One request and its outcome. Times are in seconds.
 
     Attributes:
-        index: which of the level's requests.
-        start_s: when it was sent, since the level began.
-        output_len: tokens that were asked for.
-        due_s: when it should have been sent; open loop only.
-        first_s: from sending to the first piece with text.
-        latency_s: from sending to the last piece.
-        piece_s: from sending to each piece with text.
-        prompt_tokens, completion_tokens, cached_tokens: the server's count.
-        finish_reason: the server's word.
-        error: its kind; None if all went well.
-        detail: the server's or the system's words for it.
+        index: number of the request in its level.
+        start_s: time at which it was sent, since the level began.
+        output_len: number of requested tokens.
+        due_s: time at which it should have been sent; open loop only.
+        first_s: time from sending to the first piece with text.
+        latency_s: time from sending to the last piece.
+        piece_s: times from sending to each piece with text.
+        prompt_tokens, completion_tokens, cached_tokens: counts of the server.
+        finish_reason: finish reason from the server.
+        error: kind of the error; None without an error.
+        detail: message of the server or the system for it.
     """
 
     index: int
@@ -78,7 +78,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What to ask for: `prompt` as the wire takes it, and the number of tokens of the answer."""
+    """A completion request: `prompt` as it is sent, and the number of tokens of the answer."""
 
     prompt: str | list[int]
     output_len: int
@@ -141,12 +141,12 @@ class _Stream(Exchange):
             if self.first_event_at is None:
                 self.first_event_at = now_s
             if choice.text and (not self.piece_at or self.piece_at[-1] != now_s):
-                self.piece_at.append(now_s)  # pieces that came together are one to the reader
+                self.piece_at.append(now_s)  # pieces that arrive together count as one
             self.finish_reason = choice.finish_reason or self.finish_reason
 
 
 class CompletionServer:
-    """A server's `/v1` routes, as far as a measurement needs them."""
+    """The `/v1` routes of a server that a measurement needs."""
 
     def __init__(self, client: HttpClient, model: str, *, temperature: float) -> None:
         self._client = client
@@ -159,10 +159,10 @@ class CompletionServer:
         """Send one request and wait for its end; a failure is in the sample, not raised.
 
         Args:
-            request: what to ask for.
-            index: kept in the sample.
-            began_s: the clock's zero for the sample's start.
-            due_s: kept in the sample.
+            request: the request to send.
+            index: number for the sample.
+            began_s: zero of the clock of the sample's start.
+            due_s: due time for the sample.
         """
         body = msgspec.json.encode(
             {
@@ -202,7 +202,7 @@ def _fill(sample: Sample, stream: _Stream, sent_s: float) -> None:
 
 
 def _error_text(body: bytes) -> str:
-    """The message in a server's error, or the beginning of what it sent."""
+    """The message in a server's error, or the beginning of its body."""
     text = body[: 4 * _MAX_DETAIL].decode(errors="replace")
     try:
         value: Any = msgspec.json.decode(body)

@@ -1,4 +1,4 @@
-"""What guesses of tokens were worth, from an engine's own counts or from a server's metrics."""
+"""Acceptance of draft tokens, from an engine's own counts or from a server's metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-# Of any engine that counts under vLLM's names.
+# Matches any engine that uses vLLM's metric names.
 _LINE: Final = re.compile(
     r"^\w+:spec_decode_(?P<name>num_\w+)_total\{(?P<labels>[^}]*)\} (?P<value>[0-9.e+]+)$",
     re.MULTILINE,
@@ -16,12 +16,12 @@ _PLACE: Final = re.compile(r'position="(\d+)"')
 
 
 class DraftFigures(msgspec.Struct, frozen=True):
-    """Guesses of one level.
+    """Draft tokens of one level.
 
     Attributes:
-        num_drafts: steps of requests that verified guesses.
-        num_draft_tokens: guesses in them.
-        accepted_per_pos: how often the first, second, ... was right.
+        num_drafts: number of request steps that verified draft tokens.
+        num_draft_tokens: number of draft tokens in them.
+        accepted_per_pos: number of accepted tokens at the first, second, ... position.
     """
 
     num_drafts: int
@@ -30,17 +30,17 @@ class DraftFigures(msgspec.Struct, frozen=True):
 
     @property
     def acceptance(self) -> float | None:
-        """The share of right guesses; None without any."""
+        """The acceptance rate; None without draft tokens."""
         if not self.num_draft_tokens:
             return None
         return sum(self.accepted_per_pos) / self.num_draft_tokens
 
     def place_rates(self) -> list[float]:
-        """Of the steps with guesses, the share in which the first, second, ... was right."""
+        """The acceptance rate at the first, second, ... position, over all steps with drafts."""
         return [count / max(1, self.num_drafts) for count in self.accepted_per_pos]
 
     def since(self, before: DraftFigures) -> DraftFigures:
-        """What was added to earlier totals."""
+        """The increase since earlier totals."""
         earlier = before.accepted_per_pos + [0] * len(self.accepted_per_pos)
         return DraftFigures(
             self.num_drafts - before.num_drafts,
@@ -50,7 +50,7 @@ class DraftFigures(msgspec.Struct, frozen=True):
 
 
 def read_metrics(text: str) -> DraftFigures | None:
-    """The totals in the metrics of a server; None if it does not count guesses."""
+    """The totals in the metrics of a server; None if it does not count draft tokens."""
     totals: dict[str, int] = {}
     places: dict[int, int] = {}
     for found in _LINE.finditer(text):

@@ -1,4 +1,4 @@
-"""Where figures come from: the command, the versions, the machine. Free of PyTorch."""
+"""Origin of the figures: the command, the versions, the machine. Free of PyTorch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NVIDIA_SMI_TIMEOUT_S: Final = 20.0
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command that runs this process; of absolute paths the last part, of secrets nothing.
+    """The command that runs this process, without the folders of paths and without secrets.
 
     Args:
-        arguments: `sys.argv`, or what stands for it.
+        arguments: `sys.argv`, or a replacement.
     """
     spec = sys.modules["__main__"].__spec__
     if spec is None or spec.name == "__main__":
@@ -55,7 +55,7 @@ def cpu_name() -> str:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed package; None without it."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -63,12 +63,12 @@ def installed_version(package: str) -> str | None:
 
 
 def utc_now() -> str:
-    """The wall clock, only to be printed."""
+    """The wall clock, only for printing."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Our version, Python's and those of packages; one that is missing is left out."""
+    """Versions of Tiercel, Python and packages; a missing package is left out."""
     found = {package: installed_version(package) for package in packages}
     present = {package: version for package, version in found.items() if version is not None}
     return {"python": platform.python_version(), "tiercel": __version__, **present}
@@ -93,7 +93,7 @@ def hardware() -> dict[str, str]:
 
 
 def machine_name(hardware: Mapping[str, str]) -> str:
-    """In a few words: the GPU, or the processor and its cores.
+    """The machine in a few words: the GPU, or the processor and its cores.
 
     hardware: from `hardware`.
     """

@@ -1,4 +1,4 @@
-"""Results on disk."""
+"""Result files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the figures of a model in this process come from; `switches` are the toggles set."""
+    """Origin of figures from a model in this process; `switches` are the toggles that are set."""
 
     command: str
     utc: str
@@ -22,7 +22,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save(report: msgspec.Struct, path: Path) -> None:
-    """Write a result as JSON; the file appears whole or not at all."""
+    """Write a result as JSON; the file appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:

@@ -1,10 +1,10 @@
-"""The least time that a device allows for what `bench speed` times.
+"""The floor (roofline): the least time that a device allows for the trials of `bench speed`.
 
 A step reads every matrix once, as the file stores it, and the keys and values that its tokens see.
 A token costs two operations for each weight of a layer and four for each key and dimension of a
-head; only logits that are used cost the head. The floor is the longer of the bytes at the rate of
-reading and the operations at the rate of a large product, on a CPU the fastest of those that a
-model may use. Activations are left out.
+head; the head costs only for logits that are used. The floor is the longer of the bytes at the
+read bandwidth and the operations at the rate of a large product, on a CPU the fastest product that
+a model may use. Activations are left out.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model's steps read and compute.
+    """Bytes and operations of a model's steps.
 
     Attributes:
-        weight_bytes: of layers and head, as the file stores them.
-        layer_weights: of the matrices of all layers.
-        head_weights: of the head.
-        key_bytes: keys and values of one position in one layer.
-        attention_width: heads times their dimensions.
-        windows: number of layers by how many keys a token sees there; 0 is all.
+        weight_bytes: bytes of layers and head, as the file stores them.
+        layer_weights: number of weights in the matrices of all layers.
+        head_weights: number of weights of the head.
+        key_bytes: bytes of keys and values of one position in one layer.
+        attention_width: number of heads times their dimensions.
+        windows: number of layers by the number of keys that a token sees in them; 0 is all.
     """
 
     weight_bytes: int
@@ -43,7 +43,7 @@ def model_cost(source: ModelSource, key_itemsize: int) -> ModelCost:
     """The cost of a model whose keys and values take `key_itemsize` bytes each."""
     config = source.config
     head = source.tensors[source.names.get("head.weight", source.names["embed.weight"])]
-    used = {f"layers.{i}" for i in range(config.num_layers)}  # not the head that drafts
+    used = {f"layers.{i}" for i in range(config.num_layers)}  # without the MTP head
     layers = [
         source.tensors[name]
         for ours, name in source.names.items()
@@ -63,14 +63,14 @@ def model_cost(source: ModelSource, key_itemsize: int) -> ModelCost:
 def floor_seconds(
     cost: ModelCost, ceilings: Ceilings, batch: int, prompt_tokens: int, steps: int
 ) -> float:
-    """The floor of a trial.
+    """The least time of a trial.
 
     Args:
-        cost: of the model.
-        ceilings: of the device.
-        batch: sequences.
-        prompt_tokens: of each: what is timed, or what lies in the cache before the steps.
-        steps: of one token for each sequence; 0 for the prompt.
+        cost: cost of the model.
+        ceilings: measured rates of the device.
+        batch: number of sequences.
+        prompt_tokens: tokens of each sequence: the timed prompt, or the cache before the steps.
+        steps: steps of one token for each sequence; 0 for the prompt.
     """
     if steps:
         contexts = range(prompt_tokens + 1, prompt_tokens + steps + 1)

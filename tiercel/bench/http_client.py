@@ -1,12 +1,12 @@
 """A small HTTP/1.1 client for measuring: keep-alive connections, one request on each at a time.
 
-The clock is read once for each piece of data that the kernel hands over, before anything is parsed,
-so the client's own work is not in the figures of the piece. httptools parses; what an exchange does
-with its body is its own business (`Exchange`).
+The clock is read once for each piece of data from the kernel, before anything is parsed,
+so the client's own work is not in the figures of the piece. httptools parses; an `Exchange` decides
+what to do with the body.
 
 Why not httpx: with 16 and 64 streams a token costs it 42 and 54 us of a core, this client 9 and
 7 us (AMD EPYC, results/e2e_bench_client.json). A server of 10,000 tokens/s would keep httpx busy
-half the time, and what waits for the client looks like the server's latency.
+half the time, and waiting for the client would look like the server's latency.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import httptools
 
 from tiercel.errors import ArgumentError
 
-MAX_BODY_BYTES: Final = 16 << 20  # of an answer that is kept; a stream may be longer
+MAX_BODY_BYTES: Final = 16 << 20  # of an answer in memory; a stream may be longer
 MAX_HEAD_BYTES: Final = 1 << 20
 CONNECT_TIMEOUT_S: Final = 10.0
 _LENGTH_HEADERS: Final = frozenset(("content-length", "transfer-encoding"))
@@ -30,12 +30,12 @@ _LENGTH_HEADERS: Final = frozenset(("content-length", "transfer-encoding"))
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens.
+    """Address of a server.
 
     Attributes:
-        url: scheme, host and port, as a message shows them.
-        base: path in front of `/v1`, usually empty.
-        host_header: the value of `Host`.
+        url: scheme, host and port, for messages.
+        base: path before `/v1`, usually empty.
+        host_header: value of `Host`.
     """
 
     url: str
@@ -47,10 +47,10 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Take a server's URL apart; a final `/v1` may be there or not.
+    """Parse a server's URL, with or without a final `/v1`.
 
     Raises:
-        ArgumentError: it is no http or https URL of a host.
+        ArgumentError: it is not an http or https URL of a host.
     """
     try:
         parts = urlsplit(text)
@@ -77,10 +77,10 @@ def parse_address(text: str) -> Address:
 
 
 class ExchangeError(Exception):
-    """A request that got no whole answer.
+    """A request without a complete answer.
 
     Attributes:
-        kind: `connect`, `dropped`, `timeout` or `bad_http`.
+        kind: kind of the failure, `connect`, `dropped`, `timeout` or `bad_http`.
     """
 
     def __init__(self, kind: str, detail: str) -> None:
@@ -89,44 +89,44 @@ class ExchangeError(Exception):
 
 
 class Exchange:
-    """One request and its answer; a subclass may take the body as it comes."""
+    """One request and its answer; a subclass may process the body as it arrives."""
 
     def __init__(self) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.body = bytearray()
-        self.progress_s = 0.0  # when it last got on; the timeout counts from here
+        self.progress_s = 0.0  # time of the last progress; the timeout counts from here
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_body(self, data: bytes, now_s: float) -> None:
-        """Take a piece of the body that came at `now_s`."""
+        """Add a piece of the body that arrived at `now_s`."""
         self.progress_s = now_s
         self.body += data
         if len(self.body) > MAX_BODY_BYTES:
             self.fail("bad_http", f"the answer has over {MAX_BODY_BYTES} bytes")
 
     def on_end(self) -> None:
-        """The answer is whole."""
+        """Handle the end of a complete answer."""
 
     def renew(self) -> None:
-        """Make it ready to be sent once more; nothing of an answer has come."""
+        """Reset the exchange to be sent again; no part of an answer has arrived."""
         self.done = asyncio.get_running_loop().create_future()
 
     def fail(self, kind: str, detail: str) -> None:
-        """End it with an error; the first one counts."""
+        """End the exchange with an error; the first error counts."""
         if not self.done.done():
             self.done.set_exception(ExchangeError(kind, detail))
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; parses answers into the exchange that is under way."""
+    """One connection; parses answers into the current exchange."""
 
     def __init__(self) -> None:
         self.exchange: Exchange | None = None
         self.is_open = True
-        self.has_answered = False  # a byte of the present answer has come
+        self.has_answered = False  # a byte of the current answer has arrived
         self._has_head = False
-        self._num_bytes = 0  # of the present answer
+        self._num_bytes = 0  # of the current answer
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._now_s = 0.0
@@ -141,7 +141,7 @@ class _Connection(asyncio.Protocol):
             return
         headers = exchange.headers
         if error is None and self._has_head and not _LENGTH_HEADERS & headers.keys():
-            self.on_message_complete()  # such an answer ends with the connection
+            self.on_message_complete()  # an answer without a length ends with the connection
         else:
             reason = f": {error}" if error else ""
             exchange.fail("dropped", f"the connection ended before the answer did{reason}")
@@ -149,7 +149,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._now_s = perf_counter()
         self.has_answered = True
-        if self.exchange is None:  # an answer to nothing
+        if self.exchange is None:  # an answer without a request
             self.close()
             return
         if not self._has_head and self._num_bytes > MAX_HEAD_BYTES:
@@ -193,7 +193,7 @@ class _Connection(asyncio.Protocol):
         exchange, self.exchange = self.exchange, None
         if not self._parser.should_keep_alive():
             self.close()
-        # A parser that has read an answer to its end may hold on to a half of the next.
+        # A parser that has read an answer to its end may keep a half of the next answer.
         self._parser = httptools.HttpResponseParser(self)
         if exchange is not None:
             exchange.on_end()
@@ -207,15 +207,15 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Connections to one server, kept for the next request."""
+    """Client with keep-alive connections to one server."""
 
     def __init__(self, address: Address, *, api_key: str | None, timeout_s: float) -> None:
-        """Prepare; nothing is sent.
+        """Prepare the client; nothing is sent.
 
         Args:
-            address: of the server.
-            api_key: sent as a bearer token.
-            timeout_s: longest silence of an answer.
+            address: address of the server.
+            api_key: bearer token.
+            timeout_s: longest time without data of an answer.
         """
         self.address = address
         self._timeout_s = timeout_s
@@ -231,11 +231,11 @@ class HttpClient:
     ) -> None:
         """Send a request and wait for its answer.
 
-        A connection that the server closed while it was idle is no error: the request goes out
-        once more, on a new one.
+        A connection that the server closed while it was idle is not an error: the request is sent
+        once more on a new connection.
 
         Raises:
-            ExchangeError: there was no whole answer.
+            ExchangeError: there was no complete answer.
         """
         head = f"{method} {self.address.base}{path} HTTP/1.1\r\n{self._common}"
         if body is not None:
@@ -255,7 +255,7 @@ class HttpClient:
                     raise
             finally:
                 if not is_done:
-                    connection.exchange = None  # nobody waits for it: its end is no news
+                    connection.exchange = None  # no request waits for it: its end does not matter
                     connection.close()
             if is_done:
                 if connection.is_open:
@@ -289,7 +289,7 @@ class HttpClient:
         return connection
 
     async def _wait(self, exchange: Exchange) -> None:
-        """Wait for the end; ends the exchange when nothing has come for too long."""
+        """Wait for the end; ends the exchange when no data has arrived for too long."""
         while True:
             left_s = exchange.progress_s + self._timeout_s - perf_counter()
             if left_s <= 0:

@@ -1,4 +1,4 @@
-"""A model's kernels beside what the device allows; measured by profiling/kernel_times.py."""
+"""Report of a model's kernels and the device's ceilings, measured by profiling/kernel_times.py."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of call at one size.
 
     Attributes:
-        name: of the kind, with the shape.
-        size: tokens, or requests and context.
-        num_bytes: the fewest that must move.
-        flops: operations.
-        us: microseconds a call, the median.
-        of_ceiling: the least time that the ceilings allow, over `us`.
+        name: kind of the call, with the shape.
+        size: number of tokens, or requests and context.
+        num_bytes: least number of bytes that must move.
+        flops: number of operations.
+        us: median microseconds of a call.
+        of_ceiling: share of the ceiling: the least time that the ceilings allow, divided by `us`.
         is_cold: whether weights or keys came from memory.
     """
 
@@ -45,7 +45,7 @@ class KernelReport(ModelReport, frozen=True, kw_only=True):
 
 
 def kernel_table(rows: Sequence[KernelRow]) -> list[list[str]]:
-    """One row for each measurement, with a head; what the cache held is marked."""
+    """The table with its head, one row for each measurement; cached rows are marked."""
     head = ["", "size", "MB", "GFLOP", "us", "GB/s", "TFLOP/s", "of ceiling"]
     lines = [
         [

@@ -1,7 +1,7 @@
-"""Keeps a server under load: so many requests at once (closed loop) or a second (open loop).
+"""Load on a server: a number of concurrent requests (closed loop) or a rate (open loop).
 
-A closed loop waits for the slow server; an open one does not, and shows what its queue does. In an
-open loop each request is due at its own time, whatever happened to the others.
+A closed loop waits for a slow server; an open loop does not, and shows the effect of its queue. In
+an open loop each request is due at its own time, independent of other requests.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tiercel.bench.completions import Completion, CompletionServer, Sample
 
 @dataclass(slots=True)
 class Run:
-    """What came of one level so far.
+    """Results of one level so far.
 
     Attributes:
-        samples: of the requests that ended.
-        num_sent: with those that did not.
-        duration_s: from the first request to the last answer.
-        client_s: processor time of the client meanwhile.
-        is_interrupted: whether Ctrl-C ended it.
+        samples: samples of the requests that ended.
+        num_sent: number of requests sent, also of those that did not end.
+        duration_s: time from the first request to the last answer.
+        client_s: processor time of the client in this time.
+        is_interrupted: whether Ctrl-C ended the level.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -35,13 +35,13 @@ class Run:
 
 
 Progress = Callable[[int], None]  # requests done
-_Work = Callable[[Run, float], Awaitable[None]]  # (what has come, the clock's zero)
+_Work = Callable[[Run, float], Awaitable[None]]  # (results so far, the clock's zero)
 
 
 async def run_closed(
     server: CompletionServer, requests: Sequence[Completion], concurrency: int, progress: Progress
 ) -> Run:
-    """Keep `concurrency` requests under way until all are done."""
+    """Keep `concurrency` requests running until all are done."""
     waiting = iter(enumerate(requests))
 
     async def work(run: Run, began_s: float) -> None:
@@ -59,7 +59,7 @@ async def run_open(
     due: Sequence[float],
     progress: Progress,
 ) -> Run:
-    """Send each request at its time."""
+    """Send each request at its due time."""
 
     async def send(run: Run, began_s: float, index: int) -> None:
         await asyncio.sleep(began_s + due[index] - perf_counter())
@@ -77,7 +77,7 @@ async def run_open(
 
 
 async def _gather(works: Sequence[_Work]) -> Run:
-    """Do all at once. A cancellation (Ctrl-C) ends them; what has come is kept."""
+    """Run all works concurrently. A cancellation (Ctrl-C) ends them; results so far are kept."""
     run = Run()
     client_s = time.thread_time()
     began_s = perf_counter()

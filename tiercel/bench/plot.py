@@ -1,4 +1,4 @@
-"""Draws results: throughput against load, and latency percentiles against load, side by side.
+"""Figures of results: throughput against load, and latency percentiles against load, in panels.
 
 Readable in greyscale: results differ in marker and grey, percentiles in line style. Importing this
 needs matplotlib, the extra `bench`.
@@ -26,15 +26,15 @@ ENDINGS: Final = (".svg", ".png", ".pdf")
 _MARKERS: Final = "osD^v"
 _SHADES: Final = ("0.0", "0.45", "0.65", "0.25", "0.8")
 _PERCENTILES: Final = (("p50", "-"), ("p90", "--"), ("p99", ":"))
-_LOADS: Final = {"concurrency": "requests at once", "rate": "requests sent per second"}
+_LOADS: Final = {"concurrency": "concurrent requests", "rate": "requests sent per second"}
 _TITLES: Final = ("output tokens per second", "time to first token, ms", "time per token, ms")
 
 
 def draw(reports: Sequence[Report], path: Path) -> None:
-    """Write the figure: one row of panels for each kind of load that there is.
+    """Write the figure: one row of panels for each kind of load in the results.
 
     Raises:
-        ArgumentError: the ending is unknown, or there is nothing to draw.
+        ArgumentError: the ending is unknown, or there is nothing to plot.
     """
     if path.suffix not in ENDINGS:
         raise ArgumentError(
@@ -48,7 +48,7 @@ def draw(reports: Sequence[Report], path: Path) -> None:
         if any(getattr(load, name) is not None for load in loads)
     ]
     if not kinds:
-        raise ArgumentError("the result holds no level to draw.", hint="Measure at least one.")
+        raise ArgumentError("the result holds no level to plot.", hint="Measure at least one.")
     with style():
         figure = Figure(figsize=(10, 0.6 + 3.4 * len(kinds)), layout="constrained")
         axes = figure.subplots(len(kinds), 3, squeeze=False)
@@ -59,7 +59,7 @@ def draw(reports: Sequence[Report], path: Path) -> None:
 
 
 def style() -> AbstractContextManager[None]:
-    """How all figures look."""
+    """Style of all figures."""
     return mpl.rc_context(
         {
             "svg.hashsalt": "tiercel",  # equal results give equal files
@@ -117,7 +117,7 @@ def _milliseconds(levels: Sequence[Level], field: str, part: str) -> list[float]
 
 
 def _caption(report: Report) -> str:
-    """Shape and machine: no figure without them."""
+    """Workload and machine, which every figure names."""
     shape = report.workload
     length = "prompts from a file"
     if shape.input_len is not None:

@@ -1,4 +1,4 @@
-"""A measurement as it is kept: the JSON file, and its rows for a table.
+"""A measurement result: the JSON file, and its rows for a table.
 
 {"format": 1, "kind": "serve", "command": ..., "utc": ..., "label": ..., "versions": {...},
  "hardware": {...}, "target": {...}, "model": ..., "model_sha256": ..., "workload": {...},
@@ -24,7 +24,7 @@ MAX_FILE_BYTES: Final = 1 << 30
 
 
 class Load(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How much at once: requests under way, or requests a second."""
+    """Load of a level: the number of concurrent requests, or requests per second."""
 
     requests: int
     concurrency: int | None = None
@@ -32,12 +32,12 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def name(self) -> str:
-        """As tables write it."""
+        """The name of the load in tables."""
         return f"{self.concurrency} at once" if self.rate is None else f"{self.rate:g}/s"
 
 
 class Level(msgspec.Struct, frozen=True):
-    """One load and what came of it."""
+    """One load and its results."""
 
     load: Load
     summary: Summary
@@ -49,9 +49,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         label: engine and version, for legends.
-        target: what the server says of itself; empty offline.
-        hardware: of the machine that ran the command; the server's only if it is the same.
-        is_partial: whether Ctrl-C ended it.
+        target: facts that the server reports about itself; empty offline.
+        hardware: hardware of the machine that ran the command; the server's only if it is the same.
+        is_partial: whether Ctrl-C ended the measurement.
     """
 
     format: int = FORMAT
@@ -91,7 +91,7 @@ def _time_rows(title: str, get: Callable[[Summary], Spread | None]) -> list[Row]
     return [Row(f"{title} {name}, ms", part(name), 2, is_less_better=True) for name in fields]
 
 
-def _right_guesses(summary: Summary) -> float | None:
+def _acceptance(summary: Summary) -> float | None:
     share = None if summary.drafts is None else summary.drafts.acceptance
     return None if share is None else 100 * share
 
@@ -105,7 +105,7 @@ def rows() -> list[Row]:
         Row("goodput, requests/s", lambda s: s.goodput, 2, is_less_better=False),
         Row("output tokens/s", lambda s: s.completion_rate, 1, is_less_better=False),
         Row("all tokens/s", lambda s: s.total_rate, 1, is_less_better=False),
-        Row("right guesses, %", _right_guesses, 1, is_less_better=False),
+        Row("accepted drafts, %", _acceptance, 1, is_less_better=False),
         *_time_rows("first token", lambda s: s.first_token),
         *_time_rows("inter-token", lambda s: s.inter_token),
         *_time_rows("gap", lambda s: s.gap),
@@ -117,7 +117,7 @@ def load(path: Path) -> Report:
     """Read a report.
 
     Raises:
-        ArgumentError: the file holds none, or one of another format.
+        ArgumentError: the file contains no report, or one of another format.
     """
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ArgumentError(f"{path}: the file has over {MAX_FILE_BYTES} bytes.")

@@ -1,4 +1,4 @@
-"""Measures a server: asks what it is, warms it up, puts it under each load, gathers a report."""
+"""Measurement of a server: query it, warm it up, run each load, gather a report."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from tiercel.bench.statistics import Bounds, summarise
 from tiercel.bench.workload import WordScale, Workload
 from tiercel.errors import BenchError
 
-Note = Callable[[str], None]  # a line for people
+Note = Callable[[str], None]  # a line for the user
 Show = Callable[[str, int, int], None]  # (what, done, total)
 
 PROBE_LEN: Final = 24  # tokens of the first prompt
-OPEN_WARM_UP: Final = 8  # requests before an open loop, at once
-_SCALE_WORDS: Final = (20, 220)  # two lengths give a line
+OPEN_WARM_UP: Final = 8  # concurrent requests before an open loop
+_SCALE_WORDS: Final = (20, 220)  # two lengths define a line
 _REFUSED: Final = ("http_400", "http_404", "http_422", "http_500", "http_501")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure.
+    """Plan of a measurement.
 
     Attributes:
-        model: as the server names it; None for its first.
-        workload: of every level.
-        requests: prompts from a file; None draws them.
-        concurrency, rates: the levels.
-        num_requests: of each level; None for enough of them.
-        num_warm_up: requests before each level; None for as many as run at once.
-        has_words: prompts are words, not token ids.
-        bounds: for the goodput.
+        model: the server's name of the model; None for its first.
+        workload: workload of every level.
+        requests: prompts from a file; None samples them.
+        concurrency, rates: loads of the levels.
+        num_requests: number of requests of each level; None for enough of them.
+        num_warm_up: number of requests before each level; None for the concurrency.
+        has_words: whether prompts are words, not token ids.
+        bounds: latency bounds for the goodput.
     """
 
     model: str | None
@@ -68,14 +68,14 @@ class Plan:
 
 @dataclass(slots=True)
 class Measured:
-    """What a server gave.
+    """Results of a server.
 
     Attributes:
-        model: the name that was asked for.
-        target: what it says of itself.
-        workload: with words instead of ids where it takes no ids.
-        levels: done; the last may be cut short.
-        is_partial: whether Ctrl-C ended it.
+        model: the requested model name.
+        target: facts that the server reports about itself.
+        workload: the workload, with words instead of ids where the server takes no ids.
+        levels: completed levels; the last may be cut short.
+        is_partial: whether Ctrl-C ended the measurement.
     """
 
     model: str
@@ -89,7 +89,7 @@ async def measure_server(client: HttpClient, plan: Plan, note: Note, show: Show)
     """Run the plan.
 
     Raises:
-        BenchError: the server does not answer, or refuses what every level would ask.
+        BenchError: the server does not answer, or refuses a request that every level would send.
     """
     show(f"Asking {client.address.url}", 0, 0)
     model, target = await _ask_models(client, plan.model)
@@ -117,7 +117,7 @@ async def measure_server(client: HttpClient, plan: Plan, note: Note, show: Show)
 
 
 async def _ask_models(client: HttpClient, wanted: str | None) -> tuple[str, dict[str, str]]:
-    """The model to ask for and what is known of it."""
+    """The model name for requests and the known facts about the model."""
     exchange = await _get(client, "/v1/models")
     if exchange.status != 200:
         raise BenchError(
@@ -149,7 +149,7 @@ async def _ask_models(client: HttpClient, wanted: str | None) -> tuple[str, dict
 
 
 async def _ask_version(client: HttpClient) -> dict[str, str]:
-    """The server's version where it tells one; no server must."""
+    """The server's version if it reports one; servers need not."""
     for path, key in (("/version", "version"), ("/props", "build_info")):
         exchange = await _get(client, path)
         if exchange.status == 200:
@@ -163,7 +163,7 @@ async def _ask_version(client: HttpClient) -> dict[str, str]:
 
 
 async def _ask_drafts(client: HttpClient) -> DraftFigures | None:
-    """Totals of guessed tokens where the server shows its metrics; no server must."""
+    """Totals of draft tokens if the server has metrics; servers need not."""
     exchange = Exchange()
     try:
         await client.run("GET", "/metrics", exchange)
@@ -189,7 +189,7 @@ async def _get(client: HttpClient, path: str) -> Exchange:
 async def _choose_prompts(
     server: CompletionServer, plan: Plan, note: Note
 ) -> tuple[WordScale | None, Workload]:
-    """Whether prompts are ids or words, found by asking; checks that usage is sent."""
+    """Find by a request whether prompts are ids or words; check that usage is sent."""
     if plan.requests is not None:
         await _probe(server, plan.requests[0].prompt)
         return None, plan.workload
@@ -225,7 +225,7 @@ def _of_length(workload: Workload, length: int) -> Workload:
 
 
 async def _probe(server: CompletionServer, prompt: str | list[int]) -> Sample:
-    """Ask for one token; a failure ends the measurement."""
+    """Request one token; a failure ends the measurement."""
     sample = await server.measure(Completion(prompt, 1), index=0, began_s=0.0)
     if sample.error is not None:
         raise _failed(sample)
@@ -235,7 +235,7 @@ async def _probe(server: CompletionServer, prompt: str | list[int]) -> Sample:
 def _failed(sample: Sample) -> BenchError:
     return BenchError(
         f"the first request failed: {sample.error}: {sample.detail}.",
-        hint="Check the server's log; every further request would fail like it.",
+        hint="Check the server's log; every further request would fail in the same way.",
     )
 
 

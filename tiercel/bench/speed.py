@@ -1,12 +1,12 @@
 """Speed of single steps with the definitions of llama-bench: pp, tg and batched decode.
 
     ppN       N random tokens in one sequence with an empty cache, up to its first token
-    tgN @ dD  N steps of one sequence behind D tokens, which are not timed
-    bB        N steps of B sequences together, behind prompts that are not timed
+    tgN @ dD  N steps of one sequence after D tokens, which are not timed
+    bB        N steps of B sequences together, after prompts that are not timed
 
-Tokens are uniform in the vocabulary. A step is the engine's: planned, run, sampled (greedy) and its
-token on the host. One run warms up; rates are means over repetitions. llama-bench leaves sampling
-out, which only makes our figures smaller. Each rate stands beside its floor (`floor.py`).
+Tokens are uniform in the vocabulary. A step is one of the engine: planned, run, sampled (greedy)
+and its token on the host. One run warms up; rates are means over repetitions. llama-bench leaves
+sampling out, which only makes our figures smaller. Each rate is listed with its floor (`floor.py`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from tiercel.profiling.device_timing import Ceilings
 
 FORMAT: Final = 1
-SPARE_TOKENS: Final = 64  # of each sequence: those that begin first decode while others begin
+SPARE_TOKENS: Final = 64  # of each sequence: the first ones decode while others are prefilled
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """What is timed: the prompt, or steps behind it.
+    """A timed trial: the prompt, or the steps after it.
 
     Attributes:
-        batch: sequences.
-        prompt_tokens: of each; of a decode trial, what lies in the cache before.
-        steps: 0 for a trial of prompts.
+        batch: number of sequences.
+        prompt_tokens: tokens of each sequence; in a decode trial, tokens in the cache before.
+        steps: number of decode steps; 0 for a trial of prompts.
     """
 
     batch: int
@@ -46,7 +46,7 @@ class Trial(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """As tables write it."""
+        """The name of the trial in tables."""
         if not self.steps:
             return f"pp{self.prompt_tokens}"
         depth = f"tg{self.steps} @ d{self.prompt_tokens}"
@@ -54,12 +54,12 @@ class Trial(msgspec.Struct, frozen=True):
 
     @property
     def context(self) -> int:
-        """Tokens of each sequence at its end; steps behind nothing begin with one token."""
+        """Tokens of each sequence at its end; steps without a prompt begin with one token."""
         return max(1, self.prompt_tokens) + self.steps
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose time is taken, of all sequences."""
+        """Number of timed tokens, of all sequences."""
         return self.batch * (self.steps or self.prompt_tokens)
 
 
@@ -67,10 +67,10 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """A trial and its rates, tokens per second of all its sequences.
 
     Attributes:
-        rates: of the repetitions.
-        mean, deviation: of the rates; a single one has no deviation, 0.
-        floor: the rate that the device would allow.
-        ratio: mean over floor.
+        rates: rates of the repetitions.
+        mean, deviation: mean and standard deviation of the rates; 0 for a single one.
+        floor: rate that the device would allow.
+        ratio: mean divided by the floor.
     """
 
     trial: Trial
@@ -100,7 +100,7 @@ def make_trials(
     batches: Sequence[int],
     batch_prompt: int,
 ) -> list[Trial]:
-    """All trials in the order of the table; without steps, prompts alone."""
+    """All trials in the order of the table; without steps, only prompts."""
     trials = [Trial(1, length) for length in prompts]
     if steps:
         trials += [Trial(1, depth, steps) for depth in depths]
@@ -120,14 +120,14 @@ def measure_speed(
     seed: int,
     report: Callable[[str], None],
 ) -> Iterator[tuple[Trial, list[float]]]:
-    """Run all trials, yielding each and its rates as it is done.
+    """Run all trials and yield each with its rates when it is done.
 
     Args:
-        loaded: for as many sequences at once as the largest trial has, `context_of` long.
-        trials: to run.
-        repetitions: of each, behind one that is not counted.
-        seed: of the token ids.
-        report: hears what is measured.
+        loaded: model with room for the sequences of the largest trial, `context_of` long.
+        trials: trials to run.
+        repetitions: runs of each trial, after one that is not counted.
+        seed: seed of the token ids.
+        report: progress callback.
 
     Raises:
         TiercelError: a trial does not fit.
@@ -169,7 +169,7 @@ def _run(loaded: LoadedModel, trial: Trial, random: np.random.Generator) -> floa
 def compare_to_floor(
     trial: Trial, rates: list[float], cost: ModelCost, ceilings: Ceilings
 ) -> Speed:
-    """Sum up the rates of a trial."""
+    """Summarise the rates of a trial."""
     least = floor_seconds(cost, ceilings, trial.batch, trial.prompt_tokens, trial.steps)
     floor = trial.num_tokens / least
     mean = statistics.fmean(rates)
@@ -184,7 +184,7 @@ def compare_to_floor(
 
 
 def speed_table(results: Sequence[Speed]) -> list[list[str]]:
-    """One row for each trial, with a head."""
+    """The table with its head, one row for each trial."""
     rows = [
         [
             result.trial.name,

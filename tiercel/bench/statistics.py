@@ -1,6 +1,6 @@
-"""From samples to figures: percentiles, rates, errors by kind.
+"""Statistics of samples: percentiles, rates, errors by kind.
 
-What each figure counts:
+Definition of each figure:
     first token   from sending a request to the first piece of text, per request
     inter-token   (last piece - first piece) / (tokens - 1), per request; tokens by usage
     gap           between two pieces of an answer, over all answers: where users see it stall
@@ -31,7 +31,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """What a request must keep to count as good, in milliseconds; None does not matter."""
+    """Bounds that a good request keeps, in milliseconds; None is no bound."""
 
     first_token_ms: float | None = None
     inter_token_ms: float | None = None
@@ -39,7 +39,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
     @property
     def are_set(self) -> bool:
-        """Whether anything is asked for."""
+        """Whether there is a bound."""
         return (self.first_token_ms, self.inter_token_ms, self.latency_ms) != (None, None, None)
 
 
@@ -47,18 +47,18 @@ class Summary(msgspec.Struct, frozen=True):
     """The figures of one level.
 
     Attributes:
-        requests, ok: sent; ended well.
-        errors: kind -> number.
-        unfinished: cut off by Ctrl-C; neither well nor an error.
-        duration_s: of the level.
-        prompt_tokens, completion_tokens, cached_tokens: sums, by usage.
-        short: answers with fewer tokens than asked for.
-        request_rate, completion_rate, total_rate: per second.
+        requests, ok: number of requests sent, and of those that ended well.
+        errors: number of errors by kind.
+        unfinished: number cut off by Ctrl-C; neither well nor an error.
+        duration_s: duration of the level.
+        prompt_tokens, completion_tokens, cached_tokens: sums, from usage.
+        short: number of answers with fewer tokens than requested.
+        request_rate, completion_rate, total_rate: rates per second.
         goodput: requests within the bounds per second; None without bounds.
         first_token, inter_token, gap, latency: seconds; None where there is nothing to count.
-        late: how late requests were sent; open loop only.
+        late: delay with which requests were sent; open loop only.
         client_load: share of one core that the client itself used.
-        drafts: guesses of tokens; None where nobody counts them or there were none.
+        drafts: draft tokens; None where they are not counted or there were none.
     """
 
     requests: int
@@ -84,16 +84,16 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def inter_token_s(sample: Sample) -> float | None:
-    """Seconds per token after the first; None for an answer of one token, or of one piece."""
+    """Seconds per token after the first; None for an answer of one token or of one piece."""
     if sample.completion_tokens < 2 or sample.first_s is None or sample.latency_s is None:
         return None
     if len(sample.piece_s) == 1:
-        return None  # all tokens came at once: the server held them back
+        return None  # all tokens arrived together: the server held them back
     return (sample.latency_s - sample.first_s) / (sample.completion_tokens - 1)
 
 
 def is_good(sample: Sample, bounds: Bounds) -> bool:
-    """Whether a request that ended well kept all bounds; no second token is no delay of one."""
+    """Whether a request that ended well kept all bounds; without a second token it has no delay."""
     found = (
         (bounds.first_token_ms, sample.first_s),
         (bounds.inter_token_ms, inter_token_s(sample)),
@@ -116,12 +116,12 @@ def summarise(
     """The figures of one level.
 
     Args:
-        samples: of its requests, without the warm-up.
-        duration_s: from the first request sent to the last answer.
-        bounds: for the goodput.
-        unfinished: requests that were cut off.
-        client_s: processor time that the client used.
-        drafts: guesses of this level.
+        samples: samples of the level's requests, without the warm-up.
+        duration_s: time from the first request sent to the last answer.
+        bounds: latency bounds for the goodput.
+        unfinished: number of requests that were cut off.
+        client_s: processor time of the client.
+        drafts: draft tokens of this level.
     """
     ok = [sample for sample in samples if sample.error is None]
     seconds = max(duration_s, 1e-9)
@@ -153,7 +153,7 @@ def summarise(
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Mean and percentiles of what is there; None if nothing is."""
+    """Mean and percentiles of the values that are not None; None if there are none."""
     found = np.array([value for value in values if value is not None], dtype=np.float64)
     if not found.size:
         return None

@@ -1,4 +1,4 @@
-"""Results as text: a table on a terminal, plain aligned columns anywhere else."""
+"""Results as text: a table on a terminal, plain aligned columns elsewhere."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final
 from tiercel.bench.compare import Comparison
 from tiercel.bench.report import Level, Report, rows
 
-MAX_CLIENT_LOAD: Final = 0.8  # beyond it, pieces wait for the client
+MAX_CLIENT_LOAD: Final = 0.8  # above it, pieces wait for the client
 MAX_LATE_S: Final = 0.01
 
 Table = list[list[str]]  # the first row is the head; the first column is left-aligned
 
 
 def level_table(report: Report) -> Table:
-    """One column for each level, one row for each figure that a level has."""
+    """The table of a report: one column for each level, one row for each figure of a level."""
     table = [["", *(level.load.name for level in report.levels)]]
     for row in rows():
         values = [row.get(level.summary) for level in report.levels]
@@ -37,7 +37,7 @@ def comparison_tables(
 
 
 def notes(report: Report) -> list[str]:
-    """What a reader of the figures must know, one line each."""
+    """Notes for the reader of the figures, one line each."""
     found = []
     for level in report.levels:
         found += [f"{level.load.name}: {text}" for text in _level_notes(level)]
@@ -63,7 +63,7 @@ def _level_notes(level: Level) -> list[str]:
         )
     if summary.drafts is not None:
         rates = ", ".join(f"{rate:.0%}" for rate in summary.drafts.place_rates())
-        found.append(f"guesses were right, by place: {rates}.")
+        found.append(f"draft tokens accepted, by position: {rates}.")
     if summary.client_load is not None and summary.client_load > MAX_CLIENT_LOAD:
         found.append(
             f"the client used {summary.client_load:.0%} of a core: its own work is in the figures."
@@ -74,7 +74,7 @@ def _level_notes(level: Level) -> list[str]:
 
 
 def number(value: float | None, digits: int) -> str:
-    """A figure as a cell: thousands apart, a dash for none."""
+    """A figure as a cell: with thousands separators, a dash for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 

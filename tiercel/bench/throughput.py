@@ -1,7 +1,7 @@
-"""Measures the engine without a server: the same requests, through `LLM.generate`.
+"""Measurement of the engine without a server: the same requests, through `LLM.generate`.
 
-A level of concurrency n is an engine that runs n requests at once and is given all of them at the
-start, so the wait for a place is in the time to the first token.
+A level of concurrency n is an engine that runs n requests at a time and gets all of them at the
+start, so the wait in the queue is part of the time to the first token.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def measure_offline(
     temperature: float,
     bounds: Bounds,
 ) -> Level:
-    """Generate all answers together; the engine's limit of requests at once is the load.
+    """Generate all answers together; the engine's limit of concurrent requests is the load.
 
     Args:
         llm: the model.
-        requests: to measure.
-        warm_up: run before, apart.
-        temperature: 0 is greedy.
-        bounds: for the goodput.
+        requests: requests to measure.
+        warm_up: requests to run before, not measured.
+        temperature: sampling temperature; 0 is greedy.
+        bounds: latency bounds for the goodput.
 
     Raises:
         TiercelError: a prompt does not fit, or the like; nothing was measured then.

@@ -1,7 +1,7 @@
-"""The requests of a measurement: how long they are, what they hold, when they come. All seeded.
+"""Workload: lengths, contents and arrival times of the requests of a measurement, all seeded.
 
-Lengths depend on the seed alone, so every level of load and every engine gets the same. Contents
-depend on the level too: a prompt that came before would be answered from the prefix cache.
+Lengths depend only on the seed, so every level of load and every engine gets the same. Contents
+also depend on the level: a repeated prompt would be served from the prefix cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIN_REQUESTS: Final = 32
 REQUESTS_PER_PLACE: Final = 4
 SECONDS_OF_RATE: Final = 10.0
 _LENGTHS: Final = re.compile(r"(\d{1,9})(?::(\d{1,9}))?", re.ASCII)
-# Plain words that most vocabularies hold whole, with the space in front.
+# Plain words that are single tokens of most vocabularies, with the space before them.
 # fmt: off
 WORDS: Final = (
     "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world",
@@ -44,22 +44,22 @@ WORDS: Final = (
 
 
 class Lengths(msgspec.Struct, frozen=True):
-    """Token counts drawn evenly from `low` to `high`, both included."""
+    """Token counts, uniform from `low` to `high`, both included."""
 
     low: int
     high: int
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """What is asked, apart from how much at once. Two results compare only if these are equal.
+    """The requests apart from the load. Two results can be compared only if these are equal.
 
     Attributes:
         input_len: tokens of a prompt; None with a file.
-        output_len: tokens of an answer; with a file, where a line does not say.
-        seed: of lengths, contents and arrival times.
-        temperature: 0 is greedy.
-        token_ids: prompts are drawn from these ids; None for words.
-        file_sha256: of the file that holds the prompts.
+        output_len: tokens of an answer; with a file, for lines that do not set it.
+        seed: seed of lengths, contents and arrival times.
+        temperature: sampling temperature; 0 is greedy.
+        token_ids: range of the ids of prompts; None for words.
+        file_sha256: hash of the file with the prompts.
     """
 
     input_len: Lengths | None
@@ -71,13 +71,13 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class WordScale(msgspec.Struct, frozen=True):
-    """How a server counts words: tokens = fixed + per_word * words."""
+    """Token count of words on a server: tokens = fixed + per_word * words."""
 
     fixed: float
     per_word: float
 
     def words(self, num_tokens: int) -> int:
-        """The number of words that makes so many tokens, at least one."""
+        """The number of words that gives `num_tokens` tokens, at least one."""
         return max(1, round((num_tokens - self.fixed) / self.per_word))
 
 
@@ -85,11 +85,11 @@ def parse_lengths(text: str, low: int = 1) -> Lengths:
     """Read `512` or `128:1024`.
 
     Args:
-        text: of the option.
-        low: the least that is allowed: lengths begin at 1, token ids at 0.
+        text: text of the option.
+        low: least allowed value: lengths begin at 1, token ids at 0.
 
     Raises:
-        ValueError: it is neither, or out of range.
+        ValueError: the text is neither, or out of range.
     """
     found = _LENGTHS.fullmatch(text)
     if found is None:
@@ -101,25 +101,25 @@ def parse_lengths(text: str, low: int = 1) -> Lengths:
 
 
 def enough_at_once(concurrency: int) -> int:
-    """Requests of a closed loop: most of them must run while all places are taken."""
+    """Number of requests of a closed loop, so that most of them run at full concurrency."""
     return max(MIN_REQUESTS, REQUESTS_PER_PLACE * concurrency)
 
 
 def enough_of_rate(rate: float) -> int:
-    """Requests of an open loop."""
+    """Number of requests of an open loop."""
     return max(MIN_REQUESTS, ceil(SECONDS_OF_RATE * rate))
 
 
 def make_requests(
     workload: Workload, count: int, *, level: str, words: WordScale | None = None
 ) -> list[Completion]:
-    """Draw the requests of one level.
+    """Sample the requests of one level.
 
     Args:
-        workload: their shape; without a file.
-        count: how many.
-        level: its name, which changes the contents and not the lengths.
-        words: write words instead of token ids, at this scale.
+        workload: lengths and contents; without a file.
+        count: number of requests.
+        level: name of the level, which changes the contents and not the lengths.
+        words: scale to write words instead of token ids.
     """
     assert workload.input_len is not None
     lengths = random.Random(f"{workload.seed} lengths")
@@ -140,7 +140,7 @@ def make_requests(
 
 
 def arrival_times(rate: float, count: int, seed: int) -> list[float]:
-    """Seconds at which requests of a Poisson process of `rate` per second come; the first at 0."""
+    """Arrival times of a Poisson process of `rate` per second, in seconds; the first is 0."""
     draw = random.Random(f"{seed} arrivals {rate!r}")
     times = [0.0]
     while len(times) < count:
@@ -157,7 +157,7 @@ def read_requests(path: Path, workload: Workload) -> list[Completion]:
     """Read prompts from a file of JSON lines: {"prompt": text or token ids, "max_tokens": 64}.
 
     Raises:
-        ArgumentError: a line is something else, or the file is empty or too large.
+        ArgumentError: a line has another form, or the file is empty or too large.
     """
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ArgumentError(f"{path}: the file has over {MAX_FILE_BYTES} bytes.", hint="Cut it.")
@@ -188,13 +188,13 @@ def read_requests(path: Path, workload: Workload) -> list[Completion]:
 
 
 def file_sha256(path: Path) -> str:
-    """The hash by which a result names its file."""
+    """The hash that identifies the file in a result."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def taken(requests: Sequence[Completion], count: int) -> list[Completion]:
-    """The first `count` requests, from the start again when there are fewer."""
+    """The first `count` requests, repeated from the start if there are fewer."""
     return [requests[index % len(requests)] for index in range(count)]
 
 
