@@ -1,4 +1,4 @@
-"""What every benchmark shares: environment, medians of timings, bandwidth."""
+"""Shared parts of all benchmarks: environment, medians of timings, bandwidth."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Timing:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Where figures come from: the head of a file of figures."""
+    """Origin of the figures: the head of a result file."""
     hardware: dict[str, str | int | None] = {"device": str(device)}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

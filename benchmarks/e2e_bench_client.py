@@ -1,7 +1,7 @@
-"""What the client of `tiercel bench serve` costs: processor time for each streamed token.
+"""Cost of the client of `tiercel bench serve`: processor time for each streamed token.
 
-A child process streams one token per event, as fast as the client reads. Floor: none that a
-processor names; the question is whether the client can follow a server. Peer: httpx, which reads
+A child process streams one token per event, as fast as the client reads. There is no physical
+floor; the question is whether the client can keep up with a server. Peer: httpx, which reads
 the same stream line by line and decodes it with the same library.
 """
 

@@ -1,15 +1,15 @@
-"""One request on a CPU next to llama.cpp: decode and prompt speed of the same file, in one run.
+"""One request on a CPU compared with llama.cpp: decode and prompt speed of the same file.
 
     python -m benchmarks.e2e_cpu_decode --out benchmarks/results/e2e_cpu_decode.json
 
-Each engine lives in a process of its own, with its own threads, and both are asked in turn, so that
-neither sees a quieter machine. llama.cpp comes as the package cyllama, through its low-level
+Each engine runs in a separate process, with its own threads, and both are measured in turn, so that
+neither has a quieter machine. llama.cpp comes as the package cyllama, through its low-level
 context: llama_decode of one token at a time and its greedy sampler, flash attention and weight
-repacking as its defaults choose; `BUILDS` says what its wheel was compiled for, which the figures
-must be read with. Its decode speed is the better of the wall clock and its own timer of
+repacking by its defaults; `BUILDS` says for which instructions its wheel was compiled, which
+matters for the figures. Its decode speed is the better of the wall clock and its own timer of
 llama_decode alone, so that no cost of the binding counts against it; Tiercel's is the wall clock of
-the public API, sampling and text included. Both get the same token ids and run on past the end
-token. Another job on the same cores ruins the figures, llama.cpp's first: its threads spin.
+the public API, sampling and text included. Both get the same token ids and continue past the end
+token. Another job on the same cores spoils the figures, llama.cpp's first: its threads spin.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ except ImportError:
 
 MISSING = "cyllama is not installed: llama.cpp is left out. pip install cyllama==0.2.18 adds it."
 TEXT = "The three most important things to know about the Moon are"
-# What the wheels from PyPI hold, counted with objdump.
+# Instructions in the wheels from PyPI, counted with objdump.
 BUILDS = {"0.2.18": "portable x86-64 wheel: AVX2, no AVX-512 and no VNNI instructions"}
 PAUSE_S = 0.5  # after a turn, until spinning threads of the other engine sleep
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What both engines are asked to do."""
+    """Settings of both engines."""
 
     model: str
     threads: int
@@ -102,7 +102,7 @@ class Tiercel:
         return Turn(speed, len(long_prompt) / first_s, output, speed)
 
     def _generate(self, prompt: list[int], new_tokens: int) -> tuple[list[int], float]:
-        """The answer, and the seconds from its first token to its last (to the first of one)."""
+        """The answer, and the seconds from its first to its last token (for one token: to it)."""
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
         (output,) = self.llm.generate({"prompt_token_ids": prompt}, params)
         metrics = output.metrics
@@ -168,7 +168,7 @@ class LlamaCpp:
         return Turn(max(wall, own), len(long_prompt) / first_s, token_ids, wall)
 
     def _read(self, prompt: list[int]) -> tuple[list[int], float]:
-        """The token after a prompt in an empty cache, and the seconds until it was there."""
+        """The token after a prompt in an empty cache, and the seconds until it was sampled."""
         self.context.kv_cache_clear(False)
         start = time.perf_counter()
         self.context.decode(llama_cpp.llama_batch_get_one(prompt))
@@ -190,7 +190,7 @@ def _work(connection: Connection, make: Callable[[Settings], Engine], settings: 
 
 
 class Worker:
-    """An engine in a process of its own."""
+    """An engine in a separate process."""
 
     def __init__(self, make: Callable[[Settings], Engine], settings: Settings) -> None:
         context = multiprocessing.get_context("spawn")
@@ -210,7 +210,7 @@ class Worker:
 
 
 def summary(turns: list[Turn]) -> dict[str, Any]:
-    """Every figure; a file keeps median, least and largest of them."""
+    """Every figure; a file keeps median, minimum and maximum."""
     result: dict[str, Any] = {}
     for name in ("decode_tok_s", "wall_decode_tok_s", "prompt_tok_s"):
         every = [round(getattr(turn, name), 2) for turn in turns]
@@ -219,7 +219,7 @@ def summary(turns: list[Turn]) -> dict[str, Any]:
 
 
 def equal_tokens(a: list[int], b: list[int]) -> int:
-    """Leading tokens on which two answers agree."""
+    """The number of leading tokens on which two answers agree."""
     pairs = zip(a, b, strict=True)
     return next((place for place, (x, y) in enumerate(pairs) if x != y), len(a))
 
@@ -228,7 +228,7 @@ def measure(settings: Settings, repetitions: int) -> list[dict[str, Any]]:
     """Run the engines in turn; the first turn of each only warms up.
 
     Returns:
-        A row for each engine, and one that compares them.
+        A row for each engine, and one row that compares them.
     """
     makers: dict[str, Callable[[Settings], Engine]] = {"tiercel": Tiercel}
     if llama_cpp is None:
@@ -240,7 +240,7 @@ def measure(settings: Settings, repetitions: int) -> list[dict[str, Any]]:
     short = prompts["tiercel"]
     turns: dict[str, list[Turn]] = {name: [] for name in workers}
     for repetition in range(-1, repetitions):
-        # A new prompt each time: none may be remembered. Random(-1) is Random(1).
+        # A new prompt each time, so that none is cached. Random(-1) is Random(1).
         generator = random.Random(1000 + repetition)
         long = [generator.randrange(100, 40000) for _ in range(settings.prompt_tokens)]
         for name, worker in workers.items():

@@ -3,9 +3,9 @@
     python -m benchmarks.synthetic_model qwen3-8b qwen3-8b.gguf
     python -m benchmarks.e2e_decode qwen3-8b.gguf --out benchmarks/results/e2e_decode_h200.json
 
-At depth D, D tokens are in the cache first, not timed; then 128 steps, each fed with the token of
-the one before, with logits and greedy sampling (llama-bench leaves sampling out). One warm-up, five
-repetitions, mean and deviation. Once with the kernel for whole steps, once without it, in one
+At depth D, D tokens are in the cache first, not timed; then 128 steps, each with the token of the
+step before, with logits and greedy sampling (llama-bench leaves sampling out). One warm-up, five
+repetitions, mean and deviation. Once with the fused decode step, once without it, in one
 process. Floor: weights, output matrix and the keys and values of the context at 4.53 TB/s.
 """
 
@@ -32,7 +32,7 @@ READ_BYTES_PER_SECOND = 4.53e12  # of an H200, measured; docs/notes/packed_produ
 
 
 def tokens_per_second(llm: LLM, depth: int) -> float:
-    """One repetition: `STEPS` tokens behind `depth` (at least one) others."""
+    """One repetition: `STEPS` tokens after `depth` (at least one) tokens."""
     engine = llm._engine
     params = SamplingParams(temperature=0, max_tokens=STEPS + 8, ignore_eos=True)
     vocab_size = engine.runner.model.config.vocab_size
@@ -54,7 +54,7 @@ def tokens_per_second(llm: LLM, depth: int) -> float:
 
 
 def floor_bytes(llm: LLM, depth: int) -> int:
-    """What a step in the middle of a repetition must read."""
+    """Bytes that a step in the middle of a repetition must read."""
     config, source = llm._engine.runner.model.config, llm.source
     head = "head.weight" if "head.weight" in source.names else "embed.weight"
     used = {name for name in source.names if name.startswith("layers.")} | {head}
@@ -64,7 +64,7 @@ def floor_bytes(llm: LLM, depth: int) -> int:
 
 
 def measure(llm: LLM, depths: list[int], label: str) -> list[dict[str, Any]]:
-    """All depths, as the engine is."""
+    """Measure all depths with the engine as it is set."""
     rows = []
     for depth in depths:
         tokens_per_second(llm, depth)
@@ -106,7 +106,7 @@ def main() -> None:
                 model.step = None
                 steps.capture(GraphRecorder(llm.config.device))
         elif model.step is None:
-            raise SystemExit(f"{options.model.name}: the kernel for whole steps does not take it.")
+            raise SystemExit(f"{options.model.name}: the fused decode step does not fit it.")
         label = "megakernel" if is_on else "kernel by kernel"
         print(label)
         rows += measure(llm, options.depths, label)

@@ -1,13 +1,13 @@
-"""Whether a server's first answers wait for anything that later ones do not.
+"""Time of a server's first requests compared with later ones: nothing may load or compile late.
 
     python -m benchmarks.synthetic_model qwen3-0.6b qwen3-0.6b.gguf
     python -m benchmarks.e2e_first_request qwen3-0.6b.gguf --out first_request.json
 
-Servers are started for each prompt length and asked from the moment they are ready: ten requests
-one after another, each with a prompt of its own. Nothing may compile or load then, so the first
-one's time to its first token should be that of the tenth (needed: at most 1.2 times). Then the
-engine process is killed, and the one that takes its place is asked alike. All requests come after
-the same pause, since processors that rest run slower for a while.
+Servers are started for each prompt length and get requests from the moment they are ready: ten
+requests one after another, each with its own prompt. Nothing may compile or load then, so the first
+request's time to its first token should be that of the tenth (required: at most 1.2 times). Then
+the engine process is killed, and the new engine is measured in the same way. All requests come
+after the same pause, since idle processors run slower for a while.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from benchmarks.figures import save
 LENGTHS = (77, 300, 1000)  # of prompts, tokens
 STARTS = 2  # of a server, for each length
 REQUESTS = 10
-PAUSE_S = 0.3  # before each request: a server that has just become ready has rested too
+PAUSE_S = 0.3  # before each request: a server that has just become ready has been idle too
 START_S = 300.0
 
 
 @contextmanager
 def run_server(model: Path, device: str) -> Iterator[tuple[str, int]]:
-    """The address and the process of a server that is ready."""
+    """The address and the process of a ready server."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-c", "from tiercel.cli.main import main; main()", "serve"]
@@ -58,7 +58,7 @@ def run_server(model: Path, device: str) -> Iterator[tuple[str, int]]:
 
 
 def wait_ready(address: str, process: subprocess.Popen[bytes] | None = None) -> None:
-    """Wait until a server takes requests.
+    """Wait until a server accepts requests.
 
     Raises:
         SystemExit: its process has ended, or it takes too long.
@@ -90,13 +90,13 @@ def is_ready(address: str) -> bool:
 
 
 def model_id(address: str) -> str:
-    """What the server calls its model."""
+    """The server's name of its model."""
     with urllib.request.urlopen(f"{address}/v1/models", timeout=5) as answer:
         return str(json.load(answer)["data"][0]["id"])
 
 
 def first_token_ms(address: str, prompt: list[int]) -> float:
-    """From sending a request to the first event of its stream."""
+    """Milliseconds from sending a request to the first event of its stream."""
     body = {
         "model": model_id(address),
         "prompt": prompt,

@@ -1,12 +1,12 @@
-"""How long the GPU waits for the host between decode steps, from a profiler's trace.
+"""Idle time of the GPU between decode steps, from a profiler's trace.
 
     python -m benchmarks.synthetic_model qwen3-8b qwen3-8b.gguf
     python -m benchmarks.e2e_host_gap qwen3-8b.gguf --out host_gap.json
 
 For each batch size: decode steps in steady state; a step begins with its `prepare_step` kernel. The
-gap is the time from the end of a step's last kernel to the start of the next step's first one, as a
-share of the time from start to start. The profiler itself slows the host, so the true gap is
-smaller. Beside it: tokens per second without the profiler. What graphs are worth is in
+gap is the time from the end of a step's last kernel to the start of the next step's first kernel,
+as a share of the time from start to start. The profiler itself slows the host, so the true gap is
+smaller. Tokens per second without the profiler are also measured. The effect of CUDA graphs is in
 `benchmarks/e2e_toggles.py`.
 """
 
@@ -34,7 +34,7 @@ FIRST_KERNEL = "prepare_step_kernel"
 
 
 def stream_steps(llm: LLM, batch: int, count: int) -> Iterator[None]:
-    """Decode steps of a batch that is through its prompts."""
+    """Decode steps of a batch whose prompts are done."""
     engine = llm._engine
     params = SamplingParams(temperature=0, max_tokens=count + 4, ignore_eos=True)
     ids = [[(7 * i + j) % 250 for j in range(PROMPT_TOKENS)] for i in range(batch)]
@@ -53,7 +53,7 @@ def stream_steps(llm: LLM, batch: int, count: int) -> Iterator[None]:
 
 
 def tokens_per_second(llm: LLM, batch: int) -> float:
-    """Of steady decode steps, by the wall clock."""
+    """Tokens per second of steady decode steps, by the wall clock."""
     steps = stream_steps(llm, batch, 2 * STEPS)
     for _ in range(WARM_STEPS):
         next(steps)

@@ -1,14 +1,14 @@
-"""Seconds from a file in the page cache to the first token, and which stage takes them.
+"""Seconds from a file in the page cache to the first token, by stage.
 
     python -m benchmarks.synthetic_model qwen3-8b qwen3-8b.gguf
     python -m benchmarks.e2e_load qwen3-8b.gguf --out benchmarks/results/e2e_load_h200.json
 
-The file is read once before, so that the page cache holds it; loading reads it through a memory
-map. Each load is a process of its own, timed from before Python starts. With `--cold` one comes
-first that compiles what the caches of kernels and of Python's bytecode lack; all others are to find
-everything compiled. The last one is cut into stages: the device is waited for at the border of
-each, and imports are timed one by one, so its sum is larger than an undisturbed load; a stage
-within another counts for itself alone.
+The file is read once before, so that it is in the page cache; loading reads it through a memory
+map. Each load runs in a separate process, timed from before Python starts. With `--cold` an
+additional first load compiles what is missing in the caches of kernels and of Python's bytecode;
+the other loads should find everything compiled. The last load is cut into stages: the host waits
+for the device at the border of each stage, and imports are timed one by one, so its sum is larger
+than an undisturbed load; time in a nested stage counts for the nested stage only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tiercel import LLM, SamplingParams
 MAX_MODEL_LEN = 8192
 NEEDED_S = 10.0
 NUM_PACKAGES = 8  # whose imports are listed
-# What counts as which stage: module, what in it, name.
+# Stage by function: module, name in it, stage.
 STAGES = (
     ("tiercel.engine.load", "find_source", "map and check the file"),
     ("tiercel.models.source", "ModelSource.tokenizer", "tokenizer"),
@@ -59,7 +59,7 @@ STAGES = (
 
 
 class Stages:
-    """Seconds by stage; within a stage another counts for itself alone."""
+    """Seconds by stage; time in a nested stage counts for the nested stage only."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -95,7 +95,7 @@ class Stages:
 
 
 def load_once(model: Path, began: float, *, has_stages: bool) -> dict[str, Any]:
-    """In a process of its own: load, and generate one token."""
+    """Load in a separate process, and generate one token."""
     imported = time.time()
     torch.cuda.synchronize()
     started = time.time()
@@ -139,7 +139,7 @@ def run_child(model: Path, *, has_stages: bool) -> dict[str, Any]:
 
 
 def import_seconds(lines: str) -> dict[str, float]:
-    """Seconds by package from what `-X importtime` prints, largest first."""
+    """Seconds by package from the output of `-X importtime`, largest first."""
     seconds: dict[str, float] = defaultdict(float)
     for own, name in re.findall(r"^import time: +(\d+) \| +\d+ \| +(\S+)$", lines, re.M):
         seconds[name.partition(".")[0]] += int(own) / 1e6
@@ -148,7 +148,7 @@ def import_seconds(lines: str) -> dict[str, float]:
 
 
 def read_through(path: Path) -> float:
-    """Put the file into the page cache; seconds that took."""
+    """Read the file into the page cache; returns the seconds."""
     began = time.perf_counter()
     buffer = bytearray(64 << 20)
     with path.open("rb", buffering=0) as file:

@@ -1,10 +1,10 @@
-"""How far the whole model lies from exact log-probabilities, per dtype.
+"""Distance of the whole model from exact log-probabilities, per dtype.
 
     python -m benchmarks.e2e_parity --device cuda --out benchmarks/results/e2e_parity_h200.json
 
-Figures and bounds are those of tests/parity.py: the default model against a recorded float32
-forward of its decoded weights, and three tiny files against a float64 forward. Decode speed is one
-request of 128 tokens, for orientation: it has no floor, the kernels have benchmarks of their own.
+Figures and bounds are those of tests/parity.py: the default model compared with a recorded float32
+forward of its dequantised weights, and three tiny files with a float64 forward. Decode speed is one
+request of 128 tokens, for orientation: it has no floor, since the kernels have benchmarks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def measure_default(model: str | None, device: str, dtype: str) -> dict[str, Any
 
 
 def measure_mixed_batch(llm: LLM) -> dict[str, Any]:
-    """Greedy ids of prompts of 1 to 2,000 tokens, together against one by one."""
+    """Greedy ids of prompts of 1 to 2,000 tokens, together compared with one by one."""
     words = parity.CASES[DEFAULT]["eval_text"]["ids"]
     prompts = [
         {"prompt_token_ids": [words[(7 * n + i) % len(words)] for i in range(n)]}

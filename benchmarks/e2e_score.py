@@ -1,4 +1,4 @@
-"""Items per second behind a shared query, against scoring them apart and against the roofline.
+"""Items per second after a shared query, compared with separate scoring and the roofline.
 
     python -m benchmarks.synthetic_model qwen3-8b qwen3-8b.gguf
     python -m benchmarks.e2e_score qwen3-8b.gguf --out score.json
@@ -6,18 +6,18 @@
 
 For each length of query and of list, items of 30 tokens, two labels over the whole vocabulary:
 
-    cold      the query is new, so the prefix cache finds none of it
+    cold      the query is new, so none of it is in the prefix cache
     cached    the query was scored before
-    separate  each item as a prompt of its own, all given to the engine at once, query cached
+    separate  each item as a separate prompt, all given to the engine together, query cached
     one by one  a call per item, query cached
 
 Roofline: 2 operations per weight outside embedding and head for every new token, the head's for
 every item, attention's for every visible pair, all at 790 TFLOP/s, which a bf16 product of 8192^3
-reaches on an H200 that was at rest. What it reaches at its power limit is measured in the run.
+reaches on an H200 after an idle time. The rate at its power limit is measured in the run.
 
 Load: some callers each score list after list on one engine; the percentiles are those of a call,
-its queue included. The answer to "how many items per second under a limit of the 99th percentile"
-is the best level that meets it.
+with its queue. "How many items per second under a limit of the 99th percentile" is the best level
+that meets the limit.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def make_items(count: int) -> Lists:
 
 
 def best_seconds(run: Callable[[], object], seconds: float) -> tuple[float, int]:
-    """Median time of a call, and the number of calls, behind three that warm up."""
-    for _ in range(3):  # graphs are recorded at the second
+    """Median time of a call, and the number of calls, after three that warm up."""
+    for _ in range(3):  # graphs are captured in the second
         run()
     samples: list[float] = []
     began = time.perf_counter()
@@ -74,7 +74,7 @@ def best_seconds(run: Callable[[], object], seconds: float) -> tuple[float, int]
 
 
 def score_apart(llm: LLM, query: list[int], items: Lists) -> None:
-    """Each item as an ordinary prompt, read at its last token."""
+    """Score each item as an ordinary prompt, read at its last token."""
     read = ((ScoreRead(0, tuple(LABELS)),),)
     requests = [llm._inputs.score_request([*query, *x], ScoreTask((), read)) for x in items]
     for _ in llm._steps(requests, lambda *_: None):
@@ -82,13 +82,13 @@ def score_apart(llm: LLM, query: list[int], items: Lists) -> None:
 
 
 class Roofline:
-    """The least time of a call, by arithmetic alone."""
+    """The least time of a call, by arithmetic."""
 
     def __init__(self, llm: LLM) -> None:
         self._config = llm.source.config
 
     def seconds(self, prefix: int, items: int, *, is_cached: bool) -> float:
-        """Of one list."""
+        """The least time of one list."""
         config = self._config
         width = config.num_heads * config.head_dim
         wide = width + 2 * config.num_kv_heads * config.head_dim
@@ -137,7 +137,7 @@ def measure(
         row[f"{name}_items_per_s"] = scored / taken
         row[f"{name}_ms"], row[f"{name}_calls"] = 1e3 * taken, calls
     for name in ("cold", "cached") if roofline is not None else ():
-        # A hit ends at a block's end; what is behind it is computed, and not work that was needed.
+        # A hit ends at a block's end; tokens after it are computed, and are not necessary work.
         least = roofline.seconds(prefix, count, is_cached=name == "cached")
         row[f"{name}_roofline_items_per_s"] = count / least
         row[f"{name}_of_roofline"] = 1e3 * least / row[f"{name}_ms"]
@@ -147,7 +147,7 @@ def measure(
 
 
 async def run_callers(llm: AsyncLLM, callers: int, prefix: int, seconds: float) -> dict[str, float]:
-    """Callers who each score one list after the other, queries from a set that is cached."""
+    """Callers who each score one list after the other, with queries from a cached set."""
     queries = [make_ids(i, prefix) for i in range(LOAD_QUERIES)]
     items = make_items(4 * LOAD_ITEMS)
     taken: list[float] = []

@@ -1,4 +1,4 @@
-"""Draws results of benchmarks/e2e_score.py: items per second against the length of the list.
+"""Plots results of benchmarks/e2e_score.py: items per second against the length of the list.
 
     python -m benchmarks.e2e_score_plot score_a.json score_b.json docs/scoring.svg
 
@@ -42,7 +42,7 @@ COLUMNS = 2
 
 
 def draw(paths: Sequence[Path], figure_path: Path) -> None:
-    """Write the figure as its ending says."""
+    """Write the figure in the format of its ending."""
     files = [read(path) for path in paths]
     kinds: dict[tuple[str, int], list[Row]] = {}
     for file in files:
@@ -83,7 +83,7 @@ def draw_panel(panel: Axes, rows: list[Row], title: str) -> None:
 
 
 def main() -> None:
-    """Draw from the command line."""
+    """Plot from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("figure", type=Path)

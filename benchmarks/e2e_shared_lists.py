@@ -1,8 +1,8 @@
-"""A list of prompts that share a start, one answer token each: one request against one by one.
+"""Prompts with a common prefix, one answer token each: one request compared with one by one.
 
     python -m benchmarks.e2e_shared_lists --out benchmarks/results/e2e_shared_lists.json
 
-A reranker asks about 64 documents after 2,000 tokens of instruction and query, with `max_tokens` 1
+A reranker sends 64 documents after 2,000 tokens of instruction and query, with `max_tokens` 1
 and `logprobs`, on a CPU through the server:
 
     list                          one request with all prompts, whose start is new
@@ -11,9 +11,9 @@ and `logprobs`, on a CPU through the server:
     one by one, without cache     the same prompts on a server with TIERCEL_PREFIX_CACHE=0
     one prompt as long            as many tokens as the list must compute: the floor
 
-Needed: the list takes an eighth of the time of one by one without cache. The answers to the same
+Required: the list takes an eighth of the time of one by one without cache. The answers to the same
 prompts are compared. In float32 (`--dtype`) a list runs as packed items, in 16 bits as prompts that
-share the start by the prefix cache.
+share the prefix through the prefix cache.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Run:
 
 @dataclass
 class Way:
-    """What repeats of one way took; tokens and answers are those of the last one."""
+    """Times of the repeats of one way; tokens and answers are those of the last repeat."""
 
     seconds: list[float] = field(default_factory=list)
     computed: int = 0
     choices: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, run: Run) -> None:
-        """Note a repeat."""
+        """Record a repeat."""
         self.seconds.append(run.seconds)
         self.choices = [choice for answer in run.answers for choice in answer["choices"]]
         usages = [answer["usage"] for answer in run.answers]
@@ -67,7 +67,7 @@ class Way:
 
 
 def make_prompts(seed: int, arguments: argparse.Namespace) -> list[list[int]]:
-    """Prompts with a random start and random rests."""
+    """Prompts with a random prefix and random ends."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -115,7 +115,7 @@ def ask_each(address: str, prompts: list[list[int]]) -> Run:
 def largest_difference(
     choices: list[dict[str, Any]], expected: list[dict[str, Any]]
 ) -> tuple[int, float]:
-    """Answers with another token, and the largest difference of a log-probability."""
+    """Number of answers with another token, and the largest difference of a log-probability."""
     num_other, largest = 0, 0.0
     for choice, wanted in zip(choices, expected, strict=True):
         num_other += choice["text"] != wanted["text"]

@@ -1,18 +1,18 @@
-"""Speculation end to end: tokens per second with drafts and without, on texts that repeat or not.
+"""Speculative decoding end to end: tokens per second with and without drafts.
 
     python -m benchmarks.synthetic_model qwen3-8b qwen3-8b.gguf
     python -m benchmarks.e2e_spec qwen3-8b.gguf --given --out e2e_spec.json
     python -m benchmarks.e2e_spec smollm2 --out e2e_spec.json
 
 A model with synthetic weights cannot copy text. With --given the next token is therefore not the
-model's but that of a continuation made beforehand: the logits are computed as ever, and one of them
-is raised before the draw. All else runs as for users. Without it the model answers by itself.
+model's but that of a prepared continuation: the logits are computed as usual, and one of them
+is raised before sampling. Everything else is as for users. Without it the model's own text is used.
 
-For each kind of text and batch size: the rate of steady decoding, of requests that are through
-their prompts, until the first of them ends; how many drafts were right, by place. Plain decoding is
-that of requests with drafts switched off, by the kernels that serve it without speculation. With
+For each kind of text and batch size: the rate of steady decoding, of requests whose prompts are
+done, until the first of them ends; and the acceptance by position. Plain decoding is that of
+requests with drafts switched off, by the kernels that serve it without speculative decoding. With
 --trace 1 8: for these batch sizes, the share of the GPU's time in a step that drafting and
-acceptance take, and what the host waited for. With --limits 1 2 3: each case again for requests
+acceptance take, and the waits of the host. With --limits 1 2 3: each case again for requests
 that lower the number of drafts.
 """
 
@@ -45,7 +45,7 @@ ANSWER_TOKENS = 240
 RAISED = 1e4  # above any logit
 DRAFT_KERNELS = ("best_of_slot", "accept_kernel", "ngram_index")
 LAUNCH = "tiercel_launch"  # a range in the trace
-# What waits for the device. Only `collect` may, for the results of an earlier step.
+# Calls that wait for the device. Only `collect` may, for the results of an earlier step.
 WAITS = (
     "cudaDeviceSynchronize",
     "cudaStreamSynchronize",
@@ -57,7 +57,7 @@ WAITS = (
 
 
 class GivenSampler(Sampler):
-    """Draws given continuations; what is done to the logits is part of captured steps too."""
+    """Sampler of given continuations; its change of the logits is part of captured steps too."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -93,7 +93,7 @@ class GivenSampler(Sampler):
 
 @dataclass(frozen=True)
 class Work:
-    """A batch of requests of one kind of text, tokens of each answer, and how often it runs."""
+    """A batch of requests of one kind of text, tokens of each answer, and number of runs."""
 
     kind: str
     batch: int
@@ -104,7 +104,7 @@ class Work:
 def make_requests(
     llm: LLM, work: Work, given: GivenSampler | None, drafts: int | None
 ) -> list[Request]:
-    """A batch of one kind of text, with up to `drafts` guesses a step."""
+    """A batch of one kind of text, with up to `drafts` draft tokens a step."""
     kind, batch = work.kind, work.batch
     params = SamplingParams(
         temperature=0, max_tokens=work.length, ignore_eos=True, num_spec_tokens=drafts
@@ -141,7 +141,7 @@ def decode(llm: LLM, requests: list[Request]) -> tuple[float, int]:
 def measure(
     llm: LLM, work: Work, given: GivenSampler | None, limits: list[int | None]
 ) -> list[dict[str, Any]]:
-    """The rate of plain decoding and those with drafts, each the best of some runs."""
+    """The rate of plain decoding and those with drafts, each the best of several runs."""
     rates = (decode(llm, make_requests(llm, work, given, 0))[0] for _ in range(work.repeats))
     plain = max(rates)
     return [measure_drafts(llm, work, given, plain, limit) for limit in limits]
@@ -150,7 +150,7 @@ def measure(
 def measure_drafts(
     llm: LLM, work: Work, given: GivenSampler | None, plain: float, limit: int | None
 ) -> dict[str, Any]:
-    """The rate with drafts beside the plain one, and what the drafts were worth."""
+    """The rate with drafts, the plain rate, and the acceptance."""
     drafted = 0.0
     for _ in range(work.repeats):
         before = llm.draft_counts
@@ -185,7 +185,7 @@ def measure_drafts(
 
 
 def trace(llm: LLM, batch: int, given: GivenSampler | None) -> dict[str, Any]:
-    """What a profiler sees of steps that verify: shares of GPU time, waits of the host."""
+    """Profile steps that verify: shares of GPU time, waits of the host."""
     engine = llm._engine
     requests = make_requests(llm, Work("edit", batch), given, None)
     for request in requests:
@@ -207,7 +207,7 @@ def trace(llm: LLM, batch: int, given: GivenSampler | None) -> dict[str, Any]:
         engine.abort(request)
     while engine.has_work:
         engine.step()
-    on_gpu = torch.autograd.DeviceType.CUDA  # which shows the host's ranges once more
+    on_gpu = torch.autograd.DeviceType.CUDA  # the profiler shows host ranges on it too
     ranges = [e.time_range for e in found.events() if e.name == LAUNCH and e.device_type != on_gpu]
     inside = [e for e in found.events() if e.name in WAITS and _is_inside(e, ranges)]
     kernels = [e for e in found.events() if e.device_type == on_gpu and e.name != LAUNCH]
@@ -235,7 +235,7 @@ def trace(llm: LLM, batch: int, given: GivenSampler | None) -> dict[str, Any]:
 
 
 def _is_inside(event: Any, ranges: list[Any]) -> bool:
-    """Whether an event of the host begins within one of some ranges."""
+    """Whether a host event begins within one of the ranges."""
     start = event.time_range.start
     return any(r.start <= start < r.end for r in ranges)
 
@@ -295,7 +295,7 @@ def main() -> None:
             found = measure(llm, work, given, options.limits or [None])
             rows += found
             print(*found, sep="\n", flush=True)
-            save(options.out, head, rows)  # what is done stays if the rest is cut off
+            save(options.out, head, rows)  # finished rows are kept if a later case fails
     if waits:
         raise SystemExit("the host waited for the device within a step")
 

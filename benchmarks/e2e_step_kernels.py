@@ -1,12 +1,12 @@
-"""Where the time of prompts and decode steps goes: kernels by name, against the wall clock.
+"""Time of prompts and decode steps by kernel, compared with the wall clock.
 
     python -m benchmarks.synthetic_model qwen3-8b qwen3-8b.gguf
     python -m benchmarks.e2e_step_kernels qwen3-8b.gguf --out step_kernels.json
 
 Prompts are steps of the scratch row, which reads the null block; decode steps are real requests
-behind prompts, replayed from graphs. Kernel times come from a trace, medians of the wall clock from
-runs without one. In a graph of dependent launches a kernel's time includes its wait for the one
-ahead, so kernels overlap and their sum passes the wall clock.
+after prompts, replayed from graphs. Kernel times come from a trace, medians of the wall clock from
+runs without one. In a graph of dependent launches a kernel's time includes its wait for the
+previous kernel, so kernels overlap and their sum exceeds the wall clock.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
     python -m benchmarks.synthetic_model qwen3-8b qwen3-8b.gguf
     python -m benchmarks.e2e_toggles qwen3-8b.gguf --out benchmarks/results/e2e_toggles_h200.json
 
-Toggles are read when a model is loaded, so one process loads the model once for each side that is
-not the default (but for one toggle that is read once a process, whose other side has its own); what
-a side costs is the difference to the loads with all defaults, which come first and last. Trials are
-those of `tiercel bench speed`: a prompt of 512 tokens, 32 greedy steps of one sequence and 16 of 8
-behind 128 tokens each, 16 of 64 behind 32; medians. Inputs are alike for all.
+Toggles are read when a model is loaded, so one process loads the model once for each value that is
+not the default (except for one toggle that is read once per process, whose other value has its own
+process). The cost of a value is the difference to the loads with all defaults, which come first
+and last. Trials are those of `tiercel bench speed`: a prompt of 512 tokens, 32 greedy steps of one
+sequence and 16 of 8 at depth 128, 16 of 64 at depth 32; medians. Inputs are the same for all.
 
-A call may measure some toggles alone (`--toggles`), beside defaults of its own.
+A call may measure only some toggles (`--toggles`), with its own loads of the defaults.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tiercel.engine.load import load_model
 TRIALS = (Trial(1, 512), Trial(1, 128, 32), Trial(8, 128, 16), Trial(64, 32, 16))
 NAMES = tuple(f"{name}_tokens_per_second" for name in ("pp512", "tg32_b1", "tg16_b8", "tg16_b64"))
 REPETITIONS = 3
-# What each toggle is when nobody sets it.
+# The default of each toggle.
 TOGGLES = {
     "TIERCEL_MEGAKERNEL": env.has_megakernel,
     "TIERCEL_DECODE_CHAIN": env.has_fused_layer_tail,
@@ -53,7 +53,7 @@ ONCE_A_PROCESS = ("TIERCEL_PDL",)
 
 
 def measure(model: Path, switches: dict[str, str]) -> dict[str, float]:
-    """Tokens per second of all trials under some toggles, and the seconds of the load."""
+    """Tokens per second of all trials with some toggles set, and the seconds of the load."""
     os.environ.update(switches)
     began = time.perf_counter()
     options = LoadOptions(
@@ -76,7 +76,7 @@ def measure(model: Path, switches: dict[str, str]) -> dict[str, float]:
 
 
 def measure_apart(model: Path, switches: dict[str, str]) -> dict[str, float]:
-    """The same in a process of its own."""
+    """The same in a separate process."""
     command = [sys.executable, "-m", "benchmarks.e2e_toggles", str(model), "--alone"]
     environ = os.environ | switches
     answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environ)

@@ -1,12 +1,12 @@
-"""What a running stream notices of a long prompt that enters beside it.
+"""Effect of a long prompt on a running stream.
 
     python -m benchmarks.e2e_two_streams --out benchmarks/results/e2e_two_streams_cpu.json
 
 For each bound of a step's tokens a server is started. One stream runs; after a while a prompt of
 6,000 tokens is sent. The figures are the times between the stream's events before the prompt was
-sent and until its first token arrived, the prompt's time to its first token, and how often the
-engine was started again. Needed: the largest gap beside the prompt is at most 4 times the median
-there, and no restart. To compare with steps that time does not bound, check out a revision without
+sent and until its first token arrived, the prompt's time to its first token, and the number of
+engine restarts. Required: the largest gap during the prompt is at most 4 times the median
+gap, and no restart. To compare with steps that time does not bound, check out a revision without
 `scheduler/step_budget.py`.
 """
 
@@ -44,7 +44,7 @@ TEXT = "Once upon a time there was a lighthouse keeper who"
 
 @contextmanager
 def run_server(model: str | None, bound: int, threads: int) -> Iterator[str]:
-    """The address of a server that is ready."""
+    """The address of a ready server."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-c", "from tiercel.cli.main import main; main()", "serve"]
@@ -65,8 +65,8 @@ class Stream(threading.Thread):
     """One streamed completion.
 
     Attributes:
-        sent_s: when it was sent, and
-        events_s: when each of its events arrived.
+        sent_s: time when it was sent.
+        events_s: times when its events arrived.
         is_complete: whether it came to its end.
     """
 
@@ -92,13 +92,13 @@ class Stream(threading.Thread):
                 self.is_complete |= line.startswith(b"data: [DONE]")
 
     def gaps_s(self, start_s: float, stop_s: float) -> list[float]:
-        """Times between the events of a span of time."""
+        """Times between the events of a period."""
         inside = [at for at in self.events_s if start_s <= at <= stop_s]
         return [b - a for a, b in itertools.pairwise(inside)]
 
 
 def num_restarts(address: str) -> int:
-    """How often the server has started its engine again."""
+    """The number of engine restarts."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
         found = re.search(rb"engine_restarts_total\{[^}]*\} ([\d.]+)", answer.read())
     return int(float(found[1])) if found else 0

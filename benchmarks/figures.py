@@ -1,4 +1,4 @@
-"""The files of benchmarks/results: what they contain, and the one way to read and write them.
+"""The files of benchmarks/results: their format, and the only way to read and write them.
 
     python -m benchmarks.figures convert raw.json --out benchmarks/results/e2e_serve_h200.json
 
@@ -10,9 +10,9 @@
       {"name": "rows=1 inner=12288 silu bf16", "median_us": 1.236844},
       ...]}
 
-A row is flat and has a line of its own. Fields that are not whole numbers have their unit in the
-name. Samples are summed up first: `flat` gives lists their median, least and largest value.
-`convert` does the same to what `tiercel bench ... --json` keeps, with a histogram of each time.
+A row is flat and on its own line. Fields that are not integers have their unit in the
+name. Samples are summarised first: `flat` replaces lists by median, minimum and maximum.
+`convert` does the same for the output of `tiercel bench ... --json`, with a histogram of each time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 MAX_LINES, MAX_BYTES = 2000, 200_000  # of a file: figures, not samples
 HISTOGRAM_BINS = 20
 DECIMALS = 9  # of the edges of a histogram, in seconds
-# One of these is a part of the name of each field that is no whole number.
+# One of these is a part of the name of each field that is not an integer.
 UNITS = frozenset(
     "us ms s second seconds gbps tflops mhz watts percent cycles tokens per "  # noqa: SIM905
     "ratio share fraction over of error nmse".split()
@@ -52,15 +52,15 @@ Row = dict[str, Scalar]
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file.
+    """A result file.
 
     Attributes:
-        command: what measured; of scripts that were not kept, what they did.
-        revision: the commit that was measured, "... with changes" where it was not quite that.
-        date: of the run, UTC.
-        hardware, versions: of the machine that measured.
-        notes: what else a reader must know; says why where something is "unknown".
-        rows: the figures.
+        command: command that measured; for scripts that were not kept, what they did.
+        revision: commit that was measured, "... with changes" where the working tree differed.
+        date: date of the run, UTC.
+        hardware, versions: hardware and versions of the machine that measured.
+        notes: what else a reader must know; says why a value is "unknown".
+        rows: figures.
     """
 
     command: Text
@@ -75,7 +75,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ]
 
     def __post_init__(self) -> None:
-        """Check what types do not say."""
+        """Check rules that the types do not express."""
         origin = (self.command, self.revision, *self.hardware.values(), *self.versions.values())
         if "unknown" in origin and self.notes is None:
             raise ValueError("something is unknown and `notes` does not say why")
@@ -88,7 +88,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def short_revision(self) -> str:
-        """The commit alone."""
+        """The commit without a note on changes."""
         return self.revision.split()[0]
 
 
@@ -96,7 +96,7 @@ def encode(figures: Figures) -> str:
     """The text of a file.
 
     Raises:
-        ValueError: it is larger than a file of figures may be.
+        ValueError: the file is larger than the limit.
     """
     head = {name: getattr(figures, name) for name in figures.__struct_fields__}
     rows = head.pop("rows")
@@ -111,11 +111,11 @@ def encode(figures: Figures) -> str:
 
 
 def read(path: Path) -> Figures:
-    """Read a file and check it as it is checked when it is written.
+    """Read a file and check it as when it is written.
 
     Raises:
-        msgspec.ValidationError: it is no file of figures.
-        ValueError: it is too large, or not written by this module.
+        msgspec.ValidationError: it is not a result file.
+        ValueError: it is too large, or was not written by this module.
     """
     text = path.read_text()
     figures = msgspec.json.decode(text, type=Figures)
@@ -128,8 +128,8 @@ def save(path: Path | None, head: Mapping[str, Any], rows: Iterable[Mapping[str,
     """Write a file; nothing happens without a path.
 
     Args:
-        path: of the file.
-        head: all but the rows, as `benchmarks.common.environment` gives it.
+        path: path of the file.
+        head: all fields except the rows, as from `benchmarks.common.environment`.
         rows: figures; nested ones are made `flat`.
     """
     if path is not None:
@@ -139,9 +139,9 @@ def save(path: Path | None, head: Mapping[str, Any], rows: Iterable[Mapping[str,
 
 
 def flat(row: Mapping[str, Any]) -> Row:
-    """A row of scalars: names of nested fields are joined by "_", lists are summed up.
+    """A row of scalars: names of nested fields are joined by "_", lists are summarised.
 
-    Of numbers median, least, largest and how many stay, of texts all.
+    Of numbers median, minimum, maximum and count are kept, of texts all.
     """
     result: Row = {}
     for name, value in row.items():
@@ -165,14 +165,14 @@ def _summed_up(name: str, values: Sequence[Any]) -> Row:
 
 
 def revision() -> str:
-    """The commit of this checkout, and whether what runs is as in the commit."""
+    """The commit of this checkout, and whether the working tree differs from it."""
     at = _git("rev-parse", "--short", "HEAD")
     changes = _git("status", "--porcelain", "-uno", "--", "tiercel", "benchmarks/*.py")
     return f"{at} with changes" if changes else at or "unknown"
 
 
 def about(command: str, date: str, hardware: Mapping[str, str | int]) -> dict[str, Any]:
-    """Where figures come from: all of a file but its rows."""
+    """Origin of the figures: all fields of a file except its rows."""
     packages = {name: installed_version(name) for name in ("torch", "triton", "tiercel")}
     head: dict[str, Any] = {"command": command, "revision": revision(), "date": date}
     head["hardware"] = {name: value for name, value in hardware.items() if value is not None}
@@ -184,11 +184,11 @@ def about(command: str, date: str, hardware: Mapping[str, str | int]) -> dict[st
 
 
 def convert(raw: Mapping[str, Any], measured: str) -> tuple[dict[str, Any], list[Row]]:
-    """Head and rows of what a `tiercel bench` command keeps with --json.
+    """Head and rows from the --json output of a `tiercel bench` command.
 
     Args:
-        raw: the file's content.
-        measured: the revision that ran.
+        raw: content of the --json file.
+        measured: revision that was measured.
     """
     head: dict[str, Any] = {"command": raw["command"], "revision": measured, "date": raw["utc"]}
     head |= {"hardware": raw["hardware"], "versions": raw["versions"]}
@@ -205,7 +205,7 @@ def convert(raw: Mapping[str, Any], measured: str) -> tuple[dict[str, Any], list
 
 
 def trial_row(result: Mapping[str, Any]) -> Row:
-    """A row of `tiercel bench speed`; one of `bench kernels` as it is."""
+    """A row of `tiercel bench speed`; a row of `bench kernels` is unchanged."""
     if "trial" not in result:
         return flat(result)
     trial, rates = msgspec.convert(result["trial"], Trial), result["rates"]
@@ -219,7 +219,7 @@ def trial_row(result: Mapping[str, Any]) -> Row:
 
 
 def level_rows(level: Level, model: Mapping[str, str]) -> list[Row]:
-    """A load: its figures, then a histogram of each time of its requests."""
+    """A load level: its figures, then a histogram of each time of its requests."""
     names = {
         "request_rate": "requests_per_second",
         "completion_rate": "completion_tokens_per_second",
@@ -249,7 +249,7 @@ def level_rows(level: Level, model: Mapping[str, str]) -> list[Row]:
 
 
 def histogram(name: str, seconds: list[float]) -> list[Row]:
-    """A row for each interval with something in it."""
+    """A row for each interval that is not empty."""
     if not seconds:
         return []
     counts, edges = np.histogram(seconds, HISTOGRAM_BINS)
@@ -262,7 +262,7 @@ def histogram(name: str, seconds: list[float]) -> list[Row]:
 
 
 def _git(*arguments: str) -> str:
-    """What git prints; nothing outside of a checkout, or without git."""
+    """Output of git; empty outside of a checkout, or without git."""
     try:
         answer = subprocess.run(
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False

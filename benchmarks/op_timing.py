@@ -1,13 +1,13 @@
-"""How one op is timed against its physical floor and a peer; the op's own file lists the cases.
+"""Timing of one op against its physical floor and a peer; the op's own file lists the cases.
 
 - Correctness first: a case whose result is wrong is not timed.
-- Cold caches: enough distinct inputs, visited in turn, that their bytes pass the last-level cache
+- Cold caches: enough distinct inputs, visited in turn, that their bytes exceed the last-level cache
   several times. Weights and caches of a real step are cold too.
-- On a GPU one CUDA graph holds a call per input, so the host's launch cost stays out and the gap
-  between graph nodes stays in, as in a decode step; an empty node is measured beside it. On a CPU
+- On a GPU one CUDA graph contains a call per input, so the host's launch cost is excluded and the
+  gap between graph nodes is included, as in a decode step; an empty node is also measured. On a CPU
   calls are timed one by one.
 - The op is timed twice, before and after its peer: a difference below that spread is noise. Inputs
-  in other places of memory give other times, too: ``--repeats`` shows by how much.
+  at other addresses also give other times: ``--repeats`` shows by how much.
 - Floor: the larger of bytes / measured bandwidth and flops / measured matrix rate, of this device
   in this process.
 """
@@ -34,7 +34,7 @@ from tiercel.profiling.device_timing import (
 )
 
 MAX_SETS = {"cuda": 512, "cpu": 64}
-LEAST_CALLS = 20  # of a graph, so that its start does not show
+LEAST_CALLS = 20  # of a graph, so that its start has no effect
 SECONDS = 1.0  # of one measurement, about
 
 
@@ -43,18 +43,18 @@ class Case:
     """One op at one shape.
 
     Attributes:
-        name: the shape in words.
-        make: seed to fresh inputs on the device; random, never zeros.
-        run: inputs to result; safe to capture on a GPU.
-        check: inputs to the relative error of `run` against the oracle.
-        tolerance: what `check` may return at most.
-        num_bytes: the fewest that must move: each input read once, each result written once.
-        flops: multiply-adds count two; 0 leaves bytes as the only floor.
-        dtype: whose matrix rate bounds the flops.
-        peer: inputs to result, another way to do the same.
-        peer_name: what that is.
-        peer_us: for a peer that cannot run here, its time on the hardware that `peer_name` names.
-        max_sets: inputs at most, where they are much larger than what a call reads of them.
+        name: shape in words.
+        make: function from a seed to fresh inputs on the device; random, never zeros.
+        run: function from inputs to result; safe to capture on a GPU.
+        check: function from inputs to the relative error of `run` against the oracle.
+        tolerance: largest allowed result of `check`.
+        num_bytes: least bytes that must move: each input read once, each result written once.
+        flops: operations; multiply-adds count two; 0 leaves bytes as the only floor.
+        dtype: dtype whose matrix rate bounds the flops.
+        peer: function from inputs to result, another way to do the same.
+        peer_name: name of the peer.
+        peer_us: for a peer that cannot run here, its time on the hardware in `peer_name`.
+        max_sets: most inputs, where they are much larger than the bytes that a call reads.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device reached in this process, in decimal GB/s and TFLOP/s."""
+    """Rates that this device reached in this process, in decimal GB/s and TFLOP/s."""
 
     read_gbps: float
     copy_gbps: float
@@ -81,7 +81,7 @@ class Ceilings:
     empty_node_us: float
 
     def row(self) -> dict[str, Any]:
-        """As a row of a file of figures."""
+        """The ceilings as a row of a result file."""
         rates = {f"{name.removeprefix('torch.')}_tflops": x for name, x in self.tflops.items()}
         fields = {name: value for name, value in asdict(self).items() if name != "tflops"}
         return {"name": "ceilings of the device", **fields, **rates}
@@ -110,7 +110,7 @@ def time_inputs(
     seconds: float = SECONDS,
     least_calls: int = LEAST_CALLS,
 ) -> Timing:
-    """Time calls of `run` on all inputs in turn, as the module says, for about `seconds`."""
+    """Time calls of `run` on all inputs in turn, as described above, for about `seconds`."""
     calls = [lambda item=item: run(item) for item in inputs]
     if device.type == "cuda":
         calls = calls * max(1, least_calls // len(calls))
@@ -120,7 +120,7 @@ def time_inputs(
 
 
 def num_sets(case: Case, device: torch.device) -> int:
-    """How many distinct inputs keep the caches cold."""
+    """The number of distinct inputs that keep the caches cold."""
     wanted = -(-4 * cache_bytes(device) // max(1, case.num_bytes))
     return min(case.max_sets, MAX_SETS[device.type], max(2, wanted))
 
@@ -166,7 +166,7 @@ def measure_case(
 def measure_repeatedly(
     case: Case, device: torch.device, ceilings: Ceilings, seconds: float, repeats: int
 ) -> dict[str, Any]:
-    """The middle one of so many measurements, each with inputs made anew, and all medians."""
+    """The median of `repeats` measurements, each with new inputs, and all medians."""
     rows = []
     for _ in range(repeats):
         rows.append(measure_case(case, device, ceilings, seconds))
@@ -185,7 +185,7 @@ def bench(
     out: Path | None = None,
     repeats: int = 1,
 ) -> list[dict[str, Any]]:
-    """Time all cases, print a line each, and return all rows; `out` holds them so far."""
+    """Time all cases, print a line each, and return all rows; `out` gets the rows so far."""
     head, rows = environment(device), [ceilings.row()]
     for case in cases:
         row = measure_repeatedly(case, device, ceilings, seconds, repeats)
@@ -200,7 +200,7 @@ def bench(
 
 
 def parse(doc: str) -> argparse.ArgumentParser:
-    """The options that all op benchmarks share."""
+    """The options of all op benchmarks."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
@@ -209,12 +209,12 @@ def parse(doc: str) -> argparse.ArgumentParser:
 
 
 def parse_cases(doc: str, seconds: float = SECONDS) -> argparse.ArgumentParser:
-    """Those, and the options of `bench_chosen`."""
+    """The options of all op benchmarks, and those of `bench_chosen`."""
     parser = parse(doc)
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--seconds", type=float, default=seconds, help="of a measurement, about")
-    parser.add_argument("--only", default="", help="cases whose names hold this text")
-    parser.add_argument("--repeats", type=int, default=1, help="of a case, with inputs made anew")
+    parser.add_argument("--only", default="", help="cases whose names contain this text")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of a case, with new inputs")
     return parser
 
 
@@ -224,7 +224,7 @@ def bench_chosen(
     device: torch.device,
     ceilings: Ceilings | None = None,
 ) -> list[dict[str, Any]]:
-    """Time what the options of `parse_cases` choose."""
+    """Time the cases that the options of `parse_cases` select."""
     if arguments.repeats < 1:
         raise SystemExit(f"error: --repeats is {arguments.repeats}; it must be at least 1.")
     chosen = [case for case in cases if arguments.only in case.name]

@@ -1,4 +1,4 @@
-"""Runs GPU tests under compute-sanitizer and says which kernels it finds fault with.
+"""Runs GPU tests under compute-sanitizer and names the kernels with errors.
 
     python -m benchmarks.sanitize                         all ops, a small model's steps, engines
     python -m benchmarks.sanitize wide narrow --jobs 2    small models through the whole engine
@@ -8,9 +8,10 @@
 A target is the name of an op, whose `tests/ops/test_<op>*.py` run, a test file, or a case of
 `benchmarks/sanitize_engine.py`: a small model through the whole engine. memcheck looks for accesses
 outside of allocations, racecheck for conflicts in shared memory, synccheck for barriers that not
-all threads reach. For memcheck of tests each tensor is an allocation of its own, without PyTorch's
-cache of blocks; graphs cannot be captured that way, so tests that capture are left to the others,
-and the engine keeps the cache. PyTorch's own kernels are not watched; with --kernels none but those
+all threads reach. For memcheck of tests each tensor is a separate allocation, without PyTorch's
+caching allocator; graphs cannot be captured that way, so tests that capture run under the other
+tools only, and the engine keeps the caching allocator. PyTorch's own kernels are not watched; with
+--kernels only kernels with that text in their name are watched, which is faster.
 so named, which is faster.
 """
 
@@ -65,7 +66,7 @@ def test_files(target: str) -> list[str]:
 
 
 def sanitize(tool: str, target: str, selected: str, kernels: str, limit_s: float) -> dict[str, Any]:
-    """One target under one tool: what the tool and the tests said, and whether both are content."""
+    """Run one target under one tool: the messages of tool and tests, and whether both passed."""
     command = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
     command += ["--target-processes=application-only", "--print-limit=5"]
     command += ["--report-api-errors=no"] if tool == "memcheck" else []

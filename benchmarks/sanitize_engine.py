@@ -1,12 +1,12 @@
-"""Takes a small model through the whole engine, graphs included, for a sanitizer to watch.
+"""Runs a small model through the whole engine, graphs included, for a sanitizer to watch.
 
     compute-sanitizer --tool=memcheck python -m benchmarks.sanitize_engine wide
 
-`benchmarks/sanitize.py` runs it as a target of its own. Models have two layers of random weights in
-Q4_K and Q6_K (the one that drafts with a head: in float32). Each is loaded as for a server, so
-graphs of prompts and answers are recorded and all kernels warm up, and then answers prompts of many
-lengths alone and together, in chunks, behind prefix hits, with every stage of the sampler, and
-scores lists. Results must be finite; whether they are right is for the tests to say.
+`benchmarks/sanitize.py` runs it as a separate target. Models have two layers of random weights in
+Q4_K and Q6_K (the one with an MTP head: in float32). Each is loaded as for a server, so
+graphs of prompts and answers are captured and all kernels warm up, and then answers prompts of many
+lengths alone and together, in chunks, after prefix hits, with every stage of the sampler, and
+scores lists. Results must be finite; tests check whether they are right.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_NEW = 12
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it drafts; without a shape, the tests' model with a drafting head."""
+    """A model and its drafter; without a shape, the tests' model with an MTP head."""
 
     shape: Shape | None
     spec: str
@@ -40,7 +40,7 @@ class Case:
 
 
 CASES = {
-    # The width of Qwen3-8B, which the kernel of whole steps takes; heads of 128.
+    # The width of Qwen3-8B, which the fused decode step fits; heads of 128.
     "wide": Case(Shape(4096, 2, 32, 8, 128, 8192, vocab=512), "off", has_step_kernel=True),
     "drafts": Case(Shape(512, 2, 8, 2, 128, 1024, vocab=512), "ngram"),
     "narrow": Case(Shape(512, 2, 8, 2, 64, 1280, vocab=512, arch="llama"), "ngram"),
@@ -49,7 +49,7 @@ CASES = {
 
 
 def write_model(name: str, path: Path) -> None:
-    """The file of a case."""
+    """Write the file of a case."""
     shape = CASES[name].shape
     if shape is None:
         mtp_model(path, metadata={"qwen3.context_length": MAX_MODEL_LEN})
@@ -59,7 +59,7 @@ def write_model(name: str, path: Path) -> None:
 
 
 def every_params() -> list[SamplingParams]:
-    """Parameters that together take each stage of the sampler."""
+    """Parameters that together use each stage of the sampler."""
     fields = {"max_tokens": NUM_NEW, "ignore_eos": True}
     return [
         SamplingParams(temperature=0, logprobs=5, **fields),
@@ -72,14 +72,14 @@ def every_params() -> list[SamplingParams]:
 
 
 def generate(llm: LLM) -> None:
-    """Prompts of all lengths alone, then all of them together with mixed parameters."""
+    """Generate for prompts of all lengths alone, then for all together with mixed parameters."""
     params = every_params()
     prompts = [{"prompt_token_ids": [(7 * i + n) % 13 + 5 for i in range(n)]} for n in LENGTHS]
     outputs = [llm.generate(prompt, params[0])[0] for prompt in prompts]
     mixed = [params[i % len(params)] for i in range(len(prompts))]
     outputs += llm.generate(prompts, mixed)
-    outputs += llm.generate(prompts[:NUM_ROWS], params[4])  # several that draft
-    # Behind a prefix that is cached by now.
+    outputs += llm.generate(prompts[:NUM_ROWS], params[4])  # several rows that draft
+    # After a prefix that is cached by now.
     longer = {"prompt_token_ids": [*prompts[-1]["prompt_token_ids"], 1, 2, 3]}
     outputs += llm.generate(longer, params[0])
     assert outputs[-1].metrics.num_cached_tokens > 0
@@ -90,7 +90,7 @@ def generate(llm: LLM) -> None:
 
 
 def score(llm: LLM) -> None:
-    """Lists of few and of many items, behind a prompt of two blocks."""
+    """Score lists of few and of many items, after a prompt of two blocks."""
     query = [(7 * i) % 250 for i in range(150)]
     for count in (1, 40):
         items = [[(3 * i + 5 * j) % 250 for j in range(1 + 5 * i % 17)] for i in range(count)]
@@ -113,7 +113,7 @@ def main() -> None:
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=NUM_ROWS,
             max_num_batched_tokens=STEP_TOKENS,
-            gpu_memory_utilization=0.5,  # others run beside it; the cache is small
+            gpu_memory_utilization=0.5,  # other programs use the GPU too; the cache is small
             spec=case.spec,
         ) as llm:
             runner = llm._engine.runner

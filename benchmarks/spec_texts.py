@@ -1,6 +1,6 @@
-"""Prompts and continuations for speculation, made from this repository's own files.
+"""Prompts and continuations for speculative decoding, made from this repository's own files.
 
-Two jobs whose answers quote their prompts, and one whose answer never repeats anything:
+Two jobs have answers that quote their prompts, and one has an answer that never repeats anything:
 
     summary   a page of the documentation; the answer quotes sentences of it between its own words
     edit      a source file; the answer is the file with some names changed
@@ -33,7 +33,7 @@ class Job:
 
 
 class Numbers:
-    """Ids of words, in order of appearance, below `vocab_size`."""
+    """Numbers words with ids, in order of appearance, below `vocab_size`."""
 
     def __init__(self, vocab_size: int) -> None:
         self._ids: dict[str, int] = {}
@@ -46,7 +46,7 @@ class Numbers:
 
 
 def make_jobs(kind: str, count: int, length: int, vocab_size: int) -> list[Job]:
-    """Jobs with answers of `length` tokens; each from another file, or another part of one."""
+    """Jobs with answers of `length` tokens; each from another file, or another part of a file."""
     numbers = Numbers(vocab_size)
     makers = {"summary": _summary, "edit": _edit}
     if kind == "random":
@@ -60,7 +60,7 @@ def make_jobs(kind: str, count: int, length: int, vocab_size: int) -> list[Job]:
 
 
 def prompt_texts(kind: str, count: int) -> list[str]:
-    """The same jobs as texts, for a model that answers by itself."""
+    """The same jobs as texts, for a model that writes its own answers."""
     if kind == "random":
         return [f"Write a story about the number {i}." for i in range(count)]
     ask = {

@@ -1,4 +1,4 @@
-"""Writes a GGUF file of a real model's shapes and types with random weights, for speed alone.
+"""Writes a GGUF file of a real model's shapes and types with random weights, to measure speed.
 
     python -m benchmarks.synthetic_model qwen3-8b qwen3-8b.gguf
 
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK = 256  # weights of a block of Q4_K and Q6_K
-CODES = 64 << 20  # bytes of random codes, used again and again
+CODES = 64 << 20  # bytes of random codes, which are reused
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Shape:
     vocab: int = 151_936
     context: int = 40_960
     arch: str = "qwen3"  # qwen2: biases of q, k and v; gemma3: norms around attention and MLP
-    tied: bool = False  # the embedding is the output matrix
+    tied: bool = False  # the embedding is also the output matrix
     window: int = 0  # of gemma3's sliding layers, five of six
 
 
@@ -58,7 +58,7 @@ SHAPES = {
 
 
 def has_more_bits(layer: int, layers: int) -> bool:
-    """The layers whose attn_v and ffn_down are Q6_K in a Q4_K_M file."""
+    """Whether attn_v and ffn_down of this layer are Q6_K in a Q4_K_M file."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
@@ -133,7 +133,7 @@ def write(model: str, path: Path, seed: int = 0) -> None:
 
 
 def write_metadata(writer: gguf.GGUFWriter, name: str, shape: Shape) -> None:
-    """Hyperparameters and a tokenizer of bytes."""
+    """Write hyperparameters and a tokenizer of bytes."""
     writer.add_name(f"{name} with random weights")
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
@@ -152,7 +152,7 @@ def write_metadata(writer: gguf.GGUFWriter, name: str, shape: Shape) -> None:
     characters = {byte: chr(byte) for byte in shown}
     characters |= {byte: chr(256 + i) for i, byte in enumerate(hidden)}
     tokens = [characters[byte] for byte in range(256)]
-    # One merge, " t", since a list of none cannot be written.
+    # One merge, " t", since an empty list cannot be written.
     tokens += ["<|end|>", "\u0120t", *(f"w{i}" for i in range(258, shape.vocab))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")

@@ -1,4 +1,4 @@
-"""Files of figures: what is accepted, how samples are summed up, what the kept files are."""
+"""Result files: accepted contents, summaries of samples, and the committed files."""
 
 import json
 import random
@@ -27,7 +27,7 @@ ROWS = [{"name": "rows=3", "median_us": 1.25, "samples": 7, "same_bits": True, "
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_kept_files(path):
-    """All are JSON files of the schema, as the writer writes them, and no larger than it allows."""
+    """All are JSON files of the schema, as the writer writes them, and within its size limit."""
     assert path.suffix == ".json"
     kept = figures.read(path)
     assert kept.rows
@@ -82,7 +82,7 @@ def test_refused(changes, rows, tmp_path):
         ("695d571", "main"),
         (' "versions": {"torch": "2.11.0+cu130"},\n', ""),
         ('"rows"', '"results"'),
-        ("[", "[ "),  # not as the writer has it
+        ("[", "[ "),  # not as the writer formats it
         ("}\n ]", "},\n  {}\n ]"),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_histogram_counts_every_time_once():
     seconds = np.random.default_rng(3).gamma(2.0, 0.01, 257).tolist()
     bars = figures.histogram("gap", seconds)
     assert sum(bar["count"] for bar in bars) == len(seconds)
-    for bar in bars[:-1]:  # the last one has its end
+    for bar in bars[:-1]:  # the last bar has its end
         assert bar["count"] == sum(bar["from_s"] <= x < bar["to_s"] for x in seconds)
     assert figures.histogram("gap", []) == []
 
@@ -137,7 +137,7 @@ def make_sample(index, random, error=None):
 
 
 def make_load(num_samples):
-    """What `bench serve` keeps of a load."""
+    """The data of a load from `bench serve`."""
     random = np.random.default_rng(11)
     samples = [make_sample(i, random, "http_503" if i == 3 else None) for i in range(num_samples)]
     spread = {"mean": 0.2, "p50": 0.19, "p90": 0.3, "p99": 0.4}
@@ -232,7 +232,7 @@ def test_the_head_of_a_run_is_accepted(tmp_path):
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_changed_sources_show_in_the_revision(tmp_path, monkeypatch):
-    """But not the file that a benchmark is writing."""
+    """But a file that a benchmark is writing does not count."""
     names = ("tiercel/env.py", "benchmarks/figures.py", "benchmarks/results/x.json", "README.md")
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

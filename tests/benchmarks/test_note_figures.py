@@ -1,6 +1,6 @@
-"""Tables of measurements name their file and its revision, and each file has a page that names it.
+"""Tables of measurements name their file and its revision, and each file is named on a page.
 
-A section, here, goes from a heading or a paragraph that begins in bold to the next one.
+A section here is the text from a heading or a paragraph that begins in bold to the next one.
 """
 
 import re
@@ -31,12 +31,12 @@ def named(text):
 
 
 def is_measured(table):
-    """Whether cells after the first column begin with numbers that are no limits or defaults."""
+    """Whether cells after the first column begin with numbers that are not limits or defaults."""
     return bool(NUMBERS.search(table)) and not SETTINGS.match(table)
 
 
 def unnamed_tables(text):
-    """Tables of measurements in sections that say nowhere where these come from."""
+    """Tables of measurements in sections that do not name their source."""
     return [
         table.splitlines()[0]
         for section in sections(text)
@@ -46,7 +46,7 @@ def unnamed_tables(text):
 
 
 def old_revisions(text):
-    """Files that a section names without the revision that they measured."""
+    """Files that a section names without their measured revision."""
     return [
         f"{name}.json, {REVISIONS[name]}"
         for section in sections(text)
@@ -62,7 +62,7 @@ def test_tables_name_their_file(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_are_named_with_their_revision(page):
-    """So figures of an older revision say so."""
+    """So that figures of an older revision are marked as such."""
     assert old_revisions(page.read_text()) == []
 
 

@@ -17,7 +17,7 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 def measured(readme):
-    """The tables of the section: the text from the one before to its end, and its rows of cells."""
+    """The tables of the section: the text since the previous table, and the rows of cells."""
     section = re.search(r"^## Measured\n(.*?)^## ", readme, re.M | re.S)[1]
     found, before = [], ""
     for text in re.findall(r".*?\n(?=\n|\Z)", section, re.S):
@@ -30,7 +30,7 @@ def measured(readme):
 
 
 def shown_cells(readme):
-    """(row, column) -> text of each cell that has a number, links and code left out."""
+    """(row, column) -> text of each cell that has a number, without links and code."""
     cells = {}
     for _, rows in measured(readme):
         for label, *others in rows:
@@ -42,7 +42,7 @@ def shown_cells(readme):
 
 
 def value(source):
-    """What a figure says, from its file."""
+    """The value of a figure, from its file."""
     field, where = source["field"], source.get("where", {})
     rows = [
         row[field]
@@ -55,14 +55,14 @@ def value(source):
 
 
 def step(exact, source):
-    """What the last digit that counts is worth."""
+    """The value of the last significant digit."""
     if "digits" in source:
         return Decimal(1).scaleb(exact.adjusted() - source["digits"] + 1)
     return Decimal(1).scaleb(Decimal(source["shown"].replace(",", "")).as_tuple().exponent)
 
 
 def figures_of(cell):
-    """(shown number, measured one, what a digit is worth, is it a bound) of a cell."""
+    """(shown number, measured number, value of a digit, whether it is a bound) of a cell."""
     for figure in cell["figures"]:
         source = cell | figure
         exact = value(source)
@@ -73,7 +73,7 @@ def figures_of(cell):
 
 
 def is_shown(shown, exact, digit, is_bound):
-    """Whether a measured number reads like that."""
+    """Whether a measured number is shown in this way."""
     if is_bound:
         return exact < shown
     return exact.quantize(digit, ROUND_HALF_UP) == shown
@@ -83,7 +83,7 @@ def test_every_number_was_measured():
     cells = {(cell["row"], cell["column"]): cell for cell in CELLS}
     assert len(cells) == len(CELLS)
     texts = shown_cells(README)
-    assert texts.keys() == cells.keys()  # none without its list, no list without its cell
+    assert texts.keys() == cells.keys()  # each cell has a list, each list a cell
     for at, text in texts.items():
         assert NUMBER.findall(text) == [figure["shown"] for figure in cells[at]["figures"]], at
         for shown, exact, *how in figures_of(cells[at]):
@@ -98,7 +98,7 @@ def test_a_number_one_digit_off_would_be_found():
 
 
 def test_rows_link_their_files_with_the_revision():
-    """So a figure of an older revision says so."""
+    """So that a figure of an older revision is marked as such."""
     files = {}
     for cell in CELLS:
         for figure in cell["figures"]:
