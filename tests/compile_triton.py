@@ -1,6 +1,6 @@
-"""Compiles the dependent Triton kernels for Hopper without a GPU and prints what their PTX does.
+"""Compiles the dependent Triton kernels for Hopper without a GPU and prints facts about their PTX.
 
-A process of its own: in the tests' own process Triton is the interpreter wherever there is no GPU.
+A separate process: in the tests' own process Triton is the interpreter wherever there is no GPU.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ HALF, FLOAT, INT, LONG = torch.float16, torch.float32, torch.int32, torch.int64
 
 
 class HopperDriver:
-    """As much of a driver as compiling needs."""
+    """The part of a driver that compiling needs."""
 
     def get_current_device(self):
         return 0
@@ -33,7 +33,7 @@ class HopperDriver:
 
 
 def cases():
-    """Name, launch, types of the tensors, which of them are aligned, numbers."""
+    """Name, launch, types of the tensors, which tensors are aligned, numbers."""
     yield "rms_norm", rms_norm._launch(4096, 4096), [FLOAT, HALF, None, FLOAT, HALF], None, [1e-6]
     yield "sandwich", rms_norm._launch(640, 640), [FLOAT, HALF, FLOAT, FLOAT, HALF], None, [1e-6]
     heads = [HALF, INT, FLOAT, LONG, HALF, HALF, FLOAT, FLOAT]
@@ -46,7 +46,7 @@ def cases():
 
 
 def read_parameters(ptx):
-    """Which parameters lead to the addresses that some PTX loads from; a store is "written"."""
+    """The parameters that lead to the addresses that some PTX loads from; a store is "written"."""
     origins, found = {}, set()
     for line in ptx.splitlines():
         registers = re.findall(r"%\w+", line)
@@ -62,7 +62,7 @@ def read_parameters(ptx):
 
 
 def facts(launch, dtypes, are_aligned, numbers):
-    """Where the PTX waits and lets the next kernel start, what it reads ahead; its wide loads."""
+    """Where the PTX waits and lets the next kernel start, its early reads and wide loads."""
     aligned = are_aligned or [True] * len(dtypes)
     kernel, is_dependent = launch._compile(dtypes, aligned, numbers, torch.device("cuda", 0))
     ptx = kernel.asm["ptx"]

@@ -17,7 +17,7 @@ os.environ.pop("TIERCEL_MODEL", None)  # a developer's own model must not replac
 import pytest
 import torch
 
-# Workers take whole files in this order (--no-loadscope-reorder), so that no long one begins last.
+# Workers take whole files in this order (--no-loadscope-reorder), so that no long file begins last.
 LONG_FILES = (
     "tests/kernels/test_rtc.py",
     "tests/test_llm_spec.py",
@@ -46,7 +46,7 @@ if IN_WORKER:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest; skip, visibly, what this machine cannot run."""
+    """Run the longest tests first; skip, visibly, tests that this machine cannot run."""
     places = {name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.location[0], len(places)))
     for item in items:
@@ -72,7 +72,7 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:
-    """The default model's file, fetched into the user's cache the first time."""
+    """The default model's file, downloaded into the user's cache the first time."""
     from tiercel.loader.hub import resolve
 
     return resolve("smollm2", offline=False, report=None)
@@ -80,10 +80,10 @@ def default_model() -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _memory() -> Iterator[None]:
-    """Keep collections short, and give back what tests leave in PyTorch's cache.
+    """Keep garbage collections short, and release memory that tests leave in PyTorch's cache.
 
-    Loading a model collects garbage, which takes 0.1 s and more where all modules of the tests are
-    looked at. Other workers use the same GPU.
+    Loading a model collects garbage, which takes 0.1 s and more if the objects of all test modules
+    are visited. Other workers use the same GPU.
     """
     gc.collect()
     gc.freeze()

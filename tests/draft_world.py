@@ -1,8 +1,8 @@
-"""Rows that a made-up model extends step by step, and a head of its own kind that drafts for them.
+"""Rows that a fake model extends step by step, and a fake MTP head that drafts for them.
 
-The head is as small as a function can be that depends on every token, hidden state and place of a
-text: so a draft is right only if the head saw all of them, each in its own place of the cache. The
-cache is NaN wherever nothing was written.
+The head is the smallest function that depends on every token, hidden state and position of a
+text: so a draft is right only if the head saw all of them, each at its own position of the cache.
+The cache is NaN wherever nothing was written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK, VOCAB, DIM = 4, 6, 3
 
 
 class Head:
-    """Attends to what it wrote for all places up to a token's own."""
+    """A head that attends to the entries of all positions up to a token's own."""
 
     def __init__(self, num_blocks):
         self.embedding, self.out = torch.randn(VOCAB, DIM).double(), torch.randn(DIM, VOCAB)
@@ -32,12 +32,12 @@ class Head:
         self.written = []  # of each call: (row, position, slot)
 
     def entry(self, token, hidden, position):
-        """What the cache holds for a place: of its hidden state and the next token."""
+        """The cache entry of a position: from its hidden state and the next token."""
         turn = torch.sin(self.phase * position)
         return torch.tanh(0.5 * (self.embedding[token] + hidden @ self.inner + turn))
 
     def state(self, entries):
-        """Of the last place of some."""
+        """The head's state at the last position of some entries."""
         weights = 1.0 / torch.arange(len(entries), 0, -1).double()
         return torch.tanh(2.0 * (weights @ entries))
 
@@ -71,11 +71,11 @@ class Head:
 
 @dataclass
 class World:
-    """Rows in all states: prompts in chunks, decoding with drafts right and wrong, at an end.
+    """Rows in all states: prompts in chunks, decoding with accepted and rejected drafts, at an end.
 
     Attributes:
-        count: drafts of a row at most.
-        hidden: by row, the model's state at each place of its text.
+        count: most drafts of a row.
+        hidden: the model's state at each position of a row's text, by row.
     """
 
     num_rows: int
@@ -115,7 +115,7 @@ class World:
         self.is_banned = torch.tensor([0, 0, 0, 0, 1, 0], dtype=torch.uint8)
         self.texts.drafts.draft_ids[:, 0] = 0
         blocks = [-(-(p + a) // BLOCK) for p, a in zip(self.prompts, self.answers, strict=True)]
-        self.guard = sum(blocks) + 1  # a block of no row: no table may lead a write there
+        self.guard = sum(blocks) + 1  # a block of no row: no table may point to it
         self.head = Head(self.guard + 1)
         self.tables = torch.full((1, size, room // BLOCK + 2), self.guard, **ints)
         order, at = torch.randperm(sum(blocks)) + 1, 0
@@ -123,7 +123,7 @@ class World:
             self.tables[0, row, : blocks[row]] = order[at : at + blocks[row]]
             at += blocks[row]
         self.tables[0, -1] = 0
-        self.computed = [0] * size  # places that the model has seen
+        self.computed = [0] * size  # positions that the model has seen
         self.hidden = [[] for _ in range(size)]
         self.texts.sampling.num_tokens[:-1] = self.texts.num_prompt[:-1]
         for row in range(self.num_rows):
@@ -137,9 +137,9 @@ class World:
         return self.length(row) == self.prompts[row] + self.answers[row]
 
     def step(self, *, is_padded):
-        """Some rows go on; returns the step's states and the rows that got tokens.
+        """Advance some rows; returns the step's states and the rows that got tokens.
 
-        is_padded: all requests have as many places, and some are scratch.
+        is_padded: whether all requests have equally many positions, and some rows are scratch.
         """
         width = 1 + self.count
         requests, got = [], []
@@ -161,9 +161,9 @@ class World:
         return self.num_rows, 0, width, [], [-1] * width
 
     def _advance(self, row, width):
-        """(row, first place, places, hidden states, slots) of a request; its text grows."""
+        """(row, first position, positions, hidden states, slots) of a request; its text grows."""
         first, prompt = self.computed[row], self.prompts[row]
-        if first < prompt - 1 or (first < prompt and not width):  # a chunk, or the whole rest
+        if first < prompt - 1 or (first < prompt and not width):  # a chunk, or the whole remainder
             count = int(torch.randint(1, prompt - first + 1, ()))
             self._see(row, count)
             if self.computed[row] == prompt:
@@ -225,7 +225,7 @@ class World:
         return StepStates(batch, hidden, width, of), rows[got]
 
     def known(self, states):
-        """(row, position, slot) of a step's places whose next token is known."""
+        """(row, position, slot) of a step's positions whose next token is known."""
         batch = states.batch
         numbers = torch.arange(batch.num_reqs).repeat_interleave(torch.tensor(batch.query_lens))
         rows, places = batch.rows[numbers].tolist(), batch.positions.tolist()
@@ -234,14 +234,14 @@ class World:
         return [one for one in every if one[0] < self.num_rows and one[1] + 1 < self.length(one[0])]
 
     def entries(self, row):
-        """What the head has of a row's text: all places that were seen, but the last token's."""
+        """The head's entries of a row's text: all positions seen, except the last token's."""
         tokens = self.texts.sampling.token_ids[row].tolist()
         places = range(min(self.computed[row], self.length(row) - 1))
         own = [self.head.entry(tokens[p + 1], self.hidden[row][p], p) for p in places]
         return torch.stack(own)
 
     def greedy_drafts(self, row, count):
-        """Step by step, one token at a time: each draft is the head's next input."""
+        """The drafts step by step, one token at a time: each draft is the head's next input."""
         entries, drafts = self.entries(row), []
         sampling = self.texts.sampling
         for number in range(count):

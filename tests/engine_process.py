@@ -67,7 +67,7 @@ async def wait_until(condition, seconds=PATIENCE_S):
 async def wait_idle(client, make):
     """Wait until the engine says that nothing is in it and every block is free.
 
-    What was sent before is done when a last request is; only a message behind that one counts.
+    Earlier messages are handled when a last request is; only a later message counts.
     """
     before = client.stats
     await read(client.submit(make("a", greedy(1))))

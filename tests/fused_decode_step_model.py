@@ -1,4 +1,4 @@
-"""Random layers of the sizes that the kernel for whole steps takes, for it and for its oracle."""
+"""Random layers of the sizes of the fused decode step, for the kernel and for its oracle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiercel.ops.fused_decode_step import FusedDecodeStepBuilder, FusedDecodeSte
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 
-EPS, SCALE = 0.2, HEAD**-0.5  # the former so large that it shows
+EPS, SCALE = 0.2, HEAD**-0.5  # eps is so large that it matters
 POSITIONS = 64
 V_AND_DOWN = 1 << 2 | 1 << 5  # the matrices of a layer that are Q6_K in half of a Q4_K_M file
 ROWS = {"q": HIDDEN, "k": 1024, "v": 1024, "o": HIDDEN, "down": HIDDEN}

@@ -1,4 +1,4 @@
-"""Runs the source of the kernel for whole steps on a processor; see cuda_on_cpu/device.hpp."""
+"""Runs the source of the fused decode step on a CPU; see cuda_on_cpu/device.hpp."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAP_BYTES = 128
 
 
 def build(num_layers: int, slices: int, folder: Path, *, has_qk_norm: bool) -> ctypes.CDLL:
-    """Compile the source with what stands for a GPU; skip where that cannot be."""
+    """Compile the source with the headers that replace a GPU; skip where that is impossible."""
     source = kernel.cuda_source(num_layers, slices, has_qk_norm=has_qk_norm)
     cuda = rtc.source_files()
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
@@ -44,7 +44,7 @@ def run(
     seed: int = 0,
     late: int = 128,
 ) -> Tensor:
-    """As `ops.fused_decode_step`; `seed` orders warps, CTAs from `late` on start last."""
+    """Like `ops.fused_decode_step`; `seed` orders warps, CTAs from `late` on start last."""
     structures = kernel._structures(len(k))
     sizes = tuple(ctypes.sizeof(structure) for structure in structures)
     assert sizes == tuple(library.struct_bytes(i) for i in range(2))

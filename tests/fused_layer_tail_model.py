@@ -1,4 +1,4 @@
-"""Random matrices between two attentions, for the kernel and for its oracle."""
+"""Random matrices of the fused layer tail, for the kernel and for its oracle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiercel.ops.packed_matvec import prepare_packed
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 
-EPS = 0.2  # of both norms: large enough to show
+EPS = 0.2  # of both norms: large enough to matter
 
 
 @dataclass
@@ -43,14 +43,14 @@ class Model:
 
 
 def qwen3_8b(slices=3):
-    """Its widths; `slices` of 4096 columns in a row of down."""
+    """The widths of Qwen3-8B; `slices` of 4096 columns in a row of down."""
     return ChainShape(4096, 4096, 4096 * slices, 5120, 1024)
 
 
 def make_model(six, shape, device, seed=0, *, is_last=False, num_sms=128):
     """Random layers; `six` names those of `o gate_up down qk v` that are Q6_K.
 
-    The shape is that of q and k on their own; where v is of the same type, they are one matrix.
+    The shape is that of q and k alone; where v has the same type, they are one matrix.
     """
     generator = torch.Generator(device).manual_seed(seed)
     shapes = {

@@ -1,4 +1,4 @@
-"""Runs the source of the kernel between two attentions on a processor; see cuda_on_cpu/."""
+"""Runs the source of the fused layer tail on a CPU; see cuda_on_cpu/."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent / "cuda_on_cpu"
 
 
 def build(tokens: int, weights: ChainWeights, folder: Path) -> ctypes.CDLL:
-    """Compile the source with what stands for a GPU; skip where that cannot be."""
+    """Compile the source with the headers that replace a GPU; skip where that is impossible."""
     source = kernel.cuda_source(tokens, weights.geometry)
     cuda = rtc.source_files()
     device = [HERE / f"{name}.hpp" for name in ("device", "q4k_device", "chain_device")]
@@ -39,7 +39,7 @@ def run(
     seed: int = 0,
     late: int | None = None,
 ) -> Tensor | None:
-    """As `ops.fused_layer_tail`; `seed` sets the order of warps, CTAs from `late` on start last."""
+    """Like `ops.fused_layer_tail`; `seed` orders warps, CTAs from `late` on start last."""
     geometry, rows = weights.geometry, x.shape[0] + 2
     wide = torch.full((rows, x.shape[1]), float("nan"))
     wide_heads = torch.full((rows, geometry.shape.heads_width), float("nan")).half()

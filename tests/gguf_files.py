@@ -1,7 +1,7 @@
 """GGUF files for tests: a small writer, an encoder for each block type, and whole tiny models.
 
 Written from the format's description and independent of the reader, so that both cannot be wrong in
-the same way. `assemble` lets a test write what no sound writer would.
+the same way. `assemble` lets a test write what no correct writer would.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def assemble(
     num_pairs: int | None = None,
     alignment: int = 32,
 ) -> bytes:
-    """A file from its pieces; the counts may lie."""
+    """A file from its pieces; the counts may be wrong."""
     records = records or []
     num_tensors = len(records) if num_tensors is None else num_tensors
     num_pairs = len(pairs) if num_pairs is None else num_pairs
@@ -114,7 +114,7 @@ def write_gguf(
     alignment: int = 32,
     version: int = 3,
 ) -> Path:
-    """Write a sound file; arrays of floats are stored as F32 (float16 as F16)."""
+    """Write a valid file; arrays of floats are stored as F32 (float16 as F16)."""
     pairs = [pair(key, value) for key, value in metadata.items()]
     if alignment != 32 and "general.alignment" not in metadata:
         pairs.append(pair("general.alignment", alignment))
@@ -245,7 +245,7 @@ def encode_iq4_xs(x: np.ndarray) -> np.ndarray:
 
 
 def _pack_quarters(q: np.ndarray) -> np.ndarray:
-    """(n, 256) two-bit values to (n, 64): byte 32h + l holds weights 128h + 32s + l."""
+    """(n, 256) two-bit values to (n, 64): byte 32h + l has weights 128h + 32s + l."""
     return (q.reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6])[:, None]).sum(2).reshape(-1, 64)
 
 

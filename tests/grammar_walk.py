@@ -1,4 +1,4 @@
-"""Walks through a grammar as a model would: which tokens may come, random answers, given texts."""
+"""Walks through a grammar as a model would: allowed tokens, random answers, given texts."""
 
 import numpy as np
 
@@ -11,20 +11,20 @@ _CLOSERS = b'"}])>/'
 
 
 class Walker:
-    """A vocabulary to walk with."""
+    """A vocabulary with matchers of grammars."""
 
     def __init__(self, tokenizer, vocab_size):
         self.tokenizer = tokenizer
         self.vocabulary = GrammarVocabulary.of(tokenizer, vocab_size)
         tokens = [tokenizer.token_bytes(i, with_special=True) for i in range(tokenizer.vocab_size)]
-        # Short, visible tokens make short answers: free text would else go on and on.
+        # Short, visible tokens make short answers: free text would not end otherwise.
         self.is_plain = np.array(
             [len(t) < 6 and t.isascii() and t.isprintable() for t in map(str_of, tokens)]
         )
         self.closes = np.array([any(char in token for char in _CLOSERS) for token in tokens])
 
     def matcher(self, spec=None, stop_ids=None, **form):
-        """The matcher of a spec, or of a form given as `StructuredOutputs` takes it."""
+        """The matcher of a spec, or of a form given like the fields of `StructuredOutputs`."""
         if spec is None:
             spec = compile_spec(StructuredOutputs(**form), max_tokens=CONTEXT)
         return GrammarMatcher(self.vocabulary, spec, stop_ids)
@@ -44,7 +44,7 @@ class Walker:
         return matcher.is_accepting
 
     def sample(self, matcher, rng, steps=200):
-        """A random answer's ids and whether it came to its end; checks every mask on the way."""
+        """The ids of a random answer and whether it is complete; checks every mask on the way."""
         stops = sorted(self.vocabulary.stop_ids)
         ids = []
         for _ in range(steps):
@@ -78,5 +78,5 @@ def mask(matcher):
 
 
 def allowed(matcher):
-    """Ids that may come next, ascending."""
+    """Ids that may come next, in ascending order."""
     return np.flatnonzero(np.unpackbits(mask(matcher).view(np.uint8), bitorder="little"))

@@ -1,7 +1,7 @@
 """Random tiny models of transformers: a `config.json` by seed, weights, a folder or a GGUF file.
 
-A sample comes with changes of its fields, one at a time. Each must move the reference: what it does
-not move, the comparison says nothing about.
+A sample comes with changes of its fields, one at a time. Each must change the reference: the
+comparison says nothing about fields that do not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sample:
-    """A `config.json`, and others that differ from it in one field each, by its name."""
+    """A `config.json`, and variants that differ from it in one field each, by its name."""
 
     family: str
     values: Values
@@ -53,7 +53,7 @@ class Sample:
 
 
 def log_uniform(rng: random.Random, low: float, high: float) -> float:
-    """A number of 4 digits, as many small ones as large ones."""
+    """A number of 4 digits, small and large ones with equal frequency."""
     return float(f"{math.exp(rng.uniform(math.log(low), math.log(high))):.4g}")
 
 
@@ -130,7 +130,7 @@ def sample_rope(
     most_original: int = 40000,
     most_base: float = 1e6,
 ) -> tuple[Values, dict[str, Values]]:
-    """Rotary parameters of which each decides, and changes of one each."""
+    """Rotary parameters that all matter, and changes of one each."""
     while True:
         rope: Values = {"rope_type": kind, "rope_theta": log_uniform(rng, 20, most_base)}
         rope |= _scaled_rope(rng, kind, most_original, has_options=has_options)
@@ -181,7 +181,7 @@ def _sizes(rng: random.Random, family: str, turn: int) -> Values:
 def _gemma_fields(
     rng: random.Random, values: Values, turn: int, *, for_gguf: bool
 ) -> dict[str, Values]:
-    """Add what Gemma 3 alone has; returns changes."""
+    """Add the fields that only Gemma 3 has; returns changes."""
     layers, window = values["num_hidden_layers"], rng.randint(3, 40)
     types = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"][:layers]
     if rng.random() < 0.5:
@@ -208,13 +208,13 @@ def _gemma_fields(
 def sample_config(
     rng: random.Random, family: str, turn: int = 0, *, for_gguf: bool = False
 ) -> Sample:
-    """A point of the space of configs.
+    """A random point of the space of configs.
 
     Args:
-        rng: of the sizes and numbers.
+        rng: source of the sizes and numbers.
         family: one of `CLASSES`.
-        turn: of scalings, heads, soft caps: each comes up in four turns.
-        for_gguf: only what GGUF metadata can say.
+        turn: number that selects scalings, heads, soft caps: each occurs once in four turns.
+        for_gguf: whether only settings that GGUF metadata can express are used.
     """
     values = _sizes(rng, family, turn)
     eps = {"rms_norm_eps": values["rms_norm_eps"] / 4}
@@ -265,7 +265,7 @@ def _whole(family: str, values: Values, changes: Mapping[str, Values]) -> Sample
 
 def make_model(values: Values, state: Mapping[str, torch.Tensor] | None = None) -> Any:
     """A model of transformers in float32, of random weights or of another one's."""
-    values = json.loads(json.dumps(values))  # transformers writes into what it is given
+    values = json.loads(json.dumps(values))  # transformers modifies its argument
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
@@ -273,7 +273,7 @@ def make_model(values: Values, state: Mapping[str, torch.Tensor] | None = None) 
     if state is not None:
         model.load_state_dict(state)
         return model.eval()
-    for parameter in model.parameters():  # biases and norms away from 0 and 1, so that each decides
+    for parameter in model.parameters():  # biases and norms away from 0 and 1, so that each matters
         torch.nn.init.normal_(parameter, std=WEIGHT_STD)
     return model.eval()
 
@@ -300,7 +300,7 @@ def byte_tokenizer(folder: Path) -> None:
 
 
 def own_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """What a file holds: without the head where it is the embedding."""
+    """The tensors of a file: without the head where it is the embedding."""
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
@@ -308,7 +308,7 @@ def own_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def write_folder(folder: Path, values: Values, tensors: Mapping[str, torch.Tensor]) -> Path:
-    """Write `config.json` as it is given, which transformers would rewrite, and the rest."""
+    """Write `config.json` unchanged, which transformers would rewrite, and the other files."""
     (folder / "config.json").write_text(json.dumps(values))
     save_file(dict(tensors), folder / "model.safetensors")
     byte_tokenizer(folder)

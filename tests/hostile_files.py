@@ -1,7 +1,7 @@
-"""Files that lie, as `(name, writer)`: `writer(path)` makes the file at `path`.
+"""Hostile model files, as `(name, writer)`: `writer(path)` makes the file at `path`.
 
 `container_hostiles` break the container or the tensor table: the reader itself must refuse them.
-`model_hostiles` are sound containers whose hyperparameters, tensors or tokenizer are wrong: loading
+`model_hostiles` are valid containers whose hyperparameters, tensors or tokenizer are wrong: loading
 a model must refuse them. Numbers like C4 are the cases of the reliability specification.
 """
 
@@ -218,7 +218,7 @@ def _tensors() -> dict[str, bytes]:
 
 
 def model_hostiles() -> Iterator[tuple[str, Writer]]:
-    """Sound containers that no model may be made of."""
+    """Valid containers that must not load as a model."""
     for name, metadata in {**_hyperparameters(), **_tokenizers()}.items():
         yield name, lambda path, metadata=metadata: tiny_model(path, metadata=metadata)
     matrix = np.random.default_rng(1)

@@ -1,7 +1,7 @@
-"""GGUF files of the shapes and types of real models, without their bytes: the file is a hole.
+"""GGUF files of the shapes and types of real models, without their bytes: sparse files.
 
-Only headers are written, so a file of 5 GB takes some kilobytes of disk. What reads headers takes
-it for the model: `open_source`, `tiercel inspect`, the memory plan and its errors.
+Only headers are written, so a file of 5 GB takes some kilobytes of disk. Code that reads only
+headers sees the real model: `open_source`, `tiercel inspect`, the memory plan and its errors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def sparse_model(path: Path, name: str, **changes: str) -> Path:
     """Write the header of a model of `SHAPES`, in the types of a Q4_K_M file.
 
     Args:
-        path: of the file.
-        name: a key of `SHAPES`.
-        changes: types to take in place of others, as ``Q6_K="Q4_K"``.
+        path: path of the file.
+        name: key of `SHAPES`.
+        changes: types that replace others, as ``Q6_K="Q4_K"``.
     """
     shape = SHAPES[name]
     arch = shape.arch

@@ -1,4 +1,4 @@
-"""Runs launches on a processor, kernel by kernel; see cuda_on_cpu/attention_device.hpp."""
+"""Runs kernel launches on a CPU, kernel by kernel; see cuda_on_cpu/attention_device.hpp."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from tiercel.kernels.runtime import rtc
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
-# Files that replace headers of kernels, beside those that replace attention's.
+# Files that replace headers of kernels, in addition to those that replace attention's.
 STAND_INS = {"ngram_ptx": "ngram_device", "hopper": "hopper_device"}
 
 
 def aligned(argument: Any) -> tuple[ctypes.Array[ctypes.c_char], int]:
-    """A copy at a multiple of 64 bytes, where it is."""
+    """A copy at a multiple of 64 bytes, and its address."""
     size = ctypes.sizeof(argument)
     buffer = ctypes.create_string_buffer(size + 64)
     place = (ctypes.addressof(buffer) + 63) & ~63
@@ -33,13 +33,13 @@ def aligned(argument: Any) -> tuple[ctypes.Array[ctypes.c_char], int]:
 def encode_tensor_map(
     address: int, kind: int, dims: Sequence[int], steps: Sequence[int], box: Sequence[int]
 ) -> rtc.TensorMap:
-    """In place of the driver's: what cuda_on_cpu/hopper_device.hpp reads."""
+    """Replacement of the driver's function, for cuda_on_cpu/hopper_device.hpp."""
     words = (ctypes.c_uint64 * 16)(address, *dims, *steps, *box)
     return rtc.TensorMap.from_buffer_copy(words)
 
 
 def compile_library(text: str, folder: Path, name: str, *flags: str) -> ctypes.CDLL:
-    """Compile a kernel's source with what stands for a GPU; skip where that cannot be."""
+    """Compile a kernel's source with the replacements of a GPU; skip where that is impossible."""
     compiler = shutil.which("g++")
     if compiler is None or "f16c" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("needs g++ and an x86 processor with F16C")
@@ -53,20 +53,20 @@ def compile_library(text: str, folder: Path, name: str, *flags: str) -> ctypes.C
 
 
 def describe_failure(library: ctypes.CDLL, failure: int) -> str:
-    """What a run of a library ended with, in words."""
+    """The failure of a run of a library, in words."""
     library.failure_of_run.restype = ctypes.c_char_p
-    words = {1: "a hang", 2: "more shared memory than the launch asks for"}
+    words = {1: "a hang", 2: "more shared memory than the launch requests"}
     return words.get(failure) or library.failure_of_run().decode()
 
 
 @dataclass
 class Processor:
-    """Takes the place of `load_kernel` and `launch` of `rtc`.
+    """Replacement of `load_kernel` and `launch` of `rtc` that runs on a CPU.
 
     Attributes:
-        folder: for what is compiled.
-        seed: draws the order of CTAs and warps.
-        late: what the kernel ahead of the first one writes.
+        folder: folder for compiled libraries.
+        seed: seed of the order of CTAs and warps.
+        late: tensors that the kernel before the first one writes.
     """
 
     folder: Path
@@ -77,7 +77,7 @@ class Processor:
     def load_kernel(
         self, source: rtc.KernelSource, device: torch.device, smem_bytes: int = 0
     ) -> tuple[ctypes.CDLL, int]:
-        """As of rtc; skips the test where no processor can stand for a GPU."""
+        """Like that of rtc; skips the test where a CPU cannot replace a GPU."""
         if source not in self.libraries:
             self.libraries[source] = self._build(source)
         return self.libraries[source], smem_bytes
@@ -116,7 +116,7 @@ class Processor:
         grid_y: int = 1,
         is_dependent: bool = False,
     ) -> None:
-        """As of rtc, at once."""
+        """Like that of rtc, but finished when it returns."""
         assert grid > 0 < grid_y, "a launch of nothing, which the driver refuses"
         library, smem_bytes = kernel
         for tensor in self.late:

@@ -1,4 +1,4 @@
-"""Runs an ASGI application on a loopback port of its own, for as long as a test needs it."""
+"""Runs an ASGI application on its own loopback port, for as long as a test needs it."""
 
 import contextlib
 import threading

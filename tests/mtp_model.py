@@ -1,4 +1,4 @@
-"""A tiny model with a head that drafts, as GGUF: random weights, so it is right by chance only."""
+"""A tiny model with an MTP head, as GGUF: random weights, so drafts are right only by chance."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def mtp_model(
 ) -> Path:
     """Write a model of two layers and a head.
 
-    The head passes the hidden state on, nearly as it is, which leads to the token that the model
-    has just said; and the model says one again now and then.
+    The head passes the hidden state on nearly unchanged, which leads to the token that the model
+    has just sampled; and the model repeats a token now and then.
 
-    head_seed: of what is drawn for the head; `metadata` and `tensors` replace entries of the file.
+    head_seed: seed of the head's weights; `metadata` and `tensors` replace entries of the file.
     """
     rng = np.random.default_rng(seed)
     noise = rng.normal(size=(HIDDEN, 2 * HIDDEN))
@@ -54,7 +54,7 @@ def mtp_model(
             f"{prefix}.enorm.weight": 1 + 0.1 * rng.normal(size=HIDDEN),
             f"{prefix}.hnorm.weight": 1 + 0.1 * rng.normal(size=HIDDEN),
             f"{prefix}.shared_head_norm.weight": 1 + 0.1 * rng.normal(size=HIDDEN),
-            # The layer itself changes little: a head that is right now and then.
+            # The layer itself changes little, so the head is right now and then.
             f"blk.{LAYERS}.attn_output.weight": rng.normal(size=(HIDDEN, 64)) * 0.01,
             f"blk.{LAYERS}.ffn_down.weight": rng.normal(size=(HIDDEN, 128)) * 0.01,
             **(tensors or {}),

@@ -1,4 +1,4 @@
-"""Random batches for the n-gram drafters, and how their oracles are asked."""
+"""Random batches for the n-gram drafters, and calls of their oracles."""
 
 import json
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from tiercel.ops.ngram_match import ngram_match
 from tiercel.reference import hybrid_mtp_ngram as hybrid_oracle
 from tiercel.reference import ngram_match as match_oracle
 
-POISON = -1000003  # in every slot of draft_tokens: it must survive where nothing is drafted
+POISON = -1000003  # in every slot of draft_tokens: it must survive where there is no draft
 MATCH_ARGUMENTS = (
     "input_ids",
     "input_ids_len",
@@ -58,7 +58,7 @@ class NgramCase:
         return MATCH_ARGUMENTS if self.op == "ngram_match" else HYBRID_ARGUMENTS
 
     def tensors(self, device, dtype=torch.int64, length_dtype=torch.int64, columns=True):
-        """Fresh tensors; rows of matrices are strided, vectors (B, 1) where they may be."""
+        """Fresh tensors; rows of matrices are strided, vectors (B, 1) where that is allowed."""
         made = {}
         for name in self.names:
             array = torch.from_numpy(self.arrays[name])
@@ -83,7 +83,7 @@ class NgramCase:
         return hybrid_mtp_ngram(*values, *sizes, **options)
 
     def expected(self):
-        """What the oracle says: draft tokens and lengths."""
+        """The oracle's result: draft tokens and lengths."""
         lists = {
             name: (array if name in MATRICES else array.flatten()).tolist()
             for name, array in self.arrays.items()
@@ -98,7 +98,7 @@ class NgramCase:
         return hybrid_oracle.hybrid_mtp_ngram(rows, self.max_draft_tokens, limits)
 
     def check(self, tensors):
-        """Compare results with the oracle, and the other arguments with what they were."""
+        """Compare results with the oracle, and check that the other arguments are unchanged."""
         drafts, lens = self.expected()
         assert tensors["seq_lens_this_time"].tolist() == lens
         assert tensors["draft_tokens"].tolist() == drafts
@@ -111,7 +111,7 @@ def _kind(name):
 
 
 def pack_batches(cases, device, dtype, length_dtype):
-    """The tensors of many batches in three buffers, so that a GPU is waited for but once.
+    """The tensors of many batches in three buffers, so that the GPU is waited for only once.
 
     Returns:
         The buffers by kind, and the tensors of each batch.
@@ -150,7 +150,7 @@ def _unpack(cases, buffers):
 
 
 def check_batches(cases, buffers):
-    """Compare packed batches with the oracle; returns how many tokens were drafted."""
+    """Compare packed batches with the oracle; returns the number of draft tokens."""
     drafted = 0
     host = {kind: buffer.cpu() for kind, buffer in buffers.items()}
     for case, tensors in zip(cases, _unpack(cases, host), strict=True):
@@ -160,13 +160,13 @@ def check_batches(cases, buffers):
 
 
 def make_batch(op, seed, max_rows=8, max_room=40):
-    """A batch with ties, borders, empty rows and a small budget; every argument decides somewhere.
+    """A batch with ties, borders, empty rows and a small budget; every argument matters somewhere.
 
     Args:
         op: "ngram_match" or "hybrid_mtp_ngram".
-        seed: of everything.
-        max_rows: rows, drawn from 1 on.
-        max_room: tokens of a prompt, and of the generated text, at most.
+        seed: seed of all random choices.
+        max_rows: most rows; their number is sampled from 1 on.
+        max_room: most tokens of a prompt, and of the generated text.
     """
     rng = np.random.default_rng(seed)
     rows, vocab = int(rng.integers(1, max_rows + 1)), int(rng.integers(1, 7))
@@ -201,7 +201,7 @@ def make_batch(op, seed, max_rows=8, max_room=40):
 
 
 def grow_batch(seed, num_steps=12, max_rows=6, max_room=40):
-    """Batches of `ngram_match` whose rows hold growing texts: what an index is asked in turn.
+    """Batches of `ngram_match` with growing texts: the sequence of queries of an index.
 
     Some prompts come in chunks (rows in prefill), rows idle at times, and a row that changes its
     text does so between two batches: yields the batch and the rows whose text is new.
@@ -239,7 +239,7 @@ def grow_batch(seed, num_steps=12, max_rows=6, max_room=40):
 
 
 def load_cases(path):
-    """The stored cases: (name, case, wanted draft tokens, wanted lengths) each."""
+    """The stored cases: (name, case, expected draft tokens, expected lengths) each."""
     with np.load(path) as stored:
         for index, meta in enumerate(json.loads(str(stored["meta"]))):
             name, op = meta.pop("name"), meta["op"]

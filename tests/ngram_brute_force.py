@@ -1,8 +1,8 @@
-"""N-gram drafts by looking at every place of a text: written apart from the oracles.
+"""N-gram drafts by testing every position of a text: written independently of the oracles.
 
-The oracles try sizes from the longest on and stop at the first window. Here each place of a text
-says how many tokens before it equal the query's last ones, and the best place is the smallest of
-all. Lengths outside of their room are cut, which the oracles leave to the ops.
+The oracles try sizes from the longest on and stop at the first window. Here each position of a text
+gives how many tokens before it equal the query's last tokens, and the best position is the smallest
+of all. Lengths out of bounds are cut, which the oracles leave to the ops.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tiercel.ops.ngram_match import make_ngram_workspace
 
 
 def common_end(text, query):
-    """How many last tokens two texts share."""
+    """The number of last tokens that two texts share."""
     pairs = zip(reversed(text), reversed(query), strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(text), len(query)))
 
 
 def best_place(prompt, generated, query, sizes):
-    """What follows the window to take: longest, prompt first, leftmost; an empty list if none."""
+    """The tokens after the best window: longest, prompt first, leftmost; an empty list if none."""
     places = []
     for kind, text in enumerate((prompt, generated)):
         for follower in range(1, len(text)):
@@ -53,7 +53,7 @@ def expected(case):
     reserved = sum(encoder[row] > 0 or decoder[row] > 0 for row in range(len(lens)))
     for row in range(len(lens)):
         if encoder[row] > 0:
-            held += lens[row]  # and its place in the reserve stays
+            held += lens[row]  # and its reserved position stays
             continue
         if is_match:
             lens[row] = int(decoder[row] != 0)
@@ -82,7 +82,7 @@ def expected(case):
 
 
 def vary(case, seed):
-    """The same texts with numbers at and beyond their borders, and states of rows that are rare."""
+    """The same texts with numbers at and beyond their borders, and with rare states of rows."""
     rng = np.random.default_rng(seed)
     arrays = {name: array.copy() for name, array in case.arrays.items()}
     rows = len(arrays["input_ids"])
@@ -103,9 +103,9 @@ def vary(case, seed):
 
 
 def check_cases(cases, dtypes):
-    """Run them; nothing but the results is written, and the workspace is left as it was.
+    """Run the cases; only the results are written, and the workspace is left unchanged.
 
-    Returns how many tokens were drafted.
+    Returns the number of draft tokens.
     """
     cpu = torch.device("cpu")
     buffers, tensors = pack_batches(cases, cpu, *dtypes)
@@ -127,7 +127,7 @@ def check_cases(cases, dtypes):
 
 
 def random_cases(op, kind):
-    """Short texts, two sets: as they are, with numbers beyond their borders, and without budget."""
+    """Short texts, two sets: unchanged, with numbers beyond their borders, and without budget."""
     cases = [make_batch(op, seed) for seed in range(kind, 400, 2)]
     cases += [vary(case, seed) for seed, case in enumerate(cases)]
     # The budget binds nowhere, so that rows may be written one by one.
@@ -135,7 +135,7 @@ def random_cases(op, kind):
 
 
 def many_drafts(op):
-    """More than a warp copies at once, and more than a block of threads does."""
+    """More drafts than a warp copies in one pass, and more than a block of threads does."""
     for seed in range(30):
         case = make_batch(op, seed, max_rows=5, max_room=300)
         rows, most = len(case.arrays["input_ids"]), (20, 63, 64, 65, 150)[seed % 5]
@@ -151,7 +151,7 @@ def many_drafts(op):
 
 
 def long_texts(op):
-    """With windows of up to 64 tokens, as long as those of periodic texts."""
+    """Texts with windows of up to 64 tokens, as long as those of periodic texts."""
     for seed in range(150):
         case = make_batch(op, seed, max_rows=3, max_room=(300, 1500)[seed % 2])
         longest = (case.max_ngram_size, 2, 17, 64)[seed % 4]
@@ -159,7 +159,7 @@ def long_texts(op):
 
 
 def one_window(kind):
-    """At each place of texts that never match but there, of many lengths."""
+    """One matching window at each position of texts of many lengths that match nowhere else."""
     query = [1, 2, 3]
     for length in range(50, 71):
         prompts, generated = [], []

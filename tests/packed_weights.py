@@ -1,4 +1,4 @@
-"""Random packed weights and tokens, and what tests of their products measure."""
+"""Random packed weights and tokens, and error measures for tests of their products."""
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ def make_weight(qtype, rows, columns, device, seed=0):
 
 
 def make_tokens(tokens, columns, device):
-    """Tokens of different size, with outliers that decide: each scale and mean shows."""
+    """Tokens of different size, with outliers, so that each scale and mean matters."""
     x = torch.randn(tokens, columns) * 10.0 ** torch.linspace(-2, 1, tokens)[:, None]
     x[:, ::97] *= 50
     return x.half().to(device)
@@ -39,13 +39,13 @@ def relative_error(actual, expected):
 
 
 def pooled_error(actual, expected, x):
-    """Of all tokens, each brought to one size: a single product may be near zero by chance."""
+    """The error over all tokens, each normalised: a single product may be near zero by chance."""
     size = x.double().cpu().norm(dim=1, keepdim=True)
     return (((actual.double().cpu() - expected) / size).norm() / (expected / size).norm()).item()
 
 
 def check_dependent_launches(op, qtype, tokens, device):
-    """Each product reads what the one before wrote: 50 replays, bits of direct launches."""
+    """Each product reads the result of the one before: 50 replays, bits of direct launches."""
     is_dependent = torch.cuda.get_device_capability() >= (9, 0)
     parts = [make_weight(qtype, 1024, 1024, device, seed) for seed in range(4)]
     weights = [prepare_packed(p, Layout.SOA, is_dependent=is_dependent) for p in parts]

@@ -1,19 +1,19 @@
-"""Batches over a paged cache for tests of attention: poisoned wherever nobody owns a slot."""
+"""Batches over a paged cache for tests of attention: poisoned wherever a slot has no owner."""
 
 import torch
 
 from tiercel.batch import Batch
 
-# What the kernels for few tokens take: up to 16 new tokens a request, in blocks of 16 or more.
+# Limits of the decode kernels: up to 16 new tokens a request, in blocks of 16 or more.
 DECODES = {
     "decodes": [(1, 3), (1, 64), (1, 65), (1, 1), (1, 129)],
     "mixed": [(1, 17), (3, 3), (5, 129), (2, 65)],
     "verify": [(16, 40)],
 }
 # Relative, of whole results (norms): softmax is float32, but weights are rounded to 16 bits before
-# they meet the values, and the result is rounded once more; each costs up to half a unit.
+# the product with values, and the result is rounded once more; each costs up to half a unit.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-8 + 2**-9, torch.float16: 2**-11 + 2**-12}
-POISON = 1000.0  # in every slot that no request owns: seen once, it takes over the softmax
+POISON = 1000.0  # in every slot that no request owns: if attended to once, it dominates the softmax
 
 
 def make_batch(requests, block_size, device, *, is_run=False):

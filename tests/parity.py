@@ -1,6 +1,6 @@
 """Teacher-forced comparison with recorded cases of real models: profiles and figures.
 
-A profile bounds how far log-probabilities may lie from the exact float32 ones, by the precision of
+A profile bounds the distance of log-probabilities from the exact float32 ones, by the precision of
 activations.
 """
 
@@ -35,7 +35,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def log_sums(logits: np.ndarray) -> np.ndarray:
-    """What logits of each row are above log-probabilities."""
+    """The differences of logits and log-probabilities of each row."""
     most = logits.max(axis=-1)
     shifted = logits - most[:, None]
     return most + np.log(np.exp(shifted, out=shifted).sum(axis=-1, dtype=np.float64))
@@ -72,6 +72,6 @@ def measure(llm, case) -> dict[str, float]:
 
 
 def check(figures: dict[str, float], profile: Profile) -> None:
-    """Fail with all figures if one passes its bound."""
+    """Fail with all figures if one exceeds its bound."""
     for name, value in figures.items():
         assert value <= getattr(profile, name), f"{name}={value:.4g} of {figures} exceeds {profile}"

@@ -1,4 +1,4 @@
-"""Waiting in tests: as long as a busy machine may need, and no longer than it does."""
+"""Waiting in tests: as long as a busy machine may need, and no longer than necessary."""
 
 import time
 
@@ -6,7 +6,7 @@ PATIENCE_S = 30
 
 
 def wait_for(condition, seconds=PATIENCE_S):
-    """Return as soon as the condition holds; it is an error if it never does."""
+    """Return as soon as the condition holds; fail if it never does."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"nothing happened in {seconds} s"

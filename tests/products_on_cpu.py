@@ -1,4 +1,4 @@
-"""Runs launches of quantised products on a processor; see cuda_on_cpu/products_device.hpp."""
+"""Runs launches of quantised products on a CPU; see cuda_on_cpu/products_device.hpp."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.launches_on_cpu import compile_library, describe_failure
 from tiercel.kernels.runtime import rtc
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
-DEVICE = ("device", "q4k_device", "products_device")  # of a GPU, for a processor
+DEVICE = ("device", "q4k_device", "products_device")  # of a GPU, replaced by a CPU
 
 
 @dataclass(frozen=True)
 class Built:
-    """A kernel: `number` of those of a library."""
+    """A kernel with its `number` in a library."""
 
     library: ctypes.CDLL
     number: int
@@ -31,12 +31,12 @@ class Built:
 
 @dataclass
 class Products:
-    """Takes the place of `load_kernel` and `launch` of `rtc`.
+    """Replacement of `load_kernel` and `launch` of `rtc` that runs on a CPU.
 
     Attributes:
-        folder: for what is compiled.
-        seed: decides the order of clusters and warps.
-        late: what the kernel ahead of the first launch writes.
+        folder: folder for compiled libraries.
+        seed: seed of the order of clusters and warps.
+        late: tensors that the kernel before the first launch writes.
     """
 
     folder: Path
@@ -45,9 +45,9 @@ class Products:
     built: dict[rtc.KernelSource, Built] = field(default_factory=dict)
 
     def build(self, sources: Sequence[rtc.KernelSource]) -> None:
-        """Compile sources together, which is cheaper; skip where no processor can stand for a GPU.
+        """Compile sources together, which is cheaper; skip where a CPU cannot replace a GPU.
 
-        Each is in a namespace of its own.
+        Each source is in its own namespace.
         """
         sources = [source for source in dict.fromkeys(sources) if source not in self.built]
         if not sources:
@@ -65,7 +65,7 @@ class Products:
     def load_kernel(
         self, source: rtc.KernelSource, device: torch.device, smem_bytes: int = 0
     ) -> Built:
-        """As of rtc."""
+        """Like that of rtc."""
         self.build([source])
         found = self.built[source]
         return Built(found.library, found.number, found.cluster, smem_bytes)
@@ -81,7 +81,7 @@ class Products:
         grid_z: int = 1,
         is_dependent: bool = False,
     ) -> None:
-        """As of rtc, and done when it returns."""
+        """Like that of rtc, but finished when it returns."""
         library = kernel.library
         for tensor in self.late:
             assert tensor.is_contiguous()
@@ -96,7 +96,7 @@ class Products:
 
 
 def _in_namespace(number: int, source: rtc.KernelSource) -> str:
-    """Headers and file of a source, with its macros; those that it defines go no further."""
+    """Headers and file of a source, with its macros, which end with the namespace."""
     cuda = rtc.source_files()
     is_replaced = {name: name == "hopper" or name.endswith("_ptx") for name in source.headers}
     names = [f"{name}.cuh" for name in source.headers if not is_replaced[name]]

@@ -1,4 +1,4 @@
-"""Triton's interpreter without the work that it throws away: half the time, the same results."""
+"""Triton's interpreter without discarded work: half the time, the same results."""
 
 import functools
 from dataclasses import replace
@@ -7,14 +7,14 @@ from triton.runtime import interpreter
 
 
 def quicken():
-    """Patch the language once per function, know NumPy's types, and check no overflow in vain."""
+    """Patch the language once per function, cache NumPy's types, skip unused overflow checks."""
     patch, find_type = interpreter._patch_lang, interpreter._get_np_dtype
     types = {}
 
     @functools.cache  # else at each call of a device function, `tl.sum` and `tl.cdiv` among them
     def patch_for_good(fn):
         scope = patch(fn)
-        scope._changes.clear()  # nothing is restored behind a launch
+        scope._changes.clear()  # nothing is restored after a launch
         return scope
 
     def known_type(dtype):

@@ -1,4 +1,4 @@
-"""The asyncio API: the answers of `LLM`, many at once, and nothing left behind by who leaves."""
+"""The asyncio API: the answers of `LLM`, many concurrently, and nothing left after cancellation."""
 
 import asyncio
 import gc
@@ -53,14 +53,14 @@ def plain(path):
 
 
 def run(llm, main):
-    """Run a test, then look whether all blocks are free."""
+    """Run a test, then check that all blocks are free."""
 
     async def whole():
         result = await asyncio.wait_for(main(), 20)
         loop = llm._bridge.loop
         idle = asyncio.Event()
         here = asyncio.get_running_loop()
-        await asyncio.sleep(0)  # a stream that was left is closed in the next turn
+        await asyncio.sleep(0)  # a stream that was left is closed in the next turn of the loop
         loop.call(lambda: here.call_soon_threadsafe(idle.set))
         await idle.wait()
         assert loop.num_live == 0
@@ -304,7 +304,7 @@ def test_an_event_loop_that_vanishes_leaves_nothing_behind(llm):
 
     run(llm, main)
     assert left.ag_frame is not None
-    with warnings.catch_warnings():  # asyncio says that the task had not ended: so it is
+    with warnings.catch_warnings():  # asyncio warns that the task had not ended, which is true
         warnings.simplefilter("ignore")
         for task in reading:
             task._log_destroy_pending = False

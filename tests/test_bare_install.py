@@ -1,7 +1,7 @@
-"""A CPU installation without extras has all that it imports.
+"""A CPU installation without extras has everything that it imports.
 
 The tests' environment has the development tools, so it hides a missing import. Here child processes
-see only what Tiercel itself requires: no Triton, no bindings of CUDA, no extra.
+see only Tiercel's own requirements: no Triton, no bindings of CUDA, no extra.
 """
 
 import ast
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 EXTRAS = {
     "matplotlib",
     "opentelemetry",
-}  # modules of `bench` and `otel`, said where they are asked for
+}  # modules of `bench` and `otel`, reported on use
 IMPORT_ALL = """
 import importlib, json, pkgutil, tiercel
 missing = {}
@@ -39,7 +39,7 @@ print(json.dumps(missing))
 
 
 def required_distributions():
-    """Tiercel and what it requires without extras, and what that requires."""
+    """Tiercel, its requirements without extras, and their requirements."""
     found, queue = set(), ["tiercel"]
     while queue:
         name = re.sub(r"[-_.]+", "-", queue.pop()).lower()

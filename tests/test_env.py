@@ -1,4 +1,4 @@
-"""The environment: what each variable means, and that a value that cannot be read is refused."""
+"""The environment: the meaning of each variable; a value that cannot be read is refused."""
 
 import os
 import re
@@ -199,7 +199,7 @@ def test_switches_that_are_set(monkeypatch):
             read()
 
 
-# Every switch: its reader, its default, and what else forbids it.
+# Every switch: its reader, its default, and other switches that forbid it.
 SWITCHES = {
     "OFFLINE": (env.is_offline, False, {}),
     "PREFIX_CACHE": (env.has_prefix_cache, True, {}),

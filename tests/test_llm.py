@@ -1,4 +1,4 @@
-"""The Python API on tiny models: what goes in, what is refused, and that nothing stays behind."""
+"""The Python API on tiny models: inputs, refusals, and nothing left in the engine afterwards."""
 
 import signal
 
@@ -70,7 +70,7 @@ def test_defaults_are_16_tokens_and_a_stream_for_each_request():
             assert 1 <= length <= 16
             assert output.outputs[0].finish_reason == ("length" if length == 16 else "stop")
         answers.append(ids_of(outputs))
-    assert answers[0][0] != answers[0][1], "equal prompts without a seed draw apart"
+    assert answers[0][0] != answers[0][1], "equal prompts without a seed sample differently"
     assert answers[0] == answers[1], "the same calls of the same engine seed repeat"
     assert answers[0] != answers[2]
 
@@ -337,7 +337,7 @@ def test_an_interrupted_step_frees_everything(llm, monkeypatch, where, kind):
 @pytest.mark.reliability
 @pytest.mark.parametrize("where", ["submit", "schedule", "_enter", "commit", "_release"])
 def test_ctrl_c_amid_bookkeeping_frees_everything(llm, monkeypatch, where):
-    """It is put off until nothing is half done; another call's stream misses no token."""
+    """Ctrl-C waits until the bookkeeping is complete; another call's stream misses no token."""
     expected = ids_of(llm.generate(PROMPTS, greedy(8)))
     whole = llm.generate("a", greedy(30))[0].outputs[0].token_ids
     owner = llm._engine if where == "submit" else llm._engine.scheduler

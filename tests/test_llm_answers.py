@@ -100,7 +100,7 @@ def test_preemption_changes_no_logits(monkeypatch):
     expected = llm.logits(ids)
     assert not counted
     for i, _ in enumerate(llm.stream({"prompt_token_ids": [5] * 8}, greedy(50))):
-        if i == 10:  # the stream is older: the prompt gives way to it half done
+        if i == 10:  # the stream is older: the prompt is preempted half done
             logits = llm.logits(ids)
     assert counted
     np.testing.assert_allclose(logits, expected, atol=2e-4, rtol=1e-4, equal_nan=False)
@@ -139,7 +139,7 @@ def test_stop_token_ids(llm):
 
 
 def spelled(llm, text):
-    """Parameters under which a greedy answer is the letters of `text`, over and over."""
+    """Parameters under which a greedy answer is the letters of `text`, repeatedly."""
     return {"allowed_token_ids": sorted({llm.encode(letter)[0] for letter in text})}
 
 
@@ -208,7 +208,7 @@ def test_nan_weights_end_as_errors_and_touch_no_neighbour(broken_model):
         (delta,) = llm.stream(prompts[1], params)
         assert (delta.finish_reason, delta.stop_reason) == ("error", "nonfinite_logits")
         assert (delta.token_ids, delta.text, delta.logprobs) == ([], "", None)
-        # It is met in the middle of an answer too.
+        # NaN is also met in the middle of an answer.
         (later,) = llm.generate(prompts[0], greedy(6, allowed_token_ids=[7]))
         assert (later.outputs[0].token_ids, later.outputs[0].finish_reason) == ([7], "error")
         assert_idle(llm)
@@ -217,7 +217,7 @@ def test_nan_weights_end_as_errors_and_touch_no_neighbour(broken_model):
 @pytest.mark.reliability
 def test_nonfinite_logits_inside_the_prompt_are_an_error(llm, monkeypatch):
     def broken(logits, token_ids, count):
-        logits[1:2] = float("inf")  # of one place; the last place is sound
+        logits[1:2] = float("inf")  # of one position; the last position is finite
         return right(logits, token_ids, count)
 
     right = reads_module.top_logprobs
@@ -279,7 +279,7 @@ def test_an_error_in_the_readers_loop_frees_everything(llm):
 
 
 def test_calls_inside_a_streams_loop(llm):
-    """A reader may generate something else between two pieces; neither disturbs the other."""
+    """A reader may generate something else between two pieces; neither affects the other."""
     params = SamplingParams(seed=5, logprobs=0, max_tokens=30, ignore_eos=True)
     (whole,) = llm.generate("the thin man", params)
     expected = ids_of(llm.generate(PROMPTS, greedy(4)))

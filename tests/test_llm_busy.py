@@ -1,4 +1,4 @@
-"""A busy batch: whatever comes, goes and gives way, each answer is the one it gives alone."""
+"""A busy batch: with arrivals, ends and preemptions each answer equals the one it has alone."""
 
 import functools
 import random
@@ -15,7 +15,7 @@ NUM_REQUESTS = 64
 
 
 def make_prompts(name):
-    """Prompts and numbers of tokens to answer; some begin the same."""
+    """Prompts and numbers of tokens to generate; some share a prefix."""
     draw = random.Random(name)
     prompts = [
         [draw.randrange(5, 250) for _ in range(draw.choice((1, 3, 20, 60, 64, 65, 130)))]
@@ -39,13 +39,13 @@ def run_alone(llm, request):
 
 @functools.cache
 def answers_alone(name):
-    """Of each request of `make_prompts`."""
+    """The answers to each request of `make_prompts` alone."""
     with open_tiny(DATA / f"{name}.gguf", max_model_len=256) as llm:
         return [run_alone(llm, request) for request in make_requests(llm, name)]
 
 
 def run_busy(engine, requests, draw):
-    """Submit in no order, abort now and then; returns what was aborted."""
+    """Submit in random order, abort now and then; returns the aborted requests."""
     waiting, aborted = list(requests), set()
     draw.shuffle(waiting)
     while waiting or engine.has_work:
@@ -99,7 +99,7 @@ def test_threads_that_share_a_model_get_their_own_answers():
 
 @pytest.mark.parametrize("overlap", ["0", "1"])
 def test_a_long_prompt_stalls_nobody_for_more_than_a_chunk(monkeypatch, overlap):
-    """While 2,000 tokens are computed in chunks of 32, the others get a token in every step."""
+    """While 2,000 tokens are computed in chunks of 32, other requests get a token in every step."""
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
     with open_tiny(max_num_batched_tokens=32) as llm:
         engine = llm._engine

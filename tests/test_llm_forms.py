@@ -1,4 +1,4 @@
-"""Answers of a given form, and vectors instead of answers, through `LLM`."""
+"""Structured outputs, and embeddings instead of answers, through `LLM`."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def constrained(seed, **form):
 
 @pytest.mark.parametrize("overlap", ["0", "1"])
 def test_forms_hold_beside_free_answers(monkeypatch, overlap):
-    """A grammar's rows wait for their last token; the others keep the pace."""
+    """A grammar's rows wait for their last token; other rows keep the pace."""
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
     params = [
         constrained(1, json=SCHEMA),
@@ -63,7 +63,7 @@ def test_a_form_that_cannot_be_is_refused_and_leaves_nothing_behind():
 
 
 def hidden_mean(llm, text):
-    """The vector by another way: from the logits' own hidden states, one prompt at a time."""
+    """The vector computed differently: from the logits' hidden states, one prompt at a time."""
     runner, ids = llm._engine.runner, llm._inputs.prompt_ids(text, parse_special=False)
     seen = []
     real = runner.model.hidden_states
@@ -93,7 +93,7 @@ def test_vectors_of_an_embedding_model(tmp_path, kind, chunk):
 
 @pytest.mark.parametrize("chunk", [2048, 7])
 def test_a_mean_is_one_over_all_tokens_and_the_last_state_that_of_the_last(tmp_path, chunk):
-    """Before its length becomes 1, which hides every scale."""
+    """Before its length is normalised to 1, which hides every scale."""
     path = tiny_model(tmp_path / "m.gguf", metadata={"llama.pooling_type": 1})
     with open_tiny(path, max_num_batched_tokens=chunk) as llm:
         runner, seen = llm._engine.runner, []

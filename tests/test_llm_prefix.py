@@ -1,4 +1,4 @@
-"""Prompts that begin the same are computed once, and nobody can tell from the answer."""
+"""Prompts with a common prefix compute it once, and the answers do not change."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def test_a_hit_gives_the_answer_of_a_computed_prompt(monkeypatch, name):
 
 
 def test_a_hit_on_another_engine_row_reads_the_shared_blocks():
-    """The row that the second prompt gets held another request's blocks before."""
+    """The row of the second prompt had another request's blocks before."""
     other = {"prompt_token_ids": [(5 * i + 1) % 250 for i in range(200)]}
     with open_tiny() as llm:
         (expected,) = llm.generate(PROMPTS[0], greedy(8))
@@ -70,7 +70,7 @@ ALL_LENGTHS = [("llama-tiny", count) for count in (193, 207, 208, 209, 210, 600)
      ("gemma3-tiny", 600)],
 )  # fmt: skip
 def test_a_cold_a_warm_and_a_partial_hit_give_the_same_bits(name, num_tokens):
-    """Sums end at fixed places of the sequence, whatever was computed before."""
+    """Sums end at fixed positions of the sequence, whatever was computed before."""
     ids = [(11 * i + i // 7) % 250 for i in range(num_tokens)]
     runs = {}
     for shared in (0, num_tokens, 70, 130):

@@ -1,4 +1,4 @@
-"""`LLM.score`: each item gets what it gets alone, whatever it is computed with."""
+"""`LLM.score`: each item has the scores that it has alone, in any packing."""
 
 import asyncio
 from unittest.mock import Mock
@@ -24,7 +24,7 @@ LABELS = ["a", "the", "ran on", "ran off"]  # of one token and of several
 
 
 def alone(llm, sequence, labels):
-    """Log-probabilities of labels behind a sequence, from the logits of ordinary prompts."""
+    """Log-probabilities of labels after a sequence, from the logits of ordinary prompts."""
     padding = [*llm.tokenizer.unused_ids]
     padding += range(llm.tokenizer.vocab_size, llm.source.config.vocab_size)
     result = []
@@ -63,7 +63,7 @@ def tiny():
 
 @pytest.mark.parametrize("length", [150, 128, 7, 1, 0])
 def test_packed_items_equal_each_alone(llm, length):
-    """Query cold, then cached in part or whole; without any query at all."""
+    """Query cold, then cached in part or completely; without any query."""
     query = QUERY[:length]
     expected = each_alone(llm, query, ITEMS, [[i] for i in IDS])
     for _ in range(2):
@@ -130,7 +130,7 @@ def test_an_item_may_stand_before_the_query(llm):
 
 @pytest.mark.parametrize("labels", [[[7]], [[7], [8, 9], [8, 9, 10]]])
 def test_empty_items_and_items_longer_than_a_step(labels):
-    """They take prompts of their own; the scores do not show it."""
+    """They are separate prompts; the scores do not change."""
     items = [[1, 2], [], [(3 * i) % 250 for i in range(100)], [4]]
     texts = [{"label_token_ids": [7]}, {"labels": ["ran on", "ran off", "a"]}]
     with open_tiny(max_num_batched_tokens=80, max_num_seqs=4) as llm:
@@ -176,7 +176,7 @@ def test_steps_that_overlap_give_the_same_scores(monkeypatch, llm):
 
 
 def test_scoring_mixes_with_generation_and_schemas(llm):
-    """In the same steps, in both directions: nobody's result shows the others."""
+    """In the same steps, in both directions: no result depends on the others."""
     prompt = {"prompt_token_ids": [*QUERY[:140], 3, 3]}
     expected = llm.score(QUERY, ITEMS, label_token_ids=IDS).logprobs
     (answer,) = llm.generate(prompt, greedy(30))
@@ -240,7 +240,7 @@ def test_everything_is_on_at_once_and_nobody_shows_it(monkeypatch, llm, spec):
 
 
 def test_the_ten_best_stay_the_ten_best(llm):
-    """In another order, among others, in other steps, cold and cached: items near a tie aside."""
+    """In another order, with other items, in other steps, cold and cached; near ties excluded."""
     rng = np.random.default_rng(1)
     items = [rng.integers(0, 250, rng.integers(1, 20)).tolist() for _ in range(60)]
     label = {"label_token_ids": IDS[:1]}
@@ -278,7 +278,7 @@ def test_items_leave_nothing_in_the_cache():
                     assert written.sum().item() == len(query)
 
 
-# ---- one item and the others
+# ---- one item and other items
 
 
 def test_an_items_tokens_change_no_bit_of_another(llm):
@@ -302,7 +302,7 @@ def test_order_and_doubles_do_not_matter(llm):
 
 @pytest.mark.parametrize("fault", ["causal", "positions"])
 def test_wrong_packing_is_seen(monkeypatch, llm, fault):
-    """Negative controls: a causal mask over all items, and positions that go on counting."""
+    """Negative controls: a causal mask over all items, and positions that continue counting."""
     expected = each_alone(llm, QUERY, ITEMS, [[i] for i in IDS])
 
     def wrong(parts):
@@ -378,7 +378,7 @@ def test_asyncio_gives_the_same_and_cancelling_frees():
         assert_near(logprobs, expected)
 
 
-# ---- what is asked wrongly
+# ---- invalid arguments
 
 
 def test_no_items_have_no_scores(tiny):

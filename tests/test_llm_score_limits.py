@@ -1,4 +1,4 @@
-"""Items that are too long, and ids that are no tokens."""
+"""Items that are too long, and vocabulary ids that are not tokens."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tiercel.errors import ContextLengthError
 
 
 def test_lengths_count_as_if_each_item_were_alone():
-    """The packed length may pass the context by far; an item behind the query may not."""
+    """The packed length may exceed the context by far; an item after the query may not."""
     with open_tiny(max_model_len=40) as llm:
         query = QUERY[:30]
         fits = [[1] * 10] * 20
@@ -42,7 +42,7 @@ def test_one_overlong_item_never_fails_the_list():
 
 
 def test_ids_that_are_no_tokens_take_no_probability(tmp_path):
-    """A vocabulary is padded in the file: its padding is left out of the sum."""
+    """A vocabulary is padded in the file: the padding is left out of the sum."""
     path = tiny_model(tmp_path / "m.gguf")
     with open_tiny(path) as llm:
         every = list(range(llm.tokenizer.vocab_size))

@@ -1,4 +1,4 @@
-"""Speculation changes speed alone: the text is that of plain decoding, whatever is asked beside it.
+"""Speculative decoding changes only the speed: the text is that of plain decoding in every case.
 
 On the tiny models in float32, where equal logits are equal bits.
 """
@@ -32,13 +32,13 @@ DRAFTS = {
 
 @pytest.fixture(scope="session")
 def path_of(tmp_path_factory):
-    """The file of a tiny model; `mtp` has a head that drafts."""
+    """The file of a tiny model; `mtp` has an MTP head."""
     path = mtp_model(tmp_path_factory.mktemp("models") / "mtp.gguf")
     return lambda name: path if name == "mtp" else DATA / f"{name}.gguf"
 
 
 def counted(llm):
-    """Drafts and accepted ones of all steps from now on, as the engine's results tell."""
+    """Counts of drafts and accepted tokens of all later steps, from the engine's results."""
     counts = {"drafts": 0, "right": 0, "steps": 0}
     collect = llm._engine.runner.collect
 
@@ -63,7 +63,7 @@ def some_prompts():
 
 @pytest.fixture(scope="session")
 def plain_of(path_of):
-    """50 tokens behind each prompt, without speculation, of a model."""
+    """50 tokens after each prompt, without drafts, of a model."""
 
     @functools.cache
     def answer(name):
@@ -90,7 +90,7 @@ def test_greedy_answers_are_those_of_plain_decoding(
 
 
 def busy_requests(llm, name):
-    """Of all lengths, some beginning the same, with limits of drafts and noise now and then."""
+    """Requests of all lengths, some with a common prefix, some with draft limits and noise."""
     draw = random.Random(name)
     prompts = [
         [draw.randrange(5, 250) for _ in range(draw.choice((1, 20, 60, 60, 62, 64, 65, 130, 200)))]
@@ -109,7 +109,7 @@ def busy_requests(llm, name):
 
 @pytest.fixture(scope="session")
 def alone_of(path_of):
-    """The answer to each of these requests alone, without speculation, of a model."""
+    """The answer to each of these requests alone, without drafts, of a model."""
 
     @functools.cache
     def answers(name):
@@ -124,7 +124,7 @@ def alone_of(path_of):
 def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(
     monkeypatch, path_of, alone_of, name, spec, overlap
 ):
-    """Random lengths and arrivals, aborts, limits of drafts, and preemptions."""
+    """Random lengths and arrivals, aborts, draft limits, and preemptions."""
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
     draw = random.Random(f"{name} {overlap} {spec}")
     alone = alone_of(name)
@@ -149,7 +149,7 @@ def test_each_answer_of_a_busy_batch_is_the_one_it_gives_alone(
 
 @pytest.mark.parametrize(("name", "spec"), CASES)
 def test_sampled_answers_are_the_same_draws(path_of, name, spec):
-    """Noise belongs to a place of a text, so even drawn answers are those of plain decoding."""
+    """Noise belongs to a position of a text, so sampled answers are those of plain decoding."""
     params = SamplingParams(temperature=0.4, seed=3, max_tokens=60, ignore_eos=True, n=3)
     with open_tiny(path_of(name)) as llm:
         plain = ids_of(llm.generate(some_prompts(), params))
@@ -178,11 +178,11 @@ def test_a_request_may_switch_it_off_or_lower_it():
 
 
 def test_guesses_leave_a_step_to_others_too():
-    """15 guesses of a row would fill each step: yet answers, prompts and items go on."""
+    """15 draft tokens of a row would fill each step, yet answers, prompts and items continue."""
     sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 16, "max_model_len": 256}
     with open_tiny(DATA / "qwen3-tiny.gguf", spec="ngram", num_spec_tokens=15, **sizes) as llm:
         engine = llm._engine
-        engine.runner.sampler._theta.zero_()  # draft however often they are wrong
+        engine.runner.sampler._theta.zero_()  # draft even if drafts are mostly wrong
         users = [llm._inputs.request([7, 8, 9, 10 + i] * 4, greedy(200), 0) for i in range(4)]
         for request in users:
             engine.submit(request)
@@ -196,7 +196,7 @@ def test_guesses_leave_a_step_to_others_too():
             assert all(now > then for now, then in zip(after, before, strict=True))
         late = llm._inputs.request([5] * 20, greedy(1), 0)
         job = llm._score_inputs.job([5] * 20, [[6] * 10], ScoreParams(label_token_ids=[7]))
-        (scoring,) = job.requests  # with the longest item that is packed
+        (scoring,) = job.requests  # with the longest packed item
         for request in (late, scoring):
             engine.submit(request)
         for _ in range(15):
@@ -238,11 +238,11 @@ def test_wrong_options_are_named(options, message):
 
 
 def first_drafts(path, spec, **options):
-    """The first draft behind each text that came up, by the text."""
+    """The first draft after each text that occurred, by the text."""
     found = {}
     with open_tiny(path, spec=spec, **options) as llm:
         engine = llm._engine
-        engine.runner.sampler._theta.zero_()  # draft however often they are wrong
+        engine.runner.sampler._theta.zero_()  # draft even if drafts are mostly wrong
         collect = engine.runner.collect
         texts = {}
 
@@ -263,7 +263,7 @@ def first_drafts(path, spec, **options):
 
 
 def test_the_head_sees_every_place_however_it_was_computed(path_of):
-    """Its drafts depend on the text alone, not on chunks nor on what a step accepted."""
+    """Its drafts depend only on the text, not on chunks or on the tokens that a step accepted."""
     path = path_of("mtp")
     whole = first_drafts(path, "mtp", num_spec_tokens=1)
     assert len(whole) > 100
@@ -279,7 +279,7 @@ def test_the_head_sees_every_place_however_it_was_computed(path_of):
 
 
 def test_the_head_sees_prompts_of_requests_that_do_not_draft(path_of):
-    """Others find their blocks in the prefix cache, those of the head among them."""
+    """Other requests find their blocks in the prefix cache, those of the head among them."""
     prompt = some_prompts()[4]["prompt_token_ids"] * 5
     with open_tiny(path_of("mtp"), spec="mtp", max_num_batched_tokens=96) as llm:
         engine, head = llm._engine, llm._engine.runner.pools[0].layers[2]
@@ -320,13 +320,13 @@ def test_a_head_is_loaded_only_if_it_drafts(path_of):
 
 @pytest.mark.parametrize("overlap", ["0", "1"])
 def test_counts_add_up(monkeypatch, overlap):
-    """Also where steps draw tokens behind a stop, and where they run for a row that has ended."""
+    """Also where steps sample tokens after a stop, and where they run for a row that has ended."""
     monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
     # As long as 97 may not end it, an answer is made of 99: drafts go on as the prompt does.
     stop = {"logit_bias": {97: 100.0, 99: 50.0}, "stop_token_ids": (97,)}
     params = [SamplingParams(temperature=0, min_tokens=n, **stop) for n in range(4, 12)]
     with open_tiny(DATA / "qwen3-tiny.gguf", spec="ngram") as llm:
-        llm._engine.runner.sampler._theta.zero_()  # draft however often they are wrong
+        llm._engine.runner.sampler._theta.zero_()  # draft even if drafts are mostly wrong
         outputs = llm.generate(some_prompts(), greedy(40))
         outputs += llm.generate([{"prompt_token_ids": [99] * 6 + [97] * 6}] * len(params), params)
         counts = llm.draft_counts
@@ -340,8 +340,8 @@ def test_counts_add_up(monkeypatch, overlap):
 
 
 def live_cache(path, spec):
-    """What the cache holds behind 40 tokens, by layer and plane: all places that may be read."""
-    few = SamplingParams(  # of few tokens: pairs come again, and what follows them is chance
+    """The cache contents after 40 tokens, by layer and plane: all positions that may be read."""
+    few = SamplingParams(  # of few tokens: pairs recur, and the tokens after them are random
         temperature=0, frequency_penalty=1.9, max_tokens=60, allowed_token_ids=range(20, 26)
     )
     with open_tiny(path, spec=spec, num_spec_tokens=4) as llm:
@@ -350,7 +350,7 @@ def live_cache(path, spec):
         engine.submit(request)
         while len(request.output_token_ids) < 40:
             engine.step()
-        count = len(request.prompt_token_ids) + 39  # the last one's place may be computed or not
+        count = len(request.prompt_token_ids) + 39  # the last position may be computed or not
         found = {}
         for group, pool in enumerate(engine.runner.pools):
             is_held = [block != NULL_BLOCK for block in request.block_ids[group]]

@@ -1,4 +1,4 @@
-"""Forms of answers with drafts: the text of plain decoding in every combination, always valid."""
+"""Structured outputs with drafts: the text of plain decoding in every combination, always valid."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ FORMS = {
 FEATURES = ("plain", "stream", "n", "stop", "logprobs", "prefix", "sampled", "bad words")
 PROMPT = [7, 8, 9, 10, 11, 12] * 16
 TEMPERATURE = {"n": 0.5, "sampled": 0.5}
-THINKING_ENDS = 6.0  # what is added to the logit of the token that ends it
+THINKING_ENDS = 6.0  # added to the logit of the token that ends thinking
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
-    """Models without drafts, and one for each way to draft."""
+    """Models without drafts, and one model for each drafter."""
     path = mtp_model(tmp_path_factory.mktemp("models") / "mtp.gguf")
     plain = DATA / "qwen3-tiny.gguf"
     opened = {
@@ -71,7 +71,7 @@ def tool_grammar():
 
 
 def run(llm, form, feature):
-    """What a request of a form and a feature answers, as far as a caller can see."""
+    """The visible answer to a request with a form and a feature."""
     params = SamplingParams(
         temperature=TEMPERATURE.get(feature, 0.0),
         seed=2,
@@ -118,12 +118,12 @@ def check_form(form, text):
 
 @pytest.fixture(scope="module")
 def expected_of():
-    """What a model answers without drafts; two ways to draft share one."""
+    """The answers of a model without drafts; two drafters share one model."""
     return functools.cache(run)
 
 
 def combinations():
-    """All; by default every other one: each form meets each feature and each way to draft."""
+    """All combinations; by default every second one: each form meets each feature and drafter."""
     for places in product(*(range(len(values)) for values in (FORMS, FEATURES, METHODS))):
         case = (list(FORMS)[places[0]], FEATURES[places[1]], METHODS[places[2]])
         yield pytest.param(*case, marks=[pytest.mark.slow] * (sum(places) % 2))
@@ -154,7 +154,7 @@ def test_the_answer_is_that_of_plain_decoding(engines, expected_of, form, featur
 
 @pytest.mark.parametrize("spec", METHODS)
 def test_forms_are_drafted_too(engines, spec):
-    """Where the form repeats itself, drafts are right although each place has a mask."""
+    """Where the form repeats itself, drafts are accepted although each position has a mask."""
     _, llm = engines[spec]
     collect, counts = llm._engine.runner.collect, counted(llm)
     try:
@@ -184,7 +184,7 @@ def test_forms_and_free_texts_together(monkeypatch, tmp_path, spec, overlap):
 
 
 def think_then_choose(llm, seed):
-    """An answer that thinks until a control token and then keeps a form, and that token."""
+    """An answer that thinks until a control token and then follows a form, and that token."""
     tokenizer = llm._inputs._tokenizer
     names = tokenizer.control_tokens
     name = next(name for name, i in names.items() if i not in tokenizer.stop_ids)
@@ -208,7 +208,7 @@ def think_then_choose(llm, seed):
 
 @pytest.mark.parametrize("spec", METHODS)
 def test_thinking_ends_at_each_place_of_a_draft(engines, monkeypatch, spec):
-    """With drafts that are all right, which begin a token later each time."""
+    """With drafts that are all accepted, which begin a token later each time."""
     plain, llm = engines[spec]
     most = llm.config.spec.max_drafts
     for seed in range(200):

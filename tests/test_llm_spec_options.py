@@ -1,6 +1,6 @@
-"""Drafts beside every option of a request: each answer is that of plain decoding.
+"""Drafts with every option of a request: each answer is that of plain decoding.
 
-On a tiny model in float32, drafting however often drafts are wrong.
+On a tiny model in float32, drafting even if drafts are mostly wrong.
 """
 
 import random
@@ -21,9 +21,9 @@ from tiercel.params import SamplingParams, StructuredOutputs
 __all__ = ["path_of"]  # a fixture
 
 DRAWN = {"temperature": 1.5, "seed": 3}
-# Letters a to h, in turn: pairs come again, and what follows them is chance.
+# Letters a to h, in turn: pairs recur, and the tokens after them are random.
 FEW = DRAWN | {"allowed_token_ids": tuple(range(97, 105)), "frequency_penalty": 1.9}
-# For each option of a request, one in which it decides; 271 ends an answer.
+# For each option of a request, a value that matters; 271 ends an answer.
 OPTIONS = {
     "n": DRAWN | {"n": 2},
     "temperature": {"temperature": 1.2, "seed": 1},
@@ -58,8 +58,8 @@ def make_params(options):
 
 
 def answers_of(llm, options):
-    """What a caller sees of a batch, with its log-probabilities apart, by name."""
-    llm._engine.runner.sampler._theta.zero_()  # draft however often they are wrong
+    """The visible results of a batch by name, with the log-probabilities separate."""
+    llm._engine.runner.sampler._theta.zero_()  # draft even if drafts are mostly wrong
     params = [make_params(chosen) for chosen in options.values()]
     found = {}
     outputs = llm.generate(some_prompts()[-1:] * len(params), params)
@@ -79,7 +79,7 @@ def test_the_options_here_are_all_and_decide():
         name: {key: value for key, value in options.items() if key != name}
         for name, options in OPTIONS.items()
     }
-    without["seed"]["seed"] = 0  # without one it is drawn
+    without["seed"]["seed"] = 0  # without one it is random
     with open_tiny(DATA / "qwen3-tiny.gguf") as llm:
         found, other = answers_of(llm, OPTIONS), answers_of(llm, without)
     assert [name for name in OPTIONS if found[name] == other[name]] == ["num_spec_tokens"]
@@ -117,7 +117,7 @@ def test_the_shortest_run_that_is_looked_up_changes_speed_alone(monkeypatch):
 
 @pytest.mark.parametrize("spec", ["ngram", "hybrid"])
 def test_blocks_are_kept_for_others_when_all_their_tokens_are_accepted(monkeypatch, path_of, spec):
-    """Prompts that go on from others' answers, wrong drafts, aborts and preemptions."""
+    """Prompts that continue other requests' answers, wrong drafts, aborts and preemptions."""
     draw = random.Random(spec)
     path = path_of("mtp") if spec != "ngram" else DATA / "qwen3-tiny.gguf"
     params = make_params(FEW | {"max_tokens": 48})
@@ -164,7 +164,7 @@ def test_blocks_are_kept_for_others_when_all_their_tokens_are_accepted(monkeypat
     assert len(kept) > 30
     assert sum(len(tokens) > 40 for tokens in found) > 3, "no prompt is longer: parts of answers"
     for tokens in kept.values():
-        assert any(tokens == text[: len(tokens)] for text in whole), "tokens that nobody said"
+        assert any(tokens == text[: len(tokens)] for text in whole), "tokens of no answer"
     for request, expected in zip(requests, alone, strict=True):
         got = request.output_token_ids
         assert got == (expected[: len(got)] if request in aborted else expected)

@@ -1,4 +1,4 @@
-"""`LLM` with a form for its answers: valid to the last token, whatever the model would say."""
+"""`LLM` with structured outputs: valid to the last token, whatever the model would sample."""
 
 import json
 import re

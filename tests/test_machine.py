@@ -188,7 +188,7 @@ print(before.limit, before.available, after.available)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
 def test_a_real_group(real_group, tmp_path):
-    """Its limit is seen, and a file of half its size in the page cache takes nothing away."""
+    """Its limit is detected, and a file of half its size in the page cache uses nothing up."""
     file = tmp_path / "file"
     file.write_bytes(bytes(200 << 20))
     done = subprocess.run(

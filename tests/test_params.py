@@ -1,4 +1,4 @@
-"""Sampling parameters and errors: every wrong value is refused by name, all of them pickle."""
+"""Sampling parameters and errors: every wrong value is refused by name, all can be pickled."""
 
 import copy
 import dataclasses
@@ -117,7 +117,7 @@ RIGHT_FORMS = {
 
 
 def shown(value) -> str:
-    """What a message must repeat of a value."""
+    """The part of a value that a message must repeat."""
     try:
         return repr(value)[:20]
     except ValueError:  # an integer too long for Python to write
@@ -210,7 +210,7 @@ def test_form_nested_without_end():
     with pytest.raises(ArgumentError, match="nested too deeply") as caught:
         StructuredOutputs(json=schema)
     assert caught.value.code == "schema_too_complex"
-    while schema:  # an object of that depth cannot be given back in one go
+    while schema:  # recursion could not free an object of that depth
         schema = schema["items"]
 
 

@@ -1,4 +1,4 @@
-"""Platforms without `/proc` or without `resource`, as macOS and Windows are; and what they say."""
+"""Platforms without `/proc` or without `resource`, like macOS and Windows, and their messages."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The worked example of docs/scoring.md works, and the page names the options that there are."""
+"""The worked example of docs/scoring.md works, and the page names all options."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def texts(table):
 
 
 def test_the_example_ranks_as_shown(default_model, tmp_path, monkeypatch, capsys):
-    """By the command and in Python; a near tie may turn with the processor's sums."""
+    """By the command and in Python; the order of a near tie may depend on the processor's sums."""
     (tmp_path / "query.txt").write_text(QUERY)
     (tmp_path / "reviews.txt").write_text(REVIEWS)
     process = tiercel(

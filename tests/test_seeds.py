@@ -1,10 +1,10 @@
-"""Keys are those of SplitMix64, and each part of them counts."""
+"""Keys are those of SplitMix64, and depend on each of their parts."""
 
 import itertools
 
 from tiercel.seeds import mix_key, signed
 
-# The first output of the generator for some seeds, as its authors' C code gives it.
+# The first output of the generator for some seeds, from its authors' C code.
 FIRST = {0: 0xE220A8397B1DCDAF, 1234567: 6457827717110365317}
 
 

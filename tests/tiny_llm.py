@@ -1,4 +1,4 @@
-"""`LLM` on the tiny models of tests/data/gguf, and what tests ask of it."""
+"""`LLM` on the tiny models of tests/data/gguf, and helpers of tests for it."""
 
 from pathlib import Path
 
@@ -20,9 +20,9 @@ def open_tiny(path=LLAMA, **options):
 
 
 def gpu_share(gib=4):
-    """As `gpu_memory_utilization`: a tiny model needs no more, and other tests use the GPU too.
+    """The value of `gpu_memory_utilization` for a tiny model, since other tests use the GPU too.
 
-    Of every GPU the same number of bytes, on which the forms of the weights depend.
+    The same number of bytes on every GPU, since the forms of the weights depend on it.
     """
     return min(0.9, gib * GIB / torch.cuda.get_device_properties(0).total_memory)
 
