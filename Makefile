@@ -1,4 +1,4 @@
-# `make demo` and `make test` set themselves up: they need Python 3.11 or newer and make.
+# `make demo` and `make test` install what they need; they require Python 3.11 or newer and make.
 
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
 	$(shell $(name) -c 'import sys; print("$(name)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CLIENTS_VENV ?= .venv-clients
 CLIENTS := "litellm>=1.100,<2" mcp "lm-eval[api]==0.4.13" "instructor==1.17.*"
-# pip compiles on one core, which is half of its work: done on all of them behind it.
+# pip compiles bytecode on one core, which is half of its time: COMPILE does it on all cores afterwards.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	-c constraints.txt
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
@@ -15,29 +15,29 @@ PROMPT ?= Why is the sky blue? Answer in three sentences.
 
 .PHONY: demo test test-gpu sanitize test-clients mutants lint bench-cpu wheel clean
 
-# The default model answers on the terminal; the first run fetches it.
+# Answers with the default model on the terminal; the first run downloads the model.
 demo: $(VENV)/.demo
 	@$(BIN)/tiercel generate --chat "$(PROMPT)" --max-tokens 120 --temperature 0
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# What needs a GPU, on a machine that has one; elsewhere all of it skips. Modules without such tests
+# Tests that need a GPU; without one they are skipped. Modules without such tests
 # are not imported: a machine for kernels may lack browsers and clients.
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu -n 6 --dist loadfile \
 		$$(grep -rl 'mark\.gpu' --include='test_*.py' tests)
 
-# Kernels under compute-sanitizer, on a machine with a GPU.
+# Runs kernels under compute-sanitizer, on a machine with a GPU.
 sanitize: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.sanitize
 
-# litellm, lm-eval and instructor need an older client of OpenAI's: an environment of their own.
-# The server and pytest run in the usual one.
+# litellm, lm-eval and instructor need an older OpenAI client and have a separate environment.
+# The server and pytest run in the usual environment.
 test-clients: $(VENV)/.dev $(CLIENTS_VENV)/.clients
 	CLIENTS_PYTHON=$(CLIENTS_VENV)/bin/python $(BIN)/python -m pytest -m clients tests/clients
 
-# Faults in one line, each of which a test must notice: 18 minutes on two cores.
+# Mutation tests: one-line faults, each of which must make a test fail. 18 minutes on two cores.
 mutants: $(VENV)/.dev
 	$(BIN)/python -m tests.mutations.run
 
@@ -64,7 +64,7 @@ $(VENV)/.python:
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-# With a GPU (nvidia-smi answers) the CUDA extra comes too.
+# With a GPU (nvidia-smi works) the CUDA extra is installed too.
 $(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "Installing Tiercel into $(VENV); the first time takes a few minutes." >&2
 	@if nvidia-smi -L >/dev/null 2>&1; then extra='[cuda]'; else extra=''; fi; \
