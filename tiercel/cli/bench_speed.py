@@ -56,13 +56,7 @@ def bench_speed(
     is_partial = False
     with ProgressReporter(is_quiet=common.quiet) as report:
         from tiercel.bench.floor import model_cost
-        from tiercel.bench.speed import (
-            SpeedReport,
-            compare_to_floor,
-            context_of,
-            measure_speed,
-            speed_table,
-        )
+        from tiercel.bench.speed import SpeedReport, compare_to_floor, context_of, measure_speed
 
         loaded = load_for_bench(
             model,
@@ -86,6 +80,8 @@ def bench_speed(
             if not done:
                 raise
             is_partial = True
+    from tiercel.bench.speed import speed_table
+
     told = facts(loaded, label)
     names = [speed.trial.name for speed in done]
     bars = (names, [speed.mean for speed in done], "tokens per second")

@@ -7,4 +7,5 @@ from torch import Tensor
 def grouped_linear(x: Tensor, weight: Tensor, num_groups: int) -> Tensor:
     """Rows (T, groups * in) times the block-diagonal matrix of (groups * out, in), float64."""
     blocks = weight.double().chunk(num_groups)
-    return x.double().flatten(1) @ torch.block_diag(*blocks).t()
+    dense: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+    return x.double().flatten(1) @ dense.t()

@@ -9,13 +9,14 @@ def scores(logits: Tensor) -> Tensor:
     return torch.sqrt(torch.logaddexp(logits.double(), torch.zeros((), dtype=torch.float64)))
 
 
+def _best(row: list[float], topk: int) -> list[int]:
+    return sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[:topk]
+
+
 def learned(logits: Tensor, bias: Tensor, topk: int, scale: float) -> tuple[Tensor, Tensor]:
     """The best of scores + bias, ties to the lower expert: ids and weights (T, topk)."""
     s = scores(logits)
-    ids = [
-        sorted(range(len(row)), key=lambda e, row=row: (-row[e], e))[:topk]
-        for row in (s + bias.double()).tolist()
-    ]
+    ids = [_best(row, topk) for row in (s + bias.double()).tolist()]
     chosen = torch.tensor(ids, dtype=torch.int64).reshape(-1, topk)
     return chosen, weights(s, chosen, scale)
 
