@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.launches_on_cpu import compile_library, describe_failure
+from tests.launches_on_cpu import compile_library, describe_failure, read_kernel
 from tiercel.batch import Batch
 from tiercel.kernels.fused import fused_decode_step as kernel
 from tiercel.kernels.fused.fused_decode_step_geometry import BLOCK_TOKENS
-from tiercel.kernels.runtime import rtc
 from tiercel.ops.fused_decode_step import FusedDecodeStepWeights
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
@@ -25,11 +24,9 @@ MAP_BYTES = 128
 def build(num_layers: int, slices: int, folder: Path, *, has_qk_norm: bool) -> ctypes.CDLL:
     """Compile the source with the headers that replace a GPU; skip where that is impossible."""
     source = kernel.cuda_source(num_layers, slices, has_qk_norm=has_qk_norm)
-    cuda = rtc.source_files()
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
-    headers = [cuda[f"{name}.cuh"] for name in kernel.PARTS]
-    parts = [HERE / "device.hpp", *headers, cuda["fused_decode_step.cu"], *RUN]
-    text = macros + "".join(part.read_text() for part in parts)
+    run = "".join(part.read_text() for part in RUN)
+    text = macros + (HERE / "device.hpp").read_text() + read_kernel(source.name) + run
     return compile_library(text, folder, "step", "-O2")
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.launches_on_cpu import compile_library, describe_failure
+from tests.launches_on_cpu import compile_library, describe_failure, read_kernel
 from tiercel.kernels.fused import fused_layer_tail as kernel
-from tiercel.kernels.runtime import rtc
 from tiercel.ops.fused_layer_tail import ChainExchange, ChainWeights
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
@@ -19,13 +18,11 @@ HERE = Path(__file__).parent / "cuda_on_cpu"
 def build(tokens: int, weights: ChainWeights, folder: Path) -> ctypes.CDLL:
     """Compile the source with the headers that replace a GPU; skip where that is impossible."""
     source = kernel.cuda_source(tokens, weights.geometry)
-    cuda = rtc.source_files()
     device = [HERE / f"{name}.hpp" for name in ("device", "q4k_device", "chain_device")]
-    headers = [cuda[f"{name}.cuh"] for name in source.headers if not name.endswith("_ptx")]
     run = [HERE / "run_ctas.hpp", HERE / "run_fused_layer_tail.cpp"]
-    parts = (*device, *headers, cuda[f"{source.name}.cu"], *run)
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
-    text = macros + "".join(part.read_text() for part in parts)
+    before, after = ("".join(part.read_text() for part in parts) for parts in (device, run))
+    text = macros + before + read_kernel(source.name) + after
     return compile_library(text, folder, "chain", "-O2")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -18,7 +19,33 @@ from tiercel.kernels.runtime import rtc
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 # Files that replace headers of kernels, in addition to those that replace attention's.
-STAND_INS = {"ngram_ptx": "ngram_device", "hopper": "hopper_device"}
+STAND_INS = {
+    "speculation/ngram_ptx.cuh": "ngram_device",
+    "include/hopper.cuh": "hopper_device",
+}
+INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
+
+
+def expand_includes(text: str) -> str:
+    """A source with its headers in place, but those that files of cuda_on_cpu/ replace.
+
+    So a source can be put into a namespace with all of its headers, and several into one library.
+    """
+
+    def expand(match: re.Match[str]) -> str:
+        path = match[1]
+        if path.endswith("_ptx.cuh") or path in ("include/hopper.cuh", "include/types.cuh"):
+            return ""
+        guard = f"HAS_{re.sub(r'[^a-z0-9]', '_', path)}"
+        header = expand_includes(rtc.read_source(path).replace("#pragma once\n", ""))
+        return f"#ifndef {guard}\n#define {guard}\n{header}#endif\n"
+
+    return INCLUDE.sub(expand, text)
+
+
+def read_kernel(name: str) -> str:
+    """A kernel's source, whole as `expand_includes` makes it."""
+    return expand_includes(rtc.read_source(rtc.source_path(name)))
 
 
 def aligned(argument: Any) -> tuple[ctypes.Array[ctypes.c_char], int]:
@@ -83,26 +110,22 @@ class Processor:
         return self.libraries[source], smem_bytes
 
     def _build(self, source: rtc.KernelSource) -> ctypes.CDLL:
-        cuda = rtc.source_files()
-        own = [STAND_INS[name] for name in source.headers if name in STAND_INS]
+        own_source = HERE / f"{source.name}.cu"  # a kernel of the tests
+        is_own = own_source.exists()
+        kernel = own_source.read_text() if is_own else rtc.read_source(rtc.source_path(source.name))
+        included = INCLUDE.findall(kernel)
+        headers = {*included, *(path for name in included for path in rtc.included_files(name))}
+        own = [STAND_INS[path] for path in STAND_INS if path in headers]
         names = ("device", "q4k_device", "attention_device", *own)
         device = [HERE / f"{name}.hpp" for name in names]
-        headers = [
-            cuda[f"{name}.cuh"]
-            for name in source.headers
-            if not name.endswith("_ptx") and name not in STAND_INS
-        ]
         run = [HERE / "run_each_cta.hpp", HERE / "run_launch.cpp"]
-        own_source = HERE / f"{source.name}.cu"
-        kernel = own_source if own_source.exists() else cuda[own_source.name]
-        parts = (*headers, kernel, *run)
         macros = "".join(
             f"#undef {name}\n#define {name} {value}\n"
             for name, value in (*source.macros, ("KERNEL", source.name))
         )
         # Once more after the files that replace the device, which use some of these names.
         text = macros + "".join(part.read_text() for part in device) + macros
-        text += "".join(part.read_text() for part in parts)
+        text += expand_includes(kernel) + "".join(part.read_text() for part in run)
         name = f"{source.name}_{len(self.libraries)}"
         return compile_library(text, self.folder, name, "-O1")
 

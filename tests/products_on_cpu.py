@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.launches_on_cpu import compile_library, describe_failure
+from tests.launches_on_cpu import compile_library, describe_failure, read_kernel
 from tiercel.kernels.runtime import rtc
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
@@ -96,11 +96,8 @@ class Products:
 
 
 def _in_namespace(number: int, source: rtc.KernelSource) -> str:
-    """Headers and file of a source, with its macros, which end with the namespace."""
-    cuda = rtc.source_files()
-    is_replaced = {name: name == "hopper" or name.endswith("_ptx") for name in source.headers}
-    names = [f"{name}.cuh" for name in source.headers if not is_replaced[name]]
-    text = "".join(cuda[name].read_text() for name in (*names, f"{source.name}.cu"))
+    """A source with its headers and macros, which end with the namespace."""
+    text = read_kernel(source.name)
     own = {*re.findall(r"^#define (\w+)", text, re.MULTILINE), *dict(source.macros)}
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
     ends = "".join(f"#undef {name}\n" for name in sorted(own))

@@ -1,5 +1,4 @@
-// Runs fused_decode_step on one processor; behind device.hpp, the source (fused_decode_step.PARTS) and
-// run_ctas.hpp.
+// Runs fused_decode_step on one processor; after device.hpp, the source and run_ctas.hpp.
 static const Args* step_args;
 static const Caches* step_caches;
 static void enter_kernel() { fused_decode_step(*step_args, *step_caches); }

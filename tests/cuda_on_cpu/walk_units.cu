@@ -1,4 +1,6 @@
-// Writes down the walk of each CTA of decode_attention_split.cu, a line a unit; after decode_attention_walk.cuh.
+// Writes down the walk of each CTA of decode_attention_split.cu, a line a unit.
+#include "attention/decode_attention_walk.cuh"
+
 #define COLUMNS 9
 extern "C" __global__ void walk_units(const int* rows, const int* cu_seqlens, const int* seq_lens,
                                       int* units,  // (CTAs, most, COLUMNS)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -68,10 +69,11 @@ def compile_here(source, folder, arch=ARCH):
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip(f"neither NVRTC nor nvcc: {reason}")
-    path, cubin = folder / f"{source.name}.cu", folder / "out.cubin"
-    path.write_text(source.text())
-    macros = [f"-D{name}={value}" for name, value in source.macros]
-    command = [nvcc, "-cubin", "-std=c++17", f"-arch={arch}", *macros, "-o", str(cubin), str(path)]
+    root, cubin = Path(str(files("tiercel.kernels") / "cuda")), folder / "out.cubin"
+    options = ["-std=c++17", f"-arch={arch}", f"-I{root}"]
+    options += [f"-D{name}={value}" for name, value in source.macros]
+    path = root / rtc.source_path(source.name)
+    command = [nvcc, "-cubin", *options, "-o", str(cubin), str(path)]
     subprocess.run(command, check=True, capture_output=True)
     return cubin.read_bytes()
 
@@ -127,6 +129,11 @@ def packed_sources(name):
         yield dequantize_source(name, torch.bfloat16, in_file=in_file), None
 
 
+def has_fields(source):
+    """Whether it reads a type that is neither Q4_K nor Q6_K, by packed_fields.cuh."""
+    return dict(source.macros)["QTYPE"] not in (4, 6)
+
+
 def is_rare(source, config):
     """Whether another one compiles much the same.
 
@@ -134,7 +141,7 @@ def is_rare(source, config):
     those two the file's layout for rows that are split.
     """
     is_file = ("IN_FILE", 1) in source.macros
-    if "packed_fields" in source.headers:
+    if has_fields(source):
         return is_file or ("TOKENS", 1) in source.macros
     return is_file and config is not None and config.is_split
 
@@ -148,7 +155,7 @@ Q4K_CASES = [
     pytest.param(
         source,
         arch,
-        marks=[pytest.mark.slow] * (arch in RARE_ARCHS or "packed_fields" in source.headers),
+        marks=[pytest.mark.slow] * (arch in RARE_ARCHS or has_fields(source)),
     )
     for source, config in PACKED_SOURCES.items()
     for arch in (*ARCHS[1:], *RARE_ARCHS)
@@ -286,7 +293,7 @@ def test_decode_chain_compiles_as_designed(tokens, is_six, shape, tmp_path):
 
 def test_a_refused_source_shows_the_log():
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
-    source = rtc.KernelSource("prefill_attention", (("GROUP", 4), ("IS_BF16", 1)), ("hopper",))
+    source = rtc.KernelSource("prefill_attention", (("GROUP", 4), ("IS_BF16", 1)))
     with pytest.raises(InternalError, match=r'(?s)for sm_90a.*identifier "PAGE" is undefined'):
         rtc.compile_cubin(source, ARCH)
 
@@ -298,6 +305,43 @@ def test_a_missing_compiler_is_named(monkeypatch):
         rtc.compile_cubin(mia_source(), ARCH)
     assert "cuda-bindings" in error.value.hint
     rtc._nvrtc.cache_clear()
+
+
+# ---- files and what they include
+
+
+def test_names_of_kernels_are_unique():
+    kernels = [path.split("/")[-1] for path in rtc.source_files() if path.endswith(".cu")]
+    assert len(set(kernels)) == len(kernels) > 10
+    assert {f"{source.name}.cu" for source in [*SOURCES, *PACKED_SOURCES]} <= set(kernels)
+
+
+@pytest.mark.parametrize("path", sorted(rtc.source_files()))
+def test_every_file_includes_what_it_names(path):
+    """Whole: each header once, by its path, and braces that open in a file close in it."""
+    text = rtc.read_source(path)
+    code = re.sub(r"//.*", "", text)
+    assert code.count("{") == code.count("}")
+    assert ("#pragma once" in code) == path.endswith(".cuh")
+    includes = re.findall(r"#include.*", code)
+    assert all(re.fullmatch(r'#include "\w+/\w+\.cuh"', line) for line in includes)
+    assert len(set(includes)) == len(includes)
+    assert set(rtc.included_files(path)) < set(rtc.source_files())
+
+
+def test_every_header_is_included():
+    headers = {path for path in rtc.source_files() if path.endswith(".cuh")}
+    kernels = [path for path in rtc.source_files() if path.endswith(".cu")]
+    used = {header for path in kernels for header in rtc.included_files(path)}
+    assert headers == used
+
+
+def test_a_missing_include_is_named(monkeypatch):
+    monkeypatch.setattr(rtc, "read_source", lambda path: '#include "include/none.cuh"')
+    with pytest.raises(InternalError, match=r"packed_ptx\.cuh includes 'include/none\.cuh'"):
+        rtc.included_files.__wrapped__("packed/packed_ptx.cuh")
+    with pytest.raises(InternalError, match=r"has no absent\.cu"):
+        rtc.source_path("absent")
 
 
 # ---- the cache, with a compiler that counts
@@ -360,7 +404,7 @@ def test_a_refused_source_among_several_is_an_error(compiled, tmp_path, monkeypa
 def test_the_cache_is_in_tiercels_folder_by_default(compiled, tmp_path, monkeypatch):
     monkeypatch.setenv("TIERCEL_CACHE", str(tmp_path))
     rtc.load_cubin(SOURCES[0], ARCH)
-    assert [path.name[:21] for path in (tmp_path / "cubins").iterdir()] == ["prefill_attention-"]
+    assert [path.name[:18] for path in (tmp_path / "cubins").iterdir()] == ["prefill_attention-"]
 
 
 @pytest.mark.reliability
@@ -386,16 +430,25 @@ def test_a_folder_that_cannot_be_written_costs_compilations_only(compiled, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["file", entry.name])
 
 
+def with_change(changed):
+    """`read_source` with a comment more in one file."""
+    read = rtc.read_source
+    return lambda path: read(path) + "// more" * (path == changed)
+
+
 def test_everything_that_decides_a_cubin_is_in_its_name(tmp_path, monkeypatch):
     def name(source=SOURCES[0], arch=ARCH, compiler="nvrtc 13.0"):
         return rtc.cubin_path(source, arch, compiler, tmp_path).name
 
     names = [*map(name, SOURCES), name(arch="sm_100a"), name(compiler="nvrtc 13.1")]
-    before = name()
-    monkeypatch.setattr(rtc.KernelSource, "text", lambda self: "// other")
-    names.append(name())
+    for changed in ("attention/prefill_attention.cu", "include/types.cuh"):
+        with monkeypatch.context() as patch:
+            patch.setattr(rtc, "read_source", with_change(changed))
+            rtc._source_hash.cache_clear()
+            names.append(name())
+    rtc._source_hash.cache_clear()
     assert len(set(names)) == len(names)
-    assert names[0] == before
+    assert names[0] == name()
 
 
 # ---- on a device

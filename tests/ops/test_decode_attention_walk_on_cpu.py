@@ -93,8 +93,7 @@ def draw_case(draw):
 def test_every_unit_is_walked_once_in_order(folds, inside, processor):
     row_tiles_of = 1 if folds else 2  # tiles of 8 rows
     macros = (*MACROS, ("NR", row_tiles_of), ("FOLDS", int(folds)))
-    headers = ("attention_ptx", "decode_attention_splits", "decode_attention_walk")
-    source = rtc.KernelSource("walk_units", macros, headers)
+    source = rtc.KernelSource("walk_units", macros)
     walk = processor.load_kernel(source, torch.device("cpu"))
     draw, num_whole, num_shared = random.Random(int(folds)), 0, 0
     for _ in range(70):

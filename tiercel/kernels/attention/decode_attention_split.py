@@ -40,8 +40,6 @@ MIDDLE_KEYS, MIDDLE_END = 256, 32768
 COARSE_KEYS = 512
 
 _THREADS = 128
-_PTX = "attention_ptx"
-_HEADERS = ("decode_attention_splits", "decode_attention_walk")
 # Tiles of rows, by head_dim, from which on the first kernel adds up splits. With fewer, rows are
 # shared by many CTAs, and the second kernel begins sooner if it need not find their parts: 8 x 600
 # (64 tiles) takes 8.9 us without sums and 9.8 with them, but 8 x 8,192 69.5 and 65.2. 16 x 600 (128
@@ -206,11 +204,7 @@ def attention_source(
         ("KEPT", config.kept),
         ("SHARED_SUMS", int(config.shared_sums)),
     )
-    return rtc.KernelSource(
-        "decode_attention_split",
-        macros,
-        (_PTX, "decode_attention_ptx", *_HEADERS, "decode_attention_sums"),
-    )
+    return rtc.KernelSource("decode_attention_split", macros)
 
 
 def select_folds(head_dim: int, row_tiles: int, slots: int) -> bool:
@@ -262,7 +256,7 @@ def merge_source(
         ("COLUMNS", merge.columns),
         ("CTAS", merge.ctas),
     )
-    return rtc.KernelSource("decode_attention_merge", macros, (_PTX, *_HEADERS))
+    return rtc.KernelSource("decode_attention_merge", macros)
 
 
 def _split_macros(

@@ -238,7 +238,7 @@ def cuda_source(
         ("FAST_LOOP", int(config.variant == "fast")),
         ("IS_PART", int(is_part)),
     )
-    return rtc.KernelSource("prefill_attention", macros, ("hopper",))
+    return rtc.KernelSource("prefill_attention", macros)
 
 
 def _launch_cuda(

@@ -148,7 +148,7 @@ def cuda_source(
         ("HAS_NORMS", int(has_norms)),
         ("IS_BF16", int(dtype == torch.bfloat16)),
     )
-    return rtc.KernelSource("rotary_kv_write", macros, ("attention_ptx",))
+    return rtc.KernelSource("rotary_kv_write", macros)
 
 
 @functools.cache

@@ -28,12 +28,6 @@ from tiercel.kernels.fused.fused_decode_step_geometry import (
 from tiercel.kernels.fused.fused_refusal import CTAS, SMEM_BYTES
 from tiercel.kernels.runtime import rtc
 
-PARTS = (
-    "fused_decode_step_units",
-    "fused_decode_step_exchange",
-    "fused_decode_step_products",
-    "fused_decode_step_attention",
-)  # of the source
 THREADS = 640
 EXCHANGE_EMPTY = -1  # what words of the exchange hold before a launch
 LOG2_E = 1.4426950408889634
@@ -53,9 +47,7 @@ def cuda_source(num_layers: int, slices: int, *, has_qk_norm: bool) -> rtc.Kerne
         ("HAS_QK_NORM", int(has_qk_norm)),
         ("IS_BF16", 0),
     )
-    return rtc.KernelSource(
-        "fused_decode_step", macros, ("hopper", "fused_decode_step_ptx", "exchange_ptx", *PARTS)
-    )
+    return rtc.KernelSource("fused_decode_step", macros)
 
 
 @functools.cache

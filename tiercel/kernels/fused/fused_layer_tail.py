@@ -27,11 +27,6 @@ THREADS = 640
 _COLUMN_BYTES = 4352  # of 8 tokens
 _UNIT_BYTES = {False: 2304, True: 3360}  # of a ring's place, where a matrix is Q6_K
 _WARPS = 16  # that multiply
-_HEADERS = (
-    *("packed_ptx", "fused_layer_tail_ptx", "exchange_ptx", "packed_tokens"),
-    *("fused_layer_tail_four", "packed_units", "fused_layer_tail_six", "packed_units"),
-    *("fused_layer_tail_products", "fused_layer_tail_exchange"),
-)
 
 
 def exchange_bytes(geometry: Geometry) -> int:
@@ -80,7 +75,7 @@ def cuda_source(tokens: int, geometry: Geometry) -> rtc.KernelSource:
         ("MEANS", 32),
         ("IN_FILE", 0),
     )
-    return rtc.KernelSource("fused_layer_tail", macros, _HEADERS)
+    return rtc.KernelSource("fused_layer_tail", macros)
 
 
 class _Args(ctypes.Structure):

@@ -28,9 +28,7 @@ def dequantize_source(type_name: str, dtype: torch.dtype, *, in_file: bool) -> r
         ("IN_FILE", int(in_file)),
         ("OUT", OUT_CODES[dtype]),
     )
-    has_fields = "packed_fields" in UNIT_TYPES[type_name].headers
-    headers = ("packed_ptx", "packed_fields", "packed_decode") if has_fields else ("packed_ptx",)
-    return rtc.KernelSource("packed_dequantize", macros, headers)
+    return rtc.KernelSource("packed_dequantize", macros)
 
 
 def launch_packed_dequantize(

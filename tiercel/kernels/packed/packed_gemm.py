@@ -95,7 +95,7 @@ def _macros(type_name: str, tokens: int) -> tuple[tuple[str, int], ...]:
 
 def image_source(type_name: str, tokens: int) -> rtc.KernelSource:
     """The kernel that lays out the tokens."""
-    return rtc.KernelSource("packed_image", _macros(type_name, tokens), ("packed_ptx",))
+    return rtc.KernelSource("packed_image", _macros(type_name, tokens))
 
 
 def gemm_source(
@@ -110,7 +110,7 @@ def gemm_source(
         ("OUT", OUT_CODES[out_dtype]),
         ("IS_BF16", 0),
     )
-    return rtc.KernelSource("packed_gemm", macros, ("hopper", "packed_gemm_ptx"))
+    return rtc.KernelSource("packed_gemm", macros)
 
 
 @functools.cache

@@ -237,7 +237,7 @@ def cuda_source(
         ("BUFFERS", config.buffers),
         ("CTAS", config.ctas),
     )
-    return rtc.KernelSource("packed_matvec", macros, unit.headers)
+    return rtc.KernelSource("packed_matvec", macros)
 
 
 @functools.cache  # every layer has the same few shapes

@@ -111,7 +111,7 @@ def select_packed_mmq(
 
 def quantise_source(tokens: int) -> rtc.KernelSource:
     """The kernel that rounds x, for tiles of so many tokens."""
-    return rtc.KernelSource("packed_mmq_quantise", (("TOKENS", tokens),), ("packed_ptx",))
+    return rtc.KernelSource("packed_mmq_quantise", (("TOKENS", tokens),))
 
 
 def mmq_source(
@@ -126,7 +126,7 @@ def mmq_source(
         ("CTAS", config.ctas),
         ("OUT", OUT_CODES[out_dtype]),
     )
-    return rtc.KernelSource("packed_mmq", macros, ("packed_ptx",))
+    return rtc.KernelSource("packed_mmq", macros)
 
 
 @functools.cache

@@ -14,35 +14,30 @@ class UnitType:
 
     Attributes:
         code: QTYPE of the sources.
-        headers: of the sources, in order.
         slot_bytes: of a unit: the planes of 16 rows x 256 columns.
         means_bytes: of a unit and token, where weights have minima.
         like: the type whose measured launches it takes.
     """
 
     code: int
-    headers: tuple[str, ...]
     slot_bytes: int
     means_bytes: int
     like: str
 
 
-_OWN = ("packed_ptx", "packed_tokens", "packed_units")
-_BY_32 = ("packed_ptx", "packed_tokens", "packed_fields", "packed_fetch", "packed_units32")
-_BY_16 = ("packed_ptx", "packed_tokens", "packed_fields", "packed_fetch", "packed_units16")
 UNIT_TYPES = {
-    "Q4_K": UnitType(4, _OWN, 2304, 32, "Q4_K"),
-    "Q6_K": UnitType(6, _OWN, 3360, 0, "Q6_K"),
-    "Q4_0": UnitType(40, _BY_32, 2304, 0, "Q4_K"),
-    "Q4_1": UnitType(41, _BY_32, 2560, 32, "Q4_K"),
-    "Q5_0": UnitType(50, _BY_32, 2816, 0, "Q4_K"),
-    "Q5_1": UnitType(51, _BY_32, 3072, 32, "Q6_K"),
-    "Q8_0": UnitType(80, _BY_32, 4352, 0, "Q6_K"),
-    "IQ4_NL": UnitType(44, _BY_32, 2304, 0, "Q4_K"),
-    "IQ4_XS": UnitType(45, _BY_32, 2176, 0, "Q4_K"),
-    "Q5_K": UnitType(5, _BY_32, 2816, 32, "Q4_K"),
-    "Q3_K": UnitType(3, _BY_16, 1760, 0, "Q4_K"),
-    "Q2_K": UnitType(2, _BY_16, 1344, 64, "Q4_K"),
+    "Q4_K": UnitType(4, 2304, 32, "Q4_K"),
+    "Q6_K": UnitType(6, 3360, 0, "Q6_K"),
+    "Q4_0": UnitType(40, 2304, 0, "Q4_K"),
+    "Q4_1": UnitType(41, 2560, 32, "Q4_K"),
+    "Q5_0": UnitType(50, 2816, 0, "Q4_K"),
+    "Q5_1": UnitType(51, 3072, 32, "Q6_K"),
+    "Q8_0": UnitType(80, 4352, 0, "Q6_K"),
+    "IQ4_NL": UnitType(44, 2304, 0, "Q4_K"),
+    "IQ4_XS": UnitType(45, 2176, 0, "Q4_K"),
+    "Q5_K": UnitType(5, 2816, 32, "Q4_K"),
+    "Q3_K": UnitType(3, 1760, 0, "Q4_K"),
+    "Q2_K": UnitType(2, 1344, 64, "Q4_K"),
 }
 
 

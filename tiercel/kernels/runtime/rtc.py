@@ -1,9 +1,10 @@
 """CUDA C++ compiled for the device at hand by NVRTC, kept on disk as cubins, and launched.
 
-A kernel is a file of kernels/cuda/, headers put before it, and macros. Sources include nothing, so
-text, macros, architecture and compiler version name a cubin completely, and their hash is its key.
-The compiler is NVIDIA's wheel (a CUDA build of PyTorch brings it), reached through cuda.bindings;
-it is imported at the first compilation, so this module loads on a machine without either.
+A kernel is a file of kernels/cuda/ and macros. It includes files of that folder alone, by their
+paths in it, which the compiler is given in memory. So the text of all of them, macros, architecture
+and compiler version name a cubin completely, and their hash is its key. The compiler is NVIDIA's
+wheel (a CUDA build of PyTorch brings it), reached through cuda.bindings; it is imported at the
+first compilation, so this module loads on a machine without either.
 
 A cache entry is `<kernel>-<key>.cubin`: the SHA-256 of the cubin (32 bytes), then the cubin. It is
 written beside its place and renamed, so that readers see all of it or nothing; one that does not
@@ -18,6 +19,7 @@ import functools
 import hashlib
 import importlib
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +38,7 @@ from tiercel.errors import InternalError
 # Without fast math: it changes division, roots and denormals of a whole file. A kernel asks for
 # approximate forms by name.
 _OPTIONS = ("--std=c++17",)
+_INCLUDE = re.compile(r'^\s*#\s*include\s+["<]([^">]+)[">]', re.MULTILINE)
 _HASH_BYTES = 32
 _STATIC_SMEM_LIMIT = 48 << 10  # more dynamic shared memory than this must be asked for
 
@@ -53,31 +56,72 @@ class KernelSource:
     """One translation unit.
 
     Attributes:
-        name: file in kernels/cuda/, without its ending.
+        name: file of a family in kernels/cuda/, without its ending; its entry point has this name.
         macros: names and values, in a fixed order.
-        headers: files of the same folder, without their ending, that come before it.
     """
 
     name: str
     macros: tuple[tuple[str, int], ...] = ()
-    headers: tuple[str, ...] = ()
-
-    def text(self) -> str:
-        """Headers and file; the compiler's messages keep their names and lines."""
-        names = [*(f"{header}.cuh" for header in self.headers), f"{self.name}.cu"]
-        return "".join(map(_read_source, names))
 
 
 @functools.cache
 def source_files() -> dict[str, Traversable]:
-    """Every file of kernels/cuda/ by its name, which is unique among the families."""
-    families = (files("tiercel.kernels") / "cuda").iterdir()
-    return {entry.name: entry for family in families for entry in family.iterdir()}
+    """Every CUDA file by its path in kernels/cuda/, for instance "packed/packed_matvec.cu"."""
+    root = files("tiercel.kernels") / "cuda"
+    families = [entry for entry in root.iterdir() if entry.is_dir()]
+    return {f"{family.name}/{file.name}": file for family in families for file in family.iterdir()}
 
 
-@functools.cache  # a model asks for hundreds of kernels, which share a dozen files
-def _read_source(name: str) -> str:
-    return f'#line 1 "{name}"\n{source_files()[name].read_text("utf-8")}'
+@functools.cache
+def source_path(name: str) -> str:
+    """The path of a kernel's file in kernels/cuda/; names are unique among the families.
+
+    Raises:
+        InternalError: there is no such file.
+    """
+    for path in source_files():
+        if path.endswith(f"/{name}.cu"):
+            return path
+    raise InternalError(f"kernels/cuda/ has no {name}.cu.")
+
+
+@functools.cache  # a model asks for hundreds of kernels, which share some dozen files
+def read_source(path: str) -> str:
+    """The text of a file of kernels/cuda/."""
+    return source_files()[path].read_text("utf-8")
+
+
+@functools.cache
+def included_files(path: str) -> tuple[str, ...]:
+    """What a file includes, directly or through other files; also what only some macros include.
+
+    Args:
+        path: in kernels/cuda/.
+
+    Raises:
+        InternalError: an included file does not exist.
+    """
+    found: list[str] = []
+    pending = [path]
+    while pending:
+        includer = pending.pop()
+        for name in _INCLUDE.findall(read_source(includer)):
+            if name not in source_files():
+                raise InternalError(
+                    f"{includer} includes {name!r}, which kernels/cuda/ does not have."
+                )
+            if name not in found:
+                found.append(name)
+                pending.append(name)
+    return tuple(sorted(found))
+
+
+@functools.cache
+def _source_hash(path: str) -> str:
+    """Of the text of a file and of all that it includes."""
+    paths = [path, *included_files(path)]
+    texts = (part for each in paths for part in (each, read_source(each)))
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +213,14 @@ def compile_cubin(source: KernelSource, arch: str, options: Sequence[str] = ()) 
     nvrtc = _nvrtc()
     flags = [f"--gpu-architecture={arch}", *_OPTIONS, *options]
     flags += [f"-D{name}={value}" for name, value in source.macros]
+    path = source_path(source.name)
+    headers = included_files(path)
     error, program = nvrtc.nvrtcCreateProgram(
-        source.text().encode(), f"{source.name}.cu".encode(), 0, [], []
+        read_source(path).encode(),
+        path.encode(),
+        len(headers),
+        [read_source(header).encode() for header in headers],
+        [header.encode() for header in headers],
     )
     if error:
         raise InternalError(f"{source.name}: NVRTC cannot start a program: {error.name}.")
@@ -195,7 +245,8 @@ def compile_cubin(source: KernelSource, arch: str, options: Sequence[str] = ()) 
 
 def cubin_path(source: KernelSource, arch: str, compiler: str, folder: Path) -> Path:
     """Where a cubin is kept: everything that decides its bytes is in the name's hash."""
-    parts = [source.text(), repr(source.macros), arch, compiler, repr(_OPTIONS)]
+    text_hash = _source_hash(source_path(source.name))
+    parts = [text_hash, repr(source.macros), arch, compiler, repr(_OPTIONS)]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return folder / f"{source.name}-{key[:32]}.cubin"
 

@@ -82,7 +82,7 @@ def ngram_source(
         ("UNROLL", config.unroll),
         ("CTAS", config.ctas),
     )
-    return rtc.KernelSource(op, macros, ("ngram_ptx", "ngram_tiles", "ngram_draft"))
+    return rtc.KernelSource(op, macros)
 
 
 class _Args(ctypes.Structure):

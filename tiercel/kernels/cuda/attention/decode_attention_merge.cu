@@ -6,6 +6,9 @@
 // that, each for its part of rows and columns. Without, every row has all splits to add.
 // Macros: as decode_attention_split.cu, and BATCH (splits that a warp asks for at once, whole groups), COLUMNS
 // (of a lane: 1 or 2), CTAS (an SM, for the registers: those that wait beside the kernel ahead need room).
+#include "attention/decode_attention_splits.cuh"
+#include "attention/decode_attention_walk.cuh"
+
 #define CHUNKS ((BATCH + 31) / 32)
 #define SLAB (32 * COLUMNS)  // columns of a warp
 #define SLABS (D / SLAB)     // of a row

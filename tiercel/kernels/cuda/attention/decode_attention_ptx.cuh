@@ -1,5 +1,9 @@
 // What decode_attention_split.cu takes from PTX: products, copies and shared memory; behind attention_ptx.cuh,
 // and with it replaced where there is no GPU. Macros: IS_BF16.
+#pragma once
+
+#include "include/attention_ptx.cuh"
+
 #if IS_BF16
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
 #else

@@ -29,6 +29,11 @@
 // Macros: D (head_dim: 64, 128, 256), TILE (keys: 64, 128), BLOCK_SIZE (of the cache, a multiple of
 // 64), NR (tiles of 8 rows: 1 to 4), STAGES, CTAS (an SM, for the registers), IS_BF16, FOLDS, KEPT
 // (requests whose lengths have room in shared memory), SHARED_SUMS.
+#include "attention/decode_attention_ptx.cuh"
+#include "attention/decode_attention_splits.cuh"
+#include "attention/decode_attention_walk.cuh"
+#include "attention/decode_attention_sums.cuh"
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_split(
     const u16* q,         // (tokens, heads, D)
     const u16* k_cache,   // (blocks, block_size, kv_heads, D)

@@ -2,6 +2,10 @@
 //
 // Splits end at fixed positions, so that no sum depends on the batch: every FINE_KEYS up to
 // FINE_END, every MIDDLE_KEYS up to MIDDLE_END, every COARSE_KEYS beyond (decode_attention_split.py).
+#pragma once
+
+#include "include/attention_ptx.cuh"
+
 #define FINE (FINE_END / FINE_KEYS)
 #define MIDDLE (FINE + (MIDDLE_END - FINE_END) / MIDDLE_KEYS)
 #define GROUP 8  // splits whose sum is added to a row's; the first one has an index divisible by it

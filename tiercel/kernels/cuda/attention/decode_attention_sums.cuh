@@ -8,6 +8,12 @@
 //
 // Macros: as decode_attention_split.cu. With SHARED_SUMS the row's sum lies in shared memory while a group's is
 // made, else in registers.
+#pragma once
+
+#include "attention/decode_attention_ptx.cuh"
+#include "attention/decode_attention_splits.cuh"
+#include "attention/decode_attention_walk.cuh"
+
 #define WARPS 4
 #define KT (TILE / 64)               // times 16 keys: what a warp scores
 #define SPAN (TILE < BLOCK_SIZE ? TILE : BLOCK_SIZE)  // keys of a tile that lie in one block

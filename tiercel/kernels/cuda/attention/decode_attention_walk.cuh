@@ -3,6 +3,10 @@
 // With FOLDS, all splits of a tile of rows are one CTA's wherever lengths allow it at 1 / SLACK of a
 // share: such rows have no partial results. Without, a launch may have the heads of a split side by
 // side, as they are in the cache, in place of the splits of a head. Macros: TILE, NR, FOLDS.
+#pragma once
+
+#include "attention/decode_attention_splits.cuh"
+
 #define SLACK 24       // 264 CTAs in use of 256 are 1 / 32
 #define ROWS (8 * NR)  // of a tile
 

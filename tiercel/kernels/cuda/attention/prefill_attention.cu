@@ -18,6 +18,8 @@
 // (0: fp16), FAST_LOOP (1: exponentiate with the maxima of earlier steps), IS_PART (1: results are
 // float32, with the base-2 logarithms of their sums beside them, to be merged). Behind: hopper.cuh.
 // Shared memory, dynamic: QBUF * QBYTES + STAGES * KVBYTES + 1024 for alignment = 230,400 bytes.
+#include "include/hopper.cuh"
+
 #define D 128    // head_dim
 #define NWG 2    // consumer warpgroups; 3 with BN 64: 489 TFLOP/s, not 537 (H200, 2048 x 128 x 32)
 #define BN 128   // keys of a page step; 160 spills (515 TFLOP/s), 176 spills more

@@ -8,6 +8,8 @@
 // whose 640 threads leave 4096 registers of an SM.
 //
 // Macros: D (head_dim: 64, 128, 256), NUM_HEADS (of queries), KV_HEADS, HAS_NORMS, IS_BF16.
+#include "include/attention_ptx.cuh"
+
 #define WARPS 4
 #define LANES (D / 8)
 #define ALL (NUM_HEADS + 2 * KV_HEADS)

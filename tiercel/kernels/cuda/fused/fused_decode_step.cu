@@ -21,6 +21,10 @@
 // NaN. So a step ends even if CTAs do not run side by side.
 //
 // Macros: LAYERS, SLICES (of 4096 columns in a row of down), HAS_QK_NORM.
+#include "fused/fused_decode_step_attention.cuh"
+#include "fused/fused_decode_step_exchange.cuh"
+#include "fused/fused_decode_step_products.cuh"
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fused_decode_step(const __grid_constant__ Args g, const __grid_constant__ Caches caches) {
   SHARED_MEMORY(memory);

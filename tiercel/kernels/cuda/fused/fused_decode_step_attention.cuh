@@ -1,5 +1,9 @@
 // Attention of one token of a layer, from rows of q, k, v to records of the inputs of o, for
 // fused_decode_step.cu; fused_decode_step_products.cuh before it.
+#pragma once
+
+#include "fused/fused_decode_step_exchange.cuh"
+#include "fused/fused_decode_step_products.cuh"
 
 // 64 threads bring the norms of q and k to shared memory.
 DEV void load_head_norms(const Args& g, u32 smem, int layer, int i) {

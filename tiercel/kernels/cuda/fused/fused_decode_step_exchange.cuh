@@ -1,5 +1,12 @@
 // Sizes, shared memory and the exchange of activations between CTAs, for fused_decode_step.cu, which says
 // what they are; hopper.cuh and fused_decode_step_ptx.cuh before it.
+#pragma once
+
+#include "fused/fused_decode_step_ptx.cuh"
+#include "fused/fused_decode_step_units.cuh"
+#include "include/exchange_ptx.cuh"
+#include "include/hopper.cuh"
+
 #define CTAS 128
 #define WARPS 16
 #define GROUP 4   // warps
@@ -81,9 +88,9 @@ static_assert(Layout::TOTAL <= 232448 && Layout::BARS % 8 == 0, "shared memory o
 struct Input { u32 act, scales, sums, squares; };  // in shared memory
 DEV Input input_of(u32 smem, int kind, int slice) {
   const u32 act = smem + Layout::INPUT * slice +
-                  (kind == DOWN  ? Layout::IN_DOWN
+                  (kind == DOWN     ? Layout::IN_DOWN
                    : kind == OUT ? Layout::IN_OUT
-                                 : Layout::IN_QKV);
+                                    : Layout::IN_QKV);
   const u32 scales = act + 8 * ACT_PITCH, sums = scales + 512;
   return {act, scales, sums, sums + 512};
 }

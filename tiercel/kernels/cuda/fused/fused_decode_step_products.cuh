@@ -1,9 +1,16 @@
 // The stream of weights, keys and values, and the products of one matrix, for fused_decode_step.cu;
 // fused_decode_step_units.cuh and fused_decode_step_exchange.cuh before it.
+#pragma once
+
+#include "fused/fused_decode_step_exchange.cuh"
+#include "fused/fused_decode_step_units.cuh"
 
 // ---- the stream
 DEV int pairs_of(int kind, int group) {  // of a warp; those of QKV: q, then k (group 0) or v (1)
-  return kind == QKV ? (group < 2 ? 2 : 1) : kind == OUT ? 1 : kind == GATEUP ? 2 * SLICES : SLICES;
+  return kind == QKV      ? (group < 2 ? 2 : 1)
+         : kind == OUT ? 1
+         : kind == GATEUP ? 2 * SLICES
+                          : SLICES;
 }
 DEV bool is_q6(int six, int kind, int group, int it) {
   return (six >> (kind == QKV ? (it ? 1 + group : 0) : kind + 2)) & 1;

@@ -1,8 +1,10 @@
 // PTX forms that fused_decode_step_units.cuh and fused_decode_step.cu use; hopper.cuh before it. All that a
 // processor would do in another way is in these two headers and exchange_ptx.cuh behind them: tests/cuda_on_cpu/ has both for one.
-#define DEV __device__ __forceinline__
+#pragma once
+
+#include "include/hopper.cuh"
+
 #define SHARED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]
-typedef unsigned char u8;
 
 // ---- shared memory, arithmetic
 DEV uint4 load_shared(u32 a) {

@@ -7,6 +7,9 @@
 // then 16 file headers of 16 bytes. Q6_K: part A, 2304 bytes = 4 chunks of ql and 32 lanes x 8
 // bytes of scales; part C, 1056 bytes = 2 chunks of qh and 16 halves d. Packed by
 // kernels/fused/fused_decode_step_stream.py.
+#pragma once
+
+#include "fused/fused_decode_step_ptx.cuh"
 
 // The lane's 128 activations: codes in 8 chunks of 16, and per group of 32 the scale, scale * sum,
 // and the two sums of 16 (13 bits each, packed). Odd groups hold scale / 16: their weights are the

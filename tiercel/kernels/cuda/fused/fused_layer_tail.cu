@@ -27,6 +27,9 @@
 // and QKV_TILES (of 16 rows, of q and k and of all; 0 without a next layer), CTAS, TOKENS (8 or 16),
 // SIX_* (matrices of Q6_K), ANY_SIX, STAGES (units of a warp in flight), XSLOTS (columns of
 // x in shared memory), BUFFERS (of sums).
+#include "fused/fused_layer_tail_exchange.cuh"
+#include "fused/fused_layer_tail_products.cuh"
+
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     fused_layer_tail(const __grid_constant__ Args g) {
   SHARED_MEMORY(memory);

@@ -1,5 +1,8 @@
 // The warps that bring activations, and those that add up and publish, for fused_layer_tail.cu;
 // fused_layer_tail_products.cuh before it.
+#pragma once
+
+#include "fused/fused_layer_tail_products.cuh"
 
 // ---- the warp that brings activations: a lane a slot, whose columns it knows in their order
 DEV void bring(const Args& g, u8* memory, u32 smem, int rank, int lane) {

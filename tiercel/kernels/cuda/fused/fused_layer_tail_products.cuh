@@ -1,6 +1,14 @@
 // Sizes, shared memory and the warps that multiply, for fused_layer_tail.cu, which says what they are;
 // fused_layer_tail_six.cuh and packed_units.cuh before it, which left namespace q6 open.
-}  // namespace q6
+#pragma once
+
+#include "fused/fused_layer_tail_ptx.cuh"
+#include "fused/fused_layer_tail_tokens.cuh"
+#include "include/exchange_ptx.cuh"
+#include "packed/packed_ptx.cuh"
+#include "packed/packed_tokens.cuh"
+#include "packed/packed_units.cuh"
+
 #define WARPS 16              // that multiply
 #define FETCHER WARPS         // the warp that brings activations
 #define REDUCER (WARPS + 2)   // the first of NT warps that add up and publish
@@ -89,9 +97,9 @@ template <bool SIX> DEV void fetch_unit(const Planes& w, i64 unit, u32 slot, int
 }
 template <bool SIX> DEV void multiply_unit(float (&sum)[NT][4], u32 slot, u32 column, int lane) {
   if (SIX)
-    q6::multiply(sum, slot, q6::Tokens(column, lane), lane, [] {});
+    q6::multiply(sum, slot, TokensOfQ6(column, lane), lane, [] {});
   else
-    q4::multiply(sum, slot, q4::Tokens(column, lane), lane, [] {});
+    q4::multiply(sum, slot, TokensOfQ4(column, lane), lane, [] {});
 }
 // ---- who multiplies what
 // The number of a CTA in every round. Both CTAs of a cluster multiply what either owns, so those that

@@ -1,6 +1,9 @@
 // PTX forms that fused_layer_tail.cu uses besides those of packed_ptx.cuh and, behind it,
 // exchange_ptx.cuh: barriers and memory of a cluster of two CTAs, counters of CTAs.
 // tests/cuda_on_cpu/chain_device.hpp stands for it where there is no GPU.
+#pragma once
+
+#include "include/types.cuh"
 
 // ---- barriers in shared memory, of this CTA
 DEV void bar_init(u32 bar, u32 count) {

@@ -1,10 +1,9 @@
 // What both kernels of split attention and rotary_kv_write.cu take from PTX. No #include: NVRTC
 // brings no headers. tests/cuda_on_cpu/attention_device.hpp stands for it where there is no GPU.
 // Macros: IS_BF16 (0: fp16), the type of queries and cache.
-#define DEV __device__ __forceinline__
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef long long i64;
+#pragma once
+
+#include "include/types.cuh"
 
 DEV float exp2_fast(float x) {
   float y;

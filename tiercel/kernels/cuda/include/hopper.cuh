@@ -1,9 +1,9 @@
 // PTX forms of Hopper (sm_90a) that kernels share: wgmma, mbarrier, TMA, named barriers, arithmetic.
 // No #include: NVRTC brings no headers. Macro: IS_BF16 (0: fp16), the type of matrix operands. Where
 // there is no GPU, tests/cuda_on_cpu/hopper_device.hpp replaces it.
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
+#pragma once
+
+#include "include/types.cuh"
 
 struct __align__(64) TMap { unsigned char b[128]; };
 #define DYNAMIC_SHARED(name) extern __shared__ unsigned char name[]

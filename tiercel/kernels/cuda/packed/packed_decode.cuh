@@ -2,6 +2,11 @@
 // Macros: QTYPE, IN_FILE.
 //
 // Bytes are fetched in pairs, wherever a layout has them: lanes of a warp share what they read.
+#pragma once
+
+#include "packed/packed_fields.cuh"
+#include "packed/packed_ptx.cuh"
+
 #define GROUP_COLUMNS (GROUP == 4 ? 128 : 256)
 #define GROUP_FILE_BYTES (FILE_BYTES * GROUP)
 constexpr int LAST = NUM_FIELDS - 1;

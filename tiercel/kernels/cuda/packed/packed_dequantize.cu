@@ -4,6 +4,11 @@
 //
 // A warp decodes 256 columns of four rows of a tile; lane l takes the columns 8 l .. 8 l + 7, so a
 // warp's store is one run of memory. Where their bytes lie: quant.py and packed_units.cuh.
+#include "packed/packed_ptx.cuh"
+#if QTYPE != 4 && QTYPE != 6
+#include "packed/packed_decode.cuh"
+#endif
+
 #define WARPS 4
 #define ROWS 4  // of a warp: their loads overlap
 

@@ -6,6 +6,10 @@
 // slot lie the planes of quant.PLANES one after the other, so that from planes each piece of 16
 // bytes is copied to where it is read. From the file two bytes at a time are carried there: slow,
 // but no type has code of its own.
+#pragma once
+
+#include "packed/packed_fields.cuh"
+#include "packed/packed_ptx.cuh"
 
 // Where plane p starts in a slot.
 DEV constexpr int plane_at(int p) {

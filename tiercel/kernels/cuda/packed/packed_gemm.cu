@@ -13,6 +13,9 @@
 //
 // The order of a row's sum depends on SPLITS, so on the launch: rows are not invariant here, but a
 // launch gives the same bits every time. The CTAs of a cluster add up through shared memory.
+#include "include/hopper.cuh"
+#include "packed/packed_gemm_ptx.cuh"
+
 #if QTYPE == 4
 #define TILE_BYTES 2304
 #else

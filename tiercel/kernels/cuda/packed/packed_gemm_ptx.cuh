@@ -1,9 +1,10 @@
 // PTX forms that packed_gemm.cu uses besides those of hopper.cuh, which comes before it. Macro: TOKENS.
 // tests/cuda_on_cpu/products_device.hpp stands for both where there is no GPU.
-#define DEV __device__ __forceinline__
+#pragma once
+
+#include "include/hopper.cuh"
+
 #define SHARED_MEMORY(name) extern __shared__ __align__(1024) u8 name[]
-typedef unsigned char u8;
-typedef long long i64;
 
 struct Planes {
   const u8 *p0, *p1, *p2, *p3;  // Q4_K qs, header; Q6_K ql, qh, scales, d

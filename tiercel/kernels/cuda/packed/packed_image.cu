@@ -8,6 +8,8 @@
 // the places 2 t, 2 t + 8, 2 t + 1, 2 t + 9:
 //   Q4_K  s = 2 (4 j + k) + high: c0 = 64 t + 32 high + 16 j + 4 k
 //   Q6_K  s = 4 k + i: c0 = 128 (t / 2) + 16 (t % 2) + 32 i + 4 k
+#include "packed/packed_ptx.cuh"
+
 extern "C" __global__ void __launch_bounds__(256) packed_image(
     const uint2* x,  // (m, units * 256) fp16, contiguous
     uint4* image,    // (tiles, units, 4, TOKENS, 8 pieces)

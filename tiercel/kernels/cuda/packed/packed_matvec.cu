@@ -15,6 +15,19 @@
 // its unit and the one 8 further; then the slices. Parts' sums meet in shared memory: of each pair
 // of tokens 128 bytes, 16 for each of the eight lanes that hold it. IS_SPLIT: a CTA has one slice
 // (grid.y), slices' sums go through `partial`, and the last CTA of some tiles adds them.
+#if QTYPE == 4 || QTYPE == 6
+#include "packed/packed_units.cuh"
+#elif QTYPE == 2 || QTYPE == 3
+#include "packed/packed_units16.cuh"
+#else
+#include "packed/packed_units32.cuh"
+#endif
+#if QTYPE == 4
+using namespace q4;
+#elif QTYPE == 6
+using namespace q6;
+#endif
+
 #define WARPS (PARTS * GROUPS)
 #define SLICE 16
 constexpr u32 PART_STEP = (TOKENS + 1) / 2 * 128;  // of a part's sums

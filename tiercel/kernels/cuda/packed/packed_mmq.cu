@@ -24,6 +24,8 @@
 // (Q4_K) or scales and d (Q6_K) of 16 rows.
 // Image of a unit and TOKENS tokens: q_x (8 groups, token, 32 bytes: lane t has columns 4 t .. and
 // 16 + 4 t ..), d_x (8 groups, token) float32, means (token, lane t: 2 values, 2 rests) fp16.
+#include "packed/packed_ptx.cuh"
+
 #define ROWS 128
 #define TILES (ROWS / 16)
 #define THREADS 256

@@ -3,6 +3,8 @@
 //
 // A thread takes 64 columns of a token, two groups of 32: x = d * q with |q| <= 127 and d of 22
 // bits, so that 1.5 * 2^23 * d is exact; and d * sum(q) / 32 as two fp16, value and rest.
+#include "packed/packed_ptx.cuh"
+
 extern "C" __global__ void packed_mmq_quantise(const uint4* x,  // (m, blocks * 256) fp16
                                             u8* image,       // see packed_mmq.cu
                                             int m, int blocks) {

@@ -1,10 +1,9 @@
 // What the sources q4k_* take from PTX. No #include. tests/cuda_on_cpu/q4k_device.hpp
 // stands for it where there is no GPU.
-#define DEV __device__ __forceinline__
-typedef unsigned int u32;
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef long long i64;
+#pragma once
+
+#include "include/types.cuh"
+
 #define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
 
 struct Planes {

@@ -6,6 +6,10 @@
 // unit's as fp16 values, then as many rests. In a unit piece p of lane t, token n lies at
 // (p * TOKENS + n) * 64 + 16 t, its means behind all pieces at n * MEANS + MEANS / 4 * t. Columns
 // n >= m, the tokens there are, repeat the last one; their products are never stored.
+#pragma once
+
+#include "packed/packed_ptx.cuh"
+
 #define NT ((TOKENS + 7) / 8)  // tiles of 8 tokens
 constexpr u32 UNIT_TOKENS = TOKENS * (512 + MEANS);  // bytes of a unit
 DEV uint4 reorder(uint4 v) {  // of each four halves 0 2 1 3

@@ -23,35 +23,25 @@
 //   Q4_K 2304: rows g (j = 0, 1: bytes 16 j.. of the lane's 32), rows g + 8 (j = 0, 1), 16 headers
 //   Q6_K 3360: ql of rows g (two pieces), of rows g + 8, qh of rows g, of rows g + 8,
 //              scales of 16 rows x 16 bytes, d of 16 rows x 2 bytes
-#define FILE_BYTES (QTYPE == 4 ? 144 : 210)
+#pragma once
 
-// ---- activations
+#include "packed/packed_ptx.cuh"
+#include "packed/packed_tokens.cuh"
+
+namespace q4 {
 // Put 32 columns, group j of a unit, of token n into place.
 DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
-    const int t = QTYPE == 4 ? j >> 1 : 2 * (j >> 2) + (q >> 1);
-    const int p = QTYPE == 4 ? 4 * (j & 1) + q : 2 * (j & 3) + (q & 1);
+    const int t = j >> 1, p = 4 * (j & 1) + q;
     const uint4 r = reorder(v[q]);
     sts16(unit + (p * TOKENS + n) * 64 + 16 * t, r.x, r.y, r.z, r.w);
   }
-#if QTYPE == 4
   const float mean = mean32(v[0], v[1], v[2], v[3]);
   stage_mean(unit, mean, n, j >> 1, j & 1, 2);
-#endif
 }
 
-// ---- fetching a unit
 #if IN_FILE
-#if QTYPE == 6
-DEV void copy16_by_2(u32 to, const u8* from) {  // Q6_K blocks are 2-byte aligned
-  const u16* p = (const u16*)from;
-  u32 v[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = __ldg(p + 2 * i) | (u32)__ldg(p + 2 * i + 1) << 16;
-  sts16(to, v[0], v[1], v[2], v[3]);
-}
-#endif
 struct Source {  // the next unit of a warp
   Planes w;
   i64 unit;  // tile * blocks + block
@@ -64,29 +54,17 @@ struct Source {  // the next unit of a warp
 #pragma unroll
     for (int r8 = 0; r8 < 2; ++r8) {
       const int row = min(tile * 16 + 8 * r8 + g, rows - 1);
-      const u8* block = w.p0 + ((i64)row * blocks + b) * FILE_BYTES;
+      const u8* block = w.p0 + ((i64)row * blocks + b) * 144;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const u32 to = slot + 1024 * r8 + 512 * j + 16 * lane;
-#if QTYPE == 4
         copy16(to, block + 16 + 32 * t + 16 * j);
-#else
-        copy16_by_2(to, block + 64 * (t >> 1) + 32 * j + 16 * (t & 1));
-#endif
       }
-#if QTYPE == 4
       if (t == 0) copy16(slot + 2048 + 16 * (8 * r8 + g), block);
-#else
-      copy16_by_2(slot + 2048 + 512 * r8 + 16 * lane, block + 128 + 16 * t);
-      if (t == 0) {
-        copy16_by_2(slot + 3072 + 16 * (8 * r8 + g), block + 192);
-        sts2(slot + 3328 + 2 * (8 * r8 + g), __ldg((const u16*)(block + 208)));
-      }
-#endif
     }
   }
 };
-#elif QTYPE == 4
+#else
 struct Source {  // the next unit of a warp, at the lane's bytes of each plane
   const u8 *qs, *header;
   int lane;
@@ -100,31 +78,8 @@ struct Source {  // the next unit of a warp, at the lane's bytes of each plane
     if (lane < 16) copy16(slot + 2048, header);
   }
 };
-#else
-struct Source {  // the next unit of a warp, at the lane's bytes of each plane
-  const u8 *ql, *qh, *rest;
-  int lane;
-  DEV Source(const Planes& w, i64 unit, int, int, int lane)
-      : ql(w.p0 + unit * 2048 + 16 * lane), qh(w.p1 + unit * 1024 + 16 * lane),
-        rest(lane < 16 ? w.p2 + unit * 256 + 16 * lane : w.p3 + unit * 32 + 16 * (lane - 16)),
-        lane(lane) {}
-  DEV void advance(int by) {
-    ql += (i64)by * 2048, qh += (i64)by * 1024, rest += (i64)by * (lane < 16 ? 256 : 32);
-  }
-  DEV void fetch(u32 slot) const {
-    slot += 16 * lane;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) copy16(slot + 512 * i, ql + 512 * i);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) copy16(slot + 2048 + 512 * i, qh + 512 * i);
-    if (lane < 18) copy16(slot + 3072, rest);  // 16 rows of scales, two pieces of d
-  }
-};
 #endif
 
-// ---- multiplying a unit: sum[nt] += d * (operand x tokens), in units of 2^-24. loaded() is called
-// when all of the slot is in registers.
-#if QTYPE == 4
 struct Scales {  // of a row and the lane's two groups
   u32 low, high, mins;
   float d, dmin;
@@ -144,8 +99,9 @@ DEV Scales unpack(const uint4& header, int t) {
   s.d = half_to_float(header.x & 0xffff), s.dmin = half_to_float(header.x >> 16);
   return s;
 }
-template <class Loaded>
-DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane, Loaded loaded) {
+template <class Activations, class Loaded>
+DEV void multiply(float (&sum)[NT][4], u32 slot, const Activations& tokens, int lane,
+                  Loaded loaded) {
   const int g = lane >> 2, t = lane & 3;
   const Scales s0 = unpack(lds16(slot + 2048 + 16 * g), t);
   const Scales s1 = unpack(lds16(slot + 2048 + 16 * (g + 8)), t);
@@ -193,7 +149,75 @@ DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane,
     }
   }
 }
+}  // namespace q4
+
+namespace q6 {
+// As in q4.
+DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    const int t = 2 * (j >> 2) + (q >> 1), p = 2 * (j & 3) + (q & 1);
+    const uint4 r = reorder(v[q]);
+    sts16(unit + (p * TOKENS + n) * 64 + 16 * t, r.x, r.y, r.z, r.w);
+  }
+}
+
+#if IN_FILE
+DEV void copy16_by_2(u32 to, const u8* from) {  // Q6_K blocks are 2-byte aligned
+  const u16* p = (const u16*)from;
+  u32 v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = __ldg(p + 2 * i) | (u32)__ldg(p + 2 * i + 1) << 16;
+  sts16(to, v[0], v[1], v[2], v[3]);
+}
+struct Source {  // the next unit of a warp
+  Planes w;
+  i64 unit;  // tile * blocks + block
+  int blocks, rows, lane;
+  DEV Source(const Planes& w, i64 unit, int blocks, int rows, int lane)
+      : w(w), unit(unit), blocks(blocks), rows(rows), lane(lane) {}
+  DEV void advance(int by) { unit += by; }
+  DEV void fetch(u32 slot) const {
+    const int g = lane >> 2, t = lane & 3, tile = (int)(unit / blocks), b = (int)(unit % blocks);
+#pragma unroll
+    for (int r8 = 0; r8 < 2; ++r8) {
+      const int row = min(tile * 16 + 8 * r8 + g, rows - 1);
+      const u8* block = w.p0 + ((i64)row * blocks + b) * 210;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const u32 to = slot + 1024 * r8 + 512 * j + 16 * lane;
+        copy16_by_2(to, block + 64 * (t >> 1) + 32 * j + 16 * (t & 1));
+      }
+      copy16_by_2(slot + 2048 + 512 * r8 + 16 * lane, block + 128 + 16 * t);
+      if (t == 0) {
+        copy16_by_2(slot + 3072 + 16 * (8 * r8 + g), block + 192);
+        sts2(slot + 3328 + 2 * (8 * r8 + g), __ldg((const u16*)(block + 208)));
+      }
+    }
+  }
+};
 #else
+struct Source {  // the next unit of a warp, at the lane's bytes of each plane
+  const u8 *ql, *qh, *rest;
+  int lane;
+  DEV Source(const Planes& w, i64 unit, int, int, int lane)
+      : ql(w.p0 + unit * 2048 + 16 * lane), qh(w.p1 + unit * 1024 + 16 * lane),
+        rest(lane < 16 ? w.p2 + unit * 256 + 16 * lane : w.p3 + unit * 32 + 16 * (lane - 16)),
+        lane(lane) {}
+  DEV void advance(int by) {
+    ql += (i64)by * 2048, qh += (i64)by * 1024, rest += (i64)by * (lane < 16 ? 256 : 32);
+  }
+  DEV void fetch(u32 slot) const {
+    slot += 16 * lane;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) copy16(slot + 512 * i, ql + 512 * i);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) copy16(slot + 2048 + 512 * i, qh + 512 * i);
+    if (lane < 18) copy16(slot + 3072, rest);  // 16 rows of scales, two pieces of d
+  }
+};
+#endif
+
 struct Scales {  // of a row and the lane's four groups: scale (/ 16 for high nibbles), -32 scale
   u32 scale[4], offset[4];
   float d;
@@ -220,8 +244,9 @@ DEV u32 operand(u32 ql, u32 qh, int i, int odd, const Scales& s) {
                       : (low & 0x00f000f0u) | (high & 0x03000300u);
   return fma2(q, s.scale[i], s.offset[i]);
 }
-template <class Loaded>
-DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane, Loaded loaded) {
+template <class Activations, class Loaded>
+DEV void multiply(float (&sum)[NT][4], u32 slot, const Activations& tokens, int lane,
+                  Loaded loaded) {
   const int g = lane >> 2, t = lane & 3;
   const Scales s0 = unpack(slot, g, t), s1 = unpack(slot, g + 8, t);
   float part[NT][4] = {};
@@ -254,4 +279,4 @@ DEV void multiply(float (&sum)[NT][4], u32 slot, const Tokens& tokens, int lane,
     for (int c = 0; c < 4; ++c)
       sum[nt][c] = fmaf(c < 2 ? s0.d : s1.d, part[nt][c], sum[nt][c]);
 }
-#endif
+}  // namespace q6

@@ -7,6 +7,12 @@
 // they lie in a byte, so scales are divided by 4^i. Operands are exact: |scale * q| <= 45 (Q2_K),
 // 128 (Q3_K), times 16 or 8 because tensor cores do not shift subnormals up before they cut off low
 // bits.
+#pragma once
+
+#include "packed/packed_ptx.cuh"
+#include "packed/packed_tokens.cuh"
+#include "packed/packed_fetch.cuh"
+
 #define OPERAND_SCALE (QTYPE == 2 ? 16 : 8)
 static_assert(MEANS == (QTYPE == 2 ? 64 : 0), "MEANS");
 constexpr int LAST = plane_at(NUM_FIELDS - 1);  // d

@@ -13,6 +13,12 @@
 // each: Q8_0; both groups in the same four, as low and high nibbles: Q5_K).
 // Values of a table are looked up four at a time and come out in the order of the columns; all
 // others as bytes 0 and 2, then 1 and 3 of a word.
+#pragma once
+
+#include "packed/packed_ptx.cuh"
+#include "packed/packed_tokens.cuh"
+#include "packed/packed_fetch.cuh"
+
 #define IS_TABLE (QTYPE == 44 || QTYPE == 45)
 #define HAS_MIN (QTYPE == 41 || QTYPE == 51)  // one of fp16 beside each d
 // What is taken from each byte, as two subnormals, and what a byte must be multiplied with.
@@ -68,7 +74,8 @@ DEV Row load_row(u32 slot, int half, int quad, int lane) {
   const u32 at = slot + 2048 * quad + 1024 * half + 16 * lane;
   r.q = lds16(at), r.more = lds16(at + 512);
 #else
-  constexpr int HALF_STEP = GROUP == 4 ? 512 : 1024, QUAD_STEP = GROUP == 4 ? 1024 : 512;
+  constexpr int HALF_STEP = GROUP == 4 ? 512 : 1024;
+  constexpr int QUAD_STEP = GROUP == 4 ? 1024 : 512;
   r.q = lds16(slot + QUAD_STEP * quad + HALF_STEP * half + 16 * lane);
 #endif
 #if QTYPE == 5

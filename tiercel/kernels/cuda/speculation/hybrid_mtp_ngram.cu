@@ -3,6 +3,8 @@
 //
 // A row that may take more drafts (A) gives back one token of the reserve and holds `lens` tokens;
 // other rows hold theirs and give nothing back. So the weight is lens - A.
+#include "speculation/ngram_draft.cuh"
+
 struct HybridRule {
   static constexpr bool IS_PRIVATE = false; // the budget reads the lengths of all rows
   static __device__ __forceinline__ Share read(const Args& a, int row) {

@@ -1,4 +1,7 @@
 // What follows the search of ngram_tiles.cuh: the budget, and what is written.
+#pragma once
+
+#include "speculation/ngram_tiles.cuh"
 
 // Copy the drafts of `rows` rows, below 2**log2_width each. A few instructions a token: one CTA of
 // few warps waits for each of them. COPIES rows of a thread are in flight.

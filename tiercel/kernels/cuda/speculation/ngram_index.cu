@@ -20,6 +20,8 @@
 // Extension (parts > 0): `parts` CTAs per row insert and nobody drafts.
 //
 // Macros besides those of ngram_tiles.cuh: LARGEST_N, of the windows; 4 at most are in registers.
+#include "speculation/ngram_draft.cuh"
+
 #define EMPTY 0x7fffffff
 #define TAG_BITS 8
 #define TAGS ((1 << TAG_BITS) - 1)

@@ -1,6 +1,8 @@
 // What the n-gram kernels take from PTX: loads, and the wait for the kernel before. No #include:
 // NVRTC brings no headers. tests/cuda_on_cpu/ngram_device.hpp replaces it where there is no GPU.
-typedef unsigned long long u64;
+#pragma once
+
+#include "include/types.cuh"
 
 __device__ __forceinline__ u64 read_key(const u64* key) { // past L1: other CTAs lower it
   u64 value;

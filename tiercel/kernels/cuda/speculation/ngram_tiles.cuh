@@ -22,6 +22,10 @@
 //
 // Macros: TOKEN_BYTES and LENGTH_BYTES (4 or 8), THREADS of a CTA, UNROLL 16-byte loads in flight
 // of a thread, CTAS per multiprocessor.
+#pragma once
+
+#include "speculation/ngram_ptx.cuh"
+
 #if TOKEN_BYTES == 8
 typedef long long Token;
 #else

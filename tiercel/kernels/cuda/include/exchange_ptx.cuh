@@ -1,5 +1,9 @@
 // PTX forms of the kernels whose CTAs hand activations to each other, fused_decode_step.cu and
 // fused_layer_tail.cu; fused_decode_step_ptx.cuh or fused_layer_tail_ptx.cuh before it.
+#pragma once
+
+#include "include/types.cuh"
+
 DEV uint4 load_relaxed(const void* p) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
