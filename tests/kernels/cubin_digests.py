@@ -110,9 +110,11 @@ def ngram_sources() -> Iterator[rtc.KernelSource]:
 def all_sources() -> list[rtc.KernelSource]:
     """Each kernel in representative configurations."""
     sources = [*SOURCES, *packed_sources(), *decode_attention_sources()]
-    for head_dim, dtype in itertools.product(rotary_kv_write.HEAD_DIMS, DTYPES):
-        for has_norms in (False, True):
-            sources.append(rotary_kv_write.cuda_source(48, 8, head_dim, dtype, has_norms=has_norms))
+    sources += [
+        rotary_kv_write.cuda_source(48, 8, head_dim, dtype, has_norms=has_norms)
+        for head_dim, dtype in itertools.product(rotary_kv_write.HEAD_DIMS, DTYPES)
+        for has_norms in (False, True)
+    ]
     sources += [*fused_sources(), *ngram_sources()]
     return list(dict.fromkeys(sources))
 
