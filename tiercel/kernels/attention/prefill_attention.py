@@ -232,7 +232,7 @@ def cuda_source(
 ) -> rtc.KernelSource:
     """The CUDA kernel as built for one shape of model; `is_part`: for results of parts."""
     macros = (
-        ("GROUP", group),
+        ("GROUP_HEADS", group),
         ("PAGE", block_size),
         ("IS_BF16", int(dtype == torch.bfloat16)),
         ("FAST_LOOP", int(config.variant == "fast")),

@@ -5,7 +5,7 @@
 //
 // Persistent grid, one CTA per SM. Warpgroup 0 is the producer: one thread issues TMA boxes into a
 // ring of K and V slots, in the order K0, K1 V0, K2 V1, ... over all tiles. Warpgroups 1 and 2 own
-// 64 packed rows each (64 / GROUP tokens x GROUP heads) of a tile. They take turns on the tensor
+// 64 packed rows each (64 / GROUP_HEADS tokens x GROUP_HEADS heads) of a tile. They take turns on the tensor
 // cores (named barriers), so that one does its softmax while the other multiplies. Q is double
 // buffered; the last product of a tile is issued with the first score product of the next one.
 // A tile runs item steps first (WN keys, always masked), then pages (BN keys, masked only where the
@@ -14,7 +14,7 @@
 // Slots behind a request in its last page, and rows behind it in k_new and v_new, must be finite:
 // their weight is 0, and 0 * NaN is NaN.
 //
-// Macros: GROUP query heads per KV head (1, 2, 4, 8), PAGE rows per page (16, 32, 64, 128), IS_BF16
+// Macros: GROUP_HEADS query heads per KV head (1, 2, 4, 8), PAGE rows per page (16, 32, 64, 128), IS_BF16
 // (0: fp16), FAST_LOOP (1: exponentiate with the maxima of earlier steps), IS_PART (1: results are
 // float32, with the base-2 logarithms of their sums beside them, to be merged). Behind: hopper.cuh.
 // Shared memory, dynamic: QBUF * QBYTES + STAGES * KVBYTES + 1024 for alignment = 230,400 bytes.
@@ -29,7 +29,7 @@
 #define QBYTES (NWG * 64 * D * 2)
 #define KVBYTES (BN * D * 2)
 #define NTHR (128 * (NWG + 1))
-#define TOKENS (64 / GROUP)          // tokens of one warpgroup
+#define TOKENS (64 / GROUP_HEADS)          // tokens of one warpgroup
 #define PBOX (PAGE < BN ? PAGE : BN) // rows of one page box
 #define NEG_INF (-__int_as_float(0x7f800000))
 #define START_MAX (-1e30f) // finite, so that a row without visible keys ends with sum 0, not NaN
@@ -310,7 +310,7 @@ __device__ __forceinline__ void issue(const Load& ld, const TMap* pages, const T
 }
 
 extern "C" __global__ void __launch_bounds__(NTHR, 1) prefill_attention(
-    const __grid_constant__ TMap q_map,     // (tokens, heads, D), boxes of TOKENS x GROUP x 64
+    const __grid_constant__ TMap q_map,     // (tokens, heads, D), boxes of TOKENS x GROUP_HEADS x 64
     const __grid_constant__ TMap k_map,     // (slots, kv_heads, D), boxes of PBOX x 1 x 64
     const __grid_constant__ TMap v_map,     // like k_map
     const __grid_constant__ TMap k_new_map, // (tokens, kv_heads, D), boxes of WN x 1 x 64
@@ -371,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) prefill_attention(
       for (int g = 0; g < NWG; g++)
         for (int c = 0; c < 2; c++)
           tma3(smem + qs * QBYTES + g * 16384 + c * 8192, &q_map, qfull + 8 * qs, c * 64,
-               head * GROUP, w.q_row + g * TOKENS);
+               head * GROUP_HEADS, w.q_row + g * TOKENS);
       if (++qs == QBUF) { qs = 0; qph ^= 1; }
       int n_item, n_page;
       counts(w, n_item, n_page);
@@ -433,13 +433,13 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) prefill_attention(
       n_page = uni(n_page);
       // the thread's rows: tokens t0 and t1 of the tile
       const int r0 = k.wg * 64 + warp * 16 + (lane >> 2), r1 = r0 + 8;
-      const int t0 = r0 / GROUP, t1 = r1 / GROUP;
+      const int t0 = r0 / GROUP_HEADS, t1 = r1 / GROUP_HEADS;
       int i0 = w.i0 + t0, i1 = w.i0 + t1;
       const u32 qd = uniform(mdesc(smem + qs * QBYTES + k.wg * 16384, 16));
-      const long long heads = (long long)kv_heads * GROUP;
-      Result* const base = out + (w.out_row * heads + head * GROUP) * D;
-      Result* const nd0 = t0 < w.tokens ? base + (t0 * heads + r0 % GROUP) * D : 0;
-      Result* const nd1 = t1 < w.tokens ? base + (t1 * heads + r1 % GROUP) * D : 0;
+      const long long heads = (long long)kv_heads * GROUP_HEADS;
+      Result* const base = out + (w.out_row * heads + head * GROUP_HEADS) * D;
+      Result* const nd0 = t0 < w.tokens ? base + (t0 * heads + r0 % GROUP_HEADS) * D : 0;
+      Result* const nd1 = t1 < w.tokens ? base + (t1 * heads + r1 % GROUP_HEADS) * D : 0;
       if (n_item > 0) {
         const int lo0 = item_start[w.q_row + min(t0, w.tokens - 1)];
         const int lo1 = item_start[w.q_row + min(t1, w.tokens - 1)];

@@ -82,8 +82,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int phase = 0; phase < 4 * LAYERS; ++phase) {
     const int layer = phase >> 2, kind = phase & 3;
     float norm = 0;  // weight of the norm that follows, fetched long before it is needed
-    if (warp == 0 && (kind == OUT || (kind == DOWN && layer < LAYERS - 1)))
-      norm = __ldg(g.norms + (2 * layer + (kind == OUT ? 1 : 2)) * HIDDEN + 32 * cta + lane);
+    if (warp == 0 && (kind == O_PROJ || (kind == DOWN && layer < LAYERS - 1)))
+      norm = __ldg(g.norms + (2 * layer + (kind == O_PROJ ? 1 : 2)) * HIDDEN + 32 * cta + lane);
     multiply(g, taker, smem, layer, kind, warp, lane, residual, norm, ahead);
     if (kind != QKV) continue;
     attention(g, caches, unknown(smem), layer, unknown(warp), unknown(lane), taker);

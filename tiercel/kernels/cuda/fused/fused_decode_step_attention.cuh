@@ -239,7 +239,7 @@ DEV void attention(const Args& g, const Caches& caches, u32 smem, int layer, int
   send_partials(g, smem, layer, warp, lane, ends, GROUP * busy);
   if (warp == 0) {
     const float y = merge_partials(g, smem, layer, lane);
-    publish(g.exchange + RECORD_AT(OUT) + 3 * blockIdx.x, smem + Layout::SCRATCH, y, 0, false,
+    publish(g.exchange + RECORD_AT(O_PROJ) + 3 * blockIdx.x, smem + Layout::SCRATCH, y, 0, false,
             layer & 3, lane);
   }
   // Warps without records of the next exchange fetch what the next layer's heads would wait for.

@@ -31,7 +31,7 @@
 #define MOST_TICKS 2     // of the clock's upper half, 2.2 s each; no step takes as long
 #define START_MAX (-1e30f)  // finite, so that a warp without keys ends with sum 0, not NaN
 
-enum Kind { QKV, OUT, GATEUP, DOWN };
+enum Kind { QKV, O_PROJ, GATEUP, DOWN };
 
 struct Args {
   const u8* stream;         // (CTAS, stream_bytes): groups end to end, at group_at
@@ -89,7 +89,7 @@ struct Input { u32 act, scales, sums, squares; };  // in shared memory
 DEV Input input_of(u32 smem, int kind, int slice) {
   const u32 act = smem + Layout::INPUT * slice +
                   (kind == DOWN     ? Layout::IN_DOWN
-                   : kind == OUT ? Layout::IN_OUT
+                   : kind == O_PROJ ? Layout::IN_OUT
                                     : Layout::IN_QKV);
   const u32 scales = act + 8 * ACT_PITCH, sums = scales + 512;
   return {act, scales, sums, sums + 512};

@@ -8,7 +8,7 @@
 // ---- the stream
 DEV int pairs_of(int kind, int group) {  // of a warp; those of QKV: q, then k (group 0) or v (1)
   return kind == QKV      ? (group < 2 ? 2 : 1)
-         : kind == OUT ? 1
+         : kind == O_PROJ ? 1
          : kind == GATEUP ? 2 * SLICES
                           : SLICES;
 }
@@ -115,7 +115,7 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
                   float& residual, float norm, uint4& ahead) {
   const int group = warp / GROUP, pairs = pairs_of(kind, group), step = kind == DOWN ? 1 : pairs;
   const int six = g.six[layer];
-  const bool adds = kind == OUT || kind == DOWN;
+  const bool adds = kind == O_PROJ || kind == DOWN;
   const u32 data = taker.ring.data, mine = (warp % GROUP) * UNIT, tag = layer & 3;
   const int tid = 32 * warp + lane;
   const uint4* record = g.exchange + RECORD_AT(kind) + tid;

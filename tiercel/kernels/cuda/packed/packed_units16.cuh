@@ -15,7 +15,7 @@
 
 #define OPERAND_SCALE (QTYPE == 2 ? 16 : 8)
 static_assert(MEANS == (QTYPE == 2 ? 64 : 0), "MEANS");
-constexpr int LAST = plane_at(NUM_FIELDS - 1);  // d
+constexpr int LAST = SLOT - UNIT_GROUPS * 16 * GROUP * FIELDS[NUM_FIELDS - 1].size;  // d
 
 // Put 32 columns, group j of a unit, of token n into place.
 DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {

@@ -25,7 +25,7 @@
 #define ZERO_POINT (QTYPE == 40 || QTYPE == 50 || QTYPE == 80 || IS_TABLE ? 0x80808080u : 0)
 #define BYTE_SCALE (QTYPE == 80 || IS_TABLE ? 1.f : QTYPE == 40 || QTYPE == 41 ? 1.f / 16 : 1.f / 8)
 static_assert(MEANS == (HAS_MIN || QTYPE == 5 ? 32 : 0), "MEANS");
-constexpr int LAST = plane_at(NUM_FIELDS - 1);  // scales
+constexpr int LAST = SLOT - UNIT_GROUPS * 16 * GROUP * FIELDS[NUM_FIELDS - 1].size;  // scales
 
 // Put 32 columns, group j of a unit, of token n into place.
 DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {

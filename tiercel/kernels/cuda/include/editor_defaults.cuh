@@ -1,0 +1,77 @@
+// Macros of all kernels, for an editor: compile_flags.txt puts this file before each other one. A
+// build never sees it; there Python gives each kernel its macros (KernelSource). A value is one that
+// the kernel is built with, so what the editor shows in grey is the code of other values.
+#pragma once
+
+// ---- several families
+#define CTAS 132
+#define IS_BF16 0
+#define STAGES 2
+#define TOKENS 32
+
+// ---- attention: prefill_attention.py, decode_attention_split.py, rotary_kv_write.py
+#define BATCH 16
+#define BLOCK_SIZE 64
+#define COARSE_KEYS 512
+#define COLUMNS 1
+#define D 128
+#define FAST_LOOP 1
+#define FINE_END 2048
+#define FINE_KEYS 128
+#define FOLDS 1
+#define GROUP_HEADS 4
+#define HAS_NORMS 1
+#define IS_PART 0
+#define KEPT 376
+#define KV_HEADS 8
+#define MIDDLE_END 32768
+#define MIDDLE_KEYS 256
+#define NR 1
+#define NUM_HEADS 32
+#define PAGE 64
+#define SHARED_SUMS 1
+#define TILE 64
+#define WARPS 8
+
+// ---- packed: packed_matvec.py, packed_gemm.py, packed_mmq.py, packed_dequantize.py. Q3_K: the one
+// type that each header of types without code of their own can be read with.
+#define BUFFERS 2
+#define EARLY 1
+#define GROUPS 1
+#define IN_FILE 0
+#define IS_SPLIT 1
+#define MEANS 0
+#define OUT 0
+#define PARTS 8
+#define QTYPE 3
+#define SLOT 1760
+#define SPLITS 1
+#define TAIL 0
+#define WGS 3
+
+// ---- fused: fused_decode_step.py, fused_layer_tail.py
+#define ANY_SIX 0
+#define ATTENDED 2048
+#define HAS_QK_NORM 1
+#define HIDDEN 2048
+#define INNER 6144
+#define LAYERS 36
+#define QKV_TILES 192
+#define QK_TILES 160
+#define SIX_DOWN 0
+#define SIX_GU 0
+#define SIX_O 0
+#define SIX_QK 0
+#define SIX_V 0
+#define SLICES 3
+#define XSLOTS 4
+
+// ---- speculation: ngram_launch.py, ngram_index.py
+#define LARGEST_N 64
+#define LENGTH_BYTES 4
+#define THREADS 512
+#define TOKEN_BYTES 8
+#define UNROLL 4
+
+// ---- what CUDA has and clang's headers lack
+template <class T> __device__ void __stcg(T* to, T value);
