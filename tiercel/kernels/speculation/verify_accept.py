@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from tiercel.config import ACCEPTANCE_DECAY, RETRY_STEPS
 from tiercel.kernels.sampling.sample_tokens import (
     PART,
     WARPS,
@@ -30,8 +31,8 @@ _REJECTION = tl.constexpr(0xFFFFFFFFFFFFFFFF)  # -1: see ops/verify_accept.py
 _UNSOUND = tl.constexpr(-2)
 _NO_ID = tl.constexpr(2147483647)
 _LEAST_REST = tl.constexpr(1e-10)
-_KEPT = tl.constexpr(0.875)
-_RETRY_STEPS = tl.constexpr(32)
+_DECAY = tl.constexpr(ACCEPTANCE_DECAY)
+_RETRY_STEPS = tl.constexpr(RETRY_STEPS)
 _NUM_NEW = tl.constexpr(columns.NUM_NEW)
 _PROBLEM = tl.constexpr(columns.PROBLEM)
 _NUM_VERIFIED = tl.constexpr(columns.NUM_VERIFIED)
@@ -262,8 +263,8 @@ def plan_drafts(
     """Learn from a row's trials and say how many drafts it should make."""
     chance = tl.load(acceptance_ptr + row)
     for _ in range(right):
-        chance = 1.0 - (1.0 - chance) * _KEPT
-    chance = tl.where(right < used, chance * _KEPT, chance)
+        chance = 1.0 - (1.0 - chance) * _DECAY
+    chance = tl.where(right < used, chance * _DECAY, chance)
     limit = tl.load(draft_limit_ptr + row)
     wanted = right * 0
     power = chance * 0.0 + 1.0
