@@ -43,10 +43,10 @@ def make_case(model: str, num_tokens: int, device: torch.device) -> Case:
         return grouped_linear(inputs.x, inputs.weight, num_groups)
 
     def check(inputs: Inputs) -> float:  # a few tokens: the oracle's matrix is dense
-        x, weight = inputs.x[:4], block_dequantize(inputs.weight)
+        x, weight = inputs.x[:4].cpu(), block_dequantize(inputs.weight).cpu()
         groups = zip(x.chunk(num_groups, dim=1), weight.chunk(num_groups), strict=True)
         parts = [oracle.grouped_linear(part, matrix, 1) for part, matrix in groups]
-        return relative_error(run(inputs)[:4], torch.cat(parts, dim=1))
+        return relative_error(run(inputs)[:4].cpu(), torch.cat(parts, dim=1))
 
     weights = num_groups * rows * COLS
     return Case(

@@ -126,7 +126,7 @@ def run_experts(
 
 def sum_slots(pairs: Tensor, topk: int) -> Tensor:
     """Sum a token's slots in their order, (T * topk, hidden) to (T, hidden)."""
-    slots = pairs.view(-1, topk, pairs.shape[-1])
+    slots = pairs.view(-1, topk, pairs.shape[1])
     total = slots[:, 0]
     for slot in range(1, topk):
         total = total + slots[:, slot]

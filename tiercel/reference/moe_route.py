@@ -9,14 +9,12 @@ def scores(logits: Tensor) -> Tensor:
     return torch.sqrt(torch.logaddexp(logits.double(), torch.zeros((), dtype=torch.float64)))
 
 
-def _best(row: list[float], topk: int) -> list[int]:
-    return sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[:topk]
-
-
 def learned(logits: Tensor, bias: Tensor, topk: int, scale: float) -> tuple[Tensor, Tensor]:
     """The best of scores + bias, ties to the lower expert: ids and weights (T, topk)."""
     s = scores(logits)
-    ids = [_best(row, topk) for row in (s + bias.double()).tolist()]
+    biased: list[list[float]] = (s + bias.double()).tolist()
+    # Python's sort keeps the order of equal elements when it is reversed, too.
+    ids = [sorted(range(len(row)), key=row.__getitem__, reverse=True)[:topk] for row in biased]
     chosen = torch.tensor(ids, dtype=torch.int64).reshape(-1, topk)
     return chosen, weights(s, chosen, scale)
 
