@@ -43,11 +43,19 @@ def test_frequencies_match_the_reference_and_oracle(kind, device):
         torch.testing.assert_close(rope_frequencies(rotary, base, yarn), exact, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("yarn", [YarnScaling(8.0, 4096), YarnScaling(4.0, 100, 2.0, 2.0)])
-def test_other_yarn_settings_match_oracle(yarn, device):
+@pytest.mark.parametrize(
+    ("base", "yarn"),
+    [
+        (160000.0, YarnScaling(8.0, 4096)),
+        (160000.0, YarnScaling(4.0, 100, 2.0, 2.0)),
+        (160000.0, YarnScaling(4.0, 100)),  # the ramp begins below the first pair
+        (2.0, YarnScaling(4.0, 65536, 1e4, 1.0)),  # and ends beyond the last channel
+    ],
+)
+def test_other_yarn_settings_match_oracle(base, yarn, device):
     settings = (yarn.factor, yarn.original_max_position, yarn.beta_fast, yarn.beta_slow)
-    exact = torch.tensor(oracle.frequencies(32, 160000.0, *settings), dtype=torch.float64)
-    torch.testing.assert_close(rope_frequencies(32, 160000.0, yarn), exact, rtol=1e-12, atol=0)
+    exact = torch.tensor(oracle.frequencies(32, base, *settings), dtype=torch.float64)
+    torch.testing.assert_close(rope_frequencies(32, base, yarn), exact, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
