@@ -1,0 +1,100 @@
+"""The indexer of DeepSeek-V4 against its floor in bytes and FLOPs.
+
+    python -m benchmarks.indexer_topk --device cuda --out FILE.json
+
+Floor: each sequence's packed keys are read once, 68 bytes an entry, and 2 FLOPs per head, channel
+and entry. One token of a decode step per sequence; keys of a prefill are shared by its tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.op_timing import Case, main
+from tiercel.ops.block_quantize import decode_index_keys, encode_index_keys, hadamard
+from tiercel.ops.indexer_topk import PagedKeys, indexer_topk
+from tiercel.reference import indexer_topk as oracle
+
+HEADS, HEAD_DIM, PER_BLOCK = 64, 128, 32
+TOPK = {"Flash": 512, "Pro": 1024}
+# Tokens, sequences, visible entries: 8 k, 32 k, 128 k and 1 M tokens of context are 4 as many.
+SHAPES = {
+    "cuda": [
+        *[(1, 1, entries) for entries in (2048, 8192, 32768, 262144)],
+        *[(64, 64, entries) for entries in (2048, 8192, 32768)],
+        (512, 1, 8192),
+    ],
+    "cpu": [(1, 1, 2048), (4, 1, 2048)],
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q (T, 64, 128), weights (T, 64), packed keys in blocks, visible (T,)."""
+
+    q: Tensor
+    weights: Tensor
+    paged: PagedKeys
+    visible: Tensor
+
+
+def make_case(
+    model: str, num_tokens: int, num_seqs: int, entries: int, device: torch.device
+) -> Case:
+    topk, columns = TOPK[model], entries // PER_BLOCK
+
+    def make(seed: int) -> Inputs:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def sample(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=device)
+
+        keys = encode_index_keys(sample(num_seqs * columns, PER_BLOCK, HEAD_DIM))
+        order = torch.randperm(num_seqs * columns, generator=generator, device=device)
+        seq_ids = torch.arange(num_tokens, device=device) % num_seqs
+        tables = order.view(num_seqs, columns)
+        paged = PagedKeys(keys[..., :64], keys[..., 64:], tables, seq_ids)
+        visible = torch.full((num_tokens,), entries, device=device)
+        q = hadamard(sample(num_tokens, HEADS, HEAD_DIM)).bfloat16()
+        return Inputs(q, sample(num_tokens, HEADS), paged, visible)
+
+    def run(inputs: Inputs) -> Tensor:
+        return indexer_topk(
+            inputs.q, inputs.weights, inputs.paged, inputs.visible, topk=topk, max_entries=entries
+        )
+
+    def check(inputs: Inputs) -> float:
+        """How far below the oracle's sum of the best scores the choice of the last token is."""
+        paged = inputs.paged
+        table = paged.block_tables[paged.seq_ids[-1]]
+        assert paged.scales is not None
+        keys = decode_index_keys(paged.keys[table], paged.scales[table]).flatten(0, 1)
+        rows = (inputs.q[-1:].cpu(), inputs.weights[-1:].cpu(), keys.cpu())
+        scores = oracle.scores(*rows)[0]
+        found = scores[run(inputs)[-1].long().cpu()].sum().item()
+        best = scores.sort(descending=True).values[:topk].sum().item()
+        return abs(best - found) / abs(best)
+
+    return Case(
+        name=f"{model} tokens={num_tokens} seqs={num_seqs} entries={entries}",
+        make=make,
+        run=run,
+        check=check,
+        tolerance=1e-5,
+        num_bytes=num_seqs * entries * 68 + num_tokens * (2 * HEADS * HEAD_DIM + 4 * topk),
+        flops=2 * num_tokens * entries * HEADS * HEAD_DIM,
+        max_sets=16,
+    )
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    """Yield one Case per model and shape; bytes and FLOPs define the floor."""
+    for model in TOPK:
+        for shape in SHAPES[device.type]:
+            yield make_case(model, *shape, device)
+
+
+if __name__ == "__main__":
+    main(__doc__, cases)
