@@ -1,0 +1,115 @@
+"""Attention over gathered latent vectors with PyTorch operators on any device.
+
+K and V are the same vector, shared by all heads. Each token has its own list of slots; -1 is no
+key. All is float32; tokens go in passes, so that the gathered vectors fit a fixed workspace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiercel.ops.block_quantize_torch import decode_kv
+
+WORKSPACE_BYTES = 1 << 28  # of the vectors and scores of some tokens; at least one token
+
+
+@dataclass(frozen=True, slots=True)
+class SlottedKV:
+    """Latent vectors in blocks, and which of them each token attends to.
+
+    Attributes:
+        cache: (num_blocks, entries_per_block, d) float, or (..., d + rotary_dim) uint8, the data
+            bytes of encoded entries (see `encode_kv_entries`); with any strides.
+        slots: (T, n) int32 or int64, block * entries_per_block + offset; -1 for no key.
+        scales: (num_blocks, entries_per_block, scale bytes) uint8 for encoded entries, else None.
+        rotary_dim: bfloat16 channels of encoded entries.
+    """
+
+    cache: Tensor
+    slots: Tensor
+    scales: Tensor | None = None
+    rotary_dim: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a vector."""
+        width = self.cache.shape[-1]
+        return width - self.rotary_dim if self.cache.dtype == torch.uint8 else width
+
+
+def gather(keys: SlottedKV, tokens: slice) -> Tensor:
+    """Vectors of the tokens' slots, (T, n, d) float32; zeros where there is no key.
+
+    Zeros instead of whatever slot 0 holds: weight 0 times NaN would be NaN.
+    """
+    slots = keys.slots[tokens].long()
+    is_key = (slots >= 0).unsqueeze(-1)
+    slots = slots.clamp(min=0)
+    per_block = keys.cache.shape[1]
+    place = (slots // per_block, slots % per_block)
+    rows = keys.cache[place]
+    if keys.scales is not None:
+        rows = decode_kv(rows, keys.scales[place], keys.rotary_dim)
+    return torch.where(is_key, rows.float(), 0.0)
+
+
+def softmax_sum(
+    q: Tensor, kv: Tensor, is_key: Tensor, sink: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output (T, heads, d) and log-sum-exp (T, heads) of q over kv (T, n, d), float32.
+
+    The sink, (heads,), is part of the denominator and of the log-sum-exp.
+    """
+    scores = torch.bmm(q, kv.transpose(1, 2)) * scale
+    scores = scores.masked_fill(~is_key.unsqueeze(1), -torch.inf)
+    if sink is not None:
+        extra = sink.float().view(1, -1, 1).expand(q.shape[0], -1, 1)
+        scores = torch.cat((scores, extra), dim=2)
+    top = scores.amax(dim=2, keepdim=True) if scores.shape[2] else q.new_full((1, 1, 1), -torch.inf)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = torch.exp(scores - top)
+    total = weights.sum(dim=2, keepdim=True)
+    out = torch.bmm(weights[..., : kv.shape[1]], kv)
+    out = torch.where(total == 0, 0.0, out / total)
+    return out, (top + total.log()).squeeze(2)
+
+
+def tokens_of_a_pass(num_heads: int, head_dim: int, num_keys: int) -> int:
+    """Tokens whose vectors and scores fit the workspace. Pure."""
+    per_key = 12 * head_dim + 12 * num_heads  # rows, decoded rows, zeroed rows; scores, weights
+    return max(1, WORKSPACE_BYTES // (per_key * max(1, num_keys)))
+
+
+def attend(
+    q: Tensor, parts: tuple[SlottedKV, ...], sink: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over the keys of all parts in one softmax, float32."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_keys = sum(part.slots.shape[1] for part in parts)
+    step = tokens_of_a_pass(num_heads, head_dim, num_keys)
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    for start in range(0, num_tokens, step):
+        tokens = slice(start, start + step)
+        kv = torch.cat([gather(part, tokens) for part in parts], dim=1)
+        is_key = torch.cat([part.slots[tokens] for part in parts], dim=1) >= 0
+        out[tokens], lse[tokens] = softmax_sum(q[tokens].float(), kv, is_key, sink, scale)
+    return out, lse
+
+
+def merge(outs: Tensor, lses: Tensor, sink: Tensor | None) -> Tensor:
+    """Join (parts, T, heads, d) outputs by their (parts, T, heads) log-sum-exp, float32."""
+    top = lses.amax(dim=0)
+    if sink is not None:
+        top = torch.maximum(top, sink.float())
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = torch.exp(lses - top)
+    total = weights.sum(0)
+    if sink is not None:
+        total = total + torch.exp(sink.float() - top)
+    weights = torch.where(weights == 0, 0.0, weights / total).unsqueeze(-1)
+    # An empty part counts for nothing, whatever its output holds.
+    return torch.where(weights == 0, 0.0, weights * outs.float()).sum(0)
