@@ -103,9 +103,9 @@ def main() -> None:
     for is_on in (True, False):
         if not is_on:
             with torch.inference_mode():
-                model.step = None
+                model.fused_decode_step = None
                 steps.capture(GraphRecorder(llm.config.device))
-        elif model.step is None:
+        elif model.fused_decode_step is None:
             raise SystemExit(f"{options.model.name}: the fused decode step does not fit it.")
         label = "megakernel" if is_on else "kernel by kernel"
         print(label)

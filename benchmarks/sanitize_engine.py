@@ -119,7 +119,7 @@ def main() -> None:
             runner = llm._engine.runner
             assert runner.decode_steps._graphs
             assert runner.prompt_steps._padded
-            assert (runner.model.step is not None) == case.has_step_kernel
+            assert (runner.model.fused_decode_step is not None) == case.has_step_kernel
             generate(llm)
             score(llm)
             assert bool(llm.draft_counts.num_drafts) == (case.spec != "off")

@@ -17,7 +17,7 @@ from tiercel.ops.sample_tokens import SampleRows
 from tiercel.ops.verify_accept import DraftRows
 from tiercel.reference import sample_tokens as oracle
 from tiercel.seeds import mix_key
-from tiercel.spec.texts import DraftTexts, StepStates
+from tiercel.spec.drafter_state import DrafterState, ForwardOutput
 
 BLOCK, VOCAB, DIM = 4, 6, 3
 
@@ -94,7 +94,7 @@ class World:
             self.answers[row] += -(self.prompts[row] + self.answers[row]) % BLOCK
         limits = torch.randint(1, self.count + 1, (size,), **ints)
         limits[1::4] = 0
-        self.texts = DraftTexts(
+        self.texts = DrafterState(
             SampleRows(
                 torch.randint(0, 4, (size, room), **ints),  # of rows before
                 torch.zeros(size, **ints),
@@ -222,7 +222,7 @@ class World:
             max_seq_len=max(contexts),
         )
         of = None if len(got) == len(requests) else tuple(got)
-        return StepStates(batch, hidden, width, of), rows[got]
+        return ForwardOutput(batch, hidden, width, of), rows[got]
 
     def known(self, states):
         """(row, position, slot) of a step's positions whose next token is known."""

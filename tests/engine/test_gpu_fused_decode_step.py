@@ -63,7 +63,7 @@ def decode_logits(llm, prompt, count):
 @pytest.mark.parametrize("prompt", PROMPTS[1:], ids=len)
 def test_logits_are_close_to_those_of_the_other_kernels(llm, prompt):
     """Steps against one pass over the same tokens, which takes kernels for many tokens."""
-    assert llm._engine.runner.model.step is not None
+    assert llm._engine.runner.model.fused_decode_step is not None
     tokens, logits = decode_logits(llm, prompt, 40)
     whole = llm.logits([*prompt, *tokens[:-1]])
     expected = torch.as_tensor(whole)[len(prompt) :].to(logits)
@@ -96,7 +96,7 @@ def test_switches_leave_it_out(path, monkeypatch, name, value):
     """Then a token has the bits that it has in a batch."""
     monkeypatch.setenv(name, value)
     with open_llm(path) as other:
-        assert other._engine.runner.model.step is None
+        assert other._engine.runner.model.fused_decode_step is None
         alone = run(other, PROMPTS[1])
         together = other.generate([{"prompt_token_ids": p} for p in (PROMPTS[1],) * 3], GREEDY)
         assert [o.outputs[0].logprobs for o in together] == [alone.logprobs] * 3
@@ -106,7 +106,7 @@ def test_a_lone_row_that_verifies_nothing_decodes_as_without_speculation(llm, pa
     tokens = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
     plain = [run(llm, prompt, tokens).token_ids for prompt in PROMPTS]
     with open_llm(path, spec="ngram") as drafts:
-        assert drafts._engine.runner.model.step is not None
+        assert drafts._engine.runner.model.fused_decode_step is not None
         drafts._engine.scheduler.policy.costs = [(4, 1e9)]
         assert [run(drafts, prompt, tokens).token_ids for prompt in PROMPTS] == plain
         logged = [run(drafts, prompt).token_ids for prompt in PROMPTS]  # draws behind the graph

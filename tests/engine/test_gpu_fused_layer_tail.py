@@ -65,11 +65,11 @@ def logits_behind(llm, prompts):
 
 def test_logits_are_close_to_those_of_single_kernels(llm, path, monkeypatch):
     prompts = [PROMPTS[2]] * 3
-    assert llm._engine.runner.model.chain is not None
+    assert llm._engine.runner.model.fused_layer_tail is not None
     found = logits_behind(llm, prompts)
     monkeypatch.setenv("TIERCEL_DECODE_CHAIN", "0")
     with open_llm(path) as other:
-        assert other._engine.runner.model.chain is None
+        assert other._engine.runner.model.fused_layer_tail is None
         expected = logits_behind(other, prompts)
     assert not torch.equal(found, expected)
     nmse = (found - expected).square().sum(1) / expected.square().sum(1)
@@ -102,7 +102,7 @@ def test_verified_drafts_give_the_text_of_plain_decoding(llm, path):
 def test_exact_leaves_it_out(path, monkeypatch):
     monkeypatch.setenv("TIERCEL_EXACT", "1")
     with open_llm(path) as other:
-        assert other._engine.runner.model.chain is None
+        assert other._engine.runner.model.fused_layer_tail is None
 
 
 def test_two_engines_side_by_side(llm, path):

@@ -28,10 +28,10 @@ def test_a_step_has_no_more_tokens_than_every_layer_takes(widths, most):
     taken = [
         tokens
         for tokens in range(20)
-        if chain.takes(SimpleNamespace(num_tokens=tokens, items=None))
+        if chain.supports(SimpleNamespace(num_tokens=tokens, items=None))
     ]
     assert taken == list(range(1, most + 1))
-    assert not chain.takes(SimpleNamespace(num_tokens=1, items=object()))
+    assert not chain.supports(SimpleNamespace(num_tokens=1, items=object()))
 
 
 def test_a_width_that_is_not_faster_is_left_out_before_weights_are_looked_at(monkeypatch):

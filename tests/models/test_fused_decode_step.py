@@ -147,7 +147,7 @@ class Recorder:
     def __init__(self):
         self.asked, self.taken = [], 0
 
-    def takes(self, batch):
+    def supports(self, batch):
         self.asked.append(batch.num_tokens)
         return batch.num_tokens == 1
 
@@ -160,9 +160,9 @@ class Recorder:
 def test_only_steps_of_one_token_go_there():
     with open_tiny(max_num_seqs=4) as llm:
         model = llm._engine.runner.model
-        assert model.step is None
+        assert model.fused_decode_step is None
         expected = [o.outputs[0].token_ids for o in llm.generate(["ab", "cd ef"], greedy(6))]
-        model.step = recorder = Recorder()
+        model.fused_decode_step = recorder = Recorder()
         together = [o.outputs[0].token_ids for o in llm.generate(["ab", "cd ef"], greedy(6))]
         assert together == expected
         assert recorder.taken == 0

@@ -102,8 +102,8 @@ def test_a_switch_is_why_a_loaded_model_has_no_path(monkeypatch):
     with open_tiny() as llm:
         model = llm._engine.runner.model
     assert model.fused_paths == dict.fromkeys(FUSED_PATHS, "switched off by TIERCEL_EXACT=1")
-    assert model.step is None
-    assert model.chain is None
+    assert model.fused_decode_step is None
+    assert model.fused_layer_tail is None
 
 
 @pytest.mark.parametrize(("is_gpu", "level"), [(True, logging.INFO), (False, logging.DEBUG)])

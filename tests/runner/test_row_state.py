@@ -24,7 +24,7 @@ from tiercel.request.request import Status
 from tiercel.request.score_task import ScoreRead, ScoreTask
 from tiercel.runner.sampler import _Edits
 from tiercel.seeds import mix_key
-from tiercel.spec.policy import FIRST_CHANCE
+from tiercel.spec.policy import INITIAL_ACCEPTANCE
 
 TEXT = [97 + i * i % 7 for i in range(40)]  # pairs come again: drafts are made
 LETTERS = {"temperature": 1.2, "allowed_token_ids": tuple(range(97, 104)), "seed": 5}
@@ -272,7 +272,7 @@ def check_row(llm, part):
     assert {name: values[row].item() for name, values in rows.values.items()} == pytest.approx(
         values, rel=1e-6
     )
-    assert rows.drafts.acceptance[row].item() == pytest.approx(FIRST_CHANCE, rel=1e-6)
+    assert rows.drafts.acceptance[row].item() == pytest.approx(INITIAL_ACCEPTANCE, rel=1e-6)
     for group, held in enumerate(request.block_ids):
         assert rows.block_tables[group, row, : len(held)].tolist() == held
     if params.has_penalties:

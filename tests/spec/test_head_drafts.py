@@ -78,7 +78,7 @@ def check_step(world, proposer, count, wanted_of, *, is_padded):
     if len(rows):
         proposer.propose(rows, states)
     else:
-        proposer.follow(states)
+        proposer.update_cache(states)
     check_cache(world, states, rows, count)
     assert torch.equal(world.texts.sampling.num_tokens, num_tokens)
     made = 0

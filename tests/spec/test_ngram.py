@@ -29,7 +29,7 @@ def check_traffic(llm):
 
     def watched(launch):
         results = collect(launch)
-        for draws in launch.draws:
+        for draws in launch.sampled:
             for request in draws.requests:
                 answer = answers.setdefault(request, [])
                 answer += results[request.row].token_ids

@@ -8,15 +8,15 @@ from tiercel.config import MAX_DRAFTS, RETRY_STEPS, num_head_drafts, resolve_spe
 from tiercel.errors import ArgumentError
 from tiercel.reference import verify_accept as oracle
 from tiercel.spec.counts import DraftCounts
-from tiercel.spec.policy import TRIAL_SHARE, DraftPolicy, learned
+from tiercel.spec.policy import TRIAL_SHARE, DraftPolicy, update_acceptance
 
 COSTS = [(1, 0.1), (4, 0.2), (16, 0.5)]
 
 
 def test_without_costs_any_draft_is_verified():
     policy = DraftPolicy()
-    assert not policy.pays([], 5)
-    assert policy.pays([(1, 0.01)], 5)
+    assert not policy.is_worth_verifying([], 5)
+    assert policy.is_worth_verifying([(1, 0.01)], 5)
 
 
 @pytest.mark.parametrize(
@@ -34,25 +34,25 @@ def test_without_costs_any_draft_is_verified():
     ],
 )
 def test_what_is_won_is_held_against_the_cost(drafts, num_rows, expected):
-    assert DraftPolicy(COSTS).pays(drafts, num_rows) is expected
+    assert DraftPolicy(COSTS).is_worth_verifying(drafts, num_rows) is expected
 
 
 def test_what_does_not_pay_is_tried_now_and_then():
     policy = DraftPolicy(COSTS)
-    tried = [policy.pays([(1, 0.01)], 1) for _ in range(4 * RETRY_STEPS)]
+    tried = [policy.is_worth_verifying([(1, 0.01)], 1) for _ in range(4 * RETRY_STEPS)]
     assert [i for i, is_tried in enumerate(tried) if is_tried] == [
         RETRY_STEPS * k - 1 for k in (1, 2, 3, 4)
     ]
-    assert not any(policy.pays([(5, 0.99)] * 17, 17) for _ in range(3 * RETRY_STEPS))
+    assert not any(policy.is_worth_verifying([(5, 0.99)] * 17, 17) for _ in range(3 * RETRY_STEPS))
     slow = DraftPolicy([(1, 100 * RETRY_STEPS * TRIAL_SHARE)])
-    assert not any(slow.pays([(1, 0.01)], 1) for _ in range(100 * RETRY_STEPS - 1))
-    assert slow.pays([(1, 0.01)], 1)
+    assert not any(slow.is_worth_verifying([(1, 0.01)], 1) for _ in range(100 * RETRY_STEPS - 1))
+    assert slow.is_worth_verifying([(1, 0.01)], 1)
 
 
 def test_new_rows_are_tried_at_once_after_steps_that_paid():
     policy = DraftPolicy(COSTS)
-    assert all(policy.pays([(5, 0.9)], 1) for _ in range(RETRY_STEPS))
-    assert [policy.pays([(1, 0.01)], 1) for _ in range(RETRY_STEPS)] == [
+    assert all(policy.is_worth_verifying([(5, 0.9)], 1) for _ in range(RETRY_STEPS))
+    assert [policy.is_worth_verifying([(1, 0.01)], 1) for _ in range(RETRY_STEPS)] == [
         True,
         *[False] * (RETRY_STEPS - 1),
     ]
@@ -80,7 +80,7 @@ def test_every_decision_is_that_of_the_rule():
                 expected = gain > cost * num_rows
                 if not expected and rest >= max(RETRY_STEPS, cost / TRIAL_SHARE):
                     expected, rest = True, 0
-            assert policy.pays(drafts, num_rows) is expected
+            assert policy.is_worth_verifying(drafts, num_rows) is expected
             seen[expected] += 1
     assert min(seen.values()) > 500
 
@@ -107,7 +107,7 @@ def test_counts_are_sums_over_steps():
 @pytest.mark.parametrize(("num_drafts", "num_right"), [(1, 0), (1, 1), (5, 2), (5, 5), (3, 0)])
 def test_host_and_device_learn_the_same(num_drafts, num_right):
     expected = oracle.learned(0.6, num_drafts, num_right)
-    assert learned(0.6, num_drafts, num_right) == pytest.approx(expected)
+    assert update_acceptance(0.6, num_drafts, num_right) == pytest.approx(expected)
 
 
 def test_options():

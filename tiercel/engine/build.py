@@ -29,11 +29,11 @@ from tiercel.runner.sampler import Sampler
 from tiercel.runner.step_inputs import make_draft_batch
 from tiercel.scheduler.scheduler import Scheduler
 from tiercel.scheduler.step_budget import StepBudget
+from tiercel.spec.drafter_state import Proposer
 from tiercel.spec.hybrid import HybridProposer
 from tiercel.spec.mtp import MtpProposer
 from tiercel.spec.ngram import NgramProposer
-from tiercel.spec.policy import LEAST_CHANCE, DraftPolicy
-from tiercel.spec.texts import Proposer
+from tiercel.spec.policy import MIN_ACCEPTANCE, DraftPolicy
 from tiercel.text.tokenizer import Tokenizer
 
 # Share of a GPU's memory that weights with dense copies of packed ones may take; the remaining
@@ -61,7 +61,7 @@ def _make_runner(
         vocab_size,
         rows,
         lambda word: [tokenizer.encode(word), tokenizer.encode(" " + word)],
-        LEAST_CHANCE[config.device.type],
+        MIN_ACCEPTANCE[config.device.type],
     )
     return ModelRunner(model, rows, sampler, config, _make_proposer(model, rows, sampler, config))
 
@@ -70,7 +70,7 @@ def _make_proposer(
     model: Model, rows: Rows, sampler: Sampler, config: EngineConfig
 ) -> Proposer | None:
     """Who drafts; None without speculation."""
-    spec, texts = config.spec, rows.draft_texts
+    spec, texts = config.spec, rows.drafter_state
     if spec.method == "off":
         return None
     if not spec.has_head:

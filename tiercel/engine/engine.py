@@ -25,7 +25,7 @@ from tiercel.runner.sampler_output import SampledTokens
 from tiercel.scheduler.plan import SchedulerOutput
 from tiercel.scheduler.scheduler import Scheduler
 from tiercel.spec.counts import DraftCounts
-from tiercel.spec.policy import FIRST_CHANCE, learned
+from tiercel.spec.policy import INITIAL_ACCEPTANCE, update_acceptance
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Engine:
             asked = request.params.num_spec_tokens
             most = self.config.spec.max_drafts
             request.draft_limit = most if asked is None else min(most, asked)
-            request.acceptance = FIRST_CHANCE
+            request.acceptance = INITIAL_ACCEPTANCE
         self.scheduler.add(request)
 
     def forget(self) -> None:
@@ -232,7 +232,7 @@ class Engine:
             num_trimmed = len(result.token_ids) - len(kept)
             self.draft_counts.add(result.num_drafts, num_right, num_trimmed)
         if result.num_drafts:
-            request.acceptance = learned(request.acceptance, result.num_drafts, num_right)
+            request.acceptance = update_acceptance(request.acceptance, result.num_drafts, num_right)
 
     def _end_scoring(self, request: Request) -> RequestUpdate | None:
         """End a request whose last values are in, or of which one is no number."""

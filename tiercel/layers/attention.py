@@ -128,9 +128,9 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
         """x: (T, hidden); plan: of this step and shape. Returns (T, hidden)."""
-        return self.output(self.between(self.qkv(x), batch, plan))
+        return self.output(self.rope_and_attend(self.qkv(x), batch, plan))
 
-    def between(self, heads: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
+    def rope_and_attend(self, heads: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
         """What lies between both projections.
 
         Args:

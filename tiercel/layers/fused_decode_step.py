@@ -58,13 +58,13 @@ class FusedDecodeStep:
         self.caches = prepare_caches([p["k"] for p in planes], [p["v"] for p in planes])
         self.group = group
 
-    def takes(self, batch: Batch) -> bool:
+    def supports(self, batch: Batch) -> bool:
         """Whether a batch is one token, and no item to score."""
         return batch.num_tokens == 1 and batch.items is None and self.caches is not None
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x: (1, hidden) float32; returns the same, behind the last layer."""
-        assert self.caches is not None, "takes() was asked"
+        assert self.caches is not None, "supports() was asked"
         return fused_decode_step(x, self.weights, self.caches, batch, self.group)
 
 

@@ -57,7 +57,7 @@ class FusedLayerTail:
         self.is_dependent = is_dependent
         self.max_tokens = min(part.geometry.max_tokens for part in weights)
 
-    def takes(self, batch: Batch) -> bool:
+    def supports(self, batch: Batch) -> bool:
         """Whether a batch has so few tokens, and no items to score."""
         return 1 <= batch.num_tokens <= self.max_tokens and batch.items is None
 
@@ -68,7 +68,7 @@ class FusedLayerTail:
         heads: Tensor | None = first.attention.qkv(first.attn_norm(x))
         for layer, weights in zip(self.layers, self.weights, strict=True):
             assert heads is not None, "only the last layer has no next one"
-            attended = layer.attention.between(heads, batch, plan)
+            attended = layer.attention.rope_and_attend(heads, batch, plan)
             heads = fused_layer_tail(
                 attended, x, weights, self.exchange, is_dependent=self.is_dependent
             )

@@ -77,10 +77,10 @@ class Decoder:
         self.head = builder.head()
         # One kernel for a single token, where it fits.
         step = builder.fused_step(self.layers, num_positions)
-        self.step: FusedDecodeStep | None = None if isinstance(step, Refusal) else step
+        self.fused_decode_step: FusedDecodeStep | None = None if isinstance(step, Refusal) else step
         # From attention to attention in one kernel for a few tokens, where it fits.
         chain = builder.fused_tail(self.layers)
-        self.chain: FusedLayerTail | None = None if isinstance(chain, Refusal) else chain
+        self.fused_layer_tail: FusedLayerTail | None = None if isinstance(chain, Refusal) else chain
         self.fused_paths = {
             name: made.reason if isinstance(made, Refusal) else USED
             for name, made in zip(FUSED_PATHS, (step, chain), strict=True)
@@ -116,8 +116,10 @@ class Decoder:
         for group, pool in enumerate(pools):
             for index, planes in pool.layers.items():
                 self._cached_layers[index].attention.bind_cache(planes, group)
-        if self.step is not None:  # all layers are in one group: full attention
-            self.step.bind_cache([pools[0].layers[i] for i in range(len(self.layers))], 0)
+        if self.fused_decode_step is not None:  # all layers are in one group: full attention
+            self.fused_decode_step.bind_cache(
+                [pools[0].layers[i] for i in range(len(self.layers))], 0
+            )
 
     def plan(self, lengths: BatchLengths) -> dict[AttentionShape, PlannedTiles]:
         """Tiles of prefill attention, by the shape of the layers that share them."""
@@ -143,10 +145,10 @@ class Decoder:
 
     def _pass(self, layers: Sequence[DecoderLayer], batch: Batch) -> Tensor:
         x, update = self.embedding(batch.input_ids), None
-        if self.step is not None and self.step.takes(batch):
-            return self.step(x, batch)
-        if self.chain is not None and self.chain.takes(batch):
-            return self.chain(x, batch)
+        if self.fused_decode_step is not None and self.fused_decode_step.supports(batch):
+            return self.fused_decode_step(x, batch)
+        if self.fused_layer_tail is not None and self.fused_layer_tail.supports(batch):
+            return self.fused_layer_tail(x, batch)
         plans: dict[tuple[AttentionShape, int], PromptPlan | None] = {}
         for layer in layers:
             kind = (layer.attention.shape, layer.attention.group)

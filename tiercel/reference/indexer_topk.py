@@ -11,7 +11,7 @@ def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     for head in range(num_heads):
         dots = q[:, head].double() @ keys.double().t()
         out += weights[:, head, None].double() * torch.where(dots > 0, dots, 0.0)
-    return out / (d * num_heads) ** 0.5
+    return out / float(d * num_heads) ** 0.5
 
 
 def topk(score_rows: Tensor, visible: Tensor, k: int) -> list[list[int]]:

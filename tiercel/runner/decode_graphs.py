@@ -1,16 +1,17 @@
-"""Steps of single new tokens, and of these with drafts, replayed from CUDA graphs.
+"""Decode steps: one new token a row, or one with drafts to verify, replayed from CUDA graphs.
 
-A step is padded with the scratch row to the next bucket of rows, and runs from the rows' lengths on
+A step is padded with the scratch row to the next bucket of rows. It runs from the rows' lengths on
 the device to their logits: `prepare_step`, all layers, the head. Its addresses are fixed, so a
-replay is preceded by a copy of the row numbers, where they have changed. Sampling follows eagerly:
-which of its stages run depends on what the requests ask. Without graphs (TIERCEL_CUDA_GRAPH=0) the
-same padded step runs eagerly, with the same bits.
+replay is preceded only by a copy of the row numbers, where they have changed. Sampling follows
+eagerly, because its stages depend on what the requests ask. Without graphs (TIERCEL_CUDA_GRAPH=0)
+the same padded step runs eagerly, with the same bits.
 
-Where somebody drafts there is a second graph of each size, of whole steps: it goes on to choose,
-accept, append and draft anew. It serves rows of which no request asks for more than the draw.
+With a proposer there is a second graph of each size, of whole steps: it goes on to sample, accept,
+append and draft anew. It serves rows whose requests ask for nothing but sampled tokens.
 
-A step that verifies drafts gives each row 1 + K places; those behind a row's drafts are padding,
-with slots of -1, and nobody reads what becomes of them. A CPU, to which places cost time, has none.
+A step that verifies drafts gives each row 1 + K positions. Positions after a row's drafts are
+padding: their slots are -1, and their results are unused. A CPU, where each position takes time,
+pads none.
 """
 
 from __future__ import annotations
@@ -32,20 +33,27 @@ from tiercel.runner.graph_capture import GraphRecorder
 from tiercel.runner.row_state import Rows, to_device
 from tiercel.runner.sampler import LogitsLayout, Sampler
 from tiercel.runner.step_inputs import BatchBuilder
-from tiercel.spec.texts import Proposer, StepStates
+from tiercel.spec.drafter_state import ForwardOutput, Proposer
 
 LARGEST_BUCKET = 256  # rows; larger steps run unpadded and eagerly
-# Rows of a step that verifies: with more, products are bound by arithmetic, and drafts do not pay.
+# Rows of a step that verifies: with more, products are bound by arithmetic, and drafts gain
+# nothing.
 LARGEST_VERIFY_BUCKET = 64
 _REPLAYS = 4  # of each graph, to time it
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph, what it reads, and the logits it leaves.
+    """A captured graph with its inputs and results.
 
-    `inputs` is (2, B) int32: rows, and drafts that each may take; `given` is what they hold, on the
-    host. `states` are there for whoever proposes from them; `results` are those of a whole step.
+    Attributes:
+        graph: to replay.
+        inputs: (2, B) int32: rows, and the drafts that each may take.
+        given: what `inputs` hold, on the host.
+        num_drafts: (B,) int32, the drafts that each row takes.
+        logits: (B * width, vocab_size) float32, written by each replay.
+        output: of the model, if the proposer reads it and the step is not whole.
+        results: of a whole step, see `VerifiedStep.results`.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -53,7 +61,7 @@ class _Captured:
     given: npt.NDArray[np.int32]
     num_drafts: Tensor
     logits: Tensor
-    states: StepStates | None
+    output: ForwardOutput | None
     results: tuple[Tensor, Tensor] | None
 
 
@@ -64,10 +72,10 @@ class VerifiedStep:
     Attributes:
         rows: (B,) int32.
         logits: (L, vocab_size) float32.
-        layout: engine rows of these logits rows.
-        propose: drafts for `rows`, once their tokens are drawn.
-        results: of a whole step, which has drawn and drafted: `Verified.table`, and the `rows` of
-            `Rows.drafts`.
+        layout: the engine rows of these logits rows.
+        propose: makes drafts for `rows`, once their tokens are sampled.
+        results: of a whole step, which has sampled and drafted: `Verified.table`, and the `rows`
+            of `Rows.drafts`.
     """
 
     rows: Tensor
@@ -101,7 +109,7 @@ class DecodeSteps:
         self._rows = rows
         self._config = config
         self._batches = BatchBuilder(rows, config)
-        # By rows, places of each, and whether they are whole steps.
+        # By rows, positions of each, and whether they are whole steps.
         self._graphs: dict[tuple[int, int, bool], _Captured] = {}
         self._buckets: dict[int, list[int]] = {}
         if config.device.type == "cuda":
@@ -110,9 +118,9 @@ class DecodeSteps:
                 width = 1 + config.spec.max_drafts
                 self._buckets[width] = buckets(config.max_num_seqs, LARGEST_VERIFY_BUCKET)
         most = config.max_num_seqs * (1 + config.spec.max_drafts)
-        self._places = torch.arange(most + 1, dtype=torch.int32, device=config.device)
-        self._starts = self._places * (1 + config.spec.max_drafts)  # of rows with drafts
-        self._logits = torch.empty(0)  # of whichever graph ran last; made by capture
+        self._indices = torch.arange(most + 1, dtype=torch.int32, device=config.device)
+        self._starts = self._indices * (1 + config.spec.max_drafts)  # of rows with drafts
+        self._logits = torch.empty(0)  # of the graph that ran last; made by capture
 
     def __call__(self, rows: Sequence[int], context_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Enqueue a step of single tokens.
@@ -122,8 +130,8 @@ class DecodeSteps:
             context_lens: of each, this token included.
 
         Returns:
-            (B,) int32 rows and (B, vocab_size) float32 logits, B >= R; the first R lines are
-            those of `rows`, in this order. They hold until the next step is enqueued.
+            (B,) int32 rows and (B, vocab_size) float32 logits, B >= R; the first R logits rows
+            are those of `rows`, in this order. They hold until the next step is enqueued.
         """
         size = self.padded(len(rows), 1)
         step = self._replay(rows, [0] * len(rows), (size, 1, False), context_lens)
@@ -136,8 +144,8 @@ class DecodeSteps:
 
         Args:
             rows: engine rows, R.
-            most_drafts: of its drafts, how many each may take at most; all 0: single tokens.
-            is_whole: whether the step may draw from its logits as they are; it does if it has a
+            most_drafts: the most drafts that each row may take; all 0: single tokens.
+            is_whole: whether the step may sample from its logits as they are; it does if it has a
                 graph.
         """
         width = 1 + self._config.spec.max_drafts if any(most_drafts) else 1
@@ -149,12 +157,12 @@ class DecodeSteps:
 
     def single_layout(self, count: int) -> LogitsLayout:
         """The layout of rows with one logits row each and no drafts."""
-        starts = self._places[: count + 1]
+        starts = self._indices[: count + 1]
         return LogitsLayout(starts, torch.zeros_like(starts[1:]), (1,) * count, (0,) * count)
 
     @property
     def num_graphs(self) -> int:
-        """How many `capture` records."""
+        """The number of graphs that `capture` records."""
         return len(self._keys())
 
     def capture(
@@ -177,18 +185,18 @@ class DecodeSteps:
             progress(len(keys), len(keys))
 
     def verify_costs(self) -> list[tuple[int, float]]:
-        """By sizes of steps, how much longer one with drafts takes, as a share; from replays."""
+        """(rows, c) for sizes of steps, by replays: verifying takes 1 + c times as long."""
         width = 1 + self._config.spec.max_drafts
         sizes = self._buckets.get(width, ()) if self._graphs and width > 1 else ()
         took = {
-            (size, places): _replay_ms(self._graphs[size, places, True].graph)
+            (size, each): _replay_ms(self._graphs[size, each, True].graph)
             for size in sizes
-            for places in (1, width)
+            for each in (1, width)
         }
         return [(size, took[size, width] / took[size, 1] - 1.0) for size in sizes]
 
     def _keys(self) -> list[tuple[int, int, bool]]:
-        """Of all graphs: rows, places of each, and whether they are whole steps."""
+        """The key of each graph: rows, positions of each, and whether it is a whole step."""
         kinds = (False,) if self._proposer is None else (False, True)
         return [
             (size, width, is_whole)
@@ -207,39 +215,39 @@ class DecodeSteps:
 
         def run(
             forward: Callable[[Batch], Tensor] = self._model.forward,
-        ) -> tuple[StepStates, tuple[Tensor, Tensor] | None]:
-            _, states = self._run(inputs, num_drafts, width, lengths, forward, logits)
+        ) -> tuple[ForwardOutput, tuple[Tensor, Tensor] | None]:
+            _, output = self._run(inputs, num_drafts, width, lengths, forward, logits)
             if is_whole:
-                return states, self._finish(inputs[0], logits, num_drafts, width, states)
-            return states, None
+                return output, self._finish(inputs[0], logits, num_drafts, width, output)
+            return output, None
 
-        graph, (states, results) = recorder.record(run, partial(run, self._model.forward_sample))
-        # What is not kept gives its memory to the graphs captured next.
-        keeps_states = self._proposer is not None and self._proposer.reads_states and not is_whole
-        kept = states if keeps_states else None
+        graph, (output, results) = recorder.record(run, partial(run, self._model.forward_sample))
+        # Results that are not kept give their memory to the graphs captured next.
+        keeps_output = self._proposer is not None and self._proposer.reads_output and not is_whole
+        kept = output if keeps_output else None
         given = np.zeros((2, size), np.int32)
         given[0] = self._rows.scratch
         return _Captured(graph, inputs, given, num_drafts, logits, kept, results)
 
     def _finish(
-        self, rows: Tensor, logits: Tensor, num_drafts: Tensor, width: int, states: StepStates
+        self, rows: Tensor, logits: Tensor, num_drafts: Tensor, width: int, output: ForwardOutput
     ) -> tuple[Tensor, Tensor]:
-        """Draw, accept, append and draft anew; see `VerifiedStep.results`."""
+        """Sample, accept, append and draft anew; see `VerifiedStep.results`."""
         starts = self._starts_of(rows.shape[0], width)
         verified = self._sampler.accept(logits, rows, starts, num_drafts)
-        self._propose(rows, states)
+        self._propose(rows, output)
         return verified.table, self._rows.drafts.draft_ids.index_select(0, rows)
 
     def _starts_of(self, size: int, width: int) -> Tensor:
-        """The first lines of rows with equally many places."""
-        return (self._places if width == 1 else self._starts)[: size + 1]
+        """The first logits row of each of some rows with equally many positions."""
+        return (self._indices if width == 1 else self._starts)[: size + 1]
 
-    def _propose(self, rows: Tensor, states: StepStates | None) -> None:
-        assert self._proposer is not None, "rows draft where somebody proposes"
-        self._proposer.propose(rows, states if self._proposer.reads_states else None)
+    def _propose(self, rows: Tensor, output: ForwardOutput | None) -> None:
+        assert self._proposer is not None, "rows draft only with a proposer"
+        self._proposer.propose(rows, output if self._proposer.reads_output else None)
 
     def padded(self, count: int, width: int = 1) -> int:
-        """Rows that a step of `count` has, of `width` places each: as many, or the next bucket."""
+        """Rows of a step of `count` with `width` positions each: as many, or the next bucket."""
         return next((size for size in self._buckets.get(width, ()) if size >= count), count)
 
     def _replay(
@@ -249,7 +257,7 @@ class DecodeSteps:
         key: tuple[int, int, bool],
         context_lens: Sequence[int],
     ) -> VerifiedStep:
-        """Enqueue a step of `key`: rows, places of each, whether it is whole if it has a graph."""
+        """Enqueue a step of `key`: rows, positions of each, and whether a graph runs it whole."""
         size, width, _ = key
         starts = self._starts_of(size, width)
         widths, planned = (width,) * len(rows), tuple(most_drafts)
@@ -263,14 +271,14 @@ class DecodeSteps:
             num_drafts = torch.zeros(size, dtype=torch.int32, device=inputs.device)
             lengths = (*context_lens, *(1,) * padding)
             forward = self._model.forward
-            logits, states = self._run(inputs, num_drafts, width, lengths, forward)
+            logits, output = self._run(inputs, num_drafts, width, lengths, forward)
             return VerifiedStep(
                 inputs[0],
                 logits,
                 LogitsLayout(starts, num_drafts, widths, planned),
-                partial(self._propose, inputs[0], states),
+                partial(self._propose, inputs[0], output),
             )
-        # As a rule the rows of the step before: copying them is 8 us of the device's time.
+        # Usually these are the rows of the step before: a copy takes 8 us of the device's time.
         if not np.array_equal(host, captured.given):
             captured.inputs.copy_(to_device(host, self._config.device))
             captured.given[:] = host
@@ -279,12 +287,12 @@ class DecodeSteps:
             captured.inputs[0],
             captured.logits,
             LogitsLayout(starts, captured.num_drafts, widths, planned),
-            partial(self._propose, captured.inputs[0], captured.states),
+            partial(self._propose, captured.inputs[0], captured.output),
             captured.results,
         )
 
     def _verify_ragged(self, rows: Sequence[int], most_drafts: Sequence[int]) -> VerifiedStep:
-        """The step on a CPU: lengths are there to be read, and no place is padding."""
+        """The step on a CPU: lengths can be read, and no position is padding."""
         on_device = torch.tensor(rows, dtype=torch.int32)
         made = self._rows.drafts.draft_ids[:, 0].index_select(0, on_device)
         num_drafts = made.minimum(torch.tensor(most_drafts, dtype=torch.int32))
@@ -292,9 +300,9 @@ class DecodeSteps:
         starts = torch.tensor([0, *widths]).cumsum(0).int()
         drafts = StepDrafts(self._rows.drafts.draft_ids, num_drafts)
         forward = self._model.forward
-        logits, states = self._forward(on_device, starts, drafts, widths, None, forward)
+        logits, output = self._forward(on_device, starts, drafts, widths, None, forward)
         layout = LogitsLayout(starts, num_drafts, widths, tuple(most_drafts))
-        return VerifiedStep(on_device, logits, layout, partial(self._propose, on_device, states))
+        return VerifiedStep(on_device, logits, layout, partial(self._propose, on_device, output))
 
     def _run(
         self,
@@ -304,10 +312,10 @@ class DecodeSteps:
         context_lens: tuple[int, ...],
         forward: Callable[[Batch], Tensor],
         logits: Tensor | None = None,
-    ) -> tuple[Tensor, StepStates]:
-        """Logits of all places of a step with equal ones; sets `num_drafts` if it has drafts.
+    ) -> tuple[Tensor, ForwardOutput]:
+        """Logits of all positions of a step whose rows have equally many.
 
-        logits: where they go; None for a new tensor.
+        num_drafts: set if the step has drafts; `logits`: where they go; None for a new tensor.
         """
         rows, count = inputs[0], inputs.shape[1]
         if width == 1:
@@ -329,26 +337,27 @@ class DecodeSteps:
         context_lens: tuple[int, ...] | None,
         forward: Callable[[Batch], Tensor],
         logits: Tensor | None = None,
-    ) -> tuple[Tensor, StepStates]:
+    ) -> tuple[Tensor, ForwardOutput]:
         config = self._config
         is_cpu = config.device.type == "cpu"
         batch = self._batches.build(
             rows,
             starts,
-            self._places[: sum(widths)],
+            self._indices[: sum(widths)],
             widths,
             context_lens,
             drafts=drafts,
-            # A graph serves every length; the attention kernel's result is blind to the bound.
+            # A graph serves every length; the attention kernel's result does not depend on the
+            # bound.
             max_seq_len=None if is_cpu else config.max_model_len + max(widths) - 1,
         )
         hidden = forward(batch)
-        states = StepStates(batch, hidden, widths[0] if len(set(widths)) == 1 else None)
-        return self._model.logits(hidden, out=logits), states
+        output = ForwardOutput(batch, hidden, widths[0] if len(set(widths)) == 1 else None)
+        return self._model.logits(hidden, out=logits), output
 
 
 def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
-    """Milliseconds of a replay: the least of some, without the launch of the first."""
+    """Milliseconds of the fastest of some replays, without the launch of the first."""
     times: list[float] = []
     for _ in range(_REPLAYS):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -20,8 +20,8 @@ from torch import Tensor
 from tiercel.ops.sample_tokens import SampleRows
 from tiercel.ops.verify_accept import DraftRows
 from tiercel.request.request import Request
-from tiercel.spec.policy import FIRST_CHANCE
-from tiercel.spec.texts import DraftTexts
+from tiercel.spec.drafter_state import DrafterState
+from tiercel.spec.policy import INITIAL_ACCEPTANCE
 
 _DRAFT_COLUMNS = (
     "draft_limit", "num_wanted", "acceptance", "num_idle", "num_prompt", "max_new",
@@ -122,9 +122,9 @@ class Rows:
         return SampleRows(self.token_ids, self.num_tokens, self.values["temperature"], self.key)
 
     @property
-    def draft_texts(self) -> DraftTexts:
+    def drafter_state(self) -> DrafterState:
         """The columns that proposers read and write."""
-        return DraftTexts(self.sampling, self.num_prompt, self.max_new, self.drafts)
+        return DrafterState(self.sampling, self.num_prompt, self.max_new, self.drafts)
 
     def enter_drafts(self, request: Request) -> None:
         """Stage the drafting columns of a request that got its row."""
@@ -132,7 +132,7 @@ class Rows:
         values: tuple[tuple[Tensor, float], ...] = (
             (drafts.draft_limit, request.draft_limit),
             (drafts.num_wanted, request.draft_limit),
-            (drafts.acceptance, FIRST_CHANCE),
+            (drafts.acceptance, INITIAL_ACCEPTANCE),
             (drafts.num_idle, 0),
             (self.num_prompt, len(request.prompt_token_ids)),
             (self.max_new, request.max_tokens),

@@ -1,7 +1,7 @@
 """How a plan becomes device tensors and token ids.
 
 Only what is common to every model may enter this file: it knows rows, blocks and lengths, but no
-layer. `launch` enqueues a whole step and returns: staged writes, inputs, the model, the draw, and
+layer. `launch` enqueues a whole step and returns: staged writes, inputs, the model, sampling, and
 copies of the results to pinned memory. `collect` waits for those copies alone.
 
 A step of prompts and of rows with drafts runs the model twice. The lengths of rows with drafts are
@@ -47,14 +47,20 @@ from tiercel.runner.score_readback import (
 )
 from tiercel.runner.step_inputs import BatchBuilder
 from tiercel.scheduler.plan import ScheduledRow, SchedulerOutput
-from tiercel.spec.texts import Proposer, StepStates
+from tiercel.spec.drafter_state import ForwardOutput, Proposer
 
 Readback = PromptReadback | ScoreReadback | ItemTokensReadback
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRequests:
-    """Requests sampled together, the sampler's output, and the number of logits rows of each."""
+    """Results of requests that were sampled together, on the device or on their way to the host.
+
+    Attributes:
+        requests: whose tokens were sampled.
+        output: the results.
+        widths: logits rows of each request; none: one each.
+    """
 
     requests: tuple[Request, ...]
     output: SamplerOutput
@@ -67,7 +73,7 @@ class SampledRequests:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A step under way: the tokens that it samples and the values that it reads."""
+    """A step under way, with its results on their way to the host."""
 
     sampled: tuple[SampledRequests, ...]
     readbacks: tuple[Readback, ...]
@@ -87,7 +93,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.proposer = proposer
-        self.faults = Faults()  # none; whoever tests what the engine survives sets others
+        self.faults = Faults()  # none; tests of what the engine survives set others
         self.pools: Sequence[CachePool] = ()
         self.rows = rows
         self.sampler = sampler
@@ -99,9 +105,9 @@ class ModelRunner:
         self._copy_stream = torch.cuda.Stream(config.device) if is_cuda else None
 
     def watch(self, pulse: Callable[[], None]) -> None:
-        """Let steps call `pulse` when they have advanced: on a CPU, where a launch computes.
+        """Let steps call `pulse` when they have advanced, on a CPU, where a launch computes.
 
-        A GPU computes its layers after the host has gone on; its sign is that `collect` returns.
+        A GPU computes its layers after the host has gone on; there `collect` returns.
         """
         if self.config.device.type == "cpu":
             self.model.pulse = pulse
@@ -124,9 +130,9 @@ class ModelRunner:
         return Launch(tokens, values, copies)
 
     def collect(self, launch: Launch) -> dict[int, SampledTokens]:
-        """Wait for a launched step; returns its sampled tokens, by engine row.
+        """Wait for a launched step; returns the sampled tokens of each engine row.
 
-        Values that were read of prompts go to their requests.
+        Values read from prompts go to their requests.
         """
         launch.copies.wait()
         for readback in launch.readbacks:
@@ -148,21 +154,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_scratch(self, query_lens: Sequence[int]) -> None:
-        """Launch what a step of scratch rows does, which reads the null block and writes nothing.
+        """Launch a step of scratch rows, which reads the null block and writes nothing.
 
-        query_lens: new tokens of each.
+        query_lens: new tokens of each row.
         """
         ends = np.cumsum([0, *query_lens])
         scratch = [self.rows.scratch] * len(query_lens)
-        rows, starts, drawn = lists_to_device((scratch, ends, ends[1:] - 1), self.config.device)
-        batch = self._batches.build(rows, starts, drawn, query_lens, query_lens)
+        rows, starts, last = lists_to_device((scratch, ends, ends[1:] - 1), self.config.device)
+        batch = self._batches.build(rows, starts, last, query_lens, query_lens)
         logits = self.model.logits(self.model.forward_sample(batch), batch.logits_rows)
         self.sampler(logits, (), rows)
 
     def measure_steps(self) -> int:
-        """Launch what the largest steps do; bytes they need beside weights and cache, 0 on a CPU.
+        """Launch the largest steps; returns the bytes that they need beside weights and cache.
 
-        This also compiles what they need, so that nothing compiles at the first request.
+        Returns 0 on a CPU. This also compiles their kernels, so that nothing compiles at the first
+        request.
         """
         config = self.config
         if config.device.type != "cuda":
@@ -184,12 +191,12 @@ class ModelRunner:
         torch.cuda.empty_cache()
         if not config.cuda_graphs:
             return max(peaks)
-        # Graphs keep memory of their own; eager steps share the rest.
+        # Graphs keep memory of their own; eager steps share the remaining memory.
         num_graphs = self.decode_steps.num_graphs + self.prompt_steps.num_graphs
         return max(peaks) + max(peaks[: len(graphed)]) + GRAPH_BYTES * num_graphs
 
     def _write_rows(self, plan: SchedulerOutput) -> None:
-        """Bring the rows up to date with what the host decided."""
+        """Apply the plan's changes to the device's rows and block tables."""
         rows = self.rows
         for part in plan.scheduled:
             if part.enters:
@@ -223,31 +230,28 @@ class ModelRunner:
         """Run a step of which no row drafts."""
         parts = plan.scheduled
         sampling = tuple(part.request for part in parts if part.samples)
-        states = None
+        output = None
         if all(_is_decode(part) for part in parts):
             lengths = [part.start + 1 for part in parts]
             rows, logits = self.decode_steps([part.row for part in parts], lengths)
         else:
-            rows, logits, states = self._run_mixed(parts, readbacks, self.decode_steps.padded)
+            rows, logits, output = self._run_mixed(parts, readbacks, self.decode_steps.padded)
         self.faults.on_logits(plan.step_id, logits, [request.row for request in sampling])
         sampled = []
         if sampling:
             sampled.append(SampledRequests(sampling, self.sampler(logits, sampling, rows)))
-        if states is not None and self.proposer is not None and self.proposer.reads_states:
-            self.proposer.follow(states)  # who finds these blocks in the prefix cache may draft
+        if output is not None and self.proposer is not None and self.proposer.reads_output:
+            # A later request that finds these blocks in the prefix cache may draft.
+            self.proposer.update_cache(output)
         return sampled
 
     def _run_drafting(
         self, plan: SchedulerOutput, readbacks: list[Readback]
     ) -> list[SampledRequests]:
-        """Run a step with rows that draft.
-
-        Their lengths are known on the device alone, so answers and chunks of prompts run one after
-        the other: tiles of chunks are planned from exact lengths.
-        """
-        assert self.proposer is not None, "rows draft where somebody proposes"
+        """Run a step with rows that draft: answers, then chunks of prompts (see the module)."""
+        assert self.proposer is not None, "rows draft only with a proposer"
         answers = [part for part in plan.scheduled if _is_decode(part)]
-        others = [part for part in plan.scheduled if not _is_decode(part)]
+        chunks = [part for part in plan.scheduled if not _is_decode(part)]
         sampled = []
         if answers:
             requests = tuple(part.request for part in answers)
@@ -257,17 +261,17 @@ class ModelRunner:
                 is_whole=all(map(is_plain, requests)) and not self.faults.faults,
             )
             sampled.append(self._sample(plan.step_id, requests, step))
-        if others:
-            requests = tuple(part.request for part in others if part.samples)
-            rows, logits, states = self._run_mixed(others, readbacks, lambda count: count)
-            seen = states if self.proposer.reads_states else None
+        if chunks:
+            requests = tuple(part.request for part in chunks if part.samples)
+            rows, logits, output = self._run_mixed(chunks, readbacks, lambda count: count)
+            seen = output if self.proposer.reads_output else None
             if requests:
                 layout = self.decode_steps.single_layout(len(requests))
                 propose = partial(self.proposer.propose, rows, seen)
                 step = VerifiedStep(rows, logits, layout, propose)
                 sampled.append(self._sample(plan.step_id, requests, step))
             elif seen is not None:
-                self.proposer.follow(seen)
+                self.proposer.update_cache(seen)
         return sampled
 
     def _sample(
@@ -290,37 +294,44 @@ class ModelRunner:
 
     def _run_mixed(
         self, parts: Sequence[ScheduledRow], readbacks: list[Readback], padded: Callable[[int], int]
-    ) -> tuple[Tensor, Tensor, StepStates]:
-        """Run chunks and single tokens together; rows and logits of those that sample, states.
+    ) -> tuple[Tensor, Tensor, ForwardOutput]:
+        """Run chunks and single tokens together.
 
-        padded: how many lines of logits to make for so many: those of scratch follow.
+        Args:
+            parts: of the step.
+            readbacks: takes what is read of prompts and items.
+            padded: the number of logits rows to make for a number of rows that sample; those of
+                scratch follow.
+
+        Returns:
+            Rows and logits of the parts that sample, and the model's output.
         """
         lengths = [part.num_tokens for part in parts]
         ends = np.cumsum([0, *lengths])
         rows = [part.row for part in parts]
-        drawn = [i for i, part in enumerate(parts) if part.samples]
-        missing = padded(len(drawn)) - len(drawn) if drawn else 0
-        lines = [*(ends[i + 1] - 1 for i in drawn), *[0] * missing]
-        drawn_rows = [*(rows[i] for i in drawn), *[self.rows.scratch] * missing]
-        there, starts, lines_there, drawn_there = lists_to_device(
-            (rows, ends, lines, drawn_rows), self.config.device
+        sampling = [i for i, part in enumerate(parts) if part.samples]
+        missing = padded(len(sampling)) - len(sampling) if sampling else 0
+        logits_rows = [*(ends[i + 1] - 1 for i in sampling), *[0] * missing]
+        sampling_rows = [*(rows[i] for i in sampling), *[self.rows.scratch] * missing]
+        rows_there, starts, logits_there, sampling_there = lists_to_device(
+            (rows, ends, logits_rows, sampling_rows), self.config.device
         )
         context_lens = [part.start + part.num_tokens for part in parts]
         packed = pack_items(parts) if any(part.items for part in parts) else None
         batch = self._batches.build(
-            there, starts, lines_there, lengths, context_lens, packed=packed
+            rows_there, starts, logits_there, lengths, context_lens, packed=packed
         )
-        hidden = self.prompt_steps(batch)[: batch.num_tokens]  # without what pads it
+        hidden = self.prompt_steps(batch)[: batch.num_tokens]  # without the padding
         for part, place in zip(parts, ends[:-1].tolist(), strict=True):
             if part.request.reads_prompt:
                 readbacks += read_prompt(self.model, part, hidden, place)
             if part.has_scores:
                 readbacks += self._read_items(part, hidden, place)
-        states = StepStates(batch, hidden, None, tuple(drawn))
-        return drawn_there, self.model.logits(hidden, batch.logits_rows), states
+        output = ForwardOutput(batch, hidden, None, tuple(sampling))
+        return sampling_there, self.model.logits(hidden, batch.logits_rows), output
 
     def _read_items(self, part: ScheduledRow, hidden: Tensor, place: int) -> Sequence[Readback]:
-        """Read what a part of a step with scores or sampled items yields."""
+        """Read the scores, or the sampled items, of a part of a step."""
         task = part.request.score
         if task is not None and task.sample_keys is not None:
             return read_item_tokens(self.model, part, hidden, place, self.sampler)
@@ -328,7 +339,7 @@ class ModelRunner:
 
 
 def _is_decode(part: ScheduledRow) -> bool:
-    """Whether a part is one token of an answer, or of a prompt that nobody reads."""
+    """Whether a part is one token of an answer, or of a prompt that is not read."""
     return part.num_query == 1 and part.samples and not _reads(part)
 
 

@@ -313,7 +313,7 @@ class Scheduler:
             for request in self.running
             if request.next_drafts
         ]
-        return self.policy.pays(known, len(self.running))
+        return self.policy.is_worth_verifying(known, len(self.running))
 
     def _most_cached(self, request: Request) -> int:
         """Tokens of a request that need not be computed if the cache holds them."""

@@ -1,4 +1,4 @@
-"""What drafts were worth, counted on the host from the results of steps."""
+"""Counts of draft tokens and accepted ones, kept on the host from the results of steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class DraftCounts:
 
     Attributes:
         num_steps: steps of rows that may draft, counted once for each row that got tokens.
-        num_drafts: of these, the ones that verified drafts.
+        num_drafts: steps of rows that verified drafts.
         num_draft_tokens: drafts that were verified.
-        num_trimmed_tokens: tokens that steps drew behind a stop token; a stop string cuts later,
-            and is not counted.
-        accepted_per_pos: how often the first, second, ... draft was right.
+        num_trimmed_tokens: tokens that steps sampled after a stop token; those that a stop string
+            cuts off later are not counted.
+        accepted_per_pos: number of times that the first, second, ... draft was accepted.
     """
 
     num_steps: int = 0
@@ -26,11 +26,11 @@ class DraftCounts:
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Drafts that were right."""
+        """Drafts that were accepted."""
         return sum(self.accepted_per_pos)
 
-    def add(self, num_drafts: int, num_right: int, num_trimmed: int) -> None:
-        """Count a row's step."""
+    def add(self, num_drafts: int, num_accepted: int, num_trimmed: int) -> None:
+        """Count a step of one row."""
         self.num_steps += 1
         self.num_trimmed_tokens += num_trimmed
         if not num_drafts:
@@ -39,5 +39,5 @@ class DraftCounts:
         self.num_draft_tokens += num_drafts
         missing = num_drafts - len(self.accepted_per_pos)
         self.accepted_per_pos += [0] * max(0, missing)
-        for place in range(num_right):
-            self.accepted_per_pos[place] += 1
+        for index in range(num_accepted):
+            self.accepted_per_pos[index] += 1

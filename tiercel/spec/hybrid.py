@@ -1,4 +1,4 @@
-"""Drafts of the model's head, continued by what followed the same tokens in the row's own text."""
+"""Drafts of the model's head, extended by n-gram search in the row's own text."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch import Tensor
 from tiercel.config import SpecConfig
 from tiercel.ops.hybrid_mtp_ngram import hybrid_mtp_ngram
 from tiercel.ops.ngram_match import make_ngram_workspace
+from tiercel.spec.drafter_state import DrafterState, ForwardOutput
 from tiercel.spec.mtp import MtpProposer
 from tiercel.spec.ngram import NO_BUDGET
-from tiercel.spec.texts import DraftTexts, StepStates
 
 
 class HybridProposer:
     """Extends the drafts of an `MtpProposer` up to K.
 
-    The head leaves its drafts behind the committed tokens too, so the search's query ends with
+    The head also writes its drafts after the committed tokens, so the search's query ends with
     them.
     """
 
-    reads_states = True
+    reads_output = True
 
-    def __init__(self, texts: DraftTexts, mtp: MtpProposer, config: SpecConfig) -> None:
+    def __init__(self, texts: DrafterState, mtp: MtpProposer, config: SpecConfig) -> None:
         self._texts = texts
         self._mtp = mtp
         self._config = config
@@ -36,15 +36,15 @@ class HybridProposer:
             self._extend(torch.full((1,), size - 1, dtype=torch.int32, device=device))
 
     def enter(self, rows: list[int], longest: int) -> None:
-        """Nothing to note."""
+        """Do nothing: the search reads the text anew each time."""
 
-    def follow(self, states: StepStates) -> None:
+    def update_cache(self, output: ForwardOutput) -> None:
         """See `MtpProposer`."""
-        self._mtp.follow(states)
+        self._mtp.update_cache(output)
 
-    def propose(self, rows: Tensor, states: StepStates | None) -> None:
-        """Draft with the head, then with the text."""
-        self._mtp.propose(rows, states)
+    def propose(self, rows: Tensor, output: ForwardOutput | None) -> None:
+        """Draft with the head, then by search."""
+        self._mtp.propose(rows, output)
         self._extend(rows)
 
     def _extend(self, rows: Tensor) -> None:

@@ -1,13 +1,14 @@
-"""Drafts from a head of the model that predicts the token after next.
+"""Drafts from a head of the model that predicts the token after next (multi-token prediction).
 
-At place p the head takes the model's hidden state there and the token at p + 1, and has keys and
-values of its own for p. So behind each step it follows all the step's places whose next token is
-known by then: those of accepted drafts, and whole chunks of prompts, the last place included, since
-its next token has just been drawn. What stands behind them in its cache is written again, like that
-of the model. Further drafts come from the head's own states, a place further each.
+At position p the head takes the model's state there and the token at p + 1, and it has keys and
+values of its own for p. So after each step its cache is updated at all positions of the step whose
+next token is known by then: those of accepted drafts, and whole chunks of prompts, the last
+position included, since its next token has just been sampled. Later positions of its cache are
+written again, like those of the model. Further drafts come from the head's own states, each one
+position further.
 
-Drafts of rows that draw use the noise with which the row will draw at the same place: then most of
-what the head is sure of is right, and no probabilities need to be kept.
+Drafts of rows that sample use the noise with which the row will sample at the same position. Then
+most drafts that the head is sure of are right, and no probabilities need to be kept.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.models.model import DraftHead
 from tiercel.ops.sample_tokens import SampleRows, sample_tokens
-from tiercel.spec.texts import DraftTexts, StepStates
+from tiercel.spec.drafter_state import DrafterState, ForwardOutput
 
 # Builds the batch of one position of each row, from rows, the tokens that follow, positions, and
 # the positions up to which each row may write; `make_draft_batch` of the runner does.
@@ -33,11 +34,11 @@ MakeDraftBatch = Callable[[Tensor, Tensor, Tensor, Tensor], Batch]
 class MtpProposer:
     """Drafts up to `count` tokens with a model's head."""
 
-    reads_states = True
+    reads_output = True
 
     def __init__(
         self,
-        texts: DraftTexts,
+        texts: DrafterState,
         head: DraftHead,
         is_banned: Tensor,
         count: int,
@@ -48,25 +49,25 @@ class MtpProposer:
         self._is_banned = is_banned
         self._count = count
         self._make_batch = make_batch
-        # Where each row's next draft will stand: drafts are drawn like tokens behind its text.
+        # The position of each row's next draft: drafts are sampled like tokens after its text.
         self._places = torch.zeros_like(texts.sampling.num_tokens)
 
     def enter(self, rows: list[int], longest: int) -> None:
-        """Nothing to note."""
+        """Do nothing: the head keeps nothing of a row but its cache."""
 
-    def follow(self, states: StepStates) -> None:
-        """Pass the places of a step through the head."""
-        self._follow(states)
+    def update_cache(self, output: ForwardOutput) -> None:
+        """Pass the positions of a step through the head."""
+        self._update_cache(output)
 
-    def propose(self, rows: Tensor, states: StepStates | None) -> None:
-        """Follow the step and draft."""
-        assert states is not None, "the head needs them"
+    def propose(self, rows: Tensor, output: ForwardOutput | None) -> None:
+        """Update the head's cache by the step, and draft."""
+        assert output is not None, "the head reads it"
         texts, text = self._texts, self._texts.sampling
-        hidden = self._follow(states)
-        # The last place that was followed: it has the last token but one.
+        hidden = self._update_cache(output)
+        # The last position in the head's cache: that of the last token but one.
         last = text.num_tokens.index_select(0, rows) - 2
-        first = _pick(states.batch.cu_seqlens_q[:-1], states.drawn)
-        line = first + last - states.batch.positions.index_select(0, first)
+        first = _pick(output.batch.cu_seqlens_q[:-1], output.sampled)
+        line = first + last - output.batch.positions.index_select(0, first)
         h = hidden.index_select(0, line.clamp(0, len(hidden) - 1))
         self._places.copy_(text.num_tokens)
         drawing = SampleRows(text.token_ids, self._places, text.temperature, text.key)
@@ -87,11 +88,11 @@ class MtpProposer:
         counts = torch.minimum(wanted, left.index_select(0, rows)).clamp_(min=0)
         texts.drafts.draft_ids[:, 0].index_copy_(0, places, counts)
 
-    def _follow(self, states: StepStates) -> Tensor:
-        """States of the head at the places of a step; where no token follows yet, anything."""
-        batch, text = states.batch, self._texts.sampling
-        if states.width is not None:
-            rows = batch.rows.repeat_interleave(states.width)
+    def _update_cache(self, output: ForwardOutput) -> Tensor:
+        """The head's states at the positions of a step; undefined where no token follows yet."""
+        batch, text = output.batch, self._texts.sampling
+        if output.width is not None:
+            rows = batch.rows.repeat_interleave(output.width)
         else:
             numbers = np.repeat(np.arange(batch.num_reqs), batch.query_lens)
             rows = batch.rows.index_select(0, _on_device(numbers, batch.rows.device))
@@ -100,13 +101,13 @@ class MtpProposer:
         column = following.clamp(max=text.token_ids.shape[1] - 1)
         ids = torch.where(is_known, text.token_ids[rows.long(), column.long()], 0)
         slots = torch.where(is_known, batch.slot_mapping, -1)
-        return self._head.forward(replace(batch, input_ids=ids, slot_mapping=slots), states.hidden)
+        return self._head.forward(replace(batch, input_ids=ids, slot_mapping=slots), output.hidden)
 
 
-def _pick(starts: Tensor, drawn: tuple[int, ...] | None) -> Tensor:
-    if drawn is None:
+def _pick(starts: Tensor, sampled: tuple[int, ...] | None) -> Tensor:
+    if sampled is None:
         return starts
-    return starts.index_select(0, _on_device(np.array(drawn, np.int64), starts.device))
+    return starts.index_select(0, _on_device(np.array(sampled, np.int64), starts.device))
 
 
 def _on_device(values: npt.NDArray[np.int64], device: torch.device) -> Tensor:

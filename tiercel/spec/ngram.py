@@ -1,8 +1,8 @@
-"""Drafts from the row's own text: what followed its last tokens where they first stood.
+"""N-gram drafts from the row's own text: what followed its last tokens when they first came up.
 
-All rows of the engine are one batch of `ngram_index`, at fixed addresses. On a CPU those that got
+All rows of the engine are one batch of `ngram_index`, at fixed addresses. On a CPU, rows that got
 no tokens in a step are idle in it. On a GPU they are drafted for again, with the same result, which
-costs less than to tell them apart.
+costs less than telling them apart.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tiercel.ops.ngram_index import (
     ngram_index,
 )
 from tiercel.ops.ngram_match import make_ngram_workspace
-from tiercel.spec.texts import DraftTexts, StepStates
+from tiercel.spec.drafter_state import DrafterState, ForwardOutput
 
-# Drafts of a batch have no common budget here: a step that verifies has a place for each.
+# Drafts of a batch have no common budget here: a step that verifies has a position for each.
 NO_BUDGET: Final = 2**30
 # Tokens of a new text from which blocks of threads take it into the index before the next step does
 # so with a warp for each row.
@@ -33,9 +33,9 @@ _LONG_TEXT: Final = 64
 class NgramProposer:
     """Looks the last tokens of each row up in its text."""
 
-    reads_states = False
+    reads_output = False
 
-    def __init__(self, texts: DraftTexts, config: SpecConfig) -> None:
+    def __init__(self, texts: DrafterState, config: SpecConfig) -> None:
         token_ids = texts.sampling.token_ids
         (size, room), device = token_ids.shape, token_ids.device
         self._index = make_ngram_index(
@@ -70,7 +70,7 @@ class NgramProposer:
             self.propose(torch.full((1,), size - 1, dtype=torch.int32, device=device))
 
     def enter(self, rows: list[int], longest: int) -> None:
-        """Forget the former texts of rows, and take long new ones into the index at once."""
+        """Forget the former texts of rows, and take long new ones into the index immediately."""
         for row in rows:
             self._index.clear(row)
         if longest < _LONG_TEXT:
@@ -81,12 +81,12 @@ class NgramProposer:
         self._measure()
         extend_ngram_index(self._index, self._entering, workspace=self._workspace)
 
-    def follow(self, states: StepStates) -> None:
-        """Nothing to note."""
+    def update_cache(self, output: ForwardOutput) -> None:
+        """Do nothing: the text is all that is read."""
 
-    def propose(self, rows: Tensor, states: StepStates | None = None) -> None:
+    def propose(self, rows: Tensor, output: ForwardOutput | None = None) -> None:
         """Draft for rows (R,) int32 that have just got tokens."""
-        assert states is None, "texts are all that is read"
+        assert output is None, "the text is all that is read"
         counts = self._rows.drafts.draft_ids[:, 0]
         places = rows.long() if rows.device.type == "cpu" else None
         if places is not None:
