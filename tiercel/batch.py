@@ -1,13 +1,13 @@
 """One step of the engine as tensors: the only argument of a model's forward.
 
-R requests with `query_len >= 1` new tokens each lie end to end in T token places: prefill chunks
-and decode steps are the same varlen batch. Keys and values are found through `block_tables`, whose
-rows are the engine's request rows; a batch names its rows in `rows`.
+R requests with `query_len >= 1` new tokens each follow one another in T tokens: prefill chunks and
+decode steps are the same varlen batch. Keys and values are found through `block_tables`, whose rows
+are the engine's request rows; a batch names its rows in `rows`.
 
-Items to score follow the tokens of their request: each sees the prefix and itself alone. Their keys
-and values come from the step's own projections and go to no slot. Causality uses the index in the
-sequence, rotary embedding `positions`; these differ for items alone, whose positions all go on
-behind the prefix.
+Items to score follow the tokens of their request. Each item sees the prefix and itself alone. Keys
+and values of items come from the step's own projections and go to no slot. Causality uses the index
+in the sequence, rotary embedding uses `positions`. The two differ only for items: the positions of
+each item continue after the prefix.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class PackedItems:
     """Where the items of a step begin, on the host: tiles are planned from it.
 
     Attributes:
-        prefix_len: per request, tokens before its items; its length or more if it has none.
-        item_start: (T,) int32 on a CPU: of an item's token, the index of its item's first token.
+        prefix_len: tokens before the items of each request; its length or more if it has none.
+        item_start: (T,) int32 on a CPU: of an item token, the index of its item's first token.
     """
 
     prefix_len: tuple[int, ...]
@@ -33,7 +33,7 @@ class PackedItems:
 
 @dataclass(frozen=True, slots=True)
 class BatchLengths:
-    """The lengths of a step as the host knows them; attention metadata is planned from these.
+    """The lengths of a step as the host knows them; attention metadata is planned from them.
 
     Attributes:
         query_lens: new tokens of each request.
@@ -48,25 +48,25 @@ class BatchLengths:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """R requests, T new tokens, G cache groups, S rows, L rows of logits, all on one device.
+    """R requests, T new tokens, G cache groups, S rows, L logits rows, all on one device.
 
     Attributes:
         input_ids: (T,) int32.
-        positions: (T,) int32, what rotary embedding sees.
-        cu_seqlens_q: (R + 1,) int32, first token place of each request.
+        positions: (T,) int32, for rotary embedding.
+        cu_seqlens_q: (R + 1,) int32, the index of the first token of each request, then T.
         seq_lens: (R,) int32, context including this step, without items.
         rows: (R,) int32, the engine row of each request.
-        logits_rows: (L,) int32, token places whose logits are wanted.
+        logits_rows: (L,) int32, indices of the tokens whose logits are wanted.
         slot_mapping: (G, T) int64, cache slot of each new token; -1 writes nothing.
         block_tables: (G, S, max_blocks) int32, read through `rows`; 0 is the null block.
-        query_lens: host tuple, new tokens of each request.
-        context_lens: host tuple, `seq_lens` as the host knows them (an upper bound when steps
-            overlap), with items.
+        query_lens: new tokens of each request, on the host.
+        context_lens: `seq_lens` as the host knows them (an upper bound when steps overlap), with
+            items.
         num_tokens: T.
         num_reqs: R.
         max_query_len: bound of `query_lens`.
         max_seq_len: bound of `seq_lens`.
-        items: None in a step without any.
+        items: of the step; None without any.
         plans: attention metadata that was made ahead of the step, by keys of the model; its layers
             alone read it. None: they plan from the lengths.
     """

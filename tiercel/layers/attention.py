@@ -2,9 +2,10 @@
 
 Order matters: q and k are normed per head (if the model does), then rotated, then k and v go to
 their cache slots, then every new token attends over the cache. So a chunk's own keys are read back
-from the cache, whole prompts, chunks and single tokens alike. Two ops read it: one for up to 16
-new tokens a request, whose cost is reading the cache, and one for more, whose cost is multiplying.
-Items to score take the second one, which reads their own keys from this step's projections.
+from the cache, for whole prompts, chunks and single tokens alike. Two ops read it. Decode attention
+serves up to 16 new tokens a request, where the cost is reading the cache; prefill attention serves
+more tokens, where the cost is multiplying. Items to score take prefill attention, which reads their
+own keys from this step's projections.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """What the layers of one shape and cache group share in a step with long queries.
+    """Attention metadata that layers of one shape and cache group share in a step of long queries.
 
     Attributes:
-        tiles: of the attention; None on a CPU.
+        tiles: of prefill attention; None on a CPU.
         tables: (R, max_blocks) int32, the block table of each request.
     """
 
@@ -82,7 +83,7 @@ class Attention:
         self.group = 0
 
     def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """What this layer keeps per token."""
+        """The keys and values that this layer keeps for each token."""
         shape = self.shape
         return attention_spec(shape.num_kv_heads, shape.head_dim, dtype, shape.window)
 
@@ -92,7 +93,7 @@ class Attention:
         prepare_decode_attention(self.k_cache, self.shape.num_heads)
 
     def plan(self, batch: Batch) -> PromptPlan | None:
-        """For all layers of this shape and group; None where no query is long."""
+        """The plan for all layers of this shape and group; None where no query is long."""
         if _is_short(batch):
             return None
         tables = batch.block_tables[self.group].index_select(0, batch.rows)
@@ -115,7 +116,7 @@ class Attention:
     def tiles(
         self, query_lens: Sequence[int], context_lens: Sequence[int], items: PackedItems
     ) -> PlannedTiles:
-        """What `plan` uploads, for whoever keeps plans in a buffer; one kernel for all lengths."""
+        """The tiles that `plan` uploads, for graphs to keep: one kernel for all lengths."""
         return tile_prefill_attention(
             query_lens,
             context_lens,
@@ -131,10 +132,10 @@ class Attention:
         return self.output(self.rope_and_attend(self.qkv(x), batch, plan))
 
     def rope_and_attend(self, heads: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
-        """What lies between both projections.
+        """Norm and rotate q and k, write k and v to the cache, and attend: all between projections.
 
         Args:
-            heads: (T, rows of q, k and v), mutated.
+            heads: (T, rows of q, k and v) from the first projection, mutated.
             batch: the step.
             plan: of this step and shape.
 
@@ -162,7 +163,7 @@ class Attention:
         return self.attend(heads, batch, plan)
 
     def attend(self, heads: Tensor, batch: Batch, plan: PromptPlan | None) -> Tensor:
-        """heads: (T, all heads, head_dim), rotated, in the cache already; (T, hidden of heads)."""
+        """heads: (T, all heads, head_dim), rotated and in the cache. Returns (T, rows of q)."""
         shape, caches = self.shape, (self.k_cache, self.v_cache)
         q = heads[:, : shape.num_heads]
         if plan is None:

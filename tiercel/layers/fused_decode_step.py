@@ -1,7 +1,7 @@
 """All layers of a decoder as one kernel for a step of a single token.
 
-Its weights are a second copy, in the order in which that kernel reads them, made from the layers
-that serve every other step.
+Its weights are a second copy, in the order in which the kernel reads them, made from the layers
+that serve all other steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tiercel.quant_types import Layout
 
 @dataclass(frozen=True, slots=True)
 class StepLayer:
-    """A layer's parts; of its norms the weights, float32, of q and k heads none or two."""
+    """The parts of a layer; its norms are float32 weights, those of q and k heads two or none."""
 
     attn_norm: Tensor
     head_norms: tuple[Tensor, ...]
@@ -59,12 +59,12 @@ class FusedDecodeStep:
         self.group = group
 
     def supports(self, batch: Batch) -> bool:
-        """Whether a batch is one token, and no item to score."""
+        """Whether a batch is one token without items to score."""
         return batch.num_tokens == 1 and batch.items is None and self.caches is not None
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        """x: (1, hidden) float32; returns the same, behind the last layer."""
-        assert self.caches is not None, "supports() was asked"
+        """x: (1, hidden) float32. Returns the residual after the last layer, of the same shape."""
+        assert self.caches is not None, "supports() is True"
         return fused_decode_step(x, self.weights, self.caches, batch, self.group)
 
 
@@ -111,18 +111,18 @@ def make_fused_decode_step(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of packed matrices that make one of the kernel's: gate and up are two."""
+    """Rows of packed matrices that form one matrix of the kernel: gate and up are two."""
 
-    places: tuple[tuple[QuantTensor, int, int], ...]
+    parts: tuple[tuple[QuantTensor, int, int], ...]
 
     @property
     def qtypes(self) -> tuple[str, ...]:
-        return tuple(tensor.qtype.name for tensor, _, _ in self.places)
+        return tuple(tensor.qtype.name for tensor, _, _ in self.parts)
 
     def in_file_layout(self) -> list[QuantTensor]:
         return [
             packed_repack(tensor, Layout.FILE).rows(first, last)
-            for tensor, first, last in self.places
+            for tensor, first, last in self.parts
         ]
 
 
@@ -145,7 +145,7 @@ def _cut(layer: StepLayer, shape: DecoderShape) -> dict[str, _Rows] | None:
 
 
 def _cut_linear(linear: Linear, sizes: Sequence[int]) -> list[tuple[QuantTensor, int, int] | None]:
-    """Of parts that lie end to end: the packed matrix of each and its rows there, or None."""
+    """The packed matrix of each of some adjacent parts and its rows there, or None."""
     found: list[tuple[QuantTensor, int, int] | None] = []
     segments = iter(linear.weight.segments)
     segment, first = next(segments), 0

@@ -1,6 +1,6 @@
 """Layers of a decoder from attention to attention, for steps of a few tokens.
 
-Weights are those at rest that serve every other step; nothing is copied.
+The weights are those that serve all other steps; nothing is copied.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tiercel.ops.packed_matvec import PackedWeight
 
 @dataclass(frozen=True, slots=True)
 class ChainLayer:
-    """A layer's parts."""
+    """The parts of a layer."""
 
     attn_norm: RMSNorm
     attention: Attention
@@ -58,11 +58,11 @@ class FusedLayerTail:
         self.max_tokens = min(part.geometry.max_tokens for part in weights)
 
     def supports(self, batch: Batch) -> bool:
-        """Whether a batch has so few tokens, and no items to score."""
+        """Whether a batch has few enough tokens, and no items to score."""
         return 1 <= batch.num_tokens <= self.max_tokens and batch.items is None
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        """x: (T, hidden) float32, mutated; returns it, behind the last layer."""
+        """x: (T, hidden) float32, mutated. Returns it, the residual after the last layer."""
         first = self.layers[0]
         plan = first.attention.plan(batch)
         heads: Tensor | None = first.attention.qkv(first.attn_norm(x))

@@ -29,7 +29,7 @@ LEAST_READ_BYTES, MOST_READ_BYTES = 8 << 20, 512 << 20
 # Of square products on a CPU: a larger one while a call is so short that threads wait much of it.
 CPU_SIZES = (512, 1024, 2048, 4096)
 ENOUGH_US = 20_000
-CPU_SECONDS = 0.3  # of each; the fastest call counts, the others shared the machine
+CPU_SECONDS = 0.3  # of each; the fastest call counts, slower ones shared the machine
 Call = Callable[[], object]
 
 

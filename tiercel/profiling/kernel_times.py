@@ -37,7 +37,7 @@ class KernelTime:
     Attributes:
         name: of the kind.
         size: in words.
-        num_bytes: the fewest that must move: weights as they rest packed, inputs, results.
+        num_bytes: the fewest that must move: weights as they are stored, inputs, results.
         flops: operations.
         us: microseconds a call, the median.
         is_cold: whether the calls of a turn read more than the last-level cache holds.
@@ -70,7 +70,7 @@ def measure_kernels(
         tokens: rows of the products.
         attention: of one layer each.
         seconds: of a measurement, about.
-        report: hears what is measured.
+        report: called with what is measured next.
 
     Raises:
         ArgumentError: a case does not fit the cache.
@@ -122,7 +122,7 @@ def _time_attention(
 
 
 def _make_batch(loaded: LoadedModel, case: AttentionCase) -> Batch:
-    """Requests whose blocks lie in any order."""
+    """Equal requests whose blocks are in random order."""
     device, pools = loaded.config.device, loaded.engine.runner.pools
     block_size = loaded.config.block_size
     blocks = -(-case.context // block_size)

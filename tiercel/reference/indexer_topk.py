@@ -7,11 +7,11 @@ from torch import Tensor
 def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """Scores (T, entries) of q (T, heads, d), weights (T, heads), keys (entries, d), float64."""
     num_tokens, num_heads, d = q.shape
-    out = torch.zeros(num_tokens, keys.shape[0], dtype=torch.float64)
+    out: Tensor = torch.zeros(num_tokens, keys.shape[0], dtype=torch.float64)
     for head in range(num_heads):
         dots = q[:, head].double() @ keys.double().t()
         out += weights[:, head, None].double() * torch.where(dots > 0, dots, 0.0)
-    return out / float(d * num_heads) ** 0.5
+    return out * float(d * num_heads) ** -0.5
 
 
 def topk(score_rows: Tensor, visible: Tensor, k: int) -> list[list[int]]:

@@ -185,7 +185,7 @@ class DecodeSteps:
             progress(len(keys), len(keys))
 
     def verify_costs(self) -> list[tuple[int, float]]:
-        """(rows, c) for sizes of steps, by replays: verifying takes 1 + c times as long."""
+        """(rows, c) for sizes of steps, by replays: verifying takes longer by the share c."""
         width = 1 + self._config.spec.max_drafts
         sizes = self._buckets.get(width, ()) if self._graphs and width > 1 else ()
         took = {

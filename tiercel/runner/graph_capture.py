@@ -1,7 +1,7 @@
-"""Records what a step enqueues as a CUDA graph.
+"""CUDA graph capture of what a step enqueues.
 
-Graphs of one recorder share their memory: a replay may overwrite what another one left, so what is
-read behind a replay is copied out of it, or read before the next.
+Graphs of one recorder share their memory: a replay may overwrite the results of another one. So
+results that are needed later are copied out, or read before the next replay.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-# Of a graph beside what its kernels write: 1.5 MiB with 36 layers of 11 kernels (H200).
+# Memory of a graph besides what its kernels write: 1.5 MiB with 36 layers of 11 kernels (H200).
 GRAPH_BYTES = 4 * 2**20
 
 
 class GraphRecorder:
-    """A stream to record on, and memory for what is recorded; of one engine."""
+    """A stream to capture on, and the memory of captured graphs, for one engine."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,16 +27,16 @@ class GraphRecorder:
     def record(
         self, run: Callable[[], T], load: Callable[[], object]
     ) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Record something and replay it once.
+        """Capture what a function enqueues, and replay it once.
 
         Args:
             run: enqueues it.
-            load: enqueues each of its kernels once or more, since none can be loaded while a graph
-                is recorded.
+            load: enqueues each of its kernels once or more, since none can be loaded during a
+                capture.
 
         Returns:
-            The graph, and what `run` returned while it was recorded: tensors that each replay
-            fills anew.
+            The graph, and the result of `run` during the capture: tensors that each replay fills
+            anew.
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -44,8 +44,9 @@ class GraphRecorder:
             load()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Not by `torch.cuda.graph`: it waits for the device and empties PyTorch's cache of memory
-        # each time, while here the device runs what was enqueued as the host records on.
+        # Not by `torch.cuda.graph`, which waits for the device and empties PyTorch's cache of
+        # memory each time. Here the device runs what was enqueued while the host captures the next
+        # graph.
         with torch.cuda.stream(self._stream):
             # Thread-local: another engine of this process may use its device meanwhile.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
@@ -57,5 +58,5 @@ class GraphRecorder:
         return graph, result
 
     def finish(self) -> None:
-        """Give back what the eager runs kept: no other stream could use it."""
+        """Give back the memory that the eager runs kept: no other stream could use it."""
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Device-to-host copies of results, after a step and beside the next one."""
+"""Device-to-host copies of a step's results, after the step and beside the next one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class HostCopies:
     """Device-to-host copies of one step's results, on a stream of their own, with one event."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        """Begin after all work enqueued so far; stream: for copies, None on a CPU."""
+        """Begin after everything enqueued so far; stream: for copies, None on a CPU."""
         self._stream = stream
         self._event = None if stream is None else torch.cuda.Event()
         if stream is not None:
@@ -32,6 +32,6 @@ class HostCopies:
             self._event.record(self._stream)
 
     def wait(self) -> None:
-        """Wait for these copies alone."""
+        """Wait for this object's copies alone."""
         if self._event is not None:
             self._event.synchronize()

@@ -1,7 +1,7 @@
-"""Items to score as inputs of a step, between the tokens that rows and caches know.
+"""Items to score as inputs of a step, between the tokens of rows and caches.
 
-A request's part of the batch is its new tokens of the prompt, then its items, end to end. The
-former come from the device's rows (`prepare_step`), items from the host, with slots of -1:
+A request's part of the batch is its new tokens of the prompt, followed by its items. The tokens of
+the prompt come from the device's rows (`prepare_step`); items come from the host, with slots of -1:
 
     prompt chunk of A | item of A | item of A | prompt chunk of B | token of C | item of D
 """
@@ -25,57 +25,57 @@ from tiercel.scheduler.plan import ScheduledRow
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """The host's part of a step of R requests and T tokens, some of them of items.
+    """The host's part of a step of R requests and T tokens, some of which belong to items.
 
     Attributes:
         cached_starts: (R + 1,) int32, as `cu_seqlens_q` would be without items.
-        cached_places: (T',) int64, where the tokens without items go.
+        cached_index: (T',) int64, the indices in the step of the tokens that belong to no item.
         item_ids: (T,) int32, 0 outside of items.
-        item_positions: (T,) int32, likewise.
-        items: for the attention.
+        item_positions: (T,) int32, 0 outside of items.
+        items: for attention.
     """
 
     cached_starts: npt.NDArray[np.int32]
-    cached_places: npt.NDArray[np.int64]
+    cached_index: npt.NDArray[np.int64]
     item_ids: npt.NDArray[np.int32]
     item_positions: npt.NDArray[np.int32]
     items: PackedItems
 
     def merged(self, cached: StepInputs) -> StepInputs:
-        """Inputs of all T tokens from those of the T' that are no items."""
+        """Inputs of all T tokens, from those of the T' tokens that belong to no item."""
         device, count = cached.input_ids.device, len(self.item_ids)
         # One copy to the device: int64 first, for its alignment.
         host = np.concatenate(
-            (self.cached_places.view(np.int32), self.item_ids, self.item_positions)
+            (self.cached_index.view(np.int32), self.item_ids, self.item_positions)
         )
         on_device = to_device(host, device)
-        split = 2 * len(self.cached_places)
-        places = on_device[:split].view(torch.int64)
+        split = 2 * len(self.cached_index)
+        index = on_device[:split].view(torch.int64)
         groups = cached.slot_mapping.shape[0]
         slots = torch.full((groups, count), -1, dtype=torch.int64, device=device)
 
         def put(whole: Tensor, part: Tensor) -> Tensor:
-            # A copy, because kernels are compiled anew for addresses of another alignment.
-            return whole.clone().index_copy_(0, places, part)
+            # A copy: kernels are compiled anew for addresses of another alignment.
+            return whole.clone().index_copy_(0, index, part)
 
         return StepInputs(
             put(on_device[split : split + count], cached.input_ids),
             put(on_device[split + count :], cached.positions),
             cached.seq_lens,
-            slots.index_copy_(1, places, cached.slot_mapping),
+            slots.index_copy_(1, index, cached.slot_mapping),
         )
 
 
 def pack_items(parts: Sequence[ScheduledRow]) -> PackedStep:
-    """Lay the items of a step out; at least one part has some."""
+    """Lay out the items of a step; at least one part has some."""
     total = sum(part.num_tokens for part in parts)
     ids = np.zeros(total, np.int32)
     positions, starts = np.zeros(total, np.int32), np.zeros(total, np.int32)
-    places: list[npt.NDArray[np.int64]] = []
+    cached_index: list[npt.NDArray[np.int64]] = []
     prefixes: list[int] = []
     at = 0
     for part in parts:
-        places.append(np.arange(at, at + part.num_query))
+        cached_index.append(np.arange(at, at + part.num_query))
         at += part.num_query
         prefix = part.start + part.num_query
         prefixes.append(prefix)
@@ -87,9 +87,9 @@ def pack_items(parts: Sequence[ScheduledRow]) -> PackedStep:
         at = own.stop
         lengths = np.fromiter(map(len, items), np.int32, len(items))
         ids[own] = np.fromiter(chain.from_iterable(items), np.int32, part.num_item_tokens)
-        first = np.repeat(np.cumsum(lengths) - lengths, lengths)  # of each token's item
+        first = np.repeat(np.cumsum(lengths) - lengths, lengths)  # the start of each token's item
         starts[own] = prefix + first
         positions[own] = prefix + np.arange(part.num_item_tokens) - first
     cached = np.cumsum([0, *(part.num_query for part in parts)]).astype(np.int32)
     packed = PackedItems(tuple(prefixes), torch.from_numpy(starts))
-    return PackedStep(cached, np.concatenate(places), ids, positions, packed)
+    return PackedStep(cached, np.concatenate(cached_index), ids, positions, packed)

@@ -1,12 +1,13 @@
 """Steps with prompts or items, padded to sizes and replayed from CUDA graphs.
 
 Launching some 11 kernels per layer costs the host more than a small step costs the device: 13 ms
-for a prompt of 300 tokens that takes 1.6 ms (0.6 B parameters, H200). A graph runs all layers of a
-padded number of tokens, whatever its requests, prefixes and items are: which rows attend to what
-is a table of tiles in device memory, written before each replay beside ids, positions and slots.
-What is padded belongs to a request without a prefix, whose tokens see nothing and write nothing.
+for a prompt of 300 tokens that takes 1.6 ms (0.6 B parameters, H200). A graph runs all layers for a
+padded number of tokens, whatever its requests, prefixes and items are. The tokens that each token
+attends to are in the model's plan, a table in device memory that is written before each replay
+beside ids, positions and slots. Padding belongs to a request without a prefix, whose tokens see
+nothing and write nothing.
 
-Graphs are recorded before the first request, largest first, two for a size at most: with the keys
+Graphs are captured before the first request, largest first, two for a size at most: with the keys
 of long prefixes cut into parts, and without. Without graphs (TIERCEL_CUDA_GRAPH=0) the same padded
 steps run eagerly, with the same bits.
 """
@@ -32,7 +33,7 @@ from tiercel.runner.step_inputs import (
     padded_lengths,
 )
 
-# A step of more tokens than this over a layer's weights keeps the device busy for longer than the
+# Products of a layer (tokens x weights) from which a step keeps the device busy for longer than the
 # host takes to launch it: 1,424 tokens of 8 B parameters.
 _BUSY = 2**38
 LARGEST = 4096  # tokens, however few the weights are
@@ -62,9 +63,12 @@ _Key = tuple[int, tuple[Hashable, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Padded:
-    """A size of steps: what it reads, and the graph that runs it, if there are graphs.
+    """A size of steps.
 
-    `batch` is a step of lengths that any could have; the true ones are in `plans`.
+    Attributes:
+        batch: a step of lengths that any step could have; the true ones are in `plans`.
+        plans: the model's attention metadata.
+        graph: runs it, if there are graphs.
     """
 
     batch: Batch
@@ -87,7 +91,7 @@ class PromptSteps:
             self._sizes = padded_sizes(model.weights_per_layer, config.max_num_batched_tokens)
         self.largest = max(self._sizes, default=0)
         self._inputs = PaddedInputs(rows, self.largest)
-        # What graphs leave; memory of their own, because they share the rest.
+        # States that graphs leave, in memory of their own: graphs share all other memory.
         self._hidden = torch.empty(
             (self.largest, model.state_width), dtype=model.state_dtype, device=config.device
         )
@@ -106,7 +110,7 @@ class PromptSteps:
         plans = self._plan(batch.query_lens, batch.context_lens, batch.items, size)
         padded = self._padded.get(_key(size, plans))
         if padded is None:
-            return self._model.forward(batch)  # a device that cuts what none of `capture` is
+            return self._model.forward(batch)  # of a kind that `capture` did not see
         self._inputs.write(batch, size)
         if not plans:
             self._inputs.write_lengths(batch, size)
@@ -120,7 +124,7 @@ class PromptSteps:
 
     @property
     def num_graphs(self) -> int:
-        """How many `capture` records."""
+        """The number of graphs that `capture` records."""
         return len(self._possible_plans())
 
     def capture(
@@ -163,7 +167,7 @@ class PromptSteps:
         self._hidden[: step.num_tokens].copy_(forward(step))
 
     def _possible_plans(self) -> dict[_Key, Mapping[Hashable, AttentionPlan]]:
-        """Of requests that fill a size, alone and behind prefixes; the largest first."""
+        """Plans of requests that fill a size, alone and after prefixes; the largest size first."""
         wanted = {}
         for size in reversed(self._sizes):
             longest = max(size, self._max_model_len)

@@ -1,4 +1,4 @@
-"""Builds the `Batch` of every step: the one place where rows and lengths become a model's input.
+"""Builds the `Batch` of every step: here alone rows and lengths become a model's input.
 
     BatchBuilder        plain, verify, packed and scratch steps, eager or while a graph is recorded
     PaddedInputs        steps with prompts, padded to a size, at addresses that graphs read
@@ -127,7 +127,7 @@ class PaddedInputs:
     def write(self, batch: Batch, size: int) -> None:
         """Copy a step's inputs to these addresses.
 
-        Old ids, positions and rows may remain after them: they are valid, and the results of such
+        Old ids, positions and rows may remain after them: they are valid, and the results of those
         tokens are unused.
         """
         inputs, count = self._inputs, batch.num_tokens
