@@ -1,4 +1,4 @@
-"""What the engine was asked to be, resolved against the model and this machine."""
+"""The settings of an engine, resolved against the model and this machine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class EngineConfig:
 
     Attributes:
         device: ``cpu`` or ``cuda:i``.
-        dtype: of products, of the cache.
-        max_model_len: tokens of one sequence, prompt and answer.
+        dtype: of products and of the cache.
+        max_model_len: tokens of one sequence, prompt and answer together.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: new tokens of one step.
         block_size: tokens of a cache block, of the model's choice.

@@ -44,9 +44,9 @@ COPIES_SHARE: Final = 0.5
 def _make_runner(
     model: Model, num_groups: int, config: EngineConfig, tokenizer: Tokenizer
 ) -> ModelRunner:
-    """Rows, the sampler and who drafts, around a model."""
+    """The rows, the sampler and the proposer, around a model."""
     spec, vocab_size = config.spec, model.config.vocab_size
-    # Places of drafts may lie behind those of the longest text.
+    # Drafts may have positions after those of the longest text.
     max_blocks = -(-(config.max_model_len + spec.max_drafts) // config.block_size)
     rows = Rows(
         config.max_num_seqs,
@@ -69,7 +69,7 @@ def _make_runner(
 def _make_proposer(
     model: Model, rows: Rows, sampler: Sampler, config: EngineConfig
 ) -> Proposer | None:
-    """Who drafts; None without speculation."""
+    """The proposer of drafts; None without speculation."""
     spec, texts = config.spec, rows.drafter_state
     if spec.method == "off":
         return None
@@ -92,7 +92,7 @@ def _make_proposer(
 
 
 def _capture(runner: ModelRunner, progress: Callable[[str, int, int], None] | None) -> None:
-    """Make the steps ready that have fixed sizes."""
+    """Prepare the steps of fixed sizes: capture their graphs, if there are any."""
     config = runner.config
     recorder = GraphRecorder(config.device) if config.cuda_graphs else None
     runner.prompt_steps.capture(
@@ -109,7 +109,7 @@ def _has_room_for_copies(source: ModelSource, config: EngineConfig, budget: Memo
     """Whether packed weights keep dense copies.
 
     Raises:
-        OutOfMemoryError: the weights do not even fit without.
+        OutOfMemoryError: the weights do not fit even without them.
     """
     device = config.device
     measure = partial(
@@ -135,7 +135,7 @@ def build_engine(
         source: a checked file.
         config: resolved.
         tokenizer: of the model.
-        progress: hears (what, done, total).
+        progress: called with (what, done, total).
 
     Raises:
         OutOfMemoryError: weights or cache do not fit; the message says what was needed and what to

@@ -1,8 +1,8 @@
 """The loop: admit, schedule, launch, collect, emit.
 
 A step is planned and enqueued while the one before it runs: the device holds one queued step, and
-the host works on results meanwhile. On a CPU a launch runs to its end, so nothing is gained by
-that; there a step is collected at once, in the same loop.
+the host works on results meanwhile. On a CPU a launch runs to its end, so overlap gains nothing;
+there each step is collected immediately, in the same loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tiercel.spec.policy import INITIAL_ACCEPTANCE, update_acceptance
 
 @dataclass(frozen=True, slots=True)
 class RequestUpdate:
-    """What one step did for one request: its new tokens; the request knows whether it finished."""
+    """The new tokens of one request in one step; the request itself says whether it finished."""
 
     request: Request
     new_token_ids: tuple[int, ...]
@@ -100,7 +100,7 @@ class Engine:
         self.scheduler.add(request)
 
     def forget(self) -> None:
-        """Count from zero again, and keep nothing of what requests that have ended computed."""
+        """Reset all counters, and drop the cached blocks of requests that have ended."""
         self.scheduler.forget_history()
         self.draft_counts = DraftCounts()
 
@@ -112,23 +112,24 @@ class Engine:
     def stop(self, request: Request, stop_reason: str) -> None:
         """End a request whose text reached a stop string."""
         if request.status is Status.FINISHED:
-            # Its last token also ended it; the string decides, because the text is cut there.
+            # Its last token ended it too. The string decides, because the text is cut there.
             request.finish_reason, request.stop_reason = "stop", stop_reason
             return
         self.scheduler.finish(request, "stop", stop_reason)
         self._drain_unless_busy()
 
     def step(self) -> list[RequestUpdate]:
-        """Enqueue one step, and return what the one before it did (or the same, without overlap).
+        """Enqueue one step, and return the updates of the step before it.
 
-        Returns nothing while the first of two overlapping steps is under way.
+        Without overlap these are the updates of the same step. The result is empty while the first
+        of two overlapping steps is under way.
         """
         is_done = False
         try:
             updates = self._step()
             is_done = True
         finally:
-            if not is_done:  # interrupted, or at fault
+            if not is_done:  # interrupted, or an error
                 self._abandon()
         return updates
 
@@ -154,7 +155,7 @@ class Engine:
         return updates
 
     def _abandon(self) -> None:
-        """Forget the steps under way; their requests wait again, to be computed anew."""
+        """Forget the steps under way; their requests wait again and are computed anew."""
         for plan, _ in self._pending:
             self.scheduler.withdraw(plan)
         self._pending.clear()
@@ -170,7 +171,7 @@ class Engine:
             torch.cuda.set_sync_debug_mode("default")
 
     def _survive(self) -> list[RequestUpdate]:
-        """After a launch without memory: its newest request fails, the others begin anew."""
+        """After a launch ran out of memory: fail its newest request, begin all others anew."""
         plan, _ = self._pending.pop()
         updates: list[RequestUpdate] = []
         while self._pending:
@@ -190,7 +191,7 @@ class Engine:
         return updates
 
     def _drain_unless_busy(self, updates: list[RequestUpdate] | None = None) -> None:
-        """Collect what is under way if nobody waits for more, so that all blocks are free."""
+        """Collect the steps under way if no request waits or runs, so that all blocks are free."""
         while self._pending and not self.scheduler.has_work:
             late = self._collect()
             assert updates is not None or not late, "their requests have finished"
@@ -202,12 +203,12 @@ class Engine:
         plan, launch = self._pending[0]
         assert launch is not None, "only launched steps are collected"
         with allowed():
-            drawn = self.runner.collect(launch)
+            sampled = self.runner.collect(launch)
         self._pending.popleft()
         alive = {p.row for p in plan.scheduled if p.request.status is Status.RUNNING}
         updates: list[RequestUpdate | None] = []
         for part in plan.scheduled:
-            request, result = part.request, drawn.get(part.row)
+            request, result = part.request, sampled.get(part.row)
             is_sound = result is None or result.problem is None
             kept = _cut_at_end(request, result.token_ids) if result and is_sound else ()
             if result is not None and request.draft_limit:
@@ -224,18 +225,20 @@ class Engine:
     def _note_drafts(
         self, request: Request, result: SampledTokens, kept: tuple[int, ...] | None
     ) -> None:
-        """Learn what a step's drafts were worth; `kept`: of its tokens, None for an ended row."""
+        """Count drafts and update acceptance; `kept`: the tokens kept, None for an ended row."""
         request.has_unsound_draft |= result.has_unsound_draft
         request.next_drafts = result.next_drafts
-        num_right = len(result.token_ids) - 1
+        num_accepted = len(result.token_ids) - 1
         if kept is not None:
             num_trimmed = len(result.token_ids) - len(kept)
-            self.draft_counts.add(result.num_drafts, num_right, num_trimmed)
+            self.draft_counts.add(result.num_drafts, num_accepted, num_trimmed)
         if result.num_drafts:
-            request.acceptance = update_acceptance(request.acceptance, result.num_drafts, num_right)
+            request.acceptance = update_acceptance(
+                request.acceptance, result.num_drafts, num_accepted
+            )
 
     def _end_scoring(self, request: Request) -> RequestUpdate | None:
-        """End a request whose last values are in, or of which one is no number."""
+        """End a request whose last values are in, or one of whose values is NaN."""
         if request.is_unsound:
             self.scheduler.finish(request, "error", "nonfinite_logits")
         elif request.num_items_done == request.num_items:
@@ -247,7 +250,7 @@ class Engine:
     def _apply(
         self, request: Request, result: SampledTokens, new_token_ids: tuple[int, ...]
     ) -> RequestUpdate:
-        """Give a request its drawn tokens, the last of which may end it."""
+        """Give a request its sampled tokens, the last of which may end it."""
         problem = result.problem
         if request.matcher is not None and request.max_tokens:
             for token_id in new_token_ids:
@@ -258,7 +261,7 @@ class Engine:
             request.is_unsound = True
             self.scheduler.finish(request, "error", problem)
             return RequestUpdate(request, ())
-        if request.max_tokens == 0:  # only its prompt was asked for
+        if request.max_tokens == 0:  # nothing is generated after its prompt
             if request.pooling == "mean":
                 assert request.embedding is not None, "its prompt is computed"
                 request.embedding = request.embedding / np.float32(len(request.prompt_token_ids))
@@ -274,7 +277,7 @@ class Engine:
 
 
 def _cut_at_end(request: Request, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """What an answer takes of new tokens: up to a stop token."""
+    """The new tokens that belong to an answer: those up to a stop token."""
     for count, token_id in enumerate(token_ids, 1):
         if token_id in request.stop_ids:
             return token_ids[:count]
@@ -282,7 +285,7 @@ def _cut_at_end(request: Request, token_ids: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _prompt_problem(request: Request) -> str | None:
-    """What is wrong with the log-probabilities of the prompt, once, when all of them are there."""
+    """The problem with log-probabilities of a prompt, if any; checked once all of them are in."""
     if request.output_token_ids or all(isfinite(e.logprob) for e in request.prompt_logprobs):
         return None
     return "nonfinite_logits"

@@ -1,9 +1,9 @@
-"""Ctrl-C while requests run: at once where that is safe, else a moment later.
+"""Ctrl-C while requests run: raised immediately where that is safe, else a moment later.
 
 Python raises KeyboardInterrupt between any two instructions of the main thread. In the middle of
-the engine's bookkeeping it would leave rows and blocks that nobody owns, or tokens that nobody was
-told of. So it is put off there, and let through where nothing is half done: while the model
-computes. Whoever has a handler of their own for SIGINT keeps it; other threads are not interrupted.
+the engine's bookkeeping it would leave rows and blocks without an owner, or tokens that were never
+delivered. So it is deferred there, and let through where nothing is half done: while the model
+computes. A program's own handler for SIGINT stays in place; other threads are not interrupted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import FrameType
 
 
 class _Deferral:
-    """A handler that only notes the signal."""
+    """A signal handler that only notes the signal."""
 
     def __init__(self) -> None:
         self.has_come = False
@@ -25,7 +25,7 @@ class _Deferral:
         self.has_come = True
 
     def raise_noted(self) -> None:
-        """Raise what was put off."""
+        """Raise the interrupt that was deferred."""
         if self.has_come:
             self.has_come = False
             raise KeyboardInterrupt
@@ -33,7 +33,7 @@ class _Deferral:
 
 @contextmanager
 def deferred() -> Generator[None]:
-    """Put Ctrl-C off to the end of the block, but for what is `allowed` within.
+    """Defer Ctrl-C to the end of the block, except in `allowed` blocks within.
 
     Raises:
         KeyboardInterrupt: at the end.

@@ -1,4 +1,4 @@
-"""From options to a loaded engine: the one path that `LLM`, `AsyncLLM` and the engine process take.
+"""From options to a loaded engine: the one path of `LLM`, `AsyncLLM` and the engine process.
 
 Find the file, check it, resolve the options against it, load it.
 """
@@ -58,7 +58,7 @@ class LoadedModel:
         tokenizer: of the model.
         engine: with weights and cache.
         matchers: of requests with a grammar.
-        faults: what ``TIERCEL_FAULTS`` asks for.
+        faults: those that ``TIERCEL_FAULTS`` requests.
     """
 
     source: ModelSource
@@ -69,7 +69,7 @@ class LoadedModel:
     faults: Faults
 
     def inputs(self) -> InputProcessor:
-        """What makes requests for it."""
+        """The input processor, which makes its requests."""
         return InputProcessor(
             self.tokenizer,
             vocab_size=self.source.config.vocab_size,
@@ -79,7 +79,7 @@ class LoadedModel:
         )
 
     def score_inputs(self, inputs: InputProcessor) -> ScoreInputs:
-        """What makes the requests of scoring for it."""
+        """The processor that makes its scoring requests."""
         return ScoreInputs(
             inputs,
             self.tokenizer,
@@ -96,13 +96,13 @@ def load_model(
     """Find, check and load a model.
 
     Args:
-        model: see `LLM`; takes the place of `options.model`.
-        options: the others.
-        report: hears (what, done, total) in bytes while fetching and loading.
+        model: see `LLM`; replaces `options.model`.
+        options: all other options.
+        report: called with (what, done, total) in bytes while fetching and loading.
 
     Raises:
         ModelNotFoundError, ModelFormatError, UnsupportedModelError: the model.
-        ArgumentError: an option, or faults that nobody has enabled.
+        ArgumentError: an option, or faults that are not enabled.
         OutOfMemoryError: weights, or the cache of one sequence, do not fit.
         InstallationError: not on this platform.
     """
@@ -123,7 +123,7 @@ def load_model(
         if report is not None:
             report("Warming up", 0, 0)
         warm_up(engine, source.config.vocab_size)
-    gc.collect()  # of what loading left: not in the middle of the first request
+    gc.collect()  # the garbage of loading, so that no collection delays the first request
     engine.runner.faults = faults
     matchers = Matchers(tokenizer, source.config.vocab_size)
     return LoadedModel(source, config, tokenizer, engine, matchers, faults)
@@ -135,7 +135,7 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
     Raises:
         ArgumentError: a value that cannot be, naming the option or the environment variable.
     """
-    env.switches()  # those of another device are not read later, but a wrong value tells of a slip
+    env.switches()  # also those of another device: a wrong value is a mistake all the same
     device = resolve_device(options.device)
     spec = resolve_spec(options.spec, options.num_spec_tokens)
     if spec.has_head and not source.config.num_mtp_layers:

@@ -1,8 +1,8 @@
 """The loop around `Engine.step`, for a thread or a process of its own.
 
-Other threads put calls into an inbox; the loop makes them between two steps. So an abort is done
-before the next step, and only this thread touches the engine. With nothing to do the loop sleeps
-until a call comes.
+Other threads put calls into an inbox, and the loop makes them between two steps. So an abort is
+done before the next step, and only this thread touches the engine. With nothing to do the loop
+sleeps until a call comes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tiercel.request.request import Request, Status, TokenUpdate
 
 
 class SteppingEngine(Protocol):
-    """What the loop needs of `Engine`."""
+    """The part of `Engine` that the loop uses."""
 
     @property
     def has_work(self) -> bool: ...
@@ -35,15 +35,15 @@ class SteppingEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did.
+    """The results of one step.
 
     Attributes:
         started_s: `perf_counter` when it began.
-        seconds: that it took.
+        seconds: its duration.
         entered: requests whose first step it was.
         num_preempted: requests that gave their memory back and wait again.
-        updates: new tokens, ends.
-        computing: requests to report the progress of: part of their prompt is computed.
+        updates: new tokens and ends of requests.
+        computing: requests whose progress is reported: part of their prompt is computed.
     """
 
     started_s: float
@@ -62,20 +62,20 @@ def is_first(update: RequestUpdate) -> bool:
 
 
 def token_update(update: RequestUpdate) -> TokenUpdate:
-    """An update as it stands now, for a reader elsewhere: the request goes on changing."""
+    """A copy of an update for another thread or process: the request itself goes on changing."""
     request, new = update.request, update.new_token_ids
     logprobs = tuple(request.logprobs[-len(new) :]) if new else ()
     return TokenUpdate(new, logprobs, request.finish_reason, request.stop_reason)
 
 
 class LoopListener(Protocol):
-    """Who hears of results, on the loop's own thread."""
+    """The receiver of results, called on the loop's own thread."""
 
     def on_step(self, result: StepResult) -> None:
         """A step is done."""
 
     def on_refused(self, request: Request, error: TiercelError) -> None:
-        """The engine does not take a request; the others go on."""
+        """The engine refuses a request; all other requests go on."""
 
     def on_idle(self) -> None:
         """There is nothing to do."""
@@ -95,12 +95,12 @@ class EngineLoop:
         self._has_news = threading.Condition()
         self._is_stopping = False
         self._reports = ProgressReports()
-        # In order of arrival: every request that has not ended, with its status behind the last
-        # step; None before its first one.
+        # In order of arrival: every request that has not ended, with its status after the last
+        # step; None before its first step.
         self._live: dict[Request, Status | None] = {}
 
     def submit(self, request: Request) -> None:
-        """Give a request to the engine; if it is refused, the listener hears of it."""
+        """Give a request to the engine; if it is refused, the listener is notified."""
         self.call(partial(self._submit, request))
 
     def abort(self, request: Request) -> None:
@@ -118,7 +118,7 @@ class EngineLoop:
             self._has_news.notify()
 
     def shutdown(self) -> None:
-        """Let `run` return behind the step under way; what is live then is aborted."""
+        """Let `run` return after the step under way; requests that are live then are aborted."""
         with self._has_news:
             self._is_stopping = True
             self._has_news.notify()
@@ -136,8 +136,8 @@ class EngineLoop:
         """Run until `shutdown`.
 
         Raises:
-            Exception: whatever a step raises but running out of memory; nothing that the engine
-                holds can be trusted then.
+            Exception: any error of a step but running out of memory; the state of the engine cannot
+                be trusted then.
         """
         while not self._is_stopping:
             self._wait_for_work()
@@ -197,7 +197,7 @@ class EngineLoop:
         )
 
     def _note_changes(self) -> tuple[tuple[Request, ...], int]:
-        """Requests that have begun, and how many were preempted."""
+        """Requests that have begun, and the number of those that were preempted."""
         changed = [
             (request, before)
             for request, before in self._live.items()
@@ -209,7 +209,7 @@ class EngineLoop:
         return entered, sum(request.status is Status.WAITING for request, _ in changed)
 
     def _give_up_newest(self) -> RequestUpdate:
-        """End the request that came last of those with memory; the others may then fit."""
+        """End the request with memory that came last; the remaining ones may then fit."""
         request = (self.running() or list(self._live))[-1]
         self._engine.abort(request)
         request.finish_reason, request.stop_reason = "error", OutOfMemoryError.code

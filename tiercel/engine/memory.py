@@ -1,4 +1,4 @@
-"""How much memory there is, and what does not fit into it."""
+"""Memory of a device: how much there is, how it is shared, and errors for what does not fit."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from tiercel.errors import OutOfMemoryError
 from tiercel.machine import Memory, read_memory
 from tiercel.models.footprint import Footprint
 
-# Of the memory that is free on a CPU when the model starts. The rest is for activations and other
-# programs.
+# Share of the memory that is free on a CPU when the model starts. The remaining memory is for
+# activations and other programs.
 CPU_SHARE = 0.8
 GIB = 2**30
 
 
 class MemoryBudget:
-    """What this process may take of a device, from when it was made.
+    """The memory that this process may take of a device, counted from when this object was made.
 
-    Of a GPU: a share of its whole memory, and not more than is free. Taken is what PyTorch took in
-    this process: free memory also tells of other processes, which may start or end meanwhile. Of a
-    CPU: a share of what is available within the limits of control groups.
+    On a GPU it is a share of the whole memory, and not more than is free. Memory counts as taken
+    when PyTorch took it in this process: free memory also depends on other processes, which may
+    start or end meanwhile. On a CPU it is a share of the memory that is available within the limits
+    of control groups.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class MemoryBudget:
         self._read_main = read_main
         self._reserved = 0
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what earlier work left there is free too
+            torch.cuda.empty_cache()  # memory that earlier work cached is free too
             self._held_at_start = torch.cuda.memory_reserved(device)
 
     def reserve(self, num_bytes: int) -> None:
@@ -85,7 +86,7 @@ class MemoryBudget:
         return memory
 
     def _origin(self) -> str:
-        """Where the figure of a CPU comes from."""
+        """The origin of a CPU's figure."""
         if self._device.type == "cuda":
             return ""
         memory = self._main()
@@ -117,7 +118,7 @@ def cache_blocks(
     max_step_tokens: int,
     available: int,
 ) -> list[int]:
-    """How many blocks each group gets, the null block included.
+    """The number of blocks of each group, the null block included.
 
     Memory is shared in proportion to what a sequence of `max_model_len` needs of each group, and up
     to what `max_num_seqs` of them need.
@@ -126,8 +127,8 @@ def cache_blocks(
         groups: of the model; states are served first, one row each and scratch.
         block_size: tokens of a block.
         max_model_len: tokens of the longest sequence.
-        max_num_seqs: sequences at once.
-        max_step_tokens: places of a sequence that a step writes, at most.
+        max_num_seqs: sequences that run together.
+        max_step_tokens: positions of a sequence that a step writes, at most.
         available: bytes.
 
     Raises:

@@ -46,10 +46,10 @@ def resolve_share(value: object) -> float:
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """The device that `auto`, `cpu`, `cuda` or `cuda:i` means here.
+    """The device that `auto`, `cpu`, `cuda` or `cuda:i` means on this machine.
 
     Raises:
-        ArgumentError: the text is none of these, or there is no such GPU.
+        ArgumentError: another text, or there is no such GPU.
     """
     name = str(name)
     if name == "auto":
@@ -79,7 +79,7 @@ def resolve_dtype(
 ) -> torch.dtype:
     """The dtype of products and cache.
 
-    ``auto`` on a GPU: float16 for GGUF files (their weights lie in its range and it keeps 3 more
+    ``auto`` on a GPU: float16 for GGUF files (their weights are in its range and it keeps 3 more
     bits), bfloat16 for Hugging Face folders. On a CPU: the fastest that fits its memory. That is
     bfloat16 with AVX2 or AVX-512, where quantised weights stay packed; on other processors float32,
     and bfloat16 where float32 does not fit.
@@ -116,7 +116,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtypes_from(dtype: torch.dtype, device: torch.device) -> list[str]:
-    """A dtype, then the others that a device has."""
+    """A dtype, followed by all other dtypes of a device."""
     others = [
         name
         for name, other in DTYPES.items()

@@ -1,4 +1,4 @@
-"""How far the computation of prompts has come.
+"""Progress of the computation of prompts.
 
 A long prompt is computed in several steps. The engine reports the tokens computed so far after a
 step, unless the step has finished the prompt: its first token is the report of that.

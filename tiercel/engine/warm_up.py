@@ -1,7 +1,9 @@
-"""Runs what requests may ask for once, before the first of them comes.
+"""Warm-up: runs every kind of request once, before the first real one comes.
 
 Kernels that Triton and NVRTC compile, modules that CUDA loads at their first launch and tables that
-PyTorch makes lazily would otherwise cost the first requests up to seconds.
+PyTorch makes lazily would otherwise cost the first requests up to seconds. The engine process and
+the server rehearse their own layers after this one, with requests through the socket
+(`ipc/startup.py`) and through the routes (`serve/lifecycle/rehearsal.py`).
 """
 
 from __future__ import annotations
@@ -14,24 +16,24 @@ from tiercel.request.request import Request
 from tiercel.request.score_task import ScoreRead, ScoreTask
 
 NUM_ITEMS: Final = 20  # to score
-SCORED_BEHIND: Final = 2048  # tokens: few items behind so many take kernels of their own
-NUM_NEW: Final = 4  # tokens: a step behind the prompt, overlapping ones, the last
-# One token, each tile of the kernel for few, and prompts, each of which has pinned buffers of
-# other sizes on its way to a GPU; kernels of longer ones are those of `CHUNKS`. On a CPU nothing
-# depends on the length.
+SCORED_PROMPT: Final = 2048  # tokens: few items after so many take kernels of their own
+NUM_NEW: Final = 4  # tokens: the step after the prompt, overlapping ones, the last
+# One token, each tile of the kernel for few tokens, and prompts, each of which has pinned buffers
+# of other sizes on its way to a GPU. Kernels of longer prompts are those of `CHUNKS`. On a CPU
+# nothing depends on the length.
 PROMPT_LENGTHS: Final = {
     "cuda": (1, 2, 4, 8, 16, 20, 40, 80, 160, 320, 640, 1280),
     "cpu": (1, 40),
 }
-# Places that are read come in slices that a prompt of this length fills.
+# Prompt positions are read in slices that a prompt of this length fills.
 LONGEST_READ: Final = 320
-# What else is asked of answers has nothing to do with the prompt.
+# Prompts with all other options, which do not depend on the prompt.
 MIXED_LENGTHS: Final = (1, 40)
 CHUNKS: Final = (768, 1024, 1536, 2048, 4096, 8192)  # tokens of eager steps, beyond all graphs
 
 
 def _every_option(vocab_size: int) -> tuple[SamplingParams, ...]:
-    """Parameters that together take each stage of the sampler."""
+    """Parameters that together run each stage of the sampler."""
     few = list(range(min(8, vocab_size)))
     return (
         SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True),
@@ -52,21 +54,21 @@ def _every_option(vocab_size: int) -> tuple[SamplingParams, ...]:
 
 
 def _options_at(length: int, vocab_size: int) -> list[SamplingParams]:
-    """What to ask behind a prompt of some tokens."""
+    """The parameters to run after a prompt of some tokens."""
     plain, *mixed, read = _every_option(vocab_size)
     asked = [plain, *(mixed if length in MIXED_LENGTHS else ())]
     return [*asked, read] if length <= LONGEST_READ else asked
 
 
 def _run(engine: Engine, request: Request) -> None:
-    """Take a request to its end."""
+    """Run a request to its end."""
     engine.submit(request)
     while engine.has_work:
         engine.step()
 
 
 def _score_items(engine: Engine, length: int, vocab_size: int) -> None:
-    """Score items behind a prompt that was computed before, so that they have a step of their own.
+    """Score items after a prompt that was computed before, so that they have a step of their own.
 
     length: of the prompt, tokens.
     """
@@ -88,8 +90,8 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
     config = engine.config
     most = min(config.max_model_len - NUM_NEW, engine.scheduler.cache.capacity - NUM_NEW)
     if config.device.type == "cuda":
-        # cuBLAS loads a kernel when it first chooses it, by the number of rows. These come first:
-        # nobody waits for them, and behind the rest the first request would.
+        # cuBLAS loads a kernel when it first chooses it, by the number of rows. These run first,
+        # because nothing here waits for them: if they came last, the first request would.
         for num_tokens in CHUNKS:
             is_eager = num_tokens > engine.runner.prompt_steps.largest
             if is_eager and num_tokens <= min(most, config.max_num_batched_tokens):
@@ -97,12 +99,12 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
     for length in PROMPT_LENGTHS[config.device.type]:
         if length > most:
             break
-        # Each length in steps of its own: beside a long prompt a short one takes its kernels.
+        # Each length in steps of its own: beside a long prompt a short one runs on its kernels.
         for params in _options_at(length, vocab_size):
             prompt = [i % vocab_size for i in range(length)]
             _run(engine, Request("warm-up", prompt, params, 0, 0, frozenset({0}), NUM_NEW))
             engine.forget()  # the next one computes its whole prompt too
     if config.device.type == "cuda" and config.packs_items:
         longest = min(most, config.max_num_batched_tokens)
-        _score_items(engine, min(longest, SCORED_BEHIND), vocab_size)
+        _score_items(engine, min(longest, SCORED_PROMPT), vocab_size)
     engine.forget()
