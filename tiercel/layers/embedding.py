@@ -1,4 +1,4 @@
-"""Token embedding straight from the stored blocks."""
+"""Token embedding, decoded from the stored blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiercel.quant import QuantTensor
 
 
 class Embedding:
-    """Decodes the rows of a quantised table that a step needs, times a factor; float32."""
+    """Decodes the rows of a quantised table that a step needs, times a factor, as float32."""
 
     def __init__(self, table: QuantTensor, scale: float) -> None:
         self.table = table

@@ -9,7 +9,7 @@ from tiercel.ops.rms_norm import rms_norm
 
 
 class RMSNorm:
-    """x / rms(x) * weight of rows, after what waits to be added to x; see ops/rms_norm.py."""
+    """x / rms(x) * weight of rows, after adding an update to x; see ops/rms_norm.py."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 Free of PyTorch: a file can be judged before anything heavy is imported. What differs between
 families is an `Architecture` record (`models/llama.py`, `qwen3.py`, `gemma3.py`); what differs
-between two models of a family is a `ModelConfig`.
+between models of one family is a `ModelConfig`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tiercel.errors import ModelFormatError, UnsupportedModelError
 
 MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_CONTEXT = 1024, 2**17, 1024, 2**26
 MAX_VOCAB, MAX_INNER = 2**24, 2**20
-# What GGUF files may say of rotary scaling beyond factor and context: only this runs.
+# Fields of GGUF files on rotary scaling beyond factor and context, with the one value that runs.
 _ROPE_FIXED = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0}
 _ROPE_FIXED |= {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
-# Names of transformers' activations that are one of ours.
+# Activations by their names in transformers.
 _HF_ACTIVATIONS = {"silu": "silu", "swish": "silu"}
 _HF_ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
@@ -33,7 +33,7 @@ class RopeConfig:
         base: finite, above 0.
         rotary_dim: leading dimensions of a head that rotate, even.
         scaling: ``none``, ``linear``, ``yarn`` or ``llama3``.
-        factor: how much longer the context became, >= 1; unused with ``none``.
+        factor: ratio of the context to the original one, >= 1; unused with ``none``.
         original_context: tokens of the original training, for ``yarn`` and ``llama3``.
         low_freq_factor: ``llama3`` only.
         high_freq_factor: ``llama3`` only.
@@ -104,7 +104,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What a family of models does differently; the one thing a model file defines.
+    """The record of a family of models: what it does differently. A model file defines only this.
 
     Attributes:
         name: the registry's and GGUF's name (`general.architecture`).
@@ -112,7 +112,7 @@ class Architecture:
         hf_norm_offset: added to RMSNorm weights of Hugging Face files (GGUF files include it).
         hf_names_override: tensor suffixes of Hugging Face files that differ from the usual ones.
         hf_rope_theta: rotary base where a `config.json` names none.
-        hf_ties_head: whether a `config.json` that does not say so has no head of its own.
+        hf_ties_head: whether a `config.json` without the field means that there is no head tensor.
         hf_activation_key: the field of a `config.json` that names the activation.
         refine_gguf: completes a config from GGUF metadata.
         refine_hf: completes a config from a `config.json`.
@@ -221,12 +221,12 @@ class Fields:
 
 
 def _is_integer(value: object) -> bool:
-    # Entries of metadata arrays are numpy integers, which are no `int`.
+    # Entries of metadata arrays are numpy integers, which are not `int`.
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _finish(config: ModelConfig, fields: Fields) -> ModelConfig:
-    """Check what more than one field decides."""
+    """Check the rules that concern more than one field."""
     if config.num_heads % config.num_kv_heads:
         raise ModelFormatError(
             f"{fields.file}: {config.num_heads} heads cannot share "

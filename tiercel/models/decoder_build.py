@@ -39,7 +39,7 @@ class DecoderBuilder:
             self.rope["sliding"] = rope_table(config.rope_sliding, num_positions).to(weights.device)
 
     def sample_layers(self) -> list[int]:
-        """The first layer, which adds nothing, and of the others the first of each kind.
+        """Indices of the first layer, which adds no update, and of one layer of each later kind.
 
         Layers of a kind have matrices of the same types and shapes, and the same attention.
         """
@@ -60,7 +60,7 @@ class DecoderBuilder:
         return list(found.values())
 
     def norm(self, name: str, update_norm: str | None = None) -> RMSNorm:
-        """The norm of a name; `update_norm` is the one that an update passes before it."""
+        """The norm of a name; `update_norm` names the norm that its update passes first."""
         return RMSNorm(
             self.weights.norm_weight(f"{name}.weight"),
             self.config.norm_eps,
@@ -75,7 +75,7 @@ class DecoderBuilder:
         return self.weights.norm_weight(f"{name}.weight")
 
     def last_update_norm(self) -> RMSNorm | None:
-        """The output norm of the last layer's MLP: float32, there is nothing to round it for."""
+        """The output norm of the last layer's MLP, in float32: no product follows it."""
         weight = self.sandwich_weight(f"layers.{self.config.num_layers - 1}.post_mlp_norm")
         return None if weight is None else RMSNorm(weight, self.config.norm_eps, torch.float32)
 

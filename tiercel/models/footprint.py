@@ -1,4 +1,4 @@
-"""Memory of a model on a device: weights in the forms they rest in, keys and values of tokens.
+"""Memory of a model on a device: weights in their stored forms, keys and values of tokens.
 
 The engine, the choice of a dtype, the error of a model that does not fit and `tiercel inspect` take
 their figures from here. Free of PyTorch: the tensor table of a file is all it reads.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tiercel.models.config import ModelConfig
     from tiercel.models.source import ModelSource
 
-# What people call the forms of `resting.select_form`; dense ones go by their dtype.
+# Names for people of the forms of `resting.select_form`; dense forms are named by their dtype.
 _FORM_NAMES: Final = {
     "planes1": "4-bit planes",
     "planes2": "pairs of 4-bit planes",
@@ -32,7 +32,7 @@ class Footprint:
 
     Attributes:
         dtype: of the activations.
-        forms: bytes of each form, the largest first; names are for people.
+        forms: bytes of each form by its name for people, the largest first.
     """
 
     dtype: str

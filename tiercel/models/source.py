@@ -136,7 +136,7 @@ def find_source(
     Args:
         model: path or name; None for the default model.
         offline: never download; None to follow ``TIERCEL_OFFLINE``.
-        report: hears (what, done, total) in bytes while fetching.
+        report: called with (what, done, total) in bytes while fetching.
 
     Raises:
         ModelNotFoundError, ModelFormatError, UnsupportedModelError: see `resolve`, `open_source`.
@@ -152,7 +152,7 @@ def open_source(path: Path) -> ModelSource:
         path: a `.gguf` file (the first of a split one), or a folder in Hugging Face layout.
 
     Raises:
-        ModelNotFoundError: nothing there.
+        ModelNotFoundError: the path does not exist.
         ModelFormatError: it breaks its format; the message names file, field, value and rule.
         UnsupportedModelError: a sound model that Tiercel does not run.
     """

@@ -1,4 +1,4 @@
-"""Which tensors a config needs, with their shapes: the check that a file is whole."""
+"""The tensors that a config needs, with their shapes: the check that a file is complete."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_tensors(
     file: str,
     file_name_of: Callable[[str], str],
 ) -> None:
-    """Compare a file's tensors with what the config needs.
+    """Compare a file's tensors with those that the config needs.
 
     Args:
         config: the shape of the model.

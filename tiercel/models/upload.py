@@ -1,4 +1,4 @@
-"""Brings bytes of a mapped file to a GPU: threads copy pieces into pinned memory, the GPU fetches.
+"""Upload of a mapped file to a GPU: threads copy pieces into pinned memory, the GPU fetches them.
 
 A plain copy from a map goes through one buffer of the driver on one thread, which also takes the
 page faults: 6.8 GB/s, while pinned memory crosses the bus at 50 (H200, PCIe 5).
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tiercel.machine import usable_cpus
 
-# Only pieces of one tensor are under way together: so small that most tensors have several.
+# Only pieces of one tensor are under way together. They are small: most tensors have several.
 _PIECE_BYTES: Final = 2 << 20
 _MOST_THREADS: Final = 16
 
@@ -51,7 +51,7 @@ class Uploader:
         return out
 
     def _copy(self, data: npt.NDArray[np.uint8], out: Tensor, worker: int, count: int) -> None:
-        """Every `count`-th piece, through the worker's own pinned memory."""
+        """Copy every `count`-th piece through the worker's own pinned memory."""
         fetched = self._fetched[worker]
         for start in range(worker * _PIECE_BYTES, data.size, count * _PIECE_BYTES):
             part = data[start : start + _PIECE_BYTES]

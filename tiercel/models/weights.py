@@ -82,11 +82,11 @@ class WeightReader:
         return dequantize(self._view(name), torch.float32).flatten().to(self.device)
 
     def norm_weight(self, name: str) -> Tensor:
-        """An RMSNorm weight, (n,) float32 on the device, with what the format leaves out added."""
+        """An RMSNorm weight, (n,) float32 on the device, with the format's offset added."""
         return self.vector(name) + self.source.norm_offset
 
     def _view(self, name: str) -> QuantTensor:
-        """What the file holds, on the CPU."""
+        """A view of the file's bytes, on the CPU."""
         info = self.source.tensors[self.source.names[name]]
         with warnings.catch_warnings():
             # The map is read-only and stays so: these views are only ever read.

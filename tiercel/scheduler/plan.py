@@ -1,7 +1,7 @@
-"""The plan of one step: all that the runner is told of it.
+"""The plan of one step: all that the runner knows of it.
 
-A step computes some rows: the last token of an answer with its drafts, a chunk of a prompt, items
-to score, in any mixture.
+A step computes some rows: the last token of an answer with its drafts, a chunk of a prompt, or
+items to score, in any mixture.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from tiercel.scheduler.step_budget import Chunk
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
-    """One request's part of a step.
+    """The part of one request in a step.
 
     Attributes:
-        request: whose.
+        request: the owner.
         row: its engine row.
-        start: first position that is computed, at most, if steps with drafts are under way.
+        start: first computed position; an upper bound while steps with drafts are under way.
         num_query: new tokens of prompt and output, >= 1 if there are no items.
-        samples: the step reaches the last token, so it yields the next one.
-        enters: the request got its engine row in this step.
-        items: which items of its `score` are computed after them.
-        num_item_tokens: tokens of these items.
-        num_drafts: draft tokens after the last token, at most; each may yield one more.
+        samples: whether the step reaches the last token, and so yields the next one.
+        enters: whether the request got its engine row in this step.
+        items: range of the items of its `score` that are computed after the new tokens.
+        num_item_tokens: tokens of the items in `items`.
+        num_drafts: draft tokens after the last token, at most; each may yield one more token.
     """
 
     request: Request
@@ -41,7 +41,7 @@ class ScheduledRow:
 
     @property
     def num_tokens(self) -> int:
-        """New tokens, of drafts and items too."""
+        """New tokens, those of drafts and items included."""
         return self.num_query + self.num_drafts + self.num_item_tokens
 
     @property
@@ -87,5 +87,5 @@ class SchedulerOutput:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """What it computes of prompts and items."""
+        """Chunks of prompts and items in this step."""
         return [Chunk(row.start, row.num_tokens) for row in self.scheduled if row.is_chunk]

@@ -1,32 +1,32 @@
 """Which requests run how many tokens in the next step, and in which cache blocks.
 
 First come, first served within a priority. Running rows go first, one new token each or the next
-chunk of their prompt; what is left of the token budget goes to waiting requests. A request enters
-only if its prompt and one token fit into free blocks, with what the prefix cache holds of it. When
-blocks run out, the last running request gives its blocks back and waits again; it is recomputed
-later from its token ids, so its answer does not change.
+chunk of their prompt; the remaining token budget goes to waiting requests. A request enters only if
+its prompt and one token fit into free blocks, with what the prefix cache holds of it. When blocks
+run out, the last running request gives its blocks back and waits again (preemption). It is
+recomputed later from its token ids, so its answer does not change.
 
-Steps overlap: the next one is planned while one is under way. Rules that keep this sound:
+Steps overlap: the next one is planned while one is under way. Four rules keep this sound:
 - A row's length is known up to its bound: every step under way adds its token, and up to as many
-  more as it verifies drafts. A stop is found one step late; what that step computed for the row is
+  more as it verifies drafts. A stop is found one step late; the row's results of that step are
   dropped.
 - A row whose bound has reached its limit waits for the results.
-- Only rows with nothing in flight are freed, reused or preempted. One that must give way first sits
-  out a step.
+- Only rows with nothing in flight are freed, reused or preempted. A row that must give way first
+  sits out a step.
 - A request that needs its last token on the host runs only with nothing in flight.
 
-Where drafts are made (`spec/`), a row takes its last token and up to `draft_limit` guesses, if that
-pays for the step as a whole. Rows share what a token of each leaves of the budget; where there are
-prompts, half of it, and room stays for the next item. Blocks are reserved for all of them; without
-the memory a row verifies none and gives way only for its own token.
+Where drafts are made (`spec/`), a row takes its last token and up to `draft_limit` draft tokens, if
+that is worth it for the step as a whole. Rows share the budget that remains after a token of each.
+Beside prompts, drafts take half of it, and room stays for the next item. Blocks are reserved for
+all drafts; without memory for them a row verifies none and gives way only for its own token.
 
-A request to score has a prompt like any other. What its chunks leave of a step's budget goes to
+A request to score has a prompt like any other. The budget that its chunks leave in a step goes to
 its items, as many whole ones as fit, from the step on that computes the end of the prompt. Items
-hold no blocks, and those whose results are in are never computed again, whatever happens to the
+hold no blocks, and items whose results are in are never computed again, whatever happens to the
 request.
 
 The tokens of a step are bounded by `StepBudget`, on a CPU by the time of its chunks too. An item
-that such a bound would never let in has a step without other chunks.
+that is longer than such a bound ever allows gets a step without other chunks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tiercel.scheduler.plan import ScheduledRow, SchedulerOutput
 from tiercel.scheduler.step_budget import Chunk, StepBudget, StepRoom
 from tiercel.spec.policy import DraftPolicy
 
-# Tokens that a hit leaves to compute, for it must give the bits of a prompt computed whole.
+# Tokens that are computed even on a hit, so that it gives the bits of a prompt computed whole.
 # On a GPU another kernel attends for up to MAX_DECODE_QUERIES of them; on a CPU products of fewer
 # rows take other orders of sums (up to 3 rows on one processor, up to 8 on another; ops/linear.py).
 LEAST_COMPUTED = MAX_DECODE_QUERIES + 1
@@ -55,7 +55,7 @@ def _turn(request: Request) -> tuple[int, int]:
 
 
 def _take(room: StepRoom, part: ScheduledRow) -> None:
-    """Note that a part is in a step."""
+    """Subtract a part from the room of its step."""
     if part.is_chunk:
         room.take_chunk(Chunk(part.start, part.num_tokens))
     else:
@@ -63,7 +63,7 @@ def _take(room: StepRoom, part: ScheduledRow) -> None:
 
 
 def _is_chunk(request: Request) -> bool:
-    """Whether its next step may take more than one token."""
+    """Whether a request's next step may take more than one token."""
     return request.score is not None or request.bound - request.num_computed > 1
 
 
@@ -85,8 +85,8 @@ class Scheduler:
         self.waiting: list[Request] = []  # both in order of turn
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self.prefix_queries = 0  # tokens looked up, and
-        self.prefix_hits = 0  # tokens found, of requests when they first enter
+        # Tokens looked up and found in the prefix cache, of requests when they first enter.
+        self.prefix_queries = self.prefix_hits = 0
         self._free_rows = list(range(max_num_seqs))  # a heap: the lowest row is given first
         self._writes: dict[int, list[BlockWrite]] = {}
         self._unsound_blocks: list[list[int]] = [[] for _ in cache.groups]
@@ -106,7 +106,7 @@ class Scheduler:
         insort(self.waiting, request, key=_turn)
 
     def forget_history(self) -> None:
-        """Count from zero again: steps, preemptions, hits; keep no prefix of what has ended."""
+        """Reset the counts of steps, preemptions and hits; drop prefixes of ended requests."""
         self.cache.forget()
         self._step_id = self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
 
@@ -133,12 +133,12 @@ class Scheduler:
     def commit(
         self, part: ScheduledRow, *, is_sound: bool, new_token_ids: Sequence[int] = ()
     ) -> None:
-        """Note that a row's step is done; blocks that it filled are kept unless it was unsound.
+        """Apply a row's finished step; blocks that it filled are kept unless it was unsound.
 
         Args:
             part: of the step.
-            is_sound: whether all that it computed is finite.
-            new_token_ids: what it yielded; the request does not hold them yet.
+            is_sound: whether all values that it computed are finite.
+            new_token_ids: the tokens that it yielded; the request does not hold them yet.
         """
         request = part.request
         request.num_in_flight -= 1
@@ -159,7 +159,7 @@ class Scheduler:
         self._writes.setdefault(request.row, []).extend(writes)
 
     def withdraw(self, plan: SchedulerOutput) -> None:
-        """Take back a plan whose results are lost; its requests wait again, to be computed anew."""
+        """Take back a plan whose results are lost; its requests wait and are computed anew."""
         for part in plan.scheduled:
             request = part.request
             request.num_in_flight -= 1
@@ -176,7 +176,7 @@ class Scheduler:
             blocks += lost
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a request in any state; what it holds is free once no step under way uses it."""
+        """End a request in any state; its memory is free once no step under way uses it."""
         if request.status is Status.FINISHED:
             return
         if request.status is Status.WAITING:
@@ -194,7 +194,7 @@ class Scheduler:
         num_answers = self._num_answers()
         room = self.budget.open(has_answers=num_answers > 0)
         spare = self._spare_tokens(num_answers)
-        # Decode steps before prompt chunks: a long prompt must not stall the others.
+        # Decode steps before prompt chunks: a long prompt must not stall running answers.
         for number, request in enumerate(sorted(self.running, key=_is_chunk)):
             if room.num_tokens == 0:
                 break
@@ -202,23 +202,25 @@ class Scheduler:
                 continue  # it gave way to an earlier one
             if not self._may_run(request):
                 continue
-            # An equal share of what is left, rounded up; the first rows leave some to the others.
+            # An equal share of the remaining tokens, rounded up: the first rows leave some for later.
             part = self._plan(request, room, -(-spare // max(1, num_answers - number)))
             if not part.num_tokens:
                 continue  # its next chunk or item waits for a step with more room
-            if part.num_drafts and not self.cache.can_grow(request.block_ids, self._places(part)):
+            if part.num_drafts and not self.cache.can_grow(
+                request.block_ids, self._positions(part)
+            ):
                 part = replace(part, num_drafts=0)
-            if self._reserve(request, self._places(part), planned, sits_out):
+            if self._reserve(request, self._positions(part), planned, sits_out):
                 planned[request.row] = part
                 _take(room, part)
                 spare -= part.num_drafts
 
     def _num_answers(self) -> int:
-        """Running requests whose next step takes one token, and drafts."""
+        """The number of running requests whose next step takes one token, and drafts."""
         return sum(not _is_chunk(request) for request in self.running)
 
     def _spare_tokens(self, num_answers: int) -> int:
-        """Tokens of a step that guesses may take: every answer goes on, and prompts and items."""
+        """Tokens of a step that drafts may take, so that answers, prompts and items all go on."""
         if not self._is_verifying:
             return 0
         most = self.budget.max_tokens - num_answers
@@ -252,7 +254,7 @@ class Scheduler:
             del self.waiting[index]
             self._enter(request, match)
             part = replace(self._plan(request, room, 0), enters=True)
-            self._grow(request, self._places(part))
+            self._grow(request, self._positions(part))
             planned[request.row] = part
             _take(room, part)
 
@@ -273,7 +275,7 @@ class Scheduler:
         if request.score is None:
             return self._with_drafts(part, most_drafts) if self._is_verifying else part
         first = stop = request.num_items_planned
-        items = request.score.items  # nothing is left for them before the prompt's end
+        items = request.score.items  # before the prompt's end no tokens are left for them
         if not missing and first < len(items) and room.has_room_for(len(items[first]), start):
             most = max(most, len(items[first]))
         left = for_items = most - num_query
@@ -284,8 +286,8 @@ class Scheduler:
             part, samples=False, items=range(first, stop), num_item_tokens=for_items - left
         )
 
-    def _places(self, part: ScheduledRow) -> int:
-        """Places of the cache that a row needs for its part of a step."""
+    def _positions(self, part: ScheduledRow) -> int:
+        """Positions of the cache that a row needs for its part of a step."""
         request, stop = part.request, part.start + part.num_query + part.num_drafts
         if self.policy is None or not (part.samples and request.draft_limit):
             return stop
@@ -293,7 +295,7 @@ class Scheduler:
         return max(stop, min(stop + self.policy.spare_places, end))
 
     def _with_drafts(self, part: ScheduledRow, most: int) -> ScheduledRow:
-        """The part with as many guesses as the row's limits leave."""
+        """The part with as many drafts as the row's limits allow."""
         request = part.request
         left = len(request.prompt_token_ids) + request.max_tokens - request.bound - 1
         count = min(request.draft_limit, left, most)
@@ -317,7 +319,7 @@ class Scheduler:
 
     def _most_cached(self, request: Request) -> int:
         """Tokens of a request that need not be computed if the cache holds them."""
-        if request.num_items:  # its last token is read by nobody
+        if request.num_items:  # no logits of its last token are read
             return request.num_tokens
         return request.num_tokens - self.least_computed
 
@@ -364,7 +366,7 @@ class Scheduler:
                 return False  # it would have nothing to do in this step
         elif not room.for_chunk(start):
             return False
-        # One whose prompt alone is asked for never needs more than that.
+        # A request for its prompt alone never needs more than that.
         most = len(request.prompt_token_ids) + request.max_tokens
         spare = 0 if self.policy is None else self.policy.spare_places
         return self.cache.can_enter(min(request.num_tokens + 1 + spare, most), match)
@@ -383,7 +385,7 @@ class Scheduler:
             self.prefix_hits += request.num_computed
 
     def _write_table(self, request: Request) -> None:
-        """Let the next plan bring all blocks of a row."""
+        """Let the next plan write all blocks of a row."""
         self._writes[request.row] = [
             BlockWrite(group, 0, tuple(ids)) for group, ids in enumerate(request.block_ids) if ids
         ]
@@ -399,7 +401,7 @@ class Scheduler:
         planned: dict[int, ScheduledRow],
         sits_out: set[Request],
     ) -> bool:
-        """Get blocks for `num_tokens`, of the last in turn if need be; False if it must wait."""
+        """Take blocks for `num_tokens`, from the last request if need be; False if it must wait."""
         while not self.cache.can_grow(request.block_ids, num_tokens):
             last = self.running[-1]
             planned.pop(last.row, None)
@@ -417,7 +419,7 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         request.status = Status.WAITING
-        # Its prompt places are read once: what was gathered before is gathered again from the
+        # Its prompt positions are read once: values gathered before are gathered again from the
         # start.
         request.prompt_logprobs.clear()
         request.prompt_logits.clear()
@@ -441,7 +443,7 @@ class Scheduler:
         request.parent_key, request.num_prefix_blocks = ROOT, 0
 
     def _keep(self, request: Request, new_token_ids: Sequence[int]) -> None:
-        """Keep the blocks that are full of committed tokens for others."""
+        """Keep the blocks that are full of committed tokens for other requests."""
         size = self.cache.block_size
         while (request.num_prefix_blocks + 1) * size <= request.num_committed:
             start = request.num_prefix_blocks * size

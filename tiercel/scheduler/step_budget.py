@@ -32,27 +32,27 @@ from typing import Final, NamedTuple
 
 BESIDE_ANSWERS_S: Final = 0.25  # of a step while answers are generated
 ALONE_S: Final = 1.0  # of a step of prompts and items alone: arrivals and aborts wait for its end
-MOST_FIXED: Final = 2.0  # a step may take as many times its fixed part, whatever the bounds above
+MOST_FIXED: Final = 2.0  # a step may take so many times its fixed part, whatever the bounds above
 CHUNK_TOKENS: Final = 16  # the least that the first chunk has; chunks are cut to multiples of it
 FIRST_TOKENS: Final = 64  # of the first chunk, when nothing is known
 MOST_GROWTH: Final = 2  # times the tokens of the largest step so far: larger ones are unknown
-# Keys that cost as much as the matrix products of a token, before steps tell.
+# Keys that cost as much as the matrix products of a token, before steps were measured.
 FIRST_PAIRS_PER_TOKEN: Final = 4096
 GAIN_SLOWER: Final = 0.7  # share of an error that is corrected after a step that was too long
 GAIN_FASTER: Final = 0.3  # or too short
-MOST_ERROR: Final = math.log(30.0)  # of one step: a machine that was suspended is no slow one
+MOST_ERROR: Final = math.log(30.0)  # of one step: a machine that was suspended is not slow
 LEAST_OWN: Final = 0.1  # share of a step's time that counts as its chunks', at least
 
 
 class Chunk(NamedTuple):
-    """New tokens of one request: `num_tokens` after `start` others."""
+    """New tokens of one request: `num_tokens` after the first `start` tokens."""
 
     start: int
     num_tokens: int
 
     @property
     def num_pairs(self) -> float:
-        """Keys that the tokens attend to, together."""
+        """The number of (token, key) pairs of the chunk's attention."""
         return self.num_tokens * (self.start + (self.num_tokens + 1) / 2)
 
 
@@ -68,14 +68,14 @@ class Rates:
         return self.token_s * chunk.num_tokens + self.pair_s * chunk.num_pairs
 
     def tokens_within(self, seconds: float, start: int) -> int:
-        """Tokens after `start` others that take so many seconds."""
+        """The number of tokens after the first `start` ones that take so many seconds."""
         first = self.token_s + self.pair_s * (start + 0.5)
         return int(2 * seconds / (first + math.sqrt(first**2 + 2 * self.pair_s * seconds)))
 
 
 @dataclass(slots=True)
 class StepRoom:
-    """What one step may still take.
+    """The room that is left in one step.
 
     Attributes:
         num_tokens: new tokens of any kind.
@@ -92,7 +92,7 @@ class StepRoom:
     has_chunk: bool = False
 
     def for_chunk(self, start: int) -> int:
-        """Tokens that a chunk after `start` others may have; the first one of a step has some."""
+        """Tokens that a chunk after `start` tokens may have; the first chunk of a step has some."""
         if self.seconds is None:
             return self.num_tokens
         count = self.chunk_tokens
@@ -103,12 +103,12 @@ class StepRoom:
         return min(max(count, least), self.num_tokens)
 
     def has_room_for(self, item_tokens: int, start: int) -> bool:
-        """Whether the step may take an item after `start` tokens; a large one has it for itself."""
+        """Whether the step may take an item after `start` tokens; a large item has its own step."""
         fits_alone = not self.has_chunk and item_tokens <= self.num_tokens
         return fits_alone or item_tokens <= self.for_chunk(start)
 
     def take_chunk(self, chunk: Chunk) -> None:
-        """Note that the step has a chunk; of answers, whose time is fixed, `num_tokens` alone."""
+        """Subtract a chunk; answers, whose time is fixed, only count in `num_tokens`."""
         self.num_tokens -= chunk.num_tokens
         self.has_chunk = True
         self.chunk_tokens -= chunk.num_tokens
@@ -141,7 +141,7 @@ class StepBudget:
         return StepRoom(self.max_tokens, MOST_GROWTH * self._largest, seconds, self._rates)
 
     def learn(self, chunks: Iterable[Chunk], seconds: float) -> None:
-        """Correct the model of the time by a step.
+        """Correct the model of step times by a measured step.
 
         Args:
             chunks: of its prompts and items; none: a step of answers alone.
