@@ -202,7 +202,7 @@ class Scheduler:
                 continue  # it gave way to an earlier one
             if not self._may_run(request):
                 continue
-            # An equal share of the remaining tokens, rounded up: the first rows leave some for later.
+            # An equal share of the remaining tokens, rounded up: earlier rows leave some for later.
             part = self._plan(request, room, -(-spare // max(1, num_answers - number)))
             if not part.num_tokens:
                 continue  # its next chunk or item waits for a step with more room
