@@ -6,17 +6,14 @@ The weights are those that serve all other steps; nothing is copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tiercel.batch import Batch
 from tiercel.env import has_dependent_launch
-from tiercel.layers.attention import Attention
+from tiercel.layers.decoder_layer import DecoderLayer
 from tiercel.layers.linear import Linear
-from tiercel.layers.mlp import GatedMLP
-from tiercel.layers.norm import RMSNorm
 from tiercel.ops.fused_layer_tail import (
     ChainExchange,
     ChainWeights,
@@ -30,22 +27,12 @@ from tiercel.ops.fused_layer_tail import (
 from tiercel.ops.packed_matvec import PackedWeight
 
 
-@dataclass(frozen=True, slots=True)
-class ChainLayer:
-    """The parts of a layer."""
-
-    attn_norm: RMSNorm
-    attention: Attention
-    mlp_norm: RMSNorm
-    mlp: GatedMLP
-
-
 class FusedLayerTail:
     """Runs all layers of a step of a few tokens; see ops/fused_layer_tail.py."""
 
     def __init__(
         self,
-        layers: Sequence[ChainLayer],
+        layers: Sequence[DecoderLayer],
         weights: Sequence[ChainWeights],
         exchange: ChainExchange,
         *,
@@ -76,7 +63,7 @@ class FusedLayerTail:
 
 
 def make_fused_layer_tail(
-    layers: Sequence[ChainLayer], eps: float, device: torch.device
+    layers: Sequence[DecoderLayer], eps: float, device: torch.device
 ) -> FusedLayerTail | Refusal:
     """Bring the layers' weights together, or say why device, shapes or types do not fit.
 

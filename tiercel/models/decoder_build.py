@@ -11,7 +11,7 @@ from tiercel.layers.attention import Attention, AttentionShape, HeadNorms
 from tiercel.layers.decoder_layer import DecoderLayer
 from tiercel.layers.embedding import Embedding
 from tiercel.layers.fused_decode_step import FusedDecodeStep, StepLayer, make_fused_decode_step
-from tiercel.layers.fused_layer_tail import ChainLayer, FusedLayerTail, make_fused_layer_tail
+from tiercel.layers.fused_layer_tail import FusedLayerTail, make_fused_layer_tail
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
 from tiercel.layers.norm import RMSNorm
@@ -136,11 +136,7 @@ class DecoderBuilder:
             return Refusal(part)
         if self.dtype != torch.float16:
             return Refusal(f"dtype is {self.dtype}, not float16".replace("torch.", ""))
-        parts = [
-            ChainLayer(layer.attn_norm, layer.attention, layer.mlp_norm, layer.mlp)
-            for layer in layers
-        ]
-        return make_fused_layer_tail(parts, self.config.norm_eps, self.weights.device)
+        return make_fused_layer_tail(layers, self.config.norm_eps, self.weights.device)
 
     def embedding(self) -> Embedding:
         """The table of token embeddings, in its stored type."""

@@ -1,5 +1,7 @@
 """Oracle of DeepSeek-V4's indexer: scores head by head in float64, and a sort of each row."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     for head in range(num_heads):
         dots = q[:, head].double() @ keys.double().t()
         out += weights[:, head, None].double() * torch.where(dots > 0, dots, 0.0)
-    return out * float(d * num_heads) ** -0.5
+    return out / math.sqrt(d * num_heads)
 
 
 def topk(score_rows: Tensor, visible: Tensor, k: int) -> list[list[int]]:
