@@ -7,6 +7,7 @@ import math
 import socket
 from unittest import mock
 
+import msgspec
 import pytest
 
 from tiercel import errors
@@ -314,3 +315,11 @@ def test_a_log_line_of_the_engine_is_its_text_alone():
     finally:
         root.handlers = before
     assert sent == [Log(logging.WARNING, "some.name", "it went wrong")]
+
+
+def test_a_model_that_packs_no_items_says_so():
+    most = INFO.max_num_batched_tokens - INFO.max_num_seqs
+    assert INFO.longest_packed_item == most > 0
+    info = msgspec.structs.replace(INFO, packs_items=False)
+    assert info.longest_packed_item == 0
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=type(info)) == info
