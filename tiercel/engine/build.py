@@ -70,14 +70,14 @@ def _make_proposer(
     model: Model, rows: Rows, sampler: Sampler, config: EngineConfig
 ) -> Proposer | None:
     """The proposer of drafts; None without speculation."""
-    spec, texts = config.spec, rows.drafter_state
+    spec, state = config.spec, rows.drafter_state
     if spec.method == "off":
         return None
     if not spec.has_head:
-        return NgramProposer(texts, spec)
+        return NgramProposer(state, spec)
     assert model.draft_head is not None, "resolve_config has checked"
     mtp = MtpProposer(
-        texts,
+        state,
         model.draft_head,
         sampler.is_banned,
         num_head_drafts(spec),
@@ -88,7 +88,7 @@ def _make_proposer(
             config.max_model_len + spec.max_drafts,
         ),
     )
-    return mtp if spec.method == "mtp" else HybridProposer(texts, mtp, spec)
+    return mtp if spec.method == "mtp" else HybridProposer(state, mtp, spec)
 
 
 def _capture(runner: ModelRunner, progress: Callable[[str, int, int], None] | None) -> None:

@@ -22,11 +22,11 @@ class HybridProposer:
 
     reads_output = True
 
-    def __init__(self, texts: DrafterState, mtp: MtpProposer, config: SpecConfig) -> None:
-        self._texts = texts
+    def __init__(self, state: DrafterState, mtp: MtpProposer, config: SpecConfig) -> None:
+        self._state = state
         self._mtp = mtp
         self._config = config
-        size, device = len(texts.num_prompt), texts.num_prompt.device
+        size, device = len(state.num_prompt), state.num_prompt.device
         self._zeros = torch.zeros(size, dtype=torch.int32, device=device)
         self._is_active = torch.zeros_like(self._zeros)
         self._lens = torch.zeros_like(self._zeros)
@@ -48,29 +48,29 @@ class HybridProposer:
         self._extend(rows)
 
     def _extend(self, rows: Tensor) -> None:
-        texts, places = self._texts, rows.long()
-        ids = texts.drafts.draft_ids
-        self._is_active.zero_().index_fill_(0, places, 1)
+        state, row_index = self._state, rows.long()
+        ids = state.drafts.draft_ids
+        self._is_active.zero_().index_fill_(0, row_index, 1)
         ready = ids[:, 0]
         self._lens.copy_((ready + 1) * self._is_active)  # a length of 0 leaves a row out
-        self._num_new.copy_(texts.sampling.num_tokens - texts.num_prompt + ready)
+        self._num_new.copy_(state.sampling.num_tokens - state.num_prompt + ready)
         hybrid_mtp_ngram(
-            texts.sampling.token_ids,
-            texts.num_prompt,
-            texts.sampling.token_ids,
+            state.sampling.token_ids,
+            state.num_prompt,
+            state.sampling.token_ids,
             self._num_new,
             self._zeros,
             ids,
             self._lens,
             self._is_active,
-            texts.max_new,
+            state.max_new,
             self._config.max_ngram,
             self._config.min_ngram,
             self._config.max_drafts,
             threshold=NO_BUDGET,
             convention="count",
             workspace=self._workspace,
-            prompt_lens=texts.num_prompt,
+            prompt_lens=state.num_prompt,
         )
-        counts = torch.minimum(self._lens - 1, texts.drafts.num_wanted)
-        ready.index_copy_(0, places, counts.index_select(0, places))
+        counts = torch.minimum(self._lens - 1, state.drafts.num_wanted)
+        ready.index_copy_(0, row_index, counts.index_select(0, row_index))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tiercel.batch import Batch
 from tiercel.models.model import DraftHead
-from tiercel.ops.sample_tokens import SampleRows, sample_tokens
+from tiercel.ops.sample_tokens import sample_tokens
 from tiercel.spec.drafter_state import DrafterState, ForwardOutput
 
 # Builds the batch of one position of each row, from rows, the tokens that follow, positions, and
@@ -38,19 +38,19 @@ class MtpProposer:
 
     def __init__(
         self,
-        texts: DrafterState,
+        state: DrafterState,
         head: DraftHead,
         is_banned: Tensor,
         count: int,
         make_batch: MakeDraftBatch,
     ) -> None:
-        self._texts = texts
+        self._state = state
         self._head = head
         self._is_banned = is_banned
         self._count = count
         self._make_batch = make_batch
         # The position of each row's next draft: drafts are sampled like tokens after its text.
-        self._places = torch.zeros_like(texts.sampling.num_tokens)
+        self._positions = torch.zeros_like(state.sampling.num_tokens)
 
     def enter(self, rows: list[int], longest: int) -> None:
         """Do nothing: the head keeps nothing of a row but its cache."""
@@ -62,44 +62,44 @@ class MtpProposer:
     def propose(self, rows: Tensor, output: ForwardOutput | None) -> None:
         """Update the head's cache by the step, and draft."""
         assert output is not None, "the head reads it"
-        texts, text = self._texts, self._texts.sampling
+        state, sampling = self._state, self._state.sampling
         hidden = self._update_cache(output)
         # The last position in the head's cache: that of the last token but one.
-        last = text.num_tokens.index_select(0, rows) - 2
+        last = sampling.num_tokens.index_select(0, rows) - 2
         first = _pick(output.batch.cu_seqlens_q[:-1], output.sampled)
-        line = first + last - output.batch.positions.index_select(0, first)
-        h = hidden.index_select(0, line.clamp(0, len(hidden) - 1))
-        self._places.copy_(text.num_tokens)
-        drawing = SampleRows(text.token_ids, self._places, text.temperature, text.key)
-        places = rows.long()
+        index = first + last - output.batch.positions.index_select(0, first)
+        h = hidden.index_select(0, index.clamp(0, len(hidden) - 1))
+        self._positions.copy_(sampling.num_tokens)
+        sample_rows = replace(sampling, num_tokens=self._positions)
+        row_index = rows.long()
         # Blocks are reserved for the drafts of rows that draft, up to the end of their answers.
-        end = torch.where(texts.drafts.draft_limit > 0, texts.num_prompt + texts.max_new, 0)
+        end = torch.where(state.drafts.draft_limit > 0, state.num_prompt + state.max_new, 0)
         end = end.index_select(0, rows)
         for number in range(1, self._count + 1):
             logits = self._head.logits(h)
-            ids, _ = sample_tokens(logits, rows, drawing, self._is_banned)
-            texts.drafts.draft_ids[:, number].index_copy_(0, places, ids)
+            ids, _ = sample_tokens(logits, rows, sample_rows, self._is_banned)
+            state.drafts.draft_ids[:, number].index_copy_(0, row_index, ids)
             if number < self._count:
                 last = last + 1
                 batch = self._make_batch(rows, ids, last, end)
                 h = self._head.forward(batch, h)
-        wanted = texts.drafts.num_wanted.index_select(0, rows).clamp(max=self._count)
-        left = texts.num_prompt + texts.max_new - text.num_tokens - 1
+        wanted = state.drafts.num_wanted.index_select(0, rows).clamp(max=self._count)
+        left = state.num_prompt + state.max_new - sampling.num_tokens - 1
         counts = torch.minimum(wanted, left.index_select(0, rows)).clamp_(min=0)
-        texts.drafts.draft_ids[:, 0].index_copy_(0, places, counts)
+        state.drafts.draft_ids[:, 0].index_copy_(0, row_index, counts)
 
     def _update_cache(self, output: ForwardOutput) -> Tensor:
         """The head's states at the positions of a step; undefined where no token follows yet."""
-        batch, text = output.batch, self._texts.sampling
+        batch, sampling = output.batch, self._state.sampling
         if output.width is not None:
             rows = batch.rows.repeat_interleave(output.width)
         else:
             numbers = np.repeat(np.arange(batch.num_reqs), batch.query_lens)
             rows = batch.rows.index_select(0, _on_device(numbers, batch.rows.device))
         following = batch.positions + 1
-        is_known = following < text.num_tokens.index_select(0, rows)
-        column = following.clamp(max=text.token_ids.shape[1] - 1)
-        ids = torch.where(is_known, text.token_ids[rows.long(), column.long()], 0)
+        is_known = following < sampling.num_tokens.index_select(0, rows)
+        column = following.clamp(max=sampling.token_ids.shape[1] - 1)
+        ids = torch.where(is_known, sampling.token_ids[rows.long(), column.long()], 0)
         slots = torch.where(is_known, batch.slot_mapping, -1)
         return self._head.forward(replace(batch, input_ids=ids, slot_mapping=slots), output.hidden)
 

@@ -35,8 +35,8 @@ class NgramProposer:
 
     reads_output = False
 
-    def __init__(self, texts: DrafterState, config: SpecConfig) -> None:
-        token_ids = texts.sampling.token_ids
+    def __init__(self, state: DrafterState, config: SpecConfig) -> None:
+        token_ids = state.sampling.token_ids
         (size, room), device = token_ids.shape, token_ids.device
         self._index = make_ngram_index(
             size,
@@ -45,7 +45,7 @@ class NgramProposer:
             max_ngram_size=config.max_ngram,
             min_ngram_size=config.min_ngram,
         )
-        self._rows = texts
+        self._state = state
         self._is_active = torch.ones(size, dtype=torch.int32, device=device)
         self._is_entering = torch.zeros(size, dtype=torch.int32, device=device)
         self._lens = torch.zeros(size, dtype=torch.int32, device=device)
@@ -53,16 +53,16 @@ class NgramProposer:
         self._workspace = make_ngram_workspace(size, device)
         self._texts = NgramTexts(
             input_ids=token_ids,
-            input_ids_len=texts.num_prompt,
+            input_ids_len=state.num_prompt,
             token_ids_all=token_ids,
-            prompt_lens=texts.num_prompt,
+            prompt_lens=state.num_prompt,
             step_idx=self._num_new,
-            draft_token_num=texts.drafts.num_wanted,
-            draft_tokens=texts.drafts.draft_ids,
+            draft_token_num=state.drafts.num_wanted,
+            draft_tokens=state.drafts.draft_ids,
             seq_lens_this_time=self._lens,
             seq_lens_encoder=torch.zeros(size, dtype=torch.int32, device=device),
             seq_lens_decoder=self._is_active,
-            max_dec_len=texts.max_new,
+            max_dec_len=state.max_new,
         )
         self._entering = replace(self._texts, seq_lens_decoder=self._is_entering)
         if device.type == "cuda":  # compile the kernels now: no step may wait for that
@@ -87,7 +87,7 @@ class NgramProposer:
     def propose(self, rows: Tensor, output: ForwardOutput | None = None) -> None:
         """Draft for rows (R,) int32 that have just got tokens."""
         assert output is None, "the text is all that is read"
-        counts = self._rows.drafts.draft_ids[:, 0]
+        counts = self._state.drafts.draft_ids[:, 0]
         places = rows.long() if rows.device.type == "cpu" else None
         if places is not None:
             self._is_active.zero_().index_fill_(0, places, 1)
@@ -99,4 +99,4 @@ class NgramProposer:
             torch.sub(self._lens, 1, out=counts)
 
     def _measure(self) -> None:
-        torch.sub(self._rows.sampling.num_tokens, self._rows.num_prompt, out=self._num_new)
+        torch.sub(self._state.sampling.num_tokens, self._state.num_prompt, out=self._num_new)
