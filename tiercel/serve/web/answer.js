@@ -1,20 +1,20 @@
 /**
- * Answers as data: how chunks add up to one, what was measured, and what the next request says.
+ * Answers as data: chunks assembled into an answer, its measurements, the messages of a request.
  *
  * A conversation is {id, title, isNamed, created, updated, system, turns}; a turn is
  * {role: "user", content} or {role: "assistant", answers, shown}: regenerating adds to `answers`.
  * An answer's `end` is null while it runs, then {kind, ...}: "done" (with the server's reason),
- * "stopped" (by the reader), "interrupted" (the page was closed), "failed" (with error).
+ * "stopped" (by the user), "interrupted" (the page was closed), "failed" (with error).
  */
 
-const MIN_SPAN_S = 0.05; // below it the time is that of buffers, not of the model
+const MIN_SPAN_S = 0.05; // a shorter time is that of buffers, not of the model
 const NO_RESULT = "No result was given.";
 
 export function newAnswer() {
   return { content: "", reasoning: "", toolCalls: [], end: null, stats: null };
 }
 
-/** Adds chunks to an answer and measures. Times are milliseconds of performance.now(). */
+/** Adds chunks to an answer and measures it. Times are milliseconds of performance.now(). */
 export class AnswerBuilder {
   #answer;
   #calls = new Map(); // index in the stream -> call
@@ -79,7 +79,7 @@ export class AnswerBuilder {
   #measure() {
     if (!this.#first) return null;
     const seconds = (this.#last - this.#first.at) / 1000;
-    // The first chunk may bring several tokens: only those after it belong to the time after it.
+    // The first chunk may hold several tokens: the speed counts only the tokens after it.
     const later = this.#tokens === null ? 0 : this.#tokens - (this.#first.tokens ?? 1);
     return {
       tokens: this.#tokens,
@@ -94,7 +94,7 @@ export function hasOutput(answer) {
   return Boolean(answer.content || answer.toolCalls.length);
 }
 
-/** Whether a tool call is whole: one that was cut off can neither be run nor sent again. */
+/** Whether a tool call is complete: one that was cut can neither be run nor sent again. */
 export function isWhole(call) {
   try {
     return call.name !== "" && typeof JSON.parse(call.arguments || "{}") === "object";
@@ -103,12 +103,12 @@ export function isWhole(call) {
   }
 }
 
-/** The answer of an assistant's turn that is on show. */
+/** The visible answer of an assistant's turn. */
 export function shownAnswer(turn) {
   return turn.answers[turn.shown];
 }
 
-/** The messages of a request that asks for what follows `turns`. */
+/** The messages of a request that continues `turns`. */
 export function requestMessages(system, turns) {
   const messages = system.trim() ? [{ role: "system", content: system }] : [];
   for (const turn of turns) {
@@ -120,7 +120,7 @@ export function requestMessages(system, turns) {
 
 function addUserMessage(messages, content) {
   const last = messages.at(-1);
-  // Where an answer failed two questions meet, and many templates insist on alternating roles.
+  // After a failed answer two questions are adjacent, and many templates need alternating roles.
   if (last?.role === "user") last.content += `\n\n${content}`;
   else messages.push({ role: "user", content });
 }
@@ -134,7 +134,7 @@ function addAnswerMessages(messages, answer) {
   messages.push({
     role: "assistant",
     content: answer.content || null,
-    // Within a chain of calls models expect to see what they were thinking; else it is dropped.
+    // Within a chain of calls models expect their reasoning; elsewhere it is dropped.
     ...(answer.reasoning ? { reasoning_content: answer.reasoning } : {}),
     tool_calls: calls.map((call) => ({
       id: call.id,

@@ -1,9 +1,9 @@
 /**
- * Talks to the server that sent this page: OpenAI's routes, read as a stream of events.
+ * Client of the server that sent this page: OpenAI's routes and their event streams.
  *
  * Every failure becomes one ApiError whose `kind` decides what the page offers:
- * unreachable (no answer at all), broken (the stream ended early), unauthorized (401), busy (429),
- * unavailable (503), refused (other 4xx), failed (the server's own fault).
+ * unreachable (no response), broken (the stream ended early), unauthorized (401), busy (429),
+ * unavailable (503), refused (other 4xx), failed (a fault of the server).
  */
 
 const MAX_MESSAGE_CHARACTERS = 1000;
@@ -18,7 +18,7 @@ export class ApiError extends Error {
   }
 }
 
-/** Addresses are relative to the page, so that it also works under a proxy's path. */
+/** URLs are relative to the page, so that it also works under a proxy's path. */
 function address(path) {
   return new URL(path, document.baseURI);
 }
@@ -43,7 +43,7 @@ async function errorOfResponse(response) {
   try {
     body = await response.json();
   } catch {
-    // A proxy in between may answer with a page of its own: the status is enough.
+    // A proxy may respond with a page of its own: the status is enough.
   }
   const seconds = Number.parseInt(response.headers.get("Retry-After") ?? "", 10);
   const fallback = `The server answered with status ${response.status}.`;
@@ -78,7 +78,7 @@ export async function readReady(signal) {
   try {
     body = await response.json();
   } catch {
-    // Something in front of the server says 503: it is not ready, that is all we know.
+    // A proxy before the server responds with 503: the server is not ready.
   }
   const progress = Number(body?.progress);
   return {
@@ -102,13 +102,13 @@ export async function readModels(key, signal) {
     }));
 }
 
-/** What the server takes for a field that a request leaves out; only numbers can be such. */
+/** The server's default of a field that a request leaves out; defaults are numbers. */
 function numbersOf(object) {
   const entries = object !== null && typeof object === "object" ? Object.entries(object) : [];
   return new Map(entries.filter(([, value]) => Number.isFinite(value)));
 }
 
-/** Sends an object and reads the object that answers it. */
+/** Sends an object and reads the object of the response. */
 export async function sendJson(path, body, { key, signal }) {
   const response = await request(path, { key, signal, body });
   if (!response.ok) throw await errorOfResponse(response);
@@ -120,7 +120,7 @@ export async function sendJson(path, body, { key, signal }) {
   }
 }
 
-/** Yields the chunks of one chat completion; ends normally only if the answer is whole. */
+/** Yields the chunks of one chat completion; ends normally only if the answer is complete. */
 export async function* streamChat(body, { key, signal }) {
   const response = await request("v1/chat/completions", { key, signal, body });
   if (!response.ok) throw await errorOfResponse(response);
@@ -170,7 +170,7 @@ async function* readEvents(stream) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // The consumer left: the server must hear it.
+    reader.cancel().catch(() => {}); // The consumer has left: this closes the connection.
   }
 }
 

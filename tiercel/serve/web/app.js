@@ -1,5 +1,5 @@
 /**
- * The page: puts the parts together and says what each button and key does.
+ * The page: connects its modules, and handles its buttons and keys.
  *
  * Where to read on: chat.js runs answers, answer.js is their data, view.js shows them, store.js
  * keeps them, api.js and server.js talk to the server, markdown.js turns text into nodes. score.js
@@ -34,7 +34,7 @@ class App {
   #openTab;
   #current = newConversation();
   #edited = null; // the question that the next message replaces
-  #frame = 0; // the frame in which a grown answer will be shown
+  #frame = 0; // the animation frame that will show new text of an answer
   #prompt = find("prompt");
 
   start() {
@@ -110,7 +110,7 @@ class App {
     window.addEventListener("storage", (event) => this.#storageChanged(event));
   }
 
-  // --- what the reader does ---
+  // --- actions of the user ---
 
   #send() {
     const text = this.#prompt.value.trim();
@@ -127,7 +127,7 @@ class App {
     this.#ask();
   }
 
-  /** Lets the current conversation be answered: after a new question, or again. */
+  /** Generates an answer in the current conversation: after a new question, or again. */
   #ask() {
     const options = this.#requestOptions();
     if (!options || this.#chat.runOf(this.#current)) return;
@@ -306,7 +306,7 @@ class App {
     else this.#update();
   }
 
-  // --- what answers do ---
+  // --- events of answers ---
 
   #changed(conversation) {
     conversation.updated = Date.now();
@@ -333,7 +333,7 @@ class App {
     find("announcer").textContent = noteOf(end)?.text ?? "Answer complete.";
   }
 
-  // --- what is on show around the conversation ---
+  // --- around the conversation ---
 
   #update() {
     const conversation = this.#current;
@@ -387,7 +387,7 @@ class App {
     this.#update();
   }
 
-  /** Asks for the key until the server takes it or the reader gives up. */
+  /** Asks for the key until the server accepts it or the user gives up. */
   async #reconnect() {
     while (this.#server.status === "locked" && (await this.#keyring.ask()) !== null) {
       await this.#server.check();

@@ -1,30 +1,30 @@
 /**
- * Runs answers: one per conversation at a time, each goes on when another conversation is shown.
+ * Runs answers: one per conversation at a time; an answer continues while another is shown.
  */
 
 import { ApiError, streamChat } from "./api.js";
 import { AnswerBuilder, hasOutput, newAnswer, requestMessages, shownAnswer } from "./answer.js";
 
 const SAVE_MS = 2000; // a running answer is written this often, and when it ends
-const PATIENCE_MS = 1000; // after it the reader is told how much of the prompt has been read
+const PATIENCE_MS = 1000; // after this the page shows how much of the prompt is computed
 const ANSWERING = "Answering…";
-const ANNOUNCED_PERCENT = 25; // a screen reader says so in steps of this size
+const ANNOUNCED_PERCENT = 25; // a screen reader announces it in steps of this size
 
-/** A running answer: words for the reader while there is no token, and for screen readers. */
+/** A running answer: its status text before the first token, and for screen readers. */
 function makeRun() {
   return {
     controller: new AbortController(),
     waiting: "",
     notice: ANSWERING,
-    percent: null, // of the prompt, while it is read
+    percent: null, // of the prompt that is computed
     announcedStep: null,
-    isSlow: false, // the first token has taken longer than anyone waits without a word
+    isSlow: false, // the first token has taken longer than PATIENCE_MS
     savedAt: performance.now(),
     isLeft: false,
   };
 }
 
-/** How much of what is not in the server's cache has been read; null if that is not known. */
+/** The computed share of the prompt that is not in the server's cache; null if unknown. */
 function percentRead(progress) {
   const { total, cache = 0, processed } = progress ?? {};
   const share = (processed - cache) / (total - cache);
@@ -58,12 +58,12 @@ export class Chat {
     this.runOf(conversation)?.controller.abort();
   }
 
-  /** The page goes away: what breaks from now on was broken by that. */
+  /** The page is closed: a stream that breaks after this was interrupted by it. */
   leave() {
     for (const run of this.#runs.values()) run.isLeft = true;
   }
 
-  /** Asks for an answer to what the conversation ends with. `options`: model, sampling, tools. */
+  /** Requests an answer to the conversation. `options`: model, sampling, tools. */
   async answer(conversation, options) {
     const turn = turnForAnswer(conversation);
     const answer = shownAnswer(turn);
@@ -115,7 +115,7 @@ export class Chat {
     builder.finish();
   }
 
-  /** Says what has been read of the prompt; until that is known the words before it stay. */
+  /** Shows the progress of the prompt; the previous text stays until it is known. */
   #tellProgress(conversation, run) {
     if (run.percent === null) {
       run.notice = ANSWERING;
@@ -133,7 +133,7 @@ export class Chat {
     this.#listener.grown(conversation);
   }
 
-  /** The chunks; where the server wants a key, the reader is asked and the request sent again. */
+  /** The chunks; if the server needs a key, asks the user and sends the request again. */
   async *#chunks(body, signal) {
     for (;;) {
       try {
@@ -149,7 +149,7 @@ export class Chat {
 function endOf(error) {
   if (error.name === "AbortError") return { kind: "stopped" };
   if (!(error instanceof ApiError)) {
-    console.error(error); // A fault of this page: the reader must not be left waiting all the same.
+    console.error(error); // A fault of this page: the user must not be left waiting.
     const words = { kind: "page", message: "This page has failed.", retryAfter: null };
     return { kind: "failed", error: words };
   }
@@ -158,18 +158,18 @@ function endOf(error) {
   return { kind: "failed", error: { kind, message: words, retryAfter } };
 }
 
-/** The turn whose shown answer is to be filled: a new one, or a new version of the last. */
+/** The turn of the new answer: a new turn, or a new version in the last one. */
 function turnForAnswer(conversation) {
   const last = conversation.turns.at(-1);
   if (last.role === "user") return appended(conversation);
   const answer = shownAnswer(last);
   const isEmpty = !hasOutput(answer) && !answer.reasoning;
-  if (isEmpty) last.answers[last.shown] = newAnswer(); // What failed empty is not worth keeping.
+  if (isEmpty) last.answers[last.shown] = newAnswer(); // A failed answer without text is replaced.
   else last.shown = last.answers.push(newAnswer()) - 1;
   return last;
 }
 
-/** Adds a turn with an empty answer, and gives it. */
+/** Adds a turn with an empty answer, and returns it. */
 export function appended(conversation) {
   const turn = { role: "assistant", answers: [newAnswer()], shown: 0 };
   conversation.turns.push(turn);

@@ -1,8 +1,8 @@
 /**
- * Code blocks: a header with the language and a copy button, and colours for the plain cases.
+ * Code blocks: a header with the language and a copy button, and colours for simple tokens.
  *
- * One small lexer serves all languages: comments, strings, numbers and a family's keywords. What it
- * does not know it leaves uncoloured, which is never wrong.
+ * One small lexer serves all languages: comments, strings, numbers and a family's keywords. Other
+ * text stays uncoloured, which is never wrong.
  */
 
 import { copyButton, element } from "./dom.js";

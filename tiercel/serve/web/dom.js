@@ -2,7 +2,7 @@
  * Builds nodes.
  *
  * Strings become text nodes or attribute values, never markup: no module of this page parses HTML,
- * so whatever a model, a server or an imported file says can only be shown.
+ * so text of a model, a server or an imported file can only be shown.
  */
 
 /** Makes an element; a property that is a function listens to the event of that name. */
@@ -34,12 +34,12 @@ export function textButton(name, label, click, className = "button") {
   return element("button", { type: "button", class: className, click }, icon(name), label);
 }
 
-/** Changes text only when it differs, so that selections and live regions are left in peace. */
+/** Changes text only if it differs, so that selections and live regions are not disturbed. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** Puts text on the clipboard; answers whether it worked. */
+/** Puts text on the clipboard; returns whether it worked. */
 export async function copyText(text) {
   if (navigator.clipboard) {
     try {
@@ -59,7 +59,7 @@ export async function copyText(text) {
   return copied;
 }
 
-/** A button that copies what `read` gives and says so for a moment. */
+/** A button that copies the text of `read` and shows so for a moment. */
 export function copyButton(label, read) {
   const button = iconButton("copy", label, async () => {
     const copied = await copyText(read());

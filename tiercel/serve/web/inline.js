@@ -10,7 +10,7 @@ import { element } from "./dom.js";
 import { formula } from "./math.js";
 
 const MAX_NESTING = 24; // deeper emphasis stays as typed: layout of very deep trees overflows
-const MAX_FORMULA_CHARACTERS = 4000; // what is longer is no formula
+const MAX_FORMULA_CHARACTERS = 4000; // longer text is no formula
 const MAX_TARGET_CHARACTERS = 2048;
 const PUNCTUATION = /[\p{P}\p{S}]/u;
 const SPACE = /\s/u;
@@ -24,7 +24,7 @@ const WORDY = /[\p{L}\p{N}]/u;
 const ORDINAL = /^(?:th|st|nd|rd|s)(?![\p{L}\p{N}])/u; // as in "the $n$th element"
 const NO_FORMULA_START = /^\s*[),.;:!?]/; // between the dollars of "cheap ($), dear ($$)"
 
-/** The address if a link may lead there, else null: other schemes can run code or open programs. */
+/** The address if links to it are allowed, else null: other schemes can run code or programs. */
 export function safeAddress(text) {
   try {
     const url = new URL(text);
@@ -45,11 +45,11 @@ class InlineParser {
   #root = document.createDocumentFragment();
   #plain = "";
   #delimiters = []; // runs of * _ ~ that may open or close
-  #brackets = []; // places of [ that may become links
+  #brackets = []; // positions of [ that may become links
   #depths = new Map(); // element -> how deep its own nesting goes
   #lastTicks = null; // run length -> last position at which a run of it begins
-  #unclosed = new Set(); // ends of formulas that the text has no more of
-  #dollars = null; // number of dollars -> places that may end a formula, the next one last
+  #unclosed = new Set(); // formula closers that do not occur in the remaining text
+  #dollars = null; // number of dollars -> positions that may end a formula, the next one last
 
   constructor(text) {
     this.#text = text;
@@ -132,7 +132,7 @@ class InlineParser {
     return !source.includes("\n") && !isProse(source) && this.#formula(1, end, false);
   }
 
-  /** Where the next dollars are that may end a formula; -1 if there are none. */
+  /** The position of the next dollars that may end a formula; -1 if there are none. */
   #closingDollars(width) {
     this.#dollars ??= closingDollars(this.#text);
     const places = this.#dollars.get(width);
@@ -140,7 +140,7 @@ class InlineParser {
     return places.at(-1) ?? -1;
   }
 
-  /** Takes what is up to `end`, between marks of this width, as a formula if it can be one. */
+  /** Reads the text up to `end`, between delimiters of this width, as a formula if it is one. */
   #formula(width, end, isDisplay) {
     const start = this.#position + width;
     if (end < 0 || end - start > MAX_FORMULA_CHARACTERS) return false;
@@ -265,7 +265,7 @@ class InlineParser {
   /** Pairs the delimiters from `bottom` up into elements and forgets them. */
   #pairEmphasis(bottom) {
     const runs = this.#delimiters;
-    const floors = new Map(); // what a closer of this sort did not find below this place
+    const floors = new Map(); // for a kind of closer, the index below which it has no opener
     const open = []; // indices of runs that may still open
     for (let i = bottom; i < runs.length; i += 1) {
       const closer = runs[i];

@@ -10,7 +10,7 @@ const NARROW = {
   settings: "(max-width: 80rem)",
 };
 
-/** The two side panels: beside the conversation where there is room, else above it. */
+/** The two side panels: next to the conversation if there is room, else on top of it. */
 export class Panels {
   #panels = ["sidebar", "settings"].map((name) => ({
     name,
@@ -40,7 +40,7 @@ export class Panels {
     this.#set(this.#panels.find((panel) => panel.name === name), true, false);
   }
 
-  /** Closes the panel that lies above the conversation; false if there is none. */
+  /** Closes the panel on top of the conversation; false if there is none. */
   closeOverlay() {
     const panel = this.#overlay();
     if (panel) this.#set(panel, false, true);
@@ -75,7 +75,7 @@ export class Panels {
   }
 }
 
-/** The button that goes through system, light and dark. */
+/** The button that cycles through system, light and dark. */
 export function setUpTheme(storage) {
   const button = document.getElementById("theme");
   const label = document.getElementById("theme-label");
@@ -93,7 +93,7 @@ export function setUpTheme(storage) {
   });
 }
 
-/** A short notice with at most one thing to do about it. */
+/** A short notice with at most one action. */
 export class Toast {
   #node = document.getElementById("toast");
   #timer = 0;
@@ -114,7 +114,7 @@ export class Toast {
   }
 }
 
-/** Hands a text to the reader as a file. */
+/** Downloads a text as a file. */
 export function downloadFile(name, text) {
   const address = URL.createObjectURL(new Blob([text], { type: "application/json" }));
   const anchor = element("a", { href: address, download: name });

@@ -12,7 +12,7 @@ import { element } from "./dom.js";
 import { inlineNodes } from "./inline.js";
 import { formula } from "./math.js";
 
-const MAX_NESTING = 10; // quotes and lists within each other; what is deeper is shown as typed
+const MAX_NESTING = 10; // nested quotes and lists; deeper ones are shown as typed
 const FENCE = /^( {0,3})(`{3,}|~{3,})[ \t]*(.*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+|$)/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
@@ -111,7 +111,7 @@ class BlockParser {
     const bare = text.replace(/#+$/, "");
     if (bare === "" || bare.endsWith(" ")) text = bare.trim();
     this.#at += 1;
-    // The page has its own h1 and each answer an h2: what a model writes begins below these.
+    // The page has its own h1 and each answer an h2: headings of a model begin below these.
     const level = Math.min(marks.length + 2, 6);
     const properties = { class: `level-${marks.length}` };
     this.#add(this.#at - 1, "heading", () =>
@@ -174,7 +174,7 @@ class BlockParser {
     return this.#at - start;
   }
 
-  /** The lines of one item without their indent; stands behind the item afterwards. */
+  /** The lines of one item without their indent; the position is after the item then. */
   #itemLines(match) {
     const [whole, indent, marker, , , spaces] = match;
     const content = indent.length + marker.length + (spaces.length > 4 ? 1 : spaces.length || 1);
@@ -247,7 +247,7 @@ class BlockParser {
       }
       end += 1;
     }
-    this.#noMath.set(closer, end); // One failed search is enough for all lines on its way.
+    this.#noMath.set(closer, end); // One failed search is enough for all lines up to its end.
     return null;
   }
 

@@ -1,19 +1,19 @@
 /**
- * Formulas: a place shows its source until KaTeX has turned it into nodes.
+ * Formulas: a placeholder shows the source until KaTeX has turned it into nodes.
  *
- * The library is part of the package and is loaded with the first formula on show. It builds nodes
- * and sets styles through the DOM, so the page's policy holds. What a formula may cost is bounded:
- * by its length, since no command that is left repeats its arguments, and by the nodes on the page.
+ * The library is part of the package and is loaded with the first visible formula. It builds nodes
+ * and sets styles through the DOM, so the page's policy applies. The cost of a formula is bounded
+ * by its length, since no allowed command repeats its arguments, and by the nodes on the page.
  */
 
 import { element } from "./dom.js";
 
 const MAX_CHARACTERS = 2000; // a matrix of 950 columns took 0.2 s (2 shared x86 cores, Node 20)
 const MAX_NODES = 200_000; // on the whole page; beyond them new formulas stay source
-const MAX_KEPT = 1000; // formulas, the oldest give way
-const SLICE_MS = 8; // of work between two moments at which the page can answer
+const MAX_KEPT = 1000; // formulas; the oldest are dropped
+const SLICE_MS = 8; // of work without a pause for the page
 
-/** Ends a formula with \def and its like: 2,000 characters with them took 144 s. */
+/** Refuses a formula with \def and similar commands: 2,000 characters of them took 144 s. */
 function refuse() {
   throw new Error("This command is switched off.");
 }
@@ -22,7 +22,7 @@ const REFUSED =
   "def gdef edef xdef let futurelet newcommand renewcommand providecommand global long " +
   "message errmessage show"; // the last three write to the browser's console
 const OPTIONS = {
-  strict: "ignore", // what LaTeX would warn about is no matter for a reader
+  strict: "ignore", // a warning of LaTeX does not matter to the user
   trust: false,
   throwOnError: true, // KaTeX's own error node has a style attribute, which the policy refuses
   errorColor: "var(--danger)", // of commands that need trust
@@ -37,11 +37,11 @@ const OPTIONS = {
 };
 
 const kept = new Map(); // source with its dollars -> node to copy, or null if it is no formula
-const waiting = []; // places whose source is still to be turned into nodes
+const waiting = []; // placeholders whose source is not turned into nodes yet
 let library = null; // promise of KaTeX
 let isWorking = false;
 
-/** A place for a formula; it shows the source where that is all there can be. */
+/** A placeholder for a formula; it shows the source if the formula cannot be typeset. */
 export function formula(source, isDisplay) {
   // Wide formulas scroll by themselves; the keyboard must reach them to do so.
   const scrolls = { class: "math is-display", tabindex: 0, role: "group", "aria-label": "Formula" };
@@ -66,11 +66,11 @@ function fill(place) {
 async function work() {
   if (isWorking) return;
   isWorking = true;
-  await pause(); // until the places are on the page
+  await pause(); // until the placeholders are on the page
   let sliceEnd = 0;
   while (waiting.length) {
     const place = waiting.shift();
-    if (!place.isConnected) continue; // An answer that grows makes its last block anew.
+    if (!place.isConnected) continue; // A growing answer rebuilds its last block.
     const katex = await load();
     if (performance.now() > sliceEnd) {
       await pause();
@@ -79,7 +79,7 @@ async function work() {
     }
     typeset(katex, place);
   }
-  waiting.length = 0; // What is left stays source.
+  waiting.length = 0; // Remaining formulas stay source.
   isWorking = false;
 }
 
@@ -107,12 +107,12 @@ function made(katex, source, displayMode) {
   try {
     katex.render(source, node, { ...OPTIONS, displayMode });
   } catch {
-    return null; // No formula, or not one that KaTeX knows: its source says more than an error.
+    return null; // Not a formula that KaTeX knows: its source is more useful than an error.
   }
   return node.firstChild;
 }
 
-/** KaTeX with its styles; null if the server does not give it, which is tried again. */
+/** KaTeX with its styles; null if loading fails, which is tried again. */
 function load() {
   library ??= Promise.all([import("./katex-0.19.1/katex.min.js"), loadStyles()]).then(
     () => {
@@ -141,7 +141,7 @@ function copySource(event) {
   const range = selection.getRangeAt(0).cloneRange();
   const { commonAncestorContainer: node } = range;
   const around = (node instanceof Element ? node : node.parentElement)?.closest(".math");
-  if (around) range.selectNode(around); // a part of one formula stands for all of it
+  if (around) range.selectNode(around); // a part of a formula selects all of it
   const copied = element("div", { class: "copied" }, range.cloneContents());
   const formulas = copied.querySelectorAll(".math");
   if (!formulas.length) return;

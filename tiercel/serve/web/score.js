@@ -1,8 +1,9 @@
 /**
  * The second tab: scores a list against a query.
  *
- * With labels it asks /v1/score for their shares behind each item; without, /v1/rerank for how well
- * each item meets the query. Items are shown best first, by the first label.
+ * With labels it requests /v1/score for their probabilities after each item; without labels,
+ * /v1/rerank for the relevance of each item to the query. Items are shown best first, by the first
+ * label.
  */
 
 import { sendJson } from "./api.js";
@@ -10,7 +11,7 @@ import { element } from "./dom.js";
 
 const find = (id) => document.getElementById(id);
 
-/** Makes the two tabs, between which arrow keys move; gives what opens one by its name. */
+/** Makes the two tabs, with arrow keys; returns a function that opens one by its name. */
 export function setUpTabs() {
   const tabs = ["chat", "score"].map((name) => ({
     name,
@@ -45,9 +46,9 @@ function failedRows(answer) {
 export class ScorePanel {
   #keyring;
   #model;
-  #running = null; // the AbortController of what runs
+  #running = null; // the AbortController of the running request
 
-  /** `model` gives the chosen model's name. */
+  /** `model` returns the chosen model's name. */
   constructor(keyring, model) {
     this.#keyring = keyring;
     this.#model = model;
@@ -102,7 +103,7 @@ export class ScorePanel {
     return [...rows, ...failedRows(answer)];
   }
 
-  /** Sends until the server takes the key or the reader gives up. */
+  /** Sends until the server accepts the key or the user gives up. */
   async #send(path, body) {
     const { signal } = this.#running;
     for (;;) {

@@ -1,8 +1,8 @@
 /**
- * What the page knows about the server: whether it is ready, which models it serves, and the key.
+ * State of the server: whether it is ready, its models, and the API key.
  *
- * While the server is not ready it is asked again and again; once ready it is left alone until a
- * request fails or the reader comes back to the page.
+ * While the server is not ready, the page polls it; after that not until a request fails or the
+ * user comes back to the page.
  */
 
 import { readModels, readReady } from "./api.js";
@@ -28,7 +28,7 @@ export class Server extends EventTarget {
     return this.status === "loading" || this.status === "restarting";
   }
 
-  /** Asks now; calls that meet share one answer. */
+  /** Polls now; concurrent calls share one result. */
   check() {
     clearTimeout(this.#timer);
     this.#checking ??= this.#ask().finally(() => {
@@ -47,7 +47,7 @@ export class Server extends EventTarget {
       }
       this.#set(status, progress);
     } catch (error) {
-      // A server that answers but cannot list its models will say more when a message is sent.
+      // A server that cannot list its models will report an error when a message is sent.
       const states = { unauthorized: "locked", unreachable: "unreachable" };
       this.#set(states[error.kind] ?? "ready", null);
     }
@@ -55,13 +55,13 @@ export class Server extends EventTarget {
 
   #set(status, progress) {
     if (status === this.status && progress === this.progress) return;
-    if (status !== "ready") this.models = []; // Whoever comes back may serve another model.
+    if (status !== "ready") this.models = []; // A server that comes back may serve another model.
     this.status = status;
     this.progress = progress;
     this.dispatchEvent(new Event("change"));
   }
 
-  /** Waits until a server that is starting has started, or has gone away. */
+  /** Waits until a starting server is ready or unreachable. */
   async whenStarted(signal) {
     while (this.isStarting) {
       await new Promise((resolve, reject) => {
@@ -103,7 +103,7 @@ export class Keyring {
     this.#store("");
   }
 
-  /** Asks for a key; the key, or null if the reader declines. */
+  /** Asks for a key; returns it, or null if the user declines. */
   ask() {
     this.#asking ??= new Promise((resolve) => {
       this.#message.textContent = this.#key

@@ -1,9 +1,9 @@
 /**
  * The settings panel: system prompt, sampling fields, tools.
  *
- * An empty field is not sent, so that the default of the model and its server holds; where the server
- * names none, `FALLBACKS` are sent instead. A wrong field is said at once and keeps the next message
- * from being sent.
+ * An empty field is not sent, so the default of the model and its server applies; if the server
+ * names none, `FALLBACKS` are sent instead. An invalid field is reported immediately and blocks the next
+ * message.
  */
 
 import { element, setText } from "./dom.js";
@@ -21,13 +21,13 @@ const FIELDS = [
   { name: "repetition_penalty", label: "Repetition penalty", above: 0, max: 10, hint: "1 is none" },
 ];
 
-// Those of the command line: at the API's own temperature of 1 small models write nonsense.
+// Defaults of the command line: at the API's temperature of 1 small models write nonsense.
 const FALLBACKS = new Map([
   ["temperature", 0.7],
   ["top_p", 0.95],
 ]);
 
-/** What is wrong with the text of a field, in words; null if nothing is. */
+/** The error in the text of a field, in words; null if there is none. */
 function problemOf(field, text) {
   const value = Number(text.replace(",", "."));
   if (Number.isNaN(value)) return "Enter a number.";
@@ -62,12 +62,12 @@ export class Settings {
   #storage;
   #values; // field name -> text
   #inputs = new Map(); // field name -> {field, input, message}
-  #defaults = new Map(); // field name -> what the server takes for it
+  #defaults = new Map(); // field name -> the server's default
   #tools = document.getElementById("tools");
   #toolsError = document.getElementById("tools-error");
   #system = document.getElementById("system");
 
-  /** `systemChanged` hears each new system prompt. */
+  /** `systemChanged` is called with each new system prompt. */
   constructor(storage, systemChanged) {
     this.#storage = storage;
     this.#values = storage.readObject(STORAGE_KEY) ?? {};
@@ -96,7 +96,7 @@ export class Settings {
     }
   }
 
-  /** What a request says: {body} or {problem: the field to mend}. */
+  /** The fields of a request: {body}, or {problem: the invalid field}. */
   read() {
     const body = {};
     for (const [name, { field, input }] of this.#inputs) {

@@ -27,7 +27,7 @@ export class HistoryList {
   }
 
   show(conversations, currentId, runningIds) {
-    if (this.#renaming !== null) return; // A field with the cursor in it stays.
+    if (this.#renaming !== null) return; // A field that is being edited stays.
     const focused = document.activeElement?.dataset?.conversation;
     const groups = Map.groupBy(conversations, ({ updated }) => ageOf(updated, Date.now()));
     const sections = [...groups].map(([age, members]) =>
@@ -93,7 +93,7 @@ export class HistoryList {
       if (event.isComposing) return;
       if (event.key === "Enter") finish(true);
       if (event.key === "Escape") {
-        event.stopPropagation(); // Escape here is no wish to stop an answer.
+        event.stopPropagation(); // Escape here does not stop an answer.
         finish(false);
       }
     });

@@ -1,14 +1,14 @@
 /**
  * Conversations in the browser's local storage, one key each, and as JSON files.
  *
- * What comes out of storage or out of a file is checked field by field: both can hold anything.
+ * Data from storage or from a file is checked field by field: both can hold anything.
  */
 
 const PREFIX = "tiercel.conversation.";
 const FILE_FORMAT = "tiercel-conversations";
 const FILE_VERSION = 1;
 const MAX_FILE_BYTES = 64 * 1024 * 1024;
-const TITLE_CHARACTERS = 200; // the places that show a title cut it to their own width
+const TITLE_CHARACTERS = 200; // elements that show a title cut it to their own width
 const ANSWER_ENDS = ["done", "stopped", "interrupted", "failed"];
 
 /** A random name; crypto.randomUUID does not exist on pages that came over plain HTTP. */
@@ -31,7 +31,7 @@ export function titleOf(text) {
   return `${letters.slice(0, TITLE_CHARACTERS - 1).join("").trimEnd()}…`;
 }
 
-/** Local storage, or memory where the browser gives none. Writing answers whether it worked. */
+/** Local storage, or memory if the browser has none. Writing returns whether it worked. */
 export class Storage {
   #memory = new Map();
   #area = null;
@@ -71,7 +71,7 @@ export class Storage {
       this.#area.setItem(key, text);
       return true;
     } catch {
-      return false; // The browser's share is used up.
+      return false; // The browser's quota is used up.
     }
   }
 
@@ -97,7 +97,7 @@ export class ConversationStore {
     }
   }
 
-  /** The id of the conversation that is kept under a key, or null. */
+  /** The id of the conversation that is stored under a key, or null. */
   static idOf(key) {
     return key?.startsWith(PREFIX) ? key.slice(PREFIX.length) : null;
   }
@@ -134,7 +134,7 @@ export class ConversationStore {
     return `${JSON.stringify(content, null, 2)}\n`;
   }
 
-  /** Takes the conversations of a file in; answers {added, unsaved, error}. */
+  /** Imports the conversations of a file; returns {added, unsaved, error}. */
   async take(file) {
     const { conversations, error } = await readFile(file);
     if (error) return { added: 0, unsaved: 0, error };
@@ -183,7 +183,7 @@ function finite(value) {
   return typeof value === "number" && Number.isFinite(value) ? value : null;
 }
 
-/** A conversation built anew out of what may be anything, or null. */
+/** A conversation rebuilt from untrusted data, or null. */
 function checkedConversation(value) {
   if (!isObject(value) || !Array.isArray(value.turns)) return null;
   if (!/^[0-9a-f]{24}$/.test(text(value.id))) return null;
@@ -228,7 +228,7 @@ function checkedAnswer(value) {
 }
 
 function checkedEnd(value) {
-  // An answer that was running when it was written is not running any more.
+  // An answer that was running when it was written has been interrupted.
   if (!isObject(value) || !ANSWER_ENDS.includes(value.kind)) return { kind: "interrupted" };
   if (value.kind === "done") return { kind: "done", reason: text(value.reason) || "stop" };
   if (value.kind !== "failed") return { kind: value.kind };

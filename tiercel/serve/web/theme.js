@@ -4,7 +4,7 @@
   try {
     theme = localStorage.getItem("tiercel.theme");
   } catch {
-    // Storage is switched off: the system's theme it is.
+    // Storage is switched off: use the system's theme.
   }
   if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
 })();

@@ -1,5 +1,5 @@
 /**
- * Shows a conversation: questions, answers as they grow, reasoning, tool calls, what went wrong.
+ * Shows a conversation: questions, growing answers, reasoning, tool calls, errors.
  *
  * One AnswerView per answer updates its own nodes; nothing is rebuilt while text streams into it.
  */
@@ -8,14 +8,14 @@ import { hasOutput, isWhole, shownAnswer } from "./answer.js";
 import { copyButton, element, icon, iconButton, setText, textButton } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 
-const FOLLOW_PIXELS = 60; // this near to the end the reader is taken along
+const FOLLOW_PIXELS = 60; // this near to the end, the view follows new text
 
-/** Seconds or milliseconds, as a person would say them. */
+/** A time in seconds or milliseconds. */
 function duration(ms) {
   return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(ms < 10_000 ? 1 : 0)} s`;
 }
 
-/** What was measured of an answer, one short line. */
+/** The measurements of an answer in one short line. */
 export function statsLine(stats) {
   if (!stats) return "";
   const parts = [];
@@ -90,7 +90,7 @@ function indented(json) {
   try {
     return JSON.stringify(JSON.parse(json || "{}"), null, 2);
   } catch {
-    return json; // Cut off, or no JSON at all: shown as it came.
+    return json; // Cut off, or not JSON: shown unchanged.
   }
 }
 
@@ -98,7 +98,7 @@ class Reasoning {
   #summary = element("span");
   #body = element("div", { class: "prose" });
   #markdown = new MarkdownView(this.#body);
-  #isChosen = false; // the reader has opened or closed it
+  #isChosen = false; // the user has opened or closed it
 
   constructor() {
     const head = element("summary", {}, icon("chevron"), this.#summary);
@@ -122,7 +122,7 @@ class Reasoning {
 class AnswerView {
   #turn;
   #actions;
-  #answer = null; // the version on show
+  #answer = null; // the visible version
   #cards = [];
   #reasoning = new Reasoning();
   #body = element("div", { class: "prose" });
@@ -217,7 +217,7 @@ class AnswerView {
   #updateFoot(answer, isRunning, isLast, isEmpty) {
     const count = this.#turn.answers.length;
     const { node, back, next, place } = this.#variants;
-    // A failed answer has "Try again" beside the reason.
+    // A failed answer has "Try again" next to the reason.
     const canRepeat = isLast && !isRunning && answer.end?.kind !== "failed";
     const isBare = isEmpty && count === 1 && !canRepeat;
     this.#foot.hidden = isRunning ? answer.stats === null : isBare;
@@ -247,8 +247,8 @@ export class ConversationView {
     this.#actions = actions;
     this.#scroller.addEventListener("scroll", () => this.#noteScroll(), { passive: true });
     this.#latest.addEventListener("click", () => this.follow());
-    // A banner above or a longer message below takes room away, a formula grows when it is typeset:
-    // the end stays in sight.
+    // A banner above or a longer message below takes space, and a formula grows when it is typeset:
+    // the end stays visible.
     const observer = new ResizeObserver(() => this.#keepUp());
     observer.observe(this.#scroller);
     observer.observe(this.#log);
@@ -262,7 +262,7 @@ export class ConversationView {
     this.follow();
   }
 
-  /** Brings the nodes up to date: new turns are added, the last two are shown anew. */
+  /** Updates the nodes: new turns are added, the last two are rebuilt. */
   update(run) {
     const { turns } = this.#conversation;
     for (const turn of turns.slice(this.#views.length)) {
@@ -278,7 +278,7 @@ export class ConversationView {
     this.#keepUp();
   }
 
-  /** Shows only what grew: the last answer. */
+  /** Updates only the last answer, which grew. */
   updateLast(run) {
     this.#views.at(-1).update?.({ isRunning: true, isLast: true, waiting: run.waiting });
     this.#keepUp();
