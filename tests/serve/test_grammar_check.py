@@ -193,7 +193,7 @@ def test_a_client_may_let_so_many_wait_and_others_still_come(held, monkeypatch):
         tasks = [await begin(checker, f"a{number}", "a") for number in range(2)]
         await until(lambda: len(compiles.begun) == 2)
         tasks += [await begin(checker, f"a{number}", "a") for number in range(2, 5)]
-        with pytest.raises(QueueFullError, match="3 forms of this client wait") as caught:
+        with pytest.raises(QueueFullError, match="3 grammars of this client wait") as caught:
             await checker.check(GrammarSpec("a5"), "a")
         assert (caught.value.http_status, caught.value.retry_after_s) == (429, 2)
         tasks.append(await begin(checker, "a4", "a"))  # the same again is no other one

@@ -1,9 +1,9 @@
-"""Puts the application together: routes, what lies around them, and the model behind them.
+"""The ASGI application: its routes, the middleware around them, and the engine monitor.
 
     RequestMiddleware -> HostMiddleware -> CorsMiddleware -> ApiKeyMiddleware -> router -> route
 
-The boundary gives each request its id, turns every error into an answer of the shape that its route
-has, and writes the line of the log. It is the only place that catches whatever a route raises.
+`RequestMiddleware` gives each request its id, turns every error into a response in the format of
+its route, and writes the log line. It is the only code that catches every exception of a route.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tiercel.serve.http.logs import REQUEST_LOG, RequestLog, log_request
 from tiercel.serve.lifecycle.engine_monitor import EngineMonitor
 from tiercel.serve.state import ServerState
 
-# Each has `routes` and their `DOCS`. The router tries one after the other: probes come first.
+# Each has `routes` and their `DOCS`. The router tries them in this order: probes come first.
 _MODULES: Final = (
     info_routes,
     tokenize_routes,
@@ -64,7 +64,7 @@ _SHOWN_CHARS: Final = 100
 
 
 def create_app(state: ServerState) -> Starlette:
-    """The application around a state; `app.state.server` is that state."""
+    """Make the application of a state; `app.state.server` is that state."""
     access = state.settings.access
     app = Starlette(
         routes=_routes(state),
@@ -83,7 +83,7 @@ def create_app(state: ServerState) -> Starlette:
 
 
 def _routes(state: ServerState) -> list[BaseRoute]:
-    """All routes, with their description and the page."""
+    """All routes, with `/openapi.json` and the web page."""
     found = [route for module in _MODULES for route in module.routes(state)]
     pages = static_files.routes() if state.settings.has_ui else []
     docs = [doc for module in _MODULES for doc in module.DOCS]
@@ -92,7 +92,7 @@ def _routes(state: ServerState) -> list[BaseRoute]:
 
 @contextlib.asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
-    """Start the engine and follow it; give everything back at the end."""
+    """Start the engine and monitor it; release everything at the end."""
     state: ServerState = app.state.server
     monitor = EngineMonitor(state, _bare_app)
     monitor.start()
@@ -108,19 +108,19 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 
 def _bare_app(state: ServerState) -> Starlette:
-    """The routes alone."""
+    """The routes without middleware, for warm-up requests."""
     app = Starlette(routes=_routes(state), exception_handlers={HTTPException: _raise_again})
     app.state.server = state
     return app
 
 
 async def _raise_again(_request: object, error: Exception) -> Response:
-    """Leave the router's 404 and 405 to the boundary."""
+    """Leave the router's 404 and 405 to `RequestMiddleware`."""
     raise error
 
 
 class RequestMiddleware:
-    """The outermost layer of a request."""
+    """The outermost middleware: request id, errors, log line, trace."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
@@ -128,15 +128,15 @@ class RequestMiddleware:
         self._tracing = state.tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, whatever happens within."""
+        """Respond to a request, whatever happens inside."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         started_s = perf_counter()
         request_id = _request_id(scope)
         scope["tiercel.request_id"] = request_id
-        line = scope[REQUEST_LOG] = RequestLog(request_id)
-        span = self._tracing.begin(scope, line) if self._tracing else None
+        log = scope[REQUEST_LOG] = RequestLog(request_id)
+        span = self._tracing.begin(scope, log) if self._tracing else None
         status = 0
 
         async def send_marked(message: Message) -> None:
@@ -156,12 +156,12 @@ class RequestMiddleware:
             await self._app(scope, receive, send_marked)
         except ClientDisconnect:
             self._metrics.count_disconnect()
-            line.error = "client_disconnect"
+            log.error = "client_disconnect"
         except Exception as error:  # the request boundary
             known = _known(error, scope, request_id)
-            line.error = known.code
+            log.error = known.code
             if status:
-                raise  # the answer has begun: all that is left is to break the connection
+                raise  # the response has begun: only closing the connection is left
             self._metrics.count_rejected(known.code)
             answer = _answer(known, scope, request_id)
             if isinstance(error, HTTPException) and error.headers:
@@ -170,8 +170,8 @@ class RequestMiddleware:
             await answer(scope, receive, send_marked)
         finally:
             if self._tracing and span is not None:
-                self._tracing.end(span, scope, line, status, request_id)
-            log_request(scope, line, status, perf_counter() - started_s)
+                self._tracing.end(span, scope, log, status, request_id)
+            log_request(scope, log, status, perf_counter() - started_s)
 
 
 def _request_id(scope: Scope) -> str:
@@ -183,7 +183,7 @@ def _request_id(scope: Scope) -> str:
 
 
 def _known(error: Exception, scope: Scope, request_id: str) -> TiercelError:
-    """The error as one of ours; what is not goes to the log with its traceback."""
+    """The error as a `TiercelError`; any other goes to the log with its traceback."""
     if isinstance(error, HTTPException):
         return _router_error(error, scope)
     fields: Mapping[str, object] = {"request_id": request_id}

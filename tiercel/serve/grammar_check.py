@@ -1,12 +1,12 @@
-"""Finds out, at a bounded cost, whether a grammar can be enforced, before the engine hears of it.
+"""Checks at a bounded cost whether a grammar can be enforced, before the engine gets it.
 
-Compiling happens in processes of their own (`grammar_worker.py`). What was found is kept by the
-grammar's hash: a line of text for each, so that 256 of them are the only bound that is needed;
-compiled grammars are not kept, because llguidance's copies share one budget of states.
+Separate processes compile the grammars (`grammar_worker.py`). Verdicts are cached by the grammar's
+hash. A verdict is one line of text, so a limit of 256 verdicts is enough. Compiled grammars are not
+cached, because llguidance's copies share one budget of states.
 
-As many grammars as there are processes are compiled together. The others wait, at most
-`MAX_WAITING` of a client, and clients are served in turn: many slow grammars of one client delay
-another's by one of them.
+As many grammars as there are processes are compiled together. Other grammars wait, at most
+`MAX_WAITING` per client, and clients are served in turn: many slow grammars of one client delay
+another client's grammar by one of them. Beyond `MAX_WAITING` a client gets 429 `queue_full`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tiercel.params import LIMITS
 from tiercel.serve.http.errors import overload_error
 from tiercel.text.child_client import ChildProgram, ChildWorkers, WorkerLostError
 
-MAX_KEPT: Final = 256
-# A busy machine can be what made a grammar slow: after this long it gets another chance.
+MAX_VERDICTS: Final = 256
+# A busy machine may have made a grammar slow: after this long the grammar is compiled again.
 LOST_SECONDS: Final = 60.0
 NUM_WORKERS: Final = 2
 MAX_WAITING: Final = 64  # different grammars of one client
@@ -40,18 +40,18 @@ MAX_WAITING: Final = 64  # different grammars of one client
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What was found about a grammar.
+    """Verdict on a grammar.
 
     Attributes:
-        refusal: code, message and hint; None if it can be enforced.
-        until_s: `perf_counter` up to which this holds.
+        refusal: code, message and hint of the error; None if the grammar can be enforced.
+        until_s: `perf_counter` until which the verdict is valid.
     """
 
     refusal: tuple[str, str, str] | None
     until_s: float = math.inf
 
     def raise_refusal(self) -> None:
-        """Raise it, if there is one.
+        """Raise the error, if there is one.
 
         Raises:
             InvalidRequestError: the grammar cannot be enforced.
@@ -62,13 +62,13 @@ class _Verdict:
 
 @dataclass(slots=True, eq=False)
 class _Check:
-    """A grammar that waits for a process, or is compiled; tasks of its client share it.
+    """A grammar that waits for a process or is compiled; tasks of its client share it.
 
     Attributes:
         spec: the grammar.
-        num_tasks: that wait for the verdict.
-        has_ended: set when `work` is done.
-        work: in a thread; None while it waits.
+        num_tasks: number of tasks that wait for the verdict.
+        has_ended: event that is set when `work` is done.
+        work: future of the compilation; None while the grammar waits.
     """
 
     spec: GrammarSpec
@@ -78,12 +78,12 @@ class _Check:
 
 
 class GrammarChecker:
-    """Checks grammars for one model; the tasks of one event loop may share it.
+    """Checker of grammars for one model, shared by the tasks of one event loop.
 
     Args:
-        table: of the model's vocabulary.
-        seconds: that compiling one grammar may take.
-        max_wait_s: how long a task waits for a verdict.
+        table: token table of the model's vocabulary.
+        seconds: time limit of compiling one grammar.
+        max_wait_s: time limit of a task's wait for a verdict.
     """
 
     def __init__(
@@ -104,32 +104,32 @@ class GrammarChecker:
         )
         self._workers = ChildWorkers(program, NUM_WORKERS)
         self._lock = threading.Lock()
-        self._kept: dict[bytes, _Verdict] = {}
+        self._verdicts: dict[bytes, _Verdict] = {}
         self._waiting: FairQueue[_Check] = FairQueue()
         self._checks: dict[tuple[str, bytes], _Check] = {}  # by client and digest
         self._num_running = 0
 
     @property
     def num_kills(self) -> int:
-        """Processes that were killed at the deadline or died of their limits."""
+        """Processes that were killed at the time limit or died of their memory limit."""
         return self._workers.num_kills
 
     def start(self) -> None:
-        """Start the processes now, which takes up to a second each; else the first checks wait.
+        """Start the processes now, which takes up to a second each; else the first checks do.
 
         Raises:
-            InternalError: they cannot be started.
+            InternalError: a process cannot be started.
         """
         self._workers.start()
 
     async def check(self, spec: GrammarSpec, client: str) -> None:
-        """As `check_now`, for a task, in `client`'s turn.
+        """Check a grammar as `check_now` does, but without blocking, and in `client`'s turn.
 
         Raises:
             QueueFullError: 429, too many grammars of this client wait; 503 `queue_timeout`, its
                 turn did not come in time.
         """
-        if spec.digest in self._kept:
+        if spec.digest in self._verdicts:
             self.check_now(spec)
             return
         check = self._join(spec, client)
@@ -155,14 +155,14 @@ class GrammarChecker:
             return found
         if self._waiting.count(client) >= MAX_WAITING:
             error = QueueFullError(
-                f"{MAX_WAITING} forms of this client wait to be compiled, the limit.",
+                f"{MAX_WAITING} grammars of this client wait to be compiled, the limit.",
                 hint="Send it again later.",
             )
             error.retry_after_s = math.ceil(self._seconds)
             raise error
         check = self._checks[client, spec.digest] = _Check(spec)
         self._waiting.put(client, check)
-        # Not before the task waits: one that ends meanwhile must not be missed.
+        # Later, when the task waits: a check that ends before that would be missed.
         asyncio.get_running_loop().call_soon(self._start_checks)
         return check
 
@@ -192,16 +192,16 @@ class GrammarChecker:
         self._find(spec).raise_refusal()
 
     def _find(self, spec: GrammarSpec) -> _Verdict:
-        """What is known of a grammar, or is found out now."""
+        """The cached verdict on a grammar, or a new one."""
         digest = spec.digest
         with self._lock:
-            found = self._kept.pop(digest, None)
+            found = self._verdicts.pop(digest, None)
         if found is None or found.until_s < perf_counter():
             found = self._ask(spec)
         with self._lock:
-            self._kept[digest] = found  # the newest is last
-            while len(self._kept) > MAX_KEPT:
-                del self._kept[next(iter(self._kept))]
+            self._verdicts[digest] = found  # the newest is last
+            while len(self._verdicts) > MAX_VERDICTS:
+                del self._verdicts[next(iter(self._verdicts))]
         return found
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Child process that compiles grammars, which come from strangers, before the engine does.
+"""Child process that compiles untrusted grammars before the engine does.
 
 A schema of forty bytes can cost a compiler seconds and hundreds of megabytes. So this process
-limits its own memory, the parent kills it at its deadline, and it runs the very code that the
-engine runs afterwards: construction and the first mask, over the model's own vocabulary.
+limits its own memory, and the parent kills it at its deadline. It runs the same code as the engine:
+construction and the first mask, over the model's own vocabulary.
 
 Messages, in the frames of `child_client.py`. The first one out is ``{"ready": true}``, the first
 one in the vocabulary: ``tokens`` (bytes of all tokens together, base64), ``lengths``,
@@ -33,11 +33,11 @@ from tiercel.text.child_loop import (
 
 
 def read_vocabulary(message: Mapping[str, Any]) -> GrammarVocabulary:
-    """Build the vocabulary; how text would be cut into tokens does not matter here."""
+    """Build the vocabulary; the tokenization of text does not matter here."""
     blob = base64.b64decode(message["tokens"])
-    places = pairwise(accumulate(message["lengths"], initial=0))
+    spans = pairwise(accumulate(message["lengths"], initial=0))
     table = TokenTable(
-        tokens=tuple(blob[start:stop] for start, stop in places),
+        tokens=tuple(blob[start:stop] for start, stop in spans),
         control_ids=tuple(message["control_ids"]),
         stop_ids=tuple(message["stop_ids"]),
     )
@@ -48,7 +48,7 @@ def read_vocabulary(message: Mapping[str, Any]) -> GrammarVocabulary:
 
 
 def main() -> None:
-    """Answer requests until the parent leaves."""
+    """Answer requests until the parent exits."""
     write_message({"ready": True})
     vocabulary = read_vocabulary(read_message(parent_id()))
     is_limited = limit_memory()

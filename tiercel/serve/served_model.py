@@ -16,18 +16,18 @@ from tiercel.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The loaded model as the HTTP process knows it; kept while the engine restarts.
+    """The loaded model in the HTTP process; it is kept while the engine restarts.
 
     Attributes:
-        names: names that requests may use; answers carry the first.
-        info: what the engine said of it.
-        tokenizer: the model's.
-        template: None where the model has none.
-        inputs: makes requests for it.
-        grammars: finds out whether a form can be enforced; None: none can, the model has no token
-            that ends an answer.
-        sampling: defaults of requests, by the server's options and the model's file.
-        created: Unix seconds at which it was first ready.
+        names: names that requests may use; responses carry the first.
+        info: description of the model and its engine.
+        tokenizer: tokenizer of the model.
+        template: chat template; None if the model has none.
+        inputs: factory of the engine's requests.
+        grammars: checker of grammars; None for a model without an end token, whose output cannot be
+            constrained.
+        sampling: sampling defaults, from the server's options and the model's file.
+        created: Unix time in seconds at which the model was first ready.
     """
 
     names: tuple[str, ...]
@@ -41,11 +41,11 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The name that answers carry."""
+        """The name in responses."""
         return self.names[0]
 
     def check_name(self, name: str) -> None:
-        """Compare the `model` field of a request; it is never more than a name.
+        """Compare the `model` field of a request; it is a name, never a path.
 
         Raises:
             ModelNotFoundError: 404, another model.

@@ -1,8 +1,8 @@
-"""The process: a port that is bound before anything is loaded, uvicorn within our bounds, a drain.
+"""The server process: bind the port before anything is loaded, run uvicorn, drain at the end.
 
-The first SIGTERM or SIGINT stops the listening; what runs may go on for `drain_seconds`, is then
-ended by the engine and told so, and the process ends with status 0. The second signal ends it at
-once; the engine notices its closed socket.
+The first SIGTERM or SIGINT closes the port. Running requests continue for `drain_seconds` and then
+end with an error, and the process ends with status 0. The second signal ends the process
+immediately; the engine notices its closed socket.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if sys.platform != "win32":
     import resource
 
 BACKLOG: Final = 2048
-OWN_DESCRIPTORS: Final = 32  # files, pipes and sockets of the process itself, with some to spare
+OWN_DESCRIPTORS: Final = 32  # files, pipes and sockets of the process itself, and a reserve
 GAVE_UP: Final = 70
-_GRACE_SECONDS: Final = 2  # for the last words to requests that were ended
+_GRACE_SECONDS: Final = 2  # for the error responses of requests that were ended
 _POLL_SECONDS: Final = 0.05
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Bind every address of a host; port 0 takes one that is free.
+    """Bind every address of a host; port 0 picks a free one.
 
     Raises:
-        ArgumentError: the name is unknown, or a port cannot be had.
+        ArgumentError: the host name is unknown, or no address can be bound.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -82,10 +82,10 @@ def _bind_one(family: int, kind: int, number: int, address: tuple[object, ...]) 
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Bind a Unix socket; one that a dead server left behind is replaced.
+    """Bind a Unix socket; the leftover socket of a dead server is replaced.
 
     Raises:
-        ArgumentError: something else is there, or it cannot be made.
+        ArgumentError: the path is in use, or the socket cannot be created.
     """
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -111,12 +111,13 @@ def _is_dead_socket(path: Path) -> bool:
 
 
 def fit_descriptors(limits: Limits) -> Limits:
-    """Lower the bound of connections to what the process may open.
+    """Lower the limit of connections to the open files that the process may have.
 
-    So that a connection too many is told so, and `accept` never fails for want of a descriptor.
+    Then a connection beyond the limit gets a 503, and `accept` never fails for lack of a
+    descriptor.
 
     Raises:
-        ArgumentError: there would be none.
+        ArgumentError: no connection would be possible.
     """
     if sys.platform == "win32":
         return limits
@@ -138,7 +139,7 @@ def fit_descriptors(limits: Limits) -> Limits:
 
 
 def make_config(app: ASGIApp, state: ServerState, limits: Limits) -> uvicorn.Config:
-    """The settings of uvicorn around our protocol."""
+    """The settings of uvicorn, with `LimitedProtocol`."""
     protocol = functools.partial(
         LimitedProtocol, limits=limits, on_refused=state.metrics.count_rejected
     )
@@ -158,10 +159,10 @@ def make_config(app: ASGIApp, state: ServerState, limits: Limits) -> uvicorn.Con
 
 
 def run_server(state: ServerState, sockets: list[socket.socket], drain_seconds: float) -> int:
-    """Serve until a signal, or until there is no engine any more.
+    """Serve until a signal, or until the engine has ended for good.
 
     Returns:
-        The exit status: 0 after a drain, 70 when restarting the engine was given up.
+        The exit status: 0 after a drain, 70 after the engine was given up.
 
     Raises:
         TiercelError: the model cannot be loaded.
@@ -174,7 +175,7 @@ def run_server(state: ServerState, sockets: list[socket.socket], drain_seconds: 
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with our end."""
+    """uvicorn's server with a drain at its end."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState, drain_seconds: float) -> None:
         super().__init__(config)
@@ -182,20 +183,20 @@ class Server(uvicorn.Server):
         self._drain_seconds = drain_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """The first signal drains, the second ends."""
+        """Drain at the first signal, end at the second."""
         if self._state.is_draining:
             os._exit(128 + sig)
         self._state.is_draining = True
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """End too when the engine will not come back."""
+        """End also when the engine has ended for good."""
         if self._state.is_over:
             self.should_exit = True
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen no more, let requests end, end what is left."""
+        """Close the port, let requests finish, then end the remaining ones."""
         self._state.is_draining = True
         for server in self.servers:
             server.close()

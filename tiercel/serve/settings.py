@@ -9,12 +9,12 @@ from tiercel.params import LIMITS, Limits, SamplingDefaults
 
 @dataclass(frozen=True, slots=True)
 class AccessSettings:
-    """Who may ask.
+    """Access control.
 
     Attributes:
-        key_digests: SHA-256 of every accepted key; empty: no key is asked for.
-        allowed_hosts: names that `Host` may hold, lower case without port; None: any.
-        cors_origins: origins that browsers may send from; ``*`` is any.
+        key_digests: SHA-256 of every accepted key; empty: no key is needed.
+        allowed_hosts: names that `Host` may hold, lower case without port; None: any name.
+        cors_origins: origins that browsers may send from; ``*`` is any origin.
         is_metrics_open: whether `/metrics` needs no key.
     """
 
@@ -26,29 +26,30 @@ class AccessSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """How the server was asked to be.
+    """Settings of the server, from its options.
 
     Attributes:
-        served_names: names that `model` may hold; answers carry the first. Empty: the model's own.
-        limits: bounds of every route.
-        access: keys, hosts, origins.
-        sampling: defaults of requests; they win over those of the model's file.
-        has_model_defaults: the model's file may set defaults of requests.
-        tool_parser: name, ``none``, or None to choose by the model.
-        reasoning_parser: the same.
-        is_reasoning_mirrored: reasoning goes to `reasoning` besides `reasoning_content`.
-        has_priority_field: requests may set `priority`.
-        is_strict: unknown fields are refused instead of counted.
-        trusts_templates: requests may bring a `chat_template`.
-        parse_special: the text of a control token in a raw prompt becomes its id.
-        has_ui: the web page is served.
-        logs_prompts: prompts and answers go to the log.
-        has_warm_workers: the processes that check grammars start before the server is ready; else
-            with the first grammar.
-        warms_up: requests pass through the server before it is ready (`rehearsal.py`).
-        slow_client_seconds: a reader that takes nothing for so long is given up.
-        metrics_prefix: first part of every metric's name.
-        url: where the server is reached, for messages; "" in tests.
+        served_names: names that `model` may hold, the first of which responses carry; empty: the
+            model's own.
+        limits: limits of every route.
+        access: keys, hosts and origins.
+        sampling: sampling defaults of requests; they override those of the model's file.
+        has_model_defaults: whether the model's file may set sampling defaults.
+        tool_parser: name of a tool-call format, ``none``, or None to choose by the model.
+        reasoning_parser: name of a reasoning format, ``none``, or None to choose by the model.
+        is_reasoning_mirrored: whether `reasoning` repeats `reasoning_content`.
+        has_priority_field: whether requests may set `priority`.
+        is_strict: whether unknown fields are refused instead of counted.
+        trusts_templates: whether requests may contain a `chat_template`.
+        parse_special: whether the text of a control token in a raw prompt becomes its id.
+        has_ui: whether the web page is served.
+        logs_prompts: whether prompts and completions go to the log.
+        has_warm_workers: whether the processes that check grammars start before the server is
+            ready, instead of with the first grammar.
+        warms_up: whether warm-up requests run before the server is ready (`lifecycle/warmup.py`).
+        slow_client_seconds: timeout of a client that reads nothing.
+        metrics_prefix: prefix of metric names.
+        url: URL of the server, for messages; "" in tests.
     """
 
     served_names: tuple[str, ...] = ()

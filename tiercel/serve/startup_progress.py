@@ -1,7 +1,7 @@
-"""How far the server's start has come, for `/ready` and for those who watch it.
+"""Progress of the server's start, for `/ready`, the terminal and the log.
 
-The engine's own start is most of it, the server's rehearsal the rest. On a terminal one line is
-rewritten; else the log gets a line for each stage.
+The engine's start is most of it; warm-up requests are the remainder. On a terminal one line is
+rewritten; otherwise the log gets a line for each stage.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ ENGINE_SHARE: Final = 0.9
 
 
 class StartupProgress:
-    """Follows starts of the engine, one after the other."""
+    """Progress of starts of the engine, one after another."""
 
     def __init__(self, show: Callable[[str], None] | None = None) -> None:
         """Set up.
 
         Args:
-            show: rewrites the line of a terminal, "" takes it away; None: the log tells of stages.
+            show: rewrites the status line of a terminal, "" removes it; None: stages go to the log.
         """
         self._show = show
         self._stage = ""
-        self._rehearsed = 0.0
+        self._warmed_up = 0.0
 
     def progress(self, engine_share: float) -> float:
-        """Of the first start, 0 to 1.
+        """Progress of the first start, 0 to 1.
 
         Args:
-            engine_share: of the engine's own part.
+            engine_share: progress of the engine's part, 0 to 1.
         """
-        return ENGINE_SHARE * engine_share + (1 - ENGINE_SHARE) * self._rehearsed
+        return ENGINE_SHARE * engine_share + (1 - ENGINE_SHARE) * self._warmed_up
 
     def on_progress(self, message: Progress) -> None:
-        """The engine says how far a stage has come."""
+        """Note the progress of a stage of the engine's start."""
         self._tell(message.what, message.done, message.total)
 
     def on_warmup(self, done: int, total: int) -> None:
-        """So many requests of the server's own have been answered."""
-        self._rehearsed = done / total
+        """Note how many warm-up requests are done."""
+        self._warmed_up = done / total
         self._tell("Rehearsing requests", done, total)
 
     def end(self) -> None:
-        """Requests are taken, or there will be no engine."""
+        """End the progress: requests are accepted, or the engine has ended."""
         self._stage = ""
         if self._show is not None:
             self._show("")

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
@@ -21,11 +21,13 @@ from tiercel.ipc.supervisor import EngineState
 from tiercel.serve.http.access import KEY_DIGEST
 from tiercel.serve.http.errors import overload_error
 from tiercel.serve.http.metrics import Metrics
-from tiercel.serve.http.tracing import Tracing
 from tiercel.serve.served_model import ServedModel
 from tiercel.serve.settings import ServeSettings
 from tiercel.serve.startup_progress import StartupProgress
 from tiercel.text.template_client import TemplateWorkers
+
+if TYPE_CHECKING:
+    from tiercel.serve.http.tracing import Tracing  # OpenTelemetry is an extra
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,11 +37,11 @@ NUM_TEMPLATE_WORKERS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Where a request comes from.
+    """Origin of a request.
 
     Attributes:
-        request_id: of the HTTP request, for the log.
-        client: the digest of its key where keys are needed, else the address of its connection.
+        request_id: id of the HTTP request, for the log.
+        client: digest of its API key if keys are needed, else the address of its connection.
     """
 
     request_id: str = ""
@@ -48,21 +50,21 @@ class Sender:
 
 @dataclass(slots=True)
 class ServerState:
-    """Everything that the routes share.
+    """State that the routes share.
 
     Attributes:
-        settings: as asked for.
-        client: speaks with the engine process.
-        metrics: counters of this application.
-        model: None until the engine was ready for the first time.
-        is_draining: the server is going down and takes nothing new.
+        settings: settings of the server.
+        client: client of the engine process.
+        metrics: metrics of this application.
+        model: the served model; None until the engine is ready for the first time.
+        is_draining: whether the server shuts down and accepts no new requests.
         startup: progress of the first start.
-        is_over: the engine has ended for good, or the model could not be loaded.
-        failure: what ended the engine's monitor; None while it runs, and after a plain end.
-        tracing: sends spans to a collector; None where tracing is off.
-        pool: threads for what would hold up the event loop.
-        template_workers: the processes that render templates.
-        template_semaphore: as many as there are template processes.
+        is_over: whether the engine has ended for good, or the model could not be loaded.
+        failure: error that ended the engine monitor; None while it runs, and after a normal end.
+        tracing: sender of spans to a collector; None if tracing is off.
+        pool: threads for work that would block the event loop.
+        template_workers: processes that render chat templates.
+        template_semaphore: semaphore with one permit per template process.
     """
 
     settings: ServeSettings
@@ -110,12 +112,12 @@ class ServerState:
         return self.model
 
     async def run_in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function that computes for long in a thread."""
+        """Run a long computation in a thread."""
         call = functools.partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self.pool, call)
 
     def close(self) -> None:
-        """Give threads and processes back."""
+        """End threads and processes."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         self.template_workers.close()
         if self.model is not None and self.model.grammars is not None:
@@ -129,12 +131,12 @@ def server_state(request: Request) -> ServerState:
 
 
 def request_id(request: Request) -> str:
-    """The id that the answer's `x-request-id` carries."""
+    """The id in the response header `x-request-id`."""
     identifier: str = request.scope["tiercel.request_id"]
     return identifier
 
 
 def sender_of(request: Request) -> Sender:
-    """Where a request comes from, to be fair to others."""
+    """The origin of a request, for fair queues."""
     peer = "" if request.client is None else request.client.host
     return Sender(request_id(request), request.scope.get(KEY_DIGEST, peer))

@@ -6,7 +6,7 @@ import pytest
 
 from tests.serve.api.openai.test_chat import CALL, CHAT, post, prompt_of, roomy
 from tiercel.errors import InvalidRequestError
-from tiercel.serve.api.openai.custom_tools import InputReader, write_arguments
+from tiercel.serve.api.openai.custom_tools import CustomInputParser, write_arguments
 from tiercel.serve.generation.chat_messages import read_arguments
 from tiercel.serve.generation.partial_json import close_object, whole_prefix
 
@@ -77,7 +77,7 @@ def test_a_cut_call_in_the_history_reaches_the_template():
 def test_the_input_of_a_freeform_tool_comes_as_it_is_generated(size, is_ascii):
     written = json.dumps({"input": TEXT}, ensure_ascii=is_ascii)
     assert json.loads(write_arguments(TEXT)) == {"input": TEXT}
-    reader = InputReader()
+    reader = CustomInputParser()
     pieces = [reader.push(written[i : i + size]) for i in range(0, len(written), size)]
     assert "".join(pieces) == TEXT
     assert reader.finish() == ""
@@ -86,18 +86,18 @@ def test_the_input_of_a_freeform_tool_comes_as_it_is_generated(size, is_ascii):
 
 def test_a_cut_input_has_no_half_of_a_character():
     for cut in ("\\", "\\u", "\\u00e", "\\ud83d", "\\ud83d\\", "\\ud83d\\ude0"):
-        reader = InputReader()
+        reader = CustomInputParser()
         assert reader.push('{"input": "ab' + cut) == "ab"
         assert reader.finish() == ""
         assert close_object('{"input": "ab' + cut) == {"input": "ab"}
 
 
 def test_arguments_of_another_shape_are_the_input():
-    reader = InputReader()
+    reader = CustomInputParser()
     text = '{"patch": "x\\ny"}'
     assert reader.push(text[:5]) + reader.push(text[5:]) == ""
     assert reader.finish() == text
-    reader = InputReader()
+    reader = CustomInputParser()
     assert reader.push('{"input":\n"a\nb"}') == "a\nb"  # a raw line end of an unbound model
     assert reader.push(', "input": "c') == ""
 

@@ -1,4 +1,5 @@
-"""Routes: each wire format in a folder, and the fields and answers that routes share.
+"""The routes: request types, their checks, and the wire format of responses.
 
-A route reads its body, takes the one way of `generation/` or of `scoring/`, and writes its answer.
+`openai/`, `anthropic/` and `scoring/` hold one API each. All of them generate through
+`generation/generation.py` or score through `scoring/score_jobs.py`.
 """

@@ -1,4 +1,4 @@
-"""The events of a completion put together: neighbours merged for a chunk, or the whole message."""
+"""Events of a completion assembled: neighbours merged into one, or all into a whole message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AssembledToolCall:
 
 @dataclass(slots=True)
 class AssembledMessage:
-    """What an answer says, whole."""
+    """The whole message of a completion."""
 
     content: str = ""
     reasoning: str = ""
@@ -33,7 +33,7 @@ class AssembledMessage:
 
 
 def merge_events(events: Iterable[Event]) -> list[Event]:
-    """The same events with neighbours of one kind, and of one call, made one."""
+    """The same events, with neighbours of one kind (and of one call) merged."""
     runs: list[list[Event]] = []
     for event in events:
         if runs and _belongs(runs[-1][-1], event):
@@ -57,7 +57,7 @@ def _merged(run: list[Event]) -> Event:
 
 
 def assemble_message(events: Iterable[Event]) -> AssembledMessage:
-    """Put an answer together."""
+    """Assemble the whole message of a completion."""
     content, reasoning = [], []
     result = AssembledMessage()
     arguments: dict[int, list[str]] = {}
@@ -70,7 +70,7 @@ def assemble_message(events: Iterable[Event]) -> AssembledMessage:
             result.calls.append(AssembledToolCall(event.id, event.name))
         else:
             arguments.setdefault(event.index, []).append(event.text)
-    for index, pieces in arguments.items():
-        result.calls[index].arguments = "".join(pieces)
+    for index, texts in arguments.items():
+        result.calls[index].arguments = "".join(texts)
     result.content, result.reasoning = "".join(content), "".join(reasoning)
     return result

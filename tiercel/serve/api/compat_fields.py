@@ -1,12 +1,12 @@
-"""Fields that clients of llama-server, vLLM, SGLang and others send, and what becomes of each.
+"""Compatibility fields: sent by clients of llama-server, vLLM, SGLang and others.
 
-    alias     the same thing under another name (`ALIASES`)
-    neutral   taken with a value that has no effect, else refused by name (`NEUTRAL`)
-    idle      has an effect only beside a field that is refused, so that any value is taken (`IDLE`)
-    ignored   changes no answer; the header of the answer names it (`IGNORED`)
+    alias     another name of a field (`ALIASES`)
+    neutral   accepted with a value that has no effect, else refused by name (`NEUTRAL`)
+    idle      accepted with any value: it has an effect only with a field that is refused (`IDLE`)
+    ignored   changes no completion; a response header names it (`IGNORED`)
 
 Each name of these tables is a field of every body that generates, so that none of them counts as
-unknown and none is dropped without a word.
+unknown and none is dropped silently.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from msgspec import UNSET, Struct, UnsetType
 from tiercel.errors import InvalidRequestError
 from tiercel.serve.http.errors import escaped, unsupported_parameter
 
-# Name -> ours; each route adds the names of its bound on the answer.
+# Name -> our name; each route adds the names of its limit of the completion.
 ALIASES: Final[Mapping[str, str]] = {
     "repeat_penalty": "repetition_penalty",  # llama-server
     "no_stop_trim": "include_stop_str_in_output",  # SGLang
@@ -105,7 +105,7 @@ IGNORED: Final = (
     # Ollama
     "keep_alive", "num_ctx",
 )  # fmt: skip
-# llama.cpp counts repetitions in the last so many tokens; here all of prompt and answer count.
+# llama.cpp counts repetitions in a window of the last tokens; here the whole sequence counts.
 _WINDOWS: Final = ("repeat_last_n", "penalty_last_n")
 _WHY: Final[Mapping[str, str]] = {
     "grammar": "holds GBNF, which is not supported; write Lark into structured_outputs.grammar",
@@ -159,11 +159,11 @@ def take_aliases(body: Struct, aliases: Mapping[str, str]) -> None:
 
 
 def refuse_unless_neutral(body: Struct, table: Mapping[str, tuple[object, ...]]) -> None:
-    """Refuse fields that are known, not honoured, and hold more than a value without effect.
+    """Refuse known fields that are not supported, unless their value has no effect.
 
     Args:
-        body: a request.
-        table: field -> the values that change nothing; null and an absent field never do.
+        body: body of a request.
+        table: field -> the values without effect; null and an absent field have none either.
 
     Raises:
         InvalidRequestError: 400 `unsupported_parameter`.
@@ -175,7 +175,7 @@ def refuse_unless_neutral(body: Struct, table: Mapping[str, tuple[object, ...]])
 
 
 def _is_same(value: object, neutral: object) -> bool:
-    """Numbers are equal as integer or fraction; 0 is not false."""
+    """Whether two values are equal: 1 and 1.0 are, 0 and false are not."""
     is_number = isinstance(value, int | float) and isinstance(neutral, int | float)
     has_kind = isinstance(value, bool) is isinstance(neutral, bool)
     return value == neutral and has_kind and (is_number or type(value) is type(neutral))
@@ -190,7 +190,9 @@ def _why(name: str, value: object, neutral: tuple[object, ...]) -> str:
 
 
 def refuse_windows(body: Struct) -> None:
-    """Refuse a window of the penalties of a request that has any, unless it is everything.
+    """Refuse a window of the penalties, unless it is the whole sequence.
+
+    Only for requests with penalties.
 
     Raises:
         InvalidRequestError: 400 `unsupported_parameter`.

@@ -1,4 +1,4 @@
-"""Routes that answer from what is known: the state of the server, the model, its metrics."""
+"""Routes for probes and clients: health, readiness, version, metrics, models, props."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tiercel.serve.state import ServerState
 from tiercel.version import __version__
 
 _RETRY_SECONDS: Final = {"loading": "5", "restarting": "2", "draining": "5", "dead": "60"}
-# Parts of OpenAI's API that are not served, and what a client is told.
+# Parts of OpenAI's API that are not supported, and the error message.
 _NOT_SUPPORTED: Final = {
-    "audio": "This server neither hears nor speaks.",
-    "images": "This server draws no images.",
+    "audio": "This server has no audio models.",
+    "images": "This server does not generate images.",
     "files": "This server keeps no files.",
     "batches": "This server has no batch jobs: send the requests one by one.",
     "fine_tuning": "This server does not train models.",
@@ -31,15 +31,15 @@ _NOT_SUPPORTED: Final = {
 
 
 class Health(Struct, frozen=True):
-    """The server lives."""
+    """The server is alive."""
 
     status: Literal["ok"] = "ok"
 
 
 class Ready(Struct, frozen=True, omit_defaults=True):
-    """Whether requests are taken.
+    """Whether requests are accepted.
 
-    `progress` of the start, 0 to 1, only rises; `reason` is given if the engine is dead.
+    `progress` of the start, 0 to 1, only rises; `reason` is set if the engine is dead.
     """
 
     status: Literal["ready", "loading", "restarting", "draining", "dead"]
@@ -54,7 +54,7 @@ class Version(Struct, frozen=True):
 
 
 class DefaultsCard(Struct, frozen=True, omit_defaults=True):
-    """What requests to a model get where they do not say, as far as it is not the API's default."""
+    """Sampling defaults of a model that differ from the API's."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -64,7 +64,7 @@ class DefaultsCard(Struct, frozen=True, omit_defaults=True):
 
 
 class ModelCard(Struct, frozen=True):
-    """A served model; aliases have cards of their own."""
+    """A served model; each alias has a card."""
 
     id: str
     created: int
@@ -111,7 +111,7 @@ class Props(Struct, frozen=True):
 
 DOCS: Final = (
     RouteDoc("/health", "Whether the process answers.", answer=Health, errors=(503,)),
-    RouteDoc("/ready", "Whether requests are taken.", answer=Ready, errors=(503,),
+    RouteDoc("/ready", "Whether requests are accepted.", answer=Ready, errors=(503,),
              answer_503=Ready),
     RouteDoc("/version", "The version of the server.", answer=Version),
     RouteDoc("/metrics", "Metrics in Prometheus' text format.", media_type="text/plain"),
@@ -130,7 +130,7 @@ def routes(state: ServerState) -> list[BaseRoute]:
 
 
 def json_response(value: object, status_code: int = 200) -> Response:
-    """An answer that msgspec writes."""
+    """A JSON response."""
     return Response(msgspec.json.encode(value), status_code, media_type=JSON_TYPE)
 
 
@@ -243,7 +243,7 @@ def _card(model: ServedModel, name: str) -> ModelCard:
 
 
 def token_name(model: ServedModel, token_id: int | None) -> str | None:
-    """The text of a token with a role, or None where the model has none."""
+    """The text of a special token, or None if the model lacks it."""
     if token_id is None:
         return None
     return model.tokenizer.token_text(token_id).encode("utf-8", "replace").decode()
@@ -259,7 +259,7 @@ def _not_supported() -> list[BaseRoute]:
 
 
 class _Refusal:
-    """An endpoint for every method that says why it is none."""
+    """An endpoint for every method that responds with 404 and the reason."""
 
     def __init__(self, why: str) -> None:
         self._why = why

@@ -1,4 +1,4 @@
-"""Routes that answer a body with the model."""
+"""POST routes that need the model: read the body, check the model, respond."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tiercel.serve.served_model import ServedModel
 from tiercel.serve.state import ServerState
 
 T = TypeVar("T")
-Answer = Callable[[ServerState, ServedModel, Request, T], Coroutine[None, None, Response]]
+Handler = Callable[[ServerState, ServedModel, Request, T], Coroutine[None, None, Response]]
 
 
 def model_routes(
-    state: ServerState, paths: Sequence[str], type_: type[T], answer: Answer[T]
+    state: ServerState, paths: Sequence[str], type_: type[T], handler: Handler[T]
 ) -> list[BaseRoute]:
     """A POST route for each path.
 
     Args:
-        state: of the server; its model must be ready when a request comes.
-        paths: that mean the same.
-        type_: the body, a msgspec struct.
-        answer: cancelled when the client leaves.
+        state: state of the server; a request before its model is ready gets 503.
+        paths: paths of the route.
+        type_: type of the body, a msgspec struct.
+        handler: makes the response; cancelled when the client disconnects.
     """
 
     async def create(request: Request) -> Response:
         model = state.ready_model()
         body = await read_body(request, type_, state.settings.limits)
-        return await while_connected(request, answer(state, model, request, body))
+        return await while_connected(request, handler(state, model, request, body))
 
     return [Route(path, create, methods=["POST"]) for path in paths]

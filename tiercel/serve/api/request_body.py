@@ -19,13 +19,13 @@ T = TypeVar("T")
 async def read_body(request: Request, type_: type[T], limits: Limits) -> T:
     """Read, check and decode the body.
 
-    Fields of the outermost object that `type_` does not have are counted and named in a header of
-    the answer, and refused where the server is strict.
+    Fields of the outermost object that `type_` does not have are counted and named in a response
+    header, and refused if the server is strict.
 
     Args:
-        request: its body must not have been read.
+        request: request whose body has not been read.
         type_: a msgspec struct; its integer fields have bounds.
-        limits: of this server.
+        limits: limits of this server.
 
     Raises:
         InvalidRequestError: 415 `unsupported_media_type`; 413 `body_too_large`; 400 `invalid_json`

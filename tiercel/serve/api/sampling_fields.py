@@ -1,8 +1,8 @@
-"""The fields that generating routes share, with their bounds, and what becomes of them.
+"""Sampling fields that the generating routes share, their limits, and the `SamplingParams` of them.
 
-A field that is documented is honoured or refused with its name; one that cannot change the answer
-(`user`, `metadata`, ...) is declared here so that it is not counted as unknown. `null` means that a
-field was left out.
+A documented field is honoured or refused by name. A field that cannot change the completion
+(`user`, `metadata`, ...) is declared here so that it does not count as unknown. `null` means that a
+field is left out.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ Bias = Annotated[
     dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=LIMITS.max_logit_bias)
 ]
 
-# vLLM's older names, llama-server's and SGLang's -> field of `StructuredOutputs`.
-_FORM_KINDS: Final[Mapping[str, str]] = {
+# Names of older vLLM, llama-server and SGLang -> field of `StructuredOutputs`.
+_STRUCTURED_NAMES: Final[Mapping[str, str]] = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
@@ -65,7 +65,7 @@ _FIELD: Final = re.compile(r"\w+")
 
 
 class StreamOptions(Struct, kw_only=True):
-    """How a stream reports what it used."""
+    """How a stream reports its usage."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -82,7 +82,7 @@ class JsonSchemaFormat(Struct, kw_only=True):
 
 
 class ResponseFormat(Struct, kw_only=True):
-    """What form an answer must have; llama-server's clients write `schema` without a name."""
+    """The structure of the output; llama-server's clients write `schema` without a name."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -100,7 +100,7 @@ class StructuredFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SamplingFields(CompatFields, kw_only=True):
-    """How tokens are chosen and where an answer stops."""
+    """How tokens are sampled and where a completion stops."""
 
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -126,7 +126,7 @@ class SamplingFields(CompatFields, kw_only=True):
     n_predict: TokenBound | None = None
     max_new_tokens: TokenBound | None = None
     n_probs: Logprobs | None = None
-    # These change nothing in an answer.
+    # These change no completion.
     user: object = UNSET
     metadata: object = UNSET
     safety_identifier: object = UNSET
@@ -137,7 +137,7 @@ class SamplingFields(CompatFields, kw_only=True):
 
 
 class GenerationFields(SamplingFields, kw_only=True):
-    """What chat and raw completions have in common."""
+    """Fields that chat and raw completions share."""
 
     model: str
     n: Answers | None = None
@@ -157,11 +157,11 @@ class GenerationFields(SamplingFields, kw_only=True):
 
 
 def check_sampling(body: SamplingFields, settings: ServeSettings) -> None:
-    """Check what the types cannot: what depends on another field or on the server.
+    """Check what the types cannot: values that depend on other fields or on the server.
 
     Args:
-        body: its fields get the values of their aliases.
-        settings: of the server.
+        body: body of a request; its fields get the values of their aliases.
+        settings: settings of the server.
 
     Raises:
         InvalidRequestError: naming the field.
@@ -177,7 +177,7 @@ def check_sampling(body: SamplingFields, settings: ServeSettings) -> None:
 
 
 def check_bound(param: str, found: int, limit: int, what: str) -> None:
-    """Hold a request to a bound of this server, which may be lower than that of its type.
+    """Check a limit of this server, which may be lower than that of the type.
 
     Raises:
         InvalidRequestError: with both numbers.
@@ -189,7 +189,7 @@ def check_bound(param: str, found: int, limit: int, what: str) -> None:
 
 
 def check_stops(param: str, stop: str | list[str] | None, limits: Limits) -> None:
-    """Hold stop strings to the bounds of this server.
+    """Check stop strings against the limits of this server.
 
     Raises:
         InvalidRequestError: too many, or one is too long.
@@ -201,7 +201,7 @@ def check_stops(param: str, stop: str | list[str] | None, limits: Limits) -> Non
 
 
 def check_common(body: GenerationFields, settings: ServeSettings) -> None:
-    """The same for chat and raw completions.
+    """Check the fields that chat and raw completions share; see `check_sampling`.
 
     Raises:
         InvalidRequestError: naming the field.
@@ -218,23 +218,23 @@ def check_common(body: GenerationFields, settings: ServeSettings) -> None:
 
 
 def ignored_sampling(body: SamplingFields) -> list[str]:
-    """The fields of a request that change nothing in its answer, unless their clients expect so."""
+    """Fields of a request that are ignored although its client may expect an effect."""
     return given_fields(body, IGNORED) + ["store"] * bool(body.store)
 
 
 def token_bound(param: str, value: int | None, default: int | None) -> int | None:
-    """The most tokens of an answer.
+    """The token limit of a completion.
 
     Args:
-        param: the field, for the error.
-        value: of the request; `NO_BOUND` wins over the default.
-        default: of the server.
+        param: field name, for the error.
+        value: value of the request; `NO_BOUND` overrides the default.
+        default: default of the server.
 
     Returns:
         At least 1; None for the rest of the context.
 
     Raises:
-        InvalidRequestError: there would be no answer.
+        InvalidRequestError: the limit is 0.
     """
     if value == 0:
         raise InvalidRequestError(
@@ -248,7 +248,7 @@ def token_bound(param: str, value: int | None, default: int | None) -> int | Non
 
 
 def chosen(value: T | None, default: T | None, last: T) -> T:
-    """What the request says, else what the server was started with, else the API's default."""
+    """The value of the request, else of the server's options, else the API's default."""
     if value is not None:
         return value
     return last if default is None else default
@@ -267,16 +267,16 @@ def make_params(
     """The sampling parameters of a request.
 
     Args:
-        body: the request.
-        defaults: of this server.
-        n: answers to each prompt.
-        max_tokens: at least 1; None for the rest of the context.
-        logprobs: None or how many alternatives.
-        prompt_logprobs: the same, of the prompt.
-        structured: what form the answer must have.
+        body: body of the request.
+        defaults: defaults of this server.
+        n: completions of each prompt.
+        max_tokens: limit, at least 1; None for the rest of the context.
+        logprobs: number of alternatives; None for no log-probabilities.
+        prompt_logprobs: number of alternatives of prompt tokens; None for none.
+        structured: structure of the output.
 
     Raises:
-        InvalidRequestError: fields that contradict each other; `param` names one.
+        InvalidRequestError: fields contradict each other; `param` names one.
     """
     try:
         params = SamplingParams(
@@ -312,11 +312,11 @@ def make_params(
 
 
 def with_param(error: ArgumentError, param: str = "") -> InvalidRequestError:
-    """The error of a request for an argument that Python's API would refuse.
+    """The HTTP error of an argument that the Python API refuses.
 
     Args:
-        error: its message begins with the name of the argument.
-        param: the field, where it has another name.
+        error: error whose message begins with the name of the argument.
+        param: field name, if it differs from the argument's.
     """
     found = _FIELD.match(str(error))
     return client_error(
@@ -329,31 +329,31 @@ def with_param(error: ArgumentError, param: str = "") -> InvalidRequestError:
 
 
 def structured_outputs(body: GenerationFields) -> StructuredOutputs | None:
-    """The one form that the answer must have, by whichever field asks for it.
+    """The structure of the output, from whichever field sets it.
 
     Raises:
-        InvalidRequestError: two fields ask, or one is incomplete.
+        InvalidRequestError: two fields set one, or a field is incomplete.
     """
-    asked = {
+    found = {
         "response_format": _of_format(body.response_format),
         "structured_outputs": _of_fields(body.structured_outputs),
     }
-    for name, kind in _FORM_KINDS.items():
+    for name, kind in _STRUCTURED_NAMES.items():
         value = getattr(body, name)
-        asked[name] = None if value is None else make_structured(name, {kind: value})
-    given = [name for name, value in asked.items() if value is not None]
+        found[name] = None if value is None else make_structured(name, {kind: value})
+    given = [name for name, value in found.items() if value is not None]
     if len(given) > 1:
         raise InvalidRequestError(
             f"{given[0]} and {given[1]} both say what form the answer must have.",
             hint="Use one of them.",
             param=given[1],
         )
-    return asked[given[0]] if given else None
+    return found[given[0]] if given else None
 
 
 def structured_field(body: GenerationFields) -> str:
-    """The field that says what form the answer must have."""
-    names = ("structured_outputs", *_FORM_KINDS)
+    """The field that sets the structure of the output."""
+    names = ("structured_outputs", *_STRUCTURED_NAMES)
     return next((name for name in names if getattr(body, name) is not None), "response_format")
 
 
@@ -381,14 +381,14 @@ def _of_fields(fields: StructuredFields | None) -> StructuredOutputs | None:
 
 
 def make_structured(param: str, given: Mapping[str, Any]) -> StructuredOutputs:
-    """The form that an answer must have.
+    """The structure of the output.
 
     Args:
-        param: the field of the request that asks for it.
+        param: field of the request that sets it.
         given: fields of `StructuredOutputs`.
 
     Raises:
-        InvalidRequestError: not exactly one of them, or it passes a limit.
+        InvalidRequestError: not exactly one of them, or it exceeds a limit.
     """
     try:
         return StructuredOutputs(

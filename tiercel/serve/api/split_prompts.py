@@ -37,10 +37,10 @@ def split_prompts(prompt: Prompt, param: str) -> list[str | list[int]]:
 
 
 def check_token_ids(model: ServedModel, ids: Sequence[int], param: str) -> None:
-    """Refuse ids that are too many or stand for nothing.
+    """Refuse token ids that are too many, or beyond the vocabulary.
 
     Raises:
-        ContextLengthError: not even without an answer does the prompt fit.
+        ContextLengthError: the prompt does not fit, even without a completion.
         InvalidRequestError: an id beyond the vocabulary.
     """
     try:

@@ -1,9 +1,9 @@
-"""From a generation to the HTTP answer: plain or as events, and what ends it early.
+"""From a generation to the HTTP response: plain or as an event stream, keep-alives, disconnects.
 
-A client that leaves is noticed while its prompt is rendered, while it waits, while it is computed
-and while it is answered: whoever works for it is cancelled, and the engine told. Status and headers
-of a stream are sent once the request is admitted, so every refusal is a plain answer; what goes
-wrong later is an event, behind which the stream breaks off.
+A client that disconnects is noticed while its prompt is rendered, while the request waits, while it
+is computed and while the response is sent: the work for it is cancelled, also in the engine. Status
+and headers of a stream are sent when the request is admitted, so every refusal is a plain response.
+A later failure is an event, after which the stream ends.
 """
 
 from __future__ import annotations
@@ -29,60 +29,60 @@ from tiercel.serve.state import request_id, server_state
 
 T = TypeVar("T")
 _LOG: Final = logging.getLogger(__name__)
-# Of a stream without news, queued requests included; proxies end a silent answer after 30 to 60 s.
+# Silence before a keep-alive, while queued too; proxies end a silent response after 30 to 60 s.
 KEEP_ALIVE_SECONDS: Final = 15.0
-# Each names up to 20 tokens: more of them are written in a thread, some 5 ms on the loop.
+# An entry has up to 20 tokens: more entries are encoded in a thread; these take 5 ms on the loop.
 MAX_LOOP_LOGPROBS: Final = 256
-CLIENT_CLOSED: Final = 499  # the status, for the log alone, of a request whose client has left
+CLIENT_CLOSED: Final = 499  # status of a request whose client has left, for the log alone
 
 
 class ResponseWriter(Protocol):
-    """The wire format of one answer; each method gives the bytes of whole events."""
+    """The wire format of one response; `write_` methods return the bytes of whole events."""
 
-    def make_body(self, generation: Generation, answers: Sequence[CompletionDelta]) -> object:
-        """The whole answer, for JSON."""
+    def make_body(self, generation: Generation, completions: Sequence[CompletionDelta]) -> object:
+        """The body of a plain response, for JSON."""
 
     def write_start(self, generation: Generation) -> bytes:
-        """What opens the stream."""
+        """The first events of the stream."""
 
     def write_delta(self, generation: Generation, delta: CompletionDelta) -> bytes:
-        """What one delta adds; may be nothing."""
+        """The events of one delta; may be none."""
 
     def write_end(self, generation: Generation) -> bytes:
-        """What closes a stream that is complete."""
+        """The last events of a complete stream."""
 
     def write_error(self, error: TiercelError) -> bytes:
-        """What a stream that breaks off ends with."""
+        """The last event of a stream that failed."""
 
     def write_keep_alive(self) -> bytes:
-        """What tells proxies that the stream lives."""
+        """An event or comment that tells proxies that the stream is alive."""
 
 
 async def while_connected(request: Request, work: Coroutine[None, None, T]) -> T | Response:
-    """Work for a client as long as it is there.
+    """Run work for a client until the client disconnects.
 
     Args:
-        request: its body has been read.
-        work: cancelled when the client leaves.
+        request: request whose body has been read.
+        work: work that is cancelled when the client disconnects.
 
     Returns:
-        What `work` gives, or an empty response that nobody will see.
+        The result of `work`, or an empty response that is never sent.
     """
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(request.receive))
+    disconnect = asyncio.ensure_future(_wait_disconnected(request.receive))
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
     finally:
-        watch.cancel()
+        disconnect.cancel()
         task.cancel()
     await asyncio.wait((task,))
     server_state(request).metrics.count_disconnect()
     return Response(status_code=CLIENT_CLOSED)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -90,20 +90,22 @@ async def _disconnected(receive: Receive) -> None:
 async def respond(
     request: Request, generation: Generation, writer: ResponseWriter, *, is_stream: bool
 ) -> Response:
-    """Run a generation and answer; call it inside `while_connected`.
+    """Run a generation and make the response; call it inside `while_connected`.
 
     Raises:
-        TiercelError: refused by the engine, or ended early and not streamed.
+        TiercelError: the engine refused the request, or a plain response ended early.
     """
     generation.start()
     if is_stream:
         return EventStreamResponse(request, generation, writer)
     try:
-        answers = await generation.wait_finished()
-        if _are_long(generation, answers):
-            data = await server_state(request).run_in_thread(_encode, writer, generation, answers)
+        completions = await generation.wait_finished()
+        if _are_long(generation, completions):
+            data = await server_state(request).run_in_thread(
+                _encode, writer, generation, completions
+            )
         else:
-            data = _encode(writer, generation, answers)
+            data = _encode(writer, generation, completions)
     finally:
         generation.report(request_log(request))
     return Response(data, media_type=JSON_TYPE)
@@ -115,46 +117,46 @@ def _are_long(generation: Generation, deltas: Sequence[CompletionDelta]) -> bool
 
 
 def _encode(
-    writer: ResponseWriter, generation: Generation, answers: Sequence[CompletionDelta]
+    writer: ResponseWriter, generation: Generation, completions: Sequence[CompletionDelta]
 ) -> bytes:
-    return msgspec.json.encode(writer.make_body(generation, answers))
+    return msgspec.json.encode(writer.make_body(generation, completions))
 
 
 class EventStreamResponse(Response):
-    """An answer as server-sent events."""
+    """A response of server-sent events."""
 
     def __init__(self, request: Request, generation: Generation, writer: ResponseWriter) -> None:
         super().__init__()
         self._state = server_state(request)
         self._request_id = request_id(request)
-        self._line = request_log(request)
+        self._log = request_log(request)
         self._generation = generation
         self._writer = writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until all is said, something fails, or the client leaves."""
+        """Send events until the end, a failure, or a disconnect."""
         body = asyncio.ensure_future(self._send_all(send))
-        watch = asyncio.ensure_future(_disconnected(receive))
+        disconnect = asyncio.ensure_future(_wait_disconnected(receive))
         try:
-            await asyncio.wait((body, watch), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((body, disconnect), return_when=asyncio.FIRST_COMPLETED)
             if not body.done():
                 self._state.metrics.count_disconnect()
             else:
                 body.result()
         except SlowClientError:
-            self._line.error = "slow_client"
+            self._log.error = "slow_client"
             self._state.metrics.count_disconnect()
             drop_connection(scope)
         finally:
             body.cancel()
-            watch.cancel()
-            self._generation.report(self._line)
+            disconnect.cancel()
+            self._generation.report(self._log)
 
     async def _send_all(self, send: Send) -> None:
-        """Send the whole answer.
+        """Send the whole response.
 
         Raises:
-            SlowClientError: the reader takes nothing.
+            SlowClientError: the client reads nothing.
         """
         connection = _Connection(send, self._state.settings.slow_client_seconds)
         write = connection.write
@@ -170,12 +172,12 @@ class EventStreamResponse(Response):
                 await write(data)
             tail = writer.write_end(generation)
         except TiercelError as error:
-            tail = self._broken(error)
+            tail = self._fail(error)
         except SlowClientError:
             raise
         except Exception:  # noqa: BLE001 - the request boundary, once the head is sent
             _LOG.exception("a stream failed", extra={"fields": {"request_id": self._request_id}})
-            tail = self._broken(InternalError("the stream failed."))
+            tail = self._fail(InternalError("the stream failed."))
         await write(tail, is_last=True)
 
     def _write(self, deltas: Sequence[CompletionDelta]) -> bytes:
@@ -189,20 +191,20 @@ class EventStreamResponse(Response):
             except TimeoutError:
                 await connection.write(self._writer.write_keep_alive())
 
-    def _broken(self, error: TiercelError) -> bytes:
-        self._line.error = error.code
+    def _fail(self, error: TiercelError) -> bytes:
+        self._log.error = error.code
         return self._writer.write_error(error)
 
 
 class SlowClientError(Exception):
-    """The reader has taken nothing for as long as it may."""
+    """The client has read nothing for longer than allowed."""
 
 
 class _Connection:
-    """Writes to the connection, as long as its reader takes something.
+    """Writes to the connection of a client, which must keep reading.
 
     Attributes:
-        last_write_s: time of the event loop when bytes were last written.
+        last_write_s: event-loop time of the last write.
     """
 
     def __init__(self, send: Send, limit_s: float) -> None:
@@ -211,7 +213,7 @@ class _Connection:
         self.last_write_s = asyncio.get_running_loop().time()
 
     async def write(self, data: bytes, *, is_last: bool = False) -> None:
-        """Write, once what was written before is nearly gone."""
+        """Write after the previous bytes are nearly sent."""
         if not data and not is_last:
             return
         try:

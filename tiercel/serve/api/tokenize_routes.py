@@ -1,4 +1,4 @@
-"""Routes around the tokenizer: text to ids, ids to text, messages to the prompt they become."""
+"""Routes of the tokenizer: text to ids, ids to text, messages to their prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tiercel.serve.http.route_docs import RouteDoc
 from tiercel.serve.served_model import ServedModel
 from tiercel.serve.state import ServerState
 
-MAX_LOOP_IDS: Final = 4 << 10  # longer lists are decoded and named in a thread
+MAX_LOOP_IDS: Final = 4 << 10  # longer lists are decoded in a thread
 
 
 class TemplateFields(Struct, kw_only=True):
@@ -78,7 +78,7 @@ class ApplyTemplateRequest(TemplateFields, kw_only=True):
 
 
 class TokenizerInfo(Struct, frozen=True):
-    """The tokenizer; a role that no token has is null."""
+    """The tokenizer; a special token that it lacks is null."""
 
     tokenizer_class: str
     vocab_size: Annotated[int, Meta(ge=1)]
@@ -169,7 +169,7 @@ async def _token_ids(state: ServerState, model: ServedModel, body: TokenizeReque
 
 
 def _chat(body: TemplateFields, messages: Sequence[Message]) -> ChatInput:
-    """What a chat completion of the same fields would ask."""
+    """The chat input of a chat completion with the same fields."""
     if body.add_generation_prompt and body.continue_final_message:
         raise InvalidRequestError(
             "continue_final_message and add_generation_prompt exclude each other.",

@@ -1,4 +1,5 @@
-"""From a checked request to streamed output: prompts, the engine's tokens, reasoning, tool calls.
+"""Generation for any API: prompts, structured output, and output split into events.
 
-Every generating route takes this one way; routes differ in what they read and write.
+A route makes a `GenerationRequest`, and `generation.py` runs it and returns deltas of events
+(reasoning, content, tool calls), which the route writes in its own format.
 """

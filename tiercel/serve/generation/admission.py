@@ -1,4 +1,4 @@
-"""What is checked before a request costs anything, and what an early end means to its client."""
+"""Admission: checks before a request costs anything, and the error of one that ends early."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _ENDINGS: Final = {
 
 
 def check_counts(num_prompts: int, n: int, limits: Limits, param: str = "prompt") -> None:
-    """Bound the answers that one request may ask for.
+    """Check the number of prompts and completions of one request.
 
     Args:
         num_prompts: prompts of the request.
-        n: answers to each.
-        limits: of this server.
-        param: the field that holds the prompts.
+        n: completions of each prompt.
+        limits: limits of this server.
+        param: field that holds the prompts.
 
     Raises:
-        InvalidRequestError: too many prompts, or too many answers in all.
+        InvalidRequestError: too many prompts, or too many completions in total.
     """
     if not 1 <= num_prompts <= limits.max_prompts:
         raise InvalidRequestError(
@@ -48,10 +48,10 @@ def check_counts(num_prompts: int, n: int, limits: Limits, param: str = "prompt"
 
 
 def check_queue(model: ServedModel, num_answers: int, limits: Limits) -> None:
-    """Refuse for good what the queue could never take, even when it is empty.
+    """Refuse a request that the queue could never take, even when it is empty.
 
     Raises:
-        InvalidRequestError: more answers than may run and wait.
+        InvalidRequestError: more completions than may run and wait.
     """
     most = limits.max_waiting_requests + model.info.max_num_seqs
     if num_answers > most:
@@ -65,13 +65,13 @@ def check_queue(model: ServedModel, num_answers: int, limits: Limits) -> None:
 def check_capacity(
     model: ServedModel, prompts: Sequence[Sequence[int]], n: int, max_tokens: int | None
 ) -> None:
-    """Refuse answers to one prompt that the cache could never hold side by side.
+    """Refuse completions of one prompt that the KV cache could never hold together.
 
     Args:
-        model: whose cache.
-        prompts: token ids.
-        n: answers to each; they share the prompt's blocks.
-        max_tokens: as asked for; None is what is left and never too much.
+        model: the served model.
+        prompts: token ids of each prompt.
+        n: completions of each prompt; they share the prompt's blocks.
+        max_tokens: limit of the request; None is the rest of the context, which always fits.
 
     Raises:
         InvalidRequestError: with both numbers.
@@ -92,7 +92,7 @@ def check_capacity(
 
 
 def early_end_error(update: TokenUpdate) -> TiercelError:
-    """The error of an answer that ended for the reason ``error`` or ``abort``."""
+    """The error of a completion whose finish reason is ``error`` or ``abort``."""
     if update.finish_reason == "abort":
         return overload_error("draining", "The server is shutting down.", 1)
     reason = str(update.stop_reason)

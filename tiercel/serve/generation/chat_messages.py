@@ -1,8 +1,7 @@
-"""Messages of a conversation: their types on the wire, and the form that templates expect.
+"""Chat messages: their types on the wire, and the dictionaries that chat templates expect.
 
-Only text goes in. A part that names a picture, a sound or a file is refused; nothing is ever opened
-or fetched. The arguments of earlier tool calls are JSON text on the wire and objects for a
-template.
+Only text is accepted. A part with an image, audio or a file is refused; nothing is ever opened or
+fetched. The arguments of earlier tool calls are JSON text on the wire and objects for a template.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ TemplateMessage = dict[str, object]
 
 
 class Part(Struct, kw_only=True):
-    """A part of a message's content; what other kinds of parts hold is not read."""
+    """A content part of a message; fields of other part types are not read."""
 
     type: str
     text: str | None = None
@@ -36,14 +35,14 @@ class Part(Struct, kw_only=True):
 
 
 class FunctionCall(Struct, kw_only=True):
-    """What an assistant called; `arguments` is JSON text."""
+    """The function of a tool call; `arguments` is JSON text."""
 
     name: ToolName
     arguments: str
 
 
 class ToolCall(Struct, kw_only=True):
-    """A call in an earlier message of the assistant."""
+    """A tool call in an earlier message of the assistant."""
 
     id: CallId
     function: FunctionCall
@@ -75,14 +74,14 @@ class FunctionSpec(Struct, kw_only=True):
 
 
 class Tool(Struct, kw_only=True):
-    """A tool; functions are the only kind."""
+    """A tool; its only type is a function."""
 
     function: FunctionSpec
     type: Literal["function"] = "function"
 
 
 def check_tools(tools: Sequence[FunctionSpec], limits: Limits, param: str = "tools") -> None:
-    """Bound the tools and their names, and refuse names that stand twice.
+    """Check the number of tools and their names, and refuse duplicate names.
 
     Raises:
         InvalidRequestError: naming the tool.
@@ -94,18 +93,18 @@ def check_tools(tools: Sequence[FunctionSpec], limits: Limits, param: str = "too
             param=param,
         )
     seen: set[str] = set()
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         if tool.name in seen:
             raise InvalidRequestError(
                 f"{param} holds two functions with the name {tool.name!r}.",
-                param=f"{param}[{place}]",
+                param=f"{param}[{index}]",
             )
         seen.add(tool.name)
         if len(tool.name) > limits.max_tool_name_chars:
             raise InvalidRequestError(
-                f"{param}[{place}] has a name of {len(tool.name)} characters.",
+                f"{param}[{index}] has a name of {len(tool.name)} characters.",
                 hint=f"This server takes {limits.max_tool_name_chars}.",
-                param=f"{param}[{place}]",
+                param=f"{param}[{index}]",
             )
 
 
@@ -124,17 +123,17 @@ def template_tools(tools: Sequence[FunctionSpec]) -> list[dict[str, object]]:
 def template_messages(
     messages: Sequence[Message], limits: Limits, *, knows_developer: bool, param: str = "messages"
 ) -> list[TemplateMessage]:
-    """Check messages and bring them into the form that templates expect.
+    """Check messages and convert them for a chat template.
 
     Args:
-        messages: of a request.
-        limits: of this server.
+        messages: messages of a request.
+        limits: limits of this server.
         knows_developer: whether the template has a role `developer`; else it becomes `system`,
             which means the same.
-        param: the field that holds them.
+        param: field that holds the messages.
 
     Raises:
-        InvalidRequestError: naming the message; code `unsupported_content` for a part that is no
+        InvalidRequestError: naming the message; code `unsupported_content` for a part that is not
             text.
     """
     if not 1 <= len(messages) <= limits.max_messages:
@@ -145,8 +144,8 @@ def template_messages(
         )
     calls: dict[str, str] = {}
     return [
-        _template_message(message, f"{param}[{place}]", calls, knows_developer=knows_developer)
-        for place, message in enumerate(messages)
+        _template_message(message, f"{param}[{index}]", calls, knows_developer=knows_developer)
+        for index, message in enumerate(messages)
     ]
 
 
@@ -185,8 +184,8 @@ def _add_assistant_fields(
         result["reasoning_content"] = reasoning
     if message.tool_calls:
         result["tool_calls"] = [
-            _template_call(call, f"{param}.tool_calls[{place}]", calls)
-            for place, call in enumerate(message.tool_calls)
+            _template_call(call, f"{param}.tool_calls[{index}]", calls)
+            for index, call in enumerate(message.tool_calls)
         ]
 
 
@@ -198,13 +197,13 @@ def _template_call(call: ToolCall, param: str, calls: dict[str, str]) -> dict[st
 
 
 def read_arguments(text: str, param: str) -> dict[str, object]:
-    """The object that the JSON text of a call's arguments stands for.
+    """The arguments of a call, decoded from their JSON text.
 
-    A call that `max_tokens` has cut comes back in the history of its conversation: what is there of
-    its arguments counts.
+    A call that `max_tokens` has cut comes back in the history of its conversation: the part of its
+    arguments that is there counts.
 
     Raises:
-        InvalidRequestError: it is no JSON object, nor the start of one.
+        InvalidRequestError: the text is not a JSON object, nor the start of one.
     """
     try:
         value: Any = msgspec.json.decode(text)
@@ -227,8 +226,8 @@ def _content(message: Message, param: str) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     return [
-        {"type": "text", "text": part_text(part, f"{param}.content[{place}]")}
-        for place, part in enumerate(content)
+        {"type": "text", "text": part_text(part, f"{param}.content[{index}]")}
+        for index, part in enumerate(content)
     ]
 
 
@@ -236,7 +235,7 @@ def part_text(part: Part, param: str) -> str:
     """The text of a part.
 
     Raises:
-        InvalidRequestError: it is another kind of part; nothing it names is opened or fetched.
+        InvalidRequestError: the part is not text; nothing it names is opened or fetched.
     """
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in TEXT_PARTS and part.type != "refusal":

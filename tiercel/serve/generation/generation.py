@@ -347,7 +347,7 @@ class Generation:
         # Later prompts of a long list wait for the earlier ones, not for other requests.
         if all(stream.entered_s is None for stream in self._streams):
             seconds = self._state.settings.limits.max_queue_seconds
-            text = f"No place became free in {seconds:g} seconds."
+            text = f"The request waited longer than {seconds:g} seconds."
             self._fail(overload_error("queue_timeout", text, 30))
 
     def _end_overdue(self) -> None:

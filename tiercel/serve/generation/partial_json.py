@@ -1,4 +1,4 @@
-"""JSON text that is not complete: what is certain of a string, and objects that were cut."""
+"""Partial JSON: the certain part of a string, and objects that were cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WHOLE: Final = re.compile(
 )
 _TOKEN: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+\\?+"?+|[{}\[\],]', re.DOTALL)
 _LITERAL: Final = r"(?:[-+.\deE]+|t(?:ru?)?|f(?:a(?:ls?)?)?|n(?:ul?)?)?"
-# What may follow the last whole member: nothing, a comma, and the start of one more.
+# What may follow the last whole member: nothing, a comma, or the start of another member.
 _CUT_MEMBER: Final = re.compile(
     rf'[\s,]*(?:"[^"\\]*+(?:\\.[^"\\]*+)*+(?:\\|"\s*(?::\s*{_LITERAL})?)?|{_LITERAL})\s*', re.DOTALL
 )
@@ -22,19 +22,19 @@ _CLOSERS: Final = {"{": "}", "[": "]"}
 
 
 def whole_prefix(text: str) -> str:
-    """The inside of a JSON string up to its end or to a character that is not complete."""
+    """The content of a JSON string, up to its end or to an incomplete character."""
     found = _WHOLE.match(text)
     assert found is not None, "it matches the empty text"
     return found[0]
 
 
 def close_object(text: str) -> dict[str, object] | None:
-    """The object that a cut JSON text began.
+    """The object of a JSON text that was cut.
 
-    A string that was cut keeps what it has; another member that was cut is left out.
+    A string that was cut keeps its first part; any other member that was cut is left out.
 
     Returns:
-        None if the text is no start of a JSON object.
+        None if the text is not the start of a JSON object.
     """
     if not text.strip():
         return {}

@@ -1,7 +1,8 @@
-"""Text and conversations to token ids, without holding up the event loop.
+"""Prompts: texts and conversations to token ids, without blocking the event loop.
 
-A short text is encoded in place; a long one in a thread. A template renders in one of a few
-processes that can be killed; who comes while all are busy waits on the loop, not in a thread.
+A short text is tokenized on the event loop, a long one in a thread. A chat template renders in one
+of a few processes that can be killed; a request that finds all of them busy waits on the event
+loop, not in a thread.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tiercel.serve.state import ServerState
 from tiercel.text.chat_template import ChatTemplate, check_messages, encode_chat
 from tiercel.text.tokenizer import check_text
 
-MAX_LOOP_CHARS: Final = 4 << 10  # longer text is encoded in a thread: 1 ms here
+MAX_LOOP_CHARS: Final = 4 << 10  # longer text is tokenized in a thread; this much takes 1 ms
 
 
 async def encode_text(
@@ -29,15 +30,15 @@ async def encode_text(
     """Token ids of a text.
 
     Args:
-        state: of this server.
-        model: whose tokenizer.
-        text: of a client.
+        state: state of this server.
+        model: the served model.
+        text: text of a client.
         parse_special: whether the text of a control token becomes its id.
-        add_special: whether BOS and EOS are added where the model wants them.
+        add_special: whether BOS and EOS are added if the model expects them.
 
     Raises:
-        ContextLengthError: so long that it cannot fit; nothing was encoded.
-        InvalidRequestError: no Unicode text.
+        ContextLengthError: the text is too long to fit; nothing was tokenized.
+        InvalidRequestError: the text is not Unicode.
     """
     size = len(text.encode("utf-8", "surrogatepass"))
     context = model.info.max_model_len
@@ -58,7 +59,7 @@ async def encode_text(
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a template renders; see `encode_chat`."""
+    """The input of a chat template; see `encode_chat`."""
 
     messages: Sequence[Mapping[str, object]]
     tools: Sequence[Mapping[str, object]] | None = None
@@ -72,7 +73,7 @@ class Conversation:
 async def encode_messages(
     state: ServerState, model: ServedModel, conversation: Conversation
 ) -> list[int]:
-    """Token ids of a conversation, as the model's template writes it.
+    """Token ids of a conversation, rendered by the chat template.
 
     Raises:
         InvalidRequestError: 400 `chat_template_error`, or a wrong message.
@@ -95,7 +96,7 @@ async def encode_messages(
 async def render_messages(
     state: ServerState, model: ServedModel, conversation: Conversation
 ) -> str:
-    """The text of a conversation, as the model's template writes it.
+    """The text of a conversation, rendered by the chat template.
 
     Raises:
         InvalidRequestError, QueueFullError: as `encode_messages`.
@@ -122,10 +123,10 @@ def knows_developer(model: ServedModel) -> bool:
 def request_template(
     state: ServerState, model: ServedModel, source: str | None
 ) -> ChatTemplate | None:
-    """The template that a request brings.
+    """The chat template in a request.
 
     Raises:
-        InvalidRequestError: the server takes none, or it is too long.
+        InvalidRequestError: the server does not accept one, or it is too long.
     """
     if source is None:
         return None
@@ -143,10 +144,10 @@ def request_template(
 
 @contextlib.asynccontextmanager
 async def free_template_worker(state: ServerState) -> AsyncIterator[None]:
-    """Hold one of the places at the template processes.
+    """Wait for a free template process, and hold it.
 
     Raises:
-        QueueFullError: 503 `queue_timeout`, none became free in time.
+        QueueFullError: 503 `queue_timeout`, no process became free in time.
     """
     slots = state.template_semaphore
     try:

@@ -1,4 +1,4 @@
-"""Tells a model's thinking from its answer by the markers around it.
+"""The reasoning parser: separates thinking from content by the markers around it.
 
     <think>
     What is asked is ...
@@ -6,9 +6,9 @@
 
     The answer is 4.
 
-Line ends next to a marker belong to it. Where the chat template has opened the thinking in the
-prompt, the answer begins inside it; where it has closed it there too, or the model opens it itself,
-it begins outside. Thinking comes once, at the start: a marker later in the answer is content.
+Line ends next to a marker belong to the marker. If the chat template has opened the thinking in the
+prompt, the output begins inside it. If the template has also closed it, or if the model opens it
+itself, the output begins outside. Thinking comes once, at the start: a later marker is content.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _TAIL_TOKENS: Final = 16  # of a prompt: enough to hold the markers that it may 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The markers of a model.
+    """The markers of a model's thinking.
 
     Attributes:
-        name: as `--reasoning-parser` calls it.
-        opening: what thinking begins with.
-        closing: what it ends with.
+        name: name in `--reasoning-parser`.
+        opening: marker at its start.
+        closing: marker at its end.
     """
 
     name: str
@@ -42,13 +42,13 @@ class ReasoningFormat:
     closing: str
 
     def form(self, prompt_tail: str) -> ThinkingForm | None:
-        """How the answer to a prompt begins.
+        """How the output after a prompt begins.
 
         Args:
-            prompt_tail: the end of the prompt as text, with the names of control tokens.
+            prompt_tail: end of the prompt as text, with the names of control tokens.
 
         Returns:
-            None if the prompt says that there is no thinking.
+            None if the prompt has closed the thinking.
         """
         tail = prompt_tail.rstrip()
         if tail.endswith(self.closing.rstrip()):
@@ -72,14 +72,14 @@ FORMATS: Final = MappingProxyType({entry.name: entry for entry in _ALL})
 
 
 def select_reasoning_format(template: str | None, name: str | None) -> ReasoningFormat | None:
-    """The markers of a model's thinking; pure.
+    """Choose the markers of a model's thinking; pure.
 
     Args:
         template: source of the chat template; None if the model has none.
-        name: what `--reasoning-parser` says: a name, ``none``, or None to go by the template.
+        name: `--reasoning-parser`: a name, ``none``, or None to choose by the template.
 
     Returns:
-        None if the model does not think, or its thinking is not to be told apart.
+        None if the model does not think, or its thinking stays in the content.
 
     Raises:
         ArgumentError: no format has that name.
@@ -102,20 +102,20 @@ def prompt_tail(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
 
 
 class ThinkTagParser:
-    """Parses one answer; see `events.ReasoningParser`.
+    """Parser of one completion; see `output_events.ReasoningParser`.
 
     Args:
-        form: how the answer begins.
+        form: how the output begins.
     """
 
     def __init__(self, form: ThinkingForm) -> None:
         self._opening = form.opening
         self._closing = form.closing
-        self._is_decided = form.is_open  # whether it is known that the answer opens its thinking
+        self._is_decided = form.is_open  # whether it is known that the output opens its thinking
         self._is_inside = form.is_open
         self._held = ""
-        self._at_start = True  # of the thinking, or of the answer behind it
-        self._lines = ""  # line ends that may turn out to stand before the end marker
+        self._at_start = True  # of the thinking, or of the content after it
+        self._lines = ""  # line ends that may turn out to precede the closing marker
 
     @property
     def is_inside(self) -> bool:
@@ -123,12 +123,12 @@ class ThinkTagParser:
         return self._is_inside
 
     def push(self, text: str) -> list[Event]:
-        """Add text; return what is certain now."""
+        """Add text; return the events that are certain now."""
         self._held += text
         return self._run(is_final=False)
 
     def finish(self) -> list[Event]:
-        """End the text: what was held back."""
+        """End the text; return what was held back."""
         events = self._run(is_final=True)
         if self._is_inside and self._lines:
             events.append(ReasoningDelta(self._lines))
@@ -142,11 +142,11 @@ class ThinkTagParser:
         if self._is_inside:
             self._think(events, is_final=is_final)
         if not self._is_inside:
-            self._answer(events)
+            self._content(events)
         return events
 
     def _decide(self, *, is_final: bool) -> bool:
-        """Whether the answer begins with the opening marker; False: not known yet."""
+        """Decide whether the output begins with the opening marker; False: not known yet."""
         begin = self._held.lstrip()
         if begin.startswith(self._opening):
             self._held = begin.removeprefix(self._opening)
@@ -177,7 +177,7 @@ class ThinkTagParser:
             self._at_start = True
             self._lines = ""
 
-    def _answer(self, events: list[Event]) -> None:
+    def _content(self, events: list[Event]) -> None:
         text, self._held = self._held, ""
         if self._at_start:
             text = text.lstrip("\n")

@@ -1,4 +1,4 @@
-"""HTTP plumbing: protocol bounds, bodies, access, errors, logs, metrics, tracing, SSE.
+"""HTTP without knowledge of models: protocol limits, access, bodies, errors, logs, metrics.
 
-Knows no route and no model.
+Nothing here imports the server's state; what a function needs is an argument.
 """

@@ -1,9 +1,9 @@
-"""Who may ask: keys, the `Host` header, foreign origins. Plain ASGI, outside of every route.
+"""Access control as ASGI middleware: API keys, the `Host` header, CORS.
 
-A key is compared by its SHA-256 digest in constant time, and always with every key, so that time
-tells neither how much of a key was right nor which of them it was. `Host` is checked on loopback: a
-page of a stranger's name that resolves to 127.0.0.1 would else reach the server through a browser.
-No `Access-Control-*` header is sent unless an origin was allowed.
+A key is compared by its SHA-256 digest in constant time, and always with every accepted key, so
+that the time reveals neither how much of a key was right nor which key it was. `Host` is checked on
+loopback: otherwise a web page whose host name resolves to 127.0.0.1 could reach the server through
+a browser (DNS rebinding). No `Access-Control-*` header is sent unless an origin is allowed.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from tiercel.serve.http.errors import client_error
 from tiercel.serve.settings import AccessSettings
 
 LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
-# Open to everyone: probes, and the page, which asks for the key itself.
+# No key needed: probes, and the page, which asks the user for the key.
 _OPEN_PATHS: Final = frozenset({"/health", "/ready", "/version", "/", "/favicon.ico"})
 _OPEN_PREFIX: Final = "/ui/"
 _CORS_METHODS: Final = "GET, POST, HEAD, OPTIONS"
-# The official clients add headers of their own; a star stands for all but `authorization`.
+# The official clients add headers of their own; a star matches all but `authorization`.
 _CORS_HEADERS: Final = "authorization, content-type, x-api-key, x-request-id, *"
 _CORS_SECONDS: Final = "600"
 _CORS_EXPOSED: Final = b"x-request-id, x-tiercel-ignored, retry-after"
-KEY_DIGEST: Final = "tiercel.key_digest"  # of the scope: hex, where a key was needed and right
-CORS_ANSWER: Final = "tiercel.cors"  # of the scope: headers of the answer, also of a refusal
+# Keys of the ASGI scope: hex digest of the request's API key, if keys are needed; headers of the
+# response, of an error too.
+KEY_DIGEST: Final = "tiercel.key_digest"
+CORS_ANSWER: Final = "tiercel.cors"
 
 
 def digest(key: str) -> bytes:
-    """What is kept of a key."""
+    """The SHA-256 digest of a key, which is all that is stored of it."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen at is reached from this machine alone."""
+    """Whether an address to listen on can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -49,14 +51,14 @@ def is_loopback(host: str) -> bool:
 
 
 def is_known_key(key: bytes, digests: Iterable[bytes]) -> bool:
-    """Compare a key with all that are accepted."""
+    """Compare a key with every accepted one."""
     found = hashlib.sha256(key).digest()
     matches = [hmac.compare_digest(found, known) for known in digests]
     return any(matches)
 
 
 class HostMiddleware:
-    """Refuses requests for another name with 403."""
+    """Refuses requests to another host name with 403."""
 
     def __init__(self, app: ASGIApp, access: AccessSettings) -> None:
         self._app = app
@@ -91,14 +93,14 @@ def _host_name(host: str) -> str:
 
 
 class CorsMiddleware:
-    """Lets pages of allowed origins read the answers, and answers their preflights."""
+    """Lets pages of allowed origins read the responses, and answers their preflight requests."""
 
     def __init__(self, app: ASGIApp, access: AccessSettings) -> None:
         self._app = app
         self._origins = frozenset(access.cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on and note what its answer must say; a preflight ends here."""
+        """Pass the request on and note the headers of its response; a preflight ends here."""
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
         origin = headers.get("origin")
         allowed = self._allowed(origin)
@@ -133,7 +135,7 @@ class CorsMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Asks for a key, as `Authorization: Bearer` or `x-api-key`."""
+    """Requires an API key, as `Authorization: Bearer` or `x-api-key`."""
 
     def __init__(self, app: ASGIApp, access: AccessSettings) -> None:
         self._app = app

@@ -1,8 +1,9 @@
-"""Reads a request's JSON body into its type, or says at which byte or field it is wrong.
+"""Decodes a request's JSON body into its type, or names the byte or field that is wrong.
 
-Three passes, each linear in the bytes and bounded. While reading: size. A scan over brackets and
-strings: depth, number of members and keys that stand twice, which the decoder would let pass. Then
-msgspec: syntax and types at once. A body over 256 KiB is scanned and decoded in a thread.
+There are three passes, each linear in the bytes and bounded. Reading checks the size. A scan over
+brackets and strings checks depth, number of members and duplicate keys, which the decoder accepts.
+Then msgspec checks syntax and types together. A body over 256 KiB is scanned and decoded in a
+thread (`api/request_body.py`).
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from tiercel.params import Limits
 from tiercel.serve.http.errors import client_error, escaped
 
 T = TypeVar("T")
-MAX_LOOP_BYTES: Final = 256 << 10  # above this, decoding would hold up other requests
+MAX_LOOP_BYTES: Final = 256 << 10  # above this, decoding would delay other requests
 _SHOWN_CHARS: Final = 80
 _MAX_TOKENS_PER_MEMBER: Final = 6  # key, colon, value or two brackets, comma
 
-# The decoder takes integers without end, so that each integer field names its range.
+# The decoder accepts integers of any size, so each integer field names its range.
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
-# A string, also one without an end, in one match: possessive, so that no input goes back and forth.
+# A string, even an unterminated one, in one match; possessive, so that no input backtracks.
 _TOKEN: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{}\[\]:,]', re.DOTALL)
 _PATH: Final = re.compile(r" - at (?:`key` in )?`\$([^`]*)`$")
 _LONE_SURROGATE: Final = re.compile(
@@ -44,11 +45,11 @@ _STEP: Final = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What the scan saw.
+    """Result of the scan.
 
     Attributes:
-        keys: of the outermost object.
-        num_members: entries of all objects and arrays.
+        keys: keys of the outermost object.
+        num_members: number of entries of all objects and arrays.
     """
 
     keys: frozenset[str]
@@ -56,7 +57,7 @@ class Scan:
 
 
 def check_headers(headers: Mapping[str, str], limits: Limits) -> None:
-    """Check what the head of a request says of its body.
+    """Check the headers that describe the body.
 
     Raises:
         InvalidRequestError: 415 or 413.
@@ -131,17 +132,17 @@ def decode(data: bytes, type_: type[T], limits: Limits) -> tuple[T, tuple[str, .
 
 
 def _check_syntax(data: bytes) -> None:
-    """Say that it is no JSON before saying that a field is wrong or missing."""
+    """Report a syntax error before a wrong or missing field."""
     try:
         msgspec.json.decode(data)
     except msgspec.ValidationError:
-        return  # a number without end; what the field's type says of it is more precise
+        return  # a number that is too large; the error of the field's type is more precise
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _malformed(str(error), data) from None
 
 
 def _check_all_numbers(data: bytes) -> None:
-    """Refuse numbers without end also where no field reads them: 1 ns a byte."""
+    """Refuse numbers that are too large also where no field reads them: 1 ns a byte."""
     try:
         msgspec.json.decode(data)
     except msgspec.ValidationError as error:
@@ -151,7 +152,7 @@ def _check_all_numbers(data: bytes) -> None:
 
 
 def _malformed(message: str, data: bytes) -> InvalidRequestError:
-    """What msgspec says; half a surrogate pair looks to it like the end of the data."""
+    """The error of msgspec, which takes half a surrogate pair for the end of the data."""
     if "truncated" in message:
         has_pairs = b"\\ud" in data or b"\\uD" in data  # 20 times as fast as the expression
         lone = _LONE_SURROGATE.search(data) if has_pairs else None
@@ -162,9 +163,9 @@ def _malformed(message: str, data: bytes) -> InvalidRequestError:
 
 
 def scan(data: bytes, limits: Limits) -> Scan:
-    """Check what the decoder does not: depth, number of members, keys that stand twice.
+    """Check what the decoder does not: depth, number of members, duplicate keys.
 
-    Anything else that is no JSON passes here; the decoder finds it.
+    Other text that is not JSON passes here; the decoder finds it.
 
     Raises:
         InvalidRequestError: 400 `invalid_json`.
@@ -183,7 +184,7 @@ def scan(data: bytes, limits: Limits) -> Scan:
     num_members = 0
     for num_tokens, match in enumerate(_TOKEN.finditer(data)):
         if num_tokens > _MAX_TOKENS_PER_MEMBER * (num_members + 1):
-            break  # no JSON; without this, 32 MiB of colons would take seconds
+            break  # not JSON; without this, 32 MiB of colons would take seconds
         token = match[0]
         if token in (b"{", b"["):
             _check_depth(len(stack), limits.max_json_depth, match.start())
@@ -211,7 +212,7 @@ def _check_depth(num_open: int, limit: int, position: int) -> None:
 def _add_key(stack: list[set[str] | None], token: bytes, position: int) -> None:
     keys = stack[-1] if stack else None
     if keys is None or token[:1] != b'"':
-        return  # no JSON: the decoder says where
+        return  # not JSON: the decoder says where
     try:
         # Two spellings of one key are one key.
         key = msgspec.json.decode(token, type=str) if b"\\" in token else token[1:-1].decode()
@@ -219,7 +220,7 @@ def _add_key(stack: list[set[str] | None], token: bytes, position: int) -> None:
         return
     if key in keys:
         shown = escaped(repr(key), _SHOWN_CHARS)
-        raise _invalid_json(f"the key {shown} stands twice in one object (byte {position})")
+        raise _invalid_json(f"the key {shown} occurs twice in one object (byte {position})")
     keys.add(key)
 
 
@@ -230,7 +231,7 @@ def _invalid_json(what: str) -> InvalidRequestError:
 
 
 def _wrong_value(message: str, data: bytes, type_: type) -> InvalidRequestError:
-    """What msgspec says, with the field in front and the value that stands there."""
+    """The error of msgspec, with the field before it and the value found there."""
     path = ""
     place = _PATH.search(message)
     if place is not None:
@@ -249,7 +250,7 @@ def _wrong_value(message: str, data: bytes, type_: type) -> InvalidRequestError:
 
 
 def _words(type_: type, path: str) -> list[str]:
-    """What a field may hold, where that is one of a few words."""
+    """The words that a field may hold, if it is a choice of words."""
     kinds = _alternatives([_described(type_)])
     for key, _ in _STEP.findall(path):
         kinds = _alternatives(inner for kind in kinds for inner in _inside(kind, key))
@@ -275,7 +276,7 @@ def _inside(kind: Type, key: str) -> list[Type]:
 
 
 def _found(data: bytes, path: str) -> str:
-    """The value at a path, for a message; nothing where it is not plain to say."""
+    """The value at a path, for a message; "" where it cannot be shown plainly."""
     if len(data) > MAX_LOOP_BYTES or "[...]" in path or not path:
         return ""
     try:

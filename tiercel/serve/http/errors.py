@@ -1,7 +1,9 @@
-"""Errors as HTTP answers: one object for OpenAI's routes, another shape for Anthropic's.
+"""Errors as HTTP responses: one object for OpenAI's routes, another for Anthropic's.
 
-A client sees what was wrong with its request and nothing of ours: no path, no traceback, no class
-name. A fault of the server is answered with the request id alone; the log has the rest under it.
+A client sees what was wrong with its request and no internals: no path, no traceback, no class
+name. For a fault of the server it sees the request id alone; the log has the details under that id.
+
+429 `queue_full` is raised by `ipc/client.py` (`check_room`) and `grammar_check.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from starlette.responses import Response
 
 from tiercel.errors import InvalidRequestError, QueueFullError, TiercelError
 
-MAX_MESSAGE_CHARS: Final = 800  # 500 of a client's own text and what we say of it
+MAX_MESSAGE_CHARS: Final = 800  # 500 of the client's own text, and our message around it
 JSON_TYPE: Final = "application/json"
 THREADS_REFUSED: Final = "thread_unsupported_request"
 _SERVER_FAULT: Final = 500
@@ -39,7 +41,7 @@ _ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
-    """The inside of an OpenAI error."""
+    """The `error` of an OpenAI error body."""
 
     message: str
     type: str
@@ -48,20 +50,20 @@ class ErrorObject(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """What an OpenAI route answers with, and what an event of a broken stream holds."""
+    """The error body of an OpenAI route, and the error event of a stream that failed."""
 
     error: ErrorObject
 
 
 class AnthropicErrorDetails(msgspec.Struct, frozen=True):
-    """What a client can act on: Anthropic's sends the whole conversation when it reads this."""
+    """Details for the client: Anthropic's sends the whole conversation when it reads this."""
 
     error_code: str
     unsupported: list[str]
 
 
 class AnthropicErrorObject(msgspec.Struct, frozen=True):
-    """The inside of an Anthropic error."""
+    """The `error` of an Anthropic error body."""
 
     type: str
     message: str
@@ -69,21 +71,21 @@ class AnthropicErrorObject(msgspec.Struct, frozen=True):
 
 
 class AnthropicErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
-    """What an Anthropic route answers with, and what an `error` event of a stream holds."""
+    """The error body of an Anthropic route, and the `error` event of a stream."""
 
     error: AnthropicErrorObject
     request_id: str
 
 
 def new_request_id() -> str:
-    """An id for a request that brought none."""
+    """An id for a request without one."""
     return f"req_{secrets.token_hex(12)}"
 
 
 def client_error(
     http_status: int, code: str, message: str, *, hint: str = "", param: str | None = None
 ) -> InvalidRequestError:
-    """An error of the client's that has a status or code of its own."""
+    """A 4xx error with a status and code of its own."""
     error = InvalidRequestError(message, hint=hint, param=param)
     error.http_status = http_status
     error.code = code
@@ -91,7 +93,7 @@ def client_error(
 
 
 def unsupported_parameter(param: str, why: str = "is not supported") -> InvalidRequestError:
-    """400 `unsupported_parameter`: a known field that this server does not honour."""
+    """400 `unsupported_parameter`: a known field that this server does not support."""
     return client_error(400, "unsupported_parameter", f"{param} {why}.", param=param)
 
 
@@ -114,7 +116,7 @@ def escaped(text: str, max_chars: int = MAX_MESSAGE_CHARS) -> str:
 
 
 def error_message(error: TiercelError, request_id: str) -> str:
-    """What the client is told: message and hint, or for a fault of ours where to look.
+    """The message for the client: message and hint, or for a server fault where to look.
 
     A final error is worded for clients, whatever its status.
     """
@@ -139,7 +141,7 @@ def error_body(error: TiercelError, request_id: str) -> ErrorBody:
 
 
 def anthropic_error_body(error: TiercelError, request_id: str) -> AnthropicErrorBody:
-    """The error object of Anthropic's routes; it has no place for `param`, so the message does."""
+    """The error object of Anthropic's routes, which has no `param`: the message names the field."""
     status = error.http_status
     default = "api_error" if status >= _SERVER_FAULT else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(status, default)
@@ -155,12 +157,12 @@ def anthropic_error_body(error: TiercelError, request_id: str) -> AnthropicError
 
 
 def error_response(error: TiercelError, request_id: str) -> Response:
-    """The answer of an OpenAI route to a request that failed before its first byte."""
+    """The response of an OpenAI route to a request that failed before its first byte."""
     return _response(error, error_body(error, request_id))
 
 
 def anthropic_error_response(error: TiercelError, request_id: str) -> Response:
-    """The answer of an Anthropic route to a request that failed before its first byte."""
+    """The response of an Anthropic route to a request that failed before its first byte."""
     return _response(error, anthropic_error_body(error, request_id))
 
 

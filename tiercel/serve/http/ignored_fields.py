@@ -1,4 +1,4 @@
-"""Says which fields of a request were ignored, in the header `x-tiercel-ignored` of its answer."""
+"""The response header `x-tiercel-ignored`, which names the ignored fields of a request."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from starlette.types import Scope
 
 HEADER: Final = b"x-tiercel-ignored"
 MAX_NAMES: Final = 32
-_KEY: Final = "tiercel.ignored"  # of the scope
+_KEY: Final = "tiercel.ignored"  # key of the ASGI scope
 _NAME: Final = re.compile(r"[\w.\[\]-]{1,100}", re.ASCII)  # what a header can hold
 
 
 def note_ignored(request: Request, names: Iterable[str]) -> None:
-    """Note fields that this request holds and that change nothing here."""
+    """Note fields of a request that have no effect here."""
     noted: dict[str, None] = request.scope.setdefault(_KEY, {})
     noted.update(dict.fromkeys(name for name in names if _NAME.fullmatch(name)))
 
 
 def ignored_header(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """The header of an answer; none if everything was honoured."""
+    """The header of the response; none if no field was ignored."""
     names = list(scope.get(_KEY, ()))
     if not names:
         return []

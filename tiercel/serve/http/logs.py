@@ -1,9 +1,9 @@
-"""The server's log: one line per event, as text or JSON, with everything foreign escaped.
+"""The server's log: one line per event, as text or JSON, with text of clients escaped.
 
     2026-01-31T12:00:00.123Z INFO serve request_id=... status=200 ... message
 
 A record may carry fields (`extra={"fields": {...}}`); text puts them before the message, JSON makes
-them keys. Prompts and answers are never among them unless the server was asked to log them.
+them keys. Prompts and completions are never among them, except with `--log-prompts`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _LOGGER: Final = logging.getLogger("tiercel.serve.request")
 
 @dataclass(slots=True)
 class RequestLog:
-    """What the line at the end of a request says; the route that generates fills it in.
+    """Fields of the line at the end of a request; the route that generates fills them in.
 
     Attributes:
-        request_id: of the HTTP request.
-        prompt_tokens: of all prompts.
-        cached_tokens: of these, found in the prefix cache.
-        completion_tokens: of all answers.
-        queue_ms: until the first step.
-        ttft_ms: until the first token.
-        finish_reason: of the first answer.
-        error: code of the error that it ended with.
-        trace_id: of the trace that the request belongs to, where traces are sent.
+        request_id: id of the HTTP request.
+        prompt_tokens: tokens of all prompts.
+        cached_tokens: prompt tokens found in the prefix cache.
+        completion_tokens: tokens of all completions.
+        queue_ms: time until the first step.
+        ttft_ms: time until the first token.
+        finish_reason: finish reason of the first completion.
+        error: code of the error that ended the request.
+        trace_id: id of the request's trace, if traces are sent.
     """
 
     request_id: str = ""
@@ -65,7 +65,7 @@ def request_log(request: Request) -> RequestLog:
 
 
 def log_request(scope: Mapping[str, object], line: RequestLog, status: int, total_s: float) -> None:
-    """Write the line of a request that has ended; probes only where details are asked for."""
+    """Write the line of a request that has ended; for probes only at the level debug."""
     path = str(scope["path"])
     level = logging.DEBUG if path in PROBES else logging.INFO
     if not _LOGGER.isEnabledFor(level):
@@ -129,25 +129,25 @@ def _message(formatter: logging.Formatter, record: logging.LogRecord) -> str:
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to standard error; what cannot be written is lost without a word.
+    """Writes to standard error; a line that cannot be written is dropped silently.
 
-    On a terminal a last line may be shown that is no part of the log and is rewritten.
+    A terminal may show a last line that is not part of the log and is rewritten.
     """
 
     _status = ""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Nothing: a closed pipe behind standard error must not stop the server."""
+        """Nothing: a closed pipe at standard error must not stop the server."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line above the last one."""
+        """Write a log line above the status line."""
         status = self._status
         self._rewrite("")
         super().emit(record)
         self._rewrite(status)
 
     def show_status(self, text: str) -> None:
-        """Rewrite the last line; "" takes it away."""
+        """Rewrite the status line; "" removes it."""
         with contextlib.nullcontext() if self.lock is None else self.lock:
             self._rewrite(text)
 
@@ -162,10 +162,10 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def set_up_logs(level: int, log_format: LogFormat) -> Callable[[str], None]:
-    """Send the package's log to standard error, and nothing of the libraries' below a warning.
+    """Send the package's log to standard error, and of the libraries' logs only errors.
 
     Returns:
-        What rewrites a line after the log, for a terminal alone.
+        The function that rewrites the status line, for terminals only.
     """
     handler = _Stderr(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())

@@ -1,9 +1,9 @@
-"""Prometheus metrics under the names that vLLM gave them, so that its dashboards work.
+"""Prometheus metrics with vLLM's names, so that its dashboards work.
 
-One registry per application. The labels `model_name` and `engine` are added when the metrics are
-read: the model's name is not known when counting begins. What the engine counts arrives as totals
-of one engine process; the growth since the message before is added here, so that a counter never
-falls when the engine is started again.
+There is one registry per application. The labels `model_name` and `engine` are added when the
+metrics are read, because the model's name is not known when counting begins. The engine's counts
+arrive as totals of one engine process. The growth since its previous message is added here, so that
+a counter never falls when the engine is restarted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from tiercel.ipc.messages import EngineInfo, EngineStats
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
-# vLLM's buckets of the first token, 1 ms to 43 minutes.
+# vLLM's buckets of the time to first token, 1 ms to 43 minutes.
 _FIRST_TOKEN_S: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
@@ -35,9 +35,9 @@ _REQUEST_S: Final = (
     60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 _TOKENS: Final = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
-_ANSWERS: Final = (1, 2, 5, 10, 20)
+_COMPLETIONS: Final = (1, 2, 5, 10, 20)
 _STEP_TOKENS: Final = (1, *(2**e for e in range(3, 15)))
-# Reasons that a refusal is counted under; a label must not come from a client.
+# Label values of refused requests; a label must not come from a client.
 _REASONS: Final = frozenset(
     {
         "body_too_large", "chat_template_error", "context_length_exceeded", "draining",
@@ -54,18 +54,18 @@ _REASONS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """What is counted at the end of a request; seconds on the monotonic clock.
+    """Values of a request that are counted at its end; seconds on the monotonic clock.
 
     Attributes:
-        finish_reasons: of its answers: ``stop``, ``length``, ``tool_calls``, ``abort``, ``error``.
-        num_prompt_tokens: of all its prompts.
-        num_generation_tokens: of each answer.
-        n: answers asked for per prompt.
-        max_tokens: asked for, or what the context left.
-        total_s: from its arrival.
-        queue_s: until its first step began; None if it never did.
-        prefill_s: from then to the first token; None without one.
-        decode_s: from the first token to the last; None without one.
+        finish_reasons: per completion: ``stop``, ``length``, ``tool_calls``, ``abort``, ``error``.
+        num_prompt_tokens: tokens of all its prompts.
+        num_generation_tokens: tokens of each completion.
+        n: completions requested per prompt.
+        max_tokens: limit of the request, or the rest of the context.
+        total_s: time from its arrival to its end.
+        queue_s: time until its first step began; None if none did.
+        prefill_s: time from its first step to the first token; None without one.
+        decode_s: time from the first token to the last; None without one.
     """
 
     finish_reasons: tuple[str, ...]
@@ -105,35 +105,35 @@ class Metrics:
         )
 
     def take_stats(self, stats: EngineStats) -> None:
-        """Add what the engine counted since its message before."""
+        """Add the engine's counts since its previous message."""
         seen = self._seen if stats.num_steps >= self._seen.num_steps else EngineStats()
         for counter, field in self._engine.totals:
             counter.inc(max(0, getattr(stats, field) - getattr(seen, field)))
         before = dict(enumerate(seen.accepted_per_pos))
-        for place, count in enumerate(stats.accepted_per_pos):
-            growth = max(0, count - before.get(place, 0))
-            self._engine.accepted_per_pos.labels(str(place)).inc(growth)
+        for position, count in enumerate(stats.accepted_per_pos):
+            growth = max(0, count - before.get(position, 0))
+            self._engine.accepted_per_pos.labels(str(position)).inc(growth)
         for num_tokens in stats.iteration_tokens:
             self._engine.iteration_tokens.observe(num_tokens)
         self._engine.cache_usage.set(stats.kv_cache_usage)
         self._seen = stats
 
     def forget_engine(self) -> None:
-        """A new engine process begins at zero: its totals are all growth."""
+        """Start from zero, as a new engine process does: its totals are all growth."""
         self._seen = EngineStats()
 
     def observe_first_token(self, seconds: float) -> None:
-        """An answer's first token came this long after its request."""
+        """Count the first token of a completion, this long after its request."""
         self._requests.first_token.observe(seconds)
 
     def observe_tokens(self, num_new: int, seconds: float) -> None:
-        """Later tokens of an answer came together, this long after the ones before."""
+        """Count later tokens of a completion, which came this long after the previous ones."""
         for _ in range(num_new):
             self._requests.token.observe(seconds / num_new)
             self._requests.token_old_name.observe(seconds / num_new)
 
     def count_finished(self, request: FinishedRequest) -> None:
-        """A request that was admitted has ended."""
+        """Count an admitted request at its end."""
         own = self._requests
         for reason in request.finish_reasons:
             own.success.labels(reason).inc()
@@ -157,20 +157,20 @@ class Metrics:
         own.max_tokens.observe(request.max_tokens)
 
     def count_rejected(self, code: str) -> None:
-        """A request was refused with this error code."""
+        """Count a request that was refused with this error code."""
         self._server.rejected.labels(code if code in _REASONS else "other").inc()
 
     def count_disconnect(self) -> None:
-        """A client left before its answer was complete."""
+        """Count a client that left before its response was complete."""
         self._server.disconnects.inc()
 
     def count_score_items(self, count: int, tiles_skipped: int) -> None:
-        """Items were scored, without so many tiles of attention."""
+        """Count scored items, and the tiles of attention that packing skipped."""
         self._server.score_items.inc(count)
         self._server.score_tiles_skipped.inc(tiles_skipped)
 
     def count_unknown_fields(self, count: int) -> None:
-        """A request had fields that its route does not know."""
+        """Count the unknown fields of a request."""
         self._server.unknown_fields.inc(count)
 
     def render(
@@ -180,7 +180,7 @@ class Metrics:
 
         Args:
             num_running: requests in the engine now.
-            num_waiting: requests that wait for it now.
+            num_waiting: requests that wait for the engine now.
             num_restarts: engine processes after the first, so far.
             num_template_kills: template processes that were killed so far.
         """
@@ -216,7 +216,7 @@ class _Labelled(Collector):
 
 
 class _EngineMetrics:
-    """What the engine counts."""
+    """Metrics that the engine counts."""
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
         self.running = Gauge(
@@ -237,26 +237,30 @@ class _EngineMetrics:
         self.totals = tuple(
             (Counter(f"{prefix}:{name}", text, registry=registry), field)
             for name, field, text in (
-                ("prompt_tokens", "num_prompt_tokens", "Tokens of prompts that were read."),
+                ("prompt_tokens", "num_prompt_tokens", "Prompt tokens that were processed."),
                 ("generation_tokens", "num_generation_tokens", "Tokens that were generated."),
                 ("prefix_cache_queries", "prefix_queries", "Prompt tokens looked up."),
-                ("prefix_cache_hits", "prefix_hits", "Of these, tokens that were found."),
-                ("num_preemptions", "num_preemptions", "Requests that gave their blocks back."),
+                ("prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache."),
+                ("num_preemptions", "num_preemptions", "Preemptions of requests."),
                 ("nonfinite_logits", "num_nonfinite", "Requests that ended in NaN or infinity."),
                 ("engine_steps", "num_steps", "Steps of the engine."),
                 ("gpu_step_seconds", "step_seconds", "Time of these steps."),
-                ("spec_decode_num_drafts", "num_drafts", "Steps that verified drafts."),
-                ("spec_decode_num_draft_tokens", "num_draft_tokens", "Drafts in them."),
+                (
+                    "spec_decode_num_drafts",
+                    "num_drafts",
+                    "Verified steps of requests with draft tokens.",
+                ),
+                ("spec_decode_num_draft_tokens", "num_draft_tokens", "Draft tokens verified."),
                 (
                     "spec_decode_num_accepted_tokens",
                     "num_accepted_tokens",
-                    "Of these drafts, right ones.",
+                    "Draft tokens that were accepted.",
                 ),
             )
         )
         self.accepted_per_pos = Counter(
             f"{prefix}:spec_decode_num_accepted_tokens_per_pos",
-            "Right drafts by their place.",
+            "Accepted draft tokens by position.",
             ["position"],
             registry=registry,
         )
@@ -288,7 +292,7 @@ class _RequestMetrics:
             "request_queue_time_seconds", "Until the first step began.", _REQUEST_S
         )
         self.prefill = histogram(
-            "request_prefill_time_seconds", "From there to the first token.", _REQUEST_S
+            "request_prefill_time_seconds", "From the first step to the first token.", _REQUEST_S
         )
         self.decode = histogram(
             "request_decode_time_seconds", "From the first token to the last.", _REQUEST_S
@@ -298,25 +302,25 @@ class _RequestMetrics:
         )
         self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
         self.generation_tokens = histogram(
-            "request_generation_tokens", "Tokens of answers.", _TOKENS
+            "request_generation_tokens", "Tokens of completions.", _TOKENS
         )
-        self.n = histogram("request_params_n", "Answers asked for.", _ANSWERS)
-        self.max_tokens = histogram("request_params_max_tokens", "Their longest length.", _TOKENS)
+        self.n = histogram("request_params_n", "Completions requested.", _COMPLETIONS)
+        self.max_tokens = histogram("request_params_max_tokens", "Limit of a completion.", _TOKENS)
         self.success = Counter(
-            f"{prefix}:request_success", "Answers that ended.", ["finished_reason"],
+            f"{prefix}:request_success", "Completions that ended.", ["finished_reason"],
             registry=registry,
         )  # fmt: skip
 
 
 class _ServerMetrics:
-    """What happens at the door."""
+    """Metrics of the HTTP server itself."""
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"{prefix}:{name}", text, labels, registry=registry)
 
         self.score_items = counter("score_items", "Scored items.")
-        text = "Tiles of attention that a causal mask over packed items would have walked."
+        text = "Tiles of attention that a causal mask over packed items would have computed."
         self.score_tiles_skipped = counter("score_tiles_skipped", text)
         self.rejected = counter("requests_rejected", "Refused requests.", ("reason",))
         self.disconnects = counter("client_disconnects", "Clients that left early.")

@@ -1,4 +1,4 @@
-"""`/openapi.json`: the API as data, written from the types that the routes read and write."""
+"""`/openapi.json`: the description of the API, made from the types that the routes use."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _PARAMETER: Final = re.compile(r"{(\w+)}")
 
 
 def routes(docs: Iterable[RouteDoc]) -> list[BaseRoute]:
-    """The route that describes `docs`, and itself."""
+    """The route that describes `docs` and itself."""
     all_docs = [*docs, *DOCS]
-    written: list[bytes] = []  # at the first request: it takes 20 ms that few servers need
+    written: list[bytes] = []  # made at the first request: it takes 20 ms and is rarely needed
 
     async def openapi(_request: Request) -> Response:
         if not written:
@@ -88,7 +88,7 @@ def describe(docs: Sequence[RouteDoc]) -> dict[str, Any]:
 
 
 def _anything(_type: type) -> dict[str, Any]:
-    """The schema of `object`; an empty one would count as none."""
+    """The schema of `object`; an empty schema would count as none."""
     return {"description": "Any JSON value."}
 
 

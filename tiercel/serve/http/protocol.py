@@ -1,16 +1,16 @@
-"""uvicorn's HTTP protocol with the bounds that it lacks.
+"""uvicorn's HTTP protocol with the limits that it lacks.
 
-As it comes, a head of any size is served and a head or body that never ends keeps its connection
-for ever. Here bytes and headers are counted until the head is complete, and three clocks run: one
-from the first byte of a head (or from the connection) to its end, one between two pieces of a body,
-one over the whole body. Every refusal is our JSON object, and then the connection ends.
+uvicorn itself accepts a head of any size, and a head or body that never ends keeps its connection
+for ever. Here bytes and headers are counted until the head is complete, and three timers run: one
+from the first byte of a head (or from the connection) to its end, one between two chunks of a body,
+one over the whole body. Every refusal is our JSON object, and then the connection is closed.
 
     idle -> head -> body -> idle
-     ^ a kept connection waits here, under uvicorn's own timeout
+     ^ a keep-alive connection waits here, under uvicorn's own timeout
 
-A connection that is refused while its client still sends is not closed at once: the kernel would
-answer unread bytes with a reset, which can overtake our answer. It is shut for writing and read
-into nothing for `LINGER_SECONDS`.
+A connection that is refused while its client still sends is not closed immediately: the kernel
+would answer unread bytes with a reset, which can overtake our response. It is shut for writing, and
+its input is discarded for `LINGER_SECONDS`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tiercel.params import Limits
 from tiercel.serve.http.errors import client_error, error_body, new_request_id
 
 LINGER_SECONDS: Final = 2.0
-KEEP_ALIVE_SECONDS: Final = 75  # of an idle connection, as proxies expect it
-_SLICE_BYTES: Final = 4 << 10  # how far a head may pass its bound before it is noticed
-EXTRA_CONNECTIONS: Final = 16  # beyond the bound that are told so; the others are just closed
+KEEP_ALIVE_SECONDS: Final = 75  # timeout of an idle connection, as proxies expect it
+_SLICE_BYTES: Final = 4 << 10  # how far a head may exceed its limit before it is noticed
+EXTRA_CONNECTIONS: Final = 16  # beyond the limit: they get a 503; further ones are just closed
 _NOT_HTTP: Final = "the request is not HTTP/1.1."
 _DROP: Final = "tiercel.drop"
-_OFFER_HEADER: Final = b"upgrade"
+_UPGRADE_HEADER: Final = b"upgrade"
 _CODES: Final = {
     400: "invalid_http",
     408: "request_timeout",
@@ -49,7 +49,7 @@ _CODES: Final = {
 
 
 def drop_connection(scope: Scope) -> None:
-    """End a connection at once; what was written and not yet sent is lost."""
+    """Close a connection immediately; bytes that were written but not sent are lost."""
     drop: Callable[[], None] | None = scope.get(_DROP)
     if drop is not None:
         drop()
@@ -68,21 +68,21 @@ class LimitedProtocol(HttpToolsProtocol):
         limits: Limits,
         on_refused: Callable[[str], None],
     ) -> None:
-        """Set up as uvicorn does; `on_refused` hears the error code of each refusal."""
+        """Set up as uvicorn does; `on_refused` is called with the error code of each refusal."""
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._tell_refused = on_refused
         self._is_in_head = True
-        self._has_offer = False  # of another protocol, in the head that was just read
+        self._offers_upgrade = False  # of a protocol upgrade, in the head that was just read
         self._head_bytes = 0
         self._framing_bytes = 0  # since the last byte of a body: sizes of chunks, trailers
         self._deadline: asyncio.TimerHandle | None = None  # of the head, or of the whole body
-        self._gap: asyncio.TimerHandle | None = None  # to the next piece of the body
+        self._gap: asyncio.TimerHandle | None = None  # to the next chunk of the body
         self._cycles: list[RequestResponseCycle] = []
         self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has come."""
+        """Accept a connection, or refuse it beyond the limit."""
         lingering = _LingeringTransport(transport, self.loop, self._has_unread)
         super().connection_made(lingering)  # type: ignore[arg-type]
         limit = self._limits.max_connections
@@ -96,7 +96,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._arm(self._limits.max_head_seconds, self._on_late_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone; every request on it hears so, pipelined ones too."""
+        """Tell every request on the lost connection, pipelined ones too."""
         self._disarm()
         for cycle in self._cycles:
             cycle.disconnected = not cycle.response_complete
@@ -104,32 +104,32 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
+        """Parse new bytes."""
         if self._is_refused or self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
         if self._is_in_head and not self._head_bytes and self._deadline is None:
             self._arm(self._limits.max_head_seconds, self._on_late_head)
-        # One piece of data may end a body and hold heads: only heads count, so cut while in one.
+        # Data may end a body and hold several heads: only heads count, so slice it within a head.
         start = 0
         while start < len(data) and not self._is_refused:
             end = start + _SLICE_BYTES if self._is_in_head else len(data)
-            piece = data[start:end]
-            self._feed(piece)
-            start += len(piece)
+            chunk = data[start:end]
+            self._feed(chunk)
+            start += len(chunk)
         if not self._is_in_head and not self._is_refused:
             self._arm_gap()
 
-    def _feed(self, piece: bytes) -> None:
+    def _feed(self, chunk: bytes) -> None:
         if self._is_in_head:
-            self._head_bytes += len(piece)
+            self._head_bytes += len(chunk)
         else:
-            self._framing_bytes += len(piece)
+            self._framing_bytes += len(chunk)
         try:
-            self.parser.feed_data(piece)
+            self.parser.feed_data(chunk)
         except httptools.HttpParserUpgrade as upgrade:
-            if self._has_offer:
-                self._decline_offer(piece[upgrade.args[0] :])
+            if self._offers_upgrade:
+                self._decline_upgrade(chunk[upgrade.args[0] :])
         except httptools.HttpParserError:
             if not self._is_refused:
                 self.send_400_response(_NOT_HTTP)
@@ -140,16 +140,16 @@ class LimitedProtocol(HttpToolsProtocol):
             limit = self._limits.max_header_bytes
             self._refuse(431, f"the trailers of the request have more than {limit} bytes.")
 
-    def _decline_offer(self, rest: bytes) -> None:
-        """Read the head again without its offer of another protocol, then go on behind it.
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Parse the head again without its upgrade header, then continue after it.
 
         Java's client offers HTTP/2 with each first request. The parser takes such a head for the
         end of HTTP and would not read the body.
         """
         method = self.parser.get_method()
-        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != _OFFER_HEADER]
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != _UPGRADE_HEADER]
         head = b"%b %b HTTP/1.1\r\n%b\r\n" % (method, self.url, b"".join(lines))
-        self._has_offer = False
+        self._offers_upgrade = False
         self._head_bytes = 0
         self.parser = httptools.HttpRequestParser(self)
         self._feed(head)
@@ -157,14 +157,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self.data_received(rest)
 
     def on_message_begin(self) -> None:
-        """A head begins; it may stand behind a body, in one piece with it."""
+        """A head begins; it may follow a body in the same chunk of data."""
         super().on_message_begin()
         self._head_bytes = self._head_bytes or 1
         if self._deadline is None:
             self._arm(self._limits.max_head_seconds, self._on_late_head)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header of the head is complete; one behind the body says nothing here."""
+        """A header of the head is complete; a trailer after the body is ignored."""
         if not self._is_in_head:
             return
         if len(self.headers) >= self._limits.max_headers:
@@ -178,11 +178,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.get_http_version() not in ("1.0", "1.1"):
             self._refuse(400, _NOT_HTTP)
             raise _RefusedError
-        if any(n == _OFFER_HEADER and v.lower() == b"websocket" for n, v in self.headers):
+        if any(n == _UPGRADE_HEADER and v.lower() == b"websocket" for n, v in self.headers):
             self._refuse(400, "websockets are not served.")
             raise _RefusedError
-        if self.parser.should_upgrade() and any(n == _OFFER_HEADER for n, _ in self.headers):
-            self._has_offer = True  # the parser stops here and `_feed` hears of it
+        if self.parser.should_upgrade() and any(n == _UPGRADE_HEADER for n, _ in self.headers):
+            self._offers_upgrade = True  # the parser stops here, and `_feed` continues
             return
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self._limits.max_header_bytes:
@@ -199,20 +199,20 @@ class LimitedProtocol(HttpToolsProtocol):
         self._arm(self._limits.max_body_seconds, self._on_late_body)
 
     def on_body(self, body: bytes) -> None:
-        """Some of the body has come."""
+        """A chunk of the body has arrived."""
         self._framing_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The body is complete; what follows is the next head."""
-        if self._has_offer:
+        """The body is complete; the next head follows."""
+        if self._offers_upgrade:
             return
         super().on_message_complete()
         self._is_in_head = True
         self._disarm()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what cannot be parsed."""
+        """Refuse bytes that cannot be parsed."""
         self._refuse(400, msg)
 
     def _has_unread(self) -> bool:
@@ -223,7 +223,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(431, f"the head of the request has more than {limit} bytes.")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer, unless an answer is under way, and end the connection."""
+        """Send the error, unless a response is under way, and close the connection."""
         if self._is_refused:
             return
         self._is_refused = True
@@ -254,14 +254,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _on_late_head(self) -> None:
         if any(not cycle.response_complete for cycle in self._cycles):
-            # An answer is under way; some clients send a stray line break behind a request.
+            # A response is under way; some clients send a stray line break after a request.
             self._arm(self._limits.max_head_seconds, self._on_late_head)
         elif self._head_bytes:
             seconds = self._limits.max_head_seconds
             self._refuse(408, f"the head of the request took more than {seconds:g} seconds.")
         else:
             self._is_refused = True
-            self.transport.close()  # nothing was asked, so nothing is answered
+            self.transport.close()  # there was no request, so there is no response
 
     def _on_late_body(self) -> None:
         seconds = self._limits.max_body_seconds
@@ -280,9 +280,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class _Unframed:
-    """`send` of a cycle whose HTTP/1.0 client knows no chunks.
+    """`send` of a cycle whose HTTP/1.0 client knows no chunked encoding.
 
-    An answer of unknown length ends with its connection (RFC 9112, section 6.3).
+    A response of unknown length ends with its connection (RFC 9112, section 6.3).
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -291,7 +291,7 @@ class _Unframed:
         self._has_no_length = False
 
     async def __call__(self, message: Any) -> None:
-        """Pass a message on, without the chunks that uvicorn would write."""
+        """Pass a message on, without the chunked encoding that uvicorn would write."""
         cycle = self._cycle
         if message["type"] == "http.response.start":
             names = {name.lower() for name, _ in message.get("headers", ())}
@@ -325,11 +325,11 @@ def _answer(status: int, message: str, headers: Iterable[tuple[bytes, bytes]]) -
 
 
 class _LingeringTransport:
-    """A transport whose `close` lets a client that still sends read the answer first.
+    """A transport whose `close` lets a client that still sends read the response first.
 
     Args:
-        transport: the real one.
-        loop: runs the clock.
+        transport: the real transport.
+        loop: event loop of the timer.
         has_unread: whether the client may still be sending.
     """
 

@@ -1,6 +1,6 @@
-"""What a route takes and gives, as data: `openapi.py` writes the description of the API from it.
+"""The description of a route as data, from which `openapi.py` makes `/openapi.json`.
 
-Each route module has a tuple `DOCS` beside its `routes`; a test compares the two.
+Each route module has a tuple `DOCS` next to its `routes`; a test compares the two.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ class RouteDoc:
     """One method of one path.
 
     Attributes:
-        path: as the router has it; its parameters are strings.
-        summary: one sentence.
-        body: type of the request's body; None: it has none.
-        answer: type of the answer with status 200; None: it is no JSON.
-        method: the method.
+        path: path of the router; its parameters are strings.
+        summary: summary in one sentence.
+        body: type of the request body; None: it has none.
+        answer: type of the response with status 200; None: it is not JSON.
+        method: HTTP method.
         aliases: other paths of the same route.
-        streams: whether it may answer with events instead.
-        errors: statuses that it may answer with, besides 401, 403, 500 and those of a body.
-        is_anthropic: whether errors have Anthropic's shape.
-        media_type: of an answer that has no `answer` type.
-        answer_503: type of an answer with status 503 that is no error.
+        streams: whether the response may be an event stream.
+        errors: error statuses besides 401, 403, 500 and those of a body.
+        is_anthropic: whether errors have Anthropic's format.
+        media_type: media type of a response without an `answer` type.
+        answer_503: type of a response with status 503 that is no error.
     """
 
     path: str

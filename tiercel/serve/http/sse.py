@@ -1,8 +1,8 @@
-r"""Server-sent events: bytes of one event, unbroken by what the text holds.
+r"""Server-sent events: the bytes of one event, whatever characters its text holds.
 
 An event is lines of ``field: value`` up to an empty line. JSON escapes CR and LF, so a `data` line
-cannot be cut there. Clients exist that split on every line break that Unicode knows; those three
-that JSON leaves as they are (U+0085, U+2028, U+2029) are written as ``\uXXXX`` too.
+cannot be cut there. Some clients split on every line break of Unicode; the three that JSON leaves
+as they are (U+0085, U+2028, U+2029) are written as ``\uXXXX`` too.
 
 Source: HTML living standard, section 9.2 (server-sent events).
 """
@@ -16,7 +16,7 @@ import msgspec
 HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx: pass each event on at once
+    (b"x-accel-buffering", b"no"),  # nginx: pass each event on immediately
 )
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
@@ -32,8 +32,8 @@ def encode_event(value: object, name: str = "") -> bytes:
     """One event.
 
     Args:
-        value: what `msgspec.json` can encode; becomes the one `data` line.
-        name: of the `event` field; "" leaves it out.
+        value: value that `msgspec.json` can encode; it becomes the one `data` line.
+        name: value of the `event` field; "" leaves it out.
     """
     data = _ENCODER.encode(value)
     if not data.isascii():

@@ -1,6 +1,6 @@
-"""The web page at `/`: files of the package, read once, served from memory by exact name.
+"""The web page at `/`: files of the package, read once and served from memory by exact name.
 
-No name of a request ever reaches the file system: what is not in the table is 404.
+No name in a request ever reaches the file system: a name that is not in the table is 404.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _MEDIA_TYPES: Final = {
 }
 _INDEX: Final = "index.html"
 _ICON: Final = "favicon.svg"
-# A packaged library is in a directory of its version, so that its addresses never change content.
+# A packaged library is in a directory of its version, so the content of its URLs never changes.
 _VERSIONED: Final = re.compile(r"[a-z]+-[0-9.]+/")
-_KEPT: Final = "public, max-age=31536000, immutable"
-_ASKED_AGAIN: Final = "no-cache"  # each time; the answer is mostly 304
+_IMMUTABLE: Final = "public, max-age=31536000, immutable"
+_REVALIDATED: Final = "no-cache"  # at each use; the response is mostly 304
 _POLICY: Final = (
     "default-src 'self'; base-uri 'self'; form-action 'none'; frame-ancestors 'none';"
     " object-src 'none'; require-trusted-types-for 'script'"
@@ -50,14 +50,14 @@ class StaticFile:
 
 
 def read_files() -> dict[str, StaticFile]:
-    """The page's files by name; the name of a library's file begins with its directory."""
+    """The files of the page by name; the name of a library's file begins with its directory."""
     files = {}
     for name, entry in _entries(resources.files("tiercel.serve").joinpath("web"), ""):
         kind = _MEDIA_TYPES.get(f".{name.rpartition('.')[2]}")
         if kind is not None:
             content = entry.read_bytes()
             etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            cache_control = _KEPT if _VERSIONED.match(name) else _ASKED_AGAIN
+            cache_control = _IMMUTABLE if _VERSIONED.match(name) else _REVALIDATED
             files[name] = StaticFile(content, kind, etag, cache_control)
     return files
 
@@ -84,7 +84,7 @@ def routes() -> list[BaseRoute]:
     async def file(request: Request) -> Response:
         return _answer(request, files.get(request.path_params["name"]))
 
-    # Browsers ask for /favicon.ico themselves wherever a document names no icon, such as /metrics.
+    # Browsers request /favicon.ico by themselves where a document names no icon, such as /metrics.
     return [Route("/", index), Route("/favicon.ico", icon), Route("/ui/{name:path}", file)]
 
 

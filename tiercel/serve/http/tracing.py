@@ -1,8 +1,8 @@
 """A span for each request, sent to an OpenTelemetry collector (extra `otel`).
 
 A request that carries `traceparent` (W3C Trace Context) continues the caller's trace and keeps its
-sampling decision; any other begins a trace. Names of attributes are OpenTelemetry's for HTTP and
-generative models. Prompts and answers are never among them.
+sampling decision; any other request begins a trace. The attribute names are OpenTelemetry's for
+HTTP and generative models. Prompts and completions are never among the attributes.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from tiercel.serve.http.logs import PROBES, RequestLog
 
 SERVICE: Final = "tiercel"
-EXPORT_S: Final = 5.0  # of one attempt to reach the collector, and of the last one at the end
+EXPORT_S: Final = 5.0  # timeout of one attempt to reach the collector, the last one included
 _TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
 _MAX_HEADER_BYTES: Final = 1024
 
 
 class Tracing:
-    """Begins and ends spans; a thread of its own sends them in batches."""
+    """Begins and ends spans; a separate thread sends them in batches."""
 
     def __init__(self, endpoint: str) -> None:
-        """Nothing is sent yet, and a collector that does not answer costs no request anything.
+        """Set up; nothing is sent yet, and a collector that does not respond delays no request.
 
         Args:
-            endpoint: URL that takes OTLP over HTTP, like http://localhost:4318/v1/traces.
+            endpoint: URL that accepts OTLP over HTTP, like http://localhost:4318/v1/traces.
         """
         self._provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}))
         exporter = OTLPSpanExporter(endpoint, timeout=EXPORT_S)
@@ -41,7 +41,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer(SERVICE)
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, scope: Mapping[str, Any], line: RequestLog) -> Span | None:
+    def begin(self, scope: Mapping[str, Any], log: RequestLog) -> Span | None:
         """Start the span of a request, and name its trace in the log; None for probes."""
         if scope["path"] in PROBES:
             return None
@@ -52,36 +52,35 @@ class Tracing:
         }
         parent = self._propagator.extract(carrier)
         span = self._tracer.start_span(scope["method"], parent, SpanKind.SERVER)
-        line.trace_id = format_trace_id(span.get_span_context().trace_id)
+        log.trace_id = format_trace_id(span.get_span_context().trace_id)
         return span
 
     def end(
-        self, span: Span, scope: Mapping[str, Any], line: RequestLog, status: int, request_id: str
+        self, span: Span, scope: Mapping[str, Any], log: RequestLog, status: int, request_id: str
     ) -> None:
-        """Say what came of a request; the answer's last byte is sent, or the client is gone."""
+        """Write the result of a request; its last byte is sent, or the client has left."""
         method = scope["method"]
-        if status not in (404, 405) and not scope.get(
-            "path_params"
-        ):  # names are few, never a user's
+        # Only paths of routes without parameters become span names: few, and never a client's text.
+        if status not in (404, 405) and not scope.get("path_params"):
             span.update_name(f"{method} {scope['path']}")
         values: dict[str, Any] = {
             "http.request.method": method,
             "http.response.status_code": status or None,
             "tiercel.request_id": request_id,
-            "gen_ai.usage.input_tokens": line.prompt_tokens,
-            "gen_ai.usage.cached_tokens": line.cached_tokens,
-            "gen_ai.usage.output_tokens": line.completion_tokens,
-            "gen_ai.response.finish_reasons": line.finish_reason and [line.finish_reason],
-            "gen_ai.latency.time_in_queue": line.queue_ms and line.queue_ms / 1e3,
-            "gen_ai.latency.time_to_first_token": line.ttft_ms and line.ttft_ms / 1e3,
-            "error.type": line.error,
+            "gen_ai.usage.input_tokens": log.prompt_tokens,
+            "gen_ai.usage.cached_tokens": log.cached_tokens,
+            "gen_ai.usage.output_tokens": log.completion_tokens,
+            "gen_ai.response.finish_reasons": log.finish_reason and [log.finish_reason],
+            "gen_ai.latency.time_in_queue": log.queue_ms and log.queue_ms / 1e3,
+            "gen_ai.latency.time_to_first_token": log.ttft_ms and log.ttft_ms / 1e3,
+            "error.type": log.error,
         }
         span.set_attributes({name: value for name, value in values.items() if value is not None})
-        if line.error is not None and (status >= 500 or status in (0, 200)):
-            span.set_status(StatusCode.ERROR, line.error)
+        if log.error is not None and (status >= 500 or status in (0, 200)):
+            span.set_status(StatusCode.ERROR, log.error)
         span.end()
 
     async def close(self) -> None:
-        """Send what is left; a collector that does not answer is left behind."""
+        """Send the remaining spans; give up after a timeout."""
         closing = asyncio.get_running_loop().run_in_executor(None, self._provider.shutdown)
         await asyncio.wait([closing], timeout=EXPORT_S)

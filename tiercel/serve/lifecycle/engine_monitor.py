@@ -1,4 +1,4 @@
-"""Follows the engine: makes the served model when it is ready, counts, and says what goes on."""
+"""Monitors the engine: makes the served model when the engine is ready, and reports throughput."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _REPORT_SECONDS: Final = 10.0
 
 
 class EngineMonitor:
-    """Two tasks of the application: one waits for the engine, one reports."""
+    """Monitor of the engine, with two tasks: one waits for the engine, one reports."""
 
     def __init__(
         self,
@@ -49,20 +49,20 @@ class EngineMonitor:
         """Set up.
 
         Args:
-            state: of the server.
-            make_app: the routes around another state, for the rehearsal.
-            clock: in seconds, for rates.
+            state: state of the server.
+            make_app: makes the routes of another state, for warm-up requests.
+            clock: clock in seconds, for rates.
         """
         self._state = state
         self._make_app = make_app
         self._clock = clock
         self._startup = state.startup
-        self._throughput: Throughput | None = None  # from when requests are taken on
+        self._throughput: Throughput | None = None  # None until requests are accepted
         self._tasks: list[asyncio.Task[None]] = []
         self._num_restarts = 0
 
     def start(self) -> None:
-        """Begin to follow."""
+        """Start the tasks."""
         self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._report())]
 
     async def stop(self) -> None:
@@ -75,7 +75,7 @@ class EngineMonitor:
         self._startup.end()
 
     async def _follow(self) -> None:
-        """Serve the model until the engine ends; the state says how that came."""
+        """Serve the model until the engine ends; the state holds the reason."""
         try:
             await self._serve_model()
         except Exception as error:
@@ -97,7 +97,7 @@ class EngineMonitor:
         state.model = model
         self._throughput = Throughput(self._clock())
         self._startup.end()
-        _say_ready(
+        _log_ready(
             model,
             state.settings.url,
             needs_key=bool(state.settings.access.key_digests),
@@ -109,10 +109,10 @@ class EngineMonitor:
             await asyncio.sleep(_TICK_SECONDS)
             self._renew()
             if self._throughput is not None:
-                self._say_throughput(self._throughput)
+                self._log_throughput(self._throughput)
 
     def _renew(self) -> None:
-        """Take over what a restarted engine says of itself: its cache may have another size."""
+        """Take over the description of a restarted engine: its cache may have another size."""
         state, client = self._state, self._state.client
         if client.num_restarts != self._num_restarts:
             self._num_restarts = client.num_restarts
@@ -128,7 +128,7 @@ class EngineMonitor:
             self._startup.end()
             _LOG.info("the engine is ready again")
 
-    def _say_throughput(self, throughput: Throughput) -> None:
+    def _log_throughput(self, throughput: Throughput) -> None:
         client = self._state.client
         rates = throughput.take(client.stats, self._clock(), _REPORT_SECONDS)
         if rates is not None:
@@ -143,7 +143,7 @@ class EngineMonitor:
 
 
 def default_names(file_name: str) -> tuple[str, ...]:
-    """Names of a model that was given none: the catalogue's, the file's without and with ending."""
+    """Default names of a model: the catalogue's, the file name without and with its extension."""
     stem = file_name.removesuffix(".gguf")
     listed = [entry.name for entry in CATALOGUE if entry.member.endswith(f"/{file_name}")]
     return tuple(dict.fromkeys((*listed, stem, file_name)))
@@ -180,7 +180,7 @@ def make_model(state: ServerState, info: EngineInfo) -> ServedModel:
 
 
 def _defaults(settings: ServeSettings, info: EngineInfo) -> SamplingDefaults:
-    """Options of the server win over the model's file."""
+    """Sampling defaults; options of the server override the model's file."""
     if not settings.has_model_defaults:
         return settings.sampling
     return settings.sampling.over(info.sampling_defaults)
@@ -189,7 +189,7 @@ def _defaults(settings: ServeSettings, info: EngineInfo) -> SamplingDefaults:
 def make_checker(
     state: ServerState, tokenizer: Tokenizer, vocab_size: int
 ) -> GrammarChecker | None:
-    """What checks grammars for a model; None where an answer could not end."""
+    """The checker of grammars for a model; None for a model without an end token."""
     if not tokenizer.stop_ids:
         return None
     checker = GrammarChecker(
@@ -202,7 +202,7 @@ def make_checker(
     return checker
 
 
-def _say_ready(model: ServedModel, url: str, *, needs_key: bool) -> None:
+def _log_ready(model: ServedModel, url: str, *, needs_key: bool) -> None:
     fields = {
         "url": url,
         "model": model.name,

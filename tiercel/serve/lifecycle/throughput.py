@@ -1,4 +1,4 @@
-"""Tokens per second between two looks at the engine's counters."""
+"""Throughput: tokens per second between two readings of the engine's counters."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from tiercel.ipc.messages import EngineStats
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Tokens per second of some time in which there were steps."""
+    """Tokens per second in an interval with steps."""
 
     prompt: float
     generation: float
 
 
 class Throughput:
-    """Counts from the moment at which it is made, which an engine's counters begin at zero."""
+    """Reader of the engine's counters, which are zero when it is made."""
 
     def __init__(self, now_s: float) -> None:
         self._before = EngineStats()
         self._since_s = now_s
 
     def forget_engine(self) -> None:
-        """A new engine process begins at zero."""
+        """Start from zero, as a new engine process does."""
         self._before = EngineStats()
 
     def take(self, stats: EngineStats, now_s: float, least_s: float) -> Rates | None:
-        """The rates since the last time that this was asked and enough time had passed.
+        """The rates since the previous call that was not too early.
 
         Args:
-            stats: of the engine now.
-            now_s: on the clock of the start.
-            least_s: time that must have passed.
+            stats: counters of the engine now.
+            now_s: time now, on the clock of `__init__`.
+            least_s: minimum length of the interval.
 
         Returns:
-            None if too little time has passed, or there was no step in it.
+            None if the interval is too short, or has no step.
         """
         seconds, before = now_s - self._since_s, self._before
         if seconds < least_s:

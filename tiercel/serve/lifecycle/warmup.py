@@ -1,11 +1,11 @@
-"""Passes requests through the whole server before it says that it is ready.
+"""Warm-up requests through the whole server, before it is ready.
 
-The first request of a kind makes decoders of its body, fills caches of types and wakes threads for
-the first time, on both sides of the socket to the engine: 2 ms on the way to a first token that
-takes 4. So each route that generates or scores is asked once or more, through a state of its own:
-its metrics are thrown away, nothing is logged, and in the end the engine forgets what it counted
-and kept. An engine that is started again rehearses its own side (`ipc/startup.py`); this one has
-answered by then.
+The first request to a route makes the decoder of its body, fills caches of types and starts
+threads, on both sides of the socket to the engine: 2 ms of a time to first token of 4 ms. So each
+route that generates or scores gets warm-up requests, through a separate state: its metrics are
+discarded, nothing is logged, and at the end the engine forgets its counts and cached blocks. An
+engine that is restarted warms up its own side (`ipc/startup.py`); the server's side is warm by
+then.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tiercel.serve.state import ServerState
 
 _LOG: Final = logging.getLogger(__name__)
 MakeApp = Callable[[ServerState], ASGIApp]
-# Streams, then whole answers. On a GPU, whose steps are short, both again: what the interpreter
-# adapts to counts there. Scores are never streams.
+# Whether each round streams. On a GPU, whose steps are short, both kinds run twice: there the
+# interpreter's own adaptation matters. Scores are never streams.
 _ROUNDS: Final = {"cpu": (True,), "cuda": (True, False, True, False)}
 _MESSAGES: Final = ({"role": "user", "content": "Hi"},)
 _NUM_NEW: Final = 2  # tokens
@@ -54,7 +54,7 @@ _SCORING: Final[_Bodies] = (
 
 
 def _bodies(info: EngineInfo, number: int, *, is_stream: bool) -> _Bodies:
-    """Of a round: on a GPU with a long prompt, each time another one."""
+    """Requests of a round; on a GPU with a long prompt, a new one in each round."""
     generating = _GENERATING
     if info.device != "cpu":
         prompt = [number] * min(_LONG_PROMPT, info.max_model_len // 2)
@@ -70,39 +70,39 @@ async def warm_up(
     make_app: MakeApp,
     report: Callable[[int, int], None],
 ) -> None:
-    """Ask every route that generates or scores; a refusal is no failure.
+    """Send requests to every route that generates or scores; a refusal is no failure.
 
     Args:
-        state: of the server; it has no model yet.
-        model: that it will serve.
-        make_app: the routes around a state.
-        report: hears how many requests are answered, and of how many.
+        state: state of the server, which has no model yet.
+        model: model that it will serve.
+        make_app: makes the routes of a state.
+        report: called with the number of finished requests and their total.
     """
-    stage = replace(
+    warmup_state = replace(
         state,
         settings=replace(state.settings, logs_prompts=False),
         metrics=Metrics(),
         model=model,
         tracing=None,
     )
-    app = make_app(stage)
+    app = make_app(warmup_state)
     rounds = _ROUNDS[model.info.device.partition(":")[0]]
-    asked = [
+    requests = [
         body
         for number, is_stream in enumerate(rounds)
         for body in _bodies(model.info, number, is_stream=is_stream)
     ]
-    for done, (path, fields) in enumerate(asked):
-        report(done, len(asked))
-        await _ask(app, path, msgspec.json.encode({"model": model.name, **fields}))
-    report(len(asked), len(asked))
+    for done, (path, fields) in enumerate(requests):
+        report(done, len(requests))
+        await _post(app, path, msgspec.json.encode({"model": model.name, **fields}))
+    report(len(requests), len(requests))
     await state.client.forget()
     gc.collect()
-    gc.freeze()  # what is there stays: collections need not look at it in the middle of a request
+    gc.freeze()  # objects so far stay: collections during a request need not visit them
 
 
-async def _ask(app: ASGIApp, path: str, body: bytes) -> None:
-    """Post a body and take the whole answer."""
+async def _post(app: ASGIApp, path: str, body: bytes) -> None:
+    """Post a body and read the whole response."""
     scope: Scope = {
         "type": "http",
         "method": "POST",
@@ -113,12 +113,12 @@ async def _ask(app: ASGIApp, path: str, body: bytes) -> None:
         "tiercel.request_id": new_request_id(),
         REQUEST_LOG: RequestLog(),
     }
-    parts = [{"type": "http.request", "body": body, "more_body": False}]
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
-        if parts:
-            return parts.pop()
-        await asyncio.Event().wait()  # the client stays
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()  # the client stays connected
         raise AssertionError
 
     async def send(_message: Message) -> None:
@@ -128,5 +128,5 @@ async def _ask(app: ASGIApp, path: str, body: bytes) -> None:
         await app(scope, receive, send)
     except TiercelError:  # no template, a short context, a restart
         pass
-    except Exception:  # noqa: BLE001 - the request boundary, with nobody to answer
-        _LOG.exception("a rehearsed request failed")
+    except Exception:  # noqa: BLE001 - the request boundary, without a client
+        _LOG.exception("a warm-up request failed")

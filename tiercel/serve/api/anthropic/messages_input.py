@@ -1,4 +1,4 @@
-"""What the Messages API takes, brought to the messages that every conversation becomes."""
+"""Messages and blocks of the Messages API to the messages of a conversation."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tiercel.serve.generation.chat_messages import (
 from tiercel.serve.http.errors import client_error, escaped
 
 OWN_TOOLS: Final = (None, "custom")
-_VENDOR_BLOCKS: Final = ("redacted_thinking", "server_tool_use", "mcp_tool_use")
+_HOSTED_BLOCKS: Final = ("redacted_thinking", "server_tool_use", "mcp_tool_use")
 
 
 def template_input(body: PromptFields) -> list[Message]:
     """The messages of a request, the system text first.
 
     Raises:
-        InvalidRequestError: naming the block; code `unsupported_content` for a picture, a document
+        InvalidRequestError: naming the block; code `unsupported_content` for an image, a document
             or another block that is no text.
     """
     messages: list[Message] = []
@@ -43,13 +43,13 @@ def template_input(body: PromptFields) -> list[Message]:
     if not body.messages:
         raise InvalidRequestError("messages is empty.", hint="Send one.", param="messages")
     use_ids: set[str] = set()
-    for place, message in enumerate(body.messages):
-        param = f"messages[{place}].content"
+    for index, message in enumerate(body.messages):
+        param = f"messages[{index}].content"
         if message.role == "system" and all(m.role == "system" for m in messages):
             text = _text(message.content, param)
             messages.append(Message(role="system", content=text))
         elif message.role != "assistant":
-            # Templates take a system text only at the start.
+            # Templates accept a system text only at the start.
             _add_user(messages, message, param, use_ids)
         else:
             _add_assistant(messages, message, param)
@@ -60,7 +60,7 @@ def template_input(body: PromptFields) -> list[Message]:
 def _add_user(
     messages: list[Message], message: AnthropicMessage, param: str, use_ids: Set[str]
 ) -> None:
-    """Results of tools become messages of their own, in front of what the user says."""
+    """Add a user's turn; tool results become separate messages before its text."""
     texts: list[Part] = []
     for block, name in _blocks(message, param):
         if block.type == "tool_result":
@@ -71,7 +71,7 @@ def _add_user(
         return
     last = messages[-1] if messages else None
     if last is not None and last.role == "user" and isinstance(last.content, list):
-        last.content += texts  # turns of one side that follow each other are one turn
+        last.content += texts  # consecutive turns of one role are one turn
     else:
         messages.append(Message(role="user", content=texts))
 
@@ -94,12 +94,12 @@ def _add_assistant(messages: list[Message], message: AnthropicMessage, param: st
 def _blocks(message: AnthropicMessage, param: str) -> list[tuple[Block, str]]:
     if isinstance(message.content, str):
         return [(Block(type="text", text=message.content), param)]
-    return [(block, f"{param}[{place}]") for place, block in enumerate(message.content)]
+    return [(block, f"{param}[{index}]") for index, block in enumerate(message.content)]
 
 
 def _is_ignored(block: Block) -> bool:
-    """Whether a block of the assistant is the vendor's alone: what it holds cannot be read here."""
-    return block.type in _VENDOR_BLOCKS or block.type.endswith("_tool_result")
+    """Whether a block of the assistant belongs to a hosted tool or cannot be read here."""
+    return block.type in _HOSTED_BLOCKS or block.type.endswith("_tool_result")
 
 
 def ignored_fields(body: PromptFields) -> list[str]:
@@ -107,11 +107,11 @@ def ignored_fields(body: PromptFields) -> list[str]:
     names = given_fields(body, ("context_management",))
     if body.thinking is not None and body.thinking.display == "omitted":
         names.append("thinking.display")
-    for place, tool in enumerate(body.tools or ()):
-        names += [f"tools[{place}]"] * (tool.type not in OWN_TOOLS)
-    for place, message in enumerate(body.messages):
+    for index, tool in enumerate(body.tools or ()):
+        names += [f"tools[{index}]"] * (tool.type not in OWN_TOOLS)
+    for index, message in enumerate(body.messages):
         if message.role == "assistant":
-            blocks = _blocks(message, f"messages[{place}].content")
+            blocks = _blocks(message, f"messages[{index}].content")
             names += [name for block, name in blocks if _is_ignored(block)]
     return names
 
@@ -133,7 +133,7 @@ def _tool_result(block: Block, param: str, use_ids: Set[str]) -> Message:
         )
     text = "" if block.content is None else _text(block.content, f"{param}.content")
     if block.is_error:
-        text = f"Error: {text}"  # templates have no other way to say so
+        text = f"Error: {text}"  # templates have no field for it
     return Message(role="tool", content=text, tool_call_id=block.tool_use_id)
 
 
@@ -161,18 +161,18 @@ def _block_text(block: Block, param: str) -> str:
 def template_functions(tools: Sequence[AnthropicTool]) -> list[FunctionSpec]:
     """The functions that the model may call.
 
-    Tools that the vendor defines are left out: see `ignored_fields`.
+    Hosted tools of Anthropic are left out: see `ignored_fields`.
 
     Raises:
         InvalidRequestError: a tool has no schema.
     """
     specs = []
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         if tool.type not in OWN_TOOLS:
             continue
         if tool.input_schema is None:
             raise InvalidRequestError(
-                f"tools[{place}].input_schema must be given.", param=f"tools[{place}].input_schema"
+                f"tools[{index}].input_schema must be given.", param=f"tools[{index}].input_schema"
             )
         specs.append(
             FunctionSpec(

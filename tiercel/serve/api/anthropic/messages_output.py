@@ -1,4 +1,4 @@
-"""The answers and events of the Messages API: an answer is blocks, one after the other."""
+"""Responses and stream events of the Messages API: a response is a list of blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _USE_PREFIX: Final = "toolu_"
 
 
 def stop_reason(delta: CompletionDelta) -> StopReason:
-    """Why an answer ended."""
+    """The stop reason of a completion."""
     if delta.finish_reason == "length":
         return "max_tokens"
     if delta.finish_reason == "tool_calls":
@@ -45,12 +45,12 @@ def stop_reason(delta: CompletionDelta) -> StopReason:
 
 
 def stop_sequence(delta: CompletionDelta) -> str | None:
-    """The stop string that ended an answer."""
+    """The stop string that ended a completion."""
     return delta.stop_reason if isinstance(delta.stop_reason, str) else None
 
 
 def usage_of(usage: Usage) -> AnthropicUsage:
-    """What counts as read from the cache is not among the input."""
+    """The `usage`; tokens read from the cache are not among the input tokens."""
     return AnthropicUsage(
         input_tokens=usage.prompt - usage.cached,
         output_tokens=usage.completion,
@@ -69,9 +69,9 @@ class AnthropicWriter:
         self._kind: type[Event] | None = None
         self._events: list[bytes] = []
 
-    def make_body(self, generation: Generation, answers: Sequence[CompletionDelta]) -> object:
-        """The whole answer."""
-        delta = answers[0]
+    def make_body(self, generation: Generation, completions: Sequence[CompletionDelta]) -> object:
+        """The body of a plain response."""
+        delta = completions[0]
         return AnthropicAnswer(
             id=self._id,
             model=self._name,
@@ -115,11 +115,11 @@ class AnthropicWriter:
         return self._flush()
 
     def write_error(self, error: TiercelError) -> bytes:
-        """The event that a broken stream ends with."""
+        """The last event of a stream that failed."""
         return sse.encode_event(anthropic_error_body(error, self._request_id), "error")
 
     def write_keep_alive(self) -> bytes:
-        """An event that clients pass over."""
+        """A `ping`, which clients ignore."""
         return sse.encode_event({"type": "ping"}, "ping")
 
     def _add(self, event: Event) -> None:
@@ -161,7 +161,7 @@ class AnthropicWriter:
 
 
 def _blocks(events: Sequence[Event]) -> list[AnswerBlock]:
-    """The blocks of a whole answer, in the order of its stream."""
+    """The blocks of a whole completion, in the order of its stream."""
     calls = iter(assemble_message(events).calls)
     blocks: list[AnswerBlock] = []
     for event in merge_events(events):
@@ -179,7 +179,7 @@ def _use_id(call_id: str) -> str:
 
 
 def _tool_use(call: AssembledToolCall) -> ToolUseBlock:
-    """A call as a block; arguments that `max_tokens` has cut are no JSON: nothing is left."""
+    """A call as a block; arguments that `max_tokens` has cut are not JSON and become empty."""
     try:
         given = msgspec.json.decode(call.arguments, type=dict[str, object])
     except msgspec.MsgspecError:

@@ -54,7 +54,7 @@ class AnthropicToolChoice(Struct, kw_only=True):
 
 
 class Thinking(Struct, kw_only=True):
-    """Whether the model thinks before it answers, and for how many tokens at most."""
+    """Whether the model thinks, and its thinking budget."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: PositiveCount | None = None
@@ -62,7 +62,7 @@ class Thinking(Struct, kw_only=True):
 
 
 class OutputFormat(Struct, kw_only=True):
-    """What form the text must have."""
+    """The structure of the text."""
 
     type: Literal["json_schema"]
     schema: dict[str, object]
@@ -76,7 +76,7 @@ class OutputConfig(Struct, kw_only=True):
 
 
 class PromptFields(Struct, kw_only=True):
-    """What makes the prompt."""
+    """The fields that make the prompt."""
 
     model: str
     messages: list[AnthropicMessage]
@@ -85,13 +85,13 @@ class PromptFields(Struct, kw_only=True):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    # These change nothing in an answer.
+    # These change no completion.
     cache_control: object = UNSET
     metadata: object = UNSET
     service_tier: object = UNSET
     inference_geo: object = UNSET
     speed: object = UNSET
-    # Known and not honoured.
+    # Known, but not supported.
     container: object = UNSET
     mcp_servers: object = UNSET
     context_management: object = UNSET
@@ -104,7 +104,7 @@ class CountRequest(PromptFields, kw_only=True):
 
 
 class MessagesRequest(PromptFields, kw_only=True):
-    """The body of a request for an answer."""
+    """The body of a request."""
 
     max_tokens: PositiveCount
     stop_sequences: Annotated[list[StopText], Meta(max_length=LIMITS.max_stop_strings)] | None = (
@@ -117,13 +117,13 @@ class MessagesRequest(PromptFields, kw_only=True):
 
 
 class CountAnswer(Struct, frozen=True):
-    """Tokens of a prompt."""
+    """The response to a request to count tokens."""
 
     input_tokens: int
 
 
 class TextBlock(Struct, frozen=True, tag_field="type", tag="text"):
-    """Text of the answer."""
+    """Text of the message."""
 
     text: str
     citations: None = None
@@ -137,7 +137,7 @@ class ThinkingBlock(Struct, frozen=True, tag_field="type", tag="thinking"):
 
 
 class ToolUseBlock(Struct, frozen=True, tag_field="type", tag="tool_use"):
-    """A tool that the model uses."""
+    """A tool call."""
 
     id: str
     name: str
@@ -154,7 +154,7 @@ class AnthropicUsage(Struct, frozen=True):
 
 
 class AnthropicAnswer(Struct, frozen=True):
-    """The answer."""
+    """The response."""
 
     id: str
     model: str

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: OpenAI's wire format around the one path of `generation.py`."""
+"""`/v1/chat/completions`: OpenAI's wire format around `generation/generation.py`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from tiercel.serve.served_model import ServedModel
 from tiercel.serve.settings import ServeSettings
 from tiercel.serve.state import Sender, ServerState, request_id, sender_of
 
-# Known to clients of this route; see `engine_fields.py`.
+# Fields that clients of this route send, and their values without effect; see `compat_fields.py`.
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "functions": ([],),
     "function_call": ("none",),
@@ -156,7 +156,7 @@ async def _answer(
 
 
 def _ignored(body: ChatRequest) -> list[str]:
-    """A prediction only saves time, and how verbose a model is follows from its training alone."""
+    """Ignored: a prediction only saves time, and verbosity follows from the model's training."""
     names = ignored_sampling(body) + given_fields(body, ("prediction",))
     return names + ["verbosity"] * (body.verbosity not in (None, "medium"))
 
@@ -191,10 +191,10 @@ def check_chat(body: ChatRequest, settings: ServeSettings) -> None:
 async def chat_generation(
     state: ServerState, model: ServedModel, body: ChatRequest, sender: Sender
 ) -> GenerationRequest:
-    """What a chat request asks for.
+    """The generation request of a chat request.
 
     Raises:
-        InvalidRequestError: wrong messages, tools or forms.
+        InvalidRequestError: wrong messages, tools or structure.
     """
     default = model.sampling.max_tokens
     max_tokens = token_bound("max_tokens", body.max_tokens, default)
@@ -244,11 +244,11 @@ class ChatWriter:
         self._created = created_now()
         self._model = model.name
         self._fingerprint = system_fingerprint(model)
-        self._meter = StreamUsage(body.stream_options)
+        self._usage = StreamUsage(body.stream_options)
         self._begun: set[int] = set()
 
-    def make_body(self, generation: Generation, answers: Sequence[CompletionDelta]) -> object:
-        """The whole answer."""
+    def make_body(self, generation: Generation, completions: Sequence[CompletionDelta]) -> object:
+        """The body of a plain response."""
         body = self._body
         return ChatCompletion(
             id=self._id,
@@ -256,7 +256,7 @@ class ChatWriter:
             created=self._created,
             model=self._model,
             system_fingerprint=self._fingerprint,
-            choices=[self._choice(delta) for delta in answers],
+            choices=[self._choice(delta) for delta in completions],
             usage=usage_object(generation.usage()),
             prompt_logprobs=self._prompt_logprobs(generation),
             prompt_token_ids=(
@@ -273,7 +273,7 @@ class ChatWriter:
 
     def write_delta(self, generation: Generation, delta: CompletionDelta) -> bytes:
         """The chunks of one delta."""
-        self._meter.count(delta)
+        self._usage.count(delta)
         chunks: list[bytes] = []
         if delta.progress is not None:
             more = {"prompt_progress": progress_object(delta.progress)}
@@ -282,7 +282,7 @@ class ChatWriter:
             return b"".join(chunks)
         if delta.index not in self._begun:
             chunks.append(self._first_chunk(generation, delta.index))
-        # What comes with the tokens goes into one chunk, whatever their text became.
+        # Log-probabilities and ids of the tokens go into one chunk, whatever their text became.
         extra = self._token_fields(delta)
         for event in merge_events(delta.events):
             chunks.append(self._chunk(generation, delta.index, self._delta(event), extra))
@@ -296,18 +296,18 @@ class ChatWriter:
         return b"".join(chunks)
 
     def write_end(self, generation: Generation) -> bytes:
-        """Usage, if asked for, and the line that says that all is said."""
-        usage = self._meter.total(generation)
+        """Usage, if requested, and `[DONE]`."""
+        usage = self._usage.total(generation)
         if usage is None:
             return sse.DONE
         return sse.encode_event({**self._head(), "choices": [], "usage": usage}) + sse.DONE
 
     def write_error(self, error: TiercelError) -> bytes:
-        """The event that a broken stream ends with."""
+        """The last event of a stream that failed."""
         return sse.encode_event(error_body(error, self._request_id))
 
     def write_keep_alive(self) -> bytes:
-        """A comment."""
+        """A keep-alive comment."""
         return sse.KEEP_ALIVE
 
     def _head(self) -> dict[str, object]:
@@ -339,7 +339,7 @@ class ChatWriter:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         chunk = self._head()
         chunk["choices"] = [{**choice, **extra}]
-        usage = self._meter.so_far(generation)
+        usage = self._usage.so_far(generation)
         if usage is not UNSET:
             chunk["usage"] = usage
         return sse.encode_event({**chunk, **more} if more else chunk)

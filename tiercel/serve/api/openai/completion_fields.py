@@ -26,14 +26,14 @@ from tiercel.version import __version__
 
 
 def system_fingerprint(model: ServedModel) -> str:
-    """Names what equal seeds need for equal answers: build, model file, device and dtype."""
+    """Identifies what equal seeds need for equal tokens: build, model file, device and dtype."""
     info = model.info
     parts = (__version__, info.model_name, info.architecture, info.device, info.dtype)
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
 def usage_object(usage: Usage) -> UsageObject:
-    """The `usage` of a whole answer."""
+    """The `usage` of a whole response."""
     return UsageObject(
         prompt_tokens=usage.prompt,
         completion_tokens=usage.completion,
@@ -54,7 +54,7 @@ def progress_object(progress: PromptProgress) -> PromptProgressObject:
 
 
 class StreamUsage:
-    """What a stream says of its usage, chunk by chunk."""
+    """The usage that a stream reports, chunk by chunk."""
 
     def __init__(self, options: StreamOptions | None) -> None:
         self._has_total = options is not None and bool(options.include_usage)
@@ -68,17 +68,17 @@ class StreamUsage:
     def so_far(self, generation: Generation) -> UsageObject | UnsetType | None:
         """The `usage` of a chunk with choices."""
         if self._is_continuous:
-            # The engine may be ahead of the reader: only what was sent counts.
+            # The engine may be ahead of the client: only tokens that were sent count.
             usage = replace(generation.usage(), completion=sum(self._num_tokens.values()))
             return usage_object(usage)
         return None if self._has_total else UNSET
 
     def total(self, generation: Generation) -> UsageObject | None:
-        """The `usage` of the chunk behind all choices; None if it was not asked for."""
+        """The `usage` of the chunk after all choices; None if it was not requested."""
         return usage_object(generation.usage()) if self._has_total else None
 
 
-_ENDS: Final[Mapping[str, FinishReason]] = {
+_FINISH_REASONS: Final[Mapping[str, FinishReason]] = {
     "stop": "stop",
     "length": "length",
     "tool_calls": "tool_calls",
@@ -86,5 +86,5 @@ _ENDS: Final[Mapping[str, FinishReason]] = {
 
 
 def finish_reason_of(delta: CompletionDelta) -> FinishReason:
-    """Why a whole answer ended."""
-    return _ENDS[delta.finish_reason or ""]
+    """The finish reason of a whole completion."""
+    return _FINISH_REASONS[delta.finish_reason or ""]

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's chat and raw completions, as types: they are sent and they are documented."""
+"""Responses of OpenAI's chat and raw completions as types, for encoding and for `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptDetails(Struct, frozen=True):
-    """Of the tokens of the prompts, those found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionDetails(Struct, frozen=True):
-    """Of the tokens of the answers, those of the reasoning."""
+    """Completion tokens that are reasoning."""
 
     reasoning_tokens: int
 
 
 class UsageObject(Struct, frozen=True):
-    """Tokens of a request: a prompt counts once, its answers all."""
+    """Tokens of a request; a prompt counts once, each of its completions counts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -40,7 +40,7 @@ class LogprobEntry(Struct, frozen=True):
 
 
 class TokenLogprob(Struct, frozen=True):
-    """A token of the answer, and the most likely at its place, best first."""
+    """A generated token, and the most likely tokens at its position, best first."""
 
     token: str
     logprob: float
@@ -67,7 +67,7 @@ PromptLogprobs = list[dict[str, RankedLogprob] | None]
 
 
 class CalledFunction(Struct, frozen=True):
-    """What is called; `arguments` is JSON text."""
+    """The function of a tool call; `arguments` is JSON text."""
 
     name: str
     arguments: str
@@ -82,7 +82,7 @@ class CallObject(Struct, frozen=True):
 
 
 class AnswerMessage(Struct, frozen=True):
-    """What the model says."""
+    """The message of the model."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -93,7 +93,7 @@ class AnswerMessage(Struct, frozen=True):
 
 
 class ChatChoice(Struct, frozen=True):
-    """One answer."""
+    """One completion."""
 
     index: int
     message: AnswerMessage
@@ -104,7 +104,7 @@ class ChatChoice(Struct, frozen=True):
 
 
 class ChatCompletion(Struct, frozen=True, kw_only=True):
-    """The answer to a chat request."""
+    """The response to a chat request."""
 
     id: str
     object: Literal["chat.completion"]
@@ -140,7 +140,7 @@ class CompletionLogprobs(Struct, frozen=True):
 
 
 class CompletionChoice(Struct):
-    """One answer, or what a chunk adds to it."""
+    """One completion, or the new part of it in a chunk."""
 
     index: int
     text: str = ""
@@ -153,7 +153,7 @@ class CompletionChoice(Struct):
 
 
 class Completion(Struct, frozen=True):
-    """The answer to a request for raw completions; choice = prompt * n + answer."""
+    """The response to a request for raw completions; choice = prompt * n + completion."""
 
     id: str
     created: int

@@ -68,7 +68,8 @@ from tiercel.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS: Final = 16
 ALIASES: Final = {"n_predict": "max_tokens", "max_new_tokens": "max_tokens"}
-# Prefix, suffix and middle marks of models that fill in: Qwen2.5-Coder, StarCoder, CodeGemma.
+# Markers of prefix, suffix and middle of models that fill in the middle (FIM): Qwen2.5-Coder,
+# StarCoder, CodeGemma.
 FIM_MARKS: Final = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -159,10 +160,10 @@ async def completion_generation(
     prompts: Sequence[str | list[int]],
     sender: Sender,
 ) -> GenerationRequest:
-    """What a request for completions asks for.
+    """The generation request of a completion request.
 
     Raises:
-        InvalidRequestError: a wrong prompt or form.
+        InvalidRequestError: a wrong prompt or structure.
     """
     structured = structured_outputs(body)
     max_tokens = chosen(body.max_tokens, model.sampling.max_tokens, DEFAULT_MAX_TOKENS)
@@ -208,7 +209,7 @@ async def _prompt_ids(
 async def _infill_ids(
     state: ServerState, model: ServedModel, prompt: str | list[int], suffix: str
 ) -> list[int]:
-    """The prompt of a model that fills in the text between two others."""
+    """The fill-in-the-middle prompt: prefix, suffix, then the middle to generate."""
     control = model.tokenizer.control_tokens
     marks = next((marks for marks in FIM_MARKS if all(mark in control for mark in marks)), None)
     if marks is None or not isinstance(prompt, str):
@@ -240,12 +241,12 @@ class CompletionWriter:
         self._created = created_now()
         self._model = model.name
         self._fingerprint = system_fingerprint(model)
-        self._meter = StreamUsage(body.stream_options)
-        self._places: dict[int, _TextOffsets] = {}
+        self._usage = StreamUsage(body.stream_options)
+        self._offsets: dict[int, _TextOffsets] = {}
 
-    def make_body(self, generation: Generation, answers: Sequence[CompletionDelta]) -> object:
-        """The whole answer."""
-        choices = [self._choice(generation, delta) for delta in answers]
+    def make_body(self, generation: Generation, completions: Sequence[CompletionDelta]) -> object:
+        """The body of a plain response."""
+        choices = [self._choice(generation, delta) for delta in completions]
         return self._completion(choices, usage_object(generation.usage()))
 
     def write_start(self, generation: Generation) -> bytes:
@@ -254,31 +255,31 @@ class CompletionWriter:
         return b""
 
     def write_delta(self, generation: Generation, delta: CompletionDelta) -> bytes:
-        """The chunk of one delta, if it says anything."""
+        """The chunk of one delta; empty if there is nothing to report."""
         progress = self._progress(delta, generation)
         if delta.is_progress_alone:
             return progress
-        self._meter.count(delta)
+        self._usage.count(delta)
         choice = self._choice(generation, delta)
         shows_tokens = self._body.logprobs is not None or self._body.return_token_ids
         if not (choice.text or choice.finish_reason or (shows_tokens and delta.token_ids)):
             return progress
-        chunk = self._completion([choice], self._meter.so_far(generation))
+        chunk = self._completion([choice], self._usage.so_far(generation))
         return progress + sse.encode_event(chunk)
 
     def write_end(self, generation: Generation) -> bytes:
-        """Usage, if asked for, and the line that says that all is said."""
-        usage = self._meter.total(generation)
+        """Usage, if requested, and `[DONE]`."""
+        usage = self._usage.total(generation)
         if usage is None:
             return sse.DONE
         return sse.encode_event(self._completion([], usage)) + sse.DONE
 
     def _progress(self, delta: CompletionDelta, generation: Generation) -> bytes:
-        """The chunk about the progress of a prompt, if there is some."""
+        """The chunk with the progress of a prompt, if there is any."""
         if delta.progress is None:
             return b""
         choices = [CompletionChoice(delta.index)]
-        chunk = self._completion(choices, self._meter.so_far(generation))
+        chunk = self._completion(choices, self._usage.so_far(generation))
         return sse.encode_event(replace(chunk, prompt_progress=progress_object(delta.progress)))
 
     def _completion(
@@ -287,24 +288,24 @@ class CompletionWriter:
         return Completion(self._id, self._created, self._model, self._fingerprint, choices, usage)
 
     def write_error(self, error: TiercelError) -> bytes:
-        """The event that a broken stream ends with."""
+        """The last event of a stream that failed."""
         return sse.encode_event(error_body(error, self._request_id))
 
     def write_keep_alive(self) -> bytes:
-        """A comment."""
+        """A keep-alive comment."""
         return sse.KEEP_ALIVE
 
     def _choice(self, generation: Generation, delta: CompletionDelta) -> CompletionChoice:
         body = self._body
         choice = CompletionChoice(delta.index, stop_reason=delta.stop_reason)
         lists = None if body.logprobs is None else _LogprobLists(self._tokenizer, body.logprobs)
-        if delta.index not in self._places:
+        if delta.index not in self._offsets:
             self._begin(generation, choice, lists)
         choice.text += "".join(e.text for e in delta.events if isinstance(e, ContentDelta))
         if lists is not None:
-            places = self._places[delta.index]
+            offsets = self._offsets[delta.index]
             for entry in delta.logprobs:
-                lists.add(entry, places.next(entry.token_id))
+                lists.add(entry, offsets.next(entry.token_id))
             choice.logprobs = lists.lists
         if delta.finish_reason is not None:
             choice.finish_reason = finish_reason_of(delta)
@@ -315,13 +316,11 @@ class CompletionWriter:
     def _begin(
         self, generation: Generation, choice: CompletionChoice, lists: _LogprobLists | None
     ) -> None:
-        """What comes once per choice: the echo of its prompt and what is known of it."""
+        """Add the fields of a choice that come once: echo, ids and logprobs of its prompt."""
         body = self._body
         n = body.n or 1
         ids = generation.completions[choice.index].request.prompt_token_ids
-        first = generation.completions[
-            choice.index // n * n
-        ].request  # it has read the prompt for all
+        first = generation.completions[choice.index // n * n].request  # it reads the prompt for all
         entries = (
             generation.completions[choice.index].request.prompt_logprobs or first.prompt_logprobs
         )
@@ -330,13 +329,13 @@ class CompletionWriter:
             choice.text = prompt if isinstance(prompt, str) else self._decode(ids)
         if body.echo and lists is not None:
             offsets = self._prompt_offsets(prompt, ids)
-            for token_id, entry, place in zip(ids, (None, *entries), offsets, strict=True):
-                lists.add(entry or token_id, place)
+            for token_id, entry, offset in zip(ids, (None, *entries), offsets, strict=True):
+                lists.add(entry or token_id, offset)
         if body.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(self._tokenizer, entries, body.prompt_logprobs)
         if body.return_token_ids:
             choice.prompt_token_ids = ids
-        self._places[choice.index] = _TextOffsets(
+        self._offsets[choice.index] = _TextOffsets(
             self._tokenizer,
             len(choice.text),
             skips_special=self._skips_special,
@@ -351,21 +350,21 @@ class CompletionWriter:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)
 
     def _prompt_offsets(self, prompt: str | list[int], ids: list[int]) -> list[int]:
-        """Where the tokens of an echo begin.
+        """The text offsets of the tokens of an echo.
 
-        A text is echoed as it came: with what became control tokens, without a BOS in front.
+        A text is echoed as the client sent it: with the names of control tokens, without a BOS.
         """
         tokenizer, num_added, skips = self._tokenizer, 0, self._skips_special
         if isinstance(prompt, str):
             skips = False
             has_bos = ids[0] == tokenizer.bos_id
             num_added = has_bos and not prompt.startswith(tokenizer.token_text(ids[0]))
-        places = _TextOffsets(tokenizer, 0, skips_special=skips, is_continuation=False)
-        return [0] * num_added + [places.next(token_id) for token_id in ids[num_added:]]
+        offsets = _TextOffsets(tokenizer, 0, skips_special=skips, is_continuation=False)
+        return [0] * num_added + [offsets.next(token_id) for token_id in ids[num_added:]]
 
 
 class _TextOffsets:
-    """Counts the characters in front of each token of one answer."""
+    """Counts the characters before each token of one text."""
 
     def __init__(
         self, tokenizer: Tokenizer, start: int, *, skips_special: bool, is_continuation: bool
@@ -373,13 +372,13 @@ class _TextOffsets:
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=skips_special, is_continuation=is_continuation
         )
-        self._place = start
+        self._offset = start
 
     def next(self, token_id: int) -> int:
-        """Where the token begins."""
-        place = self._place
-        self._place += len(self._detokenizer.push((token_id,)))
-        return place
+        """The offset at which the token begins."""
+        offset = self._offset
+        self._offset += len(self._detokenizer.push((token_id,)))
+        return offset
 
 
 class _LogprobLists:
@@ -390,7 +389,7 @@ class _LogprobLists:
         self._num_top = num_top
         self.lists = CompletionLogprobs([], [], [], [])
 
-    def add(self, entry: TokenLogprobs | int, place: int) -> None:
+    def add(self, entry: TokenLogprobs | int, offset: int) -> None:
         """Add a token; one without log-probabilities, the first of a prompt, is an id."""
         lists = self.lists
         if isinstance(entry, int):
@@ -401,4 +400,4 @@ class _LogprobLists:
             lists.tokens.append(token_name(self._tokenizer, entry.token_id))
             lists.token_logprobs.append(finite(entry.logprob))
             lists.top_logprobs.append(completion_top(self._tokenizer, entry, self._num_top))
-        lists.text_offset.append(place)
+        lists.text_offset.append(offset)

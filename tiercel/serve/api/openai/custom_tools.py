@@ -1,7 +1,7 @@
-"""Freeform tools of the Responses API: their input is a text, not JSON.
+"""Custom (freeform) tools of the Responses API: their input is a text, not JSON.
 
-The model is offered such a tool as a function with one string, and the text of that string goes
-back to the client as the input of a `custom_tool_call`. `InputReader` takes the text out of the
+The prompt describes a custom tool as a function with one string, and the text of that string goes
+to the client as the input of a `custom_tool_call`. `CustomInputParser` extracts the text from the
 arguments while they are generated: `{"input": "*** Begin` gives `*** Begin`.
 """
 
@@ -26,20 +26,20 @@ _HEAD: Final = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 
 
 def write_arguments(text: str) -> str:
-    """The arguments of the function that stands for a freeform tool, as JSON text."""
+    """The arguments of the function that represents a custom tool, as JSON text."""
     return json.dumps({INPUT: text}, ensure_ascii=False)
 
 
-class InputReader:
-    """Takes the input of one call out of the JSON text of its arguments, piece by piece."""
+class CustomInputParser:
+    """Extracts the input of one call from the JSON text of its arguments as the text arrives."""
 
     def __init__(self) -> None:
-        self._raw = ""  # not yet read
+        self._raw = ""  # not parsed yet
         self._is_inside = False
         self._has_read = False
 
     def push(self, text: str) -> str:
-        """Add JSON text; returns what is certain of the input now."""
+        """Add JSON text; return the part of the input that is certain now."""
         self._raw += text
         if not self._is_inside:
             head = _HEAD.match(self._raw)
@@ -53,10 +53,10 @@ class InputReader:
         return msgspec.json.decode(f'"{_escaped(whole)}"', type=str)
 
     def finish(self) -> str:
-        """End the text; arguments of another shape, of a model without a grammar, come whole."""
+        """End the text; arguments of another shape, without a grammar, are returned whole."""
         return "" if self._has_read else self._raw
 
 
 def _escaped(text: str) -> str:
-    """Line ends as JSON holds them; a model without a grammar may write them raw."""
+    """Escape line ends for JSON; a model without a grammar may write them raw."""
     return "".join(char if char >= " " else f"\\u{ord(char):04x}" for char in text)

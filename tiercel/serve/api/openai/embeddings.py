@@ -1,7 +1,7 @@
-"""`/v1/embeddings`: one vector per text, from the hidden states that the model's file says to pool.
+"""`/v1/embeddings`: one vector per text, pooled from hidden states as the model's file says.
 
-A model that is no embedding model has no such vector, and a request for one is refused: the mean of
-a chat model's states is a number for everything and good for nothing.
+A request to a model without a pooling type is refused: the mean of a chat model's hidden states is
+a vector, but not a useful embedding.
 """
 
 from __future__ import annotations
@@ -135,11 +135,11 @@ async def _input_ids(state: ServerState, model: ServedModel, text: str | list[in
 
 
 def shown(vector: npt.NDArray[np.float32], encoding: str | None) -> list[float] | str:
-    """A vector of length 1 as asked for.
+    """A vector, normalised to length 1, in the requested encoding.
 
     Args:
-        vector: (hidden_size,), of any length.
-        encoding: ``base64`` or not.
+        vector: (hidden_size,), of any norm.
+        encoding: ``base64``, else a list.
     """
     numbers: list[float] = vector.tolist()
     length = math.hypot(*numbers) or 1.0

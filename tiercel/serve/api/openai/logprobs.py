@@ -1,7 +1,7 @@
-"""Tokens and their log-probabilities as the APIs show them.
+"""Tokens and their log-probabilities in the formats of the APIs.
 
-A token stands for bytes. Where they are no whole characters its text has U+FFFD in their place, and
-`bytes` tells what they are. A control token shows its name and has no bytes.
+A token is a sequence of bytes. Bytes that are not whole characters become U+FFFD in its text, and
+`bytes` has their values. A control token has its name as text, and no bytes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tiercel.serve.api.openai.completion_types import (
 )
 from tiercel.text.tokenizer import Tokenizer
 
-# JSON has no infinity: a token that cannot occur.
+# Stands for minus infinity, which JSON lacks: a token that cannot occur.
 LEAST_LOGPROB: Final = -9999.0
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
     """The text of one token, or the name of a control token."""
     if token_id >= tokenizer.vocab_size:
-        return ""  # a row of the output matrix that stands for nothing
+        return ""  # an unused row of the output matrix
     if tokenizer.is_special(token_id):
         return tokenizer.token_text(token_id)
     return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
@@ -40,14 +40,14 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> list[int] | None:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold; the same number for the same number."""
+    """A log-probability that JSON can hold; finite values do not change."""
     return max(logprob, LEAST_LOGPROB)
 
 
 def chat_logprobs(
     tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], num_top: int
 ) -> list[TokenLogprob]:
-    """Entries of `logprobs.content`: the token, and the `num_top` most likely at its place."""
+    """Entries of `logprobs.content`: the token, and the `num_top` most likely at its position."""
     return [
         TokenLogprob(
             token_name(tokenizer, entry.token_id),
@@ -69,9 +69,9 @@ def chat_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], num_top: int
 ) -> PromptLogprobs:
-    """The `prompt_logprobs` of vLLM: per token of the prompt, None for the first, id -> entry.
+    """The `prompt_logprobs` of vLLM: id -> entry for each prompt token, None for the first token.
 
-    The rank is 1 for the most likely; None for a token that is not among the most likely.
+    The rank is 1 for the most likely token, and None for a token that is not among the top ones.
     """
     listed: PromptLogprobs = [None]
     for entry in entries:
@@ -91,8 +91,8 @@ def prompt_logprobs(
 def completion_top(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
     """An entry of `top_logprobs` of raw completions: text -> log-probability.
 
-    Of tokens with one text the most likely counts. The token itself is always there, with the very
-    number of `token_logprobs`: clients compare the two for equality to see whether it is the best.
+    Of tokens with the same text the most likely counts. The token itself is always there, with the
+    value of `token_logprobs`: clients compare the two for equality to see whether it is the best.
     """
     shown: dict[str, float] = {}
     for token_id, logprob in (*islice(entry.top, num_top), (entry.token_id, entry.logprob)):

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's Responses API, without state: nothing is kept between requests."""
+"""`/v1/responses`: OpenAI's Responses API, stateless: nothing is stored between requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tiercel.serve.served_model import ServedModel
 from tiercel.serve.state import Sender, ServerState, request_id, sender_of
 
 LOGPROBS: Final = "message.output_text.logprobs"
-# What needs answers that are kept, or is said otherwise here; see `engine_fields.py`.
+# Fields that need stored responses, or have another name here; see `compat_fields.py`.
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "previous_response_id": (),
     "conversation": (),
@@ -66,7 +66,7 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 ALIASES: Final = dict.fromkeys(
     ("n_predict", "max_new_tokens", "max_tokens", "max_completion_tokens"), "max_output_tokens"
 )
-# What bounds or trims the work of a vendor's own tools and store.
+# Fields that limit the work of OpenAI's hosted tools and stored conversations.
 IGNORED: Final = ("max_tool_calls", "context_management")
 
 DOCS: Final = (
@@ -127,7 +127,7 @@ def _check(body: ResponsesRequest, state: ServerState) -> None:
 
 
 def _ignored(body: ResponsesRequest) -> list[str]:
-    """The fields of a request that are not honoured because they change no answer here."""
+    """The ignored fields of a request, which change no completion here."""
     names = given_fields(body, (*IGNORED, *ENGINE_IGNORED))
     names += ["include"] * any(name != LOGPROBS for name in body.include or ())
     if body.text is not None:
@@ -139,7 +139,7 @@ def _ignored(body: ResponsesRequest) -> list[str]:
 
 
 def _num_top(body: ResponsesRequest) -> int | None:
-    """Log-probabilities are shown if the field or the number asks for them."""
+    """The number of alternatives; None if log-probabilities are not requested by either field."""
     if LOGPROBS in (body.include or ()) or body.top_logprobs:
         return body.top_logprobs or 0
     return None

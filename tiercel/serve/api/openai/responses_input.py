@@ -1,4 +1,4 @@
-"""What the Responses API takes, brought to the messages that every conversation becomes."""
+"""Input items of the Responses API to the messages of a conversation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiercel.serve.http.errors import client_error, escaped
 
 CUSTOM: Final = "custom"
 HONOURED_TOOLS: Final = ("function", CUSTOM)
-# Of tools that ran at a vendor: the vendor has their results, or the text after them tells.
+# Items of hosted tools: OpenAI has their results, or the text after them reports them.
 IGNORED_ITEMS: Final = frozenset({
     "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call",
     "tool_search_call", "tool_search_output", "mcp_list_tools", "ghost_snapshot",
@@ -29,7 +29,7 @@ IGNORED_ITEMS: Final = frozenset({
 
 
 class _Conversation:
-    """Collects messages; what one turn of the assistant is made of becomes one message."""
+    """Collects messages; the items of one assistant's turn become one message."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -65,7 +65,7 @@ def input_messages(body: ResponsesRequest) -> list[Message]:
     """The messages of a request, instructions first.
 
     Raises:
-        InvalidRequestError: naming the item; code `unsupported_content` for what is no text.
+        InvalidRequestError: naming the item; code `unsupported_content` if it is no text.
     """
     conversation = _Conversation()
     if body.instructions is not None:
@@ -74,8 +74,8 @@ def input_messages(body: ResponsesRequest) -> list[Message]:
         conversation.add(Message(role="user", content=body.input))
         return conversation.messages
     call_ids: set[str] = set()
-    for place, item in enumerate(body.input):
-        _add_item(conversation, item, f"input[{place}]", call_ids)
+    for index, item in enumerate(body.input):
+        _add_item(conversation, item, f"input[{index}]", call_ids)
     return conversation.messages
 
 
@@ -89,7 +89,7 @@ def _add_item(conversation: _Conversation, item: InputItem, param: str, call_ids
         else:
             conversation.add(Message(role=item.role, content=text))
     elif item.type == "reasoning":
-        if item.content is not None:  # without it there is nothing that a template could show
+        if item.content is not None:  # without content there is nothing to render
             conversation.add_reasoning(_text(item.content, f"{param}.content"))
     elif item.type in _CALLS:
         call = _CALLS[item.type](item, param)
@@ -142,20 +142,20 @@ def _text(content: str | list[Part] | None, param: str) -> str:
 
 
 def input_tools(tools: Sequence[ResponseTool]) -> list[FunctionSpec]:
-    """The functions that the model may call; a freeform tool is a function with one text.
+    """The functions that the model may call; a custom tool is a function with one text.
 
-    Tools of other kinds run at the vendor and are left out: see `ignored_input`.
+    Hosted tools of OpenAI are left out: see `ignored_input`.
 
     Raises:
         InvalidRequestError: a tool has no name.
     """
     specs = []
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         if tool.type not in HONOURED_TOOLS:
             continue
         if tool.name is None:
             raise InvalidRequestError(
-                f"tools[{place}].name must be given.", param=f"tools[{place}].name"
+                f"tools[{index}].name must be given.", param=f"tools[{index}].name"
             )
         is_custom = tool.type == CUSTOM
         specs.append(
@@ -170,7 +170,7 @@ def input_tools(tools: Sequence[ResponseTool]) -> list[FunctionSpec]:
 
 
 def _custom_description(tool: ResponseTool) -> str:
-    """The model is told of the grammar of an input; it is not bound by it."""
+    """The description of a custom tool; it includes the grammar, which is not enforced."""
     parts = [tool.description or "", "The input is free text, not JSON."]
     if tool.format is not None and tool.format.definition is not None:
         parts.append(f"It follows this {tool.format.syntax} grammar:\n{tool.format.definition}")
@@ -178,14 +178,14 @@ def _custom_description(tool: ResponseTool) -> str:
 
 
 def ignored_input(body: ResponsesRequest) -> list[str]:
-    """The tools and items of a request that are left out, and grammars that do not bind."""
+    """The tools and items of a request that are left out, and grammars that are not enforced."""
     names = []
-    for place, tool in enumerate(body.tools or ()):
+    for index, tool in enumerate(body.tools or ()):
         if tool.type not in HONOURED_TOOLS:
-            names.append(f"tools[{place}]")
+            names.append(f"tools[{index}]")
         elif tool.format is not None and tool.format.definition is not None:
-            names.append(f"tools[{place}].format")
+            names.append(f"tools[{index}].format")
     if isinstance(body.input, list):
         items = enumerate(body.input)
-        names += [f"input[{place}]" for place, item in items if item.type in IGNORED_ITEMS]
+        names += [f"input[{index}]" for index, item in items if item.type in IGNORED_ITEMS]
     return names

@@ -1,8 +1,7 @@
-"""The answers and events of the Responses API.
+"""Responses and stream events of the Responses API.
 
-An answer is a list of items (reasoning, message, calls), made one after the other. Plain answers
-and streams go through the same steps, so that the items are the same; a plain answer drops the
-events.
+A response is a list of items (reasoning, message, calls), one after another. Plain responses and
+streams go through the same steps, so the items are the same; a plain response drops the events.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from tiercel.params import SamplingDefaults
 from tiercel.request.request import TokenLogprobs
 from tiercel.serve.api.assembled_message import merge_events
 from tiercel.serve.api.openai.completion_types import TokenLogprob
-from tiercel.serve.api.openai.custom_tools import InputReader
+from tiercel.serve.api.openai.custom_tools import CustomInputParser
 from tiercel.serve.api.openai.logprobs import chat_logprobs
 from tiercel.serve.api.openai.responses_input import CUSTOM, HONOURED_TOOLS
 from tiercel.serve.api.openai.responses_types import (
@@ -54,7 +53,7 @@ from tiercel.text.tokenizer import Tokenizer
 
 
 def new_response(body: ResponsesRequest, name: str, defaults: SamplingDefaults) -> ResponseObject:
-    """The answer before anything is generated: what was asked for, said back."""
+    """The response before anything is generated: it repeats the parameters of the request."""
     text = body.text or TextConfig()
     return ResponseObject(
         id=new_object_id("resp_"),
@@ -92,26 +91,26 @@ class ResponsesWriter:
         """Set up.
 
         Args:
-            tokenizer: names tokens.
-            response: see `new_response`.
-            request_id: for errors.
-            num_top: alternatives of each log-probability; None: none are shown.
+            tokenizer: tokenizer of the model, for log-probabilities.
+            response: response of `new_response`.
+            request_id: id of the HTTP request, for errors.
+            num_top: alternatives of each log-probability; None: no log-probabilities.
         """
         self._tokenizer = tokenizer
         self._response = response
         self._request_id = request_id
         self._num_top = num_top
         self._custom = frozenset(tool.name for tool in response.tools if tool.type == CUSTOM)
-        self._input = InputReader()  # of the freeform call that is open
+        self._input = CustomInputParser()  # of the custom tool call that is open
         self._item: OutputItem | None = None
         self._events: list[bytes] = []
         self._num_events = 0
         self._num_tokens = 0
         self._waiting_logprobs: list[TokenLogprob] = []  # of tokens before the first text
 
-    def make_body(self, generation: Generation, answers: Sequence[CompletionDelta]) -> object:
-        """The whole answer."""
-        self._take(generation, answers[0])
+    def make_body(self, generation: Generation, completions: Sequence[CompletionDelta]) -> object:
+        """The body of a plain response."""
+        self._take(generation, completions[0])
         self._finish(generation.usage())
         return self._response
 
@@ -128,13 +127,13 @@ class ResponsesWriter:
         return self._flush()
 
     def write_end(self, generation: Generation) -> bytes:
-        """The event that holds the whole answer."""
+        """The event that holds the whole response."""
         self._finish(generation.usage())
         self._emit(f"response.{self._response.status}", {"response": self._response})
         return self._flush()
 
     def write_error(self, error: TiercelError) -> bytes:
-        """The event that a broken stream ends with."""
+        """The last event of a stream that failed."""
         code = "server_error" if error.http_status >= 500 else "invalid_prompt"
         response = self._response
         response.status = "failed"
@@ -143,7 +142,7 @@ class ResponsesWriter:
         return self._flush()
 
     def write_keep_alive(self) -> bytes:
-        """A comment."""
+        """A keep-alive comment."""
         return sse.KEEP_ALIVE
 
     def _take(self, generation: Generation, delta: CompletionDelta) -> None:
@@ -159,20 +158,20 @@ class ResponsesWriter:
             if logprobs and isinstance(self._item, OutputMessage):
                 self._add_text("", logprobs)
             elif not isinstance(self._item, OutputCall | OutputCustomCall):
-                self._waiting_logprobs = logprobs  # half a character, line ends behind thinking
+                self._waiting_logprobs = logprobs  # half a character, or line ends after thinking
             return
         if not self._response.output or (logprobs and isinstance(self._item, OutputMessage)):
-            self._add_text("", logprobs)  # an answer has something, if only an empty message
+            self._add_text("", logprobs)  # a response has at least an empty message
         is_whole = delta.finish_reason != "length"
         self._response.status = "completed" if is_whole else "incomplete"
         self._response.incomplete_details = None if is_whole else Incomplete()
-        # Calls that are whole end an answer as such: a stop string has cut this one.
+        # Whole calls have the finish reason `tool_calls`: a stop string has cut this one.
         is_call = isinstance(self._item, OutputCall | OutputCustomCall)
         is_cut = delta.finish_reason == "stop" and is_call
         self._close("incomplete" if is_cut else self._response.status)
 
     def _shown_logprobs(self, generation: Generation, delta: CompletionDelta) -> list[TokenLogprob]:
-        """Those of the text: reasoning comes first, and has none here."""
+        """Log-probabilities of the visible text, without those of reasoning, which comes first."""
         before, self._num_tokens = self._num_tokens, self._num_tokens + len(delta.token_ids)
         if self._num_top is None:
             return []
@@ -186,7 +185,7 @@ class ResponsesWriter:
         elif isinstance(event, ToolCallStart):
             self._close("completed")
             if event.name in self._custom:
-                self._input = InputReader()
+                self._input = CustomInputParser()
                 self._open(OutputCustomCall(new_object_id("ctc_"), event.id, event.name))
             else:
                 self._open(OutputCall(new_object_id("fc_"), event.id, event.name))

@@ -1,4 +1,4 @@
-"""The Responses API as types: what a request holds, and the items of an answer.
+"""Types of the Responses API: the request, and the items of a response.
 
 Source: the reference of OpenAI's Responses API.
 """
@@ -28,7 +28,7 @@ class InputItem(Struct, kw_only=True):
     arguments: str | None = None
     input: str | None = None
     output: str | list[Part] | None = None
-    # What an item carries when it comes from an earlier answer.
+    # Fields of an item from an earlier response.
     id: object = UNSET
     status: object = UNSET
     summary: object = UNSET
@@ -37,7 +37,7 @@ class InputItem(Struct, kw_only=True):
 
 
 class CustomFormat(Struct, kw_only=True):
-    """What the input of a freeform tool looks like."""
+    """The format of the input of a custom tool."""
 
     type: str
     syntax: str | None = None
@@ -45,7 +45,7 @@ class CustomFormat(Struct, kw_only=True):
 
 
 class ResponseTool(Struct, kw_only=True):
-    """A tool: a function, or a freeform one (`custom`); other kinds are ignored."""
+    """A tool: a function or a custom (freeform) tool; other types are ignored."""
 
     type: str
     name: ToolName | None = None
@@ -56,14 +56,14 @@ class ResponseTool(Struct, kw_only=True):
 
 
 class ResponseToolChoice(Struct, kw_only=True):
-    """A choice that names a function or a freeform tool."""
+    """A `tool_choice` that names a function or a custom tool."""
 
     type: str
     name: ToolName | None = None
 
 
 class TextFormat(Struct, kw_only=True):
-    """What form the text must have."""
+    """The structure of the text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -152,7 +152,7 @@ class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
 
 
 class OutputMessage(Struct, tag_field="type", tag="message"):
-    """What the model says."""
+    """The message of the model."""
 
     id: str
     content: list[OutputText]
@@ -161,7 +161,7 @@ class OutputMessage(Struct, tag_field="type", tag="message"):
 
 
 class OutputReasoning(Struct, tag_field="type", tag="reasoning"):
-    """What the model thinks."""
+    """The reasoning of the model."""
 
     id: str
     content: list[ReasoningText]
@@ -180,7 +180,7 @@ class OutputCall(Struct, tag_field="type", tag="function_call"):
 
 
 class OutputCustomCall(Struct, tag_field="type", tag="custom_tool_call"):
-    """A freeform tool that the model calls; `input` is a text of any form."""
+    """A custom tool that the model calls; `input` is any text."""
 
     id: str
     call_id: str
@@ -193,13 +193,13 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class InputDetails(PromptDetails, frozen=True):
-    """Of the tokens of the prompt, those that were found in the cache; writing to it is free."""
+    """Prompt tokens found in the prefix cache; writing to the cache is free."""
 
     cache_write_tokens: int = 0
 
 
 class OutputDetails(Struct, frozen=True):
-    """Of the tokens of the answer, those of the reasoning."""
+    """Output tokens that are reasoning."""
 
     reasoning_tokens: int
 
@@ -215,20 +215,20 @@ class ResponseUsage(Struct, frozen=True):
 
 
 class ResponseFailure(Struct, frozen=True):
-    """Why there is no answer."""
+    """The error of a failed response."""
 
     code: str
     message: str
 
 
 class Incomplete(Struct, frozen=True):
-    """Why an answer is cut."""
+    """Why a response is incomplete."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
 class ResponseObject(Struct, kw_only=True):
-    """An answer, or what is known of it so far."""
+    """A response, or its state so far."""
 
     id: str
     created_at: int

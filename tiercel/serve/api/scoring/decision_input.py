@@ -1,7 +1,7 @@
-"""What a decision is made about, and its questions, as text for a model.
+"""The input of a decision and its questions as text for a model.
 
-Calls of tools and what they gave are written out: templates differ in what they take of them, and
-custom tools are in none. Neighbouring messages of one role become one, which every template takes.
+Tool calls and their results become text, because templates differ in their support and none has
+custom tools. Consecutive messages of one role become one, which every template accepts.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _TWO_LETTERS: Final = _CHOICE.replace("letter", "letters"), _SCORE.replace("lett
 
 
 def input_messages(given: str | Sequence[DecisionItem]) -> list[dict[str, object]]:
-    """The messages of an input, of roles system, developer, user and assistant by turns.
+    """The messages of an input, with the roles system, developer, user and assistant.
 
     Raises:
-        InvalidRequestError: naming the item; code `unsupported_content` for what is no text.
+        InvalidRequestError: naming the item; code `unsupported_content` if it is no text.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -70,7 +70,7 @@ def input_messages(given: str | Sequence[DecisionItem]) -> list[dict[str, object
 def _item_text(
     item: DecisionItem, param: str, calls: dict[str, tuple[str, str]]
 ) -> tuple[str, str]:
-    """Role and text of an item; `calls` follows which were made."""
+    """Role and text of an item; `calls` collects the calls so far."""
     if item.type == "message":
         if item.role is None:
             raise _wrong(f"{param}.role", "must be given")
@@ -83,7 +83,7 @@ def _item_text(
         if item.call_id is None or item.name is None or sent is None:
             raise _wrong(param, f"needs call_id, name and {field}")
         if item.call_id in calls:
-            raise _wrong(f"{param}.call_id", f"{escaped(repr(item.call_id), 80)} stands twice")
+            raise _wrong(f"{param}.call_id", f"{escaped(repr(item.call_id), 80)} occurs twice")
         calls[item.call_id] = (item.type, item.name)
         return "assistant", f"Called {item.name} with: {sent}"
     if item.type in _OUTPUTS:
@@ -136,7 +136,7 @@ def _part_text(part: DecisionPart, param: str, *, is_answer: bool) -> str:
 
 
 def _json_text(data: object, param: str) -> str:
-    """Compact JSON, members in the order in which they came."""
+    """Compact JSON, members in their original order."""
     level, values = [data], 0
     for depth in itertools.count(1):
         values += len(level)
@@ -161,7 +161,7 @@ def _children(value: object) -> Sequence[object]:
 
 
 def question_text(question: Question, param: str) -> str:
-    """What is asked behind the input.
+    """The text of a question, which follows the input.
 
     Raises:
         InvalidRequestError: naming the field.
@@ -184,7 +184,7 @@ def question_text(question: Question, param: str) -> str:
 
 
 def _options(question: Question) -> Iterator[tuple[str, str | None]]:
-    """Name and description of what a letter stands for."""
+    """Name and description of each option, in the order of the letters."""
     if isinstance(question, PredicateQuestion):
         return
     options: Sequence[Choice | Level]
@@ -200,12 +200,12 @@ def _check_unique(choices: Sequence[Choice], param: str) -> None:
         key = (type(choice.value), choice.value)
         if key in seen:
             shown = escaped(msgspec.json.encode(choice.value).decode(), 80)
-            raise _wrong(f"{param}[{place}].value", f"{shown} stands twice")
+            raise _wrong(f"{param}[{place}].value", f"{shown} occurs twice")
         seen.add(key)
 
 
 def answer_labels(question: Question) -> tuple[str, ...]:
-    """What the model may answer: Yes and No, a letter per option, or two from 27 options on."""
+    """The labels of a question: Yes and No, or a letter per option, two from 27 options on."""
     if isinstance(question, PredicateQuestion):
         return _YES_NO
     count = len(question.choices if isinstance(question, ChoiceQuestion) else question.levels)

@@ -1,4 +1,4 @@
-"""The Decisions API as types: what a request holds, and its answers.
+"""Types of the Decisions API: the request and its answers.
 
 Source: the reference of OpenAI's Decisions API (public beta).
 """
@@ -15,7 +15,7 @@ MAX_OPTIONS: Final = 255
 
 
 class DecisionPart(Struct, kw_only=True):
-    """A part of a text: `input_text`, `input_json`, `output_text` or `refusal`."""
+    """A content part: `input_text`, `input_json`, `output_text` or `refusal`."""
 
     type: str
     text: str | None = None
@@ -38,7 +38,7 @@ class DecisionItem(Struct, kw_only=True):
     arguments: str | None = None
     input: str | None = None
     output: Content | None = None
-    # What an item carries when it comes from an earlier answer.
+    # Fields of an item from an earlier response.
     id: object = UNSET
     status: object = UNSET
 
@@ -73,7 +73,7 @@ class Level(Struct, kw_only=True):
 
 
 class ScoreQuestion(Struct, tag_field="type", tag="score", kw_only=True):
-    """Which level does it reach? Levels stand lowest first."""
+    """Which level does it reach? Levels are listed lowest first."""
 
     instructions: Content
     levels: Annotated[list[Level], Meta(min_length=2, max_length=MAX_OPTIONS)]
@@ -84,7 +84,7 @@ Question = PredicateQuestion | ChoiceQuestion | ScoreQuestion
 
 
 class DecisionsRequest(Struct, kw_only=True):
-    """What is known, and questions about it."""
+    """An input, and questions about it."""
 
     model: str
     input: Annotated[str, Meta(max_length=MAX_INPUT_CHARS)] | list[DecisionItem]
@@ -105,7 +105,7 @@ class PredicateAnswer(Struct, frozen=True, tag_field="type", tag="predicate", kw
 
 
 class ChoiceProbability(Struct, frozen=True):
-    """Of one option."""
+    """Probability of one option."""
 
     value: str | bool
     probability: float
@@ -121,7 +121,7 @@ class ChoiceAnswer(Struct, frozen=True, tag_field="type", tag="choice", kw_only=
 
 
 class LevelProbability(Struct, frozen=True):
-    """Of one level; `value` counts from 0."""
+    """Probability of one level; `value` counts from 0."""
 
     value: int
     label: str
@@ -141,20 +141,20 @@ Answer = PredicateAnswer | ChoiceAnswer | ScoreAnswer
 
 
 class InputDetails(Struct, frozen=True):
-    """Of the input's tokens, those found in the prefix cache and those that went there."""
+    """Input tokens found in the prefix cache, and tokens written to it."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputDetails(Struct, frozen=True):
-    """Nothing is generated."""
+    """Output tokens; nothing is generated."""
 
     reasoning_tokens: int = 0
 
 
 class DecisionUsage(Struct, frozen=True, kw_only=True):
-    """Tokens of what the questions share, once, and of all questions."""
+    """Tokens of the shared input, once, and of all questions."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -166,8 +166,8 @@ class DecisionUsage(Struct, frozen=True, kw_only=True):
 class DecisionsAnswer(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The answers in the order of the questions.
 
-    `label_mass` comes with `debug`: of each question, the probability of all its answers among
-    everything that could follow. A small one means that the model did not want to answer that way.
+    `label_mass` comes with `debug`: per question, the total probability of its labels among all
+    tokens. A small value means that the model would rather have said something else.
     """
 
     model: str

@@ -1,12 +1,12 @@
-"""`/v1/decisions`: probabilities of answers to many questions about one input, as OpenAI has it.
+"""`/v1/decisions`: OpenAI's Decisions API: probabilities of answers to questions about one input.
 
-The input goes through the model's chat template, and every question is an item behind it, with the
-end of the message, the turn of the assistant and its closed thinking as part of the item. So all
-questions of a request are one list that shares the input, each with labels of its own.
+The chat template renders the input, and every question is an item after it. The item includes the
+end of the message, the start of the assistant's turn and its closed thinking. So all questions of a
+request are one list that shares the input, each with labels of its own.
 
-Probabilities are those of the labels among each other. There is no published formula for
+The probabilities are those of the labels relative to each other. There is no published formula for
 `confidence`; ours is (max p - 1/k) / (1 - 1/k) for a choice among k, and for a score with levels
-0 to k - 1 one minus its standard deviation over (k - 1) / 2, cut to 0 .. 1.
+0 to k - 1 one minus its standard deviation over (k - 1) / 2, clipped to 0 .. 1.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from tiercel.text.tokenizer import Tokenizer, check_text
 
 PATH: Final = "/v1/decisions"
 ALIAS: Final = "/decisions"
-_PLAIN_END: Final = "\nAnswer:"  # where there is no template
+_PLAIN_END: Final = "\nAnswer:"  # for models without a chat template
 
 DOCS: Final = (
     RouteDoc(
@@ -79,7 +79,7 @@ def routes(state: ServerState) -> list[BaseRoute]:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The questions of a request as a job of the engine."""
+    """The questions of a request as a scoring job."""
 
     run: ScoreRun
     prompt_tokens: int
@@ -90,7 +90,7 @@ class _Job:
         return self.run.requests
 
     def output(self) -> list[npt.NDArray[np.float64]]:
-        """Of each question, log-probabilities of its labels over the vocabulary."""
+        """For each question the log-probabilities of its labels over the vocabulary."""
         self.run.check_ended()
         return self.run.label_values()
 
@@ -143,7 +143,7 @@ async def _answer(
 def _check_texts(
     model: ServedModel, messages: Sequence[dict[str, object]], texts: Sequence[str]
 ) -> None:
-    """Refuse what cannot fit before anything is encoded, and text that is no Unicode."""
+    """Refuse texts that cannot fit, before they are encoded, and texts that are not Unicode."""
     named = [("input", "\n".join(str(message["content"]) for message in messages))]
     named += [(f"questions[{i}].instructions", text) for i, text in enumerate(texts)]
     for param, text in named:
@@ -161,7 +161,7 @@ def _too_long(model: ServedModel, what: str, param: str) -> ContextLengthError:
 
 
 def _open(messages: Sequence[dict[str, object]], *, has_developer: bool) -> list[dict[str, object]]:
-    """The messages with the user's at the end, to which questions can be added."""
+    """The messages, ending with a user's message to which questions can be added."""
     opened = [
         {**message, "role": "system"}
         if message["role"] == "developer" and not has_developer
@@ -203,7 +203,7 @@ def _make_job(
         if len(prefix) + len(item) + trie.depth > info.max_model_len:
             raise _too_long(
                 model,
-                f"questions[{number}] has {len(item)} tokens behind an input of {len(prefix)}",
+                f"questions[{number}] has {len(item)} tokens after an input of {len(prefix)}",
                 f"questions[{number}]" if len(prefix) < info.max_model_len else "input",
             )
     run = make_run(model.inputs, prefix, items, tries, longest_packed=info.longest_packed_item)
@@ -211,7 +211,7 @@ def _make_job(
 
 
 def make_answer(question: Question, logprobs: npt.NDArray[np.float64]) -> Answer:
-    """The answer to a question from log-probabilities of its labels, in their order."""
+    """The answer to a question, from the log-probabilities of its labels in their order."""
     weights = np.exp(logprobs - logprobs.max())
     shares: list[float] = (weights / weights.sum()).tolist()
     if isinstance(question, PredicateQuestion):

@@ -1,9 +1,9 @@
-"""Does a document meet a query? Asked of a language model, to be answered by yes or no.
+"""The relevance prompt of rerankers: does a document meet a query, yes or no?
 
-The question goes through the model's chat template; the score of a document is the share of yes.
-Instruction, query and document stand in the rendered text as marks; what the template wrote around
-them is cut there, so that their own text never becomes a control token, and all documents of a
-query share everything before theirs.
+The chat template renders the question with placeholders for instruction, query and document. The
+rendered text is split at the placeholders, so that client text never becomes a control token, and
+all documents of a query share the prompt before them. The score of a document is the probability of
+yes against no.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tiercel.serve.served_model import ServedModel
 from tiercel.serve.state import ServerState
 from tiercel.text.tokenizer import Tokenizer, check_text
 
-# As Qwen3-Reranker was trained; other models understand it too.
+# The prompt of Qwen3-Reranker's training; other models understand it too.
 SYSTEM: Final = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".'
@@ -36,7 +36,7 @@ YES_NO: Final = ("yes", "no")
 
 @dataclass(frozen=True, slots=True)
 class RelevancePrompt:
-    """What stands around a document, as token ids, and the two labels behind it."""
+    """The prompt around a document as token ids, and the two labels after it."""
 
     prefix: list[int]
     suffix: list[int]
@@ -46,20 +46,20 @@ class RelevancePrompt:
 async def make_relevance_job(
     state: ServerState,
     model: ServedModel,
-    form: RelevancePrompt,
+    prompt: RelevancePrompt,
     texts: Sequence[str],
     most: int | None,
     param: str,
 ) -> ScoreJob:
-    """Ask it of documents; one that does not fit the context is an error of its own.
+    """Make the scoring job of documents; one that does not fit the context has an error of its own.
 
     Args:
-        state: of this server.
-        model: that judges.
-        form: of the query.
-        texts: the documents.
-        most: tokens that a document may keep; None: all.
-        param: the field of the documents, for errors.
+        state: state of this server.
+        model: the served model.
+        prompt: prompt of the query.
+        texts: documents.
+        most: limit of a document in tokens, beyond which it is truncated; None: no limit.
+        param: field of the documents, for errors.
 
     Raises:
         InvalidRequestError, ArgumentError: see `make_job`.
@@ -69,10 +69,10 @@ async def make_relevance_job(
     else:
         documents = await state.run_in_thread(_encode, model.tokenizer, texts, most)
     params = ScoreParams(
-        labels=form.labels, suffix=form.suffix, normalize="labels", long_items="skip"
+        labels=prompt.labels, suffix=prompt.suffix, normalize="labels", long_items="skip"
     )
     try:
-        return await make_job(state, model, form.prefix, documents, params)
+        return await make_job(state, model, prompt.prefix, documents, params)
     except (ArgumentError, InvalidRequestError) as error:
         error.param = (error.param or "").replace("items", param) or None
         raise
@@ -83,12 +83,12 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], most: int | None) -> lis
 
 
 async def _render(state: ServerState, model: ServedModel, user: str) -> str:
-    """The question as the model's template writes it, with thinking closed."""
+    """The question, rendered by the chat template with thinking switched off."""
     kwargs = {"enable_thinking": False}
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
     try:
         return await render_messages(state, model, Conversation(messages, template_kwargs=kwargs))
-    except InvalidRequestError:  # some templates have no system turn
+    except InvalidRequestError:  # some templates have no system role
         messages = [{"role": "user", "content": f"{SYSTEM}\n{user}"}]
         return await render_messages(state, model, Conversation(messages, template_kwargs=kwargs))
 
@@ -96,14 +96,14 @@ async def _render(state: ServerState, model: ServedModel, user: str) -> str:
 async def make_relevance_prompt(
     state: ServerState, model: ServedModel, query: str, instruct: str | None, param: str = "query"
 ) -> RelevancePrompt:
-    """Write the question that is asked of every document.
+    """Make the prompt that surrounds every document.
 
     Args:
-        state: of this server.
-        model: that judges.
-        query: of a client.
-        instruct: what makes a document relevant; None: as in a web search.
-        param: the field of the query, for errors.
+        state: state of this server.
+        model: the served model.
+        query: query of the request.
+        instruct: instruction that defines relevance; None: that of a web search.
+        param: field of the query, for errors.
 
     Raises:
         InvalidRequestError: a text is too long, or the template does not keep it.
@@ -120,22 +120,24 @@ async def make_relevance_prompt(
                 hint="Shorten it.",
                 param=name,
             )
-    marks = tuple(f"{secrets.randbits(96):032d}" for _ in range(3))
-    user = f"<Instruct>: {marks[0]}\n<Query>: {marks[1]}\n<Document>: {marks[2]}"
+    placeholders = tuple(f"{secrets.randbits(96):032d}" for _ in range(3))
+    user = (
+        f"<Instruct>: {placeholders[0]}\n<Query>: {placeholders[1]}\n<Document>: {placeholders[2]}"
+    )
     if model.template is None:
         rendered, labels = f"{SYSTEM}\n{user}{PLAIN}", tuple(f" {label}" for label in YES_NO)
     else:
         rendered, labels = await _render(state, model, user), YES_NO
-    pieces = []
-    for mark in marks:
-        before, found, rendered = rendered.partition(mark)
+    segments = []
+    for placeholder in placeholders:
+        before, found, rendered = rendered.partition(placeholder)
         if not found:
             raise client_error(
                 400, "chat_template_error", "this model's chat template does not keep a message."
             )
-        pieces.append(before)
+        segments.append(before)
     tokenizer = model.tokenizer
-    ids = [tokenizer.encode(piece, parse_special=True) for piece in (*pieces, rendered)]
+    ids = [tokenizer.encode(segment, parse_special=True) for segment in (*segments, rendered)]
     own = [tokenizer.encode_inner(text) for text in (instruct, query)]
     prefix = tokenizer.with_bos([*ids[0], *own[0], *ids[1], *own[1], *ids[2]])
     return RelevancePrompt(prefix, ids[3], labels)

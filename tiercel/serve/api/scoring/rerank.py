@@ -1,4 +1,4 @@
-"""`/rerank`: documents in the order of their relevance to a query; see `relevance.py`."""
+"""`/rerank`: documents in the order of their relevance to a query; see `relevance_prompt.py`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Count = Annotated[int, Meta(ge=1, le=LIMITS.max_tokens)]
 
 
 class Document(Struct, kw_only=True):
-    """A document with its text; other fields are its owner's."""
+    """A document with its text; other fields are ignored."""
 
     text: str
 
@@ -52,13 +52,13 @@ class RerankRequest(Struct, kw_only=True):
 
 
 class DocumentText(Struct, frozen=True):
-    """A document as it came."""
+    """A document of the request."""
 
     text: str
 
 
 class RerankResult(Struct, frozen=True, omit_defaults=True):
-    """One document: its place in the request, and the probability of yes."""
+    """One document: its index in the request, and the probability of yes."""
 
     index: int
     relevance_score: float
@@ -73,13 +73,13 @@ class RerankError(Struct, frozen=True):
 
 
 class CachedTokens(Struct, frozen=True):
-    """Of the prompt's tokens, those found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class RerankUsage(Struct, frozen=True):
-    """Tokens of what the documents share, once, and of all of them."""
+    """Tokens of the shared prompt, once, and of all documents."""
 
     prompt_tokens: int
     total_tokens: int

@@ -1,7 +1,7 @@
-"""`/v1/score`: how likely labels are behind each of many items, as SGLang's route has it.
+"""`/v1/score`: probabilities of labels after each of many items, as in SGLang.
 
-Its other form takes pairs of texts, as cross-encoders do, and answers how relevant the second is to
-the first; see `relevance.py`.
+Its other form takes pairs of texts, as cross-encoders do, and returns how relevant the second text
+is to the first; see `relevance_prompt.py`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ScoreRequest(Struct, kw_only=True):
 
 
 class CachedTokens(Struct, frozen=True):
-    """Of the prompt's tokens, those found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
@@ -94,9 +94,10 @@ class ScoreError(Struct, frozen=True):
 
 
 class ScoreAnswer(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Probabilities, and log-probabilities where asked for: a row per item, a column per label.
+    """Probabilities, and log-probabilities if requested: a row per item, a column per label.
 
-    Of pairs: `data` in their order. `errors` where some have no score; an item's are null then.
+    For pairs: `data` in their order. `errors` lists items or pairs without a score; the values of
+    such an item are null.
     """
 
     model: str
@@ -111,7 +112,7 @@ class ScoreAnswer(Struct, frozen=True, omit_defaults=True, kw_only=True):
 DOCS: Final = (
     RouteDoc(
         PATH,
-        "Probabilities of labels behind each item.",
+        "Probabilities of labels after each item.",
         ScoreRequest,
         ScoreAnswer,
         "post",
@@ -174,7 +175,7 @@ def _refuse_pairs(body: ScoreRequest) -> None:
     for name in (name for pair in _PAIR_FIELDS for name in pair):
         if getattr(body, name) is not None:
             raise InvalidRequestError(
-                f"{name} stands beside query and items.",
+                f"{name} is given together with query and items.",
                 hint="Send one form or the other.",
                 param=name,
             )
@@ -182,7 +183,7 @@ def _refuse_pairs(body: ScoreRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """Texts that belong together, and the names of their fields."""
+    """Pairs of texts, and the names of their fields."""
 
     fields: tuple[str, str]
     first: list[str]
@@ -190,7 +191,7 @@ class _Pairs:
 
 
 def _read_pairs(body: ScoreRequest) -> _Pairs:
-    """The pairs of a request: one first text for all second ones, or as many of both.
+    """The pairs of a request: one first text for all second texts, or equally many of both.
 
     Raises:
         InvalidRequestError: naming the field.
@@ -221,7 +222,7 @@ def _read_pairs(body: ScoreRequest) -> _Pairs:
 
 @dataclass(frozen=True, slots=True)
 class _PairJob:
-    """Jobs of several queries, run as one."""
+    """Jobs of several queries that run as one."""
 
     jobs: list[ScoreJob]
 

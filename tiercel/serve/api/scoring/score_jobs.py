@@ -1,8 +1,8 @@
-"""The one way by which routes score: admit, submit, wait, count.
+"""The one path by which every route scores: check, submit, wait, count.
 
-A list of items is one request of the engine, which passes it in steps of its own; items that need
-prompts of their own go a few at a time. When the client leaves, whoever waits here is cancelled and
-the engine told.
+A list of items is one request of the engine. Items that need separate prompts are submitted a few
+at a time. When the client disconnects, the task that waits here is cancelled and the requests are
+aborted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tiercel.serve.state import ServerState
 
 Result = TypeVar("Result", covariant=True)
 MAX_LOOP_CHARS: Final = 4 << 10  # longer lists are tokenized in a thread
-MAX_CONCURRENT_REQUESTS: Final = 32  # of one list; others wait their turn between them
+MAX_CONCURRENT_REQUESTS: Final = 32  # of one list; other requests get their turn between them
 
 
 async def make_job(
@@ -64,26 +64,26 @@ async def make_job(
 
 
 class Job(Protocol[Result]):
-    """What `run_job` runs."""
+    """A job of `run_job`."""
 
     @property
     def requests(self) -> Sequence[Request]:
-        """Of the engine."""
+        """Requests to the engine."""
 
     @property
     def prompt_tokens(self) -> int:
-        """What is shared, once, and all items."""
+        """Tokens of the shared prompt, once, and of all items."""
 
     @property
     def num_items(self) -> int:
-        """Items, or questions."""
+        """Number of items or questions."""
 
     def output(self) -> Result:
         """The result; all requests have ended."""
 
 
 def check_capacity(model: ServedModel, requests: Sequence[Request], param: str) -> None:
-    """Refuse what could never run.
+    """Refuse prompts that could never run.
 
     Raises:
         InvalidRequestError: a prompt does not fit the cache.
@@ -97,8 +97,8 @@ def check_capacity(model: ServedModel, requests: Sequence[Request], param: str) 
         )
 
 
-async def run_job(state: ServerState, job: Job[Result], line: RequestLog) -> Result:
-    """Run a job to its end; being cancelled gives back everything.
+async def run_job(state: ServerState, job: Job[Result], log: RequestLog) -> Result:
+    """Run a job to its end; a cancelled job aborts its requests.
 
     Raises:
         QueueFullError, EngineDeadError, TiercelError: none was taken, or they ended early.
@@ -111,7 +111,7 @@ async def run_job(state: ServerState, job: Job[Result], line: RequestLog) -> Res
             window = job.requests[first : first + MAX_CONCURRENT_REQUESTS]
             state.client.check_room(len(window))
             for request in window:
-                request.request_id = line.request_id
+                request.request_id = log.request_id
             own = [state.client.submit(request) for request in window]
             streams += own
             with _time_limits(state, own, started_s):
@@ -122,7 +122,7 @@ async def run_job(state: ServerState, job: Job[Result], line: RequestLog) -> Res
     finally:
         for request in job.requests:
             state.client.abort(request)
-        _report(state, job, line, streams, started_s, has_ended=has_ended)
+        _report(state, job, log, streams, started_s, has_ended=has_ended)
     return output
 
 
@@ -136,12 +136,12 @@ async def _read(stream: TokenStream) -> None:
 def _time_limits(
     state: ServerState, streams: Sequence[TokenStream], started_s: float
 ) -> Iterator[None]:
-    """End streams that wait, or run, for longer than they may."""
+    """End streams that wait or run for longer than the limits."""
     limits, loop = state.settings.limits, asyncio.get_running_loop()
 
     def end_waiting() -> None:
         if all(stream.entered_s is None for stream in streams):
-            text = f"No place became free in {limits.max_queue_seconds:g} seconds."
+            text = f"The request waited longer than {limits.max_queue_seconds:g} seconds."
             for stream in streams:
                 stream.push(overload_error("queue_timeout", text, 30))
 
@@ -164,7 +164,7 @@ def _time_limits(
 def _report(
     state: ServerState,
     job: Job[Any],
-    line: RequestLog,
+    log: RequestLog,
     streams: Sequence[TokenStream],
     started_s: float,
     *,
@@ -193,10 +193,10 @@ def _report(
             if request.score is not None and request.score.items
         )
         state.metrics.count_score_items(job.num_items, sum(tiles))
-    line.prompt_tokens, line.completion_tokens = job.prompt_tokens, 0
-    line.cached_tokens = _num_cached(job.requests)
-    line.queue_ms = None if queue_s is None else 1000 * queue_s
-    line.finish_reason = reason
+    log.prompt_tokens, log.completion_tokens = job.prompt_tokens, 0
+    log.cached_tokens = _num_cached(job.requests)
+    log.queue_ms = None if queue_s is None else 1000 * queue_s
+    log.finish_reason = reason
 
 
 def _num_cached(requests: Sequence[Request]) -> int:

@@ -1,7 +1,7 @@
-"""Tools for templates that know none: everything goes into messages of plain text.
+"""The tool prompt: tools as plain text in messages, for chat templates without tools.
 
-The text is that of Hermes' format, which many models have seen: the tools stand in the system
-message, calls in the assistant's, results in the user's.
+The text has Hermes' format, which many models have seen in training: tools are in the system
+message, calls in the assistant's messages, results in the user's.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def write_tools(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[
     """Messages in which tools, calls and results are text.
 
     Args:
-        messages: as templates expect them: arguments of calls are objects.
-        tools: that may be called; empty if only earlier calls are to be written.
+        messages: messages for a chat template: arguments of calls are objects.
+        tools: tools that may be called; empty if only earlier calls are written.
 
     Returns:
-        New messages with the roles system, user and assistant; their number may be smaller.
+        New messages with the roles system, user and assistant; there may be fewer.
     """
     written: list[dict[str, object]] = []
     is_result = False
     for message in messages:
         if message["role"] == "tool":
             result = f"<tool_response>\n{_text(message)}\n</tool_response>"
-            if is_result:  # templates of this format put results side by side into one message
+            if is_result:  # templates of this format put consecutive results into one message
                 written[-1]["content"] = f"{written[-1]['content']}\n{result}"
             else:
                 written.append({"role": "user", "content": result})

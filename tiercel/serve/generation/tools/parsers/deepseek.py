@@ -46,7 +46,7 @@ class DeepSeekFormat:
     """One block of calls.
 
     Args:
-        is_fenced: as V3 and R1 write it; else as V3.1 does. Both are read.
+        is_fenced: whether calls are written as by V3 and R1; else as by V3.1. Both are read.
     """
 
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
@@ -57,7 +57,7 @@ class DeepSeekFormat:
 
     @property
     def name(self) -> str:
-        """As `--tool-parser` calls it."""
+        """The name in `--tool-parser`."""
         return "deepseek_v3" if self._is_fenced else "deepseek_v31"
 
     def triggers(self, tools: Sequence[ToolSpec], *, is_constrained: bool) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ class DeepSeekFormat:
         return (CALLS_BEGIN,)
 
     def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> CallEvents:
-        """All calls of the answer."""
+        """All calls of the completion."""
         del tools
         yield from reader.literal(CALLS_BEGIN)
         while True:

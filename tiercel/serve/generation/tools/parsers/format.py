@@ -1,4 +1,4 @@
-"""What a format of tool calls is: how calls are read, and the grammar that writes them."""
+"""The interface of a tool-call format: it reads calls and writes their grammar."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tiercel.grammar.spec import CallForm
 from tiercel.params import Limits
 from tiercel.serve.generation.tools.parsers.reader import CallEvents, Reader
 
-# Keywords by which a schema may name properties elsewhere than in `properties`.
+# Keywords by which a schema may name properties outside of `properties`.
 _OPEN: Final = frozenset(
     {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 )
-MAX_TOOLS_SIZE: Final = 4  # of all tools together, in times of one schema's values
+MAX_TOOLS_SIZE: Final = 4  # values of all tools together, as a multiple of one schema's limit
 
 
 class ToolSpec(Protocol):
     """A function that the model may call.
 
     Attributes:
-        parameters: JSON schema of its arguments; None: it has none.
-        strict: every keyword of the schema must be enforced, or the request is refused; else
-            keywords that cannot be enforced are passed over.
+        parameters: JSON schema of its arguments; None: it has no arguments.
+        strict: whether a keyword of the schema that cannot be enforced refuses the request; else
+            such a keyword is ignored.
     """
 
     name: str
@@ -35,12 +35,12 @@ class ToolSpec(Protocol):
 
 
 class ToolFormat(Protocol):
-    """A format.
+    """A tool-call format.
 
     Attributes:
-        name: as `--tool-parser` calls it.
-        markers: what stands around calls; control tokens in some vocabularies.
-        is_anchored: calls stand at the start of the answer only.
+        name: name in `--tool-parser`.
+        markers: texts around calls; control tokens in some vocabularies.
+        is_anchored: whether calls come only at the start of a completion.
     """
 
     @property
@@ -53,7 +53,7 @@ class ToolFormat(Protocol):
     def is_anchored(self) -> bool: ...
 
     def triggers(self, tools: Sequence[ToolSpec], *, is_constrained: bool) -> tuple[str, ...]:
-        """What a block of calls begins with."""
+        """Texts that begin a block of calls."""
         ...
 
     def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> CallEvents:
@@ -66,7 +66,7 @@ class ToolFormat(Protocol):
 
 
 def arguments_schema(tool: ToolSpec) -> Mapping[str, Any]:
-    """The schema of a tool's arguments; properties that it does not name are not written."""
+    """The schema of a tool's arguments; it excludes properties that it does not name."""
     given = tool.parameters or {}
     schema: dict[str, Any] = {"type": "object", "properties": {}, **given}
     if not _OPEN & given.keys():
@@ -75,19 +75,19 @@ def arguments_schema(tool: ToolSpec) -> Mapping[str, Any]:
 
 
 def check_parameters(tools: Sequence[ToolSpec], max_tokens: int, limits: Limits) -> None:
-    """Refuse schemas of arguments that are too big, or describe no object.
+    """Refuse schemas of arguments that are too large, or do not describe an object.
 
     Args:
-        tools: of a request.
+        tools: tools of a request.
         max_tokens: tokens of the context.
-        limits: of this server.
+        limits: limits of this server.
 
     Raises:
         InvalidRequestError: code `invalid_schema` or `schema_too_complex`; `param` names the tool.
     """
     num_values = 0
-    for place, tool in enumerate(tools):
-        where = f"tools[{place}].function.parameters"
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}].function.parameters"
         try:
             num_values += check_schema(tool.parameters or {}, max_tokens, limits)
             kind = (tool.parameters or {}).get("type", "object")

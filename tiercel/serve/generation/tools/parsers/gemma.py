@@ -3,8 +3,8 @@
     <start_function_call>call:look_up{word:<escape>tin<escape>,limit:3}<end_function_call>
     <|tool_call>call:look_up{word:<|"|>tin<|"|>,limit:3}<tool_call|>
 
-Names have no quotes, strings stand between markers without escapes, the rest is as in JSON. The
-first is FunctionGemma's, the second Gemma 4's; earlier Gemmas have no notation of their own.
+Names have no quotes, strings are between markers without escapes, and other values are as in JSON.
+The first notation is FunctionGemma's, the second Gemma 4's; earlier Gemma models have none.
 
 Sources: "FunctionGemma formatting and best practices" and "Function calling with Gemma 4",
 ai.google.dev/gemma/docs.
@@ -41,9 +41,9 @@ class GemmaFormat:
     """Blocks of one call.
 
     Args:
-        name: as `--tool-parser` calls it.
-        opening: marker in front of a call.
-        closing: marker behind it.
+        name: name in `--tool-parser`.
+        opening: marker before a call.
+        closing: marker after a call.
         quote: marker on both sides of a string.
     """
 
@@ -62,7 +62,7 @@ class GemmaFormat:
         return (self._opening,)
 
     def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> CallEvents:
-        """One call; the end of the answer may stand for the closing marker."""
+        """One call; the end of the text may replace the closing marker."""
         del tools
         yield from reader.literal(self._opening)
         yield from reader.space()
@@ -74,7 +74,7 @@ class GemmaFormat:
         yield CallEnd()
 
     def _read_object(self, reader: Reader, depth: int) -> Reading[None]:
-        """The pairs behind an opening brace, and the closing one."""
+        """The pairs after an opening brace, and the closing brace."""
         before = "{"
         yield from reader.space()
         while not (yield from reader.optional("}")):
@@ -143,11 +143,11 @@ class GemmaFormat:
 
 
 def _read_word(reader: Reader) -> Reading[None]:
-    """A value without quotes: a number, a word of JSON or Python, else a string as it stands."""
+    """A value without quotes: a number, a word of JSON or Python, else a raw string."""
     word = ""
     while True:
         rest = reader.rest
-        ends = [place for place in map(rest.find, ",}]\n") if place >= 0]
+        ends = [end for end in map(rest.find, ",}]\n") if end >= 0]
         word += reader.take(min(ends) if ends else len(rest))
         if ends:
             break

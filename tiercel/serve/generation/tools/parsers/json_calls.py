@@ -4,7 +4,7 @@
     {"name": "look_up", "arguments": {"word": "tin"}}
     </tool_call>
 
-    {"name": "look_up", "parameters": {"word": "tin"}}        Llama 3, maybe behind <|python_tag|>
+    {"name": "look_up", "parameters": {"word": "tin"}}        Llama 3, maybe after <|python_tag|>
 
 Sources: the chat templates of Hermes 2 Pro, Qwen 2.5, Qwen 3 and Llama 3.1.
 """
@@ -32,21 +32,21 @@ from tiercel.serve.generation.tools.parsers.reader import (
     stream_object,
 )
 
-# The order in which models write it; what follows is the object of the arguments.
+# The order in which models write the members; the object of the arguments follows.
 _HEAD: Final = re.compile(
     r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _MAX_HEAD_CHARS: Final = 1024
-# An object whose first key is another one is an answer in JSON.
+# An object with another first key is content in JSON, not a call.
 _FIRST_KEY: Final = re.compile(r'\{\s*"([^"\\]*)"')
 _KEYS: Final = frozenset({"name", "arguments", "parameters", "id", "type"})
 
 
 def read_call(reader: Reader) -> Reading[None]:
-    """Read the object of one call; in the usual order, its arguments as they come.
+    """Read the object of one call; with the usual order of members, its arguments as they arrive.
 
     Raises:
-        BrokenCallError: it is no call.
+        BrokenCallError: the object is not a call.
     """
     yield from reader.more(1)
     balance, seen = Balance(), 0
@@ -75,10 +75,10 @@ def read_call(reader: Reader) -> Reading[None]:
 
 
 def _skip_members(reader: Reader) -> Reading[None]:
-    """Read what follows the arguments, an id for instance, and the brace that closes the call.
+    """Read the members after the arguments, an id for instance, and the closing brace of the call.
 
     Raises:
-        BrokenCallError: it is no JSON, or does not end.
+        BrokenCallError: the text is not JSON, or does not end.
     """
     balance, text = Balance(), '{"arguments": {},'
     balance.feed(text)
@@ -130,7 +130,7 @@ class HermesFormat:
         return (self.opening,)
 
     def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> CallEvents:
-        """One call; the end of the answer may stand for the closing marker."""
+        """One call; the end of the text may replace the closing marker."""
         del tools
         yield from reader.literal(self.opening)
         yield from reader.space()
@@ -148,7 +148,7 @@ class HermesFormat:
 
 
 class Llama3Format:
-    """The answer is the object of a call, or several with ``;`` between them."""
+    """The completion is the object of a call, or several with ``;`` between them."""
 
     name = "llama3_json"
     tag = "<|python_tag|>"
@@ -161,7 +161,7 @@ class Llama3Format:
         return (self.tag, '{"name": "' if is_constrained else "{")
 
     def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> CallEvents:
-        """All calls of the answer."""
+        """All calls of the completion."""
         del tools
         yield from reader.optional(self.tag)
         while True:

@@ -1,7 +1,7 @@
-"""Grammars of values in notations that look like JSON but are none: Python literals, Gemma's.
+"""Grammars of values in notations that resemble JSON: Python literals and Gemma's.
 
-Enforced: the type, `enum` and `const`, which properties there are and which must be, the items of
-lists, and references within the schema. Bounds and patterns are not.
+Enforced are the type, `enum` and `const`, the properties and `required`, the items of lists, and
+references within the schema. Limits and patterns are not enforced.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _NUMBER: Final = r"/-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """How values are written; pieces are Lark elements.
+    """How values are written, as Lark elements.
 
     Attributes:
         text: any string, quotes included.
         quoted: a given string, quotes included.
-        words: for true, false and null.
-        key: the name of a property, up to the value.
-        any_key: any such name.
-        comma: what stands between items.
+        words: words for true, false and null.
+        key: name of a property, up to the value.
+        any_key: any name of a property, up to the value.
+        comma: separator between items.
     """
 
     text: str
@@ -44,9 +44,9 @@ class LiteralGrammar:
     """Writes the rules of values of one schema.
 
     Args:
-        lark: takes the rules.
-        notation: how values are written.
-        root: the document that references point into.
+        lark: writer of the rules.
+        notation: notation of values.
+        root: document that references point into.
     """
 
     def __init__(self, lark: LarkWriter, notation: Notation, root: Mapping[str, Any]) -> None:
@@ -115,9 +115,9 @@ class LiteralGrammar:
         return self._lark.rule("object", f'"{{" {inner} "}}"')
 
     def pairs(self, pairs: Iterable[tuple[str, bool]]) -> str:
-        """Elements for these in order, with commas between; those not required may be absent."""
+        """Elements for these pairs in order, with commas between; optional pairs may be absent."""
         lark, comma = self._lark, self._notation.comma
-        later = first = ""  # what follows if something stands before it, or nothing
+        later = first = ""  # what follows after another pair, or as the first
         for elements, is_required in reversed(list(pairs)):
             pair = lark.rule("pair", elements)
             if is_required:

@@ -1,8 +1,8 @@
-"""Finds tool calls in the text of an answer and tells them from content.
+"""The tool-call parser: finds tool calls in the text of a completion, between content.
 
-Where a grammar holds the model to the format, a call is told as it is written. Without one, a call
-is told when it is complete and sound; what only looked like a call is content, markup and all.
-Whitespace next to a call belongs to the markup.
+If a grammar enforces the format, a call is reported as it is generated. Without a grammar, a call
+is reported when it is complete and valid; text that only resembles a call is content, with its
+markup. Whitespace next to a call belongs to the markup.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tiercel.serve.generation.tools.parsers.reader import (
 
 @dataclass(frozen=True, slots=True)
 class ParserSettings:
-    """How to look for calls.
+    """How to find calls.
 
     Attributes:
-        triggers: what a block of calls begins with.
-        read_block: reads a block, its trigger first.
-        is_anchored: a block stands at the start of the answer or right behind another block, and
-            nowhere else.
-        is_constrained: a grammar holds the model to the format.
+        triggers: texts that begin a block of calls.
+        read_block: function that reads a block, from its trigger on.
+        is_anchored: whether a block comes only at the start of the completion or directly after
+            another block.
+        is_constrained: whether a grammar enforces the format.
     """
 
     triggers: tuple[str, ...]
@@ -54,31 +54,31 @@ def new_call_id() -> str:
 
 
 class CallParser:
-    """Parses one answer; see `events.Parser`."""
+    """Parser of one completion; see `output_events.Parser`."""
 
     def __init__(self, settings: ParserSettings) -> None:
         self._settings = settings
         self._reader = Reader()
         self._block: CallEvents | None = None
-        self._mark = 0  # where the call begins that is being read
-        self._space = ""  # whitespace that may turn out to stand before a call
-        self._space_before = ""  # that of the block that is being read
+        self._mark = 0  # start of the call that is being read
+        self._space = ""  # whitespace that may turn out to precede a call
+        self._space_before = ""  # whitespace before the block that is being read
         self._is_after_call = False
         self._at_start = True  # nothing but whitespace since the start or the last block
         self._num_calls = 0
-        self._is_open = False  # a call was told and has not ended
-        self._is_cut = False  # a call of a constrained answer broke off: nothing more is told
-        self._pending: list[CallEvent] = []  # of a call that is not told yet
+        self._is_open = False  # a call was reported and has not ended
+        self._is_cut = False  # a constrained call was cut: nothing more is reported
+        self._pending: list[CallEvent] = []  # of a call that is not reported yet
 
     def push(self, text: str) -> list[Event]:
-        """Add text; return what is certain now."""
+        """Add text; return the events that are certain now."""
         reader = self._reader
         may_go_back = self._block is not None and not self._is_open
         reader.push(text, self._mark if may_go_back else reader.position)
         return self._run()
 
     def finish(self) -> list[Event]:
-        """End the text: what was held back."""
+        """End the text; return what was held back."""
         self._reader.is_final = True
         events = self._run()
         if self._space and not self._is_after_call:
@@ -104,7 +104,7 @@ class CallParser:
                 self._give_up(events)
 
     def _find_block(self, events: list[Event]) -> bool:
-        """Read content up to a block, and start to read that."""
+        """Read content up to a block, and start to read the block."""
         reader, triggers = self._reader, self._settings.triggers
         if self._is_cut:
             reader.take(len(reader.rest))
@@ -132,7 +132,7 @@ class CallParser:
     def _held(self, num_chars: int) -> int:
         """How many of the last characters, the start of a trigger, are not content, or not yet.
 
-        At the end the limit of tokens has cut the trigger; one character may also be content.
+        At the end, the token limit has cut the trigger; a single character may also be content.
         """
         is_markup = self._settings.is_constrained and num_chars > 1
         return num_chars if is_markup or not self._reader.is_final else 0
@@ -165,10 +165,10 @@ class CallParser:
             self._flush(events)
 
     def _check(self) -> None:
-        """Whether a complete call is sound.
+        """Check a complete call.
 
         Raises:
-            BrokenCallError: its arguments are no JSON object.
+            BrokenCallError: its arguments are not a JSON object.
         """
         text = "".join(piece.text for piece in self._pending if isinstance(piece, CallText))
         if not isinstance(parse_json(text), dict):
@@ -188,13 +188,13 @@ class CallParser:
         self._is_after_call = self._at_start = True
 
     def _give_up(self, events: list[Event]) -> None:
-        """The block is none, or breaks off."""
+        """The text is not a block, or the block is cut."""
         reader = self._reader
         self._block = None
         self._pending.clear()
         self._at_start = False
         if self._settings.is_constrained and (self._is_open or reader.is_final):
-            # Cut by the limit of tokens: what was told stays, and the rest is markup.
+            # Cut by the token limit: the reported part stays, and the remaining text is markup.
             self._num_calls += self._is_open
             self._is_open = False
             self._is_cut = self._is_after_call = True

@@ -2,8 +2,8 @@
 
     [look_up(word='tin', limit=3), now()]
 
-Llama 4 may write it between <|python_start|> and <|python_end|>. The text is never run: each
-argument is read as a literal.
+Llama 4 may write it between <|python_start|> and <|python_end|>. The text is never executed:
+each argument is read as a literal.
 
 Sources: the prompt format pages of Llama 3.2 and Llama 4.
 """
@@ -47,12 +47,12 @@ class PythonicFormat:
     is_anchored = True
 
     def triggers(self, tools: Sequence[ToolSpec], *, is_constrained: bool) -> tuple[str, ...]:
-        """The bracket with the name of a tool behind it."""
+        """The bracket followed by the name of a tool."""
         del is_constrained
         return (_OPEN, *(f"[{tool.name}(" for tool in tools))
 
     def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> CallEvents:
-        """All calls of the answer."""
+        """All calls of the completion."""
         del tools
         yield from reader.optional(_OPEN)
         yield from reader.space()
@@ -87,7 +87,7 @@ class PythonicFormat:
                 for name, (value, is_required) in properties_of(schema).items()
             ]
             arguments = lark.rule("arguments", f'{values.pairs(pairs)} ")"')
-            # With the bracket one lexeme: where it is complete, no other text is possible.
+            # Bracket and name are one lexeme: after it no other text is possible.
             first.append(f"{literal(f'[{tool.name}(')} {arguments}")
             later.append(f"{literal(f', {tool.name}(')} {arguments}")
         calls = either(first) + (f" {either(later)}*" if is_parallel else "")
@@ -103,7 +103,7 @@ def _quoted(text: str) -> str:
 
 
 def _read_arguments(reader: Reader) -> Reading[None]:
-    """Keyword arguments up to the closing parenthesis, each told when it is complete."""
+    """Keyword arguments up to the closing parenthesis, each reported when it is complete."""
     before = "{"
     while True:
         yield from reader.space()
@@ -119,7 +119,7 @@ def _read_arguments(reader: Reader) -> Reading[None]:
 
 
 def _until_end_of_value(reader: Reader) -> Reading[tuple[str, str]]:
-    """The text of a value, and the comma or parenthesis behind it."""
+    """The text of a value, and the comma or parenthesis after it."""
     text = ""
     depth = 0
     while True:
@@ -135,7 +135,7 @@ def _until_end_of_value(reader: Reader) -> Reading[tuple[str, str]]:
 
 
 def _until_quote(reader: Reader, quote: str) -> Reading[str]:
-    """The rest of a string, its last quote with it."""
+    """The remainder of a string, with its closing quote."""
     text = ""
     while True:
         char = yield from _next_char(reader)

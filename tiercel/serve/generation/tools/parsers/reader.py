@@ -1,8 +1,9 @@
-"""Text that arrives in pieces, and what a format finds in it.
+"""A reader of text that arrives in parts, and the events that a format finds in it.
 
-A format reads a block of calls as a generator. It yields what it found, and None where it must wait
-for more text; so it is written from the first character to the last, as if the text were there. It
-reads the same however the text was cut: nothing is decided from what happens to have arrived.
+A format reads a block of calls as a generator. It yields the events that it finds, and None where
+it must wait for more text; so it is written from the first character to the last, as if the whole
+text were there. The result does not depend on how the text was cut: no decision is made from the
+amount of text that happens to have arrived.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NAME: Final = re.compile(r"[^\s\x00-\x1f\"'<>(){}\[\]]+")
 
 
 class BrokenCallError(Exception):
-    """The text is no call in this format."""
+    """The text is not a call in this format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """A piece of the JSON text of its arguments."""
+    """New JSON text of its arguments."""
 
     text: str
 
@@ -49,11 +50,11 @@ Reading = Generator[CallEvent | None, None, T]
 
 
 class Reader:
-    """The text of one answer.
+    """The text of one completion.
 
     Attributes:
-        position: characters that were read.
-        is_final: no more text comes.
+        position: number of characters that were read.
+        is_final: whether no more text follows.
     """
 
     def __init__(self) -> None:
@@ -63,17 +64,17 @@ class Reader:
         self.is_final = False
 
     def push(self, text: str, keep_from: int) -> None:
-        """Add text; what lies before the position `keep_from` is not read again."""
+        """Add text; drop the text before the position `keep_from`."""
         self._text = self._text[keep_from - self._start :] + text
         self._start = keep_from
 
     @property
     def rest(self) -> str:
-        """What has arrived and was not read."""
+        """The text that has arrived and was not read."""
         return self._text[self.position - self._start :]
 
     def take(self, count: int) -> str:
-        """Read so many characters, which must be there."""
+        """Read `count` characters, which must be there."""
         begin = self.position - self._start
         self.position += count
         return self._text[begin : begin + count]
@@ -82,14 +83,14 @@ class Reader:
         """Wait for more text.
 
         Raises:
-            BrokenCallError: none comes.
+            BrokenCallError: the text has ended.
         """
         if self.is_final:
             raise BrokenCallError("the text ended")
         yield None
 
     def more(self, count: int) -> Reading[bool]:
-        """Wait until so many characters are there; False if they never are."""
+        """Wait until `count` characters are there; False if the text ends before."""
         while len(self.rest) < count:
             if self.is_final:
                 return False
@@ -97,7 +98,7 @@ class Reader:
         return True
 
     def optional(self, *options: str) -> Reading[str]:
-        """Read the first of these that comes next, or nothing."""
+        """Read the first of the options that comes next, or nothing."""
         waiting = [option for option in options if option]
         while True:
             rest = self.rest
@@ -109,16 +110,16 @@ class Reader:
             yield None
 
     def closing(self, marker: str) -> Reading[None]:
-        """Read a closing marker, if it comes; at the end of the text also the first part of it."""
+        """Read a closing marker, if it follows; at the end of the text also a prefix of it."""
         found = yield from self.optional(marker)
         if not found and self.is_final and marker.startswith(self.rest):
             self.take(len(self.rest))
 
     def literal(self, *options: str) -> Reading[str]:
-        """Read one of these.
+        """Read one of the options.
 
         Raises:
-            BrokenCallError: something else comes.
+            BrokenCallError: something else follows.
         """
         found = yield from self.optional(*options)
         if not found:
@@ -139,7 +140,7 @@ class Reader:
         """Read up to a marker, which is read too but not returned.
 
         Raises:
-            BrokenCallError: it does not come.
+            BrokenCallError: the text ends before the marker.
         """
         while end not in self.rest:
             yield from self.wait()
@@ -151,7 +152,7 @@ class Reader:
         """Read the name of a function or an argument, up to a marker, which is read too.
 
         Raises:
-            BrokenCallError: something else stands there.
+            BrokenCallError: there is no valid name.
         """
         while end not in self.rest[: _MAX_NAME_CHARS + len(end)]:
             if len(self.rest) >= _MAX_NAME_CHARS + len(end):
@@ -163,10 +164,10 @@ class Reader:
         return name
 
     def stream_until(self, end: str) -> Iterator[str | None]:
-        """Read up to a marker, which is read too; yields the text as it becomes certain.
+        """Read up to a marker, which is read too; yield the text as it becomes certain.
 
         Raises:
-            BrokenCallError: it does not come.
+            BrokenCallError: the text ends before the marker.
         """
         while end not in self.rest:
             certain = len(self.rest) - len(open_end(self.rest, (end,)))
@@ -182,7 +183,7 @@ class Reader:
 
 
 def open_end(text: str, markers: tuple[str, ...]) -> str:
-    """The longest end of a text that one of the markers could begin with, if more came."""
+    """The longest suffix of a text that is a proper prefix of one of the markers."""
     longest = ""
     for marker in markers:
         for length in range(min(len(marker) - 1, len(text)), len(longest), -1):
@@ -193,7 +194,7 @@ def open_end(text: str, markers: tuple[str, ...]) -> str:
 
 
 class Balance:
-    """Finds where a JSON object ends, piece by piece; it does not check what lies inside."""
+    """Finds the end of a JSON object as its text arrives; it does not check the content."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -228,7 +229,7 @@ def stream_object(reader: Reader) -> Reading[None]:
     """Read a JSON object and yield its text as it comes.
 
     Raises:
-        BrokenCallError: none begins here, or it does not end.
+        BrokenCallError: no object begins here, or it does not end.
     """
     yield from reader.more(1)
     if not reader.rest.startswith("{"):
@@ -245,15 +246,15 @@ def stream_object(reader: Reader) -> Reading[None]:
 
 
 def escape_json(text: str) -> str:
-    """Text as it stands between the quotes of a JSON string; pieces may be escaped apart."""
+    """Text escaped for the inside of a JSON string; parts of a text may be escaped separately."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def parse_json(text: str) -> object:
-    """A JSON value.
+    """Decode a JSON value.
 
     Raises:
-        BrokenCallError: it is none.
+        BrokenCallError: the text is not JSON.
     """
     try:
         value: object = json.loads(text, parse_constant=_refuse)

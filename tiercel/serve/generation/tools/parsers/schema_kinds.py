@@ -1,4 +1,4 @@
-"""What a property's schema says of how its value is written where strings have no quotes."""
+"""How a property's value is written in formats whose strings have no quotes, by its schema."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class ValueKind:
     """How a value is written.
 
     Attributes:
-        is_text: it is always a string.
-        choices: the strings that are allowed, if they are listed.
-        document: a schema that only values other than strings satisfy, if that is sure.
+        is_text: whether it is always a string.
+        choices: allowed strings, if the schema lists them.
+        document: schema that only values other than strings satisfy, if that is certain.
     """
 
     is_text: bool = False
@@ -35,8 +35,8 @@ def value_kind(value: object, root: Mapping[str, Any]) -> ValueKind:
     """How values of a schema are written.
 
     Args:
-        value: the schema of a property.
-        root: the document that its references point into.
+        value: schema of a property.
+        root: document that its references point into.
     """
     target = resolve(value, root)
     if not isinstance(target, dict):
@@ -56,7 +56,7 @@ def value_kind(value: object, root: Mapping[str, Any]) -> ValueKind:
 
 
 def resolve(value: object, root: Mapping[str, Any]) -> object:
-    """The schema behind references; None if they lead nowhere."""
+    """The schema that references point to; None if there is none."""
     for _ in range(_MAX_STEPS):
         if not isinstance(value, dict) or not isinstance(value.get("$ref"), str):
             return value
@@ -69,10 +69,10 @@ def resolve(value: object, root: Mapping[str, Any]) -> object:
 
 
 def _document(schema: Mapping[str, Any], root: Mapping[str, Any]) -> ValueKind:
-    """A part of a schema as a document of its own; its references lead into its definitions."""
+    """A part of a schema as a separate document, with the definitions that it refers to."""
     text = json.dumps(schema)
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     text += json.dumps(definitions) if '"$ref"' in text else ""
     if '"$ref": "#"' in text or '"$ref": "#/properties' in text:
-        return ValueKind()  # it refers to what is no part of it
+        return ValueKind()  # it refers to schemas outside of the document
     return ValueKind(document={**schema, **definitions})

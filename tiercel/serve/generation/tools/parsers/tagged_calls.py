@@ -14,8 +14,8 @@
     </｜DSML｜invoke>
     </｜DSML｜tool_calls>
 
-A string stands as it is, without quotes or escapes; any other value is JSON. Which of the two it is
-follows from the tool's schema, or from the attribute `string`.
+A string is written raw, without quotes or escapes; any other value is JSON. The tool's schema or
+the attribute `string` determines which of the two a value is.
 
 Sources: the chat template of Qwen3-Coder; the encoding notes of DeepSeek-V3.2 and -V4.
 """
@@ -47,7 +47,7 @@ _NAME: Final = "/[A-Za-z0-9_.-]{1,64}/"
 
 
 def read_text_value(reader: Reader, end: str, line_end: str) -> Reading[None]:
-    """Read a string up to its closing tag; `line_end` in front of that is not part of it."""
+    """Read a string up to its closing tag; a `line_end` before the tag is not part of it."""
     yield CallText('"')
     held = ""
     for piece in reader.stream_until(end):
@@ -61,7 +61,7 @@ def read_text_value(reader: Reader, end: str, line_end: str) -> Reading[None]:
 
 
 def read_other_value(reader: Reader, end: str, line_end: str) -> Reading[None]:
-    """Read JSON up to a closing tag; what is none is a string."""
+    """Read JSON up to a closing tag; other text is a string."""
     raw = yield from reader.until(end)
     try:
         parse_json(raw.strip())
@@ -72,7 +72,7 @@ def read_other_value(reader: Reader, end: str, line_end: str) -> Reading[None]:
 
 
 def schema_of(tools: Sequence[ToolSpec], name: str) -> Mapping[str, Any]:
-    """The schema of the arguments of a tool; that of no tool for another name."""
+    """The schema of a tool's arguments; an empty schema for an unknown name."""
     for tool in tools:
         if tool.name == name:
             return arguments_schema(tool)
@@ -165,8 +165,8 @@ class DsmlFormat:
     """DeepSeek's markup language.
 
     Args:
-        name: as `--tool-parser` calls it.
-        group: the tag around all calls; both that exist are read.
+        name: name in `--tool-parser`.
+        group: tag around all calls; both existing tags are read.
     """
 
     is_anchored = False
@@ -187,8 +187,8 @@ class DsmlFormat:
         return tuple(f"{self._tag(group)}>" for group in self._groups)
 
     def read_block(self, reader: Reader, tools: Sequence[ToolSpec]) -> CallEvents:
-        """All calls of the answer."""
-        del tools  # each value says itself what it is
+        """All calls of the completion."""
+        del tools  # each value has its type in an attribute
         group = yield from reader.literal(*self.triggers((), is_constrained=True))
         ends: tuple[str, ...] = ()  # a group holds one call at least
         while True:
