@@ -20,9 +20,9 @@ import torch
 # Workers take whole files in this order (--no-loadscope-reorder), so that no long file begins last.
 LONG_FILES = (
     "tests/kernels/test_rtc.py",
-    "tests/test_llm_spec.py",
+    "tests/llm/test_speculation.py",
     "tests/ops/test_decode_attention.py",
-    "tests/test_llm_spec_forms.py",
+    "tests/llm/test_speculation_structured_output.py",
     "tests/serve/lifecycle/test_lifecycle.py",
     "tests/serve/test_surroundings.py",
     "tests/ops/test_prefill_attention.py",
@@ -33,7 +33,7 @@ LONG_FILES = (
     "tests/ops/test_decode_attention_groups_on_cpu.py",
     "tests/ops/test_fused_decode_step.py",
     "tests/cli/test_hostile.py",
-    "tests/test_llm_busy.py",
+    "tests/llm/test_busy_batch.py",
     "tests/ops/test_ngram_match.py",
     "tests/ops/test_verify_accept.py",
 )

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.gguf_files import tiny_model
+from tests.llm.test_speculation import counted
 from tests.mtp_model import mtp_model
-from tests.test_llm_spec import counted
 from tests.tiny_llm import open_on_gpu
 from tiercel.params import SamplingParams
 from tiercel.runner.decode_graphs import LARGEST_VERIFY_BUCKET, buckets

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.test_llm_spec import some_prompts
+from tests.llm.test_speculation import some_prompts
 from tests.tiny_llm import DATA, open_on_gpu, open_tiny
 from tiercel.config import SpecConfig
 from tiercel.params import SamplingParams

@@ -1,69 +1,16 @@
-"""Structured outputs, and embeddings instead of answers, through `LLM`."""
-
-import json
-import re
+"""`LLM.embed`: vectors instead of answers."""
 
 import numpy as np
 import pytest
 
 from tests.gguf_files import tiny_model
-from tests.test_llm_busy import run_alone
+from tests.llm.test_busy_batch import run_alone
 from tests.tiny_llm import DATA, assert_idle, open_tiny
-from tiercel.errors import InvalidRequestError, UnsupportedModelError
-from tiercel.params import SamplingParams, StructuredOutputs
-
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "a": {"type": "integer", "maximum": 99, "minimum": 0},
-        "b": {"enum": ["x", "y"]},
-    },
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
-
-
-def constrained(seed, **form):
-    return SamplingParams(seed=seed, max_tokens=60, structured_outputs=StructuredOutputs(**form))
-
-
-@pytest.mark.parametrize("overlap", ["0", "1"])
-def test_forms_hold_beside_free_answers(monkeypatch, overlap):
-    """A grammar's rows wait for their last token; other rows keep the pace."""
-    monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
-    params = [
-        constrained(1, json=SCHEMA),
-        SamplingParams(seed=2, max_tokens=30),
-        constrained(3, regex="[ab]{3,5}c"),
-        constrained(4, choice=["yes", "no"]),
-        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
-    ]
-    prompts = [{"prompt_token_ids": [5 + i, 6, 7]} for i in range(5)]
-    with open_tiny() as llm:
-        together = [o.outputs[0] for o in llm.generate(prompts, params)]
-        alone = [
-            llm.generate(prompt, own)[0].outputs[0]
-            for prompt, own in zip(prompts, params, strict=True)
-        ]
-        assert_idle(llm)
-    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
-    value = json.loads(together[0].text)
-    assert set(value) == {"a", "b"}
-    assert re.fullmatch("[ab]{3,5}c", together[2].text)
-    assert together[3].text in ("yes", "no")
-    assert [o.finish_reason for o in together][:1] == ["stop"]
-    assert len(together[4].token_ids) == 30
-
-
-def test_a_form_that_cannot_be_is_refused_and_leaves_nothing_behind():
-    with open_tiny() as llm:
-        with pytest.raises(InvalidRequestError):
-            llm.generate("a", constrained(1, json={"type": "nonsense"}))
-        assert_idle(llm)
+from tiercel.errors import UnsupportedModelError
 
 
 def hidden_mean(llm, text):
-    """The vector computed differently: from the logits' hidden states, one prompt at a time."""
+    """The vector by another way: from the logits' own hidden states, one prompt at a time."""
     runner, ids = llm._engine.runner, llm._inputs.prompt_ids(text, parse_special=False)
     seen = []
     real = runner.model.hidden_states
@@ -93,7 +40,7 @@ def test_vectors_of_an_embedding_model(tmp_path, kind, chunk):
 
 @pytest.mark.parametrize("chunk", [2048, 7])
 def test_a_mean_is_one_over_all_tokens_and_the_last_state_that_of_the_last(tmp_path, chunk):
-    """Before its length is normalised to 1, which hides every scale."""
+    """Before its length becomes 1, which hides every scale."""
     path = tiny_model(tmp_path / "m.gguf", metadata={"llama.pooling_type": 1})
     with open_tiny(path, max_num_batched_tokens=chunk) as llm:
         runner, seen = llm._engine.runner, []

@@ -8,8 +8,8 @@ from dataclasses import fields
 
 import pytest
 
-from tests.test_llm_busy import run_alone, run_busy
-from tests.test_llm_spec import METHODS, path_of, some_prompts
+from tests.llm.test_busy_batch import run_alone, run_busy
+from tests.llm.test_speculation import METHODS, path_of, some_prompts
 from tests.tiny_llm import DATA, assert_idle, ids_of, open_tiny
 from tiercel.cache.prefix import ROOT
 from tiercel.config import SpecConfig

@@ -11,8 +11,8 @@ import random
 import pytest
 import torch
 
+from tests.llm.test_busy_batch import run_alone, run_busy
 from tests.mtp_model import mtp_model
-from tests.test_llm_busy import run_alone, run_busy
 from tests.tiny_llm import DATA, NAMES, assert_idle, greedy, ids_of, open_tiny
 from tiercel.cache.allocator import NULL_BLOCK
 from tiercel.engine import build as engine_module

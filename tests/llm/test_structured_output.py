@@ -128,3 +128,53 @@ def test_the_default_model(default_model, temperature):
         answer = llm.chat(messages, params(temperature, max_tokens=100, json=schema)).outputs[0]
     assert answer.finish_reason == "stop", answer.text
     assert set(json.loads(answer.text)) == {"city", "country"}
+
+
+SMALL_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "maximum": 99, "minimum": 0},
+        "b": {"enum": ["x", "y"]},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def constrained(seed, **form):
+    return SamplingParams(seed=seed, max_tokens=60, structured_outputs=StructuredOutputs(**form))
+
+
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_forms_hold_beside_free_answers(monkeypatch, overlap):
+    """A grammar's rows wait for their last token; the others keep the pace."""
+    monkeypatch.setenv("TIERCEL_OVERLAP", overlap)
+    params = [
+        constrained(1, json=SMALL_SCHEMA),
+        SamplingParams(seed=2, max_tokens=30),
+        constrained(3, regex="[ab]{3,5}c"),
+        constrained(4, choice=["yes", "no"]),
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+    ]
+    prompts = [{"prompt_token_ids": [5 + i, 6, 7]} for i in range(5)]
+    with open_tiny() as llm:
+        together = [o.outputs[0] for o in llm.generate(prompts, params)]
+        alone = [
+            llm.generate(prompt, own)[0].outputs[0]
+            for prompt, own in zip(prompts, params, strict=True)
+        ]
+        assert_idle(llm)
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+    value = json.loads(together[0].text)
+    assert set(value) == {"a", "b"}
+    assert re.fullmatch("[ab]{3,5}c", together[2].text)
+    assert together[3].text in ("yes", "no")
+    assert [o.finish_reason for o in together][:1] == ["stop"]
+    assert len(together[4].token_ids) == 30
+
+
+def test_a_form_that_cannot_be_is_refused_and_leaves_nothing_behind():
+    with open_tiny() as llm:
+        with pytest.raises(InvalidRequestError):
+            llm.generate("a", constrained(1, json={"type": "nonsense"}))
+        assert_idle(llm)

@@ -10,9 +10,9 @@ from itertools import product
 import pytest
 import torch
 
+from tests.llm.test_speculation import METHODS, counted
 from tests.mtp_model import mtp_model
 from tests.serve.generation.tools.call_writers import Tool
-from tests.test_llm_spec import METHODS, counted
 from tests.tiny_llm import DATA, assert_idle, joined, open_tiny
 from tiercel.grammar.spec import ThinkingForm, compile_spec
 from tiercel.params import SamplingParams, StructuredOutputs
