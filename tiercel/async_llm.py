@@ -33,12 +33,12 @@ from tiercel.ipc.asyncio_bridge import AsyncioBridge
 from tiercel.ipc.streams import TokenStream
 from tiercel.models.source import ModelSource
 from tiercel.params import SamplingParams
-from tiercel.request.answers import (
-    Answer,
+from tiercel.request.completions import (
+    Completion,
     Prompt,
-    collect,
+    collect_outputs,
     list_prompts,
-    make_answers,
+    make_completions,
     pick_params,
     unit_vectors,
 )
@@ -295,7 +295,7 @@ class AsyncLLM:
     def _open(self) -> AsyncioBridge:
         if self._bridge is None:
             raise InvalidRequestError("this AsyncLLM is closed.", hint="Make a new one.")
-        if os.getpid() != self._pid:  # a fork has no such thread: nothing would ever answer
+        if os.getpid() != self._pid:  # a fork has no engine thread: no call would end
             raise InvalidRequestError(
                 "this AsyncLLM belongs to the process that forked.", hint="Make a new one."
             )
@@ -313,9 +313,9 @@ class AsyncLLM:
         texts: Sequence[str | None],
         params: Sequence[SamplingParams],
     ) -> list[RequestOutput]:
-        answers = make_answers(self._inputs, self.tokenizer, prompt_ids, params)
-        await self._read_all(answers, lambda _: None)
-        return collect(texts, answers)
+        completions = make_completions(self._inputs, self.tokenizer, prompt_ids, params)
+        await self._read_all(completions, lambda _: None)
+        return collect_outputs(texts, completions)
 
     async def _stream(
         self,
@@ -323,9 +323,9 @@ class AsyncLLM:
         params: SamplingParams,
         progress: Callable[[int, int], None] | None,
     ) -> AsyncGenerator[StreamDelta]:
-        answers = make_answers(self._inputs, self.tokenizer, [ids], [params])
+        completions = make_completions(self._inputs, self.tokenizer, [ids], [params])
         ready: asyncio.Queue[StreamDelta | None] = asyncio.Queue()
-        reading = asyncio.create_task(self._read_all(answers, ready.put_nowait, progress))
+        reading = asyncio.create_task(self._read_all(completions, ready.put_nowait, progress))
         reading.add_done_callback(lambda _: ready.put_nowait(None))
         try:
             while (delta := await ready.get()) is not None:
@@ -336,7 +336,7 @@ class AsyncLLM:
 
     async def _read_all(
         self,
-        answers: Sequence[Answer],
+        completions: Sequence[Completion],
         take: Callable[[StreamDelta], None],
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -345,40 +345,40 @@ class AsyncLLM:
         start_s = perf_counter()
         tasks: list[asyncio.Task[None]] = []
         try:
-            for answer in answers:
-                request = answer.request
+            for completion in completions:
+                request = completion.request
                 if request.grammar is not None:
                     request.matcher = await asyncio.to_thread(
                         self._matchers.make, request.grammar, request.stop_ids
                     )
-            streams = [bridge.submit(answer.request).stream for answer in answers]
-            if progress is not None:  # all answers have one prompt
-                num_tokens = len(answers[0].request.prompt_token_ids)
+            streams = [bridge.submit(completion.request).stream for completion in completions]
+            if progress is not None:  # all completions have one prompt
+                num_tokens = len(completions[0].request.prompt_token_ids)
                 streams[0].on_progress = lambda computed: progress(computed, num_tokens)
-            for answer, stream in zip(answers, streams, strict=True):
-                tasks.append(asyncio.create_task(_read(bridge, answer, stream, start_s, take)))
+            for completion, stream in zip(completions, streams, strict=True):
+                tasks.append(asyncio.create_task(_read(bridge, completion, stream, start_s, take)))
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()  # where one has failed, the others would wait for ever
-            for answer in answers:
-                bridge.abort(answer.request)
+            for completion in completions:
+                bridge.abort(completion.request)
 
 
 async def _read(
     bridge: AsyncioBridge,
-    answer: Answer,
+    completion: Completion,
     stream: TokenStream,
     start_s: float,
     take: Callable[[StreamDelta], None],
 ) -> None:
-    """Read one answer to its end, or to its stop string."""
+    """Read one completion to its end, or to its stop string."""
     async for update in stream:
-        piece = answer.text.push(update.new_token_ids)
-        if answer.text.matched is not None:
-            bridge.stop(answer.request, answer.text.matched)
-        answer.note_time(perf_counter() - start_s, has_tokens=bool(update.new_token_ids))
-        take(answer.delta(piece, update.new_token_ids))
+        new_text = completion.text.push(update.new_token_ids)
+        if completion.text.matched is not None:
+            bridge.stop(completion.request, completion.text.matched)
+        completion.note_time(perf_counter() - start_s, has_tokens=bool(update.new_token_ids))
+        take(completion.delta(new_text, update.new_token_ids))
 
 
 async def _off_loop(size: int, function: Callable[[], T]) -> T:

@@ -31,12 +31,12 @@ from tiercel.engine.prompt_progress import report_prompts
 from tiercel.errors import InvalidRequestError
 from tiercel.models.source import ModelSource
 from tiercel.params import SamplingParams
-from tiercel.request.answers import (
-    Answer,
+from tiercel.request.completions import (
+    Completion,
     Prompt,
-    collect,
+    collect_outputs,
     list_prompts,
-    make_answers,
+    make_completions,
     pick_params,
     unit_vectors,
 )
@@ -257,7 +257,8 @@ class LLM:
         The arguments are those of `generate`.
         """
         ids = self._inputs.prompt_ids(prompt, parse_special=parse_special)
-        return self._stream(self._answers([ids], [pick_params(params, SamplingParams())]), progress)
+        wanted = pick_params(params, SamplingParams())
+        return self._stream(self._completions([ids], [wanted]), progress)
 
     def stream_chat(
         self,
@@ -271,7 +272,7 @@ class LLM:
         """Answer a conversation piece by piece; the arguments are those of `chat`."""
         ids = self.encode_chat(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
         wanted = pick_params(params, SamplingParams(max_tokens=None))
-        return self._stream(self._answers([ids], [wanted]), progress)
+        return self._stream(self._completions([ids], [wanted]), progress)
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Raw logits after each token of a given sequence (teacher-forced), for evaluation.
@@ -404,23 +405,25 @@ class LLM:
         with deferred(), self._lock:
             yield
 
-    def _answers(
+    def _completions(
         self, prompt_ids: Sequence[list[int]], params: Sequence[SamplingParams]
-    ) -> dict[str, Answer]:
-        answers = make_answers(self._inputs, self.tokenizer, prompt_ids, params)
-        return {answer.request.request_id: answer for answer in answers}
+    ) -> dict[str, Completion]:
+        completions = make_completions(self._inputs, self.tokenizer, prompt_ids, params)
+        return {completion.request.request_id: completion for completion in completions}
 
-    def _push(self, answer: Answer, new_ids: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-        """Feed an answer's text; ends the request when a stop string matched.
+    def _push(
+        self, completion: Completion, new_ids: tuple[int, ...]
+    ) -> tuple[str, tuple[int, ...]]:
+        """Add new tokens to a completion's text; end the request at a stop string.
 
         Returns:
-            The piece that is certain, and the tokens that belong to the answer.
+            The new text that is certain, and the tokens that belong to the completion.
         """
-        before = answer.text.num_tokens
-        piece = answer.text.push(new_ids)
-        if answer.text.matched is not None:
-            self._engine.stop(answer.request, answer.text.matched)
-        return piece, new_ids[: answer.text.num_tokens - before]
+        before = completion.text.num_tokens
+        new_text = completion.text.push(new_ids)
+        if completion.text.matched is not None:
+            self._engine.stop(completion.request, completion.text.matched)
+        return new_text, new_ids[: completion.text.num_tokens - before]
 
     def _run(
         self,
@@ -430,28 +433,28 @@ class LLM:
         progress: Callable[[int, int], None] | None,
     ) -> list[RequestOutput]:
         start = perf_counter()
-        answers = self._answers(prompt_ids, params)
+        completions = self._completions(prompt_ids, params)
 
         def take(request: Request, new_ids: tuple[int, ...]) -> None:
-            answer = answers[request.request_id]
-            self._push(answer, new_ids)
-            answer.note_time(perf_counter() - start, has_tokens=bool(new_ids))
+            completion = completions[request.request_id]
+            self._push(completion, new_ids)
+            completion.note_time(perf_counter() - start, has_tokens=bool(new_ids))
 
-        requests = [answer.request for answer in answers.values()]
+        requests = [completion.request for completion in completions.values()]
         for _ in self._steps(requests, take):
             report_prompts(requests, progress)
-        return collect(texts, list(answers.values()))
+        return collect_outputs(texts, list(completions.values()))
 
     def _stream(
-        self, answers: Mapping[str, Answer], progress: Callable[[int, int], None] | None
+        self, completions: Mapping[str, Completion], progress: Callable[[int, int], None] | None
     ) -> Iterator[StreamDelta]:
         ready: deque[StreamDelta] = deque()
 
         def take(request: Request, new_ids: tuple[int, ...]) -> None:
-            answer = answers[request.request_id]
-            ready.append(answer.delta(*self._push(answer, new_ids)))
+            completion = completions[request.request_id]
+            ready.append(completion.delta(*self._push(completion, new_ids)))
 
-        requests = [answer.request for answer in answers.values()]
+        requests = [completion.request for completion in completions.values()]
         with closing(self._steps(requests, take)) as steps:
             for _ in steps:
                 report_prompts(requests, progress)

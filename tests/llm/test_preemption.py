@@ -6,6 +6,7 @@ import pytest
 from tests.tiny_llm import assert_idle, greedy, ids_of, open_tiny
 from tiercel.engine import build as engine_module
 from tiercel.errors import OutOfMemoryError
+from tiercel.models.decoder import Decoder
 from tiercel.params import SamplingParams
 
 

@@ -1,4 +1,4 @@
-"""From the requests of one call to what the caller gets: shared by every front of the engine."""
+"""The completions of one call: from its requests to the results that the caller gets."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Prompt = str | Mapping[str, Sequence[int]]
 
 
 @dataclass(slots=True)
-class Answer:
-    """One request of a call: which prompt it answers, its text, when it came.
+class Completion:
+    """One completion of a prompt, while its request runs and after it.
 
     Attributes:
-        request: its `stream` says which of `n` it is.
-        text: as far as it is certain.
-        prompt_index: of the call's prompts.
-        first_token_s: seconds from the start of the call; None before the first token.
-        finished_s: seconds until its last update.
+        request: the request; its `stream` says which of `n` completions it is.
+        text: text so far, as far as it is certain.
+        prompt_index: index of the prompt among the call's prompts.
+        first_token_s: seconds from the start of the call to the first token; None before it.
+        finished_s: seconds from the start of the call to the last update.
     """
 
     request: Request
@@ -38,18 +38,18 @@ class Answer:
     finished_s: float = 0.0
 
     def note_time(self, seconds: float, *, has_tokens: bool) -> None:
-        """Note that an update came so long after the start of the call."""
+        """Note that an update came `seconds` after the start of the call."""
         self.finished_s = seconds
         if self.first_token_s is None and has_tokens:
             self.first_token_s = seconds
 
-    def delta(self, piece: str, new_ids: tuple[int, ...]) -> StreamDelta:
-        """What the caller of a stream gets for one update."""
+    def delta(self, new_text: str, new_ids: tuple[int, ...]) -> StreamDelta:
+        """The delta that the reader of a stream gets for one update."""
         request = self.request
         has_logprobs = request.params.logprobs is not None and bool(new_ids)
         return StreamDelta(
             index=request.stream,
-            text=piece,
+            text=new_text,
             token_ids=list(new_ids),
             logprobs=request.logprobs[-len(new_ids) :] if has_logprobs else None,
             finish_reason=request.finish_reason,
@@ -60,14 +60,14 @@ class Answer:
 def list_prompts(
     prompts: Prompt | Sequence[Prompt], params: object
 ) -> tuple[list[Prompt], list[SamplingParams]]:
-    """A call's prompts as a list, and the parameters of each.
+    """List a call's prompts, and the parameters of each.
 
     Args:
-        prompts: one or several.
-        params: one for all, one each, or None for the defaults.
+        prompts: one prompt or several.
+        params: parameters for all prompts, one set for each, or None for the defaults.
 
     Raises:
-        ArgumentError: `prompts` or `params` is none of these, or their lengths differ.
+        ArgumentError: `prompts` or `params` has a wrong type, or their lengths differ.
     """
     listed: list[Prompt]
     if isinstance(prompts, str | Mapping):
@@ -96,10 +96,10 @@ def list_prompts(
 
 
 def pick_params(params: SamplingParams | None, default: SamplingParams) -> SamplingParams:
-    """The parameters of a call with one prompt.
+    """Choose the parameters of a call with one prompt.
 
     Raises:
-        ArgumentError: `params` is something else.
+        ArgumentError: `params` has a wrong type.
     """
     if params is None:
         return default
@@ -108,42 +108,44 @@ def pick_params(params: SamplingParams | None, default: SamplingParams) -> Sampl
     return params
 
 
-def make_answers(
+def make_completions(
     inputs: InputProcessor,
     tokenizer: Tokenizer,
     prompt_ids: Sequence[list[int]],
     params: Sequence[SamplingParams],
-) -> list[Answer]:
-    """The requests of a call: `n` for each prompt.
+) -> list[Completion]:
+    """Make the requests of a call: `n` for each prompt.
 
     Raises:
         ContextLengthError, InvalidRequestError: see `InputProcessor.request`.
     """
-    answers = []
+    completions = []
     for index, (ids, wanted) in enumerate(zip(prompt_ids, params, strict=True)):
         for stream in range(wanted.n):
             request = inputs.request(ids, wanted, stream)
-            answers.append(Answer(request, TextStream(request, tokenizer), index))
-    return answers
+            completions.append(Completion(request, TextStream(request, tokenizer), index))
+    return completions
 
 
-def collect(texts: Sequence[str | None], answers: Sequence[Answer]) -> list[RequestOutput]:
-    """The results of a call whose requests have ended.
+def collect_outputs(
+    texts: Sequence[str | None], completions: Sequence[Completion]
+) -> list[RequestOutput]:
+    """Collect the results of a call whose requests have ended.
 
     Args:
-        texts: of each prompt; None where ids were given.
-        answers: of `make_answers`.
+        texts: text of each prompt; None where ids were given.
+        completions: completions of `make_completions`.
     """
-    by_prompt: list[list[Answer]] = [[] for _ in texts]
-    for answer in answers:
-        by_prompt[answer.prompt_index].append(answer)
-    return [_result(text, members) for text, members in zip(texts, by_prompt, strict=True)]
+    by_prompt: list[list[Completion]] = [[] for _ in texts]
+    for completion in completions:
+        by_prompt[completion.prompt_index].append(completion)
+    return [_request_output(text, members) for text, members in zip(texts, by_prompt, strict=True)]
 
 
-def _result(prompt: str | None, answers: list[Answer]) -> RequestOutput:
-    first = answers[0].request
-    outputs = [_completion(answer) for answer in answers]
-    times = [answer.first_token_s for answer in answers if answer.first_token_s is not None]
+def _request_output(prompt: str | None, completions: list[Completion]) -> RequestOutput:
+    first = completions[0].request
+    outputs = [_completion_output(completion) for completion in completions]
+    times = [c.first_token_s for c in completions if c.first_token_s is not None]
     return RequestOutput(
         request_id=first.request_id,
         prompt=prompt,
@@ -157,7 +159,7 @@ def _result(prompt: str | None, answers: list[Answer]) -> RequestOutput:
         finished=True,
         metrics=RequestMetrics(
             first_token_s=min(times, default=None),
-            finished_s=max(answer.finished_s for answer in answers),
+            finished_s=max(completion.finished_s for completion in completions),
             num_prompt_tokens=len(first.prompt_token_ids),
             num_cached_tokens=first.num_cached,
             num_output_tokens=sum(len(output.token_ids) for output in outputs),
@@ -165,12 +167,12 @@ def _result(prompt: str | None, answers: list[Answer]) -> RequestOutput:
     )
 
 
-def _completion(answer: Answer) -> CompletionOutput:
-    request = answer.request
+def _completion_output(completion: Completion) -> CompletionOutput:
+    request = completion.request
     logprobs = None if request.params.logprobs is None else request.logprobs
     return CompletionOutput(
         index=request.stream,
-        text=answer.text.text,
+        text=completion.text.text,
         token_ids=request.output_token_ids,
         cumulative_logprob=None if logprobs is None else sum(e.logprob for e in logprobs),
         logprobs=logprobs,
@@ -180,10 +182,10 @@ def _completion(answer: Answer) -> CompletionOutput:
 
 
 def unit_vectors(requests: Sequence[Request], size: int) -> npt.NDArray[np.float32]:
-    """The vectors of finished requests with `pooling`, (requests, size), each of length 1.
+    """Normalise the vectors of finished requests with `pooling`: (requests, size), length 1 each.
 
     Raises:
-        InternalError: the model's numbers were not finite.
+        InternalError: the model's hidden states were not finite.
     """
     vectors = np.zeros((len(requests), size), np.float32)
     for vector, request in zip(vectors, requests, strict=True):

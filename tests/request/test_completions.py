@@ -1,4 +1,4 @@
-"""From the requests of a call to its results: whose answer is whose, what it counts, and when."""
+"""The completions of a call: which prompt each belongs to, its counts and its times."""
 
 import itertools
 import random
@@ -8,7 +8,7 @@ import pytest
 
 from tiercel.errors import InternalError
 from tiercel.params import SamplingParams
-from tiercel.request.answers import Answer, collect, unit_vectors
+from tiercel.request.completions import Completion, collect_outputs, unit_vectors
 from tiercel.request.request import Request, TokenLogprobs
 from tiercel.request.text_stream import TextStream
 
@@ -23,17 +23,17 @@ class Bytes:
         return bytes([token_id])
 
 
-def make_answer(index, stream, params, prompt, output):
+def make_completion(index, stream, params, prompt, output):
     request = Request(f"{index}-{stream}", prompt, params, 0, stream, frozenset(), 9)
-    answer = Answer(request, TextStream(request, Bytes()), index)
+    completion = Completion(request, TextStream(request, Bytes()), index)
     request.num_cached = 10 * index + stream
     request.prompt_logprobs += [TokenLogprobs(i, -0.5, ()) for i in prompt[1:]]
     for token_id in output:
         request.output_token_ids.append(token_id)
         request.logprobs.append(TokenLogprobs(token_id, -token_id / 64, ()))
-        answer.text.push((token_id,))
+        completion.text.push((token_id,))
     request.finish_reason, request.stop_reason = "length", f"why {stream}"
-    return answer
+    return completion
 
 
 def test_results_hold_the_answers_of_their_own_prompt():
@@ -41,22 +41,22 @@ def test_results_hold_the_answers_of_their_own_prompt():
     texts = ["a", None, "b"]
     prompts = [[1, 2, 3], [4], [5, 6]]
     counts = [3, 1, 2]
-    answers, times = [], {}
+    completions, times = [], {}
     for index, stream in ((i, s) for i, n in enumerate(counts) for s in range(n)):
         params = SamplingParams(n=counts[index], logprobs=1 if index == 0 else None,
                                 prompt_logprobs=0 if index == 2 else None)  # fmt: skip
         output = [draw.randrange(97, 123) for _ in range(1 + 2 * index + stream)]
-        answer = make_answer(index, stream, params, prompts[index], output)
+        completion = make_completion(index, stream, params, prompts[index], output)
         seconds = sorted(draw.sample(range(1, 99), 4))
         for second, has_tokens in zip(seconds, (False, True, True, False), strict=True):
-            answer.note_time(float(second), has_tokens=has_tokens)
+            completion.note_time(float(second), has_tokens=has_tokens)
         times[index, stream] = (seconds[1], seconds[3])
-        answers.append(answer)
-    draw.shuffle(answers)
-    answers.sort(key=lambda answer: answer.request.stream)
-    results = collect(texts, answers)
+        completions.append(completion)
+    draw.shuffle(completions)
+    completions.sort(key=lambda completion: completion.request.stream)
+    results = collect_outputs(texts, completions)
     for index, result in enumerate(results):
-        own = [a.request for a in answers if a.prompt_index == index]
+        own = [a.request for a in completions if a.prompt_index == index]
         assert (result.prompt, result.prompt_token_ids) == (texts[index], prompts[index])
         assert (result.request_id, result.finished) == (own[0].request_id, True)
         assert [output.index for output in result.outputs] == list(range(counts[index]))
@@ -83,10 +83,10 @@ def test_results_hold_the_answers_of_their_own_prompt():
 
 
 def test_an_answer_without_tokens_has_no_first_one():
-    answer = make_answer(0, 0, SamplingParams(prompt_logprobs=0), [1, 2], [])
-    answer.note_time(4.0, has_tokens=False)
-    answer.request.finish_reason = "error"
-    (result,) = collect([None], [answer])
+    completion = make_completion(0, 0, SamplingParams(prompt_logprobs=0), [1, 2], [])
+    completion.note_time(4.0, has_tokens=False)
+    completion.request.finish_reason = "error"
+    (result,) = collect_outputs([None], [completion])
     assert (result.metrics.first_token_s, result.metrics.finished_s) == (None, 4.0)
     assert result.prompt_logprobs is None, "an error says nothing of the prompt"
 
@@ -94,10 +94,10 @@ def test_an_answer_without_tokens_has_no_first_one():
 @pytest.mark.parametrize("asked", [None, 0, 2])
 def test_a_piece_holds_the_entries_of_its_own_tokens(asked):
     params = SamplingParams(logprobs=asked)
-    answer = make_answer(0, 3, params, [1], list(b"abcdef"))
+    completion = make_completion(0, 3, params, [1], list(b"abcdef"))
     for size in range(7):
-        new = tuple(answer.request.output_token_ids[6 - size :])
-        delta = answer.delta("piece", new)
+        new = tuple(completion.request.output_token_ids[6 - size :])
+        delta = completion.delta("piece", new)
         assert (delta.index, delta.text, delta.token_ids) == (3, "piece", list(new))
         if asked is None or not new:
             assert delta.logprobs is None
