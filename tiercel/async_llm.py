@@ -23,10 +23,10 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from tiercel.config import LoadOptions
-from tiercel.engine.load import LoadedModel, load_model
+from tiercel.engine.frontend import Frontend
+from tiercel.engine.load import load_model
 from tiercel.engine.loop import EngineLoop
 from tiercel.errors import InvalidRequestError
 from tiercel.ipc.asyncio_bridge import AsyncioBridge
@@ -38,15 +38,12 @@ from tiercel.request.completions import (
     Prompt,
     collect_outputs,
     list_prompts,
-    make_completions,
     pick_params,
-    unit_vectors,
 )
 from tiercel.request.output import RequestOutput, StreamDelta
 from tiercel.request.request import Request
 from tiercel.request.score_inputs import ScoreOutput, Text
 from tiercel.request.score_params import ScoreParams
-from tiercel.text.chat_template import ChatTemplate, encode_chat
 
 T = TypeVar("T")
 INLINE_CHARS: Final = 4096  # longer texts are tokenized off the event loop
@@ -91,16 +88,11 @@ class AsyncLLM:
             offline=offline,
             timed_steps=True,
         )
-        loaded: LoadedModel = load_model(model, options, progress)
-        self.source = loaded.source
-        self.config = loaded.config
+        loaded = load_model(model, options, progress)
+        self._frontend = Frontend(loaded)
+        self._inputs = self._frontend.inputs
+        self.source, self.config = loaded.source, loaded.config
         self.tokenizer = loaded.tokenizer
-        self._template = ChatTemplate.from_tokenizer(
-            self.tokenizer, source=self.source.chat_template, name=self.source.path.name
-        )
-        self._inputs = loaded.inputs()
-        self._score_inputs = loaded.score_inputs(self._inputs)
-        self._matchers = loaded.matchers
         self._pid = os.getpid()
         self._bridge: AsyncioBridge | None = AsyncioBridge(loaded.engine, loaded.faults)
         self._thread = threading.Thread(target=self._bridge.run, name="tiercel-engine", daemon=True)
@@ -121,12 +113,10 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Give weights and cache back; open streams end with an error."""
-        if self._template is not None:
-            self._template.close()
+        self._frontend.close()
         await asyncio.to_thread(self._finalizer)
         self._bridge = None
-        if self.config.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._frontend.free_device_memory()
 
     async def encode(
         self, text: str, *, parse_special: bool = False, add_special_tokens: bool = False
@@ -141,7 +131,7 @@ class AsyncLLM:
 
     async def default_sampling_params(self) -> SamplingParams:
         """`SamplingParams` with the sampling defaults of the model's file, if it has any."""
-        return SamplingParams(**self.source.sampling_defaults.given())
+        return self._frontend.default_sampling_params()
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; see `Tokenizer.decode`."""
@@ -187,12 +177,10 @@ class AsyncLLM:
     ) -> list[int]:
         """Token ids of a conversation; user text never becomes a control token."""
         return await asyncio.to_thread(
-            encode_chat,
-            self.tokenizer,
-            self._template,
+            self._frontend.encode_chat,
             messages,
             tools=tools,
-            template_kwargs=chat_template_kwargs,
+            chat_template_kwargs=chat_template_kwargs,
         )
 
     async def stream(
@@ -234,8 +222,7 @@ class AsyncLLM:
 
     async def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Raw logits after each token of a given sequence; see `LLM.logits`."""
-        ids = self._inputs.prompt_ids({"prompt_token_ids": token_ids}, parse_special=False)
-        request = self._inputs.request(ids, SamplingParams(), 0, max_tokens=0, wants_logits=True)
+        request = self._frontend.logits_request(token_ids)
         bridge = self._open()
         bridged = bridge.submit(request)
         try:
@@ -247,10 +234,9 @@ class AsyncLLM:
 
     async def embed(self, texts: str | Sequence[str]) -> npt.NDArray[np.float32]:
         """Vectors of texts, of an embedding model; see `LLM.embed`."""
-        listed = [texts] if isinstance(texts, str) else list(texts)
-        requests = [self._inputs.embedding_request(text, self.source.pooling) for text in listed]
+        requests = self._frontend.embedding_requests(texts)
         await self._read_to_end(requests)
-        return unit_vectors(requests, self.source.config.hidden_size)
+        return self._frontend.embeddings(requests)
 
     async def score(
         self,
@@ -277,7 +263,7 @@ class AsyncLLM:
             strict_labels=strict_labels,
             long_items=long_items,
         )
-        job = await asyncio.to_thread(self._score_inputs.job, query, items, params)
+        job = await asyncio.to_thread(self._frontend.score_job, query, items, params)
         await self._read_to_end(job.requests)
         return job.output()
 
@@ -313,7 +299,7 @@ class AsyncLLM:
         texts: Sequence[str | None],
         params: Sequence[SamplingParams],
     ) -> list[RequestOutput]:
-        completions = make_completions(self._inputs, self.tokenizer, prompt_ids, params)
+        completions = self._frontend.make_completions(prompt_ids, params)
         await self._read_all(completions, lambda _: None)
         return collect_outputs(texts, completions)
 
@@ -323,7 +309,7 @@ class AsyncLLM:
         params: SamplingParams,
         progress: Callable[[int, int], None] | None,
     ) -> AsyncGenerator[StreamDelta]:
-        completions = make_completions(self._inputs, self.tokenizer, [ids], [params])
+        completions = self._frontend.make_completions([ids], [params])
         ready: asyncio.Queue[StreamDelta | None] = asyncio.Queue()
         reading = asyncio.create_task(self._read_all(completions, ready.put_nowait, progress))
         reading.add_done_callback(lambda _: ready.put_nowait(None))
@@ -348,9 +334,7 @@ class AsyncLLM:
             for completion in completions:
                 request = completion.request
                 if request.grammar is not None:
-                    request.matcher = await asyncio.to_thread(
-                        self._matchers.make, request.grammar, request.stop_ids
-                    )
+                    await asyncio.to_thread(self._frontend.set_matcher, request)
             streams = [bridge.submit(completion.request).stream for completion in completions]
             if progress is not None:  # all completions have one prompt
                 num_tokens = len(completions[0].request.prompt_token_ids)

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from tiercel.config import LoadOptions
 from tiercel.engine.engine import Engine
+from tiercel.engine.frontend import Frontend
 from tiercel.engine.interrupts import deferred
 from tiercel.engine.load import load_model
 from tiercel.engine.prompt_progress import report_prompts
@@ -36,16 +36,13 @@ from tiercel.request.completions import (
     Prompt,
     collect_outputs,
     list_prompts,
-    make_completions,
     pick_params,
-    unit_vectors,
 )
 from tiercel.request.output import RequestOutput, StreamDelta
 from tiercel.request.request import Request, Status
 from tiercel.request.score_inputs import ScoreOutput, Text
 from tiercel.request.score_params import ScoreParams
 from tiercel.spec.counts import DraftCounts
-from tiercel.text.chat_template import ChatTemplate, encode_chat
 
 _Taker = Callable[[Request, tuple[int, ...]], None]
 
@@ -109,16 +106,11 @@ class LLM:
             offline=offline,
         )
         loaded = load_model(model, options, progress)
-        self.source = loaded.source
-        self.config = loaded.config
+        self._frontend = Frontend(loaded)
+        self._inputs = self._frontend.inputs
+        self.source, self.config = loaded.source, loaded.config
         self.tokenizer = loaded.tokenizer
-        self._template = ChatTemplate.from_tokenizer(
-            self.tokenizer, source=self.source.chat_template, name=self.source.path.name
-        )
         self._loaded: Engine | None = loaded.engine
-        self._inputs = loaded.inputs()
-        self._score_inputs = loaded.score_inputs(self._inputs)
-        self._matchers = loaded.matchers
         self._takers: dict[str, _Taker] = {}
         # Of the engine and the takers. The garbage collector may end a stream within a step.
         self._lock = threading.RLock()
@@ -142,12 +134,10 @@ class LLM:
 
     def close(self) -> None:
         """Give weights and cache back; open streams end with an error, as does any later call."""
-        if self._template is not None:
-            self._template.close()
+        self._frontend.close()
         with self._lock:
             self._loaded = None
-        if self.config.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._frontend.free_device_memory()
 
     def encode(
         self, text: str, *, parse_special: bool = False, add_special_tokens: bool = False
@@ -163,7 +153,7 @@ class LLM:
 
     def default_sampling_params(self) -> SamplingParams:
         """`SamplingParams` with the sampling defaults of the model's file, if it has any."""
-        return SamplingParams(**self.source.sampling_defaults.given())
+        return self._frontend.default_sampling_params()
 
     @property
     def draft_counts(self) -> DraftCounts:
@@ -236,12 +226,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation; user text never becomes a control token."""
-        return encode_chat(
-            self.tokenizer,
-            self._template,
-            messages,
-            tools=tools,
-            template_kwargs=chat_template_kwargs,
+        return self._frontend.encode_chat(
+            messages, tools=tools, chat_template_kwargs=chat_template_kwargs
         )
 
     def stream(
@@ -283,8 +269,7 @@ class LLM:
         Returns:
             (len(token_ids), vocab_size) float32.
         """
-        ids = self._inputs.prompt_ids({"prompt_token_ids": token_ids}, parse_special=False)
-        request = self._inputs.request(ids, SamplingParams(), 0, max_tokens=0, wants_logits=True)
+        request = self._frontend.logits_request(token_ids)
         for _ in self._steps([request], lambda *_: None):
             pass
         return np.concatenate(request.prompt_logits)
@@ -302,11 +287,10 @@ class LLM:
             UnsupportedModelError: the model's file names no pooling.
             ContextLengthError, InvalidRequestError: a text is too long, or empty.
         """
-        listed = [texts] if isinstance(texts, str) else list(texts)
-        requests = [self._inputs.embedding_request(text, self.source.pooling) for text in listed]
+        requests = self._frontend.embedding_requests(texts)
         for _ in self._steps(requests, lambda *_: None):
             pass
-        return unit_vectors(requests, self.source.config.hidden_size)
+        return self._frontend.embeddings(requests)
 
     def score(
         self,
@@ -360,7 +344,7 @@ class LLM:
             strict_labels=strict_labels,
             long_items=long_items,
         )
-        job = self._score_inputs.job(query, items, params)
+        job = self._frontend.score_job(query, items, params)
         for _ in self._steps(job.requests, lambda *_: None):
             if progress is not None:
                 progress(job.num_done, job.num_items)
@@ -375,7 +359,7 @@ class LLM:
         submitted = []
         try:
             for request in requests:
-                request.matcher = self._matchers.make(request.grammar, request.stop_ids)
+                self._frontend.set_matcher(request)
             with self._bookkeeping():
                 for request in requests:
                     self._engine.submit(request)
@@ -408,7 +392,7 @@ class LLM:
     def _completions(
         self, prompt_ids: Sequence[list[int]], params: Sequence[SamplingParams]
     ) -> dict[str, Completion]:
-        completions = make_completions(self._inputs, self.tokenizer, prompt_ids, params)
+        completions = self._frontend.make_completions(prompt_ids, params)
         return {completion.request.request_id: completion for completion in completions}
 
     def _push(

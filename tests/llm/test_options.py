@@ -1,8 +1,13 @@
 """Options of `LLM`: wrong ones are refused by name."""
 
+import inspect
+
+import msgspec
 import pytest
 
 from tests.tiny_llm import LLAMA
+from tiercel.async_llm import AsyncLLM
+from tiercel.config import LoadOptions
 from tiercel.errors import ArgumentError
 from tiercel.llm import LLM
 
@@ -33,3 +38,14 @@ def test_a_wrong_switch_is_refused_on_any_device(monkeypatch, name):
     monkeypatch.setenv(f"TIERCEL_{name}", "on")
     with pytest.raises(ArgumentError, match=f"TIERCEL_{name}='on' cannot be read"):
         LLM(LLAMA, device="cpu")
+
+
+def test_llm_and_async_llm_take_the_same_options():
+    own, others = (inspect.signature(kind).parameters for kind in (LLM, AsyncLLM))
+    assert dict(own) == dict(others)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(LoadOptions)}
+    for name in own.keys() - {"model", "progress"}:
+        assert own[name].default == defaults[name], name
+    assert defaults.keys() - own.keys() == {"enable_fault_injection", "warm_up", "timed_steps"}
+    scores, others = (inspect.signature(kind.score).parameters for kind in (LLM, AsyncLLM))
+    assert dict(scores) == dict(others) | {"progress": scores["progress"]}

@@ -195,7 +195,7 @@ def test_guesses_leave_a_step_to_others_too():
             after = [len(request.output_token_ids) for request in users]
             assert all(now > then for now, then in zip(after, before, strict=True))
         late = llm._inputs.request([5] * 20, greedy(1), 0)
-        job = llm._score_inputs.job([5] * 20, [[6] * 10], ScoreParams(label_token_ids=[7]))
+        job = llm._frontend.score_job([5] * 20, [[6] * 10], ScoreParams(label_token_ids=[7]))
         (scoring,) = job.requests  # with the longest packed item
         for request in (late, scoring):
             engine.submit(request)

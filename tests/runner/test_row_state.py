@@ -73,7 +73,7 @@ def make_request(llm, kind):
         options["grammar"] = compile_spec(asked["form"], max_tokens=128)
     request = llm._inputs.request(list(prompt), params, 0, **options)
     request.pooling = asked.get("pooling")
-    request.matcher = llm._matchers.make(request.grammar, request.stop_ids)
+    llm._frontend.set_matcher(request)
     return request
 
 
