@@ -19,12 +19,17 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels.fused.fused_decode_step_geometry import (
+    BLOCK_TOKENS,
     GROUPS,
     HEAD,
+    HEADS,
+    HIDDEN,
     KV_HEADS,
+    MOST_TILES,
     SPLITS,
     TILE_KEYS,
 )
+from tiercel.kernels.fused.fused_decode_step_stream import GROUP_WARPS
 from tiercel.kernels.fused.fused_refusal import CTAS, SMEM_BYTES
 from tiercel.kernels.runtime import rtc
 
@@ -46,6 +51,17 @@ def cuda_source(num_layers: int, slices: int, *, has_qk_norm: bool) -> rtc.Kerne
         ("SLICES", slices),
         ("HAS_QK_NORM", int(has_qk_norm)),
         ("IS_BF16", 0),
+        ("CTAS", CTAS),
+        ("GROUPS", GROUPS),
+        ("GROUP_WARPS", GROUP_WARPS),
+        ("HIDDEN", HIDDEN),
+        ("HEAD", HEAD),
+        ("HEADS", HEADS),
+        ("KV_HEADS", KV_HEADS),
+        ("SPLITS", SPLITS),
+        ("TILE", TILE_KEYS),
+        ("PAGE", BLOCK_TOKENS),
+        ("MOST_TILES", MOST_TILES),
     )
     return rtc.KernelSource("fused_decode_step", macros)
 

@@ -20,7 +20,10 @@
 // Waiting is bounded: after MOST_TICKS a CTA waits no more in this step, and its results become
 // NaN. So a step ends even if CTAs do not run side by side.
 //
-// Macros: LAYERS, SLICES (of 4096 columns in a row of down), HAS_QK_NORM.
+// Macros: LAYERS, SLICES (of 4096 columns in a row of down), HAS_QK_NORM, CTAS, GROUPS of GROUP_WARPS
+// warps, HIDDEN, HEAD (its width), KV_HEADS, HEADS (query heads of a key/value head), SPLITS (CTAs of
+// a key/value head), TILE (keys of a slot of K or V, 8 for each warp of a group), PAGE (tokens of a
+// cache block), MOST_TILES (of a group).
 #include "fused/fused_decode_step_attention.cuh"
 #include "fused/fused_decode_step_exchange.cuh"
 #include "fused/fused_decode_step_products.cuh"
@@ -30,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   SHARED_MEMORY(memory);
   const int tid = threadIdx.x, lane = tid & 31, cta = blockIdx.x;
   const int warp = __shfl_sync(~0u, tid >> 5, 0);
-  const int group = warp < WARPS ? warp / GROUP : warp - WARPS;
+  const int group = warp < WARPS ? warp / GROUP_WARPS : warp - WARPS;
   const u32 smem = smem_u32(memory), bars = smem + Layout::BARS + 16 * group * RING;
   const Ring ring = {smem + group * RING * SLOT, bars, bars + 8 * RING};
   volatile int* computing = reinterpret_cast<volatile int*>(memory + Layout::COMPUTING);
@@ -56,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int it = lane; it < tiles_of(ends.num_keys, ends.split, group); it += 32)
       blocks[it] = table[(ends.split + SPLITS * (group + GROUPS * it)) * TILE / PAGE];
     if (lane < RING) {
-      mbar_init(ring.full + 8 * lane, 1), mbar_init(ring.empty + 8 * lane, GROUP);
+      mbar_init(ring.full + 8 * lane, 1), mbar_init(ring.empty + 8 * lane, GROUP_WARPS);
       mbar_fence();
     }
   }

@@ -83,8 +83,9 @@ DEV void attend(const Args& g, u32 smem, Taker& taker, int group, int warp, int 
     const bool is_new = it < 0;
     // A slot is two halves of 64 dimensions, [key][128 bytes], 16-byte chunks swizzled by TMA.
     const u32 half = is_new ? HEAD : TILE * HEAD, swizzle = is_new ? 0 : lane & 7;
-    const u32 offset = is_new ? 0 : (8 * (warp % GROUP) + (lane & 7)) * HEAD;
-    const int first = ((ends.split + SPLITS * (group + GROUPS * it)) * TILE) + 8 * (warp % GROUP);
+    const u32 offset = is_new ? 0 : (8 * (warp % GROUP_WARPS) + (lane & 7)) * HEAD;
+    const int first =
+        ((ends.split + SPLITS * (group + GROUPS * it)) * TILE) + 8 * (warp % GROUP_WARPS);
     const int valid = is_new ? 1 : ends.num_keys - first;
     auto matrix = [&](u32 base, int j) {
       return base + offset + (j >> 1) * half + (((4 * (j & 1) + chunk) ^ swizzle) << 4);
@@ -165,18 +166,18 @@ DEV Shares make_shares(float most, float sum) {
 // maximum and sum, to the CTA of outputs 32 w of this head.
 DEV void send_partials(const Args& g, u32 smem, int layer, int warp, int lane, const Ends& ends,
                        int active) {
-  const int head = warp / GROUP, part = lane & 15;
+  const int head = warp / GROUP_WARPS, part = lane & 15;
   const u32 at = smem + Layout::WARP_SUMS + ((part < active ? part : 0) * HEADS + head) * 8;
   const float most = __uint_as_float(load_shared_word(at));
   const float own = __uint_as_float(load_shared_word(at + 4));
   const Shares shares = make_shares(most, part < active ? own : 0.f);
   const u32 mine = smem + Layout::WARP_OUTPUTS + head * Layout::OUTPUTS_PITCH +
-                   4 * ((warp % GROUP) * 32 + lane);
+                   4 * ((warp % GROUP_WARPS) * 32 + lane);
   float y = 0;
 #pragma unroll 1
-  for (int w = 0; w < active; w += GROUP)
+  for (int w = 0; w < active; w += GROUP_WARPS)
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) {
+    for (int i = 0; i < GROUP_WARPS; ++i) {
       const u32 from = mine + (w + i) * HEADS * Layout::OUTPUTS_PITCH;
       y += __shfl_sync(~0u, shares.factor, w + i) * __uint_as_float(load_shared_word(from));
     }
@@ -232,11 +233,11 @@ DEV void attention(const Args& g, const Caches& caches, u32 smem, int layer, int
   if (warp <= HEADS + 1) receive_heads(g, caches, smem, layer, warp, lane, ends);
   bar_sync(2, CONSUMERS);
   if (warp == 0 && lane == 0) store_shared(smem + Layout::COMPUTING, phase_of(layer, QKV) + 1);
-  attend(g, smem, taker, warp / GROUP, warp, lane, ends);
+  attend(g, smem, taker, warp / GROUP_WARPS, warp, lane, ends);
   bar_sync(3, CONSUMERS);
   int busy = 1;  // groups; those without a tile have added nothing
   while (busy < GROUPS && tiles_of(ends.num_keys, ends.split, busy)) ++busy;
-  send_partials(g, smem, layer, warp, lane, ends, GROUP * busy);
+  send_partials(g, smem, layer, warp, lane, ends, GROUP_WARPS * busy);
   if (warp == 0) {
     const float y = merge_partials(g, smem, layer, lane);
     publish(g.exchange + RECORD_AT(O_PROJ) + 3 * blockIdx.x, smem + Layout::SCRATCH, y, 0, false,

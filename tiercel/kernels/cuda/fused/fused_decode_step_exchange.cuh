@@ -7,28 +7,17 @@
 #include "include/exchange_ptx.cuh"
 #include "include/hopper.cuh"
 
-#define CTAS 128
-#define WARPS 16
-#define GROUP 4   // warps
-#define GROUPS 4
+#define WARPS (GROUPS * GROUP_WARPS)
 #define CONSUMERS (32 * WARPS)
 #define THREADS (CONSUMERS + 32 * GROUPS)  // one producer warp a group
-#define HIDDEN 4096
-#define HEAD 128
-#define KV_HEADS 8
-#define HEADS 4          // query heads of a key/value head
-#define SPLITS 16        // CTAs of a key/value head
 #define UNIT 2304
-#define SLOT (GROUP * UNIT)
+#define SLOT (GROUP_WARPS * UNIT)
 #define PAIR_C 2112
-#define SLOT_C (GROUP * PAIR_C)
-#define TILE 32          // keys of a slot of K or V, 8 for each warp of a group
-#define PAGE 64          // tokens of a cache block
-#define MOST_TILES 64    // of a group
-#define RING 5           // slots of a group; 4 cost 3%, 3 cost 10%
-#define IN_FLIGHT_NOW 2  // copies in flight of a group while fetching what is being computed
+#define SLOT_C (GROUP_WARPS * PAIR_C)
+#define RING 5             // slots of a group; 4 cost 3%, 3 cost 10%
+#define IN_FLIGHT_NOW 2    // copies in flight of a group while it fetches what is being computed
 #define IN_FLIGHT_AHEAD 1  // ... while running ahead: longer queues delay the exchange
-#define MOST_TICKS 2     // of the clock's upper half, 2.2 s each; no step takes as long
+#define MOST_TICKS 2       // of the clock's upper half, 2.2 s each; no step takes as long
 #define START_MAX (-1e30f)  // finite, so that a warp without keys ends with sum 0, not NaN
 
 enum Kind { QKV, O_PROJ, GATEUP, DOWN };

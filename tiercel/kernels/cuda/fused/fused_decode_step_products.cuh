@@ -113,10 +113,11 @@ DEV float make_rms(u32 squares, float eps, int lane) {
 // of warp 0; ahead: a look at the first record of down, taken before the last of gate and up.
 DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, int warp, int lane,
                   float& residual, float norm, uint4& ahead) {
-  const int group = warp / GROUP, pairs = pairs_of(kind, group), step = kind == DOWN ? 1 : pairs;
+  const int group = warp / GROUP_WARPS, pairs = pairs_of(kind, group);
+  const int step = kind == DOWN ? 1 : pairs;
   const int six = g.six[layer];
   const bool adds = kind == O_PROJ || kind == DOWN;
-  const u32 data = taker.ring.data, mine = (warp % GROUP) * UNIT, tag = layer & 3;
+  const u32 data = taker.ring.data, mine = (warp % GROUP_WARPS) * UNIT, tag = layer & 3;
   const int tid = 32 * warp + lane;
   const uint4* record = g.exchange + RECORD_AT(kind) + tid;
   if (kind != DOWN && tid < RECORD_VECTORS) ahead = load_relaxed(record);
@@ -147,7 +148,7 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
       } else {
         Q6 w;
         const int s0 = taker.take(), s1 = taker.take(), s2 = taker.take();
-        const u32 c = data + s2 * SLOT + (warp % GROUP) * PAIR_C;
+        const u32 c = data + s2 * SLOT + (warp % GROUP_WARPS) * PAIR_C;
         load_q6(w, data + s0 * SLOT + mine, c, c + 2048, lane);
         acc0 += dot_q6(w, a);
         load_q6(w, data + s1 * SLOT + mine, c + 1024, c + 2080, lane);
@@ -178,7 +179,7 @@ DEV void multiply(const Args& g, Taker& taker, u32 smem, int layer, int kind, in
         store_shared(results + 4 * (2 * warp + (lane >> 4)), __float_as_uint(y));
       }
       const int part = kind == GATEUP ? it >> 1 : 0;  // 32 results; that warp sends them
-      if (warp != GROUP * part) {
+      if (warp != GROUP_WARPS * part) {
         bar_arrive(4 + part, CONSUMERS);
         continue;
       }

@@ -52,10 +52,14 @@
 // ---- fused: fused_decode_step.py, fused_layer_tail.py
 #define ANY_SIX 0
 #define ATTENDED 2048
+#define GROUP_WARPS 4
 #define HAS_QK_NORM 1
+#define HEAD 128
+#define HEADS 4
 #define HIDDEN 2048
 #define INNER 6144
 #define LAYERS 36
+#define MOST_TILES 64
 #define QKV_TILES 192
 #define QK_TILES 160
 #define SIX_DOWN 0
