@@ -161,7 +161,7 @@ def run() -> None:
                 rows.append(row)
                 text = " ".join(f"{x:.2f}" for x in times)
                 ratio = times[0] / times[-1]
-                print(f"{length} tokens behind {behind}: {text} ms, {ratio:.2f} times")
+                print(f"{length} tokens after {behind}: {text} ms, {ratio:.2f} times")
                 sys.stdout.flush()
                 save(arguments.out, head, rows)
 

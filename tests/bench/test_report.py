@@ -36,10 +36,10 @@ def test_a_result_survives_the_disk(tmp_path):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "is no result of tiercel bench"),
-        (b"[]", "is no result"),
+        (b"", "is not a result of tiercel bench"),
+        (b"[]", "is not a result"),
         (b'{"format": 1}', "missing required field"),
-        (b"[" * 100_000, "is no result"),
+        (b"[" * 100_000, "is not a result"),
     ],
 )
 def test_files_that_hold_no_result(tmp_path, data, words):
@@ -134,7 +134,7 @@ def test_what_a_reader_must_know_is_noted():
     found = tables.notes(report(levels=[failed, short, late, busy], is_partial=True))
     assert found == [
         "1 at once: 4 requests failed: http_429: queue is full.",
-        "2 at once: 4 answers are shorter than asked for.",
+        "2 at once: 4 answers are shorter than requested.",
         "2 at once: 50% of the prompt tokens came from a prefix cache; another --seed avoids it.",
         "3/s: requests were sent late: p99 500 ms.",
         "3/s: 2 requests were cut off.",

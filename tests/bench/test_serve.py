@@ -249,8 +249,8 @@ def test_nothing_answers_at_all(server):
     ("change", "words"),
     [
         ({"models": []}, "has no model 'at all'"),
-        ({"models": None}, "is no list of models"),
-        ({"models": [{"name": "x"}]}, "is no list of models"),
+        ({"models": None}, "is not a list of models"),
+        ({"models": [{"name": "x"}]}, "is not a list of models"),
     ],
 )
 def test_servers_that_cannot_be_measured(server, change, words):

@@ -89,7 +89,7 @@ def test_token_ids_begin_at_0():
     "text", ["", "0", "-1", "9:3", ":3", "3:", "1:2:3", "1.5", "x", "\u0661", "1" * 10, "16777217"]
 )
 def test_what_is_no_length(text):
-    with pytest.raises(ValueError, match=r"is no length|is out of range"):
+    with pytest.raises(ValueError, match=r"is not a length|is out of range"):
         parse_lengths(text)
 
 
@@ -115,13 +115,13 @@ def test_a_file_of_requests(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "line 2 is no request"),
-        ('{"max_tokens": 1}', "line 2 is no request"),
-        ('{"prompt": 5}', "line 2 is no request"),
-        ('{"prompt": ["a"]}', "line 2 is no request"),
+        ("{", "line 2 is not a request"),
+        ('{"max_tokens": 1}', "line 2 is not a request"),
+        ('{"prompt": 5}', "line 2 is not a request"),
+        ('{"prompt": ["a"]}', "line 2 is not a request"),
         ('{"prompt": ""}', "line 2 has an empty prompt"),
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens=0"),
-        ("[" * 100_000, "line 2 is no request"),
+        ("[" * 100_000, "line 2 is not a request"),
     ],
 )
 def test_files_that_are_refused(tmp_path, line, words):

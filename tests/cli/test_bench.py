@@ -141,21 +141,21 @@ def test_ctrl_c_ends_with_what_has_come(server, tmp_path):
     ("arguments", "status", "words"),
     [
         ([], 2, "URL: none was given"),
-        (["nonsense"], 1, "'nonsense' is no URL of a server"),
+        (["nonsense"], 1, "'nonsense' is not the URL of a server"),
         (["http://127.0.0.1:9"], 1, "http://127.0.0.1:9/v1/models: connect: "),
-        (["URL", "--concurrency", "0"], 2, "no list of counts"),
-        (["URL", "--concurrency", "1,,2"], 2, "no list of counts"),
-        (["URL", "--rate", "x"], 2, "no list of requests per second"),
-        (["URL", "--rate", "nan"], 2, "no list of requests per second"),
+        (["URL", "--concurrency", "0"], 2, "not a list of counts"),
+        (["URL", "--concurrency", "1,,2"], 2, "not a list of counts"),
+        (["URL", "--rate", "x"], 2, "not a list of requests per second"),
+        (["URL", "--rate", "nan"], 2, "not a list of requests per second"),
         (["URL", "--input-len", "0"], 2, "--input-len: '0' is out of range"),
         (["URL", "--token-ids", "9:1"], 2, "--token-ids: '9:1' is out of range"),
         (["URL", "--requests", "0"], 2, "--requests 0 is out of range"),
         (["URL", "--warm-up", "-1"], 2, "--warm-up -1 is out of range"),
         (["URL", "--temperature", "3"], 2, "--temperature 3.0 is out of range"),
         (["URL", "--timeout", "0"], 2, "--timeout 0.0 is out of range"),
-        (["URL", "--goodput", "first"], 2, "no bounds in milliseconds"),
-        (["URL", "--goodput", "first=0"], 2, "no bounds in milliseconds"),
-        (["URL", "--goodput", "last=1"], 2, "no bounds in milliseconds"),
+        (["URL", "--goodput", "first"], 2, "not a list of bounds in milliseconds"),
+        (["URL", "--goodput", "first=0"], 2, "not a list of bounds in milliseconds"),
+        (["URL", "--goodput", "last=1"], 2, "not a list of bounds in milliseconds"),
         (["URL", "--plot", "a.jpg"], 2, "the ending is unknown"),
         (["URL", "--file", "missing.jsonl"], 1, "missing.jsonl: No such file"),
         (["URL", "--served-model-name", "gone"], 1, "has no model 'gone'"),
@@ -210,9 +210,12 @@ def test_options_from_a_file(server, tmp_path, monkeypatch, capsys):
     assert report["workload"]["seed"] == 3
     assert report["levels"][0]["load"]["concurrency"] == 2
     for text, words in (
-        ("[bench.serv]\nseed = 1\n", "'bench serv' is no option of the command line. Did you mean"),
-        ("[bench]\nseed = 1\n", "'bench' is no option"),
-        ("[bench.serve]\nsede = 1\n", "'bench serve.sede' is no option"),
+        (
+            "[bench.serv]\nseed = 1\n",
+            "'bench serv' is not an option of the command line. Did you mean",
+        ),
+        ("[bench]\nseed = 1\n", "'bench' is not an option"),
+        ("[bench.serve]\nsede = 1\n", "'bench serve.sede' is not an option"),
     ):
         capsys.readouterr()
         config.write_text(text)
@@ -334,8 +337,8 @@ def test_speed_to_table_and_json(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompt", "1,x"], "--prompt '1,x': no list of counts"),
-        (["--depth", "-1"], "--depth '-1': no list of counts"),
+        (["--prompt", "1,x"], "--prompt '1,x' is not a list of counts"),
+        (["--depth", "-1"], "--depth '-1' is not a list of counts"),
         (["--generate", "-1"], "--generate -1 or --batch-prompt 512 is out of range"),
         (["--prompt", "0", "--generate", "0"], "there is nothing to measure"),
         (["--repetitions", "0"], "--repetitions 0 is out of range"),
@@ -403,9 +406,9 @@ def test_speed_is_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tokens", "1,x"], "--tokens '1,x': no list of counts"),
-        (["--decode", "4096"], "--decode '4096': no list of requests x context"),
-        (["--decode", "0x5"], "--decode '0x5': no list of requests x context"),
+        (["--tokens", "1,x"], "--tokens '1,x' is not a list of counts"),
+        (["--decode", "4096"], "--decode '4096' is not a list of requests x context"),
+        (["--decode", "0x5"], "--decode '0x5' is not a list of requests x context"),
         (["--tokens", "0", "--decode", "0", "--prompt", "0"], "there is nothing to measure"),
         (["--seconds", "0"], "--seconds 0.0 is out of range"),
         (["--plot", "a.txt"], "--plot a.txt: the ending is unknown"),

@@ -98,7 +98,7 @@ def test_the_module_is_the_command():
         (["generate", "x", "--temprature", "1"], "--temprature. Did you mean --temperature?"),
         (["generate", "x", "--max-tokens", "many"], "unable to convert"),
         (["generate", "x", "--max-tokens"], "--max-tokens"),
-        (["generate", "x", "--max-tokens", "2.5"], "--max-tokens: '2.5' is no whole number."),
+        (["generate", "x", "--max-tokens", "2.5"], "--max-tokens: '2.5' is not a whole number."),
         (["generate", "x", "--device", "gpu"], "use auto, cpu, cuda or cuda:N"),
         (["generate", "x", "--dtype", "int8"], "float32"),
         (["generate", "x", "--temp", "0"], "--temp. Did you mean --temperature? See"),
@@ -377,16 +377,19 @@ def test_options_of_other_commands_may_be_in_the_file(tmp_path, model, capsys):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("temprature = 1\n", "'temprature' is no option of the command line. Did you mean temper"),
-        ("[generate]\nprompt2 = 1\n", "'generate.prompt2' is no option"),
-        ("[publish]\nport = 1\n", "'publish' is no option"),
-        ("config = 'x'\n", "'config' is no option"),
+        (
+            "temprature = 1\n",
+            "'temprature' is not an option of the command line. Did you mean temper",
+        ),
+        ("[generate]\nprompt2 = 1\n", "'generate.prompt2' is not an option"),
+        ("[publish]\nport = 1\n", "'publish' is not an option"),
+        ("config = 'x'\n", "'config' is not an option"),
         ("temperature = \n", "is not TOML"),
         ("a = " + "[" * 5000, "is not TOML"),
         ("\x00", "is not TOML"),
         ("temperature = 'warm'\n", "unable to convert"),
         ("temperature = [1, 2]\n", "temperature"),
-        ("top_k = 2.5\n", "[top-k]: '2.5' is no whole number."),
+        ("top_k = 2.5\n", "[top-k]: '2.5' is not a whole number."),
     ],
 )
 def test_wrong_configuration_files(seen, tmp_path, capsys, text, words):

@@ -122,7 +122,7 @@ def test_devices(name):
 
 @pytest.mark.parametrize("name", ["", "CPU", "cuda:", "cuda:1000", "cuda:-1", "cuda:0 ", "xcpu"])
 def test_what_is_no_device(name):
-    with pytest.raises(ValueError, match="is no device"):
+    with pytest.raises(ValueError, match="is not a device"):
         check_device(str, name)
 
 
@@ -225,7 +225,7 @@ def test_other_machines_are_let_in_with_a_key_or_in_so_many_words(host):
     assert is_refused(serve.make_access, ServerOptions(host=host))
     with pytest.raises(UsageError) as caught:
         serve.make_access(ServerOptions(host=host))
-    assert str(caught.value).startswith(f"--host {host} lets other machines in")
+    assert str(caught.value).startswith(f"--host {host} allows access from other machines")
     for way in ("TIERCEL_API_KEY", "--api-key-file", "--no-key"):
         assert way in caught.value.hint
     assert serve.make_access(ServerOptions(host=host, api_key=("k",))).key_digests

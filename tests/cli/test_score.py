@@ -189,10 +189,10 @@ def test_json_lines_keep_their_order_and_bad_ones_their_place(
     ]  # fmt: skip
     for number, part in (
         (1, "query is text but items[1] is not"),
-        (2, "no JSON"),
-        (3, "'label' is no field"),
+        (2, "not JSON"),
+        (3, "'label' is not a field"),
         (4, "query is missing"),
-        (6, "no JSON object"),
+        (6, "not a JSON object"),
     ):
         assert part in messages[number]
     assert np.shape(answers[5]["scores"]) == (2, 1)
@@ -213,8 +213,8 @@ def test_good_lines_alone_end_well(score, tmp_path):
         (["--query", "q", "--items", "ITEMS"], "--labels: is missing"),
         (["--query", "q", "--items", "ITEMS", "--labels", "a", "--file", "x"], "--file: excludes"),
         (["--query", "q", "--items", "ITEMS", "--labels", "a", "--top", "0"], "--top 0"),
-        (["--query", "q", "--items", "EMPTY", "--labels", "a"], "holds no items"),
-        (["--query", "q", "--items", "MIXED", "--labels", "a"], "line 2 is no JSON object"),
+        (["--query", "q", "--items", "EMPTY", "--labels", "a"], "has no items"),
+        (["--query", "q", "--items", "MIXED", "--labels", "a"], "line 2 is not a JSON object"),
         (["--query", "q", "--items", "BYTES", "--labels", "a"], "byte 1 is not valid UTF-8"),
         (["--normalize", "all"], "all"),
     ],

@@ -159,14 +159,14 @@ def test_safe_file_names(name):
     ],
 )
 def test_unsafe_file_names(name):
-    assert "which is no safe name" in refusal(check_file_name, name)
+    assert "which is not a safe name" in refusal(check_file_name, name)
 
 
 @pytest.mark.parametrize("revision", ["", "..", "a/../b", "-x", "a b", "a\n", "a%2F", "x" * 129])
 def test_revisions_that_are_none(revision):
     check_revision("refs/pr/1")
     check_revision("x" * 128)
-    assert "no name of a revision" in refusal(check_revision, revision)
+    assert "not the name of a revision" in refusal(check_revision, revision)
 
 
 def test_names_are_shown_on_one_short_line():

@@ -81,7 +81,7 @@ def test_a_revision_has_a_folder_of_its_own(server, folder):
     assert [model.revision for model in hub_folder.list_cached()] == ["refs/pr/1"]
     assert pull(revision=COMMIT).read_bytes() == GGUF
     assert "has no revision gone" in refusal(pull, revision="gone")
-    assert "no name of a revision" in refusal(pull, revision="../main")
+    assert "not the name of a revision" in refusal(pull, revision="../main")
 
 
 def test_pull_fetches_only_what_has_changed(server):
@@ -277,7 +277,7 @@ def test_the_token_goes_to_the_hub_alone(server, monkeypatch):
 @pytest.mark.parametrize("name", ["../../../../../escaped.gguf", "/var/escaped.gguf", "a\\b.gguf"])
 def test_names_that_leave_the_folder_are_refused(server, tmp_path, name):
     server.repositories[MODEL] = {name: GGUF}
-    assert "no safe name" in refusal(resolve)
+    assert "not a safe name" in refusal(resolve)
     assert not list(tmp_path.rglob("*.gguf"))
     assert not server.asked("/resolve/")
 
@@ -323,5 +323,5 @@ def test_a_link_in_place_of_a_part_is_not_followed(server, folder, tmp_path):
 def test_a_listing_that_is_none(server, tmp_path, listing):
     server.listing = listing
     text = refusal(resolve)
-    assert "is no list of files" in text or "names the commit" in text
+    assert "is not a list of files" in text or "names the commit" in text
     assert not list(tmp_path.rglob("*.gguf"))

@@ -60,12 +60,12 @@ READ = {
     "a small alignment": (
         one_tensor(offset=8, alignment=8),
         one_tensor(offset=4, alignment=8),
-        "is 4, which is no multiple of the alignment 8",
+        "is 4, which is not a multiple of the alignment 8",
     ),
     "a large alignment": (
         one_tensor(offset=64, alignment=64),
         one_tensor(offset=32, alignment=64),
-        "is 32, which is no multiple of the alignment 64",
+        "is 32, which is not a multiple of the alignment 64",
     ),
     "the end of the data": (one_tensor(dims=(64,)), one_tensor(dims=(65,)), "claims 260 bytes"),
     "the end after an offset": (
@@ -286,7 +286,7 @@ def test_items_of_a_header(tmp_path):
     for more in (0, 1):
         write(path, b"[" + b"0," * ((1 << 20) + more) + b"0]")
         text = safetensors_refusal(path)
-        assert ("too many items" if more else "no JSON object") in text
+        assert ("too many items" if more else "not a JSON object") in text
 
 
 def test_rank_of_a_tensor(tmp_path):

@@ -231,7 +231,7 @@ def test_long_templates_are_refused():
 def test_reserved_names_and_other_values_are_refused(worker):
     with pytest.raises(InvalidRequestError, match="'bos_token'"):
         render(worker, CHATML, template_kwargs={"bos_token": "x"})
-    with pytest.raises(InvalidRequestError, match="no JSON"):
+    with pytest.raises(InvalidRequestError, match="not JSON"):
         render(worker, CHATML, template_kwargs={"x": object()})
 
 

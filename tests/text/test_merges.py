@@ -140,7 +140,7 @@ def test_a_merge_may_begin_with_a_space():
         KEY + "tokens": [" ", "a", " a", "a ", "b", "a b"],
         KEY + "merges": ["  a", "a  ", "a  b"],
     }
-    with pytest.raises(Exception, match=r"merges\[2\] is 'a  b', and ' b' is no token"):
+    with pytest.raises(Exception, match=r"merges\[2\] is 'a  b', and ' b' is not a token"):
         TokenizerData.from_gguf(metadata, "x.gguf")
     metadata[KEY + "merges"].pop()
     data = TokenizerData.from_gguf(metadata, "x.gguf")

@@ -336,8 +336,8 @@ HOSTILE = {
     "merges missing": ({"merges": None}, "merges is missing"),
     "merge one": ({"merges": ["he"]}, r"merges\[0\] is 'he'; a merge is two tokens"),
     "merge open": ({"merges": ["h "]}, r"merges\[0\]"),
-    "merge unknown": ({"merges": ["h zz"]}, r"merges\[0\] is 'h zz', and 'zz' is no token"),
-    "merge result": ({"merges": ["h o"]}, r"'ho' is no token"),
+    "merge unknown": ({"merges": ["h zz"]}, r"merges\[0\] is 'h zz', and 'zz' is not a token"),
+    "merge result": ({"merges": ["h o"]}, r"'ho' is not a token"),
 }
 
 

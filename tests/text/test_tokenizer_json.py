@@ -169,7 +169,7 @@ def test_other_kinds_are_unsupported(tmp_path):
 
 
 def test_config_tokens_must_exist(tmp_path):
-    with pytest.raises(ModelFormatError, match="eos_token is '<none>', which is no token"):
+    with pytest.raises(ModelFormatError, match="eos_token is '<none>', which is not a token"):
         read(tmp_path, byte_level().to_str(), {"eos_token": "<none>"})
 
 

@@ -129,7 +129,7 @@ class _Stream(Exchange):
         try:
             event = _decode_event(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            self.fail("bad_answer", f"an event is no completion: {error!s:.100}")
+            self.fail("bad_answer", f"an event is not a completion: {error!s:.100}")
             return
         if event.error is not None:
             self.fail("stream_error", _error_text(payload))

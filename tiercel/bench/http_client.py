@@ -59,7 +59,9 @@ def parse_address(text: str) -> Address:
         parts, port = urlsplit(""), None
     is_plain = text.isascii() and text.isprintable() and " " not in text
     if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
-        raise ArgumentError(f"{text!r:.120} is no URL of a server.", hint="Use http://HOST:PORT.")
+        raise ArgumentError(
+            f"{text!r:.120} is not the URL of a server.", hint="Use http://HOST:PORT."
+        )
     if parts.username is not None or parts.query or parts.fragment:
         raise ArgumentError(
             "the URL holds more than host, port and path.", hint="Give a key with --api-key."

@@ -125,7 +125,7 @@ def load(path: Path) -> Report:
         report = msgspec.json.decode(path.read_bytes(), type=Report)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ArgumentError(
-            f"{path}: the file is no result of tiercel bench: {error!s:.120}.",
+            f"{path}: the file is not a result of tiercel bench: {error!s:.120}.",
             hint="Give a file that --json wrote.",
         ) from error
     if report.format != FORMAT:

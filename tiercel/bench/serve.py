@@ -129,7 +129,7 @@ async def _ask_models(client: HttpClient, wanted: str | None) -> tuple[str, dict
         names = [str(entry["id"]) for entry in listed]
     except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
         raise BenchError(
-            f"{client.address.url}/v1/models: the answer is no list of models.",
+            f"{client.address.url}/v1/models: the answer is not a list of models.",
             hint="Give the URL of an OpenAI-compatible server.",
         ) from None
     if not names or (wanted is not None and wanted not in names):

@@ -55,7 +55,7 @@ def _level_notes(level: Level) -> list[str]:
     if summary.unfinished:
         found.append(f"{summary.unfinished} requests were cut off.")
     if summary.short:
-        found.append(f"{summary.short} answers are shorter than asked for.")
+        found.append(f"{summary.short} answers are shorter than requested.")
     if summary.cached_tokens > summary.prompt_tokens // 100:
         share = summary.cached_tokens / max(summary.prompt_tokens, 1)
         found.append(

@@ -93,7 +93,7 @@ def parse_lengths(text: str, low: int = 1) -> Lengths:
     """
     found = _LENGTHS.fullmatch(text)
     if found is None:
-        raise ValueError(f"{text!r} is no length; use a number or LOW:HIGH")
+        raise ValueError(f"{text!r} is not a length; use a number or LOW:HIGH")
     lengths = Lengths(int(found.group(1)), int(found.group(2) or found.group(1)))
     if not low <= lengths.low <= lengths.high <= MAX_LEN:
         raise ValueError(f"{text!r} is out of range; use {low} to {MAX_LEN}, the smaller one first")
@@ -171,7 +171,7 @@ def read_requests(path: Path, workload: Workload) -> list[Completion]:
                 value = msgspec.json.decode(line, type=_Line)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise ArgumentError(
-                    f"{path}: line {number} is no request: {error!s:.100}.",
+                    f"{path}: line {number} is not a request: {error!s:.100}.",
                     hint='Write {"prompt": "text", "max_tokens": 64} on each line.',
                 ) from error
             drawn = _draw(lengths, workload.output_len)

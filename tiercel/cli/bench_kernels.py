@@ -102,7 +102,7 @@ def _parse_cases(text: str) -> list[tuple[int, int]]:
     cases = [(int(match[1]), int(match[2])) for match in found if match is not None]
     if len(cases) < len(found):
         raise UsageError(
-            f"--decode {text!r:.60}: no list of requests x context.",
+            f"--decode {text!r:.60} is not a list of requests x context.",
             hint="Write it like 1x4096,8x1024.",
         )
     return cases

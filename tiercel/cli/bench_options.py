@@ -69,7 +69,7 @@ def parse_levels(text: str) -> list[int]:
     """Read `1,2,4`.
 
     Raises:
-        UsageError: it is no list of counts.
+        UsageError: it is not a list of counts.
     """
     return parse_counts("--concurrency", text, low=1, high=MAX_LEVEL)
 
@@ -78,12 +78,14 @@ def parse_counts(name: str, text: str, *, low: int = 0, high: int = MAX_REQUESTS
     """Read the counts of an option, without duplicates.
 
     Raises:
-        UsageError: it is no list of counts.
+        UsageError: it is not a list of counts.
     """
     parts = text.split(",")
     is_sound = (part.isascii() and part.isdigit() and len(part) < 10 for part in parts)
     if not all(is_sound) or not all(low <= int(part) <= high for part in parts):
-        raise UsageError(f"{name} {text!r:.60}: no list of counts.", hint="Write it like 1,2,4.")
+        raise UsageError(
+            f"{name} {text!r:.60} is not a list of counts.", hint="Write it like 1,2,4."
+        )
     return list(dict.fromkeys(int(part) for part in parts))
 
 
@@ -91,7 +93,7 @@ def parse_rates(text: str) -> list[float]:
     """Read `0.5,1,2`.
 
     Raises:
-        UsageError: it is no list of rates.
+        UsageError: it is not a list of rates.
     """
     rates = []
     for part in text.split(","):
@@ -101,7 +103,7 @@ def parse_rates(text: str) -> list[float]:
             rate = math.nan
         if not 1e-3 <= rate <= 1e5:
             raise UsageError(
-                f"--rate {text!r:.60}: no list of requests per second.",
+                f"--rate {text!r:.60} is not a list of requests per second.",
                 hint="Write it like 0.5,1,2.",
             )
         rates.append(rate)
@@ -170,7 +172,7 @@ def parse_bounds(text: str | None) -> Bounds:
             found[name] = math.nan
         if not all(0 < bound < math.inf for bound in found.values()):
             raise UsageError(
-                f"--goodput {text!r:.80}: no bounds in milliseconds.",
+                f"--goodput {text!r:.80} is not a list of bounds in milliseconds.",
                 hint="Write them like first=500,inter=50,latency=9000.",
             )
     return Bounds(**found)

@@ -35,13 +35,11 @@ def bench_speed(
     ] = 512,
     repetitions: Annotated[
         int,
-        Parameter(
-            name=("--repetitions", "--repeat"), group=TRIAL_GROUP, help="Runs of each trial."
-        ),
+        Parameter(name=("--repetitions", "--repeat"), group=TRIAL_GROUP, help="Runs per trial."),
     ] = 5,
     seed: Annotated[int, Parameter(group=TRIAL_GROUP, help="Seed of the token ids.")] = 0,
     json: Annotated[Path | None, Parameter(group=TRIAL_GROUP, help="Write everything.")] = None,
-    plot: Annotated[Path | None, Parameter(group=TRIAL_GROUP, help="Draw it.")] = None,
+    plot: Annotated[Path | None, Parameter(group=TRIAL_GROUP, help="Plot it.")] = None,
     label: Annotated[str | None, Parameter(group=TRIAL_GROUP, help="Name in the table.")] = None,
     model: ModelName = None,
     engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen

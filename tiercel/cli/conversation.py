@@ -239,7 +239,8 @@ def load_messages(path: Path) -> list[dict[str, str]]:
         file = msgspec.json.decode(data, type=_File)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ArgumentError(
-            f"{path}: no saved conversation: {error!s:.120}.", hint="Give a file that /save wrote."
+            f"{path}: not a saved conversation: {error!s:.120}.",
+            hint="Give a file that /save wrote.",
         ) from error
     for index, message in enumerate(file.messages):
         if message.role not in _ROLES or (message.role == "system" and index > 0):

@@ -23,7 +23,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 def check_device(_type: object, value: str) -> None:
     """Refuse text that cannot name a device; whether the device exists is checked later."""
     if not _DEVICE.fullmatch(value):
-        raise ValueError(f"{value!r} is no device; use auto, cpu, cuda or cuda:N")
+        raise ValueError(f"{value!r} is not a device; use auto, cpu, cuda or cuda:N")
 
 
 ModelName = Annotated[

@@ -128,7 +128,7 @@ def _read_items(path: Path) -> Iterator[str]:
     """
     lines = [line for line in _read(path).split("\n") if line.strip()]
     if not lines:
-        raise UsageError(f"{path}: holds no items.", hint="Write one on each line.")
+        raise UsageError(f"{path}: has no items.", hint="Write one on each line.")
     is_json = lines[0].lstrip().startswith("{")
     for number, line in enumerate(lines, 1):
         if not is_json:
@@ -138,10 +138,10 @@ def _read_items(path: Path) -> Iterator[str]:
             text = json_module.loads(line)["text"]
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise UsageError(
-                f'{path}: line {number} is no JSON object with "text".', hint="Mend or drop it."
+                f'{path}: line {number} is not a JSON object with "text".', hint="Fix or remove it."
             ) from error
         if not isinstance(text, str):
-            raise UsageError(f'{path}: "text" of line {number} is no text.', hint="Mend it.")
+            raise UsageError(f'{path}: "text" of line {number} is not text.', hint="Fix it.")
         yield text
 
 
@@ -263,7 +263,7 @@ def _read_line(line: bytes, lines: IO[bytes]) -> dict[str, Any]:
     """The request in a line.
 
     Raises:
-        ArgumentError: it is no object with a query and items, or has an unknown field.
+        ArgumentError: it is not an object with a query and items, or has an unknown field.
     """
     from tiercel.errors import ArgumentError
 
@@ -274,13 +274,13 @@ def _read_line(line: bytes, lines: IO[bytes]) -> dict[str, Any]:
     try:
         asked = json_module.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"the line is no JSON: {error!s:.200}.") from error
+        raise ArgumentError(f"the line is not JSON: {error!s:.200}.") from error
     known = ", ".join(_FIELDS)
     if not isinstance(asked, dict):
-        raise ArgumentError("the line is no JSON object.", hint=f"Its fields are {known}.")
+        raise ArgumentError("the line is not a JSON object.", hint=f"Its fields are {known}.")
     for name in asked:
         if name not in _FIELDS:
-            raise ArgumentError(f"{name!r:.80} is no field.", hint=f"Fields are {known}.")
+            raise ArgumentError(f"{name!r:.80} is not a field.", hint=f"Fields are {known}.")
     for name in ("query", "items"):
         if name not in asked:
             raise ArgumentError(f"{name} is missing.", hint="Give query and items.", param=name)

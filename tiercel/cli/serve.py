@@ -176,7 +176,7 @@ def make_tracing(server: ServerOptions) -> Tracing | None:
         return None
     if not endpoint.startswith(("http://", "https://")):
         raise UsageError(
-            f"--otlp-traces-endpoint {endpoint}: no address of a collector.",
+            f"--otlp-traces-endpoint {endpoint}: not the address of a collector.",
             hint="Write one like http://localhost:4318/v1/traces.",
         )
     try:
@@ -241,7 +241,7 @@ def make_access(server: ServerOptions) -> AccessSettings:
     for where, key in keys:
         if not key or len(key) > MAX_KEY_CHARS or not key.isascii() or not key.isprintable():
             raise UsageError(
-                f"{where}: a key is empty or holds what no header can.",
+                f"{where}: a key is empty or has characters that no header can have.",
                 hint=f"Use 1 to {MAX_KEY_CHARS} printable ASCII characters.",
             )
     for origin in server.cors_origin:
@@ -258,8 +258,8 @@ def make_access(server: ServerOptions) -> AccessSettings:
         )
     if not (is_local or keys or server.no_key):
         raise UsageError(
-            f"--host {host} lets other machines in, and there is no key.",
-            hint="Set TIERCEL_API_KEY or --api-key-file, or add --no-key to let all of them ask.",
+            f"--host {host} allows access from other machines, and there is no key.",
+            hint="Set TIERCEL_API_KEY or --api-key-file, or add --no-key to allow all of them.",
         )
     hosts = {name.lower() for name in server.allowed_host}
     if is_local and server.uds is None:

@@ -74,7 +74,7 @@ def check_whole_numbers(
         for token in argument.tokens:
             if _is_fraction(token.value):
                 raise UsageError(
-                    f"{token.keyword}: {token.value!r:.40} is no whole number.",
+                    f"{token.keyword}: {token.value!r:.40} is not a whole number.",
                     hint="Use an integer.",
                 )
 
@@ -130,6 +130,6 @@ def _known(path: Path, shown: str, raw: str, known: frozenset[str]) -> str:
         return key
     nearest = difflib.get_close_matches(key, known, n=1)
     raise UsageError(
-        f"{path}: {shown!r:.80} is no option of the command line.",
+        f"{path}: {shown!r:.80} is not an option of the command line.",
         hint=f"Did you mean {nearest[0]}?" if nearest else "See tiercel COMMAND --help.",
     )

@@ -117,7 +117,7 @@ def _read_record(cursor: Cursor, alignment: int) -> _Record:
     at = cursor.pos
     offset = cursor.u64("offset")
     if offset % alignment:
-        fact = f"is {offset}, which is no multiple of the alignment {alignment}"
+        fact = f"is {offset}, which is not a multiple of the alignment {alignment}"
         raise cursor.fail("offset", at, fact, "Offsets are multiples of general.alignment.")
     return _Record(dims, qtype, nbytes, offset)
 
@@ -135,4 +135,4 @@ def _read_type(cursor: Cursor) -> QuantType:
     if number in UNSUPPORTED_TYPES:
         fact = f"is {number} ({UNSUPPORTED_TYPES[number]}), which Tiercel does not run"
         raise cursor.unsupported("type", at, fact, hint)
-    raise cursor.fail("type", at, f"is {number}, which is no known type", hint)
+    raise cursor.fail("type", at, f"is {number}, which is not a known type", hint)

@@ -248,7 +248,7 @@ def _existing_path(text: str) -> Path:
             target = show(str(path.readlink()))
             raise ModelNotFoundError(
                 f"{shown}: the link points to {target}, which does not exist.",
-                hint="Mend the link or give the path of the file.",
+                hint="Fix the link or give the path of the file.",
             ) from None
         raise _unknown(text) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the path

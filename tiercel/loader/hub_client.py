@@ -106,7 +106,7 @@ class HubClient:
             files = tuple(_remote_file(file) for file in found.siblings)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
             raise ModelNotFoundError(
-                f"{name.repository}: the hub's answer is no list of files: {error!s:.120}.",
+                f"{name.repository}: the hub's answer is not a list of files: {error!s:.120}.",
                 hint=f"Check that {show(self._endpoint)} is a model hub.",
             ) from error
         if not _COMMIT.fullmatch(found.sha):

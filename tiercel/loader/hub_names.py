@@ -91,7 +91,8 @@ def check_revision(revision: str) -> None:
     """
     if not _REVISION.fullmatch(revision) or ".." in revision:
         raise ModelNotFoundError(
-            f"{show(revision)}: no name of a revision.", hint="Give a branch, a tag or a commit."
+            f"{show(revision)}: not the name of a revision.",
+            hint="Give a branch, a tag or a commit.",
         )
 
 
@@ -107,7 +108,7 @@ def check_file_name(name: str) -> None:
     is_short = all(len(part.encode(errors="replace")) <= _MAX_COMPONENT_BYTES for part in parts)
     if not (is_plain and is_inside and is_short and len(parts) <= 8):
         raise ModelNotFoundError(
-            f"the repository holds a file named {show(name)}, which is no safe name.",
+            f"the repository holds a file named {show(name)}, which is not a safe name.",
             hint="Nothing was written. Do not use this repository.",
         )
 

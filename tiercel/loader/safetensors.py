@@ -152,7 +152,7 @@ def _read_header(file: MappedFile, part: int) -> list[TensorInfo]:
         )
     header = _parse_json(file, 8, length, "the header")
     if not isinstance(header, dict):
-        raise file.error("the header is no JSON object.", hint=FETCH_AGAIN)
+        raise file.error("the header is not a JSON object.", hint=FETCH_AGAIN)
     infos = [
         _read_entry(file, name, entry, 8 + length, part)
         for name, entry in header.items()
@@ -246,4 +246,4 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is no JSON number")
+    raise ValueError(f"{text} is not a JSON number")

@@ -212,7 +212,8 @@ def _json_size(context: Mapping[str, object]) -> int:
         return len(json.dumps(context))
     except (TypeError, ValueError, RecursionError):
         raise InvalidRequestError(
-            "the messages, tools or chat_template_kwargs hold what is no JSON.", param="messages"
+            "the messages, tools or chat_template_kwargs contain a value that is not JSON.",
+            param="messages",
         ) from None
 
 

@@ -190,7 +190,7 @@ class Tokenizer:
 
         Raises:
             ModelFormatError: the file or a field breaks its format.
-            UnsupportedModelError: a tokenizer that is no byte-level or byte-fallback BPE.
+            UnsupportedModelError: a tokenizer that is not byte-level or byte-fallback BPE.
         """
         return Tokenizer.from_json(
             path.name,

@@ -251,7 +251,7 @@ def _read_cache(path: Path, content_hash: bytes, vocab_size: int) -> array[int] 
 
 
 def _write_cache(path: Path, content_hash: bytes, ids: array[int]) -> None:
-    """Write under a temporary name, flush, rename; a folder that cannot be written is no error."""
+    """Write under a temporary name, flush, rename; an unwritable folder is not an error."""
     if sys.byteorder == "big":
         ids = ids[:]
         ids.byteswap()

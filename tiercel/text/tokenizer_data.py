@@ -272,7 +272,7 @@ def _read_merges(fields: _Fields, tokens: Sequence[str]) -> tuple[tuple[str, str
             raise fields.error(f"{key}[{i}]", f"is {shown(merge)}", rule)
         for part in (left, right, left + right):
             if part not in known:
-                found = f"is {shown(merge)}, and {shown(part)} is no token"
+                found = f"is {shown(merge)}, and {shown(part)} is not a token"
                 raise fields.error(f"{key}[{i}]", found, "both parts and their join must be tokens")
         pairs.append((left, right))
     return tuple(pairs)

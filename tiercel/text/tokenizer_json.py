@@ -1,13 +1,13 @@
 """Reader of Hugging Face ``tokenizer.json``: checks, a trial in a child process, then encoders.
 
-The file is data from a stranger: it is parsed here, its vocabulary and added tokens are checked,
+The file is untrusted: it is parsed here, its vocabulary and added tokens are checked,
 and the library loads it first in a child (`tokenizer_probe.py`), where a crash or an endless
-regular expression ends the child only. Regular expressions outside a list of known ones are also
+regular expression ends only the child. Regular expressions outside a list of known ones are also
 tried there on hard texts.
 
 Added tokens become part of the model's vocabulary, so that `plain` and `chat` can share one model
-and still give each token the id of the file: special ones are control tokens, the others
-user-defined.
+and still give each token the id of the file: special tokens are control tokens, other added tokens
+are user-defined.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tiercel.text.tokenizer_data import (
 
 MAX_FILE_BYTES: Final = 256 << 20
 PROBE_SECONDS: Final = 60
-_PROBE_BYTES: Final = 2 << 30  # beside 16 times the file
+_PROBE_BYTES: Final = 2 << 30  # in addition to 16 times the file
 _KNOWN_PATTERNS: Final = frozenset(p for patterns in SPLITS.values() for p in patterns)
 _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
 
@@ -50,8 +50,8 @@ class TokenizerFile:
     """A checked tokenizer file; fields as in `tokenizer_data.TokenizerData`.
 
     Attributes:
-        eos_ids: the tokenizer's own first, then those of the generation config.
-        strips_leading_space: decoding removes one space that opens the text.
+        eos_ids: end ids, the tokenizer's own first, then those of the generation config.
+        strips_leading_space: whether decoding removes one space at the start of the text.
     """
 
     encoders: Encoders
@@ -74,18 +74,18 @@ def parse_tokenizer_file(
     generation_config: Json,
     vocab_size: int | None,
 ) -> TokenizerFile:
-    """Check, try in a child, build.
+    """Check the file, try it in a child process, build the encoders.
 
     Args:
-        name: what messages call the file.
-        content: of ``tokenizer.json``.
+        name: name of the file in messages.
+        content: content of ``tokenizer.json``.
         tokenizer_config: content of ``tokenizer_config.json``.
         generation_config: content of ``generation_config.json``.
         vocab_size: rows of the embedding, or None: the file's own size.
 
     Raises:
         ModelFormatError: a file or field that breaks its format.
-        UnsupportedModelError: no byte-level and no byte-fallback BPE.
+        UnsupportedModelError: neither a byte-level nor a byte-fallback BPE.
     """
     root = _parse_json(name, content)
     model = _mapping(root.get("model"), name, "model")
@@ -275,7 +275,7 @@ def _try_in_child(name: str, whole: str, *, probe: bool) -> None:
 def _tabulate(
     vocab: Mapping[str, int], added: list[tuple[AddedToken, int]], *, is_byte_level: bool
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Tokens and types by id; ids that nobody uses are unused."""
+    """Tokens and types by id; ids without a token are unused."""
     num_tokens = 1 + max(vocab.values(), default=-1)
     tokens, types = [""] * num_tokens, [UNUSED] * num_tokens
     for token, token_id in vocab.items():
@@ -323,7 +323,7 @@ def _chat_template(name: str, config: Json) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Roles:
-    """Which token plays which part: the two config files, then the file's own post-processor."""
+    """The role of each token: from the two config files, then the file's own post-processor."""
 
     name: str
     vocab: Mapping[str, int]
@@ -338,7 +338,7 @@ class _Roles:
             return None
         if not isinstance(content, str) or content not in self.vocab:
             raise ModelFormatError(
-                f"{self.name}: {key} is {shown(content)}, which is no token of the file."
+                f"{self.name}: {key} is {shown(content)}, which is not a token of the file."
             )
         return self.vocab[content]
 
