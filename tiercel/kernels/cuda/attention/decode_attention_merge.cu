@@ -1,11 +1,15 @@
-// The second kernel of split attention: rows that several CTAs share become their results. Behind:
-// attention_ptx.cuh, decode_attention_splits.cuh, decode_attention_walk.cuh. Host side: decode_attention_split.py.
+// decode_attention, second kernel: adds up the partial results of decode_attention_split.cu where
+// several CTAs share a row. Layout of partial results: at the parameters. Host side:
+// decode_attention_split.py.
 //
-// With FOLDS, CTAs have added up groups of splits, and the one that has a row's first split its groups
-// (`is_held`); what is left is added here, in order. As many CTAs as have shared a tile of rows do
-// that, each for its part of rows and columns. Without, every row has all splits to add.
-// Macros: as decode_attention_split.cu, and BATCH (splits that a warp asks for at once, whole groups), COLUMNS
-// (of a lane: 1 or 2), CTAS (an SM, for the registers: those that wait beside the kernel ahead need room).
+// With FOLDS, the first kernel has added splits to groups, and the CTA with a row's first split has
+// added up that row's groups (`is_held`). This kernel adds the remaining sums, in order. As many
+// CTAs as shared a tile of rows add them, each for its part of rows and columns. Without FOLDS,
+// every row has all splits to add.
+//
+// Macros: as decode_attention_split.cu, and BATCH (splits that a warp loads together, whole
+// groups), COLUMNS (of a lane: 1 or 2), CTAS (an SM, for the registers: CTAs that wait beside the
+// kernel ahead need room).
 #include "attention/decode_attention_splits.cuh"
 #include "attention/decode_attention_walk.cuh"
 
@@ -49,8 +53,8 @@ DEV void store_columns(u16* to, const float (&x)[COLUMNS]) {
 #endif
 }
 
-// Adds up results of splits `first`, which begins a group, to `last`; the place of `low` is 0. A bit
-// of held(first split) says of each of 32 splits whether there is one.
+// Adds up results of splits `first`, which begins a group, to `last`; the place of `low` is 0. A
+// bit of held(first split) says of each of 32 splits whether there is one.
 template <class F>
 DEV void merge_slab(const Slab& slab, int low, int first, int last, F held) {
   const int lane = threadIdx.x & 31;
@@ -156,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
     part.end = tasks * (share - owner + 1) / (last - owner + 1);
     part.first_token = at.of.first_token, part.head = at.kv_head * group;
     part.begin = rows_at;
-    // Behind the whole groups of the first CTA, whose sum is in the place of the last one.
+    // After the whole groups of the first CTA. Their sum is in the place of the last of them.
     const int whole = at.split_behind(at.border(owner + 1) - rows_at) & -GROUP;
     part.first = max(whole - GROUP, at.first_split() & -GROUP);
     part.low = at.first_split(), part.last = at.last_split();

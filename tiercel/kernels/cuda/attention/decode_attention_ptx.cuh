@@ -1,5 +1,5 @@
-// What decode_attention_split.cu takes from PTX: products, copies and shared memory; behind attention_ptx.cuh,
-// and with it replaced where there is no GPU. Macros: IS_BF16.
+// PTX instructions of decode_attention_split.cu: products, copies and shared memory. On a processor
+// tests/cuda_on_cpu/attention_device.hpp replaces this file. Macro: IS_BF16.
 #pragma once
 
 #include "include/attention_ptx.cuh"
@@ -44,7 +44,7 @@ DEV void store_transposed(u32 address, u32 x0, u32 x1) {
 DEV void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-// 16 bytes, or zeros without a look at the source.
+// 16 bytes, or zeros without reading the source.
 DEV void copy16(u32 to, const void* from, bool is_read) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                ::"r"(to), "l"(from), "r"(is_read ? 16 : 0) : "memory");
@@ -73,7 +73,7 @@ DEV void store_float(u32 address, float x) {
 DEV void store_half(u32 address, u32 x) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((u16)x) : "memory");
 }
-// Asks for what will be read soon.
+// Prefetches a line to the L2.
 DEV void prefetch_line(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }

@@ -1,27 +1,28 @@
-// Attention of few new tokens per request over the paged cache: results of splits, and of rows.
-// Behind: attention_ptx.cuh, decode_attention_ptx.cuh, decode_attention_splits.cuh, decode_attention_walk.cuh, decode_attention_sums.cuh. Host
-// side, floor: decode_attention_split.py.
+// decode_attention, first kernel: attention of few new tokens per request over the paged cache.
+// Writes results of splits, and of whole rows. Layouts: at the parameters. Host side, floor:
+// decode_attention_split.py.
 //
 // A unit of work is a split of one request, one key/value head and one tile of ROWS rows (a row is
-// a query of a head of the group). Units lie in a row by (request, head, tile of rows, split), as
-// many places long as they have tiles; each CTA takes those that begin in its equal share of all
-// places. So any mix of lengths spreads evenly, by lengths that only the device knows. Which CTA
-// computes a unit is no part of its result, nor is their order (decode_attention_walk.cuh has a second one).
+// a query of a head of the group). Units are ordered by (request, head, tile of rows, split). A
+// unit takes as many places as it has tiles. Each CTA takes the units that begin in its equal share
+// of all places. So any mix of lengths spreads evenly, by lengths that only the device knows. Which
+// CTA computes a unit is no part of its result, nor is their order (decode_attention_walk.cuh has a
+// second one).
 //
-// With FOLDS, a CTA adds up groups of splits as far as it has them from their first one on, and rows
-// as far as it has them from their first split on (decode_attention_sums.cuh). All other splits are partial
-// results of their own, for decode_attention_merge.cu to add in the same order.
+// With FOLDS, a CTA adds up groups of splits as far as it has them from their first one on, and
+// rows as far as it has them from their first split on (decode_attention_sums.cuh). All other
+// splits are partial results of their own, for decode_attention_merge.cu to add in the same order.
 //
 // Keys and values stream through a ring of STAGES tiles that runs ahead over units. Products are
-// transposed, keys and value columns as their 16 rows and queries as their 8 columns: 4 heads cost 8
-// columns. A warp scores 16 of each 64 keys; maxima and weights meet in shared memory; then each warp
-// multiplies all keys with its quarter of the value columns. So a unit's sums over keys have one
-// order, whatever the number of rows.
+// transposed, keys and value columns as their 16 rows and queries as their 8 columns: 4 heads cost
+// 8 columns. A warp scores 16 of each 64 keys; maxima and weights meet in shared memory; then each
+// warp multiplies all keys with its quarter of the value columns. So a unit's sums over keys have
+// one order, whatever the number of rows.
 //
 // Copies queue for some 4 us, and what else is read from memory waits in the same queue: blocks are
-// looked up a tile early, the next request's table and the first queries come to the cache early, and
-// lengths are read once, to shared memory. Before the wait no more than a tile of copies is under way,
-// for what the kernel ahead reads at its end.
+// looked up a tile early, the next request's table and the first queries come to the cache early,
+// and lengths are read once, to shared memory. Before the wait no more than a tile of copies is
+// under way, for what the kernel ahead reads at its end.
 //
 // With dependent launch, lengths, tables and keys older than this step are read before the kernel
 // ahead has ended: they must have been written before that one began (docs/notes/attention.md).
@@ -95,16 +96,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
     if (of.seq_len > 0)
       prefetch_line(tables + lengths.rows[next] * table_stride + of.low / BLOCK_SIZE);
   };
-  // Where this thread's piece of row `row` of a unit lies, or null.
+  // The address of this thread's piece of row `row` of a unit, or null.
   auto find_query = [&](const Walk& at, int row) {
     const int packed = at.row_tile * ROWS + row, query = tokens_of(packed);
     const int head = at.kv_head * group + packed - query * group;
     const i64 from = (at.of.first_token + query) * q_token_stride + head * q_head_stride;
     return query < at.of.queries ? q + from + piece * 8 : nullptr;
   };
-  // The tile `ahead`, its queries where a unit begins and they are asked for; then the next one. Two
-  // groups of copies, keys and values, so that scores begin when half of a tile is there; the second
-  // one is left open. Paced, a half waits for the one before the last one.
+  // The tile `ahead`, its queries where a unit begins and needs them; then the next one. Two
+  // groups of copies, keys and values, so that scores begin when half of a tile is there; the
+  // second one is left open. Paced, a half waits for the one before the last one.
   auto fetch = [&](int slot, bool has_queries, bool is_paced) {
     const u32 to = smem + slot * STAGE_BYTES;
     const int key = ahead.tile * TILE;
@@ -172,8 +173,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode_attention_
     }
   };
 
-  // The first tiles: keys of earlier steps before the wait, the rest behind it. The queries of the first
-  // unit go through registers, so that they wait for no tile.
+  // The first tiles: keys of earlier steps before the wait, other keys after it. The queries of the
+  // first unit go through registers, so that they wait for no tile.
   if (!ahead.is_over()) find_blocks(ahead, blocks);
   bool has_waited = false;
 #pragma unroll 1

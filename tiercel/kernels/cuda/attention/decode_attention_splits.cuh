@@ -1,7 +1,8 @@
-// Where the keys of a request are cut, and how sums of splits are added; behind attention_ptx.cuh.
+// decode_attention: where the keys of a request are split, and how sums of splits are added.
 //
 // Splits end at fixed positions, so that no sum depends on the batch: every FINE_KEYS up to
-// FINE_END, every MIDDLE_KEYS up to MIDDLE_END, every COARSE_KEYS beyond (decode_attention_split.py).
+// FINE_END, every MIDDLE_KEYS up to MIDDLE_END, every COARSE_KEYS beyond
+// (decode_attention_split.py).
 #pragma once
 
 #include "include/attention_ptx.cuh"

@@ -1,13 +1,13 @@
-// Shared memory of a CTA of decode_attention_split.cu, and sums over splits; behind decode_attention_splits.cuh and
-// decode_attention_walk.cuh.
+// decode_attention: shared memory of a CTA of decode_attention_split.cu, and sums over splits.
 //
-// Splits are added to the sum of their group, groups to the sum of their row, one at a time and in order,
-// so that bits do not depend on which CTA has what. A sum's place among partial results is that of its
-// last split. Where a CTA's share ends inside of a group of a row that it has from the first split on,
-// the row's sum, in the place of the group before, and the group's are two.
+// Splits are added to the sum of their group, groups to the sum of their row, one at a time and in
+// order, so that bits do not depend on which CTA has which splits. A sum's place among partial
+// results is that of its last split. Where a CTA has a row from its first split on, and its share
+// ends inside of a group, it writes two sums: the row's, in the place of the group before, and the
+// group's.
 //
-// Macros: as decode_attention_split.cu. With SHARED_SUMS the row's sum lies in shared memory while a group's is
-// made, else in registers.
+// Macros: as decode_attention_split.cu. With SHARED_SUMS the row's sum is in shared memory while a
+// group's is made, else in registers.
 #pragma once
 
 #include "attention/decode_attention_ptx.cuh"
@@ -16,10 +16,10 @@
 
 #define WARPS 4
 #define KT (TILE / 64)               // times 16 keys: what a warp scores
-#define SPAN (TILE < BLOCK_SIZE ? TILE : BLOCK_SIZE)  // keys of a tile that lie in one block
+#define SPAN (TILE < BLOCK_SIZE ? TILE : BLOCK_SIZE)  // keys of a tile in one block
 #define BLOCKS (TILE / SPAN)         // of a tile
 #define PIECES (D / 8)               // of 16 bytes, of a row of keys
-#define LINES (32 * WARPS / PIECES)  // rows that all threads copy at once
+#define LINES (32 * WARPS / PIECES)  // rows that all threads copy together
 #define KV_BYTES (TILE * D * 2)
 #define STAGE_BYTES (2 * KV_BYTES + ROWS * D * 2)  // keys, values, and queries where a unit begins
 #define DT (D / WARPS / 16)                 // tiles of 16 value columns of a warp
@@ -31,7 +31,7 @@
 #define ROW_SCALE (ROW_ACC + ROWS * D * 4)  // (NR, WARPS, 4 lanes, 4) float
 #define LENGTHS (SHARED_SUMS ? ROW_SCALE + ROWS * 32 : ROW_ACC)  // (3 * KEPT + 1,) int
 
-// Where piece `piece` of row `row` lies among rows of `pieces` pieces, without bank conflicts.
+// The place of piece `piece` of row `row` among rows of `pieces` pieces, without bank conflicts.
 DEV u32 swizzled(int row, int piece, int pieces) {
   return (row * pieces + (piece ^ (row & 7))) * 16;
 }
@@ -61,8 +61,8 @@ DEV int row_of_group(int group_lane) {
   return NR == 1 ? 0 : NR == 2 ? group_lane >> 1 & 1 : min(group_lane >> 1, NR - 1);
 }
 
-// What is added up: splits to the sum of a group, groups to that of a row. Lane 4 g + t has columns g
-// and g + 8 of 16 of rows 2 t and 2 t + 1 of each tile of 8; maximum and sum only of one tile's.
+// What is added up: splits to the sum of a group, groups to that of a row. Lane 4 g + t has columns
+// g and g + 8 of 16 of rows 2 t and 2 t + 1 of each tile of 8; maximum and sum only of one tile's.
 struct Sums {
   float acc[DT][NR][4], maximum[2], sum[2];
 #if FOLDS && !SHARED_SUMS

@@ -1,8 +1,10 @@
-// A walk over the units of one CTA and their tiles (decode_attention_split.cu).
+// decode_attention: the order in which one CTA visits its units of work and their tiles
+// (decode_attention_split.cu).
 //
-// With FOLDS, all splits of a tile of rows are one CTA's wherever lengths allow it at 1 / SLACK of a
-// share: such rows have no partial results. Without, a launch may have the heads of a split side by
-// side, as they are in the cache, in place of the splits of a head. Macros: TILE, NR, FOLDS.
+// With FOLDS, one CTA has all splits of a tile of rows wherever lengths allow it at 1 / SLACK of a
+// share. Rows of one CTA have no partial results. Without FOLDS, a launch may have the heads of a
+// split side by side, as they are in the cache, in place of the splits of a head. Macros: TILE, NR,
+// FOLDS.
 #pragma once
 
 #include "attention/decode_attention_splits.cuh"
@@ -30,7 +32,7 @@ struct Walk {
   int total;          // places
   int upto, of_lane;  // places before the next lane's first request; requests of a lane
   int most, full;     // places of a share; the same of all, or 0
-  int least, more;    // else: places of a share without a rest, and the rest of them all
+  int least, more;    // else: places of a share, rounded down, and the remainder of all
   int place, stop;  // of the unit, or of its rows if they are whole, and where the share ends
   int request, table_row, row_tiles, split;
   int kv_head, row_tile;  // of the unit
@@ -74,8 +76,8 @@ struct Walk {
   DEV bool fits_whole() const {
     return FOLDS && fits(quotient(most + tiles() - 1, tiles()) * tiles(), most);
   }
-  // Where a share begins. Shares of whole tiles, if they cost little, often end with rows, and leave
-  // nothing to the last CTAs, which begin late.
+  // Where a share begins. Shares of whole tiles, if they cost little, often end with rows, and
+  // leave nothing to the last CTAs, which begin late.
   DEV int border(int share) const {
     return full ? min(full * share, total) : least * share + quotient(more * share, gridDim.x);
   }
@@ -133,7 +135,7 @@ struct Walk {
     enter_rows();
     return base + rows * tiles();
   }
-  // The first split of the rows at hand that begins `offset` places behind them or later.
+  // The first split of the current rows that begins at least `offset` places after their start.
   DEV int split_behind(int offset) const {
     const int key = (first_tile() + offset) * TILE;
     return split_of(key) + (offset > 0 && (key & (keys_of_split(key) - 1)) > 0);
@@ -149,8 +151,8 @@ struct Walk {
     if (lengths.has_heads_inside() ? find_unit(lengths, base, from) : find_split(lengths, base, from))
       next_request(lengths);
   }
-  // The first unit of this request, which begins at `base`, at a place or later; whether all of them
-  // are before it.
+  // The first unit of this request, which begins at `base`, at a place or later; whether all of
+  // them are before it.
   DEV bool find_unit(const Lengths& lengths, int base, int at) {
     const int units = row_tiles * lengths.kv_heads;  // of a split
     enter_split(split_of((first_tile() + quotient(at - base, units)) * TILE));

@@ -1,23 +1,24 @@
-// Prefill attention over a paged cache for Hopper (sm_90a), head_dim 128: plain causal, chunked and
-// multi-item. Token i of a request sees key k iff k <= i and (k < P or k >= its item_start); i and k
-// are indices in the sequence, P is its prefix (a plain request: its whole length). Keys below P lie
-// in pages, item keys in this step's projections. Host side: prefill_attention.py.
+// prefill_attention over a paged cache for Hopper (sm_90a), head_dim 128: plain causal, chunked and
+// multi-item. Token i of a request sees key k iff k <= i and (k < P or k >= its item_start); i and
+// k are indices in the sequence, P is its prefix (a plain request: its whole length). Keys below P
+// are in pages, item keys in this step's projections. Layouts: at the parameters. Host side:
+// prefill_attention.py.
 //
 // Persistent grid, one CTA per SM. Warpgroup 0 is the producer: one thread issues TMA boxes into a
 // ring of K and V slots, in the order K0, K1 V0, K2 V1, ... over all tiles. Warpgroups 1 and 2 own
-// 64 packed rows each (64 / GROUP_HEADS tokens x GROUP_HEADS heads) of a tile. They take turns on the tensor
-// cores (named barriers), so that one does its softmax while the other multiplies. Q is double
-// buffered; the last product of a tile is issued with the first score product of the next one.
-// A tile runs item steps first (WN keys, always masked), then pages (BN keys, masked only where the
-// diagonal or P cuts them): one online softmax over both.
+// 64 packed rows each (64 / GROUP_HEADS tokens x GROUP_HEADS heads) of a tile. They take turns on
+// the tensor cores (named barriers), so that one does its softmax while the other multiplies. Q is
+// double buffered; the last product of a tile is issued with the first score product of the next
+// one. A tile runs item steps first (WN keys, always masked), then pages (BN keys, masked only
+// where the diagonal or P cuts them): one online softmax over both.
 //
-// Slots behind a request in its last page, and rows behind it in k_new and v_new, must be finite:
+// Slots after a request in its last page, and rows after it in k_new and v_new, must be finite:
 // their weight is 0, and 0 * NaN is NaN.
 //
-// Macros: GROUP_HEADS query heads per KV head (1, 2, 4, 8), PAGE rows per page (16, 32, 64, 128), IS_BF16
-// (0: fp16), FAST_LOOP (1: exponentiate with the maxima of earlier steps), IS_PART (1: results are
-// float32, with the base-2 logarithms of their sums beside them, to be merged). Behind: hopper.cuh.
-// Shared memory, dynamic: QBUF * QBYTES + STAGES * KVBYTES + 1024 for alignment = 230,400 bytes.
+// Macros: GROUP_HEADS query heads per KV head (1, 2, 4, 8), PAGE rows per page (16, 32, 64, 128),
+// IS_BF16 (0: fp16), FAST_LOOP (1: exponentiate with the maxima of earlier steps), IS_PART (1:
+// results are float32, with the base-2 logarithms of their sums beside them, to be merged). Shared
+// memory, dynamic: QBUF * QBYTES + STAGES * KVBYTES + 1024 for alignment = 230,400 bytes.
 #include "include/hopper.cuh"
 
 #define D 128    // head_dim
@@ -188,7 +189,7 @@ __device__ __forceinline__ void step(float (&o)[64], u32 (&p)[BN / 4], u32 (&pn)
   }
   float x0 = s[0], x1 = s[2], s0 = 0.f, s1 = 0.f, a0 = 1.f, a1 = 1.f;
   if (FAST) {
-    // Maxima of earlier steps almost always still serve: exponentiate at once, look for growth
+    // Maxima of earlier steps almost always still serve: exponentiate first, look for growth
     // beside it, and redo the step's exponentials if there was any.
     float c0 = -m[0] * k.sl2, c1 = -m[1] * k.sl2;
 #pragma unroll
@@ -271,7 +272,7 @@ __device__ __forceinline__ void last(float (&o)[64], u32 (&p)[BN / 4], const Rin
 }
 
 // One tile, 8 ints: first row of q, tokens, index of its first token, request, end of its page keys
-// (P, or where its part ends), index of its first item key (the index behind its tokens: none),
+// (P, or where its part ends), index of its first item key (the index after its tokens: none),
 // first page key (a multiple of BN), row of its result.
 struct Work { int q_row, tokens, i0, req, P, low, first, out_row; };
 __device__ __forceinline__ Work load_work(const int* t) {

@@ -1,10 +1,10 @@
-// Norm, rotation and cache write of heads that rotate whole; attention_ptx.cuh before it. Host side,
-// floor: kernels/attention/rotary_kv_write.py.
+// rotary_kv_write: norm, rotation and cache write of heads whose whole width rotates. Layouts: at
+// the parameters. Host side, floor: kernels/attention/rotary_kv_write.py.
 //
-// D / 8 lanes take a head, each of them four pairs (i, i + D / 2). Between a step's products this is
-// a chain of latencies, so what can be is read before the wait: the token's position and slot, its
-// row of the table, the weights. Positions and slots must therefore have been written before the
-// kernel ahead began. 32 registers and no shared memory let CTAs wait beside one of fused_layer_tail.cu,
+// D / 8 lanes take a head, each of them four pairs (i, i + D / 2). Between a step's products this
+// is a chain of latencies. So the token's position and slot, its row of the table and the weights
+// are read before the wait. Positions and slots must therefore have been written before the kernel
+// ahead began. 32 registers and no shared memory let CTAs wait beside one of fused_layer_tail.cu,
 // whose 640 threads leave 4096 registers of an SM.
 //
 // Macros: D (head_dim: 64, 128, 256), NUM_HEADS (of queries), KV_HEADS, HAS_NORMS, IS_BF16.
@@ -35,7 +35,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16) rotary_kv_write(
     float eps) {
   let_dependents_start();
   const int token = blockIdx.x, dim = 4 * ((int)threadIdx.x % LANES);
-  // Lanes behind the last head do as those of the last one do, for the shuffles, and store nothing.
+  // Lanes after the last head compute as those of the last one, for the shuffles, and store
+  // nothing.
   const int wanted = (blockIdx.y * (32 * WARPS) + (int)threadIdx.x) / LANES;
   const int head = wanted < ALL ? wanted : ALL - 1;
   const bool is_v = head >= NUM_HEADS + KV_HEADS;

@@ -1,6 +1,6 @@
-// All layers of a dense decoder for one new token, in one launch; hopper.cuh, fused_decode_step_ptx.cuh,
-// fused_decode_step_units.cuh, fused_decode_step_exchange.cuh, fused_decode_step_products.cuh and fused_decode_step_attention.cuh before it.
-// Why each part is as it is: docs/notes/fused_decode_step.md. Host side: ops/fused_decode_step.py.
+// fused_decode_step: all layers of a dense decoder for one new token, in one launch. Layouts:
+// `Args` and `Layout` of fused_decode_step_exchange.cuh. Why each part is as it is:
+// docs/notes/fused_decode_step.md. Host side: ops/fused_decode_step.py.
 //
 // Split: 128 CTAs x 16 consumer warps. A CTA owns 32 rows of q, 8 of k, 8 of v, 32 of o and down,
 // 32 pairs of (gate, up) of each 4096; a warp takes two rows (a pair) at a time. So no CTA has more
@@ -9,8 +9,8 @@
 // that head, each over every 16th tile of 32 keys, and merge: CTA c ends with outputs 32 c and on.
 //
 // Stream: a group is 4 warps with a ring of their own, filled by a producer thread in the order of
-// use: weights of a slot (a unit for each of the 4 warps) lie end to end in memory for the whole
-// step, so the producer only counts on; tiles of K and V come through the same ring by TMA. It
+// use: weights of a slot (a unit for each of the 4 warps) are end to end in memory for the whole
+// step, so the producer only counts; tiles of K and V come through the same ring by TMA. It
 // never waits for activations, only for a free slot and for its copies in flight to fall below a
 // limit.
 //
@@ -20,10 +20,10 @@
 // Waiting is bounded: after MOST_TICKS a CTA waits no more in this step, and its results become
 // NaN. So a step ends even if CTAs do not run side by side.
 //
-// Macros: LAYERS, SLICES (of 4096 columns in a row of down), HAS_QK_NORM, CTAS, GROUPS of GROUP_WARPS
-// warps, HIDDEN, HEAD (its width), KV_HEADS, HEADS (query heads of a key/value head), SPLITS (CTAs of
-// a key/value head), TILE (keys of a slot of K or V, 8 for each warp of a group), PAGE (tokens of a
-// cache block), MOST_TILES (of a group).
+// Macros: LAYERS, SLICES (of 4096 columns in a row of down), HAS_QK_NORM, CTAS, GROUPS of
+// GROUP_WARPS warps, HIDDEN, HEAD (its width), KV_HEADS, HEADS (query heads of a key/value head),
+// SPLITS (CTAs of a key/value head), TILE (keys of a slot of K or V, 8 for each warp of a group),
+// PAGE (tokens of a cache block), MOST_TILES (of a group).
 #include "fused/fused_decode_step_attention.cuh"
 #include "fused/fused_decode_step_exchange.cuh"
 #include "fused/fused_decode_step_products.cuh"

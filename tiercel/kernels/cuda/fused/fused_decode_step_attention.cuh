@@ -1,5 +1,5 @@
-// Attention of one token of a layer, from rows of q, k, v to records of the inputs of o, for
-// fused_decode_step.cu; fused_decode_step_products.cuh before it.
+// fused_decode_step: attention of one token in a layer, from rows of q, k, v to records of the
+// inputs of o.
 #pragma once
 
 #include "fused/fused_decode_step_exchange.cuh"
@@ -122,7 +122,7 @@ DEV void attend(const Args& g, u32 smem, Taker& taker, int group, int warp, int 
     const float p1 = column + 1 < valid ? ex2(s1 - most) : 0;
     sum += p0 + p1;
     const u32 p = pack(p0, p1);
-    // Behind the last key lies anything: 0 * NaN would be NaN.
+    // Memory after the last key holds anything: 0 * NaN would be NaN.
     const u32 keep = (column < valid ? 0xffffu : 0u) | (column + 1 < valid ? 0xffff0000u : 0u);
     const int v_slot = is_new ? 0 : taker.take();
     const u32 v_at = is_new ? smem + Layout::NEW_V : taker.ring.data + v_slot * SLOT;

@@ -1,5 +1,5 @@
-// Sizes, shared memory and the exchange of activations between CTAs, for fused_decode_step.cu, which says
-// what they are; hopper.cuh and fused_decode_step_ptx.cuh before it.
+// fused_decode_step: arguments, sizes, shared memory and the exchange of activations between CTAs.
+// fused_decode_step.cu says how they are used.
 #pragma once
 
 #include "fused/fused_decode_step_ptx.cuh"
@@ -55,7 +55,7 @@ struct Caches {
 #define PARTIAL 9
 
 // Shared memory, bytes; inputs of neighbouring matrices never share a buffer. The outputs of the
-// warps' attention lie where inputs of qkv and down do, which nobody reads then.
+// warps' attention share the place of the inputs of qkv and down, which are not in use then.
 struct Layout {
   static constexpr int INPUT = 8 * ACT_PITCH + 3 * 512;  // 4096 activations
   static constexpr int OUTPUTS_PITCH = 136 * 4, OUTPUTS = WARPS * HEADS * OUTPUTS_PITCH;
@@ -84,7 +84,7 @@ DEV Input input_of(u32 smem, int kind, int slice) {
   return {act, scales, sums, sums + 512};
 }
 // Whether a step takes so long that it will not end by waiting: then this CTA waits no more. Called
-// after polls in vain. The upper half of the clock counts 2.2 s at 1.98 GHz.
+// after polls without success. The upper half of the clock counts 2.2 s at 1.98 GHz.
 DEV bool is_lost(u32 smem) {
   if (clock_high() - load_shared_word(smem + Layout::START) < MOST_TICKS) return false;
   store_shared(smem + Layout::LOST, 1);

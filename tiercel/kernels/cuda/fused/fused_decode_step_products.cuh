@@ -1,5 +1,4 @@
-// The stream of weights, keys and values, and the products of one matrix, for fused_decode_step.cu;
-// fused_decode_step_units.cuh and fused_decode_step_exchange.cuh before it.
+// fused_decode_step: the stream of weights, keys and values, and the products of one matrix.
 #pragma once
 
 #include "fused/fused_decode_step_exchange.cuh"
@@ -15,7 +14,7 @@ DEV int pairs_of(int kind, int group) {  // of a warp; those of QKV: q, then k (
 DEV bool is_q6(int six, int kind, int group, int it) {
   return (six >> (kind == QKV ? (it ? 1 + group : 0) : kind + 2)) & 1;
 }
-// Attention is a phase of its own behind QKV.
+// Attention is a phase of its own after QKV.
 DEV int phase_of(int layer, int kind) { return 5 * layer + kind + (kind > QKV); }
 // Tiles of `split`: t = split + SPLITS * (group + GROUPS * it).
 DEV int tiles_of(int num_keys, int split, int group) {

@@ -1,5 +1,5 @@
-// PTX forms that fused_decode_step_units.cuh and fused_decode_step.cu use; hopper.cuh before it. All that a
-// processor would do in another way is in these two headers and exchange_ptx.cuh behind them: tests/cuda_on_cpu/ has both for one.
+// PTX instructions of fused_decode_step.cu besides those of hopper.cuh and exchange_ptx.cuh. On a
+// processor tests/cuda_on_cpu/device.hpp replaces the three of them.
 #pragma once
 
 #include "include/hopper.cuh"
@@ -56,7 +56,7 @@ DEV void store_relaxed(u64* p, u32 lo, u32 hi) {
                "r"(lo), "r"(hi)
                : "memory");
 }
-// Without a bound of its own: whatever it waits for is bounded by MOST_TICKS.
+// Without a bound of its own: the copies that it waits for are bounded by MOST_TICKS.
 DEV void slot_wait(u32 bar, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"

@@ -1,7 +1,6 @@
-// Products of one row's 4096 weights (a unit) with int8 activations, for fused_decode_step.cu;
-// fused_decode_step_ptx.cuh before it. Lane l of a warp owns columns 128 l .. 128 l + 127 and keeps their
-// activations in registers: from shared memory they would cost four bytes of traffic for each byte
-// of weights.
+// fused_decode_step: products of one row's 4096 weights (a unit) with int8 activations. Lane l of a
+// warp owns columns 128 l .. 128 l + 127 and keeps their activations in registers: from shared
+// memory they would cost four bytes of traffic for each byte of weights.
 //
 // Q4_K, 2304 bytes: 4 chunks of 32 lanes x 16 bytes (the lane's 64 bytes of qs, in file order),
 // then 16 file headers of 16 bytes. Q6_K: part A, 2304 bytes = 4 chunks of ql and 32 lanes x 8

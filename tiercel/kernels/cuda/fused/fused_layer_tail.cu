@@ -1,13 +1,13 @@
-// From one attention of a dense decoder to the next for m <= TOKENS tokens in one launch;
-// behind the headers of kernels/fused/fused_layer_tail.py. Why each part is as it is:
-// docs/notes/fused_layer_tail.md. Host side: ops/fused_layer_tail.py.
+// fused_layer_tail: from one attention of a dense decoder to the next for m <= TOKENS tokens, in
+// one launch. Layouts: `Args` and `Layout` of fused_layer_tail_products.cuh. Why each part is as it
+// is: docs/notes/fused_layer_tail.md. Host side: ops/fused_layer_tail.py.
 //
 // Split: CTAS in clusters of two. Groups of 32 columns of x (rows of o and down), groups of 32
 // columns of down's input (rows of gate and up) and tiles of q, k, v are dealt over the CTAs in
 // rounds, the last of which may leave some out. Both CTAs of a cluster multiply the rows of both,
 // each with every second unit column of 256. Of its 16 warps, 8 multiply each CTA's rows: of two
-// tiles at a time, a quarter of the columns. So any width that is a multiple of 512 will do; one that
-// 32 x CTAS does not divide leaves warps idle in a last round.
+// tiles at a time, a quarter of the columns. So any width that is a multiple of 512 will do; one
+// that 32 x CTAS does not divide leaves warps idle in a last round.
 //
 // Weights: a warp streams its units through a ring of its own, in order of use over all
 // matrices. Sums: st.async to shared memory of the rows' owner; its barrier counts bytes. A
@@ -16,7 +16,7 @@
 //
 // Exchange: a group of 32 columns of the next x is published in the order in
 // which units take it; then its CTA adds one to a counter of the column of 256, for each 8 tokens.
-// A column has eight groups, so its counter has grown by eight in each launch that had such tokens,
+// A column has eight groups, so its counter has grown by eight in each launch with those tokens,
 // and nothing is ever reset. One warp of each CTA polls the counters, two words of a column where
 // flags of CTAs were sixteen: 6 us a layer more at 16 tokens, 3 at fewer (H200,
 // results/decode_chain_polls_h200.json); and fetches x by bulk copies, a column at a
@@ -24,9 +24,9 @@
 // become NaN; it publishes all the same, so counters stay right.
 //
 // Macros: HIDDEN, ATTENDED (width of the attention's outputs), INNER (of down's inputs), QK_TILES
-// and QKV_TILES (of 16 rows, of q and k and of all; 0 without a next layer), CTAS, TOKENS (8 or 16),
-// SIX_* (matrices of Q6_K), ANY_SIX, STAGES (units of a warp in flight), XSLOTS (columns of
-// x in shared memory), BUFFERS (of sums).
+// and QKV_TILES (of 16 rows, of q and k and of all; 0 without a next layer), CTAS, TOKENS (8 or
+// 16), SIX_* (matrices of Q6_K), ANY_SIX, STAGES (units of a warp in flight), XSLOTS (columns of x
+// in shared memory), BUFFERS (of sums).
 #include "fused/fused_layer_tail_exchange.cuh"
 #include "fused/fused_layer_tail_products.cuh"
 

@@ -1,5 +1,5 @@
-// The warps that bring activations, and those that add up and publish, for fused_layer_tail.cu;
-// fused_layer_tail_products.cuh before it.
+// fused_layer_tail: the warps that fetch activations, and those that add up sums and publish
+// results.
 #pragma once
 
 #include "fused/fused_layer_tail_products.cuh"
@@ -14,7 +14,7 @@ DEV void bring(const Args& g, u8* memory, u32 smem, int rank, int lane) {
     target[nt] = PUBLISHERS * (1 + __ldcg(g.launches + nt * CTAS + blockIdx.x));
   // This CTA's launches are not counted before all of its warps have looked.
   bar_sync(2, 32 * (1 + NT));
-  // CTAs begin at different columns: all want the same few lines of the L2 at once.
+  // CTAs begin at different columns: all want the same few lines of the L2 at the same time.
   const int four = (lane / CLASS_SLOTS + (blockIdx.x >> 1)) & 3;
   const int in_o = columns_of(COLUMNS_O, four), in_x = columns_of(COLUMNS_X, four);
   const int in_h = columns_of(COLUMNS_H, four);
@@ -48,7 +48,7 @@ struct Adder {
   u32 smem, scratch, epoch;
   int rank, nt, lane, step;
 
-  // What results are multiplied by: NaN where others were waited for in vain.
+  // The factor of results: NaN where a wait for other CTAs was given up.
   DEV float one_or_nan() const {
     return *(volatile u32*)(memory + Layout::LOST) ? __int_as_float(0x7fffffff) : 1.f;
   }
@@ -62,8 +62,8 @@ struct Adder {
     const u32 from = smem + Layout::SUMS + buffer * Layout::SUM + nt * 512 + 16 * lane;
     add_parts(first, from), add_parts(second, from + 8 * NT * 512);
     __syncwarp();
-    // Warps that wait for room overwrite the sums at once, and an arrival does not wait for reads
-    // under way: so its address takes them in, which changes nothing as m < 65536.
+    // Warps that wait for room overwrite the sums immediately, and an arrival does not wait for
+    // reads under way: so its address takes them in, which changes nothing as m < 65536.
     const u32 read = (__float_as_uint(first[0]) | __float_as_uint(second[0])) & (u32)g.m >> 16;
     const u32 empty = smem + Layout::EMPTY + 8 * (BUFFERS * rank + buffer);
     if (lane < 2) bar_arrive_there(address_in(empty | read, lane));
@@ -98,8 +98,8 @@ struct Adder {
   DEV u32 pack(float lo, float hi) {
     return (u32)float_to_half(lo) | (u32)float_to_half(hi) << 16;
   }
-  // What `rows` gave, as a group of the matrix whose columns begin at `first`. Each launch publishes
-  // all groups, also unread ones or what others were waited for in vain: counters count launches.
+  // What `rows` gave, as a group of the matrix whose columns begin at `first`. Each launch
+  // publishes all groups, also unused ones and after a wait was given up: counters count launches.
   DEV void publish(const float (&v)[8], int first, int group) {
     const int q = lane & 3, n = 8 * nt + (lane >> 2), j = group % PUBLISHERS;
     const int column = first + group / PUBLISHERS;
@@ -133,8 +133,8 @@ struct Adder {
     }
     squares += __shfl_xor_sync(~0u, squares, 1);
     squares += __shfl_xor_sync(~0u, squares, 2);
-    // They validate themselves, so that nobody waits for them behind x. All lose two bits, whatever
-    // place a token has.
+    // They validate themselves, so that no CTA waits for them after x. All lose two bits, whatever
+    // the position of the token.
     squares = __uint_as_float(__float_as_uint(squares) & ~3u);
     uint4 own;
     own.x = __float_as_uint(__shfl_sync(~0u, squares, 16 * lane));

@@ -1,5 +1,5 @@
-// Sizes, shared memory and the warps that multiply, for fused_layer_tail.cu, which says what they are;
-// fused_layer_tail_six.cuh and packed_units.cuh before it, which left namespace q6 open.
+// fused_layer_tail: arguments, sizes, shared memory and the warps that multiply.
+// fused_layer_tail.cu says how they are used.
 #pragma once
 
 #include "fused/fused_layer_tail_ptx.cuh"
@@ -15,7 +15,8 @@
 #define THREADS 640
 #define PUBLISHERS 8          // groups of 32 columns in a unit column of x
 #define SLOT (ANY_SIX ? 3360 : 2304)
-// Unit columns of 256 of what o, gate and up, down multiply; every second is of one CTA of a cluster.
+// Unit columns of 256 of what o, gate and up, down multiply; every second is of one CTA of a
+// cluster.
 #define COLUMNS_O (ATTENDED / 256)
 #define COLUMNS_X (HIDDEN / 256)
 #define COLUMNS_H (INNER / 256)
@@ -55,7 +56,7 @@ struct Args {
   const float *mlp_norm, *next_norm;  // (HIDDEN)
   u8* exchange;            // (2 COLUMNS_X + COLUMNS_H, COLUMN)
   uint4* squares;          // (2, GROUPS_X, 2, 2), of 8 tokens each; two lowest bits: the epoch's
-  u32* launches;           // (2, CTAS), before this one, that had such tokens; a CTA's own
+  u32* launches;           // (2, CTAS), before this one, with tokens of these 8; a CTA's own
   u32* counters;           // (2 COLUMNS_X + COLUMNS_H, 2), of 8 tokens: publications so far
   int m;
   float eps;
@@ -69,7 +70,7 @@ struct Layout {
   static constexpr int EMPTY = FULL + 8 * BUFFERS * NT;  // by owner, buffer
   static constexpr int LOST = EMPTY + 16 * BUFFERS, START = LOST + 4, TOTAL = START + 4;
 };
-// All columns of a class of o, and of x, are in shared memory at once.
+// All columns of a class of o, and of x, are in shared memory together.
 static_assert(XSLOTS % 4 == 0 && CLASS_SLOTS >= MOST_OF(COLUMNS_O) &&
                   CLASS_SLOTS >= MOST_OF(COLUMNS_X),
               "slots of activations");
@@ -101,17 +102,17 @@ template <bool SIX> DEV void multiply_unit(float (&sum)[NT][4], u32 slot, u32 co
   else
     q4::multiply(sum, slot, TokensOfQ4(column, lane), lane, [] {});
 }
-// ---- who multiplies what
-// The number of a CTA in every round. Both CTAs of a cluster multiply what either owns, so those that
-// a last round leaves out are one of two clusters' CTAs first.
+// ---- which warp multiplies which units
+// The number of a CTA in every round. Both CTAs of a cluster multiply what either owns, so those
+// that a last round leaves out are one of two clusters' CTAs first.
 DEV int number_of(int cta) { return (cta & 1) * (CTAS / 2) + (cta >> 1); }
 DEV bool owns(int number, int round, int count) { return CTAS * round + number < count; }
 // Columns of a half, i = 0, 1, ..., are in classes i % 4. How many one class has.
 DEV int columns_of(int columns, int four) {
   return columns % 8 ? (columns / 2 - four + 3) >> 2 : columns / 8;
 }
-// The class that a warp of class `four` takes in step `i` of gate and up: where classes have unequal
-// numbers of columns, another one in each step.
+// The class that a warp of class `four` takes in step `i` of gate and up: where classes have
+// unequal numbers of columns, another one in each step.
 DEV int turned(int four, int i) { return COLUMNS_X % 8 ? four + i & 3 : four; }
 // What a warp multiplies: columns of class `four` of the half of CTA `rank`, tile `pick` of two (of
 // gate, or of up) of the rows of CTA number `owner`.
@@ -120,13 +121,15 @@ DEV u32 unit_at(int matrix, int tile, int columns, int i, int rank, bool is_ther
   if (!is_there || i >= columns / 2) return NO_UNIT;
   return matrix << 24 | tile * columns + 2 * i + rank;
 }
-// Unit `k` of a matrix whose rows are groups of the residual: all rounds of a column, then the next.
+// Unit `k` of a matrix whose rows are groups of the residual: all rounds of a column, then the
+// next.
 DEV u32 place_in_rows(int matrix, int columns, int k, const Share& w) {
   const int round = k % ROUNDS_X, i = w.four + 4 * (k / ROUNDS_X);
   const int tile = 2 * (CTAS * round + w.owner) + w.pick;
   return unit_at(matrix, tile, columns, i, w.rank, owns(w.owner, round, GROUPS_X));
 }
-// Where unit `k` of a share in order of use lies: in its matrix, and 24 bits up which of Args'.
+// The place of unit `k` of a share in order of use: in its matrix, and 24 bits up the matrix of
+// Args.
 DEV u32 place_of(int k, const Share& w) {
   if (k < UNITS_O) return place_in_rows(0, COLUMNS_O, k, w);
   k -= UNITS_O;
@@ -196,8 +199,8 @@ struct Multiplier {
   Share share;
   u32 smem, ring;
   int lane;
-  // Lane k knows where units k, k + 32, ... lie: to find that out for each unit anew is a fifth of
-  // its instructions, 1.0 to 2.4 us a layer (H200, results/decode_chain_polls_h200.json).
+  // Lane k knows the places of units k, k + 32, ...: to compute them for each unit anew is a fifth
+  // of its instructions, 1.0 to 2.4 us a layer (H200, results/decode_chain_polls_h200.json).
   u32 places[PLACES], left[PLACES];
   int fetch_slot, slot;           // of the ring
   u32 sums, full, empty;          // of the rows' owner

@@ -1,6 +1,6 @@
-// PTX forms that fused_layer_tail.cu uses besides those of packed_ptx.cuh and, behind it,
-// exchange_ptx.cuh: barriers and memory of a cluster of two CTAs, counters of CTAs.
-// tests/cuda_on_cpu/chain_device.hpp stands for it where there is no GPU.
+// PTX instructions of fused_layer_tail.cu besides those of packed_ptx.cuh and exchange_ptx.cuh:
+// barriers and memory of a cluster of two CTAs, counters of CTAs. On a processor
+// tests/cuda_on_cpu/chain_device.hpp replaces this file.
 #pragma once
 
 #include "include/types.cuh"
@@ -32,7 +32,7 @@ DEV bool bar_has_passed(u32 bar, u32 parity) {  // without a pause
       : "=r"(done) : "r"(bar), "r"(parity) : "memory");
   return done;
 }
-// Without a bound of its own: whatever it waits for is bounded by MOST_TICKS.
+// Without a bound of its own: the data that it waits for is bounded by MOST_TICKS.
 DEV void bar_wait(u32 bar, u32 parity) {
   while (!bar_passed(bar, parity)) {}
 }
@@ -59,7 +59,7 @@ DEV void cluster_sync() {
 }
 
 // ---- memory that CTAs share
-// Releases what this warp stored, behind __syncwarp; all that were added before stay released, as
+// Releases what this warp stored, after __syncwarp. Earlier additions stay released, as
 // each add continues their release sequences.
 DEV void add_release(u32* p) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory");

@@ -1,6 +1,6 @@
-// What both kernels of split attention and rotary_kv_write.cu take from PTX. No #include: NVRTC
-// brings no headers. tests/cuda_on_cpu/attention_device.hpp stands for it where there is no GPU.
-// Macros: IS_BF16 (0: fp16), the type of queries and cache.
+// PTX instructions of decode_attention's kernels and rotary_kv_write.cu. On a processor
+// tests/cuda_on_cpu/attention_device.hpp replaces this file. Macro: IS_BF16 (0: fp16), the type of
+// queries and cache.
 #pragma once
 
 #include "include/types.cuh"

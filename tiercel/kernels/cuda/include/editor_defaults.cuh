@@ -1,6 +1,6 @@
-// Macros of all kernels, for an editor: compile_flags.txt puts this file before each other one. A
-// build never sees it; there Python gives each kernel its macros (KernelSource). A value is one that
-// the kernel is built with, so what the editor shows in grey is the code of other values.
+// Macros of all kernels, for an editor: compile_flags.txt puts this file before each other file. A
+// build does not use it: there Python gives each kernel its macros (KernelSource). An editor greys
+// out the code of other values.
 #pragma once
 
 // ---- several families

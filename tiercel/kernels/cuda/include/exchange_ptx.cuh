@@ -1,5 +1,5 @@
-// PTX forms of the kernels whose CTAs hand activations to each other, fused_decode_step.cu and
-// fused_layer_tail.cu; fused_decode_step_ptx.cuh or fused_layer_tail_ptx.cuh before it.
+// PTX instructions of the kernels whose CTAs hand activations to each other, fused_decode_step.cu
+// and fused_layer_tail.cu. On a processor tests/cuda_on_cpu/device.hpp replaces this file.
 #pragma once
 
 #include "include/types.cuh"

@@ -1,6 +1,6 @@
-// PTX forms of Hopper (sm_90a) that kernels share: wgmma, mbarrier, TMA, named barriers, arithmetic.
-// No #include: NVRTC brings no headers. Macro: IS_BF16 (0: fp16), the type of matrix operands. Where
-// there is no GPU, tests/cuda_on_cpu/hopper_device.hpp replaces it.
+// PTX instructions of Hopper (sm_90a) that kernels share: wgmma, mbarrier, TMA, named barriers,
+// arithmetic. Macro: IS_BF16 (0: fp16), the type of matrix operands. On a processor
+// tests/cuda_on_cpu/hopper_device.hpp replaces this file.
 #pragma once
 
 #include "include/types.cuh"

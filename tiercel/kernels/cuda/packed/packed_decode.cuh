@@ -1,5 +1,5 @@
-// A lane's bytes of eight columns and what they mean, for packed_dequantize.cu; behind packed_fields.cuh.
-// Macros: QTYPE, IN_FILE.
+// packed_dequantize: a lane's bytes of eight columns, and their values, for the types of
+// packed_fields.cuh. Macros: QTYPE, IN_FILE.
 //
 // Bytes are fetched in pairs, wherever a layout has them: lanes of a warp share what they read.
 #pragma once

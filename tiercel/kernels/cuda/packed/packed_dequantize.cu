@@ -1,9 +1,9 @@
-// Quantised weights to a plain matrix, every operation rounded as in ops/dequantize_torch.py:
-// bit-exact with it; packed_ptx.cuh before it. Macros: QTYPE (4: Q4_K, 6: Q6_K, others: packed_decode.cuh
-// before it), IN_FILE (layout), OUT (0 fp16, 1 bf16, 2 float32).
+// packed_dequantize: quantised weights to a plain matrix. Every operation is rounded as in
+// ops/dequantize_torch.py, so the result has its bits. Macros: QTYPE (4: Q4_K, 6: Q6_K, others: see
+// packed_fields.cuh), IN_FILE (layout), OUT (0 fp16, 1 bf16, 2 float32).
 //
 // A warp decodes 256 columns of four rows of a tile; lane l takes the columns 8 l .. 8 l + 7, so a
-// warp's store is one run of memory. Where their bytes lie: quant.py and packed_units.cuh.
+// warp's store is one run of memory. Layouts of their bytes: quant.py and packed_units.cuh.
 #include "packed/packed_ptx.cuh"
 #if QTYPE != 4 && QTYPE != 6
 #include "packed/packed_decode.cuh"

@@ -1,11 +1,12 @@
-// How a unit of the types of packed_fields.cuh reaches shared memory, from either layout; behind that.
-// Macros besides its own: IN_FILE (layout), TAIL (see packed_matvec.cu), SLOT (bytes of a unit).
+// packed_matvec: how a unit of the types of packed_fields.cuh reaches shared memory, from either
+// layout. Macros besides QTYPE: IN_FILE (layout), TAIL (see packed_matvec.cu), SLOT (bytes of a
+// unit).
 //
 // A unit is 16 rows x 256 columns: a block of each row, or two groups of four blocks of 32 columns.
-// The second group of a row's last unit may be missing (TAIL 1..4): it is zeros in the slot. In the
-// slot lie the planes of quant.PLANES one after the other, so that from planes each piece of 16
-// bytes is copied to where it is read. From the file two bytes at a time are carried there: slow,
-// but no type has code of its own.
+// The second group of a row's last unit may be missing (TAIL 1..4): it is zeros in the slot. The
+// slot holds the planes of quant.PLANES one after the other. So from planes, each piece of 16 bytes
+// is copied to where it is read. From the file, two bytes at a time are carried there: slow, but no
+// type has code of its own.
 #pragma once
 
 #include "packed/packed_fields.cuh"

@@ -1,6 +1,6 @@
-// Where the bytes of a block lie in its planes: quant.PLANES for the types without code of their
-// own; behind packed_ptx.cuh. Macro: QTYPE (2: Q2_K, 3: Q3_K, 5: Q5_K, 40: Q4_0, 41: Q4_1, 44: IQ4_NL,
-// 45: IQ4_XS, 50: Q5_0, 51: Q5_1, 80: Q8_0).
+// Layout of a block's bytes in its planes: quant.PLANES for the types without code of their own.
+// Macro: QTYPE (2: Q2_K, 3: Q3_K, 5: Q5_K, 40: Q4_0, 41: Q4_1, 44: IQ4_NL, 45: IQ4_XS, 50: Q5_0,
+// 51: Q5_1, 80: Q8_0).
 #pragma once
 
 #include "include/types.cuh"

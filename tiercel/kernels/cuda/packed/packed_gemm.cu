@@ -1,15 +1,16 @@
-// y = x W^T for some dozens of tokens and a K-quantised W: weights are decoded to fp16 in registers
-// and multiplied by wgmma, 64 rows x TOKENS x 16 columns each; packed_gemm_ptx.cuh before it. Macros
-// besides its own: QTYPE (4: Q4_K, 6: Q6_K), TOKENS (32, 64, 96 or 128), WGS (warpgroups of 64 rows in a
-// CTA), STAGES (units in flight), SPLITS (CTAs of a cluster that share a row's sum), OUT (0 fp16,
-// 1 bf16, 2 float32).
+// packed_gemm: y = x W^T for some dozens of tokens and a K-quantised W. Weights are decoded to fp16
+// in registers and multiplied by wgmma, 64 rows x TOKENS x 16 columns each. Layouts: at the
+// parameters. Macros: QTYPE (4: Q4_K, 6: Q6_K), TOKENS (32, 64, 96 or 128), WGS (warpgroups of 64
+// rows in a CTA), STAGES (units in flight), SPLITS (CTAs of a cluster that share a row's sum), OUT
+// (0 fp16, 1 bf16, 2 float32).
 //
-// A producer warp copies, for each unit of 256 columns, the planes of its rows' tiles (quant.py) and
-// the image of the tokens (packed_image.cu) into a ring. Warp w of the consumers owns tile w: what
-// quant.py draws for m16n8k16 is also the fragment of a warp in wgmma. A weight is
+// A producer warp copies, for each unit of 256 columns, the planes of its rows' tiles (quant.py)
+// and the image of the tokens (packed_image.cu) into a ring. Warp w of the consumers owns tile w:
+// the fragment of quant.py for m16n8k16 is also that of a warp in wgmma. A weight is
 //   16 w = (16 d * scale) * q - 16 dmin * min   (Q4_K),   (16 d * scale) * (q - 32)   (Q6_K)
-// with the factors rounded to fp16 and one rounding after: 16 keeps the factors of real files out of
-// the subnormals, and |w| < 4094. Decoding of four steps overlaps the products of the four before.
+// with the factors rounded to fp16 and one rounding after: 16 keeps the factors of real files out
+// of the subnormals, and |w| < 4094. Decoding of four steps overlaps the products of the four
+// before.
 //
 // The order of a row's sum depends on SPLITS, so on the launch: rows are not invariant here, but a
 // launch gives the same bits every time. The CTAs of a cluster add up through shared memory.

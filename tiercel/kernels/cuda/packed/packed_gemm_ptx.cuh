@@ -1,5 +1,5 @@
-// PTX forms that packed_gemm.cu uses besides those of hopper.cuh, which comes before it. Macro: TOKENS.
-// tests/cuda_on_cpu/products_device.hpp stands for both where there is no GPU.
+// PTX instructions of packed_gemm.cu besides those of hopper.cuh. Macro: TOKENS. On a processor
+// tests/cuda_on_cpu/products_device.hpp replaces both files.
 #pragma once
 
 #include "include/hopper.cuh"

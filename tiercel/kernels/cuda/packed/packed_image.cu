@@ -1,11 +1,11 @@
-// Activations as packed_gemm.cu wants them in shared memory; packed_ptx.cuh before it. Macros: QTYPE (4:
-// Q4_K, 6: Q6_K), TOKENS (of a tile).
+// packed_gemm, first kernel: activations in the layout that packed_gemm.cu copies to shared memory.
+// Macros: QTYPE (4: Q4_K, 6: Q6_K), TOKENS (of a tile).
 //
 // The image of a tile is, for each unit of 256 columns, four matrices of TOKENS rows x 64 columns
-// in the 128-byte swizzle of wgmma: 16-byte piece c of row n lies at piece c ^ (n % 8). Columns are
+// in the 128-byte swizzle of wgmma: 16-byte piece c of row n is at piece c ^ (n % 8). Columns are
 // permuted so that a lane of the weights' fragments finds its own: step s of 16 columns takes from
-// lane t the columns c0 .. c0 + 3 of the weights (packed_units.cuh says which bytes a lane holds), at
-// the places 2 t, 2 t + 8, 2 t + 1, 2 t + 9:
+// lane t the columns c0 .. c0 + 3 of the weights (packed_units.cuh says which bytes a lane holds),
+// at the places 2 t, 2 t + 8, 2 t + 1, 2 t + 9:
 //   Q4_K  s = 2 (4 j + k) + high: c0 = 64 t + 32 high + 16 j + 4 k
 //   Q6_K  s = 4 k + i: c0 = 128 (t / 2) + 16 (t % 2) + 32 i + 4 k
 #include "packed/packed_ptx.cuh"

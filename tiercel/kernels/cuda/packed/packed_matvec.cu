@@ -1,14 +1,16 @@
-// y = x W^T for m <= TOKENS tokens and a quantised W, at the speed of reading W; a header of units
-// (packed_units*.cuh) before it. Macros besides its own: TAIL (of a row's last unit the groups of 32
-// columns that it has, 0 for all 8), SLOT (bytes of a unit), PARTS (warps that share a tile of 16
-// rows: 8, or 4 where a row has no more units), GROUPS (tiles at a time in a CTA), STAGES (units of
-// a warp in flight), EARLY (of them, before x is asked for), BUFFERS (of sums), OUT (0 fp16, 1 bf16,
-// 2 float32), IS_SPLIT, CTAS (an SM, for the registers).
+// packed_matvec: y = x W^T for m <= TOKENS tokens and a quantised W, at the speed of reading W.
+// Layouts: at the parameters; of W quant.py and packed_units*.cuh.
+//
+// Macros: QTYPE, IN_FILE (layout of W), TOKENS and MEANS (packed_tokens.cuh), TAIL (groups of 32
+// columns in a row's last unit, 0 for all 8), SLOT (bytes of a unit), PARTS (warps that share a
+// tile of 16 rows: 8, or 4 where a row has no more units), GROUPS (tiles at a time in a CTA),
+// STAGES (units of a warp in flight), EARLY (of them, before x is loaded), BUFFERS (of sums), OUT
+// (0 fp16, 1 bf16, 2 float32), IS_SPLIT, CTAS (an SM, for the registers).
 //
 // A warp owns every PARTS-th unit of its group's tiles and streams them through a ring of its own:
 // a unit is copied, used and given back by one warp, so nothing waits for another warp but the sum
 // at the end of a tile. Copies run ahead over tiles. With dependent launch the first ones overlap
-// the kernel before; few of them, because x queues behind them.
+// the kernel before; few of them, because x queues after them.
 //
 // Order of a row's sum, the same for every m, launch and layout, so that a token's bits depend on
 // none: a unit's 256 columns in the tensor core; slices of 16 units; in a slice, parts 0 to 7, each
@@ -88,9 +90,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) packed_matvec(
   for (int i = 0; i < EARLY; ++i) fetch_next();
   wait_for_inputs();
   // The warps of a part, one in each group, place what they use: 32 columns of a token a lane.
-  // Neighbours take groups of a unit, then tokens, which lie in different banks.
+  // Neighbours take groups of a unit, then tokens, which are in different banks.
   const int pieces = TOKENS * of_tile * 8;
-  // With many tokens CTAs begin at different pieces: all want the same few lines of the L2 at once
+  // With many tokens CTAs begin at different pieces: all want the same few lines of the L2 together
   // (16 tokens 0.4 us faster; one token 0.2 slower, docs/notes/packed_products.md).
   const int turn = NT > 1 ? (int)((i64)pieces * blockIdx.x / gridDim.x) & ~31 : 0;
   uint4 v[4];

@@ -1,16 +1,16 @@
-// y = x W^T with x of 8 bits and a K-quantised W, by products of integers; packed_ptx.cuh before it.
-// Macros besides its own: QTYPE (4: Q4_K, 6: Q6_K), IN_FILE (layout of W), TOKENS (of a CTA: 32, 64
-// or 128), CTAS (of an SM, for the registers), STAGES (units in the ring: 2 or more), OUT (0 fp16,
-// 1 bf16, 2 float32).
+// packed_mmq: y = x W^T with x of 8 bits and a K-quantised W, by products of integers. Layouts in
+// shared memory: below. Macros: QTYPE (4: Q4_K, 6: Q6_K), IN_FILE (layout of W), TOKENS (of a CTA:
+// 32, 64 or 128), CTAS (of an SM, for the registers), STAGES (units in the ring: 2 or more), OUT (0
+// fp16, 1 bf16, 2 float32).
 //
 //   y = sum over groups of d_x * (d * scale * sum(q q_x)) - dmin * min * (d_x * sum(q_x))
 //
 // Groups of 32 columns (Q4_K) or 16 (Q6_K) are one mma.m16n8k32 or k16 each, weights as 16 rows,
 // tokens as 8 columns, which starts from 1.5 * 2^23 as an integer: its result, read as a float, is
-// 1.5 * 2^23 + sum. One FMA takes that off and multiplies by d_x (exact before its rounding, for d_x
-// has 22 bits), one multiplies by d * scale and adds. High nibbles are used in place as 16 q, with
-// d * scale / 16. The minima of a unit are one product of fp16: (8 minima, twice) x (means of x over
-// groups: values and rests).
+// 1.5 * 2^23 + sum. One FMA takes that off and multiplies by d_x (exact before its rounding, for
+// d_x has 22 bits), one multiplies by d * scale and adds. High nibbles are used in place as 16 q,
+// with d * scale / 16. The minima of a unit are one product of fp16: (8 minima, twice) x (means of
+// x over groups: values and rests).
 //
 // A CTA has ROWS rows and TOKENS tokens, a warp MT tiles of 16 rows and 32 tokens. Its ring holds
 // units of 256 columns: bytes of W, 16 rows after 16, and the image of the tokens. Headers are

@@ -1,8 +1,8 @@
-// Tokens to 8 bits for packed_mmq.cu, which draws their image; packed_ptx.cuh before it. Macro: TOKENS
-// (of a tile).
+// packed_mmq, first kernel: rounds tokens to 8 bits. packed_mmq.cu has the layout of their image.
+// Macro: TOKENS (of a tile).
 //
 // A thread takes 64 columns of a token, two groups of 32: x = d * q with |q| <= 127 and d of 22
-// bits, so that 1.5 * 2^23 * d is exact; and d * sum(q) / 32 as two fp16, value and rest.
+// bits, so that 1.5 * 2^23 * d is exact; and d * sum(q) / 32 as two fp16, value and remainder.
 #include "packed/packed_ptx.cuh"
 
 extern "C" __global__ void packed_mmq_quantise(const uint4* x,  // (m, blocks * 256) fp16
@@ -10,7 +10,7 @@ extern "C" __global__ void packed_mmq_quantise(const uint4* x,  // (m, blocks * 
                                             int m, int blocks) {
   launch_next();
   wait_for_inputs();
-  // Neighbours are tokens of a tile: what they write lies together.
+  // Neighbours are tokens of a tile: what they write is contiguous.
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   const int n = (int)(i % TOKENS), pair = (int)(i / TOKENS % (blocks * 4));
   const i64 tile = i / TOKENS / (blocks * 4), token = tile * TOKENS + n;

@@ -1,5 +1,5 @@
-// What the sources q4k_* take from PTX. No #include. tests/cuda_on_cpu/q4k_device.hpp
-// stands for it where there is no GPU.
+// PTX instructions of the kernels with quantised weights. On a processor
+// tests/cuda_on_cpu/q4k_device.hpp replaces this file.
 #pragma once
 
 #include "include/types.cuh"
@@ -47,7 +47,7 @@ DEV void sts2(u32 a, u16 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "
 DEV void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-// 16 bytes, of which those behind `bytes` are zeros and not read.
+// 16 bytes, of which those from `bytes` on are zeros and not read.
 DEV void copy16_of(u32 to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
@@ -127,7 +127,7 @@ DEV u32 word(const uint4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 
 // Byte k of v in both halves, as the fp16 1024 + byte.
 DEV u32 byte_pair(u32 v, int k) { return __byte_perm(v, 0x64646464u, 0x4040u | k | k << 8); }
 
-// Dependent launch (Hopper and later): what the kernel ahead writes may be read behind the wait.
+// Dependent launch (Hopper and later): what the kernel ahead writes may be read after the wait.
 DEV void launch_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

@@ -1,11 +1,11 @@
-// Activations in shared memory, as the units of packed_units*.cuh take them; packed_ptx.cuh before it.
+// Layout of activations in shared memory, as the units of packed_units*.cuh read them.
 // Macros: TOKENS (room for so many), MEANS (bytes of means of a unit and token: 0, 32 or 64).
 //
 // Of a unit of 256 columns, lane 4 g + t takes 8 pieces of 8 columns in fragment order from token
 // n = 8 nt + g, and, where weights have minima, means over the columns of a scale: a quarter of the
-// unit's as fp16 values, then as many rests. In a unit piece p of lane t, token n lies at
-// (p * TOKENS + n) * 64 + 16 t, its means behind all pieces at n * MEANS + MEANS / 4 * t. Columns
-// n >= m, the tokens there are, repeat the last one; their products are never stored.
+// unit's as fp16 values, then as many remainders. In a unit, piece p of lane t, token n is at
+// (p * TOKENS + n) * 64 + 16 t, its means after all pieces at n * MEANS + MEANS / 4 * t. Columns
+// n >= m, the number of tokens, repeat the last one; their products are never stored.
 #pragma once
 
 #include "packed/packed_ptx.cuh"

@@ -1,6 +1,6 @@
-// Units of K-quants for tensor cores: 16 rows x 256 columns of weights to fragments of
-// mma.m16n8k16; packed_ptx.cuh and packed_tokens.cuh before it. Macros: QTYPE (4: Q4_K, 6: Q6_K), NT
-// (tiles of 8 tokens), IN_FILE (layout of the weights).
+// Units of Q4_K and Q6_K for tensor cores, of packed_matvec and fused_layer_tail: 16 rows x 256
+// columns of weights to fragments of mma.m16n8k16. Each type has a namespace. Macros: TOKENS and
+// MEANS (packed_tokens.cuh), IN_FILE (layout of the weights).
 //
 // Lane = 4 g + t of a warp holds rows g and g + 8, as the product wants it. Which columns a lane
 // multiplies is free as long as both operands agree, so lane t takes whole groups of its own:
@@ -9,13 +9,13 @@
 //   Q6_K  with h = t / 2, e = t % 2: weights 128 h + 32 i + 16 e + l, i < 4, l < 16: four groups of
 //         16; ql[64 h + 16 e + l] holds i = 0 and 2, ql[64 h + 32 + 16 e + l] holds i = 1 and 3
 // A word of four bytes (l .. l + 3) gives two half2: bytes 0 and 2, and bytes 1 and 3 one shift
-// later. So activations lie in the order 0 2 1 3 of each four (see stage()).
+// later. So activations are in the order 0 2 1 3 of each four (see stage()).
 //
 // An integer q in the low bits of an fp16 is the subnormal q * 2^-24. Subnormals are exact in mul,
 // fma and mma, so no conversion is needed; the factor 2^24 is applied to the result. High nibbles
 // are used in place as 16 q, with the scale divided by 16.
 //   Q4_K  operand = scale * q <= 945: exact. The minima are one product more: (mn of a lane's two
-//         groups) x (means of x over groups, as two fp16: value and rest).
+//         groups) x (means of x over groups, as two fp16: value and remainder).
 //   Q6_K  operand = scale * (q - 32), |.| <= 4096: rounded to 11 bits, as a weight in fp16 is.
 // d multiplies the float32 sums of a unit.
 //

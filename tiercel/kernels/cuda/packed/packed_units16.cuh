@@ -1,12 +1,12 @@
-// Units of Q2_K and Q3_K, whose scales hold for 16 columns; behind packed_fetch.cuh. Macros: QTYPE (2,
-// 3), NT.
+// Units of Q2_K and Q3_K for tensor cores, of packed_matvec. Their scales hold for 16 columns.
+// Macros: QTYPE (2, 3), TOKENS and MEANS (packed_tokens.cuh).
 //
 // Columns of a lane as of Q6_K in packed_units.cuh: with h = t / 2, e = t % 2 the weights
 // 128 h + 32 i + 16 e + l, i < 4, l < 16. Their two low bits are bits 2 i and up of
-// qs[32 h + 16 e + l], the third of Q3_K is bit 4 h + i of hmask[16 e + l]. Integers stay where
-// they lie in a byte, so scales are divided by 4^i. Operands are exact: |scale * q| <= 45 (Q2_K),
-// 128 (Q3_K), times 16 or 8 because tensor cores do not shift subnormals up before they cut off low
-// bits.
+// qs[32 h + 16 e + l], the third of Q3_K is bit 4 h + i of hmask[16 e + l]. Integers stay in
+// their place in a byte, so scales are divided by 4^i. Operands are exact: |scale * q| <= 45
+// (Q2_K), 128 (Q3_K), times 16 or 8 because tensor cores do not shift subnormals up before they cut
+// off low bits.
 #pragma once
 
 #include "packed/packed_ptx.cuh"

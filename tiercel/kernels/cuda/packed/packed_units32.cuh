@@ -1,12 +1,13 @@
-// Units of the types whose scales hold for 32 columns; behind packed_fetch.cuh. Macros: QTYPE (40:
-// Q4_0, 41: Q4_1, 44: IQ4_NL, 45: IQ4_XS, 50: Q5_0, 51: Q5_1, 80: Q8_0, 5: Q5_K), NT.
+// Units for tensor cores, of packed_matvec, of the types whose scales hold for 32 columns. Macros:
+// QTYPE (40: Q4_0, 41: Q4_1, 44: IQ4_NL, 45: IQ4_XS, 50: Q5_0, 51: Q5_1, 80: Q8_0, 5: Q5_K), TOKENS
+// and MEANS (packed_tokens.cuh).
 //
 // Other than in packed_units.cuh, the four lanes of a row multiply columns of one group of 32 at a
 // time: lane t the columns 4 t .. 4 t + 3 and the 16 further ones, two products. So operands are
 // the integers themselves, a byte each made the fp16 subnormal q * 2^-24 and brought to its zero;
 // scales, d * sc where a block has several, multiply the float32 sums of a group: nothing is
 // rounded but those sums. Tensor cores do not shift subnormals up before they cut off low bits, so
-// integers of 4 and 5 bits lie at the top of their byte. Minima are one product more, of means, as
+// integers of 4 and 5 bits are at the top of their byte. Minima are one product more, of means, as
 // in packed_units.cuh.
 //
 // A lane's bytes of a row are a piece of 16 for four groups (a word for each) or for two (two words

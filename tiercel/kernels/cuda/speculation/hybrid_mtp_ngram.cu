@@ -1,5 +1,5 @@
-// Drafts from the row's own text behind those of an MTP head. Behind: ngram_tiles.cuh,
-// ngram_draft.cuh.
+// hybrid_mtp_ngram: drafts from the row's own text after those of an MTP head. Layouts: `Args` of
+// ngram_tiles.cuh.
 //
 // A row that may take more drafts (A) gives back one token of the reserve and holds `lens` tokens;
 // other rows hold theirs and give nothing back. So the weight is lens - A.

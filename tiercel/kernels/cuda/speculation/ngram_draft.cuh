@@ -1,4 +1,4 @@
-// What follows the search of ngram_tiles.cuh: the budget, and what is written.
+// n-gram drafts: after the search of ngram_tiles.cuh, the budget is divided and drafts are written.
 #pragma once
 
 #include "speculation/ngram_tiles.cuh"
@@ -140,7 +140,7 @@ __device__ __forceinline__ void draft(const Args& a) {
 // alone: a D row lowers it by one and holds one token, so its weight is 0; an E row's weight is its
 // length.
 struct MatchRule {
-  static constexpr bool IS_PRIVATE = true; // what a row writes nobody else reads
+  static constexpr bool IS_PRIVATE = true; // what a row writes no other row reads
   static __device__ __forceinline__ Share read(const Args& a, int row) {
     const int encoder = a.encoder[row], decoder = a.decoder[row];
     const bool is_prefill = encoder > 0;

@@ -1,12 +1,13 @@
-// The search of ngram_match with an index of first occurrences, so that a step costs as much as it
-// has new tokens. Behind: ngram_tiles.cuh, ngram_draft.cuh. Host side: ngram_index.py.
+// ngram_index: the search of ngram_match with an index of first occurrences, so that a step's cost
+// depends on its new tokens alone. Layouts: `Args` of ngram_tiles.cuh and `Index`. Host side:
+// ngram_index.py.
 //
 // Per row and window size n: an open-addressing table of places, each with 8 bits of its window's
 // hash below it, so that slots of other windows need no look at their tokens. A place names a
 // window by its follower e: e in the prompt, prompt_len + e in the generated text; so the smallest
 // place is the prompt before the generated text, and there the leftmost. A window is inserted once
 // its follower is there. Probes begin at a multiple of 16 slots, which are read together: 64 bytes
-// cost memory what 16 do, and hardly a window lies behind them.
+// cost memory what 16 do, and hardly a window is after them.
 // Insertion: claim an empty slot, or lower a slot that holds the same tokens; windows of equal hash
 // bits are compared by their tokens, so a collision changes nothing, and a claimed slot keeps its
 // n-gram, so the order of insertions does not matter either.
@@ -15,9 +16,9 @@
 // inserts new windows, all in one pass, since each is the same chain of trips to memory: tokens,
 // slots, tokens at a slot's place. A window that is on its way in may be missed in the table, so
 // those are compared with the query directly. The other warp sees whether the budget can bind,
-// whatever is found: where it cannot, the row's drafts are written at once, and no row waits for
-// another; else the last CTA divides the budget.
-// Extension (parts > 0): `parts` CTAs per row insert and nobody drafts.
+// whatever is found: where it cannot, the row's drafts are written immediately, and no row waits
+// for another; else the last CTA divides the budget. Extension (parts > 0): `parts` CTAs per row
+// insert, and no row drafts.
 //
 // Macros besides those of ngram_tiles.cuh: LARGEST_N, of the windows; 4 at most are in registers.
 #include "speculation/ngram_draft.cuh"
@@ -37,7 +38,7 @@ struct Index {
   int parts;
 };
 
-// Four tokens of a window that has `count` more, zeros behind them; one trip to memory.
+// Four tokens of a window that has `count` more, zeros after them; one trip to memory.
 __device__ __forceinline__ void read_tokens(const Token* tokens, int count, Token (&token)[4]) {
 #pragma unroll
   for (int k = 0; k < 4; k++) token[k] = k < count ? tokens[k] : 0;
@@ -122,7 +123,7 @@ struct News {
   unsigned num_prompt, num_followers; // of the prompt, of both
 };
 
-// At once, with the rest of the row table: not behind a look at it.
+// Loaded together with the other fields of the row table, not after one of them.
 __device__ __forceinline__ int2 read_inserted(const Index& x, int row) {
   return load_pair(x.inserted + 2 * row);
 }
@@ -165,7 +166,7 @@ __device__ __forceinline__ void begin_insertion(Claim& claim, int* slot) {
 }
 
 // Look a job's window up, or begin to insert it; the rank of the window if it is in the table
-// and wanted, or new and equal to the query. `want`: tokens behind a found one that will be read.
+// and wanted, or new and equal to the query. `want`: tokens after a found one that will be read.
 __device__ __forceinline__ unsigned run_job(const Args& a, const Index& x, const Row& r, int row,
                                             const Job& job, int want, Claim& claim) {
   claim.slot = nullptr;
@@ -251,7 +252,7 @@ __device__ __forceinline__ void note_inserted(const Index& x, const Row& r, int 
 }
 
 // Whether every row may draft as much as there is room for: no R of ngram_draft.cuh is below 2.
-// For a warp; all CTAs say the same, since nobody writes the lengths of rows in prefill.
+// For a warp; all CTAs agree, since no kernel writes the lengths of rows in prefill.
 __device__ __forceinline__ bool is_unbound(const Args& a) {
   long long held = 0;
 #pragma unroll 8

@@ -1,5 +1,5 @@
-// What the n-gram kernels take from PTX: loads, and the wait for the kernel before. No #include:
-// NVRTC brings no headers. tests/cuda_on_cpu/ngram_device.hpp replaces it where there is no GPU.
+// PTX instructions of the n-gram kernels: loads, and the wait for the kernel before. On a processor
+// tests/cuda_on_cpu/ngram_device.hpp replaces this file.
 #pragma once
 
 #include "include/types.cuh"
@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_volatile(int (&word)[4], const int* from) {
                : "l"(from));
 }
 
-// At once, where it is written, not where it is needed.
+// Loaded where the call is, not where the value is needed.
 __device__ __forceinline__ int2 load_pair(const int* from) {
   int2 v;
   asm volatile("ld.global.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");

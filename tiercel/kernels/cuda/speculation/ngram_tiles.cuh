@@ -1,6 +1,6 @@
-// Drafts by n-gram search, shared by ngram_match.cu and hybrid_mtp_ngram.cu: one launch searches,
-// divides the budget and writes. Here the search, after ngram_ptx.cuh; ngram_draft.cuh, after this
-// file, does the rest. Host side: ngram_launch.py; proofs of the rules: ops/ngram_match_torch.py.
+// n-gram drafts, of ngram_match, hybrid_mtp_ngram and ngram_index: one launch searches, divides the
+// budget and writes. The search is in this file, the steps after it in ngram_draft.cuh. Host side:
+// ngram_launch.py; proofs of the rules: ops/ngram_match_torch.py.
 //
 // One pass: the window that ends at token i of a haystack matches n tokens iff the longest common
 // suffix of hay[0..i] and the query is at least n. So the wanted window has the smallest
@@ -112,14 +112,15 @@ __device__ __forceinline__ int vectors_of(const Token* hay, int length) {
   return length > 1 ? (length - 1 + misalignment(hay) + LANES - 1) / LANES : 0;
 }
 
-// A rest of up to an eighth joins the last tile: a short tile costs as much latency as a long one.
+// A remainder of up to an eighth joins the last tile: a short tile costs as much latency as a long
+// one.
 __device__ __forceinline__ int tiles_of(int vectors, int log2_tile) {
   const int tile = 1 << log2_tile;
   return vectors ? max(1, (vectors - tile / 8 + tile - 1) >> log2_tile) : 0;
 }
 
-// A row's text as vectors of memory: those of the prompt, then, from `split` on, the others. The
-// token k of vector j has index j * LANES + k - shift in its haystack.
+// A row's text as vectors of memory: those of the prompt, then, from `split` on, of the generated
+// text. The token k of vector j has index j * LANES + k - shift in its haystack.
 struct Text {
   Row row;
   int split, vectors, prompt_shift, generated_shift;
@@ -182,7 +183,7 @@ struct __align__(16) Copy {
 struct Shared {
   Token query[2][MAX_N]; // two items in turn: one barrier an item
   u64 bound[2];
-  u64 best; // of a row that is written at once
+  u64 best; // of a row that is written immediately
   int warp_sums[THREADS / 32];
   int active, weight, vectors, cutoff;
   int is_last, width;
@@ -194,7 +195,8 @@ __device__ __forceinline__ int read_threshold(const Args& a) {
   return a.device_threshold ? *a.device_threshold : a.threshold;
 }
 
-// Rows to search, and the most tiles of one of them. Returns whether rows may be written at once.
+// Rows to search, and the most tiles of one of them. Returns whether rows may be written
+// immediately.
 template <class Rule>
 __device__ __forceinline__ bool prune(const Args& a, Shared& s, int& rows, int& tiles) {
   if (threadIdx.x == 0) { s.active = 0; s.weight = 0; s.vectors = 0; s.cutoff = a.rows; }
@@ -259,7 +261,7 @@ __device__ __forceinline__ void load_vectors(const Text& text, int first, int hi
     return;
   }
 #pragma unroll
-  for (int u = 0; u < COUNT; u++) { // ends of a haystack: what lies outside is never read
+  for (int u = 0; u < COUNT; u++) { // ends of a haystack: memory outside is never read
     const int j = first + u * THREADS;
     if (j >= high) continue; // match_vectors does not look at it
     const Token* hay = text.hay(j);
@@ -342,7 +344,7 @@ __device__ __forceinline__ bool search_tile(const Args& a, Shared& s, int row, i
     need = max(need, (bound & PLACE_MASK) <= place ? known + 1 : known);
   }
   u64 best = NONE;
-  // Once a window of the whole query is found, what follows in this warp lies farther right.
+  // Once a window of the whole query is found, later windows of this warp are farther right.
   while (first - (int)threadIdx.x < body && !__any_sync(FULL, need > nm)) {
     match_vectors(text, first, body, v, query, nm, a.max_n, need, best);
     first += UNROLL * THREADS;
