@@ -97,16 +97,16 @@ def test_a_cut_inside_a_block_is_refused(start, stop):
 @pytest.mark.parametrize(("start", "stop"), [(-32, 32), (64, 32), (0, 128), (128, 128)])
 def test_a_cut_outside_the_tensor_is_refused(start, stop):
     tensor = make_case(QuantType.Q4_0, rows=96, blocks=3)
-    with pytest.raises(ArgumentError, match=f"columns {start}..{stop} lie outside a tensor of 96"):
+    with pytest.raises(ArgumentError, match=f"columns {start}..{stop} are outside a tensor of 96"):
         tensor.cols(start, stop)
-    with pytest.raises(ArgumentError, match=f"rows {start}..{stop} lie outside a tensor of 96"):
+    with pytest.raises(ArgumentError, match=f"rows {start}..{stop} are outside a tensor of 96"):
         tensor.rows(start, stop)
     assert tensor.rows(0, 96).shape == tensor.cols(0, 96).shape == (96, 96)
     wide, tall = make_case(QuantType.Q4_0, 2, 3), make_case(QuantType.Q4_0, 70, 2)
     assert wide.cols(64, 96).shape == (2, 32)
     assert tall.rows(69, 70).shape == (1, 64)
     for read in (lambda: wide.rows(2, 3), lambda: tall.cols(64, 96)):
-        with pytest.raises(ArgumentError, match="lie outside"):
+        with pytest.raises(ArgumentError, match="are outside"):
             read()
 
 

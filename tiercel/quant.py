@@ -16,7 +16,7 @@ class QuantTensor:
 
     Attributes:
         qtype: the storage type.
-        layout: how `planes` lie.
+        layout: the order of `planes` in memory.
         shape: (out_features, in_features); a vector is (1, n).
         planes: uint8 on any device. FILE: ``data``, (out, row_bytes). SOA: those of `PLANES`, each
             (tiles, groups, 16 * bytes of a group).
@@ -42,7 +42,7 @@ class QuantTensor:
         """A view of output rows [start, stop).
 
         Raises:
-            ArgumentError: a bound lies outside the tensor, or the layout is not FILE.
+            ArgumentError: a bound is outside the tensor, or the layout is not FILE.
         """
         self._check_file("rows")
         _check_range("rows", start, stop, self.shape[0])
@@ -63,8 +63,8 @@ class QuantTensor:
         """A view of input columns [start, stop).
 
         Raises:
-            ArgumentError: a bound lies outside the tensor, or the layout is not FILE.
-            ModelFormatError: a bound lies inside a block.
+            ArgumentError: a bound is outside the tensor, or the layout is not FILE.
+            ModelFormatError: a bound is inside a block.
         """
         self._check_file("cols")
         _check_range("columns", start, stop, self.shape[1])
@@ -103,5 +103,5 @@ def take_rows(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def _check_range(what: str, start: int, stop: int, size: int) -> None:
     if not 0 <= start <= stop <= size:
         raise ArgumentError(
-            f"{what} {start}..{stop} lie outside a tensor of {size}.", hint=f"Use 0 to {size}."
+            f"{what} {start}..{stop} are outside a tensor of {size}.", hint=f"Use 0 to {size}."
         )

@@ -3,12 +3,12 @@
 A GGML type packs a row of weights into blocks of `block_weights` weights and `block_bytes` bytes.
 Rows are whole blocks, so a tensor of shape (out, in) in layout FILE is one plane `data` of (out, in
 / block_weights * block_bytes) bytes, exactly as the file stores it. The float types have a block of
-one weight. The byte-level meaning of each block is drawn in `ops/dequantize_torch.py`.
+one weight. The byte-level meaning of each block is described in `ops/dequantize_torch.py`.
 
-In layout SOA the fields of the blocks lie in planes of their own, in the order in which the tensor
-cores of a GPU take them: each plane is (tiles, groups, 16 * bytes of a group) for tiles of 16 rows,
+In layout SOA the fields of the blocks are in planes of their own, in the order in which the tensor
+cores of a GPU take them. Each plane is (tiles, groups, 16 * bytes of a group) for tiles of 16 rows,
 the last filled up with zeros. A group is one block of 256 weights or four of 32, the last of a row
-filled up with zeros. `PLANES` says which bytes of a block a plane holds and how the 16 rows of a
+filled up with zeros. `PLANES` has the bytes of a block that a plane holds and how the 16 rows of a
 tile share its last axis; `ops/packed_repack.py` goes from one layout to the other.
 
 Free of PyTorch, so that a file can be inspected without it; `quant.py` has the tensors.
@@ -61,7 +61,7 @@ class QuantType(Enum):
 
     @property
     def group_blocks(self) -> int:
-        """Blocks of a row that lie together in layout SOA."""
+        """Blocks of a row that are neighbours in layout SOA."""
         return 4 if self.block_weights == 32 else 1
 
     def num_groups(self, in_features: int) -> int:
@@ -77,7 +77,7 @@ GGML_TYPES = {qtype.ggml_id: qtype for qtype in QuantType}
 
 
 class Layout(Enum):
-    """How the planes of a tensor lie in memory."""
+    """The order of a tensor's planes in memory."""
 
     FILE = "file"  # one plane `data`: the bytes of the file
     SOA = "soa"  # the planes of `PLANES`, in tiles of 16 rows
@@ -91,7 +91,7 @@ class Plane:
     """Bytes [start, start + size) of each block, as a plane of layout SOA.
 
     Those of a group, block after block, are pieces in the order (outer, pieces, inner), or (pieces,
-    inner, outer) if they are woven. In a tile of one group column the rows 0..7 lie before the rows
+    inner, outer) if they are woven. In a tile of one group column the rows 0..7 come before rows
     8..15; within each half the order is (pieces, row, outer, inner): where a row's bytes of a piece
     are 64, the 32 lanes of a warp (4 * row + outer) read one piece as 512 bytes in turn.
     """

@@ -1,16 +1,16 @@
 """How weights rest in memory: the form that each matrix takes on a device, and its bytes.
 
-The loader (`ops/linear.py`), the choice of a dtype, the memory check and `tiercel inspect` all ask
-this module, so that they cannot disagree. Forms:
+The loader (`ops/linear.py`), the choice of a dtype, the memory check and `tiercel inspect` all use
+this module, so they cannot disagree. Forms:
 
     dense     (out, in) in the dtype of the activations
     planes1   CPU, bfloat16: one plane of 4-bit codes, with a scale and a zero per 32 weights
     planes2   two such planes, for types of 5 and 8 bits
     packed    GPU, float16: the blocks of the file, rearranged; beside a dense copy if there is room
 
-What cannot rest packed on a CPU (Q6_K, whose groups of 16 the 4-bit operator does not have, Q2_K,
-Q3_K and the IQ4 types) rests dense: in bfloat16, which rounds a weight as the scales of planes are
-rounded. Decoding such blocks in each product takes 40 times as long as the product of bfloat16
+Types that cannot rest packed on a CPU (Q6_K, whose groups of 16 the 4-bit operator does not have,
+Q2_K, Q3_K and the IQ4 types) rest dense: in bfloat16, which rounds a weight as the scales of planes
+are rounded. Decoding such blocks in each product takes 40 times as long as the product of bfloat16
 weights (docs/notes/cpu_decode.md). Free of PyTorch; a dtype is its name.
 """
 
@@ -30,7 +30,7 @@ INT4_PLANES: Final = {
     QuantType.Q5_K: 2,
     QuantType.Q8_0: 2,
 }
-INT4_ROW_MULTIPLE: Final = 16  # what the CPU operator requires of output features
+INT4_ROW_MULTIPLE: Final = 16  # of output features, required by the CPU operator
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 _PLANE_GROUP_BYTES: Final = 20  # of 32 weights: 16 of codes, two bfloat16
 _PLANE_GROUP: Final = 32

@@ -276,8 +276,8 @@ def test_items_do_not_see_each_other(device):
     ("changes", "message"),
     [
         ({"k_new": None}, "not both k_new and v_new"),
-        ({"item_start": None}, "do not both lie on the host"),
-        ({"prefix_len": None}, "do not both lie on the host"),
+        ({"item_start": None}, "are not both on the host"),
+        ({"prefix_len": None}, "are not both on the host"),
         ({"prefix_len": [20]}, r"prefix_len \(20,\) and item_start \(15,\) int32 do not fit 2"),
         ({"prefix_len": [-1, 5]}, r"prefix_len \(-1, 5\)"),
         (

@@ -1,4 +1,4 @@
-"""The gate of an MLP: act(gate) * up."""
+"""Gated activation of an MLP: act(gate) * up."""
 
 from __future__ import annotations
 

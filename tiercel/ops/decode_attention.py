@@ -1,4 +1,4 @@
-"""Causal attention of new tokens over the paged cache: prefill chunks and decode steps alike."""
+"""Decode attention: causal attention of few new tokens per request over the paged cache."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def decode_attention(
     Args:
         q: (num_tokens, num_heads, head_dim), unit inner stride; head i reads key/value head
             i // (num_heads / num_kv_heads).
-        k_cache: (num_blocks, block_size, num_kv_heads, head_dim) contiguous, dtype of q; what lies
-            beyond a request's length is never read, what lies below must be finite.
+        k_cache: (num_blocks, block_size, num_kv_heads, head_dim) contiguous, dtype of q; slots
+            beyond a request's length are never read, those below must be finite.
         v_cache: like k_cache.
         batch: lengths and block tables; the token at index p of its sequence sees keys 0 .. p.
         scale: multiplies the scores.

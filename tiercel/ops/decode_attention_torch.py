@@ -1,7 +1,7 @@
-"""Attention of one request with PyTorch's fused operators: prompts, and all steps on a CPU.
+"""Decode attention with PyTorch's fused operators, one request after the other: all steps on a CPU.
 
-Keys and values are gathered from the request's blocks; where the blocks are one run, as a lone
-request's are on a CPU, the cache itself is read.
+Keys and values are gathered from the request's blocks. Where the blocks are one run, as those of a
+lone request on a CPU are, the cache itself is read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TILE = 512  # keys of a tile of PyTorch's fused CPU kernel, and a multiple of us
 
 
 def first_key(start: int, queries: int, window: int) -> int:
-    """The first place to gather for queries from place `start` on: of the tile that they see."""
+    """The first position to gather for queries from `start` on: that of the tile that they see."""
     first = max(0, start - window + 1) if window else 0
     return first if queries == 1 else first // TILE * TILE
 
@@ -40,11 +40,11 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, base:
     """Causal attention of one request whose last query is its last key.
 
     On a CPU a token's result has the same bits whatever was computed before it in the same call:
-    tiles of queries and keys end at fixed places of the sequence, so that a prompt whose start was
-    cached gives what it gives when computed whole. One query alone takes a faster way of its own.
+    tiles of queries and keys end at fixed positions of the sequence, so a prompt whose start was
+    cached has the same result as one computed whole. One query alone takes a faster way of its own.
 
-    q: (queries, heads, head_dim); k, v: (keys, kv_heads, head_dim); window 0 is none; base: place
-    of the first key in its sequence, before which no query sees anything.
+    q: (queries, heads, head_dim); k, v: (keys, kv_heads, head_dim); window 0 is none; base:
+    position of the first key in its sequence, before which no query sees anything.
     Returns (queries, heads, head_dim).
     """
     queries, keys = q.shape[0], k.shape[0]
@@ -82,7 +82,7 @@ def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, ba
 
 
 def place_mask(query_at: Tensor, key_at: Tensor, window: int) -> Tensor:
-    """(queries, keys) bool: who sees whom, by their places."""
+    """(queries, keys) bool: the keys that each query sees, by their positions."""
     mask = key_at <= query_at.unsqueeze(1)
     return mask & (key_at > query_at.unsqueeze(1) - window) if window else mask
 

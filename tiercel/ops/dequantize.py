@@ -1,4 +1,4 @@
-"""Weights in a storage type to a plain matrix."""
+"""Dequantisation: weights in a storage type to a plain matrix."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dequantize(weight: QuantTensor, dtype: torch.dtype, rows: Tensor | None = No
     Raises:
         ArgumentError: another dtype, a plane that does not fit the shape, or rows of layout SOA.
 
-    Source: the block formats of ggml (ggml-quants.c); drawn in ops/dequantize_torch.py.
+    Source: the block formats of ggml (ggml-quants.c); described in ops/dequantize_torch.py.
     """
     if dtype not in _DTYPES:
         raise ArgumentError(
@@ -72,5 +72,5 @@ def _dequantize_planes(weight: QuantTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _has_kernel(weight: QuantTensor, device: torch.device) -> bool:
-    """Whether the kernel of its own decodes it: 3.1 to 3.5 TB/s on an H200."""
+    """Whether a kernel decodes the type: at 3.1 to 3.5 TB/s on an H200."""
     return device.type == "cuda" and weight.qtype in PLANES and 0 not in weight.shape

@@ -42,7 +42,7 @@ class FusedDecodeStepWeights:
     """The weights of all layers as `fused_decode_step` reads them.
 
     Attributes:
-        stream: (CTAs, bytes) uint8; kernels/fused/fused_decode_step_stream.py draws it.
+        stream: (CTAs, bytes) uint8, in the order of kernels/fused/fused_decode_step_stream.py.
         starts: where each group of warps begins in its rows.
         masks: of each layer, bit i set if matrix i is Q6_K, else Q4_K.
         norms: (2 * layers, hidden) float32, of attention and MLP in turn.
@@ -76,7 +76,7 @@ class FusedDecodeStepCaches:
 
 
 class FusedDecodeStepBuilder:
-    """Collects the weights of all layers, so that no two copies of one lie beside each other."""
+    """Packs the weights of all layers, one layer at a time, so that memory holds no second copy."""
 
     def __init__(self, masks: Sequence[int], slices: int, device: torch.device) -> None:
         """Allocate.

@@ -24,7 +24,7 @@ from tiercel.quant_types import Layout
 
 @dataclass(frozen=True, slots=True)
 class ChainWeights:
-    """What lies between two attentions.
+    """Weights from one attention to the next.
 
     Attributes:
         o: output projection (hidden, attended) of this layer's attention.
@@ -99,7 +99,7 @@ def prepare_fused_layer_tail(
     """Bring matrices at rest together, each given as the segments of its rows.
 
     Args:
-        o: see `ChainWeights`, as the rest.
+        o: see `ChainWeights`.
         gate_up: of one type.
         down: of one segment.
         qkv: one or two segments; none after the last layer.
@@ -197,7 +197,7 @@ def fused_layer_tail(
 
 
 def _fused_layer_tail_torch(attended: Tensor, x: Tensor, weights: ChainWeights) -> Tensor | None:
-    """Each token on its own, so that its bits do not depend on the others."""
+    """Each token on its own, so that its bits do not depend on other tokens."""
 
     def times(matrix: QuantTensor, row: Tensor) -> Tensor:
         dense = dequantize(packed_repack(matrix, Layout.FILE), torch.float32)

@@ -1,4 +1,4 @@
-"""Drafts of an MTP head, extended by what followed the same tokens in the row's own text."""
+"""Drafts of an MTP head, extended by n-gram drafts: tokens that followed the same tokens before."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hybrid_mtp_ngram(
     workspace: Tensor | None = None,
     prompt_lens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Look for the last n tokens, MTP drafts among them, and append what followed as drafts.
+    """Look for the last n tokens, MTP drafts among them; append tokens that came next as drafts.
 
     The search is that of `ngram_match`, with sizes down to min_ngram_size. A row whose length is 0
     or that may take no more drafts stays as it is. Rows share `threshold` tokens in their order:
@@ -44,13 +44,13 @@ def hybrid_mtp_ngram(
     On a GPU with a workspace: one launch, no allocation and no wait; safe to capture in a graph.
 
     Args:
-        input_ids: (B, S) int64 or int32 prompts; what lies behind a length is not read.
+        input_ids: (B, S) int64 or int32 prompts; tokens after a length are not read.
         input_ids_len: (B,) or (B, 1) int64 or int32, tokens of a prompt.
         pre_ids: (B, room), dtype of input_ids: G, the generated text with the MTP drafts.
         step_idx: like input_ids_len: s, MTP drafts counted; the text is G[0..s-1].
         draft_token_num: (B,) or (B, 1) int32, checked but not read.
-        draft_tokens: (B, W), dtype of input_ids; drafts are written behind those of the MTP head,
-            the rest stays.
+        draft_tokens: (B, W), dtype of input_ids; drafts are written after those of the MTP head,
+            other slots stay.
         seq_lens_this_time: (B,) int32, mutated: 1 + MTP drafts on entry, 1 + all drafts at the end.
         seq_lens_decoder: (B,) int32, > 0 for a row that counts in the reserve.
         max_dec_len: like input_ids_len, the limit of generated tokens.

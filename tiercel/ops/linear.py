@@ -1,4 +1,4 @@
-"""x @ W^T with W prepared once for its device: which form it rests in, which kernel reads it.
+"""Linear projection, x @ W^T, with W prepared once for its device: its form, and the kernel for it.
 
 On a CPU in bfloat16 a quantised matrix stays packed (`ops/linear_torch.py`). On a GPU in float16
 quantised ones stay packed: for up to 16 rows (`ops/packed_matvec.py`), Q4_K and Q6_K for some more
@@ -44,8 +44,8 @@ MOST_PACKED_ROWS = 64
 # Rows up to which the fused product beats cuBLAS on a dense copy (64 rows of Qwen3-8B's gate and up
 # 36 against 52 us, o 11 and 11; 128 rows 56 and 55, 15 and 14), and decoding for the call.
 FUSED_ROWS = {True: 96, False: 256}  # H200, docs/notes/packed_products.md
-# Weights widened at once: 4 MB of float32 stay in the cache. 64 rows through 40,000 x 2,048 take
-# 400 to 500 ms, 620 to 770 with 8,192 output rows at once (AVX2 and AVX512, torch 2.13).
+# Weights widened together: 4 MB of float32 stay in the cache. 64 rows through 40,000 x 2,048 take
+# 400 to 500 ms, 620 to 770 with 8,192 output rows together (AVX2 and AVX512, torch 2.13).
 WIDE_WEIGHTS = 1 << 20
 
 
@@ -87,7 +87,7 @@ def select_rows(*, has_copy: bool, has_fused: bool, has_mmq: bool, uses_gemm: bo
     Args:
         has_copy: whether there is a dense copy.
         has_fused: whether the fused product may be used and the device has it.
-        has_mmq: whether products with x of 8 bits are asked for and the device has them.
+        has_mmq: whether products with x of 8 bits are requested and the device has them.
         uses_gemm: ``TIERCEL_PREFILL_GEMM``; without, everything goes 16 rows at a time.
     """
     if not uses_gemm:
@@ -110,7 +110,7 @@ def prepare_linear(
     """Bring matrices with a common input to the device and into the form that `linear` reads.
 
     Args:
-        parts: at least one, equal in_features; their output rows lie end to end in the result.
+        parts: at least one, equal in_features; their output rows are end to end in the result.
         dtype: of the activations.
         device: where the weights rest.
         wide: for float32 results (`linear(..., out_dtype=torch.float32)`): the weights stay dense,
@@ -142,8 +142,8 @@ def prepare_linear(
             dense = [dequantize(part.to(device), dtype) for part in members]
             segments.append(dense[0] if len(dense) == 1 else torch.cat(dense))
         else:
-            pieces = [(part.qtype.name, part.planes["data"]) for part in members]
-            segments.append(linear_torch.pack_planes(pieces))
+            matrices = [(part.qtype.name, part.planes["data"]) for part in members]
+            segments.append(linear_torch.pack_planes(matrices))
     return LinearWeight(tuple(segments), shape)
 
 
@@ -155,7 +155,7 @@ def _prepare_packed(
     *,
     dense_copies: bool,
 ) -> LinearWeight:
-    """Parts on a GPU of which some stay packed; the others are views of the dense copy, if any."""
+    """Parts on a GPU of which some stay packed; other parts are views of the dense copy, if any."""
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
     layout = Layout.SOA if has_q4k_soa() else Layout.FILE
     is_dependent = has_dependent_launch(device)
@@ -248,11 +248,11 @@ def linear(
         row = 0
         for segment in weight.segments:
             rows = _num_rows(segment)
-            piece = result[:, row : row + rows]
+            columns = result[:, row : row + rows]
             if isinstance(segment, PackedWeight):
-                _multiply_packed(x, segment, piece, weight)
+                _multiply_packed(x, segment, columns, weight)
             else:
-                piece.copy_(_multiply(x, segment, out_dtype, weight))
+                columns.copy_(_multiply(x, segment, out_dtype, weight))
             row += rows
     if out is not None and result is not out:
         result = out.copy_(result)
@@ -315,7 +315,7 @@ def _multiply_widened(x: Tensor, weight: Tensor) -> Tensor:
     """X @ weight^T in float32, a slice of output rows at a time."""
     wide_x = _pad_rows(x.float())
     slices = weight.split(max(1, WIDE_WEIGHTS // weight.shape[1]))
-    products = [torch.nn.functional.linear(wide_x, piece.float()) for piece in slices]
+    products = [torch.nn.functional.linear(wide_x, rows.float()) for rows in slices]
     return torch.cat(products, dim=1)[: x.shape[0]]
 
 
@@ -356,7 +356,7 @@ def _multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
 def _pad_rows(x: Tensor) -> Tensor:
     """Rows filled up to a multiple of 4, so that a row's bits do not depend on their number.
 
-    PyTorch's product (MKL) takes rows in fours, and what is left in other orders of sums.
+    PyTorch's product (MKL) takes rows in fours, and remaining rows in other orders of sums.
     """
     missing = -x.shape[0] % EXACT_ROWS
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x

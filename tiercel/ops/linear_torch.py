@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 GROUP = 32
-PACK_ROWS = (
-    4096  # rows widened to int32 at once; a multiple of the 64 that the operator interleaves
-)
+# Rows widened to int32 together; a multiple of the 64 that the operator interleaves.
+PACK_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +115,10 @@ def pack_planes(parts: Sequence[tuple[str, Tensor]]) -> Int4Planes:
             as the file stores it, out a multiple of 16.
     """
     planes = [_plane_codes(name, data) for name, data in parts]
-    # The operator interleaves up to 64 rows, so codes are joined, not what it makes of them.
+    # The operator interleaves up to 64 rows, so codes are joined, not its results.
     q = torch.cat([codes.q for codes in planes])
     convert = torch.ops.aten._convert_weight_to_int4pack_for_cpu
-    packed = torch.cat([convert(piece.int(), 1) for piece in q.split(PACK_ROWS)])
+    packed = torch.cat([convert(rows.int(), 1) for rows in q.split(PACK_ROWS)])
     pairs = [torch.stack((codes.scale, codes.zero), dim=-1) for codes in planes]
     scale_zero = torch.cat(pairs).transpose(0, 1).contiguous().bfloat16()
     count = PLANES[parts[0][0]]

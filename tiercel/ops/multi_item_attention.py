@@ -44,8 +44,8 @@ def multi_item_attention(
         scale: as in `prefill_attention`.
         prefix_len_ptr: (R,) uint32, P of each request.
         token_pos_in_items_ptr: (R * stride,) uint16: of the tokens from P on, 1 to L within an item
-            and 0 for a delimiter, which may be left out; what lies beyond a request's length is
-            not read.
+            and 0 for a delimiter, which may be left out; entries beyond a request's length
+            are not read.
         token_pos_in_items_len: stride.
         max_item_len_ptr: (R,) uint16, the longest item of each request. Only checked: tiles are
             skipped exactly without it.
@@ -126,7 +126,7 @@ def read_positions(
             raise ArgumentError(
                 f"prefill_attention: request {request} has a prefix of {prefix} and a length of "
                 f"{length} but token_pos_in_items_len={stride}.",
-                hint="The prefix lies within the length, and what follows it within one row.",
+                hint="The prefix is within the length, and the tokens after it fit one row.",
             )
         own = positions[request * stride :][:count]
         _check_positions(own, int(longest[request]), request)

@@ -193,7 +193,7 @@ def _launch(
 
 
 def _checked(index: NgramIndex, texts: NgramTexts, convention: str) -> tuple[NgramBatch, int]:
-    """The tensors as the kernels take them, and where the query lies."""
+    """The tensors as the kernels take them, and how many tokens after G[s-1] the query ends."""
     tensors = {
         "input_ids": texts.input_ids,
         "token_ids_all": texts.token_ids_all,

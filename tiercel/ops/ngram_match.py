@@ -1,4 +1,4 @@
-"""Drafts for speculative decoding, copied from the row's own text behind its last n-gram."""
+"""N-gram drafts for speculative decoding: tokens that followed a row's last n-gram in its text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ngram_match(
     convention: str = "index",
     workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Look for the last n tokens in the prompt and in the generated text; draft what followed.
+    """Look for the last n tokens in the prompt and in the generated text; draft what came next.
 
     Sizes n = max_ngram_size .. 1 are tried; at each the prompt first, in it the leftmost window
     that has a follower. Rows share `threshold` tokens, in their order: lengths of this step, one
@@ -48,14 +48,15 @@ def ngram_match(
     On a GPU with a workspace: one launch, no allocation and no wait; safe to capture in a graph.
 
     Args:
-        input_ids: (B, S) int64 or int32 prompts; what lies behind a length is not read.
+        input_ids: (B, S) int64 or int32 prompts; tokens after a length are not read.
         input_ids_len: (B,) or (B, 1) int64 or int32, tokens of a prompt.
         token_ids_all: (B, max_model_len), dtype of input_ids; G, the generated text of a row,
             begins at its prompt_lens.
         prompt_lens: like input_ids_len; may differ from it.
         step_idx: like input_ids_len: s, the generated text is G[0..s-1].
         draft_token_num: (B,) or (B, 1) int32, the row's drafts at most; may be <= 0.
-        draft_tokens: (B, W), dtype of input_ids; drafts are written from slot 1 on, the rest stays.
+        draft_tokens: (B, W), dtype of input_ids; drafts are written from slot 1 on, other slots
+            stay.
         seq_lens_this_time: (B,) int32, mutated: kept where the row is in prefill, 0 where it is
             idle, else 1 + drafts.
         seq_lens_encoder: (B,) int32, > 0 for a row in prefill.
@@ -65,7 +66,7 @@ def ngram_match(
         max_draft_tokens: bounds W from below; rows are limited by draft_token_num alone.
         threshold: the budget, or a device int32 with it for captured graphs; <= 0: no drafts;
             None: INFER_WITH_REFERENCE_TOKENUM_THRESHOLD, read at each call, or 128.
-        convention: where the last token lies: "index": G[s], "count": G[s-1].
+        convention: the last token: "index": G[s], "count": G[s-1].
         workspace: from `make_ngram_workspace`, for calls of one stream; None: a new one.
 
     Returns:
@@ -186,7 +187,7 @@ def check_ngram_tensors(op: str, tensors: dict[str, Tensor], max_draft_tokens: i
             is_shaped = tensor.dim() == 2 and tensor.shape[0] == rows
             is_shaped = is_shaped and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
             shapes = f"({rows}, width) with adjacent tokens"
-            if tensor is drafts and rows > 1:  # written to: rows must not lie over each other
+            if tensor is drafts and rows > 1:  # written to: rows must not overlap
                 is_shaped = is_shaped and tensor.stride(0) >= tensor.shape[1]
                 shapes += " in rows of their own"
         else:
@@ -226,7 +227,7 @@ def check_ngram_tiles(op: str, batch: NgramBatch, config: NgramConfig) -> None:
 def check_ngram_numbers(
     op: str, max_ngram_size: int, min_ngram_size: int, max_draft_tokens: int, convention: str
 ) -> int:
-    """Check the options; returns how many tokens the query lies behind G[s-1].
+    """Check the options; returns how many tokens after G[s-1] the query ends.
 
     Raises:
         ArgumentError: one is out of range.
@@ -251,7 +252,7 @@ def check_ngram_numbers(
         raise ArgumentError(
             f"{op}: max_draft_tokens={max_draft_tokens} is out of range.", hint="Use 0 or more."
         )
-    if convention not in tuple(QUERY_SHIFTS):  # a tuple: what has no hash is refused too
+    if convention not in tuple(QUERY_SHIFTS):  # a tuple: values without a hash are refused too
         raise ArgumentError(
             f"{op}: convention={convention!r} is unknown.", hint='Use "index" or "count".'
         )

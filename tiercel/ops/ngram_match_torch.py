@@ -1,4 +1,4 @@
-"""Drafts by n-gram search on a CPU, and the two rules that make search and budget parallel.
+"""N-gram drafts by a search on a CPU, and the two rules that make search and budget parallel.
 
 One pass. The query of n tokens is the suffix of the query of max_ngram_size tokens, so a window
 that ends at token i matches n tokens iff the longest common suffix of the haystack up to i and the
@@ -14,11 +14,11 @@ One scan. Let c_i be a row's drafts without a budget, and
 
     R_i = T - u0 - (weight_0 + ... + weight_i) - (c_0 + ... + c_{i-1})
 
-where T is the budget, u0 counts active rows, and weight_i >= 0 is what row i holds beyond the part
-of the reserve it gives back. The serial rule gives row i min(c_i, R_i) drafts if R_i >= 2, else
-none. Why R_i, with uncut c, may stand for the serial room: it never rises, so all rows before one
-with R_i >= 2 were not cut. A row that is cut leaves no room to the next, one with R_i <= 1 takes
-none, and so nobody behind drafts in either form.
+where T is the budget, u0 counts active rows, and weight_i >= 0 is the part of row i's tokens beyond
+the part of the reserve it gives back. The serial rule gives row i min(c_i, R_i) drafts if R_i >= 2,
+else none. R_i with uncut c may replace the serial room, because it never rises: all rows before one
+with R_i >= 2 were not cut. A row that is cut leaves no room to the next row, and a row with R_i <=
+1 takes none, so no later row drafts in either form.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tiercel.kernels.speculation.ngram_batch import NgramBatch, NgramLimits
 
 KIND_SHIFT, SIZE_SHIFT = 39, 40  # of a key
 NO_KEY = (1 << 62) - 1
-_CHUNK_TOKENS = 1 << 22  # compared at once: bounds the memory of texts where every token matches
+_CHUNK_TOKENS = 1 << 22  # compared together: bounds the memory of texts where every token matches
 
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """What a row takes part with, before any draft; (B,) each."""
+    """The part of each row in the budget, before any draft; (B,) each."""
 
     is_active: Tensor
     drafts: Tensor
@@ -137,7 +137,7 @@ def _search(rows: Tensor, haystacks: tuple[_Haystack, _Haystack], limits: NgramL
     best = torch.full_like(generated.lens, NO_KEY)
     ends = generated.start + generated.lens + (limits.query_shift - 1)
     back = torch.arange(limits.max_ngram_size, device=ends.device)
-    # Last token first. Rows that are not searched may begin their text behind the last column.
+    # Last token first. Rows that are not searched may begin their text after the last column.
     places = (ends.unsqueeze(1) - back).clamp(0, generated.tokens.shape[1] - 1)
     query = generated.tokens.gather(1, places)
     for haystack in haystacks:

@@ -1,4 +1,4 @@
-"""Some dozens of tokens times a K-quantised matrix that stays as small as its file."""
+"""Packed GEMM: some dozens of tokens times a K-quantised matrix that stays as small as its file."""
 
 from __future__ import annotations
 

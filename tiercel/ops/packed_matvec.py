@@ -1,4 +1,4 @@
-"""A few tokens times a quantised matrix that stays as small as its file."""
+"""Packed matvec: up to 16 tokens times a quantised matrix that stays as small as its file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PackedWeight:
 
     Attributes:
         tensor: in layout SOA or FILE, planes contiguous.
-        tickets: (tiles,) int32 zeros between launches, with which the CTAs of a tile find the last.
-        is_dependent: on a GPU, whether launches may overlap the kernel before them.
+        tickets: (tiles,) int32 zeros between launches, by which the CTAs of a tile find the last
+        one. is_dependent: on a GPU, whether launches may overlap the kernel before them.
     """
 
     tensor: QuantTensor
@@ -73,10 +73,10 @@ def prepare_packed(
 def prepare_result(
     op: str, x: Tensor, rows: int, out_dtype: torch.dtype | None, out: Tensor | None
 ) -> Tensor:
-    """Where a product writes to: `out`, or a new tensor.
+    """The tensor for a product: `out`, checked, or a new one.
 
     Args:
-        op: who asks, for the message.
+        op: named in the message.
         x: (tokens, in).
         rows: of the weight.
         out_dtype: float16, bfloat16 or float32; None for float16. That of `out` wins.
@@ -99,7 +99,7 @@ def prepare_result(
 def packed_matvec(
     x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """X @ W^T for up to 16 tokens; a token's bits depend on neither the others nor the layout.
+    """X @ W^T for up to 16 tokens; a token's bits depend on neither other tokens nor the layout.
 
     Args:
         x: (tokens, in) float16, contiguous, on the weight's device; at most 16 tokens.
@@ -154,7 +154,7 @@ def _launch(x: Tensor, weight: PackedWeight, out: Tensor, limits: kernel.DeviceL
 
 
 def _packed_matvec_torch(x: Tensor, weight: QuantTensor, out: Tensor) -> Tensor:
-    """Each token on its own, so that its bits do not depend on the others."""
+    """Each token on its own, so that its bits do not depend on other tokens."""
     dense = dequantize(packed_repack(weight, Layout.FILE), torch.float32)
     for token, row in enumerate(x.float()):
         out[token] = dense @ row

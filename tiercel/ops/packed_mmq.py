@@ -1,4 +1,4 @@
-"""Many tokens, rounded to 8 bits, times a K-quantised matrix that stays as small as its file."""
+"""Packed MMQ: many tokens, rounded to 8 bits, times a K-quantised matrix as small as its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised weights between the layout of the file and the planes that the GPU's kernels read."""
+"""Repacking of quantised weights between the layout of the file and the planes of GPU kernels."""
 
 from __future__ import annotations
 

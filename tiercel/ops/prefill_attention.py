@@ -1,4 +1,4 @@
-"""Attention of prompts over the paged cache: whole, in chunks, or with items behind a prefix."""
+"""Prefill attention over the paged cache: whole prompts, chunks, and items after a prefix."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def prefill_attention(
         q: (T, num_heads, head_dim), requests end to end; head i reads key/value head
             i // (num_heads / num_kv_heads).
         k_cache: (num_blocks, block_size, num_kv_heads, head_dim) contiguous, dtype of q. On Hopper
-            slots that nobody sees are multiplied by 0, so the whole pool must be finite.
+            slots that no token sees are multiplied by 0, so the whole pool must be finite.
         v_cache: like k_cache.
         block_tables: (R, max_blocks) int32, one row per request of this call.
         query_lens: new tokens of each request, >= 1.
         context_lens: its length with them, exactly: tiles are planned from it.
         scale: multiplies the scores, > 0.
-        window: with w > 0 a token sees keys at a distance below w. Positions of an item go on
-            behind P, so that it sees the prefix as if it were alone with it.
+        window: with w > 0 a token sees keys at a distance below w. Positions of an item
+            continue after P, so that it sees the prefix as if it were alone with it.
         softcap: with c > 0 scores become c * tanh(score / c), before the mask.
         prefix_len: P of each request, its length or more if it has no items; None: no items.
         item_start: (T,) int32 on the host: for a token from P on, the index of the first token of
@@ -117,7 +117,7 @@ def plan_prefill_attention(
     """Plan the tiles of a step once for all layers of one kind; None on a CPU, which needs none.
 
     Args:
-        query_lens: as in the op, and so the rest.
+        query_lens: as in the op.
         context_lens: as in the op.
         num_heads: query heads of the layers.
         k_cache: the key cache of one of the layers; only its shape, dtype and device count.
@@ -125,7 +125,7 @@ def plan_prefill_attention(
         softcap: of the layers.
         prefix_len: as in the op.
         item_start: as in the op.
-        has_lse: whether the op will be asked for `lse`.
+        has_lse: whether the op will be called with `lse`.
 
     Raises:
         ArgumentError: as in the op.
@@ -149,10 +149,10 @@ def tile_prefill_attention(
     prefix_len: Sequence[int] | None = None,
     item_start: Tensor | None = None,
 ) -> PlannedTiles:
-    """Tiles for those who keep plans in a buffer: the kernel is one that serves any length.
+    """Plan the tiles for a buffer that keeps plans: with a kernel that serves any length.
 
     Args:
-        query_lens: as in the op; and so the rest.
+        query_lens: as in the op.
         context_lens: as in the op.
         num_heads: as in the plan.
         k_cache: as in the plan, on a GPU.

@@ -27,10 +27,10 @@ from tiercel.kernels.attention.prefill_attention_tiles import (
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """What becomes of the product of a query and a key.
+    """How the product of a query and a key becomes a score.
 
     Attributes:
-        scale: multiplies it.
+        scale: factor of the product.
         window: 0 for none.
         softcap: 0 for none.
     """
@@ -42,11 +42,11 @@ class ScoreRule:
 
 @dataclass(frozen=True, slots=True)
 class StepLengths:
-    """A step as the host knows it.
+    """Lengths of a step, as the host knows them.
 
     Attributes:
         query: new tokens of each request.
-        context: its length with them.
+        context: length of each request with its new tokens.
         prefix: P of each request, at most its length.
         item_start: (T,) int32, None without items.
     """
@@ -85,7 +85,7 @@ def read_lengths(
         return StepLengths(query, context, context, None)
     if prefix_len is None or item_start is None or item_start.is_cuda:
         raise ArgumentError(
-            "prefill_attention: prefix_len and item_start do not both lie on the host.",
+            "prefill_attention: prefix_len and item_start are not both on the host.",
             hint="Pass both, a sequence and a CPU tensor, or neither.",
         )
     prefix = tuple(min(p, length) for p, length in zip(prefix_len, context, strict=False))
@@ -112,7 +112,7 @@ def _check_items(
     prefix: tuple[int, ...],
     starts: npt.NDArray[np.int32],
 ) -> None:
-    """Every item must rise, and begin in this step behind the prefix."""
+    """Item starts must rise, and be in this step after the prefix."""
     at = 0
     for request, (new, length) in enumerate(zip(query, context, strict=True)):
         if prefix[request] >= length:
@@ -135,7 +135,7 @@ def _check_items(
 
 
 def _sizes(max_tiles: int, max_tokens: int, *, has_parts: bool) -> tuple[int, int, int, int]:
-    """Numbers of tiles, counter, parts and item starts, as they lie one behind the other.
+    """Numbers of tiles, counter, parts and item starts, in their order in a buffer.
 
     Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for other pointers.
     """
@@ -166,7 +166,7 @@ class PlannedTiles:
 
     @property
     def kind(self) -> tuple[PrefillAttentionConfig, bool]:
-        """What a graph is captured for: the kernel, and whether parts are merged."""
+        """The key of a captured graph: the kernel, and whether parts are merged."""
         return self.config, self.parts is not None
 
     @property
@@ -229,13 +229,13 @@ class PlannedTiles:
 
 @dataclass(frozen=True, slots=True)
 class PlanBuffer:
-    """Device memory for plans of one kind; a graph that reads `plan` serves whatever is there.
+    """Device memory for plans of one kind; a graph that reads `plan` serves all that fill it.
 
     Attributes:
         data: int32.
         max_tiles: that it holds.
         max_tokens: that it holds.
-        plan: what lies there.
+        plan: view of the data as a plan.
     """
 
     data: Tensor

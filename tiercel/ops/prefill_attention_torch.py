@@ -1,8 +1,8 @@
-"""Attention over items behind a prefix with PyTorch, one request after the other: the CPU's way.
+"""Prefill attention with PyTorch, one request after the other: for a CPU.
 
 The prefix is gathered once per request. Items attend to it and to themselves in blocks of some
 hundred rows under one mask: a call for each item costs half as much as a call for twenty (11 and 24
-ms for 25 and 512 rows of 9 bfloat16 heads on 512 keys, 2 cores). What a mask hides has a weight of
+ms for 25 and 512 rows of 9 bfloat16 heads on 512 keys, 2 cores). A masked key has a weight of
 exactly zero, so no item changes a bit of another.
 """
 
@@ -79,7 +79,7 @@ def _attend_prompt(
     base: int,
     rule: ScoreRule,
 ) -> None:
-    """Rows of the prefix itself, whose last one is the last key; `base`: place of the first."""
+    """Rows of the prefix itself, whose last row is the last key; `base`: position of the first."""
     if not rule.softcap and lse is None:
         out[rows] = attend_one(q[rows], k, v, rule.scale, rule.window, base)
         return
@@ -91,13 +91,13 @@ def _attend_prompt(
 
 
 def _item_mask(prefix: int, first: int, starts: Tensor, window: int) -> Tensor:
-    """(rows, P + rows) bool: what rows from index `first` on see of prefix and themselves."""
+    """(rows, P + rows) bool: the keys of prefix and items that rows from index `first` on see."""
     index = torch.arange(first, first + len(starts))
     own = (index <= index[:, None]) & (index >= starts[:, None])
     seen = torch.ones(len(starts), prefix, dtype=torch.bool)
     if window:
         own &= index > index[:, None] - window
-        position = prefix + index - starts  # an item's positions go on behind the prefix
+        position = prefix + index - starts  # an item's positions continue after the prefix
         seen = torch.arange(prefix) > (position - window)[:, None]
     return torch.cat((seen, own), dim=1)
 
@@ -105,7 +105,7 @@ def _item_mask(prefix: int, first: int, starts: Tensor, window: int) -> Tensor:
 def _attend_openly(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
-    """What fused operators do not tell or do: sums and soft-caps, in float32."""
+    """Attention with sums and soft-caps, which fused operators lack, in float32."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     scores = rule.scale * torch.einsum("qhd,khd->hqk", q.float(), k)
@@ -119,7 +119,7 @@ def _attend_openly(
 def _blocks(
     item_start: npt.NDArray[np.int32] | None, begin: int, end: int
 ) -> list[tuple[int, int]]:
-    """Rows [first, behind) of some whole items each, among rows [begin, end)."""
+    """Ranges [first, end) of rows of some whole items each, among rows [begin, end)."""
     if item_start is None or begin == end:
         return []
     own = item_start[begin:end]

@@ -1,4 +1,4 @@
-"""From persistent rows to the inputs of a step: which tokens, at which places, into which slots."""
+"""The inputs of a step from persistent rows: its tokens, their positions and cache slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiercel.errors import ArgumentError
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What a model reads of a step with T new tokens of R requests and G cache groups.
+    """Inputs of a model for a step with T new tokens of R requests and G cache groups.
 
     Attributes:
         input_ids: (T,) int32.
@@ -29,11 +29,12 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepDrafts:
-    """Guesses that follow the last token of each request in a step that verifies them.
+    """Draft tokens that follow the last token of each request in a step that verifies them.
 
     Attributes:
-        draft_ids: (S, width) int32, contiguous; those of a row stand in its columns 1, 2, ...
-        num_drafts: (R,) int32, how many of them the step takes; the places behind are padding.
+        draft_ids: (S, width) int32, contiguous; the drafts of a row are in its columns 1, 2, ...
+        num_drafts: (R,) int32, drafts of each request in the step; positions after them are
+            padding.
     """
 
     draft_ids: Tensor
@@ -52,18 +53,18 @@ def prepare_step(
 ) -> StepInputs:
     """Take the next tokens of each row and count them as computed; lengths stay on the device.
 
-    The last row is scratch, for places of a batch that no request fills: its tokens are token 0 at
-    positions from 0 on, with slots of -1. So are padding places behind drafts.
+    The last row is scratch, for positions of a batch that no request fills: its tokens are token 0
+    at positions from 0 on, with slots of -1. So are padding positions after drafts.
 
     Args:
         token_ids: (S, max_model_len) int32, contiguous.
         num_computed: (S,) int32; raised by each row's new tokens, of scratch unchanged.
         block_tables: (G, S, max_blocks) int32, contiguous.
         rows: (R,) int32; none twice, but for scratch.
-        cu_seqlens_q: (R + 1,) int32, first token place of each request.
+        cu_seqlens_q: (R + 1,) int32, index of the first token of each request.
         num_tokens: T, `cu_seqlens_q[R]` as the host knows it.
         block_size: tokens of a block.
-        drafts: with them each request has one token of its row and then guesses.
+        drafts: with them each request has one token of its row and then its draft tokens.
 
     Returns:
         New tensors.
@@ -128,9 +129,9 @@ def _prepare(
         out.input_ids.copy_(token_ids[row, position])
     else:
         place = torch.arange(num_tokens) - cu_seqlens_q[:-1].repeat_interleave(lengths)
-        guess = place.clamp(max=drafts.draft_ids.shape[1] - 1)
+        column = place.clamp(max=drafts.draft_ids.shape[1] - 1)
         last = token_ids[row, start.repeat_interleave(lengths)]
-        out.input_ids.copy_(torch.where(place == 0, last, drafts.draft_ids[row, guess]))
+        out.input_ids.copy_(torch.where(place == 0, last, drafts.draft_ids[row, column]))
         real = real & (place <= drafts.num_drafts.repeat_interleave(lengths))
     out.input_ids.masked_fill_(~real, 0)
     block = block_tables[:, row, position // block_size].long()

@@ -19,7 +19,7 @@ def rms_norm(
 ) -> Tensor:
     """Normalise rows to unit root mean square, times weight; before that, x += update.
 
-    Row-invariant: a row's bits do not depend on the others.
+    Row-invariant: a row's bits do not depend on other rows.
 
     Args:
         x: (rows, hidden), float32, bfloat16 or float16; unit inner stride. Mutated where there is

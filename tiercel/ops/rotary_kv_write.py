@@ -1,4 +1,4 @@
-"""Query, key and value heads of a projection, made ready for attention over the paged cache."""
+"""Norm, rotary embedding and cache write of the query, key and value heads of a projection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rotary_kv_write(
 ) -> None:
     """Norm and rotate queries and keys in place, and copy keys and values to their slots.
 
-    Row-invariant: a token's bits do not depend on the others.
+    Row-invariant: a token's bits do not depend on other tokens.
 
     Args:
         heads: (tokens, num_heads + 2 * num_kv_heads, head_dim) contiguous: queries, keys, values of

@@ -1,8 +1,9 @@
-"""The next token of each row of logits, drawn with counter-based noise and appended to its row.
+"""Sampling of the next token from each logits row, with counter-based noise, appended to its row.
 
-A greedy row takes the largest logit; another one the largest of logit / temperature + Gumbel noise,
-which draws exactly from the softmax. Of equal ones the lowest id wins. Noise is a function of the
-row's key, its length and the token id (`tiercel/seeds.py`), so that neighbours change nothing.
+A greedy row takes the largest logit. Another row takes the largest of logit / temperature + Gumbel
+noise, which samples exactly from the softmax. Of equal ones the lowest id wins. Noise is a function
+of the row's key, its length and the token id (`tiercel/seeds.py`), so other rows of a batch change
+nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def sample_tokens(
     is_banned: Tensor,
     is_sound: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row of logits and append it.
+    """Sample one token per logits row and append it.
 
     Args:
         logits: (L, vocab_size) float32, contiguous; -inf bans a token.
@@ -114,23 +115,23 @@ def _sample(
 def draw_torch(
     logits: Tensor,
     rows: Tensor,
-    places: Tensor,
+    positions: Tensor,
     state: SampleRows,
     is_banned: Tensor,
     is_sound: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The draw of `sample_tokens` on a CPU, without appending.
+    """The samples of `sample_tokens` on a CPU, without appending them.
 
     Args:
-        logits: as there.
-        rows: as there, but a row may come more than once.
-        places: (L,) int32, where in its row each drawn token will stand.
+        logits: as in `sample_tokens`.
+        rows: as in `sample_tokens`, but a row may come more than once.
+        positions: (L,) int32, the position in its row of each sampled token.
         state: of the rows, only read.
-        is_banned: as there.
-        is_sound: as there.
+        is_banned: as in `sample_tokens`.
+        is_sound: as in `sample_tokens`.
 
     Returns:
-        As there.
+        As `sample_tokens`.
     """
     if is_sound is None:
         low, high = logits.aminmax(dim=1)  # NaN where there is one
@@ -141,12 +142,12 @@ def draw_torch(
     temperature = state.temperature.index_select(0, rows)
     token_ids = allowed.argmax(dim=1)
     is_possible = allowed.gather(1, token_ids.unsqueeze(1)).squeeze(1) > float("-inf")
-    drawn = (temperature > 0).nonzero().squeeze(1)
-    if drawn.numel():
-        scaled = allowed[drawn] / temperature[drawn].unsqueeze(1)
-        keys = step_keys(state.key[rows[drawn]], places[drawn])
+    sampled = (temperature > 0).nonzero().squeeze(1)
+    if sampled.numel():
+        scaled = allowed[sampled] / temperature[sampled].unsqueeze(1)
+        keys = step_keys(state.key[rows[sampled]], positions[sampled])
         gumbel = uniform_noise(keys, logits.shape[1]).log_().neg_().log_().neg_()
-        token_ids[drawn] = (scaled + gumbel).argmax(dim=1)
+        token_ids[sampled] = (scaled + gumbel).argmax(dim=1)
     problems = torch.where(is_possible, OK, NO_TOKEN)
     problems = torch.where(sound, problems, NONFINITE).to(torch.uint8)
     return torch.where(problems == OK, token_ids, 0).int(), problems

@@ -1,13 +1,14 @@
-"""Which drafts of a row are right, and what stands behind them: the end of a verifying step.
+"""Verification of draft tokens: which ones are accepted, and the token that follows them.
 
-Slot i of a row holds the model's logits behind its text and its first i drafts. A token is chosen
-at each slot, just as plain decoding would choose it at that place: the largest logit, or a draw
-with the noise of that place (`ops/sample_tokens.py`). While it equals the draft, the next slot's
-logits belong to the text, so its choice counts too. A row gets its accepted drafts and one token
-more. Whatever the drafts were, these are the tokens that decoding one by one would have drawn.
+Slot i of a row holds the model's logits after its text and its first i drafts. A token is chosen at
+each slot, just as plain decoding would choose it at that position: the largest logit, or a sample
+with the noise of that position (`ops/sample_tokens.py`). While it equals the draft, the logits of
+the next slot belong to the text, so the choice there counts too. A row gets its accepted drafts and
+one token more. Whatever the drafts were, these are the tokens that decoding one by one would have
+sampled.
 
-Drafts that were drawn from probabilities may be judged by these instead (`draft_probs`): the law of
-the answer stays that of plain decoding, but not each draw.
+Drafts that were sampled from probabilities may be judged by rejection sampling instead
+(`draft_probs`): the distribution of the answer stays that of plain decoding, but not each sample.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from tiercel.ops.sample_tokens import (
 )
 
 UNSOUND_DRAFT = 3
-"""A problem of a row besides those of `sample_tokens`: its tokens are good, but the logits behind
-one of its drafts were NaN or infinite, and so may be what that draft left in the cache."""
+"""A problem of a row besides those of `sample_tokens`: its tokens are good, but the logits after
+one of its drafts were NaN or infinite, as the cached keys and values of that draft may be."""
 
-REJECTION = -1  # steps a row's key to that of the noise of `draft_probs`
+REJECTION = -1  # steps a row's key to that of the noise of rejection sampling
 LEAST_REST = 1e-10  # of max(0, p - q); below, p and q are equal but for rounding
 
 
@@ -48,10 +49,10 @@ class DraftRows:
 
     Attributes:
         draft_ids: (S, 1 + K) int32, drafts from column 1 on; column 0 is the caller's.
-        num_computed: (S,) int32, tokens in the cache: all but the last, behind this op.
+        num_computed: (S,) int32, tokens in the cache: after this op all but the last.
         draft_limit: (S,) int32, drafts in a step at most, 0 to K.
         num_wanted: (S,) int32, drafts that the row should make for the next step.
-        acceptance: (S,) float32, estimated chance that a draft behind right ones is right.
+        acceptance: (S,) float32, estimated chance that a draft after right ones is right.
         num_idle: (S,) int32, steps without a draft.
     """
 
@@ -70,8 +71,8 @@ class Verified:
     Attributes:
         table: (R, K + 4) int32; its columns are in verify_accept_columns.py.
         token_ids: (R, 1 + K), the choice at each slot that the step used, else 0.
-        num_new: (R,), number of token ids that count, 1 or more.
-        problems: (R,), problem of the first slot, or `UNSOUND_DRAFT`.
+        num_new: (R,), the number of new tokens at the front of token_ids, 1 or more.
+        problems: (R,), the problem of the first slot, or `UNSOUND_DRAFT`.
         num_drafts: (R,), drafts that were verified.
     """
 
@@ -118,24 +119,25 @@ def verify_accept(
 ) -> Verified:
     """Choose a token at each slot, accept drafts that equal it, append, and plan the next drafts.
 
-    A row's estimate learns from each draft up to and with the first wrong one. It wants as many
-    drafts as there are j with acceptance^j > theta, within its limit; one that wants none tries one
-    every 32 steps.
+    A row's estimate of acceptance is updated by each draft up to and with the first wrong one. The
+    row wants as many drafts as there are j with acceptance^j > theta, within its limit. A row that
+    wants none tries one every 32 steps.
 
     On a GPU: two launches (four with `draft_probs`), no wait; safe to capture in a graph.
 
     Args:
         logits: (L, vocab_size) float32, contiguous; -inf bans a token.
-        starts: (R + 1,) int32; slot i of request r is line starts[r] + i.
+        starts: (R + 1,) int32; slot i of request r is logits row starts[r] + i.
         rows: (R,) int32, the engine row of each; none twice but for scratch.
-        num_drafts: (R,) int32, drafts that the step took of each, 0 to K; lines behind are unread.
+        num_drafts: (R,) int32, drafts that the step took of each, 0 to K; logits rows after
+            them are unread.
         state: mutated: tokens are appended.
         drafts: mutated, but for its ids and limits.
         is_banned: (vocab_size,) uint8, 1 for tokens that no answer may hold.
-        theta: (1,) float32, the chance from which a draft is worth its time; 0 asks for all.
-        is_sound: (L,) uint8, 0 for lines whose raw logits were not finite; None if `logits` are the
+        theta: (1,) float32, the chance from which a draft is worth its time; 0: all are.
+        is_sound: (L,) uint8, 0 for rows whose raw logits were not finite; None if `logits` are the
             raw ones, to find that out here.
-        draft_probs: (R, K, vocab_size) float32, the probabilities that each draft was drawn from,
+        draft_probs: (R, K, vocab_size) float32, the probabilities that each draft was sampled from,
             with noise of other keys; None: drafts are accepted where they equal the choice. Greedy
             rows always go by equality.
 
@@ -147,7 +149,7 @@ def verify_accept(
 
     Sources: "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192, for
     `draft_probs`; "Coupling without Communication and Drafter-Invariant Speculative Decoding",
-    arXiv 2408.07978, for drafts drawn with the row's own noise.
+    arXiv 2408.07978, for drafts sampled with the row's own noise.
     """
     _check(logits, starts, rows, num_drafts, state, drafts, is_banned, draft_probs)
     if logits.is_cuda:
@@ -185,7 +187,7 @@ def verify_accept(
 def make_scratch(
     logits: Tensor, num_slots: int, *, has_probs: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the kernels of one call leave to each other."""
+    """Memory through which the kernels of one call pass results to each other."""
     from tiercel.kernels.sampling.sample_tokens import num_parts
 
     parts, device = num_parts(logits.shape[1]), logits.device
@@ -230,19 +232,19 @@ def _verify(
     problems = torch.zeros((num_reqs, width), dtype=torch.int32)
     result.token_ids[request, slot] = ids
     problems[request, slot] = codes.int()
-    guesses = drafts.draft_ids.index_select(0, rows).roll(-1, 1)  # of a slot, the draft behind it
-    is_right = result.token_ids == guesses
+    next_drafts = drafts.draft_ids.index_select(0, rows).roll(-1, 1)  # those after each slot
+    is_right = result.token_ids == next_drafts
     if draft_probs is not None:
         allowed = logits.masked_fill(is_banned.view(torch.bool), float("-inf"))
-        drawn = (state.temperature.index_select(0, rows)[request] > 0).nonzero().squeeze(1)
-        for at in drawn.tolist():
+        sampled = (state.temperature.index_select(0, rows)[request] > 0).nonzero().squeeze(1)
+        for at in sampled.tolist():
             r, i = int(request[at]), int(slot[at])
             row = int(rows[r])
             probs = (allowed[line[at]] / state.temperature[row]).softmax(dim=0)
-            guess = int(guesses[r, i]) if i < num_drafts[r] else None
-            q = None if guess is None else draft_probs[r, i]
-            token = _judge(probs, q, guess, state.key[row], int(length[r]) + i)
-            is_right[r, i] = token == guess
+            draft_id = int(next_drafts[r, i]) if i < num_drafts[r] else None
+            q = None if draft_id is None else draft_probs[r, i]
+            token = _judge(probs, q, draft_id, state.key[row], int(length[r]) + i)
+            is_right[r, i] = token == draft_id
             result.token_ids[r, i] = token if problems[r, i] == OK else 0
     is_right &= (slots < num_drafts.unsqueeze(1)) & (problems == OK)
     num_right = is_right.int().cumprod(dim=1).sum(dim=1)
@@ -257,13 +259,13 @@ def _verify(
     return result
 
 
-def _judge(probs: Tensor, q: Tensor | None, guess: int | None, key: Tensor, place: int) -> int:
-    """The token of one slot by the rule of rejection: the draft, or a draw from what it left."""
+def _judge(probs: Tensor, q: Tensor | None, draft_id: int | None, key: Tensor, place: int) -> int:
+    """The token of one slot by rejection sampling: the draft, or a sample from max(0, p - q)."""
     key = step_keys(step_keys(key.view(1), REJECTION), place)
     noise = uniform_noise(key, probs.shape[0] + 1)[0]  # the last is of no token: for the test
-    if q is not None and guess is not None:
-        if noise[-1] * q[guess] < probs[guess]:
-            return guess
+    if q is not None and draft_id is not None:
+        if noise[-1] * q[draft_id] < probs[draft_id]:
+            return draft_id
         rest = (probs - q).clamp_(min=0.0)
         if float(rest.sum()) >= LEAST_REST:
             probs = rest
@@ -287,7 +289,7 @@ def _append(
 def _plan(
     num_right: Tensor, num_drafts: Tensor, rows: Tensor, drafts: DraftRows, theta: float
 ) -> None:
-    """Learn from the trials and say how many drafts to make."""
+    """Update the acceptance estimate and plan how many drafts to make."""
     chance = drafts.acceptance.index_select(0, rows)
     chance = 1.0 - (1.0 - chance) * ACCEPTANCE_DECAY ** num_right.float()
     chance = torch.where(num_right < num_drafts, chance * ACCEPTANCE_DECAY, chance)
@@ -329,6 +331,6 @@ def _check(
         shapes = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in (logits, *ints))
         raise ArgumentError(
             f"verify_accept: logits, starts, rows, counts and drafts {shapes} do not fit.",
-            hint="Pass contiguous float32 logits and int32 for the others, one row of drafts for "
-            "each engine row.",
+            hint="Pass contiguous float32 logits and int32 for the other tensors, one row of "
+            "drafts for each engine row.",
         )

@@ -1,4 +1,4 @@
-"""Oracle of paged attention: one token, one head at a time, in float64."""
+"""Oracle of decode attention: one token, one head at a time, in float64."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What the blocks of GGML files mean: one weight at a time, in the words of the format.
+"""Oracle of dequantize: the blocks of GGML files, one weight at a time, in the words of the format.
 
 Each function answers "weight `i` of this block" with numpy float32 scalars, so that every product
 and sum rounds to float32 exactly once, as the definition has it. Slow on purpose.

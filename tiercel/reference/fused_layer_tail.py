@@ -1,4 +1,4 @@
-"""Oracle of what lies between two attentions of a dense decoder, in float64."""
+"""Oracle of fused_layer_tail: a dense decoder from one attention to the next, in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fused_layer_tail(
         eps: of both norms.
 
     Returns:
-        (tokens, hidden), the residual behind down, and (tokens, rows of qkv), in float64.
+        (tokens, hidden), the residual after down, and (tokens, rows of qkv), in float64.
     """
     w = {name: tensor.double() for name, tensor in layer.items()}
     residuals, heads = [], []

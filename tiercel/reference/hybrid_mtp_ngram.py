@@ -1,4 +1,4 @@
-"""Oracle of n-gram drafts behind those of an MTP head: rows one after the other, plain lists."""
+"""Oracle of n-gram drafts after those of an MTP head: rows one after the other, plain lists."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

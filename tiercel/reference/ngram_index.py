@@ -6,10 +6,10 @@ from tiercel.reference.ngram_match import Hit
 
 
 class FirstOccurrences:
-    """The first place of each window of some sizes, in one growing text pair.
+    """The first occurrence of each window of some sizes, in a prompt and its generated text.
 
-    A place is (0, follower) in the prompt and (1, follower) in the generated text, so that the
-    smaller of two is the one to prefer.
+    An occurrence is (0, follower) in the prompt and (1, follower) in the generated text, so that
+    the smaller of two is preferred.
     """
 
     def __init__(self, min_ngram_size: int, max_ngram_size: int) -> None:
@@ -28,7 +28,7 @@ class FirstOccurrences:
         text.append(token)
 
     def search(self, query: Sequence[int]) -> Hit | None:
-        """The place behind the longest window that equals the end of the query."""
+        """The token after the longest window that equals the end of the query."""
         for size in self.sizes:
             window = tuple(query[len(query) - size :])
             if size <= len(self.texts[1]) and window in self.first:

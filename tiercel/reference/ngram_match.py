@@ -13,7 +13,7 @@ class Hit(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What does not depend on the row; see `ops/ngram_match.py`."""
+    """Options that do not depend on the row; see `ops/ngram_match.py`."""
 
     max_ngram_size: int
     min_ngram_size: int

@@ -14,7 +14,7 @@ GROUP = 32
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round each 32 columns of a token to 8 bits.
 
-    The step is max |x| / 127 in float32, cut to 22 bits; what is rounded is x * (127 / max |x|),
+    The step is max |x| / 127 in float32, cut to 22 bits. x * (127 / max |x|) is rounded,
     halves to even.
 
     Args:

@@ -1,4 +1,4 @@
-"""Where a byte of a block lies in its plane: one byte at a time, as `quant.Plane` says."""
+"""Oracle of packed_repack: the position of each byte of a block in its plane, see `quant.Plane`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def packed_repack(data: Bytes, qtype: QuantType) -> dict[str, Bytes]:
 
 
 def place(plane: Plane, group: int, row: int, i: int) -> int:
-    """Where byte i of the fields of a group of blocks of a tile's row lies in the tile's bytes."""
+    """The position in a tile's bytes of byte i of the fields of a group of blocks of a row."""
     width = group * plane.size // (plane.outer * plane.pieces * plane.inner)
     rest, byte = divmod(i, width)
     if plane.is_woven:

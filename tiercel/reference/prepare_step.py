@@ -1,4 +1,4 @@
-"""Oracle: the inputs of a step, token by token in plain Python."""
+"""Oracle of prepare_step: the inputs of a step, token by token in plain Python."""
 
 from torch import Tensor
 
@@ -24,13 +24,13 @@ def prepare_step(
         count = int(cu_seqlens_q[request + 1] - cu_seqlens_q[request])
         start = 0 if row == scratch else computed[row]
         for position in range(start, start + count):
-            guess = position - start  # the first is the row's own token
+            offset = position - start  # the first is the row's own token
             is_real = row != scratch
-            is_real &= num_drafts is None or guess <= int(num_drafts[request])
+            is_real &= num_drafts is None or offset <= int(num_drafts[request])
             if not is_real:
                 ids.append(0)
-            elif draft_ids is not None and guess > 0:
-                ids.append(int(draft_ids[row, guess]))
+            elif draft_ids is not None and offset > 0:
+                ids.append(int(draft_ids[row, offset]))
             else:
                 ids.append(int(token_ids[row, position]))
             positions.append(position)

@@ -1,4 +1,4 @@
-"""Oracle: one row after the other in plain Python, noise in integers that do not wrap."""
+"""Oracle of sample_tokens: row after row in plain Python, noise in integers that do not wrap."""
 
 import math
 

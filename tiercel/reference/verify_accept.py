@@ -1,4 +1,7 @@
-"""Oracle: row after row, slot after slot, in plain Python, noise in integers that do not wrap."""
+"""Oracle of verify_accept: row after row, slot after slot, in plain Python.
+
+Noise is in integers that do not wrap.
+"""
 
 import math
 from collections.abc import Sequence
@@ -10,9 +13,9 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 @dataclass
 class Row:
-    """One row of a batch: its lines of logits, and what the op knows of it.
+    """One row of a batch: its logits rows, and its state.
 
-    `draft_probs` has the probabilities that each draft was drawn from, or is None.
+    `draft_probs` has the probabilities that each draft was sampled from, or is None.
     """
 
     logits: list[list[float]]
@@ -37,7 +40,7 @@ def verify_accept(row: Row, banned: set[int]) -> tuple[list[int], int]:
 
 
 def has_unsound_draft(row: Row) -> bool:
-    """Whether a line that the row used is not finite."""
+    """Whether logits that the row used are not finite."""
     lines = row.logits[: 1 + len(row.drafts)]
     return any(not math.isfinite(x) for line in lines for x in line)
 
@@ -50,7 +53,7 @@ def learned(chance: float, num_drafts: int, num_right: int) -> float:
 
 
 def wanted(chance: float, theta: float, limit: int) -> int:
-    """How many drafts pay."""
+    """The number of drafts that are worth their time."""
     return sum(chance**j > theta for j in range(1, limit + 1))
 
 
@@ -73,7 +76,7 @@ def _choose(row: Row, slot: int, line: Sequence[float], banned: set[int]) -> tup
 
 
 def _judge(row: Row, slot: int, line: Sequence[float], banned: set[int], place: int) -> int:
-    """Accept the draft with probability min(1, p / q), else draw from max(0, p - q)."""
+    """Accept the draft with probability min(1, p / q), else sample from max(0, p - q)."""
     scaled = [-math.inf if j in banned else x / row.temperature for j, x in enumerate(line)]
     top = max(scaled)
     weights = [math.exp(x - top) for x in scaled]
@@ -81,9 +84,9 @@ def _judge(row: Row, slot: int, line: Sequence[float], banned: set[int], place: 
     key = _finalise((row.key & _MASK ^ _MASK) + _GAMMA)
     if slot < len(row.drafts):
         assert row.draft_probs is not None
-        q, guess = row.draft_probs[slot], row.drafts[slot]
-        if _uniform(key, place, len(p)) * q[guess] < p[guess]:
-            return guess
+        q, draft_id = row.draft_probs[slot], row.drafts[slot]
+        if _uniform(key, place, len(p)) * q[draft_id] < p[draft_id]:
+            return draft_id
         rest = [max(0.0, a - b) for a, b in zip(p, q, strict=True)]
         if sum(rest) >= 1e-10:
             p = rest

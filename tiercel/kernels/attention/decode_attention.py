@@ -1,13 +1,13 @@
-"""Attention of few new tokens per request over the paged cache: decode and verification.
+"""Decode attention, for few new tokens per request over the paged cache: decode and verification.
 
 Splits. The keys of a request are cut at fixed positions: every `fine_keys` up to `fine_end`, every
 `coarse_keys` beyond. A program walks the tiles of some consecutive splits of one request and one
 key/value head; at the end of each split it writes that split's maximum, sum and weighted values as
-float32 partials and starts anew, so what it writes for a split does not depend on which splits it
-was given. A second kernel merges a row's splits, chunk by chunk at fixed positions too. Hence a
-token's result is bit for bit the same alone, in any batch, beside any drafts and under any bound of
-the lengths; a batch only decides how many programs share the splits. A tile or split in which a row
-sees nothing changes none of its bits: it adds zeros and scales by one.
+float32 partials and starts anew, so the partials of a split do not depend on which splits the
+program was given. A second kernel merges a row's splits, chunk by chunk at fixed positions too.
+Hence a token's result is bit for bit the same alone, in any batch, beside any drafts and under any
+bound of the lengths. A batch only decides how many programs share the splits. A tile or split in
+which a row sees nothing changes none of its bits: it adds zeros and scales by one.
 
 Tiles. The rows of a tile are the queries of a request times the heads that share the key/value
 head. Scores are computed transposed, (keys, rows): 64 keys are the M of a Hopper matrix product and
@@ -49,7 +49,7 @@ class DecodeAttentionConfig:
         programs: how many the grid should have, about; not part of any result.
         num_warps: of the first kernel.
         num_stages: tiles in flight plus one.
-        merge_splits: splits that the second kernel reads at once.
+        merge_splits: splits that the second kernel reads together.
         merge_cols: columns of a head that one of its programs merges.
     """
 
@@ -68,7 +68,7 @@ class DecodeAttentionConfig:
         """The most splits that one request's visible keys touch, at least 1."""
         fine, coarse = min(max_seq_len, self.fine_end), max(0, max_seq_len - self.fine_end)
         splits = max(1, -(-fine // self.fine_keys) + -(-coarse // self.coarse_keys))
-        if window:  # the window of each new token; its ends may lie anywhere in a split
+        if window:  # the window of each new token; its ends may be anywhere in a split
             seen = window + max_query_len - 1
             splits = min(splits, 1 + -(-(seen - 1) // min(self.fine_keys, self.coarse_keys)))
         return splits
@@ -90,7 +90,7 @@ def select_decode_attention(head_dim: int, itemsize: int, block_size: int) -> De
     """
     # Of 469 configs: within 1 point of the best fraction of the floor for heads of 128, within 4
     # for 64 and 256 (H200, results/paged_attention_h200.json).
-    if itemsize == 4:  # no tensor cores: each operand of a product lies in registers
+    if itemsize == 4:  # no tensor cores: each operand of a product is in registers
         return DecodeAttentionConfig(16, LEAST_ROWS, 256, 2048, 512, 2112, 4, 2)
     if block_size < 64:
         # One shape of tile: across shapes, warps might share these short tiles in other orders.
@@ -163,7 +163,7 @@ def fold_tile(
 def store_split(
     partials_ptr,
     stats_ptr,
-    place,  # (ROWS,) int64, row and slot as one index
+    place,  # (ROWS,) int64, index of row and slot
     is_row,  # (ROWS,)
     maximum,
     sums,

@@ -1,12 +1,12 @@
-"""Attention of few new tokens per request over the paged cache, 16 bits, for tensor cores.
+"""Decode attention of 16 bits on tensor cores, for few new tokens per request.
 
 cuda/decode_attention_split.cu computes splits and adds them up, to groups of 8 and to rows, as far
-as one CTA has them; cuda/decode_attention_merge.cu adds up what is left. Splits and groups end at
-fixed positions, and both kernels add splits to groups and groups to rows, one at a time, in order:
-a token's result is bit for bit the same alone, in any batch, beside any drafts and under any bound
-of the lengths. How the work is spread is no part of it: every CTA takes an equal share of all tiles
-of all requests, which it finds from lengths on the device, so nothing waits for the longest
-request.
+as one CTA has them. cuda/decode_attention_merge.cu adds up the remaining sums. Splits and groups
+end at fixed positions, and both kernels add splits to groups and groups to rows, one at a time, in
+order: a token's result is bit for bit the same alone, in any batch, beside any drafts and under any
+bound of the lengths. The distribution of the work has no effect on a result: every CTA takes an
+equal share of all tiles of all requests, which it finds from lengths on the device, so nothing
+waits for the longest request.
 
 Floor: visible keys and values are read once. Partials add (head_dim + 2) * 4 bytes per row and sum
 that another CTA's is added to, written and read in the last-level cache.
@@ -46,8 +46,8 @@ _THREADS = 128
 # tiles) 12.0 and 12.5, 16 x 2,048 36.2 and 33.8; whole steps of 16 requests of 512 tokens took 7%
 # longer with them than another day's without (H200, docs/notes/attention.md).
 LEAST_FOLDED = {64: 128, 128: 192, 256: 128}
-# Tiles of rows, up to which units lie by splits, and heads inside of them as in the cache: it takes
-# 1 x 3,000 7.4 us, by heads 8.0; 4 x 600 6.0 and 6.3; 4 x 4,096 the same; 1 x 32,768 38.9 and 38.4.
+# Tiles of rows, up to which units are ordered by splits, then heads, as in the cache: so 1 x 3,000
+# takes 7.4 us, by heads 8.0; 4 x 600 6.0 and 6.3; 4 x 4,096 the same; 1 x 32,768 38.9 and 38.4.
 # Beyond, long rows lose: 8 x 600 (64 tiles) 9.6 and 9.8, but 8 x 8,192 71.9 and 70.0 (H200).
 MOST_HEADS_INSIDE = 32
 H200_SMEM = 227 << 10
@@ -62,8 +62,9 @@ class DecodeAttentionSplitConfig:
         stages: tiles of keys and values of a CTA, in flight or in use.
         ctas: resident on an SM.
         room: CTAs that the registers of an SM hold, more than `ctas` where merges wait beside them.
-        kept: requests at most, whose lengths lie in shared memory.
-        shared_sums: whether sums of rows lie there, too, while those of groups are in registers.
+        kept: requests at most, whose lengths are in shared memory.
+        shared_sums: whether sums of rows are in shared memory, while those of groups are in
+            registers.
     """
 
     row_tiles: int
@@ -87,7 +88,7 @@ class MergeConfig:
     """A launch of the second kernel; no part of the result.
 
     Attributes:
-        batch: splits that a warp asks for at once.
+        batch: splits whose loads a warp issues together.
         warps: of a CTA.
         columns: of a row, that a lane adds up: 1 or 2.
         ctas: that the registers of an SM hold: those that wait beside the first kernel need room.
@@ -100,7 +101,7 @@ class MergeConfig:
 
 
 _FOLDED_MERGE = MergeConfig(16, 8, 1, 4)
-# By splits of a row: few are asked for all at once.
+# By splits of a row: few are loaded all together.
 _MERGES = (
     (8, MergeConfig(8, 8, 1, 5)),
     (32, MergeConfig(32, 8, 1, 3)),
@@ -181,7 +182,7 @@ def num_splits(max_seq_len: int, max_query_len: int, window: int) -> int:
     middle = min(max_seq_len, MIDDLE_END) - fine
     coarse = max(0, max_seq_len - MIDDLE_END)
     splits = -(-fine // FINE_KEYS) + -(-middle // MIDDLE_KEYS) + -(-coarse // COARSE_KEYS)
-    if window:  # the window of each new token; its ends may lie anywhere in a split
+    if window:  # the window of each new token; its ends may be anywhere in a split
         seen = window + max_query_len - 1
         splits = min(splits, 1 + -(-(seen - 1) // FINE_KEYS))
     return max(1, splits)
@@ -219,7 +220,7 @@ def select_folds(head_dim: int, row_tiles: int, slots: int) -> bool:
 
 
 def select_heads_inside(row_tiles: int) -> bool:
-    """Whether units lie by splits, then heads, where the first kernel adds up nothing. Pure.
+    """Whether units are ordered by splits, then heads, where the first kernel adds nothing. Pure.
 
     Args:
         row_tiles: of all requests and key heads.
@@ -248,7 +249,7 @@ def merge_source(
 ) -> rtc.KernelSource:
     """The second kernel as built for one kind of call."""
     if not folds:
-        config = _LAUNCHES[head_dim, 8][0]  # any: not looked at
+        config = _LAUNCHES[head_dim, 8][0]  # any: not read
     macros = (
         *_split_macros(head_dim, dtype, config, folds=folds),
         ("BATCH", merge.batch),
@@ -276,7 +277,7 @@ def _split_macros(
     )
 
 
-@functools.cache  # every layer asks
+@functools.cache  # every layer calls it
 def load_decode_attention_split(
     head_dim: int,
     dtype: torch.dtype,
@@ -334,7 +335,7 @@ def launch_decode_attention_split(
     there must be a kernel that lets nothing start early, `prepare_step` or one of PyTorch's.
 
     Args:
-        q: (tokens, heads, head_dim), unit inner stride, the others multiples of 8.
+        q: (tokens, heads, head_dim), unit inner stride, outer strides multiples of 8.
         k_cache: (blocks, block_size, kv_heads, head_dim) contiguous, dtype of q.
         v_cache: like k_cache.
         block_tables: (engine rows, max_blocks) int32, unit inner stride.
@@ -348,9 +349,9 @@ def launch_decode_attention_split(
         window: 0 is none.
         max_query_len: bounds the new tokens of a request.
         config: from `select_decode_attention_split`.
-        shares: CTAs among which the work is spread; 0: all that the device holds at once.
-        folds: as `select_folds` says if None; no part of the result.
-        heads_inside: as `select_heads_inside` says if None; no part of the result.
+        shares: CTAs among which the work is spread; 0: all that the device holds together.
+        folds: None for the choice of `select_folds`; without effect on the result.
+        heads_inside: None for the choice of `select_heads_inside`; without effect on the result.
     """
     (tokens, heads, head_dim), (block_size, kv_heads) = q.shape, k_cache.shape[1:3]
     reqs, slots, group = seq_lens.shape[0], partials.shape[1], heads // kv_heads

@@ -1,11 +1,11 @@
 """Prefill attention on the device: plain causal, chunked and multi-item, over the paged cache.
 
-A request has a prefix of P tokens (a plain one: all its tokens), whose keys lie in pages, and may
-have items behind it, whose keys lie in this step's projections. Token i sees key k iff k <= i and
+A request has a prefix of P tokens (a plain one: all its tokens), whose keys are in pages. Items may
+follow the prefix; their keys are in this step's projections. Token i sees key k iff k <= i and
 (k < P or k >= item_start[i]).
 
-Tiles: see prefill_attention_tiles.py. A tile walks its own items and then the pages it sees; what
-lies between is skipped, and only steps that a bound cuts are masked.
+Tiles: see prefill_attention_tiles.py. A tile walks its own items and then the pages it sees. The
+keys between them are skipped, and only steps that a bound cuts are masked.
 
 Two kernels read one table. cuda/prefill_attention.cu: Hopper, head_dim 128, 16 bits, no window
 and no soft-cap. prefill_attention_triton.py: everything else. Floor of both: 4 * head_dim
@@ -37,7 +37,7 @@ from tiercel.kernels.runtime import rtc
 
 LOG2_E = 1.4426950408889634
 
-# What the CUDA kernel is built for; see the top of its file.
+# Shapes that the CUDA kernel is built for; see the top of its file.
 CUDA_CAPABILITY = (9, 0)
 CUDA_HEAD_DIM = 128
 CUDA_GROUPS = (1, 2, 4, 8)
@@ -46,12 +46,12 @@ _CUDA_ROWS, _CUDA_THREADS, _CUDA_SMEM_BYTES = 128, 384, 230_400
 _MERGE_ROWS = 8  # of a program of the merge
 _ITEM_STEP = 64  # WN of the kernel: keys of an item step
 _RESCALE_LOG2 = 8.0  # a maximum that grew by less keeps the scale: sums stay below 2**8 times it
-# Exponentials before the new maximum is known, redone where it grew: from 2048 keys on 2% ahead,
-# at 512 4% behind (H200, attention_study section 3).
+# Exponentials before the new maximum is known, redone where it grew: from 2048 keys on 2% faster,
+# at 512 4% slower (H200, attention_study section 3).
 _FAST_FROM_KEYS = 2048
 
-# head_dim up to -> rows, keys, warps, stages of 16-bit types. Chosen by what ptxas makes of them
-# (sm_90, Triton 3.6): no spill up to 128, where 4 warps spill 336 bytes; 48 bytes at 256. Not swept
+# head_dim up to -> rows, keys, warps, stages of 16-bit types. Chosen by their spills
+# (sm_90, Triton 3.6): none up to 128, where 4 warps spill 336 bytes; 48 bytes at 256. Not swept
 # on a device yet: benchmarks/prefill_attention.py --suite sweep.
 _TRITON_TILES = (
     (64, (128, 64, 4, 3)),
@@ -105,12 +105,12 @@ def select_prefill_attention(
 
 @dataclass(frozen=True, slots=True)
 class PartBuffers:
-    """What a plan with parts writes and merges.
+    """Memory for the results of parts, which are merged.
 
     Attributes:
         results: (num_part_rows, heads, head_dim) float32.
         sums: (num_part_rows, heads) float32.
-        lse: (T, heads) float32, or None where nobody asks for it.
+        lse: (T, heads) float32, or None where it is not requested.
     """
 
     results: Tensor

@@ -1,20 +1,20 @@
-"""The host's part of prefill attention: tiles of a step, planned from lengths it knows.
+"""Tiles of a prefill attention step, planned on the host from the lengths it knows.
 
-A request has a prefix of P tokens (a plain one: all its tokens) and may have items behind it. The
-rows of a tile are some consecutive tokens of one request times the heads that share a key/value
-head. Tiles are planned once per step, the longest first, and serve every layer.
+A request has a prefix of P tokens (a plain one: all its tokens), which items may follow. The rows
+of a tile are some consecutive tokens of one request times the heads that share a key/value head.
+Tiles are planned once per step, the longest first, and serve every layer.
 
     row of the table, int32: first row of q | tokens | index of the first token | request
                              | end of page keys | index of the first item key
                              | first page key | row of the result
 
-A tile without item keys has the index behind its tokens in the sixth place. A tile's item keys run
-from there to its last token, and its page keys to the smaller of their end, which is P, and that
-token.
+A tile without item keys has the index after its last token in the sixth column. A tile's item keys
+run from there to its last token, and its page keys to the smaller of their end, which is P, and
+that token.
 
-Few tiles leave processors idle while each walks a long prefix. Such a tile is cut into parts along
-its page keys (`cut_tiles`): rows of the same form with other ends, whose results go to rows of
-their own, and are merged by the weights that their sums say.
+Few tiles leave processors idle while each walks a long prefix. So a tile can be cut into parts
+along its page keys (`cut_tiles`): rows of the same form with other ends. Results of parts go to
+rows of their own and are merged by weights from their sums.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class PrefillAttentionPlan:
 
     Attributes:
         config: see `select_prefill_attention`.
-        model: it was made for: dtype, head_dim, query heads of a key/value head, block_size.
+        model: dtype, head_dim, query heads of a key/value head and block_size that it was made for.
         tiles: (num_tiles, 8) int32, see above; of a buffer, as many as it holds.
         item_start: (T,) int32; read only where a tile has item keys.
         counter: (4,) int32: two zeros, the CUDA kernel's work counter, which leaves zeros; the
             number of tiles; 1 where neighbouring programs take the heads of one tile instead of the
             tiles of one head. Causal tokens want it (S 2048: 513 TFLOP/s against 402, H200).
-        parts: (T, 2) int32, of each token the row of its first part and their number, where tiles
-            were cut; else empty, and results are final.
+        parts: (T, 2) int32, the row of each token's first part and the number of its parts, where
+            tiles were cut; else empty, and results are final.
         has_items: whether any tile has item keys.
         num_tokens: T.
         num_part_rows: rows of the results of all parts.
@@ -137,7 +137,7 @@ def page_steps(tiles: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
 
 
 def part_steps(tiles: npt.NDArray[np.int32], kv_heads: int, processors: int) -> int:
-    """Page steps of a part at most, so that all parts run at once; 0: whole tiles are best."""
+    """Page steps of a part at most, so that all parts run together; 0: whole tiles are best."""
     steps = page_steps(tiles)
     longest, total = int(steps.max(initial=0)), int(steps.sum())
     if len(steps) * kv_heads > processors:
@@ -170,7 +170,7 @@ def cut_tiles(
     firsts = np.cumsum(counts) - counts
     own = np.repeat(np.arange(len(tiles)), counts)
     part = np.arange(len(own)) - firsts[own]
-    # Even parts: the last of three would else be short, and the others as long as before.
+    # Even parts: the last of three would else be short, and the first two as long as before.
     begin = PART_KEYS * (steps[own] * part // counts[own])
     stop = PART_KEYS * (steps[own] * (part + 1) // counts[own])
     cut = tiles[own].copy()

@@ -32,7 +32,7 @@ def _load_keys(
     DIMS: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """(BLOCK_N, DIMS) of keys or values; masked: zeros outside, whatever lies there."""
+    """(BLOCK_N, DIMS) of keys or values; masked: zeros outside."""
     dims = tl.arange(0, DIMS)
     places = ptr + offsets[:, None] + dims[None, :]
     if IS_MASKED or DIMS != HEAD_DIM:
@@ -74,7 +74,7 @@ def _attend_pages(
     position,  # (BLOCK_M,) of the row's token in its own sequence
     is_row,  # (BLOCK_M,)
     first_index,  # of the tile
-    end,  # behind the tile's last token
+    end,  # after the tile's last token
     prefix,
     begin,  # the first key of the part, a multiple of BLOCK_N
     slot_stride,
@@ -124,7 +124,7 @@ def _attend_items(
     index,  # (BLOCK_M,) of the row's token
     start,  # (BLOCK_M,) of the row's item
     low,  # index of the tile's first item key
-    end,  # behind the tile's last token
+    end,  # after the tile's last token
     k_stride,
     v_stride,
     scale_log2,
@@ -202,7 +202,7 @@ def prefill_attention_kernel(
     q_places = (q_row + tokens) * q_stride + heads * HEAD_DIM
     q = tl.load(q_ptr + q_places[:, None] + dims[None, :], mask=is_place, other=0.0)
     index = first_index + tokens
-    start, position = index, index  # an item's positions go on behind the prefix
+    start, position = index, index  # an item's positions continue after the prefix
     if HAS_ITEMS:
         start = tl.load(item_start_ptr + q_row + tokens, mask=is_row, other=0)
         position = tl.where(index >= prefix, prefix + index - start, index)

@@ -1,12 +1,12 @@
-"""Heads of a fused projection, made ready for attention: norm, rotation, cache, in one pass.
+"""Norm, rotary embedding and cache write of the heads of a fused projection, in one pass.
 
 A program takes a few heads of one token. Query and key heads are normed (if the model does) and
 rotated in place, pairs (i, i + half); key and value heads go to the token's slot. A slot of -1 is
 skipped on the device, so that padding and unused drafts need no host decision.
 
-Heads of 16 bits that rotate whole go through cuda/rotary_kv_write.cu, all others through Triton
-(both measured in whole steps: docs/notes/decode_stages.md). They differ in their last bits, so the
-choice depends on the model alone, never on a step.
+Heads of 16 bits that rotate whole go through cuda/rotary_kv_write.cu, all other heads through
+Triton (both measured in whole steps: docs/notes/decode_stages.md). The two kernels differ in their
+last bits, so the choice depends on the model alone, never on a step.
 
 Floor: each head is read once, queries and keys are written once, keys and values once more.
 """
@@ -24,7 +24,7 @@ from tiercel.kernels.runtime import rtc
 from tiercel.kernels.runtime.triton_launch import ALIGNMENT, TritonLaunch, wait_for_inputs
 
 THREADS = 128  # of a program
-_ELEMENTS = 8 * THREADS  # likewise
+_ELEMENTS = 8 * THREADS  # of a program
 # Of the CUDA kernel.
 CAPABILITY = (8, 0)
 HEAD_DIMS = (64, 128, 256)
@@ -41,7 +41,7 @@ def _weights(q_weight_ptr, k_weight_ptr, is_q, dim, is_dim):
 
 @triton.jit
 def _store(x, heads_ptr, k_ptr, v_ptr, is_rotated, is_k, is_v, dim, is_dim):
-    """Some dimensions of each head to where they belong."""
+    """Store some dimensions of each head, in place and in the cache."""
     x = x.to(heads_ptr.dtype.element_ty)
     tl.store(heads_ptr + dim, x, mask=is_rotated & is_dim)
     tl.store(k_ptr + dim, x, mask=is_k & is_dim)
@@ -182,8 +182,8 @@ def launch_rotary_kv_write(
     kv_heads, half, device = k_cache.shape[2], table.shape[2], heads.device
     tensors = (heads, positions, table, slots, k_cache, v_cache, q_weight, k_weight)
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    # Of what is read and written in vectors. A head is a multiple of them, so no view of heads as
-    # the engine makes them fails this.
+    # Of tensors that are read and written in vectors. A head is a multiple of them, so no view of
+    # heads as the engine makes them fails this.
     vectors = (addresses[place] for place in (0, 2, 4, 5, 6, 7))
     fits = all(not address or address % ALIGNMENT == 0 for address in vectors)
     fits = fits and k_cache.numel() <= _MOST_ELEMENTS

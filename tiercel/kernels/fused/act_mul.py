@@ -24,7 +24,7 @@ def act_mul_kernel(
     BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Write one piece of one row."""
+    """Write BLOCK columns of one row."""
     wait_for_inputs(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)  # 64-bit: rows * stride passes 2**31
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -2,8 +2,8 @@
 
 128 CTAs hold a whole SM each and hand activations to each other through memory: 6 exchanges a
 layer. They must run side by side, so the launch is cooperative: the driver refuses it where they
-cannot, and starts none before all can. Should one come late all the same, the others stop waiting
-after seconds and the result is NaN, never a hang.
+cannot, and starts none before all can. Should a CTA come late all the same, the other CTAs stop
+waiting after seconds and the result is NaN, never a hang.
 
 Floor: the weights' bytes and the cached keys and values once.
 """
@@ -34,12 +34,12 @@ from tiercel.kernels.fused.fused_refusal import CTAS, SMEM_BYTES
 from tiercel.kernels.runtime import rtc
 
 THREADS = 640
-EXCHANGE_EMPTY = -1  # what words of the exchange hold before a launch
+EXCHANGE_EMPTY = -1  # the value of exchange words before a launch
 LOG2_E = 1.4426950408889634
 
 
 def exchange_words(slices: int) -> int:
-    """32-bit words that activations travel through; drawn in the source."""
+    """32-bit words that activations travel through; their order is in the source."""
     vectors = 3 * CTAS * (3 + slices) + 12 * CTAS + CTAS * SPLITS * 9
     return 4 * vectors
 
@@ -100,7 +100,7 @@ def load_fused_decode_step(
 
 
 def make_caches(k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> Any:
-    """What the kernel needs to know of the caches of all layers, see `launch_fused_decode_step`."""
+    """Tensor maps and addresses of the caches of all layers, see `launch_fused_decode_step`."""
     caches = _structures(len(k_caches))[1]()
     for layer, planes in enumerate(zip(k_caches, v_caches, strict=True)):
         for i, plane in enumerate(planes):

@@ -27,7 +27,7 @@ _LEAST_FILLED = 7 / 8  # of the slices: reading zeros takes as long as reading w
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What decides whether the kernel fits a decoder, besides the types of its matrices.
+    """Sizes of a decoder, which decide whether the kernel fits it.
 
     Attributes:
         num_layers: of the decoder.
@@ -59,7 +59,7 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class StepGeometry:
-    """What the kernel is built and packed for.
+    """Parameters of the kernel and its packed weights.
 
     Attributes:
         masks: of each layer; bit i is set if matrix i of `MATRICES` is Q6_K, else it is Q4_K.

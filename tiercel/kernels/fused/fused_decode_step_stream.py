@@ -1,15 +1,15 @@
 """The weights of all layers in the order in which the kernel of a whole decode step reads them.
 
 CTA c of 128 owns rows 32 c .. of q, o and down, 8 c .. of k and v, and of gate and up the pairs
-32 c .. of each 4096: so what a slice of down reads comes from all CTAs at once. Its 16 warps are 4
+32 c .. of each 4096: so the inputs of a slice of down come from all CTAs. Its 16 warps are 4
 groups of 4; a warp takes two rows at a time, of gate and up one each. A unit is one row x 4096
-columns (`fused_decode_step_units.cuh` draws its bytes); a slot is one unit for each warp of a
-group. In memory: CTA, group, then in order of use: layer, matrix, iteration, and there
+columns (`fused_decode_step_units.cuh` has the order of its bytes); a slot is one unit for each warp
+of a group. In memory: CTA, group, then in order of use: layer, matrix, iteration, and there
 
     slot of the first rows | slot of the second rows | of Q6_K: a slot of the parts C of both
 
 of 9216, 9216 and 8448 bytes. Iterations of down are its slices of 4096 columns. k belongs to group
-0, v to group 1, behind q. So each producer reads one sequence of bytes from end to end.
+0, v to group 1, after q. So each producer reads one sequence of bytes from end to end.
 """
 
 from __future__ import annotations

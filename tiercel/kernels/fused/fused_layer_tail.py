@@ -2,9 +2,10 @@
 
 The output projection, gate and up, down and the next layer's q, k, v, with residual, norms and
 SwiGLU between them. CTAs in clusters of two hold a whole SM each and hand activations to each
-other through memory; `fused_layer_tail_geometry.py` says which widths that fits. They must run side
+other through memory; `fused_layer_tail_geometry.py` has the widths that fit. They must run side
 by side, so the launch is cooperative; it may be dependent too (the driver takes both). Should a CTA
-come late all the same, the others stop waiting after seconds and the result is NaN, never a hang.
+come late all the same, the other CTAs stop waiting after seconds and the result is NaN, never a
+hang.
 
 Floor: the planes of four matrices once.
 """
@@ -37,9 +38,10 @@ def exchange_bytes(geometry: Geometry) -> int:
 def smem_bytes(tokens: int, geometry: Geometry) -> int:
     """Shared memory of a CTA: `Layout` of cuda/fused_layer_tail_products.cuh.
 
-    Not all that there is: each CTA takes 1 KiB of an SM besides, so that behind one of 227 KiB none
-    of the next kernel's can wait, not even without shared memory. With what is left the rotation's
-    do (23 us of 2,743, 16 requests, H200, results/step_variants_h200.json).
+    Less than an SM has. Each CTA takes 1 KiB of an SM besides, so beside one of 227 KiB no CTA of
+    the next kernel could wait, not even one without shared memory. In the memory left over CTAs of
+    rotary_kv_write wait, which saves 23 us of 2,743 with 16 requests (H200,
+    results/step_variants_h200.json).
     """
     tiles = -(-tokens // 8)
     ring = geometry.ring(tiles)

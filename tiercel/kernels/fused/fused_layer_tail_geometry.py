@@ -1,4 +1,4 @@
-"""Which widths the kernel between two attentions takes, and how it deals their rows out.
+"""Which widths the kernel fused_layer_tail takes, and how it deals their rows out to CTAs.
 
 Rows of o and down make groups of 32, rows of gate and up groups of 32 pairs, rows of q, k and v
 tiles of 16. The CTAs take a group each in rounds; a last round may leave some of them out. What
@@ -27,7 +27,7 @@ TYPES = ("Q4_K", "Q6_K")
 # way, so that a token's bits are the same in each.
 _WIDTHS = range(2048, 8192)
 _CLASSES = 4  # of columns
-# What the widths of a shape are called in a model's configuration.
+# Names of the widths in a model's configuration.
 _NAMES = {
     "hidden": "hidden_size",
     "attended": "num_heads * head_dim",
@@ -39,7 +39,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class ChainTypes:
-    """Which matrices of a launch are Q6_K, the others being Q4_K; `qk`, `v`: of the next layer."""
+    """Which matrices of a launch are Q6_K and not Q4_K; `qk` and `v` are of the next layer."""
 
     o: bool
     gate_up: bool
@@ -55,7 +55,7 @@ class ChainTypes:
 
 @dataclass(frozen=True, slots=True)
 class ChainShape:
-    """Widths of what lies between two attentions.
+    """Widths of the matrices between two attentions.
 
     Attributes:
         hidden: of the residual.
@@ -100,12 +100,12 @@ _RINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a shape is dealt out.
+    """How the rows of a shape are dealt out to CTAs.
 
     Attributes:
-        shape: what is dealt.
-        types: of its matrices.
-        ctas: that take a group in each round; even.
+        shape: widths of the matrices.
+        types: of the matrices.
+        ctas: number of CTAs, which take a group each in a round; even.
         max_tokens: of a launch.
     """
 
@@ -158,10 +158,10 @@ def partition_layer(
     """Fit the matrices of a layer's tail to the kernel. Pure, as `partition`.
 
     Args:
-        o: the output projection as segments of rows, each of one type.
-        gate_up: gate and up in one, likewise.
-        down: likewise.
-        qkv: q, k and v of the next layer, likewise; empty after the last layer.
+        o: segments of the output projection's rows, each of one type.
+        gate_up: segments of gate and up in one.
+        down: segments of down.
+        qkv: segments of q, k and v of the next layer; empty after the last layer.
         num_sms: of the GPU.
     """
     parts = {"o": o, "gate and up": gate_up, "down": down, "q, k and v": qkv}

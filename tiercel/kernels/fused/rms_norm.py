@@ -1,6 +1,6 @@
 """RMSNorm on the device, with the sum of the residual before it: one program per row, one pass.
 
-Floor: x and what is added to it are read once, the sum and the result written once. A row of up to
+Floor: x and the update are read once, the sum and the result written once. A row of up to
 16384 elements stays in registers, so there is no second read.
 """
 

@@ -1,7 +1,7 @@
 """Quantised weights to a plain matrix on a GPU, from either layout, at the speed of memory.
 
 cuda/packed_dequantize.cu rounds where `ops/dequantize_torch.py` does: the two are bit-exact. Rows
-of the file's layout may be picked by number, where they lie. Floor: the planes read once and the
+of the file's layout may be picked by number, in place. Floor: the planes read once and the
 result written once.
 """
 

@@ -27,7 +27,7 @@ _TILE_BYTES = {"Q4_K": 2304, "Q6_K": 3360}  # 16 rows of a unit
 _SMEM_BYTES = 225 << 10  # of 227, less the barriers
 _MOST_STAGES = 6
 _IMAGE_THREADS = 256
-# CTAs that surely run at once in clusters of so many: a cluster lies in one part of the device, and
+# CTAs that surely run together in clusters of so many: a cluster is in one part of the device, and
 # 128 CTAs in fours or eights took two turns (H200, results/q4k_gemm_h200.json).
 _AT_ONCE = {1: 132, 2: 128, 3: 96, 4: 96, 6: 96, 8: 64}
 

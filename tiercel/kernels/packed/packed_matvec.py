@@ -34,7 +34,7 @@ OUT_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What a launch may take: multiprocessors, and bytes of shared memory of a CTA."""
+    """Limits of a launch: multiprocessors, and bytes of shared memory of a CTA."""
 
     num_sms: int
     smem_bytes: int
@@ -55,7 +55,7 @@ _LAUNCHES = {
     ("Q6_K", 16): ((2, 1, 1, 2), (2, 1, 1, 1)),
 }
 # The same for rows whose slices are split: 4096 x 12288, 8 tokens, Q6_K: 16.8 us; 17.0 with both
-# units asked for before x.
+# units loaded before x.
 _SPLIT_LAUNCHES = {
     "Q4_K": ((2, 2, 1, 2, 1), (2, 2, 1, 1, 1)),
     "Q6_K": ((2, 2, 1, 2, 1), (2, 1, 1, 2, 1)),
@@ -76,7 +76,7 @@ class PackedMatvecConfig:
         groups: tiles at a time in a CTA.
         stages: units of a warp in flight.
         ctas: resident on an SM, for the registers.
-        early: of them, those asked for before x.
+        early: units of a warp that are loaded before x.
         buffers: of sums, of a group.
         is_split: slices of long rows go to CTAs of their own.
         grid: CTAs along the rows.
@@ -102,7 +102,7 @@ def num_slices(in_features: int) -> int:
 
 @functools.cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """What a CUDA device offers."""
+    """The limits of a CUDA device."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return DeviceLimits(num_sms, rtc.max_smem_bytes(device))
 
@@ -163,7 +163,7 @@ def select_packed_matvec(
 def _grid(
     tiles: int, blocks: int, launch: tuple[int, ...], is_split: bool, limits: DeviceLimits
 ) -> int:
-    """CTAs along the rows: all at once on the device, or one for each tile if those are fewer."""
+    """CTAs along the rows: all together on the device, or one for each tile if those are fewer."""
     slices = num_slices(blocks * BLOCK) if is_split else 1
     at_once = max(1, limits.num_sms * launch[4] // slices)
     return min(-(-tiles // launch[0]), at_once)
@@ -182,7 +182,7 @@ def make_config(
     *,
     is_split: bool,
 ) -> PackedMatvecConfig:
-    """A launch for rows of `blocks` units and a class of tokens; the rest as in the config."""
+    """A launch for rows of `blocks` units and a class of tokens; see `PackedMatvecConfig`."""
     parts = _PARTS if blocks > _PARTS // 2 else _PARTS // 2
     units = min(blocks, SLICE_BLOCKS) if is_split else blocks
     smem = smem_bytes(type_name, units, tokens, parts, groups * buffers, parts * groups * stages)

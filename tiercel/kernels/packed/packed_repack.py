@@ -1,7 +1,7 @@
-"""Blocks of quantised weights between the order of the file and that of the tensor cores.
+"""Repacking of quantised blocks between the order of the file and that of the tensor cores.
 
 A permutation of bytes, in PyTorch operators on any device: one strided copy per plane, done once at
-load. `quant.Plane` draws the order.
+load. `quant_types.Plane` has the order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the kernels of cuda/packed/packed_*.cu must know of each type of quantised weights."""
+"""Sizes and headers of each type of quantised weights, for the kernels of cuda/packed/."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ GROUP_COLUMNS = 32  # rows are multiples of this
 
 @dataclass(frozen=True, slots=True)
 class UnitType:
-    """A type's units.
+    """The units of a type: 16 rows x 256 columns each.
 
     Attributes:
         code: QTYPE of the sources.
-        slot_bytes: of a unit: the planes of 16 rows x 256 columns.
-        means_bytes: of a unit and token, where weights have minima.
-        like: the type whose measured launches it takes.
+        slot_bytes: bytes of the planes of a unit.
+        means_bytes: bytes of a unit and token, where weights have minima.
+        like: the type whose measured launches are used.
     """
 
     code: int

@@ -2,14 +2,14 @@
 
 Triton's own call binds, specialises and hashes every argument each time: 9 us of the host, and a
 prompt's step makes hundreds of them. Here a kernel takes tensors, then numbers, then constants; the
-types of the tensors, whether they are aligned, and the constants name what was compiled, and a
+types of the tensors, their alignment and the constants are the key of a compiled kernel, so a
 launch after the first is a look-up. So numbers are never specialised (`do_not_specialize`): sizes
 that a model fixes are constants.
 
 Dependent launch: every kernel launched here calls `wait_for_inputs` before it touches memory other
-than weights. Its CTAs may then be resident, and those behind it too, while the kernel ahead still
-runs; since all of them wait for that one to end, the order of writes and reads stays that of the
-launches (docs/notes/decode_stages.md).
+than weights. Its CTAs may then be resident, and those of later kernels too, while the kernel ahead
+still runs. Since all of them wait for that one to end, the order of writes and reads stays that of
+the launches (docs/notes/decode_stages.md).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def wait_for_inputs(IS_DEPENDENT: tl.constexpr):
 
 
 def dependent_options(device: torch.device) -> dict[str, bool]:
-    """What Triton's own call of a kernel with IS_DEPENDENT takes besides its arguments."""
+    """Options of Triton's own call of a kernel with IS_DEPENDENT, besides its arguments."""
     dependent = rtc.is_dependent(device)
     return {"IS_DEPENDENT": dependent} | ({"launch_pdl": True} if dependent else {})
 
 
 class _Pointer:
-    """What Triton asks of a tensor to compile for it."""
+    """Stands for a tensor where Triton compiles a kernel."""
 
     def __init__(self, dtype: torch.dtype, *, is_aligned: bool) -> None:
         self.dtype = dtype

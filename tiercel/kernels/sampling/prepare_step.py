@@ -1,6 +1,6 @@
 """The inputs of a step on the device: one program per request walks its new tokens.
 
-It ends before any other kernel of the step begins (no dependent launch behind it): attention reads
+It ends before any other kernel of the step begins (no dependent launch follows it): attention reads
 lengths and tables before it waits for the kernel ahead of it.
 
 Floor: launch latency. A decode step reads and writes some 40 bytes a request; a chunk of 8,192
@@ -43,14 +43,14 @@ def prepare_step_kernel(
     groups,
     num_tokens,
     scratch,  # the last row
-    drafts_ptr,  # (rows, draft_stride) int32, guesses from column 1 on; read if HAS_DRAFTS
+    drafts_ptr,  # (rows, draft_stride) int32, draft tokens from column 1 on; read if HAS_DRAFTS
     num_drafts_ptr,  # (reqs,) int32; read if HAS_DRAFTS
     draft_stride,
     BLOCK_SIZE: tl.constexpr,
     PLACES: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
 ):
-    """Places, tokens and slots of one request."""
+    """Positions, tokens and slots of one request."""
     request = tl.program_id(0)
     row = tl.load(rows_ptr + request).to(tl.int64)  # rows * token_stride passes 2**31
     first = tl.load(cu_seqlens_ptr + request)
@@ -69,8 +69,8 @@ def prepare_step_kernel(
         is_token = is_read & (place == 0) if HAS_DRAFTS else is_read
         ids = tl.load(token_ids_ptr + row * token_stride + position, mask=is_token, other=0)
         if HAS_DRAFTS:
-            guess_ptr = drafts_ptr + row * draft_stride + place
-            ids += tl.load(guess_ptr, mask=is_read & (place > 0), other=0)
+            draft_ptr = drafts_ptr + row * draft_stride + place
+            ids += tl.load(draft_ptr, mask=is_read & (place > 0), other=0)
         tl.store(input_ids_ptr + first + place, ids, mask=mask)
         tl.store(positions_ptr + first + place, position, mask=mask)
         for group in range(groups):

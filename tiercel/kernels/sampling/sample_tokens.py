@@ -1,8 +1,8 @@
 """Sampling on the device: programs find the best token of parts of a row, one more picks from them.
 
-Floor: each logit is read once. Noise is made where it is used, for rows that draw only. A draw is
-defined in float64, whose logarithms would take most of the time; so scores are float32 first, and
-only tokens that come close enough to the best to be it are looked at again.
+Floor: each logit is read once. Noise is made where it is used, for sampled rows only. A sample is
+defined in float64, whose logarithms would take most of the time. So scores are float32 first, and
+only tokens whose score is close enough to the best are computed again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def finalise(value):
 
 @triton.jit
 def gumbel_noise(key, length, cols):
-    """Gumbel noise of a draw at place `length`, for the token ids `cols`; float64."""
+    """Gumbel noise of the sample at position `length`, for the token ids `cols`; float64."""
     gamma = tl.full((), _GAMMA, tl.uint64)
     key = finalise((key ^ length.to(tl.uint64)) + gamma)
     bits = finalise(key + (cols + 1).to(tl.uint64) * gamma)
@@ -45,7 +45,7 @@ def gumbel_noise(key, length, cols):
 
 @triton.jit
 def rough_arrival(key, length, cols):
-    """-log of the uniform numbers behind `gumbel_noise`, float32, less than 2^-16 of it off."""
+    """-log of the uniform numbers of `gumbel_noise`, float32, within 2^-16 of it."""
     gamma = tl.full((), _GAMMA, tl.uint64)
     key = finalise((key ^ length.to(tl.uint64)) + gamma)
     bits = (finalise(key + (cols + 1).to(tl.uint64) * gamma) >> 12).to(tl.int64)
@@ -64,7 +64,8 @@ def best_drawn(scaled, is_out, logits_ptr, temperature, key, length, cols, vocab
     """The largest of logit / temperature + noise of a part and its token, the lowest of equal ones.
 
     The noise is -log(arrival), so the largest score has the smallest arrival * exp(-scaled), which
-    takes one logarithm. `logits_ptr` is the line's. If all tokens are out: -inf, the first column.
+    takes one logarithm. `logits_ptr` is that of the logits row. If all tokens are out: -inf, the
+    first column.
     """
     plain = tl.where(is_out, float("-inf"), scaled)
     top = tl.max(plain, axis=0)

@@ -1,4 +1,4 @@
-"""N-gram drafts behind those of an MTP head: the launch of cuda/hybrid_mtp_ngram.cu."""
+"""N-gram drafts after those of an MTP head: the launch of cuda/hybrid_mtp_ngram.cu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of the n-gram drafters as their ops hand them to kernels and to the CPU."""
+"""Arguments of the n-gram drafters, as their ops pass them to the kernels and to the CPU code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NgramBatch:
         prompt: (B, prompt room) int64 or int32, as all tokens.
         prompt_lens: tokens of a prompt.
         generated: (B, generated room).
-        generated_start: where in its row the generated text begins; None: at 0.
+        generated_start: index in its row at which the generated text begins; None: 0.
         steps: committed generated tokens.
         draft_limit: int32, drafts of a row at most, of `ngram_match`; None in the other op.
         drafts: (B, draft room); mutated.
@@ -40,7 +40,7 @@ class NgramBatch:
 
 @dataclass(frozen=True, slots=True)
 class NgramLimits:
-    """What does not depend on the row.
+    """Options that do not depend on the row.
 
     Attributes:
         max_ngram_size: longest window.

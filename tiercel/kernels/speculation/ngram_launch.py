@@ -19,7 +19,7 @@ from tiercel.kernels.runtime import rtc
 from tiercel.kernels.speculation.ngram_batch import NgramBatch, NgramLimits
 
 NgramOp = Literal["ngram_match", "hybrid_mtp_ngram", "ngram_index"]
-# Bytes of all texts up to -> log2 of a tile, whether the row table is read first. Between 1 MiB and
+# Bytes of all rows up to -> log2 of a tile, whether the row table is read first. Between 1 MiB and
 # 16 MiB the tile makes about one item per CTA.
 _TILES = (
     (1 << 20, 8, False),
@@ -64,7 +64,7 @@ def select_ngram(num_rows: int, room: int, token_bytes: int, *, is_private: bool
     tiles = ((log2, prunes) for limit, log2, prunes in _TILES if num_bytes <= limit)
     log2_tile, is_pruning = next(tiles)
     is_one_tile = is_pruning and room * token_bytes <= 16 << log2_tile
-    # The scan takes a thread per row; without it small blocks are ahead: 16.0 and 16.5 us for 512
+    # The scan takes a thread per row; without it small blocks are faster: 16.0 and 16.5 us for 512
     # rows of 16,384 int32 tokens (H200).
     is_small = num_rows <= 256 or (is_private and is_one_tile)
     threads, ctas = (256, 4) if is_small else (512, 2)

@@ -1,4 +1,4 @@
-"""N-gram drafts behind the last token of a row: the launch of cuda/ngram_match.cu."""
+"""N-gram drafts after the last token of a row: the launch of cuda/ngram_match.cu."""
 
 from __future__ import annotations
 

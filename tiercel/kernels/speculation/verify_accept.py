@@ -1,8 +1,8 @@
 """Verification on the device: the best token of parts of a slot, then one program for each row.
 
-Floor: each logit of a slot in use is read once; slots behind a row's drafts cost an empty program.
-By the rule of rejection a first pass finds the sums of the softmax, a second one the best token of
-what a draft's own probabilities leave.
+Floor: each logit of a slot in use is read once; slots after a row's drafts cost an empty program.
+For rejection sampling a first pass finds the sums of the softmax, a second one the best token by
+max(0, p - q), with q the draft's own probabilities.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def rejection_key(key):
 
 @triton.jit
 def uniform_of(key, place, vocab_size):
-    """The uniform number of a test: that of the id behind the last token."""
+    """The uniform number of a test: that of the id after the last one of the vocabulary."""
     gamma = tl.full((), _GAMMA, tl.uint64)
     key = finalise((key ^ place.to(tl.uint64)) + gamma)
     bits = finalise(key + (vocab_size + 1).to(tl.uint64) * gamma)
@@ -199,14 +199,14 @@ def judge_kernel(
     sums_ptr,  # (R * width, parts, 2) float32
     rest_scores_ptr,  # (R * width, parts, 3) float64
     rest_ids_ptr,  # (R * width, parts, 2) int32
-    scores_ptr,  # (R * width, parts) float64; part 0 is set to what was judged, others to -inf
+    scores_ptr,  # (R * width, parts) float64; part 0 is set to the judged token, others to -inf
     ids_ptr,  # (R * width, parts) int32; ids of other parts stay, to tell unsound ones
     vocab_size,
     parts,
     width,
     PARTS: tl.constexpr,
 ):
-    """The token of one slot by the rule of rejection, in place of the best one."""
+    """The token of one slot by rejection sampling, in place of the best one."""
     place = tl.program_id(0).to(tl.int64)
     request, slot = place // width, place % width
     row = tl.load(rows_ptr + request).to(tl.int64)
@@ -232,17 +232,17 @@ def judge_kernel(
         best = tl.max(scores, axis=0)
         token = tl.min(tl.where(scores == best, ids, _NO_ID), axis=0)
         has_draft = slot < num_drafts
-        guess = tl.load(draft_ids_ptr + row * width + 1 + slot, mask=has_draft, other=0)
+        draft_id = tl.load(draft_ids_ptr + row * width + 1 + slot, mask=has_draft, other=0)
         shift, total = softmax_sums(sums_ptr, place, parts, PARTS)
         line = tl.load(starts_ptr + request) + slot
-        logit = tl.load(logits_ptr + line * vocab_size + guess)
-        is_out = tl.load(is_banned_ptr + guess) != 0
+        logit = tl.load(logits_ptr + line * vocab_size + draft_id)
+        is_out = tl.load(is_banned_ptr + draft_id) != 0
         p = tl.where(is_out, 0.0, tl.exp(logit / temperature - shift) / total)
         own = (request * (width - 1) + slot) * vocab_size
-        q = tl.load(draft_probs_ptr + own + guess, mask=has_draft, other=1.0)
+        q = tl.load(draft_probs_ptr + own + draft_id, mask=has_draft, other=1.0)
         key = rejection_key(tl.load(key_ptr + row).to(tl.uint64))
         u = uniform_of(key, tl.load(num_tokens_ptr + row) + slot, vocab_size)
-        token = tl.where(has_draft & (u * q < p), guess, token)
+        token = tl.where(has_draft & (u * q < p), draft_id, token)
         tl.store(scores_ptr + base, tl.where(index == 0, 0.0, float("-inf")), mask=mask)
         tl.store(ids_ptr + place * parts, token)
 
@@ -260,7 +260,7 @@ def plan_drafts(
     num_idle_ptr,  # (S,) int32
     theta,
 ):
-    """Learn from a row's trials and say how many drafts it should make."""
+    """Update a row's acceptance estimate and plan how many drafts it should make."""
     chance = tl.load(acceptance_ptr + row)
     for _ in range(right):
         chance = 1.0 - (1.0 - chance) * _DECAY
@@ -325,8 +325,8 @@ def accept_kernel(
     problem = tl.where(best > float("-inf"), 0, 2)
     problem = tl.where(is_sound, problem, 1)
     token = tl.where((problem == 0) & is_used, token, 0)
-    guess = tl.load(draft_ids_ptr + row * width + 1 + slot, mask=slot < used, other=-1)
-    is_right = (token == guess) & (problem == 0) & (slot < used)
+    draft_id = tl.load(draft_ids_ptr + row * width + 1 + slot, mask=slot < used, other=-1)
+    is_right = (token == draft_id) & (problem == 0) & (slot < used)
     right = tl.min(tl.where(is_right, WIDTH, slot), axis=0)  # slot `used` never is
     last = tl.sum(tl.where(slot == right, problem, 0), axis=0)
     count = tl.where((last == 0) | (right == 0), right + 1, right)
@@ -370,16 +370,16 @@ def launch_verify_accept(
     Shapes are those at the kernels' parameters.
 
     Args:
-        logits: of all lines.
-        starts: first line of each request.
+        logits: of all rows.
+        starts: first logits row of each request.
         rows: of each request.
         num_drafts: of each request.
         state: token_ids, num_tokens, temperature, key; mutated.
         drafts: draft_ids, num_computed, draft_limit, num_wanted, acceptance, num_idle; mutated.
         is_banned: of each token.
         theta: chance of a draft worth making.
-        is_sound: of each line, or None to look here.
-        draft_probs: for the rule of rejection, or None.
+        is_sound: of each logits row, or None to check them here.
+        draft_probs: for rejection sampling, or None.
         table: (R, width + 3) int32, overwritten; its columns are in verify_accept_columns.py.
         scratch: scores, ids, sums, rest_scores, rest_ids; overwritten.
     """
