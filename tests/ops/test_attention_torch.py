@@ -63,7 +63,7 @@ def test_blocks_before_a_window_may_be_gone(window):
 
 @pytest.mark.parametrize("window", [0, 70, 600])
 def test_a_tokens_bits_do_not_depend_on_where_its_chunk_began(window):
-    """So a prompt whose start was cached gives what it gives when computed whole."""
+    """So a prompt whose start was cached has the same result as one computed whole."""
     q, k, v = (torch.randn(1060, heads, 16) for heads in (4, 2, 2))
     for stop in (700, 1024, 1060):
         whole = attend_one(q[:stop], k[:stop], v[:stop], 0.3, window)

@@ -284,7 +284,7 @@ def test_rows_do_not_depend_on_the_batch(shape, window, device):
 @pytest.mark.parametrize("window", [0, 300])  # the last token's window begins with a split, at 512
 @pytest.mark.parametrize("shape", ROW_HEADS, ids=str)
 def test_rows_do_not_depend_on_drafts(shape, window, shorten, device):
-    """Bit for bit: a token alone, and behind others of its request, on tiles of any width."""
+    """Bit for bit: a token alone, and after others of its request, on tiles of any width."""
     for queries in (2, 5, 16):
         case = make_case([(queries, 812), (queries, 64)], shape, 64, torch.float16, device)
         config = select(shape[2], torch.float16, 64, device)

@@ -14,7 +14,7 @@ from tiercel.kernels.attention import decode_attention_split as kernel
 from tiercel.kernels.attention.decode_attention_split import MergeConfig
 from tiercel.kernels.runtime import rtc
 
-# Each takes a compiler 2 s: splits asked for at once, columns of a lane, heads, results.
+# Each takes a compiler 2 s: splits loaded together, columns of a lane, heads, results.
 KINDS = {
     "8 of 64": (MergeConfig(8, 8, 1, 5), 64, torch.float16),
     "32 of 128": (MergeConfig(32, 8, 1, 3), 128, torch.bfloat16),
@@ -58,7 +58,7 @@ def expected(partials, stats):
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS]
 )
 def test_rows_are_the_sums_of_their_splits(kind, window, processor):
-    """Only places of splits that a row sees are read, each row to its own place."""
+    """Only slots of splits that a row sees are read, and each row is written to its own slot."""
     merge, head_dim, dtype = KINDS[kind]
     kv_heads, group = 2, 3
     heads, most = kv_heads * group, max(queries for queries, _ in REQUESTS)

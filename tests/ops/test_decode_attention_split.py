@@ -92,7 +92,7 @@ def test_long_and_mixed_lengths(shape, device):
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("window", [0, 100, 129])
 def test_lengths_at_each_border(queries, window, device):
-    """Tile, split, and the places where splits grow: one less, equal, one more."""
+    """Tile, split, and the positions where splits grow: one less, equal, one more."""
     borders = (64, 128, 192, 256, kernel.FINE_END, kernel.FINE_END + kernel.MIDDLE_KEYS)
     requests = [(queries, border + step) for border in borders for step in (-1, 0, 1)]
     check(requests, (2, 1, 64), window, torch.float16, device)
@@ -189,7 +189,7 @@ def test_shares_cut_anywhere(window, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("few_results", [0, 1 << 20])
 def test_merges_have_the_same_bits(few_results, device, monkeypatch):
-    """However many splits a warp asks for at once, and in as many rounds as it takes."""
+    """However many splits a warp loads together, and in as many rounds as it takes."""
     monkeypatch.setattr(kernel, "_FEW_RESULTS", few_results)
     for requests in ([(1, 700), (3, 1000), (1, 5)], [(1, 21000), (2, 13000)]):
         case = make_case(requests, (8, 2, 128), 64, torch.bfloat16, device)
@@ -205,7 +205,7 @@ def test_merges_have_the_same_bits(few_results, device, monkeypatch):
 @pytest.mark.parametrize("window", [0, 300])  # the last token's window begins with a split, at 512
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 def test_rows_do_not_depend_on_drafts(shape, window, device):
-    """Bit for bit: a token alone, and behind others of its request, on tiles of any width."""
+    """Bit for bit: a token alone, and after others of its request, on tiles of any width."""
     for queries in (2, 5, 16):
         case = make_case([(queries, 812), (queries, 64)], shape, 64, torch.bfloat16, device)
         out = run_kernel(*case[:4], window=window)
@@ -216,7 +216,7 @@ def test_rows_do_not_depend_on_drafts(shape, window, device):
 
 @pytest.mark.gpu
 def test_many_splits(device):
-    """More than a warp asks for at once."""
+    """More splits than a warp loads together."""
     for folds in (False, True):
         check([(1, 20000), (3, 9000)], (4, 2, 64), 0, torch.bfloat16, device, folds=folds)
 
@@ -238,7 +238,7 @@ def test_requests_of_no_tokens_or_no_keys(device):
 
 @pytest.mark.gpu
 def test_many_requests_of_random_lengths(device):
-    """More than a warp looks at once, empty ones between them."""
+    """More requests than a warp reads together, empty ones between them."""
     lengths = torch.randint(0, 900, (150,))
     lengths[::7] = 0
     requests = [(1, max(1, length)) for length in lengths.tolist()]

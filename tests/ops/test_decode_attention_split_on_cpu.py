@@ -1,4 +1,4 @@
-"""The sources of split attention, lane by lane on a processor: what needs no GPU to be wrong.
+"""The sources of decode_attention_split, lane by lane on a processor: faults that need no GPU.
 
 Queries and new keys are NaN until they are waited for; CTAs and warps come in any order; shares end
 anywhere in rows.
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 # Borders of tiles and splits, one key, rows that several CTAs share; of 165 the last token's window
 # of 100 leaves out the first key of a tile.
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 165, 300, 700)
-# Where splits are added up, and in which order units lie.
+# Where splits are added up, and the order of units.
 WAYS = (
     {"folds": True},
     {"folds": False, "heads_inside": False},
@@ -106,7 +106,7 @@ def test_requests_of_no_tokens_or_no_keys(processor):
 @pytest.mark.parametrize("rows", [8, 16, 24, 32])
 @pytest.mark.parametrize("head_dim", kernel.HEAD_DIMS)
 def test_every_launch(head_dim, rows, window, processor):
-    """Up to 16 new tokens, beyond the places where splits grow."""
+    """Up to 16 new tokens, beyond the positions where splits grow."""
     for group in (1, 4, 7, 8):
         most = min(16, rows // group)
         requests = [(most, 500), (1, 2500), (max(1, most // 2), 129), (1, 1), (most, most)]

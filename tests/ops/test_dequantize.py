@@ -52,7 +52,7 @@ def extreme_blocks(type_name):
             for at in HALVES.get(type_name, ()):
                 block[at : at + 2] = bits & 255, bits >> 8
             rows.append(block)
-    if type_name in ("F32", "BF16"):  # all ones is a NaN, whose payload is nobody's business
+    if type_name in ("F32", "BF16"):  # all ones is a NaN, whose payload is undefined
         rows = [row for row in rows if not (row == 0xFF).all()]
     return np.stack(rows)[:, None]
 

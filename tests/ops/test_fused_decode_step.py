@@ -37,7 +37,7 @@ TOLERANCE = 1.5e-2
 
 
 def make_batch(length, device, *, num_blocks=0, row=2, position=5):
-    """One request in row 2 of 4 whose blocks lie in any order; its last token is new."""
+    """One request in row 2 of 4 whose blocks are in any order; its last token is new."""
     needed = -(-length // BLOCK_TOKENS)
     num_blocks = max(num_blocks, needed + 3)
     order = torch.randperm(num_blocks - 1)[:needed] + 1
@@ -151,7 +151,7 @@ def test_cpu_matches_oracle(mask):
 
 @pytest.mark.parametrize("mask", [0, ALL_Q6])
 def test_a_slice_that_is_not_full(mask):
-    """Llama-3-8B has 3.5; what fills the last one adds nothing."""
+    """Llama-3-8B has 3.5 slices; the zeros that fill the last one add nothing."""
     device = torch.device("cpu")
     model = make_model([mask], 2, device, inner=4096 + 1792, has_qk_norm=False)
     assert run_both(model, 70, device) < TOLERANCE
@@ -191,7 +191,7 @@ def build_source(tmp_path_factory):
 
 
 def run_on_cpu(library, model, length, **options):
-    """What the kernel's source makes of a token, with new keys and values, and what it should."""
+    """The result of the source for a token, with new keys and values, and the expected result."""
     num_layers = len(model.layers)
     batch, num_blocks = make_batch(length, CPU)
     planes = make_planes(num_layers, num_blocks, batch, CPU)[:2]
@@ -242,7 +242,7 @@ def test_source_in_any_order_of_warps(build_source, length):
 
 
 def test_source_ends_without_its_neighbours(build_source):
-    """CTAs that wait for others in vain end after a while, with NaN."""
+    """CTAs that wait in vain for other CTAs end after a while, with NaN."""
     model, library = build_source((0,), SLICES_INNER, False)
     (result, *_), _ = run_on_cpu(library, model, 70, late=120)
     assert result[: 120 * 32].isnan().all()

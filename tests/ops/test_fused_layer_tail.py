@@ -58,7 +58,7 @@ def relative_error(actual, expected):
 
 
 def run_both(model, tokens, device):
-    """The largest error, of what is added to the residual and of q, k, v; NaN if one is."""
+    """The largest error of the update of the residual and of q, k, v; NaN if one is NaN."""
     attended, x = make_inputs(tokens, device, shape=model.weights.geometry.shape)
     before = x.clone()
     expected, heads = oracle.fused_layer_tail(attended, x, model.dense(), EPS)
@@ -101,7 +101,7 @@ SIZES = {
 @pytest.mark.parametrize("six", [(), V_AND_DOWN], ids=["four", "six"])
 @pytest.mark.parametrize("size", SIZES)
 def test_every_size_matches_oracle_with_bits_of_its_own(size, six, device):
-    """In launches of few tokens and many; twice, and whatever stands beside a token."""
+    """In launches of few tokens and many; twice, and beside any other tokens."""
     model = make_model(six, SIZES[size], device)
     most = model.weights.geometry.max_tokens
     for tokens in {1, most - 1, most}:
@@ -278,7 +278,7 @@ def test_source_in_any_order_of_warps(tokens, shape, num_sms, six, is_last, laun
 
 
 def test_source_ends_without_its_neighbours(build_source):
-    """CTAs that wait for others in vain end after a while, with NaN."""
+    """CTAs that wait in vain for other CTAs end after a while, with NaN."""
     model, library = build_source(2, WIDE_ATTENTION, 48, (), True)
     attended, x = make_inputs(2, CPU, shape=WIDE_ATTENTION)
     exchange = make_exchange(model.weights.geometry, CPU)

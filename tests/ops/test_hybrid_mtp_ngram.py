@@ -1,4 +1,4 @@
-"""Drafts behind those of an MTP head: what differs from `ngram_match`, line by line.
+"""N-gram drafts after those of an MTP head: the differences from `ngram_match`, line by line.
 
 Stored cases, random batches, graphs and errors of both drafters: test_ngram_match.py.
 """
@@ -43,7 +43,7 @@ def lengths(case, device):
     return tensors["seq_lens_this_time"].tolist()
 
 
-def test_drafts_go_behind_those_that_are_ready(device):
+def test_drafts_follow_those_of_the_head(device):
     case = batch([1, 3, 5, 6])
     tensors = case.tensors(device)
     case.run(tensors)
@@ -112,7 +112,7 @@ def test_query_ends_with_the_last_ready_draft(dtype, device):
     assert tensors["draft_tokens"][0, 2:6].tolist() == [2, 3, 4, 5]
 
 
-def test_the_generated_text_may_stand_behind_its_prompt(device):
+def test_the_generated_text_may_follow_its_prompt(device):
     """One matrix for both, as the engine has it: the same drafts as from two."""
     case = batch([1, 2, 4], max_drafts=6)
     apart = case.tensors(device)

@@ -59,7 +59,7 @@ def make_weight(name, out_features, in_features, seed=0):
 
 
 def decoded(parts):
-    """What the file says, float64 (out, in)."""
+    """The values in the file, float64 (out, in)."""
     return torch.cat([dequantize(part, torch.float32) for part in parts]).double()
 
 
@@ -156,7 +156,7 @@ def test_codes_are_those_of_the_file(name):
 
 
 def test_each_row_of_x_is_its_own(device):
-    """A row's result depends on neither its place nor the rows beside it, up to rounding."""
+    """A row's result depends on neither its index nor the rows beside it, up to rounding."""
     part = make_weight("Q8_0", 48, 256)
     weight = prepare_linear([part], torch.bfloat16, device)
     x = torch.randn(7, 256).bfloat16().to(device)
@@ -189,7 +189,7 @@ def test_mixed_parts_lie_end_to_end(dtype, device):
 
 
 def assert_fills(x, weight, result):
-    """A result goes where it is asked to go."""
+    """A result is written to `out`."""
     out = torch.full_like(result, torch.nan)
     assert linear(x, weight, out_dtype=result.dtype, out=out) is out
     assert torch.equal(out, result)
@@ -357,7 +357,7 @@ def test_native_bfloat16_is_what_pytorch_says(monkeypatch):
 
 
 def product_in_fours(x, weight, real=torch.nn.functional.linear):
-    """What some builds of MKL do: rows that are left over are summed in another order."""
+    """A product as in some builds of MKL: remaining rows are summed in another order."""
     whole = len(x) // 4 * 4
     return torch.cat((real(x[:whole], weight), real(x[whole:].flip(1), weight.flip(1))))
 
@@ -367,7 +367,7 @@ def product_in_fours(x, weight, real=torch.nn.functional.linear):
 def test_rows_on_a_cpu_do_not_depend_on_their_number(
     in_features, out_features, is_uneven, monkeypatch
 ):
-    """From 4 rows on, bit for bit: a prompt in other chunks gives what it gave."""
+    """From 4 rows on, bit for bit: a prompt in other chunks has the same result."""
     if is_uneven:
         monkeypatch.setattr(torch.nn.functional, "linear", product_in_fours)
     weight = prepare_linear([make_weight("F32", out_features, in_features)], torch.float32, CPU)

@@ -1,4 +1,4 @@
-"""Scoring under the four published arguments: the public cases, and what is refused."""
+"""The adapter with the four published arguments: the public cases, and refused arguments."""
 
 import json
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_sums_of_the_public_cases(name, device):
     torch.testing.assert_close(lse.cpu(), expected, rtol=0, atol=2e-5)
 
 
-def test_a_delimiter_influences_nobody(device):
+def test_a_delimiter_influences_no_token(device):
     """Whatever token it is: other queries, keys and values change no bit of an item."""
     case = CASES["worked_example"]
     changed = arguments(case, torch.float32, device)

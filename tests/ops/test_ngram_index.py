@@ -1,4 +1,4 @@
-"""The index of first occurrences drafts what a search through the whole text drafts."""
+"""The n-gram index has the same drafts as a search through the whole text."""
 
 import numpy as np
 import pytest

@@ -172,7 +172,7 @@ def test_the_end_of_the_text_does_not_match_itself(device):
 
 
 def test_a_window_stays_within_its_text(device):
-    # 1, 2 lies across the border of prompt and generated text only.
+    # 1, 2 occurs across the border of prompt and generated text only.
     case = rows_of(1, [[5, 5, 1]], [[2, 9, 1, 2]], max_ngram_size=2)
     assert draft(case, device) == [[9, 1, 2]]  # after one token, 2
     case = replace(case, min_ngram_size=1, max_ngram_size=4)
@@ -247,7 +247,7 @@ def test_no_rows(device):
 
 
 def test_a_prompt_may_fill_its_row(device):
-    """While it is in prefill, or idle: the place of its query lies behind the row."""
+    """While it is in prefill, or idle: the query ends after the row."""
     for rows in ({"seq_lens_encoder": [5, 0]}, {"seq_lens_decoder": [0, 1]}):
         case = rows_of(2, [[1, 2, 3]] * 2, [[9, 1]] * 2, prompt_lens=[4, 0], **rows)
         case.arrays["step_idx"][:] = [0, 1]
@@ -263,7 +263,7 @@ def test_garbage_in_a_vector_drafts_nothing_but_tokens(op, value, device):
             tensors = case.tensors(device)
             tensors[name].fill_(value)
             drafts, _ = case.run(tensors)
-            # Texts lie between columns of poison, and their tokens are 0 to 5.
+            # Texts are between columns of poison, and their tokens are 0 to 5.
             assert set(drafts.flatten().tolist()) <= {POISON, *range(6)}
 
 
@@ -447,7 +447,7 @@ def test_workspace_must_fit(device):
 @pytest.mark.parametrize(("rows", "length"), [(1, 1 << 23), (256, 131_072), (50_000, 64)])
 @pytest.mark.parametrize("op", OPS)
 def test_large_batches(op, rows, length, dtype, device):
-    """One hit per row, at places over the whole length; the oracle would take hours."""
+    """One hit per row, at positions over the whole length; the oracle would take hours."""
     text = torch.randint(10, 500, (rows, length), device=device)
     places = torch.randint(0, length - 30, (rows, 1), device=device)
     columns = places + torch.arange(7, device=device)

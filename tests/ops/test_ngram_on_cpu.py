@@ -82,7 +82,7 @@ def test_many_drafts_of_a_row(op):
 @pytest.mark.parametrize("dtypes", DTYPES["ngram_match"], ids=str)
 @pytest.mark.parametrize("kind", [0, 1], ids=["prompt", "generated"])
 def test_one_window_at_each_place(kind, dtypes):
-    """The first and last places of tiles and loads too."""
+    """The first and last positions of tiles and loads too."""
     cases = list(one_window(kind)) * 2  # under launches of their own
     assert check_cases(cases, dtypes) > 42 * 45
 
@@ -202,7 +202,7 @@ def test_indices_of_texts_that_grow_in_leaps(largest, dtypes):
 
 @LARGEST
 def test_indices_that_are_nearly_full(largest, dtypes):
-    """Windows lie far from where their hashes say, and at the end of a table go on at its start."""
+    """Windows are far from the slots of their hashes, and wrap around at the end of a table."""
     draw, rng, drafted = random.Random(largest), np.random.default_rng(largest), 0
     for run in runs(range(100, 160), largest):
         run = with_tokens(run, rng, [8, 30])  # few windows come again
@@ -214,7 +214,7 @@ def test_indices_that_are_nearly_full(largest, dtypes):
 
 
 def test_a_table_that_was_not_cleared_drafts_nothing_but_tokens():
-    """It may hold anything; texts lie between columns of poison."""
+    """It may hold anything; texts are between columns of poison."""
     rng = np.random.default_rng(0)
     for seed in range(40):
         case = make_batch("ngram_match", seed)

@@ -1,4 +1,4 @@
-"""Many tokens times K-quants: against the oracle, alike every time, and what launches fit."""
+"""packed_gemm against its oracle: equal bits in every run, and launches that fit a device."""
 
 import pytest
 import torch

@@ -32,7 +32,7 @@ WORST = {qtype: 4 * limit for qtype, limit in TOLERANCE.items()} | {
 # (rows, columns): one row, less than a tile, a row more than one, uneven tiles; fewer units than
 # warps, more, a slice and a bit.
 SHAPES = [(1, 256), (15, 512), (17, 1024), (53, 2304), (18, 4352)]
-# Rows that end within a unit: in its first group of four blocks or its second, within or behind it.
+# Rows that end within a unit: in or after its first group of four blocks, or its second.
 ODD_SHAPES = [(16, 32), (17, 96), (1, 128), (15, 160), (33, 576), (18, 640), (16, 4320), (20, 4544)]
 CASES = [(shape, qtype) for qtype in TYPES for shape in SHAPES]
 CASES += [(shape, qtype) for qtype in SMALL_BLOCKS for shape in ODD_SHAPES]
@@ -62,7 +62,7 @@ SHORT = [(qtype, columns) for qtype in SMALL_BLOCKS for columns in (32, 576, 640
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 1024])
 @pytest.mark.parametrize(("qtype", "columns"), LONG + SHORT, ids=str)
 def test_every_size_matches_decoded_weights(rows, columns, qtype, device):
-    """Each result alone, against the size of what it sums: one of them may be near zero."""
+    """Each result alone, against the size of its terms: one of them may be near zero."""
     part = make_weight(qtype, rows, columns, device)
     dense = dequantize(part, torch.float32).double().cpu()
     weights = [prepare_packed(part, layout) for layout in Layout]
@@ -191,7 +191,7 @@ def test_wrong_arguments(device):
 
 
 def test_forms_and_types_agree():
-    """What `linear` keeps packed is what this op reads."""
+    """This op reads all types that `linear` keeps packed."""
     packed = {q for q in QuantType if select_form(q, 64, "float16", "cuda") == "packed"}
     assert packed == set(TYPES)
 

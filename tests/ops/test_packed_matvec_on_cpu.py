@@ -111,7 +111,7 @@ def _every_launch(built_products):
 
 @pytest.mark.usefixtures("_every_launch")
 def test_every_launch_sums_in_one_order(products):
-    """What `select_packed_matvec` may change, and tokens beside one, do not change a bit of it."""
+    """Choices of `select_packed_matvec` and tokens beside one do not change a bit of it."""
     part = make_weight(QuantType.Q4_K, 53, LONG, CPU)
     x = make_tokens(16, LONG, CPU)
     expected = oracle.packed_matvec(x, part.planes["data"], "Q4_K")

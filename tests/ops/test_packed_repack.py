@@ -53,7 +53,7 @@ def test_round_trip(rows, blocks, qtype, device):
 
 @pytest.mark.parametrize("qtype", TYPES, ids=lambda q: q.name)
 def test_planes_hold_each_byte_once(qtype):
-    """The fields cover the block, and the places of a tile its plane, without overlap."""
+    """The fields cover the block, and the bytes of a tile its plane, without overlap."""
     fields = [i for plane in PLANES[qtype] for i in range(plane.start, plane.start + plane.size)]
     assert sorted(fields) == list(range(qtype.block_bytes))
     group = qtype.group_blocks

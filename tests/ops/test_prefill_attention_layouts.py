@@ -78,7 +78,7 @@ def make_layout(rng, most_prefix=5000, most_item=300, most_tokens=900):
 
 
 def positions_of(items):
-    """Of all tokens behind the prefix: 1 to L within an item, 0 for a delimiter."""
+    """Of all tokens after the prefix: 1 to L within an item, 0 for a delimiter."""
     return [p for length in items for p in (range(1, length + 1) if length else (0,))]
 
 
@@ -196,7 +196,7 @@ def test_ten_thousand_on_the_gpu(chunk, device):
 @settings(max_examples=300)
 @given(seed=st.integers(0, 2**32))
 def test_the_three_rules_are_one_mask(seed):
-    """Positions as published, groups of tokens, and item starts; and what delimiters see."""
+    """Published positions, groups of tokens, and item starts; and the keys that delimiters see."""
     rng = random.Random(seed)
     cached, prefix, items = make_request(rng, 40, 12, rng.randint(1, 60))
     places = np.array(positions_of(items), dtype=np.int64)
@@ -214,5 +214,5 @@ def test_the_three_rules_are_one_mask(seed):
     starts = torch.from_numpy(np.arange(length) - whole + 1)
     mask = oracle.make_mask(length - cached, length, prefix, starts[cached:]).numpy()
     assert np.array_equal(mask, by_position[cached:])
-    assert not by_position[:, is_delimiter][prefix:].any(), "nobody sees a delimiter"
+    assert not by_position[:, is_delimiter][prefix:].any(), "no token sees a delimiter"
     assert (by_position[is_delimiter].sum(axis=1) == prefix).all(), "it sees the prefix alone"

@@ -90,7 +90,7 @@ def test_wrong_shapes_are_named(device):
 @pytest.mark.parametrize("run", [launch, call_op], ids=["kernel", "op"])
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_drafts_follow_the_last_token(run, is_padded, device):
-    """Each row's own token, then its guesses; places behind them write nothing."""
+    """Each row's own token, then its draft tokens; positions after them write nothing."""
     counts = torch.tensor([2, 0, 4, 1], dtype=torch.int32, device=device)
     widths = (5,) * 4 if is_padded else (3, 1, 5, 2)
     case = make_case(widths, 2, 7, 4, device)

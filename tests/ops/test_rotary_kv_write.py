@@ -34,7 +34,7 @@ EPS = 1e-4
 
 
 class Case:
-    """Inputs, poisoned caches of 3 blocks behind a guard block, and what the oracle makes."""
+    """Inputs, poisoned caches of 3 blocks after a guard block, and the result of the oracle."""
 
     def __init__(self, tokens, num_heads, kv_heads, head_dim, half, dtype, device, *, norms):
         self.heads = torch.randn(tokens, num_heads + 2 * kv_heads, head_dim).to(dtype).to(device)
@@ -78,7 +78,7 @@ class Case:
         assert self.guarded[:, 0].isnan().all()  # where a slot of -1 would land
 
     def _close(self, actual, expected, tolerance):
-        """Within a share of each pair's length; what does not rotate, of its own size."""
+        """Within a share of each pair's length; other dimensions, of their own size."""
         half = self.half
         size = expected.abs()
         pairs = expected[..., : 2 * half].unflatten(-1, (2, half)).norm(dim=-2)
@@ -161,7 +161,7 @@ def test_offsets_pass_32_bits(device):
     ]
     heads = torch.randn(2, 3, width, device=device).bfloat16()
     table = torch.tensor([1.0, 0.0], device=device).view(1, 2, 1).repeat(1, 1, 128)
-    slots = torch.tensor([num_blocks * 64 - 1, 64], device=device)  # the first lies past 2**31
+    slots = torch.tensor([num_blocks * 64 - 1, 64], device=device)  # the first is past 2**31
     rotary_kv_write(heads, torch.zeros(2, dtype=torch.int32, device=device), table, *caches, slots)
     assert torch.equal(caches[0][-1, -1, 0], heads[0, 1])
     assert torch.equal(caches[1][-1, -1, 0], heads[0, 2])

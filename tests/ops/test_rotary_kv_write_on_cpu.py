@@ -47,8 +47,8 @@ def test_matches_oracle(shape, dtype, norms, processor):
 
 
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
-def test_heads_are_read_behind_the_wait(norms, processor):
-    """They come late; the cache shows what was read of them."""
+def test_heads_are_read_after_the_wait(norms, processor):
+    """They come late; the cache shows the values that were read."""
     case = Case(6, 5, 3, 64, 32, torch.float16, CPU, norms=norms)
     heads = case.heads.clone()
     case.run("kernel")

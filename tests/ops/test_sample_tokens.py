@@ -1,4 +1,4 @@
-"""Sampling and appending: the oracle's token, whatever stands beside it."""
+"""Sampling and appending: the oracle's token, whatever other rows are in the batch."""
 
 import pytest
 import torch
@@ -198,7 +198,7 @@ def test_draws_follow_the_softmax(device):
 @settings(max_examples=50, deadline=None)
 @given(key=st.integers(-(2**63), 2**63 - 1), length=st.integers(0, 2**20))
 def test_noise_is_splitmix64(key, length):
-    """The op's noise from the oracle's integers: what lies between is the logarithm alone."""
+    """The op's noise from the oracle's integers: only the logarithm differs."""
     state = oracle._finalise((key & oracle._MASK ^ length) + oracle._GAMMA)
     expected = [
         ((oracle._finalise(state + (j + 1) * oracle._GAMMA) >> 12) + 0.5) * 2.0**-52

@@ -1,4 +1,4 @@
-"""Verification: the oracle's tokens and counts, whatever stands beside a row; and the law of draws.
+"""Verification: the oracle's tokens and counts, beside any other rows; and the distribution.
 
 `run` is the kernel, in the interpreter or on a GPU, or the op of the device.
 """
@@ -81,7 +81,7 @@ class Case:
         self.favour_drafts()
 
     def favour_drafts(self):
-        """Make most drafts the likeliest token of their line, so that many are accepted."""
+        """Make most drafts the likeliest token of their logits row, so that many are accepted."""
         for r, row in enumerate(self.rows.tolist()):
             for i in range(int(self.used[r])):
                 if torch.rand(()) < 0.8:
@@ -89,7 +89,7 @@ class Case:
                     self.logits[int(self.starts[r]) + i, token] += 9.0
 
     def expected(self):
-        """What the oracle says of each request."""
+        """The oracle's result for each request."""
         results = []
         for r, row in enumerate(self.rows.tolist()):
             count, start = int(self.used[r]), int(self.starts[r])
@@ -210,10 +210,10 @@ def test_what_is_not_finite_ends_a_row_where_it_comes_up(run, device):
         for i in range(3):
             case.logits[4 * r + i, case.drafts.draft_ids[r, 1 + i]] = 99.0
     case.logits[0, 7] = float("nan")  # its own token
-    case.logits[4 + 2, 7] = float("nan")  # behind two right drafts
+    case.logits[4 + 2, 7] = float("nan")  # after two right drafts
     case.logits[8, 0] = case.logits[8, case.drafts.draft_ids[2, 1]] + 1  # a wrong first draft
     case.drafts.draft_ids[2, 1] = 1
-    case.logits[8 + 3, 7] = float("inf")  # ... and behind it what nobody reads
+    case.logits[8 + 3, 7] = float("inf")  # ... and after it, unread
     result = case(run)
     assert result.problems.tolist() == [NONFINITE, UNSOUND_DRAFT, UNSOUND_DRAFT, OK]
     assert result.num_new.tolist() == [1, 2, 1, 4]
@@ -254,7 +254,7 @@ def chi_square(counts, probs, draws):
 
 
 def draw_many(rule, device, draws, *, spoil=None):
-    """First tokens of many rows whose draft is drawn from q, by one rule; and p.
+    """First tokens of many rows whose draft is sampled from q, by one rule; and p.
 
     spoil: changes the probabilities that the op is told.
     """
@@ -320,7 +320,7 @@ def test_tokens_follow_the_model_whatever_was_drafted(rule, device):
 
 
 def test_the_test_of_the_law_finds_a_broken_rule(device):
-    """In a tenth of the draws: the op is told other probabilities than drafts were drawn from."""
+    """In a tenth of the samples the op gets other probabilities than those of the drafts."""
     draws = DRAWS // 10
     counts, p, _, _ = draw_many("rejection", device, draws, spoil=lambda q: q.flip(0))
     assert chi_square(counts, p, draws) > 3 * LIMIT
