@@ -1,4 +1,4 @@
-"""Attention over the paged cache against its floor, beside PyTorch's on keys that lie ready.
+"""Decode attention against its floor, beside PyTorch's attention on contiguous keys.
 
     python -m benchmarks.decode_attention --device cuda --out results/paged_attention_h200.json
 
@@ -54,7 +54,7 @@ SHAPES = {
     "cuda": [
         *[Shape(1, 1, context) for context in (256, 1024, 4096, 16384, 32768)],
         *[Shape(reqs, 1, 16384 // reqs) for reqs in (2, 4, 8, 16, 32, 64, 128)],  # 67 MB each
-        *[Shape(reqs, 1, 600) for reqs in (8, 16, 64)],  # decode behind prompts of 512
+        *[Shape(reqs, 1, 600) for reqs in (8, 16, 64)],  # decode after prompts of 512
         Shape(8, 1, 8192),
         *[Shape(64, 1, context) for context in (512, 4096)],
         Shape(64, 1, 4096, window=512),
@@ -175,7 +175,7 @@ def make_check(shape: Shape) -> Callable[[Inputs], float]:
 
 
 def make_peer(shape: Shape) -> Callable[[tuple[Tensor, Tensor, Tensor]], Tensor]:
-    """Attention on (reqs, heads, tokens, head_dim) tensors that lie ready."""
+    """Attention on contiguous (reqs, heads, tokens, head_dim) tensors."""
 
     def peer(ready: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         q, k, v = ready
@@ -188,7 +188,7 @@ def make_peer(shape: Shape) -> Callable[[tuple[Tensor, Tensor, Tensor]], Tensor]
 
 
 def make_ready(shape: Shape, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """What the peer reads: contiguous, cut to the window; the heads of a group as queries."""
+    """The inputs of the peer: contiguous, cut to the window; the heads of a group as queries."""
     low, high = shape.visible(shape.queries - 1)
     low = low if shape.queries == 1 else 0
     k, v = (

@@ -57,7 +57,7 @@ SWEEP_S = 0.1  # of one measurement
 
 
 def run_config(inputs: Inputs, config: DecodeAttentionConfig) -> Tensor:
-    """What the op does for decode steps, with another config."""
+    """Run the kernel as the op does for decode steps, with another config."""
     q, batch = inputs.q, inputs.batch
     rows, head_dim = q.shape[0] * q.shape[1], q.shape[2]
     splits = config.num_splits(batch.max_seq_len, batch.max_query_len, 0)
@@ -83,7 +83,7 @@ def run_config(inputs: Inputs, config: DecodeAttentionConfig) -> Tensor:
 
 
 def candidates(shipped: DecodeAttentionConfig) -> Iterator[DecodeAttentionConfig]:
-    """The shipped config, then every combination, then what only some shapes are sensitive to."""
+    """The shipped config, then every combination, then options that matter for some shapes only."""
     yield shipped
     for (fine, end, coarse), stages, programs in itertools.product(SPLITS, STAGES, PROGRAMS):
         yield replace(
@@ -159,7 +159,7 @@ def rank(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def sweep(device: torch.device, ceilings: Ceilings, out: Path | None) -> None:
-    """Time the candidates on every swept shape, and save after each, so that nothing is lost.
+    """Time the candidates on every swept shape, and save after each, so that no result is lost.
 
     The file gets a row for each shape and config, then one for each config of a head_dim, best
     first.

@@ -53,7 +53,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A token behind `depth` others."""
+    """A token at depth `depth`."""
 
     x: Tensor
     caches: FusedDecodeStepCaches
@@ -85,7 +85,7 @@ def make_model(device: torch.device) -> Model:
 
 
 def make_inputs(depth: int, device: torch.device, seed: int) -> Inputs:
-    """A context whose blocks lie in any order."""
+    """A context whose blocks are in any order."""
     generator = torch.Generator(device).manual_seed(seed)
     needed = depth // BLOCK_TOKENS + 1
 

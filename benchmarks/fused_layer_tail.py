@@ -72,7 +72,7 @@ def make_inputs(shape: Shape, tokens: int, seed: int, *, more_bits: bool) -> Inp
         name: [prepare_packed(part, Layout.SOA, is_dependent=True) for part in some]
         for name, some in parts.items()
     }
-    # Random weights have a mean: with norms of 1 some residuals pass what the kernel can take.
+    # Random weights have a mean: with norms of 1 some residuals pass the range of the kernel.
     norm = torch.full((hidden,), 0.1, device="cuda")
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     weights = prepare_fused_layer_tail(*packed.values(), norm, norm, EPS, num_sms)

@@ -1,4 +1,4 @@
-"""Drafting behind an MTP head against the floor in bytes, beside FastDeploy's CUDA kernels.
+"""N-gram drafts after those of an MTP head against the floor in bytes, beside FastDeploy's kernels.
 
     out=benchmarks/results/hybrid_mtp_ngram_h200.json
     python -m benchmarks.hybrid_mtp_ngram --device cuda --out $out

@@ -64,7 +64,7 @@ def segment_bytes(segment: Tensor | Int4Planes) -> int:
 def make_case(
     name: str, rows: int, weight: LinearWeight, decoded: Tensor, *, wide: bool = False
 ) -> Case:
-    """One weight at one number of rows; `decoded` (out, in) is what it stands for."""
+    """One weight at one number of rows; `decoded` (out, in) has its decoded values."""
     out_features, in_features = weight.shape
     out_dtype = torch.float32 if wide else torch.bfloat16
     device = decoded.device

@@ -100,7 +100,7 @@ def search(inputs: Inputs) -> None:
 
 
 def check(inputs: Inputs) -> float:
-    """0 where 20 steps draft what the search drafts, else infinity."""
+    """0 where 20 steps have the drafts of the search, else infinity."""
     texts = inputs.texts
     for _ in range(20):
         results = []

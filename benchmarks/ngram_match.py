@@ -4,7 +4,7 @@
 
 Inputs are those of FastDeploy pull requests 6960 and 7136: windows of up to 3 tokens, 10 drafts,
 tokens random in [10, 500), 20 generated tokens of which the last three are the query; its only
-other copy lies near the start (high) or the end (low) of the prompt or of the generated text (pre),
+other copy is near the start (high) or the end (low) of the prompt or of the generated text (pre),
 or nowhere. Their `high_pre` does not fit 20 generated tokens, so that it is in truth `none`; here
 it has 40.
 
@@ -22,7 +22,7 @@ from benchmarks.op_timing import Case, main
 from tiercel.ops.ngram_match import make_ngram_workspace, ngram_match
 
 MAX_NGRAM_SIZE, MAX_DRAFTS, STEPS = 3, 10, 20
-QUERY, FOLLOWER = 1001, 2001  # first tokens of the query and of what follows its copy
+QUERY, FOLLOWER = 1001, 2001  # first tokens of the query and of the text after its copy
 PEER = "FastDeploy pull request 7136, int64, cold graph replay on an H200"
 # (rows, prompt tokens, threshold, hit): microseconds of the peer
 GROUPS = {

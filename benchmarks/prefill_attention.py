@@ -4,7 +4,7 @@
 
 Floor: 4 * head_dim operations per visible pair of a head and a key, at the rate of a bf16 product
 of 8192^3 measured in the same run. The op gets a plan, as all layers of a step but one do; planning
-is timed apart. Peers read contiguous keys; for a chunk behind cached keys they get every head's
+is timed apart. Peers read contiguous keys; for a chunk after cached keys they get every head's
 keys expanded, since their lower-right mask takes no shared heads.
 
 How: calls over inputs of more than 240 MB in turn, in a CUDA graph, after 0.12 s of the same work.
@@ -56,7 +56,7 @@ CHECKED_ROWS = 97  # of the end of the step; the oracle is slow
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one call reads; q, k_new and v_new are cut out of fused rows, as in a model."""
+    """Inputs of one call; q, k_new and v_new are cut out of fused rows, as in a model."""
 
     shape: Shape
     q: Tensor
@@ -227,7 +227,7 @@ def time_us(calls: list[Callable[[], object]], device: torch.device) -> float:
 
 
 def host_us(call: Callable[[], object]) -> float:
-    """What a call costs the host, which does not wait for the device."""
+    """Time that a call takes on the host, which does not wait for the device."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(LEAST_CALLS):
@@ -257,7 +257,7 @@ def peers(shape: Shape) -> Iterator[tuple[str, AbstractContextManager[Any]]]:
 
 
 def make_peer_call(inputs: Inputs) -> Callable[[], Tensor]:
-    """A peer's call on contiguous (1, heads, tokens, head_dim) tensors that lie ready."""
+    """A peer's call on contiguous (1, heads, tokens, head_dim) tensors."""
     shape = inputs.shape
     q = inputs.q.transpose(0, 1)[None].contiguous()
     k, v = (
@@ -403,7 +403,7 @@ def main() -> None:
     for row in measure_suite(arguments.suite, device, rate):
         report(row)
         rows.append({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()})
-        # After each row: a wrong result ends the run, and what was measured stays.
+        # After each row: a wrong result ends the run, and earlier rows are kept.
         over_all = {"name": "all shapes", "gemm_tflops": round(rate, 1), **summary(rows)}
         save(arguments.out, environment(device), [over_all, *rows])
         if device.type == "cuda":

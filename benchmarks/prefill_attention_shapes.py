@@ -81,7 +81,7 @@ SHAPES = {
         Shape(256, 256, 8, 16, heads=9, kv_heads=3, head_dim=64),
     ],
 }
-# The shapes of the published peers, and what the study of this kernel asked for beside them.
+# The shapes of the published peers, and those of the study of this kernel.
 _PEER_SHAPES = [
     Shape(prefix, prefix, items, length, batch=batch)
     for batch in (1, 4)

@@ -1,4 +1,4 @@
-"""Every way to multiply many tokens with a K-quantised matrix: the table behind `ops/linear.py`.
+"""Every way to multiply many tokens with a K-quantised matrix: for the table in `ops/linear.py`.
 
     python -m benchmarks.prefill_paths --out benchmarks/results/prefill_paths_h200.json
 

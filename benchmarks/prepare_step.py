@@ -51,7 +51,7 @@ def run(inputs: Inputs) -> None:
 
 
 def gathers(inputs: Inputs) -> None:
-    """What operators do for equal query lengths, without scratch."""
+    """The step by PyTorch operators, for equal query lengths, without scratch."""
     inputs.num_computed.fill_(64)
     count = inputs.num_tokens // inputs.rows.shape[0]
     rows = inputs.rows.long()

@@ -30,7 +30,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """Residual (rows, hidden) float32, what is added to it in float16, and the weight."""
+    """Residual (rows, hidden) float32, its update in float16, and the weight."""
 
     x: Tensor
     update: Tensor | None
