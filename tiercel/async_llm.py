@@ -191,7 +191,7 @@ class AsyncLLM:
         parse_special: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> AsyncIterator[StreamDelta]:
-        """Continue a raw prompt piece by piece; leaving the loop early ends the request.
+        """Continue a raw prompt delta by delta; leaving the loop early ends the request.
 
         `progress` is called with (prompt tokens computed, prompt tokens), at most four times a
         second, as long as the prompt is computed.
@@ -211,7 +211,7 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> AsyncIterator[StreamDelta]:
-        """Answer a conversation piece by piece; `progress` as in `stream`."""
+        """Answer a conversation delta by delta; `progress` as in `stream`."""
         ids = await self.encode_chat(
             messages, tools=tools, chat_template_kwargs=chat_template_kwargs
         )
@@ -233,7 +233,7 @@ class AsyncLLM:
         return await asyncio.to_thread(np.concatenate, bridged.engine_request.prompt_logits)
 
     async def embed(self, texts: str | Sequence[str]) -> npt.NDArray[np.float32]:
-        """Vectors of texts, of an embedding model; see `LLM.embed`."""
+        """Compute the vectors of texts with an embedding model; see `LLM.embed`."""
         requests = self._frontend.embedding_requests(texts)
         await self._read_to_end(requests)
         return self._frontend.embeddings(requests)
@@ -252,7 +252,7 @@ class AsyncLLM:
         strict_labels: bool = False,
         long_items: str = "refuse",
     ) -> ScoreOutput:
-        """Score items behind a query, each as if it were alone with it; see `LLM.score`."""
+        """Score items after a query, each as if it were alone with it; see `LLM.score`."""
         params = ScoreParams(
             labels=labels,
             label_token_ids=label_token_ids,
@@ -268,7 +268,7 @@ class AsyncLLM:
         return job.output()
 
     async def _read_to_end(self, requests: Sequence[Request]) -> None:
-        """Run requests whose updates nobody looks at; being cancelled ends them."""
+        """Run requests to their end, without their updates; being cancelled ends them."""
         bridge = self._open()
         try:
             for bridged in [bridge.submit(request) for request in requests]:
@@ -344,7 +344,7 @@ class AsyncLLM:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
-                task.cancel()  # where one has failed, the others would wait for ever
+                task.cancel()  # after a failure, the other tasks would wait for ever
             for completion in completions:
                 bridge.abort(completion.request)
 

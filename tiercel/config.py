@@ -1,7 +1,7 @@
-"""What a caller may ask of a model when it is loaded, and limits that host and device share.
+"""The options of loading a model, and limits that host and device share.
 
-Free of PyTorch: the HTTP process and the scheduler read these too. What the engine resolves the
-options to is `engine_config.py`.
+Free of PyTorch: the HTTP process and the scheduler read them too. The options as the engine
+resolves them are in `engine_config.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import msgspec
 from tiercel.errors import ArgumentError
 
 MAX_DECODE_QUERIES: Final = 16
-"""New tokens of a request, up to which decode attention takes it."""
+"""New tokens of a request in a step that decode attention supports, at most."""
 
 RETRY_STEPS: Final = 32
-"""Steps without drafts until a row that was often wrong tries one again."""
+"""Steps without drafts after which a row whose drafts were often wrong tries one again."""
 
 ACCEPTANCE_DECAY: Final = 0.875
 """Share of the old acceptance estimate that each trial keeps: 8 trials matter."""
@@ -29,13 +29,13 @@ DEFAULT_DRAFTS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
-    """Resolved settings.
+    """Resolved settings of speculation.
 
     Attributes:
-        method: where drafts come from: nowhere, the text itself, a head of the model, or both.
+        method: source of drafts: none, the text itself, a head of the model, or both.
         max_drafts: K, drafts of a row and step at most.
-        min_ngram: shortest run of tokens that is looked up in the text, and
-        max_ngram: the longest.
+        min_ngram: shortest run of tokens that is looked up in the text.
+        max_ngram: longest run of tokens that is looked up in the text.
     """
 
     method: str = "off"
@@ -58,14 +58,14 @@ NO_DRAFTS: Final = SpecConfig()
 
 
 def num_head_drafts(config: SpecConfig) -> int:
-    """Drafts that the model's head makes: all, or the first one, which the text continues."""
+    """Number of drafts that the model's head makes: all, or one that the text continues."""
     if not config.has_head:
         return 0
     return config.max_drafts if config.method == "mtp" else 1
 
 
 def resolve_spec(method: object, num_spec_tokens: object) -> SpecConfig:
-    """The settings that options ask for.
+    """Resolve the options of speculation.
 
     Args:
         method: one of `METHODS`.
@@ -89,15 +89,15 @@ def resolve_spec(method: object, num_spec_tokens: object) -> SpecConfig:
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller may ask of a model when it is loaded; see `LLM.__init__` for the fields.
+    """The options of loading a model; see `LLM.__init__` for the other fields.
 
     Attributes:
         model: path or catalogue name; None for the default model.
         enable_fault_injection: whether ``TIERCEL_FAULTS`` may be set; see `faults.py`.
-        warm_up: run every kind of request once before the first real one; on a GPU it is done
-            always.
-        timed_steps: on a CPU bound the time of steps, because streams wait for them; answers may
-            then depend on the speed of the machine in their last bits.
+        warm_up: whether every kind of request runs once before the first real one; on a GPU it
+            always does.
+        timed_steps: whether the time of steps on a CPU is bounded, because streams wait for them;
+            answers may then depend on the speed of the machine in their last bits.
     """
 
     model: str | None = None

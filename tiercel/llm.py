@@ -76,12 +76,12 @@ class LLM:
             device: ``auto``, ``cpu``, ``cuda`` or ``cuda:i``.
             dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``, of activations and cache.
             max_model_len: tokens of prompt and answer together; None for the model's own limit.
-            max_num_seqs: requests that run at once; None for 16 on a CPU and 256 on a GPU.
+            max_num_seqs: requests that run together; None for 16 on a CPU and 256 on a GPU.
             max_num_batched_tokens: new tokens of one step; longer prompts are cut into chunks.
             gpu_memory_utilization: share of the GPU's memory to use, (0, 1].
             seed: of requests without a seed of their own.
-            spec: ``off``, or how to guess tokens ahead: ``ngram``, ``mtp``, ``hybrid``.
-            num_spec_tokens: guesses in a step at most, 0 to 15; None for 5.
+            spec: ``off``, or how to make draft tokens: ``ngram``, ``mtp``, ``hybrid``.
+            num_spec_tokens: draft tokens in a step at most, 0 to 15; None for 5.
             threads: of products on a CPU, of the whole process; None for PyTorch's own number, and
                 not more than affinity and container give.
             offline: never download; None to follow ``TIERCEL_OFFLINE``.
@@ -157,7 +157,7 @@ class LLM:
 
     @property
     def draft_counts(self) -> DraftCounts:
-        """How many tokens were guessed so far, and how many of them were right, by place."""
+        """Counts of draft tokens so far, and of those accepted, by position in the draft."""
         return replace(
             self._engine.draft_counts,
             accepted_per_pos=list(self._engine.draft_counts.accepted_per_pos),
@@ -238,7 +238,7 @@ class LLM:
         parse_special: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[StreamDelta]:
-        """Continue a raw prompt piece by piece; leaving the loop early ends the request.
+        """Continue a raw prompt delta by delta; leaving the loop early ends the request.
 
         The arguments are those of `generate`.
         """
@@ -255,7 +255,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[StreamDelta]:
-        """Answer a conversation piece by piece; the arguments are those of `chat`."""
+        """Answer a conversation delta by delta; the arguments are those of `chat`."""
         ids = self.encode_chat(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
         wanted = pick_params(params, SamplingParams(max_tokens=None))
         return self._stream(self._completions([ids], [wanted]), progress)
@@ -275,7 +275,7 @@ class LLM:
         return np.concatenate(request.prompt_logits)
 
     def embed(self, texts: str | Sequence[str]) -> npt.NDArray[np.float32]:
-        """Vectors of texts, of an embedding model: its hidden states, pooled as its file says.
+        """Compute the vectors of texts with an embedding model, pooled as its file says.
 
         Args:
             texts: one or more, each within the context.
@@ -307,24 +307,24 @@ class LLM:
         long_items: str = "refuse",
         progress: Callable[[int, int], None] | None = None,
     ) -> ScoreOutput:
-        """Score items behind a query, each as if it were alone with it, in as few passes as fit.
+        """Score items after a query, each as if it were alone with it, in as few passes as fit.
 
         Args:
-            query: what stands before every item: a text, of which control tokens become their ids,
-                or token ids. It is found in the prefix cache like any prompt.
+            query: text before every item, of which control tokens become their ids, or token ids.
+                It is found in the prefix cache like any prompt.
             items: texts, or lists of token ids if the query is one; none: no scores.
-            labels: texts whose probability right behind an item is wanted, each of one token or
-                more; or
-            label_token_ids: tokens.
-            suffix: what stands between each item and the label, of the kind of the query.
-            normalize: ``vocab`` for log-probabilities over all tokens, ``labels`` for those over
-                the labels alone.
-            item_first: the item stands before the query; then nothing can be shared.
-            label_normalization: of a label of several tokens, the ``sum`` or ``mean`` of theirs.
-            strict_labels: refuse labels of which one begins with another.
-            long_items: what an item that does not fit the context is: an error of the call
-                (``refuse``), its own error (``skip``), or cut at its end (``cut``).
-            progress: hears (items done, items).
+            labels: texts whose probability directly after an item is wanted, each of one token or
+                more; None with `label_token_ids`.
+            label_token_ids: token ids whose probability is wanted; None with `labels`.
+            suffix: text or token ids between each item and the label, like the query.
+            normalize: ``vocab`` for log-probabilities over all tokens, ``labels`` for
+                log-probabilities over the labels alone.
+            item_first: whether the item comes before the query; then nothing can be shared.
+            label_normalization: ``sum`` or ``mean`` over the tokens of a label.
+            strict_labels: whether labels of which one begins with another are refused.
+            long_items: treatment of an item that does not fit the context: an error of the call
+                (``refuse``), its own error (``skip``), or its end is cut (``cut``).
+            progress: called with (items done, items).
 
         Returns:
             Scores (N, K). Query, items, suffix and labels are tokenized on their own.
@@ -385,7 +385,7 @@ class LLM:
 
     @contextmanager
     def _bookkeeping(self) -> Generator[None]:
-        """Of the engine and the takers: no other thread, and Ctrl-C when nothing is half done."""
+        """Hold the lock of engine and takers, and put Ctrl-C off until nothing is half done."""
         with deferred(), self._lock:
             yield
 
@@ -444,4 +444,4 @@ class LLM:
                 report_prompts(requests, progress)
                 while ready:
                     yield ready.popleft()
-        yield from ready  # what a step of another thread brought
+        yield from ready  # deltas of a step of another thread

@@ -147,8 +147,8 @@ class SamplingParams:
         detokenize: False gives token ids only; stop strings then cannot be used.
         structured_outputs: the form that the answer must have; it then ends where the form does,
             whatever `ignore_eos` says.
-        num_spec_tokens: guesses in a step at most; 0 switches speculation off, None leaves it as
-            the engine has it. It never changes what an answer is.
+        num_spec_tokens: draft tokens in a step at most; 0 switches speculation off, None leaves it
+            as the engine has it. It never changes an answer.
     """
 
     n: int = 1

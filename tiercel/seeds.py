@@ -1,9 +1,9 @@
-"""Keys of counter-based noise: which draw of which request.
+"""Keys of the counter-based noise that sampling uses.
 
-Noise depends on (seed, stream, position, token id) and on nothing else, so a request draws the same
-answer alone, in a batch, after preemption, and on every rank. The generator is SplitMix64: a Weyl
-sequence through a 64-bit finaliser. A row's key is mixed on the host once; each draw steps it by
-its position and then by the token ids (`ops/sample_tokens.py`).
+Noise depends on (seed, stream, position, token id) and on nothing else, so a request samples the
+same answer alone, in a batch, after preemption, and on every rank. The generator is SplitMix64: a
+Weyl sequence through a 64-bit finaliser. A row's key is mixed on the host once; each sample steps
+it by its position and then by the token ids (`ops/sample_tokens.py`).
 
 Source: "Fast Splittable Pseudorandom Number Generators", doi 10.1145/2714064.2660195.
 """
@@ -28,7 +28,7 @@ def _finalise(value: int) -> int:
 
 
 def mix_key(*parts: int) -> int:
-    """One int64 key of some int64 parts; their order counts.
+    """Mix int64 parts to one int64 key; their order counts.
 
     A further part p steps a key to finalise((key ^ p) + GAMMA).
     """

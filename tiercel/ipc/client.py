@@ -59,17 +59,17 @@ _RATE_SAMPLES: Final = 32  # ends of requests from which the speed of the queue 
 _POLL_SECONDS: Final = 0.02
 
 # Messages for the stream of one request.
-StreamPart = PromptLogprobs | PromptProgress | Embedding | Scores | ItemTokens | Refused
+StreamMessage = PromptLogprobs | PromptProgress | Embedding | Scores | ItemTokens | Refused
 
 
 class EngineClient:
     """One model in an engine process that is started again when it dies.
 
     Attributes:
-        info: of the engine that was ready last; None before the first.
-        stats: as the engine sent them last.
-        on_stats: hears each of them; some fields count from message to message.
-        on_progress: hears of the stages of a start.
+        info: description of the engine that was ready last; None before the first.
+        stats: counters that the engine sent last.
+        on_stats: callback for each message of counters; some fields count from one to the next.
+        on_progress: callback for the stages of a start.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class EngineClient:
         """Set up; nothing is started.
 
         Args:
-            options: what to load and how.
-            max_waiting: requests that may wait for a place in the engine.
-            settings: of restarts and the heartbeat.
+            options: options of the load.
+            max_waiting: requests that may wait for an engine row.
+            settings: settings of restarts and the heartbeat.
         """
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
@@ -290,9 +290,9 @@ class EngineClient:
             self.stats = message.stats
             if self.on_stats is not None:
                 self.on_stats(message.stats)
-        elif isinstance(message, StreamPart):
+        elif isinstance(message, StreamMessage):
             if message.key in self._live:  # else it was aborted meanwhile
-                self._on_part(message)
+                self._on_stream_message(message)
         elif isinstance(message, Progress) and self.on_progress is not None:
             self.on_progress(message)
         elif isinstance(message, Ready):
@@ -301,7 +301,7 @@ class EngineClient:
             self.stats = EngineStats()
             self._has_forgotten.set()
 
-    def _on_part(self, message: StreamPart) -> None:
+    def _on_stream_message(self, message: StreamMessage) -> None:
         stream = self._live[message.key]
         if isinstance(message, PromptLogprobs):
             stream.add_prompt_logprobs(message.entries)
@@ -352,7 +352,7 @@ class EngineClient:
             stream.push(final or (_died_twice_error() if is_again else _lost_error()))
         self.stats = EngineStats()
         self._ends.clear()
-        self._has_forgotten.set()  # there is nobody who would know
+        self._has_forgotten.set()  # no engine is left that could answer
 
 
 def _ids(requests: Sequence[Request]) -> str:

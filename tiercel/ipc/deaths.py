@@ -1,8 +1,8 @@
 """Why engine processes ended, and whether the next one would end alike.
 
 Another process is of no use in three cases: a file of the model is no longer the one that was
-opened first; an error that says what is wrong with the model or the options came before any engine
-was ready; two processes in a row ended before they were ready, for the same reason.
+opened first; an error that explains a fault of the model or the options came before any engine was
+ready; two processes in a row ended before they were ready, for the same reason.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Deaths:
         self._is_explained = False
 
     def note_cause(self, cause: ErrorInfo) -> None:
-        """Why the process has ended."""
+        """Note why the process has ended."""
         self._cause, self._is_explained = cause, True
         early = None if self._is_ready else cause
         self._has_repeated = early is not None and early == self._early
@@ -69,14 +69,14 @@ class Deaths:
         return cause if self._change is None else f"{cause.rstrip('.')}, and {self._change}"
 
     def load_error(self) -> TiercelError | None:
-        """What is wrong with model or options, if an engine was never ready because of it."""
+        """The error of model or options because of which no engine was ever ready."""
         if self._cause is None or self._was_ready:
             return None
         error = self._cause.error()
         return None if isinstance(error, InternalError | EngineDeadError) else error
 
     def final_error(self) -> EngineDeadError:
-        """What clients are told once there will be no engine any more."""
+        """The error that clients get once there will be no engine any more."""
         cause, why = self._cause, self._change or "the log of the server says why."
         # The message of any other error may hold what is not for clients.
         is_ours = cause is not None and cause.kind == EngineDeadError.__name__

@@ -1,4 +1,4 @@
-"""What the HTTP process and the engine process say to each other, and how it looks on the socket.
+"""The messages between the HTTP process and the engine process, and their form on the socket.
 
 Free of PyTorch. A frame is ``u32 little-endian length, MessagePack of that length``; a message is a
 MessagePack array whose first item is its number (`tag`), then its fields in the order given here:
@@ -37,7 +37,7 @@ PROMPT_LOGPROBS_PER_MESSAGE = 1024  # 300 KB with 20 alternatives each: decoded 
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the HTTP process knows of the model.
+    """The description of the model that the HTTP process gets.
 
     Attributes:
         model_name: file or folder name, without its path.
@@ -45,24 +45,24 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         file_format: ``gguf`` or ``hf``.
         vocab_size: rows of the output matrix.
         hidden_size: elements of a hidden state.
-        max_position: the context that the model itself allows.
-        max_model_len: the context that the engine was given.
-        max_num_seqs: requests that run at once.
+        max_position: context length that the model itself allows.
+        max_model_len: context length that the engine was given.
+        max_num_seqs: requests that run together.
         max_num_batched_tokens: new tokens of one step.
         block_size: tokens of a cache block.
-        num_blocks: of the cache, the null block included.
+        num_blocks: blocks of the cache, the null block included.
         device: ``cpu`` or ``cuda:i``.
-        dtype: of activations and cache.
-        seed: of requests without one.
-        spec: how drafts are made; ``off``.
+        dtype: dtype of activations and cache.
+        seed: seed of requests without one.
+        spec: method of making drafts, or ``off``.
         num_spec_tokens: drafts of a request and step at most.
         has_prefix_cache: whether computed blocks are kept.
-        gpu_memory_utilization: as asked for.
-        tokenizer: for `unpack_tokenizer`.
+        gpu_memory_utilization: share of the GPU's memory, as requested.
+        tokenizer: bytes for `unpack_tokenizer`.
         chat_template: Jinja source, or None.
         pooling: ``mean`` or ``last`` if the file declares an embedding model, else None.
-        sampling_defaults: of the model's file, for requests that do not say.
-        load_seconds: of loading weights, PyTorch itself not counted.
+        sampling_defaults: sampling defaults of the model's file.
+        load_seconds: seconds of loading weights, without the import of PyTorch.
         packs_items: whether the model computes items to score after one prompt in one step.
     """
 
@@ -111,15 +111,15 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         kv_cache_usage: share of the cache's blocks that requests hold now, 0 to 1.
         num_preemptions: requests that gave their blocks back and waited again.
         prefix_queries: prompt tokens that were looked up in the prefix cache.
-        prefix_hits: of these, tokens that were found.
+        prefix_hits: prompt tokens that were found in the prefix cache.
         num_steps: steps of the loop.
-        step_seconds: their time.
+        step_seconds: time of all steps.
         num_nonfinite: requests that ended because their logits were NaN or infinite.
         num_prompt_tokens: of prompts that were computed to their end.
-        num_generation_tokens: generated.
+        num_generation_tokens: tokens generated.
         num_drafts: steps of requests that verified drafts.
-        num_draft_tokens: drafts in them.
-        accepted_per_pos: how often the first, second, ... draft was right.
+        num_draft_tokens: drafts in these steps.
+        accepted_per_pos: number of accepted first, second, ... drafts.
         iteration_tokens: tokens of each step since the message before: those generated, and the
             whole prompt where it was finished.
     """
@@ -142,7 +142,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Drafts that were right."""
+        """Number of accepted drafts."""
         return sum(self.accepted_per_pos)
 
 
@@ -204,7 +204,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
     @staticmethod
     def of(key: int, request: Request) -> NewRequest:
-        """Describe a request; what it asks of its prompt's logits does not travel."""
+        """Describe a request; `wants_logits` does not travel."""
         return NewRequest(
             key,
             request.request_id,
@@ -260,9 +260,11 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag=16):
     """How far a stage of fetching or loading has come, in a unit of its own.
 
     Attributes:
-        what: the stage.
-        done, total: of it; the total is 0 where unknown.
-        share: of the whole start, 0 to 1; it never falls (`start_progress.py`).
+        what: name of the stage.
+        done: amount of the stage that is done.
+        total: whole amount of the stage; 0 where unknown.
+        share: share of the whole start that is done, 0 to 1; it never falls
+            (`start_progress.py`).
     """
 
     what: str
@@ -291,7 +293,7 @@ class Entered(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):
-    """What a step did for one request; it has ended if there is a reason."""
+    """The result of a step for one request; it has ended if there is a reason."""
 
     key: int
     new_token_ids: tuple[int, ...]
@@ -301,7 +303,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=18):
-    """What one step did.
+    """The results of one step.
 
     Attributes:
         started_s: `perf_counter` when the step began; one clock for all processes of a machine.
@@ -317,7 +319,7 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=18):
 
 
 class Forgotten(msgspec.Struct, frozen=True, array_like=True, tag=26):
-    """What was before is not in any later `Stats`."""
+    """The answer to `Forget`: later `Stats` count from zero."""
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, tag=19):
@@ -379,7 +381,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=21):
 
 
 class Advanced(msgspec.Struct, frozen=True, array_like=True, tag=28):
-    """A step has got further; see `Pulse`.
+    """A step has advanced; see `Pulse`.
 
     longest_s: the longest time from one advance to the next since the message before.
     """
@@ -434,7 +436,7 @@ class FrameReader:
 
     Raises:
         EngineDeadError: by `feed`, for a frame that is longer than `max_bytes`: the other side is
-            not what it should be, and nothing behind such a length can be read.
+            not what it should be, and nothing after such a length can be read.
     """
 
     def __init__(self, max_bytes: int) -> None:

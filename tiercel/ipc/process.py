@@ -103,7 +103,7 @@ class LinkHandler(logging.Handler):
 
 
 def leave() -> NoReturn:
-    """End the process at once, whatever its threads are doing."""
+    """End the process immediately, whatever its threads are doing."""
     os._exit(0)
 
 
@@ -141,7 +141,7 @@ def main(descriptor: int, parent: int) -> NoReturn:
 
 
 class _Reporter:
-    """Sends progress, not more often than anyone looks."""
+    """Sends progress, at most every `_PROGRESS_SECONDS`."""
 
     def __init__(self, link: EngineLink) -> None:
         self.start = StartProgress()
@@ -167,7 +167,7 @@ def _run(options: LoadOptions, link: EngineLink, session: Future[EngineSession])
     from tiercel.ipc.startup import start_session
 
     started = start_session(source, options, report, link.send)
-    gc.freeze()  # what is there stays: collections need not look at it in the middle of a step
+    gc.freeze()  # loaded objects stay: collections in the middle of a step skip them
     session.set_result(started)
     started.loop.run()
 

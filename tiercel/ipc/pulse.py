@@ -1,6 +1,6 @@
 """How the engine process says that a step advances.
 
-The thread that computes calls a `Pulse` when it has got further: on a CPU after each layer and each
+The thread that computes calls a `Pulse` when it has advanced: on a CPU after each layer and each
 product of the head, on a GPU when the device's event at the end of a step has come. No other thread
 does, so a step that hangs sends nothing, whatever else the process does.
 """

@@ -111,7 +111,7 @@ class EngineSession:
             self.on_refused(request, error)
 
     def _on_broken(self, call: Future[None]) -> None:
-        """Let the loop fail with what the other thread failed with."""
+        """Let the loop fail with the exception of the other thread."""
         self.loop.call(call.result)
 
     def suspects(self) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ class EngineSession:
         return tuple(request.request_id for request in self.loop.running())
 
     def on_step(self, result: StepResult) -> None:
-        """Send what a step did."""
+        """Send the results of a step."""
         self._pulse()
         self._counters.add(result)
         entered = [
@@ -150,7 +150,7 @@ class EngineSession:
             self._send(Refused(key, ErrorInfo.of(error)))
 
     def on_idle(self) -> None:
-        """Send the counters as they stand."""
+        """Send the counters."""
         self._pulse.rest()
         self._send_stats()
 

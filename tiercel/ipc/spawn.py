@@ -1,9 +1,9 @@
 """One engine process as its parent sees it: how it is started, spoken to, and ended.
 
-It has one end of a socket pair. The kernel closes that end however the process ends, so the end of
-file on ours tells of a death within milliseconds, and a parent that dies is heard there too. It
-leads a session of its own: Ctrl-C in the terminal is for the parent, and what it has started itself
-is ended with it.
+The process has one end of a socket pair. The kernel closes that end however the process ends, so
+the end of file on our end shows a death within milliseconds, and the process notices the death of
+its parent in the same way. It leads a session of its own: Ctrl-C in the terminal is for the parent,
+and processes that it has started itself end with it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class EngineProcess:
             transport.write(frame)
 
     def close(self) -> None:
-        """Close the socket at once: the process ends when it sees that."""
+        """Close the socket immediately: the process ends when it notices."""
         self._connection.close()
 
     async def wait_lost(self) -> None:
@@ -156,8 +156,8 @@ async def start_engine(
     thread that made it.
 
     Args:
-        options: see there.
-        on_message: hears each message, on this event loop.
+        options: options of the load.
+        on_message: callback for each message, on this event loop.
 
     Raises:
         OSError: no process or no socket can be made.

@@ -1,8 +1,8 @@
 """How much of an engine's start is done, as one share that only rises.
 
 A start has two phases, finding the model and loading it, and each has stages that are not known
-beforehand: a download, a check, each with a count of its own. So a stage takes four fifths of what
-its phase has left, and the second phase all that the first one left.
+beforehand: a download, a check, each with a count of its own. So a stage takes four fifths of the
+share that its phase has left, and the second phase the whole share that the first one left.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class StartProgress:
     """The share of one start.
 
     Attributes:
-        phase: to which the stages belong; set by the caller.
-        share: of the start that is done, 0 to 1.
+        phase: phase to which the stages belong; set by the caller.
+        share: share of the start that is done, 0 to 1.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class StartProgress:
         self._low = self._high = 0.0
 
     def take(self, what: str, done: int, total: int) -> None:
-        """Hear of a stage, by its name; a total of 0 is unknown and moves nothing."""
+        """Note the progress of a stage, by its name; a total of 0 is unknown and moves nothing."""
         if what != self._stage:
             self._stage = what
             self._low = self.share

@@ -1,9 +1,9 @@
-"""Opens a session on a model: load it, rehearse, say that it is ready.
+"""The start-up of an engine process: load a model, rehearse, report that it is ready.
 
-The warm-up runs an engine's steps; between the socket and these lies Python that then still runs
-for the first time: decoders of messages, the loop, the answers' encoders. So some requests come in
-as frames, through a session of their own that nobody hears. It is done in the engine process, hence
-for each that takes the place of one that died, when the server itself
+The warm-up runs an engine's steps; the Python code between the socket and the steps then still runs
+for the first time: decoders of messages, the loop, the encoders of updates. So some requests come
+in as frames, through a session of their own whose messages are dropped. The rehearsal is part of
+each engine process, also of one that replaces a process that died, when the server itself
 (`serve/lifecycle/warmup.py`) has long answered others.
 """
 
@@ -37,7 +37,7 @@ from tiercel.params import SamplingParams
 from tiercel.request.request import Request
 from tiercel.request.score_params import ScoreParams
 
-# On a GPU, whose steps are short, what the interpreter adapts to counts too.
+# On a GPU, whose steps are short, the interpreter's adaptive specialisation counts too.
 ROUNDS: Final = {"cpu": 1, "cuda": 4}
 _PROMPT_TOKENS: Final = 100
 _NUM_NEW: Final = 3  # tokens
@@ -46,13 +46,13 @@ _NUM_NEW: Final = 3  # tokens
 def start_session(
     source: ModelSource, options: LoadOptions, report: Report, send: Send
 ) -> EngineSession:
-    """Load a model, and say that it is ready.
+    """Load a model, start its session, and report that it is ready.
 
     Args:
         source: the checked file.
-        options: what was asked for.
-        report: hears of the progress.
-        send: takes messages for the client.
+        options: options of the load.
+        report: called with the progress.
+        send: sends messages to the client.
 
     Raises:
         TiercelError: see `load_model`.
@@ -69,11 +69,11 @@ def start_session(
 
 
 def rehearse(loaded: LoadedModel, report: Report) -> None:
-    """Answer some requests one after the other; nothing of them is kept or counted.
+    """Run some requests one after the other; nothing of them is kept or counted.
 
     Args:
-        loaded: with nothing to do.
-        report: hears how many are done.
+        loaded: a model with nothing to do.
+        report: called with the number of requests that are done.
     """
     requests = list(_requests(loaded))
     frames = [encode(NewRequest.of(key, request)) for key, request in enumerate(requests, 1)]
@@ -100,7 +100,7 @@ def rehearse(loaded: LoadedModel, report: Report) -> None:
 
 
 def _requests(loaded: LoadedModel) -> Iterator[Request]:
-    """Answers and scores, those of each round behind another prompt."""
+    """The requests of answers and scores; each round has another prompt."""
     inputs = loaded.inputs()
     scores = loaded.score_inputs(inputs)
     most = min(loaded.config.max_model_len, loaded.engine.scheduler.cache.capacity)
@@ -117,7 +117,7 @@ def _requests(loaded: LoadedModel) -> Iterator[Request]:
 
 
 def describe(loaded: LoadedModel, load_seconds: float) -> EngineInfo:
-    """What another process may know of a loaded model."""
+    """Describe a loaded model to another process."""
     source, config = loaded.source, loaded.config
     template = source.chat_template
     return EngineInfo(

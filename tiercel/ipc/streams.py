@@ -1,8 +1,8 @@
-"""The updates of one request on their way to whoever reads them.
+"""The stream of updates of one request to its reader.
 
 The engine runs ahead of its reader. So a stream changes the reader's `Request` when an update is
 read, not when it arrives: text, log-probabilities and reasons of the request always belong to the
-updates read so far, and what was generated behind a stop string never shows.
+updates read so far, and tokens generated after a stop string never show.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tiercel.request.request import Request, Status, TokenLogprobs, TokenUpdate
 class TokenStream:
     """An asynchronous iterator over the updates of one request, for one reader.
 
-    It ends behind the update with a finish reason, or at once when its request was stopped; it
+    It ends after the update with a finish reason, or immediately when its request is stopped; it
     raises the `TiercelError` that ended its request.
 
     Attributes:
-        request: the reader's; see the module.
+        request: the reader's request; see the module.
         submitted_s: `perf_counter` when it was submitted.
-        entered_s: when its first step began; None while it waits.
-        on_progress: called with the number of prompt tokens computed, while the prompt is not
+        entered_s: `perf_counter` when its first step began; None while it waits.
+        on_progress: callback with the number of prompt tokens computed, while the prompt is not
             finished.
     """
 
@@ -72,19 +72,19 @@ class TokenStream:
             self.on_progress(num_computed)
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Take log-probabilities of the prompt; they come before the first update."""
+        """Add log-probabilities of the prompt; they come before the first update."""
         self.request.prompt_logprobs += entries
 
     def set_embedding(self, embedding: npt.NDArray[np.float32]) -> None:
-        """Take the vector of a request with `pooling`; it comes before the only update."""
+        """Set the vector of a request with `pooling`; it comes before the only update."""
         self.request.embedding = embedding
 
     def set_scores(self, scores: npt.NDArray[np.float32]) -> None:
-        """Take the values of a request with `score`; they come before the only update."""
+        """Set the values of a request with `score`; they come before the only update."""
         self.request.scores = scores
 
     def set_item_tokens(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Take the tokens sampled after items; they come before the only update."""
+        """Set the tokens sampled after items; they come before the only update."""
         self.request.item_tokens = list(entries)
 
     def push(self, item: TokenUpdate | TiercelError) -> None:
@@ -112,7 +112,7 @@ def _one_by_one(update: TokenUpdate) -> Iterator[TokenUpdate]:
 
 
 def stop(request: Request, stop_string: str) -> None:
-    """End the reader's request at a stop string; what is still under way to it is dropped."""
+    """End the reader's request at a stop string; updates still under way are dropped."""
     # Its last token may have ended it too: the string decides, because the text is cut there.
     request.status = Status.FINISHED
     request.finish_reason, request.stop_reason = "stop", stop_string

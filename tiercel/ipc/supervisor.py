@@ -1,4 +1,4 @@
-"""Keeps an engine process alive: hears of its death, ends one that hangs, starts the next one.
+"""The supervisor of an engine process: notices its death, ends one that hangs, starts the next.
 
 A process that hangs is found by its silence (`ipc/watchdog.py`). A death is answered by a new
 process after a delay that doubles; too many deaths in too short a time end the attempts, and so
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class EngineState(StrEnum):
-    """Where the engine stands."""
+    """The state of the engine."""
 
     LOADING = "loading"
     READY = "ready"
@@ -78,8 +78,8 @@ class Supervisor:
     """One engine process at a time; all on one event loop.
 
     Attributes:
-        state: where the engine stands.
-        progress: how far the start of this process has come, 0 to 1; it never falls.
+        state: state of the engine.
+        progress: share of this process's start that is done, 0 to 1; it never falls.
         num_restarts: processes started after the first.
     """
 
@@ -225,7 +225,7 @@ class Supervisor:
         is_wanted = self._stopping.is_set()
         self.state = EngineState.DRAINING if is_wanted else EngineState.RESTARTING
         self._settled.clear()
-        # Those who wait for tokens hear of it before the process is cleaned up.
+        # Readers that wait for tokens are notified before the process is cleaned up.
         self._engine = None
         self._deaths.note_loss()
         delay = self._policy.next_delay(perf_counter())

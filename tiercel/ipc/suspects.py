@@ -16,7 +16,7 @@ from tiercel.request.request import Request
 
 
 def content_digest(request: Request) -> bytes:
-    """Digest of all that decides about the answer, but for the seed of a request without one."""
+    """Digest of all inputs that decide the answer, except the seed of a request without one."""
     content = (
         request.prompt_token_ids,
         request.params,

@@ -1,4 +1,4 @@
-"""From what a caller gives to a request: prompts are checked, tokenized and bounded here."""
+"""The input processor: checks, tokenizes and bounds prompts, and makes requests of them."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class InputProcessor:
         """Set up.
 
         Args:
-            tokenizer: of the model.
-            vocab_size: rows of the output matrix; ids lie below.
-            max_position: the context that the model itself allows.
-            max_model_len: the context that the engine was given.
-            seed: of requests without one.
+            tokenizer: tokenizer of the model.
+            vocab_size: rows of the output matrix; token ids are below it.
+            max_position: context length that the model itself allows.
+            max_model_len: context length that the engine was given.
+            seed: seed of requests without one.
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -101,7 +101,7 @@ class InputProcessor:
     def _check_ids(self, name: str, ids: Sequence[Any]) -> None:
         limit = self._vocab_size
         if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < limit:
-            return  # as nearly always; one by one costs ten times as much
+            return  # the usual case; checking one by one costs ten times as much
         for token_id in ids:
             is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
             if not is_integer or not 0 <= token_id < limit:
@@ -124,17 +124,17 @@ class InputProcessor:
         """Make the request of one answer.
 
         Args:
-            ids: the prompt, of a text, a conversation or as given.
-            params: its token ids are checked here against the vocabulary.
-            stream: which of `n` answers.
-            max_tokens: None for that of `params`, cut to what is left of the context.
+            ids: token ids of the prompt.
+            params: sampling parameters; their token ids are checked here against the vocabulary.
+            stream: number of the answer among `n`.
+            max_tokens: limit of new tokens; None for that of `params`, cut to the context's rest.
             wants_logits: see `Request`.
-            grammar: what the answer must match, with tool calls and thinking; None: what
-                `params.structured_outputs` says.
+            grammar: grammar that the answer must match, with tool calls and thinking; None: that
+                of `params.structured_outputs`.
 
         Raises:
-            ContextLengthError: no token of an answer fits behind the prompt, or not the prompt
-                itself where none is asked for; the message has both numbers.
+            ContextLengthError: no token of an answer fits after the prompt, or the prompt itself
+                does not fit if no answer is requested; the message has both numbers.
             InvalidRequestError: no prompt, a parameter names a token id outside the vocabulary, or
                 the form of the answer breaks a limit (`compile_spec`).
         """
@@ -167,11 +167,11 @@ class InputProcessor:
         )
 
     def score_request(self, ids: list[int], task: ScoreTask) -> Request:
-        """Make a request that scores items behind a prompt, or the prompt's own end.
+        """Make a request that scores items after a prompt, or the prompt's own end.
 
         Args:
-            ids: the prompt; may be empty if there are items.
-            task: its items fit the context behind the prompt.
+            ids: token ids of the prompt; may be empty if there are items.
+            task: task whose items fit the context after the prompt.
         """
         return Request(
             request_id=f"request-{next(self._ids)}",
@@ -208,11 +208,11 @@ class InputProcessor:
         """Make the request of one vector.
 
         Args:
-            text: of any length that the context holds.
-            pooling: how the model pools; None if it is no embedding model.
+            text: text of any length that the context holds.
+            pooling: pooling of the model; None if it is no embedding model.
 
         Raises:
-            UnsupportedModelError: it is none.
+            UnsupportedModelError: it is no embedding model.
             ContextLengthError, InvalidRequestError: the text is too long, or empty.
         """
         if pooling is None:

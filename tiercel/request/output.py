@@ -12,11 +12,11 @@ class RequestMetrics:
     """Seconds since the request was made, on the monotonic clock.
 
     Attributes:
-        first_token_s: until its first token; None if it made none.
-        finished_s: until it ended.
-        num_prompt_tokens: of its prompt.
-        num_output_tokens: of all its answers.
-        num_cached_tokens: of its prompt, found in the prefix cache by its first answer.
+        first_token_s: seconds until its first token; None if it made none.
+        finished_s: seconds until it ended.
+        num_prompt_tokens: tokens of its prompt.
+        num_output_tokens: tokens of all its answers.
+        num_cached_tokens: tokens of its prompt that its first answer found in the prefix cache.
     """
 
     first_token_s: float | None
@@ -31,11 +31,11 @@ class CompletionOutput:
     """One answer.
 
     Attributes:
-        index: which of `n`.
-        text: detokenised, stop string cut.
-        token_ids: as generated, with the stop token if one ended it.
-        cumulative_logprob: sum over `token_ids`; None unless log-probabilities were asked for.
-        logprobs: one entry per token id; None unless asked for.
+        index: number of the answer among `n`.
+        text: detokenised text, stop string cut.
+        token_ids: token ids as generated, with the stop token if one ended the answer.
+        cumulative_logprob: sum of the log-probabilities; None unless they were requested.
+        logprobs: one entry per token id; None unless requested.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error``.
         stop_reason: the stop string or token id, or the name of the error.
     """
@@ -54,11 +54,11 @@ class RequestOutput:
     """The answers to one prompt.
 
     Attributes:
-        request_id: unique in the engine.
-        prompt: its text, or None if ids were given.
-        prompt_token_ids: what the model saw.
-        prompt_logprobs: per prompt token, None for the first; None unless asked for, or after an
-            error.
+        request_id: id, unique in the engine.
+        prompt: text of the prompt, or None if ids were given.
+        prompt_token_ids: token ids that the model saw.
+        prompt_logprobs: one entry per prompt token, None for the first; None unless requested, or
+            after an error.
         outputs: `n` answers, by index.
         finished: always True for what `generate` returns.
         metrics: times and counts.
@@ -75,15 +75,15 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class StreamDelta:
-    """A piece of an answer.
+    """The part of an answer that one update adds.
 
     Attributes:
-        index: which of `n`.
-        text: what became certain; may be empty.
+        index: number of the answer among `n`.
+        text: text that became certain; may be empty.
         token_ids: new token ids.
-        logprobs: of `token_ids`; None unless asked for.
-        finish_reason: set on the last piece only.
-        stop_reason: with it.
+        logprobs: log-probabilities of `token_ids`; None unless requested.
+        finish_reason: reason of the end, in the last delta only.
+        stop_reason: the stop string or token id, or the name of the error; in the last delta only.
     """
 
     index: int

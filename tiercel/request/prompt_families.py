@@ -1,8 +1,8 @@
 """Prompts of a list, grouped by the starts that they share.
 
 Sorted prompts form a tree: the children of a node share more tokens than the node does. A node may
-run packed, its own start computed once and the rest of each prompt as an item; or its parts run
-one after the other, which find the node's start in the prefix cache:
+run packed: its own start is computed once, and the remaining tokens of each prompt are an item. Or
+its parts run one after the other and find the node's start in the prefix cache:
 
     template query-1 document-1      packed: template, then four items, each query computed twice
     template query-1 document-2      in parts: template and query 1, two items; query 2, two items
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 MIN_SHARED_TOKENS: Final = 16  # a shorter start, BOS or a role marker, saves nothing worth a pass
-SPLIT_SHARE: Final = 0.25  # of a node's tokens, what running it in parts must save
+SPLIT_SHARE: Final = 0.25  # share of a node's tokens that running it in parts must save
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Family:
     """Prompts to run packed.
 
     Attributes:
-        numbers: of the prompts in their list, in order.
-        num_shared: tokens of their start; every prompt has more.
+        numbers: numbers of the prompts in their list, in order.
+        num_shared: tokens of their shared start; every prompt has more.
     """
 
     numbers: tuple[int, ...]
@@ -53,7 +53,7 @@ class _Node:
 
 
 def find_families(prompts: Sequence[list[int]]) -> tuple[Family, ...]:
-    """Group prompts; those in no family share too little."""
+    """Group prompts into families; prompts that share too little are in none."""
     if not prompts:
         return ()
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
@@ -97,7 +97,7 @@ def _plan(node: _Node, stop: int, order: Sequence[int], prompts: Sequence[list[i
 
 
 def _num_equal(first: list[int], second: list[int]) -> int:
-    """Tokens at the start of both."""
+    """Number of equal tokens at the start of both prompts."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""A request as the host knows it: its tokens, its place, its progress."""
+"""A request as the host knows it: its inputs, its progress and its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Status(Enum):
-    """Where a request stands. Preemption goes back to WAITING with nothing kept but token ids."""
+    """The state of a request. Preemption returns it to WAITING, with nothing kept but token ids."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -28,12 +28,12 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log-probabilities at one place, of the raw model distribution.
+    """Natural log-probabilities at one position, of the raw model distribution.
 
     Attributes:
-        token_id: the token that stands there.
-        logprob: its log-probability.
-        top: (token id, log-probability) of the most likely, best first.
+        token_id: token at the position.
+        logprob: log-probability of that token.
+        top: (token id, log-probability) of the most likely tokens, best first.
     """
 
     token_id: int
@@ -43,13 +43,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenUpdate:
-    """What one step did for one request.
+    """The result of one step for one request.
 
     Attributes:
-        new_token_ids: may be empty in the last update.
-        logprobs: one per new token if they were asked for, else empty.
-        finish_reason: set in the last update only: ``stop``, ``length``, ``abort`` or ``error``.
-        stop_reason: with it: the stop id or string, or what went wrong.
+        new_token_ids: new token ids; may be empty in the last update.
+        logprobs: log-probabilities of each new token if they were requested, else empty.
+        finish_reason: reason of the end, in the last update only: ``stop``, ``length``, ``abort``
+            or ``error``.
+        stop_reason: stop id or stop string that ended it, or the name of the error.
     """
 
     new_token_ids: tuple[int, ...]
@@ -70,36 +71,37 @@ class Request:
     """One sequence to continue.
 
     Attributes:
-        request_id: names it in the log; unique, but that a server's answers to one HTTP request
-            share the id of that.
-        prompt_token_ids: never empty, but for a `score` with items.
+        request_id: name in the log. It is unique, except that the answers to one HTTP request
+            share the id of that request.
+        prompt_token_ids: token ids of the prompt; empty only for a `score` with items.
         params: sampling parameters.
-        stream: which of `n` answers this is; answer i draws from the random stream (seed, i).
-        stop_ids: token ids that end it.
-        max_tokens: the limit after clamping to the context.
+        stream: number of this one of `n` answers; answer i samples from random stream (seed, i).
+        stop_ids: token ids that end the answer.
+        max_tokens: limit of new tokens, after clamping to the context.
         wants_logits: whether the logits of all prompt positions go to `prompt_logits`.
-        priority: smaller goes first; equal ones in order of arrival.
+        priority: rank in the queue: smaller goes first; equal ones in order of arrival.
         pooling: ``mean`` or ``last``: its hidden states become a vector; nothing is generated.
-        score: items behind its prompt, or places in it, to be scored; nothing is generated.
-        client: who sent it; grammars of different clients are compiled in turn.
-        grammar: what its answer must match; None: anything.
-        matcher: follows its answer through `grammar`; made before the engine gets it.
-        arrival: its place in the order of arrival.
+        score: items after its prompt, or positions in it, to be scored; nothing is generated.
+        client: name of the sender; grammars of different clients are compiled in turn.
+        grammar: grammar that its answer must match; None: any text.
+        matcher: state of its answer in `grammar`; made before the engine gets the request.
+        arrival: number in the order of arrival.
         row: engine row while running, else -1.
-        block_ids: per cache group, the blocks it holds.
+        block_ids: blocks that it holds, per cache group.
         num_computed: tokens in the cache or in a step under way.
         num_committed: tokens of steps whose results are in.
         num_items_planned: items of `score` that were computed or are in a step under way.
-        num_items_done: of these, the ones whose results are in.
+        num_items_done: items of `score` whose results are in.
         num_in_flight: steps under way that it takes part in.
-        num_ahead: tokens that these add at most.
-        draft_limit: drafts in a step at most; 0 where it does not speculate.
+        num_ahead: tokens that the steps under way add at most.
+        draft_limit: drafts in a step at most; 0 without speculation.
         next_drafts: drafts that its last step made, as far as the host knows.
-        acceptance: the host's estimate of the chance that a draft is right.
-        is_unsound: its logits were not finite, so its blocks are not worth keeping.
-        has_unsound_draft: those behind a wrong draft were not; its blocks are kept for nobody.
-        leader: a request that computes the start of this one's prompt right now, worth waiting for,
-        leader_blocks: until that many blocks of it are kept.
+        acceptance: the host's estimate of the probability that a draft is accepted.
+        is_unsound: whether its logits were not finite, so that its blocks are not worth keeping.
+        has_unsound_draft: whether the logits after a wrong draft were not finite; then its blocks
+            are not kept either.
+        leader: request that computes the start of this one's prompt now, and is worth waiting for.
+        leader_blocks: number of the leader's blocks in the prefix cache that end the wait.
         num_cached: tokens that were found in the prefix cache when it first entered.
         parent_key: key of its last block in the prefix cache, the parent key of its next one.
         num_prefix_blocks: blocks of it in the prefix cache, from the first on.
@@ -107,10 +109,10 @@ class Request:
         embedding: (hidden_size,), the vector of a request with `pooling`, not scaled; None before
             it is computed.
         scores: (values,), the values of `score` as far as they are in.
-        item_tokens: with `score.sample_keys`: the next token after each item, as far as they are
+        item_tokens: next token after each item of a task with `sample_keys`, as far as they are
             in, with as many of the most likely tokens as `params.logprobs` says.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error``, once finished.
-        stop_reason: the stop id or string, or what went wrong.
+        stop_reason: stop id or stop string that ended it, or the name of the error.
     """
 
     request_id: str
@@ -186,12 +188,12 @@ class Request:
 
     @property
     def bound(self) -> int:
-        """Tokens at most once every step under way is done."""
+        """Largest possible number of tokens after all steps under way."""
         return self.num_tokens + self.num_ahead
 
     @property
     def num_items(self) -> int:
-        """Items of `score`."""
+        """Number of items of `score`."""
         return 0 if self.score is None else len(self.score.items)
 
     @property
@@ -206,18 +208,18 @@ class Request:
         return bool(self.params.bad_words) or self.matcher is not None
 
     def num_fitting(self, most: int) -> int:
-        """Drafts that the grammar allows, of a request with nothing under way."""
+        """Number of drafts that the grammar allows, for a request with no step under way."""
         drafts = self.next_drafts[:most]
         return len(drafts) if self.matcher is None else self.matcher.num_valid(drafts)
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether something is asked of the prompt's own places."""
+        """Whether values at the prompt's own positions are requested."""
         has_read = self.wants_logits or self.pooling is not None
         return has_read or self.params.prompt_logprobs is not None
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Token ids of places [start, stop), prompt first."""
+        """Token ids of positions [start, stop), prompt first."""
         prompt = len(self.prompt_token_ids)
         stop = max(start, stop)
         if start >= prompt:

@@ -1,4 +1,4 @@
-"""From a query and items to requests, and from their values to scores: shared by every front."""
+"""The inputs of scoring: from a query and items to requests, and from their values to scores."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SEPARATE: Final = "separate"
 
 @dataclass(frozen=True, slots=True)
 class ScoreUsage:
-    """What a call cost.
+    """The tokens of a call.
 
     Attributes:
-        prompt_tokens: of the query, once, and all items.
-        cached_tokens: of these, found in the prefix cache.
+        prompt_tokens: tokens of the query, counted once, and of all items.
+        cached_tokens: prompt tokens that were found in the prefix cache.
         mode: ``packed``, or ``separate`` where each item had a query of its own.
     """
 
@@ -44,13 +44,14 @@ class ScoreOutput:
     """Scores of N items and K labels.
 
     Attributes:
-        logprobs: (N, K) float32, natural; normalised as asked. NaN for an item with an error.
-        probs: (N, K) float32, their exponentials.
-        label_mass: (N,) float32, the probability of all labels together among everything that
-            could follow. A small one means that the model would have written something else.
+        logprobs: (N, K) float32, natural log-probabilities, normalised as requested; NaN for an
+            item with an error.
+        probs: (N, K) float32, exponentials of `logprobs`.
+        label_mass: (N,) float32, the probability of all labels together among all possible
+            continuations. A small one means that the model would have written something else.
             None where labels of one token are normalised among each other: it is not computed.
-        errors: by the number of an item, why it has no scores.
-        usage: tokens.
+        errors: reason why an item has no scores, by the item's number.
+        usage: tokens of the call.
     """
 
     logprobs: npt.NDArray[np.float32]
@@ -65,14 +66,15 @@ class ScoreJob:
     """The requests of one call, and where their values belong.
 
     Attributes:
-        params: what was asked.
-        num_items: of the call.
-        num_labels: of the call.
-        numbers: of the items that run, in the order of the run's sequences.
-        run: what runs.
-        errors: by item.
+        params: parameters of the call.
+        num_items: number of items of the call.
+        num_labels: number of labels of the call.
+        numbers: numbers of the items that run, in the order of the run's sequences.
+        run: requests of the items that run.
+        errors: reasons why items have no scores, by number.
         prompt_tokens: see `ScoreUsage`.
-        is_relative: whether labels need only be compared: theirs are all the logits that count.
+        is_relative: whether labels are compared among each other only, so that no other logits
+            count.
     """
 
     params: ScoreParams
@@ -86,12 +88,12 @@ class ScoreJob:
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """To run, in any order."""
+        """Requests to run, in any order."""
         return self.run.requests
 
     @property
     def num_done(self) -> int:
-        """Items whose values are in, where the engine works on these very requests."""
+        """Number of items whose values are in, if the engine works on these very requests."""
         return self.run.num_done
 
     def output(self) -> ScoreOutput:
@@ -143,20 +145,20 @@ class ScoreInputs:
         """Set up.
 
         Args:
-            inputs: of the model.
-            tokenizer: of the model.
-            max_model_len: the context that the engine was given.
+            inputs: input processor of the model.
+            tokenizer: tokenizer of the model.
+            max_model_len: context length that the engine was given.
             max_step_tokens: new tokens of a step of the engine.
-            max_num_seqs: requests that run at once.
+            max_num_seqs: requests that run together.
             packs_items: whether the model computes items after one prompt in one step; else each
                 item is a prompt of its own, whose start is found in the prefix cache.
-            limits: of items and tokens.
+            limits: limits of items and tokens.
         """
         self._inputs = inputs
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        # What is left of a step when every other request takes a token of it: so an item always
-        # gets its turn.
+        # Tokens left of a step in which every other request takes one: so an item always gets its
+        # turn.
         self._longest_packed = max_step_tokens - max_num_seqs if packs_items else 0
         self._limits = limits
 
@@ -166,12 +168,12 @@ class ScoreInputs:
         Args:
             query: the text before all items, of which control tokens become their ids, or token
                 ids.
-            items: of the same kind.
-            params: the rest.
+            items: texts or lists of token ids, like the query.
+            params: parameters of the call.
 
         Raises:
-            ArgumentError: see `LLM.score`; `param` names the place.
-            ContextLengthError: the query, or an item behind it, does not fit the context.
+            ArgumentError: see `LLM.score`; `param` names the wrong argument.
+            ContextLengthError: the query, or an item after it, does not fit the context.
         """
         if not isinstance(items, Iterable):
             raise ArgumentError(f"items={shown(items)} is no list.", param="items")
@@ -197,7 +199,7 @@ class ScoreInputs:
                 hint="Send them in several calls.",
                 param="items",
             )
-        # Of labels of several tokens each token is compared with others.
+        # The tokens of a label of several tokens are each compared with other tokens.
         is_relative = params.normalize == "labels" and not trie.depth
         run = make_run(
             self._inputs,
@@ -213,7 +215,7 @@ class ScoreInputs:
     def _sequences(
         self, query: Text, items: Sequence[Text], params: ScoreParams
     ) -> tuple[list[int], list[int], list[list[int]]]:
-        """Query, what follows every item, and the items as token ids."""
+        """Token ids of the query, of the suffix and of the items."""
         is_text = isinstance(query, str)
         others = [(f"items[{i}]", item) for i, item in enumerate(items)]
         if len(params.suffix):
@@ -241,10 +243,10 @@ class ScoreInputs:
         items: Sequence[list[int]],
         errors: dict[int, str],
     ) -> dict[int, list[int]]:
-        """By item, what stands between the shared prefix and the label; too long ones are judged.
+        """The tokens between the shared prefix and the label, by item, for all items that fit.
 
-        With the item first this is the whole prompt. `depth`: tokens that labels add at most;
-        `errors`: takes those of items.
+        With the item first these are the whole prompt. `depth`: tokens that labels add at most;
+        `errors`: filled with the errors of items.
         """
         fitting = {}
         tail = [*prefix, *suffix] if params.item_first else suffix
@@ -282,10 +284,10 @@ class ScoreInputs:
                 raise ArgumentError(
                     f"label {shown(text)} has no tokens.", hint="Drop it.", param="labels"
                 )
-            twin = seen.setdefault(tuple(ids), text)
-            if twin is not text:
+            earlier = seen.setdefault(tuple(ids), text)
+            if earlier is not text:
                 raise ArgumentError(
-                    f"labels {shown(twin)} and {shown(text)} have the same tokens.",
+                    f"labels {shown(earlier)} and {shown(text)} have the same tokens.",
                     hint="Give one of them.",
                     param="labels",
                 )
@@ -306,7 +308,7 @@ class ScoreInputs:
                     )
 
     def _first_ids(self, place: str, value: Text, parse_special: bool) -> list[int]:
-        """Ids of what begins a sequence."""
+        """Token ids of a text that begins a sequence."""
         if not isinstance(value, str):
             return self._ids(place, value)
         self._check_size(place, value)
@@ -314,7 +316,7 @@ class ScoreInputs:
         return self._tokenizer.with_bos(ids)
 
     def _inner_ids(self, place: str, value: Text) -> list[int]:
-        """Ids of what follows other tokens."""
+        """Token ids of a text that follows other tokens."""
         if not isinstance(value, str):
             return self._ids(place, value)
         self._check_size(place, value)

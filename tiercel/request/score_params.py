@@ -1,4 +1,4 @@
-"""What a caller asks of items behind a query, checked where it is written down."""
+"""The parameters of scoring, checked when they are made."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ScoreParams:
-    """What is asked of items behind a query; see `LLM.score`.
+    """The parameters of scoring items after a query; see `LLM.score`.
 
     Attributes:
-        labels: texts whose probability as the continuation is wanted, or
-        label_token_ids: tokens; exactly one of both.
-        suffix: text or token ids behind every item, before the label.
+        labels: texts whose probability as the continuation is wanted; None with `label_token_ids`.
+        label_token_ids: token ids whose probability is wanted; None with `labels`.
+        suffix: text or token ids after every item, before the label.
         normalize: ``vocab``: log-probabilities over the whole vocabulary; ``labels``: over the
             labels alone.
-        item_first: the item stands before the query. Nothing is shared then: each item is computed
-            with a query of its own.
-        label_normalization: of a label of several tokens, ``sum`` or ``mean`` of theirs.
-        strict_labels: refuse a label whose tokens begin another label.
-        long_items: an item that does not fit the context is an error of the call (``refuse``), of
-            the item (``skip``), or loses its end (``cut``).
+        item_first: whether the item comes before the query. Nothing is shared then: each item is
+            computed with a query of its own.
+        label_normalization: ``sum`` or ``mean`` over the tokens of a label.
+        strict_labels: whether a label whose tokens begin another label is refused.
+        long_items: treatment of an item that does not fit the context: an error of the call
+            (``refuse``), of the item (``skip``), or its end is cut (``cut``).
 
     Raises:
         ArgumentError: a field cannot be read, or labels are missing or doubled.
@@ -102,7 +102,7 @@ def _label_list(labels: object, label_token_ids: object) -> tuple[str | int, ...
 
 
 def _label(value: object, *, is_text: bool) -> str | int | None:
-    """A label as it is kept; None: it is none of this kind."""
+    """The label as it is kept; None if it is not of this kind."""
     if is_text:
         return value if isinstance(value, str) else None
     if isinstance(value, bool) or not isinstance(value, Integral):

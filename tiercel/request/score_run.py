@@ -1,9 +1,9 @@
-"""Sequences behind one prompt, each with labels of its own, as the fewest requests that hold them.
+"""Sequences after one prompt, each with labels of its own, as the fewest requests that hold them.
 
-All sequences that fit a step go into one request behind the prompt. The others take requests of
-their own, in which they belong to the prompt: a sequence longer than a step, an empty one (read at
-the prompt's last token), and every sequence where nothing may be packed. These share the prompt by
-the prefix cache as far as it comes first.
+All sequences that fit a step go into one request after the prompt. Every other sequence takes a
+request of its own, in which it belongs to the prompt: a sequence longer than a step, an empty one
+(read at the prompt's last token), and every sequence where nothing may be packed. Such requests
+share the prompt through the prefix cache as far as it comes first.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class ScoreRun:
     """The requests of some sequences, and where their values belong.
 
     Attributes:
-        tries: of each sequence, its labels.
-        requests: to run, in any order.
-        packed: which sequences the first of them holds; none: all requests are separate.
-        places: of each separate request, its sequence and node.
+        tries: trie of the labels of each sequence.
+        requests: requests to run, in any order.
+        packed: numbers of the sequences that the first request holds; none: all requests are
+            separate.
+        places: sequence and node of each separate request.
     """
 
     tries: tuple[LabelTrie, ...]
@@ -38,7 +39,7 @@ class ScoreRun:
 
     @property
     def num_done(self) -> int:
-        """Sequences whose values are in, where the engine works on these very requests."""
+        """Number of sequences whose values are in, if the engine works on these very requests."""
         done = 0
         if self.packed:
             left = self.requests[0].num_items_done
@@ -70,7 +71,7 @@ class ScoreRun:
         return [r for r, (_, node) in zip(self._separate, self.places, strict=True) if not node]
 
     def check_ended(self) -> None:
-        """Refuse to go on without results.
+        """Check that all requests have results.
 
         Raises:
             InternalError: a request ended with an error.
@@ -81,7 +82,7 @@ class ScoreRun:
                 raise InternalError(f"the items have no scores: {why}.")
 
     def label_values(self) -> list[npt.NDArray[np.float64]]:
-        """Of each sequence, (K,) values of its labels, tokens of a label summed up."""
+        """The (K,) values of the labels of each sequence; tokens of a label are summed up."""
         values = [np.full(len(trie.edges), np.nan) for trie in self.tries]
         at = 0
         for number in self.packed:
@@ -111,10 +112,10 @@ def make_run(
     """Make the requests.
 
     Args:
-        inputs: of the model.
-        prefix: the prompt before all sequences.
-        sequences: token ids that fit the context behind the prompt, with their labels.
-        tries: of each sequence, its labels.
+        inputs: input processor of the model.
+        prefix: token ids of the prompt before all sequences.
+        sequences: token ids that fit the context after the prompt, with their labels.
+        tries: trie of the labels of each sequence.
         longest_packed: tokens of a sequence that a step is sure to hold; 0: nothing is packed.
         is_relative: see `ScoreTask`.
     """

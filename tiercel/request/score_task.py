@@ -1,15 +1,15 @@
-"""What scoring asks of the engine: items behind a shared prefix, and labels as places to read.
+"""A scoring task: items after a shared prefix, and labels as positions to read.
 
 The prefix is the request's prompt, an ordinary one: computed in chunks, kept, found again. Items
-run behind it in packed passes: each sees the prefix and itself alone, its positions go on behind
-the prefix, and nothing of it is written to the cache.
+run after it in packed passes: each sees the prefix and itself alone, its positions continue those
+of the prefix, and nothing of it is written to the cache.
 
-A label of several tokens needs log-probabilities behind its own first tokens too. The labels form a
-trie; every node with children is one place to read, behind item + the node's tokens. Nodes on one
-path share a sequence:
+A label of several tokens needs log-probabilities after its own first tokens too. The labels form a
+trie; every node with children is one position to read, after item + the node's tokens. Nodes on
+one path share a sequence:
 
     labels  a | b c | b d e      nodes  () -> a, b    (b) -> c, d    (b d) -> e
-    sequence  item b d           reads  behind item: a, b; behind b: c, d; behind d: e
+    sequence  item b d           reads  after item: a, b; after b: c, d; after d: e
 
 Labels of one token have the root alone: one sequence per item, read at its last token.
 """
@@ -26,11 +26,11 @@ TILE_TOKENS, TILE_KEYS = 32, 128  # of the attention, as it is counted
 
 @dataclass(frozen=True, slots=True)
 class ScoreRead:
-    """One place of a sequence.
+    """One position of a sequence to read.
 
     Attributes:
-        back: tokens between this place and the sequence's last one; 0 is the last.
-        token_ids: whose log-probabilities are wanted as the next token.
+        back: tokens between this position and the sequence's last one; 0 is the last.
+        token_ids: token ids whose log-probabilities as the next token are wanted.
     """
 
     back: int
@@ -42,12 +42,14 @@ class ScoreTask:
     """The sequences of one request.
 
     Attributes:
-        items: token ids of each, none empty. Without any, the prompt itself is read, at its end.
-        reads: what is read of a sequence; sequence i takes `reads[i % len(reads)]`.
-        is_relative: values are logits, to be compared among the tokens of one read, instead of
-            log-probabilities over the vocabulary. All reads name the same tokens then.
-        sample_keys: if not None, there are no reads: the next token after each item is sampled, by
-            the parameters of the request and the item's own key of noise (`seeds.py`).
+        items: token ids of each item, none empty. Without items the prompt itself is read, at its
+            end.
+        reads: positions to read of a sequence; sequence i takes `reads[i % len(reads)]`.
+        is_relative: whether values are logits, to be compared among the tokens of one read, instead
+            of log-probabilities over the vocabulary. All reads name the same tokens then.
+        sample_keys: keys of the noise (`seeds.py`), one per item, with which the next token after
+            each item is sampled by the request's parameters; there are no reads then. None: nothing
+            is sampled.
     """
 
     items: tuple[tuple[int, ...], ...]
@@ -57,22 +59,22 @@ class ScoreTask:
 
     @property
     def num_tokens(self) -> int:
-        """Of all items."""
+        """Number of tokens of all items."""
         return sum(map(len, self.items))
 
     def num_values(self, num_sequences: int) -> int:
-        """Log-probabilities of the first sequences, in the order of their reads."""
+        """Number of values of the first sequences."""
         counts = [sum(len(read.token_ids) for read in reads) for reads in self.reads]
         rounds, rest = divmod(num_sequences, len(counts))
         return rounds * sum(counts) + sum(counts[:rest])
 
 
 def skipped_tiles(prefix_len: int, item_lens: Sequence[int]) -> int:
-    """Tiles of attention, per head, that items do without: a causal mask would walk them too.
+    """Count the attention tiles, per head, that packed items skip and a causal mask would read.
 
     Args:
         prefix_len: tokens before the items.
-        item_lens: tokens of each, at least one item.
+        item_lens: tokens of each item; there is at least one.
     """
     lens = np.array(item_lens)
     first = np.arange(0, lens.sum(), TILE_TOKENS)
@@ -89,14 +91,14 @@ Node = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class LabelTrie:
-    """The places to read for some labels.
+    """The trie of some labels: the positions to read for them.
 
     Attributes:
-        nodes: nodes with children, each with them; the root is first.
-        paths: the sequences' tails: nodes that no other node goes on from.
-        reads: of each path, as in `ScoreTask`.
+        nodes: nodes with children, and the children of each; the root is first.
+        paths: tails of the sequences: nodes that no other node continues.
+        reads: positions to read of each path, as in `ScoreTask`.
         edges: (node, next token) of each value that one item yields, in order.
-        labels: per label, the places of its tokens in `edges`.
+        labels: indices in `edges` of the tokens of each label.
     """
 
     nodes: dict[Node, tuple[int, ...]]
@@ -107,12 +109,12 @@ class LabelTrie:
 
     @property
     def depth(self) -> int:
-        """Tokens of the longest path."""
+        """Number of tokens of the longest path."""
         return max(map(len, self.paths))
 
 
 def make_trie(labels: Sequence[Sequence[int]]) -> LabelTrie:
-    """Find what to read for labels; none may be empty or come twice."""
+    """Make the trie of labels; none may be empty or come twice."""
     children: dict[Node, list[int]] = {(): []}
     for label in labels:
         for i, token_id in enumerate(label):
@@ -134,14 +136,14 @@ def make_trie(labels: Sequence[Sequence[int]]) -> LabelTrie:
             own.append(ScoreRead(len(path) - depth, tuple(children[node])))
             edges += [(node, token_id) for token_id in children[node]]
         reads.append(tuple(own))
-    place = {edge: i for i, edge in enumerate(edges)}
+    index = {edge: i for i, edge in enumerate(edges)}
     return LabelTrie(
         nodes={node: tuple(ids) for node, ids in children.items()},
         paths=paths,
         reads=tuple(reads),
         edges=tuple(edges),
         labels=tuple(
-            tuple(place[tuple(label[:i]), token_id] for i, token_id in enumerate(label))
+            tuple(index[tuple(label[:i]), token_id] for i, token_id in enumerate(label))
             for label in labels
         ),
     )

@@ -1,8 +1,8 @@
 """Requests for one token each whose prompts share a start, as one request that computes it once.
 
 Rerankers send a list of prompts, one per document, and read one token and its log-probabilities of
-each. The shared start becomes the prompt of one request, and what follows it in each prompt becomes
-an item of a `ScoreTask`: all items run packed, each as if it were alone after the start.
+each. The shared start becomes the prompt of one request, and the remaining tokens of each prompt
+become an item of a `ScoreTask`: all items run packed, each as if it were alone after the start.
 
 A list may hold several families of prompts with starts of their own (`prompt_families.py`).
 """
@@ -24,8 +24,8 @@ class SharedStart:
     """Some requests as one.
 
     Attributes:
-        carrier: the request that the engine gets; its prompt is the shared start.
-        members: the requests that it stands for, in the order of its items.
+        carrier: request that the engine gets; its prompt is the shared start.
+        members: requests that the carrier replaces, in the order of its items.
     """
 
     carrier: Request
@@ -33,12 +33,12 @@ class SharedStart:
 
     @property
     def num_cached(self) -> list[int]:
-        """Of each member, the tokens that needed no computing: the first one pays for the start."""
+        """Tokens of each member that were not computed for it: the first one pays for the start."""
         shared = len(self.carrier.prompt_token_ids)
         return [self.carrier.num_cached, *[shared] * (len(self.members) - 1)]
 
     def updates(self) -> list[TokenUpdate]:
-        """The only update of each member; the carrier has ended with its tokens."""
+        """The only update of each member, from the tokens of a carrier that has ended."""
         return [
             TokenUpdate(
                 new_token_ids=(entry.token_id,),
@@ -56,8 +56,8 @@ def find_shared_starts(
     """Find the requests that may run as items after a shared start.
 
     Args:
-        inputs: of the model.
-        requests: of one call, new; those in no result run on their own.
+        inputs: input processor of the model.
+        requests: new requests of one call; a request in no result runs on its own.
         longest_item: tokens that a step is sure to hold.
     """
     if not requests or not all(_can_share(request, requests[0]) for request in requests):
@@ -74,7 +74,7 @@ def find_shared_starts(
 
 
 def _can_share(request: Request, first: Request) -> bool:
-    """Whether the request asks for one token that depends on logits and noise alone."""
+    """Whether the request wants one token that depends on logits and noise alone."""
     params = request.params
     is_one_token = request.max_tokens == 1 and request.grammar is None
     is_plain = not (params.has_penalties or params.has_edits or request.reads_prompt)
