@@ -103,15 +103,15 @@ def test_a_process_that_dies_is_replaced(checker):
 
 
 def test_what_was_found_is_bounded(checker, monkeypatch):
-    monkeypatch.setattr(grammar_check, "MAX_KEPT", 3)
+    monkeypatch.setattr(grammar_check, "MAX_VERDICTS", 3)
     for number in range(6):
         checker.check_now(spec(choice=[str(number)]))
-    assert len(checker._kept) == 3
-    assert spec(choice=["5"]).digest in checker._kept
+    assert len(checker._verdicts) == 3
+    assert spec(choice=["5"]).digest in checker._verdicts
     checker.check_now(spec(choice=["3"]))  # used, so it is the newest now
     checker.check_now(spec(choice=["9"]))
-    assert spec(choice=["3"]).digest in checker._kept
-    assert spec(choice=["4"]).digest not in checker._kept
+    assert spec(choice=["3"]).digest in checker._verdicts
+    assert spec(choice=["4"]).digest not in checker._verdicts
 
 
 def test_checks_run_side_by_side(checker):

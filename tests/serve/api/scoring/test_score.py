@@ -111,7 +111,7 @@ def test_one_item_and_the_other_path():
         ({"model": "other"}, None, "does not exist"),
         ({"query": None}, "query", "must be given"),
         ({"items": None}, "items", "must be given"),
-        ({"text_1": "a"}, "text_1", "beside query and items"),
+        ({"text_1": "a"}, "text_1", "together with query and items"),
     ],
     ids=str,
 )
