@@ -100,6 +100,14 @@ def test_ties_go_to_the_lower_entry(monkeypatch, device):
     assert chosen(out) == [[0, 1, 2, 3, 4, 29], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
 
 
+def test_zeros_of_either_sign_tie(device):
+    scores = torch.tensor([[-0.0, 0.0, -1e-45, 1e-45, -2.0, float("-inf")]], device=device)
+    keys = torch_ops.sort_keys(scores, 7, torch.tensor([99], device=device))
+    assert keys[0].argsort(descending=True).tolist() == [3, 0, 1, 2, 4, 5]
+    hidden = torch_ops.sort_keys(scores, 7, torch.tensor([12], device=device))
+    assert torch_ops.entries_of(hidden).tolist() == [[7, 8, 9, 10, 11, -1]]
+
+
 def test_packed_keys_are_their_decoded_values(device):
     keys = encode_index_keys(torch.randn(60, 128, device=device)).unflatten(0, (3, 20))
     tables = torch.tensor([[2, 0, 1]], device=device)

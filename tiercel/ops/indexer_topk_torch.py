@@ -42,11 +42,11 @@ class PagedKeys:
 def piece_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """Sum over heads of weights * d^-0.5 * heads^-0.5 * relu(q . k): (T, n) float32.
 
-    q is (T, heads, d), weights (T, heads) and keys (T, n, d), all float32. Minus zero becomes zero.
+    q is (T, heads, d), weights (T, heads) and keys (T, n, d), all float32.
     """
     dots = torch.bmm(q, keys.transpose(1, 2)).relu_()
     factors = weights * (q.shape[1] * q.shape[2]) ** -0.5
-    return torch.bmm(factors.unsqueeze(1), dots).squeeze(1) + 0.0
+    return torch.bmm(factors.unsqueeze(1), dots).squeeze(1)
 
 
 def gather_piece(paged: PagedKeys, tokens: slice, columns: slice) -> Tensor:
@@ -61,7 +61,7 @@ def gather_piece(paged: PagedKeys, tokens: slice, columns: slice) -> Tensor:
 
 def sort_keys(scores: Tensor, first: int, visible: Tensor) -> Tensor:
     """int64 keys of (T, n) scores of the entries from `first` on."""
-    bits = scores.view(torch.int32)
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0: they tie
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     entries = torch.arange(first, first + scores.shape[1], device=scores.device)
     keys = (ordered << 32) | (_LOW - entries)
