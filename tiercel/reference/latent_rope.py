@@ -51,7 +51,7 @@ def latent_rope(
     if weight is not None:
         y = y * weight.double()
     nope = y.shape[-1] - 2 * len(angles)
-    pairs = torch.view_as_complex(y[..., nope:].reshape(*y.shape[:-1], len(angles), 2))
+    pairs = torch.complex(y[..., nope::2], y[..., nope + 1 :: 2])
     turn = positions.double()[:, None] * torch.tensor(angles, dtype=torch.float64)
     rotation = torch.polar(torch.ones_like(turn), -turn if inverse else turn)
     turned = pairs * (rotation[:, None] if y.dim() == 3 else rotation)

@@ -1,0 +1,248 @@
+"""The compressors of DeepSeek-V4: cache entries of 4 overlapping (CSA) or 128 (HCA) tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiercel.errors import ArgumentError
+from tiercel.ops import kv_compress_torch as torch_ops
+from tiercel.ops.kv_compress_torch import Terms
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def completing_tokens(positions: Tensor, *, ratio: int, capacity: int) -> Tensor:
+    """Find the tokens of a step that complete an entry, without host sync.
+
+    Args:
+        positions: (T,) int32 or int64; -1 for padding.
+        ratio: tokens per entry, m >= 1.
+        capacity: length of the result, >= 0. Sequences with T tokens in all complete at most
+            T // m + sequences entries; tokens beyond the capacity are left out.
+
+    Returns:
+        (capacity,) int64: rows of the step in order, then -1.
+
+    Raises:
+        ArgumentError: shapes or dtypes disagree, or a size is out of range.
+
+    Source: compaction by a prefix sum.
+    """
+    if positions.dim() != 1 or positions.dtype not in _INTEGERS:
+        raise ArgumentError(
+            f"completing_tokens: positions are {tuple(positions.shape)} {positions.dtype}.",
+            hint="Pass (tokens,) torch.int32 or torch.int64.",
+        )
+    if ratio < 1 or capacity < 0:
+        raise ArgumentError(
+            f"completing_tokens: ratio={ratio}, capacity={capacity}.",
+            hint="Pass ratio >= 1 and capacity >= 0.",
+        )
+    return torch_ops.find_completing(positions, ratio, capacity)
+
+
+def compress_terms(
+    tokens: Tensor,
+    positions: Tensor,
+    seq_ids: Tensor,
+    cu_seqlens_q: Tensor,
+    block_tables: Tensor,
+    *,
+    ratio: int,
+    has_overlap: bool,
+    block_size: int,
+    rows_per_block: int,
+) -> Terms:
+    """Say for each entry to form where the inputs of its terms are.
+
+    Position p of a sequence is a row of this step, or it is stored in slot block *
+    rows_per_block + p % block_size % rows_per_block, block = block_tables[sequence, p //
+    block_size].
+
+    Args:
+        tokens: (N,) int64, rows of this step that complete an entry, or -1: see
+            `completing_tokens`.
+        positions: (T,) int32 or int64 of this step's rows; a sequence's rows are consecutive.
+        seq_ids: (T,) int32 or int64, each row's sequence.
+        cu_seqlens_q: (sequences + 1,) int32 or int64, first row of each sequence.
+        block_tables: (sequences, columns) int32 or int64.
+        ratio: tokens per entry.
+        has_overlap: whether the `ratio` tokens before are terms, too (CSA).
+        block_size: tokens of a block.
+        rows_per_block: stored rows of a block; at least ratio, or 2 * ratio with overlap.
+
+    Returns:
+        Terms of N entries.
+
+    Raises:
+        ArgumentError: shapes or dtypes disagree, or sizes do not divide.
+
+    Source: the inference code published with DeepSeek-V4 for the terms.
+    """
+    _check_step("compress_terms", positions, seq_ids, cu_seqlens_q, block_tables)
+    num_terms = ratio * (2 if has_overlap else 1)
+    if tokens.dim() != 1 or tokens.dtype != torch.int64:
+        raise ArgumentError(
+            f"compress_terms: tokens are {tuple(tokens.shape)} {tokens.dtype}.",
+            hint="Pass (entries,) torch.int64.",
+        )
+    _check_block("compress_terms", block_size, rows_per_block)
+    if block_size % ratio or rows_per_block < num_terms:
+        raise ArgumentError(
+            f"compress_terms: ratio={ratio}, block_size={block_size}, "
+            f"rows_per_block={rows_per_block}.",
+            hint=f"Blocks are whole entries and store at least {num_terms} rows.",
+        )
+    sizes = (ratio, num_terms, block_size, rows_per_block)
+    return torch_ops.make_terms(tokens, positions, seq_ids, cu_seqlens_q, block_tables, sizes)
+
+
+def compress_store_slots(
+    positions: Tensor,
+    seq_ids: Tensor,
+    cu_seqlens_q: Tensor,
+    block_tables: Tensor,
+    *,
+    block_size: int,
+    rows_per_block: int,
+) -> Tensor:
+    """Say where a step's compressor inputs are stored; use it after `kv_compress` has read.
+
+    Args:
+        positions: as in `compress_terms`; -1 for padding.
+        seq_ids: as in `compress_terms`.
+        cu_seqlens_q: as in `compress_terms`.
+        block_tables: as in `compress_terms`.
+        block_size: tokens of a block.
+        rows_per_block: stored rows of a block; divides block_size.
+
+    Returns:
+        (T,) int64 slots for `latent_cache_write`; -1 for padding and for rows whose slot a later
+        row of the step takes, so that no slot occurs twice.
+
+    Raises:
+        ArgumentError: shapes or dtypes disagree, or sizes do not divide.
+
+    Source: ours.
+    """
+    _check_step("compress_store_slots", positions, seq_ids, cu_seqlens_q, block_tables)
+    _check_block("compress_store_slots", block_size, rows_per_block)
+    return torch_ops.make_store_slots(
+        positions, seq_ids, cu_seqlens_q, block_tables, block_size, rows_per_block
+    )
+
+
+def kv_compress(
+    kv: Tensor,
+    gate: Tensor,
+    stored_kv: Tensor,
+    stored_gate: Tensor,
+    terms: Terms,
+    weight: Tensor,
+    table: Tensor,
+    *,
+    ratio: int,
+    eps: float,
+) -> Tensor:
+    """Form cache entries: softmax over an entry's terms per channel, RMS norm, RoPE.
+
+    c = sum over terms j of softmax_j(gate_j) * kv_j; then c / rms(c) * weight, rotated by the
+    position ratio * entry of the entry's first token. With overlap, terms of the tokens before use
+    channels 0 .. d - 1 and the entry's own tokens channels d .. 2 d - 1. The result does not
+    depend on how a sequence is cut into steps.
+
+    Args:
+        kv: (T, d) float32, or (T, 2 d) with overlap: this step's projections.
+        gate: the shape of kv, float32: this step's gates with the position bias added.
+        stored_kv: (num_blocks, rows_per_block, d or 2 d) float32, earlier inputs; any strides.
+        stored_gate: the shape of stored_kv, float32.
+        terms: see `compress_terms`; N entries of `ratio` terms, or 2 * ratio with overlap.
+        weight: (d,) float32 of the norm.
+        table: (max_positions, 2, half) float32: see `rope_table`.
+        ratio: tokens per entry.
+        eps: of the norm.
+
+    Returns:
+        (N, d) float32; zeros in rows without entry. Memory: about 24 bytes per entry, term and
+        channel.
+
+    Raises:
+        ArgumentError: shapes or dtypes disagree.
+
+    Source: the inference code published with DeepSeek-V4.
+    """
+    width = weight.shape[0] if weight.dim() == 1 else 0
+    if kv.dim() != 2 or kv.shape[1] not in (width, 2 * width) or gate.shape != kv.shape:
+        raise ArgumentError(
+            f"kv_compress: kv is {tuple(kv.shape)}, gate {tuple(gate.shape)}, weight "
+            f"{tuple(weight.shape)}.",
+            hint="Pass (tokens, d), or (tokens, 2 d) with overlap, and a weight of (d,).",
+        )
+    if (
+        stored_kv.dim() != 3
+        or stored_kv.shape[2] != kv.shape[1]
+        or stored_gate.shape != (stored_kv.shape)
+    ):
+        raise ArgumentError(
+            f"kv_compress: stored inputs are {tuple(stored_kv.shape)} and "
+            f"{tuple(stored_gate.shape)} but kv is {tuple(kv.shape)}.",
+            hint=f"Pass (blocks, rows, {kv.shape[1]}) twice.",
+        )
+    for name, tensor in (
+        ("kv", kv),
+        ("gate", gate),
+        ("stored_kv", stored_kv),
+        ("stored_gate", stored_gate),
+        ("weight", weight),
+    ):
+        if tensor.dtype != torch.float32:
+            raise ArgumentError(f"kv_compress: {name} is {tensor.dtype}.", hint="Pass float32.")
+    _check_terms(terms, ratio * (kv.shape[1] // width))
+    is_table = table.dim() == 3 and table.shape[1] == 2 and table.dtype == torch.float32
+    if not is_table or 2 * table.shape[2] > width:
+        raise ArgumentError(
+            f"kv_compress: table is {tuple(table.shape)} {table.dtype}, d is {width}.",
+            hint="Pass (max_positions, 2, half) torch.float32 with 2 * half <= d.",
+        )
+    if kv.shape[0] == 0:  # no rows, so no entries: -1 throughout
+        return kv.new_zeros(terms.entries.shape[0], width)
+    sums = torch_ops.compress((kv, stored_kv), (gate, stored_gate), terms, width)
+    return torch_ops.finish(sums, terms.entries, ratio, weight, eps, table)
+
+
+def _check_terms(terms: Terms, num_terms: int) -> None:
+    shapes = [tuple(plane.shape) for plane in (terms.entries, terms.fresh, terms.stored)]
+    count = terms.entries.numel()
+    if shapes != [(count,), (count, num_terms), (count, num_terms)]:
+        raise ArgumentError(
+            f"kv_compress: entries, fresh and stored are {shapes}.",
+            hint=f"Pass ({count},) and twice ({count}, {num_terms}).",
+        )
+
+
+def _check_block(name: str, block_size: int, rows_per_block: int) -> None:
+    if rows_per_block < 1 or block_size < 1 or block_size % rows_per_block:
+        raise ArgumentError(
+            f"{name}: block_size={block_size}, rows_per_block={rows_per_block}.",
+            hint="The rows of a block must divide its tokens.",
+        )
+
+
+def _check_step(
+    name: str, positions: Tensor, seq_ids: Tensor, cu_seqlens_q: Tensor, block_tables: Tensor
+) -> None:
+    sizes = [tuple(plane.shape) for plane in (positions, seq_ids, cu_seqlens_q, block_tables)]
+    sound = (
+        positions.dim() == 1
+        and seq_ids.shape == positions.shape
+        and block_tables.dim() == 2
+        and cu_seqlens_q.shape == (block_tables.shape[0] + 1,)
+    )
+    planes = (positions, seq_ids, cu_seqlens_q, block_tables)
+    if not sound or any(plane.dtype not in _INTEGERS for plane in planes):
+        raise ArgumentError(
+            f"{name}: positions, seq_ids, cu_seqlens_q and block_tables are {sizes} of "
+            f"{[str(plane.dtype) for plane in planes]}.",
+            hint="Pass (T,), (T,), (sequences + 1,) and (sequences, columns) of integers.",
+        )
