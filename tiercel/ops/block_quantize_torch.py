@@ -75,6 +75,11 @@ def e4m3(x: Tensor) -> Tensor:
     return x.to(torch.float8_e4m3fn)
 
 
+def quotient(x: Tensor, divisor: float) -> Tensor:
+    """Quotient, rounded once: by a Python number a GPU would multiply by its reciprocal."""
+    return x / x.new_full((), divisor)
+
+
 def scale_values(scale: Tensor) -> Tensor:
     """A plane of scales as float32: uint8 is E8M0, any float type is taken as it is."""
     return e8m0_values(scale) if scale.dtype == torch.uint8 else scale.float()
@@ -101,7 +106,7 @@ def quantize_fp8(weight: Tensor, block: tuple[int, int], has_e8m0: bool) -> tupl
     tiles = groups(weight.float(), block[1]).transpose(-3, -1)  # (..., block, col groups, out)
     tiles = groups(tiles, block[0])  # (..., block, col groups, row groups, block)
     amax = tiles.abs().amax(dim=(-4, -1)).transpose(-2, -1).clamp(min=FP8_LEAST_AMAX)
-    scale = amax / E4M3_MAX
+    scale = quotient(amax, E4M3_MAX)
     scale = e8m0_ceil(scale) if has_e8m0 else scale.contiguous()
     full = spread(spread(scale_values(scale), block[0], -2, out), block[1], -1, cols)
     return e4m3(weight.float() / full), scale
@@ -117,7 +122,7 @@ def dequantize_fp8(q: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 def quantize_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Packed E2M1 and an E8M0 byte per 32 columns."""
     parts = groups(weight.float(), 32)
-    scale = e8m0_ceil(parts.abs().amax(-1).clamp(min=FP4_LEAST_AMAX) / E2M1_MAX)
+    scale = e8m0_ceil(quotient(parts.abs().amax(-1).clamp(min=FP4_LEAST_AMAX), E2M1_MAX))
     codes = e2m1_codes(parts / e8m0_values(scale).unsqueeze(-1))
     return pack_nibbles(codes.flatten(-2)), scale
 
@@ -126,7 +131,7 @@ def quantize_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Packed E2M1, an E4M3 scale per 16 columns, and a float32 scale per matrix."""
     parts = groups(weight.float(), 16)
     amax = parts.abs().amax(-1)
-    global_scale = amax.amax(dim=(-2, -1)) / (E2M1_MAX * E4M3_MAX)
+    global_scale = quotient(amax.amax(dim=(-2, -1)), E2M1_MAX * E4M3_MAX)
     full = global_scale[..., None, None]
     ratio = torch.where(full > 0, amax / (E2M1_MAX * full), 0.0)
     scale = e4m3(ratio.clamp(min=E4M3_LEAST))
@@ -158,13 +163,13 @@ def round_fp4(x: Tensor, size: int) -> Tensor:
 
 def _group_e4m3(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     parts = groups(x.float(), size)
-    scale = e8m0_ceil(parts.abs().amax(-1).clamp(min=FP8_LEAST_AMAX) / E4M3_MAX)
+    scale = e8m0_ceil(quotient(parts.abs().amax(-1).clamp(min=FP8_LEAST_AMAX), E4M3_MAX))
     return e4m3(parts / e8m0_values(scale).unsqueeze(-1)), scale
 
 
 def _group_e2m1(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     parts = groups(x.float(), size)
-    scale = e8m0_ceil(parts.abs().amax(-1).clamp(min=FP4_LEAST_AMAX) / E2M1_MAX)
+    scale = e8m0_ceil(quotient(parts.abs().amax(-1).clamp(min=FP4_LEAST_AMAX), E2M1_MAX))
     return e2m1_codes(parts / e8m0_values(scale).unsqueeze(-1)), scale
 
 
