@@ -19,7 +19,7 @@ from tiercel.reference import indexer_topk as oracle
 
 HEADS, HEAD_DIM, PER_BLOCK = 64, 128, 32
 TOPK = {"Flash": 512, "Pro": 1024}
-# Tokens, sequences, visible entries: 8 k, 32 k, 128 k and 1 M tokens of context are 4 as many.
+# Tokens, sequences, visible entries; an entry is 4 tokens of context.
 SHAPES = {
     "cuda": [
         *[(1, 1, entries) for entries in (2048, 8192, 32768, 262144)],

@@ -79,7 +79,7 @@ def make_case(kind: str, num_seqs: int, count: int, last: int, table: Tensor) ->
         )
 
     def check(x: Inputs) -> float:
-        """The last entry, whose terms are all there, as the last of a sequence of these terms."""
+        """Compare the last entry, in a sequence of its terms alone."""
         entry = int(terms.entries[-1])
         new, old = terms.fresh[-1], terms.stored[-1]
         kv, gate = (

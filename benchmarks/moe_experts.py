@@ -3,7 +3,7 @@
     python -m benchmarks.moe_experts --device cuda --out FILE.json
 
 Floor: the packed weights of each expert in use, inputs and outputs move once; 2 FLOPs per pair and
-weight. A CPU runs 8 experts of the true shapes' sixteenth.
+weight. On a CPU there are 8 experts, and sizes are a sixteenth.
 """
 
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ def make_case(
     def run(inputs: Inputs) -> Tensor:
         return moe_experts(inputs.x, inputs.ids, inputs.weights, experts, limit=LIMIT)
 
-    def check(inputs: Inputs) -> float:  # two tokens, with the experts that they need
+    def check(inputs: Inputs) -> float:  # two tokens and their experts
         ids = inputs.ids[-2:]
         used, places = ids.unique(return_inverse=True)
         stacks = [

@@ -12,7 +12,7 @@ from tiercel.reference import indexer_topk as oracle
 
 
 def page(keys, per_block, device, dtype=torch.float32):
-    """Keys of each sequence in blocks of a shuffled pool; what no entry uses is NaN."""
+    """Keys of each sequence in blocks of a shuffled pool; unused rows are NaN."""
     columns = max(-(-rows.shape[0] // per_block) for rows in keys)
     num_blocks = 1 + len(keys) * columns
     pool = torch.full((num_blocks, per_block, keys[0].shape[1] + 3), float("nan"))
@@ -146,7 +146,7 @@ def test_entries_beyond_the_bound_are_not_read(device):
 
 
 def test_workspace_does_not_grow_with_the_context(monkeypatch, device):
-    """The most keys that are gathered together are equal for 5,000 and 40,000 entries."""
+    """The largest gather has the same size for 5,000 and 40,000 entries."""
     monkeypatch.setattr(torch_ops, "PIECE_ENTRIES", 256)
     monkeypatch.setattr(torch_ops, "WORKSPACE_BYTES", 1 << 20)
     sizes = []

@@ -92,7 +92,7 @@ def make_store_slots(
 def gather_terms(
     fresh: Tensor, stored: Tensor, terms: Terms, columns: slice, channels: slice
 ) -> Tensor:
-    """Inputs (N, columns, channels) of some terms; what a term without input gets is not used."""
+    """Inputs (N, columns, channels) of some terms; undefined for a term without input."""
     new, old = terms.fresh[:, columns], terms.stored[:, columns]
     slots = old.clamp(min=0)
     per_block = stored.shape[1]
