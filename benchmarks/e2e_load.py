@@ -39,7 +39,7 @@ NUM_PACKAGES = 8  # whose imports are listed
 STAGES = (
     ("tiercel.engine.load", "find_source", "map and check the file"),
     ("tiercel.models.source", "ModelSource.tokenizer", "tokenizer"),
-    ("tiercel.models.model", "model_class", "import of the model"),
+    ("tiercel.engine.load", "model_class", "import of the model"),
     ("tiercel.engine.build", "WeightReader.file_tensor", "views of the file"),
     ("tiercel.engine.build", "WeightReader.stored", "embedding table"),
     ("tiercel.models.upload", "Uploader.__call__", "copy to the device"),
