@@ -1,4 +1,4 @@
-"""What a caller may ask of a generation, checked where it is written down.
+"""The parameters of a generation, checked when they are made.
 
 `SamplingParams` mirrors vLLM's names, so that scripts carry over. It is immutable and validated at
 construction: a wrong value is found at the line that wrote it, not in the middle of a batch.
@@ -118,35 +118,35 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens and when to stop.
+    """The parameters of sampling: how tokens are chosen, and what ends an answer.
 
     Attributes:
-        n: answers to one prompt, 1 to 16; answer i draws from its own random stream (seed, i).
-        temperature: 0 is greedy (the lowest id wins a tie), up to 2.
-        top_p: keep the smallest set of tokens whose probabilities sum to this, (0, 1].
-        top_k: keep this many most likely tokens; 0 or -1 keeps all.
-        min_p: keep tokens at least this fraction as likely as the most likely one, [0, 1].
-        seed: 64-bit seed of the random stream; None: one of the request's own, from the engine's.
+        n: answers to one prompt, 1 to 16; answer i samples from random stream (seed, i).
+        temperature: divisor of the logits, up to 2; 0 is greedy (the lowest id wins a tie).
+        top_p: probability that the smallest set of most likely tokens to keep reaches, (0, 1].
+        top_k: number of most likely tokens to keep; 0 or -1 keeps all.
+        min_p: fraction of the highest probability below which tokens are dropped, [0, 1].
+        seed: 64-bit seed of the random stream; None: derived from the engine's seed.
         stop: up to 16 strings that end the answer; they are cut from it.
         stop_token_ids: token ids that end the answer, besides the model's own.
-        include_stop_str_in_output: keep a matched stop string.
-        ignore_eos: go on past the model's own stop tokens.
-        min_tokens: no stop of any kind before this many tokens.
-        max_tokens: at most this many; None takes what is left of the context.
-        logprobs: report the chosen token's natural log-probability and this many of the most
-            likely.
-        prompt_logprobs: the same for each prompt token.
-        presence_penalty: subtracted from the logit of each token the answer already holds, [-2, 2].
-        frequency_penalty: the same, times how often it holds it, [-2, 2].
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
-            answer, (0, 10]; 1 is off.
+        include_stop_str_in_output: whether a matched stop string is kept.
+        ignore_eos: whether to continue past the model's own stop tokens.
+        min_tokens: number of tokens before which nothing ends the answer.
+        max_tokens: largest number of tokens; None: as many as the context has left.
+        logprobs: number of most likely tokens to report with their natural log-probabilities,
+            besides the chosen token; None reports nothing.
+        prompt_logprobs: the same number for each prompt token.
+        presence_penalty: number subtracted from the logit of each token in the answer, [-2, 2].
+        frequency_penalty: number subtracted for each occurrence of a token in the answer, [-2, 2].
+        repetition_penalty: factor by which positive logits of tokens in prompt or answer are
+            divided and negative ones multiplied, (0, 10]; 1 is off.
         logit_bias: token id to a number in [-100, 100] added to its logit; -100 bans it.
         bad_words: strings that must not be generated.
-        allowed_token_ids: if given, only these may be generated.
-        skip_special_tokens: leave control tokens out of the text.
-        detokenize: False gives token ids only; stop strings then cannot be used.
-        structured_outputs: the form that the answer must have; it then ends where the form does,
-            whatever `ignore_eos` says.
+        allowed_token_ids: the only token ids that may be generated; None for all.
+        skip_special_tokens: whether control tokens are left out of the text.
+        detokenize: whether text is made; without it, stop strings cannot be used.
+        structured_outputs: form that the answer must have; the answer ends with the form, whatever
+            `ignore_eos` is.
         num_spec_tokens: draft tokens in a step at most; 0 switches speculation off, None leaves it
             as the engine has it. It never changes an answer.
     """

@@ -1,7 +1,7 @@
-"""What a JSON schema may hold before a compiler sees it: size, depth, references, minima.
+"""Checks of a JSON schema before it is compiled: size, depth, references, minima.
 
 The walk is iterative and stops at the limits, so a hostile schema costs no more than its bytes.
-Whether each keyword can be enforced is the compiler's to say (`grammar_matcher.py`).
+Whether each keyword can be enforced is decided by the compiler (`matcher.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tiercel.params import LIMITS, Limits
 # times the nodes. 10,007 takes 20 ms to compile, 1,000,003 takes 5 s and 200 MB (llguidance 1.9.1).
 MAX_MULTIPLE: Final = 20_000
 _MINIMA: Final = ("minItems", "minLength", "minProperties")
-# Their values are data: what looks like a keyword there is none.
+# Keywords whose values are data, in which nothing is a keyword.
 _DATA: Final = frozenset({"const", "enum", "default", "examples", "example"})
 
 
@@ -38,7 +38,7 @@ def read_schema(text: str, max_tokens: int, limits: Limits = LIMITS) -> Mapping[
     Args:
         text: JSON, as `StructuredOutputs` keeps it.
         max_tokens: tokens of the context.
-        limits: of size and depth.
+        limits: limits of size and depth.
 
     Raises:
         InvalidRequestError: see `check_schema`.
@@ -49,15 +49,15 @@ def read_schema(text: str, max_tokens: int, limits: Limits = LIMITS) -> Mapping[
 
 
 def check_schema(schema: Mapping[str, Any] | bool, max_tokens: int, limits: Limits = LIMITS) -> int:
-    """Refuse what is too big to compile, leads out of the document, or cannot fit an answer.
+    """Refuse a schema that is too big, refers out of the document, or cannot fit an answer.
 
     Args:
         schema: parsed JSON.
         max_tokens: tokens of the context; a minimum above it is refused.
-        limits: of size and depth.
+        limits: limits of size and depth.
 
     Returns:
-        The number of its nodes: values, of objects and arrays those inside too.
+        The number of its nodes: all values, those inside of objects and arrays included.
 
     Raises:
         InvalidRequestError: code `schema_too_complex` or `invalid_schema`; the message names the
@@ -128,13 +128,13 @@ def _keys(value: object) -> list[str]:
 
 
 def _digits(value: float) -> int:
-    """The number that the digits of a decimal number write, without its point and end zeros."""
+    """The digits of a decimal number as an integer, without its point and trailing zeros."""
     digits = "".join(str(digit) for digit in Decimal(str(value)).as_tuple().digits)
     return int(digits.rstrip("0")[:20] or "0")
 
 
 def _check_reference(reference: str, root: object) -> None:
-    """Follow a `$ref` until it names a schema that is no mere reference itself."""
+    """Follow a `$ref` until it names a schema that is not a reference itself."""
     seen: set[str] = set()
     target: object = {"$ref": reference}
     while isinstance(target, dict) and isinstance(target.get("$ref"), str):

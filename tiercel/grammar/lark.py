@@ -1,6 +1,6 @@
-r"""Writes a grammar in llguidance's dialect of Lark, piece by piece.
+r"""Writes a grammar in llguidance's dialect of Lark.
 
-A piece is a string of Lark elements, to be put into a rule. Two kinds of markup must be told apart:
+The functions return strings of Lark elements, to be put into a rule. There are two kinds of markup:
 the name of a control token is one token that no text can spell, ``<[id]>``; any other marker is
 text, whatever tokens spell it. Text never holds a control token.
 
@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-# What may stand between two parts of a JSON document: as compact or as indented as a model likes,
-# but not without end (a small model can write newlines until it runs out of tokens).
+# Whitespace between two tokens of a JSON document: as compact or as indented as a model likes, but
+# bounded (a small model can write newlines until it runs out of tokens).
 WHITESPACE: Final = r" |\r?\n[ \t]{0,16}"
 ANY_TEXT: Final = "/(?s:.*)/"
 
@@ -49,7 +49,7 @@ class LarkWriter:
         return self._names[key]
 
     def reserve(self, stem: str) -> str:
-        """A name for a rule that `define` gives later: rules may refer to themselves."""
+        """Reserve a name for a rule that `define` gives later: rules may refer to themselves."""
         key = (stem, "", str(len(self._names)))
         self._names[key] = name = f"{stem}_{len(self._names)}"
         return name
@@ -63,7 +63,7 @@ class LarkWriter:
 
         Args:
             schema: checked by `check_schema`.
-            is_lenient: keywords that cannot be enforced are passed over instead of refused.
+            is_lenient: whether keywords that cannot be enforced are ignored instead of refused.
         """
         options: dict[str, object] = {"whitespace_pattern": WHITESPACE}
         if is_lenient:
@@ -74,23 +74,23 @@ class LarkWriter:
         return self.rule("json", f"%json {json.dumps(whole)}")
 
     def text(self, excluded: str = "") -> str:
-        """A terminal for any text but what a regular expression matches as a whole."""
+        """A terminal for any text except text that a regular expression matches as a whole."""
         body = ANY_TEXT
         if excluded:
             body += f" & ~/{excluded}/"
         return self.rule("TEXT", body)
 
     def marker(self, text: str) -> str:
-        """Elements for a marker: control tokens by id, the rest as text."""
-        pieces = self._split(text)
-        return " ".join(f"<[{p}]>" if isinstance(p, int) else literal(p) for p in pieces)
+        """Elements for a marker: control tokens by id, all else as text."""
+        elements = self._split(text)
+        return " ".join(f"<[{p}]>" if isinstance(p, int) else literal(p) for p in elements)
 
     def until(self, text: str, before: str | None = None) -> str:
         """Elements for any text up to the first marker, and the marker.
 
         Args:
             text: the marker.
-            before: the terminal of the text; None for any.
+            before: terminal of the text before the marker; None for any text.
         """
         before = before or self.text()
         first, *rest = self._split(text)
@@ -103,29 +103,30 @@ class LarkWriter:
         return f"{opening} {tail}"
 
     def _split(self, text: str) -> list[str | int]:
-        pieces: list[str | int] = []
+        """Split a marker into texts and ids of control tokens."""
+        elements: list[str | int] = []
         position = 0
         for found in self._finder.finditer(text):
             if found.start() > position:
-                pieces.append(text[position : found.start()])
-            pieces.append(self._control_tokens[found[0]])
+                elements.append(text[position : found.start()])
+            elements.append(self._control_tokens[found[0]])
             position = found.end()
         if position < len(text):
-            pieces.append(text[position:])
-        return pieces
+            elements.append(text[position:])
+        return elements
 
     def build(self, start: str) -> str:
-        """The whole grammar, whose rule `start` has this body."""
+        """The whole grammar; start: body of its rule `start`."""
         return "\n".join([f"start: {start}", *self._lines])
 
 
 def literal(text: str) -> str:
-    """Text that stands as it is."""
+    """The element for a literal text."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def either(options: Iterable[str]) -> str:
-    """One of several pieces."""
+    """The element for one of several options."""
     return "(" + " | ".join(options) + ")"
 
 

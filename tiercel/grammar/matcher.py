@@ -1,4 +1,4 @@
-"""Follows an answer through its grammar and says which tokens may come next (llguidance).
+"""The matcher of an answer and its grammar: which tokens may come next (llguidance).
 
 A stop token may come exactly where the grammar may end, and ends it; stop tokens never reach
 llguidance, whose own bookkeeping of them does not survive a rollback. A grammar that is refused, or
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_MASK_SECONDS: Final = 1.0
 TOO_COMPLEX: Final = "schema_too_complex"
 _MESSAGE_CHARS: Final = 300
-# What llguidance says of a grammar that passes one of its limits.
+# Words in llguidance's error for a grammar that exceeds one of its limits.
 _LIMIT_WORDS: Final = re.compile(r"too (big|large|many|complex|deep)|limit|fuel", re.IGNORECASE)
 _PLACE: Final = re.compile(r"^((at )?\d+\(\d+\): |failed to compile JSON schema: )+")
 _NOTHING_FITS: Final = "no answer has the form that is asked for."
@@ -37,11 +37,11 @@ _NOTHING_FITS: Final = "no answer has the form that is asked for."
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """What a grammar must know of a vocabulary.
+    """The tokens of a vocabulary, as a grammar needs them.
 
     Attributes:
-        tokens: bytes by id, for `vocab_size` ids; empty for one that no text may hold.
-        control_ids: ids that are control tokens; their bytes are their names.
+        tokens: bytes by id, for `vocab_size` ids; empty for a token that no text may hold.
+        control_ids: ids of control tokens, whose bytes are their names.
         stop_ids: ids that end an answer.
     """
 
@@ -51,11 +51,11 @@ class TokenTable:
 
 
 def read_token_table(tokenizer: Tokenizer, vocab_size: int) -> TokenTable:
-    """The table of a tokenizer.
+    """Read the token table of a tokenizer.
 
     Args:
-        tokenizer: of the model.
-        vocab_size: rows of the output matrix; ids beyond the tokenizer's stand for nothing.
+        tokenizer: tokenizer of the model.
+        vocab_size: rows of the output matrix; ids beyond the tokenizer's have no text.
     """
     known = range(min(vocab_size, tokenizer.vocab_size))
     tokens = [tokenizer.token_bytes(i, with_special=True) for i in known]
@@ -69,7 +69,7 @@ def read_token_table(tokenizer: Tokenizer, vocab_size: int) -> TokenTable:
 
 
 class _Encoder:
-    """The face of a tokenizer that `TokenizerWrapper` asks for."""
+    """The interface of a tokenizer that `TokenizerWrapper` needs."""
 
     def __init__(self, table: TokenTable, encode: Callable[[str], list[int]]) -> None:
         self.tokens = table.tokens
@@ -83,12 +83,12 @@ class _Encoder:
 
 
 class GrammarVocabulary:
-    """A vocabulary as llguidance wants it; made once per model, threads may share it.
+    """A vocabulary in llguidance's form; made once per model, threads may share it.
 
     Args:
-        table: of the vocabulary, with at least one stop token.
-        encode: text to ids within an answer; where a grammar leaves no choice, the model is offered
-            these tokens for the text and not its single bytes.
+        table: token table, with at least one stop token.
+        encode: function from text to ids within an answer; where a grammar leaves no choice, the
+            model is offered these tokens for the text and not its single bytes.
 
     Takes 0.1 s for 49,152 tokens and 1 s for 262,144.
     """
@@ -105,7 +105,7 @@ class GrammarVocabulary:
 
     @staticmethod
     def of(tokenizer: Tokenizer, vocab_size: int) -> GrammarVocabulary:
-        """Of a model's tokenizer and the rows of its output matrix."""
+        """Make the vocabulary of a model's tokenizer and the rows of its output matrix."""
         return GrammarVocabulary(read_token_table(tokenizer, vocab_size), tokenizer.encode_inner)
 
 
@@ -113,15 +113,15 @@ class GrammarMatcher:
     """The state of one answer in its grammar.
 
     Args:
-        vocabulary: of the model.
+        vocabulary: vocabulary of the model.
         spec: the grammar.
-        stop_ids: ids that end this request; None for the vocabulary's.
+        stop_ids: ids that end this request; None for those of the vocabulary.
 
     Attributes:
         error: None, or ``schema_too_complex`` once it cannot go on; the request then ends.
 
     Raises:
-        InvalidRequestError: code `invalid_schema` or `schema_too_complex`, with what is wrong.
+        InvalidRequestError: code `invalid_schema` or `schema_too_complex`, with the reason.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class GrammarMatcher:
             limits=LLParserLimits(verbose_errors=False),
         )
         self._check()
-        # Some grammars are found wanting by the first mask only; it is kept for the first token.
+        # The faults of some grammars only show with the first mask; it is kept for the first token.
         self._first: npt.NDArray[np.int32] | None = np.zeros(vocabulary.num_words, np.int32)
         started_s = perf_counter()
         self._compute(self._first)
@@ -161,7 +161,7 @@ class GrammarMatcher:
 
     @property
     def num_words(self) -> int:
-        """Of a mask."""
+        """Number of int32 words of a mask."""
         return self._vocabulary.num_words
 
     @property
@@ -175,7 +175,7 @@ class GrammarMatcher:
         return self._is_stopped or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
-        """Write which tokens may come next; sets `error` where that takes over a second.
+        """Write the mask of the tokens that may come next; sets `error` after over a second.
 
         Args:
             row: (ceil(vocab_size / 32),) int32, contiguous; bit i % 32 of word i // 32 is token i.
@@ -207,8 +207,8 @@ class GrammarMatcher:
             self.error = TOO_COMPLEX
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, could come next; changes nothing."""
-        stops = [place for place, i in enumerate(token_ids) if i in self._stops]
+        """Count the tokens, from the first on, that could come next; changes nothing."""
+        stops = [index for index, i in enumerate(token_ids) if i in self._stops]
         body = list(token_ids[: stops[0]]) if stops else list(token_ids)
         if self._is_stopped or self.error is not None:
             return 0
@@ -230,7 +230,7 @@ class GrammarMatcher:
 
 
 def grammar_error(text: str) -> InvalidRequestError:
-    """The error for what llguidance says: its first line, and the line that says why."""
+    """The error for a message of llguidance: its first line, and the line with the reason."""
     lines = [line.strip() for line in text.replace("<non-verbose/>", "").splitlines()]
     message = _PLACE.sub("", next(filter(None, lines), "it cannot be compiled"))
     reasons = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]

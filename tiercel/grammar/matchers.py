@@ -9,13 +9,13 @@ from tiercel.text.tokenizer import Tokenizer
 
 
 class Matchers:
-    """Makes the matchers of requests; the vocabulary that they share is made for the first."""
+    """Makes the matchers of requests; their shared vocabulary is made with the first."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """Set up.
 
         Args:
-            tokenizer: of the model.
+            tokenizer: tokenizer of the model.
             vocab_size: rows of the output matrix.
         """
         self._tokenizer = tokenizer
@@ -31,7 +31,7 @@ class Matchers:
         """Compile a grammar into a matcher of one answer; None without a grammar.
 
         Args:
-            grammar: what the answer must match.
+            grammar: grammar that the answer must match.
             stop_ids: token ids that end the answer, allowed where the grammar is complete.
 
         Raises:

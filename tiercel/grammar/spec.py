@@ -4,8 +4,8 @@ The whole answer is one grammar, of up to three parts:
 
     thinking, up to its end marker  |  free text, up to the trigger of a tool call  |  calls or form
 
-So where a constraint begins is decided by the grammar itself, byte by byte, and not by the tokens
-that happen to spell a marker. What the grammar says is compiled elsewhere (`grammar_matcher.py`).
+So the grammar itself decides where a constraint begins, byte by byte, and not the tokens that
+happen to spell a marker. The grammar is compiled elsewhere (`matcher.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tiercel.grammar.json_schema import read_schema
 from tiercel.grammar.lark import LarkWriter, either, escape_regex, literal
 from tiercel.params import LIMITS, Limits, StructuredOutputs
 
-# Line ends that models write behind the end of their thinking.
+# Line ends that models write after the end of their thinking.
 GAP: Final = r"/\n{1,4}/?"
 _USER_GRAMMAR: Final = "user"
 # As in JavaScript: in Rust these also hold the digits and letters of other scripts.
@@ -42,7 +42,7 @@ class GrammarSpec:
 
     @property
     def digest(self) -> bytes:
-        """Names its content."""
+        """Digest of its content."""
         return hashlib.sha256(self.text.encode()).digest()
 
 
@@ -51,9 +51,9 @@ class ThinkingForm:
     """How a model marks its thinking.
 
     Attributes:
-        opening: marker that it writes first; also with line ends behind it.
-        closing: marker that ends it.
-        is_open: the prompt has opened it already; else the model may open it or not.
+        opening: marker that the model writes first; also with line ends after it.
+        closing: marker that ends the thinking.
+        is_open: whether the prompt has opened it already; else the model may open it or not.
     """
 
     opening: str
@@ -68,9 +68,9 @@ class CallForm:
     Attributes:
         trigger: marker in front of a block of calls; "" if calls are an answer of their own, known
             by how they begin.
-        block: what follows the trigger.
-        openings: without a trigger, how `block` may begin: no other answer may begin so.
-        between: what stands between two blocks; None: there is one block only.
+        block: elements that follow the trigger.
+        openings: possible starts of `block` without a trigger; no other answer may begin so.
+        between: elements between two blocks; None: there is one block only.
     """
 
     trigger: str
@@ -80,7 +80,7 @@ class CallForm:
 
 
 class CallGrammar(Protocol):
-    """What tool calls an answer may or must hold."""
+    """The tool calls that an answer may or must hold."""
 
     @property
     def is_required(self) -> bool:
@@ -101,15 +101,15 @@ def compile_spec(
     control_tokens: Mapping[str, int] | None = None,
     limits: Limits = LIMITS,
 ) -> GrammarSpec | None:
-    """The grammar of an answer.
+    """Compile the form of an answer into the text of a grammar.
 
     Args:
-        outputs: the form of its visible text; None for any.
-        max_tokens: tokens of the context, which no minimum may pass.
-        calls: tool calls it may or must hold; None for none.
-        thinking: how the model thinks before it answers; None: it does not.
+        outputs: form of the visible text; None for any text.
+        max_tokens: tokens of the context, which no minimum may exceed.
+        calls: tool calls that the answer may or must hold; None for none.
+        thinking: markup of the thinking before the answer; None: the model does not think.
         control_tokens: id by name, to know which markers are tokens of their own.
-        limits: of a schema's size and depth; `outputs` itself has been checked.
+        limits: limits of a schema's size and depth; `outputs` itself has been checked.
 
     Returns:
         None if anything may be written.
@@ -153,19 +153,19 @@ def _content(
 
 def _regex(source: str) -> str:
     """A regular expression between slashes; its classes are those of patterns in schemas."""
-    pieces = []
+    escaped_chars = []
     chars = iter(source)
     for char in chars:
         if char == "\\":
             escaped = next(chars, "")
-            pieces.append(_CLASSES.get(escaped, char + escaped))
+            escaped_chars.append(_CLASSES.get(escaped, char + escaped))
         else:
-            pieces.append({"/": "\\/", "\n": "\\n"}.get(char, char))
-    return "/" + "".join(pieces) + "/"
+            escaped_chars.append({"/": "\\/", "\n": "\\n"}.get(char, char))
+    return "/" + "".join(escaped_chars) + "/"
 
 
 class _Parts:
-    """The answer behind the thinking: form, calls, or both to choose from."""
+    """The answer after the thinking: form, calls, or a choice of both."""
 
     def __init__(
         self, lark: LarkWriter, form: str | None, calls: CallForm | None, *, is_required: bool

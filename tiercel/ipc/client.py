@@ -144,7 +144,7 @@ class EngineClient:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a place in the engine."""
+        """Requests that wait for an engine row."""
         return self._count_waiting(0)
 
     @property
@@ -176,7 +176,7 @@ class EngineClient:
         await self._supervisor.wait_ended()
 
     def check_room(self, count: int = 1) -> None:
-        """Refuse requests that would not find a place in the queue.
+        """Refuse requests that do not fit the queue.
 
         Raises:
             QueueFullError: more than `max_waiting` would wait; `retry_after_s` is an estimate.

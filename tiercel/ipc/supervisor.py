@@ -96,7 +96,7 @@ class Supervisor:
         Args:
             options: sent to each process.
             settings: see there.
-            on_message: hears each message of the engine.
+            on_message: callback for each message of the engine.
             on_lost: called at each death with the requests that the engine named as suspects, and
                 with the final error if there will be no other engine.
             is_busy: whether the engine has work, so that silence means that it hangs.

@@ -220,12 +220,12 @@ class ScoreInputs:
         others = [(f"items[{i}]", item) for i, item in enumerate(items)]
         if len(params.suffix):
             others.append(("suffix", params.suffix))
-        for place, value in others:
+        for name, value in others:
             if isinstance(value, str) != is_text:
                 raise ArgumentError(
-                    f"query is {'text' if is_text else 'token ids'} but {place} is not.",
+                    f"query is {'text' if is_text else 'token ids'} but {name} is not.",
                     hint="Give all of them as text, or all as token ids.",
-                    param=place,
+                    param=name,
                 )
         suffix = self._suffix_ids(params.suffix)
         if params.item_first:
@@ -255,7 +255,7 @@ class ScoreInputs:
         for number, item in enumerate(items):
             if len(item) > most:
                 message = (
-                    f"items[{number}] has {len(item)} tokens, behind a query of {len(prefix)} and "
+                    f"items[{number}] has {len(item)} tokens, after a query of {len(prefix)} and "
                     f"with {len(suffix) + depth} of suffix and label"
                 )
                 error = self._too_long(message, f"items[{number}]")
@@ -307,19 +307,19 @@ class ScoreInputs:
                         param="labels",
                     )
 
-    def _first_ids(self, place: str, value: Text, parse_special: bool) -> list[int]:
+    def _first_ids(self, name: str, value: Text, parse_special: bool) -> list[int]:
         """Token ids of a text that begins a sequence."""
         if not isinstance(value, str):
-            return self._ids(place, value)
-        self._check_size(place, value)
+            return self._ids(name, value)
+        self._check_size(name, value)
         ids = self._tokenizer.encode(value, parse_special=parse_special)
         return self._tokenizer.with_bos(ids)
 
-    def _inner_ids(self, place: str, value: Text) -> list[int]:
+    def _inner_ids(self, name: str, value: Text) -> list[int]:
         """Token ids of a text that follows other tokens."""
         if not isinstance(value, str):
-            return self._ids(place, value)
-        self._check_size(place, value)
+            return self._ids(name, value)
+        self._check_size(name, value)
         return self._tokenizer.encode_inner(value)
 
     def _suffix_ids(self, value: Text) -> list[int]:
@@ -328,39 +328,39 @@ class ScoreInputs:
         self._check_size("suffix", value)
         return self._tokenizer.encode(value, parse_special=True)
 
-    def _check_size(self, place: str, text: str) -> None:
+    def _check_size(self, name: str, text: str) -> None:
         if len(text) > self._max_model_len * self._limits.max_prompt_bytes_per_token:
-            raise self._too_long(f"{place} has {len(text)} characters", place)
+            raise self._too_long(f"{name} has {len(text)} characters", name)
 
-    def _ids(self, place: str, value: object) -> list[int]:
+    def _ids(self, name: str, value: object) -> list[int]:
         if not isinstance(value, Iterable):
             raise ArgumentError(
-                f"{place}={shown(value)} is neither text nor token ids.",
+                f"{name}={shown(value)} is neither text nor token ids.",
                 hint="Give a string or a list of integers.",
-                param=place,
+                param=name,
             )
         listed = list(value)
         # A list of 500 items has 15,000 ids: 8 ms one by one, 1 ms here (2 cores).
         is_plain = set(map(type, listed)) == {int}
         if is_plain and min(listed) >= 0 and max(listed) < self._tokenizer.vocab_size:
             return listed
-        self._check_ids(place, listed)
+        self._check_ids(name, listed)
         return [int(token_id) for token_id in listed]
 
-    def _check_ids(self, place: str, ids: Sequence[Any]) -> None:
+    def _check_ids(self, name: str, ids: Sequence[Any]) -> None:
         limit = self._tokenizer.vocab_size
         for i, token_id in enumerate(ids):
             is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
             if not is_integer or not 0 <= int(token_id) < limit:
                 raise ArgumentError(
-                    f"{place}[{i}] is {shown(token_id)}.",
+                    f"{name}[{i}] is {shown(token_id)}.",
                     hint=f"Token ids are integers 0 to {limit - 1}; the vocabulary has {limit}.",
-                    param=f"{place}[{i}]",
+                    param=f"{name}[{i}]",
                 )
 
-    def _too_long(self, what: str, place: str) -> ContextLengthError:
+    def _too_long(self, what: str, name: str) -> ContextLengthError:
         return ContextLengthError(
             f"{what} but the context holds {self._max_model_len} tokens.",
             hint="Shorten it, or set a larger max_model_len.",
-            param=place,
+            param=name,
         )

@@ -91,8 +91,8 @@ def _label_list(labels: object, label_token_ids: object) -> tuple[str | int, ...
     for i, label in enumerate(given):
         own = _label(label, is_text=labels is not None)
         if own is None:
-            place, what = f"{name}[{i}]", "a text" if labels is not None else "a token id"
-            raise ArgumentError(f"{place}={shown(label)} is not {what}.", param=place)
+            entry, what = f"{name}[{i}]", "a text" if labels is not None else "a token id"
+            raise ArgumentError(f"{entry}={shown(label)} is not {what}.", param=entry)
         if own in seen:
             raise ArgumentError(
                 f"{name} holds {shown(label)} twice.", hint="Give each label once.", param=name

@@ -29,13 +29,13 @@ class ScoreRun:
         requests: requests to run, in any order.
         packed: numbers of the sequences that the first request holds; none: all requests are
             separate.
-        places: sequence and node of each separate request.
+        targets: sequence and node of each separate request.
     """
 
     tries: tuple[LabelTrie, ...]
     requests: tuple[Request, ...]
     packed: tuple[int, ...]
-    places: tuple[tuple[int, Node], ...]
+    targets: tuple[tuple[int, Node], ...]
 
     @property
     def num_done(self) -> int:
@@ -48,7 +48,7 @@ class ScoreRun:
                 done += left >= 0
         return done + sum(
             request.finish_reason is not None
-            for request, (_, node) in zip(self._separate, self.places, strict=True)
+            for request, (_, node) in zip(self._separate, self.targets, strict=True)
             if not node
         )
 
@@ -68,7 +68,7 @@ class ScoreRun:
         return self.requests[bool(self.packed) :]
 
     def _roots(self) -> list[Request]:
-        return [r for r, (_, node) in zip(self._separate, self.places, strict=True) if not node]
+        return [r for r, (_, node) in zip(self._separate, self.targets, strict=True) if not node]
 
     def check_ended(self) -> None:
         """Check that all requests have results.
@@ -89,7 +89,7 @@ class ScoreRun:
             count = len(self.tries[number].edges)
             values[number][:] = self.requests[0].scores[at : at + count]
             at += count
-        for request, (number, node) in zip(self._separate, self.places, strict=True):
+        for request, (number, node) in zip(self._separate, self.targets, strict=True):
             columns = [
                 i for i, (at_node, _) in enumerate(self.tries[number].edges) if at_node == node
             ]
@@ -124,7 +124,7 @@ def make_run(
         for number, (own, trie) in enumerate(zip(sequences, tries, strict=True))
         if 0 < len(own) <= longest_packed - trie.depth
     )
-    requests, places = [], []
+    requests, targets = [], []
     if packed:
         items = tuple((*sequences[n], *path) for n in packed for path in tries[n].paths)
         # Reads repeat along the items: those of one sequence do where all have the same labels.
@@ -137,5 +137,5 @@ def make_run(
             task = ScoreTask((), ((ScoreRead(0, token_ids),),), is_relative)
             ids = [*prefix, *sequences[number], *node]
             requests.append(inputs.score_request(ids, task))
-            places.append((number, node))
-    return ScoreRun(tuple(tries), tuple(requests), packed, tuple(places))
+            targets.append((number, node))
+    return ScoreRun(tuple(tries), tuple(requests), packed, tuple(targets))
