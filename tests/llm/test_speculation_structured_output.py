@@ -16,7 +16,7 @@ from tests.serve.generation.tools.call_writers import Tool
 from tests.tiny_llm import DATA, assert_idle, joined, open_tiny
 from tiercel.grammar.spec import ThinkingForm, compile_spec
 from tiercel.params import SamplingParams, StructuredOutputs
-from tiercel.serve.generation.tools.tool_choice import make_tool_use
+from tiercel.serve.generation.tools.tool_choice import make_tool_constraints
 from tiercel.serve.generation.tools.tool_formats import FORMATS, SelectedFormat
 
 SCHEMA = {
@@ -58,7 +58,7 @@ def engines(tmp_path_factory):
 
 
 def tool_grammar():
-    use = make_tool_use(
+    use = make_tool_constraints(
         SelectedFormat(FORMATS["hermes"], is_in_template=True),
         (Tool("act", SCHEMA),),
         choice="required",
