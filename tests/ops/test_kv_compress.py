@@ -181,6 +181,30 @@ def test_rejected_drafts_are_overwritten(kind, rejected, device):
     check(world, found)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hit", [128, 256])
+def test_a_prefix_hit_finds_the_rows_of_the_block_before(kind, hit, device):
+    """Each block keeps its last rows, even where the step went on into other blocks."""
+    world = World(kind, [400], 24, device)
+    found = world.step([(0, 0, 400)])
+    found |= world.step([(0, hit, 400)])
+    check(world, found)
+
+
+def test_store_slots(device):
+    """200 tokens: the last 32 of block 0 and the last 32 so far of block 1, at position mod 32."""
+    positions = torch.cat((torch.arange(200), torch.tensor([-1]))).to(device)
+    starts = torch.tensor([0, 200], device=device)
+    tables = torch.tensor([[3, 5]], device=device)
+    slots = compress_store_slots(
+        positions, torch.zeros_like(positions), starts, tables, block_size=128, rows_per_block=32
+    )
+    expected = torch.full((201,), -1)
+    expected[96:128] = 3 * 32 + torch.arange(32)
+    expected[168:200] = 5 * 32 + torch.arange(168, 200) % 32
+    assert torch.equal(slots.cpu(), expected)
+
+
 def test_the_first_entry_has_no_terms_before(device):
     """A gate of 0 for absent terms, instead of -inf, would halve the entry."""
     world = World("csa", [4], 24, device)
