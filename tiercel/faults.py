@@ -84,11 +84,11 @@ class Faults:
         return Faults(tuple(_read(part.strip()) for part in text.split(",")))
 
     def at_start(self) -> None:
-        """Do what is asked for before the model is loaded."""
+        """Apply the faults that come before the model is loaded."""
         self.before_step(_AT_START)
 
     def before_step(self, step: int) -> None:
-        """Do what is asked for before a step.
+        """Apply the faults that come before a step.
 
         Raises:
             OutOfMemoryError: the step shall run out of memory.

@@ -2,11 +2,11 @@
 
 It keeps rows, block tables and caches of its own, fed by plans alone, and runs a step only when its
 results are collected. A step writes its tokens where the tables say and draws the next token from
-what it reads back; the value of an item to score is the draw behind the prompt that it reads back
+what it reads back; the value of an item to score is the draw after the prompt that it reads back
 and the item. So a block that two requests share, one that was given away too early, or a token that
 was never computed changes an answer.
 
-Rows that draft get guesses behind each draw, right ones and wrong ones, written into the cache like
+Rows that draft get guesses after each draw, right ones and wrong ones, written into the cache like
 all tokens; only this device knows how long such a row is.
 """
 
@@ -175,7 +175,7 @@ class FakeRunner:
             for group in range(len(self.cache.groups)):
                 block = self.tables[group, part.row, place // size]
                 assert block != NULL_BLOCK
-                # A row writes places twice: behind NaN, and where drafts were wrong.
+                # A row writes places twice: after NaN, and where drafts were wrong.
                 if place % size == 0 and not is_bad and part.row not in self.stained_rows:
                     stale = [self.slots.get((group, block * size + i)) for i in range(size)]
                     assert POISON not in stale, "a block with NaN was given away"
@@ -226,7 +226,7 @@ class FakeRunner:
             self.slots[group, block * size + place % size] = POISON
 
     def _guess(self, part):
-        """Guesses behind a row's text: right ones at first, then anything."""
+        """Guesses after a row's text: right ones at first, then anything."""
         window = next((blocks.window for blocks in self.cache.groups if blocks.window), 0)
         text, made = list(self.row_tokens[part.row]), []
         for _ in range(self.guess.randint(0, part.request.draft_limit)):

@@ -44,7 +44,7 @@ def run(llm, prompt, params=GREEDY):
 
 
 def decode_logits(llm, prompt, count):
-    """Greedy tokens behind a prompt, and the logits that each was taken from, but for the first."""
+    """Greedy tokens after a prompt, and the logits that each was taken from, but for the first."""
     steps = llm._engine.runner.decode_steps
     rows = []
     real = steps.__class__.__call__
@@ -109,7 +109,7 @@ def test_a_lone_row_that_verifies_nothing_decodes_as_without_speculation(llm, pa
         assert drafts._engine.runner.model.fused_decode_step is not None
         drafts._engine.scheduler.policy.costs = [(4, 1e9)]
         assert [run(drafts, prompt, tokens).token_ids for prompt in PROMPTS] == plain
-        logged = [run(drafts, prompt).token_ids for prompt in PROMPTS]  # draws behind the graph
+        logged = [run(drafts, prompt).token_ids for prompt in PROMPTS]  # draws after the graph
     assert logged == plain
 
 

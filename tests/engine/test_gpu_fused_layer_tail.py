@@ -48,7 +48,7 @@ def answers(llm, prompts):
 
 
 def logits_behind(llm, prompts):
-    """Logits of the first step of single tokens behind some prompts."""
+    """Logits of the first step of single tokens after some prompts."""
     steps, rows = llm._engine.runner.decode_steps, []
     real = steps.__class__.__call__
 

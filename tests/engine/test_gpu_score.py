@@ -120,7 +120,7 @@ def test_graphs_serve_lists_of_any_layout(path):
 
 @pytest.mark.gpu
 def test_a_graphs_result_is_that_of_the_padded_step(path, monkeypatch):
-    """Bit by bit, over a list that is scored again and again: cold, then behind a hit."""
+    """Bit by bit, over a list that is scored again and again: cold, then after a hit."""
 
     def run():
         with open_for_lists(path, dtype="float16") as llm:

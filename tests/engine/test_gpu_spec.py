@@ -178,7 +178,7 @@ def test_nothing_compiles_once_the_model_is_loaded(path, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_rejected_draft_leaves_no_trace(path):
-    """Behind the run the cache holds, in all live places, what one without drafts leaves."""
+    """After the run the cache holds, in all live places, what one without drafts leaves."""
     held = []
     for spec in ("off", "ngram"):
         with open_for_many(path, dtype="float32", spec=spec, num_spec_tokens=3) as llm:

@@ -80,7 +80,7 @@ READ = SamplingParams(temperature=0, max_tokens=4, logprobs=20, ignore_eos=True)
 
 
 def ask_prompts(llm):
-    """Alone, behind prefix hits, and beside each other and answers."""
+    """Alone, after prefix hits, and beside each other and answers."""
     prompts = [{"prompt_token_ids": [(11 * i + 3 * n) % 250 for i in range(n)]} for n in LENGTHS]
     outputs = [llm.generate(prompt, READ)[0] for prompt in prompts]
     longer = {"prompt_token_ids": [*prompts[-1]["prompt_token_ids"], 1, 2, 3]}

@@ -258,7 +258,7 @@ def test_a_full_queue_refuses_at_once_and_exactly(bench):
         def submit():
             return client.submit(make([3] * 20, greedy(200)))
 
-        # Two places to run, three to wait: all at once, and one by one behind running ones.
+        # Two places to run, three to wait: all at once, and one by one after running ones.
         for is_burst in (True, False):
             streams = []
             for _ in range(5):
@@ -404,8 +404,8 @@ def test_counters_add_up(bench):
         before = client.stats
         for _ in range(3):
             await read(client.submit(make([4] * 20, greedy(7))))
-        await wait_idle(client, make)  # one more token behind a prompt of two
-        # The counters of its last step come up to 0.1 s behind its token.
+        await wait_idle(client, make)  # one more token after a prompt of two
+        # The counters of its last step come up to 0.1 s after its token.
         enough = before.num_generation_tokens + 22
         await wait_until(lambda: client.stats.num_generation_tokens >= enough)
         client.on_stats = None

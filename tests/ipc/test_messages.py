@@ -200,7 +200,7 @@ def test_a_frame_over_the_limit_is_refused_before_it_is_kept():
 @pytest.mark.reliability
 @pytest.mark.parametrize("limit", [0, 1, 5, 255, 256, 70_000])
 def test_frames_up_to_the_limit_are_read_and_none_beyond(limit):
-    """Behind sound frames too, which are handed out first."""
+    """After sound frames too, which are handed out first."""
     sizes = sorted({0, limit // 2, max(0, limit - 1), limit})
     bodies = [bytes([size % 251]) * size for size in sizes]
     sound = b"".join(len(body).to_bytes(4, "little") + body for body in bodies)

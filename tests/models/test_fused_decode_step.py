@@ -168,4 +168,4 @@ def test_only_steps_of_one_token_go_there():
         assert recorder.taken == 0
         assert len(recorder.asked) == 6
         llm.generate("ab", greedy(6))
-        assert recorder.taken == 5  # behind the prompt's
+        assert recorder.taken == 5  # after the prompt's

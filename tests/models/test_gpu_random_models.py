@@ -15,7 +15,7 @@ ERROR = 0.1  # of log-probabilities in 16 bits; gemma3 has the largest
 
 
 def check(path):
-    """All logits of a prompt, and decode steps behind it in a graph."""
+    """All logits of a prompt, and decode steps after it in a graph."""
     with open_on_gpu(path, dtype="float16", max_num_seqs=4) as llm:
         logits = llm.logits(PROMPT)
         (output,) = llm.generate({"prompt_token_ids": PROMPT}, GREEDY)

@@ -145,7 +145,7 @@ def test_what_a_part_yields():
     lens=st.lists(st.integers(1, 300), min_size=1, max_size=40),
 )
 def test_skipped_tiles_are_those_without_a_visible_key(prefix, lens):
-    """Of tiles that a causal mask walks, those behind the prefix and before the first own item."""
+    """Of tiles that a causal mask walks, those after the prefix and before the first own item."""
     starts = [sum(lens[:i]) for i, length in enumerate(lens) for _ in range(length)]
     skipped = 0
     for first in range(0, len(starts), 32):
@@ -158,7 +158,7 @@ def test_skipped_tiles_are_those_without_a_visible_key(prefix, lens):
 
 def test_what_a_list_skips():
     assert skipped_tiles(0, [1]) == skipped_tiles(100, [300]) == 0
-    exact = 640  # of the published table, for 128 items of 32 tokens behind 512
+    exact = 640  # of the published table, for 128 items of 32 tokens after 512
     assert skipped_tiles(512, [32] * 128) == sum(4 + -(-k // 4) for k in range(1, 129)) - exact
 
 

@@ -1,6 +1,6 @@
 """A row that was used before is as good as new: nothing of a former request shows in the next one.
 
-Each kind of request runs behind each other kind on one row, and on a row whose state was filled
+Each kind of request runs after each other kind on one row, and on a row whose state was filled
 with garbage before: what is drawn, drafted and read must be, step by step, what a new engine gives.
 """
 
@@ -141,7 +141,7 @@ def expected():
 
 
 def every_pair(kinds):
-    """A walk in which each kind comes right behind each kind, itself too (Eulerian)."""
+    """A walk in which each kind comes right after each kind, itself too (Eulerian)."""
     following = {kind: list(kinds) for kind in kinds}
     walk, stack = [], [kinds[0]]
     while stack:
@@ -292,7 +292,7 @@ def check_row(llm, part):
 
 
 def test_a_row_that_is_entered_holds_what_its_request_asks(monkeypatch):
-    """Also again, behind a step that was lost: then the answer so far is counted too."""
+    """Also again, after a step that was lost: then the answer so far is counted too."""
     with open_one_row() as llm:
         poison_at_each_entry(llm)
         runner, checked = llm._engine.runner, []

@@ -36,7 +36,7 @@ def is_banned(token_id, params, output):
 
 
 def edited(value, token_id, params, prompt, output):
-    """A logit behind penalties and biases."""
+    """A logit after penalties and biases."""
     count = Counter(output)[token_id]
     if count or token_id in prompt:
         is_positive, penalty = value > 0, params.repetition_penalty

@@ -1,7 +1,7 @@
 """An exact model of the scheduler and of its cache: what each plan must be, block by block.
 
 It hears the same events as the scheduler (arrivals, results, ends, lost steps), keeps an account of
-its own, and predicts every plan and all that the scheduler holds behind it. It searches where the
+its own, and predicts every plan and all that the scheduler holds after it. It searches where the
 scheduler calculates: places that a window sees are counted one by one, kept blocks are found by
 walking through a list.
 """
@@ -15,7 +15,7 @@ from tiercel.request.request import Request, Status
 
 @dataclass(eq=False)
 class Kept:
-    """A block of tokens that was kept behind another one; `blocks` per group, 0 where it left."""
+    """A block of tokens that was kept after another one; `blocks` per group, 0 where it left."""
 
     before: Kept | None
     tokens: tuple[int, ...]

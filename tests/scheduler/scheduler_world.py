@@ -1,6 +1,6 @@
 """Random requests and what happens to them, for tests of the scheduler.
 
-Each plan, and all that is held behind it, must be exactly what `scheduler_oracle.py` predicts.
+Each plan, and all that is held after it, must be exactly what `scheduler_oracle.py` predicts.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def test_a_follower_goes_on_when_its_leader_leaves():
 
 
 def test_a_prompt_that_differs_in_an_earlier_block_leads_nobody():
-    """It computes a block of the same tokens right now, but behind other ones."""
+    """It computes a block of the same tokens right now, but after other ones."""
     first, shared = [[i] * 4 for i in (1, 2)], [3] * 20
     plans = [Plan([*start, 5, 5], 1) for start in first]
     plans += [Plan([*start, *shared], 1, arrival=5) for start in first]

@@ -50,7 +50,7 @@ def test_the_head_writes_into_blocks_of_its_own_row_alone(monkeypatch, tmp_path,
 
 
 def test_a_window_has_room_for_the_drafts_behind_a_prompt(monkeypatch, tmp_path):
-    """A chunk that fills a step, and behind it what the head writes for 15 drafts."""
+    """A chunk that fills a step, and after it what the head writes for 15 drafts."""
     monkeypatch.setenv("TIERCEL_PREFIX_CACHE", "0")
     monkeypatch.setattr(Decoder, "block_size", 16)
     path = mtp_model(tmp_path / "mtp.gguf", arch="gemma3")

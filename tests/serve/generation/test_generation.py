@@ -94,7 +94,7 @@ def test_a_character_cut_at_max_tokens_is_shown_once():
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_stop_string_inside_a_step_cuts_text_counts_and_logprobs(is_stream):
-    """B4: a step may bring several tokens; those behind the match never were."""
+    """B4: a step may bring several tokens; those after the match never were."""
     body = {**CHAT, "stop": ["wo th"], "logprobs": True, "return_token_ids": True}
     client = FakeClient()
     steps = says("one two three four", group=7)

@@ -57,7 +57,7 @@ def test_text_shows_while_it_comes_and_stop_ends_it(page, stage):
 
 
 def test_the_rate_is_that_of_tokens_behind_the_first_chunk(page):
-    """Of chunks at given milliseconds: four tokens in 100 ms behind two that came at once."""
+    """Of chunks at given milliseconds: four tokens in 100 ms after two that came at once."""
     stats = page.evaluate("""async () => {
         const { AnswerBuilder, newAnswer } = await import("/ui/answer.js");
         const { statsLine } = await import("/ui/view.js");

@@ -40,7 +40,7 @@ from tiercel.errors import InternalError
 _OPTIONS = ("--std=c++17",)
 _INCLUDE = re.compile(r'^\s*#\s*include\s+["<]([^">]+)[">]', re.MULTILINE)
 _HASH_BYTES = 32
-_STATIC_SMEM_LIMIT = 48 << 10  # more dynamic shared memory than this must be asked for
+_STATIC_SMEM_LIMIT = 48 << 10  # more dynamic shared memory than this must be requested
 
 # Constants of the driver interface, cuda.h of CUDA 13.
 _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -258,7 +258,7 @@ def test_thinking_is_for_the_template(fields, shown):
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("group", [1, 7])
 def test_thinking_past_its_budget_is_closed(is_stream, group):
-    """The rest is asked for behind the end of the thinking; nothing of it is counted twice."""
+    """The rest is asked for after the end of the thinking; nothing of it is counted twice."""
     client = FakeClient(info=fake_info(chat_template=THINKING, max_model_len=1024))
 
     def script(request):

@@ -306,7 +306,7 @@ def test_a_real_server_answers_as_the_model_does(server, tiny):
 
 
 def test_probabilities_are_the_models_own(server, tiny):
-    """From logits behind the very text that was asked."""
+    """From logits after the very text that was asked."""
     with httpx.Client(base_url=server.url, timeout=30) as http:
         props = http.post(
             "/apply-template", json={"messages": [{"role": "user", "content": "MARK"}]}

@@ -389,7 +389,7 @@ def test_a_real_server_scores_as_the_model_does(server, tiny):
 
 
 def test_a_real_server_reranks_by_the_yes_and_no_of_the_models_head(server, tiny):
-    """A plain GGUF without a classifier head: rows of the head, behind the rendered template."""
+    """A plain GGUF without a classifier head: rows of the head, after the rendered template."""
     query, documents = "Where is pizza?", ["A pizzeria.", "A bicycle.", ""]
     user = (
         f"{relevance.SYSTEM}\n<Instruct>: {relevance.INSTRUCT}\n<Query>: {query}\n<Document>: MARK"

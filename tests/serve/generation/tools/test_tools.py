@@ -91,7 +91,7 @@ def test_calls_are_read_back_whatever_the_pieces(name, is_constrained):
     anchored = FORMATS[name].is_anchored
     for prefix in PREFIXES[::2] if anchored else PREFIXES:
         if anchored and prefix.strip():
-            continue  # behind other text this format has no calls
+            continue  # after other text this format has no calls
         text = prefix + WRITERS[name](CALLS)
         whole = read(use, [text], is_constrained=is_constrained)
         assert values(whole) == CALLS

@@ -152,7 +152,7 @@ __device__ __forceinline__ void read_slots(const int* slots, int (&slot)[GROUP])
 }
 
 // An insertion under way: `slot` is where the window goes, null for nowhere, and `old` what was
-// there. Nobody waits for `old` before `settle`.
+// there. `old` is first awaited in `settle`.
 struct Claim {
   Job job;
   int *table, *slot;
