@@ -96,8 +96,8 @@ def test_every_module_but_triton_kernels_is_imported_without_extras(bare):
     )
     missing = json.loads(done.stdout)
     device_code = {
-        f"tiercel.kernels.{path.stem}": "triton"
-        for path in (ROOT / "tiercel/kernels").glob("*.py")
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): "triton"
+        for path in (ROOT / "tiercel/kernels").rglob("*.py")
         if imports_triton(path)
     }
     assert device_code

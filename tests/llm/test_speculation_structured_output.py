@@ -64,7 +64,7 @@ def tool_grammar():
         choice="required",
         named=None,
         is_parallel=False,
-        has_form=False,
+        is_structured=False,
         max_tokens=500,
     )
     return compile_spec(None, max_tokens=500, calls=use)

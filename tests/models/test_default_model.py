@@ -26,11 +26,11 @@ def test_a_wrong_rope_base_fails_the_profile(default_model, monkeypatch):
     """The comparison can fail: base 1e4 instead of 1e5 moves the text mean by 0.1."""
     from dataclasses import replace
 
-    from tiercel.models import decoder
+    from tiercel.models import decoder_build
 
-    right = decoder.rope_table
+    right = decoder_build.rope_table
     monkeypatch.setattr(
-        decoder, "rope_table", lambda rope, *rest: right(replace(rope, base=1e4), *rest)
+        decoder_build, "rope_table", lambda rope, *rest: right(replace(rope, base=1e4), *rest)
     )
     with LLM(default_model, dtype="float32") as llm:
         figures = parity.measure(llm, CASE | {"prompts": CASE["prompts"][:1]})

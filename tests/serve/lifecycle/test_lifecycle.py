@@ -317,7 +317,7 @@ WRONG = {
     "socket and port": (
         ["--uds", "x.sock", "--port", "8000"],
         2,
-        "--port 8000 is of no use",
+        "--port 8000 cannot be used with",
     ),
     "socket and host": (["--uds", "x.sock", "--host", "::1"], 2, "--host ::1 cannot be used with"),
     "port": (["--port", "70000"], 2, "--port 70000 is out of range"),
