@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from time import sleep
 
 import pytest
 
@@ -83,7 +84,12 @@ def test_guesses_are_counted_and_may_be_switched_off(servers):
     server = servers["ngram"]
 
     def figures():
-        return read_metrics(server.get("/metrics").text)
+        """The metrics once the counters of the last step, up to 0.1 s late, are in them."""
+        last = None
+        while (now := read_metrics(server.get("/metrics").text)) != last:
+            last = now
+            sleep(0.3)
+        return now
 
     server.post("/v1/completions", body)
     before = figures()
