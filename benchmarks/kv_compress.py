@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
+from tiercel.models.config import RopeConfig
+from tiercel.models.rope import rope_table
 from tiercel.ops.kv_compress import Terms, completing_tokens, compress_terms, kv_compress
-from tiercel.ops.latent_rope import YarnScaling, rope_frequencies, rope_table
 from tiercel.reference import kv_compress as oracle
 from tiercel.reference import latent_rope as rope_oracle
 
@@ -110,8 +111,8 @@ def make_case(kind: str, num_seqs: int, count: int, last: int, table: Tensor) ->
 
 def cases(device: torch.device) -> Iterator[Case]:
     """Yield prefill and decode of each compressor; bytes moved define the floor."""
-    frequencies = rope_frequencies(ROTARY, 160000.0, YarnScaling(16.0, 65536))
-    table = rope_table(frequencies, CONTEXT, device)
+    rope = RopeConfig(160000.0, ROTARY, "yarn", 16.0, 65536, attention_factor=1.0)
+    table = rope_table(rope, CONTEXT).to(device)
     for kind in KINDS:
         yield make_case(kind, 1, PREFILL[device.type], PREFILL[device.type] - 1, table)
         for num_seqs in DECODE[device.type]:

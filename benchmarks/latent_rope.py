@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
-from tiercel.ops.latent_rope import YarnScaling, latent_rope, rope_frequencies, rope_table
+from tiercel.models.config import RopeConfig
+from tiercel.models.rope import rope_table
+from tiercel.ops.latent_rope import latent_rope
 from tiercel.reference import latent_rope as oracle
 
 ROTARY, HEAD_DIM, BASE, MAX_POSITIONS, EPS = 64, 512, 160000.0, 131072, 1e-6
@@ -71,8 +73,8 @@ def make_case(name: str, num_tokens: int, table: Tensor) -> Case:
 
 def cases(device: torch.device) -> Iterator[Case]:
     """Yield one Case per part and number of tokens; bytes moved define the floor."""
-    frequencies = rope_frequencies(ROTARY, BASE, YarnScaling(16.0, 65536))
-    table = rope_table(frequencies, MAX_POSITIONS, device)
+    rope = RopeConfig(BASE, ROTARY, "yarn", 16.0, 65536, attention_factor=1.0)
+    table = rope_table(rope, MAX_POSITIONS).to(device)
     for num_tokens in TOKENS[device.type]:
         for name in PARTS:
             yield make_case(name, num_tokens, table)

@@ -7,6 +7,8 @@ import torch
 
 from tests.dsv4_cases import captured, case
 from tiercel.errors import ArgumentError
+from tiercel.models.config import RopeConfig
+from tiercel.models.rope import rope_table
 from tiercel.ops.kv_compress import (
     Terms,
     completing_tokens,
@@ -15,10 +17,7 @@ from tiercel.ops.kv_compress import (
     kv_compress,
 )
 from tiercel.ops.latent_rope import (
-    YarnScaling,
     latent_cache_write,
-    rope_frequencies,
-    rope_table,
 )
 from tiercel.reference import kv_compress as oracle
 from tiercel.reference import latent_rope as rope_oracle
@@ -44,8 +43,8 @@ class World:
         self.pool = torch.full(shape, float("nan"), device=device)
         self.stored = (self.pool[:, :, 0, :channels], self.pool[:, :, 1, :channels])
         self.weight = torch.randn(width, device=device)
-        frequencies = rope_frequencies(ROTARY, 160000.0, YarnScaling(16.0, 65536))
-        self.table = rope_table(frequencies, max(lengths) + 1, device)
+        rope = RopeConfig(160000.0, ROTARY, "yarn", 16.0, 65536, attention_factor=1.0)
+        self.table = rope_table(rope, max(lengths) + 1).to(device)
 
     def step(self, parts, padding=0):
         """Run `parts`, (sequence, start, stop) each; returns {(sequence, entry): row}."""

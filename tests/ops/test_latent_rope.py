@@ -5,24 +5,20 @@ import torch
 
 from tests.dsv4_cases import captured, case, poison, strided
 from tiercel.errors import ArgumentError
-from tiercel.ops.latent_rope import (
-    YarnScaling,
-    latent_cache_write,
-    latent_rope,
-    rope_frequencies,
-    rope_table,
-)
+from tiercel.models.config import RopeConfig
+from tiercel.models.rope import inverse_frequencies, rope_table
+from tiercel.ops.latent_rope import latent_cache_write, latent_rope
 from tiercel.reference import latent_rope as oracle
 
-YARN = YarnScaling(16.0, 65536)
-KINDS = {"main": (10000.0, None), "compress": (160000.0, YARN)}
+YARN = {"scaling": "yarn", "factor": 16.0, "original_context": 65536, "attention_factor": 1.0}
+KINDS = {"main": (10000.0, {}), "compress": (160000.0, YARN)}
 SHAPES = [(1, 1, 16, 16), (5, 3, 40, 16), (7, 6, 96, 32), (3, 64, 512, 64)]  # T, heads, d, rotary
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-8 + 1e-5, torch.float16: 2**-11 + 1e-5}
 
 
 def make_table(kind, rotary, max_positions, device):
     base, yarn = KINDS[kind]
-    return rope_table(rope_frequencies(rotary, base, yarn), max_positions, device)
+    return rope_table(RopeConfig(base, rotary, **yarn), max_positions).to(device)
 
 
 def oracle_angles(kind, rotary):
@@ -37,25 +33,28 @@ def oracle_angles(kind, rotary):
 def test_frequencies_match_the_reference_and_oracle(kind, device):
     base, yarn = KINDS[kind]
     expected = case(f"rope.{kind}")["inv_freq64"].double()
-    torch.testing.assert_close(rope_frequencies(64, base, yarn), expected, rtol=1e-6, atol=0)
+    made = inverse_frequencies(RopeConfig(base, 64, **yarn))
+    torch.testing.assert_close(made, expected, rtol=1e-6, atol=0)
     for rotary in (2, 16, 64, 126):
         exact = torch.tensor(oracle_angles(kind, rotary), dtype=torch.float64)
-        torch.testing.assert_close(rope_frequencies(rotary, base, yarn), exact, rtol=1e-12, atol=0)
+        made = inverse_frequencies(RopeConfig(base, rotary, **yarn))
+        torch.testing.assert_close(made, exact, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
     ("base", "yarn"),
     [
-        (160000.0, YarnScaling(8.0, 4096)),
-        (160000.0, YarnScaling(4.0, 100, 2.0, 2.0)),
-        (160000.0, YarnScaling(4.0, 100)),  # the ramp begins below the first pair
-        (2.0, YarnScaling(4.0, 65536, 1e4, 1.0)),  # and ends beyond the last channel
+        (160000.0, (8.0, 4096, 32.0, 1.0)),
+        (160000.0, (4.0, 100, 2.0, 2.0)),
+        (160000.0, (4.0, 100, 32.0, 1.0)),  # the ramp begins below the first pair
+        (2.0, (4.0, 65536, 1e4, 1.0)),  # and ends beyond the last channel
     ],
 )
 def test_other_yarn_settings_match_oracle(base, yarn, device):
-    settings = (yarn.factor, yarn.original_max_position, yarn.beta_fast, yarn.beta_slow)
-    exact = torch.tensor(oracle.frequencies(32, base, *settings), dtype=torch.float64)
-    torch.testing.assert_close(rope_frequencies(32, base, yarn), exact, rtol=1e-12, atol=0)
+    names = ("factor", "original_context", "beta_fast", "beta_slow")
+    rope = RopeConfig(base, 32, "yarn", **dict(zip(names, yarn, strict=True)))
+    exact = torch.tensor(oracle.frequencies(32, base, *yarn), dtype=torch.float64)
+    torch.testing.assert_close(inverse_frequencies(rope), exact, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,8 +104,7 @@ def test_one_head_needs_no_head_dimension(device):
 
 def test_far_positions_keep_their_angle(device):
     """In float32 angles, position 1048575 would be 0.03 rad off."""
-    frequencies = rope_frequencies(8, 10000.0)
-    table = rope_table(frequencies, 1 << 20, device)
+    table = rope_table(RopeConfig(10000.0, 8), 1 << 20).to(device)
     positions = torch.tensor([65535, 65536, 65537, (1 << 20) - 1], device=device)
     x = torch.randn(4, 1, 8, device=device)
     out = latent_rope(x, positions, table)
@@ -151,12 +149,6 @@ def test_op_names_the_bad_argument(device):
         latent_rope(x, positions, table, eps=1e-6, weight=torch.ones(39, device=device))
     with pytest.raises(ArgumentError, match="eps=None"):
         latent_rope(x, positions, table, weight=torch.ones(40, device=device))
-    with pytest.raises(ArgumentError, match="rotary_dim=15"):
-        rope_frequencies(15, 10000.0)
-    with pytest.raises(ArgumentError, match=r"factor=0\.5"):
-        rope_frequencies(16, 10000.0, YarnScaling(0.5, 4096))
-    with pytest.raises(ArgumentError, match=r"frequencies are \(8,\) torch.float32"):
-        rope_table(rope_frequencies(16, 10000.0).float(), 4, device)
     with pytest.raises(ArgumentError, match=r"slots \(2,\) torch.int32"):
         latent_cache_write(x[:, 0], x, positions.int())
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tiercel.models.config import RopeConfig
 
+_CHUNK_POSITIONS = 1 << 16  # of a table: 16 MB of float64 at 32 frequencies
+
 
 def inverse_frequencies(rope: RopeConfig, factors: Tensor | None = None) -> Tensor:
     """Angle per position of each pair, (rotary_dim / 2,) float64.
@@ -57,14 +59,20 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 def rope_table(rope: RopeConfig, num_positions: int, factors: Tensor | None = None) -> Tensor:
     """Cos and sin of every position.
 
+    Angles are float64 before the rounding: in float32 they are 0.03 rad off near 1 M tokens.
+
     Returns:
         (num_positions, 2, rotary_dim / 2) float32.
     """
-    angles = torch.outer(
-        torch.arange(num_positions, dtype=torch.float64), inverse_frequencies(rope, factors)
-    )
+    frequencies = inverse_frequencies(rope, factors)
     scale = 1.0
     if rope.scaling == "yarn":
         default = 1 + 0.1 * math.log(rope.factor) if rope.factor > 1 else 1.0
         scale = rope.attention_factor or default
-    return (torch.stack((angles.cos(), angles.sin()), dim=1) * scale).float()
+    table = torch.empty(num_positions, 2, frequencies.shape[0])
+    for start in range(0, num_positions, _CHUNK_POSITIONS):
+        stop = min(start + _CHUNK_POSITIONS, num_positions)
+        angles = torch.outer(torch.arange(start, stop, dtype=torch.float64), frequencies)
+        table[start:stop, 0] = angles.cos() * scale
+        table[start:stop, 1] = angles.sin() * scale
+    return table

@@ -159,7 +159,7 @@ def kv_compress(
         stored_gate: the shape of stored_kv, float32.
         terms: see `compress_terms`; N entries of `ratio` terms, or 2 * ratio with overlap.
         weight: (d,) float32 of the norm.
-        table: (max_positions, 2, half) float32: see `rope_table`.
+        table: (max_positions, 2, half) float32, cosines and sines.
         ratio: tokens per entry.
         eps: of the norm.
 

@@ -1,8 +1,6 @@
-"""Head norm and partial interleaved RoPE of DeepSeek-V4, its tables, and the write to the cache."""
+"""Head norm and partial interleaved RoPE of DeepSeek-V4, and the write to the cache."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,88 +9,6 @@ from tiercel.errors import ArgumentError
 from tiercel.ops import latent_rope_torch as torch_ops
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True)
-class YarnScaling:
-    """YaRN's change of the frequencies; DeepSeek-V4 has no attention factor.
-
-    Attributes:
-        factor: divisor of the slow frequencies, >= 1.
-        original_max_position: context of the training before the extension, in tokens.
-        beta_fast: rotations in that context above which a frequency stays.
-        beta_slow: rotations in that context below which a frequency is divided by `factor`.
-    """
-
-    factor: float
-    original_max_position: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-
-
-def rope_frequencies(rotary_dim: int, base: float, yarn: YarnScaling | None = None) -> Tensor:
-    """RoPE frequencies base^(-2 i / rotary_dim), changed by YaRN.
-
-    Args:
-        rotary_dim: channels that rotate, even, > 0.
-        base: > 1; DeepSeek-V4 has 10000 without YaRN for window-only layers and 160000 with YaRN
-            for compressed layers.
-        yarn: None for plain frequencies.
-
-    Returns:
-        (rotary_dim / 2,) float64 on the CPU.
-
-    Raises:
-        ArgumentError: a value out of range.
-
-    Source: "RoFormer", arXiv 2104.09864; "YaRN", arXiv 2309.00071.
-    """
-    if rotary_dim < 2 or rotary_dim % 2 or base <= 1:
-        raise ArgumentError(
-            f"rope_frequencies: rotary_dim={rotary_dim}, base={base}.",
-            hint="Pass an even number of channels and a base above 1.",
-        )
-    half = rotary_dim // 2
-    plain = base ** (-torch.arange(half, dtype=torch.float64) / half)
-    if yarn is None:
-        return plain
-    if (
-        yarn.factor < 1
-        or yarn.original_max_position < 1
-        or not 0 < yarn.beta_slow <= yarn.beta_fast
-    ):
-        raise ArgumentError(
-            f"rope_frequencies: {yarn}.",
-            hint="Pass factor >= 1, original_max_position >= 1 and 0 < beta_slow <= beta_fast.",
-        )
-    betas = (yarn.beta_fast, yarn.beta_slow)
-    ramp = torch_ops.yarn_ramp(half, base, yarn.original_max_position, betas)
-    return plain / yarn.factor * ramp + plain * (1 - ramp)
-
-
-def rope_table(frequencies: Tensor, max_positions: int, device: torch.device) -> Tensor:
-    """Cosines and sines of the positions 0 to max_positions - 1.
-
-    Angles are float64 before the rounding: in float32 they are 0.03 rad off near 1 M tokens.
-
-    Args:
-        frequencies: (half,) float64 on the CPU.
-        max_positions: >= 0.
-        device: where the table is stored.
-
-    Returns:
-        (max_positions, 2, half) float32, cos then sin.
-
-    Raises:
-        ArgumentError: frequencies in another dtype or shape, or a negative number of positions.
-    """
-    if frequencies.dim() != 1 or frequencies.dtype != torch.float64 or max_positions < 0:
-        raise ArgumentError(
-            f"rope_table: frequencies are {tuple(frequencies.shape)} {frequencies.dtype}, "
-            f"max_positions={max_positions}.",
-            hint="Pass (half,) torch.float64 and 0 or more positions.",
-        )
-    return torch_ops.make_table(frequencies.cpu(), max_positions).to(device)
 
 
 def latent_rope(
@@ -111,7 +27,7 @@ def latent_rope(
     Args:
         x: (T, d) or (T, heads, d), float32, bfloat16 or float16, with any strides.
         positions: (T,) int32 or int64, each below `table.shape[0]` (not checked on a device).
-        table: (max_positions, 2, half) float32, 2 * half <= d; see `rope_table`.
+        table: (max_positions, 2, half) float32, 2 * half <= d, cos then sin.
         eps: added to the mean square of a norm over d; None for no norm.
         weight: (d,) float32, a factor after the norm; None for the norm without weight.
         inverse: rotate by the negative angle, as for the attention output.

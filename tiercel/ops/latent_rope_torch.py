@@ -6,38 +6,8 @@ angle position * f_i.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
-
-_CHUNK_POSITIONS = 1 << 16  # of a table: 16 MB of float64 at 32 frequencies
-
-
-def yarn_ramp(
-    half: int, base: float, original_max_position: int, betas: tuple[float, float]
-) -> Tensor:
-    """0 where a frequency stays, 1 where it is divided by the factor, (half,) float64."""
-
-    def pair(rotations: float) -> float:
-        wavelength = original_max_position / (rotations * 2 * math.pi)
-        return 2 * half * math.log(wavelength) / (2 * math.log(base))
-
-    low = max(math.floor(pair(betas[0])), 0)
-    high = min(math.ceil(pair(betas[1])), 2 * half - 1)
-    ramp = (torch.arange(half, dtype=torch.float64) - low) / max(high - low, 1e-3)
-    return ramp.clamp(0, 1)
-
-
-def make_table(frequencies: Tensor, max_positions: int) -> Tensor:
-    """(max_positions, 2, half) float32, cos then sin, of angles formed in float64."""
-    table = torch.empty(max_positions, 2, frequencies.shape[0])
-    for start in range(0, max_positions, _CHUNK_POSITIONS):
-        stop = min(start + _CHUNK_POSITIONS, max_positions)
-        angles = torch.outer(torch.arange(start, stop, dtype=torch.float64), frequencies)
-        table[start:stop, 0] = angles.cos()
-        table[start:stop, 1] = angles.sin()
-    return table
 
 
 def normalise(x: Tensor, eps: float, weight: Tensor | None) -> Tensor:
