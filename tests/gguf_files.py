@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
@@ -22,6 +23,7 @@ _FORMATS = {
 TYPE_IDS = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10,
     "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30,
+    "IQ2_XXS": 16, "MXFP4": 39,
 }  # fmt: skip
 
 
@@ -316,6 +318,41 @@ def encode_q6_k(x: np.ndarray) -> np.ndarray:
     return _join(low, high, _bytes(s, "i1"), raw)
 
 
+def encode_mxfp4(x: np.ndarray) -> np.ndarray:
+    """0 the exponent, 1 qs[16]."""
+    return gguf.quants.quantize(x.astype("<f4"), gguf.GGMLQuantizationType.MXFP4)
+
+
+def encode_iq2_xxs(x: np.ndarray) -> np.ndarray:
+    """0 d, then per 32 weights four indices of a table of magnitudes, and signs and a scale."""
+    gguf.quants.IQ2_XXS.init_grid()
+    grid = gguf.quants.IQ2_XXS.grid.reshape(256, 8).astype(np.float64)
+    groups = x.reshape(-1, 8, 4, 8)
+    is_negative = groups < 0
+    least = np.abs(groups).argmin(-1)[..., None]
+    is_odd = is_negative.sum(-1, keepdims=True) % 2 == 1
+    np.put_along_axis(is_negative, least, np.take_along_axis(is_negative, least, -1) ^ is_odd, -1)
+    size = np.where(is_negative, -groups, groups)  # negative where a sign is wrong
+    half, d = _half(np.abs(x).max(1) / 43 * 4 / 15.5)
+    scale = d[:, None, :] * (0.5 + np.arange(16)) / 4  # (n, 1, 16)
+    best = np.full(groups.shape[:2], np.inf)
+    chosen = np.zeros(groups.shape[:3], np.int64)
+    levels = np.zeros(groups.shape[:2], np.int64)
+    for level in range(16):
+        values = scale[..., level][..., None, None, None] * grid  # (n, 1, 1, 256, 8)
+        errors = ((size[..., None, :] - values) ** 2).sum(-1)
+        error = errors.min(-1).sum(-1)
+        is_better = error < best
+        best = np.where(is_better, error, best)
+        chosen = np.where(is_better[..., None], errors.argmin(-1), chosen)
+        levels = np.where(is_better, level, levels)
+    signs = (is_negative[..., :7] << np.arange(7)).sum(-1)
+    word = (signs << (7 * np.arange(4))).sum(-1) | levels << 28
+    word = np.ascontiguousarray(word.astype("<u4")[..., None]).view(np.uint8)
+    groups = np.concatenate([chosen.astype(np.uint8), word], axis=-1)
+    return np.concatenate([half, groups.reshape(len(x), 64)], axis=1)
+
+
 ENCODERS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], int]] = {
     "F32": (lambda x: _bytes(x, "<f4"), 1),
     "F16": (lambda x: _bytes(x, "<f2"), 1),
@@ -332,6 +369,8 @@ ENCODERS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], int]] = {
     "Q5_K": (encode_q5_k, 256),
     "Q6_K": (encode_q6_k, 256),
     "IQ4_XS": (encode_iq4_xs, 256),
+    "MXFP4": (encode_mxfp4, 32),
+    "IQ2_XXS": (encode_iq2_xxs, 256),
 }
 
 # --- Whole models ------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def _tensors() -> dict[str, bytes]:
         "withdrawn_4": 4,
         "withdrawn_31": 31,
         "withdrawn_38": 38,
-        "iq2_xxs": 16,
+        "iq2_xs": 17,
         "q8_k": 15,
         "i8": 24,
         "f64": 28,

@@ -12,6 +12,9 @@ from tiercel.quant import QuantTensor
 from tiercel.quant_types import GGML_TYPES, Layout, QuantType
 
 FLOATS = {"F32", "F16", "BF16"}
+GGML = [qtype for qtype in QuantType if qtype.is_ggml]
+IN_GGML = [qtype for qtype in QuantType if qtype.ggml_id >= 0]
+STORAGE = {"F8_E4M3", "F8_E8M0", "U8", "I8", "I32", "I64"}
 
 
 def make_case(qtype, rows=5, blocks=3):
@@ -33,7 +36,7 @@ def weights(tensor):
     return dequantize(data, GGMLQuantizationType(tensor.qtype.ggml_id))
 
 
-@pytest.mark.parametrize("qtype", QuantType, ids=lambda q: q.name)
+@pytest.mark.parametrize("qtype", IN_GGML, ids=lambda q: q.name)
 def test_table_agrees_with_the_gguf_package(qtype):
     theirs = GGMLQuantizationType[qtype.name]
     assert qtype.ggml_id == theirs.value
@@ -44,10 +47,16 @@ def test_table_agrees_with_the_gguf_package(qtype):
 
 
 def test_every_type_is_in_the_table_once():
-    assert len(GGML_TYPES) == len(QuantType) == len({qtype.value for qtype in QuantType})
+    numbers = [qtype.ggml_id for qtype in QuantType]
+    assert len(set(numbers)) == len(QuantType.__members__)
+    assert set(GGML_TYPES) == {number for number in numbers if number >= 0}
+    assert {qtype.name for qtype in QuantType if qtype.is_storage} == STORAGE
+    assert {q for q in QuantType if not q.is_ggml and not q.is_storage} == {
+        QuantType.FP8_BLOCK, QuantType.NVFP4
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("qtype", QuantType, ids=lambda q: q.name)
+@pytest.mark.parametrize("qtype", GGML, ids=lambda q: q.name)
 def test_cuts_are_cuts_of_the_weights(qtype):
     tensor = make_case(qtype)
     whole = weights(tensor)
@@ -116,3 +125,99 @@ def test_empty_cuts():
     assert tensor.rows(2, 2).nbytes == 0
     assert tensor.cols(32, 32).shape == (5, 0)
     assert tensor.take(torch.empty(0, dtype=torch.int64)).shape == (0, 96)
+
+
+def random_bytes(*shape):
+    return torch.randint(0, 255, shape, dtype=torch.uint8)
+
+
+def block_case(qtype, stack=(), out=96, cols=160, block=(32, 48)):
+    """Random planes of a block format."""
+    if qtype is QuantType.FP8_BLOCK:
+        scales = (-(-out // block[0]), -(-cols // block[1]))
+        q = random_bytes(*stack, out, cols).view(torch.float8_e4m3fn)
+        planes = {"q": q, "scale": random_bytes(*stack, *scales)}
+        return QuantTensor(qtype, Layout.BLOCKS, (*stack, out, cols), planes, block)
+    planes = {"q": random_bytes(*stack, out, cols // 2)}
+    if qtype is QuantType.MXFP4:
+        planes["scale"] = random_bytes(*stack, out, cols // 32)
+    else:
+        planes["scale"] = random_bytes(*stack, out, cols // 16).view(torch.float8_e4m3fn)
+        planes["global_scale"] = torch.rand(stack)
+    return QuantTensor(qtype, Layout.BLOCKS, (*stack, out, cols), planes)
+
+
+def element(tensor, row, col, expert=()):
+    """What the planes hold for one weight: its byte or nibble, its scale, that of the matrix."""
+    q, scale = (tensor.planes[name].view(torch.uint8)[expert] for name in ("q", "scale"))
+    if tensor.qtype is QuantType.FP8_BLOCK:
+        b0, b1 = tensor.block
+        return int(q[row, col]), int(scale[row // b0, col // b1])
+    group = 32 if tensor.qtype is QuantType.MXFP4 else 16
+    total = tensor.planes.get("global_scale")
+    nibble = int(q[row, col // 2]) >> 4 * (col % 2) & 15
+    whole = None if total is None else float(total[expert])
+    return nibble, int(scale[row, col // group]), whole
+
+
+BLOCKS = [QuantType.FP8_BLOCK, QuantType.MXFP4, QuantType.NVFP4]
+
+
+@pytest.mark.parametrize("qtype", BLOCKS, ids=lambda q: q.name)
+def test_cuts_of_block_formats(qtype):
+    """FP8 with blocks of 32 x 48: the last columns are part of a block."""
+    whole = block_case(qtype)
+    rows, cols = whole.rows(32, 96), whole.cols(96, 160)
+    assert (rows.shape, cols.shape) == ((64, 160), (96, 64))
+    for row, col in ((0, 0), (63, 63), (17, 50)):
+        assert element(rows, row, col) == element(whole, row + 32, col)
+        assert element(cols, row, col) == element(whole, row, col + 96)
+    index = torch.tensor([95, 0, 40, 40])
+    for few in (index, index[:1], index.repeat(5)):
+        taken = whole.take(few)
+        assert taken.shape == (few.numel(), 160)
+        for place, row in enumerate(few.tolist()):
+            for col in (0, 47, 48, 159):
+                assert element(taken, place, col) == element(whole, row, col)
+    empty = whole.rows(32, 32)
+    assert empty.shape == (0, 160)
+    assert empty.planes["q"].numel() == empty.planes["scale"].numel() == 0
+
+
+@pytest.mark.parametrize("qtype", BLOCKS, ids=lambda q: q.name)
+def test_cuts_of_stacks_of_block_formats(qtype):
+    whole = block_case(qtype, (3,), 64, 96)
+    assert whole.nbytes == sum(whole.take(torch.tensor([i])).nbytes for i in range(3))
+    first = 48 if qtype is QuantType.FP8_BLOCK else 32
+    taken = whole.take(torch.tensor([2, 0, 2, 1])).rows(32, 64).cols(first, 96)
+    assert taken.shape == (4, 32, 96 - first)
+    for place, expert in enumerate((2, 0, 2, 1)):
+        for row, col in ((0, 0), (31, 47)):
+            found = element(taken, row, col, place)
+            assert found == element(whole, row + 32, col + first, expert)
+
+
+def test_a_cut_inside_a_block_of_scales_is_refused():
+    fp8, mx, nv = (block_case(qtype) for qtype in BLOCKS)
+    for cut, text in (
+        (lambda: fp8.rows(16, 32), "rows 16..32 of a FP8_BLOCK tensor cut a block of 32"),
+        (lambda: fp8.rows(0, 33), "rows 0..33"),
+        (lambda: fp8.cols(0, 47), "columns 0..47 of a FP8_BLOCK tensor cut a block of 48"),
+        (lambda: mx.cols(16, 32), "cut a block of 32"),
+        (lambda: nv.cols(0, 8), "cut a block of 16"),
+    ):
+        with pytest.raises(ModelFormatError, match=text):
+            cut()
+    with pytest.raises(ArgumentError, match=r"rows 0..97 are outside a tensor of 96"):
+        fp8.rows(0, 97)
+
+
+def test_a_stack_of_a_ggml_type():
+    matrix = make_case(QuantType.Q4_0, 6, 3)
+    data = matrix.planes["data"].unflatten(0, (2, 3))
+    stack = QuantTensor(QuantType.Q4_0, Layout.FILE, (2, 3, 96), {"data": data})
+    part = stack.take(torch.tensor([1, 0, 1])).rows(1, 3).cols(32, 96)
+    assert part.shape == (3, 2, 64)
+    for place, expert in enumerate((1, 0, 1)):
+        expected = matrix.rows(3 * expert + 1, 3 * expert + 3).cols(32, 96)
+        assert torch.equal(part.planes["data"][place], expected.planes["data"])

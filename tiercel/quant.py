@@ -2,89 +2,132 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tiercel.errors import ArgumentError, ModelFormatError
-from tiercel.quant_types import PLANES, Layout, QuantType
+from tiercel.quant_types import FP4_GROUPS, PLANES, Layout, QuantType
+
+_MATRIX_PLANES = ("global_scale", "divisor")  # one number per matrix
 
 
 @dataclass(frozen=True, slots=True)
 class QuantTensor:
-    """Weights in a storage type.
+    """Weights in a storage type, a matrix or a stack of matrices.
 
     Attributes:
         qtype: the storage type.
         layout: the order of `planes` in memory.
-        shape: (out_features, in_features); a vector is (1, n).
-        planes: uint8 on any device. FILE: ``data``, (out, row_bytes). SOA: those of `PLANES`, each
-            (tiles, groups, 16 * bytes of a group).
+        shape: (out_features, in_features), or (experts, out_features, in_features); a vector is (1,
+            n).
+        planes: on any device. FILE: ``data``, (..., out, row_bytes) uint8. SOA: those of `PLANES`,
+            each (tiles, groups, 16 * bytes of a group) uint8. BLOCKS: see `quant_types.py`; E4M3 is
+            float8_e4m3fn, other planes of 8 bits are uint8.
+        block: FP8_BLOCK: rows and columns of a scale; edge blocks may be partial.
     """
 
     qtype: QuantType
     layout: Layout
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     planes: dict[str, torch.Tensor]
+    block: tuple[int, int] = (1, 1)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all planes."""
         return sum(plane.numel() * plane.element_size() for plane in self.planes.values())
 
+    @property
+    def device(self) -> torch.device:
+        """Device of all planes."""
+        return next(iter(self.planes.values())).device
+
     def ordered_planes(self) -> tuple[torch.Tensor, ...]:
         """The planes in the order of `PLANES`, as kernels take them; one in layout FILE."""
-        if self.layout is Layout.FILE:
-            return (self.planes["data"],)
-        return tuple(self.planes[plane.name] for plane in PLANES[self.qtype])
+        if self.layout is Layout.SOA:
+            return tuple(self.planes[plane.name] for plane in PLANES[self.qtype])
+        return tuple(self.planes.values())
 
     def rows(self, start: int, stop: int) -> QuantTensor:
-        """A view of output rows [start, stop).
+        """A view of output rows [start, stop), of each matrix of a stack.
 
         Raises:
-            ArgumentError: a bound is outside the tensor, or the layout is not FILE.
-        """
-        self._check_file("rows")
-        _check_range("rows", start, stop, self.shape[0])
-        planes = {name: plane[start:stop] for name, plane in self.planes.items()}
-        return QuantTensor(self.qtype, self.layout, (stop - start, self.shape[1]), planes)
-
-    def take(self, index: torch.Tensor) -> QuantTensor:
-        """A copy of the rows in `index`, (n,) integer on the planes' device, in that order.
-
-        Raises:
-            ArgumentError: the layout is not FILE.
-        """
-        self._check_file("take")
-        planes = {name: take_rows(plane, index) for name, plane in self.planes.items()}
-        return QuantTensor(self.qtype, self.layout, (index.numel(), self.shape[1]), planes)
-
-    def cols(self, start: int, stop: int) -> QuantTensor:
-        """A view of input columns [start, stop).
-
-        Raises:
-            ArgumentError: a bound is outside the tensor, or the layout is not FILE.
+            ArgumentError: a bound is outside the tensor, or the layout is SOA.
             ModelFormatError: a bound is inside a block.
         """
-        self._check_file("cols")
-        _check_range("columns", start, stop, self.shape[1])
-        block = self.qtype.block_weights
-        if start % block or stop % block:
-            raise ModelFormatError(
-                f"columns {start}..{stop} of a {self.qtype.name} tensor cut a block of {block}.",
-                hint=f"Cut at multiples of {block}.",
-            )
-        per_block = self.qtype.block_bytes
-        data = self.planes["data"][:, start // block * per_block : stop // block * per_block]
-        return QuantTensor(self.qtype, self.layout, (self.shape[0], stop - start), {"data": data})
+        return self._cut("rows", -2, start, stop)
+
+    def cols(self, start: int, stop: int) -> QuantTensor:
+        """A view of input columns [start, stop), of each matrix of a stack.
+
+        Raises:
+            ArgumentError: a bound is outside the tensor, or the layout is SOA.
+            ModelFormatError: a bound is inside a block.
+        """
+        return self._cut("columns", -1, start, stop)
+
+    def take(self, index: torch.Tensor) -> QuantTensor:
+        """A copy of some rows of a matrix, or of some matrices of a stack.
+
+        Rows of FP8_BLOCK have scales of their own in the copy, whose block is one row high.
+
+        Args:
+            index: (n,) integer on the planes' device; the order of the copy.
+
+        Raises:
+            ArgumentError: the layout is SOA.
+        """
+        self._check_cut("take")
+        is_stack = len(self.shape) == 3
+        planes = {}
+        for name, plane in self.planes.items():
+            if is_stack or name not in _MATRIX_PLANES:
+                height = 1 if is_stack else self._sizes(name)[0]
+                plane = take_rows(plane, index if height == 1 else index // height)
+            planes[name] = plane
+        block = self.block if is_stack else (1, self.block[1])
+        shape = (index.numel(), *self.shape[1:])
+        return QuantTensor(self.qtype, self.layout, shape, planes, block)
 
     def to(self, device: torch.device) -> QuantTensor:
         """The same tensor on another device."""
         planes = {name: plane.to(device) for name, plane in self.planes.items()}
-        return QuantTensor(self.qtype, self.layout, self.shape, planes)
+        return replace(self, planes=planes)
 
-    def _check_file(self, what: str) -> None:
-        if self.layout is not Layout.FILE:
+    def _sizes(self, name: str) -> tuple[int, int]:
+        """Rows and columns of weights that one element of a plane, or block of bytes, is for."""
+        if self.layout is Layout.FILE:
+            return 1, self.qtype.block_weights
+        if self.qtype is QuantType.FP8_BLOCK:
+            return self.block if name == "scale" else (1, 1)
+        return 1, FP4_GROUPS[self.qtype] if name == "scale" else 2
+
+    def _cut(self, what: str, dim: int, start: int, stop: int) -> QuantTensor:
+        """A view of [start, stop) of dimension -2 or -1."""
+        self._check_cut("cols" if dim == -1 else "rows")
+        size = self.shape[dim]
+        _check_range(what, start, stop, size)
+        whole = max(self._sizes(name)[dim] for name in self.planes if name not in _MATRIX_PLANES)
+        if start % whole or (stop % whole and stop != size):
+            raise ModelFormatError(
+                f"{what} {start}..{stop} of a {self.qtype.name} tensor cut a block of {whole}.",
+                hint=f"Cut at multiples of {whole}.",
+            )
+        planes = {}
+        for name, plane in self.planes.items():
+            if name not in _MATRIX_PLANES:
+                unit = self._sizes(name)[dim]
+                step = self.qtype.block_bytes if (self.layout, dim) == (Layout.FILE, -1) else 1
+                first, last = start // unit * step, -(-stop // unit) * step
+                plane = plane.narrow(dim, first, max(0, last - first))
+            planes[name] = plane
+        shape = list(self.shape)
+        shape[dim] = stop - start
+        return replace(self, shape=tuple(shape), planes=planes)
+
+    def _check_cut(self, what: str) -> None:
+        if self.layout is Layout.SOA:
             raise ArgumentError(
                 f"{what}: a tensor of layout {self.layout.name} cannot be cut.",
                 hint="Cut it in layout FILE, before it is repacked.",
@@ -92,11 +135,14 @@ class QuantTensor:
 
 
 def take_rows(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """A copy of the rows of a (rows, columns) tensor in `index`, (n,) integer on its device.
+    """A copy of the entries of the first dimension in `index`, (n,) integer on its device.
 
     On a GPU `index_select` copies up to 16 rows one after the other (4096 columns of float32: 7 us
-    for 16, other indexing 2 to 3 us; of one or two it is the faster one).
+    for 16, other indexing 2 to 3 us; of one or two it is the faster one). Floats of 8 bits are
+    copied as bytes: not every device selects them.
     """
+    if matrix.dtype == torch.float8_e4m3fn:
+        return take_rows(matrix.view(torch.uint8), index).view(matrix.dtype)
     return matrix[index] if 2 < index.numel() <= 16 else matrix.index_select(0, index)
 
 

@@ -11,6 +11,14 @@ the last filled up with zeros. A group is one block of 256 weights or four of 32
 filled up with zeros. `PLANES` has the bytes of a block that a plane holds and how the 16 rows of a
 tile share its last axis; `ops/packed_repack.py` goes from one layout to the other.
 
+Layout BLOCKS has the planes of a block format as safetensors files store them, for a matrix
+or a stack (..., out, in). Two E2M1 values share a byte, the even column in bits 0 to 3:
+
+    FP8_BLOCK  q (..., out, in) E4M3; scale (..., ceil(out / b0), ceil(in / b1)) E8M0 or float32
+    MXFP4      q (..., out, in / 2) of E2M1; scale (..., out, in / 32) E8M0
+    NVFP4      q (..., out, in / 2) of E2M1; scale (..., out, in / 16) E4M3; global_scale (...)
+               float32, a factor, or instead divisor (...) float32
+
 Free of PyTorch, so that a file can be inspected without it; `quant.py` has the tensors.
 """
 
@@ -38,15 +46,27 @@ class QuantType(Enum):
     Q6_K = (14, 256, 210)
     IQ4_NL = (20, 32, 18)
     IQ4_XS = (23, 256, 136)
+    IQ2_XXS = (16, 256, 66)
+    MXFP4 = (39, 32, 17)
+    # Formats without a GGML id: negative, unique numbers.
+    FP8_BLOCK = (-1, 1, 1)  # E4M3; the scales of its blocks are beside it
+    NVFP4 = (-2, 16, 9)  # E2M1 and an E4M3 scale; a scale of the matrix is beside it
+    # Storage types: of tensors in a file that are planes of weights, or integers.
+    F8_E4M3 = (-3, 1, 1)
+    F8_E8M0 = (-4, 1, 1)
+    U8 = (-5, 1, 1)
+    I8 = (24, 1, 1)
+    I32 = (26, 1, 4)
+    I64 = (27, 1, 8)
 
     @property
     def ggml_id(self) -> int:
-        """The number that a GGUF file stores."""
+        """The number that a GGUF file stores; negative where the format has none."""
         return self.value[0]
 
     @property
     def block_weights(self) -> int:
-        """Weights in one block; 1 for the float types."""
+        """Weights in one block; 1 for the float and storage types."""
         return self.value[1]
 
     @property
@@ -56,8 +76,18 @@ class QuantType(Enum):
 
     @property
     def is_float(self) -> bool:
-        """Whether a weight is stored as a plain float."""
-        return self.block_weights == 1
+        """Whether a weight is stored as a plain float of 16 or 32 bits."""
+        return self.name in ("F32", "F16", "BF16")
+
+    @property
+    def is_storage(self) -> bool:
+        """Whether only tensors of a file have this type: weights never do."""
+        return self.name in ("F8_E4M3", "F8_E8M0", "U8", "I8", "I32", "I64")
+
+    @property
+    def is_ggml(self) -> bool:
+        """Whether GGUF files store weights of this type, as blocks of layout FILE."""
+        return self.ggml_id >= 0 and not self.is_storage
 
     @property
     def group_blocks(self) -> int:
@@ -73,7 +103,7 @@ class QuantType(Enum):
         return in_features // self.block_weights * self.block_bytes
 
 
-GGML_TYPES = {qtype.ggml_id: qtype for qtype in QuantType}
+GGML_TYPES = {qtype.ggml_id: qtype for qtype in QuantType if qtype.ggml_id >= 0}
 
 
 class Layout(Enum):
@@ -81,8 +111,10 @@ class Layout(Enum):
 
     FILE = "file"  # one plane `data`: the bytes of the file
     SOA = "soa"  # the planes of `PLANES`, in tiles of 16 rows
+    BLOCKS = "blocks"  # the planes of a block format: `q`, `scale` and those of a matrix
 
 
+FP4_GROUPS = {QuantType.MXFP4: 32, QuantType.NVFP4: 16}  # columns of a scale in layout BLOCKS
 TILE_ROWS = 16  # output rows of a tensor-core tile, and of a tile of layout SOA
 
 

@@ -96,7 +96,7 @@ def test_hostile_file_is_refused(name, tmp_path):
         ("c5_nested_arrays", ["'x.y'", "array of arrays"]),
         ("c6_alignment_3", ["'general.alignment'", " 3"]),
         ("c7_type_withdrawn_31", ["'a.weight'", "31", "Q4_0_4_4", "withdrawn"]),
-        ("c7_type_iq2_xxs", ["'a.weight'", "IQ2_XXS"]),
+        ("c7_type_iq2_xs", ["'a.weight'", "IQ2_XS"]),
         ("c7_ragged_q4_k", ["'a.weight'", "250", "256"]),
         ("c7_overlap_by_one", ["'b.weight'", "'a.weight'", "overlaps"]),
         ("c7_offset_past_end", ["'a.weight'", "1024 bytes", "1152"]),

@@ -38,7 +38,6 @@ WITHDRAWN_TYPES = {
 UNSUPPORTED_TYPES = {
     9: "Q8_1",
     15: "Q8_K",
-    16: "IQ2_XXS",
     17: "IQ2_XS",
     18: "IQ3_XXS",
     19: "IQ1_S",
@@ -46,13 +45,11 @@ UNSUPPORTED_TYPES = {
     22: "IQ2_S",
     24: "I8",
     25: "I16",
-    26: "I32",
     27: "I64",
     28: "F64",
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
     40: "NVFP4",
     41: "Q1_0",
     42: "Q2_0",
@@ -126,9 +123,9 @@ def _read_type(cursor: Cursor) -> QuantType:
     at = cursor.pos
     number = cursor.u32("type")
     qtype = GGML_TYPES.get(number)
-    if qtype is not None:
+    if qtype is not None and (qtype.is_ggml or qtype is QuantType.I32):
         return qtype
-    hint = f"Tiercel runs {', '.join(known.name for known in QuantType)}."
+    hint = f"Tiercel runs {', '.join(known.name for known in QuantType if known.is_ggml)}."
     if number in WITHDRAWN_TYPES:
         fact = f"is {number} ({WITHDRAWN_TYPES[number]}), which the format has withdrawn"
         raise cursor.unsupported("type", at, fact, f"Convert the model again: {hint}")

@@ -31,7 +31,8 @@ def load_packed_gemm(weight: PackedWeight, out_dtype: torch.dtype) -> None:
     tensor = weight.tensor
     device = tensor.ordered_planes()[0].device
     if _is_read(weight) and has_packed_gemm(device):
-        kernel.load_packed_gemm(tensor.qtype.name, tensor.shape, out_dtype, device)
+        shape = (tensor.shape[0], tensor.shape[1])
+        kernel.load_packed_gemm(tensor.qtype.name, shape, out_dtype, device)
 
 
 def packed_gemm(
