@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercel.cache.allocator import NULL_BLOCK
-from tiercel.cache.manager import CacheManager, GroupBlocks
+from tiercel.cache.manager import BlockWrite, CacheManager, GroupBlocks
 from tiercel.cache.pool import CachePool
 from tiercel.cache.prefix import ROOT
 from tiercel.cache.spec import KVCacheSpec, Plane, attention_spec, group_specs
@@ -128,14 +129,48 @@ def test_groups_of_equal_specs():
     assert groups[0].bytes_per_block(SIZE) == 3 * SIZE * 2 * 2 * 8 * 4
 
 
-def test_entries_of_several_tokens_and_states_of_rows():
+def test_entries_of_several_tokens_and_blocks_that_keep_their_last_ones():
     plane = Plane("entries", torch.bfloat16, (12,))
     compressed = KVCacheSpec("full", (plane,), tokens_per_entry=4)
-    state = KVCacheSpec("state", (plane,), state_len=9)
-    groups = group_specs([compressed, state])
-    assert groups[0].bytes_per_block(64) == 16 * 24
-    assert (groups[1].bytes_per_block(64), groups[1].bytes_per_row()) == (0, 9 * 24)
-    pools = [CachePool(group, 5, 64, 3, "cpu") for group in groups]
+    inputs = KVCacheSpec("sliding", (plane,), window=8, entries_per_block=32)
+    groups = group_specs([compressed, inputs])
+    assert [group.bytes_per_block(64) for group in groups] == [16 * 24, 32 * 24]
+    pools = [CachePool(group, 5, 64, "cpu") for group in groups]
     assert pools[0].layers[0]["entries"].shape == (5, 16, 12)
-    assert pools[1].layers[1]["entries"].shape == (3, 9, 12)
+    assert pools[1].layers[1]["entries"].shape == (5, 32, 12)
     assert not pools[0].layers[0]["entries"].any()
+
+
+@pytest.mark.parametrize(("window", "num_needed"), [(1, 0), (8, 1), (128, 1), (129, 1), (130, 2)])
+def test_blocks_of_128_tokens_that_a_window_needs(window, num_needed):
+    """After whole blocks the next token sees `window - 1` tokens: none with a window of 1."""
+    manager = CacheManager([GroupBlocks(20), GroupBlocks(20, window)], 128, 512)
+    tokens = [i % 50 for i in range(500)]
+    held = manager.enter(manager.find(tokens))
+    manager.grow(held, 384)
+    key = ROOT
+    for index in range(3):
+        key = manager.keep(key, tokens[index * 128 : index * 128 + 128], held, index)
+    manager.trim(held, 384)
+    assert [block != NULL_BLOCK for block in held[1]] == [3 - i <= num_needed for i in range(3)]
+    manager.release(held)
+    evicted = 19 - num_needed  # all but those that the window needs, which are idle last
+    other = manager.allocators[1].allocate(evicted)
+    match = manager.find(tokens)
+    assert match.num_blocks == 3, "the blocks before the window are not needed"
+    assert match.block_ids[1] == tuple(held[1])
+    manager.allocators[1].free(other)
+    if num_needed:
+        manager.allocators[1].allocate(19)
+        assert manager.find(tokens).num_blocks == 0
+
+
+@pytest.mark.parametrize(("window", "freed_at"), [(1, 128), (8, 135), (128, 255)])
+def test_a_window_frees_a_block_when_no_later_token_sees_it(window, freed_at):
+    manager = CacheManager([GroupBlocks(20, window)], 128, 512)
+    held = manager.enter(manager.find([1]))
+    manager.grow(held, 300)
+    assert manager.trim(held, freed_at - 1) == []
+    assert manager.trim(held, freed_at) == [BlockWrite(0, 0, (NULL_BLOCK,))]
+    assert held[0][0] == NULL_BLOCK
+    assert NULL_BLOCK not in held[0][1:]

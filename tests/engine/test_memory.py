@@ -92,14 +92,13 @@ def test_a_cache_that_does_not_fit_is_refused_with_figures():
 def test_groups_share_in_proportion_to_a_long_sequence():
     sizes = {"block_size": 10, "max_model_len": 1000, "max_num_seqs": 8, "max_step_tokens": 40}
     full, window = make_group(2), make_group(4, "sliding", window=50)
-    state = make_group(100, "state", state_len=3)
     # 100 blocks of 20 bytes; a window, a step and a block in 10 blocks of 40: 2,400 a sequence.
-    rows, null_blocks = 9 * 300, 60
-    available = rows + null_blocks + int(2.5 * 2400)
-    assert cache_blocks([full, window, state], available=available, **sizes) == [251, 26, 1]
-    assert cache_blocks([full, window, state], available=10**9, **sizes) == [801, 81, 1]
+    null_blocks = 60
+    available = null_blocks + int(2.5 * 2400)
+    assert cache_blocks([full, window], available=available, **sizes) == [251, 26]
+    assert cache_blocks([full, window], available=10**9, **sizes) == [801, 81]
     with pytest.raises(OutOfMemoryError) as caught:
-        cache_blocks([full, window, state], available=rows + null_blocks + 2399, **sizes)
+        cache_blocks([full, window], available=null_blocks + 2399, **sizes)
     assert caught.value.hint == "Lower max_model_len to 990 or less."
 
 
@@ -192,32 +191,29 @@ def test_what_a_cpu_gives_is_four_fifths_less_what_is_kept_for_later():
 
 @settings(max_examples=150, deadline=None)
 @given(
-    sizes=st.lists(st.integers(1, 30), min_size=3, max_size=3),
+    sizes=st.lists(st.integers(1, 30), min_size=2, max_size=2),
     lengths=st.tuples(st.integers(1, 90), st.integers(1, 8), st.integers(1, 12)),
     window=st.integers(1, 60),
     available=st.integers(0, 40_000),
 )
 def test_no_group_gets_less_than_its_share_or_more_than_there_is(sizes, lengths, window, available):
-    """Three kinds of groups against sums written out block by block, in whole numbers."""
+    """Both kinds of groups against sums written out block by block, in whole numbers."""
     longest, num_seqs, block_size = lengths
-    groups = [
-        make_group(sizes[0]), make_group(sizes[1], "sliding", window=window),
-        make_group(sizes[2], "state", state_len=3),
-    ]  # fmt: skip
+    groups = [make_group(sizes[0]), make_group(sizes[1], "sliding", window=window)]
     needs = [
         len(range(0, longest, block_size)),
         len(range(0, min(longest, window + 9 + block_size), block_size)),
     ]
-    per_block = [size * block_size for size in sizes[:2]]
+    per_block = [size * block_size for size in sizes]
     one = sum(need * size for need, size in zip(needs, per_block, strict=True))
-    left = available - sum(per_block) - (num_seqs + 1) * 3 * sizes[2]
+    left = available - sum(per_block)
     options = {"block_size": block_size, "max_model_len": longest, "max_num_seqs": num_seqs}
     if left < one:
         with pytest.raises(OutOfMemoryError):
             cache_blocks(groups, max_step_tokens=9, available=available, **options)
         return
     found = cache_blocks(groups, max_step_tokens=9, available=available, **options)
-    for got, need in zip(found, [*needs, 0], strict=True):
+    for got, need in zip(found, needs, strict=True):
         exact = min(num_seqs * need, left * need // one)
         assert 1 + exact - (left * need % one == 0) <= got <= 1 + exact  # float may miss by one
 

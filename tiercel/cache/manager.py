@@ -2,8 +2,8 @@
 
 A sequence has a list of block ids per group, one per block of tokens from its first token on.
 Groups without a window keep all blocks. A sliding group frees the blocks that no later token
-reads; `NULL_BLOCK` replaces them, so that an index of the list always means the same tokens.
-State groups have no blocks: their memory belongs to the engine row.
+reads; `NULL_BLOCK` replaces them, so that an index of the list always means the same tokens. A
+window counts the token itself: a group with a window of 1 keeps nothing at the end of a block.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CacheManager:
         """Set up the manager.
 
         Args:
-            groups: the groups that have blocks.
+            groups: the cache groups.
             block_size: tokens of a block.
             max_step_tokens: most tokens of one sequence that a step writes.
             has_prefix_cache: whether computed blocks are kept for other sequences.

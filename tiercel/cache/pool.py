@@ -1,9 +1,8 @@
 """The device memory of one cache group: one tensor per layer and plane.
 
-A plane of a layer with blocks is (num_blocks, entries of a block, *entry shape), so that slot =
-block * block_size + offset indexes its flat view where an entry is a token; a plane of a state is
-(num_rows, state_len, *entry shape). Planes are zero at first: masked entries are multiplied by 0
-and must be finite.
+A plane is (num_blocks, entries_per_block, *entry shape), so that slot = block * entries_per_block +
+entry of the block indexes its flat view. Planes are zero at first: masked entries are multiplied by
+0 and must be finite.
 """
 
 from __future__ import annotations
@@ -20,25 +19,19 @@ from tiercel.cache.spec import CacheGroup
 class CachePool:
     """All planes of one cache group."""
 
-    def __init__(
-        self, group: CacheGroup, num_blocks: int, block_size: int, num_rows: int, device: str
-    ) -> None:
+    def __init__(self, group: CacheGroup, num_blocks: int, block_size: int, device: str) -> None:
         """Allocate the planes. A CPU commits pages on first write, so an unused pool costs nothing.
 
         Args:
             group: the cache group.
-            num_blocks: number of blocks with the null block; unused by a state.
+            num_blocks: number of blocks with the null block.
             block_size: tokens per block.
-            num_rows: number of engine rows; used by a state only.
             device: device of the planes.
         """
         self.group = group
         self.num_blocks = num_blocks
         spec = group.spec
-        if spec.policy == "state":
-            lead = (num_rows, spec.state_len)
-        else:
-            lead = (num_blocks, block_size // spec.tokens_per_entry)
+        lead = (num_blocks, spec.block_entries(block_size))
         self.layers: dict[int, dict[str, Tensor]] = {
             layer: {
                 plane.name: _make_zeros((*lead, *plane.shape), plane.dtype, device)

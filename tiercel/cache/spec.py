@@ -1,8 +1,12 @@
 """Cache layout of a layer: planes per entry, in blocks of tokens.
 
-A block is `block_size` tokens across all layers of a group; layers with equal specs form one group
-and share a pool and a column of block tables. Block 0 of every pool is the null block: it is never
-written, and unused columns of a block table point to it.
+A block is `block_size` tokens across all layers of a group; equal specs form one group and share a
+pool and a column of block tables. A layer may have several specs, each in its own group. Block 0 of
+every pool is the null block: it is never written, and unused columns of a block table point to it.
+
+An entry is `tokens_per_entry` tokens and is written with the last of them. A block may have fewer
+entries than its tokens complete: then a later entry takes the place of an earlier one, and the
+block keeps its last ones (the inputs of a compressor, of which only the last few are read).
 """
 
 from __future__ import annotations
@@ -30,39 +34,37 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Cache layout of one layer.
+    """Cache layout of one layer, or of a part of what it keeps.
 
     Attributes:
         policy: ``full`` keeps every entry; ``sliding`` those of the last `window` tokens, in blocks
-            that are freed after the window has passed; ``state`` a ring of `state_len` entries per
-            engine row, without blocks.
+            that are freed after the window has passed.
         planes: arrays per entry; dense attention keeps ``k`` and ``v``, (num_kv_heads, head_dim)
             each.
         window: number of tokens that a token sees, itself included; sliding only.
         tokens_per_entry: number of tokens in one entry; divides the block size.
-        state_len: number of entries of a ring; state only.
+        entries_per_block: number of entries in a block; divides the number that its tokens
+            complete. None for all of them.
     """
 
     policy: str
     planes: tuple[Plane, ...]
     window: int = 0
     tokens_per_entry: int = 1
-    state_len: int = 0
+    entries_per_block: int | None = None
 
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry of all planes."""
         return sum(plane.entry_bytes for plane in self.planes)
 
-    def bytes_per_block(self, block_size: int) -> int:
-        """Bytes of one layer for a block of `block_size` tokens; 0 for a state."""
-        if self.policy == "state":
-            return 0
-        return block_size // self.tokens_per_entry * self.entry_bytes
+    def block_entries(self, block_size: int) -> int:
+        """Number of entries in a block of `block_size` tokens."""
+        return self.entries_per_block or block_size // self.tokens_per_entry
 
-    def bytes_per_row(self) -> int:
-        """Bytes of one layer for an engine row of any length; 0 except for a state."""
-        return self.state_len * self.entry_bytes
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one spec for a block of `block_size` tokens."""
+        return self.block_entries(block_size) * self.entry_bytes
 
     def first_token(self, num_computed: int) -> int:
         """The first token that the token at position `num_computed` sees."""
@@ -71,7 +73,7 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers with one spec; `layers` are indices of the list that `group_specs` was given."""
+    """Equal specs; `layers` are their indices in the list that `group_specs` was given."""
 
     spec: KVCacheSpec
     layers: tuple[int, ...]
@@ -79,10 +81,6 @@ class CacheGroup:
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of a block across the group's layers."""
         return len(self.layers) * self.spec.bytes_per_block(block_size)
-
-    def bytes_per_row(self) -> int:
-        """Bytes of an engine row across the group's layers, without blocks."""
-        return len(self.layers) * self.spec.bytes_per_row()
 
 
 def group_specs(specs: Sequence[KVCacheSpec]) -> tuple[CacheGroup, ...]:

@@ -158,7 +158,7 @@ def build_engine(
 
         def make_pools(sizes: Sequence[int]) -> list[CachePool]:
             return [
-                CachePool(group, size, config.block_size, config.max_num_seqs + 1, str(device))
+                CachePool(group, size, config.block_size, str(device))
                 for group, size in zip(groups, sizes, strict=True)
             ]
 

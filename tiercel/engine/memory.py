@@ -124,7 +124,7 @@ def cache_blocks(
     to what `max_num_seqs` of them need.
 
     Args:
-        groups: of the model; states are served first, one row each and scratch.
+        groups: of the model.
         block_size: tokens of a block.
         max_model_len: tokens of the longest sequence.
         max_num_seqs: sequences that run together.
@@ -137,8 +137,6 @@ def cache_blocks(
 
     def blocks_of(group: CacheGroup, num_tokens: int) -> int:
         kept = num_tokens
-        if group.spec.policy == "state":
-            return 0
         if group.spec.policy == "sliding":
             kept = min(num_tokens, group.spec.window + max_step_tokens + block_size)
         return -(-kept // block_size)
@@ -147,7 +145,6 @@ def cache_blocks(
         return sum(blocks_of(g, num_tokens) * g.bytes_per_block(block_size) for g in groups)
 
     fixed = sum(group.bytes_per_block(block_size) for group in groups)  # null blocks
-    fixed += (max_num_seqs + 1) * sum(group.bytes_per_row() for group in groups)
     needed, left = bytes_of(max_model_len), available - fixed
     if left < needed:
         fits = bisect_right(range(0, max_model_len, block_size), left, key=bytes_of) - 1
