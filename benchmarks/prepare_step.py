@@ -13,16 +13,21 @@ import torch
 from torch import Tensor
 
 from benchmarks.op_timing import Case, main
-from tiercel.ops.prepare_step import prepare_step
+from tiercel.ops.prepare_step import SlotLayout, prepare_step
 from tiercel.reference import prepare_step as oracle
 
-BLOCK_SIZE = 64
 LENGTH = 4096
+# (tokens per entry, entries per block) of the groups of models; blocks of 64 or 128 tokens.
+DENSE, HYBRID = ((1, 64),), ((1, 64), (1, 64))
+DEEPSEEK_V4 = ((4, 32), (128, 1), (1, 128), (1, 32), (1, 128))
 # (requests, new tokens of each, cache groups)
 SHAPES = {
-    "cuda": [(1, 1, 1), (64, 1, 1), (256, 1, 2), (1, 2048, 1), (4, 2048, 2)],
-    "cpu": [(1, 1, 1), (16, 1, 1), (1, 512, 1)],
-}
+    "cuda": [
+        (1, 1, DENSE), (64, 1, DENSE), (256, 1, HYBRID), (1, 2048, DENSE), (4, 2048, HYBRID),
+        (1, 1, DEEPSEEK_V4), (64, 1, DEEPSEEK_V4), (4, 2048, DEEPSEEK_V4),
+    ],
+    "cpu": [(1, 1, DENSE), (16, 1, DENSE), (1, 512, DENSE), (16, 1, DEEPSEEK_V4)],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,12 @@ class Inputs:
     rows: Tensor
     starts: Tensor
     num_tokens: int
+    kinds: tuple[tuple[int, int], ...]
+
+    @property
+    def layout(self) -> SlotLayout:
+        per_entry, entries = zip(*self.kinds, strict=True)
+        return SlotLayout(per_entry[0] * entries[0], per_entry, entries)
 
 
 def run(inputs: Inputs) -> None:
@@ -46,22 +57,23 @@ def run(inputs: Inputs) -> None:
         inputs.rows,
         inputs.starts,
         inputs.num_tokens,
-        BLOCK_SIZE,
+        inputs.layout,
     )
 
 
 def gathers(inputs: Inputs) -> None:
-    """The step by PyTorch operators, for equal query lengths, without scratch."""
+    """The step of dense groups by PyTorch operators, for equal query lengths, without scratch."""
     inputs.num_computed.fill_(64)
     count = inputs.num_tokens // inputs.rows.shape[0]
     rows = inputs.rows.long()
     start = inputs.num_computed[rows]
     positions = start[:, None] + torch.arange(count, device=rows.device)
     inputs.token_ids[rows].gather(1, positions)
+    size = inputs.layout.block_size
     blocks = inputs.block_tables[:, rows].gather(
-        2, (positions // BLOCK_SIZE).expand(inputs.block_tables.shape[0], -1, -1)
+        2, (positions // size).expand(inputs.block_tables.shape[0], -1, -1)
     )
-    blocks.long() * BLOCK_SIZE + positions % BLOCK_SIZE
+    blocks.long() * size + positions % size
     inputs.num_computed.index_add_(0, rows, inputs.starts.diff())
 
 
@@ -69,7 +81,8 @@ def check(inputs: Inputs) -> float:
     """0 where every number is right, else infinity."""
     inputs.num_computed.fill_(64)
     tables = [t.cpu() for t in (inputs.token_ids, inputs.num_computed, inputs.block_tables)]
-    expected = oracle.prepare_step(*tables, inputs.rows.cpu(), inputs.starts.cpu(), BLOCK_SIZE)
+    step = (*tables, inputs.rows.cpu(), inputs.starts.cpu())
+    expected = oracle.prepare_step(*step, inputs.layout.block_size, inputs.kinds)
     result = prepare_step(
         inputs.token_ids,
         inputs.num_computed,
@@ -77,14 +90,18 @@ def check(inputs: Inputs) -> float:
         inputs.rows,
         inputs.starts,
         inputs.num_tokens,
-        BLOCK_SIZE,
+        inputs.layout,
     )
     found = (result.input_ids, result.positions, result.seq_lens, result.slot_mapping)
     is_right = [t.tolist() for t in found] == list(expected[:4])
     return 0.0 if is_right and inputs.num_computed.tolist() == expected[4] else float("inf")
 
 
-def make_case(requests: int, count: int, groups: int, device: torch.device) -> Case:
+def make_case(
+    requests: int, count: int, kinds: tuple[tuple[int, int], ...], device: torch.device
+) -> Case:
+    groups, block_size = len(kinds), kinds[0][0] * kinds[0][1]
+
     def make(seed: int) -> Inputs:
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -95,10 +112,11 @@ def make_case(requests: int, count: int, groups: int, device: torch.device) -> C
         return Inputs(
             integers(50_000, requests + 1, LENGTH),
             torch.full((requests + 1,), 64, dtype=torch.int32, device=device),
-            integers(9_999, groups, requests + 1, LENGTH // BLOCK_SIZE),
+            integers(9_999, groups, requests + 1, LENGTH // block_size),
             torch.randperm(requests, generator=generator, device=device).int(),
             torch.arange(0, requests * count + 1, count, dtype=torch.int32, device=device),
             requests * count,
+            kinds,
         )
 
     return Case(

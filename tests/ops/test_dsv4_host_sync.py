@@ -12,12 +12,7 @@ from tiercel.ops import block_quantize as codecs
 from tiercel.ops.block_quantize import BlockFormat, block_dequantize, block_quantize
 from tiercel.ops.grouped_linear import grouped_linear
 from tiercel.ops.indexer_topk import PagedKeys, indexer_topk
-from tiercel.ops.kv_compress import (
-    completing_tokens,
-    compress_store_slots,
-    compress_terms,
-    kv_compress,
-)
+from tiercel.ops.kv_compress import completing_tokens, compress_terms, kv_compress
 from tiercel.ops.latent_rope import latent_cache_write, latent_rope
 from tiercel.ops.mhc_mix import mhc_mix_collapse, mhc_mix_post, mhc_mix_pre
 from tiercel.ops.moe_experts import Experts, moe_experts
@@ -63,7 +58,6 @@ def run_kv_compress():
     terms = compress_terms(tokens, *step, ratio=4, has_overlap=True, **sizes)
     inputs = (floats(300, 48), floats(300, 48), floats(4, 32, 48), floats(4, 32, 48))
     kv_compress(*inputs, terms, floats(24), floats(99, 2, 8), ratio=4, eps=1e-6)
-    compress_store_slots(*step, **sizes)
 
 
 def run_indexer_topk():

@@ -12,7 +12,6 @@ from tiercel.models.rope import rope_table
 from tiercel.ops.kv_compress import (
     Terms,
     completing_tokens,
-    compress_store_slots,
     compress_terms,
     kv_compress,
 )
@@ -25,6 +24,16 @@ from tiercel.reference import latent_rope as rope_oracle
 EPS, ROTARY, BLOCK = 1e-6, 16, 128
 # Tokens per entry, overlap, stored rows of a block.
 KINDS = {"csa": (4, True, 32), "hca": (128, False, 128)}
+
+
+def store_slots(positions, seq_ids, cu_seqlens_q, block_tables, *, rows_per_block):
+    """Slots of a step's inputs, as `prepare_step` gives them; -1 where a later row follows."""
+    position, sequence = positions.long().clamp(min=0), seq_ids.long()
+    offset = position % BLOCK
+    slots = block_tables[sequence, position // BLOCK] * rows_per_block + offset % rows_per_block
+    row = torch.arange(len(positions), device=positions.device) + rows_per_block
+    is_taken = (row < cu_seqlens_q[sequence + 1]) & (offset + rows_per_block < BLOCK)
+    return torch.where((positions < 0) | is_taken, -1, slots).long()
 
 
 class World:
@@ -74,7 +83,7 @@ class World:
             tokens, where, *seqs, ratio=self.ratio, has_overlap=self.has_overlap, **sizes
         )
         out = self.compress(kv, gate, terms)
-        slots = compress_store_slots(where, *seqs, **sizes)
+        slots = store_slots(where, *seqs, rows_per_block=self.rows)
         real = slots[slots >= 0]
         assert real.unique().numel() == real.numel()
         for values, cache in zip((kv, gate), self.stored, strict=True):
@@ -190,20 +199,6 @@ def test_a_prefix_hit_finds_the_rows_of_the_block_before(kind, hit, device):
     check(world, found)
 
 
-def test_store_slots(device):
-    """200 tokens: the last 32 of block 0 and the last 32 so far of block 1, at position mod 32."""
-    positions = torch.cat((torch.arange(200), torch.tensor([-1]))).to(device)
-    starts = torch.tensor([0, 200], device=device)
-    tables = torch.tensor([[3, 5]], device=device)
-    slots = compress_store_slots(
-        positions, torch.zeros_like(positions), starts, tables, block_size=128, rows_per_block=32
-    )
-    expected = torch.full((201,), -1)
-    expected[96:128] = 3 * 32 + torch.arange(32)
-    expected[168:200] = 5 * 32 + torch.arange(168, 200) % 32
-    assert torch.equal(slots.cpu(), expected)
-
-
 def test_the_first_entry_has_no_terms_before(device):
     """A gate of 0 for absent terms, instead of -inf, would halve the entry."""
     world = World("csa", [4], 24, device)
@@ -224,14 +219,11 @@ def test_completing_tokens(device):
 def test_no_tokens(device):
     world = World("csa", [9], 24, device)
     empty = torch.empty(0, dtype=torch.int64, device=device)
-    starts = torch.zeros(2, dtype=torch.int64, device=device)
     tokens = completing_tokens(empty, ratio=4, capacity=2)
     assert tokens.tolist() == [-1, -1]
     terms = Terms(tokens, tokens[:, None].expand(2, 8), tokens[:, None].expand(2, 8))
     none = world.kv[0][:0]
     assert torch.equal(world.compress(none, none, terms), torch.zeros(2, 24, device=device))
-    sizes = {"block_size": 128, "rows_per_block": 32}
-    assert compress_store_slots(empty, empty, starts, world.tables, **sizes).shape == (0,)
 
 
 def test_op_names_the_bad_argument(device):
@@ -255,8 +247,8 @@ def test_op_names_the_bad_argument(device):
     with pytest.raises(ArgumentError, match="block_size=128, rows_per_block=4") as error:
         compress_terms(tokens, *seqs, **kind, block_size=128, rows_per_block=4)
     assert "at least 8 rows" in error.value.hint
-    with pytest.raises(ArgumentError, match="compress_store_slots: block_size=128"):
-        compress_store_slots(*seqs, block_size=128, rows_per_block=33)
+    with pytest.raises(ArgumentError, match="compress_terms: block_size=128"):
+        compress_terms(tokens, *seqs, **kind, block_size=128, rows_per_block=33)
     with pytest.raises(ArgumentError, match=r"kv is \(9, 47\)"):
         world.compress(kv[:, :47], gate[:, :47], terms)
     with pytest.raises(ArgumentError, match=r"gate is torch\.float64"):

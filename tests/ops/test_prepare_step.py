@@ -5,7 +5,7 @@ import torch
 
 from tiercel.errors import ArgumentError
 from tiercel.kernels.sampling import prepare_step as kernel
-from tiercel.ops.prepare_step import StepDrafts, prepare_step
+from tiercel.ops.prepare_step import SlotLayout, StepDrafts, prepare_step
 from tiercel.reference import prepare_step as oracle
 
 # Each is: query lengths, groups, rows, block size.
@@ -16,6 +16,16 @@ SHAPES = [
     ((1030, 1, 5), 3, 4, 16),
     ((2, 2), 1, 3, 3),
 ]
+# (tokens per entry, entries per block) of groups with blocks of 16 tokens.
+MIXED = ((4, 4), (16, 1), (1, 16), (1, 4), (2, 4), (4, 1), (1, 1))
+
+
+def dense(block_size, groups=1):
+    return ((1, block_size),) * groups
+
+
+def make_layout(block_size, kinds):
+    return SlotLayout(block_size, *map(tuple, zip(*kinds, strict=True)))
 
 
 def make_case(query_lens, groups, num_rows, block_size, device):
@@ -24,7 +34,8 @@ def make_case(query_lens, groups, num_rows, block_size, device):
     token_ids = torch.randint(0, 1000, (num_rows, longest), dtype=torch.int32)
     num_computed = torch.randint(0, 40, (num_rows,), dtype=torch.int32)
     max_blocks = -(-longest // block_size)
-    tables = torch.randint(1, 99, (groups, num_rows, max_blocks), dtype=torch.int32)
+    shape = (groups, num_rows, max_blocks)
+    tables = 1 + torch.randperm(groups * num_rows * max_blocks).view(shape).int()
     rows = torch.randperm(num_rows - 1)[: len(query_lens)].int()
     if len(query_lens) > 1:
         rows[-1] = num_rows - 1
@@ -32,7 +43,7 @@ def make_case(query_lens, groups, num_rows, block_size, device):
     return [t.to(device) for t in (token_ids, num_computed, tables, rows, ends)]
 
 
-def launch(token_ids, num_computed, tables, rows, ends, num_tokens, block_size, *drafts):
+def launch(token_ids, num_computed, tables, rows, ends, num_tokens, layout, *drafts):
     """The kernel alone, into poisoned outputs."""
     device = token_ids.device
     outputs = [
@@ -41,8 +52,9 @@ def launch(token_ids, num_computed, tables, rows, ends, num_tokens, block_size, 
         torch.full((rows.shape[0],), -7, dtype=torch.int32, device=device),
         torch.full((tables.shape[0], num_tokens), -7, dtype=torch.int64, device=device),
     ]
+    sizes = (layout.block_size, layout.tokens_per_entry, layout.entries_per_block)
     kernel.launch_prepare_step(
-        token_ids, num_computed, tables, rows, ends, block_size, *outputs, *drafts
+        token_ids, num_computed, tables, rows, ends, sizes, *outputs, *drafts
     )
     return outputs
 
@@ -56,18 +68,56 @@ def call_op(*arguments):
 @pytest.mark.parametrize(("query_lens", "groups", "num_rows", "block_size"), SHAPES)
 def test_matches_oracle(query_lens, groups, num_rows, block_size, run, device):
     case = make_case(query_lens, groups, num_rows, block_size, device)
-    expected = oracle.prepare_step(*(t.cpu() for t in case), block_size)
-    results = run(*case, sum(query_lens), block_size)
+    kinds = dense(block_size, groups)
+    expected = oracle.prepare_step(*(t.cpu() for t in case), block_size, kinds)
+    results = run(*case, sum(query_lens), make_layout(block_size, kinds))
     assert [t.tolist() for t in results] == list(expected[:4])
     assert case[1].tolist() == expected[4]
+
+
+@pytest.mark.parametrize("run", [launch, call_op], ids=["kernel", "op"])
+@pytest.mark.parametrize("query_lens", [(1, 1, 1), (1030, 1, 5), (16, 33, 2)])
+def test_groups_of_all_kinds_match_the_oracle(query_lens, run, device):
+    """Entries of several tokens, and blocks that keep their last entries."""
+    case = make_case(query_lens, len(MIXED), 5, 16, device)
+    case[3].copy_(torch.tensor([2, 0, 3]))  # none on the scratch row
+    expected = oracle.prepare_step(*(t.cpu() for t in case), 16, MIXED)
+    results = run(*case, sum(query_lens), make_layout(16, MIXED))
+    assert [t.tolist() for t in results] == list(expected[:4])
+    for slots in results[3]:
+        written = slots[slots >= 0]
+        assert len(written.unique()) == len(written), "a slot occurs twice"
+
+
+@pytest.mark.parametrize("run", [launch, call_op], ids=["kernel", "op"])
+def test_slots_of_deepseek_v4(run, device):
+    """A prompt of 200 tokens in blocks of 128, written out."""
+    tables = torch.tensor([[[3, 5]] * 2] * 4, dtype=torch.int32, device=device)
+    ids = torch.zeros((2, 256), dtype=torch.int32, device=device)
+    rows, starts = ids[0, :1].clone(), torch.tensor([0, 200], dtype=torch.int32, device=device)
+    layout = SlotLayout(128, (4, 128, 1, 1), (32, 1, 32, 128))
+    csa, hca, inputs, window = run(ids, ids[:, 0].clone(), tables, rows, starts, 200, layout)[3]
+    none = torch.full((200,), -1)
+    expected = none.clone()
+    expected[3::4] = torch.cat((3 * 32 + torch.arange(32), 5 * 32 + torch.arange(18)))
+    assert torch.equal(csa.cpu(), expected)
+    expected = none.clone()
+    expected[127] = 3
+    assert torch.equal(hca.cpu(), expected)
+    expected = none.clone()  # the last 32 of each block so far, at position mod 32
+    expected[96:128] = 3 * 32 + torch.arange(32)
+    expected[168:200] = 5 * 32 + torch.arange(168, 200) % 32
+    assert torch.equal(inputs.cpu(), expected)
+    expected = torch.cat((3 * 128 + torch.arange(128), 5 * 128 + torch.arange(72)))
+    assert torch.equal(window.cpu(), expected)
 
 
 @pytest.mark.parametrize("run", [launch, call_op], ids=["kernel", "op"])
 def test_a_batch_padded_with_scratch(run, device):
     case = make_case((1, 1, 1, 1), 2, 6, 4, device)
     case[3][1:] = 5  # three places that no request fills
-    expected = oracle.prepare_step(*(t.cpu() for t in case), 4)
-    results = run(*case, 4, 4)
+    expected = oracle.prepare_step(*(t.cpu() for t in case), 4, dense(4, 2))
+    results = run(*case, 4, make_layout(4, dense(4, 2)))
     assert results[3][:, 1:].eq(-1).all()
     assert results[2].tolist()[1:] == [1, 1, 1]
     assert results[3][:, 0].tolist() == [slots[0] for slots in expected[3]]
@@ -75,30 +125,38 @@ def test_a_batch_padded_with_scratch(run, device):
 
 def test_two_steps_follow_each_other(device):
     case = make_case((3, 1), 1, 4, 4, device)
-    first, second = (call_op(*case, 4, 4) for _ in range(2))
+    first, second = (call_op(*case, 4, make_layout(4, dense(4))) for _ in range(2))
     assert second[1][:3].tolist() == (first[1][:3] + 3).tolist()
 
 
 def test_wrong_shapes_are_named(device):
     case = make_case((3, 1), 1, 4, 4, device)
     with pytest.raises(ArgumentError, match="do not fit"):
-        prepare_step(*case[:4], case[4][:-1], 4, 4)
+        prepare_step(*case[:4], case[4][:-1], 4, make_layout(4, dense(4)))
     with pytest.raises(ArgumentError, match="int64"):
-        prepare_step(case[0].long(), *case[1:], 4, 4)
+        prepare_step(case[0].long(), *case[1:], 4, make_layout(4, dense(4)))
+    for kinds in (dense(4, 2), ((1, 3),), ((2, 4),), ((1, 0),)):
+        with pytest.raises(ArgumentError, match="does not fit 1 cache groups"):
+            prepare_step(*case, 4, make_layout(4, kinds))
 
 
 @pytest.mark.parametrize("run", [launch, call_op], ids=["kernel", "op"])
 @pytest.mark.parametrize("is_padded", [False, True])
-def test_drafts_follow_the_last_token(run, is_padded, device):
-    """Each row's own token, then its draft tokens; positions after them write nothing."""
+@pytest.mark.parametrize("kinds", [dense(4, 2), ((1, 1), (1, 2), (2, 2), (2, 1), (4, 1))], ids=len)
+def test_drafts_follow_the_last_token(run, is_padded, kinds, device):
+    """Each row's own token, then its draft tokens; positions after them write nothing.
+
+    Nor do they take the slot of a token before them.
+    """
     counts = torch.tensor([2, 0, 4, 1], dtype=torch.int32, device=device)
     widths = (5,) * 4 if is_padded else (3, 1, 5, 2)
-    case = make_case(widths, 2, 7, 4, device)
+    case = make_case(widths, len(kinds), 7, 4, device)
     draft_ids = torch.randint(1000, 2000, (7, 5), dtype=torch.int32, device=device)
-    expected = oracle.prepare_step(*(t.cpu() for t in case), 4, draft_ids.cpu(), counts.cpu())
+    on_host = (draft_ids.cpu(), counts.cpu())
+    expected = oracle.prepare_step(*(t.cpu() for t in case), 4, kinds, *on_host)
     drafts = (draft_ids, counts)
     arguments = drafts if run is launch else (StepDrafts(*drafts),)
-    results = run(*case, sum(widths), 4, *arguments)
+    results = run(*case, sum(widths), make_layout(4, kinds), *arguments)
     assert [t.tolist() for t in results] == list(expected[:4])
     assert case[1].tolist() == expected[4]
 
@@ -106,7 +164,9 @@ def test_drafts_follow_the_last_token(run, is_padded, device):
 def test_wrong_drafts_are_named(device):
     case = make_case((2, 2), 1, 4, 4, device)
     draft_ids = torch.zeros((4, 3), dtype=torch.int32, device=device)
+    layout = make_layout(4, dense(4))
     with pytest.raises(ArgumentError, match="drafts"):
-        prepare_step(*case, 4, 4, StepDrafts(draft_ids, torch.zeros(3, dtype=torch.int32)))
+        prepare_step(*case, 4, layout, StepDrafts(draft_ids, torch.zeros(3, dtype=torch.int32)))
+    counts = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ArgumentError, match="int64"):
-        prepare_step(*case, 4, 4, StepDrafts(draft_ids.long(), torch.zeros(2, dtype=torch.int32)))
+        prepare_step(*case, 4, layout, StepDrafts(draft_ids.long(), counts))

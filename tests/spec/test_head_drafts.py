@@ -8,13 +8,15 @@ import torch
 from tests.draft_world import BLOCK, World
 from tests.ngram_brute_force import best_place
 from tiercel.config import SpecConfig
+from tiercel.ops.prepare_step import SlotLayout
 from tiercel.runner.step_inputs import make_draft_batch
 from tiercel.spec.hybrid import HybridProposer
 from tiercel.spec.mtp import MtpProposer
 
 
 def make_proposer(world, count):
-    make_batch = partial(make_draft_batch, world.tables, BLOCK, 80)
+    layout = SlotLayout(BLOCK, (1,), (BLOCK,))
+    make_batch = partial(make_draft_batch, world.tables, layout, 80)
     return MtpProposer(world.texts, world.head, world.is_banned, count, make_batch)
 
 

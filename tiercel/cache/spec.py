@@ -17,6 +17,8 @@ from math import prod
 
 import torch
 
+from tiercel.ops.prepare_step import SlotLayout
+
 
 @dataclass(frozen=True, slots=True)
 class Plane:
@@ -89,6 +91,15 @@ def group_specs(specs: Sequence[KVCacheSpec]) -> tuple[CacheGroup, ...]:
     for layer, spec in enumerate(specs):
         members.setdefault(spec, []).append(layer)
     return tuple(CacheGroup(spec, tuple(layers)) for spec, layers in members.items())
+
+
+def slot_layout(groups: Sequence[CacheGroup], block_size: int) -> SlotLayout:
+    """Where the entries of tokens are in the blocks of each group."""
+    return SlotLayout(
+        block_size,
+        tuple(group.spec.tokens_per_entry for group in groups),
+        tuple(group.spec.block_entries(block_size) for group in groups),
+    )
 
 
 def attention_spec(

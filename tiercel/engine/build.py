@@ -11,7 +11,7 @@ import torch
 
 from tiercel.cache.manager import CacheManager, GroupBlocks
 from tiercel.cache.pool import CachePool
-from tiercel.cache.spec import group_specs
+from tiercel.cache.spec import group_specs, slot_layout
 from tiercel.config import num_head_drafts
 from tiercel.engine.engine import Engine
 from tiercel.engine.memory import MemoryBudget, cache_blocks
@@ -22,6 +22,7 @@ from tiercel.models.footprint import weight_footprint
 from tiercel.models.model import Model, model_class
 from tiercel.models.source import ModelSource
 from tiercel.models.weights import WeightReader
+from tiercel.ops.prepare_step import SlotLayout
 from tiercel.runner.graph_capture import GraphRecorder
 from tiercel.runner.row_state import Rows
 from tiercel.runner.runner import ModelRunner
@@ -42,7 +43,7 @@ COPIES_SHARE: Final = 0.5
 
 
 def _make_runner(
-    model: Model, num_groups: int, config: EngineConfig, tokenizer: Tokenizer
+    model: Model, layout: SlotLayout, config: EngineConfig, tokenizer: Tokenizer
 ) -> ModelRunner:
     """The rows, the sampler and the proposer, around a model."""
     spec, vocab_size = config.spec, model.config.vocab_size
@@ -51,7 +52,7 @@ def _make_runner(
     rows = Rows(
         config.max_num_seqs,
         config.max_model_len,
-        num_groups,
+        len(layout.tokens_per_entry),
         max_blocks,
         config.device,
         spec.max_drafts,
@@ -63,11 +64,12 @@ def _make_runner(
         lambda word: [tokenizer.encode(word), tokenizer.encode(" " + word)],
         MIN_ACCEPTANCE[config.device.type],
     )
-    return ModelRunner(model, rows, sampler, config, _make_proposer(model, rows, sampler, config))
+    proposer = _make_proposer(model, rows, layout, sampler, config)
+    return ModelRunner(model, rows, sampler, config, layout, proposer)
 
 
 def _make_proposer(
-    model: Model, rows: Rows, sampler: Sampler, config: EngineConfig
+    model: Model, rows: Rows, layout: SlotLayout, sampler: Sampler, config: EngineConfig
 ) -> Proposer | None:
     """The proposer of drafts; None without speculation."""
     spec, state = config.spec, rows.drafter_state
@@ -84,7 +86,7 @@ def _make_proposer(
         partial(
             make_draft_batch,
             rows.block_tables,
-            config.block_size,
+            layout,
             config.max_model_len + spec.max_drafts,
         ),
     )
@@ -154,7 +156,8 @@ def build_engine(
             config.max_model_len + config.spec.max_drafts,
         )
         groups = group_specs(model.cache_specs())
-        runner = _make_runner(model, len(groups), config, tokenizer)
+        layout = slot_layout(groups, config.block_size)
+        runner = _make_runner(model, layout, config, tokenizer)
 
         def make_pools(sizes: Sequence[int]) -> list[CachePool]:
             return [

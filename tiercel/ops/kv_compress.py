@@ -98,41 +98,6 @@ def compress_terms(
     return torch_ops.make_terms(tokens, positions, seq_ids, cu_seqlens_q, block_tables, sizes)
 
 
-def compress_store_slots(
-    positions: Tensor,
-    seq_ids: Tensor,
-    cu_seqlens_q: Tensor,
-    block_tables: Tensor,
-    *,
-    block_size: int,
-    rows_per_block: int,
-) -> Tensor:
-    """Say where a step's compressor inputs are stored; use it after `kv_compress` has read.
-
-    Args:
-        positions: as in `compress_terms`; -1 for padding.
-        seq_ids: as in `compress_terms`.
-        cu_seqlens_q: as in `compress_terms`.
-        block_tables: as in `compress_terms`.
-        block_size: tokens of a block.
-        rows_per_block: stored rows of a block; divides block_size.
-
-    Returns:
-        (T,) int64 slots for `latent_cache_write`; -1 for padding and for rows whose slot a later
-        row of the step takes, so that no slot occurs twice.
-
-    Raises:
-        ArgumentError: shapes or dtypes disagree, or sizes do not divide.
-
-    Source: ours.
-    """
-    _check_step("compress_store_slots", positions, seq_ids, cu_seqlens_q, block_tables)
-    _check_block("compress_store_slots", block_size, rows_per_block)
-    return torch_ops.make_store_slots(
-        positions, seq_ids, cu_seqlens_q, block_tables, block_size, rows_per_block
-    )
-
-
 def kv_compress(
     kv: Tensor,
     gate: Tensor,

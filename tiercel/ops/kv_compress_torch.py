@@ -69,26 +69,6 @@ def make_terms(
     )
 
 
-def make_store_slots(
-    positions: Tensor,
-    seq_ids: Tensor,
-    cu_seqlens_q: Tensor,
-    block_tables: Tensor,
-    block_size: int,
-    rows_per_block: int,
-) -> Tensor:
-    """Slot of each row of this step; -1 for padding and rows that a later row overwrites."""
-    place = positions.long().clamp(min=0)
-    sequences = seq_ids.long()
-    offset = place % block_size
-    blocks = block_tables.long()[sequences, place // block_size]
-    slots = blocks * rows_per_block + offset % rows_per_block
-    rows = torch.arange(positions.shape[0], device=positions.device)
-    has_later = rows + rows_per_block < cu_seqlens_q.long()[sequences + 1]
-    is_overwritten = has_later & (offset + rows_per_block < block_size)
-    return torch.where((positions < 0) | is_overwritten, -1, slots)
-
-
 def gather_terms(
     fresh: Tensor, stored: Tensor, terms: Terms, columns: slice, channels: slice
 ) -> Tensor:

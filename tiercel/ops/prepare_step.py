@@ -18,13 +18,67 @@ class StepInputs:
         input_ids: (T,) int32.
         positions: (T,) int32.
         seq_lens: (R,) int32, context including this step.
-        slot_mapping: (G, T) int64, block * block_size + offset; -1 writes nothing.
+        slot_mapping: (G, T) int64, block * entries_per_block + entry of the block; -1 writes
+            nothing.
     """
 
     input_ids: Tensor
     positions: Tensor
     seq_lens: Tensor
     slot_mapping: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """Where the entries of tokens are in a block of each cache group.
+
+    A token has the slot of an entry that it completes. The entry of position p is p % block_size //
+    tokens_per_entry % entries_per_block of its block.
+
+    Attributes:
+        block_size: tokens of a block, in every group.
+        tokens_per_entry: of each group; divides the block size.
+        entries_per_block: of each group; divides the entries that the tokens of a block complete.
+    """
+
+    block_size: int
+    tokens_per_entry: tuple[int, ...]
+    entries_per_block: tuple[int, ...]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether each token of every group has an entry of its own."""
+        size = self.block_size
+        return all(
+            per == 1 and entries == size
+            for per, entries in zip(self.tokens_per_entry, self.entries_per_block, strict=True)
+        )
+
+
+def entry_slots(
+    block_tables: Tensor, rows: Tensor, positions: Tensor, layout: SlotLayout
+) -> Tensor:
+    """Slots of the entries that tokens complete, without host sync.
+
+    Args:
+        block_tables: (G, S, max_blocks) int32.
+        rows: (T,) int32 or int64 of the tokens.
+        positions: (T,) int32 or int64, >= 0.
+        layout: of the groups.
+
+    Returns:
+        (G, T) int64; -1 for a token that completes no entry.
+    """
+    size, offset = layout.block_size, positions % layout.block_size
+    blocks = block_tables[:, rows.long(), positions.long() // size].long()
+    if layout.is_dense:
+        return blocks * size + offset
+    slots = []
+    groups = zip(blocks, layout.tokens_per_entry, layout.entries_per_block, strict=True)
+    for block, per_entry, entries in groups:
+        slot = block * entries + offset // per_entry % entries
+        slots.append(torch.where((offset + 1) % per_entry == 0, slot, -1))
+    return torch.stack(slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +102,15 @@ def prepare_step(
     rows: Tensor,
     cu_seqlens_q: Tensor,
     num_tokens: int,
-    block_size: int,
+    layout: SlotLayout,
     drafts: StepDrafts | None = None,
 ) -> StepInputs:
     """Take the next tokens of each row and count them as computed; lengths stay on the device.
 
     The last row is scratch, for positions of a batch that no request fills: its tokens are token 0
-    at positions from 0 on, with slots of -1. So are padding positions after drafts.
+    at positions from 0 on, with slots of -1. So are padding positions after drafts. Where a later
+    token of the same request takes the same slot in this step, the earlier one has -1: no slot
+    occurs twice.
 
     Args:
         token_ids: (S, max_model_len) int32, contiguous.
@@ -63,7 +119,7 @@ def prepare_step(
         rows: (R,) int32; none twice, but for scratch.
         cu_seqlens_q: (R + 1,) int32, index of the first token of each request.
         num_tokens: T, `cu_seqlens_q[R]` as the host knows it.
-        block_size: tokens of a block.
+        layout: of the cache groups.
         drafts: with them each request has one token of its row and then its draft tokens.
 
     Returns:
@@ -73,6 +129,7 @@ def prepare_step(
         ArgumentError: shapes or dtypes disagree.
     """
     _check(token_ids, num_computed, block_tables, rows, cu_seqlens_q)
+    _check_layout(layout, block_tables.shape[0])
     if drafts is not None:
         _check_drafts(drafts, token_ids.shape[0], rows.shape[0])
     device, num_reqs = rows.device, rows.shape[0]
@@ -91,7 +148,7 @@ def prepare_step(
             block_tables,
             rows,
             cu_seqlens_q,
-            block_size,
+            (layout.block_size, layout.tokens_per_entry, layout.entries_per_block),
             out.input_ids,
             out.positions,
             out.seq_lens,
@@ -100,7 +157,7 @@ def prepare_step(
             None if drafts is None else drafts.num_drafts,
         )
         return out
-    _prepare(token_ids, num_computed, block_tables, rows, cu_seqlens_q, block_size, out, drafts)
+    _prepare(token_ids, num_computed, block_tables, rows, cu_seqlens_q, layout, out, drafts)
     return out
 
 
@@ -110,7 +167,7 @@ def _prepare(
     block_tables: Tensor,
     rows: Tensor,
     cu_seqlens_q: Tensor,
-    block_size: int,
+    layout: SlotLayout,
     out: StepInputs,
     drafts: StepDrafts | None,
 ) -> None:
@@ -119,11 +176,11 @@ def _prepare(
     is_real = rows < token_ids.shape[0] - 1
     start = num_computed.index_select(0, rows).masked_fill_(~is_real, 0)
     torch.add(start, lengths, out=out.seq_lens)
-    row, position, real = rows, start, is_real
+    row, position, real, stop = rows, start, is_real, out.seq_lens
     if num_tokens != num_reqs or (num_tokens and int(lengths.max()) != 1):
         request = torch.repeat_interleave(torch.arange(num_reqs), lengths)
         position = (torch.arange(num_tokens) - cu_seqlens_q[request] + start[request]).int()
-        row, real = rows[request], is_real[request]
+        row, real, stop = rows[request], is_real[request], out.seq_lens[request]
     out.positions.copy_(position)
     if drafts is None:
         out.input_ids.copy_(token_ids[row, position])
@@ -132,12 +189,34 @@ def _prepare(
         column = place.clamp(max=drafts.draft_ids.shape[1] - 1)
         last = token_ids[row, start.repeat_interleave(lengths)]
         out.input_ids.copy_(torch.where(place == 0, last, drafts.draft_ids[row, column]))
-        real = real & (place <= drafts.num_drafts.repeat_interleave(lengths))
+        counts = drafts.num_drafts.repeat_interleave(lengths)
+        real = real & (place <= counts)
+        stop = torch.minimum(stop, position - place + 1 + counts)
     out.input_ids.masked_fill_(~real, 0)
-    block = block_tables[:, row, position // block_size].long()
-    torch.add(block * block_size, position % block_size, out=out.slot_mapping)
+    out.slot_mapping.copy_(entry_slots(block_tables, row, position, layout))
     out.slot_mapping.masked_fill_(~real, -1)
+    if not layout.is_dense:
+        _drop_overwritten(out.slot_mapping, position, stop, layout)
     num_computed.index_add_(0, rows, lengths.masked_fill_(~is_real, 0))
+
+
+def _drop_overwritten(slots: Tensor, position: Tensor, stop: Tensor, layout: SlotLayout) -> None:
+    """Clear slots that a later token of the request takes, before its position `stop`."""
+    size = layout.block_size
+    groups = zip(slots, layout.tokens_per_entry, layout.entries_per_block, strict=True)
+    for group, per_entry, entries in groups:
+        turn = per_entry * entries  # tokens from one use of a slot to the next
+        group.masked_fill_((position % size + turn < size) & (position + turn < stop), -1)
+
+
+def _check_layout(layout: SlotLayout, num_groups: int) -> None:
+    size, sizes = layout.block_size, (layout.tokens_per_entry, layout.entries_per_block)
+    is_sound = all(len(each) == num_groups and min(each, default=1) > 0 for each in sizes)
+    if not is_sound or any(size % (per * entries) for per, entries in zip(*sizes, strict=True)):
+        raise ArgumentError(
+            f"prepare_step: {layout} does not fit {num_groups} cache groups.",
+            hint="Pass two numbers for each group, whose product divides the block size.",
+        )
 
 
 def _check_drafts(drafts: StepDrafts, num_rows: int, num_reqs: int) -> None:

@@ -99,6 +99,7 @@ class DecodeSteps:
         self,
         model: Model,
         rows: Rows,
+        batches: BatchBuilder,
         config: EngineConfig,
         sampler: Sampler,
         proposer: Proposer | None,
@@ -108,7 +109,7 @@ class DecodeSteps:
         self._proposer = proposer
         self._rows = rows
         self._config = config
-        self._batches = BatchBuilder(rows, config)
+        self._batches = batches
         # By rows, positions of each, and whether they are whole steps.
         self._graphs: dict[tuple[int, int, bool], _Captured] = {}
         self._buckets: dict[int, list[int]] = {}

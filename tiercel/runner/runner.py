@@ -24,6 +24,7 @@ from tiercel.cache.pool import CachePool
 from tiercel.engine_config import EngineConfig
 from tiercel.faults import Faults
 from tiercel.models.model import Model
+from tiercel.ops.prepare_step import SlotLayout
 from tiercel.request.request import Request
 from tiercel.runner.decode_graphs import (
     LARGEST_BUCKET,
@@ -89,6 +90,7 @@ class ModelRunner:
         rows: Rows,
         sampler: Sampler,
         config: EngineConfig,
+        layout: SlotLayout,
         proposer: Proposer | None = None,
     ) -> None:
         self.model = model
@@ -98,8 +100,8 @@ class ModelRunner:
         self.rows = rows
         self.sampler = sampler
         self.config = config
-        self._batches = BatchBuilder(rows, config)
-        self.decode_steps = DecodeSteps(model, rows, config, sampler, proposer)
+        self._batches = BatchBuilder(rows, layout)
+        self.decode_steps = DecodeSteps(model, rows, self._batches, config, sampler, proposer)
         self.prompt_steps = PromptSteps(model, rows, config)
         is_cuda = config.device.type == "cuda"
         self._copy_stream = torch.cuda.Stream(config.device) if is_cuda else None

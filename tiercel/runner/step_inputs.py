@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from tiercel.batch import Batch, BatchLengths, PackedItems
-from tiercel.engine_config import EngineConfig
-from tiercel.ops.prepare_step import StepDrafts, prepare_step
+from tiercel.ops.prepare_step import SlotLayout, StepDrafts, entry_slots, prepare_step
 from tiercel.runner.packed_items import PackedStep
 from tiercel.runner.row_state import Rows, to_device
 
@@ -31,10 +30,9 @@ MAX_PADDED_REQS: Final = 257  # requests of a padded step, with the padding
 class BatchBuilder:
     """Builds batches over the rows of one engine."""
 
-    def __init__(self, rows: Rows, config: EngineConfig) -> None:
+    def __init__(self, rows: Rows, layout: SlotLayout) -> None:
         self._rows = rows
-        self._device = config.device
-        self._block_size = config.block_size
+        self._layout = layout
 
     def build(
         self,
@@ -66,9 +64,9 @@ class BatchBuilder:
             state.num_computed,
             state.block_tables,
             rows,
-            starts if packed is None else to_device(packed.cached_starts, self._device),
+            starts if packed is None else to_device(packed.cached_starts, state.device),
             total if packed is None else int(packed.cached_starts[-1]),
-            self._block_size,
+            self._layout,
             drafts,
         )
         if packed is not None:
@@ -207,7 +205,7 @@ def padded_lengths(
 
 def make_draft_batch(
     block_tables: Tensor,
-    block_size: int,
+    layout: SlotLayout,
     max_seq_len: int,
     rows: Tensor,
     token_ids: Tensor,
@@ -218,7 +216,7 @@ def make_draft_batch(
 
     Args:
         block_tables: (G, S, max_blocks) int32, the last row scratch.
-        block_size: tokens of a block.
+        layout: of the cache groups.
         max_seq_len: bound of all lengths.
         rows: (R,) int32.
         token_ids: (R,) int32, the tokens that follow the positions.
@@ -227,8 +225,7 @@ def make_draft_batch(
     """
     count = rows.shape[0]
     positions = positions.clamp(min=0)
-    block = block_tables[:, rows.long(), positions.long() // block_size].long()
-    slots = block * block_size + positions % block_size
+    slots = entry_slots(block_tables, rows, positions, layout)
     is_real = (positions < ends) & (rows < block_tables.shape[1] - 1)
     is_cpu = rows.device.type == "cpu"
     lengths = positions + 1

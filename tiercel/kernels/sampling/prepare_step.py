@@ -23,8 +23,7 @@ PLACES = 1024  # tokens of one turn
 # Not specialised: a kernel for each divisibility of a count would be compiled between two steps.
 @triton.jit(
     do_not_specialize=[
-        "token_stride", "table_stride", "group_stride", "groups", "num_tokens", "scratch",
-        "draft_stride",
+        "token_stride", "table_stride", "group_stride", "num_tokens", "scratch", "draft_stride",
     ]
 )  # fmt: skip
 def prepare_step_kernel(
@@ -40,13 +39,14 @@ def prepare_step_kernel(
     token_stride,
     table_stride,
     group_stride,  # rows * table_stride
-    groups,
     num_tokens,
     scratch,  # the last row
     drafts_ptr,  # (rows, draft_stride) int32, draft tokens from column 1 on; read if HAS_DRAFTS
     num_drafts_ptr,  # (reqs,) int32; read if HAS_DRAFTS
     draft_stride,
     BLOCK_SIZE: tl.constexpr,
+    TOKENS_PER_ENTRY: tl.constexpr,  # of each group
+    ENTRIES_PER_BLOCK: tl.constexpr,  # of each group
     PLACES: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
 ):
@@ -73,11 +73,19 @@ def prepare_step_kernel(
             ids += tl.load(draft_ptr, mask=is_read & (place > 0), other=0)
         tl.store(input_ids_ptr + first + place, ids, mask=mask)
         tl.store(positions_ptr + first + place, position, mask=mask)
-        for group in range(groups):
+        for group in tl.static_range(len(TOKENS_PER_ENTRY)):
+            per_entry, entries = TOKENS_PER_ENTRY[group], ENTRIES_PER_BLOCK[group]
             table_ptr = tables_ptr + group * group_stride + row * table_stride
             block = tl.load(table_ptr + position // BLOCK_SIZE, mask=is_read, other=0)
-            slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+            offset = position % BLOCK_SIZE
+            slot = block.to(tl.int64) * entries + offset // per_entry % entries
             slot = tl.where(is_read, slot, -1)
+            if per_entry > 1:  # the last token of an entry writes it
+                slot = tl.where((offset + 1) % per_entry == 0, slot, -1)
+            if per_entry * entries < BLOCK_SIZE:  # a later token takes the slot, if it is real
+                turn = per_entry * entries
+                is_taken = (offset + turn < BLOCK_SIZE) & (place + turn < readable)
+                slot = tl.where(is_taken, -1, slot)
             tl.store(slots_ptr + group * num_tokens + first + place, slot, mask=mask)
     tl.store(seq_lens_ptr + request, start + count)
     tl.store(num_computed_ptr + row, start + count, mask=is_real)
@@ -89,7 +97,7 @@ def launch_prepare_step(
     block_tables: Tensor,
     rows: Tensor,
     cu_seqlens_q: Tensor,
-    block_size: int,
+    layout: tuple[int, tuple[int, ...], tuple[int, ...]],
     input_ids: Tensor,
     positions: Tensor,
     seq_lens: Tensor,
@@ -97,8 +105,12 @@ def launch_prepare_step(
     draft_ids: Tensor | None = None,
     num_drafts: Tensor | None = None,
 ) -> None:
-    """Enqueue on the current stream; the op has checked and allocated."""
-    groups, num_rows, max_blocks = block_tables.shape
+    """Enqueue on the current stream; the op has checked and allocated.
+
+    layout: block size, tokens per entry and entries per block of each group.
+    """
+    _, num_rows, max_blocks = block_tables.shape
+    block_size, tokens_per_entry, entries_per_block = layout
     if rows.shape[0] == 0:
         return
     prepare_step_kernel[(rows.shape[0],)](
@@ -114,13 +126,14 @@ def launch_prepare_step(
         token_ids.shape[1],
         max_blocks,
         num_rows * max_blocks,
-        groups,
         slot_mapping.shape[1],
         num_rows - 1,
         rows if draft_ids is None else draft_ids,
         rows if num_drafts is None else num_drafts,
         0 if draft_ids is None else draft_ids.shape[1],
         BLOCK_SIZE=block_size,
+        TOKENS_PER_ENTRY=tokens_per_entry,
+        ENTRIES_PER_BLOCK=entries_per_block,
         PLACES=PLACES,
         HAS_DRAFTS=draft_ids is not None,
         num_warps=4,
