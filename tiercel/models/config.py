@@ -14,6 +14,7 @@ from numbers import Integral
 from typing import Any
 
 from tiercel.errors import ModelFormatError, UnsupportedModelError
+from tiercel.loader.mapped import TensorInfo
 
 MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_CONTEXT = 1024, 2**17, 1024, 2**26
 MAX_VOCAB, MAX_INNER = 2**24, 2**20
@@ -58,14 +59,14 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a dense decoder.
+    """The shape of a dense decoder; other models add fields in a class of their own.
 
     Attributes:
         arch: name in the registry.
         vocab_size: rows of the embedding table.
         activation: ``silu`` or ``gelu_tanh``.
         rope: of full-attention layers.
-        layer_types: ``full`` or ``sliding`` per layer.
+        layer_types: ``full`` or ``sliding`` per layer; other models have words of their own.
         rope_sliding: of sliding layers, if any.
         sliding_window: a query at position p sees keys p - window + 1 .. p; 0 without such layers.
         attention_scale: multiplies q k^T.
@@ -75,6 +76,7 @@ class ModelConfig:
         qkv_bias: q, k, v projections have biases.
         sandwich_norms: RMSNorm of attention and MLP outputs before the residual add.
         num_mtp_layers: 1 if the file has a head that drafts the token after next (`mtp.py`).
+        no_draft_head: why a head that one may expect cannot draft, as a clause; else empty.
     """
 
     arch: str
@@ -100,6 +102,7 @@ class ModelConfig:
     qkv_bias: bool = False
     sandwich_norms: bool = False
     num_mtp_layers: int = 0
+    no_draft_head: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,12 @@ class Architecture:
         refine_gguf: completes a config from GGUF metadata.
         refine_hf: completes a config from a `config.json`.
         model: ``module:Class`` that runs it.
+        read_hf: reads the config from a `config.json` and its name, in place of `from_hf`.
+        read_gguf: reads it from the metadata, the name and the tensor table of a GGUF file, in
+            place of `from_gguf`.
+        find_weights: ``module:function`` that checks the tensor table of a file and says where each
+            weight is (`models/stored.py:FindWeights`), in place of the names of dense families.
+        cache_bytes: bytes that one sequence keeps, of a config, tokens, dtype and device type.
     """
 
     name: str
@@ -133,6 +142,12 @@ class Architecture:
     refine_gguf: Callable[[ModelConfig, Fields], ModelConfig] | None = None
     refine_hf: Callable[[ModelConfig, Fields], ModelConfig] | None = None
     model: str = "tiercel.models.decoder:Decoder"
+    read_hf: Callable[[Mapping[str, Any], str], ModelConfig] | None = None
+    read_gguf: Callable[[Mapping[str, Any], str, Mapping[str, TensorInfo]], ModelConfig] | None = (
+        None
+    )
+    find_weights: str = ""
+    cache_bytes: Callable[[ModelConfig, int, str, str], int] | None = None
 
 
 class Fields:
@@ -225,7 +240,7 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _finish(config: ModelConfig, fields: Fields) -> ModelConfig:
+def check_config(config: ModelConfig, fields: Fields) -> ModelConfig:
     """Check the rules that concern more than one field."""
     if config.num_heads % config.num_kv_heads:
         raise ModelFormatError(
@@ -235,11 +250,12 @@ def _finish(config: ModelConfig, fields: Fields) -> ModelConfig:
         )
     for rope in (config.rope, config.rope_sliding):
         if rope is not None:
-            _check_rope(rope, config.head_dim, fields.file)
+            check_rope(rope, config.head_dim, fields.file)
     return config
 
 
-def _check_rope(rope: RopeConfig, head_dim: int, file: str) -> None:
+def check_rope(rope: RopeConfig, head_dim: int, file: str) -> None:
+    """Check the rules of a rotary embedding that concern more than one field."""
     if rope.rotary_dim % 2 or not 2 <= rope.rotary_dim <= head_dim:
         raise ModelFormatError(
             f"{file}: {rope.rotary_dim} rotary dimensions in a head of {head_dim}.",
@@ -322,7 +338,7 @@ def from_gguf(
     )
     if architecture.refine_gguf is not None:
         config = architecture.refine_gguf(config, fields)
-    return _finish(config, fields)
+    return check_config(config, fields)
 
 
 def _rope_from_gguf(fields: Fields, head_dim: int) -> RopeConfig:
@@ -394,7 +410,7 @@ def from_hf(architecture: Architecture, values: Mapping[str, Any], file: str) ->
     )
     if architecture.refine_hf is not None:
         config = architecture.refine_hf(config, fields)
-    return _finish(config, fields)
+    return check_config(config, fields)
 
 
 def _hf_activation(architecture: Architecture, fields: Fields) -> str:

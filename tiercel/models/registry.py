@@ -17,12 +17,14 @@ _GGUF = {
     "qwen2": "tiercel.models.qwen3:QWEN2",
     "qwen3": "tiercel.models.qwen3:ARCHITECTURE",
     "gemma3": "tiercel.models.gemma3:ARCHITECTURE",
+    "deepseek4": "tiercel.models.deepseek_v4:ARCHITECTURE",
 }
 _HF = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Gemma3ForCausalLM": "gemma3",
+    "DeepseekV4ForCausalLM": "deepseek4",
 }
 
 
