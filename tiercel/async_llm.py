@@ -135,6 +135,7 @@ class AsyncLLM:
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; see `Tokenizer.decode`."""
+        self.tokenizer.require_text()
         return await _off_loop(
             len(ids), lambda: self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         )

@@ -149,6 +149,7 @@ class LLM:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; see `Tokenizer.decode`."""
+        self.tokenizer.require_text()
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def default_sampling_params(self) -> SamplingParams:

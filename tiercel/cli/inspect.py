@@ -87,6 +87,7 @@ def describe(source: ModelSource) -> dict[str, Any]:
             "architecture": config.arch,
             "is_supported": True,
             "devices": ["cpu", "cuda"],
+            "has_tokenizer": source.has_text,
             "has_chat_template": source.chat_template is not None,
             "switches": env.switches(),
             "fused_kernels": _fused_kernels(source),
@@ -187,7 +188,11 @@ def _tokenizer_facts(source: ModelSource) -> dict[str, Any]:
     tokenizer = source.tokenizer()
 
     def name(token_id: int | None) -> str | None:
-        return None if token_id is None else f"{tokenizer.token_text(token_id)} ({token_id})"
+        if token_id is None:
+            return None
+        return (
+            f"{tokenizer.token_text(token_id)} ({token_id})" if source.has_text else f"{token_id}"
+        )
 
     return {
         "vocab_size": tokenizer.vocab_size,
@@ -224,8 +229,10 @@ def _print_facts(facts: dict[str, Any]) -> None:
     _print_memory(memory, facts["config"]["max_position"])
     runs = facts["runs"]
     write("\nRuns\n")
-    template = "generate and chat" if runs["has_chat_template"] else "generate (no chat template)"
-    _print_row(runs["architecture"], f"supported: {template}, on CPU or CUDA")
+    uses = "generate and chat" if runs["has_chat_template"] else "generate (no chat template)"
+    if not runs["has_tokenizer"]:
+        uses = "token ids alone (no tokenizer.json)"
+    _print_row(runs["architecture"], f"supported: {uses}, on CPU or CUDA")
     for name, value in runs["switches"].items():
         _print_row(name, value)
     _print_section("Fused kernels (H100/H200, float16)", runs["fused_kernels"])

@@ -29,10 +29,12 @@ def loaded(
     """Load the model for the duration of the block.
 
     Raises:
-        TiercelError: the model is not found, damaged, not supported, or does not fit.
+        TiercelError: the model is not found, damaged, not supported, does not fit, or takes no
+            text.
     """
     from tiercel.loader.hub import resolve
     from tiercel.models.source import open_source
+    from tiercel.text.tokenizer import no_text_reason
 
     warning = check_platform()
     if warning is not None and not common.quiet:
@@ -40,6 +42,8 @@ def loaded(
     with ProgressReporter(is_quiet=common.quiet) as report:
         path = resolve(model, offline=engine.offline, report=report)
         source = open_source(path)  # a damaged file ends here, before PyTorch is imported
+        if not source.has_text:
+            raise InvalidRequestError(no_text_reason(path.name))
         report("Loading PyTorch")
         env.shorten_openmp_spins()
         from tiercel.llm import LLM

@@ -24,8 +24,9 @@ class Matchers:
 
     def prepare(self) -> None:
         """Make the vocabulary now: 0.1 s for 49,152 tokens and 1 s for 262,144."""
-        if self._vocabulary is None and self._tokenizer.stop_ids:
-            self._vocabulary = GrammarVocabulary.of(self._tokenizer, self._vocab_size)
+        tokenizer = self._tokenizer
+        if self._vocabulary is None and tokenizer.has_text and tokenizer.stop_ids:
+            self._vocabulary = GrammarVocabulary.of(tokenizer, self._vocab_size)
 
     def make(self, grammar: GrammarSpec | None, stop_ids: frozenset[int]) -> GrammarMatcher | None:
         """Compile a grammar into a matcher of one answer; None without a grammar.
@@ -39,6 +40,7 @@ class Matchers:
         """
         if grammar is None:
             return None
+        self._tokenizer.require_text()
         if not self._tokenizer.stop_ids:
             raise InvalidRequestError(
                 "this model has no token that ends an answer, so no form can be enforced."

@@ -1,7 +1,8 @@
 """The tokenizer of a model as bytes, so that the HTTP process needs no model file.
 
 Of a GGUF file these are its checked tokenizer fields; of a Hugging Face folder, its tokenizer
-files. Building a tokenizer from them takes up to a second: not on an event loop.
+files, or the ids in its config files where it has no tokenizer. Building a tokenizer from them
+takes up to a second: not on an event loop.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -18,6 +19,9 @@ from tiercel.text.tokenizer_data import TokenizerData
 
 if TYPE_CHECKING:
     from tiercel.models.source import ModelSource
+
+
+_ID_KEYS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class _Fields(msgspec.Struct, array_like=True, tag=1):
@@ -57,11 +61,26 @@ class _Files(msgspec.Struct, array_like=True, tag=2):
     vocab_size: int
 
 
+class _Ids(msgspec.Struct, array_like=True, tag=3):
+    """A folder without ``tokenizer.json``; see `Tokenizer.without_text`."""
+
+    folder: str
+    vocab_size: int
+    config: dict[str, Any]
+    generation: dict[str, Any]
+
+
 def pack_tokenizer(source: ModelSource) -> bytes:
     """The tokenizer of a checked model."""
     data = source.tokenizer_data
     if isinstance(data, TokenizerData):
         return msgspec.msgpack.encode(_pack_fields(data, source.file_key))
+    if not source.has_text:
+        ids = {key: source.metadata[key] for key in _ID_KEYS if key in source.metadata}
+        generation = data["generation_config"]
+        return msgspec.msgpack.encode(
+            _Ids(source.path.name, source.config.vocab_size, ids, generation)
+        )
     content = (source.path / "tokenizer.json").read_bytes()
     return msgspec.msgpack.encode(_Files(content, dict(data), source.config.vocab_size))
 
@@ -73,7 +92,11 @@ def unpack_tokenizer(wire_bytes: bytes, cache_dir: Path | None = None) -> Tokeni
         wire_bytes: result of `pack_tokenizer`.
         cache_dir: keeps one that is slow to build; see `Tokenizer.from_gguf`.
     """
-    packed = msgspec.msgpack.decode(wire_bytes, type=_Fields | _Files)
+    packed = msgspec.msgpack.decode(wire_bytes, type=_Fields | _Files | _Ids)
+    if isinstance(packed, _Ids):
+        return Tokenizer.without_text(
+            packed.folder, packed.vocab_size, packed.config, packed.generation
+        )
     if isinstance(packed, _Files):
         return Tokenizer.from_json(
             "tokenizer.json",

@@ -85,12 +85,24 @@ class ModelSource:
             return Tokenizer.from_gguf(
                 self.tokenizer_data, cache_dir=cache_dir, cache_key=self.file_key
             )
+        if not self.has_text:
+            return Tokenizer.without_text(
+                self.path.name,
+                self.config.vocab_size,
+                self.metadata,
+                self.tokenizer_data["generation_config"],
+            )
         return Tokenizer.from_file(
             self.path / "tokenizer.json",
             self.tokenizer_data["tokenizer_config"],
             self.tokenizer_data["generation_config"],
             vocab_size=self.config.vocab_size,
         )
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the model has a tokenizer; a folder without one takes token ids alone."""
+        return self.format == "gguf" or (self.path / "tokenizer.json").is_file()
 
     def verify(self, progress: Callable[[int], None] | None = None) -> Iterator[str]:
         """Scan all weights; yields one line per tensor that holds NaN or infinity."""

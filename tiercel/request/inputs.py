@@ -135,14 +135,18 @@ class InputProcessor:
         Raises:
             ContextLengthError: no token of an answer fits after the prompt, or the prompt itself
                 does not fit if no answer is requested; the message has both numbers.
-            InvalidRequestError: no prompt, a parameter names a token id outside the vocabulary, or
-                the form of the answer breaks a limit (`compile_spec`).
+            InvalidRequestError: no prompt, a parameter names a token id outside the vocabulary or
+                needs text that the model lacks, or the form of the answer breaks a limit
+                (`compile_spec`).
         """
         if not ids:
             raise InvalidRequestError(
                 "the prompt is empty.", hint="Give at least one token.", param="prompt"
             )
         self.check_length(len(ids), 1 if max_tokens is None else max_tokens)
+        for name in ("stop", "bad_words"):
+            if getattr(params, name):
+                self._tokenizer.require_text(name)
         self._check_ids("logit_bias", list(params.logit_bias))
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
@@ -187,6 +191,7 @@ class InputProcessor:
     def _grammar(self, outputs: StructuredOutputs | None) -> GrammarSpec | None:
         if outputs is None:
             return None
+        self._tokenizer.require_text("structured_outputs")
         if not self._tokenizer.stop_ids:
             raise InvalidRequestError(
                 "this model has no token that ends an answer, so its form cannot be enforced.",

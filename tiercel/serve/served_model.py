@@ -24,8 +24,8 @@ class ServedModel:
         tokenizer: tokenizer of the model.
         template: chat template; None if the model has none.
         inputs: factory of the engine's requests.
-        grammars: checker of grammars; None for a model without an end token, whose output cannot be
-            constrained.
+        grammars: checker of grammars; None for a model without text or an end token, whose output
+            cannot be constrained.
         sampling: sampling defaults, from the server's options and the model's file.
         created: Unix time in seconds at which the model was first ready.
     """

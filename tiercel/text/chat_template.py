@@ -360,6 +360,7 @@ class _Rendering:
 
     def __init__(self, tokenizer: Tokenizer, messages: object, *, is_open: bool) -> None:
         """Cover the messages; `is_open` marks the end of the last one."""
+        tokenizer.require_text("messages")
         self.messages = check_messages(messages)
         self._tokenizer = tokenizer
         self._finder = ControlFinder(tokenizer.control_tokens)

@@ -21,6 +21,7 @@ from typing import Final
 from tokenizers import Tokenizer as Encoder
 
 from tiercel.errors import ArgumentError, InvalidRequestError
+from tiercel.text.special_ids import read_ids
 from tiercel.text.tokenizer_build import SPACE_MARK, Encoders, build_encoders, is_unicode
 from tiercel.text.tokenizer_data import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, TokenizerData
 from tiercel.text.tokenizer_json import (
@@ -89,7 +90,7 @@ class SpecialTokens:
 
 
 class Tokenizer:
-    """The tokenizer of one model, made by `from_gguf` or `from_file`; threads may share it.
+    """The tokenizer of one model, made by one of the methods below; threads may share it.
 
     Attributes:
         vocab_size: size of the vocabulary; ids are 0 to vocab_size - 1.
@@ -105,7 +106,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        encoders: Encoders,
+        encoders: Encoders | None,
         tokens: Sequence[str],
         token_types: Sequence[int],
         special: SpecialTokens,
@@ -113,8 +114,10 @@ class Tokenizer:
         is_byte_level: bool,
         strips_leading_space: bool,
         chat_template: str | None,
+        no_text: str = "",
     ) -> None:
         self._encoders = encoders
+        self._no_text = no_text
         self._tokens = tokens
         self._types = bytes(token_types)
         self._special = special
@@ -125,14 +128,16 @@ class Tokenizer:
         self.control_tokens: Mapping[str, int] = MappingProxyType(
             {tokens[i]: i for i in reversed(range(len(tokens))) if self._types[i] == CONTROL}
         )
+        added_tokens = {} if encoders is None else encoders.chat.get_added_tokens_decoder()
         self.trimming: Mapping[int, tuple[bool, bool]] = MappingProxyType(
             {
                 i: (added.lstrip, added.rstrip)
-                for i, added in encoders.chat.get_added_tokens_decoder().items()
+                for i, added in added_tokens.items()
                 if added.special and (added.lstrip or added.rstrip)
             }
         )
-        self.unused_ids = tuple(i for i, kind in enumerate(self._types) if kind == UNUSED)
+        unused = () if encoders is None else (i for i, k in enumerate(self._types) if k == UNUSED)
+        self.unused_ids = tuple(unused)
 
     @staticmethod
     def from_gguf(
@@ -246,6 +251,63 @@ class Tokenizer:
             chat_template=file.chat_template,
         )
 
+    @staticmethod
+    def without_text(
+        folder: str, vocab_size: int, config: Mapping[str, object], generation: Mapping[str, object]
+    ) -> Tokenizer:
+        """The tokenizer of a folder without ``tokenizer.json``: ids alone, whose text is empty.
+
+        Args:
+            folder: name of the folder in messages.
+            vocab_size: rows of the embedding.
+            config: content of ``config.json``: BOS, EOS and padding ids.
+            generation: content of ``generation_config.json``: its EOS ids end an answer too.
+
+        Raises:
+            ModelFormatError: an id outside the vocabulary.
+        """
+        bos, own, pad = (
+            read_ids(f"{folder}/config.json", config, key, vocab_size)
+            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        )
+        others = read_ids(
+            f"{folder}/generation_config.json", generation, "eos_token_id", vocab_size
+        )
+        return Tokenizer(
+            None,
+            [f"token_id:{i}" for i in range(vocab_size)],
+            bytes([UNUSED]) * vocab_size,
+            SpecialTokens(
+                bos_id=next(iter(bos), None),
+                eos_id=next(iter((*own, *others)), None),
+                pad_id=next(iter(pad), None),
+                stop_ids=tuple(sorted({*own, *others})),
+                add_bos=False,
+                add_eos=False,
+            ),
+            is_byte_level=False,
+            strips_leading_space=False,
+            chat_template=None,
+            no_text=no_text_reason(folder),
+        )
+
+    @property
+    def has_text(self) -> bool:
+        """Whether tokens have text; False for a tokenizer of ids alone."""
+        return not self._no_text
+
+    def require_text(self, param: str | None = None) -> None:
+        """Refuse what needs text, if the tokenizer has ids alone.
+
+        Args:
+            param: field of the request that needs text.
+
+        Raises:
+            InvalidRequestError: the folder has no ``tokenizer.json``.
+        """
+        if self._no_text:
+            raise InvalidRequestError(self._no_text, param=param)
+
     @property
     def bos_id(self) -> int | None:
         """The id at the start of an input, or None."""
@@ -290,10 +352,12 @@ class Tokenizer:
 
         Raises:
             InvalidRequestError: a lone surrogate, which is not Unicode text, or more than
-                `MAX_TEXT_CHARS`.
+                `MAX_TEXT_CHARS`; or any text, if the tokenizer has ids alone.
         """
-        check_text(text)
-        ids = _encode(self._encoders.chat if parse_special else self._encoders.plain, text)
+        encoders = self._encoders_for(text)
+        if encoders is None:
+            return []
+        ids = _encode(encoders.chat if parse_special else encoders.plain, text)
         if not add_special_tokens:
             return ids
         eos_id = self._special.eos_id
@@ -307,8 +371,15 @@ class Tokenizer:
         Raises:
             InvalidRequestError: as `encode`.
         """
+        encoders = self._encoders_for(text)
+        return [] if encoders is None else _encode(encoders.plain_inner, text)
+
+    def _encoders_for(self, text: str) -> Encoders | None:
+        """The encoders; None for an empty text where there are none."""
         check_text(text)
-        return _encode(self._encoders.plain_inner, text)
+        if text:
+            self.require_text()
+        return self._encoders
 
     def with_bos(self, ids: list[int]) -> list[int]:
         """Put BOS first where the model wants it and the ids do not begin with it."""
@@ -397,6 +468,11 @@ class Tokenizer:
                 hint=f"Use 0 to {self.vocab_size - 1}, the ids of this model.",
             )
         return i
+
+
+def no_text_reason(folder: str) -> str:
+    """Why a folder without ``tokenizer.json`` takes no text."""
+    return f"{folder} has no tokenizer.json, so it takes token ids alone: pass prompt_token_ids."
 
 
 def check_text(text: str, param: str | None = None) -> None:

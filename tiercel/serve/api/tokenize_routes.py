@@ -193,6 +193,7 @@ async def _names(state: ServerState, model: ServedModel, ids: list[int]) -> list
 
 
 async def _text(state: ServerState, model: ServedModel, ids: list[int]) -> str:
+    model.tokenizer.require_text("tokens")
     vocab_size = model.tokenizer.vocab_size
     wrong = next((place for place, token_id in enumerate(ids) if token_id >= vocab_size), None)
     if wrong is not None:

@@ -113,6 +113,7 @@ async def prepare_chat(
         InvalidRequestError: messages, tools, template or structure are wrong; it names which.
         ContextLengthError: its text cannot fit; nothing was rendered.
     """
+    model.tokenizer.require_text(chat.param)
     structured = params.structured_outputs
     tools = prepare_tools(state, model, chat, is_structured=structured is not None)
     ids = await _fitting_ids(state, model, chat, tools)

@@ -49,6 +49,7 @@ async def compile_grammar(
     structured, tools = constraints.structured, constraints.tools
     if structured is None and tools is None:
         return None
+    model.tokenizer.require_text(constraints.param)
     if model.grammars is None:
         if structured is None and tools is not None and not tools.is_required:
             return None  # the parser finds the calls that the model writes of its own accord

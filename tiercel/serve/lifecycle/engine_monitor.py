@@ -189,8 +189,8 @@ def _defaults(settings: ServeSettings, info: EngineInfo) -> SamplingDefaults:
 def make_checker(
     state: ServerState, tokenizer: Tokenizer, vocab_size: int
 ) -> GrammarChecker | None:
-    """The checker of grammars for a model; None for a model without an end token."""
-    if not tokenizer.stop_ids:
+    """The checker of grammars for a model; None for a model without text or an end token."""
+    if not tokenizer.has_text or not tokenizer.stop_ids:
         return None
     checker = GrammarChecker(
         read_token_table(tokenizer, vocab_size),
@@ -212,10 +212,17 @@ def _log_ready(model: ServedModel, url: str, *, needs_key: bool) -> None:
     }
     _LOG.info("ready", extra={"fields": fields})
     key = " -H 'authorization: Bearer '$TIERCEL_API_KEY" if needs_key else ""
-    question = {"model": model.name, "messages": [{"role": "user", "content": "Hello"}]}
+    path = "chat/completions"
+    question: dict[str, object] = {
+        "model": model.name,
+        "messages": [{"role": "user", "content": "Hello"}],
+    }
+    if not model.tokenizer.has_text:
+        path, question = "completions", {"model": model.name, "prompt": [1, 2, 3]}
     _LOG.info(
-        "try: curl %s/v1/chat/completions%s -H 'content-type: application/json' -d %s",
+        "try: curl %s/v1/%s%s -H 'content-type: application/json' -d %s",
         url,
+        path,
         key,
         shlex.quote(msgspec.json.encode(question).decode()),
     )
