@@ -13,51 +13,57 @@ from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
 from tiercel.ops import block_quantize as op
-from tiercel.ops.block_quantize import BlockFormat, QuantBlocks
+from tiercel.ops.dequantize import dequantize
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import QuantType
 from tiercel.reference import block_quantize as oracle
 
 # Format, rows, columns: w1 of an expert (Flash, Pro) and wq_b.
 WEIGHTS = {
     "cuda": [
-        (BlockFormat.MXFP4, 2048, 4096),
-        (BlockFormat.MXFP4, 3072, 7168),
-        (BlockFormat.NVFP4, 2048, 4096),
-        (BlockFormat.NVFP4, 3072, 7168),
-        (BlockFormat.FP8, 32768, 1024),
-        (BlockFormat.FP8, 65536, 1536),
+        (QuantType.MXFP4, 2048, 4096),
+        (QuantType.MXFP4, 3072, 7168),
+        (QuantType.NVFP4, 2048, 4096),
+        (QuantType.NVFP4, 3072, 7168),
+        (QuantType.FP8_BLOCK, 32768, 1024),
+        (QuantType.FP8_BLOCK, 65536, 1536),
     ],
     "cpu": [
-        (BlockFormat.MXFP4, 256, 4096),
-        (BlockFormat.NVFP4, 256, 4096),
-        (BlockFormat.FP8, 512, 1024),
+        (QuantType.MXFP4, 256, 4096),
+        (QuantType.NVFP4, 256, 4096),
+        (QuantType.FP8_BLOCK, 512, 1024),
     ],
 }
 ROWS = {"cuda": (1, 64, 4096), "cpu": (1, 64)}
 
 
-def decoded(blocks: QuantBlocks) -> Tensor:
+def decoded(blocks: QuantTensor) -> Tensor:
     """The oracle's weights."""
-    q, scale = blocks.q.cpu(), blocks.scale.cpu()
-    if blocks.format is BlockFormat.FP8:
+    q, scale = blocks.planes["q"].cpu(), blocks.planes["scale"].cpu()
+    if blocks.qtype is QuantType.FP8_BLOCK:
         scales = torch.exp2(scale.double() - 127)
         return oracle.dequantize_fp8(q.view(torch.uint8), scales, blocks.block)
-    if blocks.format is BlockFormat.MXFP4:
+    if blocks.qtype is QuantType.MXFP4:
         return oracle.dequantize_fp4(q, torch.exp2(scale.double() - 127))
-    assert blocks.global_scale is not None
-    return oracle.dequantize_fp4(q, scale.float(), blocks.global_scale.item())
+    return oracle.dequantize_fp4(q, scale.float(), blocks.planes["global_scale"].item())
 
 
-def weight_case(block_format: BlockFormat, rows: int, cols: int, device: torch.device) -> Case:
-    def make(seed: int) -> QuantBlocks:
+def label(qtype: QuantType) -> str:
+    """The name of a format in results."""
+    return qtype.name.lower().removesuffix("_block")
+
+
+def weight_case(qtype: QuantType, rows: int, cols: int, device: torch.device) -> Case:
+    def make(seed: int) -> QuantTensor:
         generator = torch.Generator(device).manual_seed(seed)
         weight = torch.randn(rows, cols, generator=generator, device=device)
-        return op.block_quantize(weight, block_format)
+        return op.block_quantize(weight, qtype)
 
-    def run(blocks: QuantBlocks) -> Tensor:
-        return op.block_dequantize(blocks, torch.bfloat16)
+    def run(blocks: QuantTensor) -> Tensor:
+        return dequantize(blocks, torch.bfloat16)
 
     return Case(
-        name=f"decode {block_format.value} {rows} x {cols} to bf16",
+        name=f"decode {label(qtype)} {rows} x {cols} to bf16",
         make=make,
         run=run,
         check=lambda blocks: relative_error(run(blocks).cpu(), decoded(blocks)),

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
-from tiercel.ops.block_quantize import BlockFormat, QuantBlocks, block_dequantize, block_quantize
+from tiercel.ops.block_quantize import block_quantize
+from tiercel.ops.dequantize import dequantize
 from tiercel.ops.grouped_linear import grouped_linear
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import QuantType
 from tiercel.reference import grouped_linear as oracle
 
 GROUPS = {"Flash": 8, "Pro": 16}
@@ -27,7 +30,7 @@ class Inputs:
     """x (T, groups * in) bfloat16 and the weight in FP8 blocks."""
 
     x: Tensor
-    weight: QuantBlocks
+    weight: QuantTensor
 
 
 def make_case(model: str, num_tokens: int, device: torch.device) -> Case:
@@ -37,13 +40,13 @@ def make_case(model: str, num_tokens: int, device: torch.device) -> Case:
         generator = torch.Generator(device).manual_seed(seed)
         x = torch.randn(num_tokens, num_groups * COLS, generator=generator, device=device)
         weight = torch.randn(num_groups * rows, COLS, generator=generator, device=device)
-        return Inputs(x.bfloat16(), block_quantize(weight / 64, BlockFormat.FP8))
+        return Inputs(x.bfloat16(), block_quantize(weight / 64, QuantType.FP8_BLOCK))
 
     def run(inputs: Inputs) -> Tensor:
         return grouped_linear(inputs.x, inputs.weight, num_groups)
 
     def check(inputs: Inputs) -> float:  # a few tokens: the oracle's matrix is dense
-        x, weight = inputs.x[:4].cpu(), block_dequantize(inputs.weight).cpu()
+        x, weight = inputs.x[:4].cpu(), dequantize(inputs.weight, torch.float32).cpu()
         groups = zip(x.chunk(num_groups, dim=1), weight.chunk(num_groups), strict=True)
         parts = [oracle.grouped_linear(part, matrix, 1) for part, matrix in groups]
         return relative_error(run(inputs)[:4].cpu(), torch.cat(parts, dim=1))

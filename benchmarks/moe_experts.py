@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
-from tiercel.ops.block_quantize import BlockFormat, QuantBlocks, block_dequantize, block_quantize
+from tiercel.ops.block_quantize import block_quantize
+from tiercel.ops.dequantize import dequantize
 from tiercel.ops.moe_experts import Experts, moe_experts
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import QuantType
 from tiercel.reference import moe_experts as oracle
 
 LIMIT, TOPK = 10.0, 6
@@ -24,7 +27,7 @@ SHAPES = {
     "cpu": {"Flash / 16": (8, 256, 128), "Pro / 16": (8, 448, 192)},
 }
 TOKENS = {"cuda": (1, 8, 64, 512, 4096), "cpu": (1, 8)}
-FORMATS = (BlockFormat.MXFP4, BlockFormat.NVFP4)
+FORMATS = (QuantType.MXFP4, QuantType.NVFP4)
 ZIPF = 1.2  # exponent of the skewed routing
 
 
@@ -37,7 +40,7 @@ class Inputs:
     weights: Tensor
 
 
-def make_stack(shape: tuple[int, int, int], kind: BlockFormat, device: torch.device) -> QuantBlocks:
+def make_stack(shape: tuple[int, int, int], kind: QuantType, device: torch.device) -> QuantTensor:
     """A stack in a block format: 8 matrices are encoded and repeated."""
     num_experts, out, cols = shape
     generator = torch.Generator(device).manual_seed(out)
@@ -73,16 +76,16 @@ def make_case(
         ids = inputs.ids[-2:]
         used, places = ids.unique(return_inverse=True)
         stacks = [
-            block_dequantize(stack.take(used)).cpu()
+            dequantize(stack.take(used), torch.float32).cpu()
             for stack in (experts.w1, experts.w3, experts.w2)
-            if isinstance(stack, QuantBlocks)
+            if isinstance(stack, QuantTensor)
         ]
         rows = (inputs.x[-2:].cpu(), places.cpu(), inputs.weights[-2:].cpu())
         expected = oracle.moe_experts(*rows, (stacks[0], stacks[1], stacks[2]), LIMIT)
         return relative_error(run(inputs)[-2:].cpu(), expected)
 
     used = make(0).ids.unique().numel()
-    assert isinstance(experts.w1, QuantBlocks)
+    assert isinstance(experts.w1, QuantTensor)
     return Case(
         name=name,
         make=make,
@@ -105,7 +108,7 @@ def cases(device: torch.device) -> Iterator[Case]:
             for num_tokens in TOKENS[device.type]:
                 for is_skewed in (False, True):
                     routing = "zipf" if is_skewed else "uniform"
-                    name = f"{model} {kind.value} {routing} tokens={num_tokens}"
+                    name = f"{model} {kind.name.lower()} {routing} tokens={num_tokens}"
                     yield make_case(name, num_tokens, experts, is_skewed, device)
 
 

@@ -9,7 +9,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import FP4_GROUPS, Layout, QuantType
+
 PATH = Path(__file__).parent / "data/dsv4/ops.safetensors"
+
+FORMATS = (QuantType.FP8_BLOCK, QuantType.MXFP4, QuantType.NVFP4)
 
 
 @functools.cache
@@ -23,6 +28,14 @@ def case(prefix, device="cpu"):
     found = {k.removeprefix(start): v for k, v in _tensors().items() if k.startswith(start)}
     assert found, prefix
     return {name: tensor.clone().to(device) for name, tensor in found.items()}
+
+
+def blocks_of(qtype, q, scale, block=(128, 128), **others):
+    """A tensor of a block format over its planes."""
+    columns = q.shape[-1] * (2 if qtype in FP4_GROUPS else 1)
+    block = (1, 1) if qtype in FP4_GROUPS else block
+    planes = {"q": q, "scale": scale, **others}
+    return QuantTensor(qtype, Layout.BLOCKS, (*q.shape[:-1], columns), planes, block)
 
 
 def poison(device):

@@ -211,7 +211,6 @@ def _tensors() -> dict[str, bytes]:
         "q8_k": 15,
         "i8": 24,
         "f64": 28,
-        "mxfp4": 39,
     }.items():
         files[f"c7_type_{name}"] = typed(type_id)
     return files

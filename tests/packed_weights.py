@@ -11,7 +11,7 @@ from tiercel.quant_types import Layout
 HALVES = {
     "F16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
     "IQ4_NL": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2),
-    "Q6_K": (208,), "IQ4_XS": (0,),
+    "Q6_K": (208,), "IQ4_XS": (0,), "IQ2_XXS": (0,), "MXFP4": (),
 }  # fmt: skip
 
 
@@ -23,6 +23,8 @@ def make_weight(qtype, rows, columns, device, seed=0):
     for at in HALVES[qtype.name]:
         d = 10.0 ** rng.uniform(-5, -3, (rows, blocks, 1)) * rng.choice([-1, 1], (rows, blocks, 1))
         data[:, :, at : at + 2] = d.astype(np.float16).view(np.uint8).reshape(rows, blocks, 2)
+    if qtype.name == "MXFP4":
+        data[:, :, 0] = rng.integers(110, 118, (rows, blocks))
     flat = torch.from_numpy(data.reshape(rows, -1)).to(device)
     return QuantTensor(qtype, Layout.FILE, (rows, columns), {"data": flat})
 

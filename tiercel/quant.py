@@ -95,6 +95,16 @@ class QuantTensor:
         planes = {name: plane.to(device) for name, plane in self.planes.items()}
         return replace(self, planes=planes)
 
+    def check(self, name: str) -> None:
+        """Raise ArgumentError unless the planes fit the shape and each other; `name` is the op's.
+
+        Of layout SOA nothing is checked: it is made by `ops/packed_repack.py` alone.
+        """
+        if self.layout is Layout.FILE:
+            _check_file(self, name)
+        elif self.layout is Layout.BLOCKS:
+            _check_blocks(self, name)
+
     def _sizes(self, name: str) -> tuple[int, int]:
         """Rows and columns of weights that one element of a plane, or block of bytes, is for."""
         if self.layout is Layout.FILE:
@@ -144,6 +154,69 @@ def take_rows(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if matrix.dtype == torch.float8_e4m3fn:
         return take_rows(matrix.view(torch.uint8), index).view(matrix.dtype)
     return matrix[index] if 2 < index.numel() <= 16 else matrix.index_select(0, index)
+
+
+def _check_file(weight: QuantTensor, name: str) -> None:
+    data, qtype = weight.planes["data"], weight.qtype
+    if not qtype.is_ggml:
+        raise ArgumentError(
+            f"{name}: {qtype.name} is no type of weights in layout FILE.",
+            hint="Pass a GGML type, or a block format in layout BLOCKS.",
+        )
+    in_features = weight.shape[-1]
+    expected = (*weight.shape[:-1], qtype.row_bytes(in_features))
+    is_whole = in_features % qtype.block_weights == 0
+    if not is_whole or tuple(data.shape) != expected or data.dtype != torch.uint8:
+        raise ArgumentError(
+            f"{name}: plane 'data' is {tuple(data.shape)} {data.dtype} but {qtype.name} "
+            f"of shape {weight.shape} needs {expected} torch.uint8, in rows of whole blocks.",
+            hint=f"Cut rows at multiples of {qtype.block_weights} weights.",
+        )
+
+
+def _check_blocks(weight: QuantTensor, name: str) -> None:
+    *stack, out, cols = weight.shape
+    qtype = weight.qtype.name
+    totals = [plane for plane in weight.planes if plane in _MATRIX_PLANES]
+    if set(weight.planes) - set(totals) != {"q", "scale"} or len(totals) != (qtype == "NVFP4"):
+        raise ArgumentError(
+            f"{name}: {qtype} with the planes {sorted(weight.planes)}.",
+            hint="Pass q and scale; NVFP4 has global_scale or divisor too, the others neither.",
+        )
+    byte, e4m3 = torch.uint8, torch.float8_e4m3fn
+    if weight.qtype is QuantType.FP8_BLOCK:
+        q_type, scale_types = e4m3, [byte, torch.float32]
+        q_shape = (*stack, out, cols)
+        rows, width = weight.block
+        scale_shape = (*stack, -(-out // rows), -(-cols // width))
+    else:
+        group = FP4_GROUPS[weight.qtype]
+        q_type, scale_types = byte, [byte if group == 32 else e4m3]
+        q_shape = (*stack, out, cols // 2)
+        scale_shape = (*stack, out, cols // group)
+        if cols % group:
+            raise ArgumentError(
+                f"{name}: {qtype} of shape {weight.shape} has {cols} columns.",
+                hint=f"Pass a multiple of {group}.",
+            )
+    q, scale = weight.planes["q"], weight.planes["scale"]
+    if q.dtype != q_type or tuple(q.shape) != q_shape:
+        raise ArgumentError(
+            f"{name}: the values of {qtype} {weight.shape} are {tuple(q.shape)} {q.dtype}.",
+            hint=f"Pass {q_shape} {q_type}; view the bytes of a container, never cast them.",
+        )
+    if scale.dtype not in scale_types or tuple(scale.shape) != scale_shape:
+        raise ArgumentError(
+            f"{name}: the scales of {qtype} {weight.shape} are {tuple(scale.shape)} {scale.dtype}.",
+            hint=f"Pass {scale_shape} in {' or '.join(map(str, scale_types))}.",
+        )
+    for total in totals:
+        plane = weight.planes[total]
+        if list(plane.shape) != stack or plane.dtype != torch.float32:
+            raise ArgumentError(
+                f"{name}: {total} of {weight.shape} is {tuple(plane.shape)} {plane.dtype}.",
+                hint=f"Pass {tuple(stack)} torch.float32: one number per matrix.",
+            )
 
 
 def _check_range(what: str, start: int, stop: int, size: int) -> None:

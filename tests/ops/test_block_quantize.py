@@ -3,10 +3,14 @@
 import pytest
 import torch
 
-from tests.dsv4_cases import captured, case, poison, strided
+from tests.dsv4_cases import FORMATS, blocks_of, captured, case, poison, strided
 from tiercel.errors import ArgumentError
 from tiercel.ops import block_quantize as op
-from tiercel.ops.block_quantize import BlockFormat, QuantBlocks, block_dequantize, block_quantize
+from tiercel.ops import dequantize as dequantize_op
+from tiercel.ops.block_quantize import block_quantize
+from tiercel.ops.dequantize import dequantize
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import block_quantize as oracle
 
 SHAPES = [(1, 32), (133, 160), (3, 96), (200, 352), (129, 32)]  # rows, columns
@@ -25,62 +29,64 @@ def as_bytes(tensor):
 
 def test_fp8_blocks_match_the_reference(device):
     data = case("codec", device)
-    blocks = block_quantize(data["w"], BlockFormat.FP8)
-    assert torch.equal(as_bytes(blocks.q), as_bytes(data["fp8.q"]))
-    assert torch.equal(blocks.scale, data["fp8.scale"])
-    stored = QuantBlocks(BlockFormat.FP8, data["fp8.q"], data["fp8.scale"])
-    assert torch.equal(block_dequantize(stored), data["fp8.deq"])
+    blocks = block_quantize(data["w"], QuantType.FP8_BLOCK)
+    assert torch.equal(as_bytes(blocks.planes["q"]), as_bytes(data["fp8.q"]))
+    assert torch.equal(blocks.planes["scale"], data["fp8.scale"])
+    stored = blocks_of(QuantType.FP8_BLOCK, data["fp8.q"], data["fp8.scale"])
+    assert torch.equal(dequantize(stored, torch.float32), data["fp8.deq"])
 
 
 def test_mxfp4_matches_the_reference(device):
     data = case("codec", device)
-    blocks = block_quantize(data["w"][:20], BlockFormat.MXFP4)
-    assert torch.equal(blocks.q, data["mxfp4.q"])
-    assert torch.equal(blocks.scale, data["mxfp4.scale"])
-    stored = QuantBlocks(BlockFormat.MXFP4, data["mxfp4.q"], data["mxfp4.scale"])
-    assert torch.equal(block_dequantize(stored), data["mxfp4.deq"])
+    blocks = block_quantize(data["w"][:20], QuantType.MXFP4)
+    assert torch.equal(blocks.planes["q"], data["mxfp4.q"])
+    assert torch.equal(blocks.planes["scale"], data["mxfp4.scale"])
+    stored = blocks_of(QuantType.MXFP4, data["mxfp4.q"], data["mxfp4.scale"])
+    assert torch.equal(dequantize(stored, torch.float32), data["mxfp4.deq"])
 
 
 def test_nvfp4_matches_the_reference(device):
     data = case("codec", device)
-    blocks = block_quantize(data["w"][:20], BlockFormat.NVFP4)
-    assert torch.equal(blocks.q, data["nvfp4.q"])
-    assert torch.equal(as_bytes(blocks.scale), as_bytes(data["nvfp4.scale"]))
-    assert torch.equal(blocks.global_scale, data["nvfp4.scale_2"])
-    planes = (data["nvfp4.q"], data["nvfp4.scale"], data["nvfp4.scale_2"])
-    assert torch.equal(block_dequantize(QuantBlocks(BlockFormat.NVFP4, *planes)), data["nvfp4.deq"])
-    inverse = QuantBlocks(BlockFormat.NVFP4, *planes[:2], 1 / planes[2], is_reciprocal=True)
-    torch.testing.assert_close(block_dequantize(inverse), data["nvfp4.deq"], rtol=2e-7, atol=0)
+    blocks = block_quantize(data["w"][:20], QuantType.NVFP4)
+    assert torch.equal(blocks.planes["q"], data["nvfp4.q"])
+    assert torch.equal(as_bytes(blocks.planes["scale"]), as_bytes(data["nvfp4.scale"]))
+    assert torch.equal(blocks.planes["global_scale"], data["nvfp4.scale_2"])
+    planes, total = (data["nvfp4.q"], data["nvfp4.scale"]), data["nvfp4.scale_2"]
+    factor = blocks_of(QuantType.NVFP4, *planes, global_scale=total)
+    assert torch.equal(dequantize(factor, torch.float32), data["nvfp4.deq"])
+    inverse = blocks_of(QuantType.NVFP4, *planes, divisor=1 / total)
+    out = dequantize(inverse, torch.float32)
+    torch.testing.assert_close(out, data["nvfp4.deq"], rtol=2e-7, atol=0)
 
 
 def test_mxfp4_becomes_nvfp4_exactly(device):
     data = case("codec", device)
-    source = QuantBlocks(BlockFormat.MXFP4, data["mxfp4.q"], data["mxfp4.scale"])
+    source = blocks_of(QuantType.MXFP4, data["mxfp4.q"], data["mxfp4.scale"])
     target = op.mxfp4_to_nvfp4(source)
-    assert torch.equal(target.q, data["mxfp4.q"])
-    assert torch.equal(as_bytes(target.scale), as_bytes(data["mx2nv.scale"]))
-    assert torch.equal(target.global_scale, data["mx2nv.scale_2"])
-    assert torch.equal(block_dequantize(target), data["mxfp4.deq"])
+    assert torch.equal(target.planes["q"], data["mxfp4.q"])
+    assert torch.equal(as_bytes(target.planes["scale"]), as_bytes(data["mx2nv.scale"]))
+    assert torch.equal(target.planes["global_scale"], data["mx2nv.scale_2"])
+    assert torch.equal(dequantize(target, torch.float32), data["mxfp4.deq"])
 
 
 def test_scales_of_zeros_do_not_count(device):
     weight = torch.ones(2, 64, device=device)
     weight[1, :32] = 0.0
-    blocks = block_quantize(weight, BlockFormat.MXFP4)
-    blocks.scale[1, 0] = 200
-    assert torch.equal(block_dequantize(op.mxfp4_to_nvfp4(blocks)), weight)
+    blocks = block_quantize(weight, QuantType.MXFP4)
+    blocks.planes["scale"][1, 0] = 200
+    assert torch.equal(dequantize(op.mxfp4_to_nvfp4(blocks), torch.float32), weight)
 
 
 def test_mxfp4_of_a_wide_range_is_refused(device):
     weight = torch.ones(2, 64, device=device)
     weight[1, 32:] = 2.0**-17  # 18 scales: just fits
-    blocks = block_quantize(weight, BlockFormat.MXFP4)
-    assert torch.equal(block_dequantize(op.mxfp4_to_nvfp4(blocks)), weight)
+    blocks = block_quantize(weight, QuantType.MXFP4)
+    assert torch.equal(dequantize(op.mxfp4_to_nvfp4(blocks), torch.float32), weight)
     weight[1, 32:] = 2.0**-18
     with pytest.raises(ArgumentError, match="span more than 18 powers of two"):
-        op.mxfp4_to_nvfp4(block_quantize(weight, BlockFormat.MXFP4))
-    with pytest.raises(ArgumentError, match="the weights are fp8"):
-        op.mxfp4_to_nvfp4(block_quantize(weight, BlockFormat.FP8))
+        op.mxfp4_to_nvfp4(block_quantize(weight, QuantType.MXFP4))
+    with pytest.raises(ArgumentError, match="the weights are FP8_BLOCK in layout BLOCKS"):
+        op.mxfp4_to_nvfp4(block_quantize(weight, QuantType.FP8_BLOCK))
 
 
 def test_e2m1_rounds_as_the_reference(device):
@@ -120,15 +126,17 @@ def test_activations_match_oracle(cols, device):
 def test_fp8_matches_oracle(rows, cols, block, has_e8m0, device):
     weight = make_weight(rows, cols, device)
     poison(device)
-    blocks = block_quantize(strided(weight), BlockFormat.FP8, block=block, has_e8m0=has_e8m0)
+    blocks = block_quantize(strided(weight), QuantType.FP8_BLOCK, block=block, has_e8m0=has_e8m0)
     expected, scales = oracle.fp8_blocks(weight.cpu(), block, has_e8m0)
-    out = block_dequantize(blocks).double().cpu()
+    out = dequantize(blocks, torch.float32).double().cpu()
     if has_e8m0:
         assert torch.equal(out, expected)
-        assert torch.equal(torch.exp2(blocks.scale.cpu().double() - 127), scales)
-        assert torch.equal(oracle.dequantize_fp8(as_bytes(blocks.q).cpu(), scales, block), out)
+        assert torch.equal(torch.exp2(blocks.planes["scale"].cpu().double() - 127), scales)
+        assert torch.equal(
+            oracle.dequantize_fp8(as_bytes(blocks.planes["q"]).cpu(), scales, block), out
+        )
     else:
-        torch.testing.assert_close(blocks.scale.double().cpu(), scales, rtol=1e-6, atol=0)
+        torch.testing.assert_close(blocks.planes["scale"].double().cpu(), scales, rtol=1e-6, atol=0)
         # A quotient on the other side of a tie moves a value by one step of E4M3.
         assert ((out - expected).abs() > 1e-6 * expected.abs()).double().mean() < 1e-3
         torch.testing.assert_close(out, expected, rtol=0.13, atol=1e-3 * scales.max().item())
@@ -138,40 +146,42 @@ def test_fp8_matches_oracle(rows, cols, block, has_e8m0, device):
 def test_fp4_matches_oracle(rows, cols, device):
     weight = make_weight(rows, cols, device)
     poison(device)
-    out = block_dequantize(block_quantize(strided(weight), BlockFormat.MXFP4)).double().cpu()
+    out = dequantize(block_quantize(strided(weight), QuantType.MXFP4), torch.float32).double().cpu()
     expected, _ = oracle.round_groups(weight.cpu(), 32, "fp4")
     assert torch.equal(out, expected)
-    blocks = block_quantize(strided(weight), BlockFormat.MXFP4)
-    decoded = oracle.dequantize_fp4(blocks.q.cpu(), torch.exp2(blocks.scale.cpu().double() - 127))
+    blocks = block_quantize(strided(weight), QuantType.MXFP4)
+    decoded = oracle.dequantize_fp4(
+        blocks.planes["q"].cpu(), torch.exp2(blocks.planes["scale"].cpu().double() - 127)
+    )
     assert torch.equal(out, decoded)
-    blocks = block_quantize(weight, BlockFormat.NVFP4)
+    blocks = block_quantize(weight, QuantType.NVFP4)
     expected, scales, total = oracle.nvfp4_blocks(weight.cpu())
-    assert torch.equal(blocks.scale.float().double().cpu(), scales)
-    assert blocks.global_scale.item() == pytest.approx(total, rel=1e-6)
-    out = block_dequantize(blocks).double().cpu()
+    assert torch.equal(blocks.planes["scale"].float().double().cpu(), scales)
+    assert blocks.planes["global_scale"].item() == pytest.approx(total, rel=1e-6)
+    out = dequantize(blocks, torch.float32).double().cpu()
     close = torch.isclose(out, expected, rtol=1e-6, atol=1e-12)
     assert (~close).double().mean() < 1e-3  # ties that float32 rounds to the other side
 
 
-@pytest.mark.parametrize("block_format", BlockFormat, ids=lambda f: f.value)
-def test_stacks_are_their_matrices(block_format, device):
+@pytest.mark.parametrize("qtype", FORMATS, ids=lambda q: q.name)
+def test_stacks_are_their_matrices(qtype, device):
     weight = torch.stack([make_weight(70, 96, device) * scale for scale in (1.0, 0.01, 30.0)])
-    blocks = block_quantize(weight, block_format)
+    blocks = block_quantize(weight, qtype)
     assert blocks.shape == (3, 70, 96)
     index = torch.tensor([2, 0, 2], device=device)
-    taken = block_dequantize(blocks.take(index), torch.bfloat16)
+    taken = dequantize(blocks.take(index), torch.bfloat16)
     for place, expert in enumerate((2, 0, 2)):
-        alone = block_dequantize(block_quantize(weight[expert], block_format))
-        assert torch.equal(block_dequantize(blocks)[expert], alone)
+        alone = dequantize(block_quantize(weight[expert], qtype), torch.float32)
+        assert torch.equal(dequantize(blocks, torch.float32)[expert], alone)
         assert torch.equal(taken[place], alone.bfloat16())
 
 
 def test_zero_and_nan_weights(device):
-    for block_format in BlockFormat:
+    for qtype in FORMATS:
         zeros = torch.zeros(5, 64, device=device)
-        assert torch.equal(block_dequantize(block_quantize(zeros, block_format)), zeros)
+        assert torch.equal(dequantize(block_quantize(zeros, qtype), torch.float32), zeros)
     zeros[3, 2] = float("nan")
-    out = block_dequantize(block_quantize(zeros, BlockFormat.MXFP4))
+    out = dequantize(block_quantize(zeros, QuantType.MXFP4), torch.float32)
     assert out[3, :32].isnan().all()
     assert out.isnan().sum() == 32
 
@@ -179,7 +189,7 @@ def test_zero_and_nan_weights(device):
 def test_e8m0_bytes(device):
     scale = torch.tensor([[0, 1, 127, 254, 255]], dtype=torch.uint8, device=device)
     q = torch.full((1, 80), 0x22, dtype=torch.uint8, device=device)  # ones
-    out = block_dequantize(QuantBlocks(BlockFormat.MXFP4, q, scale))[0, ::32].double().cpu()
+    out = dequantize(blocks_of(QuantType.MXFP4, q, scale), torch.float32)[0, ::32].double().cpu()
     expected = torch.tensor([2.0**-127, 2.0**-126, 1.0, 2.0**127, float("nan")]).double()
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -244,27 +254,82 @@ def test_no_rows(device):
 def test_op_names_the_bad_argument(device):
     weight = torch.randn(4, 64, device=device)
     with pytest.raises(ArgumentError, match=r"weight is \(64,\)"):
-        block_quantize(weight[0], BlockFormat.FP8)
-    with pytest.raises(ArgumentError, match="40 columns are not whole groups of mxfp4"):
-        block_quantize(weight[:, :40], BlockFormat.MXFP4)
+        block_quantize(weight[0], QuantType.FP8_BLOCK)
+    with pytest.raises(ArgumentError, match="40 columns are not whole groups of MXFP4"):
+        block_quantize(weight[:, :40], QuantType.MXFP4)
     with pytest.raises(ArgumentError, match=r"weight is empty, \(0, 64\)"):
-        block_quantize(weight[:0], BlockFormat.NVFP4)
+        block_quantize(weight[:0], QuantType.NVFP4)
     with pytest.raises(ArgumentError, match=r"block is \(0, 128\)"):
-        block_quantize(weight, BlockFormat.FP8, block=(0, 128))
-    blocks = block_quantize(weight, BlockFormat.MXFP4)
+        block_quantize(weight, QuantType.FP8_BLOCK, block=(0, 128))
+    blocks = block_quantize(weight, QuantType.MXFP4)
     with pytest.raises(ArgumentError, match=r"dtype=torch.int8"):
-        block_dequantize(blocks, torch.int8)
-    with pytest.raises(ArgumentError, match=r"have scales \(4, 1\) torch.uint8") as error:
-        block_dequantize(QuantBlocks(BlockFormat.MXFP4, blocks.q, blocks.scale[:, :1]))
-    assert "(4, 2)" in error.value.hint
-    with pytest.raises(ArgumentError, match=r"the weights of mxfp4 are torch.int8"):
-        block_dequantize(QuantBlocks(BlockFormat.MXFP4, blocks.q.view(torch.int8), blocks.scale))
+        dequantize(blocks, torch.int8)
+    with pytest.raises(ArgumentError, match="Q4_K is no block format"):
+        block_quantize(weight, QuantType.Q4_K)
+    q, scale = blocks.planes["q"], blocks.planes["scale"]
     total = torch.ones((), device=device)
-    with pytest.raises(ArgumentError, match="mxfp4 with a global scale"):
-        block_dequantize(QuantBlocks(BlockFormat.MXFP4, blocks.q, blocks.scale, total))
-    nv = block_quantize(weight, BlockFormat.NVFP4)
-    with pytest.raises(ArgumentError, match=r"the global scale is \(1,\)"):
-        block_dequantize(QuantBlocks(BlockFormat.NVFP4, nv.q, nv.scale, total[None]))
+    fp8 = block_quantize(weight, QuantType.FP8_BLOCK, block=(2, 48)).planes
+    for planes, text, hint in (
+        ((QuantType.MXFP4, q, scale[:, :1]), r"scales of MXFP4 \(4, 64\) are \(4, 1\)", "(4, 2)"),
+        ((QuantType.MXFP4, q, scale.int()), r"are \(4, 2\) torch.int32", "torch.uint8"),
+        ((QuantType.MXFP4, q.view(torch.int8), scale), r"values of MXFP4 .* torch.int8", "uint8"),
+        ((QuantType.MXFP4, q[:, :20], scale[:, :1]), "has 40 columns", "multiple of 32"),
+        ((QuantType.NVFP4, q, scale), r"NVFP4 with the planes \['q', 'scale'\]", "divisor"),
+        ((QuantType.FP8_BLOCK, fp8["q"].view(torch.uint8), fp8["scale"]), "torch.uint8", "view"),
+        ((QuantType.FP8_BLOCK, fp8["q"], fp8["scale"]), r"are \(2, 2\)", "(1, 1)"),
+    ):
+        with pytest.raises(ArgumentError, match=text) as error:
+            dequantize(blocks_of(*planes), torch.float32)
+        assert hint in error.value.hint
+    with pytest.raises(ArgumentError, match="MXFP4 with the planes"):
+        dequantize(blocks_of(QuantType.MXFP4, q, scale, divisor=total), torch.float32)
+    nv = block_quantize(weight, QuantType.NVFP4).planes
+    nv["global_scale"] = total[None]
+    with pytest.raises(ArgumentError, match=r"global_scale of \(4, 64\) is \(1,\)"):
+        dequantize(blocks_of(QuantType.NVFP4, **nv), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stack", [(), (3,)])
+@pytest.mark.parametrize("qtype", FORMATS, ids=lambda q: q.name)
+def test_rows_at_a_time_give_the_same(qtype, stack, dtype, device, monkeypatch):
+    """Decoded in slices of whole blocks, from planes with gaps, and by number."""
+    weight = make_weight(133, 160, device).expand(*stack, 133, 160).contiguous()
+    blocks = block_quantize(weight, qtype, block=(32, 48))
+    whole = dequantize(blocks, dtype)
+    planes = {name: strided(p) if p.dim() > 1 else p for name, p in blocks.planes.items()}
+    gaps = blocks_of(qtype, **planes, block=(32, 48))
+    index = torch.tensor([2, 0, 2], device=device)
+    for limit in (1, 160 * 40, 3 * 160 * 64):
+        monkeypatch.setattr(dequantize_op, "CHUNK_WEIGHTS", limit)
+        poison(device)
+        out = dequantize(gaps, dtype)
+        assert out.is_contiguous()
+        assert torch.equal(out, whole)
+        assert torch.equal(dequantize(gaps, dtype, index), whole[index])
+
+
+@pytest.mark.parametrize("has_divisor", [False, True])
+def test_a_stack_of_nvfp4_matches_oracle(has_divisor, device):
+    """Random bytes of both planes; each matrix has a scale of its own."""
+    q = torch.randint(0, 256, (3, 37, 48), dtype=torch.uint8)
+    scale = torch.randint(0, 126, (3, 37, 6), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    total = torch.tensor([0.3, 17.0, 1e-4])
+    others = {"divisor" if has_divisor else "global_scale": total.to(device)}
+    blocks = blocks_of(QuantType.NVFP4, q.to(device), scale.to(device), **others)
+    poison(device)
+    out = dequantize(blocks, torch.float32).double().cpu()
+    factors = (1 / total.double() if has_divisor else total.double()).tolist()
+    for i, factor in enumerate(factors):
+        expected = oracle.dequantize_fp4(q[i], scale[i].float(), factor)
+        torch.testing.assert_close(out[i], expected, rtol=2e-7, atol=0)
+
+
+def test_layout_file_has_no_block_formats(device):
+    planes = {"data": torch.zeros(2, 32, dtype=torch.uint8, device=device)}
+    for qtype in (QuantType.FP8_BLOCK, QuantType.F8_E4M3, QuantType.U8):
+        with pytest.raises(ArgumentError, match=f"{qtype.name} is no type of weights"):
+            dequantize(QuantTensor(qtype, Layout.FILE, (2, 32), planes), torch.float32)
 
 
 def test_codecs_name_the_bad_argument(device):
@@ -288,10 +353,10 @@ def test_codecs_name_the_bad_argument(device):
 @pytest.mark.gpu
 def test_replay_equals_eager(device):
     x = torch.randn(7, 512, device=device)
-    blocks = block_quantize(torch.randn(3, 70, 96, device=device), BlockFormat.NVFP4)
+    blocks = block_quantize(torch.randn(3, 70, 96, device=device), QuantType.NVFP4)
     for run in (
         lambda: op.decode_kv_entries(op.encode_kv_entries(x, 64), 64),
         lambda: op.decode_index_keys(op.encode_index_keys(op.hadamard(x))),
-        lambda: block_dequantize(blocks),
+        lambda: dequantize(blocks, torch.float32),
     ):
         assert torch.equal(captured(run), run())

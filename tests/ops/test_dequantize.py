@@ -15,8 +15,9 @@ from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, Layout, QuantType
 from tiercel.reference import dequantize as oracle
 
-TYPES = [qtype.name for qtype in QuantType]
-BLOCK_TYPES = [qtype.name for qtype in QuantType if not qtype.is_float]
+TYPES = [qtype.name for qtype in QuantType if qtype.is_ggml]
+BLOCK_TYPES = [name for name in TYPES if not QuantType[name].is_float]
+MOST_E = 252  # the largest exponent byte of MXFP4 whose values are all finite
 ROWS, BLOCKS = 7, 3
 # NMSE of round-to-nearest encoders on N(0, 1) data: a property of the formats.
 NMSE = {
@@ -38,6 +39,8 @@ def random_blocks(type_name, rows=ROWS, blocks=BLOCKS, seed=0):
         data[..., at + 1] &= 0xBF  # exponents below 2: finite, both signs, some subnormal
     if type_name in ("F32", "BF16"):
         data[..., -1] &= 0xBF
+    if type_name == "MXFP4":
+        data[..., 0] = np.minimum(data[..., 0], MOST_E)
     return data
 
 
@@ -52,6 +55,9 @@ def extreme_blocks(type_name):
             for at in HALVES.get(type_name, ()):
                 block[at : at + 2] = bits & 255, bits >> 8
             rows.append(block)
+    if type_name == "MXFP4":
+        for row, e in zip(rows, (0, 1, 2, 3, 127, MOST_E) * 3, strict=True):
+            row[0] = e
     if type_name in ("F32", "BF16"):  # all ones is a NaN, whose payload is undefined
         rows = [row for row in rows if not (row == 0xFF).all()]
     return np.stack(rows)[:, None]
@@ -88,7 +94,7 @@ def test_every_byte_matters_at_its_place(type_name, device):
     """One random block, then one changed byte per row: catches a swap that random data may hide."""
     block = random_blocks(type_name, 1, 1, seed=3)[0, 0]
     data = np.tile(block, (len(block), 1, 1))
-    halves = {at + 1 for at in HALVES.get(type_name, ())}
+    halves = {at + 1 for at in HALVES.get(type_name, ())} | ({0} if type_name == "MXFP4" else set())
     for i in range(len(block)):
         if i not in halves and type_name not in ("F32", "BF16"):
             data[i, 0, i] ^= 0x55
@@ -157,7 +163,7 @@ def test_strided_rows_and_columns(type_name, device):
     assert wide[:, 4 * block :].isnan().all()
 
 
-@pytest.mark.parametrize("type_name", BLOCK_TYPES)
+@pytest.mark.parametrize("type_name", [name for name in BLOCK_TYPES if HALVES[name]])
 def test_nonfinite_scales_stay_nonfinite(type_name, device):
     """Infinity in d reaches the weights: nothing is silently repaired."""
     data = random_blocks(type_name, 1, 1, seed=5)[0]
@@ -191,6 +197,34 @@ def test_layouts_decode_alike(type_name, device):
         assert torch.equal(dequantize(packed, dtype), dequantize(weight, dtype))
     with pytest.raises(ArgumentError, match="layout SOA cannot be cut"):
         dequantize(packed, torch.float32, torch.tensor([0], device=device))
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_stacks_are_their_matrices(type_name, device):
+    """A stack, some matrices of it in any order, and a stack with gaps between its rows."""
+    matrix = as_tensor(random_blocks(type_name, 15, 4).reshape(15, -1), type_name, device)
+    whole = dequantize(matrix, torch.float32).unflatten(0, (3, 5))
+    data = matrix.planes["data"].unflatten(0, (3, 5))
+    stack = QuantTensor(matrix.qtype, Layout.FILE, (3, 5, matrix.shape[1]), {"data": data})
+    assert torch.equal(dequantize(stack, torch.float32), whole)
+    index = torch.tensor([2, 0, 2, 1], device=device)
+    assert torch.equal(dequantize(stack, torch.bfloat16, index), whole[index].bfloat16())
+    assert torch.equal(dequantize(stack.take(index), torch.float32), whole[index])
+    width = matrix.qtype.block_weights
+    part = stack.rows(1, 4).cols(width, 3 * width)
+    assert torch.equal(dequantize(part, torch.float32), whole[:, 1:4, width : 3 * width])
+    short = QuantTensor(matrix.qtype, Layout.FILE, (4, *stack.shape[1:]), stack.planes)
+    with pytest.raises(ArgumentError, match=r"^dequantize: plane 'data' is \(3, 5, "):
+        dequantize(short, torch.float32)
+
+
+def test_exponents_of_mxfp4_beyond_the_finite(device):
+    """As in ggml, byte 255 is a power of two; values beyond float32 are infinite."""
+    data = np.full((1, 17), 0x22, np.uint8)  # ones
+    for e, expected in ((252, 2.0**125), (254, 2.0**127), (255, np.inf)):
+        data[0, 0] = e
+        out = dequantize(as_tensor(data, "MXFP4", device), torch.float32)
+        assert (out == expected).all()
 
 
 def test_no_rows(device):

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from tests.dsv4_cases import FORMATS
 from tiercel.ops import block_quantize as codecs
-from tiercel.ops.block_quantize import BlockFormat, block_dequantize, block_quantize
+from tiercel.ops.block_quantize import block_quantize
+from tiercel.ops.dequantize import dequantize
 from tiercel.ops.grouped_linear import grouped_linear
 from tiercel.ops.indexer_topk import PagedKeys, indexer_topk
 from tiercel.ops.kv_compress import completing_tokens, compress_terms, kv_compress
@@ -18,8 +20,8 @@ from tiercel.ops.mhc_mix import mhc_mix_collapse, mhc_mix_post, mhc_mix_pre
 from tiercel.ops.moe_experts import Experts, moe_experts
 from tiercel.ops.moe_route import moe_route, moe_route_hash
 from tiercel.ops.sparse_attention import SlottedKV, sparse_attention
-
-FORMATS = list(BlockFormat)
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 
 
 def floats(*shape):
@@ -30,9 +32,13 @@ def integers(*shape):
     return torch.empty(*shape, dtype=torch.int64)
 
 
+def octets(*shape):
+    return torch.empty(*shape, dtype=torch.uint8)
+
+
 def run_block_quantize():
-    for block_format in FORMATS:
-        block_dequantize(block_quantize(floats(3, 70, 96), block_format).take(integers(2)))
+    for qtype in FORMATS:
+        dequantize(block_quantize(floats(3, 70, 96), qtype).take(integers(2)), torch.float32)
     codecs.round_fp8_g128(floats(7, 200))
     codecs.decode_kv_entries(codecs.encode_kv_entries(floats(7, 512), 64), 64)
     codecs.decode_index_keys(codecs.encode_index_keys(codecs.hadamard(floats(7, 128))))
@@ -77,14 +83,24 @@ def run_moe_route():
 
 def run_moe_experts():
     shapes = ((6, 64, 96), (6, 64, 96), (6, 96, 64))
-    for num_tokens, block_format in zip((1, 50, 1200), FORMATS, strict=True):
-        experts = Experts(*(block_quantize(floats(*shape), block_format) for shape in shapes))
+    for num_tokens, qtype in zip((1, 50, 1200), FORMATS, strict=True):
+        experts = Experts(*(block_quantize(floats(*shape), qtype) for shape in shapes))
         x, ids, weights = floats(num_tokens, 96), integers(num_tokens, 2), floats(num_tokens, 2)
         moe_experts(x, ids, weights, experts, limit=1.0)
+    shapes = ((6, 64, 256), (6, 64, 256), (6, 256, 64))
+    stored = [
+        QuantTensor(
+            qtype, Layout.FILE, shape, {"data": octets(*shape[:2], qtype.row_bytes(shape[2]))}
+        )
+        for qtype, shape in zip(
+            (QuantType.Q4_K, QuantType.Q4_K, QuantType.MXFP4), shapes, strict=True
+        )
+    ]
+    moe_experts(floats(3, 256), integers(3, 2), floats(3, 2), Experts(*stored), limit=1.0)
 
 
 def run_grouped_linear():
-    grouped_linear(floats(5, 320), block_quantize(floats(96, 160), BlockFormat.FP8), 2)
+    grouped_linear(floats(5, 320), block_quantize(floats(96, 160), QuantType.FP8_BLOCK), 2)
 
 
 RUNS = [
@@ -102,4 +118,4 @@ def test_no_value_is_read_on_the_host(run):
 def test_a_host_sync_is_noticed():
     """The conversion of MXFP4 reads a value; it is not an op of a step."""
     with FakeTensorMode(), pytest.raises(DataDependentOutputException):
-        codecs.mxfp4_to_nvfp4(block_quantize(floats(4, 64), BlockFormat.MXFP4))
+        codecs.mxfp4_to_nvfp4(block_quantize(floats(4, 64), QuantType.MXFP4))

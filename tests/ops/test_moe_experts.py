@@ -3,16 +3,15 @@
 import pytest
 import torch
 
-from tests.dsv4_cases import captured, case, poison, strided
+from tests.dsv4_cases import FORMATS, captured, case, poison, strided
+from tests.packed_weights import make_weight
 from tiercel.errors import ArgumentError
 from tiercel.ops import moe_experts_torch as torch_ops
-from tiercel.ops.block_quantize import (
-    BlockFormat,
-    block_dequantize,
-    block_quantize,
-    round_fp8_g128,
-)
+from tiercel.ops.block_quantize import block_quantize, round_fp8_g128
+from tiercel.ops.dequantize import dequantize
 from tiercel.ops.moe_experts import Experts, clamped_swiglu, moe_experts
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import moe_experts as oracle
 
 # Tokens, experts, topk, hidden, inter: pairs below and above each limit of the tiles' table.
@@ -79,20 +78,53 @@ def test_an_expert_with_0_1_or_all_tokens(num_tokens, device):
         check(moe_experts(x, ids, weights, Experts(*stacks), limit=LIMIT), x, ids, weights, stacks)
 
 
-@pytest.mark.parametrize("block_format", BlockFormat, ids=lambda f: f.value)
-def test_blocks_are_their_decoded_weights(block_format, device):
+@pytest.mark.parametrize("qtype", FORMATS, ids=lambda q: q.name)
+def test_blocks_are_their_decoded_weights(qtype, device):
     x = torch.randn(9, 96, device=device)
     ids, weights = make_routes(9, 6, 2, device)
     stacks = [stack * 3 for stack in make_stacks(6, 96, 64, device)]
     stacks[1][2] *= 30  # scales of their own for each matrix
-    blocks = [block_quantize(stack, block_format) for stack in stacks]
-    decoded = [block_dequantize(stack) for stack in blocks]
+    blocks = [block_quantize(stack, qtype) for stack in stacks]
+    decoded = [dequantize(stack, torch.float32) for stack in blocks]
     out = moe_experts(x, ids, weights, Experts(*blocks), limit=LIMIT)
     dense = moe_experts(x, ids, weights, Experts(*decoded), limit=LIMIT)
     assert torch.equal(out, dense)
     check(out / 100, x, ids, weights / 100, decoded)
     mixed = Experts(blocks[0], decoded[1], blocks[2])
     assert torch.equal(moe_experts(x, ids, weights, mixed, limit=LIMIT), dense)
+
+
+def make_ggml_stack(name, num_experts, out, cols, device):
+    matrix = make_weight(QuantType[name], num_experts * out, cols, device, seed=out)
+    data = matrix.planes["data"].unflatten(0, (num_experts, out))
+    return QuantTensor(matrix.qtype, Layout.FILE, (num_experts, out, cols), {"data": data})
+
+
+@pytest.mark.parametrize("names", [("IQ2_XXS", "Q4_K"), ("Q8_0", "Q6_K"), ("MXFP4", "MXFP4")])
+def test_ggml_stacks(names, device):
+    """Types of their own for w1 and w3, and w2."""
+    stacks = [make_ggml_stack(names[0], 5, 512, 256, device) for _ in range(2)]
+    stacks.append(make_ggml_stack(names[1], 5, 256, 512, device))
+    decoded = [dequantize(stack, torch.float32) for stack in stacks]
+    size = [stack.std() for stack in decoded]
+    x = torch.randn(6, 256, device=device) / size[0] / 16
+    ids, weights = make_routes(6, 5, 2, device)
+    weights = weights / size[2]
+    poison(device)
+    out = moe_experts(x, ids, weights, Experts(*stacks), limit=LIMIT)
+    check(out, x, ids, weights, decoded)
+
+
+def test_float_stacks_of_the_file(device):
+    x = torch.randn(6, 24, device=device)
+    ids, weights = make_routes(6, 5, 2, device)
+    stacks = [stack.bfloat16() for stack in make_stacks(5, 24, 12, device)]
+    stored = [
+        QuantTensor(QuantType.BF16, Layout.FILE, tuple(s.shape), {"data": s.view(torch.uint8)})
+        for s in stacks
+    ]
+    expected = moe_experts(x, ids, weights, Experts(*stacks), limit=LIMIT)
+    assert torch.equal(moe_experts(x, ids, weights, Experts(*stored), limit=LIMIT), expected)
 
 
 def test_small_workspace_gives_the_same(monkeypatch, device):
@@ -159,6 +191,10 @@ def test_op_names_the_bad_argument(device):
     with pytest.raises(ArgumentError, match=r"w1, w3 and w2 are \(\(3, 64, 32\)") as error:
         moe_experts(x, ids, weights, Experts(stacks[0], stacks[1], stacks[1]), limit=1.0)
     assert "(experts, hidden, inter)" in error.value.hint
+    blocks = [block_quantize(stack, QuantType.MXFP4) for stack in stacks]
+    blocks[1].planes["scale"] = blocks[1].planes["scale"][:2]
+    with pytest.raises(ArgumentError, match=r"moe_experts: the scales of MXFP4 \(3, 64, 32\)"):
+        moe_experts(x, ids, weights, Experts(*blocks), limit=1.0)
     with pytest.raises(ArgumentError, match=r"gate is \(2, 32\) but up is \(2, 31\)"):
         clamped_swiglu(x, x[:, :31], 1.0)
 
@@ -168,7 +204,7 @@ def test_op_names_the_bad_argument(device):
 def test_replay_equals_eager(num_tokens, device):
     x = torch.randn(num_tokens, 96, device=device).bfloat16()
     ids, weights = make_routes(num_tokens, 6, 2, device)
-    stacks = [block_quantize(s, BlockFormat.MXFP4) for s in make_stacks(6, 96, 64, device)]
+    stacks = [block_quantize(s, QuantType.MXFP4) for s in make_stacks(6, 96, 64, device)]
 
     def run():
         return moe_experts(x, ids, weights, Experts(*stacks), limit=LIMIT)

@@ -2,88 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
-
 import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.ops import block_quantize_torch as torch_ops
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import FP4_GROUPS, Layout, QuantType
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class BlockFormat(Enum):
-    """A block format of weights; the value is the name in messages."""
-
-    FP8 = "fp8"  # E4M3, a scale per block of `QuantBlocks.block`
-    MXFP4 = "mxfp4"  # E2M1, an E8M0 scale per 32 columns
-    NVFP4 = "nvfp4"  # E2M1, an E4M3 scale per 16 columns and a float32 scale per matrix
-
-
-@dataclass(frozen=True, slots=True)
-class QuantBlocks:
-    """A matrix (out, in), or a stack of matrices (..., out, in), in a block format.
-
-    Attributes:
-        format: the block format.
-        q: FP8: (..., out, in) float8_e4m3fn. FP4: (..., out, in / 2) uint8, the even column in
-            bits 0 to 3.
-        scale: FP8: (..., ceil(out / block[0]), ceil(in / block[1])), uint8 for E8M0 or float32.
-            MXFP4: (..., out, in / 32) uint8, E8M0. NVFP4: (..., out, in / 16) float8_e4m3fn.
-        global_scale: NVFP4: (...) float32, one per matrix; None in the other formats.
-        is_reciprocal: NVFP4: whether a weight is divided by `global_scale` (compressed-tensors)
-            instead of multiplied.
-        block: FP8: rows and columns of a block; edge blocks may be partial.
-    """
-
-    format: BlockFormat
-    q: Tensor
-    scale: Tensor
-    global_scale: Tensor | None = None
-    is_reciprocal: bool = False
-    block: tuple[int, int] = (128, 128)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(..., out, in), in weights."""
-        columns = self.q.shape[-1] * (1 if self.format is BlockFormat.FP8 else 2)
-        return (*self.q.shape[:-1], columns)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all planes."""
-        planes = [self.q, self.scale, *([] if self.global_scale is None else [self.global_scale])]
-        return sum(plane.numel() * plane.element_size() for plane in planes)
-
-    def take(self, index: Tensor) -> QuantBlocks:
-        """A copy of the matrices `index` (n,) of a stack (experts, out, in), in that order."""
-        total = self.global_scale
-        return QuantBlocks(
-            self.format,
-            _take(self.q, index),
-            _take(self.scale, index),
-            None if total is None else total.index_select(0, index),
-            self.is_reciprocal,
-            self.block,
-        )
-
-
-def _take(plane: Tensor, index: Tensor) -> Tensor:
-    """Select along the first dimension; 8-bit floats are moved as bytes."""
-    if plane.dtype == torch.float8_e4m3fn:
-        return plane.view(torch.uint8).index_select(0, index).view(plane.dtype)
-    return plane.index_select(0, index)
-
-
 def block_quantize(
     weight: Tensor,
-    block_format: BlockFormat,
+    qtype: QuantType,
     *,
     block: tuple[int, int] = (128, 128),
     has_e8m0: bool = True,
-) -> QuantBlocks:
+) -> QuantTensor:
     """Encode weights in a block format.
 
     Scales: FP8 max(amax, 1e-4) / 448, raised to a power of two for E8M0; MXFP4
@@ -92,16 +28,16 @@ def block_quantize(
 
     Args:
         weight: (..., out, in), float32, bfloat16 or float16, on any device, with any strides.
-        block_format: the format.
+        qtype: FP8_BLOCK, MXFP4 or NVFP4.
         block: FP8: rows and columns of a block.
         has_e8m0: FP8: scales are E8M0 bytes; otherwise float32.
 
     Returns:
-        Contiguous planes on the device of `weight`.
+        Layout BLOCKS with contiguous planes on the device of `weight`.
 
     Raises:
-        ArgumentError: fewer than two dimensions, another dtype, FP4 columns that are no multiple
-            of the group, or a block below 1.
+        ArgumentError: another type, fewer than two dimensions, another dtype, FP4 columns that are
+            no multiple of the group, or a block below 1.
 
     Sources: "OCP Microscaling Formats (MX) Specification" 1.0; NVIDIA's description of NVFP4; the
     inference code published with DeepSeek-V4.
@@ -111,16 +47,21 @@ def block_quantize(
             f"block_quantize: weight is {tuple(weight.shape)} {weight.dtype}.",
             hint="Pass (..., out, in) in float32, bfloat16 or float16.",
         )
-    if block_format is BlockFormat.FP8:
+    shape = tuple(weight.shape)
+    if qtype is QuantType.FP8_BLOCK:
         if min(block) < 1:
             raise ArgumentError(f"block_quantize: block is {block}.", hint="Pass sizes >= 1.")
         q, scale = torch_ops.quantize_fp8(weight, block, has_e8m0)
-        return QuantBlocks(block_format, q, scale, block=block)
-    group = 32 if block_format is BlockFormat.MXFP4 else 16
+        return QuantTensor(qtype, Layout.BLOCKS, shape, {"q": q, "scale": scale}, block)
+    if qtype not in FP4_GROUPS:
+        raise ArgumentError(
+            f"block_quantize: {qtype.name} is no block format.",
+            hint="Use FP8_BLOCK, MXFP4 or NVFP4.",
+        )
+    group = FP4_GROUPS[qtype]
     if weight.shape[-1] % group:
         raise ArgumentError(
-            f"block_quantize: {weight.shape[-1]} columns are not whole groups of "
-            f"{block_format.value}.",
+            f"block_quantize: {weight.shape[-1]} columns are not whole groups of {qtype.name}.",
             hint=f"Pass a multiple of {group}.",
         )
     if weight.numel() == 0:
@@ -128,81 +69,15 @@ def block_quantize(
             f"block_quantize: weight is empty, {tuple(weight.shape)}.",
             hint="Pass at least one row and one group of columns.",
         )
-    if block_format is BlockFormat.MXFP4:
-        return QuantBlocks(block_format, *torch_ops.quantize_mxfp4(weight))
-    return QuantBlocks(block_format, *torch_ops.quantize_nvfp4(weight))
+    if qtype is QuantType.MXFP4:
+        q, scale = torch_ops.quantize_mxfp4(weight)
+        return QuantTensor(qtype, Layout.BLOCKS, shape, {"q": q, "scale": scale})
+    q, scale, total = torch_ops.quantize_nvfp4(weight)
+    planes = {"q": q, "scale": scale, "global_scale": total}
+    return QuantTensor(qtype, Layout.BLOCKS, shape, planes)
 
 
-def block_dequantize(blocks: QuantBlocks, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Decode weights of a block format.
-
-    Args:
-        blocks: one matrix or a stack, on any device.
-        dtype: float32, bfloat16 or float16.
-
-    Returns:
-        (..., out, in), contiguous. Values are formed in float32 and rounded once to `dtype`: with
-        FP8 and E8M0 or MXFP4 they are exact in float32; NVFP4 rounds in the product, or quotient,
-        with the global scale. An E8M0 byte of 255 gives NaN.
-
-    Raises:
-        ArgumentError: planes whose shapes or dtypes disagree, or another dtype.
-
-    Source: as `block_quantize`; compressed-tensors for the reciprocal global scale.
-    """
-    if dtype not in _FLOATS:
-        raise ArgumentError(
-            f"block_dequantize: dtype={dtype}.", hint="Use float32, bfloat16 or float16."
-        )
-    check_blocks(blocks, "block_dequantize")
-    if blocks.format is BlockFormat.FP8:
-        return torch_ops.dequantize_fp8(blocks.q, blocks.scale, blocks.block).to(dtype)
-    values = torch_ops.dequantize_fp4(blocks.q, blocks.scale)
-    if blocks.global_scale is not None:
-        total = blocks.global_scale[..., None, None]
-        values = values / total if blocks.is_reciprocal else values * total
-    return values.to(dtype)
-
-
-def check_blocks(blocks: QuantBlocks, name: str) -> None:
-    """Raise ArgumentError unless the planes of `blocks` fit each other; `name` is the op's."""
-    *stack, out, cols = blocks.shape
-    if blocks.format is BlockFormat.FP8:
-        rows = -(-out // blocks.block[0])
-        expected = (*stack, rows, -(-cols // blocks.block[1]))
-        q_dtype: torch.dtype = torch.float8_e4m3fn
-        scale_dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.float32)
-    else:
-        is_mx = blocks.format is BlockFormat.MXFP4
-        expected = (*stack, out, cols // (32 if is_mx else 16))
-        q_dtype = torch.uint8
-        scale_dtypes = (torch.uint8,) if is_mx else (torch.float8_e4m3fn,)
-    if blocks.q.dtype != q_dtype:
-        raise ArgumentError(
-            f"{name}: the weights of {blocks.format.value} are {blocks.q.dtype}.",
-            hint=f"Pass {q_dtype}; view the bytes of a container, never cast them.",
-        )
-    if tuple(blocks.scale.shape) != expected or blocks.scale.dtype not in scale_dtypes:
-        raise ArgumentError(
-            f"{name}: {blocks.format.value} weights {blocks.shape} have scales "
-            f"{tuple(blocks.scale.shape)} {blocks.scale.dtype}.",
-            hint=f"Pass {expected} in {' or '.join(map(str, scale_dtypes))}.",
-        )
-    total = blocks.global_scale
-    if (total is not None) != (blocks.format is BlockFormat.NVFP4):
-        raise ArgumentError(
-            f"{name}: {blocks.format.value} {'with' if total is not None else 'without'} a global "
-            "scale.",
-            hint="NVFP4 has one, the other formats have none.",
-        )
-    if total is not None and list(total.shape) != stack:
-        raise ArgumentError(
-            f"{name}: the global scale is {tuple(total.shape)} but the weights are {blocks.shape}.",
-            hint=f"Pass {tuple(stack)}: one number per matrix.",
-        )
-
-
-def mxfp4_to_nvfp4(blocks: QuantBlocks) -> QuantBlocks:
+def mxfp4_to_nvfp4(blocks: QuantTensor) -> QuantTensor:
     """Rewrite MXFP4 weights as NVFP4 with the same nibbles and exactly the same values.
 
     The largest scale of a matrix in use becomes 2^8, the largest power of two of E4M3; each scale
@@ -210,7 +85,7 @@ def mxfp4_to_nvfp4(blocks: QuantBlocks) -> QuantBlocks:
     conversion, not for a step.
 
     Args:
-        blocks: MXFP4, a matrix or a stack.
+        blocks: MXFP4 in layout BLOCKS, a matrix or a stack.
 
     Returns:
         NVFP4 with a global scale of 2^-G per matrix; `q` is shared.
@@ -221,14 +96,16 @@ def mxfp4_to_nvfp4(blocks: QuantBlocks) -> QuantBlocks:
 
     Source: E4M3 holds the powers 2^-9 to 2^8.
     """
-    if blocks.format is not BlockFormat.MXFP4:
+    if (blocks.qtype, blocks.layout) != (QuantType.MXFP4, Layout.BLOCKS):
         raise ArgumentError(
-            f"mxfp4_to_nvfp4: the weights are {blocks.format.value}.", hint="Pass MXFP4."
+            f"mxfp4_to_nvfp4: the weights are {blocks.qtype.name} in layout {blocks.layout.name}.",
+            hint="Pass MXFP4 in layout BLOCKS.",
         )
-    check_blocks(blocks, "mxfp4_to_nvfp4")
-    parts = blocks.q.unflatten(-1, (blocks.scale.shape[-1], 16))
+    blocks.check("mxfp4_to_nvfp4")
+    q, powers = blocks.planes["q"], blocks.planes["scale"]
+    parts = q.unflatten(-1, (powers.shape[-1], 16))
     is_used = ((parts & 0x77) != 0).any(-1)
-    exponents = blocks.scale.int() - 127
+    exponents = powers.int() - 127
     top = torch.where(is_used, exponents, -126).amax(dim=(-2, -1))
     shifted = exponents - top[..., None, None] + 8
     if bool((is_used & (shifted < -9)).any()):
@@ -239,9 +116,12 @@ def mxfp4_to_nvfp4(blocks: QuantBlocks) -> QuantBlocks:
     scale = torch.exp2(shifted.clamp(-9, 8).float()).to(torch.float8_e4m3fn)
     doubled = torch_ops.spread(scale.view(torch.uint8), 2, -1, 2 * scale.shape[-1])
     total = torch.exp2((top - 8).float())
-    return QuantBlocks(
-        BlockFormat.NVFP4, blocks.q, doubled.contiguous().view(torch.float8_e4m3fn), total
-    )
+    planes = {
+        "q": q,
+        "scale": doubled.contiguous().view(torch.float8_e4m3fn),
+        "global_scale": total,
+    }
+    return QuantTensor(QuantType.NVFP4, Layout.BLOCKS, blocks.shape, planes)
 
 
 def e2m1_encode(x: Tensor) -> Tensor:

@@ -34,6 +34,10 @@ lo and hi are the two nibbles of a byte.
     IQ4_XS 136  0 d, 2 scales_h u16, 4 scales_l[4], 8 qs[128]
                 sub-block j of 32: 16 bytes of nibbles as Q4_0, s = nibble j of scales_l
                 (lo, hi, lo, ...) | (scales_h >> 2j & 3) << 4;  d * (s - 32) * V[q]
+    MXFP4   17  0 e, 1 qs[16]                     nibbles as Q4_0;  2^(e - 128) * (2 * E2M1[q])
+    IQ2_XXS 66  0 d, 2 for each sub-block j of 32: index[4], u32 w
+                group g of 8: magnitudes of entry index[g] of a table; signs (1 for -) from bits
+                7g..7g+6 of w, the eighth makes their number even;  d * (0.5 + (w >> 28)) / 4 * q
 
 This is the plain way: it makes float32 temporaries (bounded by chunks) and no claim on speed. d
 stays fp16 bits until it is widened; fp16 subnormals are common in Q6_K files and must not be
@@ -47,6 +51,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from tiercel.ops.block_quantize_torch import e2m1_values
+from tiercel.quant_types import IQ2_XXS_GRID
 
 # About 24 bytes of temporaries per weight at the worst (Q5_K): 48 MB.
 CHUNK_WEIGHTS = 1 << 21
@@ -224,6 +231,36 @@ def decode_iq4_xs(blocks: Tensor) -> Tensor:
     return (scales[:, :, None] * _iq4_values(q)).flatten(1)
 
 
+def decode_mxfp4(blocks: Tensor) -> Tensor:
+    """(n, 17) to (n, 32): 2^(e - 128) * (2 * E2M1[q]); byte 255 is no NaN here."""
+    e = blocks[:, :1].to(torch.int32)
+    bits = torch.where(
+        e < 2, 0x200000 << e.clamp(max=1), (e - 1) << 23
+    )  # 2^-128 and 2^-127 are subnormal
+    q = 2 * e2m1_values(_nibbles32(blocks[:, 1:])) + 0.0  # the format has no -0
+    return bits.view(torch.float32) * q
+
+
+@functools.cache  # see _iq4_table
+def _iq2_xxs_table(device: torch.device) -> Tensor:
+    """(256, 8) float32 magnitudes."""
+    packed = torch.frombuffer(bytearray(IQ2_XXS_GRID), dtype=torch.uint8)
+    codes = (packed[:, None] >> torch.arange(0, 8, 2, dtype=torch.uint8)) & 3
+    return torch.tensor([8.0, 25.0, 43.0])[codes.long()].view(256, 8).to(device)
+
+
+def decode_iq2_xxs(blocks: Tensor) -> Tensor:
+    """(n, 66) to (n, 256): d * (0.5 + s) * 0.25 * V[index] * sign."""
+    parts = blocks[:, 2:].reshape(-1, 8, 8)
+    words = parts[..., 4:].contiguous().view(torch.int32)  # (n, 8, 1)
+    scales = _half(blocks, 0)[..., None] * (0.5 + (parts[..., 7:] >> 4).float()) * 0.25
+    bits = torch.arange(7, dtype=torch.int32, device=blocks.device)
+    low = (words[..., None] >> 7 * bits[:4, None]) >> bits & 1  # (n, 8, 4, 7)
+    signs = 1.0 - 2.0 * torch.cat((low, low.sum(-1, keepdim=True) & 1), dim=-1)
+    values = _iq2_xxs_table(blocks.device)[parts[..., :4].long()]
+    return (scales[..., None] * values * signs).flatten(1)
+
+
 # Type name: decoder, weights per block, bytes per block.
 DECODERS: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
     "F32": (decode_f32, 1, 4),
@@ -241,4 +278,6 @@ DECODERS: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
     "Q5_K": (decode_q5_k, 256, 176),
     "Q6_K": (decode_q6_k, 256, 210),
     "IQ4_XS": (decode_iq4_xs, 256, 136),
+    "MXFP4": (decode_mxfp4, 32, 17),
+    "IQ2_XXS": (decode_iq2_xxs, 256, 66),
 }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
-from tiercel.ops.block_quantize import QuantBlocks, block_dequantize
+from tiercel.ops.dequantize import dequantize
 from tiercel.ops.grouped_linear_torch import product
+from tiercel.quant import QuantTensor
 
 
-def grouped_linear(x: Tensor, weight: Tensor | QuantBlocks, num_groups: int) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor | QuantTensor, num_groups: int) -> Tensor:
     """Multiply each group of inputs by its own block of weights (wo_a of DeepSeek-V4).
 
     Output j of group g is the sum over i of weight[g * out + j, i] * x[:, g * in + i]: a
@@ -18,8 +20,8 @@ def grouped_linear(x: Tensor, weight: Tensor | QuantBlocks, num_groups: int) -> 
     Args:
         x: (T, groups * in), or (T, heads, d) with heads * d = groups * in; a float dtype, with any
             strides.
-        weight: (groups * out, in), a float matrix or blocks; blocks are decoded whole, to 4 bytes
-            a weight.
+        weight: (groups * out, in), a float matrix or weights of any type, which are decoded whole,
+            to 4 bytes a weight.
         num_groups: groups, >= 1.
 
     Returns:
@@ -35,6 +37,10 @@ def grouped_linear(x: Tensor, weight: Tensor | QuantBlocks, num_groups: int) -> 
             f"grouped_linear: x is {tuple(x.shape)} {x.dtype}.",
             hint="Pass (tokens, inputs) or (tokens, heads, d) of a float dtype.",
         )
+    if len(weight.shape) != 2:
+        raise ArgumentError(
+            f"grouped_linear: weight is {tuple(weight.shape)}.", hint="Pass (groups * out, in)."
+        )
     rows, cols = weight.shape
     inputs = x.shape[1:].numel()
     if num_groups < 1 or rows % num_groups or inputs != num_groups * cols:
@@ -43,5 +49,5 @@ def grouped_linear(x: Tensor, weight: Tensor | QuantBlocks, num_groups: int) -> 
             f"num_groups={num_groups}.",
             hint="Pass groups * in inputs and a weight of (groups * out, in).",
         )
-    matrix = block_dequantize(weight) if isinstance(weight, QuantBlocks) else weight.float()
+    matrix = weight.float() if isinstance(weight, Tensor) else dequantize(weight, torch.float32)
     return product(x.flatten(1).float(), matrix, num_groups).to(x.dtype)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tiercel.errors import ArgumentError
 from tiercel.ops import moe_experts_torch as torch_ops
-from tiercel.ops.block_quantize import QuantBlocks, check_blocks
 from tiercel.ops.moe_experts_torch import Experts
+from tiercel.quant import QuantTensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,7 +59,8 @@ def moe_experts(
         ids: (T, topk) int64, experts of each token, distinct or not; each within the stack (not
             checked on a device).
         weights: (T, topk) float32; multiplied into the activations before w2.
-        experts: stacks of w1 (gate), w3 (up) and w2 (down), float or blocks of any format.
+        experts: stacks of w1 (gate), w3 (up) and w2 (down), a float Tensor or
+            weights of any type in layout FILE or BLOCKS.
         limit: of the clamped SwiGLU, > 0; None for no clamp.
         rounds_activations: the inputs of all products are rounded to FP8 in groups of 128, as in
             the published code (native numerics).
@@ -122,5 +123,5 @@ def _check_experts(experts: Experts, hidden: int) -> None:
             hint="Pass (experts, inter, hidden) twice and (experts, hidden, inter).",
         )
     for stack in (experts.w1, experts.w3, experts.w2):
-        if isinstance(stack, QuantBlocks):
-            check_blocks(stack, "moe_experts")
+        if isinstance(stack, QuantTensor):
+            stack.check("moe_experts")

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiercel.ops.block_quantize import QuantBlocks, block_dequantize
 from tiercel.ops.block_quantize_torch import round_fp8
+from tiercel.ops.dequantize import dequantize
+from tiercel.quant import QuantTensor
 
 # Decoded weights of a group of tiles, in bytes; at least one tile is decoded.
 WORKSPACE_BYTES = 1 << 30
@@ -65,10 +66,10 @@ def make_tiles(ids: Tensor, num_experts: int) -> Tiles:
     return Tiles(experts, pairs.view(num_tiles, rows))
 
 
-def decoded(weight: Tensor | QuantBlocks, experts: Tensor) -> Tensor:
+def decoded(weight: Tensor | QuantTensor, experts: Tensor) -> Tensor:
     """The matrices of some experts, (n, out, in) float32."""
-    if isinstance(weight, QuantBlocks):
-        return block_dequantize(weight.take(experts))
+    if isinstance(weight, QuantTensor):
+        return dequantize(weight.take(experts), torch.float32)
     return weight.index_select(0, experts).float()
 
 
@@ -84,9 +85,9 @@ def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
 class Experts:
     """Stacks of weights: w1 and w3 (experts, inter, hidden), w2 (experts, hidden, inter)."""
 
-    w1: Tensor | QuantBlocks
-    w3: Tensor | QuantBlocks
-    w2: Tensor | QuantBlocks
+    w1: Tensor | QuantTensor
+    w3: Tensor | QuantTensor
+    w2: Tensor | QuantTensor
 
     @property
     def num_experts(self) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from tiercel.quant_types import IQ2_XXS_GRID
+
 Block = npt.NDArray[np.uint8]
 
 V = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -175,6 +177,28 @@ def iq4_xs(block: Block, i: int) -> np.float32:
     return half(block, 0) * np.float32(scale - 32) * np.float32(value)
 
 
+def mxfp4(block: Block, i: int) -> np.float32:
+    """0 e; 1 qs[16]: twice the value of E2M1 times half the scale, whose byte 255 is no NaN."""
+    code = nibble(block, 1, i)
+    doubled = (0, 1, 2, 3, 4, 6, 8, 12)[code & 7]
+    half_scale = np.float32(2.0 ** (int(block[0]) - 128))
+    return half_scale * np.float32(-doubled if code >= 8 else doubled)
+
+
+def iq2_xxs(block: Block, i: int) -> np.float32:
+    """0 d; 2 + 8 j: index[4], then 28 bits of signs and 4 of scale, for sub-block j of 32."""
+    at = 2 + 8 * (i // 32)
+    word = int.from_bytes(block[at + 4 : at + 8].tobytes(), "little")
+    group, place = i % 32 // 8, i % 8
+    signs = word >> 7 * group & 127
+    is_negative = signs.bit_count() % 2 if place == 7 else signs >> place & 1
+    entry = 2 * int(block[at + group])
+    packed = IQ2_XXS_GRID[entry] + 256 * IQ2_XXS_GRID[entry + 1]
+    magnitude = np.float32((8, 25, 43)[packed >> 2 * place & 3])
+    scale = half(block, 0) * (np.float32(0.5) + np.float32(word >> 28)) * np.float32(0.25)
+    return scale * magnitude * np.float32(-1 if is_negative else 1)
+
+
 TYPES: dict[str, tuple[Callable[[Block, int], np.float32], int, int]] = {
     "F32": (f32, 1, 4),
     "F16": (f16, 1, 2),
@@ -191,4 +215,6 @@ TYPES: dict[str, tuple[Callable[[Block, int], np.float32], int, int]] = {
     "Q5_K": (q5_k, 256, 176),
     "Q6_K": (q6_k, 256, 210),
     "IQ4_XS": (iq4_xs, 256, 136),
+    "MXFP4": (mxfp4, 32, 17),
+    "IQ2_XXS": (iq2_xxs, 256, 66),
 }
