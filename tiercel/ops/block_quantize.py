@@ -165,6 +165,23 @@ def round_fp4_g32(x: Tensor) -> Tensor:
     return torch_ops.round_fp4(x, torch_ops.INDEX_GROUP).to(x.dtype)
 
 
+def round_kv_entries(x: Tensor, rotary_dim: int) -> Tensor:
+    """Round key-value vectors as entries round them, where they rest as floats.
+
+    Args:
+        x: (..., head_dim) float, the last `rotary_dim` channels rotated: these stay as they are.
+        rotary_dim: channels that are not rounded, >= 0.
+
+    Returns:
+        (..., head_dim), dtype of x; a last group below 64 channels has its own scale.
+
+    Source: as `encode_kv_entries`; there the rotated channels are in bfloat16 throughout.
+    """
+    nope = x.shape[-1] - rotary_dim
+    rounded = torch_ops.round_fp8(x[..., :nope], torch_ops.KV_GROUP).to(x.dtype)
+    return torch.cat((rounded, x[..., nope:]), dim=-1)
+
+
 def hadamard(x: Tensor) -> Tensor:
     """Rotate the last dimension by the normalised Walsh-Hadamard matrix.
 

@@ -60,7 +60,8 @@ def make_terms(
     is_term = (tokens >= 0).unsqueeze(1) & (term >= 0)
     is_fresh = row >= cu_seqlens_q.long()[sequences].unsqueeze(1)
     place = term.clamp(min=0)
-    blocks = block_tables[sequences].long().gather(1, place // block_size)
+    # Only the columns in use: the tables of all entries would grow with the context.
+    blocks = block_tables[sequences.unsqueeze(1), place // block_size].long()
     slots = blocks * rows_per_block + place % block_size % rows_per_block
     return Terms(
         torch.where(tokens >= 0, last // ratio, -1),
