@@ -1,0 +1,237 @@
+"""Attention of DeepSeek-V4: a window of latent vectors and compressed entries, in one softmax.
+
+    window   the last W positions alone
+    CSA      the window, and the entries of 4 tokens that the indexer chooses
+    HCA      the window, and all entries of 128 tokens
+
+One vector a position is the key and the value of all heads, so its rotation is undone in the
+output. Source: the inference code published with DeepSeek-V4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from tiercel.cache.spec import KVCacheSpec, Plane
+from tiercel.layers.compressor import Compressor
+from tiercel.layers.indexer import Indexer
+from tiercel.layers.latent_cache import LatentFormat, Planes
+from tiercel.layers.linear import Linear
+from tiercel.layers.norm import RMSNorm
+from tiercel.layers.step_index import CompressStep, StepIndex
+from tiercel.ops.grouped_linear import grouped_linear
+from tiercel.ops.latent_rope import latent_rope
+from tiercel.ops.sparse_attention import sparse_attention
+from tiercel.quant import QuantTensor
+
+# Slots that are listed together, of some tokens: lists of a long context must not grow with it.
+_MOST_SLOTS: Final = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class LatentProjections:
+    """From hidden states to queries and latent vectors.
+
+    Attributes:
+        q_a: hidden to q_lora_rank.
+        q_norm: between the two.
+        q_b: q_lora_rank to heads * head_dim.
+        kv: hidden to head_dim.
+        kv_norm: (head_dim,) float32, the weight of the vectors' norm.
+        table: (max_positions, 2, half) float32, cosines and sines.
+        eps: of the norms of heads and vectors.
+    """
+
+    q_a: Linear
+    q_norm: RMSNorm
+    q_b: Linear
+    kv: Linear
+    kv_norm: Tensor
+    table: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class LatentOutput:
+    """From the heads' outputs to hidden states.
+
+    Attributes:
+        wo_a: (groups * o_lora_rank, heads * head_dim / groups), a block of each group.
+        num_groups: of heads.
+        wo_b: groups * o_lora_rank to hidden.
+    """
+
+    wo_a: QuantTensor
+    num_groups: int
+    wo_b: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """What compressed layers have besides the window.
+
+    Attributes:
+        project: hidden to the compressors' kv and gates, and the indexer's weights: float32.
+        compressor: of the entries.
+        indexer: chooses entries; None: all are attended to.
+        ratio: tokens per entry.
+    """
+
+    project: Linear
+    compressor: Compressor
+    indexer: Indexer | None
+    ratio: int
+
+
+class CompressedAttention:
+    """Attention of one layer."""
+
+    def __init__(
+        self,
+        latents: LatentFormat,
+        projections: LatentProjections,
+        sink: Tensor,
+        output: LatentOutput,
+        compression: Compression | None,
+    ) -> None:
+        """Take the weights.
+
+        Args:
+            latents: how vectors rest in the cache.
+            projections: of queries and vectors.
+            sink: (heads,) float32.
+            output: of the heads' outputs.
+            compression: None in a layer with a window alone.
+        """
+        self.latents = latents
+        self.compression = compression
+        self._projections = projections
+        self._sink = sink
+        self._output = output
+        self._window: Planes = {}
+        self._entries: Planes = {}
+        self._inputs: Planes = {}
+
+    def cache_specs(self, window: int) -> list[KVCacheSpec]:
+        """What the layer keeps: the window, then entries and inputs of its compressors.
+
+        window: positions that a token sees.
+        """
+        kv = self.latents.kv_planes()
+        specs = [KVCacheSpec("sliding", kv, window=window)]
+        if self.compression is None:
+            return specs
+        ratio, indexer = self.compression.ratio, self.compression.indexer
+        inputs = _input_planes("", self.compression.compressor.width)
+        if indexer is None:
+            # Entries of a block take tokens of that block alone, each of them once.
+            return [
+                *specs,
+                KVCacheSpec("full", kv, tokens_per_entry=ratio),
+                KVCacheSpec("sliding", inputs, window=1),
+            ]
+        kv += self.latents.index_planes()
+        inputs += _input_planes("index_", indexer.compressor.width)
+        return [
+            *specs,
+            KVCacheSpec("full", kv, tokens_per_entry=ratio),
+            KVCacheSpec("sliding", inputs, window=2 * ratio, entries_per_block=OVERLAP_ROWS),
+        ]
+
+    def bind_cache(self, planes: list[Planes]) -> None:
+        """Take the planes of `cache_specs`, in their order."""
+        self._window = planes[0]
+        if self.compression is not None:
+            _, self._entries, self._inputs = planes
+
+    def __call__(self, x: Tensor, step: StepIndex) -> Tensor:
+        """(T, hidden) normed to (T, hidden), after writing the step's vectors and entries."""
+        parts, table = self._projections, self._projections.table
+        qr = parts.q_norm(parts.q_a(x))
+        q = parts.q_b(qr).view(-1, self._sink.shape[0], self.latents.head_dim)
+        q = latent_rope(q, step.positions, table, eps=parts.eps)
+        kv = latent_rope(
+            parts.kv(x).float(), step.positions, table, eps=parts.eps, weight=parts.kv_norm
+        )
+        self.latents.write_kv(self._window, kv, step.kv_slots)
+        chosen, entries = None, None
+        if self.compression is not None:
+            entries = step.compressed[self.compression.ratio]
+            chosen = self._compress(self.compression, x, qr, step, entries)
+        out = self._attend(q, step, entries, chosen)
+        out = latent_rope(out, step.positions, table, inverse=True)
+        return self._output.wo_b(grouped_linear(out, self._output.wo_a, self._output.num_groups))
+
+    def _compress(
+        self, parts: Compression, x: Tensor, qr: Tensor, step: StepIndex, entries: CompressStep
+    ) -> Tensor | None:
+        """Write the entries that complete; returns those that the indexer chooses."""
+        projected = parts.project(x)
+        width = parts.compressor.width
+        kv, gate, *rest = projected.split_with_sizes(
+            [width, width, *_index_widths(parts.indexer, projected.shape[1] - 2 * width)], dim=1
+        )
+        stored = self._inputs["kv"], self._inputs["gate"]
+        new = parts.compressor(kv, gate, stored, entries)
+        self.latents.write_kv(self._entries, new, entries.entry_slots)
+        if parts.indexer is None:
+            return None
+        index_kv, index_gate, weights = rest
+        parts.indexer.write_keys(index_kv, index_gate, self._entries, self._inputs, entries)
+        return parts.indexer(qr, weights, self._entries, step, entries)
+
+    def _attend(
+        self, q: Tensor, step: StepIndex, entries: CompressStep | None, chosen: Tensor | None
+    ) -> Tensor:
+        scale = self.latents.head_dim**-0.5
+        if entries is None or not entries.max_entries:
+            window = self.latents.kv_part(self._window, step.window_slots)
+            return sparse_attention(q, (window,), self._sink, scale)
+        listed = entries.max_entries if chosen is None else chosen.shape[1]
+        size = max(1, _MOST_SLOTS // listed)
+        outs = []
+        for start in range(0, q.shape[0], size):
+            tokens = slice(start, start + size)
+            window = self.latents.kv_part(self._window, step.window_slots[tokens])
+            slots = self._entry_slots(step.seq_ids[tokens], entries, chosen, tokens)
+            part = self.latents.kv_part(self._entries, slots)
+            outs.append(sparse_attention(q[tokens], (window, part), self._sink, scale))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _entry_slots(
+        self, seq_ids: Tensor, entries: CompressStep, chosen: Tensor | None, tokens: slice
+    ) -> Tensor:
+        """Slots (T, n) int64 of the entries that some tokens attend to; -1 for none."""
+        per_block = self._entries["kv"].shape[1]
+        if chosen is None:
+            number = torch.arange(entries.max_entries, device=seq_ids.device)
+            is_seen = number < entries.visible[tokens].unsqueeze(1)
+            number = number.expand_as(is_seen)
+        else:
+            number = chosen[tokens].long()
+            is_seen = number >= 0
+        number = number.clamp(min=0)
+        column = (number // per_block).clamp(max=entries.block_tables.shape[1] - 1)
+        blocks = entries.block_tables[seq_ids.unsqueeze(1), column].long()
+        return torch.where(is_seen, blocks * per_block + number % per_block, -1)
+
+
+# Input rows that a block keeps for entries with overlap, at position modulo this: an entry needs
+# the last 8, and 15 rejected drafts may overwrite older ones.
+OVERLAP_ROWS: Final = 32
+
+
+def _input_planes(prefix: str, width: int) -> tuple[Plane, ...]:
+    return tuple(Plane(f"{prefix}{name}", torch.float32, (width,)) for name in ("kv", "gate"))
+
+
+def _index_widths(indexer: Indexer | None, rest: int) -> list[int]:
+    """Widths of the indexer's kv, gate and weights within its projection."""
+    if indexer is None:
+        return []
+    width = indexer.compressor.width
+    return [width, width, rest - 2 * width]

@@ -1,0 +1,64 @@
+"""The token compressor of DeepSeek-V4: from projections of tokens to cache entries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tiercel.layers.step_index import CompressStep
+from tiercel.ops.kv_compress import kv_compress
+from tiercel.ops.latent_rope import latent_cache_write
+
+
+@dataclass(frozen=True, slots=True)
+class Compressor:
+    """Forms the entries that a step completes, and keeps its inputs for later steps.
+
+    Attributes:
+        position_bias: (ratio, d) float32, or (ratio, 2 d) with overlap: added to the gates.
+        norm_weight: (d,) float32.
+        eps: of the norm.
+        table: (max_positions, 2, half) float32, cosines and sines.
+    """
+
+    position_bias: Tensor
+    norm_weight: Tensor
+    eps: float
+    table: Tensor
+
+    @property
+    def width(self) -> int:
+        """Channels of a token's inputs, once for kv and once for the gate."""
+        return self.position_bias.shape[1]
+
+    def __call__(
+        self, kv: Tensor, gate: Tensor, stored: tuple[Tensor, Tensor], step: CompressStep
+    ) -> Tensor:
+        """Compress.
+
+        Args:
+            kv: (T, width) float32, projections of the step's tokens.
+            gate: (T, width) float32, without the position bias.
+            stored: planes of earlier kv and gates, mutated: the step's are written to them.
+            step: which entries complete, and where their inputs are.
+
+        Returns:
+            (N, d) float32 entries; zeros in rows without one.
+        """
+        gate = gate + self.position_bias[step.phase]
+        stored_kv, stored_gate = stored
+        entries = kv_compress(
+            kv,
+            gate,
+            stored_kv,
+            stored_gate,
+            step.terms,
+            self.norm_weight,
+            self.table,
+            ratio=self.position_bias.shape[0],
+            eps=self.eps,
+        )
+        latent_cache_write(kv, stored_kv, step.input_slots)
+        latent_cache_write(gate, stored_gate, step.input_slots)
+        return entries

@@ -1,0 +1,95 @@
+"""The mixture of experts of DeepSeek-V4: router, routed experts, shared expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiercel.layers.linear import Linear
+from tiercel.ops.moe_experts import clamped_swiglu, moe_experts
+from tiercel.ops.moe_experts_torch import Experts
+from tiercel.ops.moe_route import moe_route, moe_route_hash
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Chooses experts by learned scores, or by a table of token ids.
+
+    Attributes:
+        gate: from hidden to a logit for each expert, float32.
+        bias: (experts,) float32, of the choice; None with a table.
+        table: (vocab, topk) int64, the experts of each token id; None with a bias.
+        topk: experts of a token.
+        scale: of the weights.
+    """
+
+    gate: Linear
+    bias: Tensor | None
+    table: Tensor | None
+    topk: int
+    scale: float
+
+    def __call__(self, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts (T, topk) int64 and their weights (T, topk) float32, of x (T, hidden)."""
+        logits = self.gate(x)
+        if self.table is not None:
+            return moe_route_hash(logits, self.table, token_ids, scale=self.scale)
+        assert self.bias is not None, "a router has a bias or a table"
+        return moe_route(logits, self.bias, topk=self.topk, scale=self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """The expert that every token passes.
+
+    Attributes:
+        gate_up: w1 and w3, one after the other.
+        down: w2.
+        limit: of the clamped SwiGLU; None for no clamp.
+    """
+
+    gate_up: Linear
+    down: Linear
+    limit: float | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, hidden) to (T, hidden)."""
+        gate, up = self.gate_up(x).chunk(2, dim=1)
+        return self.down(clamped_swiglu(gate, up, self.limit))
+
+
+@dataclass(frozen=True, slots=True)
+class MoE:
+    """Routed experts and the shared one.
+
+    Attributes:
+        router: chooses experts.
+        experts: stacks of weights.
+        shared: the shared expert.
+        limit: of the routed experts' clamped SwiGLU; None for no clamp.
+        rounds_activations: whether the inputs of the routed experts' products are rounded.
+    """
+
+    router: Router
+    experts: Experts
+    shared: SharedExpert
+    limit: float | None
+    rounds_activations: bool
+
+    def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
+        """(T, hidden) normed to (T, hidden) float32.
+
+        token_ids: (T,) int32, the input tokens, for a table.
+        """
+        ids, weights = self.router(x, token_ids)
+        routed = moe_experts(
+            x.to(torch.float32),  # the sum of both is rounded once
+            ids,
+            weights,
+            self.experts,
+            limit=self.limit,
+            rounds_activations=self.rounds_activations,
+        )
+        return routed.add_(self.shared(x))
