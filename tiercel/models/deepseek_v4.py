@@ -45,6 +45,8 @@ CSA_RATIO: Final = 4
 HCA_RATIO: Final = 128
 KINDS: Final = {0: "window", CSA_RATIO: "csa", HCA_RATIO: "hca"}
 NUM_STREAMS: Final = 4
+KV_GROUP: Final = 64  # channels of an encoded cache entry with one scale
+INDEX_GROUP: Final = 32  # channels of an encoded index key with one scale
 FP4_COLUMNS: Final = 32  # of a scale of MXFP4
 MAX_EXPERTS: Final = 4096
 NO_DSPARK: Final = "this checkpoint's block-draft head (dspark) is not supported"
@@ -126,6 +128,12 @@ class DeepseekV4Config(ModelConfig):
     num_hash_layers: int
     rope_compress: RopeConfig
     fp8_block: tuple[int, int]
+
+    @property
+    def can_encode_cache(self) -> bool:
+        """Whether vectors and index keys are whole groups of the released cache entries."""
+        plain = self.head_dim - self.rotary_dim
+        return plain > 0 and plain % KV_GROUP == 0 and self.index_head_dim % INDEX_GROUP == 0
 
 
 # --- config.json -------------------------------------------------------------------------------
