@@ -175,7 +175,7 @@ class Fields:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if not _is_integer(value) or not low <= value <= high:
+        if not is_integer(value) or not low <= value <= high:
             raise self.fail(key, value, f"an integer {low} to {high}")
         return int(value)
 
@@ -186,7 +186,7 @@ class Fields:
         value = self.get(key)
         if isinstance(value, str | Mapping) or not hasattr(value, "__len__"):
             return self.integer(key, 1, high, default)
-        is_right = all(_is_integer(entry) and 1 <= entry <= high for entry in value)
+        is_right = all(is_integer(entry) and 1 <= entry <= high for entry in value)
         if len(value) != num_blocks or not is_right:
             raise self.fail(key, list(value), f"{num_blocks} integers 1 to {high}")
         if len({int(entry) for entry in value}) > 1:
@@ -235,7 +235,8 @@ class Fields:
         return Fields(nested, self.file, f"{self.prefix}{key}.")
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """Whether a value of a file is an integer, which true and false are not."""
     # Entries of metadata arrays are numpy integers, which are not `int`.
     return isinstance(value, Integral) and not isinstance(value, bool)
 

@@ -19,7 +19,7 @@ llama.cpp (src/models/deepseek4.cpp).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -38,6 +38,7 @@ from tiercel.models.config import (
     RopeConfig,
     check_config,
     check_rope,
+    is_integer,
 )
 
 BLOCK_SIZE: Final = 128  # tokens of a cache block: the least that both ratios divide
@@ -153,7 +154,7 @@ def read_hf(values: Mapping[str, Any], file: str) -> DeepseekV4Config:
     fields = Fields(values, file)
     _check_fixed(fields, _FIXED_HF)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
-    has_dspark = any(isinstance(key, str) and key.startswith("dspark_") for key in values)
+    has_dspark = any(key.startswith("dspark_") for key in values)
     # Checkpoints with that head count its blocks in a field of their own, or here.
     num_mtp_layers = 0 if has_dspark else _num_mtp_layers(fields, "num_nextn_predict_layers")
     head_dim = fields.integer("head_dim", 2, MAX_WIDTH)
@@ -322,8 +323,8 @@ def _hf_hash_layers(fields: Fields, num_layers: int) -> int:
 
 def _named(fields: Fields, key: str, count: int, known: Mapping[str, _Value]) -> list[_Value]:
     names = fields.get(key)
-    is_list = isinstance(names, Sequence) and not isinstance(names, str)
-    if not is_list or len(names) != count or any(name not in known for name in names):
+    is_list = isinstance(names, list) and len(names) == count
+    if not is_list or any(not isinstance(name, str) or name not in known for name in names):
         raise fields.fail(key, names, f"{count} of {', '.join(known)}")
     return [known[name] for name in names]
 
@@ -477,8 +478,7 @@ def _ratios(fields: Fields, key: str, num_layers: int, num_mtp_layers: int) -> t
         )
     ratios = []
     for i, value in enumerate(values[:needed]):
-        # Entries of metadata arrays are numpy integers.
-        if isinstance(value, bool | float | str) or value not in KINDS:
+        if not is_integer(value) or value not in KINDS:
             raise UnsupportedModelError(
                 f"{fields.file}: {fields.prefix}{key}[{i}] is {value!r:.60}.",
                 hint=f"It must be {_RATIO_RULE}.",
@@ -486,7 +486,8 @@ def _ratios(fields: Fields, key: str, num_layers: int, num_mtp_layers: int) -> t
         ratios.append(int(value))
     if num_mtp_layers and ratios[-1]:
         raise UnsupportedModelError(
-            f"{fields.file}: {fields.prefix}{key}[{num_layers}], of the MTP block, is {ratios[-1]}.",
+            f"{fields.file}: {fields.prefix}{key}[{num_layers}], of the MTP block, is "
+            f"{ratios[-1]}.",
             hint="Tiercel runs MTP blocks with a window only: it must be 0.",
         )
     return tuple(ratios)
@@ -499,7 +500,8 @@ def _check(config: DeepseekV4Config, fields: Fields, names: tuple[str, str, str,
     check_rope(config.rope_compress, config.head_dim, fields.file)
     if config.num_heads % config.num_output_groups:
         raise ModelFormatError(
-            f"{fields.file}: {heads} is {config.num_heads} and {groups} {config.num_output_groups}.",
+            f"{fields.file}: {heads} is {config.num_heads} and {groups} "
+            f"{config.num_output_groups}.",
             hint="The number of groups must divide the number of heads.",
         )
     size = config.index_head_dim

@@ -10,6 +10,7 @@ from typing import Any
 
 from tiercel.errors import UnsupportedModelError
 from tiercel.models.config import Architecture
+from tiercel.models.stored import FindWeights
 
 # One line per architecture: the name in GGUF files, the class in Hugging Face files, the record.
 _GGUF = {
@@ -46,6 +47,12 @@ def architecture(name: str, file: str) -> Architecture:
             hint=f"Tiercel runs {', '.join(sorted(_GGUF))}.",
         )
     result: Architecture = _load(_GGUF[name])
+    return result
+
+
+def find_weights(family: Architecture) -> FindWeights:
+    """What checks the tensors of a family that has no `names`, imported on demand."""
+    result: FindWeights = _load(family.find_weights)
     return result
 
 

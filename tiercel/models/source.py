@@ -8,7 +8,7 @@ PyTorch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from tiercel.loader.verify import find_nonfinite
 from tiercel.models import registry
 from tiercel.models.config import Architecture, ModelConfig, from_gguf, from_hf
 from tiercel.models.sampling_defaults import GGUF_KEYS, HF_KEYS, read_sampling_defaults
+from tiercel.models.stored import StoredWeight
 from tiercel.models.tensors import check_tensors
 from tiercel.params import SamplingDefaults
 from tiercel.text.tokenizer import Tokenizer
@@ -55,6 +56,8 @@ class ModelSource:
         norm_offset: what the file leaves out of RMSNorm weights.
         chat_template: Jinja source, or None.
         sampling_defaults: of the publisher, for requests that do not say.
+        stored: our name -> where the weight is, for families with `Architecture.find_weights`; they
+            have no `names`.
     """
 
     path: Path
@@ -69,6 +72,7 @@ class ModelSource:
     sampling_defaults: SamplingDefaults
     files: GGUFFile | SafetensorsFiles
     tokenizer_data: TokenizerData | Mapping[str, Any]
+    stored: Mapping[str, StoredWeight] = field(default_factory=dict)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -189,10 +193,17 @@ def _open_gguf(path: Path) -> ModelSource:
             hint="The file is incomplete: fetch it again.",
         )
     vocab_size = files.tensors[EMBEDDING].shape[0]
-    config = from_gguf(family, files.metadata, name, vocab_size)
-    mapped = _map_names(files.tensors, tensor_names.from_gguf, name)
-    config = replace(config, tie_embeddings="head.weight" not in mapped)
-    _check(config, mapped, files.tensors, name, tensor_names.to_gguf)
+    mapped: dict[str, str] = {}
+    stored: Mapping[str, StoredWeight] = {}
+    if family.read_gguf is None:
+        config = from_gguf(family, files.metadata, name, vocab_size)
+        mapped = _map_names(files.tensors, tensor_names.from_gguf, name)
+        config = replace(config, tie_embeddings="head.weight" not in mapped)
+        _check(config, mapped, files.tensors, name, tensor_names.to_gguf)
+    else:
+        config = family.read_gguf(files.metadata, name, files.tensors)
+        find = registry.find_weights(family)
+        config, stored = find(config, files.tensors, name, is_gguf=True)
     tokenizer = TokenizerData.from_gguf(files.metadata, name)
     if len(tokenizer.tokens) > vocab_size:
         raise ModelFormatError(
@@ -212,6 +223,7 @@ def _open_gguf(path: Path) -> ModelSource:
         sampling_defaults=read_sampling_defaults(files.metadata, GGUF_KEYS, name),
         files=files,
         tokenizer_data=tokenizer,
+        stored=stored,
     )
 
 
@@ -224,6 +236,41 @@ def _open_folder(folder: Path) -> ModelSource:
             f"{name}: architectures is {names!r:.60}.", hint="It must be a list of names."
         )
     family = registry.hf_architecture(names, name)
+    mapped: Mapping[str, str] = {}
+    stored: Mapping[str, StoredWeight] = {}
+    if family.read_hf is None:
+        config, mapped, files = _open_dense_folder(folder, family, values)
+    else:
+        config = family.read_hf(values, name)
+        files = read_safetensors(folder)
+        find = registry.find_weights(family)
+        config, stored = find(config, files.tensors, folder.name, is_gguf=False)
+    tokenizer_config = _read_json(folder / "tokenizer_config.json")
+    generation = _read_json(folder / "generation_config.json")
+    return ModelSource(
+        path=folder,
+        format="hf",
+        family=family,
+        config=config,
+        metadata=values,
+        names=mapped,
+        is_interleaved=False,
+        norm_offset=family.hf_norm_offset,
+        chat_template=_folder_template(folder, tokenizer_config),
+        sampling_defaults=read_sampling_defaults(
+            generation, HF_KEYS, f"{folder.name}/generation_config.json"
+        ),
+        files=files,
+        tokenizer_data={"tokenizer_config": tokenizer_config, "generation_config": generation},
+        stored=stored,
+    )
+
+
+def _open_dense_folder(
+    folder: Path, family: Architecture, values: Mapping[str, Any]
+) -> tuple[ModelConfig, Mapping[str, str], SafetensorsFiles]:
+    """The config, our names of tensors and the files of a dense decoder."""
+    name = f"{folder.name}/config.json"
     if values.get("quantization_config"):
         raise UnsupportedModelError(
             f"{name}: the folder holds quantised weights.",
@@ -246,24 +293,7 @@ def _open_folder(folder: Path) -> ModelSource:
         folder.name,
         lambda tensor: tensor_names.to_hf(tensor, family.hf_names_override),
     )
-    tokenizer_config = _read_json(folder / "tokenizer_config.json")
-    generation = _read_json(folder / "generation_config.json")
-    return ModelSource(
-        path=folder,
-        format="hf",
-        family=family,
-        config=config,
-        metadata=values,
-        names=mapped,
-        is_interleaved=False,
-        norm_offset=family.hf_norm_offset,
-        chat_template=_folder_template(folder, tokenizer_config),
-        sampling_defaults=read_sampling_defaults(
-            generation, HF_KEYS, f"{folder.name}/generation_config.json"
-        ),
-        files=files,
-        tokenizer_data={"tokenizer_config": tokenizer_config, "generation_config": generation},
-    )
+    return config, mapped, files
 
 
 def _read_json(path: Path, *, is_required: bool = False) -> dict[str, Any]:
