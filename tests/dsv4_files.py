@@ -251,14 +251,14 @@ def transformers_config() -> dict[str, Any]:
 
 def write_transformers_disk(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """What transformers saves: released names but for a few, floats, and no draft block."""
-    renamed = {"embed.weight": "embed_tokens.weight", "head.weight": "lm_head.weight"}
+    renamed = {"embed.weight": "embed_tokens.weight"}
     renamed |= {f"hc_head_{part}": f"hc_head.hc_{part}" for part in ("fn", "base", "scale")}
     tensors = {}
     for name, tensor in decoded_tensors().items():
         if name.startswith("mtp."):
             continue
         theirs = renamed.get(name, name).replace("attn.kv_norm.", "attn.norm.")
-        prefix = "" if theirs == "lm_head.weight" else "model."
+        prefix = "" if theirs == "head.weight" else "model."
         tensors[prefix + theirs] = _in_dtype(name, tensor, dtype)
     return save_folder(folder, tensors, transformers_config())
 
@@ -398,9 +398,12 @@ def write_gguf(
         add[type(value)](f"deepseek4.{key}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("deepseek-v3")
-    writer.add_token_list([chr(33 + i) for i in range(CONFIG["vocab_size"])])
-    writer.add_token_types([1] * CONFIG["vocab_size"])
-    writer.add_token_merges(["! !"])
+    # 131 rows have no room for all 256 bytes: this tokenizer knows ASCII.
+    visible = [chr(33 + i) for i in range(94)]
+    fill = [f"<{i}>" for i in range(CONFIG["vocab_size"] - len(visible) - 4)]
+    writer.add_token_list(["<bos>", "<eos>", *visible, *fill, "\u0120", '!"'])
+    writer.add_token_types([3, 3] + [1] * (CONFIG["vocab_size"] - 2))
+    writer.add_token_merges(['! "'])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     tensors = gguf_tensors(matrices, experts)
