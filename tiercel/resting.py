@@ -7,6 +7,7 @@ this module, so they cannot disagree. Forms:
     planes1   CPU, bfloat16: one plane of 4-bit codes, with a scale and a zero per 32 weights
     planes2   two such planes, for types of 5 and 8 bits
     packed    GPU, float16: the blocks of the file, rearranged; beside a dense copy if there is room
+    stored    as in the file, decoded in each product: block formats, and stacks of any type
 
 Types that cannot rest packed on a CPU (Q6_K, whose groups of 16 the 4-bit operator does not have,
 Q2_K, Q3_K and the IQ4 types) rest dense: in bfloat16, which rounds a weight as the scales of planes
@@ -16,10 +17,13 @@ weights (docs/notes/cpu_decode.md). Free of PyTorch; a dtype is its name.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from tiercel.quant_types import PLANES, QuantType
 
+# Types that rest as the file stores them, in layout FILE or BLOCKS.
+STORED: Final = (QuantType.FP8_BLOCK, QuantType.MXFP4, QuantType.NVFP4)
 # Planes of the CPU operator for each type: it has groups of 32 weights with a zero.
 INT4_PLANES: Final = {
     QuantType.Q4_0: 1,
@@ -37,7 +41,7 @@ _PLANE_GROUP: Final = 32
 
 
 def select_form(qtype: QuantType, out_features: int, dtype: str, device_type: str) -> str:
-    """Choose how a matrix rests: ``planes1``, ``planes2``, ``packed`` or ``dense``.
+    """Choose how a matrix rests: ``planes1``, ``planes2``, ``packed``, ``stored`` or ``dense``.
 
     Args:
         qtype: how the file stores it.
@@ -45,6 +49,8 @@ def select_form(qtype: QuantType, out_features: int, dtype: str, device_type: st
         dtype: of the activations.
         device_type: ``cpu`` or ``cuda``.
     """
+    if qtype in STORED:
+        return "stored"
     if device_type == "cuda":
         return "packed" if dtype == "float16" and qtype in PLANES else "dense"
     packs = dtype == "bfloat16" and qtype in INT4_PLANES
@@ -69,7 +75,7 @@ def resting_bytes(
     *,
     dense_copies: bool,
 ) -> int:
-    """Bytes of what `prepare_linear` makes of a matrix.
+    """Bytes of what `prepare_linear` makes of a matrix; for block formats see `stored_bytes`.
 
     Args:
         qtype: how the file stores it.
@@ -80,6 +86,8 @@ def resting_bytes(
     """
     out_features, in_features = shape
     form = select_form(qtype, out_features, dtype, device_type)
+    if form == "stored":
+        return stored_bytes(qtype, shape)
     dense = out_features * in_features * ITEM_BYTES[dtype]
     if form == "dense":
         return dense
@@ -89,3 +97,26 @@ def resting_bytes(
     group = qtype.block_weights * qtype.group_blocks
     columns = -(-in_features // group) * group
     return out_features * qtype.row_bytes(columns) + (dense if dense_copies else 0)
+
+
+def stored_bytes(
+    qtype: QuantType,
+    shape: tuple[int, ...],
+    block: tuple[int, int] = (128, 128),
+    scale_bytes: int = 1,
+) -> int:
+    """Bytes of a matrix or a stack of them as stored, with all scales.
+
+    Args:
+        qtype: how the file stores it.
+        shape: (out_features, in_features) or (experts, out_features, in_features).
+        block: FP8_BLOCK: rows and columns of a scale.
+        scale_bytes: FP8_BLOCK: of a scale, 1 for E8M0 or 4 for float32.
+    """
+    *stack, out_features, in_features = shape
+    rows = out_features * qtype.row_bytes(in_features)
+    if qtype is QuantType.FP8_BLOCK:
+        rows += -(-out_features // block[0]) * -(-in_features // block[1]) * scale_bytes
+    if qtype is QuantType.NVFP4:
+        rows += ITEM_BYTES["float32"]
+    return math.prod(stack) * rows

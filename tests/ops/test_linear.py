@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.dsv4_cases import FORMATS, captured, poison
 from tests.gguf_files import quantised
 from tiercel import quant
 from tiercel.errors import ArgumentError
 from tiercel.ops import linear as op
 from tiercel.ops import linear_torch
+from tiercel.ops.block_quantize import block_quantize
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear import (
     FUSED_ROWS,
@@ -21,6 +23,7 @@ from tiercel.ops.linear import (
     WIDE_WEIGHTS,
     LinearWeight,
     linear,
+    pick_rows,
     prepare_linear,
     select_rows,
 )
@@ -30,7 +33,15 @@ from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import linear as oracle
-from tiercel.resting import INT4_PLANES, ITEM_BYTES, head_dtype, resting_bytes, select_form
+from tiercel.resting import (
+    INT4_PLANES,
+    ITEM_BYTES,
+    STORED,
+    head_dtype,
+    resting_bytes,
+    select_form,
+    stored_bytes,
+)
 
 CPU = torch.device("cpu")
 # Relative, of whole results (norms). float32: sums of up to 1000 products.
@@ -296,11 +307,13 @@ def resting_tensors(weight):
     for segment in weight.segments:
         if isinstance(segment, torch.Tensor):
             yield segment
+        elif isinstance(segment, QuantTensor):
+            yield from segment.planes.values()
         else:
             yield from (segment.packed, segment.scale_zero)
 
 
-@pytest.mark.parametrize("qtype", QuantType, ids=lambda q: q.name)
+@pytest.mark.parametrize("qtype", [q for q in QuantType if q.is_ggml], ids=lambda q: q.name)
 def test_bytes_at_rest_are_those_of_the_planes(qtype):
     """On a GPU: of layout SOA, in whole groups, and of the copy; on a CPU: of what is prepared."""
     for columns in (qtype.block_weights * 3, qtype.block_weights * 8):
@@ -310,6 +323,7 @@ def test_bytes_at_rest_are_those_of_the_planes(qtype):
             copy = 32 * columns * dtype.itemsize
             is_packed = dtype == torch.float16 and qtype in quant.PLANES
             packed = packed_repack(part, Layout.SOA).nbytes if is_packed else 0
+            copy, packed = (0, part.nbytes) if qtype in STORED else (copy, packed)
             assert find("cuda", dense_copies=True) == packed + copy
             assert find("cuda", dense_copies=False) == (packed or copy)
             resting = resting_tensors(prepare_linear([part], dtype, CPU))
@@ -489,8 +503,11 @@ def test_any_number_of_rows(name, has_copy, device):
 
 def test_form_of_every_type():
     for qtype in QuantType:
-        for out_features in (1, 16, 24, 576):
-            for dtype in ITEM_BYTES:
+        for out_features, dtype in itertools.product((1, 16, 24, 576), ITEM_BYTES):
+            if qtype in STORED:
+                forms = {select_form(qtype, out_features, dtype, d) for d in ("cpu", "cuda")}
+                assert forms == {"stored"}
+            else:
                 packs = dtype == "float16" and qtype in quant.PLANES
                 form = select_form(qtype, out_features, dtype, "cuda")
                 assert form == ("packed" if packs else "dense")
@@ -525,3 +542,108 @@ def test_op_names_the_bad_argument(device):
         linear(torch.randn(2, 65, device=device), weight)
     with pytest.raises(ArgumentError, match=r"x is \(64,\)"):
         linear(torch.randn(64, device=device), weight)
+
+
+def make_blocks(qtype, out_features, in_features, seed=0):
+    """A random matrix in a block format."""
+    weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(seed))
+    return block_quantize(weight / in_features**0.5, qtype, block=(32, 48))
+
+
+# What rounding the weights of a format to the dtype of x costs: a weight of NVFP4 has more bits.
+STORED_ERRORS = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
+
+
+@pytest.mark.parametrize("dtype", DENSE, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 3, WIDE_ROWS, 33])
+@pytest.mark.parametrize("qtype", FORMATS, ids=lambda q: q.name)
+def test_block_formats_rest_as_stored(qtype, rows, dtype, device):
+    part = make_blocks(qtype, 133, 160)
+    weight = prepare_linear([part], dtype, device)
+    assert weight.shape == (133, 160)
+    (segment,) = weight.segments
+    assert isinstance(segment, QuantTensor)
+    assert segment.nbytes == part.nbytes
+    x = torch.randn(rows, 160).to(dtype)
+    bias = torch.randn(133).to(dtype).to(device)
+    poison(device)
+    out = linear(x.to(device), weight, bias)
+    assert out.dtype == dtype
+    assert out.shape == (rows, 133)
+    expected = oracle.linear(x, decoded([part]))
+    if rows:
+        assert relative_error(out - bias, expected) < 4 * STORED_ERRORS[dtype]
+        room = torch.full((rows, 133), float("nan"), dtype=dtype, device=device)
+        assert linear(x.to(device), weight, out=room) is room
+        assert relative_error(room, expected) < STORED_ERRORS[dtype]
+        assert_fills(x.to(device), weight, linear(x.to(device), weight))
+
+
+@pytest.mark.parametrize("dtype", DENSE, ids=str)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_block_formats_share_an_input_with_other_types(rows, dtype, device):
+    parts = [
+        make_blocks(QuantType.FP8_BLOCK, 70, 256), make_weight("BF16", 5, 256),
+        make_weight("Q4_K", 48, 256), make_blocks(QuantType.MXFP4, 33, 256, 1),
+        make_weight("MXFP4", 16, 256, 2), make_blocks(QuantType.NVFP4, 7, 256, 2),
+    ]  # fmt: skip
+    weight = prepare_linear(parts, dtype, device)
+    assert weight.shape == (179, 256)
+    assert weight.dense is None
+    x = torch.randn(rows, 256).to(dtype)
+    poison(device)
+    out = linear(x.to(device), weight)
+    start = 0
+    for part in parts:
+        expected = oracle.linear(x, decoded([part]))
+        own = out[:, start : start + part.shape[0]]
+        start += part.shape[0]
+        assert relative_error(own, expected) < max(PLANES, STORED_ERRORS[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("qtype", FORMATS, ids=lambda q: q.name)
+def test_wide_results_of_block_formats(qtype, rows, dtype, device):
+    """On a CPU nothing is rounded to 16 bits."""
+    part = make_blocks(qtype, 133, 160)
+    weight = prepare_linear([part], dtype, device, wide=True)
+    x = torch.randn(rows, 160).to(dtype)
+    out = linear(x.to(device), weight, out_dtype=torch.float32)
+    assert out.dtype == torch.float32
+    expected = oracle.linear(x, decoded([part]))
+    tolerance = 2e-6 if device.type == "cpu" else STORED_ERRORS[dtype]
+    assert relative_error(out, expected) < tolerance
+    picked = pick_rows(weight, torch.tensor([130, 2, 2, 64], device=device))
+    found = linear(x.to(device), picked, out_dtype=torch.float32)
+    assert relative_error(found, expected[:, [130, 2, 2, 64]]) < tolerance
+
+
+@pytest.mark.parametrize("qtype", FORMATS, ids=lambda q: q.name)
+def test_bytes_of_block_formats(qtype):
+    for stack in ((), (3,)):
+        weight = torch.randn(*stack, 133, 160)
+        for has_e8m0 in (True, False):
+            blocks = block_quantize(weight, qtype, block=(32, 48), has_e8m0=has_e8m0)
+            scale_bytes = 1 if has_e8m0 else 4
+            assert stored_bytes(qtype, blocks.shape, (32, 48), scale_bytes) == blocks.nbytes
+    blocks = block_quantize(weight[0], qtype)
+    for device_type in ("cpu", "cuda"):
+        found = resting_bytes(qtype, blocks.shape, "bfloat16", device_type, dense_copies=True)
+        assert found == blocks.nbytes
+    assert stored_bytes(QuantType.IQ2_XXS, (3, 5, 512)) == 3 * 5 * 2 * 66
+
+
+def test_stacks_are_refused():
+    stack = block_quantize(torch.randn(3, 32, 64), QuantType.MXFP4)
+    with pytest.raises(ArgumentError, match=r"parts have the shapes \[\(3, 32, 64\)\]"):
+        prepare_linear([stack], torch.float32, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qtype", FORMATS, ids=lambda q: q.name)
+def test_replay_of_block_formats_equals_eager(qtype, device):
+    parts = [make_blocks(qtype, 133, 160), make_weight("BF16", 5, 160)]
+    weight = prepare_linear(parts, torch.bfloat16, device)
+    x = torch.randn(5, 160, device=device).bfloat16()
+    assert torch.equal(captured(lambda: linear(x, weight)), linear(x, weight))

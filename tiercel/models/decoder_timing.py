@@ -14,6 +14,7 @@ from tiercel.layers.decoder_layer import DecoderLayer
 from tiercel.layers.linear import Linear
 from tiercel.models.model import TimedAttention, TimedProduct
 from tiercel.ops.packed_matvec import PackedWeight
+from tiercel.quant import QuantTensor
 
 
 def dense_products(layers: Sequence[DecoderLayer], head: Linear) -> list[TimedProduct]:
@@ -38,7 +39,7 @@ def _weight_bytes(linear: Linear) -> int:
     for segment in linear.weight.segments:
         if isinstance(segment, PackedWeight):
             total += segment.tensor.nbytes
-        elif isinstance(segment, Tensor):
+        elif isinstance(segment, Tensor | QuantTensor):
             total += segment.nbytes
         else:
             total += segment.packed.nbytes + segment.scale_zero.nbytes

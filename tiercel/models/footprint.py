@@ -22,8 +22,9 @@ _FORM_NAMES: Final = {
     "planes1": "4-bit planes",
     "planes2": "pairs of 4-bit planes",
     "packed": "packed",
+    "stored": "as stored",
 }
-STORED: Final = "as stored"
+STORED: Final = _FORM_NAMES["stored"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 On a CPU in bfloat16 a quantised matrix stays packed (`ops/linear_torch.py`). On a GPU in float16
 quantised ones stay packed: for up to 16 rows (`ops/packed_matvec.py`), Q4_K and Q6_K for some more
 on Hopper (`ops/packed_gemm.py`) or with x of 8 bits (`ops/packed_mmq.py`), and beside a dense copy
-for many rows where there is memory for one. Everything else rests dense in the dtype of the
-activations. Matrices that share an input are prepared together and multiplied in one call where
-their forms agree.
+for many rows where there is memory for one. Block formats stay as stored and are decoded in each
+product. Everything else rests dense in the dtype of the activations. Matrices that share an input
+are prepared together and multiplied in one call where their forms agree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from tiercel.ops.packed_matvec import MAX_TOKENS, PackedWeight, packed_matvec, p
 from tiercel.ops.packed_mmq import has_packed_mmq, load_packed_mmq, packed_mmq
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, Layout
-from tiercel.resting import head_dtype, select_form
+from tiercel.resting import STORED, head_dtype, select_form
+
+Segment = Tensor | Int4Planes | PackedWeight | QuantTensor
 
 # From here on a product of 16-bit weights that the processor does not multiply natively is faster
 # widened in slices than as rows of dot products: float16 42 against 143 GFLOP/s (2 cores, torch
@@ -54,7 +56,8 @@ class LinearWeight:
     """A matrix (out_features, in_features), ready to multiply.
 
     Attributes:
-        segments: consecutive output rows, each dense (out, in), planes of a CPU or packed.
+        segments: consecutive output rows, each dense (out, in), planes of a CPU, packed, or as
+            stored.
         shape: (out_features, in_features) of all segments.
         dense: (out_features, in_features) of all segments beside packed weights; None without.
         reader_rows: rows up to which packed weights are read 16 rows at a time.
@@ -62,7 +65,7 @@ class LinearWeight:
         mmq_rows: rows up to which beyond both x is rounded to 8 bits.
     """
 
-    segments: tuple[Tensor | Int4Planes | PackedWeight, ...]
+    segments: tuple[Segment, ...]
     shape: tuple[int, int]
     dense: Tensor | None = None
     reader_rows: int = MAX_TOKENS
@@ -111,15 +114,21 @@ def prepare_linear(
 
     Args:
         parts: at least one, equal in_features; their output rows are end to end in the result.
-        dtype: of the activations.
+        dtype: of the activations. Block formats are decoded to the dtype of x in each product.
         device: where the weights rest.
         wide: for float32 results (`linear(..., out_dtype=torch.float32)`): the weights stay dense,
             in float16 where the activations are 16 bits wide, or are packed weights.
-        dense_copies: whether packed weights keep a dense copy for products of many rows.
+        dense_copies: whether packed weights keep a dense copy for products of many rows; they have
+            none beside block formats.
 
     Raises:
-        ArgumentError: in_features differ.
+        ArgumentError: in_features differ, or a part is a stack.
     """
+    if any(len(part.shape) != 2 for part in parts):
+        raise ArgumentError(
+            f"linear: parts have the shapes {[part.shape for part in parts]}.",
+            hint="Pass matrices.",
+        )
     in_features = parts[0].shape[1]
     if any(part.shape[1] != in_features for part in parts):
         raise ArgumentError(
@@ -136,11 +145,13 @@ def prepare_linear(
     if any(form(part) == "packed" for part in parts):
         out_dtype = torch.float32 if wide else dtype
         return _prepare_packed(parts, dtype, out_dtype, device, dense_copies=dense_copies)
-    segments: list[Tensor | Int4Planes | PackedWeight] = []
+    segments: list[Segment] = []
     for kind, members in groupby(parts, key=form):
         if kind == "dense":
             dense = [dequantize(part.to(device), dtype) for part in members]
             segments.append(dense[0] if len(dense) == 1 else torch.cat(dense))
+        elif kind == "stored":
+            segments.extend(part.to(device) for part in members)
         else:
             matrices = [(part.qtype.name, part.planes["data"]) for part in members]
             segments.append(linear_torch.pack_planes(matrices))
@@ -155,15 +166,19 @@ def _prepare_packed(
     *,
     dense_copies: bool,
 ) -> LinearWeight:
-    """Parts on a GPU of which some stay packed; other parts are views of the dense copy, if any."""
+    """Parts on a GPU of which some stay packed; dense parts are views of the dense copy, if any."""
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
     layout = Layout.SOA if has_q4k_soa() else Layout.FILE
     is_dependent = has_dependent_launch(device)
     moved = [part.to(device) for part in parts]
+    dense_copies = dense_copies and not any(part.qtype in STORED for part in parts)
     dense = torch.empty(shape, dtype=dtype, device=device) if dense_copies else None
-    segments: list[Tensor | Int4Planes | PackedWeight] = []
+    segments: list[Segment] = []
     row = 0
     for qtype, members in groupby(moved, key=lambda part: part.qtype):
+        if qtype in STORED:
+            segments.extend(members)
+            continue
         data = [part.planes["data"] for part in members]
         joined = data[0] if len(data) == 1 else torch.cat(data)
         whole = QuantTensor(qtype, Layout.FILE, (joined.shape[0], shape[1]), {"data": joined})
@@ -204,6 +219,8 @@ def pick_rows(weight: LinearWeight, rows: Tensor) -> LinearWeight | None:
         rows: (K,) int64, on its device.
     """
     dense = weight.segments[0] if len(weight.segments) == 1 else None
+    if isinstance(dense, QuantTensor):
+        return LinearWeight((dense.take(rows),), (rows.shape[0], weight.shape[1]))
     dense = dense if weight.dense is None else weight.dense
     if not isinstance(dense, Tensor):
         return None
@@ -272,13 +289,13 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _num_rows(segment: Tensor | Int4Planes | PackedWeight) -> int:
+def _num_rows(segment: Segment) -> int:
     return segment.tensor.shape[0] if isinstance(segment, PackedWeight) else segment.shape[0]
 
 
 def _multiply(
     x: Tensor,
-    segment: Tensor | Int4Planes | PackedWeight,
+    segment: Segment,
     out_dtype: torch.dtype,
     weight: LinearWeight,
     out: Tensor | None = None,
@@ -290,6 +307,8 @@ def _multiply(
         out = _empty(x, segment.tensor.shape[0], out_dtype) if out is None else out
         _multiply_packed(x, segment, out, weight)
         return out
+    if isinstance(segment, QuantTensor):
+        x, segment = _decoded(x, segment, out_dtype)
     if x.is_cuda:
         return _multiply_dense(x, segment, out_dtype, out)
     if x.shape[0] >= WIDE_ROWS and _is_widened(segment.dtype):
@@ -297,6 +316,15 @@ def _multiply(
     if out_dtype == segment.dtype:
         return _multiply_rows(x, segment)
     return torch.nn.functional.linear(x.to(segment.dtype), segment).to(out_dtype)
+
+
+def _decoded(x: Tensor, segment: QuantTensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """X, and weights that rest as stored decoded to its dtype.
+
+    On a CPU both in the dtype of the result: a float32 result is not rounded to bfloat16.
+    """
+    x = x if x.is_cuda else x.to(out_dtype)
+    return x, dequantize(segment, x.dtype)
 
 
 def _is_widened(dtype: torch.dtype) -> bool:
