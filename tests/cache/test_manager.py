@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercel.cache.allocator import NULL_BLOCK
-from tiercel.cache.manager import BlockWrite, CacheManager, GroupBlocks
+from tiercel.cache.manager import BlockWrite, CacheManager, GroupBlocks, span_blocks
 from tiercel.cache.pool import CachePool
 from tiercel.cache.prefix import ROOT
 from tiercel.cache.spec import KVCacheSpec, Plane, attention_spec, group_specs
@@ -36,7 +36,7 @@ class World:
 
     def enter(self, tokens):
         match = self.manager.find(tokens)
-        if self.manager.can_enter(len(tokens) + 1, match):
+        if self.manager.can_enter(len(tokens) + 1, len(tokens), match):
             held = self.manager.enter(match)
             self.sequences.append(
                 Sequence(tokens, held, match.num_blocks * SIZE, match.parent_key, match.num_blocks)
@@ -106,10 +106,42 @@ def test_no_block_is_lost_or_doubled(windows, has_prefix_cache, calls):
 
 def test_what_an_empty_cache_holds():
     assert CacheManager([GroupBlocks(11)], SIZE, 8).capacity == 40
-    # A window of 6 and a step of 8 span at most 5 blocks: with them any length fits.
-    assert CacheManager([GroupBlocks(11), GroupBlocks(6, 6)], SIZE, 8).capacity == 40
-    assert CacheManager([GroupBlocks(11), GroupBlocks(5, 6)], SIZE, 8).capacity == 16
+    # A step of 8 and the 5 tokens before it are in 4 blocks at most: with them any length fits.
+    assert CacheManager([GroupBlocks(11), GroupBlocks(5, 6)], SIZE, 8).capacity == 40
     assert CacheManager([GroupBlocks(11), GroupBlocks(4, 6)], SIZE, 8).capacity == 12
+    assert CacheManager([GroupBlocks(11), GroupBlocks(3, 6)], SIZE, 8).capacity == 8
+    # With a window of 1 nothing before the step is seen.
+    assert CacheManager([GroupBlocks(11), GroupBlocks(4, 1)], SIZE, 8).capacity == 40
+    assert CacheManager([GroupBlocks(11), GroupBlocks(3, 1)], SIZE, 8).capacity == 8
+
+
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 4), (2, 4), (5, 4), (6, 4), (9, 1), (8, 3)])
+def test_blocks_that_tokens_are_in(num_tokens, size):
+    found = max(len({i // size for i in range(a, a + num_tokens)}) for a in range(size))
+    assert span_blocks(num_tokens, size) == found
+
+
+@pytest.mark.parametrize(
+    ("window", "num_free", "next_tokens", "expected"),
+    [
+        (1, 1, 100, True),  # a window of one token is in one block, and so is the step
+        (8, 1, 100, False),  # 8 tokens may be in two blocks
+        (8, 2, 100, True),
+        (128, 2, 256, True),
+        (128, 2, 257, False),  # the first step alone needs 3
+        (1, 3, 384, True),
+        (1, 2, 384, False),
+    ],
+)
+def test_a_sliding_group_must_hold_the_first_step_and_a_window(
+    window, num_free, next_tokens, expected
+):
+    """Not a step for each sequence: that of a prompt of 1,000 tokens would need 8 blocks."""
+    manager = CacheManager([GroupBlocks(20), GroupBlocks(9, window)], 128, 1000)
+    manager.allocators[1].allocate(8 - num_free)
+    assert manager.can_enter(1000, next_tokens, manager.find([1])) is expected
+    manager.allocators[0].allocate(12)
+    assert not manager.can_enter(1000, next_tokens, manager.find([1])), "7 of 8 full blocks"
 
 
 def test_usage_is_that_of_the_fullest_group():

@@ -1,5 +1,8 @@
 """What does not fit is refused with figures, and what device and dtype mean on this machine."""
 
+from fractions import Fraction
+from math import ceil, floor
+
 import psutil
 import pytest
 import torch
@@ -92,11 +95,14 @@ def test_a_cache_that_does_not_fit_is_refused_with_figures():
 def test_groups_share_in_proportion_to_a_long_sequence():
     sizes = {"block_size": 10, "max_model_len": 1000, "max_num_seqs": 8, "max_step_tokens": 40}
     full, window = make_group(2), make_group(4, "sliding", window=50)
-    # 100 blocks of 20 bytes; a window, a step and a block in 10 blocks of 40: 2,400 a sequence.
+    # 100 blocks of 20 bytes; a step and the 49 tokens before it in 10 blocks of 40: 2,400.
     null_blocks = 60
-    available = null_blocks + int(2.5 * 2400)
-    assert cache_blocks([full, window], available=available, **sizes) == [251, 26]
-    assert cache_blocks([full, window], available=10**9, **sizes) == [801, 81]
+    available = null_blocks + int(1.5 * 2400)
+    assert cache_blocks([full, window], available=available, **sizes) == [151, 16]
+    # From the third sequence on a window alone, 50 tokens in 6 blocks: 2,240.
+    available = null_blocks + 2 * 2400 + int(1.5 * 2240)
+    assert cache_blocks([full, window], available=available, **sizes) == [351, 30]
+    assert cache_blocks([full, window], available=10**9, **sizes) == [801, 57]
     with pytest.raises(OutOfMemoryError) as caught:
         cache_blocks([full, window], available=null_blocks + 2399, **sizes)
     assert caught.value.hint == "Lower max_model_len to 990 or less."
@@ -200,22 +206,73 @@ def test_no_group_gets_less_than_its_share_or_more_than_there_is(sizes, lengths,
     """Both kinds of groups against sums written out block by block, in whole numbers."""
     longest, num_seqs, block_size = lengths
     groups = [make_group(sizes[0]), make_group(sizes[1], "sliding", window=window)]
-    needs = [
-        len(range(0, longest, block_size)),
-        len(range(0, min(longest, window + 9 + block_size), block_size)),
-    ]
+    whole = len(range(0, longest, block_size))
+
+    def most(num_tokens):
+        """Blocks that consecutive tokens are in, from the last token of a block on."""
+        return min(whole, len({i // block_size for i in range(-1, num_tokens - 1)}))
+
+    def size_of(needs):
+        return sum(need * size for need, size in zip(needs, per_block, strict=True))
+
+    needs, more = [whole, most(window - 1 + 9)], [whole, most(window)]
     per_block = [size * block_size for size in sizes]
-    one = sum(need * size for need, size in zip(needs, per_block, strict=True))
-    left = available - sum(per_block)
+    one, left = size_of(needs), available - sum(per_block)
     options = {"block_size": block_size, "max_model_len": longest, "max_num_seqs": num_seqs}
     if left < one:
         with pytest.raises(OutOfMemoryError):
             cache_blocks(groups, max_step_tokens=9, available=available, **options)
         return
     found = cache_blocks(groups, max_step_tokens=9, available=available, **options)
-    for got, need in zip(found, needs, strict=True):
-        exact = min(num_seqs * need, left * need // one)
-        assert 1 + exact - (left * need % one == 0) <= got <= 1 + exact  # float may miss by one
+    # Two sequences with a step each, then windows alone.
+    num_whole = min(Fraction(left, one), num_seqs, 2)
+    num_more = min(num_seqs - num_whole, (left - num_whole * one) / size_of(more))
+    for got, need, less in zip(found, needs, more, strict=True):
+        exact = num_whole * need + num_more * less
+        assert got in (1 + floor(exact), ceil(exact)), "a float may miss by one"
+    assert size_of(found) <= available
+    assert all(got > need for got, need in zip(found, needs, strict=True)), "one alone always fits"
+
+
+def v4_group(policy, layers, *entry_bytes, **fields):
+    planes = tuple(Plane(f"{i}", torch.uint8, (size,)) for i, size in enumerate(entry_bytes))
+    return CacheGroup(KVCacheSpec(policy, planes, **fields), tuple(range(layers)))
+
+
+def test_entries_get_most_of_the_cache_of_deepseek_v4():
+    """40 GB of Flash with its draft head: windows and compressor inputs are at most 15%."""
+    groups = [
+        v4_group("full", 21, 584, 68, tokens_per_entry=4),
+        v4_group("full", 20, 584, tokens_per_entry=128),
+        v4_group("sliding", 44, 584, window=128),
+        v4_group("sliding", 21, 2048 * 4, 512 * 4, window=8, entries_per_block=32),
+        v4_group("sliding", 20, 1024 * 4, window=1),
+    ]
+    sizes = {"block_size": 128, "max_num_seqs": 64, "max_step_tokens": 8192}
+    assert [group.bytes_per_block(128) for group in groups] == [
+        21 * 32 * (584 + 68), 20 * 584, 44 * 128 * 584, 21 * 32 * 2560 * 4, 20 * 128 * 1024 * 4
+    ]  # fmt: skip
+    found = cache_blocks(groups, max_model_len=131_072, available=40 * 10**9, **sizes)
+    assert found[:2] == [1 + 64 * 1024] * 2, "64 sequences of full length"
+    # Two steps of 64 blocks; a window of 128 and of 8 in 2 blocks of each sequence, of 1 in 1.
+    assert found[2:] == [1 + 128 + 128, 1 + 128 + 128, 1 + 128 + 64]
+    taken = [n * group.bytes_per_block(128) for n, group in zip(found, groups, strict=True)]
+    assert sum(taken[:2]) >= 0.85 * sum(taken)
+    found = cache_blocks(groups, max_model_len=131_072, available=20 * 10**9, **sizes)
+    taken = [n * group.bytes_per_block(128) for n, group in zip(found, groups, strict=True)]
+    assert sum(taken[:2]) >= 0.80 * sum(taken) > 0.79 * 20 * 10**9
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 3, 64])
+def test_a_model_with_windows_gets_more_full_blocks_than_with_a_step_for_each(num_seqs):
+    """Layers of Gemma 3: 5 of 6 see 1,024 tokens."""
+    groups = [make_group(100), make_group(500, "sliding", window=1024)]
+    sizes = {"block_size": 64, "max_model_len": 32_768, "max_num_seqs": num_seqs}
+    available = num_seqs * 6_000_000
+    found = cache_blocks(groups, max_step_tokens=2048, available=available, **sizes)
+    share = min(num_seqs, (available - 64 * 600) / (512 * 6_400 + 49 * 32_000))
+    assert found[0] >= int(1 + share * 512)
+    assert found[1] <= 1 + share * 49
 
 
 def test_no_figure_from_the_system():

@@ -91,11 +91,11 @@ class Account:
 class Oracle:
     """Follows a scheduler's calls and says what it must answer."""
 
-    def __init__(self, cache, max_num_seqs, budget, most_places, least_computed, spare_places):
+    def __init__(self, cache, max_num_seqs, budget, least_computed, spare_places):
         self.size, self.budget = cache.block_size, budget
         self.keeps = cache.keeps_prefixes
         self.pools = [Pool(group.num_blocks, group.window) for group in cache.groups]
-        self.most_places, self.least_computed = most_places, least_computed
+        self.least_computed = least_computed
         self.spare_places = spare_places  # None: nothing drafts
         self.rows = set(range(max_num_seqs))
         self.accounts: dict[Request, Account] = {}
@@ -369,7 +369,14 @@ class Oracle:
             need = self.blocks_for(places) - len(entries)
             shared = [block for block in self.matched(entries, group) if block]
             if pool.window:
-                need = min(need, 1 + self.blocks_for(pool.window + self.most_places) - len(shared))
+                start = len(entries) * self.size
+                first = min(request.num_tokens, start + budget) + (self.spare_places or 0)
+                # A window's tokens, the first of which is the last one of a block.
+                window = 1 + self.blocks_for(pool.window - 1)
+                need = max(
+                    self.blocks_for(min(first, places)) - len(entries),
+                    min(need, window - len(shared)),
+                )
             if need > pool.num_free - sum(block in pool.idle for block in shared):
                 return False
         return True

@@ -68,6 +68,7 @@ class World:
     has_prefix_cache: bool = False
     overlaps: bool = True
     window: int = 0
+    more_window_blocks: int = 0  # than one sequence needs
     memory_errors: frozenset[int] = frozenset()
     max_drafts: int = 0
     spare_places: int = 0
@@ -79,8 +80,8 @@ class World:
     def __post_init__(self):
         groups, most_places = [GroupBlocks(self.num_blocks)], self.budget + self.spare_places
         if self.window:
-            most = 1 + -(-(self.window + most_places) // self.block_size)
-            groups.append(GroupBlocks(1 + most, self.window))
+            most = len(range(0, self.window - 1 + most_places - 1, self.block_size)) + 1
+            groups.append(GroupBlocks(1 + most + self.more_window_blocks, self.window))
         self.cache = CacheManager(
             groups, self.block_size, most_places, has_prefix_cache=self.has_prefix_cache
         )
@@ -90,7 +91,7 @@ class World:
             policy=DraftPolicy(spare_places=self.spare_places) if self.max_drafts else None,
         )  # fmt: skip
         self.oracle = Oracle(
-            self.cache, self.max_num_seqs, self.budget, most_places, self.least_computed,
+            self.cache, self.max_num_seqs, self.budget, self.least_computed,
             self.spare_places if self.max_drafts else None,
         )  # fmt: skip
         self._watch()
@@ -375,6 +376,7 @@ def worlds(draw, has_prefix_cache=False, has_window=False, fails=True, drafts=Fa
         has_prefix_cache=has_prefix_cache,
         overlaps=draw(st.booleans()),
         window=draw(st.integers(1, 6)) if has_window else 0,
+        more_window_blocks=draw(st.integers(0, 6)),
         memory_errors=frozenset() if fails else draw(st.frozensets(st.integers(1, 30), max_size=3)),
         max_drafts=draw(st.integers(1, 5)) if drafts else 0,
         spare_places=draw(st.integers(0, 4)) if drafts else 0,

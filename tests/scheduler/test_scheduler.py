@@ -179,6 +179,32 @@ def test_an_answer_is_kept_for_prompts_that_go_on_from_it(size, max_drafts):
     assert world.requests[1].num_cached == computed // size * size
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("window", [1, 3, 4, 9])
+def test_a_window_group_for_one_step_of_all_serves_all_together(window, overlaps):
+    """Blocks for a window of each sequence and two steps: all enter, and none gives way."""
+    num_seqs, budget, size = 6, 24, 4
+    plans = [Plan([i + 1] * 30, 20) for i in range(num_seqs)]
+    one = 1 + len(range(0, window - 1, size))  # blocks with a window's tokens
+    alone = 1 + len(range(0, window - 1 + budget - 1, size))
+    more = num_seqs * one + 2 * (alone - one) - alone
+    world = World(
+        plans, size, 200, num_seqs, budget, overlaps=overlaps, window=window,
+        more_window_blocks=more,
+    )  # fmt: skip
+    launch = world.runner.launch
+
+    def watched(plan):
+        if world.scheduler.waiting:
+            assert plan.num_tokens == budget, "they wait for tokens of a step, not for blocks"
+        return launch(plan)
+
+    world.runner.launch = watched
+    world.run()
+    assert world.scheduler.num_preemptions == 0
+    assert world.cache.groups[1].num_blocks == 1 + num_seqs * one + 2 * (alone - one)
+
+
 def test_requests_that_come_together_compute_their_start_once():
     shared = list(range(1, 11)) * 2
     plans = [Plan([*shared, i, i, i, i], 3) for i in range(1, 6)]

@@ -17,6 +17,11 @@ from tiercel.cache.prefix import ROOT, PrefixCache, PrefixMatch
 HeldBlocks = list[list[int]]
 
 
+def span_blocks(num_tokens: int, block_size: int) -> int:
+    """The most blocks that consecutive tokens are in, wherever in a block the first one is."""
+    return 1 + -(-(num_tokens - 1) // block_size)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
     """Blocks of one group: `num_blocks` with the null block; `window` in tokens, 0 for none."""
@@ -56,9 +61,10 @@ class CacheManager:
         self.block_size = block_size
         self.groups = tuple(groups)
         self.allocators = [BlockAllocator(group.num_blocks) for group in groups]
-        # A sliding group holds at most one window and one step, at any offset within a block.
+        # What a sequence alone holds of a sliding group: the tokens before a step that its first
+        # one sees, and the step.
         self._most = [
-            1 + self.blocks_for(group.window + max_step_tokens) if group.window else None
+            span_blocks(group.window - 1 + max_step_tokens, block_size) if group.window else None
             for group in groups
         ]
         self._prefix = None
@@ -99,14 +105,28 @@ class CacheManager:
             return PrefixMatch(tuple(() for _ in self.groups), 0, ROOT)
         return self._prefix.find(token_ids)
 
-    def can_enter(self, num_tokens: int, match: PrefixMatch) -> bool:
-        """Whether a sequence that starts with `match` could grow to `num_tokens` now."""
+    def can_enter(self, num_tokens: int, next_tokens: int, match: PrefixMatch) -> bool:
+        """Whether a sequence may start with `match` now.
+
+        Groups without a window need blocks for `num_tokens`. A sliding group needs them for its
+        first step, or for one window if that is more: tokens of a step count once for all
+        sequences, so each later step looks for its own (`can_grow`).
+
+        Args:
+            num_tokens: tokens that the sequence is to grow to.
+            next_tokens: its tokens after the first step, at most `num_tokens`.
+            match: its cached prefix.
+        """
         wanted = self.blocks_for(num_tokens) - match.num_blocks
-        for allocator, most, matched in zip(
-            self.allocators, self._most, match.block_ids, strict=True
+        first = self.blocks_for(next_tokens) - match.num_blocks
+        for group, allocator, matched in zip(
+            self.groups, self.allocators, match.block_ids, strict=True
         ):
             shared = [block_id for block_id in matched if block_id != NULL_BLOCK]
-            needed = wanted if most is None else min(wanted, most - len(shared))
+            needed = wanted
+            if group.window:
+                one_window = span_blocks(group.window, self.block_size) - len(shared)
+                needed = max(first, min(wanted, one_window))
             if needed > allocator.num_free - sum(map(allocator.is_idle, shared)):
                 return False
         return True

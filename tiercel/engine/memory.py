@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 
+from tiercel.cache.manager import span_blocks
 from tiercel.cache.spec import CacheGroup
 from tiercel.errors import OutOfMemoryError
 from tiercel.machine import Memory, read_memory
@@ -16,6 +18,7 @@ from tiercel.models.footprint import Footprint
 # activations and other programs.
 CPU_SHARE = 0.8
 GIB = 2**30
+MOST_STEPS: Final = 2  # whose tokens have blocks at once: one runs, the next one is planned
 
 
 class MemoryBudget:
@@ -120,8 +123,10 @@ def cache_blocks(
 ) -> list[int]:
     """The number of blocks of each group, the null block included.
 
-    Memory is shared in proportion to what a sequence of `max_model_len` needs of each group, and up
-    to what `max_num_seqs` of them need.
+    Memory is shared in proportion to what sequences of `max_model_len` need of each group, and up
+    to what `max_num_seqs` of them need. A sliding group holds a window of each sequence. The tokens
+    of a step count once for all sequences, and twice if there are several: a step is planned while
+    another one runs, whose blocks are not free yet.
 
     Args:
         groups: of the model.
@@ -135,14 +140,18 @@ def cache_blocks(
         OutOfMemoryError: not one sequence of `max_model_len` fits; names the length that would.
     """
 
-    def blocks_of(group: CacheGroup, num_tokens: int) -> int:
-        kept = num_tokens
+    def blocks_of(group: CacheGroup, num_tokens: int, step_tokens: int) -> int:
+        """Of one sequence in a step with so many of its tokens."""
+        most = -(-num_tokens // block_size)
         if group.spec.policy == "sliding":
-            kept = min(num_tokens, group.spec.window + max_step_tokens + block_size)
-        return -(-kept // block_size)
+            most = min(most, span_blocks(group.spec.window - 1 + step_tokens, block_size))
+        return most
 
-    def bytes_of(num_tokens: int) -> int:
-        return sum(blocks_of(g, num_tokens) * g.bytes_per_block(block_size) for g in groups)
+    def bytes_of(num_tokens: int, step_tokens: int = max_step_tokens) -> int:
+        return sum(
+            blocks_of(group, num_tokens, step_tokens) * group.bytes_per_block(block_size)
+            for group in groups
+        )
 
     fixed = sum(group.bytes_per_block(block_size) for group in groups)  # null blocks
     needed, left = bytes_of(max_model_len), available - fixed
@@ -156,5 +165,15 @@ def cache_blocks(
             if longest
             else "Use a smaller model.",
         )
-    share = min(max_num_seqs, left / needed) if needed else max_num_seqs
-    return [1 + int(share * blocks_of(group, max_model_len)) for group in groups]
+    # In full up to `num_whole` sequences, each with a step; after them a token of each.
+    num_whole = min(MOST_STEPS, max_num_seqs, left / needed)
+    spare = max(0.0, left - num_whole * needed)
+    num_more = min(max_num_seqs - num_whole, spare / bytes_of(max_model_len, 1))
+    return [
+        1
+        + int(
+            num_whole * blocks_of(group, max_model_len, max_step_tokens)
+            + num_more * blocks_of(group, max_model_len, 1)
+        )
+        for group in groups
+    ]

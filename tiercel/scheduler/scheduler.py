@@ -2,9 +2,10 @@
 
 First come, first served within a priority. Running rows go first, one new token each or the next
 chunk of their prompt; the remaining token budget goes to waiting requests. A request enters only if
-its prompt and one token fit into free blocks, with what the prefix cache holds of it. When blocks
-run out, the last running request gives its blocks back and waits again (preemption). It is
-recomputed later from its token ids, so its answer does not change.
+its prompt and one token fit into free blocks, with what the prefix cache holds of it; of sliding
+groups, which free blocks after each step, it needs those of its first step. When blocks run out,
+the last running request gives its blocks back and waits again (preemption). It is recomputed later
+from its token ids, so its answer does not change.
 
 Steps overlap: the next one is planned while one is under way. Four rules keep this sound:
 - A row's length is known up to its bound: every step under way adds its token, and up to as many
@@ -369,7 +370,9 @@ class Scheduler:
         # A request for its prompt alone never needs more than that.
         most = len(request.prompt_token_ids) + request.max_tokens
         spare = 0 if self.policy is None else self.policy.spare_places
-        return self.cache.can_enter(min(request.num_tokens + 1 + spare, most), match)
+        num_tokens = min(request.num_tokens + 1 + spare, most)
+        first = min(request.num_tokens, start + room.for_chunk(start))
+        return self.cache.can_enter(num_tokens, min(first + spare, num_tokens), match)
 
     def _enter(self, request: Request, match: PrefixMatch) -> None:
         request.status, request.row = Status.RUNNING, heapq.heappop(self._free_rows)
