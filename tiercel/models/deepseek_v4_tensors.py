@@ -40,7 +40,7 @@ _E8M0: Final = (QuantType.F8_E8M0, QuantType.U8)
 
 
 @dataclass(frozen=True, slots=True)
-class _Need:
+class Need:
     """A weight of the model.
 
     Attributes:
@@ -101,81 +101,81 @@ def _shape_hint(config: DeepseekV4Config) -> str:
     return f"Its hyperparameters say {layers} and {draft}."
 
 
-def needed(config: DeepseekV4Config) -> Iterator[_Need]:
+def needed(config: DeepseekV4Config) -> Iterator[Need]:
     """Yield every weight of the model."""
     hidden, streams = config.hidden_size, config.num_streams
-    yield _Need("embed.weight", (config.vocab_size, hidden))
-    yield _Need("norm.weight", (hidden,), "floats")
-    yield _Need("head.weight", (config.vocab_size, hidden))
+    yield Need("embed.weight", (config.vocab_size, hidden))
+    yield Need("norm.weight", (hidden,), "floats")
+    yield Need("head.weight", (config.vocab_size, hidden))
     yield from _head_mix("", hidden, streams)
     for i in range(config.num_layers):
         prefix, ratio = f"layers.{i}.", config.compress_ratios[i]
         yield from _block(config, prefix, ratio)
         if i < config.num_hash_layers:
             shape = (config.vocab_size, config.num_experts_per_tok)
-            yield _Need(prefix + "ffn.gate.tid2eid", shape, "integers")
+            yield Need(prefix + "ffn.gate.tid2eid", shape, "integers")
         else:
-            yield _Need(prefix + "ffn.gate.bias", (config.num_experts,), "floats")
+            yield Need(prefix + "ffn.gate.bias", (config.num_experts,), "floats")
     if config.num_mtp_layers:
         prefix = "mtp.0."
         yield from _block(config, prefix, 0)
-        yield _Need(prefix + "ffn.gate.bias", (config.num_experts,), "floats")
-        yield _Need(prefix + "e_proj.weight", (hidden, hidden))
-        yield _Need(prefix + "h_proj.weight", (hidden, hidden))
+        yield Need(prefix + "ffn.gate.bias", (config.num_experts,), "floats")
+        yield Need(prefix + "e_proj.weight", (hidden, hidden))
+        yield Need(prefix + "h_proj.weight", (hidden, hidden))
         for part in ("enorm", "hnorm", "norm"):
-            yield _Need(f"{prefix}{part}.weight", (hidden,), "floats")
+            yield Need(f"{prefix}{part}.weight", (hidden,), "floats")
         yield from _head_mix(prefix, hidden, streams)
 
 
-def _head_mix(prefix: str, hidden: int, streams: int) -> Iterator[_Need]:
-    yield _Need(prefix + "hc_head_fn", (streams, streams * hidden), "floats")
-    yield _Need(prefix + "hc_head_base", (streams,), "floats")
-    yield _Need(prefix + "hc_head_scale", (1,), "floats")
+def _head_mix(prefix: str, hidden: int, streams: int) -> Iterator[Need]:
+    yield Need(prefix + "hc_head_fn", (streams, streams * hidden), "floats")
+    yield Need(prefix + "hc_head_base", (streams,), "floats")
+    yield Need(prefix + "hc_head_scale", (1,), "floats")
 
 
-def _block(config: DeepseekV4Config, prefix: str, ratio: int) -> Iterator[_Need]:
+def _block(config: DeepseekV4Config, prefix: str, ratio: int) -> Iterator[Need]:
     hidden, inner, streams = config.hidden_size, config.intermediate_size, config.num_streams
     mixes = (2 + streams) * streams
     for part in ("attn", "ffn"):
-        yield _Need(f"{prefix}{part}_norm.weight", (hidden,), "floats")
-        yield _Need(f"{prefix}hc_{part}_fn", (mixes, streams * hidden), "floats")
-        yield _Need(f"{prefix}hc_{part}_base", (mixes,), "floats")
-        yield _Need(f"{prefix}hc_{part}_scale", (3,), "floats")
+        yield Need(f"{prefix}{part}_norm.weight", (hidden,), "floats")
+        yield Need(f"{prefix}hc_{part}_fn", (mixes, streams * hidden), "floats")
+        yield Need(f"{prefix}hc_{part}_base", (mixes,), "floats")
+        yield Need(f"{prefix}hc_{part}_scale", (3,), "floats")
     yield from _attention(config, prefix + "attn.", ratio)
-    yield _Need(prefix + "ffn.gate.weight", (config.num_experts, hidden))
+    yield Need(prefix + "ffn.gate.weight", (config.num_experts, hidden))
     for expert, count in (("experts", (config.num_experts,)), ("shared_experts", ())):
         for part in ("w1", "w3"):
-            yield _Need(f"{prefix}ffn.{expert}.{part}.weight", (*count, inner, hidden))
-        yield _Need(f"{prefix}ffn.{expert}.w2.weight", (*count, hidden, inner))
+            yield Need(f"{prefix}ffn.{expert}.{part}.weight", (*count, inner, hidden))
+        yield Need(f"{prefix}ffn.{expert}.w2.weight", (*count, hidden, inner))
 
 
-def _attention(config: DeepseekV4Config, prefix: str, ratio: int) -> Iterator[_Need]:
+def _attention(config: DeepseekV4Config, prefix: str, ratio: int) -> Iterator[Need]:
     hidden, q_rank, head_dim = config.hidden_size, config.q_lora_rank, config.head_dim
     width, groups = config.num_heads * head_dim, config.num_output_groups
-    yield _Need(prefix + "wq_a.weight", (q_rank, hidden))
-    yield _Need(prefix + "q_norm.weight", (q_rank,), "floats")
-    yield _Need(prefix + "wq_b.weight", (width, q_rank))
-    yield _Need(prefix + "wkv.weight", (head_dim, hidden))
-    yield _Need(prefix + "kv_norm.weight", (head_dim,), "floats")
-    yield _Need(prefix + "attn_sink", (config.num_heads,), "floats")
-    yield _Need(prefix + "wo_a.weight", (groups * config.o_lora_rank, width // groups))
-    yield _Need(prefix + "wo_b.weight", (hidden, groups * config.o_lora_rank))
+    yield Need(prefix + "wq_a.weight", (q_rank, hidden))
+    yield Need(prefix + "q_norm.weight", (q_rank,), "floats")
+    yield Need(prefix + "wq_b.weight", (width, q_rank))
+    yield Need(prefix + "wkv.weight", (head_dim, hidden))
+    yield Need(prefix + "kv_norm.weight", (head_dim,), "floats")
+    yield Need(prefix + "attn_sink", (config.num_heads,), "floats")
+    yield Need(prefix + "wo_a.weight", (groups * config.o_lora_rank, width // groups))
+    yield Need(prefix + "wo_b.weight", (hidden, groups * config.o_lora_rank))
     if not ratio:
         return
     yield from _compressor(prefix + "compressor.", hidden, head_dim, ratio)
     if ratio == CSA_RATIO:
         heads, index_dim = config.index_num_heads, config.index_head_dim
-        yield _Need(prefix + "indexer.wq_b.weight", (heads * index_dim, q_rank))
-        yield _Need(prefix + "indexer.weights_proj.weight", (heads, hidden))
+        yield Need(prefix + "indexer.wq_b.weight", (heads * index_dim, q_rank))
+        yield Need(prefix + "indexer.weights_proj.weight", (heads, hidden))
         yield from _compressor(prefix + "indexer.compressor.", hidden, index_dim, ratio)
 
 
-def _compressor(prefix: str, hidden: int, width: int, ratio: int) -> Iterator[_Need]:
+def _compressor(prefix: str, hidden: int, width: int, ratio: int) -> Iterator[Need]:
     rows = 2 * width if ratio == CSA_RATIO else width  # CSA: entries overlap
-    yield _Need(prefix + "wkv.weight", (rows, hidden))
-    yield _Need(prefix + "wgate.weight", (rows, hidden))
-    yield _Need(prefix + "ape", (ratio, rows), "floats")
-    yield _Need(prefix + "norm.weight", (width,), "floats")
+    yield Need(prefix + "wkv.weight", (rows, hidden))
+    yield Need(prefix + "wgate.weight", (rows, hidden))
+    yield Need(prefix + "ape", (ratio, rows), "floats")
+    yield Need(prefix + "norm.weight", (width,), "floats")
 
 
 def _group(
@@ -228,7 +228,7 @@ class _Finder:
         self._is_gguf = is_gguf
         self._names = frozenset(tensors)
 
-    def find(self, need: _Need) -> StoredWeight:
+    def find(self, need: Need) -> StoredWeight:
         """Where a weight is, once its tensors fit."""
         name, rows, cols, shape = need.name, None, None, need.shape
         if name not in self._groups:
@@ -251,7 +251,7 @@ class _Finder:
         if group is None:
             self._missing(need.name)
         self.used.add(name)
-        stored = self._read_group(_Need(need.name, shape, need.kind), group)
+        stored = self._read_group(Need(need.name, shape, need.kind), group)
         if rows is not None or cols is not None:
             self._check_cut(need.name, stored, rows or cols or (0, 0))
             stored = replace(
@@ -285,7 +285,7 @@ class _Finder:
                 hint="Store the two weights as tensors of their own.",
             )
 
-    def _read_group(self, need: _Need, group: _Group) -> StoredWeight:
+    def _read_group(self, need: Need, group: _Group) -> StoredWeight:
         parts = group.parts
         values = parts.get("weight")
         if values is None:
@@ -318,7 +318,7 @@ class _Finder:
         nbytes = sum(weight.nbytes for weight in weights)
         return replace(first, shape=need.shape, planes=planes, nbytes=nbytes)
 
-    def _experts(self, need: _Need, values: Mapping[int | None, TensorInfo]) -> list[int | None]:
+    def _experts(self, need: Need, values: Mapping[int | None, TensorInfo]) -> list[int | None]:
         """Keys of the values in their order; each expert must be there once."""
         if None in values:
             return [None]
@@ -335,7 +335,7 @@ class _Finder:
                 )
         return list(range(count))
 
-    def _plain(self, need: _Need, info: TensorInfo) -> StoredWeight:
+    def _plain(self, need: Need, info: TensorInfo) -> StoredWeight:
         """A weight without scales: floats or integers."""
         if need.kind == "integers":
             is_right, types = info.qtype in (QuantType.I64, QuantType.I32), "I64 or I32"
@@ -348,7 +348,7 @@ class _Finder:
         return StoredWeight(info.qtype, need.shape, {"data": (info.name,)}, info.nbytes)
 
     def _matrix(
-        self, need: _Need, group: _Group, expert: int | None, *, is_stack: bool
+        self, need: Need, group: _Group, expert: int | None, *, is_stack: bool
     ) -> StoredWeight:
         """One matrix, or a stack in one tensor, with its scales."""
         shape = need.shape if is_stack or len(need.shape) == 2 else need.shape[1:]
