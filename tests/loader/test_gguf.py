@@ -355,3 +355,27 @@ def test_stored_helper_writes_what_the_package_reads(tmp_path):
     path = write_gguf(tmp_path / "x.gguf", {"general.architecture": "llama"}, tensors)
     theirs = gguf.GGUFReader(path)
     assert [t.data.tobytes() for t in theirs.tensors] == [data, np.ones(3, "<f4").tobytes()]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_stacks_of_every_type(name, tmp_path):
+    """Experts: dims are (in, out, experts), and the rows of all experts are end to end."""
+    block = ENCODERS[name][1]
+    values = np.random.default_rng(0).normal(size=(3, 5, 2 * block))
+    file = read_gguf(write_gguf(tmp_path / "x.gguf", {}, {"w": quantised(values, name)}))
+    info, data = file.tensors["w"], file.data("w")
+    assert info.dims == (2 * block, 5, 3)
+    assert info.stack_shape == (3, 5, 2 * block)
+    assert info.shape == (15, 2 * block)
+    alone = quantised(values[1], name)
+    assert data[5:10].tobytes() == alone.data
+    assert data.shape == (15, info.qtype.row_bytes(2 * block))
+
+
+def test_a_table_of_integers(tmp_path):
+    table = np.array([[1, -2], [2**31 - 1, -(2**31)], [5, 6]], "<i4")
+    stored = Stored((2, 3), 26, table.tobytes())
+    file = read_gguf(write_gguf(tmp_path / "x.gguf", {}, {"tid2eid": stored}))
+    info = file.tensors["tid2eid"]
+    assert (info.qtype.name, info.stack_shape, info.nbytes) == ("I32", (1, 3, 2), 24)
+    assert np.array_equal(file.data("tid2eid").view("<i4"), table)

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from tests.gguf_files import (
     ARRAY,
     BOOL,
+    ENCODERS,
     F32,
     STRING,
+    Stored,
     Typed,
     assemble,
     pair,
@@ -236,3 +238,29 @@ def test_values_in_messages_are_short_and_escaped(tmp_path):
     assert "\\u202e" in str(refusal(path))
     write_gguf(path, {"k\n" * 1000: Typed(F32, 1.0), "general.alignment": 3}, {})
     refusal(path)
+
+
+@pytest.mark.parametrize("type_name", ["MXFP4", "IQ2_XXS", "Q4_K"])
+def test_stacks_are_checked(type_name, tmp_path):
+    """Sizes of a 3-D tensor that its bytes, or its blocks, do not allow; and cut files."""
+    block = ENCODERS[type_name][1]
+    path = tmp_path / "x.gguf"
+    data = quantised(np.ones((3, 5, 2 * block)), type_name)
+    content = write_gguf(path, {}, {"w": data}).read_bytes()
+    for dims, words in (
+        ((2 * block, 5, 4), "claims"),
+        ((2 * block, 6, 3), "claims"),
+        ((2 * block, 5, 3, 2), "claims"),
+        ((2 * block, 5, 0), "at least 1"),
+        ((2 * block, 0, 3), "at least 1"),
+        ((2 * block, 2**40, 2**40), "2**60"),
+        ((block + 1, 5, 3), "whole blocks"),
+        ((block, 5, 3, 1, 1), "1 to 4"),
+    ):
+        wrong = Stored(dims, data.type_id, data.data)
+        write_gguf(path, {}, {"w": wrong})
+        error = refusal(path)
+        assert words in f"{error} {error.hint}"
+    for size in range(1, len(content) - 32, 97):
+        path.write_bytes(content[:size])
+        refusal(path)

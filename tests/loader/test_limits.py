@@ -301,10 +301,23 @@ def test_bytes_of_an_index(tmp_path):
     write(tmp_path / "a.safetensors", {"a": entry()}, bytes(32))
     text = json.dumps({"weight_map": {"a": "a.safetensors"}})
     index = tmp_path / INDEX_NAME
-    index.write_text(text.ljust(16 << 20))
+    index.write_text(text.ljust(64 << 20))
     assert list(read_safetensors(tmp_path).tensors) == ["a"]
-    index.write_text(text.ljust((16 << 20) + 1))
-    assert "has 16777217 bytes" in safetensors_refusal(tmp_path)
+    index.write_text(text.ljust((64 << 20) + 1))
+    assert "has 67108865 bytes" in safetensors_refusal(tmp_path)
+
+
+def test_tensors_of_a_large_model_are_read(tmp_path):
+    """As many as DeepSeek-V4-Pro has, with names of its length, all in one shard."""
+    names = [f"model.layers.{i // 2400:02}.ffn.experts.{i:06}.w1.weight" for i in range(145_116)]
+    tensors = {
+        name: entry(dtype="I8", shape=(1, 1), offsets=(i, i + 1)) for i, name in enumerate(names)
+    }
+    shard = "model-00001-of-00064.safetensors"
+    write(tmp_path / shard, tensors, bytes(len(names)))
+    index = {"weight_map": dict.fromkeys(names, shard)}
+    (tmp_path / INDEX_NAME).write_text(json.dumps(index, indent=2))
+    assert len(read_safetensors(tmp_path).tensors) == len(names)
 
 
 def test_shards_of_an_index(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tiercel.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
-from tiercel.loader.safetensors import INDEX_NAME, read_safetensors
+from tiercel.loader.safetensors import DTYPES, INDEX_NAME, read_safetensors
 from tiercel.quant_types import QuantType
 
 ALLOWED = (ModelFormatError, UnsupportedModelError)
@@ -69,6 +69,51 @@ def test_single_file(tmp_path):
     assert file.tensors["brain"].qtype is QuantType.BF16
     assert file.size_bytes == (tmp_path / "model.safetensors").stat().st_size
     check_sample(read_safetensors(tmp_path / "model.safetensors"), sample())
+
+
+def plane_sample():
+    """Planes of block formats and tables of integers, of the released dtypes."""
+    generator = torch.Generator().manual_seed(0)
+
+    def octets(*shape):
+        return torch.randint(0, 255, shape, dtype=torch.uint8, generator=generator)
+
+    return {
+        "a.weight": octets(5, 7).view(torch.float8_e4m3fn),
+        "a.scale": octets(1, 1).view(torch.float8_e8m0fnu),
+        "b.weight": octets(3, 16).view(torch.int8),
+        "c.weight": octets(3, 8),
+        "c.weight_scale_2": torch.tensor(0.25),
+        "tid2eid": torch.randint(-(2**40), 2**40, (11, 2), generator=generator),
+        "table": torch.randint(-(2**30), 2**30, (13,), generator=generator).int(),
+    }
+
+
+def test_planes_and_integers(tmp_path):
+    save_file(plane_sample(), tmp_path / "model.safetensors")
+    file = read_safetensors(tmp_path)
+    check_sample(file, plane_sample())
+    types = {name: info.qtype.name for name, info in file.tensors.items()}
+    assert types == {
+        "a.weight": "F8_E4M3", "a.scale": "F8_E8M0", "b.weight": "I8", "c.weight": "U8",
+        "c.weight_scale_2": "F32", "tid2eid": "I64", "table": "I32",
+    }  # fmt: skip
+    assert file.tensors["c.weight_scale_2"].stack_shape == (1, 1, 1)
+    assert file.tensors["table"].stack_shape == (1, 1, 13)
+    assert file.data("tid2eid").view("<i8").shape == (11, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("change", [-1, 1])
+def test_bytes_of_every_dtype_are_those_of_its_shape(dtype, change, tmp_path):
+    size = 6 * DTYPES[dtype].block_bytes
+    header = {"a": entry(dtype, (2, 3), (0, size + change))}
+    write(tmp_path / "model.safetensors", header, bytes(size + change))
+    text = refusal(tmp_path, ModelFormatError)
+    assert f"span {size + change} bytes but {dtype} of shape [2, 3] has {size}" in text
+    header = {"a": entry(dtype, (2, 3), (0, size))}
+    write(tmp_path / "model.safetensors", header, bytes(size - 1))
+    assert f"claims {size} bytes" in refusal(tmp_path, ModelFormatError)
 
 
 def write_shards(folder, **changes):
@@ -137,7 +182,7 @@ def test_nothing_there(tmp_path):
     refusal(tmp_path, ModelNotFoundError)
 
 
-@pytest.mark.parametrize("dtype", ["F64", "I8", "F8_E4M3", "BOOL", "nonsense", 7, None])
+@pytest.mark.parametrize("dtype", ["F64", "I16", "U32", "F8_E5M2", "BOOL", "nonsense", 7, None])
 def test_other_dtypes_are_named(dtype, tmp_path):
     write(tmp_path / "model.safetensors", {"a": entry(dtype)}, bytes(32))
     text = refusal(tmp_path, UnsupportedModelError)

@@ -20,7 +20,7 @@ FIELDS = [
     ("Q4_0", "d", 0), ("Q4_1", "d", 0), ("Q4_1", "m", 2), ("Q5_0", "d", 0), ("Q5_1", "d", 0),
     ("Q5_1", "m", 2), ("Q8_0", "d", 0), ("IQ4_NL", "d", 0), ("Q2_K", "d", 80), ("Q2_K", "dmin", 82),
     ("Q3_K", "d", 108), ("Q4_K", "d", 0), ("Q4_K", "dmin", 2), ("Q5_K", "d", 0),
-    ("Q5_K", "dmin", 2), ("Q6_K", "d", 208), ("IQ4_XS", "d", 0),
+    ("Q5_K", "dmin", 2), ("Q6_K", "d", 208), ("IQ4_XS", "d", 0), ("IQ2_XXS", "d", 0),
 ]  # fmt: skip
 
 
@@ -40,8 +40,10 @@ def chunk(request, monkeypatch):
 
 
 def test_the_scan_covers_every_type():
-    floats = {qtype for qtype in QuantType if qtype.is_float}
-    assert floats | set(verify.SCALE_FIELDS) == set(QuantType)
+    floats = {qtype for qtype in QuantType if qtype.is_float} | {QuantType.F8_E4M3}
+    never_in_a_file = {QuantType.FP8_BLOCK, QuantType.NVFP4}
+    scanned = floats | set(verify.SCALE_FIELDS) | set(verify.SKIPPED)
+    assert scanned == set(QuantType) - never_in_a_file
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
@@ -100,3 +102,39 @@ def test_safetensors_are_scanned_too(tmp_path):
     values[1, 2] = float("inf")
     save_file({"w": values, "x": torch.ones(3)}, tmp_path / "model.safetensors")
     assert list(find_nonfinite(read_safetensors(tmp_path))) == [NonFinite("w", "weight", 1, 1)]
+
+
+@pytest.mark.usefixtures("chunk")
+def test_the_exponents_of_mxfp4(tmp_path):
+    stored = sample("MXFP4")
+    assert scan(tmp_path / "x.gguf", stored) == []
+    data = bytearray(stored.data)
+    data[7 * 17] = data[13 * 17] = 255
+    data[2 * 17] = 254  # finite
+    data[3 * 17 + 1] = 255  # two values
+    found = scan(tmp_path / "x.gguf", Stored(stored.dims, stored.type_id, bytes(data)))
+    assert found == [NonFinite("w", "e", 2, 2)]
+    assert str(found[0]) == (
+        "tensor 'w' holds 2 block scales 'e' that are NaN or infinite, first in row 2."
+    )
+
+
+@pytest.mark.usefixtures("chunk")
+def test_bytes_of_block_formats(tmp_path):
+    """All 256 of E4M3 have two NaN, of E8M0 one; integers and packed bytes have none."""
+    octets = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    tensors = {
+        "q": octets.clone().view(torch.float8_e4m3fn),
+        "scale": octets.clone().view(torch.float8_e8m0fnu),
+        "packed": octets,
+        "signed": octets.clone().view(torch.int8),
+        "ids": torch.full((3, 2), -1),
+        "table": torch.full((3,), -1, dtype=torch.int32),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    file = read_safetensors(tmp_path)
+    seen = []
+    found = sorted(find_nonfinite(file, seen.append), key=lambda item: item.tensor)
+    assert found == [NonFinite("q", "weight", 7, 2), NonFinite("scale", "e", 15, 1)]
+    assert seen == sorted(set(seen))
+    assert seen[-1] == sum(info.nbytes for info in file.tensors.values())

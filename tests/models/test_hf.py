@@ -1,11 +1,13 @@
 """Checkpoints as transformers saves them, and folders that are refused."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.hf_models import byte_tokenizer
 from tiercel.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
@@ -128,3 +130,19 @@ def test_wrong_config_is_refused_by_name(tmp_path, change, error, words):
 def test_folder_without_config_says_what_to_give(tmp_path):
     with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
         open_source(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64], ids=str)
+def test_dtypes_that_a_dense_decoder_never_has_are_refused(tmp_path, dtype):
+    make_checkpoint(tmp_path, "qwen3")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, path)
+    with pytest.raises(
+        UnsupportedModelError, match=re.escape(f"tensor '{name}': dtype is ")
+    ) as raised:
+        open_source(tmp_path)
+    assert "\n" not in str(raised.value)
+    assert "F32, F16 or BF16" in raised.value.hint

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.gguf_files import tiny_model
+from tests.gguf_files import Stored, tiny_model
 from tests.hostile_files import model_hostiles
 from tiercel.errors import ModelFormatError, UnsupportedModelError
 from tiercel.loader import names
@@ -84,3 +84,10 @@ def test_a_pattern_of_windows_per_layer(tmp_path, pattern):
     metadata = {"gemma3.attention.sliding_window_pattern": pattern}
     path = tiny_model(tmp_path / "model.gguf", "gemma3", metadata=metadata)
     assert open_source(path).config.layer_types == ("sliding", "full")
+
+
+def test_integers_in_a_dense_decoder_are_refused(tmp_path):
+    table = Stored((4, 2), 26, bytes(32))
+    path = tiny_model(tmp_path / "model.gguf", "llama", tensors={"blk.1.ffn_norm.weight": table})
+    with pytest.raises(UnsupportedModelError, match=r"'blk\.1\.ffn_norm\.weight': dtype is 'I32'"):
+        open_source(path)

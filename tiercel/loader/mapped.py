@@ -59,6 +59,12 @@ class TensorInfo:
         """(out, in): rows of contiguous weights; a vector is (1, n), further axes join out."""
         return math.prod(self.dims[1:]), self.dims[0]
 
+    @property
+    def stack_shape(self) -> tuple[int, int, int]:
+        """(experts, out, in) of a stack of matrices; experts is 1 for a matrix or a vector."""
+        out = self.dims[1] if len(self.dims) > 1 else 1
+        return math.prod(self.dims[2:]), out, self.dims[0]
+
 
 def shown(value: object) -> str:
     """A value from a file for an error message: quoted, escaped, cut at MAX_ECHO_CHARS."""
@@ -215,6 +221,8 @@ class MappedTensors:
 
     def data(self, name: str) -> npt.NDArray[np.uint8]:
         """(out, row_bytes) uint8, read-only: the bytes of tensor `name`, in the map.
+
+        Of a stack the rows of all matrices are end to end, (experts * out, row_bytes).
 
         Raises:
             KeyError: no such tensor; look into `tensors` first.

@@ -5,8 +5,9 @@
            "data_offsets": [begin, end]}, ..., "__metadata__": {...}}
     8 + n  data; offsets count from here and cover every byte exactly once
 
-The header is checked by the same rules as a GGUF file, and the result has the same interface. Only
-F32, F16 and BF16 are read. Files that need Python's pickle to open are refused by name and never
+The header is checked by the same rules as a GGUF file, and the result has the same interface. The
+dtypes of `DTYPES` are read: floats, and the planes of block formats and tables of integers, which
+only some models have. Files that need Python's pickle to open are refused by name and never
 opened.
 
 Source: the safetensors format document (github.com/huggingface/safetensors).
@@ -37,11 +38,13 @@ from tiercel.quant_types import QuantType
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
-MAX_INDEX_BYTES = 16 << 20
+# DeepSeek-V4-Pro has 145,116 tensors, about 80 bytes each; with NVFP4 experts twice as many.
+MAX_INDEX_BYTES = 64 << 20
 MAX_PARTS = 1024
 # Each comma announces one JSON item, and a tensor has about five: this bounds the parser's memory.
 MAX_COMMAS = 1 << 20
-DTYPES = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16}
+_READ = ("F32", "F16", "BF16", "F8_E4M3", "F8_E8M0", "U8", "I8", "I32", "I64")
+DTYPES = {name: QuantType[name] for name in _READ}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -181,7 +184,7 @@ def _read_entry(
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise file.unsupported(
             f"{owner}: dtype is {shown(dtype)}, which Tiercel does not run.",
-            hint="Use a model in F32, F16 or BF16, or a GGUF file.",
+            hint=f"Tiercel reads {', '.join(DTYPES)}; most models need F32, F16 or BF16.",
         )
     if not _are_sizes(shape) or len(shape) > MAX_DIMS:
         raise file.error(

@@ -1,8 +1,9 @@
 """Full scan of a model's weights for NaN and infinity, for `tiercel inspect --verify`.
 
 A float weight, or the fp16 scale of a block, is NaN or infinite exactly when its exponent bits are
-all ones, so the scan compares bits and decodes nothing. It reads every byte once, in chunks, and
-keeps the bits of one chunk in memory.
+all ones; a byte of E4M3 is NaN when all bits but the sign are ones, a byte of E8M0 when all are. So
+the scan compares bits and decodes nothing. It reads every byte of them once, in chunks, and keeps
+the bits of one chunk in memory. Integers and bytes that two values share are skipped.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ SCALE_FIELDS: Final = {
     QuantType.Q6_K: (("d", 208),),
     QuantType.IQ4_NL: (("d", 0),),
     QuantType.IQ4_XS: (("d", 0),),
+    QuantType.IQ2_XXS: (("d", 0),),
+    QuantType.MXFP4: (("e", 0),),
+    QuantType.F8_E8M0: (("e", 0),),
 }
 # Float type: its numpy integer and the exponent bits.
 _EXPONENTS: Final = {
@@ -40,6 +44,15 @@ _EXPONENTS: Final = {
     QuantType.F16: ("<u2", 0x7C00),
     QuantType.BF16: ("<u2", 0x7F80),
 }
+
+
+# Type with a byte that is NaN: the bits that are all ones then.
+_NAN_BYTES: Final = {
+    QuantType.MXFP4: 0xFF,
+    QuantType.F8_E8M0: 0xFF,
+    QuantType.F8_E4M3: 0x7F,
+}
+SKIPPED: Final = (QuantType.U8, QuantType.I8, QuantType.I32, QuantType.I64)
 
 
 class WeightFile(Protocol):
@@ -57,7 +70,7 @@ class NonFinite:
 
     Attributes:
         tensor: name of the tensor.
-        field: "weight" of a float type, or the scale: "d", "m", "dmin".
+        field: "weight" of a float type, or the scale: "d", "m", "dmin", "e".
         row: the first affected output row.
         count: number of affected weights or blocks in the whole tensor.
     """
@@ -89,6 +102,11 @@ def find_nonfinite(
     """
     done = 0
     for name, info in file.tensors.items():
+        if info.qtype in SKIPPED:
+            done += info.nbytes
+            if on_progress is not None:
+                on_progress(done)
+            continue
         data = file.data(name).reshape(-1)
         fields = SCALE_FIELDS.get(info.qtype, (("weight", 0),))
         blocks_per_row = info.shape[1] // info.qtype.block_weights
@@ -118,6 +136,10 @@ def _nonfinite(chunk: npt.NDArray[np.uint8], qtype: QuantType, at: int) -> npt.N
         dtype, mask = _EXPONENTS[qtype]
         bits = chunk.view(dtype)
         is_bad = (bits & bits.dtype.type(mask)) == mask
+        return is_bad
+    if qtype in _NAN_BYTES:
+        mask = _NAN_BYTES[qtype]
+        is_bad = (chunk.reshape(-1, qtype.block_bytes)[:, at] & mask) == mask
         return is_bad
     # The exponent of a little-endian fp16 is in its second byte.
     high = chunk.reshape(-1, qtype.block_bytes)[:, at + 1]

@@ -330,7 +330,13 @@ def _map_names(
     tensors: Mapping[str, TensorInfo], rename: Callable[[str], str | None], file: str
 ) -> dict[str, str]:
     mapped: dict[str, str] = {}
-    for name in tensors:
+    for name, info in tensors.items():
+        if info.qtype.is_storage:
+            raise UnsupportedModelError(
+                f"{file}: tensor {name!r:.80}: dtype is {info.qtype.name!r}, which Tiercel does "
+                "not run in a dense decoder.",
+                hint="Use a model in F32, F16 or BF16, or a GGUF file.",
+            )
         ours = rename(name)
         if ours is None:
             raise ModelFormatError(
