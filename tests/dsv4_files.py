@@ -5,6 +5,7 @@ Each writer takes a folder to write to and returns what `LLM` opens: a folder, o
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -211,6 +212,15 @@ def decoded_tensors(tensors: Mapping[str, Tensor] | None = None) -> dict[str, Te
 
 def stacked_tensors(tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The same by our names, experts stacked: `layers.0.ffn.experts.w1.weight`."""
+    return dict(_tiny_stacks()) if tensors is None else _stacked(tensors)
+
+
+@functools.cache
+def _tiny_stacks() -> dict[str, Tensor]:
+    return _stacked(released_tensors())
+
+
+def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     decoded = decoded_tensors(tensors)
     stacks: dict[str, list[Tensor]] = {}
     for name in list(decoded):
@@ -353,7 +363,9 @@ def gguf_tensors(matrices: str = "F32", experts: str = "F32") -> dict[str, tuple
     stacked["mtp.0.eh_proj.weight"] = torch.cat(halves, 1)
     written = {}
     for name, tensor in stacked.items():
-        block, _, rest = name.removeprefix("layers.").replace("mtp.0", str(NUM_LAYERS)).partition(".")
+        block, _, rest = (
+            name.removeprefix("layers.").replace("mtp.0", str(NUM_LAYERS)).partition(".")
+        )
         theirs = top.get(name)
         if theirs is None and rest in _GGUF:
             theirs = f"blk.{block}.{_GGUF[rest]}"

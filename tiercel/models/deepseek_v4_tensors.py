@@ -345,7 +345,9 @@ class _Finder:
             is_right, types = info.qtype.is_float or is_packed, "F32, BF16 or F16"
         if not is_right or _shape(info) != need.shape:
             self._refuse(info, f"{list(need.shape)} {types}")
-        return StoredWeight(info.qtype, need.shape, {"data": (info.name,)}, info.nbytes)
+        limit = self._config.num_experts if need.kind == "integers" else 0
+        planes = {"data": (info.name,)}
+        return StoredWeight(info.qtype, need.shape, planes, info.nbytes, limit=limit)
 
     def _matrix(
         self, need: Need, group: _Group, expert: int | None, *, is_stack: bool

@@ -29,6 +29,7 @@ class StoredWeight:
         rows: [start, stop) of each matrix of the tensors, if they hold more.
         cols: the same of columns.
         block: FP8_BLOCK: rows and columns of a scale.
+        limit: I32 and I64: every entry must be below it, and those of a row distinct.
     """
 
     qtype: QuantType
@@ -38,6 +39,7 @@ class StoredWeight:
     rows: tuple[int, int] | None = None
     cols: tuple[int, int] | None = None
     block: tuple[int, int] = (1, 1)
+    limit: int = 0
 
 
 class FindWeights(Protocol):

@@ -42,13 +42,17 @@ class Uploader:
             The same on the device, ready for the current stream.
         """
         out = torch.empty(data.shape, dtype=torch.uint8, device=self._device)
+        self.fill(data, out)
+        return out
+
+    def fill(self, data: Tensor, out: Tensor) -> None:
+        """Copy to memory on the device; both uint8 of one size, contiguous."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)  # whose memory it may have been
-        flat, flat_out = data.numpy().reshape(-1), out.flatten()
+        flat, flat_out = data.numpy().reshape(-1), out.view(-1)
         count = len(self._fetched)
         list(self._pool.map(lambda i: self._copy(flat, flat_out, i, count), range(count)))
         current.wait_stream(self._stream)
-        return out
 
     def _copy(self, data: npt.NDArray[np.uint8], out: Tensor, worker: int, count: int) -> None:
         """Copy every `count`-th piece through the worker's own pinned memory."""

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tiercel.models.source import ModelSource
+from tiercel.models.stored import StoredWeight
 from tiercel.models.upload import Uploader
+from tiercel.models.weight_planes import (
+    FACTORS,
+    check_scales,
+    check_table,
+    cut,
+    plane_size,
+    unpack_mxfp4,
+)
 from tiercel.ops.dequantize import dequantize
 from tiercel.quant import QuantTensor
-from tiercel.quant_types import Layout
+from tiercel.quant_types import Layout, QuantType
 
 
 def unpermute_rows(heads: int, head_dim: int, rotary_dim: int) -> Tensor:
@@ -26,6 +38,13 @@ def unpermute_rows(heads: int, head_dim: int, rotary_dim: int) -> Tensor:
     rotating = torch.arange(rotary_dim).view(-1, 2).t().flatten()
     one_head = torch.cat((rotating, torch.arange(rotary_dim, head_dim)))
     return (torch.arange(heads).unsqueeze(1) * head_dim + one_head).flatten()
+
+
+def _as_tensor(data: npt.NDArray[np.uint8]) -> Tensor:
+    with warnings.catch_warnings():
+        # The map is read-only and stays so: these views are only ever read.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(data)
 
 
 class WeightReader:
@@ -57,7 +76,7 @@ class WeightReader:
 
     def has(self, name: str) -> bool:
         """Whether the file has a tensor of our name."""
-        return name in self.source.names
+        return name in self.source.names or name in self.source.stored
 
     def file_tensor(self, name: str) -> QuantTensor:
         """A matrix as the file stores it, read-only; rows of q and k ordered for (i, i + D/2)."""
@@ -77,6 +96,46 @@ class WeightReader:
         planes = {key: plane.clone() for key, plane in tensor.planes.items()}
         return QuantTensor(tensor.qtype, tensor.layout, tensor.shape, planes)
 
+    def weight(self, name: str) -> QuantTensor:
+        """A matrix or stack of experts on the device, in memory of its own.
+
+        Layout FILE for floats and GGML types, BLOCKS for block formats. A stack is filled expert by
+        expert: the peak on the host is the result, and one tensor of the file beside it if the
+        device is a GPU.
+
+        Raises:
+            ModelFormatError: a scale is no number.
+        """
+        stored = self.source.stored.get(name)
+        if stored is None:
+            return self.stored(name)
+        if stored.qtype is QuantType.MXFP4 and "data" in stored.planes:
+            planes = self._mxfp4_planes(stored)
+        else:
+            planes = {plane: self._plane(stored, plane) for plane in stored.planes}
+        layout = Layout.FILE if "data" in planes else Layout.BLOCKS
+        shape = stored.shape if len(stored.shape) > 1 else (1, *stored.shape)
+        return QuantTensor(stored.qtype, layout, shape, planes, stored.block)
+
+    def floats(self, name: str) -> Tensor:
+        """Plain floats, float32 of the stored rank on the device."""
+        shape = self.source.stored[name].shape
+        return dequantize(self._view(name), torch.float32).reshape(shape).to(self.device)
+
+    def integers(self, name: str) -> Tensor:
+        """A table of experts by token id, (vocab_size, experts per token) int64 on the device.
+
+        Raises:
+            ModelFormatError: an expert that does not exist, or one that is twice in a row.
+        """
+        stored = self.source.stored[name]
+        (file_name,) = stored.planes["data"]
+        kind = "<i8" if stored.qtype is QuantType.I64 else "<i4"
+        table = np.ascontiguousarray(self.source.data(file_name)).view(kind)
+        check_table(table, stored.limit, file_name, self._file)
+        self._count(table.nbytes)
+        return torch.from_numpy(table.astype(np.int64)).to(self.device)
+
     def vector(self, name: str) -> Tensor:
         """A vector, (n,) float32 on the device."""
         return dequantize(self._view(name), torch.float32).flatten().to(self.device)
@@ -87,13 +146,73 @@ class WeightReader:
 
     def _view(self, name: str) -> QuantTensor:
         """A view of the file's bytes, on the CPU."""
-        info = self.source.tensors[self.source.names[name]]
-        with warnings.catch_warnings():
-            # The map is read-only and stays so: these views are only ever read.
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            data = torch.from_numpy(self.source.data(info.name))
+        stored = self.source.stored.get(name)
+        info = self.source.tensors[stored.planes["data"][0] if stored else self.source.names[name]]
+        data = _as_tensor(self.source.data(info.name))
         self._count(info.nbytes)
         return QuantTensor(info.qtype, Layout.FILE, info.shape, {"data": data})
+
+    @property
+    def _file(self) -> str:
+        return self.source.path.name
+
+    def _plane(self, stored: StoredWeight, plane: str) -> Tensor:
+        """A plane of a weight, filled from one tensor or one of each expert."""
+        names = stored.planes[plane]
+        qtype = self.source.tensors[names[0]].qtype
+        matrices, rows, row_bytes = plane_size(stored, plane, qtype)
+        out = torch.empty((matrices, rows, row_bytes), dtype=torch.uint8, device=self.device)
+        for index, data in enumerate(self._matrices(stored, plane)):
+            self._fill(data, out[index])
+        if plane in FACTORS:
+            return out.view(torch.float32).reshape(stored.shape[:-2])
+        if qtype is QuantType.F8_E4M3:
+            out = out.view(torch.float8_e4m3fn)
+        elif plane == "scale" and qtype is QuantType.F32:
+            out = out.view(torch.float32)
+        return out if len(stored.shape) == 3 else out[0]
+
+    def _mxfp4_planes(self, stored: StoredWeight) -> dict[str, Tensor]:
+        """The planes of layout BLOCKS of GGUF's blocks."""
+        matrices, rows, row_bytes = plane_size(stored, "data", QuantType.MXFP4)
+        sizes = {"q": row_bytes // 17 * 16, "scale": row_bytes // 17}
+        out = {
+            key: torch.empty((matrices, rows, size), dtype=torch.uint8, device=self.device)
+            for key, size in sizes.items()
+        }
+        for index, blocks in enumerate(self._matrices(stored, "data")):
+            parts = {key: plane[index] for key, plane in out.items()}
+            if self._uploader is not None:
+                parts = {key: torch.empty_like(part, device="cpu") for key, part in parts.items()}
+            unpack_mxfp4(blocks, parts["q"].numpy(), parts["scale"].numpy())
+            if self._uploader is not None:
+                for key, part in parts.items():
+                    self._uploader.fill(part, out[key][index])
+        return out if len(stored.shape) == 3 else {key: plane[0] for key, plane in out.items()}
+
+    def _matrices(self, stored: StoredWeight, plane: str) -> Iterator[npt.NDArray[np.uint8]]:
+        """Yield (rows, row_bytes) of each matrix of a plane, views of the file, checked."""
+        names = stored.planes[plane]
+        whole = replace(stored, rows=None, cols=None)
+        for name in names:
+            info = self.source.tensors[name]
+            matrices, _, row_bytes = plane_size(whole, plane, info.qtype)
+            count = matrices if len(names) == 1 else 1
+            data = self.source.data(name)
+            is_factor = plane in FACTORS
+            data = data.reshape(count, -1, row_bytes if is_factor else data.shape[1])
+            part = cut(data, stored, plane, info.qtype)
+            for matrix in part:
+                check_scales(matrix, info, plane, self._file)
+                yield matrix
+            self._count(part.nbytes)
+
+    def _fill(self, data: npt.NDArray[np.uint8], out: Tensor) -> None:
+        """Copy a view of the file to `out`, contiguous on the device."""
+        if self._uploader is not None:
+            self._uploader.fill(_as_tensor(np.ascontiguousarray(data)), out)
+        else:
+            out.copy_(_as_tensor(data))
 
     def _is_permuted(self, name: str) -> bool:
         return self.source.is_interleaved and name.split(".")[-2] in ("q", "k")
