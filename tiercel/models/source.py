@@ -30,6 +30,7 @@ from tiercel.models.sampling_defaults import GGUF_KEYS, HF_KEYS, read_sampling_d
 from tiercel.models.stored import StoredWeight
 from tiercel.models.tensors import check_tensors
 from tiercel.params import SamplingDefaults
+from tiercel.text.builtin_templates import builtin_template
 from tiercel.text.tokenizer import Tokenizer
 from tiercel.text.tokenizer_data import TokenizerData
 
@@ -54,7 +55,7 @@ class ModelSource:
         names: our tensor name -> the file's.
         is_interleaved: rows of q and k are stored for rotation of adjacent pairs.
         norm_offset: what the file leaves out of RMSNorm weights.
-        chat_template: Jinja source, or None.
+        chat_template: Jinja source, of the files or our own for the architecture; or None.
         sampling_defaults: of the publisher, for requests that do not say.
         stored: our name -> where the weight is, for families with `Architecture.find_weights`; they
             have no `names`.
@@ -219,7 +220,7 @@ def _open_gguf(path: Path) -> ModelSource:
         names=mapped,
         is_interleaved=family.interleaved_gguf,
         norm_offset=0.0,
-        chat_template=tokenizer.chat_template,
+        chat_template=tokenizer.chat_template or builtin_template(family.name, files.metadata),
         sampling_defaults=read_sampling_defaults(files.metadata, GGUF_KEYS, name),
         files=files,
         tokenizer_data=tokenizer,
@@ -256,7 +257,10 @@ def _open_folder(folder: Path) -> ModelSource:
         names=mapped,
         is_interleaved=False,
         norm_offset=family.hf_norm_offset,
-        chat_template=_folder_template(folder, tokenizer_config),
+        chat_template=(
+            _folder_template(folder, tokenizer_config)
+            or builtin_template(family.name, values, folder)
+        ),
         sampling_defaults=read_sampling_defaults(
             generation, HF_KEYS, f"{folder.name}/generation_config.json"
         ),

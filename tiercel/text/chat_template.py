@@ -16,6 +16,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+import msgspec
+
 from tiercel.errors import InternalError, InvalidRequestError, ModelFormatError
 from tiercel.text.child_client import WorkerLostError
 from tiercel.text.shield import ControlFinder, Shield
@@ -222,8 +224,9 @@ def check_messages(messages: object) -> list[dict[str, object]]:
 
     Args:
         messages: a list of objects with `role` and `content`. Content is a string or a list of text
-            parts, which are joined by newlines; an assistant with `tool_calls` may have none. Other
-            fields stay as they are.
+            parts, which are joined by newlines; an assistant with `tool_calls` may have none. The
+            arguments of a call may be the text of a JSON object, as in the OpenAI API: they become
+            the object. Other fields stay as they are.
 
     Returns:
         New messages; the argument is not changed.
@@ -252,6 +255,9 @@ def _check_message(message: object, param: str) -> dict[str, object]:
         shown = repr(role[:40]) if isinstance(role, str) else f"a {type(role).__name__}"
         raise _field_error(f"{param}.role", f"is {shown}; it must be one of {', '.join(ROLES)}")
     checked = dict(message)
+    calls = message.get("tool_calls")
+    if isinstance(calls, list | tuple):
+        checked["tool_calls"] = [_with_decoded_arguments(call) for call in calls]
     content = message.get("content")
     if content is None and role == "assistant" and message.get("tool_calls"):
         checked["content"] = ""
@@ -265,6 +271,21 @@ def _check_message(message: object, param: str) -> dict[str, object]:
             f"{param}.content", f"{found}; it must be a string or a list of text parts"
         )
     return checked
+
+
+def _with_decoded_arguments(call: object) -> object:
+    """A tool call whose arguments are an object, which templates expect, if its text is one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    text = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        return call
+    if not isinstance(text, str):
+        return call
+    try:
+        arguments = msgspec.json.decode(text, type=dict[str, object])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _part_text(part: object, param: str) -> str:

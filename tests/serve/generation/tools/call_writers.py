@@ -86,7 +86,7 @@ def dsml(group):
                 kind = "true" if isinstance(value, str) else "false"
                 text += f'<{DSML}parameter name="{key}" string="{kind}">{raw(value)}'
                 text += f"</{DSML}parameter>\n"
-            text += f"</{DSML}invoke>\n"
+            text += f"</{DSML}invoke>\n" if arguments else f"\n</{DSML}invoke>\n"
         return f"{text}</{DSML}{group}>"
 
     return write

@@ -250,4 +250,6 @@ class DsmlFormat:
                 body = f'" string=\\"false\\">" {found} {tail}'
             rule = lark.rule("argument", f"{head} {body}")
             pieces.append(rule if is_required else f"{rule}?")
+        if all(piece.endswith("?") for piece in pieces):
+            pieces.append('"\\n"?')  # the encoding writes an empty line for no arguments
         return " ".join(pieces)
