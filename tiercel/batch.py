@@ -50,6 +50,11 @@ class BatchLengths:
 class Batch:
     """R requests, T new tokens, G cache groups, S rows, L logits rows, all on one device.
 
+    A CUDA graph records one batch and serves many steps: `num_tokens` and `num_reqs` are those of
+    all of them, with padding, `max_query_len` and `max_seq_len` are bounds of all of them, and
+    `query_lens` and `context_lens` tell of none. A model without plans takes lengths from the
+    device, and sizes of tensors and launches from these counts and bounds.
+
     Attributes:
         input_ids: (T,) int32.
         positions: (T,) int32, for rotary embedding.
@@ -64,7 +69,7 @@ class Batch:
             items.
         num_tokens: T.
         num_reqs: R.
-        max_query_len: bound of `query_lens`.
+        max_query_len: bound of the new tokens of each request, padding too.
         max_seq_len: bound of `seq_lens`.
         items: of the step; None without any.
         plans: attention metadata that was made ahead of the step, by keys of the model; its layers

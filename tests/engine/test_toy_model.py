@@ -14,6 +14,8 @@ from tiercel.errors import InvalidRequestError
 from tiercel.llm import LLM
 from tiercel.models.source import open_source
 from tiercel.request.score_task import ScoreRead, ScoreTask
+from tiercel.runner import prompt_graphs
+from tiercel.runner.prompt_graphs import padded_sizes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NUM_NEW = 30
@@ -71,6 +73,19 @@ def test_answers_together_and_in_chunks(device, budget):
     with open_toy(device=device, max_num_batched_tokens=budget, max_num_seqs=5) as llm:
         check_answers(llm)
         assert [len(group.layers) for group in llm._engine.runner.pools] == [1, 1]
+
+
+@pytest.mark.parametrize("budget", [512, 24])
+def test_answers_of_padded_steps_on_a_cpu(monkeypatch, budget):
+    """The same padded batches as on a GPU: their bounds hold after long prefixes too."""
+    monkeypatch.setattr(
+        prompt_graphs, "sizes_for", lambda model, config: padded_sizes(2**30, budget)
+    )
+    with open_toy(max_num_batched_tokens=budget, max_num_seqs=5) as llm:
+        check_answers(llm)
+        (output,) = generate(llm, [[*PROMPTS[-1], 5, 6, 7]])
+        assert output.metrics.num_cached_tokens == 64
+        assert ids_of([output]) == [[direct_answer(llm, [*PROMPTS[-1], 5, 6, 7], NUM_NEW)]]
 
 
 @pytest.mark.parametrize("device", DEVICES)

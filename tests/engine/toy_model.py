@@ -52,7 +52,9 @@ class ToyModel:
         token = torch.arange(batch.num_tokens, device=slots.device, dtype=torch.int32)
         request = torch.searchsorted(batch.cu_seqlens_q[1:].contiguous(), token, right=True)
         rows = batch.rows[request.clamp(max=batch.num_reqs - 1)].long()
-        seen = plane[batch.block_tables[group][rows].long()].flatten(1, 2)
+        # As wide as the bound of all lengths, which must hold for each step that a graph serves.
+        columns = -(-batch.max_seq_len // self.block_size)
+        seen = plane[batch.block_tables[group][rows, :columns].long()].flatten(1, 2)
         age = batch.positions.unsqueeze(1) - torch.arange(seen.shape[1], device=slots.device)
         mask = (age >= 0) & (age < window)
         return torch.where(mask.unsqueeze(2), seen, 0).sum(1)

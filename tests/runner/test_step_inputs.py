@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tiercel.ops.prepare_step import SlotLayout
-from tiercel.runner.step_inputs import make_draft_batch
+from tiercel.runner.row_state import Rows
+from tiercel.runner.step_inputs import PaddedInputs, make_draft_batch
 
 # (tokens per entry, entries per block) in blocks of 8 tokens; the last row of tables is scratch.
 KINDS = ((1, 8), (4, 2), (8, 1), (1, 4), (2, 2))
@@ -28,3 +29,14 @@ def test_slots_of_a_position_of_each_row(kinds, device):
         assert batch.slot_mapping[group].tolist() == expected
     assert batch.slot_mapping.dtype == torch.int64
     assert batch.positions.tolist() == positions
+
+
+@pytest.mark.parametrize("size", [16, 300])
+def test_bounds_of_padded_steps_hold_for_any_step(size):
+    """One request may have all tokens, after a prefix of any length."""
+    rows = Rows(3, 1000, 2, 8, torch.device("cpu"), 5)
+    batch = PaddedInputs(rows, 300, 1005).batch(size, {})
+    assert (batch.num_tokens, batch.max_query_len, batch.max_seq_len) == (size, size, 1005)
+    assert batch.num_reqs == len(batch.query_lens) == len(batch.context_lens) == min(size, 257)
+    assert sum(batch.query_lens) == size
+    assert set(batch.context_lens) == {1005}

@@ -57,6 +57,13 @@ def padded_sizes(weights_per_layer: int, max_num_batched_tokens: int) -> list[in
     return sizes
 
 
+def sizes_for(model: Model, config: EngineConfig) -> list[int]:
+    """All sizes that an engine pads steps to, rising; none on a CPU, which pads nothing."""
+    if config.device.type == "cpu":
+        return []
+    return padded_sizes(model.weights_per_layer, config.max_num_batched_tokens)
+
+
 # A size, and the kind of each of the model's plans.
 _Key = tuple[int, tuple[Hashable, ...]]
 
@@ -66,7 +73,7 @@ class _Padded:
     """A size of steps.
 
     Attributes:
-        batch: a step of lengths that any step could have; the true ones are in `plans`.
+        batch: a step with bounds of any step; the true lengths are in `plans`, or on the device.
         plans: the model's attention metadata.
         graph: runs it, if there are graphs.
     """
@@ -86,11 +93,10 @@ class PromptSteps:
     def __init__(self, model: Model, rows: Rows, config: EngineConfig) -> None:
         self._model = model
         self._padded: dict[_Key, _Padded] = {}
-        self._sizes: list[int] = []
-        if config.device.type == "cuda":
-            self._sizes = padded_sizes(model.weights_per_layer, config.max_num_batched_tokens)
+        self._sizes = sizes_for(model, config)
         self.largest = max(self._sizes, default=0)
-        self._inputs = PaddedInputs(rows, self.largest)
+        longest = config.max_model_len + config.spec.max_drafts
+        self._inputs = PaddedInputs(rows, self.largest, longest)
         # States that graphs leave, in memory of their own: graphs share all other memory.
         self._hidden = torch.empty(
             (self.largest, model.state_width), dtype=model.state_dtype, device=config.device

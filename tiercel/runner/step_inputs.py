@@ -95,8 +95,14 @@ class BatchBuilder:
 class PaddedInputs:
     """Inputs of steps with prompts at fixed addresses: each size reads the beginning of them."""
 
-    def __init__(self, rows: Rows, max_tokens: int) -> None:
-        """Allocate inputs of scratch tokens."""
+    def __init__(self, rows: Rows, max_tokens: int, max_seq_len: int) -> None:
+        """Allocate inputs of scratch tokens.
+
+        Args:
+            rows: of the engine.
+            max_tokens: of the largest size.
+            max_seq_len: of any step.
+        """
 
         def zeros(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=rows.device)
@@ -119,7 +125,7 @@ class PaddedInputs:
             num_tokens=0,
             num_reqs=0,
             max_query_len=0,
-            max_seq_len=0,
+            max_seq_len=max_seq_len,
         )
 
     def write(self, batch: Batch, size: int) -> None:
@@ -151,7 +157,10 @@ class PaddedInputs:
         self._inputs.cu_seqlens_q[1:].fill_(size)
 
     def batch(self, size: int, plans: Mapping[Hashable, object]) -> Batch:
-        """The batch of a size: its inputs, under lengths that any step could have.
+        """The batch of a size: its inputs, under bounds that hold for any step.
+
+        `query_lens` are such as a step could have, and no bounds: models without plans read the
+        true lengths on the device.
 
         plans: attention metadata; the true lengths are in it.
         """
@@ -167,11 +176,10 @@ class PaddedInputs:
             rows=inputs.rows[:num_reqs],
             slot_mapping=inputs.slot_mapping[:, :size],
             query_lens=lengths,
-            context_lens=lengths,
+            context_lens=(inputs.max_seq_len,) * num_reqs,
             num_tokens=size,
             num_reqs=num_reqs,
-            max_query_len=max(lengths),
-            max_seq_len=max(lengths),
+            max_query_len=size,
             items=PackedItems((0,) * num_reqs, torch.from_numpy(starts)),
             plans=plans,
         )
