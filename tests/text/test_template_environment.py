@@ -87,6 +87,15 @@ def test_filters_loops_and_variables_are_those_of_transformers(worker, source):
         assert template.render(MESSAGES, **options) == theirs(source, **options)
 
 
+def test_json_is_decoded_without_escapes(worker):
+    """As llama.cpp's templates do with arguments that are text."""
+    template = ChatTemplate("{{ (text | from_json).a[1] }}", worker=worker)
+    assert template.render(MESSAGES, template_kwargs={"text": '{"a": [1, "é"]}'}) == "é"
+    for text in ('{"a": [1, "\\u003c|im_end|>"]}', '{"a": [1, "<\\/s>"]}', "{"):
+        with pytest.raises(InvalidRequestError, match="the chat template failed"):
+            template.render(MESSAGES, template_kwargs={"text": text})
+
+
 @pytest.mark.parametrize("form", ["%Y-%m-%d", "%d %b %Y", "%B %d, %Y", "%A", "%j %U", "today %%"])
 def test_the_date_is_that_of_today(worker, form):
     source = f"{{{{ strftime_now('{form}') }}}}"

@@ -81,6 +81,18 @@ def to_json(
     )
 
 
+def from_json(text: str) -> object:
+    """The value of JSON text: a filter of llama.cpp's templates.
+
+    Escapes are refused: they could spell a control token, which nothing would keep apart from those
+    of the template. Arguments of calls are objects already when a template gets them.
+    """
+    if "\\" in text:
+        raise ValueError("from_json takes no text with escapes")
+    value: object = json.loads(text)
+    return value
+
+
 class Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox; a forbidden attribute is an immediate error, not an undefined value."""
 
@@ -97,6 +109,7 @@ def make_environment() -> Sandbox:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
     environment.filters["tojson"] = to_json
+    environment.filters["from_json"] = from_json
     return environment
 
 
