@@ -268,6 +268,21 @@ def test_added_tokens_are_matched_wherever_plain_text_is_encoded(tmp_path):
     assert tokenizer.is_special(end)
 
 
+def test_role_tokens_of_deepseek_are_control_tokens(tmp_path):
+    """Its files do not mark them as special, but no text of a user may become one."""
+    whole = byte_level()
+    bar = "\uff5c"
+    names = [f"<{bar}User{bar}>", f"<{bar}tool▁sep{bar}>"]
+    whole.add_tokens([*names, f"{bar}DSML{bar}", "</think>"])
+    tokenizer = read(tmp_path, whole.to_str())
+    assert set(tokenizer.control_tokens) == {"<s>", "<|end|>", "<|im_end|>", *names}
+    for name in names:
+        token_id = tokenizer.control_tokens[name]
+        assert tokenizer.encode(name, parse_special=True) == [token_id]
+        assert token_id not in tokenizer.encode(f"a{name}b")
+        assert tokenizer.decode(tokenizer.encode(f"a{name}b")) == f"a{name}b"
+
+
 @pytest.fixture(scope="module")
 def worker():
     worker = TemplateWorker()

@@ -7,7 +7,9 @@ tried there on hard texts.
 
 Added tokens become part of the model's vocabulary, so that `plain` and `chat` can share one model
 and still give each token the id of the file: special tokens are control tokens, other added tokens
-are user-defined.
+are user-defined. DeepSeek's files do not mark role tokens such as ``<｜User｜>`` as special. By
+their form they are control tokens here, as in llama.cpp's GGUF files, so that no text of a user
+becomes one.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ MAX_FILE_BYTES: Final = 256 << 20
 PROBE_SECONDS: Final = 60
 _PROBE_BYTES: Final = 2 << 30  # in addition to 16 times the file
 _KNOWN_PATTERNS: Final = frozenset(p for patterns in SPLITS.values() for p in patterns)
+_BAR: Final = "\uff5c"  # the full-width bar of DeepSeek's tokens
 _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
 
 Json = Mapping[str, object]
@@ -202,7 +205,9 @@ def _read_added(root: Json, vocab: Mapping[str, int], name: str) -> list[tuple[A
                 f"{name}: {key}.id is {token_id}, which names another token too."
             )
         flags = {flag: entry.get(flag, False) is True for flag in _FLAGS}
-        added.append((AddedToken(content, special=entry.get("special") is True, **flags), token_id))
+        is_role = content.startswith(f"<{_BAR}") and content.endswith(f"{_BAR}>")
+        is_special = is_role or entry.get("special") is True
+        added.append((AddedToken(content, special=is_special, **flags), token_id))
     return added
 
 
