@@ -58,6 +58,8 @@ class AsyncLLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        kv_dtype: str = "auto",
+        numerics: str = "exact",
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -77,6 +79,8 @@ class AsyncLLM:
         options = LoadOptions(
             device=device,
             dtype=dtype,
+            kv_dtype=kv_dtype,
+            numerics=numerics,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

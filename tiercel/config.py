@@ -88,6 +88,45 @@ def resolve_spec(method: object, num_spec_tokens: object) -> SpecConfig:
     return SpecConfig(str(method), count)
 
 
+KV_DTYPES: Final = ("auto", "fp8", "bf16", "float32")
+NUMERICS: Final = ("exact", "native")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Options that the class of a model decides on; see `ModelClass.check_options`.
+
+    Attributes:
+        kv_dtype: one of `KV_DTYPES`, the form of keys and values in the cache; ``auto`` is the
+            model's own.
+        numerics: one of `NUMERICS`: ``exact`` products with activations as they are, or
+            ``native`` ones with activations rounded as the model was trained for.
+    """
+
+    kv_dtype: str = "auto"
+    numerics: str = "exact"
+
+
+DEFAULT_MODEL_OPTIONS: Final = ModelOptions()
+
+
+def resolve_model_options(kv_dtype: object, numerics: object) -> ModelOptions:
+    """Check the names of a model's options; the model's class checks what it can.
+
+    Raises:
+        ArgumentError: an unknown name.
+    """
+    for name, value, known in (
+        ("kv_dtype", kv_dtype, KV_DTYPES),
+        ("numerics", numerics, NUMERICS),
+    ):
+        if value not in known:
+            raise ArgumentError(
+                f"{name}={value!r:.80} is unknown.", hint=f"Use one of {', '.join(known)}."
+            )
+    return ModelOptions(str(kv_dtype), str(numerics))
+
+
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of loading a model; see `LLM.__init__` for the other fields.
 
@@ -103,6 +142,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"
+    numerics: str = "exact"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tiercel.config import NO_DRAFTS, SpecConfig
+from tiercel.config import DEFAULT_MODEL_OPTIONS, NO_DRAFTS, ModelOptions, SpecConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class EngineConfig:
         sync_debug: whether a wait for the device within a step is an error.
         spec: how drafts are made.
         packs_items: whether the model computes items to score after one prompt in one step.
+        model_options: those that the model's class has accepted.
         timed_steps: whether the time of a step is bounded, not only its tokens; see `StepBudget`.
     """
 
@@ -47,4 +48,5 @@ class EngineConfig:
     sync_debug: bool = False
     spec: SpecConfig = NO_DRAFTS
     packs_items: bool = True
+    model_options: ModelOptions = DEFAULT_MODEL_OPTIONS
     timed_steps: bool = False

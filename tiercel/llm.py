@@ -56,6 +56,8 @@ class LLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        kv_dtype: str = "auto",
+        numerics: str = "exact",
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -75,6 +77,9 @@ class LLM:
                 `open_source` has checked already.
             device: ``auto``, ``cpu``, ``cuda`` or ``cuda:i``.
             dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``, of activations and cache.
+            kv_dtype: ``auto``, ``fp8``, ``bf16`` or ``float32``, of keys and values in the cache;
+                ``auto`` is the model's own form, the only one of most models.
+            numerics: ``exact``, or ``native`` for products as the model was trained for.
             max_model_len: tokens of prompt and answer together; None for the model's own limit.
             max_num_seqs: requests that run together; None for 16 on a CPU and 256 on a GPU.
             max_num_batched_tokens: new tokens of one step; longer prompts are cut into chunks.
@@ -95,6 +100,8 @@ class LLM:
         options = LoadOptions(
             device=device,
             dtype=dtype,
+            kv_dtype=kv_dtype,
+            numerics=numerics,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

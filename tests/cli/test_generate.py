@@ -223,6 +223,7 @@ def test_options_reach_the_model(generate, fake_llm, tiny, monkeypatch):
         *["--top-k", "3", "--min-p", "0.1", "--repeat-penalty", "1.5", "--max-tokens", "9"],
         *["--stop", "a b", "--stop", "c", "--no-special-in-prompt"],
         *["--spec", "ngram", "--num-spec-tokens", "3", "--threads", "2"],
+        *["--kv-dtype", "fp8", "--numerics", "native"],
     )
     _, model, options = asked(fake_llm, "load")
     assert model.path == tiny, "the checked file itself: it is not opened again"
@@ -232,6 +233,8 @@ def test_options_reach_the_model(generate, fake_llm, tiny, monkeypatch):
     assert options == {
         "device": "cpu",
         "dtype": "float32",
+        "kv_dtype": "fp8",
+        "numerics": "native",
         "max_model_len": 64,
         "gpu_memory_utilization": 0.5,
         "spec": "ngram",

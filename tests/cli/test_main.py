@@ -101,6 +101,8 @@ def test_the_module_is_the_command():
         (["generate", "x", "--max-tokens", "2.5"], "--max-tokens: '2.5' is not a whole number."),
         (["generate", "x", "--device", "gpu"], "use auto, cpu, cuda or cuda:N"),
         (["generate", "x", "--dtype", "int8"], "float32"),
+        (["serve", "--kv-dtype", "int8"], "bf16"),
+        (["bench", "throughput", "--numerics", "fast"], "native"),
         (["generate", "x", "--temp", "0"], "--temp. Did you mean --temperature? See"),
         (["generate", "x", "--max=3"], "--max. Did you mean --max-model-len or --max-tokens?"),
         (["generate", "x", "--cpu"], "unknown option: --cpu. See tiercel generate --help."),

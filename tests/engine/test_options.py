@@ -2,17 +2,20 @@
 
 import asyncio
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.engine.toy_model import ToyModel
 from tests.tiny_llm import LLAMA
 from tiercel import async_llm, llm
-from tiercel.config import LoadOptions
+from tiercel.config import LoadOptions, ModelOptions
 from tiercel.engine import load as build
 from tiercel.engine.load import resolve_config
 from tiercel.engine.options import resolve_threads
 from tiercel.errors import ArgumentError
+from tiercel.llm import LLM
 from tiercel.models.decoder import Decoder
 from tiercel.models.source import open_source
 
@@ -21,6 +24,8 @@ CONTEXT = 2048  # of the tiny model
 GIVEN = {
     "device": "cpu",
     "dtype": "bfloat16",
+    "kv_dtype": "fp8",
+    "numerics": "native",
     "max_model_len": 77,
     "max_num_seqs": 3,
     "max_num_batched_tokens": 19,
@@ -62,6 +67,18 @@ def resolve(**options):
     return resolve_config(open_source(LLAMA), LoadOptions(**({"device": "cpu"} | options)))
 
 
+def test_options_of_the_model_reach_it():
+    """Those that its class accepts; a dense model has the defaults alone."""
+    source = open_source(LLAMA)
+    assert resolve().model_options == ModelOptions()
+    family = replace(source.family, model=f"{ToyModel.__module__}:ToyModel")
+    options = LoadOptions(device="cpu", kv_dtype="fp8", numerics="native")
+    config = resolve_config(replace(source, family=family), options)
+    assert config.model_options == ModelOptions("fp8", "native")
+    with LLM(replace(source, family=family), device="cpu", dtype="float32", kv_dtype="bf16") as llm:
+        assert llm._engine.runner.model.options == ModelOptions("bf16")
+
+
 def test_time_bounds_steps_where_it_was_requested_and_on_a_cpu_alone(monkeypatch):
     assert not resolve().timed_steps
     assert resolve(timed_steps=True).timed_steps
@@ -70,7 +87,8 @@ def test_time_bounds_steps_where_it_was_requested_and_on_a_cpu_alone(monkeypatch
 
 
 def test_options_become_the_configuration():
-    config = resolve(**GIVEN)
+    dense = {"kv_dtype": "auto", "numerics": "exact"}  # see `test_options_of_the_model_reach_it`
+    config = resolve(**(GIVEN | dense))
     assert (config.device, config.dtype) == (torch.device("cpu"), torch.bfloat16)
     for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "seed"):
         assert getattr(config, name) == GIVEN[name]

@@ -18,7 +18,12 @@ class ToyModel:
 
     block_size, state_dtype, packs_items, weights_per_layer = 16, torch.bfloat16, False, 2**30
 
-    def __init__(self, config, weights, dtype, num_positions):
+    @staticmethod
+    def check_options(config, options):
+        """It has them all."""
+
+    def __init__(self, config, weights, dtype, num_positions, options):
+        self.options = options
         self.config, self.dtype, self.pulse = config, dtype, lambda: None
         self.hidden_size, self.state_width = config.hidden_size, 2 * config.hidden_size
         generator = torch.Generator().manual_seed(1)

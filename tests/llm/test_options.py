@@ -25,6 +25,12 @@ from tiercel.llm import LLM
         ({"seed": "x"}, "seed='x'"),
         ({"seed": 2**63}, "seed=9223372036854775808"),
         ({"dtype": "int8"}, "dtype='int8'"),
+        ({"kv_dtype": "int8"}, "kv_dtype='int8' is unknown"),
+        ({"kv_dtype": None}, "kv_dtype=None is unknown"),
+        ({"kv_dtype": "fp8"}, "kv_dtype='fp8': a llama model keeps keys and values in its dtype"),
+        ({"kv_dtype": "bf16"}, "kv_dtype='bf16': a llama model"),
+        ({"numerics": "fast"}, "numerics='fast' is unknown"),
+        ({"numerics": "native"}, "numerics='native': a llama model has no other products"),
         ({"device": "tpu"}, "device='tpu'"),
     ],
 )

@@ -69,6 +69,8 @@ def load_for_bench(
     options = LoadOptions(
         device=engine.device,
         dtype=engine.dtype,
+        kv_dtype=engine.kv_dtype,
+        numerics=engine.numerics,
         max_model_len=engine.max_model_len or max_model_len,
         max_num_seqs=max_num_seqs,
         gpu_memory_utilization=engine.gpu_memory_utilization,

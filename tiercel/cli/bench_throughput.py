@@ -106,6 +106,8 @@ def _measure(
         source,
         device=engine.device,
         dtype=engine.dtype,
+        kv_dtype=engine.kv_dtype,
+        numerics=engine.numerics,
         max_model_len=engine.max_model_len,
         max_num_seqs=concurrency,
         gpu_memory_utilization=engine.gpu_memory_utilization,

@@ -52,6 +52,8 @@ def loaded(
             source,
             device=engine.device,
             dtype=engine.dtype,
+            kv_dtype=engine.kv_dtype,
+            numerics=engine.numerics,
             max_model_len=engine.max_model_len,
             gpu_memory_utilization=engine.gpu_memory_utilization,
             spec=engine.spec,

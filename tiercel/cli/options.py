@@ -65,6 +65,13 @@ class EngineOptions:
         Literal["auto", "float32", "float16", "bfloat16"],
         Parameter(help="Activations: auto, float32, float16 or bfloat16."),
     ] = "auto"
+    kv_dtype: Annotated[
+        Literal["auto", "fp8", "bf16", "float32"],
+        Parameter(help="Keys and values: auto, fp8, bf16 or float32."),
+    ] = "auto"
+    numerics: Annotated[
+        Literal["exact", "native"], Parameter(help="Products: exact or native.")
+    ] = "exact"
     max_model_len: Annotated[
         int | None,
         Parameter(validator=Number(gte=1), help="Context in tokens.", show_default=False),

@@ -305,6 +305,8 @@ def _load_options(
         model=model,
         device=engine.device,
         dtype=engine.dtype,
+        kv_dtype=engine.kv_dtype,
+        numerics=engine.numerics,
         max_model_len=engine.max_model_len,
         max_num_seqs=batch.max_num_seqs,
         max_num_batched_tokens=batch.max_num_batched_tokens,

@@ -154,6 +154,7 @@ def build_engine(
             WeightReader(source, device, load, dense_copies=dense_copies),
             config.dtype,
             config.max_model_len + config.spec.max_drafts,
+            config.model_options,
         )
         groups = group_specs(model.cache_specs())
         layout = slot_layout(groups, config.block_size)

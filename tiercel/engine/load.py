@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from tiercel import env
-from tiercel.config import LoadOptions, resolve_spec
+from tiercel.config import LoadOptions, resolve_model_options, resolve_spec
 from tiercel.engine.build import build_engine
 from tiercel.engine.engine import Engine
 from tiercel.engine.memory import MemoryBudget
@@ -143,6 +143,9 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
             f"spec={spec.method!r}: {source.path.name} has no layers for it.",
             hint="Use ngram, which any model can.",
         )
+    model = model_class(source.family)
+    model_options = resolve_model_options(options.kv_dtype, options.numerics)
+    model.check_options(source.config, model_options)
     longest = source.config.max_position
     max_model_len = resolve_count("max_model_len", options.max_model_len, longest, longest)
     utilization = resolve_share(options.gpu_memory_utilization)
@@ -152,7 +155,6 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
         needed += cache_bytes(source.config, max_model_len, dtype)
         return needed <= MemoryBudget(device, utilization).left()
 
-    model = model_class(source.family)
     return EngineConfig(
         device=device,
         dtype=resolve_dtype(options.dtype, device, source.format, fits),
@@ -174,6 +176,7 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
         sync_debug=device.type == "cuda" and env.is_sync_debug(),
         spec=spec,
         packs_items=model.packs_items,
+        model_options=model_options,
         seed=resolve_count("seed", options.seed, 0, 2**63 - 1, low=-(2**63)),
         timed_steps=options.timed_steps and device.type == "cpu",
         threads=resolve_threads(options.threads, usable_cpus()),

@@ -21,6 +21,8 @@ from torch import Tensor
 from tiercel.batch import Batch, BatchLengths
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import KVCacheSpec
+from tiercel.config import ModelOptions
+from tiercel.errors import ArgumentError
 from tiercel.layers.attention import Attention, AttentionShape, PromptPlan
 from tiercel.layers.decoder_layer import DecoderLayer
 from tiercel.layers.fused_decode_step import FusedDecodeStep
@@ -50,8 +52,33 @@ class Decoder:
     state_dtype: ClassVar[torch.dtype] = torch.float32
     packs_items: ClassVar[bool] = True
 
+    @staticmethod
+    def check_options(config: ModelConfig, options: ModelOptions) -> None:
+        """Refuse other forms of the cache and of products than those of the dtype.
+
+        Raises:
+            ArgumentError: names the option.
+        """
+        if options.kv_dtype != "auto":
+            raise ArgumentError(
+                f"kv_dtype={options.kv_dtype!r}: a {config.arch} model keeps keys and values in "
+                "its dtype.",
+                hint="Use auto.",
+            )
+        if options.numerics != "exact":
+            raise ArgumentError(
+                f"numerics={options.numerics!r}: a {config.arch} model has no other products than "
+                "those of its dtype.",
+                hint="Use exact.",
+            )
+
     def __init__(
-        self, config: ModelConfig, weights: WeightReader, dtype: torch.dtype, num_positions: int
+        self,
+        config: ModelConfig,
+        weights: WeightReader,
+        dtype: torch.dtype,
+        num_positions: int,
+        options: ModelOptions,
     ) -> None:
         """Load the weights.
 
@@ -60,7 +87,9 @@ class Decoder:
             weights: reads the file's tensors to the device.
             dtype: of products and of the cache.
             num_positions: positions that rotary tables cover (max_model_len).
+            options: the defaults; see `check_options`.
         """
+        self.check_options(config, options)
         self.config = config
         self.dtype = dtype
         self.pulse: Callable[[], None] = _do_nothing

@@ -19,6 +19,7 @@ from torch import Tensor
 from tiercel.batch import Batch, BatchLengths
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import KVCacheSpec
+from tiercel.config import ModelOptions
 from tiercel.models.config import Architecture, ModelConfig
 from tiercel.models.weights import WeightReader
 
@@ -204,8 +205,20 @@ class ModelClass(Protocol):
     def packs_items(self) -> bool:
         """See `Model`."""
 
+    def check_options(self, config: ModelConfig, options: ModelOptions) -> None:
+        """Refuse options that the model does not have.
+
+        Raises:
+            ArgumentError: names the option.
+        """
+
     def __call__(
-        self, config: ModelConfig, weights: WeightReader, dtype: torch.dtype, num_positions: int
+        self,
+        config: ModelConfig,
+        weights: WeightReader,
+        dtype: torch.dtype,
+        num_positions: int,
+        options: ModelOptions,
     ) -> Model:
         """Load a model; `num_positions` is the longest sequence, its drafts included."""
 
