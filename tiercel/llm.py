@@ -80,7 +80,8 @@ class LLM:
             kv_dtype: ``auto``, ``fp8``, ``bf16`` or ``float32``, of keys and values in the cache;
                 ``auto`` is the model's own form, the only one of most models.
             numerics: ``exact``, or ``native`` for products as the model was trained for.
-            max_model_len: tokens of prompt and answer together; None for the model's own limit.
+            max_model_len: tokens of prompt and answer together; None for the model's own limit, or
+                131,072 if that is less.
             max_num_seqs: requests that run together; None for 16 on a CPU and 256 on a GPU.
             max_num_batched_tokens: new tokens of one step; longer prompts are cut into chunks.
             gpu_memory_utilization: share of the GPU's memory to use, (0, 1].

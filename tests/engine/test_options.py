@@ -67,6 +67,22 @@ def resolve(**options):
     return resolve_config(open_source(LLAMA), LoadOptions(**({"device": "cpu"} | options)))
 
 
+def test_a_long_context_must_be_requested():
+    """Rows and the index of n-grams grow with the context, for each request that may run."""
+    source = open_source(LLAMA)
+    long = replace(source, config=replace(source.config, max_position=1_048_576))
+
+    def length(source, **options):
+        return resolve_config(source, LoadOptions(device="cpu", **options)).max_model_len
+
+    assert length(source) == CONTEXT
+    assert length(long) == 131_072
+    assert length(long, max_model_len=1_048_576) == 1_048_576
+    with pytest.raises(ArgumentError, match="max_model_len=1048577") as caught:
+        length(long, max_model_len=1_048_577)
+    assert caught.value.hint == "Use 1 to 1048576."
+
+
 def test_options_of_the_model_reach_it():
     """Those that its class accepts; a dense model has the defaults alone."""
     source = open_source(LLAMA)

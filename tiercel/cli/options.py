@@ -74,7 +74,11 @@ class EngineOptions:
     ] = "exact"
     max_model_len: Annotated[
         int | None,
-        Parameter(validator=Number(gte=1), help="Context in tokens.", show_default=False),
+        Parameter(
+            validator=Number(gte=1),
+            help="Context in tokens [the model's, at most 131072].",
+            show_default=False,
+        ),
     ] = None
     threads: Annotated[
         int | None,

@@ -43,6 +43,8 @@ MAX_SEQS = {"cpu": 16, "cuda": 256}
 # A CPU gains nothing from longer chunks; a GPU needs some thousand tokens to be bound by
 # arithmetic.
 MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+# Rows of tokens, block tables and the index of n-grams grow with it, for each request that may run.
+DEFAULT_CONTEXT: Final = 131_072
 
 _LOG: Final = logging.getLogger(__name__)
 Report = Callable[[str, int, int], None]
@@ -147,7 +149,9 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
     model_options = resolve_model_options(options.kv_dtype, options.numerics)
     model.check_options(source.config, model_options)
     longest = source.config.max_position
-    max_model_len = resolve_count("max_model_len", options.max_model_len, longest, longest)
+    max_model_len = resolve_count(
+        "max_model_len", options.max_model_len, min(longest, DEFAULT_CONTEXT), longest
+    )
     utilization = resolve_share(options.gpu_memory_utilization)
 
     def fits(dtype: str) -> bool:
