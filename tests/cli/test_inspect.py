@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,9 @@ from tiercel.cli.main import run
 from tiercel.machine import Memory
 from tiercel.models.footprint import weight_footprint
 from tiercel.models.source import open_source
+
+
+DSV4 = Path(__file__).parents[1] / "data/dsv4/tiny"
 
 
 @pytest.fixture
@@ -102,12 +106,32 @@ def test_names_in_a_file_cannot_steer_the_terminal(facts, tmp_path, capsys):
     assert max(map(len, text.splitlines())) < 200
 
 
-def test_no_pytorch(tiny):
+def test_deepseek_v4(facts, capsys):
+    found = facts(DSV4, "--verify")
+    config = found["config"]
+    assert config["layer_types"] == {"hca": 2, "csa": 2}
+    assert (config["num_experts"], config["num_hash_layers"]) == (6, 2)
+    mix = {row["type"]: row for row in found["weights"]}
+    assert set(mix) == {"FP8_BLOCK", "MXFP4", "F32", "BF16", "I64"}
+    assert mix["MXFP4"]["weights"] == 5 * 6 * 3 * 64 * 160  # layers and draft block, experts
+    assert mix["MXFP4"]["tensors"] == 2 * 5 * 6 * 3  # values and scales
+    assert sum(row["bytes"] for row in mix.values()) == found["memory"]["file_weight_bytes"]
+    assert found["runs"]["draft_head"] == "mtp"
+    assert run(["inspect", str(DSV4)]) == 0
+    text = capsys.readouterr().out
+    for word in ("draft head             mtp", "hca 2, csa 2", "18.6%", "no dense decoder"):
+        assert word in text
+
+
+@pytest.mark.parametrize("is_v4", [False, True])
+def test_no_pytorch(tiny, is_v4):
+    path = DSV4 if is_v4 else tiny
+    options = [] if is_v4 else ["--tokenizer"]
     code = (
         "import sys\n"
         "from tiercel.cli.main import run\n"
-        f"run(['inspect', {str(tiny)!r}, '--verify', '--tokenizer', '--quiet'])\n"
-        "sys.exit('torch' in sys.modules)"
+        f"code = run(['inspect', {str(path)!r}, '--verify', '--quiet', *{options}])\n"
+        "sys.exit(code or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True, capture_output=True)
 

@@ -9,7 +9,7 @@ import pytest
 from tiercel.errors import ModelFormatError, UnsupportedModelError
 from tiercel.loader.mapped import TensorInfo
 from tiercel.models.config import RopeConfig
-from tiercel.models.deepseek_v4 import read_gguf, read_hf
+from tiercel.models.deepseek_v4 import cache_bytes, entry_bytes, read_gguf, read_hf
 from tiercel.models.registry import hf_architecture
 from tiercel.quant_types import QuantType
 
@@ -292,3 +292,78 @@ def test_successors_are_refused_by_name(name):
     assert name in str(caught.value) and "not supported" in str(caught.value)
     assert "DeepseekV4ForCausalLM" in caught.value.hint
     assert hf_architecture(["DeepseekV4ForCausalLM"], "config.json").name == "deepseek4"
+
+
+# --- The released shapes -----------------------------------------------------------------------
+
+FLASH = changed(
+    hidden_size=4096,
+    num_hidden_layers=43,
+    num_attention_heads=64,
+    head_dim=512,
+    qk_rope_head_dim=64,
+    q_lora_rank=1024,
+    o_groups=8,
+    o_lora_rank=1024,
+    n_routed_experts=256,
+    num_experts_per_tok=6,
+    moe_intermediate_size=2048,
+    routed_scaling_factor=1.5,
+    index_n_heads=64,
+    index_head_dim=128,
+    index_topk=512,
+    sliding_window=128,
+    num_hash_layers=3,
+    vocab_size=129280,
+    max_position_embeddings=1048576,
+    swiglu_limit=10.0,
+    compress_ratios=[0, 0] + [4, 128] * 20 + [4, 0],
+)
+PRO = FLASH | {
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "o_groups": 16,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 384,
+    "moe_intermediate_size": 3072,
+    "routed_scaling_factor": 2.5,
+    "index_topk": 1024,
+    "compress_ratios": [128, 128] + [4, 128] * 29 + [4, 0],
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "layers", "block_bytes"),
+    [
+        (FLASH, {"window": 2, "csa": 21, "hca": 20}, 449_824),
+        (PRO, {"window": 0, "csa": 30, "hca": 31}, 644_024),
+    ],
+    ids=["flash", "pro"],
+)
+def test_layers_and_bytes_of_the_released_models(values, layers, block_bytes):
+    config = read_hf(values, "config.json")
+    assert {kind: config.layer_types.count(kind) for kind in layers} == layers
+    assert entry_bytes(config, "fp8") == (584, 68)
+    assert entry_bytes(config, "bf16") == (1024, 256)
+    long, longer = (cache_bytes(config, 128 * n, "bfloat16", "cuda") for n in (100, 101))
+    assert longer - long == block_bytes
+    num_layers = config.num_layers + 1  # the MTP block keeps its window too
+    window = 2 * 128 * 584 * num_layers
+    csa_inputs = 2 * 32 * (1024 + 256) * 2 * 4 * layers["csa"]
+    hca_inputs = 128 * 512 * 2 * 4 * layers["hca"]
+    assert long == 100 * block_bytes + window + csa_inputs + hca_inputs
+
+
+def test_a_short_sequence_holds_one_block_of_each_group():
+    config = read_hf(FLASH, "config.json")
+    one = cache_bytes(config, 1, "bfloat16", "cuda")
+    assert one == cache_bytes(config, 128, "bfloat16", "cuda")
+    rows = 128 * 584 * 44 + 32 * 1280 * 8 * 21 + 128 * 512 * 8 * 20
+    assert one == 449_824 + rows
+
+
+def test_a_cpu_keeps_entries_unrounded():
+    config = read_hf(FLASH, "config.json")
+    long, longer = (cache_bytes(config, 128 * n, "bfloat16", "cpu") for n in (100, 101))
+    assert longer - long == 21 * 32 * (512 + 128) * 4 + 20 * 512 * 4

@@ -9,6 +9,7 @@ import torch
 from tests import dsv4_files
 from tests.dsv4_files import NVFP4_EXPERTS, WITHOUT_MTP, WRITERS, released_tensors, stacked_tensors
 from tiercel.errors import ModelFormatError
+from tiercel.models.footprint import weight_footprint
 from tiercel.models.source import open_source
 from tiercel.models.weight_planes import check_table
 from tiercel.models.weights import WeightReader
@@ -186,6 +187,40 @@ def test_progress_reaches_the_end():
 
 
 # --- Memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_draft_head", [False, True])
+@pytest.mark.parametrize("naming", ["released", "gguf_mxfp4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_is_what_reading_makes(dtype, naming, has_draft_head, tmp_path):
+    """Block formats as stored, floats of matrices in the dtype, everything else in float32."""
+    weights = reader(WRITERS[naming](tmp_path / "model"))
+    dense = getattr(torch, dtype)
+    planned = weight_footprint(weights.source, dtype, "cuda", has_draft_head=has_draft_head)
+    total = 0
+    for name, stored in weights.source.stored.items():
+        if name.startswith("mtp.") and not has_draft_head:
+            continue
+        if stored.limit or len(stored.shape) == 1 or not name.endswith(".weight"):
+            total += read(weights, name).nbytes
+        elif name == "embed.weight" or not stored.qtype.is_float:
+            total += weights.weight(name).nbytes
+        else:
+            total += dequantize(weights.weight(name), dense).nbytes
+    assert planned.nbytes == total
+    assert planned.forms["MXFP4"] == sum(
+        weights.source.stored[name].nbytes
+        for name in weights.source.stored
+        if ".experts." in name and (has_draft_head or not name.startswith("mtp."))
+    )
+
+
+def test_packed_matrices_of_gguf_files_rest_as_those_of_dense_decoders(tmp_path):
+    source = open_source(dsv4_files.write_gguf(tmp_path / "m.gguf", "Q8_0", "Q8_0"))
+    forms = weight_footprint(source, "bfloat16", "cpu").forms
+    assert forms["pairs of 4-bit planes"] > 0
+    stacks = [w.nbytes for n, w in source.stored.items() if ".experts." in n and "mtp" not in n]
+    assert forms["Q8_0"] == sum(stacks)
 
 
 @pytest.mark.parametrize("naming", ["released", "transformers_memory", "gguf_mxfp4"])

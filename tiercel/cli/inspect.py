@@ -6,6 +6,7 @@ Free of PyTorch. It uses the same reader as loading: a file that it refuses cann
 from __future__ import annotations
 
 import json as json_module
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +18,9 @@ from tiercel.cli.options import CommonOptions, ModelName
 from tiercel.cli.terminal import ProgressReporter, one_line, say, write
 
 if TYPE_CHECKING:
+    from tiercel.models.config import ModelConfig
     from tiercel.models.source import ModelSource
+    from tiercel.quant_types import QuantType
 
 _GROUP = Group("Inspection", sort_key=1)
 _MAX_SHOWN = 60  # characters of one metadata value
@@ -89,10 +92,16 @@ def describe(source: ModelSource) -> dict[str, Any]:
             "devices": ["cpu", "cuda"],
             "has_tokenizer": source.has_text,
             "has_chat_template": source.chat_template is not None,
+            "draft_head": _draft_head(config),
             "switches": env.switches(),
             "fused_kernels": _fused_kernels(source),
         },
     }
+
+
+def _draft_head(config: ModelConfig) -> str:
+    """Whether the file has a head that drafts, or why the one it has cannot."""
+    return config.no_draft_head or ("mtp" if config.num_mtp_layers else "none")
 
 
 def _fused_kernels(source: ModelSource) -> dict[str, str]:
@@ -118,7 +127,7 @@ def _memory(source: ModelSource) -> dict[str, Any]:
         for device, dtypes in _DTYPES.items()
     }
     return {
-        "file_weight_bytes": sum(source.tensors[name].nbytes for name in source.names.values()),
+        "file_weight_bytes": source.weight_bytes,
         "at_rest": at_rest,
         "kv_bytes_per_1000_tokens": cache_bytes(config, 1000, _KV_DTYPE),
         "kv_bytes_full_context": cache_bytes(config, config.max_position, _KV_DTYPE),
@@ -150,6 +159,8 @@ def _config_facts(source: ModelSource) -> dict[str, Any]:
     facts = asdict(source.config)
     kinds = source.config.layer_types
     facts["layer_types"] = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    facts.pop("compress_ratios", None)  # the types of layers say it
+    facts.pop("no_draft_head")
     return {
         key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
         for key, value in facts.items()
@@ -158,16 +169,21 @@ def _config_facts(source: ModelSource) -> dict[str, Any]:
 
 
 def _quantisation_mix(source: ModelSource) -> list[dict[str, Any]]:
-    """Tensors, weights and bytes of each storage type, the largest first."""
+    """Tensors, weights and bytes of each format, the largest first."""
     mix: dict[str, dict[str, Any]] = {}
-    for tensor in source.tensors.values():
-        row = mix.setdefault(
-            tensor.qtype.name, {"type": tensor.qtype.name, "tensors": 0, "weights": 0, "bytes": 0}
-        )
-        out_features, in_features = tensor.shape
-        row["tensors"] += 1
-        row["weights"] += out_features * in_features
-        row["bytes"] += tensor.nbytes
+
+    def add(qtype: QuantType, num_tensors: int, shape: tuple[int, ...], num_bytes: int) -> None:
+        empty = {"type": qtype.name, "tensors": 0, "weights": 0, "bytes": 0}
+        row = mix.setdefault(qtype.name, empty)
+        row["tensors"] += num_tensors
+        row["weights"] += math.prod(shape)
+        row["bytes"] += num_bytes
+
+    for weight in source.stored.values():
+        num_tensors = sum(len(names) for names in weight.planes.values())
+        add(weight.qtype, num_tensors, weight.shape, weight.nbytes)
+    for tensor in () if source.stored else source.tensors.values():
+        add(tensor.qtype, 1, tensor.shape, tensor.nbytes)
     return sorted(mix.values(), key=lambda row: -row["bytes"])
 
 
@@ -222,9 +238,11 @@ def _print_facts(facts: dict[str, Any]) -> None:
     _print_section("General", facts["general"])
     _print_section("Hyperparameters", facts["config"])
     write("\nWeights\n")
+    total = sum(row["bytes"] for row in facts["weights"])
     for row in facts["weights"]:
         share = f"{row['tensors']:>5} tensors {row['weights'] / 1e6:>10.1f} M weights"
-        _print_row(row["type"], f"{share} {_size(row['bytes']):>10}")
+        share += f" {_size(row['bytes']):>10} {row['bytes'] / total:>6.1%}"
+        _print_row(row["type"], share)
     write("\nMemory\n")
     _print_memory(memory, facts["config"]["max_position"])
     runs = facts["runs"]
@@ -233,6 +251,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
     if not runs["has_tokenizer"]:
         uses = "token ids alone (no tokenizer.json)"
     _print_row(runs["architecture"], f"supported: {uses}, on CPU or CUDA")
+    _print_row("draft head", runs["draft_head"])
     for name, value in runs["switches"].items():
         _print_row(name, value)
     _print_section("Fused kernels (H100/H200, float16)", runs["fused_kernels"])

@@ -156,7 +156,7 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
 
     def fits(dtype: str) -> bool:
         needed = weight_footprint(source, dtype, device.type, has_draft_head=spec.has_head).nbytes
-        needed += cache_bytes(source.config, max_model_len, dtype)
+        needed += cache_bytes(source.config, max_model_len, dtype, device.type)
         return needed <= MemoryBudget(device, utilization).left()
 
     return EngineConfig(

@@ -533,10 +533,58 @@ def check_fp4_columns(config: DeepseekV4Config, file: str) -> None:
             )
 
 
+# --- Memory ------------------------------------------------------------------------------------
+
+
+def entry_bytes(config: DeepseekV4Config, kv_dtype: str) -> tuple[int, int]:
+    """Bytes of an entry, which is what the window keeps of a token too, and of an index key.
+
+    ``fp8`` entries have E4M3 in groups of 64, the rotating dimensions in bfloat16, an E8M0 scale
+    per group and a byte of padding: 584 of 512 dimensions. Index keys have E2M1 in groups of 32.
+
+    Args:
+        config: the model's shape.
+        kv_dtype: ``fp8``, ``bf16`` or ``float32``.
+    """
+    head_dim, index_dim = config.head_dim, config.index_head_dim
+    if kv_dtype == "fp8":
+        plain = head_dim - config.rotary_dim
+        return plain + 2 * config.rotary_dim + -(-plain // 64) + 1, index_dim // 2 + index_dim // 32
+    size = {"bf16": 2, "float32": 4}[kv_dtype]
+    return head_dim * size, index_dim * size
+
+
+def cache_bytes(config: ModelConfig, num_tokens: int, dtype: str, device_type: str) -> int:
+    """Bytes of the blocks that one sequence holds: entries, the window, inputs of compressors.
+
+    Sliding groups keep the blocks that their window touches. Inputs are float32 pairs of a value
+    and a gate; those of HCA are kept only of the block that a token is in.
+    """
+    assert isinstance(config, DeepseekV4Config)
+    del dtype  # entries have formats of their own
+    entry, index_key = entry_bytes(config, "fp8" if device_type == "cuda" else "float32")
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    num_csa, num_hca = config.layer_types.count("csa"), config.layer_types.count("hca")
+    num_layers = config.num_layers + config.num_mtp_layers
+
+    def kept(window: int) -> int:
+        return min(num_blocks, -(-(window - 1) // BLOCK_SIZE) + 1)
+
+    csa_entries = BLOCK_SIZE // CSA_RATIO * (entry + index_key)
+    full = num_blocks * (num_csa * csa_entries + num_hca * entry)
+    window = kept(config.sliding_window) * BLOCK_SIZE * num_layers * entry
+    pair = 2 * 4  # a value and a gate, float32
+    csa_row = 2 * (config.head_dim + config.index_head_dim) * pair  # entries overlap: twice
+    csa_inputs = kept(2 * CSA_RATIO) * (BLOCK_SIZE // CSA_RATIO) * num_csa * csa_row
+    hca_inputs = kept(1) * BLOCK_SIZE * num_hca * config.head_dim * pair
+    return full + window + csa_inputs + hca_inputs
+
+
 ARCHITECTURE = Architecture(
     name="deepseek4",
     model="tiercel.models.deepseek_v4_model:DeepseekV4",
     read_hf=read_hf,
     read_gguf=read_gguf,
     find_weights="tiercel.models.deepseek_v4_tensors:find_weights",
+    cache_bytes=cache_bytes,
 )

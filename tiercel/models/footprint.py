@@ -6,11 +6,13 @@ their figures from here. Free of PyTorch: the tensor table of a file is all it r
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from tiercel.models.registry import architecture
 from tiercel.resting import ITEM_BYTES, head_dtype, resting_bytes, select_form
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ def weight_footprint(
         dense_copies: whether packed weights on a GPU keep dense copies.
         has_draft_head: whether layers that only draft are loaded too.
     """
+    if source.stored:
+        return _stored_footprint(source, dtype, device_type, has_draft_head=has_draft_head)
     forms: Counter[str] = Counter()
     head = "head.weight" if "head.weight" in source.names else "embed.weight"
 
@@ -85,19 +89,59 @@ def weight_footprint(
     return Footprint(dtype, dict(forms.most_common()))
 
 
+def _stored_footprint(
+    source: ModelSource, dtype: str, device_type: str, *, has_draft_head: bool
+) -> Footprint:
+    """The same of a family with `ModelSource.stored`.
+
+    Stacks of experts and block formats rest as stored, float matrices in the dtype of the
+    activations; vectors and what is no `.weight` in float32; tables in int64.
+    """
+    forms: Counter[str] = Counter()
+    for name, stored in source.stored.items():
+        if name.startswith("mtp.") and not has_draft_head:
+            continue
+        qtype, count = stored.qtype, math.prod(stored.shape)
+        if stored.limit:
+            forms["int64"] += count * 8
+        elif len(stored.shape) == 1 or not name.endswith(".weight"):
+            forms["float32"] += count * ITEM_BYTES["float32"]
+        elif name == "embed.weight":
+            forms[STORED] += stored.nbytes
+        elif qtype.is_float:
+            kind = head_dtype(dtype, device_type) if name == "head.weight" else dtype
+            forms[kind] += count * ITEM_BYTES[kind]
+        elif len(stored.shape) == 3:
+            forms[qtype.name] += stored.nbytes
+        else:
+            kind = head_dtype(dtype, device_type) if name == "head.weight" else dtype
+            rows, columns = stored.shape
+            form = select_form(qtype, rows, kind, device_type)
+            size = resting_bytes(qtype, (rows, columns), kind, device_type, dense_copies=False)
+            if form == "stored":
+                form, size = qtype.name, stored.nbytes
+            forms[_FORM_NAMES.get(form, kind if form == "dense" else form)] += size
+    return Footprint(dtype, dict(forms.most_common()))
+
+
 def _drafts_only(name: str, config: ModelConfig) -> bool:
     layer = name.split(".")[1] if name.startswith("layers.") else "0"
     return int(layer) >= config.num_layers
 
 
-def cache_bytes(config: ModelConfig, num_tokens: int, dtype: str) -> int:
-    """Keys and values of one sequence; sliding layers keep those inside their window.
+def cache_bytes(config: ModelConfig, num_tokens: int, dtype: str, device_type: str = "cuda") -> int:
+    """What one sequence keeps: of dense decoders keys and values, in sliding layers those inside
+    their window; of other models what the architecture says.
 
     Args:
         config: the model's shape.
         num_tokens: of the sequence.
-        dtype: of the cache, which is that of the activations.
+        dtype: of the activations, which is that of keys and values.
+        device_type: ``cpu`` or ``cuda``; some models keep another form on each.
     """
+    own = architecture(config.arch, config.arch).cache_bytes
+    if own is not None:
+        return own(config, num_tokens, dtype, device_type)
     kept = [
         min(num_tokens, config.sliding_window) if kind == "sliding" else num_tokens
         for kind in config.layer_types

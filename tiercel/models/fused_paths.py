@@ -81,6 +81,8 @@ def refuse_model(source: ModelSource, num_sms: int = HOPPER_SMS) -> dict[str, Re
         source: a checked file; its configuration and tensor table are read.
         num_sms: of the GPU.
     """
+    if source.stored:
+        return dict.fromkeys(FUSED_PATHS, Refusal("the model is no dense decoder"))
     return {
         "fused_decode_step": _refuse_step(source),
         "fused_layer_tail": _refuse_tails(source, num_sms),

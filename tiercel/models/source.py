@@ -80,6 +80,13 @@ class ModelSource:
         """The tensor table, by the file's names."""
         return self.files.tensors
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in the file."""
+        if self.stored:
+            return sum(weight.nbytes for weight in self.stored.values())
+        return sum(self.tensors[name].nbytes for name in self.names.values())
+
     def data(self, name: str) -> npt.NDArray[np.uint8]:
         """(out, row_bytes) uint8, a read-only view of the file."""
         return self.files.data(name)
