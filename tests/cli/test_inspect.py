@@ -17,7 +17,6 @@ from tiercel.machine import Memory
 from tiercel.models.footprint import weight_footprint
 from tiercel.models.source import open_source
 
-
 DSV4 = Path(__file__).parents[1] / "data/dsv4/tiny"
 
 

@@ -137,7 +137,8 @@ def test_gguf_limits_may_differ_between_routed_and_shared_experts():
 @pytest.mark.parametrize("limit", [None, 0, 0.0, -1])
 def test_no_limit_is_no_clamp(limit):
     config = read_hf(changed(swiglu_limit=limit), "config.json")
-    assert config.swiglu_limit is None and config.shared_swiglu_limit is None
+    assert config.swiglu_limit is None
+    assert config.shared_swiglu_limit is None
 
 
 def test_surplus_ratios_are_allowed():
@@ -149,7 +150,8 @@ def test_surplus_ratios_are_allowed():
 def test_a_block_draft_head_is_no_mtp_head():
     values = changed(dspark_num_layers=3, num_nextn_predict_layers=3)
     config = read_hf(values | {"compress_ratios": [128, 128, 4, 4, 0, 0, 0]}, "config.json")
-    assert config.num_mtp_layers == 0 and config.compress_ratios == (128, 128, 4, 4)
+    assert config.num_mtp_layers == 0
+    assert config.compress_ratios == (128, 128, 4, 4)
     assert "dspark" in config.no_draft_head
 
 
@@ -202,16 +204,42 @@ def test_refusals_of_a_config_json(what, rule, values):
     with pytest.raises((ModelFormatError, UnsupportedModelError)) as caught:
         read_hf(changed(**values), "config.json")
     text = f"{caught.value} {caught.value.hint}"
-    assert text.startswith("config.json: ") and what in text and rule in text and "\n" not in text
+    assert text.startswith("config.json: ")
+    assert what in text
+    assert rule in text
+    assert "\n" not in text
 
 
 @pytest.mark.parametrize(
     "key",
-    """hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim q_lora_rank
-    o_groups o_lora_rank n_routed_experts num_experts_per_tok moe_intermediate_size
-    routed_scaling_factor index_n_heads index_head_dim index_topk sliding_window hc_mult
-    hc_sinkhorn_iters hc_eps num_hash_layers rope_theta compress_rope_theta rms_norm_eps vocab_size
-    max_position_embeddings compress_ratios""".split(),
+    [
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "head_dim",
+        "qk_rope_head_dim",
+        "q_lora_rank",
+        "o_groups",
+        "o_lora_rank",
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "routed_scaling_factor",
+        "index_n_heads",
+        "index_head_dim",
+        "index_topk",
+        "sliding_window",
+        "hc_mult",
+        "hc_sinkhorn_iters",
+        "hc_eps",
+        "num_hash_layers",
+        "rope_theta",
+        "compress_rope_theta",
+        "rms_norm_eps",
+        "vocab_size",
+        "max_position_embeddings",
+        "compress_ratios",
+    ],
 )
 def test_a_missing_key_is_named(key):
     with pytest.raises(ModelFormatError, match=f"config.json: {key} is None"):
@@ -250,7 +278,8 @@ def test_refusals_of_the_keys_of_transformers(what, rule, values):
     with pytest.raises((ModelFormatError, UnsupportedModelError)) as caught:
         read_hf(as_transformers(VALUES) | values, "config.json")
     text = f"{caught.value} {caught.value.hint}"
-    assert what in text and rule in text
+    assert what in text
+    assert rule in text
 
 
 GGUF_REFUSALS = [
@@ -282,14 +311,17 @@ def test_refusals_of_gguf_metadata(what, rule, values):
     with pytest.raises((ModelFormatError, UnsupportedModelError)) as caught:
         gguf_config(**values)
     text = f"{caught.value} {caught.value.hint}"
-    assert text.startswith("m.gguf: deepseek4.") and what in text and rule in text
+    assert text.startswith("m.gguf: deepseek4.")
+    assert what in text
+    assert rule in text
 
 
 @pytest.mark.parametrize("name", ["DeepseekV41ForCausalLM", "DeepseekV4FlashForCausalLM"])
 def test_successors_are_refused_by_name(name):
     with pytest.raises(UnsupportedModelError) as caught:
         hf_architecture([name], "config.json")
-    assert name in str(caught.value) and "not supported" in str(caught.value)
+    assert name in str(caught.value)
+    assert "not supported" in str(caught.value)
     assert "DeepseekV4ForCausalLM" in caught.value.hint
     assert hf_architecture(["DeepseekV4ForCausalLM"], "config.json").name == "deepseek4"
 

@@ -47,7 +47,8 @@ def test_every_naming_holds_the_same_weights(naming, tmp_path):
     for name in names:
         assert weights.has(name)
         found, expected = read(weights, name), EXPECTED[name]
-        assert found.shape == expected.shape and torch.equal(found, expected), name
+        assert found.shape == expected.shape, name
+        assert torch.equal(found, expected), name
 
 
 @pytest.mark.parametrize("experts", ["F16", "Q8_0", "MXFP4"])
@@ -67,7 +68,8 @@ def test_formats_stay_as_stored():
     tensors = released_tensors()
     fp8 = weights.weight("layers.2.attn.wq_b.weight")
     assert (fp8.qtype, fp8.layout, fp8.shape) == (QuantType.FP8_BLOCK, Layout.BLOCKS, (384, 72))
-    assert fp8.block == (128, 128) and fp8.planes["q"].dtype is torch.float8_e4m3fn
+    assert fp8.block == (128, 128)
+    assert fp8.planes["q"].dtype is torch.float8_e4m3fn
     stored = tensors["layers.2.attn.wq_b.scale"].view(torch.uint8)
     assert torch.equal(fp8.planes["scale"], stored)
     stack = weights.weight("layers.1.ffn.experts.w2.weight")
@@ -138,7 +140,8 @@ def test_stacks_of_fp8_are_cut_at_blocks(tmp_path):
     weights = reader(dsv4_files.save_folder(folder, tensors, config))
     w1 = weights.weight("layers.1.ffn.experts.w1.weight")
     w3 = weights.weight("layers.1.ffn.experts.w3.weight")
-    assert w1.shape == w3.shape == (6, 64, 160) and w3.block == (32, 64)
+    assert w1.shape == w3.shape == (6, 64, 160)
+    assert w3.block == (32, 64)
     assert torch.equal(w1.planes["scale"], tensors[f"{name}_scale_inv"][:, :2])
     assert torch.equal(w3.planes["scale"], tensors[f"{name}_scale_inv"][:, 2:])
     q = tensors[name].view(torch.uint8)
@@ -281,9 +284,10 @@ def set_at(*index, value):
 )
 def test_e8m0_255_is_refused(name, weight, tmp_path):
     folder = spoiled(tmp_path / "model", name, set_at(1, 0, value=255))
-    with pytest.raises(ModelFormatError, match="E8M0 byte 255.* first in row 1") as caught:
+    with pytest.raises(ModelFormatError, match=r"E8M0 byte 255.* first in row 1") as caught:
         reader(folder).weight(weight)
-    assert name in str(caught.value) and str(caught.value).startswith("model: ")
+    assert name in str(caught.value)
+    assert str(caught.value).startswith("model: ")
 
 
 def test_e8m0_255_in_a_gguf_block_is_refused(tmp_path):
@@ -333,7 +337,8 @@ def test_the_table_of_hash_layers_is_checked(value, rule, tmp_path):
     folder = spoiled(tmp_path / "model", name, set_at(100, 1, value=other))
     with pytest.raises(ModelFormatError) as caught:
         reader(folder).integers(name)
-    assert name in str(caught.value) and "in row 100" in str(caught.value)
+    assert name in str(caught.value)
+    assert "in row 100" in str(caught.value)
     assert rule in caught.value.hint
 
 

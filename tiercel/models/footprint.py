@@ -130,8 +130,10 @@ def _drafts_only(name: str, config: ModelConfig) -> bool:
 
 
 def cache_bytes(config: ModelConfig, num_tokens: int, dtype: str, device_type: str = "cuda") -> int:
-    """What one sequence keeps: of dense decoders keys and values, in sliding layers those inside
-    their window; of other models what the architecture says.
+    """Bytes that one sequence keeps.
+
+    Of dense decoders: keys and values, in sliding layers those inside their window. Of other models
+    what the architecture says.
 
     Args:
         config: the model's shape.
