@@ -255,6 +255,56 @@ def _tensors_of(source, name):
     return [n for names in source.stored[name].planes.values() for n in names]
 
 
+class Uploader:
+    """What `WeightReader` hands to the uploader of a GPU, checked: it copies on the CPU."""
+
+    def __init__(self, largest):
+        self.largest = largest
+
+    def __call__(self, data):
+        out = torch.empty_like(data)
+        self.fill(data, out)
+        return out
+
+    def fill(self, data, out):
+        assert data.dtype == out.dtype == torch.uint8
+        assert data.is_contiguous()
+        assert out.is_contiguous()
+        assert data.shape == out.shape
+        assert data.numel() <= self.largest
+        out.copy_(data)
+
+
+@pytest.mark.parametrize("naming", ["released", "transformers_memory", "gguf_f32", "gguf_mxfp4"])
+def test_a_gpu_is_filled_matrix_by_matrix(naming, tmp_path):
+    """Pieces are whole matrices, contiguous, never a stack."""
+    path = WRITERS[naming](tmp_path / "model")
+    plain, piecewise = reader(path), reader(path)
+    for name, stored in plain.source.stored.items():
+        if stored.limit or not name.endswith(".weight"):
+            continue
+        expected = plain.weight(name)
+        matrices = stored.shape[0] if len(stored.shape) == 3 else 1
+        piecewise._uploader = Uploader(expected.nbytes // matrices)
+        found = piecewise.weight(name)
+        assert (found.qtype, found.layout, found.shape) == (
+            expected.qtype,
+            expected.layout,
+            expected.shape,
+        )
+        for key, plane in expected.planes.items():
+            assert torch.equal(found.planes[key].view(torch.uint8), plane.view(torch.uint8)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("naming", ["released", "transformers_memory", "gguf_mxfp4"])
+def test_a_gpu_has_what_a_cpu_has(naming, tmp_path, device):
+    path = WRITERS[naming](tmp_path / "model")
+    weights, on_gpu = reader(path), WeightReader(open_source(path), device)
+    for name in weights.source.stored:
+        assert torch.equal(read(on_gpu, name).cpu(), read(weights, name)), name
+
+
 # --- Content -----------------------------------------------------------------------------------
 
 
