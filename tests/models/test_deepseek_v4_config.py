@@ -1,6 +1,7 @@
 """DeepSeek-V4's config: each way to write it down means the same; wrong values are named."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from tiercel.errors import ModelFormatError, UnsupportedModelError
 from tiercel.loader.mapped import TensorInfo
 from tiercel.models.config import RopeConfig
 from tiercel.models.deepseek_v4 import cache_bytes, entry_bytes, read_gguf, read_hf
+from tiercel.models.deepseek_v4_tensors import needed
 from tiercel.models.registry import hf_architecture
 from tiercel.quant_types import QuantType
 
@@ -178,6 +180,7 @@ HF_REFUSALS = [
     ("index_head_dim is 96", "power of two", {"index_head_dim": 96}),
     ("index_head_dim is 16", "at least the 32", {"index_head_dim": 16}),
     ("scoring_func is 'softmax'", "'sqrtsoftplus' alone", {"scoring_func": "softmax"}),
+    ("scoring_func is ['sqrt", "'sqrtsoftplus' alone", {"scoring_func": ["sqrtsoftplus"]}),
     ("topk_method is 'greedy'", "'noaux_tc' alone", {"topk_method": "greedy"}),
     ("hidden_act is 'gelu'", "'silu' alone", {"hidden_act": "gelu"}),
     ("hc_mult is 2", "4 streams", {"hc_mult": 2}),
@@ -301,6 +304,9 @@ GGUF_REFUSALS = [
     ("attention.head_count_kv is", "1 alone", {"attention__head_count_kv": np.array([1, 2])}),
     ("swiglu_clamp_exp differs", "clamp alike", {"swiglu_clamp_exp": np.array([1.0, 2.0])}),
     ("rope.scaling.type is 'linear'", "yarn", {"rope__scaling__type": "linear"}),
+    ("swiglu_clamp_exp is ['a']", "a number", {"swiglu_clamp_exp": ["a"]}),
+    ("swiglu_clamp_exp is nan", "finite", {"swiglu_clamp_exp": np.array([np.nan])}),
+    ("attention.head_count_kv is", "1 alone", {"attention__head_count_kv": np.array([], int)}),
 ]
 
 
@@ -385,6 +391,18 @@ def test_layers_and_bytes_of_the_released_models(values, layers, block_bytes):
     csa_inputs = 2 * 32 * (1024 + 256) * 2 * 4 * layers["csa"]
     hca_inputs = 128 * 512 * 2 * 4 * layers["hca"]
     assert long == 100 * block_bytes + window + csa_inputs + hca_inputs
+
+
+@pytest.mark.parametrize(("values", "count"), [(FLASH, 69_187), (PRO, 145_116)])
+def test_the_released_models_have_as_many_tensors(values, count):
+    """One of each weight, a scale for each in FP8 or FP4, experts one by one."""
+    fp8 = re.compile(r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|shared_experts|[eh]_proj")
+    found = 0
+    for need in needed(read_hf(values, "config.json")):
+        is_stack = len(need.shape) == 3
+        has_scale = is_stack or fp8.search(need.name) is not None
+        found += (need.shape[0] if is_stack else 1) * (2 if has_scale else 1)
+    assert found == count
 
 
 def test_a_short_sequence_holds_one_block_of_each_group():

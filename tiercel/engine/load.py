@@ -142,7 +142,8 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
     spec = resolve_spec(options.spec, options.num_spec_tokens)
     if spec.has_head and not source.config.num_mtp_layers:
         raise ArgumentError(
-            f"spec={spec.method!r}: {source.path.name} has no layers for it.",
+            f"spec={spec.method!r}: "
+            f"{source.config.no_draft_head or f'{source.path.name} has no layers for it'}.",
             hint="Use ngram, which any model can.",
         )
     model = model_class(source.family)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Final, TypeVar
 
 from tiercel.errors import ModelFormatError, UnsupportedModelError
@@ -212,10 +213,11 @@ def read_hf(values: Mapping[str, Any], file: str) -> DeepseekV4Config:
 def _check_fixed(fields: Fields, fixed: Mapping[str, Any]) -> None:
     for key, value in fixed.items():
         found = fields.get(key)
-        is_scalar = isinstance(found, str | Mapping) or not hasattr(found, "__len__")
-        entries = () if found is None else (found,) if is_scalar else tuple(found)
+        # GGUF files may say a number for each block.
+        entries = found.tolist() if hasattr(found, "tolist") else [found]
         # True is 1 in Python, not in a file.
-        if any(e != value or isinstance(e, bool) != isinstance(value, bool) for e in entries):
+        wrong = [e for e in entries if e != value or isinstance(e, bool) != isinstance(value, bool)]
+        if found is not None and (wrong or not entries):
             raise UnsupportedModelError(
                 f"{fields.file}: {fields.prefix}{key} is {found!r:.60}.",
                 hint=f"Tiercel runs DeepSeek-V4 with {value!r} alone.",
@@ -447,13 +449,16 @@ def _layer_limit(fields: Fields, key: str, default: float | None) -> float | Non
         return default
     if isinstance(value, str | Mapping) or not hasattr(value, "__len__"):
         return _limit(fields, key)
+    if not all(isinstance(entry, Real) and not isinstance(entry, bool) for entry in value):
+        raise fields.fail(key, value, "a number, or one for each block")
     entries = {float(entry) for entry in value}
     if len(entries) != 1:
         raise UnsupportedModelError(
             f"{fields.file}: {fields.prefix}{key} differs from layer to layer.",
             hint="Tiercel runs models whose layers clamp alike.",
         )
-    return _limit(Fields({key: entries.pop()}, fields.file), key)
+    whole = {fields.prefix + key: entries.pop()}
+    return _limit(Fields(whole, fields.file, fields.prefix), key)
 
 
 # --- Both --------------------------------------------------------------------------------------
