@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.dsv4_files import TINY as TINY_V4
 from tests.tiny_llm import DATA, LLAMA
 from tiercel.bench import speed
 from tiercel.bench.floor import ModelCost, model_cost
@@ -111,6 +112,19 @@ COMPUTES = Ceilings(read_gbps=1e9, tflops=1e-12)
 def test_the_floor_is_bytes_or_operations(trial, num_bytes, flops):
     assert compare_to_floor(trial, [1.0], COST, READS).floor == trial.num_tokens / num_bytes
     assert compare_to_floor(trial, [1.0], COST, COMPUTES).floor == trial.num_tokens / flops
+
+
+def test_a_step_of_deepseek_v4_reads_the_experts_of_one_token():
+    source = open_source(TINY_V4)
+    cost = model_cost(source, 2)
+    stored = source.stored
+    experts = sum(w.nbytes for n, w in stored.items() if "layers." in n and ".experts." in n)
+    main = [w for n, w in stored.items() if n.startswith("layers.") and not w.limit]
+    all_bytes = sum(weight.nbytes for weight in main)
+    assert cost.weight_bytes == 131 * 160 * 2 + all_bytes - experts + experts // 3  # 2 of 6
+    assert cost.head_weights == 131 * 160
+    assert cost.windows == {12: 4}
+    assert cost.key_bytes == 64 + 2 * 32 + 1 + 1
 
 
 def test_a_model_costs_what_its_file_holds():

@@ -8,7 +8,14 @@ import torch
 
 from tests import dsv4_files
 from tests.dsv4_files import CONFIG, released_tensors, save_folder
-from tiercel.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
+from tiercel.config import LoadOptions
+from tiercel.engine.load import resolve_config
+from tiercel.errors import (
+    ArgumentError,
+    ModelFormatError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 from tiercel.models.deepseek_v4_names import FoundName, file_name, from_gguf, from_hf
 from tiercel.models.source import open_source
 
@@ -244,6 +251,8 @@ def test_the_main_model_of_a_dspark_checkpoint(has_keys, tmp_path):
     )
     assert not any(name.startswith("mtp.") for name in source.stored)
     assert len(source.config.compress_ratios) == 4
+    with pytest.raises(ArgumentError, match=r"spec='mtp': .*\(dspark\) is not supported"):
+        resolve_config(source, LoadOptions(device="cpu", spec="mtp"))
 
 
 def test_tables_of_angles_are_passed_over(tmp_path):

@@ -4,15 +4,19 @@ A step reads every matrix once, as the file stores it, and the keys and values t
 A token costs two operations for each weight of a layer and four for each key and dimension of a
 head; the head costs only for logits that are used. The floor is the longer of the bytes at the
 read bandwidth and the operations at the rate of a large product, on a CPU the fastest product that
-a model may use. Activations are left out.
+a model may use. Activations are left out. Of routed experts a step reads those of one token at
+least, and of compressed attention the window; the floor has no more of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
+
+from tiercel.models.deepseek_v4 import DeepseekV4Config, entry_bytes
 
 if TYPE_CHECKING:
     from tiercel.models.source import ModelSource
@@ -42,6 +46,8 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
 def model_cost(source: ModelSource, key_itemsize: int) -> ModelCost:
     """The cost of a model whose keys and values take `key_itemsize` bytes each."""
     config = source.config
+    if isinstance(config, DeepseekV4Config):
+        return _sparse_cost(source, config)
     head = source.tensors[source.names.get("head.weight", source.names["embed.weight"])]
     used = {f"layers.{i}" for i in range(config.num_layers)}  # without the MTP head
     layers = [
@@ -57,6 +63,26 @@ def model_cost(source: ModelSource, key_itemsize: int) -> ModelCost:
         key_bytes=2 * config.num_kv_heads * config.head_dim * key_itemsize,
         attention_width=config.num_heads * config.head_dim,
         windows=dict(seen),
+    )
+
+
+def _sparse_cost(source: ModelSource, config: DeepseekV4Config) -> ModelCost:
+    """The same of DeepSeek-V4, with one token's experts in each step and its window alone."""
+    share = config.num_experts_per_tok / config.num_experts
+    head = source.stored["head.weight"]
+    num_bytes, num_weights = 0.0, 0.0
+    for name, weight in source.stored.items():
+        if name.startswith("layers.") and not weight.limit:
+            part = share if len(weight.shape) == 3 else 1.0
+            num_bytes += part * weight.nbytes
+            num_weights += part * math.prod(weight.shape) if len(weight.shape) > 1 else 0
+    return ModelCost(
+        weight_bytes=head.nbytes + round(num_bytes),
+        layer_weights=round(num_weights),
+        head_weights=math.prod(head.shape),
+        key_bytes=entry_bytes(config, "fp8")[0],
+        attention_width=config.num_heads * config.head_dim,
+        windows={config.sliding_window: config.num_layers},
     )
 
 

@@ -334,7 +334,7 @@ def _named(fields: Fields, key: str, count: int, known: Mapping[str, _Value]) ->
 def _fp8_block(fields: Fields) -> tuple[int, int]:
     key = "weight_block_size"
     quantization = fields.mapping("quantization_config")
-    if quantization.get("quant_method") != "fp8" or quantization.get(key) is None:
+    if quantization.get(key) is None:
         return 128, 128
     block = quantization.get(key)
     is_pair = isinstance(block, list) and len(block) == 2
