@@ -10,8 +10,9 @@ import pytest
 from tiercel.errors import ModelFormatError, UnsupportedModelError
 from tiercel.loader.mapped import TensorInfo
 from tiercel.models.config import RopeConfig
-from tiercel.models.deepseek_v4 import cache_bytes, entry_bytes, read_gguf, read_hf
+from tiercel.models.deepseek_v4 import entry_bytes, read_gguf, read_hf
 from tiercel.models.deepseek_v4_tensors import needed
+from tiercel.models.footprint import cache_bytes
 from tiercel.models.registry import hf_architecture
 from tiercel.quant_types import QuantType
 
@@ -417,3 +418,10 @@ def test_a_cpu_keeps_entries_unrounded():
     config = read_hf(FLASH, "config.json")
     long, longer = (cache_bytes(config, 128 * n, "bfloat16", "cpu") for n in (100, 101))
     assert longer - long == 21 * 32 * (512 + 128) * 4 + 20 * 512 * 4
+
+
+@pytest.mark.parametrize(("kv_dtype", "size"), [("bf16", 2), ("float32", 4)])
+def test_the_option_decides_before_the_device(kv_dtype, size):
+    config = read_hf(FLASH, "config.json")
+    long, longer = (cache_bytes(config, 128 * n, "bfloat16", "cuda", kv_dtype) for n in (9, 10))
+    assert longer - long == (21 * 32 * (512 + 128) + 20 * 512) * size

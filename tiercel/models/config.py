@@ -125,7 +125,7 @@ class Architecture:
             place of `from_gguf`.
         find_weights: ``module:function`` that checks the tensor table of a file and says where each
             weight is (`models/stored.py:FindWeights`), in place of the names of dense families.
-        cache_bytes: bytes that one sequence keeps, of a config, tokens, dtype and device type.
+        cache_bytes: bytes that one sequence keeps, of the arguments of `footprint.cache_bytes`.
     """
 
     name: str
@@ -147,7 +147,7 @@ class Architecture:
         None
     )
     find_weights: str = ""
-    cache_bytes: Callable[[ModelConfig, int, str, str], int] | None = None
+    cache_bytes: Callable[[ModelConfig, int, str, str, str], int] | None = None
 
 
 class Fields:

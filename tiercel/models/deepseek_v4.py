@@ -559,7 +559,9 @@ def entry_bytes(config: DeepseekV4Config, kv_dtype: str) -> tuple[int, int]:
     return head_dim * size, index_dim * size
 
 
-def cache_bytes(config: ModelConfig, num_tokens: int, dtype: str, device_type: str) -> int:
+def cache_bytes(
+    config: ModelConfig, num_tokens: int, dtype: str, device_type: str, kv_dtype: str
+) -> int:
     """Bytes of the blocks that one sequence holds: entries, the window, inputs of compressors.
 
     Sliding groups keep the blocks that their window touches. Inputs are float32 pairs of a value
@@ -567,7 +569,9 @@ def cache_bytes(config: ModelConfig, num_tokens: int, dtype: str, device_type: s
     """
     assert isinstance(config, DeepseekV4Config)
     del dtype  # entries have formats of their own
-    entry, index_key = entry_bytes(config, "fp8" if device_type == "cuda" else "float32")
+    if kv_dtype == "auto":
+        kv_dtype = "fp8" if device_type == "cuda" else "float32"
+    entry, index_key = entry_bytes(config, kv_dtype)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     num_csa, num_hca = config.layer_types.count("csa"), config.layer_types.count("hca")
     num_layers = config.num_layers + config.num_mtp_layers

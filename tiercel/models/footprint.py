@@ -129,7 +129,13 @@ def _drafts_only(name: str, config: ModelConfig) -> bool:
     return int(layer) >= config.num_layers
 
 
-def cache_bytes(config: ModelConfig, num_tokens: int, dtype: str, device_type: str = "cuda") -> int:
+def cache_bytes(
+    config: ModelConfig,
+    num_tokens: int,
+    dtype: str,
+    device_type: str = "cuda",
+    kv_dtype: str = "auto",
+) -> int:
     """Bytes that one sequence keeps.
 
     Of dense decoders: keys and values, in sliding layers those inside their window. Of other models
@@ -140,10 +146,11 @@ def cache_bytes(config: ModelConfig, num_tokens: int, dtype: str, device_type: s
         num_tokens: of the sequence.
         dtype: of the activations, which is that of keys and values.
         device_type: ``cpu`` or ``cuda``; some models keep another form on each.
+        kv_dtype: the option of that name, for models that have a choice.
     """
     own = architecture(config.arch, config.arch).cache_bytes
     if own is not None:
-        return own(config, num_tokens, dtype, device_type)
+        return own(config, num_tokens, dtype, device_type, kv_dtype)
     kept = [
         min(num_tokens, config.sliding_window) if kind == "sliding" else num_tokens
         for kind in config.layer_types
