@@ -144,6 +144,22 @@ def test_a_sliding_group_must_hold_the_first_step_and_a_window(
     assert not manager.can_enter(1000, next_tokens, manager.find([1])), "7 of 8 full blocks"
 
 
+def test_blocks_of_a_hit_count_for_the_window():
+    """A window of 8 in two blocks, one of which is shared with a sequence that runs."""
+    manager = CacheManager([GroupBlocks(20), GroupBlocks(9, 8)], 128, 1000)
+    tokens = [i % 50 for i in range(300)]
+    held = manager.enter(manager.find(tokens))
+    manager.grow(held, 128)
+    manager.keep(ROOT, tokens[:128], held, 0)
+    match = manager.find(tokens)
+    assert match.num_blocks == 1
+    manager.allocators[1].allocate(6)  # one is free
+    assert manager.can_enter(301, 200, match)
+    assert not manager.can_enter(301, 257, match), "its first step is in two more"
+    manager.allocators[1].allocate(1)
+    assert not manager.can_enter(301, 200, match)
+
+
 def test_usage_is_that_of_the_fullest_group():
     manager = CacheManager([GroupBlocks(11), GroupBlocks(6, 6)], SIZE, 8, has_prefix_cache=False)
     held = manager.enter(manager.find([1]))
