@@ -154,15 +154,20 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
         "max_model_len", options.max_model_len, min(longest, DEFAULT_CONTEXT), longest
     )
     utilization = resolve_share(options.gpu_memory_utilization)
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = source.family.auto_dtypes.get(device.type, dtype)
 
     def fits(dtype: str) -> bool:
         needed = weight_footprint(source, dtype, device.type, has_draft_head=spec.has_head).nbytes
-        needed += cache_bytes(source.config, max_model_len, dtype, device.type)
+        needed += cache_bytes(
+            source.config, max_model_len, dtype, device.type, model_options.kv_dtype
+        )
         return needed <= MemoryBudget(device, utilization).left()
 
     return EngineConfig(
         device=device,
-        dtype=resolve_dtype(options.dtype, device, source.format, fits),
+        dtype=resolve_dtype(dtype, device, source.format, fits),
         max_model_len=max_model_len,
         max_num_seqs=resolve_count(
             "max_num_seqs", options.max_num_seqs, MAX_SEQS[device.type], 4096

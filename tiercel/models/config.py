@@ -125,6 +125,7 @@ class Architecture:
             place of `from_gguf`.
         find_weights: ``module:function`` that checks the tensor table of a file and says where each
             weight is (`models/stored.py:FindWeights`), in place of the names of dense families.
+        auto_dtypes: what ``auto`` means by type of device, where it is not the usual dtype.
         cache_bytes: bytes that one sequence keeps, of the arguments of `footprint.cache_bytes`.
     """
 
@@ -147,6 +148,7 @@ class Architecture:
         None
     )
     find_weights: str = ""
+    auto_dtypes: Mapping[str, str] = field(default_factory=dict)
     cache_bytes: Callable[[ModelConfig, int, str, str, str], int] | None = None
 
 
