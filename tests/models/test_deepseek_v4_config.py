@@ -144,6 +144,10 @@ def test_no_limit_is_no_clamp(limit):
     assert config.shared_swiglu_limit is None
 
 
+def test_an_index_head_may_rotate_whole():
+    assert read_hf(changed(index_head_dim=32), "config.json").index_head_dim == 32
+
+
 def test_surplus_ratios_are_allowed():
     ratios = [128, 128, 4, 4, 0, 0, 0]
     config = read_hf(changed(compress_ratios=ratios), "config.json")

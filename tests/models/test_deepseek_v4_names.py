@@ -338,6 +338,15 @@ def test_experts_of_a_layer_are_stored_alike(tmp_path):
     )
 
 
+def test_float_experts_of_a_layer_have_one_type(tmp_path):
+    folder = dsv4_files.write_transformers_disk(tmp_path / "model", torch.bfloat16)
+    tensors = dsv4_files.load_file(folder / "model.safetensors")
+    name = "model.layers.1.ffn.experts.3.w1.weight"
+    tensors[name] = tensors[name].half()
+    with pytest.raises(ModelFormatError, match=f"{name}' is F16 .* BF16"):
+        open_source(save_folder(folder, tensors, dsv4_files.transformers_config()))
+
+
 def test_fp4_columns_without_the_key_of_the_config(tmp_path):
     """The experts' own type counts: some revisions have no `expert_dtype`."""
     config = {k: v for k, v in CONFIG.items() if k != "expert_dtype"} | {
