@@ -417,3 +417,21 @@ def test_a_wrong_tensor_of_a_gguf_file(name, words, tmp_path):
         open_source(path)
     assert str(caught.value).startswith(f"m.gguf: tensor '{name}': ")
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("naming", ["transformers_disk", "transformers_memory"])
+def test_transformers_itself_reads_its_namings(naming, tmp_path):
+    """The files of the other tests are what transformers has: it computes the expected logits."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = dsv4_files.WRITERS[naming](tmp_path / "model")
+    if naming == "transformers_disk":
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(dsv4_files.load_file(folder / "model.safetensors"))
+    expected = dsv4_files.load_file(dsv4_files.DATA / "expected.safetensors")
+    with torch.no_grad():
+        logits = model.eval()(expected["p1.tokens"][None], use_cache=False).logits[0]
+    torch.testing.assert_close(logits, expected["p1.logits"], atol=1e-4, rtol=0)
