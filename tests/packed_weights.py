@@ -7,6 +7,7 @@ from tiercel.ops.packed_matvec import prepare_packed
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout
 
+LAYOUTS = (Layout.FILE, Layout.SOA)  # of weights that kernels read packed
 # First bytes of the fp16 fields of a block.
 HALVES = {
     "F16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),

@@ -11,6 +11,7 @@ import torch
 from tests.fused_decode_step_model import EPS, SCALE, V_AND_DOWN, make_model
 from tests.hf_models import make_model as make_hf_model
 from tests.hf_models import own_tensors, sample_config, write_folder
+from tests.packed_weights import LAYOUTS
 from tests.tiny_llm import greedy, open_tiny
 from tiercel.layers import fused_decode_step as layers
 from tiercel.layers.attention import Attention, AttentionShape
@@ -61,7 +62,7 @@ def make_layer(parts, rope, *, layout=Layout.SOA):
 
 
 @pytest.mark.usefixtures("_here")
-@pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layers_are_packed_as_the_file_has_them(layout):
     model = make_model([V_AND_DOWN], 1, CPU)
     expected = model.weights

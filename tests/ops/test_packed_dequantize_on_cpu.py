@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from tests.ops.test_dequantize import as_tensor, random_blocks
+from tests.packed_weights import LAYOUTS
 from tiercel.kernels.packed import packed_dequantize as kernel
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.packed_repack import packed_repack
-from tiercel.quant_types import PLANES, Layout, QuantType
+from tiercel.quant_types import PLANES, QuantType
 
 TYPES = [qtype.name for qtype in PLANES]
 HALVED = ["Q6_K", "Q5_1"]  # also decoded to 16 bits: of other types that is the same code
@@ -43,7 +44,7 @@ def _all_together(built_products, chosen):
     )
 
 
-@pytest.mark.parametrize("layout", Layout, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("type_name", TYPES)
 def test_bits_are_those_of_the_op(type_name, layout, products):
     weight = make_matrix(type_name)

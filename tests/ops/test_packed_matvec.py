@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.packed_weights import (
+    LAYOUTS,
     check_dependent_launches,
     make_tokens,
     make_weight,
@@ -44,7 +45,7 @@ def test_matches_oracle(shape, qtype, device):
     part = make_weight(qtype, rows, columns, device)
     x = make_tokens(5, columns, device)
     expected = oracle.packed_matvec(x, part.planes["data"], qtype.name)
-    for layout in Layout:
+    for layout in LAYOUTS:
         weight = prepare_packed(part, layout)
         wide = torch.full((7, rows + 3), float("nan"), device=device)
         out = packed_matvec(x, weight, out=wide[1:6, 2 : rows + 2])
@@ -65,7 +66,7 @@ def test_every_size_matches_decoded_weights(rows, columns, qtype, device):
     """Each result alone, against the size of its terms: one of them may be near zero."""
     part = make_weight(qtype, rows, columns, device)
     dense = dequantize(part, torch.float32).double().cpu()
-    weights = [prepare_packed(part, layout) for layout in Layout]
+    weights = [prepare_packed(part, layout) for layout in LAYOUTS]
     for tokens in (1, 2, 3, 8, 9, 16):
         x = make_tokens(tokens, columns, device)
         exact = x.double().cpu()

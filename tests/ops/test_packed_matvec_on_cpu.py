@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops.test_packed_matvec import SMALL_BLOCKS, TOLERANCE, TYPES
-from tests.packed_weights import make_tokens, make_weight, pooled_error
+from tests.packed_weights import LAYOUTS, make_tokens, make_weight, pooled_error
 from tiercel.kernels.packed import packed_matvec as kernel
 from tiercel.kernels.packed.packed_types import num_units, tail_groups
 from tiercel.ops.packed_repack import packed_repack
@@ -82,7 +82,7 @@ def test_every_type_matches_oracle(qtype, columns, products):
     x = around[1:-1]
     expected = oracle.packed_matvec(x, part.planes["data"], qtype.name)
     results = []
-    for seed, layout in enumerate(Layout):
+    for seed, layout in enumerate(LAYOUTS):
         products.seed = seed
         products.late.append(x)  # the kernel ahead writes it
         results.append(multiply(packed_repack(part, layout), x, config_of_case(qtype, columns)))
@@ -118,7 +118,7 @@ def test_every_launch_sums_in_one_order(products):
     whole = None
     for seed, (most, config) in enumerate(reversed(LAUNCHES)):
         products.seed = seed
-        tensor = packed_repack(part, list(Layout)[seed % 2])
+        tensor = packed_repack(part, LAYOUTS[seed % 2])
         for tokens in {most, max(1, most - 3)}:
             found = multiply(tensor, x[:tokens], config)
             whole = found if whole is None else whole
@@ -149,7 +149,7 @@ def test_every_type_and_launch(qtype, stages, products):
         products.build(list(sources([(qtype, columns, config, torch.float32)])))
         part = make_weight(qtype, 33, columns, CPU)
         x = make_tokens(tokens, columns, CPU)
-        results = [multiply(packed_repack(part, layout), x, config) for layout in Layout]
+        results = [multiply(packed_repack(part, layout), x, config) for layout in LAYOUTS]
         expected = oracle.packed_matvec(x, part.planes["data"], qtype.name)
         assert pooled_error(results[0], expected, x) < TOLERANCE[qtype]
         assert torch.equal(*results)

@@ -7,6 +7,7 @@ import torch
 
 from tests.kernels.test_rtc import EVERY_ARCH, compile_here
 from tests.packed_weights import (
+    LAYOUTS,
     check_dependent_launches,
     make_tokens,
     make_weight,
@@ -33,7 +34,7 @@ SHAPES = [(5, 256), (17, 512), (129, 768), (200, 1280)]
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_matches_oracle(rows, columns, qtype, device):
     part = make_weight(qtype, rows, columns, device)
-    weights = [prepare_packed(part, layout) for layout in Layout]
+    weights = [prepare_packed(part, layout) for layout in LAYOUTS]
     x = make_tokens(300, columns, device)
     expected = oracle.packed_mmq(x, part.planes["data"], qtype.name)
     for weight, tokens in itertools.product(weights, (1, 33, 70, 300)):
@@ -90,7 +91,7 @@ def test_zeros_and_what_is_no_number(qtype, device):
 def test_every_launch_is_right(qtype, device):
     """Tokens of a CTA and CTAs of a sum, each at every value, from both layouts: same bits."""
     part = make_weight(qtype, 330, 1280, device)
-    weights = [prepare_packed(part, layout) for layout in Layout]
+    weights = [prepare_packed(part, layout) for layout in LAYOUTS]
     x = make_tokens(150, 1280, device)
     expected = oracle.packed_mmq(x, part.planes["data"], qtype.name)
     for tokens in kernel.TOKEN_TILES:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops.test_packed_mmq import TOLERANCE, TYPES
-from tests.packed_weights import make_tokens, make_weight, relative_error
+from tests.packed_weights import LAYOUTS, make_tokens, make_weight, relative_error
 from tiercel.kernels.packed import packed_mmq as kernel
 from tiercel.ops.packed_matvec import prepare_packed
 from tiercel.ops.packed_mmq import packed_mmq
@@ -78,7 +78,7 @@ def test_layouts_give_the_same_bits(qtype, products):
     """In any order of warps and CTAs."""
     weight, x = make_weight(qtype, ROWS, COLUMNS, CPU), make_tokens(7, COLUMNS, CPU)
     results = []
-    for products.seed, layout in enumerate(Layout):
+    for products.seed, layout in enumerate(LAYOUTS):
         results.append(multiply(x, packed_repack(weight, layout), CONFIGS[0]))
     assert torch.equal(*results)
 

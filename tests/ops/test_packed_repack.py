@@ -114,8 +114,10 @@ def test_same_layout_is_returned_as_it_is():
 
 def test_wrong_arguments():
     data = torch.zeros(2, 34, dtype=torch.uint8)
-    with pytest.raises(ArgumentError, match="F16 has one layout"):
+    with pytest.raises(ArgumentError, match="F16 from FILE to SOA"):
         packed_repack(QuantTensor(QuantType.F16, Layout.FILE, (2, 17), {"data": data}), Layout.SOA)
+    with pytest.raises(ArgumentError, match="Q4_K from FILE to BLOCKS"):
+        packed_repack(make_weight(QuantType.Q4_K, 3, 2), Layout.BLOCKS)
     for shape, plane in (((2, 256), data), ((2, 250), data), ((2, 256), data.int())):
         weight = QuantTensor(QuantType.Q4_K, Layout.FILE, shape, {"data": plane})
         with pytest.raises(ArgumentError, match="do not hold Q4_K"):

@@ -21,14 +21,14 @@ def packed_repack(weight: QuantTensor, layout: Layout) -> QuantTensor:
         The same weights in planes of their own; `weight` itself if it has the layout already.
 
     Raises:
-        ArgumentError: the type has no planes, or a plane does not fit the shape.
+        ArgumentError: the type or the layout has no planes, or a plane does not fit the shape.
     """
     if weight.layout is layout:
         return weight
     qtype, shape = weight.qtype, weight.shape
-    if qtype not in PLANES:
+    if qtype not in PLANES or Layout.BLOCKS in (weight.layout, layout):
         raise ArgumentError(
-            f"packed_repack: {qtype.name} has one layout, that of the file.",
+            f"packed_repack: {qtype.name} from {weight.layout.name} to {layout.name}.",
             hint=f"Types with planes: {', '.join(known.name for known in PLANES)}.",
         )
     _check(weight)
