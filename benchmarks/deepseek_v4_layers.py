@@ -10,7 +10,9 @@ shows that nothing waits for the device. Its requests are at the end of a contex
 Floor: the bytes that must move at the measured rate of reading, or the products at that of bfloat16
 matrices. Bytes are weights as they rest, of experts those that tokens choose on average; the window
 and chosen entries of each token; index keys and HCA entries of the whole context; the streams, read
-and written twice a layer. A CPU runs a sixteenth of each size.
+and written twice a layer. `workspace_bytes` is what a step allocates at its peak, its result
+included; the "workspace" slices run up to 1 M tokens of context. A CPU runs a sixteenth of each
+size.
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ class Slice:
         ratios: tokens per compressed entry of each layer.
         num_hash_layers: layers that route by token id, the first ones.
         experts: how experts rest.
-        has_whole_step: whether all sizes of steps are timed, not the smallest alone.
+        is_whole: whether all sizes of steps are timed, not some alone.
+        contexts: lengths of context at which one token and 64 are timed instead.
     """
 
     name: str
@@ -91,7 +94,8 @@ class Slice:
     ratios: list[int]
     num_hash_layers: int = 0
     experts: QuantType = QuantType.MXFP4
-    has_whole_step: bool = False
+    is_whole: bool = False
+    contexts: tuple[int, ...] = ()
 
     def config(self, device: torch.device) -> DeepseekV4Config:
         """The shape of these layers, on a CPU smaller."""
@@ -112,10 +116,14 @@ def slices() -> list[Slice]:
     found.append(Slice("Flash, CSA layer, hash routing", FLASH, [CSA_RATIO], 1))
     found += [Slice(f"Pro, {kind} layer", PRO, [kinds[kind]]) for kind in ("CSA", "HCA")]
     four = [0, CSA_RATIO, HCA_RATIO, CSA_RATIO]
-    found.append(Slice("Flash, 4 layers", FLASH, four, 2, has_whole_step=True))
+    found.append(Slice("Flash, 4 layers", FLASH, four, 2, is_whole=True))
     nvfp4 = Slice("Flash, 4 layers, NVFP4 experts", FLASH, four, 2, QuantType.NVFP4)
     q2_k = Slice("Flash, 43 layers, Q2_K experts", FLASH, FLASH_RATIOS, 3, QuantType.Q2_K)
-    return [*found, nvfp4, replace(q2_k, has_whole_step=True)]
+    for kind in ("CSA", "HCA"):
+        name, ratios = f"Flash, {kind} layer, workspace", [kinds[kind]]
+        contexts = tuple(1 << bits for bits in range(12, 21, 2))
+        found.append(Slice(name, FLASH, ratios, contexts=contexts))
+    return [*found, nvfp4, replace(q2_k, is_whole=True)]
 
 
 class RandomWeights:
@@ -162,10 +170,11 @@ class RandomWeights:
         return scores.topk(topk, dim=1).indices
 
     def _randn(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=self._generator, device=self.device)
+        drawn: Tensor = torch.randn(shape, generator=self._generator, device=self.device)
+        return drawn
 
     def _normal(self, shape: tuple[int, ...]) -> Tensor:
-        return self._randn(shape) / shape[-1] ** 0.5
+        return self._randn(shape) / math.sqrt(shape[-1])
 
     def _bytes(self, *shape: int) -> Tensor:
         """Random bytes."""
@@ -221,12 +230,14 @@ class Step:
         return self.num_reqs * self.query_len
 
 
-def steps(device: torch.device, *, is_whole: bool) -> list[Step]:
+def steps(device: torch.device, part: Slice) -> list[Step]:
     """Decode of 1, 8 and 64 requests, and a prompt."""
     if device.type == "cpu":
         return [Step(1, 1, 512), Step(1, 256, 256)]
+    if part.contexts:
+        return [Step(1, count, length) for length in part.contexts for count in (1, 64)]
     long = 131072
-    if not is_whole:
+    if not part.is_whole:
         return [Step(1, 1, 8192), Step(8, 1, 8192), Step(64, 1, 8192), Step(1, 1, long)]
     decode = [Step(count, 1, length) for length in (8192, long) for count in (1, 8, 64)]
     return [*decode, Step(1, 4096, 4096)]
@@ -298,6 +309,18 @@ def floor_flops(model: DeepseekV4, step: Step) -> int:
     return flops
 
 
+def measure_workspace(model: DeepseekV4, batch: Batch) -> tuple[Tensor, int]:
+    """The states of a step, and the bytes that it allocates at its peak; 0 on a CPU."""
+    device = batch.rows.device
+    if device.type == "cpu":
+        return model.forward(batch), 0
+    model.forward(batch)  # loads kernels and libraries
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    out = model.forward(batch)
+    return out, torch.cuda.max_memory_allocated(device) - before
+
+
 def time_step(call: Callable[[], object], step: Step, device: torch.device) -> list[float]:
     """Microseconds; a decode step on a GPU is replayed from a graph."""
     if device.type == "cuda" and step.query_len == 1:
@@ -313,9 +336,9 @@ def measure(
     weights = RandomWeights(config, device, part.experts)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     reader = cast("WeightReader", weights)
-    model = DeepseekV4(config, reader, dtype, 1 << 18, ModelOptions(kv_dtype="fp8"))
+    model = DeepseekV4(config, reader, dtype, 1 << 20, ModelOptions(kv_dtype="fp8"))
     groups, rows = group_specs(model.cache_specs()), []
-    for step in steps(device, is_whole=part.has_whole_step):
+    for step in steps(device, part):
         pools, tables = make_pools(groups, step, device)
         model.bind_cache(pools)
         batch = make_timing_batch(step.num_reqs, step.query_len, step.context_len, tables)
@@ -338,7 +361,7 @@ def _row(
 ) -> dict[str, Any]:
     step, batch = timed
     device = batch.rows.device
-    out = model.forward(batch)
+    out, workspace_bytes = measure_workspace(model, batch)
     if not bool(out.isfinite().all()):
         raise SystemExit(f"{part.name}: the states are not finite; not timed")
     samples = time_step(lambda: model.forward(batch), step, device)
@@ -353,6 +376,7 @@ def _row(
         "is_graph": device.type == "cuda" and step.query_len == 1,
         "median_us": round(median_us, 1),
         "samples": len(samples),
+        "workspace_bytes": workspace_bytes,
         "weight_bytes": sum(weights.num_bytes.values()),
         "bytes": num_bytes,
         "flops": flops,
