@@ -18,7 +18,7 @@ _SWITCHES = tuple(
     for name in (
         *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "PREFILL_MMQ", "FUSED_GEMM"),
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
-        "SYNC_DEBUG",
+        *("SYNC_DEBUG", "MOE_KERNEL"),
     )
 )
 _SETTINGS = (
@@ -102,6 +102,11 @@ def has_prefill_gemm() -> bool:
     ``TIERCEL_EXACT`` keeps them there, because only its bits do not depend on their number.
     """
     return read_flag("TIERCEL_PREFILL_GEMM", default=True) and not is_exact()
+
+
+def has_moe_kernel() -> bool:
+    """Whether ``TIERCEL_MOE_KERNEL`` lets kernels multiply by routed experts as they are stored."""
+    return read_flag("TIERCEL_MOE_KERNEL", default=True)
 
 
 def has_fused_gemm() -> bool:

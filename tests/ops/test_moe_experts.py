@@ -161,7 +161,7 @@ def test_tiles_suffice_for_any_routing():
 
 def test_each_pair_is_in_one_tile_of_its_expert(device):
     ids = torch.randint(0, 7, (50, 3), device=device)
-    tiles = torch_ops.make_tiles(ids, 7)
+    tiles = torch_ops.make_tiles(ids, 7, *torch_ops.select_tiles(ids.numel(), 7))
     real = tiles.pairs < 150
     assert torch.equal(tiles.pairs[real].sort().values, torch.arange(150, device=device))
     experts = tiles.experts[:, None].expand_as(tiles.pairs)[real]

@@ -85,11 +85,12 @@ class MoE:
         """
         ids, weights = self.router(x, token_ids)
         routed = moe_experts(
-            x.to(torch.float32),  # the sum of both is rounded once
+            x,
             ids,
             weights,
             self.experts,
             limit=self.limit,
             rounds_activations=self.rounds_activations,
+            out_dtype=torch.float32,  # the sum of both is rounded once
         )
         return routed.add_(self.shared(x))

@@ -107,7 +107,7 @@ def quantize_fp8(weight: Tensor, block: tuple[int, int], has_e8m0: bool) -> tupl
     tiles = groups(tiles, block[0])  # (..., block, col groups, row groups, block)
     amax = tiles.abs().amax(dim=(-4, -1)).transpose(-2, -1).clamp(min=FP8_LEAST_AMAX)
     scale = quotient(amax, E4M3_MAX)
-    scale = e8m0_ceil(scale) if has_e8m0 else scale.contiguous()
+    scale = (e8m0_ceil(scale) if has_e8m0 else scale).contiguous()
     full = spread(spread(scale_values(scale), block[0], -2, out), block[1], -1, cols)
     return e4m3(weight.float() / full), scale
 

@@ -5,12 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiercel import env
 from tiercel.errors import ArgumentError
+from tiercel.kernels.moe.moe_experts import (
+    MAX_SORTED,
+    StackPlanes,
+    launch_moe_experts,
+    launch_moe_tiles,
+)
 from tiercel.ops import moe_experts_torch as torch_ops
 from tiercel.ops.moe_experts_torch import Experts
 from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Rows of a tile for the kernels, and the pairs an expert has on average from which they are many.
+FEW_ROWS, MANY_ROWS = 16, 64
+_MANY_PAIRS = 8
+_FP8_COLUMNS = 128  # of a step of the kernels, at most: a scale must hold for whole ones
+_STORED_FLOATS = {
+    QuantType.F32: torch.float32,
+    QuantType.F16: torch.float16,
+    QuantType.BF16: torch.bfloat16,
+}
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
@@ -47,12 +64,15 @@ def moe_experts(
     *,
     limit: float | None,
     rounds_activations: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Sum over a token's experts of weight * w2 swiglu(w1 x, w3 x).
 
-    Choice: the pairs (token, slot) are sorted by expert into padded tiles of one expert each, and
-    the products are batched over tiles whose experts were decoded. The number of tiles follows
-    from the shapes, so there is no host sync, and the op can be captured in a CUDA graph.
+    Choice: the pairs (token, slot) are sorted by expert into padded tiles of one expert each. On a
+    GPU, kernels decode weights on their way to the tensor cores for x of 16 bits and the formats of
+    `kernels/moe/moe_experts.py`; else products are batched over tiles whose experts were decoded.
+    The number of tiles follows from the shapes, so there is no host sync, and the op can be
+    captured in a CUDA graph.
 
     Args:
         x: (T, hidden), float32, bfloat16 or float16, with any strides.
@@ -64,11 +84,13 @@ def moe_experts(
         limit: of the clamped SwiGLU, > 0; None for no clamp.
         rounds_activations: the inputs of all products are rounded to FP8 in groups of 128, as in
             the published code (native numerics).
+        out_dtype: of the result; None for that of x.
 
     Returns:
-        (T, hidden), contiguous, dtype of x. Float32 inside; the slots are added in their order, and
-        the sum is rounded once. Memory: about 1 GB of decoded weights (one expert's if that is
-        more), and 4 * hidden * T * topk bytes.
+        (T, hidden), contiguous. Float32 inside, but the kernels round the activations before w2 to
+        the dtype of x; the slots are added in their order, and the sum is rounded once. Memory: 4
+        * hidden * T * topk bytes, and without kernels about 1 GB of decoded weights (one expert's
+        if that is more).
 
     Raises:
         ArgumentError: shapes or dtypes disagree, or the limit is not positive.
@@ -95,11 +117,94 @@ def moe_experts(
         )
     _check_limit("moe_experts", limit)
     _check_experts(experts, x.shape[1])
+    out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
     if x.shape[0] == 0:
-        return torch.empty_like(x)
-    tiles = torch_ops.make_tiles(ids, experts.num_experts)
+        return out
+    stacks = kernel_stacks(experts)
+    takes_x = x.dtype == torch.bfloat16 or (
+        x.dtype == torch.float16 and all(stack.kind != "NVFP4" for stack in stacks or ())
+    )
+    if stacks and takes_x and x.is_cuda and not rounds_activations and env.has_moe_kernel():
+        run_kernels(out, x, ids, weights, stacks, limit)
+        return out
+    rows, num_tiles = torch_ops.select_tiles(ids.numel(), experts.num_experts)
+    tiles = torch_ops.make_tiles(ids, experts.num_experts, rows, num_tiles)
     pairs = torch_ops.run_experts(x.float(), tiles, weights, experts, limit, rounds_activations)
-    return torch_ops.sum_slots(pairs, ids.shape[1]).to(x.dtype)
+    return out.copy_(torch_ops.sum_slots(pairs, ids.shape[1]))
+
+
+def kernel_stacks(experts: Experts) -> tuple[StackPlanes, StackPlanes, StackPlanes] | None:
+    """The stacks as the kernels read them; None for a format or a mix that they do not."""
+    gate, up, down = (_planes(stack) for stack in (experts.w1, experts.w3, experts.w2))
+    if gate is None or up is None or down is None:
+        return None
+    same = (gate.kind, gate.strides, gate.is_divisor, gate.block, gate.q.dtype)
+    if same != (up.kind, up.strides, up.is_divisor, up.block, up.q.dtype):
+        return None
+    return gate, up, down
+
+
+def _planes(weight: Tensor | QuantTensor) -> StackPlanes | None:
+    if not isinstance(weight, QuantTensor):
+        made: StackPlanes | None = StackPlanes("FLOAT", weight)
+    elif weight.layout is Layout.FILE:
+        made = _file_planes(weight)
+    else:
+        made = _block_planes(weight)
+    is_plain = made is not None and all(tensor.is_contiguous() for tensor in made.tensors)
+    return made if is_plain else None
+
+
+def _file_planes(weight: QuantTensor) -> StackPlanes | None:
+    data = weight.planes["data"]
+    if weight.qtype in _STORED_FLOATS:
+        return StackPlanes("FLOAT", data.view(_STORED_FLOATS[weight.qtype]))
+    return StackPlanes("Q2_K", data) if weight.qtype is QuantType.Q2_K else None
+
+
+def _block_planes(weight: QuantTensor) -> StackPlanes | None:
+    planes, kind = weight.planes, weight.qtype.name
+    has_split_steps = kind == "FP8_BLOCK" and weight.block[1] % _FP8_COLUMNS != 0
+    if weight.layout is not Layout.BLOCKS or has_split_steps:
+        return None
+    total = planes.get("global_scale", planes.get("divisor"))
+    return StackPlanes(kind, planes["q"], planes["scale"], total, "divisor" in planes, weight.block)
+
+
+def run_kernels(
+    out: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    stacks: tuple[StackPlanes, StackPlanes, StackPlanes],
+    limit: float | None,
+) -> None:
+    """Sort the pairs into tiles, and multiply them by kernels.
+
+    Args:
+        out: (T, hidden) float, written; T > 0.
+        x: (T, hidden) bfloat16 or float16.
+        ids: (T, topk) int64.
+        weights: (T, topk) float32.
+        stacks: of `kernel_stacks`.
+        limit: of the clamped SwiGLU; None for no clamp.
+    """
+    num_pairs, num_experts = ids.numel(), stacks[0].q.shape[0]
+    rows = FEW_ROWS if num_pairs <= _MANY_PAIRS * num_experts else MANY_ROWS
+    num_tiles = torch_ops.most_tiles(num_pairs, num_experts, rows)
+    if num_pairs <= MAX_SORTED:
+        tiles = torch.empty(num_tiles, dtype=torch.int64, device=x.device)
+        pairs = torch.empty((num_tiles, rows), dtype=torch.int64, device=x.device)
+        first = torch.empty(num_experts, dtype=torch.int32, device=x.device)
+        launch_moe_tiles(tiles, pairs, ids.reshape(-1).contiguous(), first)
+    else:
+        made = torch_ops.make_tiles(ids, num_experts, rows, num_tiles)
+        tiles, pairs = made.experts, made.pairs
+    h = torch.empty((num_pairs, stacks[0].q.shape[1]), dtype=x.dtype, device=x.device)
+    y = torch.empty((num_pairs, x.shape[1]), dtype=torch.float32, device=x.device)
+    launch_moe_experts(
+        out, x.contiguous(), (tiles, pairs), weights.contiguous(), stacks, limit, (h, y)
+    )
 
 
 def _check_limit(name: str, limit: float | None) -> None:

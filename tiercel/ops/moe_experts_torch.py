@@ -30,7 +30,12 @@ _MOST_ROWS = 64
 def select_tiles(num_pairs: int, num_experts: int) -> tuple[int, int]:
     """Rows of a tile, and the number of tiles that suffices for any routing. Pure."""
     rows = next((rows for limit, rows in _TILE_ROWS if num_pairs <= limit), _MOST_ROWS)
-    return rows, min(num_pairs, num_pairs // rows + num_experts)
+    return rows, most_tiles(num_pairs, num_experts, rows)
+
+
+def most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
+    """The number of tiles that suffices for any routing. Pure."""
+    return min(num_pairs, num_pairs // rows + num_experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +52,9 @@ class Tiles:
     pairs: Tensor
 
 
-def make_tiles(ids: Tensor, num_experts: int) -> Tiles:
+def make_tiles(ids: Tensor, num_experts: int, rows: int, num_tiles: int) -> Tiles:
     """Sort the pairs of (T, topk) ids by expert and cut them into tiles."""
     num_pairs = ids.numel()
-    rows, num_tiles = select_tiles(num_pairs, num_experts)
     sorted_ids, order = torch.sort(ids.flatten(), stable=True)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
     counts.scatter_add_(0, sorted_ids, torch.ones_like(sorted_ids))

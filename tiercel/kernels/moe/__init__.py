@@ -1,0 +1,1 @@
+"""Device code of mixtures of experts: routing, tiles of one expert, products by packed weights."""
