@@ -76,14 +76,19 @@ def moe_tiles_kernel(
 
 
 @triton.jit
-def _e2m1(codes, scale):
-    """Bfloat16 of E2M1 codes (n, groups, bytes) times scales (n, groups) float32, exact.
+def _e2m1(words, scale, SIGN: tl.constexpr, SIZE: tl.constexpr):
+    """Bfloat16 of E2M1 codes (n, groups, bytes) times scales (n, groups), 2^-26 of them, exact.
 
-    As float16 bits a code is its value times 2^-14.
+    As float32 bits a code is its value times 2^-126; a conversion of integers would take longer.
+
+    Args:
+        words: int32 with the codes.
+        scale: float32, times 2^100.
+        SIGN: shift that brings the sign to bit 31.
+        SIZE: shift that brings the other bits to bits 24 to 22.
     """
-    bits = ((codes & 7).to(tl.uint16) << 9) | ((codes & 8).to(tl.uint16) << 12)
-    value = bits.to(tl.float16, bitcast=True).to(tl.float32)
-    return (value * (16384.0 * scale)[:, :, None]).to(tl.bfloat16)
+    bits = ((words << SIGN) & -2147483648) | ((words << SIZE) & 0x01C00000)
+    return (bits.to(tl.float32, bitcast=True) * scale[:, :, None]).to(tl.bfloat16)
 
 
 @triton.jit
@@ -124,8 +129,10 @@ def _add_nvfp4(
     scale_ptrs = scale_ptr + n[:, None] * (COLS // 16) + group[None, :]
     is_group = is_out[:, None] & (group < COLS // 16)[None, :]
     scale = tl.load(scale_ptrs, mask=is_group, other=0.0).to(tl.float32)
-    even = tl.reshape(_e2m1(q & 15, scale), (BLOCK_N, BLOCK_K // 2))
-    odd = tl.reshape(_e2m1(q >> 4, scale), (BLOCK_N, BLOCK_K // 2))
+    scale *= 1267650600228229401496703205376.0  # 2^100
+    words = q.to(tl.int32)
+    even = tl.reshape(_e2m1(words, scale, 28, 22), (BLOCK_N, BLOCK_K // 2))
+    odd = tl.reshape(_e2m1(words, scale, 24, 18), (BLOCK_N, BLOCK_K // 2))
     column = start + 2 * tl.arange(0, BLOCK_K // 2)
     acc = tl.dot(even, _tokens(x_ptr, offsets, is_row, column, COLS), acc)
     return tl.dot(odd, _tokens(x_ptr + 1, offsets, is_row, column, COLS), acc)
@@ -144,14 +151,17 @@ def _add_q2_k(
     dmin = _float16_at(block_ptrs + 82, is_out)
     byte = tl.arange(0, 32)
     code_ptrs = block_ptrs[:, None] + 16 + 32 * half + byte[None, :]
-    codes = tl.load(code_ptrs, mask=is_out[:, None], other=0)
+    codes = tl.load(code_ptrs, mask=is_out[:, None], other=0).to(tl.int32)
     for shift in tl.static_range(4):
         pair_ptrs = block_ptrs[:, None] + 8 * half + 2 * shift + tl.arange(0, 2)[None, :]
         packed = tl.load(pair_ptrs, mask=is_out[:, None], other=0)
-        scale = (d[:, None] * (packed & 15).to(tl.float32))[:, :, None]
-        low = (dmin[:, None] * (packed >> 4).to(tl.float32))[:, :, None]
-        code = tl.reshape((codes >> (2 * shift)) & 3, (BLOCK_N, 2, 16)).to(tl.float32)
-        w = tl.reshape(scale * code - low, (BLOCK_N, 32)).to(x_ptr.dtype.element_ty)
+        # A code c in the mantissa's first bits is 1 + c / 4, without a conversion of integers.
+        scale = 4.0 * d[:, None] * (packed & 15).to(tl.float32)
+        low = scale + dmin[:, None] * (packed >> 4).to(tl.float32)
+        bits = ((codes << (21 - 2 * shift)) & 0x600000) | 0x3F800000
+        code = tl.reshape(bits, (BLOCK_N, 2, 16)).to(tl.float32, bitcast=True)
+        w = code * scale[:, :, None] - low[:, :, None]
+        w = tl.reshape(w, (BLOCK_N, 32)).to(x_ptr.dtype.element_ty)
         x = _tokens(x_ptr, offsets, is_row, start + 32 * shift + byte, COLS)
         acc = tl.dot(w, x, acc)
     return acc
@@ -226,6 +236,7 @@ def _raised(acc, total_ptr, expert, FORMAT: tl.constexpr, IS_DIVISOR: tl.constex
     """Sums with the factor of the whole matrix."""
     if FORMAT == 1:
         total = tl.load(total_ptr + expert)
+        acc = acc * 67108864.0  # 2^26, which `_e2m1` leaves out
         acc = acc / total if IS_DIVISOR else acc * total
     return acc
 
