@@ -89,6 +89,79 @@ def test_mxfp4_of_a_wide_range_is_refused(device):
         op.mxfp4_to_nvfp4(block_quantize(weight, QuantType.FP8_BLOCK))
 
 
+def make_wide(exponents, device, *, codes=None):
+    """Random MXFP4 of a row a list of exponents: a group of 32 for each."""
+    scale = torch.tensor(exponents, dtype=torch.int32).add(127).to(torch.uint8)
+    if codes is None:
+        codes = torch.randint(0, 16, (*scale.shape, 32), dtype=torch.uint8)
+    q = (codes[..., 0::2] | codes[..., 1::2] << 4).flatten(-2)
+    return blocks_of(QuantType.MXFP4, q.to(device), scale.to(device))
+
+
+def least_error(weight):
+    """Squared error of the best NVFP4 matrix: all global and E4M3 scales are tried, in float64."""
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    grid = op.e2m1_decode(torch.arange(8, dtype=torch.uint8)).double()
+    parts = weight.double().abs().cpu().unflatten(-1, (-1, 16)).flatten(0, -2)
+    top = int(weight.abs().max().log2().ceil())
+    found = []
+    for power in range(top - 16, top - 4):
+        values = (grid * scales[:, None] * 2.0**power).unsqueeze(-1)  # (126, 8, 1)
+        errors = torch.stack(
+            [((values - row).abs().amin(1) ** 2).sum(-1).min() for row in parts.unsqueeze(1)]
+        )
+        found.append(errors.sum())
+    return float(torch.stack(found).min())
+
+
+@pytest.mark.parametrize("small", [None, 1, 3, 5], ids=["any", "0.5", "1.5", "3"])
+@pytest.mark.parametrize("span", [19, 20, 21, 23, 30])
+def test_mxfp4_of_a_wide_range_is_rounded_as_well_as_can_be(span, small, device):
+    """Nibbles of the largest group may leave room: up to 3 they can be doubled."""
+    exponents = [[4, 4 - span // 2], [5 - span, 3]]
+    codes = torch.randint(0, 16, (2, 2, 32), dtype=torch.uint8)
+    if small is not None:
+        codes[0, 0] %= small + 1
+        codes[1, 1] %= 6  # at most 3, one power lower
+        codes[0, 0, ::2] = small
+    codes[1, 0, 5] = 7
+    blocks = make_wide(exponents, device, codes=codes)
+    assert op.mxfp4_span(blocks).tolist() == span
+    target = op.mxfp4_to_nvfp4_rounded(blocks)
+    target.check("test")
+    weight = dequantize(blocks, torch.float32)
+    change = (dequantize(target, torch.float32) - weight).double()
+    assert float((change**2).sum()) == pytest.approx(least_error(weight), rel=1e-9)
+    assert torch.equal(change[0, :32], torch.zeros(32, device=device, dtype=torch.float64))
+
+
+def test_rounding_keeps_what_is_exact(device):
+    """A matrix within the range has the same values, and one of zeros stays one."""
+    data = case("codec", device)
+    source = blocks_of(QuantType.MXFP4, data["mxfp4.q"], data["mxfp4.scale"])
+    target = op.mxfp4_to_nvfp4_rounded(source)
+    assert torch.equal(dequantize(target, torch.float32), data["mxfp4.deq"])
+    zeros = make_wide([[-127, 100]], device, codes=torch.zeros(1, 2, 32, dtype=torch.uint8))
+    for convert in (op.mxfp4_to_nvfp4, op.mxfp4_to_nvfp4_rounded):
+        assert not dequantize(convert(zeros), torch.float32).any()
+    assert op.mxfp4_span(zeros).tolist() == 0
+    with pytest.raises(ArgumentError, match="the weights are NVFP4 in layout BLOCKS"):
+        op.mxfp4_to_nvfp4_rounded(target)
+
+
+def test_a_stack_is_rounded_matrix_by_matrix(device):
+    matrices = [make_wide([[0, -20, 3]], device), make_wide([[-7, -7, -30]], device)]
+    planes = {
+        name: torch.stack([matrix.planes[name] for matrix in matrices]) for name in ("q", "scale")
+    }
+    stack = QuantTensor(QuantType.MXFP4, Layout.BLOCKS, (2, 1, 96), planes)
+    out = dequantize(op.mxfp4_to_nvfp4_rounded(stack), torch.float32)
+    for number, matrix in enumerate(matrices):
+        alone = dequantize(op.mxfp4_to_nvfp4_rounded(matrix), torch.float32)
+        assert torch.equal(out[number], alone)
+    assert op.mxfp4_span(stack).tolist() == [24, 24]
+
+
 def test_e2m1_rounds_as_the_reference(device):
     data = case("codec.e2m1", device)
     assert torch.equal(op.e2m1_encode(data["in"]), data["code"])

@@ -10,6 +10,7 @@ from tiercel.ops import block_quantize_torch as torch_ops
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import FP4_GROUPS, Layout, QuantType
 
+MAX_EXACT_SPAN = 18  # powers of two that E4M3 holds, 2^-9 to 2^8
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -77,6 +78,27 @@ def block_quantize(
     return QuantTensor(qtype, Layout.BLOCKS, shape, planes)
 
 
+def mxfp4_span(blocks: QuantTensor) -> Tensor:
+    """Powers of two from the least to the largest scale in use of each MXFP4 matrix.
+
+    A scale is in use if its group holds a value other than zero.
+
+    Args:
+        blocks: MXFP4 in layout BLOCKS, a matrix or a stack.
+
+    Returns:
+        (...) int32, the leading dimensions: 1 for equal scales, 0 for a matrix of zeros.
+
+    Raises:
+        ArgumentError: another format.
+    """
+    _check_mxfp4("mxfp4_span", blocks)
+    exponents, is_used = torch_ops.mxfp4_exponents(blocks.planes["q"], blocks.planes["scale"])
+    top = torch.where(is_used, exponents, -256).amax(dim=(-2, -1))
+    bottom = torch.where(is_used, exponents, 256).amin(dim=(-2, -1))
+    return (top - bottom + 1).clamp(min=0)
+
+
 def mxfp4_to_nvfp4(blocks: QuantTensor) -> QuantTensor:
     """Rewrite MXFP4 weights as NVFP4 with the same nibbles and exactly the same values.
 
@@ -91,37 +113,79 @@ def mxfp4_to_nvfp4(blocks: QuantTensor) -> QuantTensor:
         NVFP4 with a global scale of 2^-G per matrix; `q` is shared.
 
     Raises:
-        ArgumentError: another format, or scales in use of a matrix that span more than 18 powers
-            of two.
+        ArgumentError: another format, or scales in use of a matrix that span more than
+            `MAX_EXACT_SPAN` powers of two.
 
     Source: E4M3 holds the powers 2^-9 to 2^8.
     """
-    if (blocks.qtype, blocks.layout) != (QuantType.MXFP4, Layout.BLOCKS):
-        raise ArgumentError(
-            f"mxfp4_to_nvfp4: the weights are {blocks.qtype.name} in layout {blocks.layout.name}.",
-            hint="Pass MXFP4 in layout BLOCKS.",
-        )
-    blocks.check("mxfp4_to_nvfp4")
-    q, powers = blocks.planes["q"], blocks.planes["scale"]
-    parts = q.unflatten(-1, (powers.shape[-1], 16))
-    is_used = ((parts & 0x77) != 0).any(-1)
-    exponents = powers.int() - 127
+    _check_mxfp4("mxfp4_to_nvfp4", blocks)
+    q = blocks.planes["q"]
+    exponents, is_used = torch_ops.mxfp4_exponents(q, blocks.planes["scale"])
     top = torch.where(is_used, exponents, -126).amax(dim=(-2, -1))
     shifted = exponents - top[..., None, None] + 8
     if bool((is_used & (shifted < -9)).any()):
         raise ArgumentError(
-            "mxfp4_to_nvfp4: the scales in use span more than 18 powers of two.",
-            hint="Keep this tensor in MXFP4, or quantise its decoded weights with an error report.",
+            f"mxfp4_to_nvfp4: the scales in use span more than {MAX_EXACT_SPAN} powers of two.",
+            hint="Keep this tensor in MXFP4, or round it by mxfp4_to_nvfp4_rounded.",
         )
     scale = torch.exp2(shifted.clamp(-9, 8).float()).to(torch.float8_e4m3fn)
     doubled = torch_ops.spread(scale.view(torch.uint8), 2, -1, 2 * scale.shape[-1])
-    total = torch.exp2((top - 8).float())
+    return _nvfp4(blocks.shape, q, doubled, top)
+
+
+def mxfp4_to_nvfp4_rounded(blocks: QuantTensor) -> QuantTensor:
+    """Rewrite MXFP4 weights of any range as NVFP4 with the least squared error.
+
+    Only groups whose scale E4M3 does not hold get other nibbles. The largest groups are never
+    rounded, since an error there exceeds all that the small ones can lose: the global scale is
+    lowered as far as nibbles of the largest groups can be doubled (6 is the largest value) to
+    make up for it. Groups below the range take the least scale, 2^-9, and round.
+
+    Args:
+        blocks: MXFP4 in layout BLOCKS, a matrix or a stack.
+
+    Returns:
+        NVFP4 with a global scale of 2^-G per matrix.
+
+    Raises:
+        ArgumentError: another format.
+
+    Source: E4M3 holds the powers 2^-9 to 2^8; a test tries every scale.
+    """
+    _check_mxfp4("mxfp4_to_nvfp4_rounded", blocks)
+    q = blocks.planes["q"]
+    exponents, _ = torch_ops.mxfp4_exponents(q, blocks.planes["scale"])
+    codes = torch_ops.groups(torch_ops.unpack_nibbles(q), 16)
+    exponents = torch_ops.spread(exponents, 2, -1, codes.shape[-2])
+    largest = (codes & 7).amax(-1)
+    doublings = torch_ops.e2m1_doublings(largest)
+    top = torch.where(largest > 0, exponents - doublings, -126).amax(dim=(-2, -1))
+    shifted = exponents - top[..., None, None] + 8
+    power = shifted.clamp(-9, 8)
+    # Of zeros alone `shifted` has no bounds; 6 * 2^-16 rounds to zero as anything below does.
+    factor = torch.exp2((shifted - power).clamp(-16, 3).float())
+    rounded = torch_ops.e2m1_codes(torch_ops.e2m1_values(codes) * factor.unsqueeze(-1))
+    scale = torch.exp2(power.float()).to(torch.float8_e4m3fn).view(torch.uint8)
+    return _nvfp4(blocks.shape, torch_ops.pack_nibbles(rounded.flatten(-2)), scale, top)
+
+
+def _check_mxfp4(name: str, blocks: QuantTensor) -> None:
+    if (blocks.qtype, blocks.layout) != (QuantType.MXFP4, Layout.BLOCKS):
+        raise ArgumentError(
+            f"{name}: the weights are {blocks.qtype.name} in layout {blocks.layout.name}.",
+            hint="Pass MXFP4 in layout BLOCKS.",
+        )
+    blocks.check(name)
+
+
+def _nvfp4(shape: tuple[int, ...], q: Tensor, scale: Tensor, top: Tensor) -> QuantTensor:
+    """NVFP4 of E4M3 scale bytes, whose 2^8 stands for 2^top."""
     planes = {
         "q": q,
-        "scale": doubled.contiguous().view(torch.float8_e4m3fn),
-        "global_scale": total,
+        "scale": scale.contiguous().view(torch.float8_e4m3fn),
+        "global_scale": torch.exp2((top - 8).float()),
     }
-    return QuantTensor(QuantType.NVFP4, Layout.BLOCKS, blocks.shape, planes)
+    return QuantTensor(QuantType.NVFP4, Layout.BLOCKS, shape, planes)
 
 
 def e2m1_encode(x: Tensor) -> Tensor:

@@ -46,6 +46,20 @@ def e2m1_values(codes: Tensor) -> Tensor:
     return (((bits & 7) << 9) | ((bits & 8) << 12)).view(torch.float16).float() * 2.0**14
 
 
+def e2m1_doublings(largest: Tensor) -> Tensor:
+    """How often all values of a group can be doubled exactly, by its largest magnitude code.
+
+    0.5 becomes 4 in three steps, 1 and 1.5 become 4 and 6 in two, 2 and 3 in one.
+    """
+    return largest.new_tensor((0, 3, 2, 2, 1, 1, 0, 0), dtype=torch.int32)[largest.int()]
+
+
+def mxfp4_exponents(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Exponents of E8M0 bytes, int32, and whether their group holds a value other than zero."""
+    parts = q.unflatten(-1, (scale.shape[-1], 16))
+    return scale.int() - 127, ((parts & 0x77) != 0).any(-1)
+
+
 def pack_nibbles(codes: Tensor) -> Tensor:
     """Two codes a byte, (..., n) to (..., n / 2): the even element in bits 0 to 3."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
