@@ -22,6 +22,7 @@ COMMANDS = [
     "score",
     "inspect",
     "pull",
+    "convert",
     "bench",
     "bench serve",
     "bench throughput",

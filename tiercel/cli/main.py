@@ -26,6 +26,7 @@ from tiercel.cli.bench_serve import bench_serve
 from tiercel.cli.bench_speed import bench_speed
 from tiercel.cli.bench_throughput import bench_throughput
 from tiercel.cli.chat import chat
+from tiercel.cli.convert import convert
 from tiercel.cli.doctor import doctor
 from tiercel.cli.generate import generate
 from tiercel.cli.help import CompactFormatter
@@ -59,6 +60,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "score": score,
     "inspect": inspect_model,
     "pull": pull,
+    "convert": convert,
     "bench serve": bench_serve,
     "bench throughput": bench_throughput,
     "bench speed": bench_speed,
@@ -95,6 +97,10 @@ _EXAMPLES = {
     "pull": (
         "tiercel pull owner/name:Q4_K_M",
         "tiercel pull owner/name --list",
+    ),
+    "convert": (
+        "tiercel convert DeepSeek-V4-Flash DeepSeek-V4-Flash-NVFP4",
+        "tiercel convert DeepSeek-V4-Flash DeepSeek-V4-Flash-NVFP4 --max-error 0 --force",
     ),
     "bench": (
         "tiercel bench -m model.gguf --json out.json",

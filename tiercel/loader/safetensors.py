@@ -145,6 +145,17 @@ def _read_shards(
     return SafetensorsFiles(folder, tensors, files)
 
 
+def read_shapes(files: SafetensorsFiles) -> dict[str, tuple[int, ...]]:
+    """The shapes of tensors as the headers have them: () for a scalar, which has dims (1,)."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files.parts:
+        length: int = struct.unpack_from("<Q", file.buffer)[0]
+        header = json.loads(file.buffer[8 : 8 + length].decode())  # checked by read_safetensors
+        header.pop("__metadata__", None)
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return shapes
+
+
 def _read_header(file: MappedFile, part: int) -> list[TensorInfo]:
     length: int = struct.unpack_from("<Q", file.buffer)[0]
     limit = min(MAX_HEADER_BYTES, file.size - 8)
