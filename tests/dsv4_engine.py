@@ -1,0 +1,196 @@
+"""The tiny DeepSeek-V4 checkpoint in the engine, and its model step by step over poisoned pools."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.dsv4_files import DATA, TINY
+from tiercel.batch import Batch
+from tiercel.cache.pool import CachePool
+from tiercel.cache.spec import group_specs, slot_layout
+from tiercel.llm import LLM
+from tiercel.ops.prepare_step import prepare_step
+
+BLOCK = 128
+VOCAB = 131
+TOLERANCE = 2e-4  # of logits, however a text is cut into steps
+TRACED = slice(32, 40)  # positions of the traces, of prompt 1
+
+
+@functools.cache
+def expected() -> dict[str, Tensor]:
+    """The results of the independent reference; see tests/data/dsv4/README.md."""
+    return load_file(DATA / "expected.safetensors")
+
+
+def open_v4(path=TINY, **options) -> LLM:
+    """The tiny checkpoint in float32 on a CPU."""
+    return LLM(path, device="cpu", **({"dtype": "float32", "threads": 1} | options))
+
+
+def random_ids(count: int, seed: int = 0) -> list[int]:
+    """Token ids that end no answer."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCAB, (count,), generator=generator).tolist()
+
+
+@functools.cache
+def tiny_model(path=TINY, **options):
+    """The model with its draft head, which all tests of a process share."""
+    with open_v4(path, spec="mtp", **options) as llm:
+        return llm._engine.runner.model
+
+
+class Steps:
+    """Rows of a model that advance step by step; unwritten cache is NaN.
+
+    The model's cache is bound to the last `Steps` made for it.
+
+    Attributes:
+        model: a `DeepseekV4`.
+        computed: tokens of each row that are computed.
+    """
+
+    def __init__(self, model, texts: Sequence[Sequence[int]], *, seed: int = 0, room: int = 16):
+        """Give each row blocks in any order, for its text and `room` tokens more."""
+        self.model, rows = model, len(texts)
+        groups = group_specs(model.cache_specs())
+        self._layout = slot_layout(groups, BLOCK)
+        longest = max(map(len, texts)) + room
+        columns = -(-longest // BLOCK)
+        self.token_ids = torch.zeros(rows + 1, longest, dtype=torch.int32)
+        for row, text in enumerate(texts):
+            self.token_ids[row, : len(text)] = torch.tensor(text)
+        self.pools = [CachePool(group, rows * columns + 1, BLOCK, "cpu") for group in groups]
+        for planes in (planes for pool in self.pools for planes in pool.layers.values()):
+            for plane in planes.values():
+                plane[1:].view(torch.uint8).fill_(0xFF)  # NaN in every float format
+        generator = torch.Generator().manual_seed(seed)
+        self.tables = torch.zeros(len(groups), rows + 1, columns, dtype=torch.int32)
+        for table in self.tables:
+            blocks = 1 + torch.randperm(rows * columns, generator=generator)
+            table[:rows] = blocks.view(rows, columns).int()
+        self.computed = torch.zeros(rows + 1, dtype=torch.int32)
+        model.bind_cache(self.pools)
+
+    @torch.inference_mode()
+    def step(self, counts: dict[int, int]) -> tuple[Batch, Tensor]:
+        """Compute so many tokens more of some rows; returns the batch and its states."""
+        rows = torch.tensor(list(counts), dtype=torch.int32)
+        lengths = tuple(counts.values())
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        inputs = prepare_step(
+            self.token_ids, self.computed, self.tables, rows, starts, sum(lengths), self._layout
+        )
+        ends = tuple(inputs.seq_lens.tolist())
+        batch = Batch(
+            inputs.input_ids,
+            inputs.positions,
+            starts,
+            inputs.seq_lens,
+            rows,
+            torch.arange(sum(lengths), dtype=torch.int32),
+            inputs.slot_mapping,
+            self.tables,
+            lengths,
+            ends,
+            sum(lengths),
+            len(lengths),
+            max(lengths),
+            max(ends),
+        )
+        return batch, self.model.forward(batch)
+
+    def run(self, chunks: Sequence[int], row: int = 0) -> Tensor:
+        """States of a row after some chunks."""
+        return torch.cat([self.step({row: count})[1] for count in chunks])
+
+    def reject(self, row: int, wrong: Sequence[int]) -> None:
+        """Compute draft tokens that are all wrong, and take them back."""
+        start = int(self.computed[row])
+        place = slice(start, start + len(wrong))
+        kept = self.token_ids[row, place].clone()
+        self.token_ids[row, place] = torch.tensor(wrong, dtype=torch.int32)
+        self.step({row: len(wrong)})
+        self.token_ids[row, place] = kept
+        self.computed[row] = start
+
+    def forget_before(self, row: int, position: int) -> None:
+        """Leave what a prefix hit at `position` leaves: sliding groups keep their last window."""
+        for pool, table in zip(self.pools, self.tables, strict=True):
+            spec = pool.group.spec
+            first = spec.first_token(position) // BLOCK
+            for column in range(position // BLOCK):
+                if spec.policy == "sliding" and column < first:
+                    table[row, column] = 0
+
+
+@torch.inference_mode()
+def logits_of(model, hidden: Tensor) -> Tensor:
+    """Logits of all states."""
+    return model.logits(hidden)
+
+
+@torch.inference_mode()
+def whole_logits(model, ids: Sequence[int]) -> Tensor:
+    """Logits at each position of a text that is computed in one step."""
+    return logits_of(model, Steps(model, [ids]).run([len(ids)]))
+
+
+@torch.inference_mode()
+def draft_states(model, batch: Batch, hidden: Tensor, following: Tensor) -> Tensor:
+    """The draft head's states of a step; `following`: the token after each position."""
+    return model.draft_head.forward(replace(batch, input_ids=following), hidden)
+
+
+def evened(ids: Sequence[int], chunks: Sequence[int]) -> list[int]:
+    """Chunks repeated until a text is computed."""
+    left, cut, number = len(ids), [], 0
+    while left:
+        cut.append(min(left, chunks[number % len(chunks)]))
+        left -= cut[-1]
+        number += 1
+    return cut
+
+
+@contextmanager
+def watched(found: dict[str, Tensor]):
+    """Keep what each layer and each half of it returns, by `expected`'s names.
+
+    The layers are frozen records with slots: the classes are watched, in the order of calls.
+    """
+    from tiercel.layers import mhc_layer, moe
+
+    kinds = {
+        "streams": (mhc_layer.HyperLayer, "__call__"),
+        "attn_out": (mhc_layer.CompressedAttention, "__call__"),
+        "ffn_out": (moe.MoE, "__call__"),
+        "ffn.route_ids": (moe.Router, "__call__"),
+    }
+    originals = {name: getattr(kind, method) for name, (kind, method) in kinds.items()}
+    counts = dict.fromkeys(kinds, 0)
+
+    def watch(name):
+        def call(self, *args):
+            result = originals[name](self, *args)
+            value = result[0] if isinstance(result, tuple) else result
+            found[f"layers.{counts[name]}.{name}"] = value.clone()
+            counts[name] += 1
+            return result
+
+        return call
+
+    try:
+        for name, (kind, method) in kinds.items():
+            setattr(kind, method, watch(name))
+        yield
+    finally:
+        for name, (kind, method) in kinds.items():
+            setattr(kind, method, originals[name])
