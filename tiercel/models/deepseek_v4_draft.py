@@ -40,7 +40,7 @@ class DeepseekV4DraftHead:
         """Load the block; `index` is the model's."""
         config, prefix = builder.config, "mtp.0"
         self.layer = builder.layer(prefix, 0, is_hash_routed=False)
-        self._num_streams = config.num_streams
+        self._streams_shape = (-1, config.num_streams, config.hidden_size)
         self._embedding = embedding
         self._embed_norm = builder.norm(f"{prefix}.enorm")
         self._embed_proj = builder.linear(f"{prefix}.e_proj.weight")
@@ -73,4 +73,4 @@ class DeepseekV4DraftHead:
         return self._head(self._norm(self._collapse(self._streams(hidden))))
 
     def _streams(self, hidden: Tensor) -> Tensor:
-        return hidden.view(hidden.shape[0], self._num_streams, -1)
+        return hidden.view(self._streams_shape)

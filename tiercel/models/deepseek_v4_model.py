@@ -184,7 +184,8 @@ class DeepseekV4:
     def _collapsed(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """(L, hidden) before the final norm."""
         states = hidden if rows is None else take_rows(hidden, rows)
-        return self._collapse(states.view(states.shape[0], self.config.num_streams, -1))
+        # No size is left to be inferred: there may be no rows.
+        return self._collapse(states.view(-1, self.config.num_streams, self.config.hidden_size))
 
     def hidden_states(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """(L, hidden) float32 normed hidden states of the tokens `rows` (L,) int32."""
