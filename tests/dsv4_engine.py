@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.dsv4_files import DATA, TINY
+from tests.dsv4_files import DATA, TINY, released_tensors, save_folder
 from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import group_specs, slot_layout
+from tiercel.engine import build as engine_module
 from tiercel.llm import LLM
 from tiercel.ops.prepare_step import prepare_step
+from tiercel.request.output import RequestOutput
 
 BLOCK = 128
 VOCAB = 131
@@ -194,3 +199,119 @@ def watched(found: dict[str, Tensor]):
     finally:
         for name, (kind, method) in kinds.items():
             setattr(kind, method, originals[name])
+
+
+# ---- the engine
+
+
+def write_repeating(folder: Path, *, tokenizer: bool = False) -> Path:
+    """A checkpoint whose tokens repeat now and then, and whose draft head expects them to.
+
+    The head's logits depend on all that it reads, but a little: so some of its drafts are right.
+
+    tokenizer: whether the folder has one, of 131 tokens.
+    """
+    tensors = released_tensors()
+    head = tensors["head.weight"]
+    tensors["head.weight"] = (head.float() + 0.4 * tensors["embed.weight"].float()).to(head.dtype)
+    for name, tensor in tensors.items():
+        is_small = any(part in name for part in ("e_proj", "wo_b", "w2"))
+        if name.startswith("mtp.0.") and name.endswith(".scale") and is_small:
+            tensors[name] = (tensor.view(torch.uint8) - 3).view(tensor.dtype)
+    size, scale = len(head[0]), tensors["mtp.0.h_proj.scale"]
+    tensors["mtp.0.h_proj.weight"] = torch.eye(size).to(torch.float8_e4m3fn)
+    tensors["mtp.0.h_proj.scale"] = torch.full_like(scale.view(torch.uint8), 127).view(scale.dtype)
+    tensors["mtp.0.hnorm.weight"] = torch.ones_like(tensors["mtp.0.hnorm.weight"])
+    for name in ("hc_head_fn", "hc_head_base", "hc_head_scale", "norm.weight"):
+        tensors[f"mtp.0.{name}"] = tensors[name].clone()
+    save_folder(folder, tensors)
+    if tokenizer:
+        write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer.json of ASCII characters and a few words, with BOS 0 and EOS 1."""
+    words = ["<bos>", "<eos>", *(chr(code) for code in range(33, 127)), "\u0120", "\u010a"]
+    words += [f"<|{i}|>" for i in range(VOCAB - len(words))]
+    added = [
+        {
+            "id": i,
+            "content": word,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for i, word in enumerate(words)
+        if len(word) > 1
+    ]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    level["use_regex"] = True
+    data = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {word: i for i, word in enumerate(words)},
+            "merges": [],
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+
+
+def with_blocks(monkeypatch, full: int, sliding: int) -> None:
+    """Give engines that open later so many blocks in groups of each policy."""
+
+    def few(groups, **sizes):
+        counts = {"full": full, "sliding": sliding}
+        return [1 + counts[group.spec.policy] for group in groups]
+
+    monkeypatch.setattr(engine_module, "cache_blocks", few)
+
+
+def poison_new_blocks(llm: LLM) -> None:
+    """Fill blocks with NaN whenever a request gets them; for an engine without overlap."""
+    engine = llm._engine
+    assert not engine.config.overlap
+    for pool, allocator in zip(engine.runner.pools, engine.scheduler.cache.allocators, strict=True):
+        planes = [plane for layer in pool.layers.values() for plane in layer.values()]
+
+        def allocate(count, planes=planes, original=allocator.allocate):
+            blocks = original(count)
+            for plane in planes:
+                for block in blocks:
+                    plane[block].view(torch.uint8).fill_(0xFF)
+            return blocks
+
+        allocator.allocate = allocate
+
+
+def assert_true(outputs: Sequence[RequestOutput], model=None) -> None:
+    """Each greedy answer, and its log-probabilities, are those of the text computed in one step."""
+    model = tiny_model() if model is None else model
+    for output in outputs:
+        for answer in output.outputs:
+            first = len(output.prompt_token_ids) - 1
+            ids = [*output.prompt_token_ids, *answer.token_ids]
+            logits = whole_logits(model, ids[:-1])[first:]
+            chosen = logits.gather(1, torch.tensor(answer.token_ids).unsqueeze(1)).squeeze(1)
+            assert bool((chosen >= logits.amax(1) - 2 * TOLERANCE).all())
+            wanted = logits.log_softmax(1)
+            for entry, row in zip(answer.logprobs or (), wanted, strict=bool(answer.logprobs)):
+                got = [entry.logprob, *(logprob for _, logprob in entry.top)]
+                of = [entry.token_id, *(token for token, _ in entry.top)]
+                np.testing.assert_allclose(got, row[of], atol=2 * TOLERANCE, rtol=0)

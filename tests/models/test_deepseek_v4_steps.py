@@ -11,7 +11,6 @@ import torch
 from tests.dsv4_engine import (
     BLOCK,
     TOLERANCE,
-    VOCAB,
     Steps,
     evened,
     logits_of,
