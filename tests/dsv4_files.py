@@ -17,12 +17,23 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 DATA = Path(__file__).parent / "data/dsv4"
 TINY = DATA / "tiny"
 NVFP4_EXPERTS = DATA / "nvfp4/experts.safetensors"
 CONFIG: dict[str, Any] = json.loads((TINY / "config.json").read_text())
+SPECIAL_TOKENS = (
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<think>",
+    "</think>",
+    "｜DSML｜",
+)
 NUM_LAYERS = CONFIG["num_hidden_layers"]
 NUM_EXPERTS = CONFIG["n_routed_experts"]
 
@@ -117,6 +128,20 @@ def write_released(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(TINY / name, folder / name)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """Add a tokenizer of the printable ASCII characters and DeepSeek's special tokens."""
+    alphabet = ["\u0120", "\u010a", *(chr(code) for code in range(33, 127))]  # space, line end, ...
+    vocab = {char: i for i, char in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    tokenizer = HfTokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    bos, eos, *_ = SPECIAL_TOKENS
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos, "eos_token": eos}))
     return folder
 
 
