@@ -197,6 +197,8 @@ HF_REFUSALS = [
     ("num_experts_per_tok is 7", "at most the number of experts, 6", {"num_experts_per_tok": 7}),
     ("num_hash_layers is 5", "0 to 4", {"num_hash_layers": 5}),
     ("num_nextn_predict_layers is 2", "one such layer", {"num_nextn_predict_layers": 2}),
+    ("sliding_window is 4097", "1 to 4096", {"sliding_window": 4097}),
+    ("swiglu_limit is 1e+39", "below 1e+30", {"swiglu_limit": 1e39}),
     ("33 rotary dimensions", "even", {"qk_rope_head_dim": 33}),
     ("rope type 'linear'", "yarn", {"rope_scaling": {"type": "linear", "factor": 2}}),
     (
@@ -309,6 +311,7 @@ GGUF_REFUSALS = [
     ("attention.head_count_kv is", "1 alone", {"attention__head_count_kv": np.array([1, 2])}),
     ("swiglu_clamp_exp differs", "clamp alike", {"swiglu_clamp_exp": np.array([1.0, 2.0])}),
     ("rope.scaling.type is 'linear'", "yarn", {"rope__scaling__type": "linear"}),
+    ("attention.sliding_window is 9999", "1 to 4096", {"attention__sliding_window": 9999}),
     ("swiglu_clamp_exp is ['a']", "a number", {"swiglu_clamp_exp": ["a"]}),
     ("swiglu_clamp_exp is nan", "finite", {"swiglu_clamp_exp": np.array([np.nan])}),
     ("attention.head_count_kv is", "1 alone", {"attention__head_count_kv": np.array([], int)}),

@@ -11,13 +11,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, Final
 
 from tiercel.errors import ModelFormatError, UnsupportedModelError
 from tiercel.loader.mapped import TensorInfo
 
 MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_CONTEXT = 1024, 2**17, 1024, 2**26
 MAX_VOCAB, MAX_INNER = 2**24, 2**20
+# Of a pair over the original context, which beta_slow and beta_fast compare: more overflow float64.
+_YARN_TURNS: Final = (1e-6, 1e6)
 # Fields of GGUF files on rotary scaling beyond factor and context, with the one value that runs.
 _ROPE_FIXED = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0}
 _ROPE_FIXED |= {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
@@ -270,11 +272,12 @@ def check_rope(rope: RopeConfig, head_dim: int, file: str) -> None:
             f"{file}: rotary scaling yarn with a base of {rope.base:g}.",
             hint="The base must be above 1.",
         )
-    if rope.scaling == "yarn" and rope.beta_fast <= rope.beta_slow:
+    low, high = _YARN_TURNS
+    if rope.scaling == "yarn" and not low <= rope.beta_slow < rope.beta_fast <= high:
         raise ModelFormatError(
             f"{file}: rotary scaling yarn with beta_fast {rope.beta_fast:g} and beta_slow "
             f"{rope.beta_slow:g}.",
-            hint="The fast one must be above the slow one.",
+            hint=f"They must be {low:g} to {high:g}, and the fast one above the slow one.",
         )
     if rope.scaling == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
         raise ModelFormatError(

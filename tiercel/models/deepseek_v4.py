@@ -51,6 +51,8 @@ KV_GROUP: Final = 64  # channels of an encoded cache entry with one scale
 INDEX_GROUP: Final = 32  # channels of an encoded index key with one scale
 FP4_COLUMNS: Final = 32  # of a scale of MXFP4
 MAX_EXPERTS: Final = 4096
+MAX_WINDOW: Final = 4096  # a step has a table of its tokens by the positions of their windows
+MAX_LIMIT: Final = 1e30  # where gate and up are clamped: a float32
 NO_DSPARK: Final = "this checkpoint's block-draft head (dspark) is not supported"
 
 _LAYER_TYPES: Final = {
@@ -178,7 +180,7 @@ def read_hf(values: Mapping[str, Any], file: str) -> DeepseekV4Config:
         activation="silu",
         rope=rope,
         layer_types=tuple(KINDS[ratio] for ratio in ratios[:num_layers]),
-        sliding_window=fields.integer("sliding_window", 1, MAX_CONTEXT),
+        sliding_window=fields.integer("sliding_window", 1, MAX_WINDOW),
         attention_scale=head_dim**-0.5,
         num_mtp_layers=num_mtp_layers,
         no_draft_head=NO_DSPARK if has_dspark else "",
@@ -391,7 +393,7 @@ def read_gguf(
         activation="silu",
         rope=RopeConfig(fields.number("rope.freq_base"), rotary_dim),
         layer_types=tuple(KINDS[ratio] for ratio in ratios[:num_layers]),
-        sliding_window=fields.integer("attention.sliding_window", 1, MAX_CONTEXT),
+        sliding_window=fields.integer("attention.sliding_window", 1, MAX_WINDOW),
         attention_scale=head_dim**-0.5,
         num_mtp_layers=num_mtp_layers,
         num_streams=_num_streams(fields, "hyper_connection.count"),
@@ -465,7 +467,7 @@ def _layer_limit(fields: Fields, key: str, default: float | None) -> float | Non
 
 
 def _limit(fields: Fields, key: str) -> float | None:
-    limit = fields.number(key, 0.0, low=-math.inf)
+    limit = fields.number(key, 0.0, low=-math.inf, high=MAX_LIMIT)
     return limit if limit > 0 else None
 
 
