@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,7 @@ def read_safetensors(folder: Path) -> SafetensorsFiles:
         return _read_shards(folder, [single], None)
     if os.path.exists(index):
         weight_map = _read_index(index)
+        _check_shards(folder, weight_map)
         shards = [folder / name for name in sorted(set(weight_map.values()))]
         return _read_shards(folder, shards, weight_map)
     try:
@@ -120,6 +122,15 @@ def _read_index(path: Path) -> dict[str, str]:
     if len(set(weight_map.values())) > MAX_PARTS:
         raise file.error("there are too many shards.", hint=f"At most {MAX_PARTS} are read.")
     return weight_map
+
+
+def _check_shards(folder: Path, weight_map: Mapping[str, str]) -> None:
+    for tensor, name in weight_map.items():
+        if not os.path.lexists(folder / name):
+            raise ModelNotFoundError(
+                f"{shown_name(folder)}: the shard {shown(name)} is missing.",
+                hint=f"{INDEX_NAME} says that it holds tensor {shown(tensor)}: fetch it.",
+            )
 
 
 def _read_shards(
