@@ -395,7 +395,7 @@ def test_a_folder_without_a_tokenizer_opens(tmp_path):
     assert sorted(p.name for p in source.path.iterdir()) == ["config.json", "model.safetensors"]
     assert source.config.arch == source.family.name == "deepseek4"
     assert not source.names
-    assert source.chat_template is None
+    assert "DSML" in source.chat_template, "ours"
     shutil.rmtree(source.path)
 
 
