@@ -15,7 +15,7 @@ from tiercel.cache.spec import CacheGroup, KVCacheSpec, Plane
 from tiercel.config import LoadOptions
 from tiercel.engine import build, memory
 from tiercel.engine.load import resolve_config
-from tiercel.engine.memory import GIB, MemoryBudget, cache_blocks
+from tiercel.engine.memory import GIB, Demand, MemoryBudget, cache_blocks
 from tiercel.engine.options import (
     dtypes_from,
     resolve_count,
@@ -112,8 +112,9 @@ def of_bytes(monkeypatch, num_bytes):
     monkeypatch.setattr(MemoryBudget, "left", lambda self: num_bytes)
 
 
-def weights(gib, dtype="bfloat16"):
-    return Footprint(dtype, {"dense": int(gib * GIB)})
+def demand(gib, dtype="bfloat16", token_bytes=0):
+    """Weights of so many GiB, and 1,000 tokens."""
+    return Demand(Footprint(dtype, {"dense": int(gib * GIB)}), 1000, lambda n: n * token_bytes)
 
 
 def budget_of(available_gib, limit_gib=None):
@@ -125,12 +126,12 @@ def budget_of(available_gib, limit_gib=None):
 
 def test_weights_that_do_not_fit_are_refused_with_figures():
     budget = budget_of(5)
-    budget.check_weights(weights(4), [])
+    budget.check(demand(3.9), [])
     with pytest.raises(OutOfMemoryError) as caught:
-        budget.check_weights(weights(7.5, "float32"), [weights(3.5)])
+        budget.check(demand(7.5, "float32"), [demand(3.5)])
     assert str(caught.value) == (
-        "the weights need about 7.5 GiB in float32 but cpu has 4.0 GiB to use "
-        "(80% of the 5.0 GiB available)."
+        "the weights need about 7.5 GiB in float32 and one sequence of 1000 tokens 0.0 GiB, but "
+        "cpu has 4.0 GiB to use (80% of the 5.0 GiB available)."
     )
     assert caught.value.hint == "Use --dtype bfloat16: it needs 3.5 GiB."
 
@@ -138,15 +139,15 @@ def test_weights_that_do_not_fit_are_refused_with_figures():
 @pytest.mark.parametrize(
     ("needed", "others", "expected"),
     [
-        (weights(6), [weights(9, "float32")], "It takes 7.5 GiB of free memory; or use a smaller"),
-        (weights(9, "float32"), [weights(6)], "It takes 7.5 GiB of free memory (--dtype bfloat16)"),
-        (weights(9, "float32"), [], "It takes 11.2 GiB of free memory; or use a smaller"),
+        (demand(6), [demand(9, "float32")], "It takes 7.5 GiB of free memory; or use a smaller"),
+        (demand(9, "float32"), [demand(6)], "It takes 7.5 GiB of free memory (--dtype bfloat16)"),
+        (demand(9, "float32"), [], "It takes 11.2 GiB of free memory; or use a smaller"),
     ],
     ids=["smallest already", "another is smaller", "no other"],
 )
 def test_the_hint_names_another_dtype_only_if_that_fits(needed, others, expected):
     with pytest.raises(OutOfMemoryError) as caught:
-        budget_of(5, limit_gib=6).check_weights(needed, others)
+        budget_of(5, limit_gib=6).check(needed, others)
     assert "(80% of the 5.0 GiB available within a limit of 6.0 GiB)" in str(caught.value)
     assert caught.value.hint.startswith(expected)
 
@@ -155,11 +156,26 @@ def test_a_gpu_is_refused_with_its_own_figures(monkeypatch):
     of_bytes(monkeypatch, 3 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     with pytest.raises(OutOfMemoryError) as caught:
-        MemoryBudget(CUDA, 0.9).check_weights(weights(5), [weights(4, "float16")])
+        MemoryBudget(CUDA, 0.9).check(demand(5), [demand(4, "float16")])
     assert str(caught.value) == (
-        "the weights need about 5.0 GiB in bfloat16 but cuda:1 has 3.0 GiB to use."
+        "the weights need about 5.0 GiB in bfloat16 and one sequence of 1000 tokens 0.0 GiB, but "
+        "cuda:1 has 3.0 GiB to use."
     )
     assert caught.value.hint.startswith("It takes 4.0 GiB (--dtype float16); or use")
+
+
+def test_weights_that_fit_without_room_for_a_sequence_are_refused():
+    budget = budget_of(5)
+    budget.check(demand(3, token_bytes=2**20), [])
+    with pytest.raises(OutOfMemoryError) as caught:
+        budget.check(demand(3, token_bytes=2**21), [demand(5, "float32")])
+    assert str(caught.value).startswith(
+        "the weights need about 3.0 GiB in bfloat16 and one sequence of 1000 tokens 2.0 GiB, but "
+        "cpu has 4.0 GiB"
+    )
+    assert (
+        caught.value.hint == "Lower max_model_len: 512 tokens would fit without any other memory."
+    )
 
 
 def test_a_share_of_the_whole_gpu_beside_what_others_hold(monkeypatch):
@@ -281,7 +297,7 @@ def test_no_figure_from_the_system():
 
 
 @pytest.mark.reliability
-@pytest.mark.parametrize(("available", "what"), [(1000, "weights"), (500_000, "cache of one")])
+@pytest.mark.parametrize(("available", "what"), [(1000, "weights"), (500_000, "of 4096 tokens 0")])
 def test_a_model_that_does_not_fit_is_refused_at_load(monkeypatch, tmp_path, available, what):
     # 0.45 MB of weights and, at 512 bytes a token, 2.1 MB of cache
     path = tiny_model(tmp_path / "m.gguf", metadata={"llama.context_length": 4096})
@@ -416,6 +432,7 @@ def test_dense_copies_of_weights_take_half_of_the_memory_at_most(monkeypatch, le
         return Footprint(dtype, {"packed": 60, "copies": 40 * dense_copies})
 
     monkeypatch.setattr(build, "weight_footprint", measure)
+    monkeypatch.setattr(build, "cache_bytes", lambda *_: 0)
     monkeypatch.setattr(build, "WeightReader", read)
     with pytest.raises(OutOfMemoryError if expected is OutOfMemoryError else LoadingError):
         open_tiny()

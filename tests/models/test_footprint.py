@@ -8,7 +8,7 @@ import torch
 from tests.gguf_files import tiny_model
 from tests.large_models import sparse_model
 from tests.mtp_model import mtp_model
-from tiercel.engine.memory import GIB, MemoryBudget
+from tiercel.engine.memory import GIB, Demand, MemoryBudget
 from tiercel.errors import OutOfMemoryError
 from tiercel.llm import LLM
 from tiercel.machine import Memory
@@ -89,18 +89,21 @@ def test_a_container_of_6_gb_refuses_with_the_numbers(qwen3):
     """Neither dtype fits 80% of it: the error says what would."""
     limit = 6_000_000_000
     budget = MemoryBudget(CPU, 0.9, lambda: Memory(limit - 200_000_000, 24 * GIB, limit))
-    plans = [weight_footprint(qwen3, dtype, "cpu") for dtype in ("bfloat16", "float32")]
+    plans = [
+        Demand(weight_footprint(qwen3, dtype, "cpu"), 8, lambda num_tokens: num_tokens)
+        for dtype in ("bfloat16", "float32")
+    ]
     with pytest.raises(OutOfMemoryError) as caught:
-        budget.check_weights(plans[0], plans[1:])
+        budget.check(plans[0], plans[1:])
     assert str(caught.value) == (
-        "the weights need about 6.8 GiB in bfloat16 but cpu has 4.3 GiB to use (80% of the 5.4 GiB "
-        "available within a limit of 5.6 GiB)."
+        "the weights need about 6.8 GiB in bfloat16 and one sequence of 8 tokens 0.0 GiB, but cpu "
+        "has 4.3 GiB to use (80% of the 5.4 GiB available within a limit of 5.6 GiB)."
     )
     assert caught.value.hint == (
         "It takes 8.5 GiB of free memory; or use a smaller model or a smaller quantisation."
     )
     roomy = MemoryBudget(CPU, 0.9, lambda: Memory(12 * GIB, 24 * GIB, 12 * GIB))
-    roomy.check_weights(plans[0], plans[1:])
+    roomy.check(plans[0], plans[1:])
     with pytest.raises(OutOfMemoryError) as caught:
-        roomy.check_weights(plans[1], plans[:1])
+        roomy.check(plans[1], plans[:1])
     assert caught.value.hint == "Use --dtype bfloat16: it needs 6.8 GiB."

@@ -14,11 +14,12 @@ from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import group_specs, slot_layout
 from tiercel.config import num_head_drafts
 from tiercel.engine.engine import Engine
-from tiercel.engine.memory import MemoryBudget, cache_blocks
+from tiercel.engine.memory import Demand, MemoryBudget, cache_blocks
 from tiercel.engine.options import dtype_name, dtypes_from
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import OutOfMemoryError
-from tiercel.models.footprint import weight_footprint
+from tiercel.models.config import ModelConfig
+from tiercel.models.footprint import cache_bytes, weight_footprint
 from tiercel.models.model import Model, model_class
 from tiercel.models.source import ModelSource
 from tiercel.models.weights import WeightReader
@@ -111,18 +112,31 @@ def _has_room_for_copies(source: ModelSource, config: EngineConfig, budget: Memo
     """Whether packed weights keep dense copies.
 
     Raises:
-        OutOfMemoryError: the weights do not fit even without them.
+        OutOfMemoryError: weights and one sequence do not fit even without them.
     """
     device = config.device
     measure = partial(
         weight_footprint, source, device_type=device.type, has_draft_head=config.spec.has_head
     )
+    needed, *others = (
+        Demand(
+            measure(dtype=name),
+            config.max_model_len,
+            partial(_sequence_bytes, source.config, config, name),
+        )
+        for name in dtypes_from(config.dtype, device)
+    )
+    budget.check(needed, others)
     with_copies = measure(dtype=dtype_name(config.dtype), dense_copies=True)
-    if with_copies.nbytes <= COPIES_SHARE * budget.left():
-        return True
-    needed, *others = (measure(dtype=name) for name in dtypes_from(config.dtype, device))
-    budget.check_weights(needed, others)
-    return False
+    return with_copies.nbytes <= COPIES_SHARE * budget.left()
+
+
+def _sequence_bytes(shape: ModelConfig, config: EngineConfig, dtype: str, num_tokens: int) -> int:
+    """Bytes of the cache of one sequence, its draft head's too if that is loaded."""
+    if not config.spec.has_head:
+        shape = replace(shape, num_mtp_layers=0)
+    kv_dtype = config.model_options.kv_dtype
+    return cache_bytes(shape, num_tokens, dtype, config.device.type, kv_dtype)
 
 
 def build_engine(

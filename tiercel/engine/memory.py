@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -19,6 +20,31 @@ from tiercel.models.footprint import Footprint
 CPU_SHARE = 0.8
 GIB = 2**30
 MOST_STEPS: Final = 2  # whose tokens have blocks at once: one runs, the next one is planned
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The least memory in which a model runs: its weights and the cache of one sequence.
+
+    Attributes:
+        weights: in one dtype.
+        num_tokens: of the longest sequence.
+        sequence_bytes: bytes of a sequence by its tokens, which more tokens never lower.
+    """
+
+    weights: Footprint
+    num_tokens: int
+    sequence_bytes: Callable[[int], int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.weights.nbytes + self.sequence_bytes(self.num_tokens)
+
+    def longest(self, available: int) -> int:
+        """Tokens of the longest sequence for which `available` bytes are enough, or 0."""
+        lengths = range(1, self.num_tokens + 1)
+        return bisect_right(lengths, available - self.weights.nbytes, key=self.sequence_bytes)
 
 
 class MemoryBudget:
@@ -63,21 +89,23 @@ class MemoryBudget:
             return min(int(self._utilization * total) - taken, free) - self._reserved
         return int(self._main().available * CPU_SHARE) - self._reserved
 
-    def check_weights(self, needed: Footprint, others: Sequence[Footprint]) -> None:
-        """Refuse a model whose weights alone do not fit.
+    def check(self, needed: Demand, others: Sequence[Demand]) -> None:
+        """Refuse a model that does not fit, before its weights are read.
 
         Args:
-            needed: the weights in the dtype that was chosen.
+            needed: with the weights in the dtype that was chosen.
             others: in the other dtypes of the device.
 
         Raises:
-            OutOfMemoryError: with both figures, and what would fit.
+            OutOfMemoryError: with all figures, and what would fit.
         """
         left = max(0, self.left())
         if needed.nbytes <= left:
             return
+        sequence = needed.sequence_bytes(needed.num_tokens)
         raise OutOfMemoryError(
-            f"the weights need about {_gib(needed.nbytes)} in {needed.dtype} but {self._device} "
+            f"the weights need about {_gib(needed.weights.nbytes)} in {needed.weights.dtype} and "
+            f"one sequence of {needed.num_tokens} tokens {_gib(sequence)}, but {self._device} "
             f"has {_gib(left)} to use{self._origin()}.",
             hint=self._remedy(needed, others, left),
         )
@@ -96,11 +124,14 @@ class MemoryBudget:
         limit = "" if memory.limit is None else f" within a limit of {_gib(memory.limit)}"
         return f" ({CPU_SHARE:.0%} of the {_gib(memory.available)} available{limit})"
 
-    def _remedy(self, needed: Footprint, others: Sequence[Footprint], left: int) -> str:
-        smallest = min((needed, *others), key=lambda footprint: footprint.nbytes)
+    def _remedy(self, needed: Demand, others: Sequence[Demand], left: int) -> str:
+        smallest = min((needed, *others), key=lambda demand: demand.nbytes)
+        dtype = smallest.weights.dtype
         if smallest.nbytes <= left:
-            return f"Use --dtype {smallest.dtype}: it needs {_gib(smallest.nbytes)}."
-        least = "" if smallest is needed else f" (--dtype {smallest.dtype})"
+            return f"Use --dtype {dtype}: it needs {_gib(smallest.nbytes)}."
+        if longest := needed.longest(left):
+            return f"Lower max_model_len: {longest} tokens would fit without any other memory."
+        least = "" if smallest is needed else f" (--dtype {dtype})"
         if self._device.type == "cpu":
             needs = f"It takes {_gib(smallest.nbytes / CPU_SHARE)} of free memory{least}"
         else:
