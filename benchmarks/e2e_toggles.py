@@ -48,6 +48,7 @@ TOGGLES = {
     "TIERCEL_PREFILL_GEMM": env.has_prefill_gemm,
     "TIERCEL_PREFILL_MMQ": env.has_prefill_mmq,
     "TIERCEL_FUSED_GEMM": env.has_fused_gemm,
+    "TIERCEL_BLOCK_KERNEL": env.has_block_kernel,
 }
 ONCE_A_PROCESS = ("TIERCEL_PDL",)
 

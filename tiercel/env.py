@@ -17,6 +17,7 @@ _SWITCHES = tuple(
     f"TIERCEL_{name}"
     for name in (
         *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "PREFILL_MMQ", "FUSED_GEMM"),
+        "BLOCK_KERNEL",
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
         *("SYNC_DEBUG", "MOE_KERNEL"),
     )
@@ -112,6 +113,14 @@ def has_moe_kernel() -> bool:
 def has_fused_gemm() -> bool:
     """Whether ``TIERCEL_FUSED_GEMM`` lets some dozens of tokens use packed K-quants."""
     return read_flag("TIERCEL_FUSED_GEMM", default=True)
+
+
+def has_block_kernel() -> bool:
+    """Whether ``TIERCEL_BLOCK_KERNEL`` lets a GPU decode and multiply block formats by kernels.
+
+    Without, PyTorch operators decode them in each product.
+    """
+    return read_flag("TIERCEL_BLOCK_KERNEL", default=True)
 
 
 def has_prefill_mmq() -> bool:

@@ -7,16 +7,18 @@ import math
 import torch
 from torch import Tensor
 
+from tiercel.env import has_block_kernel
 from tiercel.errors import ArgumentError
 from tiercel.kernels.packed.packed_dequantize import launch_packed_dequantize
 from tiercel.ops import block_quantize_torch
 from tiercel.ops.dequantize_torch import launch_dequantize
 from tiercel.ops.packed_repack import packed_repack
 from tiercel.quant import QuantTensor, take_rows
-from tiercel.quant_types import PLANES, Layout, QuantType
+from tiercel.quant_types import FP4_GROUPS, PLANES, Layout, QuantType
 
 # Weights of layout BLOCKS decoded together: about 20 bytes of temporaries each, 320 MB.
 CHUNK_WEIGHTS = 1 << 24
+MOST_MATRICES = 65535  # of a stack that the kernel of block formats takes
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -78,7 +80,11 @@ def _dequantize_file(weight: QuantTensor, dtype: torch.dtype, rows: Tensor | Non
 
 
 def _dequantize_blocks(weight: QuantTensor, dtype: torch.dtype) -> Tensor:
-    """Layout BLOCKS, checked: some rows at a time, so that float32 temporaries are bounded."""
+    """Layout BLOCKS, checked; by PyTorch some rows at a time: float32 temporaries are bounded."""
+    if weight.device.type == "cuda" and has_block_kernel() and _takes_blocks(weight):
+        out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        _launch_blocks(weight, out)
+        return out
     height = weight.block[0]
     num_rows = weight.shape[-2]
     per_row = max(1, math.prod(weight.shape) // max(1, num_rows))
@@ -90,6 +96,27 @@ def _dequantize_blocks(weight: QuantTensor, dtype: torch.dtype) -> Tensor:
         stop = min(start + step, num_rows)
         out[..., start:stop, :].copy_(_decode_blocks(weight.rows(start, stop)))
     return out
+
+
+def _takes_blocks(weight: QuantTensor) -> bool:
+    """Whether the kernel of block formats takes a tensor of layout BLOCKS."""
+    is_stack = len(weight.shape) == 3
+    return weight.planes["q"].stride(-1) == 1 and not (is_stack and weight.shape[0] > MOST_MATRICES)
+
+
+def _launch_blocks(weight: QuantTensor, out: Tensor) -> None:
+    from tiercel.kernels.block.block_dequantize import launch_block_dequantize
+
+    planes = weight.planes
+    group = FP4_GROUPS.get(weight.qtype)
+    launch_block_dequantize(
+        planes["q"],
+        planes["scale"],
+        weight.block if group is None else (1, group),
+        out,
+        total=planes.get("global_scale", planes.get("divisor")),
+        is_divisor="divisor" in planes,
+    )
 
 
 def _decode_blocks(weight: QuantTensor) -> Tensor:
