@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
+from tiercel.ops import block_matvec as block_op
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.grouped_linear_torch import product
 from tiercel.quant import QuantTensor
@@ -20,8 +21,9 @@ def grouped_linear(x: Tensor, weight: Tensor | QuantTensor, num_groups: int) -> 
     Args:
         x: (T, groups * in), or (T, heads, d) with heads * d = groups * in; a float dtype, with any
             strides.
-        weight: (groups * out, in), a float matrix or weights of any type, which are decoded whole,
-            to 4 bytes a weight.
+        weight: (groups * out, in), a float matrix or weights of any type. A GPU reads block formats
+            as stored for some tokens (`ops/block_matvec.py`) and decodes them to the dtype of x for
+            more; otherwise weights are decoded whole, to 4 bytes a weight.
         num_groups: groups, >= 1.
 
     Returns:
@@ -49,5 +51,12 @@ def grouped_linear(x: Tensor, weight: Tensor | QuantTensor, num_groups: int) -> 
             f"num_groups={num_groups}.",
             hint="Pass groups * in inputs and a weight of (groups * out, in).",
         )
+    if isinstance(weight, QuantTensor) and not block_op.refusal(
+        weight, x.dtype, x.device, num_groups
+    ):
+        flat = x.flatten(1)
+        if block_op.has_rows(flat.shape[0]) and flat.stride(1) == 1:
+            return block_op.block_matvec(flat, weight, num_groups)
+        return product(flat, dequantize(weight, x.dtype), num_groups)
     matrix = weight.float() if isinstance(weight, Tensor) else dequantize(weight, torch.float32)
     return product(x.flatten(1).float(), matrix, num_groups).to(x.dtype)

@@ -3,15 +3,16 @@
 On a CPU in bfloat16 a quantised matrix stays packed (`ops/linear_torch.py`). On a GPU in float16
 quantised ones stay packed: for up to 16 rows (`ops/packed_matvec.py`), Q4_K and Q6_K for some more
 on Hopper (`ops/packed_gemm.py`) or with x of 8 bits (`ops/packed_mmq.py`), and beside a dense copy
-for many rows where there is memory for one. Block formats stay as stored and are decoded in each
-product. Everything else rests dense in the dtype of the activations. Matrices that share an input
-are prepared together and multiplied in one call where their forms agree.
+for many rows where there is memory for one. Block formats stay as stored: a GPU reads them so for
+some rows (`ops/block_matvec.py`); otherwise they are decoded in each product. Everything else rests
+dense in the dtype of the activations. Matrices that share an input are prepared together and
+multiplied in one call where their forms agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -21,7 +22,9 @@ from torch import Tensor
 from tiercel.env import has_fused_gemm, has_prefill_gemm, has_prefill_mmq, has_q4k_soa
 from tiercel.errors import ArgumentError
 from tiercel.kernels.runtime.rtc import has_dependent_launch
+from tiercel.ops import block_matvec as block_op
 from tiercel.ops import linear_torch
+from tiercel.ops.block_matvec import block_matvec
 from tiercel.ops.dequantize import dequantize
 from tiercel.ops.linear_torch import Int4Planes
 from tiercel.ops.packed_gemm import TYPES as FUSED_TYPES
@@ -29,7 +32,7 @@ from tiercel.ops.packed_gemm import has_packed_gemm, load_packed_gemm, packed_ge
 from tiercel.ops.packed_matvec import MAX_TOKENS, PackedWeight, packed_matvec, prepare_packed
 from tiercel.ops.packed_mmq import has_packed_mmq, load_packed_mmq, packed_mmq
 from tiercel.quant import QuantTensor
-from tiercel.quant_types import PLANES, Layout
+from tiercel.quant_types import PLANES, Layout, QuantType
 from tiercel.resting import STORED, head_dtype, select_form
 
 Segment = Tensor | Int4Planes | PackedWeight | QuantTensor
@@ -63,6 +66,7 @@ class LinearWeight:
         reader_rows: rows up to which packed weights are read 16 rows at a time.
         fused_rows: rows up to which beyond that they are decoded within the product.
         mmq_rows: rows up to which beyond both x is rounded to 8 bits.
+        block_rows: rows up to which block formats are read as stored.
     """
 
     segments: tuple[Segment, ...]
@@ -71,6 +75,7 @@ class LinearWeight:
     reader_rows: int = MAX_TOKENS
     fused_rows: int = 0
     mmq_rows: int = 0
+    block_rows: int = 0
 
 
 class PathRows(NamedTuple):
@@ -100,6 +105,13 @@ def select_rows(*, has_copy: bool, has_fused: bool, has_mmq: bool, uses_gemm: bo
     if has_fused:
         return PathRows(MAX_TOKENS, FUSED_ROWS[has_copy], 0)
     return PathRows(MAX_TOKENS if has_copy else MOST_PACKED_ROWS, 0, 0)
+
+
+def select_block_rows(device: torch.device) -> int:
+    """Rows up to which block formats are read as stored on a device."""
+    if block_op.device_refusal(device):
+        return 0
+    return block_op.MAX_TOKENS if has_prefill_gemm() else MAX_ROWS
 
 
 def prepare_linear(
@@ -151,11 +163,50 @@ def prepare_linear(
             dense = [dequantize(part.to(device), dtype) for part in members]
             segments.append(dense[0] if len(dense) == 1 else torch.cat(dense))
         elif kind == "stored":
-            segments.extend(part.to(device) for part in members)
+            segments.extend(join_rows([part.to(device) for part in members]))
         else:
             matrices = [(part.qtype.name, part.planes["data"]) for part in members]
             segments.append(linear_torch.pack_planes(matrices))
-    return LinearWeight(tuple(segments), shape)
+    return LinearWeight(tuple(segments), shape, block_rows=select_block_rows(device))
+
+
+def join_rows(parts: Sequence[QuantTensor]) -> list[QuantTensor]:
+    """Matrices of block formats, neighbours end to end in one where that changes no value.
+
+    Those in FP8 with equal blocks and kinds of scales, if a border is that of a block, and those in
+    MXFP4. NVFP4 has a scale for each matrix.
+    """
+    joined: list[QuantTensor] = []
+    for _, members in groupby(parts, key=lambda part: (part.qtype, part.layout, part.block)):
+        run: list[QuantTensor] = []
+        for part in members:
+            if run and not _continues(run[-1], part):
+                joined.append(_cat(run))
+                run = []
+            run.append(part)
+        joined.append(_cat(run))
+    return joined
+
+
+def _continues(part: QuantTensor, following: QuantTensor) -> bool:
+    """Whether two matrices of one format and block can be one."""
+    if part.layout is not Layout.BLOCKS:
+        return False
+    same = part.planes["scale"].dtype == following.planes["scale"].dtype
+    is_whole = part.shape[0] % part.block[0] == 0
+    return same and is_whole and part.qtype is not QuantType.NVFP4
+
+
+def _cat(parts: Sequence[QuantTensor]) -> QuantTensor:
+    if len(parts) == 1:
+        return parts[0]
+    planes = {}
+    for name, plane in parts[0].planes.items():
+        dtype = torch.uint8 if plane.dtype == torch.float8_e4m3fn else plane.dtype
+        pieces = [part.planes[name].view(dtype) for part in parts]
+        planes[name] = torch.cat(pieces).view(plane.dtype)
+    shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+    return replace(parts[0], shape=shape, planes=planes)
 
 
 def _prepare_packed(
@@ -177,7 +228,7 @@ def _prepare_packed(
     row = 0
     for qtype, members in groupby(moved, key=lambda part: part.qtype):
         if qtype in STORED:
-            segments.extend(members)
+            segments.extend(join_rows(list(members)))
             continue
         data = [part.planes["data"] for part in members]
         joined = data[0] if len(data) == 1 else torch.cat(data)
@@ -208,7 +259,8 @@ def _prepare_packed(
             load_packed_gemm(segment, out_dtype)
         if limits.mmq:
             load_packed_mmq(segment, out_dtype)
-    return LinearWeight(tuple(segments), shape, dense, *limits)
+    block_rows = select_block_rows(device)
+    return LinearWeight(tuple(segments), shape, dense, *limits, block_rows)
 
 
 def pick_rows(weight: LinearWeight, rows: Tensor) -> LinearWeight | None:
@@ -220,7 +272,8 @@ def pick_rows(weight: LinearWeight, rows: Tensor) -> LinearWeight | None:
     """
     dense = weight.segments[0] if len(weight.segments) == 1 else None
     if isinstance(dense, QuantTensor):
-        return LinearWeight((dense.take(rows),), (rows.shape[0], weight.shape[1]))
+        shape = (rows.shape[0], weight.shape[1])
+        return LinearWeight((dense.take(rows),), shape, block_rows=weight.block_rows)
     dense = dense if weight.dense is None else weight.dense
     if not isinstance(dense, Tensor):
         return None
@@ -268,6 +321,8 @@ def linear(
             columns = result[:, row : row + rows]
             if isinstance(segment, PackedWeight):
                 _multiply_packed(x, segment, columns, weight)
+            elif isinstance(segment, QuantTensor) and _reads_blocks(x, segment, weight):
+                block_matvec(x, segment, out=columns, out_dtype=out_dtype)
             else:
                 columns.copy_(_multiply(x, segment, out_dtype, weight))
             row += rows
@@ -308,14 +363,26 @@ def _multiply(
         _multiply_packed(x, segment, out, weight)
         return out
     if isinstance(segment, QuantTensor):
+        if _reads_blocks(x, segment, weight):
+            return block_matvec(x, segment, out=out, out_dtype=out_dtype)
         x, segment = _decoded(x, segment, out_dtype)
     if x.is_cuda:
         return _multiply_dense(x, segment, out_dtype, out)
+    return _multiply_on_cpu(x, segment, out_dtype)
+
+
+def _multiply_on_cpu(x: Tensor, segment: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """X @ segment^T of dense weights."""
     if x.shape[0] >= WIDE_ROWS and _is_widened(segment.dtype):
         return _multiply_widened(x, segment).to(out_dtype)
     if out_dtype == segment.dtype:
         return _multiply_rows(x, segment)
     return torch.nn.functional.linear(x.to(segment.dtype), segment).to(out_dtype)
+
+
+def _reads_blocks(x: Tensor, segment: QuantTensor, weight: LinearWeight) -> bool:
+    """Whether a segment is multiplied as stored."""
+    return x.shape[0] <= weight.block_rows and not block_op.shape_refusal(segment, x.dtype)
 
 
 def _decoded(x: Tensor, segment: QuantTensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
