@@ -49,6 +49,11 @@ TOGGLES = {
     "TIERCEL_PREFILL_MMQ": env.has_prefill_mmq,
     "TIERCEL_FUSED_GEMM": env.has_fused_gemm,
     "TIERCEL_BLOCK_KERNEL": env.has_block_kernel,
+    "TIERCEL_MOE_KERNEL": env.has_moe_kernel,
+    "TIERCEL_MHC_KERNEL": env.has_mhc_kernel,
+    "TIERCEL_ROPE_KERNEL": env.has_rope_kernel,
+    "TIERCEL_ROUTE_KERNEL": env.has_route_kernel,
+    "TIERCEL_COMPRESS_KERNEL": env.has_compress_kernel,
 }
 ONCE_A_PROCESS = ("TIERCEL_PDL",)
 

@@ -20,6 +20,7 @@ _SWITCHES = tuple(
         "BLOCK_KERNEL",
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
         *("SYNC_DEBUG", "MOE_KERNEL"),
+        *("MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL", "COMPRESS_KERNEL"),
     )
 )
 _SETTINGS = (
@@ -176,6 +177,26 @@ def has_fused_layer_tail() -> bool:
     It serves a few tokens. Its bits differ from single kernels, so ``TIERCEL_EXACT`` forbids it.
     """
     return read_flag("TIERCEL_DECODE_CHAIN", default=True) and not is_exact()
+
+
+def has_mhc_kernel() -> bool:
+    """Whether ``TIERCEL_MHC_KERNEL`` allows the kernels of mHC, else PyTorch operators."""
+    return read_flag("TIERCEL_MHC_KERNEL", default=True)
+
+
+def has_rope_kernel() -> bool:
+    """Whether ``TIERCEL_ROPE_KERNEL`` allows the kernels of latent vectors, likewise."""
+    return read_flag("TIERCEL_ROPE_KERNEL", default=True)
+
+
+def has_route_kernel() -> bool:
+    """Whether ``TIERCEL_ROUTE_KERNEL`` allows the kernels of V4's router, likewise."""
+    return read_flag("TIERCEL_ROUTE_KERNEL", default=True)
+
+
+def has_compress_kernel() -> bool:
+    """Whether ``TIERCEL_COMPRESS_KERNEL`` allows the kernels of V4's compressors, likewise."""
+    return read_flag("TIERCEL_COMPRESS_KERNEL", default=True)
 
 
 def has_overlap(*, default: bool) -> bool:

@@ -5,7 +5,14 @@ import torch
 
 from tests.dsv4_cases import captured, case, poison, strided
 from tiercel.errors import ArgumentError
-from tiercel.ops.mhc_mix import mhc_mix_collapse, mhc_mix_post, mhc_mix_pre
+from tiercel.kernels.fused import mhc_mix as kernel
+from tiercel.ops.mhc_mix import (
+    mhc_mix_collapse,
+    mhc_mix_post,
+    mhc_mix_pre,
+    mhc_mix_refusal,
+)
+from tiercel.ops.rms_norm import rms_norm
 from tiercel.reference import mhc_mix as oracle
 
 OPTIONS = {"rms_eps": 1e-6, "hc_eps": 1e-6, "sinkhorn_iters": 20}
@@ -138,6 +145,126 @@ def test_op_names_the_bad_argument(device):
     x, post, comb = mhc_mix_pre(streams, fn, scale, base, **OPTIONS)
     with pytest.raises(ArgumentError, match=r"y, post and comb are \(\(1, 24\)"):
         mhc_mix_post(streams, x[:1], post, comb)
+
+
+# The kernels take 2, 4 or 8 streams; hidden sizes on both sides of a piece of 128.
+KERNEL_SHAPES = [(1, 4, 24), (3, 2, 129), (6, 4, 300)]
+ITERS = 3  # the interpreter takes milliseconds for each
+# Triton's interpreter cuts bfloat16 off where a GPU rounds: a whole unit instead of half of one.
+UNIT = 2**-8 if torch.cuda.is_available() else 2**-7
+KERNEL = {torch.float32: 1e-5, torch.bfloat16: UNIT + 1e-5, torch.float16: 2**-11 + 1e-5}
+
+
+def run_kernel(streams, weights, norm=None, *, is_collapse=False, out_dtype=None):
+    """x, post and comb of the kernels in poisoned memory, with a row of guard."""
+    num_tokens, n, hidden = streams.shape
+    nan, device = float("nan"), streams.device
+    x = torch.full((num_tokens + 1, hidden), nan, dtype=out_dtype or streams.dtype, device=device)
+    post = torch.full((num_tokens + 1, n), nan, device=device)
+    comb = torch.full((num_tokens + 1, n, n), nan, device=device)
+    shape = kernel.parts_shape(num_tokens, n, hidden, weights[0].shape[0])
+    parts = torch.full(shape, nan, device=device)
+    coefficients = None if is_collapse else (post[:-1], comb[:-1])
+    eps = (1e-6, 1e-2 if is_collapse else 1e-6, 1e-3)
+    kernel.launch_mhc_mix(streams, weights, parts, x[:-1], coefficients, norm, eps, ITERS)
+    assert all(tensor[-1].isnan().all() for tensor in (x, post, comb))
+    return x[:-1], post[:-1], comb[:-1]
+
+
+def check_kernel(out, expected, dtype):
+    tolerance = KERNEL[dtype]
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", KERNEL, ids=str)
+@pytest.mark.parametrize("shape", KERNEL_SHAPES)
+def test_kernels_match_oracle(shape, dtype, device):
+    num_tokens, n, hidden = shape
+    streams, *weights = make_case(*shape, dtype, device)
+    x, post, comb = run_kernel(streams, weights)
+    arguments = [tensor.cpu() for tensor in (streams, *weights)]
+    pre, expected_post, expected_comb = oracle.coefficients(*arguments, 1e-6, 1e-6, ITERS)
+    expected_x = oracle.pre_sum(arguments[0], pre)
+    check_kernel(x, expected_x, dtype)
+    check_kernel(post, expected_post, torch.float32)
+    check_kernel(comb, expected_comb, torch.float32)
+    norm = torch.randn(hidden, device=device)
+    normed, *_ = run_kernel(streams, weights, norm, out_dtype=torch.float32)
+    mean = expected_x.square().mean(1, keepdim=True)
+    check_kernel(normed, expected_x / (mean + 1e-3).sqrt() * norm.double().cpu(), torch.float32)
+    head = (weights[0][:n].contiguous(), weights[1][:1], weights[2][:n])
+    x, *_ = run_kernel(streams, head, is_collapse=True)
+    check_kernel(x, oracle.collapse(arguments[0], *(w.cpu() for w in head), 1e-6, 1e-2), dtype)
+    y = strided(torch.randn(num_tokens, hidden, device=device).to(dtype))
+    out = torch.full((num_tokens + 1, n, hidden), float("nan"), dtype=dtype, device=device)
+    kernel.launch_mhc_mix_post(streams, y, post, comb, out[:-1])
+    assert out[-1].isnan().all()
+    expected = oracle.post_sum(*(tensor.cpu() for tensor in (streams, y, post, comb)))
+    check_kernel(out[:-1], expected, dtype)
+
+
+def test_many_tokens_match_oracle(device):
+    """Tensor cores, two tiles of tokens, pieces of 1,024 channels with a short one at the end."""
+    streams, *weights = make_case(70, 2, 1061, torch.bfloat16, device)
+    x, post, comb = run_kernel(streams, weights)
+    arguments = [tensor.cpu() for tensor in (streams, *weights)]
+    pre, expected_post, expected_comb = oracle.coefficients(*arguments, 1e-6, 1e-6, ITERS)
+    check_kernel(x, oracle.pre_sum(arguments[0], pre), torch.bfloat16)
+    check_kernel(post, expected_post, torch.float32)
+    check_kernel(comb, expected_comb, torch.float32)
+
+
+def test_a_token_has_the_same_bits_in_any_launch_of_few(device):
+    streams, *weights = make_case(16, 4, 160, torch.bfloat16, device)
+    norm = torch.randn(160, device=device)
+    every = run_kernel(streams, weights, norm)
+    for first, last in ((0, 1), (9, 10), (3, 8)):
+        some = run_kernel(streams[first:last], weights, norm)
+        for one, all_of_them in zip(some, every, strict=True):
+            assert torch.equal(one, all_of_them[first:last])
+
+
+def test_kernels_of_no_tokens_do_nothing(device):
+    streams, *weights = make_case(2, 4, 24, torch.bfloat16, device)
+    assert run_kernel(streams[:0], weights)[0].shape == (0, 24)
+    out = torch.empty(0, 4, 24, device=device)
+    kernel.launch_mhc_mix_post(streams[:0], out[:, 0], out[:, :, 0], out[:, :, :4], out)
+
+
+def test_the_norm_follows_the_sum(device):
+    streams, *weights = make_case(5, 4, 96, torch.bfloat16, device)
+    norm = torch.randn(96, device=device)
+    x, post, comb = mhc_mix_pre(streams, *weights, **OPTIONS)
+    options = {"norm_weight": norm, "norm_eps": 1e-3, "out_dtype": torch.float32}
+    normed, *others = mhc_mix_pre(streams, *weights, **OPTIONS, **options)
+    assert normed.dtype == torch.float32
+    expected = rms_norm(x, norm, 1e-3, torch.float32)
+    torch.testing.assert_close(normed, expected, rtol=0.02, atol=0.02)
+    assert torch.equal(others[0], post)
+    assert torch.equal(others[1], comb)
+    with pytest.raises(ArgumentError, match=r"norm_weight is \(95,\)"):
+        mhc_mix_pre(streams, *weights, **OPTIONS, **(options | {"norm_weight": norm[:95]}))
+
+
+def test_refusals_name_the_reason(monkeypatch):
+    streams = torch.empty(20, 4, 96)
+    assert mhc_mix_refusal(streams) == "the streams are not on a GPU"
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    def refusal(tensor, **options):
+        return mhc_mix_refusal(tensor.as_subclass(OnGpu), **options)
+
+    assert refusal(streams) == ""
+    assert refusal(streams.bfloat16(), is_product=True) == ""
+    assert refusal(streams, is_product=True) == "more than 16 tokens are not bfloat16"
+    assert refusal(streams[:16], is_product=True) == ""
+    assert refusal(streams[:, :3]) == "the streams are not 2, 4 or 8"
+    assert "next to each other" in refusal(streams.transpose(1, 2)[:, :4])
+    assert "registers" in refusal(torch.empty(1, 4, 8200))
+    monkeypatch.setenv("TIERCEL_MHC_KERNEL", "0")
+    assert refusal(streams) == "TIERCEL_MHC_KERNEL=0"
 
 
 @pytest.mark.gpu

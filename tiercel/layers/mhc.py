@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tiercel.layers.norm import RMSNorm
 from tiercel.ops.mhc_mix import mhc_mix_collapse, mhc_mix_post, mhc_mix_pre
 
 
@@ -29,8 +30,8 @@ class HyperConnection:
     hc_eps: float
     sinkhorn_iters: int
 
-    def pre(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(T, n, hidden) streams to x (T, hidden) before the norm, and the weights of `post`."""
+    def pre(self, streams: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor, Tensor]:
+        """(T, n, hidden) streams to x (T, hidden), normed, and the weights of `post`."""
         return mhc_mix_pre(
             streams,
             self.fn,
@@ -39,6 +40,9 @@ class HyperConnection:
             rms_eps=self.rms_eps,
             hc_eps=self.hc_eps,
             sinkhorn_iters=self.sinkhorn_iters,
+            norm_weight=norm.weight,
+            norm_eps=norm.eps,
+            out_dtype=norm.out_dtype,
         )
 
     def post(self, streams: Tensor, y: Tensor, weights: tuple[Tensor, Tensor]) -> Tensor:

@@ -32,9 +32,9 @@ class HyperLayer:
             token_ids: (T,) int32, the input tokens.
             step: shared by the layers.
         """
-        x, *weights = self.attn_mix.pre(streams)
-        y = self.attention(self.attn_norm(x), step)
+        x, *weights = self.attn_mix.pre(streams, self.attn_norm)
+        y = self.attention(x, step)
         streams = self.attn_mix.post(streams, y, (weights[0], weights[1]))
-        x, *weights = self.moe_mix.pre(streams)
-        y = self.moe(self.moe_norm(x), token_ids)
+        x, *weights = self.moe_mix.pre(streams, self.moe_norm)
+        y = self.moe(x, token_ids)
         return self.moe_mix.post(streams, y, (weights[0], weights[1]))

@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiercel import env
 from tiercel.errors import ArgumentError
 from tiercel.ops import mhc_mix_torch as torch_ops
+from tiercel.ops.rms_norm import rms_norm
+
+_MOST_STREAMS, _MOST_CHANNELS = 8, 8192  # of the kernels: a token's streams stay in registers
+_FEW_TOKENS = 16  # beyond, the product runs on tensor cores
 
 
 def mhc_mix_pre(
@@ -18,6 +23,9 @@ def mhc_mix_pre(
     rms_eps: float,
     hc_eps: float,
     sinkhorn_iters: int,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mix the residual streams into a block's input, and form the weights of the way back.
 
@@ -33,10 +41,13 @@ def mhc_mix_pre(
         rms_eps: added to the mean square, > 0.
         hc_eps: added to pre, to the softmax, and to each sum of Sinkhorn's iteration.
         sinkhorn_iters: iterations, >= 1; each ends on columns.
+        norm_weight: (hidden,) float32 of the block's norm, which x passes; None for no norm.
+        norm_eps: of that norm, > 0.
+        out_dtype: of x; None for that of the streams.
 
     Returns:
-        x (T, hidden) in the dtype of the streams, before the block's norm; post (T, n) float32;
-        comb (T, n, n) float32, rows old streams and columns new streams.
+        x (T, hidden) contiguous; post (T, n) float32; comb (T, n, n) float32, rows old streams and
+        columns new streams.
 
     Raises:
         ArgumentError: shapes or dtypes disagree, or fewer than one iteration.
@@ -49,9 +60,28 @@ def mhc_mix_pre(
     _check_weights("mhc_mix_pre", streams, (fn, scale, base), (rows, 3))
     if sinkhorn_iters < 1:
         raise ArgumentError(f"mhc_mix_pre: {sinkhorn_iters} iterations.", hint="Pass at least 1.")
+    num_tokens, _, hidden = streams.shape
+    if norm_weight is not None and (
+        norm_weight.shape != (hidden,) or norm_weight.dtype != torch.float32
+    ):
+        raise ArgumentError(
+            f"mhc_mix_pre: norm_weight is {tuple(norm_weight.shape)} {norm_weight.dtype}.",
+            hint=f"Pass ({hidden},) torch.float32.",
+        )
+    out_dtype = out_dtype or streams.dtype
+    if not mhc_mix_refusal(streams, is_product=True):
+        x = torch.empty((num_tokens, hidden), dtype=out_dtype, device=streams.device)
+        post = fn.new_empty(num_tokens, num_streams)
+        comb = fn.new_empty(num_tokens, num_streams, num_streams)
+        eps = (rms_eps, hc_eps, norm_eps)
+        _launch(streams, (fn, scale, base), x, (post, comb), norm_weight, eps, sinkhorn_iters)
+        return x, post, comb
     mixed = torch_ops.mix(streams, fn, rms_eps)
     pre, post, comb = torch_ops.split_mix(mixed, scale, base, sinkhorn_iters, hc_eps)
-    return torch_ops.weighted_sum(streams, pre), post, comb
+    x = torch_ops.weighted_sum(streams, pre)
+    if norm_weight is not None:
+        return rms_norm(x, norm_weight, norm_eps, out_dtype), post, comb
+    return x.to(out_dtype), post, comb
 
 
 def mhc_mix_post(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -85,6 +115,12 @@ def mhc_mix_post(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tens
             f"{tuple(streams.shape)}.",
             hint=f"Pass {expected}.",
         )
+    if not mhc_mix_refusal(streams) and y.stride(1) == 1:
+        from tiercel.kernels.fused.mhc_mix import launch_mhc_mix_post
+
+        out = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
+        launch_mhc_mix_post(streams, y, post.contiguous(), comb.contiguous(), out)
+        return out
     return torch_ops.write_back(streams, y, post, comb)
 
 
@@ -112,9 +148,50 @@ def mhc_mix_collapse(
     """
     num_streams = _check_streams("mhc_mix_collapse", streams)
     _check_weights("mhc_mix_collapse", streams, (fn, scale, base), (num_streams, 1))
+    if not mhc_mix_refusal(streams, is_product=True):
+        num_tokens, _, hidden = streams.shape
+        x = torch.empty((num_tokens, hidden), dtype=streams.dtype, device=streams.device)
+        _launch(streams, (fn, scale, base), x, None, None, (rms_eps, hc_eps, 0.0), 1)
+        return x
     mixed = torch_ops.mix(streams, fn, rms_eps)
     weights = torch.sigmoid(mixed * scale + base) + hc_eps
     return torch_ops.weighted_sum(streams, weights)
+
+
+def mhc_mix_refusal(streams: Tensor, *, is_product: bool = False) -> str:
+    """Why the kernels do not take some streams; "" if they do.
+
+    is_product: whether there is a product with fn.
+    """
+    num_tokens, num_streams, hidden = streams.shape
+    reasons = (
+        (not streams.is_cuda, "the streams are not on a GPU"),
+        (not env.has_mhc_kernel(), "TIERCEL_MHC_KERNEL=0"),
+        (num_streams not in (2, 4, _MOST_STREAMS), "the streams are not 2, 4 or 8"),
+        (num_streams * hidden > 4 * _MOST_CHANNELS, "a token's streams do not fit in registers"),
+        (streams.stride(2) != 1, "the channels of a stream are not next to each other"),
+        (
+            is_product and num_tokens > _FEW_TOKENS and streams.dtype != torch.bfloat16,
+            "more than 16 tokens are not bfloat16",
+        ),
+    )
+    return next((reason for is_so, reason in reasons if is_so), "")
+
+
+def _launch(
+    streams: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    x: Tensor,
+    coefficients: tuple[Tensor, Tensor] | None,
+    norm_weight: Tensor | None,
+    eps: tuple[float, float, float],
+    iters: int,
+) -> None:
+    from tiercel.kernels.fused.mhc_mix import launch_mhc_mix, parts_shape
+
+    fn, scale, base = (weight.contiguous() for weight in weights)
+    parts = fn.new_empty(parts_shape(*streams.shape, fn.shape[0]))
+    launch_mhc_mix(streams, (fn, scale, base), parts, x, coefficients, norm_weight, eps, iters)
 
 
 def _check_streams(name: str, streams: Tensor) -> int:

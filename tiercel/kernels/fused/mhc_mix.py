@@ -1,0 +1,374 @@
+"""Manifold-constrained hyper-connections (mHC): mixes of DeepSeek-V4's residual streams.
+
+Floor: `pre` reads the streams and fn once and writes x; `post` reads the streams and y and writes
+the streams. A product is split over columns of fn in pieces that depend on the shape alone, and
+summed in a fixed order, so a token's bits do not depend on the others (few tokens), and a second
+launch forms the coefficients, the sum over streams and the block's norm.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
+
+FEW_TOKENS = 16  # up to here one program reads a piece of fn for a few tokens, without tensor cores
+TOKENS = 4  # of such a program; one for a single token
+FEW_PIECE, MANY_PIECE = 128, 1024  # columns of a stream that a program multiplies
+TILE_TOKENS, TILE_COLUMNS = 64, 64  # of a tensor core product
+COMB_TOKENS = 16  # whose coefficients a program forms, if they are many
+POST_BLOCK = 1024  # channels that a program writes back
+MAX_HIDDEN = 8192  # a token's streams in the registers of 16 warps
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def few_products_kernel(
+    streams_ptr,  # (num_tokens, N, HIDDEN), inner stride 1
+    fn_ptr,  # (ROWS, N * HIDDEN) float32
+    out_ptr,  # (num_tokens, N * PIECES, COLUMNS) float32: products, then the sum of squares
+    num_tokens,
+    TOKEN_STRIDE: tl.constexpr,
+    STREAM_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two above ROWS
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,  # of a stream
+    TOKENS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """One piece of fn times some tokens."""
+    piece = tl.program_id(0)
+    stream, part = piece // PIECES, piece % PIECES
+    column = part * PIECE + tl.arange(0, PIECE)
+    row = tl.arange(0, COLUMNS)
+    mask = column < HIDDEN
+    places = row[:, None] * (N * HIDDEN) + stream * HIDDEN + column[None, :]
+    fn = tl.load(fn_ptr + places, mask=(row[:, None] < ROWS) & mask[None, :], other=0.0)
+    wait_for_inputs(IS_DEPENDENT)
+    for turn in tl.static_range(TOKENS):
+        token = tl.program_id(1) * TOKENS + turn
+        place = token.to(tl.int64) * TOKEN_STRIDE + stream * STREAM_STRIDE + column
+        known = tl.where(token < num_tokens, HIDDEN, 0)
+        u = tl.load(streams_ptr + place, mask=column < known, other=0.0).to(tl.float32)
+        product = tl.sum(fn * u[None, :], axis=1)
+        product = tl.where(row == ROWS, tl.sum(u * u, axis=0), product)
+        out = out_ptr + (token.to(tl.int64) * (N * PIECES) + piece) * COLUMNS + row
+        tl.store(out, product, mask=row < tl.where(token < num_tokens, ROWS + 1, 0))
+
+
+@triton.jit
+def in_three(x):
+    """Three bfloat16 whose sum is a float32, but for its last bits."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def many_products_kernel(
+    streams_ptr,  # (num_tokens, N, HIDDEN) bfloat16, inner stride 1
+    fn_ptr,  # (ROWS, N * HIDDEN) float32
+    out_ptr,  # (num_tokens, N * PIECES, COLUMNS) float32: products, then the sum of squares
+    num_tokens,
+    TOKEN_STRIDE: tl.constexpr,
+    STREAM_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two above ROWS, >= 16
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,  # of a stream
+    TILE_TOKENS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    OPERAND: tl.constexpr,  # type of the products; the interpreter multiplies no bfloat16
+    IS_DEPENDENT: tl.constexpr,
+):
+    """One piece of fn times a tile of tokens, in three bfloat16 products: float32 in effect."""
+    piece = tl.program_id(0)
+    stream, part = piece // PIECES, piece % PIECES
+    token = tl.program_id(1) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    row = tl.arange(0, COLUMNS)
+    is_token = token < num_tokens
+    wait_for_inputs(IS_DEPENDENT)
+    streams = streams_ptr + (token.to(tl.int64) * TOKEN_STRIDE + stream * STREAM_STRIDE)[:, None]
+    weights = fn_ptr + row[:, None] * (N * HIDDEN) + stream * HIDDEN
+    # The small parts have sums of their own: tensor cores cut a sum's last bits at each step.
+    sums = tl.zeros((TILE_TOKENS, COLUMNS), tl.float32)
+    small = tl.zeros((TILE_TOKENS, COLUMNS), tl.float32)
+    squares = tl.zeros((TILE_TOKENS,), tl.float32)
+    for start in range(0, PIECE, TILE_COLUMNS):
+        column = part * PIECE + start + tl.arange(0, TILE_COLUMNS)
+        mask = column < HIDDEN
+        u = tl.load(streams + column[None, :], mask=is_token[:, None] & mask[None, :], other=0.0)
+        fn = tl.load(
+            weights + column[None, :], mask=(row[:, None] < ROWS) & mask[None, :], other=0.0
+        )
+        high, middle, low = in_three(fn)
+        sums = tl.dot(u.to(OPERAND), tl.trans(high).to(OPERAND), sums)
+        small = tl.dot(u.to(OPERAND), tl.trans(middle).to(OPERAND), small)
+        small = tl.dot(u.to(OPERAND), tl.trans(low).to(OPERAND), small)
+        wide = u.to(tl.float32)
+        squares += tl.sum(wide * wide, axis=1)
+    sums += small
+    sums = tl.where(row[None, :] == ROWS, squares[:, None], sums)
+    out = (token.to(tl.int64) * (N * PIECES) + piece)[:, None] * COLUMNS + row[None, :]
+    tl.store(out_ptr + out, sums, mask=is_token[:, None] & (row[None, :] <= ROWS))
+
+
+@triton.jit
+def inverse_rms(parts_ptr, token, split, SPLITS, COLUMNS, ROWS, SIZE, eps):
+    """1 / rms of the streams of some tokens, from the sums of squares of all pieces."""
+    place = (token.to(tl.int64) * SPLITS)[:, None] + split[None, :]
+    parts = tl.load(parts_ptr + place * COLUMNS + ROWS, mask=split[None, :] < SPLITS, other=0.0)
+    return 1.0 / tl.sqrt(tl.sum(parts, axis=1) / SIZE + eps)
+
+
+@triton.jit
+def products(parts_ptr, token, split, first, SPLITS, COLUMNS, COUNT: tl.constexpr):
+    """COUNT products of some tokens from `first` on, summed over all pieces: (tokens, COUNT)."""
+    place = (token.to(tl.int64) * SPLITS)[:, None] + split[None, :]
+    column = first + tl.arange(0, COUNT)
+    places = place[:, :, None] * COLUMNS + column[None, None, :]
+    parts = tl.load(parts_ptr + places, mask=split[None, :, None] < SPLITS, other=0.0)
+    return tl.sum(parts, axis=1)
+
+
+@triton.jit
+def sinkhorn(logits, eps, ITERS: tl.constexpr):
+    """Row softmax of (tokens, N, N), then columns and rows in turn; the last step is on columns."""
+    comb = tl.exp(logits - tl.max(logits, axis=2, keep_dims=True))
+    comb = comb / tl.sum(comb, axis=2, keep_dims=True) + eps
+    comb = comb * (1.0 / (tl.sum(comb, axis=1, keep_dims=True) + eps))
+    for _ in range(ITERS - 1):
+        comb = comb * (1.0 / (tl.sum(comb, axis=2, keep_dims=True) + eps))
+        comb = comb * (1.0 / (tl.sum(comb, axis=1, keep_dims=True) + eps))
+    return comb
+
+
+@triton.jit(do_not_specialize=["num_tokens", "rms_eps", "hc_eps", "norm_eps"])
+def finish_kernel(
+    streams_ptr,  # (num_tokens, N, HIDDEN), inner stride 1
+    parts_ptr,  # (num_tokens, SPLITS, COLUMNS) float32
+    scale_ptr,  # float32
+    base_ptr,  # (ROWS,) float32
+    norm_ptr,  # (HIDDEN,) float32, or None for no norm
+    x_ptr,  # (num_tokens, HIDDEN) contiguous
+    post_ptr,  # (num_tokens, N) float32, or None: pre alone
+    comb_ptr,  # (num_tokens, N, N) float32, or None
+    num_tokens,
+    rms_eps,
+    hc_eps,
+    norm_eps,
+    TOKEN_STRIDE: tl.constexpr,
+    STREAM_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,  # a power of two >= HIDDEN
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,  # a power of two >= SPLITS
+    ITERS: tl.constexpr,
+    COMB_TOKENS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """The first num_tokens programs sum a token's streams, the others form coefficients."""
+    wait_for_inputs(IS_DEPENDENT)
+    program = tl.program_id(0)
+    split = tl.arange(0, MOST_SPLITS)
+    stream = tl.arange(0, N)
+    if program < num_tokens:
+        channel = tl.arange(0, BLOCK)
+        mask = channel < HIDDEN
+        start = streams_ptr + program.to(tl.int64) * TOKEN_STRIDE
+        places = start + stream[:, None] * STREAM_STRIDE + channel[None, :]
+        u = tl.load(places, mask=mask[None, :], other=0.0)
+        parts = parts_ptr + (program.to(tl.int64) * SPLITS + split) * COLUMNS
+        squares = tl.sum(tl.load(parts + ROWS, mask=split < SPLITS, other=0.0), axis=0)
+        inverse = 1.0 / tl.sqrt(squares / (N * HIDDEN) + rms_eps)
+        pieces = tl.load(parts[None, :] + stream[:, None], mask=split[None, :] < SPLITS, other=0.0)
+        mixed = tl.sum(pieces, axis=1) * inverse
+        pre = tl.sigmoid(mixed * tl.load(scale_ptr) + tl.load(base_ptr + stream)) + hc_eps
+        x = tl.sum(pre[:, None] * u.to(tl.float32), axis=0)
+        if norm_ptr is not None:
+            weight = tl.load(norm_ptr + channel, mask=mask, other=0.0)
+            x = x / tl.sqrt(tl.sum(x * x, axis=0) / HIDDEN + norm_eps) * weight
+        out = x_ptr + program.to(tl.int64) * HIDDEN + channel
+        tl.store(out, x.to(x_ptr.dtype.element_ty), mask=mask)
+    elif post_ptr is not None:
+        tokens = (program - num_tokens) * COMB_TOKENS + tl.arange(0, COMB_TOKENS)
+        is_token = tokens < num_tokens
+        known = tl.minimum(tokens, num_tokens - 1)
+        inverses = inverse_rms(parts_ptr, known, split, SPLITS, COLUMNS, ROWS, N * HIDDEN, rms_eps)
+        sums = products(parts_ptr, known, split, N, SPLITS, COLUMNS, N) * inverses[:, None]
+        bases = tl.load(base_ptr + N + stream)
+        post = 2 * tl.sigmoid(sums * tl.load(scale_ptr + 1) + bases[None, :])
+        at = tokens.to(tl.int64)[:, None] * N + stream[None, :]
+        tl.store(post_ptr + at, post, mask=is_token[:, None])
+        cell = tl.arange(0, N * N)
+        cells = products(parts_ptr, known, split, 2 * N, SPLITS, COLUMNS, N * N)
+        logits = cells * inverses[:, None] * tl.load(scale_ptr + 2)
+        logits += tl.load(base_ptr + 2 * N + cell)[None, :]
+        comb = sinkhorn(tl.reshape(logits, (COMB_TOKENS, N, N)), hc_eps, ITERS)
+        comb = tl.reshape(comb, (COMB_TOKENS, N * N))
+        places_of_cells = tokens.to(tl.int64)[:, None] * (N * N) + cell[None, :]
+        tl.store(comb_ptr + places_of_cells, comb, mask=is_token[:, None])
+
+
+@triton.jit
+def post_kernel(
+    streams_ptr,  # (tokens, N, HIDDEN), inner stride 1
+    y_ptr,  # (tokens, HIDDEN), inner stride 1
+    post_ptr,  # (tokens, N) float32, contiguous
+    comb_ptr,  # (tokens, N, N) float32, contiguous
+    out_ptr,  # (tokens, N, HIDDEN) contiguous
+    TOKEN_STRIDE: tl.constexpr,
+    STREAM_STRIDE: tl.constexpr,
+    Y_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """BLOCK channels of all streams of a token."""
+    wait_for_inputs(IS_DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    stream = tl.arange(0, N)
+    mask = channel < HIDDEN
+    places = token * TOKEN_STRIDE + stream[:, None] * STREAM_STRIDE + channel[None, :]
+    u = tl.load(streams_ptr + places, mask=mask[None, :], other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + token * Y_STRIDE + channel, mask=mask, other=0.0).to(tl.float32)
+    for new in tl.static_range(N):
+        comb = tl.load(comb_ptr + token * (N * N) + stream * N + new)
+        x = tl.sum(comb[:, None] * u, axis=0) + tl.load(post_ptr + token * N + new) * y
+        out = out_ptr + (token * N + new) * HIDDEN + channel
+        tl.store(out, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def select_pieces(num_tokens: int, num_streams: int, hidden: int) -> tuple[int, int]:
+    """Columns of a piece of fn and pieces of all streams. Pure: readable by a test."""
+    piece = FEW_PIECE if num_tokens <= FEW_TOKENS else MANY_PIECE
+    return piece, num_streams * -(-hidden // piece)
+
+
+def parts_shape(num_tokens: int, num_streams: int, hidden: int, rows: int) -> tuple[int, int, int]:
+    """Shape of the workspace of `launch_mhc_mix`, float32."""
+    splits = select_pieces(num_tokens, num_streams, hidden)[1]
+    return num_tokens, splits, max(16, triton.next_power_of_2(rows + 1))
+
+
+@functools.cache
+def _product(
+    tokens: int, strides: tuple[int, int], sizes: tuple[int, int, int], columns: int, operand: object
+) -> TritonLaunch:  # fmt: skip
+    num_streams, hidden, rows = sizes
+    is_few = tokens <= TOKENS
+    piece = FEW_PIECE if is_few else MANY_PIECE
+    constants = {
+        "TOKEN_STRIDE": strides[0],
+        "STREAM_STRIDE": strides[1],
+        "N": num_streams,
+        "HIDDEN": hidden,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "PIECE": piece,
+        "PIECES": -(-hidden // piece),
+    }
+    if is_few:
+        return TritonLaunch(few_products_kernel, 4, constants | {"TOKENS": tokens})
+    tile = {"TILE_TOKENS": tokens, "TILE_COLUMNS": TILE_COLUMNS, "OPERAND": operand}
+    return TritonLaunch(many_products_kernel, 4, constants | tile)
+
+
+@functools.cache
+def _finish(
+    strides: tuple[int, int], sizes: tuple[int, int, int], columns: int, splits: int, iters: int,
+    comb_tokens: int,
+) -> TritonLaunch:  # fmt: skip
+    num_streams, hidden, rows = sizes
+    block = max(16, triton.next_power_of_2(hidden))
+    constants = {
+        "TOKEN_STRIDE": strides[0],
+        "STREAM_STRIDE": strides[1],
+        "N": num_streams,
+        "HIDDEN": hidden,
+        "BLOCK": block,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "SPLITS": splits,
+        "MOST_SPLITS": triton.next_power_of_2(splits),
+        "ITERS": iters,
+        "COMB_TOKENS": comb_tokens,
+    }
+    return TritonLaunch(finish_kernel, 16 if block > 4096 else 8, constants)
+
+
+def launch_mhc_mix(
+    streams: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    parts: torch.Tensor,
+    x: torch.Tensor,
+    coefficients: tuple[torch.Tensor, torch.Tensor] | None,
+    norm: torch.Tensor | None,
+    eps: tuple[float, float, float],
+    iters: int,
+) -> None:
+    """Enqueue two kernels on the current stream; the op has checked and allocated.
+
+    weights: fn, scale, base. parts: see `parts_shape`. coefficients: post and comb, None to
+    collapse. eps: of the root mean square, of the coefficients, of the norm.
+    """
+    num_tokens, num_streams, hidden = streams.shape
+    if num_tokens == 0:
+        return
+    fn, scale, base = weights
+    strides = (streams.stride(0), streams.stride(1))
+    sizes = (num_streams, hidden, fn.shape[0])
+    splits, columns = parts.shape[1:]
+    is_few = num_tokens <= FEW_TOKENS
+    tokens = TILE_TOKENS if not is_few else TOKENS if num_tokens > 1 else 1
+    grid = (splits, -(-num_tokens // tokens), 1)
+    operand = tl.bfloat16 if streams.is_cuda else tl.float32
+    product = _product(tokens, strides, sizes, columns, operand)
+    product(grid, (streams, fn, parts), (num_tokens,))
+    comb_tokens = 1 if is_few else COMB_TOKENS
+    others = 0 if coefficients is None else -(-num_tokens // comb_tokens)
+    post, comb = coefficients or (None, None)
+    finish = _finish(strides, sizes, columns, splits, iters, comb_tokens)
+    tensors = (streams, parts, scale, base, norm, x, post, comb)
+    finish((num_tokens + others, 1, 1), tensors, (num_tokens, *eps))
+
+
+@functools.cache
+def _post(num_streams: int, hidden: int, strides: tuple[int, int, int]) -> TritonLaunch:
+    constants = {
+        "TOKEN_STRIDE": strides[0],
+        "STREAM_STRIDE": strides[1],
+        "Y_STRIDE": strides[2],
+        "N": num_streams,
+        "HIDDEN": hidden,
+        "BLOCK": POST_BLOCK,
+    }
+    return TritonLaunch(post_kernel, 4, constants)
+
+
+def launch_mhc_mix_post(
+    streams: torch.Tensor,
+    y: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Enqueue on the current stream; the op has checked and allocated."""
+    num_tokens, num_streams, hidden = streams.shape
+    if num_tokens == 0:
+        return
+    strides = (streams.stride(0), streams.stride(1), y.stride(0))
+    grid = (num_tokens, -(-hidden // POST_BLOCK), 1)
+    _post(num_streams, hidden, strides)(grid, (streams, y, post, comb, out))
