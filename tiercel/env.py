@@ -19,7 +19,7 @@ _SWITCHES = tuple(
         *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "PREFILL_MMQ", "FUSED_GEMM"),
         "BLOCK_KERNEL",
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
-        *("SYNC_DEBUG", "MOE_KERNEL"),
+        *("SYNC_DEBUG", "MOE_KERNEL", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
         *("MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL", "COMPRESS_KERNEL"),
     )
 )
@@ -197,6 +197,16 @@ def has_route_kernel() -> bool:
 def has_compress_kernel() -> bool:
     """Whether ``TIERCEL_COMPRESS_KERNEL`` allows the kernels of V4's compressors, likewise."""
     return read_flag("TIERCEL_COMPRESS_KERNEL", default=True)
+
+
+def has_sparse_attention_kernel() -> bool:
+    """Whether ``TIERCEL_SPARSE_ATTENTION_KERNEL`` allows the kernel of `sparse_attention`."""
+    return read_flag("TIERCEL_SPARSE_ATTENTION_KERNEL", default=True)
+
+
+def has_indexer_kernel() -> bool:
+    """Whether ``TIERCEL_INDEXER_KERNEL`` allows the kernels of `indexer_topk`."""
+    return read_flag("TIERCEL_INDEXER_KERNEL", default=True)
 
 
 def has_overlap(*, default: bool) -> bool:

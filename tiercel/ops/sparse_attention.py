@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from tiercel.env import has_sparse_attention_kernel
 from tiercel.errors import ArgumentError
 from tiercel.ops import sparse_attention_torch as torch_ops
-from tiercel.ops.sparse_attention_torch import SlottedKV
+from tiercel.ops.sparse_attention_torch import PagedEntries, SlottedKV
 
 _INTEGERS = (torch.int32, torch.int64)
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_KERNEL_CACHES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
+_KERNEL_ROTARY = 64  # bfloat16 channels of encoded vectors, as many as a scale has channels
 
 
 def sparse_attention(
@@ -22,7 +28,8 @@ def sparse_attention(
     Args:
         q: (T, heads, d), float32, bfloat16 or float16, with any strides.
         parts: one or more, such as the window and the compressed entries; each lists its own
-            slots per token, and -1 is no key. A vector listed twice counts twice.
+            slots per token, and -1 is no key, or the entries of paged sequences. A vector listed
+            twice counts twice.
         sink: (heads,) float32, added to the denominator once, not scaled; None for no sink.
         scale: of the scores, d^-0.5.
 
@@ -37,7 +44,69 @@ def sparse_attention(
     Attention Sinks", arXiv 2309.17453.
     """
     _check("sparse_attention", q, parts, sink)
+    if q.is_cuda and not kernel_refusal(q, parts) and has_sparse_attention_kernel():
+        return _launch(q, parts, sink, scale)
     return torch_ops.attend(q, parts, sink, scale)[0].to(q.dtype)
+
+
+def kernel_refusal(q: Tensor, parts: tuple[SlottedKV, ...]) -> str:
+    """Why the kernel does not take the arguments; "" where it does. Pure."""
+    head_dim = q.shape[2]
+    if q.dtype not in _KERNEL_DTYPES:
+        return f"q is {q.dtype}"
+    if len(parts) > 2:
+        return f"{len(parts)} parts"
+    if not 32 <= head_dim <= 512 or head_dim & (head_dim - 1):
+        return f"{head_dim} channels"
+    for part in parts:
+        if part.cache.dtype not in _KERNEL_CACHES or part.cache.stride(2) != 1:
+            return f"a cache of {part.cache.dtype} with strides {part.cache.stride()}"
+        if part.scales is None:
+            continue
+        is_known = part.rotary_dim == _KERNEL_ROTARY and head_dim % 128 == 0
+        if not is_known or part.scales.stride(2) != 1 or not _is_even(part.cache):
+            return f"encoded vectors of {head_dim} channels, {part.rotary_dim} bfloat16"
+    return "" if all(_are_rows_dense(part.slots) for part in parts) else "lists with strides"
+
+
+def _is_even(cache: Tensor) -> bool:
+    """Whether bfloat16 channels of encoded vectors are aligned."""
+    return not (cache.data_ptr() | cache.stride(0) | cache.stride(1)) % 2
+
+
+def _are_rows_dense(listed: Tensor | PagedEntries) -> bool:
+    if not isinstance(listed, PagedEntries):
+        return listed.stride(1) == 1
+    rows = [listed.block_tables] if listed.chosen is None else [listed.block_tables, listed.chosen]
+    ids = [listed.seq_ids] if listed.ends is None else [listed.seq_ids, listed.ends]
+    return all(row.stride(1) == 1 for row in rows) and all(one.stride(0) == 1 for one in ids)
+
+
+def _launch(
+    q: Tensor, parts: tuple[SlottedKV, ...], sink: Tensor | None, scale: float
+) -> Tensor:
+    from tiercel.kernels.attention import sparse_attention as kernel
+
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tokens, heads, head_dim = q.shape
+    splits = kernel.num_splits(tokens, heads, tuple(part.num_keys for part in parts))
+    partial, stats = None, None
+    if splits > 1:
+        floats = {"dtype": torch.float32, "device": q.device}
+        partial = torch.empty((tokens, splits, heads, head_dim), **floats)
+        stats = torch.empty((tokens, splits, 2, heads), **floats)
+    keys = [kernel.KeyPart(*_arguments(part)) for part in parts]
+    kernel.launch_sparse_attention(q, keys, sink, scale, out, partial, stats)
+    return out
+
+
+def _arguments(part: SlottedKV) -> tuple[Any, ...]:
+    """Cache, scales, keys and lists of a part, as its kernel takes them."""
+    listed = part.slots
+    if not isinstance(listed, PagedEntries):
+        return part.cache, part.scales, part.num_keys, listed
+    lists = (listed.chosen, listed.ends, listed.block_tables, listed.seq_ids)
+    return part.cache, part.scales, part.num_keys, *lists
 
 
 def sparse_attention_partial(
@@ -119,6 +188,9 @@ def _check(name: str, q: Tensor, parts: tuple[SlottedKV, ...], sink: Tensor | No
                 f"{'with' if part.scales is not None else 'without'} scales.",
                 hint="Pass scales with encoded entries, in uint8, and only with them.",
             )
+        if isinstance(part.slots, PagedEntries):
+            _check_entries(name, q.shape[0], part.slots)
+            continue
         is_list = part.slots.dim() == 2 and part.slots.dtype in _INTEGERS
         if not is_list or part.slots.shape[0] != q.shape[0]:
             raise ArgumentError(
@@ -126,6 +198,32 @@ def _check(name: str, q: Tensor, parts: tuple[SlottedKV, ...], sink: Tensor | No
                 f"{q.shape[0]} tokens.",
                 hint=f"Pass ({q.shape[0]}, keys) torch.int32 or torch.int64.",
             )
+
+
+def _check_entries(name: str, num_tokens: int, listed: PagedEntries) -> None:
+    tables, seq_ids, chosen, ends = (
+        listed.block_tables,
+        listed.seq_ids,
+        listed.chosen,
+        listed.ends,
+    )
+    given = chosen if ends is None else ends
+    expected = (num_tokens, listed.num_entries) if ends is None else (num_tokens,)
+    if (
+        given is None
+        or (chosen is not None and ends is not None)
+        or given.shape != expected
+        or seq_ids.shape != (num_tokens,)
+        or tables.dim() != 2
+        or any(x.dtype not in _INTEGERS for x in (given, seq_ids, tables))
+    ):
+        shapes = [None if x is None else tuple(x.shape) for x in (chosen, ends, seq_ids, tables)]
+        raise ArgumentError(
+            f"{name}: chosen, ends, seq_ids and block_tables are {shapes} for {num_tokens} tokens "
+            f"and {listed.num_entries} entries.",
+            hint=f"Pass chosen ({num_tokens}, {listed.num_entries}) or ends ({num_tokens},), "
+            f"seq_ids ({num_tokens},) and block_tables (sequences, columns), all integers.",
+        )
 
 
 def _check_sink(name: str, q: Tensor, sink: Tensor | None) -> None:

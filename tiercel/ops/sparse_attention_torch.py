@@ -17,19 +17,55 @@ WORKSPACE_BYTES = 1 << 28  # of the vectors and scores of some tokens; at least 
 
 
 @dataclass(frozen=True, slots=True)
+class PagedEntries:
+    """Which entries of its sequence each token attends to: chosen ones, or the last of a run.
+
+    Attributes:
+        block_tables: (sequences, columns) int32 or int64, blocks of each sequence in order.
+        seq_ids: (T,) int32 or int64, each token's row of `block_tables`.
+        num_entries: most entries of a token.
+        chosen: (T, num_entries) int32 or int64, -1 for none; None where `ends` is given.
+        ends: (T,) int32 or int64: a token attends to the last `num_entries` entries before its
+            end; None where `chosen` is given.
+    """
+
+    block_tables: Tensor
+    seq_ids: Tensor
+    num_entries: int
+    chosen: Tensor | None = None
+    ends: Tensor | None = None
+
+    def slots(self, tokens: slice, per_block: int) -> Tensor:
+        """Slots (tokens, num_entries) int64 in blocks of `per_block` entries; -1 for none."""
+        if self.chosen is not None:
+            number = self.chosen[tokens].long()
+            is_seen = number >= 0
+        else:
+            assert self.ends is not None, "a list has chosen entries or ends"
+            ends = self.ends[tokens].long().unsqueeze(1)
+            place = torch.arange(self.num_entries, device=ends.device)
+            number = (ends - self.num_entries).clamp(min=0) + place
+            is_seen = number < ends
+        number = torch.where(is_seen, number, 0)
+        blocks = self.block_tables[self.seq_ids[tokens].unsqueeze(1), number // per_block].long()
+        return torch.where(is_seen, blocks * per_block + number % per_block, -1)
+
+
+@dataclass(frozen=True, slots=True)
 class SlottedKV:
     """Latent vectors in blocks, and which of them each token attends to.
 
     Attributes:
         cache: (num_blocks, entries_per_block, d) float, or (..., d + rotary_dim) uint8, the data
             bytes of encoded entries (see `encode_kv_entries`); with any strides.
-        slots: (T, n) int32 or int64, block * entries_per_block + offset; -1 for no key.
+        slots: (T, n) int32 or int64, block * entries_per_block + offset; -1 for no key. Or the
+            entries of paged sequences, whose slots are found where they are read.
         scales: (num_blocks, entries_per_block, scale bytes) uint8 for encoded entries, else None.
         rotary_dim: bfloat16 channels of encoded entries.
     """
 
     cache: Tensor
-    slots: Tensor
+    slots: Tensor | PagedEntries
     scales: Tensor | None = None
     rotary_dim: int = 0
 
@@ -39,13 +75,24 @@ class SlottedKV:
         width = self.cache.shape[-1]
         return width - self.rotary_dim if self.cache.dtype == torch.uint8 else width
 
+    @property
+    def num_keys(self) -> int:
+        """Most keys of a token."""
+        slots = self.slots
+        return slots.num_entries if isinstance(slots, PagedEntries) else slots.shape[1]
 
-def gather(keys: SlottedKV, tokens: slice) -> Tensor:
-    """Vectors of the tokens' slots, (T, n, d) float32; zeros where there is no key.
+    def slots_of(self, tokens: slice) -> Tensor:
+        """Slots of some tokens, (tokens, num_keys) int64."""
+        if isinstance(self.slots, PagedEntries):
+            return self.slots.slots(tokens, self.cache.shape[1])
+        return self.slots[tokens].long()
+
+
+def gather(keys: SlottedKV, slots: Tensor) -> Tensor:
+    """Vectors of slots (T, n) int64, (T, n, d) float32; zeros where there is no key.
 
     Zeros instead of whatever slot 0 holds: weight 0 times NaN would be NaN.
     """
-    slots = keys.slots[tokens].long()
     is_key = (slots >= 0).unsqueeze(-1)
     slots = slots.clamp(min=0)
     per_block = keys.cache.shape[1]
@@ -88,14 +135,15 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over the keys of all parts in one softmax, float32."""
     num_tokens, num_heads, head_dim = q.shape
-    num_keys = sum(part.slots.shape[1] for part in parts)
+    num_keys = sum(part.num_keys for part in parts)
     step = tokens_of_a_pass(num_heads, head_dim, num_keys)
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     for start in range(0, num_tokens, step):
         tokens = slice(start, start + step)
-        kv = torch.cat([gather(part, tokens) for part in parts], dim=1)
-        is_key = torch.cat([part.slots[tokens] for part in parts], dim=1) >= 0
+        slots = [part.slots_of(tokens) for part in parts]
+        kv = torch.cat([gather(*pair) for pair in zip(parts, slots, strict=True)], dim=1)
+        is_key = torch.cat(slots, dim=1) >= 0
         out[tokens], lse[tokens] = softmax_sum(q[tokens].float(), kv, is_key, sink, scale)
     return out, lse
 
