@@ -187,7 +187,7 @@ def test_refusals_say_why(device):
     q = torch.randn(3, 2, 128, device=device).bfloat16()
     assert kernel_refusal(q, (part, part)) == ""
     assert kernel_refusal(q.float(), (part,)) == "q is torch.float32"
-    assert kernel_refusal(q, (part,) * 3) == "3 parts"
+    assert kernel_refusal(q, (part,) * 3) == "3 tokens, 3 parts"
     assert kernel_refusal(q[..., :96], (part,)) == "96 channels"
     other = SlottedKV(part.cache, part.slots, part.scales, rotary_dim=32)
     assert "32 bfloat16" in kernel_refusal(q, (other,))

@@ -26,10 +26,8 @@ from tiercel.layers.step_index import CompressStep, StepIndex
 from tiercel.ops.grouped_linear import grouped_linear
 from tiercel.ops.latent_rope import latent_rope
 from tiercel.ops.sparse_attention import sparse_attention
+from tiercel.ops.sparse_attention_torch import PagedEntries
 from tiercel.quant import QuantTensor
-
-# Slots that are listed together, of some tokens: lists of a long context must not grow with it.
-_MOST_SLOTS: Final = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,37 +185,15 @@ class CompressedAttention:
     def _attend(
         self, q: Tensor, step: StepIndex, entries: CompressStep | None, chosen: Tensor | None
     ) -> Tensor:
-        scale = self.latents.head_dim**-0.5
-        if entries is None or not entries.max_entries:
-            window = self.latents.kv_part(self._window, step.window_slots)
-            return sparse_attention(q, (window,), self._sink, scale)
-        listed = entries.max_entries if chosen is None else chosen.shape[1]
-        size = max(1, _MOST_SLOTS // listed)
-        outs = []
-        for start in range(0, q.shape[0], size):
-            tokens = slice(start, start + size)
-            window = self.latents.kv_part(self._window, step.window_slots[tokens])
-            slots = self._entry_slots(step.seq_ids[tokens], entries, chosen, tokens)
-            part = self.latents.kv_part(self._entries, slots)
-            outs.append(sparse_attention(q[tokens], (window, part), self._sink, scale))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-    def _entry_slots(
-        self, seq_ids: Tensor, entries: CompressStep, chosen: Tensor | None, tokens: slice
-    ) -> Tensor:
-        """Slots (T, n) int64 of the entries that some tokens attend to; -1 for none."""
-        per_block = self._entries["kv"].shape[1]
-        if chosen is None:
-            number = torch.arange(entries.max_entries, device=seq_ids.device)
-            is_seen = number < entries.visible[tokens].unsqueeze(1)
-            number = number.expand_as(is_seen)
-        else:
-            number = chosen[tokens].long()
-            is_seen = number >= 0
-        number = number.clamp(min=0)
-        column = (number // per_block).clamp(max=entries.block_tables.shape[1] - 1)
-        blocks = entries.block_tables[seq_ids.unsqueeze(1), column].long()
-        return torch.where(is_seen, blocks * per_block + number % per_block, -1)
+        parts = [self.latents.kv_part(self._window, step.window)]
+        if entries is not None and entries.max_entries:
+            tables, ids = entries.block_tables, step.seq_ids
+            if chosen is None:  # all that are visible
+                listed = PagedEntries(tables, ids, entries.max_entries, ends=entries.visible)
+            else:
+                listed = PagedEntries(tables, ids, chosen.shape[1], chosen=chosen)
+            parts.append(self.latents.kv_part(self._entries, listed))
+        return sparse_attention(q, tuple(parts), self._sink, self.latents.head_dim**-0.5)
 
 
 # Input rows that a block keeps for entries with overlap, at position modulo this: an entry needs

@@ -24,7 +24,7 @@ from tiercel.ops.block_quantize import (
 )
 from tiercel.ops.indexer_topk_torch import PagedKeys
 from tiercel.ops.latent_rope import latent_cache_write
-from tiercel.ops.sparse_attention_torch import SlottedKV
+from tiercel.ops.sparse_attention_torch import PagedEntries, SlottedKV
 
 Planes = Mapping[str, Tensor]
 _DTYPES: Final = {"bf16": torch.bfloat16, "float32": torch.float32}
@@ -84,9 +84,9 @@ class LatentFormat:
         latent_cache_write(encoded[:, :width], planes["kv"], slots)
         latent_cache_write(encoded[:, width:], planes["kv_scales"], slots)
 
-    def kv_part(self, planes: Planes, slots: Tensor) -> SlottedKV:
-        """Vectors for attention: `slots` (T, n), -1 for no key."""
-        return SlottedKV(planes["kv"], slots, planes.get("kv_scales"), self.rotary_dim)
+    def kv_part(self, planes: Planes, entries: PagedEntries) -> SlottedKV:
+        """Vectors for attention, of the entries of each token."""
+        return SlottedKV(planes["kv"], entries, planes.get("kv_scales"), self.rotary_dim)
 
     def write_index(self, planes: Planes, keys: Tensor, slots: Tensor) -> None:
         """Write index keys (N, index_dim) float32 to their slots."""
@@ -100,9 +100,9 @@ class LatentFormat:
         latent_cache_write(encoded[:, width:], planes["index_key_scales"], slots)
 
     def index_queries(self, q: Tensor) -> Tensor:
-        """Index queries (T, heads, index_dim) as they meet the keys."""
+        """Index queries (T, heads, index_dim) as they meet the keys; bfloat16 if it holds them."""
         q = self._index_rotated(q)
-        return round_fp4_g32(q) if self.is_native else q
+        return round_fp4_g32(q).bfloat16() if self.is_native else q
 
     def paged_keys(self, planes: Planes, block_tables: Tensor, seq_ids: Tensor) -> PagedKeys:
         """The index keys of all sequences."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.ops.kv_compress import completing_tokens, compress_terms
 from tiercel.ops.kv_compress_torch import Terms
+from tiercel.ops.sparse_attention_torch import PagedEntries
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +67,14 @@ class StepIndex:
     Attributes:
         seq_ids: (T,) int64, the request of each token.
         positions: (T,) int64.
-        window_slots: (T, window) int64, slots of the positions that each token sees; -1 for none.
+        window: the positions that each token sees, as entries of the window's group.
         kv_slots: (T,) int64, where each token's own vector is written.
         compressed: by ratio.
     """
 
     seq_ids: Tensor
     positions: Tensor
-    window_slots: Tensor
+    window: PagedEntries
     kv_slots: Tensor
     compressed: dict[int, CompressStep]
 
@@ -95,14 +96,10 @@ def index_step(
     seq_ids = torch.searchsorted(batch.cu_seqlens_q[1:].contiguous(), token, right=True)
     seq_ids = seq_ids.clamp(max=batch.num_reqs - 1)
     positions = batch.positions.long()
-    back = torch.arange(window - 1, -1, -1, device=device)
-    seen = positions.unsqueeze(1) - back
-    place = seen.clamp(min=0)
     tables = _tables(batch, window_group)
-    blocks = tables[seq_ids.unsqueeze(1), place // block_size].long()
-    slots = torch.where(seen >= 0, blocks * block_size + place % block_size, -1)
+    seen = PagedEntries(tables, seq_ids, window, ends=positions + 1)
     compressed = {kind.ratio: _compress_step(batch, block_size, kind, seq_ids) for kind in kinds}
-    return StepIndex(seq_ids, positions, slots, batch.slot_mapping[window_group], compressed)
+    return StepIndex(seq_ids, positions, seen, batch.slot_mapping[window_group], compressed)
 
 
 def _tables(batch: Batch, group: int) -> Tensor:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiercel.env import has_indexer_kernel
 from tiercel.errors import ArgumentError
 from tiercel.ops import indexer_topk_torch as torch_ops
 from tiercel.ops.indexer_topk_torch import PagedKeys
 
 _INTEGERS = (torch.int32, torch.int64)
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_KERNEL_MOST_TOKENS = 65535  # of a grid's second axis
+_KERNEL_MOST_TOPK = 2048
+_KERNEL_MOST_HEADS = 128
 
 
 def indexer_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
@@ -88,7 +93,53 @@ def indexer_topk(
         return torch_ops.all_entries(visible.clamp(max=max_entries), topk)
     if q.shape[0] == 0:
         return torch.empty((0, topk), dtype=torch.int32, device=q.device)
+    if q.is_cuda and not kernel_refusal(q, paged, topk) and has_indexer_kernel():
+        return _launch(q, weights, paged, visible, topk, max_entries)
     return torch_ops.best_entries(q, weights, paged, visible, topk, max_entries)
+
+
+def kernel_refusal(q: Tensor, paged: PagedKeys, topk: int) -> str:
+    """Why the kernels do not take the arguments; "" where they do. Pure."""
+    _, num_heads, head_dim = q.shape
+    if q.dtype not in _KERNEL_DTYPES or paged.keys.dtype not in (*_KERNEL_DTYPES, torch.uint8):
+        return f"q is {q.dtype}, keys are {paged.keys.dtype}"
+    if not 32 <= head_dim <= 128 or head_dim & (head_dim - 1):
+        return f"{head_dim} channels"
+    if num_heads > _KERNEL_MOST_HEADS:
+        return f"{num_heads} heads"
+    if topk > _KERNEL_MOST_TOPK:
+        return f"topk={topk}"
+    rows = [paged.keys, paged.block_tables] + ([] if paged.scales is None else [paged.scales])
+    is_dense = all(row.stride(-1) == 1 for row in rows) and paged.seq_ids.stride(0) == 1
+    return "" if is_dense else "keys or tables with strides"
+
+
+def _launch(
+    q: Tensor,
+    weights: Tensor,
+    paged: PagedKeys,
+    visible: Tensor,
+    topk: int,
+    max_entries: int,
+) -> Tensor:
+    """Score and choose by kernels, for some tokens at a time: scores fit the workspace."""
+    from tiercel.kernels.attention import indexer_topk as kernel
+
+    out = torch.empty((q.shape[0], topk), dtype=torch.int32, device=q.device)
+    counts = [pieces * topk for pieces, _ in kernel.plan(max_entries, topk)[:-1]]
+    size = max(1, torch_ops.WORKSPACE_BYTES // (4 * (max_entries + sum(counts))))
+    size = min(size, q.shape[0], _KERNEL_MOST_TOKENS)
+    scores = torch.empty((size, max_entries), dtype=torch.float32, device=q.device)
+    candidates = [torch.empty((size, n), dtype=torch.int32, device=q.device) for n in counts]
+    visible = visible.contiguous()
+    for start in range(0, q.shape[0], size):
+        tokens = slice(start, min(start + size, q.shape[0]))
+        rows = scores[: tokens.stop - start]
+        keys = (paged.keys, paged.scales, paged.block_tables, paged.seq_ids[tokens])
+        kernel.launch_indexer_scores(q[tokens], weights[tokens], *keys, visible[tokens], rows)
+        pieces = [part[: rows.shape[0]] for part in candidates]
+        kernel.launch_indexer_select(rows, visible[tokens], out[tokens], topk, pieces)
+    return out
 
 
 def _check_queries(name: str, q: Tensor, weights: Tensor) -> None:

@@ -15,6 +15,7 @@ from tiercel.ops.sparse_attention_torch import PagedEntries, SlottedKV
 _INTEGERS = (torch.int32, torch.int64)
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _KERNEL_CACHES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
+_KERNEL_MOST_TOKENS = 65535  # of a grid's third axis
 _KERNEL_ROTARY = 64  # bfloat16 channels of encoded vectors, as many as a scale has channels
 
 
@@ -54,8 +55,8 @@ def kernel_refusal(q: Tensor, parts: tuple[SlottedKV, ...]) -> str:
     head_dim = q.shape[2]
     if q.dtype not in _KERNEL_DTYPES:
         return f"q is {q.dtype}"
-    if len(parts) > 2:
-        return f"{len(parts)} parts"
+    if len(parts) > 2 or q.shape[0] > _KERNEL_MOST_TOKENS:
+        return f"{q.shape[0]} tokens, {len(parts)} parts"
     if not 32 <= head_dim <= 512 or head_dim & (head_dim - 1):
         return f"{head_dim} channels"
     for part in parts:

@@ -47,7 +47,8 @@ class PagedEntries:
             number = (ends - self.num_entries).clamp(min=0) + place
             is_seen = number < ends
         number = torch.where(is_seen, number, 0)
-        blocks = self.block_tables[self.seq_ids[tokens].unsqueeze(1), number // per_block].long()
+        column = (number // per_block).clamp(max=self.block_tables.shape[1] - 1)
+        blocks = self.block_tables[self.seq_ids[tokens].unsqueeze(1), column].long()
         return torch.where(is_seen, blocks * per_block + number % per_block, -1)
 
 

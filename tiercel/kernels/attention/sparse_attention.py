@@ -70,20 +70,29 @@ def _places(
 
 
 @triton.jit
-def _decode_half(row_ptr, scale_ptr, is_key, FIRST: tl.constexpr, D: tl.constexpr):
-    """Half of the channels of encoded vectors from `FIRST` on: (keys, D / 2) float32."""
+def e8m0_values(scale):
+    """Powers of two of E8M0 bytes, float32; 255 is NaN."""
+    wide = scale.to(tl.int32)
+    bits = tl.where(wide == 0, 1 << 22, wide << 23)  # 2^-127 is subnormal
+    return tl.where(wide == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _decode_half(
+    row_ptr, scale_ptr, is_key, FIRST: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr
+):
+    """Half of the channels of encoded vectors from `FIRST` on: (keys, D / 2)."""
     N: tl.constexpr = row_ptr.shape[0]
     GROUPS: tl.constexpr = D // 2 // 64
     group = FIRST // 64 + tl.arange(0, GROUPS)
     channel = tl.arange(0, 64)
     is_nope = group < D // 64 - 1  # the last group is bfloat16
     mask = is_key[:, None] & is_nope[None, :]
-    scale = tl.load(scale_ptr[:, None] + group[None, :], mask=mask, other=127).to(tl.int32)
-    bits = tl.where(scale == 0, 1 << 22, scale << 23)  # 2^-127 is subnormal
-    factor = tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    factor = e8m0_values(tl.load(scale_ptr[:, None] + group[None, :], mask=mask, other=127))
     offset = group[:, None] * 64 + channel[None, :]
     data = tl.load(row_ptr[:, None, None] + offset[None, :, :], mask=mask[:, :, None], other=0)
     values = data.to(tl.float8e4nv, bitcast=True).to(tl.float32) * factor[:, :, None]
+    values = values.to(DOT)
     if FIRST > 0:
         # Byte and channel agree up to here, so a bfloat16 is as far behind as its channel is.
         ahead = tl.maximum(group - (D // 64 - 1), 0)[:, None] * 64 + channel[None, :]
@@ -92,7 +101,7 @@ def _decode_half(row_ptr, scale_ptr, is_key, FIRST: tl.constexpr, D: tl.constexp
         rotary = tl.load(
             rotary_ptr[:, None, None] + ahead[None, :, :], mask=is_rotary[:, :, None], other=0.0
         )
-        values = tl.where(is_nope[None, :, None], values, rotary.to(tl.float32))
+        values = tl.where(is_nope[None, :, None], values, rotary.to(DOT))
     return tl.reshape(values, (N, D // 2))
 
 
@@ -144,8 +153,8 @@ def _attend_part(
         row_ptr = cache_ptr + block * STRIDES[0] + index * STRIDES[1]
         if scales_ptr is not None:
             scale_ptr = scales_ptr + block * STRIDES[2] + index * STRIDES[3]
-            low = _decode_half(row_ptr, scale_ptr, is_key, 0, D).to(DOT)
-            high = _decode_half(row_ptr, scale_ptr, is_key, D // 2, D).to(DOT)
+            low = _decode_half(row_ptr, scale_ptr, is_key, 0, D, DOT)
+            high = _decode_half(row_ptr, scale_ptr, is_key, D // 2, D, DOT)
         else:
             half_ptr = row_ptr[:, None] + channel[None, :]
             low = tl.load(half_ptr, mask=is_key[:, None], other=0.0).to(DOT)
