@@ -59,7 +59,7 @@ def test_the_server(folder):
         [*COMMAND, *arguments], cwd=folder, env=environment(**ON_CPU), stderr=subprocess.DEVNULL
     )
     try:
-        wait_until_ready(f"http://127.0.0.1:{port}/health", server)
+        wait_until_ready(f"http://127.0.0.1:{port}/ready", server)
         line = CURL.replace("8000", port).replace("curl ", "curl -sS --fail ")
         answer = subprocess.run(
             ["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False

@@ -1,10 +1,12 @@
 """What a model takes in memory: the plan against the tensors of a loaded one, and true shapes."""
 
 import gc
+from collections.abc import Mapping
 
 import pytest
 import torch
 
+from tests.dsv4_files import TINY
 from tests.gguf_files import tiny_model
 from tests.large_models import sparse_model
 from tests.mtp_model import mtp_model
@@ -56,6 +58,40 @@ def test_the_plan_is_what_loading_makes(tmp_path, qtype, arch, dtype):
         biases = 0 if arch == "llama" else 2 * (256 + 128 + 128) * 4  # kept beside, in the dtype
         assert loaded_bytes(llm) == planned.nbytes - biases
     gc.collect()
+
+
+def tensors_of(value, seen):
+    """Tensors that an object of ours holds, by storage; pools of the cache and angles are not."""
+    if id(value) in seen:
+        return
+    seen.append(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value.untyped_storage()
+        return
+    children = []
+    if isinstance(value, list | tuple):
+        children = list(value)
+    elif isinstance(value, Mapping):
+        children = list(value.values())
+    elif type(value).__module__.startswith("tiercel.") and "Cache" not in type(value).__name__:
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        names = {*slots, *getattr(value, "__dict__", {})} - NOT_WEIGHTS
+        children = [getattr(value, name) for name in names if hasattr(value, name)]
+    for child in children:
+        yield from tensors_of(child, seen)
+
+
+NOT_WEIGHTS = {"_window", "_inputs", "_entries", "_rope", "rope"}
+
+
+@pytest.mark.parametrize("spec", ["off", "mtp"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loaded_deepseek_v4_takes_what_the_plan_says(dtype, spec):
+    """Joined projections are stored once, and nothing is kept beside them."""
+    planned = weight_footprint(open_source(TINY), dtype, "cpu", has_draft_head=spec == "mtp")
+    with LLM(TINY, device="cpu", dtype=dtype, spec=spec, max_model_len=128) as llm:
+        held = {s.data_ptr(): s.nbytes() for s in tensors_of(llm._engine.runner.model, [])}
+    assert sum(held.values()) == pytest.approx(planned.nbytes, rel=0.02)
 
 
 @pytest.fixture(scope="module")
