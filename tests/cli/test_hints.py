@@ -223,6 +223,8 @@ def split(line):
 
 
 EXAMPLES = sorted(set(examples()) - {"score"})  # without arguments it reads standard input
+# tests/test_deepseek_v4_docs.py runs those with files of DeepSeek-V4.
+RUNNABLE = [x for x in EXAMPLES if x.split()[0] in RUN_HERE and "DeepSeek-V4" not in x]
 
 
 @pytest.mark.parametrize("line", EXAMPLES)
@@ -232,7 +234,7 @@ def test_a_documented_command_is_understood(line):
     assert not {"prompt", "file"} <= set(bound.arguments)
 
 
-@pytest.mark.parametrize("line", [line for line in EXAMPLES if line.split()[0] in RUN_HERE])
+@pytest.mark.parametrize("line", RUNNABLE)
 def test_a_documented_command_runs(line, folder, monkeypatch, stdin, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TIERCEL_MODEL", str(folder / "model.gguf"))
