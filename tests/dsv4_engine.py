@@ -271,6 +271,8 @@ def write_tokenizer(folder: Path) -> None:
         },
     }
     (folder / "tokenizer.json").write_text(json.dumps(data))
+    named = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
 
 
 def with_blocks(monkeypatch, full: int, sliding: int) -> None:
