@@ -31,7 +31,8 @@ class ScoreUsage:
     Attributes:
         prompt_tokens: tokens of the query, counted once, and of all items.
         cached_tokens: prompt tokens that were found in the prefix cache.
-        mode: ``packed``, or ``separate`` where each item had a query of its own.
+        mode: ``packed``, or ``separate`` where each item was a prompt of its own: with the item
+            first, where the model packs no items, or where none fits.
     """
 
     prompt_tokens: int
@@ -116,9 +117,10 @@ class ScoreJob:
             top = logprobs.max(axis=1, keepdims=True)
             logprobs -= top + np.log(np.exp(logprobs - top).sum(axis=1, keepdims=True))
         # With the item first nothing is shared; else the query counts once, and so does its hit.
-        mode, cached = PACKED, min(self.prompt_tokens, self.run.num_cached)
+        cached = min(self.prompt_tokens, self.run.num_cached)
         if params.item_first:
-            mode, cached = SEPARATE, self.run.num_cached_apart
+            cached = self.run.num_cached_apart
+        mode = PACKED if self.run.packed else SEPARATE
         return ScoreOutput(
             logprobs=logprobs.astype(np.float32),
             probs=np.exp(logprobs).astype(np.float32),

@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute
 
 from tiercel.errors import InvalidRequestError
 from tiercel.request.request import Request as EngineRequest
-from tiercel.request.score_inputs import PACKED, ScoreJob, ScoreOutput, ScoreUsage
+from tiercel.request.score_inputs import PACKED, SEPARATE, ScoreJob, ScoreOutput, ScoreUsage
 from tiercel.request.score_params import ScoreParams
 from tiercel.serve.api.info_routes import json_response
 from tiercel.serve.api.model_routes import model_routes
@@ -272,7 +272,9 @@ async def _answer_pairs(
                 scores[place] = float(output.probs[line, 0])
     usages = [output.usage for output in outputs]
     usage = ScoreUsage(
-        sum(own.prompt_tokens for own in usages), sum(own.cached_tokens for own in usages), PACKED
+        sum(own.prompt_tokens for own in usages),
+        sum(own.cached_tokens for own in usages),
+        SEPARATE if any(own.mode == SEPARATE for own in usages) else PACKED,
     )
     answer = ScoreAnswer(
         object="list",
