@@ -22,6 +22,11 @@ from tests.tiny_llm import assert_idle, greedy, ids_of
 from tiercel.scheduler.scheduler import LEAST_COMPUTED
 
 SHARED = random_ids(400, seed=1)
+OTHER_COUNTS = (127, 129, 144, 146, 255, 256, 272, 273, 384)
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def prompt(count, *tail):
@@ -46,7 +51,7 @@ def hit_of(num_shared, num_tokens):
 # ---- chunks
 
 
-@pytest.mark.parametrize("most", [64, 131, 300])
+@pytest.mark.parametrize("most", [131, slow(64), slow(300)])
 def test_logits_of_prompts_in_chunks(most):
     ids = SHARED[:330]
     with open_poisoned(max_num_batched_tokens=most, max_num_seqs=4) as llm:
@@ -55,7 +60,7 @@ def test_logits_of_prompts_in_chunks(most):
     np.testing.assert_allclose(logits, whole_logits(tiny_model(), ids), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("most", [5, 9, 33])
+@pytest.mark.parametrize("most", [9, slow(5), slow(33)])
 def test_prompts_of_all_lengths_together_in_small_steps(most):
     """Chunks of one and of a few tokens, beside answers that grow."""
     prompts = [prompt(count, 5) for count in (0, 1, 2, 3, 8, 30, 126, 127, 128)]
@@ -68,7 +73,7 @@ def test_prompts_of_all_lengths_together_in_small_steps(most):
 # ---- prefix hits
 
 
-@pytest.mark.parametrize("count", [127, 128, 129, 144, 145, 146, 255, 256, 257, 272, 273, 384, 400])
+@pytest.mark.parametrize("count", [128, 145, 257, 400, *map(slow, OTHER_COUNTS)])
 def test_a_hit_gives_the_answer_of_a_computed_prompt(count):
     """The same text again, one that goes on otherwise, and one that ends before."""
     with open_poisoned(max_num_batched_tokens=150, max_num_seqs=4) as llm:
@@ -111,7 +116,7 @@ def test_two_hits_of_other_rows_give_the_same_bits():
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("count", [200, 257, 300])
+@pytest.mark.parametrize("count", [300, slow(200), slow(257)])
 def test_a_cold_and_a_warm_prompt_of_equal_steps_give_the_same_bits(count):
     """Steps of a block each: a hit leaves out the first of them and changes none of the others."""
     runs = {}
@@ -163,7 +168,7 @@ def test_evicted_states_change_no_answer(monkeypatch, seed):
 # ---- preemption
 
 
-@pytest.mark.parametrize("spec", ["off", "mtp"])
+@pytest.mark.parametrize("spec", ["mtp", slow("off")])
 def test_preemption_changes_no_answer(monkeypatch, spec):
     prompts = [prompt(count, 40 + count % 7) for count in (250, 120, 126, 60)]
     with_blocks(monkeypatch, full=6, sliding=6)

@@ -48,8 +48,9 @@ def in_chunks(model, ids, chunks, seed=0):
 
 
 def test_token_by_token_is_all_at_once(model, whole):
-    assert_near(in_chunks(model, TEXT[:134], [1] * 134), whole[:134])
-    assert_near(in_chunks(model, TEXT[:262], [250, *[1] * 12]), whole[:262])
+    chunks = [*[1] * 20, 104, *[1] * 10, 118, *[1] * 10]
+    length = sum(chunks)
+    assert_near(in_chunks(model, TEXT[:length], chunks), whole[:length])
 
 
 @pytest.mark.slow
@@ -97,11 +98,11 @@ def random_chunks(draw, length):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 60))]
+    "seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 60))]
 )
 def test_random_lengths_in_random_chunks(model, seed):
     draw = random.Random(seed)
-    ids = random_ids(draw.choice((draw.randrange(300, 600), LONGEST)) if seed > 1 else 400, seed)
+    ids = random_ids(draw.choice((draw.randrange(300, 600), LONGEST)) if seed else 400, seed)
     logits = in_chunks(model, ids, random_chunks(draw, len(ids)), seed)
     if len(ids) <= 600:
         assert_near(logits, whole_logits(model, ids))
@@ -149,7 +150,7 @@ def run_together(model, draw, texts, *, most=40):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 40))]
+    "seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 40))]
 )
 def test_rows_of_a_step_know_nothing_of_each_other(model, seed):
     draw = random.Random(seed)
@@ -162,7 +163,7 @@ def test_rows_of_a_step_know_nothing_of_each_other(model, seed):
 # ---- rejected drafts
 
 
-def states_after(model, start, num_wrong, tail=(1, 1, 1, 1, 1, 1, 15)):
+def states_after(model, start, num_wrong, tail=(1, 1, 1, 1, 15)):
     """States of the tokens from `start` on, after drafts there that are all rejected."""
     steps = Steps(model, [TEXT], seed=start, room=64)
     steps.run(evened(TEXT[:start], [start - 1 or 1, 1]))
@@ -171,7 +172,7 @@ def states_after(model, start, num_wrong, tail=(1, 1, 1, 1, 1, 1, 15)):
     return steps.run(tail)
 
 
-@pytest.mark.parametrize("start", [1, 3, 24, 27, 111, 113, 126, 127, 128, 131, 241, 255])
+@pytest.mark.parametrize("start", [3, 27, 113, 127, 128, 255])
 def test_a_rejected_draft_leaves_no_bit(model, whole, start):
     """Drafts within a block, across its end, and from its first position."""
     plain = states_after(model, start, 0)
@@ -191,14 +192,14 @@ def test_drafts_rejected_at_each_position_of_a_block(model, start):
 def test_drafts_after_a_right_token_in_every_step(model, whole):
     """Rows of inputs are overwritten again and again, about the border of a block."""
     steps, found = Steps(model, [TEXT], room=64), []
-    steps.run([110])
-    for start in range(110, 150):
+    steps.run([116])
+    for start in range(116, 136):
         steps.token_ids[0, start + 1 : start + 16] = torch.tensor(random_ids(15, start))
         _, hidden = steps.step({0: 16})
         found.append(hidden[:1])
         steps.computed[0] = start + 1
         steps.token_ids[0, : len(TEXT)] = torch.tensor(TEXT)
-    assert_near(logits_of(model, torch.cat(found)), whole[110:150])
+    assert_near(logits_of(model, torch.cat(found)), whole[116:136])
 
 
 # ---- prefix hits
