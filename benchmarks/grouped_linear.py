@@ -22,7 +22,7 @@ from tiercel.reference import grouped_linear as oracle
 GROUPS = {"Flash": 8, "Pro": 16}
 COLS = 4096  # inputs of a group
 ROWS = {"cuda": 1024, "cpu": 128}  # outputs of a group
-TOKENS = {"cuda": (1, 16, 256, 4096), "cpu": (1, 16)}
+TOKENS = {"cuda": (1, 8, 16, 64, 256, 4096), "cpu": (1, 16)}
 
 
 @dataclass(frozen=True)

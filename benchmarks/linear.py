@@ -4,11 +4,12 @@
 
 Floor: the larger of the resident weight, x and the result moved once, and the products at the
 measured matrix rate. On a CPU the peer multiplies the decoded weights in dense bfloat16: what
-`select_form` decides between. On a GPU the op is cuBLAS, and its peer too.
+`select_form` decides between. On a GPU the op is cuBLAS, and its peer too, but for FP8 weights of
+DeepSeek-V4: those are read as stored by few rows, and decoded before cuBLAS for many.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
 from tests.gguf_files import quantised
+from tiercel.ops.block_quantize import block_quantize
 from tiercel.ops.dequantize import dequantize
-from tiercel.ops.linear import LinearWeight, linear, prepare_linear
+from tiercel.ops.linear import LinearWeight, Segment, linear, prepare_linear
 from tiercel.ops.linear_torch import Int4Planes
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
@@ -26,6 +28,14 @@ from tiercel.reference import linear as oracle
 # Matrices (out, in) of SmolLM2-135M on a CPU, of an 8B model on a GPU.
 CPU_MATRICES = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536)}
 GPU_MATRICES = {"qkv": (6144, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
+# Parts of DeepSeek-V4 Flash that share an input, in FP8 blocks: rows of each, columns.
+FP8_PARTS = {
+    "wq_a, wkv": ((1024, 512), 4096),
+    "wq_b": ((32768,), 1024),
+    "wo_b": ((4096,), 8192),
+    "shared w1, w3": ((2048, 2048), 4096),
+    "shared w2": ((4096,), 2048),
+}
 LM_HEAD = {"cpu": (49152, 576), "cuda": (128256, 4096)}
 CHECKED_ROWS = 64  # rows of x, and of W, that the oracle computes
 
@@ -47,17 +57,22 @@ def make_part(type_name: str, shape: tuple[int, int]) -> QuantTensor:
     return QuantTensor(QuantType[type_name], Layout.FILE, shape, {"data": plane})
 
 
-def copy_segment(segment: Tensor | Int4Planes) -> Tensor | Int4Planes:
+def copy_segment(segment: Segment) -> Segment:
     if isinstance(segment, Tensor):
         return segment.clone()
+    if isinstance(segment, QuantTensor):
+        planes = {name: plane.clone() for name, plane in segment.planes.items()}
+        return replace(segment, planes=planes)
+    assert isinstance(segment, Int4Planes)
     return Int4Planes(
         segment.packed.clone(), segment.scale_zero.clone(), segment.count, segment.shape
     )
 
 
-def segment_bytes(segment: Tensor | Int4Planes) -> int:
-    if isinstance(segment, Tensor):
+def segment_bytes(segment: Segment) -> int:
+    if isinstance(segment, Tensor | QuantTensor):
         return segment.nbytes
+    assert isinstance(segment, Int4Planes)
     return segment.packed.nbytes + segment.scale_zero.nbytes
 
 
@@ -72,7 +87,7 @@ def make_case(
     def make(seed: int) -> Inputs:
         generator = torch.Generator(device).manual_seed(seed)
         x = torch.randn(rows, in_features, generator=generator, device=device).bfloat16()
-        copied = LinearWeight(tuple(map(copy_segment, weight.segments)), weight.shape)
+        copied = replace(weight, segments=tuple(map(copy_segment, weight.segments)))
         return Inputs(x, copied, decoded.to(torch.bfloat16, copy=True))
 
     def check(inputs: Inputs) -> float:
@@ -118,6 +133,15 @@ def gpu_cases() -> Iterator[Case]:
         for rows in (1, 16, 256, 4096):
             weight = LinearWeight((matrix,), shape)
             yield make_case(f"dense {name}", rows, weight, matrix)
+    for name, (heights, cols) in FP8_PARTS.items():
+        parts = [
+            block_quantize(torch.randn(rows, cols, device=device), QuantType.FP8_BLOCK)
+            for rows in heights
+        ]
+        weight = prepare_linear(parts, torch.bfloat16, device)
+        decoded = torch.cat([dequantize(part, torch.float32) for part in parts])
+        for rows in (1, 8, 16, 64, 256, 4096):
+            yield make_case(f"fp8 {name}", rows, weight, decoded)
     matrix = torch.randn(LM_HEAD["cuda"], device=device).bfloat16()
     weight = LinearWeight((matrix,), LM_HEAD["cuda"])
     for rows in (1, 64):
