@@ -1,4 +1,4 @@
-"""Products of 1 to 64 tokens with FP8 weights of DeepSeek-V4, as stored, against their floor.
+"""Products of 1 to 256 tokens with FP8 weights of DeepSeek-V4, as stored, against their floor.
 
     python -m benchmarks.block_matvec --device cuda --out FILE.json
 
@@ -35,7 +35,7 @@ SHAPES = {
     "shared w2": (1, 4096, 2048),
     "indexer wq_b": (1, 8192, 1024),
 }
-TOKENS = (1, 8, 16, 17, 64)
+TOKENS = (1, 8, 16, 32, 64, 128, 256)
 CHECKED_ROWS = 256
 
 
@@ -110,7 +110,7 @@ def cases(device: torch.device, *, has_all_tiles: bool) -> Iterator[Case]:
             for splits in (1, 2, 4, 8, 16):
                 programs = num_groups * -(-rows // tile) * splits
                 if 64 <= programs <= 1200 and cols // kernel.COLS >= splits:
-                    yield make_case(name, 1, device, kernel.Tiles(tile, splits))
+                    yield make_case(name, 1, device, kernel.Tiles(tile, kernel.FEW_TOKENS, splits))
 
 
 if __name__ == "__main__":

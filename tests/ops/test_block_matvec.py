@@ -49,9 +49,10 @@ def relative_error(actual, wanted):
     return ((actual.double().cpu() - wanted).norm() / wanted.norm()).item()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 16, 19])
+@pytest.mark.parametrize("num_tokens", [1, 19, 133])
 @pytest.mark.parametrize(("qtype", "shape", "num_groups", "block", "has_e8m0"), CASES)
 def test_matches_oracle(qtype, shape, num_groups, block, has_e8m0, num_tokens, device):
+    num_tokens = num_tokens if qtype is FP8 else min(num_tokens, 35)
     weight = make(qtype, shape, block, has_e8m0, device)
     x = torch.randn(num_tokens, num_groups * shape[1], device=device).bfloat16()
     out = torch.full((num_tokens + 2, shape[0] + 7), float("nan"), device=device)
@@ -83,7 +84,9 @@ def run_tiles(x, weight, tiles):
     return out
 
 
-@pytest.mark.parametrize("tiles", [Tiles(32, 2), Tiles(64, 1), Tiles(128, 4)], ids=str)
+@pytest.mark.parametrize(
+    "tiles", [Tiles(32, 16, 2), Tiles(64, 32, 1), Tiles(128, 16, 4), Tiles(128, 128, 2)], ids=str
+)
 def test_every_tile(tiles, device):
     """The last split of 4 has no columns left: 600 are 5 steps, 2 for each of the others."""
     weight = make(FP8, (150, 600), (128, 128), device=device)
@@ -93,10 +96,10 @@ def test_every_tile(tiles, device):
 
 @pytest.mark.parametrize("qtype", FORMATS, ids=lambda q: q.name)
 def test_bits_do_not_depend_on_the_number_of_tokens(qtype, device):
-    weight = make(qtype, (70, 1024), (128, 128), device=device)
-    x = torch.randn(40, 1024, device=device).bfloat16()
+    weight = make(qtype, (40, 512), (128, 128), device=device)
+    x = torch.randn(40, 512, device=device).bfloat16()
     whole = block_matvec(x, weight)
-    for count in (1, 3, 16, 17):
+    for count in (1, 16):
         assert torch.equal(block_matvec(x[:count], weight), whole[:count])
 
 
@@ -155,7 +158,10 @@ FLASH = [
 def test_tiles_of_flash_fill_a_gpu(shape):
     """One to three programs for each of 132 processors, at least two steps each."""
     num_groups, rows, cols = shape
-    tiles = select_tiles(*shape)
+    tiles = select_tiles(*shape, 16)
+    assert select_tiles(*shape, 1) == tiles
+    assert select_tiles(*shape, 64) == tiles._replace(tokens=32)
+    assert select_tiles(*shape, 65)._replace(splits=1) == Tiles(128, 128, 1)
     assert rows % tiles.rows == 0
     assert 256 <= num_groups * rows // tiles.rows * tiles.splits <= kernel.MOST_PROGRAMS
     assert cols // kernel.COLS // tiles.splits >= kernel.LEAST_STEPS
@@ -183,13 +189,20 @@ def test_the_toggle(monkeypatch):
     assert op.device_refusal(cuda) == ""
     monkeypatch.setenv("TIERCEL_BLOCK_KERNEL", "0")
     assert op.device_refusal(cuda) == "TIERCEL_BLOCK_KERNEL=0"
-    assert linear_op.select_block_rows(cuda) == 0
-    monkeypatch.delenv("TIERCEL_BLOCK_KERNEL")
-    assert linear_op.select_block_rows(cuda) == op.MAX_TOKENS
-    assert [op.has_rows(count) for count in (64, 65)] == [True, False]
+
+
+def test_tokens_that_are_taken(device, monkeypatch):
+    """For TIERCEL_EXACT all, in the order of sums of a few."""
+    weights = [make(qtype, (40, 256), (128, 128), device=device) for qtype in FORMATS]
+    for weight in weights:
+        most = op.MAX_TOKENS[weight.qtype]
+        assert op.takes_tokens(weight, most)
+        assert not op.takes_tokens(weight, most + 1)
+    x = torch.randn(66, 256, device=device).bfloat16()
     monkeypatch.setenv("TIERCEL_EXACT", "1")
-    assert linear_op.select_block_rows(cuda) == linear_op.MAX_ROWS
-    assert op.has_rows(65)
+    for weight in weights:
+        assert op.takes_tokens(weight, 10_000)
+        assert torch.equal(block_matvec(x, weight)[:3], block_matvec(x[:3], weight))
 
 
 def test_op_names_the_bad_argument(device):
@@ -234,7 +247,7 @@ def on_kernel(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_kernel")
-@pytest.mark.parametrize("num_tokens", [3, 65])
+@pytest.mark.parametrize("num_tokens", [3, 70])
 def test_linear_reads_weights_as_stored(num_tokens, device, monkeypatch):
     calls = []
 
@@ -250,18 +263,18 @@ def test_linear_reads_weights_as_stored(num_tokens, device, monkeypatch):
     wanted = torch.cat([expected(x, part) for part in parts], dim=1)
     for out_dtype in (None, torch.float32):
         assert relative_error(linear(x, weight, out_dtype=out_dtype), wanted) < ROUNDED
-    assert len(calls) == (4 if num_tokens <= op.MAX_TOKENS else 0)
+    assert len(calls) == (4 if num_tokens == 3 else 2)  # of NVFP4 64 tokens are the most
     single = prepare_linear(parts[:2], torch.bfloat16, device)
     room = torch.full((num_tokens, 128), float("nan"), dtype=torch.bfloat16, device=device)
     assert linear(x, single, out=room) is room
     assert relative_error(room, wanted[:, :128]) < ROUNDED
     rows = torch.tensor([100, 3, 3], device=device)
-    assert pick_rows(single, rows).block_rows == op.MAX_TOKENS
+    assert pick_rows(single, rows).reads_blocks
     assert relative_error(linear(x, pick_rows(single, rows)), wanted[:, rows.cpu()]) < ROUNDED
 
 
 @pytest.mark.usefixtures("on_kernel")
-@pytest.mark.parametrize("num_tokens", [3, 65])
+@pytest.mark.parametrize("num_tokens", [3, 70])
 @pytest.mark.parametrize("qtype", FORMATS, ids=lambda q: q.name)
 def test_grouped_linear_reads_weights_as_stored(qtype, num_tokens, device):
     weight = make(qtype, (64, 256), (64, 128), device=device)
@@ -275,10 +288,13 @@ def test_grouped_linear_reads_weights_as_stored(qtype, num_tokens, device):
 def test_shapes_of_flash(shape, device):
     num_groups, rows, cols = shape
     weight = make(FP8, (num_groups * rows, cols), (128, 128), device=device)
-    x = torch.randn(16, num_groups * cols, device=device).bfloat16()
+    x = torch.randn(200, num_groups * cols, device=device).bfloat16()
+    many = block_matvec(x, weight, num_groups, torch.float32)
+    assert relative_error(many, expected(x, weight, num_groups)) < 1e-5
+    x = x[:40]
     out = block_matvec(x, weight, num_groups, torch.float32)
     assert relative_error(out, expected(x, weight, num_groups)) < 1e-5
-    for count in (1, 7):
+    for count in (1, 7, 16, 17):
         few = block_matvec(x[:count], weight, num_groups, torch.float32)
         assert torch.equal(few, out[:count])
     found = captured(lambda: block_matvec(x, weight, num_groups, torch.float32))

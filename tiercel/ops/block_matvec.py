@@ -10,9 +10,10 @@ from tiercel.errors import ArgumentError
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import FP4_GROUPS, Layout, QuantType
 
-# Tokens up to which weights are read as stored, 32 at a time: decoding to 16 bits for a dense
-# product moves five times their bytes.
-MAX_TOKENS = 64
+# Tokens up to which weights are read as stored, 32 or in FP8 128 at a time: decoding to 16 bits for
+# a dense product moves five times their bytes.
+MAX_TOKENS = {QuantType.FP8_BLOCK: 256, QuantType.MXFP4: 64, QuantType.NVFP4: 64}
+ROW_INVARIANT_TOKENS = 64  # up to which a token's bits do not depend on their number
 SCALE_COLS = 128  # columns of FP8 that the kernel takes at a time: blocks are a multiple of them
 
 
@@ -53,13 +54,13 @@ def shape_refusal(weight: QuantTensor, dtype: torch.dtype, num_groups: int = 1) 
     return ""
 
 
-def has_rows(num_tokens: int) -> bool:
-    """Whether so many tokens are multiplied by weights as stored.
+def takes_tokens(weight: QuantTensor, num_tokens: int) -> bool:
+    """Whether so many tokens are multiplied by weights as stored that the kernel takes.
 
     All are without ``TIERCEL_PREFILL_GEMM``, and for ``TIERCEL_EXACT``: only these products have
     the same bits for a token in any batch.
     """
-    return num_tokens <= MAX_TOKENS or not has_prefill_gemm()
+    return num_tokens <= MAX_TOKENS[weight.qtype] or not has_prefill_gemm()
 
 
 def block_matvec(
@@ -81,8 +82,8 @@ def block_matvec(
 
     Returns:
         (tokens, groups * out). Weights are exact, sums float32, the result is rounded once. A
-        token's bits do not depend on the number of tokens up to 16, nor on that from 17 on. NaN
-        among E4M3 weights counts as 480.
+        token's bits do not depend on the number of tokens up to 64. NaN among E4M3 weights counts
+        as 480.
 
     Raises:
         ArgumentError: a weight that the kernel does not take, or sizes that disagree.
@@ -103,7 +104,9 @@ def block_matvec(
         out = torch.empty((x.shape[0], rows), dtype=out_dtype, device=x.device)
     from tiercel.kernels.block.block_matvec import Planes, launch_block_matvec, select_tiles
 
-    tiles = select_tiles(num_groups, rows // num_groups, cols)
+    has_tiles = weight.qtype is QuantType.FP8_BLOCK and has_prefill_gemm()
+    num_tokens = x.shape[0] if has_tiles else min(x.shape[0], ROW_INVARIANT_TOKENS)
+    tiles = select_tiles(num_groups, rows // num_groups, cols, num_tokens)
     parts = None
     if tiles.splits > 1:
         size = (tiles.splits, x.shape[0], rows)

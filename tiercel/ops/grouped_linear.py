@@ -55,7 +55,7 @@ def grouped_linear(x: Tensor, weight: Tensor | QuantTensor, num_groups: int) -> 
         weight, x.dtype, x.device, num_groups
     ):
         flat = x.flatten(1)
-        if block_op.has_rows(flat.shape[0]) and flat.stride(1) == 1:
+        if block_op.takes_tokens(weight, flat.shape[0]) and flat.stride(1) == 1:
             return block_op.block_matvec(flat, weight, num_groups)
         return product(flat, dequantize(weight, x.dtype), num_groups)
     matrix = weight.float() if isinstance(weight, Tensor) else dequantize(weight, torch.float32)

@@ -66,7 +66,7 @@ class LinearWeight:
         reader_rows: rows up to which packed weights are read 16 rows at a time.
         fused_rows: rows up to which beyond that they are decoded within the product.
         mmq_rows: rows up to which beyond both x is rounded to 8 bits.
-        block_rows: rows up to which block formats are read as stored.
+        reads_blocks: whether block formats are read as stored for some rows.
     """
 
     segments: tuple[Segment, ...]
@@ -75,7 +75,7 @@ class LinearWeight:
     reader_rows: int = MAX_TOKENS
     fused_rows: int = 0
     mmq_rows: int = 0
-    block_rows: int = 0
+    reads_blocks: bool = False
 
 
 class PathRows(NamedTuple):
@@ -105,13 +105,6 @@ def select_rows(*, has_copy: bool, has_fused: bool, has_mmq: bool, uses_gemm: bo
     if has_fused:
         return PathRows(MAX_TOKENS, FUSED_ROWS[has_copy], 0)
     return PathRows(MAX_TOKENS if has_copy else MOST_PACKED_ROWS, 0, 0)
-
-
-def select_block_rows(device: torch.device) -> int:
-    """Rows up to which block formats are read as stored on a device."""
-    if block_op.device_refusal(device):
-        return 0
-    return block_op.MAX_TOKENS if has_prefill_gemm() else MAX_ROWS
 
 
 def prepare_linear(
@@ -167,7 +160,8 @@ def prepare_linear(
         else:
             matrices = [(part.qtype.name, part.planes["data"]) for part in members]
             segments.append(linear_torch.pack_planes(matrices))
-    return LinearWeight(tuple(segments), shape, block_rows=select_block_rows(device))
+    reads_blocks = not block_op.device_refusal(device)
+    return LinearWeight(tuple(segments), shape, reads_blocks=reads_blocks)
 
 
 def join_rows(parts: Sequence[QuantTensor]) -> list[QuantTensor]:
@@ -259,8 +253,8 @@ def _prepare_packed(
             load_packed_gemm(segment, out_dtype)
         if limits.mmq:
             load_packed_mmq(segment, out_dtype)
-    block_rows = select_block_rows(device)
-    return LinearWeight(tuple(segments), shape, dense, *limits, block_rows)
+    reads_blocks = not block_op.device_refusal(device)
+    return LinearWeight(tuple(segments), shape, dense, *limits, reads_blocks)
 
 
 def pick_rows(weight: LinearWeight, rows: Tensor) -> LinearWeight | None:
@@ -273,7 +267,7 @@ def pick_rows(weight: LinearWeight, rows: Tensor) -> LinearWeight | None:
     dense = weight.segments[0] if len(weight.segments) == 1 else None
     if isinstance(dense, QuantTensor):
         shape = (rows.shape[0], weight.shape[1])
-        return LinearWeight((dense.take(rows),), shape, block_rows=weight.block_rows)
+        return LinearWeight((dense.take(rows),), shape, reads_blocks=weight.reads_blocks)
     dense = dense if weight.dense is None else weight.dense
     if not isinstance(dense, Tensor):
         return None
@@ -382,7 +376,11 @@ def _multiply_on_cpu(x: Tensor, segment: Tensor, out_dtype: torch.dtype) -> Tens
 
 def _reads_blocks(x: Tensor, segment: QuantTensor, weight: LinearWeight) -> bool:
     """Whether a segment is multiplied as stored."""
-    return x.shape[0] <= weight.block_rows and not block_op.shape_refusal(segment, x.dtype)
+    return (
+        weight.reads_blocks
+        and not block_op.shape_refusal(segment, x.dtype)
+        and block_op.takes_tokens(segment, x.shape[0])
+    )
 
 
 def _decoded(x: Tensor, segment: QuantTensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

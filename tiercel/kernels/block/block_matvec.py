@@ -3,8 +3,8 @@
 Tensor cores multiply x by E4M3 widened to the dtype of x, exactly; a block's scale is a factor of
 the float32 sum over 128 columns. E2M1 takes its scales before the product: a bfloat16 holds it
 times any of them. Where few rows leave processors idle, the columns are split and a second kernel
-adds the parts in order. Tiles and splits follow from the weight's shape alone, so a token's bits do
-not depend on the number of tokens.
+adds the parts in order. Up to 64 tokens the order of sums follows from the weight's shape alone, so
+a token's bits do not depend on their number.
 
 Floor: the planes and x read once, the result written once.
 """
@@ -26,46 +26,55 @@ from tiercel.kernels.block.block_numbers import (
 from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
 
 COLS = 128  # of a step: the columns of one scale of FP8
-TOKENS = (16, 32)  # of a program: one or two tiles of the tensor cores
-WARPS = 4
+# Tokens of a program: one or two tiles of mma.sync, or, from `MANY` on, wgmma, whose operand in
+# registers are the weights. A program of 128 tokens is one for each processor.
+FEW_TOKENS, SOME_TOKENS, MANY_TOKENS = 16, 32, 128
+MANY = 64
 # Rows of a tile by the least number of weights: many to a warp spare instructions (31, 24 and 19
 # bytes a cycle and processor if each cycle issues; HBM3e has 20), few to a warp end sooner.
 TILE_ROWS = ((1 << 24, 128), (1 << 23, 64), (0, 32))
 # Two programs of four warps for each of an H200's 132 processors are 264: a split at most doubles
 # the programs while they are no more than this.
-MOST_PROGRAMS = 400
+MOST_PROGRAMS, MOST_MANY_PROGRAMS = 400, 132
 MOST_SPLITS = 16
 LEAST_STEPS = 2  # of a program
 STAGES = {32: 8, 64: 6, 128: 5}  # of a tile's rows: 28, 40 and 64 KB of weights in flight
+WARPS, MANY_WARPS, MANY_STAGES = 4, 8, 3
 SUM_COLS = 512  # of a program that adds parts
 
 
 class Tiles(NamedTuple):
-    """Rows of a program, and how many programs share a row's columns."""
+    """Rows and tokens of a program, and how many programs share a row's columns."""
 
     rows: int
+    tokens: int
     splits: int
 
 
-def select_tiles(num_groups: int, rows: int, cols: int) -> Tiles:
-    """The tiles of a weight, from its shape alone.
+def select_tiles(num_groups: int, rows: int, cols: int, num_tokens: int) -> Tiles:
+    """The tiles of a product; splits follow from the weight's shape alone up to 64 tokens.
 
     Args:
         num_groups: groups of rows with inputs of their own.
         rows: of a group.
         cols: inputs of a row.
+        num_tokens: rows of x; 64 for the tiles of as few where there are more.
     """
+    is_many = num_tokens > MANY
     weights = num_groups * rows * cols
-    tile = next(size for least, size in TILE_ROWS if weights >= least)
+    tile = 128 if is_many else next(size for least, size in TILE_ROWS if weights >= least)
     programs, steps = num_groups * -(-rows // tile), -(-cols // COLS)
+    most = MOST_MANY_PROGRAMS if is_many else MOST_PROGRAMS
     splits = 1
     while (
         2 * splits <= MOST_SPLITS
-        and 2 * splits * programs <= MOST_PROGRAMS
+        and 2 * splits * programs <= most
         and 2 * splits * LEAST_STEPS <= steps
     ):
         splits *= 2
-    return Tiles(tile, splits)
+    if is_many:
+        return Tiles(tile, MANY_TOKENS, splits)
+    return Tiles(tile, FEW_TOKENS if num_tokens <= FEW_TOKENS else SOME_TOKENS, splits)
 
 
 @triton.jit
@@ -155,11 +164,14 @@ def multiply_e4m3(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STAGES: tl.constexpr,
+    MANY: tl.constexpr,
     DTYPE: tl.constexpr,
+    IS_EVEN: tl.constexpr,
     IS_ASM: tl.constexpr,
 ):
-    """Sums (TOKENS, ROWS) over `steps` times COLS columns."""
-    sums = tl.zeros((TOKENS, ROWS), tl.float32)
+    """Sums (TOKENS, ROWS) over `steps` times COLS columns; of many tokens (ROWS, TOKENS)."""
+    is_many: tl.constexpr = TOKENS >= MANY  # the weights are the operand in registers
+    sums = tl.zeros((ROWS, TOKENS) if is_many else (TOKENS, ROWS), tl.float32)
     # A step ahead of its use: the pipeline of the loop has x and the weights alone.
     scale = load_step_scales(scale_ptr, is_scale, start, NUM_COLS, SCALE_STRIDE, BLOCK_COLS)
     for step in tl.range(0, steps, num_stages=STAGES):
@@ -171,8 +183,13 @@ def multiply_e4m3(
         following = load_step_scales(
             scale_ptr, is_scale, first + COLS, NUM_COLS, SCALE_STRIDE, BLOCK_COLS
         )
-        part = tl.dot(x.to(DTYPE), widen_e4m3(byte, DTYPE, IS_ASM).T)
-        sums += part * scale  # a row of numbers, or one
+        weights = widen_e4m3(byte, DTYPE, IS_ASM)
+        if is_many:
+            part = tl.dot(weights, x.to(DTYPE).T)
+            sums += part * (scale if IS_EVEN else scale[:, None])
+        else:
+            part = tl.dot(x.to(DTYPE), weights.T)
+            sums += part * (scale if IS_EVEN else scale[None, :])
         scale = following
     return sums
 
@@ -246,6 +263,7 @@ def block_matvec_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STAGES: tl.constexpr,
+    MANY: tl.constexpr,  # tokens from which on the weights are the operand in registers
     IS_ASM: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
@@ -286,17 +304,19 @@ def block_matvec_kernel(
             is_scale = is_row
         sums = multiply_e4m3(
             x_row, q_row, at, is_token, is_row, is_scale, start, steps, NUM_COLS, SCALE_STRIDES[1],
-            BLOCK_COLS, TOKENS, ROWS, COLS, STAGES, dtype, IS_ASM,
+            BLOCK_COLS, TOKENS, ROWS, COLS, STAGES, MANY, dtype, is_even, IS_ASM,
         )  # fmt: skip
     if SPLITS > 1:
         out_row = out_ptr + (split.to(tl.int64) * num_tokens + token) * (GROUPS * NUM_ROWS)
     else:
         out_row = out_ptr + token.to(tl.int64) * out_stride
-    tl.store(
-        out_row[:, None] + row[None, :],
-        sums.to(out_ptr.dtype.element_ty),
-        mask=is_token[:, None] & is_row[None, :],
-    )
+    sums = sums.to(out_ptr.dtype.element_ty)
+    if TOKENS >= MANY and not IS_FP4:
+        mask = is_row[:, None] & is_token[None, :]
+        tl.store(out_row[None, :] + row[:, None], sums, mask=mask)
+    else:
+        mask = is_token[:, None] & is_row[None, :]
+        tl.store(out_row[:, None] + row[None, :], sums, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "out_stride"])
@@ -350,9 +370,9 @@ def _launch(
     block: tuple[int, int],
     kind: tuple[bool, bool, bool],
     tiles: Tiles,
-    tokens: int,
 ) -> TritonLaunch:
     is_fp4, is_divisor, is_asm = kind
+    is_many = tiles.tokens >= MANY
     constants = {
         "GROUPS": groups,
         "NUM_ROWS": shape[0],
@@ -365,13 +385,14 @@ def _launch(
         "IS_FP4": is_fp4,
         "IS_DIVISOR": is_divisor,
         "SPLITS": tiles.splits,
-        "TOKENS": tokens,
+        "TOKENS": tiles.tokens,
         "ROWS": tiles.rows,
         "COLS": COLS,
-        "STAGES": STAGES[tiles.rows],
+        "STAGES": MANY_STAGES if is_many else STAGES[tiles.rows],
+        "MANY": MANY,
         "IS_ASM": is_asm,
     }
-    return TritonLaunch(block_matvec_kernel, WARPS, constants)
+    return TritonLaunch(block_matvec_kernel, MANY_WARPS if is_many else WARPS, constants)
 
 
 @functools.cache
@@ -394,7 +415,8 @@ def launch_block_matvec(
         x: (tokens, groups * cols) bfloat16 or float16; rows may be strided. E2M1: bfloat16.
         weight: of (groups * rows, cols).
         num_groups: groups of rows, each with inputs of its own.
-        tiles: of `select_tiles`, which takes rows and columns of a group.
+        tiles: of `select_tiles`, which takes rows and columns of a group; E2M1: of at most 64
+            tokens.
         out: (tokens, groups * rows), the dtype of x or float32; rows may be strided.
         parts: (splits, tokens, groups * rows) float32 contiguous, a workspace; None for a
             single split.
@@ -403,12 +425,11 @@ def launch_block_matvec(
     if num_tokens == 0 or all_rows == 0:
         return
     rows, cols = all_rows // num_groups, x.shape[1] // num_groups
-    tokens = TOKENS[0] if num_tokens <= TOKENS[0] else TOKENS[1]
     x_stride = x.stride(0) if num_tokens > 1 else x.shape[1]  # of one row it means nothing
     strides = (x_stride, weight.q.stride(0), (weight.scale.stride(0), weight.scale.stride(1)))
     kind = (weight.q.dtype == torch.uint8, weight.is_divisor, x.is_cuda)
-    launch = _launch(num_groups, (rows, cols), strides, weight.block, kind, tiles, tokens)
-    grid = (num_groups * -(-rows // tiles.rows), tiles.splits, -(-num_tokens // tokens))
+    launch = _launch(num_groups, (rows, cols), strides, weight.block, kind, tiles)
+    grid = (num_groups * -(-rows // tiles.rows), tiles.splits, -(-num_tokens // tiles.tokens))
     planes = (raw_bytes(weight.q), raw_bytes(weight.scale), weight.total)
     target = out if parts is None else parts
     launch(grid, (target, x, *planes), (num_tokens, out.stride(0)))
