@@ -27,12 +27,12 @@ ROUNDED = 3e-3 if torch.cuda.is_available() else 6e-3
 # Shape, groups, block, E8M0: partial tiles and blocks; tiles within and across blocks and groups.
 CASES = [
     (FP8, (133, 160), 1, (128, 128), True),
-    (FP8, (256, 520), 1, (128, 128), False),
+    (FP8, (160, 520), 1, (128, 128), False),
     (FP8, (40, 300), 1, (1, 256), True),
-    (FP8, (96, 1024), 2, (32, 128), True),
+    (FP8, (96, 512), 2, (32, 128), True),
     (FP8, (64, 128), 2, (128, 128), True),
     (MXFP4, (40, 160), 1, None, True),
-    (NVFP4, (66, 624), 2, None, True),
+    (NVFP4, (66, 528), 2, None, True),
 ]
 
 
@@ -49,10 +49,9 @@ def relative_error(actual, wanted):
     return ((actual.double().cpu() - wanted).norm() / wanted.norm()).item()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 19, 133])
+@pytest.mark.parametrize("num_tokens", [1, 19])
 @pytest.mark.parametrize(("qtype", "shape", "num_groups", "block", "has_e8m0"), CASES)
 def test_matches_oracle(qtype, shape, num_groups, block, has_e8m0, num_tokens, device):
-    num_tokens = num_tokens if qtype is FP8 else min(num_tokens, 35)
     weight = make(qtype, shape, block, has_e8m0, device)
     x = torch.randn(num_tokens, num_groups * shape[1], device=device).bfloat16()
     out = torch.full((num_tokens + 2, shape[0] + 7), float("nan"), device=device)
@@ -61,6 +60,14 @@ def test_matches_oracle(qtype, shape, num_groups, block, has_e8m0, num_tokens, d
     assert relative_error(inner, expected(x, weight, num_groups)) < EXACT
     inner.fill_(float("nan"))
     assert out.isnan().all()
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, 128)])
+def test_many_tokens(block, device):
+    weight = make(FP8, (133, 260), block, device=device)
+    x = torch.randn(130, 260, device=device).bfloat16()
+    out = block_matvec(x, weight, out_dtype=torch.float32)
+    assert relative_error(out, expected(x, weight)) < EXACT
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -106,9 +113,9 @@ def test_bits_do_not_depend_on_the_number_of_tokens(qtype, device):
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_scales_of_every_size(device):
     """Rows with the scales 2^-127 to 2^120, and a NaN scale, whose row alone is NaN."""
-    powers = torch.arange(248, dtype=torch.uint8, device=device)
+    powers = torch.arange(0, 248, 8, dtype=torch.uint8, device=device)
     powers[5] = 255
-    q = torch.full((248, 128), 1.0, device=device).to(torch.float8_e4m3fn)
+    q = torch.full((31, 128), 1.0, device=device).to(torch.float8_e4m3fn)
     weight = blocks_of(FP8, q, powers[:, None].contiguous(), block=(1, 128))
     x = torch.full((2, 128), 2.0**-7, device=device).bfloat16()
     out = block_matvec(x, weight, out_dtype=torch.float32)
