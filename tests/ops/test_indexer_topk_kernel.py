@@ -1,4 +1,4 @@
-"""The kernels of the indexer against the oracle: scores, choice, ties, pieces, runs of sequences."""
+"""The kernels of the indexer against the oracle: scores, choice, ties, pieces, runs."""
 
 import pytest
 import torch

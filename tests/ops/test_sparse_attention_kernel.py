@@ -167,14 +167,25 @@ def test_large_scores_and_sinks_stay_finite(device):
         torch.testing.assert_close(out[0, :2], kv[0, best[:2]], rtol=1e-2, atol=1e-2)
 
 
+def test_what_lists_could_hold_changes_no_bit(device):
+    """Lists of 70 and of 300 entries at most, of which a token sees 70; so with more splits."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, sink = torch.randn(3, 4, 64, device=device).to(dtype), torch.randn(4, device=device)
+    part = make_part("run", "float32", 64, 100, 70, device)
+    listed, outs = part.slots, []
+    for num_entries, splits in ((70, 2), (300, 5)):
+        ends = listed.ends.clamp(max=70)
+        wider = PagedEntries(listed.block_tables, listed.seq_ids, num_entries, ends=ends)
+        outs.append(launch(q, [SlottedKV(part.cache, wider)], sink, splits))
+    assert torch.equal(*outs)
+
+
 def test_split_counts():
-    few = [kernel.num_splits(n, 64, (128, 512)) for n in (1, 4, 16)]
-    assert few == [10, 10, 10]
-    assert kernel.num_splits(4096, 64, (128, 512)) == 1
-    assert kernel.num_splits(64, 64, (128, 512)) == 2
-    assert kernel.num_splits(64, 128, (128, 512)) == 1
-    assert kernel.num_splits(1, 64, (128, 8192)) == kernel.MOST_SPLITS
-    assert kernel.num_splits(1, 64, (0,)) == 1
+    assert [kernel.num_splits(n, (128, 512)) for n in (1, 4, 16)] == [10, 10, 10]
+    assert [kernel.num_splits(n, (128, 512)) for n in (17, 64)] == [2, 2]
+    assert kernel.num_splits(4096, (128, 512)) == 1
+    assert kernel.num_splits(1, (128, 8192)) == 32
+    assert kernel.num_splits(1, (0,)) == 1
 
 
 def test_no_tokens(device):

@@ -83,19 +83,16 @@ def _are_rows_dense(listed: Tensor | PagedEntries) -> bool:
     return all(row.stride(1) == 1 for row in rows) and all(one.stride(0) == 1 for one in ids)
 
 
-def _launch(
-    q: Tensor, parts: tuple[SlottedKV, ...], sink: Tensor | None, scale: float
-) -> Tensor:
+def _launch(q: Tensor, parts: tuple[SlottedKV, ...], sink: Tensor | None, scale: float) -> Tensor:
     from tiercel.kernels.attention import sparse_attention as kernel
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tokens, heads, head_dim = q.shape
-    splits = kernel.num_splits(tokens, heads, tuple(part.num_keys for part in parts))
+    splits = kernel.num_splits(tokens, tuple(part.num_keys for part in parts))
     partial, stats = None, None
     if splits > 1:
-        floats = {"dtype": torch.float32, "device": q.device}
-        partial = torch.empty((tokens, splits, heads, head_dim), **floats)
-        stats = torch.empty((tokens, splits, 2, heads), **floats)
+        shapes = (tokens, splits, heads, head_dim), (tokens, splits, 2, heads)
+        partial, stats = (torch.empty(x, dtype=torch.float32, device=q.device) for x in shapes)
     keys = [kernel.KeyPart(*_arguments(part)) for part in parts]
     kernel.launch_sparse_attention(q, keys, sink, scale, out, partial, stats)
     return out

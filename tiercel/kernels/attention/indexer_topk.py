@@ -167,7 +167,7 @@ def indexer_select_kernel(
     order = tl.where(is_valid, order, -2147483648)
     count = tl.sum(is_valid.to(tl.int32), axis=0)
     bound = -2147483648 + piece * 0  # the largest with at least TOPK scores that reach it
-    for i in range(0, tl.where(count > TOPK, 32, 0)):
+    for i in range(tl.where(count > TOPK, 32, 0)):
         # From below: the sign's bit is inverted, so the first step tries 0.
         trial = bound ^ (tl.full((), 1, tl.int32) << (31 - i))
         reached = tl.sum((order >= trial).to(tl.int32), axis=0)
@@ -220,7 +220,8 @@ def _launch_select(topk: int, block: int) -> TritonLaunch:
 
 def plan(max_entries: int, topk: int) -> list[tuple[int, int]]:
     """Pieces and scores per piece of each launch of the choice; the last has one piece. Pure."""
-    levels, count = [], max_entries
+    levels: list[tuple[int, int]] = []
+    count = max_entries
     while not levels or levels[-1][0] > 1:
         block = PIECES[0] if count <= PIECES[0] else PIECES[1]
         pieces = -(-count // block)

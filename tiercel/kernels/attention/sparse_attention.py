@@ -29,13 +29,11 @@ if TYPE_CHECKING:
 BLOCK_N = 64  # keys of a tile
 BLOCK_H = 64  # heads of a program, at most
 GROUP = 64  # channels of an encoded vector with one scale
-FEW_TOKENS = 16  # up to here the split follows from the lists alone, so a token's bits do too
-MOST_SPLITS = 32  # of a token's keys
-PROGRAMS = 128  # that more tokens are split for
+_MOST_SPLITS: Final = ((16, 32), (64, 2))  # up to some tokens; more are not split
 _WARPS: Final = 8
-_SLOTS: Final = tl.constexpr(0)
-_CHOSEN: Final = tl.constexpr(1)
-_RUN: Final = tl.constexpr(2)
+SLOTS, CHOSEN, RUN = range(3)  # how a token's keys are listed
+_SLOTS: Final = tl.constexpr(SLOTS)
+_RUN: Final = tl.constexpr(RUN)
 
 
 @triton.jit
@@ -106,6 +104,21 @@ def _decode_half(
 
 
 @triton.jit
+def _extent(token, num_keys, ends_ptr, seq_ids_ptr, KIND: tl.constexpr):
+    """Places of a token's list, its first entry of a run, and its row of the tables."""
+    count = num_keys
+    start = 0
+    sequence = 0
+    if KIND != _SLOTS:
+        sequence = tl.load(seq_ids_ptr + token).to(tl.int64)
+    if KIND == _RUN:
+        end = tl.load(ends_ptr + token).to(tl.int32)
+        start = tl.maximum(end - num_keys, 0)
+        count = tl.minimum(end, num_keys)
+    return count, start, sequence
+
+
+@triton.jit
 def _attend_part(
     q_low,  # (heads, D / 2), the lower channels
     q_high,
@@ -120,10 +133,10 @@ def _attend_part(
     cache_ptr,
     scales_ptr,
     list_ptr,
-    ends_ptr,
     tables_ptr,
-    seq_ids_ptr,
-    num_keys,
+    count,
+    start,
+    sequence,
     list_stride,
     table_stride,
     KIND: tl.constexpr,
@@ -134,16 +147,6 @@ def _attend_part(
     DOT: tl.constexpr,
 ):
     """Add the keys of some tiles of a part, by an online softmax."""
-    count = num_keys
-    start = 0
-    sequence = 0
-    if KIND != _SLOTS:
-        sequence = tl.load(seq_ids_ptr + token).to(tl.int64)
-    if KIND == _RUN:
-        end = tl.load(ends_ptr + token).to(tl.int32)
-        start = tl.maximum(end - num_keys, 0)
-        count = tl.minimum(end, num_keys)
-    last = tl.minimum(last, tl.cdiv(count, BLOCK_N))
     channel = tl.arange(0, D // 2)
     for tile in tl.range(first, last, num_stages=1):
         block, index, is_key = _places(
@@ -177,7 +180,7 @@ def _attend_part(
 # Not specialised: a kernel for each divisibility of a count would be compiled between two steps.
 @triton.jit(
     do_not_specialize=[
-        *("scale_log2", "num_splits", "split_tiles", "num_keys", "list_stride", "table_stride"),
+        *("scale_log2", "num_splits", "num_keys", "list_stride", "table_stride"),
         *("num_keys2", "list_stride2", "table_stride2"),
     ]
 )
@@ -200,7 +203,6 @@ def sparse_attention_kernel(
     seq_ids2_ptr,
     scale_log2,
     num_splits,
-    split_tiles,
     num_keys,
     list_stride,
     table_stride,
@@ -235,22 +237,29 @@ def sparse_attention_kernel(
     acc_high = tl.zeros((BLOCK_H, D // 2), tl.float32)
     maximum = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
+    # From the token's own keys: how many a list could hold must not change where it is split.
+    count, start, sequence = _extent(token, num_keys, ends_ptr, seq_ids_ptr, KINDS[0])
+    num_tiles = tl.cdiv(count, BLOCK_N)
+    all_tiles = num_tiles
+    if cache2_ptr is not None:
+        count2, start2, sequence2 = _extent(token, num_keys2, ends2_ptr, seq_ids2_ptr, KINDS[1])
+        all_tiles += tl.cdiv(count2, BLOCK_N)
+    split_tiles = tl.cdiv(all_tiles, num_splits)
     first = split * split_tiles
-    last = first + split_tiles
-    num_tiles = tl.cdiv(num_keys, BLOCK_N)
+    last = tl.minimum(first + split_tiles, all_tiles)
     acc_low, acc_high, maximum, total = _attend_part(
         *(q_low, q_high, acc_low, acc_high, maximum, total),
         *(token, first, tl.minimum(last, num_tiles), scale_log2),
-        *(cache_ptr, scales_ptr, list_ptr, ends_ptr, tables_ptr, seq_ids_ptr),
-        *(num_keys, list_stride, table_stride),
+        *(cache_ptr, scales_ptr, list_ptr, tables_ptr),
+        *(count, start, sequence, list_stride, table_stride),
         *(KINDS[0], STRIDES, PER_BLOCK[0], D, BLOCK_N, DOT),
     )
     if cache2_ptr is not None:
         acc_low, acc_high, maximum, total = _attend_part(
             *(q_low, q_high, acc_low, acc_high, maximum, total),
             *(token, tl.maximum(first - num_tiles, 0), last - num_tiles, scale_log2),
-            *(cache2_ptr, scales2_ptr, list2_ptr, ends2_ptr, tables2_ptr, seq_ids2_ptr),
-            *(num_keys2, list_stride2, table_stride2),
+            *(cache2_ptr, scales2_ptr, list2_ptr, tables2_ptr),
+            *(count2, start2, sequence2, list_stride2, table_stride2),
             *(KINDS[1], STRIDES2, PER_BLOCK[1], D, BLOCK_N, DOT),
         )
     row = token
@@ -283,7 +292,7 @@ def sparse_attention_merge_kernel(
     num_splits,
     H: tl.constexpr,
     D: tl.constexpr,
-    SPLITS: tl.constexpr,  # power of two, no less
+    SPLITS: tl.constexpr,  # power of two, no less; the same for any list
     IS_DEPENDENT: tl.constexpr,
 ):
     """Join the splits of one head of one token."""
@@ -305,7 +314,7 @@ def sparse_attention_merge_kernel(
         total += tl.exp2(sink - top)
     channel = tl.arange(0, D)
     acc = tl.zeros((D,), tl.float32)
-    for i in range(num_splits):
+    for i in tl.range(0, num_splits, loop_unroll_factor=4):
         row = token * num_splits + i
         weight = tl.exp2(tl.load(stats_ptr + row * 2 * H + head) - top)
         acc += weight * tl.load(partial_ptr + (row * H + head) * D + channel)
@@ -314,13 +323,14 @@ def sparse_attention_merge_kernel(
     tl.store(out_ptr + out, acc.to(out_ptr.dtype.element_ty))
 
 
-def num_splits(num_tokens: int, num_heads: int, num_keys: tuple[int, ...]) -> int:
-    """Programs that share a token's keys, from the lists alone for up to FEW_TOKENS. Pure."""
+def num_splits(num_tokens: int, num_keys: tuple[int, ...]) -> int:
+    """Programs that share a token's keys. Pure.
+
+    As many as tiles, or a bound of a class of tokens. So a token's tiles are split by its own keys
+    alone, whatever its lists could hold, and graphs that pad to 16 or 64 tokens change no bit.
+    """
     tiles = sum(-(-count // BLOCK_N) for count in num_keys)
-    if num_tokens <= FEW_TOKENS:
-        most = MOST_SPLITS
-    else:
-        most = min(MOST_SPLITS, PROGRAMS // (num_tokens * -(-num_heads // BLOCK_H)))
+    most = next((most for tokens, most in _MOST_SPLITS if num_tokens <= tokens), 1)
     return max(1, min(tiles, most))
 
 
@@ -350,8 +360,8 @@ def _launch(
 
 
 @functools.cache
-def _launch_merge(num_heads: int, head_dim: int, splits: int) -> TritonLaunch:
-    constants = {"H": num_heads, "D": head_dim, "SPLITS": splits}
+def _launch_merge(num_heads: int, head_dim: int) -> TritonLaunch:
+    constants = {"H": num_heads, "D": head_dim, "SPLITS": _MOST_SPLITS[0][1]}
     return TritonLaunch(sparse_attention_merge_kernel, 4, constants)
 
 
@@ -381,8 +391,8 @@ class KeyPart:
     def kind(self) -> int:
         """How keys are listed: by slots, chosen entries or a run of entries."""
         if self.tables is None:
-            return _SLOTS.value
-        return _RUN.value if self.listed is None else _CHOSEN.value
+            return SLOTS
+        return RUN if self.listed is None else CHOSEN
 
     def tensors(self) -> list[Tensor | None]:
         """Pointers of the kernel."""
@@ -430,7 +440,6 @@ def launch_sparse_attention(
         tensors += [None] * 6
         numbers += [0] * 3
     splits = 1 if partial is None else partial.shape[1]
-    split_tiles = -(-sum(-(-part.num_keys // BLOCK_N) for part in parts) // splits)
     launch = _launch(
         (num_heads, head_dim),
         q.stride(),
@@ -441,7 +450,7 @@ def launch_sparse_attention(
     )
     grid = (splits, -(-num_heads // BLOCK_H), num_tokens)
     first = [out, None, q, sink] if partial is None else [partial, stats, q, None]
-    launch(grid, first + tensors, [scale * math.log2(math.e), splits, split_tiles, *numbers])
+    launch(grid, first + tensors, [scale * math.log2(math.e), splits, *numbers])
     if partial is not None:
-        merge = _launch_merge(num_heads, head_dim, triton.next_power_of_2(splits))
+        merge = _launch_merge(num_heads, head_dim)
         merge((num_heads, num_tokens, 1), [out, partial, stats, sink], [splits])
