@@ -19,13 +19,15 @@ from tiercel.reference import sparse_attention as oracle
 
 HEAD_DIM, ROTARY, WINDOW, ENTRY_BYTES, PER_BLOCK = 512, 64, 128, 584, 32
 HEADS = {"Flash": 64, "Pro": 128}
-# Tokens, selected entries beside the window: none, top-k of Flash and Pro, HCA at 128 k.
+# Tokens, selected entries beside the window: none, top-k of Flash and Pro, HCA at 128 k and 1 M.
 SHAPES = {
     "cuda": [
         *[(num_tokens, 512) for num_tokens in (1, 16, 64, 256, 4096)],
         (64, 0),
         (64, 1024),
         (1, 1024),
+        (1, 8192),
+        (16, 8192),
     ],
     "cpu": [(1, 0), (1, 512), (4, 512)],
 }

@@ -6,6 +6,7 @@ import torch
 from tests.dsv4_cases import captured, poison, strided
 from tests.ops.test_indexer_topk import chosen, page
 from tiercel.kernels.attention import indexer_topk as kernel
+from tiercel.ops import indexer_topk as op
 from tiercel.ops import indexer_topk_torch as torch_ops
 from tiercel.ops.block_quantize import decode_index_keys, encode_index_keys
 from tiercel.ops.indexer_topk import PagedKeys, indexer_topk, kernel_refusal
@@ -130,6 +131,19 @@ def test_other_tokens_change_no_bit(small, device):
     full = score(q, weights, PagedKeys(pool, scales, tables, ids), visible, 60)
     alone = score(q[:1], weights[:1], PagedKeys(pool, scales, tables, ids[:1]), visible[:1], 60)
     assert torch.equal(full[:1], alone)
+
+
+def test_the_op_takes_some_tokens_at_a_time(small, monkeypatch, device):
+    """The path of a GPU, in a workspace of two tokens."""
+    _, pool, scales, tables = make_paged("packed", 32, (90, 80), device)
+    ids = torch.tensor([0, 0, 1, 1, 0], device=device)
+    paged = PagedKeys(pool, scales, tables, ids)
+    q, weights = torch.randn(5, 3, 32, device=device), torch.randn(5, 3, device=device)
+    visible = torch.tensor([[90, 2], [30, 2], [80, 2], [0, 2], [64, 2]], device=device)[:, 0]
+    arguments = (q, weights, paged, visible, 7, 90)
+    expected = torch_ops.best_entries(*arguments)
+    monkeypatch.setattr(torch_ops, "WORKSPACE_BYTES", 2 * 4 * (90 + 2 * 7))
+    assert torch.equal(op._launch(*arguments), expected)
 
 
 def test_plans():

@@ -180,6 +180,24 @@ def test_what_lists_could_hold_changes_no_bit(device):
     assert torch.equal(*outs)
 
 
+def test_the_op_allocates_for_its_splits(device):
+    """The path of a GPU: two parts in 3 splits, and one part of one tile."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q = torch.randn(3, 4, 64, device=device).to(dtype)
+    parts = (
+        make_part("run", "bfloat16", 64, 50, 70, device),
+        make_part("chosen", "float32", 64, 8, 20, device),
+    )
+    sink = torch.randn(4, device=device)
+    for given in (parts, parts[1:]):
+        out = op._launch(q, given, sink, 64**-0.5)
+        assert out.is_contiguous()
+        check(out, expected(q, given, sink))
+    nothing = torch.full((4,), float("-inf"), device=device)  # a sink of no weight
+    out = op._launch(q, parts[1:], nothing, 64**-0.5)
+    check(out, expected(q, parts[1:], None))
+
+
 def test_split_counts():
     assert [kernel.num_splits(n, (128, 512)) for n in (1, 4, 16)] == [10, 10, 10]
     assert [kernel.num_splits(n, (128, 512)) for n in (17, 64)] == [2, 2]

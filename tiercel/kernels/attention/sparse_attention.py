@@ -177,6 +177,55 @@ def _attend_part(
     return acc_low, acc_high, maximum, total
 
 
+@triton.jit
+def _begin(low_ptr, high_ptr, is_head, DOT: tl.constexpr):
+    """Both halves of the queries, and sums over no key."""
+    q_low = tl.load(low_ptr, mask=is_head[:, None], other=0.0).to(DOT)
+    q_high = tl.load(high_ptr, mask=is_head[:, None], other=0.0).to(DOT)
+    acc_low = tl.zeros(low_ptr.shape, tl.float32)
+    acc_high = tl.zeros(low_ptr.shape, tl.float32)
+    maximum = tl.full(is_head.shape, float("-inf"), tl.float32)
+    total = tl.zeros(is_head.shape, tl.float32)
+    return q_low, q_high, acc_low, acc_high, maximum, total
+
+
+@triton.jit
+def _finish(
+    out_ptr,
+    stats_ptr,
+    sink_ptr,
+    acc_low,
+    acc_high,
+    maximum,
+    total,
+    row,  # token, or token and split
+    head,
+    channel,
+    H: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Write the result, or what is merged later."""
+    is_head = head < H
+    if stats_ptr is not None:
+        tl.store(stats_ptr + row * 2 * H + head, maximum, mask=is_head)
+        tl.store(stats_ptr + row * 2 * H + H + head, total, mask=is_head)
+    else:
+        factor = 1.0
+        if sink_ptr is not None:
+            sink = tl.load(sink_ptr + head, mask=is_head, other=0.0) * 1.4426950408889634
+            top = tl.maximum(maximum, sink)
+            top = tl.where(top == float("-inf"), 0.0, top)
+            factor = tl.exp2(maximum - top)
+            total = total * factor + tl.exp2(sink - top)
+        factor = factor / tl.where(total == 0.0, 1.0, total)  # without keys the sums are 0
+        acc_low *= factor[:, None]
+        acc_high *= factor[:, None]
+    place = (row * H + head[:, None]) * D + channel[None, :]
+    dtype = out_ptr.dtype.element_ty
+    tl.store(out_ptr + place, acc_low.to(dtype), mask=is_head[:, None])
+    tl.store(out_ptr + place + D // 2, acc_high.to(dtype), mask=is_head[:, None])
+
+
 # Not specialised: a kernel for each divisibility of a count would be compiled between two steps.
 @triton.jit(
     do_not_specialize=[
@@ -226,17 +275,11 @@ def sparse_attention_kernel(
     split = tl.program_id(0)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     token = tl.program_id(2).to(tl.int64)
-    is_head = head < H
     channel = tl.arange(0, D // 2)
-    head_ptr = q_ptr + token * Q_STRIDES[0] + head[:, None] * Q_STRIDES[1]
-    low_ptr = head_ptr + channel[None, :] * Q_STRIDES[2]
-    q_low = tl.load(low_ptr, mask=is_head[:, None], other=0.0).to(DOT)
+    low_ptr = q_ptr + token * Q_STRIDES[0] + head[:, None] * Q_STRIDES[1]
+    low_ptr += channel[None, :] * Q_STRIDES[2]
     high_ptr = low_ptr + D // 2 * Q_STRIDES[2]
-    q_high = tl.load(high_ptr, mask=is_head[:, None], other=0.0).to(DOT)
-    acc_low = tl.zeros((BLOCK_H, D // 2), tl.float32)
-    acc_high = tl.zeros((BLOCK_H, D // 2), tl.float32)
-    maximum = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
+    q_low, q_high, acc_low, acc_high, maximum, total = _begin(low_ptr, high_ptr, head < H, DOT)
     # From the token's own keys: how many a list could hold must not change where it is split.
     count, start, sequence = _extent(token, num_keys, ends_ptr, seq_ids_ptr, KINDS[0])
     num_tiles = tl.cdiv(count, BLOCK_N)
@@ -262,25 +305,10 @@ def sparse_attention_kernel(
             *(count2, start2, sequence2, list_stride2, table_stride2),
             *(KINDS[1], STRIDES2, PER_BLOCK[1], D, BLOCK_N, DOT),
         )
-    row = token
-    if stats_ptr is not None:
-        row = token * num_splits + split
-        tl.store(stats_ptr + row * 2 * H + head, maximum, mask=is_head)
-        tl.store(stats_ptr + row * 2 * H + H + head, total, mask=is_head)
-    else:
-        factor = 1.0
-        if sink_ptr is not None:
-            sink = tl.load(sink_ptr + head, mask=is_head, other=0.0) * 1.4426950408889634
-            top = tl.maximum(maximum, sink)
-            factor = tl.exp2(maximum - top)
-            total = total * factor + tl.exp2(sink - top)
-        factor = factor / tl.where(total == 0.0, 1.0, total)  # without keys the sums are 0
-        acc_low *= factor[:, None]
-        acc_high *= factor[:, None]
-    place = (row * H + head[:, None]) * D + channel[None, :]
-    dtype = out_ptr.dtype.element_ty
-    tl.store(out_ptr + place, acc_low.to(dtype), mask=is_head[:, None])
-    tl.store(out_ptr + place + D // 2, acc_high.to(dtype), mask=is_head[:, None])
+    _finish(
+        *(out_ptr, stats_ptr, sink_ptr, acc_low, acc_high, maximum, total),
+        *(token * num_splits + split, head, channel, H, D),
+    )
 
 
 @triton.jit(do_not_specialize=["num_splits"])
