@@ -14,7 +14,7 @@ _INTEGERS = (torch.int32, torch.int64)
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KERNEL_MOST_TOKENS = 65535  # of a grid's second axis
 _KERNEL_MOST_TOPK = 2048
-_KERNEL_MOST_HEADS = 128
+_KERNEL_MOST_HEADS = 64  # of the shared memory of a program
 
 
 def indexer_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ of one sequence. The choice is exact: the k-th largest score is found bit by bit
 lower entry, and the chosen entries are compacted in order. Long rows are reduced to the best
 entries of their pieces first, which does not change the choice.
 
-Float32 operands are split into two bfloat16 numbers, whose products are exact and sums float32: 16
-bits of each operand count.
+Products are exact in bfloat16, sums float32, where keys are packed or bfloat16; queries of other
+types are two bfloat16 numbers each, so that 16 bits of them count. Other keys take three products
+of TF32, which keep 22 bits.
 
 Floor: each sequence's keys are read once, 68 bytes an entry, and 2 FLOPs per head, channel, entry.
 """
@@ -26,7 +27,7 @@ from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK_N = 128  # entries of a tile of scores
+BLOCK_N = 128  # entries of a tile of scores; half of them where products are TF32
 FEW_TOKENS = 16  # up to here a program has one token
 MANY_TOKENS = 16  # of a program otherwise
 PIECES = (2048, 8192)  # scores that a program chooses from
@@ -79,8 +80,9 @@ def indexer_scores_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TOKENS: tl.constexpr,
-    ARE_SPLIT: tl.constexpr,  # whether q and keys are two numbers of type DOT each
+    IS_SPLIT: tl.constexpr,  # whether q is two numbers of type DOT
     DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """Score one tile of entries for some tokens, run by run of one sequence."""
@@ -111,22 +113,17 @@ def indexer_scores_kernel(
             scale_ptr = None
             if scales_ptr is not None:
                 scale_ptr = scales_ptr + block * KEY_STRIDES[2] + index * KEY_STRIDES[3]
-            keys = _load_keys(row_ptr, scale_ptr, is_entry, D)
-            high = keys.to(DOT)
-            if ARE_SPLIT[1]:
-                low = (keys - high.to(tl.float32)).to(DOT)
+            keys = _load_keys(row_ptr, scale_ptr, is_entry, D).to(DOT)
             for t in tl.range(token, run_end, num_stages=2):
                 t64 = tl.full((), 0, tl.int64) + t
                 head_ptr = q_ptr + t64 * Q_STRIDES[0] + head[:, None] * Q_STRIDES[1]
                 q_tile = head_ptr + channel[None, :] * Q_STRIDES[2]
                 q = tl.load(q_tile, mask=is_head[:, None], other=0.0)
                 q_high = q.to(DOT)
-                dots = tl.dot(high, tl.trans(q_high), input_precision="ieee")
-                if ARE_SPLIT[0]:
+                dots = tl.dot(keys, tl.trans(q_high), input_precision=PRECISION)
+                if IS_SPLIT:
                     q_low = (q.to(tl.float32) - q_high.to(tl.float32)).to(DOT)
-                    dots = tl.dot(high, tl.trans(q_low), dots, input_precision="ieee")
-                if ARE_SPLIT[1]:
-                    dots = tl.dot(low, tl.trans(q_high), dots, input_precision="ieee")
+                    dots = tl.dot(keys, tl.trans(q_low), dots, input_precision=PRECISION)
                 weight_ptr = weights_ptr + t64 * WEIGHT_STRIDES[0] + head * WEIGHT_STRIDES[1]
                 weights = tl.load(weight_ptr, mask=is_head, other=0.0).to(tl.float32) * factor
                 score = tl.sum(tl.maximum(dots, 0.0) * weights[None, :], axis=1)
@@ -191,8 +188,8 @@ def _launch_scores(
     strides: tuple[tuple[int, ...], ...],
     per_block: int,
     tokens: int,
-    are_split: tuple[bool, bool],
-    dot: object,
+    dot: tuple[bool, object, str],
+    block_n: int,
 ) -> TritonLaunch:
     num_heads, head_dim = shape
     q_strides, weight_strides, key_strides = strides
@@ -204,12 +201,13 @@ def _launch_scores(
         "H": num_heads,
         "D": head_dim,
         "BLOCK_H": max(16, triton.next_power_of_2(num_heads)),
-        "BLOCK_N": BLOCK_N,
+        "BLOCK_N": block_n,
         "TOKENS": tokens,
-        "ARE_SPLIT": are_split,
-        "DOT": dot,
+        "IS_SPLIT": dot[0],
+        "DOT": dot[1],
+        "PRECISION": dot[2],
     }
-    return TritonLaunch(indexer_scores_kernel, 8, constants)
+    return TritonLaunch(indexer_scores_kernel, max(4, block_n // 16), constants)
 
 
 @functools.cache
@@ -230,6 +228,15 @@ def plan(max_entries: int, topk: int) -> list[tuple[int, int]]:
     return levels
 
 
+def _dot(q: Tensor, keys: Tensor) -> tuple[bool, object, str]:
+    """Whether q is split, the type of products and their precision."""
+    if not q.is_cuda:  # the interpreter has no bfloat16 products
+        return q.dtype == torch.float32, tl.float32, "ieee"
+    if keys.dtype in (torch.bfloat16, torch.uint8):
+        return q.dtype != torch.bfloat16, tl.bfloat16, "ieee"
+    return False, tl.float32, "tf32x3"
+
+
 def launch_indexer_scores(
     q: Tensor,
     weights: Tensor,
@@ -247,21 +254,22 @@ def launch_indexer_scores(
     num_tokens, num_heads, head_dim = q.shape
     scale_strides = (0, 0) if scales is None else scales.stride()[:2]
     strides = (q.stride(), weights.stride(), (*keys.stride()[:2], *scale_strides))
-    exact = (torch.bfloat16, torch.uint8)
     tokens = 1 if num_tokens <= FEW_TOKENS else MANY_TOKENS
+    dot = _dot(q, keys)
+    block_n = BLOCK_N // 2 if dot[2] == "tf32x3" else BLOCK_N
     launch = _launch_scores(
         (num_heads, head_dim),
         strides,
         keys.shape[1],
         tokens,
-        (q.dtype not in exact, keys.dtype not in exact),
-        tl.bfloat16 if q.is_cuda else tl.float32,  # the interpreter has no bfloat16 products
+        dot,
+        block_n,
     )
     max_entries = scores.shape[1]
     tensors = [scores, q, weights, keys, scales, block_tables, seq_ids, visible]
     factor = (num_heads * head_dim) ** -0.5
     numbers = [factor, num_tokens, max_entries, block_tables.stride(0)]
-    launch((-(-max_entries // BLOCK_N), -(-num_tokens // tokens), 1), tensors, numbers)
+    launch((-(-max_entries // block_n), -(-num_tokens // tokens), 1), tensors, numbers)
 
 
 def launch_indexer_select(
