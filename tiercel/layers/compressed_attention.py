@@ -152,10 +152,8 @@ class CompressedAttention:
         qr = parts.q_norm(parts.q_a(x))
         q = parts.q_b(qr).view(-1, self._sink.shape[0], self.latents.head_dim)
         q = latent_rope(q, step.positions, table, eps=parts.eps)
-        kv = latent_rope(
-            parts.kv(x).float(), step.positions, table, eps=parts.eps, weight=parts.kv_norm
-        )
-        self.latents.write_kv(self._window, kv, step.kv_slots)
+        rotation, norm = (step.positions, table), (parts.eps, parts.kv_norm)
+        self.latents.write_kv(self._window, parts.kv(x), step.kv_slots, rotation, norm)
         chosen, entries = None, None
         if self.compression is not None:
             entries = step.compressed[self.compression.ratio]

@@ -11,7 +11,6 @@ from tiercel.layers.latent_cache import LatentFormat, Planes
 from tiercel.layers.linear import Linear
 from tiercel.layers.step_index import CompressStep, StepIndex
 from tiercel.ops.indexer_topk import indexer_topk
-from tiercel.ops.latent_rope import latent_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +65,8 @@ class Indexer:
             (T, k) int32 entries of each token's sequence, then -1.
         """
         q = self.q_proj(qr).view(-1, self.num_heads, self.latents.index_dim)
-        q = latent_rope(q.float(), step.positions, self.table)
         return indexer_topk(
-            self.latents.index_queries(q),
+            self.latents.index_queries(q, step.positions, self.table),
             weights,
             self.latents.paged_keys(planes, entries.block_tables, step.seq_ids),
             entries.visible,

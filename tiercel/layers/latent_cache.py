@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from tiercel.cache.spec import Plane
-from tiercel.ops.block_quantize import (
-    encode_index_keys,
-    encode_kv_entries,
-    hadamard,
-    round_fp4_g32,
-    round_kv_entries,
-)
+from tiercel.ops.block_quantize import hadamard, round_fp4_g32, round_kv_entries
 from tiercel.ops.indexer_topk_torch import PagedKeys
-from tiercel.ops.latent_rope import latent_cache_write
+from tiercel.ops.latent_rope import (
+    index_key_write,
+    latent_cache_write,
+    latent_rope,
+    latent_write,
+)
 from tiercel.ops.sparse_attention_torch import PagedEntries, SlottedKV
 
 Planes = Mapping[str, Tensor]
@@ -73,16 +72,31 @@ class LatentFormat:
             Plane("index_key_scales", torch.uint8, (self.index_dim // _INDEX_GROUP,)),
         )
 
-    def write_kv(self, planes: Planes, values: Tensor, slots: Tensor) -> None:
-        """Write latent vectors (N, head_dim) to their slots (N,) int64; -1 writes nothing."""
-        if not self._is_encoded:
-            values = round_kv_entries(values, self.rotary_dim) if self.is_native else values
-            latent_cache_write(values, planes["kv"], slots)
-            return
-        encoded = encode_kv_entries(values, self.rotary_dim)
-        width = self.head_dim + self.rotary_dim
-        latent_cache_write(encoded[:, :width], planes["kv"], slots)
-        latent_cache_write(encoded[:, width:], planes["kv_scales"], slots)
+    def write_kv(
+        self,
+        planes: Planes,
+        values: Tensor,
+        slots: Tensor,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        norm: tuple[float, Tensor] | None = None,
+    ) -> None:
+        """Write latent vectors (N, head_dim) to their slots (N,) int64; -1 writes nothing.
+
+        Args:
+            planes: of the cache.
+            values: the vectors.
+            slots: of the vectors.
+            rotation: positions and table; None where the vectors are normed and rotated.
+            norm: eps and weight; only with a rotation.
+        """
+        if self.is_native and not self._is_encoded:
+            if rotation is not None:
+                eps, weight = norm or (None, None)
+                values = latent_rope(values.float(), *rotation, eps=eps, weight=weight)
+            values = round_kv_entries(values, self.rotary_dim)
+            rotation, norm = None, None
+        parts = (planes["kv"], planes.get("kv_scales"))
+        latent_write(values, parts, slots, rotary_dim=self.rotary_dim, rotation=rotation, norm=norm)
 
     def kv_part(self, planes: Planes, entries: PagedEntries) -> SlottedKV:
         """Vectors for attention, of the entries of each token."""
@@ -90,24 +104,24 @@ class LatentFormat:
 
     def write_index(self, planes: Planes, keys: Tensor, slots: Tensor) -> None:
         """Write index keys (N, index_dim) float32 to their slots."""
-        keys = self._index_rotated(keys)
-        if not self._is_encoded:
-            keys = round_fp4_g32(keys) if self.is_native else keys
-            latent_cache_write(keys, planes["index_key"], slots)
+        if self._is_encoded:
+            parts = (planes["index_key"], planes["index_key_scales"])
+            index_key_write(keys, parts, slots)
             return
-        encoded, width = encode_index_keys(keys), self.index_dim // 2
-        latent_cache_write(encoded[:, :width], planes["index_key"], slots)
-        latent_cache_write(encoded[:, width:], planes["index_key_scales"], slots)
+        if self.is_native:
+            keys = round_fp4_g32(hadamard(keys))
+        latent_cache_write(keys, planes["index_key"], slots)
 
-    def index_queries(self, q: Tensor) -> Tensor:
-        """Index queries (T, heads, index_dim) as they meet the keys; bfloat16 if it holds them."""
-        q = self._index_rotated(q)
+    def index_queries(self, q: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        """Index queries (T, heads, index_dim), rotated, as they meet the keys: float32, or
+        bfloat16 if it holds them.
+
+        Where keys are rounded, both pass a Hadamard rotation; otherwise it cancels in the product.
+        """
+        has_hadamard = self._is_encoded or self.is_native
+        q = latent_rope(q, positions, table, has_hadamard=has_hadamard, out_dtype=torch.float32)
         return round_fp4_g32(q).bfloat16() if self.is_native else q
 
     def paged_keys(self, planes: Planes, block_tables: Tensor, seq_ids: Tensor) -> PagedKeys:
         """The index keys of all sequences."""
         return PagedKeys(planes["index_key"], planes.get("index_key_scales"), block_tables, seq_ids)
-
-    def _index_rotated(self, x: Tensor) -> Tensor:
-        """Rotate where keys are rounded; otherwise the rotation cancels in the product."""
-        return hadamard(x) if self._is_encoded or self.is_native else x

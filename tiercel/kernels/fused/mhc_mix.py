@@ -265,7 +265,8 @@ def parts_shape(num_tokens: int, num_streams: int, hidden: int, rows: int) -> tu
 
 @functools.cache
 def _product(
-    tokens: int, strides: tuple[int, int], sizes: tuple[int, int, int], columns: int, operand: object
+    tokens: int, strides: tuple[int, int], sizes: tuple[int, int, int], columns: int,
+    operand: object,
 ) -> TritonLaunch:  # fmt: skip
     num_streams, hidden, rows = sizes
     is_few = tokens <= TOKENS
