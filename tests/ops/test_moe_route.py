@@ -5,7 +5,8 @@ import torch
 
 from tests.dsv4_cases import captured, case, poison, strided
 from tiercel.errors import ArgumentError
-from tiercel.ops.moe_route import moe_route, moe_route_hash
+from tiercel.kernels.moe import moe_route as kernel
+from tiercel.ops.moe_route import moe_route, moe_route_hash, route_refusal
 from tiercel.reference import moe_route as oracle
 
 SHAPES = [(1, 5, 1), (11, 10, 3), (7, 256, 6), (33, 384, 6), (4, 7, 7)]  # tokens, experts, topk
@@ -96,6 +97,73 @@ def test_op_names_the_bad_argument(device):
         moe_route_hash(logits, table.int(), tokens, scale=1.0)
     with pytest.raises(ArgumentError, match=r"token ids are \(1,\)"):
         moe_route_hash(logits, table, tokens[:1], scale=1.0)
+
+
+def run_kernel(logits, bias, topk, scale):
+    """Ids and weights of the kernel, in poisoned memory with a row of guard."""
+    rows, device = logits.shape[0] + 1, logits.device
+    ids = torch.full((rows, topk), -9, device=device)
+    weights = torch.full((rows, topk), float("nan"), device=device)
+    kernel.launch_moe_route(logits, bias, ids[:-1], weights[:-1], scale)
+    assert (ids[-1] == -9).all()
+    assert weights[-1].isnan().all()
+    return ids[:-1], weights[:-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "topk"), SHAPES)
+def test_kernels_match_oracle(num_tokens, num_experts, topk, dtype, device):
+    logits = strided(3 * torch.randn(num_tokens, num_experts, device=device)).to(dtype)
+    logits[0, 0] = -20.0  # log(1 + e) would lose its digits
+    bias = torch.randn(num_experts, device=device)
+    ids, weights = run_kernel(logits, bias, topk, 2.5)
+    expected_ids, expected = oracle.learned(logits.cpu(), bias.cpu(), topk, 2.5)
+    assert torch.equal(ids.cpu(), expected_ids)
+    torch.testing.assert_close(weights.double().cpu(), expected, rtol=5e-6, atol=0)
+    one = run_kernel(logits[-1:], bias, topk, 2.5)
+    assert torch.equal(one[0][0], ids[-1])
+    assert torch.equal(one[1][0], weights[-1])
+    table = torch.stack([torch.randperm(num_experts)[:topk] for _ in range(50)]).to(device)
+    for integer in (torch.int32, torch.int64):
+        tokens = torch.randint(0, 50, (num_tokens,), device=device, dtype=integer)
+        ids.fill_(-1)
+        kernel.launch_moe_route_hash(logits, table, tokens, ids, weights, 2.5)
+        assert torch.equal(ids, table[tokens])
+    expected = oracle.weights(oracle.scores(logits.cpu()), ids.cpu(), 2.5)
+    torch.testing.assert_close(weights.double().cpu(), expected, rtol=5e-6, atol=0)
+
+
+def test_kernel_ties_and_extremes(device):
+    logits = torch.zeros(5, 200, device=device)
+    logits[1, 150] = 1.0
+    logits[2], logits[2, 7] = -3e38, 3e38
+    logits[3, 60] = float("nan")
+    logits[4] = -3e38
+    ids, weights = run_kernel(logits, torch.zeros(200, device=device), 4, 1.0)
+    expected = [[0, 1, 2, 3], [150, 0, 1, 2], [7, 0, 1, 2], [60, 0, 1, 2], [0, 1, 2, 3]]
+    assert ids.tolist() == expected
+    assert weights[3].isnan().all()
+    assert weights[[0, 1, 2, 4]].isfinite().all()
+    assert torch.equal(weights[4], torch.zeros(4, device=device))
+    bias = -torch.arange(200.0, device=device)
+    bias[9] = -0.5
+    ids, _ = run_kernel(logits[:1], bias, 4, 1.0)  # negative keys keep their order
+    assert ids.tolist() == [[0, 9, 1, 2]]
+    run_kernel(logits[:0], bias, 4, 1.0)
+
+
+def test_refusals_name_the_reason(monkeypatch):
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    logits = torch.empty(3, 256).as_subclass(OnGpu)
+    assert route_refusal(torch.empty(3, 256), 6) == "the logits are not on a GPU"
+    assert route_refusal(logits, 6) == ""
+    assert route_refusal(logits, 65) == "more than 64 experts are chosen"
+    assert route_refusal(logits.double(), 6) == "the logits are float64"
+    assert "registers" in route_refusal(torch.empty(1, 4096).as_subclass(OnGpu), 6)
+    monkeypatch.setenv("TIERCEL_ROUTE_KERNEL", "0")
+    assert route_refusal(logits, 6) == "TIERCEL_ROUTE_KERNEL=0"
 
 
 @pytest.mark.gpu

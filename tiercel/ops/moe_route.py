@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiercel import env
 from tiercel.errors import ArgumentError
 from tiercel.ops import moe_route_torch as torch_ops
+
+_MOST_EXPERTS, _MOST_CHOSEN = 2048, 64  # of the kernels
 
 
 def moe_route(logits: Tensor, bias: Tensor, *, topk: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -43,6 +46,12 @@ def moe_route(logits: Tensor, bias: Tensor, *, topk: int, scale: float) -> tuple
             f"moe_route: topk={topk} of {logits.shape[1]} experts.",
             hint=f"Pass 1 to {logits.shape[1]}.",
         )
+    if not route_refusal(logits, topk) and bias.stride(0) == 1:
+        from tiercel.kernels.moe.moe_route import launch_moe_route
+
+        ids, weights = _results(logits, topk)
+        launch_moe_route(logits, bias, ids, weights, scale)
+        return ids, weights
     scores = torch_ops.scores(logits)
     ids = torch_ops.best(scores + bias, topk)
     return ids, torch_ops.normalised(scores.gather(1, ids), scale)
@@ -79,8 +88,31 @@ def moe_route_hash(
             f"are {logits.shape[0]} rows of logits.",
             hint=f"Pass ({logits.shape[0]},) torch.int32 or torch.int64.",
         )
+    if not route_refusal(logits, table.shape[1]) and table.is_contiguous():
+        from tiercel.kernels.moe.moe_route import launch_moe_route_hash
+
+        ids, weights = _results(logits, table.shape[1])
+        launch_moe_route_hash(logits, table, token_ids, ids, weights, scale)
+        return ids, weights
     ids = table.index_select(0, token_ids)
     return ids, torch_ops.normalised(torch_ops.scores(logits).gather(1, ids), scale)
+
+
+def route_refusal(logits: Tensor, topk: int) -> str:
+    """Why the kernels do not take some logits; "" if they do."""
+    reasons = (
+        (not logits.is_cuda, "the logits are not on a GPU"),
+        (not env.has_route_kernel(), "TIERCEL_ROUTE_KERNEL=0"),
+        (logits.dtype == torch.float64, "the logits are float64"),
+        (logits.shape[1] > _MOST_EXPERTS, "the experts do not fit in registers"),
+        (topk > _MOST_CHOSEN, "more than 64 experts are chosen"),
+    )
+    return next((reason for is_so, reason in reasons if is_so), "")
+
+
+def _results(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    shape, device = (logits.shape[0], topk), logits.device
+    return torch.empty(shape, dtype=torch.int64, device=device), torch.empty(shape, device=device)
 
 
 def _check_logits(name: str, logits: Tensor) -> None:
