@@ -7,13 +7,16 @@ import torch
 
 from tests.dsv4_cases import captured, case
 from tiercel.errors import ArgumentError
+from tiercel.kernels.attention import kv_compress as kernel
 from tiercel.models.config import RopeConfig
 from tiercel.models.rope import rope_table
 from tiercel.ops.kv_compress import (
     Terms,
     completing_tokens,
+    compress_refusal,
     compress_terms,
     kv_compress,
+    kv_compress_step,
 )
 from tiercel.ops.latent_rope import (
     latent_cache_write,
@@ -207,6 +210,102 @@ def test_the_first_entry_has_no_terms_before(device):
     mean = world.kv[0][:, 24:].mean(0)
     expected = mean / (mean.square().mean() + EPS).sqrt() * world.weight
     torch.testing.assert_close(row, expected, rtol=1e-5, atol=1e-5)  # position 0: no rotation
+
+
+class KernelWorld(World):
+    """The same, with the entries of the kernel in poisoned memory."""
+
+    def compress(self, kv, gate, terms):
+        count = terms.entries.shape[0]
+        out = torch.full((count + 1, self.width), float("nan"), device=self.device)
+        planes = (terms.entries, terms.fresh, terms.stored)
+        options = (self.weight, self.table, out[:-1], self.ratio, EPS)
+        kernel.launch_kv_compress((kv, gate), None, self.stored, planes, *options)
+        assert out[-1].isnan().all()
+        return out[:-1]
+
+
+@pytest.mark.parametrize(("kind", "lengths"), [("csa", [21, 9, 3]), ("hca", [260, 129])])
+def test_kernel_matches_oracle_in_mixed_steps(kind, lengths, device):
+    """Terms of this step, of the cache and before position 0; sequences with padding."""
+    chooser = random.Random(5)
+    world = KernelWorld(kind, lengths, 34, device)
+    done, found = [0] * len(lengths), {}
+    while done != lengths:
+        parts = []
+        for sequence, length in enumerate(lengths):
+            sizes = (0, 1, 3, 6) if kind == "csa" else (0, 40, 130)
+            count = min(chooser.choice(sizes), length - done[sequence])
+            if count:
+                parts.append((sequence, done[sequence], done[sequence] + count))
+                done[sequence] += count
+        if parts:
+            found |= world.step(parts, padding=chooser.choice((0, 3)))
+    check(world, found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_add_the_position_bias_and_store_the_inputs(kind, device):
+    """As the op: gates of this step get a bias, stored gates have it."""
+    ratio, has_overlap, rows = KINDS[kind]
+    count = 5 if kind == "csa" else 130
+    worlds = [World(kind, [count + ratio], 24, device) for _ in range(2)]
+    one, other = worlds
+    channels = one.kv[0].shape[1]
+    bias = torch.randn(ratio, channels, device=device)
+    one.pool.normal_()
+    other.pool.copy_(one.pool)
+    positions = torch.arange(ratio, ratio + count, device=device)
+    starts = torch.tensor([0, count], device=device)
+    seqs = (positions, torch.zeros_like(positions), starts, one.tables)
+    tokens = completing_tokens(positions, ratio=ratio, capacity=4)
+    sizes = {"block_size": BLOCK, "rows_per_block": rows}
+    terms = compress_terms(tokens, *seqs, ratio=ratio, has_overlap=has_overlap, **sizes)
+    slots = store_slots(*seqs, rows_per_block=rows)
+    slots[1] = -1
+    wide = torch.randn(count, 2 * channels + 4, device=device)
+    inputs = (wide[:, :channels], wide[:, channels : 2 * channels])
+    phase = positions % ratio
+    expected = kv_compress_step(
+        inputs, bias, phase, one.stored, slots, terms, one.weight, one.table, eps=EPS
+    )
+    entries = torch.full_like(expected, float("nan"))
+    planes = (terms.entries, terms.fresh, terms.stored)
+    options = (one.weight, one.table, entries, ratio, EPS)
+    kernel.launch_kv_compress(inputs, bias, other.stored, planes, *options)
+    kernel.launch_input_write(inputs, bias, phase, slots, other.stored)
+    torch.testing.assert_close(entries, expected, rtol=1e-5, atol=2e-5)
+    assert (terms.entries >= 0).any()
+    assert torch.equal(one.pool, other.pool)
+    kernel.launch_input_write(
+        (wide[:0, :channels], wide[:0, :channels]), bias, phase, slots, other.stored
+    )
+    with pytest.raises(ArgumentError, match=r"kv_compress_step: bias is"):
+        kv_compress_step(
+            inputs, bias[:, 1:], phase, one.stored, slots, terms, one.weight, one.table, eps=EPS
+        )
+
+
+def test_refusals_name_the_reason(monkeypatch):
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    kv = torch.empty(3, 48).as_subclass(OnGpu)
+    stored = (torch.empty(2, 32, 48),) * 2
+    none = torch.full((2, 8), -1)
+    terms = Terms(none[:, 0], none, none)
+    assert compress_refusal((torch.empty(3, 48),) * 2, stored, terms) == (
+        "the inputs are not on a GPU"
+    )
+    assert compress_refusal((kv, kv), stored, terms) == ""
+    assert "odd" in compress_refusal((kv[:, :46], kv), stored, terms)
+    assert "next to" in compress_refusal((kv, kv), (stored[0].mT, stored[1]), terms)
+    strided = Terms(none[:, 0], none[:, :1].expand(2, 8), none)
+    assert compress_refusal((kv, kv), stored, strided) == "the terms are strided"
+    wide = torch.empty(1, 5000).as_subclass(OnGpu)
+    assert "registers" in compress_refusal((wide, wide), stored, terms)
+    monkeypatch.setenv("TIERCEL_COMPRESS_KERNEL", "0")
+    assert compress_refusal((kv, kv), stored, terms) == "TIERCEL_COMPRESS_KERNEL=0"
 
 
 def test_completing_tokens(device):

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tiercel.layers.step_index import CompressStep
-from tiercel.ops.kv_compress import kv_compress
-from tiercel.ops.latent_rope import latent_cache_write
+from tiercel.ops.kv_compress import kv_compress_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +45,14 @@ class Compressor:
         Returns:
             (N, d) float32 entries; zeros in rows without one.
         """
-        gate = gate + self.position_bias[step.phase]
-        stored_kv, stored_gate = stored
-        entries = kv_compress(
-            kv,
-            gate,
-            stored_kv,
-            stored_gate,
+        return kv_compress_step(
+            (kv, gate),
+            self.position_bias,
+            step.phase,
+            stored,
+            step.input_slots,
             step.terms,
             self.norm_weight,
             self.table,
-            ratio=self.position_bias.shape[0],
             eps=self.eps,
         )
-        latent_cache_write(kv, stored_kv, step.input_slots)
-        latent_cache_write(gate, stored_gate, step.input_slots)
-        return entries

@@ -5,9 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiercel import env
 from tiercel.errors import ArgumentError
 from tiercel.ops import kv_compress_torch as torch_ops
 from tiercel.ops.kv_compress_torch import Terms
+from tiercel.ops.latent_rope import latent_cache_write
+
+_MOST_CHANNELS = 2048  # of an entry, for the kernels
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -137,6 +141,120 @@ def kv_compress(
 
     Source: the inference code published with DeepSeek-V4.
     """
+    width = _check_inputs((kv, gate), (stored_kv, stored_gate), terms, weight, table, ratio)
+    if kv.shape[0] == 0:  # no rows, so no entries: -1 throughout
+        return kv.new_zeros(terms.entries.shape[0], width)
+    if not compress_refusal((kv, gate), (stored_kv, stored_gate), terms):
+        from tiercel.kernels.attention.kv_compress import launch_kv_compress
+
+        out = kv.new_empty(terms.entries.shape[0], width)
+        planes = (terms.entries, terms.fresh, terms.stored)
+        stored = (stored_kv, stored_gate)
+        launch_kv_compress(
+            (kv, gate), None, stored, planes, weight, table.contiguous(), out, ratio, eps
+        )
+        return out
+    sums = torch_ops.compress((kv, stored_kv), (gate, stored_gate), terms, width)
+    return torch_ops.finish(sums, terms.entries, ratio, weight, eps, table)
+
+
+def kv_compress_step(
+    inputs: tuple[Tensor, Tensor],
+    bias: Tensor,
+    phase: Tensor,
+    stored: tuple[Tensor, Tensor],
+    slot_mapping: Tensor,
+    terms: Terms,
+    weight: Tensor,
+    table: Tensor,
+    *,
+    eps: float,
+) -> Tensor:
+    """Add the position bias to a step's gates, form its entries, and store its inputs.
+
+    Args:
+        inputs: kv and gates of the step, as in `kv_compress` but without the position bias.
+        bias: (ratio, channels) float32, added to the gates.
+        phase: (T,) int64, positions modulo the ratio.
+        stored: kv and gates of earlier steps, as in `kv_compress`; mutated.
+        slot_mapping: (T,) int64, where the step's inputs are stored, as in `latent_cache_write`.
+        terms: as in `kv_compress`.
+        weight: of the norm.
+        table: cosines and sines.
+        eps: of the norm.
+
+    Returns:
+        (N, d) float32 entries; zeros in rows without entry.
+
+    Raises:
+        ArgumentError: shapes or dtypes disagree.
+
+    Source: as `kv_compress`.
+    """
+    kv, gate = inputs
+    if (
+        bias.dim() != 2
+        or bias.shape[1:] != kv.shape[1:]
+        or (phase.shape, phase.dtype) != (kv.shape[:1], torch.int64)
+    ):
+        raise ArgumentError(
+            f"kv_compress_step: bias is {tuple(bias.shape)}, phase {tuple(phase.shape)} "
+            f"{phase.dtype}, kv {tuple(kv.shape)}.",
+            hint="Pass (ratio, channels) and (tokens,) torch.int64.",
+        )
+    ratio = bias.shape[0]
+    is_refused = (
+        compress_refusal(inputs, stored, terms) or kv.shape[0] == 0 or bias.dtype != torch.float32
+    )
+    if is_refused:
+        gate = gate + bias[phase]
+        entries = kv_compress(kv, gate, *stored, terms, weight, table, ratio=ratio, eps=eps)
+        for values, cache in zip((kv, gate), stored, strict=True):
+            latent_cache_write(values, cache, slot_mapping)
+        return entries
+    from tiercel.kernels.attention.kv_compress import launch_input_write, launch_kv_compress
+
+    width = _check_inputs(inputs, stored, terms, weight, table, ratio)
+    entries, bias = kv.new_empty(terms.entries.shape[0], width), bias.contiguous()
+    planes = (terms.entries, terms.fresh, terms.stored)
+    launch_kv_compress(
+        inputs, bias, stored, planes, weight, table.contiguous(), entries, ratio, eps
+    )
+    launch_input_write(inputs, bias, phase, slot_mapping, stored)  # after all reads
+    return entries
+
+
+def compress_refusal(
+    inputs: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], terms: Terms
+) -> str:
+    """Why the kernels do not take some inputs; "" if they do."""
+    reasons = (
+        (not inputs[0].is_cuda, "the inputs are not on a GPU"),
+        (not env.has_compress_kernel(), "TIERCEL_COMPRESS_KERNEL=0"),
+        (inputs[0].shape[1] > 2 * _MOST_CHANNELS, "an entry does not fit in registers"),
+        (inputs[0].shape[1] % 4 != 0, "the channels of an entry are odd"),
+        (
+            any(part.stride(-1) != 1 for part in (*inputs, *stored)),
+            "the channels of an input are not next to each other",
+        ),
+        (
+            terms.fresh.stride(-1) != 1 or terms.fresh.stride() != terms.stored.stride(),
+            "the terms are strided",
+        ),
+    )
+    return next((reason for is_so, reason in reasons if is_so), "")
+
+
+def _check_inputs(
+    inputs: tuple[Tensor, Tensor],
+    stored: tuple[Tensor, Tensor],
+    terms: Terms,
+    weight: Tensor,
+    table: Tensor,
+    ratio: int,
+) -> int:
+    """Check what `kv_compress` takes; the channels of an entry."""
+    (kv, gate), (stored_kv, stored_gate) = inputs, stored
     width = weight.shape[0] if weight.dim() == 1 else 0
     if kv.dim() != 2 or kv.shape[1] not in (width, 2 * width) or gate.shape != kv.shape:
         raise ArgumentError(
@@ -170,10 +288,7 @@ def kv_compress(
             f"kv_compress: table is {tuple(table.shape)} {table.dtype}, d is {width}.",
             hint="Pass (max_positions, 2, half) torch.float32 with 2 * half <= d.",
         )
-    if kv.shape[0] == 0:  # no rows, so no entries: -1 throughout
-        return kv.new_zeros(terms.entries.shape[0], width)
-    sums = torch_ops.compress((kv, stored_kv), (gate, stored_gate), terms, width)
-    return torch_ops.finish(sums, terms.entries, ratio, weight, eps, table)
+    return width
 
 
 def _check_terms(terms: Terms, num_terms: int) -> None:
