@@ -2,8 +2,8 @@
 
     python -m benchmarks.mhc_mix --device cuda --out FILE.json
 
-Floor: pre reads the streams and fn and writes x; post reads the streams and y and writes the
-streams.
+Floor: pre reads the streams and fn and writes x, normed or not; post reads the streams and y and
+writes the streams.
 """
 
 from collections.abc import Iterator
@@ -32,11 +32,21 @@ class Inputs:
     y: Tensor
     post: Tensor
     comb: Tensor
+    norm: Tensor
 
 
 def pre(inputs: Inputs) -> Tensor:
     weights = (inputs.fn, inputs.scale, inputs.base)
     return mhc_mix_pre(inputs.streams, *weights, rms_eps=EPS, hc_eps=EPS, sinkhorn_iters=ITERS)[0]
+
+
+def normed(inputs: Inputs) -> Tensor:
+    """As a layer calls pre: with the block's norm."""
+    weights = (inputs.fn, inputs.scale, inputs.base)
+    norm = {"norm_weight": inputs.norm, "norm_eps": EPS}
+    return mhc_mix_pre(
+        inputs.streams, *weights, rms_eps=EPS, hc_eps=EPS, sinkhorn_iters=ITERS, **norm
+    )[0]
 
 
 def post(inputs: Inputs) -> Tensor:
@@ -52,6 +62,11 @@ def expected_pre(inputs: Inputs) -> Tensor:
     weights = (inputs.fn.cpu(), inputs.scale.cpu(), inputs.base.cpu())
     streams = inputs.streams.cpu()
     return oracle.pre_sum(streams, oracle.coefficients(streams, *weights, EPS, EPS, ITERS)[0])
+
+
+def expected_normed(inputs: Inputs) -> Tensor:
+    x = expected_pre(inputs)
+    return x / (x.square().mean(1, keepdim=True) + EPS).sqrt() * inputs.norm.double().cpu()
 
 
 def expected_post(inputs: Inputs) -> Tensor:
@@ -77,6 +92,7 @@ def make_inputs(seed: int, num_tokens: int, hidden: int, device: torch.device) -
         sample(num_tokens, hidden).bfloat16(),
         sample(num_tokens, STREAMS),
         sample(num_tokens, STREAMS, STREAMS),
+        sample(hidden),
     )
 
 
@@ -87,6 +103,12 @@ def cases(device: torch.device) -> Iterator[Case]:
             row = 2 * num_tokens * hidden
             for name, run, expected, num_bytes in (
                 ("pre", pre, expected_pre, (STREAMS + 1) * row + 4 * ROWS * STREAMS * hidden),
+                (
+                    "pre and norm",
+                    normed,
+                    expected_normed,
+                    (STREAMS + 1) * row + 4 * ROWS * STREAMS * hidden + 4 * hidden,
+                ),
                 ("post", post, expected_post, (2 * STREAMS + 1) * row),
                 ("collapse", collapse, expected_collapse, (STREAMS + 1) * row + 64 * hidden),
             ):
