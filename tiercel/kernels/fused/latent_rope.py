@@ -352,7 +352,8 @@ def _write(
         "HADAMARD": factor,
         "LOG": log,
     }
-    return TritonLaunch(latent_write_kernel, 4 if block >= 512 else 1, constants)
+    # As many warps as `_rope` takes for one row: the same sums, so the same bytes.
+    return TritonLaunch(latent_write_kernel, 4 if block >= 1024 else 1, constants)
 
 
 def cache_constants(
