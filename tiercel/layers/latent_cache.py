@@ -115,7 +115,8 @@ class LatentFormat:
     def index_queries(self, q: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         """Index queries (T, heads, index_dim), rotated, as they meet the keys.
 
-        They are float32, or bfloat16 if it holds them. Where keys are rounded, both pass a Hadamard rotation; otherwise it cancels in the product.
+        They are float32, or bfloat16 if it holds them. Where keys are rounded, both pass a Hadamard
+        rotation; otherwise it cancels in the product.
         """
         has_hadamard = self._is_encoded or self.is_native
         q = latent_rope(q, positions, table, has_hadamard=has_hadamard, out_dtype=torch.float32)

@@ -190,7 +190,8 @@ def _launch(
     from tiercel.kernels.fused.mhc_mix import launch_mhc_mix, parts_shape
 
     fn, scale, base = (weight.contiguous() for weight in weights)
-    parts = fn.new_empty(parts_shape(*streams.shape, fn.shape[0]))
+    num_tokens, num_streams, hidden = streams.shape
+    parts = fn.new_empty(parts_shape(num_tokens, num_streams, hidden, fn.shape[0]))
     launch_mhc_mix(streams, (fn, scale, base), parts, x, coefficients, norm_weight, eps, iters)
 
 
