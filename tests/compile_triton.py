@@ -12,11 +12,13 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from tiercel.kernels.attention import rotary_kv_write
-from tiercel.kernels.fused import act_mul, rms_norm
+from tiercel.kernels.attention import kv_compress, rotary_kv_write
+from tiercel.kernels.fused import act_mul, latent_rope, mhc_mix, rms_norm
+from tiercel.kernels.moe import moe_route
 from tiercel.kernels.runtime import rtc
 
 HALF, FLOAT, INT, LONG = torch.float16, torch.float32, torch.int32, torch.int64
+BFLOAT, BYTE = torch.bfloat16, torch.uint8
 
 
 class HopperDriver:
@@ -43,6 +45,34 @@ def cases():
     launch, _ = rotary_kv_write._launch(15, 3, 100, 13)
     yield "partial", launch, [*heads[:6], None, None], None, [0.0]
     yield "act_mul", act_mul._launch(12288, 24576, "silu"), [HALF, HALF], None, []
+    yield from deepseek_v4_cases()
+
+
+def deepseek_v4_cases():
+    """Kernels of DeepSeek-V4 at the shapes of Flash, likewise."""
+    strides, sizes = (4 * 4096, 4096), (4, 4096, 24)
+    launch = mhc_mix._product(1, strides, sizes, 32, None)
+    yield "mhc_mix product", launch, [BFLOAT, FLOAT, FLOAT], None, [1]
+    launch = mhc_mix._finish(strides, sizes, 32, 128, 20, 1)
+    finish = [BFLOAT, FLOAT, FLOAT, FLOAT, FLOAT, BFLOAT, FLOAT, FLOAT]
+    yield "mhc_mix finish", launch, finish, None, [1, 1e-6, 1e-6, 1e-6]
+    launch = mhc_mix._post(4, 4096, (*strides, 4096))
+    yield "mhc_mix post", launch, [BFLOAT, BFLOAT, FLOAT, FLOAT, BFLOAT], None, []
+    launch, _ = latent_rope._rope((64 * 512, 512), 64, 512, 32, True, False, False)
+    yield "latent_rope", launch, [BFLOAT, LONG, FLOAT, None, BFLOAT], None, [1e-6]
+    launch = latent_rope._write(512, (128, 1 << 20, 576, 1 << 20, 8), (1, 8), 512, 32, True, False)
+    write = [BFLOAT, LONG, FLOAT, FLOAT, LONG, BYTE, BYTE]
+    yield "latent_write", launch, write, None, [1e-6]
+    launch = moe_route._launch((256, 1), 256, 6, False)
+    yield "moe_route", launch, [FLOAT, FLOAT, LONG, FLOAT], None, [1.5]
+    launch = moe_route._launch((256, 1), 256, 6, True)
+    yield "moe_route hash", launch, [FLOAT, LONG, INT, LONG, FLOAT], None, [1.5]
+    stored = (32, 1 << 20, 1024)
+    launch = kv_compress._compress((2560, 2560), (stored, stored), 8, (4, 8, 512, 32))
+    compress = [*[FLOAT] * 5, *[LONG] * 3, *[FLOAT] * 3]
+    yield "kv_compress", launch, compress, None, [1e-6]
+    launch = kv_compress._write((2560, 2560), (stored, stored), 4, 1024)
+    yield "kv_compress inputs", launch, [*[FLOAT] * 3, LONG, LONG, FLOAT, FLOAT], None, []
 
 
 def read_parameters(ptx):
