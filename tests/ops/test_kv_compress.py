@@ -377,3 +377,22 @@ def test_replay_equals_eager(kind, device):
         return world.compress(world.kv[0], world.gate[0], terms)
 
     assert torch.equal(captured(run), run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_true_shapes_match_pytorch(kind, device, monkeypatch):
+    """A chunk that begins within an entry, on a cache of earlier inputs."""
+    world = World(kind, [900], 512, device)
+    world.pool.normal_()
+    ratio, has_overlap, rows = KINDS[kind]
+    positions = torch.arange(130, 900, device=device)
+    starts = torch.tensor([0, 770], device=device)
+    seqs = (positions, torch.zeros_like(positions), starts, world.tables)
+    sizes = {"block_size": BLOCK, "rows_per_block": rows}
+    tokens = completing_tokens(positions, ratio=ratio, capacity=200)
+    terms = compress_terms(tokens, *seqs, ratio=ratio, has_overlap=has_overlap, **sizes)
+    inputs = (world.kv[0][130:], world.gate[0][130:], terms)
+    found = world.compress(*inputs)
+    monkeypatch.setenv("TIERCEL_COMPRESS_KERNEL", "0")
+    torch.testing.assert_close(found, world.compress(*inputs), rtol=1e-4, atol=2e-5)

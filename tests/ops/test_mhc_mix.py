@@ -276,3 +276,24 @@ def test_replay_equals_eager(device):
         return mhc_mix_post(streams, x, post, comb)
 
     assert torch.equal(captured(run), run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [4096, 7168])
+def test_true_shapes_match_pytorch_and_bits_stay(hidden, device, monkeypatch):
+    streams, *weights = make_case(300, 4, hidden, torch.bfloat16, device)
+    y = torch.randn(300, hidden, device=device).bfloat16()
+
+    def run(count):
+        x, post, comb = mhc_mix_pre(streams[:count], *weights, **OPTIONS)
+        return x, post, comb, mhc_mix_post(streams[:count], y[:count], post, comb)
+
+    many, few = run(300), run(16)
+    for count in (1, 2, 5):
+        for some, all_of_them in zip(run(count), few, strict=True):
+            assert torch.equal(some, all_of_them[:count])
+    monkeypatch.setenv("TIERCEL_MHC_KERNEL", "0")
+    for out, expected in ((many, run(300)), (few, run(16))):
+        for one, other in zip(out, expected, strict=True):
+            tolerance = 2e-2 if one.dtype == torch.bfloat16 else 2e-5
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)

@@ -175,3 +175,16 @@ def test_replay_equals_eager(device):
         return ids + weights
 
     assert torch.equal(captured(run), run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_experts", [256, 384])
+def test_kernel_matches_pytorch(num_experts, device, monkeypatch):
+    logits = 3 * torch.randn(4096, num_experts, device=device)
+    bias = torch.randn(num_experts, device=device)
+    ids, weights = moe_route(logits, bias, topk=6, scale=1.5)
+    monkeypatch.setenv("TIERCEL_ROUTE_KERNEL", "0")
+    expected_ids, expected = moe_route(logits, bias, topk=6, scale=1.5)
+    is_equal = (ids == expected_ids).all(1)
+    assert is_equal.float().mean() > 0.999  # others are ties but for rounding
+    torch.testing.assert_close(weights[is_equal], expected[is_equal], rtol=1e-5, atol=0)
