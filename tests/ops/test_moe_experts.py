@@ -20,6 +20,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8 + 1e-5, torch.float16: 2
 LIMIT = 1.25  # as small as the activations, so that it clamps
 
 
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch):
+    """On a GPU too: kernels have their own file."""
+    monkeypatch.setenv("TIERCEL_MOE_KERNEL", "0")
+
+
 def make_stacks(num_experts, hidden, inter, device):
     shapes = ((inter, hidden), (inter, hidden), (hidden, inter))
     return [
