@@ -40,3 +40,13 @@ def test_bounds_of_padded_steps_hold_for_any_step(size):
     assert batch.num_reqs == len(batch.query_lens) == len(batch.context_lens) == min(size, 257)
     assert sum(batch.query_lens) == size
     assert set(batch.context_lens) == {1005}
+
+
+def test_padding_longer_than_any_request_fits_its_context():
+    rows = Rows(3, 1000, 2, 8, torch.device("cpu"), 5)
+    batch = PaddedInputs(rows, 1400, 1005).batch(1400, {})
+    assert max(batch.query_lens) > 1005
+    assert all(
+        new <= length for new, length in zip(batch.query_lens, batch.context_lens, strict=True)
+    )
+    assert batch.max_seq_len == max(batch.context_lens)

@@ -167,6 +167,8 @@ class PaddedInputs:
         inputs, num_reqs = self._inputs, max_padded_reqs(size)
         lengths = (*(1,) * (num_reqs - 1), size - num_reqs + 1)
         starts = np.concatenate([np.arange(1, length + 1, dtype=np.int32) for length in lengths])
+        # The padding of a size may be longer than any request.
+        longest = max(inputs.max_seq_len, *lengths)
         return replace(
             inputs,
             input_ids=inputs.input_ids[:size],
@@ -176,10 +178,11 @@ class PaddedInputs:
             rows=inputs.rows[:num_reqs],
             slot_mapping=inputs.slot_mapping[:, :size],
             query_lens=lengths,
-            context_lens=(inputs.max_seq_len,) * num_reqs,
+            context_lens=(longest,) * num_reqs,
             num_tokens=size,
             num_reqs=num_reqs,
             max_query_len=size,
+            max_seq_len=longest,
             items=PackedItems((0,) * num_reqs, torch.from_numpy(starts)),
             plans=plans,
         )
