@@ -12,7 +12,7 @@ from tiercel.quant_types import FP4_GROUPS, Layout, QuantType
 
 # Tokens up to which weights are read as stored, 32 or in FP8 128 at a time: decoding to 16 bits for
 # a dense product moves five times their bytes.
-MAX_TOKENS = {QuantType.FP8_BLOCK: 256, QuantType.MXFP4: 64, QuantType.NVFP4: 64}
+MAX_TOKENS = {QuantType.FP8_BLOCK: 128, QuantType.MXFP4: 64, QuantType.NVFP4: 64}
 ROW_INVARIANT_TOKENS = 64  # up to which a token's bits do not depend on their number
 SCALE_COLS = 128  # columns of FP8 that the kernel takes at a time: blocks are a multiple of them
 
