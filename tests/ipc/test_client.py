@@ -175,7 +175,8 @@ def test_scores_are_those_of_the_engine_in_this_process(bench, expected):
     job = bench.run(main)
     output = job.output()
     np.testing.assert_allclose(output.logprobs, scored.logprobs, rtol=0, atol=1e-4, equal_nan=False)
-    assert output.usage == scored.usage
+    assert scored.usage.mode == "separate"  # its 16 rows leave no room in a step of 16 tokens
+    assert output.usage == replace(scored.usage, mode="packed")
 
 
 def test_seeded_answers_do_not_depend_on_the_process(bench, expected):

@@ -90,7 +90,7 @@ def test_an_engine_may_be_closed_while_it_loads():
     [
         (ModelNotFoundError, "gone.gguf"),
         (ModelFormatError, "cut.gguf"),
-        (OutOfMemoryError, "the cache of one sequence"),
+        (OutOfMemoryError, "one sequence of 131072 tokens"),
         (ArgumentError, "TIERCEL_FAULTS is set"),
     ],
 )

@@ -7,12 +7,7 @@ from torch import Tensor
 
 from tiercel import env
 from tiercel.errors import ArgumentError
-from tiercel.kernels.moe.moe_experts import (
-    MAX_SORTED,
-    StackPlanes,
-    launch_moe_experts,
-    launch_moe_tiles,
-)
+from tiercel.kernels.moe.stack_planes import MAX_SORTED, StackPlanes
 from tiercel.ops import moe_experts_torch as torch_ops
 from tiercel.ops.moe_experts_torch import Experts
 from tiercel.quant import QuantTensor
@@ -189,6 +184,8 @@ def run_kernels(
         stacks: of `kernel_stacks`.
         limit: of the clamped SwiGLU; None for no clamp.
     """
+    from tiercel.kernels.moe.moe_experts import launch_moe_experts, launch_moe_tiles
+
     num_pairs, num_experts = ids.numel(), stacks[0].q.shape[0]
     rows = FEW_ROWS if num_pairs <= _MANY_PAIRS * num_experts else MANY_ROWS
     num_tiles = torch_ops.most_tiles(num_pairs, num_experts, rows)

@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tiercel.kernels.moe.stack_planes import StackPlanes
 from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
 
-MAX_SORTED: Final = 1024  # pairs that one program sorts
 _SORT_CHUNK: Final = 32
 _SUM_BLOCK: Final = 1024
 FORMATS: Final = {"MXFP4": 0, "NVFP4": 1, "Q2_K": 2, "FP8_BLOCK": 3, "FLOAT": 4}
@@ -364,41 +364,6 @@ def moe_sum_kernel(
     for slot in tl.static_range(1, TOPK):
         total += tl.load(y_ptr + (token * TOPK + slot) * HIDDEN + column, mask=mask, other=0.0)
     tl.store(out_ptr + token * HIDDEN + column, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@dataclass(frozen=True, slots=True)
-class StackPlanes:
-    """A stack of matrices as the kernels read it.
-
-    Attributes:
-        kind: of `FORMATS`.
-        q: codes, blocks or floats, contiguous.
-        scale: of groups; None without.
-        total: (experts,) float32, of whole matrices; None without.
-        is_divisor: whether weights are divided by `total`.
-        block: rows and columns of a scale of FP8_BLOCK.
-    """
-
-    kind: str
-    q: Tensor
-    scale: Tensor | None = None
-    total: Tensor | None = None
-    is_divisor: bool = False
-    block: tuple[int, int] = (1, 1)
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Pointers: a plane that is missing is not read."""
-        return (
-            self.q,
-            self.q if self.scale is None else self.scale,
-            self.q if self.total is None else self.total,
-        )
-
-    @property
-    def strides(self) -> tuple[int, int]:
-        """Elements of one matrix of codes and of its scales."""
-        return self.q[0].numel(), 0 if self.scale is None else self.scale[0].numel()
 
 
 @dataclass(frozen=True, slots=True)
