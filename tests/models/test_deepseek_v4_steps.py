@@ -107,8 +107,9 @@ def test_random_lengths_in_random_chunks(model, seed):
     if len(ids) <= 600:
         assert_near(logits, whole_logits(model, ids))
         return
-    # In so many tokens, two experts or two entries may be as good to 1e-6: other ones are chosen,
-    # and the tokens that see this one change too.
+    # In so many tokens two entries may be as good to float32's last bits: of seeds 13 and 31 the
+    # first position that differs is the one with the smallest margin of the text, 3e-7 and 1.4e-6
+    # of the largest score. Other entries are chosen, and the tokens that see this one change too.
     is_near = ((logits - whole_logits(model, ids)).abs() < TOLERANCE).all(1)
     assert is_near.float().mean() > 0.97
 
