@@ -18,6 +18,9 @@ from tests.serve.events import says
 from tests.serve.fake_client import FakeClient, fake_info
 from tests.serve.thread_server import thread_server
 
+# The libraries leave sockets to the garbage collector, which may run within a line of ours.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+
 MODEL = "tiny"  # the name that the server was given
 QUESTION = "Why is the sky blue?"
 
