@@ -56,7 +56,7 @@ def load_folder(folder):
 
 
 def write_wide(folder, exponent, matrix=MATRIX):
-    """The tiny checkpoint; one group of a matrix lies `exponent` powers below the largest."""
+    """The tiny checkpoint; one group of a matrix is `exponent` powers below the largest."""
     tensors = released_tensors()
     scale = tensors[f"{matrix}.scale"].view(torch.uint8)
     scale[:] = 120

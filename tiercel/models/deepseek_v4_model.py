@@ -218,7 +218,7 @@ class DeepseekV4:
 
 
 def _resolve(config: DeepseekV4Config, options: ModelOptions, device: torch.device) -> ModelOptions:
-    """Choose how the cache rests where nobody asked: encoded on a GPU, unrounded on a CPU."""
+    """Choose how the cache rests where no option says it: encoded on a GPU, unrounded on a CPU."""
     if options.kv_dtype != "auto":
         return options
     if device.type == "cpu":
