@@ -51,7 +51,7 @@ def check(out, x, ids, weights, decoded, limit, tolerance):
 def run(x, ids, weights, experts, limit=LIMIT):
     out = torch.full(x.shape, float("nan"), dtype=torch.float32, device=x.device)
     poison(x.device)
-    run_kernels(out, x, ids, weights, kernel_stacks(experts), limit)
+    run_kernels(out, x, ids, weights, kernel_stacks(experts, x.dtype), limit)
     return out
 
 
@@ -153,12 +153,18 @@ def test_tiles_are_those_of_pytorch(num_pairs, num_experts, rows, device):
 
 def test_what_the_kernels_do_not_take(device):
     experts, decoded = make_case("MXFP4", 3, 64, 32, device)
-    assert kernel_stacks(Experts(experts.w1, decoded[1], experts.w2)) is None  # a mix
-    assert kernel_stacks(Experts(experts.w1, experts.w3, decoded[2])) is not None
+    assert (
+        kernel_stacks(Experts(experts.w1, decoded[1], experts.w2), torch.bfloat16) is None
+    )  # a mix
+    assert kernel_stacks(Experts(experts.w1, experts.w3, decoded[2]), torch.bfloat16) is not None
     q8 = [make_ggml_stack("Q8_0", 3, *shape, device) for shape in ((32, 64), (32, 64), (64, 32))]
-    assert kernel_stacks(Experts(*q8)) is None
+    assert kernel_stacks(Experts(*q8), torch.bfloat16) is None
     odd = block_quantize(decoded[0], QuantType.FP8_BLOCK, block=(32, 32))
-    assert kernel_stacks(Experts(odd, odd, experts.w2)) is None
+    assert kernel_stacks(Experts(odd, odd, experts.w2), torch.bfloat16) is None
+    assert kernel_stacks(experts, torch.float32) is None
+    nvfp4, _ = make_case("NVFP4", 3, 64, 32, device)
+    assert kernel_stacks(nvfp4, torch.bfloat16) is not None
+    assert kernel_stacks(nvfp4, torch.float16) is None
 
 
 @pytest.mark.gpu

@@ -115,11 +115,10 @@ def moe_experts(
     out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
     if x.shape[0] == 0:
         return out
-    stacks = kernel_stacks(experts)
-    takes_x = x.dtype == torch.bfloat16 or (
-        x.dtype == torch.float16 and all(stack.kind != "NVFP4" for stack in stacks or ())
-    )
-    if stacks and takes_x and x.is_cuda and not rounds_activations and env.has_moe_kernel():
+    stacks = None
+    if x.is_cuda and not rounds_activations and env.has_moe_kernel():
+        stacks = kernel_stacks(experts, x.dtype)
+    if stacks is not None:
         run_kernels(out, x, ids, weights, stacks, limit)
         return out
     rows, num_tiles = torch_ops.select_tiles(ids.numel(), experts.num_experts)
@@ -128,11 +127,15 @@ def moe_experts(
     return out.copy_(torch_ops.sum_slots(pairs, ids.shape[1]))
 
 
-def kernel_stacks(experts: Experts) -> tuple[StackPlanes, StackPlanes, StackPlanes] | None:
-    """The stacks as the kernels read them; None for a format or a mix that they do not."""
+def kernel_stacks(
+    experts: Experts, dtype: torch.dtype
+) -> tuple[StackPlanes, StackPlanes, StackPlanes] | None:
+    """The stacks as the kernels read them; None for a format, a mix or an x that they do not."""
     gate, up, down = (_planes(stack) for stack in (experts.w1, experts.w3, experts.w2))
-    if gate is None or up is None or down is None:
+    if gate is None or up is None or down is None or dtype == torch.float32:
         return None
+    if dtype == torch.float16 and "NVFP4" in (gate.kind, down.kind):
+        return None  # decoded to bfloat16
     same = (gate.kind, gate.strides, gate.is_divisor, gate.block, gate.q.dtype)
     if same != (up.kind, up.strides, up.is_divisor, up.block, up.q.dtype):
         return None

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tiercel.kernels.attention.sparse_attention import e8m0_values
+from tiercel.kernels.block.block_numbers import e8m0_values
 from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
 
 if TYPE_CHECKING:

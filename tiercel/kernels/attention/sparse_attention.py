@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tiercel.kernels.block.block_numbers import e8m0_values
 from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -65,14 +66,6 @@ def _places(
         row_ptr = tables_ptr + sequence * table_stride
         block = tl.load(row_ptr + block, mask=is_key, other=0).to(tl.int64)
     return block, (entry % PER_BLOCK).to(tl.int64), is_key
-
-
-@triton.jit
-def e8m0_values(scale):
-    """Powers of two of E8M0 bytes, float32; 255 is NaN."""
-    wide = scale.to(tl.int32)
-    bits = tl.where(wide == 0, 1 << 22, wide << 23)  # 2^-127 is subnormal
-    return tl.where(wide == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tiercel.kernels.block.block_numbers import e8m0_values
 from tiercel.kernels.moe.stack_planes import StackPlanes
 from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
 
@@ -193,8 +194,8 @@ def _add_floats(
     columns: tl.constexpr = (COLS + FP8_COLS - 1) // FP8_COLS
     scale_ptrs = scale_ptr + n // FP8_ROWS * columns + start // FP8_COLS
     scale = tl.load(scale_ptrs, mask=is_out, other=0)
-    if scale_ptr.dtype.element_ty == tl.uint8:  # E8M0
-        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    if scale_ptr.dtype.element_ty == tl.uint8:
+        scale = e8m0_values(scale)
     return acc + tl.dot(w, x) * scale[:, None]
 
 
