@@ -35,7 +35,13 @@ from tiercel.batch import Batch
 from tiercel.cache.pool import CachePool
 from tiercel.cache.spec import CacheGroup, group_specs
 from tiercel.config import ModelOptions
-from tiercel.models.deepseek_v4 import CSA_RATIO, HCA_RATIO, KV_GROUP, DeepseekV4Config, read_hf
+from tiercel.models.deepseek_v4 import (
+    CSA_RATIO,
+    HCA_RATIO,
+    DeepseekV4Config,
+    entry_bytes,
+    read_hf,
+)
 from tiercel.models.deepseek_v4_model import DeepseekV4
 from tiercel.models.deepseek_v4_tensors import needed
 from tiercel.models.weights import WeightReader
@@ -277,8 +283,7 @@ def floor_bytes(model: DeepseekV4, weights: RandomWeights, step: Step) -> int:
             total += size * chosen
         elif name not in ("embed.weight", "head.weight"):
             total += size
-    entry = config.head_dim + config.rotary_dim + 8 * -(-config.head_dim // (8 * KV_GROUP))
-    key = config.index_head_dim // 2 + config.index_head_dim // 32
+    entry, key = entry_bytes(config, "fp8")
     for ratio in config.compress_ratios[: config.num_layers]:
         # New tokens of a prompt share its vectors: each is read once.
         seen = step.num_tokens if step.query_len > 1 else step.num_reqs * config.sliding_window

@@ -115,6 +115,9 @@ class Layout(Enum):
 
 
 FP4_GROUPS = {QuantType.MXFP4: 32, QuantType.NVFP4: 16}  # columns of a scale in layout BLOCKS
+# Cache entries in 8 bits: channels of a latent vector and of an index key with one scale, and what
+# the number of scale bytes of a vector is a multiple of.
+KV_GROUP, INDEX_GROUP, SCALE_PAD = 64, 32, 8
 TILE_ROWS = 16  # output rows of a tensor-core tile, and of a tile of layout SOA
 
 

@@ -14,6 +14,7 @@ from tiercel.layers.compressed_attention import CompressedAttention, Compression
 from tiercel.layers.compressor import Compressor
 from tiercel.layers.indexer import Indexer
 from tiercel.layers.latent_cache import LatentFormat
+from tiercel.models.deepseek_v4 import entry_bytes
 from tiercel.models.deepseek_v4_model import DeepseekV4
 from tiercel.models.source import open_source
 
@@ -51,6 +52,17 @@ def test_entries_are_those_of_the_published_layout():
 @pytest.mark.parametrize(("kv_dtype", "size"), [("bf16", 2), ("float32", 4)])
 def test_unencoded_entries_are_plain_floats(kv_dtype, size):
     assert block_bytes(4, kv_dtype)[:2] == [128 * 512 * size, 32 * (512 + 128) * size]
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "bf16", "float32"])
+@pytest.mark.parametrize("sizes", [(512, 64, 128), (96, 32, 64), (704, 64, 32)])
+def test_planned_bytes_are_those_of_the_planes(sizes, kv_dtype):
+    latents = LatentFormat(*sizes, kv_dtype)
+    names = ("head_dim", "rotary_dim", "index_head_dim")
+    config = replace(open_source(TINY).config, **dict(zip(names, sizes, strict=True)))
+    planes = (latents.kv_planes(), latents.index_planes())
+    found = tuple(sum(plane.entry_bytes for plane in kind) for kind in planes)
+    assert found == entry_bytes(config, kv_dtype)
 
 
 def test_equal_specs_of_all_layers_are_five_groups():

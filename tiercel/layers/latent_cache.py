@@ -24,11 +24,10 @@ from tiercel.ops.latent_rope import (
     latent_write,
 )
 from tiercel.ops.sparse_attention_torch import PagedEntries, SlottedKV
+from tiercel.quant_types import INDEX_GROUP, KV_GROUP, SCALE_PAD
 
 Planes = Mapping[str, Tensor]
 _DTYPES: Final = {"bf16": torch.bfloat16, "float32": torch.float32}
-KV_GROUP: Final = 64  # channels of an encoded vector with one scale
-_INDEX_GROUP: Final = 32  # channels of an encoded index key with one scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class LatentFormat:
         """Planes of latent vectors."""
         if not self._is_encoded:
             return (Plane("kv", _DTYPES[self.kv_dtype], (self.head_dim,)),)
-        scales = -(-(self.head_dim - self.rotary_dim) // (8 * KV_GROUP)) * 8
+        scales = -(-(self.head_dim - self.rotary_dim) // (SCALE_PAD * KV_GROUP)) * SCALE_PAD
         return (
             Plane("kv", torch.uint8, (self.head_dim + self.rotary_dim,)),
             Plane("kv_scales", torch.uint8, (scales,)),
@@ -69,7 +68,7 @@ class LatentFormat:
             return (Plane("index_key", _DTYPES[self.kv_dtype], (self.index_dim,)),)
         return (
             Plane("index_key", torch.uint8, (self.index_dim // 2,)),
-            Plane("index_key_scales", torch.uint8, (self.index_dim // _INDEX_GROUP,)),
+            Plane("index_key_scales", torch.uint8, (self.index_dim // INDEX_GROUP,)),
         )
 
     def write_kv(

@@ -41,14 +41,13 @@ from tiercel.models.config import (
     check_rope,
     is_integer,
 )
+from tiercel.quant_types import INDEX_GROUP, KV_GROUP, SCALE_PAD
 
 BLOCK_SIZE: Final = 128  # tokens of a cache block: the least that both ratios divide
 CSA_RATIO: Final = 4
 HCA_RATIO: Final = 128
 KINDS: Final = {0: "window", CSA_RATIO: "csa", HCA_RATIO: "hca"}
 NUM_STREAMS: Final = 4
-KV_GROUP: Final = 64  # channels of an encoded cache entry with one scale
-INDEX_GROUP: Final = 32  # channels of an encoded index key with one scale
 FP4_COLUMNS: Final = 32  # of a scale of MXFP4
 MAX_EXPERTS: Final = 4096
 MAX_WINDOW: Final = 4096  # a step has a table of its tokens by the positions of their windows
@@ -546,8 +545,8 @@ def check_fp4_columns(config: DeepseekV4Config, file: str) -> None:
 def entry_bytes(config: DeepseekV4Config, kv_dtype: str) -> tuple[int, int]:
     """Bytes of an entry, which is what the window keeps of a token too, and of an index key.
 
-    ``fp8`` entries have E4M3 in groups of 64, the rotating dimensions in bfloat16, an E8M0 scale
-    per group and a byte of padding: 584 of 512 dimensions. Index keys have E2M1 in groups of 32.
+    ``fp8`` entries have E4M3 in groups of 64, the rotating dimensions in bfloat16, and an E8M0
+    scale per group, padded to 8 bytes: 584 of 512 dimensions. Index keys have E2M1 in groups of 32.
 
     Args:
         config: the model's shape.
@@ -556,7 +555,8 @@ def entry_bytes(config: DeepseekV4Config, kv_dtype: str) -> tuple[int, int]:
     head_dim, index_dim = config.head_dim, config.index_head_dim
     if kv_dtype == "fp8":
         plain = head_dim - config.rotary_dim
-        return plain + 2 * config.rotary_dim + -(-plain // 64) + 1, index_dim // 2 + index_dim // 32
+        scales = -(-plain // (SCALE_PAD * KV_GROUP)) * SCALE_PAD
+        return plain + 2 * config.rotary_dim + scales, index_dim // 2 + index_dim // INDEX_GROUP
     size = {"bf16": 2, "float32": 4}[kv_dtype]
     return head_dim * size, index_dim * size
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from tiercel.errors import ArgumentError
 from tiercel.ops import block_quantize_torch as torch_ops
 from tiercel.quant import QuantTensor
-from tiercel.quant_types import FP4_GROUPS, Layout, QuantType
+from tiercel.quant_types import FP4_GROUPS, INDEX_GROUP, KV_GROUP, Layout, QuantType
 
 MAX_EXACT_SPAN = 18  # powers of two that E4M3 holds, 2^-9 to 2^8
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -226,7 +226,7 @@ def round_fp4_g32(x: Tensor) -> Tensor:
 
     Source: the inference code published with DeepSeek-V4, scale 2^ceil(log2(amax / 6)).
     """
-    return torch_ops.round_fp4(x, torch_ops.INDEX_GROUP).to(x.dtype)
+    return torch_ops.round_fp4(x, INDEX_GROUP).to(x.dtype)
 
 
 def round_kv_entries(x: Tensor, rotary_dim: int) -> Tensor:
@@ -242,7 +242,7 @@ def round_kv_entries(x: Tensor, rotary_dim: int) -> Tensor:
     Source: as `encode_kv_entries`; there the rotated channels are in bfloat16 throughout.
     """
     nope = x.shape[-1] - rotary_dim
-    rounded = torch_ops.round_fp8(x[..., :nope], torch_ops.KV_GROUP).to(x.dtype)
+    rounded = torch_ops.round_fp8(x[..., :nope], KV_GROUP).to(x.dtype)
     return torch.cat((rounded, x[..., nope:]), dim=-1)
 
 
@@ -286,7 +286,7 @@ def encode_kv_entries(x: Tensor, rotary_dim: int) -> Tensor:
     Source: the cache of the inference code published with DeepSeek-V4; FlashMLA.
     """
     nope = x.shape[-1] - rotary_dim
-    if nope < torch_ops.KV_GROUP or nope % torch_ops.KV_GROUP or rotary_dim < 0:
+    if nope < KV_GROUP or nope % KV_GROUP or rotary_dim < 0:
         raise ArgumentError(
             f"encode_kv_entries: {x.shape[-1]} channels, {rotary_dim} of them rotated.",
             hint="The channels that do not rotate must be a multiple of 64.",

@@ -15,15 +15,14 @@ import math
 import torch
 from torch import Tensor
 
+from tiercel.quant_types import INDEX_GROUP, KV_GROUP, SCALE_PAD
+
 E4M3_MAX = 448.0
 E4M3_LEAST = 2.0**-9
 E2M1_MAX = 6.0
 # amax below this is raised to it, as in the published inference code of DeepSeek-V4.
 FP8_LEAST_AMAX = 1e-4
 FP4_LEAST_AMAX = 6 * 2.0**-126
-KV_GROUP = 64  # channels of a cache entry with one scale
-INDEX_GROUP = 32  # channels of an index key with one scale
-SCALE_PAD = 8  # scale bytes of a cache entry are a multiple of this
 # Halfway between neighbours. A tie goes to the even code: up at the thresholds marked True.
 _E2M1_STEPS = (
     (0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True),

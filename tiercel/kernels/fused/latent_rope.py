@@ -15,7 +15,6 @@ import triton.language as tl
 from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
 
 ELEMENTS = 2048  # of a program: 4 warps x 16 a thread
-KV_GROUP, INDEX_GROUP = 64, 32  # channels with one scale
 PLAIN, FP8, FP4 = 0, 1, 2  # how a row rests: in the cache's dtype, as a vector, as an index key
 MAX_WIDTH = 2048
 
