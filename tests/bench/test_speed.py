@@ -124,7 +124,7 @@ def test_a_step_of_deepseek_v4_reads_the_experts_of_one_token():
     assert cost.weight_bytes == 131 * 160 * 2 + all_bytes - experts + experts // 3  # 2 of 6
     assert cost.head_weights == 131 * 160
     assert cost.windows == {12: 4}
-    assert cost.key_bytes == 64 + 2 * 32 + 1 + 1
+    assert cost.key_bytes == 64 + 2 * 32 + 8  # one scale, in a group of 8 bytes
 
 
 def test_a_model_costs_what_its_file_holds():
