@@ -1,0 +1,1 @@
+"""Kernels for processors: C sources, how they are built, and the library that is loaded."""

@@ -1,0 +1,70 @@
+"""The library's functions and structures as ctypes; `src/native.h` says what they mean."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+
+ABI_VERSION = 1  # of `tc_abi_version`: changes with any structure or signature here
+FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 30  # GGML ids, of weights and of caches
+FILE, TILES = 0, 1  # layouts of a matrix
+TILE_ROWS, GROUP = 8, 32
+
+
+class Weight(Structure):
+    """`tc_weight`: a matrix."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("rows", c_int64),
+        ("cols", c_int64),
+        ("row_bytes", c_int64),
+        ("type", c_int32),
+        ("layout", c_int32),
+    )
+
+
+class Attention(Structure):
+    """`tc_attention`: the attention of one layer in a step."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "half", "window")),
+        ("scale", c_float),
+        ("eps", c_float),
+        *((name, c_void_p) for name in ("q_norm", "k_norm", "rope", "k_cache", "v_cache")),
+        *((name, c_int32) for name in ("cache_type", "block_size", "num_reqs", "num_tokens")),
+        ("tables", c_void_p),
+        ("max_blocks", c_int64),
+        *((name, c_void_p) for name in ("rows", "starts", "seq_lens", "positions", "slots")),
+        *((name, c_void_p) for name in ("prefix_len", "item_start", "heads", "out", "scratch")),
+    )
+
+
+# Results and arguments of each function.
+FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
+    "tc_abi_version": (c_int, ()),
+    "tc_pool_create": (c_void_p, (c_int,)),
+    "tc_pool_destroy": (None, (c_void_p,)),
+    "tc_pool_size": (c_int, (c_void_p,)),
+    "tc_tiles_bytes": (c_int64, (c_int32, c_int64, c_int64)),
+    "tc_pack_tiles": (None, (c_void_p, POINTER(Weight), c_void_p)),
+    "tc_dequantize": (c_int, (c_void_p, POINTER(Weight), c_void_p, c_int64, c_void_p)),
+    "tc_is_supported": (c_int, (c_int32,)),
+    "tc_rounded_bytes": (c_int64, (c_int64,)),
+    "tc_linear": (
+        None,
+        (c_void_p, POINTER(Weight), c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p),
+    ),
+    "tc_attention_scratch": (c_int64, (POINTER(Attention), c_int)),
+}
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Set the types of all functions of a loaded library.
+
+    Raises:
+        AttributeError: the library lacks a function.
+    """
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
