@@ -20,11 +20,11 @@ _SWITCHES = tuple(
         "BLOCK_KERNEL",
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
         *("SYNC_DEBUG", "MOE_KERNEL", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
-        *("MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL", "COMPRESS_KERNEL"),
+        *("MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL", "COMPRESS_KERNEL", "NATIVE"),
     )
 )
 _SETTINGS = (
-    *("TIERCEL_MODEL", "TIERCEL_CACHE", "TIERCEL_OFFLINE", "TIERCEL_FAULTS"),
+    *("TIERCEL_MODEL", "TIERCEL_CACHE", "TIERCEL_OFFLINE", "TIERCEL_FAULTS", "TIERCEL_CPU"),
     "TIERCEL_TEST_MODELS",  # of the project's tests
 )
 _PREFIX = "TIERCEL_"
@@ -207,6 +207,16 @@ def has_sparse_attention_kernel() -> bool:
 def has_indexer_kernel() -> bool:
     """Whether ``TIERCEL_INDEXER_KERNEL`` allows the kernels of `indexer_topk`."""
     return read_flag("TIERCEL_INDEXER_KERNEL", default=True)
+
+
+def has_native() -> bool:
+    """Whether ``TIERCEL_NATIVE`` allows the native library on a CPU, else PyTorch operators."""
+    return read_flag("TIERCEL_NATIVE", default=True)
+
+
+def forced_cpu() -> str:
+    """``TIERCEL_CPU``: name of the native library's variant to use; "" for the fastest."""
+    return os.environ.get("TIERCEL_CPU", "")
 
 
 def has_overlap(*, default: bool) -> bool:

@@ -9,6 +9,7 @@ ABI_VERSION = 1  # of `tc_abi_version`: changes with any structure or signature 
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 30  # GGML ids, of weights and of caches
 FILE, TILES = 0, 1  # layouts of a matrix
 TILE_ROWS, GROUP = 8, 32
+CPU_AVX2, CPU_AVX512, CPU_NEON, CPU_I8MM = 1, 2, 4, 8  # bits of `tc_cpu_features`
 
 
 class Weight(Structure):
@@ -43,6 +44,7 @@ class Attention(Structure):
 # Results and arguments of each function.
 FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "tc_abi_version": (c_int, ()),
+    "tc_cpu_features": (c_int, ()),
     "tc_pool_create": (c_void_p, (c_int,)),
     "tc_pool_destroy": (None, (c_void_p,)),
     "tc_pool_size": (c_int, (c_void_p,)),
@@ -60,11 +62,8 @@ FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Set the types of all functions of a loaded library.
-
-    Raises:
-        AttributeError: the library lacks a function.
-    """
+    """Set the types of the functions that a loaded library has."""
     for name, (result, arguments) in FUNCTIONS.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function = getattr(library, name, None)
+        if function is not None:
+            function.restype, function.argtypes = result, arguments

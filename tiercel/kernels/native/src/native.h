@@ -50,6 +50,17 @@
 #define TC_EXPORT __attribute__((visibility("default")))
 #endif
 
+/* ---- cpu.c ---- */
+
+enum { TC_ABI_VERSION = 1 }; /* abi.ABI_VERSION: changes with any structure or signature of abi.py */
+/* AVX2 stands for AVX2, FMA, F16C and BMI2; AVX512 for F, VL, BW, DQ and VNNI; NEON for products of
+ * 8-bit integers and float16 arithmetic. */
+enum { TC_CPU_AVX2 = 1, TC_CPU_AVX512 = 2, TC_CPU_NEON = 4, TC_CPU_I8MM = 8 };
+
+TC_EXPORT int tc_abi_version(void);
+/* What both the processor and the operating system support, of TC_CPU_*. */
+TC_EXPORT int tc_cpu_features(void);
+
 /* ---- pool.c ---- */
 
 /* One piece of a task. `worker` is 0 .. number of threads - 1, of the thread that runs it. */
@@ -68,7 +79,8 @@ TC_EXPORT tc_pool *tc_pool_create(int num_threads);
 TC_EXPORT void tc_pool_destroy(tc_pool *pool);
 TC_EXPORT int tc_pool_size(const tc_pool *pool);
 /* Runs the tasks in order: a task's pieces run in any order on any threads, after all pieces of the
- * task before it. Returns when the last is done. One caller at a time. */
+ * task before it. Returns when the last is done. A task may have no pieces; at most 2^30 - 1. Threads
+ * that call together take turns; a piece must not call. Works in a child process after fork. */
 void tc_pool_run(tc_pool *pool, const tc_task *tasks, int num_tasks);
 
 /* ---- weights ---- */
