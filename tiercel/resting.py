@@ -4,15 +4,18 @@ The loader (`ops/linear.py`), the choice of a dtype, the memory check and `tierc
 this module, so they cannot disagree. Forms:
 
     dense     (out, in) in the dtype of the activations
-    planes1   CPU, bfloat16: one plane of 4-bit codes, with a scale and a zero per 32 weights
+    tiles     CPU with the native library: the blocks of the file, 8 rows end to end
+    mapped    CPU with the native library: in the map of the file, as they are
+    planes1   CPU without, bfloat16: one plane of 4-bit codes, a scale and a zero per 32 weights
     planes2   two such planes, for types of 5 and 8 bits
     packed    GPU, float16: the blocks of the file, rearranged; beside a dense copy if there is room
     stored    as in the file, decoded in each product: block formats, and stacks of any type
 
-Types that cannot rest packed on a CPU (Q6_K, whose groups of 16 the 4-bit operator does not have,
-Q2_K, Q3_K and the IQ4 types) rest dense: in bfloat16, which rounds a weight as the scales of planes
-are rounded. Decoding such blocks in each product takes 40 times as long as the product of bfloat16
-weights (docs/notes/cpu_decode.md). Free of PyTorch; a dtype is its name.
+Without the native library, types that cannot rest packed on a CPU (Q6_K, whose groups of 16 the
+4-bit operator does not have, Q2_K, Q3_K and the IQ4 types) rest dense: in bfloat16, which rounds a
+weight as the scales of planes are rounded. Decoding such blocks in each product takes 40 times as
+long as the product of bfloat16 weights (docs/notes/cpu_decode.md). Free of PyTorch; a dtype is its
+name.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from tiercel.kernels.native.forms import has_native, native_form, tiles_bytes
 from tiercel.quant_types import PLANES, QuantType
 
 # Types that rest as the file stores them, in layout FILE or BLOCKS.
@@ -40,12 +44,20 @@ _PLANE_GROUP_BYTES: Final = 20  # of 32 weights: 16 of codes, two bfloat16
 _PLANE_GROUP: Final = 32
 
 
-def select_form(qtype: QuantType, out_features: int, dtype: str, device_type: str) -> str:
-    """Choose how a matrix rests: ``planes1``, ``planes2``, ``packed``, ``stored`` or ``dense``.
+NATIVE_FORMS: Final = ("tiles", "mapped")
+
+
+def uses_native(device_type: str) -> bool:
+    """Whether matrices on a device are the native library's."""
+    return device_type == "cpu" and has_native()
+
+
+def select_form(qtype: QuantType, shape: tuple[int, int], dtype: str, device_type: str) -> str:
+    """Choose how a matrix rests, one of the forms above.
 
     Args:
         qtype: how the file stores it.
-        out_features: its rows.
+        shape: (out_features, in_features).
         dtype: of the activations.
         device_type: ``cpu`` or ``cuda``.
     """
@@ -53,8 +65,10 @@ def select_form(qtype: QuantType, out_features: int, dtype: str, device_type: st
         return "stored"
     if device_type == "cuda":
         return "packed" if dtype == "float16" and qtype in PLANES else "dense"
+    if uses_native(device_type):
+        return native_form(qtype.ggml_id, *shape) or "dense"
     packs = dtype == "bfloat16" and qtype in INT4_PLANES
-    if not packs or out_features % INT4_ROW_MULTIPLE:
+    if not packs or shape[0] % INT4_ROW_MULTIPLE:
         return "dense"
     return f"planes{INT4_PLANES[qtype]}"
 
@@ -77,6 +91,8 @@ def resting_bytes(
 ) -> int:
     """Bytes of what `prepare_linear` makes of a matrix; for block formats see `stored_bytes`.
 
+    Those of a mapped matrix are the file's, which the system may drop and read again.
+
     Args:
         qtype: how the file stores it.
         shape: (out_features, in_features).
@@ -85,9 +101,13 @@ def resting_bytes(
         dense_copies: whether packed weights on a GPU keep a dense copy.
     """
     out_features, in_features = shape
-    form = select_form(qtype, out_features, dtype, device_type)
+    form = select_form(qtype, shape, dtype, device_type)
     if form == "stored":
         return stored_bytes(qtype, shape)
+    if form == "tiles":
+        return tiles_bytes(qtype.ggml_id, *shape)
+    if form == "mapped":
+        return out_features * qtype.row_bytes(in_features)
     dense = out_features * in_features * ITEM_BYTES[dtype]
     if form == "dense":
         return dense

@@ -9,6 +9,7 @@ import torch
 
 from tiercel.errors import ArgumentError
 from tiercel.params import shown
+from tiercel.resting import uses_native
 
 # Capabilities of PyTorch with fast 4-bit planes and dense rows in bfloat16. Without (the "default"
 # build of PyTorch's kernels on x86) a row through planes takes 36 ms where float32 takes 2.9 (4096
@@ -79,10 +80,10 @@ def resolve_dtype(
 ) -> torch.dtype:
     """The dtype of products and cache.
 
-    ``auto`` on a GPU: float16 for GGUF files (their weights are in its range and it keeps 3 more
-    bits), bfloat16 for Hugging Face folders. On a CPU: the fastest that fits its memory. That is
-    bfloat16 with AVX2 or AVX-512, where quantised weights stay packed; on other processors float32,
-    and bfloat16 where float32 does not fit.
+    ``auto`` on a GPU, and on a CPU with the native library: float16 for GGUF files (their weights
+    are in its range and it keeps 3 more bits), bfloat16 for Hugging Face folders. On a CPU without:
+    the fastest that fits its memory. That is bfloat16 with AVX2 or AVX-512, where quantised weights
+    stay packed; on other processors float32, and bfloat16 where float32 does not fit.
 
     Args:
         name: what was requested.
@@ -91,10 +92,11 @@ def resolve_dtype(
         fits: whether weights and the cache of one sequence fit the memory in a dtype.
 
     Raises:
-        ArgumentError: an unknown name, or float16 on a CPU, which has no fast products for it.
+        ArgumentError: an unknown name, or float16 on a CPU without the native library, where
+            there are no fast products for it.
     """
     if name == "auto":
-        if device.type == "cuda":
+        if device.type == "cuda" or uses_native(device.type):
             return torch.float16 if file_format == "gguf" else torch.bfloat16
         capability = torch.backends.cpu.get_cpu_capability()
         is_float32 = capability not in BFLOAT16_CAPABILITIES and fits("float32")
@@ -103,9 +105,10 @@ def resolve_dtype(
         raise ArgumentError(
             f"dtype={name!r} is unknown.", hint=f"Use auto or one of {', '.join(DTYPES)}."
         )
-    if name == "float16" and device.type == "cpu":
+    if name == "float16" and not _has_float16(device):
         raise ArgumentError(
-            "dtype='float16' does not run on a CPU.", hint="Use bfloat16 or float32."
+            "dtype='float16' does not run on a CPU without the native library.",
+            hint="Use bfloat16 or float32; `tiercel doctor` says why there is no library.",
         )
     return DTYPES[name]
 
@@ -120,9 +123,13 @@ def dtypes_from(dtype: torch.dtype, device: torch.device) -> list[str]:
     others = [
         name
         for name, other in DTYPES.items()
-        if other != dtype and (device.type == "cuda" or name != "float16")
+        if other != dtype and (name != "float16" or _has_float16(device))
     ]
     return [dtype_name(dtype), *others]
+
+
+def _has_float16(device: torch.device) -> bool:
+    return device.type == "cuda" or uses_native(device.type)
 
 
 def resolve_threads(value: object, usable_cpus: int) -> int:

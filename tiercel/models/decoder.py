@@ -27,6 +27,7 @@ from tiercel.layers.attention import Attention, AttentionShape, PromptPlan
 from tiercel.layers.decoder_layer import DecoderLayer
 from tiercel.layers.fused_decode_step import FusedDecodeStep
 from tiercel.layers.fused_layer_tail import FusedLayerTail
+from tiercel.layers.native_layers import NativeDecoderLayers
 from tiercel.models.config import ModelConfig
 from tiercel.models.decoder_build import DecoderBuilder
 from tiercel.models.decoder_timing import dense_attention, dense_products
@@ -115,6 +116,10 @@ class Decoder:
             for name, made in zip(FUSED_PATHS, (step, chain), strict=True)
         }
         log_fused_paths(self.fused_paths, is_gpu=weights.device.type == "cuda")
+        # All layers as one call of the native library, on a CPU that has it.
+        self.native_layers: NativeDecoderLayers | None = builder.native_layers(
+            self.layers, self.last_update_norm
+        )
         self.draft_head = (
             builder.draft_head(self.embedding, self.head) if config.num_mtp_layers else None
         )
@@ -149,6 +154,10 @@ class Decoder:
             self.fused_decode_step.bind_cache(
                 [pools[0].layers[i] for i in range(len(self.layers))], 0
             )
+        if self.native_layers is not None:
+            self.native_layers.bind_cache()
+        if self.draft_head is not None:
+            self.draft_head.bind_cache()
 
     def plan(self, lengths: BatchLengths) -> dict[AttentionShape, PlannedTiles]:
         """Tiles of prefill attention, by the shape of the layers that share them."""
@@ -174,6 +183,8 @@ class Decoder:
 
     def _pass(self, layers: Sequence[DecoderLayer], batch: Batch) -> Tensor:
         x, update = self.embedding(batch.input_ids), None
+        if self.native_layers is not None:
+            return self.native_layers(x, batch, self.pulse)
         if self.fused_decode_step is not None and self.fused_decode_step.supports(batch):
             return self.fused_decode_step(x, batch)
         if self.fused_layer_tail is not None and self.fused_layer_tail.supports(batch):

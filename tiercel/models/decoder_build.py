@@ -14,6 +14,7 @@ from tiercel.layers.fused_decode_step import FusedDecodeStep, StepLayer, make_fu
 from tiercel.layers.fused_layer_tail import FusedLayerTail, make_fused_layer_tail
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
+from tiercel.layers.native_layers import NativeDecoderLayers, make_native_layers
 from tiercel.layers.norm import RMSNorm
 from tiercel.models.config import ModelConfig
 from tiercel.models.fused_paths import decoder_shape, switched_off, unsupported_part
@@ -21,7 +22,7 @@ from tiercel.models.mtp import MtpHead
 from tiercel.models.rope import rope_table
 from tiercel.models.weights import WeightReader
 from tiercel.ops.fused_decode_step import Refusal
-from tiercel.ops.linear import prepare_linear
+from tiercel.ops.linear import prepare_linear, rounds_activations
 
 
 class DecoderBuilder:
@@ -138,6 +139,17 @@ class DecoderBuilder:
             return Refusal(f"dtype is {self.dtype}, not float16".replace("torch.", ""))
         return make_fused_layer_tail(layers, self.config.norm_eps, self.weights.device)
 
+    def native_layers(
+        self, layers: Sequence[DecoderLayer], last_update_norm: RMSNorm | None = None
+    ) -> NativeDecoderLayers | None:
+        """Layers as one call of the native library; None without it, or on a GPU."""
+        return make_native_layers(
+            layers,
+            last_update_norm,
+            self.config.norm_eps,
+            rounds=rounds_activations(self.dtype),
+        )
+
     def embedding(self) -> Embedding:
         """The table of token embeddings, in its stored type."""
         return Embedding(self.weights.stored("embed.weight"), self.config.embedding_scale)
@@ -159,14 +171,16 @@ class DecoderBuilder:
         """The layer that drafts, around the model's embedding and head."""
         index = self.config.num_layers
         prefix = f"layers.{index}"
+        layer = self.layer(index)
         return MtpHead(
             embedding,
             head,
             self.norm(f"{prefix}.mtp_embed_norm"),
             self.norm(f"{prefix}.mtp_hidden_norm"),
             self.linear(prefix, "mtp_proj"),
-            self.layer(index),
+            layer,
             self.norm(f"{prefix}.mtp_norm"),
+            self.native_layers([layer]),
         )
 
     def layer(self, index: int) -> DecoderLayer:

@@ -13,6 +13,7 @@ from tiercel.layers.attention import Attention
 from tiercel.layers.decoder_layer import DecoderLayer
 from tiercel.layers.linear import Linear
 from tiercel.models.model import TimedAttention, TimedProduct
+from tiercel.ops.decoder_layers import NativeMatrix
 from tiercel.ops.packed_matvec import PackedWeight
 from tiercel.quant import QuantTensor
 
@@ -39,7 +40,7 @@ def _weight_bytes(linear: Linear) -> int:
     for segment in linear.weight.segments:
         if isinstance(segment, PackedWeight):
             total += segment.tensor.nbytes
-        elif isinstance(segment, Tensor | QuantTensor):
+        elif isinstance(segment, Tensor | QuantTensor | NativeMatrix):
             total += segment.nbytes
         else:
             total += segment.packed.nbytes + segment.scale_zero.nbytes

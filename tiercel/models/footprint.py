@@ -24,6 +24,8 @@ _FORM_NAMES: Final = {
     "planes1": "4-bit planes",
     "planes2": "pairs of 4-bit planes",
     "packed": "packed",
+    "tiles": "8-row tiles",
+    "mapped": "mapped from the file",
     "stored": "as stored",
 }
 STORED: Final = _FORM_NAMES["stored"]
@@ -71,7 +73,7 @@ def weight_footprint(
 
     def add(name: str, dtype: str) -> None:
         info = source.tensors[source.names[name]]
-        form = select_form(info.qtype, info.shape[0], dtype, device_type)
+        form = select_form(info.qtype, info.shape, dtype, device_type)
         size = resting_bytes(info.qtype, info.shape, dtype, device_type, dense_copies=dense_copies)
         forms[_FORM_NAMES.get(form, dtype)] += size
 
@@ -116,7 +118,7 @@ def _stored_footprint(
         else:
             kind = head_dtype(dtype, device_type) if name == "head.weight" else dtype
             rows, columns = stored.shape
-            form = select_form(qtype, rows, kind, device_type)
+            form = select_form(qtype, (rows, columns), kind, device_type)
             size = resting_bytes(qtype, (rows, columns), kind, device_type, dense_copies=False)
             if form == "stored":
                 form, size = qtype.name, stored.nbytes

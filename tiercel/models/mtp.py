@@ -9,6 +9,7 @@ from tiercel.batch import Batch
 from tiercel.layers.decoder_layer import DecoderLayer
 from tiercel.layers.embedding import Embedding
 from tiercel.layers.linear import Linear
+from tiercel.layers.native_layers import NativeDecoderLayers
 from tiercel.layers.norm import RMSNorm
 
 
@@ -32,14 +33,21 @@ class MtpHead:
         proj: Linear,
         layer: DecoderLayer,
         norm: RMSNorm,
+        native_layer: NativeDecoderLayers | None = None,
     ) -> None:
         self.layer = layer
+        self._native_layer = native_layer
         self._embedding = embedding
         self._head = head
         self._embed_norm = embed_norm
         self._hidden_norm = hidden_norm
         self._proj = proj
         self._norm = norm
+
+    def bind_cache(self) -> None:
+        """Take the planes that the layer's attention was given."""
+        if self._native_layer is not None:
+            self._native_layer.bind_cache()
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
         """Pass some positions through the layer.
@@ -53,6 +61,8 @@ class MtpHead:
         """
         embedded = self._embed_norm(self._embedding(batch.input_ids))
         x = self._proj(torch.cat((embedded, self._hidden_norm(hidden)), dim=1)).float()
+        if self._native_layer is not None:
+            return self._native_layer(x, batch, lambda: None)
         return x.add_(self.layer(x, None, batch, self.layer.attention.plan(batch)))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from tiercel.models.weight_planes import (
 from tiercel.ops.dequantize import dequantize
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
+from tiercel.resting import uses_native
 
 
 def unpermute_rows(heads: int, head_dim: int, rotary_dim: int) -> Tensor:
@@ -89,9 +90,13 @@ class WeightReader:
         return tensor.take(self._order(tensor.shape[0]).to(self.device))
 
     def stored(self, name: str) -> QuantTensor:
-        """A matrix in its stored type on the device, in memory of its own."""
+        """A matrix in its stored type on the device.
+
+        In memory of its own, or on a CPU with the native library, which decodes rows where they
+        are, in the map of the file.
+        """
         tensor = self.file_tensor(name)
-        if self._uploader is not None:
+        if self._uploader is not None or uses_native(self.device.type):
             return tensor
         planes = {key: plane.clone() for key, plane in tensor.planes.items()}
         return QuantTensor(tensor.qtype, tensor.layout, tensor.shape, planes)

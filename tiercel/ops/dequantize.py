@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tiercel.env import has_block_kernel
 from tiercel.errors import ArgumentError
+from tiercel.kernels.native import matrices as native
+from tiercel.kernels.native.forms import has_native, is_native_type
 from tiercel.kernels.packed.packed_dequantize import launch_packed_dequantize
 from tiercel.ops import block_quantize_torch
 from tiercel.ops.dequantize_torch import launch_dequantize
@@ -74,6 +76,12 @@ def _dequantize_file(weight: QuantTensor, dtype: torch.dtype, rows: Tensor | Non
     if count and _has_kernel(weight, data.device) and _is_aligned(weight):
         index = None if rows is None else rows.int()
         launch_packed_dequantize(weight.ordered_planes(), weight.qtype.name, out, index)
+    elif count and _is_native(weight):
+        index = None if rows is None else rows.int().contiguous()
+        floats = out if dtype == torch.float32 else torch.empty(out.shape)
+        native.launch_dequantize(weight.qtype.ggml_id, data, in_features, index, floats)
+        if floats is not out:
+            out.copy_(floats)
     else:
         launch_dequantize(data if rows is None else take_rows(data, rows), weight.qtype.name, out)
     return out
@@ -146,6 +154,14 @@ def _is_aligned(weight: QuantTensor) -> bool:
     data = weight.planes["data"]
     alignment = 16 if weight.qtype.block_bytes % 16 == 0 else 2
     return data.stride(0) % alignment == 0 == data.data_ptr() % alignment
+
+
+def _is_native(weight: QuantTensor) -> bool:
+    """Whether the native library decodes a matrix of layout FILE on a CPU."""
+    data = weight.planes["data"]
+    if data.is_cuda or not has_native() or not is_native_type(weight.qtype.ggml_id):
+        return False
+    return data.stride(1) == 1
 
 
 def _has_kernel(weight: QuantTensor, device: torch.device) -> bool:

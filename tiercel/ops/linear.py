@@ -1,6 +1,7 @@
 """Linear projection, x @ W^T, with W prepared once for its device: its form, and the kernel for it.
 
-On a CPU in bfloat16 a quantised matrix stays packed (`ops/linear_torch.py`). On a GPU in float16
+On a CPU the native library multiplies matrices of any type (`kernels/native/`); without it a
+quantised matrix stays packed in bfloat16 (`ops/linear_torch.py`). On a GPU in float16
 quantised ones stay packed: for up to 16 rows (`ops/packed_matvec.py`), Q4_K and Q6_K for some more
 on Hopper (`ops/packed_gemm.py`) or with x of 8 bits (`ops/packed_mmq.py`), and beside a dense copy
 for many rows where there is memory for one. Block formats stay as stored: a GPU reads them so for
@@ -19,8 +20,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tiercel.env import has_fused_gemm, has_prefill_gemm, has_prefill_mmq, has_q4k_soa
+from tiercel.env import (
+    has_fused_gemm,
+    has_int8_activations,
+    has_prefill_gemm,
+    has_prefill_mmq,
+    has_q4k_soa,
+    is_exact,
+)
 from tiercel.errors import ArgumentError
+from tiercel.kernels.native.abi import GROUP
+from tiercel.kernels.native.matrices import NativeMatrix, launch_linear, lay_out
 from tiercel.kernels.runtime.rtc import has_dependent_launch
 from tiercel.ops import block_matvec as block_op
 from tiercel.ops import linear_torch
@@ -33,9 +43,9 @@ from tiercel.ops.packed_matvec import MAX_TOKENS, PackedWeight, packed_matvec, p
 from tiercel.ops.packed_mmq import has_packed_mmq, load_packed_mmq, packed_mmq
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, Layout, QuantType
-from tiercel.resting import STORED, head_dtype, select_form
+from tiercel.resting import NATIVE_FORMS, STORED, head_dtype, select_form
 
-Segment = Tensor | Int4Planes | PackedWeight | QuantTensor
+Segment = Tensor | Int4Planes | PackedWeight | QuantTensor | NativeMatrix
 
 # From here on a product of 16-bit weights that the processor does not multiply natively is faster
 # widened in slices than as rows of dot products: float16 42 against 143 GFLOP/s (2 cores, torch
@@ -59,14 +69,15 @@ class LinearWeight:
     """A matrix (out_features, in_features), ready to multiply.
 
     Attributes:
-        segments: consecutive output rows, each dense (out, in), planes of a CPU, packed, or as
-            stored.
+        segments: consecutive output rows, each dense (out, in), the native library's, planes of a
+            CPU, packed, or as stored.
         shape: (out_features, in_features) of all segments.
         dense: (out_features, in_features) of all segments beside packed weights; None without.
         reader_rows: rows up to which packed weights are read 16 rows at a time.
         fused_rows: rows up to which beyond that they are decoded within the product.
         mmq_rows: rows up to which beyond both x is rounded to 8 bits.
         reads_blocks: whether block formats are read as stored for some rows.
+        rounds: whether x is rounded to 8 bits, in groups of 32, for native matrices of blocks.
     """
 
     segments: tuple[Segment, ...]
@@ -76,6 +87,7 @@ class LinearWeight:
     fused_rows: int = 0
     mmq_rows: int = 0
     reads_blocks: bool = False
+    rounds: bool = False
 
 
 class PathRows(NamedTuple):
@@ -144,7 +156,8 @@ def prepare_linear(
         dtype = getattr(torch, head_dtype(_name(dtype), device.type))
 
     def form(part: QuantTensor) -> str:
-        return select_form(part.qtype, part.shape[0], _name(dtype), device.type)
+        rows, columns = part.shape
+        return select_form(part.qtype, (rows, columns), _name(dtype), device.type)
 
     shape = (sum(part.shape[0] for part in parts), in_features)
     if any(form(part) == "packed" for part in parts):
@@ -157,11 +170,24 @@ def prepare_linear(
             segments.append(dense[0] if len(dense) == 1 else torch.cat(dense))
         elif kind == "stored":
             segments.extend(join_rows([part.to(device) for part in members]))
+        elif kind in NATIVE_FORMS:
+            segments.extend(_native_matrix(part) for part in members)
         else:
             matrices = [(part.qtype.name, part.planes["data"]) for part in members]
             segments.append(linear_torch.pack_planes(matrices))
     reads_blocks = not block_op.device_refusal(device)
-    return LinearWeight(tuple(segments), shape, reads_blocks=reads_blocks)
+    rounds = rounds_activations(dtype) and in_features % GROUP == 0
+    return LinearWeight(tuple(segments), shape, reads_blocks=reads_blocks, rounds=rounds)
+
+
+def rounds_activations(dtype: torch.dtype) -> bool:
+    """Whether native products round activations to 8 bits: for 16-bit dtypes, unless forbidden."""
+    return dtype != torch.float32 and has_int8_activations() and not is_exact()
+
+
+def _native_matrix(part: QuantTensor) -> NativeMatrix:
+    rows, columns = part.shape
+    return lay_out(part.qtype.ggml_id, (rows, columns), part.planes["data"].contiguous())
 
 
 def join_rows(parts: Sequence[QuantTensor]) -> list[QuantTensor]:
@@ -303,7 +329,9 @@ def linear(
             hint=f"Pass (rows, {weight.shape[1]}).",
         )
     out_dtype = out_dtype or x.dtype
-    if weight.dense is not None and x.shape[0] > _most_packed(weight):
+    if all(isinstance(segment, NativeMatrix) for segment in weight.segments):
+        result = _multiply_native(x, weight.segments, out_dtype, weight, out)
+    elif weight.dense is not None and x.shape[0] > _most_packed(weight):
         result = _multiply_dense(x, weight.dense, out_dtype, out)
     elif len(weight.segments) == 1:
         result = _multiply(x, weight.segments[0], out_dtype, weight, out)
@@ -350,6 +378,8 @@ def _multiply(
     out: Tensor | None = None,
 ) -> Tensor:
     """X @ segment^T, in `out` where that is given and costs no copy."""
+    if isinstance(segment, NativeMatrix):
+        return _multiply_native(x, (segment,), out_dtype, weight)
     if isinstance(segment, Int4Planes):
         return linear_torch.int4_matmul(x, segment)
     if isinstance(segment, PackedWeight):
@@ -363,6 +393,23 @@ def _multiply(
     if x.is_cuda:
         return _multiply_dense(x, segment, out_dtype, out)
     return _multiply_on_cpu(x, segment, out_dtype)
+
+
+def _multiply_native(
+    x: Tensor,
+    segments: Sequence[Segment],
+    out_dtype: torch.dtype,
+    weight: LinearWeight,
+    out: Tensor | None = None,
+) -> Tensor:
+    """X @ segments^T by the native library, in `out` where that is float32."""
+    matrices = [segment for segment in segments if isinstance(segment, NativeMatrix)]
+    columns = sum(matrix.shape[0] for matrix in matrices)
+    result = out
+    if result is None or result.dtype != torch.float32 or not result.is_contiguous():
+        result = _empty(x, columns, torch.float32)
+    launch_linear(x.float().contiguous(), matrices, result, rounds=weight.rounds)
+    return result.to(out_dtype)
 
 
 def _multiply_on_cpu(x: Tensor, segment: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -41,6 +41,48 @@ class Attention(Structure):
     )
 
 
+class Layer(Structure):
+    """`tc_layer`: one layer of a dense decoder."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("attn_norm", "attn_update_norm")),
+        *((name, c_void_p) for name in ("mlp_norm", "mlp_update_norm")),
+        *((name, POINTER(Weight)) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("qkv_bias", "output_bias")),
+        *((name, c_int32) for name in ("num_qkv", "num_output", "num_gate_up", "num_down")),
+        *((name, c_int32) for name in ("group", "window")),
+        *((name, c_void_p) for name in ("q_norm", "k_norm", "rope", "k_cache", "v_cache")),
+    )
+
+
+class Decoder(Structure):
+    """`tc_decoder`: the layers of a dense decoder."""
+
+    _fields_ = (
+        ("layers", POINTER(Layer)),
+        *((name, c_int32) for name in ("num_layers", "hidden", "intermediate")),
+        *((name, c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "half")),
+        *((name, c_int32) for name in ("activation", "cache_type", "block_size", "rounds")),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("last_update_norm", c_void_p),
+    )
+
+
+class Step(Structure):
+    """`tc_step`: the tokens of a step."""
+
+    _fields_ = (
+        ("num_reqs", c_int32),
+        ("num_tokens", c_int32),
+        *((name, c_void_p) for name in ("rows", "starts", "seq_lens", "positions")),
+        *((name, c_void_p) for name in ("slots", "tables")),
+        ("table_rows", c_int64),
+        ("max_blocks", c_int64),
+        *((name, c_void_p) for name in ("prefix_len", "item_start", "x", "scratch")),
+    )
+
+
 # Results and arguments of each function.
 FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "tc_abi_version": (c_int, ()),
@@ -58,6 +100,8 @@ FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
         (c_void_p, POINTER(Weight), c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p),
     ),
     "tc_attention_scratch": (c_int64, (POINTER(Attention), c_int)),
+    "tc_step_scratch": (c_int64, (POINTER(Decoder), c_int64, c_int64, c_int)),
+    "tc_run_layers": (None, (c_void_p, POINTER(Decoder), POINTER(Step), c_int32, c_int32)),
 }
 
 

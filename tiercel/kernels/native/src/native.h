@@ -178,4 +178,51 @@ TC_EXPORT int64_t tc_attention_scratch(const tc_attention *a, int num_threads);
  * until they have run. */
 int tc_attention_tasks(const tc_attention *a, int num_threads, tc_task *tasks);
 
+/* ---- step.c: layers of a dense decoder ---- */
+
+/* One layer: norm, attention, norm, gated MLP. A norm first adds the update of the part before it to
+ * the residual, normed itself where `*_update_norm` is not NULL (models/decoder.py). */
+typedef struct {
+    const float *attn_norm, *attn_update_norm;
+    const float *mlp_norm, *mlp_update_norm;
+    const tc_weight *qkv, *output, *gate_up, *down; /* matrices that share an input, end to end */
+    const float *qkv_bias, *output_bias;            /* of all rows, or NULL */
+    int32_t num_qkv, num_output, num_gate_up, num_down;
+    int32_t group; /* of block tables and slots */
+    int32_t window;
+    const float *q_norm, *k_norm, *rope;
+    void *k_cache, *v_cache;
+} tc_layer;
+
+typedef struct {
+    const tc_layer *layers;
+    int32_t num_layers;
+    int32_t hidden, intermediate; /* columns of the residual, rows of gate and of up */
+    int32_t num_heads, num_kv_heads, head_dim, half;
+    int32_t activation;
+    int32_t cache_type, block_size;
+    int32_t rounds; /* whether inputs of products are rounded to 8 bits */
+    float eps, scale;
+    const float *last_update_norm; /* of the update of the last layer, or NULL */
+} tc_decoder;
+
+/* The tokens of a step; see tc_attention. */
+typedef struct {
+    int32_t num_reqs, num_tokens;
+    const int32_t *rows, *starts, *seq_lens, *positions;
+    const int64_t *slots;  /* (groups, num_tokens) */
+    const int32_t *tables; /* (groups, table_rows, max_blocks) */
+    int64_t table_rows, max_blocks;
+    const int32_t *prefix_len, *item_start;
+    float *x;         /* (num_tokens, hidden), the residual, mutated */
+    uint8_t *scratch; /* tc_step_scratch(...) bytes; keeps what one call leaves to the next */
+} tc_step;
+
+TC_EXPORT int64_t tc_step_scratch(const tc_decoder *decoder, int64_t num_tokens, int64_t num_reqs,
+                                  int num_threads);
+/* Runs layers first .. last - 1 for all tokens, one call of the pool. The update of a layer is added
+ * by the next one, by `x += update` after the last of all. */
+TC_EXPORT void tc_run_layers(tc_pool *pool, const tc_decoder *decoder, const tc_step *step,
+                             int32_t first, int32_t last);
+
 #endif

@@ -1,0 +1,116 @@
+"""Matrices as the native library reads them, and the calls of its products."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiercel.kernels.native.abi import FILE, TILES, Weight
+from tiercel.kernels.native.forms import tiles_bytes
+from tiercel.kernels.native.library import library, make_pool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeMatrix:
+    """A matrix (out, in) at rest.
+
+    Attributes:
+        data: uint8, tiles or the file's rows; kept alive here for `weight`.
+        shape: (out_features, in_features).
+        weight: the library's view of it.
+    """
+
+    data: Tensor
+    shape: tuple[int, int]
+    weight: Weight
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes at rest, in memory or in the map of the file."""
+        return self.data.nbytes
+
+    def copy(self) -> NativeMatrix:
+        """The same matrix elsewhere in memory."""
+        data, old = self.data.clone(), self.weight
+        weight = Weight(data.data_ptr(), *self.shape, old.row_bytes, old.type, old.layout)
+        return NativeMatrix(data, self.shape, weight)
+
+
+def current_pool() -> int:
+    """The library's threads, as many as PyTorch uses."""
+    return make_pool(torch.get_num_threads()).handle
+
+
+def lay_out(ggml_id: int, shape: tuple[int, int], data: Tensor) -> NativeMatrix:
+    """Bring a matrix into the form of `forms.native_form`.
+
+    Args:
+        ggml_id: its type.
+        shape: (out_features, in_features).
+        data: (out, row_bytes) uint8 contiguous, as the file stores it; kept if it rests mapped.
+    """
+    weight = Weight(data.data_ptr(), *shape, data.shape[1], ggml_id, FILE)
+    num_bytes = tiles_bytes(ggml_id, *shape)
+    if not num_bytes:
+        return NativeMatrix(data, shape, weight)
+    tiles = torch.empty(num_bytes, dtype=torch.uint8)
+    library().lib.tc_pack_tiles(current_pool(), ctypes.byref(weight), tiles.data_ptr())
+    return NativeMatrix(tiles, shape, Weight(tiles.data_ptr(), *shape, 0, ggml_id, TILES))
+
+
+def weight_array(matrices: Sequence[NativeMatrix]) -> ctypes.Array[Weight]:
+    """Matrices end to end, as the library takes them."""
+    return (Weight * len(matrices))(*(matrix.weight for matrix in matrices))
+
+
+def launch_linear(
+    x: Tensor, matrices: Sequence[NativeMatrix], out: Tensor, *, rounds: bool
+) -> None:
+    """Write x @ [matrices]^T to `out`.
+
+    Args:
+        x: (rows, in_features) float32 contiguous.
+        matrices: equal in_features, their rows end to end in the result.
+        out: (rows, out_features) float32 contiguous.
+        rounds: whether x is rounded to 8 bits, in groups of 32, for weights that are no floats.
+    """
+    lib, (rows, cols) = library().lib, x.shape
+    scratch = x.new_empty(rows * lib.tc_rounded_bytes(cols) if rounds else 0, dtype=torch.uint8)
+    lib.tc_linear(
+        current_pool(),
+        weight_array(matrices),
+        len(matrices),
+        x.data_ptr(),
+        rows,
+        rounds,
+        scratch.data_ptr() if rounds else None,
+        out.data_ptr(),
+    )
+
+
+def launch_dequantize(
+    ggml_id: int, data: Tensor, cols: int, row_ids: Tensor | None, out: Tensor
+) -> None:
+    """Decode rows of a matrix as the file stores it.
+
+    Raises:
+        IndexError: a row that does not exist.
+
+    Args:
+        ggml_id: its type.
+        data: (rows, row_bytes) uint8, bytes of a row adjacent.
+        cols: weights of a row.
+        row_ids: (n,) int32; None for the first n rows.
+        out: (n, cols) float32 contiguous.
+    """
+    weight = Weight(data.data_ptr(), data.shape[0], cols, data.stride(0), ggml_id, FILE)
+    ids = None if row_ids is None else row_ids.data_ptr()
+    refused = library().lib.tc_dequantize(
+        current_pool(), ctypes.byref(weight), ids, out.shape[0], out.data_ptr()
+    )
+    if refused:
+        raise IndexError(f"row ids reach beyond {data.shape[0]} rows")
