@@ -146,5 +146,16 @@ def refuse_library(library: Path, stamp: str, sanitize: str | None = None) -> st
     return ""
 
 
+def refuse_libraries() -> str:
+    """Why a library of this machine is not that of the sources; "" if all are."""
+    target = native_target()
+    for variant in target.variants:
+        name = target.library_name(variant)
+        refusal = refuse_library(LIBRARY_DIR / name, source_stamp(variant))
+        if refusal:
+            return f"{name} {refusal}"
+    return ""
+
+
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()

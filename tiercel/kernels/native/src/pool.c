@@ -16,8 +16,11 @@
 
 /* A thread that finds nothing to do spins, because the next task mostly comes within microseconds.
  * If it does not, the thread that has the last piece has probably been preempted, and the waiting
- * thread sleeps: spinning would use up the time that the scheduler grants this process. */
-enum { SPIN_NS = 50000, YIELD_NS = 50000, SPINS_PER_CLOCK = 16 };
+ * thread sleeps: spinning would use up the time that the scheduler grants this process.
+ * 240 tasks of 2 x 10 us beside two endless loops, 2 cores (AMD Zen 3), runs/s: 204 with 5 to 20 us
+ * of spinning, 196 with 50, 187 with 200, 189 with 10 us and then sched_yield up to 50; alone 405.
+ * A sleep and its end take 3 us. */
+enum { SPIN_NS = 20000, SPINS_PER_CLOCK = 16 };
 
 enum { CACHE_LINE = 128 }; /* 64 on x86, where lines come in pairs; 128 on Apple's processors */
 
@@ -86,15 +89,13 @@ static void sleep_until_changed(tc_pool *pool, uint64_t seen, tc_event *event) {
 }
 
 static void wait_until_changed(tc_pool *pool, uint64_t seen, int worker) {
-    int64_t start = tc_now_ns(), passed = 0;
+    int64_t start = tc_now_ns();
     do {
         for (int i = 0; i < SPINS_PER_CLOCK; ++i) {
             if (atomic_load_explicit(&pool->word, memory_order_relaxed) != seen) return;
             tc_pause();
         }
-        passed = tc_now_ns() - start;
-        if (passed > YIELD_NS) tc_yield();
-    } while (passed < SPIN_NS);
+    } while (tc_now_ns() - start < SPIN_NS);
     sleep_until_changed(pool, seen, worker == 0 ? &pool->caller : &pool->work);
 }
 
