@@ -1,0 +1,346 @@
+/* Products of tiles with activations of 8 bits: exact sums of integers over a group of 32 columns,
+ * then, per output, acc = fma(dot, d * dx, acc), and where a type has minimums acc = fma(m, ds, acc),
+ * in ascending groups. Q6_K's two scales of a group are integers and belong to the exact sum.
+ *
+ * Two tiles go side by side, so that a token's four columns are loaded once for 16 rows. For few
+ * tokens codes are unpacked in registers. For more, those of BLOCK_GROUPS groups are unpacked once
+ * and multiplied with four tokens after four. Both do the same operations for each output. */
+#include "int8_tiles.h"
+
+#include "int8_simd.h"
+
+enum {
+    PAIR = 2,          /* tiles side by side */
+    TOKENS = 4,        /* tokens side by side */
+    BLOCK_GROUPS = 32, /* unpacked together: 20 KB, in the first cache */
+    BLOCK_TOKENS = 256
+};
+
+/* A group of one tile, ready to be multiplied. */
+typedef struct {
+    const uint8_t *codes; /* packed: bits above the fourth, then nibbles; else 8 vectors */
+    const uint8_t *scales; /* Q6_K */
+    vf d, m;
+} group;
+
+typedef struct {
+    uint8_t codes[8][32];
+    float d[TC_TILE_ROWS];
+    float m[TC_TILE_ROWS];   /* of types with minimums */
+    uint8_t scales[16];      /* of Q6_K */
+} unpacked_group;
+
+/* Where the parts of a rounded row are. */
+typedef struct {
+    const uint8_t *q, *d, *ds, *halves;
+} token;
+
+TC_INLINE token token_of(const tc_input *in, int64_t row) {
+    const uint8_t *q = in->q + row * in->q_bytes, *d = q + in->cols;
+    int64_t bytes = in->cols / TC_GROUP * 4;
+    return (token){q, d, d + bytes, d + 2 * bytes};
+}
+
+TC_INLINE vf broadcast(const uint8_t *p) {
+    float value;
+    memcpy(&value, p, 4);
+    return vf_set(value);
+}
+
+/* ---- what types have in common; `type` is a constant wherever these are called ---- */
+
+TC_INLINE int has_minimums(int type) {
+    return type == TC_Q4_1 || type == TC_Q5_1 || type == TC_Q4_K || type == TC_Q5_K;
+}
+TC_INLINE int has_bit5(int type) { return type == TC_Q5_0 || type == TC_Q5_1 || type == TC_Q5_K; }
+TC_INLINE int is_iq4(int type) { return type == TC_IQ4_NL || type == TC_IQ4_XS; }
+TC_INLINE int is_signed(int type) { return type == TC_Q8_0 || is_iq4(type); }
+TC_INLINE int steps_per_sums(int type) {
+    return is_signed(type) ? STEPS_8 : has_bit5(type) ? STEPS_5 : type == TC_Q6_K ? STEPS_6 : STEPS_4;
+}
+/* What is to be subtracted from all codes of a group. */
+TC_INLINE int code_offset(int type) {
+    return type == TC_Q4_0 ? 8 : type == TC_Q5_0 ? 16 : is_signed(type) ? SIGNED_OFFSET : 0;
+}
+/* Columns 4 * step .. 4 * step + 3 of a packed group. */
+TC_INLINE b32 packed_codes(int type, const uint8_t *codes, int step) {
+    int bits_bytes = has_bit5(type) ? 32 : type == TC_Q6_K ? 64 : 0;
+    if (type == TC_Q8_0) return b32_signed_codes(b32_load(codes + 32 * step));
+    b32 low = b32_nibbles(b32_load(codes + bits_bytes + 32 * (step % 4)), step / 4);
+    if (is_iq4(type)) return b32_signed_codes(b32_iq4(low));
+    if (has_bit5(type)) return b32_or(low, b32_bits_to_4(b32_load(codes), step, 0x10));
+    if (type == TC_Q6_K)
+        return b32_or(low, b32_bits_to_4(b32_load(codes + 32 * (step / 4)), 2 * (step % 4), 0x30));
+    return low;
+}
+
+/* Group number `index` of a record. */
+TC_INLINE group packed_group(int type, const uint8_t *record, int index) {
+    tc_tile_format format = tc_tile_format_of(type);
+    const uint8_t *scales = record + format.header_bytes + index * tc_tile_group_bytes(format);
+    group w = {scales + format.scale_bytes, scales, vf_load_f16((const uint16_t *)record), vf_set(0.0f)};
+    if (type == TC_IQ4_XS) w.d = vf_mul(w.d, vf_from_i8(scales));
+    if (has_minimums(type)) {
+        vf m = vf_load_f16((const uint16_t *)(record + 16));
+        w.m = m;
+        if (format.scale_bytes) {
+            w.d = vf_mul(w.d, vf_from_u8(scales));
+            w.m = vf_mul(vf_sub(vf_set(0.0f), m), vf_from_u8(scales + 8));
+        }
+    }
+    return w;
+}
+
+/* ---- products ---- */
+
+/* acc[tile][token] += one group of two tiles with num_x tokens; `index` is the group's number along
+ * the columns. */
+TC_INLINE void multiply_group(int type, int is_packed, int num_x, const group *w, const token *x,
+                              int64_t index, vf (*acc)[TOKENS]) {
+    int steps = steps_per_sums(type);
+    sums part[PAIR][TOKENS];
+    i32x8 dot[PAIR][TOKENS];
+    TC_UNROLL
+    for (int step = 0; step < 8; ++step) {
+        b32 codes[PAIR];
+        row_scales scales[PAIR];
+        int is_last = step % steps == steps - 1;
+        TC_UNROLL
+        for (int k = 0; k < PAIR; ++k) {
+            codes[k] = is_packed ? packed_codes(type, w[k].codes, step) : b32_load(w[k].codes + 32 * step);
+            if (type == TC_Q6_K && is_last) scales[k] = row_scales_load(w[k].scales + step / 4 * 8);
+        }
+        TC_UNROLL
+        for (int t = 0; t < num_x; ++t) {
+            b32 columns = b32_columns(x[t].q + index * TC_GROUP + 4 * step);
+            TC_UNROLL
+            for (int k = 0; k < PAIR; ++k) {
+                if (step % steps)
+                    part[k][t] = sums_next(part[k][t], codes[k], columns);
+                else if (is_signed(type))
+                    part[k][t] = sums_first_signed(codes[k], columns);
+                else
+                    part[k][t] = sums_first(codes[k], columns);
+                if (!is_last) continue;
+                i32x8 total = type == TC_Q6_K ? sums_scaled(part[k][t], scales[k]) : sums_total(part[k][t]);
+                dot[k][t] = step == steps - 1 ? total : i32x8_add(dot[k][t], total);
+            }
+        }
+    }
+    TC_UNROLL
+    for (int t = 0; t < num_x; ++t) {
+        vf d = broadcast(x[t].d + 4 * index);
+        TC_UNROLL
+        for (int k = 0; k < PAIR; ++k) {
+            i32x8 sum = dot[k][t];
+            if (type == TC_Q6_K)
+                sum = i32x8_sub(sum, scale_pairs_offset(scale_pairs_load(w[k].scales), x[t].halves + 4 * index));
+            if (code_offset(type))
+                sum = i32x8_sub(sum, i32x8_offset(x[t].halves + 4 * index, code_offset(type)));
+            acc[k][t] = vf_fma(i32x8_floats(sum), vf_mul(w[k].d, d), acc[k][t]);
+            if (has_minimums(type)) acc[k][t] = vf_fma(w[k].m, broadcast(x[t].ds + 4 * index), acc[k][t]);
+        }
+    }
+}
+
+/* All columns of two tiles with num_x tokens; out[tile][token] has 8 rows. */
+TC_INLINE void multiply_packed(int type, int num_x, const uint8_t *const *tiles, const token *x,
+                               int64_t num_records, float (*out)[TOKENS][TC_TILE_ROWS]) {
+    tc_tile_format format = tc_tile_format_of(type);
+    int64_t record_bytes = tc_tile_record_bytes(format);
+    vf acc[PAIR][TOKENS];
+    for (int k = 0; k < PAIR; ++k)
+        for (int t = 0; t < num_x; ++t) acc[k][t] = vf_set(0.0f);
+    for (int64_t i = 0; i < num_records; ++i) {
+        for (int g = 0; g < format.groups; ++g) {
+            group w[PAIR];
+            TC_UNROLL
+            for (int k = 0; k < PAIR; ++k) w[k] = packed_group(type, tiles[k] + i * record_bytes, g);
+            multiply_group(type, 1, num_x, w, x, i * format.groups + g, acc);
+        }
+    }
+    for (int k = 0; k < PAIR; ++k)
+        for (int t = 0; t < num_x; ++t) vf_store(out[k][t], acc[k][t]);
+}
+
+/* Groups first .. first + count - 1 of num_x tokens; sums go on in acc[token][tile]. */
+TC_INLINE void multiply_unpacked(int type, int num_x, unpacked_group (*block)[PAIR], int64_t first,
+                                 int64_t count, const token *x, float (*sum)[PAIR][TC_TILE_ROWS]) {
+    vf acc[PAIR][TOKENS];
+    TC_UNROLL
+    for (int k = 0; k < PAIR; ++k) {
+        TC_UNROLL
+        for (int t = 0; t < num_x; ++t) acc[k][t] = vf_load(sum[t][k]);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        group w[PAIR];
+        TC_UNROLL
+        for (int k = 0; k < PAIR; ++k) {
+            unpacked_group *from = &block[i][k];
+            w[k] = (group){from->codes[0], from->scales, vf_load(from->d), vf_load(from->m)};
+        }
+        multiply_group(type, 0, num_x, w, x, first + i, acc);
+    }
+    TC_UNROLL
+    for (int k = 0; k < PAIR; ++k) {
+        TC_UNROLL
+        for (int t = 0; t < num_x; ++t) vf_store(sum[t][k], acc[k][t]);
+    }
+}
+
+TC_INLINE void unpack_groups(int type, const uint8_t *const *tiles, int64_t first, int64_t count,
+                             unpacked_group (*block)[PAIR]) {
+    tc_tile_format format = tc_tile_format_of(type);
+    int64_t record_bytes = tc_tile_record_bytes(format);
+    for (int64_t i = 0; i < count; ++i) {
+        int64_t record = (first + i) / format.groups;
+        int index = (int)((first + i) % format.groups);
+        for (int k = 0; k < PAIR; ++k) {
+            group w = packed_group(type, tiles[k] + record * record_bytes, index);
+            unpacked_group *to = &block[i][k];
+            TC_UNROLL
+            for (int step = 0; step < 8; ++step)
+                b32_store(to->codes[step], packed_codes(type, w.codes, step));
+            vf_store(to->d, w.d);
+            vf_store(to->m, w.m);
+            if (type == TC_Q6_K) memcpy(to->scales, w.scales, 16);
+        }
+    }
+}
+
+/* ---- one function per type, and what chooses among them ---- */
+
+typedef void packed_fn(const uint8_t *const *tiles, const token *x, int64_t num_records,
+                       float (*out)[TOKENS][TC_TILE_ROWS]);
+typedef void unpack_fn(const uint8_t *const *tiles, int64_t first, int64_t count,
+                       unpacked_group (*block)[PAIR]);
+typedef void unpacked_fn(unpacked_group (*block)[PAIR], int64_t first, int64_t count, const token *x,
+                         float (*sum)[PAIR][TC_TILE_ROWS]);
+
+#define PACKED(type, num_x)                                                                         \
+    static void packed_##type##_##num_x(const uint8_t *const *tiles, const token *x,                \
+                                        int64_t num_records, float (*out)[TOKENS][TC_TILE_ROWS]) {  \
+        multiply_packed(TC_##type, num_x, tiles, x, num_records, out);                              \
+    }
+#define TYPE(type)                                                                                  \
+    PACKED(type, 1)                                                                                 \
+    PACKED(type, 2)                                                                                 \
+    PACKED(type, 4)                                                                                 \
+    static void unpack_##type(const uint8_t *const *tiles, int64_t first, int64_t count,            \
+                              unpacked_group (*block)[PAIR]) {                                      \
+        unpack_groups(TC_##type, tiles, first, count, block);                                       \
+    }
+#define UNPACKED(type, num_x)                                                                       \
+    static void unpacked_##type##_##num_x(unpacked_group (*block)[PAIR], int64_t first,             \
+                                          int64_t count, const token *x,                            \
+                                          float (*sum)[PAIR][TC_TILE_ROWS]) {                       \
+        multiply_unpacked(TC_##type, num_x, block, first, count, x, sum);                           \
+    }
+#define UNPACKED_TYPE(type) UNPACKED(type, 1) UNPACKED(type, 2) UNPACKED(type, 3) UNPACKED(type, 4)
+
+TYPE(Q4_0)
+TYPE(Q4_1)
+TYPE(Q5_0)
+TYPE(Q5_1)
+TYPE(Q8_0)
+TYPE(Q4_K)
+TYPE(Q5_K)
+TYPE(Q6_K)
+TYPE(IQ4_NL)
+TYPE(IQ4_XS)
+UNPACKED_TYPE(Q4_0)
+UNPACKED_TYPE(Q4_1)
+UNPACKED_TYPE(Q5_0)
+UNPACKED_TYPE(Q5_1)
+UNPACKED_TYPE(Q8_0)
+UNPACKED_TYPE(Q6_K)
+
+typedef struct {
+    packed_fn *packed[TOKENS]; /* of 1 to TOKENS tokens; of 3 as of 4 */
+    unpack_fn *unpack;
+    unpacked_fn *unpacked[TOKENS];
+} functions;
+
+#define FUNCTIONS(type, like)                                                                        \
+    case TC_##type:                                                                                 \
+        return (functions) {                                                                        \
+            {packed_##type##_1, packed_##type##_2, packed_##type##_4, packed_##type##_4},           \
+                unpack_##type,                                                                      \
+                {unpacked_##like##_1, unpacked_##like##_2, unpacked_##like##_3, unpacked_##like##_4}, \
+        }
+
+static functions functions_of(int32_t type) {
+    switch (type) {
+        FUNCTIONS(Q4_0, Q4_0);
+        FUNCTIONS(Q4_1, Q4_1);
+        FUNCTIONS(Q5_0, Q5_0);
+        FUNCTIONS(Q5_1, Q5_1);
+        FUNCTIONS(Q8_0, Q8_0);
+        FUNCTIONS(Q4_K, Q4_1);
+        FUNCTIONS(Q5_K, Q5_1);
+        FUNCTIONS(Q6_K, Q6_K);
+        FUNCTIONS(IQ4_NL, Q8_0);
+        FUNCTIONS(IQ4_XS, Q8_0);
+    default: return (functions){{0}, 0, {0}};
+    }
+}
+
+/* Rows row .. last - 1 of a tile, at most 8, to a token's outputs. */
+static void put_rows(const float *sum, int64_t row, int64_t last, float *y) {
+    int64_t count = last - row;
+    if (count > 0) memcpy(y, sum, sizeof(float) * (size_t)(count < TC_TILE_ROWS ? count : TC_TILE_ROWS));
+}
+
+static void few_tokens(const functions *f, const uint8_t *const *tiles, const tc_input *in,
+                       int64_t num_records, int64_t row, int64_t last, float *y, int64_t ldy) {
+    float out[PAIR][TOKENS][TC_TILE_ROWS];
+    token x[TOKENS];
+    int num_x = (int)in->rows;
+    for (int t = 0; t < TOKENS; ++t) x[t] = token_of(in, t < num_x ? t : num_x - 1);
+    f->packed[num_x - 1](tiles, x, num_records, out);
+    for (int k = 0; k < PAIR; ++k)
+        for (int t = 0; t < num_x; ++t)
+            put_rows(out[k][t], row + k * TC_TILE_ROWS, last, y + t * ldy + k * TC_TILE_ROWS);
+}
+
+static void many_tokens(const functions *f, const uint8_t *const *tiles, const tc_input *in,
+                        int64_t first_token, int64_t row, int64_t last, float *y, int64_t ldy) {
+    unpacked_group block[BLOCK_GROUPS][PAIR];
+    float out[BLOCK_TOKENS][PAIR][TC_TILE_ROWS];
+    int64_t groups = in->cols / TC_GROUP, num_tokens = in->rows - first_token;
+    if (num_tokens > BLOCK_TOKENS) num_tokens = BLOCK_TOKENS;
+    memset(out, 0, sizeof out[0] * (size_t)num_tokens);
+    for (int64_t g = 0; g < groups; g += BLOCK_GROUPS) {
+        int64_t count = groups - g < BLOCK_GROUPS ? groups - g : BLOCK_GROUPS;
+        f->unpack(tiles, g, count, block);
+        for (int64_t t = 0; t < num_tokens; t += TOKENS) {
+            token x[TOKENS];
+            int num_x = (int)(num_tokens - t < TOKENS ? num_tokens - t : TOKENS);
+            for (int i = 0; i < num_x; ++i) x[i] = token_of(in, first_token + t + i);
+            f->unpacked[num_x - 1](block, g, count, x, out + t);
+        }
+    }
+    for (int64_t t = 0; t < num_tokens; ++t)
+        for (int k = 0; k < PAIR; ++k)
+            put_rows(out[t][k], row + k * TC_TILE_ROWS, last,
+                     y + (first_token + t) * ldy + k * TC_TILE_ROWS);
+}
+
+void tc_matmul_tiles_int8(const tc_weight *w, int64_t first, int64_t last, const tc_input *in, float *y,
+                          int64_t ldy) {
+    tc_tile_format format = tc_tile_format_of(w->type);
+    functions f = functions_of(w->type);
+    int64_t tile_bytes = tc_tile_bytes(format, w->cols);
+    int64_t num_records = w->cols / (TC_GROUP * format.groups);
+    for (int64_t token = 0; token < in->rows; token += BLOCK_TOKENS) {
+        for (int64_t row = first; row < last; row += PAIR * TC_TILE_ROWS) {
+            const uint8_t *tile = w->data + row / TC_TILE_ROWS * tile_bytes;
+            /* A last tile without a neighbour is its own. */
+            const uint8_t *tiles[PAIR] = {tile, row + TC_TILE_ROWS < last ? tile + tile_bytes : tile};
+            if (in->rows <= TOKENS)
+                few_tokens(&f, tiles, in, num_records, row, last, y + row - first, ldy);
+            else
+                many_tokens(&f, tiles, in, token, row, last, y + row - first, ldy);
+        }
+    }
+}

@@ -1,0 +1,104 @@
+/* How products are cut into pieces, and the product of one input as one run of the pool. */
+#include "products.h"
+
+enum {
+    UNIT_ROWS = 16,            /* of weights; no piece has less but a matrix's last */
+    TOKENS = 128,              /* of a piece: their activations fit into the second cache */
+    PIECES_PER_THREAD = 8,     /* at most: a late thread leaves little for the others to wait on */
+    MIN_PIECE_PRODUCTS = 1 << 17, /* about 5 us of multiply-adds at one token */
+    ROUNDED_COLS = 2048        /* of a piece of rounding */
+};
+
+static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static int64_t num_units(const tc_weight *weights, int num_weights) {
+    int64_t units = 0;
+    for (int i = 0; i < num_weights; ++i) units += divide_up(weights[i].rows, UNIT_ROWS);
+    return units;
+}
+
+/* Pieces are ranges of rows times blocks of tokens; the blocks of one range follow each other, so
+ * that its weights are read from memory once. */
+int64_t tc_num_pieces(const tc_weight *weights, int num_weights, int64_t rows_of_input, int num_threads) {
+    int64_t units = num_units(weights, num_weights), blocks = divide_up(rows_of_input, TOKENS);
+    if (!units || !blocks) return 0;
+    int64_t unit_products = UNIT_ROWS * weights[0].cols * smaller(rows_of_input, TOKENS);
+    int64_t ranges = units * unit_products / MIN_PIECE_PRODUCTS;
+    ranges = smaller(ranges, divide_up(PIECES_PER_THREAD * (int64_t)num_threads, blocks));
+    return smaller(larger(ranges, 1), units) * blocks;
+}
+
+void tc_multiply_piece(const tc_weight *weights, int num_weights, const tc_input *in, int64_t piece,
+                       int64_t num_pieces, float *y, int64_t ldy) {
+    int64_t blocks = divide_up(in->rows, TOKENS), ranges = num_pieces / blocks;
+    int64_t units = num_units(weights, num_weights), range = piece / blocks;
+    int64_t token = piece % blocks * TOKENS;
+    int64_t first = units * range / ranges, last = units * (range + 1) / ranges;
+    tc_input part = *in;
+    part.x += token * in->ldx;
+    if (in->q) part.q += token * in->q_bytes;
+    part.rows = smaller(in->rows - token, TOKENS);
+    y += token * ldy;
+    for (int i = 0; i < num_weights && last > 0; ++i) {
+        const tc_weight *w = &weights[i];
+        int64_t count = divide_up(w->rows, UNIT_ROWS);
+        if (first < count) {
+            int64_t row = larger(first, 0) * UNIT_ROWS;
+            tc_matmul(w, row, smaller(last * UNIT_ROWS, w->rows), &part, y + row, ldy);
+        }
+        first -= count;
+        last -= count;
+        y += w->rows;
+    }
+}
+
+int64_t tc_num_rounding_pieces(int64_t rows, int64_t cols) { return rows * divide_up(cols, ROUNDED_COLS); }
+
+void tc_round_piece(const tc_input *in, int64_t piece, uint8_t *q) {
+    int64_t parts = divide_up(in->cols, ROUNDED_COLS);
+    int64_t row = piece / parts, first = piece % parts * ROUNDED_COLS;
+    tc_round_row(in->x + row * in->ldx + first, first, smaller(in->cols - first, ROUNDED_COLS), in->cols,
+                 q + row * in->q_bytes);
+}
+
+typedef struct {
+    const tc_weight *weights;
+    int num_weights;
+    tc_input in;
+    uint8_t *q;
+    int64_t num_pieces, width;
+    float *y;
+} linear;
+
+static void run_round(const void *arg, int64_t piece, int worker) {
+    const linear *task = arg;
+    (void)worker;
+    tc_round_piece(&task->in, piece, task->q);
+}
+
+static void run_multiply(const void *arg, int64_t piece, int worker) {
+    const linear *task = arg;
+    (void)worker;
+    tc_multiply_piece(task->weights, task->num_weights, &task->in, piece, task->num_pieces, task->y,
+                      task->width);
+}
+
+TC_EXPORT void tc_linear(tc_pool *pool, const tc_weight *weights, int num_weights, const float *x,
+                         int64_t rows, int rounds, uint8_t *scratch, float *y) {
+    if (!num_weights || !rows) return;
+    int64_t cols = weights[0].cols, width = 0;
+    int64_t num_pieces = tc_num_pieces(weights, num_weights, rows, tc_pool_size(pool));
+    for (int i = 0; i < num_weights; ++i) width += weights[i].rows;
+    tc_input in = {x, cols, rounds ? scratch : 0, tc_rounded_bytes(cols), rows, cols};
+    linear arg = {weights, num_weights, in, scratch, num_pieces, width, y};
+    tc_task tasks[2] = {
+        {run_round, &arg, tc_num_rounding_pieces(rows, cols)},
+        {run_multiply, &arg, num_pieces},
+    };
+    if (rounds)
+        tc_pool_run(pool, tasks, 2);
+    else
+        tc_pool_run(pool, tasks + 1, 1);
+}
