@@ -142,6 +142,16 @@ void tc_norm_row(float *x, const float *update, const float *update_weight, cons
 
 enum { TC_SILU = 0, TC_GELU_TANH = 1 };
 void tc_act_mul_row(const float *gate, const float *up, int activation, int64_t cols, float *out);
+/* 1 / sqrt(mean(x^2) + eps) */
+float tc_inverse_rms(const float *x, int64_t cols, float eps);
+
+/* The same for rows end to end; x (rows, 2 * cols) of the activation holds a row's gate, then up. */
+TC_EXPORT void tc_norm_rows(tc_pool *pool, float *x, const float *update, const float *update_weight,
+                            const float *weight, float eps, int64_t rows, int64_t cols, float *out);
+TC_EXPORT void tc_act_mul_rows(tc_pool *pool, const float *x, int activation, int64_t rows,
+                               int64_t cols, float *out);
+/* ids[r] is the first index of the largest value of row r; NaN counts as the largest. */
+TC_EXPORT void tc_argmax_rows(tc_pool *pool, const float *x, int64_t rows, int64_t cols, int64_t *ids);
 
 /* ---- attention.c ---- */
 
@@ -163,13 +173,14 @@ typedef struct {
     const int32_t *rows;       /* (num_reqs) */
     const int32_t *starts;     /* (num_reqs + 1) first token of each request */
     const int32_t *seq_lens;   /* (num_reqs) cached tokens with those of this step, without items */
-    const int32_t *positions;  /* (num_tokens) of the rotation */
+    const int32_t *positions;  /* (num_tokens) of the rotation; with items, the first of a request
+                                  is also its index in the sequence */
     const int64_t *slots;      /* (num_tokens), -1 writes nothing */
     const int32_t *prefix_len; /* (num_reqs) tokens before a request's items; NULL: no items */
     const int32_t *item_start; /* (num_tokens) of an item token, the index of its item's start */
     float *heads;              /* (num_tokens, num_heads + 2 * num_kv_heads, head_dim), mutated */
     float *out;                /* (num_tokens, num_heads * head_dim) */
-    float *scratch;            /* tc_attention_scratch(...) floats */
+    float *scratch;            /* tc_attention_scratch(...) floats of this step, aligned to 16 bytes */
 } tc_attention;
 
 enum { TC_ATTENTION_TASKS = 3 };
@@ -177,6 +188,7 @@ TC_EXPORT int64_t tc_attention_scratch(const tc_attention *a, int num_threads);
 /* Writes at most TC_ATTENTION_TASKS tasks that compute `out`; returns their number. `a` must live
  * until they have run. */
 int tc_attention_tasks(const tc_attention *a, int num_threads, tc_task *tasks);
+TC_EXPORT void tc_attention_run(tc_pool *pool, const tc_attention *a);
 
 /* ---- step.c: layers of a dense decoder ---- */
 

@@ -95,6 +95,16 @@ static inline vf vf_exp2_int(vf n) {
     __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_castsi256_ps(bits);
 }
+/* Lane i is vf_sum(a[i]), in the same order. */
+static inline vf vf_sum_each(const vf *a) {
+    __m256 s[4], lo, hi;
+    for (int i = 0; i < 4; ++i)
+        s[i] = _mm256_add_ps(_mm256_permute2f128_ps(a[i], a[i + 4], 0x20),
+                             _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    lo = _mm256_add_ps(_mm256_shuffle_ps(s[0], s[1], 0x44), _mm256_shuffle_ps(s[0], s[1], 0xee));
+    hi = _mm256_add_ps(_mm256_shuffle_ps(s[2], s[3], 0x44), _mm256_shuffle_ps(s[2], s[3], 0xee));
+    return _mm256_add_ps(_mm256_shuffle_ps(lo, hi, 0x88), _mm256_shuffle_ps(lo, hi, 0xdd));
+}
 
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #include <arm_neon.h>
@@ -147,6 +157,15 @@ static inline vf vf_exp2_int(vf n) {
     return vf_make(vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n.lo), bias), 23)),
                    vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n.hi), bias), 23)));
 }
+static inline float32x4_t vf_sum_halves(vf a, vf b) {
+    float64x2_t x = vreinterpretq_f64_f32(vaddq_f32(a.lo, a.hi));
+    float64x2_t y = vreinterpretq_f64_f32(vaddq_f32(b.lo, b.hi));
+    return vaddq_f32(vreinterpretq_f32_f64(vzip1q_f64(x, y)), vreinterpretq_f32_f64(vzip2q_f64(x, y)));
+}
+static inline vf vf_sum_each(const vf *a) {
+    return vf_make(vpaddq_f32(vf_sum_halves(a[0], a[1]), vf_sum_halves(a[2], a[3])),
+                   vpaddq_f32(vf_sum_halves(a[4], a[5]), vf_sum_halves(a[6], a[7])));
+}
 
 #else /* plain C */
 
@@ -179,7 +198,23 @@ static inline vf vf_load_bf16(const uint16_t *p) { TC_EACH(tc_from_bf16_bits(p[i
 static inline vf vf_from_i32(const int32_t *p) { TC_EACH((float)p[i]); }
 static inline vf vf_round(vf a) { TC_EACH(nearbyintf(a.v[i])); }
 static inline vf vf_exp2_int(vf n) { TC_EACH(ldexpf(1.0f, (int)n.v[i])); }
+static inline float tc_sum_lanes(const float *v) {
+    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+static inline vf vf_sum_each(const vf *a) { TC_EACH(tc_sum_lanes(a[i].v)); }
 #endif
+
+/* The first `count` < 8 floats, then zeros; and their opposite. */
+static inline vf vf_load_first(const float *p, int64_t count) {
+    float v[TC_LANES] = {0};
+    memcpy(v, p, (size_t)count * sizeof *v);
+    return vf_load(v);
+}
+static inline void vf_store_first(float *p, vf a, int64_t count) {
+    float v[TC_LANES];
+    vf_store(v, a);
+    memcpy(p, v, (size_t)count * sizeof *v);
+}
 
 /* The sum of the lanes, in one order everywhere. */
 static inline float vf_sum(vf a) {
