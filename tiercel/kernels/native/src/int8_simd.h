@@ -12,9 +12,15 @@
 #include "simd.h"
 #include "tiles.h"
 
+#if defined(__AVX2__) || defined(__ARM_NEON)
 #define TC_INLINE static inline __attribute__((always_inline))
+#else
+#define TC_INLINE static inline
+#endif
 /* Before a loop of at most 8 rounds, known when compiling, whose variables are to be registers. */
-#if defined(__clang__)
+#if !defined(__AVX2__) && !defined(__ARM_NEON)
+#define TC_UNROLL
+#elif defined(__clang__)
 #define TC_UNROLL _Pragma("clang loop unroll(full)")
 #else
 #define TC_UNROLL _Pragma("GCC unroll 8")
@@ -98,8 +104,11 @@ enum { SIGNED_OFFSET = 0 };
 
 TC_INLINE b32 b32_signed_codes(b32 a) { return a; }
 TC_INLINE sums sums_first(b32 w, b32 x) { return _mm256_maddubs_epi16(w, x); }
+/* Compilers would make a tree of the additions of all steps, with more values than registers. */
 TC_INLINE sums sums_next(sums a, b32 w, b32 x) {
-    return _mm256_add_epi16(a, _mm256_maddubs_epi16(w, x));
+    a = _mm256_add_epi16(a, _mm256_maddubs_epi16(w, x));
+    __asm__("" : "+x"(a));
+    return a;
 }
 /* -128 is 128 as an unsigned magnitude; activations are never -128. */
 TC_INLINE sums sums_first_signed(b32 w, b32 x) {

@@ -2,9 +2,11 @@
  * then, per output, acc = fma(dot, d * dx, acc), and where a type has minimums acc = fma(m, ds, acc),
  * in ascending groups. Q6_K's two scales of a group are integers and belong to the exact sum.
  *
- * Two tiles go side by side, so that a token's four columns are loaded once for 16 rows. For few
- * tokens codes are unpacked in registers. For more, those of BLOCK_GROUPS groups are unpacked once
- * and multiplied with four tokens after four. Both do the same operations for each output. */
+ * Two tiles go side by side, so that a token's four columns are loaded once for 16 rows, and up to
+ * four tokens. With more tokens, BLOCK_GROUPS groups are multiplied with four tokens after four
+ * while they are in the first cache. Codes are unpacked in registers, but where that costs much (bits
+ * above the fourth) and there are many tokens, once for all of them. None of this changes the
+ * operations of an output or their order. */
 #include "int8_tiles.h"
 
 #include "int8_simd.h"
@@ -12,8 +14,9 @@
 enum {
     PAIR = 2,          /* tiles side by side */
     TOKENS = 4,        /* tokens side by side */
-    BLOCK_GROUPS = 32, /* unpacked together: 20 KB, in the first cache */
-    BLOCK_TOKENS = 256
+    BLOCK_GROUPS = 32, /* at most 20 KB, unpacked ones; whole records */
+    BLOCK_TOKENS = 128,
+    FEW_TOKENS = 8 /* not worth unpacking */
 };
 
 /* A group of one tile, ready to be multiplied. */
@@ -143,15 +146,31 @@ TC_INLINE void multiply_group(int type, int is_packed, int num_x, const group *w
     }
 }
 
-/* All columns of two tiles with num_x tokens; out[tile][token] has 8 rows. */
-TC_INLINE void multiply_packed(int type, int num_x, const uint8_t *const *tiles, const token *x,
-                               int64_t num_records, float (*out)[TOKENS][TC_TILE_ROWS]) {
+TC_INLINE void load_sums(int num_x, float (*sum)[PAIR][TC_TILE_ROWS], vf (*acc)[TOKENS]) {
+    TC_UNROLL
+    for (int t = 0; t < num_x; ++t) {
+        TC_UNROLL
+        for (int k = 0; k < PAIR; ++k) acc[k][t] = vf_load(sum[t][k]);
+    }
+}
+
+TC_INLINE void store_sums(int num_x, vf (*acc)[TOKENS], float (*sum)[PAIR][TC_TILE_ROWS]) {
+    TC_UNROLL
+    for (int t = 0; t < num_x; ++t) {
+        TC_UNROLL
+        for (int k = 0; k < PAIR; ++k) vf_store(sum[t][k], acc[k][t]);
+    }
+}
+
+/* Adds groups first .. first + count - 1, whole records, of two tiles with num_x tokens to
+ * sum[token][tile]. */
+TC_INLINE void multiply_packed(int type, int num_x, const uint8_t *const *tiles, int64_t first,
+                               int64_t count, const token *x, float (*sum)[PAIR][TC_TILE_ROWS]) {
     tc_tile_format format = tc_tile_format_of(type);
     int64_t record_bytes = tc_tile_record_bytes(format);
     vf acc[PAIR][TOKENS];
-    for (int k = 0; k < PAIR; ++k)
-        for (int t = 0; t < num_x; ++t) acc[k][t] = vf_set(0.0f);
-    for (int64_t i = 0; i < num_records; ++i) {
+    load_sums(num_x, sum, acc);
+    for (int64_t i = first / format.groups; i < (first + count) / format.groups; ++i) {
         for (int g = 0; g < format.groups; ++g) {
             group w[PAIR];
             TC_UNROLL
@@ -159,19 +178,14 @@ TC_INLINE void multiply_packed(int type, int num_x, const uint8_t *const *tiles,
             multiply_group(type, 1, num_x, w, x, i * format.groups + g, acc);
         }
     }
-    for (int k = 0; k < PAIR; ++k)
-        for (int t = 0; t < num_x; ++t) vf_store(out[k][t], acc[k][t]);
+    store_sums(num_x, acc, sum);
 }
 
-/* Groups first .. first + count - 1 of num_x tokens; sums go on in acc[token][tile]. */
+/* The same of unpacked groups, of which block[0] is the first. */
 TC_INLINE void multiply_unpacked(int type, int num_x, unpacked_group (*block)[PAIR], int64_t first,
                                  int64_t count, const token *x, float (*sum)[PAIR][TC_TILE_ROWS]) {
     vf acc[PAIR][TOKENS];
-    TC_UNROLL
-    for (int k = 0; k < PAIR; ++k) {
-        TC_UNROLL
-        for (int t = 0; t < num_x; ++t) acc[k][t] = vf_load(sum[t][k]);
-    }
+    load_sums(num_x, sum, acc);
     for (int64_t i = 0; i < count; ++i) {
         group w[PAIR];
         TC_UNROLL
@@ -181,11 +195,7 @@ TC_INLINE void multiply_unpacked(int type, int num_x, unpacked_group (*block)[PA
         }
         multiply_group(type, 0, num_x, w, x, first + i, acc);
     }
-    TC_UNROLL
-    for (int k = 0; k < PAIR; ++k) {
-        TC_UNROLL
-        for (int t = 0; t < num_x; ++t) vf_store(sum[t][k], acc[k][t]);
-    }
+    store_sums(num_x, acc, sum);
 }
 
 TC_INLINE void unpack_groups(int type, const uint8_t *const *tiles, int64_t first, int64_t count,
@@ -210,78 +220,94 @@ TC_INLINE void unpack_groups(int type, const uint8_t *const *tiles, int64_t firs
 
 /* ---- one function per type, and what chooses among them ---- */
 
-typedef void packed_fn(const uint8_t *const *tiles, const token *x, int64_t num_records,
-                       float (*out)[TOKENS][TC_TILE_ROWS]);
+typedef void packed_fn(const uint8_t *const *tiles, int64_t first, int64_t count, const token *x,
+                       float (*sum)[PAIR][TC_TILE_ROWS]);
 typedef void unpack_fn(const uint8_t *const *tiles, int64_t first, int64_t count,
                        unpacked_group (*block)[PAIR]);
 typedef void unpacked_fn(unpacked_group (*block)[PAIR], int64_t first, int64_t count, const token *x,
                          float (*sum)[PAIR][TC_TILE_ROWS]);
 
-#define PACKED(type, num_x)                                                                         \
-    static void packed_##type##_##num_x(const uint8_t *const *tiles, const token *x,                \
-                                        int64_t num_records, float (*out)[TOKENS][TC_TILE_ROWS]) {  \
-        multiply_packed(TC_##type, num_x, tiles, x, num_records, out);                              \
-    }
-#define TYPE(type)                                                                                  \
-    PACKED(type, 1)                                                                                 \
-    PACKED(type, 2)                                                                                 \
-    PACKED(type, 4)                                                                                 \
-    static void unpack_##type(const uint8_t *const *tiles, int64_t first, int64_t count,            \
-                              unpacked_group (*block)[PAIR]) {                                      \
-        unpack_groups(TC_##type, tiles, first, count, block);                                       \
-    }
-#define UNPACKED(type, num_x)                                                                       \
-    static void unpacked_##type##_##num_x(unpacked_group (*block)[PAIR], int64_t first,             \
-                                          int64_t count, const token *x,                            \
-                                          float (*sum)[PAIR][TC_TILE_ROWS]) {                       \
-        multiply_unpacked(TC_##type, num_x, block, first, count, x, sum);                           \
-    }
-#define UNPACKED_TYPE(type) UNPACKED(type, 1) UNPACKED(type, 2) UNPACKED(type, 3) UNPACKED(type, 4)
-
-TYPE(Q4_0)
-TYPE(Q4_1)
-TYPE(Q5_0)
-TYPE(Q5_1)
-TYPE(Q8_0)
-TYPE(Q4_K)
-TYPE(Q5_K)
-TYPE(Q6_K)
-TYPE(IQ4_NL)
-TYPE(IQ4_XS)
-UNPACKED_TYPE(Q4_0)
-UNPACKED_TYPE(Q4_1)
-UNPACKED_TYPE(Q5_0)
-UNPACKED_TYPE(Q5_1)
-UNPACKED_TYPE(Q8_0)
-UNPACKED_TYPE(Q6_K)
-
 typedef struct {
-    packed_fn *packed[TOKENS]; /* of 1 to TOKENS tokens; of 3 as of 4 */
-    unpack_fn *unpack;
+    packed_fn *packed[TOKENS]; /* of 1 to TOKENS tokens */
+    unpack_fn *unpack;         /* NULL: types whose codes are unpacked each time */
     unpacked_fn *unpacked[TOKENS];
 } functions;
 
-#define FUNCTIONS(type, like)                                                                        \
-    case TC_##type:                                                                                 \
-        return (functions) {                                                                        \
-            {packed_##type##_1, packed_##type##_2, packed_##type##_4, packed_##type##_4},           \
-                unpack_##type,                                                                      \
-                {unpacked_##like##_1, unpacked_##like##_2, unpacked_##like##_3, unpacked_##like##_4}, \
-        }
+#define PACKED(type, num_x)                                                                        \
+    static void packed_##type##_##num_x(const uint8_t *const *tiles, int64_t first, int64_t count, \
+                                        const token *x, float (*sum)[PAIR][TC_TILE_ROWS]) {        \
+        multiply_packed(TC_##type, num_x, tiles, first, count, x, sum);                            \
+    }
+#define PACKED_TYPE(type) PACKED(type, 1) PACKED(type, 2) PACKED(type, 3) PACKED(type, 4)
+#define UNPACK(type)                                                                               \
+    static void unpack_##type(const uint8_t *const *tiles, int64_t first, int64_t count,           \
+                              unpacked_group (*block)[PAIR]) {                                     \
+        unpack_groups(TC_##type, tiles, first, count, block);                                      \
+    }
+#define UNPACKED(type, num_x)                                                                      \
+    static void unpacked_##type##_##num_x(unpacked_group (*block)[PAIR], int64_t first,            \
+                                          int64_t count, const token *x,                           \
+                                          float (*sum)[PAIR][TC_TILE_ROWS]) {                      \
+        multiply_unpacked(TC_##type, num_x, block, first, count, x, sum);                          \
+    }
+#define UNPACKED_TYPE(type) UNPACKED(type, 1) UNPACKED(type, 2) UNPACKED(type, 3) UNPACKED(type, 4)
+
+PACKED_TYPE(Q4_0)
+PACKED_TYPE(Q4_1)
+PACKED_TYPE(Q5_0)
+PACKED_TYPE(Q5_1)
+PACKED_TYPE(Q8_0)
+PACKED_TYPE(Q4_K)
+PACKED_TYPE(Q5_K)
+PACKED_TYPE(Q6_K)
+PACKED_TYPE(IQ4_NL)
+PACKED_TYPE(IQ4_XS)
+UNPACK(Q5_0)
+UNPACK(Q5_1)
+UNPACK(Q5_K)
+UNPACK(Q6_K)
+UNPACKED_TYPE(Q5_0)
+UNPACKED_TYPE(Q5_1) /* of Q5_K too */
+UNPACKED_TYPE(Q6_K)
+
+#define FUNCTIONS_4(name) name##_1, name##_2, name##_3, name##_4
 
 static functions functions_of(int32_t type) {
     switch (type) {
-        FUNCTIONS(Q4_0, Q4_0);
-        FUNCTIONS(Q4_1, Q4_1);
-        FUNCTIONS(Q5_0, Q5_0);
-        FUNCTIONS(Q5_1, Q5_1);
-        FUNCTIONS(Q8_0, Q8_0);
-        FUNCTIONS(Q4_K, Q4_1);
-        FUNCTIONS(Q5_K, Q5_1);
-        FUNCTIONS(Q6_K, Q6_K);
-        FUNCTIONS(IQ4_NL, Q8_0);
-        FUNCTIONS(IQ4_XS, Q8_0);
+    case TC_Q4_0: return (functions){{FUNCTIONS_4(packed_Q4_0)}, 0, {0}};
+    case TC_Q4_1: return (functions){{FUNCTIONS_4(packed_Q4_1)}, 0, {0}};
+    case TC_Q5_0: return (functions){{FUNCTIONS_4(packed_Q5_0)}, unpack_Q5_0, {FUNCTIONS_4(unpacked_Q5_0)}};
+    case TC_Q5_1: return (functions){{FUNCTIONS_4(packed_Q5_1)}, unpack_Q5_1, {FUNCTIONS_4(unpacked_Q5_1)}};
+    case TC_Q8_0: return (functions){{FUNCTIONS_4(packed_Q8_0)}, 0, {0}};
+    case TC_Q4_K: return (functions){{FUNCTIONS_4(packed_Q4_K)}, 0, {0}};
+    case TC_Q5_K: return (functions){{FUNCTIONS_4(packed_Q5_K)}, unpack_Q5_K, {FUNCTIONS_4(unpacked_Q5_1)}};
+    case TC_Q6_K: return (functions){{FUNCTIONS_4(packed_Q6_K)}, unpack_Q6_K, {FUNCTIONS_4(unpacked_Q6_K)}};
+    case TC_IQ4_NL: return (functions){{FUNCTIONS_4(packed_IQ4_NL)}, 0, {0}};
+    case TC_IQ4_XS: return (functions){{FUNCTIONS_4(packed_IQ4_XS)}, 0, {0}};
     default: return (functions){{0}, 0, {0}};
+    }
+}
+
+/* sum[token][tile] of all columns of two tiles. */
+static void multiply_tiles(const functions *f, const uint8_t *const *tiles, const tc_input *in,
+                           int64_t first_token, int64_t num_tokens, float (*sum)[PAIR][TC_TILE_ROWS]) {
+    unpacked_group block[BLOCK_GROUPS][PAIR];
+    int64_t groups = in->cols / TC_GROUP;
+    int64_t block_groups = num_tokens > TOKENS ? BLOCK_GROUPS : groups;
+    int unpacks = f->unpack && num_tokens > FEW_TOKENS;
+    memset(sum, 0, sizeof sum[0] * (size_t)num_tokens);
+    for (int64_t g = 0; g < groups; g += block_groups) {
+        int64_t count = groups - g < block_groups ? groups - g : block_groups;
+        if (unpacks) f->unpack(tiles, g, count, block);
+        for (int64_t t = 0; t < num_tokens; t += TOKENS) {
+            token x[TOKENS];
+            int num_x = (int)(num_tokens - t < TOKENS ? num_tokens - t : TOKENS);
+            for (int i = 0; i < num_x; ++i) x[i] = token_of(in, first_token + t + i);
+            if (unpacks)
+                f->unpacked[num_x - 1](block, g, count, x, sum + t);
+            else
+                f->packed[num_x - 1](tiles, g, count, x, sum + t);
+        }
     }
 }
 
@@ -291,56 +317,22 @@ static void put_rows(const float *sum, int64_t row, int64_t last, float *y) {
     if (count > 0) memcpy(y, sum, sizeof(float) * (size_t)(count < TC_TILE_ROWS ? count : TC_TILE_ROWS));
 }
 
-static void few_tokens(const functions *f, const uint8_t *const *tiles, const tc_input *in,
-                       int64_t num_records, int64_t row, int64_t last, float *y, int64_t ldy) {
-    float out[PAIR][TOKENS][TC_TILE_ROWS];
-    token x[TOKENS];
-    int num_x = (int)in->rows;
-    for (int t = 0; t < TOKENS; ++t) x[t] = token_of(in, t < num_x ? t : num_x - 1);
-    f->packed[num_x - 1](tiles, x, num_records, out);
-    for (int k = 0; k < PAIR; ++k)
-        for (int t = 0; t < num_x; ++t)
-            put_rows(out[k][t], row + k * TC_TILE_ROWS, last, y + t * ldy + k * TC_TILE_ROWS);
-}
-
-static void many_tokens(const functions *f, const uint8_t *const *tiles, const tc_input *in,
-                        int64_t first_token, int64_t row, int64_t last, float *y, int64_t ldy) {
-    unpacked_group block[BLOCK_GROUPS][PAIR];
-    float out[BLOCK_TOKENS][PAIR][TC_TILE_ROWS];
-    int64_t groups = in->cols / TC_GROUP, num_tokens = in->rows - first_token;
-    if (num_tokens > BLOCK_TOKENS) num_tokens = BLOCK_TOKENS;
-    memset(out, 0, sizeof out[0] * (size_t)num_tokens);
-    for (int64_t g = 0; g < groups; g += BLOCK_GROUPS) {
-        int64_t count = groups - g < BLOCK_GROUPS ? groups - g : BLOCK_GROUPS;
-        f->unpack(tiles, g, count, block);
-        for (int64_t t = 0; t < num_tokens; t += TOKENS) {
-            token x[TOKENS];
-            int num_x = (int)(num_tokens - t < TOKENS ? num_tokens - t : TOKENS);
-            for (int i = 0; i < num_x; ++i) x[i] = token_of(in, first_token + t + i);
-            f->unpacked[num_x - 1](block, g, count, x, out + t);
-        }
-    }
-    for (int64_t t = 0; t < num_tokens; ++t)
-        for (int k = 0; k < PAIR; ++k)
-            put_rows(out[t][k], row + k * TC_TILE_ROWS, last,
-                     y + (first_token + t) * ldy + k * TC_TILE_ROWS);
-}
-
 void tc_matmul_tiles_int8(const tc_weight *w, int64_t first, int64_t last, const tc_input *in, float *y,
                           int64_t ldy) {
-    tc_tile_format format = tc_tile_format_of(w->type);
     functions f = functions_of(w->type);
-    int64_t tile_bytes = tc_tile_bytes(format, w->cols);
-    int64_t num_records = w->cols / (TC_GROUP * format.groups);
+    float sum[BLOCK_TOKENS][PAIR][TC_TILE_ROWS];
+    int64_t tile_bytes = tc_tile_bytes(tc_tile_format_of(w->type), w->cols);
     for (int64_t token = 0; token < in->rows; token += BLOCK_TOKENS) {
+        int64_t num_tokens = in->rows - token < BLOCK_TOKENS ? in->rows - token : BLOCK_TOKENS;
         for (int64_t row = first; row < last; row += PAIR * TC_TILE_ROWS) {
             const uint8_t *tile = w->data + row / TC_TILE_ROWS * tile_bytes;
             /* A last tile without a neighbour is its own. */
             const uint8_t *tiles[PAIR] = {tile, row + TC_TILE_ROWS < last ? tile + tile_bytes : tile};
-            if (in->rows <= TOKENS)
-                few_tokens(&f, tiles, in, num_records, row, last, y + row - first, ldy);
-            else
-                many_tokens(&f, tiles, in, token, row, last, y + row - first, ldy);
+            multiply_tiles(&f, tiles, in, token, num_tokens, sum);
+            for (int64_t t = 0; t < num_tokens; ++t)
+                for (int k = 0; k < PAIR; ++k)
+                    put_rows(sum[t][k], row + k * TC_TILE_ROWS, last,
+                             y + (token + t) * ldy + row - first + k * TC_TILE_ROWS);
         }
     }
 }
