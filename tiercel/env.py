@@ -25,6 +25,7 @@ _SWITCHES = tuple(
 )
 _SETTINGS = (
     *("TIERCEL_MODEL", "TIERCEL_CACHE", "TIERCEL_OFFLINE", "TIERCEL_FAULTS", "TIERCEL_CPU"),
+    "TIERCEL_BUILD_NATIVE",  # of the build hook
     "TIERCEL_TEST_MODELS",  # of the project's tests
 )
 _PREFIX = "TIERCEL_"

@@ -1,4 +1,4 @@
-"""The thread pool: each piece runs once and in order of the tasks, whatever threads do meanwhile."""
+"""The thread pool: each piece runs once and in order of the tasks, whatever the threads do."""
 
 import ctypes
 import os

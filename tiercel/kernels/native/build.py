@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,8 @@ TARGETS: Final = (  # that a wheel is made for
 )
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _WARNINGS: Final = ("-Wall", "-Wextra", "-Werror")
-_GLIBC: Final = "2.28"  # of Zig's libraries: as old as PyTorch's
+_GLIBC: Final = "2.28"  # the oldest that PyTorch's wheels run with
+MACOS_VERSION: Final = "11.0"  # the first for Apple's processors
 _TIMEOUT_S: Final = 900.0
 
 
@@ -72,7 +73,7 @@ def find_compiler(environment: Mapping[str, str], *, needs_zig: bool = False) ->
     Raises:
         InstallationError: there is none.
     """
-    if not needs_zig:
+    if not needs_zig and native_target().system != "windows":
         words = tuple(shlex.split(environment.get("CC", "")))
         if words:
             return Compiler(words, is_zig="zig" in Path(words[0]).name or "ziglang" in words)
@@ -94,26 +95,30 @@ def compile_command(
     """The compiler's arguments, but for sources and output."""
     command = [*compiler.command, *COMMON_FLAGS]
     if compiler.is_zig:
-        version = f".{_GLIBC}" if target.system == "linux" and target.abi == "gnu" else ""
-        command += ["-target", target.triple + version, *variant.zig_flags]
+        command += ["-target", _zig_target(target), *variant.zig_flags]
     else:
         command += variant.flags
+        if target.system == "macos":
+            command.append(f"-mmacosx-version-min={MACOS_VERSION}")
     command += _WARNINGS if is_strict else ()
     command += () if target.system == "windows" else ("-fPIC",)
     if sanitize:
         return [*command, "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitize}", "-shared"]
-    return [
-        *command,
-        "-shared",
-        *(() if target.system == "macos" and not compiler.is_zig else ("-s",)),
-    ]
+    strips = target.system != "macos" or compiler.is_zig  # Apple's linker has no -s
+    return [*command, "-shared", *(("-s",) if strips else ())]
+
+
+def _zig_target(target: Target) -> str:
+    if target.system == "macos":
+        return f"{target.architecture}-macos.{MACOS_VERSION}"
+    return f"{target.triple}.{_GLIBC}" if target.triple.endswith("-linux-gnu") else target.triple
 
 
 def build(
     target: Target | None = None,
     out: Path = LIBRARY_DIR,
     *,
-    compiler: Compiler,
+    compiler: Callable[[], Compiler],
     sanitize: str = "",
     is_strict: bool = False,
 ) -> list[Path]:
@@ -122,7 +127,7 @@ def build(
     Args:
         target: None: this machine.
         out: folder of the libraries; what is in it from other builds is removed.
-        compiler: from `find_compiler`.
+        compiler: calls `find_compiler`, if anything is to be compiled.
         sanitize: what the compiler's sanitizers shall find, e.g. ``address,undefined``.
         is_strict: whether a warning is an error.
 
@@ -140,18 +145,24 @@ def build(
         if path.suffix in (".so", ".dylib", ".dll", ".json") and path not in wanted:
             path.unlink()
 
+    outdated = [
+        variant
+        for variant, library in libraries.items()
+        if refuse_library(library, source_stamp(variant), sanitize)
+    ]
+    chosen = compiler() if outdated else None
+
     def make(variant: Variant) -> str:
+        assert chosen is not None
         library, stamp = libraries[variant], source_stamp(variant)
-        if not refuse_library(library, stamp, sanitize):
-            return ""
-        command = compile_command(compiler, target, variant, sanitize, is_strict=is_strict)
+        command = compile_command(chosen, target, variant, sanitize, is_strict=is_strict)
         error = _compile(command, target, library)
         if not error:
             write_stamp(library, stamp, sanitize)
         return f"{library.name}: {error}" if error else ""
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        errors = [error for error in pool.map(make, libraries) if error]
+        errors = [error for error in pool.map(make, outdated) if error]
     if errors:
         raise InstallationError("; ".join(errors))
     (out / ERROR_FILE).unlink(missing_ok=True)
@@ -195,27 +206,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=LIBRARY_DIR, help="folder of the libraries")
     parser.add_argument("--check-symbols", action="store_true", help="check the exported functions")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.add_argument("--sanitize", default="", help="address,undefined or thread")
     options = parser.parse_args(arguments)
     if options.target and options.target not in TARGETS:
         parser.error(f"no target {options.target!r}: use {', '.join(TARGETS)}")
     target = Target(*(*options.target.split("-"), "")[:3]) if options.target else native_target()
+    is_foreign = target != native_target()
     try:
-        compiler = find_compiler(os.environ, needs_zig=target != native_target())
         libraries = build(
-            target, options.out, compiler=compiler, sanitize=options.sanitize, is_strict=True
+            target,
+            options.out,
+            compiler=lambda: find_compiler(os.environ, needs_zig=is_foreign),
+            sanitize=options.sanitize,
+            is_strict=True,
         )
     except InstallationError as error:
         print(f"error: {error} {error.hint}".rstrip(), file=sys.stderr)
         return 1
     for library in libraries:
-        print(f"{library}  {library.stat().st_size:,} bytes")
-        missing = abi.FUNCTIONS.keys() ^ exported_symbols(library)
-        if options.check_symbols and missing:
-            print(
-                f"error: functions of abi.py and of the library differ: {sorted(missing)}",
-                file=sys.stderr,
-            )
+        if not options.quiet:
+            print(f"{library}  {library.stat().st_size:,} bytes")
+        wrong = sorted(abi.FUNCTIONS.keys() ^ exported_symbols(library))
+        if options.check_symbols and wrong:
+            print(f"error: {library.name} and abi.py differ in {', '.join(wrong)}", file=sys.stderr)
             return 1
     return 0
 
