@@ -88,8 +88,8 @@ class Made:
                 data = (values * 0.1).view(torch.uint8)
             else:
                 blocks = random_blocks(kind, rows, cols // qtype.block_weights, seed * 10 + place)
-                for byte in HALVES[kind]:  # weights of about 0.1
-                    low = 0x10 if qtype.block_weights == 256 else 0x20
+                for byte in HALVES[kind]:  # small weights: attention stays soft
+                    low = 0x0A if qtype.block_weights == 256 else 0x1A
                     blocks[..., byte + 1] = blocks[..., byte + 1] & 0x83 | low
                 data = torch.as_tensor(blocks).view(rows, -1)
             found[name] = QuantTensor(qtype, Layout.FILE, (rows, cols), {"data": data})

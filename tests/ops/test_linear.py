@@ -57,6 +57,12 @@ NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "f
 SHAPES = [(1, 256, 16), (3, 512, 48), (33, 768, 112), (5, 1024, 400)]
 
 
+@pytest.fixture(autouse=True)
+def _without_native(monkeypatch):
+    """The forms of PyTorch; test_linear_native.py has those of the native library."""
+    monkeypatch.setenv("TIERCEL_NATIVE", "0")
+
+
 def make_weight(name, out_features, in_features, seed=0):
     """A random matrix in a storage type; rows of different size, and an offset off zero."""
     rng = np.random.default_rng(seed)

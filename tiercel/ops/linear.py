@@ -294,6 +294,10 @@ def pick_rows(weight: LinearWeight, rows: Tensor) -> LinearWeight | None:
     if isinstance(dense, QuantTensor):
         shape = (rows.shape[0], weight.shape[1])
         return LinearWeight((dense.take(rows),), shape, reads_blocks=weight.reads_blocks)
+    if isinstance(dense, NativeMatrix):
+        picked = dense.take(rows)
+        shape = (rows.shape[0], weight.shape[1])
+        return picked and replace(weight, segments=(picked,), shape=shape)
     dense = dense if weight.dense is None else weight.dense
     if not isinstance(dense, Tensor):
         return None

@@ -55,7 +55,9 @@ def check(shape: Shape, parts: list[Part], variant: str, num_threads: int = 2) -
     keys, values = [], []
     for request, part in enumerate(parts):
         k, v = read_cache(step, request)
-        own = slice(int(step.starts[request]) + len(part.rows) - part.start, int(step.starts[request + 1]))
+        own = slice(
+            int(step.starts[request]) + len(part.rows) - part.start, int(step.starts[request + 1])
+        )
         keys.append(torch.cat((k.double(), heads[own, -2 * kv : -kv].to(shape.dtype).double())))
         values.append(torch.cat((v.double(), heads[own, -kv:].to(shape.dtype).double())))
     expected, _ = attention_oracle.prefill_attention(
@@ -69,10 +71,10 @@ def check(shape: Shape, parts: list[Part], variant: str, num_threads: int = 2) -
         step.item_start,
     )
     # A key of an item may round to the neighbour of the oracle's.
-    tolerance = TOLERANCE if step.prefix_len is None else max(TOLERANCE, CACHE_ROUNDING[shape.dtype] / 4)
-    torch.testing.assert_close(
-        out.flatten(1).double(), expected, rtol=tolerance, atol=tolerance
+    tolerance = (
+        TOLERANCE if step.prefix_len is None else max(TOLERANCE, CACHE_ROUNDING[shape.dtype] / 4)
     )
+    torch.testing.assert_close(out.flatten(1).double(), expected, rtol=tolerance, atol=tolerance)
     return step
 
 
@@ -157,7 +159,15 @@ def test_a_tokens_bits_do_not_depend_on_the_step(shape: Shape, variant: str) -> 
     whole, cache = alone(shape, rows, variant)
     other = make_rows(shape, 400, 2)
     other_cache = alone(shape, other, variant)[1]
-    for start, count in [(0, 257), (257, 1), (258, 16), (274, 17), (291, 200), (491, 108), (599, 1)]:
+    for start, count in [
+        (0, 257),
+        (257, 1),
+        (258, 16),
+        (274, 17),
+        (291, 200),
+        (491, 108),
+        (599, 1),
+    ]:
         own = Part(rows[: start + count], start)
         beside = [own, Part(other, 399), Part(other[:190], 60), Part(other[:6], 0)]
         for parts, threads in (([own], 1), ([own], 5), (beside[:2], 2), (beside[::-1], 3)):

@@ -107,7 +107,7 @@ FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "tc_argmax_rows": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
     "tc_attention_run": (None, (c_void_p, POINTER(Attention))),
     "tc_attention_scratch": (c_int64, (POINTER(Attention), c_int)),
-    "tc_step_scratch": (c_int64, (POINTER(Decoder), c_int64, c_int64, c_int)),
+    "tc_step_scratch": (c_int64, (POINTER(Decoder), POINTER(Step), c_int)),
     "tc_run_layers": (None, (c_void_p, POINTER(Decoder), POINTER(Step), c_int32, c_int32)),
 }
 

@@ -135,13 +135,6 @@ class NativeLayers:
         """
         lib, pool = library().lib, current_pool()
         num_tokens, last = x.shape[0], len(self._parts)
-        threads = torch.get_num_threads()
-        needed = lib.tc_step_scratch(self._decoder, num_tokens, num_reqs, threads)
-        scratch = self._scratch
-        if scratch.numel() < needed:
-            scratch = torch.empty(needed, dtype=torch.uint8)
-            if num_tokens <= FEW_TOKENS:  # that of long prompts is not kept
-                self._scratch = scratch
         tables = tokens["tables"]
         assert tables is not None, "every step has block tables"
         step = Step(
@@ -150,9 +143,15 @@ class NativeLayers:
             table_rows=tables.shape[1],
             max_blocks=tables.shape[2],
             x=x.data_ptr(),
-            scratch=scratch.data_ptr(),
             **{name: _address(tensor) for name, tensor in tokens.items()},
         )
+        needed = lib.tc_step_scratch(self._decoder, step, torch.get_num_threads())
+        scratch = self._scratch
+        if scratch.numel() < needed:
+            scratch = torch.empty(needed, dtype=torch.uint8)
+            if num_tokens <= FEW_TOKENS:  # that of long prompts is not kept
+                self._scratch = scratch
+        step.scratch = scratch.data_ptr()
         if num_tokens <= FEW_TOKENS:
             lib.tc_run_layers(pool, self._decoder, step, 0, last)
             return

@@ -33,6 +33,16 @@ class NativeMatrix:
         """Bytes at rest, in memory or in the map of the file."""
         return self.data.nbytes
 
+    def take(self, rows: Tensor) -> NativeMatrix | None:
+        """Some output rows, in their order; None of tiles, which are not taken apart.
+
+        rows: (n,) int64.
+        """
+        if self.weight.layout == TILES:
+            return None
+        shape = (rows.shape[0], self.shape[1])
+        return lay_out(self.weight.type, shape, self.data.index_select(0, rows))
+
     def copy(self) -> NativeMatrix:
         """The same matrix elsewhere in memory."""
         data, old = self.data.clone(), self.weight

@@ -230,8 +230,7 @@ typedef struct {
     uint8_t *scratch; /* tc_step_scratch(...) bytes; keeps what one call leaves to the next */
 } tc_step;
 
-TC_EXPORT int64_t tc_step_scratch(const tc_decoder *decoder, int64_t num_tokens, int64_t num_reqs,
-                                  int num_threads);
+TC_EXPORT int64_t tc_step_scratch(const tc_decoder *decoder, const tc_step *step, int num_threads);
 /* Runs layers first .. last - 1 for all tokens, one call of the pool. The update of a layer is added
  * by the next one, by `x += update` after the last of all. */
 TC_EXPORT void tc_run_layers(tc_pool *pool, const tc_decoder *decoder, const tc_step *step,

@@ -26,7 +26,8 @@ typedef struct {
     float *heads;   /* (T, rows of q, k and v) */
     float *context; /* (T, rows of q), from attention */
     float *act;     /* (T, intermediate) */
-    float *attention; /* scratch of attention */
+    float *attention; /* scratch of attention, of each kind of layer */
+    int64_t attention_floats;
     uint8_t *normed_q, *context_q, *act_q; /* the same rounded */
     int64_t hidden_bytes, context_bytes, act_bytes; /* of a rounded row */
     tc_task *tasks;
@@ -116,16 +117,31 @@ static void describe_attention(tc_attention *a, const tc_decoder *d, const tc_la
     };
 }
 
+/* Layers of one window plan their attention alike: 0 for those like the first layer, and so on. */
+static int attention_kind(const tc_decoder *d, int index) {
+    int first = 0, kind = 0;
+    while (d->layers[first].window != d->layers[index].window) ++first;
+    for (int i = 0; i < first; ++i) {
+        int is_new = 1;
+        for (int j = 0; j < i; ++j) is_new &= d->layers[j].window != d->layers[i].window;
+        kind += is_new;
+    }
+    return kind;
+}
+
 /* Lays out `memory`; returns its size. */
 static int64_t lay_out(buffers *b, const tc_decoder *d, const tc_step *s, int num_threads,
                        uint8_t *memory) {
     int64_t tokens = s->num_tokens, width = (int64_t)d->num_heads * d->head_dim;
-    int64_t attention_floats = 0;
+    int kinds = 0;
+    b->attention_floats = 0;
     for (int i = 0; i < d->num_layers; ++i) {
         tc_attention a;
+        if (attention_kind(d, i) < kinds) continue;
+        ++kinds;
         describe_attention(&a, d, &d->layers[i], s);
-        int64_t floats = tc_attention_scratch(&a, num_threads);
-        if (floats > attention_floats) attention_floats = floats;
+        int64_t floats = round_up(tc_attention_scratch(&a, num_threads), ALIGNMENT);
+        if (floats > b->attention_floats) b->attention_floats = floats;
     }
     uint8_t *next = memory;
     b->update = (float *)take(&next, tokens * d->hidden * 4);
@@ -133,7 +149,7 @@ static int64_t lay_out(buffers *b, const tc_decoder *d, const tc_step *s, int nu
     b->heads = (float *)take(&next, tokens * head_rows(d) * 4);
     b->context = (float *)take(&next, tokens * width * 4);
     b->act = (float *)take(&next, tokens * d->intermediate * 4);
-    b->attention = (float *)take(&next, attention_floats * 4);
+    b->attention = (float *)take(&next, kinds * b->attention_floats * 4);
     b->normed_q = take_rounded(&next, d, tokens, d->hidden, &b->hidden_bytes);
     b->context_q = take_rounded(&next, d, tokens, width, &b->context_bytes);
     b->act_q = take_rounded(&next, d, tokens, d->intermediate, &b->act_bytes);
@@ -142,11 +158,9 @@ static int64_t lay_out(buffers *b, const tc_decoder *d, const tc_step *s, int nu
     return next - memory;
 }
 
-int64_t tc_step_scratch(const tc_decoder *decoder, int64_t num_tokens, int64_t num_reqs,
-                        int num_threads) {
-    tc_step step = {.num_tokens = (int32_t)num_tokens, .num_reqs = (int32_t)num_reqs};
+int64_t tc_step_scratch(const tc_decoder *decoder, const tc_step *step, int num_threads) {
     buffers b;
-    return lay_out(&b, decoder, &step, num_threads, NULL);
+    return lay_out(&b, decoder, step, num_threads, NULL);
 }
 
 /* ---- tasks ---- */
@@ -280,7 +294,7 @@ static tc_task *add_layer(tc_task *next, const tc_decoder *d, const tc_step *s, 
     args->attention.slots = s->slots + layer->group * tokens;
     args->attention.heads = b->heads;
     args->attention.out = b->context;
-    args->attention.scratch = b->attention;
+    args->attention.scratch = b->attention + attention_kind(d, index) * b->attention_floats;
     next += tc_attention_tasks(&args->attention, num_threads, next);
 
     if (b->context_q) next = add(next, round_context, &args->attn_norm, tokens);
