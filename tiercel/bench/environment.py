@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from tiercel import env
+from tiercel.kernels.native.library import describe_library
 from tiercel.machine import usable_cpus
 from tiercel.version import __version__
 
@@ -87,8 +88,8 @@ def hardware() -> dict[str, str]:
             timeout=_NVIDIA_SMI_TIMEOUT_S,
             env=env.child_environment(),
         )
-    except (OSError, subprocess.SubprocessError):
-        return facts  # no driver
+    except (OSError, subprocess.SubprocessError):  # no driver
+        return facts | {"native_library": describe_library(usable_cpus())}
     return facts | {"gpu": "; ".join(answer.stdout.split("\n")).strip("; ")}
 
 

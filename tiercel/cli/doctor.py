@@ -17,6 +17,8 @@ from cyclopts import Group, Parameter
 from tiercel import env
 from tiercel.cli.options import CommonOptions
 from tiercel.cli.terminal import one_line, write
+from tiercel.errors import ArgumentError
+from tiercel.kernels.native.library import describe_library, variants
 from tiercel.machine import read_memory, usable_cpus
 from tiercel.version import __version__
 
@@ -38,6 +40,7 @@ def doctor(
         "packages": {name: _version_of(name) for name in _PACKAGES},
         "torch": _torch(),
         "driver": _driver(),
+        "native_library": _native_library(),
         "fused_kernels": _fused_kernels(),
         "cache": _cache(),
     }
@@ -45,7 +48,7 @@ def doctor(
         write(json_module.dumps(report, indent=2) + "\n")
     else:
         write(f"tiercel {report['tiercel']}\n")
-        for title in ("system", "packages", "torch", "driver", "fused_kernels", "cache"):
+        for title in tuple(report)[1:]:
             write(f"\n{title.replace('_', ' ')}\n")
             for key, value in report[title].items():  # type: ignore[attr-defined]
                 write(f"  {key:<20} {_text(value)}\n")
@@ -133,6 +136,15 @@ def _driver() -> dict[str, Any]:
     except (OSError, subprocess.SubprocessError) as error:
         return {"nvidia_smi": path, "error": one_line(str(error))}
     return {"nvidia_smi": path, "gpus": [one_line(line) for line in result.stdout.splitlines()]}
+
+
+def _native_library() -> dict[str, Any]:
+    """The library for CPUs: the variant that is used, or why there is none."""
+    try:
+        outcome = describe_library(usable_cpus())
+    except ArgumentError as error:
+        outcome = f"not used: {error} {error.hint}"
+    return {"library": outcome, "variants": list(variants())}
 
 
 def _fused_kernels() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Compiles the native library: `python -m tiercel.kernels.native.build`.
 
-All variants of an architecture are compiled from the same sources, in parallel, with $CC, a C
+All variants of an architecture are compiled from the same sources, with $CC, a C
 compiler of the system, or the one in the Python package `ziglang`, which also compiles for other
 systems (``--target``). A library that is up to date is kept. The build hook of the package
 (`hatch_build.py`) calls `build` before tiercel's dependencies are installed, so this file needs the
@@ -47,6 +47,10 @@ _COMPILERS: Final = ("cc", "gcc", "clang")
 _WARNINGS: Final = ("-Wall", "-Wextra", "-Werror")
 _GLIBC: Final = "2.28"  # the oldest that PyTorch's wheels run with
 MACOS_VERSION: Final = "11.0"  # the first for Apple's processors
+_LIBRARIES: Final = {
+    "linux": ("-lm", "-pthread"),
+    "windows": ("-lapi-ms-win-core-synch-l1-2-0",),  # WaitOnAddress
+}
 _TIMEOUT_S: Final = 900.0
 
 
@@ -92,20 +96,32 @@ def find_compiler(environment: Mapping[str, str], *, needs_zig: bool = False) ->
 def compile_command(
     compiler: Compiler, target: Target, variant: Variant, sanitize: str, *, is_strict: bool
 ) -> list[str]:
-    """The compiler's arguments, but for sources and output."""
-    command = [*compiler.command, *COMMON_FLAGS]
-    if compiler.is_zig:
-        command += ["-target", _zig_target(target), *variant.zig_flags]
-    else:
-        command += variant.flags
-        if target.system == "macos":
-            command.append(f"-mmacosx-version-min={MACOS_VERSION}")
+    """The compiler's arguments for every source: all but the names of files."""
+    command = [*compiler.command, *COMMON_FLAGS, *_target_flags(compiler, target)]
+    command += variant.zig_flags if compiler.is_zig else variant.flags
     command += _WARNINGS if is_strict else ()
     command += () if target.system == "windows" else ("-fPIC",)
-    if sanitize:
-        return [*command, "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitize}", "-shared"]
+    return [*command, *_sanitizer_flags(sanitize), "-c"]
+
+
+def link_command(compiler: Compiler, target: Target, sanitize: str) -> list[str]:
+    """The arguments that join objects, without flags of a variant.
+
+    With them Zig would build the C library's parts once for each variant, minutes on Windows.
+    """
+    command = [*compiler.command, *_target_flags(compiler, target), "-shared"]
     strips = target.system != "macos" or compiler.is_zig  # Apple's linker has no -s
-    return [*command, "-shared", *(("-s",) if strips else ())]
+    return [*command, *(_sanitizer_flags(sanitize) or (("-s",) if strips else ()))]
+
+
+def _sanitizer_flags(sanitize: str) -> tuple[str, ...]:
+    return ("-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitize}") if sanitize else ()
+
+
+def _target_flags(compiler: Compiler, target: Target) -> tuple[str, ...]:
+    if compiler.is_zig:
+        return ("-target", _zig_target(target))
+    return (f"-mmacosx-version-min={MACOS_VERSION}",) if target.system == "macos" else ()
 
 
 def _zig_target(target: Target) -> str:
@@ -155,40 +171,54 @@ def build(
     def make(variant: Variant) -> str:
         assert chosen is not None
         library, stamp = libraries[variant], source_stamp(variant)
-        command = compile_command(chosen, target, variant, sanitize, is_strict=is_strict)
-        error = _compile(command, target, library)
+        error = _make(
+            compile_command(chosen, target, variant, sanitize, is_strict=is_strict),
+            link_command(chosen, target, sanitize),
+            _LIBRARIES.get(target.system, ()),
+            library,
+        )
         if not error:
             write_stamp(library, stamp, sanitize)
         return f"{library.name}: {error}" if error else ""
 
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        errors = [error for error in pool.map(make, outdated) if error]
+    errors = [error for error in map(make, outdated) if error]
     if errors:
         raise InstallationError("; ".join(errors))
     (out / ERROR_FILE).unlink(missing_ok=True)
     return list(libraries.values())
 
 
-def _compile(command: Sequence[str], target: Target, library: Path) -> str:
+def _make(
+    compile_line: Sequence[str], link_line: Sequence[str], libraries: Sequence[str], library: Path
+) -> str:
     """Make one library; returns the compiler's first complaint, "" if there is none."""
-    libraries = {"linux": ("-lm", "-pthread"), "windows": ("-lsynchronization",)}
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
-        sources = sorted(str(path) for path in SOURCE_DIR.glob("*.c"))
-        line = [*command, *sources, "-o", str(made), *libraries.get(target.system, ())]
-        try:
-            done = subprocess.run(
-                line, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            return str(error)
-        if done.returncode != 0:
-            lines = done.stderr.strip().splitlines() or [
-                f"{command[0]} ended with {done.returncode}"
-            ]
-            return next((text for text in lines if "error" in text), lines[0])
-        made.replace(library)
-    return ""
+        sources = sorted(path.absolute() for path in SOURCE_DIR.glob("*.c"))
+        objects = [f"{path.stem}.o" for path in sources]
+        lines = [
+            [*compile_line, str(source), "-o", name]
+            for source, name in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            error = next(filter(None, pool.map(lambda line: _run(line, folder), lines)), "")
+        made = Path(folder).absolute() / library.name
+        error = error or _run([*link_line, *objects, "-o", str(made), *libraries], folder)
+        if not error:
+            made.replace(library)
+    return error
+
+
+def _run(line: Sequence[str], folder: str) -> str:
+    try:
+        done = subprocess.run(
+            line, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines() or [f"{line[0]} ended with {done.returncode}"]
+    return next((text for text in lines if "error" in text), lines[0])
 
 
 def exported_symbols(library: Path) -> set[str]:

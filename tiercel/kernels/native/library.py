@@ -76,6 +76,21 @@ def native_refusal() -> str:
     return found if isinstance(found, str) else ""
 
 
+def describe_library(num_threads: int) -> str:
+    """The library in a few words for logs and reports: what is used, or why nothing is.
+
+    Args:
+        num_threads: number of threads that it will use.
+
+    Raises:
+        ArgumentError: ``TIERCEL_CPU`` or ``TIERCEL_NATIVE`` has a value that cannot be.
+    """
+    refusal = native_refusal()
+    if refusal:
+        return f"not used: {refusal}"
+    return f"{library().variant}, {num_threads} thread{'s' if num_threads > 1 else ''}"
+
+
 def variants() -> tuple[str, ...]:
     """Names of the variants that this machine runs, the fastest first; () if none is built."""
     found = _load("plain")

@@ -15,6 +15,7 @@ from tiercel.kernels.native.variants import (
     ERROR_FILE,
     LIBRARY_DIR,
     native_target,
+    refuse_libraries,
     refuse_library,
     source_stamp,
 )
@@ -48,7 +49,7 @@ def build_requirements(environment: Mapping[str, str]) -> list[str]:
     """
     target = native_target()
     has_zig = target.system in _ZIG_SYSTEMS and target.architecture in _ZIG_ARCHITECTURES
-    if not has_zig or _wish(environment):
+    if not has_zig or _wish(environment) or not refuse_libraries():
         return []
     try:
         is_zig = find_compiler(environment).is_zig

@@ -57,7 +57,7 @@ VARIANTS: Final = (  # the fastest first
     Variant(
         *("neon", "aarch64", abi.CPU_NEON),
         flags=("-march=armv8.2-a+dotprod+fp16",),
-        zig_flags=("-mcpu=generic+v8.2a+dotprod+fullfp16",),
+        zig_flags=("-mcpu=generic+v8_2a+dotprod+fullfp16",),
     ),
     Variant("plain", "", 0),
 )
