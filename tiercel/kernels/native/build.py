@@ -1,8 +1,8 @@
 """Compiles the native library: `python -m tiercel.kernels.native.build`.
 
-All variants of an architecture are compiled from the same sources, with $CC, a C
-compiler of the system, or the one in the Python package `ziglang`, which also compiles for other
-systems (``--target``). A library that is up to date is kept. The build hook of the package
+All variants of an architecture are compiled from the same sources, with $CC, a C compiler of the
+system, or the one in the Python package `ziglang`, which also compiles for other systems
+(``--target``). A library that is up to date is kept. The build hook of the package
 (`hatch_build.py`) calls `build` before tiercel's dependencies are installed, so this file needs the
 standard library alone.
 """
@@ -218,7 +218,7 @@ def _run(line: Sequence[str], folder: str) -> str:
     if done.returncode == 0:
         return ""
     lines = done.stderr.strip().splitlines() or [f"{line[0]} ended with {done.returncode}"]
-    return next((text for text in lines if "error" in text), lines[0])
+    return next((text for text in lines if "error:" in text), lines[0])
 
 
 def exported_symbols(library: Path) -> set[str]:
