@@ -12,21 +12,29 @@
 #include "simd.h"
 #include "tiles.h"
 
-#if defined(__AVX2__) || defined(__ARM_NEON)
 #define TC_INLINE static inline __attribute__((always_inline))
-#else
-#define TC_INLINE static inline
+
+#if defined(__AVX2__)
+#define TC_INT8_AVX2
+#elif defined(__ARM_NEON) && defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define TC_INT8_NEON
 #endif
+
+/* Tokens multiplied side by side: as many as keep their sums in registers. */
+#if defined(TC_INT8_AVX2) || defined(TC_INT8_NEON)
+#define TC_INT8_TOKENS 4
+#else
+#define TC_INT8_TOKENS 1
+#endif
+
 /* Before a loop of at most 8 rounds, known when compiling, whose variables are to be registers. */
-#if !defined(__AVX2__) && !defined(__ARM_NEON)
-#define TC_UNROLL
-#elif defined(__clang__)
+#if defined(__clang__)
 #define TC_UNROLL _Pragma("clang loop unroll(full)")
 #else
 #define TC_UNROLL _Pragma("GCC unroll 8")
 #endif
 
-#if defined(__AVX2__)
+#if defined(TC_INT8_AVX2)
 
 typedef __m256i b32;  /* 32 bytes */
 typedef __m256i i32x8; /* 8 row sums */
@@ -124,7 +132,7 @@ TC_INLINE i32x8 sums_scaled(sums a, row_scales scales) { return _mm256_madd_epi1
 
 #endif
 
-#elif defined(__ARM_NEON) && defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#elif defined(TC_INT8_NEON)
 
 typedef struct {
     int8x16_t lo, hi; /* rows 0..3, rows 4..7 */
@@ -227,67 +235,117 @@ TC_INLINE i32x8 scale_pairs_offset(scale_pairs scales, const uint8_t *halves) {
                       vmlaq_n_s32(vmulq_n_s32(scales.half[0].hi, low), scales.half[1].hi, high));
 }
 
-#else /* plain C */
+#else /* vectors of GCC and Clang, which any target has; sums as without VNNI above */
 
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+typedef uint16_t u16x8 __attribute__((vector_size(16)));
+typedef uint32_t u32x4 __attribute__((vector_size(16)));
+typedef int16_t i16x8 __attribute__((vector_size(16)));
+typedef int32_t i32x4 __attribute__((vector_size(16)));
 typedef struct {
-    uint8_t v[32];
+    u8x16 half[2];
 } b32;
 typedef struct {
-    int32_t v[8];
+    i32x4 half[2];
 } i32x8;
-typedef i32x8 sums;
+typedef struct {
+    i16x8 half[2];
+} sums; /* two to a row */
 typedef i32x8 row_scales;
-enum { STEPS_4 = 8, STEPS_5 = 8, STEPS_6 = 4, STEPS_8 = 8 };
+enum { STEPS_4 = 8, STEPS_5 = 4, STEPS_6 = 2, STEPS_8 = 1 };
 enum { SIGNED_OFFSET = 0 };
-#define TC_EACH_OF(type, count, expression) \
-    do {                                    \
-        type out_;                          \
-        for (int i = 0; i < (count); ++i)   \
-            out_.v[i] = (expression);       \
-        return out_;                        \
+#define TC_HALVES(type, expression)   \
+    do {                              \
+        type out_;                    \
+        for (int i = 0; i < 2; ++i)   \
+            out_.half[i] = (expression); \
+        return out_;                  \
     } while (0)
 
-TC_INLINE b32 b32_load(const uint8_t *p) { TC_EACH_OF(b32, 32, p[i]); }
-TC_INLINE void b32_store(uint8_t *p, b32 a) { memcpy(p, a.v, 32); }
-TC_INLINE b32 b32_or(b32 a, b32 b) { TC_EACH_OF(b32, 32, a.v[i] | b.v[i]); }
-TC_INLINE b32 b32_columns(const uint8_t *p) { TC_EACH_OF(b32, 32, p[i & 3]); }
-TC_INLINE b32 b32_nibbles(b32 a, int high) { TC_EACH_OF(b32, 32, high ? a.v[i] >> 4 : a.v[i] & 15); }
+TC_INLINE b32 b32_load(const uint8_t *p) {
+    b32 a;
+    memcpy(&a, p, sizeof a);
+    return a;
+}
+TC_INLINE void b32_store(uint8_t *p, b32 a) { memcpy(p, &a, sizeof a); }
+TC_INLINE b32 b32_or(b32 a, b32 b) { TC_HALVES(b32, a.half[i] | b.half[i]); }
+TC_INLINE b32 b32_columns(const uint8_t *p) {
+    int32_t four;
+    memcpy(&four, p, 4);
+    i32x4 all = {four, four, four, four};
+    TC_HALVES(b32, (u8x16)all);
+}
+TC_INLINE b32 b32_nibbles(b32 a, int high) {
+    TC_HALVES(b32, (u8x16)((u16x8)a.half[i] >> (high ? 4 : 0)) & 15);
+}
 TC_INLINE b32 b32_bits_to_4(b32 a, int from, int mask) {
-    TC_EACH_OF(b32, 32, (uint8_t)(a.v[i] << 4 >> from & mask));
+    int left = from < 4 ? 4 - from : 0, right = from < 4 ? 0 : from - 4;
+    TC_HALVES(b32, (u8x16)((u16x8)a.half[i] << left >> right) & (uint8_t)mask);
 }
 TC_INLINE b32 b32_iq4(b32 codes) {
     static const int8_t values[16] = {TC_IQ4_VALUES};
-    TC_EACH_OF(b32, 32, (uint8_t)values[codes.v[i]]);
+    uint8_t bytes[32];
+    b32_store(bytes, codes);
+    for (int i = 0; i < 32; ++i) bytes[i] = (uint8_t)values[bytes[i]];
+    return b32_load(bytes);
 }
 TC_INLINE b32 b32_signed_codes(b32 a) { return a; }
-TC_INLINE i32x8 i32x8_add(i32x8 a, i32x8 b) { TC_EACH_OF(i32x8, 8, a.v[i] + b.v[i]); }
-TC_INLINE i32x8 i32x8_sub(i32x8 a, i32x8 b) { TC_EACH_OF(i32x8, 8, a.v[i] - b.v[i]); }
-TC_INLINE vf i32x8_floats(i32x8 a) { return vf_from_i32(a.v); }
+TC_INLINE i32x8 i32x8_add(i32x8 a, i32x8 b) { TC_HALVES(i32x8, a.half[i] + b.half[i]); }
+TC_INLINE i32x8 i32x8_sub(i32x8 a, i32x8 b) { TC_HALVES(i32x8, a.half[i] - b.half[i]); }
+TC_INLINE vf i32x8_floats(i32x8 a) {
+    int32_t rows[8];
+    memcpy(rows, &a, sizeof rows);
+    return vf_from_i32(rows);
+}
+TC_INLINE i32x8 i32x8_from_i8(const uint8_t *p) {
+    i32x8 a = {{{(int8_t)p[0], (int8_t)p[1], (int8_t)p[2], (int8_t)p[3]},
+                {(int8_t)p[4], (int8_t)p[5], (int8_t)p[6], (int8_t)p[7]}}};
+    return a;
+}
 TC_INLINE i32x8 i32x8_offset(const uint8_t *halves, int factor) {
     int16_t parts[2];
     memcpy(parts, halves, 4);
-    TC_EACH_OF(i32x8, 8, (parts[0] + parts[1]) * factor);
+    i32x4 none = {0};
+    TC_HALVES(i32x8, none + (parts[0] + parts[1]) * factor);
 }
-TC_INLINE vf vf_from_u8(const uint8_t *p) { TC_EACH_OF(vf, 8, (float)p[i]); }
-TC_INLINE vf vf_from_i8(const uint8_t *p) { TC_EACH_OF(vf, 8, (float)(int8_t)p[i]); }
-TC_INLINE sums sums_next(sums a, b32 w, b32 x) {
-    for (int i = 0; i < 32; ++i) a.v[i / 4] += (int8_t)w.v[i] * (int8_t)x.v[i];
-    return a;
+TC_INLINE vf vf_from_u8(const uint8_t *p) {
+    int32_t rows[8];
+    for (int i = 0; i < 8; ++i) rows[i] = p[i];
+    return vf_from_i32(rows);
 }
+TC_INLINE vf vf_from_i8(const uint8_t *p) { return i32x8_floats(i32x8_from_i8(p)); }
+
+/* Signed bytes at even or odd places, as 16 bits. */
+TC_INLINE i16x8 even_bytes(u8x16 a) { return (i16x8)((u16x8)a << 8) >> 8; }
+TC_INLINE i16x8 odd_bytes(u8x16 a) { return (i16x8)a >> 8; }
 TC_INLINE sums sums_first(b32 w, b32 x) {
-    sums none = {{0}};
-    return sums_next(none, w, x);
+    TC_HALVES(sums, even_bytes(w.half[i]) * even_bytes(x.half[i]) + odd_bytes(w.half[i]) * odd_bytes(x.half[i]));
+}
+TC_INLINE sums sums_next(sums a, b32 w, b32 x) {
+    sums b = sums_first(w, x);
+    TC_HALVES(sums, a.half[i] + b.half[i]);
 }
 TC_INLINE sums sums_first_signed(b32 w, b32 x) { return sums_first(w, x); }
-TC_INLINE i32x8 sums_total(sums a) { return a; }
-TC_INLINE row_scales row_scales_load(const uint8_t *p) { TC_EACH_OF(i32x8, 8, (int8_t)p[i]); }
-TC_INLINE i32x8 sums_scaled(sums a, row_scales scales) { TC_EACH_OF(i32x8, 8, a.v[i] * scales.v[i]); }
-typedef const uint8_t *scale_pairs;
-TC_INLINE scale_pairs scale_pairs_load(const uint8_t *scales) { return scales; }
+TC_INLINE i32x8 sums_total(sums a) {
+    TC_HALVES(i32x8, ((i32x4)a.half[i] >> 16) + ((i32x4)((u32x4)a.half[i] << 16) >> 16));
+}
+TC_INLINE row_scales row_scales_load(const uint8_t *p) { return i32x8_from_i8(p); }
+TC_INLINE i32x8 sums_scaled(sums a, row_scales scales) {
+    i32x8 total = sums_total(a);
+    TC_HALVES(i32x8, total.half[i] * scales.half[i]);
+}
+typedef struct {
+    i32x8 half[2];
+} scale_pairs;
+TC_INLINE scale_pairs scale_pairs_load(const uint8_t *scales) {
+    scale_pairs pairs = {{i32x8_from_i8(scales), i32x8_from_i8(scales + 8)}};
+    return pairs;
+}
 TC_INLINE i32x8 scale_pairs_offset(scale_pairs scales, const uint8_t *halves) {
     int16_t parts[2];
     memcpy(parts, halves, 4);
-    TC_EACH_OF(i32x8, 8, 32 * (parts[0] * (int8_t)scales[i] + parts[1] * (int8_t)scales[8 + i]));
+    int32_t low = 32 * parts[0], high = 32 * parts[1];
+    TC_HALVES(i32x8, scales.half[0].half[i] * low + scales.half[1].half[i] * high);
 }
 
 #endif

@@ -3,8 +3,8 @@
  * in ascending groups. Q6_K's two scales of a group are integers and belong to the exact sum.
  *
  * Two tiles go side by side, so that a token's four columns are loaded once for 16 rows, and up to
- * four tokens. With more tokens, BLOCK_GROUPS groups are multiplied with four tokens after four
- * while they are in the first cache. Codes are unpacked in registers, but where that costs much (bits
+ * TOKENS tokens. With more tokens, BLOCK_GROUPS groups are multiplied with TOKENS after TOKENS while
+ * they are in the first cache. Codes are unpacked in registers, but where that costs much (bits
  * above the fourth) and there are many tokens, once for all of them. None of this changes the
  * operations of an output or their order. */
 #include "int8_tiles.h"
@@ -13,7 +13,7 @@
 
 enum {
     PAIR = 2,          /* tiles side by side */
-    TOKENS = 4,        /* tokens side by side */
+    TOKENS = TC_INT8_TOKENS,
     BLOCK_GROUPS = 32, /* at most 20 KB, unpacked ones; whole records */
     BLOCK_TOKENS = 128,
     FEW_TOKENS = 8 /* not worth unpacking */
@@ -233,12 +233,19 @@ typedef struct {
     unpacked_fn *unpacked[TOKENS];
 } functions;
 
+#if TC_INT8_TOKENS == 4
+#define EACH_COUNT(define, type) define(type, 1) define(type, 2) define(type, 3) define(type, 4)
+#define ALL_COUNTS(name) name##_1, name##_2, name##_3, name##_4
+#else
+#define EACH_COUNT(define, type) define(type, 1)
+#define ALL_COUNTS(name) name##_1
+#endif
 #define PACKED(type, num_x)                                                                        \
     static void packed_##type##_##num_x(const uint8_t *const *tiles, int64_t first, int64_t count, \
                                         const token *x, float (*sum)[PAIR][TC_TILE_ROWS]) {        \
         multiply_packed(TC_##type, num_x, tiles, first, count, x, sum);                            \
     }
-#define PACKED_TYPE(type) PACKED(type, 1) PACKED(type, 2) PACKED(type, 3) PACKED(type, 4)
+#define PACKED_TYPE(type) EACH_COUNT(PACKED, type)
 #define UNPACK(type)                                                                               \
     static void unpack_##type(const uint8_t *const *tiles, int64_t first, int64_t count,           \
                               unpacked_group (*block)[PAIR]) {                                     \
@@ -250,7 +257,7 @@ typedef struct {
                                           float (*sum)[PAIR][TC_TILE_ROWS]) {                      \
         multiply_unpacked(TC_##type, num_x, block, first, count, x, sum);                          \
     }
-#define UNPACKED_TYPE(type) UNPACKED(type, 1) UNPACKED(type, 2) UNPACKED(type, 3) UNPACKED(type, 4)
+#define UNPACKED_TYPE(type) EACH_COUNT(UNPACKED, type)
 
 PACKED_TYPE(Q4_0)
 PACKED_TYPE(Q4_1)
@@ -270,20 +277,18 @@ UNPACKED_TYPE(Q5_0)
 UNPACKED_TYPE(Q5_1) /* of Q5_K too */
 UNPACKED_TYPE(Q6_K)
 
-#define FUNCTIONS_4(name) name##_1, name##_2, name##_3, name##_4
-
 static functions functions_of(int32_t type) {
     switch (type) {
-    case TC_Q4_0: return (functions){{FUNCTIONS_4(packed_Q4_0)}, 0, {0}};
-    case TC_Q4_1: return (functions){{FUNCTIONS_4(packed_Q4_1)}, 0, {0}};
-    case TC_Q5_0: return (functions){{FUNCTIONS_4(packed_Q5_0)}, unpack_Q5_0, {FUNCTIONS_4(unpacked_Q5_0)}};
-    case TC_Q5_1: return (functions){{FUNCTIONS_4(packed_Q5_1)}, unpack_Q5_1, {FUNCTIONS_4(unpacked_Q5_1)}};
-    case TC_Q8_0: return (functions){{FUNCTIONS_4(packed_Q8_0)}, 0, {0}};
-    case TC_Q4_K: return (functions){{FUNCTIONS_4(packed_Q4_K)}, 0, {0}};
-    case TC_Q5_K: return (functions){{FUNCTIONS_4(packed_Q5_K)}, unpack_Q5_K, {FUNCTIONS_4(unpacked_Q5_1)}};
-    case TC_Q6_K: return (functions){{FUNCTIONS_4(packed_Q6_K)}, unpack_Q6_K, {FUNCTIONS_4(unpacked_Q6_K)}};
-    case TC_IQ4_NL: return (functions){{FUNCTIONS_4(packed_IQ4_NL)}, 0, {0}};
-    case TC_IQ4_XS: return (functions){{FUNCTIONS_4(packed_IQ4_XS)}, 0, {0}};
+    case TC_Q4_0: return (functions){{ALL_COUNTS(packed_Q4_0)}, 0, {0}};
+    case TC_Q4_1: return (functions){{ALL_COUNTS(packed_Q4_1)}, 0, {0}};
+    case TC_Q5_0: return (functions){{ALL_COUNTS(packed_Q5_0)}, unpack_Q5_0, {ALL_COUNTS(unpacked_Q5_0)}};
+    case TC_Q5_1: return (functions){{ALL_COUNTS(packed_Q5_1)}, unpack_Q5_1, {ALL_COUNTS(unpacked_Q5_1)}};
+    case TC_Q8_0: return (functions){{ALL_COUNTS(packed_Q8_0)}, 0, {0}};
+    case TC_Q4_K: return (functions){{ALL_COUNTS(packed_Q4_K)}, 0, {0}};
+    case TC_Q5_K: return (functions){{ALL_COUNTS(packed_Q5_K)}, unpack_Q5_K, {ALL_COUNTS(unpacked_Q5_1)}};
+    case TC_Q6_K: return (functions){{ALL_COUNTS(packed_Q6_K)}, unpack_Q6_K, {ALL_COUNTS(unpacked_Q6_K)}};
+    case TC_IQ4_NL: return (functions){{ALL_COUNTS(packed_IQ4_NL)}, 0, {0}};
+    case TC_IQ4_XS: return (functions){{ALL_COUNTS(packed_IQ4_XS)}, 0, {0}};
     default: return (functions){{0}, 0, {0}};
     }
 }
