@@ -17,13 +17,6 @@ static void set_half_factors(tc_codes *out, float first, float second) {
 
 /* ---- blocks of one group ---- */
 
-/* Bit i of the word as bit 4 of byte i. */
-static vb fifth_bits(const uint8_t *word) {
-    uint8_t bits[TC_GROUP];
-    for (int i = 0; i < TC_GROUP; ++i) bits[i] = (uint8_t)((word[i / 8] >> i % 8 & 1) << 4);
-    return vb_load(bits);
-}
-
 static void codes_q4_0(const uint8_t *block, unsigned group, tc_codes *out) {
     (void)group;
     vb_store(out->q, vb_sub(vb_load_nibbles(block + 2), vb_set(8)));
@@ -38,13 +31,13 @@ static void codes_q4_1(const uint8_t *block, unsigned group, tc_codes *out) {
 
 static void codes_q5_0(const uint8_t *block, unsigned group, tc_codes *out) {
     (void)group;
-    vb_store(out->q, vb_sub(vb_or(vb_load_nibbles(block + 6), fifth_bits(block + 2)), vb_set(16)));
+    vb_store(out->q, vb_sub(vb_or(vb_load_nibbles(block + 6), vb_spread(block + 2)), vb_set(16)));
     set_factors(out, tc_f16_at(block), -0.0f);
 }
 
 static void codes_q5_1(const uint8_t *block, unsigned group, tc_codes *out) {
     (void)group;
-    vb_store(out->q, vb_or(vb_load_nibbles(block + 8), fifth_bits(block + 4)));
+    vb_store(out->q, vb_or(vb_load_nibbles(block + 8), vb_spread(block + 4)));
     set_factors(out, tc_f16_at(block), tc_f16_at(block + 2));
 }
 

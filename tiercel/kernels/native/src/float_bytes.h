@@ -6,7 +6,7 @@
 
 /* vb_shl and vb_shr shift bytes by less than 8; bits of a neighbour may come in, which the caller
  * masks. vb_load_nibbles: low nibbles of 16 bytes, then their high nibbles. vb_look_up: table[index]
- * for indices below 16. vb_column: signed bytes 4 * i + j of 8 lanes i, as floats. */
+ * for indices below 16. vb_spread: bit i of 4 bytes as bit 4 of byte i. vb_column: signed bytes 4 * i + j of 8 lanes i, as floats. */
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
@@ -26,6 +26,14 @@ static inline vb vb_load_nibbles(const uint8_t *p) {
 static inline vb vb_look_up(const int8_t *table, vb index) {
     __m128i values = _mm_loadu_si128((const __m128i *)table);
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), index);
+}
+static inline vb vb_spread(const uint8_t *word) {
+    int32_t bits;
+    memcpy(&bits, word, 4);
+    const vb places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const vb bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
+    vb spread = vb_and(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), places), bit);
+    return vb_and(_mm256_cmpeq_epi8(spread, bit), vb_set(16));
 }
 static inline vf vb_column(vb a, int j) {
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 24 - 8 * j), 24));
@@ -70,6 +78,13 @@ static inline vb vb_look_up(const int8_t *table, vb index) {
     uint8x16_t values = vreinterpretq_u8_s8(vld1q_s8(table));
     return vb_make(vqtbl1q_u8(values, index.lo), vqtbl1q_u8(values, index.hi));
 }
+static inline uint8x16_t tc_spread_two(const uint8_t *p) {
+    const uint8x16_t bit = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
+    return vandq_u8(vtstq_u8(vcombine_u8(vdup_n_u8(p[0]), vdup_n_u8(p[1])), bit), vdupq_n_u8(16));
+}
+static inline vb vb_spread(const uint8_t *word) {
+    return vb_make(tc_spread_two(word), tc_spread_two(word + 2));
+}
 static inline float32x4_t tc_column_of_four(uint8x16_t a, int j) {
     int32x4_t top = vshlq_s32(vreinterpretq_s32_u8(a), vdupq_n_s32(24 - 8 * j));
     return vcvtq_f32_s32(vshrq_n_s32(top, 24));
@@ -110,6 +125,7 @@ static inline vb vb_shr(vb a, int n) { TC_EACH_BYTE(a.v[i] >> n); }
 static inline void vb_store(int8_t *p, vb a) { memcpy(p, a.v, 32); }
 static inline vb vb_load_nibbles(const uint8_t *p) { TC_EACH_BYTE(i < 16 ? p[i] & 15 : p[i - 16] >> 4); }
 static inline vb vb_look_up(const int8_t *table, vb index) { TC_EACH_BYTE(table[index.v[i]]); }
+static inline vb vb_spread(const uint8_t *word) { TC_EACH_BYTE((word[i / 8] >> i % 8 & 1) << 4); }
 static inline vf vb_column(vb a, int j) { TC_EACH((float)(int8_t)a.v[4 * i + j]); }
 static inline vf vf_from_i8(const int8_t *p) { TC_EACH((float)p[i]); }
 static inline float tc_f16_at(const uint8_t *p) {

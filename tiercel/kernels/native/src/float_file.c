@@ -7,6 +7,7 @@ enum {
     BLOCK_ROWS = 4,     /* weight rows and tokens whose sums are in registers */
     BLOCK_TOKENS = 3,
     BLOCK_COLS = 1024,
+    FEW_TOKENS = 16,
     CHUNK_TOKENS = 96,  /* activations of so many tokens and BLOCK_COLS columns stay in the L2 cache */
     BUFFER_STRIDE = BLOCK_COLS + 16 /* rows do not share the sets of the L1 cache */
 };
@@ -74,76 +75,77 @@ static void product_bf16(const uint8_t *const *rows, const float *const *x, int 
     PRODUCT_OF(TC_BF16)
 }
 
-typedef struct {
-    const uint8_t *rows[BLOCK_ROWS]; /* at column 0 of the block; the last is repeated beyond num_rows */
-    int32_t type;
-    int num_rows;
-    int64_t first_col, cols;
-} row_block;
-
-/* Adds a block's products with up to BLOCK_TOKENS rows of x to y, or sets y for the first block. */
-static void multiply(const row_block *block, const float *x, int64_t ldx, int tokens, float *y,
-                     int64_t ldy) {
-    const float *at[BLOCK_TOKENS];
-    float sums[BLOCK_TOKENS][BLOCK_ROWS];
-    for (int t = 0; t < tokens; ++t) at[t] = x + t * ldx + block->first_col;
-    switch (block->type) {
-    case TC_F16: product_f16(block->rows, at, tokens, block->cols, sums); break;
-    case TC_BF16: product_bf16(block->rows, at, tokens, block->cols, sums); break;
-    default: product_f32(block->rows, at, tokens, block->cols, sums);
-    }
-    for (int t = 0; t < tokens; ++t)
-        for (int r = 0; r < block->num_rows; ++r)
-            y[t * ldy + r] = block->first_col ? y[t * ldy + r] + sums[t][r] : sums[t][r];
-}
-
 static int64_t at_most(int64_t count, int64_t limit) { return count < limit ? count : limit; }
 
-/* Plain floats and few tokens: each row is read once, from the file's bytes. */
-static void multiply_rows(const tc_weight *w, int64_t first, int64_t last, const tc_input *in, float *y,
-                          int64_t ldy) {
-    const int64_t bytes = w->type == TC_F32 ? 4 : 2;
-    for (int64_t r = first; r < last; r += BLOCK_ROWS) {
-        row_block block = {.type = w->type, .num_rows = (int)at_most(last - r, BLOCK_ROWS)};
-        for (int64_t c = 0; c < w->cols; c += BLOCK_COLS) {
-            block.first_col = c;
-            block.cols = at_most(w->cols - c, BLOCK_COLS);
-            for (int i = 0; i < BLOCK_ROWS; ++i)
-                block.rows[i] = w->data + at_most(r + i, last - 1) * w->row_bytes + c * bytes;
-            multiply(&block, in->x, in->ldx, (int)in->rows, y + r - first, ldy);
-        }
+/* A piece of a product: rows [first, last) of the weights and some rows of x. */
+typedef struct {
+    const tc_weight *w;
+    const tc_format *format;
+    int64_t first, last;
+    const float *x;
+    int64_t ldx, tokens;
+    float *y; /* of row `first` */
+    int64_t ldy;
+} piece;
+
+/* Adds the product of BLOCK_ROWS rows from row r on and BLOCK_TOKENS tokens from token t on, over
+ * columns [c, c + cols), to y; sets it where c is 0. */
+static void add_product(const piece *p, int32_t type, const uint8_t *const *rows, int64_t r, int64_t t,
+                        int64_t c, int64_t cols) {
+    const int tokens = (int)at_most(p->tokens - t, BLOCK_TOKENS);
+    const int num_rows = (int)at_most(p->last - r, BLOCK_ROWS);
+    const float *x[BLOCK_TOKENS];
+    float sums[BLOCK_TOKENS][BLOCK_ROWS];
+    for (int i = 0; i < tokens; ++i) x[i] = p->x + (t + i) * p->ldx + c;
+    switch (type) {
+    case TC_F16: product_f16(rows, x, tokens, cols, sums); break;
+    case TC_BF16: product_bf16(rows, x, tokens, cols, sums); break;
+    default: product_f32(rows, x, tokens, cols, sums);
+    }
+    for (int i = 0; i < tokens; ++i) {
+        float *y = p->y + (t + i) * p->ldy + r - p->first;
+        for (int k = 0; k < num_rows; ++k) y[k] = c ? y[k] + sums[i][k] : sums[i][k];
     }
 }
 
-/* Any type: a block of weights becomes floats once for CHUNK_TOKENS tokens. */
-static void multiply_chunk(const tc_weight *w, int64_t first, int64_t last, const float *x, int64_t ldx,
-                           int64_t tokens, float *y, int64_t ldy) {
-    const tc_format *format = tc_find_format(w->type);
+/* BLOCK_ROWS rows from row r on, BLOCK_COLS columns from column c on, times all tokens. Plain floats
+ * are read from the file's bytes, other types decoded once. Rows beyond the last repeat it. */
+static void multiply_block(const piece *p, int64_t r, int64_t c) {
+    const int64_t cols = at_most(p->w->cols - c, BLOCK_COLS);
+    const int is_plain = !p->format->codes;
+    const uint8_t *rows[BLOCK_ROWS];
     float buffer[BLOCK_ROWS * BUFFER_STRIDE];
-    for (int64_t c = 0; c < w->cols; c += BLOCK_COLS) {
-        row_block block = {.type = TC_F32, .first_col = c, .cols = at_most(w->cols - c, BLOCK_COLS)};
-        for (int64_t r = first; r < last; r += BLOCK_ROWS) {
-            block.num_rows = (int)at_most(last - r, BLOCK_ROWS);
-            for (int i = 0; i < block.num_rows; ++i)
-                tc_decode_columns(format, w->data + (r + i) * w->row_bytes, c, block.cols,
-                                  buffer + i * BUFFER_STRIDE);
-            for (int i = 0; i < BLOCK_ROWS; ++i)
-                block.rows[i] = (const uint8_t *)(buffer + at_most(i, block.num_rows - 1) * BUFFER_STRIDE);
-            for (int64_t t = 0; t < tokens; t += BLOCK_TOKENS)
-                multiply(&block, x + t * ldx, ldx, (int)at_most(tokens - t, BLOCK_TOKENS),
-                         y + t * ldy + r - first, ldy);
-        }
+    for (int i = 0; i < BLOCK_ROWS; ++i) {
+        const int64_t row = at_most(r + i, p->last - 1);
+        const uint8_t *bytes = p->w->data + row * p->w->row_bytes;
+        float *decoded = buffer + (row - r) * BUFFER_STRIDE;
+        if (!is_plain && row == r + i) tc_decode_columns(p->format, bytes, c, cols, decoded);
+        rows[i] = is_plain ? bytes + c * p->format->block_bytes : (const uint8_t *)decoded;
+    }
+    for (int64_t t = 0; t < p->tokens; t += BLOCK_TOKENS)
+        add_product(p, is_plain ? p->format->type : TC_F32, rows, r, t, c, cols);
+}
+
+/* Few tokens: rows are read from begin to end. Many: their columns of x stay in the cache. */
+static void multiply(const piece *p) {
+    if (p->tokens <= FEW_TOKENS) {
+        for (int64_t r = p->first; r < p->last; r += BLOCK_ROWS)
+            for (int64_t c = 0; c < p->w->cols; c += BLOCK_COLS) multiply_block(p, r, c);
+    } else {
+        for (int64_t c = 0; c < p->w->cols; c += BLOCK_COLS)
+            for (int64_t r = p->first; r < p->last; r += BLOCK_ROWS) multiply_block(p, r, c);
     }
 }
 
 void tc_matmul_file_float(const tc_weight *w, int64_t first, int64_t last, const tc_input *in, float *y,
                           int64_t ldy) {
-    const int is_float = w->type == TC_F32 || w->type == TC_F16 || w->type == TC_BF16;
-    if (is_float && in->rows <= BLOCK_TOKENS) {
-        if (in->rows) multiply_rows(w, first, last, in, y, ldy);
-        return;
+    const tc_format *format = tc_find_format(w->type);
+    for (int64_t t = 0; t < in->rows; t += CHUNK_TOKENS) {
+        const piece p = {
+            .w = w, .format = format, .first = first, .last = last,
+            .x = in->x + t * in->ldx, .ldx = in->ldx, .tokens = at_most(in->rows - t, CHUNK_TOKENS),
+            .y = y + t * ldy, .ldy = ldy,
+        };
+        multiply(&p);
     }
-    for (int64_t t = 0; t < in->rows; t += CHUNK_TOKENS)
-        multiply_chunk(w, first, last, in->x + t * in->ldx, in->ldx, at_most(in->rows - t, CHUNK_TOKENS),
-                       y + t * ldy, ldy);
 }
