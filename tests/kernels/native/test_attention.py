@@ -20,6 +20,7 @@ from tests.kernels.native.attention_cases import (
 )
 from tests.kernels.native.rows_library import variants
 from tiercel.reference import prefill_attention as attention_oracle
+from tiercel.reference import rms_norm as rms_norm_oracle
 from tiercel.reference import rotary_kv_write as rotary_oracle
 
 CACHE_ROUNDING = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
@@ -29,17 +30,18 @@ pytestmark = pytest.mark.parametrize("variant", variants())
 
 
 def expected_heads(step: Step, heads: Tensor) -> Tensor:
-    """Queries, keys and values after norm and rotation, float64."""
-    norms = step.norms
-    return rotary_oracle.rotary_kv_write(
-        heads,
-        step.angles[step.positions.long()],
-        torch.empty(1, 1, step.shape.num_kv_heads, step.shape.head_dim, dtype=torch.float64),
-        torch.empty(1, 1, step.shape.num_kv_heads, step.shape.head_dim, dtype=torch.float64),
-        torch.full((len(heads),), -1),
-        norms,
-        1e-5,
-    )
+    """Queries, keys and values after norm and rotation, float64; quicker than the oracle."""
+    kv, half = step.shape.num_kv_heads, step.shape.half
+    queries, keys, values = heads.double().tensor_split((-2 * kv, -kv), dim=1)
+    if step.norms is not None:
+        queries, keys = (
+            rms_norm_oracle.rms_norm(x, weight, 1e-5)
+            for x, weight in zip((queries, keys), step.norms, strict=True)
+        )
+    x = torch.cat((queries, keys), dim=1)
+    turn = torch.polar(torch.ones((), dtype=torch.float64), step.angles[step.positions.long()])
+    pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn.unsqueeze(1)
+    return torch.cat((torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), dim=2), values), dim=1)
 
 
 def check(shape: Shape, parts: list[Part], variant: str, num_threads: int = 2) -> Step:
@@ -106,6 +108,22 @@ SHAPES = [
     Shape(num_heads=70, num_kv_heads=1, head_dim=8, half=4, dtype=torch.float32),
     Shape(num_heads=5, num_kv_heads=1, head_dim=13, half=0, dtype=torch.float32),
 ]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_keys_and_values_are_written(shape: Shape, variant: str) -> None:
+    for count in (1, 20):  # in the task of attention, and in one before it
+        rows = make_rows(shape, 9 + count, 1)
+        step = make_step(shape, [Part(rows, 9)])
+        fill_cache(step, [Part(rows, 9)], [(rows[:, :shape.num_kv_heads],) * 2])
+        before = step.k_cache.clone(), step.v_cache.clone()
+        run_step(step, variant)
+        caches = [cache.double() for cache in before]
+        heads = rotary_oracle.rotary_kv_write(
+            rows[9:], step.angles[9 : 9 + count], *caches, step.slots, step.norms, 1e-5
+        )
+        torch.testing.assert_close(expected_heads(step, rows[9:]), heads)
+        _check_cache(step, before, heads)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -140,49 +140,60 @@ static plan make_plan(const tc_attention *a, int num_threads, unit *units) {
 
 /* ---- keys of a block ---- */
 
-static const uint8_t *cache_row(const tc_attention *a, const void *cache, const int32_t *table,
-                                int64_t position, int64_t kv_head) {
-    int64_t slot = (int64_t)table[position / a->block_size] * a->block_size + position % a->block_size;
-    int64_t size = a->cache_type == TC_F32 ? 4 : 2;
-    return (const uint8_t *)cache + (slot * a->num_kv_heads + kv_head) * a->head_dim * size;
+/* Pointers to cached keys and values at positions first .. last - 1. */
+static void find_cached(const tc_attention *a, const unit *u, int64_t kv_head, int64_t first,
+                        int64_t last, const void **keys, const void **values) {
+    const int32_t *table = a->tables + a->rows[u->request] * a->max_blocks;
+    int64_t width = (int64_t)a->head_dim * (a->cache_type == TC_F32 ? 4 : 2);
+    int64_t step = a->num_kv_heads * width, at = first / a->block_size, offset = first % a->block_size;
+    while (first < last) {
+        int64_t end = first + a->block_size - offset;
+        int64_t from = ((int64_t)table[at++] * a->block_size + offset) * step + kv_head * width;
+        for (offset = 0; first < last && first < end; ++first, from += step) {
+            *keys++ = (const uint8_t *)a->k_cache + from;
+            *values++ = (const uint8_t *)a->v_cache + from;
+        }
+    }
 }
 
-/* Key and value at a position of a unit's sequence; returns their type. */
-static int find_key(const tc_attention *a, const unit *u, int64_t position, int64_t kv_head,
-                    const void **key, const void **value) {
-    if (position < u->num_cached) {
-        const int32_t *table = a->tables + a->rows[u->request] * a->max_blocks;
-        *key = cache_row(a, a->k_cache, table, position, kv_head);
-        *value = cache_row(a, a->v_cache, table, position, kv_head);
-        return a->cache_type;
+/* Pointers to keys and values of the step itself, from token `own` on. */
+static void find_own(const tc_attention *a, int64_t own, int64_t kv_head, int64_t count,
+                     const void **keys, const void **values) {
+    for (int64_t i = 0; i < count; ++i) {
+        keys[i] = tc_head(a, own + i, a->num_heads + kv_head);
+        values[i] = tc_head(a, own + i, a->num_heads + a->num_kv_heads + kv_head);
     }
-    int64_t token = u->own + position - u->num_cached;
-    *key = tc_head(a, token, a->num_heads + kv_head);
-    *value = tc_head(a, token, a->num_heads + a->num_kv_heads + kv_head);
-    return TC_F32;
+}
+
+/* Whether a block that ends at `last` is read as a copy in float32. */
+static int is_copied(const tc_attention *a, const unit *u, int rows, int64_t last) {
+    return a->head_dim % TC_LANES ||
+           (a->cache_type != TC_F32 && (rows > DIRECT_ROWS || last > u->num_cached));
 }
 
 /* Keys at positions first .. last - 1, of the block that begins at `base`. */
 static void gather_block(const tc_attention *a, const unit *u, const tc_tile *tile, int64_t kv_head,
                          int64_t base, int64_t first, int64_t last, tc_key_block *block) {
-    int is_mixed = last > u->num_cached && a->cache_type != TC_F32;
-    int is_wide = a->head_dim % TC_LANES || is_mixed ||
-                  (tile->rows > DIRECT_ROWS && a->cache_type != TC_F32);
+    int is_wide = is_copied(a, u, tile->rows, last);
+    int64_t middle = first > u->num_cached ? first : last < u->num_cached ? last : u->num_cached;
     block->first = (int)(first - base);
     block->last = (int)(last - base);
     block->type = is_wide ? TC_F32 : a->cache_type;
-    for (int j = block->first; j < block->last; ++j) {
-        int type = find_key(a, u, base + j, kv_head, &block->keys[j], &block->values[j]);
-        if (!is_wide) continue;
+    const void **keys = block->keys + block->first, **values = block->values + block->first;
+    find_cached(a, u, kv_head, first, middle, keys, values);
+    find_own(a, u->own + middle - u->num_cached, kv_head, last - middle, keys + (middle - first),
+             values + (middle - first));
+    for (int j = block->first; is_wide && j < block->last; ++j) {
+        int type = base + j < middle ? a->cache_type : TC_F32;
         float *key = tile->keys + (int64_t)j * tile->pitch, *value = tile->values + (int64_t)j * tile->pitch;
         tc_widen_row(block->keys[j], type, a->head_dim, tile->pitch, key);
         tc_widen_row(block->values[j], type, a->head_dim, tile->pitch, value);
         block->keys[j] = key;
         block->values[j] = value;
     }
+    /* Keys are scored by eights. */
     for (int j = block->first / 8 * 8; j < block->first; ++j) block->keys[j] = block->keys[block->first];
-    for (int j = block->last; j < (block->last + 7) / 8 * 8; ++j)
-        block->keys[j] = block->keys[block->last - 1];
+    for (int j = block->last; j < (block->last + 7) / 8 * 8; ++j) block->keys[j] = keys[0];
 }
 
 /* ---- pieces ---- */
@@ -228,18 +239,31 @@ static void load_queries(const piece_of *x, const tc_tile *tile) {
     }
 }
 
+/* The part of the block at `base` that is in first .. end - 1. */
+static void gather_part(const piece_of *x, const tc_tile *tile, int64_t base, int64_t first, int64_t end,
+                        tc_key_block *block) {
+    int64_t from = first > base ? first : base;
+    int64_t to = end < base + TC_KEY_BLOCK ? end : base + TC_KEY_BLOCK;
+    gather_block(x->a, x->u, tile, x->kv_head, base, from, to, block);
+}
+
 /* Attends to keys first .. end - 1 of one split. */
 static void attend_split(const piece_of *x, tc_tile *tile, int64_t first, int64_t end) {
     const unit *u = x->u;
-    tc_key_block block;
+    int64_t base = first / TC_KEY_BLOCK * TC_KEY_BLOCK;
+    tc_key_block blocks[2];
     for (int64_t p = first; x->p->is_fused && p < end; ++p)
         if (p >= u->position) tc_write_token(x->a, u->token + p - u->position, x->kv_head);
     tc_clear_sums(tile->sums, tile->most, tile->total, tile->rows, tile->pitch);
-    for (int64_t base = first / TC_KEY_BLOCK * TC_KEY_BLOCK; base < end; base += TC_KEY_BLOCK) {
-        int64_t from = first > base ? first : base;
-        int64_t to = end < base + TC_KEY_BLOCK ? end : base + TC_KEY_BLOCK;
-        gather_block(x->a, u, tile, x->kv_head, base, from, to, &block);
-        tc_attend_block(tile, &block, base, x->position, x->a->window);
+    if (base < end) gather_part(x, tile, base, first, end, blocks);
+    for (int i = 0; base < end; base += TC_KEY_BLOCK, i = !i) {
+        int64_t after = base + TC_KEY_BLOCK;
+        /* Only a whole block, and not one that would be copied over this one. */
+        int is_next = after + TC_KEY_BLOCK <= end && !is_copied(x->a, u, tile->rows, after + TC_KEY_BLOCK);
+        const tc_key_block *next = is_next ? &blocks[!i] : NULL;
+        if (next) gather_part(x, tile, after, first, end, &blocks[!i]);
+        tc_attend_block(tile, &blocks[i], next, base, x->position, x->a->window);
+        if (!next && after < end) gather_part(x, tile, after, first, end, &blocks[!i]);
     }
 }
 

@@ -40,9 +40,10 @@ typedef struct {
     int type;
 } tc_key_block;
 
-/* Adds a block whose first key is at position `base`; query t is at `position` + t. */
-void tc_attend_block(tc_tile *tile, const tc_key_block *block, int64_t base, int64_t position,
-                     int64_t window);
+/* Adds a block whose first key is at position `base`; query t is at `position` + t. Entries of the
+ * `next` block are fetched meanwhile; NULL for none. */
+void tc_attend_block(tc_tile *tile, const tc_key_block *block, const tc_key_block *next, int64_t base,
+                     int64_t position, int64_t window);
 void tc_clear_sums(float *sums, float *most, float *total, int rows, int pitch);
 /* Adds a split to all splits before it. */
 void tc_merge_split(const tc_tile *tile, const float *sums, const float *most, const float *total);

@@ -73,6 +73,11 @@ static inline vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 static inline vf vf_min(vf a, vf b) { return _mm256_min_ps(a, b); }
 /* a * b + c, rounded once */
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+/* a, in a register from here on: GCC would load it anew for each use. */
+static inline vf vf_hold(vf a) {
+    __asm__("" : "+x"(a));
+    return a;
+}
 static inline vf vf_load_f16(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
@@ -97,14 +102,24 @@ static inline vf vf_exp2_int(vf n) {
 }
 /* Lane i is vf_sum(a[i]), in the same order. */
 static inline vf vf_sum_each(const vf *a) {
-    __m256 s[4], lo, hi;
+    __m256 s[4], lo, hi; /* half of the exchanges are blends, which are cheaper than shuffles */
     for (int i = 0; i < 4; ++i)
-        s[i] = _mm256_add_ps(_mm256_permute2f128_ps(a[i], a[i + 4], 0x20),
-                             _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
-    lo = _mm256_add_ps(_mm256_shuffle_ps(s[0], s[1], 0x44), _mm256_shuffle_ps(s[0], s[1], 0xee));
-    hi = _mm256_add_ps(_mm256_shuffle_ps(s[2], s[3], 0x44), _mm256_shuffle_ps(s[2], s[3], 0xee));
+        s[i] = _mm256_add_ps(_mm256_blend_ps(a[i], a[i + 4], 0xf0), _mm256_permute2f128_ps(a[i], a[i + 4], 0x21));
+    lo = _mm256_add_ps(_mm256_blend_ps(s[0], s[1], 0xcc), _mm256_shuffle_ps(s[0], s[1], 0x4e));
+    hi = _mm256_add_ps(_mm256_blend_ps(s[2], s[3], 0xcc), _mm256_shuffle_ps(s[2], s[3], 0x4e));
     return _mm256_add_ps(_mm256_shuffle_ps(lo, hi, 0x88), _mm256_shuffle_ps(lo, hi, 0xdd));
 }
+static inline float vf_sum(vf a) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+static inline float vf_largest(vf a) {
+    __m128 m = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+    return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+}
+#define TC_HAS_SUM 1
 
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #include <arm_neon.h>
@@ -216,6 +231,9 @@ static inline void vf_store_first(float *p, vf a, int64_t count) {
     memcpy(p, v, (size_t)count * sizeof *v);
 }
 
+#if !defined(TC_HAS_SUM)
+static inline vf vf_hold(vf a) { return a; }
+
 /* The sum of the lanes, in one order everywhere. */
 static inline float vf_sum(vf a) {
     float v[TC_LANES];
@@ -230,6 +248,7 @@ static inline float vf_largest(vf a) {
     for (int i = 1; i < TC_LANES; ++i) most = v[i] > most ? v[i] : most;
     return most;
 }
+#endif
 
 /* e^a, to about 2 ulp; a is clamped to -87.3 .. 88.3, NaN stays. Cody and Waite's reduction, and a
  * minimax polynomial of degree 6 (Cephes expf). */
