@@ -8,7 +8,8 @@ from typing import NoReturn
 def main() -> NoReturn:
     """Import the command line, run it and exit."""
     try:
-        command_line = importlib.import_module("tiercel.cli.main")
+        with importlib.import_module("tiercel.cold_start").paused_collector():
+            command_line = importlib.import_module("tiercel.cli.main")
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(command_line.run(sys.argv[1:]))

@@ -128,7 +128,8 @@ def load_model(
         if report is not None:
             report("Warming up", 0, 0)
         warm_up(engine, source.config.vocab_size)
-    gc.collect()  # the garbage of loading, so that no collection delays the first request
+    if gc.isenabled():  # else whoever paused it decides
+        gc.collect()  # the garbage of loading, so that no collection delays the first request
     engine.runner.faults = faults
     matchers = Matchers(tokenizer, source.config.vocab_size)
     return LoadedModel(source, config, tokenizer, engine, matchers, faults)

@@ -134,21 +134,24 @@ class Cursor:
         """Read `count` strings in one pass; bytes that are not UTF-8 become lone surrogates."""
         buffer, pos, unpack = self.file.buffer, self.pos, _U64.unpack_from
         stop = min(self.file.size, pos + self.string_bytes_left + 8 * count)
-        found: list[str] = []
+        found: list[bytes] = []
         for index in range(count):
-            length = unpack(buffer, pos)[0] if stop - pos >= 8 else 0
-            end = pos + 8 + length
+            start = pos + 8
+            end = start + unpack(buffer, pos)[0] if start <= stop else start
             if end > stop:
                 if stop == self.file.size:
                     fact = f"needs {end - pos} bytes but the file has {self.file.size - pos} more"
                     raise self.fail(f"item {index} of the {field}", pos, fact, FETCH_AGAIN)
                 fact = f"brings the strings of this file above {MAX_STRING_BYTES} bytes"
                 raise self.fail(f"item {index} of the {field}", pos, fact, "The file is damaged.")
-            found.append(str(buffer[pos + 8 : end], "utf-8", "surrogateescape"))
+            found.append(buffer[start:end])
             pos = end
         self.string_bytes_left -= pos - self.pos - 8 * count
         self.pos = pos
-        return found
+        try:
+            return [data.decode() for data in found]
+        except UnicodeDecodeError:
+            return [data.decode(errors="surrogateescape") for data in found]
 
     def _text(self, start: int, length: int, field: str) -> str:
         data = self.file.buffer[start : start + length]

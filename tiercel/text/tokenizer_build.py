@@ -129,7 +129,7 @@ def build_encoders(data: TokenizerData, cache_dir: Path | None, cache_key: str) 
 
 def _make_vocab(tokens: Sequence[str]) -> dict[str, int]:
     """Id by text; of equal texts the first; without tokens that are not Unicode text."""
-    vocab = {token: i for i, token in reversed(list(enumerate(tokens)))}
+    vocab = dict(zip(reversed(tokens), reversed(range(len(tokens))), strict=True))
     try:
         "".join(vocab).encode()
     except UnicodeEncodeError:

@@ -13,8 +13,9 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Integral
-from typing import Final
+from typing import Any, Final
 
 from tiercel.errors import ModelFormatError, UnsupportedModelError
 
@@ -31,6 +32,7 @@ MAX_TOKENS: Final = 1 << 22
 MAX_TOKEN_CHARS: Final = 1024  # splits of a token cost its length squared; real ones stay below 300
 MAX_TOTAL_CHARS: Final = 1 << 24  # the 262,144 tokens of Gemma 3 hold about 2 million
 MAX_MERGES: Final = 1 << 22
+_KNOWN_TYPES: Final = frozenset(range(NORMAL, BYTE + 1))
 BYTE_NAME: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _SHOWN_CHARS: Final = 60
 
@@ -143,7 +145,7 @@ class _Fields:
             raise self.error(key, f"is {shown(value)}", "it must be a string")
         return str(value)
 
-    def array(self, key: str, *, required: bool) -> list[object]:
+    def array(self, key: str, *, required: bool) -> list[Any]:
         value = self._metadata.get(key)
         if value is None and not required:
             return []
@@ -184,19 +186,25 @@ def _read_tokens(fields: _Fields) -> tuple[str, ...]:
     tokens = fields.array(key, required=True)
     if not 1 <= len(tokens) <= MAX_TOKENS:
         raise fields.error(key, f"holds {len(tokens)} tokens", f"it must hold 1 to {MAX_TOKENS}")
-    total = 0
-    checked = []
-    for i, token in enumerate(tokens):
-        if not isinstance(token, str):
-            raise fields.error(f"{key}[{i}]", f"is {shown(token)}", "every token must be a string")
-        if len(token) > MAX_TOKEN_CHARS:
-            rule = f"a token holds at most {MAX_TOKEN_CHARS}"
-            raise fields.error(f"{key}[{i}]", f"has {len(token)} characters", rule)
-        total += len(token)
-        checked.append(token)
-    if total > MAX_TOTAL_CHARS:
-        raise fields.error(key, f"holds {total} characters", f"the limit is {MAX_TOTAL_CHARS}")
-    return tuple(checked)
+    lengths = _lengths(tokens)
+    if max(lengths) > MAX_TOKEN_CHARS or min(lengths) < 0:
+        i = next(i for i, length in enumerate(lengths) if not 0 <= length <= MAX_TOKEN_CHARS)
+        if lengths[i] < 0:
+            found = f"is {shown(tokens[i])}"
+            raise fields.error(f"{key}[{i}]", found, "every token must be a string")
+        rule = f"a token holds at most {MAX_TOKEN_CHARS}"
+        raise fields.error(f"{key}[{i}]", f"has {lengths[i]} characters", rule)
+    if sum(lengths) > MAX_TOTAL_CHARS:
+        rule = f"the limit is {MAX_TOTAL_CHARS}"
+        raise fields.error(key, f"holds {sum(lengths)} characters", rule)
+    return tuple(tokens)
+
+
+def _lengths(texts: Sequence[Any]) -> list[int]:
+    """Characters of each text; -1 for what is no text."""
+    if set(map(type, texts)) == {str}:
+        return list(map(len, texts))
+    return [len(text) if isinstance(text, str) else -1 for text in texts]
 
 
 def _read_types(fields: _Fields, vocab_size: int) -> tuple[int, ...]:
@@ -205,6 +213,10 @@ def _read_types(fields: _Fields, vocab_size: int) -> tuple[int, ...]:
     if not types:
         return (NORMAL,) * vocab_size
     _check_length(fields, key, len(types), vocab_size)
+    # A vocabulary has a hundred thousand entries and is sound: it is checked as a whole, and entry
+    # by entry only to say which one is wrong.
+    if set(map(type, types)) == {int} and set(types) <= _KNOWN_TYPES:
+        return tuple(types)
     checked = []
     for i, kind in enumerate(types):
         if not isinstance(kind, int) or isinstance(kind, bool):
@@ -240,6 +252,8 @@ def _check_length(fields: _Fields, key: str, length: int, vocab_size: int) -> No
 
 def _check_distinct(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> None:
     """Refuse two tokens of one text, one of which would be unreachable; padding may repeat."""
+    if len(set(tokens)) == len(tokens):
+        return
     first: dict[str, int] = {}
     for i, token in enumerate(tokens):
         if types[i] != UNUSED and first.setdefault(token, i) != i:
@@ -248,6 +262,8 @@ def _check_distinct(fields: _Fields, tokens: Sequence[str], types: Sequence[int]
 
 
 def _check_byte_names(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> None:
+    if BYTE not in types:
+        return
     for i, kind in enumerate(types):
         if kind == BYTE and not BYTE_NAME.fullmatch(tokens[i]):
             rule = "byte tokens (type 6) are named <0x00> to <0xFF>"
@@ -260,6 +276,9 @@ def _read_merges(fields: _Fields, tokens: Sequence[str]) -> tuple[tuple[str, str
     if len(merges) > MAX_MERGES:
         raise fields.error(key, f"holds {len(merges)} merges", f"the limit is {MAX_MERGES}")
     known = set(tokens)
+    pairs = _split_merges(merges, known)
+    if pairs is not None:
+        return tuple(pairs)
     pairs = []
     for i, merge in enumerate(merges):
         if not isinstance(merge, str):
@@ -276,3 +295,18 @@ def _read_merges(fields: _Fields, tokens: Sequence[str]) -> tuple[tuple[str, str
                 raise fields.error(f"{key}[{i}]", found, "both parts and their join must be tokens")
         pairs.append((left, right))
     return tuple(pairs)
+
+
+def _split_merges(merges: Sequence[Any], known: set[str]) -> list[tuple[str, str]] | None:
+    """The pairs of merges; None unless all are sound, for then one has to be named."""
+    if set(map(type, merges)) != {str}:
+        return None
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    parts = set(chain.from_iterable(pairs))
+    is_sound = (
+        set(map(len, pairs)) == {2}
+        and "" not in parts
+        and parts <= known
+        and known.issuperset(map("".join, pairs))
+    )
+    return pairs if is_sound else None
