@@ -21,20 +21,8 @@ from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Dict, Env
 
 from tiercel import env
-from tiercel.cli.bench_kernels import bench_kernels
-from tiercel.cli.bench_serve import bench_serve
-from tiercel.cli.bench_speed import bench_speed
-from tiercel.cli.bench_throughput import bench_throughput
-from tiercel.cli.chat import chat
-from tiercel.cli.convert import convert
-from tiercel.cli.doctor import doctor
-from tiercel.cli.generate import generate
 from tiercel.cli.help import CompactFormatter
-from tiercel.cli.inspect import inspect_model
 from tiercel.cli.options import CommonOptions
-from tiercel.cli.pull import pull
-from tiercel.cli.score import score
-from tiercel.cli.serve import serve
 from tiercel.cli.settings import check_whole_numbers, drop_empty_variables, read_config
 from tiercel.cli.terminal import (
     UsageError,
@@ -53,19 +41,20 @@ from tiercel.version import __version__
 _ENVIRONMENT = Env("TIERCEL_", command=False)
 _CUDA_LINE = re.compile(r"^cuda\b[^=]*= *'([^']+)'", re.MULTILINE)
 
-_COMMANDS: dict[str, Callable[..., int]] = {
-    "generate": generate,
-    "chat": chat,
-    "serve": serve,
-    "score": score,
-    "inspect": inspect_model,
-    "pull": pull,
-    "convert": convert,
-    "bench serve": bench_serve,
-    "bench throughput": bench_throughput,
-    "bench speed": bench_speed,
-    "bench kernels": bench_kernels,
-    "doctor": doctor,
+# Where the function of each command is: a command imports none of the others.
+_COMMANDS = {
+    "generate": "tiercel.cli.generate:generate",
+    "chat": "tiercel.cli.chat:chat",
+    "serve": "tiercel.cli.serve:serve",
+    "score": "tiercel.cli.score:score",
+    "inspect": "tiercel.cli.inspect:inspect_model",
+    "pull": "tiercel.cli.pull:pull",
+    "convert": "tiercel.cli.convert:convert",
+    "bench serve": "tiercel.cli.bench_serve:bench_serve",
+    "bench throughput": "tiercel.cli.bench_throughput:bench_throughput",
+    "bench speed": "tiercel.cli.bench_speed:bench_speed",
+    "bench kernels": "tiercel.cli.bench_kernels:bench_kernels",
+    "doctor": "tiercel.cli.doctor:doctor",
 }
 _GROUPS = {"bench": "Measure the speed of a server or of the engine; default: bench speed."}
 _DEFAULTS = {"bench": "speed"}  # the default command of a group
@@ -162,8 +151,6 @@ def run(arguments: Sequence[str]) -> int:
 
 def make_app() -> App:
     """Make the cyclopts app with all commands."""
-    from tiercel.cli.console import HelpConsole
-
     app = App(
         name="tiercel",
         help=_HELP,
@@ -172,7 +159,6 @@ def make_app() -> App:
         help_formatter=CompactFormatter(),
         default_parameter=Parameter(negative="", show_env_var=False),
         config=(_ENVIRONMENT, drop_empty_variables, check_whole_numbers),
-        console=HelpConsole(),
         help_format="plaintext",
         version_format="plaintext",
         result_action="return_value",
@@ -205,14 +191,25 @@ def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundA
     app = make_app()
     command, bound, _ = app.parse_args(arguments)
     common = next((v for v in bound.arguments.values() if isinstance(v, CommonOptions)), None)
-    if common is None or common.config is None:
+    if common is None:  # help, or the version
+        from tiercel.cli.console import HelpConsole
+
+        bound.arguments["console"] = HelpConsole()
+        for name in _COMMANDS:
+            _command_app(app, name)  # imports it: its docstring is its line in the list
+        return command, bound
+    if common.config is None:
         return command, bound
     values = read_config(common.config, {name: _option_names(app, name) for name in _COMMANDS})
-    name = next(name for name, function in _COMMANDS.items() if function is command)
+    name = next(name for name, path in _COMMANDS.items() if path == _import_path(command))
     source = Dict(values[name], use_commands_as_keys=False, source=str(common.config))
     app.config = (_ENVIRONMENT, drop_empty_variables, source, check_whole_numbers)
     command, bound, _ = app.parse_args(arguments)
     return command, bound
+
+
+def _import_path(command: Callable[..., Any]) -> str:
+    return f"{command.__module__}:{command.__qualname__}"
 
 
 def _name_command(arguments: Sequence[str]) -> Sequence[str]:
@@ -249,10 +246,14 @@ def _split_common(arguments: Sequence[str]) -> tuple[list[str], Sequence[str]]:
     return list(arguments[:end]), arguments[end:]
 
 
-def _option_names(app: App, command: str) -> frozenset[str]:
+def _command_app(app: App, command: str) -> App:
     for name in command.split():
         app = app[name]
-    arguments = app.assemble_argument_collection()
+    return app
+
+
+def _option_names(app: App, command: str) -> frozenset[str]:
+    arguments = _command_app(app, command).assemble_argument_collection()
     names = {name[2:] for argument in arguments for name in argument.names if name[:2] == "--"}
     return frozenset(names - {"config"})
 
