@@ -2,23 +2,30 @@
 
     python -m benchmarks.synthetic_model qwen3-8b qwen3-8b.gguf
 
-Types are those of a Q4_K_M file: Q4_K, with Q6_K for half of attn_v and ffn_down and for the output
-matrix (the embedding, where that is the output matrix too), float32 norms and biases. Weights are
-random codes under scales that keep activations near 1. The tokenizer is 256 byte tokens and made-up
-words. It needs the `gguf` package (extra `dev`).
+Types are those of a published file. Of Q4_K_M: Q4_K, with Q6_K for half of attn_v and ffn_down and
+for the output matrix (the embedding, where that is the output matrix too); Q5_0 and Q8_0 instead
+where rows are not whole blocks of 256. Of Q4_0: Q4_0, and the output matrix as in Q4_K_M. Norms and
+biases are float32. Weights are random codes under scales that keep activations near 1. The
+tokenizer is 256 byte tokens and made-up words. It needs the `gguf` package (extra `dev`).
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 
-BLOCK = 256  # weights of a block of Q4_K and Q6_K
+Kind = gguf.GGMLQuantizationType
+# Of types whose blocks begin with one float16 scale: the spread of their codes.
+SPREADS = {Kind.Q4_0: 4.6, Kind.Q5_0: 9.2, Kind.Q8_0: 74.0}
+# Types for rows that are not whole blocks.
+SMALLER_BLOCKS = {Kind.Q4_K: Kind.Q5_0, Kind.Q6_K: Kind.Q8_0}
 CODES = 64 << 20  # bytes of random codes, which are reused
 
 
@@ -37,6 +44,7 @@ class Shape:
     arch: str = "qwen3"  # qwen2: biases of q, k and v; gemma3: norms around attention and MLP
     tied: bool = False  # the embedding is also the output matrix
     window: int = 0  # of gemma3's sliding layers, five of six
+    mixture: str = "Q4_K_M"  # or Q4_0
 
 
 SHAPES = {
@@ -46,11 +54,14 @@ SHAPES = {
     "qwen3-8b": Shape(4096, 36, 32, 8, 128, 12288),
     "qwen3-14b": Shape(5120, 40, 40, 8, 128, 17408),
     "qwen3-32b": Shape(5120, 64, 64, 8, 128, 25600),
+    "qwen2.5-0.5b": Shape(896, 24, 14, 2, 64, 4864, 151_936, 32_768, "qwen2", tied=True),
+    "qwen2.5-1.5b": Shape(1536, 28, 12, 2, 128, 8960, 151_936, 32_768, "qwen2", tied=True),
     "qwen2.5-7b": Shape(3584, 28, 28, 4, 128, 18944, 152_064, 32_768, "qwen2"),
     "llama3-1b": Shape(2048, 16, 32, 8, 64, 8192, 128_256, 131_072, "llama", tied=True),
     "llama3-3b": Shape(3072, 28, 24, 8, 128, 8192, 128_256, 131_072, "llama", tied=True),
     "llama3-8b": Shape(4096, 32, 32, 8, 128, 14336, 128_256, 131_072, "llama"),
     "llama3-70b": Shape(8192, 80, 64, 8, 128, 28672, 128_256, 131_072, "llama"),
+    "gemma3-270m": Shape(640, 18, 4, 1, 256, 2048, 262_144, 32_768, "gemma3", True, 512, "Q4_0"),
     "gemma3-4b": Shape(2560, 34, 8, 4, 256, 10240, 262_144, 131_072, "gemma3", True, 1024),
     "gemma3-12b": Shape(3840, 48, 16, 8, 256, 15360, 262_144, 131_072, "gemma3", True, 1024),
     "gemma3-27b": Shape(5376, 62, 32, 16, 128, 21504, 262_144, 131_072, "gemma3", True, 1024),
@@ -62,6 +73,59 @@ def has_more_bits(layer: int, layers: int) -> bool:
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
+class Matrix(NamedTuple):
+    """Name, type and size of a matrix."""
+
+    tensor: str
+    kind: Kind
+    out: int
+    inner: int
+
+
+def matrices(shape: Shape) -> Iterator[Matrix]:
+    """Every matrix of a file, with its type in the file's mixture."""
+    usual = better = Kind.Q4_0
+    if shape.mixture == "Q4_K_M":
+        usual, better = Kind.Q4_K, Kind.Q6_K
+
+    def matrix(tensor: str, kind: Kind, out: int, inner: int) -> Matrix:
+        if inner % gguf.GGML_QUANT_SIZES[kind][0]:
+            kind = SMALLER_BLOCKS[kind]
+        return Matrix(tensor, kind, out, inner)
+
+    yield matrix("token_embd", Kind.Q6_K if shape.tied else usual, shape.vocab, shape.hidden)
+    if not shape.tied:
+        yield matrix("output", Kind.Q6_K, shape.vocab, shape.hidden)
+    q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    for layer in range(shape.layers):
+        block = f"blk.{layer}"
+        best = better if has_more_bits(layer, shape.layers) else usual
+        yield matrix(f"{block}.attn_q", usual, q_size, shape.hidden)
+        yield matrix(f"{block}.attn_k", usual, kv_size, shape.hidden)
+        yield matrix(f"{block}.attn_v", best, kv_size, shape.hidden)
+        yield matrix(f"{block}.attn_output", usual, shape.hidden, q_size)
+        yield matrix(f"{block}.ffn_gate", usual, shape.intermediate, shape.hidden)
+        yield matrix(f"{block}.ffn_up", usual, shape.intermediate, shape.hidden)
+        yield matrix(f"{block}.ffn_down", best, shape.hidden, shape.intermediate)
+
+
+def vectors(shape: Shape) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+    """Every norm and bias."""
+    sizes = {"attn_norm": shape.hidden, "ffn_norm": shape.hidden}
+    if shape.arch in ("qwen3", "gemma3"):
+        sizes |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
+    if shape.arch == "gemma3":
+        sizes |= {"post_attention_norm": shape.hidden, "post_ffw_norm": shape.hidden}
+    yield "output_norm.weight", np.ones(shape.hidden, np.float32)
+    for layer in range(shape.layers):
+        for name, size in sizes.items():
+            yield f"blk.{layer}.{name}.weight", np.ones(size, np.float32)
+        if shape.arch == "qwen2":
+            for name, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
+                bias = np.zeros(heads * shape.head_dim, np.float32)
+                yield f"blk.{layer}.attn_{name}.bias", bias
+
+
 class Weights:
     """Random blocks of a type."""
 
@@ -69,63 +133,35 @@ class Weights:
         self._codes = np.random.default_rng(seed).integers(0, 256, CODES, dtype=np.uint8)
         self._at = 0
 
-    def tensor(
-        self, kind: gguf.GGMLQuantizationType, out: int, inner: int
-    ) -> npt.NDArray[np.uint8]:
+    def of(self, matrix: Matrix) -> npt.NDArray[np.uint8]:
         """(out, row bytes) of blocks whose weights have a spread of about 1 / sqrt(inner)."""
-        size = gguf.GGML_QUANT_SIZES[kind][1]
-        count = out * inner // BLOCK
+        _, kind, out, inner = matrix
+        weights, size = gguf.GGML_QUANT_SIZES[kind]
+        count = out * inner // weights
         start = self._at % (CODES // 2)
         self._at += 997
         data = np.resize(self._codes[start:], count * size).reshape(count, size)
         spread = 1.0 / np.sqrt(inner)
-        if kind == gguf.GGMLQuantizationType.Q4_K:  # codes of 0 to 15 under scales of 0 to 63
+        if kind == Kind.Q4_K:  # codes of 0 to 15 under scales of 0 to 63
             pair = np.array([spread / 150, spread / 20], np.float16).view(np.uint8)
             data[:, :4] = pair
-        else:  # Q6_K: codes of -32 to 31 under scales of -128 to 127, d last
+        elif kind == Kind.Q6_K:  # codes of -32 to 31 under scales of -128 to 127, d last
             data[:, -2:] = np.array([spread / 1300], np.float16).view(np.uint8)
+        else:
+            data[:, :2] = np.array([spread / SPREADS[kind]], np.float16).view(np.uint8)
         return data.reshape(out, -1)
 
 
 def write(model: str, path: Path, seed: int = 0) -> None:
     """Write one model."""
     shape, weights = SHAPES[model], Weights(seed)
-    q4_k, q6_k = gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q6_K
     writer = gguf.GGUFWriter(path, shape.arch)
     write_metadata(writer, model, shape)
-
-    def matrix(tensor: str, kind: gguf.GGMLQuantizationType, out: int, inner: int) -> None:
-        writer.add_tensor(f"{tensor}.weight", weights.tensor(kind, out, inner), raw_dtype=kind)
-
-    def norm(tensor: str, size: int) -> None:
-        writer.add_tensor(f"{tensor}.weight", np.ones(size, np.float32))
-
-    matrix("token_embd", q6_k if shape.tied else q4_k, shape.vocab, shape.hidden)
-    if not shape.tied:
-        matrix("output", q6_k, shape.vocab, shape.hidden)
-    norm("output_norm", shape.hidden)
-    q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    for layer in range(shape.layers):
-        block = f"blk.{layer}"
-        better = q6_k if has_more_bits(layer, shape.layers) else q4_k
-        norm(f"{block}.attn_norm", shape.hidden)
-        norm(f"{block}.ffn_norm", shape.hidden)
-        if shape.arch in ("qwen3", "gemma3"):
-            norm(f"{block}.attn_q_norm", shape.head_dim)
-            norm(f"{block}.attn_k_norm", shape.head_dim)
-        if shape.arch == "gemma3":
-            norm(f"{block}.post_attention_norm", shape.hidden)
-            norm(f"{block}.post_ffw_norm", shape.hidden)
-        if shape.arch == "qwen2":
-            for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
-                writer.add_tensor(f"{block}.attn_{name}.bias", np.zeros(size, np.float32))
-        matrix(f"{block}.attn_q", q4_k, q_size, shape.hidden)
-        matrix(f"{block}.attn_k", q4_k, kv_size, shape.hidden)
-        matrix(f"{block}.attn_v", better, kv_size, shape.hidden)
-        matrix(f"{block}.attn_output", q4_k, shape.hidden, q_size)
-        matrix(f"{block}.ffn_gate", q4_k, shape.intermediate, shape.hidden)
-        matrix(f"{block}.ffn_up", q4_k, shape.intermediate, shape.hidden)
-        matrix(f"{block}.ffn_down", better, shape.hidden, shape.intermediate)
+    for name, values in vectors(shape):
+        writer.add_tensor(name, values)
+    for matrix in matrices(shape):
+        data = weights.of(matrix)
+        writer.add_tensor(f"{matrix.tensor}.weight", data, raw_dtype=matrix.kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
