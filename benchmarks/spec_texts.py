@@ -23,6 +23,53 @@ _WORD = re.compile(r"\n|\s*\w+|\s*[^\w\s]")
 _OWN_WORDS = ("the page says that", "and then it adds", "which means", "in short", "finally")
 FIRST_ID = 300  # ids below belong to bytes and controls
 
+# For a model that writes its own answers: a file that SmolLM2 repeats, mostly unchanged.
+EDIT_PROMPT = '''Rewrite this file with `self` renamed to `this`:
+
+```python
+class Cart:
+    """The goods that one customer wants to buy."""
+
+    def __init__(self, customer, currency):
+        self.customer = customer
+        self.currency = currency
+        self.lines = []
+        self.coupons = []
+
+    def add(self, article, count=1):
+        """Add some pieces of an article."""
+        if count < 1:
+            raise ValueError(f"count must be at least 1, not {count}")
+        for line in self.lines:
+            if line.article == article:
+                line.count += count
+                return line
+        line = Line(article, count)
+        self.lines.append(line)
+        return line
+
+    def remove(self, article):
+        """Remove an article, whatever its count."""
+        self.lines = [line for line in self.lines if line.article != article]
+
+    def redeem(self, coupon):
+        """Redeem a coupon, once."""
+        if coupon.code in (other.code for other in self.coupons):
+            raise ValueError(f"coupon {coupon.code} was redeemed before")
+        self.coupons.append(coupon)
+
+    def total(self):
+        """The price of all lines, less the coupons."""
+        price = sum(line.count * line.article.price for line in self.lines)
+        for coupon in self.coupons:
+            price -= coupon.discount(price)
+        return max(price, 0)
+
+    def is_empty(self):
+        """Whether there is nothing to buy."""
+        return not self.lines
+```'''
+
 
 @dataclass(frozen=True)
 class Job:
