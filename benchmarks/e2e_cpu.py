@@ -64,8 +64,8 @@ BASES = {
     "busy": "idle_tokens_per_second",
 }
 TEXT = "The three most important things to know about the Moon are"
-INSTRUCTIONS = ("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16")
-INSTRUCTIONS += ("amx_int8", "asimddp", "i8mm", "sve")
+X86_INSTRUCTIONS = ("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "amx_int8")
+INSTRUCTIONS = (*X86_INSTRUCTIONS, "asimddp", "i8mm", "sve")
 BUSY_LOOP = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"
 PAUSE_S = 0.5  # before each measurement, until spinning threads of another engine sleep
 BANDWIDTH_BYTES = 1 << 30
@@ -271,17 +271,15 @@ def measure(
             for job, name in selected(jobs, workers):
                 result = MEASURES[job](workers[name], turn, sizes)
                 if result is not None:
-                    print(progress(case, number, job, name, result), flush=True)
+                    shown = name if name == "drafts" else about[name]["engine"]
+                    print(progress(case, number, job, shown, result), flush=True)
                     if number >= 0:
                         found.setdefault((job, name), []).append(result)
     finally:
         for worker in workers.values():
             worker.close()
     rows = [
-        case.row
-        | summary(job, results)
-        | {"engine": about[name]["engine"]}
-        | {"build": about[name]}
+        case.row | {"job": job} | engine_fields(about[name]) | summary(job, results)
         for (job, name), results in found.items()
     ]
     if gbps:
@@ -305,14 +303,18 @@ def progress(case: Case, number: int, job: str, name: str, result: Mapping[str, 
     base = f" ({result[BASES[job]]:.1f} alone)" if job in BASES else ""
     rate = f"{result['tokens_per_second']:>9.1f} tokens/s{base}"
     turn = f"turn {number}" if number >= 0 else "warm-up"
-    return (
-        f"{case.model} {case.threads} threads, {turn}: {job:<8}{Path(name).parts[-3:][0]:<14}{rate}"
-    )
+    return f"{case.model} {case.threads} threads, {turn}: {job:<8}{name:<10}{rate}"
+
+
+def engine_fields(about: Mapping[str, Any]) -> dict[str, Any]:
+    """An engine's name and build."""
+    build = {name: about[name] for name in about if name not in ("engine", "vocab_size")}
+    return {"engine": about["engine"], "build": build}
 
 
 def summary(job: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Every figure of an engine's turns; a file keeps median, minimum and maximum."""
-    row: dict[str, Any] = {"job": job}
+    row: dict[str, Any] = {}
     for name in results[0]:
         if name != "token_ids":
             row[name] = [rounded(result[name]) for result in results]
@@ -432,7 +434,11 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=Sizes.new_tokens, help="job decode")
     parser.add_argument("--prompt-tokens", type=int, default=Sizes.prompt_tokens, help="job prompt")
     parser.add_argument("--requests", type=int, default=Sizes.requests, help="job batch")
-    parser.add_argument("--peer", action="append", help="Python with llama-cpp-python or cyllama")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        help="Python with llama-cpp-python or cyllama; without it those of .venv-*",
+    )
     parser.add_argument(
         "--folder",
         type=Path,

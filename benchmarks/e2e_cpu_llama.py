@@ -9,6 +9,7 @@ it. The package cyllama decodes one request only.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
 import time
@@ -61,6 +62,7 @@ class LlamaCpp:
         return {
             "engine": "llama_cpp",
             "llama_cpp_python": importlib.metadata.version("llama-cpp-python"),
+            "ggml": ggml_version(Path(self.api.__file__).parent),
             "instructions": " ".join(instructions.replace(" = 1", "").replace("|", "").split()),
             "flash_attention": attention[0] if attention else "auto",
             "repacked": any("CPU_REPACK model buffer" in line for line in self.log),
@@ -201,6 +203,15 @@ class Cyllama:
         self.context.kv_cache_clear(False)
         self.context.decode(self.api.llama_batch_get_one(prompt))
         return int(self.sampler.sample(self.context, -1))
+
+
+def ggml_version(package: Path) -> str:
+    """Version and commit of the ggml library in a package."""
+    for path in sorted(package.glob("lib/*ggml-base.*")):
+        library = ctypes.CDLL(str(path))
+        library.ggml_version.restype = library.ggml_commit.restype = ctypes.c_char_p
+        return f"{library.ggml_version().decode()}, {library.ggml_commit().decode()}"
+    return "unknown"
 
 
 def check(status: int) -> None:
