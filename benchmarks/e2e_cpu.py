@@ -22,8 +22,8 @@ interpreter of another one, also of the package cyllama (benchmarks/e2e_cpu_llam
 Each engine runs in a process of its own, with its own threads, and all are measured in turn, so
 that none has a quieter machine. Another job on the same cores spoils the figures, llama.cpp's
 first: its threads spin. Models other than SmolLM2 have the shapes and types of published files and
-random weights (benchmarks/synthetic_model.py); they are written on the first use. Random weights
-repeat nothing, so drafts are measured with SmolLM2 and files given by path alone.
+random weights (benchmarks/synthetic_model.py); they are written on the first use. What random
+weights answer says nothing about drafts: those are measured with SmolLM2 and files given by path.
 
 The bandwidth is that of PyTorch's sum over 1 GiB of float32, by as many threads, the best of all
 turns. A decode step reads all weights, of the embedding only where it is the output matrix too.
