@@ -297,7 +297,7 @@ def pick_rows(weight: LinearWeight, rows: Tensor) -> LinearWeight | None:
     if isinstance(dense, NativeMatrix):
         picked = dense.take(rows)
         shape = (rows.shape[0], weight.shape[1])
-        return picked and replace(weight, segments=(picked,), shape=shape)
+        return None if picked is None else replace(weight, segments=(picked,), shape=shape)
     dense = dense if weight.dense is None else weight.dense
     if not isinstance(dense, Tensor):
         return None

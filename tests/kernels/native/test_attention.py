@@ -41,7 +41,9 @@ def expected_heads(step: Step, heads: Tensor) -> Tensor:
     x = torch.cat((queries, keys), dim=1)
     turn = torch.polar(torch.ones((), dtype=torch.float64), step.angles[step.positions.long()])
     pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn.unsqueeze(1)
-    return torch.cat((torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), dim=2), values), dim=1)
+    return torch.cat(
+        (torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), dim=2), values), dim=1
+    )
 
 
 def check(shape: Shape, parts: list[Part], variant: str, num_threads: int = 2) -> Step:
@@ -115,7 +117,7 @@ def test_keys_and_values_are_written(shape: Shape, variant: str) -> None:
     for count in (1, 20):  # in the task of attention, and in one before it
         rows = make_rows(shape, 9 + count, 1)
         step = make_step(shape, [Part(rows, 9)])
-        fill_cache(step, [Part(rows, 9)], [(rows[:, :shape.num_kv_heads],) * 2])
+        fill_cache(step, [Part(rows, 9)], [(rows[:, : shape.num_kv_heads],) * 2])
         before = step.k_cache.clone(), step.v_cache.clone()
         run_step(step, variant)
         caches = [cache.double() for cache in before]
