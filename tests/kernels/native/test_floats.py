@@ -5,20 +5,16 @@ products, with the error that the number of float32 additions of a sum allows.
 """
 
 import ctypes
-import functools
 import mmap
-import subprocess
-import tempfile
-from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
 
-import tiercel.kernels.native
 from tests.packed_weights import HALVES
 from tiercel.kernels.native import abi
+from tiercel.kernels.native.library import load_variant, make_pool, variants
 from tiercel.ops import dequantize_torch
 from tiercel.quant_types import QuantType
 
@@ -30,74 +26,8 @@ ROUNDED_TYPES = ["Q2_K", "Q3_K", "IQ2_XXS", "MXFP4"]  # quantised types without 
 EPS = 2.0**-24  # of one float32 rounding
 PAGE = mmap.PAGESIZE
 
-# ---- the library ----
 
-FLAGS = {"avx2": "-mavx2 -mfma -mf16c -mbmi2", "plain": ""}
-PARTS = ("decode", "decode_codes", "float_file", "float_tiles", "float_tiles_decode", "float_codes")
-# Stands in for the pool and `tc_linear`: pieces of 24 rows on one thread.
-STUB = r"""
-#include <math.h>
-#include "float_products.h"
-void tc_pool_run(tc_pool *pool, const tc_task *tasks, int num_tasks) {
-    (void)pool;
-    for (int i = 0; i < num_tasks; ++i)
-        for (int64_t p = tasks[i].num_pieces; p--;) tasks[i].fn(tasks[i].arg, p, 0);
-}
-int64_t tc_rounded_bytes(int64_t cols) {
-    return (cols + cols / 32 * 8 + cols / 16 * 2 + 63) / 64 * 64;
-}
-static void round_row(const float *x, int64_t cols, uint8_t *row) {
-    int8_t *q = (int8_t *)row;
-    float *d = (float *)(row + cols), *ds = d + cols / 32;
-    int16_t *sum = (int16_t *)(ds + cols / 32);
-    for (int64_t g = 0; g < cols / 32; ++g) {
-        float most = 0;
-        for (int i = 0; i < 32; ++i) most = fmaxf(most, fabsf(x[32 * g + i]));
-        d[g] = most / 127;
-        sum[2 * g] = sum[2 * g + 1] = 0;
-        for (int i = 0; i < 32; ++i) {
-            q[32 * g + i] = d[g] ? (int8_t)nearbyintf(x[32 * g + i] / d[g]) : 0;
-            sum[2 * g + i / 16] += q[32 * g + i];
-        }
-        ds[g] = d[g] * (float)(sum[2 * g] + sum[2 * g + 1]);
-    }
-}
-TC_EXPORT void tc_linear(tc_pool *pool, const tc_weight *weights, int num_weights, const float *x,
-                         int64_t rows, int rounds, uint8_t *scratch, float *y) {
-    int64_t ldy = 0, cols = weights->cols, bytes = tc_rounded_bytes(cols);
-    (void)pool;
-    for (int i = 0; i < num_weights; ++i) ldy += weights[i].rows;
-    for (int64_t t = 0; rounds && t < rows; ++t) round_row(x + t * cols, cols, scratch + t * bytes);
-    tc_input in = {x, cols, rounds ? scratch : 0, bytes, rows, cols};
-    for (const tc_weight *w = weights; w < weights + num_weights; y += w++->rows)
-        for (int64_t r = 0; r < w->rows; r += 24) {
-            int64_t last = r + 24 < w->rows ? r + 24 : w->rows;
-            (w->layout == TC_TILES ? tc_matmul_tiles_float
-             : rounds ? tc_matmul_file_int8 : tc_matmul_file_float)(w, r, last, &in, y + r, ldy);
-        }
-}
-"""
-
-
-@functools.cache
-def load_variant(name):
-    source = Path(tiercel.kernels.native.__file__).parent / "src"
-    folder = Path(tempfile.mkdtemp())
-    (folder / "stub.c").write_text(STUB)
-    flags = f"-std=c17 -O3 -ffp-contract=off -fPIC -shared -Wall -Wextra {FLAGS[name]}".split()
-    files = [str(source / f"{part}.c") for part in PARTS]
-    out = str(folder / "library.so")
-    command = ["gcc", *flags, "-I", str(source), *files, str(folder / "stub.c"), "-o", out, "-lm"]
-    subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(out)
-    for function in ("tc_dequantize", "tc_is_supported", "tc_linear", "tc_rounded_bytes"):
-        result, arguments = abi.FUNCTIONS[function]
-        getattr(loaded, function).restype = result
-        getattr(loaded, function).argtypes = arguments
-    return loaded
-
-
-@pytest.fixture(params=FLAGS)
+@pytest.fixture(params=variants())
 def lib(request):
     return load_variant(request.param)
 
@@ -189,12 +119,16 @@ class Matrix:
         return abi.Weight(address, self.rows, self.cols, row_bytes, ggml_id, layout)
 
 
+def pool(lib):
+    return make_pool(2, lib).handle
+
+
 def dequantize(lib, weight, ids=None, num_rows=None):
     ids = None if ids is None else np.asarray(ids, np.int32)
     num_rows = len(ids) if ids is not None else weight.rows if num_rows is None else num_rows
     out = np.full((num_rows + 1, weight.cols), np.nan, np.float32)
     at = None if ids is None else ids.ctypes.data
-    assert lib.tc_dequantize(None, weight, at, num_rows, out.ctypes.data) == 0
+    assert lib.lib.tc_dequantize(pool(lib), weight, at, num_rows, out.ctypes.data) == 0
     assert np.isnan(out[-1]).all()
     return out[:-1]
 
@@ -206,10 +140,12 @@ def linear(lib, weights, x, rounds=False):
     x = np.ascontiguousarray(x, np.float32)
     scratch = None
     if rounds:
-        scratch = np.full(len(x) * lib.tc_rounded_bytes(x.shape[1]) + 64, 0xEE, np.uint8)
+        scratch = np.full(len(x) * lib.lib.tc_rounded_bytes(x.shape[1]) + 64, 0xEE, np.uint8)
         scratch = scratch[-scratch.ctypes.data % 64 :]
     at = None if scratch is None else scratch.ctypes.data
-    lib.tc_linear(None, array, len(array), x.ctypes.data, len(x), rounds, at, y.ctypes.data)
+    lib.lib.tc_linear(
+        pool(lib), array, len(array), x.ctypes.data, len(x), rounds, at, y.ctypes.data
+    )
     assert np.isnan(y[-1]).all()
     return y[:-1]
 
@@ -261,10 +197,10 @@ def test_rows_are_chosen_by_ids_or_are_the_first(lib, type_name, cols):
 
 def test_types_of_files_are_known_and_no_others(lib):
     known = {QuantType[name].ggml_id for name in TYPES}
-    assert {i for i in range(-4, 64) if lib.tc_is_supported(i)} == known
+    assert {i for i in range(-4, 64) if lib.lib.tc_is_supported(i)} == known
     out = np.full(32, np.nan, np.float32)
     weight = abi.Weight(out.ctypes.data, 1, 32, 128, 24, abi.FILE)  # I8
-    assert lib.tc_dequantize(None, weight, None, 1, out.ctypes.data) == -1
+    assert lib.lib.tc_dequantize(pool(lib), weight, None, 1, out.ctypes.data) == -1
     assert np.isnan(out).all()
 
 
@@ -449,6 +385,17 @@ def test_columns_of_tiles_are_the_floats_of_the_layout(lib, type_name):
     np.testing.assert_array_equal(y.T, expected)
 
 
+@pytest.mark.parametrize("type_name", TILE_TYPES)
+def test_columns_of_packed_rows_are_the_floats_of_the_file(lib, type_name):
+    data = random_rows(type_name, 29, 512)
+    file = Matrix(type_name, data, 512)
+    num_bytes = lib.lib.tc_tiles_bytes(QuantType[type_name].ggml_id, 29, 512)
+    tiles = Matrix(type_name, np.full(num_bytes, 0xEE, np.uint8), 512, abi.TILES, 29)
+    lib.lib.tc_pack_tiles(pool(lib), file.weight, tiles.bytes.ctypes.data)
+    y = linear(lib, [tiles.weight], np.eye(512, dtype=np.float32))
+    np.testing.assert_array_equal(y.T, decoded(type_name, data))
+
+
 @pytest.mark.parametrize(("rows", "cols"), [(1, 32), (8, 256), (43, 1056), (50, 1280)])
 @pytest.mark.parametrize("type_name", TILE_TYPES)
 def test_tiles_times_floats(lib, type_name, rows, cols):
@@ -586,6 +533,8 @@ def test_nothing_is_read_beyond_the_activations(lib, num_tokens):
     guarded = Guarded(x)
     matrix = Matrix("F16", usual_rows("F16", 11, 261), 261)
     y = np.full((num_tokens, 11), np.nan, np.float32)
-    lib.tc_linear(None, matrix.weight, 1, guarded.address, num_tokens, False, None, y.ctypes.data)
+    lib.lib.tc_linear(
+        pool(lib), matrix.weight, 1, guarded.address, num_tokens, False, None, y.ctypes.data
+    )
     np.testing.assert_array_equal(y, linear(lib, [matrix.weight], x))
     guarded.close()
