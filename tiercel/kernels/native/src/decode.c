@@ -19,7 +19,8 @@ static void widen_columns(int32_t type, const uint8_t *row, int64_t first, int64
     }
 }
 
-void tc_decode_columns(const tc_format *format, const uint8_t *row, int64_t first, int64_t count, float *out) {
+void tc_decode_columns(const tc_format *format, const uint8_t *row, int64_t first, int64_t count,
+                       float *out) {
     if (!format->codes) {
         widen_columns(format->type, row, first, count, out);
         return;

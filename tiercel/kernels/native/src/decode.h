@@ -28,14 +28,16 @@ typedef struct {
 const tc_format *tc_find_format(int32_t type);
 
 /* Group `group` (32 columns) of a row of a quantised type. */
-static inline void tc_decode_codes(const tc_format *format, const uint8_t *row, int64_t group, tc_codes *out) {
+static inline void tc_decode_codes(const tc_format *format, const uint8_t *row, int64_t group,
+                                   tc_codes *out) {
     const uint8_t *block = row + group / format->block_groups * format->block_bytes;
     format->codes(block, (unsigned)(group % format->block_groups), out);
 }
 
 /* Columns [first, first + count) of a row, multiples of 32 unless the type is a plain float. Each
  * operator rounds once, so the bits are those of ops/dequantize_torch.py. */
-void tc_decode_columns(const tc_format *format, const uint8_t *row, int64_t first, int64_t count, float *out);
+void tc_decode_columns(const tc_format *format, const uint8_t *row, int64_t first, int64_t count,
+                       float *out);
 
 /* Eight plain floats at any address, where `type` is a constant. */
 static inline vf tc_load_floats(int32_t type, const uint8_t *p) {

@@ -132,30 +132,33 @@ static void codes_iq4_xs(const uint8_t *block, unsigned group, tc_codes *out) {
     set_factors(out, tc_f16_at(block) * (float)((low | high << 4) - 32), -0.0f);
 }
 
-/* Eight weights as the bytes of a word: magnitudes of an entry of the grid, negative where a bit of
- * `signs` is set. */
-static uint64_t weights_iq2_xxs(uint8_t index, uint64_t signs) {
-    const uint64_t ones = 0x0101010101010101;
-    uint64_t code = tc_iq2_xxs_grid[index]; /* two bits each, spread to bytes */
-    code = (code | code << 24) & 0x000000ff000000ff;
-    code = (code | code << 12) & 0x000f000f000f000f;
-    code = (code | code << 6) & 0x0303030303030303;
-    uint64_t magnitude = 8 * ones + 17 * code + (code >> 1 & ones); /* 8, 25, 43 */
-    uint64_t bits = signs * ones & 0x8040201008040201;
-    uint64_t minus = (bits + 0x7f * ones) >> 7 & ones;
-    return (magnitude ^ minus * 0xff) + minus;
+/* Two bits each of eight weights as the bytes of a word. */
+static uint64_t spread_pairs(uint64_t pairs) {
+    pairs = (pairs | pairs << 24) & 0x000000ff000000ff;
+    pairs = (pairs | pairs << 12) & 0x000f000f000f000f;
+    return (pairs | pairs << 6) & 0x0303030303030303;
+}
+
+/* Four times seven signs as bytes, whose eighth bit makes the number of bits even. */
+static uint32_t spread_signs(uint32_t word) {
+    uint32_t signs = (word & 0x7f) | (word << 1 & 0x7f00) | (word << 2 & 0x7f0000) | (word << 3 & 0x7f000000);
+    uint32_t parity = signs ^ signs >> 4;
+    parity ^= parity >> 2;
+    parity ^= parity >> 1;
+    return signs | (parity & 0x01010101) << 7;
 }
 
 static void codes_iq2_xxs(const uint8_t *block, unsigned group, tc_codes *out) {
+    static const int8_t magnitudes[16] = {8, 25, 43};
     const uint8_t *part = block + 2 + 8 * group;
-    uint32_t word;
+    uint32_t word, signs;
+    uint64_t pairs[4];
     memcpy(&word, part + 4, 4);
-    for (int i = 0; i < 4; ++i) {
-        uint32_t signs = word >> 7 * i & 127, parity = signs ^ signs >> 4;
-        parity = 0x6996u >> (parity & 15) & 1; /* odd number of bits */
-        uint64_t q = weights_iq2_xxs(part[i], signs | parity << 7);
-        memcpy(out->q + 8 * i, &q, 8);
-    }
+    signs = spread_signs(word);
+    for (int i = 0; i < 4; ++i) pairs[i] = spread_pairs(tc_iq2_xxs_grid[part[i]]);
+    vb q = vb_look_up(magnitudes, vb_words(pairs));
+    vb minus = vb_sub(vb_set(0), vb_shr(vb_spread((const uint8_t *)&signs), 4)); /* all bits, or none */
+    vb_store(out->q, vb_sub(q, vb_and(vb_shl(q, 1), minus)));
     set_factors(out, tc_f16_at(block) * (0.5f + (float)(word >> 28)) * 0.25f, -0.0f);
 }
 
@@ -165,7 +168,8 @@ static const tc_format formats[] = {
     {TC_Q5_1, 1, 24, 1, codes_q5_1},   {TC_Q8_0, 1, 34, 0, codes_q8_0},   {TC_Q2_K, 8, 84, 1, codes_q2_k},
     {TC_Q3_K, 8, 110, 0, codes_q3_k},  {TC_Q4_K, 8, 144, 1, codes_q4_k},  {TC_Q5_K, 8, 176, 1, codes_q5_k},
     {TC_Q6_K, 8, 210, 0, codes_q6_k},  {TC_IQ2_XXS, 8, 66, 0, codes_iq2_xxs},
-    {TC_IQ4_NL, 1, 18, 0, codes_iq4_nl}, {TC_IQ4_XS, 8, 136, 0, codes_iq4_xs},
+    {TC_IQ4_NL, 1, 18, 0, codes_iq4_nl},
+    {TC_IQ4_XS, 8, 136, 0, codes_iq4_xs},
     {TC_MXFP4, 1, 17, 0, codes_mxfp4},
 };
 

@@ -5,8 +5,9 @@
 #include "simd.h"
 
 /* vb_shl and vb_shr shift bytes by less than 8; bits of a neighbour may come in, which the caller
- * masks. vb_load_nibbles: low nibbles of 16 bytes, then their high nibbles. vb_look_up: table[index]
- * for indices below 16. vb_spread: bit i of 4 bytes as bit 4 of byte i. vb_column: signed bytes 4 * i + j of 8 lanes i, as floats. */
+ * masks. vb_words: 4 words in turn. vb_load_nibbles: low nibbles of 16 bytes, then their high ones.
+ * vb_look_up: table[index] for indices below 16. vb_spread: bit i of 4 bytes as bit 4 of byte i.
+ * vb_column: signed bytes 4 * i + j of 8 lanes i, as floats. */
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
@@ -19,6 +20,9 @@ static inline vb vb_sub(vb a, vb b) { return _mm256_sub_epi8(a, b); }
 static inline vb vb_shl(vb a, int n) { return _mm256_slli_epi32(a, n); }
 static inline vb vb_shr(vb a, int n) { return _mm256_srli_epi32(a, n); }
 static inline void vb_store(int8_t *p, vb a) { _mm256_storeu_si256((__m256i *)p, a); }
+static inline vb vb_words(const uint64_t w[4]) {
+    return _mm256_setr_epi64x((int64_t)w[0], (int64_t)w[1], (int64_t)w[2], (int64_t)w[3]);
+}
 static inline vb vb_load_nibbles(const uint8_t *p) {
     __m128i packed = _mm_loadu_si128((const __m128i *)p);
     return vb_and(_mm256_set_m128i(_mm_srli_epi32(packed, 4), packed), vb_set(15));
@@ -69,6 +73,10 @@ static inline vb vb_shr(vb a, int n) { return vb_shl(a, -n); }
 static inline void vb_store(int8_t *p, vb a) {
     vst1q_s8(p, vreinterpretq_s8_u8(a.lo));
     vst1q_s8(p + 16, vreinterpretq_s8_u8(a.hi));
+}
+static inline vb vb_words(const uint64_t w[4]) {
+    return vb_make(vcombine_u8(vcreate_u8(w[0]), vcreate_u8(w[1])),
+                   vcombine_u8(vcreate_u8(w[2]), vcreate_u8(w[3])));
 }
 static inline vb vb_load_nibbles(const uint8_t *p) {
     uint8x16_t packed = vld1q_u8(p);
@@ -123,6 +131,7 @@ static inline vb vb_sub(vb a, vb b) { TC_EACH_BYTE(a.v[i] - b.v[i]); }
 static inline vb vb_shl(vb a, int n) { TC_EACH_BYTE(a.v[i] << n); }
 static inline vb vb_shr(vb a, int n) { TC_EACH_BYTE(a.v[i] >> n); }
 static inline void vb_store(int8_t *p, vb a) { memcpy(p, a.v, 32); }
+static inline vb vb_words(const uint64_t w[4]) { TC_EACH_BYTE(w[i / 8] >> 8 * (i % 8)); }
 static inline vb vb_load_nibbles(const uint8_t *p) { TC_EACH_BYTE(i < 16 ? p[i] & 15 : p[i - 16] >> 4); }
 static inline vb vb_look_up(const int8_t *table, vb index) { TC_EACH_BYTE(table[index.v[i]]); }
 static inline vb vb_spread(const uint8_t *word) { TC_EACH_BYTE((word[i / 8] >> i % 8 & 1) << 4); }

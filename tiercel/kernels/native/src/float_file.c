@@ -4,11 +4,11 @@
 #include "float_products.h"
 
 enum {
-    BLOCK_ROWS = 4,     /* weight rows and tokens whose sums are in registers */
+    BLOCK_ROWS = 4, /* weight rows and tokens whose sums are in registers */
     BLOCK_TOKENS = 3,
     BLOCK_COLS = 1024,
     FEW_TOKENS = 16,
-    CHUNK_TOKENS = 96,  /* activations of so many tokens and BLOCK_COLS columns stay in the L2 cache */
+    CHUNK_TOKENS = 96, /* activations of so many tokens and BLOCK_COLS columns stay in the L2 cache */
     BUFFER_STRIDE = BLOCK_COLS + 16 /* rows do not share the sets of the L1 cache */
 };
 
