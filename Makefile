@@ -13,13 +13,18 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 BENCH ?= dequantize
 PROMPT ?= Why is the sky blue? Answer in three sentences.
 
+# The native library of an editable installation follows its sources; without it PyTorch computes.
+NATIVE := $(BIN)/python -m tiercel.kernels.native.build --quiet || true
+
 .PHONY: demo test test-gpu sanitize test-clients mutants lint bench-cpu wheel clean
 
 # Answers with the default model on the terminal; the first run downloads the model.
 demo: $(VENV)/.demo
+	@$(NATIVE)
 	@$(BIN)/tiercel generate --chat "$(PROMPT)" --max-tokens 120 --temperature 0
 
 test: lint
+	@$(NATIVE)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Tests that need a GPU; without one they are skipped. Modules without such tests
@@ -49,6 +54,7 @@ lint: $(VENV)/.dev
 
 # Runs one benchmark on this machine's CPU: make bench-cpu BENCH=dequantize
 bench-cpu: $(VENV)/.demo
+	@$(NATIVE)
 	$(BIN)/python -m benchmarks.$(BENCH) --device cpu
 
 # Builds dist/tiercel-*.whl.
@@ -57,7 +63,7 @@ wheel: $(VENV)/.python
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) $(CLIENTS_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS_VENV) build dist tiercel/kernels/native/lib .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(VENV)/.python:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer: python3 is older or missing. Install one, or run make PYTHON=/path/to/python." >&2; exit 1; }
