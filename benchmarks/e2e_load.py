@@ -2,6 +2,7 @@
 
     python -m benchmarks.synthetic_model qwen3-8b qwen3-8b.gguf
     python -m benchmarks.e2e_load qwen3-8b.gguf --out benchmarks/results/e2e_load_h200.json
+    python -m benchmarks.e2e_load smollm2.gguf --command --repeats 9 --out cpu_start.json
 
 The file is read once before, so that it is in the page cache; loading reads it through a memory
 map. Each load runs in a separate process, timed from before Python starts. With `--cold` an
@@ -9,6 +10,9 @@ additional first load compiles what is missing in the caches of kernels and of P
 the other loads should find everything compiled. The last load is cut into stages: the host waits
 for the device at the border of each stage, and imports are timed one by one, so its sum is larger
 than an undisturbed load; time in a nested stage counts for the nested stage only.
+
+With `--command` the command `tiercel generate` runs on a CPU, from its start to the first byte of
+its answer and to its end. Nothing is imported or measured within it.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -124,6 +129,35 @@ def load_once(model: Path, began: float, *, has_stages: bool) -> dict[str, Any]:
     return report
 
 
+def run_command(model: Path) -> dict[str, float]:
+    """Seconds of one `tiercel generate` on a CPU: to the first byte of its answer, and in all."""
+    # Bytecode is written like in any installation, whatever this environment says.
+    hidden = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
+    variables = {name: value for name, value in os.environ.items() if name not in hidden}
+    command = [sys.executable, "-m", "tiercel", "generate", "Hello", "--model", str(model)]
+    command += ["--device", "cpu", "--max-tokens", "1", "--temperature", "0"]
+    began = time.perf_counter()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=variables
+    ) as process:
+        assert process.stdout is not None, "it is a pipe"
+        is_answered = bool(process.stdout.read(1))
+        first_s = time.perf_counter() - began
+    if not is_answered or process.returncode:
+        raise SystemExit(f"{' '.join(command)}: status {process.returncode}, or no answer")
+    return {"first_token_s": first_s, "total_s": time.perf_counter() - began}
+
+
+def measure_command(model: Path, repeats: int) -> list[dict[str, Any]]:
+    """Rows of `repeats` commands, after one that fills the caches, with median and least."""
+    run_command(model)
+    runs = [run_command(model) for _ in range(repeats)]
+    rows: list[dict[str, Any]] = [{"name": "command", **run} for run in runs]
+    for name, pick in (("median", statistics.median), ("least", min)):
+        rows.append({"name": f"command, {name}"} | {k: pick(r[k] for r in runs) for k in runs[0]})
+    return rows
+
+
 def run_child(model: Path, *, has_stages: bool) -> dict[str, Any]:
     """`load_once` in a new process."""
     command = [sys.executable, *(("-X", "importtime") if has_stages else ())]
@@ -165,6 +199,7 @@ def main() -> None:
     parser.add_argument(
         "--cold", action="store_true", help="compile first, and report that load too"
     )
+    parser.add_argument("--command", action="store_true", help="time `tiercel generate` on a CPU")
     parser.add_argument("--repeats", type=int, default=3, help="loads with everything compiled")
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--stages", action="store_true", help=argparse.SUPPRESS)
@@ -177,6 +212,11 @@ def main() -> None:
     size = options.model.stat().st_size
     file = {"name": "file", "model": options.model.name, "bytes": size, "read_file_s": read_s}
     rows: list[dict[str, Any]] = [file | {"needed_s": NEEDED_S}]
+    if options.command:
+        rows += measure_command(options.model, options.repeats)
+        print(*rows, sep="\n")
+        save(options.out, environment(torch.device("cpu")), rows)
+        return
     if options.cold:
         rows.append({"name": "cold", **run_child(options.model, has_stages=False)})
     warm = [run_child(options.model, has_stages=False) for _ in range(options.repeats)]

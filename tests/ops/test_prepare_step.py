@@ -12,6 +12,7 @@ from tiercel.reference import prepare_step as oracle
 SHAPES = [
     ((1,), 1, 3, 4),
     ((1, 1, 1, 1, 1), 1, 9, 64),
+    ((1,), 2, 9, 64),
     ((3, 1, 17), 2, 5, 4),
     ((1030, 1, 5), 3, 4, 16),
     ((2, 2), 1, 3, 3),
@@ -170,3 +171,15 @@ def test_wrong_drafts_are_named(device):
     counts = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ArgumentError, match="int64"):
         prepare_step(*case, 4, layout, StepDrafts(draft_ids.long(), counts))
+
+
+def test_single_tokens_of_real_rows_match_the_oracle():
+    """Steps without scratch, drafts or prompts have a path of their own on a CPU."""
+    query_lens, block_size = (1, 1, 1, 1), 16
+    case = make_case(query_lens, 2, 9, block_size, "cpu")
+    case[3] = torch.tensor([7, 0, 3, 5], dtype=torch.int32)
+    expected = oracle.prepare_step(*(t.clone() for t in case), block_size, dense(block_size, 2))
+    results = call_op(*case, 4, make_layout(block_size, dense(block_size, 2)))
+    assert [t.tolist() for t in results] == list(expected[:4])
+    assert [t.dtype for t in results] == [torch.int32] * 3 + [torch.int64]
+    assert case[1].tolist() == expected[4]

@@ -217,3 +217,42 @@ def test_wrong_shapes_are_named(device):
         sample_tokens(torch.zeros(2, 8, device=device), rows, state, clean)
     with pytest.raises(ArgumentError, match="float16"):
         sample_tokens(torch.zeros(2, 9, device=device).half(), rows, state, clean)
+
+
+@pytest.mark.parametrize(
+    ("change", "has_sound"),
+    [("none", False), ("none", True), ("tie", False), ("banned", False), ("banned", True),
+     ("nan", False), ("inf", False), ("-inf", False), ("-inf", True), ("unsound", True),
+     ("all banned", False)],
+)  # fmt: skip
+def test_greedy_rows_match_the_oracle(change, has_sound):
+    """Rows that all take the largest logit have a path of their own on a CPU."""
+    state = make_state(5, "cpu")
+    state.temperature.zero_()
+    logits = torch.randn(4, 5003)
+    rows = torch.tensor([2, 0, 4, 3], dtype=torch.int32)  # 4 is scratch
+    is_banned = torch.zeros(5003, dtype=torch.uint8)
+    is_sound = torch.ones(4, dtype=torch.uint8) if has_sound else None
+    best = int(logits[1].argmax())
+    if change == "tie":
+        logits[1, [best, 17, 4000]] = 9.0
+    elif change == "banned":
+        is_banned[best] = 1
+    elif change == "all banned":
+        is_banned[:] = 1
+    elif change == "unsound":
+        is_sound[1] = 0
+    elif change != "none":
+        logits[1, 70] = float(change)
+    banned = set(is_banned.nonzero().flatten().tolist())
+    # With `is_sound` an infinite logit is a ban.
+    raw = logits.masked_fill(logits == -torch.inf, -1e30) if has_sound else logits
+    expected = oracle.sample_tokens(raw, [0.0] * 4, [0] * 4, [0] * 4, banned)
+    if change == "unsound":
+        expected[1] = (0, NONFINITE)
+    before = state.num_tokens.clone()
+    token_ids, problems = sample_tokens(logits, rows, state, is_banned, is_sound)
+    assert list(zip(token_ids.tolist(), problems.tolist(), strict=True)) == expected
+    assert (state.num_tokens - before).tolist() == [1, 0, 1, 1, 0]
+    for token_id, row in zip(token_ids.tolist()[:2], (2, 0), strict=True):
+        assert state.token_ids[row, before[row]] == token_id
