@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,13 +32,6 @@ class Shape:
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
-
-
-@dataclass(frozen=True)
-class Sequence_:
-    """Rows of one sequence before norm and rotation, (tokens, heads + 2 * kv_heads, head_dim)."""
-
-    heads: Tensor
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,6 @@ class Step:
     rope: Tensor
     angles: Tensor
     norms: tuple[Tensor, Tensor] | None
-    out: Tensor = field(init=False)
 
 
 def make_rows(shape: Shape, tokens: int, seed: int) -> Tensor:

@@ -180,7 +180,8 @@ typedef struct {
     const int32_t *item_start; /* (num_tokens) of an item token, the index of its item's start */
     float *heads;              /* (num_tokens, num_heads + 2 * num_kv_heads, head_dim), mutated */
     float *out;                /* (num_tokens, num_heads * head_dim) */
-    float *scratch;            /* tc_attention_scratch(...) floats of this step, aligned to 16 bytes */
+    float *scratch;            /* tc_attention_scratch(...) floats of this step, aligned to
+                                  8 bytes, better to 64 */
 } tc_attention;
 
 enum { TC_ATTENTION_TASKS = 3 };
