@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5
+        return 1 / math.sqrt(self.head_dim)
 
 
 @dataclass(frozen=True)

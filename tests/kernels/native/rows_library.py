@@ -45,12 +45,10 @@ def load_variant(name: str) -> ctypes.CDLL:
     pool = _SOURCES / "pool.c"
     files = [str(_SOURCES / file) for file in _FILES]
     out = str(folder / f"rows-{name}.so")
-    subprocess.run(
-        ["cc", "-std=c17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-Wall"]
-        + ["-Wextra", "-Werror", "-shared", *_FLAGS[name], f"-I{_SOURCES}", *files]
-        + [str(pool if pool.exists() else folder / "stub.c"), "-o", out, "-lm", "-pthread"],
-        check=True,
-    )
+    flags = "-std=c17 -O3 -ffp-contract=off -fvisibility=hidden -fPIC -Wall -Wextra -Werror -shared"
+    files.append(str(pool if pool.exists() else folder / "stub.c"))
+    command = ["cc", *flags.split(), *_FLAGS[name], f"-I{_SOURCES}", *files, "-o", out]
+    subprocess.run([*command, "-lm", "-pthread"], check=True)
     lib = ctypes.CDLL(out)
     for function, (result, arguments) in abi.FUNCTIONS.items():
         if hasattr(lib, function):
