@@ -1,4 +1,4 @@
-"""Steps of attention for the native library: paged caches with poison in all that nobody may read."""
+"""Steps of attention for the native library: paged caches, NaN in all that must not be read."""
 
 from __future__ import annotations
 
