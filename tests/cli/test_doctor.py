@@ -22,7 +22,20 @@ def test_json(capsys, default_model):
     assert len(report["torch"]["gpus"]) == torch.cuda.device_count()
     assert report["packages"]["numpy"]
     assert report["system"]["cpus"] >= 1
+    assert report["native_library"]["library"]
     assert report["cache"]["models"] == ["smollm2"]
+
+
+def test_the_native_library_is_named_or_why_it_is_not_used(capsys, monkeypatch):
+    for name, value, expected in (
+        ("TIERCEL_NATIVE", "0", "not used: TIERCEL_NATIVE=0"),
+        ("TIERCEL_CPU", "mmx", "not used: TIERCEL_CPU='mmx' is unknown. Use "),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert run(["doctor", "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)["native_library"]
+        assert report["library"].startswith(expected)
 
 
 def test_text(capsys):

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import wait_for
+from tests.patience import PATIENCE_S, wait_for
 from tiercel.errors import InstallationError
 from tiercel.kernels.native import build, variants
 
@@ -129,6 +130,7 @@ def test_a_child_process_has_threads_of_its_own(lib, make_pool, is_running):
         time.sleep(0.01)
     child = os.fork()
     if child == 0:
+        signal.alarm(PATIENCE_S)  # a child that waits for a thread of its parent ends
         try:
             is_right = lib.pool_check_many(pool, 50, 6) == 0
             wait_for(lambda: len(workers()) == 2)  # a thread takes its name when it first runs
