@@ -12,7 +12,7 @@
 #include <string.h>
 
 #include "native.h"
-#include "threads.h"
+#include "os_threads.h"
 
 /* A thread that finds nothing to do spins, because the next task mostly comes within microseconds.
  * If it does not, the thread that has the last piece has probably been preempted, and the waiting

@@ -1,6 +1,6 @@
 /* Threads, locks and sleeping on Linux, macOS and Windows. */
-#ifndef TIERCEL_THREADS_H
-#define TIERCEL_THREADS_H
+#ifndef TIERCEL_OS_THREADS_H
+#define TIERCEL_OS_THREADS_H
 
 #include <limits.h>
 #include <stdatomic.h>
@@ -51,14 +51,17 @@ static inline int64_t tc_now_ns(void) {
     return (int64_t)((double)ticks.QuadPart * 1e9 / (double)frequency.QuadPart);
 }
 static inline void tc_yield(void) { SwitchToThread(); }
-static inline void *tc_memory_take(size_t alignment, size_t bytes) { return _aligned_malloc(bytes, alignment); }
+static inline void *tc_memory_take(size_t alignment, size_t bytes) {
+    return _aligned_malloc(bytes, alignment);
+}
 static inline void tc_memory_give(void *memory) { _aligned_free(memory); }
 static inline int64_t tc_process(void) { return 1; } /* there is no fork */
 
 typedef HANDLE tc_thread;
 typedef unsigned tc_thread_result;
 #define TC_THREAD_CALL __stdcall
-static inline int tc_thread_start(tc_thread *thread, tc_thread_result(TC_THREAD_CALL *run)(void *), void *arg) {
+static inline int tc_thread_start(tc_thread *thread, tc_thread_result(TC_THREAD_CALL *run)(void *),
+                                  void *arg) {
     *thread = (HANDLE)_beginthreadex(NULL, TC_STACK_BYTES, run, arg, STACK_SIZE_PARAM_IS_A_RESERVATION, NULL);
     return *thread != NULL;
 }
@@ -159,7 +162,8 @@ static inline void tc_event_sleep(tc_event *event, uint32_t seen) {
 static inline void tc_event_wake(tc_event *event, int64_t count) {
 #if defined(__linux__)
     atomic_fetch_add(&event->value, 1);
-    syscall(SYS_futex, &event->value, FUTEX_WAKE_PRIVATE, count < INT_MAX ? (int)count : INT_MAX, NULL, NULL, 0);
+    int most = count < INT_MAX ? (int)count : INT_MAX;
+    syscall(SYS_futex, &event->value, FUTEX_WAKE_PRIVATE, most, NULL, NULL, 0);
 #elif defined(_WIN32)
     atomic_fetch_add(&event->value, 1);
     if (count == 1) WakeByAddressSingle((void *)&event->value);
