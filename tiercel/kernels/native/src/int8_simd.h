@@ -37,9 +37,9 @@
 
 #if defined(TC_INT8_AVX2)
 
-typedef __m256i b32;  /* 32 bytes */
+typedef __m256i b32;   /* 32 bytes */
 typedef __m256i i32x8; /* 8 row sums */
-typedef __m256i sums; /* partial row sums */
+typedef __m256i sums;  /* partial row sums */
 
 TC_INLINE b32 b32_load(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 TC_INLINE void b32_store(uint8_t *p, b32 a) { _mm256_storeu_si256((__m256i *)p, a); }
@@ -319,9 +319,10 @@ TC_INLINE vf vf_from_i8(const uint8_t *p) { return i32x8_floats(i32x8_from_i8(p)
 /* Signed bytes at even or odd places, as 16 bits. */
 TC_INLINE i16x8 even_bytes(u8x16 a) { return (i16x8)((u16x8)a << 8) >> 8; }
 TC_INLINE i16x8 odd_bytes(u8x16 a) { return (i16x8)a >> 8; }
-TC_INLINE sums sums_first(b32 w, b32 x) {
-    TC_HALVES(sums, even_bytes(w.half[i]) * even_bytes(x.half[i]) + odd_bytes(w.half[i]) * odd_bytes(x.half[i]));
+TC_INLINE i16x8 pair_sums(u8x16 w, u8x16 x) {
+    return even_bytes(w) * even_bytes(x) + odd_bytes(w) * odd_bytes(x);
 }
+TC_INLINE sums sums_first(b32 w, b32 x) { TC_HALVES(sums, pair_sums(w.half[i], x.half[i])); }
 TC_INLINE sums sums_next(sums a, b32 w, b32 x) {
     sums b = sums_first(w, x);
     TC_HALVES(sums, a.half[i] + b.half[i]);

@@ -12,7 +12,7 @@
 #include "int8_simd.h"
 
 enum {
-    PAIR = 2,          /* tiles side by side */
+    PAIR = 2, /* tiles side by side */
     TOKENS = TC_INT8_TOKENS,
     BLOCK_GROUPS = 32, /* at most 20 KB, unpacked ones; whole records */
     BLOCK_TOKENS = 128,
@@ -21,7 +21,7 @@ enum {
 
 /* A group of one tile, ready to be multiplied. */
 typedef struct {
-    const uint8_t *codes; /* packed: bits above the fourth, then nibbles; else 8 vectors */
+    const uint8_t *codes;  /* packed: bits above the fourth, then nibbles; else 8 vectors */
     const uint8_t *scales; /* Q6_K */
     vf d, m;
 } group;
@@ -29,8 +29,8 @@ typedef struct {
 typedef struct {
     uint8_t codes[8][32];
     float d[TC_TILE_ROWS];
-    float m[TC_TILE_ROWS];   /* of types with minimums */
-    uint8_t scales[16];      /* of Q6_K */
+    float m[TC_TILE_ROWS]; /* of types with minimums */
+    uint8_t scales[16];    /* of Q6_K */
 } unpacked_group;
 
 /* Where the parts of a rounded row are. */
@@ -135,11 +135,11 @@ TC_INLINE void multiply_group(int type, int is_packed, int num_x, const group *w
         vf d = broadcast(x[t].d + 4 * index);
         TC_UNROLL
         for (int k = 0; k < PAIR; ++k) {
+            const uint8_t *halves = x[t].halves + 4 * index;
             i32x8 sum = dot[k][t];
             if (type == TC_Q6_K)
-                sum = i32x8_sub(sum, scale_pairs_offset(scale_pairs_load(w[k].scales), x[t].halves + 4 * index));
-            if (code_offset(type))
-                sum = i32x8_sub(sum, i32x8_offset(x[t].halves + 4 * index, code_offset(type)));
+                sum = i32x8_sub(sum, scale_pairs_offset(scale_pairs_load(w[k].scales), halves));
+            if (code_offset(type)) sum = i32x8_sub(sum, i32x8_offset(halves, code_offset(type)));
             acc[k][t] = vf_fma(i32x8_floats(sum), vf_mul(w[k].d, d), acc[k][t]);
             if (has_minimums(type)) acc[k][t] = vf_fma(w[k].m, broadcast(x[t].ds + 4 * index), acc[k][t]);
         }

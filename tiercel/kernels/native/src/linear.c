@@ -2,11 +2,11 @@
 #include "products.h"
 
 enum {
-    UNIT_ROWS = 16,            /* of weights; no piece has less but a matrix's last */
-    TOKENS = 128,              /* of a piece: their activations fit into the second cache */
-    PIECES_PER_THREAD = 8,     /* at most: a late thread leaves little for the others to wait on */
+    UNIT_ROWS = 16,               /* of weights; only the last piece of a matrix has fewer */
+    TOKENS = 128,                 /* of a piece: their activations fit into the second cache */
+    PIECES_PER_THREAD = 8,        /* at most: the last piece to end is a small part of the whole */
     MIN_PIECE_PRODUCTS = 1 << 17, /* about 5 us of multiply-adds at one token */
-    ROUNDED_COLS = 2048        /* of a piece of rounding */
+    ROUNDED_COLS = 2048           /* of a piece of rounding */
 };
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
