@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.kernels.native.rows_library import load_variant, make_pool
 from tiercel.kernels.native import abi
+from tiercel.kernels.native.library import load_variant, make_pool
 
 CACHE_TYPES = {torch.float32: abi.FLOAT32, torch.float16: abi.FLOAT16, torch.bfloat16: abi.BFLOAT16}
 MAX_POSITIONS = 5000
@@ -177,7 +177,7 @@ def read_cache(step: Step, request: int) -> tuple[Tensor, Tensor]:
 
 def run_step(step: Step, variant: str, num_threads: int = 2) -> Tensor:
     """Attention of the step; its heads and caches change. Returns (T, num_heads, head_dim)."""
-    lib, shape = load_variant(variant), step.shape
+    lib, shape = load_variant(variant).lib, step.shape
     count = len(step.heads)
     out = torch.full((count, shape.num_heads, shape.head_dim), torch.nan)
 
@@ -219,6 +219,6 @@ def run_step(step: Step, variant: str, num_threads: int = 2) -> Tensor:
     guard = 64
     scratch = torch.full((floats + guard,), torch.nan)
     a.scratch = scratch.data_ptr()
-    lib.tc_attention_run(make_pool(variant, num_threads), ctypes.byref(a))
+    lib.tc_attention_run(make_pool(num_threads, load_variant(variant)).handle, ctypes.byref(a))
     assert scratch[floats:].isnan().all(), "a write after the scratch's end"
     return out

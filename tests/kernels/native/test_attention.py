@@ -18,7 +18,7 @@ from tests.kernels.native.attention_cases import (
     read_cache,
     run_step,
 )
-from tests.kernels.native.rows_library import variants
+from tiercel.kernels.native.library import variants
 from tiercel.reference import prefill_attention as attention_oracle
 from tiercel.reference import rms_norm as rms_norm_oracle
 from tiercel.reference import rotary_kv_write as rotary_oracle

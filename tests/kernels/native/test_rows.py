@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.native.rows_library import load_variant, make_pool, variants
+from tiercel.kernels.native.library import load_variant, make_pool, variants
 from tiercel.reference import act_mul as act_mul_oracle
 from tiercel.reference import rms_norm as rms_norm_oracle
 
@@ -32,8 +32,8 @@ def norm_rows(
     """Norm of the rows of x, which changes."""
     out = torch.full_like(x, torch.nan)
     pointers = [None if t is None else t.data_ptr() for t in (x, update, update_weight, weight)]
-    pool = make_pool(variant, num_threads)
-    load_variant(variant).tc_norm_rows(pool, *pointers, eps, *x.shape, out.data_ptr())
+    pool = make_pool(num_threads, load_variant(variant)).handle
+    load_variant(variant).lib.tc_norm_rows(pool, *pointers, eps, *x.shape, out.data_ptr())
     return out
 
 
@@ -74,8 +74,13 @@ def test_a_rows_norm_does_not_depend_on_the_call(variant: str) -> None:
 def act_mul_rows(variant: str, x: Tensor, activation: str) -> Tensor:
     rows, cols = x.shape[0], x.shape[1] // 2
     out = torch.full((rows, cols), torch.nan)
-    load_variant(variant).tc_act_mul_rows(
-        make_pool(variant, 2), x.data_ptr(), ACTIVATIONS[activation], rows, cols, out.data_ptr()
+    load_variant(variant).lib.tc_act_mul_rows(
+        make_pool(2, load_variant(variant)).handle,
+        x.data_ptr(),
+        ACTIVATIONS[activation],
+        rows,
+        cols,
+        out.data_ptr(),
     )
     return out
 
@@ -109,8 +114,8 @@ def test_activation_keeps_nan(activation: str, variant: str) -> None:
 
 def argmax_rows(variant: str, x: Tensor, num_threads: int = 2) -> list[int]:
     ids = torch.full((len(x),), -7, dtype=torch.int64)
-    pool = make_pool(variant, num_threads)
-    load_variant(variant).tc_argmax_rows(pool, x.data_ptr(), *x.shape, ids.data_ptr())
+    pool = make_pool(num_threads, load_variant(variant)).handle
+    load_variant(variant).lib.tc_argmax_rows(pool, x.data_ptr(), *x.shape, ids.data_ptr())
     return ids.tolist()
 
 
