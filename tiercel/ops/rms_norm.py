@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ArgumentError
+from tiercel.kernels.native.forms import has_native
+from tiercel.kernels.native.rows import launch_rms_norm as launch_native
 
 
 def rms_norm(
@@ -58,9 +60,20 @@ def rms_norm(
         )
     if x.is_cuda:
         return _norm_on_gpu(x, weight, eps, out_dtype or x.dtype, update, update_weight)
+    if _is_native(x, update):
+        out = torch.empty_like(x)
+        launch_native(x, weight, out, eps, update, update_weight)
+        return out.to(out_dtype or x.dtype)
     if update is not None:
         x.add_(update if update_weight is None else _norm(update, update_weight, eps))
     return _norm(x, weight, eps).to(out_dtype or x.dtype)
+
+
+def _is_native(x: Tensor, update: Tensor | None) -> bool:
+    """Whether the native library takes the rows: PyTorch waits for its threads at each norm."""
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        return False
+    return (update is None or update.dtype == torch.float32) and has_native()
 
 
 def _norm_on_gpu(

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels.native.abi import BFLOAT16, FLOAT16, FLOAT32, Decoder, Layer, Step, Weight
-from tiercel.kernels.native.library import library
-from tiercel.kernels.native.matrices import NativeMatrix, current_pool, weight_array
+from tiercel.kernels.native.matrices import (
+    NativeMatrix,
+    current_pool,
+    functions,
+    weight_array,
+)
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 CACHE_TYPES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
@@ -133,7 +137,7 @@ class NativeLayers:
             num_reqs: of the step.
             pulse: called between layers of a long step.
         """
-        lib, pool = library().lib, current_pool()
+        lib, pool = functions(), current_pool()
         num_tokens, last = x.shape[0], len(self._parts)
         tables = tokens["tables"]
         assert tables is not None, "every step has block tables"

@@ -162,12 +162,22 @@ TC_INLINE void store_sums(int num_x, vf (*acc)[TOKENS], float (*sum)[PAIR][TC_TI
     }
 }
 
+/* Fetches a group of the tiles `ahead` bytes further, which the next two tiles' columns are: streams
+ * as short as a row of tiles are over before the processor's own prefetching has begun. */
+TC_INLINE void fetch_ahead(const uint8_t *const *tiles, int64_t at, int64_t bytes, int64_t ahead) {
+    TC_UNROLL
+    for (int k = 0; k < PAIR; ++k)
+        for (int64_t line = 0; line < bytes; line += 64)
+            __builtin_prefetch(tiles[k] + at + line + ahead, 0, 2);
+}
+
 /* Adds groups first .. first + count - 1, whole records, of two tiles with num_x tokens to
- * sum[token][tile]. */
+ * sum[token][tile]. ahead: see `fetch_ahead`; 0 fetches nothing. */
 TC_INLINE void multiply_packed(int type, int num_x, const uint8_t *const *tiles, int64_t first,
-                               int64_t count, const token *x, float (*sum)[PAIR][TC_TILE_ROWS]) {
+                               int64_t count, int64_t ahead, const token *x,
+                               float (*sum)[PAIR][TC_TILE_ROWS]) {
     tc_tile_format format = tc_tile_format_of(type);
-    int64_t record_bytes = tc_tile_record_bytes(format);
+    int64_t record_bytes = tc_tile_record_bytes(format), group_bytes = record_bytes / format.groups;
     vf acc[PAIR][TOKENS];
     load_sums(num_x, sum, acc);
     for (int64_t i = first / format.groups; i < (first + count) / format.groups; ++i) {
@@ -175,6 +185,7 @@ TC_INLINE void multiply_packed(int type, int num_x, const uint8_t *const *tiles,
             group w[PAIR];
             TC_UNROLL
             for (int k = 0; k < PAIR; ++k) w[k] = packed_group(type, tiles[k] + i * record_bytes, g);
+            if (ahead) fetch_ahead(tiles, i * record_bytes + g * group_bytes, group_bytes, ahead);
             multiply_group(type, 1, num_x, w, x, i * format.groups + g, acc);
         }
     }
@@ -220,8 +231,8 @@ TC_INLINE void unpack_groups(int type, const uint8_t *const *tiles, int64_t firs
 
 /* ---- one function per type, and what chooses among them ---- */
 
-typedef void packed_fn(const uint8_t *const *tiles, int64_t first, int64_t count, const token *x,
-                       float (*sum)[PAIR][TC_TILE_ROWS]);
+typedef void packed_fn(const uint8_t *const *tiles, int64_t first, int64_t count, int64_t ahead,
+                       const token *x, float (*sum)[PAIR][TC_TILE_ROWS]);
 typedef void unpack_fn(const uint8_t *const *tiles, int64_t first, int64_t count,
                        unpacked_group (*block)[PAIR]);
 typedef void unpacked_fn(unpacked_group (*block)[PAIR], int64_t first, int64_t count, const token *x,
@@ -242,8 +253,9 @@ typedef struct {
 #endif
 #define PACKED(type, num_x)                                                                        \
     static void packed_##type##_##num_x(const uint8_t *const *tiles, int64_t first, int64_t count, \
-                                        const token *x, float (*sum)[PAIR][TC_TILE_ROWS]) {        \
-        multiply_packed(TC_##type, num_x, tiles, first, count, x, sum);                            \
+                                        int64_t ahead, const token *x,                             \
+                                        float (*sum)[PAIR][TC_TILE_ROWS]) {                        \
+        multiply_packed(TC_##type, num_x, tiles, first, count, ahead, x, sum);                     \
     }
 #define PACKED_TYPE(type) EACH_COUNT(PACKED, type)
 #define UNPACK(type)                                                                               \
@@ -299,6 +311,7 @@ static void multiply_tiles(const functions *f, const uint8_t *const *tiles, cons
     unpacked_group block[BLOCK_GROUPS][PAIR];
     int64_t groups = in->cols / TC_GROUP;
     int64_t block_groups = num_tokens > TOKENS ? BLOCK_GROUPS : groups;
+    int64_t ahead = PAIR * (tiles[1] - tiles[0]);
     int unpacks = f->unpack && num_tokens > FEW_TOKENS;
     memset(sum, 0, sizeof sum[0] * (size_t)num_tokens);
     for (int64_t g = 0; g < groups; g += block_groups) {
@@ -311,7 +324,7 @@ static void multiply_tiles(const functions *f, const uint8_t *const *tiles, cons
             if (unpacks)
                 f->unpacked[num_x - 1](block, g, count, x, sum + t);
             else
-                f->packed[num_x - 1](tiles, g, count, x, sum + t);
+                f->packed[num_x - 1](tiles, g, count, t ? 0 : ahead, x, sum + t);
         }
     }
 }

@@ -9,7 +9,7 @@
 
 enum {
     PART_TASKS = 8 + TC_ATTENTION_TASKS, /* of a layer, at most */
-    MLP_ROWS = 32,   /* gate rows of a piece: a group of the rounded activations */
+    MLP_ROWS = 128,  /* of gate and of up in a piece, at most; whole groups of what is rounded */
     TOKENS = 64,     /* of a piece: weights of a piece are decoded once for them */
     MOST_ROWS = 512, /* of a piece of the other products */
     PIECES_PER_THREAD = 4,
@@ -57,7 +57,7 @@ typedef struct {
     const tc_decoder *decoder;
     const buffers *buffers;
     tc_input input;
-    int64_t token_blocks;
+    int64_t token_blocks, block_rows;
     int32_t num_weights;
 } mlp_args;
 
@@ -250,8 +250,8 @@ static void gate_and_up(const void *arg, int64_t piece, int worker) {
     const mlp_args *m = arg;
     const buffers *b = m->buffers;
     int64_t inner = m->decoder->intermediate;
-    int64_t first = piece / m->token_blocks * MLP_ROWS, token = piece % m->token_blocks * TOKENS;
-    int64_t rows = least(MLP_ROWS, inner - first);
+    int64_t first = piece / m->token_blocks * m->block_rows, token = piece % m->token_blocks * TOKENS;
+    int64_t rows = least(m->block_rows, inner - first);
     tc_input in = slice(&m->input, token, least(TOKENS, m->input.rows - token));
     float gate[TOKENS * MLP_ROWS], up[TOKENS * MLP_ROWS];
     (void)worker;
@@ -304,8 +304,11 @@ static tc_task *add_layer(tc_task *next, const tc_decoder *d, const tc_step *s, 
     args->mlp_norm = (norm_args){d, s, b, b->update, layer->mlp_update_norm, layer->mlp_norm};
     next = add(next, add_and_norm, &args->mlp_norm, tokens);
     int64_t token_blocks = (tokens + TOKENS - 1) / TOKENS;
-    args->mlp = (mlp_args){layer->gate_up, d, b, normed, token_blocks, layer->num_gate_up};
-    next = add(next, gate_and_up, &args->mlp, (d->intermediate + MLP_ROWS - 1) / MLP_ROWS * token_blocks);
+    int64_t share = d->intermediate * token_blocks / ((int64_t)num_threads * PIECES_PER_THREAD);
+    int64_t block_rows = least(MLP_ROWS, round_up(share > 0 ? share : 1, TC_GROUP));
+    args->mlp = (mlp_args){layer->gate_up, d, b, normed, token_blocks, block_rows, layer->num_gate_up};
+    int64_t blocks = (d->intermediate + block_rows - 1) / block_rows;
+    next = add(next, gate_and_up, &args->mlp, blocks * token_blocks);
     args->down = (product){layer->down, NULL, act, b->update, d->hidden, 0, 0, layer->num_down};
     return add(next, multiply, &args->down, num_pieces(&args->down, num_threads));
 }
