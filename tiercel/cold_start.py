@@ -61,7 +61,7 @@ def preload_pytorch() -> threading.Thread | None:
         return None
     env.shorten_openmp_spins()  # read when this library loads OpenMP
     path = str(folder / _LIBRARY).encode()
-    thread = threading.Thread(target=_load, args=(path,), name="preload", daemon=True)
+    thread = threading.Thread(target=_load, args=(path,), name="preload")
     thread.start()
     return thread
 

@@ -147,3 +147,26 @@ def test_a_row_that_is_not_finite_stays_alone(qtype, value):
     found = linear(x, weight, out_dtype=torch.float32)
     assert torch.equal(found[[0, 2, 3]], good[[0, 2, 3]])
     assert not found[1].isfinite().any()
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_shapes():
+    """Both classes and any number of rows against the oracle, and each row's bits alone."""
+    generator = torch.Generator().manual_seed(0)
+
+    def below(count):
+        return int(torch.randint(count, (1,), generator=generator))
+
+    for case in range(10_000):
+        qtype = TYPES[below(len(TYPES))]
+        cols = qtype.block_weights * (1 + below(3 if qtype.block_weights > 1 else 600))
+        part = make_weight(qtype, 1 + below(40), cols, case)
+        dtype = (torch.float32, torch.float16)[below(2)]
+        weight = prepare_linear([part], dtype, CPU)
+        x = torch.randn(1 + below(24), cols, generator=generator).to(dtype)
+        out = linear(x, weight, out_dtype=torch.float32)
+        expected = expect(x.float(), [part], rounds=weight.parts > 0)
+        bound = 1e-5 * x.float().abs().double() @ dequantize(part, torch.float32).double().abs().T
+        assert ((out - expected).abs() <= bound).all(), (case, qtype.name, cols)
+        row = below(len(x))
+        assert torch.equal(linear(x[row : row + 1], weight, out_dtype=torch.float32)[0], out[row])

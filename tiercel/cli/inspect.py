@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 _GROUP = Group("Inspection", sort_key=1)
 _MAX_SHOWN = 60  # characters of one metadata value
 _KV_DTYPE = "bfloat16"  # of keys and values by default: 16 bits each
-# In the order in which `--dtype auto` prefers them: docs/models.md.
-_DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("float16", "bfloat16", "float32")}
 _DEVICE_NAMES = {"cpu": "on a CPU", "cuda": "on a GPU"}
 _LABEL_WIDTH = 22
+_DTYPES = ("float16", "bfloat16", "float32")  # in the order of `--dtype auto`: docs/models.md
 
 
 def inspect_model(
@@ -124,7 +123,7 @@ def _memory(source: ModelSource) -> dict[str, Any]:
             footprint.dtype: {"weight_bytes": footprint.nbytes, "forms": dict(footprint.forms)}
             for footprint in (weight_footprint(source, dtype, device) for dtype in dtypes)
         }
-        for device, dtypes in _DTYPES.items()
+        for device, dtypes in (("cpu", _cpu_dtypes()), ("cuda", _DTYPES))
     }
     return {
         "file_weight_bytes": source.weight_bytes,
@@ -134,6 +133,12 @@ def _memory(source: ModelSource) -> dict[str, Any]:
         "available_bytes": None if here is None else here.available,
         "limit_bytes": None if here is None else here.limit,
     }
+
+
+def _cpu_dtypes() -> tuple[str, ...]:
+    from tiercel.resting import uses_native
+
+    return _DTYPES if uses_native("cpu") else _DTYPES[1:]
 
 
 def _format_name(source: ModelSource) -> str:

@@ -124,6 +124,8 @@ def load_model(
         _LOG.info("%s packs no items: each is scored by itself after its prompt.", source.path.name)
     tokenizer = source.tokenizer(env.cache_dir() / "tokenizers")
     engine = build_engine(source, config, tokenizer, report)
+    for part in source.files.parts:  # what was rearranged or copied is not read again
+        part.release_pages()
     if options.warm_up or config.device.type == "cuda":
         if report is not None:
             report("Warming up", 0, 0)

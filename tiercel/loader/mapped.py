@@ -124,6 +124,11 @@ class MappedFile:
         assert 0 <= offset <= offset + num_bytes <= self.size
         return np.frombuffer(memoryview(self.buffer)[offset : offset + num_bytes], np.uint8)
 
+    def release_pages(self) -> None:
+        """Give the map's pages back; what is read again comes from the page cache."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.buffer.madvise(mmap.MADV_DONTNEED)
+
     def error(self, message: str, *, hint: str) -> ModelFormatError:
         """The error for a broken rule; its text begins with the file's name."""
         return ModelFormatError(f"{self.name}: {message}", hint=hint)

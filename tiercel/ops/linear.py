@@ -77,7 +77,8 @@ class LinearWeight:
         fused_rows: rows up to which beyond that they are decoded within the product.
         mmq_rows: rows up to which beyond both x is rounded to 8 bits.
         reads_blocks: whether block formats are read as stored for some rows.
-        rounds: whether x is rounded to 8 bits, in groups of 32, for native matrices of blocks.
+        parts: of x, each rounded to 8 bits in groups of 32, for native matrices of blocks: 0 for
+            floats, 1, or 2 where the weight is `wide`.
     """
 
     segments: tuple[Segment, ...]
@@ -87,7 +88,7 @@ class LinearWeight:
     fused_rows: int = 0
     mmq_rows: int = 0
     reads_blocks: bool = False
-    rounds: bool = False
+    parts: int = 0
 
 
 class PathRows(NamedTuple):
@@ -176,8 +177,10 @@ def prepare_linear(
             matrices = [(part.qtype.name, part.planes["data"]) for part in members]
             segments.append(linear_torch.pack_planes(matrices))
     reads_blocks = not block_op.device_refusal(device)
-    rounds = rounds_activations(dtype) and in_features % GROUP == 0
-    return LinearWeight(tuple(segments), shape, reads_blocks=reads_blocks, rounds=rounds)
+    parts_of_x = 0
+    if rounds_activations(dtype) and in_features % GROUP == 0:
+        parts_of_x = 2 if wide else 1
+    return LinearWeight(tuple(segments), shape, reads_blocks=reads_blocks, parts=parts_of_x)
 
 
 def rounds_activations(dtype: torch.dtype) -> bool:
@@ -412,7 +415,7 @@ def _multiply_native(
     result = out
     if result is None or result.dtype != torch.float32 or not result.is_contiguous():
         result = _empty(x, columns, torch.float32)
-    launch_linear(x.float().contiguous(), matrices, result, rounds=weight.rounds)
+    launch_linear(x.float().contiguous(), matrices, result, weight.parts)
     return result.to(out_dtype)
 
 

@@ -95,6 +95,7 @@ FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "tc_dequantize": (c_int, (c_void_p, POINTER(Weight), c_void_p, c_int64, c_void_p)),
     "tc_is_supported": (c_int, (c_int32,)),
     "tc_rounded_bytes": (c_int64, (c_int64,)),
+    "tc_linear_scratch": (c_int64, (c_int64, c_int64, c_int64, c_int)),
     "tc_linear": (
         None,
         (c_void_p, POINTER(Weight), c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p),

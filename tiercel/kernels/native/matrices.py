@@ -114,27 +114,27 @@ def weight_array(matrices: Sequence[NativeMatrix]) -> ctypes.Array[Weight]:
     return (Weight * len(matrices))(*(matrix.weight for matrix in matrices))
 
 
-def launch_linear(
-    x: Tensor, matrices: Sequence[NativeMatrix], out: Tensor, *, rounds: bool
-) -> None:
+def launch_linear(x: Tensor, matrices: Sequence[NativeMatrix], out: Tensor, parts: int) -> None:
     """Write x @ [matrices]^T to `out`.
 
     Args:
         x: (rows, in_features) float32 contiguous.
         matrices: equal in_features, their rows end to end in the result.
         out: (rows, out_features) float32 contiguous.
-        rounds: whether x is rounded to 8 bits, in groups of 32, for weights that are no floats.
+        parts: of x, each rounded to 8 bits in groups of 32, for weights that are no floats: 0 for
+            float32, 1, or 2 for x and what its rounding leaves of it.
     """
     lib, (rows, cols) = functions(), x.shape
-    scratch = x.new_empty(rows * lib.tc_rounded_bytes(cols) if rounds else 0, dtype=torch.uint8)
+    num_bytes = lib.tc_linear_scratch(rows, cols, out.shape[1], parts)
+    scratch = torch.empty(num_bytes, dtype=torch.uint8)
     lib.tc_linear(
         current_pool(),
         weight_array(matrices),
         len(matrices),
         x.data_ptr(),
         rows,
-        rounds,
-        scratch.data_ptr() if rounds else None,
+        parts,
+        scratch.data_ptr(),
         out.data_ptr(),
     )
 

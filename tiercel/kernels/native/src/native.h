@@ -129,9 +129,12 @@ void tc_matmul(const tc_weight *w, int64_t first, int64_t last, const tc_input *
                int64_t ldy);
 
 /* x (rows, cols) through matrices end to end, y (rows, sum of their rows), as one call of the pool.
- * scratch: rows * tc_rounded_bytes(cols) bytes if rounds, else NULL. */
+ * parts: 0 multiplies floats; 1 rounds x to 8 bits; 2 adds the product of what that leaves of x,
+ * rounded likewise: 15 bits, for matrices whose bytes cost more than their products. scratch:
+ * tc_linear_scratch(rows, cols, sum of rows, parts) bytes. */
+TC_EXPORT int64_t tc_linear_scratch(int64_t rows, int64_t cols, int64_t width, int parts);
 TC_EXPORT void tc_linear(tc_pool *pool, const tc_weight *weights, int num_weights, const float *x,
-                         int64_t rows, int rounds, uint8_t *scratch, float *y);
+                         int64_t rows, int parts, uint8_t *scratch, float *y);
 
 /* ---- rows.c: norms and activations of one row ---- */
 

@@ -5,13 +5,12 @@
  * Each of these is a task; its pieces are tokens, or blocks of output rows x blocks of tokens. What a
  * task leaves to the next is in the step's scratch memory.
  */
-#include "native.h"
+#include "products.h"
 
 enum {
     PART_TASKS = 8 + TC_ATTENTION_TASKS, /* of a layer, at most */
     MLP_ROWS = 128,  /* of gate and of up in a piece, at most; whole groups of what is rounded */
-    TOKENS = 64,     /* of a piece: weights of a piece are decoded once for them */
-    MOST_ROWS = 512, /* of a piece of the other products */
+    TOKENS = 64,     /* of a piece of gate and up, whose results are on the stack */
     PIECES_PER_THREAD = 4,
     ALIGNMENT = 64
 };
@@ -34,15 +33,14 @@ typedef struct {
     struct layer_args *args;
 } buffers;
 
-/* A product by matrices end to end, cut into pieces. */
+/* A product by matrices end to end. */
 typedef struct {
     const tc_weight *weights;
+    int32_t num_weights;
     const float *bias;
     tc_input input;
     float *y;
-    int64_t ldy;
-    int64_t block_rows, token_blocks;
-    int32_t num_weights;
+    int64_t ldy, num_pieces;
 } product;
 
 typedef struct {
@@ -210,33 +208,8 @@ static tc_input slice(const tc_input *in, int64_t first, int64_t rows) {
 
 static void multiply(const void *arg, int64_t piece, int worker) {
     const product *p = arg;
-    int64_t block = piece / p->token_blocks, token = piece % p->token_blocks * TOKENS;
-    int64_t column = 0;
-    const tc_weight *w = p->weights;
     (void)worker;
-    for (int64_t blocks; block >= (blocks = (w->rows + p->block_rows - 1) / p->block_rows); ++w) {
-        block -= blocks;
-        column += w->rows;
-    }
-    int64_t first = block * p->block_rows, last = least(first + p->block_rows, w->rows);
-    tc_input in = slice(&p->input, token, least(TOKENS, p->input.rows - token));
-    float *y = p->y + token * p->ldy + column + first;
-    tc_matmul(w, first, last, &in, y, p->ldy);
-    if (!p->bias) return;
-    const float *bias = p->bias + column + first;
-    for (int64_t t = 0; t < in.rows; ++t)
-        for (int64_t i = 0; i < last - first; ++i) y[t * p->ldy + i] += bias[i];
-}
-
-static int64_t num_pieces(product *p, int num_threads) {
-    int64_t rows = 0, pieces = 0;
-    p->token_blocks = (p->input.rows + TOKENS - 1) / TOKENS;
-    for (int i = 0; i < p->num_weights; ++i) rows += p->weights[i].rows;
-    int64_t share = rows * p->token_blocks / ((int64_t)num_threads * PIECES_PER_THREAD);
-    p->block_rows = least(MOST_ROWS, round_up(share > 0 ? share : 1, 2 * TC_TILE_ROWS));
-    for (int i = 0; i < p->num_weights; ++i)
-        pieces += (p->weights[i].rows + p->block_rows - 1) / p->block_rows;
-    return pieces * p->token_blocks;
+    tc_multiply_piece(p->weights, p->num_weights, p->bias, &p->input, piece, p->num_pieces, p->y, p->ldy);
 }
 
 /* A few rows, from `first` on, of matrices end to end. */
@@ -275,6 +248,11 @@ static tc_task *add(tc_task *next, tc_task_fn fn, const void *arg, int64_t num_p
     return next + 1;
 }
 
+static tc_task *add_product(tc_task *next, product *p, int num_threads) {
+    p->num_pieces = tc_num_pieces(p->weights, p->num_weights, p->input.rows, num_threads);
+    return add(next, multiply, p, p->num_pieces);
+}
+
 static tc_task *add_layer(tc_task *next, const tc_decoder *d, const tc_step *s, const buffers *b,
                           int32_t index, int num_threads) {
     const tc_layer *layer = &d->layers[index];
@@ -284,10 +262,14 @@ static tc_task *add_layer(tc_task *next, const tc_decoder *d, const tc_step *s, 
     tc_input context = floats(b->context, width, b->context_q, b->context_bytes, tokens);
     tc_input act = floats(b->act, d->intermediate, b->act_q, b->act_bytes, tokens);
 
-    args->attn_norm = (norm_args){d, s, b, index ? b->update : NULL, layer->attn_update_norm, layer->attn_norm};
+    args->attn_norm = (norm_args){d, s, b, NULL, NULL, layer->attn_norm};
+    if (index) { /* the first layer has no update to add, whatever norms it has */
+        args->attn_norm.update = b->update;
+        args->attn_norm.update_weight = layer->attn_update_norm;
+    }
     next = add(next, add_and_norm, &args->attn_norm, tokens);
-    args->qkv = (product){layer->qkv, layer->qkv_bias, normed, b->heads, head_rows(d), 0, 0, layer->num_qkv};
-    next = add(next, multiply, &args->qkv, num_pieces(&args->qkv, num_threads));
+    args->qkv = (product){layer->qkv, layer->num_qkv, layer->qkv_bias, normed, b->heads, head_rows(d), 0};
+    next = add_product(next, &args->qkv, num_threads);
 
     describe_attention(&args->attention, d, layer, s);
     args->attention.tables = s->tables + layer->group * s->table_rows * s->max_blocks;
@@ -298,8 +280,8 @@ static tc_task *add_layer(tc_task *next, const tc_decoder *d, const tc_step *s, 
     next += tc_attention_tasks(&args->attention, num_threads, next);
 
     if (b->context_q) next = add(next, round_context, &args->attn_norm, tokens);
-    args->output = (product){layer->output, layer->output_bias, context, b->update, d->hidden, 0, 0, layer->num_output};
-    next = add(next, multiply, &args->output, num_pieces(&args->output, num_threads));
+    args->output = (product){layer->output, layer->num_output, layer->output_bias, context, b->update, d->hidden, 0};
+    next = add_product(next, &args->output, num_threads);
 
     args->mlp_norm = (norm_args){d, s, b, b->update, layer->mlp_update_norm, layer->mlp_norm};
     next = add(next, add_and_norm, &args->mlp_norm, tokens);
@@ -309,8 +291,8 @@ static tc_task *add_layer(tc_task *next, const tc_decoder *d, const tc_step *s, 
     args->mlp = (mlp_args){layer->gate_up, d, b, normed, token_blocks, block_rows, layer->num_gate_up};
     int64_t blocks = (d->intermediate + block_rows - 1) / block_rows;
     next = add(next, gate_and_up, &args->mlp, blocks * token_blocks);
-    args->down = (product){layer->down, NULL, act, b->update, d->hidden, 0, 0, layer->num_down};
-    return add(next, multiply, &args->down, num_pieces(&args->down, num_threads));
+    args->down = (product){layer->down, layer->num_down, NULL, act, b->update, d->hidden, 0};
+    return add_product(next, &args->down, num_threads);
 }
 
 void tc_run_layers(tc_pool *pool, const tc_decoder *decoder, const tc_step *step, int32_t first,
