@@ -65,6 +65,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
+def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's operators on the CPU, as where the native library could not be built."""
+    monkeypatch.setenv("TIERCEL_NATIVE", "0")
+
+
+@pytest.fixture
 def device() -> torch.device:
     """The device on which kernels run here; on a CPU they run in Triton's interpreter."""
     return torch.device("cuda" if HAS_GPU else "cpu")

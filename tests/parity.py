@@ -28,6 +28,7 @@ class Profile:
 
 FP32 = Profile(1e-3, 5e-3, 5e-3, 1e-3, 0.02)
 BITS16 = Profile(0.02, 0.15, 0.25, 0.01, 0.3)
+INT8 = Profile(0.02, 0.25, 0.4, 0.01, 0.3)  # activations of 8 bits
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

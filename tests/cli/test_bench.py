@@ -240,7 +240,7 @@ def test_hardware_without_a_driver(monkeypatch):
         raise FileNotFoundError("nvidia-smi")
 
     monkeypatch.setattr(bench_environment.subprocess, "run", run_nothing)
-    assert set(bench_environment.hardware()) == {"cpu", "cores"}
+    assert set(bench_environment.hardware()) == {"cpu", "cores", "native_library"}
 
 
 @pytest.fixture(scope="module")

@@ -135,6 +135,7 @@ def test_no_pytorch(tiny, is_v4):
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True, capture_output=True)
 
 
+@pytest.mark.usefixtures("without_native")
 def test_memory_is_what_the_engine_will_take(facts, tmp_path, capsys, monkeypatch):
     """A file of 5.0 GB: each device and dtype with its forms, and the memory of this machine."""
     path = sparse_model(tmp_path / "8b.gguf", "qwen3-8b")

@@ -14,6 +14,7 @@ from tests.tiny_llm import LLAMA, greedy, open_tiny
 from tiercel.cache.spec import CacheGroup, KVCacheSpec, Plane
 from tiercel.config import LoadOptions
 from tiercel.engine import build, memory
+from tiercel.engine import options as engine_options
 from tiercel.engine.load import resolve_config
 from tiercel.engine.memory import GIB, Demand, MemoryBudget, cache_blocks
 from tiercel.engine.options import (
@@ -355,12 +356,22 @@ def test_unknown_dtype(name):
     assert "float32, float16, bfloat16" in caught.value.hint
 
 
+@pytest.mark.usefixtures("without_native")
 def test_float16_is_refused_on_a_cpu():
     with pytest.raises(ArgumentError, match="dtype='float16'"):
         resolve_dtype("float16", CPU, "gguf", ask_nothing)
     assert resolve_dtype("float16", CUDA, "hf", ask_nothing) == torch.float16
 
 
+def test_dtypes_with_the_native_library(monkeypatch):
+    monkeypatch.setattr(engine_options, "uses_native", lambda device: device == "cpu")
+    assert resolve_dtype("float16", CPU, "gguf", ask_nothing) == torch.float16
+    assert resolve_dtype("auto", CPU, "gguf", ask_nothing) == torch.float16
+    assert resolve_dtype("auto", CPU, "hf", ask_nothing) == torch.bfloat16
+    assert dtypes_from(torch.float32, CPU) == ["float32", "float16", "bfloat16"]
+
+
+@pytest.mark.usefixtures("without_native")
 def test_dtypes(monkeypatch):
     for device in (CPU, CUDA):
         assert resolve_dtype("float32", device, "gguf", ask_nothing) == torch.float32
@@ -377,6 +388,7 @@ def test_dtypes(monkeypatch):
     assert resolve_dtype("auto", CPU, "gguf", lambda dtype: dtype != "float32") == torch.bfloat16
 
 
+@pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize(("spare_bytes", "expected"), [(0, torch.float32), (-1, torch.bfloat16)])
 def test_float32_is_taken_where_weights_and_one_sequence_fit(monkeypatch, spare_bytes, expected):
     """On a processor without fast planes; weights alone are not enough."""

@@ -9,6 +9,7 @@ from tiercel.layers import attention
 FEW, PROMPT = "decode_attention", "prefill_attention"
 
 
+@pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize(
     ("num_tokens", "expected"),
     [(1, FEW), (MAX_DECODE_QUERIES, FEW), (MAX_DECODE_QUERIES + 1, PROMPT), (40, PROMPT)],

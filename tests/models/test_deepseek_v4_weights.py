@@ -218,6 +218,7 @@ def test_the_plan_is_what_reading_makes(dtype, naming, has_draft_head, tmp_path)
     )
 
 
+@pytest.mark.usefixtures("without_native")
 def test_packed_matrices_of_gguf_files_rest_as_those_of_dense_decoders(tmp_path):
     source = open_source(dsv4_files.write_gguf(tmp_path / "m.gguf", "Q8_0", "Q8_0"))
     forms = weight_footprint(source, "bfloat16", "cpu").forms

@@ -11,10 +11,12 @@ CASE = parity.CASES["smollm2-135m-instruct-q4_1"]
 
 @pytest.mark.parametrize(
     ("dtype", "profile"),
-    [("float32", parity.FP32), ("auto", parity.BITS16)],
-    ids=["fp32", "default"],
+    [("float32", parity.FP32), ("auto", parity.INT8), ("bfloat16", parity.BITS16)],
+    ids=["fp32", "default", "floats"],
 )
-def test_parity(default_model, dtype, profile):
+def test_parity(default_model, dtype, profile, monkeypatch):
+    if profile is parity.BITS16:
+        monkeypatch.setenv("TIERCEL_INT8_ACTIVATIONS", "0")
     with LLM(default_model, dtype=dtype) as llm:
         figures = parity.measure(llm, CASE)
         parity.check(figures, profile)

@@ -99,6 +99,7 @@ def qwen3(tmp_path_factory):
     return open_source(sparse_model(tmp_path_factory.mktemp("large") / "8b.gguf", "qwen3-8b"))
 
 
+@pytest.mark.usefixtures("without_native")
 def test_a_common_gguf_takes_little_more_than_its_file(qwen3):
     """Qwen3-8B Q4_K_M, 5.0 GB: it took 30.5 GiB where 80% of the weights pack."""
     footprint = weight_footprint(qwen3, "bfloat16", "cpu")
@@ -121,6 +122,7 @@ def test_layers_that_only_draft_count_if_they_are_loaded(tmp_path):
     assert with_head > weight_footprint(source, "float32", "cpu").nbytes
 
 
+@pytest.mark.usefixtures("without_native")
 def test_a_container_of_6_gb_refuses_with_the_numbers(qwen3):
     """Neither dtype fits 80% of it: the error says what would."""
     limit = 6_000_000_000

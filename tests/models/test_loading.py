@@ -218,6 +218,7 @@ def test_progress_reaches_all_bytes_once(tmp_path):
     assert seen[-1] == (total, total)
 
 
+@pytest.mark.usefixtures("without_native")
 def test_stored_weights_do_not_need_the_file(tmp_path):
     source = open_source(tiny_model(tmp_path / "m.gguf", "qwen2"))
     reader = WeightReader(source, CPU)

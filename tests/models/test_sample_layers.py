@@ -1,6 +1,7 @@
 """One layer of each kind stands for all: for loading kernels and for measuring memory."""
 
 import numpy as np
+import pytest
 import torch
 
 from tests.gguf_files import quantised, tiny_model
@@ -29,6 +30,7 @@ def sampled(llm, monkeypatch):
     return seen[:-num]
 
 
+@pytest.mark.usefixtures("without_native")
 def test_types_of_matrices_make_kinds(tmp_path, monkeypatch):
     matrix = quantised(np.random.default_rng(0).normal(size=(64, 128)) / 8, "Q4_0")
     other = {"blk.2.ffn_down.weight": matrix, "blk.4.ffn_down.weight": matrix}
@@ -37,6 +39,7 @@ def test_types_of_matrices_make_kinds(tmp_path, monkeypatch):
         assert sampled(llm, monkeypatch) == [0, 1, 2]
 
 
+@pytest.mark.usefixtures("without_native")
 def test_windows_make_kinds(tmp_path, monkeypatch):
     path = tiny_model(tmp_path / "m.gguf", "gemma3", layers=4)
     with open_tiny(path) as llm:

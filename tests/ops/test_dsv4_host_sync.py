@@ -109,6 +109,7 @@ RUNS = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__.removeprefix("run_"))
 def test_no_value_is_read_on_the_host(run):
     with FakeTensorMode():

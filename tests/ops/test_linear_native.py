@@ -126,10 +126,25 @@ def test_picked_rows_have_the_same_bits(qtype):
     x, rows = torch.randn(3, 256).half(), torch.tensor([44, 0, 17])
     whole = linear(x, weight, out_dtype=torch.float32)
     picked = pick_rows(weight, rows)
-    if picked is None:  # tiles are not taken apart
-        assert weight.segments[0].weight.layout == 1
-        return
     assert torch.equal(linear(x, picked, out_dtype=torch.float32), whole[:, rows])
+
+
+def test_no_rows_are_picked_of_other_matrices():
+    weight = prepare_linear([make_weight(QuantType.Q4_0, 16, 64)], torch.float16, CPU)
+    assert pick_rows(weight, torch.tensor([3])) is None
+
+
+@pytest.mark.parametrize("qtype", BLOCKS, ids=lambda q: q.name)
+def test_a_wide_result_has_x_of_15_bits(qtype):
+    part = make_weight(qtype, 45, 256)
+    weight = prepare_linear([part], torch.float16, CPU, wide=True)
+    x = torch.randn(9, 256) * 10 ** torch.linspace(-4, 4, 9)[:, None]
+    out = linear(x, weight, out_dtype=torch.float32)
+    expected = expect(x, [part], rounds=False)
+    error = (out - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.max() < 3e-4  # 1 / 127**2 of the largest of a group
+    for row in range(9):
+        assert torch.equal(linear(x[row : row + 1], weight, out_dtype=torch.float32)[0], out[row])
 
 
 def test_no_rows():

@@ -27,6 +27,7 @@ def measure(loaded, tokens, cases):
     return found
 
 
+@pytest.mark.usefixtures("without_native")
 def test_products_are_counted(tmp_path):
     loaded = load(tiny_model(tmp_path / "m.gguf", "qwen3", hidden=64, ff=128, qtype="Q8_0"))
     found = measure(loaded, [1, 6], [])

@@ -31,7 +31,7 @@ from tiercel.engine_config import EngineConfig
 from tiercel.errors import ArgumentError
 from tiercel.faults import Faults
 from tiercel.grammar.matchers import Matchers
-from tiercel.kernels.native.library import describe_library
+from tiercel.kernels.native.library import describe_library, native_refusal
 from tiercel.machine import check_platform, usable_cpus
 from tiercel.models.footprint import cache_bytes, weight_footprint
 from tiercel.models.model import model_class
@@ -119,7 +119,8 @@ def load_model(
     config = resolve_config(source, options)
     torch.set_num_threads(config.threads)
     if config.device.type == "cpu":
-        _LOG.info("Native library: %s", describe_library(config.threads))
+        level = logging.INFO if native_refusal() else logging.DEBUG
+        _LOG.log(level, "Native library: %s", describe_library(config.threads))
     if not config.packs_items:
         _LOG.info("%s packs no items: each is scored by itself after its prompt.", source.path.name)
     tokenizer = source.tokenizer(env.cache_dir() / "tokenizers")

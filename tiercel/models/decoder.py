@@ -183,12 +183,12 @@ class Decoder:
 
     def _pass(self, layers: Sequence[DecoderLayer], batch: Batch) -> Tensor:
         x, update = self.embedding(batch.input_ids), None
-        if self.native_layers is not None:
-            return self.native_layers(x, batch, self.pulse)
         if self.fused_decode_step is not None and self.fused_decode_step.supports(batch):
             return self.fused_decode_step(x, batch)
         if self.fused_layer_tail is not None and self.fused_layer_tail.supports(batch):
             return self.fused_layer_tail(x, batch)
+        if self.native_layers is not None:
+            return self.native_layers(x, batch, self.pulse)
         plans: dict[tuple[AttentionShape, int], PromptPlan | None] = {}
         for layer in layers:
             kind = (layer.attention.shape, layer.attention.group)

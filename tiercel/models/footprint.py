@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from tiercel.models.registry import architecture
-from tiercel.resting import ITEM_BYTES, head_dtype, resting_bytes, select_form
+from tiercel.resting import ITEM_BYTES, head_dtype, resting_bytes, select_form, uses_native
 
 if TYPE_CHECKING:
     from tiercel.models.config import ModelConfig
@@ -112,7 +112,9 @@ def _stored_footprint(
             forms[STORED] += stored.nbytes
         elif qtype.is_float:
             kind = head_dtype(dtype, device_type) if name == "head.weight" else dtype
-            forms[kind] += count * ITEM_BYTES[kind]
+            is_mapped = uses_native(device_type)
+            size = stored.nbytes if is_mapped else count * ITEM_BYTES[kind]
+            forms[_FORM_NAMES["mapped"] if is_mapped else kind] += size
         elif len(stored.shape) == 3:
             forms[qtype.name] += stored.nbytes
         else:

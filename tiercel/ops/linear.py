@@ -172,14 +172,12 @@ def prepare_linear(
         elif kind == "stored":
             segments.extend(join_rows([part.to(device) for part in members]))
         elif kind in NATIVE_FORMS:
-            segments.extend(_native_matrix(part) for part in members)
+            segments.extend(_native_matrix(part, keeps_rows=wide) for part in members)
         else:
             matrices = [(part.qtype.name, part.planes["data"]) for part in members]
             segments.append(linear_torch.pack_planes(matrices))
     reads_blocks = not block_op.device_refusal(device)
-    parts_of_x = 0
-    if rounds_activations(dtype) and in_features % GROUP == 0:
-        parts_of_x = 2 if wide else 1
+    parts_of_x = _parts_of_x(dtype, in_features, wide=wide)
     return LinearWeight(tuple(segments), shape, reads_blocks=reads_blocks, parts=parts_of_x)
 
 
@@ -188,9 +186,16 @@ def rounds_activations(dtype: torch.dtype) -> bool:
     return dtype != torch.float32 and has_int8_activations() and not is_exact()
 
 
-def _native_matrix(part: QuantTensor) -> NativeMatrix:
-    rows, columns = part.shape
-    return lay_out(part.qtype.ggml_id, (rows, columns), part.planes["data"].contiguous())
+def _parts_of_x(dtype: torch.dtype, in_features: int, *, wide: bool) -> int:
+    """`LinearWeight.parts`: two for the head, whose logits show each error."""
+    if not rounds_activations(dtype) or in_features % GROUP:
+        return 0
+    return 2 if wide else 1
+
+
+def _native_matrix(part: QuantTensor, *, keeps_rows: bool) -> NativeMatrix:
+    shape, data = (part.shape[0], part.shape[1]), part.planes["data"].contiguous()
+    return lay_out(part.qtype.ggml_id, shape, data, keeps_rows=keeps_rows)
 
 
 def join_rows(parts: Sequence[QuantTensor]) -> list[QuantTensor]:

@@ -469,7 +469,9 @@ def test_a_model_file_that_changed_ends_the_server_with_one_line(
             path.write_bytes(tiny.read_bytes())
         else:
             os.truncate(path, 1000)
-        os.kill(server_engine(server), signal.SIGBUS)  # as under a truncated mapping
+        # As under a truncated mapping: the embedding is read there, so the engine may have met it.
+        with contextlib.suppress(AssertionError, ProcessLookupError):
+            os.kill(server_engine(server), signal.SIGBUS)
         reader.join(PATIENCE_S)
         error = json.loads(reader.text.strip().rpartition("data: ")[2])["error"]
         assert error["code"] == "engine_dead"

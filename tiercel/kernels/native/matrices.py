@@ -27,11 +27,13 @@ class NativeMatrix:
         data: uint8, tiles or the file's rows; kept alive here for `weight`.
         shape: (out_features, in_features).
         weight: the library's view of it.
+        file_rows: (out, row_bytes) uint8 of the file, for `take`; None where no rows are taken.
     """
 
     data: Tensor
     shape: tuple[int, int]
     weight: Weight
+    file_rows: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -39,14 +41,14 @@ class NativeMatrix:
         return self.data.nbytes
 
     def take(self, rows: Tensor) -> NativeMatrix | None:
-        """Some output rows, in their order; None of tiles, which are not taken apart.
+        """Some output rows, in their order; None where the file's rows are not kept.
 
         rows: (n,) int64.
         """
-        if self.weight.layout == TILES:
+        if self.file_rows is None:
             return None
         shape = (rows.shape[0], self.shape[1])
-        return lay_out(self.weight.type, shape, self.data.index_select(0, rows))
+        return lay_out(self.weight.type, shape, self.file_rows.index_select(0, rows))
 
     def copy(self) -> NativeMatrix:
         """The same matrix elsewhere in memory."""
@@ -66,21 +68,26 @@ def current_pool() -> int:
     return make_pool(torch.get_num_threads()).handle
 
 
-def lay_out(ggml_id: int, shape: tuple[int, int], data: Tensor) -> NativeMatrix:
+def lay_out(
+    ggml_id: int, shape: tuple[int, int], data: Tensor, *, keeps_rows: bool = False
+) -> NativeMatrix:
     """Bring a matrix into the form of `forms.native_form`.
 
     Args:
         ggml_id: its type.
         shape: (out_features, in_features).
         data: (out, row_bytes) uint8 contiguous, as the file stores it; kept if it rests mapped.
+        keeps_rows: whether `data` is kept for `NativeMatrix.take`: in the map it costs nothing.
     """
+    rows = data if keeps_rows else None
     weight = Weight(data.data_ptr(), *shape, data.shape[1], ggml_id, FILE)
     num_bytes = tiles_bytes(ggml_id, *shape)
     if not num_bytes:
-        return NativeMatrix(data, shape, weight)
+        return NativeMatrix(data, shape, weight, rows)
     tiles = _allocate(num_bytes)
     functions().tc_pack_tiles(current_pool(), ctypes.byref(weight), tiles.data_ptr())
-    return NativeMatrix(tiles, shape, Weight(tiles.data_ptr(), *shape, 0, ggml_id, TILES))
+    weight = Weight(tiles.data_ptr(), *shape, 0, ggml_id, TILES)
+    return NativeMatrix(tiles, shape, weight, rows)
 
 
 class _Arena:
