@@ -147,6 +147,13 @@ def test_a_wide_result_has_x_of_15_bits(qtype):
         assert torch.equal(linear(x[row : row + 1], weight, out_dtype=torch.float32)[0], out[row])
 
 
+@pytest.mark.parametrize("row", [-1, 16])
+def test_rows_that_do_not_exist_are_refused(row):
+    part = make_weight(QuantType.Q4_0, 16, 64)
+    with pytest.raises(IndexError, match="beyond 16 rows"):
+        dequantize(part, torch.float32, torch.tensor([3, row]))
+
+
 def test_no_rows():
     weight = prepare_linear([make_weight(QuantType.Q4_0, 16, 64)], torch.float16, CPU)
     assert linear(torch.zeros(0, 64).half(), weight).shape == (0, 16)

@@ -59,6 +59,8 @@ int tc_dequantize(tc_pool *pool, const tc_weight *file, const int32_t *row_ids, 
                   float *out) {
     const tc_format *format = tc_find_format(file->type);
     if (!format) return -1;
+    for (int64_t i = 0; row_ids && i < num_rows; ++i)
+        if (row_ids[i] < 0 || row_ids[i] >= file->rows) return -1;
     int64_t piece_rows = file->cols < 4096 ? 4096 / (file->cols + 1) + 1 : 1; /* some microseconds */
     rows_task arg = {file, format, row_ids, num_rows, piece_rows, out};
     tc_task task = {decode_piece, &arg, (num_rows + piece_rows - 1) / piece_rows};

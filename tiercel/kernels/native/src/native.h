@@ -101,7 +101,8 @@ typedef struct {
 TC_EXPORT int64_t tc_tiles_bytes(int32_t type, int64_t rows, int64_t cols);
 /* From rows of a file to tiles. */
 TC_EXPORT void tc_pack_tiles(tc_pool *pool, const tc_weight *file, uint8_t *tiles);
-/* Rows of a FILE matrix as floats: out (num_rows, cols). row_ids NULL: the first num_rows rows. */
+/* Rows of a FILE matrix as floats: out (num_rows, cols). row_ids NULL: the first num_rows rows. 0, or -1
+ * for an unknown type or a row that does not exist. */
 TC_EXPORT int tc_dequantize(tc_pool *pool, const tc_weight *file, const int32_t *row_ids,
                             int64_t num_rows, float *out);
 /* Whether `tc_matmul` takes a type. */

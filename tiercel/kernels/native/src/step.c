@@ -280,7 +280,8 @@ static tc_task *add_layer(tc_task *next, const tc_decoder *d, const tc_step *s, 
     next += tc_attention_tasks(&args->attention, num_threads, next);
 
     if (b->context_q) next = add(next, round_context, &args->attn_norm, tokens);
-    args->output = (product){layer->output, layer->num_output, layer->output_bias, context, b->update, d->hidden, 0};
+    args->output =
+        (product){layer->output, layer->num_output, layer->output_bias, context, b->update, d->hidden, 0};
     next = add_product(next, &args->output, num_threads);
 
     args->mlp_norm = (norm_args){d, s, b, b->update, layer->mlp_update_norm, layer->mlp_norm};
