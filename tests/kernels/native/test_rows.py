@@ -1,10 +1,7 @@
-"""Native norms, gated activations and argmax against float64 oracles."""
+"""Native norms and gated activations against float64 oracles."""
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -110,42 +107,3 @@ def test_activation_keeps_nan(activation: str, variant: str) -> None:
     x[0, 3] = x[0, 20] = torch.nan
     out = act_mul_rows(variant, x, activation)[0]
     assert out.isnan().nonzero().flatten().tolist() == [3, 9]
-
-
-def argmax_rows(variant: str, x: Tensor, num_threads: int = 2) -> list[int]:
-    ids = torch.full((len(x),), -7, dtype=torch.int64)
-    pool = make_pool(num_threads, load_variant(variant)).handle
-    load_variant(variant).lib.tc_argmax_rows(pool, x.data_ptr(), *x.shape, ids.data_ptr())
-    return ids.tolist()
-
-
-@pytest.mark.parametrize(
-    ("rows", "cols"), [(1, 1), (3, 7), (1, 49152), (5, 2049), (300, 1000), (20, 5003)]
-)
-def test_argmax_is_that_of_torch(rows: int, cols: int, variant: str) -> None:
-    generator = np.random.default_rng(cols)
-    # Few distinct values: the first of many equal ones counts.
-    for x in (generator.normal(size=(rows, cols)), generator.integers(-3, 4, (rows, cols))):
-        logits = torch.from_numpy(x.astype(np.float32))
-        assert argmax_rows(variant, logits) == logits.argmax(dim=1).tolist()
-
-
-def test_argmax_of_special_values(variant: str) -> None:
-    cols, rows = 6000, []
-    for values in (
-        {},
-        {5999: -1.0},
-        {17: 0.0, 4000: -0.0},
-        {17: -0.0, 4000: 0.0},
-        {3000: math.inf, 5000: math.inf},
-        {2500: math.nan, 100: math.inf, 5500: math.nan},
-        {0: math.nan},
-        {5999: math.nan},
-    ):
-        row = torch.full((cols,), -math.inf)
-        for index, value in values.items():
-            row[index] = value
-        rows.append(row)
-    logits = torch.stack(rows)
-    assert argmax_rows(variant, logits) == logits.argmax(dim=1).tolist()
-    assert argmax_rows(variant, logits[5:6]) == [2500]

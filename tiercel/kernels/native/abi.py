@@ -105,7 +105,6 @@ FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
         (c_void_p,) * 5 + (c_float, c_int64, c_int64, c_void_p),
     ),
     "tc_act_mul_rows": (None, (c_void_p, c_void_p, c_int, c_int64, c_int64, c_void_p)),
-    "tc_argmax_rows": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
     "tc_attention_run": (None, (c_void_p, POINTER(Attention))),
     "tc_attention_scratch": (c_int64, (POINTER(Attention), c_int)),
     "tc_step_scratch": (c_int64, (POINTER(Decoder), POINTER(Step), c_int)),

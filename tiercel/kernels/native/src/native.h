@@ -154,8 +154,6 @@ TC_EXPORT void tc_norm_rows(tc_pool *pool, float *x, const float *update, const 
                             const float *weight, float eps, int64_t rows, int64_t cols, float *out);
 TC_EXPORT void tc_act_mul_rows(tc_pool *pool, const float *x, int activation, int64_t rows,
                                int64_t cols, float *out);
-/* ids[r] is the first index of the largest value of row r; NaN counts as the largest. */
-TC_EXPORT void tc_argmax_rows(tc_pool *pool, const float *x, int64_t rows, int64_t cols, int64_t *ids);
 
 /* ---- attention.c ---- */
 

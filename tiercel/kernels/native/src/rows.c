@@ -1,11 +1,11 @@
-/* Norms, gated activations and the largest value of rows.
+/* Norms and gated activations of rows.
  *
  * A sum over a row is made of blocks of 512 columns in float32, whose sums are added in float64: the
  * mean square of 16384 columns keeps about 1e-7 of relative accuracy. */
 #include "native.h"
 #include "simd.h"
 
-enum { BLOCK = 512, ARGMAX_BLOCK = 512, MAX_PARTS = 256 };
+enum { BLOCK = 512 };
 
 /* x[at], ..., with zeros after the last column. */
 static inline vf load_cols(const float *x, int64_t at, int64_t cols) {
@@ -123,76 +123,4 @@ void tc_act_mul_rows(tc_pool *pool, const float *x, int activation, int64_t rows
     act_args args = {x, activation, cols, out};
     tc_task task = {act_piece, &args, rows};
     tc_pool_run(pool, &task, 1);
-}
-
-/* ---- the largest value ---- */
-
-typedef struct {
-    float value;
-    int64_t index;
-} candidate;
-
-typedef struct {
-    const float *x;
-    int64_t cols;
-    int parts; /* of a row */
-    candidate *found;
-} argmax_args;
-
-static int has_nan(const float *x, int64_t count) {
-    int found = 0;
-    for (int64_t i = 0; i < count; ++i) found |= x[i] != x[i];
-    return found;
-}
-
-static float largest(const float *x, int64_t count) {
-    vf most = vf_set(-INFINITY);
-    int64_t at = 0;
-    for (; at + TC_LANES <= count; at += TC_LANES) most = vf_max(most, vf_load(x + at));
-    float value = vf_largest(most);
-    for (; at < count; ++at) value = x[at] > value ? x[at] : value;
-    return value;
-}
-
-/* The first of x[first] .. x[last - 1] that is NaN, or else the largest. */
-static candidate find_largest(const float *x, int64_t first, int64_t last) {
-    candidate best = {-INFINITY, first};
-    for (int64_t at = first; at < last; at += ARGMAX_BLOCK) {
-        int64_t count = last - at < ARGMAX_BLOCK ? last - at : ARGMAX_BLOCK;
-        if (has_nan(x + at, count)) {
-            best.index = at;
-            while (x[best.index] == x[best.index]) ++best.index;
-            best.value = NAN;
-            return best;
-        }
-        float value = largest(x + at, count);
-        if (value > best.value) best = (candidate){value, at};
-    }
-    while (x[best.index] != best.value) ++best.index;
-    return best;
-}
-
-static void argmax_piece(const void *arg, int64_t piece, int worker) {
-    const argmax_args *a = arg;
-    int64_t row = piece / a->parts, part = piece % a->parts;
-    (void)worker;
-    a->found[piece] =
-        find_largest(a->x + row * a->cols, a->cols * part / a->parts, a->cols * (part + 1) / a->parts);
-}
-
-void tc_argmax_rows(tc_pool *pool, const float *x, int64_t rows, int64_t cols, int64_t *ids) {
-    candidate found[MAX_PARTS];
-    for (int64_t row = 0; row < rows; row += MAX_PARTS) {
-        int64_t count = rows - row < MAX_PARTS ? rows - row : MAX_PARTS;
-        int64_t parts = MAX_PARTS / count, most = cols / (4 * ARGMAX_BLOCK) + 1;
-        argmax_args args = {x + row * cols, cols, (int)(parts < most ? parts : most), found};
-        tc_task task = {argmax_piece, &args, count * args.parts};
-        tc_pool_run(pool, &task, 1);
-        for (int64_t r = 0; r < count; ++r) {
-            const candidate *part = found + r * args.parts, *best = part;
-            for (int i = 1; i < args.parts && best->value == best->value; ++i) /* the first NaN wins */
-                if (!(part[i].value <= best->value)) best = part + i;
-            ids[row + r] = best->index;
-        }
-    }
 }
