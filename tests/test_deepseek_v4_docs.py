@@ -22,7 +22,7 @@ from tiercel.quant_types import QuantType
 
 GIB = 2**30
 PAGE = (Path(__file__).parents[1] / "docs/deepseek_v4.md").read_text()
-(PROGRAM,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+PROGRAM, OPERATORS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 LINES = re.findall(r"^    ((?:tiercel|curl) (?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
 SERVE, CURL = (line for line in LINES if line.startswith(("tiercel serve", "curl")))
 ON_CPU = {"TIERCEL_DEVICE": "cpu", "TIERCEL_DTYPE": "float32"}
@@ -86,6 +86,11 @@ def test_the_program(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     exec(compile(PROGRAM, "docs/deepseek_v4.md", "exec"), {})
     assert "(3, 131)" in capsys.readouterr().out
+
+
+def test_the_operators(capsys):
+    exec(compile(OPERATORS, "docs/deepseek_v4.md", "exec"), {})
+    assert "[5, 6]" in capsys.readouterr().out
 
 
 # --- The tables --------------------------------------------------------------------------------
