@@ -340,6 +340,7 @@ def test_error_tree():
         "QueueFullError": (429, "queue_full"),
         "EngineDeadError": (503, "engine_restarting"),
         "EngineDiedTwiceError": (500, "engine_died_twice"),
+        "RankLostError": (503, "engine_restarting"),
         "InstallationError": (500, "broken_installation"),
         "BenchError": (500, "bench_failed"),
     }

@@ -105,6 +105,14 @@ class EngineDiedTwiceError(TiercelError):
     is_final = True
 
 
+class RankLostError(TiercelError):
+    """Another process of a group did not answer: the message names what was waited for."""
+
+    http_status = 503
+    code = "engine_restarting"
+    retry_after_s: int | None = 1
+
+
 class OutOfMemoryError(TiercelError):
     """Something does not fit into memory: the message says how much is needed and what to lower."""
 

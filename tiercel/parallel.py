@@ -1,0 +1,233 @@
+"""Groups of processes that hold parts of one model: sums, gathers and broadcasts among them.
+
+A group is made once by `connect` and passed to what needs it. A group of one (`SINGLE`) is the same
+code without a process: its methods return what they are given. All ranks must call the same methods
+in the same order with tensors of the same shapes. Results have the same bits on every rank:
+
+    CPU    gloo: parts are gathered, and added in the order of ranks in float32
+    GPU    NCCL: every element is summed once, and the sum is sent to all; or, up to some size, a
+           kernel that reads the parts of all GPUs in the order of ranks (`SmallSums`)
+
+Everything a GPU does here is enqueued on the current stream and can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from tiercel.errors import ArgumentError, RankLostError
+
+TIMEOUT_S: Final = 30.0  # of a collective on a CPU, and for all ranks to connect
+
+
+class SmallSums(Protocol):
+    """A kernel that sums small tensors of all ranks faster than the backend does."""
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of the largest tensor it takes."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks of x, contiguous on the GPU, in the order of ranks; x may change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One process of several that compute together.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: processes.
+        processes: PyTorch's handle of them, of CPU and GPU tensors; None in a group of one.
+        small_sums: sums tensors on a GPU up to its `max_bytes`; None: the backend sums all.
+        timeout_s: after which a collective on a CPU fails.
+    """
+
+    rank: int = 0
+    size: int = 1
+    processes: dist.ProcessGroup | None = None
+    small_sums: SmallSums | None = None
+    timeout_s: float = TIMEOUT_S
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks.
+
+        Args:
+            x: contiguous floats; what it holds afterwards is undefined.
+
+        Returns:
+            Of the shape and dtype of x, possibly x itself. On a CPU the sum is made in float32 and
+            rounded once.
+
+        Raises:
+            RankLostError: another rank did not answer.
+        """
+        if self.size == 1:
+            return x
+        if not x.is_cuda:
+            parts = self._gather(x, "the sum of")
+            total = parts[0].float()
+            for part in parts[1:]:
+                total = total + part.float()
+            return total.to(x.dtype)
+        small = self.small_sums
+        if small is not None and x.numel() * x.element_size() <= small.max_bytes:
+            return small.all_reduce(x)
+        with self._waiting_for("the sum of", x):
+            dist.all_reduce(x, group=self.processes)
+        return x
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """The parts of all ranks along a dimension, in the order of ranks.
+
+        Args:
+            x: of the same shape on every rank.
+            dim: along which parts are joined.
+        """
+        if self.size == 1:
+            return x
+        return torch.cat(self._gather(x.contiguous(), "parts of").unbind(), dim=dim)
+
+    def merge_top(self, values: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The largest values of all ranks' largest ones; of equal values the lowest id first.
+
+        Args:
+            values: (L, k) float32, descending; of equal ones the lowest id first.
+            ids: (L, k) integers that 32 bits hold; any id of a rank is below those of the next.
+            count: values to return, at most `size` * k.
+
+        Returns:
+            (L, count) values, and (L, count) ids in their dtype.
+        """
+        if self.size == 1:
+            return values[:, :count], ids[:, :count]
+        # Both in one collective: what small ones cost is their number.
+        pairs = torch.stack((values.view(torch.int32), ids.to(torch.int32)), dim=-1)
+        joined = self.all_gather(pairs, dim=1)
+        # Equal values come in the order of ids, and a stable sort keeps it.
+        order = joined[..., 0].contiguous().view(torch.float32)
+        order = order.sort(dim=1, descending=True, stable=True).indices[:, :count]
+        best = joined.gather(1, order.unsqueeze(-1).expand(-1, -1, 2))
+        return best[..., 0].contiguous().view(torch.float32), best[..., 1].to(ids.dtype)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """What x holds on one rank, written to x on all others."""
+        if self.size == 1:
+            return x
+        with self._waiting_for(f"rank {source} to send", x):
+            dist.broadcast(x, group=self.processes, group_src=source)
+        return x
+
+    def meet(self, what: str, timeout_s: float) -> None:
+        """Wait on the CPU until every rank gets here.
+
+        Args:
+            what: ranks do before, such as ``loading``; for the error.
+            timeout_s: in place of the group's: some things take long.
+
+        Raises:
+            RankLostError: a rank did not get here.
+        """
+        if self.size == 1:
+            return
+        try:
+            dist.monitored_barrier(self.processes, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise self._lost(f"all ranks to finish {what}", timeout_s, error) from error
+
+    def close(self) -> None:
+        """Leave; nothing may be called afterwards."""
+        if self.size > 1:
+            dist.destroy_process_group(self.processes)
+
+    def _gather(self, x: Tensor, what: str) -> Tensor:
+        """(size, *shape of x), the parts of all ranks."""
+        # As bytes: not every backend knows every dtype, and none looks into them.
+        parts = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        if not x.numel():
+            return parts
+        flat, flat_parts = x.view(-1).view(torch.uint8), parts.view(self.size, -1).view(torch.uint8)
+        with self._waiting_for(what, x):
+            if x.is_cuda:
+                dist.all_gather_into_tensor(flat_parts, flat, group=self.processes)
+            else:
+                dist.all_gather(list(flat_parts.unbind()), flat, group=self.processes)
+        return parts
+
+    @contextmanager
+    def _waiting_for(self, what: str, x: Tensor) -> Iterator[None]:
+        """Turn a failed collective into an error that names it."""
+        try:
+            yield
+        except RuntimeError as error:
+            shape = f"{what} {tuple(x.shape)} {x.dtype}".replace("torch.", "")
+            raise self._lost(shape, self.timeout_s, error) from error
+
+    def _lost(self, what: str, timeout_s: float, error: RuntimeError) -> RankLostError:
+        return _lost(f"rank {self.rank} of {self.size}", what, timeout_s, error)
+
+
+SINGLE: Final = Group()
+
+
+def connect(
+    rank: int,
+    size: int,
+    device: torch.device,
+    address: str,
+    timeout_s: float = TIMEOUT_S,
+) -> Group:
+    """Meet the other processes; `replace(group, small_sums=...)` adds a kernel for small sums.
+
+    Args:
+        rank: of this process, 0 to size - 1.
+        size: processes; with 1 nothing is connected.
+        device: of this process: CPU tensors go through gloo, and those of a GPU through NCCL.
+        address: ``tcp://host:port`` on which rank 0 listens, or ``file:///path`` of a new file.
+        timeout_s: of this call and of each collective on a CPU.
+
+    Raises:
+        ArgumentError: there is no such rank, or no such kind of address.
+        RankLostError: not all ranks came.
+    """
+    if not 0 <= rank < size:
+        raise ArgumentError(
+            f"rank {rank} of {size} processes does not exist.", hint=f"Use 0 to {size - 1}."
+        )
+    if size == 1:
+        return SINGLE
+    if not address.startswith(("tcp://", "file://")):
+        raise ArgumentError(
+            f"no ranks can meet at {address!r}.", hint="Use tcp://host:port or file:///path."
+        )
+    is_gpu = device.type == "cuda"
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+            init_method=address,
+            timeout=timedelta(seconds=timeout_s),
+            world_size=size,
+            rank=rank,
+            device_id=device if is_gpu else None,
+        )
+    except RuntimeError as error:
+        who = f"rank {rank} of {size}"
+        raise _lost(who, f"the other ranks at {address}", timeout_s, error) from error
+    return Group(rank, size, dist.group.WORLD, timeout_s=timeout_s)
+
+
+def _lost(who: str, what: str, timeout_s: float, error: Exception) -> RankLostError:
+    reason = str(error).strip().splitlines()
+    return RankLostError(
+        f"{who} waited for {what} and did not get it within {timeout_s:g} s: "
+        f"{reason[0] if reason else type(error).__name__:.160}",
+        hint="Another process ended or hangs: its own error says why.",
+    )
