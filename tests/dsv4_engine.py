@@ -59,7 +59,7 @@ class Steps:
     The model's cache is bound to the last `Steps` made for it.
 
     Attributes:
-        model: a `DeepseekV4`.
+        model: of any family.
         computed: tokens of each row that are computed.
     """
 
@@ -67,13 +67,14 @@ class Steps:
         """Give each row blocks in any order, for its text and `room` tokens more."""
         self.model, rows = model, len(texts)
         groups = group_specs(model.cache_specs())
-        self._layout = slot_layout(groups, BLOCK)
+        block = model.block_size
+        self._layout = slot_layout(groups, block)
         longest = max(map(len, texts)) + room
-        columns = -(-longest // BLOCK)
+        columns = -(-longest // block)
         self.token_ids = torch.zeros(rows + 1, longest, dtype=torch.int32)
         for row, text in enumerate(texts):
             self.token_ids[row, : len(text)] = torch.tensor(text)
-        self.pools = [CachePool(group, rows * columns + 1, BLOCK, "cpu") for group in groups]
+        self.pools = [CachePool(group, rows * columns + 1, block, "cpu") for group in groups]
         for planes in (planes for pool in self.pools for planes in pool.layers.values()):
             for plane in planes.values():
                 plane[1:].view(torch.uint8).fill_(0xFF)  # NaN in every float format

@@ -31,7 +31,7 @@ class RankPool:
     def __init__(self, size: int, folder: Path, timeout_s: float) -> None:
         # Forked from a process that has imported PyTorch and runs no threads.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.parallel.ranks"])
+        context.set_forkserver_preload(["tests.parallel.ranks", "tests.parallel.shared_models"])
         self.size = size
         address = f"file://{folder}/ranks"
         self._pipes, self._processes = [], []

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tiercel.ops.block_quantize import round_fp8_g128
 from tiercel.ops.linear import LinearWeight, linear
+from tiercel.parallel import SINGLE, Group
 
 
 class Linear:
@@ -19,6 +20,7 @@ class Linear:
         out_dtype: torch.dtype | None = None,
         *,
         rounds_input: bool = False,
+        group: Group = SINGLE,
     ) -> None:
         """Take the weights.
 
@@ -27,13 +29,19 @@ class Linear:
             bias: (out,); None for none.
             out_dtype: of the result; None for that of x.
             rounds_input: whether x is rounded to FP8 in groups of 128, as a model was trained.
+            group: ranks that have other columns of W, and x: their products are added.
         """
         self.weight = weight
         self.bias = bias
         self.out_dtype = out_dtype
         self.rounds_input = rounds_input
+        self.group = group
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if self.rounds_input:
             x = round_fp8_g128(x)
-        return linear(x, self.weight, self.bias, self.out_dtype, out)
+        if self.group.size == 1:
+            return linear(x, self.weight, self.bias, self.out_dtype, out)
+        total = self.group.all_reduce(linear(x, self.weight, None, self.out_dtype))
+        total = total if self.bias is None else total.add_(self.bias)
+        return total if out is None else out.copy_(total)

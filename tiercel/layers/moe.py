@@ -11,6 +11,7 @@ from tiercel.layers.linear import Linear
 from tiercel.ops.moe_experts import clamped_swiglu, moe_experts
 from tiercel.ops.moe_experts_torch import Experts
 from tiercel.ops.moe_route import moe_route, moe_route_hash
+from tiercel.parallel import SINGLE, Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,17 @@ class SharedExpert:
 class MoE:
     """Routed experts and the shared one.
 
+    Ranks that share a model have a part of the inner width of every expert, or whole ones of their
+    own. Either way the outputs of all are sums over ranks, and are added together, once.
+
     Attributes:
         router: chooses experts.
-        experts: stacks of weights.
+        experts: stacks of weights, this rank's part.
         shared: the shared expert.
         limit: of the routed experts' clamped SwiGLU; None for no clamp.
         rounds_activations: whether the inputs of the routed experts' products are rounded.
+        group: ranks that have the other parts.
+        first_expert: of this rank, where it has whole ones; None: it has a part of each.
     """
 
     router: Router
@@ -77,6 +83,8 @@ class MoE:
     shared: SharedExpert
     limit: float | None
     rounds_activations: bool
+    group: Group = SINGLE
+    first_expert: int | None = None
 
     def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """(T, hidden) normed to (T, hidden) float32.
@@ -84,6 +92,8 @@ class MoE:
         token_ids: (T,) int32, the input tokens, for a table.
         """
         ids, weights = self.router(x, token_ids)
+        if self.first_expert is not None:
+            ids, weights = own_pairs(ids, weights, self.first_expert, self.experts.num_experts)
         routed = moe_experts(
             x,
             ids,
@@ -93,4 +103,25 @@ class MoE:
             rounds_activations=self.rounds_activations,
             out_dtype=torch.float32,  # the sum of both is rounded once
         )
-        return routed.add_(self.shared(x))
+        return self.group.all_reduce(routed.add_(self.shared(x)))
+
+
+def own_pairs(
+    ids: Tensor, weights: Tensor, first_expert: int, num_experts: int
+) -> tuple[Tensor, Tensor]:
+    """The pairs of tokens and experts with those of other ranks at weight 0.
+
+    Args:
+        ids: (T, topk) int64, experts of all ranks.
+        weights: (T, topk) float32.
+        first_expert: of this rank.
+        num_experts: of this rank.
+
+    Returns:
+        Ids within this rank's stacks, and weights. In place of another rank's expert comes one that
+        the token has here anyway, if there is any, so that no other weights are read.
+    """
+    local = ids - first_expert
+    is_own = (local >= 0) & (local < num_experts)
+    present = local.where(is_own, 0).amax(dim=1, keepdim=True)
+    return local.where(is_own, present), weights.where(is_own, 0.0)

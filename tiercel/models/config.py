@@ -127,6 +127,7 @@ class Architecture:
             place of `from_gguf`.
         find_weights: ``module:function`` that checks the tensor table of a file and says where each
             weight is (`models/stored.py:FindWeights`), in place of the names of dense families.
+        shards: ``module`` with `RULES` of how its weights are split (`models/sharding.py`).
         auto_dtypes: what ``auto`` means by type of device, where it is not the usual dtype.
         cache_bytes: bytes that one sequence keeps, of the arguments of `footprint.cache_bytes`.
     """
@@ -150,6 +151,7 @@ class Architecture:
         None
     )
     find_weights: str = ""
+    shards: str = "tiercel.models.dense_shards"
     auto_dtypes: Mapping[str, str] = field(default_factory=dict)
     cache_bytes: Callable[[ModelConfig, int, str, str, str], int] | None = None
 

@@ -35,9 +35,9 @@ from tiercel.models.fused_paths import FUSED_PATHS, USED, log_fused_paths
 from tiercel.models.model import TimedAttention, TimedProduct
 from tiercel.models.weights import WeightReader
 from tiercel.ops.fused_decode_step import Refusal
-from tiercel.ops.linear import linear, pick_rows
 from tiercel.ops.prefill_attention_plan import PlannedTiles
 from tiercel.ops.rms_norm import rms_norm
+from tiercel.parallel import SINGLE, Group
 from tiercel.quant import take_rows
 
 
@@ -80,6 +80,7 @@ class Decoder:
         dtype: torch.dtype,
         num_positions: int,
         options: ModelOptions,
+        group: Group = SINGLE,
     ) -> None:
         """Load the weights.
 
@@ -89,12 +90,13 @@ class Decoder:
             dtype: of products and of the cache.
             num_positions: positions that rotary tables cover (max_model_len).
             options: the defaults; see `check_options`.
+            group: the ranks that share the model, as `weights.sharding` says.
         """
         self.check_options(config, options)
         self.config = config
         self.dtype = dtype
         self.pulse: Callable[[], None] = _do_nothing
-        builder = DecoderBuilder(config, weights, dtype, num_positions)
+        builder = DecoderBuilder(config, weights, dtype, num_positions, group)
         self.embedding = builder.embedding()
         self.layers = [builder.layer(i) for i in range(config.num_layers)]
         self._samples = [self.layers[i] for i in builder.sample_layers()]
@@ -242,11 +244,15 @@ class Decoder:
         Returns:
             (L, K) float32.
         """
-        picked = pick_rows(self.head.weight, token_ids)
-        if picked is None:
+        logits = self.head.token_logits(self.norm(take_rows(hidden, rows)), token_ids)
+        if logits is None:
             return self.logits(hidden, rows).index_select(1, token_ids)
-        x = self.norm(take_rows(hidden, rows))
-        return self._capped(linear(x, picked, out_dtype=torch.float32))
+        return self._capped(logits)
+
+    def best_tokens(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The largest logits and their token ids; see `Model`."""
+        logits, token_ids = self.head.best(self.norm(hidden), count)
+        return self._capped(logits), token_ids
 
     def _capped(self, logits: Tensor) -> Tensor:
         self.pulse()

@@ -12,6 +12,7 @@ from tiercel.layers.decoder_layer import DecoderLayer
 from tiercel.layers.embedding import Embedding
 from tiercel.layers.fused_decode_step import FusedDecodeStep, StepLayer, make_fused_decode_step
 from tiercel.layers.fused_layer_tail import FusedLayerTail, make_fused_layer_tail
+from tiercel.layers.head import Head
 from tiercel.layers.linear import Linear
 from tiercel.layers.mlp import GatedMLP
 from tiercel.layers.native_layers import NativeDecoderLayers, make_native_layers
@@ -23,15 +24,23 @@ from tiercel.models.rope import rope_table
 from tiercel.models.weights import WeightReader
 from tiercel.ops.fused_decode_step import Refusal
 from tiercel.ops.linear import prepare_linear, rounds_activations
+from tiercel.parallel import SINGLE, Group
 
 
 class DecoderBuilder:
-    """Turns a file's tensors into the parts of a decoder."""
+    """Turns a file's tensors, or a rank's parts of them, into the parts of a decoder."""
 
     def __init__(
-        self, config: ModelConfig, weights: WeightReader, dtype: torch.dtype, num_positions: int
+        self,
+        config: ModelConfig,
+        weights: WeightReader,
+        dtype: torch.dtype,
+        num_positions: int,
+        group: Group = SINGLE,
     ) -> None:
+        """Make what layers share; the arguments are those of `Decoder`."""
         self.config = config
+        self.group = group
         self.weights = weights
         self.dtype = dtype
         factors = weights.vector("rope_factors").cpu() if weights.has("rope_factors") else None
@@ -87,8 +96,11 @@ class DecoderBuilder:
         q, k = (self.weights.norm_weight(f"{prefix}.{part}_norm.weight") for part in "qk")
         return HeadNorms(q, k, self.config.norm_eps)
 
-    def linear(self, prefix: str, *parts: str) -> Linear:
-        """One projection of parts that share their input, with biases if the file has them."""
+    def linear(self, prefix: str, *parts: str, group: Group = SINGLE) -> Linear:
+        """One projection of parts that share their input, with biases if the file has them.
+
+        group: ranks that have other columns of them, and of the input.
+        """
         tensors = [self.weights.file_tensor(f"{prefix}.{part}.weight") for part in parts]
         weight = prepare_linear(
             tensors,
@@ -98,15 +110,16 @@ class DecoderBuilder:
         )
         names = [f"{prefix}.{part}.bias" for part in parts]
         if not self.weights.has(names[0]):
-            return Linear(weight)
-        return Linear(
-            weight, torch.cat([self.weights.vector(name) for name in names]).to(self.dtype)
-        )
+            return Linear(weight, group=group)
+        bias = torch.cat([self.weights.vector(name) for name in names]).to(self.dtype)
+        return Linear(weight, bias, group=group)
 
     def fused_step(
         self, layers: Sequence[DecoderLayer], num_positions: int
     ) -> FusedDecodeStep | Refusal:
         """All layers as one kernel, or why it does not fit them."""
+        if self.group.size > 1:
+            return Refusal(f"{self.group.size} GPUs share the model")
         switch = switched_off().get("fused_decode_step")
         if switch is not None:
             return switch
@@ -129,6 +142,8 @@ class DecoderBuilder:
 
     def fused_tail(self, layers: Sequence[DecoderLayer]) -> FusedLayerTail | Refusal:
         """From attention to attention as one kernel, or why it does not fit them."""
+        if self.group.size > 1:
+            return Refusal(f"{self.group.size} GPUs share the model")
         switch = switched_off().get("fused_layer_tail")
         if switch is not None:
             return switch
@@ -142,7 +157,12 @@ class DecoderBuilder:
     def native_layers(
         self, layers: Sequence[DecoderLayer], last_update_norm: RMSNorm | None = None
     ) -> NativeDecoderLayers | None:
-        """Layers as one call of the native library; None without it, or on a GPU."""
+        """Layers as one call of the native library.
+
+        None without it, on a GPU, or where several processes share the model.
+        """
+        if self.group.size > 1:
+            return None
         return make_native_layers(
             layers,
             last_update_norm,
@@ -152,9 +172,11 @@ class DecoderBuilder:
 
     def embedding(self) -> Embedding:
         """The table of token embeddings, in its stored type."""
-        return Embedding(self.weights.stored("embed.weight"), self.config.embedding_scale)
+        first_id, _ = self.weights.sharding.vocab_part(self.config.vocab_size)
+        table = self.weights.stored("embed.weight")
+        return Embedding(table, self.config.embedding_scale, self.group, first_id)
 
-    def head(self) -> Linear:
+    def head(self) -> Head:
         """The output matrix; models without one of their own share the embedding's."""
         weights = self.weights
         head = "head.weight" if weights.has("head.weight") else "embed.weight"
@@ -165,9 +187,10 @@ class DecoderBuilder:
             wide=True,
             dense_copies=weights.dense_copies,
         )
-        return Linear(wide, out_dtype=torch.float32)
+        own = Linear(wide, out_dtype=torch.float32)
+        return Head(own, self.config.vocab_size, self.group)
 
-    def draft_head(self, embedding: Embedding, head: Linear) -> MtpHead:
+    def draft_head(self, embedding: Embedding, head: Head) -> MtpHead:
         """The layer that drafts, around the model's embedding and head."""
         index = self.config.num_layers
         prefix = f"layers.{index}"
@@ -187,9 +210,10 @@ class DecoderBuilder:
         """A layer by its number; that of the draft head follows the last one."""
         config, prefix = self.config, f"layers.{index}"
         kind = config.layer_types[index] if index < config.num_layers else "full"
+        first_kv_head, last_kv_head = self.weights.sharding.kv_part(config.num_kv_heads)
         shape = AttentionShape(
-            config.num_heads,
-            config.num_kv_heads,
+            config.num_heads // self.group.size,
+            last_kv_head - first_kv_head,
             config.head_dim,
             config.attention_scale,
             config.sliding_window if kind == "sliding" else 0,
@@ -197,12 +221,14 @@ class DecoderBuilder:
         attention = Attention(
             shape,
             self.linear(prefix, "q", "k", "v"),
-            self.linear(prefix, "o"),
+            self.linear(prefix, "o", group=self.group),
             self.rope[kind],
             self.head_norms(prefix),
         )
         mlp = GatedMLP(
-            self.linear(prefix, "gate", "up"), self.linear(prefix, "down"), config.activation
+            self.linear(prefix, "gate", "up"),
+            self.linear(prefix, "down", group=self.group),
+            config.activation,
         )
         before = f"layers.{index - 1}.post_mlp_norm" if index else None
         return DecoderLayer(

@@ -11,6 +11,7 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.layers.attention import Attention
 from tiercel.layers.decoder_layer import DecoderLayer
+from tiercel.layers.head import Head
 from tiercel.layers.linear import Linear
 from tiercel.models.model import TimedAttention, TimedProduct
 from tiercel.ops.decoder_layers import NativeMatrix
@@ -18,9 +19,9 @@ from tiercel.ops.packed_matvec import PackedWeight
 from tiercel.quant import QuantTensor
 
 
-def dense_products(layers: Sequence[DecoderLayer], head: Linear) -> list[TimedProduct]:
+def dense_products(layers: Sequence[DecoderLayer], head: Head) -> list[TimedProduct]:
     """The matrix products of all layers and the head, by kind."""
-    kinds = {
+    kinds: dict[str, Sequence[Linear | Head]] = {
         "q, k, v": [layer.attention.qkv for layer in layers],
         "o": [layer.attention.output for layer in layers],
         "gate, up": [layer.mlp.gate_up for layer in layers],
@@ -35,7 +36,7 @@ def dense_products(layers: Sequence[DecoderLayer], head: Linear) -> list[TimedPr
     ]
 
 
-def _weight_bytes(linear: Linear) -> int:
+def _weight_bytes(linear: Linear | Head) -> int:
     total = 0
     for segment in linear.weight.segments:
         if isinstance(segment, PackedWeight):

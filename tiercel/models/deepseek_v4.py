@@ -597,6 +597,7 @@ ARCHITECTURE = Architecture(
     read_hf=read_hf,
     read_gguf=read_gguf,
     find_weights="tiercel.models.deepseek_v4_tensors:find_weights",
+    shards="tiercel.models.deepseek_v4_shards",
     # Weights are decoded in each product, so a narrow dtype saves nothing on a CPU; on a GPU the
     # activations could pass the range of float16.
     auto_dtypes={"cpu": "float32", "cuda": "bfloat16"},

@@ -13,6 +13,7 @@ from tiercel.layers.compressed_attention import (
 )
 from tiercel.layers.compressor import Compressor
 from tiercel.layers.embedding import Embedding
+from tiercel.layers.head import Head
 from tiercel.layers.indexer import Indexer
 from tiercel.layers.latent_cache import LatentFormat
 from tiercel.layers.linear import Linear
@@ -25,11 +26,12 @@ from tiercel.models.rope import rope_table
 from tiercel.models.weights import WeightReader
 from tiercel.ops.linear import prepare_linear
 from tiercel.ops.moe_experts_torch import Experts
+from tiercel.parallel import SINGLE, Group
 from tiercel.quant_types import Layout
 
 
 class DeepseekV4Builder:
-    """Turns tensors into layers."""
+    """Turns tensors, or a rank's parts of them, into layers."""
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class DeepseekV4Builder:
         dtype: torch.dtype,
         num_positions: int,
         options: ModelOptions,
+        group: Group = SINGLE,
     ) -> None:
         """Make what layers share.
 
@@ -47,11 +50,15 @@ class DeepseekV4Builder:
             dtype: of products.
             num_positions: that rotary tables cover.
             options: resolved; no value is ``auto``.
+            group: the ranks that share the model.
         """
         self.config = config
         self.weights = weights
         self.dtype = dtype
         self.is_native = options.numerics == "native"
+        self.group = group
+        # Of attention, embedding and head.
+        self.tensor_group = group if weights.sharding.tensor_parallel else SINGLE
         self.latents = LatentFormat(
             config.head_dim,
             config.rotary_dim,
@@ -65,18 +72,29 @@ class DeepseekV4Builder:
 
     def embedding(self) -> Embedding:
         """The table of token embeddings."""
-        return Embedding(self.weights.weight("embed.weight"), 1.0)
+        table, group = self.weights.weight("embed.weight"), self.tensor_group
+        first_id = 0
+        if group.size > 1:
+            first_id, _ = self.weights.sharding.vocab_part(self.config.vocab_size)
+        return Embedding(table, 1.0, group, first_id)
 
-    def head(self) -> Linear:
+    def head(self) -> Head:
         """The output matrix."""
-        return self.linear("head.weight", wide=True)
+        own = self.linear("head.weight", wide=True)
+        return Head(own, self.config.vocab_size, self.tensor_group)
 
     def norm(self, name: str) -> RMSNorm:
         """The norm of a name, to the dtype of products."""
         return RMSNorm(self.weights.vector(f"{name}.weight"), self.config.norm_eps, self.dtype)
 
-    def linear(self, *names: str, wide: bool = False) -> Linear:
-        """One projection of matrices that share their input; `wide`: with float32 results."""
+    def linear(self, *names: str, wide: bool = False, group: Group = SINGLE) -> Linear:
+        """One projection of matrices that share their input.
+
+        Args:
+            names: of the matrices.
+            wide: with float32 results.
+            group: ranks that have other columns of them, and of the input.
+        """
         parts = [self.weights.weight(name) for name in names]
         weight = prepare_linear(
             parts,
@@ -90,6 +108,7 @@ class DeepseekV4Builder:
             weight,
             out_dtype=torch.float32 if wide else None,
             rounds_input=self.is_native and is_block,
+            group=group,
         )
 
     def collapse(self, prefix: str) -> StreamCollapse:
@@ -142,8 +161,8 @@ class DeepseekV4Builder:
         )
         output = LatentOutput(
             self.weights.weight(f"{prefix}.wo_a.weight"),
-            config.num_output_groups,
-            self.linear(f"{prefix}.wo_b.weight"),
+            config.num_output_groups // self.tensor_group.size,
+            self.linear(f"{prefix}.wo_b.weight", group=self.tensor_group),
         )
         compression = self._compression(prefix, ratio) if ratio else None
         sink = self.weights.vector(f"{prefix}.attn_sink")
@@ -191,4 +210,15 @@ class DeepseekV4Builder:
             config.shared_swiglu_limit,
         )
         is_rounded = self.is_native and stacks[0].layout is Layout.BLOCKS
-        return MoE(router, Experts(*stacks), shared, config.swiglu_limit, is_rounded)
+        first_expert = None
+        if self.group.size > 1 and weights.sharding.expert_parallel:
+            first_expert, _ = weights.sharding.part(config.num_experts)
+        return MoE(
+            router,
+            Experts(*stacks),
+            shared,
+            config.swiglu_limit,
+            is_rounded,
+            self.group,
+            first_expert,
+        )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tiercel.batch import Batch
 from tiercel.layers.embedding import Embedding
-from tiercel.layers.linear import Linear
+from tiercel.layers.head import Head
 from tiercel.layers.step_index import StepIndex
 from tiercel.models.deepseek_v4_build import DeepseekV4Builder
 
@@ -34,7 +34,7 @@ class DeepseekV4DraftHead:
         self,
         builder: DeepseekV4Builder,
         embedding: Embedding,
-        head: Linear,
+        head: Head,
         index: IndexStep,
     ) -> None:
         """Load the block; `index` is the model's."""

@@ -31,8 +31,8 @@ from tiercel.models.deepseek_v4_build import DeepseekV4Builder
 from tiercel.models.deepseek_v4_draft import DeepseekV4DraftHead
 from tiercel.models.model import AttentionPlan, TimedAttention, TimedProduct
 from tiercel.models.weights import WeightReader
-from tiercel.ops.linear import linear, pick_rows
 from tiercel.ops.rms_norm import rms_norm
+from tiercel.parallel import SINGLE, Group
 from tiercel.quant import take_rows
 
 
@@ -53,6 +53,7 @@ class DeepseekV4:
         dtype: torch.dtype,
         num_positions: int,
         options: ModelOptions,
+        group: Group = SINGLE,
     ) -> None:
         """Load the weights.
 
@@ -62,6 +63,7 @@ class DeepseekV4:
             dtype: of products.
             num_positions: positions that rotary tables cover.
             options: storage of the cache, and rounding.
+            group: the ranks that share the model, as `weights.sharding` says.
         """
         assert isinstance(config, DeepseekV4Config), "the registry pairs config and class"
         self.config: DeepseekV4Config = config
@@ -69,7 +71,7 @@ class DeepseekV4:
         self.state_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
         self.pulse: Callable[[], None] = _do_nothing
         options = _resolve(config, options, weights.device)
-        builder = DeepseekV4Builder(config, weights, dtype, num_positions, options)
+        builder = DeepseekV4Builder(config, weights, dtype, num_positions, options, group)
         self.embedding = builder.embedding()
         self.layers = [
             builder.layer(
@@ -202,11 +204,15 @@ class DeepseekV4:
 
     def token_logits(self, hidden: Tensor, rows: Tensor, token_ids: Tensor) -> Tensor:
         """(L, K) float32 logits of the token ids `token_ids` (K,) int64 alone."""
-        picked = pick_rows(self.head.weight, token_ids)
-        if picked is None:
-            return self.logits(hidden, rows).index_select(1, token_ids)
         x = self._norm(self._collapsed(hidden, rows))
-        return linear(x, picked, out_dtype=torch.float32)
+        logits = self.head.token_logits(x, token_ids)
+        return self.head(x).index_select(1, token_ids) if logits is None else logits
+
+    def best_tokens(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The largest logits and their token ids; see `Model`."""
+        best = self.head.best(self._norm(self._collapsed(hidden, None)), count)
+        self.pulse()
+        return best
 
     def timed_products(self) -> list[TimedProduct]:
         """None: weights are decoded in each product."""

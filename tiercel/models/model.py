@@ -22,6 +22,7 @@ from tiercel.cache.spec import KVCacheSpec
 from tiercel.config import ModelOptions
 from tiercel.models.config import Architecture, ModelConfig
 from tiercel.models.weights import WeightReader
+from tiercel.parallel import SINGLE, Group
 
 
 class PlanBuffer(Protocol):
@@ -187,6 +188,19 @@ class Model(Protocol):
     def token_logits(self, hidden: Tensor, rows: Tensor, token_ids: Tensor) -> Tensor:
         """(L, K) float32 logits of the token ids `token_ids` (K,) int64 alone."""
 
+    def best_tokens(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The largest logits of each token; of equal ones the lowest token id first.
+
+        Where several ranks share the model, few numbers pass between them: not all logits.
+
+        Args:
+            hidden: (L, state_width) from `forward`.
+            count: of a token.
+
+        Returns:
+            (L, count) float32 logits, descending, and their (L, count) int64 token ids.
+        """
+
     def timed_products(self) -> Sequence[TimedProduct]:
         """The model's matrix products; none: profiling leaves them out."""
 
@@ -219,8 +233,18 @@ class ModelClass(Protocol):
         dtype: torch.dtype,
         num_positions: int,
         options: ModelOptions,
+        group: Group = SINGLE,
     ) -> Model:
-        """Load a model; `num_positions` is the longest sequence, its drafts included."""
+        """Load a model.
+
+        Args:
+            config: the shape; of all ranks together.
+            weights: reads the parts of this rank.
+            dtype: of products.
+            num_positions: of the longest sequence, its drafts included.
+            options: see `check_options`.
+            group: the ranks that share the model, as `weights.sharding` says.
+        """
 
 
 def model_class(family: Architecture) -> ModelClass:

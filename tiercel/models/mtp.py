@@ -8,6 +8,7 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.layers.decoder_layer import DecoderLayer
 from tiercel.layers.embedding import Embedding
+from tiercel.layers.head import Head
 from tiercel.layers.linear import Linear
 from tiercel.layers.native_layers import NativeDecoderLayers
 from tiercel.layers.norm import RMSNorm
@@ -27,7 +28,7 @@ class MtpHead:
     def __init__(
         self,
         embedding: Embedding,
-        head: Linear,
+        head: Head,
         embed_norm: RMSNorm,
         hidden_norm: RMSNorm,
         proj: Linear,

@@ -10,6 +10,7 @@ from typing import Any
 
 from tiercel.errors import UnsupportedModelError
 from tiercel.models.config import Architecture
+from tiercel.models.sharding import ShardRules
 from tiercel.models.stored import FindWeights
 
 # One line per architecture: the name in GGUF files, the class in Hugging Face files, the record.
@@ -53,6 +54,12 @@ def architecture(name: str, file: str) -> Architecture:
 def find_weights(family: Architecture) -> FindWeights:
     """What checks the tensors of a family that has no `names`, imported on demand."""
     result: FindWeights = _load(family.find_weights)
+    return result
+
+
+def shard_rules(family: Architecture) -> ShardRules:
+    """How the weights of a family are split, imported on demand."""
+    result: ShardRules = _load(f"{family.shards}:RULES")
     return result
 
 

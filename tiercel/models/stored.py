@@ -28,7 +28,9 @@ class StoredWeight:
         nbytes: of it in the file.
         rows: [start, stop) of each matrix of the tensors, if they hold more.
         cols: the same of columns.
+        experts: [start, stop) of the matrices, if one tensor holds more.
         block: FP8_BLOCK: rows and columns of a scale.
+        file_block: FP8_BLOCK: the same in the file, where a part has smaller ones; None: equal.
         limit: I32 and I64: every entry must be below it, and those of a row distinct.
     """
 
@@ -38,7 +40,9 @@ class StoredWeight:
     nbytes: int
     rows: tuple[int, int] | None = None
     cols: tuple[int, int] | None = None
+    experts: tuple[int, int] | None = None
     block: tuple[int, int] = (1, 1)
+    file_block: tuple[int, int] | None = None
     limit: int = 0
 
 

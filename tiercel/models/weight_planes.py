@@ -63,13 +63,17 @@ def cut(data: Bytes, weight: StoredWeight, plane: str, qtype: QuantType) -> Byte
 
     Args:
         data: (matrices, rows, row_bytes), all of a tensor.
-        weight: whose `rows` and `cols` say which part.
+        weight: whose `experts`, `rows` and `cols` say which part.
         plane: that the tensor holds.
         qtype: of the tensor.
     """
+    if weight.experts is not None:
+        data = data[slice(*weight.experts)]
     if plane in FACTORS or (weight.rows is None and weight.cols is None):
         return data
     rows, columns, size = plane_unit(weight, plane, qtype)
+    if plane == "scale" and weight.file_block is not None:
+        return _repeat_scales(data, weight, size)
     if weight.rows is not None:
         start, stop = weight.rows
         data = data[:, start // rows : -(-stop // rows)]
@@ -77,6 +81,25 @@ def cut(data: Bytes, weight: StoredWeight, plane: str, qtype: QuantType) -> Byte
         start, stop = weight.cols
         data = data[:, :, start // columns * size : -(-stop // columns) * size]
     return data
+
+
+def _repeat_scales(data: Bytes, weight: StoredWeight, size: int) -> Bytes:
+    """Scales of the small blocks of a part: each is that of the block of the file it is in.
+
+    Args:
+        data: (matrices, rows, row_bytes) scales of the file.
+        weight: the part.
+        size: bytes of a scale.
+    """
+    assert weight.file_block is not None
+    indices = []
+    for axis, bounds in ((0, weight.rows), (1, weight.cols)):
+        first = 0 if bounds is None else bounds[0]
+        count = -(-weight.shape[axis - 2] // weight.block[axis])
+        indices.append((first + np.arange(count) * weight.block[axis]) // weight.file_block[axis])
+    scales = data.reshape(*data.shape[:2], -1, size)
+    repeated = scales[:, indices[0]][:, :, indices[1]]
+    return repeated.reshape(len(data), len(indices[0]), -1)
 
 
 def check_scales(data: Bytes, info: TensorInfo, plane: str, file: str) -> None:

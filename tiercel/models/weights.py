@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tiercel.models.registry import shard_rules
+from tiercel.models.sharding import COLUMNS, WHOLE, Cut, Sharding, cut_stored
 from tiercel.models.source import ModelSource
 from tiercel.models.stored import StoredWeight
 from tiercel.models.upload import Uploader
@@ -49,7 +50,10 @@ def _as_tensor(data: npt.NDArray[np.uint8]) -> Tensor:
 
 
 class WeightReader:
-    """Reads tensors of a `ModelSource`; on a CPU matrices are views of the file until prepared."""
+    """Reads tensors of a `ModelSource`; on a CPU matrices are views of the file until prepared.
+
+    Where several ranks share the model it reads this rank's part of each, and no other bytes.
+    """
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class WeightReader:
         progress: Callable[[int, int], None] | None = None,
         *,
         dense_copies: bool = True,
+        sharding: Sharding = WHOLE,
     ) -> None:
         """Start reading.
 
@@ -66,14 +71,18 @@ class WeightReader:
             device: where results are; but see `file_tensor`.
             progress: called with (bytes read, bytes in all).
             dense_copies: for `prepare_linear`: whether there is memory for them.
+            sharding: the rank's place among those that share the model.
         """
         self.source = source
         self.dense_copies = dense_copies
+        self.sharding = sharding
+        self._rules = shard_rules(source.family)
         self.device = device
         self._uploader = Uploader(device) if device.type == "cuda" else None
         self._progress = progress
-        self._read_bytes = 0
-        self._total_bytes = sum(info.nbytes for info in source.tensors.values())
+        self.read_bytes = 0
+        # Of this rank, about: what is not split is a small part.
+        self._total_bytes = sum(info.nbytes for info in source.tensors.values()) // sharding.size
 
     def has(self, name: str) -> bool:
         """Whether the file has a tensor of our name."""
@@ -83,7 +92,9 @@ class WeightReader:
         """A matrix as the file stores it, read-only; rows of q and k ordered for (i, i + D/2)."""
         tensor = self._view(name)
         if self._uploader is not None:
-            planes = {key: self._uploader(plane) for key, plane in tensor.planes.items()}
+            planes = {
+                key: self._uploader(plane.contiguous()) for key, plane in tensor.planes.items()
+            }
             tensor = QuantTensor(tensor.qtype, tensor.layout, tensor.shape, planes)
         if not self._is_permuted(name):
             return tensor
@@ -111,9 +122,11 @@ class WeightReader:
         Raises:
             ModelFormatError: a scale is no number.
         """
-        stored = self.source.stored.get(name)
-        if stored is None:
+        if name not in self.source.stored:
             return self.stored(name)
+        cut, stored = self._cut(name), self.source.stored[name]
+        if cut is not None:
+            stored = cut_stored(stored, cut)
         if stored.qtype is QuantType.MXFP4 and "data" in stored.planes:
             planes = self._mxfp4_planes(stored)
         else:
@@ -150,12 +163,23 @@ class WeightReader:
         return self.vector(name) + self.source.norm_offset
 
     def _view(self, name: str) -> QuantTensor:
-        """A view of the file's bytes, on the CPU."""
+        """A view of the file's bytes, on the CPU: of this rank's part."""
         stored = self.source.stored.get(name)
         info = self.source.tensors[stored.planes["data"][0] if stored else self.source.names[name]]
         data = _as_tensor(self.source.data(info.name))
-        self._count(info.nbytes)
-        return QuantTensor(info.qtype, Layout.FILE, info.shape, {"data": data})
+        tensor = QuantTensor(info.qtype, Layout.FILE, info.shape, {"data": data})
+        cut = self._cut(name)
+        if cut is not None:
+            part = tensor.cols if cut.axis == COLUMNS else tensor.rows
+            tensor = part(cut.start, cut.stop)
+        self._count(tensor.nbytes)
+        return tensor
+
+    def _cut(self, name: str) -> Cut | None:
+        """The part of a weight that this rank holds; None for all of it."""
+        if self.sharding.size == 1:
+            return None
+        return self._rules.cut(self.source.config, self.sharding, name)
 
     @property
     def _file(self) -> str:
@@ -198,14 +222,14 @@ class WeightReader:
     def _matrices(self, stored: StoredWeight, plane: str) -> Iterator[npt.NDArray[np.uint8]]:
         """Yield (rows, row_bytes) of each matrix of a plane, views of the file, checked."""
         names = stored.planes[plane]
-        whole = replace(stored, rows=None, cols=None)
+        is_stack = len(stored.shape) == 3 and len(names) == 1
         for name in names:
             info = self.source.tensors[name]
-            matrices, _, row_bytes = plane_size(whole, plane, info.qtype)
-            count = matrices if len(names) == 1 else 1
             data = self.source.data(name)
-            is_factor = plane in FACTORS
-            data = data.reshape(count, -1, row_bytes if is_factor else data.shape[1])
+            if plane in FACTORS:
+                data = data.reshape(-1, 1, 4)
+            else:
+                data = data.reshape(info.stack_shape[0] if is_stack else 1, -1, data.shape[1])
             part = cut(data, stored, plane, info.qtype)
             for matrix in part:
                 check_scales(matrix, info, plane, self._file)
@@ -227,6 +251,6 @@ class WeightReader:
         return unpermute_rows(rows // config.head_dim, config.head_dim, config.rope.rotary_dim)
 
     def _count(self, nbytes: int) -> None:
-        self._read_bytes += nbytes
+        self.read_bytes += nbytes
         if self._progress is not None:
-            self._progress(min(self._read_bytes, self._total_bytes), self._total_bytes)
+            self._progress(min(self.read_bytes, self._total_bytes), self._total_bytes)

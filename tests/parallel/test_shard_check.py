@@ -1,0 +1,72 @@
+"""Sizes that cannot share a model are refused in one line, with those that can."""
+
+import pytest
+
+from tests.dsv4_files import TINY
+from tests.gguf_files import tiny_model
+from tests.large_models import sparse_model
+from tests.parallel.shared_models import write_v4
+from tiercel.errors import ArgumentError
+from tiercel.models.shard_check import check_sharding, possible_sizes
+from tiercel.models.source import open_source
+
+
+def dense(tmp_path, **sizes):
+    return open_source(tiny_model(tmp_path / "m.gguf", "qwen3", **sizes))
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "reason", "hint"),
+    [
+        (3, {}, "3 is not a power of two", "Use 1 or 2."),
+        (0, {}, "0 is not a power of two", "Use 1 or 2."),
+        (8, {}, "8 does not divide its 4 attention heads", "Use 1 or 2."),
+        (4, {"heads": 12, "kv_heads": 3}, "4 does not divide its 3 key/value heads", "Use 1."),
+        (2, {"ff": 33, "qtype": "F32"}, "2 does not divide its 33 intermediate_size", "Use 1."),
+        (2, {"ff": 96}, "96 columns of layers.0.down.weight in 2 parts are no whole blocks of 32 "
+         r"\(Q8_0\)", "Use 1."),
+        (4, {"ff": 1024, "hidden": 256, "head_dim": 128, "qtype": "Q4_K"},
+         r"512 columns of layers.0.o.weight in 4 parts are no whole blocks of 256 \(Q4_K\)",
+         "1 or 2"),
+    ],
+)  # fmt: skip
+def test_a_dense_model_is_refused(tmp_path, size, sizes, reason, hint):
+    with pytest.raises(ArgumentError, match=f"tensor_parallel={size}: .*: {reason}") as caught:
+        check_sharding(dense(tmp_path, **sizes), size)
+    assert hint in caught.value.hint
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dense_model_has_no_experts(tmp_path):
+    with pytest.raises(ArgumentError, match="it has no experts") as caught:
+        check_sharding(dense(tmp_path), 2, expert_parallel=True)
+    assert caught.value.hint == "Use one GPU, without expert_parallel."
+
+
+@pytest.mark.parametrize(
+    ("size", "whole_experts", "reason", "hint"),
+    [
+        (4, False, "4 does not divide its 2 output groups", "1 or 2"),
+        (4, True, "4 does not divide its 6 experts", "1 or 2"),
+        (16, True, "16 does not divide its 6 experts", "1 or 2"),
+    ],
+)
+def test_deepseek_v4_is_refused(size, whole_experts, reason, hint):
+    with pytest.raises(ArgumentError, match=reason) as caught:
+        check_sharding(open_source(TINY), size, expert_parallel=whole_experts)
+    assert hint in caught.value.hint
+
+
+def test_experts_are_cut_between_blocks_alone(tmp_path):
+    """Of 64 columns four ranks would have half a block each; whole experts cut none."""
+    source = open_source(write_v4(tmp_path, formats=True, moe_intermediate_size=64))
+    with pytest.raises(ArgumentError, match=r"64 columns of .*w2.weight .* blocks of 32 \(MXFP4\)"):
+        check_sharding(source, 4)
+    check_sharding(source, 4, expert_parallel=True)
+    assert possible_sizes(source) == [1, 2]
+
+
+def test_true_shapes(tmp_path):
+    """Qwen3-8B Q4_K_M: 8 key heads, and 12288 = 8 * 6 * 256 inner columns; o has 512 of 4096."""
+    source = open_source(sparse_model(tmp_path / "m.gguf", "qwen3-8b"))
+    assert possible_sizes(source) == [1, 2, 4, 8, 16]
