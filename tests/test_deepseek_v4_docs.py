@@ -15,9 +15,10 @@ import pytest
 from tests import dsv4_files
 from tests.cli.harness import COMMAND, environment, tiercel
 from tests.models.test_deepseek_v4_config import FLASH, PRO
-from tiercel.models.deepseek_v4 import cache_bytes, read_hf
+from tiercel.models.deepseek_v4 import ARCHITECTURE, cache_bytes, read_hf
 from tiercel.models.deepseek_v4_tensors import needed
 from tiercel.models.footprint import weight_footprint
+from tiercel.models.stored import StoredWeight
 from tiercel.quant_types import QuantType
 
 GIB = 2**30
@@ -120,13 +121,15 @@ def released(values, experts, fp8=QuantType.FP8_BLOCK, matrices=QuantType.BF16):
             qtype = QuantType.F32
         else:
             qtype = matrices
-        stored[need.name] = SimpleNamespace(
+        stored[need.name] = StoredWeight(
             qtype=qtype,
             shape=need.shape,
+            planes={"data": (need.name,)},
             nbytes=file_bytes(qtype, need.shape),
+            block=(128, 128),
             limit=int(qtype is QuantType.I64),
         )
-    return SimpleNamespace(stored=stored, config=config)
+    return SimpleNamespace(stored=stored, config=config, family=ARCHITECTURE, names={})
 
 
 def gib(source, dtype="bfloat16", device="cuda", **options):

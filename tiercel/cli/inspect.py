@@ -27,6 +27,8 @@ _MAX_SHOWN = 60  # characters of one metadata value
 _KV_DTYPE = "bfloat16"  # of keys and values by default: 16 bits each
 _DEVICE_NAMES = {"cpu": "on a CPU", "cuda": "on a GPU"}
 _LABEL_WIDTH = 22
+# As their driver reports it, and the device of `gpus` must have.
+GPU_BYTES = {"H100, 80 GB": 79 * 2**30, "H200, 141 GB": 139 * 2**30}
 _DTYPES = ("float16", "bfloat16", "float32")  # in the order of `--dtype auto`: docs/models.md
 
 
@@ -39,19 +41,29 @@ def inspect_model(
     verify: Annotated[
         bool, Parameter(group=_GROUP, help="Read all weights; refuse NaN and infinity.")
     ] = False,
+    tensor_parallel_size: Annotated[
+        int, Parameter(group=_GROUP, help="Show the memory of each of so many GPUs.")
+    ] = 1,
+    expert_parallel: Annotated[
+        bool, Parameter(group=_GROUP, help="With whole experts on each of them.")
+    ] = False,
     json: Annotated[bool, Parameter(group=_GROUP, help="Write one JSON object.")] = False,
     offline: Annotated[bool, Parameter(group=_GROUP, help="Never download.")] = False,
     common: CommonOptions = CommonOptions(),  # noqa: B008 - frozen
 ) -> int:
     """Check a model file and show its header, sizes and memory plan."""
     from tiercel.loader.hub import resolve
+    from tiercel.models.shard_check import check_sharding
     from tiercel.models.source import open_source
 
     with ProgressReporter(is_quiet=common.quiet) as report:
         path = resolve(model, offline=offline, report=report)
         source = open_source(path)
+        check_sharding(source, tensor_parallel_size, expert_parallel=expert_parallel)
         problems = _verify(source, report) if verify else []
     facts = describe(source)
+    if tensor_parallel_size > 1:
+        facts["gpus"] = _gpu_facts(source, tensor_parallel_size, expert_parallel=expert_parallel)
     if tokenizer:
         facts["tokenizer"] = _tokenizer_facts(source)
     if tensors:
@@ -132,6 +144,35 @@ def _memory(source: ModelSource) -> dict[str, Any]:
         "kv_bytes_full_context": cache_bytes(config, config.max_position, _KV_DTYPE),
         "available_bytes": None if here is None else here.available,
         "limit_bytes": None if here is None else here.limit,
+    }
+
+
+def _gpu_facts(source: ModelSource, size: int, *, expert_parallel: bool) -> dict[str, Any]:
+    """Memory of each of several GPUs that share the model, and how many GPUs would fit it."""
+    from tiercel.config import LoadOptions
+    from tiercel.models.footprint import cache_bytes, gpus_that_fit, weight_footprint
+    from tiercel.models.sharding import Sharding
+
+    rank = Sharding(0, size, expert_parallel=expert_parallel)  # the largest part is that of rank 0
+    dtype = source.family.auto_dtypes.get("cuda", _DTYPES[source.format != "gguf"])
+    weights = weight_footprint(source, dtype, "cuda", sharding=rank)
+    context = source.config.max_position
+    kept = cache_bytes(source.config, context, dtype, sharding=rank)
+    share = LoadOptions().gpu_memory_utilization
+    return {
+        "tensor_parallel_size": size,
+        "expert_parallel": expert_parallel,
+        "dtype": dtype,
+        "split_weight_bytes": weights.nbytes - weights.whole_bytes,
+        "whole_weight_bytes": weights.whole_bytes,
+        "kv_bytes_full_context": kept,
+        "bytes_per_gpu": weights.nbytes + kept,
+        "fits": {
+            name: gpus_that_fit(
+                source, dtype, context, int(share * memory), expert_parallel=expert_parallel
+            )
+            for name, memory in GPU_BYTES.items()
+        },
     }
 
 
@@ -235,7 +276,7 @@ def _verify(source: ModelSource, report: ProgressReporter) -> list[str]:
 
 def _print_facts(facts: dict[str, Any]) -> None:
     """Write the facts as aligned lines."""
-    file, memory = facts["file"], facts["memory"]
+    file = facts["file"]
     _print_row("file", file["path"])
     _print_row("format", f"{file['format']}, {_size(file['size_bytes'])}")
     for text in file["notes"]:
@@ -249,7 +290,8 @@ def _print_facts(facts: dict[str, Any]) -> None:
         share += f" {_size(row['bytes']):>10} {row['bytes'] / total:>6.1%}"
         _print_row(row["type"], share)
     write("\nMemory\n")
-    _print_memory(memory, facts["config"]["max_position"])
+    _print_memory(facts["memory"], facts["config"]["max_position"])
+    _print_gpus(facts.get("gpus"), facts["config"]["max_position"])
     runs = facts["runs"]
     write("\nRuns\n")
     uses = "generate and chat" if runs["has_chat_template"] else "generate (no chat template)"
@@ -286,6 +328,20 @@ def _print_memory(memory: Mapping[str, Any], context: int) -> None:
         limit = memory["limit_bytes"]
         bound = "" if limit is None else f", within a limit of {_size(limit)}"
         _print_row("available here", _size(memory["available_bytes"]) + bound)
+
+
+def _print_gpus(gpus: Mapping[str, Any] | None, context: int) -> None:
+    if gpus is None:
+        return
+    kind = "whole experts" if gpus["expert_parallel"] else "tensor parallel"
+    write(f"\nEach of {gpus['tensor_parallel_size']} GPUs ({kind}, {gpus['dtype']})\n")
+    _print_row("its part of weights", _size(gpus["split_weight_bytes"]))
+    _print_row("weights on every GPU", _size(gpus["whole_weight_bytes"]))
+    _print_row(f"all {context} tokens", _size(gpus["kv_bytes_full_context"]))
+    _print_row("together", _size(gpus["bytes_per_gpu"]))
+    for name, sizes in gpus["fits"].items():
+        shown = " or ".join(map(str, sizes))
+        _print_row(name, f"fits on {shown} of them" if shown else "does not fit")
 
 
 def _print_section(title: str, values: Mapping[str, Any]) -> None:

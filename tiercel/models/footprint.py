@@ -12,12 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from tiercel.models.registry import architecture
+from tiercel.models.registry import architecture, shard_rules
+from tiercel.models.shard_check import possible_sizes
+from tiercel.models.sharding import WHOLE, Cut, Sharding, cut_stored
 from tiercel.resting import ITEM_BYTES, head_dtype, resting_bytes, select_form, uses_native
 
 if TYPE_CHECKING:
     from tiercel.models.config import ModelConfig
     from tiercel.models.source import ModelSource
+    from tiercel.models.stored import StoredWeight
 
 # Names for people of the forms of `resting.select_form`; dense forms are named by their dtype.
 _FORM_NAMES: Final = {
@@ -38,10 +41,12 @@ class Footprint:
     Attributes:
         dtype: of the activations.
         forms: bytes of each form by its name for people, the largest first.
+        whole_bytes: of weights that are not split where several GPUs share the model.
     """
 
     dtype: str
     forms: Mapping[str, int]
+    whole_bytes: int
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +61,7 @@ def weight_footprint(
     *,
     dense_copies: bool = False,
     has_draft_head: bool = False,
+    sharding: Sharding = WHOLE,
 ) -> Footprint:
     """Bytes of a model's weights on a device, in the forms that loading gives them.
 
@@ -65,67 +71,104 @@ def weight_footprint(
         device_type: ``cpu`` or ``cuda``.
         dense_copies: whether packed weights on a GPU keep dense copies.
         has_draft_head: whether layers that only draft are loaded too.
+        sharding: of the rank whose part it is; rank 0 has the largest.
     """
+    tally = _Tally(source, sharding)
     if source.stored:
-        return _stored_footprint(source, dtype, device_type, has_draft_head=has_draft_head)
-    forms: Counter[str] = Counter()
+        _add_stored(tally, source, dtype, device_type, has_draft_head=has_draft_head)
+        return tally.footprint(dtype)
     head = "head.weight" if "head.weight" in source.names else "embed.weight"
 
-    def add(name: str, dtype: str) -> None:
-        info = source.tensors[source.names[name]]
-        form = select_form(info.qtype, info.shape, dtype, device_type)
-        size = resting_bytes(info.qtype, info.shape, dtype, device_type, dense_copies=dense_copies)
-        forms[_FORM_NAMES.get(form, dtype)] += size
+    def add_matrix(name: str, dtype: str) -> None:
+        qtype, shape = source.tensors[source.names[name]].qtype, tally.shape(name)
+        form = select_form(qtype, shape, dtype, device_type)
+        size = resting_bytes(qtype, shape, dtype, device_type, dense_copies=dense_copies)
+        tally.add(name, _FORM_NAMES.get(form, dtype), size)
 
-    add(head, head_dtype(dtype, device_type))
+    add_matrix(head, head_dtype(dtype, device_type))
     for name, stored in source.names.items():
         if name == "head.weight" or (not has_draft_head and _drafts_only(name, source.config)):
             continue
-        info = source.tensors[stored]
+        info, (rows, columns) = source.tensors[stored], tally.shape(name)
         if name == "embed.weight":
-            forms[STORED] += info.nbytes
+            tally.add(name, STORED, rows * info.qtype.row_bytes(columns))
         elif info.shape[0] == 1:
-            forms["float32"] += info.shape[1] * ITEM_BYTES["float32"]
+            tally.add(name, "float32", columns * ITEM_BYTES["float32"])
         else:
-            add(name, dtype)
-    return Footprint(dtype, dict(forms.most_common()))
+            add_matrix(name, dtype)
+    return tally.footprint(dtype)
 
 
-def _stored_footprint(
-    source: ModelSource, dtype: str, device_type: str, *, has_draft_head: bool
-) -> Footprint:
-    """The same of a family with `ModelSource.stored`.
+class _Tally:
+    """Bytes of a rank's parts of weights, by form."""
+
+    def __init__(self, source: ModelSource, sharding: Sharding) -> None:
+        self._source = source
+        self._sharding = sharding
+        self._rules = shard_rules(source.family)
+        self._forms: Counter[str] = Counter()
+        self._whole_bytes = 0
+
+    def cut(self, name: str) -> Cut | None:
+        """The part of a weight that the rank holds; None for all of it."""
+        if self._sharding.size == 1:
+            return None
+        return self._rules.cut(self._source.config, self._sharding, name)
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """The shape of the rank's part of a matrix of a dense decoder."""
+        whole, cut = self._source.tensors[self._source.names[name]].shape, self.cut(name)
+        rows, columns = whole if cut is None else cut.shape(whole)
+        return rows, columns
+
+    def add(self, name: str, form: str, size: int) -> None:
+        """Count bytes of the rank's part of a weight."""
+        self._forms[form] += size
+        if self.cut(name) is None:
+            self._whole_bytes += size
+
+    def footprint(self, dtype: str) -> Footprint:
+        """What was counted."""
+        return Footprint(dtype, dict(self._forms.most_common()), self._whole_bytes)
+
+
+def _add_stored(
+    tally: _Tally, source: ModelSource, dtype: str, device_type: str, *, has_draft_head: bool
+) -> None:
+    """Count the weights of a family with `ModelSource.stored`.
 
     Stacks of experts and block formats rest as stored, float matrices in the dtype of the
     activations; vectors and what is no `.weight` in float32; tables in int64.
     """
-    forms: Counter[str] = Counter()
     for name, stored in source.stored.items():
         if name.startswith("mtp.") and not has_draft_head:
             continue
-        qtype, count = stored.qtype, math.prod(stored.shape)
-        if stored.limit:
-            forms["int64"] += count * 8
-        elif len(stored.shape) == 1 or not name.endswith(".weight"):
-            forms["float32"] += count * ITEM_BYTES["float32"]
-        elif name == "embed.weight":
-            forms[STORED] += stored.nbytes
-        elif qtype.is_float:
-            kind = head_dtype(dtype, device_type) if name == "head.weight" else dtype
-            is_mapped = uses_native(device_type)
-            size = stored.nbytes if is_mapped else count * ITEM_BYTES[kind]
-            forms[_FORM_NAMES["mapped"] if is_mapped else kind] += size
-        elif len(stored.shape) == 3:
-            forms[qtype.name] += stored.nbytes
-        else:
-            kind = head_dtype(dtype, device_type) if name == "head.weight" else dtype
-            rows, columns = stored.shape
-            form = select_form(qtype, (rows, columns), kind, device_type)
-            size = resting_bytes(qtype, (rows, columns), kind, device_type, dense_copies=False)
-            if form == "stored":
-                form, size = qtype.name, stored.nbytes
-            forms[_FORM_NAMES.get(form, kind if form == "dense" else form)] += size
-    return Footprint(dtype, dict(forms.most_common()))
+        cut = tally.cut(name)
+        if cut is not None:
+            stored = cut_stored(stored, cut)
+        tally.add(name, *_stored_form(name, stored, dtype, device_type))
+
+
+def _stored_form(name: str, stored: StoredWeight, dtype: str, device_type: str) -> tuple[str, int]:
+    """The form of a weight for people, and its bytes."""
+    qtype, count = stored.qtype, math.prod(stored.shape)
+    kind = head_dtype(dtype, device_type) if name == "head.weight" else dtype
+    if stored.limit:
+        return "int64", count * 8
+    if len(stored.shape) == 1 or not name.endswith(".weight"):
+        return "float32", count * ITEM_BYTES["float32"]
+    if name == "embed.weight":
+        return STORED, stored.nbytes
+    if qtype.is_float:
+        is_mapped = uses_native(device_type)
+        form = _FORM_NAMES["mapped"] if is_mapped else kind
+        return form, stored.nbytes if is_mapped else count * ITEM_BYTES[kind]
+    *stack, rows, columns = stored.shape
+    form = "stored" if stack else select_form(qtype, (rows, columns), kind, device_type)
+    if form == "stored":
+        return qtype.name, stored.nbytes
+    size = resting_bytes(qtype, (rows, columns), kind, device_type, dense_copies=False)
+    return _FORM_NAMES.get(form, kind if form == "dense" else form), size
 
 
 def _drafts_only(name: str, config: ModelConfig) -> bool:
@@ -139,6 +182,7 @@ def cache_bytes(
     dtype: str,
     device_type: str = "cuda",
     kv_dtype: str = "auto",
+    sharding: Sharding = WHOLE,
 ) -> int:
     """Bytes that one sequence keeps.
 
@@ -151,6 +195,8 @@ def cache_bytes(
         dtype: of the activations, which is that of keys and values.
         device_type: ``cpu`` or ``cuda``; some models keep another form on each.
         kv_dtype: the option of that name, for models that have a choice.
+        sharding: of the rank whose memory it is: one of a dense decoder keeps its own heads' keys
+            and values; other models keep all on every rank.
     """
     own = architecture(config.arch, config.arch).cache_bytes
     if own is not None:
@@ -159,4 +205,34 @@ def cache_bytes(
         min(num_tokens, config.sliding_window) if kind == "sliding" else num_tokens
         for kind in config.layer_types
     ]
-    return 2 * config.num_kv_heads * config.head_dim * ITEM_BYTES[dtype] * sum(kept)
+    first, last = sharding.kv_part(config.num_kv_heads)
+    return 2 * (last - first) * config.head_dim * ITEM_BYTES[dtype] * sum(kept)
+
+
+def gpus_that_fit(
+    source: ModelSource,
+    dtype: str,
+    num_tokens: int,
+    available: int,
+    *,
+    expert_parallel: bool = False,
+    kv_dtype: str = "auto",
+) -> list[int]:
+    """Numbers of GPUs on which a model and the cache of one sequence fit, of those that can be.
+
+    Args:
+        source: a checked file.
+        dtype: of the activations.
+        num_tokens: of the sequence.
+        available: bytes of one GPU.
+        expert_parallel: whether each GPU has whole experts.
+        kv_dtype: the option of that name.
+    """
+    fitting = []
+    for size in possible_sizes(source, expert_parallel=expert_parallel):
+        rank = Sharding(0, size, expert_parallel=expert_parallel)
+        needed = weight_footprint(source, dtype, "cuda", sharding=rank).nbytes
+        needed += cache_bytes(source.config, num_tokens, dtype, "cuda", kv_dtype, rank)
+        if needed <= available:
+            fitting.append(size)
+    return fitting
