@@ -43,7 +43,9 @@ from tiercel.models.deepseek_v4 import (
     read_hf,
 )
 from tiercel.models.deepseek_v4_model import DeepseekV4
+from tiercel.models.deepseek_v4_shards import RULES
 from tiercel.models.deepseek_v4_tensors import needed
+from tiercel.models.sharding import WHOLE, Sharding
 from tiercel.models.weights import WeightReader
 from tiercel.profiling.device_timing import graph_us, matrix_tflops, read_gbps, times_us
 from tiercel.quant import QuantTensor
@@ -137,11 +139,22 @@ class RandomWeights:
 
     dense_copies = False
 
-    def __init__(self, config: DeepseekV4Config, device: torch.device, experts: QuantType) -> None:
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        device: torch.device,
+        experts: QuantType,
+        sharding: Sharding = WHOLE,
+    ) -> None:
         self.device = device
+        self.sharding = sharding
         self.num_bytes: dict[str, int] = {}
         self._config = config
         self._shapes = {need.name: need.shape for need in needed(config)}
+        if sharding.size > 1:
+            for name, shape in self._shapes.items():
+                cut = RULES.cut(config, sharding, name)
+                self._shapes[name] = shape if cut is None else cut.shape(shape)
         self._experts = experts
         self._generator = torch.Generator(device).manual_seed(1)
 
@@ -250,14 +263,14 @@ def steps(device: torch.device, part: Slice) -> list[Step]:
 
 
 def make_pools(
-    groups: Sequence[CacheGroup], step: Step, device: torch.device
+    groups: Sequence[CacheGroup], step: Step, device: torch.device, block_size: int = BLOCK
 ) -> tuple[list[CachePool], Tensor]:
     """Random pools, and block tables: a sliding group uses two blocks of a request again."""
-    columns = -(-step.context_len // BLOCK)
+    columns = -(-step.context_len // block_size)
     pools, tables = [], torch.zeros(len(groups), step.num_reqs, columns, dtype=torch.int32)
     for index, group in enumerate(groups):
         each = min(2, columns) if group.spec.policy == "sliding" else columns
-        pools.append(CachePool(group, 1 + step.num_reqs * each, BLOCK, str(device)))
+        pools.append(CachePool(group, 1 + step.num_reqs * each, block_size, str(device)))
         first = 1 + each * torch.arange(step.num_reqs).unsqueeze(1)
         tables[index] = first + torch.arange(columns) % each
     for pool in pools:

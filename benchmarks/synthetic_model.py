@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,56 +20,14 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.model_shapes import SHAPES, Shape, has_more_bits
+
 Kind = gguf.GGMLQuantizationType
 # Of types whose blocks begin with one float16 scale: the spread of their codes.
 SPREADS = {Kind.Q4_0: 4.6, Kind.Q5_0: 9.2, Kind.Q8_0: 74.0}
 # Types for rows that are not whole blocks.
 SMALLER_BLOCKS = {Kind.Q4_K: Kind.Q5_0, Kind.Q6_K: Kind.Q8_0}
 CODES = 64 << 20  # bytes of random codes, which are reused
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's architecture and sizes."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int = 151_936
-    context: int = 40_960
-    arch: str = "qwen3"  # qwen2: biases of q, k and v; gemma3: norms around attention and MLP
-    tied: bool = False  # the embedding is also the output matrix
-    window: int = 0  # of gemma3's sliding layers, five of six
-    mixture: str = "Q4_K_M"  # or Q4_0
-
-
-SHAPES = {
-    "qwen3-0.6b": Shape(1024, 28, 16, 8, 128, 3072, tied=True),
-    "qwen3-1.7b": Shape(2048, 28, 16, 8, 128, 6144, tied=True),
-    "qwen3-4b": Shape(2560, 36, 32, 8, 128, 9728, tied=True),
-    "qwen3-8b": Shape(4096, 36, 32, 8, 128, 12288),
-    "qwen3-14b": Shape(5120, 40, 40, 8, 128, 17408),
-    "qwen3-32b": Shape(5120, 64, 64, 8, 128, 25600),
-    "qwen2.5-0.5b": Shape(896, 24, 14, 2, 64, 4864, 151_936, 32_768, "qwen2", tied=True),
-    "qwen2.5-1.5b": Shape(1536, 28, 12, 2, 128, 8960, 151_936, 32_768, "qwen2", tied=True),
-    "qwen2.5-7b": Shape(3584, 28, 28, 4, 128, 18944, 152_064, 32_768, "qwen2"),
-    "llama3-1b": Shape(2048, 16, 32, 8, 64, 8192, 128_256, 131_072, "llama", tied=True),
-    "llama3-3b": Shape(3072, 28, 24, 8, 128, 8192, 128_256, 131_072, "llama", tied=True),
-    "llama3-8b": Shape(4096, 32, 32, 8, 128, 14336, 128_256, 131_072, "llama"),
-    "llama3-70b": Shape(8192, 80, 64, 8, 128, 28672, 128_256, 131_072, "llama"),
-    "gemma3-270m": Shape(640, 18, 4, 1, 256, 2048, 262_144, 32_768, "gemma3", True, 512, "Q4_0"),
-    "gemma3-4b": Shape(2560, 34, 8, 4, 256, 10240, 262_144, 131_072, "gemma3", True, 1024),
-    "gemma3-12b": Shape(3840, 48, 16, 8, 256, 15360, 262_144, 131_072, "gemma3", True, 1024),
-    "gemma3-27b": Shape(5376, 62, 32, 16, 128, 21504, 262_144, 131_072, "gemma3", True, 1024),
-}
-
-
-def has_more_bits(layer: int, layers: int) -> bool:
-    """Whether attn_v and ffn_down of this layer are Q6_K in a Q4_K_M file."""
-    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
 class Matrix(NamedTuple):
