@@ -63,7 +63,15 @@ class Steps:
         computed: tokens of each row that are computed.
     """
 
-    def __init__(self, model, texts: Sequence[Sequence[int]], *, seed: int = 0, room: int = 16):
+    def __init__(
+        self,
+        model,
+        texts: Sequence[Sequence[int]],
+        *,
+        seed: int = 0,
+        room: int = 16,
+        device: str | torch.device = "cpu",
+    ):
         """Give each row blocks in any order, for its text and `room` tokens more."""
         self.model, rows = model, len(texts)
         groups = group_specs(model.cache_specs())
@@ -74,7 +82,7 @@ class Steps:
         self.token_ids = torch.zeros(rows + 1, longest, dtype=torch.int32)
         for row, text in enumerate(texts):
             self.token_ids[row, : len(text)] = torch.tensor(text)
-        self.pools = [CachePool(group, rows * columns + 1, block, "cpu") for group in groups]
+        self.pools = [CachePool(group, rows * columns + 1, block, str(device)) for group in groups]
         for planes in (planes for pool in self.pools for planes in pool.layers.values()):
             for plane in planes.values():
                 plane[1:].view(torch.uint8).fill_(0xFF)  # NaN in every float format
@@ -83,15 +91,17 @@ class Steps:
         for table in self.tables:
             blocks = 1 + torch.randperm(rows * columns, generator=generator)
             table[:rows] = blocks.view(rows, columns).int()
-        self.computed = torch.zeros(rows + 1, dtype=torch.int32)
+        self.computed = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self.token_ids, self.tables = self.token_ids.to(device), self.tables.to(device)
         model.bind_cache(self.pools)
 
     @torch.inference_mode()
     def step(self, counts: dict[int, int]) -> tuple[Batch, Tensor]:
         """Compute so many tokens more of some rows; returns the batch and its states."""
-        rows = torch.tensor(list(counts), dtype=torch.int32)
+        device = self.token_ids.device
+        rows = torch.tensor(list(counts), dtype=torch.int32, device=device)
         lengths = tuple(counts.values())
-        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
         inputs = prepare_step(
             self.token_ids, self.computed, self.tables, rows, starts, sum(lengths), self._layout
         )
@@ -102,7 +112,7 @@ class Steps:
             starts,
             inputs.seq_lens,
             rows,
-            torch.arange(sum(lengths), dtype=torch.int32),
+            torch.arange(sum(lengths), dtype=torch.int32, device=device),
             inputs.slot_mapping,
             self.tables,
             lengths,

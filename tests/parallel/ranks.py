@@ -1,4 +1,4 @@
-"""Processes that run functions of tests as the ranks of a group, connected by gloo.
+"""Processes that run functions of tests as the ranks of a group, joined by gloo, on GPUs by NCCL.
 
 One pool serves many cases: starting a process and importing PyTorch takes longer than most of them.
 """
@@ -28,16 +28,20 @@ class RankError(AssertionError):
 class RankPool:
     """Processes, one a rank; a case runs on all of them together."""
 
-    def __init__(self, size: int, folder: Path, timeout_s: float) -> None:
-        # Forked from a process that has imported PyTorch and runs no threads.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.parallel.ranks", "tests.parallel.shared_models"])
+    def __init__(self, size: int, folder: Path, timeout_s: float, device_type: str) -> None:
+        # Forked from a process that has imported PyTorch and runs no threads. A driver of GPUs
+        # that was asked for anything cannot be forked.
+        context = multiprocessing.get_context("forkserver" if device_type == "cpu" else "spawn")
+        if device_type == "cpu":
+            context.set_forkserver_preload(["tests.parallel.ranks", "tests.parallel.shared_models"])
         self.size = size
         address = f"file://{folder}/ranks"
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, address, timeout_s, theirs))
+            process = context.Process(
+                target=_serve, args=(rank, size, address, timeout_s, device_type, theirs)
+            )
             process.daemon = True  # no orphan, whatever happens to the tests
             process.start()
             theirs.close()
@@ -74,19 +78,27 @@ class RankPool:
 
 
 @contextlib.contextmanager
-def rank_pool(size: int, timeout_s: float = TIMEOUT_S) -> Iterator[RankPool]:
-    """A pool that ends with the block."""
+def rank_pool(
+    size: int, timeout_s: float = TIMEOUT_S, device_type: str = "cpu"
+) -> Iterator[RankPool]:
+    """A pool that ends with the block; on GPUs rank r has GPU r."""
     with tempfile.TemporaryDirectory() as folder:
-        pool = RankPool(size, Path(folder), timeout_s)
+        pool = RankPool(size, Path(folder), timeout_s, device_type)
         try:
             yield pool
         finally:
             pool.close()
 
 
-def _serve(rank: int, size: int, address: str, timeout_s: float, pipe: Connection) -> None:
+def _serve(
+    rank: int, size: int, address: str, timeout_s: float, device_type: str, pipe: Connection
+) -> None:
     torch.set_num_threads(1)
-    group = connect(rank, size, torch.device("cpu"), address, timeout_s)
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    group = connect(rank, size, device, address, timeout_s)
     while (job := pipe.recv()) is not None:
         function, args = job
         try:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tests.dsv4_engine import Steps
 from tests.dsv4_files import CONFIG, save_folder
 from tiercel.config import ModelOptions
-from tiercel.models.deepseek_v4 import read_hf
+from tiercel.models.deepseek_v4 import DeepseekV4Config, read_hf
 from tiercel.models.deepseek_v4_tensors import Need, needed
 from tiercel.models.model import model_class
 from tiercel.models.sharding import Sharding
@@ -52,30 +52,45 @@ class Computed:
 
 
 def load_shared(
-    group: Group, path: Path, *, tensor_parallel: bool = True, expert_parallel: bool = False
+    group: Group,
+    path: Path,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    *,
+    tensor_parallel: bool = True,
+    expert_parallel: bool = False,
 ) -> tuple[Any, WeightReader]:
-    """This rank's part of a model in float32, and what read it."""
+    """This rank's part of a model, and what read it."""
     source = open_source(path)
     sharding = Sharding(group.rank, group.size, tensor_parallel, expert_parallel)
-    weights = WeightReader(source, CPU, sharding=sharding)
-    model = model_class(source.family)(
-        source.config, weights, torch.float32, 400, ModelOptions("auto", "exact"), group
-    )
+    weights = WeightReader(source, device, sharding=sharding)
+    # Where the dtype rounds nothing, the cache of DeepSeek-V4 does not either.
+    is_plain = isinstance(source.config, DeepseekV4Config) and dtype == torch.float32
+    options = ModelOptions("float32" if is_plain else "auto")
+    model = model_class(source.family)(source.config, weights, dtype, 400, options, group)
     return model, weights
 
 
-def compute(group: Group, path: Path, length: int, kinds: dict[str, bool]) -> Computed:
+def compute(
+    group: Group,
+    path: Path,
+    length: int,
+    kinds: dict[str, bool],
+    device_type: str = "cpu",
+    dtype: str = "float32",
+) -> Computed:
     """Pass a prompt of random ids through a model, and some steps of one token."""
-    model, weights = load_shared(group, path, **kinds)
+    device = torch.device(device_type, group.rank) if device_type == "cuda" else CPU
+    model, weights = load_shared(group, path, device, getattr(torch, dtype), **kinds)
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(2, model.config.vocab_size, (length,), generator=generator).tolist()
-    steps = Steps(model, [ids, ids[: length // 2]])
+    steps = Steps(model, [ids, ids[: length // 2]], device=device)
     batch, hidden = steps.step({0: length, 1: length // 2})
     with torch.inference_mode():
         drafts = np.empty(0)
         if model.draft_head is not None:
             states = model.draft_head.forward(replace(batch, input_ids=batch.input_ids), hidden)
-            drafts = model.draft_head.logits(states[:length]).numpy()
+            drafts = model.draft_head.logits(states[:length]).cpu().numpy()
         logits, token_ids = [model.logits(hidden)], []
         for _ in range(3):
             _, best = model.best_tokens(hidden[length - 1 : length] if not token_ids else hidden, 3)
@@ -85,12 +100,13 @@ def compute(group: Group, path: Path, length: int, kinds: dict[str, bool]) -> Co
             steps.token_ids[0, int(steps.computed[0])] = token_ids[-1]
             _, hidden = steps.step({0: 1})
             logits.append(model.logits(hidden))
-        few = torch.tensor([model.config.vocab_size - 1, 0, 5])
-        rows = torch.tensor([0], dtype=torch.int32)
+        few = torch.tensor([model.config.vocab_size - 1, 0, 5], device=device)
+        rows = torch.tensor([0], dtype=torch.int32, device=device)
+        near = 1e-5 if dtype == "float32" else 0.02
         torch.testing.assert_close(
-            model.token_logits(hidden, rows, few), logits[-1][:, few], atol=1e-5, rtol=1e-5
+            model.token_logits(hidden, rows, few), logits[-1][:, few], atol=near, rtol=near
         )
-    return Computed(torch.cat(logits).numpy(), token_ids, drafts, weights.read_bytes)
+    return Computed(torch.cat(logits).cpu().numpy(), token_ids, drafts, weights.read_bytes)
 
 
 # --- DeepSeek-V4 -------------------------------------------------------------------------------

@@ -1,0 +1,95 @@
+"""Two GPUs that share a model: NCCL, CUDA graphs, and the ids of one GPU."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.dsv4_engine import Steps
+from tests.dsv4_files import TINY
+from tests.gguf_files import tiny_model
+from tests.parallel.ranks import rank_pool
+from tests.parallel.shared_models import compute, load_shared, write_v4
+from tiercel.parallel import SINGLE
+
+pytestmark = pytest.mark.multigpu
+# Float32 sums in another order.
+TOLERANCE = 2e-3
+KINDS = {"tensor": {}, "both": {"expert_parallel": True}}
+
+
+@pytest.fixture(scope="module")
+def two_gpus():
+    with rank_pool(2, 120.0, "cuda") as pool:
+        yield pool
+
+
+def check(pool, path, length, kinds, dtype):
+    """Ranks agree to the bit; in float32 with one GPU as well."""
+    ranks = pool.run(compute, path, length, kinds, "cuda", dtype)
+    assert np.array_equal(ranks[0].logits, ranks[1].logits)
+    assert np.array_equal(ranks[0].drafts, ranks[1].drafts)
+    assert ranks[0].token_ids == ranks[1].token_ids
+    alone = compute(SINGLE, path, length, {}, "cuda", dtype)
+    if dtype == "float32":
+        assert ranks[0].token_ids == alone.token_ids
+        np.testing.assert_allclose(ranks[0].logits, alone.logits, atol=TOLERANCE, rtol=0)
+    else:
+        error = np.abs(ranks[0].logits - alone.logits).mean()
+        assert error < 0.05 * np.abs(alone.logits).mean()
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deepseek_v4(two_gpus, tmp_path, kinds, dtype):
+    check(two_gpus, write_v4(tmp_path, formats=True), 40, kinds, dtype)
+
+
+def test_the_released_deepseek_v4(two_gpus):
+    check(two_gpus, TINY, 40, {}, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_dense_models(two_gpus, tmp_path, arch, dtype):
+    sizes = {"hidden": 256, "head_dim": 128, "ff": 512}
+    path = tiny_model(tmp_path / "m.gguf", arch, qtype="Q4_K", **sizes)
+    check(two_gpus, path, 40, {}, dtype)
+
+
+@torch.inference_mode()
+def replay(group, path, dtype):
+    """Logits and best ids of a decode step, eager and replayed from a graph."""
+    device = torch.device("cuda", group.rank)
+    model, _ = load_shared(group, path, device, dtype)
+    ids = list(range(5, 25))
+    steps = Steps(model, [ids], device=device)
+    batch, hidden = steps.step({0: 19})
+    batch, hidden = steps.step({0: 1})
+    eager = model.logits(hidden).clone()
+    for _ in range(2):  # steps write what they wrote before
+        model.best_tokens(model.forward(batch), 1)
+    torch.cuda.synchronize()
+    group.meet("warming up", 60.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        states = model.forward(batch)
+        logits, best = model.logits(states), model.best_tokens(states, 1)[1]
+    found = []
+    for _ in range(8):
+        logits.zero_()
+        graph.replay()
+        found.append((torch.equal(logits, eager), int(best) == int(eager.argmax())))
+    return found, eager.cpu().numpy()
+
+
+@pytest.mark.parametrize("family", ["v4", "dense"])
+def test_replays_of_a_graph_are_eager_steps(two_gpus, tmp_path, family):
+    if family == "v4":
+        path, dtype = write_v4(tmp_path, formats=True), torch.bfloat16
+    else:
+        sizes = {"hidden": 256, "head_dim": 128, "ff": 512}
+        path = tiny_model(tmp_path / "m.gguf", "qwen3", qtype="Q4_K", **sizes)
+        dtype = torch.float16
+    (first, logits), (second, others) = two_gpus.run(replay, path, dtype)
+    assert first == second == [(True, True)] * 8
+    assert np.array_equal(logits, others)
