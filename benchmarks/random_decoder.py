@@ -6,6 +6,7 @@ rank's parts, and no file is written or read.
 
 from __future__ import annotations
 
+import zlib
 from types import SimpleNamespace
 
 import torch
@@ -93,9 +94,10 @@ class RandomDecoder:
 
     def vector(self, name: str) -> Tensor:
         """A norm: about 1."""
-        width = self._shapes[name][1]
-        drawn = torch.randn(width, generator=self._generator, device=self.device)
-        return 1 + 0.1 * drawn
+        # Equal on all ranks, whose matrices may have other sizes.
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        drawn = torch.randn(self._shapes[name][1], generator=generator)
+        return 1 + 0.1 * drawn.to(self.device)
 
     norm_weight = vector
 

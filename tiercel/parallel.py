@@ -112,9 +112,12 @@ class Group:
         # Both in one collective: what small ones cost is their number.
         pairs = torch.stack((values.view(torch.int32), ids.to(torch.int32)), dim=-1)
         joined = self.all_gather(pairs, dim=1)
-        # Equal values come in the order of ids, and a stable sort keeps it.
-        order = joined[..., 0].contiguous().view(torch.float32)
-        order = order.sort(dim=1, descending=True, stable=True).indices[:, :count]
+        # Equal values come in the order of ids: the first of them, or a stable sort that keeps it.
+        found = joined[..., 0].contiguous().view(torch.float32)
+        if count == 1:
+            order = found.max(dim=1, keepdim=True).indices
+        else:
+            order = found.sort(dim=1, descending=True, stable=True).indices[:, :count]
         best = joined.gather(1, order.unsqueeze(-1).expand(-1, -1, 2))
         return best[..., 0].contiguous().view(torch.float32), best[..., 1].to(ids.dtype)
 

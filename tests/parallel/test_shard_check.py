@@ -1,5 +1,7 @@
 """Sizes that cannot share a model are refused in one line, with those that can."""
 
+import itertools
+
 import pytest
 
 from tests.dsv4_files import TINY
@@ -8,6 +10,7 @@ from tests.large_models import sparse_model
 from tests.parallel.shared_models import write_v4
 from tiercel.errors import ArgumentError
 from tiercel.models.shard_check import check_sharding, possible_sizes
+from tiercel.models.sharding import Sharding, inner_block
 from tiercel.models.source import open_source
 
 
@@ -22,9 +25,7 @@ def dense(tmp_path, **sizes):
         (0, {}, "0 is not a power of two", "Use 1 or 2."),
         (8, {}, "8 does not divide its 4 attention heads", "Use 1 or 2."),
         (4, {"heads": 12, "kv_heads": 3}, "4 does not divide its 3 key/value heads", "Use 1."),
-        (2, {"ff": 33, "qtype": "F32"}, "2 does not divide its 33 intermediate_size", "Use 1."),
-        (2, {"ff": 96}, "96 columns of layers.0.down.weight in 2 parts are no whole blocks of 32 "
-         r"\(Q8_0\)", "Use 1."),
+        (4, {"ff": 96}, "4 ranks cannot share 96 inner columns in blocks of 32", "Use 1 or 2."),
         (4, {"ff": 1024, "hidden": 256, "head_dim": 128, "qtype": "Q4_K"},
          r"512 columns of layers.0.o.weight in 4 parts are no whole blocks of 256 \(Q4_K\)",
          "1 or 2"),
@@ -41,6 +42,21 @@ def test_a_dense_model_has_no_experts(tmp_path):
     with pytest.raises(ArgumentError, match="it has no experts") as caught:
         check_sharding(dense(tmp_path), 2, expert_parallel=True)
     assert caught.value.hint == "Use one GPU, without expert_parallel."
+
+
+@pytest.mark.parametrize("width", [32, 96, 128, 33, 9728, 12288, 25600])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_parts_of_an_inner_width_are_blocks_that_join(width, size):
+    """Whole blocks of 256 where the width has them; none is more than a block above another."""
+    block = inner_block(width)
+    assert width % block == 0
+    parts = [Sharding(rank, size).inner_part(width) for rank in range(size)]
+    assert parts[0][0] == 0
+    assert parts[-1][1] == width
+    assert all(first[1] == second[0] for first, second in itertools.pairwise(parts))
+    sizes = [stop - start for start, stop in parts]
+    assert all(count % block == 0 for count in sizes)
+    assert max(sizes) == sizes[0] <= min(sizes) + block
 
 
 @pytest.mark.parametrize(
@@ -66,7 +82,16 @@ def test_experts_are_cut_between_blocks_alone(tmp_path):
     assert possible_sizes(source) == [1, 2]
 
 
-def test_true_shapes(tmp_path):
-    """Qwen3-8B Q4_K_M: 8 key heads, and 12288 = 8 * 6 * 256 inner columns; o has 512 of 4096."""
-    source = open_source(sparse_model(tmp_path / "m.gguf", "qwen3-8b"))
-    assert possible_sizes(source) == [1, 2, 4, 8, 16]
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("qwen3-4b", [1, 2, 4, 8, 16]),  # 9728 = 38 * 256 inner columns: not equal parts
+        ("qwen3-8b", [1, 2, 4, 8, 16]),
+        ("qwen3-14b", [1, 2, 4]),  # 5 of 40 heads have 640 columns of o, no blocks of 256
+        ("qwen3-32b", [1, 2, 4, 8, 16]),
+        ("llama3-70b", [1, 2, 4, 8, 16]),
+    ],
+)
+def test_true_shapes(tmp_path, name, sizes):
+    """In Q4_K_M; 16 GPUs share 8 key heads."""
+    assert possible_sizes(open_source(sparse_model(tmp_path / "m.gguf", name))) == sizes

@@ -116,6 +116,13 @@ def sizes_for(qtype):
     return {"hidden": 256, "head_dim": 128, "ff": 512} if qtype.endswith("_K") else {}
 
 
+@pytest.mark.parametrize(("qtype", "ff"), [("Q8_0", 96), ("Q4_K", 768)])
+def test_two_ranks_with_unequal_parts(two_ranks, tmp_path, qtype, ff):
+    """Three blocks of the inner width: the first rank has two of them."""
+    sizes = sizes_for(qtype) | {"ff": ff}
+    check(two_ranks, tiny_model(tmp_path / "m.gguf", "llama", qtype=qtype, **sizes), LENGTH)
+
+
 @pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
 def test_two_ranks_of_a_dense_folder(two_ranks, tmp_path, family):
     check(two_ranks, write_dense_folder(tmp_path, family), LENGTH)

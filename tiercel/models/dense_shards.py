@@ -2,7 +2,8 @@
 
     q, k, v, gate, up   rows, so that a rank has whole heads; ranks share k and v heads where there
                         are fewer than ranks
-    o, down             columns; their outputs are added
+    o, down             columns; their outputs are added. Parts of the inner width of gate, up and
+                        down are whole blocks of 256, and so not always equal
     embed, head         rows
 
 Norms and the projection of the draft head are whole on every rank. Free of PyTorch.
@@ -20,6 +21,7 @@ from tiercel.models.sharding import (
     Sharding,
     ShardRules,
     indivisible,
+    inner_block,
     refuse_vocabulary,
 )
 
@@ -31,8 +33,11 @@ def _refuse(config: ModelConfig, sharding: Sharding) -> str:
     counts = {"attention heads": config.num_heads}
     if kv_heads >= size or size % kv_heads:
         counts["key/value heads"] = kv_heads
-    counts["intermediate_size"] = config.intermediate_size
-    return indivisible(size, counts) or refuse_vocabulary(config.vocab_size, size)
+    reason = indivisible(size, counts) or refuse_vocabulary(config.vocab_size, size)
+    inner = config.intermediate_size
+    if not reason and inner // inner_block(inner) < size:
+        return f"{size} ranks cannot share {inner} inner columns in blocks of {inner_block(inner)}"
+    return reason
 
 
 def _cut(config: ModelConfig, sharding: Sharding, name: str) -> Cut | None:
@@ -49,11 +54,11 @@ def _cut(config: ModelConfig, sharding: Sharding, name: str) -> Cut | None:
         start, stop = (head * config.head_dim for head in heads)
         return Cut(COLUMNS if kind == "bias" else ROWS, start, stop)
     if part in ("gate", "up"):
-        return Cut(ROWS, *sharding.part(config.intermediate_size))
+        return Cut(ROWS, *sharding.inner_part(config.intermediate_size))
     if part == "o":
         return Cut(COLUMNS, *sharding.part(config.num_heads * config.head_dim))
     if part == "down":
-        return Cut(COLUMNS, *sharding.part(config.intermediate_size))
+        return Cut(COLUMNS, *sharding.inner_part(config.intermediate_size))
     return None
 
 

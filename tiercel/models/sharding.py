@@ -55,6 +55,16 @@ class Sharding:
         head = self.rank * num_kv_heads // self.size
         return head, head + 1
 
+    def inner_part(self, width: int) -> tuple[int, int]:
+        """[start, stop) of the inner width of an MLP, in whole blocks of any storage type.
+
+        Where the ranks do not divide the blocks some have one more; rank 0 is among them.
+        """
+        block = inner_block(width)
+        count = width // block
+        start, stop = (-(-rank * count // self.size) for rank in (self.rank, self.rank + 1))
+        return start * block, stop * block
+
     def vocab_part(self, vocab_size: int) -> tuple[int, int]:
         """[start, stop) of token ids: equal parts but for the last rank's, which may be smaller."""
         share = -(-vocab_size // self.size)
@@ -99,6 +109,12 @@ class ShardRules:
 
     refuse: Callable[[ModelConfig, Sharding], str]
     cut: Callable[[ModelConfig, Sharding, str], Cut | None]
+
+
+def inner_block(width: int) -> int:
+    """The least part of an inner width: the largest block of columns that its weights may have."""
+    blocks = {qtype.block_weights for qtype in QuantType}
+    return max(block for block in blocks if width % block == 0)
 
 
 def indivisible(size: int, counts: dict[str, int]) -> str:
