@@ -32,7 +32,7 @@ def dense(tmp_path, **sizes):
     ],
 )  # fmt: skip
 def test_a_dense_model_is_refused(tmp_path, size, sizes, reason, hint):
-    with pytest.raises(ArgumentError, match=f"tensor_parallel={size}: .*: {reason}") as caught:
+    with pytest.raises(ArgumentError, match=f"tensor_parallel_size={size}: .*: {reason}") as caught:
         check_sharding(dense(tmp_path, **sizes), size)
     assert hint in caught.value.hint
     assert "\n" not in str(caught.value)

@@ -36,7 +36,7 @@ def check_sharding(source: ModelSource, size: int, *, expert_parallel: bool = Fa
         fitting = possible_sizes(source, expert_parallel=expert_parallel)
         shown = " or ".join(map(str, fitting)) or "one GPU, without expert_parallel"
         raise ArgumentError(
-            f"tensor_parallel={size}: {source.path.name} cannot be split so: {reason}.",
+            f"tensor_parallel_size={size}: {source.path.name} cannot be split so: {reason}.",
             hint=f"Use {shown}.",
         )
 
