@@ -139,10 +139,13 @@ class Group:
         Raises:
             RankLostError: a rank did not get here.
         """
-        if self.size == 1:
+        if self.processes is None:
             return
         try:
-            dist.monitored_barrier(self.processes, timedelta(seconds=timeout_s))
+            # Of gloo, also where the group has NCCL too: `dist.monitored_barrier` refuses that.
+            self.processes.monitored_barrier(  # type: ignore[attr-defined]
+                timedelta(seconds=timeout_s)
+            )
         except RuntimeError as error:
             raise self._lost(f"all ranks to finish {what}", timeout_s, error) from error
 
