@@ -25,7 +25,12 @@ def dense(tmp_path, **sizes):
         (0, {}, "0 is not a power of two", "Use 1 or 2."),
         (8, {}, "8 does not divide its 4 attention heads", "Use 1 or 2."),
         (4, {"heads": 12, "kv_heads": 3}, "4 does not divide its 3 key/value heads", "Use 1."),
-        (4, {"ff": 96}, "4 ranks cannot share 96 inner columns in blocks of 32", "Use 1 or 2."),
+        (2, {"ff": 1, "qtype": "F32"}, "2 ranks cannot share 1 inner columns", "Use 1."),
+        (4, {"ff": 96, "head_dim": 32}, "96 columns of layers.0.down.weight in 4 parts are no "
+         r"whole blocks of 32 \(Q8_0\)", "Use 1 or 2."),
+        (2, {"ff": 256, "hidden": 256, "head_dim": 128, "qtype": "Q4_K"},
+         r"256 columns of layers.0.down.weight in 2 parts are no whole blocks of 256 \(Q4_K\)",
+         "Use 1."),
         (4, {"ff": 1024, "hidden": 256, "head_dim": 128, "qtype": "Q4_K"},
          r"512 columns of layers.0.o.weight in 4 parts are no whole blocks of 256 \(Q4_K\)",
          "1 or 2"),
@@ -41,15 +46,16 @@ def test_a_dense_model_is_refused(tmp_path, size, sizes, reason, hint):
 def test_a_dense_model_has_no_experts(tmp_path):
     with pytest.raises(ArgumentError, match="it has no experts") as caught:
         check_sharding(dense(tmp_path), 2, expert_parallel=True)
-    assert caught.value.hint == "Use one GPU, without expert_parallel."
+    assert caught.value.hint == "Use 1, or no expert_parallel."
 
 
 @pytest.mark.parametrize("width", [32, 96, 128, 33, 9728, 12288, 25600])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_parts_of_an_inner_width_are_blocks_that_join(width, size):
-    """Whole blocks of 256 where the width has them; none is more than a block above another."""
-    block = inner_block(width)
+    """Whole blocks of 256 where they are enough; none is more than a block above another."""
+    block = inner_block(width, size)
     assert width % block == 0
+    assert (block == 256) == (width >= 9728)
     parts = [Sharding(rank, size).inner_part(width) for rank in range(size)]
     assert parts[0][0] == 0
     assert parts[-1][1] == width

@@ -3,7 +3,7 @@
     q, k, v, gate, up   rows, so that a rank has whole heads; ranks share k and v heads where there
                         are fewer than ranks
     o, down             columns; their outputs are added. Parts of the inner width of gate, up and
-                        down are whole blocks of 256, and so not always equal
+                        down are whole blocks, of 256 if they are enough, and so not always equal
     embed, head         rows
 
 Norms and the projection of the draft head are whole on every rank. Free of PyTorch.
@@ -21,7 +21,6 @@ from tiercel.models.sharding import (
     Sharding,
     ShardRules,
     indivisible,
-    inner_block,
     refuse_vocabulary,
 )
 
@@ -34,9 +33,8 @@ def _refuse(config: ModelConfig, sharding: Sharding) -> str:
     if kv_heads >= size or size % kv_heads:
         counts["key/value heads"] = kv_heads
     reason = indivisible(size, counts) or refuse_vocabulary(config.vocab_size, size)
-    inner = config.intermediate_size
-    if not reason and inner // inner_block(inner) < size:
-        return f"{size} ranks cannot share {inner} inner columns in blocks of {inner_block(inner)}"
+    if not reason and config.intermediate_size < size:
+        return f"{size} ranks cannot share {config.intermediate_size} inner columns"
     return reason
 
 

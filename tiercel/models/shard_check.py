@@ -6,7 +6,7 @@ of a storage type. Free of PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from tiercel.errors import ArgumentError
@@ -34,7 +34,8 @@ def check_sharding(source: ModelSource, size: int, *, expert_parallel: bool = Fa
     reason = refuse_sharding(source, size, expert_parallel=expert_parallel)
     if reason:
         fitting = possible_sizes(source, expert_parallel=expert_parallel)
-        shown = " or ".join(map(str, fitting)) or "one GPU, without expert_parallel"
+        shown = " or ".join(map(str, fitting))
+        shown += ", or no expert_parallel" if expert_parallel else ""
         raise ArgumentError(
             f"tensor_parallel_size={size}: {source.path.name} cannot be split so: {reason}.",
             hint=f"Use {shown}.",
@@ -51,20 +52,22 @@ def refuse_sharding(source: ModelSource, size: int, *, expert_parallel: bool = F
     """Why so many ranks cannot share a model, as a clause; empty if they can."""
     if size < 1 or size & (size - 1):
         return f"{size} is not a power of two"
-    sharding = Sharding(0, size, expert_parallel=expert_parallel)
-    reason = shard_rules(source.family).refuse(source.config, sharding)
-    return reason or _split_block(source, sharding)
+    if size == 1:
+        return ""
+    ranks = [Sharding(rank, size, expert_parallel=expert_parallel) for rank in range(size)]
+    reason = shard_rules(source.family).refuse(source.config, ranks[0])
+    return reason or _split_block(source, ranks)
 
 
-def _split_block(source: ModelSource, sharding: Sharding) -> str:
+def _split_block(source: ModelSource, ranks: Sequence[Sharding]) -> str:
     """The first weight whose blocks a cut would split, as a clause; empty if there is none."""
     rules = shard_rules(source.family)
     for name, qtype, columns in _weights(source):
-        cut = None if sharding.size == 1 else rules.cut(source.config, sharding, name)
-        block = 0 if cut is None else cut.splits_blocks(qtype)
+        cuts = [rules.cut(source.config, rank, name) for rank in ranks]
+        block = max(0 if cut is None else cut.splits_blocks(qtype) for cut in cuts)
         if block:
             return (
-                f"{columns} columns of {name} in {sharding.size} parts are no whole blocks of "
+                f"{columns} columns of {name} in {len(ranks)} parts are no whole blocks of "
                 f"{block} ({qtype.name})"
             )
     return ""

@@ -56,11 +56,11 @@ class Sharding:
         return head, head + 1
 
     def inner_part(self, width: int) -> tuple[int, int]:
-        """[start, stop) of the inner width of an MLP, in whole blocks of any storage type.
+        """[start, stop) of the inner width of an MLP, in whole blocks of columns.
 
         Where the ranks do not divide the blocks some have one more; rank 0 is among them.
         """
-        block = inner_block(width)
+        block = inner_block(width, self.size)
         count = width // block
         start, stop = (-(-rank * count // self.size) for rank in (self.rank, self.rank + 1))
         return start * block, stop * block
@@ -111,10 +111,15 @@ class ShardRules:
     cut: Callable[[ModelConfig, Sharding, str], Cut | None]
 
 
-def inner_block(width: int) -> int:
-    """The least part of an inner width: the largest block of columns that its weights may have."""
+def inner_block(width: int, size: int) -> int:
+    """What an inner width is cut into: the largest block of columns of which all ranks get one.
+
+    Args:
+        width: columns, at least as many as ranks.
+        size: ranks.
+    """
     blocks = {qtype.block_weights for qtype in QuantType}
-    return max(block for block in blocks if width % block == 0)
+    return max(block for block in blocks if width % block == 0 and width // block >= size)
 
 
 def indivisible(size: int, counts: dict[str, int]) -> str:
