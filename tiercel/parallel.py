@@ -231,9 +231,8 @@ def connect(
 
 
 def _lost(who: str, what: str, timeout_s: float, error: Exception) -> RankLostError:
-    reason = str(error).strip().splitlines()
+    lines = str(error).strip().splitlines() or [type(error).__name__]
     return RankLostError(
-        f"{who} waited for {what} and did not get it within {timeout_s:g} s: "
-        f"{reason[0] if reason else type(error).__name__:.160}",
+        f"{who} waited for {what}, up to {timeout_s:g} s, and did not get it: {lines[0]:.160}",
         hint="Another process ended or hangs: its own error says why.",
     )

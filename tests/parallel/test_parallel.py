@@ -149,8 +149,7 @@ def leave_alone(group):
 def test_a_rank_that_does_not_come_is_named():
     with rank_pool(2) as pool:
         message, _ = pool.run(leave_alone)
-    assert "rank 0 of 2 waited for all ranks to finish loading" in message
-    assert "within 1 s" in message
+    assert "rank 0 of 2 waited for all ranks to finish loading, up to 1 s" in message
 
 
 def sum_alone(group):
