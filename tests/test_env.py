@@ -216,6 +216,7 @@ SWITCHES = {
     "DECODE_CHAIN": (env.has_fused_layer_tail, True, {"EXACT": "1"}),
     "SPARSE_ATTENTION_KERNEL": (env.has_sparse_attention_kernel, True, {}),
     "INDEXER_KERNEL": (env.has_indexer_kernel, True, {}),
+    "SMALL_ALL_REDUCE": (env.has_small_all_reduce, True, {}),
     "SYNC_DEBUG": (env.is_sync_debug, False, {}),
 }
 
@@ -276,6 +277,14 @@ def test_integers_of_18_digits(monkeypatch):
     monkeypatch.setenv("TIERCEL_X", "1" * 19)
     with pytest.raises(ArgumentError, match="cannot be read"):
         env.read_integer("TIERCEL_X", default=0)
+
+
+def test_multicast_is_forbidden_whatever_was_set(monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
+    env.forbid_multicast()
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
 
 
 def test_a_wait_that_the_user_set_stays(monkeypatch):

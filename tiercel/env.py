@@ -21,6 +21,7 @@ _SWITCHES = tuple(
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
         *("SYNC_DEBUG", "MOE_KERNEL", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
         *("MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL", "COMPRESS_KERNEL", "NATIVE"),
+        "SMALL_ALL_REDUCE",
     )
 )
 _SETTINGS = (
@@ -210,6 +211,11 @@ def has_indexer_kernel() -> bool:
     return read_flag("TIERCEL_INDEXER_KERNEL", default=True)
 
 
+def has_small_all_reduce() -> bool:
+    """Whether ``TIERCEL_SMALL_ALL_REDUCE`` allows the kernel of `all_reduce`, else NCCL."""
+    return read_flag("TIERCEL_SMALL_ALL_REDUCE", default=True)
+
+
 def has_native() -> bool:
     """Whether ``TIERCEL_NATIVE`` allows the native library on a CPU, else PyTorch operators."""
     return read_flag("TIERCEL_NATIVE", default=True)
@@ -284,6 +290,15 @@ def child_environment(*, has_hub_token: bool = False) -> dict[str, str]:
     """
     hidden = _SERVER_SECRETS if has_hub_token else _SERVER_SECRETS + _HUB_SECRETS
     return {name: value for name, value in os.environ.items() if name not in hidden}
+
+
+def forbid_multicast() -> None:
+    """Keep PyTorch and NCCL from NVLink multicast, whatever was set; call it before either starts.
+
+    A program that ends while it uses multicast can leave the GPUs of a host out of service.
+    """
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
 
 
 def shorten_openmp_spins() -> None:

@@ -23,6 +23,8 @@ import torch
 
 from tests.kernels.test_rtc import PACKED_SOURCES, SOURCES, gemm_cases
 from tiercel.kernels.attention import decode_attention_split, rotary_kv_write
+from tiercel.kernels.collectives.all_reduce import DTYPES as ALL_REDUCE_DTYPES
+from tiercel.kernels.collectives.all_reduce import all_reduce_source
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.packed import packed_mmq
@@ -116,6 +118,8 @@ def all_sources() -> list[rtc.KernelSource]:
         for has_norms in (False, True)
     ]
     sources += [*fused_sources(), *ngram_sources()]
+    for ranks, dtype in itertools.product((2, 4, 8), ALL_REDUCE_DTYPES):
+        sources.append(all_reduce_source(ranks, dtype))
     return list(dict.fromkeys(sources))
 
 

@@ -17,6 +17,7 @@ import torch
 from tiercel.errors import InternalError
 from tiercel.kernels.attention import rotary_kv_write
 from tiercel.kernels.attention.prefill_attention import cuda_source, select_prefill_attention
+from tiercel.kernels.collectives.all_reduce import all_reduce_source
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.packed.packed_dequantize import dequantize_source
@@ -260,6 +261,19 @@ def test_decode_step_compiles_as_designed(num_layers, slices, has_qk_norm, tmp_p
     assert not re.search(r"\b(?:LDL|STL)", text)
     for instruction in ("UBLKCP", "UTMALDG", "IDP.4A.U8.S8", "HMMA.16816.F32", "USETMAXREG"):
         assert instruction in text
+
+
+@pytest.mark.parametrize("arch", EVERY_ARCH)
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.bfloat16), (8, torch.float32)], ids=str)
+def test_all_reduce_compiles_as_designed(ranks, dtype, arch, tmp_path):
+    """Words of 8 bytes go in pairs, and nothing is spilled."""
+    cubin = compile_here(all_reduce_source(ranks, dtype), tmp_path, arch)
+    usage = ask(cubin, tmp_path, "cuobjdump", "--dump-resource-usage")
+    assert re.search(r"STACK:0\b.* LOCAL:0\b", usage)
+    text = ask(cubin, tmp_path, "nvdisasm", "-c")
+    assert len(re.findall(r"ST\S*\.128\.STRONG\.SYS", text)) == 2 * (ranks - 1)
+    assert len(re.findall(r"LD\S*\.128\.STRONG\.SYS", text)) == 2 * ranks
+    assert ("ACQBULK" in text and "PREEXIT" in text) == (arch != "sm_80" and arch != "sm_89")
 
 
 @pytest.mark.parametrize("head_dim", rotary_kv_write.HEAD_DIMS)

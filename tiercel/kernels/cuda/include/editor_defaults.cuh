@@ -77,5 +77,10 @@
 #define TOKEN_BYTES 8
 #define UNROLL 4
 
+// ---- collectives: all_reduce.py
+#define CHANNELS 512
+#define IS_FLOAT 0
+#define RANKS 2
+
 // ---- what CUDA has and clang's headers lack
 template <class T> __device__ void __stcg(T* to, T value);

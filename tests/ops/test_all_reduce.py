@@ -1,0 +1,219 @@
+"""The all-reduce: its source, rank by rank on a processor, the op, and what refuses it."""
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.all_reduce_on_cpu import Ranks, build
+from tiercel.errors import ArgumentError
+from tiercel.kernels.collectives import all_reduce as kernel
+from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory
+from tiercel.kernels.runtime import rtc
+from tiercel.ops import all_reduce as op
+from tiercel.reference import all_reduce as oracle
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+# Elements: less than a word, a unit, a warp and a CTA, and their ends; several CTAs.
+SIZES = (1, 2, 3, 7, 8, 9, 100, 255, 256, 257, 1000, 1024, 1025, 2100)
+# Ranks, dtype, warps of a CTA.
+FORMS = [
+    (2, torch.bfloat16, 4),
+    (3, torch.float32, 1),
+    (4, torch.float16, 2),
+    (8, torch.bfloat16, 2),
+]
+
+
+@pytest.fixture(scope="module")
+def library_of(tmp_path_factory):
+    """Compiles a form once."""
+    built = {}
+
+    def compile_form(ranks, dtype, warps):
+        if (ranks, dtype, warps) not in built:
+            folder = tmp_path_factory.mktemp("all_reduce")
+            built[ranks, dtype, warps] = build(ranks, dtype, warps, folder)
+        return built[ranks, dtype, warps]
+
+    return compile_form
+
+
+def make_parts(ranks, size, dtype, generator):
+    """Parts of very different sizes, so that the order of a sum shows in its bits."""
+    scales = 10 ** torch.linspace(-1, 1, ranks)[torch.randperm(ranks, generator=generator)]
+    return [(torch.randn(size, generator=generator) * scale).to(dtype) for scale in scales]
+
+
+def check(ranks, calls, seed):
+    """Run calls, and compare all ranks with the oracle, bit by bit."""
+    for parts, results in zip(calls, ranks.run(calls, seed), strict=True):
+        expected = oracle.all_reduce(parts)
+        for result in results:
+            assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_each_size_matches_the_oracle_on_all_ranks(form, library_of):
+    ranks = Ranks(form[0], library_of(*form), form[2])
+    generator = torch.Generator().manual_seed(1)
+    check(ranks, [make_parts(form[0], size, form[1], generator) for size in SIZES], seed=0)
+
+
+# Calls of two ranks; more ranks make fewer.
+ROUNDS = [pytest.param(800, id="some"), pytest.param(10_000, id="all", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_many_rounds_of_changing_sizes_while_ranks_lag(form, rounds, library_of):
+    """Buffers are reused in each third call; a rank stops for a while, or starts late."""
+    num_ranks, dtype, warps = form
+    ranks = Ranks(num_ranks, library_of(*form), warps)
+    generator, chooser = torch.Generator().manual_seed(2), random.Random(3)
+    left = 2 * rounds // num_ranks
+    while left > 0:
+        count = min(left, chooser.choice((5, 60)))
+        # Mostly one size in a row: then ranks are as far apart as they can be.
+        sizes = [size for size in chooser.choices(SIZES, k=count) for _ in range(4)][:count]
+        check(ranks, [make_parts(num_ranks, n, dtype, generator) for n in sizes], seed=left)
+        left -= count
+
+
+def test_counts_of_launches_wrap(library_of):
+    ranks = Ranks(2, library_of(*FORMS[0]), FORMS[0][2])
+    generator = torch.Generator().manual_seed(4)
+    ranks.epochs -= 3  # the words are of no launch near these
+    calls = [make_parts(2, 300, torch.bfloat16, generator) for _ in range(8)]
+    check(ranks, calls, seed=5)
+    assert ranks.epochs[:, 0].tolist() == [5, 5]
+
+
+def test_values_that_are_not_finite_stay_so(library_of):
+    ranks = Ranks(2, library_of(*FORMS[0]), FORMS[0][2])
+    values = [float("inf"), float("-inf"), float("nan"), -0.0, 3.38e38, 1e-40]
+    first, second = zip(*itertools.product(values, values), strict=True)
+    parts = [torch.tensor(part, dtype=torch.bfloat16) for part in (first, second)]
+    expected = oracle.all_reduce(parts)
+    for result in ranks.run([parts], 0)[0]:
+        assert torch.equal(result.isnan(), expected.isnan())
+        assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
+
+
+def test_the_largest_size_uses_the_last_channel(library_of):
+    form = (2, torch.bfloat16, 4)
+    ranks = Ranks(2, library_of(*form), 4)
+    generator = torch.Generator().manual_seed(6)
+    size = kernel.MAX_BYTES // 2
+    check(ranks, [make_parts(2, size - more, torch.bfloat16, generator) for more in (0, 1)], 7)
+    assert ranks.epochs.min() == 2
+
+
+@pytest.mark.reliability
+def test_a_rank_that_is_never_heard_of_ends_the_wait(library_of):
+    """Its stores go elsewhere, as with a wrong address."""
+    ranks = Ranks(2, library_of(*FORMS[0]), FORMS[0][2])
+    elsewhere = torch.zeros_like(ranks.memory[0])
+    ranks.addresses[1][0] = elsewhere.data_ptr()
+    parts = make_parts(2, 100, torch.bfloat16, torch.Generator().manual_seed(8))
+    with pytest.raises(AssertionError, match=r"of CTA 0: a wait was given up"):
+        ranks.run([parts], 0)
+
+
+# ---- the op
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Launches that were made instead of run: kernels, CTAs, threads, arguments."""
+    made = []
+    monkeypatch.setattr(rtc, "load_kernel", lambda source, device: source)
+    monkeypatch.setattr(rtc, "launch", lambda *given, **_: made.append(given))
+    return made
+
+
+@pytest.fixture
+def reducer():
+    buffer = torch.zeros(64, dtype=torch.uint8)
+    return op.SmallAllReduce(SymmetricMemory(1, (4096, 8192, 12288), buffer, None), CPU)
+
+
+def test_a_launch_has_the_addresses_of_all_ranks(reducer, launches):
+    x = torch.randn(3, 700).half()
+    out = reducer.all_reduce(x)
+    assert (out.shape, out.dtype) == (x.shape, x.dtype)
+    ((source, ctas, threads, (arguments,)),) = launches
+    assert dict(source.macros)["RANKS"] == 3
+    assert ctas * threads >= x.nbytes / 16 > (ctas - 1) * threads
+    assert (arguments.x, arguments.out) == (x.data_ptr(), out.data_ptr())
+    assert (arguments.num_bytes, arguments.rank) == (4200, 1)
+    assert list(arguments.memory) == [4096, 8192, 12288]
+
+
+def test_parts_at_odd_addresses_and_with_strides_are_copied(reducer, launches):
+    storage = torch.randn(40, 6).bfloat16()
+    for x in (storage.flatten()[1:], storage[:, :3], storage.T):
+        assert reducer.all_reduce(x).shape == x.shape
+        ((_, _, _, (arguments,)),) = launches
+        assert arguments.x % 16 == 0
+        assert arguments.num_bytes == x.nbytes
+        launches.clear()
+
+
+def test_an_empty_tensor_launches_nothing(reducer, launches):
+    assert reducer.all_reduce(torch.empty(0, 5)).shape == (0, 5)
+    assert launches == []
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(5, dtype=torch.float64), "x is torch.float64"),
+        (torch.zeros(kernel.MAX_BYTES // 4 + 1), "x has 262148 bytes"),
+        (torch.zeros(5, device="meta"), "x is on meta"),
+    ],
+    ids=["dtype", "size", "device"],
+)
+def test_other_tensors_are_refused(x, message, reducer, launches):
+    with pytest.raises(ArgumentError, match=message):
+        reducer.all_reduce(x)
+    assert launches == []
+
+
+def test_reasons_against_the_kernel(monkeypatch):
+    monkeypatch.delenv("TIERCEL_SMALL_ALL_REDUCE", raising=False)
+    assert op.refuse_small_all_reduce(2, (9, 0)) == ""
+    assert op.refuse_small_all_reduce(8, (8, 0)) == ""
+    assert op.refuse_small_all_reduce(1, (9, 0)) == "there is one rank"
+    assert op.refuse_small_all_reduce(9, (9, 0)) == "more than 8 ranks"
+    assert op.refuse_small_all_reduce(2, (7, 5)) == "the GPU is older than Ampere"
+    monkeypatch.setenv("TIERCEL_SMALL_ALL_REDUCE", "0")
+    assert op.refuse_small_all_reduce(2, (9, 0)) == "TIERCEL_SMALL_ALL_REDUCE=0"
+    assert op.make_small_all_reduce(None, CPU) == "the device is cpu, not a GPU"
+
+
+def test_words_of_all_ranks_fit_the_shared_memory():
+    for ranks in range(2, kernel.MOST_RANKS + 1):
+        assert kernel.exchange_bytes(ranks) == 2 * ranks * kernel.CHANNELS * 2 * 32 * 16
+    assert kernel.num_ctas(kernel.MAX_BYTES) * kernel.WARPS == kernel.CHANNELS
+    assert kernel.num_ctas(1) == 1
+
+
+# ---- on GPUs
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+def test_two_gpus_agree_with_the_oracle_eagerly_and_in_graphs():
+    command = [sys.executable, "-m", "tests.all_reduce_on_gpus", "--rounds", "2000"]
+    command += ["--replays", "200"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300
+    )
+    assert done.returncode == 0

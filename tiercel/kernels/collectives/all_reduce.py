@@ -1,0 +1,100 @@
+"""Sum of a small tensor over the GPUs of one host in one launch (cuda/collectives/all_reduce.cu).
+
+Each rank stores its part into the memory of all others and adds what arrives in its own, in the
+order of ranks: the same bits on every rank. Data and their epoch are words of 8 bytes, so twice the
+bytes travel, and in return there is one latency of a store and no fence, flag or barrier.
+
+Floor: a launch, a store to another GPU, and (ranks - 1) * 2 * bytes over the links of a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory
+from tiercel.kernels.runtime import rtc
+
+MAX_BYTES = 256 << 10  # above this NCCL is as fast
+MOST_RANKS = 8
+CAPABILITY = (8, 0)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_CHANNEL_BYTES = 512  # of a tensor, of a warp: 16 a lane
+CHANNELS = MAX_BYTES // _CHANNEL_BYTES
+WARPS = 4  # of a CTA; not measured yet
+
+
+def exchange_bytes(ranks: int) -> int:
+    """Shared memory of a rank: two buffers of every rank's words."""
+    return 2 * ranks * 2 * MAX_BYTES
+
+
+@functools.cache
+def all_reduce_source(ranks: int, dtype: torch.dtype, warps: int = WARPS) -> rtc.KernelSource:
+    """The kernel for a number of ranks."""
+    macros = (
+        ("RANKS", ranks),
+        ("WARPS", warps),
+        ("CHANNELS", CHANNELS),
+        ("IS_FLOAT", int(dtype == torch.float32)),
+        ("IS_BF16", int(dtype == torch.bfloat16)),
+    )
+    return rtc.KernelSource("all_reduce", macros)
+
+
+@functools.cache
+def arguments_type(ranks: int) -> type[ctypes.Structure]:
+    """Args of the source."""
+    fields = (
+        *((name, ctypes.c_void_p) for name in ("x", "out", "epochs")),
+        ("memory", ctypes.c_void_p * ranks),
+        ("num_bytes", ctypes.c_int),
+        ("rank", ctypes.c_int),
+    )
+    return type("Args", (ctypes.Structure,), {"_fields_": fields})
+
+
+def num_ctas(num_bytes: int, warps: int = WARPS) -> int:
+    """CTAs of a launch."""
+    return -(-num_bytes // (_CHANNEL_BYTES * warps))
+
+
+def load_all_reduce(ranks: int, device: torch.device) -> None:
+    """Compile and load what `launch_all_reduce` launches."""
+    sources = [all_reduce_source(ranks, dtype) for dtype in DTYPES]
+    rtc.fill_cache(sources, rtc.device_arch(device))
+    for source in sources:
+        rtc.load_kernel(source, device)
+
+
+def launch_all_reduce(
+    x: Tensor, out: Tensor, memory: SymmetricMemory, epochs: Tensor, warps: int = WARPS
+) -> None:
+    """Enqueue on the current stream; all ranks launch the same sizes in the same order.
+
+    Args:
+        x: contiguous, of 1 to MAX_BYTES bytes, at a multiple of 16.
+        out: like x.
+        memory: `exchange_bytes` of every rank, zero before the first launch.
+        epochs: (CHANNELS,) int32, zero before the first launch; mutated.
+        warps: of a CTA.
+    """
+    ranks = len(memory.addresses)
+    arguments = arguments_type(ranks)(
+        x.data_ptr(),
+        out.data_ptr(),
+        epochs.data_ptr(),
+        (ctypes.c_void_p * ranks)(*memory.addresses),
+        x.nbytes,
+        memory.rank,
+    )
+    rtc.launch(
+        rtc.load_kernel(all_reduce_source(ranks, x.dtype, warps), x.device),
+        num_ctas(x.nbytes, warps),
+        32 * warps,
+        [arguments],
+        is_dependent=rtc.is_dependent(x.device),
+    )

@@ -1,0 +1,137 @@
+// all_reduce: the sum of a small tensor over the GPUs of one host, in one exchange. Host side,
+// floor: kernels/collectives/all_reduce.py.
+//
+// A thread takes 16 bytes: it stores its rank's into the memory of each other rank, polls its own
+// memory for those of the others, adds all in float32 in the order of ranks and writes the result.
+// So all ranks compute the same bits, nothing is read from another GPU, and the only latency
+// between them is that of a store. Data travel as words of 8 bytes, 4 of data and the 4 of an epoch
+// that says which launch wrote them. A word is written and read whole, so it needs no fence and no
+// flag beside it.
+//
+// Layout of a rank's shared memory, Args::memory: slots [2][RANKS][CHANNELS][2][32] of 16 bytes:
+// buffer, rank that wrote it, channel, first or second half of a unit, lane. A warp is a channel,
+// the n-th of every launch the n-th channel, with an epoch of its own in `epochs`: the number of
+// launches that have used it. A launch uses the first channels, as many as its size needs.
+//
+// Why two buffers suffice, without a barrier at the end. Take a channel, and launches m, m + 1 and
+// m + 2 of those that use it: the same on all ranks, which launch the same sizes in the same order. Launch m + 2 of rank A overwrites what launch m of rank B reads. A has then
+// finished its m + 1, so it has seen what B's m + 1 stored, which B did after its own m had ended:
+// in a stream a kernel ends before a later one passes wait_for_predecessor. So a rank is never more
+// than one launch ahead of another, and a buffer is free when it is written. This holds whatever
+// sizes other launches have, since channels share nothing.
+//
+// Why an epoch cannot be mistaken. Each launch stores all words of the channels that it uses, also
+// those of lanes past the end. So a word of buffer m % 2 has epoch m, or m - 2 until it arrives
+// (0 before the first), and the count may wrap.
+//
+// All CTAs must be resident on all ranks before any can end. There are at most CHANNELS warps of
+// few registers, which fit an eighth of an H100.
+//
+// Macros: RANKS, WARPS (of a CTA), CHANNELS, IS_FLOAT (elements of 4 bytes), IS_BF16 (0: fp16).
+#include "include/attention_ptx.cuh"
+#include "collectives/all_reduce_ptx.cuh"
+
+#define MOST_TICKS 256  // of clock_high: 10 minutes, after which a rank is lost, as for NCCL
+
+struct Args {
+  const u8* x;        // this rank's part, at a multiple of 16 bytes
+  u8* out;            // like x, and may be x
+  u32* epochs;        // (CHANNELS,) of this rank alone
+  u8* memory[RANKS];  // of each rank, as this one addresses it
+  int num_bytes;      // of x, at most 512 CHANNELS
+  int rank;
+};
+
+// 16 bytes from `unit` on; what is past the end is 0.
+DEV uint4 load_unit(const u8* x, int unit, int num_bytes) {
+  if (16 * unit + 16 <= num_bytes) return __ldcg((const uint4*)x + unit);
+  u32 v[4] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (16 * unit + 2 * i < num_bytes)
+      v[i / 2] |= (u32)((const u16*)x)[8 * unit + i] << 16 * (i % 2);
+  return make_uint4(v[0], v[1], v[2], v[3]);
+}
+DEV void store_unit(u8* out, int unit, int num_bytes, const u32 (&v)[4]) {
+  if (16 * unit + 16 <= num_bytes) {
+    ((uint4*)out)[unit] = make_uint4(v[0], v[1], v[2], v[3]);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (16 * unit + 2 * i < num_bytes) ((u16*)out)[8 * unit + i] = (u16)(v[i / 2] >> 16 * (i % 2));
+}
+DEV u64 word(u32 data, u32 epoch) { return data | (u64)epoch << 32; }
+DEV bool has_epoch(const Words& v, u32 epoch) {
+  return (u32)(v.first >> 32) == epoch && (u32)(v.second >> 32) == epoch;
+}
+// Of one 32-bit register of all ranks.
+DEV u32 add(const u32 (&v)[RANKS]) {
+#if IS_FLOAT
+  float sum = __uint_as_float(v[0]);
+#pragma unroll
+  for (int r = 1; r < RANKS; ++r) sum += __uint_as_float(v[r]);
+  return __float_as_uint(sum);
+#else
+  float low, high;
+  unpack(v[0], low, high);
+#pragma unroll
+  for (int r = 1; r < RANKS; ++r) {
+    float more_low, more_high;
+    unpack(v[r], more_low, more_high);
+    low += more_low, high += more_high;
+  }
+  return pack(low, high);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) all_reduce(
+    const __grid_constant__ Args g) {
+  let_dependents_start();
+  const int lane = threadIdx.x % 32, channel = blockIdx.x * WARPS + threadIdx.x / 32;
+  const int unit = 32 * channel + lane;
+  wait_for_predecessor();
+  const uint4 own = load_unit(g.x, unit, g.num_bytes);
+  // One lane reads and writes it, so that no other reads it later.
+  u32 epoch = 0;
+  if (lane == 0) g.epochs[channel] = epoch = 1 + __ldcg(g.epochs + channel);
+  epoch = __shfl_sync(~0u, epoch, 0);
+  const Words halves[2] = {{word(own.x, epoch), word(own.y, epoch)},
+                           {word(own.z, epoch), word(own.w, epoch)}};
+  const int buffer = (epoch & 1) * RANKS;
+  auto slot_of = [&](int from, int half) {
+    return (((buffer + from) * CHANNELS + channel) * 2 + half) * 512 + 16 * lane;
+  };
+#pragma unroll
+  for (int i = 1; i < RANKS; ++i) {  // each rank begins with another one
+    u8* to = g.memory[(g.rank + i) % RANKS];
+    store_words(to + slot_of(g.rank, 0), halves[0]);
+    store_words(to + slot_of(g.rank, 1), halves[1]);
+  }
+  Words parts[2][RANKS];
+  const u8* mine = g.memory[g.rank];
+  const u32 begin = clock_high();
+  bool is_there;
+  do {
+    is_there = true;
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        parts[half][r] = r == g.rank ? halves[half] : load_words(mine + slot_of(r, half));
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r)
+      is_there &= has_epoch(parts[0][r], epoch) && has_epoch(parts[1][r], epoch);
+    if (!is_there && clock_high() - begin > MOST_TICKS) give_up();
+  } while (!is_there);
+  u32 sums[4];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    u32 first[RANKS], second[RANKS];
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r)
+      first[r] = (u32)parts[half][r].first, second[r] = (u32)parts[half][r].second;
+    sums[2 * half] = add(first), sums[2 * half + 1] = add(second);
+  }
+  store_unit(g.out, unit, g.num_bytes, sums);
+}

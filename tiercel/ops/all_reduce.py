@@ -1,0 +1,112 @@
+"""Sum of a small tensor over the GPUs of one host, by a kernel of ours instead of NCCL."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tiercel import env
+from tiercel.errors import ArgumentError, InternalError
+from tiercel.kernels.collectives.all_reduce import (
+    CAPABILITY,
+    CHANNELS,
+    DTYPES,
+    MAX_BYTES,
+    MOST_RANKS,
+    exchange_bytes,
+    launch_all_reduce,
+    load_all_reduce,
+)
+from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory, make_symmetric_memory
+
+_ALIGNMENT = 16  # bytes, of a thread's loads
+
+
+class SmallAllReduce:
+    """All-reduce of up to `max_bytes` among the ranks of one group; from `make_small_all_reduce`.
+
+    Calls may be captured into CUDA graphs. All ranks make the same calls and replays, with tensors
+    of the same sizes, in the same order and on one stream.
+
+    Attributes:
+        max_bytes: of a tensor; larger ones are for NCCL.
+    """
+
+    def __init__(self, memory: SymmetricMemory, device: torch.device) -> None:
+        self.max_bytes = MAX_BYTES
+        self._memory = memory
+        self._epochs = torch.zeros(CHANNELS, dtype=torch.int32, device=device)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum a tensor over the ranks, with the same bits on each.
+
+        Args:
+            x: float16, bfloat16 or float32 of any shape, of at most `max_bytes`, on this rank's
+                GPU. One that is not contiguous or begins at an odd address is copied: ranks need
+                not agree on that.
+
+        Returns:
+            The shape and dtype of x, contiguous: parts added in float32 in the order of ranks,
+            rounded once.
+
+        Raises:
+            ArgumentError: the dtype, size or device is another one.
+        """
+        self._check(x)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if x.numel() == 0:
+            return out
+        x = x.contiguous()
+        if x.data_ptr() % _ALIGNMENT:
+            x = x.clone()
+        launch_all_reduce(x, out, self._memory, self._epochs)
+        return out
+
+    def _check(self, x: Tensor) -> None:
+        if x.dtype not in DTYPES:
+            raise ArgumentError(
+                f"all_reduce: x is {x.dtype}.", hint="Pass float16, bfloat16 or float32."
+            )
+        if x.nbytes > self.max_bytes:
+            raise ArgumentError(
+                f"all_reduce: x has {x.nbytes} bytes.", hint=f"Pass at most {self.max_bytes}."
+            )
+        if x.device != self._epochs.device:
+            raise ArgumentError(
+                f"all_reduce: x is on {x.device}.", hint=f"Pass one on {self._epochs.device}."
+            )
+
+
+def make_small_all_reduce(group: dist.ProcessGroup, device: torch.device) -> SmallAllReduce | str:
+    """Share memory among the GPUs of a group and load the kernels; all ranks call it.
+
+    Args:
+        group: NCCL's, or another one that gathers tensors of `device`.
+        device: this rank's GPU, with its index; or the CPU.
+
+    Returns:
+        The all-reduce, or why there is none, the same reason on all ranks: NCCL or gloo serves.
+    """
+    if device.type != "cuda":
+        return f"the device is {device.type}, not a GPU"
+    ranks = group.size()
+    refusal = refuse_small_all_reduce(ranks, torch.cuda.get_device_capability(device))
+    if not refusal:
+        try:
+            load_all_reduce(ranks, device)
+        except InternalError as error:
+            refusal = str(error).splitlines()[0]
+    made = make_symmetric_memory(exchange_bytes(ranks), group, device, refusal)
+    return made if isinstance(made, str) else SmallAllReduce(made, device)
+
+
+def refuse_small_all_reduce(ranks: int, capability: tuple[int, int]) -> str:
+    """Why a rank does not use the kernel; "" if it does."""
+    reasons = (
+        (not env.has_small_all_reduce(), "TIERCEL_SMALL_ALL_REDUCE=0"),
+        (ranks < 2, "there is one rank"),
+        (ranks > MOST_RANKS, f"more than {MOST_RANKS} ranks"),
+        (capability < CAPABILITY, "the GPU is older than Ampere"),
+    )
+    return next((reason for is_so, reason in reasons if is_so), "")
