@@ -115,7 +115,8 @@ def measure(rank: int, ranks: int, group: dist.ProcessGroup, device: torch.devic
         shape = (ranks, size // DTYPE.itemsize)
         parts = torch.randn(shape, generator=generator, device=device).to(DTYPE)
         expected = oracle.all_reduce(list(parts)).float()
-        for name, run in methods(parts[rank], reducer, symmetric.buffer, group).items():
+        part = parts[rank].clone()  # at an even address: an odd one is copied in each call
+        for name, run in methods(part, reducer, symmetric.buffer, group).items():
             torch.cuda.current_stream().synchronize()
             dist.barrier()  # every rank's input is in place
             error = (run().float() - expected).norm() / expected.norm()

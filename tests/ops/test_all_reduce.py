@@ -5,13 +5,14 @@ import os
 import random
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.all_reduce_on_cpu import Ranks, build
-from tiercel.errors import ArgumentError
+from tiercel.errors import ArgumentError, InternalError
 from tiercel.kernels.collectives import all_reduce as kernel
 from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory
 from tiercel.kernels.runtime import rtc
@@ -196,6 +197,28 @@ def test_reasons_against_the_kernel(monkeypatch):
     monkeypatch.setenv("TIERCEL_SMALL_ALL_REDUCE", "0")
     assert op.refuse_small_all_reduce(2, (9, 0)) == "TIERCEL_SMALL_ALL_REDUCE=0"
     assert op.make_small_all_reduce(None, CPU) == "the device is cpu, not a GPU"
+
+
+@pytest.mark.parametrize("fault", ["", "no compiler"])
+def test_all_ranks_learn_that_one_cannot_compile(fault, monkeypatch):
+    """A rank that gives up alone would leave the others waiting."""
+    told = []
+
+    def load(ranks, device):
+        if fault:
+            raise InternalError(f"{fault}\nits log")
+
+    def make(num_bytes, group, device, refusal):
+        told.append((num_bytes, refusal))
+        return "from the exchange"
+
+    monkeypatch.delenv("TIERCEL_SMALL_ALL_REDUCE", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(op, "load_all_reduce", load)
+    monkeypatch.setattr(op, "make_symmetric_memory", make)
+    group = types.SimpleNamespace(size=lambda: 2)
+    assert op.make_small_all_reduce(group, torch.device("cuda", 0)) == "from the exchange"
+    assert told == [(kernel.exchange_bytes(2), fault)]
 
 
 def test_words_of_all_ranks_fit_the_shared_memory():
