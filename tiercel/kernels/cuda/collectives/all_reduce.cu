@@ -14,18 +14,20 @@
 // launches that have used it. A launch uses the first channels, as many as its size needs.
 //
 // Why two buffers suffice, without a barrier at the end. Take a channel, and launches m, m + 1 and
-// m + 2 of those that use it: the same on all ranks, which launch the same sizes in the same order. Launch m + 2 of rank A overwrites what launch m of rank B reads. A has then
-// finished its m + 1, so it has seen what B's m + 1 stored, which B did after its own m had ended:
-// in a stream a kernel ends before a later one passes wait_for_predecessor. So a rank is never more
-// than one launch ahead of another, and a buffer is free when it is written. This holds whatever
-// sizes other launches have, since channels share nothing.
+// m + 2 of those that use it: the same on all ranks, which launch the same sizes in the same order.
+// Launch m + 2 of rank A overwrites what launch m of rank B reads. A has then finished its m + 1,
+// so it has seen what B's m + 1 stored, which B did after its own m had ended: in a stream a kernel
+// ends before a later one passes wait_for_predecessor. So a rank is never more than one launch
+// ahead of another, and a buffer is free when it is written. This holds whatever sizes other
+// launches have, since channels share nothing.
 //
 // Why an epoch cannot be mistaken. Each launch stores all words of the channels that it uses, also
 // those of lanes past the end. So a word of buffer m % 2 has epoch m, or m - 2 until it arrives
 // (0 before the first), and the count may wrap.
 //
-// All CTAs must be resident on all ranks before any can end. There are at most CHANNELS warps of
-// few registers, which fit an eighth of an H100.
+// All CTAs must be resident on all ranks before any can end. There are at most CHANNELS warps of up
+// to 100 registers, a fifth of those of an H100, and what else runs beside them must not wait for
+// other ranks.
 //
 // Macros: RANKS, WARPS (of a CTA), CHANNELS, IS_FLOAT (elements of 4 bytes), IS_BF16 (0: fp16).
 #include "include/attention_ptx.cuh"

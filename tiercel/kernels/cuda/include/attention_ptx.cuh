@@ -1,6 +1,6 @@
-// PTX instructions of decode_attention's kernels and rotary_kv_write.cu. On a processor
-// tests/cuda_on_cpu/attention_device.hpp replaces this file. Macro: IS_BF16 (0: fp16), the type of
-// queries and cache.
+// PTX instructions of decode_attention's kernels, rotary_kv_write.cu and all_reduce.cu. On a
+// processor tests/cuda_on_cpu/attention_device.hpp, or ranks_device.hpp, replaces this file. Macro:
+// IS_BF16 (0: fp16), the type of queries and cache.
 #pragma once
 
 #include "include/types.cuh"
