@@ -17,6 +17,15 @@ def test_faults_are_off_by_default(monkeypatch):
     assert Faults.parse("", is_enabled=True) == Faults()
 
 
+def test_a_fault_may_be_of_one_rank():
+    text = "exit@3/1,sleep:2@4"
+    assert Faults.parse(text, is_enabled=True).faults == (Fault("sleep", 2, 4),)
+    assert Faults.parse(text, is_enabled=True, rank=1).faults == (
+        Fault("exit", 0, 3),
+        Fault("sleep", 2, 4),
+    )
+
+
 def test_each_kind_is_read():
     faults = Faults.parse(
         "nan:3@5, oom@1,sleep:0.5@2,sleep:7@start,exit@start,exit@999,slow:1.5@start,slow:2@3",

@@ -26,10 +26,10 @@ import numpy.typing as npt
 
 from tiercel.config import LoadOptions
 from tiercel.engine.frontend import Frontend
-from tiercel.engine.load import load_model
 from tiercel.engine.loop import EngineLoop
 from tiercel.errors import InvalidRequestError
 from tiercel.ipc.asyncio_bridge import AsyncioBridge
+from tiercel.ipc.ranks import load_ranks
 from tiercel.ipc.streams import TokenStream
 from tiercel.models.source import ModelSource
 from tiercel.params import SamplingParams
@@ -68,6 +68,8 @@ class AsyncLLM:
         spec: str = "off",
         num_spec_tokens: int | None = None,
         threads: int | None = None,
+        tensor_parallel_size: int = 1,
+        expert_parallel: bool = False,
         offline: bool | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
@@ -89,10 +91,12 @@ class AsyncLLM:
             spec=spec,
             num_spec_tokens=num_spec_tokens,
             threads=threads,
+            tensor_parallel_size=tensor_parallel_size,
+            expert_parallel=expert_parallel,
             offline=offline,
             timed_steps=True,
         )
-        loaded = load_model(model, options, progress)
+        loaded = load_ranks(model, options, progress)
         self._frontend = Frontend(loaded)
         self._inputs = self._frontend.inputs
         self.source, self.config = loaded.source, loaded.config
@@ -102,7 +106,9 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._bridge.run, name="tiercel-engine", daemon=True)
         self._thread.start()
         # Also at the end of the program: PyTorch must not run while the interpreter is taken down.
-        self._finalizer = weakref.finalize(self, _end, self._bridge.loop, self._thread)
+        self._finalizer = weakref.finalize(
+            self, _end, self._bridge.loop, self._thread, loaded.peers.close
+        )
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -375,7 +381,8 @@ async def _off_loop(size: int, function: Callable[[], T]) -> T:
     return function() if size <= INLINE_CHARS else await asyncio.to_thread(function)
 
 
-def _end(loop: EngineLoop, thread: threading.Thread) -> None:
+def _end(loop: EngineLoop, thread: threading.Thread, end_ranks: Callable[[], None]) -> None:
     loop.shutdown()
     if thread is not threading.current_thread():  # the last reference may end on any thread
         thread.join()
+    end_ranks()

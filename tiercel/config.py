@@ -88,6 +88,9 @@ def resolve_spec(method: object, num_spec_tokens: object) -> SpecConfig:
     return SpecConfig(str(method), count)
 
 
+MAX_RANKS: Final = 64
+"""Processes that compute one model together, at most."""
+
 KV_DTYPES: Final = ("auto", "fp8", "bf16", "float32")
 NUMERICS: Final = ("exact", "native")
 
@@ -137,6 +140,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
             always does.
         timed_steps: whether the time of steps on a CPU is bounded, because streams wait for them;
             answers may then depend on the speed of the machine in their last bits.
+        tensor_parallel_size: ranks, one process and GPU each, that compute together.
+        expert_parallel: whether ranks hold whole experts of a layer, else a part of each.
     """
 
     model: str | None = None
@@ -156,3 +161,5 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     enable_fault_injection: bool = False
     warm_up: bool = False
     timed_steps: bool = False
+    tensor_parallel_size: int = 1
+    expert_parallel: bool = False

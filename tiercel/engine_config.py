@@ -31,6 +31,8 @@ class EngineConfig:
         packs_items: whether the model computes items to score after one prompt in one step.
         model_options: those that the model's class has accepted.
         timed_steps: whether the time of a step is bounded, not only its tokens; see `StepBudget`.
+        tensor_parallel_size: ranks that compute together; every one of them runs the same loop.
+        expert_parallel: whether ranks hold whole experts of a layer, else a part of each.
     """
 
     device: torch.device
@@ -50,3 +52,5 @@ class EngineConfig:
     packs_items: bool = True
     model_options: ModelOptions = DEFAULT_MODEL_OPTIONS
     timed_steps: bool = False
+    tensor_parallel_size: int = 1
+    expert_parallel: bool = False

@@ -22,6 +22,7 @@ _SWITCHES = tuple(
         *("SYNC_DEBUG", "MOE_KERNEL", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
         *("MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL", "COMPRESS_KERNEL", "NATIVE"),
         "SMALL_ALL_REDUCE",
+        "CPU_RANKS",
     )
 )
 _SETTINGS = (
@@ -224,6 +225,11 @@ def has_native() -> bool:
 def forced_cpu() -> str:
     """``TIERCEL_CPU``: name of the native library's variant to use; "" for the fastest."""
     return os.environ.get("TIERCEL_CPU", "")
+
+
+def has_cpu_ranks() -> bool:
+    """Whether ``TIERCEL_CPU_RANKS`` allows several ranks on a CPU: for tests, they gain nothing."""
+    return read_flag("TIERCEL_CPU_RANKS", default=False)
 
 
 def has_overlap(*, default: bool) -> bool:

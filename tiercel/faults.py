@@ -13,6 +13,8 @@
                          with a sign of life after each: a slow machine, not a hang
     slow:MS@STEP         the same from that step on
 
+Each may end with ``/RANK``: then only that rank of several has it, else all of them have.
+
 They are refused unless fault injection was enabled where the engine is configured: a variable that
 was left behind must not break a server.
 """
@@ -32,6 +34,7 @@ EXIT_STATUS: Final = 3
 _AT_START: Final = 0
 _FAULT: Final = re.compile(
     r"(?P<kind>\w+)(?::(?P<value>\d{1,9}(?:\.\d{1,9})?))?@(?P<step>start|[1-9]\d{0,8})"
+    r"(?:/(?P<rank>\d{1,3}))?"
 )
 _NEEDS_VALUE: Final = {
     "exit": False,
@@ -68,8 +71,13 @@ class Faults:
     faults: tuple[Fault, ...] = ()
 
     @staticmethod
-    def parse(text: str, *, is_enabled: bool) -> Faults:
-        """Read a list of faults; see the module.
+    def parse(text: str, *, is_enabled: bool, rank: int = 0) -> Faults:
+        """Read the faults of one rank; see the module.
+
+        Args:
+            text: faults of all ranks.
+            is_enabled: whether there may be any.
+            rank: of this process.
 
         Raises:
             ArgumentError: there are some but they are not enabled, or one cannot be read.
@@ -81,7 +89,8 @@ class Faults:
                 "TIERCEL_FAULTS is set but fault injection is not enabled.",
                 hint="Unset it, or enable fault injection for a test.",
             )
-        return Faults(tuple(_read(part.strip()) for part in text.split(",")))
+        every = [_read(part.strip()) for part in text.split(",")]
+        return Faults(tuple(fault for of_rank, fault in every if of_rank in (None, rank)))
 
     def at_start(self) -> None:
         """Apply the faults that come before the model is loaded."""
@@ -136,14 +145,17 @@ class Faults:
                         logits[place] = float("nan")
 
 
-def _read(text: str) -> Fault:
+def _read(text: str) -> tuple[int | None, Fault]:
+    """A fault, and the only rank that has it, or None."""
     found = _FAULT.fullmatch(text)
     if found is not None:
         kind, value, step = found["kind"], found["value"], found["step"]
         has_sound_value = _NEEDS_VALUE.get(kind) is (value is not None)
         has_sound_value &= kind != "nan" or "." not in str(value)
         if has_sound_value and (step != "start" or kind in _MAY_BE_AT_START):
-            return Fault(kind, float(value or 0), _AT_START if step == "start" else int(step))
+            at = _AT_START if step == "start" else int(step)
+            rank = None if found["rank"] is None else int(found["rank"])
+            return rank, Fault(kind, float(value or 0), at)
     raise ArgumentError(
         f"TIERCEL_FAULTS: {text[:40]!r} cannot be read.",
         hint="Use exit, sleep:SECONDS, oom, raise, nan:SLOT or slow:MS, then @STEP or @start.",

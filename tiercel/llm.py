@@ -10,6 +10,7 @@ into text. Threads may share it: they take turns, step by step, and each step se
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -26,9 +27,9 @@ from tiercel.config import LoadOptions
 from tiercel.engine.engine import Engine
 from tiercel.engine.frontend import Frontend
 from tiercel.engine.interrupts import deferred
-from tiercel.engine.load import load_model
 from tiercel.engine.prompt_progress import report_prompts
 from tiercel.errors import InvalidRequestError
+from tiercel.ipc.ranks import load_ranks
 from tiercel.models.source import ModelSource
 from tiercel.params import SamplingParams
 from tiercel.request.completions import (
@@ -66,6 +67,8 @@ class LLM:
         spec: str = "off",
         num_spec_tokens: int | None = None,
         threads: int | None = None,
+        tensor_parallel_size: int = 1,
+        expert_parallel: bool = False,
         offline: bool | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
@@ -90,6 +93,8 @@ class LLM:
             num_spec_tokens: draft tokens in a step at most, 0 to 15; None for 5.
             threads: of products on a CPU, of the whole process; None for PyTorch's own number, and
                 not more than affinity and container give.
+            tensor_parallel_size: GPUs that compute together, each but one in a process of its own.
+            expert_parallel: whether each of them holds whole experts, else a part of each.
             offline: never download; None to follow ``TIERCEL_OFFLINE``.
             progress: called with (what, done, total) in bytes while fetching and loading.
 
@@ -97,6 +102,7 @@ class LLM:
             ModelNotFoundError, ModelFormatError, UnsupportedModelError: the model.
             ArgumentError: a value here.
             OutOfMemoryError: weights, or the cache of one sequence, do not fit.
+            EngineDeadError: the process of another GPU ended.
         """
         options = LoadOptions(
             device=device,
@@ -111,14 +117,17 @@ class LLM:
             spec=spec,
             num_spec_tokens=num_spec_tokens,
             threads=threads,
+            tensor_parallel_size=tensor_parallel_size,
+            expert_parallel=expert_parallel,
             offline=offline,
         )
-        loaded = load_model(model, options, progress)
+        loaded = load_ranks(model, options, progress)
         self._frontend = Frontend(loaded)
         self._inputs = self._frontend.inputs
         self.source, self.config = loaded.source, loaded.config
         self.tokenizer = loaded.tokenizer
         self._loaded: Engine | None = loaded.engine
+        self._end_ranks = weakref.finalize(self, loaded.peers.close)  # or when this is dropped
         self._takers: dict[str, _Taker] = {}
         # Of the engine and the takers. The garbage collector may end a stream within a step.
         self._lock = threading.RLock()
@@ -145,6 +154,7 @@ class LLM:
         self._frontend.close()
         with self._lock:
             self._loaded = None
+            self._end_ranks()
         self._frontend.free_device_memory()
 
     def encode(

@@ -13,7 +13,7 @@ from tiercel import async_llm, llm
 from tiercel.config import LoadOptions, ModelOptions
 from tiercel.engine import load as build
 from tiercel.engine.load import resolve_config
-from tiercel.engine.options import resolve_threads
+from tiercel.engine.options import resolve_ranks, resolve_threads
 from tiercel.errors import ArgumentError
 from tiercel.llm import LLM
 from tiercel.models.decoder import Decoder
@@ -34,6 +34,8 @@ GIVEN = {
     "spec": "ngram",
     "num_spec_tokens": 4,
     "threads": 3,
+    "tensor_parallel_size": 2,
+    "expert_parallel": True,
     "offline": True,
 }
 
@@ -51,7 +53,7 @@ def test_every_option_reaches_the_loader(monkeypatch, module):
         seen.append((model, options, progress))
         raise SeenError
 
-    monkeypatch.setattr(module, "load_model", load)
+    monkeypatch.setattr(module, "load_ranks", load)
     names = set(inspect.signature(kind.__init__).parameters) - {"self", "model", "progress"}
     assert names == GIVEN.keys()
     for options in ({}, GIVEN, *({name: value} for name, value in GIVEN.items())):
@@ -102,7 +104,8 @@ def test_time_bounds_steps_where_it_was_requested_and_on_a_cpu_alone(monkeypatch
     assert not resolve(timed_steps=True).timed_steps
 
 
-def test_options_become_the_configuration():
+def test_options_become_the_configuration(monkeypatch):
+    monkeypatch.setenv("TIERCEL_CPU_RANKS", "1")
     dense = {"kv_dtype": "auto", "numerics": "exact"}  # see `test_options_of_the_model_reach_it`
     config = resolve(**(GIVEN | dense))
     assert (config.device, config.dtype) == (torch.device("cpu"), torch.bfloat16)
@@ -111,6 +114,7 @@ def test_options_become_the_configuration():
     assert (config.gpu_memory_utilization, config.threads) == (0.25, 3)
     assert (config.spec.method, config.spec.max_drafts) == ("ngram", 4)
     assert config.block_size == Decoder.block_size == 64
+    assert (config.tensor_parallel_size, config.expert_parallel) == (2, True)
 
 
 def test_defaults():
@@ -120,6 +124,7 @@ def test_defaults():
     assert (config.seed, config.spec.max_drafts) == (0, 0)
     assert (config.prefix_cache, config.overlap) == (True, False)
     assert (config.cuda_graphs, config.sync_debug) == (False, False)
+    assert (config.tensor_parallel_size, config.expert_parallel) == (1, False)
     assert resolve(spec="ngram").spec.max_drafts == 5
     assert resolve(spec="ngram", num_spec_tokens=0).spec.method == "off"
 
@@ -172,3 +177,30 @@ def test_threads_reach_pytorch(monkeypatch, kind):
     loaded = kind(LLAMA, device="cpu", threads=2)
     asyncio.run(loaded.close()) if kind is async_llm.AsyncLLM else loaded.close()
     assert seen == [2]
+
+
+def test_ranks_need_gpus_of_their_own(monkeypatch):
+    cpu, first, second = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+    assert resolve_ranks(1, cpu) == resolve_ranks(1, second) == 1
+    with pytest.raises(ArgumentError, match="needs 2 GPUs, but the device is the CPU"):
+        resolve_ranks(2, cpu)
+    monkeypatch.setenv("TIERCEL_CPU_RANKS", "1")
+    assert resolve_ranks(2, cpu) == 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    assert resolve_ranks(4, first) == 4
+    with pytest.raises(ArgumentError, match=r"=8: this machine has 6 GPU\(s\)") as caught:
+        resolve_ranks(8, first)
+    assert caught.value.hint == "Use up to 4."
+    with pytest.raises(ArgumentError, match="begins at the first GPU, but the device is cuda:1"):
+        resolve_ranks(2, second)
+    for count in (3, 6, 48):
+        with pytest.raises(ArgumentError, match=f"={count} is not a power of two"):
+            resolve_ranks(count, first)
+    for count in (0, -2, 128, 2.0, "2", True):
+        with pytest.raises(ArgumentError, match="tensor_parallel_size="):
+            resolve_ranks(count, first)
+
+
+def test_experts_are_spread_over_several_ranks_only():
+    with pytest.raises(ArgumentError, match="expert_parallel=True needs several ranks"):
+        resolve(expert_parallel=True)

@@ -203,9 +203,10 @@ def test_a_step_that_takes_too_long_ends_the_request(tiny, monkeypatch):
     times = iter((0.0, 0.9, 1.0, 2.1))
     monkeypatch.setattr(grammar_matcher, "perf_counter", lambda: next(times))
     mask(matcher)
-    assert matcher.error is None
+    assert not matcher.is_late
     mask(matcher)
-    assert matcher.error == "schema_too_complex"
+    assert matcher.is_late
+    assert matcher.error is None, "what depends on a clock is no fault of the form"
 
 
 def test_a_grammar_that_exhausts_its_limits_ends_alone(tiny):

@@ -14,6 +14,7 @@ from tiercel import errors
 from tiercel.config import LoadOptions
 from tiercel.errors import EngineDeadError, InternalError, InvalidRequestError, TiercelError
 from tiercel.grammar.spec import GrammarSpec
+from tiercel.ipc.last_words import LinkHandler
 from tiercel.ipc.messages import (
     MAX_FROM_ENGINE_BYTES,
     MAX_TO_ENGINE_BYTES,
@@ -43,7 +44,7 @@ from tiercel.ipc.messages import (
     encode,
     split_prompt_logprobs,
 )
-from tiercel.ipc.process import EngineLink, LinkHandler
+from tiercel.ipc.process import EngineLink
 from tiercel.ipc.spawn import _Connection
 from tiercel.loader.stamps import FileStamp
 from tiercel.params import SamplingDefaults, SamplingParams, StructuredOutputs
@@ -164,7 +165,7 @@ def test_a_request_arrives_with_all_that_it_asks_for():
         field.name
         for field in dataclasses.fields(Request)
         if field.default is field.default_factory is dataclasses.MISSING
-    ] + ["priority", "client", "grammar", "pooling", "score"]
+    ] + ["priority", "client", "grammar", "pooling", "score", "wants_logits"]
     assert set(asked) | {"key"} == set(NewRequest.__struct_fields__)
     for name in asked:
         assert getattr(arrived, name) == getattr(REQUEST, name), name
@@ -305,12 +306,11 @@ def test_long_prompt_logprobs_travel_in_parts():
 def test_a_log_line_of_the_engine_is_its_text_alone():
     """The parent's log writes level and name."""
     sent = []
-    link = type("Link", (), {"send": staticmethod(sent.append)})
     root = logging.getLogger()
     before = root.handlers[:]
     try:
         root.handlers = []
-        logging.basicConfig(handlers=[LinkHandler(link)])
+        logging.basicConfig(handlers=[LinkHandler(sent.append)])
         logging.getLogger("some.name").warning("%s went wrong", "it")
     finally:
         root.handlers = before

@@ -41,7 +41,7 @@ def load_for_bench(
         seed: seed of the engine.
 
     Raises:
-        UsageError: drafts, or more context than the model has, were requested.
+        UsageError: drafts, several GPUs, or more context than the model has, were requested.
         TiercelError: see `load_model`.
     """
     from tiercel import env
@@ -51,6 +51,11 @@ def load_for_bench(
     if engine.spec != "off":
         raise UsageError(
             f"--spec {engine.spec}: single steps are measured without draft tokens.",
+            hint="Use bench throughput or bench serve.",
+        )
+    if engine.tensor_parallel_size > 1:
+        raise UsageError(
+            f"--tensor-parallel-size {engine.tensor_parallel_size}: this measures one GPU.",
             hint="Use bench throughput or bench serve.",
         )
     source = open_source(resolve(model, offline=engine.offline, report=report))

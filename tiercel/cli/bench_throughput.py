@@ -114,6 +114,8 @@ def _measure(
         spec=engine.spec,
         num_spec_tokens=engine.num_spec_tokens,
         threads=engine.threads,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        expert_parallel=engine.expert_parallel,
         seed=options.seed,
         progress=report,
     ) as llm:

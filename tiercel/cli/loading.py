@@ -61,6 +61,8 @@ def loaded(
             spec=engine.spec,
             num_spec_tokens=engine.num_spec_tokens,
             threads=engine.threads,
+            tensor_parallel_size=engine.tensor_parallel_size,
+            expert_parallel=engine.expert_parallel,
             seed=sampling.seed,
             progress=report,
         )

@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
+from tiercel.config import MAX_RANKS
+
 MODEL_GROUP = Group("Model", sort_key=2)
 SAMPLING_GROUP = Group("Sampling", sort_key=3)
 COMMON_GROUP = Group("Common", sort_key=4)
@@ -24,6 +26,12 @@ def check_device(_type: object, value: str) -> None:
     """Refuse text that cannot name a device; whether the device exists is checked later."""
     if not _DEVICE.fullmatch(value):
         raise ValueError(f"{value!r} is not a device; use auto, cpu, cuda or cuda:N")
+
+
+def check_ranks(_type: object, value: int) -> None:
+    """Refuse a number that is no power of two; how many GPUs there are is checked later."""
+    if not 1 <= value <= MAX_RANKS or value & (value - 1):
+        raise ValueError(f"{value} is not a power of two; use 1, 2, 4 or 8")
 
 
 ModelName = Annotated[
@@ -86,6 +94,17 @@ class EngineOptions:
             validator=Number(gte=1, lte=1024), help="CPU threads; else all.", show_default=False
         ),
     ] = None
+    tensor_parallel_size: Annotated[
+        int,
+        Parameter(
+            name=("--tensor-parallel-size", "-tp"),
+            validator=check_ranks,
+            help="GPUs that compute together.",
+        ),
+    ] = 1
+    expert_parallel: Annotated[
+        bool, Parameter(negative="", help="Whole experts on each of several GPUs.")
+    ] = False
     gpu_memory_utilization: Annotated[
         float,
         Parameter(validator=Number(gt=0, lte=1), help="Share of GPU memory to use."),

@@ -314,6 +314,8 @@ def _load_options(
         spec=engine.spec,
         num_spec_tokens=engine.num_spec_tokens,
         threads=engine.threads,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        expert_parallel=engine.expert_parallel,
         seed=defaults.seed,
         offline=engine.offline or None,
         enable_fault_injection=server.enable_fault_injection,

@@ -16,6 +16,7 @@ from tiercel.config import num_head_drafts
 from tiercel.engine.engine import Engine
 from tiercel.engine.memory import Demand, MemoryBudget, cache_blocks
 from tiercel.engine.options import dtype_name, dtypes_from
+from tiercel.engine.peers import ALONE, Peers
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import OutOfMemoryError
 from tiercel.models.config import ModelConfig
@@ -108,8 +109,10 @@ def _capture(runner: ModelRunner, progress: Callable[[str, int, int], None] | No
         recorder.finish()
 
 
-def _has_room_for_copies(source: ModelSource, config: EngineConfig, budget: MemoryBudget) -> bool:
-    """Whether packed weights keep dense copies.
+def _has_room_for_copies(
+    source: ModelSource, config: EngineConfig, budget: MemoryBudget, peers: Peers
+) -> bool:
+    """Whether packed weights keep dense copies, on every rank.
 
     Raises:
         OutOfMemoryError: weights and one sequence do not fit even without them.
@@ -128,7 +131,8 @@ def _has_room_for_copies(source: ModelSource, config: EngineConfig, budget: Memo
     )
     budget.check(needed, others)
     with_copies = measure(dtype=dtype_name(config.dtype), dense_copies=True)
-    return with_copies.nbytes <= COPIES_SHARE * budget.left()
+    left = peers.least("memory for weights", budget.left())
+    return with_copies.nbytes <= COPIES_SHARE * left
 
 
 def _sequence_bytes(shape: ModelConfig, config: EngineConfig, dtype: str, num_tokens: int) -> int:
@@ -144,6 +148,7 @@ def build_engine(
     config: EngineConfig,
     tokenizer: Tokenizer,
     progress: Callable[[str, int, int], None] | None = None,
+    peers: Peers = ALONE,
 ) -> Engine:
     """Load a model, make room for its cache, and capture its decode graphs.
 
@@ -152,6 +157,7 @@ def build_engine(
         config: resolved.
         tokenizer: of the model.
         progress: called with (what, done, total).
+        peers: the other ranks.
 
     Raises:
         OutOfMemoryError: weights or cache do not fit; the message says what was needed and what to
@@ -159,7 +165,7 @@ def build_engine(
     """
     device = config.device
     budget = MemoryBudget(device, config.gpu_memory_utilization)
-    dense_copies = _has_room_for_copies(source, config, budget)
+    dense_copies = _has_room_for_copies(source, config, budget, peers)
     load = None if progress is None else partial(progress, "Loading")
     try:
         num_mtp_layers = source.config.num_mtp_layers if config.spec.has_head else 0
@@ -190,7 +196,7 @@ def build_engine(
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_step_tokens=most_places,
-            available=budget.left(),
+            available=peers.least("memory for the cache", budget.left()),
         )
         runner.bind_pools(make_pools(sizes))
         _capture(runner, progress)
@@ -201,7 +207,7 @@ def build_engine(
         ) from error
     policy = None
     if config.spec.max_drafts:
-        policy = DraftPolicy(runner.decode_steps.verify_costs(), spare_places)
+        policy = DraftPolicy(_agreed_costs(runner, peers), spare_places)
     cache = CacheManager(
         [GroupBlocks(size, group.spec.window) for group, size in zip(groups, sizes, strict=True)],
         config.block_size,
@@ -214,4 +220,11 @@ def build_engine(
         StepBudget(config.max_num_batched_tokens, is_timed=config.timed_steps),
         policy=policy,
     )
-    return Engine(scheduler, runner, config)
+    return peers.engine(scheduler, runner, config)
+
+
+def _agreed_costs(runner: ModelRunner, peers: Peers) -> list[tuple[int, float]]:
+    """(rows, c) for sizes of steps, as rank 0 has measured them; every rank runs the replays."""
+    costs = runner.decode_steps.verify_costs()
+    agreed = peers.first("costs of drafts", [cost for _, cost in costs])
+    return [(size, cost) for (size, _), cost in zip(costs, agreed, strict=True)]

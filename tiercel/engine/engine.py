@@ -3,12 +3,17 @@
 A step is planned and enqueued while the one before it runs: the device holds one queued step, and
 the host works on results meanwhile. On a CPU a launch runs to its end, so overlap gains nothing;
 there each step is collected immediately, in the same loop.
+
+Of several ranks each runs this loop on the same inputs (`ipc/lockstep.py`), so nothing here may
+depend on a clock, on memory or on what happened to one process alone: a step that one of them does
+not finish is an error.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isfinite
 from time import perf_counter
@@ -19,6 +24,7 @@ import torch
 from tiercel.engine.interrupts import allowed
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import InvalidRequestError, OutOfMemoryError
+from tiercel.grammar.matcher import TOO_COMPLEX
 from tiercel.request.request import Request, Status
 from tiercel.runner.runner import Launch, ModelRunner
 from tiercel.runner.sampler_output import SampledTokens
@@ -37,7 +43,15 @@ class RequestUpdate:
 
 
 class Engine:
-    """Runs requests together over one model and one cache."""
+    """Runs requests together over one model and one cache.
+
+    Attributes:
+        scheduler: plans its steps.
+        runner: runs them.
+        config: resolved.
+        draft_counts: counts of drafts since `forget`.
+        late: requests whose masks took too long; they end before the next step.
+    """
 
     def __init__(
         self,
@@ -60,6 +74,8 @@ class Engine:
         self.draft_counts = DraftCounts()
         self._clock = clock
         self._pending: deque[tuple[SchedulerOutput, Launch | None]] = deque()
+        self.late: list[Request] = []
+        self._is_alone = config.tensor_parallel_size == 1
 
     @property
     def has_work(self) -> bool:
@@ -99,6 +115,10 @@ class Engine:
             request.acceptance = INITIAL_ACCEPTANCE
         self.scheduler.add(request)
 
+    def run_scratch(self, query_lens: Sequence[int]) -> None:
+        """Launch a step that belongs to no request; see `ModelRunner.run_scratch`."""
+        self.runner.run_scratch(query_lens)
+
     def forget(self) -> None:
         """Reset all counters, and drop the cached blocks of requests that have ended."""
         self.scheduler.forget_history()
@@ -134,18 +154,20 @@ class Engine:
         return updates
 
     def _step(self) -> list[RequestUpdate]:
+        updates = self._end_late()
         plan = self.scheduler.schedule()
-        updates: list[RequestUpdate] = []
         if plan is not None:
             self._pending.append((plan, None))
             started_s = self._clock()
             try:
-                with allowed():
+                with self._interruptible():
                     launch = self._launch(plan)
                 self._pending[-1] = plan, launch
                 if self.scheduler.budget.is_timed:  # on a CPU: a launch runs the step to its end
                     self.scheduler.budget.learn(plan.chunks, self._clock() - started_s)
             except torch.OutOfMemoryError:
+                if not self._is_alone:  # the others have memory, and go on
+                    raise
                 updates += self._survive()
         assert plan or self._pending or not self.has_work, "submit admits only what fits"
         ahead = 1 if plan is not None and self.config.overlap else 0
@@ -153,6 +175,18 @@ class Engine:
             updates += self._collect()
         self._drain_unless_busy(updates)
         return updates
+
+    def _interruptible(self) -> AbstractContextManager[None]:
+        """Let Ctrl-C through while nothing is half done here, nor a step done by other ranks."""
+        return allowed() if self._is_alone else nullcontext()
+
+    def _end_late(self) -> list[RequestUpdate]:
+        """End the requests whose masks took too long."""
+        late = [request for request in self.late if request.status is not Status.FINISHED]
+        self.late.clear()
+        for request in late:
+            self.scheduler.finish(request, "error", TOO_COMPLEX)
+        return [RequestUpdate(request, ()) for request in late]
 
     def _abandon(self) -> None:
         """Forget the steps under way; their requests wait again and are computed anew."""
@@ -202,7 +236,7 @@ class Engine:
         """Wait for the oldest step under way and apply its results."""
         plan, launch = self._pending[0]
         assert launch is not None, "only launched steps are collected"
-        with allowed():
+        with self._interruptible():
             sampled = self.runner.collect(launch)
         self._pending.popleft()
         alive = {p.row for p in plan.scheduled if p.request.status is Status.RUNNING}
@@ -256,6 +290,8 @@ class Engine:
             for token_id in new_token_ids:
                 request.matcher.advance(token_id)
             problem = problem or request.matcher.error
+            if request.matcher.is_late:
+                self.late.append(request)
         problem = problem or _prompt_problem(request)
         if problem is not None:
             request.is_unsound = True

@@ -8,10 +8,11 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import torch
 
 from tiercel import env
@@ -20,18 +21,22 @@ from tiercel.engine.build import build_engine
 from tiercel.engine.engine import Engine
 from tiercel.engine.memory import MemoryBudget
 from tiercel.engine.options import (
+    dtype_name,
     resolve_count,
     resolve_device,
     resolve_dtype,
+    resolve_ranks,
     resolve_share,
     resolve_threads,
 )
+from tiercel.engine.peers import ALONE, Peers
 from tiercel.engine.warm_up import warm_up
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import ArgumentError
 from tiercel.faults import Faults
 from tiercel.grammar.matchers import Matchers
 from tiercel.kernels.native.library import describe_library, native_refusal
+from tiercel.loader.stamps import read_stamp
 from tiercel.machine import check_platform, usable_cpus
 from tiercel.models.footprint import cache_bytes, weight_footprint
 from tiercel.models.model import model_class
@@ -39,6 +44,7 @@ from tiercel.models.source import ModelSource, find_source
 from tiercel.request.inputs import InputProcessor
 from tiercel.request.score_inputs import ScoreInputs
 from tiercel.text.tokenizer import Tokenizer
+from tiercel.version import __version__
 
 MAX_SEQS = {"cpu": 16, "cuda": 256}
 # A CPU gains nothing from longer chunks; a GPU needs some thousand tokens to be bound by
@@ -62,6 +68,7 @@ class LoadedModel:
         engine: with weights and cache.
         matchers: of requests with a grammar.
         faults: those that ``TIERCEL_FAULTS`` requests.
+        peers: the other ranks; they end with `close`.
     """
 
     source: ModelSource
@@ -70,6 +77,7 @@ class LoadedModel:
     engine: Engine
     matchers: Matchers
     faults: Faults
+    peers: Peers = ALONE
 
     def inputs(self) -> InputProcessor:
         """The input processor, which makes its requests."""
@@ -94,14 +102,18 @@ class LoadedModel:
 
 
 def load_model(
-    model: str | Path | ModelSource | None, options: LoadOptions, report: Report | None
+    model: str | Path | ModelSource | None,
+    options: LoadOptions,
+    report: Report | None,
+    peers: Peers = ALONE,
 ) -> LoadedModel:
-    """Find, check and load a model.
+    """Find, check and load a model on one rank.
 
     Args:
         model: see `LLM`; replaces `options.model`.
         options: all other options.
         report: called with (what, done, total) in bytes while fetching and loading.
+        peers: the other ranks; see `ipc/ranks.py` for starting them.
 
     Raises:
         ModelNotFoundError, ModelFormatError, UnsupportedModelError: the model.
@@ -110,13 +122,11 @@ def load_model(
         InstallationError: not on this platform.
     """
     check_platform()
-    faults = Faults.parse(env.faults(), is_enabled=options.enable_fault_injection)
-    source = (
-        model
-        if isinstance(model, ModelSource)
-        else find_source(model, offline=options.offline, report=report)
-    )
-    config = resolve_config(source, options)
+    faults = Faults.parse(env.faults(), is_enabled=options.enable_fault_injection, rank=peers.rank)
+    source = open_model(model, options, report)
+    config = resolve_config(source, options, peers.rank)
+    peers.check(facts_of(source, config))
+    peers.connect(config.device)
     torch.set_num_threads(config.threads)
     if config.device.type == "cpu":
         level = logging.INFO if native_refusal() else logging.DEBUG
@@ -124,28 +134,70 @@ def load_model(
     if not config.packs_items:
         _LOG.info("%s packs no items: each is scored by itself after its prompt.", source.path.name)
     tokenizer = source.tokenizer(env.cache_dir() / "tokenizers")
-    engine = build_engine(source, config, tokenizer, report)
+    engine = build_engine(source, config, tokenizer, report, peers)
     for part in source.files.parts:  # what was rearranged or copied is not read again
         part.release_pages()
-    if options.warm_up or config.device.type == "cuda":
+    peers.least("loaded", 1)
+    # The other ranks take the requests of rank 0's warm-up.
+    if peers.rank == 0 and (options.warm_up or config.device.type == "cuda"):
         if report is not None:
             report("Warming up", 0, 0)
         warm_up(engine, source.config.vocab_size)
     if gc.isenabled():  # else whoever paused it decides
         gc.collect()  # the garbage of loading, so that no collection delays the first request
+    peers.begin()
     engine.runner.faults = faults
-    matchers = Matchers(tokenizer, source.config.vocab_size)
-    return LoadedModel(source, config, tokenizer, engine, matchers, faults)
+    matchers = peers.matchers(tokenizer, source.config.vocab_size)
+    return LoadedModel(source, config, tokenizer, engine, matchers, faults, peers)
 
 
-def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
+def open_model(
+    model: str | Path | ModelSource | None, options: LoadOptions, report: Report | None
+) -> ModelSource:
+    """The checked file of a model, unless it was opened already; see `find_source`."""
+    if isinstance(model, ModelSource):
+        return model
+    return find_source(model, offline=options.offline, report=report)
+
+
+def facts_of(source: ModelSource, config: EngineConfig) -> dict[str, str]:
+    """What all ranks must have in common, for a comparison."""
+    device = config.device
+    is_cpu = device.type == "cpu"
+    facts = {
+        "Tiercel": __version__,
+        "PyTorch": str(torch.__version__),
+        "device": "cpu" if is_cpu else torch.cuda.get_device_name(device),
+        "native library": describe_library(config.threads) if is_cpu else "",
+        "switches": str(env.switches()),
+        "options": str(replace(config, device=torch.device(device.type))),
+    }
+    for path in source.file_paths:
+        stamp = read_stamp(path)
+        facts[path.name] = f"{stamp.num_bytes} bytes, written at {stamp.mtime_ns} ns"
+    return facts
+
+
+def resolve_config(source: ModelSource, options: LoadOptions, rank: int = 0) -> EngineConfig:
     """Check options against the model and this machine; fill in defaults.
+
+    Args:
+        source: of the model.
+        options: as given, or those of `settled`.
+        rank: of this process.
 
     Raises:
         ArgumentError: a value that cannot be, naming the option or the environment variable.
     """
     env.switches()  # also those of another device: a wrong value is a mistake all the same
     device = resolve_device(options.device)
+    num_ranks = resolve_ranks(options.tensor_parallel_size, device)
+    if num_ranks > 1 and device.type == "cuda":
+        device = torch.device("cuda", rank)
+    if options.expert_parallel and num_ranks == 1:
+        raise ArgumentError(
+            "expert_parallel=True needs several ranks.", hint="Set tensor_parallel_size too."
+        )
     spec = resolve_spec(options.spec, options.num_spec_tokens)
     if spec.has_head and not source.config.num_mtp_layers:
         raise ArgumentError(
@@ -197,4 +249,18 @@ def resolve_config(source: ModelSource, options: LoadOptions) -> EngineConfig:
         seed=resolve_count("seed", options.seed, 0, 2**63 - 1, low=-(2**63)),
         timed_steps=options.timed_steps and device.type == "cpu",
         threads=resolve_threads(options.threads, usable_cpus()),
+        tensor_parallel_size=num_ranks,
+        expert_parallel=options.expert_parallel,
+    )
+
+
+def settled(source: ModelSource, options: LoadOptions, config: EngineConfig) -> LoadOptions:
+    """The options with which other ranks resolve to the same settings, whatever they measure."""
+    return msgspec.structs.replace(
+        options,
+        model=str(source.path),
+        offline=True,
+        device=config.device.type,
+        dtype=dtype_name(config.dtype),
+        threads=config.threads,
     )

@@ -125,7 +125,7 @@ class EngineLoop:
 
     def running(self) -> list[Request]:
         """Requests with memory, oldest first; on the loop's thread, or when `run` has ended."""
-        return [request for request in self._live if request.status is Status.RUNNING]
+        return [request for request in list(self._live) if request.status is Status.RUNNING]
 
     @property
     def num_live(self) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from tiercel import env
+from tiercel.config import MAX_RANKS
 from tiercel.errors import ArgumentError
 from tiercel.params import shown
 from tiercel.resting import uses_native
@@ -73,6 +75,41 @@ def resolve_device(name: str | torch.device) -> torch.device:
             hint=f"Use cuda:0 to cuda:{torch.cuda.device_count() - 1}.",
         )
     return torch.device("cuda", index)
+
+
+def resolve_ranks(value: object, device: torch.device) -> int:
+    """The number of ranks, each of which has a GPU of its own.
+
+    Raises:
+        ArgumentError: not a power of two, more than there are GPUs, or together with a device that
+            is one alone.
+    """
+    count = resolve_count("tensor_parallel_size", value, 1, MAX_RANKS)
+    if count == 1:
+        return 1
+    if count & (count - 1):
+        raise ArgumentError(
+            f"tensor_parallel_size={count} is not a power of two.", hint="Use 1, 2, 4 or 8."
+        )
+    if device.type == "cpu":
+        if not env.has_cpu_ranks():
+            raise ArgumentError(
+                f"tensor_parallel_size={count} needs {count} GPUs, but the device is the CPU.",
+                hint="Leave it out: one process uses all cores.",
+            )
+        return count
+    if device.index:
+        raise ArgumentError(
+            f"tensor_parallel_size={count} begins at the first GPU, but the device is {device}.",
+            hint="Use --device cuda, and CUDA_VISIBLE_DEVICES to choose GPUs.",
+        )
+    num_gpus = torch.cuda.device_count()
+    if count > num_gpus:
+        raise ArgumentError(
+            f"tensor_parallel_size={count}: this machine has {num_gpus} GPU(s).",
+            hint=f"Use up to {1 << (num_gpus.bit_length() - 1)}.",
+        )
+    return count
 
 
 def resolve_dtype(

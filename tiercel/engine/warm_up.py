@@ -95,7 +95,7 @@ def warm_up(engine: Engine, vocab_size: int) -> None:
         for num_tokens in CHUNKS:
             is_eager = num_tokens > engine.runner.prompt_steps.largest
             if is_eager and num_tokens <= min(most, config.max_num_batched_tokens):
-                engine.runner.run_scratch([num_tokens])
+                engine.run_scratch([num_tokens])
     for length in PROMPT_LENGTHS[config.device.type]:
         if length > most:
             break

@@ -116,9 +116,12 @@ class GrammarMatcher:
         vocabulary: vocabulary of the model.
         spec: the grammar.
         stop_ids: ids that end this request; None for those of the vocabulary.
+        max_mask_s: seconds that a mask may take.
 
     Attributes:
-        error: None, or ``schema_too_complex`` once it cannot go on; the request then ends.
+        error: None, or ``schema_too_complex`` once it cannot go on; the request then ends. The same
+            tokens lead to it in every process.
+        is_late: whether a mask took too long, by this machine's clock; the request then ends too.
 
     Raises:
         InvalidRequestError: code `invalid_schema` or `schema_too_complex`, with the reason.
@@ -129,8 +132,10 @@ class GrammarMatcher:
         vocabulary: GrammarVocabulary,
         spec: GrammarSpec,
         stop_ids: Iterable[int] | None = None,
+        max_mask_s: float = MAX_MASK_SECONDS,
     ) -> None:
         self._vocabulary = vocabulary
+        self._max_mask_s = max_mask_s
         stops = vocabulary.stop_ids if stop_ids is None else frozenset(stop_ids)
         self._stops = stops | vocabulary.stop_ids
         stop_ids = np.array(sorted(self._stops), np.int64)
@@ -138,6 +143,7 @@ class GrammarMatcher:
         self._stop_bits = np.int32(1) << (stop_ids % 32).astype(np.int32)
         self._is_stopped = False
         self.error: str | None = None
+        self.is_late = False
         self._matcher = LLMatcher(
             vocabulary.tokenizer,
             spec.text,
@@ -150,7 +156,7 @@ class GrammarMatcher:
         started_s = perf_counter()
         self._compute(self._first)
         self._check()
-        if perf_counter() - started_s > MAX_MASK_SECONDS:
+        if perf_counter() - started_s > max_mask_s:
             raise refuse(TOO_COMPLEX, "the form takes too long to enforce.", "Simplify it.")
         if not self._first.any():
             raise refuse("invalid_schema", _NOTHING_FITS)
@@ -175,7 +181,7 @@ class GrammarMatcher:
         return self._is_stopped or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
-        """Write the mask of the tokens that may come next; sets `error` after over a second.
+        """Write the mask of the tokens that may come next; sets `is_late` after over a second.
 
         Args:
             row: (ceil(vocab_size / 32),) int32, contiguous; bit i % 32 of word i // 32 is token i.
@@ -185,8 +191,9 @@ class GrammarMatcher:
             return
         started_s = perf_counter()
         self._compute(row)
-        if self._matcher.is_error() or perf_counter() - started_s > MAX_MASK_SECONDS:
+        if self._matcher.is_error():
             self.error = TOO_COMPLEX
+        self.is_late |= perf_counter() - started_s > self._max_mask_s
 
     def _compute(self, row: npt.NDArray[np.int32]) -> None:
         if self._is_stopped:

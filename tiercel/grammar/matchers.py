@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiercel.errors import InvalidRequestError
-from tiercel.grammar.matcher import GrammarMatcher, GrammarVocabulary
+from tiercel.grammar.matcher import MAX_MASK_SECONDS, GrammarMatcher, GrammarVocabulary
 from tiercel.grammar.spec import GrammarSpec
 from tiercel.text.tokenizer import Tokenizer
 
@@ -11,15 +11,19 @@ from tiercel.text.tokenizer import Tokenizer
 class Matchers:
     """Makes the matchers of requests; their shared vocabulary is made with the first."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, max_mask_s: float = MAX_MASK_SECONDS
+    ) -> None:
         """Set up.
 
         Args:
             tokenizer: tokenizer of the model.
             vocab_size: rows of the output matrix.
+            max_mask_s: seconds that a mask may take.
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._max_mask_s = max_mask_s
         self._vocabulary: GrammarVocabulary | None = None
 
     def prepare(self) -> None:
@@ -47,4 +51,4 @@ class Matchers:
             )
         self.prepare()
         assert self._vocabulary is not None, "there is a stop token"
-        return GrammarMatcher(self._vocabulary, grammar, stop_ids)
+        return GrammarMatcher(self._vocabulary, grammar, stop_ids, self._max_mask_s)

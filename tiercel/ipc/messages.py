@@ -3,12 +3,13 @@
 Free of PyTorch. A frame is ``u32 little-endian length, MessagePack of that length``; a message is a
 MessagePack array whose first item is its number (`tag`), then its fields in the order given here:
 
-    to the engine     1 Start   2 NewRequest   3 Abort   4 Stop   5 Forget
+    to the engine     1 Start   2 NewRequest   3 Abort   4 Stop   5 Forget   6 Join
     from the engine  16 Progress  17 Ready  18 Outputs  19 PromptLogprobs  20 Refused  21 Stats
                      22 Log  23 Failed  24 Embedding  25 Scores  26 Forgotten
                      27 PromptProgress  28 Advanced  29 Opened  30 ItemTokens
 
-`Start` is the first message and comes once. A request is named by its key, a number that its client
+`Start`, or `Join` in a process that becomes a rank of several (`rank_messages.py`), is the first
+message and comes once. A request is named by its key, a number that its client
 counts up from 1; its id travels for the log alone. Closing the socket ends the engine.
 """
 
@@ -185,6 +186,20 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=1):
     options: LoadOptions
 
 
+class Join(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Load a model as another rank of it than 0.
+
+    Attributes:
+        options: those of `settled`.
+        rank: of the process, from 1.
+        address: where the ranks meet; see `parallel.connect`.
+    """
+
+    options: LoadOptions
+    rank: int
+    address: str
+
+
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """A request; the fields as in `Request`."""
 
@@ -201,10 +216,11 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
     pooling: str | None
     score: ScoreTask | None
     client: str
+    wants_logits: bool = False
 
     @staticmethod
     def of(key: int, request: Request) -> NewRequest:
-        """Describe a request; `wants_logits` does not travel."""
+        """Describe a request."""
         return NewRequest(
             key,
             request.request_id,
@@ -219,6 +235,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
             request.pooling,
             request.score,
             request.client,
+            request.wants_logits,
         )
 
     def request(self) -> Request:
@@ -236,6 +253,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
             pooling=self.pooling,
             score=self.score,
             client=self.client,
+            wants_logits=self.wants_logits,
         )
 
 
@@ -411,7 +429,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=23):
     suspects: tuple[str, ...] = ()
 
 
-ToEngine = Start | NewRequest | Abort | Stop | Forget
+ToEngine = Start | Join | NewRequest | Abort | Stop | Forget
 FromEngine = (
     Progress
     | Opened

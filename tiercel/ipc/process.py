@@ -1,5 +1,8 @@
 """The engine process: started by `spawn.py`, it loads a model and answers on its socket.
 
+With several ranks it is rank 0, and starts the processes of the others in the same way; such a
+process takes the path of `follower.py` after its first message.
+
 It must not outlive its parent. The kernel kills it with the parent (where there is such a signal),
 and a thread that reads the socket from the first moment on ends it at the end of file. Only then is
 PyTorch imported, which takes seconds, and only for a file that was found sound. Signals of the
@@ -17,7 +20,6 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future
 from time import perf_counter
@@ -25,22 +27,20 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from tiercel import env
 from tiercel.config import LoadOptions
-from tiercel.errors import InstallationError, TiercelError
+from tiercel.errors import TiercelError
 from tiercel.faults import Faults
+from tiercel.ipc.last_words import LinkHandler, describe_failure, leave
 from tiercel.ipc.messages import (
     MAX_TO_ENGINE_BYTES,
-    ErrorInfo,
-    Failed,
     FrameReader,
     FromEngine,
-    Log,
+    Join,
     Opened,
     Progress,
     Start,
     ToEngine,
     decode_to_engine,
     encode,
-    plain_text,
 )
 from tiercel.ipc.start_progress import Phase, StartProgress
 from tiercel.loader.stamps import read_stamp
@@ -53,8 +53,6 @@ _PR_SET_PDEATHSIG: Final = 1
 _CHUNK_BYTES: Final = 1 << 18
 _BUFFER_BYTES: Final = 1 << 20  # steps that the parent may be behind before the engine waits for it
 _PROGRESS_SECONDS: Final = 0.05
-_LOG_CHARS: Final = 4096
-_DETAIL_CHARS: Final = 1 << 16
 
 
 class EngineLink:
@@ -89,24 +87,6 @@ class EngineLink:
             return b""
 
 
-class LinkHandler(logging.Handler):
-    """Sends log records to the parent, whose log has one form."""
-
-    def __init__(self, link: EngineLink) -> None:
-        super().__init__()
-        self.setFormatter(logging.Formatter())  # the parent adds level and name
-        self._link = link
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = plain_text(self.format(record)[:_LOG_CHARS])
-        self._link.send(Log(record.levelno, record.name, text))
-
-
-def leave() -> NoReturn:
-    """End the process immediately, whatever its threads are doing."""
-    os._exit(0)
-
-
 def main(descriptor: int, parent: int) -> NoReturn:
     """Run until the parent closes its end of the socket.
 
@@ -119,11 +99,17 @@ def main(descriptor: int, parent: int) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     if sys.stderr is not None:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
-    link = EngineLink(socket.socket(fileno=descriptor))
-    logging.basicConfig(level=logging.INFO, handlers=[LinkHandler(link)], force=True)
-    logging.captureWarnings(capture=True)
+    connection = socket.socket(fileno=descriptor)
+    link = EngineLink(connection)
     messages = link.messages()
     start = next(messages, None)
+    if isinstance(start, Join):
+        env.shorten_openmp_spins()  # before PyTorch is imported
+        from tiercel.ipc.follower import follow
+
+        follow(connection, start)
+    logging.basicConfig(level=logging.INFO, handlers=[LinkHandler(link.send)], force=True)
+    logging.captureWarnings(capture=True)
     if not isinstance(start, Start):
         leave()
     session: Future[EngineSession] = Future()
@@ -131,12 +117,8 @@ def main(descriptor: int, parent: int) -> NoReturn:
     threading.Thread(target=_listen, args=arguments, name="ipc", daemon=True).start()
     try:
         _run(start.options, link, session)
-    except TiercelError as error:
-        link.send(Failed(ErrorInfo.of(error)))
-    except ModuleNotFoundError as error:
-        link.send(Failed(ErrorInfo.of(InstallationError.of(error)), _detail(error)))
     except Exception as error:  # noqa: BLE001 - whatever it was, the parent must be told
-        link.send(_failure(error, session))
+        link.send(describe_failure(error, _suspects(session)))
     os._exit(1)
 
 
@@ -166,7 +148,12 @@ def _run(options: LoadOptions, link: EngineLink, session: Future[EngineSession])
     env.shorten_openmp_spins()
     from tiercel.ipc.startup import start_session
 
-    started = start_session(source, options, report, link.send)
+    def end(error: TiercelError) -> None:
+        """Another rank has failed: no step of this one will end either."""
+        link.send(describe_failure(error, _suspects(session)))
+        os._exit(1)
+
+    started = start_session(source, options, report, link.send, end)
     gc.freeze()  # loaded objects stay: collections in the middle of a step skip them
     session.set_result(started)
     started.loop.run()
@@ -178,21 +165,12 @@ def _listen(messages: Iterator[ToEngine], session: Future[EngineSession], link: 
         for message in messages:
             session.result().handle(message)
     except Exception as error:  # noqa: BLE001 - an engine that is deaf must not live on
-        link.send(_failure(error, session))
+        link.send(describe_failure(error, _suspects(session)))
     leave()
 
 
-def _failure(error: Exception, session: Future[EngineSession]) -> Failed:
-    line = f"{type(error).__name__}: {error}".splitlines()[0]
-    return Failed(
-        ErrorInfo("InternalError", plain_text(line[:_LOG_CHARS])),
-        _detail(error),
-        session.result().suspects() if session.done() else (),
-    )
-
-
-def _detail(error: Exception) -> str:
-    return plain_text("".join(traceback.format_exception(error))[-_DETAIL_CHARS:])
+def _suspects(session: Future[EngineSession]) -> tuple[str, ...]:
+    return session.result().suspects() if session.done() else ()
 
 
 def _die_with(parent: int) -> None:

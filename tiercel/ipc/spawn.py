@@ -147,17 +147,17 @@ class EngineProcess:
         return status
 
 
-async def start_engine(
-    options: LoadOptions, on_message: Callable[[FromEngine], None]
-) -> EngineProcess:
-    """Start an engine process and tell it what to load.
+def start_process(*, has_hub_token: bool) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a process that waits for its first message, `Start` or `Join`.
 
-    Call it on a thread that lives as long as the engine shall: the kernel ends the process with the
-    thread that made it.
+    Call it on a thread that lives as long as the process shall: the kernel ends the process with
+    the thread that made it.
 
     Args:
-        options: options of the load.
-        on_message: callback for each message, on this event loop.
+        has_hub_token: whether it uses the model hub, so that it needs the hub's token.
+
+    Returns:
+        The process, and our end of its socket pair.
 
     Raises:
         OSError: no process or no socket can be made.
@@ -170,13 +170,29 @@ async def start_engine(
                 stdin=subprocess.DEVNULL,
                 stdout=_log_descriptor(),
                 stderr=_log_descriptor(),
-                env=env.child_environment(has_hub_token=not options.offline),
+                env=env.child_environment(has_hub_token=has_hub_token),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
     except OSError:
         ours.close()
         raise
+    return process, ours
+
+
+async def start_engine(
+    options: LoadOptions, on_message: Callable[[FromEngine], None]
+) -> EngineProcess:
+    """Start an engine process and tell it what to load; see `start_process` for the thread.
+
+    Args:
+        options: options of the load.
+        on_message: callback for each message, on this event loop.
+
+    Raises:
+        OSError: no process or no socket can be made.
+    """
+    process, ours = start_process(has_hub_token=not options.offline)
     _, connection = await asyncio.get_running_loop().create_unix_connection(
         lambda: _Connection(on_message), sock=ours
     )

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from tiercel.config import LoadOptions
-from tiercel.engine.load import LoadedModel, Report, load_model
+from tiercel.engine.load import LoadedModel, Report
 from tiercel.engine.options import dtype_name
 from tiercel.ipc.messages import (
     LENGTH_BYTES,
@@ -30,6 +30,7 @@ from tiercel.ipc.messages import (
     encode,
     plain_text,
 )
+from tiercel.ipc.ranks import OnFailure, load_ranks
 from tiercel.ipc.session import EngineSession, Send
 from tiercel.ipc.tokenizer_wire import pack_tokenizer
 from tiercel.models.source import ModelSource
@@ -44,7 +45,11 @@ _NUM_NEW: Final = 3  # tokens
 
 
 def start_session(
-    source: ModelSource, options: LoadOptions, report: Report, send: Send
+    source: ModelSource,
+    options: LoadOptions,
+    report: Report,
+    send: Send,
+    on_failure: OnFailure | None = None,
 ) -> EngineSession:
     """Load a model, start its session, and report that it is ready.
 
@@ -53,13 +58,14 @@ def start_session(
         options: options of the load.
         report: called with the progress.
         send: sends messages to the client.
+        on_failure: called when another rank has failed.
 
     Raises:
-        TiercelError: see `load_model`.
+        TiercelError: see `load_ranks`.
     """
     started_s = perf_counter()
     options = msgspec.structs.replace(options, warm_up=True, timed_steps=True)
-    loaded = load_model(source, options, report)
+    loaded = load_ranks(source, options, report, on_failure)
     loaded.matchers.prepare()
     if not options.enable_fault_injection:  # faults count steps from the first on
         rehearse(loaded, report)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 BESIDE_ANSWERS_S: Final = 0.25  # of a step while answers are generated
@@ -71,6 +71,21 @@ class Rates:
         """The number of tokens after the first `start` ones that take so many seconds."""
         first = self.token_s + self.pair_s * (start + 0.5)
         return int(2 * seconds / (first + math.sqrt(first**2 + 2 * self.pair_s * seconds)))
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What is known of the time of steps.
+
+    Attributes:
+        fixed_s: seconds of a step without chunks; None before the first.
+        rates: of chunks; None before the first.
+        largest: tokens of the largest step so far, or as many as if half of the first chunk.
+    """
+
+    fixed_s: float | None = None
+    rates: Rates | None = None
+    largest: int = FIRST_TOKENS // MOST_GROWTH
 
 
 @dataclass(slots=True)
@@ -122,23 +137,24 @@ class StepBudget:
     Attributes:
         max_tokens: new tokens of one step at most, whatever their time.
         is_timed: whether time bounds steps too.
+        pace: what was learned. It depends on this machine's clock, so of several ranks each takes
+            that of rank 0 before a step is planned.
     """
 
     def __init__(self, max_tokens: int, *, is_timed: bool) -> None:
         self.max_tokens = max_tokens
         self.is_timed = is_timed
-        self._fixed_s: float | None = None
-        self._rates: Rates | None = None
-        self._largest = FIRST_TOKENS // MOST_GROWTH
+        self.pace = Pace()
 
     def open(self, *, has_answers: bool) -> StepRoom:
         """The room of a new step; `has_answers`: whether it generates tokens of answers."""
         if not self.is_timed:
             return StepRoom(self.max_tokens, self.max_tokens, None, None)
-        fixed_s = self._fixed_s or 0.0
+        pace = self.pace
+        fixed_s = pace.fixed_s or 0.0
         bound_s = BESIDE_ANSWERS_S if has_answers else ALONE_S
         seconds = max(bound_s, MOST_FIXED * fixed_s) - fixed_s
-        return StepRoom(self.max_tokens, MOST_GROWTH * self._largest, seconds, self._rates)
+        return StepRoom(self.max_tokens, MOST_GROWTH * pace.largest, seconds, pace.rates)
 
     def learn(self, chunks: Iterable[Chunk], seconds: float) -> None:
         """Correct the model of step times by a measured step.
@@ -147,27 +163,33 @@ class StepBudget:
             chunks: of its prompts and items; none: a step of answers alone.
             seconds: that it took.
         """
+        pace = self.pace
         tokens, pairs = 0, 0.0
         for chunk in chunks:
             tokens += chunk.num_tokens
             pairs += chunk.num_pairs
         if not tokens:
-            before = seconds if self._fixed_s is None else self._fixed_s
-            self._fixed_s = before + GAIN_FASTER * (seconds - before)
+            before = seconds if pace.fixed_s is None else pace.fixed_s
+            fixed_s = before + GAIN_FASTER * (seconds - before)
+            self.pace = replace(pace, fixed_s=fixed_s)
             return
-        self._largest = max(self._largest, tokens)
-        own_s = max(seconds - (self._fixed_s or 0.0), LEAST_OWN * seconds)
-        if self._rates is None:
+        own_s = max(seconds - (pace.fixed_s or 0.0), LEAST_OWN * seconds)
+        if pace.rates is None:
             token_s = own_s / (tokens + pairs / FIRST_PAIRS_PER_TOKEN)
-            self._rates = Rates(token_s, token_s / FIRST_PAIRS_PER_TOKEN)
-            return
-        parts = self._rates.token_s * tokens, self._rates.pair_s * pairs
-        share = parts[1] / sum(parts)
-        error = math.log(own_s / sum(parts))
-        error = min(MOST_ERROR, max(-MOST_ERROR, error))
-        gain = GAIN_SLOWER if error > 0 else GAIN_FASTER
-        step = gain * error / (share**2 + (1 - share) ** 2)
-        self._rates = Rates(
-            self._rates.token_s * math.exp(step * (1 - share)),
-            self._rates.pair_s * math.exp(step * share),
-        )
+            rates = Rates(token_s, token_s / FIRST_PAIRS_PER_TOKEN)
+        else:
+            rates = _corrected(pace.rates, tokens, pairs, own_s)
+        self.pace = Pace(pace.fixed_s, rates, max(pace.largest, tokens))
+
+
+def _corrected(rates: Rates, tokens: int, pairs: float, seconds: float) -> Rates:
+    """The rates after a step whose chunks took so many seconds."""
+    parts = rates.token_s * tokens, rates.pair_s * pairs
+    share = parts[1] / sum(parts)
+    error = math.log(seconds / sum(parts))
+    error = min(MOST_ERROR, max(-MOST_ERROR, error))
+    gain = GAIN_SLOWER if error > 0 else GAIN_FASTER
+    step = gain * error / (share**2 + (1 - share) ** 2)
+    return Rates(
+        rates.token_s * math.exp(step * (1 - share)), rates.pair_s * math.exp(step * share)
+    )

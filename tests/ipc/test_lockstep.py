@@ -1,0 +1,57 @@
+"""Every rank plans the same steps, whatever comes when and however far it lags behind."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.ipc.lockstep_world import LockstepWorld
+from tiercel.ipc import lockstep
+
+
+def check(seed, num_ranks):
+    """Run a random scenario; all ranks have planned and computed the same at its end."""
+    world = LockstepWorld(seed, num_ranks)
+    world.run()
+    for rank, record in enumerate(world.records, 1):
+        where = f"seed {seed}, rank {rank}"
+        assert record.plans == world.leader.plans, where
+        assert record.end() == world.leader.end(), where
+        assert world.words[rank] == world.words[0], where
+        follower = world.followers[rank - 1]
+        assert not follower._requests, where
+        assert not follower._keys, where
+    assert not world.engine._keys
+    return world
+
+
+def check_many(seeds):
+    """Run many scenarios; returns how often what can tell ranks apart has happened."""
+    seen = Counter()
+    for seed in seeds:
+        world = check(seed, random.Random(seed).choice((2, 2, 3, 4)))
+        scheduler, requests = world.engine.scheduler, world.leader.requests
+        seen["preemptions"] += scheduler.num_preemptions
+        seen["hits"] += scheduler.prefix_hits
+        seen["drafts"] += world.engine.runner.num_right
+        seen["wrong drafts"] += world.engine.runner.num_wrong
+        seen["chunks"] += world.engine.runner.num_chunks
+        seen["late forms"] += world.num_late
+        seen["timed"] += world.shape.is_timed
+        seen["items"] += sum(request.num_items_done for request in requests)
+        seen.update(str(request.finish_reason) for request in requests)
+    return seen
+
+
+def test_ranks_plan_alike(monkeypatch):
+    monkeypatch.setattr(lockstep, "WORD_STEPS", 4)
+    seen = check_many(range(300))
+    kinds = ("preemptions", "hits", "drafts", "wrong drafts", "chunks", "late forms", "timed")
+    for kind in (*kinds, "items", "abort", "stop", "length", "error"):
+        assert seen[kind] > 10, kind
+
+
+@pytest.mark.slow
+def test_ranks_plan_alike_in_many_more_runs(monkeypatch):
+    monkeypatch.setattr(lockstep, "WORD_STEPS", 4)
+    check_many(range(1000, 4000))

@@ -1,0 +1,147 @@
+"""`LLM` with several ranks: the answers of one, and the end of all when one is lost."""
+
+import gc
+import os
+import signal
+import time
+
+import pytest
+
+from tests.engine_process import is_alive
+from tests.patience import wait_for
+from tests.tiny_llm import PROMPTS, greedy, ids_of, open_tiny
+from tiercel.errors import EngineDeadError, RankLostError
+from tiercel.ipc import lockstep, ranks
+from tiercel.params import SamplingParams, StructuredOutputs
+
+pytestmark = pytest.mark.reliability
+
+
+@pytest.fixture(autouse=True)
+def _cpu_ranks(monkeypatch):
+    monkeypatch.setenv("TIERCEL_CPU_RANKS", "1")
+
+
+def open_ranks(size=2, **options):
+    return open_tiny(tensor_parallel_size=size, threads=1, **options)
+
+
+def pids_of(llm):
+    return llm._engine._ranks.pids
+
+
+def answers(llm):
+    """Answers of every kind, in a row."""
+    sampled = SamplingParams(max_tokens=30, seed=7, n=2, top_p=0.9, logprobs=1)
+    form = StructuredOutputs(json={"type": "array", "items": {"type": "integer"}, "minItems": 3})
+    shaped = SamplingParams(max_tokens=30, seed=3, structured_outputs=form)
+    stopped = greedy(40, stop=["e"])
+    mixed = [greedy(90), sampled, shaped, stopped, greedy(5)]
+    deltas = []
+    for delta in llm.stream(PROMPTS[0], greedy(20)):
+        deltas += delta.token_ids
+        if len(deltas) > 7:
+            break  # its request is aborted on every rank
+    return (
+        ids_of(llm.generate(PROMPTS, mixed)),
+        ids_of(llm.generate(PROMPTS * 2, greedy(70))),  # found in the prefix cache
+        deltas,
+        llm.logits([3, 4, 5, 6]).tolist(),
+        repr(llm.score("the thin man", ["ran", "sat"], label_token_ids=[5, 6])),
+    )
+
+
+def test_ranks_answer_as_one_does():
+    options = {"spec": "ngram", "max_num_batched_tokens": 32}
+    with open_tiny(threads=1, **options) as alone:
+        expected = answers(alone)
+    llm = open_ranks(**options)
+    pids, peers = pids_of(llm), llm._engine._ranks
+    assert answers(llm) == expected
+    assert len(pids) == 1
+    wait_for(lambda: peers._others[0].num_steps == peers._num_steps)
+    assert peers._num_steps >= lockstep.WORD_STEPS
+    assert not peers._words._words, "those of both ranks were compared"
+    llm.close()
+    assert not any(map(is_alive, pids))
+    with open_ranks(4) as four:  # this process may meet others again
+        assert ids_of(four.generate(PROMPTS[0], greedy(90))) == [expected[0][0]]
+        assert len(pids_of(four)) == 3
+
+
+def assert_over(llm, pids, words):
+    """Every call fails at once, and no process is left."""
+    started = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match=words):
+            llm.generate("a", greedy(2))
+    assert time.monotonic() - started < 1
+    wait_for(lambda: not any(map(is_alive, pids)))
+    llm.close()
+
+
+def test_a_rank_that_is_killed_ends_the_call_under_way():
+    llm = open_ranks()
+    pids = pids_of(llm)
+    stream = llm.stream("the thin man", greedy(1900))
+    next(stream)
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=r"rank 1 was ended by signal SIGKILL"):
+        for _ in stream:
+            time.sleep(0.001)
+    assert_over(llm, pids, "rank 1 was ended by signal SIGKILL")
+
+
+def test_a_rank_that_hangs_ends_all(monkeypatch):
+    monkeypatch.setattr(ranks, "SILENT_S", 0.8)
+    monkeypatch.setattr(ranks, "TICK_S", 0.1)
+    llm = open_ranks()
+    pids = pids_of(llm)
+    os.kill(pids[0], signal.SIGSTOP)
+    llm.generate("a", greedy(2))  # with whole models on all ranks, nothing waits for it yet
+    wait_for(lambda: llm._engine._ranks.failure is not None)
+    assert_over(llm, pids, r"rank 1 hung for 0\.8 s")
+
+
+def test_ranks_that_come_apart_are_ended(caplog):
+    llm = open_ranks()
+    pids = pids_of(llm)
+    llm._engine._check_word._word += 1
+    with pytest.raises(EngineDeadError, match="rank 1 computed other tokens than rank 0") as caught:
+        for _ in range(50):
+            llm.generate("a", greedy(70))
+    assert str(caught.value).count("0x") == 2, "both words"
+    assert str(caught.value) in caplog.text
+    assert_over(llm, pids, "computed other tokens")
+
+
+def test_an_llm_that_is_dropped_leaves_no_process():
+    pids = pids_of(open_ranks())
+    gc.collect()
+    assert not any(map(is_alive, pids))
+
+
+def test_words_are_compared_when_the_last_is_in():
+    words = ranks._Words(3)
+    assert words.add(1, 64, 5) is None
+    assert words.add(0, 128, 9) is None
+    assert words.add(0, 64, 5) is None
+    assert words.add(2, 64, 5) is None
+    assert words.add(1, 128, 9) is None
+    assert words.add(2, 128, 8).startswith("rank 2 computed other tokens than rank 0: after 128 ")
+    assert not words._words
+
+
+def test_a_collective_that_fails_is_explained_by_the_rank_that_died(monkeypatch):
+    """Rank 0 meets the consequence before the cause is noticed."""
+    llm = open_ranks()
+    pids = pids_of(llm)
+
+    def fail(plan):
+        os.kill(pids[0], signal.SIGKILL)
+        raise RankLostError("rank 0 of 2 waited for the sum of (1, 2)")
+
+    monkeypatch.setattr(llm._engine.runner, "launch", fail)
+    with pytest.raises(EngineDeadError, match="rank 1 was ended by signal SIGKILL"):
+        llm.generate("a", greedy(2))
+    assert_over(llm, pids, "SIGKILL")
