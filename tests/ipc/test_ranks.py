@@ -1,0 +1,180 @@
+"""An engine of several processes: any of them may die, and all of them start again."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+import uvloop
+
+from tests.engine_process import (
+    Maker,
+    is_alive,
+    make_client,
+    open_client,
+    read,
+    wait_idle,
+    wait_restarted,
+    wait_until,
+)
+from tests.tiny_llm import LLAMA, greedy, open_tiny
+from tiercel.errors import ArgumentError, EngineDeadError
+from tiercel.ipc.supervisor import SupervisorSettings
+
+pytestmark = pytest.mark.reliability
+PATIENT = SupervisorSettings(first_delay_s=0.05, heartbeat_s=5.0, exit_grace_s=2.0)
+TWO = {"tensor_parallel_size": 2, "threads": 1, "max_num_batched_tokens": 16, "settings": PATIENT}
+
+
+@pytest.fixture(autouse=True)
+def _cpu_ranks(monkeypatch):
+    monkeypatch.setenv("TIERCEL_CPU_RANKS", "1")
+
+
+def run(main):
+    """Run a test on the event loop that the server has."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main(), 90))
+
+
+def ranks_of(client):
+    """Process ids of all ranks of a client's engine, in order."""
+    children = Path(f"/proc/{client.pid}/task").glob("*/children")
+    others = sorted(int(pid) for path in children for pid in path.read_text().split())
+    return [client.pid, *others]
+
+
+@contextlib.asynccontextmanager
+async def opened(**options):
+    client = await open_client(**(TWO | options))
+    try:
+        yield client, Maker(client.info)
+    finally:
+        ranks = ranks_of(client) if client.pid else []
+        await client.close()
+        await wait_until(lambda: not any(map(is_alive, ranks)))
+
+
+async def answer(client, make, num_tokens=20):
+    request = make("the thin man", greedy(num_tokens))
+    await read(client.submit(request))
+    return request.output_token_ids
+
+
+async def assert_dies(client, streams, ranks, words):
+    """Every stream ends within a second of the death, a busy machine gets more; nothing is left."""
+    started = perf_counter()
+    for stream in streams:
+        with pytest.raises(EngineDeadError, match="under way") as caught:
+            await read(stream)
+        assert (caught.value.http_status, caught.value.code) == (503, "engine_restarting")
+    assert perf_counter() - started < 5
+    await wait_until(lambda: client.failure is not None)
+    assert words in client.failure
+    await wait_until(lambda: not any(map(is_alive, ranks)))
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [
+        [1],
+        pytest.param([0], marks=pytest.mark.slow),
+        pytest.param([1, 2, 3], marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_killed_ends_all_and_they_come_back(victims, caplog):
+    """In decode, in prefill and while loading; then they answer as one rank does."""
+    size = {"tensor_parallel_size": 4 if len(victims) == 3 else 2}
+
+    async def main():
+        with open_tiny(threads=1) as alone:
+            expected = alone.generate("the thin man", greedy(20))[0].outputs[0].token_ids
+        async with opened(**size) as (client, make):
+            for restart, victim in enumerate(victims, 1):
+                assert await answer(client, make) == list(expected)
+                ranks = ranks_of(client)
+                assert len(ranks) == size["tensor_parallel_size"]
+                in_prefill = restart == 2
+                prompt, count = ([9] * 1800, 5) if in_prefill else ("a", 1500)
+                streams = [client.submit(make(prompt, greedy(count))) for _ in range(2)]
+                if in_prefill:
+                    await wait_until(lambda streams=streams: streams[0].entered_s is not None)
+                else:
+                    await anext(streams[0])
+                os.kill(ranks[victim], signal.SIGKILL)
+                words = f"rank {victim} was ended by signal SIGKILL" if victim else "SIGKILL"
+                await assert_dies(client, streams, ranks, words)
+                await wait_restarted(client, restart)
+            assert await answer(client, make) == list(expected)
+            await wait_idle(client, make)
+
+    with caplog.at_level(logging.ERROR):
+        run(main)
+    assert "last step" in caplog.text, "the requests that ran are suspects"
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("nan:0@3/1", "rank 1 computed other tokens than rank 0"),
+        pytest.param("oom@3/1", "rank 1 failed: step 3 ran out", marks=pytest.mark.slow),
+        pytest.param("raise@3/1", "rank 1 failed: RuntimeError: step 3", marks=pytest.mark.slow),
+        pytest.param("exit@3/1", "rank 1 ended with status 3", marks=pytest.mark.slow),
+        pytest.param("raise@3/0", "RuntimeError: step 3", marks=pytest.mark.slow),
+        pytest.param("sleep:40@3/1", "rank 1 hung for 30 s", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fault_of_one_rank_ends_all(monkeypatch, fault, words):
+    monkeypatch.setenv("TIERCEL_FAULTS", fault)
+
+    async def main():
+        async with opened(enable_fault_injection=True) as (client, make):
+            ranks = ranks_of(client)
+            streams = [client.submit(make("a", greedy(1500)))]
+            await assert_dies_in_time(client, streams, ranks, words)
+
+    run(main)
+
+
+async def assert_dies_in_time(client, streams, ranks, words):
+    """Like `assert_dies`; with whole models on all ranks the streams may end before."""
+    with contextlib.suppress(EngineDeadError):
+        for stream in streams:
+            await read(stream)
+    await wait_until(lambda: client.failure is not None, 45)
+    assert words in client.failure
+    await wait_until(lambda: not any(map(is_alive, ranks)))
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_while_it_loads_is_started_again(monkeypatch):
+    monkeypatch.setenv("TIERCEL_FAULTS", "exit@start/1")
+
+    async def main():
+        client = make_client(LLAMA, enable_fault_injection=True, **TWO)
+        await client.start()
+        with pytest.raises(EngineDeadError, match="rank 1 ended with status 3"):
+            await client.wait_ready()  # the second one ended alike
+        assert client.num_restarts == 1
+        await client.close()
+
+    run(main)
+
+
+def test_options_that_cannot_be_end_the_start(monkeypatch):
+    """Before another process is started, with the error of the option."""
+    monkeypatch.delenv("TIERCEL_CPU_RANKS")
+
+    async def main():
+        client = make_client(LLAMA, **TWO)
+        await client.start()
+        with pytest.raises(ArgumentError, match="needs 2 GPUs, but the device is the CPU"):
+            await client.wait_ready()
+        assert client.num_restarts == 0
+        await client.close()
+
+    run(main)
