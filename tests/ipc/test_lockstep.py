@@ -2,11 +2,15 @@
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from tests.ipc.lockstep_world import LockstepWorld
+from tiercel.engine.engine import RequestUpdate
 from tiercel.ipc import lockstep
+from tiercel.params import SamplingParams
+from tiercel.request.request import Request
 
 
 def check(seed, num_ranks):
@@ -49,6 +53,32 @@ def test_ranks_plan_alike(monkeypatch):
     kinds = ("preemptions", "hits", "drafts", "wrong drafts", "chunks", "late forms", "timed")
     for kind in (*kinds, "items", "abort", "stop", "length", "error"):
         assert seen[kind] > 10, kind
+
+
+def test_a_check_word_depends_on_every_id_and_its_place(monkeypatch):
+    monkeypatch.setattr(lockstep, "WORD_STEPS", 2)
+    first, second = (Request(n, [], SamplingParams(), 0, 0, frozenset(), 9) for n in "ab")
+    second.arrival = 5
+    scheduler = SimpleNamespace(num_preemptions=1, prefix_hits=64)
+
+    def word(*steps, scheduler=scheduler):
+        told = []
+        check = lockstep.CheckWord(lambda *pair: told.append(pair))
+        for ids in steps:
+            check.add(scheduler, [RequestUpdate(r, i) for r, i in ids])
+        ((num_steps, found),) = told
+        assert num_steps == 2
+        return found
+
+    one, other = [(first, (1, 2)), (second, (3,))], [(first, (4,))]
+    preempted = SimpleNamespace(num_preemptions=2, prefix_hits=64)
+    words = {
+        word(one, other), word(other, one), word(one, []), word([one[1], one[0]], other),
+        word([(first, (1,)), (second, (3,))], other), word([(second, (1, 2)), one[1]], other),
+        word(one, other, scheduler=preempted),
+    }  # fmt: skip
+    assert len(words) == 7
+    assert word(one, other) == word(one, other, []) == word(list(one), list(other))
 
 
 @pytest.mark.slow

@@ -99,7 +99,8 @@ def test_a_rank_that_is_killed_ends_all_and_they_come_back(victims, caplog):
                 ranks = ranks_of(client)
                 assert len(ranks) == size["tensor_parallel_size"]
                 in_prefill = restart == 2
-                prompt, count = ([9] * 1800, 5) if in_prefill else ("a", 1500)
+                # Contents that died before would be suspects.
+                prompt, count = ([9] * 1800, 5) if in_prefill else ([restart, 9], 1500)
                 streams = [client.submit(make(prompt, greedy(count))) for _ in range(2)]
                 if in_prefill:
                     await wait_until(lambda streams=streams: streams[0].entered_s is not None)
@@ -132,7 +133,8 @@ def test_a_fault_of_one_rank_ends_all(monkeypatch, fault, words):
     monkeypatch.setenv("TIERCEL_FAULTS", fault)
 
     async def main():
-        async with opened(enable_fault_injection=True) as (client, make):
+        settings = SupervisorSettings(first_delay_s=0.05)  # where a rank waits for another one
+        async with opened(enable_fault_injection=True, settings=settings) as (client, make):
             ranks = ranks_of(client)
             streams = [client.submit(make("a", greedy(1500)))]
             await assert_dies_in_time(client, streams, ranks, words)

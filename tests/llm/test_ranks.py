@@ -1,5 +1,6 @@
 """`LLM` with several ranks: the answers of one, and the end of all when one is lost."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -98,7 +99,8 @@ def test_a_rank_that_hangs_ends_all(monkeypatch):
     llm = open_ranks()
     pids = pids_of(llm)
     os.kill(pids[0], signal.SIGSTOP)
-    llm.generate("a", greedy(2))  # with whole models on all ranks, nothing waits for it yet
+    with contextlib.suppress(EngineDeadError):  # where a step waits for it
+        llm.generate("a", greedy(2))
     wait_for(lambda: llm._engine._ranks.failure is not None)
     assert_over(llm, pids, r"rank 1 hung for 0\.8 s")
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.tiny_llm import DATA, NAMES, PROMPTS, assert_idle, greedy, open_tiny
 from tiercel.errors import InvalidRequestError
+from tiercel.grammar.matcher import GrammarMatcher
 from tiercel.llm import LLM
 from tiercel.params import SamplingParams, StructuredOutputs
 
@@ -91,6 +92,23 @@ def test_neighbours_without_a_form_are_not_touched(llm):
         assert mixed[place].outputs[0].token_ids == alone[place].outputs[0].token_ids
     assert is_valid(mixed[0].outputs[0].text)
     assert mixed[2].outputs[0].text in ("yes", "no")
+
+
+def test_a_form_whose_masks_take_too_long_ends_alone(llm, monkeypatch):
+    fill = GrammarMatcher.fill_mask
+
+    def late(matcher, row):
+        fill(matcher, row)
+        matcher.is_late = matcher.is_accepting
+
+    monkeypatch.setattr(GrammarMatcher, "fill_mask", late)
+    plain = greedy(9)
+    shaped = greedy(9, structured_outputs=StructuredOutputs(regex="[a-z]{3,9}"))
+    alone = llm.generate(PROMPTS[1], plain)[0].outputs[0]
+    ended, other = (output.outputs[0] for output in llm.generate(PROMPTS[:2], [shaped, plain]))
+    assert (ended.finish_reason, ended.stop_reason) == ("error", "schema_too_complex")
+    assert ended.token_ids
+    assert other.token_ids == alone.token_ids
 
 
 def test_a_stream_has_the_same_answer(llm):

@@ -17,6 +17,7 @@ from cyclopts import Group, Parameter
 from tiercel import env
 from tiercel.cli.options import CommonOptions
 from tiercel.cli.terminal import one_line, write
+from tiercel.config import MAX_RANKS
 from tiercel.errors import ArgumentError
 from tiercel.kernels.native.library import describe_library, variants
 from tiercel.machine import read_memory, usable_cpus
@@ -42,6 +43,7 @@ def doctor(
         "driver": _driver(),
         "native_library": _native_library(),
         "fused_kernels": _fused_kernels(),
+        "several_gpus": _several_gpus(),
         "cache": _cache(),
     }
     if json:
@@ -165,6 +167,26 @@ def _fused_kernels() -> dict[str, str]:
         return {"error": one_line(str(error))}
     reasons = {name: device or refusals.get(name) for name in FUSED_PATHS}
     return {name: "can run" if no is None else no.reason for name, no in reasons.items()}
+
+
+def _several_gpus() -> dict[str, Any]:
+    """How many GPUs can compute one model, and by what they speak."""
+    try:
+        import torch
+        from torch import distributed as dist
+    except (ImportError, OSError):
+        return {"error": "PyTorch does not load"}
+    count = torch.cuda.device_count()
+    largest = min(MAX_RANKS, 1 << (count.bit_length() - 1)) if count else 1
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    facts: dict[str, Any] = {"largest_tensor_parallel_size": largest if has_nccl else 1}
+    if has_nccl and count:
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    if count > 1:
+        facts["peer_access"] = all(
+            torch.cuda.can_device_access_peer(0, other) for other in range(1, count)
+        )
+    return facts
 
 
 def _cache() -> dict[str, Any]:

@@ -65,6 +65,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         sampling_defaults: sampling defaults of the model's file.
         load_seconds: seconds of loading weights, without the import of PyTorch.
         packs_items: whether the model computes items to score after one prompt in one step.
+        tensor_parallel_size: processes that compute together, one GPU each.
     """
 
     model_name: str
@@ -91,6 +92,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     packs_items: bool = True
+    tensor_parallel_size: int = 1
 
     @property
     def longest_packed_item(self) -> int:

@@ -305,7 +305,8 @@ class Ranks:
 
     def give_up(self, error: BaseException) -> None:
         """End all ranks after an error of rank 0; see `Audience`."""
-        is_explained = isinstance(error, TiercelError) and not isinstance(error, RankLostError)
+        is_explained = isinstance(error, TiercelError | torch.OutOfMemoryError)
+        is_explained &= not isinstance(error, RankLostError)
         if not is_explained and isinstance(error, Exception):
             self._has_failed.wait(_NOTICE_S)  # it may follow from the death of another rank
         failure = self._cause or self.failure

@@ -151,4 +151,5 @@ def describe(loaded: LoadedModel, load_seconds: float) -> EngineInfo:
         sampling_defaults=source.sampling_defaults,
         load_seconds=load_seconds,
         packs_items=config.packs_items,
+        tensor_parallel_size=config.tensor_parallel_size,
     )

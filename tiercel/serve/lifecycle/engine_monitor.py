@@ -210,6 +210,8 @@ def _log_ready(model: ServedModel, url: str, *, needs_key: bool) -> None:
         "kv_cache_tokens": model.info.capacity_tokens,
         "device": model.info.device,
     }
+    if model.info.tensor_parallel_size > 1:
+        fields["ranks"] = model.info.tensor_parallel_size
     _LOG.info("ready", extra={"fields": fields})
     key = " -H 'authorization: Bearer '$TIERCEL_API_KEY" if needs_key else ""
     path = "chat/completions"
