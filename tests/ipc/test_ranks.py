@@ -121,7 +121,7 @@ def test_a_rank_that_is_killed_ends_all_and_they_come_back(victims, caplog):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("nan:0@3/1", "rank 1 computed other tokens than rank 0"),
+        pytest.param("nan:0@3/1", "rank 1 computed other tokens", marks=pytest.mark.slow),
         pytest.param("oom@3/1", "rank 1 failed: step 3 ran out", marks=pytest.mark.slow),
         pytest.param("raise@3/1", "rank 1 failed: RuntimeError: step 3", marks=pytest.mark.slow),
         pytest.param("exit@3/1", "rank 1 ended with status 3", marks=pytest.mark.slow),

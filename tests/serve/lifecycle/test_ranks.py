@@ -29,7 +29,8 @@ def command_of(pid):
     "signum", [signal.SIGTERM, *(pytest.param(s, marks=pytest.mark.slow) for s in (2, 9))]
 )
 def test_a_signal_ends_every_process(tiny, log_path, signum):
-    with start_server(tiny, "-tp", 2, log_path=log_path, env=CPU_RANKS) as server:
+    quick = ("-tp", 2, "--enable-fault-injection")  # which leaves out rehearsals
+    with start_server(tiny, *quick, log_path=log_path, env=CPU_RANKS) as server:
         assert len(processes_of(server)) == 2
         assert " ranks=2" in server.log
         children = children_of(server.process.pid)
