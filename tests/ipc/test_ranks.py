@@ -21,6 +21,7 @@ from tests.engine_process import (
     wait_restarted,
     wait_until,
 )
+from tests.gguf_files import tiny_model
 from tests.tiny_llm import LLAMA, greedy, open_tiny
 from tiercel.errors import ArgumentError, EngineDeadError
 from tiercel.ipc.supervisor import SupervisorSettings
@@ -33,6 +34,12 @@ TWO = {"tensor_parallel_size": 2, "threads": 1, "max_num_batched_tokens": 16, "s
 @pytest.fixture(autouse=True)
 def _cpu_ranks(monkeypatch):
     monkeypatch.setenv("TIERCEL_CPU_RANKS", "1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model whose heads and widths 4 ranks can share."""
+    return tiny_model(tmp_path_factory.mktemp("ranks") / "tiny.gguf", head_dim=32, context=2048)
 
 
 def run(main):
@@ -49,8 +56,8 @@ def ranks_of(client):
 
 
 @contextlib.asynccontextmanager
-async def opened(**options):
-    client = await open_client(**(TWO | options))
+async def opened(model, **options):
+    client = await open_client(model, **(TWO | options))
     try:
         yield client, Maker(client.info)
     finally:
@@ -86,14 +93,14 @@ async def assert_dies(client, streams, ranks, words):
         pytest.param([1, 2, 3], marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_is_killed_ends_all_and_they_come_back(victims, caplog):
+def test_a_rank_that_is_killed_ends_all_and_they_come_back(model, victims, caplog):
     """In decode, in prefill and while loading; then they answer as one rank does."""
     size = {"tensor_parallel_size": 4 if len(victims) == 3 else 2}
 
     async def main():
-        with open_tiny(threads=1) as alone:
+        with open_tiny(model, threads=1) as alone:
             expected = alone.generate("the thin man", greedy(20))[0].outputs[0].token_ids
-        async with opened(**size) as (client, make):
+        async with opened(model, **size) as (client, make):
             for restart, victim in enumerate(victims, 1):
                 assert await answer(client, make) == list(expected)
                 ranks = ranks_of(client)
@@ -129,12 +136,12 @@ def test_a_rank_that_is_killed_ends_all_and_they_come_back(victims, caplog):
         pytest.param("sleep:40@3/1", "rank 1 hung for 30 s", marks=pytest.mark.slow),
     ],
 )
-def test_a_fault_of_one_rank_ends_all(monkeypatch, fault, words):
+def test_a_fault_of_one_rank_ends_all(model, monkeypatch, fault, words):
     monkeypatch.setenv("TIERCEL_FAULTS", fault)
 
     async def main():
         settings = SupervisorSettings(first_delay_s=0.05)  # where a rank waits for another one
-        async with opened(enable_fault_injection=True, settings=settings) as (client, make):
+        async with opened(model, enable_fault_injection=True, settings=settings) as (client, make):
             ranks = ranks_of(client)
             streams = [client.submit(make("a", greedy(1500)))]
             await assert_dies_in_time(client, streams, ranks, words)
@@ -153,11 +160,11 @@ async def assert_dies_in_time(client, streams, ranks, words):
 
 
 @pytest.mark.slow
-def test_a_rank_that_ends_while_it_loads_is_started_again(monkeypatch):
+def test_a_rank_that_ends_while_it_loads_is_started_again(model, monkeypatch):
     monkeypatch.setenv("TIERCEL_FAULTS", "exit@start/1")
 
     async def main():
-        client = make_client(LLAMA, enable_fault_injection=True, **TWO)
+        client = make_client(model, enable_fault_injection=True, **TWO)
         await client.start()
         with pytest.raises(EngineDeadError, match="rank 1 ended with status 3"):
             await client.wait_ready()  # the second one ended alike

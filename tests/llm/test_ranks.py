@@ -7,9 +7,11 @@ import signal
 import time
 from collections import deque
 
+import numpy as np
 import pytest
 
 from tests.engine_process import is_alive
+from tests.gguf_files import tiny_model
 from tests.patience import wait_for
 from tests.tiny_llm import PROMPTS, greedy, ids_of, open_tiny
 from tiercel.errors import EngineDeadError, RankLostError
@@ -24,8 +26,14 @@ def _cpu_ranks(monkeypatch):
     monkeypatch.setenv("TIERCEL_CPU_RANKS", "1")
 
 
-def open_ranks(size=2, **options):
-    return open_tiny(tensor_parallel_size=size, threads=1, **options)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model whose heads and widths 4 ranks can share."""
+    return tiny_model(tmp_path_factory.mktemp("ranks") / "tiny.gguf", head_dim=32, context=2048)
+
+
+def open_ranks(model, size=2, **options):
+    return open_tiny(model, tensor_parallel_size=size, threads=1, **options)
 
 
 def pids_of(llm):
@@ -33,7 +41,7 @@ def pids_of(llm):
 
 
 def answers(llm):
-    """Answers of every kind, in a row."""
+    """Answers of every kind, in a row: token ids, and values."""
     sampled = SamplingParams(max_tokens=30, seed=7, n=2, top_p=0.9, logprobs=1)
     form = StructuredOutputs(json={"type": "array", "items": {"type": "integer"}, "minItems": 3})
     shaped = SamplingParams(max_tokens=30, seed=3, structured_outputs=form)
@@ -44,22 +52,25 @@ def answers(llm):
         deltas += delta.token_ids
         if len(deltas) > 7:
             break  # its request is aborted on every rank
-    return (
+    found = (
         ids_of(llm.generate(PROMPTS, mixed)),
         ids_of(llm.generate(PROMPTS * 2, greedy(70))),  # found in the prefix cache
         deltas,
-        llm.logits([3, 4, 5, 6]).tolist(),
-        repr(llm.score("the thin man", ["ran", "sat"], label_token_ids=[5, 6])),
     )
+    scores = llm.score("the thin man", ["ran", "sat"], label_token_ids=[5, 6])
+    return found, [llm.logits([3, 4, 5, 6]), scores.logprobs]
 
 
-def test_ranks_answer_as_one_does():
+def test_ranks_answer_as_one_does(model):
     options = {"spec": "ngram", "max_num_batched_tokens": 32}
-    with open_tiny(threads=1, **options) as alone:
-        expected = answers(alone)
-    llm = open_ranks(**options)
+    with open_tiny(model, threads=1, **options) as alone:
+        expected, expected_values = answers(alone)
+    llm = open_ranks(model, **options)
     pids, peers = pids_of(llm), llm._engine._ranks
-    assert answers(llm) == expected
+    found, values = answers(llm)
+    assert found == expected
+    for mine, alone in zip(values, expected_values, strict=True):
+        np.testing.assert_allclose(mine, alone, atol=2e-5)  # sums of parts are rounded otherwise
     assert len(pids) == 1
     wait_for(lambda: peers._others[0].num_steps == peers._num_steps)
     assert peers._num_steps >= lockstep.WORD_STEPS
@@ -69,11 +80,11 @@ def test_ranks_answer_as_one_does():
 
 
 @pytest.mark.slow
-def test_four_ranks_answer_as_one_does():
-    with open_tiny(threads=1) as alone:
+def test_four_ranks_answer_as_one_does(model):
+    with open_tiny(model, threads=1) as alone:
         expected = ids_of(alone.generate(PROMPTS, greedy(90)))
     for _ in range(2):  # this process may meet others again
-        with open_ranks(4) as llm:
+        with open_ranks(model, 4) as llm:
             assert ids_of(llm.generate(PROMPTS, greedy(90))) == expected
             assert len(pids_of(llm)) == 3
 
@@ -89,8 +100,8 @@ def assert_over(llm, pids, words):
     llm.close()
 
 
-def test_a_rank_that_is_killed_ends_the_call_under_way():
-    llm = open_ranks()
+def test_a_rank_that_is_killed_ends_the_call_under_way(model):
+    llm = open_ranks(model)
     pids = pids_of(llm)
     stream = llm.stream("the thin man", greedy(1900))
     next(stream)
@@ -100,10 +111,10 @@ def test_a_rank_that_is_killed_ends_the_call_under_way():
     assert_over(llm, pids, "rank 1 was ended by signal SIGKILL")
 
 
-def test_a_rank_that_hangs_ends_all(monkeypatch):
+def test_a_rank_that_hangs_ends_all(model, monkeypatch):
     monkeypatch.setattr(ranks, "SILENT_S", 0.8)
     monkeypatch.setattr(ranks, "TICK_S", 0.1)
-    llm = open_ranks()
+    llm = open_ranks(model)
     pids = pids_of(llm)
     os.kill(pids[0], signal.SIGSTOP)
     with contextlib.suppress(EngineDeadError):  # where a step waits for it
@@ -112,11 +123,12 @@ def test_a_rank_that_hangs_ends_all(monkeypatch):
     assert_over(llm, pids, r"rank 1 hung for 0\.8 s")
 
 
-def test_ranks_that_come_apart_are_ended(caplog):
-    llm = open_ranks()
+def test_ranks_that_come_apart_are_ended(model, caplog):
+    llm = open_ranks(model)
     pids = pids_of(llm)
     llm._engine._check_word._word += 1
-    llm.generate("a", greedy(70))
+    with contextlib.suppress(EngineDeadError):
+        llm.generate("a", greedy(70))
     wait_for(lambda: llm._engine._ranks.failure is not None)
     assert str(llm._engine._ranks.failure).count("0x") == 2, "both words"
     assert_over(llm, pids, "rank 1 computed other tokens than rank 0")
@@ -124,8 +136,8 @@ def test_ranks_that_come_apart_are_ended(caplog):
 
 
 @pytest.mark.slow
-def test_an_llm_that_is_dropped_leaves_no_process():
-    pids = pids_of(open_ranks())
+def test_an_llm_that_is_dropped_leaves_no_process(model):
+    pids = pids_of(open_ranks(model))
     gc.collect()
     assert not any(map(is_alive, pids))
 
@@ -142,9 +154,9 @@ def test_words_are_compared_when_the_last_is_in():
 
 
 @pytest.mark.slow
-def test_a_collective_that_fails_is_explained_by_the_rank_that_died(monkeypatch):
+def test_a_collective_that_fails_is_explained_by_the_rank_that_died(model, monkeypatch):
     """Rank 0 meets the consequence before the cause is noticed."""
-    llm = open_ranks()
+    llm = open_ranks(model)
     pids = pids_of(llm)
 
     def fail(plan):
