@@ -146,7 +146,8 @@ def load_model(
     if gc.isenabled():  # else whoever paused it decides
         gc.collect()  # the garbage of loading, so that no collection delays the first request
     peers.begin()
-    engine.runner.faults = faults
+    if peers.rank == 0:  # elsewhere they begin with the message that the warm-up is over
+        engine.runner.faults = faults
     matchers = peers.matchers(tokenizer, source.config.vocab_size)
     return LoadedModel(source, config, tokenizer, engine, matchers, faults, peers)
 
