@@ -49,6 +49,7 @@ TOGGLES = {
     "TIERCEL_PREFILL_MMQ": env.has_prefill_mmq,
     "TIERCEL_FUSED_GEMM": env.has_fused_gemm,
     "TIERCEL_BLOCK_KERNEL": env.has_block_kernel,
+    "TIERCEL_LINEAR_GROUP": env.has_linear_group,
     "TIERCEL_MOE_KERNEL": env.has_moe_kernel,
     "TIERCEL_MHC_KERNEL": env.has_mhc_kernel,
     "TIERCEL_ROPE_KERNEL": env.has_rope_kernel,

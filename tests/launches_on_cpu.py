@@ -22,6 +22,7 @@ HERE = Path(__file__).parent / "cuda_on_cpu"
 STAND_INS = {
     "speculation/ngram_ptx.cuh": "ngram_device",
     "include/hopper.cuh": "hopper_device",
+    "block/linear_group_ptx.cuh": "linear_group_device",
 }
 INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 

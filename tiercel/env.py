@@ -17,7 +17,7 @@ _SWITCHES = tuple(
     f"TIERCEL_{name}"
     for name in (
         *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "PREFILL_MMQ", "FUSED_GEMM"),
-        "BLOCK_KERNEL",
+        *("BLOCK_KERNEL", "LINEAR_GROUP"),
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
         *("SYNC_DEBUG", "MOE_KERNEL", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
         *("MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL", "COMPRESS_KERNEL", "NATIVE"),
@@ -125,6 +125,14 @@ def has_block_kernel() -> bool:
     Without, PyTorch operators decode them in each product.
     """
     return read_flag("TIERCEL_BLOCK_KERNEL", default=True)
+
+
+def has_linear_group() -> bool:
+    """Whether ``TIERCEL_LINEAR_GROUP`` lets matrices of one x be multiplied in one launch.
+
+    For up to 16 tokens of DeepSeek-V4; more take other kernels, so ``TIERCEL_EXACT`` forbids it.
+    """
+    return read_flag("TIERCEL_LINEAR_GROUP", default=True) and not is_exact()
 
 
 def has_prefill_mmq() -> bool:

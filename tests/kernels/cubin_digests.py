@@ -25,6 +25,7 @@ from tests.kernels.test_rtc import PACKED_SOURCES, SOURCES, gemm_cases
 from tiercel.kernels.attention import decode_attention_split, rotary_kv_write
 from tiercel.kernels.collectives.all_reduce import DTYPES as ALL_REDUCE_DTYPES
 from tiercel.kernels.collectives.all_reduce import all_reduce_source
+from tiercel.kernels.block import linear_group
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.packed import packed_mmq
@@ -96,6 +97,14 @@ def packed_sources() -> Iterator[rtc.KernelSource]:
             yield packed_mmq.mmq_source(name, torch.float16, config, in_file=in_file)
 
 
+def linear_group_sources() -> Iterator[rtc.KernelSource]:
+    """Products of a group of matrices: each format and all, each input, both classes of tokens."""
+    for kinds, given, tokens in itertools.product((1, 2, 3, 4, 6, 7), (0, 1, 2), (1, 16)):
+        for columns in (1024, 4096):
+            config = linear_group.select_linear_group(columns, tokens)
+            yield linear_group.cuda_source(kinds, given, config)
+
+
 def ngram_sources() -> Iterator[rtc.KernelSource]:
     """Searches, and the index of one, for tokens and lengths of 4 and 8 bytes."""
     for token_bytes, length_bytes in itertools.product((4, 8), (4, 8)):
@@ -120,6 +129,7 @@ def all_sources() -> list[rtc.KernelSource]:
     sources += [*fused_sources(), *ngram_sources()]
     for ranks, dtype in itertools.product((2, 4, 8), ALL_REDUCE_DTYPES):
         sources.append(all_reduce_source(ranks, dtype))
+    sources += [*fused_sources(), *linear_group_sources(), *ngram_sources()]
     return list(dict.fromkeys(sources))
 
 

@@ -18,6 +18,7 @@ from tiercel.errors import InternalError
 from tiercel.kernels.attention import rotary_kv_write
 from tiercel.kernels.attention.prefill_attention import cuda_source, select_prefill_attention
 from tiercel.kernels.collectives.all_reduce import all_reduce_source
+from tiercel.kernels.block import linear_group
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.packed.packed_dequantize import dequantize_source
@@ -274,6 +275,15 @@ def test_all_reduce_compiles_as_designed(ranks, dtype, arch, tmp_path):
     assert len(re.findall(r"ST\S*\.128\.STRONG\.SYS", text)) == 2 * (ranks - 1)
     assert len(re.findall(r"LD\S*\.128\.STRONG\.SYS", text)) == 2 * ranks
     assert ("ACQBULK" in text and "PREEXIT" in text) == (arch != "sm_80" and arch != "sm_89")
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("given", [linear_group.PLAIN, linear_group.NORMED, linear_group.ROTATED])
+def test_linear_group_keeps_its_units_in_registers(given, tokens, tmp_path):
+    """All formats in one kernel, two CTAs of 8 warps on a multiprocessor for few tokens."""
+    config = linear_group.select_linear_group(4096, tokens)
+    source = linear_group.cuda_source(7, given, config)
+    cubin = compile_here(source, tmp_path)
+    check_no_spills(source, tmp_path)
+    assert registers_of(cubin, tmp_path) * 256 * config.ctas <= 65536
 
 
 @pytest.mark.parametrize("head_dim", rotary_kv_write.HEAD_DIMS)

@@ -49,6 +49,11 @@
 #define TAIL 0
 #define WGS 3
 
+// ---- block: linear_group.py
+#define INPUT 0
+#define KINDS 7
+#define TILES 1
+
 // ---- fused: fused_decode_step.py, fused_layer_tail.py
 #define ANY_SIX 0
 #define ATTENDED 2048

@@ -1,0 +1,266 @@
+"""Up to 16 tokens times matrices of several formats that read the same x, in one launch.
+
+cuda/block/linear_group.cu multiplies tiles of 16 rows on tensor cores, from E4M3 with scales of
+blocks, Q8_0 in planes, or bfloat16. What is around the products of a DeepSeek-V4 layer is part of
+the launch: the norm or the inverse rotation of x, the clamped SwiGLU of gate and up, a sum that the
+result is added to.
+
+Floor: the planes once, x once for each CTA from L2, the results once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tiercel.kernels.runtime import rtc
+
+MAX_TOKENS = 16
+MAX_MATRICES = 8  # MOST_MATRICES of the kernel
+CAPABILITY = (8, 0)  # products of bfloat16
+TILE_ROWS, PAIR_ROWS = 16, 8
+UNIT_BYTES = 128  # of a row
+KINDS = ("FP8_BLOCK", "BF16", "Q8_0")  # numbers and bits of the kernel
+PLAIN, NORMED, ROTATED = 0, 1, 2  # INPUT of the kernel
+_WARPS = 8  # of a CTA
+_FEW_TOKENS = 8  # of one column of a tensor core product
+_SUM_BYTES = 512  # of a warp's sums and 8 tokens
+
+
+class LinearGroupConfig(NamedTuple):
+    """A launch.
+
+    Attributes:
+        tokens: of x at most, 8 or 16.
+        parts: warps that share a tile's columns; decides the order of sums.
+        tiles: of a CTA.
+        stages: units of a warp in flight.
+        ctas: on a multiprocessor, for the registers.
+    """
+
+    tokens: int
+    parts: int
+    tiles: int
+    stages: int
+    ctas: int
+
+
+def select_linear_group(columns: int, num_tokens: int) -> LinearGroupConfig:
+    """Choose the launch; the order of sums follows from the columns alone.
+
+    Two CTAs of 8 warps with two units each keep 64 KB of a multiprocessor in flight at 128
+    registers; 16 tokens take 237 (NVRTC 13.0 for sm_90a, nothing spilled).
+
+    Args:
+        columns: of the matrices.
+        num_tokens: rows of x.
+    """
+    units = columns // UNIT_BYTES
+    parts = next(parts for parts in (8, 4, 2, 1) if parts == 1 or units >= 2 * parts)
+    if num_tokens <= _FEW_TOKENS:
+        return LinearGroupConfig(_FEW_TOKENS, parts, _WARPS // parts, 2, 2)
+    return LinearGroupConfig(MAX_TOKENS, parts, _WARPS // parts, 3, 1)
+
+
+def unit_columns(dtype: torch.dtype) -> int:
+    """Columns of a unit of weights."""
+    return UNIT_BYTES // dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlanes:
+    """A matrix as the kernel reads it, and where its results go.
+
+    Attributes:
+        weights: (rows, columns) float8_e4m3fn, bfloat16 or int8; rows a multiple of 16 bytes apart.
+        out: (tokens, rows), of a pair half as many rows; bfloat16 or float32; rows may be strided.
+        scales: of E4M3 (row blocks, column blocks) uint8 E8M0 or float32; of Q8_0 (rows, columns /
+            32) float16; contiguous columns.
+        block: rows and columns of a scale of E4M3; columns are a multiple of 128.
+        num_groups: groups of rows with columns of x of their own, each a multiple of 16 rows.
+        is_pair: the rows of gate, then those of up: the result is the clamped SwiGLU.
+        addend: (tokens, rows) float32 that the product is added to; rows may be strided.
+    """
+
+    weights: Tensor
+    out: Tensor
+    scales: Tensor | None = None
+    block: tuple[int, int] = (1, 1)
+    num_groups: int = 1
+    is_pair: bool = False
+    addend: Tensor | None = None
+
+    @property
+    def kind(self) -> int:
+        """Place in `KINDS`."""
+        dtypes = (torch.float8_e4m3fn, torch.bfloat16, torch.int8)
+        return dtypes.index(self.weights.dtype)
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of 16 rows, or of 8 pairs."""
+        rows = PAIR_ROWS if self.is_pair else TILE_ROWS
+        return -(-self.out.shape[1] // rows)
+
+
+class GroupInput(NamedTuple):
+    """What happens to x: at most one of norm and rotation.
+
+    Attributes:
+        norm: weight (columns,) float32 and eps.
+        rotation: positions (tokens,) int64 and table (positions, 2, half) float32; the last 2 *
+            half channels of each head are turned by the negative angle.
+        head_dim: channels of a head.
+        limit: of the clamped SwiGLU; None for no clamp.
+    """
+
+    norm: tuple[Tensor, float] | None = None
+    rotation: tuple[Tensor, Tensor] | None = None
+    head_dim: int = 1
+    limit: float | None = None
+
+    @property
+    def kind(self) -> int:
+        """INPUT of the kernel."""
+        if self.norm is not None:
+            return NORMED
+        return PLAIN if self.rotation is None else ROTATED
+
+
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
+
+
+class _Matrix(ctypes.Structure):
+    """`Matrix` of the kernel."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("weights", "scales", "out", "addend")),
+        ("row_bytes", _LONG),
+        *((name, _INT) for name in ("kind", "rows", "first_block", "group_rows")),
+        *((name, _INT) for name in ("scale_stride", "scale_rows", "scale_columns")),
+        *((name, _INT) for name in ("is_wide_scale", "out_stride", "is_float_out")),
+        *((name, _INT) for name in ("addend_stride", "is_pair")),
+    )
+
+
+class _Group(ctypes.Structure):
+    """`Group` of the kernel."""
+
+    _fields_ = (("matrices", _Matrix * MAX_MATRICES), ("count", _INT))
+
+
+class _Input(ctypes.Structure):
+    """`Input` of the kernel."""
+
+    _fields_ = (
+        ("x", _POINTER),
+        ("stride", _LONG),
+        ("num_tokens", _INT),
+        ("columns", _INT),
+        *((name, _POINTER) for name in ("norm_weight", "positions", "table")),
+        ("eps", ctypes.c_float),
+        ("head", _INT),
+        ("rotary", _INT),
+        ("limit", ctypes.c_float),
+    )
+
+
+@functools.cache
+def cuda_source(kinds: int, kind_of_input: int, config: LinearGroupConfig) -> rtc.KernelSource:
+    """The kernel for some formats, a bit each in the order of `KINDS`."""
+    macros = (
+        ("IS_BF16", 1),
+        ("KINDS", kinds),
+        ("TOKENS", config.tokens),
+        ("PARTS", config.parts),
+        ("TILES", config.tiles),
+        ("STAGES", config.stages),
+        ("CTAS", config.ctas),
+        ("INPUT", kind_of_input),
+    )
+    return rtc.KernelSource("linear_group", macros)
+
+
+def smem_bytes(columns: int, kind_of_input: int, config: LinearGroupConfig) -> int:
+    """Dynamic shared memory of a CTA: sums of warps, and x if it is normed."""
+    sums = config.parts * config.tiles * (config.tokens // _FEW_TOKENS) * _SUM_BYTES
+    x = config.tokens * (2 * columns + 16) if kind_of_input == NORMED else 0
+    return x + (sums if config.parts > 1 else 0)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _matrix(planes: GroupPlanes, first_block: int) -> _Matrix:
+    rows, scales, addend = planes.weights.shape[0], planes.scales, planes.addend
+    return _Matrix(
+        planes.weights.data_ptr(),
+        _address(scales),
+        planes.out.data_ptr(),
+        _address(addend),
+        planes.weights.stride(0) * planes.weights.element_size(),
+        planes.kind,
+        planes.out.shape[1],
+        first_block,
+        rows // planes.num_groups,
+        0 if scales is None else scales.stride(0),
+        *planes.block,
+        int(scales is not None and scales.dtype == torch.float32),
+        planes.out.stride(0),
+        int(planes.out.dtype == torch.float32),
+        0 if addend is None else addend.stride(0),
+        int(planes.is_pair),
+    )
+
+
+def launch_linear_group(
+    x: Tensor,
+    matrices: Sequence[GroupPlanes],
+    given: GroupInput,
+    config: LinearGroupConfig,
+) -> None:
+    """Enqueue on the current stream; the op has checked and allocated.
+
+    Args:
+        x: (tokens, groups * columns) bfloat16; rows a multiple of 16 bytes apart.
+        matrices: 1 to `MAX_MATRICES`, of equal columns, each with rows.
+        given: what happens to x.
+        config: from `select_linear_group`.
+    """
+    num_tokens, columns = x.shape[0], matrices[0].weights.shape[1]
+    if num_tokens == 0:
+        return
+    group, blocks, kinds = _Group(count=len(matrices)), 0, 0
+    for place, planes in enumerate(matrices):
+        group.matrices[place] = _matrix(planes, blocks)
+        blocks += -(-planes.num_tiles // config.tiles)
+        kinds |= 1 << planes.kind
+    norm_weight, eps = given.norm or (None, 0.0)
+    positions, table = given.rotation or (None, None)
+    inputs = _Input(
+        x.data_ptr(),
+        x.stride(0),
+        num_tokens,
+        columns,
+        *map(_address, (norm_weight, positions, table)),
+        eps,
+        given.head_dim,
+        0 if table is None else 2 * table.shape[2],
+        given.limit or 0.0,
+    )
+    source = cuda_source(kinds, given.kind, config)
+    smem = smem_bytes(columns, given.kind, config)
+    rtc.launch(
+        rtc.load_kernel(source, x.device, smem),
+        blocks,
+        32 * config.parts * config.tiles,
+        [group, inputs],
+        is_dependent=rtc.is_dependent(x.device),
+    )

@@ -1,0 +1,366 @@
+// linear_group: up to 16 tokens times matrices of several formats that read the same x, in one
+// launch. Layouts: at the parameters. Host side, floor: kernels/block/linear_group.py.
+//
+// A tile is 16 rows of a matrix, the rows of a 16 x 8 tensor core product whose columns are tokens.
+// PARTS warps share a tile's columns and add their sums in order; a CTA has TILES tiles of one
+// matrix. Lanes 4 g + t hold rows g and g + 8. A lane loads 16 bytes (Q8_0: 8) of consecutive
+// columns of a row and takes the same columns of x, whichever the product's order of columns would
+// be: a sum has no order of its operands, so neither x nor weights are rearranged.
+//
+// Weights are requested before the wait for the kernel ahead, and a warp keeps STAGES units of 128
+// bytes a row in flight. Sums are float32 in an order that follows from the matrix and PARTS alone:
+// a token's bits depend on no other token.
+//
+// Macros: IS_BF16 (1), KINDS (1: FP8 in blocks, 2: bfloat16, 4: Q8_0, added), TOKENS (8 or 16),
+// PARTS, TILES, STAGES, CTAS (an SM), INPUT (0: x as it is, 1: normed, 2: heads rotated back).
+#include "block/linear_group_ptx.cuh"
+#include "include/attention_ptx.cuh"
+
+#define WARPS (PARTS * TILES)
+#define COLUMN_TILES (TOKENS / 8)
+#define MOST_MATRICES 8
+#define FP8 0
+#define BF16 1
+#define Q8_0 2
+
+struct Matrix {
+  const u8* weights;    // rows of row_bytes
+  const u8* scales;     // FP8: E8M0 bytes or float32; Q8_0: fp16, one for 32 columns
+  void* out;            // (tokens, rows), rows of out_stride elements
+  const float* addend;  // (tokens, rows), rows of addend_stride: added to the product; or null
+  i64 row_bytes;
+  int kind, rows, first_block;
+  int group_rows;    // rows with one part of x; all rows without groups
+  int scale_stride;  // elements from one row of scales to the next
+  int scale_rows, scale_columns;  // FP8: of a scale
+  int is_wide_scale;              // float32
+  int out_stride, is_float_out, addend_stride;
+  int is_pair;  // rows are gate rows, as many up rows follow: SwiGLU of the two
+};
+struct Group {
+  Matrix matrices[MOST_MATRICES];
+  int count;
+};
+struct Input {
+  const u16* x;  // (num_tokens, ...) bf16, rows of stride elements
+  i64 stride;
+  int num_tokens, columns;  // of a matrix
+  // INPUT 1: of the norm. 2: positions of tokens, (positions, 2, rotary / 2) cosines and sines.
+  const float* norm_weight;
+  const i64* positions;
+  const float* table;
+  float eps;
+  int head, rotary;  // channels of a head, of them the last that rotate
+  float limit;       // of the clamped SwiGLU; 0 for none
+};
+
+// Registers of a lane for a unit of its two rows: 128 bytes a row among four lanes, and of x.
+struct Unit {
+  uint4 weights[2][2];  // [row][piece]
+  uint2 scales[2];      // [row]
+  uint4 x[COLUMN_TILES][4];
+};
+
+DEV u32 word_of(const uint4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
+
+template <int KIND> struct Shape {
+  static constexpr int COLUMNS = KIND == BF16 ? 64 : 128;  // of a unit
+  static constexpr int RUNS = KIND == BF16 ? 2 : 4;        // of 8 columns of x that a lane takes
+};
+// The first of 8 columns of a lane's run within a unit.
+template <int KIND> DEV int run_column(int run, int t) {
+  if (KIND == FP8) return 64 * (run / 2) + 16 * t + 8 * (run % 2);
+  return 32 * run + 8 * t;
+}
+
+// Two bf16 of E4M3 in the bytes 0 and 2, and of those in the bytes 1 and 3. NaN counts as 480.
+DEV void widen_e4m3(u32 bytes, u32& even, u32& odd) {
+  // E4M3 as bf16 bits is its value times 2^-120.
+  const u32 low = bytes << 8;
+  const u32 a = (low & 0x80008000u) | (low >> 4 & 0x07F007F0u);
+  const u32 b = (bytes & 0x80008000u) | (bytes >> 4 & 0x07F007F0u);
+  even = fma_bf16x2(a, 0x7B807B80u, 0x80008000u), odd = fma_bf16x2(b, 0x7B807B80u, 0x80008000u);
+}
+// The same of signed bytes: 128 + (low 7 bits) less 128, or 256 if the byte is negative.
+DEV void widen_int8(u32 bytes, u32& even, u32& odd) {
+  const u32 high = bytes >> 8;
+  const u32 minus_one = 0xBF80BF80u;
+  even = fma_bf16x2((bytes & 0x00800080u) | 0x43004300u, minus_one,
+                    (bytes & 0x007F007Fu) | 0x43004300u);
+  odd = fma_bf16x2((high & 0x00800080u) | 0x43004300u, minus_one,
+                   (high & 0x007F007Fu) | 0x43004300u);
+}
+DEV float e8m0_to_float(u32 byte) {
+  return __uint_as_float(byte == 255 ? 0x7FC00000u : byte == 0 ? 1u << 22 : byte << 23);
+}
+
+// ---- what a lane reads
+struct Rows {
+  const u8* weights[2];
+  const u8* scales[2];
+};
+template <int KIND> DEV Rows find_rows(const Matrix& m, int tile, int lane) {
+  Rows rows;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // Rows after the last one are read as the last one, and not stored.
+    const int row = m.is_pair ? min(8 * tile + lane / 4, m.rows - 1) + half * m.rows
+                              : min(16 * tile + lane / 4 + 8 * half, m.rows - 1);
+    rows.weights[half] = m.weights + row * m.row_bytes;
+    if (KIND == FP8)
+      rows.scales[half] =
+          m.scales + (i64)(row / m.scale_rows) * m.scale_stride * (m.is_wide_scale ? 4 : 1);
+    if (KIND == Q8_0) rows.scales[half] = m.scales + (i64)row * m.scale_stride * 2;
+  }
+  return rows;
+}
+template <int KIND> DEV void fetch(Unit& unit, const Matrix& m, const Rows& rows, int at, int t) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const u8* from = rows.weights[half] + at * 128;
+#pragma unroll
+    for (int piece = 0; piece < 2; ++piece) {
+      if (KIND == Q8_0) {
+        const uint2 first = load_weights8(from + 64 * piece + 8 * t);
+        const uint2 second = load_weights8(from + 64 * piece + 32 + 8 * t);
+        unit.weights[half][piece] = make_uint4(first.x, first.y, second.x, second.y);
+      } else {
+        unit.weights[half][piece] = load_weights16(from + 64 * piece + 16 * t);
+      }
+    }
+    if (KIND == FP8) {
+      const int column = at * 128 / m.scale_columns;
+      unit.scales[half].x = m.is_wide_scale ? load_scale_word(rows.scales[half] + 4 * column)
+                                            : load_scale_byte(rows.scales[half] + column);
+    }
+    if (KIND == Q8_0) unit.scales[half] = load_weights8(rows.scales[half] + 8 * at);
+  }
+}
+
+#if INPUT == 1
+// Rows of x in shared memory lie 16 bytes further apart than they are long: no bank conflicts.
+DEV int row_of_x(int columns) { return 2 * columns + 16; }
+
+DEV void norm_input(const Input& in, u8* memory) {
+  const int lane = threadIdx.x % 32;
+  for (int token = (int)threadIdx.x / 32; token < in.num_tokens; token += WARPS) {
+    const uint4* from = (const uint4*)(in.x + token * in.stride);
+    float squares = 0.f;
+    for (int run = lane; run < in.columns / 8; run += 32) {
+      const uint4 v = __ldcg(from + run);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float a, b;
+        unpack(word_of(v, i), a, b);
+        squares += a * a + b * b;
+      }
+    }
+#pragma unroll
+    for (int step = 16; step; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
+    const float scale = rsqrtf(squares / in.columns + in.eps);
+    for (int run = lane; run < in.columns / 8; run += 32) {
+      const uint4 v = __ldcg(from + run);
+      u32 words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float a, b;
+        unpack(word_of(v, i), a, b);
+        const float* weight = in.norm_weight + 8 * run + 2 * i;
+        words[i] = pack(a * scale * weight[0], b * scale * weight[1]);
+      }
+      *(uint4*)(memory + token * row_of_x(in.columns) + 16 * run) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+  __syncthreads();
+}
+#endif
+#if INPUT == 2
+// Pairs of the last channels of a head, turned by the negative angle.
+DEV uint4 rotate_back(uint4 v, const Input& in, int column, i64 position) {
+  const int channel = column % in.head - (in.head - in.rotary);
+  if (channel < 0) return v;
+  const float* angles = in.table + position * in.rotary + channel / 2;
+  u32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float a, b;
+    unpack(word_of(v, i), a, b);
+    const float cos = angles[i], sin = angles[in.rotary / 2 + i];
+    words[i] = pack(a * cos + b * sin, b * cos - a * sin);
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+#endif
+
+template <int KIND>
+DEV void fetch_x(Unit& unit, const Input& in, const u8* memory, int first_column, int at) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int tile = 0; tile < COLUMN_TILES; ++tile) {
+    const int token = lane / 4 + 8 * tile;
+#pragma unroll
+    for (int run = 0; run < Shape<KIND>::RUNS; ++run) {
+      unit.x[tile][run] = make_uint4(0, 0, 0, 0);
+      if (token >= in.num_tokens) continue;
+      const int column =
+          first_column + at * Shape<KIND>::COLUMNS + run_column<KIND>(run, lane % 4);
+#if INPUT == 1
+      unit.x[tile][run] = *(const uint4*)(memory + token * row_of_x(in.columns) + 2 * column);
+#else
+      unit.x[tile][run] = __ldcg((const uint4*)(in.x + token * in.stride + column));
+#endif
+#if INPUT == 2
+      unit.x[tile][run] = rotate_back(unit.x[tile][run], in, column, in.positions[token]);
+#endif
+    }
+  }
+}
+
+template <int KIND> DEV void multiply_unit(float (&sums)[COLUMN_TILES][4], const Matrix& m,
+                                           const Unit& unit) {
+#pragma unroll
+  for (int run = 0; run < Shape<KIND>::RUNS; ++run) {
+    const int piece = KIND == BF16 ? run : run / 2;
+    float part[COLUMN_TILES][4] = {};
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+      u32 a[4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4& w = unit.weights[half][piece];
+        if (KIND == BF16) a[half] = word_of(w, 2 * step), a[half + 2] = word_of(w, 2 * step + 1);
+        const u32 bytes = word_of(w, 2 * (run % 2) + step);
+        if (KIND == FP8) widen_e4m3(bytes, a[half], a[half + 2]);
+        if (KIND == Q8_0) widen_int8(bytes, a[half], a[half + 2]);
+      }
+#pragma unroll
+      for (int tile = 0; tile < COLUMN_TILES; ++tile) {
+        const u32 low = word_of(unit.x[tile][run], 2 * step);
+        const u32 high = word_of(unit.x[tile][run], 2 * step + 1);
+        if (KIND == BF16)
+          mma_bf16(sums[tile], a, low, high);
+        else  // columns 0 and 2, then 1 and 3, as weights are widened
+          mma_bf16(part[tile], a, __byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
+      }
+    }
+    if (KIND == BF16) continue;
+    float scales[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint2 s = unit.scales[half];
+      if (KIND == FP8) scales[half] = m.is_wide_scale ? __uint_as_float(s.x) : e8m0_to_float(s.x);
+      if (KIND == Q8_0) scales[half] = fp16_to_float((run / 2 ? s.y : s.x) >> 16 * (run % 2));
+    }
+#pragma unroll
+    for (int tile = 0; tile < COLUMN_TILES; ++tile)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[tile][i] += part[tile][i] * scales[i / 2];
+  }
+}
+
+// A warp's part of a tile: units part, part + PARTS, ...
+template <int KIND> DEV void multiply(float (&sums)[COLUMN_TILES][4], const Matrix& m,
+                                      const Input& in, u8* memory, int tile) {
+  const int lane = threadIdx.x % 32, part = threadIdx.x / 32 % PARTS;
+  const int units = in.columns / Shape<KIND>::COLUMNS;
+  const Rows rows = find_rows<KIND>(m, tile, lane);
+  const int first_column = min(16 * tile, m.rows - 1) / m.group_rows * in.columns;
+  Unit ring[STAGES];
+#pragma unroll
+  for (int stage = 0; stage < STAGES; ++stage)
+    if (part + stage * PARTS < units)
+      fetch<KIND>(ring[stage], m, rows, part + stage * PARTS, lane % 4);
+  wait_for_predecessor();
+#if INPUT == 1
+  norm_input(in, memory);
+#endif
+#pragma unroll
+  for (int stage = 0; stage < STAGES; ++stage)
+    if (part + stage * PARTS < units)
+      fetch_x<KIND>(ring[stage], in, memory, first_column, part + stage * PARTS);
+  for (int first = part; first < units; first += STAGES * PARTS) {
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+      const int at = first + stage * PARTS, next = at + STAGES * PARTS;
+      if (at >= units) break;
+      multiply_unit<KIND>(sums, m, ring[stage]);
+      if (next >= units) continue;
+      fetch<KIND>(ring[stage], m, rows, next, lane % 4);
+      fetch_x<KIND>(ring[stage], in, memory, first_column, next);
+    }
+  }
+}
+
+DEV void store(const Matrix& m, int token, int row, float value) {
+  const i64 at = (i64)token * m.out_stride + row;
+  if (m.addend) value += __ldcg(m.addend + (i64)token * m.addend_stride + row);
+  if (m.is_float_out)
+    ((float*)m.out)[at] = value;
+  else
+    ((u16*)m.out)[at] = (u16)pack(value, 0.f);
+}
+DEV float swiglu(float gate, float up, float limit) {
+  if (limit > 0.f) {  // NaN stays NaN
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+  }
+  return gate / (1.f + __expf(-gate)) * up;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS)
+    linear_group(const __grid_constant__ Group group, const __grid_constant__ Input in) {
+  let_dependents_start();
+  SHARED_MEMORY(memory);
+  int index = 0;
+  for (int i = 1; i < group.count; ++i)
+    index += (int)blockIdx.x >= group.matrices[i].first_block;
+  const Matrix& m = group.matrices[index];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int tile = (blockIdx.x - m.first_block) * TILES + warp / PARTS;
+  float sums[COLUMN_TILES][4] = {};
+#if KINDS & 1
+  if (m.kind == FP8) multiply<FP8>(sums, m, in, memory, tile);
+#endif
+#if KINDS & 2
+  if (m.kind == BF16) multiply<BF16>(sums, m, in, memory, tile);
+#endif
+#if KINDS & 4
+  if (m.kind == Q8_0) multiply<Q8_0>(sums, m, in, memory, tile);
+#endif
+#if PARTS > 1
+#if INPUT == 1
+  u8* place = memory + TOKENS * row_of_x(in.columns);
+#else
+  u8* place = memory;
+#endif
+  float* own = (float*)place + (warp * COLUMN_TILES * 32 + lane) * 4;
+#pragma unroll
+  for (int i = 0; i < COLUMN_TILES; ++i)
+    *(float4*)(own + i * 128) = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+  __syncthreads();
+  if (warp % PARTS) return;
+#pragma unroll
+  for (int part = 1; part < PARTS; ++part)
+#pragma unroll
+    for (int i = 0; i < COLUMN_TILES; ++i) {
+      const float4 v = *(const float4*)(own + (part * COLUMN_TILES + i) * 128);
+      sums[i][0] += v.x, sums[i][1] += v.y, sums[i][2] += v.z, sums[i][3] += v.w;
+    }
+#endif
+#pragma unroll
+  for (int i = 0; i < COLUMN_TILES; ++i)
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      const int token = 8 * i + 2 * (lane % 4) + column, row = lane / 4;
+      if (token >= in.num_tokens) continue;
+      const float first = sums[i][column], second = sums[i][2 + column];
+      if (m.is_pair) {
+        if (8 * tile + row < m.rows)
+          store(m, token, 8 * tile + row, swiglu(first, second, in.limit));
+        continue;
+      }
+      if (16 * tile + row < m.rows) store(m, token, 16 * tile + row, first);
+      if (16 * tile + row + 8 < m.rows) store(m, token, 16 * tile + row + 8, second);
+    }
+}
