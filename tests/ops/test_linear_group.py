@@ -165,6 +165,8 @@ def test_groups_behind_the_inverse_rotation(make):
     x = make_x(3, 3 * 128)
     found = run(x, matrices, rotation=rotation)
     check(found, wanted(x, matrices, rotation=rotation), ROUNDED)
+    (short,) = run(x, matrices, rotation=(rotation[0].int(), table, HEAD))
+    assert torch.equal(short, found[0])
 
 
 @pytest.mark.usefixtures("on_kernel")

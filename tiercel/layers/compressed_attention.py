@@ -21,9 +21,9 @@ from tiercel.layers.compressor import Compressor
 from tiercel.layers.indexer import Indexer
 from tiercel.layers.latent_cache import LatentFormat, Planes
 from tiercel.layers.linear import Linear
+from tiercel.layers.linear_group import multiply_group, multiply_rotated_back
 from tiercel.layers.norm import RMSNorm
 from tiercel.layers.step_index import CompressStep, StepIndex
-from tiercel.ops.grouped_linear import grouped_linear
 from tiercel.ops.latent_rope import latent_rope
 from tiercel.ops.sparse_attention import sparse_attention
 from tiercel.ops.sparse_attention_torch import PagedEntries
@@ -149,24 +149,34 @@ class CompressedAttention:
     def __call__(self, x: Tensor, step: StepIndex) -> Tensor:
         """(T, hidden) normed to (T, hidden), after writing the step's vectors and entries."""
         parts, table = self._projections, self._projections.table
-        qr = parts.q_norm(parts.q_a(x))
-        q = parts.q_b(qr).view(-1, self._sink.shape[0], self.latents.head_dim)
+        compression, heads = self.compression, [parts.q_b]
+        project = [] if compression is None else [compression.project]
+        if compression is not None and compression.indexer is not None:
+            heads.append(compression.indexer.q_proj)
+        qa, kv, *projected = multiply_group(x, [parts.q_a, parts.kv, *project])
+        q, *index_q = multiply_group(qa, heads, parts.q_norm)
+        q = q.view(-1, self._sink.shape[0], self.latents.head_dim)
         q = latent_rope(q, step.positions, table, eps=parts.eps)
         rotation, norm = (step.positions, table), (parts.eps, parts.kv_norm)
-        self.latents.write_kv(self._window, parts.kv(x), step.kv_slots, rotation, norm)
+        self.latents.write_kv(self._window, kv, step.kv_slots, rotation, norm)
         chosen, entries = None, None
-        if self.compression is not None:
-            entries = step.compressed[self.compression.ratio]
-            chosen = self._compress(self.compression, x, qr, step, entries)
+        if compression is not None:
+            entries = step.compressed[compression.ratio]
+            chosen = self._compress(compression, projected[0], index_q, step, entries)
         out = self._attend(q, step, entries, chosen)
-        out = latent_rope(out, step.positions, table, inverse=True)
-        return self._output.wo_b(grouped_linear(out, self._output.wo_a, self._output.num_groups))
+        output = self._output
+        out = multiply_rotated_back(out, output.wo_a, output.num_groups, rotation)
+        return multiply_group(out, [output.wo_b])[0]
 
     def _compress(
-        self, parts: Compression, x: Tensor, qr: Tensor, step: StepIndex, entries: CompressStep
+        self,
+        parts: Compression,
+        projected: Tensor,
+        index_q: list[Tensor],
+        step: StepIndex,
+        entries: CompressStep,
     ) -> Tensor | None:
         """Write the entries that complete; returns those that the indexer chooses."""
-        projected = parts.project(x)
         width = parts.compressor.width
         kv, gate, *rest = projected.split_with_sizes(
             [width, width, *_index_widths(parts.indexer, projected.shape[1] - 2 * width)], dim=1
@@ -178,7 +188,7 @@ class CompressedAttention:
             return None
         index_kv, index_gate, weights = rest
         parts.indexer.write_keys(index_kv, index_gate, self._entries, self._inputs, entries)
-        return parts.indexer(qr, weights, self._entries, step, entries)
+        return parts.indexer(index_q[0], weights, self._entries, step, entries)
 
     def _attend(
         self, q: Tensor, step: StepIndex, entries: CompressStep | None, chosen: Tensor | None

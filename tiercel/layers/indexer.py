@@ -50,12 +50,12 @@ class Indexer:
         self.latents.write_index(planes, keys, step.entry_slots)
 
     def __call__(
-        self, qr: Tensor, weights: Tensor, planes: Planes, step: StepIndex, entries: CompressStep
+        self, q: Tensor, weights: Tensor, planes: Planes, step: StepIndex, entries: CompressStep
     ) -> Tensor:
         """Choose entries.
 
         Args:
-            qr: (T, q_lora_rank), normed.
+            q: (T, heads * index_dim), of `q_proj`.
             weights: (T, heads) float32, of the heads' scores.
             planes: of the entries, the step's own among them.
             step: the step.
@@ -64,7 +64,7 @@ class Indexer:
         Returns:
             (T, k) int32 entries of each token's sequence, then -1.
         """
-        q = self.q_proj(qr).view(-1, self.num_heads, self.latents.index_dim)
+        q = q.view(-1, self.num_heads, self.latents.index_dim)
         return indexer_topk(
             self.latents.index_queries(q, step.positions, self.table),
             weights,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tiercel.layers.linear import Linear
-from tiercel.ops.moe_experts import clamped_swiglu, moe_experts
+from tiercel.layers.linear_group import GateUp, add_product, multiply_group
+from tiercel.ops.moe_experts import moe_experts
 from tiercel.ops.moe_experts_torch import Experts
 from tiercel.ops.moe_route import moe_route, moe_route_hash
 from tiercel.parallel import SINGLE, Group
@@ -32,9 +33,8 @@ class Router:
     topk: int
     scale: float
 
-    def __call__(self, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts (T, topk) int64 and their weights (T, topk) float32, of x (T, hidden)."""
-        logits = self.gate(x)
+    def __call__(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts (T, topk) int64 and their weights (T, topk) float32, of logits of `gate`."""
         if self.table is not None:
             return moe_route_hash(logits, self.table, token_ids, scale=self.scale)
         assert self.bias is not None, "a router has a bias or a table"
@@ -54,11 +54,6 @@ class SharedExpert:
     gate_up: Linear
     down: Linear
     limit: float | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(T, hidden) to (T, hidden)."""
-        gate, up = self.gate_up(x).chunk(2, dim=1)
-        return self.down(clamped_swiglu(gate, up, self.limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +86,10 @@ class MoE:
 
         token_ids: (T,) int32, the input tokens, for a table.
         """
-        ids, weights = self.router(x, token_ids)
+        shared = self.shared
+        gate_up = GateUp(shared.gate_up, shared.limit)
+        logits, h = multiply_group(x, [self.router.gate, gate_up])
+        ids, weights = self.router(logits, token_ids)
         if self.first_expert is not None:
             ids, weights = own_pairs(ids, weights, self.first_expert, self.experts.num_experts)
         routed = moe_experts(
@@ -103,7 +101,7 @@ class MoE:
             rounds_activations=self.rounds_activations,
             out_dtype=torch.float32,  # the sum of both is rounded once
         )
-        return self.group.all_reduce(routed.add_(self.shared(x)))
+        return self.group.all_reduce(add_product(h, shared.down, routed))
 
 
 def own_pairs(

@@ -17,7 +17,7 @@ from tiercel.ops import linear_group_torch as torch_ops
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 
-MAX_TOKENS = kernel.MAX_TOKENS
+MAX_TOKENS, MAX_MATRICES = kernel.MAX_TOKENS, kernel.MAX_MATRICES
 _TILE = kernel.TILE_ROWS
 _OUT_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -100,6 +100,14 @@ def matrix_refusal(matrix: GroupMatrix) -> str:
     return next((reason for is_so, reason in reasons if is_so), "")
 
 
+def rotation_refusal(head_dim: int, table: Tensor) -> str:
+    """Why the kernel does not rotate some heads; "" if it does."""
+    width = 2 * table.shape[2]
+    if head_dim % 8 or width % 8:  # a lane rotates 8 channels of one head, all or none
+        return f"{width} rotated channels of {head_dim} are no multiples of 8"
+    return ""
+
+
 def _format_refusal(weight: GroupWeight) -> str:
     if isinstance(weight, Q8Planes):
         return ""
@@ -146,9 +154,9 @@ def linear_group(
         matrices: 1 to 8, of which `matrix_refusal` refuses none, with equal numbers of columns.
         norm: weight (in,) float32 and eps of an RMSNorm that x passes first; it is rounded to
             bfloat16. None for none.
-        rotation: positions (tokens,) int64, table (max_positions, 2, half) float32 and channels of
-            a head: the inverse rotation of `latent_rope` that x passes first, likewise. Not
-            together with a norm.
+        rotation: positions (tokens,) int32 or int64, table (max_positions, 2, half) float32 and
+            channels of a head: the inverse rotation of `latent_rope` that x passes first, likewise.
+            Not together with a norm.
         limit: of the clamped SwiGLU of pairs, > 0; None for no clamp.
 
     Returns:
@@ -200,9 +208,9 @@ def _check(
     rotation: tuple[Tensor, Tensor, int] | None,
     limit: float | None,
 ) -> None:
-    if not 1 <= len(matrices) <= kernel.MAX_MATRICES:
+    if not 1 <= len(matrices) <= MAX_MATRICES:
         raise ArgumentError(
-            f"linear_group: {len(matrices)} matrices.", hint=f"Pass 1 to {kernel.MAX_MATRICES}."
+            f"linear_group: {len(matrices)} matrices.", hint=f"Pass 1 to {MAX_MATRICES}."
         )
     reasons = (input_refusal(x), *(matrix_refusal(matrix) for matrix in matrices))
     reason = next((reason for reason in reasons if reason), "")
@@ -253,19 +261,18 @@ def _check_rotation(x: Tensor, positions: Tensor, table: Tensor, head_dim: int) 
     width = 2 * table.shape[2] if table.dim() == 3 else 0
     sound = (
         positions.shape == x.shape[:1]
-        and positions.dtype == torch.int64
+        and positions.dtype in (torch.int32, torch.int64)
         and positions.is_contiguous()
         and table.dtype == torch.float32
         and head_dim > 0
         and x.shape[1] % head_dim == 0
         and 0 < width <= head_dim
-        # A lane turns 8 channels of one head, all or none.
-        and head_dim % 8 == 0 == width % 8
+        and not rotation_refusal(head_dim, table)
     )
     if not sound:
         raise ArgumentError(
             f"linear_group: positions are {tuple(positions.shape)} {positions.dtype}, the table "
             f"{tuple(table.shape)} {table.dtype}, heads of {head_dim} in x {tuple(x.shape)}.",
-            hint="Pass (tokens,) torch.int64, (positions, 2, half) torch.float32 and whole heads, "
+            hint="Pass (tokens,) of integers, (positions, 2, half) torch.float32 and whole heads, "
             "of which and of whose rotated channels 8 is a factor.",
         )

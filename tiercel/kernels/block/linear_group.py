@@ -114,8 +114,8 @@ class GroupInput(NamedTuple):
 
     Attributes:
         norm: weight (columns,) float32 and eps.
-        rotation: positions (tokens,) int64 and table (positions, 2, half) float32; the last 2 *
-            half channels of each head are turned by the negative angle.
+        rotation: positions (tokens,) int32 or int64 and table (positions, 2, half) float32; the
+            last 2 * half channels of each head are turned by the negative angle.
         head_dim: channels of a head.
         limit: of the clamped SwiGLU; None for no clamp.
     """
@@ -168,6 +168,7 @@ class _Input(ctypes.Structure):
         ("head", _INT),
         ("rotary", _INT),
         ("limit", ctypes.c_float),
+        ("has_long_positions", _INT),
     )
 
 
@@ -254,6 +255,7 @@ def launch_linear_group(
         given.head_dim,
         0 if table is None else 2 * table.shape[2],
         given.limit or 0.0,
+        int(positions is not None and positions.dtype == torch.int64),
     )
     source = cuda_source(kinds, given.kind, config)
     smem = smem_bytes(columns, given.kind, config)

@@ -47,11 +47,12 @@ struct Input {
   int num_tokens, columns;  // of a matrix
   // INPUT 1: of the norm. 2: positions of tokens, (positions, 2, rotary / 2) cosines and sines.
   const float* norm_weight;
-  const i64* positions;
+  const void* positions;
   const float* table;
   float eps;
   int head, rotary;  // channels of a head, of them the last that rotate
   float limit;       // of the clamped SwiGLU; 0 for none
+  int has_long_positions;  // of 64 bits, not of 32
 };
 
 // Registers of a lane for a unit of its two rows: 128 bytes a row among four lanes, and of x.
@@ -176,6 +177,10 @@ DEV void norm_input(const Input& in, u8* memory) {
 }
 #endif
 #if INPUT == 2
+DEV i64 position_of(const Input& in, int token) {
+  return in.has_long_positions ? ((const i64*)in.positions)[token]
+                               : ((const int*)in.positions)[token];
+}
 // Pairs of the last channels of a head, turned by the negative angle.
 DEV uint4 rotate_back(uint4 v, const Input& in, int column, i64 position) {
   const int channel = column % in.head - (in.head - in.rotary);
@@ -211,7 +216,7 @@ DEV void fetch_x(Unit& unit, const Input& in, const u8* memory, int first_column
       unit.x[tile][run] = __ldcg((const uint4*)(in.x + token * in.stride + column));
 #endif
 #if INPUT == 2
-      unit.x[tile][run] = rotate_back(unit.x[tile][run], in, column, in.positions[token]);
+      unit.x[tile][run] = rotate_back(unit.x[tile][run], in, column, position_of(in, token));
 #endif
     }
   }

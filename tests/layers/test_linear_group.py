@@ -1,0 +1,126 @@
+"""Layers that read one x: in one launch where a kernel takes them, else one after the other."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ops.test_linear_group import make_bf16, make_fp8, relative_error
+from tiercel.layers import linear_group as layer
+from tiercel.layers.linear import Linear
+from tiercel.layers.linear_group import (
+    GateUp,
+    add_product,
+    group_refusal,
+    multiply_group,
+    multiply_rotated_back,
+)
+from tiercel.layers.norm import RMSNorm
+from tiercel.ops import linear_group as op
+from tiercel.ops.block_quantize import block_quantize
+from tiercel.ops.linear import LinearWeight
+from tiercel.quant_types import QuantType
+
+IN, OUT = 256, 40
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The op takes tensors of any device; the matrices of each launch."""
+    found = []
+
+    def count(x, matrices, **options):
+        found.append(len(matrices))
+        return op.linear_group(x, matrices, **options)
+
+    monkeypatch.setattr(op, "device_refusal", lambda device: "")
+    monkeypatch.setattr(layer, "linear_group", count)
+    return found
+
+
+def make_linear(*segments, **options):
+    rows = sum(segment.shape[0] for segment in segments)
+    return Linear(LinearWeight(segments, (rows, IN)), **options)
+
+
+def make_parts(device):
+    """Formats side by side, float32 results, two segments in one layer."""
+    return [
+        make_linear(make_fp8((OUT, IN), device=device)),
+        make_linear(
+            make_fp8((OUT, IN), device=device),
+            make_bf16((24, IN), device),
+            out_dtype=torch.float32,
+        ),
+        GateUp(make_linear(make_fp8((OUT, IN), device=device)), 0.5),
+    ]
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_one_launch_gives_what_single_layers_give(has_norm, calls, device):
+    x = torch.randn(3, IN, device=device).bfloat16()
+    norm = RMSNorm(torch.rand(IN, device=device), 1e-6, torch.bfloat16) if has_norm else None
+    parts = make_parts(device)
+    found = multiply_group(x, parts, norm)
+    assert calls == [4]
+    alone = [part(x if norm is None else norm(x)) for part in parts]
+    assert [(one.dtype, one.shape) for one in found] == [(one.dtype, one.shape) for one in alone]
+    for one, other in zip(found, alone, strict=True):
+        assert relative_error(one, other.double().cpu()) < 1e-2
+
+
+def test_a_total_takes_a_product(calls, device):
+    x = torch.randn(3, IN, device=device).bfloat16()
+    linear = make_linear(make_fp8((OUT, IN), device=device), make_bf16((24, IN), device))
+    total = torch.randn(3, OUT + 24, device=device)
+    wanted = total + linear(x)
+    assert add_product(x, linear, total) is total
+    assert calls == [2]
+    assert relative_error(total, wanted.double().cpu()) < 1e-2
+    short = total.bfloat16()
+    assert add_product(x, linear, short) is short
+    assert calls == [2]
+
+
+def test_heads_are_rotated_back_before_the_product(calls, device):
+    weight, table = make_fp8((48, IN), device=device), torch.randn(9, 2, 8, device=device)
+    x = torch.randn(2, 12, 64, device=device).bfloat16()
+    rotation = (torch.tensor([8, 3], device=device), table)
+    found = multiply_rotated_back(x, weight, 3, rotation)
+    assert calls == [1]
+    odd = (rotation[0], table[:, :, :7])
+    assert multiply_rotated_back(x, weight, 3, odd).shape == (2, 48)
+    assert calls == [1]
+    many = (torch.tensor([8, 3] * 10, device=device), table)
+    wanted = multiply_rotated_back(x.repeat(10, 1, 1), weight, 3, many)
+    assert calls == [1]
+    assert relative_error(found, wanted[:2].double().cpu()) < 1e-2
+
+
+def test_refusals(calls, device):
+    x = torch.randn(2, IN, device=device).bfloat16()
+    parts = make_parts(device)
+    assert group_refusal(x, parts, None) == ""
+    assert "17 tokens" in group_refusal(x[:1].expand(17, -1), parts, None)
+    wide = RMSNorm(torch.ones(IN, device=device), 1e-6, torch.float32)
+    assert group_refusal(x, parts, wide) == "the norm gives torch.float32"
+    rounded = make_linear(make_fp8((OUT, IN), device=device), rounds_input=True)
+    assert "rounds its input" in group_refusal(x, [rounded], None)
+    biased = make_linear(make_bf16((OUT, IN), device), bias=torch.ones(OUT, device=device))
+    assert "bias" in group_refusal(x, [biased], None)
+    mixed = GateUp(make_linear(make_fp8((OUT, IN)), make_bf16((OUT, IN))), None)
+    assert group_refusal(x, [mixed], None) == "gate and up have different formats"
+    fp4 = make_linear(block_quantize(torch.randn(OUT, IN), QuantType.MXFP4))
+    assert "MXFP4" in group_refusal(x, [fp4], None)
+    own = Linear(LinearWeight((replace(parts[0].weight, segments=()),), (OUT, IN)))
+    assert group_refusal(x, [own], None) == "a matrix rests in a form of its own"
+    assert "9 matrices" in group_refusal(x, [parts[0]] * 9, None)
+    assert not calls
+
+
+def test_a_cpu_multiplies_one_after_the_other():
+    x = torch.randn(2, IN).bfloat16()
+    parts = make_parts("cpu")
+    assert group_refusal(x, parts, None) == "there is no kernel on cpu"
+    for one, part in zip(multiply_group(x, parts), parts, strict=True):
+        assert torch.equal(one, part(x))
