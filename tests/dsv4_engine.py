@@ -197,6 +197,8 @@ def watched(found: dict[str, Tensor]):
         def call(self, *args):
             result = originals[name](self, *args)
             value = result[0] if isinstance(result, tuple) else result
+            if name == "streams":
+                value = value.settled()
             found[f"layers.{counts[name]}.{name}"] = value.clone()
             counts[name] += 1
             return result

@@ -6,11 +6,14 @@ import torch
 from tests.dsv4_cases import captured, case, poison, strided
 from tiercel.errors import ArgumentError
 from tiercel.kernels.fused import mhc_mix as kernel
+from tiercel.ops import mhc_mix as op
 from tiercel.ops.mhc_mix import (
     mhc_mix_collapse,
     mhc_mix_post,
     mhc_mix_pre,
     mhc_mix_refusal,
+    mhc_mix_step,
+    step_refusal,
 )
 from tiercel.ops.rms_norm import rms_norm
 from tiercel.reference import mhc_mix as oracle
@@ -201,6 +204,90 @@ def test_kernels_match_oracle(shape, dtype, device):
     assert out[-1].isnan().all()
     expected = oracle.post_sum(*(tensor.cpu() for tensor in (streams, y, post, comb)))
     check_kernel(out[:-1], expected, dtype)
+
+
+def run_step(before, weights, norm, out_dtype):
+    """Streams, x, post and comb of a step's kernels in poisoned memory, with a row of guard."""
+    streams = before[0]
+    num_tokens, n, hidden = streams.shape
+    nan, device = float("nan"), streams.device
+    out = torch.full((num_tokens + 1, n, hidden), nan, dtype=streams.dtype, device=device)
+    x = torch.full((num_tokens + 1, hidden), nan, dtype=out_dtype, device=device)
+    post = torch.full((num_tokens + 1, n), nan, device=device)
+    comb = torch.full((num_tokens + 1, n, n), nan, device=device)
+    parts = torch.full(kernel.step_parts_shape(num_tokens, n, hidden), nan, device=device)
+    results = (out, x, post, comb)
+    kernel.launch_mhc_mix_step(
+        before, weights, parts, out[:-1], x[:-1], (post[:-1], comb[:-1]), norm, (1e-6, 1e-6, 1e-3),
+        ITERS,
+    )  # fmt: skip
+    assert all(tensor[-1].isnan().all() for tensor in results)
+    return tuple(tensor[:-1] for tensor in results)
+
+
+@pytest.mark.parametrize("dtype", KERNEL, ids=str)
+@pytest.mark.parametrize("shape", KERNEL_SHAPES)
+def test_a_step_matches_oracle(shape, dtype, device):
+    """The post of one block and the pre of the next; x is of the streams as they were rounded."""
+    num_tokens, n, hidden = shape
+    streams, *weights = make_case(*shape, dtype, device)
+    y = strided(torch.randn(num_tokens, hidden, device=device))
+    before = (
+        streams,
+        y,
+        torch.rand(num_tokens, n, device=device),
+        torch.rand(num_tokens, n, n, device=device),
+    )
+    norm = torch.randn(hidden, device=device)
+    out, x, post, comb = run_step(before, weights, norm, torch.float32)
+    check_kernel(out, oracle.post_sum(*(tensor.cpu() for tensor in before)), dtype)
+    arguments = [tensor.cpu() for tensor in (out, *weights)]
+    pre, expected_post, expected_comb = oracle.coefficients(*arguments, 1e-6, 1e-6, ITERS)
+    mixed = oracle.pre_sum(arguments[0], pre)
+    mean = mixed.square().mean(1, keepdim=True)
+    check_kernel(x, mixed / (mean + 1e-3).sqrt() * norm.double().cpu(), torch.float32)
+    check_kernel(post, expected_post, torch.float32)
+    check_kernel(comb, expected_comb, torch.float32)
+
+
+def test_a_step_has_the_same_bits_in_any_launch_of_few(device):
+    streams, *weights = make_case(9, 4, 160, torch.bfloat16, device)
+    norm = torch.randn(160, device=device)
+    update = (torch.randn(9, 160), torch.rand(9, 4), torch.rand(9, 4, 4))
+    before = (streams, *(tensor.to(device) for tensor in update))
+    every = run_step(before, weights, norm, torch.bfloat16)
+    for first, last in ((0, 1), (3, 8)):
+        part = tuple(tensor[first:last] for tensor in before)
+        some = run_step(part, weights, norm, torch.bfloat16)
+        for one, all_of_them in zip(some, every, strict=True):
+            assert torch.equal(one, all_of_them[first:last])
+
+
+@pytest.mark.parametrize("is_kernel", [False, True])
+def test_a_step_is_a_post_and_a_pre(is_kernel, device, monkeypatch):
+    if is_kernel:
+        monkeypatch.setattr(op, "mhc_mix_refusal", lambda streams, is_product=False: "")
+    streams, *weights = make_case(3, 4, 96, torch.float32, device)
+    y = torch.randn(3, 96, device=device)
+    _, post, comb = mhc_mix_pre(streams, *weights, **OPTIONS)
+    options = {"norm_weight": torch.randn(96, device=device), "norm_eps": 1e-5}
+    options |= {"out_dtype": torch.float32, **OPTIONS}
+    found = mhc_mix_step(streams, (y, post, comb), *weights, **options)
+    between = mhc_mix_post(streams, y, post, comb)
+    expected = (between, *mhc_mix_pre(between, *weights, **options))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+    with pytest.raises(ArgumentError, match="y, post and comb are"):
+        mhc_mix_step(streams, (y[:, :95], post, comb), *weights, **options)
+
+
+def test_refusals_of_a_step(device):
+    streams = torch.randn(17, 4, 96, device=device)
+    assert step_refusal(streams, streams[:, 0]) == "17 tokens are more than 16"
+    y = torch.randn(96, 3, device=device).mT
+    assert step_refusal(streams[:3], y) == "the channels of y are not next to each other"
+    here = step_refusal(streams[:3], streams[:3, 0])
+    assert here == ("" if streams.is_cuda else "the streams are not on a GPU")
 
 
 def test_many_tokens_match_oracle(device):

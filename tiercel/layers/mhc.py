@@ -7,12 +7,29 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tiercel.layers.norm import RMSNorm
-from tiercel.ops.mhc_mix import mhc_mix_collapse, mhc_mix_post, mhc_mix_pre
+from tiercel.ops.mhc_mix import mhc_mix_collapse, mhc_mix_post, mhc_mix_pre, mhc_mix_step
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """Residual streams, and the output of the last block, which the next one writes back.
+
+    Attributes:
+        streams: (T, n, hidden), before the output.
+        update: the output y (T, hidden) with its weights post and comb; None where there is none.
+    """
+
+    streams: Tensor
+    update: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def settled(self) -> Tensor:
+        """(T, n, hidden) with the output written back."""
+        return self.streams if self.update is None else mhc_mix_post(self.streams, *self.update)
 
 
 @dataclass(frozen=True, slots=True)
 class HyperConnection:
-    """Mixes the streams into a block's input, and its output back into the streams.
+    """Mixes the streams into a block's input, after writing the output before it back.
 
     Attributes:
         fn: (n * (2 + n), n * hidden) float32.
@@ -30,24 +47,36 @@ class HyperConnection:
     hc_eps: float
     sinkhorn_iters: int
 
-    def pre(self, streams: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor, Tensor]:
-        """(T, n, hidden) streams to x (T, hidden), normed, and the weights of `post`."""
-        return mhc_mix_pre(
-            streams,
-            self.fn,
-            self.scale,
-            self.base,
-            rms_eps=self.rms_eps,
-            hc_eps=self.hc_eps,
-            sinkhorn_iters=self.sinkhorn_iters,
-            norm_weight=norm.weight,
-            norm_eps=norm.eps,
-            out_dtype=norm.out_dtype,
-        )
-
-    def post(self, streams: Tensor, y: Tensor, weights: tuple[Tensor, Tensor]) -> Tensor:
-        """The streams after a block with output y (T, hidden)."""
-        return mhc_mix_post(streams, y, *weights)
+    def enter(
+        self, residual: Residual, norm: RMSNorm
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """A block's input (T, hidden), normed; the streams, and the weights of the way back."""
+        weights = (self.fn, self.scale, self.base)
+        if residual.update is None:
+            streams = residual.streams
+            x, post, comb = mhc_mix_pre(
+                streams,
+                *weights,
+                rms_eps=self.rms_eps,
+                hc_eps=self.hc_eps,
+                sinkhorn_iters=self.sinkhorn_iters,
+                norm_weight=norm.weight,
+                norm_eps=norm.eps,
+                out_dtype=norm.out_dtype,
+            )
+        else:
+            streams, x, post, comb = mhc_mix_step(
+                residual.streams,
+                residual.update,
+                *weights,
+                rms_eps=self.rms_eps,
+                hc_eps=self.hc_eps,
+                sinkhorn_iters=self.sinkhorn_iters,
+                norm_weight=norm.weight,
+                norm_eps=norm.eps,
+                out_dtype=norm.out_dtype,
+            )
+        return x, streams, (post, comb)
 
 
 @dataclass(frozen=True, slots=True)

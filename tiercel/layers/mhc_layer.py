@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tiercel.layers.compressed_attention import CompressedAttention
-from tiercel.layers.mhc import HyperConnection
+from tiercel.layers.mhc import HyperConnection, Residual
 from tiercel.layers.moe import MoE
 from tiercel.layers.norm import RMSNorm
 from tiercel.layers.step_index import StepIndex
@@ -24,17 +24,15 @@ class HyperLayer:
     moe_norm: RMSNorm
     moe: MoE
 
-    def __call__(self, streams: Tensor, token_ids: Tensor, step: StepIndex) -> Tensor:
-        """Pass (T, n, hidden) streams through the layer.
+    def __call__(self, residual: Residual, token_ids: Tensor, step: StepIndex) -> Residual:
+        """Pass the streams through the layer.
 
         Args:
-            streams: in the dtype of states.
+            residual: of the layer before, streams in the dtype of states.
             token_ids: (T,) int32, the input tokens.
             step: shared by the layers.
         """
-        x, *weights = self.attn_mix.pre(streams, self.attn_norm)
+        x, streams, weights = self.attn_mix.enter(residual, self.attn_norm)
         y = self.attention(x, step)
-        streams = self.attn_mix.post(streams, y, (weights[0], weights[1]))
-        x, *weights = self.moe_mix.pre(streams, self.moe_norm)
-        y = self.moe(x, token_ids)
-        return self.moe_mix.post(streams, y, (weights[0], weights[1]))
+        x, streams, weights = self.moe_mix.enter(Residual(streams, (y, *weights)), self.moe_norm)
+        return Residual(streams, (self.moe(x, token_ids), *weights))

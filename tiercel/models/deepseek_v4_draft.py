@@ -9,6 +9,7 @@ from torch import Tensor
 from tiercel.batch import Batch
 from tiercel.layers.embedding import Embedding
 from tiercel.layers.head import Head
+from tiercel.layers.mhc import Residual
 from tiercel.layers.step_index import StepIndex
 from tiercel.models.deepseek_v4_build import DeepseekV4Builder
 
@@ -66,7 +67,8 @@ class DeepseekV4DraftHead:
         projected = self._hidden_proj(self._hidden_norm(streams.flatten(0, 1)))
         mixed = projected.float().view(streams.shape) + embedded.float().unsqueeze(1)
         step = self._index(batch, has_window_alone=True)
-        return self.layer(mixed.to(hidden.dtype), batch.input_ids, step).flatten(1)
+        residual = self.layer(Residual(mixed.to(hidden.dtype)), batch.input_ids, step)
+        return residual.settled().flatten(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(L, vocab_size) float32 of the tokens at p + 2, from (L, streams * hidden)."""

@@ -23,6 +23,7 @@ from tiercel.cache.spec import KVCacheSpec
 from tiercel.config import ModelOptions
 from tiercel.errors import ArgumentError
 from tiercel.layers.compressed_attention import OVERLAP_ROWS, CompressedAttention
+from tiercel.layers.mhc import Residual
 from tiercel.layers.mhc_layer import HyperLayer
 from tiercel.layers.step_index import CompressKind, StepIndex, index_step
 from tiercel.models.config import ModelConfig
@@ -177,11 +178,11 @@ class DeepseekV4:
     def _pass(self, layers: Sequence[HyperLayer], batch: Batch) -> Tensor:
         step = self._index(batch)
         x = self.embedding(batch.input_ids).to(self.state_dtype)
-        streams = x.unsqueeze(1).repeat(1, self.config.num_streams, 1)
+        residual = Residual(x.unsqueeze(1).repeat(1, self.config.num_streams, 1))
         for layer in layers:
-            streams = layer(streams, batch.input_ids, step)
+            residual = layer(residual, batch.input_ids, step)
             self.pulse()
-        return streams.flatten(1)
+        return residual.settled().flatten(1)
 
     def _collapsed(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """(L, hidden) before the final norm."""

@@ -101,20 +101,8 @@ def mhc_mix_post(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tens
 
     Source: as `mhc_mix_pre`.
     """
-    num_streams = _check_streams("mhc_mix_post", streams)
-    num_tokens, hidden = streams.shape[0], streams.shape[2]
-    shapes = (tuple(y.shape), tuple(post.shape), tuple(comb.shape))
-    expected = (
-        (num_tokens, hidden),
-        (num_tokens, num_streams),
-        (num_tokens, num_streams, num_streams),
-    )
-    if shapes != expected:
-        raise ArgumentError(
-            f"mhc_mix_post: y, post and comb are {shapes} but the streams are "
-            f"{tuple(streams.shape)}.",
-            hint=f"Pass {expected}.",
-        )
+    _check_streams("mhc_mix_post", streams)
+    _check_update("mhc_mix_post", streams, y, post, comb)
     if not mhc_mix_refusal(streams) and y.stride(1) == 1:
         from tiercel.kernels.fused.mhc_mix import launch_mhc_mix_post
 
@@ -122,6 +110,92 @@ def mhc_mix_post(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tens
         launch_mhc_mix_post(streams, y, post.contiguous(), comb.contiguous(), out)
         return out
     return torch_ops.write_back(streams, y, post, comb)
+
+
+def mhc_mix_step(
+    streams: Tensor,
+    update: tuple[Tensor, Tensor, Tensor],
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    *,
+    rms_eps: float,
+    hc_eps: float,
+    sinkhorn_iters: int,
+    norm_weight: Tensor,
+    norm_eps: float,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`mhc_mix_post` of one block, then `mhc_mix_pre` of the next, in one pass for few tokens.
+
+    Args:
+        streams: (T, n, hidden), as given to `mhc_mix_pre` of the block before.
+        update: y, post and comb of `mhc_mix_post`.
+        fn: as the others of the next block; see `mhc_mix_pre`.
+        scale: see `mhc_mix_pre`.
+        base: see `mhc_mix_pre`.
+        rms_eps: see `mhc_mix_pre`.
+        hc_eps: see `mhc_mix_pre`.
+        sinkhorn_iters: see `mhc_mix_pre`.
+        norm_weight: see `mhc_mix_pre`.
+        norm_eps: see `mhc_mix_pre`.
+        out_dtype: of x.
+
+    Returns:
+        The streams between the blocks (T, n, hidden), contiguous; x, post and comb of the next.
+
+    Raises:
+        ArgumentError: as both.
+
+    Source: as `mhc_mix_pre`.
+    """
+    y, post, comb = update
+    if step_refusal(streams, y):
+        streams = mhc_mix_post(streams, y, post, comb)
+        mixed = mhc_mix_pre(
+            streams,
+            fn,
+            scale,
+            base,
+            rms_eps=rms_eps,
+            hc_eps=hc_eps,
+            sinkhorn_iters=sinkhorn_iters,
+            norm_weight=norm_weight,
+            norm_eps=norm_eps,
+            out_dtype=out_dtype,
+        )
+        return streams, *mixed
+    num_streams = _check_streams("mhc_mix_step", streams)
+    _check_update("mhc_mix_step", streams, y, post, comb)
+    _check_weights("mhc_mix_step", streams, (fn, scale, base), (num_streams * (2 + num_streams), 3))
+    from tiercel.kernels.fused.mhc_mix import launch_mhc_mix_step, step_parts_shape
+
+    num_tokens, _, hidden = streams.shape
+    out = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
+    x = torch.empty((num_tokens, hidden), dtype=out_dtype, device=streams.device)
+    next_post, next_comb = fn.new_empty(post.shape), fn.new_empty(comb.shape)
+    parts = fn.new_empty(step_parts_shape(num_tokens, num_streams, hidden))
+    launch_mhc_mix_step(
+        (streams, y, post.contiguous(), comb.contiguous()),
+        (fn.contiguous(), scale.contiguous(), base.contiguous()),
+        parts,
+        out,
+        x,
+        (next_post, next_comb),
+        norm_weight,
+        (rms_eps, hc_eps, norm_eps),
+        sinkhorn_iters,
+    )
+    return out, x, next_post, next_comb
+
+
+def step_refusal(streams: Tensor, y: Tensor) -> str:
+    """Why a step is no single pass over some streams; "" if it is."""
+    if streams.shape[0] > _FEW_TOKENS:
+        return f"{streams.shape[0]} tokens are more than {_FEW_TOKENS}"
+    if y.stride(-1) != 1:
+        return "the channels of y are not next to each other"
+    return mhc_mix_refusal(streams, is_product=True)
 
 
 def mhc_mix_collapse(
@@ -203,6 +277,21 @@ def _check_streams(name: str, streams: Tensor) -> int:
             hint="Pass (tokens, streams, hidden) of a float dtype.",
         )
     return streams.shape[1]
+
+
+def _check_update(name: str, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> None:
+    num_tokens, num_streams, hidden = streams.shape
+    shapes = (tuple(y.shape), tuple(post.shape), tuple(comb.shape))
+    expected = (
+        (num_tokens, hidden),
+        (num_tokens, num_streams),
+        (num_tokens, num_streams, num_streams),
+    )
+    if shapes != expected:
+        raise ArgumentError(
+            f"{name}: y, post and comb are {shapes} but the streams are {tuple(streams.shape)}.",
+            hint=f"Pass {expected}.",
+        )
 
 
 def _check_weights(

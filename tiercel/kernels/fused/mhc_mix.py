@@ -1,7 +1,8 @@
 """Manifold-constrained hyper-connections (mHC): mixes of DeepSeek-V4's residual streams.
 
 Floor: `pre` reads the streams and fn once and writes x; `post` reads the streams and y and writes
-the streams. A product is split over columns of fn in pieces that depend on the shape alone, and
+the streams; a step for few tokens is the post of one block and the product of the next in one pass.
+A product is split over columns of fn in pieces that depend on the shape alone, and
 summed in a fixed order, so a token's bits do not depend on the others (few tokens), and a second
 launch forms the coefficients, the sum over streams and the block's norm.
 """
@@ -17,6 +18,7 @@ from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
 FEW_TOKENS = 16  # up to here one program reads a piece of fn for a few tokens, without tensor cores
 TOKENS = 4  # of such a program; one for a single token
 FEW_PIECE, MANY_PIECE = 128, 1024  # columns of a stream that a program multiplies
+STEP_PIECE = 32  # channels of all streams that a program of a step has: 128 programs for 4096
 TILE_TOKENS, TILE_COLUMNS = 64, 64  # of a tensor core product
 COMB_TOKENS = 16  # whose coefficients a program forms, if they are many
 POST_BLOCK = 1024  # channels that a program writes back
@@ -58,6 +60,62 @@ def few_products_kernel(
         product = tl.where(row == ROWS, tl.sum(u * u, axis=0), product)
         out = out_ptr + (token.to(tl.int64) * (N * PIECES) + piece) * COLUMNS + row
         tl.store(out, product, mask=row < tl.where(token < num_tokens, ROWS + 1, 0))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def step_kernel(
+    streams_ptr,  # (num_tokens, N, HIDDEN), inner stride 1
+    y_ptr,  # (num_tokens, HIDDEN), inner stride 1
+    post_ptr,  # (num_tokens, N) float32, contiguous
+    comb_ptr,  # (num_tokens, N, N) float32, contiguous
+    fn_ptr,  # (ROWS, N * HIDDEN) float32
+    out_ptr,  # (num_tokens, N, HIDDEN) contiguous
+    parts_ptr,  # (num_tokens, PIECES, COLUMNS) float32: products, then the sum of squares
+    num_tokens,
+    TOKEN_STRIDE: tl.constexpr,
+    STREAM_STRIDE: tl.constexpr,
+    Y_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two above ROWS
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """PIECE channels of all streams of some tokens: written back, and multiplied by fn."""
+    piece = tl.program_id(0)
+    channel = piece * PIECE + tl.arange(0, PIECE)
+    stream = tl.arange(0, N)
+    row = tl.arange(0, COLUMNS)
+    mask = channel < HIDDEN
+    places = row[:, None, None] * (N * HIDDEN) + stream[None, :, None] * HIDDEN
+    is_known = (row[:, None, None] < ROWS) & mask[None, None, :]
+    fn = tl.load(fn_ptr + places + channel[None, None, :], mask=is_known, other=0.0)
+    wait_for_inputs(IS_DEPENDENT)
+    for turn in tl.static_range(TOKENS):
+        number = tl.program_id(1) * TOKENS + turn
+        token = number.to(tl.int64)
+        channels = tl.where(number < num_tokens, HIDDEN, 0)  # none of a token that is not there
+        streams = tl.where(number < num_tokens, N, 0)
+        known = channel < channels
+        at = token * TOKEN_STRIDE + stream[:, None] * STREAM_STRIDE + channel[None, :]
+        u = tl.load(streams_ptr + at, mask=known[None, :], other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + token * Y_STRIDE + channel, mask=known, other=0.0).to(tl.float32)
+        post = tl.load(post_ptr + token * N + stream, mask=stream < streams, other=0.0)
+        cells = comb_ptr + token * (N * N) + stream[:, None] * N + stream[None, :]
+        comb = tl.load(cells, mask=(stream < streams)[:, None], other=0.0)
+        new = tl.sum(comb[:, :, None] * u[:, None, :], axis=0) + post[:, None] * y[None, :]
+        rounded = new.to(out_ptr.dtype.element_ty)
+        out = out_ptr + (token * N + stream[:, None]) * HIDDEN + channel[None, :]
+        tl.store(out, rounded, mask=known[None, :])
+        new = rounded.to(tl.float32)
+        product = tl.sum(tl.sum(fn * new[None, :, :], axis=2), axis=1)
+        square = tl.sum(tl.sum(new * new, axis=1), axis=0)
+        product = tl.where(row == ROWS, square, product)
+        parts = parts_ptr + (token * PIECES + piece) * COLUMNS + row
+        tl.store(parts, product, mask=row < tl.where(number < num_tokens, ROWS + 1, 0))
 
 
 @triton.jit
@@ -178,13 +236,15 @@ def finish_kernel(
     IS_DEPENDENT: tl.constexpr,
 ):
     """The first num_tokens programs sum a token's streams, the others form coefficients."""
+    channel = tl.arange(0, BLOCK)
+    mask = channel < HIDDEN
+    if norm_ptr is not None:  # from cold memory, so before the wait
+        weight = tl.load(norm_ptr + channel, mask=mask, other=0.0)
     wait_for_inputs(IS_DEPENDENT)
     program = tl.program_id(0)
     split = tl.arange(0, MOST_SPLITS)
     stream = tl.arange(0, N)
     if program < num_tokens:
-        channel = tl.arange(0, BLOCK)
-        mask = channel < HIDDEN
         start = streams_ptr + program.to(tl.int64) * TOKEN_STRIDE
         places = start + stream[:, None] * STREAM_STRIDE + channel[None, :]
         u = tl.load(places, mask=mask[None, :], other=0.0)
@@ -196,7 +256,6 @@ def finish_kernel(
         pre = tl.sigmoid(mixed * tl.load(scale_ptr) + tl.load(base_ptr + stream)) + hc_eps
         x = tl.sum(pre[:, None] * u.to(tl.float32), axis=0)
         if norm_ptr is not None:
-            weight = tl.load(norm_ptr + channel, mask=mask, other=0.0)
             x = x / tl.sqrt(tl.sum(x * x, axis=0) / HIDDEN + norm_eps) * weight
         out = x_ptr + program.to(tl.int64) * HIDDEN + channel
         tl.store(out, x.to(x_ptr.dtype.element_ty), mask=mask)
@@ -328,22 +387,112 @@ def launch_mhc_mix(
     num_tokens, num_streams, hidden = streams.shape
     if num_tokens == 0:
         return
-    fn, scale, base = weights
+    fn = weights[0]
     strides = (streams.stride(0), streams.stride(1))
     sizes = (num_streams, hidden, fn.shape[0])
     splits, columns = parts.shape[1:]
     is_few = num_tokens <= FEW_TOKENS
-    tokens = TILE_TOKENS if not is_few else TOKENS if num_tokens > 1 else 1
+    tokens = TILE_TOKENS if not is_few else _tokens_of_program(num_tokens)
     grid = (splits, -(-num_tokens // tokens), 1)
     operand = tl.bfloat16 if streams.is_cuda else tl.float32
     product = _product(tokens, strides, sizes, columns, operand)
     product(grid, (streams, fn, parts), (num_tokens,))
-    comb_tokens = 1 if is_few else COMB_TOKENS
+    _launch_finish(streams, weights, parts, x, coefficients, norm, eps, iters)
+
+
+def _tokens_of_program(num_tokens: int) -> int:
+    """Tokens of a program without tensor cores."""
+    return TOKENS if num_tokens > 1 else 1
+
+
+def _launch_finish(
+    streams: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    parts: torch.Tensor,
+    x: torch.Tensor,
+    coefficients: tuple[torch.Tensor, torch.Tensor] | None,
+    norm: torch.Tensor | None,
+    eps: tuple[float, float, float],
+    iters: int,
+) -> None:
+    num_tokens, num_streams, hidden = streams.shape
+    splits, columns = parts.shape[1:]
+    comb_tokens = 1 if num_tokens <= FEW_TOKENS else COMB_TOKENS
     others = 0 if coefficients is None else -(-num_tokens // comb_tokens)
     post, comb = coefficients or (None, None)
+    strides = (streams.stride(0), streams.stride(1))
+    sizes = (num_streams, hidden, weights[0].shape[0])
     finish = _finish(strides, sizes, columns, splits, iters, comb_tokens)
-    tensors = (streams, parts, scale, base, norm, x, post, comb)
+    tensors = (streams, parts, *weights[1:], norm, x, post, comb)
     finish((num_tokens + others, 1, 1), tensors, (num_tokens, *eps))
+
+
+def step_parts_shape(
+    num_tokens: int, num_streams: int, hidden: int, piece: int = STEP_PIECE
+) -> tuple[int, int, int]:
+    """Shape of the workspace of `launch_mhc_mix_step`, float32."""
+    columns = triton.next_power_of_2(num_streams * (2 + num_streams) + 1)
+    return num_tokens, -(-hidden // piece), max(16, columns)
+
+
+@functools.cache
+def _step(
+    strides: tuple[int, int, int], sizes: tuple[int, int, int], columns: int, pieces: int,
+    tokens: int,
+) -> TritonLaunch:  # fmt: skip
+    num_streams, hidden, rows = sizes
+    piece = triton.next_power_of_2(-(-hidden // pieces))
+    constants = {
+        "TOKEN_STRIDE": strides[0],
+        "STREAM_STRIDE": strides[1],
+        "Y_STRIDE": strides[2],
+        "N": num_streams,
+        "HIDDEN": hidden,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "PIECE": piece,
+        "PIECES": pieces,
+        "TOKENS": tokens,
+    }
+    return TritonLaunch(step_kernel, 4, constants)
+
+
+def launch_mhc_mix_step(
+    before: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    parts: torch.Tensor,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    coefficients: tuple[torch.Tensor, torch.Tensor],
+    norm: torch.Tensor | None,
+    eps: tuple[float, float, float],
+    iters: int,
+) -> None:
+    """Enqueue two kernels on the current stream; the op has checked and allocated.
+
+    Args:
+        before: streams, y, post and comb of `launch_mhc_mix_post`.
+        weights: fn, scale and base of the next block.
+        parts: see `step_parts_shape`.
+        out: (tokens, N, hidden) contiguous, the streams between the blocks.
+        x: as for `launch_mhc_mix`, as are the others.
+        coefficients: post and comb of the next block.
+        norm: of the next block.
+        eps: of the root mean square, of the coefficients, of the norm.
+        iters: of Sinkhorn.
+    """
+    streams, y, post, comb = before
+    num_tokens, num_streams, hidden = streams.shape
+    if num_tokens == 0:
+        return
+    strides = (streams.stride(0), streams.stride(1), y.stride(0))
+    pieces, columns = parts.shape[1:]
+    tokens = _tokens_of_program(num_tokens)
+    sizes = (num_streams, hidden, weights[0].shape[0])
+    step = _step(strides, sizes, columns, pieces, tokens)
+    grid = (pieces, -(-num_tokens // tokens), 1)
+    step(grid, (streams, y, post, comb, weights[0], out, parts), (num_tokens,))
+    _launch_finish(out, weights, parts, x, coefficients, norm, eps, iters)
 
 
 @functools.cache
