@@ -44,6 +44,8 @@ _PLANE_GROUP_BYTES: Final = 20  # of 32 weights: 16 of codes, two bfloat16
 _PLANE_GROUP: Final = 32
 
 
+Q8_PLANES_COLUMNS: Final = 128  # columns of planes are a multiple of this
+
 NATIVE_FORMS: Final = ("tiles", "mapped")
 
 
@@ -71,6 +73,19 @@ def select_form(qtype: QuantType, shape: tuple[int, int], dtype: str, device_typ
     if not packs or shape[0] % INT4_ROW_MULTIPLE:
         return "dense"
     return f"planes{INT4_PLANES[qtype]}"
+
+
+def keeps_q8_planes(qtype: QuantType, shape: tuple[int, ...], dtype: str, device_type: str) -> bool:
+    """Whether a dense matrix of DeepSeek-V4 also rests in planes, which some tokens read.
+
+    Args:
+        qtype: how the file stores it.
+        shape: (out_features, in_features).
+        dtype: of the activations.
+        device_type: ``cpu`` or ``cuda``.
+    """
+    is_read = device_type == "cuda" and dtype == "bfloat16" and qtype is QuantType.Q8_0
+    return is_read and len(shape) == 2 and shape[1] % Q8_PLANES_COLUMNS == 0
 
 
 def head_dtype(dtype: str, device_type: str) -> str:

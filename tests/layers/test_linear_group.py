@@ -5,21 +5,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ops.test_linear_group import make_bf16, make_fp8, relative_error
+from tests.ops.test_linear_group import make_bf16, make_fp8, make_q8, relative_error
 from tiercel.layers import linear_group as layer
 from tiercel.layers.linear import Linear
 from tiercel.layers.linear_group import (
     GateUp,
+    GroupedLinear,
     add_product,
     group_refusal,
     multiply_group,
-    multiply_rotated_back,
 )
 from tiercel.layers.norm import RMSNorm
+from tiercel.ops import linear as linear_op
 from tiercel.ops import linear_group as op
 from tiercel.ops.block_quantize import block_quantize
-from tiercel.ops.linear import LinearWeight
-from tiercel.quant_types import QuantType
+from tiercel.ops.dequantize import dequantize
+from tiercel.ops.linear import LinearWeight, linear, prepare_linear
+from tiercel.quant import QuantTensor
+from tiercel.quant_types import Layout, QuantType
 
 IN, OUT = 256, 40
 
@@ -36,6 +39,33 @@ def calls(monkeypatch):
     monkeypatch.setattr(op, "device_refusal", lambda device: "")
     monkeypatch.setattr(layer, "linear_group", count)
     return found
+
+
+def test_q8_rests_in_planes_that_few_rows_read(calls, monkeypatch, device):
+    """Beside a dense copy, or alone; between other formats."""
+    monkeypatch.setattr(linear_op, "keeps_q8_planes", lambda qtype, *_: qtype is QuantType.Q8_0)
+    data = torch.randint(0, 256, (OUT, IN // 32, 34), dtype=torch.uint8, device=device)
+    data[..., 1] = 0x20  # the scale
+    q8 = QuantTensor(QuantType.Q8_0, Layout.FILE, (OUT, IN), {"data": data.flatten(1)})
+    other = torch.randn(24, IN, device=device).bfloat16().view(torch.uint8)
+    bf16 = QuantTensor(QuantType.BF16, Layout.FILE, (24, IN), {"data": other})
+    wanted = torch.cat([dequantize(part, torch.float32) for part in (q8, q8, bf16)]).double().cpu()
+    for has_copy in (False, True):
+        options = {"dense_copies": has_copy, "reads_q8": True}
+        weight = prepare_linear([q8, q8, bf16], torch.bfloat16, torch.device(device), **options)
+        assert [segment.shape[0] for segment in weight.segments] == [2 * OUT, 24]
+        assert (weight.dense is not None) == has_copy
+        for rows in (3, 40, 70):
+            x = torch.randn(rows, IN, device=device).bfloat16()
+            found = linear(x, weight)
+            assert relative_error(found, x.double().cpu() @ wanted.t()) < 1e-2
+    (together,) = multiply_group(x[:3], [Linear(weight)])
+    assert calls == [2]
+    assert relative_error(together, x[:3].double().cpu() @ wanted.t()) < 1e-2
+    stored = prepare_linear([q8, make_fp8((OUT, IN), device=device)], torch.bfloat16,
+                            torch.device(device), reads_q8=True)  # fmt: skip
+    assert stored.dense is None
+    assert len(stored.segments) == 2
 
 
 def make_linear(*segments, **options):
@@ -82,17 +112,20 @@ def test_a_total_takes_a_product(calls, device):
     assert calls == [2]
 
 
-def test_heads_are_rotated_back_before_the_product(calls, device):
-    weight, table = make_fp8((48, IN), device=device), torch.randn(9, 2, 8, device=device)
+@pytest.mark.parametrize("make", [make_fp8, make_q8])
+def test_heads_are_rotated_back_before_the_product(make, calls, device):
+    weight, table = make((48, IN), device=device), torch.randn(9, 2, 8, device=device)
     x = torch.randn(2, 12, 64, device=device).bfloat16()
     rotation = (torch.tensor([8, 3], device=device), table)
-    found = multiply_rotated_back(x, weight, 3, rotation)
+    grouped = GroupedLinear(weight, 3)
+    found = grouped(x, rotation)
     assert calls == [1]
     odd = (rotation[0], table[:, :, :7])
-    assert multiply_rotated_back(x, weight, 3, odd).shape == (2, 48)
-    assert calls == [1]
+    assert grouped(x, odd).shape == (2, 48)
     many = (torch.tensor([8, 3] * 10, device=device), table)
-    wanted = multiply_rotated_back(x.repeat(10, 1, 1), weight, 3, many)
+    wanted = grouped(x.repeat(10, 1, 1), many)
+    dense = GroupedLinear(weight, 3, wanted.new_zeros(48, IN))
+    assert not dense(x.repeat(10, 1, 1), many).any()
     assert calls == [1]
     assert relative_error(found, wanted[:2].double().cpu()) < 1e-2
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from tiercel.engine.memory import GIB, Demand, MemoryBudget
 from tiercel.errors import OutOfMemoryError
 from tiercel.llm import LLM
 from tiercel.machine import Memory
+from tiercel.models import footprint
 from tiercel.models.footprint import cache_bytes, weight_footprint
 from tiercel.models.source import open_source
 from tiercel.ops.linear_torch import Int4Planes
+from tiercel.quant_types import QuantType
+from tiercel.resting import keeps_q8_planes
 
 CPU = torch.device("cpu")
 
@@ -94,6 +98,36 @@ def test_a_loaded_deepseek_v4_takes_what_the_plan_says(dtype, spec):
     assert sum(held.values()) == pytest.approx(planned.nbytes, rel=0.02)
 
 
+def test_q8_of_deepseek_v4_counts_its_planes_on_a_gpu(monkeypatch):
+    """Here all of the tiny model's matrices of FP8 are taken for Q8_0 of the same sizes."""
+    source = open_source(TINY)
+    found = {name: s for name, s in source.stored.items() if not name.startswith("mtp.")}
+    blocks = {name: s for name, s in found.items() if s.qtype is QuantType.FP8_BLOCK}
+    as_q8 = {name: replace(s, qtype=QuantType.Q8_0) for name, s in blocks.items()}
+    source = replace(source, stored={**source.stored, **as_q8})
+    monkeypatch.setattr(footprint, "keeps_q8_planes", lambda qtype, *_: qtype is QuantType.Q8_0)
+    alone = weight_footprint(source, "bfloat16", "cuda")
+    copies = weight_footprint(source, "bfloat16", "cuda", dense_copies=True)
+    assert alone.forms["Q8_0"] == sum(stored.nbytes for stored in as_q8.values())
+    assert copies.nbytes > alone.nbytes
+    assert copies.forms["Q8_0"] == alone.forms["Q8_0"]
+
+
+@pytest.mark.parametrize(
+    ("qtype", "shape", "dtype", "device"),
+    [
+        (QuantType.Q8_0, (40, 256), "float16", "cuda"),
+        (QuantType.Q8_0, (40, 256), "bfloat16", "cpu"),
+        (QuantType.Q8_0, (40, 96), "bfloat16", "cuda"),
+        (QuantType.Q8_0, (4, 40, 256), "bfloat16", "cuda"),
+        (QuantType.Q4_K, (40, 256), "bfloat16", "cuda"),
+    ],
+)
+def test_what_keeps_no_planes_of_q8(qtype, shape, dtype, device):
+    assert keeps_q8_planes(QuantType.Q8_0, (40, 256), "bfloat16", "cuda")
+    assert not keeps_q8_planes(qtype, shape, dtype, device)
+
+
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory):
     return open_source(sparse_model(tmp_path_factory.mktemp("large") / "8b.gguf", "qwen3-8b"))
@@ -102,12 +136,12 @@ def qwen3(tmp_path_factory):
 @pytest.mark.usefixtures("without_native")
 def test_a_common_gguf_takes_little_more_than_its_file(qwen3):
     """Qwen3-8B Q4_K_M, 5.0 GB: it took 30.5 GiB where 80% of the weights pack."""
-    footprint = weight_footprint(qwen3, "bfloat16", "cpu")
-    assert footprint.nbytes / GIB == pytest.approx(6.79, abs=0.01)
-    assert footprint.forms["4-bit planes"] == 5_964_300_288 * 20 // 32
-    assert footprint.forms["bfloat16"] == 981_467_136 * 2  # Q6_K, of which there are no planes
-    assert footprint.forms["float16"] == 151_936 * 4096 * 2  # the output matrix
-    assert footprint.forms["as stored"] == 151_936 * 4096 // 256 * 144
+    planned = weight_footprint(qwen3, "bfloat16", "cpu")
+    assert planned.nbytes / GIB == pytest.approx(6.79, abs=0.01)
+    assert planned.forms["4-bit planes"] == 5_964_300_288 * 20 // 32
+    assert planned.forms["bfloat16"] == 981_467_136 * 2  # Q6_K, of which there are no planes
+    assert planned.forms["float16"] == 151_936 * 4096 * 2  # the output matrix
+    assert planned.forms["as stored"] == 151_936 * 4096 // 256 * 144
     assert weight_footprint(qwen3, "float32", "cpu").nbytes / GIB == pytest.approx(28.5, abs=0.1)
     packed = weight_footprint(qwen3, "float16", "cuda")
     assert packed.nbytes / GIB == pytest.approx(4.68, abs=0.01)

@@ -21,13 +21,12 @@ from tiercel.layers.compressor import Compressor
 from tiercel.layers.indexer import Indexer
 from tiercel.layers.latent_cache import LatentFormat, Planes
 from tiercel.layers.linear import Linear
-from tiercel.layers.linear_group import multiply_group, multiply_rotated_back
+from tiercel.layers.linear_group import GroupedLinear, multiply_group
 from tiercel.layers.norm import RMSNorm
 from tiercel.layers.step_index import CompressStep, StepIndex
 from tiercel.ops.latent_rope import latent_rope
 from tiercel.ops.sparse_attention import sparse_attention
 from tiercel.ops.sparse_attention_torch import PagedEntries
-from tiercel.quant import QuantTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +58,10 @@ class LatentOutput:
 
     Attributes:
         wo_a: (groups * o_lora_rank, heads * head_dim / groups), a block of each group.
-        num_groups: of heads.
         wo_b: groups * o_lora_rank to hidden.
     """
 
-    wo_a: QuantTensor
-    num_groups: int
+    wo_a: GroupedLinear
     wo_b: Linear
 
 
@@ -164,9 +161,8 @@ class CompressedAttention:
             entries = step.compressed[compression.ratio]
             chosen = self._compress(compression, projected[0], index_q, step, entries)
         out = self._attend(q, step, entries, chosen)
-        output = self._output
-        out = multiply_rotated_back(out, output.wo_a, output.num_groups, rotation)
-        return multiply_group(out, [output.wo_b])[0]
+        out = self._output.wo_a(out, rotation)
+        return multiply_group(out, [self._output.wo_b])[0]
 
     def _compress(
         self,

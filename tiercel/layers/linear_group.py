@@ -18,7 +18,7 @@ from tiercel.ops import linear_group as op
 from tiercel.ops.grouped_linear import grouped_linear
 from tiercel.ops.latent_rope import latent_rope
 from tiercel.ops.linear import LinearWeight
-from tiercel.ops.linear_group import GroupMatrix, GroupWeight, linear_group
+from tiercel.ops.linear_group import GroupMatrix, GroupWeight, Q8Planes, linear_group
 from tiercel.ops.moe_experts import clamped_swiglu
 from tiercel.quant import QuantTensor
 
@@ -71,27 +71,39 @@ def add_product(x: Tensor, linear: Linear, total: Tensor) -> Tensor:
     return total
 
 
-def multiply_rotated_back(
-    x: Tensor, weight: Tensor | QuantTensor, num_groups: int, rotation: tuple[Tensor, Tensor]
-) -> Tensor:
-    """Undo the rotation of heads, then multiply groups of them by their own weights.
+@dataclass(frozen=True, slots=True)
+class GroupedLinear:
+    """Groups of rotated heads, each multiplied by weights of its own; see ops/grouped_linear.py.
 
-    Args:
-        x: (T, heads, d).
+    Attributes:
         weight: (groups * out, heads * d / groups).
         num_groups: of heads.
-        rotation: positions (T,) and table of `latent_rope`.
-
-    Returns:
-        (T, groups * out), dtype of x.
+        dense: the same weights for many tokens, in the dtype of x; None to take `weight`.
     """
-    matrix = GroupMatrix(weight, num_groups, out_dtype=x.dtype)
-    flat = x.flatten(1)
-    reason = op.device_refusal(x.device) or op.input_refusal(flat) or op.matrix_refusal(matrix)
-    if reason or op.rotation_refusal(x.shape[2], rotation[1]):
-        x = latent_rope(x, *rotation, inverse=True)
-        return grouped_linear(x, weight, num_groups)
-    return linear_group(flat, [matrix], rotation=(*rotation, x.shape[2]))[0]
+
+    weight: GroupWeight
+    num_groups: int
+    dense: Tensor | None = None
+
+    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """Undo the rotation of heads (T, heads, d), and multiply: (T, groups * out), dtype of x.
+
+        rotation: positions (T,) and table of `latent_rope`.
+        """
+        matrix = GroupMatrix(self.weight, self.num_groups, out_dtype=x.dtype)
+        flat = x.flatten(1)
+        reason = op.device_refusal(x.device) or op.input_refusal(flat) or op.matrix_refusal(matrix)
+        if reason or op.rotation_refusal(x.shape[2], rotation[1]):
+            x = latent_rope(x, *rotation, inverse=True)
+            return grouped_linear(x, self._decoded(x.dtype), self.num_groups)
+        return linear_group(flat, [matrix], rotation=(*rotation, x.shape[2]))[0]
+
+    def _decoded(self, dtype: torch.dtype) -> Tensor | QuantTensor:
+        """What `grouped_linear` takes."""
+        if self.dense is not None:
+            return self.dense
+        weight = self.weight
+        return weight.dense(dtype) if isinstance(weight, Q8Planes) else weight
 
 
 def group_refusal(x: Tensor, parts: Sequence[Linear | GateUp], norm: RMSNorm | None) -> str:

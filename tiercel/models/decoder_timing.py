@@ -15,6 +15,7 @@ from tiercel.layers.head import Head
 from tiercel.layers.linear import Linear
 from tiercel.models.model import TimedAttention, TimedProduct
 from tiercel.ops.decoder_layers import NativeMatrix
+from tiercel.ops.linear_group import Q8Planes
 from tiercel.ops.packed_matvec import PackedWeight
 from tiercel.quant import QuantTensor
 
@@ -41,7 +42,7 @@ def _weight_bytes(linear: Linear | Head) -> int:
     for segment in linear.weight.segments:
         if isinstance(segment, PackedWeight):
             total += segment.tensor.nbytes
-        elif isinstance(segment, Tensor | QuantTensor | NativeMatrix):
+        elif isinstance(segment, Tensor | QuantTensor | NativeMatrix | Q8Planes):
             total += segment.nbytes
         else:
             total += segment.packed.nbytes + segment.scale_zero.nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tiercel.config import ModelOptions
 from tiercel.layers.compressed_attention import (
@@ -17,6 +18,7 @@ from tiercel.layers.head import Head
 from tiercel.layers.indexer import Indexer
 from tiercel.layers.latent_cache import LatentFormat
 from tiercel.layers.linear import Linear
+from tiercel.layers.linear_group import GroupedLinear
 from tiercel.layers.mhc import HyperConnection, StreamCollapse
 from tiercel.layers.mhc_layer import HyperLayer
 from tiercel.layers.moe import MoE, Router, SharedExpert
@@ -25,9 +27,10 @@ from tiercel.models.deepseek_v4 import CSA_RATIO, DeepseekV4Config
 from tiercel.models.rope import rope_table
 from tiercel.models.weights import WeightReader
 from tiercel.ops.linear import prepare_linear
+from tiercel.ops.linear_group import Q8Planes
 from tiercel.ops.moe_experts_torch import Experts
 from tiercel.parallel import SINGLE, Group
-from tiercel.quant_types import Layout
+from tiercel.quant_types import Layout, QuantType
 
 
 class DeepseekV4Builder:
@@ -102,6 +105,7 @@ class DeepseekV4Builder:
             self.weights.device,
             wide=wide,
             dense_copies=self.weights.dense_copies,
+            reads_q8=True,
         )
         is_block = any(part.layout is Layout.BLOCKS for part in parts)
         return Linear(
@@ -110,6 +114,22 @@ class DeepseekV4Builder:
             rounds_input=self.is_native and is_block,
             group=group,
         )
+
+    def _grouped(self, name: str, num_groups: int) -> GroupedLinear:
+        """A layer of groups of heads, in the forms of `linear`."""
+        weight = self.weights.weight(name)
+        if weight.qtype is not QuantType.Q8_0 or self.weights.device.type == "cpu":
+            return GroupedLinear(weight, num_groups)
+        prepared = prepare_linear(
+            [weight],
+            self.dtype,
+            self.weights.device,
+            dense_copies=self.weights.dense_copies,
+            reads_q8=True,
+        )
+        (segment,) = prepared.segments
+        assert isinstance(segment, Tensor | Q8Planes), "Q8_0 on a GPU"
+        return GroupedLinear(segment, num_groups, prepared.dense)
 
     def collapse(self, prefix: str) -> StreamCollapse:
         """The weights before a final norm; `prefix` is empty or ends with a dot."""
@@ -160,8 +180,9 @@ class DeepseekV4Builder:
             config.norm_eps,
         )
         output = LatentOutput(
-            self.weights.weight(f"{prefix}.wo_a.weight"),
-            config.num_output_groups // self.tensor_group.size,
+            self._grouped(
+                f"{prefix}.wo_a.weight", config.num_output_groups // self.tensor_group.size
+            ),
             self.linear(f"{prefix}.wo_b.weight", group=self.tensor_group),
         )
         compression = self._compression(prefix, ratio) if ratio else None

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Final
 from tiercel.models.registry import architecture, shard_rules
 from tiercel.models.shard_check import possible_sizes
 from tiercel.models.sharding import WHOLE, Cut, Sharding, cut_stored
-from tiercel.resting import ITEM_BYTES, head_dtype, resting_bytes, select_form, uses_native
+from tiercel.resting import (
+    ITEM_BYTES,
+    head_dtype,
+    keeps_q8_planes,
+    resting_bytes,
+    select_form,
+    uses_native,
+)
 
 if TYPE_CHECKING:
     from tiercel.models.config import ModelConfig
@@ -75,7 +82,14 @@ def weight_footprint(
     """
     tally = _Tally(source, sharding)
     if source.stored:
-        _add_stored(tally, source, dtype, device_type, has_draft_head=has_draft_head)
+        _add_stored(
+            tally,
+            source,
+            dtype,
+            device_type,
+            dense_copies=dense_copies,
+            has_draft_head=has_draft_head,
+        )
         return tally.footprint(dtype)
     head = "head.weight" if "head.weight" in source.names else "embed.weight"
 
@@ -133,12 +147,19 @@ class _Tally:
 
 
 def _add_stored(
-    tally: _Tally, source: ModelSource, dtype: str, device_type: str, *, has_draft_head: bool
+    tally: _Tally,
+    source: ModelSource,
+    dtype: str,
+    device_type: str,
+    *,
+    dense_copies: bool,
+    has_draft_head: bool,
 ) -> None:
     """Count the weights of a family with `ModelSource.stored`.
 
     Stacks of experts and block formats rest as stored, float matrices in the dtype of the
-    activations; vectors and what is no `.weight` in float32; tables in int64.
+    activations; Q8_0 on a GPU in planes, beside dense copies if there is room; vectors and what is
+    no `.weight` in float32; tables in int64.
     """
     for name, stored in source.stored.items():
         if name.startswith("mtp.") and not has_draft_head:
@@ -146,29 +167,36 @@ def _add_stored(
         cut = tally.cut(name)
         if cut is not None:
             stored = cut_stored(stored, cut)
-        tally.add(name, *_stored_form(name, stored, dtype, device_type))
+        for form, size in _stored_forms(name, stored, dtype, device_type, dense_copies):
+            tally.add(name, form, size)
 
 
-def _stored_form(name: str, stored: StoredWeight, dtype: str, device_type: str) -> tuple[str, int]:
-    """The form of a weight for people, and its bytes."""
+def _stored_forms(
+    name: str, stored: StoredWeight, dtype: str, device_type: str, dense_copies: bool
+) -> list[tuple[str, int]]:
+    """The forms of a weight for people, and the bytes of each."""
     qtype, count = stored.qtype, math.prod(stored.shape)
     kind = head_dtype(dtype, device_type) if name == "head.weight" else dtype
     if stored.limit:
-        return "int64", count * 8
+        return [("int64", count * 8)]
     if len(stored.shape) == 1 or not name.endswith(".weight"):
-        return "float32", count * ITEM_BYTES["float32"]
+        return [("float32", count * ITEM_BYTES["float32"])]
     if name == "embed.weight":
-        return STORED, stored.nbytes
+        return [(STORED, stored.nbytes)]
     if qtype.is_float:
         is_mapped = uses_native(device_type)
         form = _FORM_NAMES["mapped"] if is_mapped else kind
-        return form, stored.nbytes if is_mapped else count * ITEM_BYTES[kind]
+        return [(form, stored.nbytes if is_mapped else count * ITEM_BYTES[kind])]
     *stack, rows, columns = stored.shape
     form = "stored" if stack else select_form(qtype, (rows, columns), kind, device_type)
     if form == "stored":
-        return qtype.name, stored.nbytes
+        return [(qtype.name, stored.nbytes)]
     size = resting_bytes(qtype, (rows, columns), kind, device_type, dense_copies=False)
-    return _FORM_NAMES.get(form, kind if form == "dense" else form), size
+    dense = _FORM_NAMES.get(form, kind if form == "dense" else form), size
+    if not keeps_q8_planes(qtype, (rows, columns), kind, device_type):
+        return [dense]
+    planes = qtype.name, stored.nbytes
+    return [planes, dense] if dense_copies else [planes]
 
 
 def _drafts_only(name: str, config: ModelConfig) -> bool:

@@ -58,5 +58,7 @@ def grouped_linear(x: Tensor, weight: Tensor | QuantTensor, num_groups: int) -> 
         if block_op.takes_tokens(weight, flat.shape[0]) and flat.stride(1) == 1:
             return block_op.block_matvec(flat, weight, num_groups)
         return product(flat, dequantize(weight, x.dtype), num_groups)
+    if isinstance(weight, Tensor) and x.is_cuda and weight.dtype == x.dtype:
+        return product(x.flatten(1), weight, num_groups)
     matrix = weight.float() if isinstance(weight, Tensor) else dequantize(weight, torch.float32)
     return product(x.flatten(1).float(), matrix, num_groups).to(x.dtype)

@@ -29,10 +29,12 @@ from tiercel.env import (
     is_exact,
 )
 from tiercel.errors import ArgumentError
+from tiercel.kernels.block.q8_planes import Q8Planes
 from tiercel.kernels.native.abi import GROUP
 from tiercel.kernels.native.matrices import NativeMatrix, launch_linear, lay_out
 from tiercel.kernels.runtime.rtc import has_dependent_launch
 from tiercel.ops import block_matvec as block_op
+from tiercel.ops import linear_group as group_op
 from tiercel.ops import linear_torch
 from tiercel.ops.block_matvec import block_matvec
 from tiercel.ops.dequantize import dequantize
@@ -43,9 +45,9 @@ from tiercel.ops.packed_matvec import MAX_TOKENS, PackedWeight, packed_matvec, p
 from tiercel.ops.packed_mmq import has_packed_mmq, load_packed_mmq, packed_mmq
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import PLANES, Layout, QuantType
-from tiercel.resting import NATIVE_FORMS, STORED, head_dtype, select_form
+from tiercel.resting import NATIVE_FORMS, STORED, head_dtype, keeps_q8_planes, select_form
 
-Segment = Tensor | Int4Planes | PackedWeight | QuantTensor | NativeMatrix
+Segment = Tensor | Int4Planes | PackedWeight | QuantTensor | NativeMatrix | Q8Planes
 
 # From here on a product of 16-bit weights that the processor does not multiply natively is faster
 # widened in slices than as rows of dot products: float16 42 against 143 GFLOP/s (2 cores, torch
@@ -127,6 +129,7 @@ def prepare_linear(
     *,
     wide: bool = False,
     dense_copies: bool = True,
+    reads_q8: bool = False,
 ) -> LinearWeight:
     """Bring matrices with a common input to the device and into the form that `linear` reads.
 
@@ -138,21 +141,13 @@ def prepare_linear(
             in float16 where the activations are 16 bits wide, or are packed weights.
         dense_copies: whether packed weights keep a dense copy for products of many rows; they have
             none beside block formats.
+        reads_q8: whether Q8_0 on a GPU in bfloat16 rests in planes that a few tokens read, and
+            dense copies beside them like packed weights.
 
     Raises:
         ArgumentError: in_features differ, or a part is a stack.
     """
-    if any(len(part.shape) != 2 for part in parts):
-        raise ArgumentError(
-            f"linear: parts have the shapes {[part.shape for part in parts]}.",
-            hint="Pass matrices.",
-        )
-    in_features = parts[0].shape[1]
-    if any(part.shape[1] != in_features for part in parts):
-        raise ArgumentError(
-            f"linear: parts have {[part.shape[1] for part in parts]} columns.",
-            hint="Pass equal ones.",
-        )
+    in_features = _check_parts(parts)
     if wide:
         dtype = getattr(torch, head_dtype(_name(dtype), device.type))
 
@@ -164,6 +159,8 @@ def prepare_linear(
     if any(form(part) == "packed" for part in parts):
         out_dtype = torch.float32 if wide else dtype
         return _prepare_packed(parts, dtype, out_dtype, device, dense_copies=dense_copies)
+    if reads_q8 and any(_is_q8(part, dtype, device) for part in parts):
+        return _prepare_q8(parts, dtype, device, dense_copies=dense_copies)
     segments: list[Segment] = []
     for kind, members in groupby(parts, key=form):
         if kind == "dense":
@@ -179,6 +176,22 @@ def prepare_linear(
     reads_blocks = not block_op.device_refusal(device)
     parts_of_x = _parts_of_x(dtype, in_features, wide=wide)
     return LinearWeight(tuple(segments), shape, reads_blocks=reads_blocks, parts=parts_of_x)
+
+
+def _check_parts(parts: Sequence[QuantTensor]) -> int:
+    """The in_features of matrices with a common input."""
+    if any(len(part.shape) != 2 for part in parts):
+        raise ArgumentError(
+            f"linear: parts have the shapes {[part.shape for part in parts]}.",
+            hint="Pass matrices.",
+        )
+    in_features = parts[0].shape[1]
+    if any(part.shape[1] != in_features for part in parts):
+        raise ArgumentError(
+            f"linear: parts have {[part.shape[1] for part in parts]} columns.",
+            hint="Pass equal ones.",
+        )
+    return in_features
 
 
 def rounds_activations(dtype: torch.dtype) -> bool:
@@ -291,6 +304,37 @@ def _prepare_packed(
     return LinearWeight(tuple(segments), shape, dense, *limits, reads_blocks)
 
 
+def _is_q8(part: QuantTensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a matrix rests in planes of Q8_0."""
+    is_read = keeps_q8_planes(part.qtype, part.shape, _name(dtype), device.type)
+    return is_read and not group_op.device_refusal(device)
+
+
+def _prepare_q8(
+    parts: Sequence[QuantTensor], dtype: torch.dtype, device: torch.device, *, dense_copies: bool
+) -> LinearWeight:
+    """Parts on a GPU of which some rest in planes of Q8_0, beside a dense copy of all if any."""
+    shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+    has_copy = dense_copies and not any(part.qtype in STORED for part in parts)
+    segments: list[Segment] = []
+    copies: list[Tensor] = []
+    for kind, members in groupby(
+        parts, key=lambda p: (_is_q8(p, dtype, device), p.qtype in STORED)
+    ):
+        moved = [part.to(device) for part in members]
+        if kind[0]:
+            segments.append(Q8Planes.of_file(torch.cat([part.planes["data"] for part in moved])))
+            copies += [dequantize(part, dtype) for part in moved] if has_copy else []
+        elif kind[1]:
+            segments.extend(join_rows(moved))
+        else:
+            copies.append(torch.cat([dequantize(part, dtype) for part in moved]))
+            segments.append(copies[-1])
+    dense = torch.cat(copies) if has_copy else None
+    reads_blocks = not block_op.device_refusal(device)
+    return LinearWeight(tuple(segments), shape, dense, reads_blocks=reads_blocks)
+
+
 def pick_rows(weight: LinearWeight, rows: Tensor) -> LinearWeight | None:
     """The matrix of some output rows, in their order; None where they rest packed alone.
 
@@ -392,8 +436,8 @@ def _multiply(
     """X @ segment^T, in `out` where that is given and costs no copy."""
     if isinstance(segment, NativeMatrix):
         return _multiply_native(x, (segment,), out_dtype, weight)
-    if isinstance(segment, Int4Planes):
-        return linear_torch.int4_matmul(x, segment)
+    if isinstance(segment, Int4Planes | Q8Planes):
+        return _multiply_planes(x, segment, out_dtype, out)
     if isinstance(segment, PackedWeight):
         out = _empty(x, segment.tensor.shape[0], out_dtype) if out is None else out
         _multiply_packed(x, segment, out, weight)
@@ -422,6 +466,24 @@ def _multiply_native(
         result = _empty(x, columns, torch.float32)
     launch_linear(x.float().contiguous(), matrices, result, weight.parts)
     return result.to(out_dtype)
+
+
+def _multiply_planes(
+    x: Tensor, planes: Int4Planes | Q8Planes, out_dtype: torch.dtype, out: Tensor | None
+) -> Tensor:
+    """X @ planes^T; by Q8_0 some rows 16 at a time as it rests, more by decoded weights."""
+    if isinstance(planes, Int4Planes):
+        return linear_torch.int4_matmul(x, planes)
+    out = _empty(x, planes.shape[0], out_dtype) if out is None else out
+    pieces = list(zip(x.split(MAX_TOKENS), out.split(MAX_TOKENS), strict=True))
+    is_read = x.shape[0] <= MOST_PACKED_ROWS and not group_op.device_refusal(x.device)
+    if is_read and not any(group_op.input_refusal(few) for few, _ in pieces):
+        for few, result in pieces:
+            group_op.linear_group(few, [group_op.GroupMatrix(planes, out=result)])
+        return out
+    if x.is_cuda:
+        return _multiply_dense(x, planes.dense(x.dtype), out_dtype, out)
+    return out.copy_(_multiply_on_cpu(x, planes.dense(out_dtype), out_dtype))
 
 
 def _multiply_on_cpu(x: Tensor, segment: Tensor, out_dtype: torch.dtype) -> Tensor:

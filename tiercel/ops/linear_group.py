@@ -17,6 +17,19 @@ from tiercel.ops import linear_group_torch as torch_ops
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
 
+__all__ = [
+    "MAX_MATRICES",
+    "MAX_TOKENS",
+    "GroupMatrix",
+    "GroupWeight",
+    "Q8Planes",
+    "device_refusal",
+    "input_refusal",
+    "linear_group",
+    "matrix_refusal",
+    "rotation_refusal",
+]
+
 MAX_TOKENS, MAX_MATRICES = kernel.MAX_TOKENS, kernel.MAX_MATRICES
 _TILE = kernel.TILE_ROWS
 _OUT_DTYPES = (torch.bfloat16, torch.float32)

@@ -27,6 +27,11 @@ class Q8Planes:
         """(rows, columns)."""
         return self.q.shape[0], self.q.shape[1]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both planes."""
+        return self.q.nbytes + self.scale.nbytes
+
     @classmethod
     def of_file(cls, data: Tensor) -> Q8Planes:
         """Planes of (rows, row_bytes) uint8: blocks of a float16 and 32 bytes."""
