@@ -163,7 +163,7 @@ class RandomWeights:
         shape = self._shapes[name]
         if "ffn.experts." in name:
             made = self._quantised(self._experts, shape)
-        elif any(part in name for part in _FP8):
+        elif "compressor" not in name and any(part in name for part in _FP8):
             made = self._quantised(QuantType.FP8_BLOCK, shape)
         else:
             data = self._normal(shape).bfloat16().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Products of 1 to 16 tokens with the matrices of DeepSeek-V4 that read the same x.
+"""Products of 1 to 8 tokens with the matrices of DeepSeek-V4 that read the same x.
 
     python -m benchmarks.linear_group --device cuda --out FILE.json
 
@@ -42,7 +42,7 @@ SHAPES = {
     "wo_b in Q8_0": (8192, (("q8", 4096),)),
 }
 GROUPS, HEAD, HALF, LIMIT, EPS = 8, 512, 32, 10.0, 1e-6
-TOKENS = {"cuda": (1, 2, 4, 8, 16), "cpu": (1,)}
+TOKENS = {"cuda": (1, 2, 4, 8), "cpu": (1,)}
 CHECKED_ROWS = 64
 
 
@@ -78,14 +78,16 @@ def weight_bytes(weight: Tensor | QuantTensor | Q8Planes) -> int:
     return sum(plane.numel() * plane.element_size() for plane in planes)
 
 
-def run_launch(inputs: Inputs, config: LinearGroupConfig) -> list[Tensor]:
+def run_launch(
+    inputs: Inputs, config: LinearGroupConfig, num_sms: int = kernel.H200_SMS
+) -> list[Tensor]:
     """The products with a launch that may not be that of the shape."""
     outs = [op._make_out(inputs.x, matrix) for matrix in inputs.matrices]
     planes = [op._planes(m, out) for m, out in zip(inputs.matrices, outs, strict=True)]
     positions, table, head_dim = inputs.rotation or (None, None, 1)
     rotation = None if positions is None or table is None else (positions, table)
     given = GroupInput(inputs.norm, rotation, head_dim, LIMIT)
-    kernel.launch_linear_group(inputs.x, planes, given, config)
+    kernel.launch_linear_group(inputs.x, planes, given, config, num_sms)
     return outs
 
 
@@ -104,7 +106,7 @@ def make_case(
 ) -> Case:
     columns, kinds = SHAPES[name]
     scale = 1 if device.type == "cuda" else 16
-    columns = max(1024 // scale * 2, columns // scale)
+    columns = max(128, columns // scale)
     is_normed, is_rotated = "normed" in name, "rotated" in name
     num_groups = GROUPS if is_rotated else 1
     rows = sum(count // scale for _, count in kinds)
@@ -180,32 +182,26 @@ def first_rows(matrix: GroupMatrix) -> Tensor:
     return torch.cat(parts).cpu()
 
 
-def launches(columns: int, num_tokens: int) -> Iterator[LinearGroupConfig]:
+def launches(columns: int, *, has_q8: bool) -> Iterator[LinearGroupConfig]:
     """All orders of work that are tried, the one of the shape first."""
-    chosen = kernel.select_linear_group(columns, num_tokens)
+    chosen = kernel.select_linear_group(columns, has_q8=has_q8)
     yield chosen
     for parts in (2, 4, 8):
-        for stages, ctas in ((2, 2), (3, 1), (4, 1)):
-            config = replace_launch(chosen, parts, stages, ctas)
+        for stages, ctas in ((2, 3), (3, 2), (4, 2)):
+            config = LinearGroupConfig(parts, 8 // parts, stages, ctas)
             if config != chosen and columns // kernel.UNIT_BYTES >= parts:
                 yield config
 
 
-def replace_launch(
-    config: LinearGroupConfig, parts: int, stages: int, ctas: int
-) -> LinearGroupConfig:
-    """The same tokens in another order of work."""
-    return config._replace(parts=parts, tiles=8 // parts, stages=stages, ctas=ctas)
-
-
 def cases(device: torch.device, *, has_all_launches: bool) -> Iterator[Case]:
     """Yield one Case per shape and number of tokens, or launches."""
-    for name, (columns, _) in SHAPES.items():
+    for name, (columns, kinds) in SHAPES.items():
         if not has_all_launches:
             for num_tokens in TOKENS[device.type]:
                 yield make_case(name, num_tokens, device)
             continue
-        for config in launches(columns, 1):
+        has_q8 = any(kind == "q8" for kind, _ in kinds)
+        for config in launches(columns, has_q8=has_q8):
             yield make_case(name, 1, device, config)
 
 

@@ -56,9 +56,9 @@ def deepseek_v4_cases():
     launch = mhc_mix._finish(strides, sizes, 32, 128, 20, 1)
     finish = [BFLOAT, FLOAT, FLOAT, FLOAT, FLOAT, BFLOAT, FLOAT, FLOAT]
     yield "mhc_mix finish", launch, finish, None, [1, 1e-6, 1e-6, 1e-6]
-    launch = mhc_mix._step((*strides, 4096), sizes, 32, 128, 1)
+    launch = mhc_mix._step((*strides, 4096), sizes, 32, 32)
     step = [BFLOAT, BFLOAT, FLOAT, FLOAT, FLOAT, BFLOAT, FLOAT]
-    yield "mhc_mix step", launch, step, None, [1]
+    yield "mhc_mix step", launch, step, None, []
     launch = mhc_mix._post(4, 4096, (*strides, 4096))
     yield "mhc_mix post", launch, [BFLOAT, BFLOAT, FLOAT, FLOAT, BFLOAT], None, []
     launch, _ = latent_rope._rope((64 * 512, 512), 64, 512, 32, True, False, False)

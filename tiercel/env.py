@@ -130,7 +130,7 @@ def has_block_kernel() -> bool:
 def has_linear_group() -> bool:
     """Whether ``TIERCEL_LINEAR_GROUP`` lets matrices of one x be multiplied in one launch.
 
-    For up to 16 tokens of DeepSeek-V4; more take other kernels, so ``TIERCEL_EXACT`` forbids it.
+    For up to 8 tokens of DeepSeek-V4; more take other kernels, so ``TIERCEL_EXACT`` forbids it.
     """
     return read_flag("TIERCEL_LINEAR_GROUP", default=True) and not is_exact()
 

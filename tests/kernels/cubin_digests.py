@@ -98,10 +98,10 @@ def packed_sources() -> Iterator[rtc.KernelSource]:
 
 
 def linear_group_sources() -> Iterator[rtc.KernelSource]:
-    """Products of a group of matrices: each format and all, each input, both classes of tokens."""
-    for kinds, given, tokens in itertools.product((1, 2, 3, 4, 6, 7), (0, 1, 2), (1, 16)):
+    """Products of a group of matrices: each format and all, each input."""
+    for kinds, given in itertools.product((1, 2, 3, 4, 6, 7), (0, 1, 2)):
         for columns in (1024, 4096):
-            config = linear_group.select_linear_group(columns, tokens)
+            config = linear_group.select_linear_group(columns, has_q8=kinds >= 4)
             yield linear_group.cuda_source(kinds, given, config)
 
 

@@ -114,17 +114,17 @@ def test_a_total_takes_a_product(calls, device):
 
 @pytest.mark.parametrize("make", [make_fp8, make_q8])
 def test_heads_are_rotated_back_before_the_product(make, calls, device):
-    weight, table = make((48, IN), device=device), torch.randn(9, 2, 8, device=device)
+    weight, table = make((384, IN), device=device), torch.randn(9, 2, 8, device=device)
     x = torch.randn(2, 12, 64, device=device).bfloat16()
     rotation = (torch.tensor([8, 3], device=device), table)
     grouped = GroupedLinear(weight, 3)
     found = grouped(x, rotation)
     assert calls == [1]
     odd = (rotation[0], table[:, :, :7])
-    assert grouped(x, odd).shape == (2, 48)
+    assert grouped(x, odd).shape == (2, 384)
     many = (torch.tensor([8, 3] * 10, device=device), table)
     wanted = grouped(x.repeat(10, 1, 1), many)
-    dense = GroupedLinear(weight, 3, wanted.new_zeros(48, IN))
+    dense = GroupedLinear(weight, 3, wanted.new_zeros(384, IN))
     assert not dense(x.repeat(10, 1, 1), many).any()
     assert calls == [1]
     assert relative_error(found, wanted[:2].double().cpu()) < 1e-2
@@ -134,7 +134,7 @@ def test_refusals(calls, device):
     x = torch.randn(2, IN, device=device).bfloat16()
     parts = make_parts(device)
     assert group_refusal(x, parts, None) == ""
-    assert "17 tokens" in group_refusal(x[:1].expand(17, -1), parts, None)
+    assert "9 tokens" in group_refusal(x[:1].expand(9, -1), parts, None)
     wide = RMSNorm(torch.ones(IN, device=device), 1e-6, torch.float32)
     assert group_refusal(x, parts, wide) == "the norm gives torch.float32"
     rounded = make_linear(make_fp8((OUT, IN), device=device), rounds_input=True)

@@ -85,7 +85,7 @@ def relative_error(actual, expected):
     return ((actual.double().cpu() - expected).norm() / expected.norm()).item()
 
 
-def run(x, matrices, config=None, norm=None, rotation=None, limit=None):
+def run(x, matrices, config=None, num_sms=132, norm=None, rotation=None, limit=None):
     """The results of a launch in poisoned memory with guards; all configs are right."""
     guards = []
     for matrix in matrices:
@@ -96,8 +96,8 @@ def run(x, matrices, config=None, norm=None, rotation=None, limit=None):
     positions, table, head_dim = rotation or (None, None, 1)
     given = GroupInput(norm, None if table is None else (positions, table), head_dim, limit)
     columns = matrices[0].weight.shape[-1]
-    config = config or kernel.select_linear_group(columns, x.shape[0])
-    kernel.launch_linear_group(x, planes, given, config)
+    config = config or kernel.select_linear_group(columns)
+    kernel.launch_linear_group(x, planes, given, config, num_sms)
     results = [out.clone() for out in outs]
     for out, guard in zip(outs, guards, strict=True):
         out.fill_(float("nan"))
@@ -117,9 +117,9 @@ def floats(*weights, **options):
 
 # Units of a warp: several, the last ones missing for some warps; tiles beyond the last row.
 CONFIGS = [
-    LinearGroupConfig(8, 8, 1, 2, 2),
-    LinearGroupConfig(16, 2, 4, 3, 1),
-    LinearGroupConfig(8, 1, 3, 2, 1),
+    (LinearGroupConfig(8, 1, 2, 3), 132),
+    (LinearGroupConfig(2, 4, 3, 1), 2),
+    (LinearGroupConfig(1, 3, 2, 1), 5),
 ]
 
 
@@ -130,10 +130,10 @@ def on_kernel(on_processor):
 
 
 @pytest.mark.usefixtures("on_kernel")
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_formats_match_oracle(config):
-    num_tokens = 5 if config.tokens == 8 else 13
-    columns = 640
+@pytest.mark.parametrize(("config", "num_sms"), CONFIGS, ids=str)
+def test_formats_match_oracle(config, num_sms):
+    """A CTA for each block, and CTAs that go through several."""
+    num_tokens, columns = 5, 640
     matrices = floats(
         make_fp8((133, columns)),
         make_bf16((40, columns)),
@@ -142,7 +142,7 @@ def test_formats_match_oracle(config):
     )
     matrices[1] = replace(matrices[1], out_dtype=torch.bfloat16)
     x = make_x(num_tokens, columns)
-    check(run(x, matrices, config), wanted(x, matrices))
+    check(run(x, matrices, config, num_sms), wanted(x, matrices))
 
 
 @pytest.mark.usefixtures("on_kernel")
@@ -161,9 +161,9 @@ def test_a_norm_goes_before_the_products():
 def test_groups_behind_the_inverse_rotation(make):
     table = torch.randn(50, 2, HALF)
     rotation = (torch.tensor([3, 49, 0]), table, HEAD)
-    matrices = floats(make((48, 128)), num_groups=3)
+    matrices = floats(make((384, 128)), num_groups=3)
     x = make_x(3, 3 * 128)
-    found = run(x, matrices, rotation=rotation)
+    found = run(x, matrices, num_sms=1, rotation=rotation)  # a CTA goes from group to group
     check(found, wanted(x, matrices, rotation=rotation), ROUNDED)
     (short,) = run(x, matrices, rotation=(rotation[0].int(), table, HEAD))
     assert torch.equal(short, found[0])
@@ -172,8 +172,8 @@ def test_groups_behind_the_inverse_rotation(make):
 @pytest.mark.usefixtures("on_kernel")
 @pytest.mark.parametrize("limit", [None, LIMIT])
 def test_pairs_and_addends(limit):
-    x = make_x(9, 256)
-    addend = torch.randn(9, 33)[:, :21]
+    x = make_x(7, 256)
+    addend = torch.randn(7, 33)[:, :21]
     weights = [make_fp8((42, 256), (1, 128)), make_q8((42, 256)), make_bf16((42, 256))]
     matrices = [*floats(*weights, is_pair=True), *floats(make_fp8((21, 256)), addend=addend)]
     found = run(x, matrices, limit=limit)
@@ -215,11 +215,11 @@ def test_every_int8():
 @pytest.mark.usefixtures("on_kernel")
 def test_bits_do_not_depend_on_the_number_of_tokens():
     matrices = floats(make_fp8((24, 512)), make_q8((24, 512)), make_bf16((24, 512)))
-    x = make_x(16, 512)
+    x = make_x(8, 512)
     norm = (torch.randn(512), 1e-6)
     every = run(x, matrices, norm=norm)
-    for first, last in ((0, 1), (9, 12)):
-        some = run(x[first:last], matrices, norm=norm)
+    for first, last in ((0, 1), (3, 6)):
+        some = run(x[first:last], matrices, num_sms=1, norm=norm)
         for one, whole in zip(some, every, strict=True):
             assert torch.equal(one, whole[first:last])
 
@@ -251,7 +251,7 @@ def test_the_op_matches_oracle(device):
     check(found, wanted(x, matrices, norm=norm, limit=LIMIT), ROUNDED)
     table = torch.randn(9, 2, HALF, device=device)
     rotation = (torch.tensor([3, 8, 0, 1], device=device), table, HEAD)
-    grouped = floats(make_fp8((48, 256), device=device), num_groups=3)
+    grouped = floats(make_fp8((384, 256), device=device), num_groups=3)
     wide = make_x(4, 3 * 256, device)
     found = linear_group(wide, grouped, rotation=rotation)
     check(found, wanted(wide, grouped, rotation=rotation), ROUNDED)
@@ -274,8 +274,8 @@ def test_refusals():
     def refusal(weight, **options):
         return matrix_refusal(GroupMatrix(weight, **options))
 
-    assert refusal(make_fp8((48, 256)), num_groups=3) == ""
-    assert "48 rows are not 2 groups" in refusal(make_fp8((48, 256)), num_groups=2)
+    assert refusal(make_fp8((384, 256)), num_groups=3) == ""
+    assert "48 rows are not 3 groups" in refusal(make_fp8((48, 256)), num_groups=3)
     assert "no gate and up" in refusal(make_fp8((41, 256)), is_pair=True)
     assert "blocks of 64 columns" in refusal(make_fp8((48, 256), (1, 64)))
     assert "200 columns" in refusal(make_bf16((48, 200)))
@@ -290,11 +290,12 @@ def test_refusals():
     gaps = replace(fp8, planes=fp8.planes | {"scale": fp8.planes["scale"].mT.contiguous().mT})
     assert refusal(gaps) == "gaps between scales"
     assert refusal(make_bf16((0, 128))) == "there are no rows"
-    x = torch.randn(17, 128).bfloat16()
-    assert "17 tokens" in op.input_refusal(x)
+    assert "16384 columns of 8 tokens" in refusal(make_bf16((16, 16384)))
+    x = torch.randn(9, 128).bfloat16()
+    assert "9 tokens" in op.input_refusal(x)
     assert "torch.float32" in op.input_refusal(x.float())
     assert "multiples of 16 bytes" in op.input_refusal(torch.randn(3, 130).bfloat16())
-    assert op.input_refusal(x[:16]) == ""
+    assert op.input_refusal(x[:8]) == ""
 
 
 def test_the_toggle(monkeypatch):
@@ -335,21 +336,23 @@ def test_op_names_the_bad_argument():
         linear_group(x, [matrix], rotation=rotation)
 
 
-# Columns and rows of Flash and Pro: x-group, q-group, wo_a, wo_b, gate and up, down.
-@pytest.mark.parametrize("columns", [1024, 1536, 2048, 3072, 4096, 7168, 8192, 16384])
+# Columns of Flash and Pro.
+@pytest.mark.parametrize("columns", [1024, 1536, 2048, 3072, 4096, 7168, 8192])
 def test_launches_of_deepseek_v4(columns):
-    """Each warp has two units or more, and both classes of tokens the same order of sums."""
-    few, many = (kernel.select_linear_group(columns, count) for count in (8, 9))
-    assert (few.tokens, many.tokens, few.parts) == (8, 16, many.parts)
-    assert few.parts * few.tiles == many.parts * many.tiles == 8
-    assert columns // kernel.UNIT_BYTES >= 2 * few.parts
-    for config in (few, many):
-        smem = kernel.smem_bytes(min(columns, 1536), kernel.NORMED, config)
-        assert config.ctas * (smem + 1024) <= 227 << 10
+    """Each warp has two units or more, and 8 tokens fit."""
+    config = kernel.select_linear_group(columns)
+    assert config.parts * config.tiles == 8
+    assert columns // kernel.UNIT_BYTES >= 2 * config.parts
+    assert kernel.fits(columns, 8)
+
+
+def test_ctas_are_shared_by_bytes():
+    assert kernel.share_ctas([96, 164], [6, 21], 264) == [96, 164]
+    assert kernel.share_ctas([1024, 256, 2], [32, 8, 0], 400) == [320, 80, 1]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 8, 16])
+@pytest.mark.parametrize("num_tokens", [1, 3, 8])
 def test_shapes_of_flash(num_tokens, device):
     x = make_x(num_tokens, 4096, device)
     group = [

@@ -1,6 +1,6 @@
 """Linear layers that read the same x, in one launch where a kernel takes all of them.
 
-Elsewhere (a CPU, more than 16 tokens, formats that the kernel does not read, rounded activations)
+Elsewhere (a CPU, more than 8 tokens, formats that the kernel does not read, rounded activations)
 they are multiplied one after the other; `group_refusal` says why.
 """
 

@@ -1,4 +1,4 @@
-"""Products of up to 16 tokens with matrices that read the same x, in one launch."""
+"""Products of up to 8 tokens with matrices that read the same x, in one launch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tiercel.errors import ArgumentError
 from tiercel.kernels.block import linear_group as kernel
 from tiercel.kernels.block.linear_group import GroupInput, GroupPlanes
 from tiercel.kernels.block.q8_planes import Q8Planes
+from tiercel.kernels.packed.packed_matvec import device_limits
 from tiercel.ops import linear_group_torch as torch_ops
 from tiercel.quant import QuantTensor
 from tiercel.quant_types import Layout, QuantType
@@ -31,7 +32,6 @@ __all__ = [
 ]
 
 MAX_TOKENS, MAX_MATRICES = kernel.MAX_TOKENS, kernel.MAX_MATRICES
-_TILE = kernel.TILE_ROWS
 _OUT_DTYPES = (torch.bfloat16, torch.float32)
 
 GroupWeight = Tensor | QuantTensor | Q8Planes
@@ -94,10 +94,18 @@ def matrix_refusal(matrix: GroupMatrix) -> str:
         return reason
     values, scale = _values(weight), _scales(weight)
     columns, unit = weight.shape[1], kernel.unit_columns(values.dtype)
-    whole = groups >= 1 and rows % groups == 0 and (groups == 1 or rows // groups % _TILE == 0)
+    whole = (
+        groups >= 1
+        and rows % groups == 0
+        and (groups == 1 or rows // groups % kernel.GROUP_ROWS == 0)
+    )
     reasons = (
         (columns % unit != 0 or not columns, f"{columns} columns are no multiple of {unit}"),
         (not rows, "there are no rows"),
+        (
+            not kernel.fits(columns, MAX_TOKENS),
+            f"{columns} columns of 8 tokens do not fit in shared memory",
+        ),
         (not whole, f"{rows} rows are not {groups} groups of whole tiles"),
         (
             matrix.is_pair and (groups > 1 or weight.shape[0] % 2 != 0),
@@ -163,7 +171,7 @@ def linear_group(
     """Multiply x by several matrices, in one launch on a GPU.
 
     Args:
-        x: (tokens, groups * in) bfloat16, at most 16 tokens; rows may be strided.
+        x: (tokens, groups * in) bfloat16, at most 8 tokens; rows may be strided.
         matrices: 1 to 8, of which `matrix_refusal` refuses none, with equal numbers of columns.
         norm: weight (in,) float32 and eps of an RMSNorm that x passes first; it is rounded to
             bfloat16. None for none.
@@ -188,8 +196,9 @@ def linear_group(
         torch_ops.multiply(x, matrices, outs, given)
         return outs
     planes = [_planes(matrix, out) for matrix, out in zip(matrices, outs, strict=True)]
-    config = kernel.select_linear_group(matrices[0].weight.shape[-1], x.shape[0])
-    kernel.launch_linear_group(x, planes, given, config)
+    has_q8 = any(isinstance(matrix.weight, Q8Planes) for matrix in matrices)
+    config = kernel.select_linear_group(matrices[0].weight.shape[-1], has_q8=has_q8)
+    kernel.launch_linear_group(x, planes, given, config, device_limits(x.device).num_sms)
     return outs
 
 

@@ -1,11 +1,12 @@
-"""Up to 16 tokens times matrices of several formats that read the same x, in one launch.
+"""Up to 8 tokens times matrices of several formats that read the same x, in one launch.
 
 cuda/block/linear_group.cu multiplies tiles of 16 rows on tensor cores, from E4M3 with scales of
 blocks, Q8_0 in planes, or bfloat16. What is around the products of a DeepSeek-V4 layer is part of
 the launch: the norm or the inverse rotation of x, the clamped SwiGLU of gate and up, a sum that the
 result is added to.
 
-Floor: the planes once, x once for each CTA from L2, the results once.
+Floor: the planes once, x once for each CTA from L2, the results once. 16 tokens were slower than
+one matrix after the other (wo_b 21.6 against 15.0 us; H200, printed).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from tiercel.kernels.runtime import rtc
 
-MAX_TOKENS = 16
+MAX_TOKENS = 8  # of a tensor core product's columns
 MAX_MATRICES = 8  # MOST_MATRICES of the kernel
 CAPABILITY = (8, 0)  # products of bfloat16
 TILE_ROWS, PAIR_ROWS = 16, 8
@@ -29,43 +30,43 @@ UNIT_BYTES = 128  # of a row
 KINDS = ("FP8_BLOCK", "BF16", "Q8_0")  # numbers and bits of the kernel
 PLAIN, NORMED, ROTATED = 0, 1, 2  # INPUT of the kernel
 _WARPS = 8  # of a CTA
-_FEW_TOKENS = 8  # of one column of a tensor core product
-_SUM_BYTES = 512  # of a warp's sums and 8 tokens
+GROUP_ROWS = TILE_ROWS * _WARPS  # groups are multiples of them: those of a CTA at a time
+_SUM_BYTES = 2 * 512  # of a warp's sums, in two buffers
+_RESERVED_BYTES = 1 << 10  # of shared memory, by the system for each CTA
+_SM_BYTES, _CTA_BYTES = 228 << 10, 227 << 10
+H200_SMS = 132
 
 
 class LinearGroupConfig(NamedTuple):
     """A launch.
 
     Attributes:
-        tokens: of x at most, 8 or 16.
         parts: warps that share a tile's columns; decides the order of sums.
-        tiles: of a CTA.
+        tiles: of a CTA at a time.
         stages: units of a warp in flight.
         ctas: on a multiprocessor, for the registers.
     """
 
-    tokens: int
     parts: int
     tiles: int
     stages: int
     ctas: int
 
 
-def select_linear_group(columns: int, num_tokens: int) -> LinearGroupConfig:
+def select_linear_group(columns: int, *, has_q8: bool = False) -> LinearGroupConfig:
     """Choose the launch; the order of sums follows from the columns alone.
 
-    Two CTAs of 8 warps with two units each keep 64 KB of a multiprocessor in flight at 128
-    registers; 16 tokens take 237 (NVRTC 13.0 for sm_90a, nothing spilled).
+    Three CTAs of 8 warps with two units each keep 96 KB of a multiprocessor in flight at 80
+    registers, two with four units 128 KB at 128 (NVRTC 13.0 for sm_90a; Q8_0 would spill at 80).
 
     Args:
         columns: of the matrices.
-        num_tokens: rows of x.
+        has_q8: whether one of them is in Q8_0.
     """
     units = columns // UNIT_BYTES
     parts = next(parts for parts in (8, 4, 2, 1) if parts == 1 or units >= 2 * parts)
-    if num_tokens <= _FEW_TOKENS:
-        return LinearGroupConfig(_FEW_TOKENS, parts, _WARPS // parts, 2, 2)
-    return LinearGroupConfig(MAX_TOKENS, parts, _WARPS // parts, 3, 1)
+    stages, ctas = (4, 2) if has_q8 else (2, 3)
+    return LinearGroupConfig(parts, _WARPS // parts, stages, ctas)
 
 
 def unit_columns(dtype: torch.dtype) -> int:
@@ -142,7 +143,8 @@ class _Matrix(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("weights", "scales", "out", "addend")),
         ("row_bytes", _LONG),
-        *((name, _INT) for name in ("kind", "rows", "first_block", "group_rows")),
+        *((name, _INT) for name in ("kind", "rows", "first_cta", "num_ctas", "num_blocks")),
+        ("group_rows", _INT),
         *((name, _INT) for name in ("scale_stride", "scale_rows", "scale_columns")),
         *((name, _INT) for name in ("is_wide_scale", "out_stride", "is_float_out")),
         *((name, _INT) for name in ("addend_stride", "is_pair")),
@@ -178,7 +180,6 @@ def cuda_source(kinds: int, kind_of_input: int, config: LinearGroupConfig) -> rt
     macros = (
         ("IS_BF16", 1),
         ("KINDS", kinds),
-        ("TOKENS", config.tokens),
         ("PARTS", config.parts),
         ("TILES", config.tiles),
         ("STAGES", config.stages),
@@ -188,18 +189,39 @@ def cuda_source(kinds: int, kind_of_input: int, config: LinearGroupConfig) -> rt
     return rtc.KernelSource("linear_group", macros)
 
 
-def smem_bytes(columns: int, kind_of_input: int, config: LinearGroupConfig) -> int:
-    """Dynamic shared memory of a CTA: sums of warps, and x if it is normed."""
-    sums = config.parts * config.tiles * (config.tokens // _FEW_TOKENS) * _SUM_BYTES
-    x = config.tokens * (2 * columns + 16) if kind_of_input == NORMED else 0
-    return x + (sums if config.parts > 1 else 0)
+def smem_bytes(columns: int, num_tokens: int, config: LinearGroupConfig) -> int:
+    """Dynamic shared memory of a CTA: x, and sums of warps."""
+    sums = config.parts * config.tiles * _SUM_BYTES if config.parts > 1 else 0
+    return num_tokens * (2 * columns + 16) + sums
+
+
+def fits(columns: int, num_tokens: int) -> bool:
+    """Whether x fits into shared memory."""
+    return smem_bytes(columns, num_tokens, select_linear_group(columns)) <= _CTA_BYTES
+
+
+def share_ctas(num_blocks: Sequence[int], num_bytes: Sequence[int], slots: int) -> list[int]:
+    """How many CTAs each matrix has: one for each block, or all that run at once by its bytes.
+
+    Args:
+        num_blocks: of each matrix.
+        num_bytes: of each matrix.
+        slots: CTAs that run at once.
+    """
+    if sum(num_blocks) <= slots:
+        return list(num_blocks)
+    total = sum(num_bytes)
+    return [
+        max(1, min(blocks, slots * size // total))
+        for blocks, size in zip(num_blocks, num_bytes, strict=True)
+    ]
 
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _matrix(planes: GroupPlanes, first_block: int) -> _Matrix:
+def _matrix(planes: GroupPlanes, first_cta: int, num_ctas: int, num_blocks: int) -> _Matrix:
     rows, scales, addend = planes.weights.shape[0], planes.scales, planes.addend
     return _Matrix(
         planes.weights.data_ptr(),
@@ -209,7 +231,9 @@ def _matrix(planes: GroupPlanes, first_block: int) -> _Matrix:
         planes.weights.stride(0) * planes.weights.element_size(),
         planes.kind,
         planes.out.shape[1],
-        first_block,
+        first_cta,
+        num_ctas,
+        num_blocks,
         rows // planes.num_groups,
         0 if scales is None else scales.stride(0),
         *planes.block,
@@ -226,6 +250,7 @@ def launch_linear_group(
     matrices: Sequence[GroupPlanes],
     given: GroupInput,
     config: LinearGroupConfig,
+    num_sms: int = H200_SMS,
 ) -> None:
     """Enqueue on the current stream; the op has checked and allocated.
 
@@ -234,14 +259,19 @@ def launch_linear_group(
         matrices: 1 to `MAX_MATRICES`, of equal columns, each with rows.
         given: what happens to x.
         config: from `select_linear_group`.
+        num_sms: multiprocessors of the device.
     """
     num_tokens, columns = x.shape[0], matrices[0].weights.shape[1]
     if num_tokens == 0:
         return
-    group, blocks, kinds = _Group(count=len(matrices)), 0, 0
+    smem = smem_bytes(columns, num_tokens, config)
+    at_once = max(1, min(config.ctas, _SM_BYTES // (smem + _RESERVED_BYTES)))
+    num_blocks = [-(-planes.num_tiles // config.tiles) for planes in matrices]
+    num_ctas = share_ctas(num_blocks, [m.weights.nbytes for m in matrices], at_once * num_sms)
+    group, first, kinds = _Group(count=len(matrices)), 0, 0
     for place, planes in enumerate(matrices):
-        group.matrices[place] = _matrix(planes, blocks)
-        blocks += -(-planes.num_tiles // config.tiles)
+        group.matrices[place] = _matrix(planes, first, num_ctas[place], num_blocks[place])
+        first += num_ctas[place]
         kinds |= 1 << planes.kind
     norm_weight, eps = given.norm or (None, 0.0)
     positions, table = given.rotation or (None, None)
@@ -258,10 +288,9 @@ def launch_linear_group(
         int(positions is not None and positions.dtype == torch.int64),
     )
     source = cuda_source(kinds, given.kind, config)
-    smem = smem_bytes(columns, given.kind, config)
     rtc.launch(
         rtc.load_kernel(source, x.device, smem),
-        blocks,
+        first,
         32 * config.parts * config.tiles,
         [group, inputs],
         is_dependent=rtc.is_dependent(x.device),

@@ -1,23 +1,24 @@
-// linear_group: up to 16 tokens times matrices of several formats that read the same x, in one
+// linear_group: up to 8 tokens times matrices of several formats that read the same x, in one
 // launch. Layouts: at the parameters. Host side, floor: kernels/block/linear_group.py.
 //
 // A tile is 16 rows of a matrix, the rows of a 16 x 8 tensor core product whose columns are tokens.
 // PARTS warps share a tile's columns and add their sums in order; a CTA has TILES tiles of one
-// matrix. Lanes 4 g + t hold rows g and g + 8. A lane loads 16 bytes (Q8_0: 8) of consecutive
-// columns of a row and takes the same columns of x, whichever the product's order of columns would
-// be: a sum has no order of its operands, so neither x nor weights are rearranged.
+// matrix at a time and goes through a run of such blocks. Lanes 4 g + t hold rows g and g + 8. A
+// lane loads 16 bytes (Q8_0: 8) of consecutive columns of a row and takes the same columns of x,
+// whichever the product's order of columns would be: a sum has no order of its operands, so neither
+// x nor weights are rearranged.
 //
-// Weights are requested before the wait for the kernel ahead, and a warp keeps STAGES units of 128
-// bytes a row in flight. Sums are float32 in an order that follows from the matrix and PARTS alone:
-// a token's bits depend on no other token.
+// x, normed or rotated back, is in shared memory. Weights are requested before the wait for the
+// kernel ahead, and a warp keeps STAGES units of 128 bytes a row in flight, across blocks too. Sums
+// are float32 in an order that follows from the matrix and PARTS alone: a token's bits depend on no
+// other token.
 //
-// Macros: IS_BF16 (1), KINDS (1: FP8 in blocks, 2: bfloat16, 4: Q8_0, added), TOKENS (8 or 16),
-// PARTS, TILES, STAGES, CTAS (an SM), INPUT (0: x as it is, 1: normed, 2: heads rotated back).
+// Macros: IS_BF16 (1), KINDS (1: FP8 in blocks, 2: bfloat16, 4: Q8_0, added), PARTS, TILES, STAGES,
+// CTAS (an SM), INPUT (0: x as it is, 1: normed, 2: heads rotated back).
 #include "block/linear_group_ptx.cuh"
 #include "include/attention_ptx.cuh"
 
 #define WARPS (PARTS * TILES)
-#define COLUMN_TILES (TOKENS / 8)
 #define MOST_MATRICES 8
 #define FP8 0
 #define BF16 1
@@ -29,7 +30,8 @@ struct Matrix {
   void* out;            // (tokens, rows), rows of out_stride elements
   const float* addend;  // (tokens, rows), rows of addend_stride: added to the product; or null
   i64 row_bytes;
-  int kind, rows, first_block;
+  int kind, rows;
+  int first_cta, num_ctas, num_blocks;  // of TILES tiles, in equal runs of the CTAs
   int group_rows;    // rows with one part of x; all rows without groups
   int scale_stride;  // elements from one row of scales to the next
   int scale_rows, scale_columns;  // FP8: of a scale
@@ -55,11 +57,10 @@ struct Input {
   int has_long_positions;  // of 64 bits, not of 32
 };
 
-// Registers of a lane for a unit of its two rows: 128 bytes a row among four lanes, and of x.
+// Registers of a lane for a unit of its two rows: 128 bytes a row among four lanes.
 struct Unit {
   uint4 weights[2][2];  // [row][piece]
   uint2 scales[2];      // [row]
-  uint4 x[COLUMN_TILES][4];
 };
 
 DEV u32 word_of(const uint4& v, int k) { return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w; }
@@ -138,17 +139,19 @@ template <int KIND> DEV void fetch(Unit& unit, const Matrix& m, const Rows& rows
   }
 }
 
-#if INPUT == 1
+// ---- x
 // Rows of x in shared memory lie 16 bytes further apart than they are long: no bank conflicts.
 DEV int row_of_x(int columns) { return 2 * columns + 16; }
 
-DEV void norm_input(const Input& in, u8* memory) {
+#if INPUT == 1
+// A warp norms a row in place.
+DEV void norm_rows(const Input& in, u8* memory) {
   const int lane = threadIdx.x % 32;
   for (int token = (int)threadIdx.x / 32; token < in.num_tokens; token += WARPS) {
-    const uint4* from = (const uint4*)(in.x + token * in.stride);
+    uint4* row = (uint4*)(memory + token * row_of_x(in.columns));
     float squares = 0.f;
     for (int run = lane; run < in.columns / 8; run += 32) {
-      const uint4 v = __ldcg(from + run);
+      const uint4 v = row[run];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float a, b;
@@ -160,7 +163,7 @@ DEV void norm_input(const Input& in, u8* memory) {
     for (int step = 16; step; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
     const float scale = rsqrtf(squares / in.columns + in.eps);
     for (int run = lane; run < in.columns / 8; run += 32) {
-      const uint4 v = __ldcg(from + run);
+      const uint4 v = row[run];
       u32 words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -169,11 +172,9 @@ DEV void norm_input(const Input& in, u8* memory) {
         const float* weight = in.norm_weight + 8 * run + 2 * i;
         words[i] = pack(a * scale * weight[0], b * scale * weight[1]);
       }
-      *(uint4*)(memory + token * row_of_x(in.columns) + 16 * run) =
-          make_uint4(words[0], words[1], words[2], words[3]);
+      row[run] = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
-  __syncthreads();
 }
 #endif
 #if INPUT == 2
@@ -182,10 +183,10 @@ DEV i64 position_of(const Input& in, int token) {
                                : ((const int*)in.positions)[token];
 }
 // Pairs of the last channels of a head, turned by the negative angle.
-DEV uint4 rotate_back(uint4 v, const Input& in, int column, i64 position) {
+DEV uint4 rotate_back(uint4 v, const Input& in, int column, int token) {
   const int channel = column % in.head - (in.head - in.rotary);
   if (channel < 0) return v;
-  const float* angles = in.table + position * in.rotary + channel / 2;
+  const float* angles = in.table + position_of(in, token) * in.rotary + channel / 2;
   u32 words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -198,36 +199,35 @@ DEV uint4 rotate_back(uint4 v, const Input& in, int column, i64 position) {
 }
 #endif
 
-template <int KIND>
-DEV void fetch_x(Unit& unit, const Input& in, const u8* memory, int first_column, int at) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int tile = 0; tile < COLUMN_TILES; ++tile) {
-    const int token = lane / 4 + 8 * tile;
-#pragma unroll
-    for (int run = 0; run < Shape<KIND>::RUNS; ++run) {
-      unit.x[tile][run] = make_uint4(0, 0, 0, 0);
-      if (token >= in.num_tokens) continue;
-      const int column =
-          first_column + at * Shape<KIND>::COLUMNS + run_column<KIND>(run, lane % 4);
-#if INPUT == 1
-      unit.x[tile][run] = *(const uint4*)(memory + token * row_of_x(in.columns) + 2 * column);
-#else
-      unit.x[tile][run] = __ldcg((const uint4*)(in.x + token * in.stride + column));
-#endif
+// Columns of x to shared memory, from `first_column` on; for all threads of a CTA.
+DEV void stage_x(const Input& in, u8* memory, int first_column) {
+  const int runs = in.columns / 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < in.num_tokens * runs; i += 32 * WARPS) {
+    const int token = i / runs, column = first_column + 8 * (i - token * runs);
+    uint4 v = __ldcg((const uint4*)(in.x + token * in.stride + column));
 #if INPUT == 2
-      unit.x[tile][run] = rotate_back(unit.x[tile][run], in, column, position_of(in, token));
+    v = rotate_back(v, in, column, token);
 #endif
-    }
+    *(uint4*)(memory + token * row_of_x(in.columns) + 2 * (column - first_column)) = v;
   }
+  __syncthreads();
+#if INPUT == 1
+  norm_rows(in, memory);
+  __syncthreads();
+#endif
 }
 
-template <int KIND> DEV void multiply_unit(float (&sums)[COLUMN_TILES][4], const Matrix& m,
-                                           const Unit& unit) {
+template <int KIND> DEV void multiply_unit(float (&sums)[4], const Matrix& m, const Unit& unit,
+                                           const Input& in, const u8* memory, int at) {
+  const int lane = threadIdx.x % 32;
+  const u8* row = memory + lane / 4 * row_of_x(in.columns) + 2 * at * Shape<KIND>::COLUMNS;
 #pragma unroll
   for (int run = 0; run < Shape<KIND>::RUNS; ++run) {
     const int piece = KIND == BF16 ? run : run / 2;
-    float part[COLUMN_TILES][4] = {};
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (lane / 4 < in.num_tokens) x = *(const uint4*)(row + 2 * run_column<KIND>(run, lane % 4));
+    float part[4] = {};
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       u32 a[4];
@@ -239,15 +239,11 @@ template <int KIND> DEV void multiply_unit(float (&sums)[COLUMN_TILES][4], const
         if (KIND == FP8) widen_e4m3(bytes, a[half], a[half + 2]);
         if (KIND == Q8_0) widen_int8(bytes, a[half], a[half + 2]);
       }
-#pragma unroll
-      for (int tile = 0; tile < COLUMN_TILES; ++tile) {
-        const u32 low = word_of(unit.x[tile][run], 2 * step);
-        const u32 high = word_of(unit.x[tile][run], 2 * step + 1);
-        if (KIND == BF16)
-          mma_bf16(sums[tile], a, low, high);
-        else  // columns 0 and 2, then 1 and 3, as weights are widened
-          mma_bf16(part[tile], a, __byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
-      }
+      const u32 low = word_of(x, 2 * step), high = word_of(x, 2 * step + 1);
+      if (KIND == BF16)
+        mma_bf16(sums, a, low, high);
+      else  // columns 0 and 2, then 1 and 3, as weights are widened
+        mma_bf16(part, a, __byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
     }
     if (KIND == BF16) continue;
     float scales[2];
@@ -258,45 +254,11 @@ template <int KIND> DEV void multiply_unit(float (&sums)[COLUMN_TILES][4], const
       if (KIND == Q8_0) scales[half] = fp16_to_float((run / 2 ? s.y : s.x) >> 16 * (run % 2));
     }
 #pragma unroll
-    for (int tile = 0; tile < COLUMN_TILES; ++tile)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[tile][i] += part[tile][i] * scales[i / 2];
+    for (int i = 0; i < 4; ++i) sums[i] += part[i] * scales[i / 2];
   }
 }
 
-// A warp's part of a tile: units part, part + PARTS, ...
-template <int KIND> DEV void multiply(float (&sums)[COLUMN_TILES][4], const Matrix& m,
-                                      const Input& in, u8* memory, int tile) {
-  const int lane = threadIdx.x % 32, part = threadIdx.x / 32 % PARTS;
-  const int units = in.columns / Shape<KIND>::COLUMNS;
-  const Rows rows = find_rows<KIND>(m, tile, lane);
-  const int first_column = min(16 * tile, m.rows - 1) / m.group_rows * in.columns;
-  Unit ring[STAGES];
-#pragma unroll
-  for (int stage = 0; stage < STAGES; ++stage)
-    if (part + stage * PARTS < units)
-      fetch<KIND>(ring[stage], m, rows, part + stage * PARTS, lane % 4);
-  wait_for_predecessor();
-#if INPUT == 1
-  norm_input(in, memory);
-#endif
-#pragma unroll
-  for (int stage = 0; stage < STAGES; ++stage)
-    if (part + stage * PARTS < units)
-      fetch_x<KIND>(ring[stage], in, memory, first_column, part + stage * PARTS);
-  for (int first = part; first < units; first += STAGES * PARTS) {
-#pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) {
-      const int at = first + stage * PARTS, next = at + STAGES * PARTS;
-      if (at >= units) break;
-      multiply_unit<KIND>(sums, m, ring[stage]);
-      if (next >= units) continue;
-      fetch<KIND>(ring[stage], m, rows, next, lane % 4);
-      fetch_x<KIND>(ring[stage], in, memory, first_column, next);
-    }
-  }
-}
-
+// ---- results
 DEV void store(const Matrix& m, int token, int row, float value) {
   const i64 at = (i64)token * m.out_stride + row;
   if (m.addend) value += __ldcg(m.addend + (i64)token * m.addend_stride + row);
@@ -312,60 +274,94 @@ DEV float swiglu(float gate, float up, float limit) {
   }
   return gate / (1.f + __expf(-gate)) * up;
 }
+DEV void store_tile(const Matrix& m, const Input& in, int tile, const float (&sums)[4]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int column = 0; column < 2; ++column) {
+    const int token = 2 * (lane % 4) + column, row = lane / 4;
+    if (token >= in.num_tokens) continue;
+    const float first = sums[column], second = sums[2 + column];
+    if (m.is_pair) {
+      if (8 * tile + row < m.rows)
+        store(m, token, 8 * tile + row, swiglu(first, second, in.limit));
+      continue;
+    }
+    if (16 * tile + row < m.rows) store(m, token, 16 * tile + row, first);
+    if (16 * tile + row + 8 < m.rows) store(m, token, 16 * tile + row + 8, second);
+  }
+}
+
+// A run of blocks; a warp has units part, part + PARTS, ... of its tile of each.
+template <int KIND> DEV void multiply(const Matrix& m, const Input& in, u8* memory) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % PARTS;
+  const int units = in.columns / Shape<KIND>::COLUMNS;
+  const int turns = ((units + PARTS - 1) / PARTS + STAGES - 1) / STAGES * STAGES;
+  const int cta = blockIdx.x - m.first_cta;
+  const int last = (int)((i64)(cta + 1) * m.num_blocks / m.num_ctas);
+  int block = (int)((i64)cta * m.num_blocks / m.num_ctas);
+  float* all_sums = (float*)(memory + in.num_tokens * row_of_x(in.columns));
+  Rows rows = find_rows<KIND>(m, block * TILES + warp / PARTS, lane);
+  Unit ring[STAGES];
+#pragma unroll
+  for (int stage = 0; stage < STAGES; ++stage)
+    if (part + stage * PARTS < units)
+      fetch<KIND>(ring[stage], m, rows, part + stage * PARTS, lane % 4);
+  wait_for_predecessor();
+  int staged = -1;
+  for (int turn_of_sums = 0; block < last; ++block, turn_of_sums ^= 1) {
+    // Rows of a block have one part of x: groups are multiples of 8 tiles.
+    const int first_row = 16 * TILES * block;
+    const int first_column = (first_row < m.rows ? first_row : 0) / m.group_rows * in.columns;
+    if (first_column != staged) {
+      if (staged >= 0) __syncthreads();
+      stage_x(in, memory, first_column);
+      staged = first_column;
+    }
+    const int tile = block * TILES + warp / PARTS;
+    const bool has_next = block + 1 < last;
+    float sums[4] = {};
+    for (int first = 0; first < turns; first += STAGES) {
+      const bool is_end = first + STAGES >= turns;  // what is fetched from here on is of the next
+      if (is_end && has_next) rows = find_rows<KIND>(m, tile + TILES, lane);
+#pragma unroll
+      for (int stage = 0; stage < STAGES; ++stage) {
+        const int at = part + (first + stage) * PARTS;
+        if (at < units) multiply_unit<KIND>(sums, m, ring[stage], in, memory, at);
+        const int next = is_end ? part + stage * PARTS : at + STAGES * PARTS;
+        if (next < units && (has_next || !is_end))
+          fetch<KIND>(ring[stage], m, rows, next, lane % 4);
+      }
+    }
+#if PARTS > 1
+    // Two buffers in turn: one barrier a block.
+    float* own = all_sums + ((turn_of_sums * WARPS + warp) * 32 + lane) * 4;
+    *(float4*)own = make_float4(sums[0], sums[1], sums[2], sums[3]);
+    __syncthreads();
+    if (part) continue;
+#pragma unroll
+    for (int other = 1; other < PARTS; ++other) {
+      const float4 v = *(const float4*)(own + other * 128);
+      sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w;
+    }
+#endif
+    store_tile(m, in, tile, sums);
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS)
     linear_group(const __grid_constant__ Group group, const __grid_constant__ Input in) {
   let_dependents_start();
   SHARED_MEMORY(memory);
   int index = 0;
-  for (int i = 1; i < group.count; ++i)
-    index += (int)blockIdx.x >= group.matrices[i].first_block;
+  for (int i = 1; i < group.count; ++i) index += (int)blockIdx.x >= group.matrices[i].first_cta;
   const Matrix& m = group.matrices[index];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int tile = (blockIdx.x - m.first_block) * TILES + warp / PARTS;
-  float sums[COLUMN_TILES][4] = {};
 #if KINDS & 1
-  if (m.kind == FP8) multiply<FP8>(sums, m, in, memory, tile);
+  if (m.kind == FP8) multiply<FP8>(m, in, memory);
 #endif
 #if KINDS & 2
-  if (m.kind == BF16) multiply<BF16>(sums, m, in, memory, tile);
+  if (m.kind == BF16) multiply<BF16>(m, in, memory);
 #endif
 #if KINDS & 4
-  if (m.kind == Q8_0) multiply<Q8_0>(sums, m, in, memory, tile);
+  if (m.kind == Q8_0) multiply<Q8_0>(m, in, memory);
 #endif
-#if PARTS > 1
-#if INPUT == 1
-  u8* place = memory + TOKENS * row_of_x(in.columns);
-#else
-  u8* place = memory;
-#endif
-  float* own = (float*)place + (warp * COLUMN_TILES * 32 + lane) * 4;
-#pragma unroll
-  for (int i = 0; i < COLUMN_TILES; ++i)
-    *(float4*)(own + i * 128) = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
-  __syncthreads();
-  if (warp % PARTS) return;
-#pragma unroll
-  for (int part = 1; part < PARTS; ++part)
-#pragma unroll
-    for (int i = 0; i < COLUMN_TILES; ++i) {
-      const float4 v = *(const float4*)(own + (part * COLUMN_TILES + i) * 128);
-      sums[i][0] += v.x, sums[i][1] += v.y, sums[i][2] += v.z, sums[i][3] += v.w;
-    }
-#endif
-#pragma unroll
-  for (int i = 0; i < COLUMN_TILES; ++i)
-#pragma unroll
-    for (int column = 0; column < 2; ++column) {
-      const int token = 8 * i + 2 * (lane % 4) + column, row = lane / 4;
-      if (token >= in.num_tokens) continue;
-      const float first = sums[i][column], second = sums[i][2 + column];
-      if (m.is_pair) {
-        if (8 * tile + row < m.rows)
-          store(m, token, 8 * tile + row, swiglu(first, second, in.limit));
-        continue;
-      }
-      if (16 * tile + row < m.rows) store(m, token, 16 * tile + row, first);
-      if (16 * tile + row + 8 < m.rows) store(m, token, 16 * tile + row + 8, second);
-    }
 }
