@@ -163,7 +163,8 @@ def test_groups_behind_the_inverse_rotation(make):
     rotation = (torch.tensor([3, 49, 0]), table, HEAD)
     matrices = floats(make((384, 128)), num_groups=3)
     x = make_x(3, 3 * 128)
-    found = run(x, matrices, num_sms=1, rotation=rotation)  # a CTA goes from group to group
+    one_cta = LinearGroupConfig(1, 8, 2, 1)  # goes from group to group
+    found = run(x, matrices, one_cta, num_sms=1, rotation=rotation)
     check(found, wanted(x, matrices, rotation=rotation), ROUNDED)
     (short,) = run(x, matrices, rotation=(rotation[0].int(), table, HEAD))
     assert torch.equal(short, found[0])
@@ -349,6 +350,7 @@ def test_launches_of_deepseek_v4(columns):
 def test_ctas_are_shared_by_bytes():
     assert kernel.share_ctas([96, 164], [6, 21], 264) == [96, 164]
     assert kernel.share_ctas([1024, 256, 2], [32, 8, 0], 400) == [320, 80, 1]
+    assert kernel.share_ctas([1024, 2], [32, 8], 400) == [320, 2]
 
 
 @pytest.mark.gpu
