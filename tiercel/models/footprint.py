@@ -167,6 +167,9 @@ def _add_stored(
         cut = tally.cut(name)
         if cut is not None:
             stored = cut_stored(stored, cut)
+        if name == "embed.weight":
+            tally.add(name, STORED, stored.nbytes)
+            continue
         for form, size in _stored_forms(name, stored, dtype, device_type, dense_copies):
             tally.add(name, form, size)
 
@@ -181,8 +184,6 @@ def _stored_forms(
         return [("int64", count * 8)]
     if len(stored.shape) == 1 or not name.endswith(".weight"):
         return [("float32", count * ITEM_BYTES["float32"])]
-    if name == "embed.weight":
-        return [(STORED, stored.nbytes)]
     if qtype.is_float:
         is_mapped = uses_native(device_type)
         form = _FORM_NAMES["mapped"] if is_mapped else kind
@@ -193,10 +194,9 @@ def _stored_forms(
         return [(qtype.name, stored.nbytes)]
     size = resting_bytes(qtype, (rows, columns), kind, device_type, dense_copies=False)
     dense = _FORM_NAMES.get(form, kind if form == "dense" else form), size
-    if not keeps_q8_planes(qtype, (rows, columns), kind, device_type):
-        return [dense]
-    planes = qtype.name, stored.nbytes
-    return [planes, dense] if dense_copies else [planes]
+    if keeps_q8_planes(qtype, (rows, columns), kind, device_type):
+        return [(qtype.name, stored.nbytes), dense][: 1 + dense_copies]
+    return [dense]
 
 
 def _drafts_only(name: str, config: ModelConfig) -> bool:
