@@ -12,7 +12,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from tiercel.kernels.attention import kv_compress, rotary_kv_write
+from tiercel.kernels.attention import kv_compress, rotary_kv_write, step_index
 from tiercel.kernels.fused import act_mul, latent_rope, mhc_mix, rms_norm
 from tiercel.kernels.moe import moe_route
 from tiercel.kernels.runtime import rtc
@@ -76,6 +76,8 @@ def deepseek_v4_cases():
     yield "kv_compress", launch, compress, None, [1e-6]
     launch = kv_compress._write((2560, 2560), (stored, stored), 4, 1024)
     yield "kv_compress inputs", launch, [*[FLOAT] * 3, LONG, LONG, FLOAT, FLOAT], None, []
+    launch = step_index._launch(128, ((4, 8, 32, 0, 3), (128, 128, 128, 1, 4)))
+    yield "step_index", launch, [INT, INT, INT, LONG, INT, LONG, INT], None, [1] * 6
 
 
 def read_parameters(ptx):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tiercel import LLM
-from tiercel.ops import kv_compress, latent_rope, mhc_mix, moe_route
+from tiercel.ops import kv_compress, latent_rope, mhc_mix, moe_route, step_index
 
 DATA = Path(__file__).parents[1] / "data/dsv4"
 REFUSALS = (
@@ -15,6 +15,7 @@ REFUSALS = (
     (latent_rope, "rope_refusal"),
     (moe_route, "route_refusal"),
     (kv_compress, "compress_refusal"),
+    (step_index, "index_refusal"),
 )
 
 

@@ -23,10 +23,10 @@ from tiercel.layers.latent_cache import LatentFormat, Planes
 from tiercel.layers.linear import Linear
 from tiercel.layers.linear_group import GroupedLinear, multiply_group
 from tiercel.layers.norm import RMSNorm
-from tiercel.layers.step_index import CompressStep, StepIndex
 from tiercel.ops.latent_rope import latent_rope
 from tiercel.ops.sparse_attention import sparse_attention
 from tiercel.ops.sparse_attention_torch import PagedEntries
+from tiercel.ops.step_index_torch import CompressStep, StepIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class CompressedAttention:
     ) -> Tensor:
         parts = [self.latents.kv_part(self._window, step.window)]
         if entries is not None and entries.max_entries:
-            tables, ids = entries.block_tables, step.seq_ids
+            tables, ids = entries.block_tables, step.rows
             if chosen is None:  # all that are visible
                 listed = PagedEntries(tables, ids, entries.max_entries, ends=entries.visible)
             else:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tiercel.layers.step_index import CompressStep
 from tiercel.ops.kv_compress import kv_compress_step
+from tiercel.ops.step_index_torch import CompressStep
 
 
 @dataclass(frozen=True, slots=True)

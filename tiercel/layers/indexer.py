@@ -9,8 +9,8 @@ from torch import Tensor
 from tiercel.layers.compressor import Compressor
 from tiercel.layers.latent_cache import LatentFormat, Planes
 from tiercel.layers.linear import Linear
-from tiercel.layers.step_index import CompressStep, StepIndex
 from tiercel.ops.indexer_topk import indexer_topk
+from tiercel.ops.step_index_torch import CompressStep, StepIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Indexer:
         return indexer_topk(
             self.latents.index_queries(q, step.positions, self.table),
             weights,
-            self.latents.paged_keys(planes, entries.block_tables, step.seq_ids),
+            self.latents.paged_keys(planes, entries.block_tables, step.rows),
             entries.visible,
             topk=min(self.topk, max(1, entries.max_entries)),
             max_entries=entries.max_entries,

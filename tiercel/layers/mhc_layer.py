@@ -10,7 +10,7 @@ from tiercel.layers.compressed_attention import CompressedAttention
 from tiercel.layers.mhc import HyperConnection, Residual
 from tiercel.layers.moe import MoE
 from tiercel.layers.norm import RMSNorm
-from tiercel.layers.step_index import StepIndex
+from tiercel.ops.step_index_torch import StepIndex
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,15 @@ from tiercel.batch import Batch
 from tiercel.layers.embedding import Embedding
 from tiercel.layers.head import Head
 from tiercel.layers.mhc import Residual
-from tiercel.layers.step_index import StepIndex
 from tiercel.models.deepseek_v4_build import DeepseekV4Builder
+from tiercel.ops.step_index_torch import StepIndex
 
 
 class IndexStep(Protocol):
     """Makes the indices of a step for layers with a window alone."""
 
     def __call__(self, batch: Batch, *, has_window_alone: bool) -> StepIndex:
-        """See `index_step`."""
+        """See `step_index`."""
 
 
 class DeepseekV4DraftHead:

@@ -25,7 +25,6 @@ from tiercel.errors import ArgumentError
 from tiercel.layers.compressed_attention import OVERLAP_ROWS, CompressedAttention
 from tiercel.layers.mhc import Residual
 from tiercel.layers.mhc_layer import HyperLayer
-from tiercel.layers.step_index import CompressKind, StepIndex, index_step
 from tiercel.models.config import ModelConfig
 from tiercel.models.deepseek_v4 import BLOCK_SIZE, CSA_RATIO, DeepseekV4Config
 from tiercel.models.deepseek_v4_build import DeepseekV4Builder
@@ -33,6 +32,8 @@ from tiercel.models.deepseek_v4_draft import DeepseekV4DraftHead
 from tiercel.models.model import AttentionPlan, TimedAttention, TimedProduct
 from tiercel.models.weights import WeightReader
 from tiercel.ops.rms_norm import rms_norm
+from tiercel.ops.step_index import step_index
+from tiercel.ops.step_index_torch import CompressKind, StepIndex
 from tiercel.parallel import SINGLE, Group
 from tiercel.quant import take_rows
 
@@ -173,7 +174,7 @@ class DeepseekV4:
     def _index(self, batch: Batch, *, has_window_alone: bool = False) -> StepIndex:
         kinds = [] if has_window_alone else self._kinds
         window = self.config.sliding_window
-        return index_step(batch, BLOCK_SIZE, window, self._window_group, kinds)
+        return step_index(batch, BLOCK_SIZE, window, self._window_group, kinds)
 
     def _pass(self, layers: Sequence[HyperLayer], batch: Batch) -> Tensor:
         step = self._index(batch)

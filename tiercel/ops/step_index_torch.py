@@ -1,8 +1,4 @@
-"""What DeepSeek-V4's layers share in a step: sequences, window slots, entries that complete.
-
-All of it is made on the device from a `Batch`, once a step, with sizes that follow from the host's
-bounds: nothing waits for the device, and a graph can be captured.
-"""
+"""The indices of a step of DeepSeek-V4 with PyTorch operators on any device, some 40 of them."""
 
 from __future__ import annotations
 
@@ -13,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tiercel.batch import Batch
-from tiercel.ops.kv_compress import completing_tokens, compress_terms
-from tiercel.ops.kv_compress_torch import Terms
+from tiercel.ops.kv_compress_torch import Terms, find_completing, make_terms
 from tiercel.ops.sparse_attention_torch import PagedEntries
 
 
@@ -36,6 +31,11 @@ class CompressKind:
     inputs: int
     rows_per_block: int
 
+    @property
+    def num_terms(self) -> int:
+        """Tokens whose inputs an entry takes."""
+        return self.ratio * (2 if self.has_overlap else 1)
+
 
 @dataclass(frozen=True, slots=True)
 class CompressStep:
@@ -46,7 +46,7 @@ class CompressStep:
         terms: of N entries.
         entry_slots: (N,) int64, where they are written; -1 for a row without entry.
         input_slots: (T,) int64, where the compressor's inputs are written.
-        block_tables: (R, columns) int32 of the entries.
+        block_tables: (S, columns) int32 of the entries, by engine row.
         visible: (T,) int32, entries that each token sees.
         max_entries: bound of `visible`.
     """
@@ -65,46 +65,41 @@ class StepIndex:
     """Indices of a step that all layers read.
 
     Attributes:
-        seq_ids: (T,) int64, the request of each token.
+        rows: (T,) int64, each token's row of the block tables.
         positions: (T,) int64.
         window: the positions that each token sees, as entries of the window's group.
         kv_slots: (T,) int64, where each token's own vector is written.
         compressed: by ratio.
+        max_query_len: bound of the new tokens of a request.
     """
 
-    seq_ids: Tensor
+    rows: Tensor
     positions: Tensor
     window: PagedEntries
     kv_slots: Tensor
     compressed: dict[int, CompressStep]
+    max_query_len: int
 
 
 def index_step(
     batch: Batch, block_size: int, window: int, window_group: int, kinds: Sequence[CompressKind]
 ) -> StepIndex:
-    """Make the indices of a step.
-
-    Args:
-        batch: the step.
-        block_size: tokens of a block.
-        window: positions that a token sees, itself included.
-        window_group: cache group of the window's vectors.
-        kinds: of compressed layers.
-    """
+    """See `step_index`."""
     device = batch.positions.device
     token = torch.arange(batch.num_tokens, dtype=torch.int32, device=device)
     seq_ids = torch.searchsorted(batch.cu_seqlens_q[1:].contiguous(), token, right=True)
     seq_ids = seq_ids.clamp(max=batch.num_reqs - 1)
-    positions = batch.positions.long()
-    tables = _tables(batch, window_group)
-    seen = PagedEntries(tables, seq_ids, window, ends=positions + 1)
+    rows, positions = batch.rows.long()[seq_ids], batch.positions.long()
+    tables = batch.block_tables[window_group]
+    seen = PagedEntries(tables, rows, window, ends=positions + 1)
     compressed = {kind.ratio: _compress_step(batch, block_size, kind, seq_ids) for kind in kinds}
-    return StepIndex(seq_ids, positions, seen, batch.slot_mapping[window_group], compressed)
+    slots = batch.slot_mapping[window_group]
+    return StepIndex(rows, positions, seen, slots, compressed, batch.max_query_len)
 
 
-def _tables(batch: Batch, group: int) -> Tensor:
-    """(R, columns) int32 block tables of a group, by request."""
-    return batch.block_tables[group].index_select(0, batch.rows)
+def entry_capacity(batch: Batch, ratio: int) -> int:
+    """The most entries that a step completes."""
+    return batch.num_tokens // ratio + batch.num_reqs
 
 
 def _compress_step(
@@ -112,27 +107,18 @@ def _compress_step(
 ) -> CompressStep:
     positions, ratio = batch.positions, kind.ratio
     slots = batch.slot_mapping[kind.entries]
-    capacity = batch.num_tokens // ratio + batch.num_reqs
     # A token without slot completes nothing: it is padding.
     real = torch.where(slots >= 0, positions, -1)
-    tokens = completing_tokens(real, ratio=ratio, capacity=capacity)
-    terms = compress_terms(
-        tokens,
-        positions,
-        seq_ids,
-        batch.cu_seqlens_q,
-        _tables(batch, kind.inputs),
-        ratio=ratio,
-        has_overlap=kind.has_overlap,
-        block_size=block_size,
-        rows_per_block=kind.rows_per_block,
-    )
+    tokens = find_completing(real, ratio, entry_capacity(batch, ratio))
+    tables = batch.block_tables[kind.inputs].index_select(0, batch.rows)
+    sizes = (ratio, kind.num_terms, block_size, kind.rows_per_block)
+    terms = make_terms(tokens, positions, seq_ids, batch.cu_seqlens_q, tables, sizes)
     return CompressStep(
         phase=positions.long() % ratio,
         terms=terms,
         entry_slots=torch.where(tokens >= 0, slots[tokens.clamp(min=0)], -1),
         input_slots=batch.slot_mapping[kind.inputs],
-        block_tables=_tables(batch, kind.entries),
+        block_tables=batch.block_tables[kind.entries],
         visible=(positions + 1) // ratio,
         max_entries=batch.max_seq_len // ratio,
     )
