@@ -12,7 +12,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from tiercel.kernels.attention import kv_compress, rotary_kv_write, step_index
+from tiercel.kernels.attention import kv_compress, latent_step_write, rotary_kv_write, step_index
 from tiercel.kernels.fused import act_mul, latent_rope, mhc_mix, rms_norm
 from tiercel.kernels.moe import moe_route
 from tiercel.kernels.runtime import rtc
@@ -78,6 +78,26 @@ def deepseek_v4_cases():
     yield "kv_compress inputs", launch, [*[FLOAT] * 3, LONG, LONG, FLOAT, FLOAT], None, []
     launch = step_index._launch(128, ((4, 8, 32, 0, 3), (128, 128, 128, 1, 4)))
     yield "step_index", launch, [INT, INT, INT, LONG, INT, LONG, INT], None, [1] * 6
+    yield "latent_step_write", *step_write_case()
+
+
+def step_write_case():
+    """A CSA layer of Flash: entries and index keys, encoded."""
+    stored, fresh = (32, 1 << 20, 1024), (2688, 2688)
+    cache = (1 << 20, 576, 1 << 20, 8)
+    entries = (
+        *((512, 512, 32, 32, 1, 8, 0.0, 9), (fresh, stored, stored)),
+        *((1024, 1024), cache),
+    )
+    keys = (
+        *((128, 128, 32, 32, 2, 4, 128**-0.5, 7), (fresh, stored, stored)),
+        *((256, 256), (1 << 20, 64, 1 << 20, 4)),
+    )
+    window = (512, (512, 512, 32, 128, 1, 8), cache)
+    launch = latent_step_write._launch(window, (4, 8), (entries, keys))
+    compressor = [*[FLOAT] * 7, BYTE, BYTE]
+    vectors = [BFLOAT, LONG, FLOAT, FLOAT, LONG, BYTE, BYTE]
+    return launch, [*vectors, *[LONG] * 6, *compressor * 2], None, [1e-6] * 3 + [1, 1]
 
 
 def read_parameters(ptx):

@@ -7,14 +7,14 @@ import torch
 from safetensors.torch import load_file
 
 from tiercel import LLM
-from tiercel.ops import kv_compress, latent_rope, mhc_mix, moe_route, step_index
+from tiercel.ops import latent_rope, latent_step_write, mhc_mix, moe_route, step_index
 
 DATA = Path(__file__).parents[1] / "data/dsv4"
 REFUSALS = (
     (mhc_mix, "mhc_mix_refusal"),
     (latent_rope, "rope_refusal"),
     (moe_route, "route_refusal"),
-    (kv_compress, "compress_refusal"),
+    (latent_step_write, "step_write_refusal"),
     (step_index, "index_refusal"),
 )
 

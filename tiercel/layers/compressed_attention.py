@@ -24,6 +24,7 @@ from tiercel.layers.linear import Linear
 from tiercel.layers.linear_group import GroupedLinear, multiply_group
 from tiercel.layers.norm import RMSNorm
 from tiercel.ops.latent_rope import latent_rope
+from tiercel.ops.latent_step_write import LatentVectors
 from tiercel.ops.sparse_attention import sparse_attention
 from tiercel.ops.sparse_attention_torch import PagedEntries
 from tiercel.ops.step_index_torch import CompressStep, StepIndex
@@ -154,12 +155,17 @@ class CompressedAttention:
         q, *index_q = multiply_group(qa, heads, parts.q_norm)
         q = q.view(-1, self._sink.shape[0], self.latents.head_dim)
         q = latent_rope(q, step.positions, table, eps=parts.eps)
-        rotation, norm = (step.positions, table), (parts.eps, parts.kv_norm)
-        self.latents.write_kv(self._window, kv, step.kv_slots, rotation, norm)
+        rotation = step.positions, table
+        vectors = LatentVectors(
+            *(kv, step.positions, table, parts.kv_norm, parts.eps),
+            *(_planes(self._window), step.kv_slots),
+        )
         chosen, entries = None, None
-        if compression is not None:
+        if compression is None:
+            self.latents.write_step(vectors)
+        else:
             entries = step.compressed[compression.ratio]
-            chosen = self._compress(compression, projected[0], index_q, step, entries)
+            chosen = self._compress(compression, projected[0], index_q, vectors, step)
         out = self._attend(q, step, entries, chosen)
         out = self._output.wo_a(out, rotation)
         return multiply_group(out, [self._output.wo_b])[0]
@@ -169,21 +175,23 @@ class CompressedAttention:
         parts: Compression,
         projected: Tensor,
         index_q: list[Tensor],
+        vectors: LatentVectors,
         step: StepIndex,
-        entries: CompressStep,
     ) -> Tensor | None:
-        """Write the entries that complete; returns those that the indexer chooses."""
+        """Write vectors and entries that complete; returns those that the indexer chooses."""
+        entries = step.compressed[parts.ratio]
         width = parts.compressor.width
         kv, gate, *rest = projected.split_with_sizes(
             [width, width, *_index_widths(parts.indexer, projected.shape[1] - 2 * width)], dim=1
         )
         stored = self._inputs["kv"], self._inputs["gate"]
-        new = parts.compressor(kv, gate, stored, entries)
-        self.latents.write_kv(self._entries, new, entries.entry_slots)
+        rows = [parts.compressor.rows((kv, gate), stored, _planes(self._entries))]
         if parts.indexer is None:
+            self.latents.write_step(vectors, rows, entries)
             return None
         index_kv, index_gate, weights = rest
-        parts.indexer.write_keys(index_kv, index_gate, self._entries, self._inputs, entries)
+        rows.append(parts.indexer.key_rows((index_kv, index_gate), self._entries, self._inputs))
+        self.latents.write_step(vectors, rows, entries)
         return parts.indexer(index_q[0], weights, self._entries, step, entries)
 
     def _attend(
@@ -207,6 +215,11 @@ OVERLAP_ROWS: Final = 32
 
 def _input_planes(prefix: str, width: int) -> tuple[Plane, ...]:
     return tuple(Plane(f"{prefix}{name}", torch.float32, (width,)) for name in ("kv", "gate"))
+
+
+def _planes(planes: Planes) -> tuple[Tensor, Tensor | None]:
+    """Vectors and their scales, if they are encoded."""
+    return planes["kv"], planes.get("kv_scales")
 
 
 def _index_widths(indexer: Indexer | None, rest: int) -> list[int]:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tiercel.ops.kv_compress import kv_compress_step
-from tiercel.ops.step_index_torch import CompressStep
+from tiercel.ops.latent_step_write import CompressedRows
 
 
 @dataclass(frozen=True, slots=True)
 class Compressor:
-    """Forms the entries that a step completes, and keeps its inputs for later steps.
+    """Forms the entries that a step completes, from its tokens and from those before.
 
     Attributes:
         position_bias: (ratio, d) float32, or (ratio, 2 d) with overlap: added to the gates.
@@ -31,28 +30,24 @@ class Compressor:
         """Channels of a token's inputs, once for kv and once for the gate."""
         return self.position_bias.shape[1]
 
-    def __call__(
-        self, kv: Tensor, gate: Tensor, stored: tuple[Tensor, Tensor], step: CompressStep
-    ) -> Tensor:
-        """Compress.
+    def rows(
+        self,
+        inputs: tuple[Tensor, Tensor],
+        stored: tuple[Tensor, Tensor],
+        planes: tuple[Tensor, Tensor | None],
+        *,
+        has_hadamard: bool = False,
+    ) -> CompressedRows:
+        """What the compressor adds in a step; the planes are mutated when it is written.
 
         Args:
-            kv: (T, width) float32, projections of the step's tokens.
-            gate: (T, width) float32, without the position bias.
-            stored: planes of earlier kv and gates, mutated: the step's are written to them.
-            step: which entries complete, and where their inputs are.
-
-        Returns:
-            (N, d) float32 entries; zeros in rows without one.
+            inputs: kv and gates (T, width) float32, projections of the step's tokens; the gates
+                without the position bias.
+            stored: planes of earlier kv and gates.
+            planes: cache and scales of the entries.
+            has_hadamard: whether entries are rotated as the queries that meet them.
         """
-        return kv_compress_step(
-            (kv, gate),
-            self.position_bias,
-            step.phase,
-            stored,
-            step.input_slots,
-            step.terms,
-            self.norm_weight,
-            self.table,
-            eps=self.eps,
+        return CompressedRows(
+            *(inputs, self.position_bias, stored, self.norm_weight, self.eps, self.table),
+            *(planes, has_hadamard),
         )

@@ -10,6 +10,7 @@ from tiercel.layers.compressor import Compressor
 from tiercel.layers.latent_cache import LatentFormat, Planes
 from tiercel.layers.linear import Linear
 from tiercel.ops.indexer_topk import indexer_topk
+from tiercel.ops.latent_step_write import CompressedRows
 from tiercel.ops.step_index_torch import CompressStep, StepIndex
 
 
@@ -33,21 +34,20 @@ class Indexer:
     table: Tensor
     latents: LatentFormat
 
-    def write_keys(
-        self, kv: Tensor, gate: Tensor, planes: Planes, inputs: Planes, step: CompressStep
-    ) -> None:
-        """Compress a step's tokens to keys, and write those that complete.
+    def key_rows(
+        self, inputs: tuple[Tensor, Tensor], planes: Planes, stored: Planes
+    ) -> CompressedRows:
+        """The keys that a step adds.
 
         Args:
-            kv: (T, 2 * index_dim) float32.
-            gate: (T, 2 * index_dim) float32.
+            inputs: kv and gates (T, 2 * index_dim) float32 of the step's tokens.
             planes: of the entries.
-            inputs: of the compressor's inputs.
-            step: which entries complete.
+            stored: of the compressor's inputs.
         """
-        stored = inputs["index_kv"], inputs["index_gate"]
-        keys = self.compressor(kv, gate, stored, step)
-        self.latents.write_index(planes, keys, step.entry_slots)
+        before = stored["index_kv"], stored["index_gate"]
+        keys = planes["index_key"], planes.get("index_key_scales")
+        has_hadamard = self.latents.has_index_hadamard
+        return self.compressor.rows(inputs, before, keys, has_hadamard=has_hadamard)
 
     def __call__(
         self, q: Tensor, weights: Tensor, planes: Planes, step: StepIndex, entries: CompressStep

@@ -7,7 +7,7 @@ index keys are Hadamard-rotated, and so are the queries that meet them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,13 +17,11 @@ from torch import Tensor
 from tiercel.cache.spec import Plane
 from tiercel.ops.block_quantize import hadamard, round_fp4_g32, round_kv_entries
 from tiercel.ops.indexer_topk_torch import PagedKeys
-from tiercel.ops.latent_rope import (
-    index_key_write,
-    latent_cache_write,
-    latent_rope,
-    latent_write,
-)
+from tiercel.ops.kv_compress import kv_compress_step
+from tiercel.ops.latent_rope import latent_cache_write, latent_rope
+from tiercel.ops.latent_step_write import CompressedRows, LatentVectors, latent_step_write
 from tiercel.ops.sparse_attention_torch import PagedEntries, SlottedKV
+from tiercel.ops.step_index_torch import CompressStep
 from tiercel.quant_types import INDEX_GROUP, KV_GROUP, SCALE_PAD
 
 Planes = Mapping[str, Tensor]
@@ -71,45 +69,49 @@ class LatentFormat:
             Plane("index_key_scales", torch.uint8, (self.index_dim // INDEX_GROUP,)),
         )
 
-    def write_kv(
+    @property
+    def has_index_hadamard(self) -> bool:
+        """Whether index keys and queries pass a Hadamard rotation; else it cancels in products."""
+        return self._is_encoded or self.is_native
+
+    def write_step(
         self,
-        planes: Planes,
-        values: Tensor,
-        slots: Tensor,
-        rotation: tuple[Tensor, Tensor] | None = None,
-        norm: tuple[float, Tensor] | None = None,
+        vectors: LatentVectors,
+        compressed: Sequence[CompressedRows] = (),
+        step: CompressStep | None = None,
     ) -> None:
-        """Write latent vectors (N, head_dim) to their slots (N,) int64; -1 writes nothing.
+        """Write a step's vectors, and what its compressors add.
 
         Args:
-            planes: of the cache.
-            values: the vectors.
-            slots: of the vectors.
-            rotation: positions and table; None where the vectors are normed and rotated.
-            norm: eps and weight; only with a rotation.
+            vectors: of the step.
+            compressed: of the compressors of entries and index keys.
+            step: which entries complete; None without compressors.
         """
-        if self.is_native and not self._is_encoded:
-            if rotation is not None:
-                eps, weight = norm or (None, None)
-                values = latent_rope(values.float(), *rotation, eps=eps, weight=weight)
-            values = round_kv_entries(values, self.rotary_dim)
-            rotation, norm = None, None
-        parts = (planes["kv"], planes.get("kv_scales"))
-        latent_write(values, parts, slots, rotary_dim=self.rotary_dim, rotation=rotation, norm=norm)
+        if not self.is_native or self._is_encoded:
+            latent_step_write(vectors, self.rotary_dim, compressed, step)
+            return
+        rows = latent_rope(
+            *(vectors.x.float(), vectors.positions, vectors.table),
+            eps=vectors.eps,
+            weight=vectors.weight,
+        )
+        latent_cache_write(
+            round_kv_entries(rows, self.rotary_dim), vectors.planes[0], vectors.slots
+        )
+        for part in compressed:
+            assert step is not None, "compressors come with a step"
+            new = kv_compress_step(
+                *(part.inputs, part.bias, step.phase, part.stored, step.input_slots),
+                *(step.terms, part.weight, part.table),
+                eps=part.eps,
+            )
+            is_key = part.has_hadamard
+            new = round_fp4_g32(hadamard(new)) if is_key else round_kv_entries(new, self.rotary_dim)
+            latent_cache_write(new, part.planes[0], step.entry_slots)
 
     def kv_part(self, planes: Planes, entries: PagedEntries) -> SlottedKV:
         """Vectors for attention, of the entries of each token."""
         return SlottedKV(planes["kv"], entries, planes.get("kv_scales"), self.rotary_dim)
-
-    def write_index(self, planes: Planes, keys: Tensor, slots: Tensor) -> None:
-        """Write index keys (N, index_dim) float32 to their slots."""
-        if self._is_encoded:
-            parts = (planes["index_key"], planes["index_key_scales"])
-            index_key_write(keys, parts, slots)
-            return
-        if self.is_native:
-            keys = round_fp4_g32(hadamard(keys))
-        latent_cache_write(keys, planes["index_key"], slots)
 
     def index_queries(self, q: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         """Index queries (T, heads, index_dim), rotated, as they meet the keys.
@@ -117,8 +119,11 @@ class LatentFormat:
         They are float32, or bfloat16 if it holds them. Where keys are rounded, both pass a Hadamard
         rotation; otherwise it cancels in the product.
         """
-        has_hadamard = self._is_encoded or self.is_native
-        q = latent_rope(q, positions, table, has_hadamard=has_hadamard, out_dtype=torch.float32)
+        q = latent_rope(
+            *(q, positions, table),
+            has_hadamard=self.has_index_hadamard,
+            out_dtype=torch.float32,
+        )
         return round_fp4_g32(q).bfloat16() if self.is_native else q
 
     def paged_keys(self, planes: Planes, block_tables: Tensor, seq_ids: Tensor) -> PagedKeys:

@@ -141,7 +141,7 @@ def kv_compress(
 
     Source: the inference code published with DeepSeek-V4.
     """
-    width = _check_inputs((kv, gate), (stored_kv, stored_gate), terms, weight, table, ratio)
+    width = check_inputs((kv, gate), (stored_kv, stored_gate), terms, weight, table, ratio)
     if kv.shape[0] == 0:  # no rows, so no entries: -1 throughout
         return kv.new_zeros(terms.entries.shape[0], width)
     if not compress_refusal((kv, gate), (stored_kv, stored_gate), terms):
@@ -214,7 +214,7 @@ def kv_compress_step(
         return entries
     from tiercel.kernels.attention.kv_compress import launch_input_write, launch_kv_compress
 
-    width = _check_inputs(inputs, stored, terms, weight, table, ratio)
+    width = check_inputs(inputs, stored, terms, weight, table, ratio)
     entries, bias = kv.new_empty(terms.entries.shape[0], width), bias.contiguous()
     planes = (terms.entries, terms.fresh, terms.stored)
     launch_kv_compress(
@@ -245,7 +245,7 @@ def compress_refusal(
     return next((reason for is_so, reason in reasons if is_so), "")
 
 
-def _check_inputs(
+def check_inputs(
     inputs: tuple[Tensor, Tensor],
     stored: tuple[Tensor, Tensor],
     terms: Terms,

@@ -54,7 +54,7 @@ def latent_rope(
             f"latent_rope: x is {tuple(x.shape)} {x.dtype}.",
             hint="Pass (tokens, d) or (tokens, heads, d) in float32, bfloat16 or float16.",
         )
-    _check_table(x, positions, table)
+    check_table(x, positions, table)
     if weight is not None and (
         eps is None or weight.shape != x.shape[-1:] or weight.dtype != torch.float32
     ):
@@ -64,7 +64,7 @@ def latent_rope(
             hint=f"Pass ({x.shape[-1]},) torch.float32 together with eps.",
         )
     out_dtype = out_dtype or x.dtype
-    if not rope_refusal(x) and _has_whole_rows(x, has_hadamard):
+    if not rope_refusal(x) and has_whole_rows(x, has_hadamard):
         from tiercel.kernels.fused.latent_rope import launch_latent_rope
 
         out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
@@ -105,12 +105,12 @@ def latent_write(
     """
     eps, weight = norm or (None, None)
     cache, scales = planes
-    _check_slots(cache, slot_mapping, x.shape[:1])
+    check_slots(cache, slot_mapping, x.shape[:1])
     if not rope_refusal(x, *planes):
         from tiercel.kernels.fused.latent_rope import launch_latent_write
 
         if rotation is not None:
-            _check_table(x, *rotation)
+            check_table(x, *rotation)
         launch_latent_write(x, rotation, norm, planes, slot_mapping, rotary_dim, False)
         return
     if rotation is not None:
@@ -140,8 +140,8 @@ def index_key_write(x: Tensor, planes: tuple[Tensor, Tensor], slot_mapping: Tens
     Source: as `encode_index_keys`.
     """
     cache, scales = planes
-    _check_slots(cache, slot_mapping, x.shape[:1])
-    if not rope_refusal(x, *planes) and _has_whole_rows(x, True):
+    check_slots(cache, slot_mapping, x.shape[:1])
+    if not rope_refusal(x, *planes) and has_whole_rows(x, True):
         from tiercel.kernels.fused.latent_rope import launch_latent_write
 
         launch_latent_write(x, None, None, planes, slot_mapping, 0, True)
@@ -204,13 +204,14 @@ def rope_refusal(x: Tensor, *planes: Tensor | None) -> str:
     return next((reason for is_so, reason in reasons if is_so), "")
 
 
-def _has_whole_rows(x: Tensor, has_hadamard: bool) -> bool:
+def has_whole_rows(x: Tensor, has_hadamard: bool) -> bool:
     """Whether a Hadamard transform fits the kernel's rows."""
     width = x.shape[-1]
     return not has_hadamard or (width >= 32 and width & (width - 1) == 0)
 
 
-def _check_slots(cache: Tensor, slot_mapping: Tensor, shape: torch.Size) -> None:
+def check_slots(cache: Tensor, slot_mapping: Tensor, shape: torch.Size) -> None:
+    """Raise unless there is a slot of the cache for each of (T,) vectors."""
     if cache.dim() != 3 or slot_mapping.shape != shape or slot_mapping.dtype != torch.int64:
         raise ArgumentError(
             f"latent_write: the cache is {tuple(cache.shape)}, slots {tuple(slot_mapping.shape)} "
@@ -219,7 +220,8 @@ def _check_slots(cache: Tensor, slot_mapping: Tensor, shape: torch.Size) -> None
         )
 
 
-def _check_table(x: Tensor, positions: Tensor, table: Tensor) -> None:
+def check_table(x: Tensor, positions: Tensor, table: Tensor) -> None:
+    """Raise unless positions and table fit the vectors."""
     if positions.shape != x.shape[:1] or positions.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(
             f"latent_rope: positions are {tuple(positions.shape)} {positions.dtype} but x is "

@@ -110,6 +110,7 @@ def _launch(
             block_tables=tables[kind.entries],
             visible=ints[i, :num_tokens],
             max_entries=batch.max_seq_len // kind.ratio,
+            has_free_rows=kind.has_free_rows(batch.max_query_len, block_size),
         )
     seen = PagedEntries(tables[window_group], rows, window, ends=ends)
     own = slots[window_group]

@@ -36,6 +36,15 @@ class CompressKind:
         """Tokens whose inputs an entry takes."""
         return self.ratio * (2 if self.has_overlap else 1)
 
+    def has_free_rows(self, max_query_len: int, block_size: int) -> bool:
+        """Whether no input of a step takes the row of one that an entry of the step reads.
+
+        An entry reads up to `num_terms - 1` tokens before the step; a row is taken again
+        `rows_per_block` tokens later, but only within a block.
+        """
+        most = self.rows_per_block - self.num_terms + 1
+        return self.rows_per_block == block_size or max_query_len <= most
+
 
 @dataclass(frozen=True, slots=True)
 class CompressStep:
@@ -49,6 +58,7 @@ class CompressStep:
         block_tables: (S, columns) int32 of the entries, by engine row.
         visible: (T,) int32, entries that each token sees.
         max_entries: bound of `visible`.
+        has_free_rows: whether no input takes the row of one that an entry of the step reads.
     """
 
     phase: Tensor
@@ -58,6 +68,7 @@ class CompressStep:
     block_tables: Tensor
     visible: Tensor
     max_entries: int
+    has_free_rows: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,4 +132,5 @@ def _compress_step(
         block_tables=batch.block_tables[kind.entries],
         visible=(positions + 1) // ratio,
         max_entries=batch.max_seq_len // ratio,
+        has_free_rows=kind.has_free_rows(batch.max_query_len, block_size),
     )

@@ -49,6 +49,68 @@ def load_terms(
     return tl.where((fresh >= 0)[:, None], new, old)
 
 
+@triton.jit
+def compressed_entry(
+    kv_ptr,
+    gate_ptr,
+    bias_ptr,
+    stored_kv_ptr,
+    stored_gate_ptr,
+    fresh_ptr,  # of the entry's terms
+    stored_ptr,
+    weight_ptr,
+    table_ptr,
+    entry,
+    eps,
+    FRESH: tl.constexpr,
+    STORED_KV: tl.constexpr,
+    STORED_GATE: tl.constexpr,
+    RATIO: tl.constexpr,
+    COUNT: tl.constexpr,
+    TERMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """An entry (1, BLOCK) from its terms, normed and rotated; names as in `kv_compress_kernel`."""
+    channel = tl.arange(0, BLOCK)
+    mask = channel < WIDTH
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, COUNT, TERMS):
+        term = start + tl.arange(0, TERMS)
+        is_term = term < COUNT
+        fresh = tl.load(fresh_ptr + term, mask=is_term, other=-1)
+        stored = tl.load(stored_ptr + term, mask=is_term, other=-1)
+        # With overlap, the terms of the tokens before use the first half of the channels.
+        half = term // RATIO * WIDTH
+        gate = load_terms(
+            gate_ptr, stored_gate_ptr, fresh, stored, half, channel, float("-inf"),
+            FRESH[1], STORED_GATE, WIDTH,
+        )  # fmt: skip
+        kv = load_terms(
+            kv_ptr, stored_kv_ptr, fresh, stored, half, channel, 0.0,
+            FRESH[0], STORED_KV, WIDTH,
+        )  # fmt: skip
+        if bias_ptr is not None:
+            CHANNELS: tl.constexpr = WIDTH * (COUNT // RATIO)
+            place_of_bias = term % RATIO * CHANNELS + half
+            biases = bias_ptr + place_of_bias[:, None] + channel[None, :]
+            is_new = (fresh >= 0)[:, None] & mask[None, :]
+            gate += tl.load(biases, mask=is_new, other=0.0)
+        most = tl.maximum(best, tl.max(gate, axis=0))
+        shift = tl.where(most == float("-inf"), 0.0, most)  # no term yet: weights of 0
+        factor = tl.exp(best - shift)
+        weights = tl.exp(gate - shift[None, :])
+        total = total * factor + tl.sum(weights, axis=0)
+        sums = sums * factor + tl.sum(weights * kv, axis=0)
+        best = most
+    x = tl.where(mask, sums, 0.0) / tl.where(mask, total, 1.0)
+    x = normed(tl.reshape(x, (1, BLOCK)), weight_ptr, channel, eps, WIDTH)
+    return rotated(x, table_ptr, entry * RATIO, WIDTH, BLOCK, HALF, False)
+
+
 @triton.jit(do_not_specialize=["eps"])
 def kv_compress_kernel(
     kv_ptr,  # (tokens, WIDTH or 2 * WIDTH) float32, inner stride 1
@@ -85,42 +147,41 @@ def kv_compress_kernel(
     if entry < 0:
         tl.store(out, tl.zeros((BLOCK,), tl.float32), mask=mask)
     else:
-        best = tl.full((BLOCK,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)
-        sums = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, COUNT, TERMS):
-            term = start + tl.arange(0, TERMS)
-            is_term = term < COUNT
-            place = row * TERM_STRIDE + term
-            fresh = tl.load(fresh_ptr + place, mask=is_term, other=-1)
-            stored = tl.load(stored_ptr + place, mask=is_term, other=-1)
-            # With overlap, the terms of the tokens before use the first half of the channels.
-            half = term // RATIO * WIDTH
-            gate = load_terms(
-                gate_ptr, stored_gate_ptr, fresh, stored, half, channel, float("-inf"),
-                FRESH[1], STORED_GATE, WIDTH,
-            )  # fmt: skip
-            kv = load_terms(
-                kv_ptr, stored_kv_ptr, fresh, stored, half, channel, 0.0,
-                FRESH[0], STORED_KV, WIDTH,
-            )  # fmt: skip
-            if bias_ptr is not None:
-                CHANNELS: tl.constexpr = WIDTH * (COUNT // RATIO)
-                place_of_bias = term % RATIO * CHANNELS + half
-                biases = bias_ptr + place_of_bias[:, None] + channel[None, :]
-                is_new = (fresh >= 0)[:, None] & mask[None, :]
-                gate += tl.load(biases, mask=is_new, other=0.0)
-            most = tl.maximum(best, tl.max(gate, axis=0))
-            shift = tl.where(most == float("-inf"), 0.0, most)  # no term yet: weights of 0
-            factor = tl.exp(best - shift)
-            weights = tl.exp(gate - shift[None, :])
-            total = total * factor + tl.sum(weights, axis=0)
-            sums = sums * factor + tl.sum(weights * kv, axis=0)
-            best = most
-        x = tl.where(mask, sums, 0.0) / tl.where(mask, total, 1.0)
-        x = normed(tl.reshape(x, (1, BLOCK)), weight_ptr, channel, eps, WIDTH)
-        x = rotated(x, table_ptr, entry * RATIO, WIDTH, BLOCK, HALF, False)
+        x = compressed_entry(
+            *(kv_ptr, gate_ptr, bias_ptr, stored_kv_ptr, stored_gate_ptr),
+            *(fresh_ptr + row * TERM_STRIDE, stored_ptr + row * TERM_STRIDE),
+            *(weight_ptr, table_ptr, entry, eps, FRESH, STORED_KV, STORED_GATE),
+            *(RATIO, COUNT, TERMS, WIDTH, BLOCK, HALF),
+        )
         tl.store(out, tl.reshape(x, (BLOCK,)), mask=mask)
+
+
+@triton.jit
+def store_inputs(
+    kv_ptr,
+    gate_ptr,
+    bias_ptr,
+    stored_kv_ptr,
+    stored_gate_ptr,
+    token,
+    position,
+    slot,
+    channel,
+    FRESH: tl.constexpr,
+    STORED_KV: tl.constexpr,
+    STORED_GATE: tl.constexpr,
+    RATIO: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Some channels of a token's kv and gate to a slot; names as in `input_write_kernel`."""
+    mask = channel < CHANNELS
+    kv = tl.load(kv_ptr + token * FRESH[0] + channel, mask=mask)
+    gate = tl.load(gate_ptr + token * FRESH[1] + channel, mask=mask)
+    gate += tl.load(bias_ptr + position % RATIO * CHANNELS + channel, mask=mask)
+    place = stored_kv_ptr + slot // STORED_KV[0] * STORED_KV[1] + slot % STORED_KV[0] * STORED_KV[2]
+    tl.store(place + channel, kv, mask=mask)
+    place = stored_gate_ptr + slot // STORED_GATE[0] * STORED_GATE[1]
+    tl.store(place + slot % STORED_GATE[0] * STORED_GATE[2] + channel, gate, mask=mask)
 
 
 @triton.jit
@@ -146,16 +207,12 @@ def input_write_kernel(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots_ptr + token)
     if slot >= 0:
-        mask = channel < CHANNELS
-        kv = tl.load(kv_ptr + token * FRESH[0] + channel, mask=mask)
-        gate = tl.load(gate_ptr + token * FRESH[1] + channel, mask=mask)
-        phase = tl.load(positions_ptr + token) % RATIO
-        gate += tl.load(bias_ptr + phase * CHANNELS + channel, mask=mask)
-        block, row = slot // STORED_KV[0], slot % STORED_KV[0]
-        place = stored_kv_ptr + block * STORED_KV[1] + row * STORED_KV[2]
-        tl.store(place + channel, kv, mask=mask)
-        place = stored_gate_ptr + block * STORED_GATE[1] + row * STORED_GATE[2]
-        tl.store(place + channel, gate, mask=mask)
+        position = tl.load(positions_ptr + token)
+        store_inputs(
+            *(kv_ptr, gate_ptr, bias_ptr, stored_kv_ptr, stored_gate_ptr),
+            *(token, position, slot, channel),
+            *(FRESH, STORED_KV, STORED_GATE, RATIO, CHANNELS),
+        )
 
 
 Strides = tuple[int, int, int]
@@ -186,7 +243,8 @@ def _compress(
     return TritonLaunch(kv_compress_kernel, num_warps, constants)
 
 
-def _rows(cache: torch.Tensor) -> Strides:
+def row_strides(cache: torch.Tensor) -> Strides:
+    """Rows of a block, strides of blocks and rows."""
     strides, _ = cache_constants(cache, None)
     return strides[0], strides[1], strides[2]
 
@@ -212,7 +270,7 @@ def launch_kv_compress(
         return
     fresh = (inputs[0].stride(0), inputs[1].stride(0))
     sizes = (ratio, terms[1].shape[1], width, table.shape[2])
-    strides = (_rows(stored[0]), _rows(stored[1]))
+    strides = (row_strides(stored[0]), row_strides(stored[1]))
     launch = _compress(fresh, strides, terms[1].stride(0), sizes)
     tensors = (*inputs, bias, *stored, *terms, weight, table, out)
     launch((num_entries, 1, 1), tensors, (eps,))
@@ -245,6 +303,6 @@ def launch_input_write(
     if num_tokens == 0:
         return
     fresh = (inputs[0].stride(0), inputs[1].stride(0))
-    launch = _write(fresh, (_rows(stored[0]), _rows(stored[1])), *bias.shape)
+    launch = _write(fresh, (row_strides(stored[0]), row_strides(stored[1])), *bias.shape)
     grid = (num_tokens, -(-channels // STORE_BLOCK), 1)
     launch(grid, (*inputs, bias, positions, slots, *stored))

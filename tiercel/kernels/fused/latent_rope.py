@@ -280,7 +280,7 @@ def latent_write_kernel(
         )
 
 
-def _shape_constants(width: int, has_hadamard: bool) -> tuple[int, float, int]:
+def shape_constants(width: int, *, has_hadamard: bool) -> tuple[int, float, int]:
     """BLOCK, HADAMARD and LOG."""
     block = max(16, triton.next_power_of_2(width))
     return block, (1 / width) ** 0.5 if has_hadamard else 0.0, block.bit_length() - 1
@@ -292,7 +292,7 @@ def _rope(
     is_inverse: bool, has_hadamard: bool,
 ) -> tuple[TritonLaunch, int]:  # fmt: skip
     """A launch, and the rows of its programs."""
-    block, factor, log = _shape_constants(width, has_hadamard)
+    block, factor, log = shape_constants(width, has_hadamard=has_hadamard)
     rows = min(max(1, ELEMENTS // block), triton.next_power_of_2(num_heads))
     constants = {
         "STRIDES": strides,
@@ -337,7 +337,7 @@ def _write(
     has_norm: bool, has_hadamard: bool,
 ) -> TritonLaunch:  # fmt: skip
     """cache: entries of a block, then STRIDES. form: FORMAT and SCALES."""
-    block, factor, log = _shape_constants(width, has_hadamard)
+    block, factor, log = shape_constants(width, has_hadamard=has_hadamard)
     constants = {
         "X_STRIDE": x_stride,
         "STRIDES": cache[1:],

@@ -1,0 +1,404 @@
+"""All that a step of DeepSeek-V4 adds to the cache of one layer, in one launch.
+
+    program         writes
+    entry           one entry of a compressor, from inputs of this step and of the cache
+    index key       one key of the indexer's compressor, likewise
+    vector          one token's latent vector, normed and rotated
+    inputs          one token's kv and gate of both compressors
+
+Vectors and entries are encoded as the cache has them. Where an input of a step takes the row of one
+that an entry of the same step reads (long chunks), the inputs have a launch of their own behind.
+
+Floor: inputs, vectors and entries move once; a decode step is one launch's latency.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import triton
+import triton.language as tl
+
+from tiercel.kernels.attention.kv_compress import (
+    TERMS,
+    compressed_entry,
+    row_strides,
+    store_inputs,
+)
+from tiercel.kernels.fused.latent_rope import (
+    FP4,
+    FP8,
+    PLAIN,
+    cache_constants,
+    hadamard,
+    normed,
+    rotated,
+    shape_constants,
+    store_entry,
+)
+from tiercel.kernels.runtime.triton_launch import TritonLaunch, wait_for_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+WARPS = 8  # of all programs: one number for all sizes of a step, so that sums keep their order
+MOST_COMPRESSORS = 2
+STEP_POINTERS: Final = 6
+COMPRESSOR_POINTERS: Final = 9
+
+
+@triton.jit
+def _write_entry(
+    row,
+    entries_ptr,
+    fresh_ptr,
+    stored_ptr,
+    entry_slots_ptr,
+    kv_ptr,
+    gate_ptr,
+    bias_ptr,
+    stored_kv_ptr,
+    stored_gate_ptr,
+    weight_ptr,
+    table_ptr,
+    cache_ptr,
+    scales_ptr,
+    eps,
+    FRESH: tl.constexpr,
+    STORED_KV: tl.constexpr,
+    STORED_GATE: tl.constexpr,
+    RATIO: tl.constexpr,
+    COUNT: tl.constexpr,
+    TERMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    STRIDES: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALES: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    LOG: tl.constexpr,
+):
+    """One entry of one compressor."""
+    entry = tl.load(entries_ptr + row)
+    slot = tl.load(entry_slots_ptr + row)
+    if (entry >= 0) & (slot >= 0):
+        x = compressed_entry(
+            *(kv_ptr, gate_ptr, bias_ptr, stored_kv_ptr, stored_gate_ptr),
+            *(fresh_ptr + row * COUNT, stored_ptr + row * COUNT),
+            *(weight_ptr, table_ptr, entry, eps, FRESH, STORED_KV, STORED_GATE),
+            *(RATIO, COUNT, TERMS, WIDTH, BLOCK, HALF),
+        )
+        if HADAMARD > 0:
+            x = hadamard(x, HADAMARD, LOG, 1, BLOCK)
+        store_entry(
+            *(x, cache_ptr, scales_ptr, slot, STRIDES, PER_BLOCK),
+            *(FORMAT, WIDTH, BLOCK, HALF, SCALES),
+        )
+
+
+@triton.jit
+def _write_vector(
+    token,
+    x_ptr,
+    positions_ptr,
+    table_ptr,
+    weight_ptr,
+    slots_ptr,
+    cache_ptr,
+    scales_ptr,
+    eps,
+    X_STRIDE: tl.constexpr,
+    STRIDES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """One token's latent vector."""
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        channel = tl.arange(0, BLOCK)
+        place = x_ptr + token * X_STRIDE + channel[None, :]
+        x = tl.load(place, mask=channel[None, :] < WIDTH, other=0.0).to(tl.float32)
+        x = normed(x, weight_ptr, channel, eps, WIDTH)
+        position = tl.load(positions_ptr + token)
+        x = rotated(x, table_ptr, position, WIDTH, BLOCK, HALF, False)
+        store_entry(
+            *(x, cache_ptr, scales_ptr, slot, STRIDES, PER_BLOCK),
+            *(FORMAT, WIDTH, BLOCK, HALF, SCALES),
+        )
+
+
+@triton.jit
+def _write_inputs(
+    token,
+    phase_ptr,
+    slot,
+    kv_ptr,
+    gate_ptr,
+    bias_ptr,
+    stored_kv_ptr,
+    stored_gate_ptr,
+    FRESH: tl.constexpr,
+    STORED_KV: tl.constexpr,
+    STORED_GATE: tl.constexpr,
+    RATIO: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token's inputs of one compressor."""
+    phase = tl.load(phase_ptr + token)
+    store_inputs(
+        *(kv_ptr, gate_ptr, bias_ptr, stored_kv_ptr, stored_gate_ptr),
+        *(token, phase, slot, tl.arange(0, BLOCK)),
+        *(FRESH, STORED_KV, STORED_GATE, RATIO, CHANNELS),
+    )
+
+
+# Not specialised: a kernel for each divisibility of a count would be compiled between two steps.
+@triton.jit(do_not_specialize=["eps", "eps0", "eps1", "num_entries", "num_vectors"])
+def latent_step_write_kernel(
+    x_ptr,  # (tokens, WIDTH), inner stride 1
+    positions_ptr,  # (tokens,)
+    window_table_ptr,  # (positions, 2, HALF) float32
+    window_weight_ptr,  # (WIDTH,) float32
+    window_slots_ptr,  # (tokens,) int64
+    window_ptr,  # (blocks, PER_BLOCK, channels or bytes), inner stride 1
+    window_scales_ptr,  # (blocks, PER_BLOCK, SCALES) uint8, inner stride 1, or None
+    phase_ptr,  # (tokens,) int64, of the compressors
+    entries_ptr,  # (N,) int64
+    fresh_ptr,  # (N, COUNT) int64
+    stored_ptr,  # (N, COUNT) int64
+    entry_slots_ptr,  # (N,) int64
+    input_slots_ptr,  # (tokens,) int64
+    kv0_ptr,  # of the first compressor, names as in `kv_compress_kernel`
+    gate0_ptr,
+    bias0_ptr,
+    stored_kv0_ptr,
+    stored_gate0_ptr,
+    weight0_ptr,
+    table0_ptr,
+    cache0_ptr,
+    scales0_ptr,
+    kv1_ptr,  # of the second
+    gate1_ptr,
+    bias1_ptr,
+    stored_kv1_ptr,
+    stored_gate1_ptr,
+    weight1_ptr,
+    table1_ptr,
+    cache1_ptr,
+    scales1_ptr,
+    eps,
+    eps0,
+    eps1,
+    num_entries,  # programs of each compressor
+    num_vectors,  # programs of vectors; the rest write inputs
+    X_STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,  # WIDTH, BLOCK, HALF, PER_BLOCK, FORMAT, SCALES
+    WINDOW_STRIDES: tl.constexpr,
+    COMPRESSORS: tl.constexpr,
+    TERM_SIZES: tl.constexpr,  # RATIO, COUNT, TERMS
+    SIZES0: tl.constexpr,  # WIDTH, BLOCK, HALF, PER_BLOCK, FORMAT, SCALES, HADAMARD, LOG
+    INPUTS0: tl.constexpr,  # FRESH, STORED_KV, STORED_GATE
+    CHANNELS0: tl.constexpr,  # of inputs, and a power of two no less
+    STRIDES0: tl.constexpr,  # of the cache
+    SIZES1: tl.constexpr,
+    INPUTS1: tl.constexpr,
+    CHANNELS1: tl.constexpr,
+    STRIDES1: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """One entry, one index key, one vector, or one token's inputs."""
+    wait_for_inputs(IS_DEPENDENT)
+    place = tl.program_id(0).to(tl.int64)
+    first_vector = COMPRESSORS * num_entries
+    if COMPRESSORS > 0:  # noqa: SIM102 - known when the kernel is compiled
+        if place < num_entries:
+            _write_entry(
+                *(place, entries_ptr, fresh_ptr, stored_ptr, entry_slots_ptr),
+                *(kv0_ptr, gate0_ptr, bias0_ptr, stored_kv0_ptr, stored_gate0_ptr),
+                *(weight0_ptr, table0_ptr, cache0_ptr, scales0_ptr, eps0),
+                *(INPUTS0[0], INPUTS0[1], INPUTS0[2]),
+                *(TERM_SIZES[0], TERM_SIZES[1], TERM_SIZES[2]),
+                *(SIZES0[0], SIZES0[1], SIZES0[2], STRIDES0, SIZES0[3]),
+                *(SIZES0[4], SIZES0[5], SIZES0[6], SIZES0[7]),
+            )
+    if COMPRESSORS > 1:  # noqa: SIM102 - likewise
+        if (place >= num_entries) & (place < first_vector):
+            _write_entry(
+                *(place - num_entries, entries_ptr, fresh_ptr, stored_ptr, entry_slots_ptr),
+                *(kv1_ptr, gate1_ptr, bias1_ptr, stored_kv1_ptr, stored_gate1_ptr),
+                *(weight1_ptr, table1_ptr, cache1_ptr, scales1_ptr, eps1),
+                *(INPUTS1[0], INPUTS1[1], INPUTS1[2]),
+                *(TERM_SIZES[0], TERM_SIZES[1], TERM_SIZES[2]),
+                *(SIZES1[0], SIZES1[1], SIZES1[2], STRIDES1, SIZES1[3]),
+                *(SIZES1[4], SIZES1[5], SIZES1[6], SIZES1[7]),
+            )
+    token = place - first_vector
+    if (token >= 0) & (token < num_vectors):
+        _write_vector(
+            *(token, x_ptr, positions_ptr, window_table_ptr, window_weight_ptr),
+            *(window_slots_ptr, window_ptr, window_scales_ptr, eps, X_STRIDE, WINDOW_STRIDES),
+            *(WINDOW[0], WINDOW[1], WINDOW[2], WINDOW[3], WINDOW[4], WINDOW[5]),
+        )
+    if COMPRESSORS > 0:
+        token -= num_vectors
+        if token >= 0:
+            slot = tl.load(input_slots_ptr + token)
+            if slot >= 0:
+                _write_inputs(
+                    *(token, phase_ptr, slot, kv0_ptr, gate0_ptr, bias0_ptr),
+                    *(stored_kv0_ptr, stored_gate0_ptr, INPUTS0[0], INPUTS0[1], INPUTS0[2]),
+                    *(TERM_SIZES[0], CHANNELS0[0], CHANNELS0[1]),
+                )
+                if COMPRESSORS > 1:
+                    _write_inputs(
+                        *(token, phase_ptr, slot, kv1_ptr, gate1_ptr, bias1_ptr),
+                        *(stored_kv1_ptr, stored_gate1_ptr, INPUTS1[0], INPUTS1[1], INPUTS1[2]),
+                        *(TERM_SIZES[0], CHANNELS1[0], CHANNELS1[1]),
+                    )
+
+
+@dataclass(frozen=True, slots=True)
+class VectorPart:
+    """The latent vectors of a step.
+
+    Attributes:
+        x: (T, width), inner stride 1.
+        positions: (T,).
+        table: (positions, 2, half) float32, contiguous.
+        weight: (width,) float32 of the norm.
+        eps: of the norm.
+        slots: (T,) int64.
+        cache: (blocks, entries, channels or bytes), inner stride 1.
+        scales: of encoded vectors, else None.
+    """
+
+    x: Tensor
+    positions: Tensor
+    table: Tensor
+    weight: Tensor
+    eps: float
+    slots: Tensor
+    cache: Tensor
+    scales: Tensor | None
+
+    def tensors(self) -> list[Tensor | None]:
+        """Pointers of the kernel."""
+        planes = [self.slots, self.cache, self.scales]
+        return [self.x, self.positions, self.table, self.weight, *planes]
+
+    def constants(self) -> tuple[object, ...]:
+        """X_STRIDE, WINDOW and WINDOW_STRIDES."""
+        width, half = self.x.shape[1], self.table.shape[2]
+        strides, scales = cache_constants(self.cache, self.scales)
+        block, _, _ = shape_constants(width, has_hadamard=False)
+        form = PLAIN if self.scales is None else FP8
+        return self.x.stride(0), (width, block, half, strides[0], form, scales), strides[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorPart:
+    """What one compressor adds.
+
+    Attributes:
+        inputs: kv and gate of the step, (T, channels) float32, inner stride 1.
+        bias: (ratio, channels) float32, contiguous.
+        stored: kv and gate of the cache, (blocks, rows, channels) float32, inner stride 1.
+        weight: (width,) float32 of the norm.
+        eps: of the norm.
+        table: (positions, 2, half) float32, contiguous.
+        cache: of the entries.
+        scales: of encoded entries, else None.
+        has_hadamard: whether entries pass that rotation, as index keys.
+    """
+
+    inputs: tuple[Tensor, Tensor]
+    bias: Tensor
+    stored: tuple[Tensor, Tensor]
+    weight: Tensor
+    eps: float
+    table: Tensor
+    cache: Tensor
+    scales: Tensor | None
+    has_hadamard: bool
+
+    def tensors(self) -> list[Tensor | None]:
+        """Pointers of the kernel."""
+        others = [self.weight, self.table, self.cache, self.scales]
+        return [*self.inputs, self.bias, *self.stored, *others]
+
+    def constants(self) -> tuple[object, ...]:
+        """SIZES, INPUTS, CHANNELS and STRIDES of the kernel."""
+        (width,), half, channels = self.weight.shape, self.table.shape[2], self.bias.shape[1]
+        block, factor, log = shape_constants(width, has_hadamard=self.has_hadamard)
+        strides, scales = cache_constants(self.cache, self.scales)
+        form = PLAIN if self.scales is None else FP4 if self.has_hadamard else FP8
+        kv, gate = self.inputs
+        return (
+            (width, block, half, strides[0], form, scales, factor, log),
+            ((kv.stride(0), gate.stride(0)), *map(row_strides, self.stored)),
+            (channels, triton.next_power_of_2(channels)),
+            strides[1:],
+        )
+
+
+@functools.cache
+def _launch(
+    window: tuple[object, ...],
+    term_sizes: tuple[int, int],
+    compressors: tuple[tuple[object, ...], ...],
+) -> TritonLaunch:
+    ratio, count = term_sizes
+    terms = min(TERMS, triton.next_power_of_2(count))
+    names = ("SIZES", "INPUTS", "CHANNELS", "STRIDES")
+    constants = dict(zip(("X_STRIDE", "WINDOW", "WINDOW_STRIDES"), window, strict=True))
+    constants |= {"COMPRESSORS": len(compressors), "TERM_SIZES": (ratio, count, terms)}
+    for i in range(MOST_COMPRESSORS):
+        given = compressors[i] if i < len(compressors) else (0,) * len(names)
+        constants |= {f"{name}{i}": value for name, value in zip(names, given, strict=True)}
+    return TritonLaunch(latent_step_write_kernel, WARPS, constants)
+
+
+def launch_latent_step_write(
+    vectors: VectorPart,
+    compressors: Sequence[CompressorPart],
+    step: Sequence[torch.Tensor],
+    *,
+    has_free_rows: bool,
+) -> None:
+    """Enqueue on the current stream; the op has checked.
+
+    step: phase, entries, fresh, stored, entry_slots and input_slots of a `CompressStep`, terms
+    contiguous; empty without compressors. has_free_rows: whether inputs take no row that is read.
+    """
+    num_tokens = vectors.x.shape[0]
+    if num_tokens == 0:
+        return
+    term_sizes = (compressors[0].bias.shape[0], step[2].shape[1]) if compressors else (1, 1)
+    parts = tuple(part.constants() for part in compressors)
+    launch = _launch(vectors.constants(), term_sizes, parts)
+    indices: Sequence[Tensor | None] = step or (None,) * STEP_POINTERS
+    tensors = [*vectors.tensors(), *indices]
+    for part in compressors:
+        tensors += part.tensors()
+    tensors += [None] * COMPRESSOR_POINTERS * (MOST_COMPRESSORS - len(compressors))
+    eps = [part.eps for part in compressors] + [0.0] * (MOST_COMPRESSORS - len(compressors))
+    num_entries = step[1].shape[0] if compressors else 0
+    outputs = len(compressors) * num_entries + num_tokens
+    inputs = num_tokens if compressors else 0
+    if has_free_rows:
+        launch((outputs + inputs, 1, 1), tensors, (vectors.eps, *eps, num_entries, num_tokens))
+        return
+    launch((outputs, 1, 1), tensors, (vectors.eps, *eps, num_entries, num_tokens))
+    launch((inputs, 1, 1), tensors, (vectors.eps, *eps, 0, 0))
