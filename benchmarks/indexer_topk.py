@@ -58,7 +58,9 @@ def make_case(
         order = torch.randperm(num_seqs * columns, generator=generator, device=device)
         seq_ids = torch.arange(num_tokens, device=device) % num_seqs
         tables = order.view(num_seqs, columns)
-        paged = PagedKeys(keys[..., :64], keys[..., 64:], tables, seq_ids)
+        # Planes of their own, as in the cache.
+        planes = keys[..., :64].contiguous(), keys[..., 64:].contiguous()
+        paged = PagedKeys(*planes, tables, seq_ids)
         visible = torch.full((num_tokens,), entries, device=device)
         q = hadamard(sample(num_tokens, HEADS, HEAD_DIM)).bfloat16()
         return Inputs(q, sample(num_tokens, HEADS), paged, visible)

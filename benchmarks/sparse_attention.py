@@ -58,7 +58,9 @@ def make_case(model: str, num_tokens: int, selected: int, device: torch.device) 
         order = torch.randperm(slots_in_use, generator=generator, device=device)
         index = torch.arange(num_tokens * num_keys, device=device) % slots_in_use
         slots = order[index].view(num_tokens, num_keys)
-        data, scales = pool[..., : HEAD_DIM + ROTARY], pool[..., HEAD_DIM + ROTARY :]
+        # Planes of their own, as in the cache.
+        data = pool[..., : HEAD_DIM + ROTARY].contiguous()
+        scales = pool[..., HEAD_DIM + ROTARY :].contiguous()
         parts = [SlottedKV(data, slots[:, :WINDOW], scales, ROTARY)]
         if selected:
             parts.append(SlottedKV(data, slots[:, WINDOW:], scales, ROTARY))

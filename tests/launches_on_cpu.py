@@ -23,6 +23,7 @@ STAND_INS = {
     "speculation/ngram_ptx.cuh": "ngram_device",
     "include/hopper.cuh": "hopper_device",
     "block/linear_group_ptx.cuh": "linear_group_device",
+    "attention/cluster_ptx.cuh": "cluster_device",
 }
 INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 
@@ -119,7 +120,8 @@ class Processor:
         own = [STAND_INS[path] for path in STAND_INS if path in headers]
         names = ("device", "q4k_device", "attention_device", *own)
         device = [HERE / f"{name}.hpp" for name in names]
-        run = [HERE / "run_each_cta.hpp", HERE / "run_launch.cpp"]
+        runner = "run_clusters" if "cluster_device" in own else "run_each_cta"
+        run = [HERE / f"{runner}.hpp", HERE / "run_launch.cpp"]
         macros = "".join(
             f"#undef {name}\n#define {name} {value}\n"
             for name, value in (*source.macros, ("KERNEL", source.name))

@@ -43,7 +43,7 @@ static std::vector<Late> late;
 static Place late_for;  // the CTA that has not waited yet
 DEV void let_dependents_start() {}
 DEV void wait_for_predecessor() {
-  if (late_for.x == blockIdx.x && late_for.y == blockIdx.y)
+  if (late_for.x == block_at.x && late_for.y == block_at.y)
     for (const Late& one : late) std::memcpy(one.at, one.data.data(), one.data.size());
   late_for = {-1, -1};
 }

@@ -14,7 +14,7 @@ static void enter_kernel() {
   call(KERNEL);
 }
 static void start_cta() {
-  late_for = blockIdx;
+  late_for = block_at;
   poison_shared_memory();
   for (const Late& one : late) std::memset(one.at, 0xFF, one.data.size());
 }

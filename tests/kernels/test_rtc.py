@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tiercel.errors import InternalError
-from tiercel.kernels.attention import rotary_kv_write
+from tiercel.kernels.attention import indexer_select, rotary_kv_write, sparse_attention_decode
 from tiercel.kernels.attention.prefill_attention import cuda_source, select_prefill_attention
 from tiercel.kernels.collectives.all_reduce import all_reduce_source
 from tiercel.kernels.block import linear_group
@@ -146,6 +146,39 @@ def is_rare(source, config):
     if has_fields(source):
         return is_file or ("TOKENS", 1) in source.macros
     return is_file and config is not None and config.is_split
+
+
+# DeepSeek-V4's kernels of clusters: lists of all kinds, and all launches.
+CLUSTER_SOURCES = [
+    *(
+        sparse_attention_decode.decode_source(
+            sparse_attention_decode.select_sparse_attention_decode(tokens), kinds, are_long
+        )
+        for tokens in (16, sparse_attention_decode.MOST_TOKENS)
+        for kinds, are_long in (
+            ((2, 1), (False, False)),
+            ((2, 3), (False, False)),
+            ((0, 0), (True, False)),
+        )
+    ),
+    *(
+        indexer_select.select_source(copies, is_long=is_long)
+        for copies, is_long in ((1, False), (8, True))
+    ),
+]
+
+
+@pytest.mark.parametrize("source", CLUSTER_SOURCES, ids=str)
+def test_kernels_of_clusters_hold_all_in_registers(source, tmp_path):
+    check_no_spills(source, tmp_path)
+    text = ask(compile_here(source, tmp_path), tmp_path, "nvdisasm", "-c")
+    assert "UCGABAR_ARV" in text  # meets its cluster
+    assert "ACQBULK" in text  # waits for the kernel ahead
+    assert "PREEXIT" in text  # lets the next one start
+    if source.name == "sparse_attention_decode":
+        assert "LDG.E.128" in text
+        assert "MOVM.16.MT88" in text
+        assert "HMUL2.BF16" in text
 
 
 PACKED_SOURCES = {source: config for name in UNIT_TYPES for source, config in packed_sources(name)}

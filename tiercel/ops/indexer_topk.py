@@ -123,10 +123,15 @@ def _launch(
     max_entries: int,
 ) -> Tensor:
     """Score and choose by kernels, for some tokens at a time: scores fit the workspace."""
+    from tiercel.kernels.attention import indexer_select as by_clusters
     from tiercel.kernels.attention import indexer_topk as kernel
 
     out = torch.empty((q.shape[0], topk), dtype=torch.int32, device=q.device)
-    counts = [pieces * topk for pieces, _ in kernel.plan(max_entries, topk)[:-1]]
+    is_one_launch = q.is_cuda and not by_clusters.select_refusal(
+        *(q.shape[0], max_entries, q.device)
+    )
+    levels = [] if is_one_launch else kernel.plan(max_entries, topk)[:-1]
+    counts = [pieces * topk for pieces, _ in levels]
     size = max(1, torch_ops.WORKSPACE_BYTES // (4 * (max_entries + sum(counts))))
     size = min(size, q.shape[0], _KERNEL_MOST_TOKENS)
     scores = torch.empty((size, max_entries), dtype=torch.float32, device=q.device)
@@ -137,6 +142,9 @@ def _launch(
         rows = scores[: tokens.stop - start]
         keys = (paged.keys, paged.scales, paged.block_tables, paged.seq_ids[tokens])
         kernel.launch_indexer_scores(q[tokens], weights[tokens], *keys, visible[tokens], rows)
+        if is_one_launch:
+            by_clusters.launch_indexer_select(rows, visible[tokens], out[tokens])
+            continue
         pieces = [part[: rows.shape[0]] for part in candidates]
         kernel.launch_indexer_select(rows, visible[tokens], out[tokens], topk, pieces)
     return out

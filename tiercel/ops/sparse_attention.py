@@ -85,15 +85,19 @@ def _are_rows_dense(listed: Tensor | PagedEntries) -> bool:
 
 def _launch(q: Tensor, parts: tuple[SlottedKV, ...], sink: Tensor | None, scale: float) -> Tensor:
     from tiercel.kernels.attention import sparse_attention as kernel
+    from tiercel.kernels.attention import sparse_attention_decode as decode
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tokens, heads, head_dim = q.shape
+    keys = [kernel.KeyPart(*_arguments(part)) for part in parts]
+    if q.is_cuda and not decode.decode_refusal(q, keys):
+        decode.launch_sparse_attention_decode(q, keys, sink, scale, out)
+        return out
     splits = kernel.num_splits(tokens, tuple(part.num_keys for part in parts))
     partial, stats = None, None
     if splits > 1:
         shapes = (tokens, splits, heads, head_dim), (tokens, splits, 2, heads)
         partial, stats = (torch.empty(x, dtype=torch.float32, device=q.device) for x in shapes)
-    keys = [kernel.KeyPart(*_arguments(part)) for part in parts]
     kernel.launch_sparse_attention(q, keys, sink, scale, out, partial, stats)
     return out
 

@@ -9,10 +9,13 @@
 #define STAGES 2
 #define TOKENS 32
 
-// ---- attention: prefill_attention.py, decode_attention_split.py, rotary_kv_write.py
+// ---- attention: prefill_attention.py, decode_attention_split.py, rotary_kv_write.py,
+// sparse_attention_decode.py, indexer_select.py
 #define BATCH 16
 #define BLOCK_SIZE 64
+#define CLUSTER 8
 #define COARSE_KEYS 512
+#define COPIES 8
 #define COLUMNS 1
 #define D 128
 #define FAST_LOOP 1
@@ -21,9 +24,14 @@
 #define FOLDS 1
 #define GROUP_HEADS 4
 #define HAS_NORMS 1
+#define IS_LONG 0
 #define IS_PART 0
 #define KEPT 376
+#define KIND0 2
+#define KIND1 1
 #define KV_HEADS 8
+#define LONG0 0
+#define LONG1 0
 #define MIDDLE_END 32768
 #define MIDDLE_KEYS 256
 #define NR 1

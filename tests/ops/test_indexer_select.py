@@ -1,0 +1,96 @@
+"""The choice by a cluster against the oracle and the composite keys of the PyTorch path."""
+
+import pytest
+import torch
+
+from tests.ops.test_indexer_topk import chosen
+from tiercel.kernels.attention import indexer_select as kernel
+from tiercel.ops import indexer_topk_torch as torch_ops
+from tiercel.reference import indexer_topk as oracle
+
+
+@pytest.fixture
+def anywhere(request, device):
+    """The kernel on the GPU, or on a processor."""
+    if device.type == "cpu":
+        request.getfixturevalue("on_processor")
+    return device
+
+
+def select(scores, visible, topk, config=None):
+    """Entries that the kernel chooses, into poisoned memory with gaps."""
+    num_tokens = scores.shape[0]
+    out = torch.full((num_tokens + 2, topk + 3), 7, dtype=torch.int32, device=scores.device)
+    assert kernel.select_refusal(*scores.shape, scores.device) == ""
+    kernel.launch_indexer_select(scores, visible, out[1:-1, :topk], config)
+    assert out[[0, -1]].eq(7).all()
+    assert out[:, topk:].eq(7).all()
+    return out[1:-1, :topk].contiguous()
+
+
+def expected(scores, visible, topk):
+    keys = torch_ops.sort_keys(scores, 0, visible)
+    return torch_ops.entries_of(torch.topk(keys, topk, dim=1).values)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_the_choice_is_the_oracle_s(dtype, anywhere):
+    scores = torch.randn(3, 1100, device=anywhere)
+    visible = torch.tensor([1100, 77, 1001], dtype=dtype, device=anywhere)
+    scores[1, 77:] = float("nan")  # not visible
+    out = select(scores, visible, 100)
+    assert chosen(out) == oracle.topk(scores, visible, 100)
+
+
+def test_equal_and_extreme_scores(anywhere):
+    scores = torch.randint(-2, 3, (4, 900)).float() * 0.5
+    scores[0] = 0.0
+    scores[0, ::3] = -0.0
+    scores[1, 850:] = torch.tensor([float("inf"), -float("inf"), 1e-45, -1e-45, 3e38]).repeat(10)
+    scores[2, 100:] = float("nan")  # not visible
+    scores = scores.to(anywhere)
+    visible = torch.tensor([900, 900, 100, 999], dtype=torch.int32, device=anywhere)
+    for topk in (5, 31):
+        assert torch.equal(select(scores, visible, topk), expected(scores, visible, topk))
+
+
+def test_fewer_visible_entries_than_are_chosen(anywhere):
+    scores = torch.randn(3, 60, device=anywhere)
+    visible = torch.tensor([0, 31, 60], dtype=torch.int32, device=anywhere)
+    out = select(scores, visible, 40)
+    assert out[0].eq(-1).all()
+    assert out[1].tolist() == [*range(31), *[-1] * 9]
+    assert torch.equal(out[2:], expected(scores, visible, 40)[2:])
+
+
+def test_several_turns_and_copies(anywhere):
+    """More than 1,024 scores of a CTA, among them runs of equal ones over the border of CTAs."""
+    scores = torch.randn(1, 20000, device=anywhere).round(decimals=2)
+    visible = torch.tensor([19999], dtype=torch.int32, device=anywhere)
+    out = select(scores, visible, 512, (4096, 8))
+    assert torch.equal(out, expected(scores, visible, 512))
+
+
+def test_launches_fit_the_shared_memory():
+    for entries in (1, 8192, 8193, 32768, kernel.MOST_ENTRIES):
+        most, copies = kernel.select_indexer_select(entries)
+        assert most * kernel.CLUSTER >= entries
+        assert kernel.smem_bytes(most, copies) <= 227 << 10
+
+
+def test_refusals_say_why(device):
+    many, long = kernel.MOST_TOKENS + 1, kernel.MOST_ENTRIES + 1
+    assert kernel.select_refusal(many, 5, device) == f"{many} tokens, 5 entries"
+    assert kernel.select_refusal(1, long, device) == f"1 tokens, {long} entries"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("entries", [513, 2048, 8192, 32768, 200001, 262144])
+@pytest.mark.parametrize("topk", [512, 1024])
+def test_sizes_of_the_models(entries, topk, device):
+    scores = torch.randn(4, entries, device=device)
+    scores[1] = scores[1].round(decimals=1)
+    scores[2] = 0.0
+    visible = torch.tensor([entries, entries - 1, entries, topk - 1], device=device)
+    topk = min(topk, entries)
+    assert torch.equal(select(scores, visible, topk), expected(scores, visible, topk))
