@@ -21,7 +21,13 @@ from pathlib import Path
 
 import torch
 
-from tests.kernels.test_rtc import CLUSTER_SOURCES, PACKED_SOURCES, SOURCES, gemm_cases
+from tests.kernels.test_rtc import (
+    CLUSTER_SOURCES,
+    PACKED_SOURCES,
+    SCORES_SOURCES,
+    SOURCES,
+    gemm_cases,
+)
 from tiercel.kernels.attention import decode_attention_split, rotary_kv_write
 from tiercel.kernels.collectives.all_reduce import DTYPES as ALL_REDUCE_DTYPES
 from tiercel.kernels.collectives.all_reduce import all_reduce_source
@@ -39,7 +45,7 @@ HOPPER = "sm_90a"
 # Kernels of wgmma, TMA or clusters.
 HOPPER_ONLY = (
     *("prefill_attention", "packed_gemm", "fused_decode_step", "fused_layer_tail"),
-    *("sparse_attention_decode", "indexer_select"),
+    *("sparse_attention_decode", "indexer_select", "indexer_scores_few"),
 )
 DTYPES = (torch.float16, torch.bfloat16)
 CHAINS = [  # tokens, widths, matrices of Q6_K
@@ -123,7 +129,13 @@ def ngram_sources() -> Iterator[rtc.KernelSource]:
 
 def all_sources() -> list[rtc.KernelSource]:
     """Each kernel in representative configurations."""
-    sources = [*SOURCES, *CLUSTER_SOURCES, *packed_sources(), *decode_attention_sources()]
+    sources = [
+        *SOURCES,
+        *CLUSTER_SOURCES,
+        *SCORES_SOURCES,
+        *packed_sources(),
+        *decode_attention_sources(),
+    ]
     sources += [
         rotary_kv_write.cuda_source(48, 8, head_dim, dtype, has_norms=has_norms)
         for head_dim, dtype in itertools.product(rotary_kv_write.HEAD_DIMS, DTYPES)
