@@ -69,37 +69,30 @@ def _write_entry(
     cache_ptr,
     scales_ptr,
     eps,
-    FRESH: tl.constexpr,
-    STORED_KV: tl.constexpr,
-    STORED_GATE: tl.constexpr,
-    RATIO: tl.constexpr,
-    COUNT: tl.constexpr,
-    TERMS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
+    TERM_SIZES: tl.constexpr,  # tuples as in the kernel
+    SIZES: tl.constexpr,
+    INPUTS: tl.constexpr,
     STRIDES: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr,
-    SCALES: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    LOG: tl.constexpr,
 ):
     """One entry of one compressor."""
     entry = tl.load(entries_ptr + row)
     slot = tl.load(entry_slots_ptr + row)
     if (entry >= 0) & (slot >= 0):
+        COUNT: tl.constexpr = TERM_SIZES[1]
+        WIDTH: tl.constexpr = SIZES[0]
+        BLOCK: tl.constexpr = SIZES[1]
+        HALF: tl.constexpr = SIZES[2]
         x = compressed_entry(
             *(kv_ptr, gate_ptr, bias_ptr, stored_kv_ptr, stored_gate_ptr),
             *(fresh_ptr + row * COUNT, stored_ptr + row * COUNT),
-            *(weight_ptr, table_ptr, entry, eps, FRESH, STORED_KV, STORED_GATE),
-            *(RATIO, COUNT, TERMS, WIDTH, BLOCK, HALF),
+            *(weight_ptr, table_ptr, entry, eps, INPUTS[0], INPUTS[1], INPUTS[2]),
+            *(TERM_SIZES[0], COUNT, TERM_SIZES[2], WIDTH, BLOCK, HALF),
         )
-        if HADAMARD > 0:
-            x = hadamard(x, HADAMARD, LOG, 1, BLOCK)
+        if SIZES[6] > 0:
+            x = hadamard(x, SIZES[6], SIZES[7], 1, BLOCK)
         store_entry(
-            *(x, cache_ptr, scales_ptr, slot, STRIDES, PER_BLOCK),
-            *(FORMAT, WIDTH, BLOCK, HALF, SCALES),
+            *(x, cache_ptr, scales_ptr, slot, STRIDES, SIZES[3]),
+            *(SIZES[4], WIDTH, BLOCK, HALF, SIZES[5]),
         )
 
 
@@ -116,16 +109,14 @@ def _write_vector(
     eps,
     X_STRIDE: tl.constexpr,
     STRIDES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr,
-    SCALES: tl.constexpr,
+    WINDOW: tl.constexpr,  # a tuple as in the kernel
 ):
     """One token's latent vector."""
     slot = tl.load(slots_ptr + token)
     if slot >= 0:
+        WIDTH: tl.constexpr = WINDOW[0]
+        BLOCK: tl.constexpr = WINDOW[1]
+        HALF: tl.constexpr = WINDOW[2]
         channel = tl.arange(0, BLOCK)
         place = x_ptr + token * X_STRIDE + channel[None, :]
         x = tl.load(place, mask=channel[None, :] < WIDTH, other=0.0).to(tl.float32)
@@ -133,8 +124,8 @@ def _write_vector(
         position = tl.load(positions_ptr + token)
         x = rotated(x, table_ptr, position, WIDTH, BLOCK, HALF, False)
         store_entry(
-            *(x, cache_ptr, scales_ptr, slot, STRIDES, PER_BLOCK),
-            *(FORMAT, WIDTH, BLOCK, HALF, SCALES),
+            *(x, cache_ptr, scales_ptr, slot, STRIDES, WINDOW[3]),
+            *(WINDOW[4], WIDTH, BLOCK, HALF, WINDOW[5]),
         )
 
 
@@ -148,19 +139,16 @@ def _write_inputs(
     bias_ptr,
     stored_kv_ptr,
     stored_gate_ptr,
-    FRESH: tl.constexpr,
-    STORED_KV: tl.constexpr,
-    STORED_GATE: tl.constexpr,
-    RATIO: tl.constexpr,
+    TERM_SIZES: tl.constexpr,  # tuples as in the kernel
+    INPUTS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """One token's inputs of one compressor."""
     phase = tl.load(phase_ptr + token)
     store_inputs(
         *(kv_ptr, gate_ptr, bias_ptr, stored_kv_ptr, stored_gate_ptr),
-        *(token, phase, slot, tl.arange(0, BLOCK)),
-        *(FRESH, STORED_KV, STORED_GATE, RATIO, CHANNELS),
+        *(token, phase, slot, tl.arange(0, CHANNELS[1])),
+        *(INPUTS[0], INPUTS[1], INPUTS[2], TERM_SIZES[0], CHANNELS[0]),
     )
 
 
@@ -180,27 +168,12 @@ def latent_step_write_kernel(
     stored_ptr,  # (N, COUNT) int64
     entry_slots_ptr,  # (N,) int64
     input_slots_ptr,  # (tokens,) int64
-    kv0_ptr,  # of the first compressor, names as in `kv_compress_kernel`
-    gate0_ptr,
-    bias0_ptr,
-    stored_kv0_ptr,
-    stored_gate0_ptr,
-    weight0_ptr,
-    table0_ptr,
-    cache0_ptr,
-    scales0_ptr,
-    kv1_ptr,  # of the second
-    gate1_ptr,
-    bias1_ptr,
-    stored_kv1_ptr,
-    stored_gate1_ptr,
-    weight1_ptr,
-    table1_ptr,
-    cache1_ptr,
-    scales1_ptr,
-    eps,
-    eps0,
-    eps1,
+    # Of the first compressor, names as in `kv_compress_kernel`; cache and scales of its entries.
+    kv0_ptr, gate0_ptr, bias0_ptr, stored_kv0_ptr, stored_gate0_ptr,
+    weight0_ptr, table0_ptr, cache0_ptr, scales0_ptr,
+    kv1_ptr, gate1_ptr, bias1_ptr, stored_kv1_ptr, stored_gate1_ptr,  # of the second
+    weight1_ptr, table1_ptr, cache1_ptr, scales1_ptr,
+    eps, eps0, eps1,  # of vectors and of both compressors
     num_entries,  # programs of each compressor
     num_vectors,  # programs of vectors; the rest write inputs
     X_STRIDE: tl.constexpr,
@@ -217,7 +190,7 @@ def latent_step_write_kernel(
     CHANNELS1: tl.constexpr,
     STRIDES1: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
-):
+):  # fmt: skip
     """One entry, one index key, one vector, or one token's inputs."""
     wait_for_inputs(IS_DEPENDENT)
     place = tl.program_id(0).to(tl.int64)
@@ -228,10 +201,7 @@ def latent_step_write_kernel(
                 *(place, entries_ptr, fresh_ptr, stored_ptr, entry_slots_ptr),
                 *(kv0_ptr, gate0_ptr, bias0_ptr, stored_kv0_ptr, stored_gate0_ptr),
                 *(weight0_ptr, table0_ptr, cache0_ptr, scales0_ptr, eps0),
-                *(INPUTS0[0], INPUTS0[1], INPUTS0[2]),
-                *(TERM_SIZES[0], TERM_SIZES[1], TERM_SIZES[2]),
-                *(SIZES0[0], SIZES0[1], SIZES0[2], STRIDES0, SIZES0[3]),
-                *(SIZES0[4], SIZES0[5], SIZES0[6], SIZES0[7]),
+                *(TERM_SIZES, SIZES0, INPUTS0, STRIDES0),
             )
     if COMPRESSORS > 1:  # noqa: SIM102 - likewise
         if (place >= num_entries) & (place < first_vector):
@@ -239,17 +209,13 @@ def latent_step_write_kernel(
                 *(place - num_entries, entries_ptr, fresh_ptr, stored_ptr, entry_slots_ptr),
                 *(kv1_ptr, gate1_ptr, bias1_ptr, stored_kv1_ptr, stored_gate1_ptr),
                 *(weight1_ptr, table1_ptr, cache1_ptr, scales1_ptr, eps1),
-                *(INPUTS1[0], INPUTS1[1], INPUTS1[2]),
-                *(TERM_SIZES[0], TERM_SIZES[1], TERM_SIZES[2]),
-                *(SIZES1[0], SIZES1[1], SIZES1[2], STRIDES1, SIZES1[3]),
-                *(SIZES1[4], SIZES1[5], SIZES1[6], SIZES1[7]),
+                *(TERM_SIZES, SIZES1, INPUTS1, STRIDES1),
             )
     token = place - first_vector
     if (token >= 0) & (token < num_vectors):
         _write_vector(
-            *(token, x_ptr, positions_ptr, window_table_ptr, window_weight_ptr),
-            *(window_slots_ptr, window_ptr, window_scales_ptr, eps, X_STRIDE, WINDOW_STRIDES),
-            *(WINDOW[0], WINDOW[1], WINDOW[2], WINDOW[3], WINDOW[4], WINDOW[5]),
+            *(token, x_ptr, positions_ptr, window_table_ptr, window_weight_ptr, window_slots_ptr),
+            *(window_ptr, window_scales_ptr, eps, X_STRIDE, WINDOW_STRIDES, WINDOW),
         )
     if COMPRESSORS > 0:
         token -= num_vectors
@@ -257,15 +223,13 @@ def latent_step_write_kernel(
             slot = tl.load(input_slots_ptr + token)
             if slot >= 0:
                 _write_inputs(
-                    *(token, phase_ptr, slot, kv0_ptr, gate0_ptr, bias0_ptr),
-                    *(stored_kv0_ptr, stored_gate0_ptr, INPUTS0[0], INPUTS0[1], INPUTS0[2]),
-                    *(TERM_SIZES[0], CHANNELS0[0], CHANNELS0[1]),
+                    *(token, phase_ptr, slot, kv0_ptr, gate0_ptr, bias0_ptr, stored_kv0_ptr),
+                    *(stored_gate0_ptr, TERM_SIZES, INPUTS0, CHANNELS0),
                 )
                 if COMPRESSORS > 1:
                     _write_inputs(
-                        *(token, phase_ptr, slot, kv1_ptr, gate1_ptr, bias1_ptr),
-                        *(stored_kv1_ptr, stored_gate1_ptr, INPUTS1[0], INPUTS1[1], INPUTS1[2]),
-                        *(TERM_SIZES[0], CHANNELS1[0], CHANNELS1[1]),
+                        *(token, phase_ptr, slot, kv1_ptr, gate1_ptr, bias1_ptr, stored_kv1_ptr),
+                        *(stored_gate1_ptr, TERM_SIZES, INPUTS1, CHANNELS1),
                     )
 
 
