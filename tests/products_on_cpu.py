@@ -16,7 +16,7 @@ from tests.launches_on_cpu import compile_library, describe_failure, read_kernel
 from tiercel.kernels.runtime import rtc
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
-DEVICE = ("device", "q4k_device", "products_device")  # of a GPU, replaced by a CPU
+DEVICE = ("device", "q4k_device", "products_device", "moe_device")  # of a GPU, replaced by a CPU
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,9 @@ class Products:
         grid_y: int = 1,
         grid_z: int = 1,
         is_dependent: bool = False,
+        is_cooperative: bool = False,
     ) -> None:
-        """Like that of rtc, but finished when it returns."""
+        """Like that of rtc, but finished when it returns. A cooperative launch is one cluster."""
         library = kernel.library
         for tensor in self.late:
             assert tensor.is_contiguous()
@@ -90,7 +91,7 @@ class Products:
         self.late.clear()
         places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         sizes = (ctypes.c_int * 3)(grid, grid_y, grid_z)
-        numbers = (kernel.cluster, kernel.smem_bytes, self.seed)
+        numbers = (grid_y if is_cooperative else kernel.cluster, kernel.smem_bytes, self.seed)
         failure = library.run(kernel.number, places, sizes, threads, *numbers)
         assert failure == 0, describe_failure(library, failure)
 

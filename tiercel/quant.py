@@ -23,7 +23,7 @@ class QuantTensor:
             n).
         planes: on any device. FILE: ``data``, (..., out, row_bytes) uint8. SOA: those of `PLANES`,
             each (tiles, groups, 16 * bytes of a group) uint8. BLOCKS: see `quant_types.py`; E4M3 is
-            float8_e4m3fn, other planes of 8 bits are uint8.
+            float8_e4m3fn, other planes of 8 bits are uint8. TILES: see `quant_tiles.py`.
         block: FP8_BLOCK: rows and columns of a scale; edge blocks may be partial.
     """
 
@@ -53,7 +53,7 @@ class QuantTensor:
         """A view of output rows [start, stop), of each matrix of a stack.
 
         Raises:
-            ArgumentError: a bound is outside the tensor, or the layout is SOA.
+            ArgumentError: a bound is outside the tensor, or the layout is SOA or TILES.
             ModelFormatError: a bound is inside a block.
         """
         return self._cut("rows", -2, start, stop)
@@ -62,7 +62,7 @@ class QuantTensor:
         """A view of input columns [start, stop), of each matrix of a stack.
 
         Raises:
-            ArgumentError: a bound is outside the tensor, or the layout is SOA.
+            ArgumentError: a bound is outside the tensor, or the layout is SOA or TILES.
             ModelFormatError: a bound is inside a block.
         """
         return self._cut("columns", -1, start, stop)
@@ -78,8 +78,9 @@ class QuantTensor:
         Raises:
             ArgumentError: the layout is SOA.
         """
-        self._check_cut("take")
         is_stack = len(self.shape) == 3
+        if not is_stack or self.layout is not Layout.TILES:
+            self._check_cut("take")
         planes = {}
         for name, plane in self.planes.items():
             if is_stack or name not in _MATRIX_PLANES:
@@ -98,7 +99,8 @@ class QuantTensor:
     def check(self, name: str) -> None:
         """Raise ArgumentError unless the planes fit the shape and each other; `name` is the op's.
 
-        Of layout SOA nothing is checked: it is made by `ops/packed_repack.py` alone.
+        Of layouts SOA and TILES nothing is checked: `ops/packed_repack.py` and `quant_tiles.py`
+        alone make them.
         """
         if self.layout is Layout.FILE:
             _check_file(self, name)
@@ -137,7 +139,7 @@ class QuantTensor:
         return replace(self, shape=tuple(shape), planes=planes)
 
     def _check_cut(self, what: str) -> None:
-        if self.layout is Layout.SOA:
+        if self.layout in (Layout.SOA, Layout.TILES):
             raise ArgumentError(
                 f"{what}: a tensor of layout {self.layout.name} cannot be cut.",
                 hint="Cut it in layout FILE, before it is repacked.",

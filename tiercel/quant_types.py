@@ -112,6 +112,7 @@ class Layout(Enum):
     FILE = "file"  # one plane `data`: the bytes of the file
     SOA = "soa"  # the planes of `PLANES`, in tiles of 16 rows
     BLOCKS = "blocks"  # the planes of a block format: `q`, `scale` and those of a matrix
+    TILES = "tiles"  # stacks: the planes of the file in units of 16 rows, see `quant_tiles.py`
 
 
 FP4_GROUPS = {QuantType.MXFP4: 32, QuantType.NVFP4: 16}  # columns of a scale in layout BLOCKS

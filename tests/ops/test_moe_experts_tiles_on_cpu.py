@@ -1,0 +1,98 @@
+"""The CUDA source of routed experts in layout TILES, on a processor, against the oracle."""
+
+import pytest
+import torch
+
+from tests.ops.test_moe_experts import make_ggml_stack, make_stacks
+from tiercel.kernels.moe import moe_experts_tiles as kernel
+from tiercel.ops.block_quantize import block_quantize
+from tiercel.ops.dequantize import dequantize
+from tiercel.ops.moe_experts_torch import make_tiles, most_tiles
+from tiercel.quant import QuantTensor
+from tiercel.quant_tiles import tile_stack, untile_stack
+from tiercel.quant_types import Layout, QuantType
+from tiercel.reference import moe_experts as oracle
+
+CPU = torch.device("cpu")
+LIMIT = 1.25
+TOLERANCE = 6e-3  # h is rounded to 8 bits
+
+
+def make_stack(kind, num_experts, out, cols):
+    if kind in ("MXFP4", "NVFP4"):
+        dense = torch.randn(num_experts, out, cols) * 2 / cols**0.5
+        dense[-1] *= 3  # scales of their own for each matrix
+        return block_quantize(dense, QuantType[kind])
+    return make_ggml_stack(kind, num_experts, out, cols, CPU)
+
+
+def make_case(kinds, num_experts, hidden, inter):
+    """Stacks in layout TILES, and decoded."""
+    shapes = ((inter, hidden), (inter, hidden), (hidden, inter))
+    stored = [make_stack(kind, num_experts, *shape) for kind, shape in zip((kinds[0], *kinds), shapes)]
+    decoded = [dequantize(stack, torch.float32) for stack in stored]
+    return [tile_stack(stack) for stack in stored], decoded
+
+
+def run(products, x, ids, weights, stacks, config, ctas=3, is_folded=True, limit=LIMIT):
+    """The kernel's result; nothing beside it is written, and the tickets are zeros again."""
+    num_tokens, topk = ids.shape
+    shape = kernel.shape_of(stacks, topk)
+    assert kernel.smem_bytes(shape, config) <= kernel.H200.smem_bytes
+    wide = torch.full((num_tokens + 2, shape.hidden), float("nan"))
+    out = wide[1:-1]
+    h = torch.full((num_tokens * topk, shape.inter), float("nan"), dtype=torch.bfloat16)
+    y = torch.full((num_tokens * topk, shape.hidden), float("nan"))
+    num_chunks = kernel.MOST_FOLDED
+    chunks = None
+    if not is_folded:
+        num_chunks = most_tiles(ids.numel(), shape.experts, config.columns)
+        tiles = make_tiles(ids, shape.experts, config.columns, num_chunks)
+        chunks = (tiles.experts, tiles.pairs)
+    tickets = torch.zeros(kernel.num_tickets(shape, num_chunks), dtype=torch.int32)
+    products.late.extend((x, weights))  # the kernel ahead writes them
+    if is_folded:
+        products.late.append(ids)
+    kernel.launch_moe_experts_tiles(
+        out, x, ids, weights, chunks, stacks, limit, (h, y, tickets), config,
+        num_sms=ctas, is_dependent=True,
+    )  # fmt: skip
+    found = out.clone()
+    out.fill_(float("nan"))
+    assert wide.isnan().all()
+    assert not tickets.any()
+    return found
+
+
+def check(out, x, ids, weights, decoded, limit=LIMIT):
+    expected = oracle.moe_experts(x, ids, weights, tuple(decoded), limit)
+    error = ((out.double() - expected).norm() / expected.norm()).item()
+    assert error <= TOLERANCE
+
+
+CASES = [("MXFP4", "MXFP4", 288, 160), ("NVFP4", "NVFP4", 336, 48), ("Q2_K", "Q2_K", 512, 256)]
+
+
+@pytest.mark.parametrize(("gate", "down", "hidden", "inter"), CASES)
+def test_every_type_matches_oracle(gate, down, hidden, inter, products):
+    stacks, decoded = make_case((gate, down), 4, hidden, inter)
+    x = (torch.randn(5, hidden) / decoded[0].std() / hidden**0.5).bfloat16()
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(5)])
+    weights = (torch.rand(5, 2) + 0.1) / decoded[2].std()
+    config = kernel.TilesConfig(4, 4, 2, 2)
+    out = run(products, x, ids, weights, stacks, config)
+    check(out, x, ids, weights, decoded)
+
+
+@pytest.mark.parametrize("kind", ["MXFP4", "NVFP4", "Q2_K"])
+def test_tiles_are_a_permutation_of_the_file(kind):
+    for out, cols in ((32, 512), (35, 256 if kind == "Q2_K" else 288)):
+        stack = make_stack(kind, 3, out, cols)
+        kept = {name: plane.clone() for name, plane in stack.planes.items()}
+        tiles = tile_stack(stack)
+        assert tiles.layout is Layout.TILES
+        back = untile_stack(tiles)
+        back.check("test")
+        assert back.layout is not Layout.TILES
+        for name, plane in kept.items():
+            assert torch.equal(back.planes[name].view(torch.uint8), plane.view(torch.uint8))

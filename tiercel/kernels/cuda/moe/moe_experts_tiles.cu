@@ -1,0 +1,374 @@
+// moe_experts_tiles: the routed experts of few tokens in one launch, at the speed of reading their
+// weights. Layouts: of stacks quant_tiles.py, of activations moe_experts_units.cuh.
+//
+// Macros: GATE_TYPE, DOWN_TYPE (UnitOf), HIDDEN, INTER, EXPERTS, TOPK, COLUMNS (tokens of a chunk at
+// most), WARPS, GATE_PARTS, DOWN_PARTS (warps that share an item), STAGES (units of a warp in
+// flight), BUFFERS (of sums), FOLDS (pairs that each CTA sorts; 0: sorted ahead), GATE_TOTAL,
+// DOWN_TOTAL (numbers of whole matrices: 0 none, 1 factors, 2 divisors), OUT (0 fp16, 1 bf16, 2
+// float32), CTAS (an SM, for the registers).
+//
+// Pairs (token, slot) of one expert are cut into chunks. An item is 16 rows of gate and up of a
+// chunk, then 32 rows of down. CTAs own equal ranges of all items; the groups of a CTA take turns,
+// and the warps of a group each own a range of an item's columns, in units that they stream
+// through a ring of their own. Copies run ahead over items and from gate and up to down: weights
+// depend on nothing but the ids. So a warp waits for others at the sums of an item alone, and down
+// of a chunk waits until all CTAs have counted their items of its gate and up: all CTAs must run
+// at once (a cooperative launch).
+//
+// Order of a row's sum, the same for every number of tokens and launch: columns of a unit in the
+// tensor core, units of a part, parts, slots of a token. The slots are added by the CTA that
+// finishes the last item of 32 output columns.
+#include "moe/moe_experts_units.cuh"
+
+#define THREADS_OF_CTA (32 * WARPS)
+constexpr u32 PART_STEP = (COLUMNS + 1) / 2 * 128;  // bytes of a part's sums of 16 rows
+
+template <int PHASE> struct Phase;
+template <> struct Phase<0> : UnitOf<GATE_TYPE> {
+  static constexpr int PARTS = GATE_PARTS, GROUPS = WARPS / GATE_PARTS, TOTAL = GATE_TOTAL;
+  static constexpr int COLS = HIDDEN, UNITS = (HIDDEN + 255) / 256;
+  static constexpr int TILES = (INTER + 15) / 16, ITEMS = TILES;
+};
+template <> struct Phase<1> : UnitOf<DOWN_TYPE> {
+  static constexpr int PARTS = DOWN_PARTS, GROUPS = WARPS / DOWN_PARTS, TOTAL = DOWN_TOTAL;
+  static constexpr int COLS = INTER, UNITS = (INTER + 255) / 256;
+  static constexpr int TILES = (HIDDEN + 15) / 16, ITEMS = (TILES + 1) / 2;
+};
+DEV constexpr int most(int a, int b) { return a > b ? a : b; }
+template <class P> DEV constexpr int unit_tokens() { return COLUMNS * (512 + P::MEANS); }
+typedef Phase<0> Gate;
+typedef Phase<1> Down;
+constexpr int SLOT = most(Gate::CODES + Gate::SCALES, Down::CODES + Down::SCALES);
+constexpr int RING = WARPS * STAGES * 2 * SLOT;
+constexpr int SUMS = WARPS * BUFFERS * 2 * PART_STEP;
+constexpr int ROWS = most(Gate::UNITS * unit_tokens<Gate>(), Down::UNITS * unit_tokens<Down>());
+static_assert(4 * (Down::ITEMS + 1) <= RING, "room for what sum_slots finds");
+static_assert(Gate::PARTS <= Gate::UNITS && Down::PARTS <= Down::UNITS, "parts");
+
+struct Stack {
+  const u8 *codes, *scales;
+  const float* total;
+};
+struct Work {
+  Stack gate, up, down;
+  const u8* x;             // (num_tokens, HIDDEN) bf16
+  const i64* ids;          // (num_pairs,)
+  const float* weights;    // (num_pairs,)
+  const i64* of_chunks;    // (num_chunks,) experts, FOLDS == 0
+  const i64* pairs;        // (num_chunks, COLUMNS), num_pairs where nothing is, FOLDS == 0
+  u8* h;                   // (num_pairs, INTER) bf16
+  float* y;                // (num_pairs, HIDDEN)
+  void* out;               // (num_tokens, HIDDEN)
+  u32* tickets;            // Down::ITEMS + 1, then one a chunk: zeros, and zeros again at the end
+  float limit;
+  int num_tokens, num_chunks;
+};
+
+// The chunks, in shared memory; sorted ahead they stay in global memory.
+struct Chunks {
+  u32 *counts, *order, *ranks, *flags;
+  u32* own;        // 2 a chunk: expert | size << 16, place of its first pair in `order`
+  u32* pairs;      // of the chunk at hand
+  float* weights;  // of those
+  int num;
+  DEV explicit Chunks(u8* at) {
+    u32* words = (u32*)at;
+    pairs = words, weights = (float*)(words + COLUMNS), flags = words + 2 * COLUMNS;
+    counts = flags + 4, order = counts + EXPERTS, ranks = order + FOLDS, own = ranks + FOLDS;
+  }
+  DEV int expert(const Work& w, int chunk) const {
+    return FOLDS ? own[2 * chunk] & 0xffff : (int)w.of_chunks[chunk];
+  }
+  DEV int size(const Work& w, int chunk) const {
+    if (FOLDS) return own[2 * chunk] >> 16;
+    int n = 0;
+    while (n < COLUMNS && w.pairs[(i64)chunk * COLUMNS + n] < w.num_tokens * TOPK) ++n;
+    return n;
+  }
+  DEV u32 pair(const Work& w, int chunk, int n) const {
+    return FOLDS ? order[own[2 * chunk + 1] + n] : (u32)w.pairs[(i64)chunk * COLUMNS + n];
+  }
+  // Sort the pairs by expert. Their order within an expert is any: it decides no bit.
+  DEV void sort(const Work& w, int tid) {
+    const int num_pairs = w.num_tokens * TOPK, lane = tid & 31;
+#if FOLDS
+    for (int e = tid; e < EXPERTS; e += THREADS_OF_CTA) counts[e] = 0;
+    __syncthreads();
+    for (int i = tid; i < num_pairs; i += THREADS_OF_CTA)
+      ranks[i] = atomicAdd(counts + (int)w.ids[i], 1u);
+    __syncthreads();
+    if (tid < 32) {
+      constexpr int EACH = (EXPERTS + 31) / 32;
+      const int first = lane * EACH, last = min(first + EACH, EXPERTS);
+      u32 found = 0;  // chunks << 16 | pairs
+      for (int e = first; e < last; ++e)
+        found += counts[e] + ((counts[e] + COLUMNS - 1) / COLUMNS << 16);
+      u32 before = found;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const u32 other = __shfl_up_sync(~0u, before, step);
+        if (lane >= step) before += other;
+      }
+      if (lane == 31) flags[0] = before >> 16;
+      before -= found;
+      for (int e = first; e < last; ++e) {
+        const u32 count = counts[e], start = before & 0xffff;
+        u32* to = own + 2 * (before >> 16);
+        for (u32 n = 0; n < count; n += COLUMNS, to += 2)
+          to[0] = e | min(count - n, (u32)COLUMNS) << 16, to[1] = start + n;
+        counts[e] = start;
+        before += count + ((count + COLUMNS - 1) / COLUMNS << 16);
+      }
+    }
+    __syncthreads();
+    for (int i = tid; i < num_pairs; i += THREADS_OF_CTA) order[counts[(int)w.ids[i]] + ranks[i]] = i;
+#else
+    if (tid == 0) flags[0] = 0;
+    __syncthreads();
+    u32 used = 0;  // chunks that nothing fills are the last ones
+    for (int i = tid; i < w.num_chunks; i += THREADS_OF_CTA)
+      used += w.pairs[(i64)i * COLUMNS] < num_pairs;
+    if (used) atomicAdd(flags, used);
+#endif
+    __syncthreads();
+    num = flags[0];
+  }
+};
+
+struct Range { int first, last; };  // items of a CTA
+template <class P> DEV Range own_items(int chunks) {
+  const u32 cta = blockIdx.y, ctas = gridDim.y;
+  const u64 items = (u64)chunks * P::ITEMS;
+  return {(int)(items * cta / ctas), (int)(items * (cta + 1) / ctas)};
+}
+
+// A warp's copies: of the units of its part, item after item, then those of the other phase.
+struct Fetcher {
+  const u8 *codes[2], *scales[2];
+  Range ranges[2];
+  int phase, item, left, warp, lane, slot;
+  u32 ring;
+
+  template <int PHASE> DEV void aim(const Work& w, const Chunks& chunks) {
+    typedef Phase<PHASE> P;
+    const int chunk = item / P::ITEMS, place = item - chunk * P::ITEMS;
+    const int part = warp % P::PARTS, first = P::UNITS * part / P::PARTS;
+    left = P::UNITS * (part + 1) / P::PARTS - first;
+    const i64 of_expert = (i64)chunks.expert(w, chunk) * P::TILES;
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      const Stack& stack = PHASE ? w.down : s ? w.up : w.gate;
+      const int tile = PHASE ? min(2 * place + s, P::TILES - 1) : place;
+      const i64 unit = (of_expert + tile) * P::UNITS + first;
+      codes[s] = stack.codes + unit * P::CODES, scales[s] = stack.scales + unit * P::SCALES;
+    }
+  }
+  template <int PHASE> DEV bool enter(const Work& w, const Chunks& chunks) {
+    typedef Phase<PHASE> P;
+    phase = PHASE, item = ranges[PHASE].first + warp / P::PARTS;
+    if (warp / P::PARTS >= P::GROUPS || item >= ranges[PHASE].last) return false;
+    aim<PHASE>(w, chunks);
+    return true;
+  }
+  DEV void start(const Work& w, const Chunks& chunks) {
+    if (!enter<0>(w, chunks) && !enter<1>(w, chunks)) phase = 2;
+  }
+  template <class P> DEV void copy(int s) {
+    const u32 to = ring + (2 * slot + s) * SLOT + 16 * lane;
+#pragma unroll
+    for (int i = 0; i < P::CODES; i += 512)
+      if (P::CODES - i >= 512 || 16 * lane < P::CODES - i) copy16(to + i, codes[s] + i + 16 * lane);
+    if (16 * lane < P::SCALES) copy16(to + P::CODES, scales[s] + 16 * lane);
+    codes[s] += P::CODES, scales[s] += P::SCALES;
+  }
+  template <int PHASE> DEV void take(const Work& w, const Chunks& chunks) {
+    typedef Phase<PHASE> P;
+    copy<P>(0), copy<P>(1);
+    if (--left) return;
+    item += P::GROUPS;
+    if (item < ranges[PHASE].last)
+      aim<PHASE>(w, chunks);
+    else if (PHASE || !enter<1>(w, chunks))
+      phase = 2;
+  }
+  DEV void next(const Work& w, const Chunks& chunks) {
+    if (phase == 0)
+      take<0>(w, chunks);
+    else if (phase == 1)
+      take<1>(w, chunks);
+    copy_commit();
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
+  }
+};
+
+DEV void store(void* out, i64 at, float y) {
+#if OUT == 0
+  ((u16*)out)[at] = float_to_half(y);
+#elif OUT == 1
+  ((u16*)out)[at] = float_to_bf16(y);
+#else
+  ((float*)out)[at] = y;
+#endif
+}
+template <int TOTAL> DEV float raised(float sum, const float* total, int expert) {
+  return TOTAL == 0 ? sum : TOTAL == 1 ? sum * total[expert] : sum / total[expert];
+}
+template <int PARTS> DEV float sum_parts(u32 at) {
+  float sum = 0;
+#pragma unroll
+  for (int p = 0; p < PARTS; ++p) sum += ldsf(at + p * PART_STEP);
+  return sum;
+}
+// Of row i of 16, token n.
+DEV u32 place_of(int i, int n) { return (n >> 1) * 128 + 16 * (i & 7) + (i & 8) + 4 * (n & 1); }
+
+// The tokens of a chunk, or their h, into shared memory.
+template <int PHASE> DEV void stage_chunk(const Work& w, const Chunks& c, u32 rows, int m, int tid) {
+  typedef Phase<PHASE> P;
+  const u8* from = PHASE ? w.h : w.x;
+  for (int i = tid; i < P::UNITS * 8 * m; i += THREADS_OF_CTA) {
+    const int n = i / (P::UNITS * 8), j = i - n * (P::UNITS * 8);
+    const i64 row = PHASE ? c.pairs[n] : c.pairs[n] / TOPK;
+    uint4 v[4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q)
+      v[q] = 32 * j + 8 * q < P::COLS ? load_fresh(from + 2 * (row * P::COLS + 32 * j + 8 * q))
+                                      : make_uint4(0, 0, 0, 0);
+    P::stage(rows + (j >> 3) * unit_tokens<P>(), v, j & 7, n);
+  }
+}
+
+template <int PHASE>
+DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 rows, int& slot) {
+  typedef Phase<PHASE> P;
+  const int tid = threadIdx.x, lane = tid & 31;
+  const int group = f.warp / P::PARTS, part = f.warp % P::PARTS;
+  const Range own = f.ranges[PHASE];
+  const u32 mine = sums + group * (BUFFERS * 2 * P::PARTS * PART_STEP);
+  u32* done = w.tickets + Down::ITEMS + 1;
+  int item = group < P::GROUPS ? own.first + group : own.last, buffer = 0;
+  for (int low = own.first; low < own.last;) {
+    const int chunk = low / P::ITEMS, high = min(own.last, (chunk + 1) * P::ITEMS);
+    const int m = c.size(w, chunk), expert = c.expert(w, chunk);
+    if (tid < m) {
+      const u32 pair = c.pair(w, chunk, tid);
+      c.pairs[tid] = pair, c.weights[tid] = w.weights[pair];
+    }
+    if (PHASE && tid == 0)
+      while (load_acquire(done + chunk) < Gate::ITEMS) {}
+    __syncthreads();
+    stage_chunk<PHASE>(w, c, rows, m, tid);
+    __syncthreads();
+    for (; item < high; item += P::GROUPS) {
+      const int place = item - chunk * P::ITEMS;
+      const u32 here = mine + buffer * (2 * P::PARTS * PART_STEP);
+      float sum[2][NT][4] = {};
+      for (int u = P::UNITS * part / P::PARTS; u < P::UNITS * (part + 1) / P::PARTS; ++u) {
+        copy_wait<STAGES - 1>();
+        __syncwarp();
+        P::template multiply<SLOT>(sum, f.ring + 2 * slot * SLOT, rows + u * unit_tokens<P>(), m,
+                                   lane);
+        __syncwarp();
+        f.next(w, c);
+        slot = slot + 1 == STAGES ? 0 : slot + 1;
+      }
+#pragma unroll
+      for (int s = 0; s < 2; ++s)
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          const int pair = 4 * nt + (lane & 3);
+          if (2 * pair < m)
+            sts16(here + (s * P::PARTS + part) * PART_STEP + 128 * pair + 16 * (lane >> 2),
+                  __float_as_uint(sum[s][nt][0]), __float_as_uint(sum[s][nt][1]),
+                  __float_as_uint(sum[s][nt][2]), __float_as_uint(sum[s][nt][3]));
+        }
+      bar_sync(1 + group, 32 * P::PARTS);
+      if (PHASE == 0) {
+        for (int i = 32 * part + lane; i < 16 * m; i += 32 * P::PARTS) {
+          const int n = i >> 4, row = place * 16 + (i & 15);
+          const u32 at = here + place_of(i & 15, n);
+          float gate = sum_parts<P::PARTS>(at), up = sum_parts<P::PARTS>(at + P::PARTS * PART_STEP);
+          gate = raised<P::TOTAL>(gate, w.gate.total, expert);
+          up = raised<P::TOTAL>(up, w.up.total, expert);
+          gate = gate > w.limit ? w.limit : gate;  // NaN stays
+          up = up > w.limit ? w.limit : up < -w.limit ? -w.limit : up;
+          const float h = gate / (1.f + __expf(-gate)) * up * c.weights[n];
+          if (row < INTER) ((u16*)w.h)[(i64)c.pairs[n] * INTER + row] = float_to_bf16(h);
+        }
+      } else {
+        for (int i = 32 * part + lane; i < 32 * m; i += 32 * P::PARTS) {
+          const int n = i >> 5, row = place * 32 + (i & 31);
+          const u32 at = here + (i >> 4 & 1) * (P::PARTS * PART_STEP) + place_of(i & 15, n);
+          const float y = raised<P::TOTAL>(sum_parts<P::PARTS>(at), w.down.total, expert);
+          if (row < HIDDEN) __stcg(w.y + (i64)c.pairs[n] * HIDDEN + row, y);
+        }
+      }
+      if (BUFFERS == 1)
+        bar_sync(1 + group, 32 * P::PARTS);
+      else
+        buffer ^= 1;
+    }
+    __syncthreads();
+    if (PHASE == 0 && tid == 0) {
+      __threadfence();
+      add_release(done + chunk, high - low);
+    }
+    low = high;
+  }
+}
+
+// Add the slots of 32 output columns, in their order, where this CTA has finished the last item.
+DEV void sum_slots(const Work& w, const Chunks& c, const Range& own, u32* mine, int tid) {
+  for (int i = tid; i <= Down::ITEMS; i += THREADS_OF_CTA) mine[i] = 0;
+  __syncthreads();
+  for (int place = tid; place < Down::ITEMS; place += THREADS_OF_CTA) {
+    const int before = (own.first + Down::ITEMS - 1 - place) / Down::ITEMS;
+    const u32 count = (own.last + Down::ITEMS - 1 - place) / Down::ITEMS - before;
+    if (count == 0) continue;
+    __threadfence();
+    if (atomicAdd(w.tickets + place, count) + count == (u32)c.num) {
+      w.tickets[place] = 0;
+      mine[1 + atomicAdd(mine, 1u)] = place;
+    }
+  }
+  if (tid == 0) c.flags[1] = atomicInc(w.tickets + Down::ITEMS, gridDim.y - 1);
+  __threadfence();
+  __syncthreads();
+  if (c.flags[1] == gridDim.y - 1)  // all CTAs have seen all counts
+    for (int i = tid; i < c.num; i += THREADS_OF_CTA) w.tickets[Down::ITEMS + 1 + i] = 0;
+  const int num = mine[0] * w.num_tokens * 32;
+  for (int i = tid; i < num; i += THREADS_OF_CTA) {
+    const int n = i / 32 % w.num_tokens, column = mine[1 + i / 32 / w.num_tokens] * 32 + (i & 31);
+    if (column >= HIDDEN) continue;
+    const float* y = w.y + (i64)n * TOPK * HIDDEN + column;
+    float slots[TOPK];
+#pragma unroll
+    for (int k = 0; k < TOPK; ++k) slots[k] = __ldcg(y + (i64)k * HIDDEN);
+    float total = slots[0];
+#pragma unroll
+    for (int k = 1; k < TOPK; ++k) total += slots[k];
+    store(w.out, (i64)n * HIDDEN + column, total);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA, CTAS) moe_experts_tiles(Work w) {
+  SHARED_MEMORY(memory);
+  const u32 smem = shared_address(memory);
+  const int tid = threadIdx.x, lane = tid & 31;
+  Chunks chunks(memory + RING + SUMS + ROWS);
+  wait_for_inputs();
+  launch_next();
+  chunks.sort(w, tid);
+
+  Fetcher f;
+  f.warp = __shfl_sync(~0u, tid >> 5, 0), f.lane = lane, f.slot = 0;
+  f.ring = smem + f.warp * STAGES * 2 * SLOT;
+  f.ranges[0] = own_items<Gate>(chunks.num), f.ranges[1] = own_items<Down>(chunks.num);
+  f.start(w, chunks);
+#pragma unroll
+  for (int i = 0; i < STAGES; ++i) f.next(w, chunks);
+  int slot = 0;
+  run_phase<0>(w, chunks, f, smem + RING, smem + RING + SUMS, slot);
+  run_phase<1>(w, chunks, f, smem + RING, smem + RING + SUMS, slot);
+  sum_slots(w, chunks, f.ranges[1], (u32*)memory, tid);
+}

@@ -1,0 +1,212 @@
+// Units of 16 rows x 256 columns of experts' weights, as operands of bfloat16 tensor cores.
+//
+// A type has a struct: CODES and SCALES, the bytes of a unit in its planes (layout: quant_tiles.py;
+// here codes, then scales), MEANS, the bytes of a token's sums beside 256 columns of it, and
+//   stage     places 32 columns of a token where `multiply` reads them
+//   multiply  sum[s] += unit s of two x tokens, both with the same columns of the tokens
+// Lane 4 g + t holds rows g and g + 8 and, of a unit, 64 columns of its own t, whole groups of a
+// scale: so it unpacks a quarter of the scales. A token's columns are in 8 pieces of 8 for each
+// t: piece p of token n at (p * COLUMNS + n) * 64 + 16 t, its sums after all pieces.
+// Operands are exact: code * scale has 8 significant bits at most. They are 2^-64 of the weights:
+// codes become operands by a mask and one product, as subnormal numbers or small exponents.
+// Macro: COLUMNS (tokens of a pass at most).
+#pragma once
+
+#include "moe/moe_experts_ptx.cuh"
+
+#define NT ((COLUMNS + 7) / 8)  // tiles of 8 tokens
+#define RAISED 18446744073709551616.f  // 2^64
+#define MINUS_ZERO 0x80008000u
+DEV float bf16_to_float(u32 bits) { return __uint_as_float(bits << 16); }
+DEV float sum2_bf16(u32 v) { return bf16_to_float(v & 0xffff) + __uint_as_float(v & 0xffff0000u); }
+DEV float sum8_bf16(const uint4& v) {
+  return (sum2_bf16(v.x) + sum2_bf16(v.y)) + (sum2_bf16(v.z) + sum2_bf16(v.w));
+}
+template <int MEANS> struct Columns {  // of a unit: what a lane reads of its tokens
+  u32 x[NT], means[NT];
+  DEV Columns(u32 unit, int m, int lane) {  // columns n >= m repeat the last: never stored
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+      const int n = min(8 * nt + (lane >> 2), m - 1);
+      x[nt] = unit + n * 64 + 16 * (lane & 3);
+      means[nt] = unit + COLUMNS * 512 + n * MEANS + MEANS / 4 * (lane & 3);
+    }
+  }
+  DEV uint4 piece(int nt, int p) const { return lds16(x[nt] + p * COLUMNS * 64); }
+};
+
+// ---- Q2_K. Columns of a lane, with h = t / 2 and e = t % 2: 128 h + 32 i + 16 e + l, i < 4, l < 16,
+// bits 2 i and up of qs[32 h + 16 e + l]: the bits of subnormal numbers. Scales are divided by 4^i.
+struct Q2K {
+  static constexpr int CODES = 1344, SCALES = 0, MEANS = 64;
+
+  struct Row {
+    u32 scale[4], mins;
+    float d, dmin;
+    DEV Row(u32 slot, int row, int t) {
+      const uint2 half = lds8(slot + 1024 + 16 * row + 8 * (t >> 1));
+      const u32 bytes = __byte_perm(half.x, half.y, t & 1 ? 0x7531 : 0x6420);
+      const u32 dm = lds4(slot + 1280 + 4 * row), sc = bytes & 0x0f0f0f0fu;
+      mins = bytes >> 4 & 0x0f0f0f0fu;
+      d = half_to_float(dm & 0xffff) * RAISED, dmin = -half_to_float(dm >> 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)  // (128 + v - 128) * 2^69 / 4^i
+        scale[i] = fma_bf16(__byte_perm(sc, 0x43434343u, 0x4040u | i | i << 8),
+                            0x62006200u - 0x01000100u * i, 0xe580e580u - 0x01000100u * i);
+    }
+    DEV u32 operand(u32 qs, int i) const {
+      return fma_bf16(qs & 0x00030003u << 2 * i, scale[i], MINUS_ZERO);
+    }
+    DEV u32 least(int pair) const {  // two of the four minima
+      return fma_bf16(__byte_perm(mins, 0x43434343u, pair ? 0x4342 : 0x4140), 0x3f803f80u,
+                      0xc300c300u);
+    }
+  };
+  static DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const int t = 2 * (j >> 2) + (q >> 1), p = 2 * (j & 3) + (q & 1);
+      sts16(unit + (p * COLUMNS + n) * 64 + 16 * t,  // of each four columns 0 2 1 3
+            __byte_perm(v[q].x, v[q].y, 0x5410), __byte_perm(v[q].x, v[q].y, 0x7632),
+            __byte_perm(v[q].z, v[q].w, 0x5410), __byte_perm(v[q].z, v[q].w, 0x7632));
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {  // a sum over a scale's columns in two parts
+      const float sum = sum8_bf16(v[2 * e]) + sum8_bf16(v[2 * e + 1]);
+      const u16 near = float_to_bf16(sum);
+      const u32 at = unit + COLUMNS * 512 + n * MEANS + 16 * (2 * (j >> 2) + e) + 2 * (j & 3);
+      sts2(at, near), sts2(at + 8, float_to_bf16(sum - bf16_to_float(near)));
+    }
+  }
+  template <int SLOT>
+  static DEV void multiply(float (&sum)[2][NT][4], u32 slot, u32 unit, int m, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    const Columns<MEANS> tokens(unit, m, lane);
+    const Row rows[2][2] = {{Row(slot, g, t), Row(slot, g + 8, t)},
+                            {Row(slot + SLOT, g, t), Row(slot + SLOT, g + 8, t)}};
+    uint4 qs[2][2];
+    float part[2][NT][4] = {};
+#pragma unroll
+    for (int s = 0; s < 2; ++s)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) qs[s][r] = lds16(slot + s * SLOT + 512 * r + 16 * lane);
+#pragma unroll
+    for (int k = 0; k < 4; k += 2)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint4 v[NT];
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) v[nt] = tokens.piece(nt, 2 * i + k / 2);
+#pragma unroll
+        for (int o = 0; o < 2; ++o)
+#pragma unroll
+          for (int s = 0; s < 2; ++s) {
+            const u32 a = word(qs[s][0], k + o), b = word(qs[s][1], k + o);
+            const u32 w0 = rows[s][0].operand(a, i), w1 = rows[s][1].operand(b, i);
+            const u32 w2 = rows[s][0].operand(a >> 8, i), w3 = rows[s][1].operand(b >> 8, i);
+#pragma unroll
+            for (int nt = 0; nt < NT; ++nt)
+              mma_bf16(part[s][nt], w0, w1, w2, w3, word(v[nt], 2 * o), word(v[nt], 2 * o + 1));
+          }
+      }
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+      const uint4 sums = lds16(tokens.means[nt]);
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        const Row &r0 = rows[s][0], &r1 = rows[s][1];
+        float least[4] = {};
+        const u32 w0 = r0.least(0), w1 = r1.least(0), w2 = r0.least(1), w3 = r1.least(1);
+        mma_bf16(least, w0, w1, w2, w3, sums.x, sums.y);
+        mma_bf16(least, w0, w1, w2, w3, sums.z, sums.w);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const Row& r = rows[s][c / 2];
+          sum[s][nt][c] = fmaf(r.dmin, least[c], fmaf(r.d, part[s][nt][c], sum[s][nt][c]));
+        }
+      }
+    }
+  }
+};
+
+// ---- E2M1 with a scale for GROUP columns: MXFP4 (32, E8M0), NVFP4 (16, E4M3). Columns of a lane:
+// 64 t and up, 8 a word. A code's sign and other bits go to their places by one product.
+template <int GROUP> struct E2M1 {
+  static constexpr int CODES = 2048, SCALES = 4096 / GROUP, MEANS = 0;
+
+  struct Row {
+    u32 scale[64 / GROUP];  // times 2^62: codes are 2^-126 of their values
+    DEV Row(u32 slot, int row, int t) {
+      const u32 at = slot + CODES + (SCALES / 16) * row + 64 / GROUP * t;
+      const u32 bytes = GROUP == 32 ? lds2(at) : lds4(at);
+#pragma unroll
+      for (int i = 0; i < 64 / GROUP; ++i) {
+        const u32 both = __byte_perm(bytes, 0, 0x4040u | i | i << 8);
+        if (GROUP == 32)
+          scale[i] = (both << 7) + 0x1f001f00u;  // exponents up to 192: select_tiles
+        else
+          scale[i] = fma_bf16(fma_bf16(both << 4, 0x7b807b80u, MINUS_ZERO), 0x5e805e80u, MINUS_ZERO);
+      }
+    }
+    DEV u32 operand(u32 codes, int o, int i) const {  // o: codes o and o + 4
+      const u32 own = (o & 2 ? codes >> 8 : codes) & (o & 1 ? 0x00f000f0u : 0x000f000fu);
+      const u32 bits = own * (o & 1 ? 0x104u : 0x1040u) & 0x81c081c0u;
+      return fma_bf16(bits, scale[i], MINUS_ZERO);
+    }
+  };
+  static DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const int t = j >> 1, p = 4 * (j & 1) + q;
+      sts16(unit + (p * COLUMNS + n) * 64 + 16 * t,  // columns 0 4, 1 5, 2 6, 3 7
+            __byte_perm(v[q].x, v[q].z, 0x5410), __byte_perm(v[q].x, v[q].z, 0x7632),
+            __byte_perm(v[q].y, v[q].w, 0x5410), __byte_perm(v[q].y, v[q].w, 0x7632));
+    }
+  }
+  template <int SLOT>
+  static DEV void multiply(float (&sum)[2][NT][4], u32 slot, u32 unit, int m, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    const Columns<MEANS> tokens(unit, m, lane);
+    const Row rows[2][2] = {{Row(slot, g, t), Row(slot, g + 8, t)},
+                            {Row(slot + SLOT, g, t), Row(slot + SLOT, g + 8, t)}};
+    float part[2][NT][4] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint4 codes[2][2];
+#pragma unroll
+      for (int s = 0; s < 2; ++s)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          codes[s][r] = lds16(slot + s * SLOT + 1024 * half + 512 * r + 16 * lane);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        uint4 v[NT];
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) v[nt] = tokens.piece(nt, 4 * half + k);
+#pragma unroll
+        for (int s = 0; s < 2; ++s)
+#pragma unroll
+          for (int o = 0; o < 4; o += 2) {
+            const int i = (32 * half + 8 * k) / GROUP;
+            const u32 a = word(codes[s][0], k), b = word(codes[s][1], k);
+            const u32 w0 = rows[s][0].operand(a, o, i), w1 = rows[s][1].operand(b, o, i);
+            const u32 w2 = rows[s][0].operand(a, o + 1, i), w3 = rows[s][1].operand(b, o + 1, i);
+#pragma unroll
+            for (int nt = 0; nt < NT; ++nt)
+              mma_bf16(part[s][nt], w0, w1, w2, w3, word(v[nt], o), word(v[nt], o + 1));
+          }
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < 2; ++s)
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[s][nt][c] = fmaf(RAISED, part[s][nt][c], sum[s][nt][c]);
+  }
+};
+
+template <int TYPE> struct UnitOf;  // by the codes of moe_experts_tiles.py
+template <> struct UnitOf<2> : Q2K {};
+template <> struct UnitOf<32> : E2M1<32> {};
+template <> struct UnitOf<16> : E2M1<16> {};

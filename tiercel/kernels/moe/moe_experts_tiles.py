@@ -1,0 +1,288 @@
+"""Routed experts of stacks in layout TILES: one launch that reads them at the speed of memory.
+
+The kernel, cuda/moe/moe_experts_tiles.cu, sorts the pairs (token, slot), multiplies gate and up,
+then down, and adds the slots. Its CTAs wait for each other, so the launch is cooperative. What
+decides the order of a sum is the length of its row alone (`select_parts`): a token's bits depend
+neither on its batch nor on the launch.
+
+Floor: the weights of each expert in use are read once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from tiercel.kernels.packed.packed_matvec import H200, OUT_CODES, DeviceLimits
+from tiercel.kernels.runtime import rtc
+from tiercel.quant import QuantTensor
+from tiercel.quant_tiles import UNIT_COLUMNS, unit_bytes
+from tiercel.quant_types import TILE_ROWS, QuantType
+
+MOST_FOLDED: Final = 512
+"""Pairs that each CTA sorts by itself."""
+MOST_EXPERTS: Final = 1 << 16
+CAPABILITY: Final = (8, 0)  # cp.async, products of bfloat16
+_MOST_PARTS: Final = 8
+_WARPS: Final = 16
+_TOKEN_BYTES: Final = 2 * UNIT_COLUMNS
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """A type's code in the kernel and bytes of a token's sums beside 256 columns."""
+
+    code: int
+    means: int = 0
+
+
+_UNITS: Final = {
+    QuantType.Q2_K: _Unit(2, 64),
+    QuantType.MXFP4: _Unit(32),
+    QuantType.NVFP4: _Unit(16),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """What decides a kernel.
+
+    Attributes:
+        experts: of a stack.
+        hidden: columns of gate and up.
+        inter: columns of down.
+        topk: slots of a token.
+        gate: type of gate and up.
+        down: type of down.
+    """
+
+    experts: int
+    hidden: int
+    inter: int
+    topk: int
+    gate: QuantType
+    down: QuantType
+
+
+@dataclass(frozen=True, slots=True)
+class TilesConfig:
+    """A launch.
+
+    Attributes:
+        columns: tokens of a chunk at most.
+        warps: of a CTA.
+        stages: units of a warp in flight.
+        buffers: of sums, of a group of warps.
+        ctas: of an SM.
+    """
+
+    columns: int
+    warps: int
+    stages: int
+    buffers: int
+    ctas: int = 1
+
+
+# Tokens of a chunk at most -> (warps at most, stages, buffers), best first; the first that fits is
+# taken. Estimates: all 16 warps, then units in flight.
+_LAUNCHES: Final = (
+    (_WARPS, 4, 2),
+    (_WARPS, 3, 2),
+    (_WARPS, 2, 2),
+    (_WARPS, 2, 1),
+    (8, 3, 2),
+    (8, 2, 1),
+    (8, 1, 1),
+)
+_COLUMNS: Final = (1, 2, 4, 8)
+
+
+def num_units(columns: int) -> int:
+    """Units of a row."""
+    return math.ceil(columns / UNIT_COLUMNS)
+
+
+@functools.cache
+def select_parts(units: int) -> int:
+    """Warps that share a row of so many units: those whose shares are most equal. Pure.
+
+    With two units each or more, if there are: the warps meet once an item.
+    """
+    best = min(units, _MOST_PARTS)
+    for parts in range(best, 0, -1):
+        share, least = math.ceil(units / parts), math.ceil(units / best)
+        if share * parts < least * best or (share * parts == least * best and least < 2):
+            best = parts
+    return best
+
+
+def smem_bytes(shape: ExpertsShape, config: TilesConfig) -> int:
+    """Dynamic shared memory of a CTA: rings, sums of parts, tokens, the list of chunks."""
+    slot = max(_slot_bytes(shape.gate), _slot_bytes(shape.down))
+    ring = config.warps * config.stages * 2 * slot
+    sums = config.warps * config.buffers * 2 * (config.columns + 1) // 2 * 128
+    rows = config.columns * max(
+        num_units(columns) * (_TOKEN_BYTES + _UNITS[kind].means)
+        for columns, kind in ((shape.hidden, shape.gate), (shape.inter, shape.down))
+    )
+    lists = 4 * (2 * config.columns + 4 + shape.experts + 4 * MOST_FOLDED)
+    return ring + sums + rows + lists
+
+
+def _slot_bytes(kind: QuantType) -> int:
+    planes = ("data",) if kind.is_ggml and kind is not QuantType.MXFP4 else ("q", "scale")
+    return sum(unit_bytes(kind, plane) for plane in planes)
+
+
+@functools.cache
+def select_tiles(
+    shape: ExpertsShape, num_tokens: int, limits: DeviceLimits = H200
+) -> TilesConfig | None:
+    """Choose the launch; None if shared memory is too small. Pure."""
+    most = next((most for most in _COLUMNS if num_tokens <= most), _COLUMNS[-1])
+    parts = max(select_parts(num_units(shape.hidden)), select_parts(num_units(shape.inter)))
+    for columns in (most, *(fewer for fewer in reversed(_COLUMNS) if fewer < most)):
+        for warps, stages, buffers in _LAUNCHES:
+            config = TilesConfig(columns, warps // parts * parts, stages, buffers)
+            if smem_bytes(shape, config) <= limits.smem_bytes:
+                return config
+    return None
+
+
+@functools.cache
+def cuda_source(
+    shape: ExpertsShape,
+    config: TilesConfig,
+    out_dtype: torch.dtype,
+    totals: tuple[int, int],
+    *,
+    is_folded: bool,
+) -> rtc.KernelSource:
+    """The kernel as built for one kind of call; totals: of gate and up, of down (`total_code`)."""
+    macros = (
+        ("GATE_TYPE", _UNITS[shape.gate].code),
+        ("DOWN_TYPE", _UNITS[shape.down].code),
+        ("HIDDEN", shape.hidden),
+        ("INTER", shape.inter),
+        ("EXPERTS", shape.experts),
+        ("TOPK", shape.topk),
+        ("COLUMNS", config.columns),
+        ("WARPS", config.warps),
+        ("GATE_PARTS", select_parts(num_units(shape.hidden))),
+        ("DOWN_PARTS", select_parts(num_units(shape.inter))),
+        ("STAGES", config.stages),
+        ("BUFFERS", config.buffers),
+        ("FOLDS", MOST_FOLDED if is_folded else 0),
+        ("GATE_TOTAL", totals[0]),
+        ("DOWN_TOTAL", totals[1]),
+        ("OUT", OUT_CODES[out_dtype]),
+        ("CTAS", config.ctas),
+    )
+    return rtc.KernelSource("moe_experts_tiles", macros)
+
+
+def total_code(stack: QuantTensor) -> int:
+    """Whether a stack has a number for each matrix: 0 none, 1 a factor, 2 a divisor."""
+    return 1 if "global_scale" in stack.planes else 2 if "divisor" in stack.planes else 0
+
+
+def num_tickets(shape: ExpertsShape, num_chunks: int) -> int:
+    """Counters of a launch: of 32 output columns each, one more, and of each chunk."""
+    return math.ceil(math.ceil(shape.hidden / TILE_ROWS) / 2) + 1 + num_chunks
+
+
+class _Stack(ctypes.Structure):
+    """Struct Stack of the kernel."""
+
+    _fields_ = (("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("total", ctypes.c_void_p))
+
+    @classmethod
+    def of(cls, stack: QuantTensor) -> _Stack:
+        planes = stack.planes
+        codes = planes.get("data", planes.get("q"))
+        scales, total = planes.get("scale"), planes.get("global_scale", planes.get("divisor"))
+        return cls(*(None if plane is None else plane.data_ptr() for plane in (codes, scales, total)))
+
+
+class _Work(ctypes.Structure):
+    """Struct Work of the kernel."""
+
+    _fields_ = (
+        *((name, _Stack) for name in ("gate", "up", "down")),
+        *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "of_chunks", "pairs")),
+        *((name, ctypes.c_void_p) for name in ("h", "y", "out", "tickets")),
+        ("limit", ctypes.c_float),
+        ("num_tokens", ctypes.c_int),
+        ("num_chunks", ctypes.c_int),
+    )
+
+
+def launch_moe_experts_tiles(
+    out: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    chunks: tuple[Tensor, Tensor] | None,
+    stacks: Sequence[QuantTensor],
+    limit: float | None,
+    workspace: tuple[Tensor, Tensor, Tensor],
+    config: TilesConfig,
+    *,
+    num_sms: int,
+    is_dependent: bool,
+) -> None:
+    """Enqueue; the op has checked and allocated.
+
+    Args:
+        out: (T, hidden) float, contiguous, written; T > 0.
+        x: (T, hidden) bfloat16, contiguous.
+        ids: (T, topk) int64, contiguous.
+        weights: (T, topk) float32, contiguous.
+        chunks: None where the kernel sorts the pairs; experts (chunks,) and pairs (chunks,
+            config.columns) int64 of `make_tiles`.
+        stacks: w1, w3 and w2 in layout TILES, the first two of one type.
+        limit: of the clamped SwiGLU; None for no clamp.
+        workspace: (T * topk, inter) bfloat16, (T * topk, hidden) float32, and `num_tickets` int32
+            zeros, which are zeros again afterwards.
+        config: of `select_tiles`.
+        num_sms: of the device.
+        is_dependent: see `rtc.launch`. The kernel ahead, and those before it, may write x, ids and
+            weights.
+    """
+    gate, up, down = stacks
+    shape = shape_of(stacks, ids.shape[1])
+    totals = (total_code(gate), total_code(down))
+    source = cuda_source(shape, config, out.dtype, totals, is_folded=chunks is None)
+    kernel = rtc.load_kernel(source, x.device, smem_bytes(shape, config))
+    lists = (None, None) if chunks is None else (chunks[0].data_ptr(), chunks[1].data_ptr())
+    work = _Work(
+        *(_Stack.of(stack) for stack in (gate, up, down)),
+        *(tensor.data_ptr() for tensor in (x, ids, weights)),
+        *lists,
+        *(workspace[0].data_ptr(), workspace[1].data_ptr(), out.data_ptr(), workspace[2].data_ptr()),
+        math.inf if limit is None else limit,
+        x.shape[0],
+        0 if chunks is None else chunks[0].shape[0],
+    )
+    rtc.launch(
+        kernel,
+        1,
+        32 * config.warps,
+        [work],
+        grid_y=num_sms * config.ctas,
+        is_dependent=is_dependent,
+        is_cooperative=True,
+    )
+
+
+def shape_of(stacks: Sequence[QuantTensor], topk: int) -> ExpertsShape:
+    """What decides the kernel of some stacks."""
+    experts, inter, hidden = stacks[0].shape
+    return ExpertsShape(experts, hidden, inter, topk, stacks[0].qtype, stacks[2].qtype)
