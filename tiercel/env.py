@@ -19,7 +19,7 @@ _SWITCHES = tuple(
         *("CUDA_GRAPH", "Q4K_SOA", "PDL", "PREFILL_GEMM", "PREFILL_MMQ", "FUSED_GEMM"),
         *("BLOCK_KERNEL", "LINEAR_GROUP"),
         *("MEGAKERNEL", "DECODE_CHAIN", "INT8_ACTIVATIONS", "EXACT", "OVERLAP", "PREFIX_CACHE"),
-        *("SYNC_DEBUG", "MOE_KERNEL", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
+        *("SYNC_DEBUG", "MOE_KERNEL", "MOE_TILES", "SPARSE_ATTENTION_KERNEL", "INDEXER_KERNEL"),
         *("MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL", "COMPRESS_KERNEL", "NATIVE"),
         "SMALL_ALL_REDUCE",
         "CPU_RANKS",
@@ -112,6 +112,14 @@ def has_prefill_gemm() -> bool:
 def has_moe_kernel() -> bool:
     """Whether ``TIERCEL_MOE_KERNEL`` lets kernels multiply by routed experts as they are stored."""
     return read_flag("TIERCEL_MOE_KERNEL", default=True)
+
+
+def has_moe_tiles() -> bool:
+    """Whether ``TIERCEL_MOE_TILES`` lets a GPU rearrange routed experts for one kernel of theirs.
+
+    ``TIERCEL_MOE_KERNEL`` can forbid it too.
+    """
+    return read_flag("TIERCEL_MOE_TILES", default=True) and has_moe_kernel()
 
 
 def has_fused_gemm() -> bool:

@@ -41,7 +41,7 @@ class _Field:
 
 
 _E2M1 = (_Field(0, 128, 4, 2),)
-_FIELDS: Final = {
+_FIELDS: Final[dict[QuantType, dict[str, tuple[_Field, ...]]]] = {
     QuantType.Q2_K: {"data": (_Field(16, 64), _Field(0, 16), _Field(80, 4))},
     QuantType.MXFP4: {"q": _E2M1, "scale": (_Field(0, 8),)},
     QuantType.NVFP4: {"q": _E2M1, "scale": (_Field(0, 16),)},
@@ -79,12 +79,13 @@ def tile_stack(weight: QuantTensor) -> QuantTensor:
 
 def untile_stack(weight: QuantTensor) -> QuantTensor:
     """A copy of a stack of layout TILES in that of its file."""
-    num_experts, out, cols = weight.shape
+    out = weight.shape[1]
     planes = dict(weight.planes)
     for name in _FIELDS[weight.qtype]:
         plane, row_bytes = planes[name], _row_bytes(weight, name)
         units = plane.index_select(-1, _places(weight.qtype, name).argsort().to(plane.device))
-        rows = units.unflatten(-1, (TILE_ROWS, -1)).transpose(2, 3).flatten(3).flatten(1, 2)
+        parts = units.view(*units.shape[:3], TILE_ROWS, -1)
+        rows = parts.transpose(2, 3).flatten(3).flatten(1, 2)
         made = rows[:, :out, :row_bytes].contiguous()
         is_e4m3 = (weight.qtype, name) == (QuantType.NVFP4, "scale")
         planes[name] = made.view(torch.float8_e4m3fn) if is_e4m3 else made

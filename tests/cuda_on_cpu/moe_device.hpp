@@ -21,9 +21,8 @@ DEV uint4 load_fresh(const void* p) {
   if ((u64)p % 16) fail("alignment of a load");
   return *(const uint4*)p;
 }
-DEV u32 load_acquire(const u32* p) {
-  give_way();
-  return *p;
+DEV void wait_for_count(const u32* p, u32 n) {
+  while (*p < n) give_way();
 }
 DEV void add_release(u32* p, u32 v) { *p += v, ++events; }
 DEV u32 atomicAdd(u32* p, u32 v) {
@@ -31,3 +30,10 @@ DEV u32 atomicAdd(u32* p, u32 v) {
   *p += v;
   return old;
 }
+DEV u32 __match_any_sync(u32, u32 v) {
+  const auto lanes = collect(v);
+  u32 same = 0;
+  for (int i = 0; i < WARP; ++i) same |= (u32)(lanes[i] == v) << i;
+  return same;
+}
+DEV int __popc(u32 v) { return __builtin_popcount(v); }

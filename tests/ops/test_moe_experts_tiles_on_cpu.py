@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tests.ops.test_moe_experts import make_ggml_stack, make_stacks
+from tests.ops.test_moe_experts import make_ggml_stack
 from tiercel.kernels.moe import moe_experts_tiles as kernel
 from tiercel.ops.block_quantize import block_quantize
 from tiercel.ops.dequantize import dequantize
+from tiercel.ops.moe_experts import tile_planes
 from tiercel.ops.moe_experts_torch import make_tiles, most_tiles
-from tiercel.quant import QuantTensor
 from tiercel.quant_tiles import tile_stack, untile_stack
 from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import moe_experts as oracle
@@ -29,15 +29,25 @@ def make_stack(kind, num_experts, out, cols):
 def make_case(kinds, num_experts, hidden, inter):
     """Stacks in layout TILES, and decoded."""
     shapes = ((inter, hidden), (inter, hidden), (hidden, inter))
-    stored = [make_stack(kind, num_experts, *shape) for kind, shape in zip((kinds[0], *kinds), shapes)]
+    stored = [
+        make_stack(kind, num_experts, *shape)
+        for kind, shape in zip((kinds[0], *kinds), shapes, strict=True)
+    ]
     decoded = [dequantize(stack, torch.float32) for stack in stored]
     return [tile_stack(stack) for stack in stored], decoded
+
+
+def shape_of(stacks, topk):
+    experts, inter, hidden = stacks[0].shape
+    return kernel.ExpertsShape(
+        experts, hidden, inter, topk, stacks[0].qtype.name, stacks[2].qtype.name
+    )
 
 
 def run(products, x, ids, weights, stacks, config, ctas=3, is_folded=True, limit=LIMIT):
     """The kernel's result; nothing beside it is written, and the tickets are zeros again."""
     num_tokens, topk = ids.shape
-    shape = kernel.shape_of(stacks, topk)
+    shape = shape_of(stacks, topk)
     assert kernel.smem_bytes(shape, config) <= kernel.H200.smem_bytes
     wide = torch.full((num_tokens + 2, shape.hidden), float("nan"))
     out = wide[1:-1]
@@ -49,12 +59,13 @@ def run(products, x, ids, weights, stacks, config, ctas=3, is_folded=True, limit
         num_chunks = most_tiles(ids.numel(), shape.experts, config.columns)
         tiles = make_tiles(ids, shape.experts, config.columns, num_chunks)
         chunks = (tiles.experts, tiles.pairs)
-    tickets = torch.zeros(kernel.num_tickets(shape, num_chunks), dtype=torch.int32)
+    tickets = torch.zeros(kernel.num_tickets(shape.hidden, num_chunks), dtype=torch.int32)
     products.late.extend((x, weights))  # the kernel ahead writes them
     if is_folded:
         products.late.append(ids)
     kernel.launch_moe_experts_tiles(
-        out, x, ids, weights, chunks, stacks, limit, (h, y, tickets), config,
+        out, x, ids, weights, chunks, [tile_planes(stack) for stack in stacks], limit,
+        (h, y, tickets), config,
         num_sms=ctas, is_dependent=True,
     )  # fmt: skip
     found = out.clone()
@@ -96,3 +107,78 @@ def test_tiles_are_a_permutation_of_the_file(kind):
         assert back.layout is not Layout.TILES
         for name, plane in kept.items():
             assert torch.equal(back.planes[name].view(torch.uint8), plane.view(torch.uint8))
+
+
+# Columns of several units; rows and columns that fill up no tile.
+HIDDEN, INTER, EXPERTS, TOPK = 1056, 544, 5, 3
+CONFIGS = [kernel.TilesConfig(*config) for config in [(1, 5, 3, 2), (4, 10, 1, 1), (8, 5, 2, 2)]]
+CONFIGS += [kernel.TilesConfig(16, 10, 2, 1)]
+
+
+@pytest.fixture(scope="module")
+def wide_case():
+    torch.manual_seed(5)
+    stacks, decoded = make_case(("NVFP4", "MXFP4"), EXPERTS, HIDDEN, INTER)
+    return stacks, decoded
+
+
+def make_routes(kind, num_tokens):
+    torch.manual_seed(num_tokens)
+    if kind == "distinct":
+        return torch.stack([torch.randperm(EXPERTS)[:TOPK] for _ in range(num_tokens)])
+    if kind == "one":
+        return torch.full((num_tokens, TOPK), 3)
+    ids = torch.randint(0, 2, (num_tokens, TOPK))  # repeated, and three experts are empty
+    return ids * 4
+
+
+ROUTES = [("distinct", 1, 0), ("repeated", 2, 2), ("distinct", 7, 1), ("one", 16, 3)]
+ROUTES += [("distinct", 17, 2), ("repeated", 40, 3)]
+
+
+@pytest.fixture(scope="module")
+def _every_launch(built_products, wide_case):
+    shape = shape_of(wide_case[0], TOPK)
+    built_products.build(
+        [
+            kernel.cuda_source(shape, config, torch.float32, (1, 0), is_folded=is_folded)
+            for config in CONFIGS
+            for is_folded in (True, False)
+        ]
+    )
+
+
+@pytest.mark.usefixtures("_every_launch")
+@pytest.mark.parametrize(("kind", "num_tokens", "number"), ROUTES, ids=str)
+def test_any_distribution_of_tokens(kind, num_tokens, number, wide_case, products):
+    """And the same bits from another launch, from sorted pairs, and of fewer tokens."""
+    stacks, decoded = wide_case
+    x = torch.randn(num_tokens, HIDDEN).bfloat16()
+    ids = make_routes(kind, num_tokens)
+    weights = torch.rand(num_tokens, TOPK) + 0.1
+    products.seed = num_tokens
+    out = run(products, x, ids, weights, stacks, CONFIGS[number], ctas=2)
+    check(out, x, ids, weights, decoded)
+    other = run(
+        products,
+        x,
+        ids,
+        weights,
+        stacks,
+        CONFIGS[number - 1],
+        ctas=5,
+        is_folded=num_tokens % 2 == 0,
+    )
+    assert torch.equal(other, out)
+    few = max(1, num_tokens // 2)
+    part = run(products, x[:few], ids[:few], weights[:few], stacks, CONFIGS[0], limit=LIMIT)
+    assert torch.equal(part, out[:few])
+
+
+@pytest.mark.usefixtures("_every_launch")
+def test_without_a_clamp(wide_case, products):
+    stacks, decoded = wide_case
+    x, ids = 3 * torch.randn(2, HIDDEN).bfloat16(), make_routes("distinct", 2)
+    weights = torch.rand(2, TOPK) + 0.1
+    out = run(products, x, ids, weights, stacks, CONFIGS[1], limit=None)
+    check(out, x, ids, weights, decoded, None)

@@ -28,9 +28,12 @@ from tiercel.models.rope import rope_table
 from tiercel.models.weights import WeightReader
 from tiercel.ops.linear import prepare_linear
 from tiercel.ops.linear_group import Q8Planes
+from tiercel.ops.moe_experts import rest_experts
 from tiercel.ops.moe_experts_torch import Experts
 from tiercel.parallel import SINGLE, Group
 from tiercel.quant_types import Layout, QuantType
+
+_STACKS = ("w1", "w3", "w2")  # gate, up and down of the experts
 
 
 class DeepseekV4Builder:
@@ -224,22 +227,19 @@ class DeepseekV4Builder:
             config.num_experts_per_tok,
             config.routed_scaling_factor,
         )
-        stacks = [weights.weight(f"{prefix}.experts.{part}.weight") for part in ("w1", "w3", "w2")]
+        w1, w3, w2 = (weights.weight(f"{prefix}.experts.{part}.weight") for part in _STACKS)
         shared = SharedExpert(
             self.linear(*(f"{prefix}.shared_experts.{part}.weight" for part in ("w1", "w3"))),
             self.linear(f"{prefix}.shared_experts.w2.weight"),
             config.shared_swiglu_limit,
         )
-        is_rounded = self.is_native and stacks[0].layout is Layout.BLOCKS
+        is_rounded = self.is_native and w1.layout is Layout.BLOCKS
+        experts = Experts(w1, w3, w2)
+        if not is_rounded:
+            experts = rest_experts(experts, self.dtype)
         first_expert = None
         if self.group.size > 1 and weights.sharding.expert_parallel:
             first_expert, _ = weights.sharding.part(config.num_experts)
         return MoE(
-            router,
-            Experts(*stacks),
-            shared,
-            config.swiglu_limit,
-            is_rounded,
-            self.group,
-            first_expert,
+            router, experts, shared, config.swiglu_limit, is_rounded, self.group, first_expert
         )

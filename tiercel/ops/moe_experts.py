@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 
 from tiercel import env
 from tiercel.errors import ArgumentError
+from tiercel.kernels.moe import moe_experts_tiles as tiles
 from tiercel.kernels.moe.stack_planes import MAX_SORTED, StackPlanes
+from tiercel.kernels.packed.packed_matvec import device_limits
+from tiercel.kernels.runtime.rtc import is_dependent
 from tiercel.ops import moe_experts_torch as torch_ops
 from tiercel.ops.moe_experts_torch import Experts
 from tiercel.quant import QuantTensor
+from tiercel.quant_tiles import MOST_E8M0, tile_stack
 from tiercel.quant_types import Layout, QuantType
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -116,21 +122,24 @@ def moe_experts(
     if x.shape[0] == 0:
         return out
     stacks = None
+    if experts.tickets is not None and x.dtype == torch.bfloat16 and not rounds_activations:
+        run_tiles(out, x.contiguous(), ids.contiguous(), weights.contiguous(), experts, limit)
+        return out
     if x.is_cuda and not rounds_activations and env.has_moe_kernel():
         stacks = kernel_stacks(experts, x.dtype)
     if stacks is not None:
         run_kernels(out, x, ids, weights, stacks, limit)
         return out
     rows, num_tiles = torch_ops.select_tiles(ids.numel(), experts.num_experts)
-    tiles = torch_ops.make_tiles(ids, experts.num_experts, rows, num_tiles)
-    pairs = torch_ops.run_experts(x.float(), tiles, weights, experts, limit, rounds_activations)
+    made = torch_ops.make_tiles(ids, experts.num_experts, rows, num_tiles)
+    pairs = torch_ops.run_experts(x.float(), made, weights, experts, limit, rounds_activations)
     return out.copy_(torch_ops.sum_slots(pairs, ids.shape[1]))
 
 
 def kernel_stacks(
     experts: Experts, dtype: torch.dtype
 ) -> tuple[StackPlanes, StackPlanes, StackPlanes] | None:
-    """The stacks as the kernels read them; None for a format, a mix or an x that they do not."""
+    """The stacks as Triton kernels read them; None for a format, a mix or an x that they do not."""
     gate, up, down = (_planes(stack) for stack in (experts.w1, experts.w3, experts.w2))
     if gate is None or up is None or down is None or dtype == torch.float32:
         return None
@@ -140,6 +149,104 @@ def kernel_stacks(
     if same != (up.kind, up.strides, up.is_divisor, up.block, up.q.dtype):
         return None
     return gate, up, down
+
+
+def rest_experts(experts: Experts, dtype: torch.dtype) -> Experts:
+    """Bring stacks into layout TILES where a kernel reads it.
+
+    Args:
+        experts: of which no stack may be used afterwards: it may be rearranged where it is.
+        dtype: of activations.
+
+    Returns:
+        The same weights, with `tickets` in that layout.
+    """
+    if not env.has_moe_tiles() or tiles_refusal(experts, dtype):
+        return experts
+    w1, w3, w2 = (
+        tile_stack(stack)
+        for stack in (experts.w1, experts.w3, experts.w2)
+        if isinstance(stack, QuantTensor)
+    )
+    count = tiles.num_tickets(w1.shape[2], tiles.MOST_FOLDED)
+    return Experts(w1, w3, w2, torch.zeros(count, dtype=torch.int32, device=w1.device))
+
+
+def tiles_refusal(experts: Experts, dtype: torch.dtype) -> str:
+    """Why stacks do not rest in layout TILES, without a full stop; "" if they do.
+
+    It looks at the scales of MXFP4, so it waits for the device.
+
+    Args:
+        experts: as they are stored.
+        dtype: of activations.
+    """
+    stacks = (experts.w1, experts.w3, experts.w2)
+    device = experts.w1.device
+    if device.type != "cuda":
+        return "they are on a CPU"
+    inter, hidden = experts.w1.shape[1:]
+    capability = torch.cuda.get_device_capability(device)
+    refusal = tiles.tiles_refusal(
+        [_planes(stack) for stack in stacks], (hidden, inter), dtype, capability,
+        device_limits(device),
+    )  # fmt: skip
+    if refusal:
+        return refusal
+    scales = [stack.planes["scale"] for stack in stacks if _is_mxfp4(stack)]
+    if any(bool((scale > MOST_E8M0).any()) for scale in scales):
+        return f"a scale is above 2^{MOST_E8M0 - 127}"
+    return ""
+
+
+def _is_mxfp4(stack: Tensor | QuantTensor) -> TypeGuard[QuantTensor]:
+    return isinstance(stack, QuantTensor) and stack.qtype is QuantType.MXFP4
+
+
+def run_tiles(
+    out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, limit: float | None
+) -> None:
+    """Multiply by stacks of layout TILES.
+
+    Args:
+        out: (T, hidden) float, written; T > 0.
+        x: (T, hidden) bfloat16, contiguous.
+        ids: (T, topk) int64, contiguous.
+        weights: (T, topk) float32, contiguous.
+        experts: of `rest_experts`.
+        limit: of the clamped SwiGLU; None for no clamp.
+    """
+    num_pairs, (num_experts, inter, hidden) = ids.numel(), experts.w1.shape
+    stacks = [tile_planes(stack) for stack in (experts.w1, experts.w3, experts.w2)]
+    shape = tiles.ExpertsShape(
+        num_experts, hidden, inter, ids.shape[1], stacks[0].kind, stacks[2].kind
+    )
+    limits = device_limits(x.device)
+    config = tiles.select_tiles(shape, x.shape[0], limits)
+    assert config is not None, "rest_experts refuses it"
+    assert experts.tickets is not None, "rest_experts made them"
+    chunks, tickets = None, experts.tickets
+    if num_pairs > tiles.MOST_FOLDED:
+        num_chunks = torch_ops.most_tiles(num_pairs, num_experts, config.columns)
+        made = torch_ops.make_tiles(ids, num_experts, config.columns, num_chunks)
+        chunks = (made.experts, made.pairs)
+        count = tiles.num_tickets(hidden, num_chunks)
+        tickets = torch.zeros(count, dtype=torch.int32, device=x.device)
+    h = torch.empty((num_pairs, inter), dtype=x.dtype, device=x.device)
+    y = torch.empty((num_pairs, hidden), dtype=torch.float32, device=x.device)
+    tiles.launch_moe_experts_tiles(
+        out, x, ids, weights, chunks, stacks, limit, (h, y, tickets), config,
+        num_sms=limits.num_sms, is_dependent=is_dependent(x.device),
+    )  # fmt: skip
+
+
+def tile_planes(weight: Tensor | QuantTensor) -> StackPlanes:
+    """A stack of layout TILES as the kernel reads it."""
+    assert isinstance(weight, QuantTensor), "of rest_experts"
+    planes = weight.planes
+    total = planes.get("global_scale", planes.get("divisor"))
+    codes = planes["data"] if "data" in planes else planes["q"]
+    return StackPlanes(weight.qtype.name, codes, planes.get("scale"), total, "divisor" in planes)
 
 
 def _planes(weight: Tensor | QuantTensor) -> StackPlanes | None:
@@ -193,17 +300,17 @@ def run_kernels(
     rows = FEW_ROWS if num_pairs <= _MANY_PAIRS * num_experts else MANY_ROWS
     num_tiles = torch_ops.most_tiles(num_pairs, num_experts, rows)
     if num_pairs <= MAX_SORTED:
-        tiles = torch.empty(num_tiles, dtype=torch.int64, device=x.device)
+        experts = torch.empty(num_tiles, dtype=torch.int64, device=x.device)
         pairs = torch.empty((num_tiles, rows), dtype=torch.int64, device=x.device)
         first = torch.empty(num_experts, dtype=torch.int32, device=x.device)
-        launch_moe_tiles(tiles, pairs, ids.reshape(-1).contiguous(), first)
+        launch_moe_tiles(experts, pairs, ids.reshape(-1).contiguous(), first)
     else:
         made = torch_ops.make_tiles(ids, num_experts, rows, num_tiles)
-        tiles, pairs = made.experts, made.pairs
+        experts, pairs = made.experts, made.pairs
     h = torch.empty((num_pairs, stacks[0].q.shape[1]), dtype=x.dtype, device=x.device)
     y = torch.empty((num_pairs, x.shape[1]), dtype=torch.float32, device=x.device)
     launch_moe_experts(
-        out, x.contiguous(), (tiles, pairs), weights.contiguous(), stacks, limit, (h, y)
+        out, x.contiguous(), (experts, pairs), weights.contiguous(), stacks, limit, (h, y)
     )
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from tiercel.ops.block_quantize_torch import round_fp8
 from tiercel.ops.dequantize import dequantize
 from tiercel.quant import QuantTensor
+from tiercel.quant_tiles import untile_stack
+from tiercel.quant_types import Layout
 
 # Decoded weights of a group of tiles, in bytes; at least one tile is decoded.
 WORKSPACE_BYTES = 1 << 30
@@ -73,7 +75,10 @@ def make_tiles(ids: Tensor, num_experts: int, rows: int, num_tiles: int) -> Tile
 def decoded(weight: Tensor | QuantTensor, experts: Tensor) -> Tensor:
     """The matrices of some experts, (n, out, in) float32."""
     if isinstance(weight, QuantTensor):
-        return dequantize(weight.take(experts), torch.float32)
+        taken = weight.take(experts)
+        return dequantize(
+            untile_stack(taken) if taken.layout is Layout.TILES else taken, torch.float32
+        )
     return weight.index_select(0, experts).float()
 
 
@@ -87,11 +92,20 @@ def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Stacks of weights: w1 and w3 (experts, inter, hidden), w2 (experts, hidden, inter)."""
+    """Stacks of weights: w1 and w3 (experts, inter, hidden), w2 (experts, hidden, inter).
+
+    Attributes:
+        w1: gate.
+        w3: up.
+        w2: down.
+        tickets: counters of the kernel for layout TILES, of stacks in it; int32 zeros between
+            launches.
+    """
 
     w1: Tensor | QuantTensor
     w3: Tensor | QuantTensor
     w2: Tensor | QuantTensor
+    tickets: Tensor | None = None
 
     @property
     def num_experts(self) -> int:

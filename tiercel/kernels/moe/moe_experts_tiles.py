@@ -20,34 +20,39 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from tiercel.kernels.moe.stack_planes import StackPlanes
 from tiercel.kernels.packed.packed_matvec import H200, OUT_CODES, DeviceLimits
 from tiercel.kernels.runtime import rtc
-from tiercel.quant import QuantTensor
-from tiercel.quant_tiles import UNIT_COLUMNS, unit_bytes
-from tiercel.quant_types import TILE_ROWS, QuantType
+from tiercel.quant_types import TILE_ROWS
 
 MOST_FOLDED: Final = 512
 """Pairs that each CTA sorts by itself."""
 MOST_EXPERTS: Final = 1 << 16
 CAPABILITY: Final = (8, 0)  # cp.async, products of bfloat16
+_UNIT_COLUMNS: Final = 256
+_LEAST_PARTS: Final = 4  # if there are so many units
 _MOST_PARTS: Final = 8
 _WARPS: Final = 16
-_TOKEN_BYTES: Final = 2 * UNIT_COLUMNS
+_LISTED_WORDS: Final = 4  # of a pair in the list of chunks
+_FLAG_WORDS: Final = 4
+_COPIED: Final = 8  # columns of x that are read together
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """A type's code in the kernel and bytes of a token's sums beside 256 columns."""
+    """A type: code in the kernel, bytes of a unit, bytes of a token's sums beside 256 columns."""
 
     code: int
+    num_bytes: int
     means: int = 0
 
 
 _UNITS: Final = {
-    QuantType.Q2_K: _Unit(2, 64),
-    QuantType.MXFP4: _Unit(32),
-    QuantType.NVFP4: _Unit(16),
+    "Q2_K": _Unit(2, 1344, 64),
+    "MXFP4": _Unit(32, 2176),
+    "NVFP4": _Unit(16, 2304),
 }
+KINDS: Final = tuple(_UNITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class ExpertsShape:
         hidden: columns of gate and up.
         inter: columns of down.
         topk: slots of a token.
-        gate: type of gate and up.
+        gate: type of gate and up, of `KINDS`.
         down: type of down.
     """
 
@@ -67,8 +72,8 @@ class ExpertsShape:
     hidden: int
     inter: int
     topk: int
-    gate: QuantType
-    down: QuantType
+    gate: str
+    down: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,8 @@ class TilesConfig:
     ctas: int = 1
 
 
-# Tokens of a chunk at most -> (warps at most, stages, buffers), best first; the first that fits is
-# taken. Estimates: all 16 warps, then units in flight.
+# Warps at most, stages, buffers; the first that fits is taken. Estimates: 16 warps, then units in
+# flight.
 _LAUNCHES: Final = (
     (_WARPS, 4, 2),
     (_WARPS, 3, 2),
@@ -101,12 +106,12 @@ _LAUNCHES: Final = (
     (8, 2, 1),
     (8, 1, 1),
 )
-_COLUMNS: Final = (1, 2, 4, 8)
+_COLUMNS: Final = (1, 2, 4, 8)  # tokens of a chunk at most
 
 
 def num_units(columns: int) -> int:
     """Units of a row."""
-    return math.ceil(columns / UNIT_COLUMNS)
+    return math.ceil(columns / _UNIT_COLUMNS)
 
 
 @functools.cache
@@ -116,7 +121,7 @@ def select_parts(units: int) -> int:
     With two units each or more, if there are: the warps meet once an item.
     """
     best = min(units, _MOST_PARTS)
-    for parts in range(best, 0, -1):
+    for parts in range(best, min(units, _LEAST_PARTS) - 1, -1):
         share, least = math.ceil(units / parts), math.ceil(units / best)
         if share * parts < least * best or (share * parts == least * best and least < 2):
             best = parts
@@ -125,20 +130,15 @@ def select_parts(units: int) -> int:
 
 def smem_bytes(shape: ExpertsShape, config: TilesConfig) -> int:
     """Dynamic shared memory of a CTA: rings, sums of parts, tokens, the list of chunks."""
-    slot = max(_slot_bytes(shape.gate), _slot_bytes(shape.down))
+    slot = max(_UNITS[shape.gate].num_bytes, _UNITS[shape.down].num_bytes)
     ring = config.warps * config.stages * 2 * slot
-    sums = config.warps * config.buffers * 2 * (config.columns + 1) // 2 * 128
+    sums = config.warps * config.buffers * 2 * 128 * ((config.columns + 1) // 2)
     rows = config.columns * max(
-        num_units(columns) * (_TOKEN_BYTES + _UNITS[kind].means)
+        num_units(columns) * (2 * _UNIT_COLUMNS + _UNITS[kind].means)
         for columns, kind in ((shape.hidden, shape.gate), (shape.inter, shape.down))
     )
-    lists = 4 * (2 * config.columns + 4 + shape.experts + 4 * MOST_FOLDED)
-    return ring + sums + rows + lists
-
-
-def _slot_bytes(kind: QuantType) -> int:
-    planes = ("data",) if kind.is_ggml and kind is not QuantType.MXFP4 else ("q", "scale")
-    return sum(unit_bytes(kind, plane) for plane in planes)
+    words = 2 * config.columns + _FLAG_WORDS + shape.experts + _LISTED_WORDS * MOST_FOLDED
+    return ring + sums + rows + 4 * words
 
 
 @functools.cache
@@ -156,6 +156,42 @@ def select_tiles(
     return None
 
 
+def tiles_refusal(
+    stacks: Sequence[StackPlanes | None],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    limits: DeviceLimits,
+) -> str:
+    """Why the kernel does not multiply some stacks, without a full stop; "" if it does. Pure.
+
+    Args:
+        stacks: w1, w3 and w2; None for a type without planes.
+        shape: (hidden, inter).
+        dtype: of x.
+        capability: of the GPU.
+        limits: of the GPU.
+    """
+    gate, up, down = stacks
+    if gate is None or up is None or down is None or {gate.kind, up.kind, down.kind} - set(KINDS):
+        return f"of the types, it reads {', '.join(KINDS)} alone"
+    hidden, inter = shape
+    made = ExpertsShape(gate.q.shape[0], hidden, inter, 1, gate.kind, down.kind)
+    found, name = ".".join(map(str, capability)), str(dtype).removeprefix("torch.")
+    checks = {
+        "gate and up are of different types": (gate.kind, _total_code(gate))
+        != (up.kind, _total_code(up)),
+        f"activations are {name}, not bfloat16": dtype != torch.bfloat16,
+        f"the GPU has compute capability {found}, below 8.0": capability < CAPABILITY,
+        f"{made.experts} experts are more than {MOST_EXPERTS}": made.experts > MOST_EXPERTS,
+        f"{hidden} and {inter} are no multiples of {_COPIED}": (hidden | inter) % _COPIED != 0,
+        f"rows of {hidden} and {inter} columns do not fit shared memory": not select_tiles(
+            made, 1, limits
+        ),
+    }
+    return next((reason for reason, refuses in checks.items() if refuses), "")
+
+
 @functools.cache
 def cuda_source(
     shape: ExpertsShape,
@@ -165,7 +201,7 @@ def cuda_source(
     *,
     is_folded: bool,
 ) -> rtc.KernelSource:
-    """The kernel as built for one kind of call; totals: of gate and up, of down (`total_code`)."""
+    """The kernel as built for one kind of call; totals: of gate and up, of down (`_total_code`)."""
     macros = (
         ("GATE_TYPE", _UNITS[shape.gate].code),
         ("DOWN_TYPE", _UNITS[shape.down].code),
@@ -188,14 +224,14 @@ def cuda_source(
     return rtc.KernelSource("moe_experts_tiles", macros)
 
 
-def total_code(stack: QuantTensor) -> int:
+def _total_code(stack: StackPlanes) -> int:
     """Whether a stack has a number for each matrix: 0 none, 1 a factor, 2 a divisor."""
-    return 1 if "global_scale" in stack.planes else 2 if "divisor" in stack.planes else 0
+    return 0 if stack.total is None else 1 + stack.is_divisor
 
 
-def num_tickets(shape: ExpertsShape, num_chunks: int) -> int:
+def num_tickets(hidden: int, num_chunks: int) -> int:
     """Counters of a launch: of 32 output columns each, one more, and of each chunk."""
-    return math.ceil(math.ceil(shape.hidden / TILE_ROWS) / 2) + 1 + num_chunks
+    return math.ceil(math.ceil(hidden / TILE_ROWS) / 2) + 1 + num_chunks
 
 
 class _Stack(ctypes.Structure):
@@ -204,11 +240,10 @@ class _Stack(ctypes.Structure):
     _fields_ = (("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("total", ctypes.c_void_p))
 
     @classmethod
-    def of(cls, stack: QuantTensor) -> _Stack:
-        planes = stack.planes
-        codes = planes.get("data", planes.get("q"))
-        scales, total = planes.get("scale"), planes.get("global_scale", planes.get("divisor"))
-        return cls(*(None if plane is None else plane.data_ptr() for plane in (codes, scales, total)))
+    def of(cls, stack: StackPlanes) -> _Stack:
+        """The addresses of its planes."""
+        planes = (stack.q, stack.scale, stack.total)
+        return cls(*(None if plane is None else plane.data_ptr() for plane in planes))
 
 
 class _Work(ctypes.Structure):
@@ -230,7 +265,7 @@ def launch_moe_experts_tiles(
     ids: Tensor,
     weights: Tensor,
     chunks: tuple[Tensor, Tensor] | None,
-    stacks: Sequence[QuantTensor],
+    stacks: Sequence[StackPlanes],
     limit: float | None,
     workspace: tuple[Tensor, Tensor, Tensor],
     config: TilesConfig,
@@ -247,7 +282,7 @@ def launch_moe_experts_tiles(
         weights: (T, topk) float32, contiguous.
         chunks: None where the kernel sorts the pairs; experts (chunks,) and pairs (chunks,
             config.columns) int64 of `make_tiles`.
-        stacks: w1, w3 and w2 in layout TILES, the first two of one type.
+        stacks: w1, w3 and w2 in layout TILES, the first two alike but for their numbers.
         limit: of the clamped SwiGLU; None for no clamp.
         workspace: (T * topk, inter) bfloat16, (T * topk, hidden) float32, and `num_tickets` int32
             zeros, which are zeros again afterwards.
@@ -257,8 +292,10 @@ def launch_moe_experts_tiles(
             weights.
     """
     gate, up, down = stacks
-    shape = shape_of(stacks, ids.shape[1])
-    totals = (total_code(gate), total_code(down))
+    shape = ExpertsShape(
+        gate.q.shape[0], x.shape[1], workspace[0].shape[1], ids.shape[1], gate.kind, down.kind
+    )
+    totals = (_total_code(gate), _total_code(down))
     source = cuda_source(shape, config, out.dtype, totals, is_folded=chunks is None)
     kernel = rtc.load_kernel(source, x.device, smem_bytes(shape, config))
     lists = (None, None) if chunks is None else (chunks[0].data_ptr(), chunks[1].data_ptr())
@@ -266,7 +303,12 @@ def launch_moe_experts_tiles(
         *(_Stack.of(stack) for stack in (gate, up, down)),
         *(tensor.data_ptr() for tensor in (x, ids, weights)),
         *lists,
-        *(workspace[0].data_ptr(), workspace[1].data_ptr(), out.data_ptr(), workspace[2].data_ptr()),
+        *(
+            workspace[0].data_ptr(),
+            workspace[1].data_ptr(),
+            out.data_ptr(),
+            workspace[2].data_ptr(),
+        ),
         math.inf if limit is None else limit,
         x.shape[0],
         0 if chunks is None else chunks[0].shape[0],
@@ -280,9 +322,3 @@ def launch_moe_experts_tiles(
         is_dependent=is_dependent,
         is_cooperative=True,
     )
-
-
-def shape_of(stacks: Sequence[QuantTensor], topk: int) -> ExpertsShape:
-    """What decides the kernel of some stacks."""
-    experts, inter, hidden = stacks[0].shape
-    return ExpertsShape(experts, hidden, inter, topk, stacks[0].qtype, stacks[2].qtype)

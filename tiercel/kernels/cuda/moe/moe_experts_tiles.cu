@@ -88,16 +88,24 @@ struct Chunks {
   DEV u32 pair(const Work& w, int chunk, int n) const {
     return FOLDS ? order[own[2 * chunk + 1] + n] : (u32)w.pairs[(i64)chunk * COLUMNS + n];
   }
-  // Sort the pairs by expert. Their order within an expert is any: it decides no bit.
+  // Sort the pairs by expert, in their order within an expert: all CTAs agree on it.
   DEV void sort(const Work& w, int tid) {
     const int num_pairs = w.num_tokens * TOPK, lane = tid & 31;
 #if FOLDS
     for (int e = tid; e < EXPERTS; e += THREADS_OF_CTA) counts[e] = 0;
-    __syncthreads();
-    for (int i = tid; i < num_pairs; i += THREADS_OF_CTA)
-      ranks[i] = atomicAdd(counts + (int)w.ids[i], 1u);
+    for (int i = tid; i < num_pairs; i += THREADS_OF_CTA) ranks[i] = (u32)w.ids[i];
     __syncthreads();
     if (tid < 32) {
+      for (int i = lane; i - lane < num_pairs; i += 32) {
+        const bool is_pair = i < num_pairs;
+        const u32 e = is_pair ? ranks[i] : EXPERTS + lane;
+        const u32 same = __match_any_sync(~0u, e), before = __popc(same & ((1u << lane) - 1));
+        const u32 count = is_pair ? counts[e] : 0;
+        __syncwarp();
+        if (is_pair && before == 0) counts[e] = count + __popc(same);
+        if (is_pair) ranks[i] = e | (count + before) << 16;
+        __syncwarp();
+      }
       constexpr int EACH = (EXPERTS + 31) / 32;
       const int first = lane * EACH, last = min(first + EACH, EXPERTS);
       u32 found = 0;  // chunks << 16 | pairs
@@ -121,7 +129,8 @@ struct Chunks {
       }
     }
     __syncthreads();
-    for (int i = tid; i < num_pairs; i += THREADS_OF_CTA) order[counts[(int)w.ids[i]] + ranks[i]] = i;
+    for (int i = tid; i < num_pairs; i += THREADS_OF_CTA)
+      order[counts[ranks[i] & 0xffff] + (ranks[i] >> 16)] = i;
 #else
     if (tid == 0) flags[0] = 0;
     __syncthreads();
@@ -254,8 +263,7 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
       const u32 pair = c.pair(w, chunk, tid);
       c.pairs[tid] = pair, c.weights[tid] = w.weights[pair];
     }
-    if (PHASE && tid == 0)
-      while (load_acquire(done + chunk) < Gate::ITEMS) {}
+    if (PHASE && tid == 0) wait_for_count(done + chunk, Gate::ITEMS);
     __syncthreads();
     stage_chunk<PHASE>(w, c, rows, m, tid);
     __syncthreads();
