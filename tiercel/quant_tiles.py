@@ -7,9 +7,8 @@ that one warp reads them as whole lines, and units follow each other in the orde
     (experts, out, row_bytes)  to  (experts, ceil(out / 16), ceil(in / 256), 16 * unit_bytes) uint8
 
 Rows and columns that fill up the last units are zeros. In a unit the fields of `_FIELDS` follow
-each other. Of a field the order is (pieces, row, outer, inner): a row's bytes are (outer, pieces,
-inner) before, and lane 4 g + t of a warp takes those of outer = t, 16 bytes of each piece, of rows
-g and g + 8.
+each other, each in the order in which the lanes of a warp take it: where a lane's bytes are 8 or
+16, those of a row's four lanes are neighbours.
 """
 
 from __future__ import annotations
@@ -32,26 +31,52 @@ MOST_E8M0: Final = 192  # scales of MXFP4 up to 2^65: the kernels' operands are 
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """Bytes [start, start + size) of a row's 256 columns."""
+    """Bytes [start, start + size) of each block of a row's 256 columns.
+
+    Attributes:
+        start: in a block.
+        size: of a block.
+        dims: sizes, whose product is that of all blocks.
+        order: of them in a unit; 0 is the row, 1 the first of `dims`.
+    """
 
     start: int
     size: int
-    outer: int = 1
-    pieces: int = 1
+    dims: tuple[int, ...]
+    order: tuple[int, ...]
 
 
-_E2M1 = (_Field(0, 128, 4, 2),)
+def _rows(start: int, size: int, blocks: int = 1) -> _Field:
+    return _Field(start, size, (blocks * size,), (0, 1))
+
+
+_E2M1 = (_Field(0, 128, (4, 2, 16), (2, 0, 1, 3)),)
+_NIBBLES = (4, 4, 8), (1, 0, 2, 3)  # of 64 columns, of a lane: 8 columns of two groups
+_HEADER = _rows(0, 16)
 _FIELDS: Final[dict[QuantType, dict[str, tuple[_Field, ...]]]] = {
-    QuantType.Q2_K: {"data": (_Field(16, 64), _Field(0, 16), _Field(80, 4))},
-    QuantType.MXFP4: {"q": _E2M1, "scale": (_Field(0, 8),)},
-    QuantType.NVFP4: {"q": _E2M1, "scale": (_Field(0, 16),)},
+    QuantType.Q2_K: {"data": (_rows(16, 64), _rows(0, 16), _rows(80, 4))},
+    QuantType.Q3_K: {"data": (_rows(32, 64), _rows(0, 32), _rows(96, 12), _rows(108, 2))},
+    QuantType.Q4_K: {"data": (_Field(16, 128, *_NIBBLES), _HEADER)},
+    QuantType.Q5_K: {"data": (_Field(48, 128, *_NIBBLES), _rows(16, 32), _HEADER)},
+    QuantType.Q6_K: {
+        "data": (
+            _Field(0, 128, (2, 4, 4, 4), (1, 0, 3, 2, 4)),
+            _Field(128, 64, (2, 2, 4, 4), (1, 0, 3, 2, 4)),
+            _rows(192, 16),
+            _rows(208, 2),
+        )
+    },
+    QuantType.Q8_0: {"data": (_Field(2, 32, (8, 4, 8), (1, 0, 2, 3)), _rows(0, 2, 8))},
+    QuantType.IQ2_XXS: {"data": (_Field(2, 64, (8, 8), (1, 0, 2)), _rows(0, 2))},
+    QuantType.MXFP4: {"q": _E2M1, "scale": (_rows(0, 8),)},
+    QuantType.NVFP4: {"q": _E2M1, "scale": (_rows(0, 16),)},
 }
 TILE_TYPES: Final = tuple(_FIELDS)
 
 
 def unit_bytes(qtype: QuantType, plane: str) -> int:
     """Bytes of a plane that are of 16 rows x 256 columns."""
-    return TILE_ROWS * sum(field.size for field in _FIELDS[qtype][plane])
+    return TILE_ROWS * sum(math.prod(field.dims) for field in _FIELDS[qtype][plane])
 
 
 def tile_stack(weight: QuantTensor) -> QuantTensor:
@@ -122,12 +147,10 @@ def _tile_plane(plane: Tensor, weight: QuantTensor, name: str) -> Tensor:
 @functools.cache
 def _places(qtype: QuantType, name: str) -> Tensor:
     """Of each byte of a unit, its place in (row, bytes of 256 columns)."""
-    fields = _FIELDS[qtype][name]
-    row_bytes = sum(field.size for field in fields)
-    places = torch.arange(TILE_ROWS * row_bytes).view(TILE_ROWS, row_bytes)
+    places = torch.arange(unit_bytes(qtype, name)).view(TILE_ROWS, -1)
     parts = []
-    for field in fields:
-        part = places[:, field.start : field.start + field.size]
-        part = part.reshape(TILE_ROWS, field.outer, field.pieces, -1)
-        parts.append(part.permute(2, 0, 1, 3).flatten())
+    for field in _FIELDS[qtype][name]:
+        blocks = math.prod(field.dims) // field.size
+        part = places.view(TILE_ROWS, blocks, -1)[:, :, field.start : field.start + field.size]
+        parts.append(part.reshape(TILE_ROWS, *field.dims).permute(field.order).flatten())
     return torch.cat(parts)

@@ -82,6 +82,7 @@ def check(out, x, ids, weights, decoded, limit=LIMIT):
 
 
 CASES = [("MXFP4", "MXFP4", 288, 160), ("NVFP4", "NVFP4", 336, 48), ("Q2_K", "Q2_K", 512, 256)]
+CASES += [("IQ2_XXS", "Q3_K", 256, 512), ("Q4_K", "Q6_K", 512, 256), ("Q5_K", "Q8_0", 256, 256)]
 
 
 @pytest.mark.parametrize(("gate", "down", "hidden", "inter"), CASES)
@@ -95,9 +96,10 @@ def test_every_type_matches_oracle(gate, down, hidden, inter, products):
     check(out, x, ids, weights, decoded)
 
 
-@pytest.mark.parametrize("kind", ["MXFP4", "NVFP4", "Q2_K"])
+@pytest.mark.parametrize("kind", kernel.KINDS)
 def test_tiles_are_a_permutation_of_the_file(kind):
-    for out, cols in ((32, 512), (35, 256 if kind == "Q2_K" else 288)):
+    cols = 288 if kind in ("MXFP4", "NVFP4", "Q8_0") else 256
+    for out, cols in ((32, 512), (35, cols)):
         stack = make_stack(kind, 3, out, cols)
         kept = {name: plane.clone() for name, plane in stack.planes.items()}
         tiles = tile_stack(stack)

@@ -23,7 +23,7 @@ from torch import Tensor
 from tiercel.kernels.moe.stack_planes import StackPlanes
 from tiercel.kernels.packed.packed_matvec import H200, OUT_CODES, DeviceLimits
 from tiercel.kernels.runtime import rtc
-from tiercel.quant_types import TILE_ROWS
+from tiercel.quant_types import IQ2_XXS_GRID, TILE_ROWS
 
 MOST_FOLDED: Final = 512
 """Pairs that each CTA sorts by itself."""
@@ -35,6 +35,7 @@ _MOST_PARTS: Final = 8
 _WARPS: Final = 16
 _LISTED_WORDS: Final = 4  # of a pair in the list of chunks
 _FLAG_WORDS: Final = 4
+_GRID_WORDS: Final = 256
 _COPIED: Final = 8  # columns of x that are read together
 
 
@@ -49,6 +50,12 @@ class _Unit:
 
 _UNITS: Final = {
     "Q2_K": _Unit(2, 1344, 64),
+    "Q3_K": _Unit(3, 1760),
+    "Q4_K": _Unit(4, 2304, 32),
+    "Q5_K": _Unit(5, 2816, 32),
+    "Q6_K": _Unit(6, 3360),
+    "Q8_0": _Unit(8, 4352),
+    "IQ2_XXS": _Unit(12, 1056),
     "MXFP4": _Unit(32, 2176),
     "NVFP4": _Unit(16, 2304),
 }
@@ -138,6 +145,7 @@ def smem_bytes(shape: ExpertsShape, config: TilesConfig) -> int:
         for columns, kind in ((shape.hidden, shape.gate), (shape.inter, shape.down))
     )
     words = 2 * config.columns + _FLAG_WORDS + shape.experts + _LISTED_WORDS * MOST_FOLDED
+    words += _GRID_WORDS * ("IQ2_XXS" in (shape.gate, shape.down))
     return ring + sums + rows + 4 * words
 
 
@@ -234,6 +242,9 @@ def num_tickets(hidden: int, num_chunks: int) -> int:
     return math.ceil(math.ceil(hidden / TILE_ROWS) / 2) + 1 + num_chunks
 
 
+_GRID: Final = (ctypes.c_ubyte * len(IQ2_XXS_GRID))(*IQ2_XXS_GRID)
+
+
 class _Stack(ctypes.Structure):
     """Struct Stack of the kernel."""
 
@@ -256,6 +267,7 @@ class _Work(ctypes.Structure):
         ("limit", ctypes.c_float),
         ("num_tokens", ctypes.c_int),
         ("num_chunks", ctypes.c_int),
+        ("grid", ctypes.c_ubyte * len(IQ2_XXS_GRID)),
     )
 
 
@@ -312,6 +324,7 @@ def launch_moe_experts_tiles(
         math.inf if limit is None else limit,
         x.shape[0],
         0 if chunks is None else chunks[0].shape[0],
+        _GRID,
     )
     rtc.launch(
         kernel,

@@ -18,7 +18,7 @@
 // Order of a row's sum, the same for every number of tokens and launch: columns of a unit in the
 // tensor core, units of a part, parts, slots of a token. The slots are added by the CTA that
 // finishes the last item of 32 output columns.
-#include "moe/moe_experts_units.cuh"
+#include "moe/moe_experts_groups.cuh"
 
 #define THREADS_OF_CTA (32 * WARPS)
 constexpr u32 PART_STEP = (COLUMNS + 1) / 2 * 128;  // bytes of a part's sums of 16 rows
@@ -62,11 +62,14 @@ struct Work {
   u32* tickets;            // Down::ITEMS + 1, then one a chunk: zeros, and zeros again at the end
   float limit;
   int num_tokens, num_chunks;
+  unsigned short grid[256];  // quant_types.IQ2_XXS_GRID
 };
+
+constexpr bool HAS_GRID = GATE_TYPE == 12 || DOWN_TYPE == 12;  // IQ2_XXS
 
 // The chunks, in shared memory; sorted ahead they stay in global memory.
 struct Chunks {
-  u32 *counts, *order, *ranks, *flags;
+  u32 *counts, *order, *ranks, *flags, *grid;
   u32* own;        // 2 a chunk: expert | size << 16, place of its first pair in `order`
   u32* pairs;      // of the chunk at hand
   float* weights;  // of those
@@ -74,7 +77,8 @@ struct Chunks {
   DEV explicit Chunks(u8* at) {
     u32* words = (u32*)at;
     pairs = words, weights = (float*)(words + COLUMNS), flags = words + 2 * COLUMNS;
-    counts = flags + 4, order = counts + EXPERTS, ranks = order + FOLDS, own = ranks + FOLDS;
+    grid = flags + 4, counts = grid + (HAS_GRID ? 256 : 0), order = counts + EXPERTS;
+    ranks = order + FOLDS, own = ranks + FOLDS;
   }
   DEV int expert(const Work& w, int chunk) const {
     return FOLDS ? own[2 * chunk] & 0xffff : (int)w.of_chunks[chunk];
@@ -275,7 +279,7 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
         copy_wait<STAGES - 1>();
         __syncwarp();
         P::template multiply<SLOT>(sum, f.ring + 2 * slot * SLOT, rows + u * unit_tokens<P>(), m,
-                                   lane);
+                                   lane, shared_address(c.grid));
         __syncwarp();
         f.next(w, c);
         slot = slot + 1 == STAGES ? 0 : slot + 1;
@@ -364,6 +368,13 @@ extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA, CTAS) moe_experts_t
   const u32 smem = shared_address(memory);
   const int tid = threadIdx.x, lane = tid & 31;
   Chunks chunks(memory + RING + SUMS + ROWS);
+  if (HAS_GRID)
+    for (int i = tid; i < 256; i += THREADS_OF_CTA) {
+      u32 places = 0;  // 2 bits each to 4
+#pragma unroll
+      for (int k = 0; k < 8; ++k) places |= (w.grid[i] >> 2 * k & 3u) << 4 * k;
+      chunks.grid[i] = places;
+    }
   wait_for_inputs();
   launch_next();
   chunks.sort(w, tid);

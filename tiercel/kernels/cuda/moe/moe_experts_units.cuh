@@ -1,6 +1,6 @@
 // Units of 16 rows x 256 columns of experts' weights, as operands of bfloat16 tensor cores.
 //
-// A type has a struct: CODES and SCALES, the bytes of a unit in its planes (layout: quant_tiles.py;
+// A type has a struct (others: moe_experts_groups.cuh): CODES and SCALES, the bytes of a unit in its planes (layout: quant_tiles.py;
 // here codes, then scales), MEANS, the bytes of a token's sums beside 256 columns of it, and
 //   stage     places 32 columns of a token where `multiply` reads them
 //   multiply  sum[s] += unit s of two x tokens, both with the same columns of the tokens
@@ -22,6 +22,12 @@ DEV float sum2_bf16(u32 v) { return bf16_to_float(v & 0xffff) + __uint_as_float(
 DEV float sum8_bf16(const uint4& v) {
   return (sum2_bf16(v.x) + sum2_bf16(v.y)) + (sum2_bf16(v.z) + sum2_bf16(v.w));
 }
+// Piece p of lane t: of each four columns 0 2, 1 3.
+DEV void stage_pairs(u32 unit, const uint4& v, int p, int t, int n) {
+  sts16(unit + (p * COLUMNS + n) * 64 + 16 * t, __byte_perm(v.x, v.y, 0x5410),
+        __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410),
+        __byte_perm(v.z, v.w, 0x7632));
+}
 template <int MEANS> struct Columns {  // of a unit: what a lane reads of its tokens
   u32 x[NT], means[NT];
   DEV Columns(u32 unit, int m, int lane) {  // columns n >= m repeat the last: never stored
@@ -37,6 +43,13 @@ template <int MEANS> struct Columns {  // of a unit: what a lane reads of its to
 
 // ---- Q2_K. Columns of a lane, with h = t / 2 and e = t % 2: 128 h + 32 i + 16 e + l, i < 4, l < 16,
 // bits 2 i and up of qs[32 h + 16 e + l]: the bits of subnormal numbers. Scales are divided by 4^i.
+DEV void stage_halves(u32 unit, const uint4 (&v)[4], int j, int n) {  // of Q2_K and Q3_K
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    const int t = 2 * (j >> 2) + (q >> 1), p = 2 * (j & 3) + (q & 1);
+    stage_pairs(unit, v[q], p, t, n);
+  }
+}
 struct Q2K {
   static constexpr int CODES = 1344, SCALES = 0, MEANS = 64;
 
@@ -63,13 +76,7 @@ struct Q2K {
     }
   };
   static DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      const int t = 2 * (j >> 2) + (q >> 1), p = 2 * (j & 3) + (q & 1);
-      sts16(unit + (p * COLUMNS + n) * 64 + 16 * t,  // of each four columns 0 2 1 3
-            __byte_perm(v[q].x, v[q].y, 0x5410), __byte_perm(v[q].x, v[q].y, 0x7632),
-            __byte_perm(v[q].z, v[q].w, 0x5410), __byte_perm(v[q].z, v[q].w, 0x7632));
-    }
+    stage_halves(unit, v, j, n);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {  // a sum over a scale's columns in two parts
       const float sum = sum8_bf16(v[2 * e]) + sum8_bf16(v[2 * e + 1]);
@@ -79,7 +86,7 @@ struct Q2K {
     }
   }
   template <int SLOT>
-  static DEV void multiply(float (&sum)[2][NT][4], u32 slot, u32 unit, int m, int lane) {
+  static DEV void multiply(float (&sum)[2][NT][4], u32 slot, u32 unit, int m, int lane, u32) {
     const int g = lane >> 2, t = lane & 3;
     const Columns<MEANS> tokens(unit, m, lane);
     const Row rows[2][2] = {{Row(slot, g, t), Row(slot, g + 8, t)},
@@ -129,6 +136,68 @@ struct Q2K {
   }
 };
 
+// ---- Q3_K: as Q2_K; the third bit of a code is bit 4 h + i of hmask[16 e + l]. Codes 2 and 3 are
+// shifted down by 4: a subnormal number has room for 8 bits.
+struct Q3K {
+  static constexpr int CODES = 1760, SCALES = 0, MEANS = 0;
+
+  struct Row {
+    u32 scale[4], offset[4];  // divided by 4^(i % 2); -4 times the scale
+    float d;
+    DEV Row(u32 slot, int row, int t) {
+      const u32 at = slot + 1536 + 12 * row, mine = t & 1 ? 0x7531 : 0x6420;
+      const int shift = 4 * (t >> 1);
+      const u32 low = __byte_perm(lds4(at), lds4(at + 4), mine) >> shift & 0x0f0f0f0fu;
+      const u32 high = __byte_perm(lds4(at + 8), 0, t & 1 ? 0x3131 : 0x2020) >> shift;
+      const u32 sc = low | (high & 0x0303u) << 4 | (high >> 2 & 0x03030000u) << 4;
+      d = half_to_float(lds2(slot + 1728 + 2 * row)) * RAISED;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // (128 + v - 160) * 2^69 / 4^(i % 2)
+        scale[i] = fma_bf16(__byte_perm(sc, 0x43434343u, 0x4040u | i | i << 8),
+                            0x62006200u - 0x01000100u * (i & 1), 0xe5a0e5a0u - 0x01000100u * (i & 1));
+        offset[i] = fma_bf16(scale[i], 0x80008000u | 0x00040004u << 2 * (i & 1), MINUS_ZERO);
+      }
+    }
+    DEV u32 operand(u32 qs, u32 mask, int i, int odd) const {
+      const int low = 4 * (i >> 1) + 8 * odd, to = 2 * (i & 1), from = i + 8 * odd - to - 2;
+      const u32 high = from > 0 ? mask >> from : mask << -from;
+      return fma_bf16((qs >> low & 0x00030003u << to) | (high & 0x00040004u << to), scale[i],
+                      offset[i]);
+    }
+  };
+  static DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) { stage_halves(unit, v, j, n); }
+  template <int SLOT>
+  static DEV void multiply(float (&sum)[2][NT][4], u32 slot, u32 unit, int m, int lane, u32) {
+    const int g = lane >> 2, t = lane & 3;
+    const Columns<MEANS> tokens(unit, m, lane);
+#pragma unroll
+    for (int s = 0; s < 2; ++s, slot += SLOT) {
+      const Row r0(slot, g, t), r1(slot, g + 8, t);
+      float part[NT][4] = {};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const u32 a = lds4(slot + 16 * lane + 4 * k), b = lds4(slot + 512 + 16 * lane + 4 * k);
+        const u32 at = slot + 1024 + 32 * g + 16 * (t & 1) + 4 * k;
+        const u32 c = lds4(at) >> 4 * (t >> 1), d = lds4(at + 256) >> 4 * (t >> 1);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const u32 w0 = r0.operand(a, c, i, 0), w1 = r1.operand(b, d, i, 0);
+          const u32 w2 = r0.operand(a, c, i, 1), w3 = r1.operand(b, d, i, 1);
+#pragma unroll
+          for (int nt = 0; nt < NT; ++nt) {
+            const uint2 v = lds8(tokens.x[nt] + (2 * i + k / 2) * COLUMNS * 64 + 8 * (k & 1));
+            mma_bf16(part[nt], w0, w1, w2, w3, v.x, v.y);
+          }
+        }
+      }
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[s][nt][c] = fmaf(c < 2 ? r0.d : r1.d, part[nt][c], sum[s][nt][c]);
+    }
+  }
+};
+
 // ---- E2M1 with a scale for GROUP columns: MXFP4 (32, E8M0), NVFP4 (16, E4M3). Columns of a lane:
 // 64 t and up, 8 a word. A code's sign and other bits go to their places by one product.
 template <int GROUP> struct E2M1 {
@@ -164,7 +233,7 @@ template <int GROUP> struct E2M1 {
     }
   }
   template <int SLOT>
-  static DEV void multiply(float (&sum)[2][NT][4], u32 slot, u32 unit, int m, int lane) {
+  static DEV void multiply(float (&sum)[2][NT][4], u32 slot, u32 unit, int m, int lane, u32) {
     const int g = lane >> 2, t = lane & 3;
     const Columns<MEANS> tokens(unit, m, lane);
     const Row rows[2][2] = {{Row(slot, g, t), Row(slot, g + 8, t)},
@@ -205,8 +274,3 @@ template <int GROUP> struct E2M1 {
         for (int c = 0; c < 4; ++c) sum[s][nt][c] = fmaf(RAISED, part[s][nt][c], sum[s][nt][c]);
   }
 };
-
-template <int TYPE> struct UnitOf;  // by the codes of moe_experts_tiles.py
-template <> struct UnitOf<2> : Q2K {};
-template <> struct UnitOf<32> : E2M1<32> {};
-template <> struct UnitOf<16> : E2M1<16> {};
