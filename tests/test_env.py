@@ -209,6 +209,8 @@ SWITCHES = {
     "PREFILL_GEMM": (env.has_prefill_gemm, True, {"EXACT": "1"}),
     "FUSED_GEMM": (env.has_fused_gemm, True, {}),
     "BLOCK_KERNEL": (env.has_block_kernel, True, {}),
+    "MOE_KERNEL": (env.has_moe_kernel, True, {}),
+    "MOE_TILES": (env.has_moe_tiles, True, {"MOE_KERNEL": "0"}),
     "PREFILL_MMQ": (env.has_prefill_mmq, False, {"INT8_ACTIVATIONS": "0"}),
     "EXACT": (env.is_exact, False, {}),
     "INT8_ACTIVATIONS": (env.has_int8_activations, True, {}),

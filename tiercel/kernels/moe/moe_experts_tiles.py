@@ -41,18 +41,26 @@ _COPIED: Final = 8  # columns of x that are read together
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """A type: code in the kernel, bytes of a unit, bytes of a token's sums beside 256 columns."""
+    """A type.
+
+    Attributes:
+        code: in the kernel.
+        num_bytes: of a unit.
+        means: bytes of a token's sums beside 256 columns.
+        warps: of a CTA at most: more do not find enough registers.
+    """
 
     code: int
     num_bytes: int
     means: int = 0
+    warps: int = _WARPS
 
 
 _UNITS: Final = {
     "Q2_K": _Unit(2, 1344, 64),
     "Q3_K": _Unit(3, 1760),
     "Q4_K": _Unit(4, 2304, 32),
-    "Q5_K": _Unit(5, 2816, 32),
+    "Q5_K": _Unit(5, 2816, 32, warps=8),
     "Q6_K": _Unit(6, 3360),
     "Q8_0": _Unit(8, 4352),
     "IQ2_XXS": _Unit(12, 1056),
@@ -156,8 +164,10 @@ def select_tiles(
     """Choose the launch; None if shared memory is too small. Pure."""
     most = next((most for most in _COLUMNS if num_tokens <= most), _COLUMNS[-1])
     parts = max(select_parts(num_units(shape.hidden)), select_parts(num_units(shape.inter)))
+    most_warps = min(_UNITS[shape.gate].warps, _UNITS[shape.down].warps)
+    launches = [launch for launch in _LAUNCHES if launch[0] <= most_warps]
     for columns in (most, *(fewer for fewer in reversed(_COLUMNS) if fewer < most)):
-        for warps, stages, buffers in _LAUNCHES:
+        for warps, stages, buffers in launches:
             config = TilesConfig(columns, warps // parts * parts, stages, buffers)
             if smem_bytes(shape, config) <= limits.smem_bytes:
                 return config

@@ -46,12 +46,10 @@ struct Q5KRow : KHeader {
   static constexpr int CODES = 2816, MEANS = 32;
   static constexpr bool IN_HALVES = false;
   u32 at;
-  uint2 high;
   DEV Q5KRow(u32 slot, int row, int t, u32)
-      : KHeader(slot + 2560 + 16 * row), at(slot + 32 * row + 8 * t),
-        high(lds8(slot + 2048 + 32 * row + 8 * t)) {}
+      : KHeader(slot + 2560 + 16 * row), at(slot + 32 * row + 8 * t) {}
   DEV void operands(u32 (&w)[4], int j) const {
-    const uint2 v = lds8(at + 512 * (j >> 1));
+    const uint2 v = lds8(at + 512 * (j >> 1)), high = lds8(at + 2048);
     const int shift = 4 * (j & 1);
 #pragma unroll
     for (int o = 0; o < 4; ++o) {
@@ -151,7 +149,7 @@ template <class Row> struct Grouped {
     const Columns<MEANS> tokens(unit, m, lane);
     const Row rows[2][2] = {{Row(slot, g, t, grid), Row(slot, g + 8, t, grid)},
                             {Row(slot + SLOT, g, t, grid), Row(slot + SLOT, g + 8, t, grid)}};
-#pragma unroll 2
+#pragma unroll
     for (int j = 0; j < 8; ++j) {
       uint4 v[NT];
 #pragma unroll
