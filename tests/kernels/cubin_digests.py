@@ -34,9 +34,10 @@ from tiercel.kernels.collectives.all_reduce import all_reduce_source
 from tiercel.kernels.block import linear_group
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
+from tiercel.kernels.moe import moe_experts_tiles
 from tiercel.kernels.packed import packed_mmq
 from tiercel.kernels.packed.packed_gemm import TOKEN_CLASSES, gemm_source, image_source
-from tiercel.kernels.packed.packed_matvec import H200
+from tiercel.kernels.packed.packed_matvec import H200, DeviceLimits
 from tiercel.kernels.runtime import rtc
 from tiercel.kernels.speculation.ngram_index import ngram_index_source, select_ngram_index
 from tiercel.kernels.speculation.ngram_launch import ngram_source, select_ngram
@@ -48,6 +49,8 @@ HOPPER_ONLY = (
     *("sparse_attention_decode", "indexer_select", "indexer_scores_few"),
 )
 DTYPES = (torch.float16, torch.bfloat16)
+EXPERTS = ((256, 4096, 2048), (384, 7168, 3072))  # and columns of w1, of w2: DeepSeek-V4 Flash, Pro
+SMALL = DeviceLimits(46, 99 << 10)  # of GPUs that are not for data centres
 CHAINS = [  # tokens, widths, matrices of Q6_K
     (8, ChainShape(4096, 4096, 12288, 0), ChainTypes(o=False, gate_up=False, down=False)),
     (16, ChainShape(4096, 4096, 12288, 0), ChainTypes(o=False, gate_up=False, down=True)),
@@ -127,6 +130,21 @@ def ngram_sources() -> Iterator[rtc.KernelSource]:
             yield ngram_index_source(config, token_bytes, length_bytes, size)
 
 
+def moe_sources() -> Iterator[rtc.KernelSource]:
+    """Experts of each type, for one token, and for many where shared memory is short."""
+    for kind, (num_tokens, limits) in itertools.product(
+        moe_experts_tiles.KINDS, ((1, H200), (4096, SMALL))
+    ):
+        experts, hidden, inter = EXPERTS[kind == "MXFP4"]
+        shape = moe_experts_tiles.ExpertsShape(experts, hidden, inter, 6, kind, kind)
+        config = moe_experts_tiles.select_tiles(shape, num_tokens, limits)
+        assert config is not None
+        totals = (1, 2) if kind == "NVFP4" else (0, 0)
+        yield moe_experts_tiles.cuda_source(
+            shape, config, torch.float32, totals, is_folded=num_tokens == 1
+        )
+
+
 def all_sources() -> list[rtc.KernelSource]:
     """Each kernel in representative configurations."""
     sources = [
@@ -145,6 +163,7 @@ def all_sources() -> list[rtc.KernelSource]:
     for ranks, dtype in itertools.product((2, 4, 8), ALL_REDUCE_DTYPES):
         sources.append(all_reduce_source(ranks, dtype))
     sources += [*fused_sources(), *linear_group_sources(), *ngram_sources()]
+    sources += [*fused_sources(), *ngram_sources(), *moe_sources()]
     return list(dict.fromkeys(sources))
 
 

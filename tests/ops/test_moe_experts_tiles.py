@@ -1,11 +1,14 @@
 """Which experts rest in layout TILES, and that every path reads them; the kernel on a GPU."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
 
 from tests.dsv4_cases import captured, poison
+from tests.kernels.cubin_digests import SMALL, moe_sources
+from tests.kernels.test_rtc import ask, compile_here, registers_of
 from tests.ops.test_moe_experts import make_ggml_stack, make_routes, make_stacks
 from tiercel.errors import ArgumentError
 from tiercel.kernels.moe import moe_experts_tiles as kernel
@@ -21,7 +24,6 @@ from tiercel.reference import moe_experts as oracle
 LIMIT = 1.25
 FLASH = kernel.ExpertsShape(256, 4096, 2048, 6, "Q2_K", "Q2_K")
 PRO = kernel.ExpertsShape(384, 7168, 3072, 6, "MXFP4", "MXFP4")
-SMALL = kernel.DeviceLimits(46, 99 << 10)  # of smaller GPUs
 
 
 def make_experts(kind, num_experts, hidden, inter, device):
@@ -142,6 +144,25 @@ def test_launches_fit_and_parts_are_equal(shape):
         units = kernel.num_units(columns)
         assert units % kernel.select_parts(units) == 0
     assert [kernel.select_parts(units) for units in (1, 2, 3, 4, 8, 16)] == [1, 2, 3, 4, 4, 8]
+
+
+SOURCES = [pytest.param(source, "sm_90a") for source in moe_sources()]
+SOURCES += [
+    pytest.param(source, arch, marks=pytest.mark.slow)
+    for source in moe_sources()
+    for arch in ("sm_80", "sm_89", "sm_120a")
+]
+
+
+@pytest.mark.parametrize(("source", "arch"), SOURCES, ids=str)
+def test_kernels_compile_without_spills(source, arch, tmp_path):
+    cubin = compile_here(source, tmp_path, arch)
+    text = ask(cubin, tmp_path, "nvdisasm", "-c")
+    assert "HMMA.16816.F32.BF16" in text
+    assert "LDGSTS.E.BYPASS.128" in text
+    assert not re.findall(r"\b(?:LDL|STL)", text)
+    macros = dict(source.macros)
+    assert registers_of(cubin, tmp_path) * 32 * macros["WARPS"] * macros["CTAS"] <= 65536
 
 
 # ---- on a GPU

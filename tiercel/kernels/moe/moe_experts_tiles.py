@@ -59,9 +59,9 @@ class _Unit:
 _UNITS: Final = {
     "Q2_K": _Unit(2, 1344, 64),
     "Q3_K": _Unit(3, 1760),
-    "Q4_K": _Unit(4, 2304, 32),
+    "Q4_K": _Unit(4, 2304, 32, warps=8),
     "Q5_K": _Unit(5, 2816, 32, warps=8),
-    "Q6_K": _Unit(6, 3360),
+    "Q6_K": _Unit(6, 3360, warps=8),
     "Q8_0": _Unit(8, 4352),
     "IQ2_XXS": _Unit(12, 1056),
     "MXFP4": _Unit(32, 2176),

@@ -88,6 +88,17 @@
 #define SLICES 3
 #define XSLOTS 4
 
+// ---- moe: moe_experts_tiles.py
+#define DOWN_PARTS 4
+#define DOWN_TOTAL 0
+#define DOWN_TYPE 2
+#define EXPERTS 256
+#define GATE_PARTS 8
+#define GATE_TOTAL 0
+#define GATE_TYPE 12
+#define INTER 2048
+#define TOPK 6
+
 // ---- speculation: ngram_launch.py, ngram_index.py
 #define LARGEST_N 64
 #define LENGTH_BYTES 4
