@@ -3,7 +3,9 @@
     python -m benchmarks.moe_experts --device cuda --out FILE.json
 
 Floor: the packed weights of each expert in use, inputs and outputs move once; 2 FLOPs per pair and
-weight. On a CPU there are 8 experts, and sizes are a sixteenth.
+weight. Experts rest as in a model, so on a GPU in layout TILES (`TIERCEL_MOE_TILES=0`: as in the
+file). Routing: uniform, skewed, or all tokens to the same experts. On a CPU there are 8 experts,
+and sizes are a sixteenth.
 """
 
 from collections.abc import Iterator
@@ -14,10 +16,10 @@ from torch import Tensor
 
 from benchmarks.op_timing import Case, main, relative_error
 from tiercel.ops.block_quantize import block_quantize
-from tiercel.ops.dequantize import dequantize
-from tiercel.ops.moe_experts import Experts, moe_experts
+from tiercel.ops.moe_experts import moe_experts, rest_experts
+from tiercel.ops.moe_experts_torch import Experts, decoded
 from tiercel.quant import QuantTensor
-from tiercel.quant_types import QuantType
+from tiercel.quant_types import Layout, QuantType
 from tiercel.reference import moe_experts as oracle
 
 LIMIT, TOPK = 10.0, 6
@@ -27,8 +29,29 @@ SHAPES = {
     "cpu": {"Flash / 16": (8, 256, 128), "Pro / 16": (8, 448, 192)},
 }
 TOKENS = {"cuda": (1, 8, 64, 512, 4096), "cpu": (1, 8)}
-FORMATS = (QuantType.MXFP4, QuantType.NVFP4)
+# Types of w1 and w3, and of w2.
+FORMATS = {
+    "cuda": (
+        (QuantType.MXFP4, QuantType.MXFP4),
+        (QuantType.NVFP4, QuantType.NVFP4),
+        (QuantType.Q2_K, QuantType.Q2_K),
+        (QuantType.Q2_K, QuantType.Q3_K),
+        (QuantType.IQ2_XXS, QuantType.Q2_K),
+        (QuantType.Q4_K, QuantType.Q6_K),
+    ),
+    "cpu": ((QuantType.MXFP4, QuantType.MXFP4), (QuantType.NVFP4, QuantType.NVFP4)),
+}
+# Of the GGML types: where a block's float16 factors are, and their bytes.
+FACTORS = {
+    QuantType.Q2_K: (80, 4),
+    QuantType.Q3_K: (108, 2),
+    QuantType.Q4_K: (0, 4),
+    QuantType.Q6_K: (208, 2),
+    QuantType.IQ2_XXS: (0, 2),
+}
+FACTOR = 0.001  # about: weights are below 1
 ZIPF = 1.2  # exponent of the skewed routing
+ROUTINGS = ("uniform", "zipf", "one")
 
 
 @dataclass(frozen=True)
@@ -41,33 +64,47 @@ class Inputs:
 
 
 def make_stack(shape: tuple[int, int, int], kind: QuantType, device: torch.device) -> QuantTensor:
-    """A stack in a block format: 8 matrices are encoded and repeated."""
+    """A stack: in a block format 8 matrices are encoded and repeated, else blocks are random."""
     num_experts, out, cols = shape
     generator = torch.Generator(device).manual_seed(out)
-    few = torch.randn(8, out, cols, generator=generator, device=device) / cols**0.5
-    index = torch.arange(num_experts, device=device) % 8
-    return block_quantize(few, kind).take(index)
+    if kind not in FACTORS:
+        few = torch.randn(8, out, cols, generator=generator, device=device) / cols**0.5
+        index = torch.arange(num_experts, device=device) % 8
+        return block_quantize(few, kind).take(index)
+    blocks = (num_experts, out, cols // kind.block_weights)
+    data = torch.randint(
+        0, 256, (*blocks, kind.block_bytes), generator=generator, device=device, dtype=torch.uint8
+    )
+    start, size = FACTORS[kind]
+    drawn = torch.rand((*blocks, 2), generator=generator, device=device)
+    data[..., start : start + size] = ((1 + drawn) * FACTOR).half().view(torch.uint8)[..., :size]
+    return QuantTensor(kind, Layout.FILE, shape, {"data": data.flatten(2)})
 
 
-def make_inputs(seed: int, num_tokens: int, shape: tuple[int, int], is_skewed: bool,
-                device: torch.device) -> Inputs:  # fmt: skip
+def make_inputs(
+    seed: int, num_tokens: int, shape: tuple[int, int], routing: str, device: torch.device
+) -> Inputs:
+    """Random inputs, and experts of a routing."""
     num_experts, hidden = shape
     generator = torch.Generator(device).manual_seed(seed)
     rank = torch.arange(1, num_experts + 1, device=device).double()
-    odds = rank ** (-ZIPF if is_skewed else 0.0)
+    odds = rank ** (-ZIPF if routing == "zipf" else 0.0)
     ids = torch.multinomial(odds.expand(num_tokens, -1), TOPK, generator=generator)
+    if routing == "one":
+        ids = ids[:1].repeat(num_tokens, 1)
     x = torch.randn(num_tokens, hidden, generator=generator, device=device).bfloat16()
     weights = torch.rand(num_tokens, TOPK, generator=generator, device=device)
     return Inputs(x, ids, weights)
 
 
 def make_case(
-    name: str, num_tokens: int, experts: Experts, is_skewed: bool, device: torch.device
+    name: str, num_tokens: int, experts: Experts, routing: str, device: torch.device
 ) -> Case:
+    """One Case; `routing` of `ROUTINGS`."""
     num_experts, inter, hidden = experts.w1.shape
 
     def make(seed: int) -> Inputs:
-        return make_inputs(seed, num_tokens, (num_experts, hidden), is_skewed, device)
+        return make_inputs(seed, num_tokens, (num_experts, hidden), routing, device)
 
     def run(inputs: Inputs) -> Tensor:
         return moe_experts(inputs.x, inputs.ids, inputs.weights, experts, limit=LIMIT)
@@ -75,24 +112,24 @@ def make_case(
     def check(inputs: Inputs) -> float:  # two tokens and their experts
         ids = inputs.ids[-2:]
         used, places = ids.unique(return_inverse=True)
-        stacks = [
-            dequantize(stack.take(used), torch.float32).cpu()
-            for stack in (experts.w1, experts.w3, experts.w2)
-            if isinstance(stack, QuantTensor)
-        ]
+        stacks = [decoded(stack, used).cpu() for stack in (experts.w1, experts.w3, experts.w2)]
         rows = (inputs.x[-2:].cpu(), places.cpu(), inputs.weights[-2:].cpu())
         expected = oracle.moe_experts(*rows, (stacks[0], stacks[1], stacks[2]), LIMIT)
         return relative_error(run(inputs)[-2:].cpu(), expected)
 
     used = make(0).ids.unique().numel()
-    assert isinstance(experts.w1, QuantTensor)
+    size = sum(
+        stack.nbytes
+        for stack in (experts.w1, experts.w3, experts.w2)
+        if isinstance(stack, QuantTensor)
+    )
     return Case(
         name=name,
         make=make,
         run=run,
         check=check,
         tolerance=1e-2,
-        num_bytes=used * 3 * experts.w1.nbytes // num_experts + 4 * num_tokens * hidden,
+        num_bytes=used * size // num_experts + 4 * num_tokens * hidden,
         flops=6 * num_tokens * TOPK * hidden * inter,
         max_sets=8,
     )
@@ -101,15 +138,20 @@ def make_case(
 def cases(device: torch.device) -> Iterator[Case]:
     """Yield one Case per shape, format and routing; bytes and FLOPs define the floor."""
     for model, (num_experts, hidden, inter) in SHAPES[device.type].items():
-        for kind in FORMATS:
+        for kind, down_kind in FORMATS[device.type]:
             up, down = (num_experts, inter, hidden), (num_experts, hidden, inter)
-            stacks = [make_stack(shape, kind, device) for shape in (up, up, down)]
-            experts = Experts(*stacks)
+            made = Experts(
+                make_stack(up, kind, device),
+                make_stack(up, kind, device),
+                make_stack(down, down_kind, device),
+            )
+            experts = rest_experts(made, torch.bfloat16)
+            del made
+            mixed = kind.name if kind is down_kind else f"{kind.name}+{down_kind.name}"
             for num_tokens in TOKENS[device.type]:
-                for is_skewed in (False, True):
-                    routing = "zipf" if is_skewed else "uniform"
-                    name = f"{model} {kind.name.lower()} {routing} tokens={num_tokens}"
-                    yield make_case(name, num_tokens, experts, is_skewed, device)
+                for routing in ROUTINGS:
+                    name = f"{model} {mixed.lower()} {routing} tokens={num_tokens}"
+                    yield make_case(name, num_tokens, experts, routing, device)
 
 
 if __name__ == "__main__":
