@@ -110,13 +110,12 @@ class TilesConfig:
     ctas: int = 1
 
 
-# Warps at most, stages, buffers; the first that fits is taken. Estimates: 16 warps, then units in
-# flight.
+# Warps at most, stages, buffers; the first that fits is taken. 64 tokens of Flash, Q2_K: 16 warps
+# 829 us, 8 warps 1167; one token: 2 stages 26.6, 4 stages 28.9 (H200, docs/notes/expert_tiles.md).
 _LAUNCHES: Final = (
-    (_WARPS, 4, 2),
-    (_WARPS, 3, 2),
     (_WARPS, 2, 2),
     (_WARPS, 2, 1),
+    (_WARPS, 1, 2),
     (8, 3, 2),
     (8, 2, 1),
     (8, 1, 1),
