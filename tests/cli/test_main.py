@@ -79,6 +79,20 @@ def test_help_and_wrong_use_import_nothing_heavy(arguments):
     assert process.stdout.splitlines()[-1] == "[]"
 
 
+def test_a_command_imports_none_of_the_others():
+    code = (
+        "import sys\n"
+        "from tiercel.cli.main import _parse\n"
+        "_parse(['generate', 'Hello'])\n"
+        "others = {'tiercel.cli.chat', 'tiercel.cli.serve_options', 'rich.console', 'asyncio'}\n"
+        "print(sorted(others & set(sys.modules)))"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
+    )
+    assert process.stdout.splitlines()[-1] == "[]"
+
+
 def test_version():
     lines = tiercel("--version").stdout.splitlines()
     assert lines[0] == f"tiercel {package.__version__}"

@@ -46,6 +46,7 @@ def loaded(
         source = open_source(path)  # a damaged file ends here, before PyTorch is imported
         if not source.has_text:
             raise InvalidRequestError(no_text_reason(path.name))
+        source.tokenizer(env.cache_dir() / "tokenizers")  # while PyTorch's library is loaded
         report("Loading PyTorch")
         env.shorten_openmp_spins()
         from tiercel.llm import LLM

@@ -190,15 +190,15 @@ def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundA
     arguments = _name_command(arguments)
     app = make_app()
     command, bound, _ = app.parse_args(arguments)
-    common = next((v for v in bound.arguments.values() if isinstance(v, CommonOptions)), None)
-    if common is None:  # help, or the version
+    if _import_path(command) not in _COMMANDS.values():  # help, or the version
         from tiercel.cli.console import HelpConsole
 
         bound.arguments["console"] = HelpConsole()
         for name in _COMMANDS:
             _command_app(app, name)  # imports it: its docstring is its line in the list
         return command, bound
-    if common.config is None:
+    common = next((v for v in bound.arguments.values() if isinstance(v, CommonOptions)), None)
+    if common is None or common.config is None:
         return command, bound
     values = read_config(common.config, {name: _option_names(app, name) for name in _COMMANDS})
     name = next(name for name, path in _COMMANDS.items() if path == _import_path(command))

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import filelock
-
 from tiercel import env
 from tiercel.errors import ModelNotFoundError
 
@@ -118,6 +116,8 @@ def locked(path: Path, report: Report | None, timeout_s: float) -> Iterator[bool
     Raises:
         ModelNotFoundError: another process still has the lock.
     """
+    import filelock  # with asyncio 40 ms, which a model that is there need not wait for
+
     lock = filelock.FileLock(path)
     try:
         try:

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from tiercel.models.registry import architecture, shard_rules
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tiercel.models.config import ModelConfig
     from tiercel.models.source import ModelSource
     from tiercel.models.stored import StoredWeight
+    from tiercel.quant_types import QuantType
 
 # Names for people of the forms of `resting.select_form`; dense forms are named by their dtype.
 _FORM_NAMES: Final = {
@@ -93,11 +95,15 @@ def weight_footprint(
         return tally.footprint(dtype)
     head = "head.weight" if "head.weight" in source.names else "embed.weight"
 
-    def add_matrix(name: str, dtype: str) -> None:
-        qtype, shape = source.tensors[source.names[name]].qtype, tally.shape(name)
+    @cache  # layers repeat their matrices
+    def form_of(qtype: QuantType, shape: tuple[int, int], dtype: str) -> tuple[str, int]:
         form = select_form(qtype, shape, dtype, device_type)
         size = resting_bytes(qtype, shape, dtype, device_type, dense_copies=dense_copies)
-        tally.add(name, _FORM_NAMES.get(form, dtype), size)
+        return _FORM_NAMES.get(form, dtype), size
+
+    def add_matrix(name: str, dtype: str) -> None:
+        qtype = source.tensors[source.names[name]].qtype
+        tally.add(name, *form_of(qtype, tally.shape(name), dtype))
 
     add_matrix(head, head_dtype(dtype, device_type))
     for name, stored in source.names.items():

@@ -74,6 +74,9 @@ class ModelSource:
     files: GGUFFile | SafetensorsFiles
     tokenizer_data: TokenizerData | Mapping[str, Any]
     stored: Mapping[str, StoredWeight] = field(default_factory=dict)
+    _tokenizers: list[Tokenizer] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -92,7 +95,12 @@ class ModelSource:
         return self.files.data(name)
 
     def tokenizer(self, cache_dir: Path | None = None) -> Tokenizer:
-        """Build the tokenizer; `cache_dir` keeps one that is slow to build."""
+        """The tokenizer, built in the first call; `cache_dir` keeps one that is slow to build."""
+        if not self._tokenizers:
+            self._tokenizers.append(self._build_tokenizer(cache_dir))
+        return self._tokenizers[0]
+
+    def _build_tokenizer(self, cache_dir: Path | None) -> Tokenizer:
         if isinstance(self.tokenizer_data, TokenizerData):
             return Tokenizer.from_gguf(
                 self.tokenizer_data, cache_dir=cache_dir, cache_key=self.file_key
