@@ -8,6 +8,7 @@ from tests.tiny_llm import gpu_share
 from tiercel.config import LoadOptions
 from tiercel.engine.load import load_model
 from tiercel.errors import ArgumentError
+from tiercel.kernels.native.forms import has_native
 from tiercel.profiling import device_timing, kernel_times
 from tiercel.profiling.device_timing import Ceilings, calls_us, measure_ceilings, times_us
 from tiercel.profiling.kernel_times import AttentionCase, KernelTime, measure_kernels
@@ -66,6 +67,31 @@ def test_attention_is_counted_by_what_is_seen(tmp_path):
     assert sliding.flops == 4 * 4 * 16 * 3 * 6
     (_, prompt) = measure(loaded, [], [AttentionCase(1, 40, 40)])
     assert prompt.flops == 4 * 4 * 16 * (40 * 41 // 2)
+
+
+@pytest.mark.skipif(not has_native(), reason="needs the native library")
+@pytest.mark.parametrize("queries", [1, 40])
+def test_the_native_library_is_timed_where_it_runs_the_step(queries, tmp_path):
+    path = tiny_model(tmp_path / "m.gguf", "gemma3", heads=4, kv_heads=2, head_dim=16, layers=3)
+    loaded = load(path)
+    model, batch = (
+        loaded.engine.runner.model,
+        kernel_times._make_batch(loaded, AttentionCase(3, queries, 50)),
+    )
+    indices = []
+    for timed in model.timed_attention(batch):
+        for call in timed.calls:
+            index, heads, _ = call.args
+            assert call.func == model.native_layers.attend
+            indices.append(index)
+            attention = model.layers[index].attention
+            given = torch.randn_like(heads)
+            expected = attention.rope_and_attend(
+                given.flatten(1).clone(), batch, attention.plan(batch)
+            )
+            found = model.native_layers.attend(index, given.clone(), batch)
+            torch.testing.assert_close(found, expected.view_as(found), rtol=1e-4, atol=1e-5)
+    assert sorted(indices) == [0, 1, 2]
 
 
 def test_a_case_beyond_the_cache_is_refused(tmp_path):

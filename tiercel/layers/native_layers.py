@@ -17,6 +17,7 @@ from tiercel.ops.decoder_layers import (
     NativeLayers,
     NativeMatrix,
     decoder_layers,
+    layer_attention,
     prepare_layers,
 )
 
@@ -38,6 +39,13 @@ class NativeDecoderLayers:
     def __call__(self, x: Tensor, batch: Batch, pulse: Callable[[], None]) -> Tensor:
         """x: (T, hidden) float32, mutated. Returns it after the last layer."""
         return decoder_layers(x, self._native, batch, pulse)
+
+    def attend(self, index: int, heads: Tensor, batch: Batch) -> Tensor:
+        """The attention of one layer, for profiling.
+
+        heads: (T, all heads, head_dim) float32, mutated. Returns (T, rows of q).
+        """
+        return layer_attention(heads, self._native, index, batch)
 
 
 def make_native_layers(

@@ -265,7 +265,7 @@ class Decoder:
 
     def timed_attention(self, batch: Batch) -> list[TimedAttention]:
         """The attention of each kind of layer in a step, for profiling."""
-        return dense_attention(self.layers, batch)
+        return dense_attention(self.layers, self.native_layers, batch)
 
 
 def _do_nothing() -> None:

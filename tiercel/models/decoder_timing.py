@@ -13,6 +13,7 @@ from tiercel.layers.attention import Attention
 from tiercel.layers.decoder_layer import DecoderLayer
 from tiercel.layers.head import Head
 from tiercel.layers.linear import Linear
+from tiercel.layers.native_layers import NativeDecoderLayers
 from tiercel.models.model import TimedAttention, TimedProduct
 from tiercel.ops.decoder_layers import NativeMatrix
 from tiercel.ops.linear_group import Q8Planes
@@ -49,24 +50,42 @@ def _weight_bytes(linear: Linear | Head) -> int:
     return total
 
 
-def dense_attention(layers: Sequence[DecoderLayer], batch: Batch) -> list[TimedAttention]:
+def dense_attention(
+    layers: Sequence[DecoderLayer], native: NativeDecoderLayers | None, batch: Batch
+) -> list[TimedAttention]:
     """The attention of each kind of layer, on random queries, keys and values.
 
-    batch: equal requests, each with its new tokens at the end of its context.
+    Args:
+        layers: of the decoder.
+        native: the same layers where the native library runs them: its attention is timed, with
+            norms, rotation and new keys and values.
+        batch: equal requests, each with its new tokens at the end of its context.
     """
-    kinds: dict[object, list[Attention]] = {}
-    for layer in layers:
-        kinds.setdefault((layer.attention.shape, layer.attention.group), []).append(layer.attention)
-    return [_time_kind(own, batch) for own in kinds.values()]
+    kinds: dict[object, list[int]] = {}
+    for index, layer in enumerate(layers):
+        kinds.setdefault((layer.attention.shape, layer.attention.group), []).append(index)
+    return [
+        _time_kind([layers[index].attention for index in own], native, own, batch)
+        for own in kinds.values()
+    ]
 
 
-def _time_kind(layers: Sequence[Attention], batch: Batch) -> TimedAttention:
+def _time_kind(
+    layers: Sequence[Attention],
+    native: NativeDecoderLayers | None,
+    indices: Sequence[int],
+    batch: Batch,
+) -> TimedAttention:
     shape, cache = layers[0].shape, layers[0].k_cache
     heads = torch.randn(
         (batch.num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim),
         device=cache.device,
-    ).to(cache.dtype)
-    plan = layers[0].plan(batch)
+    )
+    if native is None:
+        heads, plan = heads.to(cache.dtype), layers[0].plan(batch)
+        calls = [partial(layer.attend, heads, batch, plan) for layer in layers]
+    else:
+        calls = [partial(native.attend, index, heads, batch) for index in indices]
     context, queries = batch.max_seq_len, batch.max_query_len
     window = shape.window or context
     seen = [min(window, index + 1) for index in range(context - queries, context)]
@@ -76,8 +95,8 @@ def _time_kind(layers: Sequence[Attention], batch: Batch) -> TimedAttention:
     return TimedAttention(
         f"attention {shape.num_heads}/{shape.num_kv_heads} x {shape.head_dim}"
         + (f", window {shape.window}" if shape.window else ""),
-        tuple(partial(layer.attend, heads, batch, plan) for layer in layers),
+        tuple(calls),
         cache_bytes=kept,
-        num_bytes=kept + 2 * batch.num_tokens * width * cache.itemsize,
+        num_bytes=kept + 2 * batch.num_tokens * width * heads.itemsize,
         flops=4 * width * batch.num_reqs * sum(seen),
     )

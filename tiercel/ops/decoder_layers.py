@@ -21,6 +21,7 @@ __all__ = [
     "NativeLayers",
     "NativeMatrix",
     "decoder_layers",
+    "layer_attention",
     "prepare_layers",
 ]
 
@@ -91,8 +92,30 @@ def decoder_layers(
             f"decoder_layers: x is {x.dtype} {tuple(x.shape)} for {batch.num_tokens} tokens.",
             hint="Pass contiguous float32 rows, one a token.",
         )
+    layers.run(x, _tensors(batch), batch.num_reqs, pulse)
+    return x
+
+
+def layer_attention(heads: Tensor, layers: NativeLayers, index: int, batch: Batch) -> Tensor:
+    """What one layer computes between its projections in a step, for profiling.
+
+    Args:
+        heads: (T, all heads, head_dim) float32 contiguous: q, k and v of each token, mutated. q and
+            k are normed and rotated, k and v written to the cache.
+        layers: from `prepare_layers`, with a cache.
+        index: of the layer.
+        batch: the step, on the CPU.
+
+    Returns:
+        (T, rows of q) float32.
+    """
+    return layers.attend(index, heads, _tensors(batch), batch.num_reqs)
+
+
+def _tensors(batch: Batch) -> dict[str, Tensor | None]:
+    """The tensors of `tc_step` by its names."""
     items = batch.items
-    tokens: dict[str, Tensor | None] = {
+    return {
         "rows": batch.rows,
         "starts": batch.cu_seqlens_q,
         "seq_lens": batch.seq_lens,
@@ -102,8 +125,6 @@ def decoder_layers(
         "prefix_len": None if items is None else torch.tensor(items.prefix_len, dtype=torch.int32),
         "item_start": None if items is None else items.item_start,
     }
-    layers.run(x, tokens, batch.num_reqs, pulse)
-    return x
 
 
 def _check_vectors(part: LayerParts, hidden: int, width: int, head_dim: int) -> None:

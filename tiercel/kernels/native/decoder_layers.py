@@ -9,7 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiercel.kernels.native.abi import BFLOAT16, FLOAT16, FLOAT32, Decoder, Layer, Step, Weight
+from tiercel.kernels.native.abi import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    Attention,
+    Decoder,
+    Layer,
+    Step,
+    Weight,
+)
 from tiercel.kernels.native.matrices import (
     NativeMatrix,
     current_pool,
@@ -19,6 +28,13 @@ from tiercel.kernels.native.matrices import (
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 CACHE_TYPES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+# Fields of `tc_attention` that are those of `tc_decoder`, `tc_layer` and `tc_step`.
+_OF_DECODER = (
+    *("num_heads", "num_kv_heads", "head_dim", "half"),
+    *("scale", "eps", "cache_type", "block_size"),
+)
+_OF_LAYER = ("window", "q_norm", "k_norm", "rope", "k_cache", "v_cache")
+_OF_STEP = ("rows", "starts", "seq_lens", "positions", "prefix_len", "item_start")
 FEW_TOKENS = 64  # of a step that is one call; layers of longer ones are called one by one
 
 
@@ -162,6 +178,42 @@ class NativeLayers:
         for index in range(last):
             lib.tc_run_layers(pool, self._decoder, step, index, index + 1)
             pulse()
+
+    def attend(
+        self, index: int, heads: Tensor, tokens: dict[str, Tensor | None], num_reqs: int
+    ) -> Tensor:
+        """What lies between the projections of one layer, for profiling.
+
+        Args:
+            index: of the layer.
+            heads: (T, all heads, head_dim) float32 contiguous, mutated.
+            tokens: see `run`.
+            num_reqs: of the step.
+
+        Returns:
+            (T, num_heads * head_dim) float32.
+        """
+        lib, decoder, layer = functions(), self._decoder, self._layers[index]
+        tables, slots = tokens["tables"], tokens["slots"]
+        assert tables is not None, "every step has block tables"
+        assert slots is not None, "and slots"
+        out = torch.empty(heads.shape[0], decoder.num_heads * decoder.head_dim)
+        attention = Attention(
+            num_reqs=num_reqs,
+            num_tokens=heads.shape[0],
+            tables=_address(tables[layer.group]),
+            max_blocks=tables.shape[2],
+            slots=_address(slots[layer.group]),
+            heads=_address(heads),
+            out=_address(out),
+            **{name: getattr(decoder, name) for name in _OF_DECODER},
+            **{name: getattr(layer, name) for name in _OF_LAYER},
+            **{name: _address(tokens[name]) for name in _OF_STEP},
+        )
+        scratch = torch.empty(lib.tc_attention_scratch(attention, torch.get_num_threads()))
+        attention.scratch = scratch.data_ptr()
+        lib.tc_attention_run(current_pool(), attention)
+        return out
 
     def _layer(self, part: LayerParts) -> Layer:
         q_norm, k_norm = part.head_norms or (None, None)
