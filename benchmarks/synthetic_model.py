@@ -4,9 +4,10 @@
 
 Types are those of a published file. Of Q4_K_M: Q4_K, with Q6_K for half of attn_v and ffn_down and
 for the output matrix (the embedding, where that is the output matrix too); Q5_0 and Q8_0 instead
-where rows are not whole blocks of 256. Of Q4_0: Q4_0, and the output matrix as in Q4_K_M. Norms and
-biases are float32. Weights are random codes under scales that keep activations near 1. The
-tokenizer is 256 byte tokens and made-up words. It needs the `gguf` package (extra `dev`).
+where rows are not whole blocks of 256. Of Q4_0: Q4_0, and the output matrix as in Q4_K_M. Of Q4_1:
+Q4_1, and Q8_0 for the output matrix. Norms and biases are float32. Weights are random codes under
+scales that keep activations near 1. The tokenizer is 256 byte tokens and made-up words. It needs
+the `gguf` package (extra `dev`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ from benchmarks.model_shapes import SHAPES, Shape, has_more_bits
 Kind = gguf.GGMLQuantizationType
 # Of types whose blocks begin with one float16 scale: the spread of their codes.
 SPREADS = {Kind.Q4_0: 4.6, Kind.Q5_0: 9.2, Kind.Q8_0: 74.0}
+# Of mixtures: the type of most matrices, of half of attn_v and ffn_down, of the output matrix.
+MIXTURES = {
+    "Q4_K_M": (Kind.Q4_K, Kind.Q6_K, Kind.Q6_K),
+    "Q4_0": (Kind.Q4_0, Kind.Q4_0, Kind.Q6_K),
+    "Q4_1": (Kind.Q4_1, Kind.Q4_1, Kind.Q8_0),
+}
 # Types for rows that are not whole blocks.
 SMALLER_BLOCKS = {Kind.Q4_K: Kind.Q5_0, Kind.Q6_K: Kind.Q8_0}
 CODES = 64 << 20  # bytes of random codes, which are reused
@@ -41,18 +48,16 @@ class Matrix(NamedTuple):
 
 def matrices(shape: Shape) -> Iterator[Matrix]:
     """Every matrix of a file, with its type in the file's mixture."""
-    usual = better = Kind.Q4_0
-    if shape.mixture == "Q4_K_M":
-        usual, better = Kind.Q4_K, Kind.Q6_K
+    usual, better, output = MIXTURES[shape.mixture]
 
     def matrix(tensor: str, kind: Kind, out: int, inner: int) -> Matrix:
         if inner % gguf.GGML_QUANT_SIZES[kind][0]:
             kind = SMALLER_BLOCKS[kind]
         return Matrix(tensor, kind, out, inner)
 
-    yield matrix("token_embd", Kind.Q6_K if shape.tied else usual, shape.vocab, shape.hidden)
+    yield matrix("token_embd", output if shape.tied else usual, shape.vocab, shape.hidden)
     if not shape.tied:
-        yield matrix("output", Kind.Q6_K, shape.vocab, shape.hidden)
+        yield matrix("output", output, shape.vocab, shape.hidden)
     q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     for layer in range(shape.layers):
         block = f"blk.{layer}"
@@ -101,6 +106,9 @@ class Weights:
         spread = 1.0 / np.sqrt(inner)
         if kind == Kind.Q4_K:  # codes of 0 to 15 under scales of 0 to 63
             pair = np.array([spread / 150, spread / 20], np.float16).view(np.uint8)
+            data[:, :4] = pair
+        elif kind == Kind.Q4_1:  # codes of 0 to 15 around their middle
+            pair = np.array([spread / 4.6, -7.5 * spread / 4.6], np.float16).view(np.uint8)
             data[:, :4] = pair
         elif kind == Kind.Q6_K:  # codes of -32 to 31 under scales of -128 to 127, d last
             data[:, -2:] = np.array([spread / 1300], np.float16).view(np.uint8)

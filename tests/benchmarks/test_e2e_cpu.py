@@ -147,6 +147,7 @@ def test_bandwidth_is_of_the_buffer():
         ("qwen2.5-0.5b", {"Q5_0": 132, "Q8_0": 13, "Q4_K": 12, "Q6_K": 12}),
         ("qwen2.5-1.5b", {"Q4_K": 168, "Q6_K": 29}),
         ("gemma3-270m", {"Q4_0": 126, "Q8_0": 1}),
+        ("smollm2-135m", {"Q4_1": 210, "Q8_0": 1}),
     ],
 )
 def test_types_of_synthetic_files(name, counts):
@@ -155,7 +156,7 @@ def test_types_of_synthetic_files(name, counts):
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3", "gemma3", "llama"])
-@pytest.mark.parametrize("mixture", ["Q4_0", "Q4_K_M"])
+@pytest.mark.parametrize("mixture", synthetic_model.MIXTURES)
 def test_synthetic_files_run(arch, mixture, tmp_path, monkeypatch):
     """With rows of whole and of broken blocks; logits are neither NaN nor all alike."""
     shape = synthetic_model.Shape(
