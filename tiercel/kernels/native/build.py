@@ -110,8 +110,9 @@ def link_command(compiler: Compiler, target: Target, sanitize: str) -> list[str]
     With them Zig would build the C library's parts once for each variant, minutes on Windows.
     """
     command = [*compiler.command, *_target_flags(compiler, target), "-shared"]
-    strips = target.system != "macos" or compiler.is_zig  # Apple's linker has no -s
-    return [*command, *(_sanitizer_flags(sanitize) or (("-s",) if strips else ()))]
+    # Without names that are not exported. Apple's linker has no -s, and Zig's keeps some with it.
+    strip = "-Wl,-x" if target.system == "macos" else "-s"
+    return [*command, *(_sanitizer_flags(sanitize) or (strip,))]
 
 
 def _sanitizer_flags(sanitize: str) -> tuple[str, ...]:
