@@ -174,24 +174,38 @@ def _prepare_single(
     cu_seqlens_q: Tensor,
     layout: SlotLayout,
 ) -> StepInputs | None:
-    """The inputs of a step of one token each on a CPU, by NumPy; None for any other step.
+    """The inputs of a step of one token each on a CPU; None for any other step.
 
-    A step of one request is a dozen numbers: operators of PyTorch take ten times as long for them.
+    They are a dozen numbers for a request: NumPy takes as long for an array of them as Python for
+    twenty, and operators of PyTorch ten times as long.
     """
-    numbers, computed = rows.numpy(), num_computed.numpy()
-    is_single = (np.diff(cu_seqlens_q.numpy()) == 1).all()
-    if not is_single or (numbers == len(computed) - 1).any():
+    numbers, computed, size = rows.tolist(), num_computed.numpy(), layout.block_size
+    if cu_seqlens_q.tolist() != list(range(len(numbers) + 1)) or len(computed) - 1 in numbers:
         return None
-    positions = computed[numbers]
-    block, offset = np.divmod(positions, layout.block_size)
-    blocks = block_tables.numpy()[:, numbers, block].astype(np.int64)
-    computed[numbers] = positions + 1
+    tokens, tables = token_ids.numpy(), block_tables.numpy()
+    positions = [computed.item(row) for row in numbers]
+    places = list(zip(numbers, positions, strict=True))
+    for row, position in places:
+        computed[row] = position + 1
     return StepInputs(
-        torch.from_numpy(token_ids.numpy()[numbers, positions]),
-        torch.from_numpy(positions),
-        torch.from_numpy(positions + 1),
-        torch.from_numpy(blocks * layout.block_size + offset),
+        _from_list([tokens.item(row, position) for row, position in places]),
+        _from_list(positions),
+        _from_list([position + 1 for position in positions]),
+        torch.from_numpy(
+            np.array(
+                [
+                    [table.item(row, at // size) * size + at % size for row, at in places]
+                    for table in tables
+                ],
+                np.int64,
+            ).reshape(len(tables), len(places))
+        ),
     )
+
+
+def _from_list(values: list[int]) -> Tensor:
+    """An int32 tensor in a third of the time of `torch.tensor`."""
+    return torch.from_numpy(np.array(values, np.int32))
 
 
 def _prepare(

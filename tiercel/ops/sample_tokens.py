@@ -8,6 +8,7 @@ nothing.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,21 +111,24 @@ def _take_largest(
     NumPy computes them in one thread: PyTorch gives half a vocabulary to another one, and waits
     for it longer than the work takes.
     """
-    numbers, num_tokens = rows.numpy(), state.num_tokens.numpy()
-    if state.temperature.numpy()[numbers].any() or not (is_sound is None or is_sound.all()):
+    numbers, temperature = rows.tolist(), state.temperature.numpy()
+    is_greedy = not any(temperature.item(row) for row in numbers)
+    if not is_greedy or not (is_sound is None or is_sound.all()):
         return None
-    values = logits.numpy()
-    token_ids = values.argmax(axis=1).astype(np.int32)  # of equal ones the first; NaN is largest
-    if is_banned.numpy()[token_ids].any():
+    values, bans = logits.numpy(), is_banned.numpy()
+    found = values.argmax(axis=1)  # of equal ones the first; NaN is largest
+    for index, token_id in enumerate(found.tolist()):
+        if bans.item(token_id) or not math.isfinite(values.item(index, token_id)):
+            return None
+    if is_sound is None and values.min(initial=0) == -np.inf:
         return None
-    largest = values[np.arange(len(values)), token_ids]
-    if not np.isfinite(largest).all() or (is_sound is None and values.min(initial=0) == -np.inf):
-        return None
-    is_real = numbers < len(num_tokens) - 1
-    real = numbers[is_real]
-    state.token_ids.numpy()[real, num_tokens[real]] = token_ids[is_real]
-    num_tokens[real] += 1
-    return torch.from_numpy(token_ids), torch.zeros(len(values), dtype=torch.uint8)
+    tokens, num_tokens = state.token_ids.numpy(), state.num_tokens.numpy()
+    for row, token_id in zip(numbers, found.tolist(), strict=True):
+        if row < len(num_tokens) - 1:
+            tokens[row, num_tokens[row]] = token_id
+            num_tokens[row] += 1
+    problems = np.zeros(len(values), np.uint8)
+    return torch.from_numpy(found.astype(np.int32)), torch.from_numpy(problems)
 
 
 def _sample(

@@ -134,9 +134,20 @@ class DecodeSteps:
             (B,) int32 rows and (B, vocab_size) float32 logits, B >= R; the first R logits rows
             are those of `rows`, in this order. They hold until the next step is enqueued.
         """
+        if not self._buckets:
+            return self._run_eager(rows, context_lens)
         size = self.padded(len(rows), 1)
         step = self._replay(rows, [0] * len(rows), (size, 1, False), context_lens)
         return step.rows, step.logits
+
+    def _run_eager(self, rows: Sequence[int], context_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A step of single tokens on a CPU, which pads nothing."""
+        taken = to_device(np.array(rows, np.int32), self._config.device)
+        starts, widths = self._starts_of(len(rows), 1), (1,) * len(rows)
+        logits, _ = self._forward(
+            taken, starts, None, widths, tuple(context_lens), self._model.forward
+        )
+        return taken, logits
 
     def verify(
         self, rows: Sequence[int], most_drafts: Sequence[int], *, is_whole: bool
