@@ -116,7 +116,7 @@ def locked(path: Path, report: Report | None, timeout_s: float) -> Iterator[bool
     Raises:
         ModelNotFoundError: another process still has the lock.
     """
-    import filelock  # with asyncio 40 ms, which a model that is there need not wait for
+    import filelock  # tens of ms with asyncio, for which a model that is there need not wait
 
     lock = filelock.FileLock(path)
     try:
