@@ -1,0 +1,1 @@
+"""A small DeepSeek-V4 with every kind of layer, trained on text in minutes; see `__main__.py`."""
