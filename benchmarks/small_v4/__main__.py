@@ -31,7 +31,9 @@ from tiercel.models.deepseek_v4 import read_hf
 
 TOKENIZER = ROOT / "tests/data/small_v4"
 PLAIN_CONFIG = {
-    key: value for key, value in CONFIG.items() if key not in ("quantization_config", "expert_dtype")
+    key: value
+    for key, value in CONFIG.items()
+    if key not in ("quantization_config", "expert_dtype")
 }
 
 

@@ -110,7 +110,9 @@ def write_checkpoint(
     return sum((folder / name).stat().st_size for name in files)
 
 
-def _stored(name: str, weight: Tensor, *, is_plain: bool) -> Iterator[tuple[str, tuple[str, Tensor]]]:
+def _stored(
+    name: str, weight: Tensor, *, is_plain: bool
+) -> Iterator[tuple[str, tuple[str, Tensor]]]:
     """The file's tensors of a parameter: name, dtype of the header, values."""
     kind = stored_format(name)
     found = _EXPERTS.fullmatch(name)

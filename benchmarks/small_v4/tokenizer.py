@@ -62,7 +62,8 @@ def main() -> None:
     options = parser.parse_args()
     corpus = read_corpus()
     write(learn(document.text for document in corpus.train), options.folder)
-    print(f"{len(corpus.train)} files, {sum(len(d.text) for d in corpus.train) / 1e6:.1f} M characters")
+    size = sum(len(document.text) for document in corpus.train)
+    print(f"{len(corpus.train)} files, {size / 1e6:.1f} M characters")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ WEIGHT_DECAY = 0.1  # of matrices
 MAX_NORM = 1.0  # of all gradients
 SYNC_STEPS = 8  # results are read this often: so far the host runs ahead of the device
 NUM_EVALUATIONS = 12
-EVAL_BATCHES = 8
+EVAL_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Settings:
     """How to train.
 
     Attributes:
-        seconds: of training.
+        seconds: of training, > 0.
         steps: at most; None for no limit.
         batch: sequences of a step.
         length: tokens of a sequence.
