@@ -80,7 +80,6 @@ class Trainer:
         self._text, self._settings = text, settings
         device = text.device
         self._held_out = _windows(held_out, settings)
-        self._rate = torch.zeros((), device=device)
         self._balance_rate = torch.zeros((), device=device)
         self._batch = torch.zeros(
             settings.batch, settings.length + AHEAD, dtype=torch.int64, device=device
@@ -93,7 +92,7 @@ class Trainer:
                 {"params": matrices, "weight_decay": WEIGHT_DECAY},
                 {"params": vectors, "weight_decay": 0.0},
             ],
-            lr=self._rate,
+            lr=torch.zeros((), device=device),  # a captured step reads it
             betas=BETAS,
             fused=on_gpu,
             capturable=on_gpu,
@@ -114,7 +113,7 @@ class Trainer:
         while share < 1:
             if step == 3 and not self.graph_refusal:
                 replay = self._capture()
-            self._rate.fill_(rate_at(share, settings.peak_rate))
+            self._set_rate(rate_at(share, settings.peak_rate))
             self._balance_rate.fill_(BALANCE_RATE if share < BALANCED_SHARE else 0.0)
             self._fill_batch()
             losses = replay()
@@ -133,6 +132,10 @@ class Trainer:
                 pending.pop(0)
                 save()
         save()
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"].fill_(rate)
 
     def _fill_batch(self) -> None:
         last = self._text.numel() - self._batch.shape[1]
