@@ -240,23 +240,24 @@ def test_the_tokenizer_of_the_checkpoint():
 # ---- training
 
 
-def make_trainer(**changes):
+def make_trainer(device="cpu", **changes):
     settings = train.Settings(seconds=1e6, batch=2, length=32)
-    text = torch.arange(4000).remainder(17).int() + 2
-    model = random_model(SMALL, num_positions=34)
+    text = torch.arange(4000, device=device).remainder(17).int() + 2
+    model = random_model(SMALL, num_positions=34).to(device)
     return train.Trainer(model, text, text[:200], replace(settings, **changes))
 
 
-def test_thirty_steps_lower_the_loss(monkeypatch):
+@pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_thirty_steps_lower_the_loss(on, monkeypatch):
     monkeypatch.setattr(train, "NUM_EVALUATIONS", 2)
-    trainer, saves = make_trainer(steps=30, peak_rate=1e-2), []
+    trainer, saves = make_trainer(on, steps=30, peak_rate=1e-2), []
     trainer.run(lambda: saves.append(len(trainer.curve)))
     first, last = trainer.curve[0], trainer.curve[-1]
     for name in ("loss", "draft_loss"):
         key = f"held_out_{name}_nats_per_token"
         assert last[key] < first[key] - 1, (name, first[key], last[key])
     assert (last["step"], len(saves)) == (30, 3)  # half, four fifths, the end
-    assert trainer.graph_refusal == "not on a GPU"
+    assert trainer.graph_refusal == ("not on a GPU" if on == "cpu" else "")
 
 
 def test_the_time_ends_training():
