@@ -5,9 +5,10 @@
 Text is that of files which the model never saw (benchmarks/small_v4/corpus.py).
 
 Drafts: one request at a time, greedy; the prompt is the start of a file. For each drafter and limit
-of draft tokens: tokens of a step, the share of first, second, ... drafts that are right, and the
-rate of steady decoding against that of an engine without drafts. Answers are compared with those of
-that engine: in bfloat16 they may part where two tokens are equally likely.
+of draft tokens, in an engine of its own: tokens of a step, the share of first, second, ... drafts
+that are right, and the rate of steady decoding against that of an engine without drafts. Answers
+are compared with those of that engine: in bfloat16 they may part where two tokens are about equally
+likely, so the largest difference of the two logits at such a place is told.
 
 Formats: perplexity as released, with experts that `tiercel convert` writes in NVFP4, and by other
 options; with --unrounded also that of the weights before they were rounded to FP8 and FP4.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import math
 import statistics
 import tempfile
@@ -97,11 +99,9 @@ def opened(folder: Path, **options: Any) -> Iterator[LLM]:
     torch.cuda.empty_cache()
 
 
-def answers(llm: LLM, text: Text, sizes: Sizes, limit: int) -> tuple[list[list[int]], list[float]]:
+def answers(llm: LLM, text: Text, sizes: Sizes) -> tuple[list[list[int]], list[float]]:
     """Tokens and rates of the answers to all prompts, one after the other."""
-    params = SamplingParams(
-        temperature=0, max_tokens=sizes.answer_tokens, ignore_eos=True, num_spec_tokens=limit
-    )
+    params = SamplingParams(temperature=0, max_tokens=sizes.answer_tokens, ignore_eos=True)
     found, rates = [], []
     for prompt in text.prompts:
         request = llm._inputs.request(list(prompt), params, 0)
@@ -110,12 +110,22 @@ def answers(llm: LLM, text: Text, sizes: Sizes, limit: int) -> tuple[list[list[i
     return found, rates
 
 
+def parting_gap(llm: LLM, prompt: Sequence[int], answer: list[int], other: list[int]) -> float:
+    """Difference of the logits of two answers' first different tokens; 0 for equal answers."""
+    pairs = enumerate(zip(answer, other, strict=True))
+    place = next((i for i, (a, b) in pairs if a != b), None)
+    if place is None:
+        return 0.0
+    logits = llm.logits([*prompt, *answer[:place]])[-1]
+    return abs(float(logits[answer[place]] - logits[other[place]]))
+
+
 def measure_plain(
     llm: LLM, text: Text, sizes: Sizes
 ) -> tuple[list[list[int]], float, list[dict[str, Any]]]:
     """Answers without drafts, their rate, and rows of the figures: the rate and some answers."""
-    answers(llm, Text(text.prompts[:1], ()), sizes, 0)  # the first use of what is built lazily
-    found, rates = answers(llm, text, sizes, 0)
+    answers(llm, Text(text.prompts[:1], ()), sizes)  # the first use of what is built lazily
+    found, rates = answers(llm, text, sizes)
     rate = statistics.harmonic_mean(rates)
     rows: list[dict[str, Any]] = [{"name": "plain", "tokens_per_second": round(rate, 1)}]
     rows += [
@@ -130,11 +140,14 @@ def measure_plain(
 
 
 def measure_drafts(
-    llm: LLM, text: Text, sizes: Sizes, limit: int, plain: tuple[list[list[int]], float]
+    llm: LLM, text: Text, sizes: Sizes, plain: tuple[list[list[int]], float]
 ) -> dict[str, Any]:
-    """Acceptance and rate with up to `limit` draft tokens; `plain`: answers and rate without."""
+    """Acceptance and rate with drafts; `plain`: answers and rate without."""
+    answers(llm, Text(text.prompts[:1], ()), sizes)
     before = llm.draft_counts
-    found, rates = answers(llm, text, sizes, limit)
+    found, rates = answers(llm, text, sizes)
+    pairs = zip(text.prompts, plain[0], found, strict=True)
+    gaps = [parting_gap(llm, *pair) for pair in pairs]
     counts = llm.draft_counts
     steps = counts.num_steps - before.num_steps
     verified = max(1, counts.num_drafts - before.num_drafts)
@@ -145,7 +158,7 @@ def measure_drafts(
     return {
         "name": "drafts",
         "spec": llm.config.spec.method,
-        "limit": limit,
+        "limit": llm.config.spec.max_drafts,
         "tokens_per_step": round(1 + accepted / max(1, steps), 3),
         "tokens_per_second": round(rate, 1),
         "ratio": round(rate / plain[1], 3),
@@ -154,6 +167,7 @@ def measure_drafts(
         "steps": steps,
         "equal_answers": sum(a == b for a, b in zip(found, plain[0], strict=True)),
         "answers": len(found),
+        "largest_parting_gap_nats_per_token": round(max(gaps), 4),
     }
 
 
@@ -228,11 +242,10 @@ def measure_all(
     with opened(options.folder, **engine) as llm:
         found, rate, plain_rows = measure_plain(llm, text, sizes)
     add(*plain_rows)
-    for spec in options.spec:
-        with opened(options.folder, **engine, spec=spec, num_spec_tokens=max(sizes.limits)) as llm:
-            answers(llm, Text(text.prompts[:1], ()), sizes, max(sizes.limits))
-            for limit in sizes.limits:
-                add(measure_drafts(llm, text, sizes, limit, (found, rate)))
+    for spec, limit in itertools.product(options.spec, sizes.limits):
+        with opened(options.folder, **engine, spec=spec, num_spec_tokens=limit) as llm:
+            row = measure_drafts(llm, text, sizes, (found, rate))
+        add(row)
     return rows
 
 

@@ -291,7 +291,18 @@ def test_the_benchmark_measures_formats_and_drafts(tmp_path, tokenizer_folder, m
     assert by_weights["nvfp4 experts"]["rounded_matrices"] == 0
     assert by_weights["nvfp4 experts"][same] == by_weights["released"][same]
     (drafts,) = [row for row in rows if row["name"] == "drafts"]
-    assert (drafts["spec"], drafts["equal_answers"], drafts["answers"]) == ("mtp", 1, 1)
+    assert (drafts["spec"], drafts["limit"]) == ("mtp", 2)
+    assert (drafts["equal_answers"], drafts["answers"]) == (1, 1)
+    assert drafts["largest_parting_gap_nats_per_token"] == 0
+
+
+def test_answers_part_by_the_difference_of_two_logits(tmp_path, tokenizer_folder):
+    checkpoint.write_checkpoint(random_model(SMALL), SMALL, tokenizer_folder, tmp_path)
+    with LLM(tmp_path, device="cpu", dtype="float32", threads=1) as llm:
+        logits = llm.logits([3, 4, 5])[-1]
+        gap = e2e_small_v4.parting_gap(llm, [3, 4], [5, 9, 1], [5, 7, 2])
+        assert gap == pytest.approx(abs(logits[9] - logits[7]), rel=1e-5)
+        assert e2e_small_v4.parting_gap(llm, [3, 4], [5, 9], [5, 9]) == 0
 
 
 @pytest.mark.parametrize("spec", ["off", "mtp"])
