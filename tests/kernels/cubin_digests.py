@@ -29,9 +29,9 @@ from tests.kernels.test_rtc import (
     gemm_cases,
 )
 from tiercel.kernels.attention import decode_attention_split, rotary_kv_write
+from tiercel.kernels.block import linear_group
 from tiercel.kernels.collectives.all_reduce import DTYPES as ALL_REDUCE_DTYPES
 from tiercel.kernels.collectives.all_reduce import all_reduce_source
-from tiercel.kernels.block import linear_group
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.moe import moe_experts_tiles

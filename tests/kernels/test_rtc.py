@@ -22,8 +22,8 @@ from tiercel.kernels.attention import (
     sparse_attention_decode,
 )
 from tiercel.kernels.attention.prefill_attention import cuda_source, select_prefill_attention
-from tiercel.kernels.collectives.all_reduce import all_reduce_source
 from tiercel.kernels.block import linear_group
+from tiercel.kernels.collectives.all_reduce import all_reduce_source
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
 from tiercel.kernels.packed.packed_dequantize import dequantize_source
@@ -327,6 +327,8 @@ def test_all_reduce_compiles_as_designed(ranks, dtype, arch, tmp_path):
     assert len(re.findall(r"ST\S*\.128\.STRONG\.SYS", text)) == 2 * (ranks - 1)
     assert len(re.findall(r"LD\S*\.128\.STRONG\.SYS", text)) == 2 * ranks
     assert ("ACQBULK" in text and "PREEXIT" in text) == (arch != "sm_80" and arch != "sm_89")
+
+
 @pytest.mark.parametrize("tokens", [1, 16])
 @pytest.mark.parametrize("kinds", [3, 7])
 @pytest.mark.parametrize("given", [linear_group.PLAIN, linear_group.NORMED, linear_group.ROTATED])

@@ -22,6 +22,7 @@ from tiercel.errors import OutOfMemoryError
 from tiercel.models.config import ModelConfig
 from tiercel.models.footprint import cache_bytes, weight_footprint
 from tiercel.models.model import Model, model_class
+from tiercel.models.sharding import Sharding
 from tiercel.models.source import ModelSource
 from tiercel.models.weights import WeightReader
 from tiercel.ops.prepare_step import SlotLayout
@@ -42,6 +43,11 @@ from tiercel.text.tokenizer import Tokenizer
 # Share of a GPU's memory that weights with dense copies of packed ones may take; the remaining
 # memory is for the cache.
 COPIES_SHARE: Final = 0.5
+
+
+def sharding_of(config: EngineConfig, rank: int) -> Sharding:
+    """The place of a rank among those that share the model."""
+    return Sharding(rank, config.tensor_parallel_size, expert_parallel=config.expert_parallel)
 
 
 def _make_runner(
@@ -119,13 +125,17 @@ def _has_room_for_copies(
     """
     device = config.device
     measure = partial(
-        weight_footprint, source, device_type=device.type, has_draft_head=config.spec.has_head
+        weight_footprint,
+        source,
+        device_type=device.type,
+        has_draft_head=config.spec.has_head,
+        sharding=sharding_of(config, peers.rank),
     )
     needed, *others = (
         Demand(
             measure(dtype=name),
             config.max_model_len,
-            partial(_sequence_bytes, source.config, config, name),
+            partial(_sequence_bytes, source.config, config, name, peers.rank),
         )
         for name in dtypes_from(config.dtype, device)
     )
@@ -135,12 +145,15 @@ def _has_room_for_copies(
     return with_copies.nbytes <= COPIES_SHARE * left
 
 
-def _sequence_bytes(shape: ModelConfig, config: EngineConfig, dtype: str, num_tokens: int) -> int:
+def _sequence_bytes(
+    shape: ModelConfig, config: EngineConfig, dtype: str, rank: int, num_tokens: int
+) -> int:
     """Bytes of the cache of one sequence, its draft head's too if that is loaded."""
     if not config.spec.has_head:
         shape = replace(shape, num_mtp_layers=0)
     kv_dtype = config.model_options.kv_dtype
-    return cache_bytes(shape, num_tokens, dtype, config.device.type, kv_dtype)
+    sharding = sharding_of(config, rank)
+    return cache_bytes(shape, num_tokens, dtype, config.device.type, kv_dtype, sharding)
 
 
 def build_engine(
@@ -171,10 +184,17 @@ def build_engine(
         num_mtp_layers = source.config.num_mtp_layers if config.spec.has_head else 0
         model = model_class(source.family)(
             replace(source.config, num_mtp_layers=num_mtp_layers),
-            WeightReader(source, device, load, dense_copies=dense_copies),
+            WeightReader(
+                source,
+                device,
+                load,
+                dense_copies=dense_copies,
+                sharding=sharding_of(config, peers.rank),
+            ),
             config.dtype,
             config.max_model_len + config.spec.max_drafts,
             config.model_options,
+            group=peers.group,
         )
         groups = group_specs(model.cache_specs())
         layout = slot_layout(groups, config.block_size)

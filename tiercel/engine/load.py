@@ -40,6 +40,8 @@ from tiercel.loader.stamps import read_stamp
 from tiercel.machine import check_platform, usable_cpus
 from tiercel.models.footprint import cache_bytes, weight_footprint
 from tiercel.models.model import model_class
+from tiercel.models.shard_check import check_sharding
+from tiercel.models.sharding import Sharding
 from tiercel.models.source import ModelSource, find_source
 from tiercel.request.inputs import InputProcessor
 from tiercel.request.score_inputs import ScoreInputs
@@ -193,6 +195,8 @@ def resolve_config(source: ModelSource, options: LoadOptions, rank: int = 0) -> 
     env.switches()  # also those of another device: a wrong value is a mistake all the same
     device = resolve_device(options.device)
     num_ranks = resolve_ranks(options.tensor_parallel_size, device)
+    check_sharding(source, num_ranks, expert_parallel=options.expert_parallel)
+    sharding = Sharding(rank, num_ranks, expert_parallel=options.expert_parallel)
     if num_ranks > 1 and device.type == "cuda":
         device = torch.device("cuda", rank)
     if options.expert_parallel and num_ranks == 1:
@@ -219,9 +223,11 @@ def resolve_config(source: ModelSource, options: LoadOptions, rank: int = 0) -> 
         dtype = source.family.auto_dtypes.get(device.type, dtype)
 
     def fits(dtype: str) -> bool:
-        needed = weight_footprint(source, dtype, device.type, has_draft_head=spec.has_head).nbytes
+        needed = weight_footprint(
+            source, dtype, device.type, has_draft_head=spec.has_head, sharding=sharding
+        ).nbytes
         needed += cache_bytes(
-            source.config, max_model_len, dtype, device.type, model_options.kv_dtype
+            source.config, max_model_len, dtype, device.type, model_options.kv_dtype, sharding
         )
         return needed <= MemoryBudget(device, utilization).left()
 

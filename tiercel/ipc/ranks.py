@@ -25,7 +25,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
@@ -34,6 +34,7 @@ from typing import Final
 import torch
 from torch import distributed as dist
 
+from tiercel import env
 from tiercel.config import LoadOptions
 from tiercel.engine.engine import Engine
 from tiercel.engine.load import LoadedModel, Report, load_model, open_model, resolve_config, settled
@@ -55,6 +56,7 @@ from tiercel.ipc.rank_messages import (
 )
 from tiercel.ipc.spawn import start_process
 from tiercel.models.source import ModelSource
+from tiercel.ops.all_reduce import make_small_all_reduce
 from tiercel.parallel import SINGLE, Group, connect
 from tiercel.runner.runner import ModelRunner
 from tiercel.scheduler.scheduler import Scheduler
@@ -175,7 +177,14 @@ def join_group(rank: int, size: int, device: torch.device, address: str) -> Grou
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        env.forbid_multicast()
     group = connect(rank, size, device, address)
+    if device.type == "cuda" and group.processes is not None:
+        small_sums = make_small_all_reduce(group.processes, device)
+        if isinstance(small_sums, str):
+            _LOG.info("NCCL adds small tensors too: %s.", small_sums)
+        else:
+            group = replace(group, small_sums=small_sums)
     total = group.all_reduce(torch.ones(1, device=device)).item()
     if total != size:
         raise RankLostError(f"rank {rank}: ones of {size} ranks add up to {total}.")

@@ -50,16 +50,16 @@ def multiply_group(
         return [part(x) for part in parts]
     results: list[Tensor] = []
     matrices: list[GroupMatrix] = []
+    linears = [part.linear if isinstance(part, GateUp) else part for part in parts]
     limit = None
-    for part in parts:
+    for part, linear in zip(parts, linears, strict=True):
         is_pair = isinstance(part, GateUp)
-        linear = part.linear if isinstance(part, GateUp) else part
         limit = part.limit if isinstance(part, GateUp) else limit
         results.append(_empty(x, linear, is_pair=is_pair))
         matrices += _matrices(linear.weight, results[-1], is_pair=is_pair)
     given = None if norm is None else (norm.weight, norm.eps)
     linear_group(x, matrices, norm=given, limit=limit)
-    return results
+    return [linear.group.all_reduce(y) for linear, y in zip(linears, results, strict=True)]
 
 
 def add_product(x: Tensor, linear: Linear, total: Tensor) -> Tensor:
