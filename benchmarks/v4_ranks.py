@@ -48,12 +48,13 @@ from benchmarks.random_decoder import RandomDecoder, decoder_config
 from tiercel.batch import Batch
 from tiercel.cache.spec import group_specs
 from tiercel.config import ModelOptions
+from tiercel.ipc.ranks import join_group
 from tiercel.models.decoder import Decoder
 from tiercel.models.deepseek_v4_model import DeepseekV4
 from tiercel.models.model import Model
 from tiercel.models.sharding import Sharding
 from tiercel.models.weights import WeightReader
-from tiercel.parallel import Group, connect
+from tiercel.parallel import Group
 from tiercel.profiling.device_timing import read_gbps
 from tiercel.quant_types import QuantType
 from tiercel.runner.step_inputs import make_timing_batch
@@ -281,7 +282,9 @@ def run_rank(rank: int, job: Job, address: str) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    group = Lone(0, job.num_gpus) if job.is_alone else connect(rank, job.num_gpus, device, address)
+    group = (
+        Lone(0, job.num_gpus) if job.is_alone else join_group(rank, job.num_gpus, device, address)
+    )
     measure(job, group, device)
     group.close()
 

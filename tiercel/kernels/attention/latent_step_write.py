@@ -71,7 +71,9 @@ def _write_entry(
     eps,
     TERM_SIZES: tl.constexpr,  # tuples as in the kernel
     SIZES: tl.constexpr,
-    INPUTS: tl.constexpr,
+    FRESH: tl.constexpr,
+    STORED_KV: tl.constexpr,
+    STORED_GATE: tl.constexpr,
     STRIDES: tl.constexpr,
 ):
     """One entry of one compressor."""
@@ -85,7 +87,7 @@ def _write_entry(
         x = compressed_entry(
             *(kv_ptr, gate_ptr, bias_ptr, stored_kv_ptr, stored_gate_ptr),
             *(fresh_ptr + row * COUNT, stored_ptr + row * COUNT),
-            *(weight_ptr, table_ptr, entry, eps, INPUTS[0], INPUTS[1], INPUTS[2]),
+            *(weight_ptr, table_ptr, entry, eps, FRESH, STORED_KV, STORED_GATE),
             *(TERM_SIZES[0], COUNT, TERM_SIZES[2], WIDTH, BLOCK, HALF),
         )
         if SIZES[6] > 0:
@@ -140,7 +142,9 @@ def _write_inputs(
     stored_kv_ptr,
     stored_gate_ptr,
     TERM_SIZES: tl.constexpr,  # tuples as in the kernel
-    INPUTS: tl.constexpr,
+    FRESH: tl.constexpr,
+    STORED_KV: tl.constexpr,
+    STORED_GATE: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     """One token's inputs of one compressor."""
@@ -148,7 +152,7 @@ def _write_inputs(
     store_inputs(
         *(kv_ptr, gate_ptr, bias_ptr, stored_kv_ptr, stored_gate_ptr),
         *(token, phase, slot, tl.arange(0, CHANNELS[1])),
-        *(INPUTS[0], INPUTS[1], INPUTS[2], TERM_SIZES[0], CHANNELS[0]),
+        *(FRESH, STORED_KV, STORED_GATE, TERM_SIZES[0], CHANNELS[0]),
     )
 
 
@@ -182,11 +186,15 @@ def latent_step_write_kernel(
     COMPRESSORS: tl.constexpr,
     TERM_SIZES: tl.constexpr,  # RATIO, COUNT, TERMS
     SIZES0: tl.constexpr,  # WIDTH, BLOCK, HALF, PER_BLOCK, FORMAT, SCALES, HADAMARD, LOG
-    INPUTS0: tl.constexpr,  # FRESH, STORED_KV, STORED_GATE
+    FRESH0: tl.constexpr,  # of inputs, as in `kv_compress_kernel`; no tuple may hold tuples
+    STORED_KV0: tl.constexpr,
+    STORED_GATE0: tl.constexpr,
     CHANNELS0: tl.constexpr,  # of inputs, and a power of two no less
     STRIDES0: tl.constexpr,  # of the cache
     SIZES1: tl.constexpr,
-    INPUTS1: tl.constexpr,
+    FRESH1: tl.constexpr,
+    STORED_KV1: tl.constexpr,
+    STORED_GATE1: tl.constexpr,
     CHANNELS1: tl.constexpr,
     STRIDES1: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
@@ -201,7 +209,7 @@ def latent_step_write_kernel(
                 *(place, entries_ptr, fresh_ptr, stored_ptr, entry_slots_ptr),
                 *(kv0_ptr, gate0_ptr, bias0_ptr, stored_kv0_ptr, stored_gate0_ptr),
                 *(weight0_ptr, table0_ptr, cache0_ptr, scales0_ptr, eps0),
-                *(TERM_SIZES, SIZES0, INPUTS0, STRIDES0),
+                *(TERM_SIZES, SIZES0, FRESH0, STORED_KV0, STORED_GATE0, STRIDES0),
             )
     if COMPRESSORS > 1:  # noqa: SIM102 - likewise
         if (place >= num_entries) & (place < first_vector):
@@ -209,7 +217,7 @@ def latent_step_write_kernel(
                 *(place - num_entries, entries_ptr, fresh_ptr, stored_ptr, entry_slots_ptr),
                 *(kv1_ptr, gate1_ptr, bias1_ptr, stored_kv1_ptr, stored_gate1_ptr),
                 *(weight1_ptr, table1_ptr, cache1_ptr, scales1_ptr, eps1),
-                *(TERM_SIZES, SIZES1, INPUTS1, STRIDES1),
+                *(TERM_SIZES, SIZES1, FRESH1, STORED_KV1, STORED_GATE1, STRIDES1),
             )
     token = place - first_vector
     if (token >= 0) & (token < num_vectors):
@@ -224,12 +232,19 @@ def latent_step_write_kernel(
             if slot >= 0:
                 _write_inputs(
                     *(token, phase_ptr, slot, kv0_ptr, gate0_ptr, bias0_ptr, stored_kv0_ptr),
-                    *(stored_gate0_ptr, TERM_SIZES, INPUTS0, CHANNELS0),
+                    *(stored_gate0_ptr, TERM_SIZES, FRESH0, STORED_KV0, STORED_GATE0, CHANNELS0),
                 )
                 if COMPRESSORS > 1:
                     _write_inputs(
                         *(token, phase_ptr, slot, kv1_ptr, gate1_ptr, bias1_ptr, stored_kv1_ptr),
-                        *(stored_gate1_ptr, TERM_SIZES, INPUTS1, CHANNELS1),
+                        *(
+                            stored_gate1_ptr,
+                            TERM_SIZES,
+                            FRESH1,
+                            STORED_KV1,
+                            STORED_GATE1,
+                            CHANNELS1,
+                        ),
                     )
 
 
@@ -303,7 +318,7 @@ class CompressorPart:
         return [*self.inputs, self.bias, *self.stored, *others]
 
     def constants(self) -> tuple[object, ...]:
-        """SIZES, INPUTS, CHANNELS and STRIDES of the kernel."""
+        """SIZES, FRESH, STORED_KV, STORED_GATE, CHANNELS and STRIDES of the kernel."""
         (width,), half, channels = self.weight.shape, self.table.shape[2], self.bias.shape[1]
         block, factor, log = shape_constants(width, has_hadamard=self.has_hadamard)
         strides, scales = cache_constants(self.cache, self.scales)
@@ -311,7 +326,8 @@ class CompressorPart:
         kv, gate = self.inputs
         return (
             (width, block, half, strides[0], form, scales, factor, log),
-            ((kv.stride(0), gate.stride(0)), *map(row_strides, self.stored)),
+            (kv.stride(0), gate.stride(0)),
+            *map(row_strides, self.stored),
             (channels, triton.next_power_of_2(channels)),
             strides[1:],
         )
@@ -325,7 +341,7 @@ def _launch(
 ) -> TritonLaunch:
     ratio, count = term_sizes
     terms = min(TERMS, triton.next_power_of_2(count))
-    names = ("SIZES", "INPUTS", "CHANNELS", "STRIDES")
+    names = ("SIZES", "FRESH", "STORED_KV", "STORED_GATE", "CHANNELS", "STRIDES")
     constants = dict(zip(("X_STRIDE", "WINDOW", "WINDOW_STRIDES"), window, strict=True))
     constants |= {"COMPRESSORS": len(compressors), "TERM_SIZES": (ratio, count, terms)}
     for i in range(MOST_COMPRESSORS):
