@@ -176,7 +176,7 @@ def test_an_empty_tensor_launches_nothing(reducer, launches):
     ("x", "message"),
     [
         (torch.zeros(5, dtype=torch.float64), "x is torch.float64"),
-        (torch.zeros(kernel.MAX_BYTES // 4 + 1), "x has 262148 bytes"),
+        (torch.zeros(kernel.MAX_BYTES // 4 + 1), "x has 1048580 bytes"),
         (torch.zeros(5, device="meta"), "x is on meta"),
     ],
     ids=["dtype", "size", "device"],

@@ -18,7 +18,7 @@ from torch import Tensor
 from tiercel.kernels.collectives.symmetric_memory import SymmetricMemory
 from tiercel.kernels.runtime import rtc
 
-MAX_BYTES = 256 << 10  # more is a matter of bandwidth, and NCCL's
+MAX_BYTES = 1 << 20  # more is a matter of bandwidth, and NCCL's
 MOST_RANKS = 8
 CAPABILITY = (8, 0)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
