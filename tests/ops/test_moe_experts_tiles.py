@@ -90,7 +90,7 @@ def test_types_of_the_kernel_are_those_of_the_layout():
     assert {kind.name for kind in TILE_TYPES} == set(kernel.KINDS)
     for kind in TILE_TYPES:
         planes = ("q", "scale") if kind.name in ("MXFP4", "NVFP4") else ("data",)
-        assert kernel._UNITS[kind.name].num_bytes == sum(unit_bytes(kind, p) for p in planes)
+        assert kernel.UNITS[kind.name].num_bytes == sum(unit_bytes(kind, p) for p in planes)
 
 
 def planes_of(kind, total=False):

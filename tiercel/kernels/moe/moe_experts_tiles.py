@@ -56,7 +56,7 @@ class _Unit:
     warps: int = _WARPS
 
 
-_UNITS: Final = {
+UNITS: Final = {
     "Q2_K": _Unit(2, 1344, 64),
     "Q3_K": _Unit(3, 1760),
     "Q4_K": _Unit(4, 2304, 32, warps=8),
@@ -67,7 +67,7 @@ _UNITS: Final = {
     "MXFP4": _Unit(32, 2176),
     "NVFP4": _Unit(16, 2304),
 }
-KINDS: Final = tuple(_UNITS)
+KINDS: Final = tuple(UNITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +144,11 @@ def select_parts(units: int) -> int:
 
 def smem_bytes(shape: ExpertsShape, config: TilesConfig) -> int:
     """Dynamic shared memory of a CTA: rings, sums of parts, tokens, the list of chunks."""
-    slot = max(_UNITS[shape.gate].num_bytes, _UNITS[shape.down].num_bytes)
+    slot = max(UNITS[shape.gate].num_bytes, UNITS[shape.down].num_bytes)
     ring = config.warps * config.stages * 2 * slot
     sums = config.warps * config.buffers * 2 * 128 * ((config.columns + 1) // 2)
     rows = config.columns * max(
-        num_units(columns) * (2 * _UNIT_COLUMNS + _UNITS[kind].means)
+        num_units(columns) * (2 * _UNIT_COLUMNS + UNITS[kind].means)
         for columns, kind in ((shape.hidden, shape.gate), (shape.inter, shape.down))
     )
     words = 2 * config.columns + _FLAG_WORDS + shape.experts + _LISTED_WORDS * MOST_FOLDED
@@ -163,7 +163,7 @@ def select_tiles(
     """Choose the launch; None if shared memory is too small. Pure."""
     most = next((most for most in _COLUMNS if num_tokens <= most), _COLUMNS[-1])
     parts = max(select_parts(num_units(shape.hidden)), select_parts(num_units(shape.inter)))
-    most_warps = min(_UNITS[shape.gate].warps, _UNITS[shape.down].warps)
+    most_warps = min(UNITS[shape.gate].warps, UNITS[shape.down].warps)
     launches = [launch for launch in _LAUNCHES if launch[0] <= most_warps]
     for columns in (most, *(fewer for fewer in reversed(_COLUMNS) if fewer < most)):
         for warps, stages, buffers in launches:
@@ -196,8 +196,8 @@ def tiles_refusal(
     made = ExpertsShape(gate.q.shape[0], hidden, inter, 1, gate.kind, down.kind)
     found, name = ".".join(map(str, capability)), str(dtype).removeprefix("torch.")
     checks = {
-        "gate and up are of different types": (gate.kind, _total_code(gate))
-        != (up.kind, _total_code(up)),
+        "gate and up are of different types": (gate.kind, total_code(gate))
+        != (up.kind, total_code(up)),
         f"activations are {name}, not bfloat16": dtype != torch.bfloat16,
         f"the GPU has compute capability {found}, below 8.0": capability < CAPABILITY,
         f"{made.experts} experts are more than {MOST_EXPERTS}": made.experts > MOST_EXPERTS,
@@ -218,10 +218,10 @@ def cuda_source(
     *,
     is_folded: bool,
 ) -> rtc.KernelSource:
-    """The kernel as built for one kind of call; totals: of gate and up, of down (`_total_code`)."""
+    """The kernel as built for one kind of call; totals: of gate and up, of down (`total_code`)."""
     macros = (
-        ("GATE_TYPE", _UNITS[shape.gate].code),
-        ("DOWN_TYPE", _UNITS[shape.down].code),
+        ("GATE_TYPE", UNITS[shape.gate].code),
+        ("DOWN_TYPE", UNITS[shape.down].code),
         ("HIDDEN", shape.hidden),
         ("INTER", shape.inter),
         ("EXPERTS", shape.experts),
@@ -241,7 +241,7 @@ def cuda_source(
     return rtc.KernelSource("moe_experts_tiles", macros)
 
 
-def _total_code(stack: StackPlanes) -> int:
+def total_code(stack: StackPlanes) -> int:
     """Whether a stack has a number for each matrix: 0 none, 1 a factor, 2 a divisor."""
     return 0 if stack.total is None else 1 + stack.is_divisor
 
@@ -254,13 +254,13 @@ def num_tickets(hidden: int, num_chunks: int) -> int:
 _GRID: Final = (ctypes.c_ubyte * len(IQ2_XXS_GRID))(*IQ2_XXS_GRID)
 
 
-class _Stack(ctypes.Structure):
+class KernelStack(ctypes.Structure):
     """Struct Stack of the kernel."""
 
     _fields_ = (("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("total", ctypes.c_void_p))
 
     @classmethod
-    def of(cls, stack: StackPlanes) -> _Stack:
+    def of(cls, stack: StackPlanes) -> KernelStack:
         """The addresses of its planes."""
         planes = (stack.q, stack.scale, stack.total)
         return cls(*(None if plane is None else plane.data_ptr() for plane in planes))
@@ -270,7 +270,7 @@ class _Work(ctypes.Structure):
     """Struct Work of the kernel."""
 
     _fields_ = (
-        *((name, _Stack) for name in ("gate", "up", "down")),
+        *((name, KernelStack) for name in ("gate", "up", "down")),
         *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "of_chunks", "pairs")),
         *((name, ctypes.c_void_p) for name in ("h", "y", "out", "tickets")),
         ("limit", ctypes.c_float),
@@ -316,12 +316,12 @@ def launch_moe_experts_tiles(
     shape = ExpertsShape(
         gate.q.shape[0], x.shape[1], workspace[0].shape[1], ids.shape[1], gate.kind, down.kind
     )
-    totals = (_total_code(gate), _total_code(down))
+    totals = (total_code(gate), total_code(down))
     source = cuda_source(shape, config, out.dtype, totals, is_folded=chunks is None)
     kernel = rtc.load_kernel(source, x.device, smem_bytes(shape, config))
     lists = (None, None) if chunks is None else (chunks[0].data_ptr(), chunks[1].data_ptr())
     work = _Work(
-        *(_Stack.of(stack) for stack in (gate, up, down)),
+        *(KernelStack.of(stack) for stack in (gate, up, down)),
         *(tensor.data_ptr() for tensor in (x, ids, weights)),
         *lists,
         *(

@@ -3,6 +3,7 @@
 // tests/cuda_on_cpu/hopper_device.hpp replaces this file.
 #pragma once
 
+#include "include/barrier_ptx.cuh"
 #include "include/types.cuh"
 
 struct __align__(64) TMap { unsigned char b[128]; };
@@ -92,9 +93,6 @@ __device__ __forceinline__ void mbar_wait(u32 b, u32 parity) {
       "r"(parity)
       : "memory");
 }
-__device__ __forceinline__ void bar_sync(int id, int n) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n) : "memory");
-}
 __device__ __forceinline__ void bar_arrive(int id, int n) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(n) : "memory");
 }
@@ -103,6 +101,12 @@ __device__ __forceinline__ void tma3(u32 dst, const TMap* m, u32 bar, int x, int
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(dst),
       "l"(m), "r"(bar), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+DEV void copy_bulk(u32 to, const u8* from, int bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
 // A warpgroup gives registers back, or takes more, up to N a thread.

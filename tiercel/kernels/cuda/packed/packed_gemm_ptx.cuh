@@ -34,12 +34,6 @@ DEV void product(float (&d)[TOKENS / 2], const u32* a, u32 b) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(DESC_HI));
 #endif
 }
-DEV void copy_bulk(u32 to, const u8* from, int bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
 DEV uint4 lds16(u32 a) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -2,6 +2,7 @@
 // tests/cuda_on_cpu/q4k_device.hpp replaces this file.
 #pragma once
 
+#include "include/barrier_ptx.cuh"
 #include "include/types.cuh"
 
 #define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
@@ -55,9 +56,6 @@ DEV void copy16_of(u32 to, const void* from, int bytes) {
 DEV void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEV void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-DEV void bar_sync(int id, int count) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
 DEV u32 mul2(u32 a, u32 b) {
   u32 d;
