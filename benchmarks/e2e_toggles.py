@@ -52,6 +52,7 @@ TOGGLES = {
     "TIERCEL_LINEAR_GROUP": env.has_linear_group,
     "TIERCEL_MOE_KERNEL": env.has_moe_kernel,
     "TIERCEL_MOE_TILES": env.has_moe_tiles,
+    "TIERCEL_MOE_GEMM": env.has_moe_gemm,
     "TIERCEL_MHC_KERNEL": env.has_mhc_kernel,
     "TIERCEL_ROPE_KERNEL": env.has_rope_kernel,
     "TIERCEL_ROUTE_KERNEL": env.has_route_kernel,

@@ -23,6 +23,7 @@ _SWITCHES = tuple(
         *("MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL", "COMPRESS_KERNEL", "NATIVE"),
         "SMALL_ALL_REDUCE",
         "CPU_RANKS",
+        *("MOE_GEMM", "MHC_KERNEL", "ROPE_KERNEL", "ROUTE_KERNEL", "COMPRESS_KERNEL", "NATIVE"),
     )
 )
 _SETTINGS = (
@@ -120,6 +121,14 @@ def has_moe_tiles() -> bool:
     ``TIERCEL_MOE_KERNEL`` can forbid it too.
     """
     return read_flag("TIERCEL_MOE_TILES", default=True) and has_moe_kernel()
+
+
+def has_moe_gemm() -> bool:
+    """Whether ``TIERCEL_MOE_GEMM`` lets Hopper multiply prompts by routed experts at its own speed.
+
+    The bits differ from those of a few tokens, so ``TIERCEL_EXACT`` forbids it.
+    """
+    return read_flag("TIERCEL_MOE_GEMM", default=True) and has_moe_tiles() and not is_exact()
 
 
 def has_fused_gemm() -> bool:

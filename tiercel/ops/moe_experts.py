@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tiercel import env
 from tiercel.errors import ArgumentError
+from tiercel.kernels.moe import moe_experts_gemm as gemm
 from tiercel.kernels.moe import moe_experts_tiles as tiles
 from tiercel.kernels.moe.stack_planes import MAX_SORTED, StackPlanes
 from tiercel.kernels.packed.packed_matvec import device_limits
@@ -222,6 +223,17 @@ def run_tiles(
         num_experts, hidden, inter, ids.shape[1], stacks[0].kind, stacks[2].kind
     )
     limits = device_limits(x.device)
+    capability = torch.cuda.get_device_capability(x.device)
+    if env.has_moe_gemm() and not gemm.gemm_refusal(shape, num_pairs, capability):
+        configs = gemm.select_gemm(shape.gate), gemm.select_gemm(shape.down)
+        workspace = gemm.GemmWorkspace.make(
+            num_pairs, num_experts, (hidden, inter), configs[0].tokens, x.device
+        )
+        gemm.launch_moe_experts_gemm(
+            out, x, ids, weights, stacks, limit, workspace, configs,
+            is_dependent=is_dependent(x.device),
+        )  # fmt: skip
+        return
     config = tiles.select_tiles(shape, x.shape[0], limits)
     assert config is not None, "rest_experts refuses it"
     assert experts.tickets is not None, "rest_experts made them"

@@ -21,7 +21,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from tiercel.kernels.moe.moe_experts_tiles import UNITS, KernelStack, num_units, total_code
+from tiercel.kernels.moe.moe_experts_tiles import (
+    UNITS,
+    ExpertsShape,
+    KernelStack,
+    num_units,
+    total_code,
+)
 from tiercel.kernels.moe.stack_planes import StackPlanes
 from tiercel.kernels.packed.packed_matvec import OUT_CODES
 from tiercel.kernels.runtime import rtc
@@ -30,9 +36,12 @@ from tiercel.quant_types import IQ2_XXS_GRID
 CAPABILITY: Final = (9, 0)
 TOKEN_STEP: Final = 16
 """Tokens of a tile, with its padding, are a multiple of it."""
+LEAST_PAIRS: Final = 2
+"""Of an expert on average: fewer are faster with moe_experts_tiles."""
 _SMEM_BYTES: Final = 225 << 10  # of 227, less barriers and lists
 _MOST_TILES: Final = 65535  # of a grid
 _MOST_EXPERTS: Final = 2048  # of the table's shared memory
+_MOST_COLUMNS: Final = 24 << 10  # likewise of the image's
 _TABLE_THREADS: Final = 1024
 _IMAGE_THREADS: Final = 256
 _SUM_THREADS: Final = 256
@@ -69,12 +78,29 @@ class GemmConfig:
 @functools.cache
 def select_gemm(kind: str) -> GemmConfig:
     """Choose the launch of a type of weights. Pure."""
-    units = 3 if UNITS[kind].num_bytes <= 2304 else 2
-    for quarters in (8, 7, 6, 5, 4):
-        config = GemmConfig(128, 2, units, quarters, False)
-        if config.smem_bytes(kind) <= _SMEM_BYTES:
-            break
-    return config
+    used = GemmConfig(128, 2, 2, 0, is_shared=True).smem_bytes(kind)
+    return GemmConfig(128, 2, 2, (_SMEM_BYTES - used) // (128 * 128), is_shared=True)
+
+
+def gemm_refusal(shape: ExpertsShape, num_pairs: int, capability: tuple[int, int]) -> str:
+    """Why the kernels do not multiply so many pairs, without a full stop; "" if they do. Pure.
+
+    Args:
+        shape: of the stacks, in layout TILES.
+        num_pairs: tokens times slots.
+        capability: of the GPU.
+    """
+    tokens, found = select_gemm(shape.gate).tokens, ".".join(map(str, capability))
+    checks = {
+        f"{num_pairs} pairs are fewer than {LEAST_PAIRS} an expert": num_pairs
+        < LEAST_PAIRS * shape.experts,
+        f"the GPU has compute capability {found}, not 9.0": capability != CAPABILITY,
+        f"{shape.experts} experts are more than {_MOST_EXPERTS}": shape.experts > _MOST_EXPERTS,
+        f"rows of {shape.hidden} columns do not fit shared memory": shape.hidden > _MOST_COLUMNS,
+        f"{num_pairs} pairs do not fit a launch": most_gemm_tiles(num_pairs, shape.experts, tokens)
+        > _MOST_TILES,
+    }
+    return next((reason for reason, refuses in checks.items() if refuses), "")
 
 
 def most_gemm_tiles(num_pairs: int, experts: int, tokens: int) -> int:
