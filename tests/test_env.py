@@ -211,7 +211,7 @@ SWITCHES = {
     "BLOCK_KERNEL": (env.has_block_kernel, True, {}),
     "MOE_KERNEL": (env.has_moe_kernel, True, {}),
     "MOE_TILES": (env.has_moe_tiles, True, {"MOE_KERNEL": "0"}),
-    "MOE_GEMM": (env.has_moe_gemm, True, {"MOE_TILES": "0", "EXACT": "1"}),
+    "MOE_GEMM": (env.has_moe_gemm, True, {"MOE_TILES": "0", "MOE_KERNEL": "0", "EXACT": "1"}),
     "PREFILL_MMQ": (env.has_prefill_mmq, False, {"INT8_ACTIVATIONS": "0"}),
     "EXACT": (env.is_exact, False, {}),
     "INT8_ACTIVATIONS": (env.has_int8_activations, True, {}),

@@ -34,7 +34,7 @@ from tiercel.kernels.collectives.all_reduce import DTYPES as ALL_REDUCE_DTYPES
 from tiercel.kernels.collectives.all_reduce import all_reduce_source
 from tiercel.kernels.fused import fused_decode_step, fused_layer_tail
 from tiercel.kernels.fused.fused_layer_tail_geometry import ChainShape, ChainTypes, partition
-from tiercel.kernels.moe import moe_experts_tiles
+from tiercel.kernels.moe import moe_experts_gemm, moe_experts_tiles
 from tiercel.kernels.packed import packed_mmq
 from tiercel.kernels.packed.packed_gemm import TOKEN_CLASSES, gemm_source, image_source
 from tiercel.kernels.packed.packed_matvec import H200, DeviceLimits
@@ -48,6 +48,8 @@ HOPPER_ONLY = (
     *("prefill_attention", "packed_gemm", "fused_decode_step", "fused_layer_tail"),
     *("sparse_attention_decode", "indexer_select", "indexer_scores_few"),
 )
+HOPPER_ONLY = ("prefill_attention", "packed_gemm", "fused_decode_step", "fused_layer_tail")
+HOPPER_ONLY += ("moe_experts_gemm",)
 DTYPES = (torch.float16, torch.bfloat16)
 EXPERTS = ((256, 4096, 2048), (384, 7168, 3072))  # and columns of w1, of w2: DeepSeek-V4 Flash, Pro
 SMALL = DeviceLimits(46, 99 << 10)  # of GPUs that are not for data centres
@@ -145,6 +147,26 @@ def moe_sources() -> Iterator[rtc.KernelSource]:
         )
 
 
+def moe_gemm_sources() -> Iterator[rtc.KernelSource]:
+    """Products of prompts with experts of each type, gate and up and down."""
+    for kind in moe_experts_tiles.KINDS:
+        experts, hidden, inter = EXPERTS[kind == "MXFP4"]
+        config = moe_experts_gemm.select_gemm(kind)
+        for phase, shape in enumerate(((inter, hidden), (hidden, inter))):
+            total = 2 * (kind == "NVFP4")
+            yield moe_experts_gemm.gemm_source(phase, (kind, kind), shape, total, config)
+
+
+def moe_token_sources() -> Iterator[rtc.KernelSource]:
+    """What brings tokens to those products and back."""
+    experts, hidden, _ = EXPERTS[0]
+    yield moe_experts_gemm.table_source(experts, 128)
+    for kind in moe_experts_tiles.KINDS:
+        yield moe_experts_gemm.image_source(kind, hidden, 6)
+    for dtype in (*DTYPES, torch.float32):
+        yield moe_experts_gemm.sum_source(hidden, 6, dtype)
+
+
 def all_sources() -> list[rtc.KernelSource]:
     """Each kernel in representative configurations."""
     sources = [
@@ -164,6 +186,7 @@ def all_sources() -> list[rtc.KernelSource]:
         sources.append(all_reduce_source(ranks, dtype))
     sources += [*fused_sources(), *linear_group_sources(), *ngram_sources()]
     sources += [*fused_sources(), *ngram_sources(), *moe_sources()]
+    sources += [*moe_gemm_sources(), *moe_token_sources()]
     return list(dict.fromkeys(sources))
 
 
