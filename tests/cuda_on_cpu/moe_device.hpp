@@ -53,3 +53,5 @@ DEV void store_matrices(u32 at, const u32* a) {
     std::memcpy(shared(lanes[8 * i + lane_id() / 4].at + 4 * (lane_id() % 4), 4), a + i, 4);
 }
 DEV void fence_products() {}
+template <int N> DEV void lower_registers() {}
+template <int N> DEV void raise_registers() {}

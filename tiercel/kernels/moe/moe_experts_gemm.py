@@ -68,6 +68,11 @@ class GemmConfig:
     is_shared: bool
     ctas: int = 1
 
+    @property
+    def threads(self) -> int:
+        """Of a CTA: its warpgroups and those of the producer."""
+        return 128 * self.groups + (32 if self.is_shared or self.groups != 2 else 128)
+
     def smem_bytes(self, kind: str) -> int:
         """Dynamic shared memory of a CTA."""
         weights = self.units * 8 * self.groups * UNITS[kind].num_bytes
@@ -283,7 +288,7 @@ def launch_moe_experts_gemm(
         # Of h all columns of its units are written.
         rows = shape[0] if phase else num_units(inter) * 256
         grid = math.ceil(rows / ((128 if phase else 64) * config.groups))
-        launch(kernel, grid, 128 * config.groups + 32, [work], grid_y=num_tiles)
+        launch(kernel, grid, config.threads, [work], grid_y=num_tiles)
 
     adder = rtc.load_kernel(sum_source(hidden, topk, out.dtype), device)
     grid_y = math.ceil(hidden / _SUM_COLUMNS)

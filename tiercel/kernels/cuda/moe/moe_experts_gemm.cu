@@ -22,6 +22,9 @@ constexpr int W_BYTES = 8 * WGS * SLOT, X_BYTES = TOKENS * 128;
 constexpr int DECODED = FROM_SHARED ? WGS * 2 * 8192 : 0;
 constexpr int H_ROWS = 64 * WGS, H_STEP = 2 * H_ROWS + 16;  // of results of a token; no bank conflicts
 constexpr int NUM_BARRIERS = 2 * (UNITS_AHEAD + QUARTERS_AHEAD);
+// Operands in registers need more of them than CTAs of 288 threads find: the producer gives its own.
+constexpr bool MOVES_REGISTERS = !FROM_SHARED && WGS == 2;
+constexpr int THREADS_OF_CTA = 128 * WGS + (MOVES_REGISTERS ? 128 : 32);
 constexpr bool HAS_GRID = KIND == 12;  // IQ2_XXS
 static_assert(PHASE || TOKENS * H_STEP <= QUARTERS_AHEAD * X_BYTES, "room for results");
 
@@ -196,7 +199,7 @@ DEV void run(const Work& w, const uint4& tile, const Place2& at, const u32* pair
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128 * WGS + 32, CTAS) moe_experts_gemm(Work w) {
+extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA, CTAS) moe_experts_gemm(Work w) {
   ALIGNED_MEMORY(memory);
   __shared__ __align__(8) u64 barriers[NUM_BARRIERS];
   __shared__ u32 pairs[TOKENS];
@@ -219,22 +222,24 @@ extern "C" __global__ void __launch_bounds__(128 * WGS + 32, CTAS) moe_experts_g
       mbar_init(at.full_x + 8 * i, 1), mbar_init(at.empty_x + 8 * i, 4 * WGS);
     mbar_fence();
   }
-  for (int n = tid; n < TOKENS; n += 128 * WGS + 32) {
+  for (int n = tid; n < TOKENS; n += THREADS_OF_CTA) {
     const u32 pair = n < (int)tile.z ? __ldcg(w.pairs + tile.y + n) : 0;
     pairs[n] = pair, weights[n] = w.weights[pair];
   }
   if (HAS_GRID)
-    for (int i = tid; i < 256; i += 128 * WGS + 32) {
+    for (int i = tid; i < 256; i += THREADS_OF_CTA) {
       u32 places = 0;  // 2 bits each to 4
 #pragma unroll
       for (int k = 0; k < 8; ++k) places |= (w.grid[i] >> 2 * k & 3u) << 4 * k;
       grid[i] = places;
     }
   __syncthreads();
-  if (warp == 4 * WGS) {
-    produce(w, tile, at, tid & 31);
+  if (warp >= 4 * WGS) {
+    if constexpr (MOVES_REGISTERS) lower_registers<24>();
+    if (warp == 4 * WGS) produce(w, tile, at, tid & 31);
     return;
   }
+  if constexpr (MOVES_REGISTERS) raise_registers<240>();
   const int tokens = uni(tile.w);
   if (tokens == 16) run<16>(w, tile, at, pairs, weights, tid);
   if (tokens == 32) run<32>(w, tile, at, pairs, weights, tid);
