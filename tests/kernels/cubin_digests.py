@@ -150,7 +150,7 @@ def moe_sources() -> Iterator[rtc.KernelSource]:
 def moe_gemm_sources() -> Iterator[rtc.KernelSource]:
     """Products of prompts with experts of each type, gate and up and down."""
     for kind in moe_experts_tiles.KINDS:
-        experts, hidden, inter = EXPERTS[kind == "MXFP4"]
+        _, hidden, inter = EXPERTS[kind == "MXFP4"]
         config = moe_experts_gemm.select_gemm(kind)
         for phase, shape in enumerate(((inter, hidden), (hidden, inter))):
             total = 2 * (kind == "NVFP4")

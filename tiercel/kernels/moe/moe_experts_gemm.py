@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels.moe.moe_experts_tiles import (
+    GRID_WORDS,
     UNITS,
     ExpertsShape,
     KernelStack,
@@ -77,7 +78,8 @@ class GemmConfig:
         """Dynamic shared memory of a CTA."""
         weights = self.units * 8 * self.groups * UNITS[kind].num_bytes
         decoded = self.groups * 16384 if self.is_shared else 0
-        return weights + decoded + self.quarters * self.tokens * 128
+        grid = 4 * GRID_WORDS if kind == "IQ2_XXS" else 0
+        return weights + decoded + self.quarters * self.tokens * 128 + grid
 
 
 @functools.cache

@@ -35,7 +35,7 @@ _MOST_PARTS: Final = 8
 _WARPS: Final = 16
 _LISTED_WORDS: Final = 4  # of a pair in the list of chunks
 _FLAG_WORDS: Final = 4
-_GRID_WORDS: Final = 256
+GRID_WORDS: Final = 256
 _COPIED: Final = 8  # columns of x that are read together
 
 
@@ -152,7 +152,7 @@ def smem_bytes(shape: ExpertsShape, config: TilesConfig) -> int:
         for columns, kind in ((shape.hidden, shape.gate), (shape.inter, shape.down))
     )
     words = 2 * config.columns + _FLAG_WORDS + shape.experts + _LISTED_WORDS * MOST_FOLDED
-    words += _GRID_WORDS * ("IQ2_XXS" in (shape.gate, shape.down))
+    words += GRID_WORDS * ("IQ2_XXS" in (shape.gate, shape.down))
     return ring + sums + rows + 4 * words
 
 

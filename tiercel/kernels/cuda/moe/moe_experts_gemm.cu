@@ -204,13 +204,12 @@ extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA, CTAS) moe_experts_g
   __shared__ __align__(8) u64 barriers[NUM_BARRIERS];
   __shared__ u32 pairs[TOKENS];
   __shared__ float weights[TOKENS];
-  __shared__ u32 grid[HAS_GRID ? 256 : 1];
   const int tid = threadIdx.x, warp = uni(tid >> 5);
   const u32 smem = shared_address(memory), bars = shared_address(barriers);
   const u32 decoded = smem + QUARTERS_AHEAD * X_BYTES;
   const Place2 at = {smem, decoded, decoded + DECODED, bars, bars + 8 * UNITS_AHEAD,
                      bars + 16 * UNITS_AHEAD, bars + 16 * UNITS_AHEAD + 8 * QUARTERS_AHEAD,
-                     shared_address(grid)};
+                     decoded + DECODED + UNITS_AHEAD * W_BYTES};
   wait_for_inputs();
   launch_next();
   const uint4 tile = load_fresh(w.tiles + blockIdx.y);
@@ -231,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA, CTAS) moe_experts_g
       u32 places = 0;  // 2 bits each to 4
 #pragma unroll
       for (int k = 0; k < 8; ++k) places |= (w.grid[i] >> 2 * k & 3u) << 4 * k;
-      grid[i] = places;
+      sts4(at.grid + 4 * i, places);
     }
   __syncthreads();
   if (warp >= 4 * WGS) {
