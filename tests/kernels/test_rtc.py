@@ -156,10 +156,7 @@ def is_rare(source, config):
 # DeepSeek-V4's kernels of clusters: lists of all kinds, and all launches.
 CLUSTER_SOURCES = [
     *(
-        sparse_attention_decode.decode_source(
-            sparse_attention_decode.select_sparse_attention_decode(tokens), kinds, are_long
-        )
-        for tokens in (16, sparse_attention_decode.MOST_TOKENS)
+        sparse_attention_decode.decode_source(sparse_attention_decode.LAUNCH, kinds, are_long)
         for kinds, are_long in (
             ((2, 1), (False, False)),
             ((2, 3), (False, False)),

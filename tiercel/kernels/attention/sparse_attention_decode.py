@@ -28,15 +28,17 @@ if TYPE_CHECKING:
 CAPABILITY: Final = (9, 0)  # clusters
 HEAD_DIM, ROTARY, HEADS = 512, 64, 16  # of vectors; heads of a cluster
 ALIGNMENT: Final = 16  # bytes, of rows
-MOST_TOKENS: Final = 64
+MOST_TOKENS: Final = 16
+# A token's lists can hold so many. Between 192 and 8,320 keys of one token, at which this kernel
+# takes less and more time than the general one, they meet about here.
+MOST_KEYS: Final = 2304
+# CTAs of a cluster, keys of a turn, CTAs of an SM. The same for all tokens and lists, so that a
+# token has the same bits alone and among `MOST_TOKENS`.
+LAUNCH: Final = (8, 48, 2)
 NO_PART: Final = 3  # kind of a part that is not there
 _THREADS: Final = 256
 _WARPS: Final = 8
 _OUT = HEAD_DIM + 8  # floats of a row of sums
-
-# (most tokens, (CTAs of a cluster, keys of a turn, CTAs of an SM)). Tokens of one row of the table
-# have the same bits. Not measured yet.
-_LAUNCHES: Final = ((16, (8, 48, 2)), (MOST_TOKENS, (2, 48, 2)))
 
 
 _POINTERS: Final = ("cache", "scales", "list", "ends", "tables", "rows")
@@ -60,17 +62,12 @@ class _Part(ctypes.Structure):
     )
 
 
-def select_sparse_attention_decode(num_tokens: int) -> tuple[int, int, int]:
-    """CTAs of a cluster, keys of a turn and CTAs of an SM, for up to `MOST_TOKENS` tokens. Pure."""
-    return next(launch for most, launch in _LAUNCHES if num_tokens <= most)
-
-
 def decode_source(
     config: tuple[int, int, int], kinds: tuple[int, int], are_long: tuple[bool, bool]
 ) -> rtc.KernelSource:
     """The kernel as built for one kind of call.
 
-    config: from `select_sparse_attention_decode`. kinds: how the parts list keys, `NO_PART` for a
+    config: as `LAUNCH`. kinds: how the parts list keys, `NO_PART` for a
     second part that is not there. are_long: whether lists are int64.
     """
     cluster, tile, ctas = config
@@ -97,8 +94,9 @@ def decode_refusal(q: Tensor, parts: Sequence[KeyPart]) -> str:
     """Why the kernel does not take arguments that the general one takes; "" if it does."""
     if q.is_cuda and torch.cuda.get_device_capability(q.device) < CAPABILITY:
         return "the GPU has no clusters"
-    if q.shape[0] > MOST_TOKENS:
-        return f"{q.shape[0]} tokens"
+    num_keys = sum(part.num_keys for part in parts)
+    if q.shape[0] > MOST_TOKENS or num_keys > MOST_KEYS:
+        return f"{q.shape[0]} tokens, {num_keys} keys"
     if q.dtype != torch.bfloat16 or q.shape[2] != HEAD_DIM or q.shape[1] % HEADS:
         return f"q is {tuple(q.shape)} {q.dtype}"
     if q.stride(2) != 1 or (q.data_ptr() | 2 * q.stride(0) | 2 * q.stride(1)) % ALIGNMENT:
@@ -144,16 +142,12 @@ def launch_sparse_attention_decode(
     sink: Tensor | None,
     scale: float,
     out: Tensor,
-    config: tuple[int, int, int] | None = None,
+    config: tuple[int, int, int] = LAUNCH,
 ) -> None:
-    """Enqueue on the current stream; the op has checked and allocated.
-
-    config: None for that of `select_sparse_attention_decode`.
-    """
+    """Enqueue on the current stream; the op has checked and allocated."""
     num_tokens, num_heads, _ = q.shape
     if num_tokens == 0:
         return
-    config = config or select_sparse_attention_decode(num_tokens)
     kinds = tuple(part.kind() for part in parts)
     are_long = tuple(part.listed is not None and part.listed.dtype == torch.int64 for part in parts)
     kernel = rtc.load_kernel(_source(config, kinds, are_long), q.device, smem_bytes(config[1]))
