@@ -24,7 +24,7 @@ template <class T> DEV T from_remote(u32 address, int rank) {
 }
 DEV float4 load_remote_floats(u32 address, int rank) { return from_remote<float4>(address, rank); }
 DEV float load_remote_float(u32 address, int rank) { return from_remote<float>(address, rank); }
-DEV u32 load_remote_word(u32 address, int rank) { return from_remote<u32>(address, rank); }
+DEV uint2 load_remote_words(u32 address, int rank) { return from_remote<uint2>(address, rank); }
 DEV float load_float(u32 address) { return from_shared<float>(address); }
 DEV u32 load_word(u32 address) { return from_shared<u32>(address); }
 DEV u64 load_long(u32 address) { return from_shared<u64>(address); }

@@ -24,7 +24,6 @@ import torch
 from tests.kernels.test_rtc import (
     CLUSTER_SOURCES,
     PACKED_SOURCES,
-    SCORES_SOURCES,
     SOURCES,
     gemm_cases,
 )
@@ -46,7 +45,7 @@ HOPPER = "sm_90a"
 # Kernels of wgmma, TMA or clusters.
 HOPPER_ONLY = (
     *("prefill_attention", "packed_gemm", "fused_decode_step", "fused_layer_tail"),
-    *("sparse_attention_decode", "indexer_select", "indexer_scores_few"),
+    *("sparse_attention_decode", "indexer_select"),
 )
 HOPPER_ONLY = ("prefill_attention", "packed_gemm", "fused_decode_step", "fused_layer_tail")
 HOPPER_ONLY += ("moe_experts_gemm",)
@@ -172,7 +171,6 @@ def all_sources() -> list[rtc.KernelSource]:
     sources = [
         *SOURCES,
         *CLUSTER_SOURCES,
-        *SCORES_SOURCES,
         *packed_sources(),
         *decode_attention_sources(),
     ]

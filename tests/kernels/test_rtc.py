@@ -16,7 +16,6 @@ import torch
 
 from tiercel.errors import InternalError
 from tiercel.kernels.attention import (
-    indexer_scores_few,
     indexer_select,
     rotary_kv_write,
     sparse_attention_decode,
@@ -164,24 +163,10 @@ CLUSTER_SOURCES = [
         )
     ),
     *(
-        indexer_select.select_source(copies, is_long=is_long)
-        for copies, is_long in ((1, False), (8, True))
+        indexer_select.select_source(cluster, is_long=is_long)
+        for cluster, is_long in ((1, False), (8, True))
     ),
 ]
-SCORES_SOURCES = [
-    indexer_scores_few.scores_source(64, config, (False, False, True), is_split=is_split)
-    for config in indexer_scores_few.CONFIGS
-    for is_split in (False, True)
-]
-
-
-@pytest.mark.parametrize("source", SCORES_SOURCES, ids=str)
-def test_scores_of_few_tokens_hold_all_in_registers(source, tmp_path):
-    check_no_spills(source, tmp_path)
-    text = ask(compile_here(source, tmp_path), tmp_path, "nvdisasm", "-c")
-    assert "HMMA.16816.F32.BF16" in text
-    assert "LDG.E.128" in text
-    assert "ACQBULK" in text  # waits for the kernel ahead
 
 
 @pytest.mark.parametrize("source", CLUSTER_SOURCES, ids=str)

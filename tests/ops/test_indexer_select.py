@@ -21,7 +21,6 @@ def select(scores, visible, topk, config=None):
     """Entries that the kernel chooses, into poisoned memory with gaps."""
     num_tokens = scores.shape[0]
     out = torch.full((num_tokens + 2, topk + 3), 7, dtype=torch.int32, device=scores.device)
-    assert kernel.select_refusal(*scores.shape, scores.device) == ""
     kernel.launch_indexer_select(scores, visible, out[1:-1, :topk], config)
     assert out[[0, -1]].eq(7).all()
     assert out[:, topk:].eq(7).all()
@@ -33,16 +32,21 @@ def expected(scores, visible, topk):
     return torch_ops.entries_of(torch.topk(keys, topk, dim=1).values)
 
 
+CONFIGS = [(1, 8192), (8, 4096)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_the_choice_is_the_oracle_s(dtype, anywhere):
+def test_the_choice_is_the_oracle_s(dtype, config, anywhere):
     scores = torch.randn(3, 1100, device=anywhere)
     visible = torch.tensor([1100, 77, 1001], dtype=dtype, device=anywhere)
     scores[1, 77:] = float("nan")  # not visible
-    out = select(scores, visible, 100)
+    out = select(scores, visible, 100, config)
     assert chosen(out) == oracle.topk(scores, visible, 100)
 
 
-def test_equal_and_extreme_scores(anywhere):
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_equal_and_extreme_scores(config, anywhere):
     scores = torch.randint(-2, 3, (4, 900)).float() * 0.5
     scores[0] = 0.0
     scores[0, ::3] = -0.0
@@ -51,37 +55,43 @@ def test_equal_and_extreme_scores(anywhere):
     scores = scores.to(anywhere)
     visible = torch.tensor([900, 900, 100, 999], dtype=torch.int32, device=anywhere)
     for topk in (5, 31):
-        assert torch.equal(select(scores, visible, topk), expected(scores, visible, topk))
+        out = select(scores, visible, topk, config)
+        assert torch.equal(out, expected(scores, visible, topk))
 
 
-def test_fewer_visible_entries_than_are_chosen(anywhere):
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_fewer_visible_entries_than_are_chosen(config, anywhere):
     scores = torch.randn(3, 60, device=anywhere)
     visible = torch.tensor([0, 31, 60], dtype=torch.int32, device=anywhere)
-    out = select(scores, visible, 40)
+    out = select(scores, visible, 40, config)
     assert out[0].eq(-1).all()
     assert out[1].tolist() == [*range(31), *[-1] * 9]
     assert torch.equal(out[2:], expected(scores, visible, 40)[2:])
 
 
-def test_several_turns_and_copies(anywhere):
+@pytest.mark.parametrize("config", [(1, 32768), (8, 4096)], ids=str)
+def test_several_turns(config, anywhere):
     """More than 1,024 scores of a CTA, among them runs of equal ones over the border of CTAs."""
     scores = torch.randn(1, 20000, device=anywhere).round(decimals=2)
     visible = torch.tensor([19999], dtype=torch.int32, device=anywhere)
-    out = select(scores, visible, 512, (4096, 8))
+    out = select(scores, visible, 512, config)
     assert torch.equal(out, expected(scores, visible, 512))
 
 
 def test_launches_fit_the_shared_memory():
     for entries in (1, 8192, 8193, 32768, kernel.MOST_ENTRIES):
-        most, copies = kernel.select_indexer_select(entries)
-        assert most * kernel.CLUSTER >= entries
-        assert kernel.smem_bytes(most, copies) <= 227 << 10
+        cluster, most = kernel.select_indexer_select(entries)
+        assert most * cluster >= entries
+        assert kernel.smem_bytes(most) <= 227 << 10
 
 
 def test_refusals_say_why(device):
-    many, long = kernel.MOST_TOKENS + 1, kernel.MOST_ENTRIES + 1
-    assert kernel.select_refusal(many, 5, device) == f"{many} tokens, 5 entries"
-    assert kernel.select_refusal(1, long, device) == f"1 tokens, {long} entries"
+    few, long = kernel.LEAST_ENTRIES - 1, kernel.MOST_ENTRIES + 1
+    for tokens, entries in ((1, few), (1, long), (65, 16384), (9, long - 1)):
+        reason = kernel.select_refusal(tokens, entries, device)
+        assert reason == f"{tokens} tokens, {entries} entries"
+    for tokens, entries in ((1, few + 1), (64, 16384), (8, long - 1)):
+        assert kernel.select_refusal(tokens, entries, device) == ""
 
 
 @pytest.mark.gpu

@@ -123,7 +123,6 @@ def _launch(
     max_entries: int,
 ) -> Tensor:
     """Score and choose by kernels, for some tokens at a time: scores fit the workspace."""
-    from tiercel.kernels.attention import indexer_scores_few as few
     from tiercel.kernels.attention import indexer_select as by_clusters
     from tiercel.kernels.attention import indexer_topk as kernel
 
@@ -139,17 +138,11 @@ def _launch(
     candidates = [torch.empty((size, n), dtype=torch.int32, device=q.device) for n in counts]
     visible = visible.contiguous()
     planes = (paged.keys, paged.scales)
-    indices = (paged.block_tables, paged.seq_ids, visible)
-    has_few = q.is_cuda and not few.scores_refusal(q, weights, *planes, *indices)
     for start in range(0, q.shape[0], size):
         tokens = slice(start, min(start + size, q.shape[0]))
         rows = scores[: tokens.stop - start]
         lists = (paged.block_tables, paged.seq_ids[tokens], visible[tokens])
-        arguments = (q[tokens], weights[tokens], *planes, *lists, rows)
-        if has_few:
-            few.launch_indexer_scores_few(*arguments)
-        else:
-            kernel.launch_indexer_scores(*arguments)
+        kernel.launch_indexer_scores(q[tokens], weights[tokens], *planes, *lists, rows)
         if is_one_launch:
             by_clusters.launch_indexer_select(rows, visible[tokens], out[tokens])
             continue

@@ -33,10 +33,10 @@ DEV float load_remote_float(u32 address, int rank) {
                : "=f"(x) : "r"(remote_address(address, rank)) : "memory");
   return x;
 }
-DEV u32 load_remote_word(u32 address, int rank) {
-  u32 x;
-  asm volatile("ld.shared::cluster.u32 %0, [%1];"
-               : "=r"(x) : "r"(remote_address(address, rank)) : "memory");
+DEV uint2 load_remote_words(u32 address, int rank) {
+  uint2 x;
+  asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
+               : "=r"(x.x), "=r"(x.y) : "r"(remote_address(address, rank)) : "memory");
   return x;
 }
 DEV float load_float(u32 address) {

@@ -4,47 +4,48 @@
 // A cluster takes a token, each CTA a run of its scores, which it keeps in shared memory as unsigned
 // integers of the same order. Three histograms of 11, 11 and 10 bits, added up over the cluster, give
 // the least integer that is chosen; each CTA then finds the places of its own entries from how many
-// the CTAs before it have. The first histogram has COPIES, one for each lane in turn: scores have few
-// exponents, so lanes of a warp would often wait for each other.
+// the CTAs before it have. A cluster of one CTA reads no other's memory.
 //
-//   copies    BINS x COPIES words    the first histogram while it is counted
-//   bins      3 x BINS words         histograms of the CTA
-//   counts    1024 words             chosen entries of 32, then of all before them
-//   sums      64 words               of warps, and results that all threads read
+//   bins      3 x BINS words    histograms of the CTA
+//   counts    1024 words        chosen entries of 32, then of all before them
+//   sums      64 words          of warps, and results that all threads read
 //   values    the rest
 //
-// Macros: CLUSTER, COPIES, IS_LONG (whether `visible` is int64), IS_BF16 (without effect).
+// Macros: CLUSTER, IS_LONG (whether `visible` is int64), IS_BF16 (without effect).
 #include "attention/cluster_ptx.cuh"
 
 #define WARPS 32
 #define BINS 2048
-#define BINS_AT (4 * BINS * COPIES)
-#define COUNTS_AT (BINS_AT + 3 * 4 * BINS)
+#define COUNTS_AT (3 * 4 * BINS)
 #define SUMS_AT (COUNTS_AT + 4 * 1024)
 #define VALUES_AT (SUMS_AT + 4 * 64)
 #define ALL_THREADS_OF_CTA (32 * WARPS)
 
+// Sum of all values of a warp up to this lane's.
+DEV u32 scan_warp(u32 x) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const u32 y = __shfl_up_sync(~0u, x, step);
+    if (lane >= step) x += y;
+  }
+  return x;
+}
 // Sum of all values up to this thread's; `total` of the CTA.
 DEV u32 scan(u32 x, u32 sums_at, u32& total) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  u32 sum = x;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const u32 y = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += y;
-  }
+  const u32 sum = scan_warp(x);
   __syncthreads();  // the sums of the scan before have been read
   if (lane == 31) store_word(sums_at + 4 * warp, sum);
   __syncthreads();
-  u32 before = 0;
-  total = 0;
-#pragma unroll
-  for (int w = 0; w < WARPS; ++w) {
-    const u32 y = load_word(sums_at + 4 * w);
-    if (w < warp) before += y;
-    total += y;
-  }
-  return before + sum;
+  const u32 of_warp = load_word(sums_at + 4 * lane);  // each lane that of another one
+  const u32 upto = scan_warp(of_warp);
+  total = __shfl_sync(~0u, upto, WARPS - 1);
+  return __shfl_sync(~0u, upto - of_warp, warp) + sum;
+}
+// Two words of a CTA of the cluster.
+DEV uint2 load_words_of(u32 address, int rank) {
+  return CLUSTER == 1 ? load_words(address) : load_remote_words(address, rank);
 }
 DEV u32 ordered(float score) {
   const u32 bits = score == 0.f ? 0u : __float_as_uint(score);  // -0 ties with 0
@@ -61,7 +62,7 @@ __launch_bounds__(ALL_THREADS_OF_CTA, 1) indexer_select(
   const u32 base = shared_base();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int rank = blockIdx.x, token = blockIdx.y;
-  for (u32 i = tid; i < BINS * (COPIES + 3); i += ALL_THREADS_OF_CTA) store_word(base + 4 * i, 0);
+  for (u32 i = tid; i < 3 * BINS; i += ALL_THREADS_OF_CTA) store_word(base + 4 * i, 0);
   wait_for_predecessor();
   const i64 wanted = IS_LONG ? ((const i64*)visible)[token] : (i64)((const int*)visible)[token];
   const int seen = (int)(wanted < max_entries ? wanted : max_entries);
@@ -73,14 +74,7 @@ __launch_bounds__(ALL_THREADS_OF_CTA, 1) indexer_select(
   for (int i = tid; i < own; i += ALL_THREADS_OF_CTA) {
     const u32 value = ordered(row[i]);
     store_word(base + VALUES_AT + 4 * i, value);
-    add_shared(base + 4 * ((value >> 21) * COPIES + lane % COPIES), 1);
-  }
-  __syncthreads();
-  for (int bin = tid; bin < BINS; bin += ALL_THREADS_OF_CTA) {
-    u32 sum = 0;
-#pragma unroll
-    for (int copy = 0; copy < COPIES; ++copy) sum += load_word(base + 4 * (bin * COPIES + copy));
-    store_word(base + BINS_AT + 4 * bin, sum);
+    add_shared(base + 4 * (value >> 21), 1);
   }
 
   const bool has_all = seen <= topk;
@@ -91,7 +85,7 @@ __launch_bounds__(ALL_THREADS_OF_CTA, 1) indexer_select(
     for (int pass = 0; pass < 3; ++pass) {
       const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
       const u32 mask = pass == 2 ? 1023 : 2047;
-      const u32 bins = base + BINS_AT + 4 * BINS * pass;
+      const u32 bins = base + 4 * BINS * pass;
       if (pass > 0) {
         const int above = pass == 1 ? 21 : 10;
         for (int i = tid; i < own; i += ALL_THREADS_OF_CTA) {
@@ -105,8 +99,8 @@ __launch_bounds__(ALL_THREADS_OF_CTA, 1) indexer_select(
       u32 counts[2] = {0, 0};
 #pragma unroll
       for (int r = 0; r < CLUSTER; ++r) {
-        counts[0] += load_remote_word(bins + 4 * high, r);
-        counts[1] += load_remote_word(bins + 4 * (high - 1), r);
+        const uint2 pair = load_words_of(bins + 4 * (high - 1), r);
+        counts[0] += pair.y, counts[1] += pair.x;
       }
       u32 total;
       const u32 upto = scan(counts[0] + counts[1], base + SUMS_AT, total);
@@ -146,9 +140,8 @@ __launch_bounds__(ALL_THREADS_OF_CTA, 1) indexer_select(
   u32 above_of_others = 0, equal_of_others = 0;
 #pragma unroll
   for (int r = 0; r < CLUSTER; ++r) {
-    const u32 above = load_remote_word(base + SUMS_AT + 4 * 34, r);
-    const u32 equal = load_remote_word(base + SUMS_AT + 4 * 35, r);
-    if (r < rank) above_of_others += above, equal_of_others += equal;
+    const uint2 chosen = load_words_of(base + SUMS_AT + 4 * 34, r);
+    if (r < rank) above_of_others += chosen.x, equal_of_others += chosen.y;
   }
   // Places of the first of 32 entries: above in `counts`, equal in the histograms' memory.
   if (tid < turns * WARPS) {

@@ -10,12 +10,11 @@
 #define TOKENS 32
 
 // ---- attention: prefill_attention.py, decode_attention_split.py, rotary_kv_write.py,
-// sparse_attention_decode.py, indexer_select.py, indexer_scores_few.py
+// sparse_attention_decode.py, indexer_select.py
 #define BATCH 16
 #define BLOCK_SIZE 64
 #define CLUSTER 8
 #define COARSE_KEYS 512
-#define COPIES 8
 #define COLUMNS 1
 #define D 128
 #define FAST_LOOP 1
@@ -23,7 +22,6 @@
 #define FINE_KEYS 128
 #define FOLDS 1
 #define GROUP_HEADS 4
-#define H 64
 #define HAS_NORMS 1
 #define IS_LONG 0
 #define IS_PART 0
@@ -33,13 +31,9 @@
 #define KV_HEADS 8
 #define LONG0 0
 #define LONG1 0
-#define LONG_ROWS 1
-#define LONG_SEEN 0
-#define LONG_TABLES 0
 #define MIDDLE_END 32768
 #define MIDDLE_KEYS 256
 #define NR 1
-#define NT 4
 #define NUM_HEADS 32
 #define PAGE 64
 #define SHARED_SUMS 1
