@@ -311,7 +311,6 @@ def test_all_reduce_compiles_as_designed(ranks, dtype, arch, tmp_path):
     assert ("ACQBULK" in text and "PREEXIT" in text) == (arch != "sm_80" and arch != "sm_89")
 
 
-@pytest.mark.parametrize("tokens", [1, 16])
 @pytest.mark.parametrize("kinds", [3, 7])
 @pytest.mark.parametrize("given", [linear_group.PLAIN, linear_group.NORMED, linear_group.ROTATED])
 def test_linear_group_keeps_its_units_in_registers(given, kinds, tmp_path):
