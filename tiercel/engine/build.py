@@ -180,22 +180,10 @@ def build_engine(
     budget = MemoryBudget(device, config.gpu_memory_utilization)
     dense_copies = _has_room_for_copies(source, config, budget, peers)
     load = None if progress is None else partial(progress, "Loading")
+    sharding = sharding_of(config, peers.rank)
+    reader = WeightReader(source, device, load, dense_copies=dense_copies, sharding=sharding)
     try:
-        num_mtp_layers = source.config.num_mtp_layers if config.spec.has_head else 0
-        model = model_class(source.family)(
-            replace(source.config, num_mtp_layers=num_mtp_layers),
-            WeightReader(
-                source,
-                device,
-                load,
-                dense_copies=dense_copies,
-                sharding=sharding_of(config, peers.rank),
-            ),
-            config.dtype,
-            config.max_model_len + config.spec.max_drafts,
-            config.model_options,
-            group=peers.group,
-        )
+        model = _load_weights(source, config, reader, peers)
         groups = group_specs(model.cache_specs())
         layout = slot_layout(groups, config.block_size)
         runner = _make_runner(model, layout, config, tokenizer)
@@ -241,6 +229,21 @@ def build_engine(
         policy=policy,
     )
     return peers.engine(scheduler, runner, config)
+
+
+def _load_weights(
+    source: ModelSource, config: EngineConfig, reader: WeightReader, peers: Peers
+) -> Model:
+    """The model, with its draft head if that is used."""
+    num_mtp_layers = source.config.num_mtp_layers if config.spec.has_head else 0
+    return model_class(source.family)(
+        replace(source.config, num_mtp_layers=num_mtp_layers),
+        reader,
+        config.dtype,
+        config.max_model_len + config.spec.max_drafts,
+        config.model_options,
+        group=peers.group,
+    )
 
 
 def _agreed_costs(runner: ModelRunner, peers: Peers) -> list[tuple[int, float]]:
