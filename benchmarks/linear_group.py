@@ -8,7 +8,7 @@ order of work of the shapes with one token: what `select_linear_group` chooses f
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -182,12 +182,14 @@ def first_rows(matrix: GroupMatrix) -> Tensor:
     return torch.cat(parts).cpu()
 
 
-def launches(columns: int, *, has_q8: bool) -> Iterator[LinearGroupConfig]:
-    """All orders of work that are tried, the one of the shape first."""
-    chosen = kernel.select_linear_group(columns, has_q8=has_q8)
+def launches(columns: int, kinds: Sequence[tuple[str, int]]) -> Iterator[LinearGroupConfig]:
+    """All orders of work that are tried with a token, the one of the shape first."""
+    has_q8 = any(kind == "q8" for kind, _ in kinds)
+    tiles = [count // kernel.TILE_ROWS for _, count in kinds]
+    chosen = kernel.select_linear_group(columns, tiles, 1, has_q8=has_q8)
     yield chosen
     for parts in (2, 4, 8):
-        for stages, ctas in ((2, 3), (3, 2), (4, 2)):
+        for stages, ctas in ((2, 3), (2, 2), (3, 2), (4, 2)):
             config = LinearGroupConfig(parts, 8 // parts, stages, ctas)
             if config != chosen and columns // kernel.UNIT_BYTES >= parts:
                 yield config
@@ -200,8 +202,7 @@ def cases(device: torch.device, *, has_all_launches: bool) -> Iterator[Case]:
             for num_tokens in TOKENS[device.type]:
                 yield make_case(name, num_tokens, device)
             continue
-        has_q8 = any(kind == "q8" for kind, _ in kinds)
-        for config in launches(columns, has_q8=has_q8):
+        for config in launches(columns, kinds):
             yield make_case(name, 1, device, config)
 
 

@@ -311,11 +311,14 @@ def test_all_reduce_compiles_as_designed(ranks, dtype, arch, tmp_path):
     assert ("ACQBULK" in text and "PREEXIT" in text) == (arch != "sm_80" and arch != "sm_89")
 
 
+@pytest.mark.parametrize("tiles", [256, 272, 512])
 @pytest.mark.parametrize("kinds", [3, 7])
 @pytest.mark.parametrize("given", [linear_group.PLAIN, linear_group.NORMED, linear_group.ROTATED])
-def test_linear_group_keeps_its_units_in_registers(given, kinds, tmp_path):
-    """Three CTAs of 8 warps on a multiprocessor, or two where Q8_0 is among the formats."""
-    config = linear_group.select_linear_group(4096, has_q8=kinds == 7)
+def test_linear_group_keeps_its_units_in_registers(given, kinds, tiles, tmp_path):
+    """Of 8 warps, in each CTA of a multiprocessor."""
+    config = linear_group.select_linear_group(
+        4096, [tiles], 1, kind_of_input=given, has_q8=kinds == 7
+    )
     source = linear_group.cuda_source(kinds, given, config)
     cubin = compile_here(source, tmp_path)
     check_no_spills(source, tmp_path)

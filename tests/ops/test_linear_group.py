@@ -96,7 +96,8 @@ def run(x, matrices, config=None, num_sms=132, norm=None, rotation=None, limit=N
     positions, table, head_dim = rotation or (None, None, 1)
     given = GroupInput(norm, None if table is None else (positions, table), head_dim, limit)
     columns = matrices[0].weight.shape[-1]
-    config = config or kernel.select_linear_group(columns)
+    tiles = [one.num_tiles for one in planes]
+    config = config or kernel.select_linear_group(columns, tiles, x.shape[0])
     kernel.launch_linear_group(x, planes, given, config, num_sms)
     results = [out.clone() for out in outs]
     for out, guard in zip(outs, guards, strict=True):
@@ -340,11 +341,37 @@ def test_op_names_the_bad_argument():
 # Columns of Flash and Pro.
 @pytest.mark.parametrize("columns", [1024, 1536, 2048, 3072, 4096, 7168, 8192])
 def test_launches_of_deepseek_v4(columns):
-    """Each warp has two units or more, and 8 tokens fit."""
-    config = kernel.select_linear_group(columns)
-    assert config.parts * config.tiles == 8
-    assert columns // kernel.UNIT_BYTES >= 2 * config.parts
+    """Each warp has two units or more, 8 tokens fit, and they have one order of sums."""
+    for tiles in ([96], [16, 256], [2048]):
+        configs = [kernel.select_linear_group(columns, tiles, tokens) for tokens in range(1, 9)]
+        assert len({config.parts for config in configs}) == 1
+        for config in configs:
+            assert config.parts * config.tiles == 8
+            assert columns // kernel.UNIT_BYTES >= 2 * config.parts
     assert kernel.fits(columns, 8)
+
+
+# Columns, tiles of 16 rows (pairs: 8), tokens; stages and CTAs (results/linear_group_h200.json).
+CHOICES = [
+    ("x of CSA", 4096, [96, 164], 1, (4, 2)),
+    ("x of CSA", 4096, [96, 164], 8, (4, 2)),
+    ("router, shared w1 and w3", 4096, [16, 256], 1, (2, 3)),
+    ("router, shared w1 and w3", 4096, [16, 256], 4, (2, 3)),
+    ("router, shared w1 and w3", 4096, [16, 256], 8, (2, 2)),
+    ("shared w2", 2048, [256], 8, (4, 2)),
+    ("wq_b and indexer wq_b", 1024, [2048, 512], 1, (2, 2)),
+    ("wo_a", 4096, [512], 1, (2, 2)),
+    ("wo_b", 8192, [256], 4, (4, 2)),
+]
+
+
+@pytest.mark.parametrize(("name", "columns", "tiles", "num_tokens", "wanted"), CHOICES)
+def test_choices_of_flash(name, columns, tiles, num_tokens, wanted):
+    config = kernel.select_linear_group(columns, tiles, num_tokens)
+    assert (config.stages, config.ctas) == wanted
+    assert kernel.select_linear_group(columns, tiles, num_tokens, has_q8=True)[2:] == (2, 2)
+    normed = kernel.select_linear_group(columns, tiles, num_tokens, kind_of_input=kernel.NORMED)
+    assert normed.ctas == 2
 
 
 def test_ctas_are_shared_by_bytes():

@@ -1,7 +1,8 @@
 """Linear layers that read the same x, in one launch where a kernel takes all of them.
 
-Elsewhere (a CPU, more than 8 tokens, formats that the kernel does not read, rounded activations)
-they are multiplied one after the other; `group_refusal` says why.
+Elsewhere (a CPU, more than 8 tokens, formats that the kernel does not read, rounded activations, a
+lone matrix that another kernel reads faster) they are multiplied one after the other;
+`group_refusal` says why.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ from tiercel.ops.linear import LinearWeight
 from tiercel.ops.linear_group import GroupMatrix, GroupWeight, Q8Planes, linear_group
 from tiercel.ops.moe_experts import clamped_swiglu
 from tiercel.quant import QuantTensor
+
+# Of an FP8 matrix alone. wo_b of Flash, 8192 columns, 1, 2, 4 and 8 tokens: 13.9, 14.4, 15.1 and
+# 21.1 us here, 14.4 to 14.6 by block_matvec (H200, results/linear_group_h200.json). For any number
+# of tokens: a token's bits do not depend on how many there are.
+MOST_LONE_COLUMNS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,10 @@ def group_refusal(x: Tensor, parts: Sequence[Linear | GateUp], norm: RMSNorm | N
         matrices += _matrices(linear.weight, is_pair=is_pair)
     if len(matrices) > op.MAX_MATRICES:
         return f"{len(matrices)} matrices are more than {op.MAX_MATRICES}"
+    columns = x.shape[1]
+    is_lone = len(matrices) == 1 and isinstance(matrices[0].weight, QuantTensor)
+    if is_lone and columns > MOST_LONE_COLUMNS:
+        return f"{columns} columns of one FP8 matrix are more than {MOST_LONE_COLUMNS}"
     return next((text for text in map(op.matrix_refusal, matrices) if text), "")
 
 

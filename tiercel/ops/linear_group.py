@@ -197,8 +197,16 @@ def linear_group(
         return outs
     planes = [_planes(matrix, out) for matrix, out in zip(matrices, outs, strict=True)]
     has_q8 = any(isinstance(matrix.weight, Q8Planes) for matrix in matrices)
-    config = kernel.select_linear_group(matrices[0].weight.shape[-1], has_q8=has_q8)
-    kernel.launch_linear_group(x, planes, given, config, device_limits(x.device).num_sms)
+    columns, num_sms = matrices[0].weight.shape[-1], device_limits(x.device).num_sms
+    config = kernel.select_linear_group(
+        columns,
+        [one.num_tiles for one in planes],
+        x.shape[0],
+        kind_of_input=given.kind,
+        has_q8=has_q8,
+        num_sms=num_sms,
+    )
+    kernel.launch_linear_group(x, planes, given, config, num_sms)
     return outs
 
 

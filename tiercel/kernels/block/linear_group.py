@@ -6,7 +6,7 @@ the launch: the norm or the inverse rotation of x, the clamped SwiGLU of gate an
 result is added to.
 
 Floor: the planes once, x once for each CTA from L2, the results once. 16 tokens were slower than
-one matrix after the other (wo_b 21.6 against 15.0 us; H200, printed).
+one matrix after the other (first version: wo_b 21.6 against 15.0 us; H200, printed).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ GROUP_ROWS = TILE_ROWS * _WARPS  # groups are multiples of them: those of a CTA 
 _SUM_BYTES = 2 * 512  # of a warp's sums, in two buffers
 _RESERVED_BYTES = 1 << 10  # of shared memory, by the system for each CTA
 _SM_BYTES, _CTA_BYTES = 228 << 10, 227 << 10
+_X_BYTES = 128 << 10  # of shared memory, at most, for x and sums of three CTAs
 H200_SMS = 132
 
 
@@ -53,20 +54,41 @@ class LinearGroupConfig(NamedTuple):
     ctas: int
 
 
-def select_linear_group(columns: int, *, has_q8: bool = False) -> LinearGroupConfig:
+def select_linear_group(
+    columns: int,
+    num_tiles: Sequence[int],
+    num_tokens: int,
+    *,
+    kind_of_input: int = PLAIN,
+    has_q8: bool = False,
+    num_sms: int = H200_SMS,
+) -> LinearGroupConfig:
     """Choose the launch; the order of sums follows from the columns alone.
 
-    Three CTAs of 8 warps with two units each keep 96 KB of a multiprocessor in flight at 80
-    registers, two with four units 128 KB at 128 (NVRTC 13.0 for sm_90a; Q8_0 would spill at 80).
+    Two CTAs of 8 warps a multiprocessor; with four units a warp where they hold all blocks. Three
+    where they do and two do not (router, shared w1 and w3: 8.8 us, 11.8 with two), unless their x
+    leaves loads no cache: the x of CSA took 20.2 us with three for 8 tokens, 11.5 with two (H200,
+    results/linear_group_h200.json). Q8_0 and norms would spill at the 80 registers of three.
 
     Args:
         columns: of the matrices.
+        num_tiles: of each matrix.
+        num_tokens: rows of x.
+        kind_of_input: INPUT of the kernel.
         has_q8: whether one of them is in Q8_0.
+        num_sms: multiprocessors of the device.
     """
     units = columns // UNIT_BYTES
     parts = next(parts for parts in (8, 4, 2, 1) if parts == 1 or units >= 2 * parts)
-    stages, ctas = (4, 2) if has_q8 else (2, 3)
-    return LinearGroupConfig(parts, _WARPS // parts, stages, ctas)
+    tiles = _WARPS // parts
+    blocks = sum(-(-count // tiles) for count in num_tiles)
+    three = LinearGroupConfig(parts, tiles, 2, 3)
+    has_cache = 3 * smem_bytes(columns, num_tokens, three) <= _X_BYTES
+    if has_q8 or blocks > 3 * num_sms:
+        return LinearGroupConfig(parts, tiles, 2, 2)
+    if blocks <= 2 * num_sms:
+        return LinearGroupConfig(parts, tiles, 4, 2)
+    return three if has_cache and kind_of_input == PLAIN else three._replace(ctas=2)
 
 
 def unit_columns(dtype: torch.dtype) -> int:
@@ -197,7 +219,8 @@ def smem_bytes(columns: int, num_tokens: int, config: LinearGroupConfig) -> int:
 
 def fits(columns: int, num_tokens: int) -> bool:
     """Whether x fits into shared memory."""
-    return smem_bytes(columns, num_tokens, select_linear_group(columns)) <= _CTA_BYTES
+    config = select_linear_group(columns, [], num_tokens)
+    return smem_bytes(columns, num_tokens, config) <= _CTA_BYTES
 
 
 def share_ctas(num_blocks: Sequence[int], num_bytes: Sequence[int], slots: int) -> list[int]:
