@@ -186,15 +186,12 @@ def latent_step_write_kernel(
     COMPRESSORS: tl.constexpr,
     TERM_SIZES: tl.constexpr,  # RATIO, COUNT, TERMS
     SIZES0: tl.constexpr,  # WIDTH, BLOCK, HALF, PER_BLOCK, FORMAT, SCALES, HADAMARD, LOG
-    FRESH0: tl.constexpr,  # of inputs, as in `kv_compress_kernel`; no tuple may hold tuples
-    STORED_KV0: tl.constexpr,
-    STORED_GATE0: tl.constexpr,
+    # Of inputs, as in `kv_compress_kernel`; Triton 3.6 takes no tuple of tuples.
+    FRESH0: tl.constexpr, STORED_KV0: tl.constexpr, STORED_GATE0: tl.constexpr,
     CHANNELS0: tl.constexpr,  # of inputs, and a power of two no less
     STRIDES0: tl.constexpr,  # of the cache
     SIZES1: tl.constexpr,
-    FRESH1: tl.constexpr,
-    STORED_KV1: tl.constexpr,
-    STORED_GATE1: tl.constexpr,
+    FRESH1: tl.constexpr, STORED_KV1: tl.constexpr, STORED_GATE1: tl.constexpr,
     CHANNELS1: tl.constexpr,
     STRIDES1: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
@@ -237,14 +234,8 @@ def latent_step_write_kernel(
                 if COMPRESSORS > 1:
                     _write_inputs(
                         *(token, phase_ptr, slot, kv1_ptr, gate1_ptr, bias1_ptr, stored_kv1_ptr),
-                        *(
-                            stored_gate1_ptr,
-                            TERM_SIZES,
-                            FRESH1,
-                            STORED_KV1,
-                            STORED_GATE1,
-                            CHANNELS1,
-                        ),
+                        *(stored_gate1_ptr, TERM_SIZES, FRESH1, STORED_KV1),
+                        *(STORED_GATE1, CHANNELS1),
                     )
 
 
