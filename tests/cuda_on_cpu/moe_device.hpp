@@ -43,15 +43,5 @@ DEV int __popc(u32 v) { return __builtin_popcount(v); }
 template <int N> DEV void product_bf16(float (&sums)[N], const u32* weights, u32 tokens) {
   own_products().back().push_back({sums, weights, tokens, 2 * N, true});
 }
-template <int N> DEV void product_bf16(float (&sums)[N], u32 weights, u32 tokens) {
-  own_products().back().push_back({sums, nullptr, tokens, 2 * N, true, weights});
-}
-struct MatrixRows { u32 at, a[4]; };
-DEV void store_matrices(u32 at, const u32* a) {
-  const auto lanes = collect(MatrixRows{at, {a[0], a[1], a[2], a[3]}});
-  for (int i = 0; i < 4; ++i)
-    std::memcpy(shared(lanes[8 * i + lane_id() / 4].at + 4 * (lane_id() % 4), 4), a + i, 4);
-}
-DEV void fence_products() {}
 template <int N> DEV void lower_registers() {}
 template <int N> DEV void raise_registers() {}

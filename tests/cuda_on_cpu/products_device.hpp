@@ -53,15 +53,7 @@ DEV void mma_signed(int (&c)[4], const u32 (&a)[2], u32 b, int start) {
 }
 
 // ---- products of a warpgroup: m64n(N)k16, weights in registers, tokens in shared memory
-constexpr u32 IN_REGISTERS = ~0u;
-struct Product {
-  float* sums;
-  const u32* weights;
-  u32 tokens;
-  int columns;
-  bool is_bf16 = false;
-  u32 rows = IN_REGISTERS;  // else the weights are at this matrix descriptor
-};
+struct Product { float* sums; const u32* weights; u32 tokens; int columns; bool is_bf16; };
 typedef std::deque<std::vector<Product>> ProductGroups;  // of a thread; the last is open
 static std::vector<ProductGroups> products;              // by CTA and thread
 DEV ProductGroups& own_products() { return products[current->cta * MOST_THREADS + current->tid]; }
@@ -71,19 +63,16 @@ DEV u32 mdesc(u32 address, u32 stride) {
   return address >> 4;
 }
 template <int N> DEV void product(float (&sums)[N], const u32* weights, u32 tokens) {
-  own_products().back().push_back({sums, weights, tokens, 2 * N});
+  own_products().back().push_back({sums, weights, tokens, 2 * N, false});
 }
 DEV float of_bits(u16 v, bool is_bf16) { return is_bf16 ? bits<float>((u32)v << 16) : half_to_float(v); }
 DEV u16 swizzled(u32 at) { return from_shared<u16>(at ^ (at >> 7 & 7) << 4); }
 DEV void multiply(const Product& p) {
   Matrices& m = current->warp->matrices[current->warp->turn & 1];
-  const int g = lane_id() / 4, column = 2 * (lane_id() % 4), warp = current->tid / WARP % 4;
-  for (int i = 0; i < 8; ++i) {
-    const int row = g + 8 * (i / 2 % 2), k = 8 * (i / 4) + column + i % 2;
-    const u16 v = p.rows == IN_REGISTERS ? p.weights[i / 2] >> 16 * (i % 2)
-                                         : swizzled((p.rows << 4) + 128 * (16 * warp + row) + 2 * k);
-    m.a[row][k] = of_bits(v, p.is_bf16);
-  }
+  const int g = lane_id() / 4, column = 2 * (lane_id() % 4);
+  for (int i = 0; i < 8; ++i)
+    m.a[g + 8 * (i / 2 % 2)][8 * (i / 4) + column + i % 2] =
+        of_bits(p.weights[i / 2] >> 16 * (i % 2), p.is_bf16);
   __syncwarp();
   for (int n = 2 * (lane_id() % 4); n < p.columns; n += n % 2 ? 7 : 1) {
     const u32 row = (p.tokens << 4) + 128 * n;  // 64 columns, chunks of 16 bytes swizzled

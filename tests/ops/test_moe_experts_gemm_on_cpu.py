@@ -11,10 +11,10 @@ from tiercel.reference import moe_experts as oracle
 CPU = torch.device("cpu")
 LIMIT = 1.25
 TOLERANCE = 8e-3  # weights and h are rounded to 8 bits
-SHARED = kernel.GemmConfig(tokens=32, groups=1, units=2, quarters=3, is_shared=True)
-OWN = kernel.GemmConfig(tokens=16, groups=2, units=1, quarters=9, is_shared=False)
-WIDE = kernel.GemmConfig(tokens=48, groups=2, units=1, quarters=6, is_shared=True)
-WIDEST = kernel.GemmConfig(tokens=128, groups=2, units=1, quarters=3, is_shared=True)
+SMALL = kernel.GemmConfig(tokens=32, groups=1, units=2, quarters=3, batch=1)
+TALL = kernel.GemmConfig(tokens=16, groups=3, units=1, quarters=9, batch=2)
+WIDE = kernel.GemmConfig(tokens=48, groups=2, units=1, quarters=6, batch=1)
+WIDEST = kernel.GemmConfig(tokens=128, groups=2, units=1, quarters=3, batch=2)
 
 
 def run(products, x, ids, weights, stacks, configs, limit=LIMIT, dtype=torch.float32):
@@ -67,7 +67,7 @@ def test_every_type_matches_oracle(gate, down, hidden, inter, products):
     x = (torch.randn(11, hidden) / decoded[0].std() / hidden**0.5).bfloat16()
     ids = torch.stack([torch.tensor([1, 3, 2])[torch.randperm(3)[:2]] for _ in range(11)])
     weights = (torch.rand(11, 2) + 0.1) / decoded[2].std()
-    config = SHARED if gate == "NVFP4" or down == "NVFP4" else OWN
+    config = SMALL if gate == "NVFP4" or down == "NVFP4" else TALL
     check(run(products, x, ids, weights, stacks, (config, config)), x, ids, weights, decoded)
 
 
@@ -96,7 +96,7 @@ def test_any_number_of_tokens_and_any_tile_give_the_same_bits(config, many, prod
     out = run(products, x, ids, weights, stacks, (config, config))
     check(out, x, ids, weights, decoded)
     few = [number[70:93].contiguous() for number in (x, ids, weights)]
-    for products.seed, config in enumerate((SHARED, OWN), 1):
+    for products.seed, config in enumerate((SMALL, TALL), 1):
         part = run(products, *few, stacks, (config, config))
         assert torch.equal(part, out[70:93])
 
@@ -104,10 +104,10 @@ def test_any_number_of_tokens_and_any_tile_give_the_same_bits(config, many, prod
 def test_without_a_clamp_and_rounded_once(many, products):
     (x, ids, weights, stacks), decoded = many
     few = [number[:9].contiguous() for number in (3 * x, ids, weights)]
-    exact = run(products, *few, stacks, (OWN, OWN), limit=None)
+    exact = run(products, *few, stacks, (TALL, TALL), limit=None)
     check(exact, *few, decoded, None)
     for dtype in (torch.float16, torch.bfloat16):
-        out = run(products, *few, stacks, (OWN, OWN), limit=None, dtype=dtype)
+        out = run(products, *few, stacks, (TALL, TALL), limit=None, dtype=dtype)
         assert torch.equal(out, exact.to(dtype))
 
 

@@ -40,7 +40,7 @@ TOKEN_STEP: Final = 16
 LEAST_PAIRS: Final = 2
 """Of an expert on average: fewer are faster with moe_experts_tiles."""
 _SMEM_BYTES: Final = 225 << 10  # of 227, less barriers and lists
-_MOST_TILES: Final = 65535  # of a grid
+_MOST_QUARTERS: Final = 12
 _MOST_EXPERTS: Final = 2048  # of the table's shared memory
 _MOST_COLUMNS: Final = 24 << 10  # likewise of the image's
 _TABLE_THREADS: Final = 1024
@@ -58,7 +58,7 @@ class GemmConfig:
         groups: warpgroups of 128 rows in a CTA.
         units: of weights in flight.
         quarters: of units of tokens in flight.
-        is_shared: whether decoded weights go through shared memory.
+        batch: quarters of a unit that are decoded at once.
         ctas: of an SM.
     """
 
@@ -66,27 +66,33 @@ class GemmConfig:
     groups: int
     units: int
     quarters: int
-    is_shared: bool
+    batch: int = 1
     ctas: int = 1
 
     @property
     def threads(self) -> int:
-        """Of a CTA: its warpgroups and those of the producer."""
-        return 128 * self.groups + (32 if self.is_shared or self.groups != 2 else 128)
+        """Of a CTA: its warpgroups and the producer's."""
+        return 128 * (self.groups + 1)
 
     def smem_bytes(self, kind: str) -> int:
         """Dynamic shared memory of a CTA."""
         weights = self.units * 8 * self.groups * UNITS[kind].num_bytes
-        decoded = self.groups * 16384 if self.is_shared else 0
         grid = 4 * GRID_WORDS if kind == "IQ2_XXS" else 0
-        return weights + decoded + self.quarters * self.tokens * 128 + grid
+        barriers = 16 * (self.units + self.quarters)
+        return weights + self.quarters * self.tokens * 128 + grid + barriers
+
+
+def make_config(kind: str, tokens: int, groups: int, units: int = 2, batch: int = 1) -> GemmConfig:
+    """The launch with as many quarters in flight as fit."""
+    used = GemmConfig(tokens, groups, units, 0).smem_bytes(kind)
+    quarters = min((_SMEM_BYTES - used) // (tokens * 128), _MOST_QUARTERS)
+    return GemmConfig(tokens, groups, units, quarters, batch)
 
 
 @functools.cache
 def select_gemm(kind: str) -> GemmConfig:
     """Choose the launch of a type of weights. Pure."""
-    used = GemmConfig(128, 2, 2, 0, is_shared=True).smem_bytes(kind)
-    return GemmConfig(128, 2, 2, (_SMEM_BYTES - used) // (128 * 128), is_shared=True)
+    return make_config(kind, 128, 2)
 
 
 def gemm_refusal(shape: ExpertsShape, num_pairs: int, capability: tuple[int, int]) -> str:
@@ -97,15 +103,13 @@ def gemm_refusal(shape: ExpertsShape, num_pairs: int, capability: tuple[int, int
         num_pairs: tokens times slots.
         capability: of the GPU.
     """
-    tokens, found = select_gemm(shape.gate).tokens, ".".join(map(str, capability))
+    found = ".".join(map(str, capability))
     checks = {
         f"{num_pairs} pairs are fewer than {LEAST_PAIRS} an expert": num_pairs
         < LEAST_PAIRS * shape.experts,
         f"the GPU has compute capability {found}, not 9.0": capability != CAPABILITY,
         f"{shape.experts} experts are more than {_MOST_EXPERTS}": shape.experts > _MOST_EXPERTS,
         f"rows of {shape.hidden} columns do not fit shared memory": shape.hidden > _MOST_COLUMNS,
-        f"{num_pairs} pairs do not fit a launch": most_gemm_tiles(num_pairs, shape.experts, tokens)
-        > _MOST_TILES,
     }
     return next((reason for reason, refuses in checks.items() if refuses), "")
 
@@ -163,7 +167,7 @@ def gemm_source(
         ("WGS", config.groups),
         ("UNITS_AHEAD", config.units),
         ("QUARTERS_AHEAD", config.quarters),
-        ("FROM_SHARED", int(config.is_shared)),
+        ("BATCH", config.batch),
         ("TOTAL", total),
         ("CTAS", config.ctas),
         ("IS_BF16", 1),
@@ -181,6 +185,7 @@ class _Work(ctypes.Structure):
         *((name, KernelStack) for name in ("first", "second")),
         *((name, ctypes.c_void_p) for name in ("image", "tiles", "pairs", "weights", "h", "y")),
         ("limit", ctypes.c_float),
+        ("num_tiles", ctypes.c_int),
         ("grid", ctypes.c_ubyte * len(IQ2_XXS_GRID)),
     )
 
@@ -190,7 +195,7 @@ class GemmWorkspace:
     """What a call needs besides its arguments.
 
     Attributes:
-        tiles: (tiles, 4) int32.
+        tiles: (tiles + 1, 4) int32.
         pairs: (rows,) int32.
         places: (num_pairs, 2) int32.
         image: (rows, padded hidden) bfloat16.
@@ -220,7 +225,7 @@ class GemmWorkspace:
         )
         hidden, inter = shape
         return cls(
-            ints((num_tiles, 4)),
+            ints((num_tiles + 1, 4)),
             ints((rows,)),
             ints((num_pairs, 2)),
             bf16((rows, num_units(hidden) * 256)),
@@ -261,7 +266,7 @@ def launch_moe_experts_gemm(
     experts, tokens = gate.q.shape[0], configs[0].tokens
     made, device = workspace, x.device
     kinds, inter = (gate.kind, down.kind), made.inter
-    num_tiles = made.tiles.shape[0]
+    num_tiles = made.tiles.shape[0] - 1
     launch = functools.partial(rtc.launch, is_dependent=is_dependent)
 
     table = rtc.load_kernel(table_source(experts, tokens), device)
@@ -285,12 +290,13 @@ def launch_moe_experts_gemm(
             KernelStack.of(second),
             *(tensor.data_ptr() for tensor in tensors),
             math.inf if limit is None else limit,
+            num_tiles,
             _GRID,
         )
         # Of h all columns of its units are written.
         rows = shape[0] if phase else num_units(inter) * 256
-        grid = math.ceil(rows / ((128 if phase else 64) * config.groups))
-        launch(kernel, grid, config.threads, [work], grid_y=num_tiles)
+        items = math.ceil(rows / ((128 if phase else 64) * config.groups))
+        launch(kernel, num_tiles * items, config.threads, [work])
 
     adder = rtc.load_kernel(sum_source(hidden, topk, out.dtype), device)
     grid_y = math.ceil(hidden / _SUM_COLUMNS)

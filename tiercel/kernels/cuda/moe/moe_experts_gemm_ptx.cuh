@@ -29,10 +29,6 @@
                "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" regs "}, {%" i0 ", %" i1 \
                ", %" i2 ", %" i3 "}, db, 1, 1, 1, 0; }\n"                                        \
                : sums : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(DESC_HI))
-#define FROM_MEMORY(n, regs, sums, i0, i1, i2)                                              \
-  asm volatile("{ .reg .b64 da, db; mov.b64 da, {%" i0 ", %" i2 "}; mov.b64 db, {%" i1 ", %" i2 \
-               "};\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" regs               \
-               "}, da, db, 1, 1, 1, 0, 0; }\n" : sums : "r"(a), "r"(b), "r"(DESC_HI))
 // d += 64 rows x 16 columns of weights, a warp's fragment, times those of the tokens at b.
 template <int M> DEV void product_bf16(float (&d)[M], const u32* a, u32 b) {
   if constexpr (M == 8) FROM_REGISTERS("16", G0, S0, "8", "9", "10", "11", "12", "13");
@@ -44,21 +40,4 @@ template <int M> DEV void product_bf16(float (&d)[M], const u32* a, u32 b) {
   if constexpr (M == 56) FROM_REGISTERS("112", G6, S6, "56", "57", "58", "59", "60", "61");
   if constexpr (M == 64) FROM_REGISTERS("128", G7, S7, "64", "65", "66", "67", "68", "69");
 }
-template <int M> DEV void product_bf16(float (&d)[M], u32 a, u32 b) {  // weights at a
-  if constexpr (M == 8) FROM_MEMORY("16", G0, S0, "8", "9", "10");
-  if constexpr (M == 16) FROM_MEMORY("32", G1, S1, "16", "17", "18");
-  if constexpr (M == 24) FROM_MEMORY("48", G2, S2, "24", "25", "26");
-  if constexpr (M == 32) FROM_MEMORY("64", G3, S3, "32", "33", "34");
-  if constexpr (M == 40) FROM_MEMORY("80", G4, S4, "40", "41", "42");
-  if constexpr (M == 48) FROM_MEMORY("96", G5, S5, "48", "49", "50");
-  if constexpr (M == 56) FROM_MEMORY("112", G6, S6, "56", "57", "58");
-  if constexpr (M == 64) FROM_MEMORY("128", G7, S7, "64", "65", "66");
-}
-// Four matrices of 8 x 8, a fragment; lane 8 i + r has the address of row r of matrix i.
-DEV void store_matrices(u32 at, const u32* a) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
-               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-               : "memory");
-}
-DEV void fence_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEV void mbar_fence() { fence_mbar_init(); }

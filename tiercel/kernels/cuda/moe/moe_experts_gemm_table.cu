@@ -17,7 +17,7 @@ struct Share {  // of an expert
 
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS) moe_experts_gemm_table(
     const i64* ids,  // (num_pairs,)
-    uint4* tiles,    // (num_tiles,): expert, first row of the images, pairs, rows
+    uint4* tiles,    // (num_tiles + 1,): expert, first row of the images, pairs, rows; their number
     u32* pairs,      // (rows of the images,)
     uint2* places,   // (num_pairs,): first row of the tile, place in it | rows of it << 16
     int num_pairs, int num_tiles) {
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS) moe_experts_gemm_tab
     }
   }
   __syncthreads();
-  for (int i = used + tid; i < num_tiles; i += TABLE_THREADS) tiles[i] = make_uint4(0, 0, 0, 0);
+  if (tid == 0) tiles[num_tiles] = make_uint4(used, 0, 0, 0);
   for (int i = tid; i < num_pairs; i += TABLE_THREADS) {
     const u32 e = (u32)ids[i], rank = atomicAdd(counts + e, 1u), size = sizes[e];
     const u32 tokens = (size + TOKEN_STEP - 1) / TOKEN_STEP * TOKEN_STEP;
