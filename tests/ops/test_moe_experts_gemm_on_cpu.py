@@ -14,7 +14,7 @@ TOLERANCE = 8e-3  # weights and h are rounded to 8 bits
 SMALL = kernel.GemmConfig(tokens=32, groups=1, units=2, quarters=3, batch=1)
 TALL = kernel.GemmConfig(tokens=16, groups=3, units=1, quarters=9, batch=2)
 WIDE = kernel.GemmConfig(tokens=48, groups=2, units=1, quarters=6, batch=1)
-WIDEST = kernel.GemmConfig(tokens=128, groups=2, units=1, quarters=3, batch=2)
+WIDEST = kernel.GemmConfig(tokens=128, groups=2, units=1, quarters=4, batch=2)
 
 
 def run(products, x, ids, weights, stacks, configs, limit=LIMIT, dtype=torch.float32):

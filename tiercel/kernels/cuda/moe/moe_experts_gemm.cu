@@ -52,6 +52,7 @@ constexpr u32 WEIGHTS = QUARTERS_AHEAD * X_BYTES, GRID = WEIGHTS + UNITS_AHEAD *
 constexpr u32 FULL_W = GRID + (HAS_GRID ? 1024 : 0);
 constexpr u32 EMPTY_W = FULL_W + 8 * UNITS_AHEAD, FULL_X = EMPTY_W + 8 * UNITS_AHEAD;
 constexpr u32 EMPTY_X = FULL_X + 8 * QUARTERS_AHEAD;
+static_assert(QUARTERS_AHEAD >= 2 * BATCH, "a batch waits while the one before is in use");
 static_assert(PHASE || TOKENS * H_STEP <= WEIGHTS, "room for results");
 DEV u32 rings() {
   ALIGNED_MEMORY(memory);
