@@ -22,7 +22,7 @@ class ToyModel:
     def check_options(config, options):
         """It has them all."""
 
-    def __init__(self, config, weights, dtype, num_positions, options):
+    def __init__(self, config, weights, dtype, num_positions, options, group):
         self.options = options
         self.config, self.dtype, self.pulse = config, dtype, lambda: None
         self.hidden_size, self.state_width = config.hidden_size, 2 * config.hidden_size

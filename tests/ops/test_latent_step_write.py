@@ -277,7 +277,12 @@ def test_replay_and_a_switch(kind, device, monkeypatch):
 
     def run(vectors, rows, step):
         poison(device)
-        captured(lambda: op.latent_step_write(vectors, ROTARY, rows, step))
+
+        def call():
+            op.latent_step_write(vectors, ROTARY, rows, step)
+
+        # Of a chunk, a second run would read rows of the cache that the first has overwritten.
+        captured(call) if vectors.x.shape[0] == 1 else call()
 
     world.check(walk(world, run, CUTS["tokens"], device))
     monkeypatch.setenv("TIERCEL_COMPRESS_KERNEL", "0")

@@ -25,6 +25,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FEW_ROWS, MANY_ROWS = 16, 64
 _MANY_PAIRS = 8
 _FP8_COLUMNS = 128  # of a step of the kernels, at most: a scale must hold for whole ones
+_TRITON_KINDS = {"MXFP4", "NVFP4", "Q2_K", "FP8_BLOCK", "FLOAT"}  # as they are stored
 _STORED_FLOATS = {
     QuantType.F32: torch.float32,
     QuantType.F16: torch.float16,
@@ -143,6 +144,8 @@ def kernel_stacks(
     """The stacks as Triton kernels read them; None for a format, a mix or an x that they do not."""
     gate, up, down = (_planes(stack) for stack in (experts.w1, experts.w3, experts.w2))
     if gate is None or up is None or down is None or dtype == torch.float32:
+        return None
+    if {gate.kind, down.kind} - _TRITON_KINDS:
         return None
     if dtype == torch.float16 and "NVFP4" in (gate.kind, down.kind):
         return None  # decoded to bfloat16
@@ -276,7 +279,7 @@ def _file_planes(weight: QuantTensor) -> StackPlanes | None:
     data = weight.planes["data"]
     if weight.qtype in _STORED_FLOATS:
         return StackPlanes("FLOAT", data.view(_STORED_FLOATS[weight.qtype]))
-    return StackPlanes("Q2_K", data) if weight.qtype is QuantType.Q2_K else None
+    return None if weight.qtype is QuantType.MXFP4 else StackPlanes(weight.qtype.name, data)
 
 
 def _block_planes(weight: QuantTensor) -> StackPlanes | None:

@@ -37,8 +37,8 @@ from tiercel.quant_types import IQ2_XXS_GRID
 CAPABILITY: Final = (9, 0)
 TOKEN_STEP: Final = 16
 """Tokens of a tile, with its padding, are a multiple of it."""
-# Flash, Q2_K: 512 tokens, 12 an expert, 1.53 ms instead of 3.71 (H200, docs/notes/expert_prompts.md);
-# about equal times between 64 and 512 tokens are interpolated.
+# Flash, Q2_K: 512 tokens, 12 an expert, 1.53 ms instead of 3.71 (H200, notes/expert_prompts.md);
+# between 64 and 512 tokens it is interpolated.
 LEAST_PAIRS: Final = 4
 """Of an expert on average: fewer are faster with moe_experts_tiles."""
 _SMEM_BYTES: Final = 225 << 10  # of 227, less barriers and lists
