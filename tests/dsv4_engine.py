@@ -71,8 +71,13 @@ class Steps:
         seed: int = 0,
         room: int = 16,
         device: str | torch.device = "cpu",
+        unwritten: int = 0xFF,
     ):
-        """Give each row blocks in any order, for its text and `room` tokens more."""
+        """Give each row blocks in any order, for its text and `room` tokens more.
+
+        unwritten: each byte of the cache that nothing is written to; the default is NaN in every
+            float format.
+        """
         self.model, rows = model, len(texts)
         groups = group_specs(model.cache_specs())
         block = model.block_size
@@ -85,7 +90,7 @@ class Steps:
         self.pools = [CachePool(group, rows * columns + 1, block, str(device)) for group in groups]
         for planes in (planes for pool in self.pools for planes in pool.layers.values()):
             for plane in planes.values():
-                plane[1:].view(torch.uint8).fill_(0xFF)  # NaN in every float format
+                plane[1:].view(torch.uint8).fill_(unwritten)
         generator = torch.Generator().manual_seed(seed)
         self.tables = torch.zeros(len(groups), rows + 1, columns, dtype=torch.int32)
         for table in self.tables:
