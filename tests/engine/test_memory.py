@@ -115,7 +115,7 @@ def of_bytes(monkeypatch, num_bytes):
 
 def demand(gib, dtype="bfloat16", token_bytes=0):
     """Weights of so many GiB, and 1,000 tokens."""
-    return Demand(Footprint(dtype, {"dense": int(gib * GIB)}), 1000, lambda n: n * token_bytes)
+    return Demand(Footprint(dtype, {"dense": int(gib * GIB)}, 0), 1000, lambda n: n * token_bytes)
 
 
 def budget_of(available_gib, limit_gib=None):
@@ -434,14 +434,14 @@ def test_dense_copies_of_weights_take_half_of_the_memory_at_most(monkeypatch, le
     """100 bytes with copies, 60 without."""
     seen = []
 
-    def read(source, device, load, *, dense_copies):
+    def read(source, device, load, *, dense_copies, sharding):
         seen.append(dense_copies)
         raise LoadingError
 
     of_bytes(monkeypatch, left)
 
     def measure(*_, dtype, dense_copies=False, **__):
-        return Footprint(dtype, {"packed": 60, "copies": 40 * dense_copies})
+        return Footprint(dtype, {"packed": 60, "copies": 40 * dense_copies}, 0)
 
     monkeypatch.setattr(build, "weight_footprint", measure)
     monkeypatch.setattr(build, "cache_bytes", lambda *_: 0)
