@@ -240,6 +240,8 @@ def test_options_reach_the_model(generate, fake_llm, tiny, monkeypatch):
         "spec": "ngram",
         "num_spec_tokens": 3,
         "threads": 2,
+        "tensor_parallel_size": 1,
+        "expert_parallel": False,
         "seed": 5,
     }
     _, _, params, parse_special = asked(fake_llm)
