@@ -114,7 +114,9 @@ def linear_group_sources() -> Iterator[rtc.KernelSource]:
     """Products of a group of matrices: each format and all, each input."""
     for kinds, given in itertools.product((1, 2, 3, 4, 6, 7), (0, 1, 2)):
         for columns in (1024, 4096):
-            config = linear_group.select_linear_group(columns, has_q8=kinds >= 4)
+            config = linear_group.select_linear_group(
+                columns, [128], 1, kind_of_input=given, has_q8=kinds >= 4
+            )
             yield linear_group.cuda_source(kinds, given, config)
 
 

@@ -328,7 +328,7 @@ def test_a_file_system_without_locks_still_works(entry, fake_pip, monkeypatch, t
         def _acquire(self):
             raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(store.filelock, "FileLock", NoLock)
+    monkeypatch.setattr(filelock, "FileLock", NoLock)
     other = tmp_path / "cache/models/stand-in-fetch-other"  # may be in use: there is no way to know
     other.mkdir(parents=True)
     assert resolve().read_bytes() == CONTENT

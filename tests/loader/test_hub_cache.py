@@ -10,6 +10,7 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
+import filelock
 import pytest
 
 from tests.loader.hub_cases import (
@@ -171,11 +172,11 @@ def test_a_killed_process_leaves_a_part_that_is_continued(server, folder):
 
 
 def test_a_file_system_without_locks(server, folder, monkeypatch):
-    class NoLock(hub_folder.store.filelock.FileLock):
+    class NoLock(filelock.FileLock):
         def _acquire(self):
             raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(hub_folder.store.filelock, "FileLock", NoLock)
+    monkeypatch.setattr(filelock, "FileLock", NoLock)
     server.cut_after[FILE] = [150_000, 0, 0, 0, 0]
     assert "cannot be reached" in refusal(resolve)
     assert not leftovers(folder)  # another process could be writing: nothing is shared

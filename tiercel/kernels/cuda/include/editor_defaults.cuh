@@ -82,7 +82,9 @@
 #define SLICES 3
 #define XSLOTS 4
 
-// ---- moe: moe_experts_tiles.py
+// ---- moe: moe_experts_tiles.py, moe_experts_gemm.py
+#define COLS 4096
+#define DOWN_KIND 2
 #define DOWN_PARTS 4
 #define DOWN_TOTAL 0
 #define DOWN_TYPE 2
@@ -91,7 +93,13 @@
 #define GATE_TOTAL 0
 #define GATE_TYPE 12
 #define INTER 2048
+#define KIND 12
+#define PHASE 0
+#define QUARTERS_AHEAD 11
+#define ROWS 2048
 #define TOPK 6
+#define TOTAL 0
+#define UNITS_AHEAD 2
 
 // ---- speculation: ngram_launch.py, ngram_index.py
 #define LARGEST_N 64
