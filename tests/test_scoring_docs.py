@@ -11,7 +11,7 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 QUERY, REVIEWS = (text for kind, text in BLOCKS if kind == "text")
 COMMON = {"model", "config", "verbose", "quiet", "help", "version", "device", "dtype", "offline"}
 COMMON |= {"max-model-len", "gpu-memory-utilization", "spec", "num-spec-tokens", "threads"}
-COMMON |= {"kv-dtype", "numerics"}
+COMMON |= {"kv-dtype", "numerics", "tensor-parallel-size", "expert-parallel"}
 
 
 def texts(table):
