@@ -21,20 +21,12 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
+from benchmarks.small_v4.tokenizer import SPECIAL_TOKENS
+
 DATA = Path(__file__).parent / "data/dsv4"
 TINY = DATA / "tiny"
 NVFP4_EXPERTS = DATA / "nvfp4/experts.safetensors"
 CONFIG: dict[str, Any] = json.loads((TINY / "config.json").read_text())
-_BAR, _SPACE = "\uff5c", "\u2581"  # as DeepSeek writes them in tokens
-SPECIAL_TOKENS = (
-    f"<{_BAR}begin{_SPACE}of{_SPACE}sentence{_BAR}>",
-    f"<{_BAR}end{_SPACE}of{_SPACE}sentence{_BAR}>",
-    f"<{_BAR}User{_BAR}>",
-    f"<{_BAR}Assistant{_BAR}>",
-    "<think>",
-    "</think>",
-    f"{_BAR}DSML{_BAR}",
-)
 NUM_LAYERS = CONFIG["num_hidden_layers"]
 NUM_EXPERTS = CONFIG["n_routed_experts"]
 
