@@ -29,7 +29,7 @@ from tiercel.engine.frontend import Frontend
 from tiercel.engine.loop import EngineLoop
 from tiercel.errors import InvalidRequestError
 from tiercel.ipc.asyncio_bridge import AsyncioBridge
-from tiercel.ipc.ranks import load_ranks
+from tiercel.ipc.load import load_ranks
 from tiercel.ipc.streams import TokenStream
 from tiercel.models.source import ModelSource
 from tiercel.params import SamplingParams

@@ -29,7 +29,7 @@ from tiercel.engine.frontend import Frontend
 from tiercel.engine.interrupts import deferred
 from tiercel.engine.prompt_progress import report_prompts
 from tiercel.errors import InvalidRequestError
-from tiercel.ipc.ranks import load_ranks
+from tiercel.ipc.load import load_ranks
 from tiercel.models.source import ModelSource
 from tiercel.params import SamplingParams
 from tiercel.request.completions import (

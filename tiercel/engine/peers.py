@@ -8,18 +8,21 @@ are in `ipc/`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 import torch
 
 from tiercel.engine.engine import Engine
 from tiercel.engine_config import EngineConfig
+from tiercel.errors import TiercelError
 from tiercel.grammar.matchers import Matchers
 from tiercel.parallel import SINGLE, Group
 from tiercel.runner.runner import ModelRunner
 from tiercel.scheduler.scheduler import Scheduler
 from tiercel.text.tokenizer import Tokenizer
+
+OnFailure = Callable[[TiercelError], None]  # told of another rank's failure
 
 
 class Peers(Protocol):

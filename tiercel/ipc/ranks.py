@@ -23,7 +23,7 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from tiercel import env
 from tiercel.config import LoadOptions
 from tiercel.engine.engine import Engine
 from tiercel.engine.load import LoadedModel, Report, load_model, open_model, resolve_config, settled
+from tiercel.engine.peers import OnFailure
 from tiercel.engine_config import EngineConfig
 from tiercel.errors import ArgumentError, EngineDeadError, RankLostError, TiercelError
 from tiercel.ipc.lockstep import LeadingEngine, LeadingMatchers
@@ -72,29 +73,14 @@ _NOTICE_S: Final = 1.0  # until the death of a rank shows, after a collective ha
 _STACKS_S: Final = 0.2  # for the stacks of a rank that hangs to reach the log
 _CHUNK_BYTES: Final = 1 << 16
 
-OnFailure = Callable[[TiercelError], None]
 
-
-def load_ranks(
+def load_several(
     model: str | Path | ModelSource | None,
     options: LoadOptions,
     report: Report | None,
-    on_failure: OnFailure | None = None,
+    on_failure: OnFailure | None,
 ) -> LoadedModel:
-    """Load a model on all ranks that the options ask for; this process is rank 0.
-
-    Args:
-        model: see `load_model`.
-        options: see `load_model`.
-        report: see `load_model`.
-        on_failure: called on a thread of its own when another rank has failed, whatever this
-            process is doing; steps and requests raise the same error.
-
-    Raises:
-        TiercelError: see `load_model`; or what another rank refused.
-    """
-    if options.tensor_parallel_size == 1:
-        return load_model(model, options, report)
+    """Load a model on two ranks or more; see `load_ranks`."""
     source = open_model(model, options, report)
     config = resolve_config(source, options)
     if dist.is_initialized():

@@ -18,6 +18,8 @@ import msgspec
 from tiercel.config import LoadOptions
 from tiercel.engine.load import LoadedModel, Report
 from tiercel.engine.options import dtype_name
+from tiercel.engine.peers import OnFailure
+from tiercel.ipc.load import load_ranks
 from tiercel.ipc.messages import (
     LENGTH_BYTES,
     EngineInfo,
@@ -30,7 +32,6 @@ from tiercel.ipc.messages import (
     encode,
     plain_text,
 )
-from tiercel.ipc.ranks import OnFailure, load_ranks
 from tiercel.ipc.session import EngineSession, Send
 from tiercel.ipc.tokenizer_wire import pack_tokenizer
 from tiercel.models.source import ModelSource
