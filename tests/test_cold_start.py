@@ -23,6 +23,27 @@ assert torch.arange(3).sum() == 3
 assert preload_pytorch() is None
 """
 
+META_KERNELS_RUN_LATE = """
+import sys
+from tiercel.cold_start import postpone_meta_kernels
+postpone_meta_kernels()
+import torch
+from torch import _meta_registrations as module
+assert sys.modules["torch._meta_registrations"] is module
+has_run = "register_meta" in vars(module)
+assert has_run == (torch.version.cuda is not None or sys.platform != "linux"), has_run
+assert torch.nn.functional.softmax(torch.zeros(4), 0).sum() == 1
+assert not hasattr(module, "__path__") and has_run == ("register_meta" in vars(module))
+from torch._meta_registrations import register_meta
+assert callable(register_meta)
+windows = torch.empty(2, 3, 8, 8, device="meta", requires_grad=True)
+shape = torch.nn.functional.fractional_max_pool2d(windows, 2, output_size=4).shape
+assert shape == (2, 3, 4, 4)  # by a kernel of that module alone
+from torch._subclasses import FakeTensorMode
+with FakeTensorMode():
+    assert torch.linalg.inv(torch.empty(3, 3)).shape == (3, 3)
+"""
+
 
 def test_the_collector_pauses_and_what_was_made_is_frozen():
     before = gc.get_freeze_count()
@@ -73,3 +94,15 @@ def test_a_broken_library_is_left_to_pytorch(tmp_path):
     path = tmp_path / "libtorch_cpu.so"
     path.write_bytes(b"no library")
     cold_start._load(str(path).encode())
+
+
+def test_meta_kernels_run_when_they_are_asked_for():
+    subprocess.run([sys.executable, "-c", META_KERNELS_RUN_LATE], check=True, timeout=120)
+
+
+def test_meta_kernels_are_left_alone_once_pytorch_is_there():
+    import torch  # noqa: F401
+
+    before = list(sys.meta_path)
+    cold_start.postpone_meta_kernels()
+    assert sys.meta_path == before

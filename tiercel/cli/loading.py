@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from tiercel import env
 from tiercel.cli.options import CommonOptions, EngineOptions, SamplingOptions
 from tiercel.cli.terminal import ProgressReporter, UsageError, say
-from tiercel.cold_start import paused_collector, preload_pytorch
+from tiercel.cold_start import paused_collector, postpone_meta_kernels, preload_pytorch
 from tiercel.errors import ArgumentError, InternalError, InvalidRequestError
 from tiercel.machine import check_platform
 
@@ -42,6 +42,7 @@ def loaded(
         say("warning", warning)
     with ProgressReporter(is_quiet=common.quiet) as report, paused_collector():
         path = resolve(model, offline=engine.offline, report=report)
+        postpone_meta_kernels()
         preload_pytorch()  # after the imports above: while it runs no other library can be loaded
         source = open_source(path)  # a damaged file ends here, before PyTorch is imported
         if not source.has_text:

@@ -26,7 +26,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from tiercel import env
-from tiercel.cold_start import preload_pytorch
+from tiercel.cold_start import postpone_meta_kernels, preload_pytorch
 from tiercel.config import LoadOptions
 from tiercel.errors import TiercelError
 from tiercel.faults import Faults
@@ -142,6 +142,7 @@ class _Reporter:
 def _run(options: LoadOptions, link: EngineLink, session: Future[EngineSession]) -> None:
     Faults.parse(env.faults(), is_enabled=options.enable_fault_injection).at_start()
     report = _Reporter(link)
+    postpone_meta_kernels()
     preload_pytorch()
     source = find_source(options.model, offline=options.offline, report=report)
     link.send(Opened(tuple(read_stamp(path) for path in source.file_paths)))
