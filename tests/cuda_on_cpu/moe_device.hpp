@@ -12,6 +12,12 @@ DEV void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)
   __syncwarp();
   for (int i = 0; i < 4; ++i) d[i] += dot(m.a[row + 8 * (i / 2)], m.b[column + i % 2], 2);
 }
+DEV void mma_digits(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  int sums[4];
+  multiply_bytes<u8>(sums, {{a0, a1, a2, a3}, {b0, b1}}, 2, 0);
+  for (int i = 0; i < 4; ++i) c[i] += sums[i];
+}
+DEV void sts1(u32 a, u32 v) { *shared(a, 1) = (u8)v; }
 DEV u32 fma_bf16(u32 a, u32 b, u32 c) {
   float x[2], y[2], z[2];
   widen_bf16(x, a), widen_bf16(y, b), widen_bf16(z, c);

@@ -172,7 +172,7 @@ def rest_experts(experts: Experts, dtype: torch.dtype) -> Experts:
         for stack in (experts.w1, experts.w3, experts.w2)
         if isinstance(stack, QuantTensor)
     )
-    count = tiles.num_tickets(w1.shape[2], tiles.MOST_FOLDED)
+    count = tiles.num_tickets(tiles.MOST_FOLDED)
     return Experts(w1, w3, w2, torch.zeros(count, dtype=torch.int32, device=w1.device))
 
 
@@ -245,7 +245,7 @@ def run_tiles(
         num_chunks = torch_ops.most_tiles(num_pairs, num_experts, config.columns)
         made = torch_ops.make_tiles(ids, num_experts, config.columns, num_chunks)
         chunks = (made.experts, made.pairs)
-        count = tiles.num_tickets(hidden, num_chunks)
+        count = tiles.num_tickets(num_chunks)
         tickets = torch.zeros(count, dtype=torch.int32, device=x.device)
     h = torch.empty((num_pairs, inter), dtype=x.dtype, device=x.device)
     y = torch.empty((num_pairs, hidden), dtype=torch.float32, device=x.device)

@@ -3,7 +3,7 @@
 The kernel, cuda/moe/moe_experts_tiles.cu, sorts the pairs (token, slot), multiplies gate and up,
 then down, and adds the slots. Its CTAs wait for each other, so the launch is cooperative. What
 decides the order of a sum is the length of its row alone (`select_parts`): a token's bits depend
-neither on its batch nor on the launch.
+neither on its batch nor on the launch. A single token has a launch of its own, with less waiting.
 
 Floor: the weights of each expert in use are read once.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from tiercel.kernels.moe.stack_planes import StackPlanes
 from tiercel.kernels.packed.packed_matvec import H200, OUT_CODES, DeviceLimits
 from tiercel.kernels.runtime import rtc
-from tiercel.quant_types import IQ2_XXS_GRID, TILE_ROWS
+from tiercel.quant_types import IQ2_XXS_GRID
 
 MOST_FOLDED: Final = 512
 """Pairs that each CTA sorts by itself."""
@@ -37,6 +37,8 @@ _LISTED_WORDS: Final = 4  # of a pair in the list of chunks
 _FLAG_WORDS: Final = 4
 GRID_WORDS: Final = 256
 _COPIED: Final = 8  # columns of x that are read together
+_MOST_SINGLE: Final = 16
+"""Slots of a single token: its sums are where others have lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class _Unit:
 
 
 UNITS: Final = {
-    "Q2_K": _Unit(2, 1344, 64),
+    "Q2_K": _Unit(2, 1344, 48),
     "Q3_K": _Unit(3, 1760),
     "Q4_K": _Unit(4, 2304, 32, warps=8),
     "Q5_K": _Unit(5, 2816, 32, warps=8),
@@ -101,6 +103,7 @@ class TilesConfig:
         stages: units of a warp in flight.
         buffers: of sums, of a group of warps.
         ctas: of an SM.
+        is_single: there is one token.
     """
 
     columns: int
@@ -108,6 +111,7 @@ class TilesConfig:
     stages: int
     buffers: int
     ctas: int = 1
+    is_single: bool = False
 
 
 # Warps at most, stages, buffers; the first that fits is taken. 64 tokens of Flash, Q2_K: 16 warps
@@ -142,16 +146,32 @@ def select_parts(units: int) -> int:
     return best
 
 
+def select_down_warps(shape: ExpertsShape, config: TilesConfig) -> int:
+    """Warps of an item of down: a single token has few, so a warp has a unit if that is faster."""
+    units = num_units(shape.inter)
+    parts = select_parts(units)
+
+    def turns(warps: int) -> int:
+        return math.ceil(shape.topk / (config.warps // warps)) * math.ceil(units / warps)
+
+    is_split = config.is_single and units <= config.warps and turns(units) < turns(parts)
+    return units if is_split else parts
+
+
 def smem_bytes(shape: ExpertsShape, config: TilesConfig) -> int:
     """Dynamic shared memory of a CTA: rings, sums of parts, tokens, the list of chunks."""
     slot = max(UNITS[shape.gate].num_bytes, UNITS[shape.down].num_bytes)
     ring = config.warps * config.stages * 2 * slot
     sums = config.warps * config.buffers * 2 * 128 * ((config.columns + 1) // 2)
-    rows = config.columns * max(
-        num_units(columns) * (2 * _UNIT_COLUMNS + UNITS[kind].means)
-        for columns, kind in ((shape.hidden, shape.gate), (shape.inter, shape.down))
+    rows = max(
+        num_units(columns) * (2 * _UNIT_COLUMNS + UNITS[kind].means) * tokens
+        for columns, kind, tokens in (
+            (shape.hidden, shape.gate, config.columns),
+            (shape.inter, shape.down, shape.topk if config.is_single else config.columns),
+        )
     )
-    words = 2 * config.columns + _FLAG_WORDS + shape.experts + _LISTED_WORDS * MOST_FOLDED
+    held = shape.topk if config.is_single else config.columns
+    words = 2 * held + _FLAG_WORDS + shape.experts + _LISTED_WORDS * MOST_FOLDED
     words += GRID_WORDS * ("IQ2_XXS" in (shape.gate, shape.down))
     return ring + sums + rows + 4 * words
 
@@ -165,9 +185,12 @@ def select_tiles(
     parts = max(select_parts(num_units(shape.hidden)), select_parts(num_units(shape.inter)))
     most_warps = min(UNITS[shape.gate].warps, UNITS[shape.down].warps)
     launches = [launch for launch in _LAUNCHES if launch[0] <= most_warps]
-    for columns in (most, *(fewer for fewer in reversed(_COLUMNS) if fewer < most)):
+    kinds = [(most, num_tokens == 1 and shape.topk <= _MOST_SINGLE)]
+    kinds += [(fewer, False) for fewer in reversed(_COLUMNS) if fewer <= most]
+    for columns, is_single in kinds:
         for warps, stages, buffers in launches:
-            config = TilesConfig(columns, warps // parts * parts, stages, buffers)
+            used = warps // parts * parts
+            config = TilesConfig(columns, used, stages, buffers, is_single=is_single)
             if smem_bytes(shape, config) <= limits.smem_bytes:
                 return config
     return None
@@ -230,6 +253,7 @@ def cuda_source(
         ("WARPS", config.warps),
         ("GATE_PARTS", select_parts(num_units(shape.hidden))),
         ("DOWN_PARTS", select_parts(num_units(shape.inter))),
+        ("DOWN_WARPS", select_down_warps(shape, config)),
         ("STAGES", config.stages),
         ("BUFFERS", config.buffers),
         ("FOLDS", MOST_FOLDED if is_folded else 0),
@@ -237,6 +261,7 @@ def cuda_source(
         ("DOWN_TOTAL", totals[1]),
         ("OUT", OUT_CODES[out_dtype]),
         ("CTAS", config.ctas),
+        ("SINGLE", int(config.is_single)),
     )
     return rtc.KernelSource("moe_experts_tiles", macros)
 
@@ -246,9 +271,9 @@ def total_code(stack: StackPlanes) -> int:
     return 0 if stack.total is None else 1 + stack.is_divisor
 
 
-def num_tickets(hidden: int, num_chunks: int) -> int:
-    """Counters of a launch: of 32 output columns each, one more, and of each chunk."""
-    return math.ceil(math.ceil(hidden / TILE_ROWS) / 2) + 1 + num_chunks
+def num_tickets(num_chunks: int) -> int:
+    """Counters of a launch: two of CTAs, and of each chunk."""
+    return 2 + num_chunks
 
 
 _GRID: Final = (ctypes.c_ubyte * len(IQ2_XXS_GRID))(*IQ2_XXS_GRID)

@@ -125,8 +125,9 @@ struct IQ2XXSRow {
 
 template <class Row> struct Grouped {
   static constexpr int CODES = Row::CODES, SCALES = 0, MEANS = Row::MEANS;
+  static constexpr int TOKENS = 8, TILES = NT, ROWS = 4;
 
-  static DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
+  static DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n, u32) {
     if constexpr (Row::IN_HALVES) {
 #pragma unroll
       for (int t = 0; t < 4; ++t) {  // 4 columns of each half
@@ -143,44 +144,51 @@ template <class Row> struct Grouped {
       sts4(unit + COLUMNS * 512 + n * MEANS + 4 * j, __float_as_uint(sum));
     }
   }
-  template <int SLOT>
-  static DEV void multiply(float (&sum)[2][NT][4], u32 slot, u32 unit, int m, int lane, u32 grid) {
+  template <int SLOT, int N>
+  static DEV void multiply(float (&sum)[2][TILES][4], u32 slot, u32 unit, int m, int lane, u32 grid) {
     const int g = lane >> 2, t = lane & 3;
-    const Columns<MEANS> tokens(unit, m, lane);
+    const Columns<MEANS, N> tokens(unit, m, lane);
+    float own[2][N][4] = {};
     const Row rows[2][2] = {{Row(slot, g, t, grid), Row(slot, g + 8, t, grid)},
                             {Row(slot + SLOT, g, t, grid), Row(slot + SLOT, g + 8, t, grid)}};
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      uint4 v[NT];
+      uint4 v[N];
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt) v[nt] = tokens.piece(nt, j);
+      for (int nt = 0; nt < N; ++nt) v[nt] = tokens.piece(nt, j);
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         u32 a[4], b[4];
         rows[s][0].operands(a, j), rows[s][1].operands(b, j);
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt) {
+        for (int nt = 0; nt < N; ++nt) {
           float part[4] = {};
           mma_bf16(part, a[0], b[0], a[1], b[1], v[nt].x, v[nt].y);
           if constexpr (Row::IN_HALVES) {
-            add(sum[s][nt], part, rows[s][0].scale(j, 0), rows[s][1].scale(j, 0));
+            add(own[s][nt], part, rows[s][0].scale(j, 0), rows[s][1].scale(j, 0));
 #pragma unroll
             for (int c = 0; c < 4; ++c) part[c] = 0;
           }
           mma_bf16(part, a[2], b[2], a[3], b[3], v[nt].z, v[nt].w);
-          add(sum[s][nt], part, rows[s][0].scale(j, 1), rows[s][1].scale(j, 1));
+          add(own[s][nt], part, rows[s][0].scale(j, 1), rows[s][1].scale(j, 1));
           if constexpr (MEANS > 0) {
             const int n = 8 * nt + 2 * t;  // tokens of the sums; those from m on are never stored
             const u32 means = unit + COLUMNS * 512 + 4 * j;
             const float x = ldsf(means + min(n, m - 1) * MEANS);
             const float y = ldsf(means + min(n + 1, m - 1) * MEANS);
             const float l0 = rows[s][0].least(j), l1 = rows[s][1].least(j);
-            sum[s][nt][0] = fmaf(l0, x, sum[s][nt][0]), sum[s][nt][1] = fmaf(l0, y, sum[s][nt][1]);
-            sum[s][nt][2] = fmaf(l1, x, sum[s][nt][2]), sum[s][nt][3] = fmaf(l1, y, sum[s][nt][3]);
+            own[s][nt][0] = fmaf(l0, x, own[s][nt][0]), own[s][nt][1] = fmaf(l0, y, own[s][nt][1]);
+            own[s][nt][2] = fmaf(l1, x, own[s][nt][2]), own[s][nt][3] = fmaf(l1, y, own[s][nt][3]);
           }
         }
       }
     }
+#pragma unroll
+    for (int s = 0; s < 2; ++s)
+#pragma unroll
+      for (int nt = 0; nt < N; ++nt)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[s][nt][c] = __fadd_rn(sum[s][nt][c], own[s][nt][c]);
   }
   static DEV void add(float (&sum)[4], const float (&part)[4], float s0, float s1) {
 #pragma unroll

@@ -5,7 +5,8 @@
 // most), WARPS, GATE_PARTS, DOWN_PARTS (warps that share an item), STAGES (units of a warp in
 // flight), BUFFERS (of sums), FOLDS (pairs that each CTA sorts; 0: sorted ahead), GATE_TOTAL,
 // DOWN_TOTAL (numbers of whole matrices: 0 none, 1 factors, 2 divisors), OUT (0 fp16, 1 bf16, 2
-// float32), CTAS (an SM, for the registers).
+// float32), CTAS (an SM, for the registers), SINGLE (there is one token), DOWN_WARPS (that share an
+// item of down: DOWN_PARTS, or if SINGLE one for each unit).
 //
 // Pairs (token, slot) of one expert are cut into chunks. An item is 16 rows of gate and up of a
 // chunk, then 32 rows of down. CTAs own equal ranges of all items; the groups of a CTA take turns,
@@ -16,8 +17,11 @@
 // at once (a cooperative launch).
 //
 // Order of a row's sum, the same for every number of tokens and launch: columns of a unit in the
-// tensor core, units of a part, parts, slots of a token. The slots are added by the CTA that
-// finishes the last item of 32 output columns.
+// tensor core, units of a part, parts, slots of a token. The slots are added when all CTAs have
+// finished, an equal share by each.
+//
+// The pairs of a single token are not sorted, each is a chunk, and a CTA owns output columns in down,
+// with all their slots: no CTA waits for others a second time.
 #include "moe/moe_experts_groups.cuh"
 
 #define THREADS_OF_CTA (32 * WARPS)
@@ -25,14 +29,16 @@ constexpr u32 PART_STEP = (COLUMNS + 1) / 2 * 128;  // bytes of a part's sums of
 
 template <int PHASE> struct Phase;
 template <> struct Phase<0> : UnitOf<GATE_TYPE> {
-  static constexpr int PARTS = GATE_PARTS, GROUPS = WARPS / GATE_PARTS, TOTAL = GATE_TOTAL;
+  static constexpr int SUMMED = GATE_PARTS, PARTS = GATE_PARTS, GROUPS = WARPS / PARTS;
+  static constexpr int TOTAL = GATE_TOTAL;
   static constexpr int COLS = HIDDEN, UNITS = (HIDDEN + 255) / 256;
-  static constexpr int TILES = (INTER + 15) / 16, ITEMS = TILES;
+  static constexpr int TILES_OF_ROWS = (INTER + 15) / 16, ITEMS = TILES_OF_ROWS;
 };
 template <> struct Phase<1> : UnitOf<DOWN_TYPE> {
-  static constexpr int PARTS = DOWN_PARTS, GROUPS = WARPS / DOWN_PARTS, TOTAL = DOWN_TOTAL;
+  static constexpr int SUMMED = DOWN_PARTS, PARTS = DOWN_WARPS, GROUPS = WARPS / PARTS;
+  static constexpr int TOTAL = DOWN_TOTAL;
   static constexpr int COLS = INTER, UNITS = (INTER + 255) / 256;
-  static constexpr int TILES = (HIDDEN + 15) / 16, ITEMS = (TILES + 1) / 2;
+  static constexpr int TILES_OF_ROWS = (HIDDEN + 15) / 16, ITEMS = (TILES_OF_ROWS + 1) / 2;
 };
 DEV constexpr int most(int a, int b) { return a > b ? a : b; }
 template <class P> DEV constexpr int unit_tokens() { return COLUMNS * (512 + P::MEANS); }
@@ -41,9 +47,14 @@ typedef Phase<1> Down;
 constexpr int SLOT = most(Gate::CODES + Gate::SCALES, Down::CODES + Down::SCALES);
 constexpr int RING = WARPS * STAGES * 2 * SLOT;
 constexpr int SUMS = WARPS * BUFFERS * 2 * PART_STEP;
-constexpr int ROWS = most(Gate::UNITS * unit_tokens<Gate>(), Down::UNITS * unit_tokens<Down>());
-static_assert(4 * (Down::ITEMS + 1) <= RING, "room for what sum_slots finds");
+constexpr int HELD = SINGLE ? TOPK : COLUMNS;  // pairs at hand
+constexpr int ROWS = most(Gate::UNITS * unit_tokens<Gate>(),
+                          Down::UNITS * unit_tokens<Down>() * (SINGLE ? TOPK : 1));
+constexpr int COUNTED = 2;  // tickets ahead of the chunks': CTAs that have finished, and that have left
+// Of a single token: places in the order of a CTA's groups, of 32 output columns each.
+constexpr int PLACES = (TOPK + Down::GROUPS - 1) / Down::GROUPS * Down::GROUPS;
 static_assert(Gate::PARTS <= Gate::UNITS && Down::PARTS <= Down::UNITS, "parts");
+static_assert(!SINGLE || (COLUMNS == 1 && FOLDS >= TOPK), "one token");
 
 struct Stack {
   const u8 *codes, *scales;
@@ -59,7 +70,7 @@ struct Work {
   u8* h;                   // (num_pairs, INTER) bf16
   float* y;                // (num_pairs, HIDDEN)
   void* out;               // (num_tokens, HIDDEN)
-  u32* tickets;            // Down::ITEMS + 1, then one a chunk: zeros, and zeros again at the end
+  u32* tickets;            // COUNTED, then one a chunk: zeros, and zeros again at the end
   float limit;
   int num_tokens, num_chunks;
   unsigned short grid[256];  // quant_types.IQ2_XXS_GRID
@@ -71,14 +82,15 @@ constexpr bool HAS_GRID = GATE_TYPE == 12 || DOWN_TYPE == 12;  // IQ2_XXS
 struct Chunks {
   u32 *counts, *order, *ranks, *flags, *grid;
   u32* own;        // 2 a chunk: expert | size << 16, place of its first pair in `order`
-  u32* pairs;      // of the chunk at hand
+  u32* pairs;      // of the chunk at hand, or of a single token
   float* weights;  // of those
+  float* sums;     // of a single token: 32 output columns of its slots, of two places
   int num;
   DEV explicit Chunks(u8* at) {
     u32* words = (u32*)at;
-    pairs = words, weights = (float*)(words + COLUMNS), flags = words + 2 * COLUMNS;
+    pairs = words, weights = (float*)(words + HELD), flags = words + 2 * HELD;
     grid = flags + 4, counts = grid + (HAS_GRID ? 256 : 0), order = counts + EXPERTS;
-    ranks = order + FOLDS, own = ranks + FOLDS;
+    ranks = order + FOLDS, own = ranks + FOLDS, sums = (float*)order;  // which one token does not need
   }
   DEV int expert(const Work& w, int chunk) const {
     return FOLDS ? own[2 * chunk] & 0xffff : (int)w.of_chunks[chunk];
@@ -95,7 +107,13 @@ struct Chunks {
   // Sort the pairs by expert, in their order within an expert: all CTAs agree on it.
   DEV void sort(const Work& w, int tid) {
     const int num_pairs = w.num_tokens * TOPK, lane = tid & 31;
-#if FOLDS
+#if SINGLE
+    for (int i = tid; i < TOPK; i += THREADS_OF_CTA) {
+      own[2 * i] = (u32)w.ids[i] | 1 << 16;
+      pairs[i] = i, weights[i] = w.weights[i];
+    }
+    if (tid == 0) flags[0] = TOPK;
+#elif FOLDS
     for (int e = tid; e < EXPERTS; e += THREADS_OF_CTA) counts[e] = 0;
     for (int i = tid; i < num_pairs; i += THREADS_OF_CTA) ranks[i] = (u32)w.ids[i];
     __syncthreads();
@@ -154,6 +172,13 @@ template <class P> DEV Range own_items(int chunks) {
   const u64 items = (u64)chunks * P::ITEMS;
   return {(int)(items * cta / ctas), (int)(items * (cta + 1) / ctas)};
 }
+template <int PHASE> struct Item { int chunk, place; };
+template <int PHASE> DEV Item<PHASE> find_item(int item) {
+  typedef Phase<PHASE> P;
+  constexpr int EACH = SINGLE && PHASE ? PLACES : P::ITEMS;
+  const int high = item / EACH, low = item - high * EACH;
+  return SINGLE && PHASE ? Item<PHASE>{low, high} : Item<PHASE>{high, low};
+}
 
 // A warp's copies: of the units of its part, item after item, then those of the other phase.
 struct Fetcher {
@@ -164,24 +189,29 @@ struct Fetcher {
 
   template <int PHASE> DEV void aim(const Work& w, const Chunks& chunks) {
     typedef Phase<PHASE> P;
-    const int chunk = item / P::ITEMS, place = item - chunk * P::ITEMS;
+    const Item<PHASE> at = find_item<PHASE>(item);
     const int part = warp % P::PARTS, first = P::UNITS * part / P::PARTS;
     left = P::UNITS * (part + 1) / P::PARTS - first;
-    const i64 of_expert = (i64)chunks.expert(w, chunk) * P::TILES;
+    const i64 of_expert = (i64)chunks.expert(w, at.chunk) * P::TILES_OF_ROWS;
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
       const Stack& stack = PHASE ? w.down : s ? w.up : w.gate;
-      const int tile = PHASE ? min(2 * place + s, P::TILES - 1) : place;
+      const int tile = PHASE ? min(2 * at.place + s, P::TILES_OF_ROWS - 1) : at.place;
       const i64 unit = (of_expert + tile) * P::UNITS + first;
       codes[s] = stack.codes + unit * P::CODES, scales[s] = stack.scales + unit * P::SCALES;
     }
   }
+  template <int PHASE> DEV bool reach(const Work& w, const Chunks& chunks) {  // an item, if one is left
+    if (SINGLE && PHASE && PLACES > TOPK)
+      while (item < ranges[PHASE].last && item % PLACES >= TOPK) item += Phase<PHASE>::GROUPS;
+    if (item >= ranges[PHASE].last) return false;
+    aim<PHASE>(w, chunks);
+    return true;
+  }
   template <int PHASE> DEV bool enter(const Work& w, const Chunks& chunks) {
     typedef Phase<PHASE> P;
     phase = PHASE, item = ranges[PHASE].first + warp / P::PARTS;
-    if (warp / P::PARTS >= P::GROUPS || item >= ranges[PHASE].last) return false;
-    aim<PHASE>(w, chunks);
-    return true;
+    return warp / P::PARTS < P::GROUPS && reach<PHASE>(w, chunks);
   }
   DEV void start(const Work& w, const Chunks& chunks) {
     if (!enter<0>(w, chunks) && !enter<1>(w, chunks)) phase = 2;
@@ -199,10 +229,7 @@ struct Fetcher {
     copy<P>(0), copy<P>(1);
     if (--left) return;
     item += P::GROUPS;
-    if (item < ranges[PHASE].last)
-      aim<PHASE>(w, chunks);
-    else if (PHASE || !enter<1>(w, chunks))
-      phase = 2;
+    if (!reach<PHASE>(w, chunks) && (PHASE || !enter<1>(w, chunks))) phase = 2;
   }
   DEV void next(const Work& w, const Chunks& chunks) {
     if (phase == 0)
@@ -226,141 +253,238 @@ DEV void store(void* out, i64 at, float y) {
 template <int TOTAL> DEV float raised(float sum, const float* total, int expert) {
   return TOTAL == 0 ? sum : TOTAL == 1 ? sum * total[expert] : sum / total[expert];
 }
-template <int PARTS> DEV float sum_parts(u32 at) {
+// Of a row, from its place in the first part.
+template <class P> DEV float sum_parts(u32 at) {
   float sum = 0;
 #pragma unroll
-  for (int p = 0; p < PARTS; ++p) sum += ldsf(at + p * PART_STEP);
+  for (int p = 0; p < P::SUMMED; ++p) {
+    if (P::SUMMED == P::PARTS) {
+      sum += ldsf(at + p * PART_STEP);
+      continue;
+    }
+    float part = 0;  // a warp has a unit
+#pragma unroll
+    for (int u = P::UNITS * p / P::SUMMED; u < P::UNITS * (p + 1) / P::SUMMED; ++u)
+      part += ldsf(at + u * PART_STEP);
+    sum += part;
+  }
   return sum;
 }
 // Of row i of 16, token n.
 DEV u32 place_of(int i, int n) { return (n >> 1) * 128 + 16 * (i & 7) + (i & 8) + 4 * (n & 1); }
 
-// The tokens of a chunk, or their h, into shared memory.
-template <int PHASE> DEV void stage_chunk(const Work& w, const Chunks& c, u32 rows, int m, int tid) {
+DEV u32 peak_of(const uint4 (&v)[4]) {  // the bits of the largest magnitude, or more
+  u32 peak = 0;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const u32 both = word(v[i / 4], i & 3);
+    peak = larger(peak, larger(both & 0x7fffffffu, both << 16 & 0x7fffffffu));
+  }
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) peak = larger(peak, __shfl_xor_sync(~0u, peak, step));
+  return peak;
+}
+// m tokens of a chunk, or their h, into shared memory.
+template <int PHASE> DEV void stage_chunk(const Work& w, const u32* pairs, u32 rows, int m, int tid) {
   typedef Phase<PHASE> P;
   const u8* from = PHASE ? w.h : w.x;
-  for (int i = tid; i < P::UNITS * 8 * m; i += THREADS_OF_CTA) {
+  for (int i = tid; i - (tid & 31) < P::UNITS * 8 * m; i += THREADS_OF_CTA) {
+    const bool is_token = i < P::UNITS * 8 * m;
     const int n = i / (P::UNITS * 8), j = i - n * (P::UNITS * 8);
-    const i64 row = PHASE ? c.pairs[n] : c.pairs[n] / TOPK;
+    const i64 row = !is_token ? 0 : PHASE ? pairs[n] : pairs[n] / TOPK;
     uint4 v[4];
 #pragma unroll
     for (int q = 0; q < 4; ++q)
-      v[q] = 32 * j + 8 * q < P::COLS ? load_fresh(from + 2 * (row * P::COLS + 32 * j + 8 * q))
-                                      : make_uint4(0, 0, 0, 0);
-    P::stage(rows + (j >> 3) * unit_tokens<P>(), v, j & 7, n);
+      v[q] = is_token && 32 * j + 8 * q < P::COLS
+                 ? load_fresh(from + 2 * (row * P::COLS + 32 * j + 8 * q))
+                 : make_uint4(0, 0, 0, 0);
+    const u32 peak = P::TOKENS == 4 ? peak_of(v) : 0;
+    const int of_chunk = SINGLE ? n * P::UNITS : 0;  // a single token's pairs are chunks
+    if (is_token)
+      P::stage(rows + ((j >> 3) + of_chunk) * unit_tokens<P>(), v, j & 7, SINGLE ? 0 : n, peak);
   }
 }
+// As many tiles as m tokens need.
+template <class P, int N>
+DEV void multiply_unit(float (&sum)[2][P::TILES][P::ROWS], u32 slot, u32 unit, int m, int lane, u32 grid) {
+  if constexpr (N > 1) {
+    if (m <= N / 2 * P::TOKENS) return multiply_unit<P, N / 2>(sum, slot, unit, m, lane, grid);
+  }
+  P::template multiply<SLOT, N>(sum, slot, unit, m, lane, grid);
+}
+template <class P> DEV void meet(int group) {
+  if (P::PARTS > 1)
+    bar_sync(1 + group, 32 * P::PARTS);
+  else
+    __syncwarp();
+}
+// An item, this warp's part: its sums are in `here` when its group has passed.
+template <int PHASE>
+DEV void multiply_item(const Chunks& c, const Work& w, Fetcher& f, u32 here, u32 rows, int m, int& slot) {
+  typedef Phase<PHASE> P;
+  const int lane = f.lane, group = f.warp / P::PARTS, part = f.warp % P::PARTS;
+  float sum[2][P::TILES][P::ROWS] = {};
+  for (int u = P::UNITS * part / P::PARTS; u < P::UNITS * (part + 1) / P::PARTS; ++u) {
+    copy_wait<STAGES - 1>();
+    __syncwarp();
+    multiply_unit<P, P::TILES>(sum, f.ring + 2 * slot * SLOT, rows + u * unit_tokens<P>(), m, lane,
+                               shared_address(c.grid));
+    __syncwarp();
+    f.next(w, c);
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
+  }
+#pragma unroll
+  for (int s = 0; s < 2; ++s)
+#pragma unroll
+    for (int nt = 0; nt < P::TILES; ++nt) {
+      float(&own)[P::ROWS] = sum[s][nt];
+      const u32 at = here + (s * P::PARTS + part) * PART_STEP;
+      if constexpr (P::ROWS == 4) {
+        const int pair = 4 * nt + (lane & 3);
+        if (2 * pair < m)
+          sts16(at + 128 * pair + 16 * (lane >> 2), __float_as_uint(own[0]), __float_as_uint(own[1]),
+                __float_as_uint(own[2]), __float_as_uint(own[3]));
+      } else {
+        const int n = 4 * nt + (lane & 3);
+        if (n < m)
+#pragma unroll
+          for (int r = 0; r < 2; ++r)
+            sts4(at + place_of(8 * r + (lane >> 2), n), __float_as_uint(own[r]));
+      }
+    }
+  meet<P>(group);
+}
+template <class P> DEV void leave_sums(int group, int& buffer) {  // of an item
+  if (BUFFERS == 1)
+    meet<P>(group);
+  else
+    buffer ^= 1;
+}
 
+// Gate and up of m tokens, `held` and up of the pairs.
+DEV void write_h(const Work& w, const Chunks& c, u32 here, int expert, int place, int held, int m, int i) {
+  for (; i < 16 * m; i += 32 * Gate::PARTS) {
+    const int n = i >> 4, row = place * 16 + (i & 15);
+    const u32 at = here + place_of(i & 15, n);
+    float gate = sum_parts<Gate>(at), up = sum_parts<Gate>(at + Gate::PARTS * PART_STEP);
+    gate = raised<Gate::TOTAL>(gate, w.gate.total, expert);
+    up = raised<Gate::TOTAL>(up, w.up.total, expert);
+    gate = gate > w.limit ? w.limit : gate;  // NaN stays
+    up = up > w.limit ? w.limit : up < -w.limit ? -w.limit : up;
+    const float h = gate / (1.f + __expf(-gate)) * up * c.weights[held + n];
+    if (row < INTER) ((u16*)w.h)[(i64)c.pairs[held + n] * INTER + row] = float_to_bf16(h);
+  }
+}
+DEV float sum_of_down(const Work& w, u32 here, int expert, int i) {  // of value i of 32 columns x tokens
+  const u32 at = here + (i >> 4 & 1) * (Down::PARTS * PART_STEP) + place_of(i & 15, i >> 5);
+  return raised<Down::TOTAL>(sum_parts<Down>(at), w.down.total, expert);
+}
+
+// What a CTA owns of a phase, chunk after chunk; a single token's pairs have the same x.
 template <int PHASE>
 DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 rows, int& slot) {
   typedef Phase<PHASE> P;
-  const int tid = threadIdx.x, lane = tid & 31;
-  const int group = f.warp / P::PARTS, part = f.warp % P::PARTS;
+  const int tid = threadIdx.x, group = f.warp / P::PARTS;
+  const int first = 32 * (f.warp % P::PARTS) + f.lane;
   const Range own = f.ranges[PHASE];
   const u32 mine = sums + group * (BUFFERS * 2 * P::PARTS * PART_STEP);
-  u32* done = w.tickets + Down::ITEMS + 1;
+  u32* done = w.tickets + COUNTED;
   int item = group < P::GROUPS ? own.first + group : own.last, buffer = 0;
   for (int low = own.first; low < own.last;) {
-    const int chunk = low / P::ITEMS, high = min(own.last, (chunk + 1) * P::ITEMS);
-    const int m = c.size(w, chunk), expert = c.expert(w, chunk);
-    if (tid < m) {
+    const int chunk = low / P::ITEMS, high = SINGLE ? own.last : min(own.last, (chunk + 1) * P::ITEMS);
+    const int m = SINGLE ? 1 : c.size(w, chunk);
+    if (!SINGLE && tid < m) {
       const u32 pair = c.pair(w, chunk, tid);
       c.pairs[tid] = pair, c.weights[tid] = w.weights[pair];
     }
     if (PHASE && tid == 0) wait_for_count(done + chunk, Gate::ITEMS);
     __syncthreads();
-    stage_chunk<PHASE>(w, c, rows, m, tid);
+    stage_chunk<PHASE>(w, c.pairs, rows, m, tid);
     __syncthreads();
     for (; item < high; item += P::GROUPS) {
-      const int place = item - chunk * P::ITEMS;
+      const Item<PHASE> at = find_item<PHASE>(item);
+      const int expert = c.expert(w, at.chunk);
       const u32 here = mine + buffer * (2 * P::PARTS * PART_STEP);
-      float sum[2][NT][4] = {};
-      for (int u = P::UNITS * part / P::PARTS; u < P::UNITS * (part + 1) / P::PARTS; ++u) {
-        copy_wait<STAGES - 1>();
-        __syncwarp();
-        P::template multiply<SLOT>(sum, f.ring + 2 * slot * SLOT, rows + u * unit_tokens<P>(), m,
-                                   lane, shared_address(c.grid));
-        __syncwarp();
-        f.next(w, c);
-        slot = slot + 1 == STAGES ? 0 : slot + 1;
-      }
-#pragma unroll
-      for (int s = 0; s < 2; ++s)
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt) {
-          const int pair = 4 * nt + (lane & 3);
-          if (2 * pair < m)
-            sts16(here + (s * P::PARTS + part) * PART_STEP + 128 * pair + 16 * (lane >> 2),
-                  __float_as_uint(sum[s][nt][0]), __float_as_uint(sum[s][nt][1]),
-                  __float_as_uint(sum[s][nt][2]), __float_as_uint(sum[s][nt][3]));
-        }
-      bar_sync(1 + group, 32 * P::PARTS);
-      if (PHASE == 0) {
-        for (int i = 32 * part + lane; i < 16 * m; i += 32 * P::PARTS) {
-          const int n = i >> 4, row = place * 16 + (i & 15);
-          const u32 at = here + place_of(i & 15, n);
-          float gate = sum_parts<P::PARTS>(at), up = sum_parts<P::PARTS>(at + P::PARTS * PART_STEP);
-          gate = raised<P::TOTAL>(gate, w.gate.total, expert);
-          up = raised<P::TOTAL>(up, w.up.total, expert);
-          gate = gate > w.limit ? w.limit : gate;  // NaN stays
-          up = up > w.limit ? w.limit : up < -w.limit ? -w.limit : up;
-          const float h = gate / (1.f + __expf(-gate)) * up * c.weights[n];
-          if (row < INTER) ((u16*)w.h)[(i64)c.pairs[n] * INTER + row] = float_to_bf16(h);
-        }
-      } else {
-        for (int i = 32 * part + lane; i < 32 * m; i += 32 * P::PARTS) {
-          const int n = i >> 5, row = place * 32 + (i & 31);
-          const u32 at = here + (i >> 4 & 1) * (P::PARTS * PART_STEP) + place_of(i & 15, n);
-          const float y = raised<P::TOTAL>(sum_parts<P::PARTS>(at), w.down.total, expert);
-          if (row < HIDDEN) __stcg(w.y + (i64)c.pairs[n] * HIDDEN + row, y);
-        }
-      }
-      if (BUFFERS == 1)
-        bar_sync(1 + group, 32 * P::PARTS);
+      multiply_item<PHASE>(c, w, f, here, rows, m, slot);
+      if (PHASE == 0)
+        write_h(w, c, here, expert, at.place, SINGLE ? at.chunk : 0, m, first);
       else
-        buffer ^= 1;
+        for (int i = first; i < 32 * m; i += 32 * P::PARTS) {
+          const int row = at.place * 32 + (i & 31);
+          const float y = sum_of_down(w, here, expert, i);
+          if (row < HIDDEN) __stcg(w.y + (i64)c.pairs[i >> 5] * HIDDEN + row, y);
+        }
+      leave_sums<P>(group, buffer);
     }
     __syncthreads();
     if (PHASE == 0 && tid == 0) {
       __threadfence();
-      add_release(done + chunk, high - low);
+      add_release(SINGLE ? done : done + chunk, high - low);
     }
     low = high;
   }
 }
 
-// Add the slots of 32 output columns, in their order, where this CTA has finished the last item.
-DEV void sum_slots(const Work& w, const Chunks& c, const Range& own, u32* mine, int tid) {
-  for (int i = tid; i <= Down::ITEMS; i += THREADS_OF_CTA) mine[i] = 0;
+// Down of a single token: all slots of 32 output columns, then their sum.
+DEV void run_down_of_token(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 rows, int& slot) {
+  const int tid = threadIdx.x, group = f.warp / Down::PARTS;
+  const int first = 32 * (f.warp % Down::PARTS) + f.lane;
+  const u32 mine = sums + group * (BUFFERS * 2 * Down::PARTS * PART_STEP);
+  const Range own = f.ranges[1];
+  if (own.first >= own.last) return;
+  if (tid == 0) wait_for_count(w.tickets + COUNTED, TOPK * Gate::ITEMS);
   __syncthreads();
-  for (int place = tid; place < Down::ITEMS; place += THREADS_OF_CTA) {
-    const int before = (own.first + Down::ITEMS - 1 - place) / Down::ITEMS;
-    const u32 count = (own.last + Down::ITEMS - 1 - place) / Down::ITEMS - before;
-    if (count == 0) continue;
+  stage_chunk<1>(w, c.pairs, rows, TOPK, tid);
+  __syncthreads();
+  int buffer = 0;
+  for (int place = own.first / PLACES; place < own.last / PLACES; ++place) {
+    float* slots = c.sums + (place & 1) * (32 * TOPK);
+    for (int k = group; group < Down::GROUPS && k < TOPK; k += Down::GROUPS) {
+      const u32 here = mine + buffer * (2 * Down::PARTS * PART_STEP);
+      multiply_item<1>(c, w, f, here, rows + k * (Down::UNITS * unit_tokens<Down>()), 1, slot);
+      if (first < 32) slots[32 * k + first] = sum_of_down(w, here, c.expert(w, k), first);
+      leave_sums<Down>(group, buffer);
+    }
+    __syncthreads();
+    const int column = 32 * place + tid;
+    if (tid >= 32 || column >= HIDDEN) continue;
+    float total = slots[tid];
+    for (int k = 1; k < TOPK; ++k) total += slots[32 * k + tid];
+    store(w.out, column, total);
+  }
+}
+
+// When all CTAs have finished, add the slots in their order, an equal share of the outputs.
+DEV void sum_slots(const Work& w, int tid) {
+  __syncthreads();
+  if (tid == 0) {
     __threadfence();
-    if (atomicAdd(w.tickets + place, count) + count == (u32)c.num) {
-      w.tickets[place] = 0;
-      mine[1 + atomicAdd(mine, 1u)] = place;
+    add_release(w.tickets, 1);
+    wait_for_count(w.tickets, gridDim.y);
+  }
+  __syncthreads();
+  const int num = w.num_tokens * (HIDDEN / 4), step = gridDim.y * THREADS_OF_CTA;
+  for (int i = blockIdx.y * THREADS_OF_CTA + tid; i < num; i += step) {
+    const int n = i / (HIDDEN / 4), column = 4 * (i - n * (HIDDEN / 4));
+    const float* y = w.y + (i64)n * TOPK * HIDDEN + column;
+    uint4 slots[TOPK];
+#pragma unroll
+    for (int k = 0; k < TOPK; ++k) slots[k] = load_fresh(y + (i64)k * HIDDEN);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      float total = __uint_as_float(word(slots[0], q));
+#pragma unroll
+      for (int k = 1; k < TOPK; ++k) total += __uint_as_float(word(slots[k], q));
+      store(w.out, (i64)n * HIDDEN + column + q, total);
     }
   }
-  if (tid == 0) c.flags[1] = atomicInc(w.tickets + Down::ITEMS, gridDim.y - 1);
-  __threadfence();
+}
+// The last CTA that leaves makes the tickets zeros again.
+DEV void leave(const Work& w, const Chunks& c, int tid) {
+  if (tid == 0) c.flags[1] = atomicInc(w.tickets + 1, gridDim.y - 1);
   __syncthreads();
-  if (c.flags[1] == gridDim.y - 1)  // all CTAs have seen all counts
-    for (int i = tid; i < c.num; i += THREADS_OF_CTA) w.tickets[Down::ITEMS + 1 + i] = 0;
-  const int num = mine[0] * w.num_tokens * 32;
-  for (int i = tid; i < num; i += THREADS_OF_CTA) {
-    const int n = i / 32 % w.num_tokens, column = mine[1 + i / 32 / w.num_tokens] * 32 + (i & 31);
-    if (column >= HIDDEN) continue;
-    const float* y = w.y + (i64)n * TOPK * HIDDEN + column;
-    float slots[TOPK];
-#pragma unroll
-    for (int k = 0; k < TOPK; ++k) slots[k] = __ldcg(y + (i64)k * HIDDEN);
-    float total = slots[0];
-#pragma unroll
-    for (int k = 1; k < TOPK; ++k) total += slots[k];
-    store(w.out, (i64)n * HIDDEN + column, total);
-  }
+  if (c.flags[1] == gridDim.y - 1)
+    for (int i = tid; i < COUNTED + c.num; i += THREADS_OF_CTA) w.tickets[i] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA, CTAS) moe_experts_tiles(Work w) {
@@ -382,12 +506,18 @@ extern "C" __global__ void __launch_bounds__(THREADS_OF_CTA, CTAS) moe_experts_t
   Fetcher f;
   f.warp = __shfl_sync(~0u, tid >> 5, 0), f.lane = lane, f.slot = 0;
   f.ring = smem + f.warp * STAGES * 2 * SLOT;
-  f.ranges[0] = own_items<Gate>(chunks.num), f.ranges[1] = own_items<Down>(chunks.num);
+  f.ranges[0] = own_items<Gate>(chunks.num), f.ranges[1] = own_items<Down>(SINGLE ? 1 : chunks.num);
+  if (SINGLE) f.ranges[1].first *= PLACES, f.ranges[1].last *= PLACES;
   f.start(w, chunks);
 #pragma unroll
   for (int i = 0; i < STAGES; ++i) f.next(w, chunks);
   int slot = 0;
   run_phase<0>(w, chunks, f, smem + RING, smem + RING + SUMS, slot);
+#if SINGLE
+  run_down_of_token(w, chunks, f, smem + RING, smem + RING + SUMS, slot);
+#else
   run_phase<1>(w, chunks, f, smem + RING, smem + RING + SUMS, slot);
-  sum_slots(w, chunks, f.ranges[1], (u32*)memory, tid);
+  sum_slots(w, tid);
+#endif
+  leave(w, chunks, tid);
 }

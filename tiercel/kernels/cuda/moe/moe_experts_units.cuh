@@ -2,8 +2,12 @@
 //
 // A type has a struct (others: moe_experts_groups.cuh): CODES and SCALES, the bytes of a unit in its planes (layout: quant_tiles.py;
 // here codes, then scales), MEANS, the bytes of a token's sums beside 256 columns of it, and
-//   stage     places 32 columns of a token where `multiply` reads them
-//   multiply  sum[s] += unit s of two x tokens, both with the same columns of the tokens
+//   stage     places 32 columns of a token where `multiply` reads them; `peak`: the largest magnitude
+//             of the unit's columns, its bits as float32
+//   multiply  sum[s] += unit s of two x tokens, both with the same columns of the tokens; a unit's sum
+//             is rounded before it is added, so that it does not matter which warp adds it
+//   TOKENS    of a tile, of which there are TILES at most, and N at hand
+//   ROWS      sums of a lane: of rows g and g + 8, of tokens 2 t and 2 t + 1, or of t alone
 // Lane 4 g + t holds rows g and g + 8 and, of a unit, 64 columns of its own t, whole groups of a
 // scale: so it unpacks a quarter of the scales. A token's columns are in 8 pieces of 8 for each
 // t: piece p of token n at (p * COLUMNS + n) * 64 + 16 t, its sums after all pieces.
@@ -17,6 +21,7 @@
 #define NT ((COLUMNS + 7) / 8)  // tiles of 8 tokens
 #define RAISED 18446744073709551616.f  // 2^64
 #define MINUS_ZERO 0x80008000u
+DEV u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 DEV float bf16_to_float(u32 bits) { return __uint_as_float(bits << 16); }
 DEV float sum2_bf16(u32 v) { return bf16_to_float(v & 0xffff) + __uint_as_float(v & 0xffff0000u); }
 DEV float sum8_bf16(const uint4& v) {
@@ -28,11 +33,11 @@ DEV void stage_pairs(u32 unit, const uint4& v, int p, int t, int n) {
         __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410),
         __byte_perm(v.z, v.w, 0x7632));
 }
-template <int MEANS> struct Columns {  // of a unit: what a lane reads of its tokens
-  u32 x[NT], means[NT];
+template <int MEANS, int N> struct Columns {  // of a unit: what a lane reads of its tokens
+  u32 x[N], means[N];
   DEV Columns(u32 unit, int m, int lane) {  // columns n >= m repeat the last: never stored
 #pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
+    for (int nt = 0; nt < N; ++nt) {
       const int n = min(8 * nt + (lane >> 2), m - 1);
       x[nt] = unit + n * 64 + 16 * (lane & 3);
       means[nt] = unit + COLUMNS * 512 + n * MEANS + MEANS / 4 * (lane & 3);
@@ -50,86 +55,108 @@ DEV void stage_halves(u32 unit, const uint4 (&v)[4], int j, int n) {  // of Q2_K
     stage_pairs(unit, v[q], p, t, n);
   }
 }
+// Integers throughout: code * scale fits a byte, and a token's column is two digits, 256 high + low, of
+// 2^-15 of its unit's largest power of two. A tile of 8 columns is both digits of 4 tokens.
 struct Q2K {
-  static constexpr int CODES = 1344, SCALES = 0, MEANS = 64;
+  static constexpr int CODES = 1344, SCALES = 0, MEANS = 48;
+  static constexpr int TOKENS = 4, TILES = (COLUMNS + 3) / 4, ROWS = 2;
+  static constexpr u32 SUMS = COLUMNS * 512, FACTORS = COLUMNS * 544;  // of a unit's tokens
 
   struct Row {
-    u32 scale[4], mins;
+    u32 scale[4], mins;  // scales of the codes that stay in their place, bits 2 and 3, else 4 times
     float d, dmin;
     DEV Row(u32 slot, int row, int t) {
       const uint2 half = lds8(slot + 1024 + 16 * row + 8 * (t >> 1));
       const u32 bytes = __byte_perm(half.x, half.y, t & 1 ? 0x7531 : 0x6420);
-      const u32 dm = lds4(slot + 1280 + 4 * row), sc = bytes & 0x0f0f0f0fu;
+      const u32 dm = lds4(slot + 1280 + 4 * row);
+      const u32 even = bytes << 2 & 0x003c003cu, odd = bytes >> 8 & 0x000f000fu;
+      scale[0] = even & 0xffff, scale[1] = odd & 0xffff, scale[2] = even >> 16, scale[3] = odd >> 16;
       mins = bytes >> 4 & 0x0f0f0f0fu;
-      d = half_to_float(dm & 0xffff) * RAISED, dmin = -half_to_float(dm >> 16);
-#pragma unroll
-      for (int i = 0; i < 4; ++i)  // (128 + v - 128) * 2^69 / 4^i
-        scale[i] = fma_bf16(__byte_perm(sc, 0x43434343u, 0x4040u | i | i << 8),
-                            0x62006200u - 0x01000100u * i, 0xe580e580u - 0x01000100u * i);
+      d = half_to_float(dm & 0xffff), dmin = half_to_float(dm >> 16) * -64.f;
     }
-    DEV u32 operand(u32 qs, int i) const {
-      return fma_bf16(qs & 0x00030003u << 2 * i, scale[i], MINUS_ZERO);
-    }
-    DEV u32 least(int pair) const {  // two of the four minima
-      return fma_bf16(__byte_perm(mins, 0x43434343u, pair ? 0x4342 : 0x4140), 0x3f803f80u,
-                      0xc300c300u);
+    DEV u32 operand(u32 qs, int i) const {  // 4 * code * scale; qs: codes 0 and 1 of it, or 2 and 3
+      return (qs & (i & 1 ? 0x0c0c0c0cu : 0x03030303u)) * scale[i];
     }
   };
-  static DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
-    stage_halves(unit, v, j, n);
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {  // a sum over a scale's columns in two parts
-      const float sum = sum8_bf16(v[2 * e]) + sum8_bf16(v[2 * e + 1]);
-      const u16 near = float_to_bf16(sum);
-      const u32 at = unit + COLUMNS * 512 + n * MEANS + 16 * (2 * (j >> 2) + e) + 2 * (j & 3);
-      sts2(at, near), sts2(at + 8, float_to_bf16(sum - bf16_to_float(near)));
-    }
+  static DEV u32 digits(float x, float to_int) {  // and 128: so the low one is signed, but for its top bit
+    const float y = fmaf(x, to_int, 12582912.f + 128);  // 1.5 * 2^23
+    return __float_as_uint(y < 12582912.f + 32767 ? y : 12582912.f + 32767);
   }
-  template <int SLOT>
-  static DEV void multiply(float (&sum)[2][NT][4], u32 slot, u32 unit, int m, int lane, u32) {
+  static DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n, u32 peak) {
+    const u32 top = larger(peak >> 23, 20);  // exponent of the largest of the unit's 256 columns
+    const float to_int = __uint_as_float((268 - top) << 23);  // 2^14 of it
+    const int i = j & 3;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int t = 2 * (j >> 2) + e;
+      u32 high[4], low[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint4& four = v[2 * e + k / 2];
+        const u32 x = k & 1 ? four.z : four.x, y = k & 1 ? four.w : four.y;
+        const u32 a = __byte_perm(digits(bf16_to_float(x & 0xffff), to_int),
+                                  digits(__uint_as_float(x & 0xffff0000u), to_int), 0x5410);
+        const u32 b = __byte_perm(digits(bf16_to_float(y & 0xffff), to_int),
+                                  digits(__uint_as_float(y & 0xffff0000u), to_int), 0x5410);
+        high[k] = __byte_perm(a, b, 0x7531), low[k] = __byte_perm(a, b, 0x6420) ^ 0x80808080u;
+      }
+      const u32 at = unit + i * (COLUMNS * 128) + 16 * t;
+      sts16(at + 128 * n, high[0], high[1], high[2], high[3]);
+      sts16(at + 128 * n + 64, low[0], low[1], low[2], low[3]);
+      const u32 sum = digits(sum8_bf16(v[2 * e]) + sum8_bf16(v[2 * e + 1]), to_int / 16);
+      sts1(unit + SUMS + 32 * n + 4 * t + i, sum >> 8);
+      sts1(unit + SUMS + 32 * n + 16 + 4 * t + i, sum ^ 0x80);
+    }
+    if (j == 0)  // of 4 times code * scale; infinity and NaN become NaN
+      sts4(unit + FACTORS + 4 * n, top == 255 ? 0x7fc00000u : (top - 16) << 23);
+  }
+  template <int SLOT, int N>
+  static DEV void multiply(float (&sum)[2][TILES][ROWS], u32 slot, u32 unit, int m, int lane, u32) {
     const int g = lane >> 2, t = lane & 3;
-    const Columns<MEANS> tokens(unit, m, lane);
     const Row rows[2][2] = {{Row(slot, g, t), Row(slot, g + 8, t)},
                             {Row(slot + SLOT, g, t), Row(slot + SLOT, g + 8, t)}};
+    u32 column[N];  // of this lane's operands; tokens n >= m repeat the last: never stored
     uint4 qs[2][2];
-    float part[2][NT][4] = {};
+    int part[2][N][4] = {};
+#pragma unroll
+    for (int nt = 0; nt < N; ++nt) column[nt] = 2 * min(4 * nt + (g >> 1), m - 1) + (g & 1);
 #pragma unroll
     for (int s = 0; s < 2; ++s)
 #pragma unroll
       for (int r = 0; r < 2; ++r) qs[s][r] = lds16(slot + s * SLOT + 512 * r + 16 * lane);
 #pragma unroll
-    for (int k = 0; k < 4; k += 2)
+    for (int i = 0; i < 4; ++i) {
+      uint4 v[N];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        uint4 v[NT];
+      for (int nt = 0; nt < N; ++nt) v[nt] = lds16(unit + i * (COLUMNS * 128) + 64 * column[nt] + 16 * t);
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt) v[nt] = tokens.piece(nt, 2 * i + k / 2);
+      for (int k = 0; k < 4; k += 2)
 #pragma unroll
-        for (int o = 0; o < 2; ++o)
+        for (int s = 0; s < 2; ++s) {
+          const u32 a = word(qs[s][0], k) >> (i & 2) * 2, b = word(qs[s][1], k) >> (i & 2) * 2;
+          const u32 c = word(qs[s][0], k + 1) >> (i & 2) * 2, d = word(qs[s][1], k + 1) >> (i & 2) * 2;
+          const u32 w0 = rows[s][0].operand(a, i), w1 = rows[s][1].operand(b, i);
+          const u32 w2 = rows[s][0].operand(c, i), w3 = rows[s][1].operand(d, i);
 #pragma unroll
-          for (int s = 0; s < 2; ++s) {
-            const u32 a = word(qs[s][0], k + o), b = word(qs[s][1], k + o);
-            const u32 w0 = rows[s][0].operand(a, i), w1 = rows[s][1].operand(b, i);
-            const u32 w2 = rows[s][0].operand(a >> 8, i), w3 = rows[s][1].operand(b >> 8, i);
+          for (int nt = 0; nt < N; ++nt)
+            mma_digits(part[s][nt], w0, w1, w2, w3, word(v[nt], k), word(v[nt], k + 1));
+        }
+    }
 #pragma unroll
-            for (int nt = 0; nt < NT; ++nt)
-              mma_bf16(part[s][nt], w0, w1, w2, w3, word(v[nt], 2 * o), word(v[nt], 2 * o + 1));
-          }
-      }
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-      const uint4 sums = lds16(tokens.means[nt]);
+    for (int nt = 0; nt < N; ++nt) {
+      const u32 sums = lds4(unit + SUMS + 16 * column[nt] + 4 * t);
+      const float factor = ldsf(unit + FACTORS + 4 * min(4 * nt + t, m - 1));
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
-        const Row &r0 = rows[s][0], &r1 = rows[s][1];
-        float least[4] = {};
-        const u32 w0 = r0.least(0), w1 = r1.least(0), w2 = r0.least(1), w3 = r1.least(1);
-        mma_bf16(least, w0, w1, w2, w3, sums.x, sums.y);
-        mma_bf16(least, w0, w1, w2, w3, sums.z, sums.w);
+        int least[4];
+        const u32 mins[2] = {rows[s][0].mins, rows[s][1].mins};
+        mma_signed(least, mins, sums, 0);
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const Row& r = rows[s][c / 2];
-          sum[s][nt][c] = fmaf(r.dmin, least[c], fmaf(r.d, part[s][nt][c], sum[s][nt][c]));
+        for (int r = 0; r < ROWS; ++r) {  // powers of two: what is added is not rounded again
+          const int high = part[s][nt][2 * r], y = 256 * high + part[s][nt][2 * r + 1];
+          const int z = 256 * least[2 * r] + least[2 * r + 1];
+          const Row& row = rows[s][r];
+          sum[s][nt][r] = fmaf(factor, fmaf(row.dmin, (float)z, row.d * (float)y), sum[s][nt][r]);
         }
       }
     }
@@ -139,7 +166,7 @@ struct Q2K {
 // ---- Q3_K: as Q2_K; the third bit of a code is bit 4 h + i of hmask[16 e + l]. Codes 2 and 3 are
 // shifted down by 4: a subnormal number has room for 8 bits.
 struct Q3K {
-  static constexpr int CODES = 1760, SCALES = 0, MEANS = 0;
+  static constexpr int CODES = 1760, SCALES = 0, MEANS = 0, TOKENS = 8, TILES = NT, ROWS = 4;
 
   struct Row {
     u32 scale[4], offset[4];  // divided by 4^(i % 2); -4 times the scale
@@ -165,15 +192,17 @@ struct Q3K {
                       offset[i]);
     }
   };
-  static DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) { stage_halves(unit, v, j, n); }
-  template <int SLOT>
-  static DEV void multiply(float (&sum)[2][NT][4], u32 slot, u32 unit, int m, int lane, u32) {
+  static DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n, u32) {
+    stage_halves(unit, v, j, n);
+  }
+  template <int SLOT, int N>
+  static DEV void multiply(float (&sum)[2][TILES][4], u32 slot, u32 unit, int m, int lane, u32) {
     const int g = lane >> 2, t = lane & 3;
-    const Columns<MEANS> tokens(unit, m, lane);
+    const Columns<MEANS, N> tokens(unit, m, lane);
 #pragma unroll
     for (int s = 0; s < 2; ++s, slot += SLOT) {
       const Row r0(slot, g, t), r1(slot, g + 8, t);
-      float part[NT][4] = {};
+      float part[N][4] = {};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const u32 a = lds4(slot + 16 * lane + 4 * k), b = lds4(slot + 512 + 16 * lane + 4 * k);
@@ -184,16 +213,17 @@ struct Q3K {
           const u32 w0 = r0.operand(a, c, i, 0), w1 = r1.operand(b, d, i, 0);
           const u32 w2 = r0.operand(a, c, i, 1), w3 = r1.operand(b, d, i, 1);
 #pragma unroll
-          for (int nt = 0; nt < NT; ++nt) {
+          for (int nt = 0; nt < N; ++nt) {
             const uint2 v = lds8(tokens.x[nt] + (2 * i + k / 2) * COLUMNS * 64 + 8 * (k & 1));
             mma_bf16(part[nt], w0, w1, w2, w3, v.x, v.y);
           }
         }
       }
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt)
+      for (int nt = 0; nt < N; ++nt)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) sum[s][nt][c] = fmaf(c < 2 ? r0.d : r1.d, part[nt][c], sum[s][nt][c]);
+        for (int c = 0; c < 4; ++c)
+          sum[s][nt][c] = __fadd_rn(sum[s][nt][c], __fmul_rn(c < 2 ? r0.d : r1.d, part[nt][c]));
     }
   }
 };
@@ -202,6 +232,7 @@ struct Q3K {
 // 64 t and up, 8 a word. A code's sign and other bits go to their places by one product.
 template <int GROUP> struct E2M1 {
   static constexpr int CODES = 2048, SCALES = 4096 / GROUP, MEANS = 0;
+  static constexpr int TOKENS = 8, TILES = NT, ROWS = 4;
 
   struct Row {
     u32 scale[64 / GROUP];  // times 2^62: codes are 2^-126 of their values
@@ -223,7 +254,7 @@ template <int GROUP> struct E2M1 {
       return fma_bf16(bits, scale[i], MINUS_ZERO);
     }
   };
-  static DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n) {
+  static DEV void stage(u32 unit, const uint4 (&v)[4], int j, int n, u32) {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       const int t = j >> 1, p = 4 * (j & 1) + q;
@@ -232,13 +263,13 @@ template <int GROUP> struct E2M1 {
             __byte_perm(v[q].y, v[q].w, 0x5410), __byte_perm(v[q].y, v[q].w, 0x7632));
     }
   }
-  template <int SLOT>
-  static DEV void multiply(float (&sum)[2][NT][4], u32 slot, u32 unit, int m, int lane, u32) {
+  template <int SLOT, int N>
+  static DEV void multiply(float (&sum)[2][TILES][4], u32 slot, u32 unit, int m, int lane, u32) {
     const int g = lane >> 2, t = lane & 3;
-    const Columns<MEANS> tokens(unit, m, lane);
+    const Columns<MEANS, N> tokens(unit, m, lane);
     const Row rows[2][2] = {{Row(slot, g, t), Row(slot, g + 8, t)},
                             {Row(slot + SLOT, g, t), Row(slot + SLOT, g + 8, t)}};
-    float part[2][NT][4] = {};
+    float part[2][N][4] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint4 codes[2][2];
@@ -249,9 +280,9 @@ template <int GROUP> struct E2M1 {
           codes[s][r] = lds16(slot + s * SLOT + 1024 * half + 512 * r + 16 * lane);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        uint4 v[NT];
+        uint4 v[N];
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt) v[nt] = tokens.piece(nt, 4 * half + k);
+        for (int nt = 0; nt < N; ++nt) v[nt] = tokens.piece(nt, 4 * half + k);
 #pragma unroll
         for (int s = 0; s < 2; ++s)
 #pragma unroll
@@ -261,7 +292,7 @@ template <int GROUP> struct E2M1 {
             const u32 w0 = rows[s][0].operand(a, o, i), w1 = rows[s][1].operand(b, o, i);
             const u32 w2 = rows[s][0].operand(a, o + 1, i), w3 = rows[s][1].operand(b, o + 1, i);
 #pragma unroll
-            for (int nt = 0; nt < NT; ++nt)
+            for (int nt = 0; nt < N; ++nt)
               mma_bf16(part[s][nt], w0, w1, w2, w3, word(v[nt], o), word(v[nt], o + 1));
           }
       }
@@ -269,7 +300,7 @@ template <int GROUP> struct E2M1 {
 #pragma unroll
     for (int s = 0; s < 2; ++s)
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt)
+      for (int nt = 0; nt < N; ++nt)
 #pragma unroll
         for (int c = 0; c < 4; ++c) sum[s][nt][c] = fmaf(RAISED, part[s][nt][c], sum[s][nt][c]);
   }
