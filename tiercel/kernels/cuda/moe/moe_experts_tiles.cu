@@ -354,7 +354,9 @@ DEV void multiply_item(const Chunks& c, const Work& w, Fetcher& f, u32 here, u32
     }
   meet<P>(group);
 }
-template <class P> DEV void leave_sums(int group, int& buffer) {  // of an item
+// Of an item. Warps take turns at the outputs: else those of one scheduler would do all of them.
+template <class P> DEV void leave_sums(int group, int& buffer, int& turn) {
+  turn = turn + 1 == P::PARTS ? 0 : turn + 1;
   if (BUFFERS == 1)
     meet<P>(group);
   else
@@ -385,11 +387,10 @@ template <int PHASE>
 DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 rows, int& slot) {
   typedef Phase<PHASE> P;
   const int tid = threadIdx.x, group = f.warp / P::PARTS;
-  const int first = 32 * (f.warp % P::PARTS) + f.lane;
   const Range own = f.ranges[PHASE];
   const u32 mine = sums + group * (BUFFERS * 2 * P::PARTS * PART_STEP);
   u32* done = w.tickets + COUNTED;
-  int item = group < P::GROUPS ? own.first + group : own.last, buffer = 0;
+  int item = group < P::GROUPS ? own.first + group : own.last, buffer = 0, turn = f.warp % P::PARTS;
   for (int low = own.first; low < own.last;) {
     const int chunk = low / P::ITEMS, high = SINGLE ? own.last : min(own.last, (chunk + 1) * P::ITEMS);
     const int m = SINGLE ? 1 : c.size(w, chunk);
@@ -406,6 +407,7 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
       const int expert = c.expert(w, at.chunk);
       const u32 here = mine + buffer * (2 * P::PARTS * PART_STEP);
       multiply_item<PHASE>(c, w, f, here, rows, m, slot);
+      const int first = 32 * turn + f.lane;
       if (PHASE == 0)
         write_h(w, c, here, expert, at.place, SINGLE ? at.chunk : 0, m, first);
       else
@@ -414,7 +416,7 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
           const float y = sum_of_down(w, here, expert, i);
           if (row < HIDDEN) __stcg(w.y + (i64)c.pairs[i >> 5] * HIDDEN + row, y);
         }
-      leave_sums<P>(group, buffer);
+      leave_sums<P>(group, buffer, turn);
     }
     __syncthreads();
     if (PHASE == 0 && tid == 0) {
@@ -428,7 +430,6 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
 // Down of a single token: all slots of 32 output columns, then their sum.
 DEV void run_down_of_token(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 rows, int& slot) {
   const int tid = threadIdx.x, group = f.warp / Down::PARTS;
-  const int first = 32 * (f.warp % Down::PARTS) + f.lane;
   const u32 mine = sums + group * (BUFFERS * 2 * Down::PARTS * PART_STEP);
   const Range own = f.ranges[1];
   if (own.first >= own.last) return;
@@ -436,14 +437,14 @@ DEV void run_down_of_token(const Work& w, const Chunks& c, Fetcher& f, u32 sums,
   __syncthreads();
   stage_chunk<1>(w, c.pairs, rows, TOPK, tid);
   __syncthreads();
-  int buffer = 0;
+  int buffer = 0, turn = f.warp % Down::PARTS;
   for (int place = own.first / PLACES; place < own.last / PLACES; ++place) {
     float* slots = c.sums + (place & 1) * (32 * TOPK);
     for (int k = group; group < Down::GROUPS && k < TOPK; k += Down::GROUPS) {
       const u32 here = mine + buffer * (2 * Down::PARTS * PART_STEP);
       multiply_item<1>(c, w, f, here, rows + k * (Down::UNITS * unit_tokens<Down>()), 1, slot);
-      if (first < 32) slots[32 * k + first] = sum_of_down(w, here, c.expert(w, k), first);
-      leave_sums<Down>(group, buffer);
+      if (turn == 0) slots[32 * k + f.lane] = sum_of_down(w, here, c.expert(w, k), f.lane);
+      leave_sums<Down>(group, buffer, turn);
     }
     __syncthreads();
     const int column = 32 * place + tid;
