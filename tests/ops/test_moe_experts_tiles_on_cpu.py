@@ -186,24 +186,23 @@ def test_without_a_clamp(wide_case, products):
     check(out, x, ids, weights, decoded, None)
 
 
-# Of the first, down has 8 units: a warp has one of them, where others have two.
-SINGLE = [("Q2_K", "Q2_K", 256, 2048, 5, 16), ("NVFP4", "MXFP4", 544, 96, 4, 6)]
-SINGLE += [("Q4_K", "Q3_K", 256, 512, 3, 4)]
+# Warps that share an item: as many as parts, or one for each unit or two.
+SINGLE = [("Q2_K", "Q2_K", 256, 2048, 5, 16, (1, 8)), ("Q2_K", "MXFP4", 4096, 32, 2, 8, (8, 1))]
+SINGLE += [("NVFP4", "MXFP4", 544, 96, 4, 6, (3, 1)), ("Q4_K", "Q3_K", 256, 2048, 3, 8, (1, 4))]
 
 
-@pytest.mark.parametrize(("gate", "down", "hidden", "inter", "topk", "warps"), SINGLE)
-def test_a_single_token_has_the_bits_of_many(gate, down, hidden, inter, topk, warps, products):
+@pytest.mark.parametrize(("gate", "down", "hidden", "inter", "topk", "warps", "single"), SINGLE)
+def test_a_single_token_has_the_bits_of_many(
+    gate, down, hidden, inter, topk, warps, single, products
+):
     stacks, decoded = make_case((gate, down), 6, hidden, inter)
     x = (torch.randn(3, hidden) / decoded[0].std() / hidden**0.5).bfloat16()
     ids = torch.stack([torch.randperm(6)[:topk] for _ in range(3)])
     ids[2, 1] = ids[2, 0]  # an expert twice
     weights = (torch.rand(3, topk) + 0.1) / decoded[2].std()
-    config = kernel.TilesConfig(1, warps, 2, 2, is_single=True)
-    parts = kernel.select_parts(kernel.num_units(inter))
-    is_split = kernel.select_down_warps(shape_of(stacks, topk), config) != parts
-    assert is_split == (inter == 2048)
     many = run(products, x, ids, weights, stacks, kernel.TilesConfig(4, warps, 2, 1))
     check(many, x, ids, weights, decoded)
+    config = kernel.TilesConfig(1, warps, 2, 2, single=single)
     for row in (0, 2):
         one = slice(row, row + 1)
         for ctas in (1, 3):

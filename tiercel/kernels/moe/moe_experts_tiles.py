@@ -23,7 +23,7 @@ from torch import Tensor
 from tiercel.kernels.moe.stack_planes import StackPlanes
 from tiercel.kernels.packed.packed_matvec import H200, OUT_CODES, DeviceLimits
 from tiercel.kernels.runtime import rtc
-from tiercel.quant_types import IQ2_XXS_GRID
+from tiercel.quant_types import IQ2_XXS_GRID, TILE_ROWS
 
 MOST_FOLDED: Final = 512
 """Pairs that each CTA sorts by itself."""
@@ -103,7 +103,7 @@ class TilesConfig:
         stages: units of a warp in flight.
         buffers: of sums, of a group of warps.
         ctas: of an SM.
-        is_single: there is one token.
+        single: warps that share an item of gate and up, and of down, if there is one token.
     """
 
     columns: int
@@ -111,7 +111,7 @@ class TilesConfig:
     stages: int
     buffers: int
     ctas: int = 1
-    is_single: bool = False
+    single: tuple[int, int] | None = None
 
 
 # Warps at most, stages, buffers; the first that fits is taken. 64 tokens of Flash, Q2_K: 16 warps
@@ -146,31 +146,55 @@ def select_parts(units: int) -> int:
     return best
 
 
-def select_down_warps(shape: ExpertsShape, config: TilesConfig) -> int:
-    """Warps of an item of down: a single token has few, so a warp has a unit if that is faster."""
-    units = num_units(shape.inter)
+def select_warps(units: int, items: int, warps: int) -> int:
+    """Warps that share an item, where a CTA has few: those with the fewest turns of a unit. Pure.
+
+    Args:
+        units: of a row.
+        items: of a CTA.
+        warps: of a CTA.
+    """
     parts = select_parts(units)
+    shares = [parts * n for n in range(1, units // parts + 1) if parts * n <= warps]
+    return min(shares, key=lambda n: math.ceil(items / (warps // n)) * math.ceil(units / n))
 
-    def turns(warps: int) -> int:
-        return math.ceil(shape.topk / (config.warps // warps)) * math.ceil(units / warps)
 
-    is_split = config.is_single and units <= config.warps and turns(units) < turns(parts)
-    return units if is_split else parts
+def _single_warps(shape: ExpertsShape, warps: int, num_sms: int) -> tuple[int, int] | None:
+    if shape.topk > _MOST_SINGLE:
+        return None
+    tiles = math.ceil(shape.inter / TILE_ROWS)
+    places = math.ceil(shape.hidden / (2 * TILE_ROWS))
+    return (
+        select_warps(num_units(shape.hidden), math.ceil(shape.topk * tiles / num_sms), warps),
+        select_warps(num_units(shape.inter), math.ceil(places / num_sms) * shape.topk, warps),
+    )
+
+
+def item_warps(shape: ExpertsShape, config: TilesConfig) -> tuple[int, int]:
+    """Warps that share an item of gate and up, and of down. Pure."""
+    if config.single is not None:
+        return config.single
+    return select_parts(num_units(shape.hidden)), select_parts(num_units(shape.inter))
 
 
 def smem_bytes(shape: ExpertsShape, config: TilesConfig) -> int:
     """Dynamic shared memory of a CTA: rings, sums of parts, tokens, the list of chunks."""
     slot = max(UNITS[shape.gate].num_bytes, UNITS[shape.down].num_bytes)
     ring = config.warps * config.stages * 2 * slot
-    sums = config.warps * config.buffers * 2 * 128 * ((config.columns + 1) // 2)
+    groups = 0  # of warps, times slots of an item's sums
+    for columns, shared in zip((shape.hidden, shape.inter), item_warps(shape, config), strict=True):
+        units = num_units(columns)
+        slots = shared if shared == select_parts(units) else units
+        groups = max(groups, config.warps // shared * slots)
+    sums = groups * config.buffers * 2 * 128 * ((config.columns + 1) // 2)
     rows = max(
         num_units(columns) * (2 * _UNIT_COLUMNS + UNITS[kind].means) * tokens
         for columns, kind, tokens in (
             (shape.hidden, shape.gate, config.columns),
-            (shape.inter, shape.down, shape.topk if config.is_single else config.columns),
+            (shape.inter, shape.down, shape.topk if config.single else config.columns),
         )
     )
-    held = shape.topk if config.is_single else config.columns
+    held = shape.topk if config.single else config.columns
     words = 2 * held + _FLAG_WORDS + shape.experts + _LISTED_WORDS * MOST_FOLDED
     words += GRID_WORDS * ("IQ2_XXS" in (shape.gate, shape.down))
     return ring + sums + rows + 4 * words
@@ -185,12 +209,13 @@ def select_tiles(
     parts = max(select_parts(num_units(shape.hidden)), select_parts(num_units(shape.inter)))
     most_warps = min(UNITS[shape.gate].warps, UNITS[shape.down].warps)
     launches = [launch for launch in _LAUNCHES if launch[0] <= most_warps]
-    kinds = [(most, num_tokens == 1 and shape.topk <= _MOST_SINGLE)]
+    kinds = [(1, True)] * (num_tokens == 1)
     kinds += [(fewer, False) for fewer in reversed(_COLUMNS) if fewer <= most]
     for columns, is_single in kinds:
         for warps, stages, buffers in launches:
             used = warps // parts * parts
-            config = TilesConfig(columns, used, stages, buffers, is_single=is_single)
+            single = _single_warps(shape, used, limits.num_sms) if is_single else None
+            config = TilesConfig(columns, used, stages, buffers, single=single)
             if smem_bytes(shape, config) <= limits.smem_bytes:
                 return config
     return None
@@ -253,7 +278,8 @@ def cuda_source(
         ("WARPS", config.warps),
         ("GATE_PARTS", select_parts(num_units(shape.hidden))),
         ("DOWN_PARTS", select_parts(num_units(shape.inter))),
-        ("DOWN_WARPS", select_down_warps(shape, config)),
+        ("GATE_WARPS", item_warps(shape, config)[0]),
+        ("DOWN_WARPS", item_warps(shape, config)[1]),
         ("STAGES", config.stages),
         ("BUFFERS", config.buffers),
         ("FOLDS", MOST_FOLDED if is_folded else 0),
@@ -261,7 +287,7 @@ def cuda_source(
         ("DOWN_TOTAL", totals[1]),
         ("OUT", OUT_CODES[out_dtype]),
         ("CTAS", config.ctas),
-        ("SINGLE", int(config.is_single)),
+        ("SINGLE", int(config.single is not None)),
     )
     return rtc.KernelSource("moe_experts_tiles", macros)
 

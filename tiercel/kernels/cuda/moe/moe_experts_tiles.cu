@@ -5,8 +5,8 @@
 // most), WARPS, GATE_PARTS, DOWN_PARTS (warps that share an item), STAGES (units of a warp in
 // flight), BUFFERS (of sums), FOLDS (pairs that each CTA sorts; 0: sorted ahead), GATE_TOTAL,
 // DOWN_TOTAL (numbers of whole matrices: 0 none, 1 factors, 2 divisors), OUT (0 fp16, 1 bf16, 2
-// float32), CTAS (an SM, for the registers), SINGLE (there is one token), DOWN_WARPS (that share an
-// item of down: DOWN_PARTS, or if SINGLE one for each unit).
+// float32), CTAS (an SM, for the registers), SINGLE (there is one token), GATE_WARPS, DOWN_WARPS (that
+// share an item: as many as parts, or if SINGLE more).
 //
 // Pairs (token, slot) of one expert are cut into chunks. An item is 16 rows of gate and up of a
 // chunk, then 32 rows of down. CTAs own equal ranges of all items; the groups of a CTA take turns,
@@ -29,15 +29,17 @@ constexpr u32 PART_STEP = (COLUMNS + 1) / 2 * 128;  // bytes of a part's sums of
 
 template <int PHASE> struct Phase;
 template <> struct Phase<0> : UnitOf<GATE_TYPE> {
-  static constexpr int SUMMED = GATE_PARTS, PARTS = GATE_PARTS, GROUPS = WARPS / PARTS;
+  static constexpr int SUMMED = GATE_PARTS, PARTS = GATE_WARPS, GROUPS = WARPS / PARTS;
   static constexpr int TOTAL = GATE_TOTAL;
   static constexpr int COLS = HIDDEN, UNITS = (HIDDEN + 255) / 256;
+  static constexpr int SLOTS = PARTS == SUMMED ? PARTS : UNITS;  // of an item's sums: parts or units
   static constexpr int TILES_OF_ROWS = (INTER + 15) / 16, ITEMS = TILES_OF_ROWS;
 };
 template <> struct Phase<1> : UnitOf<DOWN_TYPE> {
   static constexpr int SUMMED = DOWN_PARTS, PARTS = DOWN_WARPS, GROUPS = WARPS / PARTS;
   static constexpr int TOTAL = DOWN_TOTAL;
   static constexpr int COLS = INTER, UNITS = (INTER + 255) / 256;
+  static constexpr int SLOTS = PARTS == SUMMED ? PARTS : UNITS;
   static constexpr int TILES_OF_ROWS = (HIDDEN + 15) / 16, ITEMS = (TILES_OF_ROWS + 1) / 2;
 };
 DEV constexpr int most(int a, int b) { return a > b ? a : b; }
@@ -46,7 +48,7 @@ typedef Phase<0> Gate;
 typedef Phase<1> Down;
 constexpr int SLOT = most(Gate::CODES + Gate::SCALES, Down::CODES + Down::SCALES);
 constexpr int RING = WARPS * STAGES * 2 * SLOT;
-constexpr int SUMS = WARPS * BUFFERS * 2 * PART_STEP;
+constexpr int SUMS = most(Gate::GROUPS * Gate::SLOTS, Down::GROUPS * Down::SLOTS) * BUFFERS * 2 * PART_STEP;
 constexpr int HELD = SINGLE ? TOPK : COLUMNS;  // pairs at hand
 constexpr int ROWS = most(Gate::UNITS * unit_tokens<Gate>(),
                           Down::UNITS * unit_tokens<Down>() * (SINGLE ? TOPK : 1));
@@ -258,11 +260,11 @@ template <class P> DEV float sum_parts(u32 at) {
   float sum = 0;
 #pragma unroll
   for (int p = 0; p < P::SUMMED; ++p) {
-    if (P::SUMMED == P::PARTS) {
+    if (P::SLOTS == P::SUMMED) {
       sum += ldsf(at + p * PART_STEP);
       continue;
     }
-    float part = 0;  // a warp has a unit
+    float part = 0;
 #pragma unroll
     for (int u = P::UNITS * p / P::SUMMED; u < P::UNITS * (p + 1) / P::SUMMED; ++u)
       part += ldsf(at + u * PART_STEP);
@@ -318,27 +320,14 @@ template <class P> DEV void meet(int group) {
   else
     __syncwarp();
 }
-// An item, this warp's part: its sums are in `here` when its group has passed.
-template <int PHASE>
-DEV void multiply_item(const Chunks& c, const Work& w, Fetcher& f, u32 here, u32 rows, int m, int& slot) {
-  typedef Phase<PHASE> P;
-  const int lane = f.lane, group = f.warp / P::PARTS, part = f.warp % P::PARTS;
-  float sum[2][P::TILES][P::ROWS] = {};
-  for (int u = P::UNITS * part / P::PARTS; u < P::UNITS * (part + 1) / P::PARTS; ++u) {
-    copy_wait<STAGES - 1>();
-    __syncwarp();
-    multiply_unit<P, P::TILES>(sum, f.ring + 2 * slot * SLOT, rows + u * unit_tokens<P>(), m, lane,
-                               shared_address(c.grid));
-    __syncwarp();
-    f.next(w, c);
-    slot = slot + 1 == STAGES ? 0 : slot + 1;
-  }
+// A warp's sums into one of an item's slots.
+template <class P>
+DEV void put_sums(float (&sum)[2][P::TILES][P::ROWS], u32 at, int m, int lane) {
 #pragma unroll
-  for (int s = 0; s < 2; ++s)
+  for (int s = 0; s < 2; ++s, at += P::SLOTS * PART_STEP)
 #pragma unroll
     for (int nt = 0; nt < P::TILES; ++nt) {
       float(&own)[P::ROWS] = sum[s][nt];
-      const u32 at = here + (s * P::PARTS + part) * PART_STEP;
       if constexpr (P::ROWS == 4) {
         const int pair = 4 * nt + (lane & 3);
         if (2 * pair < m)
@@ -351,7 +340,27 @@ DEV void multiply_item(const Chunks& c, const Work& w, Fetcher& f, u32 here, u32
           for (int r = 0; r < 2; ++r)
             sts4(at + place_of(8 * r + (lane >> 2), n), __float_as_uint(own[r]));
       }
+#pragma unroll
+      for (int i = 0; i < P::ROWS; ++i) own[i] = 0;
     }
+}
+// An item, this warp's units: the sums are in `here` when its group has met.
+template <int PHASE>
+DEV void multiply_item(const Chunks& c, const Work& w, Fetcher& f, u32 here, u32 rows, int m, int& slot) {
+  typedef Phase<PHASE> P;
+  const int group = f.warp / P::PARTS, part = f.warp % P::PARTS;
+  float sum[2][P::TILES][P::ROWS] = {};
+  for (int u = P::UNITS * part / P::PARTS; u < P::UNITS * (part + 1) / P::PARTS; ++u) {
+    copy_wait<STAGES - 1>();
+    __syncwarp();
+    multiply_unit<P, P::TILES>(sum, f.ring + 2 * slot * SLOT, rows + u * unit_tokens<P>(), m, f.lane,
+                               shared_address(c.grid));
+    __syncwarp();
+    f.next(w, c);
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
+    if (P::SLOTS != P::SUMMED) put_sums<P>(sum, here + u * PART_STEP, m, f.lane);
+  }
+  if (P::SLOTS == P::SUMMED) put_sums<P>(sum, here + part * PART_STEP, m, f.lane);
   meet<P>(group);
 }
 // Of an item. Warps take turns at the outputs: else those of one scheduler would do all of them.
@@ -368,7 +377,7 @@ DEV void write_h(const Work& w, const Chunks& c, u32 here, int expert, int place
   for (; i < 16 * m; i += 32 * Gate::PARTS) {
     const int n = i >> 4, row = place * 16 + (i & 15);
     const u32 at = here + place_of(i & 15, n);
-    float gate = sum_parts<Gate>(at), up = sum_parts<Gate>(at + Gate::PARTS * PART_STEP);
+    float gate = sum_parts<Gate>(at), up = sum_parts<Gate>(at + Gate::SLOTS * PART_STEP);
     gate = raised<Gate::TOTAL>(gate, w.gate.total, expert);
     up = raised<Gate::TOTAL>(up, w.up.total, expert);
     gate = gate > w.limit ? w.limit : gate;  // NaN stays
@@ -378,7 +387,7 @@ DEV void write_h(const Work& w, const Chunks& c, u32 here, int expert, int place
   }
 }
 DEV float sum_of_down(const Work& w, u32 here, int expert, int i) {  // of value i of 32 columns x tokens
-  const u32 at = here + (i >> 4 & 1) * (Down::PARTS * PART_STEP) + place_of(i & 15, i >> 5);
+  const u32 at = here + (i >> 4 & 1) * (Down::SLOTS * PART_STEP) + place_of(i & 15, i >> 5);
   return raised<Down::TOTAL>(sum_parts<Down>(at), w.down.total, expert);
 }
 
@@ -388,7 +397,7 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
   typedef Phase<PHASE> P;
   const int tid = threadIdx.x, group = f.warp / P::PARTS;
   const Range own = f.ranges[PHASE];
-  const u32 mine = sums + group * (BUFFERS * 2 * P::PARTS * PART_STEP);
+  const u32 mine = sums + group * (BUFFERS * 2 * P::SLOTS * PART_STEP);
   u32* done = w.tickets + COUNTED;
   int item = group < P::GROUPS ? own.first + group : own.last, buffer = 0, turn = f.warp % P::PARTS;
   for (int low = own.first; low < own.last;) {
@@ -405,7 +414,7 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
     for (; item < high; item += P::GROUPS) {
       const Item<PHASE> at = find_item<PHASE>(item);
       const int expert = c.expert(w, at.chunk);
-      const u32 here = mine + buffer * (2 * P::PARTS * PART_STEP);
+      const u32 here = mine + buffer * (2 * P::SLOTS * PART_STEP);
       multiply_item<PHASE>(c, w, f, here, rows, m, slot);
       const int first = 32 * turn + f.lane;
       if (PHASE == 0)
@@ -430,7 +439,7 @@ DEV void run_phase(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 row
 // Down of a single token: all slots of 32 output columns, then their sum.
 DEV void run_down_of_token(const Work& w, const Chunks& c, Fetcher& f, u32 sums, u32 rows, int& slot) {
   const int tid = threadIdx.x, group = f.warp / Down::PARTS;
-  const u32 mine = sums + group * (BUFFERS * 2 * Down::PARTS * PART_STEP);
+  const u32 mine = sums + group * (BUFFERS * 2 * Down::SLOTS * PART_STEP);
   const Range own = f.ranges[1];
   if (own.first >= own.last) return;
   if (tid == 0) wait_for_count(w.tickets + COUNTED, TOPK * Gate::ITEMS);
@@ -441,7 +450,7 @@ DEV void run_down_of_token(const Work& w, const Chunks& c, Fetcher& f, u32 sums,
   for (int place = own.first / PLACES; place < own.last / PLACES; ++place) {
     float* slots = c.sums + (place & 1) * (32 * TOPK);
     for (int k = group; group < Down::GROUPS && k < TOPK; k += Down::GROUPS) {
-      const u32 here = mine + buffer * (2 * Down::PARTS * PART_STEP);
+      const u32 here = mine + buffer * (2 * Down::SLOTS * PART_STEP);
       multiply_item<1>(c, w, f, here, rows + k * (Down::UNITS * unit_tokens<Down>()), 1, slot);
       if (turn == 0) slots[32 * k + f.lane] = sum_of_down(w, here, c.expert(w, k), f.lane);
       leave_sums<Down>(group, buffer, turn);
