@@ -8,7 +8,8 @@ file). Routing: uniform, skewed, or all tokens to the same experts. On a CPU the
 and sizes are a sixteenth.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +33,9 @@ TOKENS = {"cuda": (1, 8, 64, 512, 4096), "cpu": (1, 8)}
 # Types of w1 and w3, and of w2.
 FORMATS = {
     "cuda": (
+        (QuantType.Q2_K, QuantType.Q2_K),
         (QuantType.MXFP4, QuantType.MXFP4),
         (QuantType.NVFP4, QuantType.NVFP4),
-        (QuantType.Q2_K, QuantType.Q2_K),
         (QuantType.Q2_K, QuantType.Q3_K),
         (QuantType.IQ2_XXS, QuantType.Q2_K),
         (QuantType.Q4_K, QuantType.Q6_K),
@@ -97,20 +98,45 @@ def make_inputs(
     return Inputs(x, ids, weights)
 
 
+@functools.lru_cache(1)  # of all formats together there is no room
+def make_experts(
+    shape: tuple[int, int, int], kinds: tuple[QuantType, QuantType], device: torch.device
+) -> Experts:
+    """Experts as they rest in a model; shape: experts, hidden, inter."""
+    num_experts, hidden, inter = shape
+    up, down = (num_experts, inter, hidden), (num_experts, hidden, inter)
+    gate = make_stack(up, kinds[0], device)
+    made = Experts(gate, make_stack(up, kinds[0], device), make_stack(down, kinds[1], device))
+    return rest_experts(made, torch.bfloat16)
+
+
+def expert_bytes(kinds: tuple[QuantType, QuantType], hidden: int, inter: int) -> int:
+    """Packed bytes of one expert."""
+    shape = (1, 256, 256)
+    few = [make_stack(shape, kind, torch.device("cpu")).nbytes for kind in (kinds[0], *kinds)]
+    return sum(few) * hidden * inter // (256 * 256)
+
+
 def make_case(
-    name: str, num_tokens: int, experts: Experts, routing: str, device: torch.device
+    name: str,
+    num_tokens: int,
+    shape: tuple[int, int, int],
+    kinds: tuple[QuantType, QuantType],
+    routing: str,
+    device: torch.device,
 ) -> Case:
-    """One Case; `routing` of `ROUTINGS`."""
-    num_experts, inter, hidden = experts.w1.shape
+    """One Case; shape: experts, hidden, inter; `routing` of `ROUTINGS`."""
+    num_experts, hidden, inter = shape
+    get: Callable[[], Experts] = lambda: make_experts(shape, kinds, device)  # noqa: E731
 
     def make(seed: int) -> Inputs:
         return make_inputs(seed, num_tokens, (num_experts, hidden), routing, device)
 
     def run(inputs: Inputs) -> Tensor:
-        return moe_experts(inputs.x, inputs.ids, inputs.weights, experts, limit=LIMIT)
+        return moe_experts(inputs.x, inputs.ids, inputs.weights, get(), limit=LIMIT)
 
     def check(inputs: Inputs) -> float:  # two tokens and their experts
-        ids = inputs.ids[-2:]
+        ids, experts = inputs.ids[-2:], get()
         used, places = ids.unique(return_inverse=True)
         stacks = [decoded(stack, used).cpu() for stack in (experts.w1, experts.w3, experts.w2)]
         rows = (inputs.x[-2:].cpu(), places.cpu(), inputs.weights[-2:].cpu())
@@ -118,18 +144,13 @@ def make_case(
         return relative_error(run(inputs)[-2:].cpu(), expected)
 
     used = make(0).ids.unique().numel()
-    size = sum(
-        stack.nbytes
-        for stack in (experts.w1, experts.w3, experts.w2)
-        if isinstance(stack, QuantTensor)
-    )
     return Case(
         name=name,
         make=make,
         run=run,
         check=check,
         tolerance=1e-2,
-        num_bytes=used * size // num_experts + 4 * num_tokens * hidden,
+        num_bytes=used * expert_bytes(kinds, hidden, inter) + 4 * num_tokens * hidden,
         flops=6 * num_tokens * TOPK * hidden * inter,
         max_sets=8,
     )
@@ -137,21 +158,13 @@ def make_case(
 
 def cases(device: torch.device) -> Iterator[Case]:
     """Yield one Case per shape, format and routing; bytes and FLOPs define the floor."""
-    for model, (num_experts, hidden, inter) in SHAPES[device.type].items():
-        for kind, down_kind in FORMATS[device.type]:
-            up, down = (num_experts, inter, hidden), (num_experts, hidden, inter)
-            made = Experts(
-                make_stack(up, kind, device),
-                make_stack(up, kind, device),
-                make_stack(down, down_kind, device),
-            )
-            experts = rest_experts(made, torch.bfloat16)
-            del made
-            mixed = kind.name if kind is down_kind else f"{kind.name}+{down_kind.name}"
+    for model, shape in SHAPES[device.type].items():
+        for kinds in FORMATS[device.type]:
+            names = dict.fromkeys(kind.name.lower() for kind in kinds)
             for num_tokens in TOKENS[device.type]:
                 for routing in ROUTINGS:
-                    name = f"{model} {mixed.lower()} {routing} tokens={num_tokens}"
-                    yield make_case(name, num_tokens, experts, routing, device)
+                    name = f"{model} {'+'.join(names)} {routing} tokens={num_tokens}"
+                    yield make_case(name, num_tokens, shape, kinds, routing, device)
 
 
 if __name__ == "__main__":
