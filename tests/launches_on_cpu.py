@@ -24,6 +24,10 @@ STAND_INS = {
     "include/hopper.cuh": "hopper_device",
     "block/linear_group_ptx.cuh": "linear_group_device",
     "attention/cluster_ptx.cuh": "cluster_device",
+    "attention/indexer_select_ptx.cuh": "select_device",
+    "attention/sparse_attention_ptx.cuh": "latent_device",
+    "attention/sparse_attention_tiles_ptx.cuh": "tiles_device",
+    "attention/indexer_scores_ptx.cuh": "scores_device",
 }
 INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 

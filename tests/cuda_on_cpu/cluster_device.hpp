@@ -41,15 +41,6 @@ DEV u32 transpose(u32 x) {
     y |= (lanes[4 * (2 * (lane & 3) + i) + column / 2] >> 16 * (column % 2) & 0xffff) << 16 * i;
   return y;
 }
-DEV u32 multiply_pairs(u32 a, u32 b) {
-  float x[2], y[2];
-  unpack(a, x[0], x[1]), unpack(b, y[0], y[1]);
-  return pack(x[0] * y[0], x[1] * y[1]);
-}
-DEV uint4 load_rows(const void* from) {
-  if ((u64)from % 16) fail("alignment of a load");
-  return *(const uint4*)from;
-}
 DEV float fmaxf(float a, float b) { return a != a ? b : b != b ? a : std::max(a, b); }
 DEV u32 __popc(u32 x) { return __builtin_popcount(x); }
 DEV int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }

@@ -28,6 +28,7 @@ static int run_cluster(u8* stacks, std::mt19937& random, u32 smem_bytes) {
   }
   u64 seen = events;
   for (int idle = 0; idle < 20000 && !failure[0];) {
+    for (Cta& cta : ctas) deliver(cta, random);
     int live = 0;
     for (Warp& warp : warps) {
       live += warp.live;
@@ -50,6 +51,7 @@ static int run_grid(int grid_x, int grid_y, int smem_bytes, int seed) {
   u8* stacks = (u8*)mmap(nullptr, ALL_THREADS * STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
   int result = 0;
   if (grid_x % CLUSTER) return FAILED;
+  grid_size = {grid_x, grid_y};
   const int columns = grid_x / CLUSTER;
   std::vector<int> order(columns * grid_y);
   for (int i = 0; i < (int)order.size(); ++i) order[i] = i;

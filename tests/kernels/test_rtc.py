@@ -16,9 +16,11 @@ import torch
 
 from tiercel.errors import InternalError
 from tiercel.kernels.attention import (
+    indexer_scores,
     indexer_select,
     rotary_kv_write,
     sparse_attention_decode,
+    sparse_attention_tiles,
 )
 from tiercel.kernels.attention.prefill_attention import cuda_source, select_prefill_attention
 from tiercel.kernels.block import linear_group
@@ -152,34 +154,41 @@ def is_rare(source, config):
     return is_file and config is not None and config.is_split
 
 
-# DeepSeek-V4's kernels of clusters: lists of all kinds, and all launches.
-CLUSTER_SOURCES = [
+# DeepSeek-V4's attention and indexer: lists of all kinds, and all launches.
+LATENT_KINDS = (((2, False), (1, False)), ((2, False),), ((0, True), (0, False)))
+LATENT_SOURCES = [
     *(
-        sparse_attention_decode.decode_source(sparse_attention_decode.LAUNCH, kinds, are_long)
-        for kinds, are_long in (
-            ((2, 1), (False, False)),
-            ((2, 3), (False, False)),
-            ((0, 0), (True, False)),
-        )
+        sparse_attention_decode.decode_source(sparse_attention_decode.LAUNCH, lists)
+        for lists in LATENT_KINDS
     ),
     *(
-        indexer_select.select_source(cluster, is_long=is_long)
-        for cluster, is_long in ((1, False), (8, True))
+        sparse_attention_tiles.tiles_source(cluster, lists)
+        for cluster in (1, 2, 8)
+        for lists in LATENT_KINDS
+    ),
+    *(indexer_scores.scores_source(d, is_long=True) for d in (torch.bfloat16, torch.float32)),
+    *(
+        indexer_select.select_source(indexer_select.select_indexer_select(entries), is_long=is_long)
+        for entries, is_long in ((8192, False), (16384, True), (262144, True))
     ),
 ]
+PRODUCTS = {"sparse_attention_decode": "HMMA", "sparse_attention_tiles": "HGMMA"}
+PRODUCTS |= {"indexer_scores": "HGMMA"}
 
 
-@pytest.mark.parametrize("source", CLUSTER_SOURCES, ids=str)
-def test_kernels_of_clusters_hold_all_in_registers(source, tmp_path):
+@pytest.mark.parametrize("source", LATENT_SOURCES, ids=str)
+def test_kernels_of_latents_hold_all_in_registers(source, tmp_path):
     check_no_spills(source, tmp_path)
     text = ask(compile_here(source, tmp_path), tmp_path, "nvdisasm", "-c")
-    assert "UCGABAR_ARV" in text  # meets its cluster
+    assert ("UCGABAR_ARV" in text) == (dict(source.macros)["CLUSTER"] > 1)  # meets its cluster
     assert "ACQBULK" in text  # waits for the kernel ahead
     assert "PREEXIT" in text  # lets the next one start
-    if source.name == "sparse_attention_decode":
-        assert "LDG.E.128" in text
-        assert "MOVM.16.MT88" in text
+    if source.name in PRODUCTS:
+        assert re.search(r"LDG\.E\.(NA\.)?128", text)
         assert "HMUL2.BF16" in text
+        assert PRODUCTS[source.name] in text
+        # Products of a warpgroup do not wait for each other.
+        assert text.count("WARPGROUP.DEPBAR") <= 2
 
 
 PACKED_SOURCES = {source: config for name in UNIT_TYPES for source, config in packed_sources(name)}

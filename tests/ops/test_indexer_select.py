@@ -1,4 +1,4 @@
-"""The choice by a cluster against the oracle and the composite keys of the PyTorch path."""
+"""The choice by a CTA against the oracle and the composite keys of the PyTorch path."""
 
 import pytest
 import torch
@@ -21,7 +21,11 @@ def select(scores, visible, topk, config=None):
     """Entries that the kernel chooses, into poisoned memory with gaps."""
     num_tokens = scores.shape[0]
     out = torch.full((num_tokens + 2, topk + 3), 7, dtype=torch.int32, device=scores.device)
-    kernel.launch_indexer_select(scores, visible, out[1:-1, :topk], config)
+    seen = torch.arange(scores.shape[1], device=scores.device) < visible[:, None]
+    padded = torch.where(seen, scores, float("-inf"))
+    padded = torch.nn.functional.pad(padded, (0, -scores.shape[1] % 16), value=float("-inf"))
+    bests = padded.view(num_tokens, -1, 16).amax(2)
+    kernel.launch_indexer_select(scores, bests, visible, out[1:-1, :topk], config)
     assert out[[0, -1]].eq(7).all()
     assert out[:, topk:].eq(7).all()
     return out[1:-1, :topk].contiguous()
@@ -32,7 +36,11 @@ def expected(scores, visible, topk):
     return torch_ops.entries_of(torch.topk(keys, topk, dim=1).values)
 
 
-CONFIGS = [(1, 8192), (8, 4096)]
+# Scores whole in shared memory; by groups; by groups with candidates that do not fit.
+WHOLE = kernel.SelectConfig(8192, 8192, False)
+GROUPED = kernel.SelectConfig(65536, 512, True)
+TIGHT = kernel.SelectConfig(65536, 32, True)
+CONFIGS = [WHOLE, GROUPED, TIGHT]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -69,28 +77,49 @@ def test_fewer_visible_entries_than_are_chosen(config, anywhere):
     assert torch.equal(out[2:], expected(scores, visible, 40)[2:])
 
 
-@pytest.mark.parametrize("config", [(1, 32768), (8, 4096)], ids=str)
+@pytest.mark.parametrize(
+    "config", [kernel.SelectConfig(32768, 32768, False), GROUPED, TIGHT], ids=str
+)
 def test_several_turns(config, anywhere):
-    """More than 1,024 scores of a CTA, among them runs of equal ones over the border of CTAs."""
+    """More than 1,024 scores and groups, among them runs of equal ones."""
     scores = torch.randn(1, 20000, device=anywhere).round(decimals=2)
     visible = torch.tensor([19999], dtype=torch.int32, device=anywhere)
     out = select(scores, visible, 512, config)
     assert torch.equal(out, expected(scores, visible, 512))
 
 
+@pytest.mark.parametrize("entries", [65537, 131073, 262144])
+def test_groups_that_are_joined(entries, anywhere):
+    scores = torch.randn(1, entries, device=anywhere)
+    visible = torch.tensor([entries], device=anywhere)
+    out = select(scores, visible, 600)
+    assert torch.equal(out, expected(scores, visible, 600))
+
+
+def test_nan_is_a_choice(anywhere):
+    """Of a request that failed: entries in order, each once."""
+    scores = torch.full((1, 1000), float("nan"), device=anywhere)
+    scores[0, :10] = 1.0
+    visible = torch.tensor([1000], device=anywhere)
+    for config in CONFIGS:
+        out = select(scores, visible, 100, config)[0].tolist()
+        assert out == list(range(10, 110))
+
+
 def test_launches_fit_the_shared_memory():
-    for entries in (1, 8192, 8193, 32768, kernel.MOST_ENTRIES):
-        cluster, most = kernel.select_indexer_select(entries)
-        assert most * cluster >= entries
-        assert kernel.smem_bytes(most) <= 227 << 10
+    for entries in (1, 8192, 8193, 16384, 16385, kernel.MOST_ENTRIES):
+        config = kernel.select_indexer_select(entries)
+        assert config.most >= entries
+        assert config.has_groups or config.capacity >= entries
+        assert kernel.smem_bytes(config) <= 227 << 10
 
 
 def test_refusals_say_why(device):
     few, long = kernel.LEAST_ENTRIES - 1, kernel.MOST_ENTRIES + 1
-    for tokens, entries in ((1, few), (1, long), (65, 16384), (9, long - 1)):
+    for tokens, entries in ((1, few), (1, long), (65, 16384)):
         reason = kernel.select_refusal(tokens, entries, device)
         assert reason == f"{tokens} tokens, {entries} entries"
-    for tokens, entries in ((1, few + 1), (64, 16384), (8, long - 1)):
+    for tokens, entries in ((1, few + 1), (64, long - 1)):
         assert kernel.select_refusal(tokens, entries, device) == ""
 
 

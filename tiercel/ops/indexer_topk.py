@@ -123,31 +123,37 @@ def _launch(
     max_entries: int,
 ) -> Tensor:
     """Score and choose by kernels, for some tokens at a time: scores fit the workspace."""
-    from tiercel.kernels.attention import indexer_select as by_clusters
-    from tiercel.kernels.attention import indexer_topk as kernel
+    from tiercel.kernels.attention import indexer_scores as by_tiles
+    from tiercel.kernels.attention import indexer_select as by_ctas
+    from tiercel.kernels.attention import indexer_topk as general
 
     out = torch.empty((q.shape[0], topk), dtype=torch.int32, device=q.device)
-    is_one_launch = q.is_cuda and not by_clusters.select_refusal(
-        *(q.shape[0], max_entries, q.device)
+    planes = (paged.keys, paged.scales)
+    has_groups = (
+        q.is_cuda
+        and not by_ctas.select_refusal(q.shape[0], max_entries, q.device)
+        and not by_tiles.scores_refusal(q, weights, *planes, paged.block_tables, paged.seq_ids)
     )
-    levels = [] if is_one_launch else kernel.plan(max_entries, topk)[:-1]
+    levels = [] if has_groups else general.plan(max_entries, topk)[:-1]
     counts = [pieces * topk for pieces, _ in levels]
     size = max(1, torch_ops.WORKSPACE_BYTES // (4 * (max_entries + sum(counts))))
     size = min(size, q.shape[0], _KERNEL_MOST_TOKENS)
     scores = torch.empty((size, max_entries), dtype=torch.float32, device=q.device)
+    bests = scores.new_empty((size, -(-max_entries // by_ctas.GROUP) if has_groups else 0))
     candidates = [torch.empty((size, n), dtype=torch.int32, device=q.device) for n in counts]
     visible = visible.contiguous()
-    planes = (paged.keys, paged.scales)
     for start in range(0, q.shape[0], size):
         tokens = slice(start, min(start + size, q.shape[0]))
         rows = scores[: tokens.stop - start]
         lists = (paged.block_tables, paged.seq_ids[tokens], visible[tokens])
-        kernel.launch_indexer_scores(q[tokens], weights[tokens], *planes, *lists, rows)
-        if is_one_launch:
-            by_clusters.launch_indexer_select(rows, visible[tokens], out[tokens])
+        given = (q[tokens], weights[tokens], *planes, *lists, rows)
+        if has_groups:
+            by_tiles.launch_indexer_scores(*given, bests)
+            by_ctas.launch_indexer_select(rows, bests, visible[tokens], out[tokens])
             continue
+        general.launch_indexer_scores(*given)
         pieces = [part[: rows.shape[0]] for part in candidates]
-        kernel.launch_indexer_select(rows, visible[tokens], out[tokens], topk, pieces)
+        general.launch_indexer_select(rows, visible[tokens], out[tokens], topk, pieces)
     return out
 
 

@@ -1,16 +1,18 @@
 """The choice of the indexer's best entries in one launch: cuda/attention/indexer_select.cu.
 
-A CTA takes a token whose scores fit its shared memory, a cluster of CTAs one with more; scores are
-read once. Three histograms give the least score that is chosen. The choice is that of
-`indexer_topk`'s Triton kernel, entry for entry.
+A CTA takes a token, and holds up to `MOST_HELD` scores in shared memory. Of more it reads the
+groups of 16 whose best reaches a bound, which `indexer_scores` writes beside the scores. Histograms
+give the least score that is chosen. The choice is that of `indexer_topk`'s Triton kernel, entry for
+entry.
 
-Floor: scores are read once, 4 bytes each, and latency: five scans, four exchanges in a cluster.
+Floor: scores are read once, 4 bytes each, or of many those of topk groups, and latency: two to five
+histograms, each with a scan over the CTA.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -18,52 +20,80 @@ from torch import Tensor
 
 from tiercel.kernels.runtime import rtc
 
-CAPABILITY: Final = (9, 0)  # clusters
-# CTAs of a cluster, and most scores of each; clusters of more than 8 are not portable.
-_LAUNCHES: Final = ((1, 8192), (1, 32768), (8, 32768))
-MOST_ENTRIES: Final = math.prod(_LAUNCHES[-1])
+CAPABILITY: Final = (9, 0)  # shared memory
+GROUP: Final = 16  # scores whose best is given
+MOST_ENTRIES: Final = 262144
+MOST_HELD: Final = 16384
 LEAST_ENTRIES: Final = 2049  # fewer are one piece of the Triton kernel, which is faster
-MOST_CTAS: Final = 64  # more clusters wait for each other: 16 tokens took twice as long as one
+MOST_TOKENS: Final = 64
 _THREADS: Final = 1024
 _BINS: Final = 2048
+_GROUPS: Final = 4096  # most groups that are compared
 
 
-def select_indexer_select(max_entries: int) -> tuple[int, int]:
-    """CTAs of a cluster, and most scores of each, for up to `MOST_ENTRIES`. Pure."""
-    return next(launch for launch in _LAUNCHES if max_entries <= math.prod(launch))
+@dataclass(frozen=True, slots=True)
+class SelectConfig:
+    """How many entries a CTA chooses from, how many scores it holds, and whether by groups."""
+
+    most: int
+    capacity: int
+    has_groups: bool
 
 
-def smem_bytes(scores: int) -> int:
+# Whole in shared memory, two CTAs an SM or one; by groups.
+_CONFIGS: Final = (
+    SelectConfig(8192, 8192, False),
+    SelectConfig(MOST_HELD, MOST_HELD, False),
+    SelectConfig(MOST_ENTRIES, 12288, True),
+)
+
+
+def select_indexer_select(max_entries: int) -> SelectConfig:
+    """The launch for up to `MOST_ENTRIES`. Pure."""
+    return next(config for config in _CONFIGS if max_entries <= config.most)
+
+
+def smem_bytes(config: SelectConfig) -> int:
     """Dynamic shared memory of a CTA, as the kernel lays it out."""
-    return 4 * (3 * _BINS + 1024 + 64 + scores)
+    words = 3 * _BINS + 64 + 2 * config.most // 32 + config.capacity
+    return 4 * (words + config.has_groups * (config.capacity + _GROUPS))
 
 
-def select_source(cluster: int, *, is_long: bool) -> rtc.KernelSource:
+def select_source(config: SelectConfig, *, is_long: bool) -> rtc.KernelSource:
     """The kernel as built for one kind of call."""
-    macros = (("IS_BF16", 1), ("CLUSTER", cluster), ("IS_LONG", int(is_long)))
+    macros = (
+        ("IS_BF16", 1),
+        ("CLUSTER", 1),
+        ("MOST", config.most),
+        ("CAPACITY", config.capacity),
+        ("HAS_GROUPS", int(config.has_groups)),
+        ("IS_LONG", int(is_long)),
+    )
     return rtc.KernelSource("indexer_select", macros)
 
 
 def select_refusal(num_tokens: int, max_entries: int, device: torch.device) -> str:
     """Why the kernel does not choose among the scores of some tokens; "" if it does."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
-        return "the GPU has no clusters"
-    is_known = LEAST_ENTRIES <= max_entries <= MOST_ENTRIES
-    if not is_known or num_tokens * select_indexer_select(max_entries)[0] > MOST_CTAS:
+        return "the GPU has too little shared memory"
+    if not LEAST_ENTRIES <= max_entries <= MOST_ENTRIES or num_tokens > MOST_TOKENS:
         return f"{num_tokens} tokens, {max_entries} entries"
     return ""
 
 
 def launch_indexer_select(
     scores: Tensor,
+    bests: Tensor,
     visible: Tensor,
     out: Tensor,
-    config: tuple[int, int] | None = None,
+    config: SelectConfig | None = None,
 ) -> None:
     """Enqueue on the current stream; the op has checked and allocated.
 
     Args:
         scores: (T, max_entries) float32, contiguous.
+        bests: (T, max_entries / GROUP, rounded up) float32, contiguous: the best visible score of
+            each GROUP; read where a token sees more than `MOST_HELD`.
         visible: (T,) int32 or int64, contiguous.
         out: (T, topk) int32, inner stride 1.
         config: None for that of `select_indexer_select`.
@@ -71,14 +101,14 @@ def launch_indexer_select(
     num_tokens, max_entries = scores.shape
     if num_tokens == 0:
         return
-    cluster, most = config or select_indexer_select(max_entries)
-    source = select_source(cluster, is_long=visible.dtype == torch.int64)
+    config = config or select_indexer_select(max_entries)
+    source = select_source(config, is_long=visible.dtype == torch.int64)
     numbers = (max_entries, out.shape[1], out.stride(0))
     rtc.launch(
-        rtc.load_kernel(source, scores.device, smem_bytes(most)),
-        cluster,
+        rtc.load_kernel(source, scores.device, smem_bytes(config)),
+        1,
         _THREADS,
-        [*map(rtc.pointer, (out, scores, visible)), *map(ctypes.c_int, numbers)],
+        [*map(rtc.pointer, (out, scores, bests, visible)), *map(ctypes.c_int, numbers)],
         grid_y=num_tokens,
         is_dependent=rtc.is_dependent(scores.device),
     )

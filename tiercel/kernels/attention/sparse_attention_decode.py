@@ -18,6 +18,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from tiercel.kernels.attention.sparse_attention_parts import (
+    list_kinds,
+    list_macros,
+    part_arguments,
+    rows_refusal,
+)
 from tiercel.kernels.runtime import rtc
 
 if TYPE_CHECKING:
@@ -27,7 +33,6 @@ if TYPE_CHECKING:
 
 CAPABILITY: Final = (9, 0)  # clusters
 HEAD_DIM, ROTARY, HEADS = 512, 64, 16  # of vectors; heads of a cluster
-ALIGNMENT: Final = 16  # bytes, of rows
 MOST_TOKENS: Final = 16
 # A token's lists can hold so many. Between 192 and 8,320 keys of one token, at which this kernel
 # takes less and more time than the general one, they meet about here.
@@ -35,53 +40,22 @@ MOST_KEYS: Final = 2304
 # CTAs of a cluster, keys of a turn, CTAs of an SM. The same for all tokens and lists, so that a
 # token has the same bits alone and among `MOST_TOKENS`.
 LAUNCH: Final = (8, 48, 2)
-NO_PART: Final = 3  # kind of a part that is not there
 _THREADS: Final = 256
 _WARPS: Final = 8
 _OUT = HEAD_DIM + 8  # floats of a row of sums
 
 
-_POINTERS: Final = ("cache", "scales", "list", "ends", "tables", "rows")
-_STRIDES: Final = ("block", "entry", "scale_block", "scale_entry")  # bytes
-_NUMBERS: Final = ("num_keys", "list_stride", "table_stride", "per_block")
-
-
-class _Part(ctypes.Structure):
-    """`Part` of the kernel."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("cache", "scales", "list", "ends", "tables", "rows")
-        ),
-        *((name, ctypes.c_int64) for name in ("block", "entry", "scale_block", "scale_entry")),
-        *(
-            (name, ctypes.c_int)
-            for name in ("num_keys", "list_stride", "table_stride", "per_block")
-        ),
-    )
-
-
+@functools.cache
 def decode_source(
-    config: tuple[int, int, int], kinds: tuple[int, int], are_long: tuple[bool, bool]
+    config: tuple[int, int, int], kinds: tuple[tuple[int, bool], ...]
 ) -> rtc.KernelSource:
     """The kernel as built for one kind of call.
 
-    config: as `LAUNCH`. kinds: how the parts list keys, `NO_PART` for a
-    second part that is not there. are_long: whether lists are int64.
+    config: as `LAUNCH`. kinds: of the parts' lists, as `list_kinds` gives them.
     """
     cluster, tile, ctas = config
-    macros = (
-        ("IS_BF16", 1),
-        ("TILE", tile),
-        ("CLUSTER", cluster),
-        ("CTAS", ctas),
-        ("KIND0", kinds[0]),
-        ("KIND1", kinds[1]),
-        ("LONG0", int(are_long[0])),
-        ("LONG1", int(are_long[1])),
-    )
-    return rtc.KernelSource("sparse_attention_decode", macros)
+    macros = (("IS_BF16", 1), ("TILE", tile), ("CLUSTER", cluster), ("CTAS", ctas))
+    return rtc.KernelSource("sparse_attention_decode", (*macros, *list_macros(kinds)))
 
 
 def smem_bytes(tile: int) -> int:
@@ -99,41 +73,7 @@ def decode_refusal(q: Tensor, parts: Sequence[KeyPart]) -> str:
         return f"{q.shape[0]} tokens, {num_keys} keys"
     if q.dtype != torch.bfloat16 or q.shape[2] != HEAD_DIM or q.shape[1] % HEADS:
         return f"q is {tuple(q.shape)} {q.dtype}"
-    if q.stride(2) != 1 or (q.data_ptr() | 2 * q.stride(0) | 2 * q.stride(1)) % ALIGNMENT:
-        return "rows of q are not aligned"
-    return next(filter(None, map(_part_refusal, parts)), "")
-
-
-def _part_refusal(part: KeyPart) -> str:
-    rows = (part.cache.data_ptr(), *part.cache.stride()[:2])
-    if part.scales is None or any(number % ALIGNMENT for number in rows):
-        return "vectors are not encoded in aligned rows"
-    lists = (part.ends, part.tables, part.seq_ids)
-    wanted = (torch.int64, torch.int32, torch.int64)
-    if any(x is not None and x.dtype != d for x, d in zip(lists, wanted, strict=True)):
-        return f"ends, tables and rows are {[None if x is None else x.dtype for x in lists]}"
-    return ""
-
-
-def _part(part: KeyPart | None) -> _Part:
-    if part is None:
-        return _Part()
-    tensors = (part.cache, part.scales, part.listed, part.ends, part.tables, part.seq_ids)
-    return _Part(
-        *(None if x is None else x.data_ptr() for x in tensors),
-        *part.strides(),
-        *part.numbers(),
-        part.cache.shape[1],
-    )
-
-
-@functools.cache
-def _source(
-    config: tuple[int, int, int], kinds: tuple[int, ...], are_long: tuple[bool, ...]
-) -> rtc.KernelSource:
-    missing = 2 - len(kinds)
-    first, second = (*kinds, *(NO_PART,) * missing), (*are_long, *(False,) * missing)
-    return decode_source(config, (first[0], first[1]), (second[0], second[1]))
+    return rows_refusal(q, parts)
 
 
 def launch_sparse_attention_decode(
@@ -148,9 +88,8 @@ def launch_sparse_attention_decode(
     num_tokens, num_heads, _ = q.shape
     if num_tokens == 0:
         return
-    kinds = tuple(part.kind() for part in parts)
-    are_long = tuple(part.listed is not None and part.listed.dtype == torch.int64 for part in parts)
-    kernel = rtc.load_kernel(_source(config, kinds, are_long), q.device, smem_bytes(config[1]))
+    source = decode_source(config, list_kinds(parts))
+    kernel = rtc.load_kernel(source, q.device, smem_bytes(config[1]))
     rtc.launch(
         kernel,
         num_heads // HEADS * config[0],
@@ -158,7 +97,7 @@ def launch_sparse_attention_decode(
         [
             *map(rtc.pointer, (out, q)),
             ctypes.c_void_p(None) if sink is None else rtc.pointer(sink),
-            *(_part(part) for part in (*parts, *(None,) * (2 - len(parts)))),
+            *part_arguments(parts),
             *(ctypes.c_int64(2 * stride) for stride in q.stride()[:2]),
             ctypes.c_int(num_heads),
             ctypes.c_float(scale * math.log2(math.e)),

@@ -1,25 +1,45 @@
 // indexer_select: each token's best entries by their scores, in ascending order, then -1; ties go to
 // the lower entry. Host side, floor: kernels/attention/indexer_select.py.
 //
-// A cluster takes a token, each CTA a run of its scores, which it keeps in shared memory as unsigned
-// integers of the same order. Three histograms of 11, 11 and 10 bits, added up over the cluster, give
-// the least integer that is chosen; each CTA then finds the places of its own entries from how many
-// the CTAs before it have. A cluster of one CTA reads no other's memory.
+// A CTA takes a token. Scores are unsigned integers of the same order. Histograms of 11, 11 and 10 bits
+// give the least that is chosen; they end as soon as a bin is chosen whole. Chosen entries are bits of
+// a map, from which they are written in order.
 //
-//   bins      3 x BINS words    histograms of the CTA
-//   counts    1024 words        chosen entries of 32, then of all before them
-//   sums      64 words          of warps, and results that all threads read
-//   values    the rest
+// Up to CAPACITY scores are held in shared memory. Of more, candidates are: the scores come with the
+// best of every 16, and topk groups of them reach a bound, so no score below it is chosen. Groups
+// that reach it are read, and of random scores little more than topk reach it. If candidates are more
+// than CAPACITY, scores are read again for each histogram.
 //
-// Macros: CLUSTER, IS_LONG (whether `visible` is int64), IS_BF16 (without effect).
-#include "attention/cluster_ptx.cuh"
+//   bins      3 x BINS words      histograms
+//   sums      64 words            of warps, and results that all threads read
+//   chosen    MOST / 32 words     map of entries; then one of entries equal to the least
+//   values    CAPACITY words
+//   entries   CAPACITY words, if HAS_GROUPS: of the candidates
+//   groups    GROUPS words, if HAS_GROUPS: those that are read
+//
+// The groups' best are in the second map until it is used.
+//
+// Macros: MOST (entries), CAPACITY, HAS_GROUPS, IS_LONG (whether `visible` is int64), CLUSTER (1),
+// IS_BF16 (without effect).
+#include "attention/indexer_select_ptx.cuh"
 
 #define WARPS 32
 #define BINS 2048
-#define COUNTS_AT (3 * 4 * BINS)
-#define SUMS_AT (COUNTS_AT + 4 * 1024)
-#define VALUES_AT (SUMS_AT + 4 * 64)
-#define ALL_THREADS_OF_CTA (32 * WARPS)
+#define GROUPS 4096
+#define CTA_THREADS (32 * WARPS)
+#define SUMS_AT (3 * 4 * BINS)
+#define CHOSEN_AT (SUMS_AT + 4 * 64)
+#define EQUAL_AT (CHOSEN_AT + MOST / 8)
+#define VALUES_AT (EQUAL_AT + MOST / 8)
+#define ENTRIES_AT (VALUES_AT + 4 * CAPACITY)
+#define GROUPS_AT (ENTRIES_AT + 4 * CAPACITY)
+#define BEST_AT EQUAL_AT
+// In `sums`, behind those of warps.
+#define BIN_AT (SUMS_AT + 4 * 32)
+#define REST_AT (SUMS_AT + 4 * 33)
+#define COUNT_AT (SUMS_AT + 4 * 34)
+#define COUNTER_AT (SUMS_AT + 4 * 36)
+#define BATCH 8  // loads in flight
 
 // Sum of all values of a warp up to this lane's.
 DEV u32 scan_warp(u32 x) {
@@ -31,138 +51,194 @@ DEV u32 scan_warp(u32 x) {
   }
   return x;
 }
-// Sum of all values up to this thread's; `total` of the CTA.
-DEV u32 scan(u32 x, u32 sums_at, u32& total) {
+// Sum of all values up to this thread's.
+DEV u32 scan(u32 x, u32 base) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const u32 sum = scan_warp(x);
   __syncthreads();  // the sums of the scan before have been read
-  if (lane == 31) store_word(sums_at + 4 * warp, sum);
+  if (lane == 31) store_word(base + SUMS_AT + 4 * warp, sum);
   __syncthreads();
-  const u32 of_warp = load_word(sums_at + 4 * lane);  // each lane that of another one
-  const u32 upto = scan_warp(of_warp);
-  total = __shfl_sync(~0u, upto, WARPS - 1);
-  return __shfl_sync(~0u, upto - of_warp, warp) + sum;
-}
-// Two words of a CTA of the cluster.
-DEV uint2 load_words_of(u32 address, int rank) {
-  return CLUSTER == 1 ? load_words(address) : load_remote_words(address, rank);
+  const u32 of_warp = load_word(base + SUMS_AT + 4 * lane);  // each lane that of another one
+  const u32 before = scan_warp(of_warp) - of_warp;
+  return __shfl_sync(~0u, before, warp) + sum;
 }
 DEV u32 ordered(float score) {
   const u32 bits = score == 0.f ? 0u : __float_as_uint(score);  // -0 ties with 0
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
+  return score != score ? ~0u : bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+// Numbers among which some are chosen: in shared memory, or scores.
+struct Set {
+  u32 at;
+  const float* scores;  // null: in shared memory
+  int count;
+  DEV u32 value(int i) const { return scores ? ordered(scores[i]) : load_word(at + 4 * i); }
+};
+struct Bound {
+  u32 least;  // of the chosen, if all that reach it are
+  u32 rest;   // how many of those equal to it are chosen; 0: all
+};
+// The bound of the best `wanted` of a set that has more, by some histograms; fewer than three give a
+// bound that some more reach.
+template <int PASSES> DEV Bound find_bound(const Set& set, u32 wanted, u32 base) {
+  const int tid = threadIdx.x;
+  u32 least = 0, rest = wanted;
+#pragma unroll
+  for (int pass = 0; pass < PASSES; ++pass) {
+    const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
+    const u32 mask = pass == 2 ? 1023 : 2047;
+    const u32 bins = base + 4 * BINS * pass;
+    const int above = pass == 1 ? 21 : 10;
+#pragma unroll 4
+    for (int i = tid; i < set.count; i += CTA_THREADS) {
+      const u32 value = set.value(i);
+      if (pass == 0 || value >> above == least >> above) add_shared(bins + 4 * (value >> shift & mask), 1);
+    }
+    __syncthreads();
+    // Bins from the highest on: two of a thread.
+    const int high = BINS - 1 - 2 * tid;
+    const uint2 pair = load_words(bins + 4 * (high - 1));
+    const u32 upto = scan(pair.x + pair.y, base), before = upto - pair.x - pair.y;
+    if (before < rest && rest <= upto) {
+      const bool is_low = before + pair.y < rest;
+      store_word(base + BIN_AT, high - is_low);
+      store_word(base + REST_AT, rest - before - (is_low ? pair.y : 0));
+      store_word(base + COUNT_AT, is_low ? pair.x : pair.y);
+    }
+    __syncthreads();
+    least |= load_word(base + BIN_AT) << shift;
+    rest = load_word(base + REST_AT);
+    if (rest == load_word(base + COUNT_AT)) return {least, 0};
+  }
+  return {least, rest};
+}
+DEV void clear_words(u32 at, int count) {
+  for (int i = threadIdx.x; i < count; i += CTA_THREADS) store_word(at + 4 * i, 0);
+}
+// A place at the end of a list for each lane that has something.
+DEV int append(u32 counter, bool has) {
+  const int lane = threadIdx.x & 31;
+  const u32 lanes = __ballot_sync(~0u, has);
+  u32 first = 0;
+  if (lane == 0 && lanes) first = take_shared(counter, __popc(lanes));
+  return __shfl_sync(~0u, first, 0) + __popc(lanes & ((1u << lane) - 1));
+}
+// Candidates among more than CAPACITY scores; all scores if they are too many.
+DEV Set find_candidates(const float* row, const float* best, int seen, int topk, u32 base) {
+  const int tid = threadIdx.x;
+  const int log2_join = seen <= 16 * GROUPS ? 0 : seen <= 32 * GROUPS ? 1 : 2;  // groups of 16
+  const int size = 16 << log2_join, count = (seen + size - 1) / size, parts = (seen + 15) / 16;
+  for (int i = tid; i < count; i += CTA_THREADS) {
+    u32 most = 0;
+    for (int part = i << log2_join; part < min((i + 1) << log2_join, parts); ++part)
+      most = max(most, ordered(best[part]));
+    store_word(base + BEST_AT + 4 * i, most);
+  }
+  __syncthreads();
+  const u32 least = count > topk ? find_bound<2>({base + BEST_AT, nullptr, count}, topk, base).least : 0;
+  __syncthreads();
+  clear_words(base, 2 * BINS);
+  for (int i = tid; i < (count + CTA_THREADS - 1) / CTA_THREADS * CTA_THREADS; i += CTA_THREADS) {
+    const bool has = i < count && load_word(base + BEST_AT + 4 * i) >= least;
+    const int at = append(base + COUNTER_AT, has);
+    if (has) store_word(base + GROUPS_AT + 4 * at, i);
+  }
+  __syncthreads();
+  clear_words(base + EQUAL_AT, (seen + 31) / 32);
+  const int total = load_word(base + COUNTER_AT) * size;
+  for (int i = 0; i < total; i += CTA_THREADS * BATCH) {
+    u32 values[BATCH];
+    int entries[BATCH];
+#pragma unroll
+    for (int n = 0; n < BATCH; ++n) {
+      const int at = i + n * CTA_THREADS + tid;
+      entries[n] = at < total ? (load_word(base + GROUPS_AT + 4 * (at / size)) * size) + at % size : seen;
+      values[n] = entries[n] < seen ? ordered(row[entries[n]]) : 0;
+    }
+#pragma unroll
+    for (int n = 0; n < BATCH; ++n) {
+      const bool has = entries[n] < seen && values[n] >= least;
+      const int at = append(base + COUNTER_AT + 4, has);
+      if (has && at < CAPACITY) {
+        store_word(base + VALUES_AT + 4 * at, values[n]);
+        store_word(base + ENTRIES_AT + 4 * at, entries[n]);
+      }
+    }
+  }
+  __syncthreads();
+  const int found = load_word(base + COUNTER_AT + 4);
+  if (found > CAPACITY) return {0, row, seen};
+  return {base + VALUES_AT, nullptr, found};
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
-__launch_bounds__(ALL_THREADS_OF_CTA, 1) indexer_select(
+extern "C" __global__ void __launch_bounds__(CTA_THREADS, 1) indexer_select(
     int* out,             // (tokens, topk), rows `out_stride` apart
     const float* scores,  // (tokens, max_entries)
+    const float* bests,   // (tokens, max_entries / 16, rounded up) of each 16 scores, if HAS_GROUPS
     const void* visible,  // (tokens,)
     int max_entries, int topk, int out_stride) {
   let_dependents_start();
   const u32 base = shared_base();
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const int rank = blockIdx.x, token = blockIdx.y;
-  for (u32 i = tid; i < 3 * BINS; i += ALL_THREADS_OF_CTA) store_word(base + 4 * i, 0);
+  const int tid = threadIdx.x, lane = tid & 31, token = blockIdx.y;
+  clear_words(base, 3 * BINS + 64);
   wait_for_predecessor();
   const i64 wanted = IS_LONG ? ((const i64*)visible)[token] : (i64)((const int*)visible)[token];
   const int seen = (int)(wanted < max_entries ? wanted : max_entries);
-  const int share = (seen + CLUSTER - 1) / CLUSTER, first = rank * share;
-  const int own = max(0, min(share, seen - first));
-  const int turns = (share + ALL_THREADS_OF_CTA - 1) / ALL_THREADS_OF_CTA;
-  const float* row = scores + (i64)token * max_entries + first;
-  __syncthreads();
-  for (int i = tid; i < own; i += ALL_THREADS_OF_CTA) {
-    const u32 value = ordered(row[i]);
-    store_word(base + VALUES_AT + 4 * i, value);
-    add_shared(base + 4 * (value >> 21), 1);
+  const float* row = scores + (i64)token * max_entries;
+  int* to = out + (i64)token * out_stride;
+  for (int i = max(seen, 0) + tid; i < topk; i += CTA_THREADS) to[i] = -1;
+  if (seen <= topk) {
+    for (int i = tid; i < seen; i += CTA_THREADS) to[i] = i;
+    return;
   }
-
-  const bool has_all = seen <= topk;
-  u32 bound = 0, rest = 0;  // of the chosen: the least, and how many of those equal to it
-  if (!has_all) {
-    rest = topk;
-#pragma unroll
-    for (int pass = 0; pass < 3; ++pass) {
-      const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
-      const u32 mask = pass == 2 ? 1023 : 2047;
-      const u32 bins = base + 4 * BINS * pass;
-      if (pass > 0) {
-        const int above = pass == 1 ? 21 : 10;
-        for (int i = tid; i < own; i += ALL_THREADS_OF_CTA) {
-          const u32 value = load_word(base + VALUES_AT + 4 * i);
-          if (value >> above == bound >> above) add_shared(bins + 4 * (value >> shift & mask), 1);
-        }
-      }
-      cluster_sync();
-      // Bins from the highest on: two of a thread, added up over the cluster.
-      const int high = BINS - 1 - 2 * tid;
-      u32 counts[2] = {0, 0};
-#pragma unroll
-      for (int r = 0; r < CLUSTER; ++r) {
-        const uint2 pair = load_words_of(bins + 4 * (high - 1), r);
-        counts[0] += pair.y, counts[1] += pair.x;
-      }
-      u32 total;
-      const u32 upto = scan(counts[0] + counts[1], base + SUMS_AT, total);
-      const u32 before = upto - counts[0] - counts[1];
-      if (before < rest && rest <= upto) {
-        const bool is_low = before + counts[0] < rest;
-        store_word(base + SUMS_AT + 4 * 32, high - is_low);
-        store_word(base + SUMS_AT + 4 * 33, rest - before - (is_low ? counts[0] : 0));
-      }
-      __syncthreads();
-      bound |= load_word(base + SUMS_AT + 4 * 32) << shift;
-      rest = load_word(base + SUMS_AT + 4 * 33);
+  const int words = (seen + 31) / 32;
+  clear_words(base + CHOSEN_AT, words);
+  Set set = {base + VALUES_AT, nullptr, seen};
+  bool has_entries = false;
+  if (HAS_GROUPS && seen > CAPACITY) {
+    __syncthreads();
+    set = find_candidates(row, bests + (i64)token * ((max_entries + 15) / 16), seen, topk, base);
+    has_entries = set.scores == nullptr;
+  } else {
+    clear_words(base + EQUAL_AT, words);
+#pragma unroll 8
+    for (int i = tid; i < seen; i += CTA_THREADS) store_word(base + VALUES_AT + 4 * i, ordered(row[i]));
+    __syncthreads();
+  }
+  const Bound bound = find_bound<3>(set, topk, base);
+  for (int i = tid; i < (set.count + 31) / 32 * 32; i += CTA_THREADS) {
+    const u32 value = i < set.count ? set.value(i) : 0;
+    const bool is_equal = i < set.count && bound.rest && value == bound.least;
+    const bool is_chosen = i < set.count && !is_equal && value >= bound.least;
+    if (has_entries) {
+      const u32 entry = is_equal || is_chosen ? load_word(base + ENTRIES_AT + 4 * i) : 0;
+      if (is_equal || is_chosen)
+        or_shared(base + (is_equal ? EQUAL_AT : CHOSEN_AT) + entry / 32 * 4, 1u << entry % 32);
+      continue;
+    }
+    const u32 chosen = __ballot_sync(~0u, is_chosen), equal = __ballot_sync(~0u, is_equal);
+    if (lane == 0) {
+      store_word(base + CHOSEN_AT + i / 32 * 4, chosen);
+      if (bound.rest) store_word(base + EQUAL_AT + i / 32 * 4, equal);
     }
   }
-
-  // Entries above the bound in the low half of a word, entries equal to it in the high half.
-  for (int turn = 0; turn < turns; ++turn) {
-    const int i = turn * ALL_THREADS_OF_CTA + tid;
-    const u32 value = i < own ? load_word(base + VALUES_AT + 4 * i) : 0;
-    const u32 above = __ballot_sync(~0u, i < own && (has_all || value > bound));
-    const u32 equal = __ballot_sync(~0u, i < own && !has_all && value == bound);
-    if (lane == 0)
-      store_word(base + COUNTS_AT + 4 * (turn * WARPS + warp), __popc(above) | __popc(equal) << 16);
-  }
   __syncthreads();
-  const u32 count = tid < turns * WARPS ? load_word(base + COUNTS_AT + 4 * tid) : 0;
-  // Two scans: either half may pass 16 bits.
-  u32 all_above, all_equal;
-  const u32 above_upto = scan(count & 0xffff, base + SUMS_AT, all_above);
-  const u32 equal_upto = scan(count >> 16, base + SUMS_AT, all_equal);
-  const u32 above_before = above_upto - (count & 0xffff), equal_before = equal_upto - (count >> 16);
-  if (tid == 0) {
-    store_word(base + SUMS_AT + 4 * 34, all_above);
-    store_word(base + SUMS_AT + 4 * 35, all_equal);
+  // A thread has some words of the maps.
+  const int own = (words + CTA_THREADS - 1) / CTA_THREADS, first = tid * own;
+  const int last = min(first + own, words);
+  if (bound.rest) {
+    u32 count = 0;
+    for (int i = first; i < last; ++i) count += __popc(load_word(base + EQUAL_AT + 4 * i));
+    int left = (int)bound.rest - (int)(scan(count, base) - count);
+    for (int i = first; i < last; ++i) {
+      u32 bits = load_word(base + EQUAL_AT + 4 * i), kept = 0;
+      for (; bits && left > 0; --left) kept |= bits & -bits, bits &= bits - 1;
+      store_word(base + CHOSEN_AT + 4 * i, load_word(base + CHOSEN_AT + 4 * i) | kept);
+    }
   }
-  cluster_sync();
-  u32 above_of_others = 0, equal_of_others = 0;
-#pragma unroll
-  for (int r = 0; r < CLUSTER; ++r) {
-    const uint2 chosen = load_words_of(base + SUMS_AT + 4 * 34, r);
-    if (r < rank) above_of_others += chosen.x, equal_of_others += chosen.y;
-  }
-  // Places of the first of 32 entries: above in `counts`, equal in the histograms' memory.
-  if (tid < turns * WARPS) {
-    store_word(base + COUNTS_AT + 4 * tid, above_of_others + above_before);
-    store_word(base + 4 * tid, equal_of_others + equal_before);
-  }
-  __syncthreads();
-  int* to = out + (i64)token * out_stride;
-  for (int turn = 0; turn < turns; ++turn) {
-    const int i = turn * ALL_THREADS_OF_CTA + tid;
-    const u32 value = i < own ? load_word(base + VALUES_AT + 4 * i) : 0;
-    const bool is_above = i < own && (has_all || value > bound);
-    const bool is_equal = i < own && !has_all && value == bound;
-    const u32 lower = (1u << lane) - 1;
-    const u32 above = load_word(base + COUNTS_AT + 4 * (turn * WARPS + warp)) +
-                      __popc(__ballot_sync(~0u, is_above) & lower);
-    const u32 equal = load_word(base + 4 * (turn * WARPS + warp)) +
-                      __popc(__ballot_sync(~0u, is_equal) & lower);
-    if (is_above || (is_equal && equal < rest)) to[above + min(equal, rest)] = first + i;
-  }
-  if (rank == 0)
-    for (int i = max(seen, 0) + tid; i < topk; i += ALL_THREADS_OF_CTA) to[i] = -1;
-  cluster_sync();  // nobody leaves while its memory is read
+  u32 count = 0;
+  for (int i = first; i < last; ++i) count += __popc(load_word(base + CHOSEN_AT + 4 * i));
+  to += scan(count, base) - count;
+  for (int i = first; i < last; ++i)
+    for (u32 bits = load_word(base + CHOSEN_AT + 4 * i); bits; bits &= bits - 1)
+      *to++ = 32 * i + __ffs(bits) - 1;
 }

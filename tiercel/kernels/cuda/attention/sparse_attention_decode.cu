@@ -17,9 +17,10 @@
 //   tops      WARPS x 16 floats, then sums       of a warp's keys, by head
 //   out       16 x OUT floats, in `partial`; then maxima and totals of the CTA, in `tops`
 //
-// Macros: TILE (keys of a turn), CLUSTER, CTAS (per SM), KIND0, KIND1 (how keys are listed: 0 slots,
-// 1 chosen entries, 2 a run of entries, 3 no such part), LONG0, LONG1 (whether a list is int64).
+// Macros: TILE (keys of a turn), CLUSTER, CTAS (per SM), KIND0, KIND1 (how keys are listed, see
+// sparse_attention_keys.cuh), LONG0, LONG1 (whether a list is int64).
 #include "attention/cluster_ptx.cuh"
+#include "attention/sparse_attention_keys.cuh"
 
 #define WARPS 8
 #define D 512
@@ -36,60 +37,14 @@
 #define TOPS_AT (ROWS_AT + TILE * 16)
 #define SUMS_AT (TOPS_AT + WARPS * HEADS * 4)
 
-struct Part {
-  const u8 *cache, *scales;
-  const void* list;    // (tokens, num_keys) slots or entries
-  const i64* ends;     // (tokens,)
-  const int* tables;   // (rows, columns)
-  const i64* rows;     // (tokens,) of the tables
-  i64 block_bytes, entry_bytes, scale_block_bytes, scale_entry_bytes;
-  int num_keys, list_stride, table_stride, per_block;
-};
-struct Keys { int count, start; const int* table; };
-
-template <int KIND> DEV Keys keys_of(const Part& part, int token) {
-  Keys keys = {0, 0, nullptr};
-  if (KIND == 3) return keys;
-  keys.count = part.num_keys;
-  if (KIND != 0) keys.table = part.tables + part.rows[token] * part.table_stride;
-  if (KIND == 2) {
-    const int end = (int)part.ends[token];
-    keys.start = end > part.num_keys ? end - part.num_keys : 0;
-    keys.count = end < part.num_keys ? end : part.num_keys;
-  }
-  return keys;
-}
-
 // Addresses of a key's vector and scales; 0 without a key.
 template <int KIND, int IS_LONG>
 DEV void locate(const Part& part, const Keys& keys, int token, int place, u64& row, u64& scales) {
   row = scales = 0;
-  if (KIND == 3 || place >= keys.count) return;
-  i64 entry = keys.start + place;
-  if (KIND != 2) {
-    const i64 at = (i64)token * part.list_stride + place;
-    entry = IS_LONG ? ((const i64*)part.list)[at] : (i64)((const int*)part.list)[at];
-    if (entry < 0) return;
-  }
-  i64 block = (i64)((u64)entry / (u32)part.per_block);
-  const i64 index = entry - block * part.per_block;
-  if (KIND != 0) block = keys.table[block];
-  row = (u64)(part.cache + block * part.block_bytes + index * part.entry_bytes);
-  scales = (u64)(part.scales + block * part.scale_block_bytes + index * part.scale_entry_bytes);
-}
-
-// Four E4M3 as two pairs of bfloat16: their bits are those of a bfloat16, times 2^120.
-DEV void widen_e4m3(u32 word, u32 factor, u32& first, u32& second) {
-  const u32 low = __byte_perm(word, 0, 0x4140), high = __byte_perm(word, 0, 0x4342);
-  first = (low & 0x00800080u) << 8 | (low & 0x007f007fu) << 4;
-  second = (high & 0x00800080u) << 8 | (high & 0x007f007fu) << 4;
-  first = multiply_pairs(multiply_pairs(first, 0x7b807b80u), factor);
-  second = multiply_pairs(multiply_pairs(second, 0x7b807b80u), factor);
-}
-// A pair of the bfloat16 2^(scale - 127); 255 is NaN.
-DEV u32 pair_of_scale(u32 scale) {
-  const u32 one = scale == 255 ? 0x7fc0u : scale ? scale << 7 : 0x40u;
-  return one | one << 16;
+  const i64 entry = entry_at<KIND, IS_LONG>(part, keys, token, place);
+  if (entry < 0) return;
+  const Spot spot = spot_of<KIND>(part, keys, entry);
+  row = row_of(part, spot), scales = scales_of(part, spot);
 }
 
 extern "C" __global__ void
@@ -160,7 +115,7 @@ __launch_bounds__(32 * WARPS, CTAS) sparse_attention_decode(
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       if (warp < 7) {
-        const u32 factor = pair_of_scale(scale_bytes[n]);
+        const Factor factor = factor_of(scale_bytes[n]);
 #pragma unroll
         for (int j = 3; j >= 0; --j)
           widen_e4m3(keys[n][j], factor, keys[n][2 * j], keys[n][2 * j + 1]);

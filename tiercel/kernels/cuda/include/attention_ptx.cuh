@@ -3,6 +3,7 @@
 // IS_BF16 (0: fp16), the type of queries and cache.
 #pragma once
 
+#include "include/pack_ptx.cuh"
 #include "include/types.cuh"
 
 DEV float exp2_fast(float x) {
@@ -13,16 +14,6 @@ DEV float exp2_fast(float x) {
 DEV float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// Two floats as fp16 or bf16, the first in the low half.
-DEV u32 pack(float low, float high) {
-  u32 y;
-#if IS_BF16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-#endif
   return y;
 }
 DEV void unpack(u32 both, float& low, float& high) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "include/barrier_ptx.cuh"
+#include "include/pack_ptx.cuh"
 #include "include/types.cuh"
 
 struct __align__(64) TMap { unsigned char b[128]; };
@@ -13,10 +14,8 @@ struct __align__(64) TMap { unsigned char b[128]; };
 // transposed (product with V). Accumulators are the first N / 2 operands.
 #if IS_BF16
 #define WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16"
-#define PACK2 "cvt.rn.bf16x2.f32"
 #else
 #define WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.f16.f16"
-#define PACK2 "cvt.rn.f16x2.f32"
 #endif
 #define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
@@ -135,11 +134,6 @@ __device__ __forceinline__ float rcp(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-  u32 d;
-  asm(PACK2 " %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
-  return d;
 }
 // Matrix descriptor in shared memory, 128-byte swizzle: low word; the high word is constant (1024
 // bytes between groups of 8 rows).
