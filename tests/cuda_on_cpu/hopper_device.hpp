@@ -32,6 +32,7 @@ DEV float lg2(float x) { return std::log2(x); }
 DEV float rcp(float x) { return 1.f / x; }
 DEV void mbar_wait(u32 bar, u32 parity) { slot_wait(bar, parity); }
 DEV void fence_mbar_init() {}
+DEV void fence_writes() {}
 template <int N> DEV void lower_registers() {}
 template <int N> DEV void raise_registers() {}
 template <int N> DEV void pin(float (&)[N]) {}

@@ -1,6 +1,5 @@
 // What sparse_attention_tiles_ptx.cuh gives, for one processor; behind cluster_device.hpp.
 DEV u32 aligned_base() { return 0; }
-DEV void fence_writes() {}
 DEV void store_row(u32 address, u32 x, u32 y, u32 z, u32 w) { sts16(address, x, y, z, w); }
 DEV void store_short(u32 address, u32 x) { sts2(address, (u16)x); }
 DEV void store_pair(u32 address, float x, float y) {

@@ -14,8 +14,6 @@ DEV void wgmma_values(float (&d)[64], u32 a, u32 b, int is_first) {
       : F32(0), F32(32)
       : "r"(a), "r"(DESC_HI), "r"(b), "r"(DESC_HI), "r"(is_first));
 }
-// What a thread wrote to shared memory can be read by wgmma, behind the next barrier.
-DEV void fence_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEV void store_row(u32 address, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
                ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
