@@ -51,7 +51,6 @@ WINDOWS = (0, 6, 64)
 # Relative, of whole results (norms): weights are rounded to 16 bits before they meet the values,
 # and the result once more; each costs up to half a unit.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-8 + 2**-9, torch.float16: 2**-11 + 2**-12}
-FINITE = 1000.0  # seen once, it takes over the softmax; the CUDA kernel needs finite slots
 SCALE = 0.15  # not 1 / sqrt(head_dim): scale is an argument
 
 

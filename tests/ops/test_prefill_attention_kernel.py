@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.ops.prefill_attention_cases import (
-    FINITE,
     ITEMS,
     LARGE,
     PLAIN,
@@ -57,7 +56,6 @@ def test_cuda_matches_oracle(variant, dtype, group, block_size, device):
                 block_size,
                 dtype,
                 device,
-                poison=FINITE,
                 q_scale=q_scale,
             )
             out = case.launch(cuda_config(variant), heads_first=bool(number % 2))
@@ -79,8 +77,6 @@ def test_few_rows_on_a_long_prefix_are_cut_into_parts(device):
     """The op's own choice; bits do not depend on another item's tokens here either."""
     for items in ([16], [16] * 4, [5, 1, 40], [0, 3]):
         case = make_case([(4100, 4100, items)], (32, 8, 128), 64, torch.bfloat16, device)
-        case.k_cache.nan_to_num_(FINITE)
-        case.v_cache.nan_to_num_(FINITE)
         options = {"prefix_len": case.prefix_len, "item_start": case.item_start}
         lengths = (case.query_lens, case.context_lens)
         plan = plan_prefill_attention(*lengths, num_heads=32, k_cache=case.k_cache, **options)
@@ -100,8 +96,6 @@ def test_items_of_the_cuda_kernel_do_not_see_each_other(variant, prefix, device)
     """Nor the growth of another item's maxima, which its warp may redo a step for."""
     items = [5, 1, 30, 64, 3, 200, 2, 2, 7]
     case = make_case([(prefix, prefix, items)], (32, 8, 128), 64, torch.bfloat16, device)
-    case.k_cache.nan_to_num_(FINITE)
-    case.v_cache.nan_to_num_(FINITE)
 
     def outs():
         cut, _ = case.launch(cuda_config(variant), steps=3)
@@ -121,7 +115,7 @@ def test_items_of_the_cuda_kernel_do_not_see_each_other(variant, prefix, device)
 @needs_hopper
 @pytest.mark.gpu
 def test_kernels_agree(device):
-    case = make_case(LARGE[-2], (8, 2, 128), 64, torch.bfloat16, device, poison=FINITE)
+    case = make_case(LARGE[-2], (8, 2, 128), 64, torch.bfloat16, device)
     outs = [case.launch(config) for config in map(cuda_config, ("plain", "fast"))]
     outs.append(case.launch(triton_config(128, 64)))
     for out in outs:
@@ -132,7 +126,7 @@ def test_kernels_agree(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(8, 2, 128), (9, 3, 64)], ids=str)
 def test_graph_replay_equals_eager(heads, device):
-    case = make_case(LARGE[-2], heads, 64, torch.bfloat16, device, poison=FINITE)
+    case = make_case(LARGE[-2], heads, 64, torch.bfloat16, device)
     items = {"prefix_len": case.prefix_len, "item_start": case.item_start}
     lengths = (case.query_lens, case.context_lens)
     plan = plan_prefill_attention(*lengths, num_heads=heads[0], k_cache=case.k_cache, **items)

@@ -48,8 +48,8 @@ def prefill_attention(
     Args:
         q: (T, num_heads, head_dim), requests end to end; head i reads key/value head
             i // (num_heads / num_kv_heads).
-        k_cache: (num_blocks, block_size, num_kv_heads, head_dim) contiguous, dtype of q. On Hopper
-            slots that no token sees are multiplied by 0, so the whole pool must be finite.
+        k_cache: (num_blocks, block_size, num_kv_heads, head_dim) contiguous, dtype of q; slots that
+            no token sees may hold NaN.
         v_cache: like k_cache.
         block_tables: (R, max_blocks) int32, one row per request of this call.
         query_lens: new tokens of each request, >= 1.

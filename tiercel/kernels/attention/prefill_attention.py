@@ -136,8 +136,8 @@ def launch_prefill_attention(
 
     Args:
         q: (T, heads, head_dim), heads adjacent, tokens at multiples of 16 bytes.
-        k_cache: (num_blocks, block_size, kv_heads, head_dim) contiguous. The CUDA kernel multiplies
-            slots that no token sees by 0: they must be finite.
+        k_cache: (num_blocks, block_size, kv_heads, head_dim) contiguous; slots that no token sees
+            may hold NaN.
         v_cache: like k_cache.
         block_tables: (R, max_blocks) int32, unit inner stride.
         k_new: (T, kv_heads, head_dim), laid out like q; read where the plan has items.

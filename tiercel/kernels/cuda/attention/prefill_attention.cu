@@ -12,8 +12,8 @@
 // one. A tile runs item steps first (WN keys, always masked), then pages (BN keys, masked only
 // where the diagonal or P cuts them): one online softmax over both.
 //
-// Slots after a request in its last page, and rows after it in k_new and v_new, must be finite:
-// their weight is 0, and 0 * NaN is NaN.
+// Slots after a tile's tokens, and rows after them in k_new and v_new, may hold anything, NaN of a
+// failed request too: scores of theirs are replaced, and values of theirs are cleared.
 //
 // Macros: GROUP_HEADS query heads per KV head (1, 2, 4, 8), PAGE rows per page (16, 32, 64, 128),
 // IS_BF16 (0: fp16), FAST_LOOP (1: exponentiate with the maxima of earlier steps), IS_PART (1:
@@ -129,14 +129,24 @@ __device__ __forceinline__ void grow(float (&m)[2], float x0, float x1, float sl
 // Columns lo <= c < up of a masked step are visible, for the thread's two rows (8 apart).
 struct Bounds { int lo0, up0, lo1, up1; };
 
+// Zeros to the rows of V from `seen` on, of N: their weight is 0, and 0 * NaN is NaN. Both warpgroups
+// write the same, each before its own products.
+template <int N> __device__ __forceinline__ void clear_rows(u32 v, int seen, int wg) {
+  for (int i = threadIdx.x & 127; i < 8 * (N - seen); i += 128)
+    for (int half = 0; half < 2; half++) store_zeros(v + half * N * 128 + seen * 128 + i * 16);
+  fence_writes();
+  bar_sync(4 + wg, 128);
+}
+
 // One step of one consumer: scores of N keys, the product of the P before it (NP keys; 0: none)
 // with its V, softmax of the new scores to pn.
 // EDGE: that P belongs to the previous tile, which is stored here. FAST: p and pn must differ.
+// seen: rows of that V that its tile may see.
 template <int N, int NP, bool EDGE, bool FAST>
 __device__ __forceinline__ void step(float (&o)[64], u32 (&p)[BN / 4], u32 (&pn)[BN / 4],
                                      float (&m)[2], float (&l)[2], State& st, const Consts& k,
-                                     u32 qd, bool masked, const Bounds& b, Result* dst0,
-                                     Result* dst1) {
+                                     u32 qd, bool masked, const Bounds& b, int seen,
+                                     Result* dst0, Result* dst1) {
   float s[N / 2];
   const Ring& ring = k.ring;
   const int kslot = st.slot;
@@ -144,7 +154,10 @@ __device__ __forceinline__ void step(float (&o)[64], u32 (&p)[BN / 4], u32 (&pn)
   State sv = st;
   advance(sv);
   const int vslot = sv.slot;
-  if (NP > 0) mbar_wait(ring.full + 8 * vslot, sv.phase);
+  if (NP > 0) {
+    mbar_wait(ring.full + 8 * vslot, sv.phase);
+    if (seen < NP) clear_rows<NP>(ring.base + vslot * KVBYTES, seen, k.wg);
+  }
   const u32 kd = uniform(mdesc(ring.base + kslot * KVBYTES, 16));
   const u32 vd = uniform(mdesc(ring.base + vslot * KVBYTES, (NP > 0 ? NP : 16) * 128));
   bar_sync(1 + k.wg, 256);
@@ -254,10 +267,12 @@ __device__ __forceinline__ void step(float (&o)[64], u32 (&p)[BN / 4], u32 (&pn)
 
 // the very last product of a CTA, or of a tile without page steps
 template <int NP>
-__device__ __forceinline__ void last(float (&o)[64], u32 (&p)[BN / 4], const Ring& ring,
-                                     State& st) {
+__device__ __forceinline__ void last(float (&o)[64], u32 (&p)[BN / 4], const Consts& k, State& st,
+                                     int seen) {
+  const Ring& ring = k.ring;
   const int vslot = st.slot;
   mbar_wait(ring.full + 8 * vslot, st.phase);
+  if (seen < NP) clear_rows<NP>(ring.base + vslot * KVBYTES, seen, k.wg);
   wg_fence();
   const u32 vd = uniform(mdesc(ring.base + vslot * KVBYTES, NP * 128));
 #pragma unroll
@@ -327,6 +342,8 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) prefill_attention(
   DYNAMIC_SHARED(raw);
   __shared__ __align__(8) u64 bars[2 * STAGES + 2 * QBUF];
   __shared__ int2 work[QBUF]; // tile (-1: no more) and KV head
+  // Rows that a tile sees of its last item or page step; in registers they would spill in FAST_LOOP.
+  __shared__ int last_seen[NWG];
   const u32 smem = (smem_u32(raw) + 1023) & ~1023u;
   const u32 b0 = smem_u32(bars);
   const Ring ring{b0, b0 + 8 * STAGES, smem + QBUF * QBYTES};
@@ -410,8 +427,7 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) prefill_attention(
     const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3, q4 = lane & 3;
     const Consts k{ring, grp - 1, sl2, thr, out, sums};
     State st{0, 0};
-    int qs = 0;
-    u32 qph = 0;
+    int number = 0; // of the CTA's tiles so far
     if (k.wg == NWG - 1) bar_arrive(1, 256);
     float o[64], m[2], l[2];
     u32 p[BN / 4];
@@ -422,7 +438,8 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) prefill_attention(
     bool has_pend = false; // a finished softmax waits for its product with V
     clear(o, m, l);
     while (true) {
-      mbar_wait(qfull + 8 * qs, qph);
+      const int qs = number % QBUF;
+      mbar_wait(qfull + 8 * qs, number / QBUF & 1);
       const int ti = uni(work[qs].x), head = uni(work[qs].y);
       if (ti < 0) break;
       Work w = load_work(tiles + 8 * ti);
@@ -446,51 +463,54 @@ extern "C" __global__ void __launch_bounds__(NTHR, 1) prefill_attention(
         const int lo1 = item_start[w.q_row + min(t1, w.tokens - 1)];
         int off = w.low + 2 * q4;
         Bounds b{lo0 - off, i0 + 1 - off, lo1 - off, i1 + 1 - off};
-        if (has_pend) step<WN, BN, true, false>(o, p, p, m, l, st, k, qd, true, b, dst0, dst1);
-        else step<WN, 0, false, false>(o, p, p, m, l, st, k, qd, true, b, 0, 0);
+        if (has_pend) step<WN, BN, true, false>(o, p, p, m, l, st, k, qd, true, b, last_seen[k.wg], dst0, dst1);
+        else step<WN, 0, false, false>(o, p, p, m, l, st, k, qd, true, b, 0, 0, 0);
+        last_seen[k.wg] = w.i0 + w.tokens - w.low - (n_item - 1) * WN;  // all threads the same
         for (int t = 1; t < n_item; t++) {
           off += WN;
           b = Bounds{lo0 - off, i0 + 1 - off, lo1 - off, i1 + 1 - off};
-          step<WN, WN, false, false>(o, p, p, m, l, st, k, qd, true, b, 0, 0);
+          step<WN, WN, false, false>(o, p, p, m, l, st, k, qd, true, b, WN, 0, 0);
         }
       }
       // from here on places count from the first page key: no register more in the loop
       w.P -= w.first; i0 -= w.first; i1 -= w.first;
       const int e1 = min(w.P, w.i0 - w.first + 1); // keys below e1 are visible to every row of the tile
-#define PAGE_STEP(NP_, EDGE_, FAST_, in_, out_, j_)                                     \
-  do {                                                                                  \
-    const int k0 = (j_) * BN, off = k0 + 2 * q4;                                        \
-    const Bounds b{-1000, min(w.P, i0 + 1) - off, -1000, min(w.P, i1 + 1) - off};       \
-    step<BN, NP_, EDGE_, FAST_>(o, in_, out_, m, l, st, k, qd, k0 + BN > e1, b, dst0, dst1); \
+#define PAGE_STEP(NP_, EDGE_, FAST_, in_, out_, j_, seen_)                                   \
+  do {                                                                                       \
+    const int k0 = (j_) * BN, off = k0 + 2 * q4;                                             \
+    const Bounds b{-1000, min(w.P, i0 + 1) - off, -1000, min(w.P, i1 + 1) - off};            \
+    step<BN, NP_, EDGE_, FAST_>(o, in_, out_, m, l, st, k, qd, k0 + BN > e1, b, seen_, dst0, \
+                                dst1);                                                       \
   } while (0)
       if (n_page > 0) {
-        if (n_item > 0) PAGE_STEP(WN, false, false, p, p, 0);
-        else if (has_pend) PAGE_STEP(BN, true, false, p, p, 0);
-        else PAGE_STEP(0, false, false, p, p, 0);
+        if (n_item > 0) PAGE_STEP(WN, false, false, p, p, 0, last_seen[k.wg]);
+        else if (has_pend) PAGE_STEP(BN, true, false, p, p, 0, last_seen[k.wg]);
+        else PAGE_STEP(0, false, false, p, p, 0, 0);
       }
+      if (n_page > 0) last_seen[k.wg] = min(w.P, w.i0 - w.first + w.tokens) - (n_page - 1) * BN;
 #if FAST_LOOP
       int j = 1;
       for (; j + 1 < n_page; j += 2) { // two at a time: P alternates between two register sets
-        PAGE_STEP(BN, false, true, p, p2, j);
-        PAGE_STEP(BN, false, true, p2, p, j + 1);
+        PAGE_STEP(BN, false, true, p, p2, j, BN);
+        PAGE_STEP(BN, false, true, p2, p, j + 1, BN);
       }
-      if (j < n_page) PAGE_STEP(BN, false, false, p, p, j);
+      if (j < n_page) PAGE_STEP(BN, false, false, p, p, j, BN);
 #else
-      for (int j = 1; j < n_page; j++) PAGE_STEP(BN, false, false, p, p, j);
+      for (int j = 1; j < n_page; j++) PAGE_STEP(BN, false, false, p, p, j, BN);
 #endif
       dst0 = nd0;
       dst1 = nd1;
-      if (lane == 0) mbar_arrive(qempty + 8 * qs);
-      if (++qs == QBUF) { qs = 0; qph ^= 1; }
+      if (lane == 0) mbar_arrive(qempty + 8 * (number % QBUF));
+      number++;
       has_pend = n_page > 0;
       if (!has_pend) {
-        last<WN>(o, p, ring, st);
+        last<WN>(o, p, k, st, last_seen[k.wg]);
         epilogue(o, m, l, k, dst0, dst1);
         clear(o, m, l);
       }
     }
     if (has_pend) {
-      last<BN>(o, p, ring, st);
+      last<BN>(o, p, k, st, last_seen[k.wg]);
       epilogue(o, m, l, k, dst0, dst1);
     }
   }

@@ -110,6 +110,9 @@ DEV void copy_bulk(u32 to, const u8* from, int bytes, u32 barrier) {
 }
 // What a thread wrote to shared memory can be read by wgmma, behind the next barrier.
 DEV void fence_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEV void store_zeros(u32 address) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
 // A warpgroup gives registers back, or takes more, up to N a thread.
 template <int N> __device__ __forceinline__ void lower_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
